@@ -1,0 +1,45 @@
+"""onnx-remat: rewrite ONNX training graphs to fit a memory budget on ONNX Runtime, with the least recompute."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from onnx_remat.errors import (
+    BudgetInfeasibleError,
+    ModelError,
+    OnnxRematError,
+    ShapeError,
+    UsageError,
+    VerificationError,
+)
+from onnx_remat.version import __version__
+
+if TYPE_CHECKING:
+    from onnx_remat.pipeline import plan_model, rewrite_model
+    from onnx_remat.runtime import session_options
+
+__all__ = [
+    "BudgetInfeasibleError",
+    "ModelError",
+    "OnnxRematError",
+    "ShapeError",
+    "UsageError",
+    "VerificationError",
+    "__version__",
+    "plan_model",
+    "rewrite_model",
+    "session_options",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Load the machinery on first use: importing the package stays light."""
+    if name in ("plan_model", "rewrite_model"):
+        from onnx_remat import pipeline
+
+        return getattr(pipeline, name)
+    if name == "session_options":
+        from onnx_remat.runtime import session_options
+
+        return session_options
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

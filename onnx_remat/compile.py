@@ -1,0 +1,202 @@
+"""Graph + tables of facts -> `Problem`: the flat arrays that simulation and planning run on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import onnx
+from onnx import TensorProto
+
+from onnx_remat import ops as op_facts
+from onnx_remat.graph import INITIALIZER, NODE, Graph, Op, bodies
+from onnx_remat.schedule import Problem
+from onnx_remat.shapes import Tensor, bits
+from onnx_remat.workspace import workspace_bytes
+
+STANDARD_DOMAINS = ("", "ai.onnx")
+
+
+@dataclass(frozen=True, slots=True)
+class OpTable:
+    """Per op of a graph, what the analyses need to know beyond its edges; rows are op indices."""
+
+    recomputable: tuple[bool, ...]
+    foldable: tuple[bool, ...]
+    workspace: tuple[int, ...]
+
+
+def attributes(node: onnx.NodeProto) -> dict[str, object]:
+    """A node's attributes as Python values, bodies left out."""
+    return {
+        a.name: onnx.helper.get_attribute_value(a)
+        for a in node.attribute
+        if a.type not in (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS)
+    }
+
+
+def tabulate(graph: Graph, tensors: Mapping[str, Tensor], threads: int, allow: Sequence[str] = ()) -> OpTable:
+    """Facts about each op of a graph.
+
+    Parameters
+    ----------
+    graph, tensors
+        The IR and its shapes.
+    threads : int
+        Threads of one op; some kernels' workspace grows with them.
+    allow : sequence of str
+        ``DOMAIN::OP`` names of custom ops that the user says may be recomputed.
+    """
+    foldable = _foldable(graph, tensors)
+    return OpTable(
+        recomputable=tuple(_recomputable(graph, op, allow) for op in graph.ops),
+        foldable=foldable,
+        workspace=tuple(_workspace(op, tensors, threads, _opset(graph.model, op.node.domain)) for op in graph.ops),
+    )
+
+
+def _recomputable(graph: Graph, op: Op, allow: Sequence[str]) -> bool:
+    node = op.node
+    if f"{node.domain}::{node.op_type}" in allow:
+        return True
+    facts = op_facts.facts(node.domain, node.op_type)
+    random = op_facts.is_random(
+        node.domain, node.op_type, opset=_opset(graph.model, node.domain), training_mode=_training_mode(graph, op)
+    )
+    has_body = any(True for _ in bodies(node))
+    return facts.known and not facts.stateful and not random and not has_body and node.domain in STANDARD_DOMAINS
+
+
+def _opset(model: onnx.ModelProto, domain: str) -> int:
+    same = STANDARD_DOMAINS if domain in STANDARD_DOMAINS else (domain,)
+    return next((o.version for o in model.opset_import if o.domain in same), 0)
+
+
+def _training_mode(graph: Graph, op: Op) -> bool | None:
+    """Does this Dropout train? None when only the run will tell (and for every other op)."""
+    if op.node.op_type != "Dropout":
+        return None
+    name = op.inputs[2] if len(op.inputs) > 2 else ""
+    if not name:
+        is_test = attributes(op.node).get("is_test")
+        return not is_test if is_test is not None else False
+    return next((bool(onnx.numpy_helper.to_array(t)) for t in graph.model.graph.initializer
+                 if t.name == name and t.data_location != TensorProto.EXTERNAL), None)  # fmt: skip
+
+
+def _foldable(graph: Graph, tensors: Mapping[str, Tensor]) -> tuple[bool, ...]:
+    """Ops that depend on no graph input: ONNX Runtime computes them once, when it loads the file."""
+    constant = {name for name, value in graph.values.items() if value.kind == INITIALIZER}
+    result = []
+    for op in graph.ops:
+        fixed_shape = op.node.op_type == "Shape" and not any(
+            isinstance(d, str | None) for d in tensors[op.inputs[0]].symbolic or (None,)
+        )
+        folds = (fixed_shape or all(name in constant for name in op.reads)) and not (
+            op_facts.facts(op.node.domain, op.node.op_type).random or any(True for _ in bodies(op.node))
+        )
+        if folds:
+            constant.update(op.writes)
+        result.append(folds)
+    return tuple(result)
+
+
+def _workspace(op: Op, tensors: Mapping[str, Tensor], threads: int, opset: int) -> int:
+    inputs = [tensors.get(name) for name in op.inputs]
+    outputs = [tensors.get(name) for name in op.outputs]
+    return workspace_bytes(
+        op.node.domain, op.node.op_type, attributes(op.node),
+        [t.shape if t else None for t in inputs], [t.dtype if t else None for t in inputs],
+        [t.shape if t else None for t in outputs], [t.dtype if t else None for t in outputs],
+        threads, opset=opset,
+    )  # fmt: skip
+
+
+def compile_problem(
+    graph: Graph, tensors: Mapping[str, Tensor], table: OpTable, costs: Sequence[float], phases: Sequence[int]
+) -> Problem:
+    """Flatten a graph and its tables into a `Problem`.
+
+    Parameters
+    ----------
+    graph, tensors, table
+        The IR, its shapes (`shapes.infer`) and its op facts (`tabulate`).
+    costs, phases : sequences, one entry per op
+        Seconds of one execution; FORWARD, BACKWARD or OPTIMIZER.
+    """
+    number = {name: i for i, name in enumerate(graph.values)}
+    kinds = [value.kind for value in graph.values.values()]
+    sizes = [tensors[name] for name in graph.values]
+    classes = _shape_classes(sizes)
+    alias, inplace, droppable = _sharing(graph, tensors)
+    return Problem(
+        in_ptr=_offsets([len(op.reads) for op in graph.ops]),
+        in_values=np.array([number[name] for op in graph.ops for name in op.reads], np.int32),
+        out_ptr=_offsets([len(op.writes) for op in graph.ops]),
+        out_values=np.array([number[name] for op in graph.ops for name in op.writes], np.int32),
+        nbytes=np.array([t.nbytes for t in sizes], np.int64),
+        resident=np.array([kind != NODE for kind in kinds], np.bool_),
+        is_output=np.array([value.is_output for value in graph.values.values()], np.bool_),
+        shape_class=np.array(classes, np.int32),
+        poolable=np.array([c >= 0 and len(t.shape) > 0 for c, t in zip(classes, sizes, strict=True)], np.bool_),
+        alias_slot=np.array(alias, np.int32),
+        inplace_ptr=_offsets([len(slots) for slots in inplace]),
+        inplace_slots=np.array([slot for slots in inplace for slot in slots], np.int32),
+        droppable=np.array(droppable, np.bool_),
+        workspace=np.array(table.workspace, np.int64),
+        cost=np.array(costs, np.float64),
+        recomputable=np.array(table.recomputable, np.bool_),
+        phase=np.array(phases, np.int8),
+        base_bytes=sum(t.nbytes for t, kind in zip(sizes, kinds, strict=True) if kind != NODE),
+    )
+
+
+def _offsets(lengths: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    return np.array([0, *accumulate(lengths)], np.int32)
+
+
+def _shape_classes(sizes: Sequence[Tensor]) -> list[int]:
+    """Number per value: equal where the runtime, from the file alone, sees equal shapes and element sizes."""
+    numbers: dict[tuple[object, ...], int] = {}
+    classes = []
+    for tensor in sizes:
+        dims = tensor.symbolic
+        if dims is None or None in dims or tensor.dtype == TensorProto.STRING:
+            classes.append(-1)
+        else:
+            classes.append(numbers.setdefault((dims, bits(tensor.dtype)), len(numbers)))
+    return classes
+
+
+def _sharing(graph: Graph, tensors: Mapping[str, Tensor]) -> tuple[list[int], list[list[int]], list[bool]]:
+    """Per output slot: the input it aliases, the inputs it may overwrite, whether a recompute may leave it out."""
+    alias: list[int] = []
+    inplace: list[list[int]] = []
+    droppable: list[bool] = []
+    for op in graph.ops:
+        node = op.node
+        dtype = tensors[op.inputs[0]].dtype if op.inputs and op.inputs[0] else TensorProto.FLOAT
+        facts = op_facts.facts(node.domain, node.op_type, dtype)
+        position = {slot: i for i, slot in enumerate(s for s, name in enumerate(op.inputs) if name)}
+        optional = optional_outputs(graph.model, node)
+        for slot, name in enumerate(op.outputs):
+            if not name:
+                continue
+            alias.append(next((position[i] for i, o in facts.alias if o == slot and i in position), -1))
+            inplace.append([position[i] for i, o in facts.inplace if o == slot and i in position])
+            droppable.append(slot in optional)
+    return alias, inplace, droppable
+
+
+def optional_outputs(model: onnx.ModelProto, node: onnx.NodeProto) -> set[int]:
+    """Output slots that a copy of the node may leave out when nobody reads them."""
+    if node.domain not in STANDARD_DOMAINS or len(node.output) < 2:
+        return set()
+    try:
+        schema = onnx.defs.get_schema(node.op_type, _opset(model, ""), "")
+    except onnx.defs.SchemaError:
+        return set()
+    optional = onnx.defs.OpSchema.FormalParameterOption.Optional
+    return {i for i, output in enumerate(schema.outputs) if output.option == optional}

@@ -1,0 +1,50 @@
+"""Every way onnx-remat refuses, in one tree; each class carries its command-line exit code."""
+
+from __future__ import annotations
+
+
+class OnnxRematError(Exception):
+    """Base of every error that is the input's, the budget's or the environment's, never a bug of ours."""
+
+    exit_code = 4
+
+
+class UsageError(OnnxRematError, ValueError):
+    """An argument is malformed or names something that does not exist."""
+
+    exit_code = 2
+
+
+class BudgetInfeasibleError(OnnxRematError):
+    """No plan was found under the budget.
+
+    Parameters
+    ----------
+    message : str
+        One line for the user.
+    best_peak_bytes : int
+        Smallest peak, in bytes, of any plan that was found.
+    lower_bound_bytes : int
+        No schedule of this graph can peak below this many bytes.
+    """
+
+    exit_code = 3
+
+    def __init__(self, message: str, best_peak_bytes: int, lower_bound_bytes: int) -> None:
+        super().__init__(message)
+        self.best_peak_bytes = best_peak_bytes
+        self.lower_bound_bytes = lower_bound_bytes
+
+
+class ModelError(OnnxRematError):
+    """The model is unreadable, invalid, or uses something onnx-remat does not support."""
+
+
+class ShapeError(ModelError):
+    """A value's size in bytes cannot be told."""
+
+
+class VerificationError(OnnxRematError):
+    """The rewritten model is not what was promised; nothing was written."""
+
+    exit_code = 5

@@ -1,0 +1,189 @@
+"""The IR: a bipartite networkx graph of typed op and value vertices, in file order, never changed once built."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import networkx as nx
+import onnx
+from onnx import inliner
+
+from onnx_remat.errors import ModelError
+
+INPUT, INITIALIZER, NODE = "input", "initializer", "node"
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor (or sequence, or optional) by its name; `kind` says where it comes from, `dtype` is TensorProto's enum."""
+
+    name: str
+    kind: str
+    is_output: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One node. `index` counts executable nodes in file order; `captured` are outer values its bodies read."""
+
+    index: int
+    node: onnx.NodeProto = field(repr=False, compare=False)
+    inputs: tuple[str, ...]
+    captured: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+    @property
+    def label(self) -> str:
+        """How messages call it."""
+        return self.node.name or f"{self.node.op_type}->{next(filter(None, self.outputs), '?')}"
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Every value it depends on, slot by slot, bodies' captures last, absent inputs left out."""
+        return tuple(name for name in self.inputs + self.captured if name)
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """Every value it makes, slot by slot, absent outputs left out."""
+        return tuple(name for name in self.outputs if name)
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """A model's main graph.
+
+    Attributes
+    ----------
+    nx : networkx.DiGraph
+        Vertices are op indices (int) with attribute ``op`` and value names (str) with attribute ``value``; an edge
+        value -> op or op -> value carries ``slots``, since one value may feed two inputs of an op.
+    ops : tuple of Op
+        In file order. ``Constant`` nodes are initializers here, as they are to ONNX Runtime.
+    values : dict of Value by name
+        Inputs, initializers and node outputs in order of definition.
+    model : onnx.ModelProto
+        What was read, model-local functions inlined: the rewriter patches a copy of it.
+    """
+
+    nx: nx.DiGraph
+    ops: tuple[Op, ...]
+    values: Mapping[str, Value]
+    model: onnx.ModelProto
+
+    def producer(self) -> dict[str, int]:
+        """Op index by the name of a value it makes."""
+        return {name: op.index for op in self.ops for name in op.writes}
+
+    def consumers(self) -> dict[str, list[int]]:
+        """Indices of the ops that read each value, ascending, without repeats."""
+        readers: dict[str, list[int]] = {name: [] for name in self.values}
+        for op in self.ops:
+            for name in dict.fromkeys(op.reads):
+                readers[name].append(op.index)
+        return readers
+
+
+def build(model: onnx.ModelProto) -> Graph:
+    """View a model as a `Graph`.
+
+    Raises
+    ------
+    ModelError
+        Undefined, doubly defined or cyclically defined values, nodes out of topological order, no opset import.
+    """
+    if not model.opset_import:
+        raise ModelError("the model imports no operator set: it is not a valid ONNX model")
+    if model.functions:
+        model = _inlined(model)
+    proto = model.graph
+    values: dict[str, Value] = {}
+    outputs = {value.name for value in proto.output}
+
+    def define(name: str, kind: str, where: str) -> None:
+        if name in values and not (kind == INITIALIZER and values[name].kind == INPUT):
+            raise ModelError(f"value {name!r} is defined twice ({where}): names must be unique")
+        values[name] = Value(name, kind, name in outputs)
+
+    for value in proto.input:
+        define(value.name, INPUT, "graph input")
+    for tensor in proto.initializer:
+        define(tensor.name, INITIALIZER, "initializer")
+    for sparse in proto.sparse_initializer:
+        define(sparse.values.name, INITIALIZER, "sparse initializer")
+    ops: list[Op] = []
+    for node in proto.node:
+        where = f"node {node.name or node.op_type!r}"
+        if is_constant(node):
+            define(node.output[0], INITIALIZER, where)
+            continue
+        op = Op(len(ops), node, tuple(node.input), tuple(_captures(node)), tuple(node.output))
+        for name in op.reads:
+            if name not in values:
+                raise ModelError(f"{where} reads {name!r}, which {_why_missing(name, proto)}")
+        for name in op.writes:
+            define(name, NODE, where)
+        ops.append(op)
+    for value in proto.output:
+        if value.name not in values:
+            raise ModelError(f"graph output {value.name!r} is made by no node")
+    return Graph(_as_networkx(ops, values), tuple(ops), values, model)
+
+
+def is_constant(node: onnx.NodeProto) -> bool:
+    """Is it a ``Constant``, which ONNX Runtime turns into an initializer when it loads the file?"""
+    return node.op_type == "Constant" and node.domain in ("", "ai.onnx")
+
+
+def _inlined(model: onnx.ModelProto) -> onnx.ModelProto:
+    inlined = inliner.inline_local_functions(model, True)
+    inlined.functions.extend(model.functions)  # kept for whoever reads them; nothing calls them now
+    return inlined
+
+
+def _why_missing(name: str, proto: onnx.GraphProto) -> str:
+    if any(name in node.output for node in proto.node):
+        return "is made only later: sort the nodes topologically first (or the graph has a cycle)"
+    return "nothing defines: the model is invalid or was cut out of a larger one"
+
+
+def _captures(node: onnx.NodeProto) -> Iterator[str]:
+    """Outer values read by the node's bodies, each once, in order of first use."""
+    seen: dict[str, None] = {}
+    for body in bodies(node):
+        inner = {value.name for value in body.input}
+        inner.update(tensor.name for tensor in body.initializer)
+        inner.update(name for inside in body.node for name in inside.output)
+        for inside in body.node:
+            seen.update(dict.fromkeys(n for n in (*inside.input, *_captures(inside)) if n and n not in inner))
+        seen.update(dict.fromkeys(value.name for value in body.output if value.name not in inner))
+    return iter(seen)
+
+
+def bodies(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
+    """Bodies of If, Loop, Scan and the like."""
+    for attribute in node.attribute:
+        if attribute.type == onnx.AttributeProto.GRAPH:
+            yield attribute.g
+        elif attribute.type == onnx.AttributeProto.GRAPHS:
+            yield from attribute.graphs
+
+
+def _as_networkx(ops: list[Op], values: Mapping[str, Value]) -> nx.DiGraph:
+    graph = nx.DiGraph()
+    graph.add_nodes_from((name, {"value": value}) for name, value in values.items())
+    for op in ops:
+        graph.add_node(op.index, op=op)
+        for name, slots in _slots(op.inputs + op.captured).items():
+            graph.add_edge(name, op.index, slots=slots)
+        for name, slots in _slots(op.outputs).items():
+            graph.add_edge(op.index, name, slots=slots)
+    return graph
+
+
+def _slots(names: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
+    slots: dict[str, tuple[int, ...]] = {}
+    for slot, name in enumerate(names):
+        if name:
+            slots[name] = (*slots.get(name, ()), slot)
+    return slots

@@ -1,0 +1,101 @@
+"""Which control edges keep ONNX Runtime to a schedule, whatever it does to node numbers.
+
+The runtime is free to run nodes in any topological order, and the one it takes follows node numbers that its own
+optimisations change. Only dependencies are binding. So the *heavy* steps, all those that touch memory that matters,
+are chained: wherever a heavy step does not already depend on the heavy step before it, a control edge makes it do so.
+Light steps float between them; all light values together are a small fraction of the peak.
+
+A recompute must also differ from its original in some input, or common subexpression elimination merges the two. And
+a large value that depends on no graph input (the zeros that a scatter adds into) would be folded into a constant that
+stays for the whole session: a control edge keeps it a step of the run, made when it is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from onnx_remat.schedule import Flags, Problem, Schedule
+
+LIGHT_FRACTION = 0.005
+"""All floating values together stay under this fraction of the peak: the most that floating can add to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """A control edge: step `step` may not start before step `after` is done."""
+
+    after: int
+    step: int
+
+
+def light_limit(problem: Problem, schedule: Schedule, peak: int) -> int:
+    """Bytes up to which a value is light: all light values of a schedule together are `LIGHT_FRACTION` of its peak."""
+    made = [problem.nbytes[problem.outputs(op)] for op in schedule.order]
+    sizes = np.sort(np.concatenate([*made, np.zeros(0, np.int64)]))
+    count = int(np.searchsorted(np.cumsum(sizes), peak * LIGHT_FRACTION, side="right"))
+    return int(sizes[count - 1]) if count else 0
+
+
+def heavy_steps(problem: Problem, schedule: Schedule, limit: int) -> Flags:
+    """Steps whose time matters: they make, read or work in more than `limit` bytes at a time. Shape (n_steps,)."""
+    nbytes = np.where(problem.resident, 0, problem.nbytes)
+    touched = problem.workspace.copy()
+    np.maximum.at(touched, np.repeat(np.arange(problem.n_ops), np.diff(problem.in_ptr)), nbytes[problem.in_values])
+    np.maximum.at(touched, np.repeat(np.arange(problem.n_ops), np.diff(problem.out_ptr)), nbytes[problem.out_values])
+    return touched[schedule.array()] > limit
+
+
+def choose_pins(
+    problem: Problem,
+    schedule: Schedule,
+    heavy: Sequence[bool] | Flags,
+    pinnable: Sequence[bool],
+    foldable: Sequence[bool],
+) -> list[Pin]:
+    """Control edges that chain the heavy steps of a schedule and keep recomputes and large constants what they are.
+
+    Parameters
+    ----------
+    problem, schedule
+        The graph and the order wanted.
+    heavy : bool (n_steps,)
+        From `heavy_steps`.
+    pinnable : bool (n_ops,)
+        Ops with an input that a control edge can pass through.
+    foldable : bool (n_ops,)
+        Ops that depend on no graph input: the runtime computes them when it loads the file, if it can.
+
+    Returns
+    -------
+    list of Pin
+        In order of `step`, at most one per step.
+    """
+    order = schedule.order
+    latest: dict[int, int] = {}  # value -> step that made its latest occurrence
+    reached = np.full(len(order), -1, np.int64)  # latest heavy step that each step is or depends on
+    folds = np.zeros(len(order), np.bool_)
+    identity_of: list[int] = []  # per step, the first step that looks the same to common subexpression elimination
+    seen: dict[tuple[object, ...], int] = {}
+    pins: list[Pin] = []
+    last_heavy, last_run = -1, -1
+    for step, op in enumerate(order):
+        makers = [latest.get(v, -1 - v) for v in problem.inputs(op)]  # a resident stands for itself, negative
+        reached[step] = max((int(reached[m]) for m in makers if m >= 0), default=-1)
+        folds[step] = foldable[op] and all(folds[m] for m in makers if m >= 0)
+        identity: tuple[object, ...] = (op, *(identity_of[m] if m >= 0 else m for m in makers))
+        out_of_order = reached[step] < last_heavy
+        if heavy[step] and (out_of_order or folds[step] or identity in seen) and pinnable[op] and last_run >= 0:
+            pins.append(Pin(last_heavy if out_of_order else last_run, step))
+            reached[step] = max(reached[step], reached[pins[-1].after])
+            folds[step] = False
+            identity = ("pinned", step)
+        identity_of.append(seen.setdefault(identity, step))
+        latest.update(dict.fromkeys(problem.outputs(op), step))
+        if not folds[step]:
+            last_run = step
+            if heavy[step]:
+                last_heavy = reached[step] = step
+    return pins

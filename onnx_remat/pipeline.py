@@ -1,0 +1,412 @@
+"""The stages, top to bottom: load -> view -> price the original -> plan -> rewrite -> simulate what was written -> verify."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+
+from onnx_remat import bounds, costs, graph, memory, model_io, phases, report, runtime, selectors, shapes, sharing, verify
+from onnx_remat.compile import OpTable, compile_problem, tabulate
+from onnx_remat.errors import BudgetInfeasibleError, UsageError
+from onnx_remat.graph import INPUT, Graph
+from onnx_remat.ort_order import default_order
+from onnx_remat.report import Holding, Peak, Report
+from onnx_remat.realize import realize
+from onnx_remat.rewrite import Rewritten
+from onnx_remat.schedule import Problem, Schedule, check_schedule
+from onnx_remat.shapes import Tensor
+from onnx_remat.units import Budget, format_bytes, parse_budget
+from onnx_remat.version import __version__
+
+Model = str | os.PathLike[str] | bytes | onnx.ModelProto
+
+THREADS = 8
+"""Threads per op that workspace is reckoned for: a fixed figure, so that every machine writes the same file."""
+
+MARGIN = 0.01
+"""Fraction of the budget kept free for what no plan shows: allocator rounding and the runtime's own bookkeeping."""
+
+_PLANS = 6  # plans made when the written file misses the budget that the plan kept
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How to plan; the command line's flags by the same names."""
+
+    selector: str = "auto"
+    dims: Mapping[str, int] = field(default_factory=dict)
+    loss: str | None = None
+    keep: Sequence[str] = ()
+    allow_recompute: Sequence[str] = ()
+    time_limit: float = 30.0
+    costs: str = "cpu"
+    verify: str = "check"
+    progress: selectors.Progress = selectors.silent
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A model in every form the stages need."""
+
+    graph: Graph
+    tensors: Mapping[str, Tensor]
+    table: OpTable
+    problem: Problem
+
+    def default_order(self) -> Schedule:
+        """The order ONNX Runtime executes this file in, its graph optimisations aside."""
+        made_by = self.problem.producer()
+        producers = [
+            [int(made_by[v]) for v in self.problem.inputs(op) if made_by[v] >= 0] for op in range(self.problem.n_ops)
+        ]
+        return Schedule(tuple(default_order(producers)))
+
+
+@dataclass(frozen=True, slots=True)
+class Executed:
+    """A model as ONNX Runtime will execute it: its optimised graph and the order of its nodes."""
+
+    view: View
+    order: Schedule
+
+    def timeline(self) -> memory.Timeline:
+        return memory.simulate(self.view.problem, self.order)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A schedule that keeps a budget, and what it was made from."""
+
+    view: View
+    schedule: Schedule
+    timeline: memory.Timeline
+    budget: int
+    extra_compute: float
+    lower_bound: int
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A rewritten model and the report on it."""
+
+    model: onnx.ModelProto
+    report: Report
+    folder: Path | None = field(default=None, repr=False)
+
+    def save(self, path: str | os.PathLike[str], force: bool = False) -> None:
+        """Write the model atomically; external data files are carried along. See `model_io.save`."""
+        model_io.save(self.model, model_io.check_target(path, None, force), self.folder)
+
+
+def make_view(model: onnx.ModelProto, options: Options) -> View:
+    """Graph, shapes, facts, costs and phases of a model, compiled into a `Problem`."""
+    ir = graph.build(model)
+    tensors = shapes.infer(ir, options.dims)
+    table = _keeping(ir, tabulate(ir, tensors, THREADS, options.allow_recompute), options.keep)
+    problem = compile_problem(
+        ir, tensors, table, costs.price(ir, tensors, options.costs), phases.split(ir, tensors, options.loss)
+    )
+    return View(ir, tensors, table, problem)
+
+
+def _keeping(ir: Graph, table: OpTable, keep: Sequence[str]) -> OpTable:
+    """`table` with the producers of the values named in `keep` marked as not to be recomputed."""
+    producer = ir.producer()
+    for name in keep:
+        if name not in producer:
+            close = difflib.get_close_matches(name, producer, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise UsageError(f"--keep: no node makes a value {name!r}{hint}")
+    kept = {producer[name] for name in keep}
+    return replace(table, recomputable=tuple(r and i not in kept for i, r in enumerate(table.recomputable)))
+
+
+def as_executed(model: onnx.ModelProto, folder: Path | None, level: str, options: Options) -> Executed:
+    """What ONNX Runtime makes of a model at an optimisation level; emulated from the file where it is not installed."""
+    plain = replace(options, keep=(), loss=None, costs="cpu")
+    if level == "disable" or not runtime.available():
+        view = _structural_view(model, plain)
+        return Executed(view, view.default_order())
+    view = _structural_view(runtime.optimized(model, folder, level), plain)
+    return Executed(view, Schedule(tuple(range(view.problem.n_ops))))
+
+
+def _structural_view(model: onnx.ModelProto, options: Options) -> View:
+    """A view for simulation alone: costs and phases do not matter to memory."""
+    ir = graph.build(model)
+    tensors = shapes.infer(ir, options.dims)
+    table = tabulate(ir, tensors, THREADS, options.allow_recompute)
+    nothing = [0] * len(ir.ops)
+    return View(ir, tensors, table, compile_problem(ir, tensors, table, nothing, nothing))
+
+
+def plan_model(model: Model, budget: str | int | Budget, **options: object) -> Plan:
+    """Plan a model without rewriting it.
+
+    Parameters
+    ----------
+    model : path, bytes or onnx.ModelProto
+        A training graph.
+    budget : str, int or Budget
+        Peak to stay under, see `parse_budget`; percentages are of the original's own peak.
+    **options
+        Fields of `Options`.
+
+    Returns
+    -------
+    Plan
+        Its schedule's simulated peak is at most the budget.
+
+    Raises
+    ------
+    BudgetInfeasibleError
+        No plan was found under the budget.
+    OnnxRematError
+        As `rewrite_model`.
+    """
+    parsed, opts = parse_budget(budget), _options(options)
+    source = model_io.load(model)
+    view = make_view(source.model, opts)
+    original = as_executed(source.model, source.folder, "all", opts)
+    allowed = parsed.resolve(original.timeline().peak)
+    return _plan(view, allowed, int(allowed * (1 - MARGIN)), opts)
+
+
+def rewrite_model(model: Model, budget: str | int | Budget, **options: object) -> Result:
+    """Rewrite a training graph so that its whole step peaks at or under a budget on stock ONNX Runtime.
+
+    Parameters
+    ----------
+    model : path, bytes or onnx.ModelProto
+        A training graph: forward, loss, backward, often the optimizer update.
+    budget : str, int or Budget
+        ``"4GB"``, ``"3.5GiB"``, ``"80%"`` of the original's peak, or bytes.
+    **options
+        Fields of `Options`: `selector`, `dims`, `loss`, `keep`, `allow_recompute`, `time_limit`, `costs`, `verify`
+        ("none", "check" or "run"), `progress`.
+
+    Returns
+    -------
+    Result
+        ``.model``, ``.report`` and ``.save(path)``.
+
+    Raises
+    ------
+    UsageError, ModelError, ShapeError
+        The arguments or the model are not usable.
+    BudgetInfeasibleError
+        No plan was found under the budget; the error carries the smallest peak found and a lower bound.
+    VerificationError
+        The rewritten model is not what was promised.
+
+    Examples
+    --------
+    >>> from sample_models.chain import chain
+    >>> result = rewrite_model(chain(16, 1024, 64), budget="70%")
+    >>> result.report.after.total <= result.report.budget
+    True
+    """
+    parsed, opts = parse_budget(budget), _options(options)
+    clock = _Stopwatch(opts.progress)
+    with clock.stage("load"):
+        source = model_io.load(model)
+        view = make_view(source.model, opts)
+    with clock.stage("simulate original"):
+        original = as_executed(view.graph.model, source.folder, "all", opts)
+        before = original.timeline()
+        allowed = parsed.resolve(before.peak)
+    plan, written, executed = _fit(view, allowed, before.peak, source.folder, opts, clock)
+    peaks = {level: what.timeline().peak for level, what in executed.items()}
+    measured, notes = None, _notes()
+    with clock.stage("verify"):
+        if opts.verify != "none":
+            verify.check(view.graph.model, written.model, executed["disable"].view.graph)
+        if opts.verify == "run":
+            measured = verify.run(view.graph.model, written.model, source.folder, dict(opts.dims), allowed)
+    final = list(executed)[-1]
+    return Result(
+        written.model,
+        Report(
+            selector=opts.selector,
+            budget=allowed,
+            before=_describe(original, before),
+            after=_describe(executed[final], executed[final].timeline()),
+            peaks_by_level=peaks,
+            lower_bound=plan.lower_bound,
+            extra_compute=plan.extra_compute,
+            recomputed=len(written.recomputed),
+            control_edges=written.control_edges,
+            private_values=written.private_values,
+            nodes_before=len(view.graph.ops),
+            nodes_after=len(view.graph.ops) + written.nodes_added,
+            seconds=clock.seconds,
+            measured=measured,
+            notes=notes,
+        ),
+        source.folder,
+    )
+
+
+def _options(given: Mapping[str, object]) -> Options:
+    try:
+        options = Options(**given)  # type: ignore[arg-type]
+    except TypeError as error:
+        fields = ", ".join(Options.__dataclass_fields__)
+        raise UsageError(f"unknown option: choose from {fields}") from error
+    if options.verify not in verify.MODES:
+        raise UsageError(f"verify must be one of {', '.join(verify.MODES)}, not {options.verify!r}")
+    selectors.get(options.selector)
+    if options.verify == "run":
+        runtime.import_runtime()
+    return options
+
+
+def _plan(view: View, allowed: int, target: int, options: Options) -> Plan:
+    floor = bounds.lower_bound(view.problem)
+    baseline = view.default_order()
+    if floor > allowed:
+        raise BudgetInfeasibleError(
+            f"budget {format_bytes(allowed)} is impossible: no schedule of this graph peaks below "
+            f"{format_bytes(floor)} (one op's inputs, outputs and workspace, and what always stays)",
+            memory.simulate(view.problem, baseline).peak, floor,
+        )  # fmt: skip
+    select = selectors.get(options.selector)
+    # Plans are made against liveness: the file keeps the runtime from sharing buffers where that costs memory.
+    problem = replace(view.problem, poolable=np.zeros(view.problem.n_values, np.bool_))
+    request = selectors.Request(problem, target, baseline, time_limit=options.time_limit, progress=options.progress)
+    schedule = select(request)
+    check_schedule(problem, schedule)
+    timeline = memory.simulate(problem, schedule)
+    if timeline.peak > target:
+        needed = int(timeline.peak / (1 - MARGIN)) + 1
+        raise BudgetInfeasibleError(
+            f"no plan found under budget {format_bytes(allowed)}: the smallest feasible budget found is "
+            f"{format_bytes(needed)} ({needed}B) with selector {options.selector!r}; no schedule at all peaks below "
+            f"{format_bytes(floor)}",
+            timeline.peak, floor,
+        )  # fmt: skip
+    return Plan(view, schedule, timeline, allowed, schedule.overhead(view.problem), floor)
+
+
+def _fit(
+    view: View, allowed: int, before_peak: int, folder: Path | None, options: Options, clock: _Stopwatch
+) -> tuple[Plan, Rewritten, dict[str, Executed]]:
+    """Plan, write, and see what ONNX Runtime would make of the file, until that is within the budget.
+
+    Where the file as executed exceeds the budget, first the values that share buffers to no good are made private;
+    when there are none left, the plan is made anew for a tighter target.
+    """
+    target = int(allowed * (1 - MARGIN))
+    for _ in range(_PLANS):
+        with clock.stage("plan"):
+            plan = _plan(view, allowed, target, options)
+        private: set[int] = set()
+        exposed: set[int] = set()
+        while True:
+            with clock.stage("rewrite"):
+                written = _write(plan, target, before_peak, private, exposed)
+            with clock.stage("simulate result"):
+                executed = {level: as_executed(written.model, folder, level, options) for level in _levels()}
+                timelines = {level: what.timeline() for level, what in executed.items()}
+            worst = max(timeline.peak for timeline in timelines.values())
+            if worst <= allowed:
+                return plan, written, executed
+            idle = {i for level, what in executed.items() for i in _idle_sharers(what, timelines[level], target, written)}
+            known = {i for i in idle if i in private}
+            steps = sharing.unroll(view.problem, plan.schedule).step
+            news = (idle - private, {int(steps[i]) for i in known} - exposed)
+            if not any(news):
+                break
+            private |= news[0]
+            exposed |= news[1]
+        target = int(target * allowed / worst * 0.998)  # ask for less by what the file took more than the plan
+    raise BudgetInfeasibleError(
+        f"plans keep {format_bytes(allowed)}, but ONNX Runtime would run the written file at {format_bytes(worst)}: "
+        f"try a budget of {format_bytes(int(worst / (1 - MARGIN)))}",
+        worst, plan.lower_bound,
+    )  # fmt: skip
+
+
+def _idle_sharers(what: Executed, timeline: memory.Timeline, limit: int, written: Rewritten) -> set[int]:
+    """Occurrences that hold a dead buffer through steps above `limit` in the file as executed."""
+    number = {name: i for i, name in enumerate(written.occurrences)}
+    names = list(what.view.graph.values)
+    found = sharing.gap_tenants(what.view.problem, what.order.order, timeline, limit)
+    return {number[names[v]] for v in found if names[v] in number}
+
+
+def _levels() -> tuple[str, ...]:
+    return runtime.LEVELS if runtime.available() else ("disable",)
+
+
+def _write(plan: Plan, limit: int, before_peak: int, private: set[int], exposed: set[int]) -> Rewritten:
+    metadata = {
+        "version": __version__,
+        "budget_bytes": str(plan.budget),
+        "original_peak_bytes": str(before_peak),
+        "planned_peak_bytes": str(plan.timeline.peak),
+    }
+    view = plan.view
+    return realize(
+        view.graph, view.tensors, view.table, view.problem, plan.schedule, limit, metadata, private, exposed
+    )
+
+
+def _notes() -> tuple[str, ...]:
+    if runtime.available():
+        return ()
+    return (
+        "onnxruntime is not installed: its graph optimisations were not simulated; "
+        "install onnx-remat[cpu] to have the file checked as it will really run",
+    )
+
+
+def _describe(executed: Executed, timeline: memory.Timeline) -> Peak:
+    """Split a peak into inputs, weights, activations, outputs and workspace."""
+    view, problem = executed.view, executed.view.problem
+    names = list(view.graph.values)
+    inputs = sum(view.tensors[n].nbytes for n, v in view.graph.values.items() if v.kind == INPUT)
+    alive = np.flatnonzero((timeline.start <= timeline.peak_step) & (timeline.end >= timeline.peak_step))
+    outputs = int(sum(timeline.size[b] for b in alive if problem.is_output[timeline.owner[b]]))
+    op = executed.order.order[timeline.peak_step] if executed.order.order else -1
+    workspace = int(problem.workspace[op]) if op >= 0 else 0
+    producer = view.graph.producer()
+    largest = sorted(alive.tolist(), key=lambda b: (-int(timeline.size[b]), b))[:10]
+    return Peak(
+        total=timeline.peak,
+        inputs=inputs,
+        weights=problem.base_bytes - inputs,
+        activations=timeline.peak - problem.base_bytes - outputs - workspace,
+        outputs=outputs,
+        workspace=workspace,
+        at=f"{view.graph.ops[op].node.op_type} {view.graph.ops[op].label}" if op >= 0 else "",
+        top=tuple(
+            Holding(name, view.graph.ops[producer[name]].node.op_type, int(timeline.size[b]))
+            for b in largest
+            for name in (names[timeline.owner[b]],)
+        ),
+    )
+
+
+class _Stopwatch:
+    """Seconds per stage, summed over repeats; also tells the progress callback which stage runs."""
+
+    def __init__(self, progress: Callable[[str, float], None]) -> None:
+        self.seconds: dict[str, float] = {}
+        self._progress = progress
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        self._progress(name, 0.0)
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+        self._progress(name, 1.0)

@@ -1,0 +1,126 @@
+"""The measured process: ``python -m onnx_remat.probe`` reads a job (JSON) from stdin and prints what it saw.
+
+Started by `runtime.measure` only; it imports as little as it can, because everything it imports is resident memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+
+def main() -> None:
+    """Measure one model and print a JSON object."""
+    job = json.load(sys.stdin)
+    import numpy as np
+    import onnxruntime as ort  # noqa: TID251 - this is runtime.py's other half, in a process of its own
+
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    level = {"disable": "ORT_DISABLE_ALL", "basic": "ORT_ENABLE_BASIC", "all": "ORT_ENABLE_ALL"}[job["level"]]
+    options.graph_optimization_level = getattr(ort.GraphOptimizationLevel, level)
+    options.enable_cpu_mem_arena = options.enable_mem_pattern = job["arena"]
+    options.intra_op_num_threads = job["threads"]
+    with tempfile.TemporaryDirectory(prefix="onnx-remat-") as scratch:
+        options.optimized_model_filepath = optimized = str(Path(scratch) / "optimized.onnx")
+        session = ort.InferenceSession(job["path"], options, providers=["CPUExecutionProvider"])
+        options.optimized_model_filepath = ""
+        weights = initializer_bytes(optimized)
+    feeds = random_feeds(session, job["dims"])
+    held = sum(array.nbytes for array in feeds.values()) + weights
+    if job["warm"]:
+        session.run(None, feeds)  # the first run also faults in code and thread stacks, which are not the step's memory
+    before = reset_peak()
+    outputs = session.run(None, feeds)
+    rise = resident("VmHWM") - before
+    if job["outputs"]:
+        np.savez(job["outputs"], *outputs)
+    del outputs
+    seconds = [_timed(session, feeds) for _ in range(job["runs"] - 1)]
+    executed = _trace(job["path"], options, feeds) if job["trace"] else []
+    answer = {
+        "peak_bytes": held + rise,
+        "run_seconds": statistics.median(seconds) if seconds else 0.0,
+        "executed": executed,
+    }
+    print(json.dumps(answer))
+
+
+def random_feeds(session: Any, dims: dict[str, int]) -> dict[str, Any]:
+    """Inputs that suit a training step: small floats, positive where a name says variance, token ids that are safe.
+
+    Integer inputs are 0 or 1, ids that every vocabulary and every set of classes has.
+    """
+    import numpy as np
+
+    generator = np.random.default_rng(0)
+    feeds = {}
+    for value in session.get_inputs():
+        shape = [d if isinstance(d, int) else dims.get(d, 1) for d in value.shape]
+        kind = value.type.removeprefix("tensor(").removesuffix(")")
+        if kind in _FLOATS:
+            array = np.abs(generator.standard_normal(shape, np.float32) * 0.05) + 0.01
+            sign = 1.0 if "var" in value.name else generator.choice([-1.0, 1.0], size=shape)
+            feeds[value.name] = np.asarray(array * sign, dtype=_FLOATS[kind])
+        elif kind == "bool":
+            feeds[value.name] = generator.integers(0, 2, shape).astype(bool)
+        else:
+            feeds[value.name] = np.asarray(generator.integers(0, 2, shape), dtype=kind)
+    return feeds
+
+
+_FLOATS = {"float": "float32", "double": "float64", "float16": "float16"}
+
+
+def initializer_bytes(path: str) -> int:
+    """Bytes of the initializers stored in a file: they are resident before the run starts."""
+    import onnx
+
+    from onnx_remat.shapes import tensor_bytes
+
+    graph = onnx.load(path, load_external_data=False).graph
+    constants = [a.t for n in graph.node if n.op_type == "Constant" for a in n.attribute if a.name == "value"]
+    return sum(tensor_bytes(t.data_type, t.dims) for t in [*graph.initializer, *constants])
+
+
+def reset_peak() -> int:
+    """Reset the kernel's high-water mark of this process; returns bytes resident now."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return resident("VmRSS")
+
+
+def resident(field: str) -> int:
+    """``VmRSS`` (now) or ``VmHWM`` (highest since the last reset) of this process, in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"/proc/self/status has no {field}: peaks can be measured on Linux only")
+
+
+def _timed(session: Any, feeds: dict[str, Any]) -> float:
+    start = time.perf_counter()
+    session.run(None, feeds)
+    return time.perf_counter() - start
+
+
+def _trace(path: str, options: Any, feeds: dict[str, Any]) -> list[str]:
+    import onnxruntime as ort  # noqa: TID251
+
+    with tempfile.TemporaryDirectory(prefix="onnx-remat-") as scratch:
+        options.enable_profiling = True
+        options.profile_file_prefix = os.path.join(scratch, "profile")  # noqa: PTH118
+        session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        session.run(None, feeds)
+        events = json.loads(Path(session.end_profiling()).read_text())
+    runs = [e for e in events if e.get("cat") == "Node" and e["name"].endswith("_kernel_time")]
+    return [e["name"].removesuffix("_kernel_time") for e in sorted(runs, key=lambda e: e["ts"])]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""What was done, for people and for programs: one verdict line, a before/after table, JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from onnx_remat.units import format_bytes
+
+SCHEMA = "onnx-remat/report/1"
+"""Version of the JSON layout: the number rises when a field changes its meaning or goes away."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """One value alive at the peak."""
+
+    value: str
+    op_type: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """A peak split into what makes it; all in bytes. The parts add up to `total`."""
+
+    total: int
+    inputs: int
+    weights: int
+    activations: int
+    outputs: int
+    workspace: int
+    at: str
+    top: tuple[Holding, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What fresh processes on ONNX Runtime saw (``--verify run``); bytes and seconds.
+
+    `before` and `after` are peaks without the memory arena, the plan's own figure; `before_arena` and `after_arena`
+    are first-run peaks with sessions as they are by default.
+    """
+
+    before: int
+    after: int
+    before_arena: int
+    after_arena: int
+    before_seconds: float
+    after_seconds: float
+    outputs_equal: str
+    order_kept: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Everything a run has to say.
+
+    Attributes
+    ----------
+    selector : str
+    budget : int
+        Bytes asked for.
+    before, after : Peak
+        Simulated peaks of the original and of the rewritten model as ONNX Runtime executes them by default.
+    peaks_by_level : mapping
+        Simulated peak of the rewritten model per graph optimisation level.
+    lower_bound : int
+        No schedule of this graph peaks below this many bytes.
+    extra_compute : float
+        Recomputed work as a fraction of one plain step: 0.25 means 25 % more.
+    recomputed, control_edges, private_values, nodes_before, nodes_after : int
+        Nodes recomputed, edges added to pin the order, values given a buffer of their own, node counts.
+    seconds : mapping
+        Time each stage took.
+    measured : Measured or None
+    notes : tuple of str
+        What the reader should know besides.
+    """
+
+    selector: str
+    budget: int
+    before: Peak
+    after: Peak
+    peaks_by_level: Mapping[str, int]
+    lower_bound: int
+    extra_compute: float
+    recomputed: int
+    control_edges: int
+    private_values: int
+    nodes_before: int
+    nodes_after: int
+    seconds: Mapping[str, float]
+    measured: Measured | None = None
+    notes: tuple[str, ...] = ()
+
+    def verdict(self) -> str:
+        """One line: what was reached, at what price."""
+        saved = 1 - self.after.total / self.before.total if self.before.total else 0.0
+        return (
+            f"peak {format_bytes(self.before.total)} -> {format_bytes(self.after.total)} (-{saved:.1%}), "
+            f"budget {format_bytes(self.budget)} kept, +{self.extra_compute:.1%} compute"
+        )
+
+    def to_json(self) -> str:
+        """The report as a JSON object; its ``schema`` field names the layout, ``docs`` are in the README."""
+        return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=2)
+
+    def to_text(self, verbose: bool = False) -> str:
+        """The verdict and the before/after table; with `verbose` also the values at the peaks and the timings."""
+        lines = [self.verdict(), "", *_table(self._rows())]
+        if self.measured:
+            lines += ["", *self._measured_lines(self.measured)]
+        lines += [f"note: {note}" for note in self.notes]
+        if verbose:
+            for title, peak in (("before", self.before), ("after", self.after)):
+                lines += ["", f"largest values at the peak {title} (at {peak.at}):"]
+                lines += [f"  {format_bytes(h.bytes):>9}  {h.value} ({h.op_type})" for h in peak.top]
+            lines += ["", "seconds: " + ", ".join(f"{stage} {s:.2f}" for stage, s in self.seconds.items())]
+        return "\n".join(lines)
+
+    def _rows(self) -> list[tuple[str, str, str]]:
+        rows = [("", "before", "after")]
+        for label, field in (
+            ("peak", "total"), ("  inputs", "inputs"), ("  weights and constants", "weights"),
+            ("  activations", "activations"), ("  outputs", "outputs"), ("  workspace", "workspace"),
+        ):  # fmt: skip
+            rows.append((label, format_bytes(getattr(self.before, field)), format_bytes(getattr(self.after, field))))
+        rows += [
+            ("extra compute", "", f"+{self.extra_compute:.2%}"),
+            ("nodes", str(self.nodes_before), str(self.nodes_after)),
+            ("  recomputed", "", str(self.recomputed)),
+            ("  control edges", "", str(self.control_edges)),
+            ("values with own buffers", "", str(self.private_values)),
+            ("smallest possible peak", "", f">= {format_bytes(self.lower_bound)}"),
+        ]
+        return rows
+
+    def _measured_lines(self, m: Measured) -> list[str]:
+        rows = [
+            ("measured", "before", "after"),
+            ("peak, arena off", format_bytes(m.before), format_bytes(m.after)),
+            ("peak, default arena", format_bytes(m.before_arena), format_bytes(m.after_arena)),
+            ("step", f"{m.before_seconds * 1e3:.1f} ms", f"{m.after_seconds * 1e3:.1f} ms"),
+        ]
+        order = "as planned" if m.order_kept else "NOT as planned"
+        return [*_table(rows), f"outputs {m.outputs_equal}; executed order {order}"]
+
+
+def _table(rows: Sequence[tuple[str, str, str]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    return [f"{a:<{widths[0]}}  {b:>{widths[1]}}  {c:>{widths[2]}}".rstrip() for a, b, c in rows]

@@ -1,0 +1,318 @@
+"""Schedule -> ModelProto: clone what is recomputed, put nodes in schedule order, pin that order with control edges.
+
+A control edge passes one input of the step that must wait through
+``Reshape(x, Mul(Size(trigger), zeros))``: a 0 in a Reshape's shape copies the input's dimension, so the value and its
+buffer are unchanged, no shape needs to be known, and nothing is copied; yet the step now depends on the trigger.
+
+The zeros are a vector whose length shape inference cannot see, so the Reshape's result has, on paper, no rank. Where
+the value is to share buffers as usual, ``value_info`` states its shape all the same; where it is to be private (see
+`sharing`), ``value_info`` states made-up symbolic dimensions, ``onnx_remat.p<group>.<axis>=<size>``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import onnx
+from onnx import TensorProto, helper
+
+from onnx_remat.compile import STANDARD_DOMAINS
+from onnx_remat.errors import ModelError
+from onnx_remat.graph import INITIALIZER, Graph, Op, bodies, is_constant
+from onnx_remat.pins import Pin
+from onnx_remat.schedule import Ints, Schedule
+from onnx_remat.shapes import TAG, Dim, Tensor, bits
+from onnx_remat.sharing import Unrolled
+
+RECOMPUTE_KEY = "onnx_remat.recompute_of"
+CONTROL_KEY = "onnx_remat.control_edge"
+_PREFIX = "onnx_remat."
+_MIN_OPSET = 7  # Mul broadcasts a scalar from 7 on, Reshape takes its shape as an input from 5 on
+_NODE_METADATA_IR = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Rewritten:
+    """A rewritten model and what was done to it.
+
+    Attributes
+    ----------
+    model : onnx.ModelProto
+    recomputed : tuple of str
+        Labels of the recomputed nodes, once per recompute, in execution order.
+    control_edges : int
+        Edges added to pin the order.
+    private_values : int
+        Values given a buffer of their own.
+    nodes_added : int
+        Recomputes and the nodes that make up control edges and hide shapes.
+    occurrences : tuple of str
+        Name of each occurrence of a value, numbered as in `sharing.Unrolled`.
+    """
+
+    model: onnx.ModelProto
+    recomputed: tuple[str, ...]
+    control_edges: int
+    private_values: int
+    nodes_added: int
+    occurrences: tuple[str, ...]
+
+
+def rewrite(
+    graph: Graph,
+    tensors: Mapping[str, Tensor],
+    schedule: Schedule,
+    unrolled: Unrolled,
+    pins: Sequence[Pin],
+    group: Ints,
+    leaders: Sequence[int],
+    metadata: Mapping[str, str],
+) -> Rewritten:
+    """Write a schedule down as a model that stock ONNX Runtime executes in that order, with those buffers.
+
+    Parameters
+    ----------
+    graph, tensors
+        The original.
+    schedule, unrolled : Schedule, Unrolled
+        What to write.
+    pins : sequence of Pin
+        Control edges, from `pins.choose_pins`.
+    group : int32 (n_occurrences,)
+        Private group of each occurrence, -1 for none, from `sharing.choose_private`.
+    leaders : sequence of int
+        Occurrences whose own step must hide their shape; the other members of a group inherit it.
+    metadata : mapping of str to str
+        Model metadata to record, keys without prefix.
+
+    Raises
+    ------
+    ModelError
+        The model's opset is too old to write control edges in.
+    """
+    hidden = {int(unrolled.step[i]) for i in leaders}
+    writer = _Writer(graph, tensors, bool(pins or hidden))
+    writer.write(schedule, unrolled, {pin.step: pin.after for pin in pins}, hidden, group)
+    model = onnx.ModelProto()
+    model.CopyFrom(graph.model)
+    del model.graph.node[:]
+    del model.graph.value_info[:]
+    model.graph.node.extend(node for node in graph.model.graph.node if is_constant(node))
+    model.graph.node.extend(writer.nodes)
+    model.graph.initializer.extend(writer.initializers)
+    model.graph.value_info.extend(writer.value_info.values())
+    _set_metadata(model, metadata)
+    return Rewritten(
+        model, tuple(writer.recomputed), len(pins), int((group >= 0).sum()), len(writer.nodes) - len(graph.ops),
+        tuple(writer.occurrences),
+    )  # fmt: skip
+
+
+def _set_metadata(model: onnx.ModelProto, metadata: Mapping[str, str]) -> None:
+    kept = [(p.key, p.value) for p in model.metadata_props if not p.key.startswith(_PREFIX)]
+    new = [(_PREFIX + key, value) for key, value in metadata.items()]
+    del model.metadata_props[:]
+    for key, value in kept + new:
+        model.metadata_props.add(key=key, value=value)
+
+
+# Ops whose output has no known shape as soon as any one input has none; others follow their first input.
+_ANY_INPUT = {
+    "Add", "Sub", "Mul", "Div", "Pow", "Where", "Max", "Min", "Sum", "Mean", "And", "Or", "Xor", "Equal", "Greater",
+    "Less", "GreaterOrEqual", "LessOrEqual", "Mod", "MatMul", "Gemm", "Concat", "PRelu",
+}  # fmt: skip
+
+
+def pin_slot(graph: Graph, tensors: Mapping[str, Tensor], op: Op) -> int | None:
+    """Input slot that control edges and shape hiding go through; None where there is none.
+
+    Among equals it is the largest input that is neither a constant, which kernels may rely on, nor a Transpose, which
+    the runtime may fuse into its reader.
+    """
+    slots = [slot for slot, name in enumerate(op.inputs) if name and _reshapable(tensors[name].dtype)]
+    if op.node.op_type not in _ANY_INPUT:
+        return slots[0] if slots else None
+    producer = {name: i for name, i in ((n, next(iter(graph.nx.predecessors(n)), None)) for n in op.reads)}
+
+    def merit(slot: int) -> tuple[bool, bool, int, int]:
+        name = op.inputs[slot]
+        made_by = producer[name]
+        transposed = made_by is not None and graph.ops[made_by].node.op_type == "Transpose"
+        return graph.values[name].kind != INITIALIZER, not transposed, tensors[name].nbytes, -slot
+
+    return max(slots, key=merit, default=None)
+
+
+def _reshapable(dtype: int) -> bool:
+    """Types that Reshape takes in every opset and execution provider; 8-bit floats and sub-byte types came later."""
+    return dtype != TensorProto.STRING and (bits(dtype) > 8 or dtype in _BYTES)
+
+
+_BYTES = (TensorProto.BOOL, TensorProto.INT8, TensorProto.UINT8)
+
+
+class _Writer:
+    """Turns steps into nodes; remembers which name holds each value's latest occurrence."""
+
+    def __init__(self, graph: Graph, tensors: Mapping[str, Tensor], edges: bool) -> None:
+        self.graph = graph
+        self.tensors = tensors
+        self.nodes: list[onnx.NodeProto] = []
+        self.initializers: list[onnx.TensorProto] = []
+        self.recomputed: list[str] = []
+        self.occurrences: list[str] = []
+        self.value_info = {v.name: v for v in graph.model.graph.value_info}
+        self._interface = {v.name: v.type for v in (*graph.model.graph.input, *graph.model.graph.output)}
+        self._taken = {node.name for node in graph.model.graph.node} | set(graph.values)
+        self._latest = {name: name for name in graph.values}
+        self._names = list(graph.values)
+        self._zeros: dict[int, str] = {}
+        self._seed = ""
+        self._notes = graph.model.ir_version >= _NODE_METADATA_IR
+        if edges:
+            self._check_opset()
+
+    def write(
+        self, schedule: Schedule, unrolled: Unrolled, after: Mapping[int, int], hidden: set[int], group: Ints
+    ) -> None:
+        """Append the nodes of every step, each behind the control edge or the Reshape that it needs."""
+        count = [0] * len(self.graph.ops)
+        made: list[list[str]] = []
+        occurrence = 0
+        for step, index in enumerate(schedule.order):
+            op = self.graph.ops[index]
+            inputs = [self._latest[name] if name else "" for name in op.inputs]
+            if step in after or step in hidden:
+                slot = pin_slot(self.graph, self.tensors, op)
+                assert slot is not None, op.label
+                trigger = made[after[step]][0] if step in after else None
+                inputs[slot] = self._hold(inputs[slot], op.inputs[slot], trigger, step in hidden)
+            node = onnx.NodeProto()
+            node.CopyFrom(op.node)
+            node.input[:] = inputs
+            _rename_captures(node, {n: self._latest[n] for n in op.captured if self._latest[n] != n})
+            outputs: dict[str, int] = {}
+            while occurrence < len(unrolled.step) and unrolled.step[occurrence] == step:
+                outputs[self._names[unrolled.source[occurrence]]] = int(group[occurrence])
+                occurrence += 1
+            self._name_outputs(node, op, count[index], outputs)
+            count[index] += 1
+            self.nodes.append(node)
+            made.append([name for name in node.output if name])
+
+    def _check_opset(self) -> None:
+        opset = next((o.version for o in self.graph.model.opset_import if o.domain in STANDARD_DOMAINS), 0)
+        if opset < _MIN_OPSET:
+            raise ModelError(
+                f"the model uses opset {opset}; pinning an order needs {_MIN_OPSET} or later: "
+                "convert it with onnx.version_converter first"
+            )
+
+    def _name_outputs(self, node: onnx.NodeProto, op: Op, number: int, outputs: Mapping[str, int]) -> None:
+        """Name what this occurrence makes (`outputs`: value -> private group) and say what it is."""
+        if number:
+            self.recomputed.append(op.label)
+            node.name = self._fresh(f"{op.node.name or op.node.op_type}__remat{number}")
+            self._note(node, RECOMPUTE_KEY, op.label)
+            for prop in node.metadata_props:
+                if prop.key == "phase":
+                    prop.value = "backward"
+        for slot, name in enumerate(op.outputs):
+            if name in outputs:
+                new = self._fresh(f"{name}__remat{number}") if number else name
+                node.output[slot] = self._latest[name] = new
+                self.occurrences.append(new)
+                self._declare(new, name, outputs[name])
+            else:
+                node.output[slot] = ""
+        while node.output and not node.output[-1]:
+            node.output.pop()
+
+    def _hold(self, held: str, original: str, trigger: str | None, hide: bool) -> str:
+        """Pass `held` through a Reshape, after `trigger` if there is one; returns the name to read instead."""
+        zeros = self._unseen_zeros(len(self.tensors[original].shape))
+        stem = self._fresh(f"{held}__after" if trigger else f"{held}__private")
+        shape = zeros
+        if trigger:
+            size, shape = self._fresh(f"{stem}_size"), self._fresh(f"{stem}_shape")
+            self._helper("Size", [trigger], size, trigger)
+            self._helper("Mul", [size, zeros], shape, trigger)
+        self._helper("Reshape", [held, shape], stem, trigger or "")
+        if not hide:
+            info = self.value_info.get(held)
+            info_type = info.type if info is not None else self._interface.get(held)
+            if info_type is not None:
+                self.value_info[stem] = onnx.ValueInfoProto(name=stem, type=info_type)
+            else:
+                self._declare(stem, original, -1)
+        return stem
+
+    def _helper(self, op_type: str, inputs: Sequence[str], output: str, trigger: str) -> None:
+        node = helper.make_node(op_type, inputs, [output], name=output)
+        self._note(node, CONTROL_KEY, trigger)
+        self.nodes.append(node)
+
+    def _unseen_zeros(self, rank: int) -> str:
+        """A vector of `rank` zeros whose length shape inference does not see."""
+        if rank not in self._zeros:
+            if not self._seed:
+                source = next(v.name for v in self.graph.model.graph.input if _is_tensor(v))
+                size, self._seed = self._fresh(f"{_PREFIX}size"), self._fresh(f"{_PREFIX}seed")
+                self._helper("Size", [source], size, "")
+                self._helper("Mul", [size, self._constant(1)], self._seed, "")
+            self._zeros[rank] = self._fresh(f"{_PREFIX}unseen_zeros_{rank}")
+            self._helper("Reshape", [self._constant(rank), self._seed], self._zeros[rank], "")
+        return self._zeros[rank]
+
+    def _constant(self, rank: int) -> str:
+        name = self._fresh(f"{_PREFIX}zeros_{rank}")
+        self.initializers.append(helper.make_tensor(name, TensorProto.INT64, (rank,), [0] * rank))
+        return name
+
+    def _declare(self, name: str, like: str, group: int) -> None:
+        """value_info for a value: its own shape to share buffers by, or its group's made-up one."""
+        tensor = self.tensors[like]
+        if name in self._interface:
+            return
+        if group >= 0:
+            dims: tuple[Dim, ...] | None = tuple(
+                f"{TAG}p{group}.{axis}={size if known is None else known}"
+                for axis, (size, known) in enumerate(
+                    zip(tensor.shape, tensor.symbolic or (None,) * len(tensor.shape), strict=True)
+                )
+            )
+        else:
+            if like in self.value_info and name != like:
+                self.value_info[name] = onnx.ValueInfoProto(name=name, type=self.value_info[like].type)
+                return
+            dims = tensor.symbolic
+        kind = helper.make_tensor_type_proto(tensor.dtype, dims)
+        self.value_info[name] = onnx.ValueInfoProto(name=name, type=kind)
+
+    def _note(self, node: onnx.NodeProto, key: str, value: str) -> None:
+        if self._notes:
+            node.metadata_props.add(key=key, value=value)
+
+    def _fresh(self, wish: str) -> str:
+        name, suffix = wish, 1
+        while name in self._taken:
+            suffix += 1
+            name = f"{wish}_{suffix}"
+        self._taken.add(name)
+        return name
+
+
+def _is_tensor(value: onnx.ValueInfoProto) -> bool:
+    return value.type.HasField("tensor_type")
+
+
+def _rename_captures(node: onnx.NodeProto, renamed: Mapping[str, str]) -> None:
+    """Make the node's bodies read the latest occurrence of what they capture."""
+    for body in bodies(node) if renamed else ():
+        inner = {v.name for v in body.input} | {t.name for t in body.initializer}
+        inner.update(name for inside in body.node for name in inside.output)
+        outer = {name: new for name, new in renamed.items() if name not in inner}
+        for inside in body.node:
+            inside.input[:] = [outer.get(name, name) for name in inside.input]
+            _rename_captures(inside, outer)

@@ -1,0 +1,132 @@
+"""List schedules: topological orders that keep little alive, without any recompute."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from onnx_remat.schedule import Ints, Problem
+from onnx_remat.selectors.kernels import Flat
+
+EAGER_SHRINK, GREEDY, LEAVES_FIRST = 0, 1, 2
+_FEW = 8  # an op with at most this many descendants belongs to a leaf branch, such as a weight's update
+
+
+def alias_roots(problem: Problem) -> Ints:
+    """Value whose buffer each value lives in, following mandatory aliases only. Shape (n_values,)."""
+    root = np.arange(problem.n_values, dtype=np.int32)
+    for op in range(problem.n_ops):
+        for k in range(problem.out_ptr[op], problem.out_ptr[op + 1]):
+            value = problem.out_values[k]
+            if problem.alias_slot[k] >= 0 and not problem.is_output[value]:
+                root[value] = root[problem.in_values[problem.in_ptr[op] + problem.alias_slot[k]]]
+    return root
+
+
+def successors(problem: Problem) -> tuple[Ints, Ints]:
+    """Ops that read what each op writes, as CSR arrays, each reader once."""
+    made_by = problem.producer()
+    readers = np.repeat(np.arange(problem.n_ops, dtype=np.int64), np.diff(problem.in_ptr))
+    sources = made_by[problem.in_values].astype(np.int64)
+    pairs = np.unique((sources * problem.n_ops + readers)[sources >= 0])
+    ptr = np.searchsorted(pairs, np.arange(problem.n_ops + 1, dtype=np.int64) * problem.n_ops).astype(
+        np.int32
+    )
+    return ptr, (pairs % max(problem.n_ops, 1)).astype(np.int32)
+
+
+@njit(cache=True)
+def _descendants(ptr: Ints, nodes: Ints) -> Ints:
+    """Number of ops reachable from each op, counted up to a few."""
+    n = len(ptr) - 1
+    result = np.zeros(n, np.int32)
+    found = np.empty(_FEW + 1, np.int32)
+    for op in range(n):
+        count, todo = 0, -1
+        while todo < count and count <= _FEW:
+            source = op if todo < 0 else found[todo]
+            todo += 1
+            for k in range(ptr[source], ptr[source + 1]):
+                known = False
+                for j in range(count):
+                    known = known or found[j] == nodes[k]
+                if not known and count <= _FEW:
+                    found[count] = nodes[k]
+                    count += 1
+        result[op] = count
+    return result
+
+
+@njit(cache=True)
+def _run(f: Flat, root: Ints, ptr: Ints, nodes: Ints, rank: Ints, few: Ints, mode: int) -> Ints:
+    n = len(ptr) - 1
+    waiting = np.zeros(n, np.int32)
+    for op in nodes:
+        waiting[op] += 1
+    reads = np.zeros(len(f.nbytes), np.int32)  # reads of a buffer still to come
+    kept = np.zeros(len(f.nbytes), np.bool_)
+    for v in f.in_values:
+        reads[root[v]] += 1
+    for v in range(len(f.nbytes)):
+        if f.is_output[v] or f.made_by[root[v]] < 0:
+            kept[root[v]] = True
+    ready, n_ready = np.empty(n, np.int32), 0
+    for op in range(n):
+        if waiting[op] == 0:
+            ready[n_ready] = op
+            n_ready += 1
+    order = np.empty(n, np.int32)
+    for step in range(n):
+        best, best_group, best_key = -1, 9, 0
+        for i in range(n_ready):
+            op = ready[i]
+            net = f.nbytes[0] * 0
+            for k in range(f.out_ptr[op], f.out_ptr[op + 1]):
+                if root[f.out_values[k]] == f.out_values[k]:
+                    net += f.nbytes[f.out_values[k]]
+            for k in range(f.in_ptr[op], f.in_ptr[op + 1]):
+                r = root[f.in_values[k]]
+                mine, again = 0, False
+                for j in range(f.in_ptr[op], f.in_ptr[op + 1]):
+                    if root[f.in_values[j]] == r:
+                        mine += 1
+                        again = again or j < k
+                if not again and not kept[r] and reads[r] == mine:
+                    net -= f.nbytes[r]
+            group, key = 1, net
+            if mode == EAGER_SHRINK:
+                group, key = (0, net) if net < 0 else (1, rank[op])
+            elif mode == LEAVES_FIRST:
+                group, key = (0, net) if few[op] <= _FEW or net < 0 else (1, rank[op])
+            better = group < best_group or (group == best_group and key < best_key)
+            if better or (group == best_group and key == best_key and rank[op] < rank[ready[best]]):
+                best, best_group, best_key = i, group, key
+        op = ready[best]
+        n_ready -= 1
+        ready[best] = ready[n_ready]
+        order[step] = op
+        for k in range(f.in_ptr[op], f.in_ptr[op + 1]):
+            reads[root[f.in_values[k]]] -= 1
+        for k in range(ptr[op], ptr[op + 1]):
+            waiting[nodes[k]] -= 1
+            if waiting[nodes[k]] == 0:
+                ready[n_ready] = nodes[k]
+                n_ready += 1
+    return order
+
+
+def list_schedules(problem: Problem, flat: Flat, baseline: Ints) -> list[Ints]:
+    """Distinct greedy orders, ties broken by file position and by position in `baseline`."""
+    root = alias_roots(problem)
+    ptr, nodes = successors(problem)
+    few = _descendants(ptr, nodes)
+    file_rank = np.arange(problem.n_ops, dtype=np.int32)
+    base_rank = np.empty(problem.n_ops, np.int32)
+    base_rank[baseline] = file_rank
+    found: list[Ints] = []
+    for rank in (file_rank, base_rank):
+        for mode in (EAGER_SHRINK, GREEDY, LEAVES_FIRST):
+            order = _run(flat, root, ptr, nodes, rank, few, mode)
+            if not any(np.array_equal(order, other) for other in found):
+                found.append(order)
+    return found

@@ -1,0 +1,231 @@
+"""Every value's type, shape and bytes, or an error that says what is missing: there are no guesses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TypeAlias
+
+import onnx
+from onnx import TensorProto, TypeProto, shape_inference
+
+from onnx_remat.errors import ModelError, ShapeError, UsageError
+from onnx_remat.graph import Graph
+from onnx_remat.model_io import without_weights
+
+Dim: TypeAlias = int | str | None
+"""A known size, a symbolic name, or nothing known."""
+
+TAG = "onnx_remat."
+"""Prefix of the made-up dimension names in rewritten models; ``=`` and the real size or dimension follow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """What is known of one value once dims are bound.
+
+    Attributes
+    ----------
+    dtype : int
+        onnx.TensorProto data type.
+    shape : tuple of int
+        Concrete sizes; () is a scalar.
+    nbytes : int
+        Storage, sub-byte types packed as ONNX packs them.
+    symbolic : tuple of int, str or None, or None
+        The shape as the runtime will know it from the file alone, dims unbound; None if it will know no rank.
+    """
+
+    dtype: int
+    shape: tuple[int, ...]
+    nbytes: int
+    symbolic: tuple[Dim, ...] | None
+
+
+_SUB_BYTE_BITS = {"INT4": 4, "UINT4": 4, "FLOAT4E2M1": 4, "INT2": 2, "UINT2": 2}
+_STRING_BYTES = 32  # sizeof(std::string): what a string tensor takes, its long texts aside
+
+
+@cache
+def bits(dtype: int) -> int:
+    """Bits per element of a TensorProto data type.
+
+    >>> bits(TensorProto.FLOAT), bits(TensorProto.BFLOAT16), bits(TensorProto.BOOL), bits(TensorProto.INT4)
+    (32, 16, 8, 4)
+    """
+    name = TensorProto.DataType.Name(dtype)
+    if name in _SUB_BYTE_BITS:
+        return _SUB_BYTE_BITS[name]
+    if dtype == TensorProto.STRING:
+        return _STRING_BYTES * 8
+    try:
+        return int(onnx.helper.tensor_dtype_to_np_dtype(dtype).itemsize) * 8
+    except KeyError as error:
+        raise ShapeError(f"data type {name} has no known size") from error
+
+
+def tensor_bytes(dtype: int, shape: Sequence[int]) -> int:
+    """Bytes of a tensor.
+
+    >>> tensor_bytes(TensorProto.FLOAT, (2, 3)), tensor_bytes(TensorProto.INT4, (3,)), tensor_bytes(TensorProto.FLOAT, ())
+    (24, 2, 4)
+    """
+    return (math.prod(shape) * bits(dtype) + 7) // 8
+
+
+def infer(graph: Graph, dims: Mapping[str, int] | None = None) -> dict[str, Tensor]:
+    """Types, shapes and bytes of every value of a graph.
+
+    ONNX's own inference with data propagation comes first; where it leaves something open, ONNX Runtime's symbolic
+    inference is asked, if onnxruntime and sympy are installed.
+
+    Parameters
+    ----------
+    graph : Graph
+    dims : mapping of str to int, optional
+        Sizes of symbolic dimensions.
+
+    Raises
+    ------
+    UsageError
+        `dims` names a dimension the model does not have.
+    ShapeError
+        Symbolic dimensions are left unbound (all named in one message), or a value's shape cannot be told.
+    ModelError
+        The model contradicts itself.
+    """
+    dims = dict(dims or {})
+    light = without_weights(graph.model)
+    symbols = _symbols(light)
+    if unknown := sorted(set(dims) - set(symbols)):
+        have = f"it has {', '.join(symbols)}" if symbols else "it has none"
+        raise UsageError(f"the model has no symbolic dimension {unknown[0]!r}: {have}")
+    as_written = _infer_types(light, data_prop=False)  # the runtime propagates no computed shapes either
+    if symbols or any(dim.dim_param for dim in _all_dims(light)):
+        bound = onnx.ModelProto()
+        bound.CopyFrom(light)
+        _bind(bound, dims)
+        if open_symbols := [s for s in symbols if s not in dims and _is_input_symbol(light, s)]:
+            flags = " ".join(f"--dim {s}=N" for s in open_symbols)
+            raise ShapeError(f"symbolic dimensions are not bound: {', '.join(open_symbols)}; pass {flags}")
+        types = _infer_types(bound)
+    else:
+        bound, types = light, _infer_types(light)
+    missing = [name for name in graph.values if _shape(types.get(name)) is None]
+    if missing:
+        types |= {k: v for k, v in _ask_runtime(bound).items() if k in missing}
+        missing = [name for name in missing if _shape(types.get(name)) is None]
+    if missing:
+        raise ShapeError(_cannot_size(graph, missing, types))
+    return {name: _tensor(name, types[name], as_written.get(name)) for name in graph.values}
+
+
+def _tensor(name: str, kind: TypeProto, as_written: TypeProto | None) -> Tensor:
+    shape = _shape(kind)
+    assert shape is not None
+    if any(size < 0 for size in shape):
+        raise ModelError(f"value {name!r} has a negative dimension: {shape}")
+    dtype = kind.tensor_type.elem_type
+    return Tensor(dtype, shape, tensor_bytes(dtype, shape), _dims(as_written))
+
+
+def _dims(kind: TypeProto | None) -> tuple[Dim, ...] | None:
+    if kind is None or not kind.HasField("tensor_type") or not kind.tensor_type.HasField("shape"):
+        return None
+    return tuple(
+        d.dim_value if d.HasField("dim_value") else (d.dim_param or None) for d in kind.tensor_type.shape.dim
+    )
+
+
+def _shape(kind: TypeProto | None) -> tuple[int, ...] | None:
+    dims = _dims(kind)
+    if dims is None or kind is None or not kind.tensor_type.elem_type:
+        return None
+    shape = tuple(d for d in dims if isinstance(d, int))
+    return shape if len(shape) == len(dims) else None
+
+
+def _infer_types(model: onnx.ModelProto, data_prop: bool = True) -> dict[str, TypeProto]:
+    try:
+        inferred = shape_inference.infer_shapes(model, strict_mode=False, data_prop=data_prop)
+    except (shape_inference.InferenceError, ValueError, RuntimeError) as error:
+        raise ModelError(f"ONNX shape inference refuses the model: {_first_line(error)}") from error
+    return _types(inferred.graph)
+
+
+def _types(graph: onnx.GraphProto) -> dict[str, TypeProto]:
+    types = {value.name: value.type for value in _typed_values(graph)}
+    for tensor in graph.initializer:
+        types[tensor.name] = onnx.helper.make_tensor_type_proto(tensor.data_type, tensor.dims)
+    for node in graph.node:
+        if node.op_type == "Constant" and node.output[0] not in types:
+            for attribute in node.attribute:
+                if attribute.name == "value":
+                    types[node.output[0]] = onnx.helper.make_tensor_type_proto(
+                        attribute.t.data_type, attribute.t.dims
+                    )
+    return types
+
+
+def _typed_values(graph: onnx.GraphProto) -> Iterable[onnx.ValueInfoProto]:
+    yield from graph.value_info
+    yield from graph.input
+    yield from graph.output
+
+
+def _all_dims(model: onnx.ModelProto) -> Iterable[onnx.TensorShapeProto.Dimension]:
+    for value in _typed_values(model.graph):
+        yield from value.type.tensor_type.shape.dim
+
+
+def _symbols(model: onnx.ModelProto) -> list[str]:
+    """Symbolic dimension names, in order of first mention, the inputs' first."""
+    names = [d.dim_param for v in model.graph.input for d in v.type.tensor_type.shape.dim if d.dim_param]
+    names += [d.dim_param for d in _all_dims(model) if d.dim_param and not d.dim_param.startswith(TAG)]
+    return list(dict.fromkeys(names))
+
+
+def _is_input_symbol(model: onnx.ModelProto, symbol: str) -> bool:
+    return any(d.dim_param == symbol for v in model.graph.input for d in v.type.tensor_type.shape.dim)
+
+
+def _bind(model: onnx.ModelProto, dims: Mapping[str, int]) -> None:
+    for dim in _all_dims(model):
+        name = dim.dim_param.rpartition("=")[2] if dim.dim_param.startswith(TAG) else dim.dim_param
+        if name in dims:
+            dim.dim_value = dims[name]
+        elif name.isdigit() and name != dim.dim_param:
+            dim.dim_value = int(name)
+        elif dim.HasField("dim_param"):
+            dim.ClearField("dim_param")  # a derived name (such as "2*batch"): inference finds its size
+
+
+def _ask_runtime(model: onnx.ModelProto) -> dict[str, TypeProto]:
+    """ONNX Runtime's symbolic inference: knows its own contrib ops and propagates more values."""
+    from onnx_remat import runtime  # only here: shapes must work without a runtime
+
+    inferred = runtime.infer_shapes_symbolically(model)
+    return _types(inferred.graph) if inferred is not None else {}
+
+
+def _cannot_size(graph: Graph, missing: list[str], types: Mapping[str, TypeProto]) -> str:
+    name = missing[0]
+    producer = graph.producer().get(name)
+    where = f"made by node {graph.ops[producer].label!r} ({graph.ops[producer].node.op_type})" if producer is not None else (
+        f"a graph {graph.values[name].kind}"
+    )
+    kind = types.get(name)
+    more = f" (and {len(missing) - 1} more values)" if len(missing) > 1 else ""
+    if kind is not None and kind.WhichOneof("value") not in (None, "tensor_type"):
+        form = str(kind.WhichOneof("value")).removesuffix("_type")
+        return f"value {name!r}, {where}, is a {form}, whose size is not known before it runs{more}"
+    return (
+        f"the shape of value {name!r}, {where}, cannot be told{more}: add value_info for it, "
+        "bind dims with --dim, or install onnxruntime and sympy for symbolic inference"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,0 +1,130 @@
+"""Text of sizes, dims and durations <-> numbers. SI and IEC units are taken literally: 1 GB = 10^9, 1 GiB = 2^30."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from onnx_remat.errors import UsageError
+
+_UNITS = {"b": 1} | {
+    prefix + suffix: base**power
+    for power, prefix in enumerate("kmgt", start=1)
+    for suffix, base in (("b", 1000), ("ib", 1024))
+}
+_NUMBER = r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:e([+-]?[0-9]+))?"
+_SIZE = re.compile(rf"{_NUMBER}\s*([kmgt]?i?b)", re.IGNORECASE)
+_PERCENT = re.compile(rf"{_NUMBER}\s*%", re.IGNORECASE)
+_DURATION = re.compile(rf"{_NUMBER}\s*(ms|s|m|min|h)?", re.IGNORECASE)
+_SECONDS = {"ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """A peak to stay at or under: bytes, or a fraction of the original model's own peak."""
+
+    bytes: int | None = None
+    fraction: float | None = None
+
+    def resolve(self, original_peak: int) -> int:
+        """Bytes allowed, given the original's peak in bytes."""
+        if self.bytes is not None:
+            return self.bytes
+        assert self.fraction is not None
+        return int(original_peak * self.fraction)
+
+
+def parse_budget(text: str | int | Budget) -> Budget:
+    """Read a budget.
+
+    Parameters
+    ----------
+    text : str, int or Budget
+        ``"4GB"``, ``"3.5GiB"``, ``"123456789B"``, ``"80%"``; an int is bytes.
+
+    Raises
+    ------
+    UsageError
+        When it is not a positive, finite size with a unit.
+
+    Examples
+    --------
+    >>> parse_budget("4GB").bytes, parse_budget("1.5 GiB").bytes, parse_budget("80%").fraction
+    (4000000000, 1610612736, 0.8)
+    """
+    if isinstance(text, Budget):
+        return text
+    if isinstance(text, bool) or not isinstance(text, int | str):
+        raise UsageError(f"budget must be text like '4GB' or '80%', or an int of bytes, not {text!r}")
+    if isinstance(text, int):
+        number, budget = float(text), Budget(bytes=text)
+    elif match := _SIZE.fullmatch(text.strip()):
+        number = _number(match, text) * _UNITS[match[3].lower()]
+        budget = Budget(bytes=int(number))
+    elif match := _PERCENT.fullmatch(text.strip()):
+        number = _number(match, text)
+        budget = Budget(fraction=number / 100)
+    else:
+        raise UsageError(f"budget {text!r} is not a size: write e.g. 4GB, 3.5GiB, 123456789B or 80%")
+    if number <= 0 or budget.bytes == 0:
+        raise UsageError(f"budget {text!r} must be greater than zero")
+    if number > 2**62:
+        raise UsageError(f"budget {text!r} is larger than any machine's memory")
+    return budget
+
+
+def _number(match: re.Match[str], text: str) -> float:
+    try:
+        number = float(match[1]) * 10.0 ** int(match[2] or 0)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise UsageError(f"{text!r} is not a finite number")
+    return number
+
+
+def parse_duration(text: str | float | int) -> float:
+    """Seconds in ``"30s"``, ``"500ms"``, ``"2m"`` or a plain number.
+
+    >>> parse_duration("2m"), parse_duration("500ms"), parse_duration(30)
+    (120.0, 0.5, 30.0)
+    """
+    match = _DURATION.fullmatch(str(text).strip())
+    if match is None:
+        raise UsageError(f"duration {text!r} is not a time: write e.g. 30s, 500ms or 2m")
+    seconds = _number(match, str(text)) * _SECONDS[(match[3] or "").lower()]
+    if seconds <= 0:
+        raise UsageError(f"duration {text!r} must be greater than zero")
+    return seconds
+
+
+def parse_dims(items: list[str] | tuple[str, ...]) -> dict[str, int]:
+    """Bindings of symbolic dimensions from ``NAME=VALUE`` texts.
+
+    >>> parse_dims(["batch=32", "seq=128"])
+    {'batch': 32, 'seq': 128}
+    """
+    dims: dict[str, int] = {}
+    for item in items:
+        name, equals, value = item.rpartition("=")
+        if not equals or not name or not value.strip().isdigit() or len(value) > 18:
+            raise UsageError(f"dim {item!r} is not NAME=VALUE with a whole number, e.g. batch=32")
+        if dims.get(name, int(value)) != int(value):
+            raise UsageError(f"dim {name!r} is bound twice, to {dims[name]} and to {value}")
+        dims[name] = int(value)
+    return dims
+
+
+def format_bytes(size: int) -> str:
+    """A size as a person reads it, in the SI units the command line takes.
+
+    >>> format_bytes(0), format_bytes(999), format_bytes(123456789)
+    ('0 B', '999 B', '123.5 MB')
+    """
+    number, unit = float(size), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if abs(number) < 999.95:
+            break
+        number, unit = number / 1000, larger
+    return f"{number:.0f} B" if unit == "B" else f"{number:.1f} {unit}"

@@ -1,0 +1,133 @@
+"""Is the written model what was promised? On paper (`check`) and in ONNX Runtime (`run`)."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import onnx
+
+from onnx_remat import model_io, runtime
+from onnx_remat.errors import VerificationError
+from onnx_remat.graph import Graph
+from onnx_remat.report import Measured
+from onnx_remat.units import format_bytes
+
+MODES = ("none", "check", "run")
+
+_TOLERANCE = {"float16": 2e-2, "float32": 2e-4, "float64": 1e-9}
+"""Relative tolerance by dtype where optimisations may fuse a forward chain and not its recompute."""
+
+_RUNS = 5
+
+
+def check(original: onnx.ModelProto, rewritten: onnx.ModelProto, graph: Graph) -> None:
+    """What can be told without running: a valid model with the same interface that still computes every output.
+
+    Parameters
+    ----------
+    original, rewritten : onnx.ModelProto
+    graph : Graph
+        View of `rewritten`; building it has already shown it to be topologically ordered and free of name clashes.
+
+    Raises
+    ------
+    VerificationError
+    """
+    try:
+        onnx.checker.check_model(model_io.without_weights(rewritten), full_check=False)
+    except onnx.checker.ValidationError as error:
+        try:
+            onnx.checker.check_model(model_io.without_weights(original), full_check=False)
+        except onnx.checker.ValidationError:
+            pass  # the checker does not know everything the original uses (custom domains, say): not our doing
+        else:
+            raise VerificationError(f"the rewritten model is not valid ONNX: {str(error).splitlines()[0]}") from error
+    for what in ("input", "output"):
+        before, after = getattr(original.graph, what), getattr(rewritten.graph, what)
+        if [v.SerializeToString() for v in before] != [v.SerializeToString() for v in after]:
+            raise VerificationError(f"the rewritten model's {what}s differ from the original's")
+    made = {name for op in graph.ops for name in op.writes}
+    if lost := [n.name for n in original.graph.node if not made.issuperset(filter(None, n.output)) and n.op_type != "Constant"]:
+        raise VerificationError(f"node {lost[0]!r} was lost")
+
+
+def run(
+    original: onnx.ModelProto, rewritten: onnx.ModelProto, folder: Path | None, dims: dict[str, int], budget: int
+) -> Measured:
+    """Run both models in fresh processes: outputs, executed order, measured peaks, step times.
+
+    Raises
+    ------
+    VerificationError
+        Outputs differ, the order is not the file's, or the measured peak exceeds the budget.
+    """
+    with tempfile.TemporaryDirectory(prefix="onnx-remat-") as scratch:
+        home = Path(scratch)
+        paths = {}
+        for name, model in (("before", original), ("after", rewritten)):
+            (home / name).mkdir()
+            paths[name] = runtime.write_beside(model, folder, home / name)
+        # one thread: some kernels (ScatterND with add) are not reproducible on more
+        exact = {
+            n: runtime.measure(p, "disable", outputs=home / f"{n}.npz", dims=dims, threads=1, trace=True)
+            for n, p in paths.items()
+        }
+        equal = compare(home / "before.npz", home / "after.npz", exactly=True)
+        default = {
+            n: runtime.measure(p, "all", outputs=home / f"{n}.npz", dims=dims, runs=_RUNS) for n, p in paths.items()
+        }
+        compare(home / "before.npz", home / "after.npz", exactly=False)
+        arena = {n: runtime.measure(p, "all", dims=dims, arena=True) for n, p in paths.items()}
+    if default["after"].peak_bytes > budget:
+        raise VerificationError(
+            f"measured peak {format_bytes(default['after'].peak_bytes)} exceeds the budget {format_bytes(budget)}"
+        )
+    return Measured(
+        before=default["before"].peak_bytes,
+        after=default["after"].peak_bytes,
+        before_arena=arena["before"].peak_bytes,
+        after_arena=arena["after"].peak_bytes,
+        before_seconds=default["before"].run_seconds,
+        after_seconds=default["after"].run_seconds,
+        outputs_equal=equal,
+        order_kept=_order_kept(rewritten, exact["after"].executed),
+    )
+
+
+def compare(before: Path, after: Path, exactly: bool) -> str:
+    """Compare two ``.npz`` of outputs; returns how equal they are, raises VerificationError when they are not."""
+    with np.load(before) as a, np.load(after) as b:
+        for name in a.files:
+            x, y = a[name], b[name]
+            if x.shape != y.shape or x.dtype != y.dtype:
+                raise VerificationError(f"output {name} changed from {x.dtype}{x.shape} to {y.dtype}{y.shape}")
+            if exactly and x.tobytes() != y.tobytes():
+                raise VerificationError(f"output {name} is not bitwise equal with graph optimisations off")
+            if not exactly and not _close(x, y):
+                raise VerificationError(f"output {name} differs by more than {_TOLERANCE.get(x.dtype.name, 0)} relative")
+    return "bitwise equal" if exactly else "equal within tolerance"
+
+
+def _close(x: np.ndarray, y: np.ndarray) -> bool:  # type: ignore[type-arg]
+    tolerance = _TOLERANCE.get(x.dtype.name, 0.0)
+    scale = float(np.max(np.abs(x), initial=0.0, where=np.isfinite(x))) if tolerance else 0.0
+    return bool(np.allclose(x, y, rtol=tolerance, atol=tolerance * scale, equal_nan=True))
+
+
+def _order_kept(model: onnx.ModelProto, executed: tuple[str, ...]) -> bool:
+    """Did the recomputed nodes run where the file has them, relative to the nodes they wait for?"""
+    position = {name: i for i, name in enumerate(executed)}
+    return all(position.get(a, -1) < position.get(b, -1) for a, b in _promised_pairs(model))
+
+
+def _promised_pairs(model: onnx.ModelProto) -> Iterator[tuple[str, str]]:
+    producer = {name: node.name for node in model.graph.node for name in node.output}
+    for node in model.graph.node:
+        for prop in node.metadata_props:
+            if prop.key == "onnx_remat.control_edge" and node.op_type == "Reshape":
+                for reader in model.graph.node:
+                    if node.output[0] in reader.input:
+                        yield producer[prop.value], reader.name

@@ -1,0 +1,343 @@
+"""Temporary buffers that a kernel of ONNX Runtime's CPU provider takes while it runs.
+
+A step's footprint is its live values plus what the running kernel allocates for itself. The rules below
+were learned from ONNX Runtime 1.31.1: ``total_temp_allocations`` of its node memory statistics over grids
+of shapes, attributes and thread counts, cross-checked against the resident memory of one-node graphs, which
+also sees what kernels take with ``malloc`` behind the allocator's back (marked "malloc" below).
+``tests/test_workspace.py`` repeats the former.
+
+Statistics add up all temporaries of a node; where a kernel frees one before it takes the next, the rule
+here is the peak. Kernels not listed take nothing that grows with their tensors: reductions over any axes,
+Transpose, MatMul, Gemm (transposed or not), Erf, Gelu, Pad, Concat, pooling, inference BatchNormalization
+among them.
+
+Not covered: float16 operators that ONNX Runtime runs in float between inserted Cast nodes (the casts are
+nodes of their own, with outputs of their own), operators that expand to functions, and subgraphs of If,
+Loop and Scan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from math import prod
+from typing import Final, cast
+
+import numpy as np
+import onnx
+
+__all__ = ["workspace_bytes"]
+
+Shape = tuple[int, ...]
+
+# MLAS convolutions cut their work into tiles of this many floats, one per thread.
+_CONV_TILE_BYTES: Final = 128 * 128 * 4
+# Multiply-adds that MLAS wants per thread before it uses another, and the most threads it uses for one
+# product.
+_MLAS_WORK_PER_THREAD: Final = 64 * 1024
+_MLAS_MAX_THREADS: Final = 16
+# Columns of a product are dealt to threads in multiples of this.
+_MLAS_COLUMN_ALIGN: Final = 16
+
+# com.microsoft Attention pads the scores of every head.
+_SCORES_PADDING: Final = 64
+
+_FLOAT: Final = 4
+_INT64: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One kernel execution: attributes, shapes and element sizes by slot (``None`` for an absent input)."""
+
+    attributes: Mapping[str, object]
+    inputs: Sequence[Shape | None]
+    in_sizes: Sequence[int]
+    outputs: Sequence[Shape | None]
+    out_sizes: Sequence[int]
+    threads: int
+    opset: int
+
+    def ints(self, name: str, default: Sequence[int]) -> list[int]:
+        """Return an integer-list attribute."""
+        value = cast("Sequence[int]", self.attributes.get(name) or default)
+        return [int(v) for v in value]
+
+    def number(self, name: str, default: int) -> int:
+        """Return an integer attribute."""
+        return int(cast("int", self.attributes.get(name, default)))
+
+    def text(self, name: str, default: str) -> str:
+        """Return a string attribute."""
+        value = self.attributes.get(name, default)
+        return value.decode() if isinstance(value, bytes) else str(value)
+
+    def has(self, slot: int) -> bool:
+        """Tell whether an input is there."""
+        return slot < len(self.inputs) and self.inputs[slot] is not None
+
+    def input(self, slot: int) -> Shape:
+        """Return the shape of an input that must be there."""
+        shape = self.inputs[slot]
+        if shape is None:
+            raise ValueError(f"input {slot} has no known shape")
+        return shape
+
+    def output_bytes(self) -> int:
+        """Return the size of the first output."""
+        return _numel(self.outputs[0]) * self.out_sizes[0]
+
+    def input_bytes(self) -> int:
+        """Return the size of all inputs."""
+        return sum(_numel(s) * size for s, size in zip(self.inputs, self.in_sizes, strict=True))
+
+
+def workspace_bytes(
+    domain: str,
+    op_type: str,
+    attributes: Mapping[str, object],
+    input_shapes: Sequence[Shape | None],
+    input_dtypes: Sequence[int],
+    output_shapes: Sequence[Shape | None],
+    output_dtypes: Sequence[int],
+    threads: int,
+    opset: int = 20,
+) -> int:
+    """Return the peak of a kernel's own temporary buffers, in bytes.
+
+    Parameters
+    ----------
+    domain, op_type
+        The operator; ``""`` and ``"ai.onnx"`` are the same domain.
+    attributes
+        The node's attributes as Python values.
+    input_shapes, input_dtypes
+        By slot; ``None`` marks an absent optional input. Element types are ``onnx.TensorProto`` enums.
+    output_shapes, output_dtypes
+        By slot.
+    threads
+        ``intra_op_num_threads`` in effect (the default is one per physical core).
+    opset
+        Opset of `domain`; softmaxes before 13 flatten instead of transposing.
+
+    Returns
+    -------
+    int
+        Bytes; 0 for operators without a rule. Alignment of each buffer (up to 256 bytes) is not added.
+    """
+    rule = _RULES.get(("" if domain == "ai.onnx" else domain, op_type))
+    if rule is None:
+        return 0
+    in_sizes = [_itemsize(d) for d in input_dtypes]
+    out_sizes = [_itemsize(d) for d in output_dtypes]
+    return rule(_Call(attributes, input_shapes, in_sizes, output_shapes, out_sizes, max(threads, 1), opset))
+
+
+def _conv(call: _Call) -> int:
+    """Float convolution: a tile per thread, or the whole column matrix of one group of one image."""
+    data, weight, out = call.input(0), call.input(1), call.outputs[0] or ()
+    rank = len(data) - 2
+    groups = call.number("group", 1)
+    kernel, image = list(weight[2:]), list(data[2:])
+    strides, dilations = call.ints("strides", [1] * rank), call.ints("dilations", [1] * rank)
+    depth, columns, filters = prod(weight[1:]), prod(out[2:]), weight[0] // groups
+    if rank > 3:
+        return depth * columns * _FLOAT
+    if set(strides) == {1} and not _pads(call, rank):
+        if depth == weight[1]:
+            return 0  # Pointwise: a plain product.
+        if rank <= 2 and set(dilations) == {1} and weight[1] == 1:
+            kernel, image = [1] * (2 - rank) + kernel, [1] * (2 - rank) + image
+            if kernel[1] == image[1] or (kernel[0] == image[0] and kernel[1] == 1):
+                return 0  # The kernel spans the image: a plain product again.
+    if filters > columns:
+        return depth * columns * _FLOAT
+    if (groups > 1 and filters == 2 and weight[1] == 1 and kernel == [7, 7] and strides == [2, 2]
+            and dilations == [1, 1] and call.ints("pads", [0] * 4) == [3] * 4):
+        return 0  # A direct kernel for depthwise 7x7 with two filters per channel.
+    images = data[0] * groups
+    if images > 1:
+        return min(call.threads, images) * _CONV_TILE_BYTES
+    return _column_threads(call.threads, filters * columns * depth, columns) * _CONV_TILE_BYTES
+
+
+def _pads(call: _Call, rank: int) -> bool:
+    """Tell whether a convolution pads; under `auto_pad` the shapes decide."""
+    if call.text("auto_pad", "NOTSET") in ("SAME_UPPER", "SAME_LOWER"):
+        # With unit strides, SAME pads unless the kernel covers a single element.
+        reach = zip(call.input(1)[2:], call.ints("dilations", [1] * rank), strict=True)
+        return any((size - 1) * step for size, step in reach)
+    return any(call.ints("pads", [0] * (2 * rank)))
+
+
+def _column_threads(threads: int, work: int, columns: int) -> int:
+    """Threads that MLAS gives to one image, and so tiles that it needs."""
+    count = min(work // _MLAS_WORK_PER_THREAD + 1, _MLAS_MAX_THREADS, threads)
+    if count == 1:
+        return 1
+    share = -(-columns // count)
+    share = -(-share // _MLAS_COLUMN_ALIGN) * _MLAS_COLUMN_ALIGN
+    if share >= columns:
+        return 1
+    return count - 1 if share * (count - 1) >= columns else count
+
+
+def _conv_transpose(call: _Call) -> int:
+    """The column matrix of one group of one image, also for pointwise kernels."""
+    return prod(call.input(1)[1:]) * prod(call.input(0)[2:]) * _FLOAT
+
+
+def _conv_integer(call: _Call) -> int:
+    """The column matrix of one group of one image, in bytes as the data are."""
+    return prod(call.input(1)[1:]) * prod((call.outputs[0] or ())[2:])
+
+
+def _where(call: _Call) -> int:
+    """Both choices are masked into tensors of their own before they are merged."""
+    condition, size = call.input(0), call.out_sizes[0]
+    return sum(_numel(np.broadcast_shapes(condition, call.input(slot))) * size for slot in (1, 2))
+
+
+def _softmax(call: _Call) -> int:
+    """Over any axis but the last: a transposed input and a transposed output. Before opset 13 none."""
+    rank = len(call.input(0))
+    axis = call.number("axis", -1 if call.opset >= 13 else 1) % max(rank, 1)
+    return 0 if call.opset < 13 or axis == rank - 1 else 2 * call.output_bytes()
+
+
+def _variadic(call: _Call) -> int:
+    """Partial results of a pairwise fold whose last step writes to the output.
+
+    From four inputs on two of them are alive at once, but never more.
+    """
+    if len(call.inputs) < 3:
+        return 0
+    partial: Shape = call.input(0)
+    sizes = []
+    for slot in range(1, len(call.inputs) - 1):
+        partial = np.broadcast_shapes(partial, call.input(slot))
+        sizes.append(_numel(partial) * call.out_sizes[0])
+    return max([sizes[0], *(a + b for a, b in pairwise(sizes))])
+
+
+def _scatter_elements(call: _Call) -> int:
+    """All indices, as int64 (malloc)."""
+    return _numel(call.input(1)) * _INT64
+
+
+def _lrn(call: _Call) -> int:
+    """The scale of every element, and one image of squares padded by the window."""
+    _, channels, *image = call.input(0)
+    return call.output_bytes() + (channels + call.number("size", 1) - 1) * prod(image) * _FLOAT
+
+
+def _batch_norm(call: _Call) -> int:
+    """Mean and variance of the batch when training."""
+    return 2 * call.input(0)[1] * call.in_sizes[0] if call.number("training_mode", 0) else 0
+
+
+def _layer_norm(call: _Call) -> int:
+    """Scale and bias widened to float, for float16 only."""
+    return _FLOAT * sum(_numel(s) for s in call.inputs[1:3]) if call.in_sizes[0] == 2 else 0
+
+
+def _fast_gelu(call: _Call) -> int:
+    """The sum with the bias, if there is one."""
+    return call.output_bytes() if call.has(1) else 0
+
+
+def _einsum(call: _Call) -> int:
+    """An upper bound from two operands on: transposed operands, the product, the product transposed.
+
+    The kernel skips transposes it does not need; it takes between half and all of this.
+    """
+    if len(call.inputs) == 1:
+        return call.output_bytes()
+    return call.input_bytes() + 2 * call.output_bytes() * (len(call.inputs) - 1)
+
+
+def _recurrent(call: _Call, gates: int, states: int, extra: int) -> int:
+    """All gates of the whole sequence, and state; backward, also the reversed input and output."""
+    steps, batch, features = call.input(0)
+    hidden = call.input(2)[2]
+    one = steps * batch * gates * hidden + states * batch * hidden + extra * hidden + batch
+    direction = call.text("direction", "forward")
+    total = one * (2 if direction == "bidirectional" else 1)
+    if direction != "forward":
+        total += steps * batch * (features + hidden)
+    return total * _FLOAT
+
+
+def _rnn(call: _Call) -> int:
+    """The input's share of every hidden state, one direction after the other."""
+    steps, batch, _ = call.input(0)
+    return steps * batch * call.input(2)[2] * _FLOAT
+
+
+def _attention(call: _Call) -> int:
+    """Standard Attention: the scores; a causal mask on top."""
+    query, key = call.input(0), call.input(1)
+    heads = query[1] if len(query) == 4 else call.number("q_num_heads", 1)
+    area = query[-2] * (key[-2] + (call.input(4)[-2] if call.has(4) else 0))
+    masks = 1 if call.number("is_causal", 0) else 0
+    return (query[0] * heads + masks) * area * call.in_sizes[0]
+
+
+def _fused_attention(call: _Call) -> int:
+    """com.microsoft Attention without past: query, key, value, scores, and the heads before they join."""
+    batch, steps, _ = call.input(0)
+    projected = call.input(1)[1]
+    size = call.in_sizes[0]
+    heads = batch * call.number("num_heads", 1)
+    scores = heads * (steps * steps * size + _SCORES_PADDING)
+    return batch * steps * projected * size + scores + call.output_bytes()
+
+
+def _times_output(factor: int) -> Callable[[_Call], int]:
+    return lambda call: factor * call.output_bytes()
+
+
+_RULES: Final[dict[tuple[str, str], Callable[[_Call], int]]] = {
+    ("", "Attention"): _attention,
+    ("", "BatchNormalization"): _batch_norm,
+    ("", "Conv"): _conv,
+    ("", "ConvInteger"): _conv_integer,
+    ("", "ConvTranspose"): _conv_transpose,
+    ("", "Einsum"): _einsum,
+    ("", "GRU"): lambda call: _recurrent(call, gates=3, states=3, extra=0),
+    ("", "Hardmax"): _softmax,
+    ("", "LRN"): _lrn,
+    ("", "LSTM"): lambda call: _recurrent(call, gates=4, states=5, extra=2),
+    ("", "LayerNormalization"): _layer_norm,
+    ("", "LogSoftmax"): _softmax,
+    ("", "Max"): _variadic,
+    ("", "Mean"): _variadic,
+    ("", "MeanVarianceNormalization"): _times_output(2),
+    ("", "Min"): _variadic,
+    ("", "NonZero"): _times_output(1),  # malloc: the result before its size is known.
+    ("", "QLinearMatMul"): lambda call: _numel(call.outputs[0]) * 4,  # The product in int32.
+    ("", "RNN"): _rnn,
+    ("", "Scatter"): _scatter_elements,
+    ("", "ScatterElements"): _scatter_elements,
+    ("", "Softmax"): _softmax,
+    ("", "Sum"): _variadic,
+    ("", "Where"): _where,
+    ("com.microsoft", "Attention"): _fused_attention,
+    ("com.microsoft", "BiasGelu"): _times_output(1),
+    ("com.microsoft", "DynamicQuantizeMatMul"): lambda call: _numel(call.input(0)),  # The data in int8.
+    ("com.microsoft", "FastGelu"): _fast_gelu,
+    ("com.microsoft", "FusedConv"): _conv,
+}
+
+
+def _numel(shape: Shape | None) -> int:
+    return 0 if shape is None else prod(shape)
+
+
+@cache
+def _itemsize(dtype: int) -> int:
+    if dtype in (onnx.TensorProto.UNDEFINED, onnx.TensorProto.STRING):
+        return 0
+    return int(onnx.helper.tensor_dtype_to_np_dtype(dtype).itemsize)

@@ -1,0 +1,1 @@
+"""Small training steps in standard ONNX operators, and the generators that write them."""

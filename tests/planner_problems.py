@@ -1,0 +1,152 @@
+"""Problems for planner tests: built by hand, chains, and random ones with every buffer rule in play."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from hypothesis import strategies as st
+
+from onnx_remat.schedule import BACKWARD, FORWARD, Problem, Schedule
+
+
+def build(
+    ops: Sequence[tuple[Sequence[int], Sequence[int]]],
+    nbytes: Sequence[int],
+    outputs: Sequence[int],
+    *,
+    resident: Sequence[int] = (),
+    shape_class: Sequence[int] | None = None,
+    poolable: Sequence[bool] | None = None,
+    alias: Mapping[int, int] | None = None,
+    inplace: Mapping[int, Sequence[int]] | None = None,
+    droppable: Sequence[int] = (),
+    workspace: Sequence[int] | None = None,
+    cost: Sequence[float] | None = None,
+    fixed: Sequence[int] = (),
+    phase: Sequence[int] | None = None,
+    hold_unread: bool = True,
+) -> Problem:
+    """A problem from (inputs, outputs) per op; the three mappings are keyed by output value."""
+    n, n_values = len(ops), len(nbytes)
+    slots = [v for _, made in ops for v in made]
+    lists = [list((inplace or {}).get(v, ())) for v in slots]
+
+    def flags(chosen: Sequence[int], length: int) -> np.ndarray:
+        result = np.zeros(length, np.bool_)
+        result[list(chosen)] = True
+        return result
+
+    def pointers(lengths: list[int]) -> np.ndarray:
+        return np.cumsum([0, *lengths]).astype(np.int32)
+
+    classes = np.asarray([-1] * n_values if shape_class is None else shape_class, np.int32)
+    here = flags(resident, n_values)
+    return Problem(
+        in_ptr=pointers([len(read) for read, _ in ops]),
+        in_values=np.array([v for read, _ in ops for v in read], np.int32),
+        out_ptr=pointers([len(made) for _, made in ops]),
+        out_values=np.array(slots, np.int32),
+        nbytes=np.asarray(nbytes, np.int64),
+        resident=here,
+        is_output=flags(outputs, n_values),
+        shape_class=classes,
+        poolable=classes >= 0 if poolable is None else np.asarray(poolable, np.bool_),
+        alias_slot=np.array([(alias or {}).get(v, -1) for v in slots], np.int32),
+        inplace_ptr=pointers([len(tried) for tried in lists]),
+        inplace_slots=np.array([k for tried in lists for k in tried], np.int32),
+        droppable=np.array([v in droppable for v in slots], np.bool_),
+        workspace=np.asarray([0] * n if workspace is None else workspace, np.int64),
+        cost=np.asarray([1.0] * n if cost is None else cost, np.float64),
+        recomputable=~flags(fixed, n),
+        phase=np.asarray([FORWARD] * n if phase is None else phase, np.int8),
+        base_bytes=int(np.asarray(nbytes, np.int64)[here].sum()),
+        hold_unread=hold_unread,
+    )
+
+
+def chain(n: int) -> Problem:
+    """n forward ops in a row; gradient i reads activation i and gradient i + 1. Every value is one unit."""
+    forward = [([i - 1] if i else [], [i]) for i in range(n)]
+    backward = [([n - 1 - i] + ([n + i - 1] if i else []), [n + i]) for i in range(n)]
+    phase = [FORWARD] * n + [BACKWARD] * n
+    return build(ops=forward + backward, nbytes=[1] * (2 * n), outputs=[2 * n - 1], phase=phase)
+
+
+def random_problem(seed: int, n_ops: int, facts: bool = True) -> Problem:
+    """A random DAG; `facts` brings in aliases, in-place outputs, pooling, workspace, fixed ops, residents."""
+    rng = np.random.default_rng(seed)
+    classes = [-1, 0, 0, 1, 2] if facts else [-1]
+    size_of = {0: 6, 1: 4, 2: 9}
+    nbytes, kinds, ops = [], [], []
+    alias: dict[int, int] = {}
+    inplace: dict[int, list[int]] = {}
+    resident = []
+    for _ in range(int(rng.integers(0, 3)) if facts else 0):
+        resident.append(len(nbytes))
+        kinds.append(int(rng.choice(classes)))
+        nbytes.append(size_of.get(kinds[-1], int(rng.integers(0, 9))))
+    for _ in range(n_ops):
+        reach = len(nbytes)
+        read = sorted(
+            {int(reach - 1 - min(reach - 1, rng.geometric(0.3) - 1)) for _ in range(rng.integers(0, 4))}
+        )
+        read = [int(v) for v in rng.permutation(read)] if reach else []
+        if facts and read and rng.random() < 0.1:
+            read.append(read[0])
+        made = []
+        for _ in range(2 if facts and rng.random() < 0.2 else 1):
+            v = len(nbytes)
+            kinds.append(int(rng.choice(classes)))
+            nbytes.append(size_of.get(kinds[-1], int(rng.integers(0, 9))))
+            if facts and read and rng.random() < 0.2:
+                alias[v] = int(rng.integers(len(read)))
+                kinds[v], nbytes[v] = kinds[read[alias[v]]], nbytes[read[alias[v]]]
+            elif facts and read and rng.random() < 0.5:
+                inplace[v] = [int(k) for k in rng.permutation(len(read))[:2]]
+            made.append(v)
+        ops.append((read, made))
+    slots = [v for _, made in ops for v in made]
+    return build(
+        ops, nbytes, outputs=sorted({slots[-1], int(rng.choice(slots))}), resident=resident,
+        shape_class=kinds, alias=alias, inplace=inplace,
+        droppable=[v for v in slots if facts and rng.random() < 0.1],
+        workspace=[int(rng.integers(0, 4)) if facts else 0 for _ in ops],
+        cost=rng.integers(1, 9, n_ops).tolist(),
+        fixed=[i for i in range(n_ops) if facts and rng.random() < 0.1],
+        phase=[FORWARD if i < n_ops // 2 else BACKWARD for i in range(n_ops)],
+        hold_unread=bool(rng.random() < 0.7),
+    )  # fmt: skip
+
+
+def problems(most: int = 14) -> st.SearchStrategy[Problem]:
+    """Random problems of up to `most` ops."""
+    return st.builds(random_problem, st.integers(0, 2**31), st.integers(1, most), st.booleans())
+
+
+def random_order(problem: Problem, rng: np.random.Generator) -> list[int]:
+    """A random topological order."""
+    made_by = problem.producer()
+    waiting = [{int(made_by[v]) for v in problem.inputs(op)} - {-1} for op in range(problem.n_ops)]
+    order: list[int] = []
+    while len(order) < problem.n_ops:
+        ready = [op for op in range(problem.n_ops) if op not in order and waiting[op] <= set(order)]
+        order.append(int(rng.choice(ready)))
+    return order
+
+
+def random_schedule(problem: Problem, seed: int) -> list[int]:
+    """A random topological order with random recomputes put in."""
+    rng = np.random.default_rng(seed)
+    order = random_order(problem, rng)
+    for _ in range(int(rng.integers(0, 5))):
+        at = int(rng.integers(1, len(order) + 1))
+        op = int(rng.choice(order[:at]))
+        if problem.recomputable[op]:
+            order.insert(at, op)
+    return order
+
+
+def baseline(problem: Problem) -> Schedule:
+    """The ops' numbering as a schedule."""
+    return Schedule(tuple(range(problem.n_ops)))

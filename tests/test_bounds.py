@@ -1,0 +1,72 @@
+"""No schedule beats a bound: random schedules, and every short schedule of tiny graphs."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planner_problems import build, chain, problems, random_schedule
+
+from onnx_remat.bounds import cost_lower_bound, lower_bound
+from onnx_remat.memory import simulate
+from onnx_remat.schedule import Problem, Schedule, check_schedule
+
+
+@settings(max_examples=150, deadline=None)
+@given(problems(), st.integers(0, 2**31))
+def test_no_schedule_peaks_below_the_floor(problem: Problem, seed: int) -> None:
+    assert simulate(problem, random_schedule(problem, seed)).peak >= lower_bound(problem)
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems(), st.integers(0, 2**31))
+def test_no_schedule_is_cheaper_than_the_bound_for_its_first_executions(problem: Problem, seed: int) -> None:
+    order = random_schedule(problem, seed)
+    schedule = Schedule(tuple(order))
+    first = list(dict.fromkeys(order))
+    bound = cost_lower_bound(problem, simulate(problem, schedule).peak, first)
+    assert bound <= schedule.overhead(problem) + 1e-9
+
+
+@settings(max_examples=12, deadline=None)
+@given(problems(4))
+def test_bounds_hold_for_every_short_schedule(problem: Problem) -> None:
+    peaks: dict[int, float] = {}
+    for length in range(problem.n_ops, problem.n_ops + 3):
+        for order in product(range(problem.n_ops), repeat=length):
+            first = list(dict.fromkeys(order))
+            if first != list(range(problem.n_ops)):
+                continue
+            schedule = Schedule(order)
+            try:
+                check_schedule(problem, schedule)
+            except ValueError:
+                continue
+            peak = simulate(problem, schedule).peak
+            peaks[peak] = min(peaks.get(peak, math.inf), schedule.overhead(problem))
+    for peak, overhead in peaks.items():
+        assert lower_bound(problem) <= peak
+        assert cost_lower_bound(problem, peak) <= overhead + 1e-9
+
+
+def test_floor_of_a_chain_is_one_step() -> None:
+    assert lower_bound(chain(10)) == 3
+
+
+def test_cut_knapsack_of_a_chain_drops_what_exceeds_the_budget() -> None:
+    """Ten activations and a gradient, eight units: three must be made again, of twenty ops."""
+    assert cost_lower_bound(chain(10), 11) == 0
+    assert math.isclose(cost_lower_bound(chain(10), 8), 3 / 20)
+    assert cost_lower_bound(chain(10), 2) == math.inf
+
+
+def test_one_run_of_a_two_output_op_is_counted_once() -> None:
+    problem = build(
+        ops=[([], [0, 1]), ([], [2]), ([2], [3]), ([0, 1, 3], [4])],
+        nbytes=[5, 5, 9, 1, 1],
+        outputs=[4],
+        cost=[4, 1, 1, 1],
+    )
+    assert simulate(problem, [0, 1, 2, 0, 3]).peak == 20 or cost_lower_bound(problem, 12) <= 4 / 7
