@@ -184,6 +184,16 @@ def save(model: onnx.ModelProto, target: str | os.PathLike[str], source_folder: 
         raise ModelError(f"cannot write {path}: {error.strerror}") from error
 
 
+def write_text(text: str, target: str | os.PathLike[str]) -> None:
+    """Write a text file all at once; ModelError when the disk cannot hold it."""
+    path = Path(target)
+    try:
+        with _replacing(path) as partial:
+            partial.write_text(text)
+    except OSError as error:
+        raise ModelError(f"cannot write {path}: {error.strerror}") from error
+
+
 def _carry(origin: Path, copy: Path) -> None:
     copy.parent.mkdir(parents=True, exist_ok=True)
     with _replacing(copy) as partial:

@@ -230,7 +230,9 @@ def rewrite_model(model: Model, budget: str | int | Budget, **options: object) -
         if opts.verify != "none":
             verify.check(view.graph.model, written.model, executed["disable"].view.graph)
         if opts.verify == "run":
-            measured = verify.run(view.graph.model, written.model, source.folder, dict(opts.dims), allowed)
+            plain = executed["disable"]
+            order = [plain.view.graph.ops[i].node.name for i in plain.order.order]
+            measured = verify.run(view.graph.model, written.model, source.folder, dict(opts.dims), allowed, order)
     final = list(executed)[-1]
     return Result(
         written.model,

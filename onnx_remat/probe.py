@@ -6,50 +6,70 @@ Started by `runtime.measure` only; it imports as little as it can, because every
 from __future__ import annotations
 
 import json
-import os
-import statistics
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 
+Job = dict[str, Any]
+
+_LEVELS = {"disable": "ORT_DISABLE_ALL", "basic": "ORT_ENABLE_BASIC", "all": "ORT_ENABLE_ALL"}
+
+
 def main() -> None:
-    """Measure one model and print a JSON object."""
+    """Do the job and print a JSON object."""
     job = json.load(sys.stdin)
-    import numpy as np
+    print(json.dumps(race(job) if "rival" in job else measure(job)))
+
+
+def new_session(job: Job, path: str, default: bool) -> Any:
+    """A session on a model; `default` keeps the arena and the memory patterns."""
     import onnxruntime as ort  # noqa: TID251 - this is runtime.py's other half, in a process of its own
 
     options = ort.SessionOptions()
     options.log_severity_level = 4
-    level = {"disable": "ORT_DISABLE_ALL", "basic": "ORT_ENABLE_BASIC", "all": "ORT_ENABLE_ALL"}[job["level"]]
-    options.graph_optimization_level = getattr(ort.GraphOptimizationLevel, level)
-    options.enable_cpu_mem_arena = options.enable_mem_pattern = job["arena"]
+    options.graph_optimization_level = getattr(ort.GraphOptimizationLevel, _LEVELS[job["level"]])
+    options.enable_cpu_mem_arena = options.enable_mem_pattern = default
     options.intra_op_num_threads = job["threads"]
-    with tempfile.TemporaryDirectory(prefix="onnx-remat-") as scratch:
-        options.optimized_model_filepath = optimized = str(Path(scratch) / "optimized.onnx")
-        session = ort.InferenceSession(job["path"], options, providers=["CPUExecutionProvider"])
-        options.optimized_model_filepath = ""
-        weights = initializer_bytes(optimized)
+    options.optimized_model_filepath = job.get("optimized", "")
+    if job.get("profile"):
+        options.enable_profiling = True
+        options.profile_file_prefix = job["profile"]
+    return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+
+
+def race(job: Job) -> Job:
+    """Times of steps of two models taken in turns, so that whatever else the machine does hits both alike."""
+    sessions = [new_session(job, path, default=True) for path in (job["path"], job["rival"])]
+    feeds = random_feeds(sessions[0], job["dims"])
+    for session in sessions:
+        session.run(None, feeds)
+    times = [[_timed(session, feeds) for session in sessions] for _ in range(job["runs"])]
+    return {"seconds": [[pair[i] for pair in times] for i in (0, 1)]}
+
+
+def measure(job: Job) -> Job:
+    """Peak memory of one model, and on demand its outputs and a profile."""
+    import numpy as np
+
+    session = new_session(job, job["path"], default=False)
     feeds = random_feeds(session, job["dims"])
-    held = sum(array.nbytes for array in feeds.values()) + weights
-    if job["warm"]:
-        session.run(None, feeds)  # the first run also faults in code and thread stacks, which are not the step's memory
+    # The first run also faults in code and thread stacks, which are not the step's memory.
+    session.run(None, feeds)
+    if job["default"]:
+        session = new_session(job, job["path"], default=True)
+    held = sum(array.nbytes for array in feeds.values()) + initializer_bytes(job["optimized"])
     before = reset_peak()
     outputs = session.run(None, feeds)
-    rise = resident("VmHWM") - before
     if job["outputs"]:
         np.savez(job["outputs"], *outputs)
     del outputs
-    seconds = [_timed(session, feeds) for _ in range(job["runs"] - 1)]
-    executed = _trace(job["path"], options, feeds) if job["trace"] else []
-    answer = {
-        "peak_bytes": held + rise,
-        "run_seconds": statistics.median(seconds) if seconds else 0.0,
-        "executed": executed,
-    }
-    print(json.dumps(answer))
+    for _ in range(job["steps"] - 1):
+        session.run(None, feeds)
+    rise = resident("VmHWM") - before
+    profile = session.end_profiling() if job["profile"] else ""
+    return {"peak_bytes": held + rise, "profile": profile}
 
 
 def random_feeds(session: Any, dims: dict[str, int]) -> dict[str, Any]:
@@ -107,19 +127,6 @@ def _timed(session: Any, feeds: dict[str, Any]) -> float:
     start = time.perf_counter()
     session.run(None, feeds)
     return time.perf_counter() - start
-
-
-def _trace(path: str, options: Any, feeds: dict[str, Any]) -> list[str]:
-    import onnxruntime as ort  # noqa: TID251
-
-    with tempfile.TemporaryDirectory(prefix="onnx-remat-") as scratch:
-        options.enable_profiling = True
-        options.profile_file_prefix = os.path.join(scratch, "profile")  # noqa: PTH118
-        session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-        session.run(None, feeds)
-        events = json.loads(Path(session.end_profiling()).read_text())
-    runs = [e for e in events if e.get("cat") == "Node" and e["name"].endswith("_kernel_time")]
-    return [e["name"].removesuffix("_kernel_time") for e in sorted(runs, key=lambda e: e["ts"])]
 
 
 if __name__ == "__main__":

@@ -50,7 +50,5 @@ def realize(
     pins = choose_pins(problem, schedule, heavy, pinnable, table.foldable)
     can_hide = np.array(pinnable, np.bool_)[schedule.array()]
     can_hide[list(exposed)] = False
-    pinned = {pin.step for pin in pins}  # their inputs pass through a Reshape anyway
-    start = {*private, *(i for i, step in enumerate(unrolled.step.tolist()) if step in pinned)}
-    sharing = choose_private(unrolled, limit, light, can_hide, sorted(start))
+    sharing = choose_private(unrolled, limit, light, can_hide, sorted(private))
     return rewrite(graph, tensors, schedule, unrolled, pins, sharing.group, sharing.leaders, metadata)

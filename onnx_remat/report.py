@@ -39,14 +39,15 @@ class Peak:
 class Measured:
     """What fresh processes on ONNX Runtime saw (``--verify run``); bytes and seconds.
 
-    `before` and `after` are peaks without the memory arena, the plan's own figure; `before_arena` and `after_arena`
-    are first-run peaks with sessions as they are by default.
+    `before` and `after` are peaks without the allocator's reserves, the plan's own figure; `before_default` and
+    `after_default` are what the process holds over several steps with session options as they are by default, arena
+    and memory patterns included; the seconds are medians of such steps.
     """
 
     before: int
     after: int
-    before_arena: int
-    after_arena: int
+    before_default: int
+    after_default: int
     before_seconds: float
     after_seconds: float
     outputs_equal: str
@@ -140,8 +141,8 @@ class Report:
     def _measured_lines(self, m: Measured) -> list[str]:
         rows = [
             ("measured", "before", "after"),
-            ("peak, arena off", format_bytes(m.before), format_bytes(m.after)),
-            ("peak, default arena", format_bytes(m.before_arena), format_bytes(m.after_arena)),
+            ("peak of tensors", format_bytes(m.before), format_bytes(m.after)),
+            ("held with allocator reserves", format_bytes(m.before_default), format_bytes(m.after_default)),
             ("step", f"{m.before_seconds * 1e3:.1f} ms", f"{m.after_seconds * 1e3:.1f} ms"),
         ]
         order = "as planned" if m.order_kept else "NOT as planned"

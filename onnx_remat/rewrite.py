@@ -22,12 +22,11 @@ from onnx_remat.errors import ModelError
 from onnx_remat.graph import INITIALIZER, Graph, Op, bodies, is_constant
 from onnx_remat.pins import Pin
 from onnx_remat.schedule import Ints, Schedule
-from onnx_remat.shapes import TAG, Dim, Tensor, bits
+from onnx_remat.shapes import TAG, UNSEEN, Dim, Tensor, bits
 from onnx_remat.sharing import Unrolled
 
-RECOMPUTE_KEY = "onnx_remat.recompute_of"
-CONTROL_KEY = "onnx_remat.control_edge"
-_PREFIX = "onnx_remat."
+RECOMPUTE_KEY = TAG + "recompute_of"
+CONTROL_KEY = TAG + "control_edge"
 _MIN_OPSET = 7  # Mul broadcasts a scalar from 7 on, Reshape takes its shape as an input from 5 on
 _NODE_METADATA_IR = 10
 
@@ -110,8 +109,8 @@ def rewrite(
 
 
 def _set_metadata(model: onnx.ModelProto, metadata: Mapping[str, str]) -> None:
-    kept = [(p.key, p.value) for p in model.metadata_props if not p.key.startswith(_PREFIX)]
-    new = [(_PREFIX + key, value) for key, value in metadata.items()]
+    kept = [(p.key, p.value) for p in model.metadata_props if not p.key.startswith(TAG)]
+    new = [(TAG + key, value) for key, value in metadata.items()]
     del model.metadata_props[:]
     for key, value in kept + new:
         model.metadata_props.add(key=key, value=value)
@@ -250,7 +249,8 @@ class _Writer:
 
     def _helper(self, op_type: str, inputs: Sequence[str], output: str, trigger: str) -> None:
         node = helper.make_node(op_type, inputs, [output], name=output)
-        self._note(node, CONTROL_KEY, trigger)
+        if trigger:
+            self._note(node, CONTROL_KEY, trigger)
         self.nodes.append(node)
 
     def _unseen_zeros(self, rank: int) -> str:
@@ -258,15 +258,18 @@ class _Writer:
         if rank not in self._zeros:
             if not self._seed:
                 source = next(v.name for v in self.graph.model.graph.input if _is_tensor(v))
-                size, self._seed = self._fresh(f"{_PREFIX}size"), self._fresh(f"{_PREFIX}seed")
+                size, self._seed = self._fresh(f"{TAG}size"), self._fresh(f"{UNSEEN}_0")
                 self._helper("Size", [source], size, "")
                 self._helper("Mul", [size, self._constant(1)], self._seed, "")
-            self._zeros[rank] = self._fresh(f"{_PREFIX}unseen_zeros_{rank}")
+            self._zeros[rank] = self._fresh(f"{UNSEEN}_zeros_{rank}")
             self._helper("Reshape", [self._constant(rank), self._seed], self._zeros[rank], "")
+            dims = (f"{TAG}rank={rank}",)
+            kind = helper.make_tensor_type_proto(TensorProto.INT64, dims)
+            self.value_info[self._zeros[rank]] = onnx.ValueInfoProto(name=self._zeros[rank], type=kind)
         return self._zeros[rank]
 
     def _constant(self, rank: int) -> str:
-        name = self._fresh(f"{_PREFIX}zeros_{rank}")
+        name = self._fresh(f"{TAG}zeros_{rank}")
         self.initializers.append(helper.make_tensor(name, TensorProto.INT64, (rank,), [0] * rank))
         return name
 

@@ -19,7 +19,10 @@ Dim: TypeAlias = int | str | None
 """A known size, a symbolic name, or nothing known."""
 
 TAG = "onnx_remat."
-"""Prefix of the made-up dimension names in rewritten models; ``=`` and the real size or dimension follow."""
+"""Prefix of every name that rewriting makes up. In a dimension's name, ``=`` and the real size or dimension follow."""
+
+UNSEEN = TAG + "unseen"
+"""Prefix of vectors of zeros whose length shape inference must not see: a Reshape to one of them changes nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +110,7 @@ def infer(graph: Graph, dims: Mapping[str, int] | None = None) -> dict[str, Tens
         bound = onnx.ModelProto()
         bound.CopyFrom(light)
         _bind(bound, dims)
+        _see_through(bound)
         if open_symbols := [s for s in symbols if s not in dims and _is_input_symbol(light, s)]:
             flags = " ".join(f"--dim {s}=N" for s in open_symbols)
             raise ShapeError(f"symbolic dimensions are not bound: {', '.join(open_symbols)}; pass {flags}")
@@ -200,6 +204,19 @@ def _bind(model: onnx.ModelProto, dims: Mapping[str, int]) -> None:
             dim.dim_value = int(name)
         elif dim.HasField("dim_param"):
             dim.ClearField("dim_param")  # a derived name (such as "2*batch"): inference finds its size
+
+
+def _see_through(model: onnx.ModelProto) -> None:
+    """Turn the Reshapes by which an earlier rewrite hid shapes into what they are: Identity."""
+    unseen = set()
+    for node in model.graph.node:
+        if node.op_type in ("Mul", "Reshape") and any(n in unseen or n.startswith(UNSEEN) for n in node.input[1:]):
+            if node.op_type == "Mul":
+                unseen.add(node.output[0])
+            else:
+                node.op_type = "Identity"
+                del node.input[1:]
+                del node.attribute[:]
 
 
 def _ask_runtime(model: onnx.ModelProto) -> dict[str, TypeProto]:

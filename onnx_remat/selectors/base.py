@@ -78,6 +78,11 @@ def names() -> list[str]:
     return list(_REGISTRY)
 
 
+def summary(name: str) -> str:
+    """First line of a selector's docstring."""
+    return (get(name).__doc__ or "").strip().splitlines()[0].rstrip(".")
+
+
 def get(name: str) -> Selector:
     """The selector called `name`; UsageError with the nearest match when there is none."""
     if name in _REGISTRY:

@@ -1,0 +1,149 @@
+"""The command line: arguments -> pipeline -> report. No logic of its own."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from onnx_remat.errors import OnnxRematError, UsageError
+from onnx_remat.version import __version__
+
+_DESCRIPTION = """\
+Rewrite an ONNX training graph so that a whole step peaks at or under a memory budget on
+ONNX Runtime: the same loss, gradients and new weights, for as little recomputation as possible."""
+
+_EPILOG = """\
+examples:
+  onnx-remat train.onnx small.onnx --budget 4GB
+  onnx-remat train.onnx small.onnx --budget 60% --verify run    also run both and compare
+  onnx-remat train.onnx small.onnx --budget 2GiB --dim batch=32  a model with symbolic dims
+  onnx-remat train.onnx small.onnx --budget 50% --dry-run        only say what it would cost
+
+exit codes: 0 ok, 1 a bug of ours, 2 usage, 3 budget infeasible, 4 invalid or unsupported model,
+5 verification failed. On 2 to 5 nothing is written."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:  # type: ignore[override]  # argparse's own exits before we can report
+        raise UsageError(message)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The arguments, documented."""
+    from onnx_remat import selectors
+    from onnx_remat.costs import PRESETS
+    from onnx_remat.verify import MODES
+
+    parser = _Parser(
+        prog="onnx-remat", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("input", metavar="IN", help="training graph: forward, loss, backward, often the update")
+    parser.add_argument("output", metavar="OUT", help="where to write the rewritten graph")
+    parser.add_argument(
+        "--budget", required=True, metavar="SIZE",
+        help="peak to stay under: 4GB (10^9), 3.5GiB (2^30), 123456789B, or 80%% of the original's own peak",
+    )  # fmt: skip
+    described = "; ".join(f"{name}: {selectors.summary(name)}" for name in selectors.names())
+    parser.add_argument("--selector", default="auto", metavar="NAME", help=f"how to plan (default auto). {described}")
+    parser.add_argument(
+        "--dim", action="append", default=[], metavar="NAME=N", help="size of a symbolic dimension (repeat)"
+    )
+    parser.add_argument("--loss", metavar="NAME", help="the loss, where nodes are unlabelled and it is not clear")
+    parser.add_argument(
+        "--keep", action="append", default=[], metavar="NAME", help="a value never to recompute (repeat)"
+    )
+    parser.add_argument(
+        "--allow-recompute", action="append", default=[], metavar="DOMAIN::OP",
+        help="a custom op that is pure, so that it may be recomputed (repeat)",
+    )  # fmt: skip
+    parser.add_argument("--time-limit", default="30s", metavar="TIME", help="for planning (default 30s)")
+    parser.add_argument(
+        "--costs", default="cpu", metavar="PRESET|FILE",
+        help=f"seconds per op: {', '.join(PRESETS)} (default cpu), or a profile JSON written by ONNX Runtime",
+    )  # fmt: skip
+    parser.add_argument(
+        "--verify", default="check", choices=MODES,
+        help="check (default): validity, interface, order, simulated peak; run: also run both and compare; none",
+    )  # fmt: skip
+    parser.add_argument("--dry-run", action="store_true", help="report, but write nothing")
+    parser.add_argument("--json", metavar="PATH|-", help="also write the report as JSON (- is standard output)")
+    parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
+    loudness = parser.add_mutually_exclusive_group()
+    loudness.add_argument("-v", "--verbose", action="store_true", help="also list the largest values at the peak")
+    loudness.add_argument("-q", "--quiet", action="store_true", help="print errors only")
+    parser.add_argument("--version", action="version", version=f"onnx-remat {__version__}")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    try:
+        return _run(build_parser().parse_args(arguments))
+    except OnnxRematError as error:
+        print(f"onnx-remat: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("onnx-remat: interrupted; nothing was written", file=sys.stderr)
+        return 130
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from onnx_remat import model_io, pipeline
+    from onnx_remat.units import parse_budget, parse_dims, parse_duration
+
+    budget = parse_budget(arguments.budget)
+    if not arguments.dry_run:
+        model_io.check_target(arguments.output, arguments.input, arguments.force)
+    if arguments.json not in (None, "-"):
+        model_io.check_target(arguments.json, arguments.input, force=True)
+    progress = _Progress(quiet=arguments.quiet)
+    try:
+        result = pipeline.rewrite_model(
+            arguments.input,
+            budget,
+            selector=arguments.selector,
+            dims=parse_dims(arguments.dim),
+            loss=arguments.loss,
+            keep=tuple(arguments.keep),
+            allow_recompute=tuple(arguments.allow_recompute),
+            time_limit=parse_duration(arguments.time_limit),
+            costs=arguments.costs,
+            verify=arguments.verify,
+            progress=progress,
+        )
+    finally:
+        progress.clear()
+    if not arguments.dry_run:
+        model_io.save(result.model, arguments.output, result.folder)
+    if arguments.json == "-":
+        print(result.report.to_json())
+    elif arguments.json:
+        model_io.write_text(result.report.to_json() + "\n", arguments.json)
+    if not arguments.quiet and arguments.json != "-":
+        print(result.report.to_text(arguments.verbose))
+        print(f"\n{'would write' if arguments.dry_run else 'wrote'} {Path(arguments.output)}")
+    return 0
+
+
+class _Progress:
+    """What is being done: one line rewritten in place on a terminal, nothing elsewhere."""
+
+    def __init__(self, quiet: bool) -> None:
+        self._show = sys.stderr.isatty() and not quiet and os.environ.get("TERM") != "dumb"
+        self._last = 0.0
+        self._stage = ""
+
+    def __call__(self, stage: str, fraction: float) -> None:
+        now = time.monotonic()
+        if self._show and (stage != self._stage or now - self._last > 0.1):
+            self._stage, self._last = stage, now
+            done = f" {fraction:.0%}" if 0 < fraction < 1 else ""
+            print(f"\r\x1b[K{stage}{done} ...", end="", file=sys.stderr, flush=True)
+
+    def clear(self) -> None:
+        if self._show:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
