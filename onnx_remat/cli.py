@@ -36,6 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The arguments, documented."""
     from onnx_remat import selectors
     from onnx_remat.costs import PRESETS
+    from onnx_remat.selectors.base import summary
     from onnx_remat.verify import MODES
 
     parser = _Parser(
@@ -47,7 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--budget", required=True, metavar="SIZE",
         help="peak to stay under: 4GB (10^9), 3.5GiB (2^30), 123456789B, or 80%% of the original's own peak",
     )  # fmt: skip
-    described = "; ".join(f"{name}: {selectors.summary(name)}" for name in selectors.names())
+    described = "; ".join(f"{name}: {summary(name)}" for name in selectors.names())
     parser.add_argument("--selector", default="auto", metavar="NAME", help=f"how to plan (default auto). {described}")
     parser.add_argument(
         "--dim", action="append", default=[], metavar="NAME=N", help="size of a symbolic dimension (repeat)"

@@ -52,8 +52,9 @@ def choose_pins(
     problem: Problem,
     schedule: Schedule,
     heavy: Sequence[bool] | Flags,
-    pinnable: Sequence[bool],
+    pinnable: Sequence[bool] | Flags,
     foldable: Sequence[bool],
+    can_trigger: Sequence[bool] | Flags,
 ) -> list[Pin]:
     """Control edges that chain the heavy steps of a schedule and keep recomputes and large constants what they are.
 
@@ -67,6 +68,8 @@ def choose_pins(
         Ops with an input that a control edge can pass through.
     foldable : bool (n_ops,)
         Ops that depend on no graph input: the runtime computes them when it loads the file, if it can.
+    can_trigger : bool (n_ops,)
+        Ops with an output that may get one more reader; the runtime fuses the others into their readers.
 
     Returns
     -------
@@ -94,7 +97,7 @@ def choose_pins(
             identity = ("pinned", step)
         identity_of.append(seen.setdefault(identity, step))
         latest.update(dict.fromkeys(problem.outputs(op), step))
-        if not folds[step]:
+        if not folds[step] and can_trigger[op]:
             last_run = step
             if heavy[step]:
                 last_heavy = reached[step] = step

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -135,7 +135,7 @@ def as_executed(model: onnx.ModelProto, folder: Path | None, level: str, options
     if level == "disable" or not runtime.available():
         view = _structural_view(model, plain)
         return Executed(view, view.default_order())
-    view = _structural_view(runtime.optimized(model, folder, level), plain)
+    view = _structural_view(runtime.optimized(shapes.declared(model), folder, level), plain)
     return Executed(view, Schedule(tuple(range(view.problem.n_ops))))
 
 
@@ -223,7 +223,9 @@ def rewrite_model(model: Model, budget: str | int | Budget, **options: object) -
         original = as_executed(view.graph.model, source.folder, "all", opts)
         before = original.timeline()
         allowed = parsed.resolve(before.peak)
-    plan, written, executed = _fit(view, allowed, before.peak, source.folder, opts, clock)
+    if before.peak <= allowed:
+        return _unchanged(view, original, allowed, opts, source.folder, clock)
+    plan, written, executed = _fit(view, original, allowed, source.folder, opts, clock)
     peaks = {level: what.timeline().peak for level, what in executed.items()}
     measured, notes = None, _notes()
     with clock.stage("verify"):
@@ -255,6 +257,20 @@ def rewrite_model(model: Model, budget: str | int | Budget, **options: object) -
         ),
         source.folder,
     )
+
+
+def _unchanged(
+    view: View, original: Executed, allowed: int, options: Options, folder: Path | None, clock: _Stopwatch
+) -> Result:
+    """The original as it is: it keeps the budget already."""
+    peak = _describe(original, original.timeline())
+    report = Report(
+        selector=options.selector, budget=allowed, before=peak, after=peak, peaks_by_level={"all": peak.total},
+        lower_bound=bounds.lower_bound(view.problem), extra_compute=0.0, recomputed=0, control_edges=0,
+        private_values=0, nodes_before=len(view.graph.ops), nodes_after=len(view.graph.ops), seconds=clock.seconds,
+        notes=("the original keeps this budget already: OUT is the original, unchanged",),
+    )  # fmt: skip
+    return Result(view.graph.model, report, folder)
 
 
 def _options(given: Mapping[str, object]) -> Options:
@@ -290,16 +306,15 @@ def _plan(view: View, allowed: int, target: int, options: Options) -> Plan:
     if timeline.peak > target:
         needed = int(timeline.peak / (1 - MARGIN)) + 1
         raise BudgetInfeasibleError(
-            f"no plan found under budget {format_bytes(allowed)}: the smallest feasible budget found is "
-            f"{format_bytes(needed)} ({needed}B) with selector {options.selector!r}; no schedule at all peaks below "
-            f"{format_bytes(floor)}",
+            f"no plan found under budget {format_bytes(allowed)}: the lowest that selector {options.selector!r} "
+            f"reaches is about {format_bytes(needed)} ({needed}B); no schedule at all peaks below {format_bytes(floor)}",
             timeline.peak, floor,
         )  # fmt: skip
     return Plan(view, schedule, timeline, allowed, schedule.overhead(view.problem), floor)
 
 
 def _fit(
-    view: View, allowed: int, before_peak: int, folder: Path | None, options: Options, clock: _Stopwatch
+    view: View, original: Executed, allowed: int, folder: Path | None, options: Options, clock: _Stopwatch
 ) -> tuple[Plan, Rewritten, dict[str, Executed]]:
     """Plan, write, and see what ONNX Runtime would make of the file, until that is within the budget.
 
@@ -307,9 +322,16 @@ def _fit(
     when there are none left, the plan is made anew for a tighter target.
     """
     target = int(allowed * (1 - MARGIN))
-    for _ in range(_PLANS):
+    before_peak = original.timeline().peak
+    worst = 0
+    for attempt in range(_PLANS):
         with clock.stage("plan"):
-            plan = _plan(view, allowed, target, options)
+            try:
+                plan = _plan(view, allowed, target, options)
+            except BudgetInfeasibleError:
+                if not attempt:
+                    raise
+                break
         private: set[int] = set()
         exposed: set[int] = set()
         while True:
@@ -331,8 +353,8 @@ def _fit(
             exposed |= news[1]
         target = int(target * allowed / worst * 0.998)  # ask for less by what the file took more than the plan
     raise BudgetInfeasibleError(
-        f"plans keep {format_bytes(allowed)}, but ONNX Runtime would run the written file at {format_bytes(worst)}: "
-        f"try a budget of {format_bytes(int(worst / (1 - MARGIN)))}",
+        f"no file found that ONNX Runtime runs under budget {format_bytes(allowed)}: the best one peaks at "
+        f"{format_bytes(worst)}; no schedule at all peaks below {format_bytes(plan.lower_bound)}",
         worst, plan.lower_bound,
     )  # fmt: skip
 
@@ -349,7 +371,9 @@ def _levels() -> tuple[str, ...]:
     return runtime.LEVELS if runtime.available() else ("disable",)
 
 
-def _write(plan: Plan, limit: int, before_peak: int, private: set[int], exposed: set[int]) -> Rewritten:
+def _write(
+    plan: Plan, limit: int, before_peak: int, private: Set[int], exposed: Set[int]
+) -> Rewritten:
     metadata = {
         "version": __version__,
         "budget_bytes": str(plan.budget),

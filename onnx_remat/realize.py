@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping
 
 import numpy as np
 
-from onnx_remat.compile import OpTable
-from onnx_remat.graph import Graph
+from onnx_remat.compile import OpTable, attributes
+from onnx_remat.graph import Graph, Op
 from onnx_remat.pins import choose_pins, heavy_steps, light_limit
 from onnx_remat.rewrite import Rewritten, pin_slot, rewrite
 from onnx_remat.schedule import Problem, Schedule
@@ -43,12 +43,30 @@ def realize(
     exposed : collection of int
         Steps whose shapes turned out to be known all the same.
     """
+    absorbed = np.array([_is_absorbed(graph, op) for op in graph.ops], np.bool_)
+    fused = {name for op in graph.ops if absorbed[op.index] for name in op.writes}
     unrolled = unroll(problem, schedule)
     light = light_limit(problem, schedule, limit)
     heavy = heavy_steps(problem, schedule, light)
-    pinnable = [pin_slot(graph, tensors, op) is not None for op in graph.ops]
-    pins = choose_pins(problem, schedule, heavy, pinnable, table.foldable)
-    can_hide = np.array(pinnable, np.bool_)[schedule.array()]
+    slots = [pin_slot(graph, tensors, op, fused) for op in graph.ops]
+    pinnable = np.array([slot is not None for slot in slots], np.bool_)
+    pins = choose_pins(problem, schedule, heavy, pinnable, table.foldable, ~absorbed)
+    can_hide = pinnable[schedule.array()]
     can_hide[list(exposed)] = False
     sharing = choose_private(unrolled, limit, light, can_hide, sorted(private))
-    return rewrite(graph, tensors, schedule, unrolled, pins, sharing.group, sharing.leaders, metadata)
+    return rewrite(graph, tensors, schedule, unrolled, slots, pins, sharing.group, sharing.leaders, metadata)
+
+
+def _is_absorbed(graph: Graph, op: Op) -> bool:
+    """Is it a Transpose that ONNX Runtime makes part of the matrix products (or Transposes) that read it?
+
+    Nothing is put between it and them, and it triggers nothing, lest it become a copy of its own again.
+    """
+    if op.node.op_type != "Transpose":
+        return False
+    perm = list(attributes(op.node).get("perm", ()))  # type: ignore[call-overload]
+    last = len(perm) - 1
+    if last < 1 or perm != [*range(last - 1), last, last - 1]:
+        return False
+    readers = [graph.ops[i].node.op_type for i in graph.nx.successors(op.outputs[0])]
+    return bool(readers) and all(reader in ("MatMul", "Gemm", "Transpose") for reader in readers)

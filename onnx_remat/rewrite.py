@@ -11,7 +11,7 @@ the value is to share buffers as usual, ``value_info`` states its shape all the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx
@@ -63,6 +63,7 @@ def rewrite(
     tensors: Mapping[str, Tensor],
     schedule: Schedule,
     unrolled: Unrolled,
+    slots: Sequence[int | None],
     pins: Sequence[Pin],
     group: Ints,
     leaders: Sequence[int],
@@ -76,6 +77,8 @@ def rewrite(
         The original.
     schedule, unrolled : Schedule, Unrolled
         What to write.
+    slots : sequence of int or None
+        Per op, the input slot that control edges and shape hiding go through, from `pin_slot`.
     pins : sequence of Pin
         Control edges, from `pins.choose_pins`.
     group : int32 (n_occurrences,)
@@ -92,7 +95,7 @@ def rewrite(
     """
     hidden = {int(unrolled.step[i]) for i in leaders}
     writer = _Writer(graph, tensors, bool(pins or hidden))
-    writer.write(schedule, unrolled, {pin.step: pin.after for pin in pins}, hidden, group)
+    writer.write(schedule, unrolled, slots, {pin.step: pin.after for pin in pins}, hidden, group)
     model = onnx.ModelProto()
     model.CopyFrom(graph.model)
     del model.graph.node[:]
@@ -123,22 +126,19 @@ _ANY_INPUT = {
 }  # fmt: skip
 
 
-def pin_slot(graph: Graph, tensors: Mapping[str, Tensor], op: Op) -> int | None:
+def pin_slot(graph: Graph, tensors: Mapping[str, Tensor], op: Op, fused: Collection[str] = ()) -> int | None:
     """Input slot that control edges and shape hiding go through; None where there is none.
 
-    Among equals it is the largest input that is neither a constant, which kernels may rely on, nor a Transpose, which
-    the runtime may fuse into its reader.
+    Never one of `fused`, values that the runtime merges into their readers; among equals the largest that is not a
+    constant, which kernels may rely on.
     """
-    slots = [slot for slot, name in enumerate(op.inputs) if name and _reshapable(tensors[name].dtype)]
+    slots = [s for s, name in enumerate(op.inputs) if name and name not in fused and _reshapable(tensors[name].dtype)]
     if op.node.op_type not in _ANY_INPUT:
         return slots[0] if slots else None
-    producer = {name: i for name, i in ((n, next(iter(graph.nx.predecessors(n)), None)) for n in op.reads)}
 
-    def merit(slot: int) -> tuple[bool, bool, int, int]:
+    def merit(slot: int) -> tuple[bool, int, int]:
         name = op.inputs[slot]
-        made_by = producer[name]
-        transposed = made_by is not None and graph.ops[made_by].node.op_type == "Transpose"
-        return graph.values[name].kind != INITIALIZER, not transposed, tensors[name].nbytes, -slot
+        return graph.values[name].kind != INITIALIZER, tensors[name].nbytes, -slot
 
     return max(slots, key=merit, default=None)
 
@@ -173,7 +173,13 @@ class _Writer:
             self._check_opset()
 
     def write(
-        self, schedule: Schedule, unrolled: Unrolled, after: Mapping[int, int], hidden: set[int], group: Ints
+        self,
+        schedule: Schedule,
+        unrolled: Unrolled,
+        slots: Sequence[int | None],
+        after: Mapping[int, int],
+        hidden: set[int],
+        group: Ints,
     ) -> None:
         """Append the nodes of every step, each behind the control edge or the Reshape that it needs."""
         count = [0] * len(self.graph.ops)
@@ -183,7 +189,7 @@ class _Writer:
             op = self.graph.ops[index]
             inputs = [self._latest[name] if name else "" for name in op.inputs]
             if step in after or step in hidden:
-                slot = pin_slot(self.graph, self.tensors, op)
+                slot = slots[index]
                 assert slot is not None, op.label
                 trigger = made[after[step]][0] if step in after else None
                 inputs[slot] = self._hold(inputs[slot], op.inputs[slot], trigger, step in hidden)

@@ -114,7 +114,8 @@ class Schedule:
     def overhead(self, problem: Problem) -> float:
         """Extra compute as a fraction of one plain execution of every op: 0.25 means 25 % more."""
         total = float(problem.cost.sum())
-        return float(problem.cost[self.array()].sum()) / total - 1.0 if total else 0.0
+        repeats = np.bincount(self.array(), minlength=problem.n_ops) - 1
+        return float(problem.cost @ repeats) / total if total else 0.0
 
 
 def check_schedule(problem: Problem, schedule: Schedule) -> None:

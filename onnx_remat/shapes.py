@@ -126,6 +126,24 @@ def infer(graph: Graph, dims: Mapping[str, int] | None = None) -> dict[str, Tens
     return {name: _tensor(name, types[name], as_written.get(name)) for name in graph.values}
 
 
+def declared(model: onnx.ModelProto) -> onnx.ModelProto:
+    """A copy of a model with ``value_info`` for every value whose shape follows from the file.
+
+    ONNX Runtime infers the same shapes, but forgets those of the values around the ops it fuses.
+    """
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    known = {value.name for value in _typed_values(model.graph)}
+    inferred = _infer_types(without_weights(model), data_prop=False)
+    made = {name for node in model.graph.node for name in node.output}
+    copy.graph.value_info.extend(
+        onnx.ValueInfoProto(name=name, type=kind)
+        for name, kind in inferred.items()
+        if name in made and name not in known and _dims(kind) is not None
+    )
+    return copy
+
+
 def _tensor(name: str, kind: TypeProto, as_written: TypeProto | None) -> Tensor:
     shape = _shape(kind)
     assert shape is not None

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import combinations
 
 import numpy as np
 from hypothesis import strategies as st
@@ -124,6 +128,16 @@ def problems(most: int = 14) -> st.SearchStrategy[Problem]:
     return st.builds(random_problem, st.integers(0, 2**31), st.integers(1, most), st.booleans())
 
 
+def liveness_only(problem: Problem) -> Problem:
+    """The problem without shared buffers and views; what nobody reads is freed at once."""
+    return replace(
+        problem,
+        poolable=np.zeros_like(problem.poolable),
+        alias_slot=np.full_like(problem.alias_slot, -1),
+        hold_unread=False,
+    )
+
+
 def random_order(problem: Problem, rng: np.random.Generator) -> list[int]:
     """A random topological order."""
     made_by = problem.producer()
@@ -150,3 +164,39 @@ def random_schedule(problem: Problem, seed: int) -> list[int]:
 def baseline(problem: Problem) -> Schedule:
     """The ops' numbering as a schedule."""
     return Schedule(tuple(range(problem.n_ops)))
+
+
+def cheapest(problem: Problem, budget: int) -> float | None:
+    """Least overhead under a budget by Dijkstra over sets of live values; first executions in numbering
+    order.
+
+    For problems without outputs, views, shared buffers and residents; None if nothing fits.
+    """
+    n = problem.n_ops
+    reads = [frozenset(problem.inputs(op)) for op in range(n)]
+    size = problem.nbytes.tolist()
+    start: tuple[int, frozenset[int]] = (0, frozenset())
+    best = {start: 0.0}
+    queue: list[tuple[float, int, int, frozenset[int]]] = [(0.0, 0, 0, frozenset())]
+    pushed = 0
+    while queue:
+        cost, _, done, live = heapq.heappop(queue)
+        if cost > best[done, live]:
+            continue
+        if done == n:
+            return cost / float(problem.cost.sum()) - 1.0
+        for op in range(done + 1):
+            if (op < done and not problem.recomputable[op]) or not reads[op] <= live:
+                continue
+            others = sorted(live - reads[op] - {op})
+            for kept in (c for k in range(len(others) + 1) for c in combinations(others, k)):
+                now = reads[op] | set(kept) | {op}
+                if sum(size[v] for v in now) + int(problem.workspace[op]) > budget:
+                    continue
+                state = (done + (op == done), frozenset(now))
+                price = cost + float(problem.cost[op])
+                if price < best.get(state, math.inf):
+                    best[state] = price
+                    pushed += 1
+                    heapq.heappush(queue, (price, pushed, *state))
+    return None

@@ -40,10 +40,14 @@ class Request:
     time_limit : float
         Seconds the selector may take. The limit decides how much is tried, see `work`.
     work : int or None
-        Deterministic limit, in simulator evaluations. None derives it from `time_limit`, the problem's size
-        and a fixed evaluations-per-second figure, so equal requests give equal schedules on any machine.
+        Deterministic limit, in candidates tried. None derives it from `time_limit` and a fixed rate, so equal
+        requests give equal schedules on any machine.
     seed : int
         Of the pseudo-random moves.
+    checkpoints : tuple of int
+        Values to keep, for the selector `collection`.
+    anchors : tuple of int
+        Ops whose results are dear, convolutions and matrix products, for the selector `speed`.
     progress : Progress
         Called now and then.
     """
@@ -55,6 +59,8 @@ class Request:
     time_limit: float = 30.0
     work: int | None = None
     seed: int = 0
+    checkpoints: tuple[int, ...] = ()
+    anchors: tuple[int, ...] = ()
     progress: Progress = field(default=silent)
 
 

@@ -1,7 +1,8 @@
 """A `Problem` without its views: what the liveness search works on, and the way back to a schedule.
 
-An op whose outputs all alias an input costs no memory: who reads a view reads the buffer behind it. Such ops are
-left out of the search and written again just before the first reader of each new result of what they view.
+An op whose outputs all alias an input costs no memory: who reads a view reads the buffer behind it. Such ops
+are left out of the search and written again just before the first reader of each new result of what they
+view.
 """
 
 from __future__ import annotations
@@ -90,7 +91,8 @@ def viewless(problem: Problem, fixed_order: bool = False) -> Viewless:
     viewed = root[problem.out_values] != problem.out_values
     count = np.bincount(np.repeat(np.arange(n_ops), np.diff(problem.out_ptr)), viewed, n_ops)
     is_view = (count == np.diff(problem.out_ptr)) & (count > 0)
-    made_by = problem.producer()
+    source = problem.producer()
+    made_by = source.copy()
     made_by[root != np.arange(problem.n_values)] = -1
     in_ptr, in_values = [0], []
     out_ptr, out_values = [0], []
@@ -99,7 +101,9 @@ def viewless(problem: Problem, fixed_order: bool = False) -> Viewless:
     for op in range(n_ops):
         if not is_view[op]:
             slots = [int(root[v]) for v in problem.inputs(op)]
-            reads = [v for v in dict.fromkeys(slots) if made_by[v] >= 0]
+            reads = [
+                v for v in dict.fromkeys([*slots, *_through(problem, op, root, source)]) if made_by[v] >= 0
+            ]
             in_values += reads
             readers[reads] += 1
             for k in range(problem.out_ptr[op], problem.out_ptr[op + 1]):
@@ -120,10 +124,28 @@ def viewless(problem: Problem, fixed_order: bool = False) -> Viewless:
     recomputable[once[once >= 0]] = False
     recomputable &= ~_stuck(problem, is_view)
     core = Core(
-        *(np.asarray(a, np.int32) for a in (in_ptr, in_values, out_ptr, out_values, take_ptr, take)),
-        made_by, problem.nbytes, held, droppable, problem.workspace, problem.cost, recomputable, problem.hold_unread,
+        _ints(in_ptr), _ints(in_values), _ints(out_ptr), _ints(out_values), _ints(take_ptr), _ints(take),
+        made_by, problem.nbytes, held, droppable, problem.workspace, problem.cost, recomputable,
+        problem.hold_unread,
     )  # fmt: skip
     return Viewless(problem, core, np.flatnonzero(~is_view).astype(np.int32), root, fixed_order)
+
+
+def _ints(numbers: list[int]) -> Ints:
+    return np.asarray(numbers, np.int32)
+
+
+def _through(problem: Problem, op: int, root: Ints, source: Ints) -> list[int]:
+    """What the views that `op` reads need beside what they view, a computed shape say."""
+    found: list[int] = []
+    todo = [v for v in problem.inputs(op) if root[v] != v]
+    while todo:
+        maker = int(source[todo.pop()])
+        inputs = problem.inputs(maker)
+        found += [v for v in problem.outputs(maker) if root[v] == v]  # made along with a view: marks its op
+        found += [int(root[v]) for v in inputs]
+        todo += [v for v in inputs if root[v] != v]
+    return found
 
 
 def _takers(problem: Problem, op: int, slot: int, slots: list[int], reads: list[int]) -> list[int]:

@@ -17,9 +17,9 @@ from __future__ import annotations
 import numpy as np
 from ortools.graph.python import max_flow
 
+from onnx_remat.memory import simulate
 from onnx_remat.schedule import Flags, Ints, Problem, Schedule
 from onnx_remat.selectors.base import Request, register
-from onnx_remat.selectors.kernels import flatten, score
 from onnx_remat.selectors.materialize import materialize, split_step
 
 _UNITS = 10**9  # the sum of all costs in integer capacities
@@ -101,12 +101,10 @@ def cut_seeds(problem: Problem, base_order: Ints) -> list[Schedule]:
 
 def cheapest_within(request: Request, schedules: list[Schedule]) -> Schedule:
     """Least overhead among those that meet the budget, else the lowest peak."""
-    flat = flatten(request.problem, request.fixed_order)
-    budget = request.budget - request.problem.base_bytes
 
     def key(schedule: Schedule) -> tuple[bool, float, int]:
-        peak = score(schedule.array(), flat, budget)[1]
-        over = peak > budget
+        peak = simulate(request.problem, schedule).peak
+        over = peak > request.budget
         return over, float(peak) if over else schedule.overhead(request.problem), peak
 
     return min(schedules, key=key)

@@ -6,7 +6,6 @@ import numpy as np
 from numba import njit
 
 from onnx_remat.schedule import Ints, Problem
-from onnx_remat.selectors.kernels import Flat
 
 EAGER_SHRINK, GREEDY, LEAVES_FIRST = 0, 1, 2
 _FEW = 8  # an op with at most this many descendants belongs to a leaf branch, such as a weight's update
@@ -58,17 +57,19 @@ def _descendants(ptr: Ints, nodes: Ints) -> Ints:
 
 
 @njit(cache=True)
-def _run(f: Flat, root: Ints, ptr: Ints, nodes: Ints, rank: Ints, few: Ints, mode: int) -> Ints:
+def _run(  # type: ignore[no-untyped-def]
+    in_ptr, in_values, out_ptr, out_values, nbytes, is_output, made_by, root, ptr, nodes, rank, few, mode
+):
     n = len(ptr) - 1
     waiting = np.zeros(n, np.int32)
     for op in nodes:
         waiting[op] += 1
-    reads = np.zeros(len(f.nbytes), np.int32)  # reads of a buffer still to come
-    kept = np.zeros(len(f.nbytes), np.bool_)
-    for v in f.in_values:
+    reads = np.zeros(len(nbytes), np.int32)  # reads of a buffer still to come
+    kept = np.zeros(len(nbytes), np.bool_)
+    for v in in_values:
         reads[root[v]] += 1
-    for v in range(len(f.nbytes)):
-        if f.is_output[v] or f.made_by[root[v]] < 0:
+    for v in range(len(nbytes)):
+        if is_output[v] or made_by[root[v]] < 0:
             kept[root[v]] = True
     ready, n_ready = np.empty(n, np.int32), 0
     for op in range(n):
@@ -80,19 +81,19 @@ def _run(f: Flat, root: Ints, ptr: Ints, nodes: Ints, rank: Ints, few: Ints, mod
         best, best_group, best_key = -1, 9, 0
         for i in range(n_ready):
             op = ready[i]
-            net = f.nbytes[0] * 0
-            for k in range(f.out_ptr[op], f.out_ptr[op + 1]):
-                if root[f.out_values[k]] == f.out_values[k]:
-                    net += f.nbytes[f.out_values[k]]
-            for k in range(f.in_ptr[op], f.in_ptr[op + 1]):
-                r = root[f.in_values[k]]
+            net = nbytes[0] * 0
+            for k in range(out_ptr[op], out_ptr[op + 1]):
+                if root[out_values[k]] == out_values[k]:
+                    net += nbytes[out_values[k]]
+            for k in range(in_ptr[op], in_ptr[op + 1]):
+                r = root[in_values[k]]
                 mine, again = 0, False
-                for j in range(f.in_ptr[op], f.in_ptr[op + 1]):
-                    if root[f.in_values[j]] == r:
+                for j in range(in_ptr[op], in_ptr[op + 1]):
+                    if root[in_values[j]] == r:
                         mine += 1
                         again = again or j < k
                 if not again and not kept[r] and reads[r] == mine:
-                    net -= f.nbytes[r]
+                    net -= nbytes[r]
             group, key = 1, net
             if mode == EAGER_SHRINK:
                 group, key = (0, net) if net < 0 else (1, rank[op])
@@ -105,8 +106,8 @@ def _run(f: Flat, root: Ints, ptr: Ints, nodes: Ints, rank: Ints, few: Ints, mod
         n_ready -= 1
         ready[best] = ready[n_ready]
         order[step] = op
-        for k in range(f.in_ptr[op], f.in_ptr[op + 1]):
-            reads[root[f.in_values[k]]] -= 1
+        for k in range(in_ptr[op], in_ptr[op + 1]):
+            reads[root[in_values[k]]] -= 1
         for k in range(ptr[op], ptr[op + 1]):
             waiting[nodes[k]] -= 1
             if waiting[nodes[k]] == 0:
@@ -115,7 +116,7 @@ def _run(f: Flat, root: Ints, ptr: Ints, nodes: Ints, rank: Ints, few: Ints, mod
     return order
 
 
-def list_schedules(problem: Problem, flat: Flat, baseline: Ints) -> list[Ints]:
+def list_schedules(problem: Problem, baseline: Ints) -> list[Ints]:
     """Distinct greedy orders, ties broken by file position and by position in `baseline`."""
     root = alias_roots(problem)
     ptr, nodes = successors(problem)
@@ -126,7 +127,10 @@ def list_schedules(problem: Problem, flat: Flat, baseline: Ints) -> list[Ints]:
     found: list[Ints] = []
     for rank in (file_rank, base_rank):
         for mode in (EAGER_SHRINK, GREEDY, LEAVES_FIRST):
-            order = _run(flat, root, ptr, nodes, rank, few, mode)
+            order = _run(
+                problem.in_ptr, problem.in_values, problem.out_ptr, problem.out_values, problem.nbytes,
+                problem.is_output, problem.producer(), root, ptr, nodes, rank, few, mode,
+            )  # fmt: skip
             if not any(np.array_equal(order, other) for other in found):
                 found.append(order)
     return found

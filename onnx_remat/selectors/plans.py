@@ -1,0 +1,89 @@
+"""Candidate plans: an order with what the simulator says of it, and annealing from one order to a better
+one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from onnx_remat.memory import simulate
+from onnx_remat.schedule import Ints, Problem, Schedule
+from onnx_remat.selectors.anneal import anneal
+from onnx_remat.selectors.core import Viewless
+from onnx_remat.selectors.intervals import load
+from onnx_remat.selectors.state import empty_state
+
+_PLACES = 4  # places per step of the order that is annealed
+_PRICE = 0.1  # of one op's bytes for one step above the budget, in average ops' cost, to begin with
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A schedule with what the simulator says of it."""
+
+    schedule: Schedule
+    over: bool
+    cost: float
+    peak: int
+
+    @property
+    def key(self) -> tuple[bool, float, float]:
+        """Sorts plans from best to worst: within the budget the cheaper, beyond it the lower."""
+        return (True, float(self.peak), self.cost) if self.over else (False, self.cost, float(self.peak))
+
+
+def priced(problem: Problem, order: Ints | tuple[int, ...], budget: int) -> Plan:
+    """`order` as a `Plan`."""
+    schedule = Schedule(tuple(int(op) for op in order))
+    peak = simulate(problem, schedule).peak
+    return Plan(schedule, peak > budget, float(problem.cost[schedule.array()].sum()), peak)
+
+
+def best_of(plans: list[Plan]) -> Plan:
+    """The first of the best."""
+    return min(plans, key=lambda plan: plan.key)
+
+
+@dataclass(frozen=True, slots=True)
+class Heat:
+    """Temperatures of an annealing run, in average ops' costs."""
+
+    hot: float
+    cold: float
+
+
+def annealed(
+    view: Viewless, plan: Plan, budget: int, work: int, heat: Heat, seed: int, recompute: bool = True
+) -> Plan:
+    """What annealing makes of a plan, for better or worse.
+
+    Parameters
+    ----------
+    view : Viewless
+        The problem without its views.
+    plan : Plan
+        Where to start.
+    budget : int
+        Bytes, residents included.
+    recompute : bool
+        False for reordering alone.
+    """
+    problem, core = view.problem, view.core
+    order = view.contract(plan.schedule.order)
+    if not len(order):
+        return plan
+    state = empty_state(core, _PLACES * len(order) + 64, budget - problem.base_bytes)
+    load(state, order)
+    if not recompute:
+        state.ops["again"][:] = 0
+    if view.fixed_order:
+        placed = state.at[state.at >= 0]
+        state.events["pinned"][placed[np.unique(order, return_index=True)[1]]] = 1
+    unit = float(core.cost[view.ops].mean()) or 1.0
+    size = float(core.nbytes[core.out_values].mean()) or 1.0
+    found, _ = anneal(
+        state, np.array([seed * 7919 + 104729], np.uint64), float(core.cost[order].sum()),
+        float(core.cost[view.ops].sum()), work, heat.hot * unit, heat.cold * unit, _PRICE * unit / size,
+    )  # fmt: skip
+    return priced(problem, view.expand(found), budget)

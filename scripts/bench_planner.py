@@ -1,0 +1,198 @@
+"""Plan published benchmark graphs, or synthetic ones of growing size, and print overheads beside the best
+known.
+
+    python scripts/bench_planner.py --graphs DIR --budget 0.9,0.8 --selector search --json -
+    python scripts/bench_planner.py --scale 1000,10000
+
+Each graph is a JSON file with ``bytes``, ``cost``, ``edges``, ``backward`` and ``base_peak``. Budgets are
+fractions of ``base_peak``; first executions keep the file's order; a value that nobody reads is freed after
+its op.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from onnx_remat.bounds import cost_lower_bound, lower_bound
+from onnx_remat.memory import simulate
+from onnx_remat.schedule import BACKWARD, FORWARD, Problem, Schedule, check_schedule
+from onnx_remat.selectors import Request, get, names
+
+
+@dataclass(frozen=True)
+class Record:
+    """One plan; overheads are fractions, the schedule is a list of node numbers."""
+
+    graph: str
+    budget: float
+    selector: str
+    schedule: list[int]
+    overhead: float
+    peak: int
+    lower_bound: float
+    seconds: float
+    feasible: bool
+
+
+def problem_of(
+    nbytes: Sequence[int], cost: Sequence[float], edges: Sequence[Sequence[int]], backward: Sequence[int]
+) -> Problem:
+    """A graph with one output per node as a `Problem` counted by plain liveness."""
+    n = len(nbytes)
+    reads: list[list[int]] = [[] for _ in range(n)]
+    for producer, consumer in edges:
+        reads[consumer].append(producer)
+    none = np.zeros(n, np.bool_)
+    return Problem(
+        in_ptr=np.cumsum([0, *map(len, reads)]).astype(np.int32),
+        in_values=np.array([v for read in reads for v in read], np.int32),
+        out_ptr=np.arange(n + 1, dtype=np.int32),
+        out_values=np.arange(n, dtype=np.int32),
+        nbytes=np.asarray(nbytes, np.int64),
+        resident=none,
+        is_output=none,
+        shape_class=np.full(n, -1, np.int32),
+        poolable=none,
+        alias_slot=np.full(n, -1, np.int32),
+        inplace_ptr=np.zeros(n + 1, np.int32),
+        inplace_slots=np.zeros(0, np.int32),
+        droppable=none,
+        workspace=np.zeros(n, np.int64),
+        cost=np.asarray(cost, np.float64),
+        recomputable=~none,
+        phase=np.where(np.asarray(backward, np.bool_), BACKWARD, FORWARD).astype(np.int8),
+        base_bytes=0,
+        hold_unread=False,
+    )
+
+
+def load(path: Path) -> tuple[Problem, int]:
+    """A published graph and its peak without recompute."""
+    data = json.loads(path.read_text(encoding="utf-8"))
+    return problem_of(data["bytes"], data["cost"], data["edges"], data["backward"]), int(data["base_peak"])
+
+
+def synthetic(n_ops: int, seed: int = 0) -> Problem:
+    """A training step of repeated blocks: chains of ops with skips, mirrored by a backward pass."""
+    rng = np.random.default_rng(seed)
+    block = 16
+    sizes, costs = rng.integers(1, 64, block) * 1024, rng.integers(1, 100, block)
+    n = n_ops // 2
+    edges = [(i - 1, i) for i in range(1, n)] + [(i - block, i) for i in range(block, n, block)]
+    edges += [(2 * n - 1 - b, 2 * n - 1 - a) for a, b in edges] + [(i, 2 * n - 1 - i) for i in range(n)]
+    edges = sorted(set(edges), key=lambda edge: (edge[1], edge[0]))
+    place = np.concatenate([np.arange(n), np.arange(n)[::-1]]) % block
+    return problem_of(sizes[place].tolist(), costs[place].tolist(), edges, [0] * n + [1] * n)
+
+
+def plan(name: str, problem: Problem, base_peak: int, share: float, selector: str, limit: float) -> Record:
+    """Plan one graph under one budget; peak and overhead are the simulator's."""
+    budget = int(base_peak * share)
+    baseline = Schedule(tuple(range(problem.n_ops)))
+    start = time.perf_counter()
+    schedule = get(selector)(Request(problem, budget, baseline, fixed_order=True, time_limit=limit))
+    seconds = time.perf_counter() - start
+    check_schedule(problem, schedule)
+    peak = simulate(problem, schedule).peak
+    return Record(
+        name, share, selector, list(schedule.order), schedule.overhead(problem), peak,
+        cost_lower_bound(problem, budget), seconds, peak <= budget,
+    )  # fmt: skip
+
+
+def best_known(readme: Path) -> dict[tuple[str, float], float]:
+    """Overheads, as fractions, of the table in the graphs' own README; nothing where there is none."""
+    found: dict[tuple[str, float], float] = {}
+    shares: list[float] = []
+    for line in readme.read_text(encoding="utf-8").splitlines() if readme.exists() else ():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if cells[0].startswith("graph") and len(cells) > 2:
+            shares = [float(cell) if re.fullmatch(r"0\.\d+", cell) else math.nan for cell in cells[1:]]
+        elif shares and len(cells) == len(shares) + 1:
+            for share, cell in zip(shares, cells[1:], strict=True):
+                number = re.match(r"\d+(\.\d+)?", cell)
+                if number and not math.isnan(share):
+                    found[cells[0].split(" ")[0], share] = float(number.group()) / 100
+    return found
+
+
+def rows(records: Sequence[Record], known: dict[tuple[str, float], float]) -> Iterator[str]:
+    """The records as lines of a table."""
+    yield (
+        f"{'graph':<14}{'budget':>7} {'selector':<12}{'overhead %':>11}{'best known':>11}"
+        f"{'bound %':>9}{'seconds':>9}"
+    )
+    for r in records:
+        best = known.get((r.graph, r.budget))
+        shown = f"{100 * r.overhead:11.3f}" if r.feasible else "     no plan"
+        yield (
+            f"{r.graph:<14}{r.budget:>7.3g} {r.selector:<12}{shown:>11}"
+            f"{'' if best is None else f'{100 * best:.3f}':>11}{100 * r.lower_bound:>9.3f}{r.seconds:>9.2f}"
+        )
+
+
+def growth(sizes: Sequence[int], shares: Sequence[float], selector: str, limit: float) -> list[Record]:
+    """Plans of synthetic graphs of the given sizes."""
+    records = []
+    for size in sizes:
+        problem = synthetic(size)
+        peak = simulate(problem, range(problem.n_ops)).peak
+        records += [plan(f"blocks_{size}", problem, peak, share, selector, limit) for share in shares]
+    return records
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--graphs", type=Path, help="folder of graphs")
+    parser.add_argument("--graph", action="append", help="only this graph; may be repeated")
+    parser.add_argument("--budget", default="0.9,0.8,0.5,0.3,0.2", help="fractions of the graph's base peak")
+    parser.add_argument("--selector", default="search", help=f"comma-separated: {', '.join(names())}")
+    parser.add_argument("--time-limit", type=float, default=30.0, help="seconds per plan")
+    parser.add_argument("--scale", help="sizes of synthetic graphs to plan instead, e.g. 1000,10000")
+    parser.add_argument("--json", help="file to write the records to, - for standard output")
+    args = parser.parse_args(arguments)
+    shares = [float(share) for share in args.budget.split(",")]
+    records: list[Record] = []
+    known: dict[tuple[str, float], float] = {}
+    if args.scale:
+        for selector in args.selector.split(","):
+            records += growth([int(n) for n in args.scale.split(",")], shares, selector, args.time_limit)
+    elif args.graphs:
+        known = best_known(args.graphs / "README.md")
+        for path in sorted(args.graphs.glob("*.json")):
+            if args.graph and path.stem not in args.graph:
+                continue
+            problem, base_peak = load(path)
+            for share in shares:
+                if lower_bound(problem) > base_peak * share:
+                    continue
+                for selector in args.selector.split(","):
+                    records.append(plan(path.stem, problem, base_peak, share, selector, args.time_limit))
+                    print(list(rows(records[-1:], known))[1], file=sys.stderr, flush=True)
+    else:
+        parser.error("give --graphs or --scale")
+    text = json.dumps([asdict(record) for record in records])
+    if args.json == "-":
+        print(text)
+        return 0
+    if args.json:
+        Path(args.json).write_text(text, encoding="utf-8")
+    print("\n".join(rows(records, known)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,56 @@
+"""The planner benchmark: its rules, its records, its table."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from onnx_remat.memory import simulate
+from scripts import bench_planner
+
+
+@pytest.fixture
+def graphs(tmp_path: Path) -> Path:
+    """A chain of four and its mirror, each value ten bytes."""
+    edges = [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (5, 6), (6, 7), (2, 5), (1, 6), (0, 7)]
+    graph = {
+        "bytes": [10] * 8,
+        "cost": [1] * 8,
+        "edges": edges,
+        "backward": [0] * 4 + [1] * 4,
+        "base_peak": 50,
+    }
+    (tmp_path / "tiny.json").write_text(json.dumps(graph), encoding="utf-8")
+    table = "| graph (nodes) | 0.9 | 0.8 |\n| --- | --- | --- |\n| tiny (8) | | 12.5* |\n"
+    (tmp_path / "README.md").write_text(table, encoding="utf-8")
+    return tmp_path
+
+
+def test_records_are_simulated_and_within_the_budget(
+    graphs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        bench_planner.main(["--graphs", str(graphs), "--budget", "0.8", "--time-limit", "0.1", "--json", "-"])
+        == 0
+    )
+    (record,) = json.loads(capsys.readouterr().out)
+    problem, base_peak = bench_planner.load(graphs / "tiny.json")
+    assert simulate(problem, range(8)).peak == base_peak
+    assert simulate(problem, record["schedule"]).peak == record["peak"] <= 0.8 * base_peak
+    assert list(dict.fromkeys(record["schedule"])) == list(range(8))
+    assert record["lower_bound"] <= record["overhead"] + 1e-9
+
+
+def test_best_known_is_read_from_the_graphs_own_table(graphs: Path) -> None:
+    assert bench_planner.best_known(graphs / "README.md") == {("tiny", 0.8): 0.125}
+    assert bench_planner.best_known(graphs / "missing.md") == {}
+
+
+def test_synthetic_graphs_are_training_shaped() -> None:
+    problem = bench_planner.synthetic(64)
+    peak = simulate(problem, range(64)).peak
+    assert peak > problem.nbytes.max() * 4
+    record = bench_planner.plan("blocks", problem, peak, 0.6, "search", 0.2)
+    assert record.feasible and record.overhead < 0.5

@@ -1,0 +1,154 @@
+"""The promise, end to end: outputs, order, peak, on stock ONNX Runtime."""
+
+from __future__ import annotations
+
+import onnx
+import pytest
+
+import onnx_remat
+from onnx_remat import pipeline, runtime
+from onnx_remat.errors import BudgetInfeasibleError, UsageError
+from tests.conftest import SAMPLES, feeds_for, mlp, run_model, same_bits
+
+pytest.importorskip("onnxruntime")
+LIMIT = {"time_limit": 2.0}
+
+
+@pytest.mark.parametrize("path", SAMPLES, ids=lambda p: p.stem)
+def test_samples_keep_their_budget_when_measured(path, tmp_path):
+    """Measured peak at every optimisation level within the budget, and within 3 % of what was simulated."""
+    result = onnx_remat.rewrite_model(path, "65%", **LIMIT)
+    target = tmp_path / "out.onnx"
+    result.save(target)
+    for level in runtime.LEVELS:
+        measured = runtime.measure(target, level).peak_bytes
+        assert measured <= result.report.budget, level
+        assert result.report.peaks_by_level[level] == pytest.approx(measured, rel=0.03), level
+    before = runtime.measure(path).peak_bytes
+    assert result.report.before.total == pytest.approx(before, rel=0.03)
+
+
+@pytest.mark.parametrize("budget", ["80%", "55%"])
+@pytest.mark.parametrize("selector", ["auto", "sqrt_n", "min_cut"])
+def test_outputs_are_bitwise_equal(budget, selector):
+    model = mlp(layers=12, batch=1024, width=32)
+    try:
+        result = onnx_remat.rewrite_model(model, budget, selector=selector, **LIMIT)
+    except BudgetInfeasibleError as error:
+        assert selector != "auto" and error.best_peak_bytes > error.lower_bound_bytes > 0
+        return
+    feeds = feeds_for(model)
+    assert same_bits(run_model(model, feeds), run_model(result.model, feeds))
+    assert result.report.recomputed or result.report.extra_compute == 0
+
+
+def test_verify_run_reports_order_and_outputs(mlp_path):
+    report = onnx_remat.rewrite_model(mlp_path, "60%", verify="run", **LIMIT).report
+    assert report.measured.order_kept
+    assert report.measured.outputs_equal == "bitwise equal"
+    assert report.measured.after <= report.budget < report.measured.before
+
+
+@pytest.mark.parametrize("path", SAMPLES, ids=lambda p: p.stem)
+def test_keep_all_never_makes_it_worse(path):
+    """Asked for the impossible, it names the lowest it reaches; asked for that, the file as executed keeps it."""
+    original = pipeline.as_executed(onnx.load(path), None, "all", pipeline.Options()).timeline().peak
+    with pytest.raises(BudgetInfeasibleError) as caught:
+        onnx_remat.rewrite_model(path, "20%", selector="keep_all", **LIMIT)
+    assert caught.value.best_peak_bytes <= original
+    if caught.value.best_peak_bytes < 0.97 * original:
+        report = onnx_remat.rewrite_model(path, int(caught.value.best_peak_bytes * 1.03), selector="keep_all", **LIMIT).report
+        assert report.extra_compute == 0 and report.recomputed == 0
+        assert max(report.peaks_by_level.values()) <= original
+
+
+def test_a_budget_that_is_kept_already_changes_nothing(mlp_model):
+    result = onnx_remat.rewrite_model(mlp_model, "100%", **LIMIT)
+    assert result.model.SerializeToString() == mlp_model.SerializeToString()
+    assert "unchanged" in result.report.notes[0]
+
+
+@pytest.mark.parametrize("seed", ["none", "7"])
+def test_dropout_masks_are_kept_not_redrawn(seed):
+    """Random ops occur once: with the same generator state, gradients are those of the original."""
+    model = mlp(layers=8, batch=1024, width=32, seed_dropout=seed)
+    result = onnx_remat.rewrite_model(model, "75%", **LIMIT)
+    drops = [n for n in result.model.graph.node if n.op_type == "Dropout"]
+    assert len(drops) == 8
+    if seed != "none":
+        feeds = feeds_for(model)
+        assert same_bits(run_model(model, feeds), run_model(result.model, feeds))
+
+
+def test_symbolic_dims_stay_symbolic_and_any_size_runs():
+    model = mlp(layers=8, batch=1024, width=32, dims="batch")
+    result = onnx_remat.rewrite_model(model, "60%", dims={"batch": 1024}, **LIMIT)
+    assert result.model.graph.input[0].type.tensor_type.shape.dim[0].dim_param == "batch"
+    for size in (1024, 64):
+        feeds = feeds_for(model, batch=size)
+        assert same_bits(run_model(model, feeds), run_model(result.model, feeds))
+
+
+def test_unbound_dims_are_all_named():
+    with pytest.raises(onnx_remat.ShapeError, match="--dim batch=N"):
+        onnx_remat.rewrite_model(mlp(dims="batch"), "60%")
+    with pytest.raises(UsageError, match="no symbolic dimension 'bach'"):
+        onnx_remat.rewrite_model(mlp(dims="batch"), "60%", dims={"bach": 3})
+
+
+def test_infeasible_budget_says_what_is_possible():
+    with pytest.raises(BudgetInfeasibleError) as caught:
+        onnx_remat.rewrite_model(mlp(layers=12, batch=1024, width=32), "3%", **LIMIT)
+    assert caught.value.best_peak_bytes >= caught.value.lower_bound_bytes > 0
+    assert caught.value.exit_code == 3
+
+
+def test_the_smallest_budget_named_in_a_refusal_is_feasible():
+    model = mlp(layers=12, batch=4096, width=32)
+    with pytest.raises(BudgetInfeasibleError) as caught:
+        onnx_remat.rewrite_model(model, "22%", **LIMIT)
+    needed = int(caught.value.best_peak_bytes * 1.05)
+    assert onnx_remat.rewrite_model(model, needed, **LIMIT).report.after.total <= needed
+
+
+def test_plan_model_prices_without_writing(mlp_model):
+    plan = onnx_remat.plan_model(mlp_model, "70%", **LIMIT)
+    assert plan.timeline.peak <= plan.budget
+    assert plan.extra_compute > 0
+
+
+def test_same_input_same_bytes(mlp_model):
+    first, second = (onnx_remat.rewrite_model(mlp_model, "60%", **LIMIT).model for _ in range(2))
+    assert first.SerializeToString(deterministic=True) == second.SerializeToString(deterministic=True)
+
+
+def test_rewritten_model_passes_the_full_checker(mlp_model):
+    onnx.checker.check_model(onnx_remat.rewrite_model(mlp_model, "60%", **LIMIT).model, full_check=True)
+
+
+def test_a_rewritten_model_can_be_rewritten_again(mlp_model):
+    """Hidden shapes, clones and control edges of the first pass are understood by the second."""
+    once = onnx_remat.rewrite_model(mlp_model, "60%", **LIMIT)
+    twice = onnx_remat.rewrite_model(once.model, once.report.budget, **LIMIT)
+    feeds = feeds_for(mlp_model)
+    assert twice.report.recomputed == 0
+    assert same_bits(run_model(mlp_model, feeds), run_model(twice.model, feeds))
+
+
+def test_unknown_options_are_refused(mlp_model):
+    with pytest.raises(UsageError, match="did you mean 'search'"):
+        onnx_remat.rewrite_model(mlp_model, "60%", selector="serch")
+    with pytest.raises(UsageError, match="did you mean 'a3'"):
+        onnx_remat.rewrite_model(mlp_model, "60%", keep=("a33",))
+    with pytest.raises(UsageError, match="unknown option"):
+        onnx_remat.rewrite_model(mlp_model, "60%", budgget=3)
+    with pytest.raises(UsageError, match="verify"):
+        onnx_remat.rewrite_model(mlp_model, "60%", verify="maybe")
+
+
+def test_kept_values_are_not_recomputed(mlp_model):
+    kept = tuple(f"{kind}{i}" for i in range(10) for kind in "az")
+    model = onnx_remat.rewrite_model(mlp_model, "80%", keep=kept, **LIMIT).model
+    again = {p.value for n in model.graph.node for p in n.metadata_props if p.key == "onnx_remat.recompute_of"}
+    assert again  # something had to be recomputed
+    assert not again & {f"{op}{i}" for i in range(10) for op in ("mm", "act")}

@@ -1,0 +1,91 @@
+"""The emulation of ONNX Runtime against ONNX Runtime: executed order, private buffers, folded constants."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper
+
+from onnx_remat import pipeline, runtime
+from onnx_remat.ort_order import default_order
+from onnx_remat.shapes import TAG, UNSEEN
+from tests.conftest import SAMPLES, mlp, model_of
+
+pytest.importorskip("onnxruntime")
+
+
+@pytest.mark.parametrize("path", SAMPLES, ids=lambda p: p.stem)
+def test_emulated_order_is_the_executed_order(path):
+    executed = runtime.measure(path, "disable", trace=True).executed
+    view = pipeline.as_executed(onnx.load(path), None, "disable", pipeline.Options())
+    assert tuple(view.view.graph.ops[i].label for i in view.order.order) == executed
+
+
+def shuffled(model: onnx.ModelProto, seed: int) -> onnx.ModelProto:
+    """The same graph in another topological order of its file."""
+    generator = random.Random(seed)
+    pending, ready = list(model.graph.node), []
+    known = {v.name for v in model.graph.input} | {t.name for t in model.graph.initializer}
+    while pending:
+        runnable = [n for n in pending if all(i in known for i in n.input)]
+        node = generator.choice(runnable)
+        pending.remove(node)
+        ready.append(node)
+        known.update(node.output)
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    del copy.graph.node[:]
+    copy.graph.node.extend(ready)
+    return copy
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_emulated_order_and_peak_follow_the_file(seed, tmp_path):
+    model = shuffled(mlp(layers=6, batch=2048, width=128), seed)
+    path = tmp_path / "m.onnx"
+    onnx.save(model, path)
+    measured = runtime.measure(path, "disable", trace=True)
+    view = pipeline.as_executed(model, None, "disable", pipeline.Options())
+    assert tuple(view.view.graph.ops[i].label for i in view.order.order) == measured.executed
+    assert view.timeline().peak == pytest.approx(measured.peak_bytes, rel=0.03)
+
+
+def test_default_order_takes_the_highest_leaf_first():
+    assert default_order([[], [0], [0]]) == [0, 2, 1]
+    assert default_order([]) == []
+
+
+def test_a_private_value_gets_its_own_buffer_in_the_runtime(tmp_path):
+    """Without the hidden shape the last value takes over the first's buffer, which therefore outlives a large step."""
+    n = 2_000_000
+
+    def peak(hidden: bool) -> int:
+        make = helper.make_node
+        nodes = [
+            make("Size", ["x"], ["s"], name="s"),
+            make("Mul", ["s", "zero"], [UNSEEN + "_0"], name="seed"),
+            make("Reshape", ["zero", UNSEEN + "_0"], [UNSEEN + "_zeros_1"], name="zeros"),
+            make("Exp", ["x"], ["a"], name="a"),
+            make("ReduceSum", ["a"], ["r"], name="r"),
+            make("Add", ["x", "r"], ["b"], name="b"),  # takes a's buffer and is dead after r2
+            make("ReduceSum", ["b"], ["r2"], name="r2"),
+            make("Mul", ["x3", "r2"], ["big"], name="big"),
+            make("ReduceSum", ["big"], ["r3"], name="r3"),
+            make("Reshape", ["x", UNSEEN + "_zeros_1"], ["x_"], name="x_"),
+            make("Add", ["x_" if hidden else "x", "r3"], ["c"], name="c"),
+            make("ReduceSum", ["c"], ["o"], name="o"),
+        ]
+        shapes = {"a": [n], "r": [1], "b": [n], "r2": [1], "big": [3 * n], "r3": [1], "c": [f"{TAG}p.0={n}"] if hidden else [n]}
+        info = [helper.make_tensor_value_info(name, 1, shape) for name, shape in shapes.items()]
+        model = model_of(nodes, {"x": [n], "x3": [3 * n]}, {"o": [1]}, {"zero": np.zeros(1, np.int64)}, info)
+        path = tmp_path / f"{hidden}.onnx"
+        onnx.save(model, path)
+        measured = runtime.measure(path, "disable").peak_bytes
+        simulated = pipeline.as_executed(model, None, "disable", pipeline.Options()).timeline().peak
+        assert simulated == pytest.approx(measured, rel=0.03)
+        return measured
+
+    assert peak(hidden=False) - peak(hidden=True) == pytest.approx(4 * n, rel=0.1)
