@@ -1,1 +1,1 @@
-"""Converters: whole training steps as ONNX graphs. Installed as `onnx_remat.converters`; each imports its framework itself."""
+"""Converters: whole training steps as ONNX graphs. Installed as `onnx_remat.converters`."""

@@ -61,9 +61,7 @@ def cost_lower_bound(problem: Problem, budget: int, base_order: Sequence[int] | 
     ----------
     Jain et al.: Checkmate, MLSys 2020, whose linear relaxation this matches or beats where both were run.
     """
-    order = (
-        np.arange(problem.n_ops, dtype=np.int32) if base_order is None else np.asarray(base_order, np.int32)
-    )
+    order = np.arange(problem.n_ops, dtype=np.int32) if base_order is None else np.asarray(base_order, np.int32)
     total = float(problem.cost.sum())
     if budget < lower_bound(problem):
         return math.inf
@@ -78,9 +76,7 @@ def cost_lower_bound(problem: Problem, budget: int, base_order: Sequence[int] | 
     maker = made_by[group]
     pinned = problem.is_output[group] | ~problem.recomputable[maker]
     share = size[group] / np.bincount(made_by[made_by >= 0], size[made_by >= 0], problem.n_ops)[maker]
-    cost = np.where(
-        pinned, np.inf, problem.cost[maker] * share
-    )  # one run makes all outputs: each bears its part
+    cost = np.where(pinned, np.inf, problem.cost[maker] * share)  # one run makes all outputs: each bears its part
     rank = np.argsort(cost / size[group], kind="stable")
     group = group[rank]
     fixed = np.array([_writes(problem, int(op)) + int(problem.workspace[op]) for op in order], np.int64)
@@ -98,9 +94,7 @@ def _alias_groups(problem: Problem) -> Ints:
     for op in range(problem.n_ops):
         for k in range(problem.out_ptr[op], problem.out_ptr[op + 1]):
             if problem.alias_slot[k] >= 0:
-                root[problem.out_values[k]] = root[
-                    problem.in_values[problem.in_ptr[op] + problem.alias_slot[k]]
-                ]
+                root[problem.out_values[k]] = root[problem.in_values[problem.in_ptr[op] + problem.alias_slot[k]]]
     return root
 
 

@@ -40,7 +40,10 @@ def build_parser() -> argparse.ArgumentParser:
     from onnx_remat.verify import MODES
 
     parser = _Parser(
-        prog="onnx-remat", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="onnx-remat",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("input", metavar="IN", help="training graph: forward, loss, backward, often the update")
     parser.add_argument("output", metavar="OUT", help="where to write the rewritten graph")

@@ -63,7 +63,10 @@ def _recomputable(graph: Graph, op: Op, allow: Sequence[str]) -> bool:
         return True
     facts = op_facts.facts(node.domain, node.op_type)
     random = op_facts.is_random(
-        node.domain, node.op_type, opset=_opset(graph.model, node.domain), training_mode=_training_mode(graph, op)
+        node.domain,
+        node.op_type,
+        opset=_opset(graph.model, node.domain),
+        training_mode=_training_mode(graph, op),
     )
     has_body = any(True for _ in bodies(node))
     return facts.known and not facts.stateful and not random and not has_body and node.domain in STANDARD_DOMAINS

@@ -86,7 +86,16 @@ def roofline(op: Op, tensors: Mapping[str, Tensor], device: Device) -> float:
 
 def _moved(op: Op, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> float:
     written = sum(t.nbytes for t in outputs)
-    if op.node.op_type in ("Gather", "Slice", "GatherElements", "GatherND", "Split", "Shape", "Size", "ConstantOfShape"):
+    if op.node.op_type in (
+        "Gather",
+        "Slice",
+        "GatherElements",
+        "GatherND",
+        "Split",
+        "Shape",
+        "Size",
+        "ConstantOfShape",
+    ):
         return 2.0 * written  # reads only what it writes
     return float(written + sum(t.nbytes for t in inputs))
 
@@ -108,7 +117,8 @@ def flops(op: Op, tensors: Mapping[str, Tensor]) -> float:
     if kind == "ConvTranspose":
         return 2.0 * math.prod(shapes[0]) * math.prod(shapes[1][1:])
     if kind == "Einsum":
-        return _einsum_flops(str(attributes(op.node)["equation"], "ascii"), shapes)  # type: ignore[arg-type]
+        equation = attributes(op.node)["equation"]
+        return _einsum_flops(equation.decode() if isinstance(equation, bytes) else str(equation), shapes)
     read = float(sum(math.prod(s) for s in shapes))
     return (_TRANSCENDENTAL if kind in _HEAVY else 1.0) * max(made, read)
 
@@ -122,7 +132,7 @@ def _einsum_flops(equation: str, shapes: Sequence[tuple[int, ...]]) -> float:
 
 
 _ProfileKey = tuple[str, tuple[tuple[str, tuple[int, ...]], ...]]
-_ORT_NAMES = {
+_ORT_NAMES: dict[int, str] = {
     TensorProto.FLOAT: "float", TensorProto.DOUBLE: "double", TensorProto.FLOAT16: "float16",
     TensorProto.BFLOAT16: "bfloat16", TensorProto.INT64: "int64", TensorProto.INT32: "int32",
     TensorProto.BOOL: "bool", TensorProto.UINT8: "uint8", TensorProto.INT8: "int8",

@@ -16,7 +16,7 @@ INPUT, INITIALIZER, NODE = "input", "initializer", "node"
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A tensor (or sequence, or optional) by its name; `kind` says where it comes from, `dtype` is TensorProto's enum."""
+    """A tensor (or sequence, or optional) by its name; `kind` says where it comes from."""
 
     name: str
     kind: str

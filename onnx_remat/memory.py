@@ -211,4 +211,3 @@ def plan_buffers(  # type: ignore[no-untyped-def]
     for t in range(n_steps):
         step_bytes[t] += workspace[order[t]]
     return step_bytes[:n_steps], start[:n_buf], end[:n_buf], size[:n_buf], owner[:n_buf], buffer_of
-

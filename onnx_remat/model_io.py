@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError, EncodeError
 from onnx_remat.errors import ModelError, UsageError
 
 INLINE_LIMIT = 1024
-"""Initializers of up to this many bytes may steer shapes, so analyses see their contents; larger ones are only typed."""
+"""Initializers of up to this many bytes may steer shapes, so analyses see their contents; larger ones are typed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,9 @@ def _check_external_data(source: Source) -> None:
             size = path.stat().st_size
             offset, length = int(_entry(tensor, "offset") or 0), int(_entry(tensor, "length") or 0)
         except OSError as error:
-            raise ModelError(f"initializer {tensor.name!r}: external data file {location!r}: {error.strerror}") from error
+            raise ModelError(
+                f"initializer {tensor.name!r}: external data file {location!r}: {error.strerror}"
+            ) from error
         except ValueError as error:
             raise ModelError(f"initializer {tensor.name!r}: external data offset or length is not a number") from error
         if offset < 0 or length < 0 or offset + length > size:

@@ -70,10 +70,10 @@ def _by_structure(graph: Graph, tensors: Mapping[str, Tensor], loss: str) -> lis
     forward = set()
     pending = [producer[loss]] if loss in producer else []
     while pending:
-        op = pending.pop()
-        if op not in forward:
-            forward.add(op)
-            pending.extend(producer[name] for name in graph.ops[op].reads if name in producer)
+        index = pending.pop()
+        if index not in forward:
+            forward.add(index)
+            pending.extend(producer[name] for name in graph.ops[index].reads if name in producer)
     updated: set[str] = set()
     phases = []
     for op in graph.ops:

@@ -40,12 +40,17 @@ def light_limit(problem: Problem, schedule: Schedule, peak: int) -> int:
 
 
 def heavy_steps(problem: Problem, schedule: Schedule, limit: int) -> Flags:
-    """Steps whose time matters: they make, read or work in more than `limit` bytes at a time. Shape (n_steps,)."""
+    """Steps whose time matters: they make, read or work in more than `limit` bytes at a time. Shape (n_steps,).
+
+    Views (Reshape and its like) allocate and free nothing, and the runtime fuses them with one another: never heavy.
+    """
     nbytes = np.where(problem.resident, 0, problem.nbytes)
     touched = problem.workspace.copy()
     np.maximum.at(touched, np.repeat(np.arange(problem.n_ops), np.diff(problem.in_ptr)), nbytes[problem.in_values])
     np.maximum.at(touched, np.repeat(np.arange(problem.n_ops), np.diff(problem.out_ptr)), nbytes[problem.out_values])
-    return touched[schedule.array()] > limit
+    is_view = np.zeros(problem.n_ops, np.bool_)
+    is_view[np.repeat(np.arange(problem.n_ops), np.diff(problem.out_ptr))] = problem.alias_slot >= 0
+    return (~is_view & (touched > limit))[schedule.array()]
 
 
 def choose_pins(

@@ -1,4 +1,4 @@
-"""The stages, top to bottom: load -> view -> price the original -> plan -> rewrite -> simulate what was written -> verify."""
+"""The stages, top to bottom: load, view, simulate the original, plan, rewrite, simulate the result, verify."""
 
 from __future__ import annotations
 
@@ -13,13 +13,25 @@ from pathlib import Path
 import numpy as np
 import onnx
 
-from onnx_remat import bounds, costs, graph, memory, model_io, phases, report, runtime, selectors, shapes, sharing, verify
+from onnx_remat import (
+    bounds,
+    costs,
+    graph,
+    memory,
+    model_io,
+    phases,
+    runtime,
+    selectors,
+    shapes,
+    sharing,
+    verify,
+)
 from onnx_remat.compile import OpTable, compile_problem, tabulate
-from onnx_remat.errors import BudgetInfeasibleError, UsageError
+from onnx_remat.errors import BudgetInfeasibleError, ModelError, UsageError, VerificationError
 from onnx_remat.graph import INPUT, Graph
 from onnx_remat.ort_order import default_order
+from onnx_remat.realize import realize, settle
 from onnx_remat.report import Holding, Peak, Report
-from onnx_remat.realize import realize
 from onnx_remat.rewrite import Rewritten
 from onnx_remat.schedule import Problem, Schedule, check_schedule
 from onnx_remat.shapes import Tensor
@@ -34,6 +46,7 @@ THREADS = 8
 MARGIN = 0.01
 """Fraction of the budget kept free for what no plan shows: allocator rounding and the runtime's own bookkeeping."""
 
+_WARM = 0.97  # of the target: steps above this count as peaks when looking for buffers shared to no good
 _PLANS = 6  # plans made when the written file misses the budget that the plan kept
 
 
@@ -300,7 +313,7 @@ def _plan(view: View, allowed: int, target: int, options: Options) -> Plan:
     # Plans are made against liveness: the file keeps the runtime from sharing buffers where that costs memory.
     problem = replace(view.problem, poolable=np.zeros(view.problem.n_values, np.bool_))
     request = selectors.Request(problem, target, baseline, time_limit=options.time_limit, progress=options.progress)
-    schedule = select(request)
+    schedule = settle(view.graph, problem, select(request), target)
     check_schedule(problem, schedule)
     timeline = memory.simulate(problem, schedule)
     if timeline.peak > target:
@@ -338,12 +351,13 @@ def _fit(
             with clock.stage("rewrite"):
                 written = _write(plan, target, before_peak, private, exposed)
             with clock.stage("simulate result"):
-                executed = {level: as_executed(written.model, folder, level, options) for level in _levels()}
+                executed = _as_written(written.model, folder, options)
                 timelines = {level: what.timeline() for level, what in executed.items()}
             worst = max(timeline.peak for timeline in timelines.values())
             if worst <= allowed:
                 return plan, written, executed
-            idle = {i for level, what in executed.items() for i in _idle_sharers(what, timelines[level], target, written)}
+            warm = int(target * _WARM)
+            idle = {i for level, what in executed.items() for i in _idle_sharers(what, timelines[level], warm, written)}
             known = {i for i in idle if i in private}
             steps = sharing.unroll(view.problem, plan.schedule).step
             news = (idle - private, {int(steps[i]) for i in known} - exposed)
@@ -359,6 +373,15 @@ def _fit(
     )  # fmt: skip
 
 
+def _as_written(model: onnx.ModelProto, folder: Path | None, options: Options) -> dict[str, Executed]:
+    """A written model as ONNX Runtime executes it, per optimisation level."""
+    levels = runtime.LEVELS if runtime.available() else ("disable",)
+    try:
+        return {level: as_executed(model, folder, level, options) for level in levels}
+    except ModelError as error:
+        raise VerificationError(f"the rewritten model is not usable: {error}") from error
+
+
 def _idle_sharers(what: Executed, timeline: memory.Timeline, limit: int, written: Rewritten) -> set[int]:
     """Occurrences that hold a dead buffer through steps above `limit` in the file as executed."""
     number = {name: i for i, name in enumerate(written.occurrences)}
@@ -367,13 +390,7 @@ def _idle_sharers(what: Executed, timeline: memory.Timeline, limit: int, written
     return {number[names[v]] for v in found if names[v] in number}
 
 
-def _levels() -> tuple[str, ...]:
-    return runtime.LEVELS if runtime.available() else ("disable",)
-
-
-def _write(
-    plan: Plan, limit: int, before_peak: int, private: Set[int], exposed: Set[int]
-) -> Rewritten:
+def _write(plan: Plan, limit: int, before_peak: int, private: Set[int], exposed: Set[int]) -> Rewritten:
     metadata = {
         "version": __version__,
         "budget_bytes": str(plan.budget),
@@ -381,9 +398,7 @@ def _write(
         "planned_peak_bytes": str(plan.timeline.peak),
     }
     view = plan.view
-    return realize(
-        view.graph, view.tensors, view.table, view.problem, plan.schedule, limit, metadata, private, exposed
-    )
+    return realize(view.graph, view.tensors, view.table, view.problem, plan.schedule, limit, metadata, private, exposed)
 
 
 def _notes() -> tuple[str, ...]:

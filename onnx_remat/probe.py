@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-
 Job = dict[str, Any]
 
 _LEVELS = {"disable": "ORT_DISABLE_ALL", "basic": "ORT_ENABLE_BASIC", "all": "ORT_ENABLE_ALL"}

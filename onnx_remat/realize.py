@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
 from onnx_remat.compile import OpTable, attributes
 from onnx_remat.graph import Graph, Op
+from onnx_remat.memory import simulate
 from onnx_remat.pins import choose_pins, heavy_steps, light_limit
 from onnx_remat.rewrite import Rewritten, pin_slot, rewrite
 from onnx_remat.schedule import Problem, Schedule
@@ -48,13 +49,45 @@ def realize(
     unrolled = unroll(problem, schedule)
     light = light_limit(problem, schedule, limit)
     heavy = heavy_steps(problem, schedule, light)
+    views = problem.alias_slot[problem.out_ptr[:-1]] >= 0 if problem.n_ops else np.zeros(0, np.bool_)
+    views_made = {name for op in graph.ops if views[op.index] for name in op.writes}
     slots = [pin_slot(graph, tensors, op, fused) for op in graph.ops]
     pinnable = np.array([slot is not None for slot in slots], np.bool_)
     pins = choose_pins(problem, schedule, heavy, pinnable, table.foldable, ~absorbed)
     can_hide = pinnable[schedule.array()]
     can_hide[list(exposed)] = False
     sharing = choose_private(unrolled, limit, light, can_hide, sorted(private))
-    return rewrite(graph, tensors, schedule, unrolled, slots, pins, sharing.group, sharing.leaders, metadata)
+    return rewrite(
+        graph, tensors, schedule, unrolled, slots, pins, sharing.group, sharing.leaders, views_made, metadata
+    )
+
+
+def settle(graph: Graph, problem: Problem, schedule: Schedule, limit: int) -> Schedule:
+    """Move each absorbed Transpose to just before its first reader, where that keeps the peak at or under `limit`.
+
+    The runtime computes it there, as part of its reader, or not at all; elsewhere in the schedule it would only seem
+    to stand in for its input.
+    """
+    order = list(schedule.order)
+    absorbed = {op.index for op in graph.ops if _is_absorbed(graph, op)}
+    reads = [set(problem.inputs(op)) for op in range(problem.n_ops)]
+    for step in reversed(range(len(order))):
+        op = order[step]
+        if op not in absorbed:
+            continue
+        made = problem.outputs(op)[0]
+        reader = next((t for t in range(step + 1, len(order)) if made in reads[order[t]]), step)
+        if reader > step + 1:
+            moved = [*order[:step], *order[step + 1 : reader], op, *order[reader:]]
+            if _same_inputs(problem, order, step, reader) and simulate(problem, moved).peak <= limit:
+                order = moved
+    return Schedule(tuple(order))
+
+
+def _same_inputs(problem: Problem, order: Sequence[int], step: int, reader: int) -> bool:
+    """Are the inputs of a step not made anew before `reader`?"""
+    inputs = set(problem.inputs(order[step]))
+    return not any(inputs.intersection(problem.outputs(op)) for op in order[step + 1 : reader])
 
 
 def _is_absorbed(graph: Graph, op: Op) -> bool:

@@ -4,9 +4,9 @@ A control edge passes one input of the step that must wait through
 ``Reshape(x, Mul(Size(trigger), zeros))``: a 0 in a Reshape's shape copies the input's dimension, so the value and its
 buffer are unchanged, no shape needs to be known, and nothing is copied; yet the step now depends on the trigger.
 
-The zeros are a vector whose length shape inference cannot see, so the Reshape's result has, on paper, no rank. Where
-the value is to share buffers as usual, ``value_info`` states its shape all the same; where it is to be private (see
-`sharing`), ``value_info`` states made-up symbolic dimensions, ``onnx_remat.p<group>.<axis>=<size>``.
+Where the step's result is to be private (see `sharing`), the zeros are a vector whose length shape inference cannot
+see. On paper the Reshape's result then has no rank, the step's result no shape, and ``value_info`` states made-up
+symbolic dimensions for it: ``onnx_remat.p<group>.<axis>=<size>``.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ def rewrite(
     pins: Sequence[Pin],
     group: Ints,
     leaders: Sequence[int],
+    views: Collection[str],
     metadata: Mapping[str, str],
 ) -> Rewritten:
     """Write a schedule down as a model that stock ONNX Runtime executes in that order, with those buffers.
@@ -85,6 +86,9 @@ def rewrite(
         Private group of each occurrence, -1 for none, from `sharing.choose_private`.
     leaders : sequence of int
         Occurrences whose own step must hide their shape; the other members of a group inherit it.
+    views : collection of str
+        Values made by Reshape and its like: the runtime fuses a Reshape of known shape into the one before it, and
+        the control edge would be lost, so an edge through one of these hides its shape in any case.
     metadata : mapping of str to str
         Model metadata to record, keys without prefix.
 
@@ -94,7 +98,7 @@ def rewrite(
         The model's opset is too old to write control edges in.
     """
     hidden = {int(unrolled.step[i]) for i in leaders}
-    writer = _Writer(graph, tensors, bool(pins or hidden))
+    writer = _Writer(graph, tensors, views, bool(pins or hidden))
     writer.write(schedule, unrolled, slots, {pin.step: pin.after for pin in pins}, hidden, group)
     model = onnx.ModelProto()
     model.CopyFrom(graph.model)
@@ -154,9 +158,10 @@ _BYTES = (TensorProto.BOOL, TensorProto.INT8, TensorProto.UINT8)
 class _Writer:
     """Turns steps into nodes; remembers which name holds each value's latest occurrence."""
 
-    def __init__(self, graph: Graph, tensors: Mapping[str, Tensor], edges: bool) -> None:
+    def __init__(self, graph: Graph, tensors: Mapping[str, Tensor], views: Collection[str], edges: bool) -> None:
         self.graph = graph
         self.tensors = tensors
+        self._views = views
         self.nodes: list[onnx.NodeProto] = []
         self.initializers: list[onnx.TensorProto] = []
         self.recomputed: list[str] = []
@@ -166,7 +171,9 @@ class _Writer:
         self._taken = {node.name for node in graph.model.graph.node} | set(graph.values)
         self._latest = {name: name for name in graph.values}
         self._names = list(graph.values)
+        self._held: dict[tuple[str, str | None, bool], str] = {}
         self._zeros: dict[int, str] = {}
+        self._constants: dict[int, str] = {}
         self._seed = ""
         self._notes = graph.model.ir_version >= _NODE_METADATA_IR
         if edges:
@@ -235,8 +242,16 @@ class _Writer:
             node.output.pop()
 
     def _hold(self, held: str, original: str, trigger: str | None, hide: bool) -> str:
-        """Pass `held` through a Reshape, after `trigger` if there is one; returns the name to read instead."""
-        zeros = self._unseen_zeros(len(self.tensors[original].shape))
+        """Pass `held` through a Reshape, after `trigger` if there is one; returns the name to read instead.
+
+        Equal ones are made once, and hiding ones read other zeros than the rest: common subexpression elimination
+        would merge two that differ in what value_info says alone, and keep either.
+        """
+        hide = hide or original in self._views
+        if (held, trigger, hide) in self._held:
+            return self._held[held, trigger, hide]
+        rank = len(self.tensors[original].shape)
+        zeros = self._unseen_zeros(rank) if hide else self._seen_zeros(rank)
         stem = self._fresh(f"{held}__after" if trigger else f"{held}__private")
         shape = zeros
         if trigger:
@@ -251,6 +266,7 @@ class _Writer:
                 self.value_info[stem] = onnx.ValueInfoProto(name=stem, type=info_type)
             else:
                 self._declare(stem, original, -1)
+        self._held[held, trigger, hide] = stem
         return stem
 
     def _helper(self, op_type: str, inputs: Sequence[str], output: str, trigger: str) -> None:
@@ -266,18 +282,20 @@ class _Writer:
                 source = next(v.name for v in self.graph.model.graph.input if _is_tensor(v))
                 size, self._seed = self._fresh(f"{TAG}size"), self._fresh(f"{UNSEEN}_0")
                 self._helper("Size", [source], size, "")
-                self._helper("Mul", [size, self._constant(1)], self._seed, "")
+                self._helper("Mul", [size, self._seen_zeros(1)], self._seed, "")
             self._zeros[rank] = self._fresh(f"{UNSEEN}_zeros_{rank}")
-            self._helper("Reshape", [self._constant(rank), self._seed], self._zeros[rank], "")
+            self._helper("Reshape", [self._seen_zeros(rank), self._seed], self._zeros[rank], "")
             dims = (f"{TAG}rank={rank}",)
             kind = helper.make_tensor_type_proto(TensorProto.INT64, dims)
             self.value_info[self._zeros[rank]] = onnx.ValueInfoProto(name=self._zeros[rank], type=kind)
         return self._zeros[rank]
 
-    def _constant(self, rank: int) -> str:
-        name = self._fresh(f"{TAG}zeros_{rank}")
-        self.initializers.append(helper.make_tensor(name, TensorProto.INT64, (rank,), [0] * rank))
-        return name
+    def _seen_zeros(self, rank: int) -> str:
+        """A vector of `rank` zeros that everybody knows."""
+        if rank not in self._constants:
+            name = self._constants[rank] = self._fresh(f"{TAG}zeros_{rank}")
+            self.initializers.append(helper.make_tensor(name, TensorProto.INT64, (rank,), [0] * rank))
+        return self._constants[rank]
 
     def _declare(self, name: str, like: str, group: int) -> None:
         """value_info for a value: its own shape to share buffers by, or its group's made-up one."""
@@ -313,7 +331,7 @@ class _Writer:
 
 
 def _is_tensor(value: onnx.ValueInfoProto) -> bool:
-    return value.type.HasField("tensor_type")
+    return bool(value.type.HasField("tensor_type"))
 
 
 def _rename_captures(node: onnx.NodeProto, renamed: Mapping[str, str]) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import onnx
 
-from onnx_remat.errors import OnnxRematError, VerificationError
+from onnx_remat.errors import ModelError, OnnxRematError, VerificationError
 
 LEVELS = ("disable", "basic", "all")
 """Graph optimisation levels a written file must keep its promise under; "all" is the default."""
@@ -80,7 +80,7 @@ def optimized(model: onnx.ModelProto, folder: Path | None, level: str) -> onnx.M
 
     Raises
     ------
-    VerificationError
+    ModelError
         ONNX Runtime cannot load the model.
     """
     import onnxruntime
@@ -94,7 +94,7 @@ def optimized(model: onnx.ModelProto, folder: Path | None, level: str) -> onnx.M
         try:
             onnxruntime.InferenceSession(str(source), options, providers=["CPUExecutionProvider"])
         except Exception as error:
-            raise VerificationError(f"ONNX Runtime cannot load the model: {_first_line(error)}") from error
+            raise ModelError(f"ONNX Runtime cannot load the model: {_first_line(error)}") from error
         return onnx.load(str(target), load_external_data=False)
 
 
@@ -119,15 +119,18 @@ def _same_device(a: Path, b: Path) -> bool:
 
 def infer_shapes_symbolically(model: onnx.ModelProto) -> onnx.ModelProto | None:
     """ONNX Runtime's symbolic shape inference on a model; None where it is not installed or gives up."""
-    try:
-        from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference
-    except ImportError:
+    if not available():
         return None
-    try:
-        inferred: onnx.ModelProto = SymbolicShapeInference.infer_shapes(model, auto_merge=True)
-    except Exception:  # it raises bare Exceptions and assertion errors on what it does not know
-        return None
-    return inferred
+    with tempfile.TemporaryDirectory(prefix="onnx-remat-") as scratch:
+        source, target = Path(scratch) / "in.onnx", Path(scratch) / "out.onnx"
+        source.write_bytes(model.SerializeToString())
+        # In a process of its own: on failure it leaves a dump in the current folder.
+        done = subprocess.run(
+            [sys.executable, "-m", "onnxruntime.tools.symbolic_shape_infer", "--auto_merge",
+             "--input", str(source), "--output", str(target)],
+            cwd=scratch, capture_output=True, check=False,
+        )  # fmt: skip
+        return onnx.load(target) if done.returncode == 0 and target.exists() else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,8 +163,8 @@ def measure(
     """Run a model in a fresh process and read its peak memory, step times and executed order.
 
     Session and inputs are built and the model runs once, so that code and threads are in place; the kernel's
-    high-water mark of the process is reset and the model runs `steps` times. The rise of resident memory, plus inputs and
-    initializers, is the peak. Linux only.
+    high-water mark of the process is reset and the model runs `steps` times. The rise of resident memory, plus
+    inputs and initializers, is the peak. Linux only.
 
     Parameters
     ----------
@@ -200,11 +203,18 @@ def measure(
 
 
 def race(
-    path: Path, rival: Path, *, level: str = "all", runs: int = 9, dims: Mapping[str, int] | None = None, threads: int = 0
+    path: Path,
+    rival: Path,
+    *,
+    level: str = "all",
+    runs: int = 9,
+    dims: Mapping[str, int] | None = None,
+    threads: int = 0,
 ) -> tuple[float, float]:
     """Median seconds of one step of two models, steps taken in turns in one fresh process, default session options."""
     job = {
-        "path": str(path), "rival": str(rival), "level": level, "runs": runs, "dims": dict(dims or {}), "threads": threads
+        "path": str(path), "rival": str(rival), "level": level, "runs": runs, "dims": dict(dims or {}),
+        "threads": threads,
     }  # fmt: skip
     first, second = _probe(job)["seconds"]
     return statistics.median(first), statistics.median(second)

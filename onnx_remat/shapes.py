@@ -72,8 +72,8 @@ def bits(dtype: int) -> int:
 def tensor_bytes(dtype: int, shape: Sequence[int]) -> int:
     """Bytes of a tensor.
 
-    >>> tensor_bytes(TensorProto.FLOAT, (2, 3)), tensor_bytes(TensorProto.INT4, (3,)), tensor_bytes(TensorProto.FLOAT, ())
-    (24, 2, 4)
+    >>> tensor_bytes(TensorProto.FLOAT, (2, 3)), tensor_bytes(TensorProto.INT4, (3,))
+    (24, 2)
     """
     return (math.prod(shape) * bits(dtype) + 7) // 8
 
@@ -122,6 +122,7 @@ def infer(graph: Graph, dims: Mapping[str, int] | None = None) -> dict[str, Tens
         types |= {k: v for k, v in _ask_runtime(bound).items() if k in missing}
         missing = [name for name in missing if _shape(types.get(name)) is None]
     if missing:
+        _infer_types(bound, strict=True)  # if the model is to blame, this says so
         raise ShapeError(_cannot_size(graph, missing, types))
     return {name: _tensor(name, types[name], as_written.get(name)) for name in graph.values}
 
@@ -156,9 +157,7 @@ def _tensor(name: str, kind: TypeProto, as_written: TypeProto | None) -> Tensor:
 def _dims(kind: TypeProto | None) -> tuple[Dim, ...] | None:
     if kind is None or not kind.HasField("tensor_type") or not kind.tensor_type.HasField("shape"):
         return None
-    return tuple(
-        d.dim_value if d.HasField("dim_value") else (d.dim_param or None) for d in kind.tensor_type.shape.dim
-    )
+    return tuple(d.dim_value if d.HasField("dim_value") else (d.dim_param or None) for d in kind.tensor_type.shape.dim)
 
 
 def _shape(kind: TypeProto | None) -> tuple[int, ...] | None:
@@ -169,9 +168,9 @@ def _shape(kind: TypeProto | None) -> tuple[int, ...] | None:
     return shape if len(shape) == len(dims) else None
 
 
-def _infer_types(model: onnx.ModelProto, data_prop: bool = True) -> dict[str, TypeProto]:
+def _infer_types(model: onnx.ModelProto, data_prop: bool = True, strict: bool = False) -> dict[str, TypeProto]:
     try:
-        inferred = shape_inference.infer_shapes(model, strict_mode=False, data_prop=data_prop)
+        inferred = shape_inference.infer_shapes(model, strict_mode=strict, data_prop=data_prop)
     except (shape_inference.InferenceError, ValueError, RuntimeError) as error:
         raise ModelError(f"ONNX shape inference refuses the model: {_first_line(error)}") from error
     return _types(inferred.graph)
@@ -185,9 +184,7 @@ def _types(graph: onnx.GraphProto) -> dict[str, TypeProto]:
         if node.op_type == "Constant" and node.output[0] not in types:
             for attribute in node.attribute:
                 if attribute.name == "value":
-                    types[node.output[0]] = onnx.helper.make_tensor_type_proto(
-                        attribute.t.data_type, attribute.t.dims
-                    )
+                    types[node.output[0]] = onnx.helper.make_tensor_type_proto(attribute.t.data_type, attribute.t.dims)
     return types
 
 
@@ -248,8 +245,10 @@ def _ask_runtime(model: onnx.ModelProto) -> dict[str, TypeProto]:
 def _cannot_size(graph: Graph, missing: list[str], types: Mapping[str, TypeProto]) -> str:
     name = missing[0]
     producer = graph.producer().get(name)
-    where = f"made by node {graph.ops[producer].label!r} ({graph.ops[producer].node.op_type})" if producer is not None else (
-        f"a graph {graph.values[name].kind}"
+    where = (
+        f"made by node {graph.ops[producer].label!r} ({graph.ops[producer].node.op_type})"
+        if producer is not None
+        else (f"a graph {graph.values[name].kind}")
     )
     kind = types.get(name)
     more = f" (and {len(missing) - 1} more values)" if len(missing) > 1 else ""
@@ -263,4 +262,6 @@ def _cannot_size(graph: Graph, missing: list[str], types: Mapping[str, TypeProto
 
 
 def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    """The first line of an error that says something."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    return next((line for line in lines if len(line.split()) > 3), type(error).__name__)

@@ -124,7 +124,7 @@ def _read_occurrences(problem: Problem, schedule: Schedule) -> list[bool]:
     return read
 
 
-def gap_tenants(problem: Problem, order: Sequence[int] | Ints, timeline: Timeline, limit: int) -> list[int]:
+def gap_tenants(problem: Problem, order: Sequence[int], timeline: Timeline, limit: int) -> list[int]:
     """Values that took over a dead buffer which had stayed allocated, for nothing, through a step above `limit` bytes.
 
     Parameters
@@ -137,10 +137,10 @@ def gap_tenants(problem: Problem, order: Sequence[int] | Ints, timeline: Timelin
     limit : int
         Bytes; steps above it are the ones to relieve.
     """
-    order = np.asarray(order, np.int32)
+    steps = np.asarray(order, np.int32)
     hot = np.concatenate([[0], np.cumsum(timeline.step_bytes > limit)]).astype(np.int64)
     flagged = _flag_gaps(
-        order, problem.in_ptr, problem.in_values, problem.out_ptr, problem.out_values, problem.n_values,
+        steps, problem.in_ptr, problem.in_values, problem.out_ptr, problem.out_values, problem.n_values,
         timeline.tenant_of, len(timeline.start), hot,
     )  # fmt: skip
     return [int(v) for v in np.flatnonzero(flagged)]
@@ -188,9 +188,7 @@ class Sharing:
     timeline: Timeline
 
 
-def choose_private(
-    unrolled: Unrolled, limit: int, light: int, can_hide: Flags, start: Sequence[int] = ()
-) -> Sharing:
+def choose_private(unrolled: Unrolled, limit: int, light: int, can_hide: Flags, start: Sequence[int] = ()) -> Sharing:
     """Make values private until the steps of a schedule stay at or under a limit, as far as that helps.
 
     Parameters
@@ -207,7 +205,7 @@ def choose_private(
         Occurrences to make private in any case.
     """
     problem, base = unrolled.problem, unrolled.base
-    steps = np.arange(problem.n_ops, dtype=np.int32)
+    steps = range(problem.n_ops)
     hideable = can_hide[unrolled.step] & (problem.alias_slot < 0)
     private = np.zeros(len(unrolled.source), np.bool_)
     private[list(start)] = hideable[list(start)]

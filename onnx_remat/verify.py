@@ -48,7 +48,9 @@ def check(original: onnx.ModelProto, rewritten: onnx.ModelProto, graph: Graph) -
         if [v.SerializeToString() for v in before] != [v.SerializeToString() for v in after]:
             raise VerificationError(f"the rewritten model's {what}s differ from the original's")
     made = {name for op in graph.ops for name in op.writes}
-    if lost := [n.name for n in original.graph.node if not made.issuperset(filter(None, n.output)) and n.op_type != "Constant"]:
+    if lost := [
+        n.name for n in original.graph.node if not made.issuperset(filter(None, n.output)) and n.op_type != "Constant"
+    ]:
         raise VerificationError(f"node {lost[0]!r} was lost")
 
 
@@ -111,11 +113,13 @@ def compare(before: Path, after: Path, exactly: bool) -> str:
             if exactly and x.tobytes() != y.tobytes():
                 raise VerificationError(f"output {name} is not bitwise equal with graph optimisations off")
             if not exactly and not _close(x, y):
-                raise VerificationError(f"output {name} differs by more than {_TOLERANCE.get(x.dtype.name, 0)} relative")
+                raise VerificationError(
+                    f"output {name} differs by more than {_TOLERANCE.get(x.dtype.name, 0)} relative"
+                )
     return "bitwise equal" if exactly else "equal within tolerance"
 
 
-def _close(x: np.ndarray, y: np.ndarray) -> bool:  # type: ignore[type-arg]
+def _close(x: np.ndarray, y: np.ndarray) -> bool:
     tolerance = _TOLERANCE.get(x.dtype.name, 0.0)
     scale = float(np.max(np.abs(x), initial=0.0, where=np.isfinite(x))) if tolerance else 0.0
     return bool(np.allclose(x, y, rtol=tolerance, atol=tolerance * scale, equal_nan=True))

@@ -99,9 +99,9 @@ def workspace_bytes(
     op_type: str,
     attributes: Mapping[str, object],
     input_shapes: Sequence[Shape | None],
-    input_dtypes: Sequence[int],
+    input_dtypes: Sequence[int | None],
     output_shapes: Sequence[Shape | None],
-    output_dtypes: Sequence[int],
+    output_dtypes: Sequence[int | None],
     threads: int,
     opset: int = 20,
 ) -> int:
@@ -154,8 +154,15 @@ def _conv(call: _Call) -> int:
                 return 0  # The kernel spans the image: a plain product again.
     if filters > columns:
         return depth * columns * _FLOAT
-    if (groups > 1 and filters == 2 and weight[1] == 1 and kernel == [7, 7] and strides == [2, 2]
-            and dilations == [1, 1] and call.ints("pads", [0] * 4) == [3] * 4):
+    if (
+        groups > 1
+        and filters == 2
+        and weight[1] == 1
+        and kernel == [7, 7]
+        and strides == [2, 2]
+        and dilations == [1, 1]
+        and call.ints("pads", [0] * 4) == [3] * 4
+    ):
         return 0  # A direct kernel for depthwise 7x7 with two filters per channel.
     images = data[0] * groups
     if images > 1:

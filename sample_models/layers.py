@@ -188,9 +188,7 @@ def conv2d(
 
     def pullback(dy: gs.Variable) -> Grads:
         shape = tuple(x.shape)
-        dx = self.emit(
-            "ConvTranspose", dy, weight, shape=shape, pads=pads, strides=strides, output_padding=unread
-        )
+        dx = self.emit("ConvTranspose", dy, weight, shape=shape, pads=pads, strides=strides, output_padding=unread)
         by_channel = [self.transposed(value, [1, 0, 2, 3]) for value in (x, dy)]
         shape = (in_channels, channels, kernel + unread[0], kernel + unread[1])
         dw = self.emit("Conv", *by_channel, shape=shape, pads=pads, dilations=strides)

@@ -137,9 +137,7 @@ class TrainingGraph(gs.Graph):  # type: ignore[misc]
 
     def reduce(self, op: str, x: gs.Variable, axes: Sequence[int], keepdims: bool = True) -> gs.Variable:
         """`ReduceSum`, `ReduceMean`, ... over `axes` (counted from zero)."""
-        shape = tuple(
-            1 if axis in axes else size for axis, size in enumerate(x.shape) if keepdims or axis not in axes
-        )
+        shape = tuple(1 if axis in axes else size for axis, size in enumerate(x.shape) if keepdims or axis not in axes)
         return self.emit(op, x, self.indices(axes), shape=shape, keepdims=int(keepdims))
 
     def reduce_to(self, x: gs.Variable, shape: Shape) -> gs.Variable:

@@ -129,8 +129,7 @@ def best_known(readme: Path) -> dict[tuple[str, float], float]:
 def rows(records: Sequence[Record], known: dict[tuple[str, float], float]) -> Iterator[str]:
     """The records as lines of a table."""
     yield (
-        f"{'graph':<14}{'budget':>7} {'selector':<12}{'overhead %':>11}{'best known':>11}"
-        f"{'bound %':>9}{'seconds':>9}"
+        f"{'graph':<14}{'budget':>7} {'selector':<12}{'overhead %':>11}{'best known':>11}{'bound %':>9}{'seconds':>9}"
     )
     for r in records:
         best = known.get((r.graph, r.budget))
@@ -153,9 +152,7 @@ def growth(sizes: Sequence[int], shares: Sequence[float], selector: str, limit: 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--graphs", type=Path, help="folder of graphs")
     parser.add_argument("--graph", action="append", help="only this graph; may be repeated")
     parser.add_argument("--budget", default="0.9,0.8,0.5,0.3,0.2", help="fractions of the graph's base peak")

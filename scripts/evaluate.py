@@ -68,9 +68,7 @@ def profile(path: Path, folder: Path) -> Path:
 def evaluate(path: Path, budget: str, selector: str, seconds: float, folder: Path) -> Row:
     """Rewrite, run and compare one graph at one budget."""
     try:
-        result = rewrite_model(
-            path, budget, selector=selector, time_limit=seconds, costs=str(profile(path, folder))
-        )
+        result = rewrite_model(path, budget, selector=selector, time_limit=seconds, costs=str(profile(path, folder)))
     except BudgetInfeasibleError as error:
         return Row(path.stem, budget, f"infeasible: {error}")
     target = folder / f"{path.stem}.onnx"
@@ -101,7 +99,8 @@ def show(row: Row) -> str:
     return (
         f"{row.graph:16} {row.budget:>5}  {row.outcome:8} "
         f"{format_bytes(row.before_measured):>9} ({row.deviation('before'):+.2%}) -> "
-        f"{format_bytes(row.after_measured):>9} ({row.deviation('after'):+.2%}) of {format_bytes(row.budget_bytes):>9}  "
+        f"{format_bytes(row.after_measured):>9} ({row.deviation('after'):+.2%}) "
+        f"of {format_bytes(row.budget_bytes):>9}  "
         f"compute {row.extra_compute:+6.1%}, step {row.step_ratio - 1:+6.1%}  "
         f"{row.recomputed:4} recomputed {row.control_edges:4} edges {row.private_values:4} private  {row.outputs}"
     )

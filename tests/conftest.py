@@ -17,7 +17,9 @@ def model_of(nodes, inputs, outputs, initializers=(), value_info=(), opset=20, i
     """A checked ModelProto; inputs and outputs are name -> shape (float) or name -> (dtype, shape)."""
 
     def typed(name, kind):
-        dtype, shape = kind if isinstance(kind, tuple) and len(kind) == 2 and isinstance(kind[1], list) else (FLOAT, kind)
+        dtype, shape = (
+            kind if isinstance(kind, tuple) and len(kind) == 2 and isinstance(kind[1], list) else (FLOAT, kind)
+        )
         return helper.make_tensor_value_info(name, dtype, shape)
 
     graph = helper.make_graph(
@@ -110,7 +112,10 @@ def run_model(model: onnx.ModelProto, feeds, level: str = "disable", threads: in
 
 def same_bits(first, second) -> bool:
     """Are two lists of outputs equal to the last bit?"""
-    return all(a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes() for a, b in zip(first, second, strict=True))
+    return all(
+        a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+        for a, b in zip(first, second, strict=True)
+    )
 
 
 @pytest.fixture(scope="session")

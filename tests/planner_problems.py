@@ -92,9 +92,7 @@ def random_problem(seed: int, n_ops: int, facts: bool = True) -> Problem:
         nbytes.append(size_of.get(kinds[-1], int(rng.integers(0, 9))))
     for _ in range(n_ops):
         reach = len(nbytes)
-        read = sorted(
-            {int(reach - 1 - min(reach - 1, rng.geometric(0.3) - 1)) for _ in range(rng.integers(0, 4))}
-        )
+        read = sorted({int(reach - 1 - min(reach - 1, rng.geometric(0.3) - 1)) for _ in range(rng.integers(0, 4))})
         read = [int(v) for v in rng.permutation(read)] if reach else []
         if facts and read and rng.random() < 0.1:
             read.append(read[0])

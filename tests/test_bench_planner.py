@@ -28,13 +28,8 @@ def graphs(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_records_are_simulated_and_within_the_budget(
-    graphs: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert (
-        bench_planner.main(["--graphs", str(graphs), "--budget", "0.8", "--time-limit", "0.1", "--json", "-"])
-        == 0
-    )
+def test_records_are_simulated_and_within_the_budget(graphs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench_planner.main(["--graphs", str(graphs), "--budget", "0.8", "--time-limit", "0.1", "--json", "-"]) == 0
     (record,) = json.loads(capsys.readouterr().out)
     problem, base_peak = bench_planner.load(graphs / "tiny.json")
     assert simulate(problem, range(8)).peak == base_peak

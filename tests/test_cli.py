@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -33,7 +34,9 @@ def home(tmp_path, monkeypatch):
 
 
 def test_a_good_run_prints_verdict_and_table(home, capsys):
-    code, out, err = cli(capsys, "in.onnx", "out.onnx", "--budget", "60%", "--time-limit", "2s", "--json", "r.json", "-v")
+    code, out, err = cli(
+        capsys, "in.onnx", "out.onnx", "--budget", "60%", "--time-limit", "2s", "--json", "r.json", "-v"
+    )
     assert code == 0 and err == ""
     assert out.startswith("peak ") and "budget" in out.splitlines()[0] and "extra compute" in out
     report = json.loads((home / "r.json").read_text())
@@ -46,7 +49,9 @@ def test_a_good_run_prints_verdict_and_table(home, capsys):
 
 
 def test_json_to_standard_output_is_only_json(home, capsys):
-    code, out, _ = cli(capsys, "in.onnx", "out.onnx", "--budget", "70%", "--time-limit", "1s", "--json", "-", "--dry-run")
+    code, out, _ = cli(
+        capsys, "in.onnx", "out.onnx", "--budget", "70%", "--time-limit", "1s", "--json", "-", "--dry-run"
+    )
     assert code == 0 and json.loads(out)["budget"] > 0
     assert not (home / "out.onnx").exists()
 
@@ -56,8 +61,7 @@ def test_quiet_is_quiet(home, capsys):
 
 
 def _save(name, model):
-    with open(name, "wb") as stream:  # unchecked: these are meant to be wrong
-        stream.write(model.SerializeToString())
+    Path(name).write_bytes(model.SerializeToString())  # unchecked: these are meant to be wrong
 
 
 def _bad_models():
@@ -105,11 +109,11 @@ MESSAGES = {
 @pytest.mark.parametrize("name", sorted(BAD_MODELS))
 def test_bad_models_are_refused_by_name(name, home, capsys):
     _save("bad.onnx", BAD_MODELS[name])
-    before = sorted(os.listdir(home))
+    before = sorted(path.name for path in home.iterdir())
     code, out, err = cli(capsys, "bad.onnx", "out.onnx", "--budget", "50%", "--time-limit", "1s")
     assert code == 4, err
     assert MESSAGES[name] in err and len(err.splitlines()) == 1 and out == ""
-    assert sorted(os.listdir(home)) == before
+    assert sorted(path.name for path in home.iterdir()) == before
 
 
 @pytest.mark.parametrize(
@@ -147,11 +151,11 @@ def test_bad_arguments_are_refused(arguments, code, message, home, capsys):
     (home / "empty.onnx").write_bytes(b"")
     (home / "text.onnx").write_text("hello, this is no model\n" * 20)
     (home / "cut.onnx").write_bytes((home / "in.onnx").read_bytes()[:-300])
-    before = {name: (home / name).read_bytes() for name in sorted(os.listdir(home))}
+    before = {name: (home / name).read_bytes() for name in sorted(path.name for path in home.iterdir())}
     got, out, err = cli(capsys, *arguments)
     assert (got, out) == (code, ""), err
     assert message in err and len(err.splitlines()) == 1
-    assert {name: (home / name).read_bytes() for name in sorted(os.listdir(home))} == before
+    assert {name: (home / name).read_bytes() for name in sorted(path.name for path in home.iterdir())} == before
 
 
 def test_help_examples_and_module_entry():
@@ -199,14 +203,28 @@ def test_metadata_functions_and_docs_survive(home, capsys):
     model.doc_string = "a model"
     model.graph.node[1].doc_string = "an activation"
     model.graph.node[1].metadata_props.add(key="phase", value="forward")
-    square = helper.make_function("my", "Square", ["a"], ["b"], [node("Mul", ["a", "a"], ["b"])], [helper.make_opsetid("", 20)])
+    square = helper.make_function(
+        "my", "Square", ["a"], ["b"], [node("Mul", ["a", "a"], ["b"])], [helper.make_opsetid("", 20)]
+    )
     model.functions.append(square)
     model.opset_import.append(helper.make_opsetid("my", 1))
     for n in model.graph.node:
         if n.name == "sq":
             n.CopyFrom(node("Square", ["e"], ["ee"], domain="my", name="sq"))
     onnx.save(model, "rich.onnx")
-    code, _, err = cli(capsys, "rich.onnx", "out.onnx", "--budget", "60%", "--time-limit", "1s", "--loss", "loss", "--verify", "run")
+    code, _, err = cli(
+        capsys,
+        "rich.onnx",
+        "out.onnx",
+        "--budget",
+        "60%",
+        "--time-limit",
+        "1s",
+        "--loss",
+        "loss",
+        "--verify",
+        "run",
+    )
     assert code == 0, err
     saved = onnx.load("out.onnx")
     kept = {p.key: p.value for p in saved.metadata_props}
@@ -220,7 +238,12 @@ def test_metadata_functions_and_docs_survive(home, capsys):
 
 def test_unsupported_opset_is_refused(home, capsys):
     x = [64, 64]
-    nodes = [node("Tanh", ["x"], ["a"]), node("Tanh", ["a"], ["b"]), node("Mul", ["a", "b"], ["c"]), node("ReduceSum", ["c"], ["loss"], keepdims=0)]
+    nodes = [
+        node("Tanh", ["x"], ["a"]),
+        node("Tanh", ["a"], ["b"]),
+        node("Mul", ["a", "b"], ["c"]),
+        node("ReduceSum", ["c"], ["loss"], keepdims=0),
+    ]
     _save("old.onnx", model_of(nodes, {"x": x}, {"loss": []}, opset=6, ir_version=3))
     code, _, err = cli(capsys, "old.onnx", "out.onnx", "--budget", "99%", "--time-limit", "1s")
     assert code in (3, 4) and len(err.splitlines()) == 1

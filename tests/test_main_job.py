@@ -57,7 +57,9 @@ def test_keep_all_never_makes_it_worse(path):
         onnx_remat.rewrite_model(path, "20%", selector="keep_all", **LIMIT)
     assert caught.value.best_peak_bytes <= original
     if caught.value.best_peak_bytes < 0.97 * original:
-        report = onnx_remat.rewrite_model(path, int(caught.value.best_peak_bytes * 1.03), selector="keep_all", **LIMIT).report
+        report = onnx_remat.rewrite_model(
+            path, int(caught.value.best_peak_bytes * 1.03), selector="keep_all", **LIMIT
+        ).report
         assert report.extra_compute == 0 and report.recomputed == 0
         assert max(report.peaks_by_level.values()) <= original
 
@@ -148,7 +150,7 @@ def test_unknown_options_are_refused(mlp_model):
 
 def test_kept_values_are_not_recomputed(mlp_model):
     kept = tuple(f"{kind}{i}" for i in range(10) for kind in "az")
-    model = onnx_remat.rewrite_model(mlp_model, "80%", keep=kept, **LIMIT).model
+    model = onnx_remat.rewrite_model(mlp_model, "92%", keep=kept, **LIMIT).model
     again = {p.value for n in model.graph.node for p in n.metadata_props if p.key == "onnx_remat.recompute_of"}
     assert again  # something had to be recomputed
     assert not again & {f"{op}{i}" for i in range(10) for op in ("mm", "act")}

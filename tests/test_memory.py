@@ -33,9 +33,7 @@ def naive_steps(problem: Problem, order: list[int]) -> list[int]:
     dead: list[int] = []  # buffers to take over, most recently freed last
     for step, op in enumerate(order):
         inputs, read = problem.inputs(op), reads_at[step]
-        for slot, inst in zip(
-            range(problem.out_ptr[op], problem.out_ptr[op + 1]), made_at[step], strict=True
-        ):
+        for slot, inst in zip(range(problem.out_ptr[op], problem.out_ptr[op + 1]), made_at[step], strict=True):
             v = value_of[inst]
             if problem.droppable[slot] and not first[inst] and not total_reads[inst]:
                 continue

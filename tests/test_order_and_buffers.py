@@ -78,7 +78,15 @@ def test_a_private_value_gets_its_own_buffer_in_the_runtime(tmp_path):
             make("Add", ["x_" if hidden else "x", "r3"], ["c"], name="c"),
             make("ReduceSum", ["c"], ["o"], name="o"),
         ]
-        shapes = {"a": [n], "r": [1], "b": [n], "r2": [1], "big": [3 * n], "r3": [1], "c": [f"{TAG}p.0={n}"] if hidden else [n]}
+        shapes = {
+            "a": [n],
+            "r": [1],
+            "b": [n],
+            "r2": [1],
+            "big": [3 * n],
+            "r3": [1],
+            "c": [f"{TAG}p.0={n}"] if hidden else [n],
+        }
         info = [helper.make_tensor_value_info(name, 1, shape) for name, shape in shapes.items()]
         model = model_of(nodes, {"x": [n], "x3": [3 * n]}, {"o": [1]}, {"zero": np.zeros(1, np.int64)}, info)
         path = tmp_path / f"{hidden}.onnx"

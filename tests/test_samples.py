@@ -68,9 +68,7 @@ def test_update_agrees_with_finite_differences(name: str) -> None:
     """Along a random direction of each parameter, (old - new) / rate is the forward part's float64 slope."""
     model = SMALL[name]()
     feeds = _perturbed(make_feeds(model))
-    rate = next(
-        numpy_helper.to_array(value) for value in model.graph.initializer if value.name == "learning_rate"
-    )
+    rate = next(numpy_helper.to_array(value) for value in model.graph.initializer if value.name == "learning_rate")
     outputs = next(_train(model, feeds, steps=1))
     loss = _double_loss(model)
     assert outputs["loss"] == pytest.approx(loss(feeds), rel=1e-5)
@@ -91,9 +89,7 @@ def test_chain_has_one_order() -> None:
 @pytest.mark.parametrize("n", [1, 2, 7, 40])
 def test_chain_peaks_as_documented(n: int) -> None:
     assert _liveness_peak(chain.chain(n, width=4, batch=8), in_place=False) == chain.peak_bytes(n, 4, 8)
-    assert _liveness_peak(chain.chain(n, width=4, batch=8), in_place=True) == chain.peak_bytes(
-        n, 4, 8, in_place=True
-    )
+    assert _liveness_peak(chain.chain(n, width=4, batch=8), in_place=True) == chain.peak_bytes(n, 4, 8, in_place=True)
 
 
 @pytest.mark.parametrize("module", [step, chain])
@@ -123,8 +119,7 @@ def _perturbed(feeds: Feeds) -> Feeds:
     rng = np.random.default_rng(2)
     floats = {name: value for name, value in feeds.items() if value.dtype == np.float32}
     return feeds | {
-        name: value + 0.1 * rng.standard_normal(value.shape, dtype=np.float32)
-        for name, value in floats.items()
+        name: value + 0.1 * rng.standard_normal(value.shape, dtype=np.float32) for name, value in floats.items()
     }
 
 

@@ -59,7 +59,5 @@ def speed(request: Request) -> Schedule:
     if not anchors:
         rank = np.argsort(-problem.cost, kind="stable")
         share = np.cumsum(problem.cost[rank])
-        anchors = (
-            tuple(rank[: int(np.searchsorted(share, 0.9 * share[-1])) + 1].tolist()) if len(rank) else ()
-        )
+        anchors = tuple(rank[: int(np.searchsorted(share, 0.9 * share[-1])) + 1].tolist()) if len(rank) else ()
     return cheapest_within(request, [request.baseline, keeping(request, _flagged(problem.n_ops, anchors))])

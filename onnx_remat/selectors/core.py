@@ -101,9 +101,7 @@ def viewless(problem: Problem, fixed_order: bool = False) -> Viewless:
     for op in range(n_ops):
         if not is_view[op]:
             slots = [int(root[v]) for v in problem.inputs(op)]
-            reads = [
-                v for v in dict.fromkeys([*slots, *_through(problem, op, root, source)]) if made_by[v] >= 0
-            ]
+            reads = [v for v in dict.fromkeys([*slots, *_through(problem, op, root, source)]) if made_by[v] >= 0]
             in_values += reads
             readers[reads] += 1
             for k in range(problem.out_ptr[op], problem.out_ptr[op + 1]):

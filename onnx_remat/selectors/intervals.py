@@ -135,11 +135,7 @@ def _relink(s, x, joining):  # type: ignore[no-untyped-def]
     ):  # out with what was, in with what is; each callee called once, as compiling takes long
         for k in range(3):
             y = x if k == 0 else (a if k == 1 else b)
-            if (
-                (k == 0 and joining == (sign > 0) and not node.read)
-                or (k == 1 and alters_a)
-                or (k == 2 and alters_b)
-            ):
+            if (k == 0 and joining == (sign > 0) and not node.read) or (k == 1 and alters_a) or (k == 2 and alters_b):
                 _written(s, y, sign)
         if sign < 0:
             left, right = a, b

@@ -20,9 +20,7 @@ def split_step(problem: Problem, base_order: Ints) -> int:
     return int(np.argmax(balance))
 
 
-def materialize(
-    problem: Problem, base_order: Ints | Sequence[int], dropped: Flags, since: int | Ints
-) -> Schedule:
+def materialize(problem: Problem, base_order: Ints | Sequence[int], dropped: Flags, since: int | Ints) -> Schedule:
     """Insert recomputes just before they are needed.
 
     Parameters
@@ -55,12 +53,7 @@ def materialize(
         while todo:
             for value in problem.inputs(todo.pop()):
                 source = made_by[value]
-                if (
-                    source >= 0
-                    and gone[source]
-                    and step >= gone_at[source]
-                    and position[source] < gone_at[source]
-                ):
+                if source >= 0 and gone[source] and step >= gone_at[source] and position[source] < gone_at[source]:
                     gone[source] = False
                     chain.append(source)
                     todo.append(source)

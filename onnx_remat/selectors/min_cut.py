@@ -75,9 +75,7 @@ def priced_cut(problem: Problem, base_order: Ints, split: int, price: float) -> 
         if in_early[made_by[value]]:
             arc(source, value_node[value], _FOREVER)
     flow = max_flow.SimpleMaxFlow()
-    flow.add_arcs_with_capacity(
-        np.array(tails, np.int32), np.array(heads, np.int32), np.array(capacities, np.int64)
-    )
+    flow.add_arcs_with_capacity(np.array(tails, np.int32), np.array(heads, np.int32), np.array(capacities, np.int64))
     flow.solve(source, sink)
     dropped = np.zeros(problem.n_ops, np.bool_)
     for node in flow.get_source_side_min_cut():

@@ -28,9 +28,7 @@ def successors(problem: Problem) -> tuple[Ints, Ints]:
     readers = np.repeat(np.arange(problem.n_ops, dtype=np.int64), np.diff(problem.in_ptr))
     sources = made_by[problem.in_values].astype(np.int64)
     pairs = np.unique((sources * problem.n_ops + readers)[sources >= 0])
-    ptr = np.searchsorted(pairs, np.arange(problem.n_ops + 1, dtype=np.int64) * problem.n_ops).astype(
-        np.int32
-    )
+    ptr = np.searchsorted(pairs, np.arange(problem.n_ops + 1, dtype=np.int64) * problem.n_ops).astype(np.int32)
     return ptr, (pairs % max(problem.n_ops, 1)).astype(np.int32)
 
 

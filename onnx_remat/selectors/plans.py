@@ -53,9 +53,7 @@ class Heat:
     cold: float
 
 
-def annealed(
-    view: Viewless, plan: Plan, budget: int, work: int, heat: Heat, seed: int, recompute: bool = True
-) -> Plan:
+def annealed(view: Viewless, plan: Plan, budget: int, work: int, heat: Heat, seed: int, recompute: bool = True) -> Plan:
     """What annealing makes of a plan, for better or worse.
 
     Parameters

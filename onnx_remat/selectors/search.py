@@ -68,9 +68,7 @@ def replace_over(plan: Plan, budget: int) -> Plan:
     return replace(plan, over=plan.peak > budget)
 
 
-def _within(
-    request: Request, view: Viewless, plain: list[Plan], classical: list[Plan], budget: int, work: int
-) -> Plan:
+def _within(request: Request, view: Viewless, plain: list[Plan], classical: list[Plan], budget: int, work: int) -> Plan:
     """Anneal from several starts, then go on from the best of them."""
     starts = [*plain[:1], *classical[:1], *(plain[1:2] if not request.fixed_order else [])]
     tried = [replace_over(plan, budget) for plan in classical[:1]]

@@ -77,9 +77,7 @@ def segment_plan(problem: Problem, base_order: Ints, split: int, cuts: list[int]
         crosses = np.searchsorted(begins, step, side="right") < np.searchsorted(begins, ends, side="right")
         view = bool((problem.alias_slot[problem.out_ptr[op] : problem.out_ptr[op + 1]] >= 0).all())
         in_tail = not len(begins) or step >= begins[-1]
-        dropped[op] = (
-            not crosses and not in_tail and (not view or problem.out_ptr[op] < problem.out_ptr[op + 1])
-        )
+        dropped[op] = not crosses and not in_tail and (not view or problem.out_ptr[op] < problem.out_ptr[op + 1])
     return materialize(problem, base_order, dropped, split)
 
 
@@ -103,6 +101,4 @@ def segment_seeds(problem: Problem, base_order: Ints) -> list[Schedule]:
 @register("sqrt_n")
 def sqrt_n(request: Request) -> Schedule:
     """Chen et al. 2016: equal segments at narrow cuts, recomputed in backward; O(sqrt n) on a chain."""
-    return cheapest_within(
-        request, [request.baseline, *segment_seeds(request.problem, request.baseline.array())]
-    )
+    return cheapest_within(request, [request.baseline, *segment_seeds(request.problem, request.baseline.array())])

@@ -22,9 +22,7 @@ _OP = np.dtype(
     [("slot", "i8"), ("reads", "i8"), ("writes", "i8"), ("spare", "i8"), ("count", "i8"), ("again", "i8"),
      ("workspace", "i8"), ("cost", "f8")], align=True
 )  # fmt: skip
-_VALUE = np.dtype(
-    [("nbytes", "i8"), ("maker", "i8"), ("tail", "i8"), ("held", "i8"), ("droppable", "i8")], align=True
-)
+_VALUE = np.dtype([("nbytes", "i8"), ("maker", "i8"), ("tail", "i8"), ("held", "i8"), ("droppable", "i8")], align=True)
 _EVENT = np.dtype(
     [
         ("bonus", "i8"),
@@ -37,9 +35,7 @@ _EVENT = np.dtype(
     ],
     align=True,
 )
-_NODE = np.dtype(
-    [("owner", "i8"), ("value", "i8"), ("before", "i8"), ("after", "i8"), ("read", "i8")], align=True
-)
+_NODE = np.dtype([("owner", "i8"), ("value", "i8"), ("before", "i8"), ("after", "i8"), ("read", "i8")], align=True)
 
 
 class State(NamedTuple):

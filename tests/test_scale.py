@@ -1,0 +1,137 @@
+"""Peaks that can be worked out on paper, and graphs of ten thousand nodes."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper
+
+from onnx_remat import pipeline
+from onnx_remat.memory import simulate
+from onnx_remat.realize import realize
+from onnx_remat.schedule import Problem, check_schedule
+from onnx_remat.selectors import Request, get
+from sample_models.chain import chain, peak_bytes
+from tests.conftest import model_of
+
+WIDTH, BATCH = 32, 64
+ACTIVATION = 4 * WIDTH * BATCH
+
+
+def liveness(problem: Problem) -> Problem:
+    """Without taking over dead buffers: what the sample's notes count, in-place work aside."""
+    return replace(problem, poolable=np.zeros(problem.n_values, np.bool_))
+
+
+def viewed(n: int) -> pipeline.View:
+    return pipeline.make_view(chain(n, WIDTH, BATCH), pipeline.Options())
+
+
+@pytest.mark.parametrize("n", [1, 2, 16, 64, 256])
+def test_a_chain_peaks_at_exactly_the_documented_bytes(n):
+    view = viewed(n)
+    timeline = simulate(view.problem, view.default_order())
+    assert timeline.peak == peak_bytes(n, WIDTH, BATCH)
+    executed = pipeline.as_executed(chain(n, WIDTH, BATCH), None, "disable", pipeline.Options())
+    assert executed.timeline().peak == timeline.peak
+
+
+def test_a_chain_has_one_order_only():
+    view = viewed(16)
+    assert view.default_order().order == tuple(range(view.problem.n_ops))
+
+
+def lowest(n: int, selector: str) -> tuple[int, float]:
+    """Peak of the lowest plan a selector finds, what always stays taken off, in activations; and its overhead."""
+    view = viewed(n)
+    problem = liveness(view.problem)
+    schedule = get(selector)(Request(problem, 0, view.default_order(), work=2000))
+    check_schedule(problem, schedule)
+    always = 5 * ACTIVATION + 4 * WIDTH + 16  # see the notes of `chain`
+    return (simulate(problem, schedule).peak - always) / ACTIVATION, schedule.overhead(problem)
+
+
+def test_sqrt_n_grows_like_the_square_root():
+    """Four times the chain, twice the memory: 2 sqrt(n) activations, and at most one more forward pass."""
+    sizes = (16, 64, 256)
+    peaks, overheads = zip(*(lowest(n, "sqrt_n") for n in sizes), strict=True)
+    for n, peak, overhead in zip(sizes, peaks, overheads, strict=True):
+        assert peak <= 2 * n**0.5 + 1
+        assert 0 < overhead < 0.5
+    for smaller, larger in zip(peaks, peaks[1:], strict=False):
+        assert larger / smaller == pytest.approx(2, rel=0.25)
+    slope = np.polyfit(np.log(sizes), np.log(peaks), 1)[0]
+    assert slope == pytest.approx(0.5, abs=0.1)
+
+
+def test_without_recompute_a_chain_grows_linearly():
+    peaks = [lowest(n, "keep_all")[0] for n in (16, 64)]
+    assert peaks[1] / peaks[0] == pytest.approx(4, rel=0.1)
+
+
+def deep(units: int, batch: int = 256, width: int = 16) -> onnx.ModelProto:
+    """A training step of about 10 nodes per unit: h = tanh(h * w[i] + b[i]), gradients of w and b, SGD."""
+    make, nodes = helper.make_node, []
+    inputs: dict[str, list[int]] = {"x": [batch, width]}
+    outputs: dict[str, list[int]] = {"loss": []}
+    h = "x"
+    for i in range(units):
+        inputs |= {f"w{i}": [width], f"b{i}": [width]}
+        outputs |= {f"new.w{i}": [width], f"new.b{i}": [width]}
+        nodes += [
+            make("Mul", [h, f"w{i}"], [f"p{i}"], name=f"mul{i}"),
+            make("Add", [f"p{i}", f"b{i}"], [f"z{i}"], name=f"add{i}"),
+            make("Tanh", [f"z{i}"], [f"h{i}"], name=f"tanh{i}"),
+        ]
+        h = f"h{i}"
+    nodes.append(make("ReduceL2", [h], ["loss"], name="norm", keepdims=0))
+    nodes.append(make("Div", [h, "loss"], ["g"], name="dnorm"))
+    g = "g"
+    for i in reversed(range(units)):
+        before = f"h{i - 1}" if i else "x"
+        nodes += [
+            make("Mul", [f"h{i}", f"h{i}"], [f"s{i}"], name=f"square{i}"),
+            make("Mul", [g, f"s{i}"], [f"gs{i}"], name=f"gsquare{i}"),
+            make("Sub", [g, f"gs{i}"], [f"gz{i}"], name=f"dtanh{i}"),
+            make("ReduceSum", [f"gz{i}", "rows"], [f"db{i}"], name=f"db{i}", keepdims=0),
+            make("Mul", [f"gz{i}", before], [f"gw{i}"], name=f"dmul{i}"),
+            make("ReduceSum", [f"gw{i}", "rows"], [f"dw{i}"], name=f"dw{i}", keepdims=0),
+            make("Sub", [f"w{i}", f"dw{i}"], [f"new.w{i}"], name=f"neww{i}"),
+            make("Sub", [f"b{i}", f"db{i}"], [f"new.b{i}"], name=f"newb{i}"),
+        ]
+        if i:
+            nodes.append(make("Mul", [f"gz{i}", f"w{i}"], [f"g{i}"], name=f"dx{i}"))
+            g = f"g{i}"
+    return model_of(nodes, inputs, outputs, {"rows": np.array([0])})
+
+
+def rewritten(data: bytes) -> tuple[int, int]:
+    """Load, simulate, write down the order as it is, and simulate the file: nodes and peaks before and after."""
+    from onnx_remat import model_io
+
+    options = pipeline.Options()
+    source = model_io.load(data)
+    view = pipeline.make_view(source.model, options)
+    order = view.default_order()
+    before = simulate(view.problem, order).peak
+    written = realize(view.graph, view.tensors, view.table, view.problem, order, before, {})
+    executed = pipeline.as_executed(written.model, None, "disable", options)
+    return before, executed.timeline().peak
+
+
+def test_ten_thousand_nodes_take_seconds(capsys):
+    rewritten(deep(2).SerializeToString())  # compiles what numba compiles
+    model = deep(850)
+    assert len(model.graph.node) >= 10_000
+    data = model.SerializeToString()
+    start = time.perf_counter()
+    before, after = rewritten(data)
+    seconds = time.perf_counter() - start
+    with capsys.disabled():
+        print(f" {len(model.graph.node)} nodes: {seconds:.1f} s ", end="")
+    assert after <= before * 1.02
+    assert seconds < 10

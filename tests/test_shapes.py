@@ -1,0 +1,221 @@
+"""Types, shapes and bytes: every dtype, bound and unbound dimensions, computed shapes, and clear refusals."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from onnx_remat import graph, shapes
+from onnx_remat.errors import ModelError, ShapeError, UsageError
+from onnx_remat.shapes import TAG, UNSEEN, tensor_bytes
+from tests.conftest import mlp, model_of
+
+make = helper.make_node
+INT64 = TensorProto.INT64
+
+
+def inferred(model, **dims):
+    return shapes.infer(graph.build(model), dims)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "nbytes"),
+    [
+        ("FLOAT", (2, 3), 24),
+        ("DOUBLE", (2, 3), 48),
+        ("FLOAT16", (5,), 10),
+        ("BFLOAT16", (5,), 10),
+        ("FLOAT8E4M3FN", (5,), 5),
+        ("FLOAT8E5M2", (5,), 5),
+        ("BOOL", (9,), 9),
+        ("INT8", (3,), 3),
+        ("UINT8", (3,), 3),
+        ("INT16", (3,), 6),
+        ("INT32", (3,), 12),
+        ("INT64", (3,), 24),
+        ("COMPLEX64", (3,), 24),
+        ("COMPLEX128", (3,), 48),
+        ("INT4", (4,), 2),
+        ("UINT4", (5,), 3),
+        ("FLOAT4E2M1", (7,), 4),
+        ("STRING", (3,), 96),
+        ("FLOAT", (), 4),
+        ("FLOAT", (0, 7), 0),
+        ("FLOAT", (1 << 20, 1 << 20), 1 << 42),
+    ],
+)
+def test_bytes_by_dtype(dtype, shape, nbytes):
+    assert tensor_bytes(TensorProto.DataType.Value(dtype), shape) == nbytes
+
+
+@pytest.mark.parametrize("dtype", ["INT4", "UINT4", "BFLOAT16", "BOOL", "STRING", "FLOAT8E4M3FN"])
+def test_inputs_of_unusual_types_are_sized(dtype):
+    number = TensorProto.DataType.Value(dtype)
+    nodes = [make("Identity", ["q"], ["y"], name="same")]
+    model = model_of(nodes, {"q": (number, [3, 5])}, {"y": (number, [3, 5])}, opset=23)
+    found = inferred(model)
+    assert found["q"].nbytes == found["y"].nbytes == tensor_bytes(number, (3, 5))
+    assert (found["y"].dtype, found["y"].shape) == (number, (3, 5))
+
+
+def test_symbols_are_bound_and_followed():
+    model = mlp(layers=2, width=64, dims="batch")
+    found = inferred(model, batch=32)
+    assert found["x"].shape == found["a1"].shape == (32, 64)
+    assert found["T1"].shape == (64, 32)
+    assert found["a1"].nbytes == 32 * 64 * 4
+    assert found["a1"].symbolic == ("batch", 64)  # what the runtime will know from the file
+    assert found["dw1"].symbolic == (64, 64)
+    assert inferred(model, batch=1)["gz0"].nbytes == 256
+
+
+def test_all_unbound_symbols_are_named_at_once():
+    nodes = [make("MatMul", ["x", "w"], ["y"])]
+    model = model_of(nodes, {"x": ["batch", "length", 8], "w": [8, "out"]}, {"y": ["batch", "length", "out"]})
+    with pytest.raises(ShapeError) as caught:
+        inferred(model)
+    assert "batch, length, out" in str(caught.value)
+    assert "--dim batch=N --dim length=N --dim out=N" in str(caught.value)
+    with pytest.raises(ShapeError, match="not bound: length; pass --dim length=N"):
+        inferred(model, batch=2, out=3)
+    assert inferred(model, batch=2, length=5, out=3)["y"].shape == (2, 5, 3)
+
+
+def test_dims_the_model_does_not_have_are_refused():
+    with pytest.raises(UsageError, match="no symbolic dimension 'seq': it has batch"):
+        inferred(mlp(layers=1, dims="batch"), batch=3, seq=4)
+    with pytest.raises(UsageError, match="it has none"):
+        inferred(mlp(layers=1), batch=3)
+
+
+def test_derived_symbols_of_intermediate_values_need_no_binding():
+    """A tool wrote ``2*batch`` as the dimension's name: its size follows from the inputs."""
+    info = [helper.make_tensor_value_info("c", TensorProto.FLOAT, ["2*batch", 8])]
+    model = model_of(
+        [make("Concat", ["x", "x"], ["c"], axis=0), make("Tanh", ["c"], ["y"])],
+        {"x": ["batch", 8]}, {"y": ["rows", 8]}, value_info=info,
+    )  # fmt: skip
+    assert inferred(model, batch=3)["c"].shape == inferred(model, batch=3)["y"].shape == (6, 8)
+
+
+def test_a_size_of_zero_is_a_size():
+    assert inferred(mlp(layers=1, dims="batch"), batch=0)["a0"].nbytes == 0
+
+
+def test_shapes_written_by_an_earlier_rewrite_are_understood():
+    """`onnx_remat.p3.0=64` says 64, `=batch` says whatever batch is bound to; hiding Reshapes change nothing."""
+    nodes = [
+        make("Size", ["x"], ["size"], name="size"),
+        make("Mul", ["size", "zero"], [UNSEEN + "_0"], name="seed"),
+        make("Reshape", ["zeros", UNSEEN + "_0"], [UNSEEN + "_zeros_2"], name="zeros"),
+        make("Reshape", ["x", UNSEEN + "_zeros_2"], ["x__private"], name="hide"),
+        make("Exp", ["x__private"], ["h"], name="exp"),
+        make("Neg", ["h"], ["y"], name="neg"),
+    ]
+    info = [
+        helper.make_tensor_value_info("h", TensorProto.FLOAT, [f"{TAG}p3.0=64", f"{TAG}p3.1=batch"]),
+        helper.make_tensor_value_info(UNSEEN + "_zeros_2", INT64, [f"{TAG}rank=2"]),
+    ]
+    model = model_of(
+        nodes, {"x": [64, "batch"]}, {"y": [64, "batch"]},
+        {"zero": np.zeros(1, np.int64), "zeros": np.zeros(2, np.int64)}, info,
+    )  # fmt: skip
+    found = inferred(model, batch=7)
+    assert found["x__private"].shape == found["h"].shape == found["y"].shape == (64, 7)
+    assert found["h"].symbolic == (f"{TAG}p3.0=64", f"{TAG}p3.1=batch")
+    assert found["x__private"].symbolic is None  # the runtime cannot tell its rank
+    with pytest.raises(ShapeError, match=r"not bound: batch; pass --dim batch=N$"):
+        inferred(model)
+
+
+def test_shapes_computed_by_the_graph_are_followed():
+    """Shape -> Gather -> Unsqueeze -> Concat -> Reshape, as exporters flatten a batch."""
+    nodes = [
+        make("Shape", ["x"], ["s"], name="shape"),
+        make("Gather", ["s", "first"], ["b"], name="gather", axis=0),
+        make("Unsqueeze", ["b", "axis"], ["b1"], name="unsqueeze"),
+        make("Concat", ["b1", "rest"], ["target"], name="concat", axis=0),
+        make("Reshape", ["x", "target"], ["flat"], name="reshape"),
+        make("Tanh", ["flat"], ["y"], name="tanh"),
+    ]
+    constants = {"first": np.int64(0), "axis": np.array([0]), "rest": np.array([-1])}
+    model = model_of(nodes, {"x": ["batch", 3, 5]}, {"y": ["batch", "flat"]}, constants)
+    found = inferred(model, batch=4)
+    assert found["flat"].shape == found["y"].shape == (4, 15)
+    assert found["target"].shape == (2,) and found["b"].shape == ()
+    assert found["y"].nbytes == 4 * 15 * 4
+
+
+def test_shapes_computed_with_arithmetic_are_followed():
+    nodes = [
+        make("Shape", ["x"], ["s"], name="shape"),
+        make("Slice", ["s", "start", "stop"], ["b"], name="slice"),
+        make("Mul", ["b", "three"], ["n"], name="mul"),
+        make("ConstantOfShape", ["n"], ["zeros"], name="zeros"),
+        make("Expand", ["one", "n"], ["y"], name="expand"),
+    ]
+    constants = {
+        "start": np.array([0]), "stop": np.array([1]), "three": np.array([3]), "one": np.ones(1, np.float32),
+    }  # fmt: skip
+    model = model_of(nodes, {"x": ["batch", 2]}, {"y": ["n"], "zeros": ["n"]}, constants)
+    found = inferred(model, batch=4)
+    assert found["y"].shape == found["zeros"].shape == (12,)
+
+
+def test_sequences_are_refused_by_value_and_node():
+    nodes = [
+        make("SplitToSequence", ["x"], ["parts"], name="cut", axis=0),
+        make("ConcatFromSequence", ["parts"], ["y"], name="glue", axis=0),
+    ]
+    with pytest.raises(ShapeError) as caught:
+        inferred(model_of(nodes, {"x": [4, 2]}, {"y": [4, 2]}))
+    message = str(caught.value)
+    assert "'parts'" in message and "'cut'" in message and "SplitToSequence" in message
+    assert "is a sequence, whose size is not known before it runs" in message
+
+
+def test_sizes_that_depend_on_data_are_refused_by_value_and_node():
+    nodes = [make("NonZero", ["x"], ["where"], name="find"), make("Neg", ["where"], ["y"], name="neg")]
+    with pytest.raises(ShapeError, match=r"value 'where', made by node 'find' \(NonZero\), cannot be told"):
+        inferred(model_of(nodes, {"x": [4]}, {"y": (INT64, [1, "n"])}))
+
+
+def test_value_info_helps_where_inference_does_not():
+    node = make("Mystery", ["x"], ["h"], domain="custom", name="mystery")
+    info = [helper.make_tensor_value_info("h", TensorProto.FLOAT, [4, 6])]
+    for known in (True, False):
+        model = model_of([node, make("Tanh", ["h"], ["y"])], {"x": [4]}, {"y": ["a", "b"]}, (), info if known else ())
+        model.opset_import.append(helper.make_opsetid("custom", 1))
+        if known:
+            assert inferred(model)["y"].shape == (4, 6)
+        else:
+            with pytest.raises(ShapeError, match=r"'mystery' \(Mystery\), cannot be told"):
+                inferred(model)
+
+
+def test_contradictions_are_the_models_fault():
+    model = mlp(layers=1, batch=8, width=4)
+    model.graph.input[2].type.tensor_type.shape.dim[0].dim_value = 5
+    with pytest.raises(ModelError, match="shape inference"):
+        inferred(model)
+
+
+def test_large_weights_are_typed_not_read():
+    weight = numpy_helper.from_array(np.zeros((64, 64), np.float32), "w")
+    weight.raw_data = b""
+    weight.data_location = TensorProto.EXTERNAL
+    weight.external_data.add(key="location", value="nowhere.bin")
+    model = model_of([make("MatMul", ["x", "w"], ["y"])], {"x": [2, 64]}, {"y": [2, 64]})
+    model.graph.initializer.append(weight)
+    assert inferred(model)["w"].nbytes == 64 * 64 * 4
+
+
+def test_declared_adds_what_follows_from_the_file_alone():
+    model = mlp(layers=2, dims="batch")
+    told = shapes.declared(model)
+    known = {v.name: [d.dim_param or d.dim_value for d in v.type.tensor_type.shape.dim] for v in told.graph.value_info}
+    assert known["a0"] == ["batch", 64] and known["dw0"] == [64, 64]
+    assert not model.graph.value_info
+    onnx.checker.check_model(told, full_check=True)
