@@ -61,6 +61,10 @@ def build_parser() -> argparse.ArgumentParser:
         "--keep", action="append", default=[], metavar="NAME", help="a value never to recompute (repeat)"
     )
     parser.add_argument(
+        "--checkpoint", action="append", default=[], metavar="NAME",
+        help="a value that selector collection keeps; it recomputes the rest of the forward pass (repeat)",
+    )  # fmt: skip
+    parser.add_argument(
         "--allow-recompute", action="append", default=[], metavar="DOMAIN::OP",
         help="a custom op that is pure, so that it may be recomputed (repeat)",
     )  # fmt: skip
@@ -113,6 +117,7 @@ def _run(arguments: argparse.Namespace) -> int:
             dims=parse_dims(arguments.dim),
             loss=arguments.loss,
             keep=tuple(arguments.keep),
+            checkpoints=tuple(arguments.checkpoint),
             allow_recompute=tuple(arguments.allow_recompute),
             time_limit=parse_duration(arguments.time_limit),
             costs=arguments.costs,

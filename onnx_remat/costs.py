@@ -46,6 +46,10 @@ _HEAVY = {
 }  # fmt: skip
 
 
+MATRIX_OPS = ("Conv", "ConvTranspose", "MatMul", "Gemm", "Einsum")
+"""Ops whose results are dear to make again: what openai/gradient-checkpointing's mode ``speed`` keeps."""
+
+
 def price(graph: Graph, tensors: Mapping[str, Tensor], costs: str = "cpu") -> list[float]:
     """Seconds of one execution of every op.
 

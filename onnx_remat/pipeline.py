@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -58,6 +58,7 @@ class Options:
     dims: Mapping[str, int] = field(default_factory=dict)
     loss: str | None = None
     keep: Sequence[str] = ()
+    checkpoints: Sequence[str] = ()
     allow_recompute: Sequence[str] = ()
     time_limit: float = 30.0
     costs: str = "cpu"
@@ -133,13 +134,16 @@ def make_view(model: onnx.ModelProto, options: Options) -> View:
 def _keeping(ir: Graph, table: OpTable, keep: Sequence[str]) -> OpTable:
     """`table` with the producers of the values named in `keep` marked as not to be recomputed."""
     producer = ir.producer()
-    for name in keep:
-        if name not in producer:
-            close = difflib.get_close_matches(name, producer, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise UsageError(f"--keep: no node makes a value {name!r}{hint}")
-    kept = {producer[name] for name in keep}
+    kept = {producer[_known(name, producer, "--keep")] for name in keep}
     return replace(table, recomputable=tuple(r and i not in kept for i, r in enumerate(table.recomputable)))
+
+
+def _known(name: str, names: Collection[str], flag: str) -> str:
+    """`name` if it is one of `names`; UsageError with the nearest match otherwise."""
+    if name in names:
+        return name
+    close = difflib.get_close_matches(name, names, n=1)
+    raise UsageError(f"{flag}: no node makes a value {name!r}" + (f"; did you mean {close[0]!r}?" if close else ""))
 
 
 def as_executed(model: onnx.ModelProto, folder: Path | None, level: str, options: Options) -> Executed:
@@ -203,8 +207,8 @@ def rewrite_model(model: Model, budget: str | int | Budget, **options: object) -
     budget : str, int or Budget
         ``"4GB"``, ``"3.5GiB"``, ``"80%"`` of the original's peak, or bytes.
     **options
-        Fields of `Options`: `selector`, `dims`, `loss`, `keep`, `allow_recompute`, `time_limit`, `costs`, `verify`
-        ("none", "check" or "run"), `progress`.
+        Fields of `Options`: `selector`, `dims`, `loss`, `keep`, `checkpoints`, `allow_recompute`, `time_limit`,
+        `costs`, `verify` ("none", "check" or "run"), `progress`.
 
     Returns
     -------
@@ -312,7 +316,16 @@ def _plan(view: View, allowed: int, target: int, options: Options) -> Plan:
     select = selectors.get(options.selector)
     # Plans are made against liveness: the file keeps the runtime from sharing buffers where that costs memory.
     problem = replace(view.problem, poolable=np.zeros(view.problem.n_values, np.bool_))
-    request = selectors.Request(problem, target, baseline, time_limit=options.time_limit, progress=options.progress)
+    numbers = {name: i for i, name in enumerate(view.graph.values)}
+    request = selectors.Request(
+        problem,
+        target,
+        baseline,
+        time_limit=options.time_limit,
+        progress=options.progress,
+        checkpoints=tuple(numbers[_known(name, numbers, "--checkpoint")] for name in options.checkpoints),
+        anchors=tuple(op.index for op in view.graph.ops if op.node.op_type in costs.MATRIX_OPS),
+    )
     schedule = settle(view.graph, problem, select(request), target)
     check_schedule(problem, schedule)
     timeline = memory.simulate(problem, schedule)
@@ -320,7 +333,7 @@ def _plan(view: View, allowed: int, target: int, options: Options) -> Plan:
         needed = int(timeline.peak / (1 - MARGIN)) + 1
         raise BudgetInfeasibleError(
             f"no plan found under budget {format_bytes(allowed)}: the lowest that selector {options.selector!r} "
-            f"reaches is about {format_bytes(needed)} ({needed}B); no schedule at all peaks below {format_bytes(floor)}",
+            f"reaches is about {format_bytes(needed)} ({needed}B); no schedule peaks below {format_bytes(floor)}",
             timeline.peak, floor,
         )  # fmt: skip
     return Plan(view, schedule, timeline, allowed, schedule.overhead(view.problem), floor)

@@ -131,6 +131,7 @@ def test_bad_models_are_refused_by_name(name, home, capsys):
         (["in.onnx", "out.onnx", "--budget", "50%", "--dim", "b"], 2, "NAME=VALUE"),
         (["in.onnx", "out.onnx", "--budget", "50%", "--loss", "los"], 2, "did you mean 'loss'"),
         (["in.onnx", "out.onnx", "--budget", "50%", "--keep", "zz1"], 2, "--keep"),
+        (["in.onnx", "out.onnx", "--budget", "50%", "--checkpoint", "zz1"], 2, "--checkpoint"),
         (["in.onnx", "out.onnx", "--budget", "50%", "--costs", "a1000"], 2, "neither a preset"),
         (["in.onnx", "out.onnx", "--budget", "50%", "--costs", "in.onnx"], 2, "in.onnx"),
         (["in.onnx", "out.onnx", "--budget", "50%", "--time-limit", "soon"], 2, "not a time"),
@@ -158,13 +159,24 @@ def test_bad_arguments_are_refused(arguments, code, message, home, capsys):
     assert {name: (home / name).read_bytes() for name in sorted(path.name for path in home.iterdir())} == before
 
 
+def test_collection_keeps_the_users_list(home, capsys):
+    keep = [argument for i in (1, 3, 5) for argument in ("--checkpoint", f"a{i}")]
+    code, _, err = cli(capsys, "in.onnx", "out.onnx", "--budget", "90%", "--selector", "collection", *keep)
+    assert code == 0, err
+    again = {
+        p.value for n in onnx.load("out.onnx").graph.node for p in n.metadata_props if p.key.endswith("recompute_of")
+    }
+    assert {"act0", "act2", "act4"} <= again and not again & {"act1", "act3", "act5"}
+
+
 def test_help_examples_and_module_entry():
     done = subprocess.run([sys.executable, "-m", "onnx_remat", "--help"], capture_output=True, text=True, check=True)
     assert "examples:" in done.stdout and "--budget SIZE" in done.stdout
 
 
 def test_importing_the_package_is_light():
-    code = "import onnx_remat, sys; print([m for m in ('onnx', 'onnxruntime', 'torch', 'numba', 'networkx') if m in sys.modules])"
+    heavy = ["onnx", "onnxruntime", "torch", "numba", "networkx"]
+    code = f"import onnx_remat, sys; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
@@ -173,7 +185,7 @@ def test_hash_seed_does_not_matter(home):
     outputs = []
     for seed in ("1", "2"):
         subprocess.run(
-            [sys.executable, "-m", "onnx_remat", "in.onnx", f"{seed}.onnx", "--budget", "60%", "--time-limit", "2s", "-q"],
+            [sys.executable, "-m", "onnx_remat", "in.onnx", f"{seed}.onnx", "--budget", "60%", "--time-limit", "2s"],
             env=os.environ | {"PYTHONHASHSEED": seed}, check=True,
         )  # fmt: skip
         outputs.append((home / f"{seed}.onnx").read_bytes())

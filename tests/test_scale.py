@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import onnx
@@ -62,7 +63,7 @@ def test_sqrt_n_grows_like_the_square_root():
     for n, peak, overhead in zip(sizes, peaks, overheads, strict=True):
         assert peak <= 2 * n**0.5 + 1
         assert 0 < overhead < 0.5
-    for smaller, larger in zip(peaks, peaks[1:], strict=False):
+    for smaller, larger in pairwise(peaks):
         assert larger / smaller == pytest.approx(2, rel=0.25)
     slope = np.polyfit(np.log(sizes), np.log(peaks), 1)[0]
     assert slope == pytest.approx(0.5, abs=0.1)

@@ -129,7 +129,7 @@ def remove(s, e, log, n):  # type: ignore[no-untyped-def]
 @kernel
 def _ready(s, op, p):  # type: ignore[no-untyped-def]
     """Whether all that `op` reads is made before place `p`."""
-    for k in range(s.ops[op].slot, s.ops[op].slot + s.ops[op].reads):
+    for k in range(s.ops[op].slot, s.ops[op].slot + s.ops[op].reads):  # noqa: SIM110 - compiled: no generators
         if touch_before(s, s.slots[k], p) < 0:
             return False
     return True
