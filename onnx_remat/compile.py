@@ -11,9 +11,10 @@ import onnx
 from onnx import TensorProto
 
 from onnx_remat import ops as op_facts
+from onnx_remat.dtypes import bits
 from onnx_remat.graph import INITIALIZER, NODE, Graph, Op, bodies
 from onnx_remat.schedule import Problem
-from onnx_remat.shapes import Tensor, bits
+from onnx_remat.shapes import Tensor
 from onnx_remat.workspace import workspace_bytes
 
 STANDARD_DOMAINS = ("", "ai.onnx")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import os
 import shutil
 import tempfile
@@ -13,6 +14,7 @@ from pathlib import Path
 import onnx
 from google.protobuf.message import DecodeError, EncodeError
 
+from onnx_remat.dtypes import tensor_bytes
 from onnx_remat.errors import ModelError, UsageError
 
 INLINE_LIMIT = 1024
@@ -79,7 +81,15 @@ def tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
             if attribute.type == onnx.AttributeProto.TENSOR:
                 yield attribute.t
             yield from attribute.tensors
-            for body in (attribute.g, *attribute.graphs) if attribute.g.node or attribute.graphs else ():
+            sparse_ones = [*attribute.sparse_tensors]
+            if attribute.type == onnx.AttributeProto.SPARSE_TENSOR:
+                sparse_ones.append(attribute.sparse_tensor)
+            for sparse in sparse_ones:
+                yield sparse.values
+                yield sparse.indices
+            if attribute.type == onnx.AttributeProto.GRAPH:
+                yield from tensors(attribute.g)
+            for body in attribute.graphs:
                 yield from tensors(body)
 
 
@@ -116,10 +126,13 @@ def _check_external_data(source: Source) -> None:
             ) from error
         except ValueError as error:
             raise ModelError(f"initializer {tensor.name!r}: external data offset or length is not a number") from error
-        if offset < 0 or length < 0 or offset + length > size:
+        needed = tensor_bytes(tensor.data_type, tensor.dims)
+        if length not in (0, needed):
+            raise ModelError(f"initializer {tensor.name!r} needs {needed} bytes, its external data has {length}")
+        if offset < 0 or offset + needed > size:
             raise ModelError(
                 f"initializer {tensor.name!r}: external data file {location!r} is too short: {size} bytes, "
-                f"{offset + length} needed"
+                f"{offset + needed} needed"
             )
 
 
@@ -160,13 +173,12 @@ def check_target(target: str | os.PathLike[str], source: str | os.PathLike[str] 
 def save(model: onnx.ModelProto, target: str | os.PathLike[str], source_folder: Path | None) -> None:
     """Write `model` to `target` all at once: readers see the old file or the whole new one, never a part.
 
-    External data files are copied next to `target` when it is in another folder than `source_folder`; a file of the
-    same name and size that is already there is replaced only by identical contents.
+    External data files are copied next to `target` when it is in another folder than `source_folder`.
 
     Raises
     ------
     ModelError
-        When the disk or the format cannot hold it.
+        When the disk or the format cannot hold it, or another file is where a data file belongs.
     """
     path = Path(target)
     folder = path.resolve().parent
@@ -197,6 +209,10 @@ def write_text(text: str, target: str | os.PathLike[str]) -> None:
 
 
 def _carry(origin: Path, copy: Path) -> None:
+    if copy.exists():
+        if filecmp.cmp(origin, copy, shallow=False):
+            return
+        raise ModelError(f"{copy} exists and is not the model's data: write to another folder, or move that file")
     copy.parent.mkdir(parents=True, exist_ok=True)
     with _replacing(copy) as partial:
         shutil.copyfile(origin, partial)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from onnx_remat.schedule import Flags, Problem, Schedule
+from onnx_remat.sharing import read_occurrences
 
 LIGHT_FRACTION = 0.005
 """All floating values together stay under this fraction of the peak: the most that floating can add to it."""
@@ -42,15 +43,21 @@ def light_limit(problem: Problem, schedule: Schedule, peak: int) -> int:
 def heavy_steps(problem: Problem, schedule: Schedule, limit: int) -> Flags:
     """Steps whose time matters: they make, read or work in more than `limit` bytes at a time. Shape (n_steps,).
 
-    Views (Reshape and its like) allocate and free nothing, and the runtime fuses them with one another: never heavy.
+    Views (Reshape and its like) allocate and free nothing, and the runtime fuses them with one another: they are not
+    heavy, unless they are graph outputs, which are copies, or nobody reads them, so that nothing says when to run them.
     """
     nbytes = np.where(problem.resident, 0, problem.nbytes)
     touched = problem.workspace.copy()
     np.maximum.at(touched, np.repeat(np.arange(problem.n_ops), np.diff(problem.in_ptr)), nbytes[problem.in_values])
     np.maximum.at(touched, np.repeat(np.arange(problem.n_ops), np.diff(problem.out_ptr)), nbytes[problem.out_values])
+    maker = np.repeat(np.arange(problem.n_ops), np.diff(problem.out_ptr))
     is_view = np.zeros(problem.n_ops, np.bool_)
-    is_view[np.repeat(np.arange(problem.n_ops), np.diff(problem.out_ptr))] = problem.alias_slot >= 0
-    return (~is_view & (touched > limit))[schedule.array()]
+    is_view[maker] = (problem.alias_slot >= 0) & ~problem.is_output[problem.out_values]
+    order = schedule.array()
+    floats = is_view[order]
+    made_at = np.repeat(np.arange(len(order)), np.diff(problem.out_ptr)[order])
+    floats[made_at[~np.array(read_occurrences(problem, schedule), np.bool_)]] = False
+    return ~floats & (touched > limit)[order]
 
 
 def choose_pins(

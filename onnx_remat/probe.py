@@ -101,7 +101,7 @@ def initializer_bytes(path: str) -> int:
     """Bytes of the initializers stored in a file: they are resident before the run starts."""
     import onnx
 
-    from onnx_remat.shapes import tensor_bytes
+    from onnx_remat.dtypes import tensor_bytes
 
     graph = onnx.load(path, load_external_data=False).graph
     constants = [a.t for n in graph.node if n.op_type == "Constant" for a in n.attribute if a.name == "value"]

@@ -62,32 +62,57 @@ def realize(
     )
 
 
+_TRIES = 300  # single moves priced when moving all of them at once does not fit
+
+
 def settle(graph: Graph, problem: Problem, schedule: Schedule, limit: int) -> Schedule:
-    """Move each absorbed Transpose to just before its first reader, where that keeps the peak at or under `limit`.
+    """Move absorbed Transposes to just before their first readers, where that keeps the peak at or under `limit`.
 
-    The runtime computes it there, as part of its reader, or not at all; elsewhere in the schedule it would only seem
-    to stand in for its input.
+    The runtime computes them there, as part of their readers, or not at all; elsewhere in the schedule they would only
+    seem to stand in for their inputs.
     """
+    targets = _first_readers(problem, schedule, {op.index for op in graph.ops if _is_absorbed(graph, op)})
     order = list(schedule.order)
-    absorbed = {op.index for op in graph.ops if _is_absorbed(graph, op)}
-    reads = [set(problem.inputs(op)) for op in range(problem.n_ops)]
-    for step in reversed(range(len(order))):
-        op = order[step]
-        if op not in absorbed:
-            continue
-        made = problem.outputs(op)[0]
-        reader = next((t for t in range(step + 1, len(order)) if made in reads[order[t]]), step)
-        if reader > step + 1:
-            moved = [*order[:step], *order[step + 1 : reader], op, *order[reader:]]
-            if _same_inputs(problem, order, step, reader) and simulate(problem, moved).peak <= limit:
-                order = moved
-    return Schedule(tuple(order))
+    together = _moved(order, targets)
+    if simulate(problem, together).peak <= limit:
+        return Schedule(tuple(together))
+    chosen: dict[int, int] = {}
+    for step, reader in list(targets.items())[:_TRIES]:
+        if simulate(problem, _moved(order, chosen | {step: reader})).peak <= limit:
+            chosen[step] = reader
+    return Schedule(tuple(_moved(order, chosen)))
 
 
-def _same_inputs(problem: Problem, order: Sequence[int], step: int, reader: int) -> bool:
-    """Are the inputs of a step not made anew before `reader`?"""
-    inputs = set(problem.inputs(order[step]))
-    return not any(inputs.intersection(problem.outputs(op)) for op in order[step + 1 : reader])
+def _first_readers(problem: Problem, schedule: Schedule, absorbed: Collection[int]) -> dict[int, int]:
+    """First reader of each absorbed step that is not adjacent to it, where the step would still read the same there."""
+    next_read: dict[int, int] = {}
+    next_made: dict[int, int] = {}
+    targets: dict[int, int] = {}
+    for step in reversed(range(len(schedule.order))):
+        op = schedule.order[step]
+        if op in absorbed:
+            reader = next_read.get(problem.outputs(op)[0], step)
+            remade = min((next_made.get(v, reader) for v in problem.inputs(op)), default=reader)
+            if reader > step + 1 and remade >= reader:
+                targets[step] = reader
+        for value in problem.outputs(op):
+            next_made[value] = step
+            next_read.pop(value, None)
+        next_read.update(dict.fromkeys(problem.inputs(op), step))
+    return targets
+
+
+def _moved(order: Sequence[int], targets: Mapping[int, int]) -> list[int]:
+    """`order` with each step in `targets` moved to just before the step it maps to."""
+    before: dict[int, list[int]] = {}
+    for step in sorted(targets):
+        before.setdefault(targets[step], []).append(order[step])
+    result: list[int] = []
+    for step, op in enumerate(order):
+        result.extend(before.get(step, ()))
+        if step not in targets:
+            result.append(op)
+    return result
 
 
 def _is_absorbed(graph: Graph, op: Op) -> bool:

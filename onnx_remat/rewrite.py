@@ -11,18 +11,19 @@ symbolic dimensions for it: ``onnx_remat.p<group>.<axis>=<size>``.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx
 from onnx import TensorProto, helper
 
 from onnx_remat.compile import STANDARD_DOMAINS
+from onnx_remat.dtypes import bits
 from onnx_remat.errors import ModelError
 from onnx_remat.graph import INITIALIZER, Graph, Op, bodies, is_constant
 from onnx_remat.pins import Pin
 from onnx_remat.schedule import Ints, Schedule
-from onnx_remat.shapes import TAG, UNSEEN, Dim, Tensor, bits
+from onnx_remat.shapes import TAG, UNSEEN, Dim, Tensor
 from onnx_remat.sharing import Unrolled
 
 RECOMPUTE_KEY = TAG + "recompute_of"
@@ -136,7 +137,9 @@ def pin_slot(graph: Graph, tensors: Mapping[str, Tensor], op: Op, fused: Collect
     Never one of `fused`, values that the runtime merges into their readers; among equals the largest that is not a
     constant, which kernels may rely on.
     """
-    slots = [s for s, name in enumerate(op.inputs) if name and name not in fused and _reshapable(tensors[name].dtype)]
+    slots = [slot for slot, name in enumerate(op.inputs) if name and _reshapable(tensors[name].dtype)]
+    free = [slot for slot in slots if op.inputs[slot] not in fused]
+    slots = slots if not free and op.node.op_type in ("MatMul", "Gemm") else free  # a product must have its place
     if op.node.op_type not in _ANY_INPUT:
         return slots[0] if slots else None
 
@@ -168,7 +171,7 @@ class _Writer:
         self.occurrences: list[str] = []
         self.value_info = {v.name: v for v in graph.model.graph.value_info}
         self._interface = {v.name: v.type for v in (*graph.model.graph.input, *graph.model.graph.output)}
-        self._taken = {node.name for node in graph.model.graph.node} | set(graph.values)
+        self._taken = set(_names(graph.model.graph))
         self._latest = {name: name for name in graph.values}
         self._names = list(graph.values)
         self._held: dict[tuple[str, str | None, bool], str] = {}
@@ -328,6 +331,19 @@ class _Writer:
             name = f"{wish}_{suffix}"
         self._taken.add(name)
         return name
+
+
+def _names(graph: onnx.GraphProto) -> Iterator[str]:
+    """Every name in a graph and in the bodies within it."""
+    for values in (graph.input, graph.output, graph.initializer):
+        yield from (value.name for value in values)
+    for sparse in graph.sparse_initializer:
+        yield sparse.values.name
+    for node in graph.node:
+        yield node.name
+        yield from node.output
+        for body in bodies(node):
+            yield from _names(body)
 
 
 def _is_tensor(value: onnx.ValueInfoProto) -> bool:

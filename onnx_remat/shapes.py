@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import TypeAlias
 
 import onnx
-from onnx import TensorProto, TypeProto, shape_inference
+from onnx import TypeProto, shape_inference
 
+from onnx_remat.dtypes import tensor_bytes
 from onnx_remat.errors import ModelError, ShapeError, UsageError
 from onnx_remat.graph import Graph
 from onnx_remat.model_io import without_weights
@@ -45,37 +44,6 @@ class Tensor:
     shape: tuple[int, ...]
     nbytes: int
     symbolic: tuple[Dim, ...] | None
-
-
-_SUB_BYTE_BITS = {"INT4": 4, "UINT4": 4, "FLOAT4E2M1": 4, "INT2": 2, "UINT2": 2}
-_STRING_BYTES = 32  # sizeof(std::string): what a string tensor takes, its long texts aside
-
-
-@cache
-def bits(dtype: int) -> int:
-    """Bits per element of a TensorProto data type.
-
-    >>> bits(TensorProto.FLOAT), bits(TensorProto.BFLOAT16), bits(TensorProto.BOOL), bits(TensorProto.INT4)
-    (32, 16, 8, 4)
-    """
-    name = TensorProto.DataType.Name(dtype)
-    if name in _SUB_BYTE_BITS:
-        return _SUB_BYTE_BITS[name]
-    if dtype == TensorProto.STRING:
-        return _STRING_BYTES * 8
-    try:
-        return int(onnx.helper.tensor_dtype_to_np_dtype(dtype).itemsize) * 8
-    except KeyError as error:
-        raise ShapeError(f"data type {name} has no known size") from error
-
-
-def tensor_bytes(dtype: int, shape: Sequence[int]) -> int:
-    """Bytes of a tensor.
-
-    >>> tensor_bytes(TensorProto.FLOAT, (2, 3)), tensor_bytes(TensorProto.INT4, (3,))
-    (24, 2)
-    """
-    return (math.prod(shape) * bits(dtype) + 7) // 8
 
 
 def infer(graph: Graph, dims: Mapping[str, int] | None = None) -> dict[str, Tensor]:

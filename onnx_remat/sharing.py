@@ -48,7 +48,7 @@ def unroll(problem: Problem, schedule: Schedule) -> Unrolled:
     """Give every occurrence of a value in a schedule its own number; outputs that a recompute drops are left out."""
     base = problem.n_values
     latest = np.arange(base, dtype=np.int64)
-    read_later = _read_occurrences(problem, schedule)
+    read_later = read_occurrences(problem, schedule)
     in_ptr, in_values, out_ptr, out_values = [0], [], [0], []
     slots: list[int] = []
     source: list[int] = []
@@ -110,7 +110,7 @@ def _repeats(source: Sequence[int]) -> list[int]:
     return repeats
 
 
-def _read_occurrences(problem: Problem, schedule: Schedule) -> list[bool]:
+def read_occurrences(problem: Problem, schedule: Schedule) -> list[bool]:
     """Per occurrence, all output slots counted: does some step read it?"""
     latest: dict[int, int] = {}
     read: list[bool] = []

@@ -114,11 +114,11 @@ def test_missing_data_is_refused_by_initializer(home):
 @pytest.mark.parametrize(
     ("offset", "length", "message"),
     [
-        (0, 1025, "too short: 1024 bytes, 1025 needed"),
+        (0, 1025, "needs 1024 bytes, its external data has 1025"),
         (8, 1024, "too short: 1024 bytes, 1032 needed"),
         (2000, None, "too short"),
         (-4, 1024, "too short"),
-        (0, -1, "too short"),
+        (0, -1, "needs 1024 bytes, its external data has -1"),
         ("zero", 1024, "not a number"),
         (0, "1kB", "not a number"),
     ],

@@ -20,7 +20,7 @@ from onnx_remat import pipeline, runtime
 from onnx_remat.errors import ModelError
 from onnx_remat.memory import simulate
 from onnx_remat.pins import heavy_steps, light_limit
-from onnx_remat.realize import _is_absorbed, realize
+from onnx_remat.realize import _is_absorbed, realize, settle
 from onnx_remat.rewrite import CONTROL_KEY, RECOMPUTE_KEY, Rewritten
 from onnx_remat.schedule import Problem, Schedule, check_schedule
 from onnx_remat.selectors import Request, get, names
@@ -171,10 +171,21 @@ def random_schedule(problem: Problem, seed: int, share: float) -> Schedule:
     able = [op for op in range(problem.n_ops) if problem.recomputable[op]]
     for _ in range(round(share * problem.n_ops) if able else 0):
         op = generator.choice(able)
-        order.insert(generator.randint(order.index(op) + 1, len(order)), op)
+        place = generator.randint(order.index(op) + 1, len(order))
+        longer = [*order[:place], op, *order[place:]]
+        if not idle_views(problem, longer):
+            order = longer
     schedule = Schedule(tuple(order))
     check_schedule(problem, schedule)
     return schedule
+
+
+def idle_views(problem: Problem, order: list[int]) -> bool:
+    """Would some occurrence of a view be read by nobody? No selector plans that."""
+    unrolled = unroll(problem, Schedule(tuple(order)))
+    views = np.flatnonzero(unrolled.problem.alias_slot >= 0) + unrolled.base
+    unread = views[~np.isin(views, unrolled.problem.in_values)]
+    return bool((~unrolled.problem.is_output[unread]).any())
 
 
 @dataclass(frozen=True)
@@ -214,6 +225,7 @@ def write(model: onnx.ModelProto, schedule: Schedule | None = None, **more: obje
         schedule = random_schedule(view.problem, **more)  # type: ignore[arg-type]
     alone = replace(view.problem, poolable=np.zeros(view.problem.n_values, np.bool_))
     limit = simulate(alone, schedule).peak
+    schedule = settle(view.graph, alone, schedule, limit)
     metadata = {"version": "test", "budget_bytes": str(limit)}
     result = realize(view.graph, view.tensors, view.table, view.problem, schedule, limit, metadata)
     return Written(view, schedule, limit, result)
@@ -335,7 +347,7 @@ def test_names_that_are_taken_are_avoided():
     """The model has values and nodes called just as the clones and control edges would be."""
     model = mlp(layers=3, batch=64, width=16)
     plain = recomputing(model, "mm0", "act0", "mm1", "act1")
-    new = [n.name for n in plain.model.graph.node[: len(model.graph.node)] if n.name not in {m.name for m in model.graph.node}]
+    new = {n.name for n in plain.model.graph.node} - {n.name for n in model.graph.node}
     taken = {"z0__remat1", "a0__remat1", "mm0__remat1", "onnx_remat.zeros_2", *new}
     for name in sorted(taken):
         if name != "mm0__remat1":
@@ -474,9 +486,13 @@ def test_random_ops_and_bodies_are_never_cloned(selector, with_everything_random
     view = pipeline.make_view(with_everything_random, OPTIONS)
     problem = replace(view.problem, poolable=np.zeros(view.problem.n_values, np.bool_))
     before = simulate(problem, view.default_order()).peak
+    anchors = tuple(op.index for op in view.graph.ops if op.node.op_type == "MatMul")
+    kept = tuple(view.problem.outputs(op)[0] for op in anchors)
     kinds = set()
     for budget in (0, int(before * 0.8)):
-        request = Request(problem, budget, view.default_order(), time_limit=1.0, work=1000)
+        request = Request(
+            problem, budget, view.default_order(), time_limit=1.0, work=1000, checkpoints=kept, anchors=anchors
+        )
         schedule = get(selector)(request)
         check_schedule(problem, schedule)
         written = write(with_everything_random, schedule)
@@ -484,4 +500,4 @@ def test_random_ops_and_bodies_are_never_cloned(selector, with_everything_random
         feeds = feeds_for(with_everything_random) | {"cond": np.array(True)}
         assert same_bits(run_model(with_everything_random, feeds), run_model(written.model, feeds))
     assert not kinds & {"Dropout", "RandomNormal", "If"}
-    assert kinds or selector == "keep_all"
+    assert kinds or selector in ("keep_all", "collection", "speed")  # a list of results to keep need not help

@@ -8,8 +8,9 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from onnx_remat import graph, shapes
+from onnx_remat.dtypes import tensor_bytes
 from onnx_remat.errors import ModelError, ShapeError, UsageError
-from onnx_remat.shapes import TAG, UNSEEN, tensor_bytes
+from onnx_remat.shapes import TAG, UNSEEN
 from tests.conftest import mlp, model_of
 
 make = helper.make_node
