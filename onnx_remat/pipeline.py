@@ -227,7 +227,7 @@ def rewrite_model(model: Model, budget: str | int | Budget, **options: object) -
     Examples
     --------
     >>> from sample_models.chain import chain
-    >>> result = rewrite_model(chain(16, 1024, 64), budget="70%")
+    >>> result = rewrite_model(chain(16, 1024, 64), budget="70%", time_limit=1.0)
     >>> result.report.after.total <= result.report.budget
     True
     """
