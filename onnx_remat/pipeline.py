@@ -307,12 +307,6 @@ def _options(given: Mapping[str, object]) -> Options:
 def _plan(view: View, allowed: int, target: int, options: Options) -> Plan:
     floor = bounds.lower_bound(view.problem)
     baseline = view.default_order()
-    if floor > allowed:
-        raise BudgetInfeasibleError(
-            f"budget {format_bytes(allowed)} is impossible: no schedule of this graph peaks below "
-            f"{format_bytes(floor)} (one op's inputs, outputs and workspace, and what always stays)",
-            memory.simulate(view.problem, baseline).peak, floor,
-        )  # fmt: skip
     select = selectors.get(options.selector)
     # Plans are made against liveness: the file keeps the runtime from sharing buffers where that costs memory.
     problem = replace(view.problem, poolable=np.zeros(view.problem.n_values, np.bool_))
@@ -331,9 +325,10 @@ def _plan(view: View, allowed: int, target: int, options: Options) -> Plan:
     timeline = memory.simulate(problem, schedule)
     if timeline.peak > target:
         needed = int(timeline.peak / (1 - MARGIN)) + 1
+        impossible = "is impossible" if floor > allowed else "was not reached"
         raise BudgetInfeasibleError(
-            f"no plan found under budget {format_bytes(allowed)}: the lowest that selector {options.selector!r} "
-            f"reaches is about {format_bytes(needed)} ({needed}B); no schedule peaks below {format_bytes(floor)}",
+            f"budget {format_bytes(allowed)} {impossible}: the lowest that selector {options.selector!r} finds is "
+            f"about {format_bytes(needed)} ({needed}B), and no schedule peaks below {format_bytes(floor)}",
             timeline.peak, floor,
         )  # fmt: skip
     return Plan(view, schedule, timeline, allowed, schedule.overhead(view.problem), floor)
