@@ -344,7 +344,7 @@ def _fit(
     """
     target = int(allowed * (1 - MARGIN))
     before_peak = original.timeline().peak
-    worst = 0
+    lowest: int | None = None
     for attempt in range(_PLANS):
         with clock.stage("plan"):
             try:
@@ -362,6 +362,7 @@ def _fit(
                 executed = _as_written(written.model, folder, options)
                 timelines = {level: what.timeline() for level, what in executed.items()}
             worst = max(timeline.peak for timeline in timelines.values())
+            lowest = worst if lowest is None else min(lowest, worst)
             if worst <= allowed:
                 return plan, written, executed
             warm = int(target * _WARM)
@@ -374,10 +375,11 @@ def _fit(
             private |= news[0]
             exposed |= news[1]
         target = int(target * allowed / worst * 0.998)  # ask for less by what the file took more than the plan
+    assert lowest is not None  # the first plan either raised or was written
     raise BudgetInfeasibleError(
         f"no file found that ONNX Runtime runs under budget {format_bytes(allowed)}: the best one peaks at "
-        f"{format_bytes(worst)}; no schedule at all peaks below {format_bytes(plan.lower_bound)}",
-        worst, plan.lower_bound,
+        f"{format_bytes(lowest)}; no schedule at all peaks below {format_bytes(plan.lower_bound)}",
+        lowest, plan.lower_bound,
     )  # fmt: skip
 
 

@@ -3,7 +3,7 @@
     python scripts/evaluate.py --graphs sample_models --budget 80%,60%,50%
 
 Per graph and budget: simulated and measured peaks of the original and the rewritten model (arena off) and how far
-they are apart, the measured peak at every graph optimisation level, bitwise equality of the outputs, executed order,
+they are apart, the measured peak at every graph optimisation level, bitwise equality of the outputs,
 and the step-time ratio (steps taken in turns, default session options) against the extra compute that per-op times
 profiled on the original predict.
 """
@@ -39,7 +39,6 @@ class Row:
     after_measured: int = 0
     after_by_level: dict[str, int] | None = None
     outputs: str = ""
-    order_kept: bool = False
     extra_compute: float = 0.0
     step_ratio: float = 0.0
     recomputed: int = 0
@@ -87,7 +86,7 @@ def _measured(path: Path, target: Path, budget: str, result: Result, folder: Pat
     kept = max(levels.values()) <= report.budget
     return Row(
         path.stem, budget, "kept" if kept else "EXCEEDED", report.budget, report.before.total, before.peak_bytes,
-        report.after.total, levels["all"], levels, outputs, True, report.extra_compute, times[1] / times[0],
+        report.after.total, levels["all"], levels, outputs, report.extra_compute, times[1] / times[0],
         report.recomputed, report.control_edges, report.private_values, report.seconds["plan"],
     )  # fmt: skip
 
