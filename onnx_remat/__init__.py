@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from onnx_remat.errors import (
     BudgetInfeasibleError,
+    ConversionError,
     ModelError,
     OnnxRematError,
     ShapeError,
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BudgetInfeasibleError",
+    "ConversionError",
     "ModelError",
     "OnnxRematError",
     "ShapeError",

@@ -48,3 +48,9 @@ class VerificationError(OnnxRematError):
     """The rewritten model is not what was promised; nothing was written."""
 
     exit_code = 5
+
+
+class ConversionError(OnnxRematError):
+    """A framework's training step cannot be turned into standard ONNX, or came out wrong; nothing was written."""
+
+    exit_code = 6

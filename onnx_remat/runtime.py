@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 
 from onnx_remat.errors import ModelError, OnnxRematError, VerificationError
@@ -96,6 +97,26 @@ def optimized(model: onnx.ModelProto, folder: Path | None, level: str) -> onnx.M
         except Exception as error:
             raise ModelError(f"ONNX Runtime cannot load the model: {_first_line(error)}") from error
         return onnx.load(str(target), load_external_data=False)
+
+
+def outputs(model: onnx.ModelProto, feeds: Mapping[str, np.ndarray], level: str = "disable") -> dict[str, np.ndarray]:
+    """Run a model once on the CPU; every output by name.
+
+    Raises
+    ------
+    ModelError
+        ONNX Runtime cannot load or run the model.
+    """
+    options = session_options(level)
+    import onnxruntime
+
+    options.log_severity_level = 4
+    try:
+        session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        made = session.run(None, dict(feeds))
+    except Exception as error:
+        raise ModelError(f"ONNX Runtime cannot run the model: {_first_line(error)}") from error
+    return dict(zip((value.name for value in model.graph.output), made, strict=True))
 
 
 def write_beside(model: onnx.ModelProto, folder: Path | None, scratch: Path) -> Path:

@@ -1,0 +1,113 @@
+"""`Emitter`: append standard ONNX nodes to an `onnx_ir` graph, labelled with their phase."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal, TypeAlias
+
+import numpy as np
+import onnx_ir as ir
+
+Phase: TypeAlias = Literal["forward", "backward", "optimizer"]
+Attribute: TypeAlias = int | float | str | list[int] | list[float] | ir.DataType | ir.TensorProtocol
+
+
+class Emitter:
+    """Appends nodes, and constants shared by content, at the end of a graph.
+
+    Parameters
+    ----------
+    graph : onnx_ir.Graph
+        Grows in place.
+    phase : str
+        Label of the nodes that follow; see `labelled`.
+
+    Examples
+    --------
+    >>> import numpy as np, onnx_ir as ir
+    >>> x = ir.Value(name="x", shape=ir.Shape([3]), type=ir.TensorType(ir.DataType.FLOAT))
+    >>> graph = ir.Graph([x], [], nodes=[], opset_imports={"": 20})
+    >>> emit = Emitter(graph, "backward")
+    >>> y = emit("Mul", x, emit.constant(np.float32(2)), like=x)
+    >>> y.shape, y.producer().metadata_props
+    (Shape([3]), {'phase': 'backward'})
+    """
+
+    def __init__(self, graph: ir.Graph, phase: Phase) -> None:
+        self.graph = graph
+        self.phase: Phase = phase
+        self._constants: dict[tuple[str, tuple[int, ...], bytes], ir.Value] = {}
+        self._taken = {value.name for node in graph for value in node.outputs}
+        self._taken.update(value.name for value in graph.inputs)
+        self._taken.update(graph.initializers)
+        self._next = 0
+
+    @contextmanager
+    def labelled(self, phase: Phase) -> Iterator[None]:
+        """Label the nodes appended inside with another phase."""
+        outer, self.phase = self.phase, phase
+        try:
+            yield
+        finally:
+            self.phase = outer
+
+    def __call__(
+        self,
+        op_type: str,
+        *inputs: ir.Value | None,
+        like: ir.Value | None = None,
+        name: str | None = None,
+        **attributes: Attribute,
+    ) -> ir.Value:
+        """Append a node with one output; `like` gives the output its shape and dtype, where they are known."""
+        (output,) = self.many(op_type, *inputs, outputs=1, name=name, **attributes)
+        if like is not None:
+            output.shape, output.type = like.shape, like.type
+        return output
+
+    def many(
+        self,
+        op_type: str,
+        *inputs: ir.Value | None,
+        outputs: int,
+        name: str | None = None,
+        **attributes: Attribute,
+    ) -> tuple[ir.Value, ...]:
+        """Append a node with several outputs; attributes are given by keyword, None inputs are left out."""
+        node = ir.node(op_type, inputs, attributes or None, num_outputs=outputs, metadata_props={"phase": self.phase})
+        for index, value in enumerate(node.outputs):
+            value.name = (
+                self.fresh(name or f"{self.phase}.{op_type}")
+                if index == 0 or name is None
+                else self.fresh(f"{name}.{index}")
+            )
+        node.name = f"node.{node.outputs[0].name}"
+        self.graph.append(node)
+        return tuple(node.outputs)
+
+    def constant(self, value: np.ndarray | np.generic) -> ir.Value:
+        """An initializer; equal constants are one."""
+        array = np.asarray(value)
+        key = (array.dtype.str, array.shape, array.tobytes())
+        if key not in self._constants:
+            made = ir.Value(name=self.fresh("const"), const_value=ir.tensor(array))
+            assert made.const_value is not None
+            made.shape, made.type = ir.Shape(array.shape), ir.TensorType(made.const_value.dtype)
+            self.graph.register_initializer(made)
+            self._constants[key] = made
+        return self._constants[key]
+
+    def scalar(self, value: float, like: ir.Value) -> ir.Value:
+        """A scalar constant of another value's dtype."""
+        assert like.dtype is not None, like.name
+        return self.constant(np.asarray(value, like.dtype.numpy()))
+
+    def fresh(self, name: str) -> str:
+        """`name`, or a numbered variant of it that is not taken."""
+        made = name
+        while made in self._taken:
+            self._next += 1
+            made = f"{name}.{self._next}"
+        self._taken.add(made)
+        return made

@@ -1,0 +1,208 @@
+"""SGD, Adam and AdamW as ONNX nodes, with torch.optim's arithmetic, state names and defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import onnx_ir as ir
+
+from . import names
+from .emit import Emitter
+
+State = dict[str, ir.Value]
+
+
+class Optimizer(Protocol):
+    """What an optimizer must tell and do, parameter by parameter."""
+
+    def slots(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """Shape of each piece of state of a parameter; all start at zero."""
+        ...
+
+    def update(self, emit: Emitter, parameter: ir.Value, gradient: ir.Value, state: State) -> tuple[ir.Value, State]:
+        """Append the update; returns the new parameter and the new state."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SGD:
+    """`torch.optim.SGD`.
+
+    Attributes
+    ----------
+    lr, momentum, dampening, weight_decay : float
+    nesterov, maximize : bool
+
+    The momentum buffer starts at zero where torch's starts at the first gradient; so that both agree, dampening
+    applies from the second step on in torch and is refused here together with momentum.
+    """
+
+    lr: float = 1e-3
+    momentum: float = 0.0
+    dampening: float = 0.0
+    weight_decay: float = 0.0
+    nesterov: bool = False
+    maximize: bool = False
+
+    def __post_init__(self) -> None:
+        if self.momentum and self.dampening:
+            raise ValueError("SGD with dampening is not supported: torch leaves it out of the first step only")
+
+    def slots(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        return {"momentum_buffer": shape} if self.momentum else {}
+
+    def update(self, emit: Emitter, parameter: ir.Value, gradient: ir.Value, state: State) -> tuple[ir.Value, State]:
+        step, new = _signed(emit, gradient, self.maximize), {}
+        if self.weight_decay:
+            step = emit("Add", step, _scaled(emit, parameter, self.weight_decay), like=parameter)
+        if self.momentum:
+            buffer = emit("Add", _scaled(emit, state["momentum_buffer"], self.momentum), step, like=parameter)
+            new["momentum_buffer"] = buffer
+            step = emit("Add", step, _scaled(emit, buffer, self.momentum), like=parameter) if self.nesterov else buffer
+        return emit("Sub", parameter, _scaled(emit, step, self.lr), like=parameter), new
+
+
+@dataclass(frozen=True, slots=True)
+class Adam:
+    """`torch.optim.Adam`, and with ``decoupled`` `torch.optim.AdamW`.
+
+    Attributes
+    ----------
+    lr : float
+    betas : pair of float
+    eps, weight_decay : float
+    amsgrad, maximize : bool
+    decoupled : bool
+        Decay weights beside the step, not through the gradient (Loshchilov & Hutter 2019).
+    """
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    amsgrad: bool = False
+    maximize: bool = False
+    decoupled: bool = False
+
+    def slots(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        slots: dict[str, tuple[int, ...]] = {"step": (), "exp_avg": shape, "exp_avg_sq": shape}
+        return slots | ({"max_exp_avg_sq": shape} if self.amsgrad else {})
+
+    def update(self, emit: Emitter, parameter: ir.Value, gradient: ir.Value, state: State) -> tuple[ir.Value, State]:
+        gradient = _signed(emit, gradient, self.maximize)
+        if self.weight_decay and self.decoupled:
+            parameter = _scaled(emit, parameter, 1 - self.lr * self.weight_decay)
+        elif self.weight_decay:
+            gradient = emit("Add", gradient, _scaled(emit, parameter, self.weight_decay), like=parameter)
+        first, second = self.betas
+        step = emit("Add", state["step"], emit.scalar(1, state["step"]), like=state["step"])
+        mean = _blend(emit, state["exp_avg"], gradient, first)
+        square = emit("Mul", gradient, gradient, like=parameter)
+        variance = _blend(emit, state["exp_avg_sq"], square, second)
+        new = {"step": step, "exp_avg": mean, "exp_avg_sq": variance}
+        if self.amsgrad:
+            variance = new["max_exp_avg_sq"] = emit("Max", state["max_exp_avg_sq"], variance, like=parameter)
+        # torch: parameter - lr / (1 - b1^t) * mean / (sqrt(variance) / sqrt(1 - b2^t) + eps)
+        rate = emit("Div", emit.scalar(self.lr, step), _correction(emit, step, first), like=step)
+        root = emit("Sqrt", _correction(emit, step, second), like=step)
+        spread = emit("Sqrt", variance, like=parameter)
+        spread = emit("Div", spread, _cast(emit, root, parameter), like=parameter)
+        spread = emit("Add", spread, emit.scalar(self.eps, parameter), like=parameter)
+        change = emit("Div", emit("Mul", mean, _cast(emit, rate, parameter), like=parameter), spread, like=parameter)
+        return emit("Sub", parameter, change, like=parameter), new
+
+
+def AdamW(lr: float = 1e-3, *, weight_decay: float = 1e-2, **options: object) -> Adam:
+    """`torch.optim.AdamW`: Adam with decoupled weight decay.
+
+    >>> AdamW(lr=0.01).decoupled
+    True
+    """
+    return Adam(lr=lr, weight_decay=weight_decay, decoupled=True, **options)  # type: ignore[arg-type]
+
+
+def append(graph: ir.Graph, optimizers: Mapping[str, Optimizer], batch_inputs: int) -> None:
+    """Turn a graph that puts out gradients into one that puts out new parameters and state.
+
+    Each output ``grad.<name>`` of a parameter in `optimizers` gives way to ``new.<name>`` and
+    ``new.state.<name>.<slot>``; inputs ``state.<name>.<slot>`` join after the parameters and buffers, before the
+    batch.
+
+    Parameters
+    ----------
+    graph : onnx_ir.Graph
+        Changed in place; outputs in the order of `names`.
+    optimizers : mapping of str to Optimizer
+        By parameter name, so that groups may differ.
+    batch_inputs : int
+        How many of the graph's last inputs are the batch.
+    """
+    emit = Emitter(graph, "optimizer")
+    inputs = {value.name: value for value in graph.inputs}
+    gradients = {value.name: value for value in graph.outputs}
+    states: list[ir.Value] = []
+    new_parameters: list[ir.Value] = []
+    new_states: list[ir.Value] = []
+    for name, optimizer in optimizers.items():
+        parameter, gradient = inputs[name], gradients[names.gradient(name)]
+        assert parameter.shape is not None and parameter.dtype is not None
+        state: State = {}
+        for slot, shape in optimizer.slots(parameter.shape.numpy()).items():
+            # torch counts steps in float32 whatever the parameter's dtype
+            dtype = ir.DataType.FLOAT if slot == "step" else parameter.dtype
+            state[slot] = ir.Value(
+                name=emit.fresh(names.state(name, slot)), shape=ir.Shape(shape), type=ir.TensorType(dtype)
+            )
+        updated, after = optimizer.update(emit, parameter, gradient, state)
+        updated.name = names.new(name)
+        new_parameters.append(updated)
+        for slot, value in after.items():
+            value.name = names.new(names.state(name, slot))
+            new_states.append(value)
+        states.extend(state.values())
+    replaced = {names.gradient(name) for name in optimizers}
+    kept = [value for value in graph.outputs if value.name not in replaced]
+    for name in replaced:  # no longer the interface: a name of its own, so that a later `grad.` output may not clash
+        gradients[name].name = emit.fresh(f"backward.{name}")
+    first_batch = len(inputs) - batch_inputs
+    graph.inputs[first_batch:first_batch] = states
+    loss, others = kept[:1], kept[1:]
+    graph.outputs[:] = [*loss, *new_parameters, *new_states, *others]
+
+
+def _signed(emit: Emitter, gradient: ir.Value, maximize: bool) -> ir.Value:
+    return emit("Neg", gradient, like=gradient) if maximize else gradient
+
+
+def _scaled(emit: Emitter, value: ir.Value, factor: float) -> ir.Value:
+    return emit("Mul", value, emit.scalar(factor, value), like=value)
+
+
+def _blend(emit: Emitter, old: ir.Value, new: ir.Value, keep: float) -> ir.Value:
+    return emit("Add", _scaled(emit, old, keep), _scaled(emit, new, 1 - keep), like=old)
+
+
+def _correction(emit: Emitter, step: ir.Value, beta: float) -> ir.Value:
+    """1 - beta ** step."""
+    return emit("Sub", emit.scalar(1, step), emit("Pow", emit.scalar(beta, step), step, like=step), like=step)
+
+
+def _cast(emit: Emitter, value: ir.Value, like: ir.Value) -> ir.Value:
+    assert like.dtype is not None
+    if value.dtype == like.dtype:
+        return value
+    made = emit("Cast", value, to=int(like.dtype))
+    made.shape, made.type = value.shape, ir.TensorType(like.dtype)
+    return made
+
+
+def initial_state(optimizers: Mapping[str, Optimizer], parameters: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Zeros for every state input of the parameters' optimizers, by input name."""
+    return {
+        names.state(name, slot): np.zeros(shape, np.float32 if slot == "step" else parameters[name].dtype)
+        for name, optimizer in optimizers.items()
+        for slot, shape in optimizer.slots(parameters[name].shape).items()
+    }
