@@ -9,9 +9,11 @@ import onnx
 import pytest
 from onnx import helper
 
-from onnx_remat import pipeline, runtime
+from onnx_remat import runtime
+from onnx_remat.options import Options
 from onnx_remat.ort_order import default_order
 from onnx_remat.shapes import TAG, UNSEEN
+from onnx_remat.view import as_executed
 from tests.conftest import SAMPLES, mlp, model_of
 
 pytest.importorskip("onnxruntime")
@@ -20,7 +22,7 @@ pytest.importorskip("onnxruntime")
 @pytest.mark.parametrize("path", SAMPLES, ids=lambda p: p.stem)
 def test_emulated_order_is_the_executed_order(path):
     executed = runtime.measure(path, "disable", trace=True).executed
-    view = pipeline.as_executed(onnx.load(path), None, "disable", pipeline.Options())
+    view = as_executed(onnx.load(path), None, "disable", Options())
     assert tuple(view.view.graph.ops[i].label for i in view.order.order) == executed
 
 
@@ -48,7 +50,7 @@ def test_emulated_order_and_peak_follow_the_file(seed, tmp_path):
     path = tmp_path / "m.onnx"
     onnx.save(model, path)
     measured = runtime.measure(path, "disable", trace=True)
-    view = pipeline.as_executed(model, None, "disable", pipeline.Options())
+    view = as_executed(model, None, "disable", Options())
     assert tuple(view.view.graph.ops[i].label for i in view.order.order) == measured.executed
     assert view.timeline().peak == pytest.approx(measured.peak_bytes, rel=0.03)
 
@@ -92,7 +94,7 @@ def test_a_private_value_gets_its_own_buffer_in_the_runtime(tmp_path):
         path = tmp_path / f"{hidden}.onnx"
         onnx.save(model, path)
         measured = runtime.measure(path, "disable").peak_bytes
-        simulated = pipeline.as_executed(model, None, "disable", pipeline.Options()).timeline().peak
+        simulated = as_executed(model, None, "disable", Options()).timeline().peak
         assert simulated == pytest.approx(measured, rel=0.03)
         return measured
 

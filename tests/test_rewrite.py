@@ -16,9 +16,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
-from onnx_remat import pipeline, runtime
+from onnx_remat import runtime
 from onnx_remat.errors import ModelError
 from onnx_remat.memory import simulate
+from onnx_remat.options import Options
 from onnx_remat.pins import heavy_steps, light_limit
 from onnx_remat.realize import _is_absorbed, realize, settle
 from onnx_remat.rewrite import CONTROL_KEY, RECOMPUTE_KEY, Rewritten
@@ -26,13 +27,14 @@ from onnx_remat.schedule import Problem, Schedule, check_schedule
 from onnx_remat.selectors import Request, get, names
 from onnx_remat.shapes import TAG
 from onnx_remat.sharing import unroll
+from onnx_remat.view import View, as_executed, make_view
 from tests.conftest import feeds_for, mlp, model_of, run_model, same_bits
 
 make = helper.make_node
 FLOAT, BOOL = TensorProto.FLOAT, TensorProto.BOOL
 SIDE = 32
 FULL, HALF, IMAGE = (SIDE, SIDE), (SIDE // 2, SIDE), (1, 1, SIDE, SIDE)
-OPTIONS = pipeline.Options()
+OPTIONS = Options()
 
 
 class Builder:
@@ -192,7 +194,7 @@ def idle_views(problem: Problem, order: list[int]) -> bool:
 class Written:
     """A schedule and the file it became."""
 
-    view: pipeline.View
+    view: View
     schedule: Schedule
     limit: int
     result: Rewritten
@@ -220,7 +222,7 @@ class Written:
 
 
 def write(model: onnx.ModelProto, schedule: Schedule | None = None, **more: object) -> Written:
-    view = pipeline.make_view(model, OPTIONS)
+    view = make_view(model, OPTIONS)
     if schedule is None:
         schedule = random_schedule(view.problem, **more)  # type: ignore[arg-type]
     alone = replace(view.problem, poolable=np.zeros(view.problem.n_values, np.bool_))
@@ -271,7 +273,7 @@ def test_any_schedule_computes_the_same_in_that_order(seed, layers, share, cond)
     outputs, executed = traced(written.model, feeds)
     assert same_bits(run_model(model, feeds), outputs)
     assert only(executed, written.heavy()) == written.heavy()
-    emulated = pipeline.as_executed(written.model, None, "disable", OPTIONS)
+    emulated = as_executed(written.model, None, "disable", OPTIONS)
     labels = [emulated.view.graph.ops[i].label for i in emulated.order.order]
     assert only(executed, labels) == labels
 
@@ -285,7 +287,7 @@ def test_any_schedule_keeps_its_peak(seed, layers, share):
     unrolled = unroll(written.view.problem, written.schedule)
     shared = simulate(unrolled.problem, range(unrolled.problem.n_ops)).peak
     assert shared == simulate(written.view.problem, written.schedule).peak
-    executed = pipeline.as_executed(written.model, None, "disable", OPTIONS).timeline().peak
+    executed = as_executed(written.model, None, "disable", OPTIONS).timeline().peak
     assert executed <= max(shared, written.limit) * 1.01 + 48 * written.result.nodes_added
 
 
@@ -336,7 +338,7 @@ def test_what_is_written_is_tidy(seed, layers, share):
 
 def recomputing(model: onnx.ModelProto, *labels: str) -> Written:
     """The file that runs the named ops a second time, in that order, right behind the last op of the forward pass."""
-    view = pipeline.make_view(model, OPTIONS)
+    view = make_view(model, OPTIONS)
     number = {op.label: op.index for op in view.graph.ops}
     order = list(range(view.problem.n_ops))
     place = number["mean"] + 1
@@ -483,7 +485,7 @@ def with_everything_random() -> onnx.ModelProto:
 
 @pytest.mark.parametrize("selector", names())
 def test_random_ops_and_bodies_are_never_cloned(selector, with_everything_random):
-    view = pipeline.make_view(with_everything_random, OPTIONS)
+    view = make_view(with_everything_random, OPTIONS)
     problem = replace(view.problem, poolable=np.zeros(view.problem.n_values, np.bool_))
     before = simulate(problem, view.default_order()).peak
     anchors = tuple(op.index for op in view.graph.ops if op.node.op_type == "MatMul")

@@ -11,11 +11,12 @@ import onnx
 import pytest
 from onnx import helper
 
-from onnx_remat import pipeline
 from onnx_remat.memory import simulate
+from onnx_remat.options import Options
 from onnx_remat.realize import realize
 from onnx_remat.schedule import Problem, check_schedule
 from onnx_remat.selectors import Request, get
+from onnx_remat.view import View, as_executed, make_view
 from sample_models.chain import chain, peak_bytes
 from tests.conftest import model_of
 
@@ -28,8 +29,8 @@ def liveness(problem: Problem) -> Problem:
     return replace(problem, poolable=np.zeros(problem.n_values, np.bool_))
 
 
-def viewed(n: int) -> pipeline.View:
-    return pipeline.make_view(chain(n, WIDTH, BATCH), pipeline.Options())
+def viewed(n: int) -> View:
+    return make_view(chain(n, WIDTH, BATCH), Options())
 
 
 @pytest.mark.parametrize("n", [1, 2, 16, 64, 256])
@@ -37,7 +38,7 @@ def test_a_chain_peaks_at_exactly_the_documented_bytes(n):
     view = viewed(n)
     timeline = simulate(view.problem, view.default_order())
     assert timeline.peak == peak_bytes(n, WIDTH, BATCH)
-    executed = pipeline.as_executed(chain(n, WIDTH, BATCH), None, "disable", pipeline.Options())
+    executed = as_executed(chain(n, WIDTH, BATCH), None, "disable", Options())
     assert executed.timeline().peak == timeline.peak
 
 
@@ -114,13 +115,13 @@ def rewritten(data: bytes) -> tuple[int, int]:
     """Load, simulate, write down the order as it is, and simulate the file: nodes and peaks before and after."""
     from onnx_remat import model_io
 
-    options = pipeline.Options()
+    options = Options()
     source = model_io.load(data)
-    view = pipeline.make_view(source.model, options)
+    view = make_view(source.model, options)
     order = view.default_order()
     before = simulate(view.problem, order).peak
     written = realize(view.graph, view.tensors, view.table, view.problem, order, before, {})
-    executed = pipeline.as_executed(written.model, None, "disable", options)
+    executed = as_executed(written.model, None, "disable", options)
     return before, executed.timeline().peak
 
 

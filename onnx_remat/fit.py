@@ -1,0 +1,156 @@
+"""Plan, write, and look at what ONNX Runtime would make of the file, until that keeps the budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Set
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+
+from onnx_remat import bounds, costs, memory, runtime, selectors, sharing
+from onnx_remat.errors import BudgetInfeasibleError, ModelError, VerificationError
+from onnx_remat.options import Options
+from onnx_remat.realize import realize, settle
+from onnx_remat.rewrite import Rewritten
+from onnx_remat.schedule import Schedule, check_schedule
+from onnx_remat.units import format_bytes
+from onnx_remat.version import __version__
+from onnx_remat.view import Executed, View, as_executed, known
+
+MARGIN = 0.01
+"""Fraction of the budget kept free for what no plan shows: allocator rounding and the runtime's own bookkeeping."""
+
+_WARM = 0.97  # of the target: steps above this count as peaks when looking for buffers shared to no good
+_PLANS = 6  # plans made when the written file misses the budget that the plan kept
+
+
+Stage = Callable[[str], AbstractContextManager[None]]
+"""Entered around each stage of the work, by its name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A schedule that keeps a budget, and what it was made from."""
+
+    view: View
+    schedule: Schedule
+    timeline: memory.Timeline
+    budget: int
+    extra_compute: float
+    lower_bound: int
+
+
+def target_of(allowed: int) -> int:
+    """The peak that plans are made for: a budget less its margin."""
+    return int(allowed * (1 - MARGIN))
+
+
+def make_plan(view: View, allowed: int, target: int, options: Options) -> Plan:
+    """The selector's plan for a peak of `target` bytes; BudgetInfeasibleError where it finds none."""
+    floor = bounds.lower_bound(view.problem)
+    baseline = view.default_order()
+    select = selectors.get(options.selector)
+    # Plans are made against liveness: the file keeps the runtime from sharing buffers where that costs memory.
+    problem = replace(view.problem, poolable=np.zeros(view.problem.n_values, np.bool_))
+    numbers = {name: i for i, name in enumerate(view.graph.values)}
+    request = selectors.Request(
+        problem,
+        target,
+        baseline,
+        time_limit=options.time_limit,
+        progress=options.progress,
+        checkpoints=tuple(numbers[known(name, numbers, "--checkpoint")] for name in options.checkpoints),
+        anchors=tuple(op.index for op in view.graph.ops if op.node.op_type in costs.MATRIX_OPS),
+    )
+    schedule = settle(view.graph, problem, select(request), target)
+    check_schedule(problem, schedule)
+    timeline = memory.simulate(problem, schedule)
+    if timeline.peak > target:
+        needed = int(timeline.peak / (1 - MARGIN)) + 1
+        impossible = "is impossible" if floor > allowed else "was not reached"
+        raise BudgetInfeasibleError(
+            f"budget {format_bytes(allowed)} {impossible}: the lowest that selector {options.selector!r} finds is "
+            f"about {format_bytes(needed)} ({needed}B), and no schedule peaks below {format_bytes(floor)}",
+            timeline.peak, floor,
+        )  # fmt: skip
+    return Plan(view, schedule, timeline, allowed, schedule.overhead(view.problem), floor)
+
+
+def fit(
+    view: View, original: Executed, allowed: int, folder: Path | None, options: Options, stage: Stage
+) -> tuple[Plan, Rewritten, dict[str, Executed]]:
+    """Plan, write, and see what ONNX Runtime would make of the file, until that is within the budget.
+
+    Where the file as executed exceeds the budget, first the values that share buffers to no good are made private;
+    when there are none left, the plan is made anew for a tighter target.
+    """
+    target = target_of(allowed)
+    before_peak = original.timeline().peak
+    lowest: int | None = None
+    for attempt in range(_PLANS):
+        with stage("plan"):
+            try:
+                plan = make_plan(view, allowed, target, options)
+            except BudgetInfeasibleError:
+                if not attempt:
+                    raise
+                break
+        private: set[int] = set()
+        exposed: set[int] = set()
+        while True:
+            with stage("rewrite"):
+                written = _write(plan, target, before_peak, private, exposed)
+            with stage("simulate result"):
+                executed = _as_written(written.model, folder, options)
+                timelines = {level: what.timeline() for level, what in executed.items()}
+            worst = max(timeline.peak for timeline in timelines.values())
+            lowest = worst if lowest is None else min(lowest, worst)
+            if worst <= allowed:
+                return plan, written, executed
+            warm = int(target * _WARM)
+            idle = {i for level, what in executed.items() for i in _idle_sharers(what, timelines[level], warm, written)}
+            known = {i for i in idle if i in private}
+            steps = sharing.unroll(view.problem, plan.schedule).step
+            news = (idle - private, {int(steps[i]) for i in known} - exposed)
+            if not any(news):
+                break
+            private |= news[0]
+            exposed |= news[1]
+        target = int(target * allowed / worst * 0.998)  # ask for less by what the file took more than the plan
+    assert lowest is not None  # the first plan either raised or was written
+    raise BudgetInfeasibleError(
+        f"no file found that ONNX Runtime runs under budget {format_bytes(allowed)}: the best one peaks at "
+        f"{format_bytes(lowest)}; no schedule at all peaks below {format_bytes(plan.lower_bound)}",
+        lowest, plan.lower_bound,
+    )  # fmt: skip
+
+
+def _as_written(model: onnx.ModelProto, folder: Path | None, options: Options) -> dict[str, Executed]:
+    """A written model as ONNX Runtime executes it, per optimisation level."""
+    levels = runtime.LEVELS if runtime.available() else ("disable",)
+    try:
+        return {level: as_executed(model, folder, level, options) for level in levels}
+    except ModelError as error:
+        raise VerificationError(f"the rewritten model is not usable: {error}") from error
+
+
+def _idle_sharers(what: Executed, timeline: memory.Timeline, limit: int, written: Rewritten) -> set[int]:
+    """Occurrences that hold a dead buffer through steps above `limit` in the file as executed."""
+    number = {name: i for i, name in enumerate(written.occurrences)}
+    names = list(what.view.graph.values)
+    found = sharing.gap_tenants(what.view.problem, what.order.order, timeline, limit)
+    return {number[names[v]] for v in found if names[v] in number}
+
+
+def _write(plan: Plan, limit: int, before_peak: int, private: Set[int], exposed: Set[int]) -> Rewritten:
+    metadata = {
+        "version": __version__,
+        "budget_bytes": str(plan.budget),
+        "original_peak_bytes": str(before_peak),
+        "planned_peak_bytes": str(plan.timeline.peak),
+    }
+    view = plan.view
+    return realize(view.graph, view.tensors, view.table, view.problem, plan.schedule, limit, metadata, private, exposed)

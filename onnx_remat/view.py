@@ -1,0 +1,125 @@
+"""A model in every form the stages need, and as ONNX Runtime will execute it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+
+from onnx_remat import costs, graph, memory, phases, runtime, shapes
+from onnx_remat.compile import OpTable, compile_problem, tabulate
+from onnx_remat.errors import UsageError
+from onnx_remat.graph import INPUT, Graph
+from onnx_remat.options import Options
+from onnx_remat.ort_order import default_order
+from onnx_remat.report import Holding, Peak
+from onnx_remat.schedule import Problem, Schedule
+from onnx_remat.shapes import Tensor
+
+THREADS = 8
+"""Threads per op that workspace is reckoned for: a fixed figure, so that every machine writes the same file."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A model in every form the stages need."""
+
+    graph: Graph
+    tensors: Mapping[str, Tensor]
+    table: OpTable
+    problem: Problem
+
+    def default_order(self) -> Schedule:
+        """The order ONNX Runtime executes this file in, its graph optimisations aside."""
+        made_by = self.problem.producer()
+        producers = [
+            [int(made_by[v]) for v in self.problem.inputs(op) if made_by[v] >= 0] for op in range(self.problem.n_ops)
+        ]
+        return Schedule(tuple(default_order(producers)))
+
+
+@dataclass(frozen=True, slots=True)
+class Executed:
+    """A model as ONNX Runtime will execute it: its optimised graph and the order of its nodes."""
+
+    view: View
+    order: Schedule
+
+    def timeline(self) -> memory.Timeline:
+        return memory.simulate(self.view.problem, self.order)
+
+
+def make_view(model: onnx.ModelProto, options: Options) -> View:
+    """Graph, shapes, facts, costs and phases of a model, compiled into a `Problem`."""
+    ir = graph.build(model)
+    tensors = shapes.infer(ir, options.dims)
+    table = _keeping(ir, tabulate(ir, tensors, THREADS, options.allow_recompute), options.keep)
+    problem = compile_problem(
+        ir, tensors, table, costs.price(ir, tensors, options.costs), phases.split(ir, tensors, options.loss)
+    )
+    return View(ir, tensors, table, problem)
+
+
+def _keeping(ir: Graph, table: OpTable, keep: Sequence[str]) -> OpTable:
+    """`table` with the producers of the values named in `keep` marked as not to be recomputed."""
+    producer = ir.producer()
+    kept = {producer[known(name, producer, "--keep")] for name in keep}
+    return replace(table, recomputable=tuple(r and i not in kept for i, r in enumerate(table.recomputable)))
+
+
+def known(name: str, names: Collection[str], flag: str) -> str:
+    """`name` if it is one of `names`; UsageError with the nearest match otherwise."""
+    if name in names:
+        return name
+    close = difflib.get_close_matches(name, names, n=1)
+    raise UsageError(f"{flag}: no node makes a value {name!r}" + (f"; did you mean {close[0]!r}?" if close else ""))
+
+
+def as_executed(model: onnx.ModelProto, folder: Path | None, level: str, options: Options) -> Executed:
+    """What ONNX Runtime makes of a model at an optimisation level; emulated from the file where it is not installed."""
+    plain = replace(options, keep=(), loss=None, costs="cpu")
+    if level == "disable" or not runtime.available():
+        view = _structural_view(model, plain)
+        return Executed(view, view.default_order())
+    view = _structural_view(runtime.optimized(shapes.declared(model), folder, level), plain)
+    return Executed(view, Schedule(tuple(range(view.problem.n_ops))))
+
+
+def _structural_view(model: onnx.ModelProto, options: Options) -> View:
+    """A view for simulation alone: costs and phases do not matter to memory."""
+    ir = graph.build(model)
+    tensors = shapes.infer(ir, options.dims)
+    table = tabulate(ir, tensors, THREADS, options.allow_recompute)
+    nothing = [0] * len(ir.ops)
+    return View(ir, tensors, table, compile_problem(ir, tensors, table, nothing, nothing))
+
+
+def describe(executed: Executed, timeline: memory.Timeline) -> Peak:
+    """Split a peak into inputs, weights, activations, outputs and workspace."""
+    view, problem = executed.view, executed.view.problem
+    names = list(view.graph.values)
+    inputs = sum(view.tensors[n].nbytes for n, v in view.graph.values.items() if v.kind == INPUT)
+    alive = np.flatnonzero((timeline.start <= timeline.peak_step) & (timeline.end >= timeline.peak_step))
+    outputs = int(sum(timeline.size[b] for b in alive if problem.is_output[timeline.owner[b]]))
+    op = executed.order.order[timeline.peak_step] if executed.order.order else -1
+    workspace = int(problem.workspace[op]) if op >= 0 else 0
+    producer = view.graph.producer()
+    largest = sorted(alive.tolist(), key=lambda b: (-int(timeline.size[b]), b))[:10]
+    return Peak(
+        total=timeline.peak,
+        inputs=inputs,
+        weights=problem.base_bytes - inputs,
+        activations=timeline.peak - problem.base_bytes - outputs - workspace,
+        outputs=outputs,
+        workspace=workspace,
+        at=f"{view.graph.ops[op].node.op_type} {view.graph.ops[op].label}" if op >= 0 else "",
+        top=tuple(
+            Holding(name, view.graph.ops[producer[name]].node.op_type, int(timeline.size[b]))
+            for b in largest
+            for name in (names[timeline.owner[b]],)
+        ),
+    )
