@@ -136,3 +136,24 @@ def check_schedule(problem: Problem, schedule: Schedule) -> None:
         raise ValueError(f"op {int(np.argmin(count))} never runs")
     if ((count > 1) & ~problem.recomputable).any():
         raise ValueError(f"op {int(np.argmax((count > 1) & ~problem.recomputable))} must not run twice")
+
+
+def alias_roots(problem: Problem) -> Ints:
+    """Value whose buffer each value lives in, following mandatory aliases only. Shape (n_values,)."""
+    root = np.arange(problem.n_values, dtype=np.int32)
+    maker = np.repeat(np.arange(problem.n_ops), np.diff(problem.out_ptr))
+    aliased = (problem.alias_slot >= 0) & ~problem.is_output[problem.out_values]
+    for slot in np.flatnonzero(aliased):  # in order of the ops, so that what is viewed has its root already
+        viewed = problem.in_values[problem.in_ptr[maker[slot]] + problem.alias_slot[slot]]
+        root[problem.out_values[slot]] = root[viewed]
+    return root
+
+
+def successors(problem: Problem) -> tuple[Ints, Ints]:
+    """Ops that read what each op writes, as CSR arrays, each reader once."""
+    made_by = problem.producer()
+    readers = np.repeat(np.arange(problem.n_ops, dtype=np.int64), np.diff(problem.in_ptr))
+    sources = made_by[problem.in_values].astype(np.int64)
+    pairs = np.unique((sources * problem.n_ops + readers)[sources >= 0])
+    ptr = np.searchsorted(pairs, np.arange(problem.n_ops + 1, dtype=np.int64) * problem.n_ops).astype(np.int32)
+    return ptr, (pairs % max(problem.n_ops, 1)).astype(np.int32)

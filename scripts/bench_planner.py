@@ -23,7 +23,8 @@ from pathlib import Path
 
 import numpy as np
 
-from onnx_remat.bounds import cost_lower_bound, lower_bound
+from onnx_remat.bounds import lower_bound
+from onnx_remat.cost_bounds import cost_lower_bound
 from onnx_remat.memory import simulate
 from onnx_remat.schedule import BACKWARD, FORWARD, Problem, Schedule, check_schedule
 from onnx_remat.selectors import Request, get, names
@@ -106,7 +107,7 @@ def plan(name: str, problem: Problem, base_peak: int, share: float, selector: st
     peak = simulate(problem, schedule).peak
     return Record(
         name, share, selector, list(schedule.order), schedule.overhead(problem), peak,
-        cost_lower_bound(problem, budget), seconds, peak <= budget,
+        cost_lower_bound(problem, budget, range(problem.n_ops)), seconds, peak <= budget,
     )  # fmt: skip
 
 

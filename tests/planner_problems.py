@@ -107,6 +107,9 @@ def random_problem(seed: int, n_ops: int, facts: bool = True) -> Problem:
             elif facts and read and rng.random() < 0.5:
                 inplace[v] = [int(k) for k in rng.permutation(len(read))[:2]]
             made.append(v)
+        viewed = {read[alias[v]] for v in made if v in alias}
+        for v in made:  # no kernel writes over what it passes on
+            inplace[v] = [k for k in inplace.get(v, ()) if read[k] not in viewed]
         ops.append((read, made))
     slots = [v for _, made in ops for v in made]
     return build(
@@ -164,34 +167,37 @@ def baseline(problem: Problem) -> Schedule:
     return Schedule(tuple(range(problem.n_ops)))
 
 
-def cheapest(problem: Problem, budget: int) -> float | None:
-    """Least overhead under a budget by Dijkstra over sets of live values; first executions in numbering
-    order.
+def cheapest(problem: Problem, budget: int, fixed_order: bool = True) -> float | None:
+    """Least overhead under a budget by Dijkstra over what has run and what is alive.
 
-    For problems without outputs, views, shared buffers and residents; None if nothing fits.
+    First executions in numbering order, or in any. For problems without outputs, views, shared buffers and
+    residents; None if nothing fits.
     """
     n = problem.n_ops
     reads = [frozenset(problem.inputs(op)) for op in range(n)]
     size = problem.nbytes.tolist()
-    start: tuple[int, frozenset[int]] = (0, frozenset())
-    best = {start: 0.0}
-    queue: list[tuple[float, int, int, frozenset[int]]] = [(0.0, 0, 0, frozenset())]
+    nothing: frozenset[int] = frozenset()
+    best = {(nothing, nothing): 0.0}
+    queue: list[tuple[float, int, frozenset[int], frozenset[int]]] = [(0.0, 0, nothing, nothing)]
     pushed = 0
     while queue:
         cost, _, done, live = heapq.heappop(queue)
         if cost > best[done, live]:
             continue
-        if done == n:
+        if len(done) == n:
             return cost / float(problem.cost.sum()) - 1.0
-        for op in range(done + 1):
-            if (op < done and not problem.recomputable[op]) or not reads[op] <= live:
+        for op in range(n):
+            known = op in done
+            if (known and not problem.recomputable[op]) or not reads[op] <= live:
+                continue
+            if fixed_order and op > len(done):
                 continue
             others = sorted(live - reads[op] - {op})
             for kept in (c for k in range(len(others) + 1) for c in combinations(others, k)):
                 now = reads[op] | set(kept) | {op}
                 if sum(size[v] for v in now) + int(problem.workspace[op]) > budget:
                     continue
-                state = (done + (op == done), frozenset(now))
+                state = (done | {op}, frozenset(now))
                 price = cost + float(problem.cost[op])
                 if price < best.get(state, math.inf):
                     best[state] = price

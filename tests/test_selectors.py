@@ -20,7 +20,8 @@ from planner_problems import (
     random_problem,
 )
 
-from onnx_remat.bounds import cost_lower_bound, lower_bound
+from onnx_remat.bounds import lower_bound
+from onnx_remat.cost_bounds import cost_lower_bound
 from onnx_remat.errors import UsageError
 from onnx_remat.memory import simulate
 from onnx_remat.schedule import Problem, Schedule, check_schedule
@@ -69,23 +70,48 @@ def test_chain_of_32_fits_small_budgets(budget: int) -> None:
     assert simulate(problem, schedule).peak <= budget
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_exact_and_bounds_agree_with_brute_force(seed: int) -> None:
+def plain_problem(seed: int) -> Problem:
+    """Four to eight ops without any buffer rule: what brute force takes."""
     problem = liveness_only(random_problem(seed, 4 + seed % 5, facts=False))
-    problem = replace(problem, is_output=np.zeros_like(problem.is_output))
-    peak = simulate(problem, baseline(problem)).peak
-    for budget in sorted({lower_bound(problem), (lower_bound(problem) + peak) // 2, peak}):
+    return replace(problem, is_output=np.zeros_like(problem.is_output))
+
+
+def some_budgets(problem: Problem) -> list[int]:
+    """The floor, the peak, and what lies between."""
+    floor, peak = lower_bound(problem), simulate(problem, baseline(problem)).peak
+    return sorted({floor, (2 * floor + peak) // 3, (floor + peak) // 2, peak})
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_exact_search_and_bounds_agree_with_brute_force(seed: int) -> None:
+    problem = plain_problem(seed)
+    for budget in some_budgets(problem):
         least = cheapest(problem, budget)
         proof = solve(problem, budget, 5.0)
         assert proof.optimal
         assert (proof.schedule is None) == (least is None)
-        bound = cost_lower_bound(problem, budget)
+        bound = cost_lower_bound(problem, budget, range(problem.n_ops))
         if least is None or proof.schedule is None:
             continue
         assert simulate(problem, proof.schedule).peak <= budget
         assert math.isclose(proof.schedule.overhead(problem), least, abs_tol=1e-4)
         assert bound <= least + 1e-9
         found = get("search")(Request(problem, budget, baseline(problem), fixed_order=True, work=5000))
+        assert simulate(problem, found).peak <= budget
+        assert found.overhead(problem) <= least * 1.01 + 1e-9
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_free_order_agrees_with_brute_force(seed: int) -> None:
+    """Any order of first executions: search reaches the least cost, and the bound for any order is below it."""
+    problem = plain_problem(seed)
+    for budget in some_budgets(problem):
+        least = cheapest(problem, budget, fixed_order=False)
+        bound = cost_lower_bound(problem, budget)
+        if least is None:
+            continue
+        assert bound <= least + 1e-9
+        found = get("search")(Request(problem, budget, baseline(problem), work=5000))
         assert simulate(problem, found).peak <= budget
         assert found.overhead(problem) <= least * 1.01 + 1e-9
 

@@ -87,17 +87,17 @@ def anneal(s: State, rng, cost, floor, work, hot, cold, price):  # type: ignore[
             most = limit + price * excess + (s.ops[s.events[e].op].cost if swap else 0.0)
             x = pick_read(s, rng, draw(rng) < _HOT)
             if x >= 0:
-                n, extra = add(s, rng, x, log, 0, draw(rng) ** 2, most)
+                n, extra = add(s, rng, x, log, np.int64(0), draw(rng) ** 2, most)
             if n > 0 and swap and s.events[e].place >= 0 and removable(s, e):
                 n, saved = remove(s, e, log, n)
                 extra -= saved
         elif not s.events[e].pinned:
             if kind < _ADD + _SWAP + _REMOVE:
                 if removable(s, e):
-                    n, extra = remove(s, e, log, 0)
+                    n, extra = remove(s, e, log, np.int64(0))
                     extra = -extra
             elif loose and kind > 1 - _HOIST:
-                x = pick_read(s, rng, True)
+                x = pick_read(s, rng, kind < 1.0)
                 if x >= 0:
                     n, extra = hoist(s, x, log)
             else:

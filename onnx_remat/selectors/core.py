@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from onnx_remat.schedule import Flags, Floats, Ints, Longs, Problem
-from onnx_remat.selectors.orders import alias_roots
+from onnx_remat.schedule import Flags, Floats, Ints, Longs, Problem, alias_roots
 
 
 class Core(NamedTuple):

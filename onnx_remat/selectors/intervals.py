@@ -22,7 +22,7 @@ from numba import njit
 
 from onnx_remat.selectors.state import BUDGET, COUNT, EVENTS, EXCESS, HOLD_UNREAD, IDLE, NODES, WORK
 
-kernel: Any = njit(no_cpython_wrapper=True)  # type: ignore[call-overload]
+kernel: Any = njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)  # type: ignore[call-overload]
 """Compiles what only compiled code calls; not cached by itself, but within its cached callers."""
 
 _CALL = 100  # work of changing the profile anywhere, beside the places changed
@@ -272,7 +272,7 @@ def load(s, order):  # type: ignore[no-untyped-def]
     """Fill an empty state with `order`, evenly spread."""
     n, places = len(order), len(s.at)
     for i in range(n):
-        change(s, new_event(s, np.int64(order[i])), (2 * i + 1) * places // (2 * n), True)
+        change(s, new_event(s, np.int64(order[i])), (2 * i + 1) * places // (2 * n), i >= 0)
 
 
 @kernel

@@ -59,7 +59,7 @@ def _insert(s, op, p, log, n):  # type: ignore[no-untyped-def]
     if q < 0:
         give_back(s, e)
         return -1
-    change(s, e, q, True)
+    change(s, e, q, q >= 0)
     log[n, 0], log[n, 1] = e, -1
     return e
 
@@ -111,7 +111,7 @@ def remove(s, e, log, n):  # type: ignore[no-untyped-def]
         p = event.place
         log[done, 1] = p
         saved += op.cost
-        change(s, f, p, False)
+        change(s, f, p, p < 0)
         done += 1
         for k in range(op.slot, op.slot + op.reads):
             x = touch_before(s, s.slots[k], p)
@@ -247,11 +247,11 @@ def shift(s, rng, e, log):  # type: ignore[no-untyped-def]
         return 0, 0.0
     while q < len(s.at) and s.at[q] < 0:
         q += 1
-    if q >= len(s.at) or s.at[q] == e or not _ready(s, o, q) or _insert(s, o, q, log, 0) < 0:
+    if q >= len(s.at) or s.at[q] == e or not _ready(s, o, q) or _insert(s, o, q, log, np.int64(0)) < 0:
         return 0, 0.0
     if not removable(s, e):
         return 1, np.inf
-    n, saved = remove(s, e, log, 1)
+    n, saved = remove(s, e, log, np.int64(1))
     return n, op.cost - saved
 
 
@@ -295,7 +295,7 @@ def hoist(s, x, log):  # type: ignore[no-untyped-def]
             old[j] = old[j - 1]
             j -= 1
         old[j] = e
-    n = 0
+    n = np.int64(0)
     for i in range(count):
         if old[i] == stop:  # it is there already
             return n, np.inf

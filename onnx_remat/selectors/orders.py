@@ -5,31 +5,10 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from onnx_remat.schedule import Ints, Problem
+from onnx_remat.schedule import Ints, Problem, alias_roots, successors
 
 EAGER_SHRINK, GREEDY, LEAVES_FIRST = 0, 1, 2
 _FEW = 8  # an op with at most this many descendants belongs to a leaf branch, such as a weight's update
-
-
-def alias_roots(problem: Problem) -> Ints:
-    """Value whose buffer each value lives in, following mandatory aliases only. Shape (n_values,)."""
-    root = np.arange(problem.n_values, dtype=np.int32)
-    for op in range(problem.n_ops):
-        for k in range(problem.out_ptr[op], problem.out_ptr[op + 1]):
-            value = problem.out_values[k]
-            if problem.alias_slot[k] >= 0 and not problem.is_output[value]:
-                root[value] = root[problem.in_values[problem.in_ptr[op] + problem.alias_slot[k]]]
-    return root
-
-
-def successors(problem: Problem) -> tuple[Ints, Ints]:
-    """Ops that read what each op writes, as CSR arrays, each reader once."""
-    made_by = problem.producer()
-    readers = np.repeat(np.arange(problem.n_ops, dtype=np.int64), np.diff(problem.in_ptr))
-    sources = made_by[problem.in_values].astype(np.int64)
-    pairs = np.unique((sources * problem.n_ops + readers)[sources >= 0])
-    ptr = np.searchsorted(pairs, np.arange(problem.n_ops + 1, dtype=np.int64) * problem.n_ops).astype(np.int32)
-    return ptr, (pairs % max(problem.n_ops, 1)).astype(np.int32)
 
 
 @njit(cache=True)

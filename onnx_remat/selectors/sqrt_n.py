@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from onnx_remat.schedule import Ints, Longs, Problem, Schedule
+from onnx_remat.schedule import Ints, Longs, Problem, Schedule, alias_roots
 from onnx_remat.selectors.base import Request, register
 from onnx_remat.selectors.materialize import materialize, split_step
 from onnx_remat.selectors.min_cut import cheapest_within
-from onnx_remat.selectors.orders import alias_roots
 
 _MOST_SEGMENTS = 24  # numbers of segments tried
 
