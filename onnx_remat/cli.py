@@ -79,6 +79,11 @@ def build_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--dry-run", action="store_true", help="report, but write nothing")
     parser.add_argument("--json", metavar="PATH|-", help="also write the report as JSON (- is standard output)")
+    parser.add_argument(
+        "--plot", action="append", default=[], metavar="PATH",
+        help="also draw memory over the step, before and after: .png, .svg, .pdf; .html: a page to click in; "
+        ".pickle: a snapshot to open at pytorch.org/memory_viz (repeat)",
+    )  # fmt: skip
     parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
     loudness = parser.add_mutually_exclusive_group()
     loudness.add_argument("-v", "--verbose", action="store_true", help="also list the largest values at the peak")
@@ -100,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from onnx_remat import model_io, pipeline
+    from onnx_remat import model_io, pipeline, show
     from onnx_remat.units import parse_budget, parse_dims, parse_duration
 
     budget = parse_budget(arguments.budget)
@@ -108,6 +113,9 @@ def _run(arguments: argparse.Namespace) -> int:
         model_io.check_target(arguments.output, arguments.input, arguments.force)
     if arguments.json not in (None, "-"):
         model_io.check_target(arguments.json, arguments.input, force=True)
+    for path in arguments.plot:
+        show.check(path)
+        model_io.check_target(path, arguments.input, force=True)
     progress = _Progress(quiet=arguments.quiet)
     try:
         result = pipeline.rewrite_model(
@@ -132,6 +140,8 @@ def _run(arguments: argparse.Namespace) -> int:
         print(result.report.to_json())
     elif arguments.json:
         model_io.write_text(result.report.to_json() + "\n", arguments.json)
+    for path in arguments.plot:
+        show.draw(result, path)
     if not arguments.quiet and arguments.json != "-":
         print(result.report.to_text(arguments.verbose))
         print(f"\n{'would write' if arguments.dry_run else 'wrote'} {Path(arguments.output)}")

@@ -200,10 +200,15 @@ def save(model: onnx.ModelProto, target: str | os.PathLike[str], source_folder: 
 
 def write_text(text: str, target: str | os.PathLike[str]) -> None:
     """Write a text file all at once; ModelError when the disk cannot hold it."""
+    write_bytes(text.encode(), target)
+
+
+def write_bytes(data: bytes, target: str | os.PathLike[str]) -> None:
+    """Write a file all at once; ModelError when the disk cannot hold it."""
     path = Path(target)
     try:
         with _replacing(path) as partial:
-            partial.write_text(text)
+            partial.write_bytes(data)
     except OSError as error:
         raise ModelError(f"cannot write {path}: {error.strerror}") from error
 
