@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 Phase: TypeAlias = Literal["forward", "backward", "optimizer"]
-Attribute: TypeAlias = int | float | str | list[int] | list[float] | ir.DataType | ir.TensorProtocol
+Attribute: TypeAlias = int | float | str | list[int] | list[float] | ir.DataType | ir.TensorProtocol | ir.Graph
 
 
 class Emitter:
@@ -22,6 +22,9 @@ class Emitter:
         Grows in place.
     phase : str
         Label of the nodes that follow; see `labelled`.
+    within : Emitter, optional
+        The emitter of the graph around, where this graph is the body of a control-flow operator: names are unique
+        in both, constants stand in the outermost graph.
 
     Examples
     --------
@@ -34,9 +37,10 @@ class Emitter:
     (Shape([3]), {'phase': 'backward'})
     """
 
-    def __init__(self, graph: ir.Graph, phase: Phase) -> None:
+    def __init__(self, graph: ir.Graph, phase: Phase, within: Emitter | None = None) -> None:
         self.graph = graph
         self.phase: Phase = phase
+        self._root: Emitter = self if within is None else within._root
         self._constants: dict[tuple[str, tuple[int, ...], bytes], ir.Value] = {}
         self._taken = {value.name for node in graph for value in node.outputs}
         self._taken.update(value.name for value in graph.inputs)
@@ -88,6 +92,8 @@ class Emitter:
 
     def constant(self, value: np.ndarray | np.generic) -> ir.Value:
         """An initializer; equal constants are one."""
+        if self._root is not self:
+            return self._root.constant(value)
         array = np.asarray(value)
         key = (array.dtype.str, array.shape, array.tobytes())
         if key not in self._constants:
@@ -105,6 +111,8 @@ class Emitter:
 
     def fresh(self, name: str) -> str:
         """`name`, or a numbered variant of it that is not taken."""
+        if self._root is not self:
+            return self._root.fresh(name)
         made = name
         while made in self._taken:
             self._next += 1
