@@ -92,7 +92,7 @@ def arrays(problem: Problem) -> tuple[object, ...]:
     )  # fmt: skip
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def plan_buffers(  # type: ignore[no-untyped-def]
     order, in_ptr, in_values, out_ptr, out_values, nbytes, is_output, shape_class, poolable, alias_slot,
     inplace_ptr, inplace_slots, droppable, workspace, hold_unread,

@@ -33,7 +33,7 @@ _STEP = 1.08  # factor by which the multiplier follows
 _FEASIBLE = 0.35  # share of the moves that should end within the budget
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def anneal(s: State, rng, cost, floor, work, hot, cold, price):  # type: ignore[no-untyped-def]
     """Search from the order in `s`.
 

@@ -48,6 +48,9 @@ class Request:
         Values to keep, for the selector `collection`.
     anchors : tuple of int
         Ops whose results are dear, convolutions and matrix products, for the selector `speed`.
+    known : tuple of Schedule
+        Plans at hand already, made for smaller budgets say. `search` and `auto` never answer with a plan that
+        costs more than one of these that keeps the budget.
     progress : Progress
         Called now and then.
     """
@@ -61,6 +64,7 @@ class Request:
     seed: int = 0
     checkpoints: tuple[int, ...] = ()
     anchors: tuple[int, ...] = ()
+    known: tuple[Schedule, ...] = ()
     progress: Progress = field(default=silent)
 
 

@@ -267,7 +267,7 @@ def make_room(s, p):  # type: ignore[no-untyped-def]
     return empty
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def load(s, order):  # type: ignore[no-untyped-def]
     """Fill an empty state with `order`, evenly spread."""
     n, places = len(order), len(s.at)

@@ -3,7 +3,10 @@ one."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -13,6 +16,9 @@ from onnx_remat.selectors.anneal import anneal
 from onnx_remat.selectors.core import Viewless
 from onnx_remat.selectors.intervals import load
 from onnx_remat.selectors.state import empty_state
+
+LANES = 2
+"""Annealing runs that go on at the same time: a fixed figure, so that plans do not depend on the machine."""
 
 _PLACES = 4  # places per step of the order that is annealed
 _PRICE = 0.1  # of one op's bytes for one step above the budget, in average ops' cost, to begin with
@@ -45,6 +51,17 @@ def best_of(plans: list[Plan]) -> Plan:
     return min(plans, key=lambda plan: plan.key)
 
 
+_Job = TypeVar("_Job")
+
+
+def side_by_side(run: Callable[[_Job], Plan], jobs: Sequence[_Job]) -> list[Plan]:
+    """What `run` makes of each job, two at a time; the kernels let go of the interpreter's lock."""
+    if len(jobs) < 2:
+        return [run(job) for job in jobs]
+    with ThreadPoolExecutor(LANES) as pool:
+        return list(pool.map(run, jobs))
+
+
 @dataclass(frozen=True, slots=True)
 class Heat:
     """Temperatures of an annealing run, in average ops' costs."""
@@ -53,7 +70,9 @@ class Heat:
     cold: float
 
 
-def annealed(view: Viewless, plan: Plan, budget: int, work: int, heat: Heat, seed: int, recompute: bool = True) -> Plan:
+def annealed(
+    view: Viewless, plan: Plan, budget: int, work: int, heat: Heat, seed: int, recompute: bool = True, keep: bool = False
+) -> Plan:
     """What annealing makes of a plan, for better or worse.
 
     Parameters
@@ -66,6 +85,8 @@ def annealed(view: Viewless, plan: Plan, budget: int, work: int, heat: Heat, see
         Bytes, residents included.
     recompute : bool
         False for reordering alone.
+    keep : bool
+        Keep the order of first executions, as is done anyway where the view's order is fixed.
     """
     problem, core = view.problem, view.core
     order = view.contract(plan.schedule.order)
@@ -75,7 +96,7 @@ def annealed(view: Viewless, plan: Plan, budget: int, work: int, heat: Heat, see
     load(state, order)
     if not recompute:
         state.ops["again"][:] = 0
-    if view.fixed_order:
+    if view.fixed_order or keep:
         placed = state.at[state.at >= 0]
         state.events["pinned"][placed[np.unique(order, return_index=True)[1]]] = 1
     unit = float(core.cost[view.ops].mean()) or 1.0

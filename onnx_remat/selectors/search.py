@@ -15,14 +15,14 @@ from onnx_remat.selectors.core import Viewless, viewless
 from onnx_remat.selectors.effort import allowance
 from onnx_remat.selectors.keep_all import lowered, reordered
 from onnx_remat.selectors.min_cut import cut_seeds
-from onnx_remat.selectors.plans import Heat, Plan, annealed, best_of, priced
+from onnx_remat.selectors.plans import LANES, Heat, Plan, annealed, best_of, priced, side_by_side
 from onnx_remat.selectors.sqrt_n import segment_seeds
 
-_MOST_TRIES, _TRYING = 8, 0.55  # runs from the starting points, and the share of the work they take together
+_MOST_TRIES, _TRYING = 8, 0.6  # runs from the starting points, and the share of the work they take together
 _PER_OP = 100_000  # work per op that makes a run worth while
-_TRIAL_HEATS = (Heat(1.0, 0.02), Heat(0.1, 0.01), Heat(0.3, 0.02))
-_KEPT, _AGAIN = 3, 0.07  # the best of them that are gone on from, and the share of the work each takes
-_AGAIN_HEAT, _LAST_HEAT = Heat(0.15, 0.005), Heat(0.05, 0.002)
+_TRIAL_HEATS = (Heat(0.1, 0.01), Heat(0.3, 0.02), Heat(1.0, 0.02))
+_KEPT, _GOING_ON = 4, 0.25  # the best of them that are gone on from, and the share of the work they take together
+_AGAIN_HEAT, _LAST_HEATS = Heat(0.15, 0.005), (Heat(0.05, 0.002), Heat(0.1, 0.002))
 _TIGHTER = 6  # times the budget is made smaller where shared buffers exceed it
 _LARGE = 20_000  # ops above which seeds that take a maximum flow are left out
 
@@ -42,18 +42,18 @@ def seeds(request: Request, work: int) -> tuple[list[Plan], list[Plan]]:
 
 
 def find(request: Request) -> Plan:
-    """The best plan within the allowance."""
+    """The best plan within the allowance; none of `Request.known` that keeps the budget costs less."""
     view = viewless(request.problem, request.fixed_order)
     work = allowance(request)
     request.progress("seeds", 0.0)
+    given = [priced(request.problem, schedule.order, request.budget) for schedule in request.known]
     plain, classical = seeds(request, work // 10)
-    known = [*plain, *classical]
+    best = best_of([*plain, *classical, *given])
     if not plain[0].over:
-        return best_of(known)
+        return best
     target = request.budget
-    best = best_of(known)
     for _ in range(_TIGHTER):
-        found = _within(request, view, plain, classical, target, work)
+        found = _within(request, view, plain, [*given, *classical], target, work)
         best = best_of([best, replace_over(found, request.budget)])
         if not best.over or found.peak > target * 2:
             break
@@ -68,29 +68,40 @@ def replace_over(plan: Plan, budget: int) -> Plan:
     return replace(plan, over=plan.peak > budget)
 
 
-def _within(request: Request, view: Viewless, plain: list[Plan], classical: list[Plan], budget: int, work: int) -> Plan:
-    """Anneal from several starts, then go on from the best of them."""
-    starts = [*plain[:1], *classical[:1], *(plain[1:2] if not request.fixed_order else [])]
-    tried = [replace_over(plan, budget) for plan in classical[:1]]
+def _within(request: Request, view: Viewless, plain: list[Plan], others: list[Plan], budget: int, work: int) -> Plan:
+    """Anneal from several starts, then go on from the best of them; `work` is for each lane."""
+    work *= LANES
+    others = sorted((replace_over(plan, budget) for plan in others), key=lambda plan: plan.key)
+    starts = [*plain[:1], *others[:1], *(plain[1:2] if not request.fixed_order else [])]
     tries = min(_MOST_TRIES, max(1, int(work * _TRYING / (_PER_OP * request.problem.n_ops))))
-    for i in range(tries):
+
+    def start(i: int) -> Plan:
         request.progress("starting", i * _TRYING / tries)
         heat = _TRIAL_HEATS[i % len(_TRIAL_HEATS)]
-        start = starts[(i // len(_TRIAL_HEATS) + i) % len(starts)]
-        tried.append(annealed(view, start, budget, int(work * _TRYING / tries), heat, request.seed + i))
+        plan = starts[(i // len(_TRIAL_HEATS) + i) % len(starts)]
+        return annealed(view, plan, budget, int(work * _TRYING / tries), heat, request.seed + i, keep=i % 2 == 0)
+
+    tried = [*others[:1], *side_by_side(start, range(tries))]
     tried.sort(key=lambda plan: plan.key)
     if tried[0].over:
         request.progress("lowering the peak", _TRYING)
-        lowest = min([*tried, *classical], key=lambda plan: plan.peak)
-        tried = [lowered(view, lowest, budget, int(work * _TRYING), recompute=True)]
+        lowest = min([*tried, *others], key=lambda plan: plan.peak)
+        tried = [lowered(view, lowest, budget, int(work / LANES * _TRYING), recompute=True)]
     kept = tried[: _KEPT if tries > 1 else 1]
-    for i, plan in enumerate(kept):
-        request.progress("improving", _TRYING + i * _AGAIN)
-        seed = request.seed + tries + i
-        tried.append(annealed(view, plan, budget, int(work * _AGAIN), _AGAIN_HEAT, seed))
-    best = best_of(tried)
-    rest = int(work * (1 - _TRYING - len(kept) * _AGAIN))
-    return best_of([best, annealed(view, best, budget, rest, _LAST_HEAT, request.seed)])
+
+    def go_on(i: int) -> Plan:
+        request.progress("improving", _TRYING + i * _GOING_ON / len(kept))
+        return annealed(
+            view, kept[i], budget, int(work * _GOING_ON / len(kept)), _AGAIN_HEAT, request.seed + tries + i
+        )
+
+    best = best_of([*tried, *side_by_side(go_on, range(len(kept)))])
+    rest = int(work * (1 - _TRYING - _GOING_ON) / len(_LAST_HEATS))
+
+    def finish(i: int) -> Plan:
+        return annealed(view, best, budget, rest, _LAST_HEATS[i], request.seed + i)
+
+    return best_of([best, *side_by_side(finish, range(len(_LAST_HEATS)))])
 
 
 @register("search")
