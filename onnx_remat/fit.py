@@ -48,8 +48,11 @@ def target_of(allowed: int) -> int:
     return int(allowed * (1 - MARGIN))
 
 
-def make_plan(view: View, allowed: int, target: int, options: Options) -> Plan:
-    """The selector's plan for a peak of `target` bytes; BudgetInfeasibleError where it finds none."""
+def make_plan(view: View, allowed: int, target: int, options: Options, known_plans: tuple[Schedule, ...] = ()) -> Plan:
+    """The selector's plan for a peak of `target` bytes; BudgetInfeasibleError where it finds none.
+
+    `known_plans` are starting points, see `selectors.Request.known`.
+    """
     floor = bounds.lower_bound(view.problem)
     baseline = view.default_order()
     select = selectors.get(options.selector)
@@ -60,6 +63,7 @@ def make_plan(view: View, allowed: int, target: int, options: Options) -> Plan:
         problem,
         target,
         baseline,
+        known=known_plans,
         time_limit=options.time_limit,
         progress=options.progress,
         checkpoints=tuple(numbers[known(name, numbers, "--checkpoint")] for name in options.checkpoints),
@@ -90,12 +94,14 @@ def fit(
     target = target_of(allowed)
     before_peak = original.timeline().peak
     lowest: int | None = None
-    for attempt in range(_PLANS):
+    plans: tuple[Schedule, ...] = ()
+    for _ in range(_PLANS):
         with stage("plan"):
             try:
-                plan = make_plan(view, allowed, target, options)
+                plan = make_plan(view, allowed, target, options, plans)
+                plans = (*plans, plan.schedule)
             except BudgetInfeasibleError:
-                if not attempt:
+                if not plans:
                     raise
                 break
         private: set[int] = set()

@@ -12,6 +12,7 @@ from pathlib import Path
 import onnx
 
 from onnx_remat import bounds, model_io, runtime, verify
+from onnx_remat.cost_bounds import cost_lower_bound
 from onnx_remat.fit import Plan, fit, make_plan, target_of
 from onnx_remat.options import Options, parse_options
 from onnx_remat.report import Report
@@ -130,6 +131,8 @@ def rewrite_model(model: Model, budget: str | int | Budget, **options: object) -
     if before.peak <= allowed:
         return _unchanged(view, original, allowed, opts, source.folder, clock)
     plan, written, executed = fit(view, original, allowed, source.folder, opts, clock.stage)
+    with clock.stage("bound"):
+        at_least = cost_lower_bound(view.problem, allowed)
     peaks = {level: what.timeline().peak for level, what in executed.items()}
     measured, notes = None, _notes()
     with clock.stage("verify"):
@@ -150,6 +153,7 @@ def rewrite_model(model: Model, budget: str | int | Budget, **options: object) -
             peaks_by_level=peaks,
             lower_bound=plan.lower_bound,
             extra_compute=plan.extra_compute,
+            extra_compute_bound=at_least,
             recomputed=len(written.recomputed),
             control_edges=written.control_edges,
             private_values=written.private_values,
@@ -174,8 +178,8 @@ def _unchanged(
     peak = describe(original, original.timeline())
     report = Report(
         selector=options.selector, budget=allowed, before=peak, after=peak, peaks_by_level={"all": peak.total},
-        lower_bound=bounds.lower_bound(view.problem), extra_compute=0.0, recomputed=0, control_edges=0,
-        private_values=0, nodes_before=len(view.graph.ops), nodes_after=len(view.graph.ops), seconds=clock.seconds,
+        lower_bound=bounds.lower_bound(view.problem), extra_compute=0.0, extra_compute_bound=0.0, recomputed=0,
+        control_edges=0, private_values=0, nodes_before=len(view.graph.ops), nodes_after=len(view.graph.ops), seconds=clock.seconds,
         notes=("the original keeps this budget already: OUT is the original, unchanged",),
     )  # fmt: skip
     return Result(view.graph.model, report, folder, view, original, original, ())

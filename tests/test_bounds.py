@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from itertools import product
 
@@ -9,10 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner_problems import build, chain, problems, random_schedule
 
+import onnx_remat
 from onnx_remat.bounds import lower_bound
 from onnx_remat.cost_bounds import cost_lower_bound
 from onnx_remat.memory import simulate
 from onnx_remat.schedule import Problem, Schedule, check_schedule
+from sample_models.chain import chain as chain_model
 
 
 @settings(max_examples=150, deadline=None)
@@ -72,3 +75,11 @@ def test_one_run_of_a_two_output_op_is_counted_once() -> None:
         cost=[4, 1, 1, 1],
     )
     assert simulate(problem, [0, 1, 2, 0, 3]).peak == 20 or cost_lower_bound(problem, 12) <= 4 / 7
+
+
+def test_the_report_says_how_far_any_plan_may_be() -> None:
+    report = onnx_remat.rewrite_model(chain_model(16, 256, 64), "60%", time_limit=0.5, verify="none").report
+    assert 0 < report.extra_compute_bound <= report.extra_compute
+    gap = 100 * (report.extra_compute - report.extra_compute_bound)
+    assert f"at most {gap:.1f} points above any possible plan" in report.verdict()
+    assert json.loads(report.to_json())["extra_compute_bound"] == report.extra_compute_bound

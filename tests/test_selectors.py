@@ -116,8 +116,27 @@ def test_free_order_agrees_with_brute_force(seed: int) -> None:
         assert found.overhead(problem) <= least * 1.01 + 1e-9
 
 
+@pytest.mark.parametrize("name", [name for name in SELECTORS if name != "collection"])
+@settings(max_examples=10, deadline=None)
+@given(problem=problems(20))
+def test_sweeps_upwards_never_cost_more_nor_exceed_the_budget(name: str, problem: Problem) -> None:
+    """Each plan is handed on to the next larger budget; what a plan kept once is kept ever after."""
+    peak = simulate(problem, baseline(problem)).peak
+    last, kept = math.inf, False
+    plans: tuple[Schedule, ...] = ()
+    for budget in range(lower_bound(problem), peak + 1, max(1, (peak - lower_bound(problem)) // 6)):
+        plan = planned(name, problem, budget, known=plans, work=50)
+        cost, fits = plan.overhead(problem), simulate(problem, plan).peak <= budget
+        assert fits or not kept
+        if kept:
+            assert cost <= last + 1e-9
+        if fits:
+            last, kept = cost, True
+        plans = (*plans, plan)
+
+
 @pytest.mark.parametrize("name", ["search", "auto"])
-def test_a_larger_budget_never_costs_more(name: str) -> None:
+def test_a_larger_budget_never_costs_more_even_asked_alone(name: str) -> None:
     problem = chain(24)
     peak = simulate(problem, baseline(problem)).peak
     costs = [planned(name, problem, budget).overhead(problem) for budget in range(peak // 2, peak + 1, 2)]

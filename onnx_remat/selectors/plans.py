@@ -71,7 +71,14 @@ class Heat:
 
 
 def annealed(
-    view: Viewless, plan: Plan, budget: int, work: int, heat: Heat, seed: int, recompute: bool = True, keep: bool = False
+    view: Viewless,
+    plan: Plan,
+    budget: int,
+    work: int,
+    heat: Heat,
+    seed: int,
+    recompute: bool = True,
+    keep: bool = False,
 ) -> Plan:
     """What annealing makes of a plan, for better or worse.
 

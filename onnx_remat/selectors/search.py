@@ -91,9 +91,7 @@ def _within(request: Request, view: Viewless, plain: list[Plan], others: list[Pl
 
     def go_on(i: int) -> Plan:
         request.progress("improving", _TRYING + i * _GOING_ON / len(kept))
-        return annealed(
-            view, kept[i], budget, int(work * _GOING_ON / len(kept)), _AGAIN_HEAT, request.seed + tries + i
-        )
+        return annealed(view, kept[i], budget, int(work * _GOING_ON / len(kept)), _AGAIN_HEAT, request.seed + tries + i)
 
     best = best_of([*tried, *side_by_side(go_on, range(len(kept)))])
     rest = int(work * (1 - _TRYING - _GOING_ON) / len(_LAST_HEATS))
