@@ -1,0 +1,183 @@
+"""JAX: whole training steps out of a loss function and an optax optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+from onnx_ir.passes import common
+
+from onnx_remat.errors import ConversionError
+
+from .. import check as comparison
+from ..emit import Emitter
+from . import control, elementwise, indexing, kernels, products, randoms, reductions, structure  # noqa: F401
+from .lower import Array, Lowering, Tensor
+from .step import Step, trace
+
+__all__ = ["export_training_step", "initial_feeds"]
+
+_PHASES = ("forward", "backward", "optimizer")
+
+
+def export_training_step(
+    loss_fn: Callable[..., Any],
+    params: Any,
+    *batch: Any,
+    optimizer: Any = None,
+    buffers: Any = None,
+    batch_names: Sequence[str] | None = None,
+    unroll: int = 64,
+    opset: int = 20,
+    check: bool = True,
+) -> onnx.ModelProto:
+    """A JAX training step as an ONNX graph in standard operators.
+
+    Inputs are the parameters and buffers under their pytree paths joined by dots, optimizer state as
+    ``state.<parameter>.<slot>``, then the batch as ``input.<i>``. Outputs are ``loss``, then ``grad.<parameter>``, or
+    with an optimizer ``new.<parameter>`` and ``new.state.…``, then ``new.<buffer>``. Random keys are inputs like any
+    other, as their two words (uint32); random numbers are JAX's own, bit for bit.
+
+    Parameters
+    ----------
+    loss_fn : callable
+        ``loss_fn(params, *batch)`` returns the scalar loss; with buffers, ``loss_fn(params, buffers, *batch)``
+        returns (loss, new buffers).
+    params, buffers : pytree of arrays
+        Trained, and not: running statistics, for instance. First values.
+    *batch : pytree of arrays
+        An example; its shapes are the graph's.
+    optimizer : optax.GradientTransformation, optional
+        Without one the graph puts out gradients.
+    batch_names : sequence of str, optional
+        Names of the batch's arrays.
+    unroll : int
+        Scans of up to this many steps are unrolled, so that onnx-remat can recompute in them; longer ones become
+        Scan nodes.
+    opset : int
+        At least 20.
+    check : bool
+        Run the graph on the first values and compare every output with JAX's.
+
+    Returns
+    -------
+    onnx.ModelProto
+        Every node labelled forward, backward or optimizer; every value with its shape.
+
+    Raises
+    ------
+    ConversionError
+        A primitive has no lowering, the loss is not a float scalar or depends on no parameter, a parameter is not
+        float, or the graph disagrees with JAX.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> def loss_fn(params, x):
+    ...     return jnp.sum(jnp.tanh(x @ params["w"]) ** 2)
+    >>> model = export_training_step(loss_fn, {"w": jnp.ones((3, 2))}, jnp.ones((4, 3)))
+    >>> [value.name for value in model.graph.output]
+    ['loss', 'grad.w']
+    """
+    if opset < 20:
+        raise ConversionError(f"opset {opset} is too old: the least is 20")
+    step = trace(loss_fn, params, batch, buffers, optimizer, batch_names)
+    model = ir.to_proto(_build(step, unroll, opset))
+    if check:
+        comparison.against(model, step.feeds(), step.expected())
+    return model
+
+
+def initial_feeds(
+    params: Any,
+    *batch: Any,
+    optimizer: Any = None,
+    buffers: Any = None,
+    batch_names: Sequence[str] | None = None,
+) -> dict[str, np.ndarray]:
+    """First values for every input of the graph that `export_training_step` makes of the same arguments.
+
+    >>> initial_feeds({"w": np.ones(2)}, np.zeros(3))
+    {'w': array([1., 1.]), 'input.0': array([0., 0., 0.])}
+    """
+    import jax
+
+    from .step import inputs_of, plain
+
+    groups = (params, buffers, None if optimizer is None else optimizer.init(params), tuple(batch))
+    leaves = jax.tree_util.tree_leaves(groups)
+    return {name: plain(leaf) for name, leaf in zip(inputs_of(groups, batch_names), leaves, strict=True)}
+
+
+def _build(step: Step, unroll: int, opset: int) -> ir.Model:
+    """The step's graph: lowered, cleared of what nobody reads, labelled, in the order of phases."""
+    arrays = [_input(name, value) for name, value in step.inputs.items()]
+    graph = ir.Graph(arrays, [], nodes=[], opset_imports={"": opset}, name="training_step")
+    low = Lowering(Emitter(graph, "forward"), unroll)
+    operands = [_operand(low, value, first) for value, first in zip(arrays, step.inputs.values(), strict=True)]
+    results = low.run_closed(step.jaxpr, operands)
+    for (name, phase), result in zip(step.outputs.items(), results, strict=True):
+        with low.emit.labelled(phase):  # type: ignore[arg-type]
+            graph.outputs.append(_output(low, name, result))
+    model = ir.Model(graph, ir_version=10, producer_name="onnx-remat")
+    common.RemoveUnusedNodesPass()(model)
+    _label(graph, [value for value, phase in zip(graph.outputs, step.outputs.values(), strict=True)
+                   if phase == "forward"])  # fmt: skip
+    graph.sort()
+    nodes = sorted(graph, key=lambda node: _PHASES.index(node.metadata_props["phase"]))
+    graph.remove(nodes)
+    graph.extend(nodes)
+    return model
+
+
+def _input(name: str, value: Any) -> ir.Value:
+    shape, dtype = tuple(value.shape), kernels.dtype_of_aval(value)
+    if kernels.is_key(value):
+        shape, dtype = (*shape, 2), np.dtype(np.uint32)
+    return ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(ir.DataType.from_numpy(dtype)))
+
+
+def _operand(low: Lowering, value: ir.Value, first: Any) -> Tensor:
+    assert value.shape is not None and value.dtype is not None
+    shape = tuple(int(n) for n in value.shape.numpy())
+    made = Tensor(value, tuple(range(len(shape))), shape, value.dtype.numpy())
+    return randoms.keys_of(low, made) if kernels.is_key(first) else made
+
+
+def _output(low: Lowering, name: str, result: Array) -> ir.Value:
+    value = low.full(low.tensor(result))
+    if value.producer() is None or value.is_graph_output():
+        value = low.emit("Identity", value, like=value)
+    value.name = name
+    return value
+
+
+def _label(graph: ir.Graph, roots: list[ir.Value]) -> None:
+    """Forward is what the loss and the new buffers are made from; the rest of what JAX runs early serves backward."""
+    forward: set[ir.Node] = set()
+    pending = [node for value in roots if (node := value.producer()) is not None]
+    while pending:
+        node = pending.pop()
+        if node not in forward:
+            forward.add(node)
+            values = [*node.inputs, *_captured(node)]
+            pending.extend(made for value in values if value is not None and (made := value.producer()) is not None)
+    for node in graph:
+        label = node.metadata_props["phase"]
+        phase = "forward" if node in forward else "backward" if label == "forward" else label
+        for inner in [node, *_inside(node)]:
+            inner.metadata_props["phase"] = phase
+
+
+def _inside(node: ir.Node) -> list[ir.Node]:
+    """All nodes in the bodies of a control-flow operator."""
+    bodies = [attribute.as_graph() for attribute in node.attributes.values() if attribute.type == ir.AttributeType.GRAPH]
+    return [inner for body in bodies for inner in body.all_nodes()]
+
+
+def _captured(node: ir.Node) -> list[ir.Value | None]:
+    """Values that a node's bodies read; some are of the bodies themselves."""
+    return [value for inner in _inside(node) for value in inner.inputs]

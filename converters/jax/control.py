@@ -1,0 +1,170 @@
+"""Lowerings of calls, cond, scan and while."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import onnx_ir as ir
+from jax.extend import core
+
+from . import kernels
+from .lower import Array, Lowering, Stack, Tensor, lowering, shape_of
+from .structure import taken
+
+
+@lowering(
+    "jit", "pjit", "closed_call", "call", "core_call", "checkpoint", "remat", "remat2", "custom_jvp_call",
+    "custom_vjp_call", "custom_vmap_call", "custom_lin", stacks=True,
+)  # fmt: skip
+def call(low: Lowering, eqn: core.JaxprEqn, *operands: Array) -> list[Array]:
+    """Calls are inlined."""
+    inner = next(eqn.params[key] for key in ("jaxpr", "call_jaxpr", "call") if key in eqn.params)
+    if isinstance(inner, core.ClosedJaxpr):
+        return low.run_closed(inner, operands)
+    return low.run(inner, [], operands)
+
+
+@lowering("cond")
+def cond(low: Lowering, eqn: core.JaxprEqn, index: Tensor, *operands: Tensor) -> Sequence[Array]:
+    return _choose(low, eqn, index, 0, operands)
+
+
+def _choose(
+    low: Lowering, eqn: core.JaxprEqn, index: Tensor, first: int, operands: Sequence[Tensor]
+) -> Sequence[Array]:
+    """An If for the branch `first` against all that follow."""
+    branches = eqn.params["branches"]
+    last = len(branches) - 1
+    if index.constant is not None:
+        return low.run_closed(branches[int(np.clip(index.constant, 0, last))], operands)
+    if first == last:
+        return low.run_closed(branches[last], operands)
+    if last == 1:
+        beyond = low.cast(index.value, np.bool_)
+    else:
+        beyond = low.op("Greater", index.value, low.emit.constant(np.asarray(first, index.dtype)), shape=(),
+                        dtype=np.bool_)  # fmt: skip
+    with low.body("then_branch") as then:
+        _finish(then, _choose(then, eqn, index, first + 1, operands))
+    with low.body("else_branch") as otherwise:
+        _finish(otherwise, otherwise.run_closed(branches[first], operands))
+    results = [(var.aval.shape, kernels.dtype_of_aval(var.aval)) for var in eqn.outvars]  # type: ignore[attr-defined]
+    made = low.nodes("If", beyond, results=results, then_branch=then.emit.graph, else_branch=otherwise.emit.graph)
+    return [_tensor(value) for value in made]
+
+
+@lowering("scan", stacks=True)
+def scan(low: Lowering, eqn: core.JaxprEqn, *operands: Array) -> list[Array]:
+    length = int(eqn.params["length"])
+    consts, carry = int(eqn.params["num_consts"]), int(eqn.params["num_carry"])
+    parts = operands[:consts], operands[consts : consts + carry], operands[consts + carry :]
+    if length <= low.unroll:
+        return _unrolled(low, eqn, length, *parts)
+    return _scanned(low, eqn, *parts)
+
+
+def _unrolled(
+    low: Lowering, eqn: core.JaxprEqn, length: int, consts: Sequence[Array], carry: Sequence[Array],
+    sequences: Sequence[Array],
+) -> list[Array]:  # fmt: skip
+    """The body once per step; what it puts out is stacked only if somebody reads it whole."""
+    state, made = list(carry), [[] for _ in eqn.outvars[len(carry) :]]  # type: list[Array], list[list[Tensor]]
+    steps = range(length)
+    for step in reversed(steps) if eqn.params["reverse"] else steps:
+        slices = [_element(low, sequence, step) for sequence in sequences]
+        results = low.run_closed(eqn.params["jaxpr"], [*consts, *state, *slices])
+        state = results[: len(carry)]
+        for column, result in zip(made, results[len(carry) :], strict=True):
+            column.append(low.tensor(result))
+    stacks: list[Array] = []
+    for column, var in zip(made, eqn.outvars[len(carry) :], strict=True):
+        if not column:
+            stacks.append(low.array(np.zeros(var.aval.shape, kernels.dtype_of_aval(var.aval))))  # type: ignore[attr-defined]
+        else:
+            stacks.append(_stacked(column[::-1] if eqn.params["reverse"] else column))
+    return [*state, *stacks]
+
+
+def _stacked(items: Sequence[Tensor]) -> Array:
+    first = items[0]
+    if all(item.value is first.value and item.axes == first.axes for item in items):
+        return first.relabelled([axis + 1 for axis in first.axes], (len(items), *first.shape))
+    return Stack(tuple(items))
+
+
+def _element(low: Lowering, sequence: Array, step: int) -> Tensor:
+    return sequence.items[step] if isinstance(sequence, Stack) else taken(low, sequence, 0, step)
+
+
+def _scanned(
+    low: Lowering, eqn: core.JaxprEqn, consts: Sequence[Array], carry: Sequence[Array], sequences: Sequence[Array]
+) -> list[Array]:
+    """ONNX's Scan; constants are read from the graph around."""
+    consts = [low.tensor(x) for x in consts]
+    states, slices = ([low.full(low.tensor(x)) for x in group] for group in (carry, sequences))
+    with low.body("scan_body") as body:
+        inputs = [_input(body, value, shape_of(value)) for value in states]
+        inputs += [_input(body, value, shape_of(value)[1:]) for value in slices]
+        body.emit.graph.inputs.extend(inputs)
+        _finish(body, body.run_closed(eqn.params["jaxpr"], [*consts, *(_tensor(value) for value in inputs)]))
+    results = [(var.aval.shape, kernels.dtype_of_aval(var.aval)) for var in eqn.outvars]  # type: ignore[attr-defined]
+    direction = int(eqn.params["reverse"])
+    made = low.nodes(
+        "Scan", *states, *slices, results=results, body=body.emit.graph, num_scan_inputs=len(slices),
+        **_directions("scan_input_directions", direction, len(slices)),
+        **_directions("scan_output_directions", direction, len(results) - len(states)),
+    )  # fmt: skip
+    return [_tensor(value) for value in made]
+
+
+def _directions(name: str, direction: int, count: int) -> dict[str, list[int]]:
+    return {name: [direction] * count} if direction and count else {}
+
+
+@lowering("while")
+def while_loop(low: Lowering, eqn: core.JaxprEqn, *operands: Tensor) -> list[Tensor]:
+    """ONNX's Loop; the condition stands before it and at the end of its body."""
+    params = eqn.params
+    n_cond, n_body = int(params["cond_nconsts"]), int(params["body_nconsts"])
+    cond_consts, body_consts = operands[:n_cond], operands[n_cond : n_cond + n_body]
+    states = [low.full(x) for x in operands[n_cond + n_body :]]
+
+    def goes_on(where: Lowering, state: Sequence[Array]) -> ir.Value:
+        (answer,) = where.run_closed(params["cond_jaxpr"], [*cond_consts, *state])
+        return where.full(where.tensor(answer))
+
+    with low.body("loop_body") as body:
+        counter = ir.Value(name=body.emit.fresh("step"), shape=ir.Shape([]), type=ir.TensorType(ir.DataType.INT64))
+        running = ir.Value(name=body.emit.fresh("running"), shape=ir.Shape([]), type=ir.TensorType(ir.DataType.BOOL))
+        inputs = [_input(body, value, shape_of(value)) for value in states]
+        body.emit.graph.inputs.extend([counter, running, *inputs])
+        results = body.run_closed(params["body_jaxpr"], [*body_consts, *(_tensor(value) for value in inputs)])
+        answer = _tensor(goes_on(body, results))
+        _finish(body, [answer, *results])
+    shapes = [(var.aval.shape, kernels.dtype_of_aval(var.aval)) for var in eqn.outvars]  # type: ignore[attr-defined]
+    start = goes_on(low, [_tensor(value) for value in states])
+    made = low.nodes("Loop", None, start, *states, results=shapes, body=body.emit.graph)
+    return [_tensor(value) for value in made]
+
+
+def _input(body: Lowering, like: ir.Value, shape: Sequence[int]) -> ir.Value:
+    return ir.Value(name=body.emit.fresh("carried"), shape=ir.Shape(shape), type=like.type)
+
+
+def _tensor(value: ir.Value) -> Tensor:
+    shape = shape_of(value)
+    assert value.dtype is not None
+    return Tensor(value, tuple(range(len(shape))), shape, value.dtype.numpy())
+
+
+def _finish(body: Lowering, results: Sequence[Array]) -> None:
+    """Make results the outputs of a body: each a value of its own, made in this body."""
+    graph = body.emit.graph
+    for result in results:
+        value = body.full(body.tensor(result))
+        producer = value.producer()
+        if producer is None or producer.graph is not graph or value in graph.outputs:
+            copy = body.emit("Identity", value, like=value)
+            value = copy
+        graph.outputs.append(value)

@@ -1,0 +1,266 @@
+"""Lowerings of elementwise primitives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from jax.extend import core
+
+from onnx_remat.errors import ConversionError
+
+from . import kernels
+from .lower import Lowering, Tensor, lowering
+
+_UNARY = {
+    "abs": "Abs", "acos": "Acos", "acosh": "Acosh", "asin": "Asin", "asinh": "Asinh", "atan": "Atan",
+    "atanh": "Atanh", "ceil": "Ceil", "cos": "Cos", "cosh": "Cosh", "erf": "Erf", "exp": "Exp", "floor": "Floor",
+    "log": "Log", "logistic": "Sigmoid", "neg": "Neg", "sign": "Sign", "sin": "Sin", "sinh": "Sinh", "sqrt": "Sqrt",
+    "tan": "Tan", "tanh": "Tanh",
+}  # fmt: skip
+_BINARY = {"add": "Add", "add_any": "Add", "sub": "Sub", "mul": "Mul", "div": "Div", "max": "Max", "min": "Min"}
+_NEUTRAL = {"add": 0, "add_any": 0, "sub": 0, "mul": 1, "div": 1}
+_COMPARE = {"eq": "Equal", "lt": "Less", "le": "LessOrEqual", "gt": "Greater", "ge": "GreaterOrEqual"}
+_LOGIC = {"and": "And", "or": "Or", "xor": "Xor", "not": "Not"}
+
+
+def _out(eqn: core.JaxprEqn) -> dict[str, Any]:
+    """Shape and dtype of the first result."""
+    aval: Any = eqn.outvars[0].aval
+    return {"shape": aval.shape, "dtype": kernels.dtype_of_aval(aval)}
+
+
+def _equals(x: Tensor, value: float) -> bool:
+    """Is it a scalar constant of this value?"""
+    return not x.axes and x.constant is not None and bool(x.constant == value)
+
+
+@lowering(*_UNARY)
+def unary(low: Lowering, eqn: core.JaxprEqn, x: Tensor) -> Tensor:
+    return low.elementwise(_UNARY[eqn.primitive.name], x, **_out(eqn))
+
+
+@lowering(*_BINARY)
+def binary(low: Lowering, eqn: core.JaxprEqn, x: Tensor, y: Tensor) -> Tensor:
+    name = eqn.primitive.name
+    if x.dtype == np.bool_:
+        return low.elementwise({"Max": "Or", "Min": "And", "Add": "Or", "Mul": "And"}[_BINARY[name]], x, y, **_out(eqn))
+    if name in _NEUTRAL and _equals(y, _NEUTRAL[name]):
+        return x
+    if name in ("add", "add_any", "mul") and _equals(x, _NEUTRAL[name]):
+        return y
+    if name == "max" and x.dtype.kind == "f" and (_equals(y, 0) or _equals(x, 0)):
+        return low.elementwise("Relu", x if _equals(y, 0) else y, **_out(eqn))
+    return low.elementwise(_BINARY[name], x, y, **_out(eqn))
+
+
+@lowering(*_COMPARE)
+def compare(low: Lowering, eqn: core.JaxprEqn, x: Tensor, y: Tensor) -> Tensor:
+    return low.elementwise(_COMPARE[eqn.primitive.name], x, y, **_out(eqn))
+
+
+@lowering("ne")
+def ne(low: Lowering, eqn: core.JaxprEqn, x: Tensor, y: Tensor) -> Tensor:
+    if x.dtype == np.bool_:
+        return low.elementwise("Xor", x, y, **_out(eqn))
+    return low.elementwise("Not", low.elementwise("Equal", x, y, **_out(eqn)), **_out(eqn))
+
+
+@lowering(*_LOGIC)
+def logic(low: Lowering, eqn: core.JaxprEqn, *xs: Tensor) -> Tensor:
+    op_type = _LOGIC[eqn.primitive.name]
+    return low.elementwise(op_type if xs[0].dtype == np.bool_ else f"Bitwise{op_type}", *xs, **_out(eqn))
+
+
+@lowering("shift_left", "shift_right_logical")
+def shift(low: Lowering, eqn: core.JaxprEqn, x: Tensor, y: Tensor) -> Tensor:
+    bits = 8 * x.dtype.itemsize
+    if y.constant is not None and (y.constant >= bits).all():  # undefined in C++, zero in XLA
+        return low.array(np.zeros(x.shape, x.dtype))
+    direction = "LEFT" if eqn.primitive.name == "shift_left" else "RIGHT"
+    return low.elementwise("BitShift", x, y, direction=direction, **_out(eqn))
+
+
+@lowering("shift_right_arithmetic")
+def shift_right_arithmetic(low: Lowering, eqn: core.JaxprEqn, x: Tensor, y: Tensor) -> Tensor:
+    """As a logical shift; of the complement where x is negative."""
+
+    def complement(z: Tensor) -> Tensor:
+        return low.elementwise("BitwiseNot", z)
+
+    def shifted(z: Tensor) -> Tensor:
+        return low.elementwise("BitShift", z, y, direction="RIGHT", **_out(eqn))
+
+    if x.dtype.kind == "u":
+        return shifted(x)
+    negative = low.elementwise("Less", x, low.scalar(0, x), dtype=np.bool_)
+    return low.elementwise("Where", negative, complement(shifted(complement(x))), shifted(x), **_out(eqn))
+
+
+@lowering("select_n")
+def select_n(low: Lowering, eqn: core.JaxprEqn, which: Tensor, *cases: Tensor) -> Tensor:
+    if which.dtype == np.bool_:
+        if len(cases) == 1:
+            return cases[0]
+        return low.elementwise("Where", which, cases[1], cases[0], **_out(eqn))
+    chosen = cases[-1]
+    for index in reversed(range(len(cases) - 1)):
+        here = low.elementwise("LessOrEqual", which, low.scalar(index, which), dtype=np.bool_)
+        chosen = low.elementwise("Where", here, cases[index], chosen, **_out(eqn))
+    return chosen
+
+
+@lowering("clamp")
+def clamp(low: Lowering, eqn: core.JaxprEqn, lower: Tensor, x: Tensor, upper: Tensor) -> Tensor:
+    return low.elementwise("Min", low.elementwise("Max", x, lower, **_out(eqn)), upper, **_out(eqn))
+
+
+@lowering("convert_element_type")
+def convert_element_type(low: Lowering, eqn: core.JaxprEqn, x: Tensor) -> Tensor:
+    dtype = kernels.dtype_of_aval(eqn.outvars[0].aval)
+    return Tensor(low.cast(x.value, dtype), x.axes, x.shape, dtype)
+
+
+@lowering("reduce_precision")
+def reduce_precision(low: Lowering, eqn: core.JaxprEqn, x: Tensor) -> Tensor:
+    """By way of the dtype that has these bits."""
+    bits = (eqn.params["exponent_bits"], eqn.params["mantissa_bits"])
+    dtypes = {(5, 10): np.float16, (8, 7): kernels.BFLOAT16, (8, 23): np.float32, (11, 52): np.float64}
+    if bits not in dtypes:
+        raise ConversionError(f"reduce_precision to {bits[0]} exponent and {bits[1]} mantissa bits: no such dtype")
+    return Tensor(low.cast(low.cast(x.value, dtypes[bits]), x.dtype), x.axes, x.shape, x.dtype)
+
+
+@lowering("integer_pow")
+def integer_pow(low: Lowering, eqn: core.JaxprEqn, x: Tensor) -> Tensor:
+    """Small powers by multiplication, as XLA."""
+    power: int = eqn.params["y"]
+    result: Tensor | None = None
+    square, left = x, abs(power)
+    while left:
+        if left & 1:
+            result = square if result is None else low.elementwise("Mul", result, square)
+        left >>= 1
+        square = low.elementwise("Mul", square, square) if left else square
+    if result is None:
+        return low.array(np.ones(x.shape, x.dtype))
+    return low.elementwise("Reciprocal", result) if power < 0 else result
+
+
+@lowering("pow")
+def power(low: Lowering, eqn: core.JaxprEqn, x: Tensor, y: Tensor) -> Tensor:
+    if _equals(y, 0.5):
+        return low.elementwise("Sqrt", x)
+    return low.elementwise("Pow", x, y, **_out(eqn))
+
+
+@lowering("square")
+def square(low: Lowering, eqn: core.JaxprEqn, x: Tensor) -> Tensor:
+    return low.elementwise("Mul", x, x)
+
+
+@lowering("rsqrt")
+def rsqrt(low: Lowering, eqn: core.JaxprEqn, x: Tensor) -> Tensor:
+    return low.elementwise("Reciprocal", low.elementwise("Sqrt", x))
+
+
+@lowering("cbrt")
+def cbrt(low: Lowering, eqn: core.JaxprEqn, x: Tensor) -> Tensor:
+    root = low.elementwise("Pow", low.elementwise("Abs", x), low.scalar(1 / 3, x))
+    return low.elementwise("Mul", low.elementwise("Sign", x), root)
+
+
+@lowering("exp2")
+def exp2(low: Lowering, eqn: core.JaxprEqn, x: Tensor) -> Tensor:
+    return low.elementwise("Pow", low.scalar(2, x), x)
+
+
+@lowering("expm1")
+def expm1(low: Lowering, eqn: core.JaxprEqn, x: Tensor) -> Tensor:
+    """``tanh(x / 2) * (exp(x) + 1)``, which is accurate near zero."""
+    half = low.elementwise("Tanh", low.elementwise("Mul", x, low.scalar(0.5, x)))
+    return low.elementwise("Mul", half, low.elementwise("Add", low.elementwise("Exp", x), low.scalar(1, x)))
+
+
+@lowering("log1p")
+def log1p(low: Lowering, eqn: core.JaxprEqn, x: Tensor) -> Tensor:
+    """``log(u) + (x - (u - 1)) / u`` with u = 1 + x as rounded, which is accurate near zero."""
+    u = low.elementwise("Add", x, low.scalar(1, x))
+    rounded = low.elementwise("Sub", u, low.scalar(1, x))
+    log = low.elementwise("Log", u)
+    rest = low.elementwise("Div", low.elementwise("Sub", x, rounded), u)
+    exact = low.elementwise("Equal", x, rounded, dtype=np.bool_)  # also where x is -1 or infinite
+    return low.elementwise("Where", exact, log, low.elementwise("Add", log, rest), **_out(eqn))
+
+
+@lowering("erfc")
+def erfc(low: Lowering, eqn: core.JaxprEqn, x: Tensor) -> Tensor:
+    return low.elementwise("Sub", low.scalar(1, x), low.elementwise("Erf", x))
+
+
+_CENTRAL = (
+    2.81022636e-08, 3.43273939e-07, -3.5233877e-06, -4.39150654e-06, 0.00021858087, -0.00125372503, -0.00417768164,
+    0.246640727, 1.50140941,
+)  # fmt: skip
+_TAIL = (
+    -0.000200214257, 0.000100950558, 0.00134934322, -0.00367342844, 0.00573950773, -0.0076224613, 0.00943887047,
+    1.00167406, 2.83297682,
+)  # fmt: skip
+
+
+@lowering("erf_inv")
+def erf_inv(low: Lowering, eqn: core.JaxprEqn, x: Tensor) -> Tensor:
+    """Giles (2012), Approximating the erfinv function, as XLA has it in single precision."""
+    w = low.elementwise("Neg", log1p(low, eqn, low.elementwise("Neg", low.elementwise("Mul", x, x))))
+    central = low.elementwise("Less", w, low.scalar(5, x), dtype=np.bool_)
+    inner = low.elementwise("Sub", w, low.scalar(2.5, x))
+    outer = low.elementwise("Sub", low.elementwise("Sqrt", w), low.scalar(3, x))
+    z = low.elementwise("Where", central, inner, outer, dtype=x.dtype)
+    total: Tensor | None = None
+    for near, far in zip(_CENTRAL, _TAIL, strict=True):
+        term = low.elementwise("Where", central, low.scalar(near, x), low.scalar(far, x), dtype=x.dtype)
+        total = term if total is None else low.elementwise("Add", low.elementwise("Mul", total, z), term)
+    assert total is not None
+    return low.elementwise("Mul", total, x)
+
+
+@lowering("atan2")
+def atan2(low: Lowering, eqn: core.JaxprEqn, y: Tensor, x: Tensor) -> Tensor:
+    angle = low.elementwise("Atan", low.elementwise("Div", y, x))
+    below = low.elementwise("Less", y, low.scalar(0, y), dtype=np.bool_)
+    half_turn = low.elementwise("Where", below, low.scalar(-np.pi, y), low.scalar(np.pi, y), dtype=y.dtype)
+    left = low.elementwise("Less", x, low.scalar(0, x), dtype=np.bool_)
+    return low.elementwise("Where", left, low.elementwise("Add", angle, half_turn), angle, **_out(eqn))
+
+
+@lowering("rem")
+def rem(low: Lowering, eqn: core.JaxprEqn, x: Tensor, y: Tensor) -> Tensor:
+    return low.elementwise("Mod", x, y, fmod=1, **_out(eqn))
+
+
+@lowering("round")
+def rounded(low: Lowering, eqn: core.JaxprEqn, x: Tensor) -> Tensor:
+    if int(eqn.params["rounding_method"]) == 1:  # to nearest even
+        return low.elementwise("Round", x)
+    up = low.elementwise("Floor", low.elementwise("Add", low.elementwise("Abs", x), low.scalar(0.5, x)))
+    return low.elementwise("Mul", low.elementwise("Sign", x), up)
+
+
+@lowering("is_finite")
+def is_finite(low: Lowering, eqn: core.JaxprEqn, x: Tensor) -> Tensor:
+    return low.elementwise("Less", low.elementwise("Abs", x), low.scalar(np.inf, x), dtype=np.bool_)
+
+
+@lowering("copy", "copy_p", "name", "stop_gradient", "sharding_constraint", "random_clone")
+def same(low: Lowering, eqn: core.JaxprEqn, x: Tensor) -> Tensor:
+    return x
+
+
+@lowering("optimization_barrier")
+def in_order(low: Lowering, eqn: core.JaxprEqn, *xs: Tensor) -> list[Tensor]:
+    """The same arrays with their axes in order, so that whatever follows need not transpose each by itself."""
+    made = []
+    for x in xs:
+        axes = sorted(x.axes)
+        made.append(Tensor(low.transpose(x.value, [x.axes.index(a) for a in axes]), tuple(axes), x.shape, x.dtype))
+    return made

@@ -1,0 +1,138 @@
+"""What ONNX Runtime's CPU provider has kernels for, JAX's keys as integers, and constants computed now.
+
+`tests/test_converters_jax.py` compares the table of kernels with the installed ONNX Runtime.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import jax
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+from onnx import helper
+from onnx.reference import ReferenceEvaluator
+
+from onnx_remat.errors import ConversionError
+
+_HALF, _FLOATS = ("float16",), ("float32", "float64")
+_WIDE = ("int32", "int64")
+_ALL_INTS = ("int8", "int16", "int32", "int64", "uint8", "uint32", "uint64")
+_NUMBERS = (*_HALF, *_FLOATS, *_ALL_INTS)
+_MOVES = (*_NUMBERS, "bfloat16", "bool")
+
+KERNELS: Final[Mapping[str, tuple[str, ...]]] = {
+    **dict.fromkeys(("Add", "Sub", "Mul", "Div", "Mod"), _NUMBERS),
+    **dict.fromkeys(("Less", "LessOrEqual", "Greater", "GreaterOrEqual"), _NUMBERS),
+    "Equal": (*_NUMBERS, "bool"),
+    **dict.fromkeys(("Max", "Min"), (*_HALF, *_FLOATS, "int8", "int32", "int64", "uint8", "uint32", "uint64")),
+    "Pow": (*_HALF, *_FLOATS, *_WIDE),
+    **dict.fromkeys(("BitwiseAnd", "BitwiseOr", "BitwiseXor", "BitwiseNot"), _ALL_INTS),
+    "BitShift": ("uint8", "uint32", "uint64"),
+    "Neg": (*_HALF, *_FLOATS, "int8", "int16", "int32", "int64"),
+    **dict.fromkeys(("Abs", "Sign"), _NUMBERS),
+    **dict.fromkeys(
+        ("Exp", "Log", "Sqrt", "Tanh", "Sigmoid", "Floor", "Ceil", "Round", "Sin", "Cos", "Reciprocal", "Softmax"),
+        (*_HALF, *_FLOATS),
+    ),
+    **dict.fromkeys(
+        ("Erf", "Tan", "Atan", "Asin", "Acos", "Sinh", "Cosh", "Asinh", "Acosh", "Atanh", "Conv", "ConvTranspose"),
+        (*_HALF, "float32"),
+    ),
+    "AveragePool": (*_HALF, "float32"),
+    "MaxPool": (*_HALF, *_FLOATS, "int8", "uint8"),
+    "Where": (*_HALF, *_FLOATS, "int8", "int32", "int64", "uint8", "uint32"),
+    "MatMul": (*_HALF, *_FLOATS, "int32", "int64", "uint32", "uint64"),
+    "Gemm": (*_HALF, *_FLOATS),
+    **dict.fromkeys(("ReduceSum", "ReduceProd", "CumSum"), (*_HALF, *_FLOATS, *_WIDE)),
+    **dict.fromkeys(("ReduceMax", "ReduceMin"), (*_HALF, *_FLOATS, "int8", "int32", "int64", "uint8", "bool")),
+    **dict.fromkeys(("ArgMax", "ArgMin"), (*_HALF, *_FLOATS, "int8", "int32", "int64", "uint8")),
+    "TopK": (*_HALF, *_FLOATS, "int8", "int16", "int32", "int64", "uint8"),
+    "Pad": (*_HALF, *_FLOATS, "int8", "int32", "int64", "uint8", "uint32", "uint64", "bool"),
+    "Expand": (*_NUMBERS, "bool"),
+    "ScatterElements": _MOVES,
+    "ScatterND": _MOVES,
+}
+"""Dtypes per operator, where some are missing; operators that only move data run on all (ONNX Runtime 1.31)."""
+
+_WIDER: Final = {
+    "bfloat16": ("float32",),
+    "float16": ("float32",),
+    "bool": ("uint8", "int32"),
+    "int8": ("int32", "float64"),
+    "int16": ("int32", "float64"),
+    "int32": ("uint32", "int64", "float64"),
+    "uint8": ("int32",),
+    "uint16": ("int32",),
+    "uint32": ("int64",),
+    "uint64": ("int64",),
+}
+
+_FOLDED = 4096  # elements: larger constants would bloat the file
+
+
+def deciding(op_type: str, inputs: Sequence[ir.Value | None]) -> ir.Value | None:
+    """The input whose dtype chooses the kernel, where it is not the first."""
+    return inputs[1] if op_type == "Where" else None
+
+
+def wider(op_type: str, dtype: np.dtype[Any]) -> np.dtype[Any] | None:
+    """The dtype to compute in where there is no kernel for `dtype`.
+
+    >>> wider("Where", np.dtype("bool")), wider("Where", np.dtype("int32"))
+    (dtype('uint8'), None)
+    """
+    known = KERNELS.get(op_type)
+    if known is None or dtype.name in known:
+        return None
+    return next((np.dtype(name) for name in _WIDER.get(dtype.name, ()) if name in known), None)
+
+
+def fold(
+    op_type: str, inputs: Sequence[ir.Value | None], attributes: Mapping[str, object], shape: Sequence[int]
+) -> np.ndarray | None:
+    """What an operator makes of small constants; None where an input is not one."""
+    arrays = []
+    for value in inputs:
+        if value is None or value.const_value is None:
+            return None
+        arrays.append(value.const_value.numpy())
+    if np.prod(shape, dtype=np.int64) > _FOLDED or any(a.size > _FOLDED or a.dtype.kind == "V" for a in arrays):
+        return None
+    names = [f"x{i}" for i in range(len(arrays))]
+    node = helper.make_node(op_type, names, ["y"], **attributes)
+    with np.errstate(all="ignore"):
+        (made,) = ReferenceEvaluator(node).run(None, dict(zip(names, arrays, strict=True)))
+    return np.asarray(made)
+
+
+def packed(value: object) -> np.ndarray:
+    """An array as numpy's; random keys (two uint32 words each) as one uint64 each.
+
+    Raises
+    ------
+    ConversionError
+        Keys of another generator than threefry2x32.
+    """
+    if is_key(value):
+        if str(jax.random.key_impl(value)) != "threefry2x32":  # type: ignore[arg-type]
+            raise ConversionError(f"random keys of {jax.random.key_impl(value)}: only threefry2x32 has a lowering")  # type: ignore[arg-type]
+        words = np.asarray(jax.random.key_data(value)).astype(np.uint64)  # type: ignore[arg-type]
+        return (words[..., 0] << np.uint64(32)) | words[..., 1]
+    return np.asarray(value)
+
+
+def is_key(value: object) -> bool:
+    """Is it an array of typed random keys, or the like of one?"""
+    dtype = getattr(value, "dtype", None)
+    return dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def dtype_of_aval(aval: Any) -> np.dtype[Any]:
+    """The dtype a JAX array has in the graph: its own, or uint64 for random keys."""
+    return np.dtype(np.uint64) if is_key(aval) else np.dtype(aval.dtype)
+
+
+BFLOAT16: Final = np.dtype(ml_dtypes.bfloat16)

@@ -1,0 +1,204 @@
+"""Lowerings of reductions, cumulative operations and windows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from jax.extend import core
+
+from onnx_remat.errors import ConversionError
+
+from . import kernels
+from .lower import Lowering, Tensor, lowering
+from .structure import padded
+
+_REDUCE = {
+    "reduce_sum": "ReduceSum", "reduce_max": "ReduceMax", "reduce_min": "ReduceMin", "reduce_prod": "ReduceProd",
+    "reduce_and": "ReduceMin", "reduce_or": "ReduceMax",
+}  # fmt: skip
+
+
+@lowering(*_REDUCE)
+def reduce(low: Lowering, eqn: core.JaxprEqn, x: Tensor) -> Tensor:
+    name, axes = eqn.primitive.name, tuple(int(a) for a in eqn.params["axes"])
+    op_type = _REDUCE[name]
+    if x.dtype == np.bool_ and name in ("reduce_sum", "reduce_prod"):
+        op_type = "ReduceMax" if name == "reduce_sum" else "ReduceMin"
+    if op_type == "ReduceProd" or any(x.shape[axis] == 0 for axis in axes):
+        x = low.whole(x)
+    left = [axis for axis in range(len(x.shape)) if axis not in axes]
+    shape = [x.shape[axis] for axis in left]
+    gone = [j for j, axis in enumerate(x.axes) if axis in axes]
+    kept = [j for j in range(len(x.axes)) if j not in gone]
+    value = x.value
+    if gone:
+        value = low.op(op_type, value, low.ints(gone), shape=[x.physical[j] for j in kept], keepdims=0)
+    made = Tensor(value, tuple(left.index(x.axes[j]) for j in kept), tuple(shape), x.dtype)
+    repeats = prod(x.shape[a] for a in axes) // max(prod(x.physical[j] for j in gone), 1)
+    if op_type == "ReduceSum" and repeats > 1:
+        made = low.elementwise("Mul", made, low.scalar(repeats, x))
+    return made
+
+
+@lowering("argmax", "argmin")
+def argreduce(low: Lowering, eqn: core.JaxprEqn, x: Tensor) -> Tensor:
+    (axis,), dtype = eqn.params["axes"], np.dtype(eqn.params["index_dtype"])
+    x = low.whole(x)
+    j = x.axes.index(axis)
+    physical = [n for i, n in enumerate(x.physical) if i != j]
+    op_type = "ArgMax" if eqn.primitive.name == "argmax" else "ArgMin"
+    found = low.op(op_type, x.value, shape=physical, dtype=np.int64, axis=j, keepdims=0)
+    labels = tuple(a - (a > axis) for a in x.axes if a != axis)
+    return Tensor(low.cast(found, dtype), labels, tuple(n for a, n in enumerate(x.shape) if a != axis), dtype)
+
+
+@lowering("cumsum")
+def cumsum(low: Lowering, eqn: core.JaxprEqn, x: Tensor) -> Tensor:
+    x = low.whole(x)
+    where = low.emit.constant(np.int64(x.axes.index(eqn.params["axis"])))
+    value = low.op("CumSum", x.value, where, shape=x.physical, reverse=int(eqn.params["reverse"]))
+    return Tensor(value, x.axes, x.shape, x.dtype)
+
+
+_CUMULATIVE = {"cumprod": "Mul", "cummax": "Max", "cummin": "Min"}
+
+
+@lowering(*_CUMULATIVE, "cumlogsumexp")
+def cumulative(low: Lowering, eqn: core.JaxprEqn, x: Tensor) -> Tensor:
+    """Hillis & Steele (1986): combine with the element 1, 2, 4, ... before."""
+    axis, reverse = eqn.params["axis"], eqn.params["reverse"]
+    x = low.whole(x)
+    size, name = x.shape[axis], eqn.primitive.name
+    fill = low.array(_identity(name, x.dtype))
+    step = 1
+    while step < size:
+        config = [(0, 0, 0)] * len(x.shape)
+        config[axis] = (-step, step, 0) if reverse else (step, -step, 0)
+        before = padded(low, x, fill, config)
+        if name == "cumlogsumexp":
+            x = _logaddexp(low, x, before)
+        else:
+            x = low.elementwise(_CUMULATIVE[name], x, before)
+        step *= 2
+    return x
+
+
+def _identity(name: str, dtype: np.dtype[Any]) -> np.generic:
+    if name == "cumprod":
+        return dtype.type(1)
+    low, high = (-np.inf, np.inf) if dtype.kind not in "iu" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+    return dtype.type(high if name in ("cummin", "reduce_window_min") else low)
+
+
+def _logaddexp(low: Lowering, x: Tensor, y: Tensor) -> Tensor:
+    """Of finite x and y that may be -inf: larger + log(1 + exp(smaller - larger))."""
+    larger = low.elementwise("Max", x, y)
+    both = low.elementwise("Exp", low.elementwise("Sub", low.elementwise("Min", x, y), larger))
+    return low.elementwise("Add", larger, low.elementwise("Log", low.elementwise("Add", both, low.scalar(1, x))))
+
+
+@lowering("reduce_window_max", "reduce_window_min", "reduce_window_sum")
+def reduce_window(low: Lowering, eqn: core.JaxprEqn, x: Tensor) -> Tensor:
+    params, name = eqn.params, eqn.primitive.name
+    fill = low.scalar(0, x) if name.endswith("sum") else low.array(_identity(name, x.dtype))
+    padding = [(int(a), int(b)) for a, b in params["padding"]]
+    base = [int(n) for n in params["base_dilation"]]
+    if any(n > 1 for n in base) or any(n < 0 for pair in padding for n in pair):
+        x = padded(low, x, fill, [(*pair, n - 1) for pair, n in zip(padding, base, strict=True)])
+        padding = [(0, 0)] * len(padding)
+    if name == "reduce_window_min":
+        x = low.elementwise("Neg", x)
+    window = _Window(low, x, fill, params["window_dimensions"], params["window_strides"], padding,
+                     params["window_dilation"])  # fmt: skip
+    if not name.endswith("sum"):
+        made = window.tensor(window.max_pool()[0], eqn.outvars[0].aval)
+        return low.elementwise("Neg", made) if name == "reduce_window_min" else made
+    made = window.tensor(window.pool("AveragePool", count_include_pad=1), eqn.outvars[0].aval)
+    return low.elementwise("Mul", made, low.scalar(prod(params["window_dimensions"]), made))
+
+
+@lowering("select_and_scatter_add")
+def select_and_scatter_add(low: Lowering, eqn: core.JaxprEqn, source: Tensor, x: Tensor) -> Tensor:
+    """The gradient of max-pooling: add to where MaxPool found its maxima."""
+    params = eqn.params
+    if params["select_prim"].name not in ("ge", "le"):
+        raise ConversionError(f"select_and_scatter_add by {params['select_prim'].name}: only ge and le have a lowering")
+    if params["select_prim"].name == "le":
+        x = low.elementwise("Neg", x)
+    rank = len(x.shape)
+    window = _Window(low, x, low.array(_identity("reduce_window_max", x.dtype)), params["window_dimensions"],
+                     params["window_strides"], params["padding"], (1,) * rank)  # fmt: skip
+    where = window.max_pool()[1]
+    size, count = prod(window.x.shape), prod(source.shape)
+    zeros = low.op("Expand", low.emit.constant(np.zeros(1, x.dtype)), low.ints([size]), shape=(size,))
+    moved = low.reshape(low.full(source, window.order), (count,))
+    flat = low.op("ScatterElements", zeros, low.reshape(where, (count,)), moved, shape=(size,), reduction="add")
+    shape = [window.x.shape[axis] for axis in window.order]
+    made = Tensor(low.reshape(flat, shape), window.order, window.x.shape, x.dtype)
+    back = [(-a, -b, 0) for a, b in window.outside]
+    return padded(low, made, low.scalar(0, x), back)
+
+
+class _Window:
+    """A window over a tensor as ONNX's pools want it: windowed axes last, behind exactly two others."""
+
+    def __init__(
+        self, low: Lowering, x: Tensor, fill: Tensor, sizes: Sequence[int], strides: Sequence[int],
+        padding: Sequence[tuple[int, int]], dilations: Sequence[int],
+    ) -> None:  # fmt: skip
+        rank = len(x.shape)
+        moving = [a for a in range(rank) if sizes[a] != 1 or strides[a] != 1 or any(padding[a])]
+        if len(moving) > 3:
+            raise ConversionError(f"a window over {len(moving)} axes has no lowering to ONNX: at most 3")
+        # Padding as wide as the window is beyond the pools; where it is outside, the tensor itself gets it.
+        wide = any(max(padding[a]) >= (sizes[a] - 1) * dilations[a] + 1 for a in moving)
+        self.outside = [tuple(int(n) for n in padding[a]) if wide else (0, 0) for a in range(rank)]
+        inside = [(0, 0) if wide else padding[a] for a in range(rank)]
+        self.x = padded(low, x, fill, [(a, b, 0) for a, b in self.outside]) if wide else low.whole(x)
+        still = [a for a in self.x.axes if a not in moving]
+        moving = [a for a in self.x.axes if a in moving] or [still.pop()]
+        self.low, self.order = low, (*still, *moving)
+        lead = [self.x.shape[a] for a in still]
+        self._lead = lead if len(lead) == 2 else [1, prod(lead)]
+        self._moving = moving
+        self._attributes = {
+            "kernel_shape": [int(sizes[a]) for a in moving],
+            "strides": [int(strides[a]) for a in moving],
+            "dilations": [int(dilations[a]) for a in moving],
+            "pads": [int(inside[a][0]) for a in moving] + [int(inside[a][1]) for a in moving],
+        }
+        self._sizes = [
+            (self.x.shape[a] + sum(inside[a]) - (sizes[a] - 1) * dilations[a] - 1) // strides[a] + 1 for a in moving
+        ]
+
+    @property
+    def _input(self) -> ir.Value:
+        moving = [self.x.shape[a] for a in self._moving]
+        return self.low.reshape(self.low.full(self.x, self.order), (*self._lead, *moving))
+
+    def pool(self, op_type: str, **attributes: int) -> ir.Value:
+        return self.low.op(
+            op_type, self._input, shape=(*self._lead, *self._sizes), **self._attributes, **attributes
+        )  # fmt: skip
+
+    def max_pool(self) -> tuple[ir.Value, ir.Value]:
+        """Maxima and where they are in the flat input; one node for both, so that backward can use forward's."""
+        low, x = self.low, self._input
+        wide = kernels.wider("MaxPool", self.x.dtype)
+        shape = (*self._lead, *self._sizes)
+        dtype = self.x.dtype if wide is None else wide
+        results = [(shape, dtype), (shape, np.int64)]
+        best, where = low.nodes("MaxPool", low.cast(x, dtype), results=results, **self._attributes)  # type: ignore[arg-type]
+        return low.cast(best, self.x.dtype), where
+
+    def tensor(self, value: ir.Value, aval: Any) -> Tensor:
+        """A pool's result as the array it stands for."""
+        shape = tuple(int(n) for n in aval.shape)
+        physical = [shape[axis] for axis in self.order]
+        return Tensor(self.low.reshape(value, physical), self.order, shape, self.x.dtype)
+
+

@@ -1,0 +1,192 @@
+"""A training step as a function of flat, named arrays, and its jaxpr."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+from jax.interpreters import partial_eval
+
+from onnx_remat.errors import ConversionError
+
+from .. import names
+from . import kernels
+from .lower import OPTIMIZER_SCOPE
+
+Path = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step, traced.
+
+    Attributes
+    ----------
+    jaxpr : ClosedJaxpr
+        Of flat inputs and outputs.
+    inputs : mapping of str to array
+        Parameters, buffers, optimizer state, batch: first values, by name, in order.
+    outputs : mapping of str to str
+        Phase of each output, by name, in order: the loss, gradients or new parameters and state, new buffers.
+    function : callable
+        What `jaxpr` was traced from.
+    """
+
+    jaxpr: core.ClosedJaxpr
+    inputs: Mapping[str, Any]
+    outputs: Mapping[str, str]
+    function: Callable[..., Any]
+
+    def expected(self) -> dict[str, np.ndarray]:
+        """JAX's own outputs for the first inputs, by name."""
+        made = jax.jit(self.function)(*self.inputs.values())
+        return {name: plain(value) for name, value in zip(self.outputs, made, strict=True)}
+
+    def feeds(self) -> dict[str, np.ndarray]:
+        """The first inputs as ONNX Runtime takes them."""
+        return {name: plain(value) for name, value in self.inputs.items()}
+
+
+def plain(value: Any) -> np.ndarray:
+    """An array as numpy's; random keys as their words."""
+    return np.asarray(jax.random.key_data(value) if kernels.is_key(value) else value)
+
+
+def trace(
+    loss_fn: Callable[..., Any], params: Any, batch: Sequence[Any], buffers: Any, optimizer: Any,
+    batch_names: Sequence[str] | None,
+) -> Step:  # fmt: skip
+    """Trace loss, gradients and update.
+
+    Raises
+    ------
+    ConversionError
+        The loss is not a float scalar or depends on no parameter, a parameter is not float, two inputs have one name.
+    """
+    state = None if optimizer is None else optimizer.init(params)
+    groups = (params, buffers, state, tuple(batch))
+    named = inputs_of(groups, batch_names)
+    _check_parameters(params)
+    flat, tree = jax.tree_util.tree_flatten(groups)
+    # Python numbers become arrays, so that all inputs have a dtype of their own.
+    flat = [leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf) for leaf in flat]
+
+    def with_buffers(params: Any, buffers: Any, batch: Sequence[Any]) -> tuple[Any, Any]:
+        if buffers is None:
+            return loss_fn(params, *batch), None
+        answer = loss_fn(params, buffers, *batch)
+        if not (isinstance(answer, tuple) and len(answer) == 2):
+            raise ConversionError("with buffers, the loss function must return (loss, new buffers)")
+        return answer
+
+    _check_loss(with_buffers, jax.tree_util.tree_unflatten(tree, flat))
+
+    def step(*leaves: Any) -> list[Any]:
+        params, buffers, state, batch = jax.tree_util.tree_unflatten(tree, leaves)
+        (loss, after), grads = jax.value_and_grad(with_buffers, has_aux=True)(params, buffers, batch)
+        if optimizer is not None:
+            import optax
+
+            with jax.named_scope(OPTIMIZER_SCOPE):
+                updates, state = optimizer.update(jax.lax.optimization_barrier(grads), state, params)
+                grads = optax.apply_updates(params, updates)
+        return jax.tree_util.tree_leaves((loss, grads, state, after))
+
+    closed = jax.make_jaxpr(step)(*flat)
+    jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
+    outputs = {names.LOSS: "forward"}
+    counts = [len(jax.tree_util.tree_leaves(group)) for group in groups]
+    rename, phase = (names.gradient, "backward") if optimizer is None else (names.new, "optimizer")
+    outputs |= {rename(name): phase for name in named[: counts[0]]}
+    outputs |= {names.new(name): "optimizer" for name in named[sum(counts[:2]) : sum(counts[:3])]}
+    outputs |= {names.new(name): "forward" for name in named[counts[0] : sum(counts[:2])]}
+    if len(outputs) != len(jaxpr.outvars):
+        raise ConversionError(
+            f"the step puts out {len(jaxpr.outvars)} arrays for {len(outputs)} names: the loss function must return "
+            "new buffers of the structure it was given"
+        )
+    return Step(core.ClosedJaxpr(jaxpr, closed.consts), dict(zip(named, flat, strict=True)), outputs, step)
+
+
+def inputs_of(groups: tuple[Any, Any, Any, Any], batch_names: Sequence[str] | None) -> list[str]:
+    """Names of parameters, buffers, optimizer state and batch, in this order.
+
+    >>> inputs_of(({"w": 1.0}, None, ({"mu": {"w": 0.0}}, 7), (0.5,)), None)
+    ['w', 'state.w.mu', 'state.1', 'input.0']
+    """
+    params, buffers, state, batch = groups
+    parameters = _paths(params)
+    own = [".".join(path) or "param" for path, _ in parameters]
+    kept = [".".join(path) or "buffer" for path, _ in _paths(buffers)]
+    count = len(jax.tree_util.tree_leaves(batch))
+    if batch_names is not None and len(batch_names) != count:
+        raise ConversionError(f"{len(batch_names)} batch names for {count} arrays")
+    given = [names.batch(i) for i in range(count)] if batch_names is None else list(batch_names)
+    made = [*own, *kept, *_state_names(_paths(state), parameters), *given]
+    if twice := [name for name, n in Counter(made).items() if n > 1]:
+        raise ConversionError(f"two inputs are called {twice[0]!r}: rename a parameter, buffer or batch input")
+    return made
+
+
+def _paths(tree: Any) -> list[tuple[Path, tuple[int, ...]]]:
+    """Path and shape of every leaf."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return [(tuple(_key(key) for key in path), tuple(np.shape(leaf))) for path, leaf in leaves]
+
+
+def _key(key: Any) -> str:
+    for attribute in ("key", "name", "idx"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)
+
+
+def _state_names(state: Sequence[tuple[Path, tuple[int, ...]]], parameters: Sequence[tuple[Path, tuple[int, ...]]]) -> list[str]:
+    """``state.<parameter>.<slot>`` where a leaf's path ends as a parameter's, else ``state.<last part>``.
+
+    The slot is the last name on the way to it; where that is not enough to tell leaves apart, all of the way.
+    """
+    known = sorted(parameters, key=lambda entry: -len(entry[0]))
+    found = []
+    for path, shape in state:
+        owner = next((p for p, s in known if s == shape and path[len(path) - len(p) :] == p), None)
+        way = path if owner is None else path[: len(path) - len(owner)]
+        words = [part for part in way if not part.isdigit()]
+        found.append((owner, words[-1] if words else ".".join(way), ".".join(way)))
+
+    def name(owner: Path | None, slot: str) -> str:
+        return f"state.{slot}" if owner is None else names.state(".".join(owner) or "param", slot)
+
+    short = [name(owner, slot) for owner, slot, _ in found]
+    counts = Counter(short)
+    return [s if counts[s] == 1 else name(owner, way) for s, (owner, _, way) in zip(short, found, strict=True)]
+
+
+def _check_parameters(params: Any) -> None:
+    leaves, _ = jax.tree_util.tree_flatten_with_path(params)
+    if not leaves:
+        raise ConversionError("there are no parameters")
+    for path, leaf in leaves:
+        dtype = jnp.result_type(leaf)
+        if not jnp.issubdtype(dtype, jnp.floating):
+            name = ".".join(_key(key) for key in path) or "param"
+            raise ConversionError(f"parameter {name!r} is {dtype}, not float: pass what is not trained in buffers")
+
+
+def _check_loss(function: Callable[..., tuple[Any, Any]], groups: tuple[Any, ...]) -> None:
+    params, buffers, _, batch = groups
+    closed, (loss, _) = jax.make_jaxpr(function, return_shape=True)(params, buffers, batch)
+    if not hasattr(loss, "shape"):
+        raise ConversionError(f"the loss function returns a {type(loss).__name__}, not a scalar array")
+    if loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
+        raise ConversionError(f"the loss is {loss.dtype} of shape {loss.shape}, not a float scalar")
+    wanted = [True] + [False] * (len(closed.jaxpr.outvars) - 1)
+    _, used = partial_eval.dce_jaxpr(closed.jaxpr, wanted)
+    if not any(used[: len(jax.tree_util.tree_leaves(params))]):
+        raise ConversionError("the loss depends on no parameter: there is nothing to train")
