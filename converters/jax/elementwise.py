@@ -251,7 +251,7 @@ def is_finite(low: Lowering, eqn: core.JaxprEqn, x: Tensor) -> Tensor:
     return low.elementwise("Less", low.elementwise("Abs", x), low.scalar(np.inf, x), dtype=np.bool_)
 
 
-@lowering("copy", "copy_p", "name", "stop_gradient", "sharding_constraint", "random_clone")
+@lowering("copy", "copy_p", "name", "stop_gradient", "sharding_constraint", "random_clone", "pvary", "reshard")
 def same(low: Lowering, eqn: core.JaxprEqn, x: Tensor) -> Tensor:
     return x
 

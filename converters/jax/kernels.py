@@ -71,11 +71,16 @@ _WIDER: Final = {
 }
 
 _FOLDED = 4096  # elements: larger constants would bloat the file
+_FOLDABLE: Final = frozenset(
+    "Abs Add And BitShift BitwiseAnd BitwiseNot BitwiseOr BitwiseXor Cast Ceil Concat Cos Div Equal Exp Expand Floor "
+    "Gather Greater GreaterOrEqual Less LessOrEqual Log Max Min Mod Mul Neg Not Or Pad Pow Range Reciprocal ReduceMax "
+    "ReduceMin ReduceProd ReduceSum Relu Reshape Round Sigmoid Sign Sin Slice Sqrt Sub Tan Tanh Transpose Where Xor".split()
+)
 
 
-def deciding(op_type: str, inputs: Sequence[ir.Value | None]) -> ir.Value | None:
-    """The input whose dtype chooses the kernel, where it is not the first."""
-    return inputs[1] if op_type == "Where" else None
+def deciding(op_type: str) -> int:
+    """The first input whose dtype chooses the kernel: all but Where's condition."""
+    return 1 if op_type == "Where" else 0
 
 
 def wider(op_type: str, dtype: np.dtype[Any]) -> np.dtype[Any] | None:
@@ -94,6 +99,8 @@ def fold(
     op_type: str, inputs: Sequence[ir.Value | None], attributes: Mapping[str, object], shape: Sequence[int]
 ) -> np.ndarray | None:
     """What an operator makes of small constants; None where an input is not one."""
+    if op_type not in _FOLDABLE:
+        return None
     arrays = []
     for value in inputs:
         if value is None or value.const_value is None:

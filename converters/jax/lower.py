@@ -236,12 +236,16 @@ class Lowering:
         Runs in a wider dtype where ONNX Runtime's CPU provider has no kernel for this one, and now where all inputs
         are small constants.
         """
-        given = next(value for value in inputs if value is not None)
-        narrow = dtype_of(kernels.deciding(op_type, inputs) or given)
-        dtype = np.dtype(dtype or dtype_of(given))
+        first = kernels.deciding(op_type)
+        given = inputs[first]
+        assert given is not None
+        narrow, dtype = dtype_of(given), np.dtype(dtype or dtype_of(given))
         wide = kernels.wider(op_type, narrow)
         if wide is not None:
-            inputs = tuple(self.cast(v, wide) if v is not None and dtype_of(v) == narrow else v for v in inputs)
+            inputs = tuple(
+                v if v is None or i < first or dtype_of(v) != narrow else self.cast(v, wide)
+                for i, v in enumerate(inputs)
+            )
             made = self.op(op_type, *inputs, shape=shape, dtype=wide if dtype == narrow else dtype, **attributes)
             return self.cast(made, dtype)
         folded = kernels.fold(op_type, inputs, attributes, shape)

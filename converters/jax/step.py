@@ -16,6 +16,7 @@ from jax.interpreters import partial_eval
 from onnx_remat.errors import ConversionError
 
 from .. import names
+from ..check import TOLERANCE
 from . import kernels
 from .lower import OPTIMIZER_SCOPE
 
@@ -48,9 +49,23 @@ class Step:
         made = jax.jit(self.function)(*self.inputs.values())
         return {name: plain(value) for name, value in zip(self.outputs, made, strict=True)}
 
+    def tolerance(self) -> dict[str, float]:
+        """Relative error to accept by output dtype: the least precise float inside decides for all wider ones."""
+        inside = {dtype.name for dtype in _dtypes(self.jaxpr.jaxpr)} & set(TOLERANCE)
+        coarsest = max((TOLERANCE[name] for name in inside), default=0.0)
+        return {name: max(least, coarsest) for name, least in TOLERANCE.items()}
+
     def feeds(self) -> dict[str, np.ndarray]:
         """The first inputs as ONNX Runtime takes them."""
         return {name: plain(value) for name, value in self.inputs.items()}
+
+
+def _dtypes(jaxpr: core.Jaxpr) -> set[np.dtype[Any]]:
+    """Dtypes of all that a jaxpr computes, in the jaxprs inside too."""
+    found = {kernels.dtype_of_aval(var.aval) for eqn in jaxpr.eqns for var in eqn.outvars if hasattr(var.aval, "dtype")}
+    for inner in core.subjaxprs(jaxpr):
+        found |= _dtypes(inner)
+    return found
 
 
 def plain(value: Any) -> np.ndarray:

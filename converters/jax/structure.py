@@ -20,7 +20,12 @@ _TO_THE_END = np.iinfo(np.int64).max
 
 @lowering("transpose")
 def transpose(low: Lowering, eqn: core.JaxprEqn, x: Tensor) -> Tensor:
-    order = eqn.params["permutation"]
+    return permuted(x, eqn.params["permutation"])
+
+
+def permuted(x: Tensor, order: Sequence[int]) -> Tensor:
+    """`x` with its axis ``order[j]`` as axis j: new labels."""
+    order = list(order)
     return x.relabelled([order.index(axis) for axis in x.axes], [x.shape[axis] for axis in order])
 
 
@@ -32,7 +37,8 @@ def broadcast_in_dim(low: Lowering, eqn: core.JaxprEqn, x: Tensor, *_: Tensor) -
 
 @lowering("reshape")
 def reshape(low: Lowering, eqn: core.JaxprEqn, x: Tensor, *_: Tensor) -> Tensor:
-    return reshaped(low, x, eqn.params["new_sizes"])
+    order = eqn.params["dimensions"]
+    return reshaped(low, x if order is None else permuted(x, order), eqn.params["new_sizes"])
 
 
 @lowering("expand_dims")
@@ -67,6 +73,12 @@ def tile(low: Lowering, eqn: core.JaxprEqn, x: Tensor) -> Tensor:
     reps = [int(n) for n in eqn.params["reps"]]
     shape = [n for pair in zip(reps, x.shape, strict=True) for n in pair]
     return reshaped(low, x.relabelled([2 * axis + 1 for axis in x.axes], shape), eqn.outvars[0].aval.shape)  # type: ignore[attr-defined]
+
+
+@lowering("empty", "empty2")
+def empty(low: Lowering, eqn: core.JaxprEqn) -> Tensor:
+    aval: Any = eqn.outvars[0].aval
+    return low.array(np.zeros(aval.shape, kernels.dtype_of_aval(aval)))
 
 
 @lowering("iota")

@@ -1,0 +1,215 @@
+"""The JAX converter, primitive by primitive: values and gradients against JAX."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import onnx
+import pytest
+from jax import lax
+
+from onnx_remat import runtime
+from onnx_remat.converters import check
+from onnx_remat.converters.jax import export_training_step, initial_feeds
+from onnx_remat.converters.jax import kernels as jax_kernels
+from onnx_remat.converters.jax.step import trace
+from onnx_remat.errors import ConversionError
+
+TIGHT = {"float64": 1e-9, "float32": 1e-5, "float16": 2e-2, "bfloat16": 2e-2}
+
+
+def random(*shape, seed=0, low=-1.0, high=1.0, dtype=np.float32):
+    return np.random.default_rng(seed).uniform(low, high, shape).astype(dtype)
+
+
+def worst_error(loss_fn, params, *batch, **options) -> float:
+    """Convert, run, compare every output with JAX within 1e-5; the largest relative error."""
+    model = export_training_step(loss_fn, params, *batch, check=False, **options)
+    onnx.checker.check_model(model, full_check=True)
+    given = {key: value for key, value in options.items() if key in ("optimizer", "buffers", "batch_names")}
+    step = trace(loss_fn, params, batch, given.get("buffers"), given.get("optimizer"), given.get("batch_names"))
+    return check.against(model, step.feeds(), step.expected(), TIGHT).error
+
+
+HALVES = {
+    "float16": lambda x: jnp.tanh(x.astype(jnp.float16)) @ jnp.ones((4, 2), jnp.float16),
+    "bfloat16": lambda x: jnp.tanh(x.astype(jnp.bfloat16) * 2) + x.astype(jnp.bfloat16) @ jnp.ones((4, 1), jnp.bfloat16),
+}
+
+
+def weighted(function):
+    """A scalar loss that gives every element of every result a weight of its own."""
+
+    def loss(x, *batch):
+        total = 0.0
+        for made in jax.tree.leaves(function(x, *batch)):
+            made = jnp.asarray(made).astype(jnp.float32)
+            total = total + jnp.sum(made * jnp.linspace(0.5, 1.5, made.size).reshape(made.shape))
+        return total + jnp.sum(x.astype(jnp.float32)) * 0.1
+
+    return loss
+
+
+def shaped(*shape, low=-1.0, high=1.0):
+    return lambda: random(*shape, low=low, high=high)
+
+
+plain, positive, unit = shaped(3, 4), shaped(3, 4, low=0.2, high=2.0), shaped(3, 4, low=-0.9, high=0.9)
+IMAGE, KERNEL = shaped(2, 6, 7, 3), random(3, 3, 3, 4, seed=1)
+IDS = np.array([[0, 2, 1], [2, 2, 0]], np.int32)
+NHWC = ("NHWC", "HWIO", "NHWC")
+
+
+def conv(x, w=KERNEL, strides=(1, 1), padding="SAME", numbers=NHWC, **options):
+    return lax.conv_general_dilated(x, w, strides, padding, dimension_numbers=numbers, **options)
+
+
+def both(function):
+    """Its gradient with respect to the second operand too."""
+    return lambda x: function(x[..., 0], x[..., 1])
+
+
+def masked_softmax(x):
+    return jax.nn.softmax(jnp.where(jnp.tril(jnp.ones((3, 4), bool)), x, -1e9))
+
+
+def window(x, how, start, sizes=(1, 2, 3, 1), strides=(1, 2, 2, 1), padding="VALID", **options):
+    return lax.reduce_window(x, start, how, sizes, strides, padding, **options)
+
+
+BATTERY = {
+    # elementwise
+    "abs": (jnp.abs, plain), "acos": (jnp.arccos, unit), "acosh": (lambda x: jnp.arccosh(x + 1.5), positive),
+    "asin": (jnp.arcsin, unit), "asinh": (jnp.arcsinh, plain), "atan": (jnp.arctan, plain),
+    "atanh": (jnp.arctanh, unit), "atan2": (both(jnp.arctan2), shaped(8, 2)), "cbrt": (jnp.cbrt, positive),
+    "ceil": (lambda x: jnp.ceil(3 * x) * x, plain), "clamp": (lambda x: lax.clamp(-0.3, x, 0.4), plain),
+    "cos": (jnp.cos, plain), "cosh": (jnp.cosh, plain), "div": (both(jnp.divide), shaped(5, 2, low=0.5, high=2)),
+    "erf": (lax.erf, plain), "erfc": (lax.erfc, plain), "erf_inv": (lax.erf_inv, shaped(64, low=-0.999, high=0.999)),
+    "exp": (jnp.exp, plain), "exp2": (jnp.exp2, plain), "expm1": (jnp.expm1, shaped(9, low=-1e-3, high=1e-3)),
+    "floor": (lambda x: jnp.floor(3 * x) * x, plain), "integer_pow": (lambda x: x**5 + x**-3, positive),
+    "is_finite": (lambda x: jnp.isfinite(1 / jnp.maximum(x, 0)) * x, plain), "log": (jnp.log, positive),
+    "log1p": (jnp.log1p, shaped(9, low=-1e-3, high=1e-3)), "logistic": (jax.nn.sigmoid, plain),
+    "logsumexp": (lambda x: jax.nn.logsumexp(x, axis=0), plain), "logaddexp": (both(jnp.logaddexp), shaped(5, 2)),
+    "max": (both(jnp.maximum), shaped(5, 2)), "min": (both(jnp.minimum), shaped(5, 2)),
+    "mod": (lambda x: jnp.mod(x, 0.3) + jnp.fmod(x, 0.3), plain), "mul": (both(jnp.multiply), shaped(5, 2)),
+    "neg": (jnp.negative, plain), "pow": (both(jnp.power), shaped(5, 2, low=0.3, high=2)),
+    "round": (lambda x: jnp.round(3 * x) * x + lax.round(x, lax.RoundingMethod.AWAY_FROM_ZERO), plain),
+    "rsqrt": (lax.rsqrt, positive), "sign": (lambda x: jnp.sign(x) * x, plain), "sin": (jnp.sin, plain),
+    "sinh": (jnp.sinh, plain), "sqrt": (jnp.sqrt, positive), "square": (jnp.square, plain), "sub": (both(jnp.subtract),
+    shaped(5, 2)), "tan": (jnp.tan, plain), "tanh": (jnp.tanh, plain), "relu": (jax.nn.relu, plain),
+    "elu": (jax.nn.elu, plain), "gelu": (lambda x: jax.nn.gelu(x, approximate=False), plain),
+    "softplus": (jax.nn.softplus, plain), "silu": (jax.nn.silu, plain), "leaky_relu": (jax.nn.leaky_relu, plain),
+    "reduce_precision": (lambda x: lax.reduce_precision(x, 8, 7), plain),
+    # logic and integers
+    "compare": (lambda x: [(x < 0) * x, (x <= 0.1) * x, (x > 0.2) * x, (x >= 0) * x, (x == 0) * x, (x != 0) * x], plain),
+    "logic": (lambda x: jnp.where(((x > 0) & (x < 0.5)) | ~(x > -0.5) ^ (x < 0.9), x, 2 * x), plain),
+    "select bool": (lambda x: jnp.where(x > 0, x < 0.5, x > -0.5) * x, plain),
+    "select_n": (lambda x: lax.select_n(jnp.int32(3 * jnp.abs(x)) % 3, x, 2 * x, x * x), plain),
+    "integers": (lambda x: [(jnp.int32(9 * x) // 2) * x, (jnp.int32(9 * x) >> 1) * x, (jnp.int32(9 * x) << 2) & 12,
+                            jnp.uint32(99 * x * x) >> 2, jnp.uint8(9 * x * x) + jnp.uint8(250),
+                            jnp.int16(jnp.sum(jnp.int16(9 * x)))], plain),
+    "bitcast": (lambda x: lax.bitcast_convert_type(jnp.uint32(2e9 * x) + jnp.uint32(1 << 31) * (x > 1), jnp.float32),
+                shaped(50, low=0.3, high=2)),
+    # structure
+    "broadcast": (lambda x: jnp.broadcast_to(x[:, None], (3, 5, 4)) * x.sum(), plain),
+    "concatenate": (lambda x: jnp.concatenate([x, 2 * x.T.reshape(3, 4), jnp.ones((3, 2))], 1), plain),
+    "dynamic_slice": (lambda x: lax.dynamic_slice(x, (jnp.int32(x[0, 0] * 9), 1), (2, 2)), plain),
+    "dynamic_update_slice": (lambda x: lax.dynamic_update_slice(x, x[:2, 1:3] * 2, (jnp.int32(9 * x[0, 1]), 1)), plain),
+    "iota": (lambda x: lax.broadcasted_iota(jnp.float32, (3, 4), 1) * x, plain),
+    "pad": (lambda x: lax.pad(x, 0.5, ((1, 2, 1), (-1, 3, 2))) * 2, plain),
+    "reshape": (lambda x: jnp.reshape(jnp.transpose(x), (2, 6)) ** 2, plain), "rev": (lambda x: x[::-1, ::-1] * x, plain),
+    "roll": (lambda x: jnp.roll(x, 1, 0) * x, plain), "slice": (lambda x: x[0:3:2, 1:] ** 2, plain),
+    "split": (lambda x: jnp.split(x * 2, [1, 3], axis=1), plain), "squeeze": (lambda x: jnp.squeeze(x[:, :1]) ** 2, plain),
+    "stack": (lambda x: jnp.stack([x, 2 * x], 1) ** 2, plain), "tile": (lambda x: jnp.tile(x, (2, 3)) ** 2, plain),
+    "transpose": (lambda x: jnp.transpose(x, (2, 0, 1)).sum(1) * x[:, 0], shaped(4, 4, 4)),
+    "checkpoint": (jax.checkpoint(lambda x: jnp.sin(jnp.sin(x))), plain), "vmap": (jax.vmap(lambda r: r @ r * r), plain),
+    # products
+    "dot": (lambda x: x @ x.T @ random(3, 5), plain), "dot vector": (lambda x: x[0] @ x.T, plain),
+    "outer": (lambda x: jnp.outer(x[0], x[1]), plain), "dot 3d": (lambda x: jnp.tanh(x) @ random(4, 6), shaped(2, 3, 4)),
+    "batched dot": (lambda x: jnp.einsum("bthk,bshk->bhts", x, 2 * x), shaped(2, 3, 2, 4)),
+    "heads": (lambda x: jnp.einsum("btd,dhk->bthk", x, x.reshape(4, 2, 3)), shaped(2, 3, 4)),
+    "einsum": (lambda x: jnp.einsum("bij,bjk,k->ib", x, x, x[0, 0]), shaped(2, 3, 3)),
+    "integer dot": (lambda x: (jnp.int32(5 * x) @ jnp.int32(5 * x).T) * x[:, :3], plain),
+    # convolutions
+    "conv": (conv, IMAGE), "conv strided": (lambda x: conv(x, strides=(2, 3)), IMAGE),
+    "conv valid": (lambda x: conv(x, padding="VALID"), IMAGE),
+    "conv dilated": (lambda x: conv(x, rhs_dilation=(2, 1), strides=(1, 2)), IMAGE),
+    "conv weights": (lambda w: conv(random(2, 6, 7, 3), w, strides=(2, 2)), lambda: KERNEL),
+    "conv grouped": (lambda x: conv(x, random(3, 3, 1, 6), feature_group_count=3, strides=(2, 1)), IMAGE),
+    "conv grouped weights": (lambda w: conv(random(2, 6, 7, 3), w, feature_group_count=3, strides=(2, 1)),
+                             lambda: random(3, 3, 1, 6)),
+    "conv nchw": (lambda x: conv(x, random(4, 3, 3, 2), numbers=("NCHW", "OIHW", "NCHW")), shaped(2, 3, 5, 6)),
+    "conv odd": (lambda x: conv(x, numbers=("CHWN", "HWIO", "HNWC"), padding=((0, 2), (-1, 1))), shaped(3, 6, 7, 2)),
+    "conv 1d": (lambda x: conv(x, random(3, 3, 4), (2,), "SAME", ("NHC", "HIO", "NHC")), shaped(2, 7, 3)),
+    "conv 3d": (lambda x: conv(x, random(2, 2, 2, 2, 3), (1, 2, 1), "SAME", ("NDHWC", "DHWIO", "NDHWC")),
+                shaped(1, 3, 4, 4, 2)),
+    "conv 1x1": (lambda x: conv(x, random(1, 1, 3, 5), strides=(2, 2)), IMAGE),
+    "conv_transpose": (lambda x: lax.conv_transpose(x, KERNEL, (2, 3), "SAME"), IMAGE),
+    "conv_transpose valid": (lambda w: lax.conv_transpose(random(1, 4, 4, 3), w, (3, 3), "VALID"),
+                             lambda: random(2, 2, 3, 4)),
+    "conv batch groups": (lambda x: conv(x, random(3, 3, 3, 4), batch_group_count=2), shaped(4, 5, 5, 3)),
+    # reductions and windows
+    "reduce_sum": (lambda x: x.sum(0) ** 2 + x.sum(), plain), "reduce_max": (lambda x: x.max(1), plain),
+    "reduce_min": (lambda x: x.min(0), plain), "reduce_prod": (lambda x: x.prod(1), plain),
+    "mean of a broadcast": (lambda x: jnp.broadcast_to(x[:, :1], (3, 7)).sum(1) ** 2, plain),
+    "any all": (lambda x: jnp.any(x > 0, 1) * x[:, 0] + jnp.all(x > -2, 0)[:3] * x[:, 1], plain),
+    "argmax": (lambda x: x * (jnp.argmax(x, 1, keepdims=True) + 2 * jnp.argmin(x, 0)), plain),
+    "cumsum": (lambda x: jnp.cumsum(x, 1) ** 2 + lax.cumsum(x, 0, reverse=True), plain),
+    "cumprod": (lambda x: jnp.cumprod(x, 1), positive), "cummax": (lambda x: lax.cummax(x, 1), plain),
+    "cummin": (lambda x: lax.cummin(x, 0, reverse=True), plain), "cumlogsumexp": (lambda x: lax.cumlogsumexp(x, 1), plain),
+    "var": (lambda x: jnp.var(x, 0) + jnp.std(x), plain), "softmax": (masked_softmax, plain),
+    "max_pool": (lambda x: window(x, lax.max, -jnp.inf), IMAGE),
+    "max_pool overlapping": (lambda x: window(jax.nn.relu(x), lax.max, -jnp.inf, (1, 3, 3, 1), padding="SAME"), IMAGE),
+    "min_pool": (lambda x: window(x, lax.min, jnp.inf, padding="SAME"), IMAGE),
+    "sum_pool": (lambda x: window(x, lax.add, 0.0, padding=((0, 0), (1, 0), (2, 1), (0, 0))), IMAGE),
+    "window over one axis": (lambda x: window(x, lax.add, 0.0, (1, 3), (1, 1), ((0, 0), (2, 0))) ** 2, plain),
+    "dilated window": (lambda x: window(x, lax.add, 0.0, (1, 2, 2, 1), window_dilation=(1, 2, 3, 1)), IMAGE),
+    # indexing
+    "gather rows": (lambda x: x[IDS] ** 2, plain), "gather columns": (lambda x: x[:, IDS[0]] ** 2, plain),
+    "gather points": (lambda x: x[IDS[0], IDS[1]] ** 2, plain), "gather negative": (lambda x: x[-IDS[0] - 1] ** 2, plain),
+    "gather clip": (lambda x: jnp.take(x, IDS + 2, axis=0, mode="clip") ** 2, plain),
+    "gather fill": (lambda x: jnp.take(x, IDS + 1, axis=1, mode="fill", fill_value=7.0) * x.sum(), plain),
+    "gather windows": (lambda x: jax.vmap(lambda i: lax.dynamic_slice(x, (i, 1), (2, 2)))(IDS[0]) ** 2, plain),
+    "take_along_axis": (lambda x: jnp.take_along_axis(x, jnp.argsort(x, 1)[:, :2], 1) ** 2, plain),
+    "vmapped gather": (lambda x: jax.vmap(lambda r, i: r[i])(x, IDS.reshape(3, 2)) ** 2, plain),
+    "batched gather": (lambda x: jax.vmap(lambda r, i: r[:, i])(x, IDS) ** 2, shaped(2, 3, 4)),
+    "scatter set": (lambda x: x.at[IDS[0], 1].set(x[0, :3] * 2), shaped(3, 4)),
+    "scatter add": (lambda x: x.at[:, IDS[0]].add(x[:, :3] ** 2), plain),
+    "scatter mul": (lambda x: x.at[np.array([0, 2])].multiply(x[:2] + 2, unique_indices=True), plain),
+    "scatter max": (lambda x: jnp.zeros(3).at[IDS].max(lax.stop_gradient(x[0, :3])) * x[:, 0], plain),
+    "sort": (lambda x: jnp.sort(x, 1) ** 2 + jnp.sort(x, 0, descending=True), plain),
+    "argsort": (lambda x: x * jnp.argsort(jnp.round(2 * x), axis=1), plain),
+    "sort two keys": (lambda x: lax.sort((jnp.round(2 * x), -x, x * x), num_keys=2), shaped(3, 9)),
+    "top_k": (lambda x: [lax.top_k(x, 2)[0] ** 2, lax.top_k(x, 2)[1] * x[:, :2]], plain),
+    # control flow
+    "cond": (lambda x: lax.cond(x[0, 0] > 0, lambda y: jnp.sin(y), lambda y: y * 2, x), plain),
+    "switch": (lambda x: lax.switch(jnp.int32(jnp.abs(x[0, 0] * 4)), [jnp.sin, jnp.cos, jnp.tanh, jnp.exp], x), plain),
+    "while": (lambda x: x * lax.while_loop(lambda c: c[1] < 9, lambda c: (c[0] + 1, c[1] * 1.7), (0, 1 + x[0, 0] ** 2))[0],
+              plain),
+    "scan": (lambda x: lax.scan(lambda c, r: (jnp.tanh(c * r), c + r), x[0], x), plain),
+    "scan reverse": (lambda x: lax.scan(lambda c, r: (jnp.tanh(c * r), c + r), x[0], x, reverse=True), plain),
+    "fori_loop": (lambda x: lax.fori_loop(0, 3, lambda i, c: jnp.sin(c) * x[i], x[0]), plain),
+    "map": (lambda x: lax.map(lambda r: r @ r, x), plain), "associative_scan": (lambda x: lax.associative_scan(jnp.multiply, x),
+    positive),
+}  # fmt: skip
+
+
+GROUPS = [list(BATTERY)[i::10] for i in range(10)]
+
+
+@pytest.mark.parametrize("names", GROUPS, ids=lambda names: names[0])
+def test_primitives_and_their_gradients_agree_with_jax(names: list[str]) -> None:
+    """Many cases in one step: each is a parameter with a gradient, and a buffer that holds its value."""
+
+    def loss_fn(params, buffers):
+        values = {name: weighted(BATTERY[name][0])(params[name]) for name in names}
+        return sum(values.values()), {f"value of {name}": value for name, value in values.items()}
+
+    params = {name: BATTERY[name][1]() for name in names}
+    worst_error(loss_fn, params, buffers={f"value of {name}": np.float32(0) for name in names})
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_half_precision_is_checked_with_its_own_tolerance(name: str) -> None:
+    export_training_step(weighted(HALVES[name]), random(3, 4))
