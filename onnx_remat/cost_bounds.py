@@ -150,8 +150,8 @@ class _Space:
         up = up_ptr, sources[np.argsort(down[1], kind="stable")]
         fixed = np.array([writes(problem, op) for op in range(problem.n_ops)], np.int64) + problem.workspace
         return cls(
-            problem, group.astype(np.int32), index, size[group], maker.astype(np.int32), problem.is_output[group], share,
-            np.searchsorted(pairs, ends).astype(np.int32), (pairs % problem.n_ops).astype(np.int32), fixed,
+            problem, group.astype(np.int32), index, size[group], maker.astype(np.int32), problem.is_output[group],
+            share, np.searchsorted(pairs, ends).astype(np.int32), (pairs % problem.n_ops).astype(np.int32), fixed,
             position, down, up,
         )  # fmt: skip
 

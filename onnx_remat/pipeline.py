@@ -179,8 +179,8 @@ def _unchanged(
     report = Report(
         selector=options.selector, budget=allowed, before=peak, after=peak, peaks_by_level={"all": peak.total},
         lower_bound=bounds.lower_bound(view.problem), extra_compute=0.0, extra_compute_bound=0.0, recomputed=0,
-        control_edges=0, private_values=0, nodes_before=len(view.graph.ops), nodes_after=len(view.graph.ops), seconds=clock.seconds,
-        notes=("the original keeps this budget already: OUT is the original, unchanged",),
+        control_edges=0, private_values=0, nodes_before=len(view.graph.ops), nodes_after=len(view.graph.ops),
+        seconds=clock.seconds, notes=("the original keeps this budget already: OUT is the original, unchanged",),
     )  # fmt: skip
     return Result(view.graph.model, report, folder, view, original, original, ())
 

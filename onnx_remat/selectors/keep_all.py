@@ -22,7 +22,7 @@ def lowered(view: Viewless, plan: Plan, budget: int, work: int, recompute: bool)
     step, spent, per_round = _COARSE, 0, max(20, int(work * _ROUND))
     while plan.peak > budget and step >= _FINE and spent < work:
         aim = max(budget, int(plan.peak * (1 - step)))
-        new = annealed(view, plan, aim, per_round, _HEAT, spent, recompute)
+        new = annealed(view, plan, aim, per_round, _HEAT, spent, recompute=recompute)
         spent += per_round
         if new.peak < plan.peak:
             plan = priced(view.problem, new.schedule.order, budget)

@@ -1,0 +1,140 @@
+"""The division tree of a graph: closed sets within closed sets, by splitting vertices, branches, and the rest.
+
+A *closed set* lies between two vertices, its entry and its exit, and no edge joins its members to anything else.
+
+References
+----------
+Jianwei Feng, Dong Huang: Optimal gradient checkpoint search for arbitrary computation graphs, CVPR 2021,
+section 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import networkx as nx
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """A closed set, divided.
+
+    Attributes
+    ----------
+    weight : int
+        Of all members.
+    members : tuple of int
+        Ascending, as they are in topological order.
+    line : tuple of int
+        Splitting vertices, through which every path goes, in order; `parts` are then the sets before, between
+        and after them. Empty for the other two kinds of division.
+    joints : tuple of int
+        Members in none of the `parts`, where the set has neither splitting vertices nor branches.
+    parts : tuple of Closed
+        Beside `line`, what it parts; else branches, or maximal closed sets between `joints`.
+    """
+
+    weight: int
+    members: tuple[int, ...]
+    line: tuple[int, ...] = ()
+    joints: tuple[int, ...] = ()
+    parts: tuple[Closed, ...] = ()
+
+
+def divide(graph: nx.DiGraph, weight: dict[int, int], entry: int, exit_: int, inside: Iterable[int]) -> Closed:
+    """The division tree of the closed set `inside`, between `entry` and `exit_`.
+
+    Vertices are numbered in topological order, those between `entry` and `exit_`; every member is on a path
+    from the one to the other.
+    """
+    members = tuple(sorted(inside))
+    total = sum(weight[v] for v in members)
+    if not members:
+        return Closed(0, ())
+    line = _splitting(graph, entry, exit_, members)
+    if line:
+        bounds = [entry, *line, exit_]
+        parts: list[list[int]] = [[]]
+        for v in members:
+            if len(parts) <= len(line) and v == line[len(parts) - 1]:
+                parts.append([])
+            else:
+                parts[-1].append(v)
+        found = tuple(divide(graph, weight, bounds[i], bounds[i + 1], part) for i, part in enumerate(parts))
+        return Closed(total, members, line=tuple(line), parts=found)
+    branches = [sorted(part) for part in nx.weakly_connected_components(graph.subgraph(members))]
+    if len(branches) > 1:
+        return Closed(
+            total, members, parts=tuple(divide(graph, weight, entry, exit_, part) for part in sorted(branches))
+        )
+    regions = _maximal_regions(graph, entry, exit_, members)
+    covered = {v for _, _, part in regions for v in part}
+    joints = tuple(v for v in members if v not in covered)
+    return Closed(total, members, joints=joints, parts=tuple(divide(graph, weight, *region) for region in regions))
+
+
+def _splitting(graph: nx.DiGraph, entry: int, exit_: int, members: tuple[int, ...]) -> list[int]:
+    """Members that no edge passes by, from one before to one after: those that every path goes through."""
+    found = []
+    known = set(members)
+    farthest = max((v for v in graph.successors(entry) if v in known), default=entry)
+    for v in members:
+        if farthest <= v:
+            found.append(v)
+        farthest = max(farthest, *graph.successors(v))
+    return found
+
+
+_Region = tuple[int, int, list[int]]  # entry, exit, members
+
+
+def _maximal_regions(graph: nx.DiGraph, entry: int, exit_: int, members: tuple[int, ...]) -> list[_Region]:
+    """Disjoint closed sets within `members`, none of which can grow and stay smaller than the whole."""
+    inner = nx.DiGraph(graph.subgraph([entry, *members, exit_]))
+    inner.remove_edges_from([(entry, exit_)])
+    above = nx.immediate_dominators(inner, entry)
+    below = nx.immediate_dominators(inner.reverse(copy=False), exit_)
+    covered: set[int] = set()
+    regions: list[_Region] = []
+
+    def common(tree: dict[int, int], vertices: set[int], sign: int) -> int:
+        """Nearest common dominator: what is farther (`sign` 1: later) climbs until all meet."""
+        now = set(vertices)
+        while len(now) > 1:
+            far = max(now, key=lambda v: sign * v)
+            now.remove(far)
+            now.add(tree[far])
+        return now.pop()
+
+    def closure(start: Iterable[int]) -> _Region | None:
+        """The smallest closed set around `start`; None where that is the whole or meets another."""
+        region, todo = set(start), list(start)
+        while True:
+            while todo:
+                v = todo.pop()
+                if v in (entry, exit_) or v in covered:
+                    return None
+            before = {p for v in region for p in inner.predecessors(v)} - region
+            after = {s for v in region for s in inner.successors(v)} - region
+            top, end = common(above, before, 1), common(below, after, -1)
+            if (top, end) == (entry, exit_):
+                return None  # without branches, that is the whole
+            todo = sorted((before - {top}) | (after - {end}))
+            if not todo:
+                return top, end, sorted(region)
+            region.update(todo)
+
+    for v in members:
+        if v in covered:
+            continue
+        best = closure([v])
+        while best:
+            larger = next((r for x in (best[1], best[0]) if (r := closure([*best[2], x]))), None)
+            if larger is None:
+                break
+            best = larger
+        if best:
+            regions.append(best)
+            covered.update(best[2])
+    return regions
