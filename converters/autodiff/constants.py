@@ -1,0 +1,75 @@
+"""What is known before the run: values that follow from constants and static shapes."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+from onnx.reference import ReferenceEvaluator
+
+_LARGEST = 1 << 16  # elements: shapes, axes, masks of windows, never weights
+
+
+def static(value: ir.Value) -> np.ndarray | None:
+    """The value as an array if it follows from constants and static shapes; None otherwise, or where it is large."""
+    if value.is_graph_input():
+        return None
+    if value.const_value is not None:
+        return value.const_value.numpy() if value.const_value.size <= _LARGEST else None
+    if "static" not in value.meta:
+        value.meta["static"] = _evaluate(value)
+    found: np.ndarray | None = value.meta["static"]
+    return found
+
+
+def _evaluate(value: ir.Value) -> np.ndarray | None:
+    node = value.producer()
+    if node is None or node.domain or any(a.type in _BODIES for a in node.attributes.values()):
+        return None
+    if node.op_type in ("Shape", "Size"):
+        return _of_shape(node)
+    if node.op_type.startswith("Random") or node.op_type in ("Dropout", "Bernoulli", "Multinomial"):
+        return None
+    inputs: list[np.ndarray | None] = []
+    for source in node.inputs:
+        known = None if source is None else static(source)
+        if source is not None and known is None:
+            return None
+        inputs.append(known)
+    if value.shape is not None and value.shape.is_static() and int(np.prod(value.shape.numpy())) > _LARGEST:
+        return None
+    return _run(node, inputs)[value.index() or 0]
+
+
+_BODIES = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
+
+
+def _of_shape(node: ir.Node) -> np.ndarray | None:
+    shape = node.inputs[0].shape if node.inputs[0] is not None else None
+    if shape is None:
+        return None
+    end = node.attributes["end"].value if "end" in node.attributes else None
+    start = node.attributes["start"].value if "start" in node.attributes else None
+    wanted = list(shape)[start:end]
+    if not all(isinstance(d, int) for d in wanted):
+        return None
+    sizes = np.asarray(wanted, np.int64)
+    return sizes if node.op_type == "Shape" else np.asarray(sizes.prod(), np.int64)
+
+
+def _run(node: ir.Node, inputs: list[np.ndarray | None]) -> list[np.ndarray]:
+    """One node in the reference implementation."""
+    given = {f"i{k}": array for k, array in enumerate(inputs) if array is not None}
+    proto = ir.to_proto(node)
+    assert isinstance(proto, onnx.NodeProto)
+    proto.input[:] = [f"i{k}" if array is not None else "" for k, array in enumerate(inputs)]
+    proto.output[:] = [f"o{k}" for k in range(len(proto.output))]
+    graph = onnx.helper.make_graph(
+        [proto],
+        "constant",
+        [onnx.ValueInfoProto(name=name) for name in given],
+        [onnx.ValueInfoProto(name=name) for name in proto.output],
+    )
+    opset = node.graph.opset_imports[""] if isinstance(node.graph, ir.Graph) else 20
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", opset or 20)])
+    return list(ReferenceEvaluator(model).run(None, given))

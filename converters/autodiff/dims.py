@@ -1,0 +1,89 @@
+"""Shapes as tuples of sizes and symbols, and what broadcasting makes of them."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import onnx_ir as ir
+
+from onnx_remat.errors import ConversionError
+
+Dim: TypeAlias = int | str
+Dims: TypeAlias = tuple[Dim, ...]
+
+
+def dims(value: ir.Value) -> Dims:
+    """Sizes and symbols of a value; symbols that read the same are the same size.
+
+    Raises
+    ------
+    ConversionError
+        Not even the rank is known.
+    """
+    if value.shape is None:
+        node = value.producer()
+        made = f"made by {node.op_type} node {node.name!r}" if node else "a graph input"
+        raise ConversionError(f"the shape of {value.name!r} ({made}) is unknown: fix the symbolic sizes with dims=")
+    return tuple(d if isinstance(d, int) else str(d.value) for d in value.shape)
+
+
+def is_static(shape: Dims) -> bool:
+    """
+    >>> is_static((2, 3)), is_static(("batch", 3))
+    (True, False)
+    """
+    return all(isinstance(d, int) for d in shape)
+
+
+def size(shape: Dims) -> int | None:
+    """Number of elements, where every size is known.
+
+    >>> size((2, 3)), size(()), size(("batch", 3))
+    (6, 1, None)
+    """
+    total = 1
+    for d in shape:
+        if not isinstance(d, int):
+            return None
+        total *= d
+    return total
+
+
+def broadcast(a: Dims, b: Dims) -> Dims:
+    """Shape of a binary op's output; of two different symbols, one of which may be 1, a symbol of its own.
+
+    >>> broadcast((8, 1, "t"), (5, 1))
+    (8, 5, 't')
+    >>> broadcast(("n",), ("m",))
+    ('max(n,m)',)
+    """
+    rank = max(len(a), len(b))
+    a, b = ((1,) * (rank - len(s)) + s for s in (a, b))
+    return tuple(_wider(x, y) for x, y in zip(a, b, strict=True))
+
+
+def _wider(a: Dim, b: Dim) -> Dim:
+    if a == b or b == 1:
+        return a
+    if a == 1 or isinstance(b, int):
+        return b
+    return a if isinstance(a, int) else f"max({a},{b})"
+
+
+def reduced_axes(wide: Dims, narrow: Dims) -> list[int] | None:
+    """Axes of `wide` along which a value of shape `narrow` was broadcast; None where only a run can tell.
+
+    >>> reduced_axes((8, 5, 3), (5, 1))
+    [0, 2]
+    >>> reduced_axes(("n", 3), ("m", 3)) is None
+    True
+    """
+    lead = len(wide) - len(narrow)
+    axes = list(range(lead))
+    for axis, (w, n) in enumerate(zip(wide[lead:], narrow, strict=True), start=lead):
+        if w == n or (isinstance(n, int) and n > 1):
+            continue
+        if n != 1:
+            return None
+        axes.append(axis)
+    return axes

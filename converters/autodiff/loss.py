@@ -1,0 +1,191 @@
+"""Losses that are added where a file has none, and the rules of ONNX's own loss ops."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import onnx_ir as ir
+
+from onnx_remat.errors import ConversionError
+
+from .dims import Dims, dims
+from .registry import Grads, Step, rule
+from .tape import Tape
+
+
+@dataclass(frozen=True, slots=True)
+class CrossEntropy:
+    """Mean cross-entropy between an output and class numbers, which become the input `target` (int64).
+
+    Attributes
+    ----------
+    output : str, optional
+        The logits; by default the first output. Where a Softmax or LogSoftmax over the classes makes it, the logits
+        are that op's input.
+    axis : int, optional
+        Where the classes lie; by default axis 1 of outputs with four axes or more (images), the last otherwise.
+    ignore_index : int, optional
+        Class number of targets that do not count.
+    target : str
+    """
+
+    output: str | None = None
+    axis: int | None = None
+    ignore_index: int | None = None
+    target: str = "target"
+
+    def append(self, t: Tape, graph: ir.Graph) -> tuple[ir.Value, ir.Value]:
+        """The loss and the target's input."""
+        scores = _output(graph, self.output)
+        rank = len(dims(scores))
+        if rank < 2:
+            raise ConversionError(f"cross-entropy needs an axis of classes, but output {scores.name!r} has rank {rank}")
+        axis = (self.axis if self.axis is not None else 1 if rank >= 4 else -1) % rank
+        node = scores.producer()
+        if node is not None and node.op_type in ("Softmax", "LogSoftmax"):
+            along = node.attributes["axis"].as_int() if "axis" in node.attributes else -1
+            if along % rank == axis and node.inputs[0] is not None:
+                scores = node.inputs[0]
+        shape = dims(scores)
+        kept = (*shape[:axis], *shape[axis + 1 :])
+        target = _input(t, self.target, kept, ir.DataType.INT64)
+        labels = target
+        if axis != 1:
+            # The op wants classes on axis 1: rows of classes, no copy where they lie last already.
+            scores = t.transpose(scores, [*(i for i in range(rank) if i != axis), axis])
+            rows = t.product(kept)
+            scores = t.reshape(scores, (rows, shape[axis]))
+            labels = t.reshape(labels, (rows,))
+        chosen: dict[str, Any] = {} if self.ignore_index is None else {"ignore_index": self.ignore_index}
+        return t.op("SoftmaxCrossEntropyLoss", scores, labels, shape=(), **chosen), target
+
+
+@dataclass(frozen=True, slots=True)
+class MeanSquaredError:
+    """Mean of squared differences between an output and the input `target` of its shape and dtype."""
+
+    output: str | None = None
+    target: str = "target"
+
+    def append(self, t: Tape, graph: ir.Graph) -> tuple[ir.Value, ir.Value]:
+        """The loss and the target's input."""
+        made = _output(graph, self.output)
+        assert made.dtype is not None
+        target = _input(t, self.target, dims(made), made.dtype)
+        difference = t.sub(made, target)
+        return t.op("ReduceMean", t.mul(difference, difference), shape=(), keepdims=0), target
+
+
+Loss = CrossEntropy | MeanSquaredError
+NAMED: dict[str, Loss] = {"cross_entropy": CrossEntropy(), "mse": MeanSquaredError()}
+
+
+def _output(graph: ir.Graph, name: str | None) -> ir.Value:
+    outputs = {str(value.name): value for value in graph.outputs}
+    found = outputs.get(name) if name else next(iter(outputs.values()), None)
+    if found is None:
+        raise ConversionError(f"the model has no output {name!r} to put a loss on, only {', '.join(outputs)}")
+    if found.dtype is None or not found.dtype.is_floating_point():
+        raise ConversionError(f"output {found.name!r} is {found.dtype}: a loss needs floating point")
+    return found
+
+
+def _input(t: Tape, name: str, shape: Dims, dtype: ir.DataType) -> ir.Value:
+    return ir.Value(name=t.fresh(name), shape=ir.Shape(shape), type=ir.TensorType(dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class _Picked:
+    """A classification loss in pieces.
+
+    Attributes
+    ----------
+    rows : Value
+        Class numbers with an axis of 1 for the classes, 0 where ignored.
+    weight : Value or None
+        Weight of each target, shape of the targets; None where all are 1.
+    total : Value
+        What the sum is divided by: of 'mean' the sum of weights, else 1.
+    loss : Value
+    """
+
+    rows: ir.Value
+    weight: ir.Value | None
+    total: ir.Value
+    loss: ir.Value
+
+
+def _pick(s: Step, log_probability: ir.Value) -> _Picked:
+    """Forward: minus the weighted mean, sum or each of the log-probabilities of the targets."""
+    t, labels, reduction = s.t, s.x(1), s.attribute("reduction")
+    shape, counted = dims(labels), None
+    ignored = s.attribute("ignore_index")
+    if ignored is not None:
+        counts = t.op("Not", t.compare("Equal", labels, t.scalar(ignored, labels)), shape=shape)
+        labels = t.select(counts, labels, t.scalar(0, labels))
+        counted = t.cast(counts, s.dtype())
+    rows = t.unsqueeze(labels, [1])
+    picked = t.op("GatherElements", log_probability, rows, shape=dims(rows), axis=1)
+    picked = t.op("Squeeze", picked, t.ints(1), shape=shape)
+    weight = counted
+    if s.has(2):
+        weight = t.op("Gather", s.x(2), labels, shape=shape)
+        weight = weight if counted is None else t.mul(weight, counted)
+    weighted = picked if weight is None else t.mul(weight, picked)
+    one = t.scalar(1, picked)
+    if reduction == "none":
+        return _Picked(rows, weight, one, t.neg(weighted))
+    total = one
+    if reduction == "mean":
+        total = t.count(shape, picked) if weight is None else t.op("ReduceSum", weight, shape=(), keepdims=0)
+        if weight is None:
+            return _Picked(rows, weight, total, t.neg(t.op("ReduceMean", picked, shape=(), keepdims=0)))
+    return _Picked(rows, weight, total, t.neg(t.div(t.op("ReduceSum", weighted, shape=(), keepdims=0), total)))
+
+
+def _rate(s: Step, parts: _Picked) -> ir.Value:
+    """Adjoint of minus each target's log-probability, with the axis of classes; may be a scalar."""
+    t = s.t
+    rate = t.div(s.g, parts.total)
+    if parts.weight is not None:
+        rate = t.mul(rate, parts.weight)
+    return t.unsqueeze(rate, [1]) if dims(rate) else rate
+
+
+@rule("SoftmaxCrossEntropyLoss")
+def softmax_cross_entropy(s: Step) -> Grads:
+    """The op is taken apart, since ONNX Runtime would run it as a function with copies of its own."""
+    t = s.t
+    if len(s.adjoints) > 1 and s.adjoints[1] is not None:
+        s.refuse("the loss depends on its log-probabilities too")
+
+    def gradient() -> ir.Value:
+        with t.ahead_of(s.node):
+            log_probability = t.op("LogSoftmax", s.x(), shape=s.shape(), axis=1)
+            parts = _pick(s, log_probability)
+        s.y.replace_all_uses_with(parts.loss, replace_graph_outputs=True)
+        minus = t.expand(t.scalar(-1, s.x()), dims(parts.rows))
+        # softmax - one-hot
+        rest = t.op(
+            "ScatterElements", t.unary("Exp", log_probability), parts.rows, minus, shape=s.shape(), axis=1,
+            reduction="add",
+        )  # fmt: skip
+        return t.mul(rest, _rate(s, parts))
+
+    return {0: gradient}
+
+
+@rule("NegativeLogLikelihoodLoss")
+def negative_log_likelihood(s: Step) -> Grads:
+    t = s.t
+
+    def gradient() -> ir.Value:
+        with t.ahead_of(s.node):
+            parts = _pick(s, s.x())
+        s.y.replace_all_uses_with(parts.loss, replace_graph_outputs=True)
+        minus = t.expand(t.neg(_rate(s, parts)), dims(parts.rows))
+        zeros = t.zeros(s.shape(), s.dtype())
+        return t.op("ScatterElements", zeros, parts.rows, minus, shape=s.shape(), axis=1)
+
+    return {0: gradient}

@@ -1,0 +1,278 @@
+"""A forward model made ready: one opset, no functions, weights as inputs, every shape named."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx.inliner
+import onnx.version_converter
+import onnx_ir as ir
+import onnx_ir.passes.common as passes
+
+from onnx_remat import runtime
+from onnx_remat.errors import ConversionError
+
+from .constants import static
+from .registry import NO_GRADIENT
+from .rules import RULES
+from .rules_norm import BATCH_STATISTICS
+from .tape import Tape
+
+OLDEST, UPGRADED = 18, 20
+"""Opsets below the first (axes of reductions were attributes) are converted to the second."""
+
+Source = str | os.PathLike[str] | onnx.ModelProto
+
+_MASK = -1e4  # initializers with values at or below are masks, not weights
+_CONTROLS = {"Resize": (1, 2), "Upsample": (1,), "Clip": (1, 2), "Dropout": (1, 2), "BatchNormalization": (3, 4)}
+_ARITHMETIC = ("Sub", "Mul", "Div", "Pow", "Max", "Min", "Where", "Equal", "Greater", "Less", "Mod")
+
+
+def load(source: Source) -> ir.Model:
+    """Read a forward model, bring it to an opset the rules are written for, and inline its functions.
+
+    Raises
+    ------
+    ConversionError
+        The file is unreadable, or onnx cannot convert it.
+    """
+    try:
+        proto = source if isinstance(source, onnx.ModelProto) else onnx.load(Path(source))
+        if proto.functions:
+            proto = onnx.inliner.inline_local_functions(proto)
+        versions = {opset.domain: opset.version for opset in proto.opset_import}
+        standard = versions.get("", versions.get("ai.onnx", 0))
+        if standard < OLDEST:
+            proto = onnx.version_converter.convert_version(proto, UPGRADED)
+    except Exception as error:
+        line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise ConversionError(f"the forward model cannot be read or brought to opset {UPGRADED}: {line}") from error
+    model = ir.from_proto(_expanded(proto))
+    passes.RemoveInitializersFromInputsPass()(model)
+    for index, node in enumerate(model.graph):
+        node.name = node.name or f"{node.op_type}.{index}"
+        node.metadata_props["phase"] = "forward"
+        node.doc_string = None
+    return model
+
+
+def _expanded(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """Ops without a rule that ONNX defines by others, written out."""
+    opset = next(o.version for o in proto.opset_import if o.domain in ("", "ai.onnx"))
+    wanted = []
+    for op_type in dict.fromkeys(n.op_type for n in proto.graph.node if not n.domain):
+        if op_type in RULES or op_type in NO_GRADIENT or not onnx.defs.has(op_type, opset):
+            continue
+        schema = onnx.defs.get_schema(op_type, opset)
+        if schema.has_function or schema.has_context_dependent_function:  # type: ignore[attr-defined]
+            wanted.append(("", op_type))
+    if not wanted:
+        return proto
+    typed = onnx.shape_inference.infer_shapes(proto)
+    for node in typed.graph.node:
+        if ("", node.op_type) in wanted:  # the inliner knows no defaults
+            given = {attribute.name for attribute in node.attribute}
+            declared = onnx.defs.get_schema(node.op_type, opset).attributes
+            defaults = [a.default_value for name, a in declared.items() if name not in given]
+            node.attribute.extend(default for default in defaults if default.type)
+    return onnx.inliner.inline_selected_functions(typed, wanted, inline_schema_functions=True)
+
+
+def initial_values(graph: ir.Graph) -> Iterator[tuple[str, ir.Value]]:
+    """Values that may become parameters: initializers, and what nodes make of constants alone."""
+    yield from ((str(value.name), value) for value in graph.initializers.values())
+    for node in graph:
+        if not any(v is not None for v in node.inputs) or node.op_type == "ConstantOfShape":
+            yield from ((str(value.name), value) for value in node.outputs)
+
+
+def select(graph: ir.Graph, wrt: Sequence[str] | None, frozen: Sequence[str]) -> list[ir.Value]:
+    """The parameters: those named in `wrt` (names or patterns), by default what looks like a weight.
+
+    By default all floating-point initializers but running statistics, masks (values of -10000 and below, or not
+    finite), scalars, one-element vectors that ops other than layers read, and settings such as the limits of Clip.
+
+    Raises
+    ------
+    ConversionError
+        A name fits nothing, or an integer.
+    """
+    if wrt is None:
+        chosen = [v for v in graph.initializers.values() if _is_weight(v)]
+        return [v for v in chosen if not _matches(str(v.name), frozen)]
+    inputs = {str(value.name): value for value in graph.inputs}
+    candidates = inputs | dict(initial_values(graph))
+    found: dict[str, ir.Value] = {}
+    for pattern in wrt:
+        exact = pattern in candidates
+        names = [pattern] if exact else [n for n in candidates if fnmatch.fnmatchcase(n, pattern)]
+        if not names:
+            close = difflib.get_close_matches(pattern, candidates, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise ConversionError(f"wrt: no input or initializer is called {pattern!r}{hint}")
+        for name in names:
+            dtype = candidates[name].dtype
+            if dtype is None or dtype.is_floating_point():
+                found[name] = candidates[name]
+            elif exact:
+                raise ConversionError(f"wrt: {name!r} is {dtype}, and only floating point has gradients")
+    return [value for name, value in found.items() if not _matches(name, frozen)]
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _is_weight(value: ir.Value) -> bool:
+    held = value.const_value
+    if held is None or not held.dtype.is_floating_point() or not len(held.shape):
+        return False
+    uses = value.uses()
+    if all(use.idx in _CONTROLS.get(use.node.op_type, ()) for use in uses):
+        return False
+    if held.size == 1:
+        return any(use.node.op_type not in _ARITHMETIC for use in uses)
+    array = held.numpy().astype(np.float32, copy=False)
+    return bool(np.isfinite(array).all()) and float(array.min(initial=0)) > _MASK
+
+
+def promote(graph: ir.Graph, value: ir.Value) -> tuple[ir.Value, np.ndarray | None]:
+    """Turn a constant into an input; returns the input and the constant's value where it is held or easily made."""
+    if value.is_graph_input():
+        return value, None
+    if value.is_initializer():
+        assert value.const_value is not None and value.name is not None
+        array = value.const_value.numpy()
+        graph.initializers.pop(value.name)
+        value.const_value = None
+        value.shape, value.type = ir.Shape(array.shape), ir.TensorType(ir.tensor(array).dtype)
+        return value, array
+    made = filled(value)
+    if made is None:
+        raise ConversionError(f"wrt: the value of {value.name!r} does not follow from constants alone")
+    node = value.producer()
+    new = ir.Value(name=value.name, shape=ir.Shape(made.shape), type=ir.TensorType(ir.tensor(made).dtype))
+    value.name = f"{value.name}.constant"
+    value.replace_all_uses_with(new, replace_graph_outputs=True)
+    if node is not None and all(not v.uses() and not v.is_graph_output() for v in node.outputs):
+        graph.remove(node, safe=True)
+    return new, made
+
+
+def filled(value: ir.Value) -> np.ndarray | None:
+    """What a value made of constants alone holds."""
+    node = value.producer()
+    if node is not None and node.op_type == "ConstantOfShape":
+        shape = static(node.inputs[0]) if node.inputs[0] is not None else None
+        fill = node.attributes["value"].as_tensor().numpy() if "value" in node.attributes else np.zeros(1, np.float32)
+        return None if shape is None else np.full(tuple(shape), fill.item(), fill.dtype)
+    return static(value)
+
+
+def infer_shapes(model: ir.Model, dims: Mapping[str, int]) -> ir.Model:
+    """Shapes and dtypes of all values, sizes in `dims` fixed, unknown sizes named.
+
+    Raises
+    ------
+    ConversionError
+        The model is inconsistent, or a size in `dims` is not in it.
+    """
+    seen = {str(d.value) for v in model.graph.inputs for d in (v.shape or ()) if not isinstance(d, int)}
+    if unknown := [name for name in dims if name not in seen]:
+        raise ConversionError(f"dims: no input has a size called {unknown[0]!r}; symbols are {sorted(seen)}")
+    for value in (*model.graph.inputs, *(v for node in model.graph for v in node.outputs)):
+        if value.shape is not None:
+            value.shape = ir.Shape([d if isinstance(d, int) else dims.get(str(d.value), d) for d in value.shape])
+    for node in model.graph:
+        # Declared shapes of outputs may say less, or other symbols, than inference does.
+        for value in node.outputs:
+            if value.shape is not None and not value.shape.is_static():
+                value.shape = None
+    proto = ir.to_proto(model)
+    try:
+        inferred = onnx.shape_inference.infer_shapes(proto, data_prop=True, strict_mode=True)
+    except Exception:  # strict mode stops at the first op it cannot infer; the rest may not need that op's shape
+        inferred = onnx.shape_inference.infer_shapes(proto, data_prop=True)
+    if _unranked(inferred):
+        inferred = runtime.infer_shapes_symbolically(inferred) or inferred
+    made = ir.from_proto(inferred)
+    for index, value in enumerate((*made.graph.inputs, *(v for node in made.graph for v in node.outputs))):
+        if value.shape is not None:
+            known = [d if isinstance(d, int) else d.value for d in value.shape]
+            value.shape = ir.Shape([f"size.{index}.{i}" if d is None else d for i, d in enumerate(known)])
+    return made
+
+
+def _unranked(proto: onnx.ModelProto) -> bool:
+    known = {v.name for v in (*proto.graph.value_info, *proto.graph.output) if v.type.tensor_type.HasField("shape")}
+    return any(name not in known for node in proto.graph.node for name in node.output if name)
+
+
+def into_training(graph: ir.Graph) -> None:
+    """Let every Dropout drop, and every BatchNormalization use its batch's statistics."""
+    for node in graph:
+        if node.op_type == "Dropout":
+            yes = ir.Value(name=f"{node.name}.training", const_value=ir.tensor(np.asarray(True)))
+            yes.shape, yes.type = ir.Shape([]), ir.TensorType(ir.DataType.BOOL)
+            graph.register_initializer(yes)
+            node.resize_inputs(3)
+            node.replace_input_with(2, yes)
+            if len(node.outputs) < 2:
+                node.resize_outputs(2)
+                node.outputs[1].name = f"{node.name}.mask"
+        if node.op_type == "BatchNormalization":
+            node.attributes["training_mode"] = ir.AttrInt64("training_mode", 1)
+
+
+def running_statistics(graph: ir.Graph) -> list[ir.Value]:
+    """Running mean and variance of every BatchNormalization that trains."""
+    return list(dict.fromkeys(v for node in _trained(graph) for v in node.inputs[3:5] if v is not None))
+
+
+def _trained(graph: ir.Graph) -> list[ir.Node]:
+    return [
+        node
+        for node in graph
+        if node.op_type == "BatchNormalization"
+        and "training_mode" in node.attributes
+        and node.attributes["training_mode"].as_int()
+    ]
+
+
+def use_batch_statistics(t: Tape, graph: ir.Graph) -> dict[ir.Value, ir.Value]:
+    """Take training BatchNormalization apart: statistics of the batch, then the inference form.
+
+    That form is one kernel everywhere; the training form has none on CUDA, and keeps the statistics to itself.
+
+    Returns
+    -------
+    dict of Value to Value
+        The next running statistic for each.
+    """
+    updated: dict[ir.Value, ir.Value] = {}
+    for node in _trained(graph):
+        x, mean_before, variance_before = node.inputs[0], node.inputs[3], node.inputs[4]
+        assert x is not None and x.shape is not None and mean_before is not None and variance_before is not None
+        others = [i for i in range(len(x.shape)) if i != 1]
+        momentum = node.attributes["momentum"].as_float() if "momentum" in node.attributes else 0.9
+        with t.ahead_of(node):
+            mean = t.reduce("ReduceMean", x, others)
+            centred = t.sub(x, mean)
+            variance = t.reduce("ReduceMean", t.mul(centred, centred), others, keepdims=False)
+            mean = t.reshape(mean, tuple(mean_before.shape or ()))  # type: ignore[arg-type]
+        for slot, before, now in ((3, mean_before, mean), (4, variance_before, variance)):
+            with t.ahead_of(node):
+                updated[before] = t.add(t.mul(before, momentum), t.mul(now, 1 - momentum))
+            node.replace_input_with(slot, now)
+        for old, before in zip(node.outputs[1:], (mean_before, variance_before), strict=False):
+            old.replace_all_uses_with(updated[before], replace_graph_outputs=True)
+        node.resize_outputs(1)
+        del node.attributes["training_mode"]
+        node.meta[BATCH_STATISTICS] = True
+    return updated

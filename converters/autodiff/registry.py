@@ -1,0 +1,206 @@
+"""Gradient rules by op, and what a rule sees: one `Step` back through one node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeAlias
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from onnx_remat.errors import ConversionError
+
+from .constants import static
+from .dims import Dims, dims
+from .tape import Tape
+
+Grads: TypeAlias = dict[int, Callable[[], ir.Value | None]]
+"""By input slot, how to append that input's adjoint (None: nothing flows); called only where somebody wants it."""
+
+NO_GRADIENT = frozenset(
+    {
+        "And", "ArgMax", "ArgMin", "BitShift", "BitwiseAnd", "BitwiseNot", "BitwiseOr", "BitwiseXor", "Ceil",
+        "Constant", "ConstantOfShape", "Equal", "EyeLike", "Floor", "Greater", "GreaterOrEqual", "IsInf", "IsNaN",
+        "Less", "LessOrEqual", "NonZero", "Not", "OneHot", "Or", "RandomNormal", "RandomNormalLike", "RandomUniform",
+        "RandomUniformLike", "Range", "Round", "Shape", "Sign", "Size", "Xor",
+    }
+)  # fmt: skip
+"""Ops whose derivative is zero or does not exist: nothing flows through them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One node on the way back.
+
+    Attributes
+    ----------
+    t : Tape
+    node : onnx_ir.Node
+    adjoints : tuple of Value or None
+        One per output of the node, None where the loss does not depend on it.
+    wanted : tuple of bool
+        Inputs that need an adjoint.
+    opset : int
+    """
+
+    t: Tape
+    node: ir.Node
+    adjoints: tuple[ir.Value | None, ...]
+    wanted: tuple[bool, ...]
+    opset: int
+
+    @property
+    def g(self) -> ir.Value:
+        """Adjoint of the first output; may be narrower, see `Tape`."""
+        if self.adjoints[0] is None:
+            self.refuse("the loss depends on an output other than the first")
+        return self.adjoints[0]
+
+    @property
+    def full(self) -> ir.Value:
+        """Adjoint of the first output in that output's shape."""
+        return self.t.expand(self.g, dims(self.y))
+
+    @property
+    def y(self) -> ir.Value:
+        return self.node.outputs[0]
+
+    def x(self, slot: int = 0) -> ir.Value:
+        """An input that is there."""
+        value = self.node.inputs[slot]
+        assert value is not None, (self.node.op_type, slot)
+        return value
+
+    def has(self, slot: int) -> bool:
+        return slot < len(self.node.inputs) and self.node.inputs[slot] is not None
+
+    def shape(self, slot: int = 0) -> Dims:
+        return dims(self.x(slot))
+
+    def dtype(self, slot: int = 0) -> ir.DataType:
+        dtype = self.x(slot).dtype
+        assert dtype is not None
+        return dtype
+
+    def attribute(self, name: str, default: Any = None) -> Any:
+        """An attribute, its default in the operator's schema, or the default given."""
+        if name in self.node.attributes:
+            return self.node.attributes[name].value
+        schema = onnx.defs.get_schema(self.node.op_type, self.opset, self.node.domain)
+        declared = schema.attributes[name].default_value if name in schema.attributes else None
+        if declared is None or declared.type == onnx.AttributeProto.UNDEFINED:
+            return default
+        value = onnx.helper.get_attribute_value(declared)
+        return value.decode() if isinstance(value, bytes) else value
+
+    def known(self, slot: int, what: str) -> np.ndarray:
+        """The value of an input that must be known before the run."""
+        found = static(self.x(slot))
+        if found is None:
+            self.refuse(f"its {what} is not a constant")
+        return found
+
+    def known_shape(self, slot: int = 0) -> tuple[int, ...]:
+        """The shape of an input, which must be known before the run."""
+        shape = self.shape(slot)
+        if symbols := [d for d in shape if isinstance(d, str)]:
+            self.refuse(f"the size {symbols[0]!r} of input {slot} must be known: fix it with dims=")
+        return tuple(int(d) for d in shape)
+
+    def axis(self, name: str = "axis", rank: int | None = None) -> int:
+        """An axis attribute, counted from the front."""
+        value: int = self.attribute(name)
+        return value % (len(self.shape()) if rank is None else rank)
+
+    def refuse(self, why: str) -> NoReturn:
+        raise ConversionError(f"no gradient for {self.node.op_type} node {self.node.name!r}: {why}")
+
+
+Rule: TypeAlias = Callable[[Step], Grads]
+RULES: dict[str, Rule] = {}
+
+
+def rule(*op_types: str) -> Callable[[Rule], Rule]:
+    """Register a function as the gradient rule of standard ops."""
+
+    def register(function: Rule) -> Rule:
+        for op_type in op_types:
+            assert op_type not in RULES, op_type
+            RULES[op_type] = function
+        return function
+
+    return register
+
+
+def differentiate(
+    graph: ir.Graph, tape: Tape, loss: ir.Value, parameters: Sequence[ir.Value]
+) -> dict[ir.Value, ir.Value]:
+    """Append the backward nodes of a loss.
+
+    Parameters
+    ----------
+    graph : onnx_ir.Graph
+        The forward graph, nodes in topological order.
+    tape : Tape
+        Appends to it.
+    loss : Value
+        A scalar.
+    parameters : sequence of Value
+        What to differentiate by.
+
+    Returns
+    -------
+    dict of Value to Value
+        Each parameter's adjoint, which may be narrower than it; parameters without influence are left out.
+
+    Raises
+    ------
+    ConversionError
+        A node on the way has no rule, or its rule refuses it.
+    """
+    nodes = list(graph)
+    active = set(parameters)
+    for node in nodes:
+        if node.op_type not in NO_GRADIENT and any(v in active for v in _reads(node)):
+            active.update(v for v in node.outputs if v.dtype is not None and v.dtype.is_floating_point())
+    adjoints = {loss: tape.scalar(1.0, loss)}
+    for node in reversed(nodes):
+        incoming = tuple(adjoints.pop(v, None) if v in active else None for v in node.outputs)
+        if all(g is None for g in incoming):
+            continue
+        for slot, gradient in _through(tape, node, incoming, active, graph.opset_imports[""]):
+            value = node.inputs[slot]
+            assert value is not None
+            adjoints[value] = tape.add(adjoints[value], gradient) if value in adjoints else gradient
+    return {p: adjoints[p] for p in parameters if p in adjoints}
+
+
+def _reads(node: ir.Node) -> Iterator[ir.Value]:
+    """What a node reads, values captured by its bodies included."""
+    yield from (v for v in node.inputs if v is not None)
+    for attribute in node.attributes.values():
+        bodies = {ir.AttributeType.GRAPH: [attribute.value], ir.AttributeType.GRAPHS: attribute.value}
+        for body in bodies.get(attribute.type, ()):
+            for inner in body:
+                yield from _reads(inner)
+
+
+def _through(
+    tape: Tape, node: ir.Node, incoming: tuple[ir.Value | None, ...], active: set[ir.Value], opset: int
+) -> list[tuple[int, ir.Value]]:
+    if node.op_type not in RULES or node.domain:
+        domain = f"{node.domain}." if node.domain else ""
+        raise ConversionError(f"no gradient rule for op {domain}{node.op_type} (node {node.name!r})")
+    wanted = tuple(v is not None and v in active for v in node.inputs)
+    step = Step(tape, node, incoming, wanted, opset)
+    grads = RULES[node.op_type](step)
+    made = []
+    for slot in (slot for slot, wants in enumerate(wanted) if wants):
+        if slot not in grads:
+            step.refuse(f"its input {slot} depends on a parameter, and the rule does not differentiate by it")
+        gradient = grads[slot]()
+        if gradient is not None:
+            made.append((slot, gradient))
+    return made

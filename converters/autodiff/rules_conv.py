@@ -1,0 +1,209 @@
+"""Gradient rules of convolutions, any number of spatial axes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import onnx_ir as ir
+
+from .dims import Dims, dims, is_static, size
+from .registry import Grads, Step, rule
+from .tape import Tape
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """How windows lie on the input of a convolution (or pooling), axis by axis.
+
+    Attributes
+    ----------
+    kernel, strides, dilations, begin, end : tuple of int
+        `begin` and `end` are the padding on both sides.
+    group : int
+    """
+
+    kernel: tuple[int, ...]
+    strides: tuple[int, ...]
+    dilations: tuple[int, ...]
+    begin: tuple[int, ...]
+    end: tuple[int, ...]
+    group: int = 1
+
+    @property
+    def rank(self) -> int:
+        return len(self.kernel)
+
+    @property
+    def extent(self) -> tuple[int, ...]:
+        """Input entries from a window's first to its last, inclusive."""
+        return tuple(d * (k - 1) + 1 for d, k in zip(self.dilations, self.kernel, strict=True))
+
+
+def geometry(s: Step, kernel: Sequence[int], group: int = 1) -> Geometry:
+    """Read a window op's attributes, automatic padding resolved."""
+    rank = len(kernel)
+    ones = (1,) * rank
+    strides, dilations = tuple(s.attribute("strides") or ones), tuple(s.attribute("dilations") or ones)
+    mode = s.attribute("auto_pad", "NOTSET")
+    if mode == "VALID":
+        pads = [0] * (2 * rank)
+    elif mode == "NOTSET":
+        pads = list(s.attribute("pads") or [0] * (2 * rank))
+    else:
+        pads = _same_pads(s, tuple(kernel), strides, dilations, mode)
+    return Geometry(tuple(kernel), strides, dilations, tuple(pads[:rank]), tuple(pads[rank:]), group)
+
+
+def _same_pads(
+    s: Step, kernel: tuple[int, ...], strides: tuple[int, ...], dilations: tuple[int, ...], mode: str
+) -> list[int]:
+    begin, end = [], []
+    for length, k, stride, d in zip(s.known_shape()[2:], kernel, strides, dilations, strict=True):
+        total = max(0, (-(-length // stride) - 1) * stride + d * (k - 1) + 1 - length)
+        small, large = total // 2, total - total // 2
+        begin.append(small if mode == "SAME_UPPER" else large)
+        end.append(large if mode == "SAME_UPPER" else small)
+    return begin + end
+
+
+@rule("Conv")
+def conv(s: Step) -> Grads:
+    t, x, w = s.t, s.x(0), s.x(1)
+    how = geometry(s, s.known_shape(1)[2:], s.attribute("group"))
+    return {
+        0: lambda: input_gradient(t, s.full, w, dims(x), how),
+        1: lambda: weight_gradient(t, x, s.full, s.known_shape(1), how),
+        2: lambda: _bias_gradient(s),
+    }
+
+
+@rule("ConvTranspose")
+def conv_transpose(s: Step) -> Grads:
+    """The adjoint of a transposed convolution is the convolution with the same weights."""
+    t, x, w = s.t, s.x(0), s.x(1)
+    how = _transposed_geometry(s)
+    return {
+        0: lambda: _conv(t, s.full, w, dims(x), how),
+        1: lambda: weight_gradient(t, s.full, x, s.known_shape(1), how),
+        2: lambda: _bias_gradient(s),
+    }
+
+
+def _transposed_geometry(s: Step) -> Geometry:
+    kernel, mode = s.known_shape(1)[2:], s.attribute("auto_pad", "NOTSET")
+    rank, group = len(kernel), s.attribute("group")
+    asked = s.attribute("output_shape")
+    ones = (1,) * rank
+    strides, dilations = tuple(s.attribute("strides") or ones), tuple(s.attribute("dilations") or ones)
+    if asked is None and mode in ("NOTSET", "VALID"):
+        pads = s.attribute("pads") if mode == "NOTSET" else None
+        pads = pads or [0] * (2 * rank)
+        return Geometry(kernel, strides, dilations, tuple(pads[:rank]), tuple(pads[rank:]), group)
+    lengths = s.known_shape()[2:]
+    extra = s.attribute("output_padding") or [0] * rank
+    wanted = list(asked)[-rank:] if asked else [n * st for n, st in zip(lengths, strides, strict=True)]
+    begin, end = [], []
+    for n, k, st, d, more, out in zip(lengths, kernel, strides, dilations, extra, wanted, strict=True):
+        total = max(0, st * (n - 1) + more + d * (k - 1) + 1 - out)
+        small, large = total // 2, total - total // 2
+        begin.append(small if mode == "SAME_UPPER" else large)
+        end.append(large if mode == "SAME_UPPER" else small)
+    return Geometry(kernel, strides, dilations, tuple(begin), tuple(end), group)
+
+
+def _bias_gradient(s: Step) -> ir.Value:
+    axes = [i for i in range(len(dims(s.y))) if i != 1]
+    return s.t.sum(s.full, axes, keepdims=False)
+
+
+def input_gradient(t: Tape, g: ir.Value, w: ir.Value, shape: Dims, how: Geometry) -> ir.Value:
+    """Adjoint of a convolution's input of this shape: a transposed convolution of the output's."""
+    common: dict[str, Any] = {"group": how.group, "strides": list(how.strides), "dilations": list(how.dilations)}
+    spatial, out = shape[2:], dims(g)[2:]
+    if is_static(spatial):
+        rest = [_unread(int(n), int(m), how, i) for i, (n, m) in enumerate(zip(spatial, out, strict=True))]
+        if all(r < max(st, d) for r, st, d in zip(rest, how.strides, how.dilations, strict=True)):
+            extra: dict[str, Any] = {"output_padding": rest} if any(rest) else {}
+            pads = [*how.begin, *how.end]
+            return t.op("ConvTranspose", g, w, shape=shape, pads=pads, **common, **extra)
+    elif all(stride == 1 for stride in how.strides):
+        return t.op("ConvTranspose", g, w, shape=shape, pads=[*how.begin, *how.end], **common)
+    # Without padding the transposed convolution covers what the windows read; cut and fill to the input's size.
+    covered = tuple(f"covered.{t.fresh('window')}" for _ in spatial)
+    whole = t.op("ConvTranspose", g, w, shape=(*shape[:2], *covered), **common)
+    size_now = t.op("Shape", whole, shape=(how.rank,), dtype=ir.DataType.INT64, start=2)
+    after = t.sub(t.add(t.shape_vector(spatial), t.ints(*how.begin)), size_now)
+    zeros = t.ints(0, 0)
+    pads_now = t.op("Concat", zeros, t.ints(*(-b for b in how.begin)), zeros, after, shape=(4 + 2 * how.rank,), axis=0)
+    return t.op("Pad", whole, pads_now, shape=shape)
+
+
+def _unread(length: int, windows: int, how: Geometry, axis: int) -> int:
+    """Entries at the end of the padded input that no window reads."""
+    covered = (windows - 1) * how.strides[axis] + how.extent[axis]
+    return length + how.begin[axis] + how.end[axis] - covered
+
+
+def _conv(t: Tape, x: ir.Value, w: ir.Value, shape: Dims, how: Geometry) -> ir.Value:
+    return t.op(
+        "Conv", x, w, shape=shape, group=how.group, strides=list(how.strides), dilations=list(how.dilations),
+        pads=[*how.begin, *how.end],
+    )  # fmt: skip
+
+
+def weight_gradient(t: Tape, x: ir.Value, g: ir.Value, shape: tuple[int, ...], how: Geometry) -> ir.Value:
+    """Adjoint of the weights of a convolution of `x`, from that of its output.
+
+    In general a convolution of the input, its batch and channel axes swapped, with the output's adjoint as kernel:
+    strides and dilations change places. Windows of one entry need a matrix product only.
+    """
+    if size(how.kernel) == 1 and how.group == 1 and not any(how.begin + how.end):
+        return _pointwise_weight_gradient(t, x, g, shape, how)
+    given = dims(x)
+    n, spatial = given[0], given[2:]
+    axes = range(2, 2 + how.rank)
+    if how.group == 1:
+        images = t.transpose(x, [1, 0, *axes])
+    else:
+        each = shape[1]
+        split = t.reshape(x, (n, how.group, each, *spatial))
+        stacked = t.transpose(split, [2, 1, 0, *(a + 1 for a in axes)])
+        images = t.reshape(stacked, (each, t.product((how.group, n)), *spatial))
+    kernels = t.transpose(g, [1, 0, *axes])
+    made = t.op(
+        "Conv", images, kernels, shape=(shape[1], shape[0], *_swapped_output(spatial, dims(g)[2:], how)),
+        group=how.group, strides=list(how.dilations), dilations=list(how.strides), pads=[*how.begin, *how.end],
+    )  # fmt: skip
+    for axis, k in zip(axes, how.kernel, strict=True):
+        made = t.slice(made, axis, 0, k)
+    return t.transpose(made, [1, 0, *axes])
+
+
+def _swapped_output(spatial: Dims, out: Dims, how: Geometry) -> Dims:
+    """Spatial shape of the swapped convolution: the kernel's, or longer where windows leave entries unread."""
+    if not is_static(spatial) or not is_static(out):
+        return tuple(f"at least {k}" for k in how.kernel)
+    return tuple(
+        k + _unread(int(spatial[i]), int(out[i]), how, i) // how.dilations[i] for i, k in enumerate(how.kernel)
+    )
+
+
+def _pointwise_weight_gradient(
+    t: Tape, x: ir.Value, g: ir.Value, shape: tuple[int, ...], how: Geometry
+) -> ir.Value:
+    out = dims(g)
+    if any(stride > 1 for stride in how.strides):
+        axes = range(2, 2 + how.rank)
+        x = t.op(
+            "Slice", x, t.ints(*[0] * how.rank), t.ints(*[2**62] * how.rank), t.ints(*axes), t.ints(*how.strides),
+            shape=(*dims(x)[:2], *out[2:]),
+        )  # fmt: skip
+    pixels = t.product(out[2:])
+    left = t.reshape(g, (out[0], out[1], pixels))
+    right = t.reshape(x, (out[0], dims(x)[1], pixels))
+    made = t.op("MatMul", left, t.swap_last(right), shape=(out[0], shape[0], shape[1]))
+    if out[0] != 1:
+        made = t.sum(made, [0], keepdims=False)
+    return t.reshape(made, shape)

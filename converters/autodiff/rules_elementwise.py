@@ -1,0 +1,283 @@
+"""Gradient rules of elementwise ops."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import TypeAlias
+
+import onnx_ir as ir
+
+from .dims import dims
+from .registry import Grads, Step, rule
+from .tape import Tape, number
+
+
+@rule("Identity")
+def identity(s: Step) -> Grads:
+    return {0: lambda: s.g}
+
+
+@rule("Add", "Sub")
+def add(s: Step) -> Grads:
+    return {0: lambda: _to(s, s.g, 0), 1: lambda: s.t.mul(_to(s, s.g, 1), -1.0 if s.node.op_type == "Sub" else 1.0)}
+
+
+@rule("Mul")
+def mul(s: Step) -> Grads:
+    t, a, b = s.t, s.x(0), s.x(1)
+    if a is b:
+        return {0: lambda: t.mul(t.mul(s.g, 2.0), a), 1: lambda: None}
+    return {0: lambda: _to(s, t.mul(s.g, b), 0), 1: lambda: _to(s, t.mul(s.g, a), 1)}
+
+
+@rule("Div")
+def div(s: Step) -> Grads:
+    t, b = s.t, s.x(1)
+    return {0: lambda: _to(s, t.div(s.g, b), 0), 1: lambda: _to(s, t.neg(t.mul(s.g, t.div(s.y, b))), 1)}
+
+
+@rule("Pow")
+def power(s: Step) -> Grads:
+    t, a, b = s.t, s.x(0), s.x(1)
+
+    def base() -> ir.Value:
+        n = number(b)
+        if n is None:
+            exponent = t.cast(b, s.dtype())
+            return t.mul(t.op("Pow", a, t.sub(exponent, t.scalar(1, a)), shape=dims(s.y)), exponent)
+        if n == 2.0:
+            return t.mul(a, 2.0)
+        if n == 0.5:
+            return t.div(t.scalar(0.5, a), s.y)
+        if n == 3.0:
+            return t.mul(t.mul(a, a), 3.0)
+        return t.mul(t.op("Pow", a, t.scalar(n - 1, a), shape=dims(a)), n)
+
+    def exponent() -> ir.Value:
+        zero = t.scalar(0, a)
+        slope = t.select(t.compare("Equal", a, zero), zero, t.mul(s.y, t.unary("Log", a)))
+        return t.cast(t.mul(s.g, slope), s.dtype(1))
+
+    return {0: lambda: _to(s, t.mul(s.g, base()), 0), 1: lambda: _to(s, exponent(), 1)}
+
+
+@rule("Sum")
+def variadic_sum(s: Step) -> Grads:
+    return {slot: partial(_to, s, s.g, slot) for slot in range(len(s.node.inputs))}
+
+
+@rule("Mean")
+def variadic_mean(s: Step) -> Grads:
+    count = len(s.node.inputs)
+    share = s.t.mul(s.g, 1 / count)
+    return {slot: partial(_to, s, share, slot) for slot in range(count)}
+
+
+@rule("Max", "Min")
+def extremum(s: Step) -> Grads:
+    """Ties share the gradient evenly, as in torch.maximum."""
+    t, count = s.t, len(s.node.inputs)
+    if count == 1:
+        return {0: lambda: s.g}
+    masks = [t.cast(t.compare("Equal", s.x(i), s.y), s.dtype()) for i in range(count)]
+    ties = masks[0]
+    for mask in masks[1:]:
+        ties = t.add(ties, mask)
+    share = t.div(s.g, ties)
+
+    def gradient(slot: int) -> ir.Value:
+        return _to(s, t.mul(share, masks[slot]), slot)
+
+    return {slot: partial(gradient, slot) for slot in range(count)}
+
+
+@rule("Where")
+def where(s: Step) -> Grads:
+    t, condition = s.t, s.x(0)
+    zero = t.scalar(0, s.x(1))
+    return {
+        1: lambda: _to(s, t.select(condition, s.g, zero), 1),
+        2: lambda: _to(s, t.select(condition, zero, s.g), 2),
+    }
+
+
+@rule("Clip")
+def clip(s: Step) -> Grads:
+    """1 where the value was kept, at the limits too, as in torch.clamp."""
+    t = s.t
+    return {0: lambda: t.select(t.compare("Equal", s.x(), s.y), s.g, t.scalar(0, s.y))}
+
+
+@rule("PRelu")
+def prelu(s: Step) -> Grads:
+    t, x, slope = s.t, s.x(0), s.x(1)
+    zero = t.scalar(0, x)
+    positive = t.compare("Greater", x, zero)
+    return {
+        0: lambda: t.mul(s.g, t.select(positive, t.scalar(1, x), slope)),
+        1: lambda: t.unbroadcast(t.select(positive, zero, t.mul(s.g, x)), dims(s.y), dims(slope)),
+    }
+
+
+@rule("Cast", "CastLike")
+def cast(s: Step) -> Grads:
+    return {0: lambda: s.t.cast(s.g, s.dtype())}
+
+
+@rule("Dropout")
+def dropout(s: Step) -> Grads:
+    """The mask the forward pass drew is kept; without one (inference) the gradient passes as it is."""
+    t = s.t
+    if len(s.node.outputs) < 2 or not s.node.outputs[1].name:
+        return {0: lambda: s.g}
+    mask = s.node.outputs[1]
+    ratio = s.x(1) if s.has(1) else t.scalar(0.5, s.x())
+    keep = number(ratio)
+    scale = t.scalar(1 / (1 - keep), s.x()) if keep is not None and keep < 1 else None
+
+    def gradient() -> ir.Value:
+        kept = t.mul(s.g, t.cast(mask, s.dtype()))
+        if scale is not None:
+            return t.mul(kept, scale)
+        return t.div(kept, t.cast(t.sub(t.scalar(1, ratio), ratio), s.dtype()))
+
+    return {0: gradient}
+
+
+def _to(s: Step, g: ir.Value, slot: int) -> ir.Value:
+    return s.t.unbroadcast(g, dims(s.y), s.shape(slot))
+
+
+# Unary ops: the derivative at x, given y = f(x) too, and the node for its attributes.
+
+Slope: TypeAlias = Callable[[Step, Tape, ir.Value, ir.Value], ir.Value]
+
+
+def _one(t: Tape, x: ir.Value) -> ir.Value:
+    return t.scalar(1, x)
+
+
+def _one_minus_square(t: Tape, y: ir.Value) -> ir.Value:
+    return t.sub(_one(t, y), t.mul(y, y))
+
+
+def _one_plus_square(t: Tape, x: ir.Value) -> ir.Value:
+    return t.add(_one(t, x), t.mul(x, x))
+
+
+def _two_sided(s: Step, t: Tape, x: ir.Value, positive: ir.Value, negative: ir.Value) -> ir.Value:
+    return t.select(t.compare("Greater", x, t.scalar(0, x)), positive, negative)
+
+
+def _elu(s: Step, t: Tape, x: ir.Value, y: ir.Value) -> ir.Value:
+    """Below zero y = gamma (alpha e^x - alpha), so y' = y + gamma alpha; above, y' = gamma."""
+    gamma, alpha = s.attribute("gamma", 1.0), s.attribute("alpha", 1.0)
+    return _two_sided(s, t, x, t.scalar(gamma, x), t.add(y, t.scalar(gamma * alpha, x)))
+
+
+def _celu(s: Step, t: Tape, x: ir.Value, y: ir.Value) -> ir.Value:
+    alpha = s.attribute("alpha", 1.0)
+    return _two_sided(s, t, x, _one(t, x), t.unary("Exp", t.mul(x, 1 / alpha)))
+
+
+def _hard_sigmoid(s: Step, t: Tape, x: ir.Value, y: ir.Value) -> ir.Value:
+    return _hard_sigmoid_slope(t, y, s.attribute("alpha"))
+
+
+def _hard_swish(s: Step, t: Tape, x: ir.Value, y: ir.Value) -> ir.Value:
+    gate = t.unary("HardSigmoid", x, alpha=1 / 6, beta=0.5)
+    return t.add(gate, t.mul(x, _hard_sigmoid_slope(t, gate, 1 / 6)))
+
+
+def _hard_sigmoid_slope(t: Tape, gate: ir.Value, alpha: float) -> ir.Value:
+    # The parabola gate (1 - gate) vanishes where the gate is shut or fully open, and only there.
+    return t.mul(t.unary("Sign", t.mul(gate, t.sub(_one(t, gate), gate))), alpha)
+
+
+def _mish(s: Step, t: Tape, x: ir.Value, y: ir.Value) -> ir.Value:
+    """x tanh(softplus(x)): tanh + x (1 - tanh^2) sigmoid."""
+    saturated = t.unary("Tanh", t.unary("Softplus", x))
+    return t.add(saturated, t.mul(x, t.mul(_one_minus_square(t, saturated), t.unary("Sigmoid", x))))
+
+
+def _swish(s: Step, t: Tape, x: ir.Value, y: ir.Value) -> ir.Value:
+    alpha = s.attribute("alpha", 1.0)
+    gate = t.unary("Sigmoid", t.mul(x, alpha))
+    # gate + alpha x gate (1 - gate)
+    return t.add(gate, t.mul(t.mul(y, alpha), t.sub(_one(t, x), gate)))
+
+
+def _gelu(s: Step, t: Tape, x: ir.Value, y: ir.Value) -> ir.Value:
+    half = t.scalar(0.5, x)
+    if s.attribute("approximate") == "tanh":
+        root, cubic = math.sqrt(2 / math.pi), 0.044715
+        square = t.mul(x, x)
+        inner = t.mul(x, t.add(t.mul(square, root * cubic), t.scalar(root, x)))
+        bend = t.unary("Tanh", inner)
+        slope = t.add(t.mul(square, 1.5 * root * cubic), t.scalar(0.5 * root, x))
+        tail = t.mul(t.mul(x, slope), _one_minus_square(t, bend))
+        return t.add(t.add(t.mul(bend, 0.5), half), tail)
+    cumulative = t.add(t.mul(t.unary("Erf", t.mul(x, math.sqrt(0.5))), 0.5), half)
+    density = t.unary("Exp", t.mul(t.mul(x, x), -0.5))
+    return t.add(cumulative, t.mul(t.mul(x, 1 / math.sqrt(2 * math.pi)), density))
+
+
+def _thresholded_relu(s: Step, t: Tape, x: ir.Value, y: ir.Value) -> ir.Value:
+    return t.cast(t.compare("Greater", x, t.scalar(s.attribute("alpha"), x)), s.dtype())
+
+
+SLOPES: dict[str, Slope] = {
+    "Neg": lambda s, t, x, y: t.scalar(-1, x),
+    "Abs": lambda s, t, x, y: t.unary("Sign", x),
+    "Relu": lambda s, t, x, y: t.unary("Sign", y),
+    "LeakyRelu": lambda s, t, x, y: _two_sided(s, t, x, _one(t, x), t.scalar(s.attribute("alpha"), x)),
+    "Elu": _elu,
+    "Selu": _elu,
+    "Celu": _celu,
+    "ThresholdedRelu": _thresholded_relu,
+    "HardSigmoid": _hard_sigmoid,
+    "HardSwish": _hard_swish,
+    "Mish": _mish,
+    "Swish": _swish,
+    "Gelu": _gelu,
+    "Sigmoid": lambda s, t, x, y: t.mul(y, t.sub(_one(t, y), y)),
+    "Tanh": lambda s, t, x, y: _one_minus_square(t, y),
+    "Softplus": lambda s, t, x, y: t.unary("Sigmoid", x),
+    "Erf": lambda s, t, x, y: t.mul(t.unary("Exp", t.neg(t.mul(x, x))), 2 / math.sqrt(math.pi)),
+    "Exp": lambda s, t, x, y: y,
+    "Sin": lambda s, t, x, y: t.unary("Cos", x),
+    "Cos": lambda s, t, x, y: t.neg(t.unary("Sin", x)),
+    "Tan": lambda s, t, x, y: _one_plus_square(t, y),
+    "Sinh": lambda s, t, x, y: t.unary("Cosh", x),
+    "Cosh": lambda s, t, x, y: t.unary("Sinh", x),
+    "Reciprocal": lambda s, t, x, y: t.neg(t.mul(y, y)),
+}
+
+DIVISORS: dict[str, Slope] = {
+    # Ops whose derivative is a quotient: what to divide by.
+    "Log": lambda s, t, x, y: x,
+    "Sqrt": lambda s, t, x, y: t.mul(y, 2.0),
+    "Softsign": lambda s, t, x, y: _squared(t, t.add(t.unary("Abs", x), _one(t, x))),
+    "Atan": lambda s, t, x, y: _one_plus_square(t, x),
+    "Asin": lambda s, t, x, y: t.unary("Sqrt", _one_minus_square(t, x)),
+    "Acos": lambda s, t, x, y: t.neg(t.unary("Sqrt", _one_minus_square(t, x))),
+    "Asinh": lambda s, t, x, y: t.unary("Sqrt", _one_plus_square(t, x)),
+    "Acosh": lambda s, t, x, y: t.unary("Sqrt", t.sub(t.mul(x, x), _one(t, x))),
+    "Atanh": lambda s, t, x, y: _one_minus_square(t, x),
+}
+
+
+def _squared(t: Tape, x: ir.Value) -> ir.Value:
+    return t.mul(x, x)
+
+
+@rule(*SLOPES)
+def unary(s: Step) -> Grads:
+    return {0: lambda: s.t.mul(s.g, SLOPES[s.node.op_type](s, s.t, s.x(), s.y))}
+
+
+@rule(*DIVISORS)
+def unary_quotient(s: Step) -> Grads:
+    return {0: lambda: s.t.div(s.g, DIVISORS[s.node.op_type](s, s.t, s.x(), s.y))}

@@ -1,0 +1,118 @@
+"""Gradient rules of matrix products and attention's softmax."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import onnx_ir as ir
+
+from .dims import Dim, Dims, broadcast, dims
+from .registry import Grads, Step, rule
+from .tape import Tape
+
+
+@rule("MatMul")
+def matmul(s: Step) -> Grads:
+    t, a, b = s.t, s.x(0), s.x(1)
+    left, right = len(dims(a)) == 1, len(dims(b)) == 1
+    # As numpy: a vector on the left is a row, one on the right a column.
+    row = t.unsqueeze(a, [0]) if left else a
+    column = t.unsqueeze(b, [1]) if right else b
+    g = s.full
+    if right:
+        g = t.unsqueeze(g, [len(dims(g))])
+    if left:
+        g = t.unsqueeze(g, [len(dims(g)) - 1])
+    plain = len(dims(column)) == 2
+
+    def to_a() -> ir.Value:
+        if plain and len(dims(row)) == 2:
+            made = t.op("Gemm", g, column, shape=dims(row), transB=1)
+        else:
+            made = _product(t, g, t.swap_last(column))
+            made = t.unbroadcast(made, dims(made), dims(row))
+        return t.reshape(made, dims(a))
+
+    def to_b() -> ir.Value:
+        if plain:
+            made = t.op("Gemm", _rows(t, row), _rows(t, g), shape=dims(column), transA=1)
+        else:
+            made = _product(t, t.swap_last(row), g)
+            made = t.unbroadcast(made, dims(made), dims(column))
+        return t.reshape(made, dims(b))
+
+    return {0: to_a, 1: to_b}
+
+
+def _rows(t: Tape, x: ir.Value) -> ir.Value:
+    """As a matrix of the last axis' vectors."""
+    shape = dims(x)
+    return t.reshape(x, (t.product(shape[:-1]), shape[-1]))
+
+
+def _product(t: Tape, a: ir.Value, b: ir.Value) -> ir.Value:
+    x, y = dims(a), dims(b)
+    return t.op("MatMul", a, b, shape=(*broadcast(x[:-2], y[:-2]), x[-2], y[-1]))
+
+
+@rule("Gemm")
+def gemm(s: Step) -> Grads:
+    t, a, b = s.t, s.x(0), s.x(1)
+    alpha, beta = s.attribute("alpha", 1.0), s.attribute("beta", 1.0)
+    flip_a, flip_b = s.attribute("transA", 0), s.attribute("transB", 0)
+    g = s.full
+
+    def product(x: ir.Value, y: ir.Value, flip_x: int, flip_y: int, shape: Dims) -> ir.Value:
+        return t.op("Gemm", x, y, shape=shape, alpha=alpha, transA=flip_x, transB=flip_y)
+
+    return {
+        0: lambda: product(b, g, flip_b, 1, dims(a)) if flip_a else product(g, b, 0, 1 - flip_b, dims(a)),
+        1: lambda: product(g, a, 1, flip_a, dims(b)) if flip_b else product(a, g, 1 - flip_a, 0, dims(b)),
+        2: lambda: t.mul(t.unbroadcast(s.g, dims(s.y), s.shape(2)), beta),
+    }
+
+
+@rule("Einsum")
+def einsum(s: Step) -> Grads:
+    """The adjoint of one operand is the einsum of the output's adjoint with the other operands."""
+    t = s.t
+    equation = s.attribute("equation").replace(" ", "")
+    if "." in equation:
+        s.refuse("an ellipsis in the equation is not supported")
+    left, arrow, result = equation.partition("->")
+    terms = left.split(",")
+    if not arrow:
+        letters = left.replace(",", "")
+        result = "".join(sorted(c for c in dict.fromkeys(letters) if letters.count(c) == 1))
+    if any(len(set(term)) < len(term) for term in terms):
+        s.refuse(f"the diagonal in equation {equation!r} is not supported")
+    lengths: dict[str, Dim] = {c: d for i, term in enumerate(terms) for c, d in zip(term, s.shape(i), strict=True)}
+
+    def gradient(slot: int) -> ir.Value:
+        others = [(term, s.x(i)) for i, term in enumerate(terms) if i != slot]
+        given = [(result, s.full), *others]
+        have = "".join(term for term, _ in given)
+        wanted = "".join(c for c in terms[slot] if c in have)
+        formula = ",".join(term for term, _ in given) + "->" + wanted
+        made = t.op("Einsum", *(v for _, v in given), shape=tuple(lengths[c] for c in wanted), equation=formula)
+        # Letters that only this operand has were summed over: the same everywhere along them.
+        return t.unsqueeze(made, [i for i, c in enumerate(terms[slot]) if c not in have])
+
+    return {slot: partial(gradient, slot) for slot in range(len(terms))}
+
+
+@rule("Softmax")
+def softmax(s: Step) -> Grads:
+    t, y = s.t, s.y
+
+    def gradient() -> ir.Value:
+        weighted = t.mul(s.g, y)
+        return t.sub(weighted, t.mul(y, t.sum(weighted, [s.axis()])))
+
+    return {0: gradient}
+
+
+@rule("LogSoftmax")
+def log_softmax(s: Step) -> Grads:
+    t = s.t
+    return {0: lambda: t.sub(s.full, t.mul(t.unary("Exp", s.y), t.sum(s.full, [s.axis()])))}

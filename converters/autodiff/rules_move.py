@@ -1,0 +1,258 @@
+"""Gradient rules of ops that pick, scatter and move entries."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import onnx_ir as ir
+
+from .constants import static
+from .dims import Dims, dims
+from .registry import Grads, Step, rule
+from .tape import Tape
+
+
+@rule("TopK")
+def top_k(s: Step) -> Grads:
+    t = s.t
+    return {0: lambda: scatter(t, s.shape(), s.node.outputs[1], s.full, s.axis())}
+
+
+@rule("GatherElements")
+def gather_elements(s: Step) -> Grads:
+    return {0: lambda: scatter(s.t, s.shape(), s.x(1), s.full, s.axis())}
+
+
+def scatter(t: Tape, shape: Dims, where: ir.Value, g: ir.Value, axis: int) -> ir.Value:
+    """Zeros to which `g` is added at the indices along one axis."""
+    assert g.dtype is not None
+    zeros = t.zeros(shape, g.dtype)
+    return t.op("ScatterElements", zeros, where, g, shape=shape, axis=axis, reduction="add")
+
+
+@rule("ScatterElements")
+def scatter_elements(s: Step) -> Grads:
+    t, where, axis, reduction = s.t, s.x(1), s.axis(), s.attribute("reduction", "none")
+    if reduction not in ("none", "add"):
+        s.refuse(f"reduction {reduction!r} is not supported")
+
+    def to_data() -> ir.Value:
+        if reduction == "add":
+            return s.g
+        zeros = t.zeros(s.shape(2), s.dtype())
+        return t.op("ScatterElements", s.full, where, zeros, shape=s.shape(), axis=axis)
+
+    return {
+        0: to_data,
+        2: lambda: t.op("GatherElements", s.full, where, shape=s.shape(2), axis=axis),
+    }
+
+
+@rule("ScatterND")
+def scatter_nd(s: Step) -> Grads:
+    t, where, reduction = s.t, s.x(1), s.attribute("reduction", "none")
+    if reduction not in ("none", "add"):
+        s.refuse(f"reduction {reduction!r} is not supported")
+
+    def to_data() -> ir.Value:
+        if reduction == "add":
+            return s.g
+        return t.op("ScatterND", s.full, where, t.zeros(s.shape(2), s.dtype()), shape=s.shape())
+
+    return {0: to_data, 2: lambda: t.op("GatherND", s.full, where, shape=s.shape(2))}
+
+
+@rule("GatherND")
+def gather_nd(s: Step) -> Grads:
+    t = s.t
+    if s.attribute("batch_dims"):
+        s.refuse("batch_dims is not supported")
+    return {
+        0: lambda: t.op(
+            "ScatterND", t.zeros(s.shape(), s.dtype()), s.x(1), s.full, shape=s.shape(), reduction="add"
+        )
+    }
+
+
+@rule("Gather")
+def gather(s: Step) -> Grads:
+    t, shape, axis = s.t, s.shape(), s.axis()
+    where = s.x(1)
+
+    def gradient() -> ir.Value:
+        known = static(where)
+        length = shape[axis]
+        if known is not None and known.ndim == 0 and isinstance(length, int):
+            return place(t, t.unsqueeze(s.full, [axis]), axis, int(known) % length, length)
+        count = len(dims(where))
+        first = s.full
+        order = list(range(len(dims(first))))
+        picked, before = order[axis : axis + count], order[:axis]
+        first = t.transpose(first, [*picked, *before, *order[axis + count :]])
+        moved = (shape[axis], *shape[:axis], *shape[axis + 1 :])
+        rows = t.unsqueeze(where, [count])
+        made = t.op("ScatterND", t.zeros(moved, s.dtype()), rows, first, shape=moved, reduction="add")
+        return t.transpose(made, [*range(1, axis + 1), 0, *range(axis + 1, len(shape))])
+
+    return {0: gradient}
+
+
+def place(t: Tape, g: ir.Value, axis: int, start: int, length: int) -> ir.Value:
+    """Zeros of `length` along an axis, with `g` from `start` on."""
+    shape = dims(g)
+    have = shape[axis]
+    assert isinstance(have, int)
+    if have == length:
+        return g
+    pads = np.zeros((2, len(shape)), np.int64)
+    pads[:, axis] = start, length - start - have
+    return t.op("Pad", g, t.ints(*pads.reshape(-1).tolist()), shape=(*shape[:axis], length, *shape[axis + 1 :]))
+
+
+
+@rule("Reshape", "Flatten", "Squeeze", "Unsqueeze")
+def reshape(s: Step) -> Grads:
+    return {0: lambda: s.t.reshape(s.full, s.shape())}
+
+
+@rule("Transpose")
+def transpose(s: Step) -> Grads:
+    perm = s.attribute("perm") or list(reversed(range(len(s.shape()))))
+    return {0: lambda: s.t.transpose(s.full, [list(perm).index(i) for i in range(len(perm))])}
+
+
+@rule("Expand")
+def expand(s: Step) -> Grads:
+    return {0: lambda: s.t.unbroadcast(s.g, dims(s.y), s.shape())}
+
+
+@rule("Concat")
+def concat(s: Step) -> Grads:
+    t, axis = s.t, s.axis(rank=len(dims(s.y)))
+    lengths = [s.shape(i)[axis] for i in range(len(s.node.inputs))]
+
+    parts: list[ir.Value] = []
+
+    def part(slot: int) -> ir.Value:
+        if len(lengths) == 1:
+            return s.full
+        if sum(s.wanted) == 1 and all(isinstance(n, int) for n in lengths[: slot + 1]):
+            known = [int(n) for n in lengths[: slot + 1]]
+            return t.slice(s.full, axis, sum(known[:-1]), known[-1])
+        if not parts:
+            parts.extend(t.many("Split", s.full, t.shape_vector(tuple(lengths)), outputs=len(lengths), axis=axis))
+            for i, made in enumerate(parts):
+                made.shape, made.type = s.x(i).shape, ir.TensorType(s.dtype())
+        return parts[slot]
+
+    return {slot: partial(part, slot) for slot in range(len(lengths))}
+
+
+@rule("Split")
+def split(s: Step) -> Grads:
+    t = s.t
+
+    def gradient() -> ir.Value:
+        parts = [
+            t.zeros(dims(v), s.dtype()) if g is None else t.expand(g, dims(v))
+            for v, g in zip(s.node.outputs, s.adjoints, strict=True)
+        ]
+        return parts[0] if len(parts) == 1 else t.op("Concat", *parts, shape=s.shape(), axis=s.axis())
+
+    return {0: gradient}
+
+
+@rule("Slice")
+def slice_(s: Step) -> Grads:
+    """Padding where start and length are known and steps are 1; otherwise by the indices that were read."""
+    t, shape = s.t, s.shape()
+
+    def gradient() -> ir.Value:
+        starts = static(s.x(1))
+        axes = static(s.x(3)) if s.has(3) else None if starts is None else np.arange(len(starts))
+        steps = static(s.x(4)) if s.has(4) else None if starts is None else np.ones(len(starts))
+        out = dims(s.y)
+        if starts is None or axes is None or steps is None or any(steps != 1):
+            return by_indices(s)
+        g = s.full
+        for start, axis in zip(starts.tolist(), (int(a) % len(shape) for a in axes), strict=True):
+            length, taken = shape[axis], out[axis]
+            if length == taken:
+                continue
+            if not isinstance(taken, int) or not isinstance(length, int):
+                return by_indices(s)
+            first = max(0, start + length) if start < 0 else start
+            g = place(t, g, axis, min(first, length), length)
+        return g
+
+    return {0: gradient}
+
+
+@rule("Pad")
+def pad(s: Step) -> Grads:
+    """Constant padding is cut off again; other modes read entries several times."""
+    t = s.t
+
+    def gradient() -> ir.Value:
+        if s.attribute("mode", "constant") != "constant":
+            return by_indices(s)
+        known = static(s.x(1))
+        cut = t.unary("Neg", s.x(1)) if known is None else t.constant(-known)
+        axes = [None, s.x(3)] if s.has(3) else []
+        return t.op("Pad", s.full, cut, *axes, shape=s.shape())
+
+    return {0: gradient}
+
+
+@rule("SpaceToDepth")
+def space_to_depth(s: Step) -> Grads:
+    return {0: lambda: s.t.op("DepthToSpace", s.full, shape=s.shape(), blocksize=s.attribute("blocksize"))}
+
+
+@rule("DepthToSpace")
+def depth_to_space(s: Step) -> Grads:
+    t, block = s.t, s.attribute("blocksize")
+    n, _, height, width = s.shape()
+    channels = dims(s.y)[1]
+
+    def gradient() -> ir.Value:
+        if s.attribute("mode") != "CRD":
+            return t.op("SpaceToDepth", s.full, shape=s.shape(), blocksize=block)
+        blocks = t.reshape(s.full, (n, channels, height, block, width, block))
+        return t.reshape(t.transpose(blocks, [0, 1, 3, 5, 2, 4]), s.shape())
+
+    return {0: gradient}
+
+
+@rule("Tile")
+def moved(s: Step) -> Grads:
+    return {0: lambda: by_indices(s)}
+
+
+@rule("Trilu")
+def trilu(s: Step) -> Grads:
+    k = s.node.inputs[1] if s.has(1) else None
+    return {0: lambda: s.t.op("Trilu", s.full, k, shape=s.shape(), upper=s.attribute("upper"))}
+
+
+def by_indices(s: Step) -> ir.Value:
+    """Adjoint of any op that only moves entries: send each entry's number through it, and scatter by the numbers."""
+    t, shape = s.t, s.shape()
+    entries, rows = t.product(shape), t.product(dims(s.y))
+    if isinstance(entries, int) and entries <= _MANY:
+        numbers = t.constant(np.arange(entries, dtype=np.int64).reshape([int(d) for d in shape]))
+    else:
+        length = t.op("Squeeze", t.shape_vector((entries,)), shape=())
+        first, step = t.constant(np.int64(0)), t.constant(np.int64(1))
+        numbers = t.reshape(t.op("Range", first, length, step, shape=(entries,)), shape)
+    attributes = {name: a.value for name, a in s.node.attributes.items()}
+    sent = t.op(s.node.op_type, numbers, *s.node.inputs[1:], shape=dims(s.y), **attributes)
+    made = t.op(
+        "ScatterElements", t.zeros((entries,), s.dtype()), t.reshape(sent, (rows,)), t.reshape(s.full, (rows,)),
+        shape=(entries,), axis=0, reduction="add",
+    )  # fmt: skip
+    return t.reshape(made, shape)
+
+
+_MANY = 4096  # numbers are counted during the run from here on

@@ -1,0 +1,182 @@
+"""Gradient rules of normalisations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import onnx_ir as ir
+
+from .dims import dims
+from .registry import Grads, Step, rule
+from .tape import Tape
+
+BATCH_STATISTICS = "onnx_remat.batch_statistics"
+"""Node metadata (in memory) of a BatchNormalization whose mean and variance inputs are its own input's."""
+
+
+@rule("BatchNormalization")
+def batch_normalization(s: Step) -> Grads:
+    """Inference form. With `BATCH_STATISTICS` the gradient through mean and variance is in slot 0 already."""
+    t, x, scale, mean, variance = s.t, s.x(0), s.x(1), s.x(3), s.x(4)
+    rank = len(dims(x))
+    others = [0, *range(2, rank)]
+    epsilon = s.attribute("epsilon")
+    training = BATCH_STATISTICS in s.node.meta
+
+    def along(value: ir.Value) -> ir.Value:
+        return t.unsqueeze(value, range(1, rank - 1)) if rank > 2 else value
+
+    @cache
+    def inverse() -> ir.Value:
+        return t.unary("Reciprocal", t.unary("Sqrt", t.add(variance, t.scalar(epsilon, variance))))
+
+    @cache
+    def normal() -> ir.Value:
+        one, zero = (t.expand(t.scalar(k, scale), dims(scale)) for k in (1, 0))
+        return t.op("BatchNormalization", x, one, zero, mean, variance, shape=dims(x), epsilon=epsilon)
+
+    @cache
+    def to_scale() -> ir.Value:
+        return t.sum(t.mul(s.full, normal()), others, keepdims=False)
+
+    @cache
+    def to_bias() -> ir.Value:
+        return t.sum(s.full, others, keepdims=False)
+
+    def to_x() -> ir.Value:
+        rate = t.mul(scale, inverse())
+        if not training:
+            return t.mul(s.g, along(rate))
+        count = t.count([dims(x)[i] for i in others], scale)
+        share = t.neg(t.div(rate, count))
+        # rate (g - mean(g) - normal mean(g normal)); the last two terms are one kernel.
+        pull = t.op(
+            "BatchNormalization", x, t.mul(share, to_scale()), t.mul(share, to_bias()), mean, variance,
+            shape=dims(x), epsilon=epsilon,
+        )  # fmt: skip
+        return t.add(t.mul(s.g, along(rate)), pull)
+
+    grads: Grads = {0: to_x, 1: to_scale, 2: to_bias}
+    return grads | {3: lambda: None, 4: lambda: None} if training else grads
+
+
+@rule("LayerNormalization")
+def layer_normalization(s: Step) -> Grads:
+    """Mean and inverse deviation are the op's own further outputs."""
+    t, node, rank = s.t, s.node, len(s.shape())
+    axes = range(s.axis(), rank)
+
+    @cache
+    def normal_and_inverse() -> tuple[ir.Value, ir.Value]:
+        if len(node.outputs) < 3:
+            node.resize_outputs(3)
+        narrow = tuple(1 if i in axes else d for i, d in enumerate(s.shape()))
+        stash = ir.DataType.FLOAT if s.dtype() != ir.DataType.DOUBLE else ir.DataType.DOUBLE
+        for value, name in zip(node.outputs[1:], ("mean", "inverse"), strict=True):
+            value.name = value.name or t.fresh(f"{s.y.name}.{name}")
+            value.shape, value.type = ir.Shape(narrow), ir.TensorType(stash)
+        mean, inverse = (t.cast(v, s.dtype()) for v in node.outputs[1:])
+        return t.mul(t.sub(s.x(), mean), inverse), inverse
+
+    return _affine(s, normal_and_inverse, axes, centred=True)
+
+
+@rule("RMSNormalization")
+def rms_normalization(s: Step) -> Grads:
+    t, x = s.t, s.x()
+    axes = range(s.attribute("axis", -1) % len(dims(x)), len(dims(x)))
+
+    @cache
+    def normal_and_inverse() -> tuple[ir.Value, ir.Value]:
+        inverse = _inverse(t, t.reduce("ReduceMean", t.mul(x, x), axes), s.attribute("epsilon", 1e-5))
+        return t.mul(x, inverse), inverse
+
+    return _affine(s, normal_and_inverse, axes, centred=False)
+
+
+def _inverse(t: Tape, variance: ir.Value, epsilon: float) -> ir.Value:
+    return t.unary("Reciprocal", t.unary("Sqrt", t.add(variance, t.scalar(epsilon, variance))))
+
+
+def _affine(
+    s: Step, normal_and_inverse: Callable[[], tuple[ir.Value, ir.Value]], axes: Sequence[int], centred: bool
+) -> Grads:
+    """y = normal(x) scale + bias, scale and bias broadcast."""
+    t = s.t
+
+    def to_x() -> ir.Value:
+        normal, inverse = normal_and_inverse()
+        return _through(t, t.mul(s.full, s.x(1)), normal, inverse, axes, centred)
+
+    return {
+        0: to_x,
+        1: lambda: t.unbroadcast(t.mul(s.full, normal_and_inverse()[0]), dims(s.y), s.shape(1)),
+        2: lambda: t.unbroadcast(s.full, dims(s.y), s.shape(2)),
+    }
+
+
+def _through(
+    t: Tape, g: ir.Value, normal: ir.Value, inverse: ir.Value, axes: Sequence[int], centred: bool
+) -> ir.Value:
+    """inverse (g - mean(g) - normal mean(g normal)): the adjoint of x from that of its normal form."""
+    pull = t.mul(normal, t.reduce("ReduceMean", t.mul(g, normal), axes))
+    if centred:
+        pull = t.add(pull, t.reduce("ReduceMean", g, axes))
+    return t.mul(t.sub(g, pull), inverse)
+
+
+@rule("InstanceNormalization", "GroupNormalization")
+def group_normalization(s: Step) -> Grads:
+    """Both see [N, groups, entries]: channels of an instance are groups of one."""
+    t, x, scale = s.t, s.x(), s.x(1)
+    shape = dims(x)
+    channels = shape[1]
+    if not isinstance(channels, int):
+        s.refuse("the number of channels must be known")
+    groups = s.attribute("num_groups", channels)
+    each = channels // groups
+    wide = (shape[0], groups, each, *shape[2:])
+    # Scale and bias as they broadcast to [N, groups, channels of each, ...].
+    affine = (groups, each, *(1 for _ in shape[2:]))
+    axes = range(2, len(wide))
+
+    @cache
+    def normal_and_inverse() -> tuple[ir.Value, ir.Value]:
+        grouped = t.reshape(x, wide)
+        centred = t.sub(grouped, t.reduce("ReduceMean", grouped, axes))
+        inverse = _inverse(t, t.reduce("ReduceMean", t.mul(centred, centred), axes), s.attribute("epsilon"))
+        return t.mul(centred, inverse), inverse
+
+    @cache
+    def incoming() -> ir.Value:
+        return t.reshape(s.full, wide)
+
+    def to_x() -> ir.Value:
+        normal, inverse = normal_and_inverse()
+        g = t.mul(incoming(), t.reshape(scale, affine))
+        return t.reshape(_through(t, g, normal, inverse, axes, centred=True), shape)
+
+    def to_affine(g: ir.Value) -> ir.Value:
+        return t.reshape(t.unbroadcast(g, wide, affine), dims(scale))
+
+    return {
+        0: to_x,
+        1: lambda: to_affine(t.mul(incoming(), normal_and_inverse()[0])),
+        2: lambda: to_affine(incoming()),
+    }
+
+
+@rule("LpNormalization")
+def lp_normalization(s: Step) -> Grads:
+    t, x, y, axis = s.t, s.x(), s.y, [s.axis()]
+
+    def gradient() -> ir.Value:
+        if s.attribute("p") == 1:
+            length, slope = t.reduce("ReduceL1", x, axis), t.unary("Sign", x)
+        else:
+            length, slope = t.reduce("ReduceL2", x, axis), y
+        return t.div(t.sub(s.full, t.mul(slope, t.sum(t.mul(s.full, y), axis))), length)
+
+    return {0: gradient}
+

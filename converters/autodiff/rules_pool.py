@@ -1,0 +1,190 @@
+"""Gradient rules of pooling, and of resizing, which is its adjoint in kind."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from onnx_remat import runtime
+
+from .dims import dims
+from .registry import Grads, Step, rule
+from .rules_conv import Geometry, geometry, input_gradient
+
+
+@rule("MaxPool")
+def max_pool(s: Step) -> Grads:
+    """Back to where the maxima came from: the op's own second output."""
+    t, node = s.t, s.node
+    if s.attribute("storage_order"):
+        s.refuse("column-major indices are not supported")
+    how = geometry(s, s.attribute("kernel_shape"))
+
+    def gradient() -> ir.Value:
+        if len(node.outputs) == 1:
+            node.resize_outputs(2)
+        where = node.outputs[1]
+        if not where.name:
+            where.name = t.fresh(f"{s.y.name}.indices")
+        where.shape, where.type = s.y.shape, ir.TensorType(ir.DataType.INT64)
+        rows, entries = t.product(dims(s.y)), t.product(s.shape())
+        apart = all(st >= e for st, e in zip(how.strides, how.extent, strict=True))
+        scattered = t.op(
+            "ScatterElements", t.zeros((entries,), s.dtype()), t.reshape(where, (rows,)), t.reshape(s.full, (rows,)),
+            shape=(entries,), axis=0, reduction="none" if apart else "add",
+        )  # fmt: skip
+        return t.reshape(scattered, s.shape())
+
+    return {0: gradient}
+
+
+@rule("AveragePool")
+def average_pool(s: Step) -> Grads:
+    how = geometry(s, s.attribute("kernel_shape"))
+
+    def gradient() -> ir.Value:
+        return spread(s, s.t.mul(s.full, s.t.constant(1 / _counts(s, how))), how)
+
+    return {0: gradient}
+
+
+def _counts(s: Step, how: Geometry) -> np.ndarray:
+    """Entries each window averages over: one number, or one per window where they differ."""
+    padded = bool(s.attribute("count_include_pad"))
+    whole = np.asarray(float(np.prod(how.kernel)), s.dtype().numpy())
+    if not s.attribute("ceil_mode") and (padded or not any(how.begin + how.end)):
+        return whole
+    counts = np.ones((), s.dtype().numpy())
+    for axis, (length, windows) in enumerate(zip(s.known_shape()[2:], dims(s.y)[2:], strict=True)):
+        assert isinstance(windows, int)
+        first = np.arange(windows)[:, None] * how.strides[axis] - how.begin[axis]
+        read = first + np.arange(how.kernel[axis]) * how.dilations[axis]
+        low, high = (-how.begin[axis], length + how.end[axis]) if padded else (0, length)
+        inside = ((read >= low) & (read < high)).sum(axis=1).astype(counts.dtype)
+        counts = counts[..., None] * inside
+    return whole if (counts == whole).all() else counts
+
+
+def spread(s: Step, g: ir.Value, how: Geometry) -> ir.Value:
+    """Adjoint of the sums over windows of the first input."""
+    t, shape, out = s.t, s.shape(), dims(g)
+    tiles = all(
+        k == st and d == 1 and not b and not e and isinstance(n, int) and n == m * k
+        for k, st, d, b, e, n, m in zip(
+            how.kernel, how.strides, how.dilations, how.begin, how.end, shape[2:], out[2:], strict=True
+        )
+    )
+    if tiles:
+        between = t.unsqueeze(g, [3 + 2 * i for i in range(how.rank)])
+        wide = [part for m, k in zip(out[2:], how.kernel, strict=True) for part in (m, k)]
+        return t.reshape(t.expand(between, (*out[:2], *wide)), shape)
+    # Channels are images of their own.
+    count = t.product(shape[:2])
+    ones = t.constant(np.ones((1, 1, *how.kernel), s.dtype().numpy()))
+    made = input_gradient(t, t.reshape(g, (count, 1, *out[2:])), ones, (count, 1, *shape[2:]), how)
+    return t.reshape(made, shape)
+
+
+@rule("GlobalAveragePool")
+def global_average_pool(s: Step) -> Grads:
+    return {0: lambda: s.t.div(s.g, s.t.count(s.shape()[2:], s.g))}
+
+
+@rule("GlobalMaxPool")
+def global_max_pool(s: Step) -> Grads:
+    t = s.t
+
+    def gradient() -> ir.Value:
+        hits = t.cast(t.compare("Equal", s.x(), s.y), s.dtype())
+        ties = t.sum(hits, range(2, len(s.shape())))
+        return t.mul(hits, t.div(s.g, ties))
+
+    return {0: gradient}
+
+
+@rule("LRN")
+def lrn(s: Step) -> Grads:
+    """y = x / d^beta, d = bias + alpha times the mean of squares over nearby channels."""
+    t, x, y = s.t, s.x(), s.y
+    alpha, beta, bias, width = (s.attribute(name) for name in ("alpha", "beta", "bias", "size"))
+    n, channels, *spatial = s.shape()
+    before, after = (width - 1) // 2, width - 1 - (width - 1) // 2
+
+    def nearby(value: ir.Value, begin: int, end: int) -> ir.Value:
+        """Mean over `width` channels around each, missing ones counted as zero."""
+        flat = t.reshape(value, (n, 1, channels, t.product(spatial)))
+        made = t.op(
+            "AveragePool", flat, shape=dims(flat), kernel_shape=[width, 1], pads=[begin, 0, end, 0],
+            count_include_pad=1,
+        )  # fmt: skip
+        return t.reshape(made, (n, channels, *spatial))
+
+    def gradient() -> ir.Value:
+        d = t.add(t.mul(nearby(t.mul(x, x), before, after), alpha), t.scalar(bias, x))
+        direct = t.mul(s.g, t.op("Pow", d, t.scalar(-beta, x), shape=dims(x)))
+        through = nearby(t.div(t.mul(s.full, y), d), after, before)
+        return t.sub(direct, t.mul(t.mul(through, x), 2 * alpha * beta))
+
+    return {0: gradient}
+
+
+@rule("Resize")
+def resize(s: Step) -> Grads:
+    """Linear and separable: back through the transpose of each axis' matrix, which the runtime itself tells."""
+    t = s.t
+
+    def gradient() -> ir.Value:
+        g = s.full
+        before = s.known_shape()
+        for axis, (old, new) in enumerate(zip(before, dims(s.y), strict=True)):
+            assert isinstance(new, int)
+            if old == new:
+                continue
+            matrix = _axis_matrix(s, axis, old, new)
+            shape = dims(g)
+            if _repeats(matrix):
+                split = t.reshape(g, (*shape[:axis], old, new // old, *shape[axis + 1 :]))
+                g = t.sum(split, [axis + 1], keepdims=False)
+                continue
+            order = [*(i for i in range(len(shape)) if i != axis), axis]
+            last = t.transpose(g, order)
+            made = t.op("MatMul", last, t.constant(matrix.astype(s.dtype().numpy())), shape=(*dims(last)[:-1], old))
+            g = t.transpose(made, [order.index(i) for i in range(len(shape))])
+        return g
+
+    return {0: gradient}
+
+
+def _repeats(matrix: np.ndarray) -> bool:
+    """Is every entry of the old axis repeated the same number of times, in order?"""
+    new, old = matrix.shape
+    return new % old == 0 and np.array_equal(matrix, np.repeat(np.eye(old), new // old, axis=0))
+
+
+def _axis_matrix(s: Step, axis: int, old: int, new: int) -> np.ndarray:
+    """What Resize does along one axis, as a matrix [new, old]: the same op on the unit vectors."""
+    if s.attribute("coordinate_transformation_mode") == "tf_crop_and_resize":
+        s.refuse("tf_crop_and_resize is not supported")
+    scales = s.known(2, "scales") if s.has(2) else np.zeros(0, np.float32)
+    axes = s.attribute("axes")
+    if axes is not None and scales.size:
+        given = dict(zip([a % len(s.shape()) for a in axes], scales, strict=True))
+        scale = float(given.get(axis, 1.0))
+    else:
+        scale = float(scales[axis]) if scales.size else new / old
+    by_scale = bool(scales.size)
+    node = onnx.helper.make_node(
+        "Resize", ["x", "", "scales" if by_scale else "", "" if by_scale else "sizes"], ["y"],
+        **{k: v.value for k, v in s.node.attributes.items() if k not in ("axes", "keep_aspect_ratio_policy")},
+    )  # fmt: skip
+    graph = onnx.helper.make_graph(
+        [node], "axis",
+        [onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [1, old, 1, old])],
+        [onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, None)],
+        [onnx.numpy_helper.from_array(np.asarray([1, 1, 1, scale], np.float32), "scales") if by_scale
+         else onnx.numpy_helper.from_array(np.asarray([1, old, 1, new], np.int64), "sizes")],
+    )  # fmt: skip
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", s.opset)], ir_version=9)
+    made = runtime.outputs(model, {"x": np.eye(old, dtype=np.float32).reshape(1, old, 1, old)})["y"]
+    return np.asarray(made.reshape(old, new).T)

@@ -1,0 +1,76 @@
+"""Gradient rules of reductions."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from .dims import dims
+from .registry import Grads, Step, rule
+
+
+def _axes(s: Step) -> list[int]:
+    """The axes a Reduce op reduces, counted from the front."""
+    rank = len(s.shape())
+    axes = s.known(1, "list of axes").reshape(-1).tolist() if s.has(1) else s.attribute("axes")
+    if not axes:
+        return [] if s.attribute("noop_with_empty_axes") else list(range(rank))
+    return sorted(a % rank for a in axes)
+
+
+def _spread(s: Step, value: ir.Value, axes: list[int]) -> ir.Value:
+    """A value of the output's shape, so that it broadcasts to the input."""
+    if s.attribute("keepdims") or not dims(value):
+        return value
+    return s.t.unsqueeze(s.t.expand(value, dims(s.y)), axes)
+
+
+@rule("ReduceSum")
+def reduce_sum(s: Step) -> Grads:
+    return {0: lambda: _spread(s, s.g, _axes(s))}
+
+
+@rule("ReduceMean")
+def reduce_mean(s: Step) -> Grads:
+    def gradient() -> ir.Value:
+        axes = _axes(s)
+        return _spread(s, s.t.div(s.g, s.t.count([s.shape()[a] for a in axes], s.g)), axes)
+
+    return {0: gradient}
+
+
+@rule("ReduceMax", "ReduceMin")
+def reduce_extremum(s: Step) -> Grads:
+    """Ties share the gradient evenly, as in torch.amax."""
+    t = s.t
+
+    def gradient() -> ir.Value:
+        axes = _axes(s)
+        hits = t.cast(t.compare("Equal", s.x(), _spread(s, s.y, axes)), s.dtype())
+        return t.mul(hits, t.div(_spread(s, s.g, axes), t.sum(hits, axes)))
+
+    return {0: gradient}
+
+
+@rule("ReduceL1", "ReduceL2", "ReduceSumSquare", "ReduceLogSum", "ReduceLogSumExp")
+def reduce_norm(s: Step) -> Grads:
+    t, x = s.t, s.x()
+
+    def gradient() -> ir.Value:
+        axes = _axes(s)
+        g, y = _spread(s, s.g, axes), _spread(s, s.y, axes)
+        return {
+            "ReduceL1": lambda: t.mul(t.unary("Sign", x), g),
+            "ReduceL2": lambda: t.mul(x, t.div(g, y)),
+            "ReduceSumSquare": lambda: t.mul(x, t.mul(g, 2.0)),
+            "ReduceLogSum": lambda: t.expand(t.div(g, t.unary("Exp", y)), dims(x)),
+            "ReduceLogSumExp": lambda: t.mul(t.unary("Exp", t.sub(x, y)), g),
+        }[s.node.op_type]()
+
+    return {0: gradient}
+
+
+@rule("CumSum")
+def cumulative_sum(s: Step) -> Grads:
+    """The same from the other end."""
+    exclusive, reverse = s.attribute("exclusive"), 1 - s.attribute("reverse")
+    return {0: lambda: s.t.op("CumSum", s.full, s.x(1), shape=s.shape(), exclusive=exclusive, reverse=reverse)}
