@@ -1,0 +1,103 @@
+"""PyTorch: a module, its loss and its optimizer as one training step in standard ONNX operators."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+import torch
+
+from onnx_remat.errors import ConversionError
+
+from .. import check as checking
+from .. import names, optimizers
+from . import optim, verify
+from .initial import initial_feeds
+from .lower import lower
+from .trace import Batch, Loss, Step, trace
+
+__all__ = ["export_training_step", "initial_feeds"]
+
+
+def export_training_step(
+    model: torch.nn.Module,
+    example_inputs: Any,
+    loss: Loss | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    opset: int = 20,
+    dynamic_dims: Mapping[str, Mapping[int, str]] | None = None,
+    check: bool = True,
+) -> onnx.ModelProto:
+    """Forward, loss, backward and update of a module as one ONNX graph, checked against torch.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        In the mode (train or eval) it is to be exported in.
+    example_inputs : tensor, sequence or mapping
+        One batch: positional or keyword arguments of the model, and last, if `loss` is given, the loss's target.
+        Values that are no tensors are fixed.
+    loss : callable, optional
+        ``loss(output, target)`` gives the scalar loss. Without it the model returns the loss, or an object with the
+        loss as attribute ``loss``.
+    optimizer : torch.optim.SGD, Adam or AdamW, optional
+        Over the model's parameters; those it does not hold are not trained. Without it the gradients are put out.
+    opset : int
+        Version of ONNX's operator set.
+    dynamic_dims : mapping of str to mapping of int to str, optional
+        Names of dimensions that may vary, by input name and axis: ``{"input.0": {0: "batch"}}``.
+    check : bool
+        Run the step on ONNX Runtime and compare loss, gradients, buffers and update with torch's.
+
+    Returns
+    -------
+    onnx.ModelProto
+        Inputs: parameters and buffers under their names, ``state.<name>.<slot>``, the batch as ``input.<i>`` or under
+        its keyword. Outputs: ``loss``, ``grad.<name>`` or ``new.<name>`` and ``new.state.<name>.<slot>``,
+        ``new.<buffer>``. Nodes are labelled forward, backward or optimizer in their metadata (``phase``).
+
+    Raises
+    ------
+    ConversionError
+        The step cannot be traced or written, or does not compute what torch computes.
+    """
+    step, updates = _step(model, example_inputs, loss, optimizer)
+    graph, outputs = trace(step, dynamic_dims or {})
+    made = lower(graph, step.inputs, outputs, opset)
+    _drop_unused_inputs(made.graph, len(step.batch.names))
+    gradients = {str(value.name): value for value in made.graph.outputs}
+    updates = {name: update for name, update in updates.items() if names.gradient(name) in gradients}
+    if updates:
+        optimizers.append(made.graph, updates, len(step.batch.names))
+    proto = ir.to_proto(made)
+    if check:
+        hidden = {names.gradient(name): str(gradients[names.gradient(name)].name) for name in updates}
+        checking.record(proto, verify.step(proto, step, model, optimizer, hidden))
+    return proto
+
+
+def _drop_unused_inputs(graph: ir.Graph, batch: int) -> None:
+    """Parameters and buffers that the step does not read are no inputs; the batch stays whole."""
+    state, rest = graph.inputs[: len(graph.inputs) - batch], graph.inputs[len(graph.inputs) - batch :]
+    graph.inputs[:] = [value for value in state if value.uses()] + list(rest)
+
+
+def _step(
+    model: torch.nn.Module, example_inputs: Any, loss: Loss | None, optimizer: torch.optim.Optimizer | None
+) -> tuple[Step, dict[str, optimizers.Optimizer]]:
+    parameters = dict(model.named_parameters())
+    for name, parameter in parameters.items():
+        if not parameter.is_floating_point():
+            raise ConversionError(f"parameter {name} is of {parameter.dtype}: parameters must be real floating point")
+    updates = optim.by_parameter(optimizer, parameters) if optimizer else {}
+    trained = {n for n, p in parameters.items() if p.requires_grad and (optimizer is None or n in updates)}
+    step = Step(
+        model, Batch.of(example_inputs), loss,
+        trainable={name: p for name, p in parameters.items() if name in trained},
+        frozen={name: p for name, p in parameters.items() if name not in trained},
+        buffers=dict(model.named_buffers()),
+    )  # fmt: skip
+    return step, updates

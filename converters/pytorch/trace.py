@@ -1,0 +1,206 @@
+"""A whole training step of a torch module, traced into one graph of aten and ONNX operators."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import traceback
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils import _pytree as pytree
+
+from onnx_remat.errors import ConversionError
+
+from .. import names
+from .rules import decompositions
+
+Loss = Callable[[Any, Any], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The batch as a flat list of tensors with names, and how to hand it to the model.
+
+    Attributes
+    ----------
+    names : tuple of str
+        Of the tensors, in order.
+    tensors : tuple of torch.Tensor
+    spec : pytree.TreeSpec
+        Structure of (positional, keyword) arguments.
+    leaves : tuple
+        All leaves of the structure: None where a tensor goes, else a fixed value.
+    """
+
+    names: tuple[str, ...]
+    tensors: tuple[torch.Tensor, ...]
+    spec: pytree.TreeSpec
+    leaves: tuple[Any, ...]
+
+    @staticmethod
+    def of(example_inputs: Any) -> Batch:
+        """Flatten what the user gave: a tensor, a sequence of positional or a mapping of keyword arguments."""
+        if isinstance(example_inputs, Mapping):
+            structure: tuple[tuple[Any, ...], dict[str, Any]] = ((), dict(example_inputs))
+        elif isinstance(example_inputs, torch.Tensor):
+            structure = ((example_inputs,), {})
+        else:
+            structure = (tuple(example_inputs), {})
+        found, spec = pytree.tree_flatten_with_path(structure)
+        tensors = [(_path(path), leaf) for path, leaf in found if isinstance(leaf, torch.Tensor)]
+        leaves = tuple(_TENSOR if isinstance(leaf, torch.Tensor) else leaf for _, leaf in found)
+        return Batch(tuple(n for n, _ in tensors), tuple(t.detach() for _, t in tensors), spec, leaves)
+
+    def arguments(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Positional and keyword arguments with these tensors in their places."""
+        rest = iter(tensors)
+        leaves = [next(rest) if leaf is _TENSOR else leaf for leaf in self.leaves]
+        positional, keyword = pytree.tree_unflatten(leaves, self.spec)
+        return positional, keyword
+
+
+_TENSOR = object()
+
+
+def _path(path: Sequence[Any]) -> str:
+    """`input.0` for a positional argument, its name for a keyword argument, then the keys inside it."""
+    top, first, *inner = (getattr(key, "idx", getattr(key, "key", None)) for key in path)
+    head = names.batch(int(first)) if top == 0 else str(first)
+    return ".".join([head, *map(str, inner)])
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A training step to be traced.
+
+    Attributes
+    ----------
+    model : torch.nn.Module
+    batch : Batch
+    loss : callable, optional
+        Of the model's output and the batch's last argument; None where the model returns the loss.
+    trainable, frozen : dict of str to torch.Tensor
+        Parameters by name.
+    buffers : dict of str to torch.Tensor
+    """
+
+    model: torch.nn.Module
+    batch: Batch
+    loss: Loss | None
+    trainable: dict[str, torch.Tensor]
+    frozen: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+
+    @property
+    def inputs(self) -> dict[str, torch.Tensor]:
+        """Everything the step reads, by input name, in order."""
+        # parameters in the model's own order, whether they are trained or not
+        parameters = {name: p.detach() for name, p in self.model.named_parameters()}
+        return parameters | self.buffers | dict(zip(self.batch.names, self.batch.tensors, strict=True))
+
+    def run(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Loss, gradients and buffers by output name, in order; `values` are left as they are.
+
+        Raises
+        ------
+        ConversionError
+            The loss is no scalar, or depends on no trainable parameter.
+        """
+        with traceback.annotate({"phase": "forward"}):
+            trainable = {name: values[name].detach().requires_grad_() for name in self.trainable}
+            frozen = {name: values[name] for name in self.frozen}
+            buffers = {name: values[name].clone() for name in self.buffers}
+            state = trainable | frozen | buffers
+            loss = self._loss(state, [values[name] for name in self.batch.names])
+        with traceback.annotate({"phase": "backward"}):
+            gradients = torch.autograd.grad(loss, list(trainable.values()), allow_unused=True)
+        outputs = {names.LOSS: loss.detach()}
+        for name, gradient in zip(trainable, gradients, strict=True):
+            if gradient is not None:
+                outputs[names.gradient(name)] = gradient
+        for name in buffers:  # functional_call writes those that the model assigned anew back into `state`
+            outputs[names.new(name)] = state[name].detach()
+        return outputs
+
+    def _loss(self, state: dict[str, torch.Tensor], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        positional, keyword = self.batch.arguments(tensors)
+        if self.loss is None:
+            made = torch.func.functional_call(self.model, state, positional, keyword)
+            made = getattr(made, "loss", made)
+        elif keyword:
+            *_, last = keyword
+            target = keyword.pop(last)
+            made = self.loss(torch.func.functional_call(self.model, state, positional, keyword), target)
+        else:
+            *positional_, target = positional
+            made = self.loss(torch.func.functional_call(self.model, state, tuple(positional_)), target)
+        return _scalar(made, self.loss is None)
+
+
+def _scalar(loss: Any, from_model: bool) -> torch.Tensor:
+    whose = "the model (no loss was given)" if from_model else "the loss function"
+    if not isinstance(loss, torch.Tensor):
+        hint = "; pass loss=..." if from_model else ""
+        raise ConversionError(f"{whose} returned {type(loss).__name__}, not the scalar loss{hint}")
+    if loss.numel() != 1 or not loss.is_floating_point():
+        hint = "; pass loss=..." if from_model else "; reduce it, with .mean() for instance"
+        raise ConversionError(f"{whose} returned {loss.dtype} of shape {tuple(loss.shape)}, not a scalar loss{hint}")
+    if not loss.requires_grad:
+        raise ConversionError("the loss depends on no trainable parameter: nothing to differentiate")
+    return loss.reshape(()) if loss.dim() else loss
+
+
+def trace(step: Step, dynamic: Mapping[str, Mapping[int, str]]) -> tuple[torch.fx.GraphModule, list[str]]:
+    """The step as one flat graph from the inputs' to the outputs' tensors, and the outputs' names.
+
+    Every node carries its phase in ``meta["custom"]["phase"]``.
+
+    Raises
+    ------
+    ConversionError
+        The step cannot be traced.
+    """
+    inputs = step.inputs
+    outputs: list[str] = []
+
+    def flat(*values: torch.Tensor) -> list[torch.Tensor]:
+        made = step.run(dict(zip(inputs, values, strict=True)))
+        outputs[:] = made
+        return list(made.values())
+
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fakes = [mode.from_tensor(value) for value in inputs.values()]
+    with quiet(), ExitStack() as stack:
+        stack.enter_context(traceback.preserve_node_meta())
+        stack.enter_context(torch._dispatch.python.enable_python_dispatcher())
+        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        try:
+            graph = make_fx(
+                flat, tracing_mode="fake", decomposition_table=decompositions(), _allow_non_fake_inputs=True
+            )(*fakes)
+        except ConversionError:
+            raise
+        except Exception as error:
+            raise ConversionError(f"the step cannot be traced: {type(error).__name__}: {_one_line(error)}") from error
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    return graph, outputs
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without torch's warnings on tracing and export, none of which the user can act on."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

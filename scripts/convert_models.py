@@ -1,0 +1,155 @@
+"""Export well-known models as training steps, check them, rewrite them to a budget, and print what came out.
+
+    python scripts/convert_models.py --out DIR                       write the exported steps
+    python scripts/convert_models.py --budget 60%                    also rewrite and measure them
+    python scripts/convert_models.py --model resnet18 --converter pytorch
+
+Per model and converter: node count, seconds of export (tracing, translation and check), the largest relative error of
+loss, gradients, buffers and update against the framework, whether stock ONNX Runtime runs the step on the CPU; with
+--budget also the measured peaks of the step and of its rewritten version, and how equal their outputs are.
+
+A builder makes the model and returns a function that exports it, which alone is timed; it is entered in the table
+with ``@builds(model, converter)``. Models are built from their configurations, nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeAlias
+
+import onnx
+
+from onnx_remat import runtime, verify
+from onnx_remat.errors import OnnxRematError
+from onnx_remat.pipeline import rewrite_model
+from onnx_remat.units import format_bytes
+from scripts import torch_models
+
+Export: TypeAlias = Callable[[], onnx.ModelProto]
+Builder: TypeAlias = Callable[[], Export]
+BUILDERS: dict[tuple[str, str], Builder] = {}
+
+
+def builds(model: str, converter: str) -> Callable[[Builder], Builder]:
+    """Enter the function below as what builds `model` for `converter`."""
+
+    def enter(builder: Builder) -> Builder:
+        BUILDERS[model, converter] = builder
+        return builder
+
+    return enter
+
+
+for _name, _make in torch_models.MODELS.items():
+    BUILDERS[_name, "pytorch"] = partial(torch_models.builder, _make)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One model by one converter; seconds and bytes."""
+
+    model: str
+    converter: str
+    outcome: str
+    nodes: int = 0
+    seconds: float = 0.0
+    error: float = 0.0
+    worst: str = ""
+    runs: bool = False
+    budget: int = 0
+    before: int = 0
+    after: int = 0
+    outputs: str = ""
+
+
+def convert(model: str, converter: str, out: Path, budget: str | None, limit: float) -> Row:
+    """Export one model, write it, and rewrite it to the budget."""
+    try:
+        export = BUILDERS[model, converter]()
+        start = time.perf_counter()
+        step = export()
+    except (OnnxRematError, ImportError) as error:
+        return Row(model, converter, f"{type(error).__name__}: {error}")
+    seconds = time.perf_counter() - start
+    path = out / f"{model}.{converter}.onnx"
+    onnx.save(step, path)
+    known = {p.key: p.value for p in step.metadata_props}
+    facts = (len(step.graph.node), seconds, float(known["check.error"]), known["check.output"])
+    del step
+    if budget is None:
+        return Row(model, converter, "exported", *facts, _runs(path))
+    before = runtime.measure(path).peak_bytes
+    try:
+        result = rewrite_model(path, budget, time_limit=limit)
+    except OnnxRematError as error:
+        return Row(model, converter, f"{type(error).__name__}: {error}", *facts, True, before=before)
+    target = out / f"{model}.{converter}.small.onnx"
+    result.save(target, force=True)
+    after = runtime.measure(target).peak_bytes
+    for name, file in (("a", path), ("b", target)):
+        runtime.measure(file, "disable", outputs=out / f"{name}.npz", threads=1)
+    equal = verify.compare(out / "a.npz", out / "b.npz", exactly=True)
+    for name in "ab":
+        (out / f"{name}.npz").unlink()
+    outcome = "kept" if after <= result.report.budget else "EXCEEDED"
+    return Row(model, converter, outcome, *facts, True, result.report.budget, before, after, equal)
+
+
+def _runs(path: Path) -> bool:
+    runtime.measure(path)
+    return True
+
+
+def show(row: Row) -> str:
+    """One line of the table."""
+    text = f"| {row.model} | {row.converter} | {row.nodes} | {row.seconds:.1f} | {row.error:.1e} ({row.worst}) |"
+    text += f" {'yes' if row.runs else 'no'} |"
+    if row.before:
+        sizes = " | ".join(format_bytes(size) for size in (row.before, row.budget, row.after))
+        text += f" {sizes} | {row.outputs} |"
+    return f"{text} {row.outcome} |"
+
+
+def chosen(models: list[str] | None, converters: list[str] | None) -> Iterator[tuple[str, str]]:
+    """Pairs of the table that were asked for."""
+    for model, converter in BUILDERS:
+        if (not models or model in models) and (not converters or converter in converters):
+            yield model, converter
+
+
+def main() -> None:
+    """Convert every model that was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", action="append", help="only this one (repeat)")
+    parser.add_argument("--converter", action="append", help="only this one (repeat)")
+    parser.add_argument("--out", type=Path, help="keep the files in this folder")
+    parser.add_argument("--budget", help="also rewrite to this budget, 60%% for instance")
+    parser.add_argument("--time-limit", type=float, default=30.0, help="seconds per plan")
+    parser.add_argument("--json", help="write the rows here")
+    parser.add_argument("--list", action="store_true", help="print the pairs and stop")
+    arguments = parser.parse_args()
+    pairs = list(chosen(arguments.model, arguments.converter))
+    if arguments.list:
+        sys.exit(print("\n".join(f"{model} {converter}" for model, converter in pairs)))
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="onnx-remat-") as scratch:
+        out = arguments.out or Path(scratch)
+        out.mkdir(parents=True, exist_ok=True)
+        for model, converter in pairs:
+            row = convert(model, converter, out, arguments.budget, arguments.time_limit)
+            rows.append(row)
+            print(show(row), flush=True)
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

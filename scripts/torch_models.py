@@ -1,0 +1,164 @@
+"""Well-known models in PyTorch, at a size that trains on a CPU, built from their configurations."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import onnx
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A model, one batch and the loss; see `onnx_remat.converters.pytorch.export_training_step`."""
+
+    model: nn.Module
+    batch: Any
+    loss: Callable[[Any, Any], torch.Tensor] | None = F.cross_entropy
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def builder(make: Callable[[], Case]) -> Callable[[], onnx.ModelProto]:
+    """Build a case; the function returned exports it as a whole training step with SGD."""
+    from onnx_remat.converters.pytorch import export_training_step
+
+    torch.manual_seed(0)
+    case = make()
+    optimizer = torch.optim.SGD(case.model.parameters(), lr=0.01)
+    return lambda: export_training_step(case.model, case.batch, case.loss, optimizer, **case.options)
+
+
+def mlp() -> Case:
+    """Eight layers of 512 with GELU."""
+    layers = [m for _ in range(8) for m in (nn.Linear(512, 512), nn.GELU())]
+    return Case(nn.Sequential(*layers, nn.Linear(512, 10)), _images(256, (512,), 10))
+
+
+def unet() -> Case:
+    """Three levels (Ronneberger et al. 2015) with BatchNorm, on 96 x 96 pixels."""
+    return Case(UNet([16, 32, 64, 128], 4), (torch.randn(4, 3, 96, 96), torch.randint(0, 4, (4, 96, 96))))
+
+
+def resnet18() -> Case:
+    return _torchvision("resnet18", 8, 128)
+
+
+def resnet50() -> Case:
+    return _torchvision("resnet50", 4, 128)
+
+
+def densenet121() -> Case:
+    return _torchvision("densenet121", 4, 128)
+
+
+def vit_b() -> Case:
+    return _torchvision("vit_b_16", 2, 224)
+
+
+def gpt2(layers: int) -> Case:
+    """GPT-2 without dropout, on 2 x 128 tokens."""
+    library = _import_transformers()
+    config = library.GPT2Config(n_layer=layers, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False)
+    return _language(library.GPT2LMHeadModel(config), config.vocab_size)
+
+
+def bert() -> Case:
+    """BERT base as a masked language model, without dropout."""
+    library = _import_transformers()
+    config = library.BertConfig(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    return _language(library.BertForMaskedLM(config), config.vocab_size)
+
+
+def llama() -> Case:
+    """Eight layers of 512 with grouped-query attention, rotary positions, RMSNorm and SwiGLU."""
+    library = _import_transformers()
+    config = library.LlamaConfig(
+        vocab_size=8000, hidden_size=512, intermediate_size=1376, num_hidden_layers=8, num_attention_heads=8,
+        num_key_value_heads=4, max_position_embeddings=512, use_cache=False,
+    )  # fmt: skip
+    return _language(library.LlamaForCausalLM(config), config.vocab_size)
+
+
+MODELS: dict[str, Callable[[], Case]] = {
+    "mlp": mlp,
+    "resnet18": resnet18,
+    "resnet50": resnet50,
+    "densenet121": densenet121,
+    "unet": unet,
+    "vit_b": vit_b,
+    "gpt2-4": lambda: gpt2(4),
+    "gpt2-12": lambda: gpt2(12),
+    "bert": bert,
+    "llama": llama,
+}
+
+
+class UNet(nn.Module):
+    """Down by max-pooling, up by transposed convolutions, with a skip at every level."""
+
+    def __init__(self, widths: list[int], classes: int) -> None:
+        super().__init__()
+        pairs = list(zip([3, *widths], widths, strict=False))
+        self.down = nn.ModuleList(_double(a, b) for a, b in pairs)
+        self.up = nn.ModuleList(nn.ConvTranspose2d(b, a, 2, 2) for a, b in pairs[:0:-1])
+        self.merge = nn.ModuleList(_double(2 * a, a) for a, _ in pairs[:0:-1])
+        self.head = nn.Conv2d(widths[0], classes, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        skips = []
+        for index, block in enumerate(self.down):
+            x = block(F.max_pool2d(x, 2) if index else x)
+            skips.append(x)
+        skips.pop()
+        for up, merge in zip(self.up, self.merge, strict=True):
+            x = merge(torch.cat([up(x), skips.pop()], 1))
+        made: torch.Tensor = self.head(x)
+        return made
+
+
+def _double(a: int, b: int) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for i, o in ((a, b), (b, b)):
+        layers += [nn.Conv2d(i, o, 3, padding=1, bias=False), nn.BatchNorm2d(o), nn.ReLU()]
+    return nn.Sequential(*layers)
+
+
+def _images(batch: int, shape: tuple[int, ...], classes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(batch, *shape), torch.randint(0, classes, (batch,))
+
+
+def _language(model: nn.Module, words: int) -> Case:
+    tokens = torch.randint(0, words, (2, 129))
+    return Case(
+        model,
+        {"input_ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()},
+        lambda output, target: F.cross_entropy(output.logits.flatten(0, 1), target.flatten()),
+    )
+
+
+def _import_torchvision() -> Any:
+    """Import torchvision, also one whose compiled operators do not match torch: it still builds classifiers."""
+    with contextlib.suppress(RuntimeError):  # declared already
+        for operator in ("nms", "qnms"):
+            torch.library.define(f"torchvision::{operator}", "(Tensor boxes, Tensor scores, float threshold) -> Tensor")
+    import torchvision
+
+    return torchvision
+
+
+def _import_transformers() -> Any:
+    _import_torchvision()  # transformers imports it where it is installed
+    import transformers
+
+    return transformers
+
+
+def _torchvision(name: str, batch: int, size: int) -> Case:
+    torchvision = _import_torchvision()
+
+    return Case(getattr(torchvision.models, name)(num_classes=1000).train(), _images(batch, (3, size, size), 1000))
