@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from onnx_remat.errors import OnnxRematError, UsageError
@@ -23,23 +23,27 @@ examples:
   onnx-remat train.onnx small.onnx --budget 2GiB --dim batch=32  a model with symbolic dims
   onnx-remat train.onnx small.onnx --budget 50% --dry-run        only say what it would cost
 
+other commands:
+  onnx-remat sweep IN ...        what every peak costs: the curve of peak against extra compute
+  onnx-remat profile IN OUT ...  measured seconds per op, for --costs
+  onnx-remat-bench IN ...        train original and rewritten model and compare them
+
 exit codes: 0 ok, 1 a bug of ours, 2 usage, 3 budget infeasible, 4 invalid or unsupported model,
 5 verification failed. On 2 to 5 nothing is written."""
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are ours."""
+
     def error(self, message: str) -> None:  # type: ignore[override]  # argparse's own exits before we can report
         raise UsageError(message)
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The arguments, documented."""
-    from onnx_remat import selectors
-    from onnx_remat.costs import PRESETS
-    from onnx_remat.selectors.base import summary
     from onnx_remat.verify import MODES
 
-    parser = _Parser(
+    parser = Parser(
         prog="onnx-remat",
         description=_DESCRIPTION,
         epilog=_EPILOG,
@@ -51,28 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--budget", required=True, metavar="SIZE",
         help="peak to stay under: 4GB (10^9), 3.5GiB (2^30), 123456789B, or 80%% of the original's own peak",
     )  # fmt: skip
-    described = "; ".join(f"{name}: {summary(name)}" for name in selectors.names())
-    parser.add_argument("--selector", default="auto", metavar="NAME", help=f"how to plan (default auto). {described}")
-    parser.add_argument(
-        "--dim", action="append", default=[], metavar="NAME=N", help="size of a symbolic dimension (repeat)"
-    )
-    parser.add_argument("--loss", metavar="NAME", help="the loss, where nodes are unlabelled and it is not clear")
-    parser.add_argument(
-        "--keep", action="append", default=[], metavar="NAME", help="a value never to recompute (repeat)"
-    )
-    parser.add_argument(
-        "--checkpoint", action="append", default=[], metavar="NAME",
-        help="a value that selector collection keeps; it recomputes the rest of the forward pass (repeat)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--allow-recompute", action="append", default=[], metavar="DOMAIN::OP",
-        help="a custom op that is pure, so that it may be recomputed (repeat)",
-    )  # fmt: skip
-    parser.add_argument("--time-limit", default="30s", metavar="TIME", help="for planning (default 30s)")
-    parser.add_argument(
-        "--costs", default="cpu", metavar="PRESET|FILE",
-        help=f"seconds per op: {', '.join(PRESETS)} (default cpu), or a profile JSON written by ONNX Runtime",
-    )  # fmt: skip
+    add_planning_flags(parser)
     parser.add_argument(
         "--verify", default="check", choices=MODES,
         help="check (default): validity, interface, order, simulated peak; run: also run both and compare; none",
@@ -92,21 +75,77 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def add_planning_flags(parser: argparse.ArgumentParser, time_limit: str = "30s") -> None:
+    """The flags that say how to plan; `planning_options` reads them."""
+    from onnx_remat import selectors
+    from onnx_remat.costs import PRESETS
+    from onnx_remat.selectors.base import summary
+
+    described = "; ".join(f"{name}: {summary(name)}" for name in selectors.names())
+    parser.add_argument("--selector", default="auto", metavar="NAME", help=f"how to plan (default auto). {described}")
+    parser.add_argument(
+        "--dim", action="append", default=[], metavar="NAME=N", help="size of a symbolic dimension (repeat)"
+    )
+    parser.add_argument("--loss", metavar="NAME", help="the loss, where nodes are unlabelled and it is not clear")
+    parser.add_argument(
+        "--keep", action="append", default=[], metavar="NAME", help="a value never to recompute (repeat)"
+    )
+    parser.add_argument(
+        "--checkpoint", action="append", default=[], metavar="NAME",
+        help="a value that selector collection keeps; it recomputes the rest of the forward pass (repeat)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--allow-recompute", action="append", default=[], metavar="DOMAIN::OP",
+        help="a custom op that is pure, so that it may be recomputed (repeat)",
+    )  # fmt: skip
+    parser.add_argument("--time-limit", default=time_limit, metavar="TIME", help=f"for planning (default {time_limit})")
+    parser.add_argument(
+        "--costs", default="cpu", metavar="PRESET|FILE",
+        help=f"seconds per op: {', '.join(PRESETS)} (default cpu), or a profile JSON written by ONNX Runtime",
+    )  # fmt: skip
+
+
+def planning_options(arguments: argparse.Namespace) -> dict[str, object]:
+    """Fields of `Options` from the flags of `add_planning_flags`."""
+    from onnx_remat.units import parse_dims, parse_duration
+
+    return {
+        "selector": arguments.selector,
+        "dims": parse_dims(arguments.dim),
+        "loss": arguments.loss,
+        "keep": tuple(arguments.keep),
+        "checkpoints": tuple(arguments.checkpoint),
+        "allow_recompute": tuple(arguments.allow_recompute),
+        "time_limit": parse_duration(arguments.time_limit),
+        "costs": arguments.costs,
+    }
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given and given[0] in ("sweep", "profile"):
+        from onnx_remat import commands
+
+        return guarded("onnx-remat " + given[0], getattr(commands, given[0]), given[1:])
+    return guarded("onnx-remat", lambda rest: _run(build_parser().parse_args(rest)), given)
+
+
+def guarded(name: str, command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> int:
+    """Run a command; a refusal is one line on standard error and its exit code."""
     try:
-        return _run(build_parser().parse_args(arguments))
+        return command(arguments)
     except OnnxRematError as error:
-        print(f"onnx-remat: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"{name}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print("onnx-remat: interrupted; nothing was written", file=sys.stderr)
+        print(f"{name}: interrupted; nothing was written", file=sys.stderr)
         return 130
 
 
 def _run(arguments: argparse.Namespace) -> int:
     from onnx_remat import model_io, pipeline, show
-    from onnx_remat.units import parse_budget, parse_dims, parse_duration
+    from onnx_remat.units import parse_budget
 
     budget = parse_budget(arguments.budget)
     if not arguments.dry_run:
@@ -116,19 +155,12 @@ def _run(arguments: argparse.Namespace) -> int:
     for path in arguments.plot:
         show.check(path)
         model_io.check_target(path, arguments.input, force=True)
-    progress = _Progress(quiet=arguments.quiet)
+    progress = Progress(quiet=arguments.quiet)
     try:
         result = pipeline.rewrite_model(
             arguments.input,
             budget,
-            selector=arguments.selector,
-            dims=parse_dims(arguments.dim),
-            loss=arguments.loss,
-            keep=tuple(arguments.keep),
-            checkpoints=tuple(arguments.checkpoint),
-            allow_recompute=tuple(arguments.allow_recompute),
-            time_limit=parse_duration(arguments.time_limit),
-            costs=arguments.costs,
+            **planning_options(arguments),
             verify=arguments.verify,
             progress=progress,
         )
@@ -148,7 +180,7 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-class _Progress:
+class Progress:
     """What is being done: one line rewritten in place on a terminal, nothing elsewhere."""
 
     def __init__(self, quiet: bool) -> None:

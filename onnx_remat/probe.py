@@ -1,6 +1,6 @@
 """The measured process: ``python -m onnx_remat.probe`` reads a job (JSON) from stdin and prints what it saw.
 
-Started by `runtime.measure` only; it imports as little as it can, because everything it imports is resident memory.
+Started by `runtime` only; it imports as little as it can, because everything it imports is resident memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ _LEVELS = {"disable": "ORT_DISABLE_ALL", "basic": "ORT_ENABLE_BASIC", "all": "OR
 def main() -> None:
     """Do the job and print a JSON object."""
     job = json.load(sys.stdin)
-    print(json.dumps(race(job) if "rival" in job else measure(job)))
+    work = {"measure": measure, "race": race, "profile": profile, "train": train}[job.pop("task")]
+    print(json.dumps(work(job)))
 
 
 def new_session(job: Job, path: str, default: bool) -> Any:
@@ -35,7 +36,16 @@ def new_session(job: Job, path: str, default: bool) -> Any:
     if job.get("profile"):
         options.enable_profiling = True
         options.profile_file_prefix = job["profile"]
-    return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    if job.get("patient"):  # idle threads sleep: not for timing, kind to a busy machine
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    if job.get("statistics"):
+        options.add_session_config_entry("session.collect_node_memory_stats_to_file", job["statistics"])
+    providers: list[Any] = ["CPUExecutionProvider"]
+    if job.get("provider") == "cuda":
+        from onnx_remat import cuda
+
+        providers.insert(0, ("CUDAExecutionProvider", cuda.provider_options(job.get("gpu_limit", 0))))
+    return ort.InferenceSession(path, options, providers=providers)
 
 
 def race(job: Job) -> Job:
@@ -69,6 +79,36 @@ def measure(job: Job) -> Job:
     rise = resident("VmHWM") - before
     profile = session.end_profiling() if job["profile"] else ""
     return {"peak_bytes": held + rise, "profile": profile}
+
+
+def profile(job: Job) -> Job:
+    """Steps under ONNX Runtime's profiler; its first step is a warm-up that readers should leave out."""
+    session = new_session(job, job["path"], default=True)
+    feeds = random_feeds(session, job["dims"])
+    for _ in range(job["steps"] + 1):
+        session.run(None, feeds)
+    return {"profile": session.end_profiling()}
+
+
+def train(job: Job) -> Job:
+    """Train for some steps; see `onnx_remat.training`. Peak over the steps, and the loss of each."""
+    from onnx_remat.training import Loop, initial_state
+
+    session = new_session(job, job["path"], default=job["default"])
+    state = initial_state(session, job["dims"], job["state"])
+    held = sum(array.nbytes for array in state.values()) + initializer_bytes(job["path"])
+    loop = Loop(session, state, job["loss"], device=job["provider"])
+    del state
+    losses = [loop.step()]  # also faults in code and thread stacks, which are not the step's memory
+    before = reset_peak()
+    losses += [loop.step() for _ in range(job["steps"] - 1)]
+    rise = resident("VmHWM") - before
+    driver = 0
+    if job["provider"] == "cuda":
+        from onnx_remat import cuda
+
+        driver = cuda.held_by_this_process()
+    return {"peak_bytes": held + rise, "losses": losses, "driver_bytes": driver}
 
 
 def random_feeds(session: Any, dims: dict[str, int]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -214,7 +214,7 @@ def measure(
         The process failed: the message is the last line of its error.
     """
     with tempfile.TemporaryDirectory(prefix="onnx-remat-") as scratch:
-        answer = _probe({
+        answer = _probe("measure", {
             "path": str(path), "level": level, "default": default, "steps": steps, "dims": dict(dims or {}),
             "threads": threads, "outputs": str(outputs or ""), "optimized": str(Path(scratch) / "optimized.onnx"),
             "profile": str(Path(scratch) / "profile") if trace else "",
@@ -231,22 +231,108 @@ def race(
     runs: int = 9,
     dims: Mapping[str, int] | None = None,
     threads: int = 0,
+    provider: str = "cpu",
 ) -> tuple[float, float]:
     """Median seconds of one step of two models, steps taken in turns in one fresh process, default session options."""
     job = {
         "path": str(path), "rival": str(rival), "level": level, "runs": runs, "dims": dict(dims or {}),
-        "threads": threads,
+        "threads": threads, "provider": provider,
     }  # fmt: skip
-    first, second = _probe(job)["seconds"]
+    first, second = _probe("race", job)["seconds"]
     return statistics.median(first), statistics.median(second)
 
 
-def _probe(job: dict[str, Any]) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class Training:
+    """How `train` trains: see `onnx_remat.training` and `benchmark`."""
+
+    steps: int
+    loss: str
+    dims: Mapping[str, int]
+    state: str = ""
+    level: str = "all"
+    threads: int = 0
+    provider: str = "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What a fresh process saw while training: peak in bytes, the loss of every step; `driver_bytes` is what the CUDA
+    driver counted to the process (its context included), to check the peak against."""
+
+    peak_bytes: int
+    losses: tuple[float, ...]
+    driver_bytes: int = 0
+
+
+PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+"""Execution providers by the names the command line takes."""
+
+
+def check_provider(provider: str) -> None:
+    """Raise an error that says what to install where ONNX Runtime lacks an execution provider."""
+    import_runtime()
+    import onnxruntime
+
+    if PROVIDERS[provider] not in onnxruntime.get_available_providers():
+        raise OnnxRematError(
+            f"ONNX Runtime has no {PROVIDERS[provider]} here: pip install 'onnx-remat[gpu]' in place of [cpu], "
+            "on a machine with an NVIDIA GPU and CUDA"
+        )
+
+
+def train(path: Path, how: Training) -> Trained:
+    """Train a model in a fresh process, arena off on the CPU; on CUDA the peak is bisected (see `onnx_remat.cuda`).
+
+    Raises
+    ------
+    VerificationError
+        The process failed: the message is the last line of its error.
+    """
+    job: dict[str, Any] = {"path": str(path), "default": False, "patient": True, **asdict(how)}
+    answer = _probe("train", job)
+    peak = answer["peak_bytes"]
+    if how.provider == "cuda":
+        from onnx_remat import cuda
+
+        short = job | {"steps": 3}
+        peak = cuda.smallest_limit(lambda limit: _runs_within(short, limit), cuda.total_memory())
+    return Trained(peak, tuple(answer["losses"]), answer["driver_bytes"])
+
+
+def _runs_within(job: dict[str, Any], limit: int) -> bool:
+    """Does a training run keep a limit of device memory? Failures other than for lack of memory are raised."""
+    from onnx_remat.cuda import OUT_OF_MEMORY
+
+    try:
+        _probe("train", job | {"gpu_limit": limit})
+    except VerificationError as error:
+        if any(sign in str(error) for sign in OUT_OF_MEMORY):
+            return False
+        raise
+    return True
+
+
+def profile(
+    path: Path, level: str, *, steps: int, dims: Mapping[str, int] | None = None, threads: int = 0
+) -> tuple[list[dict[str, Any]], str]:
+    """Events of ONNX Runtime's profiler over a warm-up and `steps` steps, and its node memory statistics (CSV)."""
+    with tempfile.TemporaryDirectory(prefix="onnx-remat-") as scratch:
+        statistics_file = Path(scratch) / "statistics.csv"
+        answer = _probe("profile", {
+            "path": str(path), "level": level, "steps": steps, "dims": dict(dims or {}), "threads": threads,
+            "profile": str(Path(scratch) / "profile"), "statistics": str(statistics_file),
+        })  # fmt: skip
+        table = statistics_file.read_text() if statistics_file.exists() else ""
+        return json.loads(Path(answer["profile"]).read_text()), table
+
+
+def _probe(task: str, job: dict[str, Any]) -> dict[str, Any]:
     # Otherwise glibc keeps freed blocks of up to 32 MB in its heap, and resident memory does not fall.
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     done = subprocess.run(
         [sys.executable, "-m", "onnx_remat.probe"],
-        input=json.dumps(job), capture_output=True, text=True, env=environment, check=False,
+        input=json.dumps({"task": task, **job}), capture_output=True, text=True, env=environment, check=False,
     )  # fmt: skip
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines() or ["killed (out of memory?)"]

@@ -10,6 +10,7 @@ from onnx_remat.errors import UsageError
 
 if TYPE_CHECKING:
     from onnx_remat.pipeline import Result
+    from onnx_remat.sweep import Curve
 
 IMAGES = (".png", ".svg", ".pdf")
 KINDS = (*IMAGES, ".html", ".pickle")
@@ -53,3 +54,11 @@ def _writer(suffix: str) -> Callable[[Result, Path], None]:
     from onnx_remat.show import figure
 
     return figure.write
+
+
+def draw_curve(curve: Curve, path: str) -> None:
+    """Draw a sweep's curve as a picture (see `IMAGES`)."""
+    check(path, IMAGES)
+    from onnx_remat.show import figure
+
+    figure.pareto(curve, Path(path))

@@ -142,7 +142,7 @@ def pareto(curve: Curve, path: Path) -> None:
     axes.set_xlim(left=min(0.0, -0.02 * max(compute)))
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
-    axes.legend(frameon=False)
+    figure.legend(loc="outside upper center", ncols=4, frameon=False)
     _save(figure, path)
 
 

@@ -1,0 +1,56 @@
+"""Peaks on a CUDA device: the smallest memory limit under which training runs, and what the driver says beside it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from onnx_remat.errors import OnnxRematError
+
+RESOLUTION = 1 << 20
+"""Bytes to which a peak on the device is found."""
+
+OUT_OF_MEMORY = ("Failed to allocate memory", "Available memory of", "CUDA out of memory", "CUDA failure 2")
+"""What ONNX Runtime's messages say when an arena is at its limit or the device is full."""
+
+
+def provider_options(limit: int) -> dict[str, str]:
+    """Options of the CUDA execution provider: an arena that grows by what is asked, up to `limit` bytes unless 0."""
+    options = {"arena_extend_strategy": "kSameAsRequested"}
+    return options | {"gpu_mem_limit": str(limit)} if limit else options
+
+
+def smallest_limit(runs_within: Callable[[int], bool], most: int) -> int:
+    """Smallest limit, in bytes and to `RESOLUTION`, for which ``runs_within(limit)``; `most` is known to do.
+
+    >>> smallest_limit(lambda limit: limit >= 300_000_000, 1 << 30) - 300_000_000 < RESOLUTION
+    True
+    """
+    low, high = 0, most
+    while high - low > RESOLUTION:
+        middle = (low + high) // 2
+        low, high = (low, middle) if runs_within(middle) else (middle, high)
+    return high
+
+
+def _nvml() -> object:
+    try:
+        import pynvml  # type: ignore[import-not-found, unused-ignore]
+    except ImportError as error:
+        raise OnnxRematError("nvidia-ml-py is not installed: pip install 'onnx-remat[gpu]'") from error
+    pynvml.nvmlInit()
+    return pynvml
+
+
+def held_by_this_process() -> int:
+    """Bytes of device memory the driver counts to this process on device 0, its CUDA context included."""
+    nvml = _nvml()
+    handle = nvml.nvmlDeviceGetHandleByIndex(0)  # type: ignore[attr-defined]
+    running = nvml.nvmlDeviceGetComputeRunningProcesses(handle)  # type: ignore[attr-defined]
+    return next((int(p.usedGpuMemory or 0) for p in running if p.pid == os.getpid()), 0)
+
+
+def total_memory() -> int:
+    """Bytes of memory of device 0."""
+    nvml = _nvml()
+    return int(nvml.nvmlDeviceGetMemoryInfo(nvml.nvmlDeviceGetHandleByIndex(0)).total)  # type: ignore[attr-defined]

@@ -1,0 +1,104 @@
+"""The benchmark trains for real: state feeds back, losses coincide, predictions stand beside measurements."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from conftest import feeds_for, mlp, model_of
+from onnx import helper
+
+from onnx_remat import bench, cuda
+from onnx_remat.training import Loop, initial_state
+
+
+def session_of(model):
+    return ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+
+
+def test_a_loop_feeds_new_state_back_as_plain_runs_do():
+    model = mlp(layers=3, batch=16, width=8)
+    feeds = feeds_for(model)
+    session = session_of(model)
+    loop = Loop(session, feeds, "loss")
+    losses = [loop.step() for _ in range(4)]
+    names = [value.name for value in session.get_outputs()]
+    for loss in losses:
+        outputs = dict(zip(names, session.run(None, feeds), strict=True))
+        assert loss == float(outputs["loss"])
+        feeds |= {name: outputs[f"new.{name}"] for name in feeds if f"new.{name}" in outputs}
+    assert all(np.array_equal(value, feeds[name]) for name, value in loop.state().items())
+    assert losses[-1] < losses[0]
+
+
+def test_gradients_without_an_update_are_descended():
+    nodes = [helper.make_node("Mul", ["w", "w"], ["loss"]), helper.make_node("Add", ["w", "w"], ["grad.w"])]
+    session = session_of(model_of(nodes, {"w": []}, {"loss": [], "grad.w": []}))
+    loop = Loop(session, {"w": np.array(2.0, np.float32)}, "loss", rate=0.25)
+    assert [loop.step() for _ in range(3)] == [4.0, 1.0, 0.25]
+
+
+def test_initial_state_suits_its_names_and_takes_what_is_given(tmp_path):
+    names = {"w.weight": [4, 4], "w.bias": [4], "state.w.weight.exp_avg": [4, 4], "bn.running_var": [4]}
+    nodes = [helper.make_node("Identity", [n], [f"new.{n}"]) for n in names]
+    nodes.append(helper.make_node("ReduceSum", ["x"], ["loss"], keepdims=0))
+    model = model_of(nodes, {**names, "x": ["batch", 4]}, {"loss": [], **{f"new.{n}": s for n, s in names.items()}})
+    np.savez(tmp_path / "s.npz", **{"w.bias": np.full(4, 7.0)})
+    state = initial_state(session_of(model), {"batch": 3}, tmp_path / "s.npz")
+    assert state["x"].shape == (3, 4) and np.all(state["bn.running_var"] == 1)
+    assert np.all(state["w.bias"] == 7) and not state["state.w.weight.exp_avg"].any() and state["w.weight"].std() > 0.1
+
+
+def test_benchmark_of_a_whole_step(tmp_path, capsys):
+    path = tmp_path / "mlp.onnx"
+    onnx.save(mlp(layers=10, batch=2048, width=64), path)
+    flags = ["--budget", "60%", "--steps", "4", "--time-limit", "0.3s", "--costs", "cpu", "--threads", "1"]
+    flags += ["--json", str(tmp_path / "b.json")]
+    assert bench.main([str(path), *flags]) == 0
+    (result,) = json.loads((tmp_path / "b.json").read_text())
+    assert result["exact"] and result["loss_distance"] < 1e-4 and len(result["original"]["losses"]) == 4
+    assert len(set(result["original"]["losses"])) == 4
+    for side in ("original", "rewritten"):
+        assert result[side]["predicted_peak"] == pytest.approx(result[side]["measured_peak"], rel=0.05)
+    assert result["rewritten"]["measured_peak"] <= result["budget"]
+    assert "equal to the last bit" in capsys.readouterr().out
+
+
+def test_max_batch_is_larger_rewritten(tmp_path, capsys):
+    path = tmp_path / "mlp.onnx"
+    onnx.save(mlp(layers=6, width=16, dims="batch"), path)
+    flags = ["--budget", "100kB", "--max-batch", "batch", "--time-limit", "0.05s", "--selector", "sqrt_n"]
+    assert bench.main([str(path), *flags]) == 0
+    words = capsys.readouterr().out.split()
+    plain, small = (int(words[i + 2].rstrip(",")) for i, word in enumerate(words) if word == "up")
+    assert small > plain > 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "message"),
+    [
+        (["--budget", "50%", "--provider", "cuda"], 4, "onnx-remat[gpu]"),
+        (["--budget", "50%", "--provider", "tpu"], 2, "cuda"),
+        (["--budget", "50%", "--max-batch", "batch"], 2, "in bytes"),
+        (["--budget", "1GB", "--max-batch", "nope"], 2, "nope"),
+        (["--budget", "50%", "--steps", "1"], 2, "at least 2"),
+    ],
+)
+def test_refusals(flags, code, message, tmp_path, capsys):
+    if "CUDAExecutionProvider" in ort.get_available_providers() and "cuda" in flags:
+        pytest.skip("this machine has CUDA")
+    onnx.save(mlp(layers=2, batch=8, width=4), tmp_path / "in.onnx")
+    assert bench.main([str(tmp_path / "in.onnx"), *flags]) == code
+    err = capsys.readouterr().err
+    assert message in err and len(err.splitlines()) == 1
+
+
+def test_cuda_bisection_finds_the_limit_and_runs_what_it_returns():
+    asked = []
+    found = cuda.smallest_limit(lambda limit: asked.append(limit) or limit >= 5_000_000_000, 140 << 30)
+    assert 0 <= found - 5_000_000_000 <= cuda.RESOLUTION and len(asked) < 25
+    assert cuda.provider_options(0) == {"arena_extend_strategy": "kSameAsRequested"}
+    assert cuda.provider_options(7)["gpu_mem_limit"] == "7"
