@@ -10,8 +10,7 @@ import pytest
 from jax import lax
 
 from onnx_remat import runtime
-from onnx_remat.converters import check
-from onnx_remat.converters.jax import export_training_step, initial_feeds
+from onnx_remat.converters.jax import convert, export_training_step, initial_feeds, verify
 from onnx_remat.converters.jax import kernels as jax_kernels
 from onnx_remat.converters.jax.step import trace
 from onnx_remat.errors import ConversionError
@@ -23,13 +22,12 @@ def random(*shape, seed=0, low=-1.0, high=1.0, dtype=np.float32):
     return np.random.default_rng(seed).uniform(low, high, shape).astype(dtype)
 
 
-def worst_error(loss_fn, params, *batch, **options) -> float:
+def worst_error(loss_fn, params, *batch, optimizer=None, buffers=None, **options) -> float:
     """Convert, run, compare every output with JAX within 1e-5; the largest relative error."""
-    model = export_training_step(loss_fn, params, *batch, check=False, **options)
+    step = trace(loss_fn, params, batch, buffers, optimizer, None)
+    model = convert(step, **options)
     onnx.checker.check_model(model, full_check=True)
-    given = {key: value for key, value in options.items() if key in ("optimizer", "buffers", "batch_names")}
-    step = trace(loss_fn, params, batch, given.get("buffers"), given.get("optimizer"), given.get("batch_names"))
-    return check.against(model, step.feeds(), step.expected(), TIGHT).error
+    return verify(model, step, TIGHT).error
 
 
 HALVES = {

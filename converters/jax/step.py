@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,8 @@ from . import kernels
 from .lower import OPTIMIZER_SCOPE
 
 Path = tuple[str, ...]
+
+_DRAWS, _ULPS = 3, 8  # kernels that sum thousands of products differ by several rounding errors
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +48,27 @@ class Step:
 
     def expected(self) -> dict[str, np.ndarray]:
         """JAX's own outputs for the first inputs, by name."""
-        made = jax.jit(self.function)(*self.inputs.values())
-        return {name: plain(value) for name, value in zip(self.outputs, made, strict=True)}
+        return self._run(self.inputs.values())
+
+    def noise(self, expected: Mapping[str, np.ndarray]) -> dict[str, float]:
+        """How far each float output moves, at most, when float inputs move as much as kernels round.
+
+        Where two elements of a max-pool are all but equal, for instance, rounding decides which of them is trained.
+        """
+        generator = np.random.default_rng(0)
+        floats = [name for name, value in expected.items() if jnp.issubdtype(value.dtype, jnp.floating)]
+        largest = dict.fromkeys(floats, 0.0)
+        for _ in range(_DRAWS):
+            made = self._run([_nudged(value, generator) for value in self.inputs.values()])
+            for name in floats:
+                moved = np.abs(made[name].astype(np.float64) - expected[name].astype(np.float64))
+                largest[name] = max(largest[name], float(moved.max(initial=0.0)))
+        return largest
+
+    def _run(self, inputs: Iterable[Any]) -> dict[str, np.ndarray]:
+        # One run does not repay XLA's optimisations, and without them each operation is what it says.
+        quick = jax.jit(self.function, compiler_options={"xla_backend_optimization_level": 0})
+        return {name: plain(value) for name, value in zip(self.outputs, quick(*inputs), strict=True)}
 
     def tolerance(self) -> dict[str, float]:
         """Relative error to accept by output dtype: the least precise float inside decides for all wider ones."""
@@ -58,6 +79,14 @@ class Step:
     def feeds(self) -> dict[str, np.ndarray]:
         """The first inputs as ONNX Runtime takes them."""
         return {name: plain(value) for name, value in self.inputs.items()}
+
+
+def _nudged(value: Any, generator: np.random.Generator) -> Any:
+    """`value` with every float moved by a few of its dtype's rounding errors."""
+    if kernels.is_key(value) or not jnp.issubdtype(value.dtype, jnp.floating):
+        return value
+    epsilon = _ULPS * float(jnp.finfo(value.dtype).eps)
+    return jnp.asarray(np.asarray(value, np.float64) * (1 + epsilon * generator.uniform(-1, 1, value.shape)), value.dtype)
 
 
 def _dtypes(jaxpr: core.Jaxpr) -> set[np.dtype[Any]]:
