@@ -10,7 +10,7 @@ In both, any op may run again any number of times, anywhere. Two relaxations are
 
 - the *knapsack*: drop what exceeds the budget where it costs least per byte (fractions allowed);
 - the *priced cut*: besides, what is made again needs its inputs, allocated or made again themselves. With a
-  price per byte this is a minimum cut (see `selectors.min_cut`), and the best price is the Lagrangian dual.
+  price per byte this is a minimum cut (see `network`), and the best price is the Lagrangian dual.
 
 References
 ----------
@@ -25,16 +25,14 @@ from dataclasses import dataclass
 
 import numpy as np
 from numba import njit
-from ortools.graph.python import max_flow
 
 from onnx_remat.bounds import lower_bound, writes
+from onnx_remat.network import Network
 from onnx_remat.schedule import Flags, Floats, Ints, Longs, Problem, alias_roots, successors
 
 _WORK = 400_000_000  # places looked at; beyond it only every k-th op is a candidate, which leaves the bound valid
 _CUTS, _MOST_CUT_OPS = 6, 20_000  # ops the cut is taken at, and the size of graph from which on it is left out
 _PRICES = 16  # minimum cuts per op
-_UNITS = 10**9  # the cost of all ops in integer capacities, rounded down so that the bound stays valid
-_FOREVER = 10**15
 _FREE, _LIVE, _FORCED = 0, 1, 2
 
 
@@ -168,13 +166,11 @@ class _Space:
             op, self.position, *self.up, *self.down, self.maker, self.held, self.read_ptr, self.readers
         )  # fmt: skip
         excess = float(self.fixed[op] + self.size[state == _FORCED].sum()) - room
-        return _dual(self._flow(done, state), excess)
+        return _dual(self._network(done, state), excess)
 
-    def _flow(self, done: Flags, state: Ints) -> _Flow:
-        """The network: source -> needed group -> op that makes it -> the groups that one reads."""
+    def _network(self, done: Flags, state: Ints) -> Network:
+        """What may be held or made again at an op before which the ops in `done` have run."""
         problem, n_groups = self.problem, len(self.group)
-        op_node, group_node = 2 + n_groups, 2
-        needed = np.flatnonzero(state == _LIVE)
         optional = done[self.maker] & (state != _FORCED) & ~self.held
         kept = np.flatnonzero(optional)
         again = problem.recomputable[self.maker[kept]]
@@ -183,67 +179,35 @@ class _Space:
         read = self.index[problem.in_values]
         arcs = (read >= 0) & (done & problem.recomputable)[reader]
         arcs[arcs] = optional[read[arcs]]
-        tails = [np.zeros(len(needed)), group_node + kept, op_node + ops, op_node + reader[arcs]]
-        heads = [
-            group_node + needed, np.where(again, op_node + self.maker[kept], 1), np.ones(len(ops)),
-            group_node + read[arcs],
-        ]  # fmt: skip
-        return _Flow(
-            np.concatenate(tails).astype(np.int32), np.concatenate(heads).astype(np.int32),
-            slice(len(needed), len(needed) + len(kept)), self.size[kept].astype(np.float64),
-            slice(len(needed) + len(kept), len(needed) + len(kept) + len(ops)), problem.cost[ops],
+        makers = np.where(again, 2 + n_groups + self.maker[kept], 1)
+        return Network(
+            (2 + np.flatnonzero(state == _LIVE)).astype(np.int32),
+            np.stack([2 + kept, makers], 1).astype(np.int32), self.size[kept].astype(np.float64),
+            (2 + n_groups + ops).astype(np.int32), problem.cost[ops],
+            np.stack([2 + n_groups + reader[arcs], 2 + read[arcs]], 1).astype(np.int32),
         )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class _Flow:
-    """A network in which the arcs at `sizes` cost by the byte and those at `costs` by the op; others endless."""
-
-    tails: Ints
-    heads: Ints
-    size_at: slice
-    sizes: Floats
-    cost_at: slice
-    costs: Floats
-
-    def cut(self, price: float, cost: float = 1.0) -> tuple[float, float, float]:
-        """Least ``price * bytes + cost * ops``, rounded down, with the bytes and the cost of the ops cut."""
-        scale = _UNITS / (float(self.costs.sum()) or 1.0)
-        capacity = np.full(len(self.tails), _FOREVER, np.int64)
-        capacity[self.size_at] = np.minimum(self.sizes * price * scale, 0.01 * _FOREVER).astype(np.int64)
-        capacity[self.cost_at] = (self.costs * cost * scale).astype(np.int64)
-        flow = max_flow.SimpleMaxFlow()
-        flow.add_arcs_with_capacity(self.tails, self.heads, capacity)
-        flow.solve(0, 1)
-        near = np.zeros(int(max(self.heads.max(initial=1), self.tails.max(initial=1))) + 1, np.bool_)
-        near[np.asarray(flow.get_source_side_min_cut(), np.int64)] = True
-        crossing = near[self.tails] & ~near[self.heads]
-        return (
-            flow.optimal_flow() / scale, float(self.sizes[crossing[self.size_at]].sum()),
-            float(self.costs[crossing[self.cost_at]].sum()),
-        )  # fmt: skip
-
-
-def _dual(flow: _Flow, excess: float) -> float:
+def _dual(network: Network, excess: float) -> float:
     """Largest over the prices of ``cut(price) + price * excess``, `excess` being what is allocated in any case.
 
     That is a concave function made of lines; the crossing of a rising and a falling one is the next price.
     """
-    if not len(flow.sizes):
+    everything, dearest = float(network.sizes.sum()), float(network.costs.sum())
+    if not everything:
         return math.inf if excess > 0 else 0.0
-    _, least, dearest = flow.cut((float(flow.costs.sum()) or 1.0) / float(flow.sizes.sum()), 0.0)
-    falling = (dearest, least + excess)
+    least = network.cut((dearest or 1.0) / everything, 0.0)
+    rising, falling = (0.0, everything + excess), (least.cost, least.size + excess)
     if falling[1] > 0:
         return math.inf
-    rising = (0.0, float(flow.sizes.sum()) + excess)
     best = 0.0
     for _ in range(_PRICES):
         if rising[1] <= 0 or rising[1] - falling[1] <= 0:
             break
         price = (falling[0] - rising[0]) / (rising[1] - falling[1])
-        value, size, cost = flow.cut(price)
-        best = max(best, value + price * excess)
-        line = (cost, size + excess)
+        cut = network.cut(price)
+        best = max(best, cut.value + price * excess)
+        line = (cut.cost, cut.size + excess)
         if line in (rising, falling):
             break
         if line[1] > 0:

@@ -16,7 +16,7 @@ from onnx_remat.selectors import Request, get
 from onnx_remat.selectors.core import viewless
 from onnx_remat.selectors.division import divide
 from onnx_remat.selectors.materialize import split_step
-from onnx_remat.selectors.optimal_dag import every_set, spans_of, forward_tree, lightest, max_terms
+from onnx_remat.selectors.optimal_dag import every_set, forward_tree, lightest, max_terms, spans_of
 from scripts.bench_planner import problem_of
 
 

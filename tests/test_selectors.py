@@ -29,7 +29,7 @@ from onnx_remat.selectors import Request, get, materialize, names
 from onnx_remat.selectors.anneal import anneal
 from onnx_remat.selectors.core import viewless
 from onnx_remat.selectors.exact import solve
-from onnx_remat.selectors.intervals import load
+from onnx_remat.selectors.loading import load
 from onnx_remat.selectors.materialize import split_step
 from onnx_remat.selectors.state import EXCESS, empty_state
 

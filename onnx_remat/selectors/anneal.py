@@ -10,7 +10,8 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from onnx_remat.selectors.intervals import give_back, unload
+from onnx_remat.selectors.intervals import give_back
+from onnx_remat.selectors.loading import unload
 from onnx_remat.selectors.moves import (
     CHAIN,
     add,

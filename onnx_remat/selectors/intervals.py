@@ -75,7 +75,7 @@ def _written(s, x, sign):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _in_place(s, e):  # type: ignore[no-untyped-def]
+def in_place(s, e):  # type: ignore[no-untyped-def]
     """Set what event `e` saves by making outputs in place of inputs that end there."""
     event = s.events[e]
     op = s.ops[event.op]
@@ -153,7 +153,7 @@ def _relink(s, x, joining):  # type: ignore[no-untyped-def]
         _hold(s, place_of(s, a) + 1, p, size if joining == (node.read != 0) else -size)
     for k in range(2):
         if (a >= 0 and turns) if k == 0 else alters_b:
-            _in_place(s, nodes[a if k == 0 else b].owner)
+            in_place(s, nodes[a if k == 0 else b].owner)
 
 
 @kernel
@@ -173,7 +173,7 @@ def change(s, e, p, joining):  # type: ignore[no-untyped-def]
     for k in range(n):
         _relink(s, event.node + (k if joining else n - 1 - k), joining)
     if joining:
-        _in_place(s, e)
+        in_place(s, e)
         return
     p = event.place
     s.totals[EXCESS] -= max(s.level[p], 0)
@@ -265,23 +265,3 @@ def make_room(s, p):  # type: ignore[no-untyped-def]
     s.at[empty] = -1
     s.level[empty] = _carried(s, before) if before >= 0 else -IDLE
     return empty
-
-
-@njit(cache=True, nogil=True)
-def load(s, order):  # type: ignore[no-untyped-def]
-    """Fill an empty state with `order`, evenly spread."""
-    n, places = len(order), len(s.at)
-    for i in range(n):
-        change(s, new_event(s, np.int64(order[i])), (2 * i + 1) * places // (2 * n), i >= 0)
-
-
-@kernel
-def unload(s):  # type: ignore[no-untyped-def]
-    """The order in a state."""
-    order = np.empty(s.totals[COUNT], np.int32)
-    i = 0
-    for e in s.at:
-        if e >= 0:
-            order[i] = s.events[e].op
-            i += 1
-    return order

@@ -31,7 +31,7 @@ def lowered(view: Viewless, plan: Plan, budget: int, work: int, recompute: bool)
     return plan
 
 
-def reordered(request: Request, work: int) -> list[Plan]:
+def reordered(request: Request, view: Viewless, work: int) -> list[Plan]:
     """Plans without recompute, lowest peak first; the baseline and the file's order are among them."""
     problem, budget = request.problem, request.budget
     if request.fixed_order:
@@ -40,7 +40,6 @@ def reordered(request: Request, work: int) -> list[Plan]:
     orders = [baseline, np.arange(problem.n_ops, dtype=np.int32), *list_schedules(problem, baseline)]
     found = [priced(problem, order, budget) for order in orders]
     found.sort(key=lambda plan: plan.peak)
-    view = viewless(problem)
     tops = found[:_IMPROVED] if found[0].over else []
     improved = [lowered(view, plan, budget, work // _IMPROVED, recompute=False) for plan in tops]
     return sorted([*improved, *found], key=lambda plan: plan.peak)
@@ -49,4 +48,5 @@ def reordered(request: Request, work: int) -> list[Plan]:
 @register("keep_all")
 def keep_all(request: Request) -> Schedule:
     """Reorder only: greedy list schedules and local moves, no recompute."""
-    return reordered(request, allowance(request) // 4)[0].schedule
+    view = viewless(request.problem, request.fixed_order)
+    return reordered(request, view, allowance(request) // 4)[0].schedule

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numba import njit
 
 from onnx_remat.schedule import BACKWARD, Flags, Ints, Problem, Schedule
 
@@ -40,23 +41,36 @@ def materialize(problem: Problem, base_order: Ints | Sequence[int], dropped: Fla
         A dropped op is emitted again, once, before the first step from `since` on that reads it, directly or
         for another recompute; later steps read that second result.
     """
-    order = [int(op) for op in base_order]
+    order = np.asarray(base_order, np.int32)
     position = np.empty(problem.n_ops, np.int64)
     position[order] = np.arange(problem.n_ops)
-    gone_at = np.broadcast_to(np.asarray(since, np.int64), (problem.n_ops,))
-    gone = dropped & problem.recomputable
-    made_by = problem.producer().tolist()
-    result: list[int] = []
-    for step, op in enumerate(order):
-        chain: list[int] = []
-        todo = [op]
-        while todo:
-            for value in problem.inputs(todo.pop()):
-                source = made_by[value]
+    gone_at = np.empty(problem.n_ops, np.int64)
+    gone_at[:] = since
+    found = _inserted(
+        order, position, dropped & problem.recomputable, gone_at, problem.in_ptr, problem.in_values, problem.producer()
+    )
+    return Schedule(tuple(found.tolist()))
+
+
+@njit(cache=True)
+def _inserted(order, position, gone, gone_at, in_ptr, in_values, made_by):  # type: ignore[no-untyped-def]
+    result = np.empty(2 * len(order), np.int32)
+    chain = np.empty(len(order) + 1, np.int32)
+    n = 0
+    for step in range(len(order)):
+        chain[0], length, done = order[step], 1, 0
+        while done < length:
+            op = chain[done]
+            done += 1
+            for k in range(in_ptr[op], in_ptr[op + 1]):
+                source = made_by[in_values[k]]
                 if source >= 0 and gone[source] and step >= gone_at[source] and position[source] < gone_at[source]:
                     gone[source] = False
-                    chain.append(source)
-                    todo.append(source)
-        result += sorted(chain, key=lambda source: position[source])
-        result.append(op)
-    return Schedule(tuple(result))
+                    chain[length] = source
+                    length += 1
+        for source in chain[1:length][np.argsort(position[chain[1:length]])]:
+            result[n] = source
+            n += 1
+        result[n] = order[step]
+        n += 1
+    return result[:n]

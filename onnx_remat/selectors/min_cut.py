@@ -15,82 +15,55 @@ Horace He, Shangdi Yu: Transcending the runtime-memory tradeoff in checkpointing
 from __future__ import annotations
 
 import numpy as np
-from ortools.graph.python import max_flow
 
 from onnx_remat.memory import simulate
-from onnx_remat.schedule import Flags, Ints, Problem, Schedule
+from onnx_remat.network import Network
+from onnx_remat.schedule import Ints, Problem, Schedule
 from onnx_remat.selectors.base import Request, register
 from onnx_remat.selectors.materialize import materialize, split_step
 
-_UNITS = 10**9  # the sum of all costs in integer capacities
-_FOREVER = 10**15
 _PRICES = np.geomspace(1e-4, 1e2, 25)  # bytes against cost, both as fractions of their totals
 
 
-def priced_cut(problem: Problem, base_order: Ints, split: int, price: float) -> Flags:
-    """Ops to drop at step `split` of `base_order` when saving everything costs `price` times running
-    everything.
+def saving(problem: Problem, base_order: Ints, split: int) -> Network:
+    """What backward, from step `split` of `base_order` on, may find saved or have made again.
 
-    Returns
-    -------
-    bool (n_ops,)
-        Ops that run again.
+    Op vertices are ``2 + op``; graph outputs are saved at no price, views are taken again from what they view.
     """
-    early = base_order[:split]
-    in_early = np.zeros(problem.n_ops, np.bool_)
-    in_early[early] = True
+    early = np.zeros(problem.n_ops, np.bool_)
+    early[base_order[:split]] = True
     made_by = problem.producer()
-    saveable = float(problem.nbytes[~problem.resident].sum()) or 1.0
-    total_cost = float(problem.cost.sum()) or 1.0
-    source, sink = 0, 1
-    op_node = 2 + np.arange(problem.n_ops)
-    value_node = 2 + problem.n_ops + np.arange(problem.n_values)
-    tails: list[int] = []
-    heads: list[int] = []
-    capacities: list[int] = []
-
-    def arc(tail: int, head: int, capacity: int) -> None:
-        tails.append(int(tail))
-        heads.append(int(head))
-        capacities.append(capacity)
-
-    for op in sorted(int(o) for o in early):
-        again = int(problem.cost[op] / total_cost * _UNITS) + 1 if problem.recomputable[op] else _FOREVER
-        arc(op_node[op], sink, again)
-        for k in range(problem.out_ptr[op], problem.out_ptr[op + 1]):
-            value = problem.out_values[k]
-            save = int(price * problem.nbytes[value] / saveable * _UNITS)
-            if problem.is_output[value]:
-                save = 0
-            elif problem.alias_slot[k] >= 0 and problem.recomputable[op]:
-                save = _FOREVER  # a view is taken again from what it views
-            arc(value_node[value], op_node[op], save)
-        for value in problem.inputs(op):
-            if made_by[value] >= 0:
-                arc(op_node[op], value_node[value], _FOREVER)
-    needed = np.zeros(problem.n_values, np.bool_)
-    for op in base_order[split:]:
-        needed[problem.inputs(int(op))] = True
-    for value in np.flatnonzero(needed & (made_by >= 0)):
-        if in_early[made_by[value]]:
-            arc(source, value_node[value], _FOREVER)
-    flow = max_flow.SimpleMaxFlow()
-    flow.add_arcs_with_capacity(np.array(tails, np.int32), np.array(heads, np.int32), np.array(capacities, np.int64))
-    flow.solve(source, sink)
-    dropped = np.zeros(problem.n_ops, np.bool_)
-    for node in flow.get_source_side_min_cut():
-        if 2 <= node < 2 + problem.n_ops:
-            dropped[node - 2] = True
-    return dropped & in_early & problem.recomputable
+    op_node, value_node = 2, 2 + problem.n_ops
+    again = np.flatnonzero(early & problem.recomputable)
+    maker = np.repeat(np.arange(problem.n_ops), np.diff(problem.out_ptr))
+    slots = np.flatnonzero(early[maker])
+    value, maker = problem.out_values[slots], maker[slots]
+    view = (problem.alias_slot[slots] >= 0) & problem.recomputable[maker] & ~problem.is_output[value]
+    size = np.where(problem.is_output[value], 0.0, problem.nbytes[value].astype(np.float64))
+    size[view] = np.inf
+    reader = np.repeat(np.arange(problem.n_ops), np.diff(problem.in_ptr))
+    source = made_by[problem.in_values]
+    within = (source >= 0) & (early & problem.recomputable)[reader]
+    across = (source >= 0) & ~early[reader]
+    across[across] = early[source[across]]
+    return Network(
+        (value_node + np.unique(problem.in_values[across])).astype(np.int32),
+        np.stack([value_node + value, np.where(problem.recomputable[maker], op_node + maker, 1)], 1).astype(np.int32),
+        size, (op_node + again).astype(np.int32), problem.cost[again],
+        np.stack([op_node + reader[within], value_node + problem.in_values[within]], 1).astype(np.int32),
+    )  # fmt: skip
 
 
 def cut_seeds(problem: Problem, base_order: Ints) -> list[Schedule]:
     """Distinct schedules of a sweep of prices, cheapest first."""
     split = split_step(problem, base_order)
+    network = saving(problem, base_order, split)
+    unit = float(problem.cost.sum()) / (float(problem.nbytes[~problem.resident].sum()) or 1.0)
     found: list[Schedule] = []
     previous = np.zeros(problem.n_ops, np.bool_)
     for price in _PRICES:
-        dropped = priced_cut(problem, base_order, split, float(price))
+        dropped = np.zeros(problem.n_ops, np.bool_)
+        dropped[network.cut(float(price) * unit).again - 2] = True
         if not np.array_equal(dropped, previous):
             found.append(materialize(problem, base_order, dropped, split))
         previous = dropped

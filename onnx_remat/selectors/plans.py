@@ -14,7 +14,7 @@ from onnx_remat.memory import simulate
 from onnx_remat.schedule import Ints, Problem, Schedule
 from onnx_remat.selectors.anneal import anneal
 from onnx_remat.selectors.core import Viewless
-from onnx_remat.selectors.intervals import load
+from onnx_remat.selectors.loading import load
 from onnx_remat.selectors.state import empty_state
 
 LANES = 2

@@ -27,10 +27,10 @@ _TIGHTER = 6  # times the budget is made smaller where shared buffers exceed it
 _LARGE = 20_000  # ops above which seeds that take a maximum flow are left out
 
 
-def seeds(request: Request, work: int) -> tuple[list[Plan], list[Plan]]:
+def seeds(request: Request, view: Viewless, work: int) -> tuple[list[Plan], list[Plan]]:
     """Plans without recompute and plans by the classical methods, each list best first."""
     problem, budget = request.problem, request.budget
-    plain = reordered(request, work)
+    plain = reordered(request, view, work)
     bases = [plain[0].schedule] if request.fixed_order else [plain[0].schedule, request.baseline]
     classical: list[Plan] = []
     for base in bases:
@@ -47,7 +47,7 @@ def find(request: Request) -> Plan:
     work = allowance(request)
     request.progress("seeds", 0.0)
     given = [priced(request.problem, schedule.order, request.budget) for schedule in request.known]
-    plain, classical = seeds(request, work // 10)
+    plain, classical = seeds(request, view, work // 10)
     best = best_of([*plain, *classical, *given])
     if not plain[0].over:
         return best

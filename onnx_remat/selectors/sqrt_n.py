@@ -27,30 +27,32 @@ def crossing(problem: Problem, base_order: Ints, split: int) -> tuple[Ints, Long
 
     Returns
     -------
-    last : int32 (n_values,)
-        Last forward step that reads each value or a view of it, -1 for none.
+    ends : int32 (split,)
+        Last forward step that reads a result of each step or a view of it, -1 for none.
     crossing : int64 (split + 1,)
         Bytes made before a step and read by it or by a later forward step.
     made : int64 (split + 1,)
         Bytes made before each step.
     """
     root = alias_roots(problem)
+    step = np.full(problem.n_ops, split, np.int64)
+    step[base_order[:split]] = np.arange(split)
+    reads = np.repeat(step, np.diff(problem.in_ptr))
+    writes = np.repeat(step, np.diff(problem.out_ptr))
     last = np.full(problem.n_values, -1, np.int32)
-    born = np.full(problem.n_values, -1, np.int32)
-    for step, op in enumerate(base_order[:split]):
-        for value in problem.inputs(int(op)):
-            last[root[value]] = step
-        for value in problem.outputs(int(op)):
-            if root[value] == value:
-                born[value] = step
+    np.maximum.at(last, root[problem.in_values[reads < split]], reads[reads < split])
+    new = (writes < split) & (root[problem.out_values] == problem.out_values)
+    values, born = problem.out_values[new], writes[new]
+    size, dies = problem.nbytes[values], last[values]
+    long = dies > born
     change = np.zeros(split + 2, np.int64)
     made = np.zeros(split + 1, np.int64)
-    for value in np.flatnonzero(born >= 0).tolist():
-        made[born[value] + 1] += problem.nbytes[value]
-        if last[value] > born[value]:
-            change[born[value] + 1] += problem.nbytes[value]
-            change[last[value] + 1] -= problem.nbytes[value]
-    return last[root], np.cumsum(change)[: split + 1], np.cumsum(made)
+    np.add.at(made, born + 1, size)
+    np.add.at(change, born[long] + 1, size[long])
+    np.subtract.at(change, dies[long] + 1, size[long])
+    ends = np.full(problem.n_ops, -1, np.int32)
+    np.maximum.at(ends, np.repeat(np.arange(problem.n_ops), np.diff(problem.out_ptr)), last[root[problem.out_values]])
+    return ends[base_order[:split]], np.cumsum(change)[: split + 1], np.cumsum(made)
 
 
 def segment_cuts(crossing_bytes: Longs, made: Longs, segments: int) -> list[int]:
@@ -67,16 +69,14 @@ def segment_cuts(crossing_bytes: Longs, made: Longs, segments: int) -> list[int]
     return sorted(set(cuts))
 
 
-def segment_plan(problem: Problem, base_order: Ints, split: int, cuts: list[int], last: Ints) -> Schedule:
-    """Keep what crosses `cuts`; every other forward op runs again."""
-    dropped = np.zeros(problem.n_ops, np.bool_)
+def segment_plan(problem: Problem, base_order: Ints, split: int, cuts: list[int], ends: Ints) -> Schedule:
+    """Keep what crosses `cuts`, by the last forward step `ends` that reads an op's results; the rest runs again."""
     begins = np.asarray(cuts, np.int64)
-    for step, op in enumerate(base_order[:split]):
-        ends = max((int(last[v]) for v in problem.outputs(int(op))), default=-1)
-        crosses = np.searchsorted(begins, step, side="right") < np.searchsorted(begins, ends, side="right")
-        view = bool((problem.alias_slot[problem.out_ptr[op] : problem.out_ptr[op + 1]] >= 0).all())
-        in_tail = not len(begins) or step >= begins[-1]
-        dropped[op] = not crosses and not in_tail and (not view or problem.out_ptr[op] < problem.out_ptr[op + 1])
+    steps = np.arange(split)
+    crosses = np.searchsorted(begins, steps, side="right") < np.searchsorted(begins, ends, side="right")
+    in_tail = steps >= (begins[-1] if len(begins) else 0)
+    dropped = np.zeros(problem.n_ops, np.bool_)
+    dropped[base_order[:split]] = ~crosses & ~in_tail
     return materialize(problem, base_order, dropped, split)
 
 
@@ -85,7 +85,7 @@ def segment_seeds(problem: Problem, base_order: Ints) -> list[Schedule]:
     split = split_step(problem, base_order)
     if split < 2:
         return []
-    last, crossing_bytes, made = crossing(problem, base_order, split)
+    ends, crossing_bytes, made = crossing(problem, base_order, split)
     most = max(2, int(2 * np.sqrt(split)))
     plans: list[Schedule] = []
     done: list[list[int]] = []
@@ -93,7 +93,7 @@ def segment_seeds(problem: Problem, base_order: Ints) -> list[Schedule]:
         cuts = segment_cuts(crossing_bytes, made, segments)
         if cuts and cuts not in done:
             done.append(cuts)
-            plans.append(segment_plan(problem, base_order, split, cuts, last))
+            plans.append(segment_plan(problem, base_order, split, cuts, ends))
     return plans
 
 
