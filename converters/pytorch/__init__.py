@@ -15,7 +15,7 @@ from .. import check as checking
 from .. import names, optimizers
 from . import optim, verify
 from .initial import initial_feeds
-from .lower import lower
+from .lower import finish, lower
 from .trace import Batch, Loss, Step, trace
 
 __all__ = ["export_training_step", "initial_feeds"]
@@ -65,24 +65,20 @@ def export_training_step(
         The step cannot be traced or written, or does not compute what torch computes.
     """
     step, updates = _step(model, example_inputs, loss, optimizer)
-    graph, outputs = trace(step, dynamic_dims or {})
-    made = lower(graph, step.inputs, outputs, opset)
-    _drop_unused_inputs(made.graph, len(step.batch.names))
+    traced = trace(step, dynamic_dims or {})
+    made = lower(traced, step.inputs, opset)
     gradients = {str(value.name): value for value in made.graph.outputs}
     updates = {name: update for name, update in updates.items() if names.gradient(name) in gradients}
     if updates:
         optimizers.append(made.graph, updates, len(step.batch.names))
-    proto = ir.to_proto(made)
     if check:
         hidden = {names.gradient(name): str(gradients[names.gradient(name)].name) for name in updates}
-        checking.record(proto, verify.step(proto, step, model, optimizer, hidden))
+        found = verify.step(ir.to_proto(made), step, model, optimizer, hidden)
+    finish(made, len(step.batch.names))
+    proto = ir.to_proto(made)
+    if check:
+        checking.record(proto, found)
     return proto
-
-
-def _drop_unused_inputs(graph: ir.Graph, batch: int) -> None:
-    """Parameters and buffers that the step does not read are no inputs; the batch stays whole."""
-    state, rest = graph.inputs[: len(graph.inputs) - batch], graph.inputs[len(graph.inputs) - batch :]
-    graph.inputs[:] = [value for value in state if value.uses()] + list(rest)
 
 
 def _step(

@@ -5,20 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import onnx_ir as ir
+import onnxscript.optimizer
 import torch
+from onnx_ir.passes import common
 
 from onnx_remat.errors import ConversionError
 
 from .. import names
-from .trace import quiet
+from ..simplify import simplify
+from .trace import Trace, quiet
+
+_WATCHED = "watched."
 
 
-def lower(
-    graph: torch.fx.GraphModule, inputs: Mapping[str, torch.Tensor], outputs: Sequence[str], opset: int
-) -> ir.Model:
+def lower(trace: Trace, inputs: Mapping[str, torch.Tensor], opset: int) -> ir.Model:
     """Translate every operator; inputs and outputs get the names given, every node its phase.
 
-    Outputs that are an input unchanged (buffers the step only reads) are dropped.
+    Outputs that are an input unchanged (buffers the step only reads) are dropped. The watched values follow the
+    outputs; `finish` takes them off.
 
     Raises
     ------
@@ -27,25 +31,37 @@ def lower(
     """
     with quiet():
         try:
-            program = torch.onnx.export(graph, tuple(inputs.values()), opset_version=opset, dynamo=True, verbose=False)
+            program = torch.onnx.export(
+                trace.graph, tuple(inputs.values()), opset_version=opset, dynamo=True, verbose=False, optimize=False
+            )
         except Exception as error:
             raise ConversionError(_reason(error)) from error
     assert program is not None
     model = program.model
     _label(model.graph)
-    kept = [i for i, value in enumerate(model.graph.outputs) if not _is_own_input(value, outputs[i], model, inputs)]
-    values = [model.graph.outputs[i] for i in kept]
-    model.graph.outputs[:] = values
-    _name(model.graph, list(inputs), [outputs[i] for i in kept])
+    common.InlinePass()(model)
+    onnxscript.optimizer.fold_constants(model)
+    common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+    outputs = [*trace.outputs, *(f"{_WATCHED}{index}" for index in range(trace.watched))]
+    _interface(model.graph, list(inputs), outputs)
+    simplify(model)
+    _inherit(model.graph)
     return model
 
 
-def _is_own_input(value: ir.Value, output: str, model: ir.Model, inputs: Mapping[str, torch.Tensor]) -> bool:
-    """Is it `new.<input>` and that very input?"""
-    while (node := value.producer()) is not None and node.op_type == "Identity" and node.inputs[0] is not None:
-        value = node.inputs[0]
-    names_of = dict(zip(model.graph.inputs, inputs, strict=True))
-    return value in names_of and output == names.new(names_of[value])
+def watched(outputs: Sequence[str]) -> list[str]:
+    """Which outputs are there for the check alone."""
+    return [name for name in outputs if name.startswith(_WATCHED)]
+
+
+def finish(model: ir.Model, batch: int) -> None:
+    """Take off the watched outputs, what only they needed, and parameters and buffers that nothing reads."""
+    graph = model.graph
+    graph.outputs[:] = [value for value in graph.outputs if not str(value.name).startswith(_WATCHED)]
+    common.RemoveUnusedNodesPass()(model)
+    first = len(graph.inputs) - batch
+    state, rest = list(graph.inputs[:first]), list(graph.inputs[first:])
+    graph.inputs[:] = [value for value in state if value.uses()] + rest
 
 
 def _reason(error: Exception) -> str:
@@ -57,33 +73,33 @@ def _reason(error: Exception) -> str:
 
 
 def _label(graph: ir.Graph) -> None:
-    """Phases of nodes that the optimizer of torch's exporter made follow from their neighbours'."""
-    phases: dict[ir.Node, str] = {}
+    """Give every node the phase of the operator it translates, and no other metadata."""
     for node in graph:
         source = node.meta.get("node")
-        if source is not None and "phase" in source.meta.get("custom", {}):
-            phases[node] = source.meta["custom"]["phase"]
-    for node in reversed(graph):
-        if node not in phases:
-            readers = [phases[user.node] for value in node.outputs for user in value.uses() if user.node in phases]
-            phases[node] = "forward" if "forward" in readers or not readers else "backward"
-    for node in graph:
+        phase = source.meta.get("custom", {}).get("phase") if source is not None else None
         node.metadata_props.clear()
-        node.metadata_props["phase"] = phases[node]
+        if phase is not None:
+            node.metadata_props["phase"] = phase
 
 
-def _name(graph: ir.Graph, inputs: Sequence[str], outputs: Sequence[str]) -> None:
-    """Give the interface its names; whatever else bears one of them gets another; every output is a value of its own."""
+def _inherit(graph: ir.Graph) -> None:
+    """Nodes that were made on the way are of the phase of their first reader, or of what they read."""
+    for node in reversed(graph):
+        if "phase" not in node.metadata_props:
+            readers = [user.metadata_props["phase"] for value in node.outputs for user, _ in value.uses()]
+            node.metadata_props["phase"] = "forward" if "forward" in readers else "backward"
+
+
+def _interface(graph: ir.Graph, inputs: Sequence[str], outputs: Sequence[str]) -> None:
+    """Name inputs and outputs, each output a value of its own; drop buffers' outputs that are their input."""
     if len(graph.inputs) != len(inputs) or len(graph.outputs) != len(outputs):
         raise ConversionError("torch's exporter changed the step's interface")
-    seen: set[ir.Value] = set(graph.inputs)
-    for index, value in enumerate(graph.outputs):
-        if value in seen or value.is_initializer():
-            copy = ir.node("Identity", [value], metadata_props={"phase": "backward"})
-            copy.outputs[0].shape, copy.outputs[0].type = value.shape, value.type
-            graph.append(copy)
-            graph.outputs[index] = copy.outputs[0]
-        seen.add(graph.outputs[index])
+    of = dict(zip(graph.inputs, inputs, strict=True))
+    kept = []
+    for value, name in zip(graph.outputs, outputs, strict=True):
+        source = _source(value)
+        if source not in of or name != names.new(of[source]):
+            kept.append((source, name))
     taken = {*inputs, *outputs}
     for index, node in enumerate(graph):
         for value in node.outputs:
@@ -92,5 +108,23 @@ def _name(graph: ir.Graph, inputs: Sequence[str], outputs: Sequence[str]) -> Non
     for value in list(graph.initializers.values()):
         if value.name in taken:
             value.name = f"{value.name}.constant"
-    for value, name in [*zip(graph.inputs, inputs, strict=True), *zip(graph.outputs, outputs, strict=True)]:
+    for value, name in of.items():
         value.name = name
+    graph.outputs.clear()
+    seen = set(graph.inputs)
+    for value, name in kept:
+        if value in seen or value.is_initializer():
+            copy = ir.node("Identity", [value], metadata_props={"phase": "backward"})
+            copy.outputs[0].shape, copy.outputs[0].type = value.shape, value.type
+            graph.append(copy)
+            value = copy.outputs[0]
+        value.name = name
+        seen.add(value)
+        graph.outputs.append(value)
+
+
+def _source(value: ir.Value) -> ir.Value:
+    """What a chain of Identity nodes started from."""
+    while (node := value.producer()) is not None and node.op_type == "Identity" and node.inputs[0] is not None:
+        value = node.inputs[0]
+    return value

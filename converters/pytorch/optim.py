@@ -29,7 +29,7 @@ def by_parameter(
         for parameter in group["params"]:
             if id(parameter) not in known:
                 shape = tuple(parameter.shape)
-                raise ConversionError(f"the optimizer holds a tensor of shape {shape} that is no parameter of the model")
+                raise ConversionError(f"the optimizer holds a tensor of shape {shape} that the model does not")
             made[known[id(parameter)]] = update
     return {name: made[name] for name in parameters if name in made}
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 
-from .. import names
-from .trace import Step
+from .. import check, names
+from .decisions import Replay
+from .trace import Step, eager_kernels
 
 
 def array(tensor: torch.Tensor) -> np.ndarray:
@@ -28,21 +29,32 @@ def tensor(value: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(np.array(value))
 
 
-def outputs(step: Step) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+def outputs(step: Step, watched: Sequence[np.ndarray]) -> tuple[dict[str, np.ndarray], dict[str, float]]:
     """Every output of the step by name, and how much each moves when parameters move by a rounding error.
+
+    `watched` are the values of the exported step that `decisions.Replay` needs.
 
     The second step starts from parameters moved by up to half a unit in the last place, at random: outputs that then
     move by more than a tolerance cannot be told apart from noise (a gradient that is zero in exact arithmetic).
     """
     inputs = step.inputs
-    answer = step.run({name: value.clone() for name, value in inputs.items()})
+    answer = _run(step, {name: value.clone() for name, value in inputs.items()}, watched)
     generator = torch.Generator().manual_seed(0)
     moved = {
         name: _jitter(value, generator) if name in step.trainable else value.clone() for name, value in inputs.items()
     }
-    again = step.run(moved)
+    again = _run(step, moved, watched)
     noise = {name: _distance(value, again[name]) for name, value in answer.items() if value.is_floating_point()}
     return {name: array(value) for name, value in answer.items()}, noise
+
+
+def _run(step: Step, values: dict[str, torch.Tensor], watched: Sequence[np.ndarray]) -> dict[str, torch.Tensor]:
+    tolerance = {dtype: check.TOLERANCE[str(dtype).removeprefix("torch.")] for dtype in _FLOATS}
+    with eager_kernels():
+        return step.run(values, Replay(watched, tolerance))
+
+
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def _jitter(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from onnx_remat.errors import ConversionError
 
 from .. import names
+from .decisions import Recorder
 from .rules import decompositions
 
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -103,8 +106,10 @@ class Step:
         parameters = {name: p.detach() for name, p in self.model.named_parameters()}
         return parameters | self.buffers | dict(zip(self.batch.names, self.batch.tensors, strict=True))
 
-    def run(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def run(self, values: Mapping[str, torch.Tensor], watch: TorchDispatchMode) -> dict[str, torch.Tensor]:
         """Loss, gradients and buffers by output name, in order; `values` are left as they are.
+
+        `watch` sees every operator of the forward pass.
 
         Raises
         ------
@@ -116,7 +121,8 @@ class Step:
             frozen = {name: values[name] for name in self.frozen}
             buffers = {name: values[name].clone() for name in self.buffers}
             state = trainable | frozen | buffers
-            loss = self._loss(state, [values[name] for name in self.batch.names])
+            with watch:
+                loss = self._loss(state, [values[name] for name in self.batch.names])
         with traceback.annotate({"phase": "backward"}):
             gradients = torch.autograd.grad(loss, list(trainable.values()), allow_unused=True)
         outputs = {names.LOSS: loss.detach()}
@@ -155,10 +161,28 @@ def _scalar(loss: Any, from_model: bool) -> torch.Tensor:
     return loss.reshape(()) if loss.dim() else loss
 
 
-def trace(step: Step, dynamic: Mapping[str, Mapping[int, str]]) -> tuple[torch.fx.GraphModule, list[str]]:
-    """The step as one flat graph from the inputs' to the outputs' tensors, and the outputs' names.
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """A step as one flat graph.
 
-    Every node carries its phase in ``meta["custom"]["phase"]``.
+    Attributes
+    ----------
+    graph : torch.fx.GraphModule
+        From the inputs' tensors to the outputs' and then the watched ones; every node carries its phase in
+        ``meta["custom"]["phase"]``.
+    outputs : tuple of str
+        Names of the outputs.
+    watched : int
+        How many values follow them, for the check alone; see `decisions`.
+    """
+
+    graph: torch.fx.GraphModule
+    outputs: tuple[str, ...]
+    watched: int
+
+
+def trace(step: Step, dynamic: Mapping[str, Mapping[int, str]]) -> Trace:
+    """Trace a step.
 
     Raises
     ------
@@ -169,18 +193,14 @@ def trace(step: Step, dynamic: Mapping[str, Mapping[int, str]]) -> tuple[torch.f
     outputs: list[str] = []
 
     def flat(*values: torch.Tensor) -> list[torch.Tensor]:
-        made = step.run(dict(zip(inputs, values, strict=True)))
+        recorder = Recorder()
+        made = step.run(dict(zip(inputs, values, strict=True)), recorder)
         outputs[:] = made
-        return list(made.values())
-
-    from torch._subclasses.fake_tensor import FakeTensorMode
+        return [*made.values(), *recorder.seen]
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes = [mode.from_tensor(value) for value in inputs.values()]
-    with quiet(), ExitStack() as stack:
-        stack.enter_context(traceback.preserve_node_meta())
-        stack.enter_context(torch._dispatch.python.enable_python_dispatcher())
-        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+    with quiet(), traceback.preserve_node_meta(), eager_kernels():
         try:
             graph = make_fx(
                 flat, tracing_mode="fake", decomposition_table=decompositions(), _allow_non_fake_inputs=True
@@ -191,7 +211,15 @@ def trace(step: Step, dynamic: Mapping[str, Mapping[int, str]]) -> tuple[torch.f
             raise ConversionError(f"the step cannot be traced: {type(error).__name__}: {_one_line(error)}") from error
     graph.graph.eliminate_dead_code()
     graph.recompile()
-    return graph, outputs
+    (made,) = next(node for node in graph.graph.nodes if node.op == "output").args
+    return Trace(graph, tuple(outputs), len(made) - len(outputs))
+
+
+@contextmanager
+def eager_kernels() -> Iterator[None]:
+    """Operators as the trace and its reference both shall see them: attention in its parts, dropout with its mask."""
+    with torch._dispatch.python.enable_python_dispatcher(), sdpa_kernel(SDPBackend.MATH):
+        yield
 
 
 def _one_line(error: Exception) -> str:

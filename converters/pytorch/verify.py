@@ -9,11 +9,11 @@ import onnx
 import torch
 
 from onnx_remat import runtime
-from onnx_remat.errors import ConversionError
 
 from .. import check, names
 from . import reference
 from .initial import initial_feeds
+from .lower import watched
 from .trace import Step
 
 
@@ -47,14 +47,17 @@ def step(
     found = runtime.outputs(_with_outputs(proto, hidden.values()), feeds)
     for gradient, value in hidden.items():
         found[gradient] = found.pop(value)
-    expected, noise = reference.outputs(traced)
-    for name in [name for name in expected if name not in found]:
-        if not np.array_equal(expected[name], feeds.get(name.removeprefix("new."), expected[name])):
-            raise ConversionError(f"the converted step is wrong: it does not put out {name}; nothing was written")
-        del expected[name]
-    made = check.compare({name: found[name] for name in expected}, expected, noise=noise)
+    seen = [found.pop(name) for name in watched(list(found))]
+    expected, noise = reference.outputs(traced, seen)
+    for buffer in traced.buffers:  # one that the step only reads is not put out
+        after = names.new(buffer)
+        if after not in found and np.array_equal(expected[after], reference.array(traced.buffers[buffer])):
+            del expected[after]
+    of_update = {name for name in found if name.startswith(names.new("")) and name not in expected}
+    made = check.compare({n: v for n, v in found.items() if n not in of_update}, expected, noise=noise)
     if optimizer is not None:
-        _update(optimizer, dict(model.named_parameters()), found, hidden, feeds)
+        updated = {name: found[name] for name in found if name in of_update}
+        _update(optimizer, dict(model.named_parameters()), updated, {n: found[n] for n in hidden}, feeds)
     return made
 
 
@@ -71,16 +74,25 @@ def _update(
     optimizer: torch.optim.Optimizer,
     parameters: Mapping[str, torch.Tensor],
     found: Mapping[str, np.ndarray],
-    gradients: Iterable[str],
+    gradients: Mapping[str, np.ndarray],
     feeds: Mapping[str, np.ndarray],
 ) -> None:
     """Compare changes, not values: a parameter hardly moves in a step."""
-    of = {name.removeprefix(names.gradient("")): found[name] for name in gradients}
+    of = {name.removeprefix(names.gradient("")): gradient for name, gradient in gradients.items()}
     expected = reference.updated(optimizer, parameters, of)
-    changes, answers, noise = {}, {}, {}
-    for name, after in expected.items():
-        before = feeds[name.removeprefix(names.new(""))].astype(np.float64)
-        changes[name] = (found[name] - before).astype(after.dtype)
-        answers[name] = (after - before).astype(after.dtype)
-        noise[name] = float(np.finfo(after.dtype).eps * np.abs(after.astype(np.float64)).max(initial=0.0))
-    check.compare(changes, answers, noise=noise)
+    noise = {name: _rounding(after) for name, after in expected.items()}
+    check.compare(_changes(found, feeds), _changes(expected, feeds), noise=noise)
+
+
+def _changes(after: Mapping[str, np.ndarray], before: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {
+        name: (value.astype(np.float64) - before[name.removeprefix(names.new(""))]).astype(value.dtype)
+        for name, value in after.items()
+    }
+
+
+def _rounding(value: np.ndarray) -> float:
+    """How far a value of this size is from the next."""
+    import ml_dtypes
+
+    return float(ml_dtypes.finfo(value.dtype).eps) * float(np.abs(value.astype(np.float64)).max(initial=0.0))

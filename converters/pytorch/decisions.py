@@ -1,0 +1,157 @@
+"""What a step decides by chance or by a hair, so that its reference can decide the same.
+
+Random masks differ from run to run; and where a function has a kink (ReLU at zero, the winner of a max-pool), rounding
+may fall on either side, which changes single gradients by far more than rounding itself. While the step is traced, a
+`Recorder` makes what was drawn, and what kinked operators read, extra outputs. While torch computes the reference, a
+`Replay` hands it the exported step's values in their place, having checked that they are torch's but for rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from onnx_remat.errors import ConversionError
+
+aten = torch.ops.aten
+
+_KINKED = (
+    "relu", "relu_", "hardtanh", "hardtanh_", "relu6", "leaky_relu", "leaky_relu_", "threshold", "threshold_",
+    "hardswish", "hardswish_", "hardsigmoid", "hardsigmoid_", "_prelu_kernel", "hardshrink", "softshrink", "abs",
+    "clamp", "clamp_min", "clamp_max", "maximum", "minimum", "max", "min", "amax", "amin", "argmax", "argmin", "sort",
+    "topk", "median", "kthvalue", "cummax", "cummin", "sign", "floor", "ceil", "round", "trunc", "gt", "lt", "ge", "le",
+    "max_pool2d_with_indices", "max_pool3d_with_indices", "adaptive_max_pool2d", "adaptive_max_pool3d",
+    "smooth_l1_loss", "huber_loss", "hinge_embedding_loss", "margin_ranking_loss",
+)  # fmt: skip
+KINKED = {
+    overload
+    for name in _KINKED
+    if hasattr(aten, name)
+    for overload in (getattr(getattr(aten, name), o) for o in getattr(aten, name).overloads())
+}
+"""Operators whose value or derivative jumps, and where."""
+
+Moments = Callable[..., tuple[float, float]]
+
+
+def _uniform(_: Any = None, low: float = 0.0, high: float = 1.0, **__: Any) -> tuple[float, float]:
+    return (low + high) / 2, (high - low) / math.sqrt(12)
+
+
+def _normal(_: Any = None, mean: float = 0.0, std: float = 1.0, **__: Any) -> tuple[float, float]:
+    return mean, std
+
+
+def _coin(_: Any, p: float = 0.5, **__: Any) -> tuple[float, float]:
+    return p, math.sqrt(p * (1 - p))
+
+
+def _kept(_: Any, p: float, __: Any = True) -> tuple[float, float]:
+    return 1 - p, math.sqrt(p * (1 - p))
+
+
+DRAWS: dict[Any, Moments] = {
+    aten.native_dropout.default: _kept,
+    aten.bernoulli.p: _coin,
+    aten.bernoulli_.float: _coin,
+    aten.rand.default: lambda *_, **__: _uniform(),
+    aten.rand_like.default: lambda *_, **__: _uniform(),
+    aten.randn.default: lambda *_, **__: _normal(),
+    aten.randn_like.default: lambda *_, **__: _normal(),
+    aten.uniform.default: _uniform,
+    aten.uniform_.default: _uniform,
+    aten.normal_.default: _normal,
+    aten.normal_functional.default: _normal,
+}
+"""Random operators: mean and standard deviation of an element, from the operator's arguments."""
+
+
+class Recorder(TorchDispatchMode):
+    """Collects copies of what is drawn and of what kinked operators read, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[torch.Tensor] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in KINKED:
+            self.seen.extend(tensor.clone() for tensor in _floats(args))
+        made = func(*args, **(kwargs or {}))
+        if func in DRAWS:
+            self.seen.append((made[1] if isinstance(made, tuple) else made).clone())
+        elif torch.Tag.nondeterministic_seeded in func.tags and func not in _HARMLESS:
+            raise ConversionError(f"{func} draws random numbers in a way that cannot be checked: use check=False")
+        return made
+
+
+_HARMLESS: set[Any] = set()
+
+
+class Replay(TorchDispatchMode):
+    """Gives what was drawn and what kinked operators read the values that the exported step had there."""
+
+    def __init__(self, values: Sequence[np.ndarray], tolerance: dict[torch.dtype, float]) -> None:
+        super().__init__()
+        self._values: Iterator[np.ndarray] = iter(values)
+        self._tolerance = tolerance
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in KINKED:
+            args = self._replaced(func, args)
+        if func not in DRAWS:
+            return func(*args, **kwargs)
+        drawn = self._next()
+        _plausible(func, drawn, DRAWS[func](*args, **kwargs))
+        if func is aten.native_dropout.default:
+            x, p = args[0], args[1]
+            return x * drawn * (1 / (1 - p)), drawn
+        if func._schema.name.endswith("_"):
+            return args[0].copy_(drawn)
+        return drawn.to(func(*args, **kwargs).dtype)
+
+    def _next(self) -> torch.Tensor:
+        from .reference import tensor
+
+        return tensor(next(self._values))
+
+    def _replaced(self, func: Any, args: Sequence[Any]) -> list[Any]:
+        made = list(args)
+        in_place = func._schema.name.endswith("_")
+        for index, own in enumerate(args):
+            if isinstance(own, torch.Tensor) and own.is_floating_point():
+                theirs = self._next()
+                self._compare(func, own, theirs)
+                made[index] = own.copy_(theirs) if in_place and index == 0 else theirs
+        return made
+
+    def _compare(self, func: Any, own: torch.Tensor, theirs: torch.Tensor) -> None:
+        if own.shape != theirs.shape or own.dtype != theirs.dtype:
+            raise ConversionError(f"the converted step is wrong: {func} reads another tensor than in torch")
+        if own.numel():
+            scale, error = own.abs().max(), (own - theirs).abs().nan_to_num(0, 0, 0).max()
+            if error > self._tolerance[own.dtype] * scale:
+                raise ConversionError(
+                    f"the converted step is wrong: what {func} reads differs from torch's by {float(error / scale):.2g} "
+                    "relative; nothing was written"
+                )
+
+
+def _floats(args: Sequence[Any]) -> list[torch.Tensor]:
+    return [x for x in args if isinstance(x, torch.Tensor) and x.is_floating_point()]
+
+
+def _plausible(func: Any, drawn: torch.Tensor, moments: tuple[float, float]) -> None:
+    """Is the sample mean within six standard errors of the distribution's?"""
+    mean, deviation = moments
+    if abs(float(drawn.double().mean()) - mean) > 6 * deviation / math.sqrt(drawn.numel()) + 1e-6:
+        raise ConversionError(f"the converted step is wrong: {func} draws from another distribution than in torch")

@@ -1,0 +1,197 @@
+"""Lean graphs: what a framework's exporter writes and a step does not need, taken out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import zip_longest
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes import common
+
+_BROADCASTING = {
+    "Add", "Sub", "Mul", "Div", "Pow", "Mod", "Max", "Min", "Sum", "Where", "And", "Or", "Xor", "Equal", "Less",
+    "LessOrEqual", "Greater", "GreaterOrEqual", "PRelu", "BitwiseAnd", "BitwiseOr",
+}  # fmt: skip
+_RESHAPES = {"Reshape", "Squeeze", "Unsqueeze", "Flatten"}
+_FLOATS = {ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
+
+
+def simplify(model: ir.Model) -> None:
+    """Rewrite a model in place into one that computes the same with fewer nodes.
+
+    Goes: Identity, and Cast, Transpose, Reshape, Expand, Slice, Concat, Sum and arithmetic that change nothing;
+    chains of Transpose and of reshapes become one; an Expand that its reader would broadcast anyway; a Transpose that
+    a product of matrices can take in; what is computed twice or not at all. Phase labels stay with the nodes.
+    """
+    for rewrite in (_skip, _fuse_chain, _absorb_expand, _absorb_transpose):
+        for node in model.graph:
+            rewrite(node)
+    common.RemoveUnusedNodesPass()(model)
+    common.DeduplicateInitializersPass()(model)
+    common.CommonSubexpressionEliminationPass()(model)
+    common.RemoveUnusedNodesPass()(model)
+
+
+def _skip(node: ir.Node) -> None:
+    """Readers of a node that changes nothing read its input."""
+    if node.domain == "" and node.op_type in _NEUTRAL and len(node.outputs) == 1:
+        source = _NEUTRAL[node.op_type](node)
+        if source is not None and source.dtype == node.outputs[0].dtype:
+            _replace(node.outputs[0], source)
+
+
+def _replace(value: ir.Value, by: ir.Value) -> None:
+    """Readers of `value` read `by`; an output of the graph becomes `by` where that is a node's own."""
+    if value.is_graph_output() and (by.is_graph_output() or by.producer() is None):
+        for user, index in list(value.uses()):
+            user.replace_input_with(index, by)
+    else:
+        if value.is_graph_output():
+            value.name, by.name = by.name, value.name
+        value.replace_all_uses_with(by, replace_graph_outputs=True)
+
+
+def _same_shape(node: ir.Node) -> ir.Value | None:
+    source = node.inputs[0]
+    assert source is not None
+    static = _static(source) is not None and _static(source) == _static(node.outputs[0])
+    return source if static else None
+
+
+def _identity(node: ir.Node) -> ir.Value | None:
+    return node.inputs[0]
+
+
+def _transpose(node: ir.Node) -> ir.Value | None:
+    perm = _perm(node)
+    return node.inputs[0] if perm is not None and perm == sorted(perm) else None
+
+
+def _alone(node: ir.Node) -> ir.Value | None:
+    return node.inputs[0] if len(node.inputs) == 1 else None
+
+
+def _neutral_element(element: float, commutes: bool) -> Callable[[ir.Node], ir.Value | None]:
+    def source(node: ir.Node) -> ir.Value | None:
+        first, second = node.inputs
+        assert first is not None and second is not None
+        for value, other in [(first, second), (second, first)] if commutes else [(first, second)]:
+            known = _constant(other)
+            if known is not None and known.size == 1 and float(known.item()) == element:
+                shape = _static(value)
+                return value if shape is not None and shape == _static(node.outputs[0]) else None
+        return None
+
+    return source
+
+
+_NEUTRAL: dict[str, Callable[[ir.Node], ir.Value | None]] = {
+    "Identity": _identity,
+    "Cast": _identity,  # the dtype is compared above
+    "CastLike": _identity,
+    "Transpose": _transpose,
+    "Reshape": _same_shape,
+    "Expand": _same_shape,
+    "Squeeze": _same_shape,
+    "Unsqueeze": _same_shape,
+    "Concat": _alone,
+    "Sum": _alone,
+    "Max": _alone,
+    "Min": _alone,
+    "Mul": _neutral_element(1, True),
+    "Div": _neutral_element(1, False),
+    "Add": _neutral_element(0, True),
+    "Sub": _neutral_element(0, False),
+}
+
+
+def _fuse_chain(node: ir.Node) -> None:
+    """Transpose of Transpose, reshape of reshape: one."""
+    source = node.inputs[0] if node.inputs else None
+    before = source.producer() if source is not None else None
+    if before is None or node.domain or before.domain or source is None:
+        return
+    if node.op_type == before.op_type == "Transpose":
+        first, second = _perm(before), _perm(node)
+        if first is not None and second is not None:
+            node.attributes["perm"] = ir.AttrInt64s("perm", [first[i] for i in second])
+            node.replace_input_with(0, before.inputs[0])
+            if [first[i] for i in second] == sorted(first):
+                _skip(node)
+    elif node.op_type in _RESHAPES and before.op_type in _RESHAPES:
+        shape = _static(node.outputs[0])
+        if shape is not None and before.inputs[0] is not None:
+            _to_reshape(node, before.inputs[0], shape)
+            _skip(node)
+
+
+def _to_reshape(node: ir.Node, source: ir.Value, shape: tuple[int, ...]) -> None:
+    """Make a node the Reshape of `source` to a static shape."""
+    assert node.graph is not None
+    target = ir.Value(name=f"{node.outputs[0].name}.shape", const_value=ir.tensor(np.array(shape, np.int64)))
+    target.shape, target.type = ir.Shape([len(shape)]), ir.TensorType(ir.DataType.INT64)
+    node.graph.register_initializer(target)  # type: ignore[union-attr]
+    node.op_type = "Reshape"
+    node.attributes.clear()
+    node.resize_inputs(2)
+    node.replace_input_with(0, source)
+    node.replace_input_with(1, target)
+
+
+def _absorb_expand(node: ir.Node) -> None:
+    """An elementwise node broadcasts by itself what was expanded for it."""
+    if node.domain or node.op_type not in _BROADCASTING:
+        return
+    result = _static(node.outputs[0])
+    for index, value in enumerate(node.inputs):
+        before = value.producer() if value is not None else None
+        if before is None or before.op_type != "Expand" or result is None:
+            continue
+        small = before.inputs[0]
+        shapes = [_static(v) if i != index else _static(small) for i, v in enumerate(node.inputs)]
+        if small is not None and _broadcast(shapes) == result:
+            node.replace_input_with(index, small)
+
+
+def _broadcast(shapes: list[tuple[int, ...] | None]) -> tuple[int, ...] | None:
+    known = [shape for shape in shapes if shape is not None]
+    if len(known) < len(shapes):
+        return None
+    axes = zip_longest(*(reversed(shape) for shape in known), fillvalue=1)
+    return tuple(max(axis) if 0 not in axis else 0 for axis in axes)[::-1]
+
+
+def _absorb_transpose(node: ir.Node) -> None:
+    """A product of two matrices takes transposed operands as they are: Gemm with transA, transB."""
+    if node.domain or node.op_type not in ("MatMul", "Gemm") or node.outputs[0].dtype not in _FLOATS:
+        return
+    if any(v is None or v.shape is None or v.shape.rank() != 2 for v in node.inputs[:2]):
+        return
+    for index, flag in enumerate(("transA", "transB")):
+        value = node.inputs[index]
+        before = value.producer() if value is not None else None
+        if before is not None and before.op_type == "Transpose" and _perm(before) == [1, 0]:
+            turned = node.attributes[flag].as_int() if flag in node.attributes else 0
+            node.op_type = "Gemm"
+            node.attributes[flag] = ir.AttrInt64(flag, 1 - turned)
+            node.replace_input_with(index, before.inputs[0])
+
+
+def _perm(node: ir.Node) -> list[int] | None:
+    if "perm" in node.attributes:
+        return [int(i) for i in node.attributes["perm"].as_ints()]
+    rank = node.outputs[0].shape.rank() if node.outputs[0].shape is not None else None
+    return list(range(rank))[::-1] if rank is not None else None
+
+
+def _static(value: ir.Value | None) -> tuple[int, ...] | None:
+    """The shape, where every dimension is a number."""
+    if value is None or value.shape is None or not value.shape.is_static():
+        return None
+    return value.shape.numpy()
+
+
+def _constant(value: ir.Value) -> np.ndarray | None:
+    known = value.const_value if not value.is_graph_input() else None
+    return known.numpy() if known is not None else None
