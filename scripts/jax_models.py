@@ -49,7 +49,7 @@ def classifier(model: nn.Module, images: tuple[int, ...], classes: int, *, seed:
     rng = np.random.default_rng(seed)
     x = rng.standard_normal(images).astype(np.float32)
     labels = rng.integers(0, classes, images[0]).astype(np.int32)
-    variables = model.init(jax.random.key(seed), x)
+    variables = jax.jit(model.init)(jax.random.key(seed), x)
     buffers = variables.get("batch_stats")
 
     def plain(params: Any, x: jax.Array, labels: jax.Array) -> jax.Array:
@@ -183,7 +183,7 @@ def language_model(model: GPT, batch: int, length: int) -> Case:
     """Next-token cross-entropy on random tokens; with dropout, a random key is the batch's last input."""
     tokens = np.random.default_rng(0).integers(0, model.tokens, (batch, length + 1)).astype(np.int32)
     key = jax.random.key(0)
-    params = model.init({"params": key, "dropout": key}, tokens[:, :-1])["params"]
+    params = jax.jit(model.init)({"params": key, "dropout": key}, tokens[:, :-1])["params"]
 
     def loss_fn(params: Any, tokens: jax.Array, *keys: jax.Array) -> jax.Array:
         rngs = {"dropout": keys[0]} if keys else None

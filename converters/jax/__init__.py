@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -17,7 +18,7 @@ from .. import check as comparison
 from ..emit import Emitter
 from . import control, elementwise, indexing, kernels, products, randoms, reductions, structure  # noqa: F401
 from .lower import Array, Lowering, Tensor
-from .step import Step, trace
+from .step import Step, array, inputs_of, plain, trace
 
 __all__ = ["export_training_step", "initial_feeds"]
 
@@ -127,15 +128,11 @@ def initial_feeds(
     """First values for every input of the graph that `export_training_step` makes of the same arguments.
 
     >>> initial_feeds({"w": np.ones(2)}, np.zeros(3))
-    {'w': array([1., 1.]), 'input.0': array([0., 0., 0.])}
+    {'w': array([1., 1.], dtype=float32), 'input.0': array([0., 0., 0.], dtype=float32)}
     """
-    import jax
-
-    from .step import inputs_of, plain
-
     groups = (params, buffers, None if optimizer is None else optimizer.init(params), tuple(batch))
     leaves = jax.tree_util.tree_leaves(groups)
-    return {name: plain(leaf) for name, leaf in zip(inputs_of(groups, batch_names), leaves, strict=True)}
+    return {name: plain(array(leaf)) for name, leaf in zip(inputs_of(groups, batch_names), leaves, strict=True)}
 
 
 def _build(step: Step, unroll: int, opset: int) -> ir.Model:

@@ -97,6 +97,11 @@ def _dtypes(jaxpr: core.Jaxpr) -> set[np.dtype[Any]]:
     return found
 
 
+def array(value: Any) -> Any:
+    """A leaf as the JAX array that it becomes when traced: int64 as int32 by default, for instance."""
+    return value if kernels.is_key(value) else jnp.asarray(value)
+
+
 def plain(value: Any) -> np.ndarray:
     """An array as numpy's; random keys as their words."""
     return np.asarray(jax.random.key_data(value) if kernels.is_key(value) else value)
@@ -118,8 +123,7 @@ def trace(
     named = inputs_of(groups, batch_names)
     _check_parameters(params)
     flat, tree = jax.tree_util.tree_flatten(groups)
-    # Python numbers become arrays, so that all inputs have a dtype of their own.
-    flat = [leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf) for leaf in flat]
+    flat = [array(leaf) for leaf in flat]
 
     def with_buffers(params: Any, buffers: Any, batch: Sequence[Any]) -> tuple[Any, Any]:
         if buffers is None:
