@@ -17,11 +17,10 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import onnxruntime as ort
-
-from onnx_remat import probe, runtime, verify
+from onnx_remat import runtime, verify
 from onnx_remat.errors import BudgetInfeasibleError
 from onnx_remat.pipeline import Result, rewrite_model
+from onnx_remat.profiling import profile
 from onnx_remat.units import format_bytes
 
 
@@ -51,23 +50,12 @@ class Row:
         return float(getattr(self, f"{which}_simulated") / getattr(self, f"{which}_measured") - 1)
 
 
-def profile(path: Path, folder: Path) -> Path:
-    """Per-op times of the original, graph optimisations off, over several steps."""
-    options = ort.SessionOptions()
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.enable_profiling = True
-    options.profile_file_prefix = str(folder / "profile")
-    session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    feeds = probe.random_feeds(session, {})
-    for _ in range(5):
-        session.run(None, feeds)
-    return Path(session.end_profiling())
-
-
 def evaluate(path: Path, budget: str, selector: str, seconds: float, folder: Path) -> Row:
     """Rewrite, run and compare one graph at one budget."""
+    times = folder / "profile.json"
+    times.write_text(profile(path).to_json())
     try:
-        result = rewrite_model(path, budget, selector=selector, time_limit=seconds, costs=str(profile(path, folder)))
+        result = rewrite_model(path, budget, selector=selector, time_limit=seconds, costs=str(times))
     except BudgetInfeasibleError as error:
         return Row(path.stem, budget, f"infeasible: {error}")
     target = folder / f"{path.stem}.onnx"

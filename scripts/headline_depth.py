@@ -1,0 +1,102 @@
+"""openai/gradient-checkpointing: how much deeper a network fits in the same memory, and growth with the square root.
+
+    python -m scripts.headline_depth
+
+They report models "more than 10x larger" at 20 % more time, and memory that grows with sqrt(n) instead of n. Here: a
+network of some depth sets the memory, its whole step as ONNX Runtime executes it; then the deepest network whose
+rewritten step keeps that peak, at up to 20 % extra compute and at any. Second table: the lowest peak of a chain of n
+layers, in units of one activation.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import onnx
+
+from onnx_remat.errors import BudgetInfeasibleError
+from onnx_remat.options import Options
+from onnx_remat.pipeline import plan_model, rewrite_model
+from onnx_remat.units import format_bytes
+from onnx_remat.view import as_executed
+from sample_models import chain, deep_mlp, residual_cnn
+
+PUBLISHED = "more than 10x at +20 %"
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Networks of one kind by depth: how to build one, and the depth that sets the memory."""
+
+    name: str
+    build: Callable[[int], onnx.ModelProto]
+    depth: int
+
+
+FAMILIES = (
+    Family("residual CNN, blocks per stage", lambda n: residual_cnn.build(blocks=n, batch=16), 2),
+    Family("MLP, layers", lambda n: deep_mlp.build(depth=n, width=32, features=32, batch=8192), 8),
+)
+
+
+def price(model: onnx.ModelProto, allowed: int, seconds: float) -> float:
+    """Extra compute of keeping `allowed` bytes, infinite where that was not reached."""
+    try:
+        return rewrite_model(model, allowed, time_limit=seconds).report.extra_compute
+    except BudgetInfeasibleError:
+        return float("inf")
+
+
+def deepest(family: Family, allowed: int, limit: float, seconds: float) -> tuple[int, float]:
+    """Deepest network that keeps `allowed` bytes for at most `limit` extra compute, and what it takes."""
+    low, high, paid = family.depth, 2 * family.depth, 0.0
+    while (extra := price(family.build(high), allowed, seconds)) <= limit:
+        low, high, paid = high, 2 * high, extra
+    while high - low > max(1, low // 10):
+        middle = (low + high) // 2
+        if (extra := price(family.build(middle), allowed, seconds)) <= limit:
+            low, paid = middle, extra
+        else:
+            high = middle
+    return low, paid
+
+
+def lowest(n: int, seconds: float) -> float:
+    """Lowest peak of a chain of `n` layers, in activations."""
+    width, batch = 64, 1024
+    model = chain.chain(n, width, batch)
+    try:
+        peak = plan_model(model, 1, time_limit=seconds).timeline.peak
+    except BudgetInfeasibleError as error:
+        peak = error.best_peak_bytes
+    return peak / (width * batch * 4)
+
+
+def main() -> None:
+    """Print both tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--time-limit", type=float, default=5.0, help="seconds per plan")
+    parser.add_argument("--lengths", default="16,64,256", help="lengths of the chains")
+    given = parser.parse_args()
+    print("| network | memory | as it is | at up to +20 % | at any price | published |")
+    print("| --- | --- | --- | --- | --- | --- |", flush=True)
+    for family in FAMILIES:
+        allowed = as_executed(family.build(family.depth), None, "all", Options()).timeline().peak
+        cells = []
+        for limit in (0.2, 1e9):
+            depth, paid = deepest(family, allowed, limit, given.time_limit)
+            cells.append(f"{depth} = {depth / family.depth:.1f}x at +{paid:.1%}")
+        row = (family.name, format_bytes(allowed), family.depth, *cells, PUBLISHED)
+        print("| " + " | ".join(map(str, row)) + " |", flush=True)
+    print("\n| chain of n | as it is, activations | lowest | lowest / sqrt(n) |\n| --- | --- | --- | --- |", flush=True)
+    for n in map(int, given.lengths.split(",")):
+        model = chain.chain(n, 64, 1024)
+        plain = as_executed(model, None, "all", Options()).timeline().peak / (64 * 1024 * 4)
+        least = lowest(n, given.time_limit)
+        print(f"| {n} | {plain:.1f} | {least:.1f} | {least / n**0.5:.2f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""PyTorch's activation_memory_budget and us: the same joint graphs, one simulator, one cost model.
+
+    python -m scripts.headline_pytorch
+
+AOTAutograd traces a model's forward and backward pass into one graph, and its min-cut partitioner, which torch.compile
+uses, decides for each budget what backward recomputes. Its decision is replayed as a schedule of that same graph; our
+planner is then asked for a plan that peaks no higher, and for one that peaks at the fraction PyTorch was asked for.
+Peaks are of the whole step: weights, batch, activations, gradients; time is a roofline.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+import torch._functorch.config as functorch_config
+from torch._functorch.aot_autograd import aot_function, make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.fx import GraphModule
+
+from onnx_remat import memory
+from onnx_remat.costs import PRESETS
+from onnx_remat.schedule import Problem, Schedule, check_schedule
+from scripts import fx_problems, torch_models
+from scripts.headline_feng_huang import plan
+
+MODELS = ("mlp", "resnet18", "unet", "gpt2-4")
+BUDGETS = (0.8, 0.5, 0.3, 0.1)
+
+
+def partitioned(case: torch_models.Case, budget: float) -> tuple[Problem, Schedule]:
+    """The joint graph of a model as a problem, and PyTorch's decision for a budget as a schedule of it."""
+    names, parameters = zip(*case.model.named_parameters(), strict=True)
+    kept: dict[str, Any] = {}
+
+    def partition(joint: GraphModule, inputs: Any, **options: Any) -> tuple[GraphModule, GraphModule]:
+        with functorch_config.patch(activation_memory_budget=budget):
+            halves = min_cut_rematerialization_partition(joint, inputs, **options)
+        kept["joint"], kept["halves"] = joint.graph, halves
+        return halves
+
+    def step(parameters: Any, *batch: Any) -> torch.Tensor:
+        made = torch.func.functional_call(case.model, dict(zip(names, parameters, strict=True)), batch[:-1])
+        assert case.loss is not None
+        return case.loss(made, batch[-1])
+
+    def interpret(gm: GraphModule, example_inputs: Any) -> Any:
+        return make_boxed_func(gm.forward)
+
+    traced = aot_function(step, fw_compiler=interpret, bw_compiler=interpret, partition_fn=partition)
+    traced(list(parameters), *case.batch).backward()
+    problem, ops = fx_problems.problem(kept["joint"], PRESETS["h100"])
+    number = {node.name: i for i, node in enumerate(ops)}
+    order = tuple(
+        number[node.name] for half in kept["halves"] for node in half.graph.nodes
+        if node.op == "call_function" and node.name in number
+    )  # fmt: skip
+    schedule = Schedule(order)
+    check_schedule(problem, schedule)
+    return problem, schedule
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", action="append", choices=sorted(torch_models.MODELS), help="only this one (repeat)")
+    parser.add_argument("--time-limit", type=float, default=5.0, help="seconds per plan")
+    given = parser.parse_args()
+    print("| model | ops | keep all | asked | PyTorch: peak, extra | ours at that peak | ours at what was asked |")
+    print("| --- | --- | --- | --- | --- | --- | --- |", flush=True)
+    for name in given.model or MODELS:
+        torch.manual_seed(0)
+        case = torch_models.MODELS[name]()
+        for budget in BUDGETS:
+            problem, theirs = partitioned(case, budget)
+            full = memory.simulate(problem, range(problem.n_ops)).peak
+            peak, extra = memory.simulate(problem, theirs).peak, theirs.overhead(problem)
+            same = plan(problem, peak, given.time_limit)
+            asked = plan(problem, int(budget * full), given.time_limit)
+            cells = [f"{p / full:.1%}, +{e:.1%}" for p, e in ((peak, extra), same, asked)]
+            print(
+                f"| {name} | {problem.n_ops} | {full / 2**20:.0f} MiB | {budget:.0%} "
+                f"| {cells[0]} | {cells[1]} | {cells[2]} |", flush=True,
+            )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
