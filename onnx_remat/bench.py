@@ -8,7 +8,7 @@ import platform
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -192,7 +192,7 @@ def machine() -> str:
     return f"{names[0]} x {len(names)}" if names else platform.processor() or platform.machine()
 
 
-def max_batch(model: Path, budget: str, dim: str, limit: int = 1 << 20, **options: object) -> tuple[int, int]:
+def max_batch(model: Path, budget: str, dim: str, **options: object) -> tuple[int, int]:
     """Largest size of a symbolic dimension at which a step keeps a budget, as it is and rewritten.
 
     Doubles until the budget is missed, then bisects; every probe of the rewritten model takes the time of a plan.
@@ -220,17 +220,16 @@ def max_batch(model: Path, budget: str, dim: str, limit: int = 1 << 20, **option
             return False
         return True
 
-    plain = _largest(lambda size: peak(size) <= allowed, limit)
-    return plain, _largest(fits, limit, known=plain)
+    plain = _largest(lambda size: peak(size) <= allowed)
+    return plain, _largest(fits, known=plain)
 
 
-def _largest(holds: object, limit: int, known: int = 0) -> int:
+def _largest(holds: Callable[[int], bool], limit: int = 1 << 20, known: int = 0) -> int:
     """Largest size up to `limit` for which `holds`, given that it holds for `known` and for all below a size if for it.
 
     >>> _largest(lambda size: size <= 37, 1000), _largest(lambda size: False, 1000)
     (37, 0)
     """
-    assert callable(holds)
     low, high = known, max(1, 2 * known)
     while high <= limit and holds(high):
         low, high = high, 2 * high

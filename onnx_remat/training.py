@@ -133,4 +133,4 @@ def _parameter(name: str, shape: tuple[int, ...], generator: np.random.Generator
     if name.endswith("running_var") or (size == max(shape, default=1) and name.endswith("weight")):
         return np.ones(shape)
     fan_in = size / shape[0] if len(shape) > 2 else max(shape[:1], default=1)
-    return generator.standard_normal(shape) * np.sqrt(2 / max(fan_in, 1))
+    return np.asarray(generator.standard_normal(shape) * np.sqrt(2 / max(fan_in, 1)))

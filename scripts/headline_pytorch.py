@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 import torch._functorch.config as functorch_config
-from torch._functorch.aot_autograd import aot_function, make_boxed_func
+from functorch.compile import make_boxed_func
+from torch._functorch.aot_autograd import aot_function
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.fx import GraphModule
 
