@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import onnx
@@ -65,15 +66,19 @@ def export_training_step(
         The step cannot be traced or written, or does not compute what torch computes.
     """
     step, updates = _step(model, example_inputs, loss, optimizer)
-    traced = trace(step, dynamic_dims or {})
-    made = lower(traced, step.inputs, opset)
+    dynamic = dynamic_dims or {}
+    step.batch.check_dimensions(dynamic)
+    traced = trace(step, dynamic)
+    made = lower(traced, step.inputs, opset, dynamic)
     gradients = {str(value.name): value for value in made.graph.outputs}
     updates = {name: update for name, update in updates.items() if names.gradient(name) in gradients}
     if updates:
         optimizers.append(made.graph, updates, len(step.batch.names))
     if check:
         hidden = {names.gradient(name): str(gradients[names.gradient(name)].name) for name in updates}
-        found = verify.step(ir.to_proto(made), step, model, optimizer, hidden)
+        found = verify.step(made, step, model, optimizer, hidden)
+        if dynamic:
+            verify.step(made, replace(step, batch=step.batch.larger(dynamic)), model, optimizer, hidden)
     finish(made, len(step.batch.names))
     proto = ir.to_proto(made)
     if check:

@@ -18,7 +18,9 @@ from .trace import Trace, quiet
 _WATCHED = "watched."
 
 
-def lower(trace: Trace, inputs: Mapping[str, torch.Tensor], opset: int) -> ir.Model:
+def lower(
+    trace: Trace, inputs: Mapping[str, torch.Tensor], opset: int, dynamic: Mapping[str, Mapping[int, str]]
+) -> ir.Model:
     """Translate every operator; inputs and outputs get the names given, every node its phase.
 
     Outputs that are an input unchanged (buffers the step only reads) are dropped. The watched values follow the
@@ -29,11 +31,13 @@ def lower(trace: Trace, inputs: Mapping[str, torch.Tensor], opset: int) -> ir.Mo
     ConversionError
         An operator has no translation: it is named.
     """
+    shapes = tuple(dict(dynamic[name]) if name in dynamic else None for name in inputs) if dynamic else None
     with quiet():
         try:
             program = torch.onnx.export(
-                trace.graph, tuple(inputs.values()), opset_version=opset, dynamo=True, verbose=False, optimize=False
-            )
+                trace.graph, tuple(inputs.values()), opset_version=opset, dynamo=True, verbose=False, optimize=False,
+                dynamic_shapes=shapes,
+            )  # fmt: skip
         except Exception as error:
             raise ConversionError(_reason(error)) from error
     assert program is not None

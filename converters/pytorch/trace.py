@@ -5,13 +5,15 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,6 +23,7 @@ from onnx_remat.errors import ConversionError
 from .. import names
 from .decisions import Recorder
 from .rules import decompositions
+from .rules.composites import Composites
 
 Loss = Callable[[Any, Any], torch.Tensor]
 
@@ -58,6 +61,28 @@ class Batch:
         tensors = [(_path(path), leaf) for path, leaf in found if isinstance(leaf, torch.Tensor)]
         leaves = tuple(_TENSOR if isinstance(leaf, torch.Tensor) else leaf for _, leaf in found)
         return Batch(tuple(n for n, _ in tensors), tuple(t.detach() for _, t in tensors), spec, leaves)
+
+    def check_dimensions(self, dynamic: Mapping[str, Mapping[int, str]]) -> None:
+        """Raise ConversionError unless every dynamic dimension exists and has an example size above one."""
+        sizes = {name: tuple(tensor.shape) for name, tensor in zip(self.names, self.tensors, strict=True)}
+        for name, axes in dynamic.items():
+            if name not in sizes:
+                raise ConversionError(f"dynamic_dims: the batch has no input {name!r}, only {', '.join(sizes)}")
+            for axis in axes:
+                if not 0 <= axis < len(sizes[name]) or sizes[name][axis] < 2:
+                    raise ConversionError(
+                        f"dynamic_dims: axis {axis} of {name}, of shape {sizes[name]}: give an existing axis, "
+                        "and an example with two or more along it (a size of 1 is taken as fixed)"
+                    )
+
+    def larger(self, dynamic: Mapping[str, Mapping[int, str]]) -> Batch:
+        """The batch with one more along every dynamic dimension, the first entry repeated."""
+        made = []
+        for name, tensor in zip(self.names, self.tensors, strict=True):
+            for axis in dynamic.get(name, {}):
+                tensor = torch.cat([tensor, tensor.narrow(axis, 0, 1)], axis)
+            made.append(tensor)
+        return replace(self, tensors=tuple(made))
 
     def arguments(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Positional and keyword arguments with these tensors in their places."""
@@ -194,12 +219,12 @@ def trace(step: Step, dynamic: Mapping[str, Mapping[int, str]]) -> Trace:
 
     def flat(*values: torch.Tensor) -> list[torch.Tensor]:
         recorder = Recorder()
-        made = step.run(dict(zip(inputs, values, strict=True)), recorder)
+        with Composites(recorder):
+            made = step.run(dict(zip(inputs, values, strict=True)), recorder)
         outputs[:] = made
         return [*made.values(), *recorder.seen]
 
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    fakes = [mode.from_tensor(value) for value in inputs.values()]
+    fakes = _fakes(inputs, dynamic)
     with quiet(), traceback.preserve_node_meta(), eager_kernels():
         try:
             graph = make_fx(
@@ -213,6 +238,19 @@ def trace(step: Step, dynamic: Mapping[str, Mapping[int, str]]) -> Trace:
     graph.recompile()
     (made,) = next(node for node in graph.graph.nodes if node.op == "output").args
     return Trace(graph, tuple(outputs), len(made) - len(outputs))
+
+
+def _fakes(inputs: Mapping[str, torch.Tensor], dynamic: Mapping[str, Mapping[int, str]]) -> list[torch.Tensor]:
+    """Tensors without data; dimensions that are to vary have symbolic sizes."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv() if dynamic else None)
+    made = []
+    for name, value in inputs.items():
+        axes = dynamic.get(name, {})
+        sizes = [DimDynamic.DYNAMIC if axis in axes else DimDynamic.STATIC for axis in range(value.dim())]
+        context = StatelessSymbolicContext(dynamic_sizes=sizes) if dynamic else None
+        source = ConstantSource(f"input_{len(made)}") if dynamic else None
+        made.append(mode.from_tensor(value, symbolic_context=context, source=source))
+    return made
 
 
 @contextmanager

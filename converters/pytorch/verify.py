@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 
+import ml_dtypes
 import numpy as np
-import onnx
+import onnx_ir as ir
 import torch
 
 from onnx_remat import runtime
 
 from .. import check, names
+from ..widen import NARROW, wide, widened
 from . import reference
 from .initial import initial_feeds
 from .lower import watched
@@ -18,7 +20,7 @@ from .trace import Step
 
 
 def step(
-    proto: onnx.ModelProto,
+    made: ir.Model,
     traced: Step,
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer | None,
@@ -31,7 +33,7 @@ def step(
 
     Parameters
     ----------
-    proto : onnx.ModelProto
+    made : onnx_ir.Model
     traced : Step
     model, optimizer
     hidden : mapping of str to str
@@ -42,9 +44,9 @@ def step(
     ConversionError
         They disagree.
     """
-    feeds = initial_feeds(proto, model, optimizer)
+    feeds = initial_feeds(ir.to_proto(made), model, optimizer)
     feeds |= {n: reference.array(t) for n, t in zip(traced.batch.names, traced.batch.tensors, strict=True)}
-    found = runtime.outputs(_with_outputs(proto, hidden.values()), feeds)
+    found = _run(made, feeds, list(hidden.values()))
     for gradient, value in hidden.items():
         found[gradient] = found.pop(value)
     seen = [found.pop(name) for name in watched(list(found))]
@@ -54,20 +56,23 @@ def step(
         if after not in found and np.array_equal(expected[after], reference.array(traced.buffers[buffer])):
             del expected[after]
     of_update = {name for name in found if name.startswith(names.new("")) and name not in expected}
-    made = check.compare({n: v for n, v in found.items() if n not in of_update}, expected, noise=noise)
+    result = check.compare({n: v for n, v in found.items() if n not in of_update}, expected, noise=noise)
     if optimizer is not None:
         updated = {name: found[name] for name in found if name in of_update}
         _update(optimizer, dict(model.named_parameters()), updated, {n: found[n] for n in hidden}, feeds)
-    return made
+    return result
 
 
-def _with_outputs(proto: onnx.ModelProto, values: Iterable[str]) -> onnx.ModelProto:
-    """A copy that puts out these values too."""
+def _run(model: ir.Model, feeds: Mapping[str, np.ndarray], hidden: Sequence[str]) -> dict[str, np.ndarray]:
+    """Outputs, and values that are none, of the model on ONNX Runtime's CPU."""
+    dtypes = {str(value.name): value.dtype for node in model.graph for value in node.outputs}
+    if NARROW in dtypes.values():
+        model, feeds = widened(model), {name: wide(feed) for name, feed in feeds.items()}
+    proto = ir.to_proto(model)
     known = {info.name: info for info in proto.graph.value_info}
-    copy = onnx.ModelProto()
-    copy.CopyFrom(proto)
-    copy.graph.output.extend(known[value] for value in values)
-    return copy
+    proto.graph.output.extend(known[value] for value in hidden)
+    found = runtime.outputs(proto, feeds)
+    return {n: v.astype(NARROW.numpy()) if dtypes.get(n) == NARROW else v for n, v in found.items()}
 
 
 def _update(
@@ -93,6 +98,4 @@ def _changes(after: Mapping[str, np.ndarray], before: Mapping[str, np.ndarray]) 
 
 def _rounding(value: np.ndarray) -> float:
     """How far a value of this size is from the next."""
-    import ml_dtypes
-
     return float(ml_dtypes.finfo(value.dtype).eps) * float(np.abs(value.astype(np.float64)).max(initial=0.0))

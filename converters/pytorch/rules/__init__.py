@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from . import convolution, losses, normalization
+from . import convolution, indexing, losses, normalization, padding, pooling
 from .registry import RULES
 
-__all__ = ["convolution", "decompositions", "losses", "normalization"]
+__all__ = ["convolution", "decompositions", "indexing", "losses", "normalization", "padding", "pooling"]
 
 
 @cache

@@ -27,23 +27,25 @@ def native_batch_norm(
     momentum: float,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Normalize by the batch's or the running statistics; running statistics are updated in place."""
+    """Normalize by the batch's or the running statistics; running statistics are updated in place.
+
+    The batch's mean and inverse deviation are handed on with axes of size one, as the gradient needs them.
+    """
     axes = [0, *range(2, x.dim())]
     if training:
-        mean = x.mean(axes)
-        centred = x - _channelwise(mean, x)
-        variance = (centred * centred).mean(axes)
+        mean = x.mean(axes, keepdim=True)
+        centred = x - mean
+        variance = (centred * centred).mean(axes, keepdim=True)
         if running_mean is not None and running_var is not None:
             count = x.numel() // x.shape[1]
-            running_mean.mul_(1 - momentum).add_(mean, alpha=momentum)
-            running_var.mul_(1 - momentum).add_(variance, alpha=momentum * count / (count - 1))
+            running_mean.mul_(1 - momentum).add_(mean.flatten(), alpha=momentum)
+            running_var.mul_(1 - momentum).add_(variance.flatten(), alpha=momentum * count / (count - 1))
     else:
         assert running_mean is not None and running_var is not None
-        mean, variance = running_mean, running_var
-        centred = x - _channelwise(mean, x)
+        mean, variance = _channelwise(running_mean, x), _channelwise(running_var, x)
+        centred = x - mean
     inverse = 1 / torch.sqrt(variance + eps)
-    scale = inverse if weight is None else inverse * weight
-    y = centred * _channelwise(scale, x)
+    y = centred * (inverse if weight is None else inverse * _channelwise(weight, x))
     if bias is not None:
         y = y + _channelwise(bias, x)
     return (y, mean, inverse) if training else (y, mean.new_empty(0), mean.new_empty(0))
@@ -79,20 +81,43 @@ def native_batch_norm_backward(
     axes = [0, *range(2, x.dim())]
     if not training:
         assert running_mean is not None and running_var is not None
-        mean, inverse = running_mean, 1 / torch.sqrt(running_var + eps)
+        mean, inverse = _channelwise(running_mean, x), 1 / torch.sqrt(_channelwise(running_var, x) + eps)
     assert mean is not None and inverse is not None
-    scale = inverse if weight is None else inverse * weight
-    total = gradient.sum(axes) if training or output_mask[2] else None
+    mean, inverse = (v if v.dim() == x.dim() else _channelwise(v, x) for v in (mean, inverse))
+    scale = inverse if weight is None else inverse * _channelwise(weight, x)
+    total = gradient.sum(axes, keepdim=True) if training or output_mask[2] else None
     centred = projected = of_x = None
     if training or output_mask[1]:
-        centred = x - _channelwise(mean, x)
-        projected = (gradient * centred).sum(axes) * inverse
+        centred = x - mean
+        projected = (gradient * centred).sum(axes, keepdim=True) * inverse
     if output_mask[0]:
-        of_x = gradient * _channelwise(scale, x)
+        of_x = gradient * scale
         if training:
             assert centred is not None and projected is not None and total is not None
             count = x.numel() // x.shape[1]
-            slope = scale * inverse * projected / count
-            shift = scale * total / count
-            of_x = of_x - centred * _channelwise(slope, x) - _channelwise(shift, x)
-    return of_x, projected if output_mask[1] else None, total if output_mask[2] else None
+            of_x = of_x - centred * (scale * inverse * projected / count) - scale * total / count
+    return (
+        of_x,
+        projected.flatten() if output_mask[1] and projected is not None else None,
+        total.flatten() if output_mask[2] and total is not None else None,
+    )
+
+
+@rule(aten.native_layer_norm.default)
+def native_layer_norm(
+    x: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """In parts where ONNX's own operator would give statistics of another type: it keeps them in float32."""
+    if x.dtype == torch.float32:
+        return NotImplemented
+    exact = x if x.dtype == torch.float64 else x.float()
+    axes = list(range(x.dim() - len(shape), x.dim()))
+    mean = exact.mean(axes, keepdim=True)
+    centred = exact - mean
+    inverse = 1 / torch.sqrt((centred * centred).mean(axes, keepdim=True) + eps)
+    y = centred * inverse
+    if weight is not None:
+        y = y * weight.to(exact.dtype)
+    if bias is not None:
+        y = y + bias.to(exact.dtype)
+    return y.to(x.dtype), mean, inverse

@@ -1,0 +1,146 @@
+"""Functions that torch differentiates in one piece and ONNX has no gradient for, written out of simple parts.
+
+While a step is traced, `Composites` puts these in the functions' places, above differentiation, so that their
+gradients follow from the parts'. The reference of the check runs torch's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+
+def bilinear(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x W y for every output."""
+    made = torch.einsum("...i,oij,...j->...o", x, weight, y)
+    return made if bias is None else made + bias
+
+
+def embedding_bag(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    offsets: torch.Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: torch.Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> torch.Tensor:
+    """Sum, mean or maximum of the rows in each bag."""
+    if max_norm is not None or scale_grad_by_freq or padding_idx is not None or (offsets is not None and mode == "max"):
+        raise NotImplementedError("embedding_bag with max_norm, scale_grad_by_freq, padding_idx or ragged maximum")
+    rows = F.embedding(input, weight)
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights.unsqueeze(-1)
+    if offsets is None:
+        if mode == "max":
+            return rows.max(1).values
+        return rows.sum(1) if mode == "sum" else rows.mean(1)
+    if include_last_offset:
+        offsets = offsets[:-1]
+    # rows x bags: does the row lie in the bag?
+    bag = (torch.arange(input.numel()).unsqueeze(0) >= offsets.unsqueeze(1)).to(weight.dtype)
+    inside = bag - torch.cat([bag[1:], bag.new_zeros([1, bag.shape[1]])])
+    made = inside @ rows
+    return made if mode == "sum" else made / inside.sum(1, keepdim=True).clamp(min=1)
+
+
+def cdist(x: torch.Tensor, y: torch.Tensor, p: float = 2.0, compute_mode: Any = None) -> torch.Tensor:
+    """Distances of all pairs of rows; the gradient at distance 0 is 0."""
+    return _distance(x.unsqueeze(-2) - y.unsqueeze(-3), p)
+
+
+def pdist(x: torch.Tensor, p: float = 2.0) -> torch.Tensor:
+    """Distances of the pairs of rows i < j."""
+    first, second = torch.triu_indices(x.shape[0], x.shape[0], 1)
+    return _distance(x.index_select(0, first) - x.index_select(0, second), p)
+
+
+def _distance(difference: torch.Tensor, p: float) -> torch.Tensor:
+    if p == 2:
+        squares = (difference * difference).sum(-1)
+        apart = squares > 0
+        return torch.where(apart, torch.where(apart, squares, 1.0).sqrt(), 0.0)
+    if p == 1:
+        return difference.abs().sum(-1)
+    if p == float("inf"):
+        return difference.abs().amax(-1)
+    raise NotImplementedError(f"distances of p = {p}: 1, 2 and inf are supported")
+
+
+def logcumsumexp(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """About the maximum of the whole, so for values within about 80 of each other."""
+    top = x.detach().amax(dim, keepdim=True)
+    return (x - top).exp().cumsum(dim).log() + top
+
+
+def grid_sample(
+    input: torch.Tensor,
+    grid: torch.Tensor,
+    mode: str = "bilinear",
+    padding_mode: str = "zeros",
+    align_corners: bool | None = None,
+) -> torch.Tensor:
+    """Nearest or bilinear samples of (N, C, H, W) at (N, h, w, 2) coordinates from -1 to 1."""
+    x = input
+    if x.dim() != 4 or mode == "bicubic" or padding_mode == "reflection":
+        raise NotImplementedError("grid_sample of volumes, bicubic, or with padding_mode reflection")
+    (batch, channels, *sizes), places = x.shape, grid.shape[1:3]
+    corners: list[list[tuple[torch.Tensor, torch.Tensor]]] = []  # per axis: (coordinate, weight) of its neighbours
+    for axis, size in ((1, sizes[0]), (0, sizes[1])):
+        at = grid[..., axis]
+        at = (at + 1) / 2 * (size - 1) if align_corners else ((at + 1) * size - 1) / 2
+        if padding_mode == "border":
+            at = at.clamp(0, size - 1)
+        if mode == "nearest":
+            corners.append([(at.round(), torch.ones_like(at))])
+        else:
+            low = at.detach().floor()
+            corners.append([(low, 1 - (at - low)), (low + 1, at - low)])
+    made = None
+    for row, row_weight in corners[0]:
+        for column, column_weight in corners[1]:
+            inside = (row >= 0) & (row < sizes[0]) & (column >= 0) & (column < sizes[1])
+            index = row.clamp(0, sizes[0] - 1) * sizes[1] + column.clamp(0, sizes[1] - 1)
+            index = index.detach().long().reshape([batch, 1, -1]).expand([batch, channels, -1])
+            picked = x.flatten(2).gather(2, index).reshape([batch, channels, *places])
+            weight = (row_weight * column_weight * inside.to(x.dtype)).unsqueeze(1)
+            made = picked * weight if made is None else made + picked * weight
+    assert made is not None
+    return made
+
+
+COMPOSITES: dict[Any, Callable[..., Any]] = {
+    F.bilinear: bilinear,
+    torch.bilinear: bilinear,
+    F.embedding_bag: embedding_bag,
+    torch.cdist: cdist,
+    torch.pdist: pdist,
+    F.pdist: pdist,
+    torch.logcumsumexp: logcumsumexp,
+    torch.Tensor.logcumsumexp: logcumsumexp,
+    F.grid_sample: grid_sample,
+}
+
+
+class Composites(TorchFunctionMode):
+    """Calls of the functions above go to their compositions, unseen by `watch`."""
+
+    def __init__(self, watch: Any) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func not in COMPOSITES:
+            return func(*args, **(kwargs or {}))
+        with self._watch.paused():
+            return COMPOSITES[func](*args, **(kwargs or {}))

@@ -1,0 +1,57 @@
+"""bfloat16 on ONNX Runtime's CPU, which has hardly a kernel for it: the same nodes in float32, rounded after each."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+
+NARROW, WIDE = ir.DataType.BFLOAT16, ir.DataType.FLOAT
+
+
+def widened(model: ir.Model) -> ir.Model:
+    """A copy for checks that takes and gives float32 wherever the model has bfloat16, and rounds as it would.
+
+    A kernel that keeps float32 inside and rounds at its end gives these very numbers.
+    """
+    copy = model.clone()
+    graph = copy.graph
+    for value in [*graph.inputs, *graph.initializers.values()]:
+        if value.dtype == NARROW:
+            value.dtype = WIDE
+            if value.const_value is not None:
+                value.const_value = ir.tensor(value.const_value.numpy().astype(np.float32), name=value.name)
+    for node in list(graph):
+        for attribute in node.attributes.values():
+            if attribute.name in ("to", "dtype") and attribute.as_int() == NARROW:
+                node.attributes[attribute.name] = ir.AttrInt64(attribute.name, int(WIDE))
+            elif attribute.type == ir.AttributeType.TENSOR and attribute.as_tensor().dtype == NARROW:
+                wide = ir.tensor(attribute.as_tensor().numpy().astype(np.float32))
+                node.attributes[attribute.name] = ir.AttrTensor(attribute.name, wide)
+        for value in node.outputs:
+            if value.dtype == NARROW:
+                _round(graph, node, value)
+    return copy
+
+
+def _round(graph: ir.Graph, node: ir.Node, value: ir.Value) -> None:
+    """Readers of a value read it as bfloat16 would hold it."""
+    value.dtype = WIDE
+    narrow = ir.node("Cast", [value], {"to": int(NARROW)})
+    wide = ir.node("Cast", narrow.outputs, {"to": int(WIDE)})
+    for made, dtype in ((narrow.outputs[0], NARROW), (wide.outputs[0], WIDE)):
+        made.shape, made.type = value.shape, ir.TensorType(dtype)
+    name = value.name
+    value.name, narrow.outputs[0].name, wide.outputs[0].name = f"{name}.exact", f"{name}.narrow", name
+    value.replace_all_uses_with(wide.outputs[0], replace_graph_outputs=True)
+    narrow.replace_input_with(0, value)
+    graph.insert_after(node, [narrow, wide])
+
+
+def wide(value: np.ndarray) -> np.ndarray:
+    """float32 of a bfloat16 array; others as they are.
+
+    >>> wide(np.array([1.5], ml_dtypes.bfloat16)).dtype
+    dtype('float32')
+    """
+    return value.astype(np.float32) if value.dtype == ml_dtypes.bfloat16 else value
