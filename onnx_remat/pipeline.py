@@ -141,7 +141,9 @@ def rewrite_model(model: Model, budget: str | int | Budget, **options: object) -
         if opts.verify == "run":
             plain = executed["disable"]
             order = [plain.view.graph.ops[i].node.name for i in plain.order.order]
-            measured = verify.run(view.graph.model, written.model, source.folder, dict(opts.dims), allowed, order)
+            measured = verify.run(
+                view.graph.model, written.model, source.folder, dict(opts.dims), allowed, order, view.tensors
+            )
     final = list(executed)[-1]
     return Result(
         written.model,
