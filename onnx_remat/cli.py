@@ -138,6 +138,12 @@ def guarded(name: str, command: Callable[[Sequence[str]], int], arguments: Seque
     except OnnxRematError as error:
         print(f"{name}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return error.exit_code
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # whoever read us is gone: say no more
+        return 0
+    except OSError as error:
+        print(f"{name}: error: {error}", file=sys.stderr)
+        return OnnxRematError.exit_code
     except KeyboardInterrupt:
         print(f"{name}: interrupted; nothing was written", file=sys.stderr)
         return 130
@@ -155,6 +161,8 @@ def _run(arguments: argparse.Namespace) -> int:
     for path in arguments.plot:
         show.check(path)
         model_io.check_target(path, arguments.input, force=True)
+    if arguments.output in (also := [arguments.json, *arguments.plot]):
+        raise UsageError(f"{also[also.index(arguments.output)]} cannot be both OUT and a report: name another file")
     progress = Progress(quiet=arguments.quiet)
     try:
         result = pipeline.rewrite_model(

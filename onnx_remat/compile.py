@@ -11,10 +11,13 @@ import onnx
 from onnx import TensorProto
 
 from onnx_remat import ops as op_facts
+from onnx_remat.bodies import workspace as body_workspace
 from onnx_remat.dtypes import bits
-from onnx_remat.graph import INITIALIZER, NODE, Graph, Op, bodies
+from onnx_remat.errors import ModelError, ShapeError
+from onnx_remat.graph import INITIALIZER, NODE, Graph, Op, bodies, build
+from onnx_remat.memory import simulate
 from onnx_remat.schedule import Problem
-from onnx_remat.shapes import Tensor
+from onnx_remat.shapes import Tensor, infer
 from onnx_remat.workspace import workspace_bytes
 
 STANDARD_DOMAINS = ("", "ai.onnx")
@@ -52,10 +55,34 @@ def tabulate(graph: Graph, tensors: Mapping[str, Tensor], threads: int, allow: S
     """
     foldable = _foldable(graph, tensors)
     return OpTable(
-        recomputable=tuple(_recomputable(graph, op, allow) for op in graph.ops),
+        recomputable=tuple(
+            _recomputable(graph, op, allow) and all(tensors[name].dtype for name in (*op.reads, *op.writes))
+            for op in graph.ops
+        ),
         foldable=foldable,
-        workspace=tuple(_workspace(op, tensors, threads, _opset(graph.model, op.node.domain)) for op in graph.ops),
+        workspace=tuple(
+            _body_workspace(op, graph.model, tensors, threads)
+            if any(True for _ in bodies(op.node))
+            else _workspace(op, tensors, threads, _opset(graph.model, op.node.domain))
+            for op in graph.ops
+        ),
     )
+
+
+def _body_workspace(op: Op, model: onnx.ModelProto, tensors: Mapping[str, Tensor], threads: int) -> int:
+    """What the op's bodies hold; ShapeError where that cannot be told."""
+
+    def peak(body: onnx.ModelProto) -> int:
+        graph = build(body)
+        sizes = infer(graph)
+        nothing = [0] * len(graph.ops)
+        problem = compile_problem(graph, sizes, tabulate(graph, sizes, threads), nothing, nothing)
+        return simulate(problem, range(problem.n_ops)).peak
+
+    try:
+        return body_workspace(op, model, tensors, peak)
+    except ModelError as error:
+        raise ShapeError(f"what node {op.label!r} ({op.node.op_type}) holds while it runs: {error}") from error
 
 
 def _recomputable(graph: Graph, op: Op, allow: Sequence[str]) -> bool:

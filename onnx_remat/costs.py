@@ -131,7 +131,7 @@ def _einsum_flops(equation: str, shapes: Sequence[tuple[int, ...]]) -> float:
     sizes: dict[str, int] = {}
     for term, shape in zip(equation.replace(" ", "").split("->")[0].split(","), shapes, strict=False):
         labels = term.replace("...", "")
-        sizes |= dict(zip(labels, shape[len(shape) - len(labels) :], strict=True))
+        sizes |= dict(zip(labels, shape[max(0, len(shape) - len(labels)) :], strict=False))
     return 2.0 * math.prod(sizes.values())
 
 

@@ -12,6 +12,9 @@ from onnx import TensorProto
 from onnx_remat.errors import ShapeError
 
 _SUB_BYTE_BITS = {"INT4": 4, "UINT4": 4, "FLOAT4E2M1": 4, "INT2": 2, "UINT2": 2}
+MOST_BYTES = 2**50
+"""No tensor is larger: sums over a whole graph then fit 64 bits."""
+
 _STRING_BYTES = 32  # sizeof(std::string): what a string tensor takes, its long texts aside
 
 
@@ -22,6 +25,8 @@ def bits(dtype: int) -> int:
     >>> bits(TensorProto.FLOAT), bits(TensorProto.BFLOAT16), bits(TensorProto.BOOL), bits(TensorProto.INT4)
     (32, 16, 8, 4)
     """
+    if dtype not in TensorProto.DataType.values() or dtype == TensorProto.UNDEFINED:
+        raise ShapeError(f"there is no data type {dtype}")
     name = TensorProto.DataType.Name(dtype)
     if name in _SUB_BYTE_BITS:
         return _SUB_BYTE_BITS[name]
@@ -39,4 +44,7 @@ def tensor_bytes(dtype: int, shape: Sequence[int]) -> int:
     >>> tensor_bytes(TensorProto.FLOAT, (2, 3)), tensor_bytes(TensorProto.INT4, (3,))
     (24, 2)
     """
-    return (math.prod(shape) * bits(dtype) + 7) // 8
+    size = (math.prod(shape) * bits(dtype) + 7) // 8
+    if size > MOST_BYTES:
+        raise ShapeError(f"a tensor of shape {list(shape)} exceeds any machine's memory")
+    return size

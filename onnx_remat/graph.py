@@ -10,6 +10,7 @@ import onnx
 from onnx import inliner
 
 from onnx_remat.errors import ModelError
+from onnx_remat.ops import facts, nearest
 
 INPUT, INITIALIZER, NODE = "input", "initializer", "node"
 
@@ -90,17 +91,26 @@ def build(model: onnx.ModelProto) -> Graph:
     Raises
     ------
     ModelError
-        Undefined, doubly defined or cyclically defined values, nodes out of topological order, no opset import.
+        Undefined, doubly defined or cyclically defined values, nodes out of topological order or of unknown ops, no
+        outputs, no opset import.
     """
-    if not model.opset_import:
-        raise ModelError("the model imports no operator set: it is not a valid ONNX model")
+    _check_opsets(model)
+    if any(entry.domain == "ai.onnx" for entry in (*model.opset_import, *model.graph.node)):
+        model = _one_name_for_the_standard(model)
     if model.functions:
         model = _inlined(model)
     proto = model.graph
     values: dict[str, Value] = {}
     outputs = {value.name for value in proto.output}
+    if not outputs:
+        raise ModelError("the graph has no outputs: nothing to compute")
+    if len(outputs) < len(proto.output):
+        twice = next(v.name for i, v in enumerate(proto.output) if v.name in {o.name for o in proto.output[:i]})
+        raise ModelError(f"graph output {twice!r} is listed twice")
 
     def define(name: str, kind: str, where: str) -> None:
+        if not name:
+            raise ModelError(f"a {where} has no name")
         if name in values and not (kind == INITIALIZER and values[name].kind == INPUT):
             raise ModelError(f"value {name!r} is defined twice ({where}): names must be unique")
         values[name] = Value(name, kind, name in outputs)
@@ -114,9 +124,12 @@ def build(model: onnx.ModelProto) -> Graph:
     ops: list[Op] = []
     for node in proto.node:
         where = f"node {node.name or node.op_type!r}"
+        if not any(node.output):
+            raise ModelError(f"{where} makes nothing: it has no outputs")
         if is_constant(node):
             define(node.output[0], INITIALIZER, where)
             continue
+        _check_op(node, where, model)
         op = Op(len(ops), node, tuple(node.input), tuple(_captures(node)), tuple(node.output))
         for name in op.reads:
             if name not in values:
@@ -125,6 +138,8 @@ def build(model: onnx.ModelProto) -> Graph:
             define(name, NODE, where)
         ops.append(op)
     for value in proto.output:
+        if not value.name:
+            raise ModelError("a graph output has no name")
         if value.name not in values:
             raise ModelError(f"graph output {value.name!r} is made by no node")
     return Graph(_as_networkx(ops, values), tuple(ops), values, model)
@@ -135,8 +150,60 @@ def is_constant(node: onnx.NodeProto) -> bool:
     return node.op_type == "Constant" and node.domain in ("", "ai.onnx")
 
 
+def _check_opsets(model: onnx.ModelProto) -> None:
+    """An IR version and, for every domain, one opset version that exist."""
+    if model.ir_version > onnx.IR_VERSION:
+        raise ModelError(f"the model has IR version {model.ir_version}: onnx here knows up to {onnx.IR_VERSION}")
+    if not model.opset_import:
+        raise ModelError("the model imports no operator set: it is not a valid ONNX model")
+    versions: dict[str, int] = {}
+    newest = onnx.defs.onnx_opset_version()
+    for opset in model.opset_import:
+        domain = "" if opset.domain == "ai.onnx" else opset.domain
+        if versions.setdefault(domain, opset.version) != opset.version:
+            raise ModelError(f"the model imports two versions of opset {domain or 'ai.onnx'!r}")
+        if domain == "" and not 1 <= opset.version <= newest:
+            raise ModelError(f"the model uses opset {opset.version}: the installed onnx package knows 1 to {newest}")
+
+
+def _one_name_for_the_standard(model: onnx.ModelProto) -> onnx.ModelProto:
+    """A copy in which the standard domain is always "": "ai.onnx" is the same, but onnx's own inference balks at it."""
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    for entry in (*copy.opset_import, *copy.graph.node):
+        if entry.domain == "ai.onnx":
+            entry.domain = ""
+    return copy
+
+
+def _check_op(node: onnx.NodeProto, where: str, model: onnx.ModelProto) -> None:
+    """Standard ops must exist and have their required inputs; for other domains, nobody here can tell."""
+    if node.domain not in ("", "ai.onnx"):
+        if node.domain not in {opset.domain for opset in model.opset_import}:
+            raise ModelError(f"{where} is of domain {node.domain!r}, which the model does not import")
+        return
+    version = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 0)
+    if not version:
+        raise ModelError(f"{where} is a standard op, but the model does not import the standard operator set")
+    try:
+        schema = onnx.defs.get_schema(node.op_type, version, "")
+    except onnx.defs.SchemaError:
+        if not facts("", node.op_type).known:
+            close = nearest("", node.op_type)
+            hint = f"; did you mean {close!r}?" if close else ""
+            raise ModelError(f"{where}: there is no operator {node.op_type!r} in opset {version}{hint}") from None
+        return
+    required = onnx.defs.OpSchema.FormalParameterOption.Single
+    for slot, formal in enumerate(schema.inputs):
+        if formal.option == required and (slot >= len(node.input) or not node.input[slot]):
+            raise ModelError(f"{where} ({node.op_type}) lacks its input {formal.name!r}")
+
+
 def _inlined(model: onnx.ModelProto) -> onnx.ModelProto:
-    inlined = inliner.inline_local_functions(model, True)
+    try:
+        inlined = inliner.inline_local_functions(model, True)
+    except (RuntimeError, ValueError, onnx.checker.ValidationError) as error:
+        raise ModelError(f"the model's functions cannot be inlined: {' '.join(str(error).split())[:200]}") from error
     inlined.functions.extend(model.functions)  # kept for whoever reads them; nothing calls them now
     return inlined
 

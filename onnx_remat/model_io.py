@@ -5,6 +5,7 @@ from __future__ import annotations
 import filecmp
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ import onnx
 from google.protobuf.message import DecodeError, EncodeError
 
 from onnx_remat.dtypes import tensor_bytes
-from onnx_remat.errors import ModelError, UsageError
+from onnx_remat.errors import ModelError, ShapeError, UsageError
 
 INLINE_LIMIT = 1024
 """Initializers of up to this many bytes may steer shapes, so analyses see their contents; larger ones are typed."""
@@ -48,13 +49,20 @@ def load(source: str | os.PathLike[str] | bytes | onnx.ModelProto) -> Source:
         loaded = Source(_parse(source, "the given bytes"), None)
     else:
         path = Path(source)
-        try:
-            data = path.read_bytes()
-        except OSError as error:
-            raise ModelError(f"cannot read {path}: {error.strerror}") from error
-        loaded = Source(_parse(data, str(path)), path.resolve().parent)
-    _check_external_data(loaded)
+        loaded = Source(_parse(_read(path), str(path)), path.resolve().parent)
+    _check_tensors(loaded)
     return loaded
+
+
+def _read(path: Path) -> bytes:
+    if "\0" in str(path):
+        raise ModelError(f"cannot read {str(path)!r}: its name has a zero byte")
+    try:
+        if not path.is_dir() and path.exists() and not path.is_file():  # a pipe or a device may never end
+            raise ModelError(f"cannot read {path}: it is not a regular file")
+        return path.read_bytes()
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror}") from error
 
 
 def _parse(data: bytes, what: str) -> onnx.ModelProto:
@@ -106,34 +114,50 @@ def _entry(tensor: onnx.TensorProto, key: str) -> str:
     return next((e.value for e in tensor.external_data if e.key == key), "")
 
 
-def _check_external_data(source: Source) -> None:
-    for tensor in _external_tensors(source.model):
-        location = _entry(tensor, "location")
-        if source.folder is None:
-            raise ModelError(
-                f"initializer {tensor.name!r} keeps its data in a file ({location!r}), but the model was not given "
-                "as a path: pass the path of the model"
-            )
+def _check_tensors(source: Source) -> None:
+    """Every stored tensor has a known type, a shape, and all its data."""
+    for tensor in tensors(source.model.graph):
+        if any(dim < 0 for dim in tensor.dims):
+            raise ModelError(f"initializer {tensor.name!r} has a negative dimension: {list(tensor.dims)}")
+        try:
+            needed = tensor_bytes(tensor.data_type, tensor.dims)
+        except ShapeError as error:
+            raise ModelError(f"initializer {tensor.name!r}: {error}") from error
+        if tensor.data_location == onnx.TensorProto.EXTERNAL:
+            _check_external_data(source, tensor, needed)
+        elif tensor.HasField("raw_data") and len(tensor.raw_data) != needed:
+            raise ModelError(f"initializer {tensor.name!r} needs {needed} bytes, it has {len(tensor.raw_data)}")
+
+
+def _check_external_data(source: Source, tensor: onnx.TensorProto, needed: int) -> None:
+    location, whose = _entry(tensor, "location"), f"initializer {tensor.name!r}"
+    if source.folder is None:
+        raise ModelError(
+            f"{whose} keeps its data in a file ({location!r}), but the model was not given as a path: pass the path"
+        )
+    try:
+        if "\0" in location:
+            raise ModelError(f"{whose}: external data {location!r} has a zero byte in its name")
         path = (source.folder / location).resolve()
         if not location or Path(location).is_absolute() or not path.is_relative_to(source.folder):
-            raise ModelError(f"initializer {tensor.name!r}: external data {location!r} is outside the model's folder")
-        try:
-            size = path.stat().st_size
-            offset, length = int(_entry(tensor, "offset") or 0), int(_entry(tensor, "length") or 0)
-        except OSError as error:
-            raise ModelError(
-                f"initializer {tensor.name!r}: external data file {location!r}: {error.strerror}"
-            ) from error
-        except ValueError as error:
-            raise ModelError(f"initializer {tensor.name!r}: external data offset or length is not a number") from error
-        needed = tensor_bytes(tensor.data_type, tensor.dims)
-        if length not in (0, needed):
-            raise ModelError(f"initializer {tensor.name!r} needs {needed} bytes, its external data has {length}")
-        if offset < 0 or offset + needed > size:
-            raise ModelError(
-                f"initializer {tensor.name!r}: external data file {location!r} is too short: {size} bytes, "
-                f"{offset + needed} needed"
-            )
+            raise ModelError(f"{whose}: external data {location!r} is outside the model's folder")
+        size = path.stat().st_size
+    except OSError as error:
+        raise ModelError(f"{whose}: external data file {location!r}: {error.strerror}") from error
+    except RuntimeError as error:
+        raise ModelError(f"{whose}: external data file {location!r} is a loop of links") from error
+    if not path.is_file():
+        raise ModelError(f"{whose}: external data {location!r} is not a regular file")
+    try:
+        offset, length = int(_entry(tensor, "offset") or 0), int(_entry(tensor, "length") or 0)
+    except ValueError as error:
+        raise ModelError(f"{whose}: external data offset or length is not a number") from error
+    if length not in (0, needed):
+        raise ModelError(f"{whose} needs {needed} bytes, its external data has {length}")
+    if offset < 0 or offset + needed > size:
+        raise ModelError(
+            f"{whose}: external data file {location!r} is too short: {size} bytes, {offset + needed} needed"
+        )
 
 
 def without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -150,52 +174,81 @@ def without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
             graph.initializer.append(tensor)
         elif tensor.name not in known:
             graph.input.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
-    graph.sparse_initializer.extend(model.graph.sparse_initializer)
+    for sparse in model.graph.sparse_initializer:  # the runtime stores them dense, under this name
+        graph.input.append(onnx.helper.make_tensor_value_info(sparse.values.name, sparse.values.data_type, sparse.dims))
     return light
 
 
 def check_target(target: str | os.PathLike[str], source: str | os.PathLike[str] | None, force: bool) -> Path:
     """The path to write to; UsageError where that would destroy something or cannot work."""
     path = Path(target)
+    if "\0" in str(path):
+        raise UsageError(f"cannot write {str(path)!r}: its name has a zero byte")
+    try:
+        _check_path(path, source, force)
+        # Only writing shows whether one may: permissions, quotas and read-only disks all have a say.
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}") from error
+    return path
+
+
+def _check_path(path: Path, source: str | os.PathLike[str] | None, force: bool) -> None:
     if path.is_dir():
         raise UsageError(f"{path} is a directory: name a file to write")
     if not path.parent.is_dir():
         raise UsageError(f"folder {path.parent} does not exist")
     if source is not None and path.exists() and Path(source).exists() and path.samefile(source):
         raise UsageError(f"{path} is the input: name another output")
+    if path.exists() and not path.is_file():
+        raise UsageError(f"{path} is not a regular file: name another output")
     if path.exists() and not force:
         raise UsageError(f"{path} exists: pass --force to replace it")
-    if not os.access(path.parent, os.W_OK):
-        raise UsageError(f"folder {path.parent} is not writable")
-    return path
 
 
 def save(model: onnx.ModelProto, target: str | os.PathLike[str], source_folder: Path | None) -> None:
     """Write `model` to `target` all at once: readers see the old file or the whole new one, never a part.
 
-    External data files are copied next to `target` when it is in another folder than `source_folder`.
+    External data files are copied next to `target` when it is in another folder than `source_folder`. A link is
+    followed; a file that is replaced keeps its permissions.
 
     Raises
     ------
+    UsageError
+        `target` is one of the model's own data files.
     ModelError
         When the disk or the format cannot hold it, or another file is where a data file belongs.
     """
-    path = Path(target)
-    folder = path.resolve().parent
+    path = Path(target).resolve()
+    folder = path.parent
+    check_not_data(model, path, folder)
     try:
         data = model.SerializeToString(deterministic=True)
     except (EncodeError, ValueError) as error:
         raise ModelError(
             "the rewritten model exceeds protobuf's 2 GiB: store its weights as external data first"
         ) from error
+    carried: list[Path] = []
     try:
         if source_folder is not None and source_folder != folder:
             for location in external_files(model):
-                _carry(source_folder / location, folder / location)
+                _carry(source_folder / location, folder / location, carried)
         with _replacing(path) as partial:
             partial.write_bytes(data)
-    except OSError as error:
-        raise ModelError(f"cannot write {path}: {error.strerror}") from error
+    except BaseException as error:
+        for copy in carried:
+            copy.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise ModelError(f"cannot write {target}: {error.strerror}") from error
+        raise
+
+
+def check_not_data(model: onnx.ModelProto, target: Path, folder: Path | None) -> None:
+    """Raise UsageError where `target` is a data file of the model, whose data lies in `folder` or will."""
+    for location in external_files(model):
+        if folder is not None and (folder / location).resolve() == target.resolve():
+            raise UsageError(f"{target.name} holds the data of the model: name another output")
 
 
 def write_text(text: str, target: str | os.PathLike[str]) -> None:
@@ -207,13 +260,14 @@ def write_bytes(data: bytes, target: str | os.PathLike[str]) -> None:
     """Write a file all at once; ModelError when the disk cannot hold it."""
     path = Path(target)
     try:
-        with _replacing(path) as partial:
+        with _replacing(path.resolve()) as partial:
             partial.write_bytes(data)
     except OSError as error:
         raise ModelError(f"cannot write {path}: {error.strerror}") from error
 
 
-def _carry(origin: Path, copy: Path) -> None:
+def _carry(origin: Path, copy: Path, carried: list[Path]) -> None:
+    """Copy a data file and note it, unless it is there already."""
     if copy.exists():
         if filecmp.cmp(origin, copy, shallow=False):
             return
@@ -221,19 +275,21 @@ def _carry(origin: Path, copy: Path) -> None:
     copy.parent.mkdir(parents=True, exist_ok=True)
     with _replacing(copy) as partial:
         shutil.copyfile(origin, partial)
+    carried.append(copy)
 
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
     """A temporary file beside `path` that takes its place when the block ends well, and vanishes when it does not."""
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    handle, name = tempfile.mkstemp(prefix=f".{path.name[:200]}.", suffix=".tmp", dir=path.parent)
     os.close(handle)
     partial = Path(name)
     try:
         yield partial
         umask = os.umask(0)
         os.umask(umask)
-        partial.chmod(0o666 & ~umask)  # mkstemp's 0600 would make the result unreadable to others
+        # mkstemp's 0600 would make a new file unreadable to others
+        partial.chmod(stat.S_IMODE(path.stat().st_mode) if path.exists() else 0o666 & ~umask)
         with partial.open("rb") as stream:
             os.fsync(stream.fileno())
         partial.replace(path)

@@ -19,12 +19,13 @@ float form apply, to float tensors twice as large.
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass
 from typing import Final
 
 import onnx
 
-__all__ = ["OpFacts", "expands_to_function", "facts", "is_random"]
+__all__ = ["OpFacts", "expands_to_function", "facts", "is_random", "nearest"]
 
 _ONNX: Final = ""
 _MS: Final = "com.microsoft"
@@ -234,6 +235,20 @@ def is_random(domain: str, op_type: str, *, opset: int = 24, training_mode: bool
     if key[0] == _ONNX and 7 <= opset < 12:
         return False
     return training_mode is not False
+
+
+def nearest(domain: str, op_type: str) -> str | None:
+    """The known operator whose name is most like that of an unknown one, if any is.
+
+    >>> nearest("", "Tahn"), nearest("com.microsoft", "Gelu"), nearest("com.microsoft", "Geluu")
+    ('Tan', None, 'Gelu')
+    """
+    if facts(domain, op_type).known:
+        return None
+    names = sorted(_CONTRIB.get(_canonical(domain), frozenset()))
+    if _canonical(domain) == _ONNX:
+        names = sorted({s.name for s in onnx.defs.get_all_schemas_with_history() if s.domain == _ONNX} | {*names})
+    return next(iter(difflib.get_close_matches(op_type, names, n=1)), None)
 
 
 def expands_to_function(domain: str, op_type: str) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from onnx import TensorProto
 
 from onnx_remat.errors import ModelError, UsageError
-from onnx_remat.graph import INPUT, Graph, Op
+from onnx_remat.graph import INPUT, NODE, Graph, Op
 from onnx_remat.schedule import BACKWARD, FORWARD, OPTIMIZER
 from onnx_remat.shapes import Tensor
 
@@ -43,11 +43,19 @@ def split(graph: Graph, tensors: Mapping[str, Tensor], loss: str | None = None) 
     if loss is not None and loss not in graph.values:
         close = difflib.get_close_matches(loss, graph.values, n=1)
         raise UsageError(f"--loss: there is no value {loss!r}" + (f"; did you mean {close[0]!r}?" if close else ""))
+    if loss is not None and graph.values[loss].kind != NODE:
+        raise UsageError(f"--loss: {loss!r} is an {graph.values[loss].kind}, no node makes it")
     labels = [_label(op) for op in graph.ops]
     if loss is None and None not in labels:
-        return [label for label in labels if label is not None]
-    structure = _by_structure(graph, tensors, loss or _find_loss(graph, tensors))
-    return [s if label is None else label for s, label in zip(structure, labels, strict=True)]
+        phases = [label for label in labels if label is not None]
+    else:
+        structure = _by_structure(graph, tensors, loss or _find_loss(graph, tensors))
+        phases = [s if label is None else label for s, label in zip(structure, labels, strict=True)]
+    if not graph.ops:
+        raise ModelError("the graph has no nodes: there is nothing to plan")
+    if not any(phase != FORWARD for phase in phases):
+        raise ModelError("the model has no backward section (every node leads to the loss): give a training graph")
+    return phases
 
 
 def _label(op: Op) -> int | None:

@@ -6,12 +6,12 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import onnx
 
-from onnx_remat import bounds, model_io, runtime, verify
+from onnx_remat import bounds, model_io, runtime, shapes, verify
 from onnx_remat.cost_bounds import cost_lower_bound
 from onnx_remat.fit import Plan, fit, make_plan, target_of
 from onnx_remat.options import Options, parse_options
@@ -80,6 +80,7 @@ def plan_model(model: Model, budget: str | int | Budget, **options: object) -> P
     parsed, opts = parse_budget(budget), parse_options(options)
     source = model_io.load(model)
     view = make_view(source.model, opts)
+    opts = replace(opts, dims=shapes.all_dims(view.tensors, opts.dims))
     original = as_executed(source.model, source.folder, "all", opts)
     allowed = parsed.resolve(original.timeline().peak)
     return make_plan(view, allowed, target_of(allowed), opts)
@@ -124,6 +125,7 @@ def rewrite_model(model: Model, budget: str | int | Budget, **options: object) -
     with clock.stage("load"):
         source = model_io.load(model)
         view = make_view(source.model, opts)
+        opts = replace(opts, dims=shapes.all_dims(view.tensors, opts.dims))
     with clock.stage("simulate original"):
         original = as_executed(view.graph.model, source.folder, "all", opts)
         before = original.timeline()
@@ -134,7 +136,7 @@ def rewrite_model(model: Model, budget: str | int | Budget, **options: object) -
     with clock.stage("bound"):
         at_least = cost_lower_bound(view.problem, allowed)
     peaks = {level: what.timeline().peak for level, what in executed.items()}
-    measured, notes = None, _notes()
+    measured, notes = None, _notes(original)
     with clock.stage("verify"):
         if opts.verify != "none":
             verify.check(view.graph.model, written.model, executed["disable"].view.graph)
@@ -187,7 +189,12 @@ def _unchanged(
     return Result(view.graph.model, report, folder, view, original, original, ())
 
 
-def _notes() -> tuple[str, ...]:
+def _notes(original: Executed) -> tuple[str, ...]:
+    if original.emulated:
+        return (
+            "onnxruntime cannot load this model's custom ops here: the plan follows the file as it is, and neither "
+            "graph optimisations nor the memory of custom kernels were checked",
+        )
     if runtime.available():
         return ()
     return (

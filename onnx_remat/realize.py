@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
+from onnx import TensorProto
 
 from onnx_remat.compile import OpTable, attributes
 from onnx_remat.graph import Graph, Op
@@ -53,7 +54,8 @@ def realize(
     views_made = {name for op in graph.ops if views[op.index] for name in op.writes}
     slots = [pin_slot(graph, tensors, op, fused) for op in graph.ops]
     pinnable = np.array([slot is not None for slot in slots], np.bool_)
-    pins = choose_pins(problem, schedule, heavy, pinnable, table.foldable, ~absorbed)
+    tensor = np.array([tensors[op.writes[0]].dtype != TensorProto.UNDEFINED for op in graph.ops], np.bool_)
+    pins = choose_pins(problem, schedule, heavy, pinnable, table.foldable, ~absorbed & tensor)
     can_hide = pinnable[schedule.array()]
     can_hide[list(exposed)] = False
     sharing = choose_private(unrolled, limit, light, can_hide, sorted(private))

@@ -152,7 +152,7 @@ def pin_slot(graph: Graph, tensors: Mapping[str, Tensor], op: Op, fused: Collect
 
 def _reshapable(dtype: int) -> bool:
     """Types that Reshape takes in every opset and execution provider; 8-bit floats and sub-byte types came later."""
-    return dtype != TensorProto.STRING and (bits(dtype) > 8 or dtype in _BYTES)
+    return dtype not in (TensorProto.STRING, TensorProto.UNDEFINED) and (bits(dtype) > 8 or dtype in _BYTES)
 
 
 _BYTES = (TensorProto.BOOL, TensorProto.INT8, TensorProto.UINT8)
@@ -178,6 +178,7 @@ class _Writer:
         self._zeros: dict[int, str] = {}
         self._constants: dict[int, str] = {}
         self._seed = ""
+        self._unknown = 0
         self._notes = graph.model.ir_version >= _NODE_METADATA_IR
         if edges:
             self._check_opset()
@@ -265,7 +266,7 @@ class _Writer:
         if not hide:
             info = self.value_info.get(held)
             info_type = info.type if info is not None else self._interface.get(held)
-            if info_type is not None:
+            if info_type is not None and all(_is_told(dim) for dim in info_type.tensor_type.shape.dim):
                 self.value_info[stem] = onnx.ValueInfoProto(name=stem, type=info_type)
             else:
                 self._declare(stem, original, -1)
@@ -303,7 +304,7 @@ class _Writer:
     def _declare(self, name: str, like: str, group: int) -> None:
         """value_info for a value: its own shape to share buffers by, or its group's made-up one."""
         tensor = self.tensors[like]
-        if name in self._interface:
+        if name in self._interface or tensor.dtype == TensorProto.UNDEFINED:
             return
         if group >= 0:
             dims: tuple[Dim, ...] | None = tuple(
@@ -313,10 +314,17 @@ class _Writer:
                 )
             )
         else:
-            if like in self.value_info and name != like:
+            known = tensor.symbolic or (None,) * len(tensor.shape)
+            if None not in known and like in self.value_info and name != like:
                 self.value_info[name] = onnx.ValueInfoProto(name=name, type=self.value_info[like].type)
                 return
-            dims = tensor.symbolic
+            # What the runtime cannot tell from the file it must not be told, for it would share buffers by it; a name
+            # of its own says no more to it than nothing would, and keeps the size for who reads the file again.
+            self._unknown += None in known
+            dims = tuple(
+                f"{TAG}u{self._unknown}.{axis}={size}" if dim is None else dim
+                for axis, (size, dim) in enumerate(zip(tensor.shape, known, strict=True))
+            )
         kind = helper.make_tensor_type_proto(tensor.dtype, dims)
         self.value_info[name] = onnx.ValueInfoProto(name=name, type=kind)
 
@@ -344,6 +352,10 @@ def _names(graph: onnx.GraphProto) -> Iterator[str]:
         yield from node.output
         for body in bodies(node):
             yield from _names(body)
+
+
+def _is_told(dim: onnx.TensorShapeProto.Dimension) -> bool:
+    return dim.HasField("dim_value") or bool(dim.dim_param)
 
 
 def _is_tensor(value: onnx.ValueInfoProto) -> bool:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,30 @@ def write_beside(model: onnx.ModelProto, folder: Path | None, scratch: Path) -> 
 
 def _same_device(a: Path, b: Path) -> bool:
     return a.stat().st_dev == b.stat().st_dev
+
+
+def infer_shapes(model: onnx.ModelProto, names: Sequence[str]) -> dict[str, tuple[str, list[int | str | None]]]:
+    """Element type (as in ``tensor(float)``) and shape of values, as ONNX Runtime infers them when it loads a model.
+
+    Its schemas know its own contrib ops. Empty where it is not installed or cannot load the model.
+    """
+    if not available():
+        return {}
+    import onnxruntime
+
+    asking = onnx.ModelProto()
+    asking.CopyFrom(model)
+    have = {value.name for value in model.graph.output}
+    asking.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names if name not in have)
+    options = session_options("disable")
+    options.log_severity_level = 4
+    try:
+        session = onnxruntime.InferenceSession(
+            asking.SerializeToString(), options, providers=["CPUExecutionProvider"]
+        )
+    except Exception:
+        return {}  # whether it should have loaded is for `optimized` to say
+    return {value.name: (value.type, value.shape) for value in session.get_outputs() if value.name in names}
 
 
 def infer_shapes_symbolically(model: onnx.ModelProto) -> onnx.ModelProto | None:
@@ -350,4 +375,11 @@ def _executed(profile: Path) -> tuple[str, ...]:
 
 
 def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    """What ONNX Runtime complains of, without its error codes, scratch paths and C++ signatures."""
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    for clutter in _CLUTTER:
+        line = re.sub(clutter, "", line)
+    return line[:300]
+
+
+_CLUTTER = (r"^\[ONNXRuntimeError\] : \d+ : \w+ : ", r"^Load model from \S+ failed:", r"^/\S+ .*?\(.*?\) (?=[A-Z])")

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import onnx
-from onnx import TypeProto, shape_inference
+from onnx import TensorProto, TypeProto, shape_inference
 
+from onnx_remat import containers
 from onnx_remat.dtypes import tensor_bytes
 from onnx_remat.errors import ModelError, ShapeError, UsageError
 from onnx_remat.graph import Graph
 from onnx_remat.model_io import without_weights
+from onnx_remat.ops import nearest
 
 Dim: TypeAlias = int | str | None
 """A known size, a symbolic name, or nothing known."""
@@ -31,7 +34,7 @@ class Tensor:
     Attributes
     ----------
     dtype : int
-        onnx.TensorProto data type.
+        onnx.TensorProto data type; UNDEFINED for sequences and optionals.
     shape : tuple of int
         Concrete sizes; () is a scalar.
     nbytes : int
@@ -46,7 +49,7 @@ class Tensor:
     symbolic: tuple[Dim, ...] | None
 
 
-def infer(graph: Graph, dims: Mapping[str, int] | None = None) -> dict[str, Tensor]:
+def infer(graph: Graph, dims: Mapping[str, int] | None = None, derived: bool = False) -> dict[str, Tensor]:
     """Types, shapes and bytes of every value of a graph.
 
     ONNX's own inference with data propagation comes first; where it leaves something open, ONNX Runtime's symbolic
@@ -57,6 +60,8 @@ def infer(graph: Graph, dims: Mapping[str, int] | None = None) -> dict[str, Tens
     graph : Graph
     dims : mapping of str to int, optional
         Sizes of symbolic dimensions.
+    derived : bool
+        `dims` comes from `all_dims` and may name dimensions that this graph has not.
 
     Raises
     ------
@@ -69,10 +74,13 @@ def infer(graph: Graph, dims: Mapping[str, int] | None = None) -> dict[str, Tens
     """
     dims = dict(dims or {})
     light = without_weights(graph.model)
+    _check_inputs(light)
     symbols = _symbols(light)
-    if unknown := sorted(set(dims) - set(symbols)):
+    if not derived and (unknown := sorted(set(dims) - set(symbols))):
         have = f"it has {', '.join(symbols)}" if symbols else "it has none"
-        raise UsageError(f"the model has no symbolic dimension {unknown[0]!r}: {have}")
+        close = difflib.get_close_matches(unknown[0], symbols, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise UsageError(f"the model has no symbolic dimension {unknown[0]!r}: {have}{hint}")
     as_written = _infer_types(light, data_prop=False)  # the runtime propagates no computed shapes either
     if symbols or any(dim.dim_param for dim in _all_dims(light)):
         bound = onnx.ModelProto()
@@ -85,14 +93,113 @@ def infer(graph: Graph, dims: Mapping[str, int] | None = None) -> dict[str, Tens
         types = _infer_types(bound)
     else:
         bound, types = light, _infer_types(light)
-    missing = [name for name in graph.values if _shape(types.get(name)) is None]
-    if missing:
-        types |= {k: v for k, v in _ask_runtime(bound).items() if k in missing}
-        missing = [name for name in missing if _shape(types.get(name)) is None]
-    if missing:
+    if loops := _loop_types(bound):
+        bound = _with_types(bound, {k: v for k, v in loops.items() if _shape(types.get(k)) is None})
+        types = _infer_types(bound)
+    held = containers.sizes(graph, types, _bytes)
+    for ask in (_ask_runtime, _ask_symbolically):
+        if missing := [n for n in graph.values if n not in held and _shape(types.get(n)) is None]:
+            types |= {k: v for k, v in ask(bound, missing).items() if k in missing}
+            held = containers.sizes(graph, types, _bytes)
+    if missing := [n for n in graph.values if n not in held and _shape(types.get(n)) is None]:
         _infer_types(bound, strict=True)  # if the model is to blame, this says so
         raise ShapeError(_cannot_size(graph, missing, types))
-    return {name: _tensor(name, types[name], as_written.get(name)) for name in graph.values}
+    return {
+        name: Tensor(TensorProto.UNDEFINED, (), held[name], None)
+        if name in held
+        else _tensor(name, types[name], as_written.get(name))
+        for name in graph.values
+    }
+
+
+def all_dims(tensors: Mapping[str, Tensor], dims: Mapping[str, int]) -> dict[str, int]:
+    """`dims` and the sizes of every other symbolic dimension that values of the graph have: derived ones too."""
+    known = dict(dims)
+    for tensor in tensors.values():
+        for size, name in zip(tensor.shape, tensor.symbolic or (), strict=False):
+            if isinstance(name, str) and not name.startswith(TAG):
+                known.setdefault(name, size)
+    return known
+
+
+def _loop_types(model: onnx.ModelProto) -> dict[str, TypeProto]:
+    """Types of what Loops return, where their bodies state the same shape for a value going in and coming out.
+
+    ONNX's inference leaves these shapes open, since an iteration might change them.
+    """
+    types: dict[str, TypeProto] = {}
+    for node in model.graph.node:
+        body = next((a.g for a in node.attribute if a.name == "body"), None)
+        if node.op_type == "Loop" and body is not None:
+            for into, out, name in zip(body.input[2:], body.output[1:], node.output, strict=False):
+                if name and into.type == out.type and into.type.tensor_type.HasField("shape"):
+                    types[name] = into.type
+    return types
+
+
+def _bytes(kind: TypeProto | None) -> int | None:
+    shape = _shape(kind)
+    return None if shape is None or kind is None else tensor_bytes(kind.tensor_type.elem_type, shape)
+
+
+def _with_types(model: onnx.ModelProto, types: Mapping[str, TypeProto]) -> onnx.ModelProto:
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    kept = [value for value in copy.graph.value_info if value.name not in types]
+    del copy.graph.value_info[:]
+    copy.graph.value_info.extend(kept)
+    copy.graph.value_info.extend(onnx.ValueInfoProto(name=name, type=kind) for name, kind in types.items())
+    return copy
+
+
+def _check_inputs(model: onnx.ModelProto) -> None:
+    """Graph inputs must say what they are: everything else follows from them."""
+    for value in model.graph.input:
+        kind = value.type
+        if kind.WhichOneof("value") is None or (kind.HasField("tensor_type") and not kind.tensor_type.elem_type):
+            raise ModelError(f"graph input {value.name!r} has no type")
+        if kind.HasField("tensor_type") and not kind.tensor_type.HasField("shape"):
+            raise ShapeError(f"graph input {value.name!r} has no shape: state its dimensions, symbolic ones by name")
+        if any(dim.dim_value < 0 for dim in kind.tensor_type.shape.dim):
+            raise ModelError(f"graph input {value.name!r} has a negative dimension: give unknown ones a name instead")
+
+
+def check_declared(model: onnx.ModelProto) -> None:
+    """Compare the types that a model states for its values with what follows from its inputs.
+
+    Raises
+    ------
+    ModelError
+        They contradict each other; the message names the first value and both types.
+    """
+    bare = without_weights(model)
+    del bare.graph.value_info[:]
+    for output in bare.graph.output:
+        if output.type.HasField("tensor_type"):
+            output.type.tensor_type.ClearField("shape")
+    try:
+        made = _infer_types(bare)
+    except ModelError:
+        return  # custom ops need what is stated
+    for value in (*model.graph.value_info, *model.graph.output):
+        kind, other = value.type, made.get(value.name)
+        if other is None or not (kind.HasField("tensor_type") and other.HasField("tensor_type")):
+            continue
+        stated, found = _dims(kind), _dims(other)
+        same_rank = stated is None or found is None or len(stated) == len(found)
+        agree = same_rank and all(
+            a == b for a, b in zip(stated or (), found or (), strict=False) if isinstance(a, int) and isinstance(b, int)
+        )
+        if not agree or 0 != kind.tensor_type.elem_type != other.tensor_type.elem_type != 0:
+            raise ModelError(
+                f"the model states {_text(kind)} for value {value.name!r}, but by shape inference it is {_text(other)}"
+            )
+
+
+def _text(kind: TypeProto) -> str:
+    name = TensorProto.DataType.Name(kind.tensor_type.elem_type).lower()
+    dims = _dims(kind)
+    return name if dims is None else f"{name}[{', '.join('?' if d is None else str(d) for d in dims)}]"
 
 
 def declared(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -202,9 +309,23 @@ def _see_through(model: onnx.ModelProto) -> None:
                 del node.attribute[:]
 
 
-def _ask_runtime(model: onnx.ModelProto) -> dict[str, TypeProto]:
-    """ONNX Runtime's symbolic inference: knows its own contrib ops and propagates more values."""
+def _ask_runtime(model: onnx.ModelProto, names: Sequence[str]) -> dict[str, TypeProto]:
+    """ONNX Runtime's own inference, which knows its contrib ops."""
     from onnx_remat import runtime  # only here: shapes must work without a runtime
+
+    return {
+        name: onnx.helper.make_tensor_type_proto(_ELEMENTS[kind], dims)
+        for name, (kind, dims) in runtime.infer_shapes(model, names).items()
+        if kind in _ELEMENTS and dims and all(isinstance(dim, int) for dim in dims)  # [] may also mean: no idea
+    }
+
+
+_ELEMENTS = {f"tensor({name.lower()})": number for name, number in TensorProto.DataType.items()}
+
+
+def _ask_symbolically(model: onnx.ModelProto, names: Sequence[str]) -> dict[str, TypeProto]:
+    """ONNX Runtime's symbolic inference, which propagates more values."""
+    from onnx_remat import runtime
 
     inferred = runtime.infer_shapes_symbolically(model)
     return _types(inferred.graph) if inferred is not None else {}
@@ -223,6 +344,8 @@ def _cannot_size(graph: Graph, missing: list[str], types: Mapping[str, TypeProto
     if kind is not None and kind.WhichOneof("value") not in (None, "tensor_type"):
         form = str(kind.WhichOneof("value")).removesuffix("_type")
         return f"value {name!r}, {where}, is a {form}, whose size is not known before it runs{more}"
+    if producer is not None and (hint := nearest(graph.ops[producer].node.domain, graph.ops[producer].node.op_type)):
+        more += f" (did you mean the op {hint!r}?)"
     return (
         f"the shape of value {name!r}, {where}, cannot be told{more}: add value_info for it, "
         "bind dims with --dim, or install onnxruntime and sympy for symbolic inference"

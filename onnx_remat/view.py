@@ -12,7 +12,7 @@ import onnx
 
 from onnx_remat import costs, graph, memory, phases, runtime, shapes
 from onnx_remat.compile import OpTable, compile_problem, tabulate
-from onnx_remat.errors import UsageError
+from onnx_remat.errors import ModelError, UsageError
 from onnx_remat.graph import INPUT, Graph
 from onnx_remat.options import Options
 from onnx_remat.ort_order import default_order
@@ -44,10 +44,14 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Executed:
-    """A model as ONNX Runtime will execute it: its optimised graph and the order of its nodes."""
+    """A model as ONNX Runtime will execute it: its optimised graph and the order of its nodes.
+
+    `emulated`: the runtime could not load it, so this is the file's own graph.
+    """
 
     view: View
     order: Schedule
+    emulated: bool = False
 
     def timeline(self) -> memory.Timeline:
         return memory.simulate(self.view.problem, self.order)
@@ -56,6 +60,8 @@ class Executed:
 def make_view(model: onnx.ModelProto, options: Options) -> View:
     """Graph, shapes, facts, costs and phases of a model, compiled into a `Problem`."""
     ir = graph.build(model)
+    shapes.check_declared(ir.model)
+    _check_allowed(ir, options.allow_recompute)
     tensors = shapes.infer(ir, options.dims)
     table = _keeping(ir, tabulate(ir, tensors, THREADS, options.allow_recompute), options.keep)
     problem = compile_problem(
@@ -69,6 +75,18 @@ def _keeping(ir: Graph, table: OpTable, keep: Sequence[str]) -> OpTable:
     producer = ir.producer()
     kept = {producer[known(name, producer, "--keep")] for name in keep}
     return replace(table, recomputable=tuple(r and i not in kept for i, r in enumerate(table.recomputable)))
+
+
+def _check_allowed(ir: Graph, allow: Sequence[str]) -> None:
+    """Each entry of --allow-recompute must be an op of the model."""
+    have = list(dict.fromkeys(f"{op.node.domain}::{op.node.op_type}" for op in ir.ops))
+    for name in allow:
+        if "::" not in name:
+            raise UsageError(f"--allow-recompute: {name!r} is not DOMAIN::OP, e.g. com.example::MyOp")
+        if name not in have:
+            close = difflib.get_close_matches(name, have, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise UsageError(f"--allow-recompute: the model has no op {name!r}{hint}")
 
 
 def known(name: str, names: Collection[str], flag: str) -> str:
@@ -85,14 +103,28 @@ def as_executed(model: onnx.ModelProto, folder: Path | None, level: str, options
     if level == "disable" or not runtime.available():
         view = _structural_view(model, plain)
         return Executed(view, view.default_order())
-    view = _structural_view(runtime.optimized(shapes.declared(model), folder, level), plain)
+    try:
+        optimized = runtime.optimized(shapes.declared(model), folder, level)
+    except ModelError as error:
+        if not _has_custom_ops(model):
+            raise
+        if options.verify != "none":
+            hint = "--verify none plans from the file alone, for a runtime that has these ops"
+            raise ModelError(f"{error} ({hint})") from error
+        view = _structural_view(model, plain)
+        return Executed(view, view.default_order(), emulated=True)
+    view = _structural_view(optimized, plain)
     return Executed(view, Schedule(tuple(range(view.problem.n_ops))))
+
+
+def _has_custom_ops(model: onnx.ModelProto) -> bool:
+    return any(node.domain not in ("", "ai.onnx") for node in model.graph.node)
 
 
 def _structural_view(model: onnx.ModelProto, options: Options) -> View:
     """A view for simulation alone: costs and phases do not matter to memory."""
     ir = graph.build(model)
-    tensors = shapes.infer(ir, options.dims)
+    tensors = shapes.infer(ir, options.dims, derived=True)
     table = tabulate(ir, tensors, THREADS, options.allow_recompute)
     nothing = [0] * len(ir.ops)
     return View(ir, tensors, table, compile_problem(ir, tensors, table, nothing, nothing))

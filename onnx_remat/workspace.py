@@ -344,7 +344,7 @@ def _numel(shape: Shape | None) -> int:
 
 
 @cache
-def _itemsize(dtype: int) -> int:
-    if dtype in (onnx.TensorProto.UNDEFINED, onnx.TensorProto.STRING):
+def _itemsize(dtype: int | None) -> int:
+    if dtype in (None, onnx.TensorProto.UNDEFINED, onnx.TensorProto.STRING):
         return 0
     return int(onnx.helper.tensor_dtype_to_np_dtype(dtype).itemsize)

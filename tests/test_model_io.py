@@ -223,7 +223,7 @@ def test_texts_are_written_the_same_way(tmp_path, monkeypatch):
     path = tmp_path / "r.json"
     model_io.write_text("one", path)
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_text", _fails)
+        patch.setattr(Path, "write_bytes", _fails)
         with pytest.raises(ModelError, match=r"cannot write .*r\.json"):
             model_io.write_text("two", path)
     assert path.read_text() == "one" and names_in(tmp_path) == ["r.json"]
