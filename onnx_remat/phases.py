@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from onnx import TensorProto
 
@@ -51,11 +51,15 @@ def split(graph: Graph, tensors: Mapping[str, Tensor], loss: str | None = None) 
     else:
         structure = _by_structure(graph, tensors, loss or _find_loss(graph, tensors))
         phases = [s if label is None else label for s, label in zip(structure, labels, strict=True)]
-    if not graph.ops:
+    return phases
+
+
+def check_step(phases: Sequence[int]) -> None:
+    """Raise ModelError unless the ops, given by their phases, are a training step: something follows the forward."""
+    if not len(phases):
         raise ModelError("the graph has no nodes: there is nothing to plan")
     if not any(phase != FORWARD for phase in phases):
         raise ModelError("the model has no backward section (every node leads to the loss): give a training graph")
-    return phases
 
 
 def _label(op: Op) -> int | None:

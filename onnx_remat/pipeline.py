@@ -11,7 +11,7 @@ from pathlib import Path
 
 import onnx
 
-from onnx_remat import bounds, model_io, runtime, shapes, verify
+from onnx_remat import bounds, model_io, phases, runtime, shapes, verify
 from onnx_remat.cost_bounds import cost_lower_bound
 from onnx_remat.fit import Plan, fit, make_plan, target_of
 from onnx_remat.options import Options, parse_options
@@ -80,6 +80,7 @@ def plan_model(model: Model, budget: str | int | Budget, **options: object) -> P
     parsed, opts = parse_budget(budget), parse_options(options)
     source = model_io.load(model)
     view = make_view(source.model, opts)
+    phases.check_step(view.problem.phase.tolist())
     opts = replace(opts, dims=shapes.all_dims(view.tensors, opts.dims))
     original = as_executed(source.model, source.folder, "all", opts)
     allowed = parsed.resolve(original.timeline().peak)
@@ -125,6 +126,7 @@ def rewrite_model(model: Model, budget: str | int | Budget, **options: object) -
     with clock.stage("load"):
         source = model_io.load(model)
         view = make_view(source.model, opts)
+        phases.check_step(view.problem.phase.tolist())
         opts = replace(opts, dims=shapes.all_dims(view.tensors, opts.dims))
     with clock.stage("simulate original"):
         original = as_executed(view.graph.model, source.folder, "all", opts)

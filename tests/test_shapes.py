@@ -165,16 +165,22 @@ def test_shapes_computed_with_arithmetic_are_followed():
     assert found["y"].shape == found["zeros"].shape == (12,)
 
 
-def test_sequences_are_refused_by_value_and_node():
+def test_sequences_count_with_what_goes_into_them():
     nodes = [
-        make("SplitToSequence", ["x"], ["parts"], name="cut", axis=0),
-        make("ConcatFromSequence", ["parts"], ["y"], name="glue", axis=0),
-    ]
-    with pytest.raises(ShapeError) as caught:
-        inferred(model_of(nodes, {"x": [4, 2]}, {"y": [4, 2]}))
-    message = str(caught.value)
-    assert "'parts'" in message and "'cut'" in message and "SplitToSequence" in message
-    assert "is a sequence, whose size is not known before it runs" in message
+        make("SequenceEmpty", [], ["none"]), make("SequenceInsert", ["none", "x"], ["one"]),
+        make("SequenceConstruct", ["x", "x"], ["two"]), make("SequenceInsert", ["two", "x", "at"], ["three"]),
+        make("SplitToSequence", ["x"], ["rows"], axis=0), make("SequenceLength", ["three"], ["y"]),
+    ]  # fmt: skip
+    tensors = inferred(model_of(nodes, {"x": [4, 4]}, {"y": (TensorProto.INT64, [])}, {"at": np.int64(0)}))
+    assert [tensors[n].nbytes for n in ("none", "one", "two", "three", "rows")] == [0, 64, 128, 192, 64]
+    assert tensors["two"].symbolic is None
+
+
+def test_sequences_of_unknown_length_are_refused_by_value():
+    model = model_of([make("SequenceLength", ["s"], ["y"])], {}, {"y": (TensorProto.INT64, [])})
+    model.graph.input.append(helper.make_tensor_sequence_value_info("s", TensorProto.FLOAT, [4]))
+    with pytest.raises(ShapeError, match="value 's', a graph input, is a sequence, whose size is not known"):
+        inferred(model)
 
 
 def test_sizes_that_depend_on_data_are_refused_by_value_and_node():
