@@ -124,6 +124,10 @@ def planning_options(arguments: argparse.Namespace) -> dict[str, object]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    if given and given[0] == "check":
+        from onnx_remat import check
+
+        return guarded("onnx-remat check", check.command, given[1:])
     if given and given[0] in ("sweep", "profile"):
         from onnx_remat import commands
 

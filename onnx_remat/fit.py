@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+import json
+from collections.abc import Callable, Mapping, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -108,7 +109,7 @@ def fit(
         exposed: set[int] = set()
         while True:
             with stage("rewrite"):
-                written = _write(plan, target, before_peak, private, exposed)
+                written = _write(plan, target, before_peak, private, exposed, options.dims)
             with stage("simulate result"):
                 executed = _as_written(written.model, folder, options)
                 timelines = {level: what.timeline() for level, what in executed.items()}
@@ -151,12 +152,15 @@ def _idle_sharers(what: Executed, timeline: memory.Timeline, limit: int, written
     return {number[names[v]] for v in found if names[v] in number}
 
 
-def _write(plan: Plan, limit: int, before_peak: int, private: Set[int], exposed: Set[int]) -> Rewritten:
+def _write(
+    plan: Plan, limit: int, before_peak: int, private: Set[int], exposed: Set[int], dims: Mapping[str, int]
+) -> Rewritten:
     metadata = {
         "version": __version__,
         "budget_bytes": str(plan.budget),
         "original_peak_bytes": str(before_peak),
         "planned_peak_bytes": str(plan.timeline.peak),
+        "dims": json.dumps(dict(dims)),
     }
     view = plan.view
     return realize(view.graph, view.tensors, view.table, view.problem, plan.schedule, limit, metadata, private, exposed)

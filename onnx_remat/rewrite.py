@@ -11,6 +11,7 @@ symbolic dimensions for it: ``onnx_remat.p<group>.<axis>=<size>``.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -28,6 +29,10 @@ from onnx_remat.sharing import Unrolled
 
 RECOMPUTE_KEY = TAG + "recompute_of"
 CONTROL_KEY = TAG + "control_edge"
+BUDGET_KEY, DIMS_KEY = TAG + "budget_bytes", TAG + "dims"
+CLONES_KEY, EDGES_KEY = TAG + "recomputed", TAG + "control_edges"
+"""Model metadata: first results of the recomputed nodes and of the control edges' Reshapes, as JSON lists."""
+
 _MIN_OPSET = 7  # Mul broadcasts a scalar from 7 on, Reshape takes its shape as an input from 5 on
 _NODE_METADATA_IR = 10
 
@@ -109,7 +114,8 @@ def rewrite(
     model.graph.node.extend(writer.nodes)
     model.graph.initializer.extend(writer.initializers)
     model.graph.value_info.extend(writer.value_info.values())
-    _set_metadata(model, metadata)
+    plan = {CLONES_KEY: json.dumps(writer.clones), EDGES_KEY: json.dumps(writer.edges)}
+    _set_metadata(model, {TAG + key: value for key, value in metadata.items()} | plan)
     return Rewritten(
         model, tuple(writer.recomputed), len(pins), int((group >= 0).sum()), len(writer.nodes) - len(graph.ops),
         tuple(writer.occurrences),
@@ -118,9 +124,8 @@ def rewrite(
 
 def _set_metadata(model: onnx.ModelProto, metadata: Mapping[str, str]) -> None:
     kept = [(p.key, p.value) for p in model.metadata_props if not p.key.startswith(TAG)]
-    new = [(TAG + key, value) for key, value in metadata.items()]
     del model.metadata_props[:]
-    for key, value in kept + new:
+    for key, value in [*kept, *metadata.items()]:
         model.metadata_props.add(key=key, value=value)
 
 
@@ -168,6 +173,8 @@ class _Writer:
         self.nodes: list[onnx.NodeProto] = []
         self.initializers: list[onnx.TensorProto] = []
         self.recomputed: list[str] = []
+        self.clones: list[str] = []
+        self.edges: list[str] = []
         self.occurrences: list[str] = []
         self.value_info = {v.name: v for v in graph.model.graph.value_info}
         self._interface = {v.name: v.type for v in (*graph.model.graph.input, *graph.model.graph.output)}
@@ -242,6 +249,8 @@ class _Writer:
                 self._declare(new, name, outputs[name])
             else:
                 node.output[slot] = ""
+        if number:
+            self.clones.append(next(name for name in node.output if name))
         while node.output and not node.output[-1]:
             node.output.pop()
 
@@ -259,6 +268,7 @@ class _Writer:
         stem = self._fresh(f"{held}__after" if trigger else f"{held}__private")
         shape = zeros
         if trigger:
+            self.edges.append(stem)
             size, shape = self._fresh(f"{stem}_size"), self._fresh(f"{stem}_shape")
             self._helper("Size", [trigger], size, trigger)
             self._helper("Mul", [size, zeros], shape, trigger)

@@ -1,0 +1,111 @@
+"""Has another tool undone a rewritten file? Counts what is left of the plan and simulates the file as it is now."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import onnx
+
+from onnx_remat import model_io, runtime
+from onnx_remat.errors import ModelError
+from onnx_remat.options import Options
+from onnx_remat.rewrite import BUDGET_KEY, CLONES_KEY, DIMS_KEY, EDGES_KEY
+from onnx_remat.units import format_bytes, parse_dims
+from onnx_remat.view import as_executed
+
+
+@dataclass(frozen=True, slots=True)
+class Survival:
+    """What is left of a plan in a file.
+
+    Attributes
+    ----------
+    recomputed, control_edges : int
+        Recomputed nodes and control edges that were written.
+    recomputed_lost, control_edges_lost : tuple of str
+        Results of those that no node of the file makes any more: merged away, folded or fused.
+    budget : int
+        Bytes the file was written for.
+    peaks_by_level : dict of str to int
+        Simulated peak in bytes per graph optimisation level.
+    """
+
+    recomputed: int
+    control_edges: int
+    recomputed_lost: tuple[str, ...]
+    control_edges_lost: tuple[str, ...]
+    budget: int
+    peaks_by_level: Mapping[str, int]
+
+    @property
+    def kept(self) -> bool:
+        """Does the file still keep its budget?"""
+        return max(self.peaks_by_level.values()) <= self.budget
+
+    def to_text(self) -> str:
+        """For people: one line per finding, the verdict last."""
+        worst = max(self.peaks_by_level.values())
+        lines = [
+            f"{len(lost)} of {count} {what} were merged away, e.g. {lost[0]}"
+            if lost
+            else f"all {count} {what} are in place"
+            for what, count, lost in (
+                ("recomputed nodes", self.recomputed, self.recomputed_lost),
+                ("control edges", self.control_edges, self.control_edges_lost),
+            )
+        ]
+        verdict = "keeps" if self.kept else "no longer keeps"
+        lines.append(f"peak {format_bytes(worst)}: {verdict} its budget of {format_bytes(self.budget)}")
+        return "\n".join(lines)
+
+
+def check(path: str | os.PathLike[str], dims: Mapping[str, int] | None = None) -> Survival:
+    """Compare a file with what was recorded in it when it was written.
+
+    Parameters
+    ----------
+    path : path
+        A file that `rewrite_model` made, or what some tool made of it.
+    dims : mapping of str to int, optional
+        Sizes of symbolic dimensions; by default those it was planned for.
+
+    Raises
+    ------
+    ModelError
+        The file is no model, or does not say what was planned: it was not rewritten, or a tool dropped its metadata.
+    """
+    source = model_io.load(path)
+    notes = {p.key: p.value for p in source.model.metadata_props}
+    try:
+        budget, clones, edges = int(notes[BUDGET_KEY]), json.loads(notes[CLONES_KEY]), json.loads(notes[EDGES_KEY])
+        dims = dict(dims) if dims else json.loads(notes[DIMS_KEY])
+    except (KeyError, ValueError) as error:
+        raise ModelError(
+            f"{path} does not say what was planned: it was not rewritten, or a tool dropped its metadata"
+        ) from error
+    options = Options(dims=dims)
+    levels = runtime.LEVELS if runtime.available() else ("disable",)
+    made = {name for node in source.model.graph.node for name in node.output}
+    return Survival(
+        len(clones),
+        len(edges),
+        tuple(name for name in clones if name not in made),
+        tuple(name for name in edges if name not in made),
+        budget,
+        {level: as_executed(source.model, source.folder, level, options).timeline().peak for level in levels},
+    )
+
+
+def command(arguments: Sequence[str]) -> int:
+    """``onnx-remat check FILE``: 0 where the file keeps its budget, 5 where it no longer does."""
+    parser = argparse.ArgumentParser(prog="onnx-remat check", description=__doc__)
+    parser.add_argument("file", metavar="FILE", help="a rewritten model, or what another tool made of it")
+    parser.add_argument("--dim", action="append", default=[], metavar="NAME=N", help="size of a symbolic dimension")
+    given = parser.parse_args(arguments)
+    found = check(given.file, parse_dims(given.dim))
+    print(found.to_text())
+    return 0 if found.kept else 5

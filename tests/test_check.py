@@ -1,0 +1,72 @@
+"""`onnx-remat check`: a file as it was written passes; one whose recomputes another tool merged does not."""
+
+from __future__ import annotations
+
+import onnx
+import pytest
+
+import onnx_remat
+from onnx_remat.check import check
+from onnx_remat.cli import main
+from onnx_remat.errors import ModelError
+from tests.conftest import mlp
+
+pytest.importorskip("onnxruntime")
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    path = tmp_path_factory.mktemp("check") / "small.onnx"
+    model = mlp(layers=12, batch=2048, width=32, dims="batch")
+    onnx_remat.rewrite_model(model, "40%", time_limit=1.0, dims={"batch": 2048}).save(path)
+    return path
+
+
+def merged(model: onnx.ModelProto) -> onnx.ModelProto:
+    """What a tool makes of it that removes Reshapes to a shape's own zeros and then merges equal nodes."""
+    rename: dict[str, str] = {}
+    seen: dict[bytes, onnx.NodeProto] = {}
+    kept = []
+    for node in model.graph.node:
+        node.input[:] = [rename.get(name, name) for name in node.input]
+        if node.op_type == "Reshape" and "__after" in node.output[0]:
+            rename[node.output[0]] = node.input[0]
+            continue
+        twin = onnx.NodeProto()
+        twin.CopyFrom(node)
+        for field in ("name", "output", "metadata_props"):
+            twin.ClearField(field)
+        first = seen.setdefault(twin.SerializeToString(deterministic=True), node)
+        if first is node:
+            kept.append(node)
+        else:
+            rename |= dict(zip(node.output, first.output, strict=False))
+    del model.graph.node[:]
+    model.graph.node.extend(kept)
+    return model
+
+
+def test_a_file_as_written_keeps_its_budget(small, capsys):
+    found = check(small)
+    assert found.kept and found.recomputed > 0 and found.control_edges > 0
+    assert not found.recomputed_lost and not found.control_edges_lost
+    assert main(["check", str(small)]) == 0
+    assert "keeps its budget" in capsys.readouterr().out
+
+
+def test_merged_recomputes_are_named_and_cost_the_budget(small, tmp_path, capsys):
+    path = tmp_path / "merged.onnx"
+    onnx.save(merged(onnx.load(small)), path)
+    found = check(path)
+    assert 0 < len(found.recomputed_lost) <= found.recomputed and not found.kept
+    assert main(["check", str(path)]) == 5
+    out = capsys.readouterr().out
+    assert f"{len(found.recomputed_lost)} of {found.recomputed} recomputed nodes were merged away" in out
+    assert "no longer keeps its budget" in out
+
+
+def test_files_that_say_nothing_of_a_plan_are_refused(tmp_path):
+    path = tmp_path / "plain.onnx"
+    onnx.save(mlp(), path)
+    with pytest.raises(ModelError, match="does not say what was planned"):
+        check(path)
