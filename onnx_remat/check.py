@@ -8,8 +8,6 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import onnx
-
 from onnx_remat import model_io, runtime
 from onnx_remat.errors import ModelError
 from onnx_remat.options import Options

@@ -124,6 +124,8 @@ def build(model: onnx.ModelProto) -> Graph:
     ops: list[Op] = []
     for node in proto.node:
         where = f"node {node.name or node.op_type!r}"
+        if any(isinstance(text, bytes) for text in (node.name, node.op_type, node.domain, *node.input, *node.output)):
+            raise ModelError(f"node {len(ops)} has a name that is not UTF-8")  # protobuf then hands out bytes
         if not any(node.output):
             raise ModelError(f"{where} makes nothing: it has no outputs")
         if is_constant(node):
@@ -193,10 +195,15 @@ def _check_op(node: onnx.NodeProto, where: str, model: onnx.ModelProto) -> None:
             hint = f"; did you mean {close!r}?" if close else ""
             raise ModelError(f"{where}: there is no operator {node.op_type!r} in opset {version}{hint}") from None
         return
+    for attribute in node.attribute:
+        formal = schema.attributes.get(attribute.name)
+        if formal is not None and not attribute.ref_attr_name and attribute.type != formal.type.value:
+            kind = formal.type.name
+            raise ModelError(f"{where} ({node.op_type}): attribute {attribute.name!r} must be of type {kind}")
     required = onnx.defs.OpSchema.FormalParameterOption.Single
-    for slot, formal in enumerate(schema.inputs):
-        if formal.option == required and (slot >= len(node.input) or not node.input[slot]):
-            raise ModelError(f"{where} ({node.op_type}) lacks its input {formal.name!r}")
+    for slot, wanted in enumerate(schema.inputs):
+        if wanted.option == required and (slot >= len(node.input) or not node.input[slot]):
+            raise ModelError(f"{where} ({node.op_type}) lacks its input {wanted.name!r}")
 
 
 def _inlined(model: onnx.ModelProto) -> onnx.ModelProto:

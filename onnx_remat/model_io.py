@@ -160,6 +160,11 @@ def _check_external_data(source: Source, tensor: onnx.TensorProto, needed: int) 
         )
 
 
+def weight_bytes(model: onnx.ModelProto) -> int:
+    """Bytes of all initializers, wherever they are stored."""
+    return sum(tensor_bytes(tensor.data_type, tensor.dims) for tensor in model.graph.initializer)
+
+
 def without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
     """A copy in which large initializers are typed graph inputs: what analyses need, at the size of the graph alone."""
     light = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import)

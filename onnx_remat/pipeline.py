@@ -16,7 +16,7 @@ from onnx_remat.cost_bounds import cost_lower_bound
 from onnx_remat.fit import Plan, fit, make_plan, target_of
 from onnx_remat.options import Options, parse_options
 from onnx_remat.report import Report
-from onnx_remat.units import Budget, parse_budget
+from onnx_remat.units import Budget, format_bytes, parse_budget
 from onnx_remat.view import Executed, View, as_executed, describe, make_view
 
 Model = str | os.PathLike[str] | bytes | onnx.ModelProto
@@ -138,7 +138,7 @@ def rewrite_model(model: Model, budget: str | int | Budget, **options: object) -
     with clock.stage("bound"):
         at_least = cost_lower_bound(view.problem, allowed)
     peaks = {level: what.timeline().peak for level, what in executed.items()}
-    measured, notes = None, _notes(original)
+    measured, notes = None, _notes(original, view.graph.model)
     with clock.stage("verify"):
         if opts.verify != "none":
             verify.check(view.graph.model, written.model, executed["disable"].view.graph)
@@ -191,11 +191,16 @@ def _unchanged(
     return Result(view.graph.model, report, folder, view, original, original, ())
 
 
-def _notes(original: Executed) -> tuple[str, ...]:
+def _notes(original: Executed, source: onnx.ModelProto) -> tuple[str, ...]:
     if original.emulated:
         return (
             "onnxruntime cannot load this model's custom ops here: the plan follows the file as it is, and neither "
             "graph optimisations nor the memory of custom kernels were checked",
+        )
+    if runtime.available() and model_io.weight_bytes(source) > runtime.MOST_WEIGHTS:
+        return (
+            f"weights take {format_bytes(model_io.weight_bytes(source))}: ONNX Runtime was shown the model with them "
+            "as inputs, so what it would fold or fuse into them was not simulated",
         )
     if runtime.available():
         return ()

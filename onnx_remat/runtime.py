@@ -27,6 +27,14 @@ LEVELS = ("disable", "basic", "all")
 """Graph optimisation levels a written file must keep its promise under; "all" is the default."""
 
 
+MOST_WEIGHTS = 512 * 2**20
+"""Bytes of initializers up to which ONNX Runtime is shown a model with its weights, to see what it makes of it.
+
+It writes the optimised model into one file, 2 GiB at most, and holds all weights in memory meanwhile. Larger ones are
+shown as inputs: nothing is folded or fused into them then.
+"""
+
+
 def available() -> bool:
     """Is ONNX Runtime installed?"""
     import importlib.util
@@ -87,6 +95,10 @@ def optimized(model: onnx.ModelProto, folder: Path | None, level: str) -> onnx.M
     """
     import onnxruntime
 
+    from onnx_remat.model_io import weight_bytes, without_weights
+
+    if weight_bytes(model) > MOST_WEIGHTS:
+        model, folder = without_weights(model), None
     options = session_options(level)
     options.log_severity_level = 4
     with tempfile.TemporaryDirectory(prefix="onnx-remat-") as scratch:

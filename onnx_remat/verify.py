@@ -22,6 +22,9 @@ _TOLERANCE = {"float16": 2e-2, "float32": 2e-4, "float64": 1e-9}
 """Relative tolerance by dtype where optimisations may fuse a forward chain and not its recompute."""
 
 
+_INVALID = (onnx.checker.ValidationError, UnicodeDecodeError)  # the latter: a message that quotes a broken name
+
+
 def check(original: onnx.ModelProto, rewritten: onnx.ModelProto, graph: Graph) -> None:
     """What can be told without running: a valid model with the same interface that still computes every output.
 
@@ -37,10 +40,10 @@ def check(original: onnx.ModelProto, rewritten: onnx.ModelProto, graph: Graph) -
     """
     try:
         onnx.checker.check_model(model_io.without_weights(rewritten), full_check=False)
-    except onnx.checker.ValidationError as error:
+    except _INVALID as error:
         try:
             onnx.checker.check_model(model_io.without_weights(original), full_check=False)
-        except onnx.checker.ValidationError:
+        except _INVALID:
             pass  # the checker does not know everything the original uses (custom domains, say): not our doing
         else:
             raise VerificationError(f"the rewritten model is not valid ONNX: {str(error).splitlines()[0]}") from error

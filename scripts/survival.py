@@ -57,7 +57,9 @@ print(json.dumps({"peak": peak}))
 _TOOLS = {
     "onnxsim": "import onnx, onnxsim, sys; m, ok = onnxsim.simplify(onnx.load(sys.argv[1])); onnx.save(m, sys.argv[2])",
     "onnxslim": "import onnx, onnxslim, sys; onnx.save(onnxslim.slim(onnx.load(sys.argv[1])), sys.argv[2])",
-    "onnxoptimizer": "import onnx, onnxoptimizer, sys; onnx.save(onnxoptimizer.optimize(onnx.load(sys.argv[1])), sys.argv[2])",
+    "onnxoptimizer": (
+        "import onnx, onnxoptimizer as o, sys; onnx.save(o.optimize(onnx.load(sys.argv[1])), sys.argv[2])"
+    ),
     "onnx-ir": "import onnx_ir, sys; onnx_ir.save(onnx_ir.load(sys.argv[1]), sys.argv[2])",
     "onnx-ir-cse": (
         "import onnx_ir as ir, sys\n"
@@ -128,8 +130,9 @@ def same(a: Path, b: Path) -> str:
     with np.load(a) as x, np.load(b) as y:
         if all(x[n].tobytes() == y[n].tobytes() for n in x.files):
             return "bitwise"
-        worst = max(float(np.max(np.abs(x[n] - y[n]), initial=0) / (np.max(np.abs(x[n]), initial=0) + 1e-30)) for n in x.files)
-    return f"{worst:.0e}"
+        scales = [float(np.max(np.abs(x[n]), initial=1e-30)) for n in x.files]
+        errors = [float(np.max(np.abs(x[n] - y[n]), initial=0)) for n in x.files]
+    return f"{max(e / s for e, s in zip(errors, scales, strict=True)):.0e}"
 
 
 def cell(python: Path, original: Path, small: Path, budget: int, setting: Setting) -> str:
@@ -153,7 +156,8 @@ def after_tool(python: Path, tool: str, small: Path) -> tuple[Path | None, str]:
         found = check(target)
     except OnnxRematError as error:
         return target, f"check: {str(error)[:100]}"
-    lost = f"{len(found.recomputed_lost)}/{found.recomputed} recomputes, {len(found.control_edges_lost)}/{found.control_edges} edges lost"
+    lost = f"{len(found.recomputed_lost)}/{found.recomputed} recomputes lost, "
+    lost += f"{len(found.control_edges_lost)}/{found.control_edges} edges"
     return target, f"{'kept' if found.kept else 'NOT kept'} ({lost})"
 
 

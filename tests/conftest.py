@@ -128,3 +128,8 @@ def mlp_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models") / "mlp.onnx"
     onnx.save(mlp(layers=8, batch=2048, width=128), path)
     return path
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--fuzz N``: how many random cases of each kind."""
+    parser.addoption("--fuzz", type=int, default=0, help="random cases of each kind (default: a few, the same ones)")

@@ -390,7 +390,7 @@ def attribute_missing(m):
     m.graph.output.append(typed("cast", []))
 
 
-@bad_model("shape inference refuses")
+@bad_model("attribute 'perm' must be of type INTS")
 def attribute_of_another_type(m):
     find(m, "t1").attribute[0].CopyFrom(helper.make_attribute("perm", "10"))
 

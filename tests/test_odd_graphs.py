@@ -232,7 +232,8 @@ def sequence_that_grows_and_shrinks(m):
     constant(m, "nil", np.int64(0))
     nodes = [
         make("SequenceEmpty", [], ["q0"], name="q0"), make("SequenceInsert", ["q0", "a1"], ["q1"], name="q1"),
-        make("SequenceInsert", ["q1", "a2"], ["q2"], name="q2"), make("SequenceErase", ["q2", "nil"], ["q3"], name="q3"),
+        make("SequenceInsert", ["q1", "a2"], ["q2"], name="q2"),
+        make("SequenceErase", ["q2", "nil"], ["q3"], name="q3"),
         make("SequenceLength", ["q3"], ["n"], name="n"), make("SequenceAt", ["q3", "nil"], ["odd"], name="at"),
     ]  # fmt: skip
     splice(m, nodes, "odd")
