@@ -12,10 +12,10 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
-
-from onnx_remat import runtime
 from onnx_remat.converters.autodiff import add_backward
 from onnx_remat.converters.autodiff.registry import RULES
+
+from onnx_remat import runtime
 
 OPSET = 20
 
@@ -51,9 +51,9 @@ def f32(*values: float) -> np.ndarray:
 
 NONE = np.zeros(0, np.float32)
 UNARY = (
-    "Identity", "Neg", "Abs", "Relu", "LeakyRelu", "Elu", "Selu", "Celu", "ThresholdedRelu", "HardSigmoid", "HardSwish",
-    "Mish", "Gelu", "Sigmoid", "Tanh", "Softplus", "Softsign", "Erf", "Exp", "Sin", "Cos", "Atan", "Sinh", "Cosh", "Asinh",
-    "Softmax", "LogSoftmax", "Tan", "Flatten",
+    "Identity", "Neg", "Abs", "Relu", "LeakyRelu", "Elu", "Selu", "Celu", "ThresholdedRelu", "HardSigmoid",
+    "HardSwish", "Mish", "Gelu", "Sigmoid", "Tanh", "Softplus", "Softsign", "Erf", "Exp", "Sin", "Cos", "Atan", "Sinh", "Cosh", 
+    "Asinh", "Softmax", "LogSoftmax", "Tan", "Flatten",
 )  # fmt: skip
 REDUCTIONS = ("ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceL1", "ReduceL2", "ReduceSumSquare",
               "ReduceLogSumExp")  # fmt: skip
@@ -121,7 +121,8 @@ CASES = [
     Case("Conv", ((2, 3, 5, 4), (4, 3, 1, 1)), tag="pointwise"),
     Case("Conv", ((2, 3, 5, 4), (4, 3, 1, 1)), {"strides": [2, 2]}, tag="pointwise-strided"),
     Case("Conv", ((2, 4, 5, 4), (4, 2, 1, 1)), {"strides": [2, 2], "group": 2}, tag="pointwise-grouped"),
-    Case("Conv", ((2, 3, 8, 7), (4, 3, 3, 3)), {"strides": [2, 2], "auto_pad": "SAME_UPPER"}, tag="same", dynamic=False),
+    Case("Conv", ((2, 3, 8, 7), (4, 3, 3, 3)), {"strides": [2, 2], "auto_pad": "SAME_UPPER"}, tag="same",
+         dynamic=False),
     Case("Conv", ((2, 3, 8, 7), (4, 3, 2, 2)), {"auto_pad": "SAME_LOWER"}, tag="same-lower", dynamic=False),
     Case("Conv", ((2, 3, 8, 7), (4, 3, 3, 3)), {"auto_pad": "VALID"}, tag="valid"),
     Case("Conv", ((2, 3, 8), (4, 3, 3)), {"strides": [3]}, tag="1d"),
@@ -142,15 +143,16 @@ CASES = [
     Case("AveragePool", ((2, 2, 6, 5),), {"kernel_shape": [3, 2], "strides": [1, 2]}, tag="overlap"),
     Case("AveragePool", ((2, 2, 6, 6),), {"kernel_shape": [3, 3], "strides": [2, 2], "pads": [1] * 4}, tag="padded",
          dynamic=False),
-    Case("AveragePool", ((2, 2, 6, 6),), {"kernel_shape": [3, 3], "pads": [1] * 4, "count_include_pad": 1}, tag="counted"),
+    Case("AveragePool", ((2, 2, 6, 6),), {"kernel_shape": [3, 3], "pads": [1] * 4, "count_include_pad": 1},
+         tag="counted"),
     Case("AveragePool", ((2, 2, 7, 7),), {"kernel_shape": [3, 3], "strides": [2, 2], "ceil_mode": 1}, tag="ceil",
          dynamic=False),
     Case("AveragePool", ((1, 2, 6),), {"kernel_shape": [3], "strides": [3]}, tag="1d"),
     Case("GlobalAveragePool", ((2, 3, 4, 5),)),
     Case("GlobalMaxPool", ((2, 3, 4, 5),)),
     Case("LRN", ((2, 6, 2, 3),), {"size": 3, "alpha": 0.3, "beta": 0.75, "bias": 1.5}, exact=False),
-    Case("Resize", ((1, 2, 3, 4), NONE, f32(1, 1, 2, 2)), {"mode": "nearest", "coordinate_transformation_mode": "asymmetric",
-         "nearest_mode": "floor"}, tag="nearest", dynamic=False),
+    Case("Resize", ((1, 2, 3, 4), NONE, f32(1, 1, 2, 2)), {"mode": "nearest",
+         "coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}, tag="nearest", dynamic=False),
     Case("Resize", ((1, 2, 4, 6), NONE, f32(1, 1, 0.5, 1.5)), {"mode": "nearest"}, tag="nearest-odd", dynamic=False),
     Case("Resize", ((1, 2, 3, 4), NONE, f32(1, 1, 2, 2)), {"mode": "linear"}, tag="linear", dynamic=False),
     Case("Resize", ((1, 2, 3, 4), None, None, i64([1, 2, 5, 7])), {"mode": "linear",
@@ -163,7 +165,8 @@ CASES = [
     Case("LayerNormalization", ((2, 3, 4), (4,)), tag="no-bias"),
     Case("RMSNormalization", ((2, 3, 4), (4,)), opset=23),
     Case("InstanceNormalization", ((2, 3, 4, 2), (3,), (3,)), dynamic=False),
-    Case("GroupNormalization", ((2, 6, 3), (6,), (6,)), {"num_groups": 2}, tag="per-channel", opset=21, dynamic=False, exact=False),
+    Case("GroupNormalization", ((2, 6, 3), (6,), (6,)), {"num_groups": 2}, opset=21, dynamic=False,
+         exact=False),
     Case("LpNormalization", ((3, 4),), {"axis": 1}),
     Case("LpNormalization", ((3, 4),), {"axis": 0, "p": 1}, tag="p1", exact=False),
     # Moving entries.
@@ -206,7 +209,8 @@ CASES = [
     Case("SpaceToDepth", ((1, 2, 4, 2),), {"blocksize": 2}),
     # Losses.
     *(
-        Case("SoftmaxCrossEntropyLoss", ((3, 4), i64([0, 3, 1])), {"reduction": r}, tag=r) for r in ("mean", "sum", "none")
+        Case("SoftmaxCrossEntropyLoss", ((3, 4), i64([0, 3, 1])), {"reduction": r}, tag=r)
+        for r in ("mean", "sum", "none")
     ),
     Case("SoftmaxCrossEntropyLoss", ((2, 4, 3), i64([[0, 3, 1], [1, 1, 2]]), f32(1, 2, 0.5, 3)), {"ignore_index": 1},
          tag="weighted"),
@@ -243,7 +247,8 @@ def build(case: Case, symbolic: bool) -> tuple[onnx.ModelProto, dict[str, np.nda
     weight = rng.standard_normal(y.shape)
     inputs.append(helper.make_tensor_value_info("w", TensorProto.FLOAT, weight.shape))
     feeds["w"] = weight
-    nodes = [node, helper.make_node("Mul", ["y0", "w"], ["wy"]), helper.make_node("ReduceSum", ["wy"], ["loss"], keepdims=0)]
+    weigh = helper.make_node("Mul", ["y0", "w"], ["wy"])
+    nodes = [node, weigh, helper.make_node("ReduceSum", ["wy"], ["loss"], keepdims=0)]
     graph = helper.make_graph(nodes, "case", inputs, [helper.make_tensor_value_info("loss", 1, [])], constants)
     return helper.make_model(graph, opset_imports=opsets, ir_version=10), feeds, wrt
 
@@ -251,7 +256,7 @@ def build(case: Case, symbolic: bool) -> tuple[onnx.ModelProto, dict[str, np.nda
 def differences(
     model: onnx.ModelProto, feeds: dict[str, np.ndarray], wrt: list[str], exact: bool
 ) -> dict[str, np.ndarray]:
-    """Central differences of the loss by every entry: on the reference implementation in float64, else on the runtime."""
+    """Central differences of the loss by each entry: in float64 on the reference implementation, else on the runtime."""
     run, h, dtype = (ReferenceEvaluator(model), 1e-5, np.float64) if exact else (session(model), 1e-2, np.float32)
 
     def loss(name: str, index: int, by: float) -> float:
@@ -284,7 +289,8 @@ def test_rule_against_differences(case: Case) -> None:
             gradient = made[f"grad.{name}"]
             assert gradient.shape == expected[name].shape, (name, symbolic)
             scale = max(np.abs(expected[name]).max(), 1e-3)
-            assert np.abs(gradient - expected[name]).max() / scale < (2e-4 if case.exact else 5e-3), (name, symbolic, gradient, expected[name])
+            error = np.abs(gradient - expected[name]).max() / scale
+            assert error < (2e-4 if case.exact else 5e-3), (name, symbolic, gradient, expected[name])
 
 
 def test_every_rule_has_a_case() -> None:

@@ -28,6 +28,7 @@ def add_backward(
     *,
     training: bool = False,
     frozen: Sequence[str] = (),
+    keep: Sequence[str] = (),
     dims: Mapping[str, int] | None = None,
     check: bool = True,
     example_inputs: Mapping[str, np.ndarray] | None = None,
@@ -54,6 +55,8 @@ def add_backward(
         Put Dropout and BatchNormalization into training mode: batch statistics, running ones as inputs and outputs.
     frozen : sequence of str
         Names or patterns of initializers that are not parameters.
+    keep : sequence of str
+        Outputs of the forward model to put out as well, last.
     dims : mapping of str to int, optional
         Symbolic sizes to fix.
     check : bool
@@ -92,6 +95,7 @@ def add_backward(
     tape = Tape(graph)
     with tape.labelled("forward"):
         scalar, targets = _loss(tape, graph, loss)
+    kept = {name: value for name in keep for value in graph.outputs if value.name == name}
     graph.outputs[:] = [scalar]
     after = prepare.use_batch_statistics(tape, graph)
     parameters = [inputs[name] for name in parameter_names]
@@ -100,7 +104,13 @@ def add_backward(
     parameters = [p for p in parameters if p in adjoints]
     with tape.labelled("backward"):
         gradients = [tape.expand(adjoints[p], dims_of(p)) for p in parameters]
-    _interface(tape, graph, parameters, gradients, [inputs[n] for n in buffer_names], after, [*batch, *targets])
+    statistics = {names.new(str(b.name)): v for b, v in after.items() if b.is_graph_input()}
+    graph.inputs[:] = [*parameters, *(inputs[n] for n in buffer_names), *batch, *targets]
+    _put_out(
+        tape, graph,
+        {names.LOSS: graph.outputs[0]}
+        | {names.gradient(str(p.name)): g for p, g in zip(parameters, gradients, strict=True)} | statistics | kept,
+    )  # fmt: skip
     passes.RemoveUnusedNodesPass()(model)
     plain = _finished(model)
     if check:
@@ -194,28 +204,13 @@ def _demote(
         graph.register_initializer(value)
 
 
-def _interface(
-    tape: Tape,
-    graph: ir.Graph,
-    parameters: Sequence[ir.Value],
-    gradients: Sequence[ir.Value],
-    buffers: Sequence[ir.Value],
-    after: Mapping[ir.Value, ir.Value],
-    batch: Sequence[ir.Value],
-) -> None:
-    """Inputs and outputs in the order and under the names of `names`."""
-    graph.inputs[:] = [*parameters, *buffers, *batch]
-    loss = graph.outputs[0]
-    after = {b: v for b, v in after.items() if b.is_graph_input()}
-    wanted = [(names.LOSS, loss)]
-    wanted += [(names.gradient(str(p.name)), g) for p, g in zip(parameters, gradients, strict=True)]
-    wanted += [(names.new(str(b.name)), v) for b, v in after.items()]
-    taken = {name for name, _ in wanted}
+def _put_out(tape: Tape, graph: ir.Graph, wanted: Mapping[str, ir.Value]) -> None:
+    """Make values the graph's outputs under these names."""
     for value in (v for node in graph for v in node.outputs):
-        if value.name in taken:
+        if value is not wanted.get(str(value.name), value):
             value.name = tape.fresh(f"forward.{value.name}")
     outputs: list[ir.Value] = []
-    for name, value in wanted:
+    for name, value in wanted.items():
         # An output has a name of its own, so an input, a constant or another output needs a copy.
         if value.producer() is None or any(value is other for other in outputs):
             value = tape.op("Identity", value, shape=dims_of(value))

@@ -18,11 +18,11 @@ from onnx_remat.errors import ConversionError
 
 from .. import names
 
-DIRECTIONS = 2
-TOLERANCE = 2e-2
+DIRECTIONS = 3
+TOLERANCE = 5e-2
 """Largest accepted difference, relative to the change that parameters of these gradients' size make at random."""
 
-_CHANGES = (1e-3, 1e-2, 1e-4, 3e-2)  # of the loss, tried in turn: rounding wants large ones, curvature small ones
+_CHANGES = (1e-3, 1e-2, 1e-4, 3e-2, 1e-5)  # of the loss, tried in turn: rounding wants large ones, curvature small ones
 _BOLDEST = 0.1  # largest change of a parameter, of its own size
 _SIZE = 2  # of symbolic dimensions in a made-up batch
 
@@ -95,7 +95,7 @@ def _step(gradient: np.ndarray, value: np.ndarray) -> float:
     size = float(np.sqrt(np.mean(np.square(value, dtype=np.float64)))) if value.size else 0.0
     norm = float(np.linalg.norm(gradient))
     largest = _BOLDEST * max(size, 1e-2)
-    return min(1.0 / norm, largest) if norm else largest
+    return min(1.0 / norm, largest) if norm > 0 else largest
 
 
 def _moved(feeds: Mapping[str, np.ndarray], direction: Mapping[str, np.ndarray], by: float) -> dict[str, np.ndarray]:

@@ -54,6 +54,7 @@ def load(source: Source) -> ir.Model:
         line = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ConversionError(f"the forward model cannot be read or brought to opset {UPGRADED}: {line}") from error
     model = ir.from_proto(_expanded(proto))
+    model.ir_version = max(model.ir_version, 9)  # weights of files before 4 had to be inputs
     passes.RemoveInitializersFromInputsPass()(model)
     for index, node in enumerate(model.graph):
         node.name = node.name or f"{node.op_type}.{index}"

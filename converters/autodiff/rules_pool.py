@@ -8,6 +8,7 @@ import onnx_ir as ir
 
 from onnx_remat import runtime
 
+from .constants import static
 from .dims import dims
 from .registry import Grads, Step, rule
 from .rules_conv import Geometry, geometry, input_gradient
@@ -136,11 +137,11 @@ def resize(s: Step) -> Grads:
 
     def gradient() -> ir.Value:
         g = s.full
-        before = s.known_shape()
-        for axis, (old, new) in enumerate(zip(before, dims(s.y), strict=True)):
-            assert isinstance(new, int)
-            if old == new:
+        for axis, (old, new) in enumerate(zip(s.shape(), dims(s.y), strict=True)):
+            if old == new or _kept(s, axis):
                 continue
+            if not isinstance(old, int) or not isinstance(new, int):
+                s.refuse(f"the sizes of axis {axis} must be known: fix {old!r} with dims=")
             matrix = _axis_matrix(s, axis, old, new)
             shape = dims(g)
             if _repeats(matrix):
@@ -154,6 +155,18 @@ def resize(s: Step) -> Grads:
         return g
 
     return {0: gradient}
+
+
+def _kept(s: Step, axis: int) -> bool:
+    """Does the op leave an axis as it is, whatever its size?"""
+    axes = s.attribute("axes")
+    if axes is not None:
+        listed = [a % len(s.shape()) for a in axes]
+        if axis not in listed:
+            return True
+        axis = listed.index(axis)
+    scales = static(s.x(2)) if s.has(2) else None
+    return scales is not None and scales.size > axis and bool(scales[axis] == 1)
 
 
 def _repeats(matrix: np.ndarray) -> bool:

@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from onnx_remat.errors import ConversionError
 
-from ..emit import Emitter
+from ..emit import Attribute, Emitter
 from .dims import Dim, Dims, broadcast, dims, is_static, reduced_axes, size
 
 
@@ -35,6 +35,7 @@ class Tape(Emitter):
                 if isinstance(dim, str):
                     self._sources.setdefault(dim, (value, axis))
         self._lengths: dict[str, ir.Value] = {}
+        self._before: ir.Node | None = None
         self._products: dict[str, Dims] = {}
 
     def op(
@@ -57,12 +58,27 @@ class Tape(Emitter):
     @contextmanager
     def ahead_of(self, node: ir.Node) -> Iterator[None]:
         """Put the nodes emitted inside before another, as forward nodes."""
-        last = self.graph[-1]
         with self.labelled("forward"):
-            yield
-        made = list(self.graph)[self.graph.index(last) + 1 :]
-        self.graph.remove(made)
-        self.graph.insert_before(node, made)
+            outer, self._before = self._before, node
+            try:
+                yield
+            finally:
+                self._before = outer
+
+    def many(
+        self,
+        op_type: str,
+        *inputs: ir.Value | None,
+        outputs: int,
+        name: str | None = None,
+        **attributes: Attribute,
+    ) -> tuple[ir.Value, ...]:
+        made = super().many(op_type, *inputs, outputs=outputs, name=name, **attributes)
+        node = made[0].producer()
+        if self._before is not None and node is not None:
+            self.graph.remove(node)
+            self.graph.insert_before(self._before, node)
+        return made
 
     # Arithmetic.
 

@@ -1,0 +1,66 @@
+"""`python -m onnx_remat.converters.autodiff FORWARD OUT`: append loss, backward and optimizer to a forward model."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+
+from onnx_remat import model_io
+from onnx_remat.errors import OnnxRematError, UsageError
+
+from .. import optimizers
+from .build import add_backward, initial_inputs
+from .loss import NAMED
+
+Factory: TypeAlias = Callable[..., optimizers.Optimizer]
+OPTIMIZERS: dict[str, Factory] = {"sgd": optimizers.SGD, "adam": optimizers.Adam, "adamw": optimizers.AdamW}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m onnx_remat.converters.autodiff", description=__doc__)
+    parser.add_argument("forward", type=Path, help="a forward model in standard ONNX ops")
+    parser.add_argument("out", type=Path, help="where to write the training step")
+    parser.add_argument("--loss", help=f"{', '.join(NAMED)}, or the output that is the loss")
+    parser.add_argument("--wrt", action="append", metavar="NAME", help="a parameter or pattern (repeat)")
+    parser.add_argument("--frozen", action="append", default=[], metavar="NAME", help="not a parameter (repeat)")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, help="put out new parameters, not gradients")
+    parser.add_argument("--lr", type=float, default=1e-3, help="learning rate")
+    parser.add_argument("--training", action="store_true", help="BatchNormalization and Dropout in training mode")
+    parser.add_argument("--dim", action="append", default=[], metavar="NAME=SIZE", help="fix a symbolic size (repeat)")
+    parser.add_argument("--values", type=Path, metavar="NPZ", help="write the step's first parameters and state here")
+    parser.add_argument("--no-check", action="store_true", help="do not compare gradients with finite differences")
+    parser.add_argument("--force", action="store_true", help="overwrite OUT")
+    given = parser.parse_args(arguments)
+    optimizer = OPTIMIZERS[given.optimizer](lr=given.lr) if given.optimizer else None
+    try:
+        target = model_io.check_target(given.out, given.forward, given.force)
+        step = add_backward(
+            given.forward, given.loss, given.wrt, optimizer, training=given.training, frozen=given.frozen,
+            dims=dict(_size(text) for text in given.dim), check=not given.no_check,
+        )  # fmt: skip
+        model_io.save(step, target, None)
+        if given.values:
+            np.savez(given.values, **initial_inputs(given.forward, step, optimizer))  # type: ignore[arg-type]
+    except OnnxRematError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    parameters = sum(value.name.startswith(("grad.", "new.")) for value in step.graph.output)
+    print(f"{given.out}: {len(step.graph.node)} nodes, {parameters} gradients or new values")
+    return 0
+
+
+def _size(text: str) -> tuple[str, int]:
+    name, _, size = text.partition("=")
+    if not name or not size.isdigit():
+        raise UsageError(f"--dim {text!r} is not NAME=SIZE")
+    return name, int(size)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,243 @@
+"""Forward models into training steps: numbers, names, refusals, the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+from onnx_remat.converters import optimizers
+from onnx_remat.converters.autodiff import CrossEntropy, MeanSquaredError, add_backward, initial_inputs
+from onnx_remat.converters.autodiff.__main__ import main
+from onnx_remat.converters.autodiff.registry import RULES
+
+from onnx_remat import runtime
+from onnx_remat.errors import ConversionError
+from onnx_remat.pipeline import rewrite_model
+
+LIGHT = Path(onnx.__file__).parent / "backend/test/data/light"
+
+
+def model(
+    text: str,
+    weights: dict[str, np.ndarray] | None = None,
+    inputs: dict[str, list[object]] | None = None,
+    outputs: tuple[str, ...] = ("y",),
+    opset: int = 20,
+    output_type: int = TensorProto.FLOAT,
+) -> onnx.ModelProto:
+    """A model of one line per node: ``y, z = Op(a, b) key=value``."""
+    nodes = []
+    for line in text.strip().splitlines():
+        made, _, call = line.partition(" = ")
+        op, _, rest = call.strip().partition("(")
+        given, _, settings = rest.partition(")")
+        attributes = {k: eval(v) for k, v in (s.split("=", 1) for s in settings.split())}
+        names = [name.strip() for name in given.split(",")]
+        nodes.append(helper.make_node(op, names, [n.strip() for n in made.split(",")], **attributes))
+    inputs = inputs or {"x": [4, 3]}
+    graph = helper.make_graph(
+        nodes, "forward",
+        [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in inputs.items()],
+        [helper.make_tensor_value_info(name, output_type, None) for name in outputs],
+        [numpy_helper.from_array(array, name) for name, array in (weights or {}).items()],
+    )  # fmt: skip
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=9)
+
+
+def weights(*shapes: tuple[int, ...], seed: int = 0) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return {f"w{i}": rng.standard_normal(s).astype(np.float32) * np.float32(0.3) for i, s in enumerate(shapes)}
+
+
+MLP = model("h = MatMul(x, w0)\nr = Relu(h)\ny = Gemm(r, w1, w2)", weights((3, 5), (5, 4), (4,)))
+CONV = model(
+    """h = Conv(x, w0) pads=[1,1,1,1]
+n = BatchNormalization(h, scale, bias, mean, var)
+r = Relu(n)
+d = Dropout(r, ratio)
+p = GlobalAveragePool(d)
+f = Flatten(p)
+y = Gemm(f, w1)""",
+    weights((6, 3, 3, 3), (6, 5))
+    | {"scale": np.ones(6, np.float32), "bias": np.zeros(6, np.float32), "mean": np.zeros(6, np.float32),
+       "var": np.ones(6, np.float32), "ratio": np.asarray(0.25, np.float32)},
+    {"x": ["batch", 3, 8, 8]},
+)  # fmt: skip
+
+
+def names_of(values: object) -> list[str]:
+    return [value.name for value in values]  # type: ignore[attr-defined]
+
+
+def test_interface_and_phases() -> None:
+    step = add_backward(CONV, "cross_entropy", training=True)
+    assert names_of(step.graph.input) == ["w0", "w1", "scale", "bias", "mean", "var", "x", "target"]
+    assert names_of(step.graph.output) == [
+        "loss", "grad.w0", "grad.w1", "grad.scale", "grad.bias", "new.mean", "new.var",
+    ]  # fmt: skip
+    phases = [{p.key: p.value for p in node.metadata_props}["phase"] for node in step.graph.node]
+    assert set(phases) == {"forward", "backward"}
+    assert set(names_of(step.graph.initializer)).isdisjoint({"w0", "w1", "mean"})
+    assert "ratio" in names_of(step.graph.initializer)
+
+
+def test_parameters_may_share_a_gradient_and_an_initializer_without_influence_stays() -> None:
+    forward = model("a = Add(w0, w1)\nb = Add(a, x)\nu = Mul(w2, w2)\ny = Mul(b, b)", weights((4, 3), (4, 3), (4, 3)))
+    step = add_backward(forward, "mse")
+    assert names_of(step.graph.output) == ["loss", "grad.w0", "grad.w1"]
+    batch = {"x": np.ones((4, 3), np.float32), "target": np.zeros((4, 3), np.float32)}
+    made = runtime.outputs(step, weights((4, 3), (4, 3)) | batch)
+    np.testing.assert_array_equal(made["grad.w0"], made["grad.w1"])
+
+
+@pytest.mark.parametrize("loss", [CrossEntropy(), CrossEntropy(ignore_index=-1), MeanSquaredError()], ids=str)
+def test_added_losses_against_torch(loss: CrossEntropy | MeanSquaredError) -> None:
+    torch = pytest.importorskip("torch")
+    held = {n: torch.tensor(w, requires_grad=True) for n, w in weights((3, 5), (5, 4), (4,)).items()}
+    x = torch.randn(6, 3, generator=torch.Generator().manual_seed(1))
+    y = torch.relu(x @ held["w0"]) @ held["w1"] + held["w2"]
+    if isinstance(loss, CrossEntropy):
+        target = torch.tensor([0, 3, -1 if loss.ignore_index else 2, 1, 1, 2])
+        expected = torch.nn.functional.cross_entropy(y, target, ignore_index=-1)
+    else:
+        target = torch.ones(6, 4)
+        expected = torch.nn.functional.mse_loss(y, target)
+    expected.backward()
+    forward = onnx.ModelProto.FromString(MLP.SerializeToString())
+    forward.graph.input[0].type.tensor_type.shape.dim[0].dim_param = "batch"
+    step = add_backward(forward, loss)
+    made = runtime.outputs(step, initial_inputs(forward, step) | {"x": x.numpy(), "target": target.numpy()})
+    assert made["loss"] == pytest.approx(expected.item(), rel=1e-6)
+    for name, value in held.items():
+        np.testing.assert_allclose(made[f"grad.{name}"], value.grad.numpy(), rtol=1e-5, atol=1e-6)
+
+
+def test_training_batch_normalization_against_torch() -> None:
+    torch = pytest.importorskip("torch")
+    step = add_backward(CONV, "cross_entropy", training=True, dims={"batch": 4})
+    for node in step.graph.node:
+        if node.op_type == "Dropout":  # torch draws another mask
+            node.input[1] = "none"
+    step.graph.initializer.append(numpy_helper.from_array(np.asarray(1e-9, np.float32), "none"))
+    first = initial_inputs(CONV, step)
+    held = {n: torch.tensor(first[n], requires_grad=True) for n in ("w0", "w1", "scale", "bias")}
+    x, target = torch.randn(4, 3, 8, 8), torch.tensor([0, 1, 2, 3])
+    mean, variance = torch.zeros(6), torch.ones(6)
+    h = torch.nn.functional.conv2d(x, held["w0"], padding=1)
+    n = torch.nn.functional.batch_norm(h, mean, variance, held["scale"], held["bias"], training=True, momentum=0.1)
+    loss = torch.nn.functional.cross_entropy(torch.relu(n).mean((2, 3)) @ held["w1"], target)
+    loss.backward()
+    made = runtime.outputs(step, first | {"x": x.numpy(), "target": target.numpy()})
+    assert made["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    np.testing.assert_allclose(made["new.mean"], mean.numpy(), rtol=1e-5, atol=1e-7)
+    # ONNX keeps the variance of the population, torch that of the sample.
+    unbiased = 4 * 64 / (4 * 64 - 1)
+    np.testing.assert_allclose((made["new.var"] - 0.9) * unbiased, variance.numpy() - 0.9, rtol=1e-4)
+    # The scale of kept entries was that of the file's ratio.
+    for name in ("w0", "scale", "bias"):
+        expected = held[name].grad.numpy() / 0.75
+        np.testing.assert_allclose(made[f"grad.{name}"], expected, rtol=1e-3, atol=1e-5)
+
+
+RATES = [optimizers.SGD(lr=0.1), optimizers.SGD(lr=0.1, momentum=0.9), optimizers.AdamW(lr=0.01)]
+
+
+@pytest.mark.parametrize("rate", RATES)
+def test_twenty_steps_follow_torch(rate: optimizers.Optimizer) -> None:
+    torch = pytest.importorskip("torch")
+    step = add_backward(MLP, "cross_entropy", optimizer=rate)
+    feeds = initial_inputs(MLP, step, rate)
+    held = [torch.tensor(w, requires_grad=True) for w in weights((3, 5), (5, 4), (4,)).values()]
+    if isinstance(rate, optimizers.SGD):
+        theirs = torch.optim.SGD(held, lr=rate.lr, momentum=rate.momentum)
+    else:
+        theirs = torch.optim.AdamW(held, lr=0.01)
+    x, target = torch.randn(4, 3), torch.tensor([0, 1, 2, 3])
+    for _ in range(20):
+        theirs.zero_grad()
+        loss = torch.nn.functional.cross_entropy(torch.relu(x @ held[0]) @ held[1] + held[2], target)
+        loss.backward()
+        theirs.step()
+        made = runtime.outputs(step, feeds | {"x": x.numpy(), "target": target.numpy()})
+        assert made["loss"] == pytest.approx(loss.item(), rel=1e-4)
+        feeds |= {name: made[f"new.{name}"] for name in feeds}
+
+
+def test_default_parameters_are_weights_not_constants() -> None:
+    constants = {
+        "mask": np.asarray([[0, -np.inf, 0]], np.float32), "half": np.asarray([0.5], np.float32),
+        "low": np.asarray(-9, np.float32),
+    }  # fmt: skip
+    forward = model("a = Add(x, mask)\ns = Softmax(a)\nm = Mul(s, half)\nc = Clip(m, low)\ny = MatMul(c, w0)",
+                    weights((3, 5)) | constants)  # fmt: skip
+    assert names_of(add_backward(forward, "mse").graph.input) == ["w0", "x", "target"]
+
+
+def test_old_models_are_brought_up() -> None:
+    forward = model("h = MatMul(x, w0)\nq = Squeeze(h) axes=[1]\ny = ReduceMean(q) axes=[0,1] keepdims=0",
+                    weights((3, 2)), {"x": [4, 1, 3]}, opset=9)  # fmt: skip
+    step = add_backward(forward, "y", wrt=["w*"])
+    assert {o.version for o in step.opset_import if not o.domain} == {20}
+
+
+def test_the_check_finds_a_wrong_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = RULES["Relu"]
+    monkeypatch.setitem(RULES, "Relu", lambda s: {0: lambda: s.t.mul(right(s)[0](), 1.5)})
+    with pytest.raises(ConversionError, match="gradients are wrong"):
+        add_backward(MLP, "cross_entropy")
+    assert add_backward(MLP, "cross_entropy", check=False)
+
+
+IDLE = model("y = ReduceMean(x) keepdims=0", weights((3, 5)))
+BAD = {
+    "no rule": (model("h = MatMul(x, w0)\ny = Det(h)", weights((3, 4))), {"loss": "y"}, "no gradient rule for op Det"),
+    "not a scalar": (MLP, {}, r"output 'y' has shape \[4, 4\], and a loss is a scalar"),
+    "no loss": (model("a = Relu(x)\nb = MatMul(a, w0)", weights((3, 4)), outputs=("a", "b")), {}, "no loss: name"),
+    "unknown loss": (MLP, {"loss": "hinge"}, "neither a known loss nor an output"),
+    "integer parameter": (
+        model("h = Gather(x, i)\ny = ReduceMean(h) keepdims=0", {"i": np.asarray([0, 1])}), {"wrt": ["i"]},
+        "'i' is .*only floating point",
+    ),
+    "unknown parameter": (MLP, {"loss": "mse", "wrt": ["w00"]}, "no input or initializer is called 'w00'.*mean 'w0'"),
+    "no influence": (IDLE, {"loss": "y", "wrt": ["w0"]}, "depends on no parameter"),
+    "nothing to train": (model("y = ReduceMean(x) keepdims=0"), {"loss": "y"}, "nothing to differentiate by"),
+    "unknown size": (MLP, {"loss": "mse", "dims": {"n": 3}}, "no input has a size called 'n'"),
+    "integer loss": (
+        model("h = MatMul(x, w0)\ny = ArgMax(h) keepdims=0", weights((3, 1)), {"x": [1, 3]}, output_type=7),
+        {"loss": "y"}, "not floating point",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_refusals(case: str) -> None:
+    forward, options, message = BAD[case]
+    with pytest.raises(ConversionError, match=message):
+        add_backward(forward, **options)
+
+
+def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, target = tmp_path / "forward.onnx", tmp_path / "train.onnx"
+    onnx.save(MLP, source)
+    values = tmp_path / "first.npz"
+    arguments = [str(source), str(target), "--loss", "cross_entropy", "--optimizer", "adamw", "--values", str(values)]
+    assert main(arguments) == 0
+    step, first = onnx.load(target), dict(np.load(values))
+    made = runtime.outputs(step, first | {"x": np.ones((4, 3), np.float32), "target": np.zeros(4, np.int64)})
+    assert made["new.state.w0.step"] == 1
+    assert main(arguments) == 2  # exists
+    bad = tmp_path / "bad.onnx"
+    assert main([str(source), str(bad)]) == 6
+    assert not bad.exists()
+    assert "a loss is a scalar" in capsys.readouterr().err
+
+
+def test_light_model_trains_within_a_budget() -> None:
+    forward = onnx.load(LIGHT / "light_squeezenet.onnx")
+    filled = [n.output[0] for n in forward.graph.node if n.op_type == "ConstantOfShape"]
+    step = add_backward(forward, "cross_entropy", wrt=filled, check=False)
+    result = rewrite_model(step, "70%", time_limit=2.0)
+    assert result.report.after.total <= result.report.budget
