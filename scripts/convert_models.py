@@ -31,7 +31,7 @@ from onnx_remat import runtime, verify
 from onnx_remat.errors import OnnxRematError
 from onnx_remat.pipeline import rewrite_model
 from onnx_remat.units import format_bytes
-from scripts import torch_models
+from scripts import jax_models, torch_models
 
 Export: TypeAlias = Callable[[], onnx.ModelProto]
 Builder: TypeAlias = Callable[[], Export]
@@ -50,6 +50,8 @@ def builds(model: str, converter: str) -> Callable[[Builder], Builder]:
 
 for _name, _make in torch_models.MODELS.items():
     BUILDERS[_name, "pytorch"] = partial(torch_models.builder, _make)
+for _name, _case in jax_models.MODELS.items():
+    BUILDERS[_name, "jax"] = partial(jax_models.builder, _case)
 
 
 @dataclass(frozen=True, slots=True)

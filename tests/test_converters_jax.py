@@ -8,12 +8,8 @@ import numpy as np
 import onnx
 import pytest
 from jax import lax
-
-from onnx_remat import runtime
-from onnx_remat.converters.jax import convert, export_training_step, initial_feeds, verify
-from onnx_remat.converters.jax import kernels as jax_kernels
+from onnx_remat.converters.jax import convert, export_training_step, verify
 from onnx_remat.converters.jax.step import trace
-from onnx_remat.errors import ConversionError
 
 TIGHT = {"float64": 1e-9, "float32": 1e-5, "float16": 2e-2, "bfloat16": 2e-2}
 
@@ -32,7 +28,8 @@ def worst_error(loss_fn, params, *batch, optimizer=None, buffers=None, **options
 
 HALVES = {
     "float16": lambda x: jnp.tanh(x.astype(jnp.float16)) @ jnp.ones((4, 2), jnp.float16),
-    "bfloat16": lambda x: jnp.tanh(x.astype(jnp.bfloat16) * 2) + x.astype(jnp.bfloat16) @ jnp.ones((4, 1), jnp.bfloat16),
+    "bfloat16": lambda x: jnp.tanh(x.astype(jnp.bfloat16) * 2) + x.astype(jnp.bfloat16) @ jnp.ones((4, 1),
+        jnp.bfloat16),
 }
 
 
@@ -100,7 +97,8 @@ BATTERY = {
     "softplus": (jax.nn.softplus, plain), "silu": (jax.nn.silu, plain), "leaky_relu": (jax.nn.leaky_relu, plain),
     "reduce_precision": (lambda x: lax.reduce_precision(x, 8, 7), plain),
     # logic and integers
-    "compare": (lambda x: [(x < 0) * x, (x <= 0.1) * x, (x > 0.2) * x, (x >= 0) * x, (x == 0) * x, (x != 0) * x], plain),
+    "compare": (lambda x: [(x < 0) * x, (x <= 0.1) * x, (x > 0.2) * x, (x >= 0) * x, (x == 0) * x, (x != 0) * x],
+        plain),
     "logic": (lambda x: jnp.where(((x > 0) & (x < 0.5)) | ~(x > -0.5) ^ (x < 0.9), x, 2 * x), plain),
     "select bool": (lambda x: jnp.where(x > 0, x < 0.5, x > -0.5) * x, plain),
     "select_n": (lambda x: lax.select_n(jnp.int32(3 * jnp.abs(x)) % 3, x, 2 * x, x * x), plain),
@@ -116,15 +114,19 @@ BATTERY = {
     "dynamic_update_slice": (lambda x: lax.dynamic_update_slice(x, x[:2, 1:3] * 2, (jnp.int32(9 * x[0, 1]), 1)), plain),
     "iota": (lambda x: lax.broadcasted_iota(jnp.float32, (3, 4), 1) * x, plain),
     "pad": (lambda x: lax.pad(x, 0.5, ((1, 2, 1), (-1, 3, 2))) * 2, plain),
-    "reshape": (lambda x: jnp.reshape(jnp.transpose(x), (2, 6)) ** 2, plain), "rev": (lambda x: x[::-1, ::-1] * x, plain),
+    "reshape": (lambda x: jnp.reshape(jnp.transpose(x), (2, 6)) ** 2, plain),
+    "rev": (lambda x: x[::-1, ::-1] * x, plain),
     "roll": (lambda x: jnp.roll(x, 1, 0) * x, plain), "slice": (lambda x: x[0:3:2, 1:] ** 2, plain),
-    "split": (lambda x: jnp.split(x * 2, [1, 3], axis=1), plain), "squeeze": (lambda x: jnp.squeeze(x[:, :1]) ** 2, plain),
+    "split": (lambda x: jnp.split(x * 2, [1, 3], axis=1), plain),
+    "squeeze": (lambda x: jnp.squeeze(x[:, :1]) ** 2, plain),
     "stack": (lambda x: jnp.stack([x, 2 * x], 1) ** 2, plain), "tile": (lambda x: jnp.tile(x, (2, 3)) ** 2, plain),
     "transpose": (lambda x: jnp.transpose(x, (2, 0, 1)).sum(1) * x[:, 0], shaped(4, 4, 4)),
-    "checkpoint": (jax.checkpoint(lambda x: jnp.sin(jnp.sin(x))), plain), "vmap": (jax.vmap(lambda r: r @ r * r), plain),
+    "checkpoint": (jax.checkpoint(lambda x: jnp.sin(jnp.sin(x))), plain),
+    "vmap": (jax.vmap(lambda r: r @ r * r), plain),
     # products
     "dot": (lambda x: x @ x.T @ random(3, 5), plain), "dot vector": (lambda x: x[0] @ x.T, plain),
-    "outer": (lambda x: jnp.outer(x[0], x[1]), plain), "dot 3d": (lambda x: jnp.tanh(x) @ random(4, 6), shaped(2, 3, 4)),
+    "outer": (lambda x: jnp.outer(x[0], x[1]), plain),
+    "dot 3d": (lambda x: jnp.tanh(x) @ random(4, 6), shaped(2, 3, 4)),
     "batched dot": (lambda x: jnp.einsum("bthk,bshk->bhts", x, 2 * x), shaped(2, 3, 2, 4)),
     "heads": (lambda x: jnp.einsum("btd,dhk->bthk", x, x.reshape(4, 2, 3)), shaped(2, 3, 4)),
     "einsum": (lambda x: jnp.einsum("bij,bjk,k->ib", x, x, x[0, 0]), shaped(2, 3, 3)),
@@ -155,7 +157,8 @@ BATTERY = {
     "argmax": (lambda x: x * (jnp.argmax(x, 1, keepdims=True) + 2 * jnp.argmin(x, 0)), plain),
     "cumsum": (lambda x: jnp.cumsum(x, 1) ** 2 + lax.cumsum(x, 0, reverse=True), plain),
     "cumprod": (lambda x: jnp.cumprod(x, 1), positive), "cummax": (lambda x: lax.cummax(x, 1), plain),
-    "cummin": (lambda x: lax.cummin(x, 0, reverse=True), plain), "cumlogsumexp": (lambda x: lax.cumlogsumexp(x, 1), plain),
+    "cummin": (lambda x: lax.cummin(x, 0, reverse=True), plain),
+    "cumlogsumexp": (lambda x: lax.cumlogsumexp(x, 1), plain),
     "var": (lambda x: jnp.var(x, 0) + jnp.std(x), plain), "softmax": (masked_softmax, plain),
     "max_pool": (lambda x: window(x, lax.max, -jnp.inf), IMAGE),
     "max_pool overlapping": (lambda x: window(jax.nn.relu(x), lax.max, -jnp.inf, (1, 3, 3, 1), padding="SAME"), IMAGE),
@@ -165,7 +168,8 @@ BATTERY = {
     "dilated window": (lambda x: window(x, lax.add, 0.0, (1, 2, 2, 1), window_dilation=(1, 2, 3, 1)), IMAGE),
     # indexing
     "gather rows": (lambda x: x[IDS] ** 2, plain), "gather columns": (lambda x: x[:, IDS[0]] ** 2, plain),
-    "gather points": (lambda x: x[IDS[0], IDS[1]] ** 2, plain), "gather negative": (lambda x: x[-IDS[0] - 1] ** 2, plain),
+    "gather points": (lambda x: x[IDS[0], IDS[1]] ** 2, plain),
+    "gather negative": (lambda x: x[-IDS[0] - 1] ** 2, plain),
     "gather clip": (lambda x: jnp.take(x, IDS + 2, axis=0, mode="clip") ** 2, plain),
     "gather fill": (lambda x: jnp.take(x, IDS + 1, axis=1, mode="fill", fill_value=7.0) * x.sum(), plain),
     "gather windows": (lambda x: jax.vmap(lambda i: lax.dynamic_slice(x, (i, 1), (2, 2)))(IDS[0]) ** 2, plain),
@@ -183,12 +187,14 @@ BATTERY = {
     # control flow
     "cond": (lambda x: lax.cond(x[0, 0] > 0, lambda y: jnp.sin(y), lambda y: y * 2, x), plain),
     "switch": (lambda x: lax.switch(jnp.int32(jnp.abs(x[0, 0] * 4)), [jnp.sin, jnp.cos, jnp.tanh, jnp.exp], x), plain),
-    "while": (lambda x: x * lax.while_loop(lambda c: c[1] < 9, lambda c: (c[0] + 1, c[1] * 1.7), (0, 1 + x[0, 0] ** 2))[0],
+    "while": (lambda x: x * lax.while_loop(lambda c: c[1] < 9, lambda c: (c[0] + 1, c[1] * 1.7), (0, 1 + x[0,
+        0] ** 2))[0],
               plain),
     "scan": (lambda x: lax.scan(lambda c, r: (jnp.tanh(c * r), c + r), x[0], x), plain),
     "scan reverse": (lambda x: lax.scan(lambda c, r: (jnp.tanh(c * r), c + r), x[0], x, reverse=True), plain),
     "fori_loop": (lambda x: lax.fori_loop(0, 3, lambda i, c: jnp.sin(c) * x[i], x[0]), plain),
-    "map": (lambda x: lax.map(lambda r: r @ r, x), plain), "associative_scan": (lambda x: lax.associative_scan(jnp.multiply, x),
+    "map": (lambda x: lax.map(lambda r: r @ r, x), plain),
+    "associative_scan": (lambda x: lax.associative_scan(jnp.multiply, x),
     positive),
 }  # fmt: skip
 

@@ -8,11 +8,10 @@ import numpy as np
 import onnx
 import optax
 import pytest
-from jax import lax
-
-from onnx_remat import phases, rewrite_model, runtime
 from onnx_remat.converters.jax import export_training_step, initial_feeds
 from onnx_remat.converters.jax.kernels import KERNELS
+
+from onnx_remat import phases, rewrite_model, runtime
 from onnx_remat.errors import ConversionError
 from scripts import jax_models as zoo
 from tests.conftest import feeds_for, run_model, same_bits
@@ -35,7 +34,6 @@ def curves(case: zoo.Case, optimizer, steps: int = 20, **options) -> tuple[list[
     feeds = initial_feeds(case.params, *case.batch, optimizer=optimizer, buffers=case.buffers)
     names = [value.name for value in session.get_outputs()]
 
-    @jax.jit
     def step(params, buffers, state, batch):
         def loss_fn(params):
             made = case.loss_fn(params, *([] if buffers is None else [buffers]), *batch)
@@ -45,6 +43,7 @@ def curves(case: zoo.Case, optimizer, steps: int = 20, **options) -> tuple[list[
         updates, state = optimizer.update(grads, state, params)
         return loss, optax.apply_updates(params, updates), buffers, state
 
+    step = jax.jit(step, compiler_options={"xla_backend_optimization_level": 0})  # compiles in half the time
     params, buffers, state, batch = case.params, case.buffers, optimizer.init(case.params), case.batch
     ours, theirs = [], []
     for number in range(steps):
@@ -103,7 +102,7 @@ def test_names_of_inputs_and_outputs() -> None:
 
 
 def test_every_node_is_labelled_and_every_value_typed() -> None:
-    model = SMALL["resnet"]().export()
+    model = SMALL["resnet"]().export(check=False)
     labels = [entry.value for node in model.graph.node for entry in node.metadata_props if entry.key == "phase"]
     assert len(labels) == len(model.graph.node) and labels == sorted(labels, key=phases.NAMES.index)
     known = {value.name for value in [*model.graph.value_info, *model.graph.output]}
@@ -114,7 +113,7 @@ def test_every_node_is_labelled_and_every_value_typed() -> None:
 def test_channels_last_convolutions_run_without_transposing_activations_between() -> None:
     """In forward, only the images and the kernels are transposed."""
     case = zoo.classifier(zoo.CNN((4, 6), 3), (4, 8, 8, 3), 3)
-    model = case.export()
+    model = case.export(check=False)
     forward = [n for n in model.graph.node if any(p.value == "forward" for p in n.metadata_props)]
     transposed = [node.input[0] for node in forward if node.op_type == "Transpose"]
     assert sorted(transposed) == ["Conv_0.kernel", "Conv_1.kernel", "Conv_2.kernel", "Conv_3.kernel", "input.0"]
@@ -194,7 +193,8 @@ def _loads(op_type: str, dtype: str) -> bool:
         "AveragePool": ([(kind, image)], [kind], {"kernel_shape": [2, 2]}),
         "MaxPool": ([(kind, image)], [kind, index], {"kernel_shape": [2, 2]}),
         "MatMul": ([(kind, [2, 2])] * 2, [kind], {}), "Gemm": ([(kind, [2, 2])] * 2, [kind], {}),
-        "CumSum": ([(kind, vector), (index, [])], [kind], {}), "TopK": ([(kind, vector), (index, [1])], [kind, index], {}),
+        "CumSum": ([(kind, vector), (index, [])], [kind], {}),
+        "TopK": ([(kind, vector), (index, [1])], [kind, index], {}),
         "Pad": ([(kind, vector), (index, vector)], [kind], {}), "Expand": ([(kind, vector), (index, [1])], [kind], {}),
         "ScatterElements": ([(kind, vector), (index, vector), (kind, vector)], [kind], {}),
         "ScatterND": ([(kind, vector), (index, [2, 1]), (kind, vector)], [kind], {}),

@@ -197,7 +197,7 @@ def _label(graph: ir.Graph, roots: list[ir.Value]) -> None:
 
 def _inside(node: ir.Node) -> list[ir.Node]:
     """All nodes in the bodies of a control-flow operator."""
-    bodies = [attribute.as_graph() for attribute in node.attributes.values() if attribute.type == ir.AttributeType.GRAPH]
+    bodies = [held.as_graph() for held in node.attributes.values() if held.type == ir.AttributeType.GRAPH]
     return [inner for body in bodies for inner in body.all_nodes()]
 
 

@@ -184,13 +184,17 @@ def expm1(low: Lowering, eqn: core.JaxprEqn, x: Tensor) -> Tensor:
 
 @lowering("log1p")
 def log1p(low: Lowering, eqn: core.JaxprEqn, x: Tensor) -> Tensor:
+    return _log1p(low, x)
+
+
+def _log1p(low: Lowering, x: Tensor) -> Tensor:
     """``log(u) + (x - (u - 1)) / u`` with u = 1 + x as rounded, which is accurate near zero."""
     u = low.elementwise("Add", x, low.scalar(1, x))
     rounded = low.elementwise("Sub", u, low.scalar(1, x))
     log = low.elementwise("Log", u)
     rest = low.elementwise("Div", low.elementwise("Sub", x, rounded), u)
     exact = low.elementwise("Equal", x, rounded, dtype=np.bool_)  # also where x is -1 or infinite
-    return low.elementwise("Where", exact, log, low.elementwise("Add", log, rest), **_out(eqn))
+    return low.elementwise("Where", exact, log, low.elementwise("Add", log, rest), dtype=x.dtype)
 
 
 @lowering("erfc")
@@ -211,7 +215,7 @@ _TAIL = (
 @lowering("erf_inv")
 def erf_inv(low: Lowering, eqn: core.JaxprEqn, x: Tensor) -> Tensor:
     """Giles (2012), Approximating the erfinv function, as XLA has it in single precision."""
-    w = low.elementwise("Neg", log1p(low, eqn, low.elementwise("Neg", low.elementwise("Mul", x, x))))
+    w = low.elementwise("Neg", _log1p(low, low.elementwise("Neg", low.elementwise("Mul", x, x))))
     central = low.elementwise("Less", w, low.scalar(5, x), dtype=np.bool_)
     inner = low.elementwise("Sub", w, low.scalar(2.5, x))
     outer = low.elementwise("Sub", low.elementwise("Sqrt", w), low.scalar(3, x))

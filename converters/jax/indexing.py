@@ -17,7 +17,9 @@ from . import kernels
 from .lower import Lowering, Tensor, dtype_of, lowering, shape_of
 from .structure import counting, sliced
 
-_REDUCTIONS = {"scatter": "none", "scatter-add": "add", "scatter-mul": "mul", "scatter-min": "min", "scatter-max": "max"}
+_REDUCTIONS = {
+    "scatter": "none", "scatter-add": "add", "scatter-mul": "mul", "scatter-min": "min", "scatter-max": "max",
+}  # fmt: skip
 
 
 @lowering("dynamic_slice")
@@ -41,7 +43,8 @@ def dynamic_slice(low: Lowering, eqn: core.JaxprEqn, x: Tensor, *starts: Tensor)
         j = x.axes.index(axis)
         first_value = _clamped(low, low.full(start), last)
         where = low.op("Add", low.reshape(first_value, (1,)), counting(low, size, np.int64), shape=(size,))
-        value = low.op("Gather", x.value, where, shape=[size if i == j else n for i, n in enumerate(x.physical)], axis=j)
+        physical = [size if i == j else n for i, n in enumerate(x.physical)]
+        value = low.op("Gather", x.value, where, shape=physical, axis=j)
         x = Tensor(value, x.axes, shape, x.dtype)
     return x
 
@@ -60,7 +63,7 @@ def dynamic_update_slice(low: Lowering, eqn: core.JaxprEqn, x: Tensor, update: T
     if update.shape == x.shape:
         return update
     lead = 1 + max(axis for axis, n in enumerate(update.shape) if n != x.shape[axis])
-    grid = low.emit.constant(np.stack(np.indices(update.shape[:lead]), -1).astype(np.int64))
+    grid = low.emit.constant(np.moveaxis(np.indices(update.shape[:lead]), 0, -1).astype(np.int64))
     first = [
         low.reshape(_clamped(low, low.full(starts[axis]), x.shape[axis] - update.shape[axis]), (1,))
         for axis in range(lead)
@@ -154,7 +157,7 @@ class _Where:
         if not n:
             return self.value
         lead = shape_of(self.value)[:-1]
-        grid = np.stack(np.indices(lead[:n]), -1).reshape(*lead[:n], *[1] * (len(lead) - n), n)
+        grid = np.moveaxis(np.indices(lead[:n]), 0, -1).reshape(*lead[:n], *[1] * (len(lead) - n), n)
         columns = low.op("Expand", low.emit.constant(grid.astype(np.int64)), low.ints([*lead, n]), shape=(*lead, n))
         shape = (*lead, n + len(self.indexed))
         return low.op("Concat", columns, self.value, shape=shape, axis=len(lead))
@@ -194,7 +197,7 @@ def gather(low: Lowering, eqn: core.JaxprEqn, x: Tensor, indices: Tensor) -> Ten
     if not given:
         return result
     inside = _inside(low, x, indices, sizes, fields, len(shape))
-    return low.elementwise("Where", inside, result, low.scalar(fill, result), shape=shape, dtype=x.dtype)
+    return low.elementwise("Where", inside, result, low.scalar(float(fill or 0), result), shape=shape, dtype=x.dtype)
 
 
 def _is_default(fill: Any, dtype: np.dtype[Any]) -> bool:
@@ -211,7 +214,7 @@ def _gather_along(low: Lowering, x: Tensor, where: _Where, shape: tuple[int, ...
     spread = len(where.shape)
     index = low.reshape(where.value, where.shape)
     # The axes that the index puts in the place of `axis`, and the array's other axes as they stand.
-    whole = {a: label for a, label in zip(where.order[1:], where.result[spread:], strict=True)}
+    whole = dict(zip(where.order[1:], where.result[spread:], strict=True))
     labels = [whole[a] for a in x.axes[:j]] + where.result[:spread] + [whole[a] for a in x.axes[j + 1 :]]
     made = low.op("Gather", x.value, index, shape=[shape[a] for a in labels], axis=j)
     return Tensor(made, tuple(labels), shape, x.dtype)

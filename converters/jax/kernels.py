@@ -71,11 +71,13 @@ _WIDER: Final = {
 }
 
 _FOLDED = 4096  # elements: larger constants would bloat the file
-_FOLDABLE: Final = frozenset(
-    "Abs Add And BitShift BitwiseAnd BitwiseNot BitwiseOr BitwiseXor Cast Ceil Concat Cos Div Equal Exp Expand Floor "
-    "Gather Greater GreaterOrEqual Less LessOrEqual Log Max Min Mod Mul Neg Not Or Pad Pow Range Reciprocal ReduceMax "
-    "ReduceMin ReduceProd ReduceSum Relu Reshape Round Sigmoid Sign Sin Slice Sqrt Sub Tan Tanh Transpose Where Xor".split()
-)
+_FOLDABLE: Final = frozenset((
+    "Abs", "Add", "And", "BitShift", "BitwiseAnd", "BitwiseNot", "BitwiseOr", "BitwiseXor", "Cast", "Ceil",
+    "Concat", "Cos", "Div", "Equal", "Exp", "Expand", "Floor", "Gather", "Greater", "GreaterOrEqual", "Less",
+    "LessOrEqual", "Log", "Max", "Min", "Mod", "Mul", "Neg", "Not", "Or", "Pad", "Pow", "Range", "Reciprocal",
+    "ReduceMax", "ReduceMin", "ReduceProd", "ReduceSum", "Relu", "Reshape", "Round", "Sigmoid", "Sign", "Sin",
+    "Slice", "Sqrt", "Sub", "Tan", "Tanh", "Transpose", "Where", "Xor",
+))  # fmt: skip
 
 
 def deciding(op_type: str) -> int:

@@ -165,12 +165,15 @@ class Lowering:
         return self.run(closed.jaxpr, [self.array(value) for value in closed.consts], operands)
 
     def only_reader(self, var: object) -> core.JaxprEqn | None:
-        """The one equation that reads a variable of the jaxpr being walked; None if there are more, or a result is it."""
+        """The one equation that reads a variable of the jaxpr being walked; None where others do, or a result is it."""
         readers = self._readers.get(var, [])  # type: ignore[call-overload]
         return readers[0] if len(readers) == 1 else None
 
     def _read(self, env: dict[core.Var, Array], atom: object) -> Array:
-        return self.array(np.asarray(atom.val, atom.aval.dtype)) if isinstance(atom, core.Literal) else env[atom]  # type: ignore[index]
+        if isinstance(atom, core.Literal):
+            aval: Any = atom.aval
+            return self.array(np.asarray(atom.val, aval.dtype))
+        return env[atom]  # type: ignore[index]
 
     def _phase(self, eqn: core.JaxprEqn) -> Phase:
         scope = str(eqn.source_info.name_stack)
@@ -191,7 +194,8 @@ class Lowering:
         made = _RULES[name](self, eqn, *operands)
         results = [made] if isinstance(made, Tensor | Stack) else list(made)
         for result, var in zip(results, eqn.outvars, strict=True):
-            assert result.shape == tuple(var.aval.shape), (name, result.shape, var.aval)
+            aval: Any = var.aval
+            assert result.shape == tuple(aval.shape), (name, result.shape, aval)
         return results
 
     # Constants and arrays
@@ -268,7 +272,7 @@ class Lowering:
         known = self._lookup(key) if pure else None
         if known is not None:
             return known
-        made = self.emit.many(op_type, *inputs, outputs=len(results), **attributes)
+        made = self.emit.many(op_type, *inputs, outputs=len(results), **attributes)  # type: ignore[arg-type]
         for value, (shape, dtype) in zip(made, results, strict=True):
             value.shape = ir.Shape([int(n) for n in shape])
             value.type = ir.TensorType(ir.DataType.from_numpy(np.dtype(dtype)))

@@ -79,15 +79,12 @@ def cumulative(low: Lowering, eqn: core.JaxprEqn, x: Tensor) -> Tensor:
         config = [(0, 0, 0)] * len(x.shape)
         config[axis] = (-step, step, 0) if reverse else (step, -step, 0)
         before = padded(low, x, fill, config)
-        if name == "cumlogsumexp":
-            x = _logaddexp(low, x, before)
-        else:
-            x = low.elementwise(_CUMULATIVE[name], x, before)
+        x = low.elementwise(_CUMULATIVE[name], x, before) if name in _CUMULATIVE else _logaddexp(low, x, before)
         step *= 2
     return x
 
 
-def _identity(name: str, dtype: np.dtype[Any]) -> np.generic:
+def _identity(name: str, dtype: np.dtype[Any]) -> Any:
     if name == "cumprod":
         return dtype.type(1)
     low, high = (-np.inf, np.inf) if dtype.kind not in "iu" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
@@ -192,7 +189,7 @@ class _Window:
         shape = (*self._lead, *self._sizes)
         dtype = self.x.dtype if wide is None else wide
         results = [(shape, dtype), (shape, np.int64)]
-        best, where = low.nodes("MaxPool", low.cast(x, dtype), results=results, **self._attributes)  # type: ignore[arg-type]
+        best, where = low.nodes("MaxPool", low.cast(x, dtype), results=results, **self._attributes)
         return low.cast(best, self.x.dtype), where
 
     def tensor(self, value: ir.Value, aval: Any) -> Tensor:

@@ -21,6 +21,7 @@ from . import kernels
 from .lower import OPTIMIZER_SCOPE
 
 Path = tuple[str, ...]
+Leaves = Sequence[tuple[Path, tuple[int, ...]]]
 
 _DRAWS, _ULPS = 3, 8  # kernels that sum thousands of products differ by several rounding errors
 
@@ -86,7 +87,8 @@ def _nudged(value: Any, generator: np.random.Generator) -> Any:
     if kernels.is_key(value) or not jnp.issubdtype(value.dtype, jnp.floating):
         return value
     epsilon = _ULPS * float(jnp.finfo(value.dtype).eps)
-    return jnp.asarray(np.asarray(value, np.float64) * (1 + epsilon * generator.uniform(-1, 1, value.shape)), value.dtype)
+    factor = 1 + epsilon * generator.uniform(-1, 1, value.shape)
+    return jnp.asarray(np.asarray(value, np.float64) * factor, value.dtype)
 
 
 def _dtypes(jaxpr: core.Jaxpr) -> set[np.dtype[Any]]:
@@ -182,7 +184,7 @@ def inputs_of(groups: tuple[Any, Any, Any, Any], batch_names: Sequence[str] | No
     return made
 
 
-def _paths(tree: Any) -> list[tuple[Path, tuple[int, ...]]]:
+def _paths(tree: Any) -> Leaves:
     """Path and shape of every leaf."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return [(tuple(_key(key) for key in path), tuple(np.shape(leaf))) for path, leaf in leaves]
@@ -195,7 +197,7 @@ def _key(key: Any) -> str:
     return str(key)
 
 
-def _state_names(state: Sequence[tuple[Path, tuple[int, ...]]], parameters: Sequence[tuple[Path, tuple[int, ...]]]) -> list[str]:
+def _state_names(state: Leaves, parameters: Leaves) -> list[str]:
     """``state.<parameter>.<slot>`` where a leaf's path ends as a parameter's, else ``state.<last part>``.
 
     The slot is the last name on the way to it; where that is not enough to tell leaves apart, all of the way.
