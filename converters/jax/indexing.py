@@ -70,7 +70,7 @@ def dynamic_update_slice(low: Lowering, eqn: core.JaxprEqn, x: Tensor, update: T
     ]
     offset = first[0] if lead == 1 else low.op("Concat", *first, shape=(lead,), axis=0)
     where = low.op("Add", grid, offset, shape=shape_of(grid))
-    value = low.op("ScatterND", low.full(x), where, low.full(update), shape=x.shape)
+    value = low.op("ScatterND", low.filled(x, range(len(x.shape)), where), where, low.full(update), shape=x.shape)
     return Tensor(value, tuple(range(len(x.shape))), x.shape, x.dtype)
 
 
@@ -256,7 +256,7 @@ def scatter(low: Lowering, eqn: core.JaxprEqn, x: Tensor, indices: Tensor, updat
     clip = params["mode"] == lax.GatherScatterMode.CLIP
     where = _Where(low, x, indices, sizes, fields, len(updates.shape), clip)
     physical = [x.shape[a] for a in where.order]
-    target, moved = low.full(x, where.order), low.full(updates, where.result)
+    target, moved = low.filled(x, where.order, where.value), low.full(updates, where.result)
     if where.along(x) is not None:
         index = low.reshape(where.value, where.shape)
         value = low.op(

@@ -70,7 +70,9 @@ _WIDER: Final = {
     "uint64": ("int64",),
 }
 
-_FOLDED = 4096  # elements: larger constants would bloat the file
+FOLDED: Final = 4096
+"""Elements of the largest constant computed now: larger ones would bloat the file."""
+
 _FOLDABLE: Final = frozenset((
     "Abs", "Add", "And", "BitShift", "BitwiseAnd", "BitwiseNot", "BitwiseOr", "BitwiseXor", "Cast", "Ceil",
     "Concat", "Cos", "Div", "Equal", "Exp", "Expand", "Floor", "Gather", "Greater", "GreaterOrEqual", "Less",
@@ -108,7 +110,7 @@ def fold(
         if value is None or value.const_value is None:
             return None
         arrays.append(value.const_value.numpy())
-    if np.prod(shape, dtype=np.int64) > _FOLDED or any(a.size > _FOLDED or a.dtype.kind == "V" for a in arrays):
+    if np.prod(shape, dtype=np.int64) > FOLDED or any(a.size > FOLDED or a.dtype.kind == "V" for a in arrays):
         return None
     names = [f"x{i}" for i in range(len(arrays))]
     node = helper.make_node(op_type, names, ["y"], **attributes)

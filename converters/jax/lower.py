@@ -137,6 +137,7 @@ class Lowering:
         self.unroll = unroll
         self.outer = outer
         self.reversed: dict[ir.Value, tuple[ir.Value, frozenset[int]]] = {} if outer is None else outer.reversed
+        self.counts: dict[ir.Value, tuple[Tensor, ...]] = {} if outer is None else outer.counts
         self._made: dict[tuple[object, ...], tuple[ir.Value, ...]] = {}
         self._readers: dict[core.Var, list[core.JaxprEqn | None]] = {}
 
@@ -335,6 +336,19 @@ class Lowering:
         order = tuple(range(len(x.shape)) if order is None else order)
         value, shape = self.arranged(x, order), tuple(x.shape[axis] for axis in order)
         return value if shape_of(value) == shape else self.op("Expand", value, self.ints(shape), shape=shape)
+
+    def filled(self, x: Tensor, order: Sequence[int], after: ir.Value) -> ir.Value:
+        """As `full`; a large constant of equal elements is made in the run, from integers `after` it.
+
+        ONNX Runtime would compute an Expand of constants when it loads the file, and hold the result throughout.
+        """
+        if x.axes or x.constant is None or prod(x.shape) <= kernels.FOLDED:
+            return self.full(x, order)
+        count, shape = prod(shape_of(after)), tuple(x.shape[axis] for axis in order)
+        first = self.op("Gather", self.reshape(after, (count,)), self.emit.constant(np.int64(0)), shape=(), axis=0)
+        zero = self.cast(self.op("Sub", first, first, shape=()), x.dtype)
+        start = zero if x.constant == 0 else self.op("Add", zero, x.value, shape=())
+        return self.op("Expand", start, self.ints(shape), shape=shape)
 
     def whole(self, x: Tensor) -> Tensor:
         """`x` with every axis in its full size, in the order they have now if all are there."""

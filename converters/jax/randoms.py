@@ -6,7 +6,9 @@ no lowering of its own.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -17,6 +19,7 @@ from jax.extend import random as generators
 
 from onnx_remat.errors import ConversionError
 
+from . import kernels
 from .lower import Array, Lowering, Stack, Tensor, lowering
 from .structure import counting, taken
 
@@ -39,7 +42,8 @@ def threefry2x32(low: Lowering, eqn: core.JaxprEqn, *operands: Tensor) -> list[T
         return op("BitwiseOr", left, op("BitShift", a, low.array(np.uint32(32 - by)), direction="RIGHT"))
 
     keys = [first, second, op("BitwiseXor", op("BitwiseXor", first, second), low.array(np.uint32(_PARITY)))]
-    x, y = op("Add", x, keys[0]), op("Add", y, keys[1])
+    # A count is added part by part, so that no constant as large as the result is held.
+    x, y = op("Add", x, keys[0]), functools.reduce(partial(op, "Add"), low.counts.get(y.value, (y,)), keys[1])
     for group in range(5):
         for rotation in _ROTATIONS[group % 2]:
             x = op("Add", x, y)
@@ -57,6 +61,11 @@ def iota_2x32_shape(low: Lowering, eqn: core.JaxprEqn) -> list[Tensor]:
     if count >= 2**32:
         raise ConversionError(f"{count} random numbers from one key: at most 2**32 have a lowering to ONNX")
     words = Tensor(low.reshape(counting(low, count, _U32), shape), tuple(range(len(shape))), shape, _U32)
+    if count > kernels.FOLDED and len(shape) > 1:
+        low.counts[words.value] = tuple(
+            low.array(np.arange(n, dtype=np.uint32) * np.uint32(prod(shape[axis + 1 :]))).relabelled((axis,), shape)
+            for axis, n in enumerate(shape) if n > 1
+        )  # fmt: skip
     return [low.array(np.zeros(shape, _U32)), words]
 
 

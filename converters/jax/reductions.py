@@ -131,7 +131,7 @@ def select_and_scatter_add(low: Lowering, eqn: core.JaxprEqn, source: Tensor, x:
                      params["window_strides"], params["padding"], (1,) * rank)  # fmt: skip
     where = window.max_pool()[1]
     size, count = prod(window.x.shape), prod(source.shape)
-    zeros = low.op("Expand", low.emit.constant(np.zeros(1, x.dtype)), low.ints([size]), shape=(size,))
+    zeros = low.filled(low.array(np.zeros(size, x.dtype)), (0,), where)
     moved = low.reshape(low.full(source, window.order), (count,))
     flat = low.op("ScatterElements", zeros, low.reshape(where, (count,)), moved, shape=(size,), reduction="add")
     shape = [window.x.shape[axis] for axis in window.order]
