@@ -194,6 +194,7 @@ def test_the_check_finds_a_wrong_rule(monkeypatch: pytest.MonkeyPatch) -> None:
 IDLE = model("y = ReduceMean(x) keepdims=0", weights((3, 5)))
 BAD = {
     "no rule": (model("h = MatMul(x, w0)\ny = Det(h)", weights((3, 4))), {"loss": "y"}, "no gradient rule for op Det"),
+    "custom op": (model("h = MatMul(x, w0)\ny = Erfc(h)", weights((3, 4))), {"loss": "mse"}, "op Erfc"),
     "not a scalar": (MLP, {}, r"output 'y' has shape \[4, 4\], and a loss is a scalar"),
     "no loss": (model("a = Relu(x)\nb = MatMul(a, w0)", weights((3, 4)), outputs=("a", "b")), {}, "no loss: name"),
     "unknown loss": (MLP, {"loss": "hinge"}, "neither a known loss nor an output"),

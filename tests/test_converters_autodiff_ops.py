@@ -51,8 +51,8 @@ def f32(*values: float) -> np.ndarray:
 
 NONE = np.zeros(0, np.float32)
 UNARY = (
-    "Identity", "Neg", "Abs", "Relu", "LeakyRelu", "Elu", "Selu", "Celu", "ThresholdedRelu", "HardSigmoid",
-    "HardSwish", "Mish", "Gelu", "Sigmoid", "Tanh", "Softplus", "Softsign", "Erf", "Exp", "Sin", "Cos", "Atan", "Sinh", "Cosh", 
+    "Identity", "Neg", "Abs", "Relu", "LeakyRelu", "Elu", "Selu", "Celu", "ThresholdedRelu", "HardSigmoid", "HardSwish",
+    "Mish", "Gelu", "Sigmoid", "Tanh", "Softplus", "Softsign", "Erf", "Exp", "Sin", "Cos", "Atan", "Sinh", "Cosh",
     "Asinh", "Softmax", "LogSoftmax", "Tan", "Flatten",
 )  # fmt: skip
 REDUCTIONS = ("ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceL1", "ReduceL2", "ReduceSumSquare",
@@ -190,6 +190,7 @@ CASES = [
     Case("Gather", ((5, 3), i64([[0, 2], [2, -1]]))),
     Case("Gather", ((2, 5, 3), i64([0, 2, 2])), {"axis": 1}, tag="axis1"),
     Case("Gather", ((2, 5, 3), i64(3)), {"axis": 1}, tag="scalar"),
+    Case("Gather", ((5, 3), np.asarray([1, 4, 1], np.int32)), tag="int32"),
     Case("GatherElements", ((3, 4), i64([[0, 1, 1, 2], [2, 2, 0, 0]])), {"axis": 0}),
     Case("GatherND", ((3, 4, 2), i64([[0, 1], [2, 3], [0, 1]]))),
     Case("ScatterElements", ((3, 4), i64([[0, 1, 1, 2]]), (1, 4)), {"axis": 0}),
@@ -256,7 +257,7 @@ def build(case: Case, symbolic: bool) -> tuple[onnx.ModelProto, dict[str, np.nda
 def differences(
     model: onnx.ModelProto, feeds: dict[str, np.ndarray], wrt: list[str], exact: bool
 ) -> dict[str, np.ndarray]:
-    """Central differences of the loss by each entry: in float64 on the reference implementation, else on the runtime."""
+    """Central differences of the loss by each entry, exact: in float64 on the reference implementation."""
     run, h, dtype = (ReferenceEvaluator(model), 1e-5, np.float64) if exact else (session(model), 1e-2, np.float32)
 
     def loss(name: str, index: int, by: float) -> float:

@@ -54,6 +54,10 @@ def load(source: Source) -> ir.Model:
         line = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ConversionError(f"the forward model cannot be read or brought to opset {UPGRADED}: {line}") from error
     model = ir.from_proto(_expanded(proto))
+    for node in model.graph:
+        if not onnx.defs.has(node.op_type, node.domain):
+            domain = f"{node.domain}." if node.domain else ""
+            raise ConversionError(f"no gradient rule for op {domain}{node.op_type} (node {node.name!r}): not in ONNX")
     model.ir_version = max(model.ir_version, 9)  # weights of files before 4 had to be inputs
     passes.RemoveInitializersFromInputsPass()(model)
     for index, node in enumerate(model.graph):

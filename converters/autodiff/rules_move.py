@@ -91,7 +91,7 @@ def gather(s: Step) -> Grads:
         picked, before = order[axis : axis + count], order[:axis]
         first = t.transpose(first, [*picked, *before, *order[axis + count :]])
         moved = (shape[axis], *shape[:axis], *shape[axis + 1 :])
-        rows = t.unsqueeze(where, [count])
+        rows = t.unsqueeze(t.cast(where, ir.DataType.INT64), [count])
         made = t.op("ScatterND", t.zeros(moved, s.dtype()), rows, first, shape=moved, reduction="add")
         return t.transpose(made, [*range(1, axis + 1), 0, *range(axis + 1, len(shape))])
 
