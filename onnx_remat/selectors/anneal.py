@@ -28,7 +28,7 @@ from onnx_remat.selectors.state import EXCESS, WORK, State
 
 _ADD, _SWAP, _REMOVE, _REORDER, _HOIST = 0.25, 0.25, 0.2, 0.8, 0.1  # how often each kind of move is tried
 _HOT = 0.7  # how often an interval is looked for that helps at once
-_MOVE = 200  # work of a move beside that on the profile
+_MOVE = 800  # work of a move beside that on the profile
 _PERIOD = 500  # moves between two looks at the multiplier
 _STEP = 1.08  # factor by which the multiplier follows
 _FEASIBLE = 0.35  # share of the moves that should end within the budget

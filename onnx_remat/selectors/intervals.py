@@ -25,7 +25,7 @@ from onnx_remat.selectors.state import BUDGET, COUNT, EVENTS, EXCESS, HOLD_UNREA
 kernel: Any = njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)  # type: ignore[call-overload]
 """Compiles what only compiled code calls; not cached by itself, but within its cached callers."""
 
-_CALL = 100  # work of changing the profile anywhere, beside the places changed
+_CALL = 220  # work of changing the profile anywhere, beside the places changed
 
 
 @kernel

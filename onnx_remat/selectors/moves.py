@@ -65,31 +65,29 @@ def _insert(s, op, p, log, n):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _useless(s, e):  # type: ignore[no-untyped-def]
-    """Whether `e` is a recompute whose results nobody reads."""
+def _spared(s, e, at_all):  # type: ignore[no-untyped-def]
+    """Whether `e` is a recompute whose results nobody reads or, unless `at_all`, only who finds an earlier one."""
     event = s.events[e]
     op = s.ops[event.op]
     if op.count < 2:
         return False
     x = event.node + op.reads
     for y in range(x, x + op.writes):  # noqa: SIM110 compiled code has no all()
-        if not ends(s, y):
+        if not ends(s, y) and (at_all > 0 or s.nodes[y].before < 0):
             return False
     return True
 
 
 @kernel
+def _useless(s, e):  # type: ignore[no-untyped-def]
+    """Whether `e` is a recompute whose results nobody reads."""
+    return _spared(s, e, np.int64(1))
+
+
+@kernel
 def removable(s, e):  # type: ignore[no-untyped-def]
     """Whether every read of the results of `e` finds an earlier result."""
-    event = s.events[e]
-    op = s.ops[event.op]
-    if op.count < 2:
-        return False
-    x = event.node + op.reads
-    for y in range(x, x + op.writes):  # noqa: SIM110
-        if s.nodes[y].before < 0 and not ends(s, y):
-            return False
-    return True
+    return _spared(s, e, np.int64(0))
 
 
 @kernel

@@ -19,7 +19,7 @@ from onnx_remat.selectors.plans import LANES, Heat, Plan, annealed, best_of, pri
 from onnx_remat.selectors.sqrt_n import segment_seeds
 
 _MOST_TRIES, _TRYING = 8, 0.6  # runs from the starting points, and the share of the work they take together
-_PER_OP = 100_000  # work per op that makes a run worth while
+_PER_OP = 150_000  # work per op that makes a run worth while
 _TRIAL_HEATS = (Heat(0.1, 0.01), Heat(0.3, 0.02), Heat(1.0, 0.02))
 _KEPT, _GOING_ON = 4, 0.25  # the best of them that are gone on from, and the share of the work they take together
 _AGAIN_HEAT, _LAST_HEATS = Heat(0.15, 0.005), (Heat(0.05, 0.002), Heat(0.1, 0.002))
