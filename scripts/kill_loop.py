@@ -83,7 +83,7 @@ def killed_saves(folder: Path, count: int, generator: random.Random) -> None:
         process.wait()
         found[contents.index(out.read_bytes())] += 1  # ValueError: a broken file
     stale = [p for p in folder.iterdir() if p.suffix == ".tmp"]
-    print(f"{count} saves killed, 0 broken files (first {found[0]}, second {found[1]}), {len(stale)} temporary ones left")
+    print(f"{count} saves killed, 0 broken files (first {found[0]}, second {found[1]}), {len(stale)} stale .tmp")
 
 
 def main() -> None:

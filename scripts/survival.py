@@ -109,9 +109,9 @@ def environment(folder: Path, name: str, packages: list[str]) -> Path:
     return home / "bin" / "python"
 
 
-def run(python: Path, path: Path, setting: Setting) -> tuple[int, Path] | str:
+def run(python: Path, path: Path, folder: Path, setting: Setting) -> tuple[int, Path] | str:
     """Peak and outputs of a file in a setting, or the last line of the error."""
-    outputs = path.with_suffix(".npz")
+    outputs = folder / f"{path.stem}.npz"
     job = {**setting.__dict__, "path": str(path), "outputs": str(outputs)}
     alloc = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     done = subprocess.run(
@@ -137,7 +137,7 @@ def same(a: Path, b: Path) -> str:
 
 def cell(python: Path, original: Path, small: Path, budget: int, setting: Setting) -> str:
     """Peak over budget, saving kept, and how equal the outputs are."""
-    before, after = run(python, original, setting), run(python, small, setting)
+    before, after = (run(python, path, small.parent, setting) for path in (original, small))
     if isinstance(before, str) or isinstance(after, str):
         return "fails: " + next(r for r in (before, after) if isinstance(r, str))
     return f"{after[0] / budget:.2f} (was {before[0] / budget:.2f}), {same(before[1], after[1])}"
