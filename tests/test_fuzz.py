@@ -51,8 +51,11 @@ def test_random_steps_are_rewritten_and_keep_every_promise(pytestconfig):
         model.graph.output.append(helper.make_tensor_value_info("g", 1, [32, 32]))
         try:
             result = onnx_remat.rewrite_model(model, budget, **QUICK)
-        except BudgetInfeasibleError:
-            return
+        except BudgetInfeasibleError as error:  # then what it says is possible must be
+            try:
+                result = onnx_remat.rewrite_model(model, int(error.best_peak_bytes * 1.05), **QUICK)
+            except BudgetInfeasibleError:
+                return
         assert max(result.report.peaks_by_level.values()) <= result.report.budget
         feeds = feeds_for(model) | {"cond": np.array(cond)}
         outputs, executed = traced(result.model, feeds)
@@ -62,7 +65,7 @@ def test_random_steps_are_rewritten_and_keep_every_promise(pytestconfig):
         assert only(executed, labels) == [name for name in labels if name in set(executed)]
         timeline = emulated.timeline()
         assert max(naive_steps(emulated.view.problem, list(emulated.order.order))) == timeline.peak
-        done.append(seed)
+        done.append(result.report.recomputed)
 
     run()
     assert done
