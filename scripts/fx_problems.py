@@ -45,6 +45,14 @@ def trace_step(model: torch.nn.Module, batch: Sequence[torch.Tensor], loss: Call
     return traced.graph
 
 
+def drop_running_statistics(model: torch.nn.Module) -> None:
+    """Make BatchNorm use the batch's statistics alone: updates in place of buffers are no part of a traced step."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.BatchNorm2d):
+            module.track_running_stats, module.running_mean, module.running_var = False, None, None
+            module.num_batches_tracked = None
+
+
 def tensors_of(node: Node) -> list[torch.Tensor]:
     """The tensors a node makes, one for each output that is a tensor."""
     value = node.meta.get("val")

@@ -60,11 +60,9 @@ def build(name: str, row: Published) -> Problem:
     """The step of a network: forward, sum of its output, backward; only intermediate tensors count."""
     options = {"init_weights": False} if name == "inception_v3" else {}
     model = getattr(_import_torchvision().models, name)(weights=None, **options).train()
+    fx_problems.drop_running_statistics(model)
     for module in model.modules():
-        if isinstance(module, torch.nn.BatchNorm2d):
-            module.track_running_stats, module.running_mean, module.running_var = False, None, None
-            module.num_batches_tracked = None
-        elif isinstance(module, torch.nn.Dropout):
+        if isinstance(module, torch.nn.Dropout):
             module.p = 0.0  # as their benchmark does
     batch = torch.empty(row.batch, 3, row.size, row.size, device="meta")
     model = model.to("meta")

@@ -73,6 +73,7 @@ def main() -> None:
     for name in given.model or MODELS:
         torch.manual_seed(0)
         case = torch_models.MODELS[name]()
+        fx_problems.drop_running_statistics(case.model)
         for budget in BUDGETS:
             problem, theirs = partitioned(case, budget)
             full = memory.simulate(problem, range(problem.n_ops)).peak
