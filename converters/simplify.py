@@ -131,7 +131,7 @@ def _to_reshape(node: ir.Node, source: ir.Value, shape: tuple[int, ...]) -> None
     assert node.graph is not None
     target = ir.Value(name=f"{node.outputs[0].name}.shape", const_value=ir.tensor(np.array(shape, np.int64)))
     target.shape, target.type = ir.Shape([len(shape)]), ir.TensorType(ir.DataType.INT64)
-    node.graph.register_initializer(target)  # type: ignore[union-attr]
+    node.graph.register_initializer(target)
     node.op_type = "Reshape"
     node.attributes.clear()
     node.resize_inputs(2)

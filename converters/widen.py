@@ -18,7 +18,7 @@ def widened(model: ir.Model) -> ir.Model:
     graph = copy.graph
     for value in [*graph.inputs, *graph.initializers.values()]:
         if value.dtype == NARROW:
-            value.dtype = WIDE
+            value.type = ir.TensorType(WIDE)  # a new one: values share theirs
             if value.const_value is not None:
                 value.const_value = ir.tensor(value.const_value.numpy().astype(np.float32), name=value.name)
     for node in list(graph):
@@ -36,7 +36,7 @@ def widened(model: ir.Model) -> ir.Model:
 
 def _round(graph: ir.Graph, node: ir.Node, value: ir.Value) -> None:
     """Readers of a value read it as bfloat16 would hold it."""
-    value.dtype = WIDE
+    value.type = ir.TensorType(WIDE)
     narrow = ir.node("Cast", [value], {"to": int(NARROW)})
     wide = ir.node("Cast", narrow.outputs, {"to": int(WIDE)})
     for made, dtype in ((narrow.outputs[0], NARROW), (wide.outputs[0], WIDE)):

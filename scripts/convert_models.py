@@ -1,8 +1,8 @@
 """Export well-known models as training steps, check them, rewrite them to a budget, and print what came out.
 
-    python scripts/convert_models.py --out DIR                       write the exported steps
-    python scripts/convert_models.py --budget 60%                    also rewrite and measure them
-    python scripts/convert_models.py --model resnet18 --converter pytorch
+    python -m scripts.convert_models --out DIR                       write the exported steps
+    python -m scripts.convert_models --budget 60%                    also rewrite and measure them
+    python -m scripts.convert_models --model resnet18 --converter pytorch
 
 Per model and converter: node count, seconds of export (tracing, translation and check), the largest relative error of
 loss, gradients, buffers and update against the framework, whether stock ONNX Runtime runs the step on the CPU; with

@@ -49,6 +49,7 @@ def lower(
     outputs = [*trace.outputs, *(f"{_WATCHED}{index}" for index in range(trace.watched))]
     _interface(model.graph, list(inputs), outputs)
     simplify(model)
+    common.ShapeInferencePass()(model)
     _inherit(model.graph)
     return model
 

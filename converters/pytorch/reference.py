@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 
-from .. import check, names
+from .. import names
 from .decisions import Replay
 from .trace import Step, eager_kernels
 
@@ -29,29 +30,33 @@ def tensor(value: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(np.array(value))
 
 
-def outputs(step: Step, watched: Sequence[np.ndarray]) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+def outputs(
+    step: Step, watched: Sequence[np.ndarray], tolerance: Mapping[str, float]
+) -> tuple[dict[str, np.ndarray], dict[str, float]]:
     """Every output of the step by name, and how much each moves when parameters move by a rounding error.
 
-    `watched` are the values of the exported step that `decisions.Replay` needs.
+    `watched` are the values of the exported step that `decisions.Replay` needs, and compares within `tolerance`.
 
     The second step starts from parameters moved by up to half a unit in the last place, at random: outputs that then
     move by more than a tolerance cannot be told apart from noise (a gradient that is zero in exact arithmetic).
     """
     inputs = step.inputs
-    answer = _run(step, {name: value.clone() for name, value in inputs.items()}, watched)
+    answer = _run(step, {name: value.clone() for name, value in inputs.items()}, watched, tolerance)
     generator = torch.Generator().manual_seed(0)
     moved = {
         name: _jitter(value, generator) if name in step.trainable else value.clone() for name, value in inputs.items()
     }
-    again = _run(step, moved, watched)
+    again = _run(step, moved, watched, tolerance)
     noise = {name: _distance(value, again[name]) for name, value in answer.items() if value.is_floating_point()}
     return {name: array(value) for name, value in answer.items()}, noise
 
 
-def _run(step: Step, values: dict[str, torch.Tensor], watched: Sequence[np.ndarray]) -> dict[str, torch.Tensor]:
-    tolerance = {dtype: check.TOLERANCE[str(dtype).removeprefix("torch.")] for dtype in _FLOATS}
+def _run(
+    step: Step, values: dict[str, torch.Tensor], watched: Sequence[np.ndarray], tolerance: Mapping[str, float]
+) -> dict[str, torch.Tensor]:
+    allowed = {dtype: tolerance[str(dtype).removeprefix("torch.")] for dtype in _FLOATS}
     with eager_kernels():
-        return step.run(values, Replay(watched, tolerance))
+        return step.run(values, Replay(watched, allowed))
 
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -78,8 +83,8 @@ def updated(
     of = {id(parameter): name for name, parameter in parameters.items()}
     copies = {name: parameter.detach().clone().requires_grad_() for name, parameter in parameters.items()}
     groups = [{**group, "params": [copies[of[id(p)]] for p in group["params"]]} for group in optimizer.param_groups]
-    twin = type(optimizer)(groups)
-    twin.load_state_dict(optimizer.state_dict())
+    twin = type(optimizer)(groups)  # type: ignore[call-arg]  # all that are supported have defaults
+    twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # loading shares the step counter
     for name, gradient in gradients.items():
         copies[name].grad = tensor(gradient)
     twin.step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import traceback
@@ -98,7 +100,7 @@ _TENSOR = object()
 def _path(path: Sequence[Any]) -> str:
     """`input.0` for a positional argument, its name for a keyword argument, then the keys inside it."""
     top, first, *inner = (getattr(key, "idx", getattr(key, "key", None)) for key in path)
-    head = names.batch(int(first)) if top == 0 else str(first)
+    head = names.batch(int(str(first))) if top == 0 else str(first)
     return ".".join([head, *map(str, inner)])
 
 
@@ -225,7 +227,7 @@ def trace(step: Step, dynamic: Mapping[str, Mapping[int, str]]) -> Trace:
         return [*made.values(), *recorder.seen]
 
     fakes = _fakes(inputs, dynamic)
-    with quiet(), traceback.preserve_node_meta(), eager_kernels():
+    with traceback.preserve_node_meta(), eager_kernels():
         try:
             graph = make_fx(
                 flat, tracing_mode="fake", decomposition_table=decompositions(), _allow_non_fake_inputs=True
@@ -243,11 +245,11 @@ def trace(step: Step, dynamic: Mapping[str, Mapping[int, str]]) -> Trace:
 def _fakes(inputs: Mapping[str, torch.Tensor], dynamic: Mapping[str, Mapping[int, str]]) -> list[torch.Tensor]:
     """Tensors without data; dimensions that are to vary have symbolic sizes."""
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv() if dynamic else None)
-    made = []
+    made: list[torch.Tensor] = []
     for name, value in inputs.items():
         axes = dynamic.get(name, {})
         sizes = [DimDynamic.DYNAMIC if axis in axes else DimDynamic.STATIC for axis in range(value.dim())]
-        context = StatelessSymbolicContext(dynamic_sizes=sizes) if dynamic else None
+        context: Any = StatelessSymbolicContext(dynamic_sizes=sizes) if dynamic else None  # type: ignore[var-annotated]
         source = ConstantSource(f"input_{len(made)}") if dynamic else None
         made.append(mode.from_tensor(value, symbolic_context=context, source=source))
     return made
@@ -255,8 +257,13 @@ def _fakes(inputs: Mapping[str, torch.Tensor], dynamic: Mapping[str, Mapping[int
 
 @contextmanager
 def eager_kernels() -> Iterator[None]:
-    """Operators as the trace and its reference both shall see them: attention in its parts, dropout with its mask."""
-    with torch._dispatch.python.enable_python_dispatcher(), sdpa_kernel(SDPBackend.MATH):
+    """Operators as the trace and its reference both shall see them: attention in parts, dropout with its mask."""
+    with (
+        quiet(),
+        enable_python_dispatcher(),
+        sdpa_kernel(SDPBackend.MATH),
+        torch.backends.mkldnn.flags(enabled=False),  # recurrent layers in parts
+    ):
         yield
 
 
@@ -266,7 +273,13 @@ def _one_line(error: Exception) -> str:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without torch's warnings on tracing and export, none of which the user can act on."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+    """Without the warnings of torch and its exporter, none of which the user can act on."""
+    logger = logging.getLogger("onnxscript")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)

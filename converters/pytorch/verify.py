@@ -44,23 +44,31 @@ def step(
     ConversionError
         They disagree.
     """
+    tolerance = _tolerance(made)
     feeds = initial_feeds(ir.to_proto(made), model, optimizer)
     feeds |= {n: reference.array(t) for n, t in zip(traced.batch.names, traced.batch.tensors, strict=True)}
     found = _run(made, feeds, list(hidden.values()))
     for gradient, value in hidden.items():
         found[gradient] = found.pop(value)
     seen = [found.pop(name) for name in watched(list(found))]
-    expected, noise = reference.outputs(traced, seen)
+    expected, noise = reference.outputs(traced, seen, tolerance)
     for buffer in traced.buffers:  # one that the step only reads is not put out
         after = names.new(buffer)
         if after not in found and np.array_equal(expected[after], reference.array(traced.buffers[buffer])):
             del expected[after]
     of_update = {name for name in found if name.startswith(names.new("")) and name not in expected}
-    result = check.compare({n: v for n, v in found.items() if n not in of_update}, expected, noise=noise)
+    result = check.compare({n: v for n, v in found.items() if n not in of_update}, expected, tolerance, noise)
     if optimizer is not None:
         updated = {name: found[name] for name in found if name in of_update}
         _update(optimizer, dict(model.named_parameters()), updated, {n: found[n] for n in hidden}, feeds)
     return result
+
+
+def _tolerance(model: ir.Model) -> dict[str, float]:
+    """What is computed in a narrow type is as inexact when it is put out in a wide one (autocast)."""
+    kinds = {value.dtype.name.lower() for node in model.graph for value in node.outputs if value.dtype is not None}
+    least = max((check.TOLERANCE[kind] for kind in ("float16", "bfloat16") if kind in kinds), default=0.0)
+    return {kind: max(allowed, least) for kind, allowed in check.TOLERANCE.items()}
 
 
 def _run(model: ir.Model, feeds: Mapping[str, np.ndarray], hidden: Sequence[str]) -> dict[str, np.ndarray]:

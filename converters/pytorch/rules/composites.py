@@ -117,6 +117,32 @@ def grid_sample(
     return made
 
 
+def weight_norm(direction: torch.Tensor, length: torch.Tensor, dim: int = 0) -> torch.Tensor:
+    """Salimans & Kingma 2016: direction scaled to length, along every axis but `dim`."""
+    axes = [axis for axis in range(direction.dim()) if dim == -1 or axis != dim % direction.dim()]
+    return direction * (length / (direction * direction).sum(axes, keepdim=True).sqrt())
+
+
+def affine_grid(theta: torch.Tensor, size: list[int], align_corners: bool | None = None) -> torch.Tensor:
+    """(N, 2, 3) maps of the unit square's pixel centres, for `grid_sample`."""
+    if len(size) != 4:
+        raise NotImplementedError("affine_grid of volumes")
+    axes = []
+    for count in size[2:]:
+        edge = 1.0 if align_corners else 1 - 1 / count
+        axes.append(torch.linspace(-edge, edge, count, dtype=theta.dtype))
+    y, x = torch.meshgrid(axes, indexing="ij")
+    points = torch.stack([x, y, torch.ones_like(x)], -1).reshape([1, -1, 3])
+    return (points @ theta.transpose(1, 2)).reshape([size[0], size[2], size[3], 2])
+
+
+def cumprod(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Products of all prefixes, side by side."""
+    length = x.shape[dim]
+    prefix = torch.ones([length, length], dtype=torch.bool).tril()
+    return torch.where(prefix, x.movedim(dim, -1).unsqueeze(-2), 1.0).prod(-1).movedim(-1, dim)
+
+
 COMPOSITES: dict[Any, Callable[..., Any]] = {
     F.bilinear: bilinear,
     torch.bilinear: bilinear,
@@ -126,7 +152,11 @@ COMPOSITES: dict[Any, Callable[..., Any]] = {
     F.pdist: pdist,
     torch.logcumsumexp: logcumsumexp,
     torch.Tensor.logcumsumexp: logcumsumexp,
+    F.affine_grid: affine_grid,
     F.grid_sample: grid_sample,
+    torch.cumprod: cumprod,
+    torch.Tensor.cumprod: cumprod,
+    torch._weight_norm: weight_norm,
 }
 
 

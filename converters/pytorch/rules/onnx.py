@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.onnx import ops
 
-Attribute: TypeAlias = int | float | str | Sequence[int] | Sequence[float]
+Attribute: TypeAlias = int | float | str | bool | Sequence[int] | Sequence[float] | Sequence[str] | Sequence[bool]
 
 
 def op(

@@ -175,3 +175,26 @@ def _window_sizes(size: int, count: int, kernel: int, stride: int, padding: int,
         end = min(start + kernel, size + padding)
         made.append(end - start if include_pad else min(end, size) - max(start, 0))
     return made
+
+
+@rule(aten._adaptive_avg_pool2d_backward.default)
+def adaptive_avg_pool2d_backward(gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """The averages are a product with one matrix per axis; so is the gradient."""
+    return _adaptive_avg_pool_backward(gradient, x, 2)
+
+
+@rule(aten._adaptive_avg_pool3d_backward.default)
+def adaptive_avg_pool3d_backward(gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """The averages are a product with one matrix per axis; so is the gradient."""
+    return _adaptive_avg_pool_backward(gradient, x, 3)
+
+
+def _adaptive_avg_pool_backward(gradient: torch.Tensor, x: torch.Tensor, rank: int) -> torch.Tensor:
+    for axis in range(x.dim() - rank, x.dim()):
+        size, count = x.shape[axis], gradient.shape[axis]
+        rows = [[0.0] * size for _ in range(count)]
+        for i, row in enumerate(rows):
+            start, end = i * size // count, -(-(i + 1) * size // count)
+            row[start:end] = [1 / (end - start)] * (end - start)
+        gradient = (gradient.movedim(axis, -1) @ torch.tensor(rows, dtype=gradient.dtype)).movedim(-1, axis)
+    return gradient

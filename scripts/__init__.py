@@ -1,0 +1,1 @@
+"""Measurements and tables; run each as ``python -m scripts.NAME``."""

@@ -1,0 +1,140 @@
+"""The converters' common ground: optimizers against torch.optim, the check, simplification, widening."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from onnx_remat.converters import check, optimizers
+from onnx_remat.converters.emit import Emitter
+from onnx_remat.converters.simplify import simplify
+from onnx_remat.converters.widen import widened
+
+from onnx_remat import runtime
+from onnx_remat.errors import ConversionError
+
+torch = pytest.importorskip("torch")
+
+
+def value(name, shape, dtype=ir.DataType.FLOAT):
+    return ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(dtype))
+
+
+def product_step():
+    """loss = sum(w * x), and its gradient of w."""
+    w, x = value("w", [3]), value("input.0", [3])
+    graph = ir.Graph([w, x], [], nodes=[], opset_imports={"": 20}, name="step")
+    emit = Emitter(graph, "forward")
+    loss = emit("ReduceSum", emit("Mul", w, x, like=w), keepdims=0)
+    loss.name, loss.shape, loss.type = "loss", ir.Shape([]), w.type
+    with emit.labelled("backward"):
+        gradient = emit("Identity", x, like=x)
+    gradient.name = "grad.w"
+    graph.outputs.extend([loss, gradient])
+    return graph
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (optimizers.SGD(0.1), lambda p: torch.optim.SGD(p, 0.1)),
+        (
+            optimizers.SGD(0.1, 0.9, weight_decay=0.01, nesterov=True),
+            lambda p: torch.optim.SGD(p, 0.1, 0.9, weight_decay=0.01, nesterov=True),
+        ),
+        (optimizers.SGD(0.1, 0.9, maximize=True), lambda p: torch.optim.SGD(p, 0.1, 0.9, maximize=True)),
+        (
+            optimizers.Adam(0.1, weight_decay=0.1, amsgrad=True),
+            lambda p: torch.optim.Adam(p, 0.1, weight_decay=0.1, amsgrad=True),
+        ),
+        (optimizers.AdamW(0.1, betas=(0.8, 0.95)), lambda p: torch.optim.AdamW(p, 0.1, betas=(0.8, 0.95))),
+    ],
+)
+def test_optimizer_follows_torch_for_ten_steps(ours, theirs):
+    graph = product_step()
+    optimizers.append(graph, {"w": ours}, 1)
+    model = ir.to_proto(ir.Model(graph, ir_version=10))
+    onnx.checker.check_model(model, full_check=True)
+    generator = np.random.default_rng(0)
+    start = generator.standard_normal(3).astype(np.float32)
+    twin = torch.nn.Parameter(torch.tensor(start))
+    optimizer = theirs([twin])
+    feeds = {"w": start, **optimizers.initial_state({"w": ours}, {"w": start})}
+    for _ in range(10):
+        x = generator.standard_normal(3).astype(np.float32)
+        optimizer.zero_grad()
+        (twin * torch.tensor(x)).sum().backward()
+        optimizer.step()
+        made = runtime.outputs(model, {**feeds, "input.0": x})
+        feeds = {name.removeprefix("new."): made[name] for name in made if name.startswith("new.")}
+    assert check.relative_error(feeds["w"], twin.detach().numpy()) < 1e-5  # torch corrects Adam's bias in float64
+
+
+def test_the_check_names_the_worst_output():
+    good = {"loss": np.float32(1.0), "grad.w": np.ones(3, np.float32)}
+    assert check.compare(good, good).error == 0.0
+    with pytest.raises(ConversionError, match=r"grad\.w differs from the framework's by 0\.5"):
+        check.compare(good | {"grad.w": np.array([1, 1, 1.5], np.float32)}, good)
+    with pytest.raises(ConversionError, match="one side only"):
+        check.compare({"loss": good["loss"]}, good)
+
+
+def test_noise_excuses_only_what_rounding_decides():
+    expected = {"loss": np.float32(1.0), "grad.b": np.array([1e-9], np.float32)}
+    found = expected | {"grad.b": np.array([-3e-9], np.float32)}
+    with pytest.raises(ConversionError):
+        check.compare(found, expected)
+    assert check.compare(found, expected, noise={"grad.b": 1e-9}).undetermined == ("grad.b",)
+    with pytest.raises(ConversionError):  # far above its noise
+        check.compare(expected | {"grad.b": np.array([1e-7], np.float32)}, expected, noise={"grad.b": 1e-9})
+
+
+def test_simplify_keeps_results_labels_and_names():
+    a, b = value("a", [4, 5]), value("b", [4, 6])
+    graph = ir.Graph([a, b], [], nodes=[], opset_imports={"": 20}, name="g")
+    emit = Emitter(graph, "backward")
+    turned = emit("Transpose", a, perm=[1, 0])
+    turned.shape, turned.type = ir.Shape([5, 4]), a.type
+    product = emit("MatMul", turned, b)
+    product.shape, product.type = ir.Shape([5, 6]), a.type
+    one = emit("Mul", product, emit.constant(np.float32(1)), like=product)
+    wide = emit("Expand", emit.constant(np.float32(3)), emit.constant(np.array([5, 6])), like=product)
+    total = emit("Add", one, wide, like=product)
+    back = emit("Transpose", emit("Transpose", total, perm=[1, 0]), perm=[1, 0])
+    back.producer().inputs[0].shape, back.producer().inputs[0].type = ir.Shape([6, 5]), a.type
+    back.shape, back.type, back.name = ir.Shape([5, 6]), a.type, "out"
+    graph.outputs.append(back)
+    model = ir.Model(graph, ir_version=10)
+    rng = np.random.default_rng(0)
+    feeds = {"a": rng.standard_normal((4, 5), np.float32), "b": rng.standard_normal((4, 6), np.float32)}
+    before = runtime.outputs(ir.to_proto(model), feeds)
+    simplify(model)
+    after = runtime.outputs(ir.to_proto(model), feeds)
+    assert [node.op_type for node in model.graph] == ["Gemm", "Add"]
+    assert {node.metadata_props["phase"] for node in model.graph} == {"backward"}
+    assert check.relative_error(after["out"], before["out"]) < 1e-6
+
+
+def test_simplify_keeps_random_nodes_apart():
+    x = value("x", [1000])
+    graph = ir.Graph([x], [], nodes=[], opset_imports={"": 20}, name="g")
+    emit = Emitter(graph, "forward")
+    draws = [emit("RandomUniformLike", x, like=x) for _ in range(2)]
+    graph.outputs.extend(draws)
+    model = ir.Model(graph, ir_version=10)
+    simplify(model)
+    assert len(model.graph) == 2
+
+
+def test_widened_bfloat16_rounds_as_bfloat16_does():
+    x = value("x", [100], ir.DataType.BFLOAT16)
+    graph = ir.Graph([x], [], nodes=[], opset_imports={"": 20}, name="g")
+    emit = Emitter(graph, "forward")
+    y = emit("Mul", emit("Add", x, x, like=x), emit.scalar(0.3, x), like=x)
+    y.name = "y"
+    graph.outputs.append(y)
+    data = np.random.default_rng(0).standard_normal(100).astype(ml_dtypes.bfloat16)
+    found = runtime.outputs(ir.to_proto(widened(ir.Model(graph, ir_version=10))), {"x": data.astype(np.float32)})["y"]
+    np.testing.assert_array_equal(found, ((data + data) * ml_dtypes.bfloat16(0.3)).astype(np.float32))

@@ -1,0 +1,206 @@
+"""The PyTorch converter: interface, numbers, training curves, odd models and refusals."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("onnxscript")
+
+import torch.nn.functional as F  # noqa: E402
+from onnx_remat.converters.pytorch import export_training_step, initial_feeds  # noqa: E402
+from torch import nn  # noqa: E402
+
+from onnx_remat import rewrite_model, runtime  # noqa: E402
+from onnx_remat.errors import ConversionError  # noqa: E402
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(128, 10)
+    )
+
+
+def batch(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(6, 3, 8, 8, generator=generator), torch.randint(0, 10, (6,), generator=generator)
+
+
+def phases(model):
+    return [p.value for node in model.graph.node for p in node.metadata_props if p.key == "phase"]
+
+
+def error(model):
+    return float(next(p.value for p in model.metadata_props if p.key == "check.error"))
+
+
+def test_interface_labels_and_standard_ops():
+    step = export_training_step(net(), batch(), F.cross_entropy)
+    onnx.checker.check_model(step, full_check=True)
+    inputs = [value.name for value in step.graph.input]
+    assert inputs == [
+        "0.weight", "0.bias", "1.weight", "1.bias", "5.weight", "5.bias", "1.running_mean", "1.running_var",
+        "1.num_batches_tracked", "input.0", "input.1",
+    ]  # fmt: skip
+    assert [value.name for value in step.graph.output] == [
+        "loss", "grad.0.weight", "grad.0.bias", "grad.1.weight", "grad.1.bias", "grad.5.weight", "grad.5.bias",
+        "new.1.running_mean", "new.1.running_var", "new.1.num_batches_tracked",
+    ]  # fmt: skip
+    assert {node.domain for node in step.graph.node} == {""}
+    labels = phases(step)
+    assert len(labels) == len(step.graph.node) and set(labels) == {"forward", "backward"}
+    shaped = {info.name for info in step.graph.value_info} | {info.name for info in step.graph.output}
+    assert all(name in shaped for node in step.graph.node for name in node.output if name)
+    assert error(step) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+def test_twenty_steps_follow_torch(kind):
+    model = net()
+    others = [*model[1].parameters(), *model[5].parameters()]
+    groups = [{"params": model[0].parameters()}, {"params": others, "lr": 0.02}]
+    make = {
+        "sgd": lambda: torch.optim.SGD(groups, 0.05, momentum=0.9, weight_decay=1e-3),
+        "adamw": lambda: torch.optim.AdamW(groups, 0.01),
+    }
+    optimizer = make[kind]()
+    step = export_training_step(model, batch(), F.cross_entropy, optimizer)
+    assert set(phases(step)) == {"forward", "backward", "optimizer"}
+    feeds = initial_feeds(step, model, optimizer)
+    ours, theirs = [], []
+    for seed in range(20):
+        x, y = batch(seed)
+        made = runtime.outputs(step, {**feeds, "input.0": x.numpy(), "input.1": y.numpy()})
+        feeds = {name.removeprefix("new."): value for name, value in made.items() if name.startswith("new.")}
+        ours.append(float(made["loss"]))
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        theirs.append(loss.item())
+    np.testing.assert_allclose(ours, theirs, rtol=2e-3 if kind == "adamw" else 2e-4)
+    assert int(feeds["1.num_batches_tracked"]) == 20
+
+
+def test_feeds_carry_the_state_of_a_running_optimizer():
+    model = nn.Linear(8, 10)
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    x, y = torch.randn(6, 8), torch.randint(0, 10, (6,))
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    step = export_training_step(model, (x, y), F.cross_entropy, optimizer)  # its check starts from that state
+    feeds = initial_feeds(step, model, optimizer)
+    assert float(feeds["state.weight.step"]) == 1.0 and np.abs(feeds["state.weight.exp_avg"]).max() > 0
+
+
+def test_the_step_can_be_rewritten_to_a_budget(tmp_path):
+    layers = [m for _ in range(6) for m in (nn.Linear(64, 64), nn.GELU())]
+    x = torch.randn(512, 64)
+    model = nn.Sequential(*layers)
+    step = export_training_step(model, (x, x), F.mse_loss, torch.optim.SGD(model.parameters(), 0.1))
+    onnx.save(step, tmp_path / "step.onnx")
+    report = rewrite_model(tmp_path / "step.onnx", "70%", time_limit=3).report
+    assert report.after.total <= report.budget
+
+
+class Odd(nn.Module):
+    """Tied and frozen weights, dropout, an unused parameter, keyword input, its own loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(12, 16)
+        self.head = nn.Linear(16, 12, bias=False)
+        self.head.weight = self.embed.weight
+        self.middle = nn.Linear(16, 16)
+        self.middle.bias.requires_grad_(False)
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, tokens, labels):
+        hidden = F.dropout(torch.tanh(self.middle(self.embed(tokens))), 0.25, self.training)
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+
+
+def test_tied_frozen_unused_keyword_inputs_and_dropout():
+    tokens = torch.randint(0, 12, (8, 40))
+    step = export_training_step(Odd(), {"tokens": tokens, "labels": tokens.roll(1, 1)})
+    assert [v.name for v in step.graph.input] == ["embed.weight", "middle.weight", "middle.bias", "tokens", "labels"]
+    assert [v.name for v in step.graph.output] == ["loss", "grad.embed.weight", "grad.middle.weight"]
+    assert [node.op_type for node in step.graph.node].count("Dropout") == 1
+    assert error(step) < 1e-5
+
+
+def test_a_batch_of_any_size():
+    dims = {"input.0": {0: "batch"}, "input.1": {0: "batch"}}
+    model = net()
+    step = export_training_step(model, batch(), F.cross_entropy, dynamic_dims=dims)
+    assert step.graph.input[-1].type.tensor_type.shape.dim[0].dim_param == "batch"
+    feeds = initial_feeds(step, model)
+    x, y = torch.randn(3, 3, 8, 8), torch.randint(0, 10, (3,))
+    made = runtime.outputs(step, {**feeds, "input.0": x.numpy(), "input.1": y.numpy()})
+    assert abs(float(made["loss"]) - F.cross_entropy(model(x), y).item()) < 1e-5
+
+
+class Autocast(nn.Module):
+    def __init__(self, model, dtype):
+        super().__init__()
+        self.model, self.dtype = model, dtype
+
+    def forward(self, x):
+        with torch.autocast("cpu", self.dtype):
+            return self.model(x).float()
+
+
+@pytest.mark.parametrize("kind", ["float64", "float16", "bfloat16", "autocast"])
+def test_other_precisions(kind):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.Tanh(), nn.Linear(32, 10))
+    x, y = torch.randn(8, 16), torch.randint(0, 10, (8,))
+    if kind == "autocast":
+        model = Autocast(model, torch.bfloat16)
+    else:
+        model, x = model.to(getattr(torch, kind)), x.to(getattr(torch, kind))
+    step = export_training_step(model, (x, y), F.cross_entropy, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
+    kinds = {info.type.tensor_type.elem_type for info in step.graph.value_info}
+    wanted = {"float64": 11, "float16": 10}.get(kind, 16)
+    assert wanted in kinds
+    assert error(step) < {"float64": 1e-12, "float16": 5e-3}.get(kind, 3e-2)
+
+
+def refused(match, *args, **kwargs):
+    with pytest.raises(ConversionError, match=match):
+        export_training_step(*args, **kwargs)
+
+
+def test_refusals_say_why():
+    x, y = batch()
+    refused("not the scalar loss|not a scalar loss", net(), x)
+    refused("not a scalar loss; reduce it", net(), (x, y), lambda o, t: F.cross_entropy(o, t, reduction="none"))
+    refused("returned float, not", net(), (x, y), lambda o, t: 1.0)
+    refused("depends on no trainable parameter", net().requires_grad_(False), (x, y), F.cross_entropy)
+    refused("depends on no trainable parameter", net(), (x, y), lambda o, t: o.detach().mean())
+    whole = nn.Linear(2, 2)
+    whole.register_parameter("table", nn.Parameter(torch.arange(3), requires_grad=False))
+    refused("parameter table is of torch.int64", whole, torch.randn(2, 2), None)
+    model = net()
+    refused("torch.optim.rmsprop.RMSprop is not supported", model, (x, y), F.cross_entropy,
+            torch.optim.RMSprop(model.parameters()))  # fmt: skip
+    refused("that the model does not", model, (x, y), F.cross_entropy, torch.optim.SGD(net().parameters(), 0.1))
+    refused("no input 'x'", model, (x, y), F.cross_entropy, dynamic_dims={"x": {0: "n"}})
+    refused("a size of 1 is taken as fixed", model, (x[:1], y[:1]), F.cross_entropy, dynamic_dims={"input.0": {0: "n"}})
+
+
+def test_an_operator_without_a_rule_is_named():
+    model = nn.Linear(4, 4)
+    refused("linalg", model, (torch.randn(4, 4), torch.eye(4)), lambda o, t: torch.linalg.inv(o + 5 * t).sum())
+
+
+def test_a_wrong_rule_is_caught(monkeypatch):
+    from onnx_remat.converters.pytorch.rules import decompositions
+
+    aten = torch.ops.aten
+    monkeypatch.setitem(decompositions(), aten.tanh_backward.default, lambda g, y: g * (1 - y))
+    refused("the converted step is wrong: grad", nn.Sequential(nn.Linear(4, 4), nn.Tanh()),
+            (torch.randn(4, 4), torch.zeros(4, 4)), F.mse_loss)  # fmt: skip

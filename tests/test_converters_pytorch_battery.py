@@ -1,0 +1,27 @@
+"""Operators through the PyTorch converter: each export is checked against torch, loss and every gradient.
+
+Every second case, in groups, so that the run stays short; ``python tests/torch_battery.py`` runs them all one by one.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("onnxscript")
+
+import torch_battery
+
+NAMES = [name for name in torch_battery.CASES if name not in torch_battery.SLOW][::2]
+
+
+@pytest.mark.parametrize("start", range(0, len(NAMES), 20))
+def test_forward_and_gradient(start):
+    group = NAMES[start : start + 20]
+    step = torch_battery.export(group)
+    outputs = {value.name for value in step.graph.output}
+    assert all(any(f"grad.cases.{name}." in output for output in outputs) for name in group)
+
+
+def test_at_least_sixty_operators():
+    assert len(NAMES) >= 60 and len(torch_battery.CASES) >= 150
