@@ -1,0 +1,1 @@
+"""Training steps of well-known nets at small size, written by the converters."""
