@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import onnx_ir as ir
@@ -113,7 +114,7 @@ def fold(
     if np.prod(shape, dtype=np.int64) > FOLDED or any(a.size > FOLDED or a.dtype.kind == "V" for a in arrays):
         return None
     names = [f"x{i}" for i in range(len(arrays))]
-    node = helper.make_node(op_type, names, ["y"], **attributes)
+    node = helper.make_node(op_type, names, ["y"], **attributes)  # type: ignore[arg-type]
     with np.errstate(all="ignore"):
         (made,) = ReferenceEvaluator(node).run(None, dict(zip(names, arrays, strict=True)))
     return np.asarray(made)
@@ -138,7 +139,7 @@ def packed(value: object) -> np.ndarray:
 def is_key(value: object) -> bool:
     """Is it an array of typed random keys, or the like of one?"""
     dtype = getattr(value, "dtype", None)
-    return dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def dtype_of_aval(aval: Any) -> np.dtype[Any]:
