@@ -197,8 +197,8 @@ def _check_op(node: onnx.NodeProto, where: str, model: onnx.ModelProto) -> None:
         return
     for attribute in node.attribute:
         formal = schema.attributes.get(attribute.name)
-        if formal is not None and not attribute.ref_attr_name and attribute.type != formal.type.value:
-            kind = formal.type.name
+        if formal is not None and not attribute.ref_attr_name and attribute.type != formal.type.value:  # type: ignore[attr-defined]
+            kind = formal.type.name  # type: ignore[attr-defined]
             raise ModelError(f"{where} ({node.op_type}): attribute {attribute.name!r} must be of type {kind}")
     required = onnx.defs.OpSchema.FormalParameterOption.Single
     for slot, wanted in enumerate(schema.inputs):

@@ -25,7 +25,7 @@ class Case:
 
     def export(self, optimizer: Any = None, **options: Any) -> onnx.ModelProto:
         """The case as a training step; SGD unless told otherwise."""
-        from onnx_remat.converters.jax import export_training_step  # type: ignore[import-not-found]
+        from onnx_remat.converters.jax import export_training_step
 
         optimizer = optax.sgd(0.01) if optimizer is None else optimizer
         return export_training_step(

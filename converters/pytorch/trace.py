@@ -249,7 +249,7 @@ def _fakes(inputs: Mapping[str, torch.Tensor], dynamic: Mapping[str, Mapping[int
     for name, value in inputs.items():
         axes = dynamic.get(name, {})
         sizes = [DimDynamic.DYNAMIC if axis in axes else DimDynamic.STATIC for axis in range(value.dim())]
-        context: Any = StatelessSymbolicContext(dynamic_sizes=sizes) if dynamic else None  # type: ignore[var-annotated]
+        context: Any = StatelessSymbolicContext(dynamic_sizes=sizes) if dynamic else None
         source = ConstantSource(f"input_{len(made)}") if dynamic else None
         made.append(mode.from_tensor(value, symbolic_context=context, source=source))
     return made

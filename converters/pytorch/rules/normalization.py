@@ -109,7 +109,7 @@ def native_layer_norm(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """In parts where ONNX's own operator would give statistics of another type: it keeps them in float32."""
     if x.dtype == torch.float32:
-        return NotImplemented  # type: ignore[no-any-return]  # torch then keeps the operator
+        return NotImplemented  # torch then keeps the operator
     exact = x if x.dtype == torch.float64 else x.float()
     axes = list(range(x.dim() - len(shape), x.dim()))
     mean = exact.mean(axes, keepdim=True)
