@@ -72,7 +72,8 @@ def measure(job: Job) -> Job:
     before = reset_peak()
     outputs = session.run(None, feeds)
     if job["outputs"]:
-        np.savez(job["outputs"], *outputs)
+        names = [value.name for value in session.get_outputs()]
+        np.savez(job["outputs"], **{f"{i}:{names[i]}": made for i, made in enumerate(outputs)})
     del outputs
     for _ in range(job["steps"] - 1):
         session.run(None, feeds)
@@ -125,7 +126,7 @@ def random_feeds(session: Any, dims: dict[str, int]) -> dict[str, Any]:
         kind = value.type.removeprefix("tensor(").removesuffix(")")
         if kind in _FLOATS:
             array = np.abs(generator.standard_normal(shape, np.float32) * 0.05) + 0.01
-            sign = 1.0 if "var" in value.name else generator.choice([-1.0, 1.0], size=shape)
+            sign = 1.0 if any(part in value.name for part in _SQUARES) else generator.choice([-1.0, 1.0], size=shape)
             feeds[value.name] = np.asarray(array * sign, dtype=_FLOATS[kind])
         elif kind == "bool":
             feeds[value.name] = generator.integers(0, 2, shape).astype(bool)
@@ -133,6 +134,9 @@ def random_feeds(session: Any, dims: dict[str, int]) -> dict[str, Any]:
             feeds[value.name] = np.asarray(generator.integers(0, 2, shape), dtype=kind)
     return feeds
 
+
+_SQUARES = ("var", "_sq", ".nu", "second_moment")
+"""Parts of the names of inputs that hold means of squares: BatchNorm's variance, Adam's second moment."""
 
 _FLOATS = {"float": "float32", "double": "float64", "float16": "float16"}
 

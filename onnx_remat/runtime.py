@@ -35,6 +35,10 @@ shown as inputs: nothing is folded or fused into them then.
 """
 
 
+RESOLUTION = 1 << 19
+"""Bytes by which measured peaks of one file differ between processes: pages, and what threads keep for themselves."""
+
+
 def available() -> bool:
     """Is ONNX Runtime installed?"""
     import importlib.util

@@ -86,18 +86,17 @@ def run(
         if by_chance:
             equals = {n: _written(chance.without_chance(m, tensors), folder, home / f"{n}.settled")
                       for n, m in models.items()}  # fmt: skip
-        # one thread: some kernels (ScatterND with add) are not reproducible on more
-        for name, path in equals.items():
-            runtime.measure(path, "disable", outputs=home / f"{name}.npz", dims=dims, threads=1)
-        equal = compare(home / "before.npz", home / "after.npz", exactly=True)
+        equal = bitwise(equals["before"], equals["after"], dims)
         for name, path in equals.items():
             runtime.measure(path, outputs=home / f"{name}.npz", dims=dims)
         compare(home / "before.npz", home / "after.npz", exactly=False)
         executed = runtime.measure(paths["after"], "disable", dims=dims, trace=True).executed
         plain = {n: runtime.measure(p, dims=dims) for n, p in paths.items()}
+        if plain["after"].peak_bytes > budget:  # once more: whatever disturbs a measurement only adds
+            plain["after"] = runtime.measure(paths["after"], dims=dims)
         default = {n: runtime.measure(p, dims=dims, default=True, steps=3) for n, p in paths.items()}
         seconds = runtime.race(paths["before"], paths["after"], dims=dims)
-    if plain["after"].peak_bytes > budget:
+    if plain["after"].peak_bytes > budget + runtime.RESOLUTION:
         raise VerificationError(
             f"measured peak {format_bytes(plain['after'].peak_bytes)} exceeds the budget {format_bytes(budget)}"
         )
@@ -118,20 +117,38 @@ def _written(model: onnx.ModelProto, folder: Path | None, home: Path) -> Path:
     return runtime.write_beside(model, folder, home)
 
 
+def bitwise(before: Path, after: Path, dims: Mapping[str, int] | None = None) -> str:
+    """Run two files with graph optimisations off and compare every output; see `compare`."""
+    with tempfile.TemporaryDirectory(prefix="onnx-remat-") as scratch:
+        first, second = Path(scratch) / "before.npz", Path(scratch) / "after.npz"
+        for path, outputs in ((before, first), (after, second)):
+            # one thread: some kernels (ScatterND with add) are not reproducible on more
+            runtime.measure(path, "disable", outputs=outputs, dims=dims, threads=1)
+        return compare(first, second, exactly=True)
+
+
 def compare(before: Path, after: Path, exactly: bool) -> str:
-    """Compare two ``.npz`` of outputs; returns how equal they are, raises VerificationError when they are not."""
+    """Compare two ``.npz`` of outputs; returns how equal they are, raises VerificationError when they are not.
+
+    Keys are ``<index>:<name>``, as `runtime.measure` writes them.
+    """
+    blind = []
     with np.load(before) as a, np.load(after) as b:
-        for name in a.files:
-            x, y = a[name], b[name]
+        for key in a.files:
+            x, y, name = a[key], b[key], key.partition(":")[2]
             if x.shape != y.shape or x.dtype != y.dtype:
-                raise VerificationError(f"output {name} changed from {x.dtype}{x.shape} to {y.dtype}{y.shape}")
+                raise VerificationError(f"output {name!r} changed from {x.dtype}{x.shape} to {y.dtype}{y.shape}")
             if exactly and x.tobytes() != y.tobytes():
-                raise VerificationError(f"output {name} is not bitwise equal with graph optimisations off")
+                raise VerificationError(f"output {name!r} is not bitwise equal with graph optimisations off")
             if not exactly and not _close(x, y):
                 raise VerificationError(
-                    f"output {name} differs by more than {_TOLERANCE.get(x.dtype.name, 0)} relative"
+                    f"output {name!r} differs by more than {_TOLERANCE.get(x.dtype.name, 0)} relative"
                 )
-    return "bitwise equal" if exactly else "equal within tolerance"
+            if x.dtype.kind == "f" and np.isnan(x).any():
+                blind.append(name)
+    equal = "bitwise equal" if exactly else "equal within tolerance"
+    # NaN equals NaN, so these outputs would hide a fault
+    return equal + (f" (but {len(blind)} of them, {blind[0]!r} first, hold NaN on random inputs)" if blind else "")
 
 
 def _close(x: np.ndarray, y: np.ndarray) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import tempfile
 from collections.abc import Iterable
@@ -333,6 +334,8 @@ def test_what_is_written_is_tidy(seed, layers, share):
     assert all(properties(n).get(CONTROL_KEY, made[0]) in made for n in helpers)
     assert len(clones) + len(helpers) == written.result.nodes_added
     stored = {p.key: p.value for p in written.model.metadata_props}
+    assert json.loads(stored.pop(f"{TAG}recomputed")) == [next(filter(None, n.output)) for n in clones]
+    assert {n.output[0] for n in helpers}.issuperset(json.loads(stored.pop(f"{TAG}control_edges")))
     assert stored == {"author": "me", f"{TAG}version": "test", f"{TAG}budget_bytes": str(written.limit)}
 
 
