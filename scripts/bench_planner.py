@@ -116,9 +116,22 @@ def plan(
     )  # fmt: skip
 
 
-def best_known(readme: Path) -> dict[tuple[str, float], float]:
-    """Overheads, as fractions, of the table in the graphs' own README; nothing where there is none."""
-    found: dict[tuple[str, float], float] = {}
+@dataclass(frozen=True, slots=True)
+class Best:
+    """A best-known overhead, in percent as the table shows it, and how many decimals that has."""
+
+    percent: float
+    decimals: int
+
+    def against(self, overhead: float) -> str:
+        """How an overhead (a fraction) compares, to the precision of the table."""
+        ours = round(100 * overhead, self.decimals)
+        return "same" if ours == self.percent else "under" if ours < self.percent else "OVER"
+
+
+def best_known(readme: Path) -> dict[tuple[str, float], Best]:
+    """The table of overheads in the graphs' own README; nothing where there is none."""
+    found: dict[tuple[str, float], Best] = {}
     shares: list[float] = []
     for line in readme.read_text(encoding="utf-8").splitlines() if readme.exists() else ():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
@@ -126,13 +139,13 @@ def best_known(readme: Path) -> dict[tuple[str, float], float]:
             shares = [float(cell) if re.fullmatch(r"0\.\d+", cell) else math.nan for cell in cells[1:]]
         elif shares and len(cells) == len(shares) + 1:
             for share, cell in zip(shares, cells[1:], strict=True):
-                number = re.match(r"\d+(\.\d+)?", cell)
+                number = re.match(r"\d+(?:\.(\d+))?", cell)
                 if number and not math.isnan(share):
-                    found[cells[0].split(" ")[0], share] = float(number.group()) / 100
+                    found[cells[0].split(" ")[0], share] = Best(float(number.group()), len(number.group(1) or ""))
     return found
 
 
-def rows(records: Sequence[Record], known: dict[tuple[str, float], float]) -> Iterator[str]:
+def rows(records: Sequence[Record], known: dict[tuple[str, float], Best]) -> Iterator[str]:
     """The records as lines of a table."""
     yield (
         f"{'graph':<14}{'budget':>7} {'selector':<12}{'overhead %':>11}{'best known':>11}{'bound %':>9}{'seconds':>9}"
@@ -143,12 +156,10 @@ def rows(records: Sequence[Record], known: dict[tuple[str, float], float]) -> It
         shown = f"{100 * r.overhead:11.3f}" if r.feasible else "     no plan"
         against = ""
         if best is not None:
-            # Half of the last digit that tables of overheads show is a tie.
-            tie = abs(r.overhead - best) <= 5e-6
-            against = "no plan" if not r.feasible else "same" if tie else "under" if r.overhead < best else "OVER"
+            against = best.against(r.overhead) if r.feasible else "no plan"
         yield (
             f"{r.graph:<14}{r.budget:>7.3g} {r.selector:<12}{shown:>11}"
-            f"{'' if best is None else f'{100 * best:.3f}':>11}{100 * r.lower_bound:>9.3f}{r.seconds:>9.2f}"
+            f"{'' if best is None else f'{best.percent:.{best.decimals}f}':>11}{100 * r.lower_bound:>9.3f}{r.seconds:>9.2f}"
             f"  {against}".rstrip()
         )
 
@@ -192,7 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     small = synthetic(64)
     plan("", small, simulate(small, range(64)).peak, 0.6, "search", 0.05)  # compiles what is compiled
     records: list[Record] = []
-    known: dict[tuple[str, float], float] = {}
+    known: dict[tuple[str, float], Best] = {}
     if args.scale:
         for selector in args.selector.split(","):
             records += growth([int(n) for n in args.scale.split(",")], shares, selector, args.time_limit, not args.free)

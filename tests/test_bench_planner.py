@@ -13,6 +13,8 @@ from onnx_remat.memory import simulate
 from onnx_remat.schedule import Schedule, check_schedule
 from scripts import bench_planner
 
+BEST = bench_planner.Best(12.5, 1)
+
 
 @pytest.fixture
 def graphs(tmp_path: Path) -> Path:
@@ -42,7 +44,7 @@ def test_records_are_simulated_and_within_the_budget(graphs: Path, capsys: pytes
 
 
 def test_best_known_is_read_from_the_graphs_own_table(graphs: Path) -> None:
-    assert bench_planner.best_known(graphs / "README.md") == {("tiny", 0.8): 0.125}
+    assert bench_planner.best_known(graphs / "README.md") == {("tiny", 0.8): BEST}
     assert bench_planner.best_known(graphs / "missing.md") == {}
 
 
@@ -56,9 +58,11 @@ def test_synthetic_graphs_are_training_shaped() -> None:
 
 def test_the_table_says_where_the_best_known_is_missed() -> None:
     record = bench_planner.Record("tiny", 0.8, "search", [], 0.126, 0, 0.1, 1.0, True)
-    shown = [line.split()[-1] for line in bench_planner.rows([record], {("tiny", 0.8): 0.125})][1:]
+    shown = [line.split()[-1] for line in bench_planner.rows([record], {("tiny", 0.8): BEST})][1:]
     assert shown == ["OVER"]
-    (better,) = list(bench_planner.rows([replace(record, overhead=0.12)], {("tiny", 0.8): 0.125}))[1:]
+    (tie,) = list(bench_planner.rows([replace(record, overhead=0.1254)], {("tiny", 0.8): BEST}))[1:]
+    assert tie.endswith("same")  # the table shows no more decimals
+    (better,) = list(bench_planner.rows([replace(record, overhead=0.12)], {("tiny", 0.8): BEST}))[1:]
     assert better.endswith("under")
 
 
