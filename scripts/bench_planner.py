@@ -157,9 +157,10 @@ def rows(records: Sequence[Record], known: dict[tuple[str, float], Best]) -> Ite
         against = ""
         if best is not None:
             against = best.against(r.overhead) if r.feasible else "no plan"
+        known_as = "" if best is None else f"{best.percent:.{best.decimals}f}"
         yield (
             f"{r.graph:<14}{r.budget:>7.3g} {r.selector:<12}{shown:>11}"
-            f"{'' if best is None else f'{best.percent:.{best.decimals}f}':>11}{100 * r.lower_bound:>9.3f}{r.seconds:>9.2f}"
+            f"{known_as:>11}{100 * r.lower_bound:>9.3f}{r.seconds:>9.2f}"
             f"  {against}".rstrip()
         )
 
