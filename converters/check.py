@@ -104,6 +104,8 @@ def compare(
             f"({len(wrong)} of {len(errors)} outputs differ); nothing was written"
         )
     determined = [name for name in errors if name not in undetermined]
+    if not determined:
+        raise ConversionError("every output of the step is decided by rounding: nothing can be compared on this batch")
     worst = max(determined, key=lambda n: errors[n])
     return Check(worst, errors[worst], tuple(undetermined))
 

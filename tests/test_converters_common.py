@@ -89,6 +89,8 @@ def test_noise_excuses_only_what_rounding_decides():
     assert check.compare(found, expected, noise={"grad.b": 1e-9}).undetermined == ("grad.b",)
     with pytest.raises(ConversionError):  # far above its noise
         check.compare(expected | {"grad.b": np.array([1e-7], np.float32)}, expected, noise={"grad.b": 1e-9})
+    with pytest.raises(ConversionError, match="nothing can be compared"):  # noise alone proves nothing
+        check.compare({"grad.b": found["grad.b"]}, {"grad.b": expected["grad.b"]}, noise={"grad.b": 1e-9})
 
 
 def test_simplify_keeps_results_labels_and_names():
