@@ -140,6 +140,14 @@ def relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
 
 
 def record(model: onnx.ModelProto, found: Check) -> None:
-    """Write into the model's metadata what was checked: ``check.error`` and the output it is of."""
-    known = {"check.error": f"{found.error:.2e}", "check.output": found.worst}
+    """Write into the model's metadata what was checked.
+
+    ``check.error`` is the largest relative error, ``check.output`` the output it is of, ``check.undetermined`` the
+    number of outputs that rounding alone decides.
+    """
+    known = {
+        "check.error": f"{found.error:.2e}",
+        "check.output": found.worst,
+        "check.undetermined": str(len(found.undetermined)),
+    }
     onnx.helper.set_model_props(model, {p.key: p.value for p in model.metadata_props} | known)

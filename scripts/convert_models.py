@@ -5,8 +5,9 @@
     python -m scripts.convert_models --model resnet18 --converter pytorch
 
 Per model and converter: node count, seconds of export (tracing, translation and check), the largest relative error of
-loss, gradients, buffers and update against the framework, whether stock ONNX Runtime runs the step on the CPU; with
---budget also the measured peaks of the step and of its rewritten version, and how equal their outputs are.
+loss, gradients, buffers and update against the framework, how many of them rounding alone decides, whether stock ONNX
+Runtime runs the step on the CPU; with --budget also the measured peaks of the step and of its rewritten version, and
+how equal their outputs are.
 
 A builder makes the model and returns a function that exports it, which alone is timed; it is entered in the table
 with ``@builds(model, converter)``. Models are built from their configurations, nothing is downloaded.
@@ -65,6 +66,7 @@ class Row:
     seconds: float = 0.0
     error: float = 0.0
     worst: str = ""
+    undetermined: int = 0
     runs: bool = False
     budget: int = 0
     before: int = 0
@@ -84,7 +86,10 @@ def convert(model: str, converter: str, out: Path, budget: str | None, limit: fl
     path = out / f"{model}.{converter}.onnx"
     onnx.save(step, path)
     known = {p.key: p.value for p in step.metadata_props}
-    facts = (len(step.graph.node), seconds, float(known["check.error"]), known["check.output"])
+    facts = (
+        len(step.graph.node), seconds, float(known["check.error"]), known["check.output"],
+        int(known["check.undetermined"]),
+    )  # fmt: skip
     del step
     if budget is None:
         return Row(model, converter, "exported", *facts, _runs(path))
@@ -109,6 +114,7 @@ def _runs(path: Path) -> bool:
 def show(row: Row) -> str:
     """One line of the table."""
     text = f"| {row.model} | {row.converter} | {row.nodes} | {row.seconds:.1f} | {row.error:.1e} ({row.worst}) |"
+    text += f" {row.undetermined} |"
     text += f" {'yes' if row.runs else 'no'} |"
     if row.before:
         sizes = " | ".join(format_bytes(size) for size in (row.before, row.budget, row.after))

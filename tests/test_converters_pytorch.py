@@ -34,7 +34,11 @@ def phases(model):
 
 
 def error(model):
-    return float(next(p.value for p in model.metadata_props if p.key == "check.error"))
+    return float(checked(model)["error"])
+
+
+def checked(model):
+    return {p.key.removeprefix("check."): p.value for p in model.metadata_props if p.key.startswith("check.")}
 
 
 def test_interface_labels_and_standard_ops():
@@ -83,6 +87,13 @@ def test_twenty_steps_follow_torch(kind):
         theirs.append(loss.item())
     np.testing.assert_allclose(ours, theirs, rtol=2e-3 if kind == "adamw" else 2e-4)
     assert int(feeds["1.num_batches_tracked"]) == 20
+
+
+def test_the_file_says_how_many_outputs_rounding_decides():
+    normed = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 10)]
+    without = [nn.Conv2d(3, 8, 3, bias=False), *normed[1:]]
+    found = [checked(export_training_step(nn.Sequential(*m), batch(), F.cross_entropy)) for m in (normed, without)]
+    assert [each["undetermined"] for each in found] == ["1", "0"]  # BatchNorm takes the bias out again
 
 
 def test_feeds_carry_the_state_of_a_running_optimizer():
