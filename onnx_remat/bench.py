@@ -14,7 +14,7 @@ from pathlib import Path
 
 from onnx_remat import model_io, runtime
 from onnx_remat.cli import Parser, add_planning_flags, guarded, planning_options
-from onnx_remat.errors import BudgetInfeasibleError, UsageError
+from onnx_remat.errors import BudgetInfeasibleError, OnnxRematError, UsageError
 from onnx_remat.pipeline import Result, rewrite_model
 from onnx_remat.profiling import profile
 from onnx_remat.units import format_bytes, parse_budget
@@ -24,12 +24,16 @@ SCHEMA = "onnx-remat/bench/1"
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One model: its peak as simulated and as measured over training (bytes), seconds per step, loss of every step."""
+    """One model: its peak as simulated and as measured over training (bytes), seconds per step, loss of every step.
+
+    On CUDA, `driver_bytes` is what the driver counts to the process (NVML), its context included, as a second opinion.
+    """
 
     predicted_peak: int
     measured_peak: int
     step_seconds: float
     losses: tuple[float, ...]
+    driver_bytes: int = 0
 
     def error(self) -> float:
         """Predicted peak over measured, minus one."""
@@ -83,6 +87,8 @@ class Benchmark:
             ("  off by", f"{a.error():+.2%}", f"{b.error():+.2%}"),
             ("step, median", f"{a.step_seconds * 1e3:.1f} ms", f"{b.step_seconds * 1e3:.1f} ms"),
         ]
+        if a.driver_bytes:
+            rows.append(("device memory (NVML)", format_bytes(a.driver_bytes), format_bytes(b.driver_bytes)))
         last = len(a.losses) - 1
         rows += [
             (f"loss of step {i + 1}", f"{a.losses[i]:.7g}", f"{b.losses[i]:.7g}")
@@ -162,7 +168,7 @@ def benchmark(
         )
     report = result.report
     sides = [
-        Side(peak, run.peak_bytes, clock, run.losses)
+        Side(peak, run.peak_bytes, clock, run.losses, run.driver_bytes)
         for peak, run, clock in zip((report.before.total, report.after.total), runs, seconds, strict=True)
     ]
     return Benchmark(
@@ -299,23 +305,30 @@ def _run(arguments: Sequence[str]) -> int:
             times = f" ({small / plain:.1f} times)" if plain else ""
             print(f"{Path(path).stem}: {given.max_batch} up to {plain} as it is, up to {small} rewritten{times}")
         return 0
-    found = []
+    found, refused = [], 0
     if given.markdown:
         print(_HEAD, flush=True)
     for path in given.input:
-        result = benchmark(
-            Path(path), given.budget, steps=given.steps, provider=given.provider, state=given.state,
-            threads=given.threads, **options,
-        )  # fmt: skip
+        try:
+            result = benchmark(
+                Path(path), given.budget, steps=given.steps, provider=given.provider, state=given.state,
+                threads=given.threads, **options,
+            )  # fmt: skip
+        except OnnxRematError as error:
+            if len(given.input) == 1:
+                raise
+            print(f"onnx-remat-bench: error: {path}: {error}", file=sys.stderr, flush=True)  # the others go on
+            refused = refused or error.exit_code
+            continue
         found.append(result)
         if given.markdown:
             print(_markdown(result, given.budget), flush=True)
         elif given.json != "-":
             print(f"{result.model}, budget {format_bytes(result.budget)}\n{result.to_text()}\n", flush=True)
-    if given.markdown:
+    if given.markdown and found:
         spread = statistics.median(abs(r.measured_overhead - r.predicted_overhead) for r in found)
         print(f"\n{machine()}; predicted step time off by {100 * spread:.1f} points in the median")
     if given.json:
         text = json.dumps([{"schema": SCHEMA, **asdict(r)} for r in found], indent=2)
         print(text) if given.json == "-" else model_io.write_text(text + "\n", given.json)
-    return 0
+    return refused

@@ -27,17 +27,25 @@ _INPLACE = {"relu", "hardtanh"}
 _RANDOM = {"native_dropout", "bernoulli", "rand", "randn", "rand_like"}
 
 
-def trace_step(model: torch.nn.Module, batch: Sequence[torch.Tensor], loss: Callable[..., torch.Tensor]) -> Graph:
+def trace_step(
+    model: torch.nn.Module,
+    batch: Sequence[torch.Tensor],
+    loss: Callable[..., torch.Tensor],
+    input_gradient: bool = False,
+) -> Graph:
     """Graph of ``loss(model(batch[0]), *batch[1:])`` and the gradients of all parameters; outputs: loss, gradients.
 
-    Placeholders: the parameters, in the order of ``named_parameters``, then the batch.
+    Placeholders: the parameters, in the order of ``named_parameters``, then the batch. `input_gradient` adds the
+    gradient of ``batch[0]``, last.
     """
     names = [name for name, _ in model.named_parameters()]
 
     def step(parameters: list[torch.Tensor], *batch: torch.Tensor) -> list[torch.Tensor]:
         given = [p.detach().requires_grad_() for p in parameters]
-        made = torch.func.functional_call(model, dict(zip(names, given, strict=True)), (batch[0],))
+        data = batch[0].detach().requires_grad_() if input_gradient else batch[0]
+        made = torch.func.functional_call(model, dict(zip(names, given, strict=True)), (data,))
         value = loss(made, *batch[1:])
+        given += [data] * input_gradient
         return [value.detach(), *torch.autograd.grad(value, given)]
 
     traced = make_fx(step, tracing_mode="fake")([p.detach() for p in model.parameters()], *batch)

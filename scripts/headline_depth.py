@@ -11,6 +11,7 @@ layers, in units of one activation.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -41,26 +42,35 @@ FAMILIES = (
 )
 
 
-def price(model: onnx.ModelProto, allowed: int, seconds: float) -> float:
-    """Extra compute of keeping `allowed` bytes, infinite where that was not reached."""
-    try:
-        return rewrite_model(model, allowed, time_limit=seconds).report.extra_compute
-    except BudgetInfeasibleError:
-        return float("inf")
+class Prices:
+    """Extra compute of networks of one family by depth, where they keep `allowed` bytes: infinite where not reached."""
+
+    def __init__(self, family: Family, allowed: int, seconds: float) -> None:
+        self.family, self.allowed, self.seconds = family, allowed, seconds
+        self.known = {family.depth: 0.0}
+
+    def __getitem__(self, depth: int) -> float:
+        if depth not in self.known:
+            try:
+                result = rewrite_model(self.family.build(depth), self.allowed, time_limit=self.seconds)
+                self.known[depth] = result.report.extra_compute
+            except BudgetInfeasibleError:
+                self.known[depth] = float("inf")
+            print(f"  depth {depth}: +{self.known[depth]:.1%}", file=sys.stderr, flush=True)
+        return self.known[depth]
 
 
-def deepest(family: Family, allowed: int, limit: float, seconds: float) -> tuple[int, float]:
-    """Deepest network that keeps `allowed` bytes for at most `limit` extra compute, and what it takes."""
-    low, high, paid = family.depth, 2 * family.depth, 0.0
-    while (extra := price(family.build(high), allowed, seconds)) <= limit:
-        low, high, paid = high, 2 * high, extra
+def deepest(prices: Prices, limit: float) -> int:
+    """Deepest network, within a tenth, whose price is at most `limit`; starts from what is known already."""
+    low = max(depth for depth, price in prices.known.items() if price <= limit)
+    beyond = [depth for depth, price in prices.known.items() if depth > low and price > limit]
+    high = min(beyond, default=2 * low)
+    while not beyond and prices[high] <= limit:
+        low, high = high, 2 * high
     while high - low > max(1, low // 10):
         middle = (low + high) // 2
-        if (extra := price(family.build(middle), allowed, seconds)) <= limit:
-            low, paid = middle, extra
-        else:
-            high = middle
-    return low, paid
+        low, high = (middle, high) if prices[middle] <= limit else (low, middle)
+    return low
 
 
 def lowest(n: int, seconds: float) -> float:
@@ -84,10 +94,10 @@ def main() -> None:
     print("| --- | --- | --- | --- | --- | --- |", flush=True)
     for family in FAMILIES:
         allowed = as_executed(family.build(family.depth), None, "all", Options()).timeline().peak
-        cells = []
-        for limit in (0.2, 1e9):
-            depth, paid = deepest(family, allowed, limit, given.time_limit)
-            cells.append(f"{depth} = {depth / family.depth:.1f}x at +{paid:.1%}")
+        prices, cells = Prices(family, allowed, given.time_limit), []
+        for limit in (0.2, sys.float_info.max):
+            depth = deepest(prices, limit)
+            cells.append(f"{depth} = {depth / family.depth:.1f}x at +{prices[depth]:.1%}")
         row = (family.name, format_bytes(allowed), family.depth, *cells, PUBLISHED)
         print("| " + " | ".join(map(str, row)) + " |", flush=True)
     print("\n| chain of n | as it is, activations | lowest | lowest / sqrt(n) |\n| --- | --- | --- | --- |", flush=True)

@@ -96,6 +96,16 @@ def test_refusals(flags, code, message, tmp_path, capsys):
     assert message in err and len(err.splitlines()) == 1
 
 
+def test_a_graph_that_is_refused_does_not_keep_the_others_from_an_answer(tmp_path, capsys):
+    onnx.save(mlp(layers=6, batch=512, width=32), tmp_path / "fine.onnx")
+    onnx.save(mlp(layers=1, batch=1, width=64), tmp_path / "weights.onnx")
+    inputs = [str(tmp_path / "weights.onnx"), str(tmp_path / "fine.onnx")]
+    flags = ["--budget", "80%", "--steps", "3", "--time-limit", "0.1s", "--costs", "cpu", "--markdown"]
+    assert bench.main([*inputs, *flags]) == 3
+    out, err = capsys.readouterr()
+    assert "| fine |" in out and "weights" not in out and "weights.onnx" in err and len(err.splitlines()) == 1
+
+
 def test_cuda_bisection_finds_the_limit_and_runs_what_it_returns():
     asked = []
     found = cuda.smallest_limit(lambda limit: asked.append(limit) or limit >= 5_000_000_000, 140 << 30)

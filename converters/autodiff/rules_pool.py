@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-import onnx
 import onnx_ir as ir
-
-from onnx_remat import runtime
 
 from .constants import static
 from .dims import dims
 from .registry import Grads, Step, rule
+from .resizing import axis_matrix
 from .rules_conv import Geometry, geometry, input_gradient
 
 
@@ -185,19 +183,6 @@ def _axis_matrix(s: Step, axis: int, old: int, new: int) -> np.ndarray:
         given = dict(zip([a % len(s.shape()) for a in axes], scales, strict=True))
         scale = float(given.get(axis, 1.0))
     else:
-        scale = float(scales[axis]) if scales.size else new / old
-    by_scale = bool(scales.size)
-    node = onnx.helper.make_node(
-        "Resize", ["x", "", "scales" if by_scale else "", "" if by_scale else "sizes"], ["y"],
-        **{k: v.value for k, v in s.node.attributes.items() if k not in ("axes", "keep_aspect_ratio_policy")},
-    )  # fmt: skip
-    graph = onnx.helper.make_graph(
-        [node], "axis",
-        [onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [1, old, 1, old])],
-        [onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, None)],
-        [onnx.numpy_helper.from_array(np.asarray([1, 1, 1, scale], np.float32), "scales") if by_scale
-         else onnx.numpy_helper.from_array(np.asarray([1, old, 1, new], np.int64), "sizes")],
-    )  # fmt: skip
-    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", s.opset)], ir_version=9)
-    made = runtime.outputs(model, {"x": np.eye(old, dtype=np.float32).reshape(1, old, 1, old)})["y"]
-    return np.asarray(made.reshape(old, new).T)
+        scale = float(scales[axis]) if scales.size else 0.0
+    settings = {k: v.value for k, v in s.node.attributes.items() if k not in ("axes", "keep_aspect_ratio_policy")}
+    return axis_matrix(settings, s.opset, old, new, scale if scales.size else None)
