@@ -15,6 +15,7 @@ from pathlib import Path
 import onnx
 from google.protobuf.message import DecodeError, EncodeError
 
+from onnx_remat import wire
 from onnx_remat.dtypes import tensor_bytes
 from onnx_remat.errors import ModelError, ShapeError, UsageError
 
@@ -31,7 +32,7 @@ class Source:
 
 
 def load(source: str | os.PathLike[str] | bytes | onnx.ModelProto) -> Source:
-    """Read a model; contents of external data files are never read.
+    """Read a model; contents of external data files are never read, nor large weights in a large file (see `wire`).
 
     Parameters
     ----------
@@ -49,28 +50,29 @@ def load(source: str | os.PathLike[str] | bytes | onnx.ModelProto) -> Source:
         loaded = Source(_parse(source, "the given bytes"), None)
     else:
         path = Path(source)
-        loaded = Source(_parse(_read(path), str(path)), path.resolve().parent)
+        loaded = Source(_read(path), path.resolve().parent)
     _check_tensors(loaded)
     return loaded
 
 
-def _read(path: Path) -> bytes:
+def _read(path: Path) -> onnx.ModelProto:
     if "\0" in str(path):
         raise ModelError(f"cannot read {str(path)!r}: its name has a zero byte")
     try:
         if not path.is_dir() and path.exists() and not path.is_file():  # a pipe or a device may never end
             raise ModelError(f"cannot read {path}: it is not a regular file")
-        return path.read_bytes()
+        if path.is_file() and path.stat().st_size > wire.LARGE_FILE:
+            return _parse(path.resolve(), str(path))
+        return _parse(path.read_bytes(), str(path))
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error.strerror}") from error
 
 
-def _parse(data: bytes, what: str) -> onnx.ModelProto:
+def _parse(data: bytes | Path, what: str) -> onnx.ModelProto:
     if not data:
         raise ModelError(f"{what} is empty")
-    model = onnx.ModelProto()
     try:
-        model.ParseFromString(data)
+        model = onnx.ModelProto.FromString(data) if isinstance(data, bytes) else wire.parse(data)
     except DecodeError as error:
         raise ModelError(f"{what} is not an ONNX model, or is truncated") from error
     if not model.graph.node and not model.graph.output:
@@ -107,7 +109,7 @@ def external_files(model: onnx.ModelProto) -> list[str]:
 
 
 def _external_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    return (t for t in tensors(model.graph) if t.data_location == onnx.TensorProto.EXTERNAL)
+    return (t for t in tensors(model.graph) if t.data_location == onnx.TensorProto.EXTERNAL and not wire.is_stored(t))
 
 
 def _entry(tensor: onnx.TensorProto, key: str) -> str:
@@ -228,25 +230,29 @@ def save(model: onnx.ModelProto, target: str | os.PathLike[str], source_folder: 
     path = Path(target).resolve()
     folder = path.parent
     check_not_data(model, path, folder)
-    try:
-        data = model.SerializeToString(deterministic=True)
-    except (EncodeError, ValueError) as error:
-        raise ModelError(
-            "the rewritten model exceeds protobuf's 2 GiB: store its weights as external data first"
-        ) from error
     carried: list[Path] = []
     try:
         if source_folder is not None and source_folder != folder:
             for location in external_files(model):
                 _carry(source_folder / location, folder / location, carried)
         with _replacing(path) as partial:
-            partial.write_bytes(data)
+            write(model, source_folder, partial)
     except BaseException as error:
         for copy in carried:
             copy.unlink(missing_ok=True)
         if isinstance(error, OSError):
             raise ModelError(f"cannot write {target}: {error.strerror}") from error
         raise
+
+
+def write(model: onnx.ModelProto, source_folder: Path | None, target: Path) -> None:
+    """Write a model, weights that stayed in their file included, to a file that nobody reads yet; see `save`."""
+    try:
+        wire.write(model, source_folder, target)
+    except (EncodeError, ValueError) as error:
+        raise ModelError(
+            "the rewritten model exceeds protobuf's 2 GiB: store its weights as external data first"
+        ) from error
 
 
 def check_not_data(model: onnx.ModelProto, target: Path, folder: Path | None) -> None:

@@ -199,8 +199,8 @@ def _notes(original: Executed, source: onnx.ModelProto) -> tuple[str, ...]:
         )
     if runtime.available() and model_io.weight_bytes(source) > runtime.MOST_WEIGHTS:
         return (
-            f"weights take {format_bytes(model_io.weight_bytes(source))}: ONNX Runtime was shown the model with them "
-            "as inputs, so what it would fold or fuse into them was not simulated",
+            f"ONNX Runtime was not shown the {format_bytes(model_io.weight_bytes(source))} of weights: what it folds "
+            "of them was foreseen, what it may fuse into them was not",
         )
     if runtime.available():
         return ()

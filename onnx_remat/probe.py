@@ -32,7 +32,11 @@ def new_session(job: Job, path: str, default: bool) -> Any:
     options.graph_optimization_level = getattr(ort.GraphOptimizationLevel, _LEVELS[job["level"]])
     options.enable_cpu_mem_arena = options.enable_mem_pattern = default
     options.intra_op_num_threads = job["threads"]
-    options.optimized_model_filepath = job.get("optimized", "")
+    if job.get("optimized"):
+        options.optimized_model_filepath = job["optimized"]
+        # Weights apart: one file holds 2 GiB at most. The runtime wants a bare name, beside the model.
+        options.add_session_config_entry("session.optimized_model_external_initializers_file_name", "optimized.bin")
+        options.add_session_config_entry("session.optimized_model_external_initializers_min_size_in_bytes", "1024")
     if job.get("profile"):
         options.enable_profiling = True
         options.profile_file_prefix = job["profile"]

@@ -31,7 +31,7 @@ MOST_WEIGHTS = 512 * 2**20
 """Bytes of initializers up to which ONNX Runtime is shown a model with its weights, to see what it makes of it.
 
 It writes the optimised model into one file, 2 GiB at most, and holds all weights in memory meanwhile. Larger ones are
-shown as inputs: nothing is folded or fused into them then.
+shown as inputs, what it would fold of them foreseen (`view`); nothing is fused into them then.
 """
 
 
@@ -99,10 +99,6 @@ def optimized(model: onnx.ModelProto, folder: Path | None, level: str) -> onnx.M
     """
     import onnxruntime
 
-    from onnx_remat.model_io import weight_bytes, without_weights
-
-    if weight_bytes(model) > MOST_WEIGHTS:
-        model, folder = without_weights(model), None
     options = session_options(level)
     options.log_severity_level = 4
     with tempfile.TemporaryDirectory(prefix="onnx-remat-") as scratch:
@@ -138,7 +134,7 @@ def outputs(model: onnx.ModelProto, feeds: Mapping[str, np.ndarray], level: str 
 
 def write_beside(model: onnx.ModelProto, folder: Path | None, scratch: Path) -> Path:
     """Write a model to a scratch folder in which its external data files can be found."""
-    from onnx_remat.model_io import external_files
+    from onnx_remat.model_io import external_files, write
 
     for location in external_files(model) if folder else ():
         assert folder is not None
@@ -147,7 +143,7 @@ def write_beside(model: onnx.ModelProto, folder: Path | None, scratch: Path) -> 
         if not link.exists():
             os.link(folder / location, link) if _same_device(folder, scratch) else link.symlink_to(folder / location)
     path = scratch / "model.onnx"
-    path.write_bytes(model.SerializeToString(deterministic=True))
+    write(model, folder, path)
     return path
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 
-from onnx_remat import costs, graph, memory, phases, runtime, shapes
+from onnx_remat import costs, graph, memory, model_io, phases, runtime, shapes
 from onnx_remat.compile import OpTable, compile_problem, tabulate
 from onnx_remat.errors import ModelError, UsageError
 from onnx_remat.graph import INPUT, Graph
@@ -104,7 +104,10 @@ def as_executed(model: onnx.ModelProto, folder: Path | None, level: str, options
         view = _structural_view(model, plain)
         return Executed(view, view.default_order())
     try:
-        optimized = runtime.optimized(shapes.declared(model), folder, level)
+        if model_io.weight_bytes(model) > runtime.MOST_WEIGHTS:
+            optimized = _optimized_without_weights(model, plain, level)
+        else:
+            optimized = runtime.optimized(shapes.declared(model), folder, level)
     except ModelError as error:
         if not _has_custom_ops(model):
             raise
@@ -115,6 +118,45 @@ def as_executed(model: onnx.ModelProto, folder: Path | None, level: str, options
         return Executed(view, view.default_order(), emulated=True)
     view = _structural_view(optimized, plain)
     return Executed(view, Schedule(tuple(range(view.problem.n_ops))))
+
+
+def _optimized_without_weights(model: onnx.ModelProto, options: Options, level: str) -> onnx.ModelProto:
+    """As `runtime.optimized`, of a model whose weights are too many to show to the runtime.
+
+    Weights, and what it would compute from them alone when it loads the file, are inputs to it. In the answer they are
+    initializers again, whose contents nobody asks for.
+    """
+    view = _structural_view(model, options)
+    light = model_io.without_weights(shapes.declared(model))
+    inputs = {value.name: value for value in model.graph.input}
+    weights = {value.name: None for value in light.graph.input if value.name not in inputs}
+    folded: set[str] = set()
+    for op in view.graph.ops:
+        made = [(view.graph.values[name], view.tensors[name]) for name in op.writes]
+        large = all(tensor.nbytes > model_io.INLINE_LIMIT and not value.is_output for value, tensor in made)
+        if view.table.foldable[op.index] and large and any(name in weights for name in op.reads):
+            weights |= dict.fromkeys(op.writes)
+            folded.update(op.writes)
+    kept = [node for node in light.graph.node if folded.isdisjoint(node.output)]
+    read = {name for op in view.graph.ops if folded.isdisjoint(op.writes) for name in op.reads}
+    shown = {n: view.tensors[n] for n in weights if n in read or view.graph.values[n].is_output}
+    light.graph.ClearField("node")
+    light.graph.node.extend(kept)
+    light.graph.ClearField("input")
+    light.graph.input.extend(inputs.values())
+    light.graph.input.extend(
+        onnx.helper.make_tensor_value_info(name, tensor.dtype, tensor.shape) for name, tensor in shown.items()
+    )
+    optimized = runtime.optimized(light, None, level)
+    optimized.graph.ClearField("input")
+    optimized.graph.input.extend(inputs.values())
+    optimized.graph.initializer.extend(
+        onnx.TensorProto(
+            name=name, data_type=tensor.dtype, dims=tensor.shape, data_location=onnx.TensorProto.EXTERNAL
+        )
+        for name, tensor in shown.items()
+    )  # fmt: skip
+    return optimized
 
 
 def _has_custom_ops(model: onnx.ModelProto) -> bool:
