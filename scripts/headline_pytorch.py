@@ -6,24 +6,38 @@ AOTAutograd traces a model's forward and backward pass into one graph, and its m
 uses, decides for each budget what backward recomputes. Its decision is replayed as a schedule of that same graph; our
 planner is then asked for a plan that peaks no higher, and for one that peaks at the fraction PyTorch was asked for.
 Peaks are of the whole step: weights, batch, activations, gradients; time is a roofline.
+
+    python -m scripts.headline_pytorch --measured
+
+runs both on the CPU: the model through ``torch.compile`` (Inductor) at each budget, and its exported step on ONNX
+Runtime, rewritten to the same fraction of its own peak that PyTorch kept of its own. Every figure is relative to the
+same runtime at its defaults.
 """
 
 from __future__ import annotations
 
 import argparse
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import onnx
 import torch
 import torch._functorch.config as functorch_config
 from functorch.compile import make_boxed_func
+from onnx_remat.converters.pytorch import export_training_step
 from torch._functorch.aot_autograd import aot_function
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.fx import GraphModule
 
-from onnx_remat import memory
+from onnx_remat import memory, runtime
 from onnx_remat.costs import PRESETS
+from onnx_remat.errors import BudgetInfeasibleError
+from onnx_remat.pipeline import rewrite_model
 from onnx_remat.schedule import Problem, Schedule, check_schedule
-from scripts import fx_problems, torch_models
+from onnx_remat.units import format_bytes
+from scripts import compiled_step, fx_problems, torch_models
 from scripts.headline_feng_huang import plan
 
 MODELS = ("mlp", "resnet18", "unet", "gpt2-4")
@@ -62,15 +76,39 @@ def partitioned(case: torch_models.Case, budget: float) -> tuple[Problem, Schedu
     return problem, schedule
 
 
-def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", action="append", choices=sorted(torch_models.MODELS), help="only this one (repeat)")
-    parser.add_argument("--time-limit", type=float, default=5.0, help="seconds per plan")
-    given = parser.parse_args()
+def measured_table(models: Sequence[str], seconds: float) -> None:
+    """Print what ``torch.compile`` and a rewritten step really hold and take, both against their own defaults."""
+    print("| model | asked | PyTorch: peak, time | ONNX Runtime as it is | ours at that fraction: peak, time |")
+    print("| --- | --- | --- | --- | --- |", flush=True)
+    for name in models:
+        plain, clock = compiled_step.measured(name, 1.0)
+        torch.manual_seed(0)
+        case = torch_models.MODELS[name]()
+        with tempfile.TemporaryDirectory(prefix="onnx-remat-") as scratch:
+            path, small = Path(scratch) / "step.onnx", Path(scratch) / "small.onnx"
+            onnx.save(export_training_step(case.model, case.batch, case.loss, check=False, **case.options), path)
+            before = runtime.measure(path).peak_bytes
+            for budget in BUDGETS:
+                theirs, their_clock = compiled_step.measured(name, budget)
+                try:
+                    result = rewrite_model(path, f"{100 * theirs / plain:.1f}%", time_limit=seconds)
+                    result.save(small, force=True)
+                    times = runtime.race(path, small, runs=9)
+                    own = f"{runtime.measure(small).peak_bytes / before:.1%}, {times[1] / times[0] - 1:+.1%}"
+                    had = f"{format_bytes(before)}, {1e3 * times[0]:.0f} ms"
+                except BudgetInfeasibleError as error:
+                    had, own = format_bytes(before), f"not below {error.best_peak_bytes / before:.1%}"
+                print(
+                    f"| {name} ({format_bytes(plain)}, {1e3 * clock:.0f} ms) | {budget:.0%} | {theirs / plain:.1%}, "
+                    f"{their_clock / clock - 1:+.1%} | {had} | {own} |", flush=True,
+                )  # fmt: skip
+
+
+def planned_table(models: Sequence[str], seconds: float) -> None:
+    """Print both decisions on the same joint graph, under one simulator."""
     print("| model | ops | keep all | asked | PyTorch: peak, extra | ours at that peak | ours at what was asked |")
     print("| --- | --- | --- | --- | --- | --- | --- |", flush=True)
-    for name in given.model or MODELS:
+    for name in models:
         torch.manual_seed(0)
         case = torch_models.MODELS[name]()
         fx_problems.drop_running_statistics(case.model)
@@ -78,13 +116,24 @@ def main() -> None:
             problem, theirs = partitioned(case, budget)
             full = memory.simulate(problem, range(problem.n_ops)).peak
             peak, extra = memory.simulate(problem, theirs).peak, theirs.overhead(problem)
-            same = plan(problem, peak, given.time_limit)
-            asked = plan(problem, int(budget * full), given.time_limit)
+            same = plan(problem, peak, seconds)
+            asked = plan(problem, int(budget * full), seconds)
             cells = [f"{p / full:.1%}, +{e:.1%}" for p, e in ((peak, extra), same, asked)]
             print(
                 f"| {name} | {problem.n_ops} | {full / 2**20:.0f} MiB | {budget:.0%} "
                 f"| {cells[0]} | {cells[1]} | {cells[2]} |", flush=True,
             )  # fmt: skip
+
+
+def main() -> None:
+    """Print one of the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", action="append", choices=sorted(torch_models.MODELS), help="only this one (repeat)")
+    parser.add_argument("--time-limit", type=float, default=5.0, help="seconds per plan")
+    parser.add_argument("--measured", action="store_true", help="run both, on the CPU")
+    given = parser.parse_args()
+    table = measured_table if given.measured else planned_table
+    table(given.model or MODELS, given.time_limit)
 
 
 if __name__ == "__main__":
