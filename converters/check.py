@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx
@@ -27,11 +27,16 @@ class Check:
         Its relative error: largest difference over largest magnitude.
     undetermined : tuple of str
         Outputs that rounding alone decides (a gradient that is zero but for rounding), compared with that noise only.
+    exact_error, framework_error : float, optional
+        Where the same step was computed in float64: the largest relative error, from that, of the step's outputs and
+        of the framework's. Where the first is no larger, `error` is the framework's own rounding.
     """
 
     worst: str
     error: float
     undetermined: tuple[str, ...] = ()
+    exact_error: float | None = None
+    framework_error: float | None = None
 
 
 def against(
@@ -110,6 +115,29 @@ def compare(
     return Check(worst, errors[worst], tuple(undetermined))
 
 
+def exactly(
+    found: Check,
+    outputs: Mapping[str, np.ndarray],
+    expected: Mapping[str, np.ndarray],
+    exact: Mapping[str, np.ndarray],
+) -> Check:
+    """Add how far a step's outputs and the framework's are from the same step in float64."""
+
+    def largest(answers: Mapping[str, np.ndarray]) -> float:
+        return max(
+            relative_error(answers[name].astype(np.float64), exact[name])
+            for name in outputs
+            if name not in found.undetermined and is_float(answers[name])
+        )
+
+    return replace(found, exact_error=largest(outputs), framework_error=largest(expected))
+
+
+def is_float(value: np.ndarray) -> bool:
+    """Is it real floating point, bfloat16 included?"""
+    return value.dtype.kind == "f" or value.dtype.name == "bfloat16"
+
+
 SLACK = 16.0
 """How far an output that rounding decides may be from the framework's, in units of the framework's own noise."""
 
@@ -128,26 +156,34 @@ def relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
     """
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
         return float("inf")
-    a, b = (np.asarray(x, np.complex128 if x.dtype.kind == "c" else np.float64) for x in (actual, expected))
-    if a.size == 0:
-        return 0.0
+    a, b = (x if x.dtype.name in _WIDE else x.astype(np.float64) for x in (actual, expected))
     finite = np.isfinite(b)
-    if not np.array_equal(a[~finite], b[~finite], equal_nan=True):
-        return float("inf")
-    difference = np.abs(a[finite] - b[finite]).max(initial=0.0)
-    scale = np.abs(b[finite]).max(initial=0.0)
-    return float(difference / scale) if scale else float(difference)
+    if not finite.all():
+        if not np.array_equal(a[~finite], b[~finite], equal_nan=True):
+            return float("inf")
+        a, b = a[finite], b[finite]
+    difference = float(np.abs(a - b).max(initial=0.0))
+    scale = float(np.abs(b).max(initial=0.0))
+    return difference / scale if scale else difference
+
+
+_WIDE = ("float32", "float64", "complex64", "complex128")
+"""Dtypes in which differences of what they hold are as good as exact."""
 
 
 def record(model: onnx.ModelProto, found: Check) -> None:
     """Write into the model's metadata what was checked.
 
     ``check.error`` is the largest relative error, ``check.output`` the output it is of, ``check.undetermined`` the
-    number of outputs that rounding alone decides.
+    number of outputs that rounding alone decides; where they are known, ``check.exact_error`` and
+    ``check.framework_error``.
     """
     known = {
         "check.error": f"{found.error:.2e}",
         "check.output": found.worst,
         "check.undetermined": str(len(found.undetermined)),
     }
+    for name in ("exact_error", "framework_error"):
+        if (error := getattr(found, name)) is not None:
+            known[f"check.{name}"] = f"{error:.2e}"
     onnx.helper.set_model_props(model, {p.key: p.value for p in model.metadata_props} | known)

@@ -5,9 +5,9 @@
     python -m scripts.convert_models --model resnet18 --converter pytorch
 
 Per model and converter: node count, seconds of export (tracing, translation and check), the largest relative error of
-loss, gradients, buffers and update against the framework, how many of them rounding alone decides, whether stock ONNX
-Runtime runs the step on the CPU; with --budget also the measured peaks of the step and of its rewritten version, and
-how equal their outputs are.
+loss, gradients, buffers and update against the framework (where it is above 1e-5, also how far both are from the same
+step in float64), how many of them rounding alone decides, whether stock ONNX Runtime runs the step on the CPU; with
+--budget also the measured peaks of the step and of its rewritten version, and how equal their outputs are.
 
 A builder makes the model and returns a function that exports it, which alone is timed; it is entered in the table
 with ``@builds(model, converter)``. Models are built from their configurations, nothing is downloaded.
@@ -67,6 +67,7 @@ class Row:
     error: float = 0.0
     worst: str = ""
     undetermined: int = 0
+    exact: tuple[float, float] | None = None
     runs: bool = False
     budget: int = 0
     before: int = 0
@@ -88,7 +89,7 @@ def convert(model: str, converter: str, out: Path, budget: str | None, limit: fl
     known = {p.key: p.value for p in step.metadata_props}
     facts = (
         len(step.graph.node), seconds, float(known["check.error"]), known["check.output"],
-        int(known["check.undetermined"]),
+        int(known["check.undetermined"]), _exact(known),
     )  # fmt: skip
     del step
     if budget is None:
@@ -106,6 +107,12 @@ def convert(model: str, converter: str, out: Path, budget: str | None, limit: fl
     return Row(model, converter, outcome, *facts, True, result.report.budget, before, after, equal)
 
 
+def _exact(known: dict[str, str]) -> tuple[float, float] | None:
+    if "check.exact_error" not in known:
+        return None
+    return float(known["check.exact_error"]), float(known["check.framework_error"])
+
+
 def _runs(path: Path) -> bool:
     runtime.measure(path)
     return True
@@ -113,7 +120,10 @@ def _runs(path: Path) -> bool:
 
 def show(row: Row) -> str:
     """One line of the table."""
-    text = f"| {row.model} | {row.converter} | {row.nodes} | {row.seconds:.1f} | {row.error:.1e} ({row.worst}) |"
+    error = f"{row.error:.1e} ({row.worst})"
+    if row.exact:
+        error += "; from float64 {:.1e}, the framework {:.1e}".format(*row.exact)
+    text = f"| {row.model} | {row.converter} | {row.nodes} | {row.seconds:.1f} | {error} |"
     text += f" {row.undetermined} |"
     text += f" {'yes' if row.runs else 'no'} |"
     if row.before:
