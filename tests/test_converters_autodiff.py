@@ -11,7 +11,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx_remat.converters import optimizers
 from onnx_remat.converters.autodiff import CrossEntropy, MeanSquaredError, add_backward, initial_inputs
 from onnx_remat.converters.autodiff.__main__ import main
-from onnx_remat.converters.autodiff.registry import RULES
+from onnx_remat.converters.autodiff.registry import RULES, Grads, Step
 
 from onnx_remat import runtime
 from onnx_remat.errors import ConversionError
@@ -186,9 +186,63 @@ def test_old_models_are_brought_up() -> None:
 def test_the_check_finds_a_wrong_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     right = RULES["Relu"]
     monkeypatch.setitem(RULES, "Relu", lambda s: {0: lambda: s.t.mul(right(s)[0](), 1.5)})
-    with pytest.raises(ConversionError, match="gradients are wrong"):
+    with pytest.raises(ConversionError, match=r"gradients are wrong.*by 'w0' for one"):
         add_backward(MLP, "cross_entropy")
     assert add_backward(MLP, "cross_entropy", check=False)
+
+
+def deep() -> onnx.ModelProto:
+    """Five convolutions with BatchNormalization."""
+    lines, made = [], {"w": weights((6, 4), seed=9)["w0"]}
+    for i in range(5):
+        lines += [f"c{i} = Conv(r{i}, w{i}) pads=[1,1,1,1]", f"n{i} = BatchNormalization(c{i}, s{i}, b{i}, m{i}, v{i})",
+                  f"r{i + 1} = Relu(n{i})"]  # fmt: skip
+        shape = (6, 6 if i else 3, 3, 3)
+        made |= {f"w{i}": weights(shape, seed=i)["w0"], f"s{i}": np.ones(6, np.float32)}
+        made |= {f"b{i}": np.zeros(6, np.float32), f"m{i}": np.zeros(6, np.float32), f"v{i}": np.ones(6, np.float32)}
+    lines += ["p = GlobalAveragePool(r5)", "f = Flatten(p)", "y = MatMul(f, w)"]
+    return model("\n".join(lines), made, {"r0": [4, 3, 8, 8]})
+
+
+@pytest.mark.parametrize(("at", "training"), [("b0", True), ("b3", False), ("s4", True)])
+def test_the_check_finds_one_wrong_gradient_by_a_thousandth(
+    at: str, training: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = RULES["BatchNormalization"]
+
+    def wrong(s: Step) -> Grads:
+        grads, slot = right(s), 2 if at[0] == "b" else 1
+        if s.x(slot).name == at:
+            grads[slot] = (lambda honest: lambda: s.t.mul(honest(), 1.001))(grads[slot])
+        return grads
+
+    monkeypatch.setitem(RULES, "BatchNormalization", wrong)
+    with pytest.raises(ConversionError, match=rf"gradients are wrong.*by '{at}' for one"):
+        add_backward(deep(), "cross_entropy", training=training)
+
+
+def test_the_check_finds_a_gradient_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = RULES["BatchNormalization"]
+
+    def wrong(s: Step) -> Grads:
+        grads = right(s)
+        if s.x(2).name == "b3":
+            grads[2] = lambda: s.t.zeros(s.shape(2), s.dtype())
+        return grads
+
+    monkeypatch.setitem(RULES, "BatchNormalization", wrong)
+    with pytest.raises(ConversionError, match="by 'b3' for one"):
+        add_backward(deep(), "cross_entropy")
+
+
+def test_the_check_says_what_it_found_and_what_it_cannot_tell() -> None:
+    known = {p.key: p.value for p in add_backward(deep(), "cross_entropy").metadata_props}
+    assert float(known["check.differences"]) < 1e-6
+    assert float(known["check.precision"]) < 1e-4
+    assert known["check.untold"] == "0"
+    nil = weights((3, 5)) | {"nil": np.zeros((), np.float32)}
+    with pytest.raises(ConversionError, match="every gradient is zero on the check's inputs"):
+        add_backward(model("h = MatMul(x, w0)\ny = Mul(h, nil)", nil), "mse")
 
 
 IDLE = model("y = ReduceMean(x) keepdims=0", weights((3, 5)))

@@ -1,12 +1,16 @@
-"""Gradients against central differences of the loss along random directions.
+"""Gradients against central differences of the loss, in float64.
 
-The step runs in the dtype it will be used in, on ONNX Runtime; halves are widened to float32 for the differences. Along
-a direction every parameter contributes about the same to the loss' change, so that an error in any of them shows.
+The step, all its floating point widened to float64, runs on `exact.Evaluator`; the loss' change along a random
+direction must be what the gradients say to 1e-6. A parameter's part of the direction is scaled by its own gradient, so
+that all contribute alike and an error in the smallest gradient shows as one in the largest does; where the loss
+disagrees, the parameter to blame is found by halving. The step is then run on ONNX Runtime in its own precision and
+compared with float64.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import onnx
@@ -17,14 +21,43 @@ from onnx_remat import runtime
 from onnx_remat.errors import ConversionError
 
 from .. import names
+from .exact import Evaluator
 
-DIRECTIONS = 3
-TOLERANCE = 5e-2
+DIRECTIONS = 2
+TOLERANCE = 1e-6
 """Largest accepted difference, relative to the change that parameters of these gradients' size make at random."""
 
-_CHANGES = (1e-3, 1e-2, 1e-4, 3e-2, 1e-5)  # of the loss, tried in turn: rounding wants large ones, curvature small ones
-_BOLDEST = 0.1  # largest change of a parameter, of its own size
+PRECISION = 5e-2
+"""Largest accepted error of an output on ONNX Runtime, in float32, in norm: kinks and cancellation are not faults."""
+
+_CHANGE, _LARGEST = 1e-8, 1e-7  # of the loss; of the direction: kinks want small steps, rounding wants large ones
+_FACTORS = (1, 0.1, 10, 100, 1000)  # tried in turn
+_BOLDEST = 0.1  # largest change of a parameter in a direction, of its own size
+_ROUNDING = 8 * np.finfo(np.float64).eps  # of the loss, through all layers
+_NIL = 1e-4  # of the largest gradient: below, float32 need not get it right
+_UNSEEN = 1e-3  # of the change: more must not be left to rounding
+_UNTOLD = 1e-4  # of the loss' change: a parameter with a smaller share of it is not tested
 _SIZE = 2  # of symbolic dimensions in a made-up batch
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What the check saw.
+
+    Attributes
+    ----------
+    differences : float
+        Largest relative difference between the gradients and differences of the loss, in float64.
+    untold : tuple of str
+        Parameters whose gradients are too small, on the inputs checked, to change the loss.
+    precision : float or None
+        Largest error, in norm, of an output as ONNX Runtime computes it in float32, against float64; None where the
+        step draws random numbers.
+    """
+
+    differences: float
+    untold: tuple[str, ...]
+    precision: float | None
 
 
 def check(
@@ -32,7 +65,7 @@ def check(
     parameters: Sequence[str],
     values: Mapping[str, np.ndarray],
     example_inputs: Mapping[str, np.ndarray],
-) -> float:
+) -> Found:
     """Compare the gradients a step puts out with differences of its loss.
 
     Parameters
@@ -43,70 +76,145 @@ def check(
     values, example_inputs : mapping of str to array
         Values of inputs, the second taking precedence; inputs in neither are made up.
 
-    Returns
-    -------
-    float
-        The largest relative difference over the directions.
-
     Raises
     ------
     ConversionError
-        Gradients are not finite, or differ from the differences beyond `TOLERANCE`.
+        Gradients are not finite, or differ from the differences beyond `TOLERANCE` (the parameter is named), the step
+        cannot be evaluated in float64, or its outputs on ONNX Runtime differ beyond `PRECISION`.
     """
-    wide = _prepared(step)
-    rng = np.random.default_rng(0)
-    feeds = make_feeds(wide, {**values, **example_inputs}, rng)
-    made = runtime.outputs(wide, feeds)
+    settled = _settled(step)
+    feeds = make_feeds(step, values, example_inputs, np.random.default_rng(0))
+    wide = widened(settled, ir.DataType.DOUBLE)
+    exact = {n: v.astype(np.float64) if np.issubdtype(v.dtype, np.floating) else v for n, v in feeds.items()}
+    made = Evaluator(wide).run(exact)
     loss = float(made[names.LOSS].reshape(()))
-    gradients = {p: made[names.gradient(p)].astype(np.float64) for p in parameters}
+    gradients = {p: made[names.gradient(p)] for p in parameters}
     if not np.isfinite(loss):
         raise ConversionError(f"the loss is {loss} on the check's inputs: give example_inputs= or check=False")
     if bad := [p for p, g in gradients.items() if not np.isfinite(g).all()]:
         raise ConversionError(f"the gradient by {bad[0]!r} is not finite on the check's inputs; nothing was written")
-    forward = _loss_only(wide)
-    worst = 0.0
-    for _ in range(DIRECTIONS):
-        direction = {p: rng.standard_normal(g.shape) * _step(g, feeds[p]) for p, g in gradients.items()}
-        predicted = sum(float((g * direction[p]).sum()) for p, g in gradients.items())
-        scale = float(np.sqrt(sum(float(((g * _step(g, feeds[p])) ** 2).sum()) for p, g in gradients.items())))
-        if not scale:
+    line = _Line(Evaluator(_loss_only(wide)), exact, gradients, loss)
+    worst = max(line.error(seed) for seed in range(DIRECTIONS))
+    precision = None
+    if not any(node.op_type in _RANDOM for node in step.graph.node):
+        single = {n: v.astype(np.float32) if v.dtype == np.float64 else v for n, v in exact.items()}
+        precision = _precision(runtime.outputs(widened(settled, ir.DataType.FLOAT), single), made)
+    return Found(worst, line.untold(), precision)
+
+
+def record(model: onnx.ModelProto, found: Found) -> None:
+    """Write into a model's metadata what was checked.
+
+    ``check.differences``, ``check.untold`` (how many gradients were too small to tell) and, where it ran on ONNX
+    Runtime, ``check.precision``; see `Found`.
+    """
+    known = {p.key: p.value for p in model.metadata_props}
+    known |= {"check.differences": f"{found.differences:.2e}", "check.untold": str(len(found.untold))}
+    if found.precision is not None:
+        known["check.precision"] = f"{found.precision:.2e}"
+    onnx.helper.set_model_props(model, known)
+
+
+class _Line:
+    """Differences of the loss along random directions against what the gradients say."""
+
+    def __init__(
+        self, forward: Evaluator, at: Mapping[str, np.ndarray], gradients: Mapping[str, np.ndarray], loss: float
+    ) -> None:
+        self._forward, self._at, self._gradients = forward, at, gradients
+        self._size = max(abs(loss), 1e-3)
+        self._steps = {p: _step(g, at[p]) for p, g in gradients.items()}
+        self._shares = {p: float(np.linalg.norm(g)) * self._steps[p] for p, g in gradients.items()}
+        self._scale = float(np.linalg.norm(list(self._shares.values())))
+        if not self._scale:
             raise ConversionError("every gradient is zero on the check's inputs: give example_inputs= or check=False")
-        errors = []
-        for change in _CHANGES:
-            epsilon = min(1.0, change * max(abs(loss), 1.0) / scale)
-            up, down = (
-                float(runtime.outputs(forward, _moved(feeds, direction, sign * epsilon))[names.LOSS].reshape(()))
-                for sign in (1, -1)
-            )
-            errors.append(abs((up - down) / (2 * epsilon) - predicted) / scale)
-            if errors[-1] <= TOLERANCE:
-                break
-        worst = max(worst, min(errors))
-        if not worst <= TOLERANCE:
+
+    def untold(self) -> tuple[str, ...]:
+        """Parameters that move the loss too little, by their gradients, for an error in them to show."""
+        return tuple(p for p, share in self._shares.items() if share < _UNTOLD * self._scale)
+
+    def error(self, seed: int) -> float:
+        """The relative difference along a direction through all parameters; raises where it is too large."""
+        suspects = list(self._gradients)
+        found: list[float] = []
+        for factor in _FACTORS:
+            error, rounding = self._difference(suspects, seed, factor)
+            found.append(error)
+            if error <= max(TOLERANCE, rounding) and rounding <= _UNSEEN:
+                return error
+        if rounding > _UNSEEN:
             raise ConversionError(
-                f"the gradients are wrong: along a random direction the loss changes otherwise than they say, by "
-                f"{worst:.2g} relative; nothing was written (check=False skips this check)"
+                "all gradients are too small on the check's inputs to show in the loss: give example_inputs= or "
+                "check=False"
             )
-    return worst
+        best = _FACTORS[int(np.argmin(found))]
+        while len(suspects) > 1:
+            halves = suspects[: len(suspects) // 2], suspects[len(suspects) // 2 :]
+            worse = [self._difference(half, seed, best)[0] for half in halves]
+            suspects = halves[1] if worse[1] > worse[0] else halves[0]
+        raise ConversionError(
+            f"the gradients are wrong: along a random direction the loss changes otherwise than they say, by "
+            f"{min(found):.2g} relative, that by {suspects[0]!r} for one; nothing was written (check=False skips this "
+            "check)"
+        )
+
+    def _difference(self, parameters: Sequence[str], seed: int, factor: float) -> tuple[float, float]:
+        """Along the part of a direction that is some parameters', and what rounding may add; relative to the whole."""
+        rng = np.random.default_rng(seed)
+        drawn = {p: rng.standard_normal(g.shape) * self._steps[p] for p, g in self._gradients.items()}
+        direction = {p: drawn[p] for p in parameters}
+        predicted = sum(float((self._gradients[p] * d).sum()) for p, d in direction.items())
+        epsilon = factor * min(_CHANGE * self._size / self._scale, _LARGEST)
+        up, down = (self._moved(direction, sign * epsilon) for sign in (1, -1))
+        error = abs((up - down) / (2 * epsilon) - predicted) / self._scale
+        return error, _ROUNDING * self._size / (epsilon * self._scale)
+
+    def _moved(self, direction: Mapping[str, np.ndarray], by: float) -> float:
+        moved = {p: self._at[p] + by * d for p, d in direction.items()}
+        return float(self._forward.run({**self._at, **moved})[names.LOSS].reshape(()))
 
 
 def _step(gradient: np.ndarray, value: np.ndarray) -> float:
     """Size of a parameter's random change that moves the loss by about 1, within reason."""
-    size = float(np.sqrt(np.mean(np.square(value, dtype=np.float64)))) if value.size else 0.0
+    size = float(np.sqrt(np.mean(np.square(value)))) if value.size else 0.0
     norm = float(np.linalg.norm(gradient))
-    largest = _BOLDEST * max(size, 1e-2)
+    largest = max(_BOLDEST * size, 1e-3 if value.ndim > 1 else _BOLDEST)  # biases and scales start at 0 and 1
     return min(1.0 / norm, largest) if norm > 0 else largest
 
 
-def _moved(feeds: Mapping[str, np.ndarray], direction: Mapping[str, np.ndarray], by: float) -> dict[str, np.ndarray]:
-    moved = {p: (feeds[p].astype(np.float64) + by * d).astype(feeds[p].dtype) for p, d in direction.items()}
-    return {**feeds, **moved}
+def _precision(outputs: Mapping[str, np.ndarray], exact: Mapping[str, np.ndarray]) -> float:
+    """Largest error of an output in norm, gradients that are nil but for rounding measured by the largest one.
+
+    Raises ConversionError beyond `PRECISION`.
+    """
+    norms = {name: float(np.linalg.norm(value)) for name, value in exact.items()}
+    largest = max((norm for name, norm in norms.items() if name.startswith(names.gradient(""))), default=0.0)
+    worst = 0.0
+    for name, value in outputs.items():
+        least = _NIL * largest if name.startswith(names.gradient("")) else 1e-30
+        error = float(np.linalg.norm(value - exact[name])) / max(norms[name], least)
+        if not error <= PRECISION:
+            raise ConversionError(
+                f"ONNX Runtime's float32 is off by {error:.2g} relative in {name} on the check's inputs: give other "
+                "example_inputs= or check=False"
+            )
+        worst = max(worst, error)
+    return worst
 
 
 def make_feeds(
-    step: onnx.ModelProto, given: Mapping[str, np.ndarray], rng: np.random.Generator
+    step: onnx.ModelProto,
+    values: Mapping[str, np.ndarray],
+    example_inputs: Mapping[str, np.ndarray],
+    rng: np.random.Generator,
 ) -> dict[str, np.ndarray]:
-    """A value for every input: those given, else normal data, zeros and ones; symbolic sizes as given, else 2."""
+    """A value for every input: an example, else the file's, else normal data, zeros and ones; symbolic sizes 2.
+
+    Weights of the file whose entries are all the same stand for weights to come: they make all channels alike and
+    gradients vanish or explode. They are drawn at random (He et al. 2015); so are vectors of a value other than 0 and
+    1, around its root: a scale that undoes a variance of the same value.
+    """
+    given = {n: _varied(v, rng) if n not in example_inputs else v for n, v in {**values, **example_inputs}.items()}
     sizes: dict[str, int] = {}
     for value in step.graph.input:
         for i, dim in enumerate(value.type.tensor_type.shape.dim):
@@ -119,15 +227,28 @@ def make_feeds(
         shape = tuple(d.dim_value if d.HasField("dim_value") else sizes.get(d.dim_param, _SIZE) for d in kind.shape.dim)
         if value.name in given:
             feeds[value.name] = given[value.name].astype(dtype)
-        elif np.issubdtype(dtype, np.floating):
+        elif ir.DataType(kind.elem_type).is_floating_point():
             feeds[value.name] = rng.standard_normal(shape).astype(dtype)
         else:
             feeds[value.name] = rng.integers(0, 2, shape).astype(dtype)
     return feeds
 
 
-def _prepared(step: onnx.ModelProto) -> onnx.ModelProto:
-    """A copy in float32 where it is in halves, whose random ops draw the same every time."""
+def _varied(value: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    if value.size < 2 or not ir.tensor(value).dtype.is_floating_point() or (value != value.flat[0]).any():
+        return value
+    if value.ndim == 1:
+        same = value.flat[0] in (0, 1)
+        return value if same else rng.uniform(0.5, 1.5, value.shape) * np.sqrt(abs(float(value.flat[0])))
+    drawn: np.ndarray = rng.standard_normal(value.shape) * np.sqrt(2 * len(value) / value.size)
+    return drawn
+
+
+_RANDOM = ("Dropout", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli")
+
+
+def _settled(step: onnx.ModelProto) -> ir.Model:
+    """A copy whose random ops draw the same every time."""
     model = ir.from_proto(step)
     for index, node in enumerate(model.graph):
         if node.op_type in _RANDOM and "seed" not in node.attributes:
@@ -135,23 +256,30 @@ def _prepared(step: onnx.ModelProto) -> onnx.ModelProto:
             node.attributes["seed"] = (
                 ir.AttrFloat32("seed", float(index)) if floating else ir.AttrInt64("seed", index)
             )
-    halves = {ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
-    made = [v for node in model.graph for v in node.outputs]
+    return model
+
+
+def widened(source: ir.Model, to: ir.DataType) -> onnx.ModelProto:
+    """A copy in which all floating point narrower than `to` is of that type."""
+    model = source.clone()
+    halves = [ir.DataType.FLOAT16, ir.DataType.BFLOAT16]
+    narrow = halves if to == ir.DataType.FLOAT else [*halves, ir.DataType.FLOAT]
+    nodes = list(ir.traversal.RecursiveGraphIterator(model.graph))
+    made = [v for node in nodes for v in node.outputs]
     for value in (*model.graph.inputs, *model.graph.initializers.values(), *made):
-        if value.dtype in halves:
-            value.type = ir.TensorType(ir.DataType.FLOAT)
-        if value.const_value is not None and value.const_value.dtype in halves:
-            value.const_value = ir.tensor(value.const_value.numpy().astype(np.float32), name=value.name)
-    for node in model.graph:
+        if value.dtype in narrow:
+            value.type = ir.TensorType(to)
+        if value.const_value is not None and value.const_value.dtype in narrow:
+            value.const_value = ir.tensor(value.const_value.numpy().astype(to.numpy()), name=value.name)
+    for node in nodes:
+        if node.op_type == "GroupNormalization" and (model.opset_imports[""] or 0) > 20:
+            node.attributes["stash_type"] = ir.AttrInt64("stash_type", int(to))
         for name, attribute in list(node.attributes.items()):
-            if attribute.type == ir.AttributeType.TENSOR and attribute.as_tensor().dtype in halves:
-                node.attributes[name] = ir.AttrTensor(name, ir.tensor(attribute.as_tensor().numpy().astype(np.float32)))
-            if name in ("to", "dtype") and attribute.value in {int(h) for h in halves}:
-                node.attributes[name] = ir.AttrInt64(name, int(ir.DataType.FLOAT))
+            if attribute.type == ir.AttributeType.TENSOR and attribute.as_tensor().dtype in narrow:
+                node.attributes[name] = ir.AttrTensor(name, ir.tensor(attribute.as_tensor().numpy().astype(to.numpy())))
+            if name in ("to", "dtype") and attribute.value in [int(n) for n in narrow]:
+                node.attributes[name] = ir.AttrInt64(name, int(to))
     return ir.to_proto(model)
-
-
-_RANDOM = ("Dropout", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli")
 
 
 def _loss_only(step: onnx.ModelProto) -> onnx.ModelProto:

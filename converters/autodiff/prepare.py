@@ -101,7 +101,8 @@ def select(graph: ir.Graph, wrt: Sequence[str] | None, frozen: Sequence[str]) ->
     """The parameters: those named in `wrt` (names or patterns), by default what looks like a weight.
 
     By default all floating-point initializers but running statistics, masks (values of -10000 and below, or not
-    finite), scalars, one-element vectors that ops other than layers read, and settings such as the limits of Clip.
+    finite), scalars, one-element vectors that ops other than layers read, and settings such as the limits of Clip. A
+    ConstantOfShape of another value than 0 and 1 counts as an initializer: files without data hold weights so.
 
     Raises
     ------
@@ -109,7 +110,7 @@ def select(graph: ir.Graph, wrt: Sequence[str] | None, frozen: Sequence[str]) ->
         A name fits nothing, or an integer.
     """
     if wrt is None:
-        chosen = [v for v in graph.initializers.values() if _is_weight(v)]
+        chosen = [value for _, value in initial_values(graph) if _is_weight(value)]
         return [v for v in chosen if not _matches(str(v.name), frozen)]
     inputs = {str(value.name): value for value in graph.inputs}
     candidates = inputs | dict(initial_values(graph))
@@ -135,15 +136,20 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _is_weight(value: ir.Value) -> bool:
-    held = value.const_value
-    if held is None or not held.dtype.is_floating_point() or not len(held.shape):
+    node = value.producer()
+    if node is not None and node.op_type != "ConstantOfShape":
         return False
     uses = value.uses()
     if all(use.idx in _CONTROLS.get(use.node.op_type, ()) for use in uses):
         return False
+    held = value.const_value.numpy() if value.const_value is not None else filled(value)
+    if held is None or held.dtype.kind not in "fV" or not held.ndim:  # V: bfloat16 and its like
+        return False
+    if node is not None and held.size and held.flat[0] in (0, 1):
+        return False
     if held.size == 1:
         return any(use.node.op_type not in _ARITHMETIC for use in uses)
-    array = held.numpy().astype(np.float32, copy=False)
+    array = held.astype(np.float32, copy=False)
     return bool(np.isfinite(array).all()) and float(array.min(initial=0)) > _MASK
 
 
@@ -233,6 +239,9 @@ def into_training(graph: ir.Graph) -> None:
                 node.outputs[1].name = f"{node.name}.mask"
         if node.op_type == "BatchNormalization":
             node.attributes["training_mode"] = ir.AttrInt64("training_mode", 1)
+            node.resize_outputs(3)
+            for value, what in zip(node.outputs[1:], ("mean", "var"), strict=True):
+                value.name = value.name or f"{node.name}.{what}"
 
 
 def running_statistics(graph: ir.Graph) -> list[ir.Value]:
