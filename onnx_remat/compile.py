@@ -18,6 +18,7 @@ from onnx_remat.graph import INITIALIZER, NODE, Graph, Op, bodies, build
 from onnx_remat.memory import simulate
 from onnx_remat.schedule import Problem
 from onnx_remat.shapes import Tensor, infer
+from onnx_remat.training_ops import is_pure_contrib
 from onnx_remat.workspace import workspace_bytes
 
 STANDARD_DOMAINS = ("", "ai.onnx")
@@ -97,7 +98,15 @@ def _recomputable(graph: Graph, op: Op, allow: Sequence[str]) -> bool:
         training_mode=_training_mode(graph, op),
     )
     has_body = any(True for _ in bodies(node))
-    return facts.known and not facts.stateful and not random and not has_body and node.domain in STANDARD_DOMAINS
+    ours = node.domain in STANDARD_DOMAINS or is_pure_contrib(node.domain, node.op_type)
+    # A recompute overwrites copies, so nobody may look for what it writes there.
+    wanted = any(
+        graph.values[name].is_output or any(True for _ in graph.nx.successors(name))
+        for slot, out in facts.alias
+        for name in op.outputs[out : out + 1]
+        if slot in facts.overwrites and name
+    )
+    return facts.known and not (facts.stateful or random or has_body or wanted) and ours
 
 
 def _opset(model: onnx.ModelProto, domain: str) -> int:

@@ -25,6 +25,8 @@ from typing import Final
 
 import onnx
 
+from onnx_remat.training_ops import STATED, is_training_op
+
 __all__ = ["OpFacts", "expands_to_function", "facts", "is_random", "nearest"]
 
 _ONNX: Final = ""
@@ -52,6 +54,10 @@ class OpFacts:
         The kernel writes to something besides its outputs, so executing it twice is not executing it once.
     known
         The operator has a schema, or a listed ONNX Runtime kernel; others must be treated as opaque.
+    overwrites
+        Input slots whose buffers the kernel writes to, though they are not its own: a recompute must get copies.
+    stated
+        The kernel takes its output's shape from what the file states, which must therefore stay stated.
     """
 
     alias: Pairs = ()
@@ -59,6 +65,8 @@ class OpFacts:
     random: bool = False
     stateful: bool = False
     known: bool = True
+    overwrites: tuple[int, ...] = ()
+    stated: bool = False
 
 
 _FIRST: Final[Pairs] = ((0, 0),)
@@ -72,6 +80,19 @@ _ALIAS: Final[dict[tuple[str, str], Pairs]] = {
     (_ONNX, "Optional"): _FIRST,
     (_ONNX, "OptionalGetElement"): _FIRST,
     (_MS, "ExpandDims"): _FIRST,
+    # Of the training build; its gradient kernels work nowhere in place.
+    (_MS, "BatchNormInternal"): ((3, 1), (4, 2)),
+    (_MS, "InPlaceAccumulator"): _FIRST,
+    (_MS, "InPlaceAccumulatorV2"): ((0, 1),),
+    (_MS, "ZeroGradient"): _FIRST,
+}
+
+# BatchNormInternal updates running statistics where they lie, even in a graph input.
+_OVERWRITES: Final[dict[tuple[str, str], tuple[int, ...]]] = {
+    (_MS, "BatchNormInternal"): (3, 4),
+    (_MS, "InPlaceAccumulator"): (0,),
+    (_MS, "InPlaceAccumulatorV2"): (0,),
+    (_MS, "ZeroGradient"): (0,),
 }
 
 _INPLACE: Final[dict[tuple[str, str], Pairs]] = {
@@ -129,6 +150,7 @@ _STATEFUL: Final = frozenset(
         (_MS, "SparseAttention"),
         (_MS, "WaitEvent"),
         (_MS, "YieldOp"),
+        (_MS, "ZeroGradient"),
     }
 )
 
@@ -206,6 +228,8 @@ def facts(domain: str, op_type: str, dtype: int = onnx.TensorProto.FLOAT) -> OpF
         random=key in _RANDOM or key in _DROPOUTS,
         stateful=key in _STATEFUL,
         known=_is_known(*key),
+        overwrites=_OVERWRITES.get(key, ()),
+        stated=key in STATED,
     )
 
 
@@ -261,6 +285,6 @@ def _canonical(domain: str) -> str:
 
 
 def _is_known(domain: str, op_type: str) -> bool:
-    if op_type in _CONTRIB.get(domain, frozenset()):
+    if op_type in _CONTRIB.get(domain, frozenset()) or is_training_op(domain, op_type):
         return True
     return domain == _ONNX and bool(onnx.defs.has(op_type, domain=_ONNX))

@@ -16,6 +16,7 @@ from onnx_remat.cost_bounds import cost_lower_bound
 from onnx_remat.fit import Plan, fit, make_plan, target_of
 from onnx_remat.options import Options, parse_options
 from onnx_remat.report import Report
+from onnx_remat.training_ops import first_training_op
 from onnx_remat.units import Budget, format_bytes, parse_budget
 from onnx_remat.view import Executed, View, as_executed, describe, make_view
 
@@ -192,11 +193,13 @@ def _unchanged(
 
 
 def _notes(original: Executed, source: onnx.ModelProto) -> tuple[str, ...]:
-    if original.emulated:
+    if original.emulated and (node := first_training_op(source)):
         return (
-            "onnxruntime cannot load this model's custom ops here: the plan follows the file as it is, and neither "
-            "graph optimisations nor the memory of custom kernels were checked",
+            f"{node.op_type} is an op of onnxruntime-training: the plan was made and simulated for the file as it is, "
+            "not run; run the result in onnxruntime-training",
         )
+    if original.emulated:
+        return (original.emulated,)
     if runtime.available() and model_io.weight_bytes(source) > runtime.MOST_WEIGHTS:
         return (
             f"ONNX Runtime was not shown the {format_bytes(model_io.weight_bytes(source))} of weights: what it folds "

@@ -10,6 +10,7 @@ from onnx import TensorProto
 from onnx_remat.compile import OpTable, attributes
 from onnx_remat.graph import Graph, Op
 from onnx_remat.memory import simulate
+from onnx_remat.ops import facts
 from onnx_remat.pins import choose_pins, heavy_steps, light_limit
 from onnx_remat.rewrite import Rewritten, pin_slot, rewrite
 from onnx_remat.schedule import Problem, Schedule
@@ -56,7 +57,8 @@ def realize(
     pinnable = np.array([slot is not None for slot in slots], np.bool_)
     tensor = np.array([tensors[op.writes[0]].dtype != TensorProto.UNDEFINED for op in graph.ops], np.bool_)
     pins = choose_pins(problem, schedule, heavy, pinnable, table.foldable, ~absorbed & tensor)
-    can_hide = pinnable[schedule.array()]
+    stated = np.array([facts(op.node.domain, op.node.op_type).stated for op in graph.ops], np.bool_)
+    can_hide = (pinnable & ~stated)[schedule.array()]
     can_hide[list(exposed)] = False
     sharing = choose_private(unrolled, limit, light, can_hide, sorted(private))
     return rewrite(

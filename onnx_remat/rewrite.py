@@ -22,6 +22,7 @@ from onnx_remat.compile import STANDARD_DOMAINS
 from onnx_remat.dtypes import bits
 from onnx_remat.errors import ModelError
 from onnx_remat.graph import INITIALIZER, Graph, Op, bodies, is_constant
+from onnx_remat.ops import facts
 from onnx_remat.pins import Pin
 from onnx_remat.schedule import Ints, Schedule
 from onnx_remat.shapes import TAG, UNSEEN, Dim, Tensor
@@ -206,6 +207,8 @@ class _Writer:
         for step, index in enumerate(schedule.order):
             op = self.graph.ops[index]
             inputs = [self._latest[name] if name else "" for name in op.inputs]
+            for written in facts(op.node.domain, op.node.op_type).overwrites if count[index] else ():
+                inputs[written] = self._copy(inputs[written])
             if step in after or step in hidden:
                 slot = slots[index]
                 assert slot is not None, op.label
@@ -288,6 +291,12 @@ class _Writer:
         if trigger:
             self._note(node, CONTROL_KEY, trigger)
         self.nodes.append(node)
+
+    def _copy(self, name: str) -> str:
+        """A copy of a value, for a recompute to overwrite: Concat copies even a single input."""
+        copy = self._fresh(f"{name}__copy")
+        self.nodes.append(helper.make_node("Concat", [name], [copy], name=copy, axis=0))
+        return copy
 
     def _unseen_zeros(self, rank: int) -> str:
         """A vector of `rank` zeros whose length shape inference does not see."""

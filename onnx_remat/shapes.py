@@ -16,6 +16,7 @@ from onnx_remat.errors import ModelError, ShapeError, UsageError
 from onnx_remat.graph import Graph
 from onnx_remat.model_io import without_weights
 from onnx_remat.ops import nearest
+from onnx_remat.training_ops import with_stand_ins
 
 Dim: TypeAlias = int | str | None
 """A known size, a symbolic name, or nothing known."""
@@ -81,7 +82,9 @@ def infer(graph: Graph, dims: Mapping[str, int] | None = None, derived: bool = F
         close = difflib.get_close_matches(unknown[0], symbols, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise UsageError(f"the model has no symbolic dimension {unknown[0]!r}: {have}{hint}")
-    as_written = _infer_types(light, data_prop=False)  # the runtime propagates no computed shapes either
+    # the runtime propagates no computed shapes either
+    as_written = _infer_types(with_stand_ins(light, as_runtime=True), data_prop=False)
+    light = with_stand_ins(light)
     if symbols or any(dim.dim_param for dim in _all_dims(light)):
         bound = onnx.ModelProto()
         bound.CopyFrom(light)
@@ -210,7 +213,7 @@ def declared(model: onnx.ModelProto) -> onnx.ModelProto:
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
     known = {value.name for value in _typed_values(model.graph)}
-    inferred = _infer_types(without_weights(model), data_prop=False)
+    inferred = _infer_types(with_stand_ins(without_weights(model), as_runtime=True), data_prop=False)
     made = {name for node in model.graph.node for name in node.output}
     copy.graph.value_info.extend(
         onnx.ValueInfoProto(name=name, type=kind)

@@ -14,6 +14,7 @@ from onnx_remat import costs, graph, memory, model_io, phases, runtime, shapes
 from onnx_remat.compile import OpTable, compile_problem, tabulate
 from onnx_remat.errors import ModelError, UsageError
 from onnx_remat.graph import INPUT, Graph
+from onnx_remat.ops import facts
 from onnx_remat.options import Options
 from onnx_remat.ort_order import default_order
 from onnx_remat.report import Holding, Peak
@@ -46,12 +47,12 @@ class View:
 class Executed:
     """A model as ONNX Runtime will execute it: its optimised graph and the order of its nodes.
 
-    `emulated`: the runtime could not load it, so this is the file's own graph.
+    `emulated`: why the runtime was not asked or could not load it, so that this is the file's own graph; or nothing.
     """
 
     view: View
     order: Schedule
-    emulated: bool = False
+    emulated: str = ""
 
     def timeline(self) -> memory.Timeline:
         return memory.simulate(self.view.problem, self.order)
@@ -61,6 +62,7 @@ def make_view(model: onnx.ModelProto, options: Options) -> View:
     """Graph, shapes, facts, costs and phases of a model, compiled into a `Problem`."""
     ir = graph.build(model)
     shapes.check_declared(ir.model)
+    _check_overwritten(ir)
     _check_allowed(ir, options.allow_recompute)
     tensors = shapes.infer(ir, options.dims)
     table = _keeping(ir, tabulate(ir, tensors, THREADS, options.allow_recompute), options.keep)
@@ -75,6 +77,19 @@ def _keeping(ir: Graph, table: OpTable, keep: Sequence[str]) -> OpTable:
     producer = ir.producer()
     kept = {producer[known(name, producer, "--keep")] for name in keep}
     return replace(table, recomputable=tuple(r and i not in kept for i, r in enumerate(table.recomputable)))
+
+
+def _check_overwritten(ir: Graph) -> None:
+    """What a kernel overwrites, nobody else may read: the plan would decide who sees which."""
+    readers = ir.consumers()
+    for op in ir.ops:
+        for slot in facts(op.node.domain, op.node.op_type).overwrites:
+            others = [i for i in readers[op.inputs[slot]] if i != op.index]
+            if others:
+                raise ModelError(
+                    f"node {op.label!r} ({op.node.op_type}) overwrites {op.inputs[slot]!r}, which node "
+                    f"{ir.ops[others[0]].label!r} reads too: give each an input of its own"
+                )
 
 
 def _check_allowed(ir: Graph, allow: Sequence[str]) -> None:
@@ -97,12 +112,25 @@ def known(name: str, names: Collection[str], flag: str) -> str:
     raise UsageError(f"{flag}: no node makes a value {name!r}" + (f"; did you mean {close[0]!r}?" if close else ""))
 
 
+_CUSTOM_OPS = (
+    "onnxruntime cannot load this model's custom ops here: the plan follows the file as it is, and neither graph "
+    "optimisations nor the memory of custom kernels were checked"
+)
+_MANY_NODES = (
+    f"onnxruntime takes minutes to load more than {runtime.MOST_NODES} nodes: it was not asked, the plan follows the "
+    "file as it is, and graph optimisations were not checked (onnx-remat-bench measures both files)"
+)
+
+
 def as_executed(model: onnx.ModelProto, folder: Path | None, level: str, options: Options) -> Executed:
     """What ONNX Runtime makes of a model at an optimisation level; emulated from the file where it is not installed."""
     plain = replace(options, keep=(), loss=None, costs="cpu")
     if level == "disable" or not runtime.available():
         view = _structural_view(model, plain)
         return Executed(view, view.default_order())
+    if len(model.graph.node) > runtime.MOST_NODES:
+        view = _structural_view(model, plain)
+        return Executed(view, view.default_order(), _MANY_NODES)
     try:
         if model_io.weight_bytes(model) > runtime.MOST_WEIGHTS:
             optimized = _optimized_without_weights(model, plain, level)
@@ -115,7 +143,7 @@ def as_executed(model: onnx.ModelProto, folder: Path | None, level: str, options
             hint = "--verify none plans from the file alone, for a runtime that has these ops"
             raise ModelError(f"{error} ({hint})") from error
         view = _structural_view(model, plain)
-        return Executed(view, view.default_order(), emulated=True)
+        return Executed(view, view.default_order(), _CUSTOM_OPS)
     view = _structural_view(optimized, plain)
     return Executed(view, Schedule(tuple(range(view.problem.n_ops))))
 

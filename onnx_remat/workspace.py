@@ -302,6 +302,29 @@ def _fused_attention(call: _Call) -> int:
     return batch * steps * projected * size + scores + call.output_bytes()
 
 
+def _conv_grad(call: _Call) -> int:
+    """The column matrix of one group of one image, and ones to sum the bias over an image with."""
+    area = prod(call.input(0)[2:])
+    return (prod(call.input(2)[1:]) + 1) * area * _FLOAT
+
+
+def _softmax_grad(call: _Call) -> int:
+    """Over any axis but the last: both inputs and the output, transposed."""
+    last = call.number("axis", -1) % len(call.input(0)) == len(call.input(0)) - 1
+    return 0 if last else 3 * call.output_bytes()
+
+
+def _log_softmax_grad(call: _Call) -> int:
+    """The exponential (malloc), which is smaller than what transposing takes."""
+    return max(call.output_bytes(), _softmax_grad(call))
+
+
+def _cross_entropy(call: _Call) -> int:
+    """The shifted logits; the log-probabilities too where they are no output."""
+    stored = len(call.outputs) > 1 and call.outputs[1] is not None
+    return _numel(call.input(0)) * call.in_sizes[0] * (1 if stored else 2)
+
+
 def _times_output(factor: int) -> Callable[[_Call], int]:
     return lambda call: factor * call.output_bytes()
 
@@ -329,13 +352,24 @@ _RULES: Final[dict[tuple[str, str], Callable[[_Call], int]]] = {
     ("", "Scatter"): _scatter_elements,
     ("", "ScatterElements"): _scatter_elements,
     ("", "Softmax"): _softmax,
+    ("", "SoftmaxCrossEntropyLoss"): _cross_entropy,
     ("", "Sum"): _variadic,
     ("", "Where"): _where,
     ("com.microsoft", "Attention"): _fused_attention,
+    ("com.microsoft", "BiasFastGeluGrad_dX"): _times_output(1),
     ("com.microsoft", "BiasGelu"): _times_output(1),
+    ("com.microsoft", "BiasGeluGrad_dX"): _times_output(1),
+    ("com.microsoft", "ConvGrad"): _conv_grad,
     ("com.microsoft", "DynamicQuantizeMatMul"): lambda call: _numel(call.input(0)),  # The data in int8.
     ("com.microsoft", "FastGelu"): _fast_gelu,
     ("com.microsoft", "FusedConv"): _conv,
+    ("com.microsoft", "GatherElementsGrad"): lambda call: _numel(call.input(2)) * _INT64,  # malloc: all indices.
+    ("com.microsoft", "LayerNormalizationGrad"): _times_output(4),
+    ("com.microsoft", "LogSoftmaxGrad"): _times_output(1),
+    ("com.microsoft", "LogSoftmaxGrad_13"): _log_softmax_grad,
+    ("com.microsoft", "SimplifiedLayerNormalizationGrad"): _times_output(4),
+    ("com.microsoft", "SoftmaxCrossEntropyLossInternal"): _cross_entropy,
+    ("com.microsoft", "SoftmaxGrad_13"): _softmax_grad,
 }
 
 

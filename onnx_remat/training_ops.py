@@ -1,0 +1,208 @@
+"""Operators that only the training build of ONNX Runtime has: what their results look like.
+
+``training_model.onnx``, as onnxruntime-training makes it, is full of gradient operators without a schema in onnx or in
+stock ONNX Runtime. For shape inference alone, each gives way to standard operators whose results have the same types
+and shapes. Shapes were compared with runs of onnxruntime-training 1.19.2 (``tests/test_training_ops.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Final
+
+import onnx
+from onnx import TensorProto, helper
+
+_MS: Final = "com.microsoft"
+
+_LIKE: Final[dict[tuple[str, str], tuple[int, ...]]] = {
+    **{
+        (_MS, op): (0,)
+        for op in (
+            "BiasFastGeluGrad_dX", "BiasGeluGrad_dX", "DropoutGrad", "FakeQuantGrad", "FastGeluGrad", "GeluGrad",
+            "InPlaceAccumulator", "LeakyReluGrad", "LogSoftmaxGrad", "LogSoftmaxGrad_13", "QuickGeluGrad", "ReluGrad",
+            "Scale", "SigmoidGrad", "SoftmaxGrad", "SoftmaxGrad_13", "TanhGrad", "ZeroGradient",
+        )
+    },
+    (_MS, "BatchNormInternal"): (0, 3, 4, 1, 1),
+    (_MS, "BatchNormalizationGrad"): (1, 2, 2),
+    (_MS, "LayerNormalizationGrad"): (1, 2, 2),
+    (_MS, "SimplifiedLayerNormalizationGrad"): (1, 2),
+    (_MS, "SoftmaxCrossEntropyLossGrad"): (1,),
+    (_MS, "SoftmaxCrossEntropyLossInternalGrad"): (1,),
+}  # fmt: skip
+"""Per output, the input that has its type and shape."""
+
+_GIVEN_BY: Final = {
+    (_MS, "GatherElementsGrad"): (1, 0),
+    (_MS, "GatherGrad"): (0, 2),
+    (_MS, "GatherNDGrad"): (0, 2),
+    (_MS, "SliceGrad"): (1, 0),
+}
+"""The input that holds the shape of the only output, and the input that has its type."""
+
+_AS_STANDARD: Final = {
+    (_MS, "ReduceSumTraining"): "ReduceSum",
+    (_MS, "SoftmaxCrossEntropyLossInternal"): "SoftmaxCrossEntropyLoss",
+    (_MS, "SplitTraining"): "Split",
+}
+"""Operators with the same results as a standard one given the same inputs and attributes."""
+
+_UNTOLD: Final = frozenset({*_GIVEN_BY, (_MS, "BatchNormalizationGrad"), (_MS, "ConvGrad"),
+                            (_MS, "SimplifiedLayerNormalizationGrad")})  # fmt: skip
+"""Operators for which the training build knows no shapes either, but those that the file states."""
+
+STATED: Final = frozenset({("", "AveragePoolGrad"), ("", "MaxPoolGrad")})
+"""Operators whose kernels take their result's shape from what the file states."""
+
+_OURS: Final = frozenset({*_LIKE, *_GIVEN_BY, *_AS_STANDARD, *STATED, (_MS, "ConvGrad"), (_MS, "ConcatTraining"),
+                          (_MS, "InPlaceAccumulatorV2")})  # fmt: skip
+
+_FORWARD: Final = frozenset({(_MS, "BiasGelu"), (_MS, "FastGelu"), (_MS, "Gelu"), (_MS, "QuickGelu"),
+                             (_MS, "FusedMatMul")})  # fmt: skip
+"""Operators that stock ONNX Runtime has as well, but cannot be asked about beside those that it has not."""
+
+
+def is_training_op(domain: str, op_type: str) -> bool:
+    """Is it one of the operators that only the training build has?"""
+    return (domain, op_type) in _OURS
+
+
+def is_pure_contrib(domain: str, op_type: str) -> bool:
+    """Is it one of the operators above, whose results depend on their inputs alone?"""
+    return (domain, op_type) in _OURS or (domain, op_type) in _FORWARD
+
+
+def first_training_op(model: onnx.ModelProto) -> onnx.NodeProto | None:
+    """The first node of a model that only the training build can run, if there is one."""
+    return next((node for node in model.graph.node if is_training_op(node.domain, node.op_type)), None)
+
+
+def with_stand_ins(model: onnx.ModelProto, as_runtime: bool = False) -> onnx.ModelProto:
+    """A model whose values have the same types and shapes, in ops that shape inference knows.
+
+    Parameters
+    ----------
+    model : onnx.ModelProto
+        Returned as it is where nothing needs a stand-in.
+    as_runtime : bool
+        Stand in for ops only where the training build infers shapes by itself.
+
+    Examples
+    --------
+    >>> text = '''<ir_version: 8, opset_import: ["" : 17, "com.microsoft" : 1]>
+    ...     g (float[2, 3] dy, float[2, 3] y) => (dx) { dx = com.microsoft.ReluGrad (dy, y) }'''
+    >>> [node.op_type for node in with_stand_ins(onnx.parser.parse_model(text)).graph.node]
+    ['Identity']
+    """
+    if first_training_op(model) is None:
+        return model
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    del copy.graph.node[:]
+    opset = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 0)
+    for node in model.graph.node:
+        kind = (node.domain, node.op_type)
+        skipped = as_runtime and (kind in _UNTOLD or kind in _FORWARD)
+        copy.graph.node.extend([node] if skipped else _stand_in(node, opset))
+    return copy
+
+
+def _stand_in(node: onnx.NodeProto, opset: int) -> list[onnx.NodeProto]:
+    kind = (node.domain, node.op_type)
+    if kind in _LIKE:
+        made = [_like(node, slot, like) for slot, like in enumerate(_LIKE[kind][: len(node.output)])]
+    elif kind in _AS_STANDARD:
+        other = onnx.NodeProto()
+        other.CopyFrom(node)
+        other.domain, other.op_type = "", _AS_STANDARD[kind]
+        if node.op_type == "SoftmaxCrossEntropyLossInternal":
+            del other.input[3:]  # its ignored index is an input; the standard one's is an attribute
+        return [other]
+    elif kind in _GIVEN_BY:
+        shape, like = (node.input[slot] for slot in _GIVEN_BY[kind])
+        filled = f"{node.output[0]}.like"
+        made = [
+            helper.make_node("ConstantOfShape", [shape], [filled]),
+            helper.make_node("CastLike", [filled, like], [node.output[0]]),
+        ]
+    elif kind in _SPECIAL:
+        made = list(_SPECIAL[kind](node))
+    elif kind in _FORWARD:
+        made = [_like(node, 0, 0)]
+    elif node.op_type in ("LayerNormalization", "SimplifiedLayerNormalization") and node.domain == "":
+        made = list(_normalization(node, opset))
+    else:
+        return [node]
+    return [m for m in made if m.output[0]]
+
+
+def _like(node: onnx.NodeProto, slot: int, like: int) -> onnx.NodeProto:
+    return helper.make_node("Identity", [node.input[like]], [node.output[slot]])
+
+
+def _conv_grad(node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
+    """Gradients of data, filters and bias; the last has an entry per filter."""
+    yield from (_like(node, slot, slot + 1) for slot in range(min(2, len(node.output))))
+    if len(node.output) > 2 and node.output[2]:
+        flat = f"{node.output[2]}.flat"
+        yield helper.make_node("Flatten", [node.input[2]], [flat], axis=1)
+        yield helper.make_node("Einsum", [flat], [node.output[2]], equation="ij->i")
+
+
+def _accumulator(node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
+    """A flag that it is done, and on demand the sum."""
+    yield _constant(node.output[0], TensorProto.BOOL, 1)
+    if len(node.output) > 1:
+        yield _like(node, 1, 0)
+
+
+def _concat(node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
+    """The inputs joined, and the length of each."""
+    joined = helper.make_node("Concat", node.input, node.output[:1])
+    joined.attribute.extend(node.attribute)
+    yield joined
+    if len(node.output) > 1:
+        yield _constant(node.output[1], TensorProto.INT64, len(node.input))
+
+
+def _fused_matmul(node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
+    flags = {a.name: a.i for a in node.attribute if a.type == onnx.AttributeProto.INT}
+    if flags.get("transBatchA") or flags.get("transBatchB"):
+        yield node
+        return
+    operands = list(node.input)
+    for slot, flag in enumerate(("transA", "transB")):
+        if flags.get(flag):
+            operands[slot] = f"{node.output[0]}.{flag}"
+            yield helper.make_node("Einsum", [node.input[slot]], [operands[slot]], equation="...ij->...ji")
+    yield helper.make_node("MatMul", operands, node.output)
+
+
+_SPECIAL: Final[dict[tuple[str, str], Callable[[onnx.NodeProto], Iterator[onnx.NodeProto]]]] = {
+    (_MS, "ConcatTraining"): _concat,
+    (_MS, "ConvGrad"): _conv_grad,
+    (_MS, "FusedMatMul"): _fused_matmul,
+    (_MS, "InPlaceAccumulatorV2"): _accumulator,
+}
+
+
+def _normalization(node: onnx.NodeProto, opset: int) -> Iterator[onnx.NodeProto]:
+    """Results of normalizing the last axis, in opsets whose standard has no such op; statistics have size 1 there."""
+    axis = next((a.i for a in node.attribute if a.name == "axis"), -1)
+    if axis != -1 or (opset >= 17 and node.op_type == "LayerNormalization"):
+        yield node
+        return
+    yield _like(node, 0, 0)
+    for name in filter(None, node.output[1:]):
+        if opset >= 18:
+            axes = f"{name}.axes"
+            last = helper.make_tensor(axes, TensorProto.INT64, [1], [-1])
+            yield helper.make_node("Constant", [], [axes], value=last)
+            yield helper.make_node("ReduceMean", [node.input[0], axes], [name])
+        else:
+            yield helper.make_node("ReduceMean", [node.input[0]], [name], axes=[-1])
+
+
+def _constant(name: str, dtype: int, length: int) -> onnx.NodeProto:
+    return helper.make_node("Constant", [], [name], value=helper.make_tensor(name, dtype, [length], [0] * length))
