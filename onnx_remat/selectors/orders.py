@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+
 import numpy as np
 from numba import njit
 
@@ -34,6 +36,38 @@ def _descendants(ptr: Ints, nodes: Ints) -> Ints:
 
 
 @njit(cache=True)
+def _readers(in_ptr, in_values, root):  # type: ignore[no-untyped-def]
+    """Per buffer the ops that read it, each once: offsets, ops; and per op the buffers it reads, in place of values."""
+    buffers = np.full(len(in_values), -1, np.int32)
+    ptr = np.zeros(len(root) + 1, np.int32)
+    last = np.full(len(root), -1, np.int32)
+    for op in range(len(in_ptr) - 1):
+        for k in range(in_ptr[op], in_ptr[op + 1]):
+            r = root[in_values[k]]
+            if last[r] != op:
+                last[r] = op
+                buffers[k] = r
+                ptr[r + 1] += 1
+    ptr = np.cumsum(ptr).astype(np.int32)
+    ops, filled = np.empty(ptr[-1], np.int32), ptr[:-1].copy()
+    for op in range(len(in_ptr) - 1):
+        for k in range(in_ptr[op], in_ptr[op + 1]):
+            if buffers[k] >= 0:
+                ops[filled[buffers[k]]] = op
+                filled[buffers[k]] += 1
+    return ptr, ops, buffers
+
+
+@njit(cache=True)
+def _entry(op, net, rank, few, mode):  # type: ignore[no-untyped-def]
+    """What a ready op is sorted by: the group, the key in it, and the rank that breaks ties."""
+    first = net < 0 or (mode == LEAVES_FIRST and few <= _FEW)
+    if mode == GREEDY:
+        return np.int64(1), np.int64(net), np.int64(rank)
+    return np.int64(not first), np.int64(net if first else rank), np.int64(rank)
+
+
+@njit(cache=True)
 def _run(  # type: ignore[no-untyped-def]
     in_ptr, in_values, out_ptr, out_values, nbytes, is_output, made_by, root, ptr, nodes, rank, few, mode
 ):
@@ -41,55 +75,55 @@ def _run(  # type: ignore[no-untyped-def]
     waiting = np.zeros(n, np.int32)
     for op in nodes:
         waiting[op] += 1
-    reads = np.zeros(len(nbytes), np.int32)  # reads of a buffer still to come
     kept = np.zeros(len(nbytes), np.bool_)
-    for v in in_values:
-        reads[root[v]] += 1
     for v in range(len(nbytes)):
         if is_output[v] or made_by[root[v]] < 0:
             kept[root[v]] = True
-    ready, n_ready = np.empty(n, np.int32), 0
+    reader_ptr, readers, buffers = _readers(in_ptr, in_values, root)
+    left = np.diff(reader_ptr)  # readers of a buffer still to come
+    net = np.zeros(n, np.int64)  # bytes by which an op would change what is held, if it ran now
     for op in range(n):
-        if waiting[op] == 0:
-            ready[n_ready] = op
-            n_ready += 1
+        for k in range(out_ptr[op], out_ptr[op + 1]):
+            if root[out_values[k]] == out_values[k]:
+                net[op] += nbytes[out_values[k]]
+        for k in range(in_ptr[op], in_ptr[op + 1]):
+            r = buffers[k]
+            if r >= 0 and not kept[r] and left[r] == 1:
+                net[op] -= nbytes[r]
+    op_of = np.empty(n, np.int32)
+    for op in range(n):
+        op_of[rank[op]] = op
+    # An entry is stale once its op has run or its net has changed: it has then been entered anew.
+    ready = [_entry(op, net[op], rank[op], few[op], mode) for op in range(n) if waiting[op] == 0]
+    heapq.heapify(ready)
+    done = np.zeros(n, np.bool_)
     order = np.empty(n, np.int32)
     for step in range(n):
-        best, best_group, best_key = -1, 9, 0
-        for i in range(n_ready):
-            op = ready[i]
-            net = nbytes[0] * 0
-            for k in range(out_ptr[op], out_ptr[op + 1]):
-                if root[out_values[k]] == out_values[k]:
-                    net += nbytes[out_values[k]]
-            for k in range(in_ptr[op], in_ptr[op + 1]):
-                r = root[in_values[k]]
-                mine, again = 0, False
-                for j in range(in_ptr[op], in_ptr[op + 1]):
-                    if root[in_values[j]] == r:
-                        mine += 1
-                        again = again or j < k
-                if not again and not kept[r] and reads[r] == mine:
-                    net -= nbytes[r]
-            group, key = 1, net
-            if mode == EAGER_SHRINK:
-                group, key = (0, net) if net < 0 else (1, rank[op])
-            elif mode == LEAVES_FIRST:
-                group, key = (0, net) if few[op] <= _FEW or net < 0 else (1, rank[op])
-            better = group < best_group or (group == best_group and key < best_key)
-            if better or (group == best_group and key == best_key and rank[op] < rank[ready[best]]):
-                best, best_group, best_key = i, group, key
-        op = ready[best]
-        n_ready -= 1
-        ready[best] = ready[n_ready]
+        entry = heapq.heappop(ready)
+        op = op_of[entry[2]]
+        while done[op] or entry != _entry(op, net[op], rank[op], few[op], mode):
+            entry = heapq.heappop(ready)
+            op = op_of[entry[2]]
+        done[op] = True
         order[step] = op
         for k in range(in_ptr[op], in_ptr[op + 1]):
-            reads[root[in_values[k]]] -= 1
+            r = buffers[k]
+            if r < 0:
+                continue
+            left[r] -= 1
+            if left[r] != 1 or kept[r]:
+                continue
+            for j in range(reader_ptr[r], reader_ptr[r + 1]):
+                other = readers[j]
+                if not done[other]:
+                    net[other] -= nbytes[r]
+                    if waiting[other] == 0:
+                        heapq.heappush(ready, _entry(other, net[other], rank[other], few[other], mode))
         for k in range(ptr[op], ptr[op + 1]):
-            waiting[nodes[k]] -= 1
-            if waiting[nodes[k]] == 0:
-                ready[n_ready] = nodes[k]
-                n_ready += 1
+            o = nodes[k]
+            waiting[o] -= 1
+            if waiting[o] == 0:
+                heapq.heappush(ready, _entry(o, net[o], rank[o], few[o], mode))
     return order
 
 
