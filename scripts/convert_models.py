@@ -32,7 +32,7 @@ from onnx_remat import runtime, verify
 from onnx_remat.errors import OnnxRematError
 from onnx_remat.pipeline import rewrite_model
 from onnx_remat.units import format_bytes
-from scripts import jax_models, torch_models
+from scripts import autodiff_models, jax_models, torch_models
 
 Export: TypeAlias = Callable[[], onnx.ModelProto]
 Builder: TypeAlias = Callable[[], Export]
@@ -53,6 +53,10 @@ for _name, _make in torch_models.MODELS.items():
     BUILDERS[_name, "pytorch"] = partial(torch_models.builder, _make)
 for _name, _case in jax_models.MODELS.items():
     BUILDERS[_name, "jax"] = partial(jax_models.builder, _case)
+for _name in autodiff_models.TORCH:
+    BUILDERS[_name, "autodiff"] = partial(autodiff_models.exported, torch_models.MODELS[_name])
+for _name in autodiff_models.LIGHT:
+    BUILDERS[f"light_{_name}", "autodiff"] = partial(autodiff_models.light, _name)
 
 
 @dataclass(frozen=True, slots=True)

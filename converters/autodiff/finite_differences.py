@@ -85,7 +85,7 @@ def check(
     settled = _settled(step)
     feeds = make_feeds(step, values, example_inputs, np.random.default_rng(0))
     wide = widened(settled, ir.DataType.DOUBLE)
-    exact = {n: v.astype(np.float64) if np.issubdtype(v.dtype, np.floating) else v for n, v in feeds.items()}
+    exact = _doubled(feeds)
     made = Evaluator(wide).run(exact)
     loss = float(made[names.LOSS].reshape(()))
     gradients = {p: made[names.gradient(p)] for p in parameters}
@@ -136,25 +136,27 @@ class _Line:
     def error(self, seed: int) -> float:
         """The relative difference along a direction through all parameters; raises where it is too large."""
         suspects = list(self._gradients)
-        found: list[float] = []
+        found: list[tuple[float, float, float]] = []
         for factor in _FACTORS:
             error, rounding = self._difference(suspects, seed, factor)
-            found.append(error)
-            if error <= max(TOLERANCE, rounding) and rounding <= _UNSEEN:
+            if error <= TOLERANCE and rounding <= _UNSEEN:
                 return error
-        if rounding > _UNSEEN:
+            found.append((error, rounding, factor))
+        if within := [error for error, rounding, _ in found if error <= rounding <= _UNSEEN]:
+            return min(within)
+        if found[-1][1] > _UNSEEN:
             raise ConversionError(
                 "all gradients are too small on the check's inputs to show in the loss: give example_inputs= or "
                 "check=False"
             )
-        best = _FACTORS[int(np.argmin(found))]
+        least, _, best = min(found)
         while len(suspects) > 1:
             halves = suspects[: len(suspects) // 2], suspects[len(suspects) // 2 :]
             worse = [self._difference(half, seed, best)[0] for half in halves]
             suspects = halves[1] if worse[1] > worse[0] else halves[0]
         raise ConversionError(
             f"the gradients are wrong: along a random direction the loss changes otherwise than they say, by "
-            f"{min(found):.2g} relative, that by {suspects[0]!r} for one; nothing was written (check=False skips this "
+            f"{least:.2g} relative, that by {suspects[0]!r} for one; nothing was written (check=False skips this "
             "check)"
         )
 
@@ -280,6 +282,16 @@ def widened(source: ir.Model, to: ir.DataType) -> onnx.ModelProto:
             if name in ("to", "dtype") and attribute.value in [int(n) for n in narrow]:
                 node.attributes[name] = ir.AttrInt64(name, int(to))
     return ir.to_proto(model)
+
+
+def in_float64(step: onnx.ModelProto, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Every output of a step, computed in float64 throughout."""
+    return Evaluator(widened(ir.from_proto(step), ir.DataType.DOUBLE)).run(_doubled(feeds))
+
+
+def _doubled(feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    floating = {n for n, v in feeds.items() if ir.DataType.from_numpy(v.dtype).is_floating_point()}
+    return {n: v.astype(np.float64) if n in floating else v for n, v in feeds.items()}
 
 
 def _loss_only(step: onnx.ModelProto) -> onnx.ModelProto:

@@ -123,7 +123,7 @@ def prelu(s: Step) -> Grads:
 
 @rule("Cast", "CastLike")
 def cast(s: Step) -> Grads:
-    return {0: lambda: s.t.cast(s.g, s.dtype())}
+    return {0: lambda: s.t.cast(s.g, s.dtype()), 1: lambda: None}
 
 
 @rule("Dropout")

@@ -1,0 +1,161 @@
+"""Forward models for `onnx_remat.converters.autodiff`: the onnx wheel's own, and modules exported by torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import torch
+from onnx_remat.converters import check, names
+from onnx_remat.converters.autodiff import add_backward, initial_inputs
+from onnx_remat.converters.autodiff.finite_differences import in_float64
+from onnx_remat.converters.optimizers import SGD
+
+from onnx_remat import runtime
+from scripts import torch_models
+
+LIGHT = {
+    "bvlc_alexnet": 32, "densenet121": 4, "inception_v1": 8, "inception_v2": 4, "resnet50": 4, "shufflenet": 8,
+    "squeezenet": 8, "vgg19": 4, "zfnet512": 16,
+}  # fmt: skip
+"""The onnx wheel's models without weights, and the batch they are trained with."""
+
+TORCH = ("mlp", "resnet18", "resnet50", "vit_b", "gpt2-4", "gpt2-12", "bert", "llama", "unet")
+
+
+def light(name: str) -> Callable[[], onnx.ModelProto]:
+    """Build a training step of one of the `LIGHT` models; checked on a batch of two."""
+    forward = light_forward(name)
+
+    def export() -> onnx.ModelProto:
+        found = add_backward(forward, "cross_entropy", training=True, dims={"batch": 2})
+        step = add_backward(
+            forward, "cross_entropy", optimizer=SGD(lr=0.01), training=True, dims={"batch": LIGHT[name]}, check=False
+        )
+        known = {p.key: p.value for p in found.metadata_props}
+        onnx.helper.set_model_props(step, {
+            "check.error": known["check.differences"], "check.output": "differences in float64",
+            "check.undetermined": known["check.untold"],
+        })  # fmt: skip
+        return step
+
+    return export
+
+
+def light_forward(name: str) -> onnx.ModelProto:
+    """One of the `LIGHT` models with a batch of any size, where the file fixes it to one."""
+    model = onnx.load(Path(onnx.__file__).parent / f"backend/test/data/light/light_{name}.onnx")
+    weights = {tensor.name for tensor in model.graph.initializer}
+    (image,) = (value for value in model.graph.input if value.name not in weights)
+    image.type.tensor_type.shape.dim[0].dim_param = "batch"
+    for value in (*model.graph.output, *model.graph.value_info):
+        value.type.tensor_type.ClearField("shape")
+    shapes = {node.input[1] for node in model.graph.node if node.op_type == "Reshape"}
+    for tensor in model.graph.initializer:
+        if tensor.name in shapes:
+            shape = onnx.numpy_helper.to_array(tensor).copy()
+            assert shape[0] == 1, (name, tensor.name)
+            shape[0] = 0  # as the input
+            tensor.CopyFrom(onnx.numpy_helper.from_array(shape, tensor.name))
+    return model
+
+
+def exported(make: Callable[[], torch_models.Case]) -> Callable[[], onnx.ModelProto]:
+    """Build a training step from torch's export of the forward pass; compared with torch's own gradients.
+
+    In float64, where no rounding hides a fault or makes one: in float32 the largest of a window, or the sign of what
+    goes into a ReLU, may differ between any two kernels, and gradients with it. How far both are from float64 is kept.
+    """
+    torch.manual_seed(0)
+    case = make()
+    *inputs, target = case.batch.values() if isinstance(case.batch, dict) else case.batch
+
+    def export() -> onnx.ModelProto:
+        forward = torch_forward(case)
+        options: dict[str, Any] = {"training": _normalizes(case.model), "check": False}
+        step = add_backward(forward, "cross_entropy", wrt=[n for n, _ in case.model.named_parameters()], **options)
+        feeds = initial_inputs(forward, step) | {
+            name: value.numpy() for name, value in zip(_batch(step), (*inputs, target), strict=True)
+        }
+        single, double = runtime.outputs(step, feeds), in_float64(step, feeds)
+        made, wide = ({n: v for n, v in m.items() if not n.startswith(names.new(""))} for m in (single, double))
+        expected, exact = (_gradients(case, inputs, target, dtype) for dtype in (torch.float32, torch.float64))
+        found = check.compare(wide, exact, {"float64": 1e-6}, dict.fromkeys(_nil(exact), 1.0))
+        wrt = [n.removeprefix(names.gradient("")) for n in made if n != names.LOSS]
+        step = add_backward(forward, "cross_entropy", wrt=wrt, optimizer=SGD(lr=0.01), **options)
+        check.record(step, check.exactly(found, made, expected, exact))
+        return step
+
+    return export
+
+
+def torch_forward(case: torch_models.Case) -> onnx.ModelProto:
+    """A case's forward pass by torch's exporter; its own optimiser would fold BatchNormalization and merge weights."""
+    *inputs, _ = case.batch.values() if isinstance(case.batch, dict) else case.batch
+    program = torch.onnx.export(
+        _Scores(case.model).eval(), tuple(inputs), dynamo=True, optimize=False, verbose=False, external_data=False
+    )
+    case.model.train()
+    assert program is not None
+    model: onnx.ModelProto = program.model_proto
+    for tensor in model.graph.initializer:  # the wrapper's prefix
+        _rename(model, tensor.name, tensor.name.removeprefix("model."))
+    return model
+
+
+class _Scores(torch.nn.Module):
+    """A model whose output is the scores alone."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        made = self.model(*inputs)
+        scores: torch.Tensor = getattr(made, "logits", made)
+        return scores
+
+
+def _rename(model: onnx.ModelProto, old: str, new: str) -> None:
+    for tensor in model.graph.initializer:
+        tensor.name = new if tensor.name == old else tensor.name
+    for node in model.graph.node:
+        node.input[:] = [new if name == old else name for name in node.input]
+
+
+def _normalizes(model: torch.nn.Module) -> bool:
+    return any(isinstance(module, torch.nn.BatchNorm2d) for module in model.modules())
+
+
+def _batch(step: onnx.ModelProto) -> list[str]:
+    """The step's inputs for the batch: the last, after parameters and statistics."""
+    held = {o.name.partition(".")[2] for o in step.graph.output}
+    return [value.name for value in step.graph.input if value.name not in held]
+
+
+def _nil(exact: dict[str, np.ndarray]) -> list[str]:
+    """Gradients that are zero but for rounding: of a bias before BatchNormalization, of the bias of attention's keys."""
+    sizes = {name: float(np.abs(value).max(initial=0)) for name, value in exact.items() if name != names.LOSS}
+    return [name for name, size in sizes.items() if size < 1e-10 * max(sizes.values())]
+
+
+def _gradients(
+    case: torch_models.Case, inputs: list[torch.Tensor], target: torch.Tensor, dtype: torch.dtype
+) -> dict[str, np.ndarray]:
+    """Loss and gradients by torch, buffers left as they were."""
+    model = case.model
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    model.to(dtype)
+    model.zero_grad()
+    scores = _Scores(model)(*(x.to(dtype) if x.is_floating_point() else x for x in inputs))
+    axis = 1 if scores.ndim >= 4 else -1
+    loss = torch.nn.functional.cross_entropy(scores.movedim(axis, 1), target)
+    loss.backward()
+    made = {names.LOSS: loss.detach().numpy()}
+    made |= {names.gradient(n): p.grad.numpy().copy() for n, p in model.named_parameters() if p.grad is not None}
+    model.to(torch.float32)
+    model.load_state_dict(buffers, strict=False)
+    return made
