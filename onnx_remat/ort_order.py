@@ -41,6 +41,20 @@ def default_order(producers: Sequence[Sequence[int]]) -> list[int]:
     return [int(n) for n in _reverse_dfs(ptr, flat)]
 
 
+def sizes_first(order: Sequence[int], producers: Sequence[Sequence[int]], sizes: Sequence[bool]) -> list[int]:
+    """What the training build makes of the default order: each Shape and Size (`sizes`) right after its producer.
+
+    >>> sizes_first([0, 1, 2], [[], [0], [0]], [False, False, True])
+    [0, 2, 1]
+    """
+    following: dict[int, list[int]] = {}
+    for node, of in enumerate(producers):
+        if sizes[node]:
+            for producer in of:
+                following.setdefault(producer, []).append(node)
+    return list(dict.fromkeys(n for node in order for n in (node, *following.get(node, ()))))
+
+
 @njit(cache=True)
 def _reverse_dfs(ptr: Ints, producers: Ints) -> Ints:
     n = len(ptr) - 1

@@ -16,10 +16,11 @@ from onnx_remat.errors import ModelError, UsageError
 from onnx_remat.graph import INPUT, Graph
 from onnx_remat.ops import facts
 from onnx_remat.options import Options
-from onnx_remat.ort_order import default_order
+from onnx_remat.ort_order import default_order, sizes_first
 from onnx_remat.report import Holding, Peak
 from onnx_remat.schedule import Problem, Schedule
 from onnx_remat.shapes import Tensor
+from onnx_remat.training_ops import first_training_op
 
 THREADS = 8
 """Threads per op that workspace is reckoned for: a fixed figure, so that every machine writes the same file."""
@@ -40,7 +41,10 @@ class View:
         producers = [
             [int(made_by[v]) for v in self.problem.inputs(op) if made_by[v] >= 0] for op in range(self.problem.n_ops)
         ]
-        return Schedule(tuple(default_order(producers)))
+        order = default_order(producers)
+        if first_training_op(self.graph.model) is not None:
+            order = sizes_first(order, producers, [op.node.op_type in ("Shape", "Size") for op in self.graph.ops])
+        return Schedule(tuple(order))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,171 @@
+"""Models that only onnxruntime-training runs: what is known of its ops, and the rewritten files trained there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from onnx_remat import rewrite_model, runtime
+from onnx_remat.errors import ModelError, ShapeError
+from onnx_remat.graph import build
+from onnx_remat.ops import facts
+from onnx_remat.options import Options
+from onnx_remat.phases import split
+from onnx_remat.pipeline import Result
+from onnx_remat.rewrite import RECOMPUTE_KEY
+from onnx_remat.schedule import BACKWARD, FORWARD
+from onnx_remat.shapes import infer
+from onnx_remat.training_ops import first_training_op, with_stand_ins
+from onnx_remat.view import make_view
+from onnx_remat.workspace import workspace_bytes
+from scripts import ort_training
+from tests import training_build_facts as recorded
+
+DATA = Path(__file__).parent / "data"
+FACTS = json.loads((DATA / "training_build_facts.json").read_text())
+DIMS = {"cnn": {"batch": 64}, "transformer": {"batch": 64, "tokens": 1024}}
+PYTHON = os.environ.get("ONNX_REMAT_ORT_TRAINING", "")
+"""An interpreter with onnxruntime-training, as scripts/ort_training_env.py sets one up."""
+
+there = pytest.mark.skipif(not PYTHON, reason="ONNX_REMAT_ORT_TRAINING names no interpreter with onnxruntime-training")
+
+
+def load(name: str) -> onnx.ModelProto:
+    return onnx.load(DATA / f"{name}.training_model.onnx")
+
+
+@pytest.mark.parametrize(("case", "known"), zip(recorded.CASES, FACTS, strict=True), ids=lambda x: str(x)[:60])
+def test_shapes_buffers_and_scratch_memory_are_what_was_measured(case: Any, known: dict[str, Any]) -> None:
+    model = recorded.model_of(case)
+    made_by = [node.name for node in model.graph.node].index("tested")
+    del model.graph.node[made_by + 1 :], model.graph.output[:]
+    model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in model.graph.node[made_by].output)
+    graph = build(model)
+    tensors = infer(graph)
+    (op,) = [op for op in graph.ops if op.node.name == "tested"]
+    made = [tensors[name] for name in op.outputs]
+    assert [list(t.shape) for t in made] == known["shapes"]
+    dtypes = [onnx.helper.tensor_dtype_to_np_dtype(t.dtype).name for t in made]
+    assert dtypes == known["dtypes"]
+    rules = facts(op.node.domain, op.node.op_type)
+    assert rules.known and not rules.inplace
+    read = [tensors[name] for name in op.inputs]
+    scratch = workspace_bytes(
+        op.node.domain, op.node.op_type, {a.name: onnx.helper.get_attribute_value(a) for a in op.node.attribute},
+        [t.shape for t in read], [t.dtype for t in read], [t.shape for t in made], [t.dtype for t in made], 2,
+    )  # fmt: skip
+    aliased = sum(made[out].nbytes for _, out in rules.alias)
+    assert known["besides"] == pytest.approx((scratch - aliased) / 1e6, abs=0.6)
+    assert all(abs(saved) < 1 for saved in known["saved"].values())  # nothing works in place
+
+
+@pytest.mark.parametrize("name", DIMS)
+def test_every_value_is_sized_and_the_loss_divides_forward_from_backward(name: str) -> None:
+    model = load(name)
+    assert first_training_op(model) is not None
+    graph = build(model)
+    tensors = infer(graph, DIMS[name])
+    stated = {v.name: v.type.tensor_type.shape.dim for v in model.graph.value_info}
+    sizes = DIMS[name]
+    for value, dims in stated.items():
+        known = [d.dim_value or sizes.get(d.dim_param) for d in dims]
+        assert all(k in (None, size) for k, size in zip(known, tensors[value].shape, strict=True)), value
+    phases = split(graph, tensors)
+    grown = {op.node.op_type for op, phase in zip(graph.ops, phases, strict=True) if phase == FORWARD}
+    assert not any(op_type.endswith("Grad") for op_type in grown)
+    backward = [op.node.doc_string == "Backward pass" or op.node.op_type == "InPlaceAccumulatorV2" for op in graph.ops]
+    shapes_only = [op.node.op_type == "Shape" for op in graph.ops]
+    assert all(b == (p == BACKWARD) or s for b, p, s in zip(backward, phases, shapes_only, strict=True))
+
+
+@cache
+def rewritten(name: str) -> Result:
+    budget = {"cnn": "60%", "transformer": "75%"}[name]
+    return rewrite_model(load(name), budget, dims=DIMS[name], verify="none", time_limit=0.5)
+
+
+@pytest.mark.parametrize("name", DIMS)
+def test_rewritten_from_the_file_alone(name: str) -> None:
+    result = rewritten(name)
+    assert result.report.after.total <= result.report.budget and result.recomputed
+    assert "run the result in onnxruntime-training" in result.report.notes[0]
+    clones = [n for n in result.model.graph.node if any(p.key == RECOMPUTE_KEY for p in n.metadata_props)]
+    assert not any(n.op_type == "InPlaceAccumulatorV2" for n in clones)  # it would count a gradient twice
+
+
+def test_stock_runtime_is_not_passed_over_in_silence() -> None:
+    with pytest.raises(ModelError, match="--verify none plans from the file alone"):
+        rewrite_model(load("cnn"), "75%", dims=DIMS["cnn"])
+
+
+def test_recomputed_batch_norm_updates_copies_of_the_running_statistics() -> None:
+    model = load("cnn")
+    node = next(n for n in model.graph.node if n.op_type == "BatchNormInternal")
+    result = rewritten("cnn")
+    norms = [n for n in result.model.graph.node if n.op_type == "BatchNormInternal"]
+    inputs = {value.name for value in model.graph.input}
+    assert len(norms) > 6 == sum(n.input[3] in inputs for n in norms), "one of each updates the statistics"
+    copies = {n.output[0]: n for n in result.model.graph.node if n.op_type == "Concat"}
+    assert all(copies[n.input[3]].input[0] in inputs for n in norms if n.input[3] not in inputs)
+    assert make_view(model, Options(dims=DIMS["cnn"])).table.recomputable[list(model.graph.node).index(node)]
+
+
+def test_max_pool_gradients_keep_the_shape_they_read_from_the_file() -> None:
+    """Their kernel takes it from value_info: made-up dimensions there would be read as zero."""
+    result = rewritten("cnn")
+    made = [n.output[0] for n in result.model.graph.node if n.op_type == "MaxPoolGrad"]
+    stated = {v.name: [d.dim_value for d in v.type.tensor_type.shape.dim] for v in result.model.graph.value_info}
+    assert [stated[name][1:] for name in made] == [[16, 16, 16], [16, 32, 32]]
+    assert facts("", "MaxPoolGrad").stated and facts("", "AveragePoolGrad").stated
+
+
+def test_what_a_kernel_overwrites_nobody_else_may_read() -> None:
+    model = load("cnn")
+    buffer = next(n for n in model.graph.node if n.op_type == "InPlaceAccumulatorV2").input[0]
+    model.graph.node.append(onnx.helper.make_node("Neg", [buffer], ["peeked"], name="peek"))
+    model.graph.output.append(onnx.ValueInfoProto(name="peeked"))
+    with pytest.raises(ModelError, match=r"overwrites .*buffer', which node 'peek' reads too"):
+        rewrite_model(model, "75%", dims=DIMS["cnn"], verify="none")
+
+
+def test_a_gradient_op_nobody_knows_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "available", lambda: False)  # which would not know it either, but takes its time
+    model = load("cnn")
+    node = next(n for n in model.graph.node if n.op_type == "ConvGrad")
+    node.op_type = "ConvGradOfTheFuture"
+    for info in [v for v in model.graph.value_info if v.name in node.output]:
+        model.graph.value_info.remove(info)
+    with pytest.raises(ShapeError, match="ConvGradOfTheFuture"):
+        infer(build(model), DIMS["cnn"])
+
+
+def test_models_for_stock_runtime_are_left_alone() -> None:
+    model = onnx.parser.parse_model('<ir_version: 9, opset_import: ["" : 20]> g (float[2] x) => (y) { y = Relu (x) }')
+    assert with_stand_ins(model) is model
+
+
+@there
+def test_facts_are_still_what_the_training_build_says() -> None:
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    done = subprocess.run([PYTHON, recorded.__file__], stdout=subprocess.PIPE, env=environment, check=True)
+    for known, seen in zip(FACTS, json.loads(done.stdout), strict=True):
+        assert (seen["shapes"], seen["dtypes"]) == (known["shapes"], known["dtypes"])
+        assert seen["besides"] == pytest.approx(known["besides"], abs=0.6)
+
+
+@there
+@pytest.mark.parametrize("name", ort_training.DIMS)
+def test_the_rewritten_file_trains_there_alike_and_within_its_budget(name: str, tmp_path: Path) -> None:
+    row = ort_training.compare(PYTHON, name, "70%", tmp_path, steps=5, time_limit=3.0)
+    assert row.loss_difference < 1e-5 and row.losses[-1][0] < row.losses[0][0]
+    assert row.order_kept
+    assert row.measured[1] <= row.budget * 1.01 + 2**19
+    np.testing.assert_allclose(row.measured, row.simulated, rtol=0.03)
