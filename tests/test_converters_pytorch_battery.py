@@ -12,6 +12,8 @@ pytest.importorskip("onnxscript")
 
 import torch_battery
 
+from onnx_remat.errors import ConversionError
+
 NAMES = [name for name in torch_battery.CASES if name not in torch_battery.SLOW][::2]
 
 
@@ -21,6 +23,12 @@ def test_forward_and_gradient(start):
     step = torch_battery.export(group)
     outputs = {value.name for value in step.graph.output}
     assert all(any(f"grad.cases.{name}." in output for output in outputs) for name in group)
+
+
+@pytest.mark.parametrize("name", torch_battery.REFUSED)
+def test_what_has_no_rule_is_named(name):
+    with pytest.raises(ConversionError, match=name):
+        torch_battery.export([name.replace(".", "_")])
 
 
 def test_at_least_sixty_operators():

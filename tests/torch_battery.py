@@ -19,19 +19,32 @@ class Fn(nn.Module):
         return self.function(x * self.factor, *rest)
 
 
+class Masked(nn.Module):
+    """A function of an attention layer and its inputs."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+        self.attend = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, *inputs):
+        return self.function(self.attend, *inputs)
+
+
 class Group(nn.Module):
     """Several cases in one step: its loss weighs every element of every output differently."""
 
     def __init__(self, names):
         super().__init__()
-        self.cases = nn.ModuleDict({name: CASES[name][0] for name in names})
+        known = CASES | {name.replace(".", "_"): case for name, case in REFUSED.items()}
+        self.inputs = {name: known[name][1] for name in names}
+        self.cases = nn.ModuleDict({name: known[name][0] for name in names})
 
     def forward(self, one):
         return one * sum(self._loss(name, module) for name, module in self.cases.items())
 
-    @staticmethod
-    def _loss(name, module):
-        inputs = CASES[name][1]
+    def _loss(self, name, module):
+        inputs = self.inputs[name]
         made = module(*inputs) if isinstance(inputs, tuple) else module(inputs)
         floats = [
             x for x in torch.utils._pytree.tree_leaves(made) if isinstance(x, torch.Tensor) and x.is_floating_point()
@@ -77,6 +90,8 @@ CASES = {
     "batchnorm2d": (nn.BatchNorm2d(4), img()),
     "batchnorm2d_eval": (nn.BatchNorm2d(4).eval(), img()),
     "batchnorm2d_nostats": (nn.BatchNorm2d(4, track_running_stats=False), img()),
+    "batchnorm3d": (nn.BatchNorm3d(3), vol()),
+    "local_response_norm": (Fn(nn.LocalResponseNorm(3)), img()),
     "layernorm": (nn.LayerNorm(8), seq()),
     "layernorm2": (nn.LayerNorm((10, 8)), seq()),
     "groupnorm": (nn.GroupNorm(2, 4), img()),
@@ -129,6 +144,18 @@ CASES = {
     "weight_norm_old": (nn.utils.weight_norm(nn.Conv2d(4, 6, 3)), img()),
     "spectral_norm": (nn.utils.parametrizations.spectral_norm(nn.Linear(8, 5)), seq()),
     "mha": (nn.MultiheadAttention(8, 2, batch_first=True), (seq(),) * 3),
+    "mha_masked": (
+        Masked(
+            lambda attend, x, hidden: attend(
+                x, x, x, attn_mask=torch.ones(10, 10).tril() == 0, key_padding_mask=hidden, need_weights=False
+            )[0]
+        ),
+        (seq(), torch.arange(10).repeat(2, 1) > torch.tensor([[9], [6]])),
+    ),
+    "mha_weights": (
+        nn.MultiheadAttention(8, 2, batch_first=True, add_bias_kv=True, kdim=6, vdim=5),
+        (seq(), randn(2, 7, 6), randn(2, 7, 5)),
+    ),
     "encoder_layer": (nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), seq()),
     "decoder_layer": (nn.TransformerDecoderLayer(8, 2, 16, dropout=0.0, batch_first=True), (seq(), seq())),
     "sdpa_causal": (Fn(lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True)), randn(2, 2, 10, 8)),
@@ -154,6 +181,8 @@ CASES = {
     "max_dim": (Fn(lambda x: x.max(1)[0]), seq()),
     "amax": (Fn(lambda x: x.amax(1)), seq()),
     "median": (Fn(lambda x: x.median(1)[0]), seq()),
+    "kthvalue": (Fn(lambda x: x.kthvalue(2, 1)[0]), seq()),
+    "cummin": (Fn(lambda x: x.cummin(1)[0]), seq()),
     "max_all": (Fn(lambda x: x.max()), seq()),
     "var": (Fn(lambda x: x.var(1)), seq()),
     "std": (Fn(lambda x: x.std((0, 2))), seq()),
@@ -284,10 +313,28 @@ for n, f, x, t in [
         randn(6, 8),
     ),
     ("multimargin", F.multi_margin_loss, randn(6, 8), torch.randint(0, 8, (6,))),
+    ("gaussian_nll", lambda x, t: F.gaussian_nll_loss(x, t, x.exp()), seq(), seq()),
+    ("gaussian_nll_full", lambda x, t: F.gaussian_nll_loss(x, t, torch.full((2, 10), 0.3), full=True), seq(), seq()),
+    ("multilabel_soft", F.multilabel_soft_margin_loss, randn(6, 8), torch.randint(0, 2, (6, 8)).float()),
     ("hinge", lambda x, t: F.hinge_embedding_loss(x, t), randn(6, 8), torch.randn(6, 8).sign()),
     ("softmargin", F.soft_margin_loss, randn(6, 8), torch.randn(6, 8).sign()),
 ]:
     CASES["loss_" + n] = (Fn(f), (x, t))
+
+REFUSED = {
+    "ctc_loss": (
+        Fn(lambda x, t: F.ctc_loss(x.log_softmax(-1), t, torch.tensor([9, 8]), torch.tensor([3, 2]))),
+        (randn(9, 2, 7), torch.randint(1, 7, (2, 3))),
+    ),
+    "rrelu": (Fn(lambda x: F.rrelu(x, training=True)), seq()),
+    "fft": (Fn(lambda x: torch.fft.rfft(x).abs()), seq()),
+    "batchnorm.py": (nn.BatchNorm2d(4, momentum=None), img()),  # where Python reads a counter
+    "fractional_max_pool2d": (Fn(lambda x: F.fractional_max_pool2d(x, 2, output_size=5)), img()),
+    "erf_inv": (Fn(lambda x: torch.erfinv(x.tanh())), seq()),
+    "linalg": (Fn(lambda x: torch.linalg.cholesky(x @ x.T + torch.eye(4))), randn(4, 4)),
+    "nonzero": (Fn(lambda x: x[x > 0]), seq()),
+}
+"""What there is no rule for, by what the error names."""
 
 SLOW = (
     "lstm", "gru", "rnn", "lstmcell", "encoder_layer", "decoder_layer", "convT3d", "conv3d", "interp_bicubic", "trig",

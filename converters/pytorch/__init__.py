@@ -68,7 +68,7 @@ def export_training_step(
     step, updates = _step(model, example_inputs, loss, optimizer)
     dynamic = dynamic_dims or {}
     step.batch.check_dimensions(dynamic)
-    traced = trace(step, dynamic)
+    traced = trace(step, dynamic, opset)
     made = lower(traced, step.inputs, opset, dynamic)
     gradients = {str(value.name): value for value in made.graph.outputs}
     updates = {name: update for name, update in updates.items() if names.gradient(name) in gradients}

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 import onnx_ir as ir
 import onnxscript.optimizer
 import torch
 from onnx_ir.passes import common
+from onnxscript import opset20
 
 from onnx_remat.errors import ConversionError
 
 from .. import names
 from ..simplify import simplify
+from .program import program
 from .trace import Trace, quiet
 
 _WATCHED = "watched."
@@ -31,17 +34,17 @@ def lower(
     ConversionError
         An operator has no translation: it is named.
     """
-    shapes = tuple(dict(dynamic[name]) if name in dynamic else None for name in inputs) if dynamic else None
     with quiet():
         try:
-            program = torch.onnx.export(
-                trace.graph, tuple(inputs.values()), opset_version=opset, dynamo=True, verbose=False, optimize=False,
-                dynamic_shapes=shapes,
+            made = torch.onnx.export(
+                program(trace.graph), (), opset_version=opset, dynamo=True, verbose=False, optimize=False,
+                custom_translation_table={torch.ops.aten.sym_numel.default: opset20.Size},
             )  # fmt: skip
         except Exception as error:
             raise ConversionError(_reason(error)) from error
-    assert program is not None
-    model = program.model
+    assert made is not None
+    model = made.model
+    _name_dimensions(model.graph, list(inputs), dynamic)
     _label(model.graph)
     common.InlinePass()(model)
     onnxscript.optimizer.fold_constants(model)
@@ -52,6 +55,34 @@ def lower(
     common.ShapeInferencePass()(model)
     _inherit(model.graph)
     return model
+
+
+def _name_dimensions(graph: ir.Graph, inputs: Sequence[str], dynamic: Mapping[str, Mapping[int, str]]) -> None:
+    """Symbols of the trace get the names given to dimensions of inputs."""
+    called: dict[str, str] = {}
+    for value, name in zip(graph.inputs, inputs, strict=False):
+        assert value.shape is not None
+        for axis, wanted in dynamic.get(name, {}).items():
+            symbol = value.shape[axis]
+            if isinstance(symbol, int):
+                raise ConversionError(f"dynamic_dims: the step works only if axis {axis} of {name} is {symbol}")
+            if called.setdefault(str(symbol), wanted) != wanted:
+                raise ConversionError(
+                    f"dynamic_dims: the step works only if {called[str(symbol)]!r} and {wanted!r} are equal: "
+                    "give both the same name"
+                )
+    for value in [*graph.inputs, *(value for node in graph for value in node.outputs)]:
+        if called and value.shape is not None and not value.shape.is_static():
+            value.shape = ir.Shape([dim if isinstance(dim, int) else _renamed(str(dim), called) for dim in value.shape])
+
+
+def _renamed(expression: str, called: Mapping[str, str]) -> str:
+    """`s5 * s7` with the symbols' names.
+
+    >>> _renamed("2*s5", {"s5": "batch"})
+    '2*batch'
+    """
+    return re.sub(r"[A-Za-z_]\w*", lambda symbol: called.get(symbol[0], symbol[0]), expression)
 
 
 def watched(outputs: Sequence[str]) -> list[str]:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import numpy as np
 import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from .. import names
+from .. import check, names
 from .decisions import Replay
+from .rules.composites import Composites
 from .trace import Step, eager_kernels
 
 
@@ -30,36 +35,78 @@ def tensor(value: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(np.array(value))
 
 
-def outputs(
-    step: Step, watched: Sequence[np.ndarray], tolerance: Mapping[str, float]
-) -> tuple[dict[str, np.ndarray], dict[str, float]]:
-    """Every output of the step by name, and how much each moves when parameters move by a rounding error.
+def outputs(step: Step, watched: Sequence[np.ndarray], tolerance: Mapping[str, float]) -> dict[str, np.ndarray]:
+    """Every output of the step by name.
 
     `watched` are the values of the exported step that `decisions.Replay` needs, and compares within `tolerance`.
-
-    The second step starts from parameters moved by up to half a unit in the last place, at random: outputs that then
-    move by more than a tolerance cannot be told apart from noise (a gradient that is zero in exact arithmetic).
     """
-    inputs = step.inputs
-    answer = _run(step, {name: value.clone() for name, value in inputs.items()}, watched, tolerance)
+    return _run(step, {name: value.clone() for name, value in step.inputs.items()}, watched, tolerance)
+
+
+def exact(step: Step, watched: Sequence[np.ndarray], tolerance: Mapping[str, float]) -> dict[str, np.ndarray] | None:
+    """The same computed in float64 throughout; None where the model's own code asks for another type."""
+    values = {name: _wide(value.clone()) for name, value in step.inputs.items()}
+    try:
+        return _run(step, values, watched, tolerance, Wide())
+    except RuntimeError:
+        return None
+
+
+def noise(
+    step: Step,
+    watched: Sequence[np.ndarray],
+    tolerance: Mapping[str, float],
+    answer: Mapping[str, np.ndarray],
+    exact: Mapping[str, np.ndarray] | None,
+) -> dict[str, float]:
+    """How far each output in `answer` is from `exact`, or moves when parameters move by a rounding error.
+
+    They move by up to half a unit in the last place, at random. Outputs that are off by more than a tolerance then
+    cannot be told apart from noise (a gradient that is zero in exact arithmetic).
+    """
     generator = torch.Generator().manual_seed(0)
     moved = {
-        name: _jitter(value, generator) if name in step.trainable else value.clone() for name, value in inputs.items()
+        name: _jitter(value, generator) if name in step.trainable else value.clone()
+        for name, value in step.inputs.items()
     }
     again = _run(step, moved, watched, tolerance)
-    noise = {name: _distance(value, again[name]) for name, value in answer.items() if value.is_floating_point()}
-    return {name: array(value) for name, value in answer.items()}, noise
+    floats = {name: value for name, value in answer.items() if check.is_float(value)}
+    others = [again] if exact is None else [again, exact]
+    return {name: max(_distance(value, other[name]) for other in others) for name, value in floats.items()}
 
 
 def _run(
-    step: Step, values: dict[str, torch.Tensor], watched: Sequence[np.ndarray], tolerance: Mapping[str, float]
-) -> dict[str, torch.Tensor]:
-    allowed = {dtype: tolerance[str(dtype).removeprefix("torch.")] for dtype in _FLOATS}
-    with eager_kernels():
-        return step.run(values, Replay(watched, allowed))
+    step: Step,
+    values: dict[str, torch.Tensor],
+    watched: Sequence[np.ndarray],
+    tolerance: Mapping[str, float],
+    within: AbstractContextManager[Any] = nullcontext(),  # noqa: B008  # it holds nothing
+) -> dict[str, np.ndarray]:
+    replay = Replay(watched, tolerance)
+    with eager_kernels(), within, Composites(replay, own=True):
+        made = step.run(values, replay)
+    return {name: array(value) for name, value in made.items()}
 
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+class Wide(TorchDispatchMode):
+    """Every operator computes in float64, whatever the step asks for."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        # what is changed in place must stay itself; it is float64 but for tensors the step did not make
+        first = args[:1] if func._schema.is_mutable else ()
+        rest, kwargs = pytree.tree_map(_wide, (args[len(first) :], kwargs or {}))
+        return func(*first, *rest, **kwargs)
+
+
+def _wide(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.double() if value.is_floating_point() else value
+    return torch.float64 if value in _FLOATS else value
 
 
 def _jitter(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -67,11 +114,10 @@ def _jitter(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return value * (1 + sign * torch.finfo(value.dtype).eps)
 
 
-def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    if a.numel() == 0:
-        return 0.0
-    difference = (a.double() - b.double()).abs()
-    return float(difference.nan_to_num(0, 0, 0).max())
+def _distance(a: np.ndarray, b: np.ndarray) -> float:
+    with np.errstate(invalid="ignore"):  # infinities
+        difference = np.abs(a.astype(np.float64) - b)
+    return float(np.nan_to_num(difference, nan=0.0, posinf=0.0).max(initial=0.0))
 
 
 def updated(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import traceback as traceback_
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,9 +13,8 @@ from typing import Any
 import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.fx import traceback
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
@@ -24,7 +24,7 @@ from onnx_remat.errors import ConversionError
 
 from .. import names
 from .decisions import Recorder
-from .rules import decompositions
+from .program import capture
 from .rules.composites import Composites
 
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -208,8 +208,8 @@ class Trace:
     watched: int
 
 
-def trace(step: Step, dynamic: Mapping[str, Mapping[int, str]]) -> Trace:
-    """Trace a step.
+def trace(step: Step, dynamic: Mapping[str, Mapping[int, str]], opset: int) -> Trace:
+    """Trace a step into operators that can be translated to this opset.
 
     Raises
     ------
@@ -229,17 +229,28 @@ def trace(step: Step, dynamic: Mapping[str, Mapping[int, str]]) -> Trace:
     fakes = _fakes(inputs, dynamic)
     with traceback.preserve_node_meta(), eager_kernels():
         try:
-            graph = make_fx(
-                flat, tracing_mode="fake", decomposition_table=decompositions(), _allow_non_fake_inputs=True
-            )(*fakes)
+            graph = capture(flat, fakes, opset)
         except ConversionError:
             raise
+        except DataDependentOutputException as error:
+            raise ConversionError(
+                f"the step's Python code reads the value of a tensor ({error.func}): {_where(error)}; a graph cannot "
+                "depend on it, compute with tensors instead"
+            ) from error
         except Exception as error:
             raise ConversionError(f"the step cannot be traced: {type(error).__name__}: {_one_line(error)}") from error
-    graph.graph.eliminate_dead_code()
-    graph.recompile()
+    for node in graph.graph.nodes:
+        if isinstance(value := node.meta.get("val"), torch.Tensor) and value.is_complex():
+            raise ConversionError(f"{node.target} ({node.name}) makes complex numbers: no rule for those")
     (made,) = next(node for node in graph.graph.nodes if node.op == "output").args
     return Trace(graph, tuple(outputs), len(made) - len(outputs))
+
+
+def _where(error: Exception) -> str:
+    """The line of a model, or of torch's own modules, that an error came from."""
+    lines = traceback_.extract_tb(error.__traceback__)
+    inside = [line for line in lines if line.name == "forward"] or lines
+    return f"{inside[-1].filename}:{inside[-1].lineno}"
 
 
 def _fakes(inputs: Mapping[str, torch.Tensor], dynamic: Mapping[str, Mapping[int, str]]) -> list[torch.Tensor]:
@@ -274,12 +285,13 @@ def _one_line(error: Exception) -> str:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Without the warnings of torch and its exporter, none of which the user can act on."""
-    logger = logging.getLogger("onnxscript")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    levels = {logger: logger.level for logger in map(logging.getLogger, ("onnxscript", "torch.onnx"))}
+    for logger in levels:
+        logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logger.setLevel(level)
+        for logger, level in levels.items():
+            logger.setLevel(level)

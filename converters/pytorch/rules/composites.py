@@ -6,6 +6,7 @@ gradients follow from the parts'. The reference of the check runs torch's own.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -143,6 +144,27 @@ def cumprod(x: torch.Tensor, dim: int) -> torch.Tensor:
     return torch.where(prefix, x.movedim(dim, -1).unsqueeze(-2), 1.0).prod(-1).movedim(-1, dim)
 
 
+def gaussian_nll_loss(
+    input: torch.Tensor,
+    target: torch.Tensor,
+    var: torch.Tensor | float,
+    full: bool = False,
+    eps: float = 1e-6,
+    reduction: str = "mean",
+) -> torch.Tensor:
+    """Without torch's refusal of negative variances, which depends on data."""
+    variance = torch.as_tensor(var, dtype=input.dtype)
+    if variance.dim() == input.dim() - 1 and variance.dim():
+        variance = variance.unsqueeze(-1)
+    with torch.no_grad():  # torch lets no gradient through the bound
+        bound = (eps - variance).clamp(min=0)
+    variance = variance + bound
+    made = 0.5 * (variance.log() + (input - target) ** 2 / variance)
+    if full:
+        made = made + 0.5 * math.log(2 * math.pi)
+    return {"mean": made.mean, "sum": made.sum}[reduction]() if reduction != "none" else made
+
+
 COMPOSITES: dict[Any, Callable[..., Any]] = {
     F.bilinear: bilinear,
     torch.bilinear: bilinear,
@@ -153,6 +175,7 @@ COMPOSITES: dict[Any, Callable[..., Any]] = {
     torch.logcumsumexp: logcumsumexp,
     torch.Tensor.logcumsumexp: logcumsumexp,
     F.affine_grid: affine_grid,
+    F.gaussian_nll_loss: gaussian_nll_loss,
     F.grid_sample: grid_sample,
     torch.cumprod: cumprod,
     torch.Tensor.cumprod: cumprod,
@@ -161,11 +184,12 @@ COMPOSITES: dict[Any, Callable[..., Any]] = {
 
 
 class Composites(TorchFunctionMode):
-    """Calls of the functions above go to their compositions, unseen by `watch`."""
+    """Calls of the functions above go to their compositions, or with `own` to torch's own, unseen by `watch`."""
 
-    def __init__(self, watch: Any) -> None:
+    def __init__(self, watch: Any, own: bool = False) -> None:
         super().__init__()
         self._watch = watch
+        self._own = own
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -173,4 +197,4 @@ class Composites(TorchFunctionMode):
         if func not in COMPOSITES:
             return func(*args, **(kwargs or {}))
         with self._watch.paused():
-            return COMPOSITES[func](*args, **(kwargs or {}))
+            return (func if self._own else COMPOSITES[func])(*args, **(kwargs or {}))

@@ -21,13 +21,17 @@ def unfold_backward(gradient: torch.Tensor, sizes: Sequence[int], dim: int, size
     return gradient.new_zeros(list(sizes)).index_add(dim, source, flat)
 
 
+@rule(aten.kthvalue.default)
+def kthvalue(x: torch.Tensor, k: int, dim: int = -1, keepdim: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k-th smallest, counted from one."""
+    values, indices = (made.narrow(dim, k - 1, 1) for made in x.sort(dim))
+    return (values, indices) if keepdim else (values.squeeze(dim), indices.squeeze(dim))
+
+
 @rule(aten.median.dim)
 def median(x: torch.Tensor, dim: int, keepdim: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """The lower of the two in the middle."""
-    values, indices = x.sort(dim)
-    middle = (x.shape[dim] - 1) // 2
-    values, indices = values.narrow(dim, middle, 1), indices.narrow(dim, middle, 1)
-    return (values, indices) if keepdim else (values.squeeze(dim), indices.squeeze(dim))
+    return kthvalue(x, (x.shape[dim] + 1) // 2, dim, keepdim)
 
 
 @rule(aten.prod.dim_int)
@@ -39,12 +43,31 @@ def prod(x: torch.Tensor, dim: int, keepdim: bool = False, *, dtype: torch.dtype
     return onnx.op("ReduceProd", x, torch.tensor([dim]), shape=shape, keepdims=int(keepdim))
 
 
+def _prefixes(x: torch.Tensor, dim: int, rest: float) -> torch.Tensor:
+    """All prefixes along `dim`, side by side on the last axis but one; `rest` stands where they have ended."""
+    x = x.movedim(dim, -1)
+    prefix = torch.ones([x.shape[-1], x.shape[-1]], dtype=torch.bool).tril()
+    return torch.where(prefix, x.unsqueeze(-2), rest)
+
+
 @rule(aten.cumprod.default)
 def cumprod(x: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Products of all prefixes, side by side."""
-    x = (x if dtype is None else x.to(dtype)).movedim(dim, -1)
-    prefix = torch.ones([x.shape[-1], x.shape[-1]], dtype=torch.bool).tril()
-    return prod(torch.where(prefix, x.unsqueeze(-2), 1.0), -1).movedim(-1, dim)
+    """Of every prefix."""
+    return prod(_prefixes(x if dtype is None else x.to(dtype), dim, 1.0), -1).movedim(-1, dim)
+
+
+@rule(aten.cummax.default)
+def cummax(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of every prefix; the first of equals, where torch takes the last."""
+    values, indices = _prefixes(x, dim, -torch.inf).max(-1)
+    return values.movedim(-1, dim), indices.movedim(-1, dim)
+
+
+@rule(aten.cummin.default)
+def cummin(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of every prefix; the first of equals, where torch takes the last."""
+    values, indices = cummax(-x, dim)
+    return -values, indices
 
 
 @rule(aten.prod.default)

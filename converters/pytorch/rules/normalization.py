@@ -16,7 +16,7 @@ def _channelwise(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return values.reshape([1, -1] + [1] * (like.dim() - 2))
 
 
-@rule(aten.native_batch_norm.default, aten._native_batch_norm_legit.default)
+@rule(aten._native_batch_norm_legit_functional.default)
 def native_batch_norm(
     x: torch.Tensor,
     weight: torch.Tensor | None,
@@ -26,8 +26,8 @@ def native_batch_norm(
     training: bool,
     momentum: float,
     eps: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Normalize by the batch's or the running statistics; running statistics are updated in place.
+) -> tuple[torch.Tensor | None, ...]:
+    """Normalize by the batch's or the running statistics; the last two results are the new running statistics.
 
     The batch's mean and inverse deviation are handed on with axes of size one, as the gradient needs them.
     """
@@ -38,8 +38,8 @@ def native_batch_norm(
         variance = (centred * centred).mean(axes, keepdim=True)
         if running_mean is not None and running_var is not None:
             count = x.numel() // x.shape[1]
-            running_mean.mul_(1 - momentum).add_(mean.flatten(), alpha=momentum)
-            running_var.mul_(1 - momentum).add_(variance.flatten(), alpha=momentum * count / (count - 1))
+            running_mean = running_mean * (1 - momentum) + mean.flatten() * momentum
+            running_var = running_var * (1 - momentum) + variance.flatten() * (momentum * count / (count - 1))
     else:
         assert running_mean is not None and running_var is not None
         mean, variance = _channelwise(running_mean, x), _channelwise(running_var, x)
@@ -48,7 +48,22 @@ def native_batch_norm(
     y = centred * (inverse if weight is None else inverse * _channelwise(weight, x))
     if bias is not None:
         y = y + _channelwise(bias, x)
-    return (y, mean, inverse) if training else (y, mean.new_empty(0), mean.new_empty(0))
+    saved = (mean, inverse) if training else (mean.new_empty(0), mean.new_empty(0))
+    return y, *saved, running_mean, running_var
+
+
+@rule(aten._native_batch_norm_legit_no_training.default)
+def native_batch_norm_of_running_statistics(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    running_mean: torch.Tensor,
+    running_var: torch.Tensor,
+    momentum: float,
+    eps: float,
+) -> tuple[torch.Tensor | None, ...]:
+    """The running statistics alone."""
+    return native_batch_norm(x, weight, bias, running_mean, running_var, False, momentum, eps)[:3]
 
 
 @rule(aten._native_batch_norm_legit.no_stats)
@@ -59,9 +74,9 @@ def native_batch_norm_without_running_statistics(
     training: bool,
     momentum: float,
     eps: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor | None, ...]:
     """The batch's statistics alone."""
-    return native_batch_norm(x, weight, bias, None, None, training, momentum, eps)
+    return native_batch_norm(x, weight, bias, None, None, training, momentum, eps)[:3]
 
 
 @rule(aten.native_batch_norm_backward.default)

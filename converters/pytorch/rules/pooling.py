@@ -145,9 +145,7 @@ def avg_pool_backward(
         args = (kernel, stride, padding, ceil_mode, count_include_pad, divisor)
         return avg_pool_backward(gradient.unsqueeze(0), x.unsqueeze(0), *args).squeeze(0)
     space, counts = list(x.shape[2:]), list(gradient.shape[2:])
-    sizes = [
-        _window_sizes(*of, count_include_pad) for of in zip(space, counts, kernel, stride, padding, strict=True)
-    ]
+    sizes = [_window_sizes(*of, count_include_pad) for of in zip(space, counts, kernel, stride, padding, strict=True)]
     if divisor:
         share = gradient / divisor
     elif all(len(set(axis)) == 1 for axis in sizes):

@@ -1,0 +1,95 @@
+"""A traced graph as the program that torch's exporter translates.
+
+Handed a module, the exporter traces it, decomposes what it traced, and traces that again. A step is in the form it
+wants already: flat, functional, in the operators it knows. It only has to be said so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode, dispatch_functionalize
+from torch.export.exported_program import ExportedProgram, ModuleCallEntry, ModuleCallSignature
+from torch.export.graph_signature import ExportGraphSignature, InputKind, InputSpec, OutputKind, OutputSpec
+from torch.export.graph_signature import TensorArgument as Argument
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.onnx._internal.exporter import _decomp, _registration
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .rules import decompositions
+
+
+@cache
+def _untranslated(opset: int) -> dict[Any, Callable[..., Any]]:
+    """How torch takes apart what its exporter cannot translate."""
+    registry = _registration.ONNXRegistry.from_torchlib(opset_version=opset)
+    known: Any = set(_decomp.get_onnx_implemented_overloads(registry))
+    return _decomp.create_onnx_friendly_decomposition_table(known)
+
+
+def capture(function: Callable[..., Any], fakes: Sequence[torch.Tensor], opset: int) -> GraphModule:
+    """Trace a function of tensors without data into a functional graph of operators."""
+
+    def lifted(*values: torch.Tensor) -> Any:
+        with _Lift():
+            return function(*values)
+
+    module = make_fx(
+        dispatch_functionalize(lifted, FunctionalTensorMode()), tracing_mode="fake",
+        decomposition_table=_untranslated(opset) | decompositions(), _allow_non_fake_inputs=True,
+    )(*fakes)  # fmt: skip
+    for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.detach_.default):
+        node.replace_all_uses_with(node.args[0])  # of constants in rules
+        module.graph.erase_node(node)
+    module.graph.eliminate_dead_code()
+    return module
+
+
+class _Lift(TorchDispatchMode):
+    """Tensors that are no inputs take part like inputs: what is made of them may be changed in place."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        args, kwargs = pytree.tree_map_only(torch.Tensor, _functional, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _functional(value: torch.Tensor) -> torch.Tensor:
+    return value if isinstance(value, FunctionalTensor) else FunctionalTensor.to_functional(value)
+
+
+class _Final(ExportedProgram):
+    """A program that needs no decomposition."""
+
+    def run_decompositions(self, *_: Any, **__: Any) -> _Final:
+        return self
+
+
+def program(module: GraphModule) -> ExportedProgram:
+    """The program of a captured graph; tensors that it holds become the program's constants."""
+    graph = module.graph
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    ((results,),) = (node.args for node in graph.nodes if node.op == "output")
+    takes = [InputSpec(InputKind.USER_INPUT, Argument(node.name), None) for node in inputs]
+    gives = [OutputSpec(OutputKind.USER_OUTPUT, Argument(node.name), None) for node in results]
+    constants: dict[str, Node] = {}
+    for node in [node for node in graph.nodes if node.op == "get_attr"]:
+        name = str(node.target)
+        if name not in constants:
+            with graph.inserting_after(inputs[-1]):
+                inputs.append(graph.placeholder(name))
+            constants[name] = inputs[-1]
+            constants[name].meta = {"val": getattr(module, name)} | node.meta
+            takes.append(InputSpec(InputKind.CONSTANT_TENSOR, Argument(constants[name].name), name))
+        node.replace_all_uses_with(constants[name])
+        graph.erase_node(node)
+    _, flat = pytree.tree_flatten(((), {}))
+    whole = ModuleCallEntry("", ModuleCallSignature([], [], flat, flat))
+    values = {name: getattr(module, name) for name in constants}
+    return _Final(module, graph, ExportGraphSignature(takes, gives), {}, {}, [whole], constants=values)
