@@ -1,4 +1,5 @@
-"""TensorFlow: a Keras model's training step, its forward pass by tf2onnx, its backward pass by `autodiff`.
+"""TensorFlow: a training step of a Keras model or a tf.function, its forward pass by tf2onnx, its backward pass by
+`autodiff`.
 
 tf2onnx turns a graph with gradients into ops no runtime has, without an error; so only the forward pass and the loss
 go through it, with every variable as an input.
@@ -7,6 +8,7 @@ go through it, with every variable as an input.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,48 +20,106 @@ from . import check as comparison
 from . import names, optimizers
 from .autodiff import add_backward
 
+Loss = Callable[[Any, Any], Any]
+
 
 def export_training_step(
     model: Any,
     example_inputs: Sequence[np.ndarray],
-    loss: Callable[[Any, Any], Any],
+    loss: Loss | None = None,
     optimizer: optimizers.Optimizer | None = None,
     *,
     opset: int = 18,
     training: bool = True,
     check: bool = True,
 ) -> onnx.ModelProto:
-    """Export a Keras model's training step.
+    """Export the training step of a Keras model, a tf.function or a callable tf.Module.
 
     Parameters
     ----------
-    model : keras.Model
-        Keras 3 on the TensorFlow backend, built.
+    model : keras.Model or callable
+        Keras 3 on the TensorFlow backend, built; or a function of tensors. A function's trainable variables are those
+        it reads; one that assigns variables is refused.
     example_inputs : sequence of array
-        One batch: the model's inputs, then the target last. Shapes are fixed.
-    loss : callable
-        ``loss(target, output)``, as Keras' losses are called; its mean is taken.
+        One batch: the model's inputs, then the target last where there is a `loss`. Shapes are fixed.
+    loss : callable, optional
+        ``loss(target, output)``, as Keras' losses are called; its mean is taken. Without it the model returns the loss.
     optimizer : Optimizer, optional
         One of `onnx_remat.converters.optimizers`; without it gradients are put out.
     opset : int
         Of the forward export.
     training : bool
-        Run layers in training mode, with new moving statistics as outputs. Random layers (Dropout) are refused then.
+        Run Keras layers in training mode, with new moving statistics as outputs. Random layers (Dropout) are refused
+        then.
     check : bool
         Compare loss, gradients and statistics with TensorFlow's own.
 
     Returns
     -------
     onnx.ModelProto
-        Inputs and outputs as in `names`; variables under their Keras paths.
+        Inputs and outputs as in `names`; Keras variables under their paths, others under their names.
 
     Raises
     ------
     ConversionError
-        TensorFlow or tf2onnx is missing, the model uses random layers, an op has no counterpart or no gradient rule,
-        or the step's numbers differ from TensorFlow's.
+        TensorFlow or tf2onnx is missing, the model uses random layers or assigns variables, an op has no counterpart or
+        no gradient rule, or the step's numbers differ from TensorFlow's.
     """
     tf, convert = _import()
+    batch = {names.batch(i): np.asarray(array) for i, array in enumerate(example_inputs)}
+    forward = (
+        _of_keras(tf, model, list(batch), loss, training) if hasattr(model, "stateless_call")
+        else _of_function(tf, model, batch, loss)
+    )  # fmt: skip
+    keep = [names.new(name) for name in forward.after]
+    arrays = (*forward.values.values(), *batch.values())
+    signature = [tf.TensorSpec(a.shape, a.dtype, name=f"arg{i}") for i, a in enumerate(arrays)]
+    traced = tf.function(forward.step, input_signature=signature)
+    try:
+        made, _ = convert.from_function(traced, input_signature=signature, opset=opset)
+    except Exception as error:
+        raise ConversionError(f"tf2onnx cannot convert the forward pass: {error}") from error
+    _write_out_erfc(made)
+    _rename(made, [*forward.values, *batch], [names.LOSS, *keep])
+    plain = add_backward(made, names.LOSS, wrt=forward.trained, keep=keep, check=False)
+    if check:
+        feeds = forward.values | batch
+        given = {value.name for value in plain.graph.input}
+        expected = _expected(tf, traced, feeds, forward.trained, keep)
+        # A gradient that is zero but for rounding (of the bias of attention's keys) is told by the size of the others.
+        gradients = [names.gradient(n) for n in forward.trained]
+        rounding = 1e-6 * max(float(np.abs(expected[n]).max(initial=0)) for n in gradients)
+        found = comparison.against(
+            plain, {n: a for n, a in feeds.items() if n in given}, expected, noise=dict.fromkeys(gradients, rounding)
+        )
+    if optimizer is not None:
+        plain = add_backward(made, names.LOSS, wrt=forward.trained, keep=keep, optimizer=optimizer, check=False)
+    if check:
+        comparison.record(plain, found)
+    return plain
+
+
+@dataclass(frozen=True, slots=True)
+class _Forward:
+    """A forward pass as a function of everything it reads.
+
+    Attributes
+    ----------
+    values : dict of str to array
+        Variables by name, as they are now.
+    trained, after : list of str
+        Those to differentiate by, and those whose next value the step gives.
+    step : callable
+        Of all variables, then the batch, in order; gives the loss, then the next values.
+    """
+
+    values: dict[str, np.ndarray]
+    trained: list[str]
+    after: list[str]
+    step: Callable[..., tuple[Any, ...]]
+
+
+def _of_keras(tf: Any, model: Any, batch: Sequence[str], loss: Loss | None, training: bool) -> _Forward:
     variables = {v.path: v for v in (*model.trainable_variables, *model.non_trainable_variables)}
     seeds = [path for path, v in variables.items() if not v.dtype.startswith(("float", "bfloat"))]
     if training and seeds:
@@ -67,39 +127,84 @@ def export_training_step(
     trained = [v.path for v in model.trainable_variables]
     held = [path for path in variables if path not in trained and path not in seeds]
     values = {path: np.asarray(variables[path]) for path in (*trained, *held)}
-    batch = {names.batch(i): np.asarray(array) for i, array in enumerate(example_inputs)}
 
     def step(*given: Any) -> tuple[Any, ...]:
-        """Loss and new statistics, from variables and batch in order."""
         made = dict(zip((*values, *batch), given, strict=True))
         fixed = [made.get(v.path, v.value) for v in model.non_trainable_variables]
-        *x, target = (made[name] for name in batch)
+        x, target = _split([made[name] for name in batch], loss)
         arguments = x[0] if len(x) == 1 else x
         output, after = model.stateless_call([made[path] for path in trained], fixed, arguments, training=training)
-        new = [a for a, v in zip(after, model.non_trainable_variables, strict=True) if v.path in held]
-        return tf.identity(tf.reduce_mean(loss(target, output))), *(tf.identity(a) for a in new)
+        new = [a for a, v in zip(after, model.non_trainable_variables, strict=True) if training and v.path in held]
+        return _scalar(tf, output, target, loss), *(tf.identity(a) for a in new)
 
-    arrays = (*values.values(), *batch.values())
-    signature = [tf.TensorSpec(a.shape, a.dtype, name=f"arg{i}") for i, a in enumerate(arrays)]
-    traced = tf.function(step, input_signature=signature)
-    try:
-        forward, _ = convert.from_function(traced, input_signature=signature, opset=opset)
-    except Exception as error:
-        raise ConversionError(f"tf2onnx cannot convert the forward pass: {error}") from error
-    kept = _rename(forward, [*values, *batch], [names.LOSS, *(names.new(p) for p in held)])
-    keep = [name for name in kept if name != names.LOSS] if training else []
-    plain = add_backward(forward, names.LOSS, wrt=trained, keep=keep, check=False)
-    if check:
-        feeds = values | batch
-        given = {value.name for value in plain.graph.input}
-        expected = _expected(tf, step, feeds, trained, keep, held)
-        # A gradient that is zero but for rounding (of the bias of attention's keys) is told by the size of the others.
-        rounding = 1e-6 * max(float(np.abs(expected[names.gradient(n)]).max(initial=0)) for n in trained)
-        noise = {names.gradient(n): rounding for n in trained}
-        comparison.against(plain, {n: a for n, a in feeds.items() if n in given}, expected, noise=noise)
-    if optimizer is None:
-        return plain
-    return add_backward(forward, names.LOSS, wrt=trained, keep=keep, optimizer=optimizer, check=False)
+    return _Forward(values, trained, held if training else [], step)
+
+
+def _of_function(tf: Any, function: Any, batch: Mapping[str, np.ndarray], loss: Loss | None) -> _Forward:
+    """The function's graph with inputs in place of the variables it reads."""
+    from tensorflow.python.framework.convert_to_constants import convert_variables_to_constants_v2
+
+    x, _ = _split(list(batch.values()), loss)
+    traced = function if hasattr(function, "get_concrete_function") else tf.function(function)
+    concrete = traced.get_concrete_function(*(tf.TensorSpec(a.shape, a.dtype) for a in x))
+    definition = concrete.graph.as_graph_def()
+    nodes = [*definition.node, *(node for inner in definition.library.function for node in inner.node_def)]
+    if assigning := [node.name for node in nodes if node.op.startswith(("Assign", "ResourceApply", "ResourceScatter"))]:
+        raise ConversionError(f"the function assigns variables ({assigning[0]}): its state would be lost")
+    # Frozen, each variable is a constant under the name by which the graph captured it.
+    captured = {id(handle): inside.op.name for handle, inside in concrete.graph.captures}
+    frozen = convert_variables_to_constants_v2(concrete, lower_control_flow=False)
+    constants = {node.name for node in frozen.graph.as_graph_def().node if node.op == "Const"}
+    variables: dict[str, tuple[Any, str]] = {}
+    for variable in concrete.graph.variables:
+        inside = captured[id(variable.handle)]
+        name = variable.name.partition(":")[0]
+        while name in variables:
+            name += "_"
+        if inside in constants:
+            variables[name] = variable, inside
+    values = {name: np.asarray(variable) for name, (variable, _) in variables.items()}
+    trained = [name for name, (variable, _) in variables.items() if variable.trainable]
+
+    def step(*given: Any) -> tuple[Any, ...]:
+        made = dict(zip((*values, *batch), given, strict=True))
+        x, target = _split([made[name] for name in batch], loss)
+        replaced = {f"{inside}:0": made[name] for name, (_, inside) in variables.items()}
+        replaced |= {placeholder.name: a for placeholder, a in zip(frozen.inputs, x, strict=True)}
+        (output,) = tf.import_graph_def(
+            frozen.graph.as_graph_def(), input_map=replaced, return_elements=[frozen.outputs[0].name]
+        )
+        return (_scalar(tf, output, target, loss),)
+
+    return _Forward(values, trained, [], step)
+
+
+def _split(batch: list[Any], loss: Loss | None) -> tuple[list[Any], Any]:
+    """The model's inputs, and the target where there is a loss."""
+    return (batch, None) if loss is None else (batch[:-1], batch[-1])
+
+
+def _scalar(tf: Any, output: Any, target: Any, loss: Loss | None) -> Any:
+    return tf.identity(output if loss is None else tf.reduce_mean(loss(target, output)))
+
+
+def _write_out_erfc(model: onnx.ModelProto) -> None:
+    """tf2onnx passes on Erfc, which ONNX does not have: 1 - Erf."""
+    nodes = []
+    for node in model.graph.node:
+        if node.op_type != "Erfc":
+            nodes.append(node)
+            continue
+        one, erf = f"{node.output[0]}.one", f"{node.output[0]}.erf"
+        nodes += [
+            onnx.helper.make_node("Erf", list(node.input), [erf], f"{node.name}.erf"),
+            onnx.helper.make_node("CastLike", ["onnx_remat.one", erf], [one], f"{node.name}.one"),
+            onnx.helper.make_node("Sub", [one, erf], list(node.output), node.name),
+        ]
+        if all(tensor.name != "onnx_remat.one" for tensor in model.graph.initializer):
+            model.graph.initializer.append(onnx.numpy_helper.from_array(np.asarray(1, np.float32), "onnx_remat.one"))
+    del model.graph.node[:]
+    model.graph.node.extend(nodes)
 
 
 def _import() -> tuple[Any, Any]:
@@ -111,8 +216,8 @@ def _import() -> tuple[Any, Any]:
     return tf, convert
 
 
-def _rename(model: onnx.ModelProto, inputs: Sequence[str], outputs: Sequence[str]) -> list[str]:
-    """Give the graph's inputs (``arg<i>``) and outputs these names; returns the outputs'."""
+def _rename(model: onnx.ModelProto, inputs: Sequence[str], outputs: Sequence[str]) -> None:
+    """Give the graph's inputs (``arg<i>``) and outputs these names."""
     graph = model.graph
     mapping = {value.name: inputs[int(value.name.removeprefix("arg"))] for value in graph.input}
     mapping |= {value.name: name for value, name in zip(graph.output, outputs, strict=True)}
@@ -121,16 +226,10 @@ def _rename(model: onnx.ModelProto, inputs: Sequence[str], outputs: Sequence[str
     for node in graph.node:
         node.input[:] = [mapping.get(name, name) for name in node.input]
         node.output[:] = [mapping.get(name, name) for name in node.output]
-    return list(outputs)
 
 
 def _expected(
-    tf: Any,
-    step: Callable[..., tuple[Any, ...]],
-    feeds: Mapping[str, np.ndarray],
-    trained: Sequence[str],
-    keep: Sequence[str],
-    held: Sequence[str],
+    tf: Any, step: Callable[..., Any], feeds: Mapping[str, np.ndarray], trained: Sequence[str], keep: Sequence[str]
 ) -> dict[str, np.ndarray]:
     """The step's outputs as TensorFlow computes them."""
     given = {name: tf.constant(array) for name, array in feeds.items()}
@@ -141,5 +240,4 @@ def _expected(
     expected = {names.LOSS: np.asarray(loss)}
     for name, gradient in zip(trained, gradients, strict=True):
         expected[names.gradient(name)] = np.asarray(tf.convert_to_tensor(gradient))
-    new = {names.new(n): np.asarray(a) for n, a in zip(held, after, strict=True)}
-    return expected | {name: new[name] for name in keep}
+    return expected | {name: np.asarray(a) for name, a in zip(keep, after, strict=True)}

@@ -137,7 +137,7 @@ def _batch(step: onnx.ModelProto) -> list[str]:
 
 
 def _nil(exact: dict[str, np.ndarray]) -> list[str]:
-    """Gradients that are zero but for rounding: of a bias before BatchNormalization, of the bias of attention's keys."""
+    """Gradients that are zero but for rounding, as of a bias before BatchNormalization."""
     sizes = {name: float(np.abs(value).max(initial=0)) for name, value in exact.items() if name != names.LOSS}
     return [name for name, size in sizes.items() if size < 1e-10 * max(sizes.values())]
 

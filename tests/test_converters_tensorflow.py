@@ -9,9 +9,10 @@ import pytest
 from onnx_remat.converters import optimizers
 from onnx_remat.converters.tensorflow import export_training_step
 
+from onnx_remat import runtime
 from onnx_remat.errors import ConversionError
 
-pytest.importorskip("tensorflow", reason="tensorflow is not installed")
+tf = pytest.importorskip("tensorflow", reason="tensorflow is not installed")
 pytest.importorskip("tf2onnx", reason="tf2onnx is not installed")
 keras = pytest.importorskip("keras")
 
@@ -33,6 +34,12 @@ def cnn() -> Any:
     ])  # fmt: skip
 
 
+def gelu() -> Any:
+    """TensorFlow writes the exact GELU with Erfc."""
+    layers = keras.layers
+    return keras.Sequential([keras.Input((8,)), layers.Dense(16, activation="gelu"), layers.Dense(5)])
+
+
 def attention() -> Any:
     layers = keras.layers
     tokens = keras.Input((6,), dtype="int32")
@@ -43,6 +50,7 @@ def attention() -> Any:
 
 BATCHES = {
     mlp: RNG.standard_normal((4, 8)).astype(np.float32),
+    gelu: RNG.standard_normal((4, 8)).astype(np.float32),
     cnn: RNG.standard_normal((4, 8, 8, 3)).astype(np.float32),
     attention: RNG.integers(0, 20, (4, 6)).astype(np.int32),
 }
@@ -64,3 +72,52 @@ def test_random_layers_are_refused() -> None:
     model = keras.Sequential([keras.Input((8,)), keras.layers.Dropout(0.5), keras.layers.Dense(5)])
     with pytest.raises(ConversionError, match="random layers"):
         export_training_step(model, (BATCHES[mlp], TARGET), keras.losses.SparseCategoricalCrossentropy())
+
+
+class Table(tf.Module):
+    """Embedding, a product inside a nested tf.function, and a variable that is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = tf.Variable(RNG.standard_normal((20, 8)), dtype=tf.float32, name="table")
+        self.weight = tf.Variable(RNG.standard_normal((8, 5)), dtype=tf.float32, name="weight")
+        self.scale = tf.Variable(0.5, trainable=False, name="scale")
+
+    @tf.function
+    def project(self, x: Any) -> Any:
+        return tf.nn.gelu(x @ self.weight) * self.scale
+
+    @tf.function
+    def __call__(self, tokens: Any) -> Any:
+        return self.project(tf.reduce_mean(tf.gather(self.table, tokens), axis=1))
+
+
+def test_functions_and_modules() -> None:
+    module, tokens = Table(), BATCHES[attention]
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    step = export_training_step(module, (tokens, TARGET), loss)
+    assert [value.name for value in step.graph.input] == ["table", "weight", "scale", "input.0", "input.1"]
+    assert [value.name for value in step.graph.output] == ["loss", "grad.table", "grad.weight"]
+    # a function that returns the loss itself; gradients against its own variables
+    scalar = tf.function(lambda tokens, target: tf.reduce_mean(loss(target, module(tokens))))
+    alone = export_training_step(scalar, (tokens, TARGET), optimizer=optimizers.SGD(lr=0.1))
+    feeds = {"table": module.table.numpy(), "weight": module.weight.numpy(), "scale": np.asarray(module.scale)}
+    feeds |= {"input.0": tokens, "input.1": TARGET}
+    with tf.GradientTape() as tape:
+        expected = scalar(tokens, TARGET)
+    (gradient,) = tape.gradient(expected, [module.weight])
+    made = runtime.outputs(alone, {value.name: feeds[value.name] for value in alone.graph.input})
+    assert made["loss"] == pytest.approx(float(expected), rel=1e-5)
+    np.testing.assert_allclose(made["new.weight"], module.weight.numpy() - 0.1 * gradient.numpy(), atol=1e-6)
+
+
+def test_a_function_that_assigns_is_refused() -> None:
+    module = Table()
+
+    @tf.function
+    def counting(x: Any) -> Any:
+        module.scale.assign_add(1.0)
+        return tf.reduce_sum(x @ module.weight) * module.scale
+
+    with pytest.raises(ConversionError, match="assigns variables"):
+        export_training_step(counting, (BATCHES[mlp],))
