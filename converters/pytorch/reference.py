@@ -12,6 +12,8 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from onnx_remat.errors import ConversionError
+
 from .. import check, names
 from .decisions import Replay
 from .rules.composites import Composites
@@ -44,11 +46,14 @@ def outputs(step: Step, watched: Sequence[np.ndarray], tolerance: Mapping[str, f
 
 
 def exact(step: Step, watched: Sequence[np.ndarray], tolerance: Mapping[str, float]) -> dict[str, np.ndarray] | None:
-    """The same computed in float64 throughout; None where the model's own code asks for another type."""
+    """The same computed in float64 throughout; None where the model's own code asks for another type.
+
+    None also where rounding takes the step further than `tolerance` from that.
+    """
     values = {name: _wide(value.clone()) for name, value in step.inputs.items()}
     try:
         return _run(step, values, watched, tolerance, Wide())
-    except RuntimeError:
+    except (RuntimeError, ConversionError):
         return None
 
 
@@ -61,7 +66,7 @@ def noise(
 ) -> dict[str, float]:
     """How far each output in `answer` is from `exact`, or moves when parameters move by a rounding error.
 
-    They move by up to half a unit in the last place, at random. Outputs that are off by more than a tolerance then
+    They move by a unit in the last place, up or down at random. Outputs that are off by more than a tolerance then
     cannot be told apart from noise (a gradient that is zero in exact arithmetic).
     """
     generator = torch.Generator().manual_seed(0)
@@ -110,7 +115,7 @@ def _wide(value: Any) -> Any:
 
 
 def _jitter(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    sign = torch.rand(value.shape, generator=generator).to(value) * 2 - 1
+    sign = torch.randint(0, 2, value.shape, generator=generator).to(value) * 2 - 1
     return value * (1 + sign * torch.finfo(value.dtype).eps)
 
 
