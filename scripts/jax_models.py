@@ -93,12 +93,13 @@ class CNN(nn.Module):
 
     channels: tuple[int, ...]
     classes: int
+    repeats: int = 2
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         for width in self.channels:
-            x = nn.relu(nn.Conv(width, (3, 3))(x))
-            x = nn.relu(nn.Conv(width, (3, 3))(x))
+            for _ in range(self.repeats):
+                x = nn.relu(nn.Conv(width, (3, 3))(x))
             x = nn.max_pool(x, (2, 2), (2, 2))
         x = nn.avg_pool(x, (2, 2), (2, 2))
         return nn.Dense(self.classes)(x.reshape(len(x), -1))
@@ -208,7 +209,7 @@ def language_model(model: GPT, batch: int, length: int) -> Case:
 
 MODELS: dict[str, Callable[[], Case]] = {
     "mlp": lambda: classifier(MLP((*[512] * 8, 10)), (256, 512), 10),
-    "cnn": lambda: classifier(CNN((32, 64, 128), 10), (16, 64, 64, 3), 10),
+    "cnn": lambda: classifier(CNN((32, 64, 128), 10, repeats=4), (16, 64, 64, 3), 10),
     "resnet18": lambda: classifier(ResNet(), (8, 128, 128, 3), 1000),
     "gpt2_4l": lambda: language_model(GPT(2048, 4, 256, 8), 4, 128),
     "gpt2_4l_dropout": lambda: language_model(GPT(2048, 4, 256, 8, rate=0.1), 4, 128),

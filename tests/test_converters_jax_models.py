@@ -222,3 +222,38 @@ def _loads(op_type: str, dtype: str) -> bool:
     except Exception:
         return False
     return True
+
+
+def test_scan_remat_custom_vjp_cond_dropout_top_k_in_bfloat16_at_once() -> None:
+    half = jnp.bfloat16
+
+    @jax.custom_vjp
+    def clipped(x):
+        return x
+
+    clipped.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -1e-2, 1e-2),))
+
+    def sparse(h):
+        largest, where = jax.lax.top_k(h, 2)
+        return jnp.zeros_like(h).at[jnp.arange(len(h))[:, None], where].set(largest)
+
+    @jax.checkpoint
+    def block(weights, x, key):
+        h = jax.nn.gelu(x.astype(half) @ weights["up"].astype(half))
+        h = jnp.where(jax.random.bernoulli(key, 0.9, h.shape), h / 0.9, 0).astype(half)
+        h = jax.lax.cond(x[0, 0] > 0, sparse, lambda h: h * 0.5, h)
+        return clipped(x + (h @ weights["down"].astype(half)).astype(x.dtype))
+
+    def loss_fn(params, words, labels, key):
+        x = params["words"].astype(half)[words].astype(jnp.float32)  # its gradient adds rows up in bfloat16
+        keys = jax.random.split(key, 3)
+        x, _ = jax.lax.scan(lambda x, at: (block(at[0], x, at[1]), None), x, (params["layers"], keys))
+        return zoo.cross_entropy(x @ params["words"].T, labels)
+
+    rng = np.random.default_rng(0)
+    layers = {name: rng.normal(0, 0.3, shape).astype("f") for name, shape in [("up", (3, 8, 16)), ("down", (3, 16, 8))]}
+    params = {"layers": layers, "words": rng.normal(0, 1, (11, 8)).astype("f")}
+    words = rng.integers(0, 11, 6).astype("i")
+    model = export_training_step(loss_fn, params, words, words[::-1].copy(), jax.random.key(0))
+    assert [node.op_type for node in model.graph.node].count("If") >= 6  # forward and backward of three layers
+    assert float(next(p.value for p in model.metadata_props if p.key == "check.error")) < 2e-2

@@ -58,6 +58,9 @@ KERNELS: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """Dtypes per operator, where some are missing; operators that only move data run on all (ONNX Runtime 1.31)."""
 
+SCATTERED: Final = (*_FLOATS, *_ALL_INTS)
+"""Dtypes in which the Scatter operators run with a reduction; others load and fail when they run."""
+
 _WIDER: Final = {
     "bfloat16": ("float32",),
     "float16": ("float32",),
@@ -88,13 +91,13 @@ def deciding(op_type: str) -> int:
     return 1 if op_type == "Where" else 0
 
 
-def wider(op_type: str, dtype: np.dtype[Any]) -> np.dtype[Any] | None:
-    """The dtype to compute in where there is no kernel for `dtype`.
+def wider(op_type: str, dtype: np.dtype[Any], reduction: object = "none") -> np.dtype[Any] | None:
+    """The dtype to compute in where there is no kernel for `dtype`; `reduction` is the Scatter operators'.
 
     >>> wider("Where", np.dtype("bool")), wider("Where", np.dtype("int32"))
     (dtype('uint8'), None)
     """
-    known = KERNELS.get(op_type)
+    known = KERNELS.get(op_type) if reduction == "none" else SCATTERED
     if known is None or dtype.name in known:
         return None
     return next((np.dtype(name) for name in _WIDER.get(dtype.name, ()) if name in known), None)

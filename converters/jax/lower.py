@@ -245,7 +245,7 @@ class Lowering:
         given = inputs[first]
         assert given is not None
         narrow, dtype = dtype_of(given), np.dtype(dtype or dtype_of(given))
-        wide = kernels.wider(op_type, narrow)
+        wide = kernels.wider(op_type, narrow, attributes.get("reduction", "none"))
         if wide is not None:
             inputs = tuple(
                 v if v is None or i < first or dtype_of(v) != narrow else self.cast(v, wide)
