@@ -127,7 +127,8 @@ class TrainingGraph(gs.Graph):  # type: ignore[misc]
         self.op_counts[stem] += 1
         self.labels[node_name] = {"phase": self.phase, "module": self.module}
         output = gs.Variable(result or f"{node_name}.out", dtype, shape)
-        self.layer(op=op, name=node_name, inputs=list(inputs), outputs=[output], attrs=attrs)
+        # `Graph.layer` would list all tensors of the graph each time.
+        self.nodes.append(gs.Node(op=op, name=node_name, attrs=attrs, inputs=list(inputs), outputs=[output]))
         return output
 
     def pointwise(self, op: str, *inputs: gs.Tensor) -> gs.Variable:
