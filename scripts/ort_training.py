@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import onnx_remat
 from onnx_remat.units import format_bytes
 
@@ -31,13 +33,18 @@ DIMS: Mapping[str, Mapping[str, int]] = {
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One model before and after; bytes. `losses` are pairs, step by step; `order_kept`: it ran as emulated."""
+    """One model before and after; bytes. `losses` are pairs, step by step.
+
+    `state_difference` is the largest relative difference of a parameter or statistic after them; `order_kept`: the
+    nodes ran in the order that was emulated.
+    """
 
     budget: int
     simulated: tuple[int, int]
     measured: tuple[int, int]
     extra_compute: float
     losses: tuple[tuple[float, float], ...]
+    state_difference: float
     order_kept: bool
 
     @property
@@ -74,8 +81,14 @@ def compare(python: str, name: str, budget: str, folder: Path, steps: int, **opt
         (trained[0]["peak_bytes"], trained[1]["peak_bytes"]),
         result.report.extra_compute,
         tuple(zip(trained[0]["losses"], trained[1]["losses"], strict=True)),
+        _difference(*(Path(f"{file}.npz") for file in (before, after))),
         executed == [view.graph.ops[i].node.name for i in order],
     )
+
+
+def _difference(before: Path, after: Path) -> float:
+    with np.load(before) as a, np.load(after) as b:
+        return max(float(np.abs(a[n] - b[n]).max() / max(np.abs(a[n]).max(), 1e-30)) for n in a.files)
 
 
 def main() -> None:
@@ -87,18 +100,18 @@ def main() -> None:
     parser.add_argument("--time-limit", type=float, default=10.0, help="seconds per plan")
     parser.add_argument("--model", action="append", choices=tuple(DIMS))
     given = parser.parse_args()
-    print("| model | budget | simulated | measured | compute | loss after steps | largest difference | order kept |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    titles = ("model", "budget", "simulated", "measured", "compute", "loss", "losses differ", "new state differs")
+    print("| " + " | ".join((*titles, "order kept")) + " |\n" + "| --- " * 9 + "|")
     for name in given.model or DIMS:
         with tempfile.TemporaryDirectory(prefix="onnx-remat-") as scratch:
             row = compare(given.python, name, given.budget, Path(scratch), given.steps, time_limit=given.time_limit)
         sizes = [" -> ".join(format_bytes(size) for size in pair) for pair in (row.simulated, row.measured)]
-        print(
-            f"| {name} | {given.budget} = {format_bytes(row.budget)} | {sizes[0]} | {sizes[1]} "
-            f"| {row.extra_compute:+.1%} | {row.losses[-1][1]:.4f} after {len(row.losses)} | {row.loss_difference:.0e} "
-            f"| {'yes' if row.order_kept else 'NO'} |",
-            flush=True,
-        )
+        cells = (
+            name, f"{given.budget} = {format_bytes(row.budget)}", *sizes, f"{row.extra_compute:+.1%}",
+            f"{row.losses[0][1]:.4f} -> {row.losses[-1][1]:.4f}", f"{row.loss_difference:.0e}",
+            f"{row.state_difference:.0e}", "yes" if row.order_kept else "NO",
+        )  # fmt: skip
+        print("| " + " | ".join(cells) + " |", flush=True)
 
 
 if __name__ == "__main__":

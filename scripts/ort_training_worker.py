@@ -147,12 +147,12 @@ def artifacts(name: str, folder: str) -> None:
 def train(folder: str, file: str, steps: int, dims: dict[str, int]) -> dict[str, Any]:
     """Losses of some steps with the artifacts' optimizer, and the peak: graph inputs and the rise of resident memory.
 
-    The first step faults in code and thread stacks and counts for nothing. Arena and memory patterns are off, so that
-    every buffer goes back to the system.
+    Parameters and running statistics as they are then go to ``<file>.npz``. The first step faults in code and thread
+    stacks and counts for nothing. Arena and memory patterns are off, so that every buffer goes back to the system.
     """
     from onnxruntime.training.api import Optimizer
 
-    module, feeds, held = _module(folder, file, dims, _options())
+    module, state, feeds, held = _module(folder, file, dims, _options())
     optimizer = Optimizer(str(Path(folder) / "optimizer_model.onnx"), module)
     losses, rise = [], 0
     for step in range(steps):
@@ -162,6 +162,7 @@ def train(folder: str, file: str, steps: int, dims: dict[str, int]) -> dict[str,
         rise = max(rise, _resident("VmHWM") - before) if step else 0
         optimizer.step()
         module.lazy_reset_grad()
+    np.savez(f"{file}.npz", **{name: parameter.data for name, parameter in state.parameters})
     return {"losses": losses, "peak_bytes": held + rise}
 
 
@@ -173,7 +174,7 @@ def order(folder: str, file: str, dims: dict[str, int]) -> list[str]:
         options = _options()
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
         options.enable_profiling, options.profile_file_prefix = True, str(Path(scratch) / "profile")
-        module, feeds, _ = _module(folder, file, dims, options)
+        module, _, feeds, _ = _module(folder, file, dims, options)
         module(*feeds)
         del module  # writes the profile
         (profile,) = Path(scratch).iterdir()
@@ -190,8 +191,8 @@ def _options() -> Any:
     return options
 
 
-def _module(folder: str, file: str, dims: dict[str, int], options: Any) -> tuple[Any, list[np.ndarray], int]:
-    """A module in training mode, what to feed it, and bytes of all inputs of its graph."""
+def _module(folder: str, file: str, dims: dict[str, int], options: Any) -> tuple[Any, Any, list[np.ndarray], int]:
+    """A module in training mode, its state, what to feed it, and bytes of all inputs of its graph."""
     from onnxruntime.training.api import CheckpointState, Module
 
     state = CheckpointState.load_checkpoint(str(Path(folder) / "checkpoint"))
@@ -206,7 +207,7 @@ def _module(folder: str, file: str, dims: dict[str, int], options: Any) -> tuple
             floats = kind.elem_type == FLOAT
             feeds.append(random.standard_normal(shape, np.float32) if floats else random.integers(0, 10, shape))
     module.train()
-    return module, feeds, held
+    return module, state, feeds, held
 
 
 def _resident(field: str) -> int:

@@ -164,7 +164,10 @@ def test_facts_are_still_what_the_training_build_says() -> None:
 @there
 @pytest.mark.parametrize("name", ort_training.DIMS)
 def test_the_rewritten_file_trains_there_alike_and_within_its_budget(name: str, tmp_path: Path) -> None:
-    row = ort_training.compare(PYTHON, name, "70%", tmp_path, steps=5, time_limit=3.0)
+    row = ort_training.compare(PYTHON, name, "65%", tmp_path, steps=5, time_limit=3.0)
+    assert row.state_difference < 1e-2  # AdamW divides gradients by their own size: rounding of small ones shows
+    if name == "cnn":
+        assert row.state_difference == 0.0  # nothing is fused; running statistics are updated once
     assert row.loss_difference < 1e-5 and row.losses[-1][0] < row.losses[0][0]
     assert row.order_kept
     assert row.measured[1] <= row.budget * 1.01 + 2**19
