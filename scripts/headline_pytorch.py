@@ -120,6 +120,8 @@ def planned_table(models: Sequence[str], seconds: float) -> None:
             same = plan(problem, peak, seconds)
             asked = plan(problem, int(budget * full), seconds)
             cells = [f"{p / full:.1%}, +{e:.1%}" for p, e in ((peak, extra), same, asked)]
+            if asked[0] > budget * full:
+                cells[2] = f"not reached: {cells[2]}"
             print(
                 f"| {name} | {problem.n_ops} | {full / 2**20:.0f} MiB | {budget:.0%} "
                 f"| {cells[0]} | {cells[1]} | {cells[2]} |", flush=True,
