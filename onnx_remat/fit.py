@@ -139,6 +139,8 @@ def _as_written(model: onnx.ModelProto, folder: Path | None, options: Options) -
     """A written model as ONNX Runtime executes it, per optimisation level."""
     levels = runtime.LEVELS if runtime.available() else ("disable",)
     try:
+        if runtime.available() and len(model.graph.node) > runtime.MOST_NODES:  # the same at every level, then
+            return dict.fromkeys(levels, as_executed(model, folder, "all", options))
         return {level: as_executed(model, folder, level, options) for level in levels}
     except ModelError as error:
         raise VerificationError(f"the rewritten model is not usable: {error}") from error

@@ -139,7 +139,8 @@ def rewrite_model(model: Model, budget: str | int | Budget, **options: object) -
     with clock.stage("bound"):
         at_least = cost_lower_bound(view.problem, allowed)
     peaks = {level: what.timeline().peak for level, what in executed.items()}
-    measured, notes = None, _notes(original, view.graph.model)
+    final = list(executed)[-1]
+    measured, notes = None, _notes(original.emulated or executed[final].emulated, view.graph.model)
     with clock.stage("verify"):
         if opts.verify != "none":
             verify.check(view.graph.model, written.model, executed["disable"].view.graph)
@@ -149,7 +150,6 @@ def rewrite_model(model: Model, budget: str | int | Budget, **options: object) -
             measured = verify.run(
                 view.graph.model, written.model, source.folder, dict(opts.dims), allowed, order, view.tensors
             )
-    final = list(executed)[-1]
     return Result(
         written.model,
         Report(
@@ -192,14 +192,14 @@ def _unchanged(
     return Result(view.graph.model, report, folder, view, original, original, ())
 
 
-def _notes(original: Executed, source: onnx.ModelProto) -> tuple[str, ...]:
-    if original.emulated and (node := first_training_op(source)):
+def _notes(emulated: str, source: onnx.ModelProto) -> tuple[str, ...]:
+    if emulated and (node := first_training_op(source)):
         return (
             f"{node.op_type} is an op of onnxruntime-training: the plan was made and simulated for the file as it is, "
             "not run; run the result in onnxruntime-training",
         )
-    if original.emulated:
-        return (original.emulated,)
+    if emulated:
+        return (emulated,)
     if runtime.available() and model_io.weight_bytes(source) > runtime.MOST_WEIGHTS:
         return (
             f"ONNX Runtime was not shown the {format_bytes(model_io.weight_bytes(source))} of weights: what it folds "

@@ -23,6 +23,8 @@ import onnx
 
 from onnx_remat.errors import ModelError, OnnxRematError, VerificationError
 
+_PATIENCE = 40  # seconds, and one for every 50 nodes: symbolic inference may run for ever on a contradictory model
+
 LEVELS = ("disable", "basic", "all")
 """Graph optimisation levels a written file must keep its promise under; "all" is the default."""
 
@@ -33,6 +35,11 @@ MOST_WEIGHTS = 512 * 2**20
 It writes the optimised model into one file, 2 GiB at most, and holds all weights in memory meanwhile. Larger ones are
 shown as inputs, what it would fold of them foreseen (`view`); nothing is fused into them then.
 """
+
+
+MOST_NODES = 20_000
+"""Nodes up to which ONNX Runtime is shown a model: the time it takes to load one grows with their square, at the
+default level from about 20 seconds at 10,000 to half an hour at 100,000."""
 
 
 RESOLUTION = 1 << 19
@@ -183,11 +190,14 @@ def infer_shapes_symbolically(model: onnx.ModelProto) -> onnx.ModelProto | None:
         source, target = Path(scratch) / "in.onnx", Path(scratch) / "out.onnx"
         source.write_bytes(model.SerializeToString())
         # In a process of its own: on failure it leaves a dump in the current folder.
-        done = subprocess.run(
-            [sys.executable, "-m", "onnxruntime.tools.symbolic_shape_infer", "--auto_merge",
-             "--input", str(source), "--output", str(target)],
-            cwd=scratch, capture_output=True, check=False,
-        )  # fmt: skip
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", "onnxruntime.tools.symbolic_shape_infer", "--auto_merge",
+                 "--input", str(source), "--output", str(target)],
+                cwd=scratch, capture_output=True, check=False, timeout=_PATIENCE + len(model.graph.node) / 50,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return None
         return onnx.load(target) if done.returncode == 0 and target.exists() else None
 
 

@@ -11,6 +11,8 @@ import onnx
 import pytest
 from onnx import helper
 
+import onnx_remat
+from onnx_remat import runtime
 from onnx_remat.memory import simulate
 from onnx_remat.options import Options
 from onnx_remat.realize import realize
@@ -137,3 +139,19 @@ def test_ten_thousand_nodes_take_seconds(capsys):
         print(f" {len(model.graph.node)} nodes: {seconds:.1f} s ", end="")
     assert after <= before * 1.02
     assert seconds < 10
+
+
+def test_graphs_that_the_runtime_takes_minutes_to_load_are_planned_from_the_file(monkeypatch):
+    """It is not asked, the report says so, and what is written keeps the budget when it is asked after all."""
+    pytest.importorskip("onnxruntime")
+    model = deep(20)
+    plainly = as_executed(model, None, "disable", Options()).timeline().peak
+    with monkeypatch.context() as patch:
+        patch.setattr(runtime, "MOST_NODES", 100)
+        patch.setattr(runtime, "optimized", lambda *_: pytest.fail("asked"))
+        result = onnx_remat.rewrite_model(model, "45%", time_limit=0.2)
+    report = result.report
+    assert report.before.total == plainly and len(set(report.peaks_by_level.values())) == 1
+    assert any("was not asked" in note for note in report.notes)
+    assert report.recomputed > 0
+    assert as_executed(result.model, None, "all", Options()).timeline().peak <= report.budget
