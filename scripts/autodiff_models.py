@@ -53,11 +53,14 @@ def light_forward(name: str) -> onnx.ModelProto:
     image.type.tensor_type.shape.dim[0].dim_param = "batch"
     for value in (*model.graph.output, *model.graph.value_info):
         value.type.tensor_type.ClearField("shape")
+    for node in model.graph.node:
+        if node.op_type == "Dropout":  # masks differ from run to run, and outputs could not be compared
+            node.op_type = "Identity"
+            del node.attribute[:], node.output[1:]
     shapes = {node.input[1] for node in model.graph.node if node.op_type == "Reshape"}
     for tensor in model.graph.initializer:
-        if tensor.name in shapes:
-            shape = onnx.numpy_helper.to_array(tensor).copy()
-            assert shape[0] == 1, (name, tensor.name)
+        shape = onnx.numpy_helper.to_array(tensor).copy()
+        if tensor.name in shapes and shape[0] == 1:
             shape[0] = 0  # as the input
             tensor.CopyFrom(onnx.numpy_helper.from_array(shape, tensor.name))
     return model
@@ -83,7 +86,7 @@ def exported(make: Callable[[], torch_models.Case]) -> Callable[[], onnx.ModelPr
         single, double = runtime.outputs(step, feeds), in_float64(step, feeds)
         made, wide = ({n: v for n, v in m.items() if not n.startswith(names.new(""))} for m in (single, double))
         expected, exact = (_gradients(case, inputs, target, dtype) for dtype in (torch.float32, torch.float64))
-        found = check.compare(wide, exact, {"float64": 1e-6}, dict.fromkeys(_nil(exact), 1.0))
+        found = check.compare(wide, exact, {"float64": 1e-5}, dict.fromkeys(_nil(exact), 1.0))
         wrt = [n.removeprefix(names.gradient("")) for n in made if n != names.LOSS]
         step = add_backward(forward, "cross_entropy", wrt=wrt, optimizer=SGD(lr=0.01), **options)
         check.record(step, check.exactly(found, made, expected, exact))
@@ -101,8 +104,15 @@ def torch_forward(case: torch_models.Case) -> onnx.ModelProto:
     case.model.train()
     assert program is not None
     model: onnx.ModelProto = program.model_proto
-    for tensor in model.graph.initializer:  # the wrapper's prefix
-        _rename(model, tensor.name, tensor.name.removeprefix("model."))
+    names_of: dict[int, str] = {}
+    for name, parameter in case.model.named_parameters(remove_duplicate=False):
+        # without the wrapper's prefix; a weight in two places has the name of the first
+        _rename(model, f"model.{name}", names_of.setdefault(id(parameter), name))
+    for name, _ in case.model.named_buffers():
+        _rename(model, f"model.{name}", name)
+    tensors = {tensor.name: tensor for tensor in model.graph.initializer}
+    del model.graph.initializer[:]
+    model.graph.initializer.extend(tensors.values())
     return model
 
 

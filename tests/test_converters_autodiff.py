@@ -142,6 +142,18 @@ def test_training_batch_normalization_against_torch() -> None:
         np.testing.assert_allclose(made[f"grad.{name}"], expected, rtol=1e-3, atol=1e-5)
 
 
+def test_sequences_that_are_only_split_become_splits() -> None:
+    places = {"two": np.asarray(2), "first": np.asarray(0), "last": np.asarray(-1)}
+    text = "h = MatMul(x, w0)\ns = SplitToSequence(h, two) axis=1\na = SequenceAt(s, first)\nb = SequenceAt(s, last)"
+    forward = model(text + "\ny = Mul(a, b)", weights((3, 4)) | places)
+    step = add_backward(forward, "mse")
+    assert not {"SplitToSequence", "SequenceAt"} & {node.op_type for node in step.graph.node}
+    w, x = weights((3, 4))["w0"], np.ones((4, 3), np.float32)
+    made = runtime.outputs(step, {"w0": w, "x": x, "target": np.zeros((4, 2), np.float32)})
+    h = x @ w
+    assert made["loss"] == pytest.approx(np.mean((h[:, :2] * h[:, 2:]) ** 2), rel=1e-5)
+
+
 RATES = [optimizers.SGD(lr=0.1), optimizers.SGD(lr=0.1, momentum=0.9), optimizers.AdamW(lr=0.01)]
 
 

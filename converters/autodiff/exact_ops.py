@@ -112,6 +112,13 @@ class LRN(_Op):
         return (x / (bias + alpha / size * total) ** beta,)
 
 
+class MeanVarianceNormalization(_Op):
+    def _run(self, x: np.ndarray, axes: list[int] | None = None) -> tuple[np.ndarray]:
+        over = tuple(axes or (0, 2, 3))
+        deviation = np.sqrt((x * x).mean(over, keepdims=True) - x.mean(over, keepdims=True) ** 2)
+        return ((x - x.mean(over, keepdims=True)) / (deviation + 1e-9),)
+
+
 class LpNormalization(_Op):
     def _run(self, x: np.ndarray, axis: int, p: int) -> tuple[np.ndarray]:
         return (x / np.linalg.norm(x, p, axis, keepdims=True),)
@@ -280,6 +287,6 @@ def _pads(how: Mapping[str, Any], axis: int, rank: int, length: int, stride: int
 
 
 OPS: list[type[OpRun]] = [
-    Conv, ConvTranspose, MaxPool, AveragePool, LRN, LpNormalization, Erf, Gelu, Einsum, GatherElements,
-    ScatterElements, ScatterND, Pad, Resize,
+    Conv, ConvTranspose, MaxPool, AveragePool, LRN, MeanVarianceNormalization, LpNormalization, Erf, Gelu, Einsum,
+    GatherElements, ScatterElements, ScatterND, Pad, Resize,
 ]  # fmt: skip

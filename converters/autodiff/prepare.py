@@ -22,6 +22,7 @@ from .constants import static
 from .registry import NO_GRADIENT
 from .rules import RULES
 from .rules_norm import BATCH_STATISTICS
+from .sequences import unpack_sequences
 from .tape import Tape
 
 OLDEST, UPGRADED = 18, 20
@@ -210,9 +211,11 @@ def infer_shapes(model: ir.Model, dims: Mapping[str, int]) -> ir.Model:
         inferred = onnx.shape_inference.infer_shapes(proto, data_prop=True, strict_mode=True)
     except Exception:  # strict mode stops at the first op it cannot infer; the rest may not need that op's shape
         inferred = onnx.shape_inference.infer_shapes(proto, data_prop=True)
-    if _unranked(inferred):
-        inferred = runtime.infer_shapes_symbolically(inferred) or inferred
     made = ir.from_proto(inferred)
+    if unpack_sequences(made.graph):
+        return infer_shapes(made, {})
+    if _unranked(inferred):
+        made = ir.from_proto(runtime.infer_shapes_symbolically(inferred) or inferred)
     for index, value in enumerate((*made.graph.inputs, *(v for node in made.graph for v in node.outputs))):
         if value.shape is not None:
             known = [d if isinstance(d, int) else d.value for d in value.shape]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 
 from .dims import Dims, dims, is_static, size
@@ -157,10 +158,15 @@ def weight_gradient(t: Tape, x: ir.Value, g: ir.Value, shape: tuple[int, ...], h
     """Adjoint of the weights of a convolution of `x`, from that of its output.
 
     In general a convolution of the input, its batch and channel axes swapped, with the output's adjoint as kernel:
-    strides and dilations change places. Windows of one entry need a matrix product only.
+    strides and dilations change places. Windows of one entry need a matrix product only, and a product for each entry
+    is two to ten times faster than the convolution, whose kernel is as large as an image, where channels are many.
     """
-    if size(how.kernel) == 1 and how.group == 1 and not any(how.begin + how.end):
+    entries = size(how.kernel)
+    assert entries is not None
+    if entries == 1 and how.group == 1 and not any(how.begin + how.end):
         return _pointwise_weight_gradient(t, x, g, shape, how)
+    if entries <= _MOST_ENTRIES and how.group == 1 and shape[1] >= _LEAST_CHANNELS and is_static(dims(x) + dims(g)):
+        return _weight_gradient_by_entry(t, x, g, shape, how)
     given = dims(x)
     n, spatial = given[0], given[2:]
     axes = range(2, 2 + how.rank)
@@ -179,6 +185,37 @@ def weight_gradient(t: Tape, x: ir.Value, g: ir.Value, shape: tuple[int, ...], h
     for axis, k in zip(axes, how.kernel, strict=True):
         made = t.slice(made, axis, 0, k)
     return t.transpose(made, [1, 0, *axes])
+
+
+_MOST_ENTRIES, _LEAST_CHANNELS = 25, 16  # measured on 3 x 3 and 7 x 7 windows, 3 to 512 channels
+
+
+def _weight_gradient_by_entry(
+    t: Tape, x: ir.Value, g: ir.Value, shape: tuple[int, ...], how: Geometry
+) -> ir.Value:
+    """For each entry of the window, the product of the output's adjoint with what all windows read there."""
+    rank, out = how.rank, [int(n) for n in dims(g)[2:]]
+    spatial = range(1, 1 + rank)
+    last = t.transpose(x, [0, *range(2, 2 + rank), 1])  # channels last: what is read lies as the product wants it
+    wide = dims(last)
+    if any(how.begin + how.end):
+        padded = tuple(int(wide[i]) + how.begin[i - 1] + how.end[i - 1] for i in spatial)
+        wide = (wide[0], *padded, wide[-1])
+        last = t.op("Pad", last, t.ints(0, *how.begin, 0, 0, *how.end, 0), shape=wide)
+    rows = t.product((wide[0], *out))
+    left = t.reshape(t.transpose(g, [1, 0, *range(2, 2 + rank)]), (shape[0], rows))
+    made = []
+    for entry in np.ndindex(*how.kernel):
+        first = [at * d for at, d in zip(entry, how.dilations, strict=True)]
+        end = [f + (n - 1) * st + 1 for f, n, st in zip(first, out, how.strides, strict=True)]
+        read = t.op(
+            "Slice", last, t.ints(*first), t.ints(*end), t.ints(*spatial), t.ints(*how.strides),
+            shape=(wide[0], *out, wide[-1]),
+        )  # fmt: skip
+        made.append(t.op("MatMul", left, t.reshape(read, (rows, wide[-1])), shape=shape[:2]))
+    joined = t.op("Concat", *made, shape=(shape[0], len(made) * shape[1]), axis=1)
+    by_entry = t.reshape(joined, (shape[0], len(made), shape[1]))
+    return t.reshape(t.transpose(by_entry, [0, 2, 1]), shape)
 
 
 def _swapped_output(spatial: Dims, out: Dims, how: Geometry) -> Dims:
