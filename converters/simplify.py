@@ -146,12 +146,24 @@ def _absorb_expand(node: ir.Node) -> None:
     result = _static(node.outputs[0])
     for index, value in enumerate(node.inputs):
         before = value.producer() if value is not None else None
-        if before is None or before.op_type != "Expand" or result is None:
+        if before is None or before.op_type not in ("Expand", "ConstantOfShape") or result is None:
             continue
-        small = before.inputs[0]
-        shapes = [_static(v) if i != index else _static(small) for i, v in enumerate(node.inputs)]
-        if small is not None and _broadcast(shapes) == result:
-            node.replace_input_with(index, small)
+        small = before.inputs[0] if before.op_type == "Expand" else None
+        shapes = [() if i == index and small is None else _static(small if i == index else v)
+                  for i, v in enumerate(node.inputs)]  # fmt: skip
+        if _broadcast(shapes) == result:
+            node.replace_input_with(index, small or _fill(before))
+
+
+def _fill(node: ir.Node) -> ir.Value:
+    """The one number that a ConstantOfShape repeats."""
+    assert node.graph is not None
+    value = node.attributes["value"].as_tensor().numpy() if "value" in node.attributes else np.zeros(1, np.float32)
+    made = ir.Value(name=f"{node.outputs[0].name}.fill", const_value=ir.tensor(value.reshape(())))
+    made.shape, made.type = ir.Shape([]), node.outputs[0].type
+    if made.name not in node.graph.initializers:
+        node.graph.register_initializer(made)
+    return node.graph.initializers[str(made.name)]
 
 
 def _broadcast(shapes: list[tuple[int, ...] | None]) -> tuple[int, ...] | None:

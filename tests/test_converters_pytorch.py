@@ -29,8 +29,12 @@ def batch(seed=0):
     return torch.randn(6, 3, 8, 8, generator=generator), torch.randint(0, 10, (6,), generator=generator)
 
 
-def phases(model):
-    return [p.value for node in model.graph.node for p in node.metadata_props if p.key == "phase"]
+def labels(model, key):
+    return [next((p.value for p in node.metadata_props if p.key == key), None) for node in model.graph.node]
+
+
+def modules(model, phase):
+    return {path for path, where in zip(labels(model, "module"), labels(model, "phase"), strict=True) if where == phase}
 
 
 def error(model):
@@ -54,8 +58,12 @@ def test_interface_labels_and_standard_ops():
         "new.1.running_mean", "new.1.running_var", "new.1.num_batches_tracked",
     ]  # fmt: skip
     assert {node.domain for node in step.graph.node} == {""}
-    labels = phases(step)
-    assert len(labels) == len(step.graph.node) and set(labels) == {"forward", "backward"}
+    assert set(labels(step, "phase")) == {"forward", "backward"}
+    assert modules(step, "forward") == {"0", "1", "2", "3", "4", "5", None}  # None: the loss
+    assert modules(step, "backward") == {"0", "1", "2", "3", "5", None}
+    paths = zip(step.graph.node, labels(step, "module"), strict=True)
+    assert [path for node, path in paths if node.op_type == "Conv"] == ["0", "0"]
+    assert all(max(tensor.dims, default=1) <= 64 for tensor in step.graph.initializer)  # no tensor of zeros
     shaped = {info.name for info in step.graph.value_info} | {info.name for info in step.graph.output}
     assert all(name in shaped for node in step.graph.node for name in node.output if name)
     assert error(step) < 1e-5
@@ -72,7 +80,7 @@ def test_twenty_steps_follow_torch(kind):
     }
     optimizer = make[kind]()
     step = export_training_step(model, batch(), F.cross_entropy, optimizer)
-    assert set(phases(step)) == {"forward", "backward", "optimizer"}
+    assert set(labels(step, "phase")) == {"forward", "backward", "optimizer"}
     feeds = initial_feeds(step, model, optimizer)
     ours, theirs = [], []
     for seed in range(20):

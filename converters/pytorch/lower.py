@@ -18,6 +18,9 @@ from ..simplify import simplify
 from .program import program
 from .trace import Trace, quiet
 
+FOLDED = 4096
+"""Elements of the largest constant computed now; larger ones are made in the run, where they can be let go of."""
+
 _WATCHED = "watched."
 
 
@@ -47,12 +50,12 @@ def lower(
     _name_dimensions(model.graph, list(inputs), dynamic)
     _label(model.graph)
     common.InlinePass()(model)
-    onnxscript.optimizer.fold_constants(model)
+    onnxscript.optimizer.fold_constants(model, output_size_limit=FOLDED)
     common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     outputs = [*trace.outputs, *(f"{_WATCHED}{index}" for index in range(trace.watched))]
     _interface(model.graph, list(inputs), outputs)
-    simplify(model)
     common.ShapeInferencePass()(model)
+    simplify(model)
     _inherit(model.graph)
     return model
 
@@ -109,13 +112,12 @@ def _reason(error: Exception) -> str:
 
 
 def _label(graph: ir.Graph) -> None:
-    """Give every node the phase of the operator it translates, and no other metadata."""
+    """Give every node the phase and the module of the operator it translates, and no other metadata."""
     for node in graph:
         source = node.meta.get("node")
-        phase = source.meta.get("custom", {}).get("phase") if source is not None else None
+        label = source.meta.get("custom", {}) if source is not None else {}
         node.metadata_props.clear()
-        if phase is not None:
-            node.metadata_props["phase"] = phase
+        node.metadata_props.update({key: label[key] for key in ("phase", "module") if label.get(key)})
 
 
 def _inherit(graph: ir.Graph) -> None:

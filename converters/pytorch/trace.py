@@ -6,13 +6,14 @@ import logging
 import traceback as traceback_
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
+from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.fx import traceback
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
@@ -148,8 +149,10 @@ class Step:
             frozen = {name: values[name] for name in self.frozen}
             buffers = {name: values[name].clone() for name in self.buffers}
             state = trainable | frozen | buffers
-            with watch:
+            with watch, _paths(self.model):
                 loss = self._loss(state, [values[name] for name in self.batch.names])
+        if loss.grad_fn is not None and traceback.has_preserved_node_meta():  # while tracing: backward nodes tell which forward node they are of
+            setup_stacktrace_preservation_hooks([loss.grad_fn])
         with traceback.annotate({"phase": "backward"}):
             gradients = torch.autograd.grad(loss, list(trainable.values()), allow_unused=True)
         outputs = {names.LOSS: loss.detach()}
@@ -175,6 +178,44 @@ class Step:
         return _scalar(made, self.loss is None)
 
 
+@contextmanager
+def _paths(model: torch.nn.Module) -> Iterator[None]:
+    """Nodes traced inside carry the path of the module they are of."""
+    inside: list[AbstractContextManager[None]] = []
+
+    def enter(path: str) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            inside.append(traceback.annotate({"module": path}))
+            inside[-1].__enter__()
+
+        return hook
+
+    def leave(*_: Any) -> None:
+        inside.pop().__exit__(None, None, None)
+
+    hooks = []
+    for path, module in model.named_modules():
+        hooks.append(module.register_forward_pre_hook(enter(path)))
+        hooks.append(module.register_forward_hook(leave, always_call=True))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _share_paths(graph: torch.fx.Graph) -> None:
+    """Backward nodes are of the module that their forward node is of."""
+    labelled = [(node.meta.get("seq_nr"), node.meta.get("custom", {})) for node in graph.nodes]
+    path: dict[int, str] = {}  # later nodes that nobody differentiates have the number of the last one that is
+    for number, label in labelled:
+        if label.get("phase") == "forward":
+            path.setdefault(number, label.get("module", ""))
+    for number, label in labelled:
+        if "module" not in label and number in path:
+            label["module"] = path[number]
+
+
 def _scalar(loss: Any, from_model: bool) -> torch.Tensor:
     whose = "the model (no loss was given)" if from_model else "the loss function"
     if not isinstance(loss, torch.Tensor):
@@ -196,7 +237,7 @@ class Trace:
     ----------
     graph : torch.fx.GraphModule
         From the inputs' tensors to the outputs' and then the watched ones; every node carries its phase in
-        ``meta["custom"]["phase"]``.
+        ``meta["custom"]["phase"]``, and the path of its module, where it is of one, in ``meta["custom"]["module"]``.
     outputs : tuple of str
         Names of the outputs.
     watched : int
@@ -242,6 +283,7 @@ def trace(step: Step, dynamic: Mapping[str, Mapping[int, str]], opset: int) -> T
     for node in graph.graph.nodes:
         if isinstance(value := node.meta.get("val"), torch.Tensor) and value.is_complex():
             raise ConversionError(f"{node.target} ({node.name}) makes complex numbers: no rule for those")
+    _share_paths(graph.graph)
     (made,) = next(node for node in graph.graph.nodes if node.op == "output").args
     return Trace(graph, tuple(outputs), len(made) - len(outputs))
 
