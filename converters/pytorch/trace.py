@@ -151,7 +151,8 @@ class Step:
             state = trainable | frozen | buffers
             with watch, _paths(self.model):
                 loss = self._loss(state, [values[name] for name in self.batch.names])
-        if loss.grad_fn is not None and traceback.has_preserved_node_meta():  # while tracing: backward nodes tell which forward node they are of
+        # while tracing, backward nodes are to tell which forward node they are of
+        if loss.grad_fn is not None and traceback.has_preserved_node_meta():
             setup_stacktrace_preservation_hooks([loss.grad_fn])
         with traceback.annotate({"phase": "backward"}):
             gradients = torch.autograd.grad(loss, list(trainable.values()), allow_unused=True)
