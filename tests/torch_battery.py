@@ -68,6 +68,8 @@ torch.manual_seed(0)
 CASES = {
     "conv1d": (nn.Conv1d(4, 6, 3, stride=2, padding=1), randn(2, 4, 11)),
     "conv2d": (nn.Conv2d(4, 6, 3, padding=1), img()),
+    "conv2d_pointwise": (nn.Sequential(nn.Conv2d(4, 5, 1), nn.Conv2d(5, 6, 1, stride=(1, 3))), img()),
+    "convT2d_pointwise": (nn.Sequential(nn.Conv2d(4, 5, 1), nn.ConvTranspose2d(5, 6, 1, 2)), img()),
     "conv2d_dil": (nn.Conv2d(4, 6, 3, dilation=2, stride=2, padding=2), img()),
     "conv2d_group": (nn.Conv2d(4, 8, 3, groups=2), img()),
     "conv2d_dw": (nn.Conv2d(4, 8, 3, groups=4, stride=2), img()),
