@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -286,6 +287,20 @@ def test_refusals(case: str) -> None:
         add_backward(forward, **options)
 
 
+@pytest.mark.parametrize(
+    ("case", "arguments"),
+    [("no rule", ["--loss", "y"]), ("not a scalar", []), ("no loss", []), ("integer parameter", ["--wrt", "i"]),
+     ("no influence", ["--loss", "y", "--wrt", "w0"])],
+)  # fmt: skip
+def test_refusals_write_nothing(
+    case: str, arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    onnx.save(BAD[case][0], tmp_path / "forward.onnx")
+    assert main([str(tmp_path / "forward.onnx"), str(tmp_path / "train.onnx"), *arguments]) == 6
+    assert re.search(BAD[case][2], capsys.readouterr().err)
+    assert [path.name for path in tmp_path.iterdir()] == ["forward.onnx"]
+
+
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, target = tmp_path / "forward.onnx", tmp_path / "train.onnx"
     onnx.save(MLP, source)
@@ -295,6 +310,7 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     step, first = onnx.load(target), dict(np.load(values))
     made = runtime.outputs(step, first | {"x": np.ones((4, 3), np.float32), "target": np.zeros(4, np.int64)})
     assert made["new.state.w0.step"] == 1
+    assert "gradients agree with differences of the loss" in capsys.readouterr().out
     assert main(arguments) == 2  # exists
     bad = tmp_path / "bad.onnx"
     assert main([str(source), str(bad)]) == 6

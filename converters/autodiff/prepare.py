@@ -58,7 +58,8 @@ def load(source: Source) -> ir.Model:
     for node in model.graph:
         if not onnx.defs.has(node.op_type, node.domain):
             domain = f"{node.domain}." if node.domain else ""
-            raise ConversionError(f"no gradient rule for op {domain}{node.op_type} (node {node.name!r}): not in ONNX")
+            name = node.name or node.outputs[0].name
+            raise ConversionError(f"no gradient rule for op {domain}{node.op_type} (node {name!r}): not in ONNX")
     model.ir_version = max(model.ir_version, 9)  # weights of files before 4 had to be inputs
     passes.RemoveInitializersFromInputsPass()(model)
     for index, node in enumerate(model.graph):
