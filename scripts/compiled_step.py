@@ -48,12 +48,9 @@ def main() -> None:
 
     def step() -> None:
         case.model.zero_grad(set_to_none=True)
-        if isinstance(case.batch, Mapping):
-            made, target = compiled(**_data(case.batch)), case.batch["labels"]
-        else:
-            made, target = compiled(*case.batch[:-1]), case.batch[-1]
+        positional, named, target = arguments(case.batch)
         assert case.loss is not None
-        case.loss(made, target).backward()
+        case.loss(compiled(*positional, **named), target).backward()
 
     step()
     step()
@@ -76,8 +73,11 @@ def allocated(profiler: Any) -> int:
     return max(itertools.accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())), default=0)
 
 
-def _data(batch: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in batch.items() if name != "labels"}
+def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+    """What the model takes by position and by name, and the target of the loss."""
+    if isinstance(batch, Mapping):
+        return (), {name: value for name, value in batch.items() if name != "labels"}, batch["labels"]
+    return tuple(batch[:-1]), {}, batch[-1]
 
 
 def _tensors(batch: Any) -> list[Any]:

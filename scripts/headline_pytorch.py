@@ -17,10 +17,13 @@ same runtime at its defaults.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import onnx
 import torch
@@ -40,7 +43,7 @@ from onnx_remat.units import format_bytes
 from scripts import compiled_step, fx_problems, torch_models
 from scripts.headline_feng_huang import plan
 
-MODELS = ("mlp", "resnet18", "unet", "gpt2-4")
+MODELS = ("mlp", "resnet18", "unet", "gpt2-4-half")
 BUDGETS = (0.8, 0.5, 0.3, 0.1)
 MEASURED = (0.5, 0.1)
 
@@ -56,16 +59,21 @@ def partitioned(case: torch_models.Case, budget: float) -> tuple[Problem, Schedu
         kept["joint"], kept["halves"] = joint.graph, halves
         return halves
 
-    def step(parameters: Any, *batch: Any) -> torch.Tensor:
-        made = torch.func.functional_call(case.model, dict(zip(names, parameters, strict=True)), batch[:-1])
+    positional, named, target = compiled_step.arguments(case.batch)
+
+    def step(parameters: Any, data: Any, named_data: Any, target: Any) -> torch.Tensor:
+        made = torch.func.functional_call(case.model, dict(zip(names, parameters, strict=True)), data, named_data)
         assert case.loss is not None
-        return case.loss(made, batch[-1])
+        return case.loss(made, target)
 
     def interpret(gm: GraphModule, example_inputs: Any) -> Any:
         return make_boxed_func(gm.forward)
 
     traced = aot_function(step, fw_compiler=interpret, bw_compiler=interpret, partition_fn=partition)
-    traced(list(parameters), *case.batch).backward()
+    with contextlib.ExitStack() as stack:
+        if masks := sys.modules.get("transformers.masking_utils"):  # it knows torch.compile's tracing, not this one
+            stack.enter_context(mock.patch.object(masks, "is_tracing", lambda *_: True))
+        traced(list(parameters), positional, named, target).backward()
     problem, ops = fx_problems.problem(kept["joint"], PRESETS["h100"])
     number = {node.name: i for i, node in enumerate(ops)}
     order = tuple(
