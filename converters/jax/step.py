@@ -51,16 +51,6 @@ class Step:
         """JAX's own outputs for the first inputs, by name."""
         return self._run(self.inputs.values())
 
-    def exact(self) -> dict[str, np.ndarray] | None:
-        """The step's outputs with every float input widened to float64; None with random keys among the inputs.
-
-        Floats that the loss function makes by themselves stay as narrow as it asks for; keys draw other numbers then.
-        """
-        if any(kernels.is_key(value) for value in self.inputs.values()):
-            return None
-        with jax.enable_x64(True):
-            return self._run([_widened(value) for value in self.inputs.values()])
-
     def noise(self, expected: Mapping[str, np.ndarray]) -> dict[str, float]:
         """How far each float output moves, at most, when float inputs move as much as kernels round.
 
@@ -90,10 +80,6 @@ class Step:
     def feeds(self) -> dict[str, np.ndarray]:
         """The first inputs as ONNX Runtime takes them."""
         return {name: plain(value) for name, value in self.inputs.items()}
-
-
-def _widened(value: Any) -> np.ndarray:
-    return np.asarray(value, np.float64) if jnp.issubdtype(value.dtype, jnp.floating) else np.asarray(value)
 
 
 def _nudged(value: Any, generator: np.random.Generator) -> Any:
