@@ -143,6 +143,24 @@ def test_training_batch_normalization_against_torch() -> None:
         np.testing.assert_allclose(made[f"grad.{name}"], expected, rtol=1e-3, atol=1e-5)
 
 
+def test_dropout_that_does_not_drop_passes_the_gradient_as_it_is() -> None:
+    """Even where it puts out its mask."""
+    text = "h = MatMul(x, w0)\nd, mask = Dropout(h, ratio)\ny = Mul(d, d)"
+    step = add_backward(model(text, weights((3, 4)) | {"ratio": np.asarray(0.5, np.float32)}), "mse")
+    assert float({p.key: p.value for p in step.metadata_props}["check.differences"]) < 1e-6
+
+
+def test_logits_are_found_below_a_softmax_of_rows() -> None:
+    text = "p = GlobalAveragePool(x)\nh = Conv(p, w0)\nf = Flatten(h)\ns = Softmax(f)\ny = Reshape(s, shape)"
+    forward = model(text, weights((5, 3, 1, 1)) | {"shape": np.asarray([4, 5, 1, 1])}, {"x": [4, 3, 2, 2]})
+    step = add_backward(forward, "cross_entropy")
+    x, w = np.random.default_rng(0).standard_normal((4, 3, 2, 2)).astype(np.float32), weights((5, 3, 1, 1))["w0"]
+    made = runtime.outputs(step, {"w0": w, "x": x, "target": np.zeros((4, 1, 1), np.int64)})
+    scores = x.mean((2, 3)) @ w[:, :, 0, 0].T
+    expected = np.mean(np.log(np.exp(scores).sum(1)) - scores[:, 0])
+    assert made["loss"] == pytest.approx(expected, rel=1e-5)
+
+
 def test_sequences_that_are_only_split_become_splits() -> None:
     places = {"two": np.asarray(2), "first": np.asarray(0), "last": np.asarray(-1)}
     text = "h = MatMul(x, w0)\ns = SplitToSequence(h, two) axis=1\na = SequenceAt(s, first)\nb = SequenceAt(s, last)"

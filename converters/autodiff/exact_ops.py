@@ -112,6 +112,13 @@ class LRN(_Op):
         return (x / (bias + alpha / size * total) ** beta,)
 
 
+class LogSoftmax(_Op):
+    def _run(self, x: np.ndarray, axis: int = -1) -> tuple[np.ndarray]:
+        """The reference takes the logarithm of Softmax, which underflows."""
+        low = x - x.max(axis, keepdims=True)
+        return (low - np.log(np.exp(low).sum(axis, keepdims=True)),)
+
+
 class MeanVarianceNormalization(_Op):
     def _run(self, x: np.ndarray, axes: list[int] | None = None) -> tuple[np.ndarray]:
         over = tuple(axes or (0, 2, 3))
@@ -287,6 +294,6 @@ def _pads(how: Mapping[str, Any], axis: int, rank: int, length: int, stride: int
 
 
 OPS: list[type[OpRun]] = [
-    Conv, ConvTranspose, MaxPool, AveragePool, LRN, MeanVarianceNormalization, LpNormalization, Erf, Gelu, Einsum,
-    GatherElements, ScatterElements, ScatterND, Pad, Resize,
+    Conv, ConvTranspose, MaxPool, AveragePool, LRN, LogSoftmax, MeanVarianceNormalization, LpNormalization, Erf,
+    Gelu, Einsum, GatherElements, ScatterElements, ScatterND, Pad, Resize,
 ]  # fmt: skip

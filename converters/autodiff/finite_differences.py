@@ -33,7 +33,7 @@ PRECISION = 5e-2
 _CHANGE, _LARGEST = 1e-8, 1e-7  # of the loss; of the direction: kinks want small steps, rounding wants large ones
 _FACTORS = (1, 0.1, 10, 100, 1000)  # tried in turn
 _BOLDEST = 0.1  # largest change of a parameter in a direction, of its own size
-_ROUNDING = 8 * np.finfo(np.float64).eps  # of the loss, through all layers
+_ROUNDING, _SLACK = 8 * np.finfo(np.float64).eps, 4  # of the loss, at least; times what the loss is seen to jitter
 _NIL = 1e-4  # of the largest gradient: below, float32 need not get it right
 _UNSEEN = 1e-3  # of the change: more must not be left to rounding
 _UNTOLD = 1e-4  # of the loss' change: a parameter with a smaller share of it is not tested
@@ -128,6 +128,14 @@ class _Line:
         self._scale = float(np.linalg.norm(list(self._shares.values())))
         if not self._scale:
             raise ConversionError("every gradient is zero on the check's inputs: give example_inputs= or check=False")
+        # Parameters moved by about their own rounding error move the loss by its noise: of large scores, say.
+        drawn = self._drawn(0)
+        jitter = [self._moved(drawn, k * 1e-16 * self._size / self._scale) - loss for k in (-1, 1, 2)]
+        self._noise = max(_ROUNDING * self._size, _SLACK * max(map(abs, jitter)))
+
+    def _drawn(self, seed: int) -> dict[str, np.ndarray]:
+        rng = np.random.default_rng(seed)
+        return {p: rng.standard_normal(g.shape) * self._steps[p] for p, g in self._gradients.items()}
 
     def untold(self) -> tuple[str, ...]:
         """Parameters that move the loss too little, by their gradients, for an error in them to show."""
@@ -162,14 +170,13 @@ class _Line:
 
     def _difference(self, parameters: Sequence[str], seed: int, factor: float) -> tuple[float, float]:
         """Along the part of a direction that is some parameters', and what rounding may add; relative to the whole."""
-        rng = np.random.default_rng(seed)
-        drawn = {p: rng.standard_normal(g.shape) * self._steps[p] for p, g in self._gradients.items()}
+        drawn = self._drawn(seed)
         direction = {p: drawn[p] for p in parameters}
         predicted = sum(float((self._gradients[p] * d).sum()) for p, d in direction.items())
         epsilon = factor * min(_CHANGE * self._size / self._scale, _LARGEST)
         up, down = (self._moved(direction, sign * epsilon) for sign in (1, -1))
         error = abs((up - down) / (2 * epsilon) - predicted) / self._scale
-        return error, _ROUNDING * self._size / (epsilon * self._scale)
+        return error, self._noise / (epsilon * self._scale)
 
     def _moved(self, direction: Mapping[str, np.ndarray], by: float) -> float:
         moved = {p: self._at[p] + by * d for p, d in direction.items()}

@@ -42,11 +42,7 @@ class CrossEntropy:
         if rank < 2:
             raise ConversionError(f"cross-entropy needs an axis of classes, but output {scores.name!r} has rank {rank}")
         axis = (self.axis if self.axis is not None else 1 if rank >= 4 else -1) % rank
-        node = scores.producer()
-        if node is not None and node.op_type in ("Softmax", "LogSoftmax"):
-            along = node.attributes["axis"].as_int() if "axis" in node.attributes else -1
-            if along % rank == axis and node.inputs[0] is not None:
-                scores = node.inputs[0]
+        scores = _logits(scores, axis)
         shape = dims(scores)
         kept = (*shape[:axis], *shape[axis + 1 :])
         target = _input(t, self.target, kept, ir.DataType.INT64)
@@ -59,6 +55,25 @@ class CrossEntropy:
             labels = t.reshape(labels, (rows,))
         chosen: dict[str, Any] = {} if self.ignore_index is None else {"ignore_index": self.ignore_index}
         return t.op("SoftmaxCrossEntropyLoss", scores, labels, shape=(), **chosen), target
+
+
+def _logits(scores: ir.Value, axis: int) -> ir.Value:
+    """What a Softmax along the axis was made of; also of rows, as opsets before 13 have it, where other axes are 1."""
+    shape, node = dims(scores), scores.producer()
+    flat = node is not None and node.op_type == "Reshape" and all(d == 1 for d in shape[2:]) and axis == 1
+    if flat and node is not None and node.inputs[0] is not None:
+        node, shape = node.inputs[0].producer(), shape[:2]
+    if node is None or node.op_type not in ("Softmax", "LogSoftmax") or node.inputs[0] is None:
+        return scores
+    along = node.attributes["axis"].as_int() if "axis" in node.attributes else -1
+    made = node.inputs[0]
+    if along % len(shape) != axis or len(dims(made)) != len(shape):
+        return scores
+    if flat:
+        before = made.producer()
+        source = before.inputs[0] if before is not None and before.op_type in ("Reshape", "Flatten") else None
+        return source if source is not None and dims(source) == dims(scores) else scores
+    return made
 
 
 @dataclass(frozen=True, slots=True)

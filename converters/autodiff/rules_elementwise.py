@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeAlias
 
+import numpy as np
 import onnx_ir as ir
 
 from .dims import dims
@@ -130,8 +131,13 @@ def cast(s: Step) -> Grads:
 def dropout(s: Step) -> Grads:
     """The mask the forward pass drew is kept; without one (inference) the gradient passes as it is."""
     t = s.t
-    if len(s.node.outputs) < 2 or not s.node.outputs[1].name:
+    training = s.known(2, "training mode") if s.has(2) else np.asarray(False)
+    if not training:
         return {0: lambda: s.g}
+    if len(s.node.outputs) < 2:
+        s.node.resize_outputs(2)
+    s.node.outputs[1].name = s.node.outputs[1].name or t.fresh(f"{s.y.name}.mask")
+    s.node.outputs[1].shape, s.node.outputs[1].type = s.y.shape, ir.TensorType(ir.DataType.BOOL)
     mask = s.node.outputs[1]
     ratio = s.x(1) if s.has(1) else t.scalar(0.5, s.x())
     keep = number(ratio)
