@@ -76,7 +76,7 @@ def gpt2(layers: int, width: int = 768, words: int = 50257, batch: int = 2, leng
     library = _import_transformers()
     config = library.GPT2Config(
         n_layer=layers, n_embd=width, n_head=width // 64, vocab_size=words, resid_pdrop=0.0, embd_pdrop=0.0,
-        attn_pdrop=0.0, use_cache=False,
+        attn_pdrop=0.0, use_cache=False, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
     return _language(library.GPT2LMHeadModel(config), words, batch, length)
 
