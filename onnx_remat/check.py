@@ -1,4 +1,4 @@
-"""Has another tool undone a rewritten file? Counts what is left of the plan and simulates the file as it is now."""
+"""Has another tool undone a rewritten file? Counts what is left of the plan, simulates the file, and runs it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from onnx_remat import model_io, runtime
 from onnx_remat.errors import ModelError
@@ -30,6 +31,10 @@ class Survival:
         Bytes the file was written for.
     peaks_by_level : dict of str to int
         Simulated peak in bytes per graph optimisation level.
+    running_by_level : dict of str to int
+        Recomputed nodes that ONNX Runtime runs by themselves, per level; others are merged or fused into their readers.
+    measured : int or None
+        Peak in bytes of a run at the default level, None where there was none.
     """
 
     recomputed: int
@@ -38,11 +43,14 @@ class Survival:
     control_edges_lost: tuple[str, ...]
     budget: int
     peaks_by_level: Mapping[str, int]
+    running_by_level: Mapping[str, int]
+    measured: int | None
 
     @property
     def kept(self) -> bool:
         """Does the file still keep its budget?"""
-        return max(self.peaks_by_level.values()) <= self.budget
+        measured = (self.measured or 0) <= self.budget + runtime.RESOLUTION
+        return max(self.peaks_by_level.values()) <= self.budget and measured
 
     def to_text(self) -> str:
         """For people: one line per finding, the verdict last."""
@@ -56,12 +64,19 @@ class Survival:
                 ("control edges", self.control_edges, self.control_edges_lost),
             )
         ]
+        lines += [
+            f"ONNX Runtime at level {level!r} runs {running} of them, peak {format_bytes(self.peaks_by_level[level])}"
+            for level, running in self.running_by_level.items()
+        ]
+        if self.measured is not None:
+            worst = max(worst, self.measured)
+            lines.append(f"it runs: measured peak {format_bytes(self.measured)}")
         verdict = "keeps" if self.kept else "no longer keeps"
         lines.append(f"peak {format_bytes(worst)}: {verdict} its budget of {format_bytes(self.budget)}")
         return "\n".join(lines)
 
 
-def check(path: str | os.PathLike[str], dims: Mapping[str, int] | None = None) -> Survival:
+def check(path: str | os.PathLike[str], dims: Mapping[str, int] | None = None, run: bool = True) -> Survival:
     """Compare a file with what was recorded in it when it was written.
 
     Parameters
@@ -70,11 +85,15 @@ def check(path: str | os.PathLike[str], dims: Mapping[str, int] | None = None) -
         A file that `rewrite_model` made, or what some tool made of it.
     dims : mapping of str to int, optional
         Sizes of symbolic dimensions; by default those it was planned for.
+    run : bool
+        Also run it, where ONNX Runtime is installed: a tool may leave a file that loads and then fails.
 
     Raises
     ------
     ModelError
         The file is no model, or does not say what was planned: it was not rewritten, or a tool dropped its metadata.
+    VerificationError
+        It fails when it is run.
     """
     source = model_io.load(path)
     notes = {p.key: p.value for p in source.model.metadata_props}
@@ -88,13 +107,17 @@ def check(path: str | os.PathLike[str], dims: Mapping[str, int] | None = None) -
     options = Options(dims=dims)
     levels = runtime.LEVELS if runtime.available() else ("disable",)
     made = {name for node in source.model.graph.node for name in node.output}
+    executed = {level: as_executed(source.model, source.folder, level, options) for level in levels}
+    runs = {level: what.view.graph.producer() for level, what in executed.items()}
     return Survival(
         len(clones),
         len(edges),
         tuple(name for name in clones if name not in made),
         tuple(name for name in edges if name not in made),
         budget,
-        {level: as_executed(source.model, source.folder, level, options).timeline().peak for level in levels},
+        {level: what.timeline().peak for level, what in executed.items()},
+        {level: sum(name in made_there for name in clones) for level, made_there in runs.items()},
+        runtime.measure(Path(path), dims=dims).peak_bytes if run and runtime.available() else None,
     )
 
 
@@ -103,7 +126,8 @@ def command(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="onnx-remat check", description=__doc__)
     parser.add_argument("file", metavar="FILE", help="a rewritten model, or what another tool made of it")
     parser.add_argument("--dim", action="append", default=[], metavar="NAME=N", help="size of a symbolic dimension")
+    parser.add_argument("--no-run", action="store_true", help="do not run a step of it")
     given = parser.parse_args(arguments)
-    found = check(given.file, parse_dims(given.dim))
+    found = check(given.file, parse_dims(given.dim), run=not given.no_run)
     print(found.to_text())
     return 0 if found.kept else 5
