@@ -128,14 +128,18 @@ class _Line:
         self._scale = float(np.linalg.norm(list(self._shares.values())))
         if not self._scale:
             raise ConversionError("every gradient is zero on the check's inputs: give example_inputs= or check=False")
+        self._direction: tuple[int, dict[str, np.ndarray]] = (-1, {})  # the last one: drawing is slow for large weights
         # Parameters moved by about their own rounding error move the loss by its noise: of large scores, say.
         drawn = self._drawn(0)
         jitter = [self._moved(drawn, k * 1e-16 * self._size / self._scale) - loss for k in (-1, 1, 2)]
         self._noise = max(_ROUNDING * self._size, _SLACK * max(map(abs, jitter)))
 
     def _drawn(self, seed: int) -> dict[str, np.ndarray]:
-        rng = np.random.default_rng(seed)
-        return {p: rng.standard_normal(g.shape) * self._steps[p] for p, g in self._gradients.items()}
+        if self._direction[0] != seed:
+            rng = np.random.default_rng(seed)
+            drawn = {p: rng.standard_normal(g.shape) * self._steps[p] for p, g in self._gradients.items()}
+            self._direction = seed, drawn
+        return self._direction[1]
 
     def untold(self) -> tuple[str, ...]:
         """Parameters that move the loss too little, by their gradients, for an error in them to show."""
