@@ -75,6 +75,7 @@ _TOOLS = {
         "ort.InferenceSession(sys.argv[1], o, providers=['CPUExecutionProvider'])"
     ),
 }
+_VERSIONS = ["1.19.2", "1.20.1", "1.22.1", "1.24.4", "1.26.0", "1.28.0", "1.30.0", "1.31.1"]
 _PACKAGES = {"onnx-ir-cse": "onnx-ir", "onnxscript-optimizer": "onnxscript", "ort-save": "onnxruntime"}
 
 
@@ -170,7 +171,7 @@ def main() -> None:
     """Fill the matrix and print it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--versions", nargs="*", default=["1.19.2", "1.22.1", "1.26.0", "1.31.1"])
+    parser.add_argument("--versions", nargs="*", default=_VERSIONS)
     parser.add_argument("--tools", nargs="*", default=list(_TOOLS), choices=list(_TOOLS))
     parser.add_argument("--graphs", nargs="*", type=Path, default=sorted((ROOT / "sample_models").glob("*.onnx")))
     parser.add_argument("--budget", default="60%")
