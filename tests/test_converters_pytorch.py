@@ -164,6 +164,17 @@ def test_a_batch_of_any_size():
     assert abs(float(made["loss"]) - F.cross_entropy(model(x), y).item()) < 1e-5
 
 
+class AsksWhetherItIsExported(nn.Linear):
+    def forward(self, x):
+        assert torch.compiler.is_compiling() or float(x.sum()) < 1e9  # as transformers' masks do
+        return super().forward(x)
+
+
+def test_models_know_that_they_are_exported():
+    model = AsksWhetherItIsExported(4, 4)
+    assert error(export_training_step(model, (torch.randn(4, 4), torch.zeros(4, 4)), F.mse_loss)) < 1e-5
+
+
 class Autocast(nn.Module):
     def __init__(self, model, dtype):
         super().__init__()

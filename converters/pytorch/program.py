@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch._export.utils import _compiling_state_context
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode, dispatch_functionalize
 from torch.export.exported_program import ExportedProgram, ModuleCallEntry, ModuleCallSignature
 from torch.export.graph_signature import ExportGraphSignature, InputKind, InputSpec, OutputKind, OutputSpec
@@ -36,7 +37,7 @@ def capture(function: Callable[..., Any], fakes: Sequence[torch.Tensor], opset: 
     """Trace a function of tensors without data into a functional graph of operators."""
 
     def lifted(*values: torch.Tensor) -> Any:
-        with _Lift():
+        with _Lift(), _compiling_state_context():  # models ask whether they are being exported
             return function(*values)
 
     module = make_fx(
