@@ -38,8 +38,8 @@ shown as inputs, what it would fold of them foreseen (`view`); nothing is fused 
 
 
 MOST_NODES = 20_000
-"""Nodes up to which ONNX Runtime is shown a model: loading one takes time that grows faster than their number, 9 seconds
-at 10,800 and 40 at 21,600 (basic optimisations, a busy machine), and had not ended after 7 minutes at 109,000."""
+"""Nodes up to which ONNX Runtime is shown a model: the time to load one grows faster than their number, 9 seconds at
+10,800 and 40 at 21,600 (basic optimisations, a busy machine), and had not ended after 7 minutes at 109,000."""
 
 
 RESOLUTION = 1 << 19
