@@ -101,7 +101,7 @@ def train(job: Job) -> Job:
 
     session = new_session(job, job["path"], default=job["default"])
     state = initial_state(session, job["dims"], job["state"])
-    held = sum(array.nbytes for array in state.values()) + initializer_bytes(job["path"])
+    held = sum(array.nbytes for array in state.values()) + initializer_bytes(job["optimized"])
     loop = Loop(session, state, job["loss"], device=job["provider"])
     del state
     # The first steps also fault in code and thread stacks, and scatter small blocks over the heap till it stops growing

@@ -174,9 +174,7 @@ def infer_shapes(model: onnx.ModelProto, names: Sequence[str]) -> dict[str, tupl
     options = session_options("disable")
     options.log_severity_level = 4
     try:
-        session = onnxruntime.InferenceSession(
-            asking.SerializeToString(), options, providers=["CPUExecutionProvider"]
-        )
+        session = onnxruntime.InferenceSession(asking.SerializeToString(), options, providers=["CPUExecutionProvider"])
     except Exception:
         return {}  # whether it should have loaded is for `optimized` to say
     return {value.name: (value.type, value.shape) for value in session.get_outputs() if value.name in names}
@@ -337,13 +335,15 @@ def train(path: Path, how: Training) -> Trained:
         The process failed: the message is the last line of its error.
     """
     job: dict[str, Any] = {"path": str(path), "default": False, "patient": True, **asdict(how)}
-    answer = _probe("train", job)
-    peak = answer["peak_bytes"]
-    if how.provider == "cuda":
-        from onnx_remat import cuda
+    with tempfile.TemporaryDirectory(prefix="onnx-remat-") as scratch:
+        job["optimized"] = str(Path(scratch) / "optimized.onnx")
+        answer = _probe("train", job)
+        peak = answer["peak_bytes"]
+        if how.provider == "cuda":
+            from onnx_remat import cuda
 
-        short = job | {"steps": 3}
-        peak = cuda.smallest_limit(lambda limit: _runs_within(short, limit), cuda.total_memory())
+            short = job | {"steps": 3}
+            peak = cuda.smallest_limit(lambda limit: _runs_within(short, limit), cuda.total_memory())
     return Trained(peak, tuple(answer["losses"]), answer["driver_bytes"])
 
 
