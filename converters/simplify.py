@@ -14,6 +14,7 @@ _BROADCASTING = {
     "LessOrEqual", "Greater", "GreaterOrEqual", "PRelu", "BitwiseAnd", "BitwiseOr",
 }  # fmt: skip
 _RESHAPES = {"Reshape", "Squeeze", "Unsqueeze", "Flatten"}
+_DRAWS, _APART = ("Bernoulli", "Dropout"), "onnx_remat.draw"
 _FLOATS = {ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
 
 
@@ -29,7 +30,12 @@ def simplify(model: ir.Model) -> None:
             rewrite(node)
     common.RemoveUnusedNodesPass()(model)
     common.DeduplicateInitializersPass()(model)
+    draws = [node for node in model.graph if not node.domain and node.op_type in _DRAWS]
+    for index, node in enumerate(draws):  # the pass below would take two draws of the same for one
+        node.attributes[_APART] = ir.AttrInt64(_APART, index)
     common.CommonSubexpressionEliminationPass()(model)
+    for node in draws:
+        del node.attributes[_APART]
     common.RemoveUnusedNodesPass()(model)
 
 

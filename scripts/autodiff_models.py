@@ -23,7 +23,10 @@ LIGHT = {
 }  # fmt: skip
 """The onnx wheel's models without weights, and the batch they are trained with."""
 
-TORCH = ("mlp", "resnet18", "resnet50", "vit_b", "gpt2-4", "gpt2-12", "bert", "llama", "unet")
+TORCH = (
+    "mlp", "resnet18", "resnet50", "densenet121", "unet", "vit_b", "vit_b-half", "gpt2-4", "gpt2-4-half", "gpt2-12",
+    "gpt2-12-half", "bert", "bert-half", "llama",
+)  # fmt: skip
 
 
 def light(name: str) -> Callable[[], onnx.ModelProto]:

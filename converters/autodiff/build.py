@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import onnx
 import onnx_ir as ir
-import onnx_ir.passes.common as passes
 
 from onnx_remat.errors import ConversionError
 
 from .. import names, optimizers
+from ..simplify import simplify
 from . import finite_differences, prepare
 from . import loss as losses
+from .constants import fold
 from .dims import dims as dims_of
 from .prepare import Source
 from .registry import differentiate
@@ -90,6 +91,8 @@ def add_backward(
     parameter_names = [_as_input(model.graph, value, held) for value in chosen]
     buffer_names = [_as_input(model.graph, value, held) for value in buffers]
     model = prepare.infer_shapes(model, dims or {})
+    fold(model)
+    simplify(model)
     graph = model.graph
     inputs = {str(value.name): value for value in graph.inputs}
     batch = [value for name, value in inputs.items() if name not in {*parameter_names, *buffer_names}]
@@ -112,7 +115,7 @@ def add_backward(
         {names.LOSS: graph.outputs[0]}
         | {names.gradient(str(p.name)): g for p, g in zip(parameters, gradients, strict=True)} | statistics | kept,
     )  # fmt: skip
-    passes.RemoveUnusedNodesPass()(model)
+    simplify(model)
     plain = _finished(model)
     found = finite_differences.check(
         plain, [str(p.name) for p in parameters], held, dict(example_inputs or {})

@@ -6,6 +6,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 from onnx.reference import ReferenceEvaluator
+from onnx_ir.passes import common
 
 _LARGEST = 1 << 16  # elements: shapes, axes, masks of windows, never weights
 
@@ -20,6 +21,25 @@ def static(value: ir.Value) -> np.ndarray | None:
         value.meta["static"] = _evaluate(value)
     found: np.ndarray | None = value.meta["static"]
     return found
+
+
+def fold(model: ir.Model) -> None:
+    """Make initializers, in place, of all constants and of what follows from them and from static shapes."""
+    graph = model.graph
+    for node in list(graph):
+        known = {value: static(value) for value in node.outputs if value.uses()}
+        if any(v.is_graph_output() for v in node.outputs) or not known:
+            continue
+        held = {value: ir.tensor(array) for value, array in known.items() if array is not None}
+        if len(held) < len(known) or any(v.dtype != t.dtype or v.shape != t.shape for v, t in held.items()):
+            continue
+        for value, tensor in held.items():
+            made = ir.Value(name=value.name, const_value=tensor, shape=value.shape, type=ir.TensorType(tensor.dtype))
+            value.name = f"{value.name}.node"
+            value.replace_all_uses_with(made)
+            graph.register_initializer(made)
+        graph.remove(node, safe=True)
+    common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
 
 
 def _evaluate(value: ir.Value) -> np.ndarray | None:
