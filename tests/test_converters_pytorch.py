@@ -170,6 +170,29 @@ class AsksWhetherItIsExported(nn.Linear):
         return super().forward(x)
 
 
+def test_gradients_of_convolutions_need_no_columns_and_no_image_sized_kernels():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.Sequential(
+                nn.Conv2d(3, 16, 3, padding=1), nn.Tanh(), nn.Conv2d(16, 20, (3, 2), dilation=(2, 1), padding=1),
+                nn.Tanh(), nn.Conv2d(20, 16, 3, groups=4), nn.Tanh(), nn.ConvTranspose2d(16, 24, 2), nn.Tanh(),
+                nn.Conv2d(24, 8, 3, stride=2, padding=1, bias=False),
+            )  # fmt: skip
+
+        def forward(self, x):
+            return self.layers(x).square().mean()
+
+    step = export_training_step(Net(), (torch.randn(2, 3, 24, 23),))
+    shapes = {v.name: [d.dim_value for d in v.type.tensor_type.shape.dim] for v in step.graph.value_info}
+    shapes |= {v.name: [d.dim_value for d in v.type.tensor_type.shape.dim] for v in step.graph.input}
+    backward = [n for n in step.graph.node if any(p.key == "phase" and p.value == "backward" for p in n.metadata_props)]
+    # The strided one keeps its transposed convolution; three channels or groups keep a convolution for the weight.
+    assert [n.op_type for n in backward].count("ConvTranspose") == 1
+    kernels = sorted(shapes[n.input[1]][2:] for n in backward if n.op_type == "Conv")
+    assert [k for k in kernels if k[0] > 3] == [[20, 22], [24, 23]]
+
+
 def test_models_know_that_they_are_exported():
     model = AsksWhetherItIsExported(4, 4)
     assert error(export_training_step(model, (torch.randn(4, 4), torch.zeros(4, 4)), F.mse_loss)) < 1e-5

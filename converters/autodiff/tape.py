@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from onnx_remat.errors import ConversionError
 
-from ..emit import Attribute, Emitter
+from ..emit import Attribute, Emitter, Phase
 from .dims import Dim, Dims, broadcast, dims, is_static, reduced_axes, size
 
 
@@ -25,10 +25,12 @@ class Tape(Emitter):
     ----------
     graph : onnx_ir.Graph
         Its values have shapes whose unknown sizes are named.
+    within : Tape, optional
+        The tape of the graph around.
     """
 
-    def __init__(self, graph: ir.Graph) -> None:
-        super().__init__(graph, "backward")
+    def __init__(self, graph: ir.Graph, within: Tape | None = None) -> None:
+        super().__init__(graph, "backward", within)
         self._sources: dict[str, tuple[ir.Value, int]] = {}
         for value in (*graph.inputs, *(v for node in graph for v in node.outputs)):
             for axis, dim in enumerate(dims(value) if value.shape is not None else ()):
@@ -56,9 +58,9 @@ class Tape(Emitter):
         return output
 
     @contextmanager
-    def ahead_of(self, node: ir.Node) -> Iterator[None]:
-        """Put the nodes emitted inside before another, as forward nodes."""
-        with self.labelled("forward"):
+    def ahead_of(self, node: ir.Node, phase: Phase = "forward") -> Iterator[None]:
+        """Put the nodes emitted inside before another, as nodes of a phase."""
+        with self.labelled(phase):
             outer, self._before = self._before, node
             try:
                 yield
@@ -180,8 +182,11 @@ class Tape(Emitter):
         known = size(tuple(shape))
         if known is not None:
             return known
-        symbol = "*".join(map(str, shape))
-        self._products[symbol] = tuple(shape)
+        factors = tuple(dim for dim in shape if dim != 1)
+        if len(factors) == 1:
+            return factors[0]
+        symbol = "*".join(map(str, factors))
+        self._products[symbol] = factors
         return symbol
 
     def length(self, symbol: str) -> ir.Value:

@@ -15,6 +15,7 @@ from onnx_remat.errors import ConversionError
 
 from .. import names
 from ..simplify import simplify
+from ..weight_gradients import multiply_out
 from .program import program
 from .trace import Trace, quiet
 
@@ -55,6 +56,7 @@ def lower(
     outputs = [*trace.outputs, *(f"{_WATCHED}{index}" for index in range(trace.watched))]
     _interface(model.graph, list(inputs), outputs)
     common.ShapeInferencePass()(model)
+    multiply_out(model)
     simplify(model)
     _inherit(model.graph)
     return model

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 
+from ...autodiff.rules_conv import LEAST_PIXELS
 from . import onnx
 from .registry import rule
 
@@ -34,13 +36,14 @@ def convolution_backward(
     of_x = of_weight = of_bias = None
     kernel = weight.shape[2:]
     pointwise = groups == 1 and not any(padding) and all(size == 1 for size in kernel)
+    turned = [dilation[i] * (kernel[i] - 1) - padding[i] for i in range(rank)]
     if output_mask[0]:
         if transposed:
             of_x = aten.convolution(gradient, weight, None, stride, padding, dilation, False, [0] * rank, groups)
-        elif pointwise and all(step == 1 for step in stride):  # faster than a transposed convolution, no columns
+        elif all(step == 1 for step in stride) and min(turned) >= 0 and (pointwise or _large(x.shape[2:])):
             of_x = aten.convolution(
-                gradient, weight.transpose(0, 1), None, stride, padding, dilation, False, [0] * rank, 1
-            )
+                gradient, _turned(weight, groups), None, stride, turned, dilation, False, [0] * rank, groups
+            )  # faster than a transposed convolution, no columns
         else:
             rest = [
                 (x.shape[2 + i] + 2 * padding[i] - dilation[i] * (kernel[i] - 1) - 1) % stride[i] for i in range(rank)
@@ -58,6 +61,19 @@ def convolution_backward(
     if output_mask[2]:
         of_bias = gradient.sum([0, *range(2, 2 + rank)])
     return of_x, of_weight, of_bias
+
+
+def _large(sizes: Sequence[int | torch.SymInt]) -> bool:
+    return all(isinstance(n, int) for n in sizes) and math.prod(sizes) >= LEAST_PIXELS
+
+
+def _turned(weight: torch.Tensor, groups: int) -> torch.Tensor:
+    """A kernel with input and output channels swapped, group by group, and its entries in opposite order."""
+    out, each, *kernel = weight.shape
+    swapped = weight.reshape([groups, out // groups, each, *kernel]).transpose(1, 2)
+    swapped = swapped.reshape([groups * each, out // groups, *kernel])
+    axes = [axis for axis, size in enumerate(kernel, 2) if size > 1]
+    return swapped.flip(axes) if axes else swapped
 
 
 def _pointwise_weight_gradient(
