@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from onnx_remat import model_io, runtime
+from onnx_remat import measuring, model_io, runtime
 from onnx_remat.cli import Parser, add_planning_flags, guarded, planning_options
 from onnx_remat.errors import BudgetInfeasibleError, OnnxRematError, UsageError
 from onnx_remat.pipeline import Result, rewrite_model
@@ -158,13 +158,13 @@ def benchmark(
         rewritten = home / "rewritten" / "model.onnx"
         rewritten.parent.mkdir()
         result.save(rewritten)
-        settings = runtime.Training(
+        settings = measuring.Training(
             steps=steps, loss=_loss(result), dims=dims, state=state, threads=threads, provider=provider
         )
-        runs = [runtime.train(path, settings) for path in (model, rewritten)]
+        runs = [measuring.train(path, settings) for path in (model, rewritten)]
         exact = replace(settings, level="disable", threads=1)
-        plain = [runtime.train(path, exact).losses for path in (model, rewritten)]
-        seconds = runtime.race(
+        plain = [measuring.train(path, exact).losses for path in (model, rewritten)]
+        seconds = measuring.race(
             model, rewritten, runs=max(9, min(steps, 25)), dims=dims, threads=threads, provider=provider
         )
     report = result.report

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from onnx_remat import model_io, runtime
+from onnx_remat import measuring, model_io, runtime
 from onnx_remat.errors import ModelError
 from onnx_remat.options import Options
 from onnx_remat.rewrite import BUDGET_KEY, CLONES_KEY, DIMS_KEY, EDGES_KEY
@@ -49,7 +49,7 @@ class Survival:
     @property
     def kept(self) -> bool:
         """Does the file still keep its budget?"""
-        measured = (self.measured or 0) <= self.budget + runtime.RESOLUTION
+        measured = (self.measured or 0) <= self.budget + measuring.RESOLUTION
         return max(self.peaks_by_level.values()) <= self.budget and measured
 
     def to_text(self) -> str:
@@ -117,7 +117,7 @@ def check(path: str | os.PathLike[str], dims: Mapping[str, int] | None = None, r
         budget,
         {level: what.timeline().peak for level, what in executed.items()},
         {level: sum(name in made_there for name in clones) for level, made_there in runs.items()},
-        runtime.measure(Path(path), dims=dims).peak_bytes if run and runtime.available() else None,
+        measuring.measure(Path(path), dims=dims).peak_bytes if run and runtime.available() else None,
     )
 
 

@@ -1,6 +1,6 @@
 """The measured process: ``python -m onnx_remat.probe`` reads a job (JSON) from stdin and prints what it saw.
 
-Started by `runtime` only; it imports as little as it can, because everything it imports is resident memory.
+Started by `measuring` only; it imports as little as it can, because everything it imports is resident memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def main() -> None:
 
 def new_session(job: Job, path: str, default: bool) -> Any:
     """A session on a model; `default` keeps the arena and the memory patterns."""
-    import onnxruntime as ort  # noqa: TID251 - this is runtime.py's other half, in a process of its own
+    import onnxruntime as ort  # noqa: TID251 - this is measuring.py's other half, in a process of its own
 
     options = ort.SessionOptions()
     options.log_severity_level = 4

@@ -15,7 +15,7 @@ from typing import Any
 
 import onnx
 
-from onnx_remat import runtime
+from onnx_remat import measuring
 from onnx_remat.errors import UsageError
 
 Event = dict[str, Any]
@@ -85,12 +85,12 @@ def profile(
         seen: dict[str, list[Event]] = defaultdict(list)
         scratch: dict[str, int] = {}
         for _ in range(runs):
-            found, statistics_text = runtime.profile(Path(path), level, steps=steps, dims=dims, threads=threads)
+            found, statistics_text = measuring.profile(Path(path), level, steps=steps, dims=dims, threads=threads)
             for key, all_steps in _by_node(found).items():
                 seen[key] += all_steps[-steps:]
             scratch |= _workspace(statistics_text)
         medians = [statistics.median(e["dur"] for e in same) for same in seen.values()]
-        step = min(runtime.race(Path(path), Path(path), level=level, runs=runs * steps, dims=dims, threads=threads))
+        step = min(measuring.race(Path(path), Path(path), level=level, runs=runs * steps, dims=dims, threads=threads))
         surcharge = max(0.0, sum(medians) - 1e6 * step) / max(1, len(medians))
         now = 0.0
         for same, median in zip(seen.values(), medians, strict=True):
@@ -139,7 +139,7 @@ def node_seconds(threads: int = 0, nodes: int = 1000) -> float:
     with tempfile.TemporaryDirectory(prefix="onnx-remat-") as scratch:
         path = Path(scratch) / "chain.onnx"
         onnx.save(model, path)
-        return min(runtime.race(path, path, level="disable", runs=25, threads=threads)) / nodes
+        return min(measuring.race(path, path, level="disable", runs=25, threads=threads)) / nodes
 
 
 def _workspace(text: str) -> dict[str, int]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 
-from onnx_remat import chance, model_io, runtime
+from onnx_remat import chance, measuring, model_io, runtime
 from onnx_remat.errors import VerificationError
 from onnx_remat.graph import Graph
 from onnx_remat.report import Measured
@@ -88,15 +88,15 @@ def run(
                       for n, m in models.items()}  # fmt: skip
         equal = bitwise(equals["before"], equals["after"], dims)
         for name, path in equals.items():
-            runtime.measure(path, outputs=home / f"{name}.npz", dims=dims)
+            measuring.measure(path, outputs=home / f"{name}.npz", dims=dims)
         compare(home / "before.npz", home / "after.npz", exactly=False)
-        executed = runtime.measure(paths["after"], "disable", dims=dims, trace=True).executed
-        plain = {n: runtime.measure(p, dims=dims) for n, p in paths.items()}
+        executed = measuring.measure(paths["after"], "disable", dims=dims, trace=True).executed
+        plain = {n: measuring.measure(p, dims=dims) for n, p in paths.items()}
         if plain["after"].peak_bytes > budget:  # once more: whatever disturbs a measurement only adds
-            plain["after"] = runtime.measure(paths["after"], dims=dims)
-        default = {n: runtime.measure(p, dims=dims, default=True, steps=3) for n, p in paths.items()}
-        seconds = runtime.race(paths["before"], paths["after"], dims=dims)
-    if plain["after"].peak_bytes > budget + runtime.RESOLUTION:
+            plain["after"] = measuring.measure(paths["after"], dims=dims)
+        default = {n: measuring.measure(p, dims=dims, default=True, steps=3) for n, p in paths.items()}
+        seconds = measuring.race(paths["before"], paths["after"], dims=dims)
+    if plain["after"].peak_bytes > budget + measuring.RESOLUTION:
         raise VerificationError(
             f"measured peak {format_bytes(plain['after'].peak_bytes)} exceeds the budget {format_bytes(budget)}"
         )
@@ -123,14 +123,14 @@ def bitwise(before: Path, after: Path, dims: Mapping[str, int] | None = None) ->
         first, second = Path(scratch) / "before.npz", Path(scratch) / "after.npz"
         for path, outputs in ((before, first), (after, second)):
             # one thread: some kernels (ScatterND with add) are not reproducible on more
-            runtime.measure(path, "disable", outputs=outputs, dims=dims, threads=1)
+            measuring.measure(path, "disable", outputs=outputs, dims=dims, threads=1)
         return compare(first, second, exactly=True)
 
 
 def compare(before: Path, after: Path, exactly: bool) -> str:
     """Compare two ``.npz`` of outputs; returns how equal they are, raises VerificationError when they are not.
 
-    Keys are ``<index>:<name>``, as `runtime.measure` writes them.
+    Keys are ``<index>:<name>``, as `measuring.measure` writes them.
     """
     blind = []
     with np.load(before) as a, np.load(after) as b:

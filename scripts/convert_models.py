@@ -29,7 +29,7 @@ from typing import TypeAlias
 
 import onnx
 
-from onnx_remat import runtime, verify
+from onnx_remat import measuring, verify
 from onnx_remat.errors import OnnxRematError
 from onnx_remat.pipeline import rewrite_model
 from onnx_remat.units import format_bytes
@@ -101,16 +101,16 @@ def convert(model: str, converter: str, out: Path, budget: str | None, limit: fl
     del step
     if budget is None:
         return Row(model, converter, "exported", *facts, _runs(path))
-    before = runtime.measure(path).peak_bytes
+    before = measuring.measure(path).peak_bytes
     try:
         result = rewrite_model(path, budget, time_limit=limit)
     except OnnxRematError as error:
         return Row(model, converter, f"{type(error).__name__}: {error}", *facts, True, before=before)
     target = out / f"{model}.{converter}.small.onnx"
     result.save(target, force=True)
-    after = runtime.measure(target).peak_bytes
+    after = measuring.measure(target).peak_bytes
     if after > result.report.budget:  # once more: whatever disturbs a measurement only adds
-        after = min(after, runtime.measure(target).peak_bytes)
+        after = min(after, measuring.measure(target).peak_bytes)
     equal = verify.bitwise(path, target)
     report = result.report
     outcome = "kept" if after <= report.budget else "EXCEEDED"
@@ -127,7 +127,7 @@ def _exact(known: dict[str, str]) -> tuple[float, float] | None:
 
 
 def _runs(path: Path) -> bool:
-    runtime.measure(path)
+    measuring.measure(path)
     return True
 
 

@@ -34,7 +34,7 @@ from torch._functorch.aot_autograd import aot_function
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.fx import GraphModule
 
-from onnx_remat import memory, runtime
+from onnx_remat import measuring, memory
 from onnx_remat.costs import PRESETS
 from onnx_remat.errors import BudgetInfeasibleError
 from onnx_remat.pipeline import rewrite_model
@@ -96,14 +96,14 @@ def measured_table(models: Sequence[str], seconds: float) -> None:
         with tempfile.TemporaryDirectory(prefix="onnx-remat-") as scratch:
             path, small = Path(scratch) / "step.onnx", Path(scratch) / "small.onnx"
             onnx.save(export_training_step(case.model, case.batch, case.loss, check=False, **case.options), path)
-            before = runtime.measure(path).peak_bytes
+            before = measuring.measure(path).peak_bytes
             for budget in MEASURED:
                 theirs, their_clock = compiled_step.measured(name, budget)
                 try:
                     result = rewrite_model(path, f"{100 * theirs / plain:.1f}%", time_limit=seconds)
                     result.save(small, force=True)
-                    times = runtime.race(path, small, runs=9)
-                    own = f"{runtime.measure(small).peak_bytes / before:.1%}, {times[1] / times[0] - 1:+.1%}"
+                    times = measuring.race(path, small, runs=9)
+                    own = f"{measuring.measure(small).peak_bytes / before:.1%}, {times[1] / times[0] - 1:+.1%}"
                     had = f"{format_bytes(before)}, {1e3 * times[0]:.0f} ms"
                 except BudgetInfeasibleError as error:
                     had, own = format_bytes(before), f"not below {error.best_peak_bytes / before:.1%}"

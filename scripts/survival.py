@@ -3,7 +3,7 @@
     python scripts/survival.py FOLDER --versions 1.19.2 1.31.1 --tools onnxslim onnxsim [--graphs DIR ...] [--markdown]
 
 FOLDER gets one virtual environment per ONNX Runtime version and one per tool, made with pip where they are not there
-yet, and the rewritten files. Every cell is measured: the peak as `onnx_remat.runtime.measure` takes it (arena off
+yet, and the rewritten files. Every cell is measured: the peak as `onnx_remat.measuring.measure` takes it (arena off
 unless said), over the budget the file was written for, and whether outputs equal the original's in the same setting.
 """
 

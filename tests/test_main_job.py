@@ -6,7 +6,7 @@ import onnx
 import pytest
 
 import onnx_remat
-from onnx_remat import runtime
+from onnx_remat import measuring, runtime
 from onnx_remat.errors import BudgetInfeasibleError, UsageError
 from onnx_remat.options import Options
 from onnx_remat.view import as_executed
@@ -23,10 +23,10 @@ def test_samples_keep_their_budget_when_measured(path, tmp_path):
     target = tmp_path / "out.onnx"
     result.save(target)
     for level in runtime.LEVELS:
-        measured = runtime.measure(target, level).peak_bytes
+        measured = measuring.measure(target, level).peak_bytes
         assert measured <= result.report.budget, level
         assert result.report.peaks_by_level[level] == pytest.approx(measured, rel=0.03), level
-    before = runtime.measure(path).peak_bytes
+    before = measuring.measure(path).peak_bytes
     assert result.report.before.total == pytest.approx(before, rel=0.03)
 
 

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
-from onnx_remat import runtime
+from onnx_remat import measuring
 from onnx_remat.errors import ModelError
 from onnx_remat.memory import simulate
 from onnx_remat.options import Options
@@ -245,7 +245,7 @@ def traced(model: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> tuple[list[n
         options.profile_file_prefix = str(Path(folder) / "profile")
         session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
         outputs = session.run(None, feeds)
-        return outputs, list(runtime._executed(Path(session.end_profiling())))
+        return outputs, list(measuring._executed(Path(session.end_profiling())))
 
 
 def only(executed: Iterable[str], wanted: list[str]) -> list[str]:
