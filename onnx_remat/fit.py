@@ -118,7 +118,7 @@ def fit(
             if worst <= allowed:
                 return plan, written, executed
             warm = int(target * _WARM)
-            idle = {i for level, what in executed.items() for i in _idle_sharers(what, timelines[level], warm, written)}
+            idle = {i for what in executed.values() for i in _idle_sharers(what, warm, written)}
             known = {i for i in idle if i in private}
             steps = sharing.unroll(view.problem, plan.schedule).step
             news = (idle - private, {int(steps[i]) for i in known} - exposed)
@@ -146,12 +146,19 @@ def _as_written(model: onnx.ModelProto, folder: Path | None, options: Options) -
         raise VerificationError(f"the rewritten model is not usable: {error}") from error
 
 
-def _idle_sharers(what: Executed, timeline: memory.Timeline, limit: int, written: Rewritten) -> set[int]:
-    """Occurrences that hold a dead buffer through steps above `limit` in the file as executed."""
+def _idle_sharers(what: Executed, limit: int, written: Rewritten) -> set[int]:
+    """Occurrences to be made private, so that the file as executed holds no dead buffer through steps above `limit`.
+
+    Each would leave its place to another: those who follow are found here, not by asking ONNX Runtime again for each.
+    """
     number = {name: i for i, name in enumerate(written.occurrences)}
     names = list(what.view.graph.values)
-    found = sharing.gap_tenants(what.view.problem, what.order.order, timeline, limit)
-    return {number[names[v]] for v in found if names[v] in number}
+    unrolled = sharing.unroll(what.view.problem, what.order)
+    ours = [names[v] in number for v in unrolled.source.tolist()]
+    can_hide = np.zeros(len(what.order.order), np.bool_)
+    can_hide[unrolled.step[ours]] = True
+    found = sharing.choose_private(unrolled, limit, 0, can_hide).leaders
+    return {number[names[unrolled.source[i]]] for i in found if ours[i]}
 
 
 def _write(
