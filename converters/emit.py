@@ -42,7 +42,8 @@ class Emitter:
         self.phase: Phase = phase
         self._root: Emitter = self if within is None else within._root
         self._constants: dict[tuple[str, tuple[int, ...], bytes], ir.Value] = {}
-        self._taken = {value.name for node in graph for value in node.outputs}
+        self._taken: set[str | None] = set() if within is None else self._root._taken
+        self._taken.update(value.name for node in graph for value in node.outputs)
         self._taken.update(value.name for value in graph.inputs)
         self._taken.update(graph.initializers)
         self._next = 0

@@ -18,6 +18,7 @@ from .constants import fold
 from .dims import dims as dims_of
 from .prepare import Source
 from .registry import differentiate
+from .scattering import add_in_order
 from .tape import Tape
 
 
@@ -115,6 +116,7 @@ def add_backward(
         {names.LOSS: graph.outputs[0]}
         | {names.gradient(str(p.name)): g for p, g in zip(parameters, gradients, strict=True)} | statistics | kept,
     )  # fmt: skip
+    add_in_order(model)
     simplify(model)
     plain = _finished(model)
     found = finite_differences.check(

@@ -14,6 +14,7 @@ from onnx_remat.errors import ConversionError
 
 from .constants import static
 from .dims import Dims, dims
+from .parts import accumulate
 from .tape import Tape
 
 Grads: TypeAlias = dict[int, Callable[[], ir.Value | None]]
@@ -173,7 +174,7 @@ def differentiate(
         for slot, gradient in _through(tape, node, incoming, active, graph.opset_imports[""]):
             value = node.inputs[slot]
             assert value is not None
-            adjoints[value] = tape.add(adjoints[value], gradient) if value in adjoints else gradient
+            adjoints[value] = accumulate(tape, adjoints[value], gradient) if value in adjoints else gradient
     return {p: adjoints[p] for p in parameters if p in adjoints}
 
 

@@ -9,6 +9,7 @@ import onnx_ir as ir
 
 from .constants import static
 from .dims import Dims, dims
+from .parts import place
 from .registry import Grads, Step, rule
 from .tape import Tape
 
@@ -85,30 +86,18 @@ def gather(s: Step) -> Grads:
         length = shape[axis]
         if known is not None and known.ndim == 0 and isinstance(length, int):
             return place(t, t.unsqueeze(s.full, [axis]), axis, int(known) % length, length)
+        # Entries picked lie along one axis of the adjoint; ScatterElements adds one after the other where some repeat.
         count = len(dims(where))
-        first = s.full
-        order = list(range(len(dims(first))))
-        picked, before = order[axis : axis + count], order[:axis]
-        first = t.transpose(first, [*picked, *before, *order[axis + count :]])
-        moved = (shape[axis], *shape[:axis], *shape[axis + 1 :])
-        rows = t.unsqueeze(t.cast(where, ir.DataType.INT64), [count])
-        made = t.op("ScatterND", t.zeros(moved, s.dtype()), rows, first, shape=moved, reduction="add")
-        return t.transpose(made, [*range(1, axis + 1), 0, *range(axis + 1, len(shape))])
+        before, after = dims(s.y)[:axis], dims(s.y)[axis + count :]
+        g = t.reshape(s.full, (*before, t.product(dims(where)), *after))
+        if known is not None and isinstance(length, int) and known.size:
+            places = known.reshape(-1) % length
+            if np.array_equal(places, places[0] + np.arange(places.size)):
+                return place(t, g, axis, int(places[0]), length)
+        rows = t.reshape(where, (*(1 for _ in before), dims(g)[axis], *(1 for _ in after)))
+        return scatter(t, shape, t.expand(rows, dims(g)), g, axis)
 
     return {0: gradient}
-
-
-def place(t: Tape, g: ir.Value, axis: int, start: int, length: int) -> ir.Value:
-    """Zeros of `length` along an axis, with `g` from `start` on."""
-    shape = dims(g)
-    have = shape[axis]
-    assert isinstance(have, int)
-    if have == length:
-        return g
-    pads = np.zeros((2, len(shape)), np.int64)
-    pads[:, axis] = start, length - start - have
-    return t.op("Pad", g, t.ints(*pads.reshape(-1).tolist()), shape=(*shape[:axis], length, *shape[axis + 1 :]))
-
 
 
 @rule("Reshape", "Flatten", "Squeeze", "Unsqueeze")

@@ -15,6 +15,7 @@ from onnx_remat import runtime
 from onnx_remat.errors import ConversionError
 
 from .. import check as comparison
+from ..autodiff.scattering import add_in_order
 from ..emit import Emitter
 from . import control, elementwise, indexing, kernels, products, randoms, reductions, structure  # noqa: F401
 from .lower import Array, Lowering, Tensor
@@ -147,6 +148,7 @@ def _build(step: Step, unroll: int, opset: int) -> ir.Model:
             graph.outputs.append(_output(low, name, result))
     model = ir.Model(graph, ir_version=10, producer_name="onnx-remat")
     common.RemoveUnusedNodesPass()(model)
+    add_in_order(model)
     _label(graph, [value for value, phase in zip(graph.outputs, step.outputs.values(), strict=True)
                    if phase == "forward"])  # fmt: skip
     graph.sort()

@@ -14,6 +14,7 @@ from onnxscript import opset20
 from onnx_remat.errors import ConversionError
 
 from .. import names
+from ..autodiff.scattering import add_in_order
 from ..simplify import simplify
 from ..weight_gradients import multiply_out
 from .program import program
@@ -57,6 +58,7 @@ def lower(
     _interface(model.graph, list(inputs), outputs)
     common.ShapeInferencePass()(model)
     multiply_out(model)
+    add_in_order(model)
     simplify(model)
     _inherit(model.graph)
     return model

@@ -1,0 +1,68 @@
+"""Adjoints that are zero but for one stretch of an axis: where several meet, they are joined, not padded and added."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from .dims import dims
+from .tape import Tape
+
+_STRETCHES = "onnx_remat.stretches"
+"""Value metadata (in memory): the `Stretches` that a padded adjoint, or a sum of such, consists of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stretches:
+    """What an adjoint holds beside zeros: values by where they start along an axis, in order, none over another."""
+
+    axis: int
+    parts: tuple[tuple[int, ir.Value], ...]
+
+
+def place(t: Tape, g: ir.Value, axis: int, start: int, length: int) -> ir.Value:
+    """Zeros of `length` along an axis, with `g` from `start` on."""
+    return _padded(t, Stretches(axis, ((start, g),)), length)
+
+
+def accumulate(t: Tape, a: ir.Value, b: ir.Value) -> ir.Value:
+    """The sum of two adjoints of one value."""
+    first, second = a.meta.get(_STRETCHES), b.meta.get(_STRETCHES)
+    if first is None or second is None or first.axis != second.axis:
+        return t.add(a, b)
+    both = Stretches(first.axis, tuple(sorted((*first.parts, *second.parts), key=lambda part: part[0])))
+    gaps = [start - end for (start, _), end in zip(both.parts[1:], _ends(both), strict=False)]
+    if any(gap < 0 for gap in gaps):
+        return t.add(a, b)
+    if any(gaps):  # what fills them may come yet: this sum is then not needed
+        made = t.add(a, b)
+        made.meta[_STRETCHES] = both
+        return made
+    length = dims(a)[both.axis]
+    assert isinstance(length, int)
+    return _padded(t, both, length)
+
+
+def _ends(of: Stretches) -> list[int]:
+    return [start + int(dims(part)[of.axis]) for start, part in of.parts]
+
+
+def _padded(t: Tape, of: Stretches, length: int) -> ir.Value:
+    """Stretches without gaps between them as one value, zeros around."""
+    start, g = of.parts[0]
+    have = _ends(of)[-1] - start
+    if len(of.parts) > 1:
+        shape = dims(g)
+        joined = (*shape[: of.axis], have, *shape[of.axis + 1 :])
+        g = t.op("Concat", *(part for _, part in of.parts), shape=joined, axis=of.axis)
+    if have == length:
+        return g
+    shape = dims(g)
+    pads = np.zeros((2, len(shape)), np.int64)
+    pads[:, of.axis] = start, length - start - have
+    whole = (*shape[: of.axis], length, *shape[of.axis + 1 :])
+    made = t.op("Pad", g, t.ints(*pads.reshape(-1).tolist()), shape=whole)
+    made.meta[_STRETCHES] = of
+    return made

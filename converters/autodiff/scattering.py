@@ -1,0 +1,75 @@
+"""Sums into rows that ONNX Runtime gets right: ScatterElements instead of ScatterND.
+
+Its CPU kernel for ScatterND shares the updates among threads, and where two threads add to one entry, one of the sums
+is lost: with 1024 updates of rows, two of them to the same row in different halves, that row is wrong in some runs.
+ScatterElements takes one update after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import onnx_ir as ir
+
+from .dims import dims
+from .tape import Tape
+
+
+def add_in_order(model: ir.Model) -> None:
+    """Rewrite, in place, every ScatterND with a reduction whose indices may repeat."""
+    for tape in list(_tapes(Tape(model.graph))):
+        for node in list(tape.graph):
+            if node.op_type == "ScatterND" and not node.domain and "reduction" in node.attributes:
+                _rewrite(tape, node, node.attributes["reduction"].as_string())
+
+
+def _tapes(tape: Tape) -> Iterator[Tape]:
+    """Of a graph and of all bodies in it."""
+    yield tape
+    for attribute in (a for node in tape.graph for a in node.attributes.values()):
+        if attribute.type == ir.AttributeType.GRAPH:
+            yield from _tapes(Tape(attribute.as_graph(), tape))
+
+
+def _rewrite(tape: Tape, node: ir.Node, reduction: str) -> None:
+    data, indices, updates = node.inputs
+    old = node.outputs[0]
+    if reduction == "none" or any(v is None or v.shape is None for v in node.inputs) or _apart(indices):
+        return
+    assert data is not None and indices is not None and updates is not None
+    with tape.ahead_of(node, node.metadata_props.get("phase", "backward")):  # type: ignore[arg-type]
+        made = _elements(tape, data, indices, updates, reduction)
+    if old.is_graph_output():
+        made.name, old.name = old.name, made.name
+    old.replace_all_uses_with(made, replace_graph_outputs=True)
+    tape.graph.remove(node, safe=True)
+
+
+def _apart(indices: ir.Value | None) -> bool:
+    """Is it known that no two updates go to the same place?"""
+    if indices is None or indices.const_value is None or indices.is_graph_input():
+        return False
+    known = indices.const_value.numpy()
+    rows = known.reshape(-1, known.shape[-1])
+    return bool((rows >= 0).all()) and len(np.unique(rows, axis=0)) == len(rows)
+
+
+def _elements(t: Tape, data: ir.Value, indices: ir.Value, updates: ir.Value, reduction: str) -> ir.Value:
+    """The places that indices name, numbered, are the rows of a matrix."""
+    shape, where = dims(data), dims(indices)
+    depth = where[-1]
+    assert isinstance(depth, int)
+    places, cells, count = t.product(shape[:depth]), t.product(shape[depth:]), t.product(where[:-1])
+    if depth == 1:
+        numbers = indices
+    else:
+        inside = t.op("Mod", indices, t.shape_vector(shape[:depth]), shape=where)  # from the end, they are negative
+        strides = t.shape_vector(tuple(t.product(shape[axis + 1 : depth]) for axis in range(depth)))
+        numbers = t.sum(t.mul(inside, strides), [len(where) - 1], keepdims=False)
+    rows = t.expand(t.reshape(numbers, (count, 1)), (count, cells))
+    made = t.op(
+        "ScatterElements", t.reshape(data, (places, cells)), rows, t.reshape(updates, (count, cells)),
+        shape=(places, cells), axis=0, reduction=reduction,
+    )  # fmt: skip
+    return t.reshape(made, shape)
