@@ -23,9 +23,9 @@ def simplify(model: ir.Model) -> None:
 
     Goes: Identity, and Cast, Transpose, Reshape, Expand, Slice, Concat, Sum and arithmetic that change nothing;
     chains of Transpose and of reshapes become one; an Expand that its reader would broadcast anyway; a Transpose that
-    a product of matrices can take in; what is computed twice or not at all. Phase labels stay with the nodes.
+    a product of matrices can take in or be; what is computed twice or not at all. Phase labels stay with the nodes.
     """
-    for rewrite in (_skip, _fuse_chain, _absorb_expand, _absorb_transpose):
+    for rewrite in (_skip, _fuse_chain, _absorb_expand, _absorb_transpose, _turn_product):
         for node in model.graph:
             rewrite(node)
     common.RemoveUnusedNodesPass()(model)
@@ -135,7 +135,10 @@ def _fuse_chain(node: ir.Node) -> None:
 def _to_reshape(node: ir.Node, source: ir.Value, shape: tuple[int, ...]) -> None:
     """Make a node the Reshape of `source` to a static shape."""
     assert node.graph is not None
-    target = ir.Value(name=f"{node.outputs[0].name}.shape", const_value=ir.tensor(np.array(shape, np.int64)))
+    name = f"{node.outputs[0].name}.shape"
+    while name in node.graph.initializers:  # of an earlier run, for another node's value that had the name then
+        name += "'"
+    target = ir.Value(name=name, const_value=ir.tensor(np.array(shape, np.int64)))
     target.shape, target.type = ir.Shape([len(shape)]), ir.TensorType(ir.DataType.INT64)
     node.graph.register_initializer(target)
     node.op_type = "Reshape"
@@ -194,6 +197,31 @@ def _absorb_transpose(node: ir.Node) -> None:
             node.op_type = "Gemm"
             node.attributes[flag] = ir.AttrInt64(flag, 1 - turned)
             node.replace_input_with(index, before.inputs[0])
+
+
+def _turn_product(node: ir.Node) -> None:
+    """A transposed product of two matrices is the product of their transposes in the other order."""
+    if node.domain or node.op_type != "Transpose" or node.inputs[0] is None:
+        return
+    before = node.inputs[0].producer()
+    if before is None or before.domain or before.op_type not in ("MatMul", "Gemm") or len(before.inputs) != 2:
+        return
+    if _perm(node) != [1, 0] or len(node.inputs[0].uses()) > 1 or node.inputs[0].is_graph_output():
+        return
+    if any(v is None or v.shape is None or v.shape.rank() != 2 or v.dtype not in _FLOATS for v in before.inputs):
+        return
+    turned = [before.attributes[flag].as_int() if flag in before.attributes else 0 for flag in ("transB", "transA")]
+    scale = before.attributes.get("alpha")
+    a, b = before.inputs
+    node.op_type = "Gemm"
+    node.attributes.clear()
+    for flag, was in zip(("transA", "transB"), turned, strict=True):
+        node.attributes[flag] = ir.AttrInt64(flag, 1 - was)
+    if scale is not None:
+        node.attributes["alpha"] = scale
+    node.resize_inputs(2)
+    node.replace_input_with(0, b)
+    node.replace_input_with(1, a)
 
 
 def _perm(node: ir.Node) -> list[int] | None:

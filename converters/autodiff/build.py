@@ -16,6 +16,7 @@ from . import finite_differences, prepare
 from . import loss as losses
 from .constants import fold
 from .dims import dims as dims_of
+from .linear import into_gemm
 from .prepare import Source
 from .registry import differentiate
 from .scattering import add_in_order
@@ -98,6 +99,7 @@ def add_backward(
     inputs = {str(value.name): value for value in graph.inputs}
     batch = [value for name, value in inputs.items() if name not in {*parameter_names, *buffer_names}]
     tape = Tape(graph)
+    into_gemm(tape, graph)
     with tape.labelled("forward"):
         scalar, targets = _loss(tape, graph, loss)
     kept = {name: value for name in keep for value in graph.outputs if value.name == name}
