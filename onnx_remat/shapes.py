@@ -10,7 +10,7 @@ from typing import TypeAlias
 import onnx
 from onnx import TensorProto, TypeProto, shape_inference
 
-from onnx_remat import containers
+from onnx_remat import containers, values
 from onnx_remat.dtypes import tensor_bytes
 from onnx_remat.errors import ModelError, ShapeError, UsageError
 from onnx_remat.graph import Graph
@@ -53,8 +53,9 @@ class Tensor:
 def infer(graph: Graph, dims: Mapping[str, int] | None = None, derived: bool = False) -> dict[str, Tensor]:
     """Types, shapes and bytes of every value of a graph.
 
-    ONNX's own inference with data propagation comes first; where it leaves something open, ONNX Runtime's symbolic
-    inference is asked, if onnxruntime and sympy are installed.
+    ONNX's own inference with data propagation comes first; where it leaves something open, sizes are computed node by
+    node (`values`), then ONNX Runtime is asked: its own inference and its symbolic one, if onnxruntime and sympy are
+    installed.
 
     Parameters
     ----------
@@ -100,9 +101,9 @@ def infer(graph: Graph, dims: Mapping[str, int] | None = None, derived: bool = F
         bound = _with_types(bound, {k: v for k, v in loops.items() if _shape(types.get(k)) is None})
         types = _infer_types(bound)
     held = containers.sizes(graph, types, _bytes)
-    for ask in (_ask_runtime, _ask_symbolically):
+    for ask in (_ask_arithmetic, _ask_runtime, _ask_symbolically):
         if missing := [n for n in graph.values if n not in held and _shape(types.get(n)) is None]:
-            types |= {k: v for k, v in ask(bound, missing).items() if k in missing}
+            types |= {k: v for k, v in ask(bound, missing, types).items() if k in missing}
             held = containers.sizes(graph, types, _bytes)
     if missing := [n for n in graph.values if n not in held and _shape(types.get(n)) is None]:
         _infer_types(bound, strict=True)  # if the model is to blame, this says so
@@ -312,7 +313,15 @@ def _see_through(model: onnx.ModelProto) -> None:
                 del node.attribute[:]
 
 
-def _ask_runtime(model: onnx.ModelProto, names: Sequence[str]) -> dict[str, TypeProto]:
+_Types: TypeAlias = dict[str, TypeProto]
+
+
+def _ask_arithmetic(model: onnx.ModelProto, _: Sequence[str], types: _Types) -> _Types:
+    """Node by node, sizes computed on the way."""
+    return values.propagate(model, types)
+
+
+def _ask_runtime(model: onnx.ModelProto, names: Sequence[str], _: _Types) -> _Types:
     """ONNX Runtime's own inference, which knows its contrib ops."""
     from onnx_remat import runtime  # only here: shapes must work without a runtime
 
@@ -326,7 +335,7 @@ def _ask_runtime(model: onnx.ModelProto, names: Sequence[str]) -> dict[str, Type
 _ELEMENTS = {f"tensor({name.lower()})": number for name, number in TensorProto.DataType.items()}
 
 
-def _ask_symbolically(model: onnx.ModelProto, names: Sequence[str]) -> dict[str, TypeProto]:
+def _ask_symbolically(model: onnx.ModelProto, names: Sequence[str], types: _Types) -> _Types:
     """ONNX Runtime's symbolic inference, which propagates more values."""
     from onnx_remat import runtime
 

@@ -7,7 +7,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from onnx_remat import graph, shapes
+from onnx_remat import graph, runtime, shapes
 from onnx_remat.dtypes import tensor_bytes
 from onnx_remat.errors import ModelError, ShapeError, UsageError
 from onnx_remat.shapes import TAG, UNSEEN
@@ -163,6 +163,40 @@ def test_shapes_computed_with_arithmetic_are_followed():
     model = model_of(nodes, {"x": ["batch", 2]}, {"y": ["n"], "zeros": ["n"]}, constants)
     found = inferred(model, batch=4)
     assert found["y"].shape == found["zeros"].shape == (12,)
+
+
+def test_scalar_arithmetic_and_reshaped_sizes_are_followed_without_a_runtime(monkeypatch):
+    """As PyTorch's exporter flattens heads and batch, chains of it: the second size is of a value made by the first."""
+    monkeypatch.setattr(runtime, "available", lambda: False)
+    nodes = [
+        make("Shape", ["x"], ["s"], name="shape", start=0, end=1),
+        make("Squeeze", ["s"], ["b"], name="squeeze"),
+        make("Mul", ["b", "three"], ["n"], name="mul"),
+        make("Reshape", ["n", "flat"], ["n1"], name="reshape_n"),
+        make("Concat", ["n1", "five"], ["target"], name="concat", axis=0),
+        make("Reshape", ["x", "target"], ["heads"], name="reshape"),
+        make("Size", ["heads"], ["all"], name="size"),
+        make("Cast", ["all"], ["many"], name="cast", to=INT64),
+        make("Reshape", ["many", "flat"], ["many1"], name="reshape_many"),
+        make("Expand", ["one", "many1"], ["y"], name="expand"),
+    ]
+    constants = {
+        "three": np.int64(3), "flat": np.array([-1]), "five": np.array([5]), "one": np.ones(1, np.float32),
+    }  # fmt: skip
+    model = model_of(nodes, {"x": ["batch", 15]}, {"heads": ["n", 5], "y": ["n"]}, constants)
+    found = inferred(model, batch=4)
+    assert found["heads"].shape == (12, 5)
+    assert found["y"].shape == (60,)
+
+
+def test_initializers_that_can_be_fed_are_no_sizes(monkeypatch):
+    monkeypatch.setattr(runtime, "available", lambda: False)
+    nodes = [make("Neg", ["n"], ["m"], name="neg"), make("ConstantOfShape", ["m"], ["y"], name="fill")]
+    model = model_of(nodes, {"x": [2]}, {"y": ["k"]}, {"n": np.array([-3])})
+    assert inferred(model)["y"].shape == (3,)
+    model.graph.input.append(helper.make_tensor_value_info("n", INT64, [1]))
+    with pytest.raises(ShapeError, match="'y'"):
+        inferred(model)
 
 
 def test_sequences_count_with_what_goes_into_them():

@@ -1,0 +1,97 @@
+"""Shape arithmetic: inference of types node by node, small values computed on the way."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+import onnx
+from onnx import TypeProto, numpy_helper
+from onnx.reference import ReferenceEvaluator
+
+_MOST = 1024  # elements of a value that is worth computing
+
+
+def propagate(model: onnx.ModelProto, types: Mapping[str, TypeProto]) -> dict[str, TypeProto]:
+    """Types of values that follow from inputs of known shape, where ONNX's own data propagation gives up.
+
+    Parameters
+    ----------
+    model : onnx.ModelProto
+        Its nodes in an order in which they can run; what has no data is an input.
+    types : mapping of str to TypeProto
+        What is known, by value.
+
+    Returns
+    -------
+    dict of str to TypeProto
+        `types`, and what was found.
+    """
+    known = dict(types)
+    given = {value.name for value in model.graph.input}  # an initializer among them may be fed something else
+    data = {t.name: t for t in model.graph.initializer if np.prod(t.dims) <= _MOST and t.name not in given}
+    opsets = {opset.domain: opset.version for opset in model.opset_import}
+    for node in model.graph.node:
+        _compute(node, known, data, opsets)
+        if node.domain not in opsets or any(name not in known for name in node.input if name):
+            continue
+        if all(not name or (name in known and _sizes(known[name]) is not None) for name in node.output):
+            continue
+        try:
+            schema = onnx.defs.get_schema(node.op_type, opsets[node.domain], node.domain)
+            made = onnx.shape_inference.infer_node_outputs(
+                schema, node, {name: known[name] for name in node.input if name},
+                {name: data[name] for name in node.input if name in data},
+                opset_imports=list(model.opset_import), ir_version=model.ir_version,
+            )  # fmt: skip
+        except (onnx.defs.SchemaError, onnx.shape_inference.InferenceError, RuntimeError, ValueError):
+            continue  # who asked will say what is missing
+        known |= {name: kind for name, kind in made.items() if _sizes(kind) is not None}
+    return known
+
+
+def _compute(
+    node: onnx.NodeProto, known: Mapping[str, TypeProto], data: dict[str, onnx.TensorProto], opsets: Mapping[str, int]
+) -> None:
+    """Put a node's outputs into `data` where they are small and follow from what is known."""
+    if node.domain or len(node.output) != 1 or not (node.input or node.op_type == "Constant"):
+        return
+    result: object
+    if node.op_type in ("Shape", "Size"):
+        if (sizes := _sizes(known.get(node.input[0]))) is None:
+            return
+        span = {a.name: a.i for a in node.attribute}
+        cut = sizes[span.get("start", 0) : span.get("end", len(sizes))]
+        result = np.array(cut if node.op_type == "Shape" else math.prod(sizes), np.int64)
+    else:
+        if any(name not in data for name in node.input if name) or any(a.HasField("g") for a in node.attribute):
+            return
+        if node.op_type in _RANDOM:
+            return
+        try:
+            run = ReferenceEvaluator(_alone(node, opsets))
+            (result,) = run.run(None, {name: numpy_helper.to_array(data[name]) for name in node.input if name})
+        except Exception:  # whatever the evaluator cannot do stays unknown
+            return
+    if isinstance(result, np.ndarray | np.generic) and result.size <= _MOST:
+        data[node.output[0]] = numpy_helper.from_array(np.asarray(result), node.output[0])
+
+
+_RANDOM = {"Bernoulli", "Dropout", "Multinomial", "RandomNormalLike", "RandomUniformLike"}
+
+
+def _alone(node: onnx.NodeProto, opsets: Mapping[str, int]) -> onnx.ModelProto:
+    """A model of one node."""
+    ends = [
+        [onnx.ValueInfoProto(name=name) for name in dict.fromkeys(names) if name] for names in (node.input, node.output)
+    ]
+    graph = onnx.GraphProto(name="alone", node=[node], input=ends[0], output=ends[1])
+    return onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", opsets.get("", 1))])
+
+
+def _sizes(kind: TypeProto | None) -> tuple[int, ...] | None:
+    if kind is None or not kind.HasField("tensor_type") or not kind.tensor_type.HasField("shape"):
+        return None
+    dims = kind.tensor_type.shape.dim
+    return tuple(d.dim_value for d in dims) if all(d.HasField("dim_value") for d in dims) else None
