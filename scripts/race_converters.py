@@ -59,15 +59,17 @@ def without_counters(step: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def rename_batch(step: onnx.ModelProto, like: onnx.ModelProto) -> None:
-    """Give the batch of a step the names it has in another, so that both take the same feeds."""
+    """Make a step take the feeds of another: its batch, which comes last, under those names; the rest is not read."""
     known, own = ({v.name for v in m.graph.input} for m in (like, step))
-    new = [v.name for v in like.graph.input if v.name not in own]
+    new = [v for v in like.graph.input if v.name not in own]
     old = [v.name for v in step.graph.input if v.name not in known]
-    names = dict(zip(old, new, strict=True))
+    constant = len(new) - len(old)  # buffers that are inputs of one, and constants of the other
+    names = {name: value.name for name, value in zip(old, new[constant:], strict=True)}
     for value in step.graph.input:
         value.name = names.get(value.name, value.name)
     for node in step.graph.node:
         node.input[:] = [names.get(name, name) for name in node.input]
+    step.graph.input.extend(new[:constant])
 
 
 if __name__ == "__main__":

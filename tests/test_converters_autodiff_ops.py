@@ -223,6 +223,15 @@ CASES = [
     Case("NegativeLogLikelihoodLoss", ((3, 4), i64([0, 3, 1]))),
     Case("NegativeLogLikelihoodLoss", ((2, 4, 3), i64([[0, 3, 1], [1, 1, 2]]), f32(1, 2, 0.5, 3)), {"ignore_index": 1},
          tag="weighted"),
+    # Recurrent: [steps, batch, features], weights of each direction, biases, lengths, first states.
+    Case("LSTM", ((3, 2, 2), (1, 12, 2), (1, 12, 3), (1, 24), None, (1, 2, 3), (1, 2, 3)), {"hidden_size": 3}, 3,
+         dynamic=False),
+    Case("LSTM", ((3, 2, 2), (2, 12, 2), (2, 12, 3)), {"hidden_size": 3, "direction": "bidirectional"}, dynamic=False,
+         tag="both ways"),
+    Case("GRU", ((3, 2, 2), (1, 9, 2), (1, 9, 3), (1, 18)), {"hidden_size": 3}, dynamic=False),
+    Case("GRU", ((3, 2, 2), (1, 9, 2), (1, 9, 3), (1, 18)), {"hidden_size": 3, "linear_before_reset": 1}, dynamic=False,
+         tag="product before reset"),
+    Case("RNN", ((3, 2, 2), (1, 3, 2), (1, 3, 3)), {"hidden_size": 3, "direction": "reverse"}, dynamic=False),
     # Without rules of their own: by the definition in terms of others.
     Case("MeanVarianceNormalization", ((2, 3, 4, 2),), tag="function"),
     Case("Softmax", ((2, 3),), {"axis": -2}, tag="negative"),

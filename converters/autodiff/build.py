@@ -18,6 +18,7 @@ from .constants import fold
 from .dims import dims as dims_of
 from .linear import into_gemm
 from .prepare import Source
+from .recurrent import unroll
 from .registry import differentiate
 from .scattering import add_in_order
 from .tape import Tape
@@ -99,6 +100,7 @@ def add_backward(
     inputs = {str(value.name): value for value in graph.inputs}
     batch = [value for name, value in inputs.items() if name not in {*parameter_names, *buffer_names}]
     tape = Tape(graph)
+    unroll(tape, graph)
     into_gemm(tape, graph)
     with tape.labelled("forward"):
         scalar, targets = _loss(tape, graph, loss)
