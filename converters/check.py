@@ -82,8 +82,8 @@ def compare(
     tolerance : mapping of str to float
         Largest accepted relative error by dtype name; dtypes not in it must be equal.
     noise : mapping of str to float, optional
-        How much the framework's own output moves, at most, when its inputs move by a rounding error. An output whose
-        noise is above the tolerance is determined by rounding: it passes within `SLACK` times its noise.
+        How much the framework's own output moves, at most, when its inputs move by a rounding error. An output within
+        `SLACK` times its noise passes, too; where noise or error is above the tolerance, it counts as undetermined.
 
     Raises
     ------
@@ -98,7 +98,7 @@ def compare(
         errors[name] = relative_error(value, answer)
         allowed = tolerance.get(value.dtype.name, 0.0)
         own = relative_noise(answer, (noise or {}).get(name, 0.0))
-        if own > allowed > 0 and errors[name] <= SLACK * own:
+        if allowed > 0 and max(own, errors[name]) > allowed and errors[name] <= SLACK * own:
             undetermined.append(name)
         excess[name] = errors[name] - allowed
     wrong = [name for name, over in excess.items() if not over <= 0 and name not in undetermined]

@@ -90,6 +90,10 @@ def test_noise_excuses_only_what_rounding_decides():
     assert check.compare(found, expected, noise={"grad.b": 1e-9}).undetermined == ("grad.b",)
     with pytest.raises(ConversionError):  # far above its noise
         check.compare(expected | {"grad.b": np.array([1e-7], np.float32)}, expected, noise={"grad.b": 1e-9})
+    near = expected | {"grad.b": np.array([1.0003e-9], np.float32)}
+    with pytest.raises(ConversionError):
+        check.compare(near, expected, noise={"grad.b": 1e-14})
+    assert check.compare(near, expected, noise={"grad.b": 5e-14}).undetermined == ("grad.b",)  # below the tolerance
     with pytest.raises(ConversionError, match="nothing can be compared"):  # noise alone proves nothing
         check.compare({"grad.b": found["grad.b"]}, {"grad.b": expected["grad.b"]}, noise={"grad.b": 1e-9})
 

@@ -145,6 +145,26 @@ CASES = {
     ),
     "weight_norm": (nn.utils.parametrizations.weight_norm(nn.Linear(8, 5)), seq()),
     "weight_norm_old": (nn.utils.weight_norm(nn.Conv2d(4, 6, 3)), img()),
+    "interp_nearest_size": (Fn(lambda x: F.interpolate(x, size=(17, 7))), img()),
+    "interp_nearest_exact": (Fn(lambda x: F.interpolate(x, size=(17, 7), mode="nearest-exact")), img()),
+    "interp_linear": (Fn(lambda x: F.interpolate(x, scale_factor=2.5, mode="linear")), randn(2, 4, 11)),
+    "interp_trilinear": (Fn(lambda x: F.interpolate(x, scale_factor=2, mode="trilinear")), randn(1, 2, 4, 4, 4)),
+    "interp_area": (Fn(lambda x: F.interpolate(x, size=(5, 5), mode="area")), img()),
+    "interp_antialias": (
+        Fn(lambda x: F.interpolate(x, size=(5, 17), mode="bilinear", antialias=True)),
+        img(),
+    ),
+    "interp_bicubic_antialias": (
+        Fn(lambda x: F.interpolate(x, scale_factor=0.6, mode="bicubic", antialias=True, align_corners=True)),
+        img(),
+    ),
+    "pixel_unshuffle": (Fn(lambda x: F.pixel_unshuffle(x, 2)), img()),
+    "channel_shuffle": (Fn(lambda x: F.channel_shuffle(x, 2)), img()),
+    "max_unpool": (Fn(lambda x: F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2)), img()),
+    "avgpool2d_divisor": (Fn(lambda x: F.avg_pool2d(x, 3, 2, divisor_override=5)), img()),
+    "adaptive_avg3d": (Fn(lambda x: F.adaptive_avg_pool3d(x, (2, 3, 4))), vol() + 0.5),
+    # torch gives a mean over a channels-last image strides of its own
+    "adaptive_avg_channels_last": (Fn(lambda x: F.adaptive_avg_pool2d(x.permute(0, 3, 1, 2), 1)), img()),
     "spectral_norm": (nn.utils.parametrizations.spectral_norm(nn.Linear(8, 5)), seq()),
     "mha": (nn.MultiheadAttention(8, 2, batch_first=True), (seq(),) * 3),
     "mha_masked": (
@@ -160,19 +180,42 @@ CASES = {
         (seq(), randn(2, 7, 6), randn(2, 7, 5)),
     ),
     "encoder_layer": (nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), seq()),
+    "encoder_prenorm": (
+        nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, norm_first=True, activation="gelu"),
+        seq(),
+    ),
+    "transformer": (nn.Transformer(8, 2, 1, 1, 16, dropout=0.0, batch_first=True), (seq(), seq())),
     "decoder_layer": (nn.TransformerDecoderLayer(8, 2, 16, dropout=0.0, batch_first=True), (seq(), seq())),
     "sdpa_causal": (Fn(lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True)), randn(2, 2, 10, 8)),
+    "sdpa_mask": (
+        Fn(lambda x, m: F.scaled_dot_product_attention(x, x, x, attn_mask=m)),
+        (randn(2, 2, 10, 8), torch.rand(10, 10) > 0.2),
+    ),
+    "sdpa_grouped": (
+        Fn(lambda q, k: F.scaled_dot_product_attention(q, k, k, scale=0.3, enable_gqa=True)),
+        (randn(2, 4, 10, 8), randn(2, 2, 10, 8)),
+    ),
     "lstm": (nn.LSTM(8, 6, 2, batch_first=True, bidirectional=True), seq()),
     "gru": (nn.GRU(8, 6, batch_first=True), seq()),
     "rnn": (nn.RNN(8, 6, batch_first=True), seq()),
+    "lstm_dropout": (nn.LSTM(8, 6, 2, dropout=0.2, proj_size=3, batch_first=True), seq()),
     "lstmcell": (nn.LSTMCell(8, 6), randn(3, 8)),
     "dropout": (nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3)), seq()),
     "dropout2d": (nn.Sequential(nn.Conv2d(4, 16, 1), nn.Dropout2d(0.3)), randn(8, 4, 12, 12)),
     "alpha_dropout": (nn.Sequential(nn.Linear(8, 8), nn.AlphaDropout(0.3)), seq()),
     "gaussian_noise": (Fn(lambda x: x + torch.randn_like(x)), seq()),
+    "bernoulli": (Fn(lambda x, p: x * torch.bernoulli(p)), (randn(8, 10, 8), torch.rand(8, 10, 8))),
+    "randint": (Fn(lambda x: x * torch.randint(0, 5, (2, 10, 8))), seq()),
+    "normal": (Fn(lambda x: torch.distributions.Normal(x, x.exp()).rsample()), seq()),
+    "normal_log_prob": (Fn(lambda x: torch.distributions.Normal(x, x.exp()).log_prob(torch.zeros(()))), seq()),
+    "categorical": (
+        Fn(lambda x, a: torch.distributions.Categorical(logits=x).log_prob(a)),
+        (randn(6, 8), torch.randint(0, 8, (6,))),
+    ),
     "cumsum": (Fn(lambda x: x.cumsum(1)), seq()),
     "logcumsumexp": (Fn(lambda x: x.logcumsumexp(1)), seq()),
     "cummax": (Fn(lambda x: x.cummax(1)[0]), seq()),
+    "cumprod": (Fn(lambda x: x.cumprod(1)), seq()),
     "cdist": (Fn(lambda x, y: torch.cdist(x, y)), (seq(), randn(2, 7, 8))),
     "cdist1": (Fn(lambda x, y: torch.cdist(x, y, p=1)), (seq(), randn(2, 7, 8))),
     "pdist": (Fn(lambda x: F.pdist(x)), randn(6, 8)),
@@ -186,6 +229,8 @@ CASES = {
     "median": (Fn(lambda x: x.median(1)[0]), seq()),
     "kthvalue": (Fn(lambda x: x.kthvalue(2, 1)[0]), seq()),
     "cummin": (Fn(lambda x: x.cummin(1)[0]), seq()),
+    "median_all": (Fn(lambda x: x.median()), seq()),
+    "quantile": (Fn(lambda x: x.quantile(0.3, dim=1)), seq()),
     "max_all": (Fn(lambda x: x.max()), seq()),
     "var": (Fn(lambda x: x.var(1)), seq()),
     "std": (Fn(lambda x: x.std((0, 2))), seq()),
@@ -205,6 +250,34 @@ CASES = {
     ),
     "index_select": (Fn(lambda x, i: x.index_select(1, i)), (seq(), torch.tensor([1, 3, 3]))),
     "index_adv": (Fn(lambda x, i, j: x[i, j]), (seq(), torch.tensor([0, 1, 1]), torch.tensor([2, 2, 5]))),
+    "scatter_mean": (
+        Fn(lambda x, i: torch.zeros(2, 6, 8).scatter_reduce(1, i, x, "mean")),
+        (seq(), torch.randint(0, 6, (2, 10, 8))),
+    ),
+    "scatter_mean_without": (
+        Fn(lambda x, i: torch.ones(2, 6, 8).scatter_reduce(1, i, x, "mean", include_self=False)),
+        (seq(), torch.randint(0, 6, (2, 10, 8))),
+    ),
+    "scatter_amax": (
+        Fn(lambda x, i: torch.zeros(2, 6, 8).scatter_reduce(1, i, x, "amax")),
+        (seq(), torch.randint(0, 6, (2, 10, 8))),
+    ),
+    "scatter_amax_without": (
+        Fn(lambda x, i: torch.ones(2, 6, 8).scatter_reduce(1, i, x, "amax", include_self=False)),
+        (seq(), torch.randint(0, 6, (2, 10, 8))),
+    ),
+    "masked_scatter": (Fn(lambda x, m: torch.ones(4, 5).masked_scatter(m, x)), (randn(4, 5), torch.rand(4, 5) > 0.5)),
+    "index_put_add": (
+        Fn(lambda x, i: torch.zeros(5, 8).index_put((i,), x, accumulate=True)),
+        (randn(6, 8), torch.tensor([0, 1, 1, 4, 0, 2])),
+    ),
+    "slice_assigned": (Fn(lambda x: x.slice_scatter(x[:, 5:8] * 2, 1, 2, 5)), seq()),
+    "as_strided": (Fn(lambda x: x.as_strided((3, 4), (8, 2), 1)), seq()),
+    "as_strided_windows": (Fn(lambda x: x.as_strided((7, 4), (1, 1))), randn(10)),
+    "diagonal": (Fn(lambda x: x.diagonal(1, 1, 2) * 2), randn(2, 4, 6)),
+    "diagonal_tall": (Fn(lambda x: x.diagonal(-1, 0, 2) * 2), randn(7, 2, 4)),
+    "diagonal_assigned": (Fn(lambda x, y: x.diagonal_scatter(y, 1)), (randn(4, 6), randn(4))),
+    "einsum_diagonal": (Fn(lambda x: torch.einsum("ii->i", x)), randn(5, 5)),
     "index_put": (
         Fn(
             lambda x, i: x.index_put(
@@ -240,6 +313,9 @@ CASES = {
     "atan2": (Fn(lambda x, y: torch.atan2(x, y)), (seq(), seq())),
     "lerp": (Fn(lambda x, y: torch.lerp(x, y, 0.3)), (seq(), seq())),
     "addcmul": (Fn(lambda x, y: torch.addcmul(x, x, y, value=0.5)), (seq(), seq())),
+    "hypot": (Fn(torch.hypot), (seq(), seq())),
+    "fmax": (Fn(lambda x, y: torch.fmax(x, y) + torch.fmin(x, 2 * y)), (seq(), seq())),
+    "logaddexp": (Fn(torch.logaddexp), (seq(), seq())),
     "clamp": (Fn(lambda x: x.clamp(-0.5, 0.7)), seq()),
     "fmod": (Fn(lambda x: x.remainder(0.7)), seq()),
     "trig": (Fn(lambda x: x.sin() + x.cos() + x.tan() + x.atan() + x.sinh() + x.cosh() + x.asinh()), seq()),
@@ -319,16 +395,24 @@ for n, f, x, t in [
     ("gaussian_nll", lambda x, t: F.gaussian_nll_loss(x, t, x.exp()), seq(), seq()),
     ("gaussian_nll_full", lambda x, t: F.gaussian_nll_loss(x, t, torch.full((2, 10), 0.3), full=True), seq(), seq()),
     ("multilabel_soft", F.multilabel_soft_margin_loss, randn(6, 8), torch.randint(0, 2, (6, 8)).float()),
+    (
+        "ctc",
+        lambda x, t: F.ctc_loss(x.log_softmax(-1), t, torch.tensor([9, 8, 9]), torch.tensor([3, 2, 0])),
+        randn(9, 3, 7),
+        torch.tensor([[1, 1, 2], [3, 4, 0], [0, 0, 0]]),
+    ),
+    (
+        "ctc_impossible",
+        lambda x, t: F.ctc_loss(x.log_softmax(-1), t, (9, 2), (3, 3), blank=6, reduction="sum", zero_infinity=True),
+        randn(9, 2, 7),
+        torch.randint(0, 6, (2, 3)),
+    ),
     ("hinge", lambda x, t: F.hinge_embedding_loss(x, t), randn(6, 8), torch.randn(6, 8).sign()),
     ("softmargin", F.soft_margin_loss, randn(6, 8), torch.randn(6, 8).sign()),
 ]:
     CASES["loss_" + n] = (Fn(f), (x, t))
 
 REFUSED = {
-    "ctc_loss": (
-        Fn(lambda x, t: F.ctc_loss(x.log_softmax(-1), t, torch.tensor([9, 8]), torch.tensor([3, 2]))),
-        (randn(9, 2, 7), torch.randint(1, 7, (2, 3))),
-    ),
     "rrelu": (Fn(lambda x: F.rrelu(x, training=True)), seq()),
     "fft": (Fn(lambda x: torch.fft.rfft(x).abs()), seq()),
     "batchnorm.py": (nn.BatchNorm2d(4, momentum=None), img()),  # where Python reads a counter
@@ -342,6 +426,7 @@ REFUSED = {
 SLOW = (
     "lstm", "gru", "rnn", "lstmcell", "encoder_layer", "decoder_layer", "convT3d", "conv3d", "interp_bicubic", "trig",
     "explog", "affine_grid", "grid_sample", "avgpool3d_pad", "adaptive_max3d", "spectral_norm", "pdist", "cdist1",
+    "lstm_dropout", "encoder_prenorm", "transformer", "loss_ctc", "interp_trilinear", "interp_linear", "quantile",
 )  # fmt: skip
 
 

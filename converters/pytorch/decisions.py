@@ -56,6 +56,16 @@ def _coin(_: Any, p: float = 0.5, **__: Any) -> tuple[float, float]:
     return p, math.sqrt(p * (1 - p))
 
 
+def _coins(p: torch.Tensor, **_: Any) -> tuple[float, float]:
+    return float(p.double().mean()), float((p * (1 - p)).double().mean().sqrt())
+
+
+def _integers(*ends: Any, **_: Any) -> tuple[float, float]:
+    *low, high = ends[:-1]  # the last is the shape
+    span = high - sum(low)
+    return sum(low) + (span - 1) / 2, math.sqrt((span * span - 1) / 12)
+
+
 def _kept(_: Any, p: float, __: Any = True) -> tuple[float, float]:
     return 1 - p, math.sqrt(p * (1 - p))
 
@@ -64,6 +74,9 @@ DRAWS: dict[Any, Moments] = {
     aten.native_dropout.default: _kept,
     aten.bernoulli.p: _coin,
     aten.bernoulli_.float: _coin,
+    aten.bernoulli.default: _coins,
+    aten.randint.default: _integers,
+    aten.randint.low: _integers,
     aten.rand.default: lambda *_, **__: _uniform(),
     aten.rand_like.default: lambda *_, **__: _uniform(),
     aten.randn.default: lambda *_, **__: _normal(),

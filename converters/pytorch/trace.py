@@ -15,6 +15,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.distributions import Distribution
 from torch.fx import traceback
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -314,11 +315,23 @@ def eager_kernels() -> Iterator[None]:
     """Operators as the trace and its reference both shall see them: attention in parts, dropout with its mask."""
     with (
         quiet(),
+        _unvalidated(),
         enable_python_dispatcher(),
         sdpa_kernel(SDPBackend.MATH),
-        torch.backends.mkldnn.flags(enabled=False),  # recurrent layers in parts
+        torch.backends.mkldnn.flags(enabled=False),  # recurrent layers in parts; convolutions as exact as ours
     ):
         yield
+
+
+@contextmanager
+def _unvalidated() -> Iterator[None]:
+    """Without the checks of distributions' parameters, which read values."""
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(before)
 
 
 def _one_line(error: Exception) -> str:

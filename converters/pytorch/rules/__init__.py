@@ -11,10 +11,13 @@ from typing import Any
 
 import torch
 
-from . import convolution, indexing, losses, normalization, padding, pooling
+from . import convolution, elementwise, indexing, losses, normalization, padding, pooling, resizing
 from .registry import RULES
 
-__all__ = ["convolution", "decompositions", "indexing", "losses", "normalization", "padding", "pooling"]
+__all__ = [
+    "convolution", "decompositions", "elementwise", "indexing", "losses", "normalization", "padding", "pooling",
+    "resizing",
+]  # fmt: skip
 
 
 @cache

@@ -7,7 +7,7 @@ gradients follow from the parts'. The reference of the check runs torch's own.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -165,6 +165,46 @@ def gaussian_nll_loss(
     return {"mean": made.mean, "sum": made.sum}[reduction]() if reduction != "none" else made
 
 
+def ctc_loss(
+    log_probs: torch.Tensor,
+    targets: torch.Tensor,
+    input_lengths: torch.Tensor | Sequence[int],
+    target_lengths: torch.Tensor | Sequence[int],
+    blank: int = 0,
+    reduction: str = "mean",
+    zero_infinity: bool = False,
+) -> torch.Tensor:
+    """Graves et al. 2006, section 4.1, unrolled over time; targets padded to one length."""
+    if log_probs.dim() != 3 or targets.dim() != 2:
+        raise NotImplementedError(
+            "ctc_loss but of log-probabilities (time, batch, classes) and targets (batch, length)"
+        )
+    (steps, batch, _), labels = log_probs.shape, 2 * targets.shape[1] + 1
+    lengths, wanted = (torch.as_tensor(v).reshape([-1]).expand([batch]) for v in (input_lengths, target_lengths))
+    # blanks around every label
+    path = torch.stack([torch.full_like(targets, blank), targets], 2).flatten(1)
+    path = torch.cat([path, torch.full_like(targets[:, :1], blank)], 1)
+    apart = torch.cat([torch.zeros([batch, 2], dtype=torch.bool), path[:, 2:] != path[:, :-2]], 1)
+    scores = log_probs.gather(2, path.unsqueeze(0).expand([steps, batch, labels]))
+    started = torch.arange(labels) < 2
+    reached = torch.where(started, scores[0], _NEVER)
+    for step in range(1, steps):
+        before = F.pad(reached, (2, 0), value=_NEVER)
+        skipped = torch.where(apart, before[:, :-2], _NEVER)
+        ways = torch.stack([reached, before[:, 1:-1], skipped], 0).logsumexp(0) + scores[step]
+        reached = torch.where((lengths > step).unsqueeze(1), ways, reached)
+    ends = 2 * wanted.unsqueeze(1) - torch.arange(2)  # in the last label or the blank after it
+    last = torch.where(ends >= 0, reached.gather(1, ends.clamp(min=0)), _NEVER)
+    made = -last.logsumexp(1)
+    made = torch.where(made > -_NEVER / 2, 0.0 if zero_infinity else math.inf, made)
+    if reduction == "mean":
+        return (made / wanted.clamp(min=1)).mean()
+    return made.sum() if reduction == "sum" else made
+
+
+_NEVER = -1e30  # a logarithm of zero that can be computed with
+
+
 COMPOSITES: dict[Any, Callable[..., Any]] = {
     F.bilinear: bilinear,
     torch.bilinear: bilinear,
@@ -175,6 +215,7 @@ COMPOSITES: dict[Any, Callable[..., Any]] = {
     torch.logcumsumexp: logcumsumexp,
     torch.Tensor.logcumsumexp: logcumsumexp,
     F.affine_grid: affine_grid,
+    F.ctc_loss: ctc_loss,
     F.gaussian_nll_loss: gaussian_nll_loss,
     F.grid_sample: grid_sample,
     torch.cumprod: cumprod,

@@ -10,6 +10,7 @@ import torch
 from ...autodiff.rules_conv import LEAST_PIXELS
 from . import onnx
 from .registry import rule
+from .sums import sum_by_channel
 
 aten = torch.ops.aten
 
@@ -59,7 +60,7 @@ def convolution_backward(
         else:
             of_weight = _weight_gradient(moved, still, weight, stride, padding, dilation, groups)
     if output_mask[2]:
-        of_bias = gradient.sum([0, *range(2, 2 + rank)])
+        of_bias = sum_by_channel(gradient)
     return of_x, of_weight, of_bias
 
 

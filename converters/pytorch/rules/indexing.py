@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from . import onnx
 from .registry import rule
@@ -19,6 +21,104 @@ def unfold_backward(gradient: torch.Tensor, sizes: Sequence[int], dim: int, size
     source = torch.arange(sizes[dim]).unfold(0, size, step).flatten()
     flat = gradient.movedim(-1, dim + 1).flatten(dim, dim + 1)
     return gradient.new_zeros(list(sizes)).index_add(dim, source, flat)
+
+
+@rule(aten.as_strided.default)
+def as_strided(x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> torch.Tensor:
+    """Elements of the memory that x lies in; most often x itself, its strides along axes of size one spelled anew."""
+    if _is_itself(x, size, stride, offset):
+        return x.clone()
+    index = _places(x, size, stride, offset)
+    return x.flatten().index_select(0, index.flatten()).reshape(list(size))
+
+
+@rule(aten.as_strided_scatter.default)
+def as_strided_scatter(
+    x: torch.Tensor, source: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
+) -> torch.Tensor:
+    """x, where `as_strided` of the result is the source."""
+    if _is_itself(x, size, stride, offset):
+        return source.clone()
+    index = _places(x, size, stride, offset)
+    return x.flatten().scatter(0, index.flatten(), source.flatten()).reshape(x.shape)
+
+
+def _is_itself(x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None) -> bool:
+    if offset not in (None, x.storage_offset()) or list(size) != list(x.shape):
+        return False
+    return all(n == 1 or own == new for n, own, new in zip(size, x.stride(), stride, strict=True))
+
+
+def _places(x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None) -> torch.Tensor:
+    """For each element of the strided view, its number in x."""
+    if not all(isinstance(n, int) for n in (*x.shape, *size)):
+        raise NotImplementedError("as_strided along dimensions that vary")
+    first = x.storage_offset() if offset is None else offset
+    with _disable_current_modes():  # computed now, a constant of the graph
+        reach = [f + sum((n - 1) * s for n, s in zip(ns, ss, strict=True))
+                 for f, ns, ss in ((x.storage_offset(), x.shape, x.stride()), (first, size, stride))]  # fmt: skip
+        memory = torch.full([max(reach) + 1], -1)
+        memory.as_strided(x.shape, x.stride(), x.storage_offset()).copy_(torch.arange(x.numel()).reshape(x.shape))
+        found = memory.as_strided(size, stride, first)
+        if (found < 0).any():
+            raise NotImplementedError("as_strided that reads memory around its tensor")
+        listed = found.tolist()
+    return torch.tensor(listed)
+
+
+@rule(aten.diagonal_scatter.default)
+def diagonal_scatter(
+    x: torch.Tensor, source: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1
+) -> torch.Tensor:
+    """x with another diagonal."""
+    places = _on_diagonal(torch.ones_like(source), x.shape, offset, dim1, dim2)
+    return torch.where(places > 0, _on_diagonal(source, x.shape, offset, dim1, dim2), x)
+
+
+@rule(aten.diagonal_backward.default)
+def diagonal_backward(gradient: torch.Tensor, sizes: Sequence[int], offset: int, dim1: int, dim2: int) -> torch.Tensor:
+    """Zeros beside the diagonal."""
+    return _on_diagonal(gradient, sizes, offset, dim1, dim2)
+
+
+def _on_diagonal(values: torch.Tensor, sizes: Sequence[int], offset: int, dim1: int, dim2: int) -> torch.Tensor:
+    made = torch.diag_embed(values, offset, dim1, dim2)
+    rest = [0] * (2 * len(sizes))
+    for dim in (dim1 % len(sizes), dim2 % len(sizes)):  # the square may be larger or smaller than what it goes into
+        rest[2 * (len(sizes) - 1 - dim) + 1] = sizes[dim] - made.shape[dim]
+    return aten.constant_pad_nd(made, rest) if any(rest) else made
+
+
+@rule(aten.masked_scatter_backward.default)
+def masked_scatter_backward(gradient: torch.Tensor, mask: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+    """The source's elements went to the mask's places in order."""
+    mask = mask.expand(gradient.shape).flatten()
+    order = (mask.long().cumsum(0) - 1).clamp(min=0)
+    masked = torch.where(mask, gradient.flatten(), 0.0)
+    return gradient.new_zeros([math.prod(sizes)]).scatter_add(0, order, masked).reshape(list(sizes))
+
+
+@rule(aten.scatter_reduce.two)
+def scatter_reduce(
+    x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, reduce: str, *, include_self: bool = True
+) -> torch.Tensor:
+    """Means, and what leaves out x itself: ONNX has neither."""
+    if reduce != "mean" and include_self:
+        return NotImplemented  # torch then keeps the operator
+    ones = torch.ones_like(source)
+    if not include_self:
+        neutral = {"sum": 0.0, "mean": 0.0, "prod": 1.0, "amax": -math.inf, "amin": math.inf}[reduce]
+        x = x.scatter(dim, index, neutral)
+    if reduce != "mean":
+        return aten.scatter_reduce(x, dim, index, source, reduce)
+    counts = torch.full_like(x, float(include_self)).scatter_add(dim, index, ones)
+    return x.scatter_add(dim, index, source) / counts.clamp(min=1)
+
+
+@rule(aten.median.default)
+def median_of_all(x: torch.Tensor) -> torch.Tensor:
+    """The lower of the two in the middle."""
+    return median(x.flatten(), 0)[0]
 
 
 @rule(aten.kthvalue.default)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from .registry import rule
+from .sums import mean_by_channel, sum_by_channel
 
 aten = torch.ops.aten
 
@@ -31,11 +32,10 @@ def native_batch_norm(
 
     The batch's mean and inverse deviation are handed on with axes of size one, as the gradient needs them.
     """
-    axes = [0, *range(2, x.dim())]
     if training:
-        mean = x.mean(axes, keepdim=True)
+        mean = _channelwise(mean_by_channel(x), x)
         centred = x - mean
-        variance = (centred * centred).mean(axes, keepdim=True)
+        variance = _channelwise(mean_by_channel(centred * centred), x)
         if running_mean is not None and running_var is not None:
             count = x.numel() // x.shape[1]
             running_mean = running_mean * (1 - momentum) + mean.flatten() * momentum
@@ -93,18 +93,17 @@ def native_batch_norm_backward(
     output_mask: Sequence[bool],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Ioffe & Szegedy 2015, section 3, gathered into one scale of the gradient, one of x and one shift."""
-    axes = [0, *range(2, x.dim())]
     if not training:
         assert running_mean is not None and running_var is not None
         mean, inverse = _channelwise(running_mean, x), 1 / torch.sqrt(_channelwise(running_var, x) + eps)
     assert mean is not None and inverse is not None
     mean, inverse = (v if v.dim() == x.dim() else _channelwise(v, x) for v in (mean, inverse))
     scale = inverse if weight is None else inverse * _channelwise(weight, x)
-    total = gradient.sum(axes, keepdim=True) if training or output_mask[2] else None
+    total = _channelwise(sum_by_channel(gradient), x) if training or output_mask[2] else None
     centred = projected = of_x = None
     if training or output_mask[1]:
         centred = x - mean
-        projected = (gradient * centred).sum(axes, keepdim=True) * inverse
+        projected = _channelwise(sum_by_channel(gradient * centred), x) * inverse
     if output_mask[0]:
         of_x = gradient * scale
         if training:

@@ -132,6 +132,22 @@ def adaptive_max_pool3d_backward(gradient: torch.Tensor, x: torch.Tensor, indice
     return _scatter(gradient, x, indices, 3)
 
 
+@rule(aten.avg_pool2d.default, aten.avg_pool3d.default)
+def avg_pool(
+    x: torch.Tensor, kernel: Sequence[int], stride: Sequence[int] = (), padding: Sequence[int] = (0,),
+    ceil_mode: bool = False, count_include_pad: bool = True, divisor: int | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """With a divisor of its own: ONNX has none."""
+    if divisor is None:
+        return NotImplemented  # torch then keeps the operator
+    if ceil_mode:
+        raise NotImplementedError("average pooling with divisor_override and ceil_mode")
+    rank = len(kernel) if len(kernel) > 1 else x.dim() - 2
+    pool = aten.avg_pool2d if rank == 2 else aten.avg_pool3d
+    made: torch.Tensor = pool(x, kernel, stride, padding, False, True)
+    return made * (math.prod(_each(kernel, rank)) / divisor)
+
+
 @rule(aten.avg_pool2d_backward.default, aten.avg_pool3d_backward.default)
 def avg_pool_backward(
     gradient: torch.Tensor, x: torch.Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int],
@@ -175,6 +191,15 @@ def _window_sizes(size: int, count: int, kernel: int, stride: int, padding: int,
     return made
 
 
+@rule(aten._adaptive_avg_pool3d.default)
+def adaptive_avg_pool3d(x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    """A product with one matrix per axis."""
+    for axis, count in zip(range(x.dim() - 3, x.dim()), counts, strict=True):
+        rows = torch.tensor(_averages(x.shape[axis], count), dtype=x.dtype)
+        x = (x.movedim(axis, -1) @ rows.t()).movedim(-1, axis)
+    return x
+
+
 @rule(aten._adaptive_avg_pool2d_backward.default)
 def adaptive_avg_pool2d_backward(gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """The averages are a product with one matrix per axis; so is the gradient."""
@@ -189,10 +214,15 @@ def adaptive_avg_pool3d_backward(gradient: torch.Tensor, x: torch.Tensor) -> tor
 
 def _adaptive_avg_pool_backward(gradient: torch.Tensor, x: torch.Tensor, rank: int) -> torch.Tensor:
     for axis in range(x.dim() - rank, x.dim()):
-        size, count = x.shape[axis], gradient.shape[axis]
-        rows = [[0.0] * size for _ in range(count)]
-        for i, row in enumerate(rows):
-            start, end = i * size // count, -(-(i + 1) * size // count)
-            row[start:end] = [1 / (end - start)] * (end - start)
-        gradient = (gradient.movedim(axis, -1) @ torch.tensor(rows, dtype=gradient.dtype)).movedim(-1, axis)
+        rows = torch.tensor(_averages(x.shape[axis], gradient.shape[axis]), dtype=gradient.dtype)
+        gradient = (gradient.movedim(axis, -1) @ rows).movedim(-1, axis)
     return gradient
+
+
+def _averages(size: int, count: int) -> list[list[float]]:
+    """Row by row, how much each of `count` windows takes of each of `size` elements."""
+    rows = [[0.0] * size for _ in range(count)]
+    for i, row in enumerate(rows):
+        start, end = i * size // count, -(-(i + 1) * size // count)
+        row[start:end] = [1 / (end - start)] * (end - start)
+    return rows
