@@ -14,6 +14,9 @@ from onnx_remat.errors import ConversionError
 TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "float16": 2e-2, "bfloat16": 5e-2}
 """Largest relative error accepted by dtype: rounding differs between kernels, wrong arithmetic is far above."""
 
+EXPECTED = 1e-5
+"""Relative error in float32 above which converters also measure how far step and framework are from float64."""
+
 
 @dataclass(frozen=True, slots=True)
 class Check:

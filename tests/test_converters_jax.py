@@ -214,6 +214,16 @@ def test_primitives_and_their_gradients_agree_with_jax(names: list[str]) -> None
     worst_error(loss_fn, params, buffers={f"value of {name}": np.float32(0) for name in names})
 
 
+def test_the_file_says_how_far_both_are_from_float64(monkeypatch):
+    monkeypatch.setattr("onnx_remat.converters.check.EXPECTED", 0.0)
+    image, kernel = random(2, 3, 8, 8), random(4, 3, 3, 3, seed=1)
+    loss = weighted(lambda x, w: jnp.tanh(lax.conv(x, w, (1, 1), "SAME")).mean(0))
+    step = export_training_step(lambda params, x: loss(x, params["w"]), {"w": kernel}, image)
+    known = {p.key: p.value for p in step.metadata_props}
+    for whose in ("exact", "framework"):
+        assert 0 < float(known[f"check.{whose}_error"]) < 1e-5
+
+
 @pytest.mark.parametrize("name", HALVES)
 def test_half_precision_is_checked_with_its_own_tolerance(name: str) -> None:
     export_training_step(weighted(HALVES[name]), random(3, 4))

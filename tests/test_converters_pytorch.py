@@ -98,7 +98,7 @@ def test_twenty_steps_follow_torch(kind):
 
 
 def test_the_file_says_how_many_outputs_rounding_decides(monkeypatch):
-    monkeypatch.setattr("onnx_remat.converters.pytorch.verify.EXPECTED", 0.0)
+    monkeypatch.setattr("onnx_remat.converters.check.EXPECTED", 0.0)
     normed = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 10)]
     without = [nn.Conv2d(3, 8, 3, bias=False), *normed[1:]]
     found = [checked(export_training_step(nn.Sequential(*m), batch(), F.cross_entropy)) for m in (normed, without)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from onnx_remat import runtime
 from onnx_remat.errors import ConversionError
 
 from .. import check as comparison
+from ..autodiff.finite_differences import in_float64
 from ..autodiff.scattering import add_in_order
 from ..emit import Emitter
 from . import control, elementwise, indexing, kernels, products, randoms, reductions, structure  # noqa: F401
@@ -106,6 +108,9 @@ def convert(step: Step, unroll: int = 64, opset: int = 20) -> onnx.ModelProto:
 def verify(model: onnx.ModelProto, step: Step, tolerance: Mapping[str, float] | None = None) -> comparison.Check:
     """Compare a step's model with JAX on the first values.
 
+    Where they are further apart than `check.EXPECTED`, the model is also computed in float64, if it can be: XLA itself
+    takes minutes for convolutions in float64, which it has no kernel for.
+
     Raises
     ------
     ConversionError
@@ -114,9 +119,13 @@ def verify(model: onnx.ModelProto, step: Step, tolerance: Mapping[str, float] | 
     made, expected = runtime.outputs(model, step.feeds()), step.expected()
     tolerance = step.tolerance() if tolerance is None else tolerance
     try:
-        return comparison.compare(made, expected, tolerance)
+        found = comparison.compare(made, expected, tolerance)
     except ConversionError:
-        return comparison.compare(made, expected, tolerance, step.noise(expected))
+        found = comparison.compare(made, expected, tolerance, step.noise(expected))
+    if found.error > comparison.EXPECTED and tolerance["float32"] == comparison.TOLERANCE["float32"]:
+        with suppress(ConversionError):
+            found = comparison.exactly(found, made, expected, in_float64(model, step.feeds()))
+    return found
 
 
 def initial_feeds(

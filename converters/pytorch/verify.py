@@ -20,9 +20,6 @@ from .initial import initial_feeds
 from .lower import watched
 from .trace import Step
 
-EXPECTED = 1e-5
-"""Relative error in float32 above which the check also measures how far step and torch are from float64."""
-
 
 def step(
     made: ir.Model,
@@ -70,7 +67,7 @@ def step(
         noise = reference.noise(traced, seen, tolerance, expected, exact())
         result = check.compare(made_here, expected, tolerance, noise)
     single = tolerance["float32"] == check.TOLERANCE["float32"]
-    if single and result.error > EXPECTED and (answer := exact()) is not None:
+    if single and result.error > check.EXPECTED and (answer := exact()) is not None:
         result = check.exactly(result, made_here, expected, answer)
     if optimizer is not None:
         updated = {name: found[name] for name in found if name in of_update}
