@@ -44,6 +44,7 @@ class Emitter:
         self._constants: dict[tuple[str, tuple[int, ...], bytes], ir.Value] = {}
         self._taken: set[str | None] = set() if within is None else self._root._taken
         self._taken.update(value.name for node in graph for value in node.outputs)
+        self._taken.update(node.name for node in graph)
         self._taken.update(value.name for value in graph.inputs)
         self._taken.update(graph.initializers)
         self._next = 0
@@ -115,7 +116,7 @@ class Emitter:
         if self._root is not self:
             return self._root.fresh(name)
         made = name
-        while made in self._taken:
+        while made in self._taken or f"node.{made}" in self._taken:
             self._next += 1
             made = f"{name}.{self._next}"
         self._taken.add(made)

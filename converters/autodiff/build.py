@@ -14,7 +14,6 @@ from .. import names, optimizers
 from ..simplify import simplify
 from . import finite_differences, prepare
 from . import loss as losses
-from .constants import fold
 from .dims import dims as dims_of
 from .linear import into_gemm
 from .prepare import Source
@@ -94,7 +93,6 @@ def add_backward(
     parameter_names = [_as_input(model.graph, value, held) for value in chosen]
     buffer_names = [_as_input(model.graph, value, held) for value in buffers]
     model = prepare.infer_shapes(model, dims or {})
-    fold(model)
     simplify(model)
     graph = model.graph
     inputs = {str(value.name): value for value in graph.inputs}

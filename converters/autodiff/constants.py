@@ -23,9 +23,12 @@ def static(value: ir.Value) -> np.ndarray | None:
     return found
 
 
-def fold(model: ir.Model) -> None:
-    """Make initializers, in place, of all constants and of what follows from them and from static shapes."""
-    graph = model.graph
+def fold(model: ir.Model) -> bool:
+    """Make initializers, in place, of all constants and of what follows from them and from static shapes.
+
+    True where more than constants went.
+    """
+    graph, found = model.graph, False
     for node in list(graph):
         known = {value: static(value) for value in node.outputs if value.uses()}
         if any(v.is_graph_output() for v in node.outputs) or not known:
@@ -39,7 +42,9 @@ def fold(model: ir.Model) -> None:
             value.replace_all_uses_with(made)
             graph.register_initializer(made)
         graph.remove(node, safe=True)
+        found = found or node.op_type != "Constant"
     common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+    return found
 
 
 def _evaluate(value: ir.Value) -> np.ndarray | None:
@@ -48,6 +53,9 @@ def _evaluate(value: ir.Value) -> np.ndarray | None:
         return None
     if node.op_type in ("Shape", "Size"):
         return _of_shape(node)
+    if node.op_type == "CastLike" and None not in node.inputs:
+        known, like = static(node.inputs[0]), node.inputs[1].dtype  # type: ignore[arg-type, union-attr]
+        return known.astype(like.numpy()) if known is not None and like is not None else None
     if node.op_type.startswith("Random") or node.op_type in ("Dropout", "Bernoulli", "Multinomial"):
         return None
     inputs: list[np.ndarray | None] = []

@@ -18,7 +18,7 @@ import onnx_ir.passes.common as passes
 from onnx_remat import runtime
 from onnx_remat.errors import ConversionError
 
-from .constants import static
+from .constants import fold, static
 from .registry import NO_GRADIENT
 from .rules import RULES
 from .rules_norm import BATCH_STATISTICS
@@ -213,15 +213,21 @@ def infer_shapes(model: ir.Model, dims: Mapping[str, int]) -> ir.Model:
     except Exception:  # strict mode stops at the first op it cannot infer; the rest may not need that op's shape
         inferred = onnx.shape_inference.infer_shapes(proto, data_prop=True)
     made = ir.from_proto(inferred)
-    if unpack_sequences(made.graph):
+    # What is known now may tell the shapes of more.
+    if unpack_sequences(made.graph) or (fold(made) and any(not _is_static(v) for n in made.graph for v in n.outputs)):
         return infer_shapes(made, {})
-    if _unranked(inferred):
-        made = ir.from_proto(runtime.infer_shapes_symbolically(inferred) or inferred)
+    proto = ir.to_proto(made)
+    if _unranked(proto):
+        made = ir.from_proto(runtime.infer_shapes_symbolically(proto) or proto)
     for index, value in enumerate((*made.graph.inputs, *(v for node in made.graph for v in node.outputs))):
         if value.shape is not None:
             known = [d if isinstance(d, int) else d.value for d in value.shape]
             value.shape = ir.Shape([f"size.{index}.{i}" if d is None else d for i, d in enumerate(known)])
     return made
+
+
+def _is_static(value: ir.Value) -> bool:
+    return value.shape is not None and value.shape.is_static()
 
 
 def _unranked(proto: onnx.ModelProto) -> bool:
