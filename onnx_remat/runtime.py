@@ -7,13 +7,14 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 
+from onnx_remat.asking import ask
 from onnx_remat.errors import ModelError, OnnxRematError
 
 _PATIENCE = 40  # seconds, and one for every 50 nodes: symbolic inference may run for ever on a contradictory model
@@ -91,19 +92,32 @@ def optimized(model: onnx.ModelProto, folder: Path | None, level: str) -> onnx.M
     ModelError
         ONNX Runtime cannot load the model.
     """
+    import_runtime()
+    with tempfile.TemporaryDirectory(prefix="onnx-remat-") as scratch:
+        source, target = write_beside(model, folder, Path(scratch)), Path(scratch) / "optimized.onnx"
+        ask("optimize", _patience(model), source=str(source), target=str(target), level=level)
+        return onnx.load(str(target), load_external_data=False)
+
+
+def _optimize(source: str, target: str, level: str) -> None:
+    options = session_options(level)
+    options.optimized_model_filepath = target
+    _load(source, options)
+
+
+def _load(source: str, options: Any) -> Any:
+    """A session on a file."""
     import onnxruntime
 
-    options = session_options(level)
     options.log_severity_level = 4
-    with tempfile.TemporaryDirectory(prefix="onnx-remat-") as scratch:
-        target = Path(scratch) / "optimized.onnx"
-        options.optimized_model_filepath = str(target)
-        source = write_beside(model, folder, Path(scratch))
-        try:
-            onnxruntime.InferenceSession(str(source), options, providers=["CPUExecutionProvider"])
-        except Exception as error:
-            raise ModelError(f"ONNX Runtime cannot load the model: {_first_line(error)}") from error
-        return onnx.load(str(target), load_external_data=False)
+    try:
+        return onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+    except Exception as error:
+        raise ModelError(f"ONNX Runtime cannot load the model: {_first_line(error)}") from error
+
+
+def _patience(model: onnx.ModelProto) -> float:
+    return _PATIENCE + len(model.graph.node) / 50
 
 
 def outputs(model: onnx.ModelProto, feeds: Mapping[str, np.ndarray], level: str = "disable") -> dict[str, np.ndarray]:
@@ -152,19 +166,27 @@ def infer_shapes(model: onnx.ModelProto, names: Sequence[str]) -> dict[str, tupl
     """
     if not available():
         return {}
-    import onnxruntime
-
     asking = onnx.ModelProto()
     asking.CopyFrom(model)
     have = {value.name for value in model.graph.output}
     asking.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names if name not in have)
-    options = session_options("disable")
-    options.log_severity_level = 4
-    try:
-        session = onnxruntime.InferenceSession(asking.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    except Exception:
-        return {}  # whether it should have loaded is for `optimized` to say
+    with tempfile.TemporaryDirectory(prefix="onnx-remat-") as scratch:
+        source = Path(scratch) / "model.onnx"
+        source.write_bytes(asking.SerializeToString())
+        try:
+            made = ask("infer", _patience(model), source=str(source), names=list(names))
+        except ModelError:
+            return {}  # whether it should have loaded is for `optimized` to say
+    return {name: (kind, shape) for name, (kind, shape) in made.items()}
+
+
+def _infer(source: str, names: Sequence[str]) -> dict[str, tuple[str, list[int | str | None]]]:
+    session = _load(source, session_options("disable"))
     return {value.name: (value.type, value.shape) for value in session.get_outputs() if value.name in names}
+
+
+TASKS: Mapping[str, Callable[..., Any]] = {"optimize": _optimize, "infer": _infer}
+"""What `asking` does in its process."""
 
 
 def infer_shapes_symbolically(model: onnx.ModelProto) -> onnx.ModelProto | None:
@@ -179,7 +201,7 @@ def infer_shapes_symbolically(model: onnx.ModelProto) -> onnx.ModelProto | None:
             done = subprocess.run(
                 [sys.executable, "-m", "onnxruntime.tools.symbolic_shape_infer", "--auto_merge",
                  "--input", str(source), "--output", str(target)],
-                cwd=scratch, capture_output=True, check=False, timeout=_PATIENCE + len(model.graph.node) / 50,
+                cwd=scratch, capture_output=True, check=False, timeout=_patience(model),
             )  # fmt: skip
         except subprocess.TimeoutExpired:
             return None

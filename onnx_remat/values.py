@@ -45,7 +45,7 @@ def propagate(model: onnx.ModelProto, types: Mapping[str, TypeProto]) -> dict[st
                 {name: data[name] for name in node.input if name in data},
                 opset_imports=list(model.opset_import), ir_version=model.ir_version,
             )  # fmt: skip
-        except (onnx.defs.SchemaError, onnx.shape_inference.InferenceError, RuntimeError, ValueError):
+        except _REFUSALS:
             continue  # who asked will say what is missing
         known |= {name: kind for name, kind in made.items() if _sizes(kind) is not None}
     return known
@@ -78,6 +78,9 @@ def _compute(
         data[node.output[0]] = numpy_helper.from_array(np.asarray(result), node.output[0])
 
 
+_REFUSALS = (
+    onnx.defs.SchemaError, onnx.shape_inference.InferenceError, onnx.checker.ValidationError, RuntimeError, ValueError,
+)  # fmt: skip
 _RANDOM = {"Bernoulli", "Dropout", "Multinomial", "RandomNormalLike", "RandomUniformLike"}
 
 

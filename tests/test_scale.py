@@ -132,9 +132,9 @@ def test_ten_thousand_nodes_take_seconds(capsys):
     model = deep(850)
     assert len(model.graph.node) >= 10_000
     data = model.SerializeToString()
-    start = time.perf_counter()
+    start = time.process_time()  # whatever else the machine does
     before, after = rewritten(data)
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     with capsys.disabled():
         print(f" {len(model.graph.node)} nodes: {seconds:.1f} s ", end="")
     assert after <= before * 1.02
