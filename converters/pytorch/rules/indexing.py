@@ -25,11 +25,11 @@ def unfold_backward(gradient: torch.Tensor, sizes: Sequence[int], dim: int, size
 
 @rule(aten.as_strided.default)
 def as_strided(x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> torch.Tensor:
-    """Elements of the memory that x lies in; most often x itself, its strides along axes of size one spelled anew."""
-    if _is_itself(x, size, stride, offset):
-        return x.clone()
-    index = _places(x, size, stride, offset)
-    return x.flatten().index_select(0, index.flatten()).reshape(list(size))
+    """Elements of the memory that x lies in; most often all of x, its strides along axes of size one spelled anew."""
+    places = _places(x, size, stride, offset)
+    if places is None:
+        return x.reshape(list(size)).clone()
+    return x.flatten().index_select(0, places).reshape(list(size))
 
 
 @rule(aten.as_strided_scatter.default)
@@ -37,33 +37,29 @@ def as_strided_scatter(
     x: torch.Tensor, source: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
 ) -> torch.Tensor:
     """x, where `as_strided` of the result is the source."""
-    if _is_itself(x, size, stride, offset):
-        return source.clone()
-    index = _places(x, size, stride, offset)
-    return x.flatten().scatter(0, index.flatten(), source.flatten()).reshape(x.shape)
+    places = _places(x, size, stride, offset)
+    if places is None:
+        return source.reshape(x.shape).clone()
+    return x.flatten().scatter(0, places, source.flatten()).reshape(x.shape)
 
 
-def _is_itself(x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None) -> bool:
-    if offset not in (None, x.storage_offset()) or list(size) != list(x.shape):
-        return False
-    return all(n == 1 or own == new for n, own, new in zip(size, x.stride(), stride, strict=True))
-
-
-def _places(x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None) -> torch.Tensor:
-    """For each element of the strided view, its number in x."""
+def _places(x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None) -> torch.Tensor | None:
+    """For each element of the strided view, one after another, its number in x; None where that is its own."""
+    first, own = x.storage_offset() if offset is None else offset, x.storage_offset()
+    same = first == own and list(size) == list(x.shape)
+    if same and all(n == 1 or new == old for n, new, old in zip(size, stride, x.stride(), strict=True)):
+        return None
     if not all(isinstance(n, int) for n in (*x.shape, *size)):
         raise NotImplementedError("as_strided along dimensions that vary")
-    first = x.storage_offset() if offset is None else offset
     with _disable_current_modes():  # computed now, a constant of the graph
-        reach = [f + sum((n - 1) * s for n, s in zip(ns, ss, strict=True))
-                 for f, ns, ss in ((x.storage_offset(), x.shape, x.stride()), (first, size, stride))]  # fmt: skip
+        reach = [start + sum((n - 1) * step for n, step in zip(shape, steps, strict=True))
+                 for start, shape, steps in ((own, x.shape, x.stride()), (first, size, stride))]  # fmt: skip
         memory = torch.full([max(reach) + 1], -1)
-        memory.as_strided(x.shape, x.stride(), x.storage_offset()).copy_(torch.arange(x.numel()).reshape(x.shape))
-        found = memory.as_strided(size, stride, first)
-        if (found < 0).any():
-            raise NotImplementedError("as_strided that reads memory around its tensor")
-        listed = found.tolist()
-    return torch.tensor(listed)
+        memory.as_strided(x.shape, x.stride(), own).copy_(torch.arange(x.numel()).reshape(x.shape))
+        found = memory.as_strided(size, stride, first).flatten().tolist()
+    if -1 in found:
+        raise NotImplementedError("as_strided that reads memory around its tensor")
+    return None if found == list(range(x.numel())) else torch.tensor(found)
 
 
 @rule(aten.diagonal_scatter.default)
