@@ -161,6 +161,56 @@ def test_logits_are_found_below_a_softmax_of_rows() -> None:
     assert made["loss"] == pytest.approx(expected, rel=1e-5)
 
 
+def test_graphs_are_lean() -> None:
+    """A layer of attention as exporters write it: one Gemm forward, two back, the three parts' adjoints joined."""
+    forward = model(
+        """t = Transpose(w0) perm=[1,0]
+m = MatMul(x, t)
+b = Add(m, w1)
+parts = Reshape(b, apart)
+q = Gather(parts, zero) axis=2
+k = Gather(parts, one) axis=2
+v = Gather(parts, two) axis=2
+a = Mul(q, k)
+y = Mul(a, v)""",
+        weights((15, 3), (15,))
+        | {"apart": np.asarray([2, 4, 3, 5]), "zero": np.asarray(0), "one": np.asarray(1), "two": np.asarray(2)},
+        {"x": [2, 4, 3]},
+    )
+    step = add_backward(forward, "mse", wrt=["w0", "w1", "x"])
+    ops = [node.op_type for node in step.graph.node]
+    assert (ops.count("Gemm"), ops.count("Concat"), ops.count("Pad"), ops.count("Transpose")) == (3, 1, 0, 0), ops
+
+
+def test_gradients_of_rows_that_are_read_often_are_whole() -> None:
+    forward = model("y = Gather(w0, ids)", weights((5, 64)))
+    forward.graph.input[0].CopyFrom(helper.make_tensor_value_info("ids", TensorProto.INT64, [1000]))
+    step = add_backward(forward, "mse", check=False)
+    feeds = initial_inputs(forward, step) | {
+        "ids": np.random.default_rng(0).integers(-5, 5, 1000), "target": np.zeros((1000, 64), np.float32),
+    }  # fmt: skip
+    expected = np.zeros((5, 64))
+    np.add.at(expected, feeds["ids"], feeds["w0"][feeds["ids"]] * 2 / 64000)
+    for _ in range(5):
+        np.testing.assert_allclose(runtime.outputs(step, feeds)["grad.w0"], expected, rtol=1e-4)
+
+
+def test_shapes_that_constants_tell_are_found() -> None:
+    forward = model(
+        """shape = CastLike(numbers, int)
+r = Reshape(x, shape)
+l = Shape(r)
+o = ConstantOfShape(l)
+p = Add(o, r)
+y = MatMul(p, w0)""",
+        weights((6, 4)) | {"numbers": np.asarray([2.0, 6.0], np.float32)},
+        {"x": [4, 3]},
+    )
+    forward.graph.input.append(helper.make_tensor_value_info("int", TensorProto.INT64, [1]))
+    step = add_backward(forward, "cross_entropy", frozen=["numbers"])
+    assert {"Reshape", "Add"} >= {n.op_type for n in step.graph.node} & {"Reshape", "Add", "Shape", "ConstantOfShape"}
+
+
 def test_sequences_that_are_only_split_become_splits() -> None:
     places = {"two": np.asarray(2), "first": np.asarray(0), "last": np.asarray(-1)}
     text = "h = MatMul(x, w0)\ns = SplitToSequence(h, two) axis=1\na = SequenceAt(s, first)\nb = SequenceAt(s, last)"

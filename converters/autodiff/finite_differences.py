@@ -287,6 +287,8 @@ def widened(source: ir.Model, to: ir.DataType) -> onnx.ModelProto:
     for node in nodes:
         if node.op_type == "GroupNormalization" and (model.opset_imports[""] or 0) > 20:
             node.attributes["stash_type"] = ir.AttrInt64("stash_type", int(to))
+        if node.op_type == "ConstantOfShape" and "value" not in node.attributes:  # zeros of float32
+            node.attributes["value"] = ir.AttrTensor("value", ir.tensor(np.zeros(1, np.float32)))
         for name, attribute in list(node.attributes.items()):
             if attribute.type == ir.AttributeType.TENSOR and attribute.as_tensor().dtype in narrow:
                 node.attributes[name] = ir.AttrTensor(name, ir.tensor(attribute.as_tensor().numpy().astype(to.numpy())))
