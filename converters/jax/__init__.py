@@ -19,6 +19,8 @@ from .. import check as comparison
 from ..autodiff.finite_differences import in_float64
 from ..autodiff.scattering import add_in_order
 from ..emit import Emitter
+from ..simplify import simplify
+from ..weight_gradients import multiply_out
 from . import control, elementwise, indexing, kernels, products, randoms, reductions, structure  # noqa: F401
 from .lower import Array, Lowering, Tensor
 from .step import Step, array, inputs_of, plain, trace
@@ -164,6 +166,8 @@ def _build(step: Step, unroll: int, opset: int) -> ir.Model:
     nodes = sorted(graph, key=lambda node: _PHASES.index(node.metadata_props["phase"]))
     graph.remove(nodes)
     graph.extend(nodes)
+    multiply_out(model)
+    simplify(model)
     return model
 
 
