@@ -18,8 +18,8 @@ from onnx_remat import runtime
 from scripts import torch_models
 
 LIGHT = {
-    "bvlc_alexnet": 32, "densenet121": 4, "inception_v1": 8, "inception_v2": 4, "resnet50": 4, "shufflenet": 8,
-    "squeezenet": 8, "vgg19": 4, "zfnet512": 16,
+    "bvlc_alexnet": 128, "densenet121": 4, "inception_v1": 8, "inception_v2": 4, "resnet50": 4, "shufflenet": 8,
+    "squeezenet": 8, "vgg19": 12, "zfnet512": 48,
 }  # fmt: skip
 """The onnx wheel's models without weights, and the batch they are trained with."""
 

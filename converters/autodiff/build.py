@@ -45,7 +45,7 @@ def add_backward(
     Parameters
     ----------
     forward_model : path or onnx.ModelProto
-        Standard ops only, any opset; older ones are converted.
+        Standard ops only, any opset; older ones are converted. Recurrent ops are written out step by step.
     loss : str or CrossEntropy or MeanSquaredError, optional
         ``"cross_entropy"``, ``"mse"``, or the name of the output that is the loss; by default the output called
         ``loss``, else the only one.
