@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 
 import networkx as nx
 import onnx
@@ -179,7 +180,7 @@ def _one_name_for_the_standard(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _check_op(node: onnx.NodeProto, where: str, model: onnx.ModelProto) -> None:
-    """Standard ops must exist and have their required inputs; for other domains, nobody here can tell."""
+    """Standard ops must exist and have their required inputs and attributes; for other domains nobody can tell."""
     if node.domain not in ("", "ai.onnx"):
         if node.domain not in {opset.domain for opset in model.opset_import}:
             raise ModelError(f"{where} is of domain {node.domain!r}, which the model does not import")
@@ -200,10 +201,19 @@ def _check_op(node: onnx.NodeProto, where: str, model: onnx.ModelProto) -> None:
         if formal is not None and not attribute.ref_attr_name and attribute.type != formal.type.value:  # type: ignore[attr-defined]
             kind = formal.type.name  # type: ignore[attr-defined]
             raise ModelError(f"{where} ({node.op_type}): attribute {attribute.name!r} must be of type {kind}")
+    for name in _required_attributes(node.op_type, version):
+        if all(attribute.name != name for attribute in node.attribute):
+            raise ModelError(f"{where} ({node.op_type}) lacks its attribute {name!r}")
     required = onnx.defs.OpSchema.FormalParameterOption.Single
     for slot, wanted in enumerate(schema.inputs):
         if wanted.option == required and (slot >= len(node.input) or not node.input[slot]):
             raise ModelError(f"{where} ({node.op_type}) lacks its input {wanted.name!r}")
+
+
+@cache
+def _required_attributes(op_type: str, version: int) -> tuple[str, ...]:
+    schema = onnx.defs.get_schema(op_type, version, "")
+    return tuple(name for name, attribute in schema.attributes.items() if attribute.required)
 
 
 def _inlined(model: onnx.ModelProto) -> onnx.ModelProto:

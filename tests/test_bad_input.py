@@ -384,7 +384,12 @@ def attribute_that_does_not_fit(m):
     find(m, "t1").attribute[0].ints.append(2)
 
 
-@bad_model("Cast")
+@bad_model("'sum' (Einsum) lacks its attribute 'equation'")
+def equation_missing(m):
+    m.graph.node.append(node("Einsum", ["loss"], ["sum"], name="sum"))
+
+
+@bad_model("lacks its attribute 'to'")
 def attribute_missing(m):
     m.graph.node.append(node("Cast", ["loss"], ["cast"]))
     m.graph.output.append(typed("cast", []))
