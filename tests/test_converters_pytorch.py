@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import numpy as np
 import onnx
 import pytest
@@ -67,6 +69,27 @@ def test_interface_labels_and_standard_ops():
     shaped = {info.name for info in step.graph.value_info} | {info.name for info in step.graph.output}
     assert all(name in shaped for node in step.graph.node for name in node.output if name)
     assert error(step) < 1e-5
+
+
+def test_a_failed_export_leaves_no_labels_behind():
+    class Refused(nn.Module):
+        def forward(self, x):
+            return torch.erfinv(x)
+
+    class Broken(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(3, 3), Refused())
+
+        def forward(self, x):
+            return self.inner(x).sum()
+
+    for _ in range(2):
+        with pytest.raises(ConversionError):
+            export_training_step(Broken(), (torch.ones(2, 3),))
+    gc.collect()
+    step = export_training_step(nn.Sequential(nn.Linear(3, 2)), (torch.ones(2, 3), torch.zeros(2, 2)), F.mse_loss)
+    assert set(labels(step, "module")) <= {"0", None}
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])

@@ -145,7 +145,8 @@ class Step:
         ConversionError
             The loss is no scalar, or depends on no trainable parameter.
         """
-        with traceback.annotate({"phase": "forward"}):
+        # torch keeps the labels of the last node of an export that failed: no module is said so
+        with traceback.annotate({"phase": "forward", "module": ""}):
             trainable = {name: values[name].detach().requires_grad_() for name in self.trainable}
             frozen = {name: values[name] for name in self.frozen}
             buffers = {name: values[name].clone() for name in self.buffers}
@@ -155,7 +156,7 @@ class Step:
         # while tracing, backward nodes are to tell which forward node they are of
         if loss.grad_fn is not None and traceback.has_preserved_node_meta():
             setup_stacktrace_preservation_hooks([loss.grad_fn])
-        with traceback.annotate({"phase": "backward"}):
+        with traceback.annotate({"phase": "backward", "module": ""}):
             gradients = torch.autograd.grad(loss, list(trainable.values()), allow_unused=True)
         outputs = {names.LOSS: loss.detach()}
         for name, gradient in zip(trainable, gradients, strict=True):
@@ -214,7 +215,7 @@ def _share_paths(graph: torch.fx.Graph) -> None:
         if label.get("phase") == "forward":
             path.setdefault(number, label.get("module", ""))
     for number, label in labelled:
-        if "module" not in label and number in path:
+        if not label.get("module") and number in path:
             label["module"] = path[number]
 
 
