@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-
 import numpy as np
 import onnx
 import pytest
@@ -12,6 +10,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("onnxscript")
 
 import torch.nn.functional as F  # noqa: E402
+import torch_battery  # noqa: E402
 from onnx_remat.converters.pytorch import export_training_step, initial_feeds  # noqa: E402
 from torch import nn  # noqa: E402
 
@@ -71,25 +70,12 @@ def test_interface_labels_and_standard_ops():
     assert error(step) < 1e-5
 
 
-def test_a_failed_export_leaves_no_labels_behind():
-    class Refused(nn.Module):
-        def forward(self, x):
-            return torch.erfinv(x)
-
-    class Broken(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = nn.Sequential(nn.Linear(3, 3), Refused())
-
-        def forward(self, x):
-            return self.inner(x).sum()
-
-    for _ in range(2):
-        with pytest.raises(ConversionError):
-            export_training_step(Broken(), (torch.ones(2, 3),))
-    gc.collect()
+@pytest.mark.parametrize("name", ["rrelu", "fft", "erf_inv"])
+def test_a_failed_export_leaves_no_labels_behind(name):
+    with pytest.raises(ConversionError):
+        torch_battery.export([name])
     step = export_training_step(nn.Sequential(nn.Linear(3, 2)), (torch.ones(2, 3), torch.zeros(2, 2)), F.mse_loss)
-    assert set(labels(step, "module")) <= {"0", None}
+    assert set(labels(step, "module")) == {"0", None}
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
