@@ -44,10 +44,10 @@ def _skip(node: ir.Node) -> None:
     if node.domain == "" and node.op_type in _NEUTRAL and len(node.outputs) == 1:
         source = _NEUTRAL[node.op_type](node)
         if source is not None and source.dtype == node.outputs[0].dtype:
-            _replace(node.outputs[0], source)
+            replace(node.outputs[0], source)
 
 
-def _replace(value: ir.Value, by: ir.Value) -> None:
+def replace(value: ir.Value, by: ir.Value) -> None:
     """Readers of `value` read `by`; an output of the graph becomes `by` where that is a node's own."""
     if value.is_graph_output() and (by.is_graph_output() or by.producer() is None):
         for user, index in list(value.uses()):

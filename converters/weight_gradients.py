@@ -7,6 +7,7 @@ import onnx_ir as ir
 from .autodiff.dims import dims, is_static
 from .autodiff.rules_conv import Geometry, by_entry, weight_gradient_by_entry
 from .autodiff.tape import Tape
+from .simplify import replace
 
 
 def multiply_out(model: ir.Model) -> None:
@@ -36,10 +37,7 @@ def multiply_out(model: ir.Model) -> None:
             continue
         with tape.ahead_of(node, "backward"):
             product = weight_gradient_by_entry(tape, tape.transpose(x, swapped), tape.transpose(g, swapped), shape, how)
-            result = tape.transpose(product, swapped)
-        if made.is_graph_output():
-            made.name, result.name = result.name, made.name
-        made.replace_all_uses_with(result, replace_graph_outputs=True)
+            replace(made, tape.transpose(product, swapped))
 
 
 def _window(value: ir.Value) -> tuple[ir.Value, tuple[int, ...]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from ..simplify import replace
 from .dims import dims
 from .tape import Tape
 
@@ -30,10 +31,7 @@ def into_gemm(t: Tape, graph: ir.Graph) -> None:
             given = (rows, weights) if bias is None else (rows, weights, bias)
             made = t.op("Gemm", *given, shape=(t.product(lead), outside), transB=int(transposed))
             made = t.reshape(made, (*lead, outside))
-        old = last.outputs[0]
-        if old.is_graph_output():
-            made.name, old.name = old.name, made.name
-        old.replace_all_uses_with(made, replace_graph_outputs=True)
+        replace(last.outputs[0], made)
 
 
 def _bias(product: ir.Node, shape: tuple[int | str, ...]) -> tuple[ir.Node, ir.Value | None]:

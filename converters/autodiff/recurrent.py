@@ -12,6 +12,7 @@ import onnx_ir as ir
 
 from onnx_remat.errors import ConversionError
 
+from ..simplify import replace
 from .dims import Dims, dims
 from .tape import Tape
 
@@ -153,9 +154,7 @@ def _unroll(t: Tape, node: ir.Node) -> None:
         *(_joined(t, parts, (len(directions), batch, hidden), 0) for parts in (lasts, cells)),
     ]
     for old, new in zip(node.outputs, made, strict=False):
-        if old.is_graph_output():
-            new.name, old.name = old.name, new.name
-        old.replace_all_uses_with(new, replace_graph_outputs=True)
+        replace(old, new)
 
 
 def _pick(t: Tape, index: int, value: ir.Value) -> ir.Value:

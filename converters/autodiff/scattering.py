@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 import onnx_ir as ir
 
+from ..simplify import replace
 from .dims import dims
 from .tape import Tape
 
@@ -34,15 +35,12 @@ def _tapes(tape: Tape) -> Iterator[Tape]:
 
 def _rewrite(tape: Tape, node: ir.Node, reduction: str) -> None:
     data, indices, updates = node.inputs
-    old = node.outputs[0]
     if reduction == "none" or any(v is None or v.shape is None for v in node.inputs) or _apart(indices):
         return
     assert data is not None and indices is not None and updates is not None
     with tape.ahead_of(node, node.metadata_props.get("phase", "backward")):  # type: ignore[arg-type]
         made = _elements(tape, data, indices, updates, reduction)
-    if old.is_graph_output():
-        made.name, old.name = old.name, made.name
-    old.replace_all_uses_with(made, replace_graph_outputs=True)
+    replace(node.outputs[0], made)
     tape.graph.remove(node, safe=True)
 
 
