@@ -240,11 +240,7 @@ def _dims(kind: TypeProto | None) -> tuple[Dim, ...] | None:
 
 
 def _shape(kind: TypeProto | None) -> tuple[int, ...] | None:
-    dims = _dims(kind)
-    if dims is None or kind is None or not kind.tensor_type.elem_type:
-        return None
-    shape = tuple(d for d in dims if isinstance(d, int))
-    return shape if len(shape) == len(dims) else None
+    return values.sizes(kind) if kind is not None and kind.tensor_type.elem_type else None
 
 
 def _infer_types(model: onnx.ModelProto, data_prop: bool = True, strict: bool = False) -> dict[str, TypeProto]:

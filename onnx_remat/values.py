@@ -36,7 +36,7 @@ def propagate(model: onnx.ModelProto, types: Mapping[str, TypeProto]) -> dict[st
         _compute(node, known, data, opsets)
         if node.domain not in opsets or any(name not in known for name in node.input if name):
             continue
-        if all(not name or (name in known and _sizes(known[name]) is not None) for name in node.output):
+        if all(not name or (name in known and sizes(known[name]) is not None) for name in node.output):
             continue
         try:
             schema = onnx.defs.get_schema(node.op_type, opsets[node.domain], node.domain)
@@ -47,7 +47,7 @@ def propagate(model: onnx.ModelProto, types: Mapping[str, TypeProto]) -> dict[st
             )  # fmt: skip
         except _REFUSALS:
             continue  # who asked will say what is missing
-        known |= {name: kind for name, kind in made.items() if _sizes(kind) is not None}
+        known |= {name: kind for name, kind in made.items() if sizes(kind) is not None}
     return known
 
 
@@ -59,11 +59,11 @@ def _compute(
         return
     result: object
     if node.op_type in ("Shape", "Size"):
-        if (sizes := _sizes(known.get(node.input[0]))) is None:
+        if (shape := sizes(known.get(node.input[0]))) is None:
             return
         span = {a.name: a.i for a in node.attribute}
-        cut = sizes[span.get("start", 0) : span.get("end", len(sizes))]
-        result = np.array(cut if node.op_type == "Shape" else math.prod(sizes), np.int64)
+        cut = shape[span.get("start", 0) : span.get("end", len(shape))]
+        result = np.array(cut if node.op_type == "Shape" else math.prod(shape), np.int64)
     else:
         if any(name not in data for name in node.input if name) or any(a.HasField("g") for a in node.attribute):
             return
@@ -93,7 +93,8 @@ def _alone(node: onnx.NodeProto, opsets: Mapping[str, int]) -> onnx.ModelProto:
     return onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", opsets.get("", 1))])
 
 
-def _sizes(kind: TypeProto | None) -> tuple[int, ...] | None:
+def sizes(kind: TypeProto | None) -> tuple[int, ...] | None:
+    """The shape of a tensor type, where every dimension is a number."""
     if kind is None or not kind.HasField("tensor_type") or not kind.tensor_type.HasField("shape"):
         return None
     dims = kind.tensor_type.shape.dim
