@@ -60,6 +60,11 @@ def seq():
     return randn(2, 10, 8)
 
 
+def scattered(reduce, start, **options):
+    fn = Fn(lambda x, i: start(2, 6, 8).scatter_reduce(1, i, x, reduce, **options))
+    return fn, (seq(), torch.randint(0, 6, (2, 10, 8)))
+
+
 def vol():
     return randn(2, 3, 8, 8, 8)
 
@@ -250,22 +255,10 @@ CASES = {
     ),
     "index_select": (Fn(lambda x, i: x.index_select(1, i)), (seq(), torch.tensor([1, 3, 3]))),
     "index_adv": (Fn(lambda x, i, j: x[i, j]), (seq(), torch.tensor([0, 1, 1]), torch.tensor([2, 2, 5]))),
-    "scatter_mean": (
-        Fn(lambda x, i: torch.zeros(2, 6, 8).scatter_reduce(1, i, x, "mean")),
-        (seq(), torch.randint(0, 6, (2, 10, 8))),
-    ),
-    "scatter_mean_without": (
-        Fn(lambda x, i: torch.ones(2, 6, 8).scatter_reduce(1, i, x, "mean", include_self=False)),
-        (seq(), torch.randint(0, 6, (2, 10, 8))),
-    ),
-    "scatter_amax": (
-        Fn(lambda x, i: torch.zeros(2, 6, 8).scatter_reduce(1, i, x, "amax")),
-        (seq(), torch.randint(0, 6, (2, 10, 8))),
-    ),
-    "scatter_amax_without": (
-        Fn(lambda x, i: torch.ones(2, 6, 8).scatter_reduce(1, i, x, "amax", include_self=False)),
-        (seq(), torch.randint(0, 6, (2, 10, 8))),
-    ),
+    "scatter_mean": scattered("mean", torch.zeros),
+    "scatter_mean_without": scattered("mean", torch.ones, include_self=False),
+    "scatter_amax": scattered("amax", torch.zeros),
+    "scatter_amax_without": scattered("amax", torch.ones, include_self=False),
     "masked_scatter": (Fn(lambda x, m: torch.ones(4, 5).masked_scatter(m, x)), (randn(4, 5), torch.rand(4, 5) > 0.5)),
     "index_put_add": (
         Fn(lambda x, i: torch.zeros(5, 8).index_put((i,), x, accumulate=True)),
