@@ -54,7 +54,8 @@ def test_initial_state_suits_its_names_and_takes_what_is_given(tmp_path):
 
 def test_benchmark_of_a_whole_step(tmp_path, capsys):
     path = tmp_path / "mlp.onnx"
-    onnx.save(mlp(layers=10, batch=2048, width=64), path)
+    # tens of megabytes: what else moves the resident size, a few hundred kilobytes, is then well under the 5 % asked below
+    onnx.save(mlp(layers=10, batch=8192, width=64), path)
     flags = ["--budget", "60%", "--steps", "4", "--time-limit", "0.3s", "--costs", "cpu", "--threads", "1"]
     flags += ["--json", str(tmp_path / "b.json")]
     assert bench.main([str(path), *flags]) == 0
