@@ -48,3 +48,16 @@ def tensor_bytes(dtype: int, shape: Sequence[int]) -> int:
     if size > MOST_BYTES:
         raise ShapeError(f"a tensor of shape {list(shape)} exceeds any machine's memory")
     return size
+
+
+def typed_entries(dtype: int, shape: Sequence[int]) -> int:
+    """Entries of the typed field that stores a tensor where ``raw_data`` does not.
+
+    >>> typed_entries(TensorProto.FLOAT, (2, 3)), typed_entries(TensorProto.COMPLEX64, (3,))
+    (6, 6)
+    >>> typed_entries(TensorProto.INT4, (3,))  # packed, a byte to an entry
+    2
+    """
+    if bits(dtype) < 8:
+        return tensor_bytes(dtype, shape)
+    return math.prod(shape) * (2 if dtype in (TensorProto.COMPLEX64, TensorProto.COMPLEX128) else 1)

@@ -16,7 +16,7 @@ import onnx
 from google.protobuf.message import DecodeError, EncodeError
 
 from onnx_remat import wire
-from onnx_remat.dtypes import tensor_bytes
+from onnx_remat.dtypes import tensor_bytes, typed_entries
 from onnx_remat.errors import ModelError, ShapeError, UsageError
 
 INLINE_LIMIT = 1024
@@ -127,8 +127,14 @@ def _check_tensors(source: Source) -> None:
             raise ModelError(f"initializer {tensor.name!r}: {error}") from error
         if tensor.data_location == onnx.TensorProto.EXTERNAL:
             _check_external_data(source, tensor, needed)
-        elif tensor.HasField("raw_data") and len(tensor.raw_data) != needed:
-            raise ModelError(f"initializer {tensor.name!r} needs {needed} bytes, it has {len(tensor.raw_data)}")
+        elif tensor.HasField("raw_data"):
+            if len(tensor.raw_data) != needed:
+                raise ModelError(f"initializer {tensor.name!r} needs {needed} bytes, it has {len(tensor.raw_data)}")
+        else:
+            entries = typed_entries(tensor.data_type, tensor.dims)
+            has = len(getattr(tensor, onnx.helper.tensor_dtype_to_field(tensor.data_type)))
+            if has != entries:
+                raise ModelError(f"initializer {tensor.name!r} needs {entries} entries, it has {has}")
 
 
 def _check_external_data(source: Source, tensor: onnx.TensorProto, needed: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -26,6 +27,9 @@ TAG = "onnx_remat."
 
 UNSEEN = TAG + "unseen"
 """Prefix of vectors of zeros whose length shape inference must not see: a Reshape to one of them changes nothing."""
+
+SHAPES_KEY = TAG + "shapes"
+"""Model metadata: what a rewrite left open on purpose, as JSON: value -> data type and dimensions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +93,7 @@ def infer(graph: Graph, dims: Mapping[str, int] | None = None, derived: bool = F
     if symbols or any(dim.dim_param for dim in _all_dims(light)):
         bound = onnx.ModelProto()
         bound.CopyFrom(light)
+        _tell(bound)
         _bind(bound, dims)
         _see_through(bound)
         if open_symbols := [s for s in symbols if s not in dims and _is_input_symbol(light, s)]:
@@ -185,6 +190,7 @@ def check_declared(model: onnx.ModelProto) -> None:
         made = _infer_types(bare)
     except ModelError:
         return  # custom ops need what is stated
+    made |= {value.name: value.type for value in model.graph.input}  # an output may be an input, too
     for value in (*model.graph.value_info, *model.graph.output):
         kind, other = value.type, made.get(value.name)
         if other is None or not (kind.HasField("tensor_type") and other.HasField("tensor_type")):
@@ -294,6 +300,21 @@ def _bind(model: onnx.ModelProto, dims: Mapping[str, int]) -> None:
             dim.dim_value = int(name)
         elif dim.HasField("dim_param"):
             dim.ClearField("dim_param")  # a derived name (such as "2*batch"): inference finds its size
+
+
+def _tell(model: onnx.ModelProto) -> None:
+    """State the shapes that an earlier rewrite left open."""
+    told = {value.name: value for value in model.graph.value_info}
+    text = next((p.value for p in model.metadata_props if p.key == SHAPES_KEY), "{}")
+    try:
+        for name, (dtype, *dims) in json.loads(text).items():
+            value = told[name] if name in told else model.graph.value_info.add(name=name)
+            if not value.type.tensor_type.HasField("shape"):
+                value.type.CopyFrom(onnx.helper.make_tensor_type_proto(dtype, dims))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ModelError(
+            f"the model's metadata {SHAPES_KEY} was damaged ({_first_line(error)}): rewrite the original again"
+        ) from error
 
 
 def _see_through(model: onnx.ModelProto) -> None:

@@ -235,6 +235,11 @@ def input_without_a_name(m):
     m.graph.input.append(typed("", [1]))
 
 
+@bad_model("states float[] for value 'x', but by shape inference it is float[256, 16]")
+def input_put_out_under_another_type(m):
+    m.graph.output.append(typed("x", []))
+
+
 @bad_model("makes nothing")
 def node_without_outputs(m):
     m.graph.node.append(node("Tanh", ["x"], [], name="mute"))
@@ -409,6 +414,11 @@ def einsum_that_does_not_fit(m):
 @bad_model("w3")
 def initializer_shorter_than_its_shape(m):
     m.graph.initializer.add(name="w3", data_type=1, dims=[16, 16], raw_data=b"\0" * 100)
+
+
+@bad_model("'w3' needs 256 entries, it has 0")
+def initializer_without_data(m):
+    m.graph.initializer.add(name="w3", data_type=1, dims=[16, 16])
 
 
 @bad_model("negative dimension")
