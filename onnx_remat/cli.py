@@ -7,7 +7,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from onnx_remat.errors import OnnxRematError, UsageError
 from onnx_remat.version import __version__
@@ -19,17 +18,24 @@ ONNX Runtime: the same loss, gradients and new weights, for as little recomputat
 _EPILOG = """\
 examples:
   onnx-remat train.onnx small.onnx --budget 4GB
-  onnx-remat train.onnx small.onnx --budget 60% --verify run    also run both and compare
+  onnx-remat train.onnx small.onnx --budget 60% --verify run     also run both and compare
   onnx-remat train.onnx small.onnx --budget 2GiB --dim batch=32  a model with symbolic dims
   onnx-remat train.onnx small.onnx --budget 50% --dry-run        only say what it would cost
 
-other commands:
-  onnx-remat sweep IN ...        what every peak costs: the curve of peak against extra compute
-  onnx-remat profile IN OUT ...  measured seconds per op, for --costs
-  onnx-remat-bench IN ...        train original and rewritten model and compare them
+other commands (each has its own -h):
+  onnx-remat sweep IN            what every peak costs: the curve of peak against extra compute
+  onnx-remat profile IN OUT      measured seconds per op, for --costs
+  onnx-remat check FILE          has another tool undone a rewritten file?
+  onnx-remat-bench IN            train original and rewritten model and compare them
 
-exit codes: 0 ok, 1 a bug of ours, 2 usage, 3 budget infeasible, 4 invalid or unsupported model,
-5 verification failed. On 2 to 5 nothing is written."""
+selectors:
+{selectors}
+
+exit codes: 0 ok, 1 a bug of ours, 2 usage, 3 budget infeasible, 4 invalid or unsupported model or a
+package that is missing, 5 verification failed. On 2 to 5 nothing is written."""
+
+COMMANDS = ("sweep", "profile", "check")
+"""Functions of `onnx_remat.commands`, called by their names."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -41,12 +47,14 @@ class Parser(argparse.ArgumentParser):
 
 def build_parser() -> argparse.ArgumentParser:
     """The arguments, documented."""
+    from onnx_remat.selectors.base import summary
     from onnx_remat.verify import MODES
 
+    described = "\n".join(f"  {name:<12} {summary(name)}" for name in _selector_names())
     parser = Parser(
         prog="onnx-remat",
         description=_DESCRIPTION,
-        epilog=_EPILOG,
+        epilog=_EPILOG.format(selectors=described),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("input", metavar="IN", help="training graph: forward, loss, backward, often the update")
@@ -55,54 +63,65 @@ def build_parser() -> argparse.ArgumentParser:
         "--budget", required=True, metavar="SIZE",
         help="peak to stay under: 4GB (10^9), 3.5GiB (2^30), 123456789B, or 80%% of the original's own peak",
     )  # fmt: skip
-    add_planning_flags(parser)
-    parser.add_argument(
+    checking = parser.add_argument_group("checking and reporting")
+    checking.add_argument(
         "--verify", default="check", choices=MODES,
         help="check (default): validity, interface, order, simulated peak; run: also run both and compare; none",
     )  # fmt: skip
-    parser.add_argument("--dry-run", action="store_true", help="report, but write nothing")
-    parser.add_argument("--json", metavar="PATH|-", help="also write the report as JSON (- is standard output)")
-    parser.add_argument(
+    checking.add_argument("--dry-run", action="store_true", help="report, but write nothing")
+    checking.add_argument("--json", metavar="PATH|-", help="also write the report as JSON (- is standard output)")
+    checking.add_argument(
         "--plot", action="append", default=[], metavar="PATH",
         help="also draw memory over the step, before and after: .png, .svg, .pdf; .html: a page to click in; "
         ".pickle: a snapshot to open at pytorch.org/memory_viz (repeat)",
     )  # fmt: skip
-    parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
-    loudness = parser.add_mutually_exclusive_group()
+    checking.add_argument("--force", action="store_true", help="replace OUT if it exists")
+    loudness = checking.add_mutually_exclusive_group()
     loudness.add_argument("-v", "--verbose", action="store_true", help="also list the largest values at the peak")
     loudness.add_argument("-q", "--quiet", action="store_true", help="print errors only")
     parser.add_argument("--version", action="version", version=f"onnx-remat {__version__}")
+    add_planning_flags(parser)
     return parser
 
 
 def add_planning_flags(parser: argparse.ArgumentParser, time_limit: str = "30s") -> None:
     """The flags that say how to plan; `planning_options` reads them."""
-    from onnx_remat import selectors
     from onnx_remat.costs import PRESETS
-    from onnx_remat.selectors.base import summary
 
-    described = "; ".join(f"{name}: {summary(name)}" for name in selectors.names())
-    parser.add_argument("--selector", default="auto", metavar="NAME", help=f"how to plan (default auto). {described}")
-    parser.add_argument(
+    planning = parser.add_argument_group("planning")
+    planning.add_argument(
+        "--selector", default="auto", metavar="NAME",
+        help=f"how to plan (default auto): {', '.join(_selector_names())}; onnx-remat -h describes them",
+    )  # fmt: skip
+    planning.add_argument(
         "--dim", action="append", default=[], metavar="NAME=N", help="size of a symbolic dimension (repeat)"
     )
-    parser.add_argument("--loss", metavar="NAME", help="the loss, where nodes are unlabelled and it is not clear")
-    parser.add_argument(
+    planning.add_argument("--loss", metavar="NAME", help="the loss, where nodes are unlabelled and it is not clear")
+    planning.add_argument(
         "--keep", action="append", default=[], metavar="NAME", help="a value never to recompute (repeat)"
     )
-    parser.add_argument(
+    planning.add_argument(
         "--checkpoint", action="append", default=[], metavar="NAME",
         help="a value that selector collection keeps; it recomputes the rest of the forward pass (repeat)",
     )  # fmt: skip
-    parser.add_argument(
+    planning.add_argument(
         "--allow-recompute", action="append", default=[], metavar="DOMAIN::OP",
         help="a custom op that is pure, so that it may be recomputed (repeat)",
     )  # fmt: skip
-    parser.add_argument("--time-limit", default=time_limit, metavar="TIME", help=f"for planning (default {time_limit})")
-    parser.add_argument(
+    planning.add_argument(
+        "--time-limit", default=time_limit, metavar="TIME", help=f"for planning (default {time_limit})"
+    )
+    planning.add_argument(
         "--costs", default="cpu", metavar="PRESET|FILE",
         help=f"seconds per op: {', '.join(PRESETS)} (default cpu), or a profile JSON written by ONNX Runtime",
     )  # fmt: skip
+
+
+def _selector_names() -> list[str]:
+    """The default and ours first."""
+    from onnx_remat import selectors
+
+    return sorted(selectors.names(), key=lambda name: (name != "auto", name != "search"))
 
 
 def planning_options(arguments: argparse.Namespace) -> dict[str, object]:
@@ -124,11 +143,7 @@ def planning_options(arguments: argparse.Namespace) -> dict[str, object]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    if given and given[0] == "check":
-        from onnx_remat import check
-
-        return guarded("onnx-remat check", check.command, given[1:])
-    if given and given[0] in ("sweep", "profile"):
+    if given and given[0] in COMMANDS:
         from onnx_remat import commands
 
         return guarded("onnx-remat " + given[0], getattr(commands, given[0]), given[1:])
@@ -188,14 +203,16 @@ def _run(arguments: argparse.Namespace) -> int:
         show.draw(result, path)
     if not arguments.quiet and arguments.json != "-":
         print(result.report.to_text(arguments.verbose))
-        print(f"\n{'would write' if arguments.dry_run else 'wrote'} {Path(arguments.output)}")
+        out = None if arguments.dry_run else arguments.output
+        written = [path for path in (out, arguments.json, *arguments.plot) if path]
+        print(f"\nwrote {', '.join(written) or 'nothing'}")
     return 0
 
 
 class Progress:
     """What is being done: one line rewritten in place on a terminal, nothing elsewhere."""
 
-    def __init__(self, quiet: bool) -> None:
+    def __init__(self, quiet: bool = False) -> None:
         self._show = sys.stderr.isatty() and not quiet and os.environ.get("TERM") != "dumb"
         self._last = 0.0
         self._stage = ""

@@ -1,11 +1,11 @@
-"""The other commands: ``onnx-remat sweep`` and ``onnx-remat profile``."""
+"""The other commands: ``onnx-remat sweep``, ``profile`` and ``check``."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from onnx_remat import model_io
-from onnx_remat.cli import Parser, add_planning_flags, planning_options
+from onnx_remat.cli import Parser, Progress, add_planning_flags, planning_options
 
 
 def sweep(arguments: Sequence[str]) -> int:
@@ -28,7 +28,11 @@ def sweep(arguments: Sequence[str]) -> int:
         model_io.check_target(given.plot, given.input, force=True)
     if given.json not in (None, "-"):
         model_io.check_target(given.json, given.input, force=True)
-    curve = run(given.input, given.points, **planning_options(given))
+    progress = Progress()
+    try:
+        curve = run(given.input, given.points, **planning_options(given), progress=progress)
+    finally:
+        progress.clear()
     if given.plot:
         show.draw_curve(curve, given.plot)
     if given.json == "-":
@@ -37,11 +41,14 @@ def sweep(arguments: Sequence[str]) -> int:
     if given.json:
         model_io.write_text(curve.to_json() + "\n", given.json)
     print(curve.to_text())
+    if written := [path for path in (given.json, given.plot) if path]:
+        print(f"\nwrote {', '.join(written)}")
     return 0
 
 
 def profile(arguments: Sequence[str]) -> int:
     """Measure seconds per op and write them in the form that ``--costs`` reads."""
+    from onnx_remat import runtime
     from onnx_remat.profiling import profile as run
     from onnx_remat.units import parse_dims
 
@@ -58,7 +65,31 @@ def profile(arguments: Sequence[str]) -> int:
     parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
     given = parser.parse_args(arguments)
     target = model_io.check_target(given.output, given.input, given.force)
+    runtime.import_runtime()
     result = run(given.input, dims=parse_dims(given.dim), runs=given.runs, steps=given.steps, threads=given.threads)
     model_io.write_text(result.to_json(), target)
     print(f"{result.to_text()}\n\nwrote {given.output}")
     return 0
+
+
+def check(arguments: Sequence[str]) -> int:
+    """Has another tool undone a rewritten file? 0 where it keeps its budget, 5 where it no longer does."""
+    from onnx_remat.check import check as run
+    from onnx_remat.errors import VerificationError
+    from onnx_remat.units import parse_dims
+
+    parser = Parser(
+        prog="onnx-remat check",
+        description="Has another tool undone a rewritten file? Counts what is left of the plan, simulates the file "
+        "and runs a step of it; exits with 5 where it no longer runs or no longer keeps its budget.",
+    )
+    parser.add_argument("file", metavar="FILE", help="a rewritten model, or what another tool made of it")
+    parser.add_argument(
+        "--dim", action="append", default=[], metavar="NAME=N",
+        help="size of a symbolic dimension (default: what it was planned for)",
+    )  # fmt: skip
+    parser.add_argument("--no-run", action="store_true", help="do not run a step of it")
+    given = parser.parse_args(arguments)
+    found = run(given.file, parse_dims(given.dim), run=not given.no_run)
+    print(found.to_text())
+    return 0 if found.kept else VerificationError.exit_code

@@ -16,6 +16,7 @@ LABELS = {"forward": FORWARD, "backward": BACKWARD, "optimizer": OPTIMIZER}
 NAMES = tuple(LABELS)
 
 _FLOATS = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16)
+_FORWARD_ONLY = "of a forward model make a training graph first, with python -m onnx_remat.converters.autodiff"
 _UPDATES = ("Add", "Sub", "Mul", "Div", "Sum")
 
 
@@ -59,7 +60,7 @@ def check_step(phases: Sequence[int]) -> None:
     if not len(phases):
         raise ModelError("the graph has no nodes: there is nothing to plan")
     if not any(phase != FORWARD for phase in phases):
-        raise ModelError("the model has no backward section (every node leads to the loss): give a training graph")
+        raise ModelError(f"the model has no backward section (every node leads to the loss): {_FORWARD_ONLY}")
 
 
 def _label(op: Op) -> int | None:
@@ -74,7 +75,8 @@ def _find_loss(graph: Graph, tensors: Mapping[str, Tensor]) -> str:
     if len(scalars) == 1:
         return scalars[0]
     found = f"several scalar outputs could be it: {', '.join(scalars[:5])}" if scalars else "no output is a scalar"
-    raise ModelError(f"which output is the loss is not clear ({found}): name it with --loss")
+    hint = "" if scalars else f"; {_FORWARD_ONLY}"
+    raise ModelError(f"which output is the loss is not clear ({found}): name it with --loss{hint}")
 
 
 def _by_structure(graph: Graph, tensors: Mapping[str, Tensor], loss: str) -> list[int]:

@@ -105,8 +105,9 @@ class Report:
         gap = max(0.0, self.extra_compute - self.extra_compute_bound)
         room = f"at most {100 * gap:.1f} points above any possible plan" if gap >= 5e-4 else "the least possible"
         saved = 1 - self.after.total / self.before.total if self.before.total else 0.0
+        change = f"-{saved:.1%}" if self.after.total != self.before.total else "unchanged"
         return (
-            f"peak {format_bytes(self.before.total)} -> {format_bytes(self.after.total)} (-{saved:.1%}), "
+            f"peak {format_bytes(self.before.total)} -> {format_bytes(self.after.total)} ({change}), "
             f"budget {format_bytes(self.budget)} kept, +{self.extra_compute:.1%} compute, {room}"
         )
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import cast
 
 import numpy as np
 
 from onnx_remat.errors import BudgetInfeasibleError, UsageError
 from onnx_remat.pipeline import Model, Result, rewrite_model
+from onnx_remat.selectors import Progress, silent
 from onnx_remat.units import format_bytes
 
 SCHEMA = "onnx-remat/sweep/1"
@@ -101,13 +103,15 @@ def sweep(model: Model, points: int = 10, **options: object) -> Curve:
     """
     if points < 2:
         raise UsageError(f"a sweep needs at least 2 points, not {points}")
+    progress = cast(Progress, options.pop("progress", silent))
     original = rewrite_model(model, "100%", **options)
     top, floor = original.report.before.total, original.report.lower_bound
     found, missed = [_point(original)], []
-    lowest = _lowest(model, floor, options)
-    for budget in np.linspace(top, lowest, points + 1, dtype=np.int64).tolist()[1:]:
+    lowest = _lowest(model, floor, options | {"progress": _named("lowest peak", progress)})
+    for number, budget in enumerate(np.linspace(top, lowest, points + 1, dtype=np.int64).tolist()[1:], start=1):
+        watched = options | {"progress": _named(f"budget {number} of {points}", progress)}
         try:
-            result = rewrite_model(model, budget, **options)
+            result = rewrite_model(model, budget, **watched)
         except BudgetInfeasibleError:
             missed.append(budget)
         else:
@@ -115,6 +119,11 @@ def sweep(model: Model, points: int = 10, **options: object) -> Curve:
             found.append(_point(result))
     front = _front(found)
     return Curve(top, floor, front, _knee(front), tuple(missed))
+
+
+def _named(what: str, progress: Progress) -> Progress:
+    """`progress`, told besides what the stages are of."""
+    return lambda stage, fraction: progress(f"{what}: {stage}", fraction)
 
 
 def _lowest(model: Model, floor: int, options: dict[str, object]) -> int:

@@ -52,6 +52,10 @@ def parse_budget(text: str | int | Budget) -> Budget:
     --------
     >>> parse_budget("4GB").bytes, parse_budget("1.5 GiB").bytes, parse_budget("80%").fraction
     (4000000000, 1610612736, 0.8)
+    >>> parse_budget("0.6")
+    Traceback (most recent call last):
+        ...
+    onnx_remat.errors.UsageError: budget '0.6' is not a size: write 60% of the original's peak, or ...
     """
     if isinstance(text, Budget):
         return text
@@ -66,12 +70,23 @@ def parse_budget(text: str | int | Budget) -> Budget:
         number = _number(match, text)
         budget = Budget(fraction=number / 100)
     else:
-        raise UsageError(f"budget {text!r} is not a size: write e.g. 4GB, 3.5GiB, 123456789B or 80%")
+        raise UsageError(f"budget {text!r} is not a size: write {_meant(text.strip())}")
     if number <= 0 or budget.bytes == 0:
         raise UsageError(f"budget {text!r} must be greater than zero")
     if number > 2**62:
         raise UsageError(f"budget {text!r} is larger than any machine's memory")
     return budget
+
+
+def _meant(text: str) -> str:
+    """What to write instead of a budget without a unit, or with half of one."""
+    if re.fullmatch(_NUMBER, text, re.IGNORECASE):
+        number = float(text)
+        share = f"{100 * number:g}%" if number <= 1 else f"{text}%"
+        return f"{share} of the original's peak, or the unit of a size: {text}MB, {text}GB, ..."
+    if re.fullmatch(rf"{_NUMBER}\s*[kmgt]", text, re.IGNORECASE):
+        return f"{text.upper()}B (powers of 1000) or {text.upper()}iB (of 1024)"
+    return "e.g. 4GB, 3.5GiB, 123456789B or 80%"
 
 
 def _number(match: re.Match[str], text: str) -> float:

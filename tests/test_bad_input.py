@@ -304,7 +304,7 @@ def several_losses(m):
         m.graph.output.append(typed(f"l{i}", []))
 
 
-@bad_model("no backward section")
+@bad_model("of a forward model make a training graph first")
 def no_gradients(m):
     made = [n for n in m.graph.node if n.name.startswith(("mm", "act", "err", "sq", "mean"))]
     kept = m.graph.output[0]

@@ -85,6 +85,14 @@ def test_a_file_that_loads_and_then_fails_is_told(small, tmp_path, capsys):
     assert "failed" in capsys.readouterr().err
 
 
+def test_what_was_not_run_is_not_called_run(small, capsys, monkeypatch):
+    assert check(small, run=False).to_text().splitlines()[-2] == "it was not run"
+    monkeypatch.setattr(runtime, "available", lambda: False)
+    assert main(["check", str(small)]) == 0
+    out = capsys.readouterr().out
+    assert "onnxruntime is not installed" in out and "it runs" not in out and "keeps its budget" in out
+
+
 def test_files_that_say_nothing_of_a_plan_are_refused(tmp_path):
     path = tmp_path / "plain.onnx"
     onnx.save(mlp(), path)

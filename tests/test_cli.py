@@ -12,7 +12,8 @@ import onnx
 import pytest
 from onnx import helper
 
-from onnx_remat.cli import main
+from onnx_remat import selectors
+from onnx_remat.cli import COMMANDS, main
 from tests.conftest import mlp, model_of
 
 pytest.importorskip("onnxruntime")
@@ -67,6 +68,32 @@ def test_collection_keeps_the_users_list(home, capsys):
         p.value for n in onnx.load("out.onnx").graph.node for p in n.metadata_props if p.key.endswith("recompute_of")
     }
     assert {"act0", "act2", "act4"} <= again and not again & {"act1", "act3", "act5"}
+
+
+def test_what_was_written_is_named(home, capsys):
+    reports = ["--json", "r.json", "--plot", "p.html", "--plot", "p.pickle"]
+    code, out, _ = cli(capsys, "in.onnx", "out.onnx", "--budget", "100%", *reports)
+    assert code == 0 and out.splitlines()[-1] == "wrote out.onnx, r.json, p.html, p.pickle"
+    assert all((home / name).exists() for name in ("out.onnx", "r.json", "p.html", "p.pickle"))
+    assert "(unchanged)" in out
+    code, out, _ = cli(capsys, "in.onnx", "other.onnx", "--budget", "100%", "--dry-run")
+    assert code == 0 and out.splitlines()[-1] == "wrote nothing" and not (home / "other.onnx").exists()
+
+
+@pytest.mark.parametrize(
+    ("budget", "meant"), [("0.6", "60%"), ("60", "60%"), ("60", "60MB"), ("4G", "4GB"), ("4g", "4GiB"), ("x", "4GB")]
+)
+def test_a_budget_without_its_unit_is_told_what_was_meant(home, capsys, budget, meant):
+    code, _, err = cli(capsys, "in.onnx", "out.onnx", "--budget", budget)
+    assert code == 2 and meant in err.partition("write ")[2]
+
+
+def test_help_names_every_command_and_selector(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    out = capsys.readouterr().out
+    assert all(f"onnx-remat {name} " in out for name in COMMANDS)
+    assert all(f"\n  {name} " in out for name in selectors.names())
 
 
 def test_help_examples_and_module_entry():

@@ -8,7 +8,7 @@ import onnx
 import pytest
 from conftest import mlp
 
-from onnx_remat import cli, costs
+from onnx_remat import cli, costs, runtime
 from onnx_remat.options import Options
 from onnx_remat.profiling import profile
 from onnx_remat.sweep import Point, _front, _knee, sweep
@@ -67,6 +67,20 @@ def test_refusals_are_one_line(arguments, code, message, tmp_path, capsys, monke
     out, err = capsys.readouterr()
     assert message in err and len(err.splitlines()) == 1 and not out
     assert err.startswith(f"onnx-remat {arguments[0]}: error: ")
+
+
+def test_profile_without_onnxruntime_says_what_to_install(tmp_path, capsys, monkeypatch):
+    onnx.save(mlp(layers=2, batch=8, width=4), tmp_path / "in.onnx")
+    monkeypatch.setattr(runtime, "available", lambda: False)
+    assert cli.main(["profile", str(tmp_path / "in.onnx"), str(tmp_path / "out.json")]) == 4
+    assert "onnxruntime is not installed: pip install" in capsys.readouterr().err
+
+
+def test_a_sweep_tells_which_budget_it_is_at():
+    stages = []
+    sweep(mlp(layers=4, batch=128, width=16), 2, time_limit=0.1, progress=lambda stage, _: stages.append(stage))
+    told = [stage.partition(":")[0] for stage in stages]
+    assert list(dict.fromkeys(told)) == ["lowest peak", "budget 1 of 2", "budget 2 of 2"]
 
 
 def test_a_profile_has_every_op_and_prices_a_model_by_it(tmp_path):

@@ -38,7 +38,7 @@ def _flagged(n: int, ops: Iterable[int]) -> Flags:
 
 @register("collection")
 def collection(request: Request) -> Schedule:
-    """Keep the values of a given list (`Request.checkpoints`), recompute the rest of the forward pass.
+    """Keep the values named by --checkpoint (`Request.checkpoints`), recompute the rest of the forward pass.
 
     Whatever the budget: the list decides. With an empty list the whole forward pass runs again.
     """
