@@ -5,13 +5,16 @@ A control edge passes one input of the step that must wait through
 buffer are unchanged, no shape needs to be known, and nothing is copied; yet the step now depends on the trigger.
 
 Where the step's result is to be private (see `sharing`), the zeros are a vector whose length shape inference cannot
-see. On paper the Reshape's result then has no rank, the step's result no shape, and ``value_info`` states made-up
-symbolic dimensions for it: ``onnx_remat.p<group>.<axis>=<size>``.
+see. On paper the Reshape's result then has no rank and the step's result no shape; for who reads the file again, the
+model's metadata tells it. Where a group of values is to share one private buffer, ``value_info`` states made-up
+symbolic dimensions for them instead: ``onnx_remat.p<group>.<axis>=<size>``. Not where there is no need: the runtime,
+loading the file, compares every value of a stated shape with every free buffer of one.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -25,7 +28,7 @@ from onnx_remat.graph import INITIALIZER, Graph, Op, bodies, is_constant
 from onnx_remat.ops import facts
 from onnx_remat.pins import Pin
 from onnx_remat.schedule import Ints, Schedule
-from onnx_remat.shapes import TAG, UNSEEN, Dim, Tensor
+from onnx_remat.shapes import SHAPES_KEY, TAG, UNSEEN, Dim, Tensor
 from onnx_remat.sharing import Unrolled
 
 RECOMPUTE_KEY = TAG + "recompute_of"
@@ -115,8 +118,10 @@ def rewrite(
     model.graph.node.extend(writer.nodes)
     model.graph.initializer.extend(writer.initializers)
     model.graph.value_info.extend(writer.value_info.values())
-    plan = {CLONES_KEY: json.dumps(writer.clones), EDGES_KEY: json.dumps(writer.edges)}
-    _set_metadata(model, {TAG + key: value for key, value in metadata.items()} | plan)
+    plan = {CLONES_KEY: writer.clones, EDGES_KEY: writer.edges, SHAPES_KEY: writer.shapes}
+    _set_metadata(
+        model, {TAG + key: value for key, value in metadata.items()} | {k: json.dumps(v) for k, v in plan.items()}
+    )
     return Rewritten(
         model, tuple(writer.recomputed), len(pins), int((group >= 0).sum()), len(writer.nodes) - len(graph.ops),
         tuple(writer.occurrences),
@@ -178,6 +183,7 @@ class _Writer:
         self.edges: list[str] = []
         self.occurrences: list[str] = []
         self.value_info = {v.name: v for v in graph.model.graph.value_info}
+        self.shapes: dict[str, tuple[int | str, ...]] = {}
         self._interface = {v.name: v.type for v in (*graph.model.graph.input, *graph.model.graph.output)}
         self._taken = set(_names(graph.model.graph))
         self._latest = {name: name for name in graph.values}
@@ -202,6 +208,7 @@ class _Writer:
     ) -> None:
         """Append the nodes of every step, each behind the control edge or the Reshape that it needs."""
         count = [0] * len(self.graph.ops)
+        members = Counter(group.tolist())
         made: list[list[str]] = []
         occurrence = 0
         for step, index in enumerate(schedule.order):
@@ -222,7 +229,7 @@ class _Writer:
             while occurrence < len(unrolled.step) and unrolled.step[occurrence] == step:
                 outputs[self._names[unrolled.source[occurrence]]] = int(group[occurrence])
                 occurrence += 1
-            self._name_outputs(node, op, count[index], outputs)
+            self._name_outputs(node, op, count[index], outputs, members)
             count[index] += 1
             self.nodes.append(node)
             made.append([name for name in node.output if name])
@@ -235,8 +242,10 @@ class _Writer:
                 "convert it with onnx.version_converter first"
             )
 
-    def _name_outputs(self, node: onnx.NodeProto, op: Op, number: int, outputs: Mapping[str, int]) -> None:
-        """Name what this occurrence makes (`outputs`: value -> private group) and say what it is."""
+    def _name_outputs(
+        self, node: onnx.NodeProto, op: Op, number: int, outputs: Mapping[str, int], members: Mapping[int, int]
+    ) -> None:
+        """Name what this occurrence makes (`outputs`: value -> private group, of so many members), say what it is."""
         if number:
             self.recomputed.append(op.label)
             node.name = self._fresh(f"{op.node.name or op.node.op_type}__remat{number}")
@@ -249,7 +258,10 @@ class _Writer:
                 new = self._fresh(f"{name}__remat{number}") if number else name
                 node.output[slot] = self._latest[name] = new
                 self.occurrences.append(new)
-                self._declare(new, name, outputs[name])
+                if outputs[name] >= 0 and members[outputs[name]] == 1:
+                    self._leave_open(new, name)
+                else:
+                    self._declare(new, name, outputs[name])
             else:
                 node.output[slot] = ""
         if number:
@@ -276,7 +288,9 @@ class _Writer:
             self._helper("Size", [trigger], size, trigger)
             self._helper("Mul", [size, zeros], shape, trigger)
         self._helper("Reshape", [held, shape], stem, trigger or "")
-        if not hide:
+        if held in self.shapes:
+            self.shapes[stem] = self.shapes[held]
+        elif not hide:
             info = self.value_info.get(held)
             info_type = info.type if info is not None else self._interface.get(held)
             if info_type is not None and all(_is_told(dim) for dim in info_type.tensor_type.shape.dim):
@@ -320,6 +334,12 @@ class _Writer:
             self.initializers.append(helper.make_tensor(name, TensorProto.INT64, (rank,), [0] * rank))
         return self._constants[rank]
 
+    def _leave_open(self, name: str, like: str) -> None:
+        """State no shape for a value; metadata keeps it for who reads the file again."""
+        tensor = self.tensors[like]
+        self.value_info.pop(name, None)
+        self.shapes[name] = (tensor.dtype, *(size if dim is None else dim for size, dim in _dims(tensor)))
+
     def _declare(self, name: str, like: str, group: int) -> None:
         """value_info for a value: its own shape to share buffers by, or its group's made-up one."""
         tensor = self.tensors[like]
@@ -328,12 +348,10 @@ class _Writer:
         if group >= 0:
             dims: tuple[Dim, ...] | None = tuple(
                 f"{TAG}p{group}.{axis}={size if known is None else known}"
-                for axis, (size, known) in enumerate(
-                    zip(tensor.shape, tensor.symbolic or (None,) * len(tensor.shape), strict=True)
-                )
+                for axis, (size, known) in enumerate(_dims(tensor))
             )
         else:
-            known = tensor.symbolic or (None,) * len(tensor.shape)
+            known = [dim for _, dim in _dims(tensor)]
             if None not in known and like in self.value_info and name != like:
                 self.value_info[name] = onnx.ValueInfoProto(name=name, type=self.value_info[like].type)
                 return
@@ -342,7 +360,7 @@ class _Writer:
             self._unknown += None in known
             dims = tuple(
                 f"{TAG}u{self._unknown}.{axis}={size}" if dim is None else dim
-                for axis, (size, dim) in enumerate(zip(tensor.shape, known, strict=True))
+                for axis, (size, dim) in enumerate(_dims(tensor))
             )
         kind = helper.make_tensor_type_proto(tensor.dtype, dims)
         self.value_info[name] = onnx.ValueInfoProto(name=name, type=kind)
@@ -371,6 +389,11 @@ def _names(graph: onnx.GraphProto) -> Iterator[str]:
         yield from node.output
         for body in bodies(node):
             yield from _names(body)
+
+
+def _dims(tensor: Tensor) -> list[tuple[int, Dim]]:
+    """Per axis the size, and what the runtime will know of it."""
+    return list(zip(tensor.shape, tensor.symbolic or (None,) * len(tensor.shape), strict=True))
 
 
 def _is_told(dim: onnx.TensorShapeProto.Dimension) -> bool:

@@ -90,18 +90,15 @@ def infer(graph: Graph, dims: Mapping[str, int] | None = None, derived: bool = F
     # the runtime propagates no computed shapes either
     as_written = _infer_types(with_stand_ins(light, as_runtime=True), data_prop=False)
     light = with_stand_ins(light)
-    if symbols or any(dim.dim_param for dim in _all_dims(light)):
-        bound = onnx.ModelProto()
-        bound.CopyFrom(light)
-        _tell(bound)
-        _bind(bound, dims)
-        _see_through(bound)
-        if open_symbols := [s for s in symbols if s not in dims and _is_input_symbol(light, s)]:
-            flags = " ".join(f"--dim {s}=N" for s in open_symbols)
-            raise ShapeError(f"symbolic dimensions are not bound: {', '.join(open_symbols)}; pass {flags}")
-        types = _infer_types(bound)
-    else:
-        bound, types = light, _infer_types(light)
+    bound = onnx.ModelProto()
+    bound.CopyFrom(light)
+    _tell(bound, next((p.value for p in graph.model.metadata_props if p.key == SHAPES_KEY), "{}"))
+    _bind(bound, dims)
+    _see_through(bound)
+    if open_symbols := [s for s in symbols if s not in dims and _is_input_symbol(light, s)]:
+        flags = " ".join(f"--dim {s}=N" for s in open_symbols)
+        raise ShapeError(f"symbolic dimensions are not bound: {', '.join(open_symbols)}; pass {flags}")
+    types = _infer_types(bound)
     if loops := _loop_types(bound):
         bound = _with_types(bound, {k: v for k, v in loops.items() if _shape(types.get(k)) is None})
         types = _infer_types(bound)
@@ -302,19 +299,16 @@ def _bind(model: onnx.ModelProto, dims: Mapping[str, int]) -> None:
             dim.ClearField("dim_param")  # a derived name (such as "2*batch"): inference finds its size
 
 
-def _tell(model: onnx.ModelProto) -> None:
-    """State the shapes that an earlier rewrite left open."""
+def _tell(model: onnx.ModelProto, left_open: str) -> None:
+    """State the shapes that an earlier rewrite left open; `left_open` is what it wrote down."""
     told = {value.name: value for value in model.graph.value_info}
-    text = next((p.value for p in model.metadata_props if p.key == SHAPES_KEY), "{}")
     try:
-        for name, (dtype, *dims) in json.loads(text).items():
+        for name, (dtype, *dims) in json.loads(left_open).items():
             value = told[name] if name in told else model.graph.value_info.add(name=name)
-            if not value.type.tensor_type.HasField("shape"):
+            if _shape(value.type) is None:  # or just the rank is stated: ONNX Runtime does that when it saves a file
                 value.type.CopyFrom(onnx.helper.make_tensor_type_proto(dtype, dims))
     except (ValueError, TypeError, AttributeError) as error:
-        raise ModelError(
-            f"the model's metadata {SHAPES_KEY} was damaged ({_first_line(error)}): rewrite the original again"
-        ) from error
+        raise ModelError(f"the model's metadata {SHAPES_KEY!r} is damaged: rewrite the original again") from error
 
 
 def _see_through(model: onnx.ModelProto) -> None:

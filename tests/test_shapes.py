@@ -10,7 +10,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx_remat import graph, runtime, shapes
 from onnx_remat.dtypes import tensor_bytes
 from onnx_remat.errors import ModelError, ShapeError, UsageError
-from onnx_remat.shapes import TAG, UNSEEN
+from onnx_remat.shapes import SHAPES_KEY, TAG, UNSEEN
 from tests.conftest import mlp, model_of
 
 make = helper.make_node
@@ -129,6 +129,23 @@ def test_shapes_written_by_an_earlier_rewrite_are_understood():
     assert found["x__private"].symbolic is None  # the runtime cannot tell its rank
     with pytest.raises(ShapeError, match=r"not bound: batch; pass --dim batch=N$"):
         inferred(model)
+
+
+def test_shapes_that_an_earlier_rewrite_left_open_are_in_the_metadata():
+    """Of an op without shape inference, too; sizes may be symbolic."""
+    nodes = [
+        onnx.helper.make_node("Twice", ["x"], ["h"], name="twice", domain="my.ops"),
+        make("Neg", ["h"], ["y"], name="neg"),
+    ]
+    model = model_of(nodes, {"x": [64, "batch"]}, {"y": [64, "batch"]}, {})
+    model.opset_import.add(domain="my.ops", version=1)
+    notes = model.metadata_props.add(key=SHAPES_KEY, value='{"h": [1, 64, "batch"]}')
+    assert inferred(model, batch=7)["h"].shape == (64, 7)
+    assert inferred(model, batch=7)["h"].symbolic is None  # the runtime does not read it
+    for damaged in ("{", "[1]", '{"h": 3}', '{"h": []}', '{"h": ["float", 64]}'):
+        notes.value = damaged
+        with pytest.raises(ModelError, match=f"metadata '{SHAPES_KEY}' is damaged: rewrite the original again"):
+            inferred(model, batch=7)
 
 
 def test_shapes_computed_by_the_graph_are_followed():
