@@ -189,4 +189,9 @@ def record(model: onnx.ModelProto, found: Check) -> None:
     for name in ("exact_error", "framework_error"):
         if (error := getattr(found, name)) is not None:
             known[f"check.{name}"] = f"{error:.2e}"
-    onnx.helper.set_model_props(model, {p.key: p.value for p in model.metadata_props} | known)
+    note(model, known)
+
+
+def note(model: onnx.ModelProto, facts: Mapping[str, str]) -> None:
+    """Add to the model's metadata."""
+    onnx.helper.set_model_props(model, {p.key: p.value for p in model.metadata_props} | dict(facts))

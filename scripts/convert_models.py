@@ -6,7 +6,8 @@
 
 Per model and converter: node count, seconds of export (tracing, translation and check), the largest relative error of
 loss, gradients, buffers and update against the framework (where it is above 1e-5, also how far both are from the same
-step in float64), how many of them rounding alone decides, whether stock ONNX Runtime runs the step on the CPU; with
+step in float64; for add_backward always, and how far its gradients are from torch's where both are computed in
+float64), how many of them rounding alone decides, whether stock ONNX Runtime runs the step on the CPU; with
 --budget also the measured peaks of the step and of its rewritten version (in brackets how far the simulated ones are
 off), the extra compute, and how equal their outputs are.
 
@@ -73,6 +74,7 @@ class Row:
     worst: str = ""
     undetermined: int = 0
     exact: tuple[float, float] | None = None
+    in_float64: float | None = None
     runs: bool = False
     budget: int = 0
     before: int = 0
@@ -96,7 +98,7 @@ def convert(model: str, converter: str, out: Path, budget: str | None, limit: fl
     known = {p.key: p.value for p in step.metadata_props}
     facts = (
         len(step.graph.node), seconds, float(known["check.error"]), known["check.output"],
-        int(known["check.undetermined"]), _exact(known),
+        int(known["check.undetermined"]), _exact(known), _number(known, "check.in_float64"),
     )  # fmt: skip
     del step
     if budget is None:
@@ -121,9 +123,12 @@ def convert(model: str, converter: str, out: Path, budget: str | None, limit: fl
 
 
 def _exact(known: dict[str, str]) -> tuple[float, float] | None:
-    if "check.exact_error" not in known:
-        return None
-    return float(known["check.exact_error"]), float(known["check.framework_error"])
+    ours, framework = (_number(known, f"check.{what}_error") for what in ("exact", "framework"))
+    return None if ours is None or framework is None else (ours, framework)
+
+
+def _number(known: dict[str, str], key: str) -> float | None:
+    return float(known[key]) if key in known else None
 
 
 def _runs(path: Path) -> bool:
@@ -140,6 +145,8 @@ def show(row: Row) -> str:
     error = f"{row.error:.1e} ({row.worst})"
     if row.exact:
         error += "; from float64 {:.1e}, the framework {:.1e}".format(*row.exact)
+    if row.in_float64 is not None:
+        error += f"; both in float64 {row.in_float64:.1e}"
     text = f"| {row.model} | {row.converter} | {row.nodes} | {row.seconds:.1f} | {error} |"
     text += f" {row.undetermined} |"
     text += f" {'yes' if row.runs else 'no'} |"

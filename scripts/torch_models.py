@@ -62,7 +62,7 @@ def densenet121() -> Case:
 
 
 def vit_b() -> Case:
-    case = _torchvision("vit_b_16", 2, 224)
+    case = _torchvision("vit_b_16", 8, 224)
     return replace(case, model=_with_head(case.model))
 
 
@@ -88,7 +88,7 @@ def gpt2(layers: int, width: int = 768, words: int = 50257, batch: int = 2, leng
     return _language(library.GPT2LMHeadModel(config), words, batch, length)
 
 
-def bert(width: int = 768, words: int = 30522, batch: int = 2, length: int = 128) -> Case:
+def bert(width: int = 768, words: int = 30522, batch: int = 8, length: int = 128) -> Case:
     """BERT base as a masked language model, without dropout."""
     library = _import_transformers()
     config = library.BertConfig(

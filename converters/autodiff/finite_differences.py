@@ -21,6 +21,7 @@ from onnx_remat import runtime
 from onnx_remat.errors import ConversionError
 
 from .. import names
+from ..check import note
 from .exact import Evaluator
 
 DIRECTIONS = 2
@@ -108,11 +109,10 @@ def record(model: onnx.ModelProto, found: Found) -> None:
     ``check.differences``, ``check.untold`` (how many gradients were too small to tell) and, where it ran on ONNX
     Runtime, ``check.precision``; see `Found`.
     """
-    known = {p.key: p.value for p in model.metadata_props}
-    known |= {"check.differences": f"{found.differences:.2e}", "check.untold": str(len(found.untold))}
+    known = {"check.differences": f"{found.differences:.2e}", "check.untold": str(len(found.untold))}
     if found.precision is not None:
         known["check.precision"] = f"{found.precision:.2e}"
-    onnx.helper.set_model_props(model, known)
+    note(model, known)
 
 
 class _Line:

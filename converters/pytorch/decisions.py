@@ -9,7 +9,7 @@ may fall on either side, which changes single gradients by far more than roundin
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -132,7 +132,7 @@ class Recorder(Watch):
 class Replay(Watch):
     """Gives what was drawn and what kinked operators read the values that the exported step had there."""
 
-    def __init__(self, values: Sequence[np.ndarray], tolerance: Mapping[str, float]) -> None:
+    def __init__(self, values: Iterable[np.ndarray], tolerance: Mapping[str, float]) -> None:
         super().__init__()
         self._values: Iterator[np.ndarray] = iter(values)
         self._tolerance = tolerance
@@ -160,7 +160,9 @@ class Replay(Watch):
         """The next value, and how far torch's may be from it."""
         from .reference import tensor
 
-        value = next(self._values)
+        value = next(self._values, None)
+        if value is None:
+            raise ConversionError("torch decides or draws more often than the converted step: they cannot be compared")
         return tensor(value), self._tolerance.get(value.dtype.name, 0.0)
 
     def _replaced(self, func: Any, args: Sequence[Any]) -> list[Any]:
