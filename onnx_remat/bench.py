@@ -61,6 +61,8 @@ class Benchmark:
         With graph optimisations off and one thread, are all losses equal to the last bit?
     loss_distance : float
         With default options, the largest distance of two losses of a step, relative to the larger one.
+    warnings : tuple of str
+        As `Report.warnings`.
     """
 
     model: str
@@ -73,6 +75,7 @@ class Benchmark:
     measured_overhead: float
     exact: bool
     loss_distance: float
+    warnings: tuple[str, ...] = ()
 
     def to_json(self) -> str:
         """The benchmark as a JSON object."""
@@ -176,6 +179,7 @@ def benchmark(
     return Benchmark(
         model.stem, report.budget, provider, machine(), sides[0], sides[1], report.extra_compute + idle,
         seconds[1] / seconds[0] - 1, plain[0] == plain[1], _distance(runs[0].losses, runs[1].losses),
+        report.warnings,
     )  # fmt: skip
 
 
@@ -323,6 +327,8 @@ def _run(arguments: Sequence[str]) -> int:
             refused = refused or error.exit_code
             continue
         found.append(result)
+        for warning in result.warnings:
+            print(f"onnx-remat-bench: warning: {path}: {warning}", file=sys.stderr, flush=True)
         if given.markdown:
             print(_markdown(result, given.budget), flush=True)
         elif given.json != "-":

@@ -2,24 +2,88 @@
 
 ONNX Runtime's generators keep state between nodes and runs, so two runs of a model with Dropout differ even with a
 seed. A random node's outputs depend on shapes alone (for Dropout: its mask), so they can be drawn beforehand.
+
+Some of its kernels race: their results depend on how threads interleave. On one thread they do not.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from onnx_remat import ops
+from onnx_remat.graph import bodies
 from onnx_remat.shapes import Tensor
 
 
 def random_nodes(model: onnx.ModelProto) -> list[onnx.NodeProto]:
     """Nodes of the main graph whose outputs differ from run to run."""
     return [node for node in model.graph.node if ops.facts(node.domain, node.op_type).random]
+
+
+_RACES = {
+    ("", "ScatterND"): "may lose updates where its indices repeat (onnxruntime issue 23396)",
+    ("com.microsoft", "GatherGrad"): "sums in the order in which threads come, so that rounding differs",
+}
+"""What ONNX Runtime's CPU kernels of these ops do on several threads; seen with 1.31.1 and with the training build."""
+
+
+def race_warnings(model: onnx.ModelProto) -> tuple[str, ...]:
+    """What makes results of a model differ from run to run on several threads: one line per kind of op, or nothing.
+
+    Bodies of If, Loop and Scan count. A ScatterND without a reduction may not be given indices that repeat, and one
+    whose indices are constant and all differ is safe.
+
+    Examples
+    --------
+    >>> text = '''<ir_version: 9, opset_import: ["" : 20]>
+    ...     g (float[2, 3] x, int64[4, 1] i, float[4, 3] u) => (y) { y = ScatterND <reduction = "add"> (x, i, u) }'''
+    >>> [line.partition(":")[0] for line in race_warnings(onnx.parser.parse_model(text))]
+    ["ScatterND sums into 'y'"]
+    """
+    found: dict[tuple[str, str], list[onnx.NodeProto]] = {}
+    for node, constants in _nodes(model.graph, {}):
+        key = ("" if node.domain == "ai.onnx" else node.domain, node.op_type)
+        if key in _RACES and not (node.op_type == "ScatterND" and _safe_scatter(node, constants)):
+            found.setdefault(key, []).append(node)
+    return tuple(
+        f"{kind[1]} sums into {nodes[0].output[0]!r}"
+        + (f" and in {len(nodes) - 1} more nodes" if len(nodes) > 1 else "")
+        + f": on more than one thread ONNX Runtime's CPU kernel {_RACES[kind]}. So outputs may differ from run to run, "
+        "of the original as of the result; with intra_op_num_threads = 1 they do not"
+        for kind, nodes in found.items()
+    )
+
+
+def _nodes(
+    graph: onnx.GraphProto, outer: Mapping[str, onnx.TensorProto]
+) -> Iterator[tuple[onnx.NodeProto, Mapping[str, onnx.TensorProto]]]:
+    """Every node, those of bodies too, with the constants it sees."""
+    constants = {**outer, **{tensor.name: tensor for tensor in graph.initializer}}
+    given = (node for node in graph.node if node.op_type == "Constant")
+    constants |= {node.output[0]: a.t for node in given for a in node.attribute if a.HasField("t")}
+    for node in graph.node:
+        yield node, constants
+        for body in bodies(node):
+            yield from _nodes(body, constants)
+
+
+def _safe_scatter(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto]) -> bool:
+    """Can no two threads of a ScatterND come to write the same entry?"""
+    reduction = next((attribute.s for attribute in node.attribute if attribute.name == "reduction"), b"none")
+    indices = constants.get(node.input[1])
+    if reduction == b"none":
+        return True
+    if indices is None or indices.data_location == TensorProto.EXTERNAL:
+        return False
+    rows = numpy_helper.to_array(indices)
+    rows = rows.reshape(-1, rows.shape[-1])
+    # an index below zero counts from the end, and may be another's double
+    return bool(rows.min(initial=0) >= 0) and len(np.unique(rows, axis=0)) == len(rows)
 
 
 def without_chance(model: onnx.ModelProto, tensors: Mapping[str, Tensor]) -> onnx.ModelProto:

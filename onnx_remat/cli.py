@@ -201,6 +201,8 @@ def _run(arguments: argparse.Namespace) -> int:
         model_io.write_text(result.report.to_json() + "\n", arguments.json)
     for path in arguments.plot:
         show.draw(result, path)
+    for warning in () if arguments.quiet else result.report.warnings:
+        print(f"onnx-remat: warning: {warning}", file=sys.stderr)
     if not arguments.quiet and arguments.json != "-":
         print(result.report.to_text(arguments.verbose))
         out = None if arguments.dry_run else arguments.output

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import onnx
 
-from onnx_remat import bounds, model_io, phases, runtime, shapes, verify
+from onnx_remat import bounds, chance, model_io, phases, runtime, shapes, verify
 from onnx_remat.cost_bounds import cost_lower_bound
 from onnx_remat.fit import Plan, fit, make_plan, target_of
 from onnx_remat.options import Options, parse_options
@@ -169,6 +169,7 @@ def rewrite_model(model: Model, budget: str | int | Budget, **options: object) -
             seconds=clock.seconds,
             measured=measured,
             notes=notes,
+            warnings=chance.race_warnings(view.graph.model),
         ),
         source.folder,
         view,
@@ -188,6 +189,7 @@ def _unchanged(
         lower_bound=bounds.lower_bound(view.problem), extra_compute=0.0, extra_compute_bound=0.0, recomputed=0,
         control_edges=0, private_values=0, nodes_before=len(view.graph.ops), nodes_after=len(view.graph.ops),
         seconds=clock.seconds, notes=("the original keeps this budget already: OUT is the original, unchanged",),
+        warnings=chance.race_warnings(view.graph.model),
     )  # fmt: skip
     return Result(view.graph.model, report, folder, view, original, original, ())
 

@@ -81,6 +81,8 @@ class Report:
     measured : Measured or None
     notes : tuple of str
         What the reader should know besides.
+    warnings : tuple of str
+        What in the original keeps its results from being the same in every run.
     """
 
     selector: str
@@ -99,6 +101,7 @@ class Report:
     seconds: Mapping[str, float]
     measured: Measured | None = None
     notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     def verdict(self) -> str:
         """One line: what was reached, at what price."""

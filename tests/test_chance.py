@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
-from onnx import parser
+from conftest import mlp
+from onnx import TensorProto, parser
 
-from onnx_remat import graph, runtime, shapes
-from onnx_remat.chance import random_nodes, without_chance
+from onnx_remat import cli, graph, runtime, shapes
+from onnx_remat.chance import race_warnings, random_nodes, without_chance
 
 MODEL = """
 <ir_version: 10, opset_import: ["" : 20]>
@@ -45,3 +49,62 @@ def test_draws_are_fixed_and_still_random(feeds):
     assert 0.8 < first["noise"].std() < 1.2
     assert set(np.unique(first["coin"])) == {0, 1}
 
+
+
+SCATTER = """
+<ir_version: 9, opset_import: ["" : 20]>
+step (float[2, 1024] x, int64[1024, 1] i, float[1024, 1024] u) => (float[2, 1024] y) {
+    y = ScatterND <reduction = "add"> (x, i, u)
+}
+"""
+
+
+def scatter(reduction: str = "add", indices: list[int] | None = None) -> onnx.ModelProto:
+    model = parser.parse_model(SCATTER)
+    model.graph.node[0].attribute[0].s = reduction.encode()
+    if indices is not None:
+        del model.graph.input[1]
+        model.graph.initializer.append(onnx.numpy_helper.from_array(np.array(indices)[:, None], "i"))
+    return model
+
+
+def test_sums_that_race_are_told():
+    (line,) = race_warnings(scatter())
+    assert "ScatterND sums into 'y'" in line and "23396" in line and "\n" not in line
+    assert race_warnings(scatter("max", [0, 0])) and race_warnings(scatter("mul", [1, -1]))
+    assert not race_warnings(scatter("none")) and not race_warnings(scatter("add", [1, 0]))
+    inner = scatter().graph
+    del inner.input[:]
+    nested = onnx.helper.make_node("If", ["c"], ["y"], then_branch=inner, else_branch=inner)
+    assert "in 1 more nodes" in race_warnings(onnx.helper.make_model(onnx.helper.make_graph([nested], "g", [], [])))[0]
+
+
+def test_one_thread_does_not_race():
+    """What `verify` and the warning rely on. That several threads do race, no test can insist on."""
+    generator = np.random.default_rng(0)
+    feeds = {"x": np.zeros((2, 1024), np.float32), "i": generator.integers(0, 2, (1024, 1))}
+    feeds["u"] = generator.standard_normal((1024, 1024)).astype(np.float32)
+    options = runtime.session_options()
+    options.intra_op_num_threads = 1
+    session = onnxruntime.InferenceSession(scatter().SerializeToString(), options, providers=["CPUExecutionProvider"])
+    first, *others = (session.run(None, feeds)[0] for _ in range(5))
+    assert all(np.array_equal(first, other) for other in others)
+    exact = np.stack([feeds["u"][feeds["i"][:, 0] == row].astype(np.float64).sum(0) for row in (0, 1)])
+    assert np.abs(first - exact).max() < 1e-4
+
+
+def test_a_step_that_races_is_verified_on_one_thread_and_warned_of(tmp_path, capsys):
+    step = mlp(layers=6, batch=1024, width=64)
+    picks = onnx.helper.make_node("ScatterND", ["table", "i", "aa0"], ["sums"], name="sums", reduction="add")
+    step.graph.node.append(picks)
+    step.graph.input.append(onnx.helper.make_tensor_value_info("table", TensorProto.FLOAT, [2, 64]))
+    step.graph.input.append(onnx.helper.make_tensor_value_info("i", TensorProto.INT64, [1024, 1]))
+    step.graph.output.append(onnx.helper.make_tensor_value_info("sums", TensorProto.FLOAT, [2, 64]))
+    onnx.save(step, tmp_path / "in.onnx")
+    flags = ["--budget", "80%", "--time-limit", "0.3", "--verify", "run", "--json", str(tmp_path / "r.json")]
+    assert cli.main([str(tmp_path / "in.onnx"), str(tmp_path / "out.onnx"), *flags]) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("onnx-remat: warning: ScatterND sums into 'sums'")
+    told = json.loads((tmp_path / "r.json").read_text())
+    assert told["warnings"] == [line.removeprefix("onnx-remat: warning: ")]
+    assert told["measured"]["outputs_equal"] == "bitwise equal on one thread"
