@@ -29,9 +29,10 @@ It writes the optimised model into one file, 2 GiB at most, and holds all weight
 shown as inputs, what it would fold of them foreseen (`view`); nothing is fused into them then.
 """
 
-MOST_NODES = 20_000
-"""Nodes up to which ONNX Runtime is shown a model: the time to load one grows faster than their number, 9 seconds at
-10,800 and 40 at 21,600 (basic optimisations, a busy machine), and had not ended after 7 minutes at 109,000."""
+MOST_NODES = 30_000
+"""Nodes up to which ONNX Runtime is shown a model: its memory planner compares every value with every free buffer, and
+the time to load grows with the square of the number of nodes: a rewritten graph of 21,000 nodes (a DenseNet-121) takes
+7 seconds per optimisation level, one of 40,800 takes 37."""
 
 
 def available() -> bool:

@@ -121,8 +121,8 @@ _CUSTOM_OPS = (
     "optimisations nor the memory of custom kernels were checked"
 )
 _MANY_NODES = (
-    f"onnxruntime takes minutes to load more than {runtime.MOST_NODES} nodes: it was not asked, the plan follows the "
-    "file as it is, and graph optimisations were not checked (onnx-remat-bench measures both files)"
+    f"onnxruntime takes a minute for each load of more than {runtime.MOST_NODES} nodes: it was not asked, the plan "
+    "follows the file as it is, and graph optimisations were not checked (onnx-remat-bench measures both files)"
 )
 
 
