@@ -11,11 +11,15 @@ pytest.importorskip("onnxscript")
 
 import torch.nn.functional as F  # noqa: E402
 import torch_battery  # noqa: E402
+from onnx_remat.converters import check  # noqa: E402
 from onnx_remat.converters.pytorch import export_training_step, initial_feeds  # noqa: E402
+from onnx_remat.converters.pytorch.decisions import Recorder  # noqa: E402
 from torch import nn  # noqa: E402
 
 from onnx_remat import rewrite_model, runtime  # noqa: E402
 from onnx_remat.errors import ConversionError  # noqa: E402
+from scripts import autodiff_models  # noqa: E402
+from scripts.torch_models import Case  # noqa: E402
 
 
 def net():
@@ -277,3 +281,38 @@ def test_a_wrong_rule_is_caught(monkeypatch):
     monkeypatch.setitem(decompositions(), aten.tanh_backward.default, lambda g, y: g * (1 - y))
     refused("the converted step is wrong: grad", nn.Sequential(nn.Linear(4, 4), nn.Tanh()),
             (torch.randn(4, 4), torch.zeros(4, 4)), F.mse_loss)  # fmt: skip
+
+
+def test_add_backward_is_compared_with_torch_in_float32():
+    known = checked(autodiff_models.exported(lambda: Case(net(), batch()))())
+    assert float(known["in_float64"]) < 1e-6
+    assert float(known["error"]) < 1e-5
+    assert float(known["exact_error"]) < 1e-5
+
+
+def test_what_rounding_decides_torch_decides_alike():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 3))
+    x, target = torch.randn(64, 4), torch.randint(0, 3, (64,))
+
+    def gradients(decided=None):
+        return autodiff_models._gradients(Case(model, ()), [x], target, torch.float64, decided)
+
+    with torch.no_grad():
+        model[0].bias[0] += 1e-5 - model[0](x)[0, 0]  # an entry by a hair above zero
+        with Recorder() as recorder:
+            model(x)
+    (read,) = (value.numpy() for value in recorder.seen)
+    other = read.copy()
+    other[0, 0] *= -1
+    own, alike, flipped = gradients(), gradients([read]), gradients([other])
+    apart = {name: check.relative_error(alike[name], own[name]) for name in own}
+    moved = {name: check.relative_error(flipped[name], own[name]) for name in own}
+    assert max(apart.values()) < 1e-6
+    assert moved["loss"] < 1e-4 < 1e-3 < moved["grad.0.weight"]  # one decision of 4096
+    with pytest.raises(ConversionError, match="reads differs from torch's"):
+        gradients([read + 0.01])
+    with pytest.raises(ConversionError, match="more often than the converted step"):
+        gradients([])
+    with pytest.raises(ConversionError, match="less often than the step"):
+        gradients([read, read])
