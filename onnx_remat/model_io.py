@@ -217,7 +217,7 @@ def _check_path(path: Path, source: str | os.PathLike[str] | None, force: bool) 
     if path.exists() and not path.is_file():
         raise UsageError(f"{path} is not a regular file: name another output")
     if path.exists() and not force:
-        raise UsageError(f"{path} exists: pass --force to replace it")
+        raise UsageError(f"{path} exists: pass --force (force=True in Python) to replace it")
 
 
 def save(model: onnx.ModelProto, target: str | os.PathLike[str], source_folder: Path | None) -> None:

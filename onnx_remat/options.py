@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -50,12 +51,19 @@ class Options:
 
 
 def parse_options(given: Mapping[str, object]) -> Options:
-    """Options from keyword arguments; UsageError for an unknown field, selector or mode of verification."""
-    try:
-        options = Options(**given)  # type: ignore[arg-type]
-    except TypeError as error:
-        fields = ", ".join(Options.__dataclass_fields__)
-        raise UsageError(f"unknown option: choose from {fields}") from error
+    """Options from keyword arguments; UsageError for an unknown field, selector or mode of verification.
+
+    >>> parse_options({"timelimit": 3})
+    Traceback (most recent call last):
+        ...
+    onnx_remat.errors.UsageError: unknown option 'timelimit': did you mean 'time_limit'?
+    """
+    fields = Options.__dataclass_fields__
+    if unknown := [name for name in given if name not in fields]:
+        close = difflib.get_close_matches(unknown[0], fields, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"choose from {', '.join(fields)}"
+        raise UsageError(f"unknown option {unknown[0]!r}: {hint}")
+    options = Options(**given)  # type: ignore[arg-type]
     if options.verify not in verify.MODES:
         raise UsageError(f"verify must be one of {', '.join(verify.MODES)}, not {options.verify!r}")
     selectors.get(options.selector)
