@@ -29,6 +29,7 @@ from scripts import torch_models
 
 OPTIMIZERS: dict[str, Callable[[torch.nn.Module], torch.optim.Optimizer]] = {
     "sgd": lambda model: torch.optim.SGD(model.parameters(), 0.01, momentum=0.9),
+    "sgd-slow": lambda model: torch.optim.SGD(model.parameters(), 0.001, momentum=0.9),
     "adamw": lambda model: torch.optim.AdamW(model.parameters(), 1e-4),
 }
 CLASSES = 8
