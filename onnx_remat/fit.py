@@ -49,6 +49,11 @@ def target_of(allowed: int) -> int:
     return int(allowed * (1 - MARGIN))
 
 
+def smallest_budget(peak: int) -> int:
+    """The least budget that plans with this peak keep: the peak and its margin."""
+    return int(peak / (1 - MARGIN)) + 2
+
+
 def make_plan(view: View, allowed: int, target: int, options: Options, known_plans: tuple[Schedule, ...] = ()) -> Plan:
     """The selector's plan for a peak of `target` bytes; BudgetInfeasibleError where it finds none.
 
@@ -70,18 +75,31 @@ def make_plan(view: View, allowed: int, target: int, options: Options, known_pla
         checkpoints=tuple(numbers[known(name, numbers, "--checkpoint")] for name in options.checkpoints),
         anchors=tuple(op.index for op in view.graph.ops if op.node.op_type in costs.MATRIX_OPS),
     )
+    if floor > target:  # no search can help: look only for something to name
+        request = replace(request, work=1)
     schedule = settle(view.graph, problem, select(request), target)
     check_schedule(problem, schedule)
     timeline = memory.simulate(problem, schedule)
     if timeline.peak > target:
-        needed = int(timeline.peak / (1 - MARGIN)) + 1
-        impossible = "is impossible" if floor > allowed else "was not reached"
-        raise BudgetInfeasibleError(
-            f"budget {format_bytes(allowed)} {impossible}: the lowest that selector {options.selector!r} finds is "
-            f"about {format_bytes(needed)} ({needed}B), and no schedule peaks below {format_bytes(floor)}",
-            timeline.peak, floor,
-        )  # fmt: skip
+        raise BudgetInfeasibleError(_refusal(allowed, target, floor, timeline.peak, options), timeline.peak, floor)
     return Plan(view, schedule, timeline, allowed, schedule.overhead(view.problem), floor)
+
+
+def _refusal(allowed: int, target: int, floor: int, lowest: int, options: Options) -> str:
+    """Why there is no plan: proved, or not found in the time given; and what to try next."""
+    least, found = smallest_budget(floor), smallest_budget(lowest)
+    if floor > target:
+        why = "" if floor > allowed else f" and {MARGIN:.0%} of a budget is kept free"
+        return (
+            f"budget {format_bytes(allowed)} is impossible, and proved to be: no schedule of this graph, whatever it "
+            f"recomputes, peaks below {format_bytes(floor)}{why}; nothing below --budget {least}B can be planned, and "
+            f"a first look finds a plan for {found}B ({format_bytes(found)})"
+        )
+    return (
+        f"no plan found for budget {format_bytes(allowed)} within {options.time_limit:g} s: the lowest that selector "
+        f"{options.selector!r} finds is about {format_bytes(found)}, try --budget {found}B; no schedule peaks below "
+        f"{format_bytes(floor)}, what lies between is open to a longer --time-limit"
+    )
 
 
 def fit(

@@ -10,6 +10,7 @@ from typing import cast
 import numpy as np
 
 from onnx_remat.errors import BudgetInfeasibleError, UsageError
+from onnx_remat.fit import smallest_budget
 from onnx_remat.pipeline import Model, Result, rewrite_model
 from onnx_remat.selectors import Progress, silent
 from onnx_remat.units import format_bytes
@@ -129,10 +130,9 @@ def _named(what: str, progress: Progress) -> Progress:
 def _lowest(model: Model, floor: int, options: dict[str, object]) -> int:
     """The lowest peak, in bytes, that the selector finds; found by asking for the least that could be."""
     try:
-        return rewrite_model(model, floor, **options).report.after.total
+        return rewrite_model(model, smallest_budget(floor), **options).report.after.total
     except BudgetInfeasibleError as error:
-        # What is left free for the runtime's own bookkeeping comes on top of the plan's peak; see `fit.target_of`.
-        return int(error.best_peak_bytes * 1.015)
+        return smallest_budget(int(error.best_peak_bytes * 1.005))
 
 
 def _point(result: Result) -> Point:

@@ -18,11 +18,13 @@ from dataclasses import dataclass
 
 import onnx
 
+from onnx_remat.bounds import lower_bound
 from onnx_remat.errors import BudgetInfeasibleError
+from onnx_remat.fit import smallest_budget
 from onnx_remat.options import Options
 from onnx_remat.pipeline import plan_model, rewrite_model
 from onnx_remat.units import format_bytes
-from onnx_remat.view import as_executed
+from onnx_remat.view import as_executed, make_view
 from sample_models import chain, deep_mlp, residual_cnn
 
 PUBLISHED = "more than 10x at +20 %"
@@ -78,8 +80,9 @@ def lowest(n: int, seconds: float) -> float:
     """Lowest peak of a chain of `n` layers, in activations."""
     width, batch = 64, 1024
     model = chain.chain(n, width, batch)
+    floor = lower_bound(make_view(model, Options()).problem)
     try:
-        peak = plan_model(model, 1, time_limit=seconds).timeline.peak
+        peak = plan_model(model, smallest_budget(floor), time_limit=seconds).timeline.peak
     except BudgetInfeasibleError as error:
         peak = error.best_peak_bytes
     return peak / (width * batch * 4)

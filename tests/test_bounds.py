@@ -60,6 +60,15 @@ def test_floor_of_a_chain_is_one_step() -> None:
     assert lower_bound(chain(10)) == 3
 
 
+def test_what_an_op_reads_must_be_brought_together() -> None:
+    """The floor is the last op's 14; but while its second input is made from ten bytes, the first is there already."""
+    problem = build(
+        ops=[([], [0]), ([0], [1]), ([], [2]), ([2], [3]), ([1, 3], [4])],
+        nbytes=[10, 3, 10, 3, 1], outputs=[4], workspace=[0, 0, 0, 0, 7],
+    )  # fmt: skip
+    assert lower_bound(problem) == simulate(problem, range(5)).peak == 16
+
+
 def test_cut_knapsack_of_a_chain_drops_what_exceeds_the_budget() -> None:
     """Ten activations and a gradient, eight units: three must be made again, of twenty ops."""
     assert cost_lower_bound(chain(10), 11) == 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import onnx
 import pytest
 
@@ -105,6 +107,22 @@ def test_infeasible_budget_says_what_is_possible():
         onnx_remat.rewrite_model(mlp(layers=12, batch=1024, width=32), "3%", **LIMIT)
     assert caught.value.best_peak_bytes >= caught.value.lower_bound_bytes > 0
     assert caught.value.exit_code == 3
+
+
+def test_a_budget_below_the_bound_is_refused_at_once_and_said_to_be_proved():
+    """Whatever the time limit: searched for, this would take ten minutes."""
+    model = mlp(layers=12, batch=1024, width=32)
+    for selector in ("auto", "search"):
+        with pytest.raises(BudgetInfeasibleError, match="proved") as caught:
+            onnx_remat.rewrite_model(model, "3%", selector=selector, time_limit=600)
+        least = int(re.search(r"--budget (\d+)B", str(caught.value)).group(1))
+        assert caught.value.lower_bound_bytes < least < caught.value.best_peak_bytes * 1.02
+        with pytest.raises(BudgetInfeasibleError, match="proved"):  # what it names is the smallest that is not
+            onnx_remat.plan_model(model, least - 2, selector=selector, time_limit=600)
+        try:
+            onnx_remat.plan_model(model, least, selector=selector, time_limit=0.3)
+        except BudgetInfeasibleError as error:
+            assert "no plan found" in str(error) and "within 0.3 s" in str(error)
 
 
 def test_following_refusals_leads_to_a_budget_that_is_kept():

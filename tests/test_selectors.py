@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -28,9 +29,11 @@ from onnx_remat.schedule import Problem, Schedule, check_schedule
 from onnx_remat.selectors import Request, get, materialize, names
 from onnx_remat.selectors.anneal import anneal
 from onnx_remat.selectors.core import viewless
+from onnx_remat.selectors.effort import allowance
 from onnx_remat.selectors.exact import solve
 from onnx_remat.selectors.loading import load
 from onnx_remat.selectors.materialize import split_step
+from onnx_remat.selectors.plans import LANES, annealed
 from onnx_remat.selectors.state import EXCESS, empty_state
 
 SELECTORS = names()
@@ -141,6 +144,23 @@ def test_a_larger_budget_never_costs_more_even_asked_alone(name: str) -> None:
     peak = simulate(problem, baseline(problem)).peak
     costs = [planned(name, problem, budget).overhead(problem) for budget in range(peak // 2, peak + 1, 2)]
     assert costs == sorted(costs, reverse=True)
+
+
+@pytest.mark.parametrize("fixed_order", [False, True])
+def test_a_refusal_takes_little_more_work_than_a_plan(fixed_order: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, spent = sys.modules["onnx_remat.selectors.search"], []
+
+    def counted(view, plan, budget, work, *rest, **more):  # type: ignore[no-untyped-def]
+        spent.append(work)
+        return annealed(view, plan, budget, work, *rest, **more)
+
+    monkeypatch.setattr(module, "annealed", counted)
+    problem = chain(40)
+    for budget in (4, 20):
+        spent.clear()
+        request = Request(problem, budget, baseline(problem), work=4000, fixed_order=fixed_order)
+        assert (simulate(problem, get("search")(request)).peak > budget) == (budget == 4)
+        assert sum(spent) <= 1.3 * LANES * allowance(request)
 
 
 def test_collection_keeps_the_list_and_recomputes_the_rest() -> None:

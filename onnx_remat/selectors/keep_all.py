@@ -17,12 +17,12 @@ _ROUND = 0.05  # share of the work one round takes
 _HEAT = Heat(0.5, 0.05)
 
 
-def lowered(view: Viewless, plan: Plan, budget: int, work: int, recompute: bool) -> Plan:
-    """Take the peak of a plan down step by step, for as long as that succeeds or until it fits."""
+def lowered(view: Viewless, plan: Plan, budget: int, work: int) -> Plan:
+    """Reorder until a plan fits: its peak is taken down step by step, for as long as that succeeds."""
     step, spent, per_round = _COARSE, 0, max(20, int(work * _ROUND))
     while plan.peak > budget and step >= _FINE and spent < work:
         aim = max(budget, int(plan.peak * (1 - step)))
-        new = annealed(view, plan, aim, per_round, _HEAT, spent, recompute=recompute)
+        new = annealed(view, plan, aim, per_round, _HEAT, spent, recompute=False)
         spent += per_round
         if new.peak < plan.peak:
             plan = priced(view.problem, new.schedule.order, budget)
@@ -41,7 +41,7 @@ def reordered(request: Request, view: Viewless, work: int) -> list[Plan]:
     found = [priced(problem, order, budget) for order in orders]
     found.sort(key=lambda plan: plan.peak)
     tops = found[:_IMPROVED] if found[0].over else []
-    improved = [lowered(view, plan, budget, work // _IMPROVED, recompute=False) for plan in tops]
+    improved = [lowered(view, plan, budget, work // _IMPROVED) for plan in tops]
     return sorted([*improved, *found], key=lambda plan: plan.peak)
 
 

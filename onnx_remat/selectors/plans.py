@@ -15,7 +15,7 @@ from onnx_remat.schedule import Ints, Problem, Schedule
 from onnx_remat.selectors.anneal import anneal
 from onnx_remat.selectors.core import Viewless
 from onnx_remat.selectors.loading import load
-from onnx_remat.selectors.state import empty_state
+from onnx_remat.selectors.state import EXCESS, State, empty_state
 
 LANES = 2
 """Annealing runs that go on at the same time: a fixed figure, so that plans do not depend on the machine."""
@@ -70,6 +70,17 @@ class Heat:
     cold: float
 
 
+def fits(view: Viewless, plan: Plan, budget: int) -> bool:
+    """Whether a plan keeps a budget by liveness alone, which is what annealing sees."""
+    return bool(_loaded(view, view.contract(plan.schedule.order), budget).totals[EXCESS] == 0)
+
+
+def _loaded(view: Viewless, order: Ints, budget: int) -> State:
+    state = empty_state(view.core, _PLACES * len(order) + 64, budget - view.problem.base_bytes)
+    load(state, order)
+    return state
+
+
 def annealed(
     view: Viewless,
     plan: Plan,
@@ -99,8 +110,7 @@ def annealed(
     order = view.contract(plan.schedule.order)
     if not len(order):
         return plan
-    state = empty_state(core, _PLACES * len(order) + 64, budget - problem.base_bytes)
-    load(state, order)
+    state = _loaded(view, order, budget)
     if not recompute:
         state.ops["again"][:] = 0
     if view.fixed_order or keep:

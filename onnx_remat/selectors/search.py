@@ -13,15 +13,16 @@ from onnx_remat.schedule import Schedule
 from onnx_remat.selectors.base import Request, register
 from onnx_remat.selectors.core import Viewless, viewless
 from onnx_remat.selectors.effort import allowance
-from onnx_remat.selectors.keep_all import lowered, reordered
+from onnx_remat.selectors.keep_all import reordered
 from onnx_remat.selectors.min_cut import cut_seeds
-from onnx_remat.selectors.plans import LANES, Heat, Plan, annealed, best_of, priced, side_by_side
+from onnx_remat.selectors.plans import LANES, Heat, Plan, annealed, best_of, fits, priced, side_by_side
 from onnx_remat.selectors.sqrt_n import segment_seeds
 
 _MOST_TRIES, _TRYING = 8, 0.6  # runs from the starting points, and the share of the work they take together
 _PER_OP = 150_000  # work per op that makes a run worth while
 _TRIAL_HEATS = (Heat(0.1, 0.01), Heat(0.3, 0.02), Heat(1.0, 0.02))
 _KEPT, _GOING_ON = 4, 0.25  # the best of them that are gone on from, and the share of the work they take together
+_AIMS = (1.0, 0.97)  # of the budget: what the lowest is annealed for, in one long run per lane, where none of them fits
 _AGAIN_HEAT, _LAST_HEATS = Heat(0.15, 0.005), (Heat(0.05, 0.002), Heat(0.1, 0.002))
 _TIGHTER = 6  # times the budget is made smaller where shared buffers exceed it
 _LARGE = 20_000  # ops above which seeds that take a maximum flow are left out
@@ -55,10 +56,10 @@ def find(request: Request) -> Plan:
     for _ in range(_TIGHTER):
         found = _within(request, view, plain, [*given, *classical], target, work)
         best = best_of([best, replace_over(found, request.budget)])
-        if not best.over or found.peak > target * 2:
-            break
+        if not best.over or not fits(view, found, target):
+            break  # where not even liveness keeps the target, a smaller one is no help
         target = int(target * request.budget / max(found.peak, request.budget + 1) * 0.995)
-        work //= 2
+        work //= 4
     request.progress("done", 1.0)
     return best
 
@@ -81,19 +82,20 @@ def _within(request: Request, view: Viewless, plain: list[Plan], others: list[Pl
         plan = starts[(i // len(_TRIAL_HEATS) + i) % len(starts)]
         return annealed(view, plan, budget, int(work * _TRYING / tries), heat, request.seed + i, keep=i % 2 == 0)
 
-    tried = [*others[:1], *side_by_side(start, range(tries))]
-    tried.sort(key=lambda plan: plan.key)
+    tried = sorted([*others[:1], *side_by_side(start, range(tries))], key=lambda plan: plan.key)
     if tried[0].over:
-        request.progress("lowering the peak", _TRYING)
         lowest = min([*tried, *others], key=lambda plan: plan.peak)
-        tried = [lowered(view, lowest, budget, int(work / LANES * _TRYING), recompute=True)]
-    kept = tried[: _KEPT if tries > 1 else 1]
+        kept, most = [(lowest, int(budget * aim)) for aim in _AIMS], int(work * _GOING_ON)
+    else:
+        kept = [(plan, budget) for plan in tried[: _KEPT if tries > 1 else 1]]
+        most = int(work * _GOING_ON / len(kept))
 
     def go_on(i: int) -> Plan:
         request.progress("improving", _TRYING + i * _GOING_ON / len(kept))
-        return annealed(view, kept[i], budget, int(work * _GOING_ON / len(kept)), _AGAIN_HEAT, request.seed + tries + i)
+        plan, aim = kept[i]
+        return replace_over(annealed(view, plan, aim, most, _AGAIN_HEAT, request.seed + tries + i), budget)
 
-    best = best_of([*tried, *side_by_side(go_on, range(len(kept)))])
+    best = best_of([*tried, kept[0][0], *side_by_side(go_on, range(len(kept)))])
     rest = int(work * (1 - _TRYING - _GOING_ON) / len(_LAST_HEATS))
 
     def finish(i: int) -> Plan:
