@@ -4,19 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import onnx_ir as ir
+
+from onnx_remat.errors import ConversionError
 
 from . import names
 from .emit import Emitter
 
 State = dict[str, ir.Value]
 
+Rate: TypeAlias = float | str
+"""A learning rate: a number, or the name of an input, a float32 scalar, that gives it at every step."""
+
 
 class Optimizer(Protocol):
     """What an optimizer must tell and do, parameter by parameter."""
+
+    @property
+    def lr(self) -> Rate: ...
 
     def slots(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         """Shape of each piece of state of a parameter; all start at zero."""
@@ -33,14 +41,15 @@ class SGD:
 
     Attributes
     ----------
-    lr, momentum, dampening, weight_decay : float
+    lr : Rate
+    momentum, dampening, weight_decay : float
     nesterov, maximize : bool
 
     The momentum buffer starts at zero where torch's starts at the first gradient; so that both agree, dampening
     applies from the second step on in torch and is refused here together with momentum.
     """
 
-    lr: float = 1e-3
+    lr: Rate = 1e-3
     momentum: float = 0.0
     dampening: float = 0.0
     weight_decay: float = 0.0
@@ -62,7 +71,8 @@ class SGD:
             buffer = emit("Add", _scaled(emit, state["momentum_buffer"], self.momentum), step, like=parameter)
             new["momentum_buffer"] = buffer
             step = emit("Add", step, _scaled(emit, buffer, self.momentum), like=parameter) if self.nesterov else buffer
-        return emit("Sub", parameter, _scaled(emit, step, self.lr), like=parameter), new
+        change = emit("Mul", step, _rate(emit, self.lr, parameter), like=parameter)
+        return emit("Sub", parameter, change, like=parameter), new
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +81,7 @@ class Adam:
 
     Attributes
     ----------
-    lr : float
+    lr : Rate
     betas : pair of float
     eps, weight_decay : float
     amsgrad, maximize : bool
@@ -79,7 +89,7 @@ class Adam:
         Decay weights beside the step, not through the gradient (Loshchilov & Hutter 2019).
     """
 
-    lr: float = 1e-3
+    lr: Rate = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0
@@ -94,7 +104,7 @@ class Adam:
     def update(self, emit: Emitter, parameter: ir.Value, gradient: ir.Value, state: State) -> tuple[ir.Value, State]:
         gradient = _signed(emit, gradient, self.maximize)
         if self.weight_decay and self.decoupled:
-            parameter = _scaled(emit, parameter, 1 - self.lr * self.weight_decay)
+            parameter = emit("Mul", parameter, _kept(emit, self.lr, self.weight_decay, parameter), like=parameter)
         elif self.weight_decay:
             gradient = emit("Add", gradient, _scaled(emit, parameter, self.weight_decay), like=parameter)
         first, second = self.betas
@@ -106,7 +116,7 @@ class Adam:
         if self.amsgrad:
             variance = new["max_exp_avg_sq"] = emit("Max", state["max_exp_avg_sq"], variance, like=parameter)
         # torch: parameter - lr / (1 - b1^t) * mean / (sqrt(variance) / sqrt(1 - b2^t) + eps)
-        rate = emit("Div", emit.scalar(self.lr, step), _correction(emit, step, first), like=step)
+        rate = emit("Div", _rate(emit, self.lr, step), _correction(emit, step, first), like=step)
         root = emit("Sqrt", _correction(emit, step, second), like=step)
         spread = emit("Sqrt", variance, like=parameter)
         spread = emit("Div", spread, _cast(emit, root, parameter), like=parameter)
@@ -115,7 +125,7 @@ class Adam:
         return emit("Sub", parameter, change, like=parameter), new
 
 
-def AdamW(lr: float = 1e-3, *, weight_decay: float = 1e-2, **options: object) -> Adam:
+def AdamW(lr: Rate = 1e-3, *, weight_decay: float = 1e-2, **options: object) -> Adam:
     """`torch.optim.AdamW`: Adam with decoupled weight decay.
 
     >>> AdamW(lr=0.01).decoupled
@@ -128,8 +138,8 @@ def append(graph: ir.Graph, optimizers: Mapping[str, Optimizer], batch_inputs: i
     """Turn a graph that puts out gradients into one that puts out new parameters and state.
 
     Each output ``grad.<name>`` of a parameter in `optimizers` gives way to ``new.<name>`` and
-    ``new.state.<name>.<slot>``; inputs ``state.<name>.<slot>`` join after the parameters and buffers, before the
-    batch.
+    ``new.state.<name>.<slot>``; inputs ``state.<name>.<slot>``, and learning rates that are inputs, join after the
+    parameters and buffers, before the batch.
 
     Parameters
     ----------
@@ -139,8 +149,15 @@ def append(graph: ir.Graph, optimizers: Mapping[str, Optimizer], batch_inputs: i
         By parameter name, so that groups may differ.
     batch_inputs : int
         How many of the graph's last inputs are the batch.
+
+    Raises
+    ------
+    ConversionError
+        A learning rate is to be an input of a name that the graph uses.
     """
     emit = Emitter(graph, "optimizer")
+    first_batch = len(graph.inputs) - batch_inputs
+    graph.inputs[first_batch:first_batch] = _rate_inputs(emit, optimizers)
     inputs = {value.name: value for value in graph.inputs}
     gradients = {value.name: value for value in graph.outputs}
     states: list[ir.Value] = []
@@ -167,10 +184,32 @@ def append(graph: ir.Graph, optimizers: Mapping[str, Optimizer], batch_inputs: i
     kept = [value for value in graph.outputs if value.name not in replaced]
     for name in replaced:  # no longer the interface: a name of its own, so that a later `grad.` output may not clash
         gradients[name].name = emit.fresh(f"backward.{name}")
-    first_batch = len(inputs) - batch_inputs
     graph.inputs[first_batch:first_batch] = states
     loss, others = kept[:1], kept[1:]
     graph.outputs[:] = [*loss, *new_parameters, *new_states, *others]
+
+
+def _rate_inputs(emit: Emitter, optimizers: Mapping[str, Optimizer]) -> list[ir.Value]:
+    named = dict.fromkeys(optimizer.lr for optimizer in optimizers.values() if isinstance(optimizer.lr, str))
+    if clash := next((name for name in named if emit.fresh(name) != name), None):
+        raise ConversionError(f"the learning rate is to be an input {clash!r}, but the graph has a value of that name")
+    return [ir.Value(name=name, shape=ir.Shape(()), type=ir.TensorType(ir.DataType.FLOAT)) for name in named]
+
+
+def _rate(emit: Emitter, lr: Rate, like: ir.Value) -> ir.Value:
+    """The learning rate as a scalar of another value's dtype."""
+    if isinstance(lr, str):
+        return _cast(emit, next(value for value in emit.graph.inputs if value.name == lr), like)
+    return emit.scalar(lr, like)
+
+
+def _kept(emit: Emitter, lr: Rate, decay: float, like: ir.Value) -> ir.Value:
+    """1 - lr * decay, in float32 where the rate is an input, as a scalar of another value's dtype."""
+    if not isinstance(lr, str):
+        return emit.scalar(1 - lr * decay, like)
+    rate = next(value for value in emit.graph.inputs if value.name == lr)
+    lost = emit("Mul", rate, emit.scalar(decay, rate), like=rate)
+    return _cast(emit, emit("Sub", emit.scalar(1, rate), lost, like=rate), like)
 
 
 def _signed(emit: Emitter, gradient: ir.Value, maximize: bool) -> ir.Value:

@@ -54,7 +54,7 @@ def test_initial_state_suits_its_names_and_takes_what_is_given(tmp_path):
 
 def test_benchmark_of_a_whole_step(tmp_path, capsys):
     path = tmp_path / "mlp.onnx"
-    # tens of megabytes: what else moves the resident size, a few hundred kilobytes, is then well under the 5 % asked below
+    # tens of megabytes, so that what else moves the resident size, a few hundred kB, is well under the 5 % asked below
     onnx.save(mlp(layers=10, batch=8192, width=64), path)
     flags = ["--budget", "60%", "--steps", "4", "--time-limit", "0.3s", "--costs", "cpu", "--threads", "1"]
     flags += ["--json", str(tmp_path / "b.json")]

@@ -73,6 +73,19 @@ def test_optimizer_follows_torch_for_ten_steps(ours, theirs):
     assert check.relative_error(feeds["w"], twin.detach().numpy()) < 1e-5  # torch corrects Adam's bias in float64
 
 
+def test_a_learning_rate_by_name_is_an_input():
+    graph = product_step()
+    optimizers.append(graph, {"w": optimizers.AdamW("rate", weight_decay=0.5)}, 1)
+    assert [v.name for v in graph.inputs][-2:] == ["rate", "input.0"]
+    model = ir.to_proto(ir.Model(graph, ir_version=10))
+    state = {"w": np.ones(3, np.float32), **optimizers.initial_state({"w": optimizers.AdamW()}, {"w": np.ones(3, "f")})}
+    batch = {"input.0": np.ones(3, np.float32)}
+    moved = [1 - runtime.outputs(model, {**state, **batch, "rate": np.array(r, "f")})["new.w"] for r in (0, 0.01, 0.02)]
+    np.testing.assert_allclose(moved, np.outer([0, 0.01, 0.02], np.full(3, 1.5)), atol=1e-6)
+    with pytest.raises(ConversionError, match=r"input 'input\.0', but the graph has a value of that name"):
+        optimizers.append(product_step(), {"w": optimizers.SGD("input.0")}, 1)
+
+
 def test_the_check_names_the_worst_output():
     good = {"loss": np.float32(1.0), "grad.w": np.ones(3, np.float32)}
     assert check.compare(good, good).error == 0.0

@@ -110,6 +110,32 @@ def test_twenty_steps_follow_torch(kind):
     assert int(feeds["1.num_batches_tracked"]) == 20
 
 
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("of_its_own", [False, True])
+def test_a_learning_rate_that_is_a_tensor_is_an_input(kind, of_its_own):
+    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 10))
+    rate = torch.tensor(0.05)
+    last = {"params": model[2].parameters(), "lr": torch.tensor(0.02) if of_its_own else rate, "weight_decay": 0.1}
+    optimizer = kind([{"params": model[0].parameters()}, last], rate)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.1)
+    x, y = torch.randn(8, 16), torch.randint(0, 10, (8,))
+    step = export_training_step(model, (x, y), F.cross_entropy, optimizer)
+    rates = ["learning_rate.0", "learning_rate.1"] if of_its_own else ["learning_rate"]
+    assert [v.name for v in step.graph.input][-len(rates) - 2 :] == [*rates, "input.0", "input.1"]
+    feeds = initial_feeds(step, model, optimizer)
+    for _ in range(5):
+        feeds |= {name: value for name, value in initial_feeds(step, model, optimizer).items() if name in rates}
+        made = runtime.outputs(step, {**feeds, "input.0": x.numpy(), "input.1": y.numpy()})
+        feeds |= {name.removeprefix("new."): value for name, value in made.items() if name.startswith("new.")}
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        scheduler.step()
+    assert float(feeds[rates[0]]) == pytest.approx(0.0005)
+    for name, parameter in model.named_parameters():
+        np.testing.assert_allclose(feeds[name], parameter.detach().numpy(), rtol=2e-5, atol=2e-6)
+
+
 def test_the_file_says_how_many_outputs_rounding_decides(monkeypatch):
     monkeypatch.setattr("onnx_remat.converters.check.EXPECTED", 0.0)
     normed = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 10)]

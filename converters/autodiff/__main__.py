@@ -30,7 +30,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--wrt", action="append", metavar="NAME", help="a parameter or pattern (repeat)")
     parser.add_argument("--frozen", action="append", default=[], metavar="NAME", help="not a parameter (repeat)")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, help="put out new parameters, not gradients")
-    parser.add_argument("--lr", type=float, default=1e-3, help="learning rate")
+    parser.add_argument(
+        "--lr", type=_rate, default=1e-3, help="learning rate: a number, or the name of an input that gives it"
+    )
     parser.add_argument("--training", action="store_true", help="BatchNormalization and Dropout in training mode")
     parser.add_argument("--dim", action="append", default=[], metavar="NAME=SIZE", help="fix a symbolic size (repeat)")
     parser.add_argument("--values", type=Path, metavar="NPZ", help="write the step's first parameters and state here")
@@ -58,6 +60,13 @@ def main(arguments: list[str] | None = None) -> int:
     if known.get("check.untold", "0") != "0":
         print(f"{known['check.untold']} of them are too small, on the check's made-up data, for a fault to show")
     return 0
+
+
+def _rate(text: str) -> optimizers.Rate:
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def _size(text: str) -> tuple[str, int]:

@@ -45,7 +45,9 @@ def export_training_step(
         ``loss(output, target)`` gives the scalar loss. Without it the model returns the loss, or an object with the
         loss as attribute ``loss``.
     optimizer : torch.optim.SGD, Adam or AdamW, optional
-        Over the model's parameters; those it does not hold are not trained. Without it the gradients are put out.
+        Over the model's parameters; those it does not hold are not trained. Its settings become constants, but for
+        a learning rate that is a tensor: that is the input ``learning_rate``, or ``learning_rate.<i>`` where groups
+        have several. Without an optimizer the gradients are put out.
     opset : int
         Version of ONNX's operator set.
     dynamic_dims : mapping of str to mapping of int to str, optional

@@ -8,13 +8,14 @@ import numpy as np
 import onnx
 import torch
 
+from . import optim
 from .reference import array
 
 
 def initial_feeds(
     step: onnx.ModelProto, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None
 ) -> dict[str, np.ndarray]:
-    """What an exported step reads besides the batch: parameters, buffers and optimizer state as they are now.
+    """What an exported step reads besides the batch: parameters, buffers, optimizer state and rates as they are now.
 
     Parameters
     ----------
@@ -29,12 +30,15 @@ def initial_feeds(
         By input name. After a step, feed each output ``new.<name>`` as ``<name>``.
     """
     tensors = dict(model.named_buffers()) | dict(model.named_parameters())
+    rates = optim.rates(optimizer) if optimizer else {}
     feeds = {}
     for value in step.graph.input:
         if value.name in tensors:
             feeds[value.name] = array(tensors[value.name])
         elif value.name.startswith("state."):
             feeds[value.name] = _state(value, tensors, optimizer)
+        elif value.name in rates:
+            feeds[value.name] = np.array(rates[value.name].item(), np.float32)
     return feeds
 
 

@@ -17,6 +17,8 @@ def by_parameter(
 ) -> dict[str, optimizers.Optimizer]:
     """The update of each parameter that the optimizer holds, with its group's hyperparameters.
 
+    A learning rate that is a tensor becomes an input, see `rates`.
+
     Raises
     ------
     ConversionError
@@ -24,8 +26,10 @@ def by_parameter(
     """
     known = {id(parameter): name for name, parameter in parameters.items()}
     made = {}
+    inputs = {id(rate): name for name, rate in rates(optimizer).items()}
     for group in optimizer.param_groups:
-        update = _update(optimizer, group)
+        lr = group["lr"]
+        update = _update(optimizer, group, inputs[id(lr)] if isinstance(lr, torch.Tensor) else float(lr))
         for parameter in group["params"]:
             if id(parameter) not in known:
                 shape = tuple(parameter.shape)
@@ -34,9 +38,18 @@ def by_parameter(
     return {name: made[name] for name in parameters if name in made}
 
 
-def _update(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> optimizers.Optimizer:
-    kind = type(optimizer)
-    lr, maximize = float(group["lr"]), bool(group.get("maximize"))
+def rates(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Learning rates that are tensors, by the name of the input that each becomes.
+
+    ``learning_rate`` where the groups share one, else ``learning_rate.0`` and so on.
+    """
+    tensors = [group["lr"] for group in optimizer.param_groups if isinstance(group["lr"], torch.Tensor)]
+    distinct = list({id(rate): rate for rate in tensors}.values())
+    return {"learning_rate" if len(distinct) == 1 else f"learning_rate.{i}": rate for i, rate in enumerate(distinct)}
+
+
+def _update(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], lr: optimizers.Rate) -> optimizers.Optimizer:
+    kind, maximize = type(optimizer), bool(group.get("maximize"))
     try:
         if kind is torch.optim.SGD:
             return optimizers.SGD(
