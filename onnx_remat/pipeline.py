@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import onnx
@@ -43,11 +43,15 @@ class Result:
 
     model: onnx.ModelProto
     report: Report
-    folder: Path | None = field(repr=False)
-    view: View = field(repr=False)
-    original: Executed = field(repr=False)
-    executed: Executed = field(repr=False)
-    recomputed: tuple[str, ...] = field(repr=False)
+    folder: Path | None
+    view: View
+    original: Executed
+    executed: Executed
+    recomputed: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        """The verdict: a whole model would fill a screen."""
+        return f"<Result: {self.report.verdict()}>"
 
     def save(self, path: str | os.PathLike[str], force: bool = False) -> None:
         """Write the model atomically; external data files are carried along. See `model_io.save`."""

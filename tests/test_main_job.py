@@ -30,6 +30,7 @@ def test_samples_keep_their_budget_when_measured(path, tmp_path):
         assert result.report.peaks_by_level[level] == pytest.approx(measured, rel=0.03), level
     before = measuring.measure(path).peak_bytes
     assert result.report.before.total == pytest.approx(before, rel=0.03)
+    assert repr(result) == f"<Result: {result.report.verdict()}>" and len(repr(result)) < 200
 
 
 @pytest.mark.parametrize("budget", ["80%", "55%"])
