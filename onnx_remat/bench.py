@@ -12,11 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from onnx import TensorProto
+
 from onnx_remat import measuring, model_io, runtime
-from onnx_remat.cli import Parser, add_planning_flags, guarded, planning_options
+from onnx_remat.cli import Parser, add_planning_flags, add_runtime_flag, guarded, planning_options
 from onnx_remat.errors import BudgetInfeasibleError, OnnxRematError, UsageError
 from onnx_remat.pipeline import Result, rewrite_model
 from onnx_remat.profiling import node_seconds, profile
+from onnx_remat.training_ops import check_ops
 from onnx_remat.units import format_bytes, parse_budget
 
 SCHEMA = "onnx-remat/bench/1"
@@ -118,6 +121,7 @@ def benchmark(
     provider: str = "cpu",
     state: str = "",
     threads: int = 0,
+    python: str = sys.executable,
     **options: object,
 ) -> Benchmark:
     """Rewrite a model and train it and the original from the same state on the same batch.
@@ -125,7 +129,7 @@ def benchmark(
     Parameters
     ----------
     model : Path
-        A training graph that runs on stock ONNX Runtime; see `onnx_remat.training` for how its state is fed back.
+        A training graph; see `onnx_remat.training` for how its state is fed back.
     budget : str
         As `rewrite_model`.
     steps : int
@@ -133,9 +137,12 @@ def benchmark(
     provider : str
         ``cpu`` or ``cuda``.
     state : str
-        ``.npz`` with first values of inputs, by name.
+        ``.npz`` with first values of inputs, by name; or a checkpoint, where onnxruntime-training runs the models.
     threads : int
         Intra-op threads, 0 for ONNX Runtime's default.
+    python : str
+        Interpreter whose ONNX Runtime is to run the models, see `measuring`. What that of this environment cannot load
+        is planned from the file alone.
     **options
         Fields of `Options`; costs are profiled on `model` unless given.
 
@@ -149,12 +156,16 @@ def benchmark(
     if steps < 2:
         raise UsageError("a benchmark needs at least 2 steps")
     runtime.check_provider(provider)
+    if python == sys.executable:
+        check_ops(model_io.load(model).model)
+    else:
+        options = {"verify": "none", **options}
     dims = options.get("dims") or {}
     assert isinstance(dims, dict)
     with tempfile.TemporaryDirectory(prefix="onnx-remat-") as scratch:
         home = Path(scratch)
         if "costs" not in options:
-            measured = profile(model, dims, threads=threads)
+            measured = profile(model, dims, threads=threads, python=python)
             (home / "profile.json").write_text(measured.to_json())
             options["costs"] = str(home / "profile.json")
         result = rewrite_model(model, budget, **options)
@@ -162,31 +173,35 @@ def benchmark(
         rewritten.parent.mkdir()
         result.save(rewritten)
         settings = measuring.Training(
-            steps=steps, loss=_loss(result), dims=dims, state=state, threads=threads, provider=provider
-        )
+            steps=steps, loss=_loss(result), dims=dims, state=state, threads=threads, provider=provider,
+            python=python,
+        )  # fmt: skip
         runs = [measuring.train(path, settings) for path in (model, rewritten)]
         exact = replace(settings, level="disable", threads=1)
         plain = [measuring.train(path, exact).losses for path in (model, rewritten)]
         seconds = measuring.race(
-            model, rewritten, runs=max(9, min(steps, 25)), dims=dims, threads=threads, provider=provider
+            model, rewritten, runs=max(9, min(steps, 25)), dims=dims, threads=threads, provider=provider, python=python
         )
     report = result.report
-    idle = (report.nodes_after - report.nodes_before - report.recomputed) * node_seconds(threads) / seconds[0]
+    idle = (report.nodes_after - report.nodes_before - report.recomputed) * node_seconds(threads, python=python)
     sides = [
         Side(peak, run.peak_bytes, clock, run.losses, run.driver_bytes)
         for peak, run, clock in zip((report.before.total, report.after.total), runs, seconds, strict=True)
     ]
     return Benchmark(
-        model.stem, report.budget, provider, machine(), sides[0], sides[1], report.extra_compute + idle,
+        model.stem, report.budget, provider, machine(), sides[0], sides[1], report.extra_compute + idle / seconds[0],
         seconds[1] / seconds[0] - 1, plain[0] == plain[1], _distance(runs[0].losses, runs[1].losses),
         report.warnings,
     )  # fmt: skip
 
 
+_FLOATS = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16)
+
+
 def _loss(result: Result) -> str:
-    """The output that is the loss: by its name, or the only output without dimensions."""
-    outputs = [name for name, value in result.view.graph.values.items() if value.is_output]
-    scalars = [name for name in outputs if result.view.tensors[name].shape in ((), (1,))]
+    """The output that is the loss: by its name, or the only float without dimensions."""
+    outputs = {name: result.view.tensors[name] for name, value in result.view.graph.values.items() if value.is_output}
+    scalars = [name for name, tensor in outputs.items() if tensor.shape in ((), (1,)) and tensor.dtype in _FLOATS]
     found = [name for name in scalars if name == "loss"] or scalars
     if not found:
         raise UsageError("no output is a scalar: a benchmark needs the loss among the outputs")
@@ -263,7 +278,11 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--budget", required=True, metavar="SIZE", help="as of onnx-remat: 4GB, 60%%, ...")
     parser.add_argument("--steps", type=int, default=50, metavar="N", help="training steps (default 50)")
     parser.add_argument("--provider", default="cpu", choices=runtime.PROVIDERS, help="where to run (default cpu)")
-    parser.add_argument("--state", default="", metavar="NPZ", help="first values of inputs, by name")
+    parser.add_argument(
+        "--state", default="", metavar="FILE",
+        help="first values of inputs: .npz by name, or a checkpoint of onnxruntime-training",
+    )  # fmt: skip
+    add_runtime_flag(parser)
     parser.add_argument("--threads", type=int, default=0, metavar="N", help="intra-op threads")
     parser.add_argument(
         "--max-batch", metavar="DIM",
@@ -318,7 +337,7 @@ def _run(arguments: Sequence[str]) -> int:
         try:
             result = benchmark(
                 Path(path), given.budget, steps=given.steps, provider=given.provider, state=given.state,
-                threads=given.threads, **options,
+                threads=given.threads, python=given.runtime, **options,
             )  # fmt: skip
         except OnnxRematError as error:
             if len(given.input) == 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from onnx_remat import measuring, model_io, runtime
 from onnx_remat.errors import ModelError
 from onnx_remat.options import Options
 from onnx_remat.rewrite import BUDGET_KEY, CLONES_KEY, DIMS_KEY, EDGES_KEY
+from onnx_remat.training_ops import check_ops
 from onnx_remat.units import format_bytes
 from onnx_remat.view import as_executed
 
@@ -62,16 +64,17 @@ class Survival:
                 ("control edges", self.control_edges, self.control_edges_lost),
             )
         ]
-        lines += [
-            f"ONNX Runtime at level {level!r} runs {running} of the recomputed, "
-            f"simulated peak {format_bytes(self.peaks_by_level[level])}"
-            for level, running in self.running_by_level.items()
-        ]
-        if len(self.running_by_level) < len(runtime.LEVELS):
-            lines.append(
-                "onnxruntime is not installed: its graph optimisations were not simulated, and nothing was run"
-            )
-        elif self.measured is None:
+        if len(self.running_by_level) == len(runtime.LEVELS):
+            lines += [
+                f"ONNX Runtime at level {level!r} runs {running} of the recomputed, "
+                f"simulated peak {format_bytes(self.peaks_by_level[level])}"
+                for level, running in self.running_by_level.items()
+            ]
+        else:
+            why = "another runs it" if runtime.available() else "onnxruntime is not installed"
+            (peak,) = self.peaks_by_level.values()
+            lines.append(f"simulated peak {format_bytes(peak)}, without graph optimisations: {why}")
+        if self.measured is None:
             lines.append("it was not run")
         else:
             resolution = format_bytes(measuring.RESOLUTION)
@@ -81,7 +84,12 @@ class Survival:
         return "\n".join(lines)
 
 
-def check(path: str | os.PathLike[str], dims: Mapping[str, int] | None = None, run: bool = True) -> Survival:
+def check(
+    path: str | os.PathLike[str],
+    dims: Mapping[str, int] | None = None,
+    run: bool = True,
+    python: str = sys.executable,
+) -> Survival:
     """Compare a file with what was recorded in it when it was written.
 
     Parameters
@@ -92,6 +100,9 @@ def check(path: str | os.PathLike[str], dims: Mapping[str, int] | None = None, r
         Sizes of symbolic dimensions; by default those it was planned for.
     run : bool
         Also run it, where ONNX Runtime is installed: a tool may leave a file that loads and then fails.
+    python : str
+        Interpreter whose ONNX Runtime is to run it, see `measuring`. One of another environment is not asked what it
+        makes of the file, which is simulated as it is.
 
     Raises
     ------
@@ -110,7 +121,9 @@ def check(path: str | os.PathLike[str], dims: Mapping[str, int] | None = None, r
             f"{path} does not say what was planned: it was not rewritten, or a tool dropped its metadata"
         ) from error
     options = Options(dims=dims)
-    levels = runtime.LEVELS if runtime.available() else ("disable",)
+    if here := python == sys.executable:
+        check_ops(source.model)
+    levels = runtime.LEVELS if runtime.available() and here else ("disable",)
     made = {name for node in source.model.graph.node for name in node.output}
     executed = {level: as_executed(source.model, source.folder, level, options) for level in levels}
     runs = {level: what.view.graph.producer() for level, what in executed.items()}
@@ -122,5 +135,7 @@ def check(path: str | os.PathLike[str], dims: Mapping[str, int] | None = None, r
         budget,
         {level: what.timeline().peak for level, what in executed.items()},
         {level: sum(name in made_there for name in clones) for level, made_there in runs.items()},
-        measuring.measure(Path(path), dims=dims).peak_bytes if run and runtime.available() else None,
+        measuring.measure(Path(path), dims=dims, python=python).peak_bytes
+        if run and (runtime.available() or not here)
+        else None,
     )

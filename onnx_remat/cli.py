@@ -124,6 +124,14 @@ def _selector_names() -> list[str]:
     return sorted(selectors.names(), key=lambda name: (name != "auto", name != "search"))
 
 
+def add_runtime_flag(parser: argparse.ArgumentParser) -> None:
+    """The flag that says where models run."""
+    parser.add_argument(
+        "--runtime", default=sys.executable, metavar="PYTHON",
+        help="interpreter of another environment, whose ONNX Runtime is to run the models: onnxruntime-training's, say",
+    )  # fmt: skip
+
+
 def planning_options(arguments: argparse.Namespace) -> dict[str, object]:
     """Fields of `Options` from the flags of `add_planning_flags`."""
     from onnx_remat.units import parse_dims, parse_duration

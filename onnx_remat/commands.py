@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 from onnx_remat import model_io
-from onnx_remat.cli import Parser, Progress, add_planning_flags, planning_options
+from onnx_remat.cli import Parser, Progress, add_planning_flags, add_runtime_flag, planning_options
 
 
 def sweep(arguments: Sequence[str]) -> int:
@@ -50,6 +51,7 @@ def profile(arguments: Sequence[str]) -> int:
     """Measure seconds per op and write them in the form that ``--costs`` reads."""
     from onnx_remat import runtime
     from onnx_remat.profiling import profile as run
+    from onnx_remat.training_ops import check_ops
     from onnx_remat.units import parse_dims
 
     parser = Parser(
@@ -63,10 +65,16 @@ def profile(arguments: Sequence[str]) -> int:
     parser.add_argument("--steps", type=int, default=5, metavar="N", help="steps in each (default 5)")
     parser.add_argument("--threads", type=int, default=0, metavar="N", help="intra-op threads (default: the runtime's)")
     parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
+    add_runtime_flag(parser)
     given = parser.parse_args(arguments)
     target = model_io.check_target(given.output, given.input, given.force)
-    runtime.import_runtime()
-    result = run(given.input, dims=parse_dims(given.dim), runs=given.runs, steps=given.steps, threads=given.threads)
+    if given.runtime == sys.executable:
+        runtime.import_runtime()
+        check_ops(model_io.load(given.input).model)
+    result = run(
+        given.input, dims=parse_dims(given.dim), runs=given.runs, steps=given.steps, threads=given.threads,
+        python=given.runtime,
+    )  # fmt: skip
     model_io.write_text(result.to_json(), target)
     print(f"{result.to_text()}\n\nwrote {given.output}")
     return 0
@@ -89,7 +97,8 @@ def check(arguments: Sequence[str]) -> int:
         help="size of a symbolic dimension (default: what it was planned for)",
     )  # fmt: skip
     parser.add_argument("--no-run", action="store_true", help="do not run a step of it")
+    add_runtime_flag(parser)
     given = parser.parse_args(arguments)
-    found = run(given.file, parse_dims(given.dim), run=not given.no_run)
+    found = run(given.file, parse_dims(given.dim), run=not given.no_run, python=given.runtime)
     print(found.to_text())
     return 0 if found.kept else VerificationError.exit_code

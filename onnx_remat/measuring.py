@@ -1,6 +1,8 @@
 """Peaks, times and losses of models as ONNX Runtime runs them, each in a fresh process (`onnx_remat.probe`).
 
-One run's memory would hide another's in the same process.
+One run's memory would hide another's in the same process. Everywhere here, `python` is the interpreter of that process:
+one of another environment runs models on that environment's ONNX Runtime, onnxruntime-training's for instance. Of
+onnx_remat it needs nothing installed, of others onnx and numpy.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from onnx_remat.errors import VerificationError
+from onnx_remat.errors import UsageError, VerificationError
 
 RESOLUTION = 1 << 19
 """Bytes by which measured peaks of one file differ between processes: pages, and what threads keep for themselves."""
@@ -48,6 +50,7 @@ def measure(
     dims: Mapping[str, int] | None = None,
     threads: int = 0,
     trace: bool = False,
+    python: str = sys.executable,
 ) -> Measurement:
     """Run a model in a fresh process and read its peak memory, step times and executed order.
 
@@ -82,7 +85,7 @@ def measure(
         The process failed: the message is the last line of its error.
     """
     with tempfile.TemporaryDirectory(prefix="onnx-remat-") as scratch:
-        answer = _probe("measure", {
+        answer = _probe(python, "measure", {
             "path": str(path), "level": level, "default": default, "steps": steps, "dims": dict(dims or {}),
             "threads": threads, "outputs": str(outputs or ""), "optimized": str(Path(scratch) / "optimized.onnx"),
             "profile": str(Path(scratch) / "profile") if trace else "",
@@ -100,13 +103,14 @@ def race(
     dims: Mapping[str, int] | None = None,
     threads: int = 0,
     provider: str = "cpu",
+    python: str = sys.executable,
 ) -> tuple[float, float]:
     """Median seconds of one step of two models, steps taken in turns in one fresh process, default session options."""
     job = {
         "path": str(path), "rival": str(rival), "level": level, "runs": runs, "dims": dict(dims or {}),
         "threads": threads, "provider": provider,
     }  # fmt: skip
-    first, second = _probe("race", job)["seconds"]
+    first, second = _probe(python, "race", job)["seconds"]
     return statistics.median(first), statistics.median(second)
 
 
@@ -121,6 +125,7 @@ class Training:
     level: str = "all"
     threads: int = 0
     provider: str = "cpu"
+    python: str = sys.executable
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +149,7 @@ def train(path: Path, how: Training) -> Trained:
     job: dict[str, Any] = {"path": str(path), "default": False, "patient": True, **asdict(how)}
     with tempfile.TemporaryDirectory(prefix="onnx-remat-") as scratch:
         job["optimized"] = str(Path(scratch) / "optimized.onnx")
-        answer = _probe("train", job)
+        answer = _probe(how.python, "train", job)
         peak = answer["peak_bytes"]
         if how.provider == "cuda":
             from onnx_remat import cuda
@@ -159,7 +164,7 @@ def _runs_within(job: dict[str, Any], limit: int) -> bool:
     from onnx_remat.cuda import OUT_OF_MEMORY
 
     try:
-        _probe("train", job | {"gpu_limit": limit})
+        _probe(job["python"], "train", job | {"gpu_limit": limit})
     except VerificationError as error:
         if any(sign in str(error) for sign in OUT_OF_MEMORY):
             return False
@@ -168,12 +173,18 @@ def _runs_within(job: dict[str, Any], limit: int) -> bool:
 
 
 def profile(
-    path: Path, level: str, *, steps: int, dims: Mapping[str, int] | None = None, threads: int = 0
+    path: Path,
+    level: str,
+    *,
+    steps: int,
+    dims: Mapping[str, int] | None = None,
+    threads: int = 0,
+    python: str = sys.executable,
 ) -> tuple[list[dict[str, Any]], str]:
     """Events of ONNX Runtime's profiler over a warm-up and `steps` steps, and its node memory statistics (CSV)."""
     with tempfile.TemporaryDirectory(prefix="onnx-remat-") as scratch:
         statistics_file = Path(scratch) / "statistics.csv"
-        answer = _probe("profile", {
+        answer = _probe(python, "profile", {
             "path": str(path), "level": level, "steps": steps, "dims": dict(dims or {}), "threads": threads,
             "profile": str(Path(scratch) / "profile"), "statistics": str(statistics_file),
         })  # fmt: skip
@@ -181,13 +192,27 @@ def profile(
         return json.loads(Path(answer["profile"]).read_text()), table
 
 
-def _probe(task: str, job: dict[str, Any]) -> dict[str, Any]:
+# Without a search path for modules: that of this environment would hide the other's own numpy and onnx.
+_CHILD = """
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("onnx_remat", sys.argv[1] + "/__init__.py")
+sys.modules["onnx_remat"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(sys.modules["onnx_remat"])
+from onnx_remat.probe import main
+main()
+"""
+
+
+def _probe(python: str, task: str, job: dict[str, Any]) -> dict[str, Any]:
     # Otherwise glibc keeps freed blocks of up to 32 MB in its heap, and resident memory does not fall.
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-    done = subprocess.run(
-        [sys.executable, "-m", "onnx_remat.probe"],
-        input=json.dumps({"task": task, **job}), capture_output=True, text=True, env=environment, check=False,
-    )  # fmt: skip
+    try:
+        done = subprocess.run(
+            [python, "-c", _CHILD, str(Path(__file__).parent)],
+            input=json.dumps({"task": task, **job}), capture_output=True, text=True, env=environment, check=False,
+        )  # fmt: skip
+    except OSError as error:
+        raise UsageError(f"{python} is no Python interpreter: {error.strerror}") from error
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines() or ["killed (out of memory?)"]
         raise VerificationError(f"running {Path(job['path']).name} failed: {lines[-1]}")

@@ -1,6 +1,7 @@
-"""The measured process: ``python -m onnx_remat.probe`` reads a job (JSON) from stdin and prints what it saw.
+"""The measured process: reads a job (JSON) from stdin and prints what it saw.
 
-Started by `measuring` only; it imports as little as it can, because everything it imports is resident memory.
+Started by `measuring` only; it imports as little as it can, because everything it imports is resident memory, and
+nothing that another environment may lack.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import csv
 import itertools
 import json
 import statistics
+import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Mapping
@@ -56,7 +57,12 @@ LEVELS = ("disable", "all")
 
 
 def profile(
-    path: str | Path, dims: Mapping[str, int] | None = None, runs: int = 5, steps: int = 5, threads: int = 0
+    path: str | Path,
+    dims: Mapping[str, int] | None = None,
+    runs: int = 5,
+    steps: int = 5,
+    threads: int = 0,
+    python: str = sys.executable,
 ) -> Profile:
     """Profile a model in fresh processes.
 
@@ -70,6 +76,8 @@ def profile(
         Processes per optimisation level, and steps in each after one to warm up.
     threads : int
         Intra-op threads, 0 for ONNX Runtime's default.
+    python : str
+        Interpreter whose ONNX Runtime is to run it, see `measuring`.
 
     Raises
     ------
@@ -80,17 +88,18 @@ def profile(
     """
     if runs < 1 or steps < 1:
         raise UsageError("a profile needs at least one run of one step")
+    how: dict[str, Any] = {"dims": dims, "threads": threads, "python": python}
     events: list[Event] = []
     for level in LEVELS:
         seen: dict[str, list[Event]] = defaultdict(list)
         scratch: dict[str, int] = {}
         for _ in range(runs):
-            found, statistics_text = measuring.profile(Path(path), level, steps=steps, dims=dims, threads=threads)
+            found, statistics_text = measuring.profile(Path(path), level, steps=steps, **how)
             for key, all_steps in _by_node(found).items():
                 seen[key] += all_steps[-steps:]
             scratch |= _workspace(statistics_text)
         medians = [statistics.median(e["dur"] for e in same) for same in seen.values()]
-        step = min(measuring.race(Path(path), Path(path), level=level, runs=runs * steps, dims=dims, threads=threads))
+        step = min(measuring.race(Path(path), Path(path), level=level, runs=runs * steps, **how))
         surcharge = max(0.0, sum(medians) - 1e6 * step) / max(1, len(medians))
         now = 0.0
         for same, median in zip(seen.values(), medians, strict=True):
@@ -129,7 +138,7 @@ def _event(first: Event, dur: float, level: str, start: float, workspace: int) -
     }  # fmt: skip
 
 
-def node_seconds(threads: int = 0, nodes: int = 1000) -> float:
+def node_seconds(threads: int = 0, nodes: int = 1000, python: str = sys.executable) -> float:
     """Seconds ONNX Runtime takes to get to one more node and run it, where there is next to nothing to compute."""
     names = [f"v{i}" for i in range(nodes + 1)]
     chain = [onnx.helper.make_node("Neg", [a], [b]) for a, b in itertools.pairwise(names)]
@@ -139,7 +148,7 @@ def node_seconds(threads: int = 0, nodes: int = 1000) -> float:
     with tempfile.TemporaryDirectory(prefix="onnx-remat-") as scratch:
         path = Path(scratch) / "chain.onnx"
         onnx.save(model, path)
-        return min(measuring.race(path, path, level="disable", runs=25, threads=threads)) / nodes
+        return min(measuring.race(path, path, level="disable", runs=25, threads=threads, python=python)) / nodes
 
 
 def _workspace(text: str) -> dict[str, int]:

@@ -2,13 +2,14 @@
 
 A step model's inputs are parameters, buffers and optimizer state by name, and the batch (``input.<i>`` or any name
 that no output renews); its outputs are the loss and ``new.<name>`` for every state ``<name>``, or ``grad.<name>``
-where the update is left to the caller.
+where the update is left to the caller. Training models of onnxruntime-training leave gradients in inputs instead.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,12 @@ Arrays = dict[str, npt.NDArray[Any]]
 
 RENEWALS = ("new.", "newbuf.")
 """What the name of an output that renews an input starts with."""
+
+_SUM = "_grad.accumulation.buffer"
+"""What the name of an input ends with in which onnxruntime-training sums the gradient of the parameter named before."""
+
+_RESET = "lazy_reset_grad"
+"""The input that makes onnxruntime-training begin these sums anew."""
 
 _DTYPES = {"float": "float32", "double": "float64", "float16": "float16", "bool": "bool"}
 
@@ -44,7 +51,7 @@ class Loop:
     loss : str
         The output that `step` returns.
     rate : float
-        Step size of plain SGD, for parameters of which the model gives the gradient only (``grad.<name>``).
+        Step size of plain SGD, for parameters of which the model gives the gradient only.
     device : str
         Where state lives between steps, ``cpu`` or ``cuda``.
     """
@@ -64,6 +71,7 @@ class Loop:
             and target in state
             and f"new.{target}" not in self._renews
         }
+        self._sums = {name: name.removesuffix(_SUM) for name in state if name.endswith(_SUM)}
         self._binding = session.io_binding()
         self._values = {name: OrtValue.ortvalue_from_numpy(array, device, 0) for name, array in state.items()}
         for name, value in self._values.items():
@@ -82,6 +90,8 @@ class Loop:
             self._bind(name, made.pop(output))
         for output, name in self._gradients.items():
             self._descend(name, made.pop(output))
+        for total, name in self._sums.items():
+            self._descend(name, self._values[total])
         return loss
 
     def state(self) -> Arrays:
@@ -101,21 +111,26 @@ class Loop:
 
 
 def initial_state(session: Any, dims: Mapping[str, int], path: str | os.PathLike[str] = "") -> Arrays:
-    """A first value for every input: from an ``.npz`` where it has one, else what its name and shape suggest.
+    """A first value for every input: from a file where it has one, else what its name and shape suggest.
+
+    The file is an ``.npz``, or a checkpoint of onnxruntime-training, where that is installed.
 
     Optimizer state, biases and running means start at zero, gains and running variances at one, weights normal with
     variance 2 / fan-in; float data is normal, integer data 0 or 1, which every vocabulary and set of classes has.
     """
     generator = np.random.default_rng(0)
-    given: Mapping[str, npt.NDArray[Any]] = np.load(path) if path else {}
+    given = _read_state(path) if path else {}
     renewed = set(renewals((v.name for v in session.get_inputs()), (v.name for v in session.get_outputs())).values())
     renewed |= {v.name.removeprefix("grad.") for v in session.get_outputs() if v.name.startswith("grad.")}
+    renewed |= {v.name.removesuffix(_SUM) for v in session.get_inputs() if v.name.endswith(_SUM)}
     state = {}
     for value in session.get_inputs():
         kind = value.type.removeprefix("tensor(").removesuffix(")")
         dtype = np.dtype(_DTYPES.get(kind, kind))
         shape = tuple(d if isinstance(d, int) else dims[d] for d in value.shape)
-        if value.name in given:
+        if value.name == _RESET:
+            state[value.name] = np.ones(shape, dtype)
+        elif value.name in given:
             state[value.name] = np.ascontiguousarray(given[value.name], dtype)
         elif value.name in renewed:
             state[value.name] = np.ascontiguousarray(_parameter(value.name, shape, generator), dtype)
@@ -124,6 +139,15 @@ def initial_state(session: Any, dims: Mapping[str, int], path: str | os.PathLike
         else:
             state[value.name] = np.ascontiguousarray(generator.integers(0, 2, shape), dtype)
     return state
+
+
+def _read_state(path: str | os.PathLike[str]) -> Mapping[str, npt.NDArray[Any]]:
+    if Path(path).suffix == ".npz":
+        loaded: Mapping[str, npt.NDArray[Any]] = np.load(path)
+        return loaded
+    from onnxruntime.training.api import CheckpointState
+
+    return {name: value.data for name, value in CheckpointState.load_checkpoint(str(path)).parameters}
 
 
 def _parameter(name: str, shape: tuple[int, ...], generator: np.random.Generator) -> npt.NDArray[np.float64]:

@@ -13,6 +13,8 @@ from typing import Final
 import onnx
 from onnx import TensorProto, helper
 
+from onnx_remat.errors import ModelError
+
 _MS: Final = "com.microsoft"
 
 _LIKE: Final[dict[tuple[str, str], tuple[int, ...]]] = {
@@ -76,6 +78,15 @@ def is_pure_contrib(domain: str, op_type: str) -> bool:
 def first_training_op(model: onnx.ModelProto) -> onnx.NodeProto | None:
     """The first node of a model that only the training build can run, if there is one."""
     return next((node for node in model.graph.node if is_training_op(node.domain, node.op_type)), None)
+
+
+def check_ops(model: onnx.ModelProto) -> None:
+    """Raise a ModelError that says how to run a model that stock ONNX Runtime cannot."""
+    if node := first_training_op(model):
+        raise ModelError(
+            f"node {node.name or node.output[0]!r} ({node.op_type}) is an op of onnxruntime-training, which ONNX "
+            "Runtime has not: --runtime PYTHON names the interpreter of an environment that has it"
+        )
 
 
 def with_stand_ins(model: onnx.ModelProto, as_runtime: bool = False) -> onnx.ModelProto:

@@ -1,7 +1,7 @@
 """Set up an environment with onnxruntime-training: ``python scripts/ort_training_env.py FOLDER``.
 
 The last release is 1.19.2, for Python 3.8 to 3.11 and numpy 1; it cannot share an environment with onnxruntime. Its
-package imports torch, whatever is done with it. Prints the interpreter to pass to ``scripts.ort_training``.
+package imports torch, whatever is done with it. Prints the interpreter to pass as ``--runtime``.
 """
 
 from __future__ import annotations

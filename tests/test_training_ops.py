@@ -11,9 +11,11 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
+from conftest import model_of
 
-from onnx_remat import rewrite_model, runtime
+from onnx_remat import bench, cli, measuring, rewrite_model, runtime
 from onnx_remat.errors import ModelError, ShapeError
 from onnx_remat.graph import build
 from onnx_remat.ops import facts
@@ -23,10 +25,10 @@ from onnx_remat.pipeline import Result
 from onnx_remat.rewrite import RECOMPUTE_KEY
 from onnx_remat.schedule import BACKWARD, FORWARD
 from onnx_remat.shapes import infer
+from onnx_remat.training import Loop, initial_state
 from onnx_remat.training_ops import first_training_op, with_stand_ins
 from onnx_remat.view import make_view
 from onnx_remat.workspace import workspace_bytes
-from scripts import ort_training
 from tests import training_build_facts as recorded
 
 DATA = Path(__file__).parent / "data"
@@ -161,14 +163,109 @@ def test_facts_are_still_what_the_training_build_says() -> None:
         assert seen["besides"] == pytest.approx(known["besides"], abs=0.6)
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [["profile", "in.onnx", "out.json"], ["check", "small.onnx"]],
+    ids=lambda arguments: arguments[0],
+)
+def test_commands_that_run_it_say_where_it_can_run(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    onnx.save(load("cnn"), "in.onnx")
+    rewritten("cnn").save("small.onnx")
+    assert cli.main(arguments) == 4
+    assert "--runtime PYTHON" in capsys.readouterr().err
+    assert bench.main(["in.onnx", "--budget", "60%", "--dim", "batch=64"]) == 4
+    assert "--runtime PYTHON" in capsys.readouterr().err
+    assert cli.main(["check", "small.onnx", "--runtime", "nowhere/python"]) == 2
+    assert "nowhere/python is no Python interpreter" in capsys.readouterr().err
+    assert cli.main(["check", "small.onnx", "--runtime", "nowhere/python", "--no-run"]) == 0
+    assert "without graph optimisations: another runs it" in capsys.readouterr().out
+
+
+def test_a_loop_descends_the_sums_that_the_model_leaves_in_its_inputs() -> None:
+    """A stand-in for a session of onnxruntime-training, whose kernel writes into its input."""
+    sums, flags = "w_grad.accumulation.buffer", (onnx.TensorProto.BOOL, [1])
+    node = onnx.helper.make_node
+    nodes = [node("Mul", ["w", "w"], ["loss"]), node("Neg", [sums], ["n"]), node("Not", ["lazy_reset_grad"], ["flag"])]
+    inputs: dict[str, Any] = {"w": [], sums: [], "lazy_reset_grad": flags}
+    model = model_of(nodes, inputs, {"loss": [], "n": [], "flag": flags})
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    state = initial_state(session, {})
+    assert state["lazy_reset_grad"].all()
+    loop = Loop(session, state | {"w": np.array(2.0, np.float32), sums: np.array(4.0, np.float32)}, "loss", rate=0.25)
+    assert [loop.step() for _ in range(3)] == [4.0, 1.0, 0.0]
+
+
+_TRAIN = """
+import json, sys
+import numpy as np
+from onnxruntime import SessionOptions
+from onnxruntime.training.api import CheckpointState, Module, Optimizer
+folder, file, batch = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+state = CheckpointState.load_checkpoint(folder + "/checkpoint")
+module = Module(file, state, session_options=SessionOptions())
+optimizer = Optimizer(folder + "/optimizer_model.onnx", module)
+random = np.random.default_rng(0)
+feeds = [random.standard_normal(s, np.float32) if kind == "float" else random.integers(0, 10, s) for kind, s in batch]
+module.train()
+losses = []
+for _ in range(5):
+    losses.append(float(np.asarray(module(*feeds)).ravel()[0]))
+    optimizer.step()
+    module.lazy_reset_grad()
+print(json.dumps(losses))
+"""
+
+
 @there
-@pytest.mark.parametrize("name", ort_training.DIMS)
-def test_the_rewritten_file_trains_there_alike_and_within_its_budget(name: str, tmp_path: Path) -> None:
-    row = ort_training.compare(PYTHON, name, "65%", tmp_path, steps=5, time_limit=3.0)
-    assert row.state_difference < 1e-2  # AdamW divides gradients by their own size: rounding of small ones shows
-    if name == "cnn":
-        assert row.state_difference == 0.0  # nothing is fused; running statistics are updated once
-    assert row.loss_difference < 1e-5 and row.losses[-1][0] < row.losses[0][0]
-    assert row.order_kept
-    assert row.measured[1] <= row.budget * 1.01 + 2**19
-    np.testing.assert_allclose(row.measured, row.simulated, rtol=0.03)
+def test_module_and_optimizer_take_the_rewritten_file(tmp_path: Path) -> None:
+    folder = artifacts("cnn", tmp_path)
+    rewrite_model(folder / "training_model.onnx", "65%", dims=DIMS["cnn"], verify="none", time_limit=1.0).save(
+        tmp_path / "small.onnx"
+    )
+    batch = json.dumps([("float", [64, 3, 32, 32]), ("int", [64])])
+    first, second = (
+        json.loads(subprocess.check_output([PYTHON, "-c", _TRAIN, folder, file, batch], text=True).splitlines()[-1])
+        for file in (folder / "training_model.onnx", tmp_path / "small.onnx")
+    )
+    assert first == second and first[-1] < first[0]
+
+
+@there
+@pytest.mark.parametrize(
+    ("name", "dims"), [("cnn", {"batch": 64}), ("transformer", {"batch": 256, "tokens": 4096})]
+)
+def test_the_benchmark_trains_there(name: str, dims: dict[str, int], tmp_path: Path) -> None:
+    folder = artifacts(name, tmp_path)
+    found = bench.benchmark(
+        folder / "training_model.onnx", "65%", steps=5, state=str(folder / "checkpoint"), python=PYTHON,
+        dims=dims, time_limit=3.0, costs="cpu",
+    )  # fmt: skip
+    assert found.exact and found.loss_distance < 1e-5 and found.rewritten.losses[-1] < found.rewritten.losses[0]
+    assert found.rewritten.measured_peak <= found.budget * 1.01 + measuring.RESOLUTION
+    for side in (found.original, found.rewritten):
+        assert side.predicted_peak == pytest.approx(side.measured_peak, rel=0.03)
+
+
+@there
+def test_the_order_is_the_emulated_one_there_and_profile_and_check_run_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result, small = rewritten("transformer"), tmp_path / "small.onnx"
+    result.save(small)
+    view, order = result.executed.view, result.executed.order.order
+    seen = measuring.measure(small, "disable", dims=DIMS["transformer"], trace=True, python=PYTHON).executed
+    assert list(seen) == [view.graph.ops[i].node.name for i in order]
+    assert cli.main(["check", str(small), "--runtime", PYTHON]) == 0
+    assert "it runs: measured peak" in capsys.readouterr().out
+    flags = ["--dim", "batch=64", "--dim", "tokens=1024", "--runs", "1", "--steps", "1", "--runtime", PYTHON]
+    assert cli.main(["profile", str(small), str(tmp_path / "p.json"), *flags]) == 0
+
+
+def artifacts(name: str, folder: Path) -> Path:
+    """What onnxruntime-training makes of a model."""
+    script = Path(__file__).parent.parent / "scripts" / "ort_training_models.py"
+    subprocess.run([PYTHON, script, folder, name], check=True, capture_output=True)
+    return folder / name

@@ -1,18 +1,17 @@
-"""Run by the interpreter of an environment with onnxruntime-training (see ``ort_training_env``), by ``ort_training``.
+"""onnxruntime-training's artifacts of three small models, run by the interpreter of its environment.
 
-    python ort_training_worker.py artifacts MODEL FOLDER
-    python ort_training_worker.py train FOLDER FILE STEPS DIMS     (DIMS: a JSON object)
-    python ort_training_worker.py order FOLDER FILE DIMS
+    python3.11 scripts/ort_training_env.py ENVIRONMENT
+    ENVIRONMENT/bin/python scripts/ort_training_models.py FOLDER
+    onnx-remat-bench FOLDER/cnn/training_model.onnx --budget 65% --dim batch=64 --state FOLDER/cnn/checkpoint \\
+        --runtime ENVIRONMENT/bin/python
 
-The first writes what onnxruntime-training makes of a small forward model; the others print a JSON object.
+For each model a folder with training, evaluation and optimizer model and a checkpoint.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -130,97 +129,29 @@ def transformer(layers: int = 2, steps: int = 16, width: int = 32, heads: int = 
 MODELS: dict[str, Callable[[], onnx.ModelProto]] = {"mlp": mlp, "cnn": cnn, "transformer": transformer}
 
 
-def artifacts(name: str, folder: str) -> None:
+def artifacts(name: str, folder: Path) -> None:
     """Training, evaluation and optimizer model and a checkpoint of one of `MODELS`."""
     from onnxruntime.training import artifacts as made
 
     model = MODELS[name]()
     floats = [w.name for w in model.graph.initializer if w.data_type == FLOAT and len(w.dims) and w.name != "causal"]
     frozen = [name for name in floats if name.startswith("bn") and name.endswith((".m", ".v"))]
-    Path(folder).mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     made.generate_artifacts(
         model, requires_grad=[name for name in floats if name not in frozen], frozen_params=frozen,
-        loss=made.LossType.CrossEntropyLoss, optimizer=made.OptimType.AdamW, artifact_directory=folder,
+        loss=made.LossType.CrossEntropyLoss, optimizer=made.OptimType.AdamW, artifact_directory=str(folder),
     )  # fmt: skip
 
 
-def train(folder: str, file: str, steps: int, dims: dict[str, int]) -> dict[str, Any]:
-    """Losses of some steps with the artifacts' optimizer, and the peak: graph inputs and the rise of resident memory.
-
-    Parameters and running statistics as they are then go to ``<file>.npz``. The first step faults in code and thread
-    stacks and counts for nothing. Arena and memory patterns are off, so that every buffer goes back to the system.
-    """
-    from onnxruntime.training.api import Optimizer
-
-    module, state, feeds, held = _module(folder, file, dims, _options())
-    optimizer = Optimizer(str(Path(folder) / "optimizer_model.onnx"), module)
-    losses, rise = [], 0
-    for step in range(steps):
-        Path("/proc/self/clear_refs").write_text("5")
-        before = _resident("VmRSS")
-        losses.append(float(np.asarray(module(*feeds)).ravel()[0]))
-        rise = max(rise, _resident("VmHWM") - before) if step else 0
-        optimizer.step()
-        module.lazy_reset_grad()
-    np.savez(f"{file}.npz", **{name: parameter.data for name, parameter in state.parameters})
-    return {"losses": losses, "peak_bytes": held + rise}
-
-
-def order(folder: str, file: str, dims: dict[str, int]) -> list[str]:
-    """Names of the nodes in the order the module runs them, graph optimisations off."""
-    import onnxruntime
-
-    with tempfile.TemporaryDirectory() as scratch:
-        options = _options()
-        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-        options.enable_profiling, options.profile_file_prefix = True, str(Path(scratch) / "profile")
-        module, _, feeds, _ = _module(folder, file, dims, options)
-        module(*feeds)
-        del module  # writes the profile
-        (profile,) = Path(scratch).iterdir()
-        events = [e for e in json.loads(profile.read_text()) if e["name"].endswith("_kernel_time")]
-    return [e["name"].removesuffix("_kernel_time") for e in sorted(events, key=lambda e: e["ts"])]
-
-
-def _options() -> Any:
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.enable_cpu_mem_arena = options.enable_mem_pattern = False
-    options.log_severity_level = 3
-    return options
-
-
-def _module(folder: str, file: str, dims: dict[str, int], options: Any) -> tuple[Any, Any, list[np.ndarray], int]:
-    """A module in training mode, its state, what to feed it, and bytes of all inputs of its graph."""
-    from onnxruntime.training.api import CheckpointState, Module
-
-    state = CheckpointState.load_checkpoint(str(Path(folder) / "checkpoint"))
-    module = Module(file, state, device="cpu", session_options=options)
-    weights = {name for name, _ in state.parameters}
-    random, feeds, held = np.random.default_rng(0), [], 0
-    for value in onnx.load(file).graph.input:
-        kind = value.type.tensor_type
-        shape = [d.dim_value or dims[d.dim_param] for d in kind.shape.dim]
-        held += int(np.prod(shape)) * helper.tensor_dtype_to_np_dtype(kind.elem_type).itemsize
-        if value.name not in weights and value.name != "lazy_reset_grad" and not value.name.endswith(".buffer"):
-            floats = kind.elem_type == FLOAT
-            feeds.append(random.standard_normal(shape, np.float32) if floats else random.integers(0, 10, shape))
-    module.train()
-    return module, state, feeds, held
-
-
-def _resident(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":"))
+def main() -> None:
+    """Write the artifacts of the models named, or of all."""
+    if len(sys.argv) < 2:
+        sys.exit("usage: ENVIRONMENT/bin/python scripts/ort_training_models.py FOLDER [MODEL ...]")
+    for name in sys.argv[2:] or MODELS:
+        artifacts(name, Path(sys.argv[1]) / name)
+    sys.stdout.flush()
+    os._exit(0)  # the package's own clean-up is slow
 
 
 if __name__ == "__main__":
-    task, *rest = sys.argv[1:]
-    if task == "artifacts":
-        artifacts(*rest)
-        os._exit(0)  # the package's own clean-up is slow
-    answer = train(rest[0], rest[1], int(rest[2]), json.loads(rest[3])) if task == "train" else (
-        order(rest[0], rest[1], json.loads(rest[2]))
-    )  # fmt: skip
-    print(json.dumps(answer))
+    main()
