@@ -25,6 +25,8 @@ MARGIN = 0.01
 """Fraction of the budget kept free for what no plan shows: allocator rounding and the runtime's own bookkeeping."""
 
 _WARM = 0.97  # of the target: steps above this count as peaks when looking for buffers shared to no good
+_ANYTIME = ("search", "auto", "exact")  # selectors that use the time they are given
+_EASE = 1.02  # of the lowest budget found: a search for just that would have to be as lucky again
 _PLANS = 6  # plans made when the written file misses the budget that the plan kept
 
 
@@ -81,11 +83,13 @@ def make_plan(view: View, allowed: int, target: int, options: Options, known_pla
     check_schedule(problem, schedule)
     timeline = memory.simulate(problem, schedule)
     if timeline.peak > target:
-        raise BudgetInfeasibleError(_refusal(allowed, target, floor, timeline.peak, options), timeline.peak, floor)
+        before = memory.simulate(problem, baseline).peak
+        why = _refusal(allowed, target, floor, timeline.peak, before, options)
+        raise BudgetInfeasibleError(why, timeline.peak, floor)
     return Plan(view, schedule, timeline, allowed, schedule.overhead(view.problem), floor)
 
 
-def _refusal(allowed: int, target: int, floor: int, lowest: int, options: Options) -> str:
+def _refusal(allowed: int, target: int, floor: int, lowest: int, before: int, options: Options) -> str:
     """Why there is no plan: proved, or not found in the time given; and what to try next."""
     least, found = smallest_budget(floor), smallest_budget(lowest)
     if floor > target:
@@ -95,10 +99,16 @@ def _refusal(allowed: int, target: int, floor: int, lowest: int, options: Option
             f"recomputes, peaks below {format_bytes(floor)}{why}; nothing below --budget {least}B can be planned, and "
             f"a first look finds a plan for {found}B ({format_bytes(found)})"
         )
+    searched = options.selector in _ANYTIME
+    within = f" within {options.time_limit:g} s" if searched else ""
+    lower = "a longer --time-limit" if searched else "--selector auto"
+    finds = f"the lowest that selector {options.selector!r} finds is about {format_bytes(found)}"
+    advice = f"try --budget {int(found * _EASE)}B, or {lower} to go lower"
+    if lowest >= before:
+        finds, advice = f"selector {options.selector!r} finds nothing lower than the model as it is", f"try {lower}"
     return (
-        f"no plan found for budget {format_bytes(allowed)} within {options.time_limit:g} s: the lowest that selector "
-        f"{options.selector!r} finds is about {format_bytes(found)}, try --budget {found}B; no schedule peaks below "
-        f"{format_bytes(floor)}, what lies between is open to a longer --time-limit"
+        f"no plan found for budget {format_bytes(allowed)}{within}: {finds}; {advice}; "
+        f"no schedule peaks below {format_bytes(floor)}"
     )
 
 
@@ -147,8 +157,9 @@ def fit(
         target = int(target * allowed / worst * 0.998)  # ask for less by what the file took more than the plan
     assert lowest is not None  # the first plan either raised or was written
     raise BudgetInfeasibleError(
-        f"no file found that ONNX Runtime runs under budget {format_bytes(allowed)}: the best one peaks at "
-        f"{format_bytes(lowest)}; no schedule at all peaks below {format_bytes(plan.lower_bound)}",
+        f"no file found that ONNX Runtime runs under budget {format_bytes(allowed)}: plans keep it, but the best file "
+        f"peaks at {format_bytes(lowest)}; try --budget {int(lowest * _EASE)}B; no schedule at all peaks below "
+        f"{format_bytes(plan.lower_bound)}",
         lowest, plan.lower_bound,
     )  # fmt: skip
 

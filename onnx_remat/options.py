@@ -67,6 +67,8 @@ def parse_options(given: Mapping[str, object]) -> Options:
     if options.verify not in verify.MODES:
         raise UsageError(f"verify must be one of {', '.join(verify.MODES)}, not {options.verify!r}")
     selectors.get(options.selector)
+    if options.checkpoints and options.selector != "collection":
+        raise UsageError(f"--checkpoint is for --selector collection, {options.selector!r} chooses by itself")
     if options.verify == "run":
         runtime.import_runtime()
     return options
