@@ -134,7 +134,7 @@ def random_feeds(session: Any, dims: dict[str, int]) -> dict[str, Any]:
         kind = value.type.removeprefix("tensor(").removesuffix(")")
         if kind in _FLOATS:
             array = np.abs(generator.standard_normal(shape, np.float32) * 0.05) + 0.01
-            sign = 1.0 if any(part in value.name for part in _SQUARES) else generator.choice([-1.0, 1.0], size=shape)
+            sign = 1.0 if any(part in value.name for part in _POSITIVE) else generator.choice([-1.0, 1.0], size=shape)
             feeds[value.name] = np.asarray(array * sign, dtype=_FLOATS[kind])
         elif kind == "bool":
             feeds[value.name] = generator.integers(0, 2, shape).astype(bool)
@@ -143,8 +143,8 @@ def random_feeds(session: Any, dims: dict[str, int]) -> dict[str, Any]:
     return feeds
 
 
-_SQUARES = ("var", "_sq", ".nu", "second_moment")
-"""Parts of the names of inputs that hold means of squares: BatchNorm's variance, Adam's second moment."""
+_POSITIVE = ("var", "_sq", ".nu", "second_moment", "learning_rate")
+"""Parts of the names of inputs that are never negative: BatchNorm's variance, Adam's second moment."""
 
 _FLOATS = {"float": "float32", "double": "float64", "float16": "float16"}
 

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from onnx_remat.errors import UsageError
+
 Arrays = dict[str, npt.NDArray[Any]]
 
 RENEWALS = ("new.", "newbuf.")
@@ -77,8 +79,20 @@ class Loop:
         for name, value in self._values.items():
             self._binding.bind_ortvalue_input(name, value)
 
-    def step(self) -> float:
-        """Run one step; returns its loss."""
+    def step(self, batch: Mapping[str, npt.NDArray[Any]] | None = None) -> float:
+        """Run one step, on a batch (arrays by input name) or on the one before; returns its loss.
+
+        Raises
+        ------
+        UsageError
+            The batch names an input that the model does not have.
+        """
+        from onnxruntime import OrtValue
+
+        for name, array in (batch or {}).items():
+            if name not in self._values:
+                raise UsageError(f"the model has no input {name!r}: it has {', '.join(self._values)}")
+            self._bind(name, OrtValue.ortvalue_from_numpy(np.asarray(array, order="C"), self._device, 0))
         for name in self._outputs:
             # Unallocated: the runtime makes each output when it is computed, as it does without binding.
             self._binding.bind_output(name, "cpu" if name == self._loss else self._device)
@@ -131,13 +145,15 @@ def initial_state(session: Any, dims: Mapping[str, int], path: str | os.PathLike
         if value.name == _RESET:
             state[value.name] = np.ones(shape, dtype)
         elif value.name in given:
-            state[value.name] = np.ascontiguousarray(given[value.name], dtype)
+            state[value.name] = np.asarray(given[value.name], dtype, order="C")
         elif value.name in renewed:
-            state[value.name] = np.ascontiguousarray(_parameter(value.name, shape, generator), dtype)
+            state[value.name] = np.asarray(_parameter(value.name, shape, generator), dtype, order="C")
+        elif value.name.startswith("learning_rate"):
+            state[value.name] = np.full(shape, 0.01, dtype)
         elif np.issubdtype(dtype, np.floating):
-            state[value.name] = np.ascontiguousarray(generator.standard_normal(shape), dtype)
+            state[value.name] = np.asarray(generator.standard_normal(shape), dtype, order="C")
         else:
-            state[value.name] = np.ascontiguousarray(generator.integers(0, 2, shape), dtype)
+            state[value.name] = np.asarray(generator.integers(0, 2, shape), dtype, order="C")
     return state
 
 

@@ -12,6 +12,7 @@ from conftest import feeds_for, mlp, model_of
 from onnx import helper
 
 from onnx_remat import bench, cuda
+from onnx_remat.errors import UsageError
 from onnx_remat.training import Loop, initial_state
 
 
@@ -32,6 +33,24 @@ def test_a_loop_feeds_new_state_back_as_plain_runs_do():
         feeds |= {name: outputs[f"new.{name}"] for name in feeds if f"new.{name}" in outputs}
     assert all(np.array_equal(value, feeds[name]) for name, value in loop.state().items())
     assert losses[-1] < losses[0]
+
+
+def test_a_loop_takes_a_batch_at_every_step():
+    model = mlp(layers=2, batch=4, width=8)
+    feeds, session = feeds_for(model), session_of(model)
+    batches = [np.full_like(feeds["x"], i) for i in (1, 2, 3)]
+    loop = Loop(session, feeds, "loss")
+    losses = [loop.step({"x": x}) for x in batches]
+    again = Loop(session, feeds, "loss")
+    expected = []
+    for x in batches:
+        fresh = Loop(session, again.state() | {"x": x}, "loss")
+        expected.append(fresh.step())
+        again = fresh
+    assert losses == expected and len(set(losses)) == 3
+    assert loop.step() == again.step()  # the batch before
+    with pytest.raises(UsageError, match=r"the model has no input 'X': it has .*x"):
+        loop.step({"X": batches[0]})
 
 
 def test_gradients_without_an_update_are_descended():
