@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from onnx_remat.errors import OnnxRematError, UsageError
 from onnx_remat.version import __version__
@@ -155,7 +157,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from onnx_remat import commands
 
         return guarded("onnx-remat " + given[0], getattr(commands, given[0]), given[1:])
-    return guarded("onnx-remat", lambda rest: _run(build_parser().parse_args(rest)), given)
+    return guarded("onnx-remat", _rewrite, given)
+
+
+def _rewrite(arguments: Sequence[str]) -> int:
+    meant = difflib.get_close_matches(arguments[0], COMMANDS, n=1) if arguments else []
+    if meant and not Path(arguments[0]).exists():
+        raise UsageError(f"no command and no file {arguments[0]!r}: did you mean {meant[0]!r}?")
+    return _run(build_parser().parse_args(arguments))
 
 
 def guarded(name: str, command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> int:
