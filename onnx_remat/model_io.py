@@ -177,6 +177,7 @@ def without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
     """A copy in which large initializers are typed graph inputs: what analyses need, at the size of the graph alone."""
     light = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import)
     light.functions.extend(model.functions)
+    light.metadata_props.extend(model.metadata_props)
     graph = light.graph
     graph.name = model.graph.name or "graph"
     for field in ("node", "input", "output", "value_info"):

@@ -92,7 +92,7 @@ def infer(graph: Graph, dims: Mapping[str, int] | None = None, derived: bool = F
     light = with_stand_ins(light)
     bound = onnx.ModelProto()
     bound.CopyFrom(light)
-    _tell(bound, next((p.value for p in graph.model.metadata_props if p.key == SHAPES_KEY), "{}"))
+    _tell(bound)
     _bind(bound, dims)
     _see_through(bound)
     if open_symbols := [s for s in symbols if s not in dims and _is_input_symbol(light, s)]:
@@ -299,8 +299,9 @@ def _bind(model: onnx.ModelProto, dims: Mapping[str, int]) -> None:
             dim.ClearField("dim_param")  # a derived name (such as "2*batch"): inference finds its size
 
 
-def _tell(model: onnx.ModelProto, left_open: str) -> None:
-    """State the shapes that an earlier rewrite left open; `left_open` is what it wrote down."""
+def _tell(model: onnx.ModelProto) -> None:
+    """State the shapes that an earlier rewrite left open."""
+    left_open = next((p.value for p in model.metadata_props if p.key == SHAPES_KEY), "{}")
     told = {value.name: value for value in model.graph.value_info}
     try:
         for name, (dtype, *dims) in json.loads(left_open).items():
