@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,8 @@ def main() -> None:
     print(json.dumps(work(job)))
 
 
-def new_session(job: Job, path: str, default: bool) -> Any:
-    """A session on a model; `default` keeps the arena and the memory patterns."""
+def new_session(job: Job, path: str, default: bool, entries: Mapping[str, str] | None = None) -> Any:
+    """A session on a model; `default` keeps the arena and the memory patterns, `entries` are more of its settings."""
     import onnxruntime as ort  # noqa: TID251 - this is measuring.py's other half, in a process of its own
 
     options = ort.SessionOptions()
@@ -45,6 +46,8 @@ def new_session(job: Job, path: str, default: bool) -> Any:
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     if job.get("statistics"):
         options.add_session_config_entry("session.collect_node_memory_stats_to_file", job["statistics"])
+    for key, value in (entries or {}).items():
+        options.add_session_config_entry(key, value)
     providers: list[Any] = ["CPUExecutionProvider"]
     if job.get("provider") == "cuda":
         from onnx_remat import cuda
@@ -55,7 +58,9 @@ def new_session(job: Job, path: str, default: bool) -> Any:
 
 def race(job: Job) -> Job:
     """Times of steps of two models taken in turns, so that whatever else the machine does hits both alike."""
-    sessions = [new_session(job, path, default=True) for path in (job["path"], job["rival"])]
+    # The threads of a session go on spinning after its step: they would take the cores from the other's.
+    still = {"session.force_spinning_stop": "1"}
+    sessions = [new_session(job, path, default=True, entries=still) for path in (job["path"], job["rival"])]
     feeds = random_feeds(sessions[0], job["dims"])
     for session in sessions:
         session.run(None, feeds)
