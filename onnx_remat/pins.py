@@ -12,12 +12,16 @@ stays for the whole session: a control edge keeps it a step of the run, made whe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from onnx import TensorProto
 
+from onnx_remat.dtypes import bits
+from onnx_remat.graph import INITIALIZER, Graph, Op
 from onnx_remat.schedule import Flags, Problem, Schedule
+from onnx_remat.shapes import Tensor
 from onnx_remat.sharing import read_occurrences
 
 LIGHT_FRACTION = 0.005
@@ -114,3 +118,37 @@ def choose_pins(
             if heavy[step]:
                 last_heavy = reached[step] = step
     return pins
+
+
+# Ops whose output has no known shape as soon as any one input has none; others follow their first input.
+_ANY_INPUT = {
+    "Add", "Sub", "Mul", "Div", "Pow", "Where", "Max", "Min", "Sum", "Mean", "And", "Or", "Xor", "Equal", "Greater",
+    "Less", "GreaterOrEqual", "LessOrEqual", "Mod", "MatMul", "Gemm", "Concat", "PRelu",
+}  # fmt: skip
+
+
+def pin_slot(graph: Graph, tensors: Mapping[str, Tensor], op: Op, fused: Collection[str] = ()) -> int | None:
+    """Input slot that control edges and shape hiding go through; None where there is none.
+
+    Never one of `fused`, values that the runtime merges into their readers; among equals the largest that is not a
+    constant, which kernels may rely on.
+    """
+    slots = [slot for slot, name in enumerate(op.inputs) if name and _reshapable(tensors[name].dtype)]
+    free = [slot for slot in slots if op.inputs[slot] not in fused]
+    slots = slots if not free and op.node.op_type in ("MatMul", "Gemm") else free  # a product must have its place
+    if op.node.op_type not in _ANY_INPUT:
+        return slots[0] if slots else None
+
+    def merit(slot: int) -> tuple[bool, int, int]:
+        name = op.inputs[slot]
+        return graph.values[name].kind != INITIALIZER, tensors[name].nbytes, -slot
+
+    return max(slots, key=merit, default=None)
+
+
+def _reshapable(dtype: int) -> bool:
+    """Types that Reshape takes in every opset and execution provider; 8-bit floats and sub-byte types came later."""
+    return dtype not in (TensorProto.STRING, TensorProto.UNDEFINED) and (bits(dtype) > 8 or dtype in _BYTES)
+
+
+_BYTES = (TensorProto.BOOL, TensorProto.INT8, TensorProto.UINT8)

@@ -11,8 +11,8 @@ from onnx_remat.compile import OpTable, attributes
 from onnx_remat.graph import Graph, Op
 from onnx_remat.memory import simulate
 from onnx_remat.ops import facts
-from onnx_remat.pins import choose_pins, heavy_steps, light_limit
-from onnx_remat.rewrite import Rewritten, pin_slot, rewrite
+from onnx_remat.pins import choose_pins, heavy_steps, light_limit, pin_slot
+from onnx_remat.rewrite import Rewritten, rewrite
 from onnx_remat.schedule import Problem, Schedule
 from onnx_remat.shapes import Tensor
 from onnx_remat.sharing import choose_private, unroll

@@ -22,9 +22,8 @@ import onnx
 from onnx import TensorProto, helper
 
 from onnx_remat.compile import STANDARD_DOMAINS
-from onnx_remat.dtypes import bits
 from onnx_remat.errors import ModelError
-from onnx_remat.graph import INITIALIZER, Graph, Op, bodies, is_constant
+from onnx_remat.graph import Graph, Op, bodies, is_constant
 from onnx_remat.ops import facts
 from onnx_remat.pins import Pin
 from onnx_remat.schedule import Ints, Schedule
@@ -89,7 +88,7 @@ def rewrite(
     schedule, unrolled : Schedule, Unrolled
         What to write.
     slots : sequence of int or None
-        Per op, the input slot that control edges and shape hiding go through, from `pin_slot`.
+        Per op, the input slot that control edges and shape hiding go through, from `pins.pin_slot`.
     pins : sequence of Pin
         Control edges, from `pins.choose_pins`.
     group : int32 (n_occurrences,)
@@ -135,40 +134,6 @@ def _set_metadata(model: onnx.ModelProto, metadata: Mapping[str, str]) -> None:
         model.metadata_props.add(key=key, value=value)
 
 
-# Ops whose output has no known shape as soon as any one input has none; others follow their first input.
-_ANY_INPUT = {
-    "Add", "Sub", "Mul", "Div", "Pow", "Where", "Max", "Min", "Sum", "Mean", "And", "Or", "Xor", "Equal", "Greater",
-    "Less", "GreaterOrEqual", "LessOrEqual", "Mod", "MatMul", "Gemm", "Concat", "PRelu",
-}  # fmt: skip
-
-
-def pin_slot(graph: Graph, tensors: Mapping[str, Tensor], op: Op, fused: Collection[str] = ()) -> int | None:
-    """Input slot that control edges and shape hiding go through; None where there is none.
-
-    Never one of `fused`, values that the runtime merges into their readers; among equals the largest that is not a
-    constant, which kernels may rely on.
-    """
-    slots = [slot for slot, name in enumerate(op.inputs) if name and _reshapable(tensors[name].dtype)]
-    free = [slot for slot in slots if op.inputs[slot] not in fused]
-    slots = slots if not free and op.node.op_type in ("MatMul", "Gemm") else free  # a product must have its place
-    if op.node.op_type not in _ANY_INPUT:
-        return slots[0] if slots else None
-
-    def merit(slot: int) -> tuple[bool, int, int]:
-        name = op.inputs[slot]
-        return graph.values[name].kind != INITIALIZER, tensors[name].nbytes, -slot
-
-    return max(slots, key=merit, default=None)
-
-
-def _reshapable(dtype: int) -> bool:
-    """Types that Reshape takes in every opset and execution provider; 8-bit floats and sub-byte types came later."""
-    return dtype not in (TensorProto.STRING, TensorProto.UNDEFINED) and (bits(dtype) > 8 or dtype in _BYTES)
-
-
-_BYTES = (TensorProto.BOOL, TensorProto.INT8, TensorProto.UINT8)
-
-
 class _Writer:
     """Turns steps into nodes; remembers which name holds each value's latest occurrence."""
 
@@ -193,6 +158,7 @@ class _Writer:
         self._constants: dict[int, str] = {}
         self._seed = ""
         self._unknown = 0
+        self._shared: set[int] = set()
         self._notes = graph.model.ir_version >= _NODE_METADATA_IR
         if edges:
             self._check_opset()
@@ -208,7 +174,7 @@ class _Writer:
     ) -> None:
         """Append the nodes of every step, each behind the control edge or the Reshape that it needs."""
         count = [0] * len(self.graph.ops)
-        members = Counter(group.tolist())
+        self._shared = {number for number, members in Counter(group.tolist()).items() if number >= 0 and members > 1}
         made: list[list[str]] = []
         occurrence = 0
         for step, index in enumerate(schedule.order):
@@ -229,7 +195,7 @@ class _Writer:
             while occurrence < len(unrolled.step) and unrolled.step[occurrence] == step:
                 outputs[self._names[unrolled.source[occurrence]]] = int(group[occurrence])
                 occurrence += 1
-            self._name_outputs(node, op, count[index], outputs, members)
+            self._name_outputs(node, op, count[index], outputs)
             count[index] += 1
             self.nodes.append(node)
             made.append([name for name in node.output if name])
@@ -242,10 +208,8 @@ class _Writer:
                 "convert it with onnx.version_converter first"
             )
 
-    def _name_outputs(
-        self, node: onnx.NodeProto, op: Op, number: int, outputs: Mapping[str, int], members: Mapping[int, int]
-    ) -> None:
-        """Name what this occurrence makes (`outputs`: value -> private group, of so many members), say what it is."""
+    def _name_outputs(self, node: onnx.NodeProto, op: Op, number: int, outputs: Mapping[str, int]) -> None:
+        """Name what this occurrence makes (`outputs`: value -> private group) and say what it is."""
         if number:
             self.recomputed.append(op.label)
             node.name = self._fresh(f"{op.node.name or op.node.op_type}__remat{number}")
@@ -258,10 +222,7 @@ class _Writer:
                 new = self._fresh(f"{name}__remat{number}") if number else name
                 node.output[slot] = self._latest[name] = new
                 self.occurrences.append(new)
-                if outputs[name] >= 0 and members[outputs[name]] == 1:
-                    self._leave_open(new, name)
-                else:
-                    self._declare(new, name, outputs[name])
+                self._declare(new, name, outputs[name])
             else:
                 node.output[slot] = ""
         if number:
@@ -334,16 +295,14 @@ class _Writer:
             self.initializers.append(helper.make_tensor(name, TensorProto.INT64, (rank,), [0] * rank))
         return self._constants[rank]
 
-    def _leave_open(self, name: str, like: str) -> None:
-        """State no shape for a value; metadata keeps it for who reads the file again."""
-        tensor = self.tensors[like]
-        self.value_info.pop(name, None)
-        self.shapes[name] = (tensor.dtype, *(size if dim is None else dim for size, dim in _dims(tensor)))
-
     def _declare(self, name: str, like: str, group: int) -> None:
-        """value_info for a value: its own shape to share buffers by, or its group's made-up one."""
+        """value_info for a value: its own shape to share buffers by, or its group's made-up one; alone in it, none."""
         tensor = self.tensors[like]
         if name in self._interface or tensor.dtype == TensorProto.UNDEFINED:
+            return
+        if group >= 0 and group not in self._shared:
+            self.value_info.pop(name, None)
+            self.shapes[name] = (tensor.dtype, *(size if dim is None else dim for size, dim in _dims(tensor)))
             return
         if group >= 0:
             dims: tuple[Dim, ...] | None = tuple(
