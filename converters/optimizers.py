@@ -198,18 +198,19 @@ def _rate_inputs(emit: Emitter, optimizers: Mapping[str, Optimizer]) -> list[ir.
 
 def _rate(emit: Emitter, lr: Rate, like: ir.Value) -> ir.Value:
     """The learning rate as a scalar of another value's dtype."""
-    if isinstance(lr, str):
-        return _cast(emit, next(value for value in emit.graph.inputs if value.name == lr), like)
-    return emit.scalar(lr, like)
+    return _cast(emit, _input(emit, lr), like) if isinstance(lr, str) else emit.scalar(lr, like)
 
 
 def _kept(emit: Emitter, lr: Rate, decay: float, like: ir.Value) -> ir.Value:
-    """1 - lr * decay, in float32 where the rate is an input, as a scalar of another value's dtype."""
+    """1 - lr * decay as a scalar of another value's dtype."""
     if not isinstance(lr, str):
         return emit.scalar(1 - lr * decay, like)
-    rate = next(value for value in emit.graph.inputs if value.name == lr)
-    lost = emit("Mul", rate, emit.scalar(decay, rate), like=rate)
-    return _cast(emit, emit("Sub", emit.scalar(1, rate), lost, like=rate), like)
+    rate = _input(emit, lr)  # float32: the difference from 1 would be lost in a narrower type
+    return _cast(emit, emit("Sub", emit.scalar(1, rate), _scaled(emit, rate, decay), like=rate), like)
+
+
+def _input(emit: Emitter, name: str) -> ir.Value:
+    return next(value for value in emit.graph.inputs if value.name == name)
 
 
 def _signed(emit: Emitter, gradient: ir.Value, maximize: bool) -> ir.Value:
