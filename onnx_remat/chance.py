@@ -15,14 +15,22 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from onnx_remat import ops
+from onnx_remat import draws, ops
 from onnx_remat.graph import bodies
+from onnx_remat.graph import constants as graph_constants
 from onnx_remat.shapes import Tensor
 
 
 def random_nodes(model: onnx.ModelProto) -> list[onnx.NodeProto]:
     """Nodes of the main graph whose outputs differ from run to run."""
-    return [node for node in model.graph.node if ops.facts(node.domain, node.op_type).random]
+    constants = graph_constants(model)
+    return [node for node in model.graph.node if _draws(node, constants)]
+
+
+def _draws(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto]) -> bool:
+    if node.op_type == "Dropout" and draws.training_mode(node, constants) is False:
+        return False
+    return ops.facts(node.domain, node.op_type).random
 
 
 _RACES = {
@@ -99,29 +107,36 @@ def without_chance(model: onnx.ModelProto, tensors: Mapping[str, Tensor]) -> onn
     Returns
     -------
     onnx.ModelProto
-        Dropout becomes a product with a fixed mask of one half, scaled by two; generators become constants.
+        Dropout becomes a product with a fixed mask, scaled as its kernel does (by one half where only the run would
+        tell how much is kept); generators become constants.
     """
     settled = onnx.ModelProto()
     settled.CopyFrom(model)
     nodes = list(settled.graph.node)
+    constants = graph_constants(model)
     del settled.graph.node[:]
     for node in nodes:
-        settled.graph.node.extend(_settle(node, tensors) if ops.facts(node.domain, node.op_type).random else [node])
+        settled.graph.node.extend(_settle(node, tensors, constants) if _draws(node, constants) else [node])
     return settled
 
 
-def _settle(node: onnx.NodeProto, tensors: Mapping[str, Tensor]) -> list[onnx.NodeProto]:
+def _settle(
+    node: onnx.NodeProto, tensors: Mapping[str, Tensor], constants: Mapping[str, onnx.TensorProto]
+) -> list[onnx.NodeProto]:
     first = tensors[node.output[0]]
     draw = np.random.default_rng(zlib.crc32(node.output[0].encode()))
     if node.op_type == "Dropout":
-        mask = draw.random(first.shape) < 0.5
-        scale = f"{node.output[0]}.scale"
-        kept = [_constant(f"{node.output[0]}.mask", mask, TensorProto.BOOL)]
+        keep = draws.kept_share(node, constants) or np.float32(0.5)
+        stem = node.output[0]
+        mask = draw.random(first.shape) < keep
+        kept = [_constant(f"{stem}.mask", mask, TensorProto.BOOL)]
         kept += [helper.make_node("Identity", [kept[0].output[0]], [name]) for name in node.output[1:2] if name]
         return [
             *kept,
-            _constant(scale, mask * 2.0, first.dtype),
-            helper.make_node("Mul", [node.input[0], scale], [node.output[0]]),
+            _constant(f"{stem}.factor", mask, first.dtype),
+            _constant(f"{stem}.keep", np.asarray(keep), first.dtype),
+            helper.make_node("Mul", [node.input[0], f"{stem}.factor"], [f"{stem}.masked"]),
+            helper.make_node("Div", [f"{stem}.masked", f"{stem}.keep"], [stem]),
         ]
     values = draw.standard_normal(first.shape) if "Normal" in node.op_type else draw.random(first.shape)
     if node.op_type in ("Bernoulli", "Multinomial"):

@@ -12,9 +12,10 @@ from onnx import TensorProto
 
 from onnx_remat import ops as op_facts
 from onnx_remat.bodies import workspace as body_workspace
+from onnx_remat.draws import is_product, training_mode
 from onnx_remat.dtypes import bits
 from onnx_remat.errors import ModelError, ShapeError
-from onnx_remat.graph import INITIALIZER, NODE, Graph, Op, bodies, build
+from onnx_remat.graph import INITIALIZER, NODE, Graph, Op, bodies, build, constants
 from onnx_remat.memory import simulate
 from onnx_remat.schedule import Problem
 from onnx_remat.shapes import Tensor, infer
@@ -31,6 +32,7 @@ class OpTable:
     recomputable: tuple[bool, ...]
     foldable: tuple[bool, ...]
     workspace: tuple[int, ...]
+    rerun_workspace: tuple[int, ...]
 
 
 def attributes(node: onnx.NodeProto) -> dict[str, object]:
@@ -55,12 +57,14 @@ def tabulate(graph: Graph, tensors: Mapping[str, Tensor], threads: int, allow: S
         ``DOMAIN::OP`` names of custom ops that the user says may be recomputed.
     """
     foldable = _foldable(graph, tensors)
+    stated = constants(graph.model)
     return OpTable(
         recomputable=tuple(
-            _recomputable(graph, op, allow) and all(tensors[name].dtype for name in (*op.reads, *op.writes))
+            _recomputable(graph, op, allow, stated) and all(tensors[name].dtype for name in (*op.reads, *op.writes))
             for op in graph.ops
         ),
         foldable=foldable,
+        rerun_workspace=tuple(tensors[op.writes[0]].nbytes if is_product(op) else 0 for op in graph.ops),
         workspace=tuple(
             _body_workspace(op, graph.model, tensors, threads)
             if any(True for _ in bodies(op.node))
@@ -86,7 +90,9 @@ def _body_workspace(op: Op, model: onnx.ModelProto, tensors: Mapping[str, Tensor
         raise ShapeError(f"what node {op.label!r} ({op.node.op_type}) holds while it runs: {error}") from error
 
 
-def _recomputable(graph: Graph, op: Op, allow: Sequence[str]) -> bool:
+def _recomputable(
+    graph: Graph, op: Op, allow: Sequence[str], stated: Mapping[str, onnx.TensorProto]
+) -> bool:
     node = op.node
     if f"{node.domain}::{node.op_type}" in allow:
         return True
@@ -95,10 +101,10 @@ def _recomputable(graph: Graph, op: Op, allow: Sequence[str]) -> bool:
         node.domain,
         node.op_type,
         opset=_opset(graph.model, node.domain),
-        training_mode=_training_mode(graph, op),
+        training_mode=training_mode(node, stated) if node.op_type == "Dropout" else None,
     )
     has_body = any(True for _ in bodies(node))
-    ours = node.domain in STANDARD_DOMAINS or is_pure_contrib(node.domain, node.op_type)
+    ours = node.domain in (*STANDARD_DOMAINS, op_facts.SPLIT) or is_pure_contrib(node.domain, node.op_type)
     # A recompute overwrites copies, so nobody may look for what it writes there.
     wanted = any(
         graph.values[name].is_output or any(True for _ in graph.nx.successors(name))
@@ -112,18 +118,6 @@ def _recomputable(graph: Graph, op: Op, allow: Sequence[str]) -> bool:
 def _opset(model: onnx.ModelProto, domain: str) -> int:
     same = STANDARD_DOMAINS if domain in STANDARD_DOMAINS else (domain,)
     return next((o.version for o in model.opset_import if o.domain in same), 0)
-
-
-def _training_mode(graph: Graph, op: Op) -> bool | None:
-    """Does this Dropout train? None when only the run will tell (and for every other op)."""
-    if op.node.op_type != "Dropout":
-        return None
-    name = op.inputs[2] if len(op.inputs) > 2 else ""
-    if not name:
-        is_test = attributes(op.node).get("is_test")
-        return not is_test if is_test is not None else False
-    return next((bool(onnx.numpy_helper.to_array(t)) for t in graph.model.graph.initializer
-                 if t.name == name and t.data_location != TensorProto.EXTERNAL), None)  # fmt: skip
 
 
 def _foldable(graph: Graph, tensors: Mapping[str, Tensor]) -> tuple[bool, ...]:
@@ -186,6 +180,7 @@ def compile_problem(
         inplace_slots=np.array([slot for slots in inplace for slot in slots], np.int32),
         droppable=np.array(droppable, np.bool_),
         workspace=np.array(table.workspace, np.int64),
+        rerun_workspace=np.array(table.rerun_workspace, np.int64),
         cost=np.array(costs, np.float64),
         recomputable=np.array(table.recomputable, np.bool_),
         phase=np.array(phases, np.int8),

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from onnx import TensorProto
 
+from onnx_remat import draws
 from onnx_remat import ops as op_facts
 from onnx_remat.compile import attributes
 from onnx_remat.errors import UsageError
@@ -68,7 +69,7 @@ def price(graph: Graph, tensors: Mapping[str, Tensor], costs: str = "cpu") -> li
         Neither a preset nor a readable profile.
     """
     if costs in PRESETS:
-        return [roofline(op, tensors, PRESETS[costs]) for op in graph.ops]
+        return _without_first_products(graph, [roofline(op, tensors, PRESETS[costs]) for op in graph.ops])
     profile = _read_profile(costs)
     estimate = [roofline(op, tensors, PRESETS["cpu"]) for op in graph.ops]
     measured = [profile.get(_key(op, tensors)) for op in graph.ops]
@@ -76,7 +77,15 @@ def price(graph: Graph, tensors: Mapping[str, Tensor], costs: str = "cpu") -> li
     if not ratios:
         raise UsageError(f"profile {costs} has no op of this model: profile this model with the same dims")
     scale = statistics.median(ratios)
-    return [m if m is not None else e * scale for m, e in zip(measured, estimate, strict=True)]
+    priced = [m if m is not None else e * scale for m, e in zip(measured, estimate, strict=True)]
+    return _without_first_products(graph, priced)
+
+
+def _without_first_products(graph: Graph, seconds: list[float]) -> list[float]:
+    """`seconds` in which draws, priced as the Dropouts they are part of, do not count their products again."""
+    for draw, product in draws.pairs(graph):
+        seconds[draw] = max(seconds[draw] - seconds[product], 0.0)
+    return seconds
 
 
 def roofline(op: Op, tensors: Mapping[str, Tensor], device: Device) -> float:
@@ -85,6 +94,12 @@ def roofline(op: Op, tensors: Mapping[str, Tensor], device: Device) -> float:
         return device.overhead  # moves nothing
     inputs = [tensors[n] for n in op.inputs if n]
     outputs = [tensors[n] for n in op.outputs if n]
+    if draws.is_product(op):  # three nodes, each of the first two with a result that the next one reads
+        return (sum(t.nbytes for t in (*inputs, *outputs)) + 4 * outputs[0].nbytes) / device.bandwidth + (
+            3 * device.overhead
+        )
+    if draws.is_draw(op):
+        outputs += inputs[:1]  # the Dropout writes its result, too
     return max(flops(op, tensors) / device.flops, _moved(op, inputs, outputs) / device.bandwidth) + device.overhead
 
 
@@ -145,7 +160,8 @@ _ORT_NAMES: dict[int, str] = {
 
 def _key(op: Op, tensors: Mapping[str, Tensor]) -> _ProfileKey:
     read = [tensors[n] for n in op.inputs if n]
-    return op.node.op_type, tuple((_ORT_NAMES.get(t.dtype, "?"), t.shape) for t in read)
+    kind = "Dropout" if draws.is_draw(op) else op.node.op_type
+    return kind, tuple((_ORT_NAMES.get(t.dtype, "?"), t.shape) for t in read)
 
 
 def _read_profile(path: str) -> dict[_ProfileKey, float]:

@@ -77,6 +77,10 @@ class Graph:
         """Op index by the name of a value it makes."""
         return {name: op.index for op in self.ops for name in op.writes}
 
+    def n_nodes(self) -> int:
+        """Executable nodes of the model: as many as `ops`, unless some of them were split."""
+        return sum(not is_constant(node) for node in self.model.graph.node)
+
     def consumers(self) -> dict[str, list[int]]:
         """Indices of the ops that read each value, ascending, without repeats."""
         readers: dict[str, list[int]] = {name: [] for name in self.values}
@@ -145,7 +149,14 @@ def build(model: onnx.ModelProto) -> Graph:
             raise ModelError("a graph output has no name")
         if value.name not in values:
             raise ModelError(f"graph output {value.name!r} is made by no node")
-    return Graph(_as_networkx(ops, values), tuple(ops), values, model)
+    return Graph(as_networkx(ops, values), tuple(ops), values, model)
+
+
+def constants(model: onnx.ModelProto) -> dict[str, onnx.TensorProto]:
+    """What the main graph states by value, by name: initializers and ``Constant`` nodes."""
+    stated = {tensor.name: tensor for tensor in model.graph.initializer}
+    given = (node for node in model.graph.node if is_constant(node))
+    return stated | {node.output[0]: a.t for node in given for a in node.attribute if a.name == "value"}
 
 
 def is_constant(node: onnx.NodeProto) -> bool:
@@ -253,7 +264,8 @@ def bodies(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
             yield from attribute.graphs
 
 
-def _as_networkx(ops: list[Op], values: Mapping[str, Value]) -> nx.DiGraph:
+def as_networkx(ops: list[Op], values: Mapping[str, Value]) -> nx.DiGraph:
+    """The graph of `Graph.nx`."""
     graph = nx.DiGraph()
     graph.add_nodes_from((name, {"value": value}) for name, value in values.items())
     for op in ops:

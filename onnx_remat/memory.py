@@ -88,14 +88,15 @@ def arrays(problem: Problem) -> tuple[object, ...]:
     return (
         problem.in_ptr, problem.in_values, problem.out_ptr, problem.out_values, problem.nbytes,
         problem.is_output, problem.shape_class, problem.poolable, problem.alias_slot, problem.inplace_ptr,
-        problem.inplace_slots, problem.droppable, problem.workspace, problem.hold_unread,
+        problem.inplace_slots, problem.droppable, problem.workspace, problem.rerun_workspace,
+        problem.hold_unread,
     )  # fmt: skip
 
 
 @njit(cache=True, nogil=True)
 def plan_buffers(  # type: ignore[no-untyped-def]
     order, in_ptr, in_values, out_ptr, out_values, nbytes, is_output, shape_class, poolable, alias_slot,
-    inplace_ptr, inplace_slots, droppable, workspace, hold_unread,
+    inplace_ptr, inplace_slots, droppable, workspace, rerun_workspace, hold_unread,
 ):  # fmt: skip
     """Emulate the runtime's buffer plan for `order`; see the module's docstring for the rules.
 
@@ -208,6 +209,10 @@ def plan_buffers(  # type: ignore[no-untyped-def]
         step_bytes[end[b] + 1] -= size[b]
     for t in range(1, n_steps):
         step_bytes[t] += step_bytes[t - 1]
+    ran = np.zeros(len(workspace), np.bool_)
     for t in range(n_steps):
         step_bytes[t] += workspace[order[t]]
+        if ran[order[t]]:
+            step_bytes[t] += rerun_workspace[order[t]]
+        ran[order[t]] = True
     return step_bytes[:n_steps], start[:n_buf], end[:n_buf], size[:n_buf], owner[:n_buf], buffer_of

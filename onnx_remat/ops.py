@@ -32,6 +32,9 @@ __all__ = ["OpFacts", "expands_to_function", "facts", "is_random", "nearest"]
 _ONNX: Final = ""
 _MS: Final = "com.microsoft"
 _NCHWC: Final = "com.microsoft.nchwc"
+SPLIT: Final = "onnx_remat"
+DRAW, PRODUCT = "DropoutDraw", "DropoutProduct"
+"""Domain and names of the two halves of a Dropout, which exist in plans alone (`draws`)."""
 
 Pairs = tuple[tuple[int, int], ...]
 
@@ -131,6 +134,7 @@ _RANDOM: Final = frozenset(
         (_ONNX, "RandomUniform"),
         (_ONNX, "RandomUniformLike"),
         (_MS, "Sampling"),
+        (SPLIT, DRAW),
     }
 )
 
@@ -181,6 +185,7 @@ _CONTRIB: Final[dict[str, frozenset[str]]] = {
             "SparseAttention", "TransposeMatMul", "Trilu", "UnfoldTensor",
         }
     ),
+    SPLIT: frozenset({DRAW, PRODUCT}),
     _NCHWC: frozenset(
         {
             "AveragePool", "Conv", "GlobalAveragePool", "GlobalMaxPool", "MaxPool", "ReorderInput",

@@ -168,8 +168,8 @@ def rewrite_model(model: Model, budget: str | int | Budget, **options: object) -
             recomputed=len(written.recomputed),
             control_edges=written.control_edges,
             private_values=written.private_values,
-            nodes_before=len(view.graph.ops),
-            nodes_after=len(view.graph.ops) + written.nodes_added,
+            nodes_before=view.graph.n_nodes(),
+            nodes_after=view.graph.n_nodes() + written.nodes_added,
             seconds=clock.seconds,
             measured=measured,
             notes=notes,
@@ -191,7 +191,7 @@ def _unchanged(
     report = Report(
         selector=options.selector, budget=allowed, before=peak, after=peak, peaks_by_level={"all": peak.total},
         lower_bound=bounds.lower_bound(view.problem), extra_compute=0.0, extra_compute_bound=0.0, recomputed=0,
-        control_edges=0, private_values=0, nodes_before=len(view.graph.ops), nodes_after=len(view.graph.ops),
+        control_edges=0, private_values=0, nodes_before=view.graph.n_nodes(), nodes_after=view.graph.n_nodes(),
         seconds=clock.seconds, notes=("the original keeps this budget already: OUT is the original, unchanged",),
         warnings=chance.race_warnings(view.graph.model),
     )  # fmt: skip

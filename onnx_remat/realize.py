@@ -8,6 +8,7 @@ import numpy as np
 from onnx import TensorProto
 
 from onnx_remat.compile import OpTable, attributes
+from onnx_remat.draws import adjoined
 from onnx_remat.graph import Graph, Op
 from onnx_remat.memory import simulate
 from onnx_remat.ops import facts
@@ -46,6 +47,7 @@ def realize(
     exposed : collection of int
         Steps whose shapes turned out to be known all the same.
     """
+    schedule = adjoined(graph, problem, schedule)
     absorbed = np.array([_is_absorbed(graph, op) for op in graph.ops], np.bool_)
     fused = {name for op in graph.ops if absorbed[op.index] for name in op.writes}
     unrolled = unroll(problem, schedule)
@@ -70,11 +72,12 @@ _TRIES = 300  # single moves priced when moving all of them at once does not fit
 
 
 def settle(graph: Graph, problem: Problem, schedule: Schedule, limit: int) -> Schedule:
-    """Move absorbed Transposes to just before their first readers, where that keeps the peak at or under `limit`.
+    """Put ops where they will run: draws beside their products, absorbed Transposes just before their first readers.
 
-    The runtime computes them there, as part of their readers, or not at all; elsewhere in the schedule they would only
-    seem to stand in for their inputs.
+    Transposes are moved where that keeps the peak at or under `limit`. The runtime computes them there, as part of
+    their readers, or not at all; elsewhere in the schedule they would only seem to stand in for their inputs.
     """
+    schedule = adjoined(graph, problem, schedule)
     targets = _first_readers(problem, schedule, {op.index for op in graph.ops if _is_absorbed(graph, op)})
     order = list(schedule.order)
     together = _moved(order, targets)

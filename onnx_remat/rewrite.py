@@ -22,6 +22,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from onnx_remat.compile import STANDARD_DOMAINS
+from onnx_remat.draws import KEEP, is_draw, is_product, whole
 from onnx_remat.errors import ModelError
 from onnx_remat.graph import Graph, Op, bodies, is_constant
 from onnx_remat.ops import facts
@@ -122,7 +123,7 @@ def rewrite(
         model, {TAG + key: value for key, value in metadata.items()} | {k: json.dumps(v) for k, v in plan.items()}
     )
     return Rewritten(
-        model, tuple(writer.recomputed), len(pins), int((group >= 0).sum()), len(writer.nodes) - len(graph.ops),
+        model, tuple(writer.recomputed), len(pins), int((group >= 0).sum()), len(writer.nodes) - graph.n_nodes(),
         tuple(writer.occurrences),
     )  # fmt: skip
 
@@ -177,25 +178,45 @@ class _Writer:
         self._shared = {number for number, members in Counter(group.tolist()).items() if number >= 0 and members > 1}
         made: list[list[str]] = []
         occurrence = 0
+        draw: Op | None = None
         for step, index in enumerate(schedule.order):
             op = self.graph.ops[index]
             inputs = [self._latest[name] if name else "" for name in op.inputs]
+            makes: dict[str, int] = {}
+            while occurrence < len(unrolled.step) and unrolled.step[occurrence] == step:
+                makes[self._names[unrolled.source[occurrence]]] = int(group[occurrence])
+                occurrence += 1
+            if is_draw(op):  # written with the product, which is the next step
+                self._occur(op.outputs[0], op.outputs[0], makes[op.outputs[0]])
+                made.append([op.outputs[0]])
+                draw = op
+                continue
+            if is_product(op) and count[index]:
+                last = made[after[step]][0] if step in after else inputs[0]
+                inputs[1] = self._hold(inputs[1], op.inputs[1], last, True)
+                self._multiply(op, count[index], inputs, makes)
+                count[index] += 1
+                made.append([self._latest[op.outputs[0]]])
+                continue
             for written in facts(op.node.domain, op.node.op_type).overwrites if count[index] else ():
                 inputs[written] = self._copy(inputs[written])
-            if step in after or step in hidden:
+            steps = [step - 1, step] if draw is not None else [step]
+            pinned = next((s for s in steps if s in after), None)
+            hide = not hidden.isdisjoint(steps)
+            if pinned is not None or hide:
                 slot = slots[index]
                 assert slot is not None, op.label
-                trigger = made[after[step]][0] if step in after else None
-                inputs[slot] = self._hold(inputs[slot], op.inputs[slot], trigger, step in hidden)
+                trigger = made[after[pinned]][0] if pinned is not None else None
+                inputs[slot] = self._hold(inputs[slot], op.inputs[slot], trigger, hide)
             node = onnx.NodeProto()
             node.CopyFrom(op.node)
             node.input[:] = inputs
+            if draw is not None:
+                node = whole(draw, op)
+                node.input[:] = [inputs[0], *(self._latest[name] if name else "" for name in draw.inputs[1:])]
+                draw = None
             _rename_captures(node, {n: self._latest[n] for n in op.captured if self._latest[n] != n})
-            outputs: dict[str, int] = {}
-            while occurrence < len(unrolled.step) and unrolled.step[occurrence] == step:
-                outputs[self._names[unrolled.source[occurrence]]] = int(group[occurrence])
-                occurrence += 1
-            self._name_outputs(node, op, count[index], outputs)
+            self._name_outputs(node, op, count[index], makes)
             count[index] += 1
             self.nodes.append(node)
             made.append([name for name in node.output if name])
@@ -213,22 +234,50 @@ class _Writer:
         if number:
             self.recomputed.append(op.label)
             node.name = self._fresh(f"{op.node.name or op.node.op_type}__remat{number}")
-            self._note(node, RECOMPUTE_KEY, op.label)
-            for prop in node.metadata_props:
-                if prop.key == "phase":
-                    prop.value = "backward"
+            self._mark(node, op)
         for slot, name in enumerate(op.outputs):
             if name in outputs:
-                new = self._fresh(f"{name}__remat{number}") if number else name
-                node.output[slot] = self._latest[name] = new
-                self.occurrences.append(new)
-                self._declare(new, name, outputs[name])
+                node.output[slot] = self._fresh(f"{name}__remat{number}") if number else name
+                self._occur(node.output[slot], name, outputs[name])
             else:
                 node.output[slot] = ""
         if number:
             self.clones.append(next(name for name in node.output if name))
         while node.output and not node.output[-1]:
             node.output.pop()
+
+    def _mark(self, node: onnx.NodeProto, op: Op) -> None:
+        """Say that a node is a recompute, and so part of the backward pass."""
+        self._note(node, RECOMPUTE_KEY, op.label)
+        for prop in node.metadata_props:
+            if prop.key == "phase":
+                prop.value = "backward"
+
+    def _occur(self, new: str, value: str, group: int) -> None:
+        """From here on `value` is called `new`."""
+        self._latest[value] = new
+        self.occurrences.append(new)
+        self._declare(new, value, group)
+
+    def _multiply(self, op: Op, number: int, inputs: Sequence[str], outputs: Mapping[str, int]) -> None:
+        """A Dropout's product again, spelled out; of a mask of unseen shape, what comes in between shares no buffer."""
+        (result,), (source, mask) = op.outputs, inputs
+        tensor, keep = self.tensors[result], helper.get_node_attr_value(op.node, KEEP)
+        divisor = self._fresh(f"{TAG}keep")
+        self.initializers.append(helper.make_tensor(divisor, tensor.dtype, (), [keep]))
+        factor, scaled = self._fresh(f"{result}__mask{number}"), self._fresh(f"{result}__masked{number}")
+        for name in (factor, scaled):
+            self.shapes[name] = (tensor.dtype, *(size if dim is None else dim for size, dim in _dims(tensor)))
+        for node in (
+            helper.make_node("Cast", [mask], [factor], name=factor, to=tensor.dtype),
+            helper.make_node("Mul", [source, factor], [scaled], name=scaled),
+            helper.make_node("Div", [scaled, divisor], [""]),
+        ):
+            node.metadata_props.extend(op.node.metadata_props)
+            if node.name:
+                self._mark(node, op)
+            self.nodes.append(node)
+        self._name_outputs(self.nodes[-1], op, number, outputs)
 
     def _hold(self, held: str, original: str, trigger: str | None, hide: bool) -> str:
         """Pass `held` through a Reshape, after `trigger` if there is one; returns the name to read instead.

@@ -46,6 +46,8 @@ class Problem:
         An optional output: a recomputed occurrence that nobody reads need not produce it.
     workspace : int64 (n_ops,)
         Bytes of scratch memory alive only while the op runs.
+    rerun_workspace : int64 (n_ops,)
+        More of it, where the op is a recompute.
     cost : float64 (n_ops,)
         Seconds (or any unit; only ratios matter) of one execution.
     recomputable : bool (n_ops,)
@@ -73,6 +75,7 @@ class Problem:
     inplace_slots: Ints
     droppable: Flags
     workspace: Longs
+    rerun_workspace: Longs
     cost: Floats
     recomputable: Flags
     phase: npt.NDArray[np.int8]

@@ -70,9 +70,8 @@ def unroll(problem: Problem, schedule: Schedule) -> Unrolled:
                 steps.append(step)
         out_ptr.append(len(out_values))
     origin = np.concatenate([np.arange(base), np.asarray(source, np.int64)]).astype(np.int32)
-    first_time = np.zeros(len(origin), np.bool_)
-    first_time[np.unique(origin, return_index=True)[1]] = True
-    first_time[base:] = ~np.isin(np.arange(len(source)), _repeats(source))
+    first_time = np.ones(len(origin), np.bool_)
+    first_time[base:] = ~_repeated(np.asarray(source, np.int32))
     order = schedule.array()
     lengths = np.diff(problem.inplace_ptr)[slots]
     picks = [problem.inplace_slots[problem.inplace_ptr[s] : problem.inplace_ptr[s + 1]] for s in slots]
@@ -91,7 +90,8 @@ def unroll(problem: Problem, schedule: Schedule) -> Unrolled:
         inplace_ptr=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
         inplace_slots=np.concatenate([*picks, np.zeros(0, np.int32)]).astype(np.int32),
         droppable=np.zeros(len(slots), np.bool_),
-        workspace=problem.workspace[order],
+        workspace=problem.workspace[order] + np.where(_repeated(order), problem.rerun_workspace[order], 0),
+        rerun_workspace=np.zeros(len(order), np.int64),
         cost=problem.cost[order],
         recomputable=problem.recomputable[order],
         phase=problem.phase[order],
@@ -99,15 +99,11 @@ def unroll(problem: Problem, schedule: Schedule) -> Unrolled:
     return Unrolled(unrolled, base, np.asarray(source, np.int32), np.asarray(steps, np.int32))
 
 
-def _repeats(source: Sequence[int]) -> list[int]:
-    """Positions in `source` of values that occurred before."""
-    seen: set[int] = set()
-    repeats = []
-    for i, value in enumerate(source):
-        if value in seen:
-            repeats.append(i)
-        seen.add(value)
-    return repeats
+def _repeated(numbers: Ints) -> Flags:
+    """Which entries occurred before."""
+    again = np.ones(len(numbers), np.bool_)
+    again[np.unique(numbers, return_index=True)[1]] = False
+    return again
 
 
 def read_occurrences(problem: Problem, schedule: Schedule) -> list[bool]:

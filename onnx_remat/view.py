@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 
-from onnx_remat import costs, graph, memory, model_io, phases, runtime, shapes
+from onnx_remat import costs, draws, graph, memory, model_io, phases, runtime, shapes
 from onnx_remat.compile import OpTable, compile_problem, tabulate
 from onnx_remat.errors import ModelError, UsageError
 from onnx_remat.graph import INPUT, Graph
@@ -63,12 +63,13 @@ class Executed:
 
 
 def make_view(model: onnx.ModelProto, options: Options) -> View:
-    """Graph, shapes, facts, costs and phases of a model, compiled into a `Problem`."""
+    """Graph, shapes, facts, costs and phases of a model, compiled into a `Problem`; Dropouts are split (`draws`)."""
     ir = graph.build(model)
     shapes.check_declared(ir.model)
     _check_overwritten(ir)
     _check_allowed(ir, options.allow_recompute)
     tensors = shapes.infer(ir, options.dims)
+    ir = draws.split(ir, tensors)
     table = _keeping(ir, tabulate(ir, tensors, THREADS, options.allow_recompute), options.keep)
     problem = compile_problem(
         ir, tensors, table, costs.price(ir, tensors, options.costs), phases.split(ir, tensors, options.loss)

@@ -71,6 +71,7 @@ def problem_of(
         inplace_slots=np.zeros(0, np.int32),
         droppable=none,
         workspace=np.zeros(n, np.int64),
+        rerun_workspace=np.zeros(n, np.int64),
         cost=np.asarray(cost, np.float64),
         recomputable=~none,
         phase=np.where(np.asarray(backward, np.bool_), BACKWARD, FORWARD).astype(np.int8),

@@ -125,6 +125,7 @@ def problem(graph: Graph, device: Device, free: Sequence[Node] = ()) -> tuple[Pr
         shape_class=np.array(shape_class, np.int32), poolable=np.zeros(n_values, np.bool_),
         alias_slot=np.array(alias, np.int32), inplace_ptr=_pointers(inplace), inplace_slots=_flat(inplace),
         droppable=np.zeros(len(alias), np.bool_), workspace=np.zeros(len(ops), np.int64),
+        rerun_workspace=np.zeros(len(ops), np.int64),
         cost=np.array([seconds(node, device) for node in ops]),
         recomputable=np.array([_name(node) not in _RANDOM for node in ops]),
         phase=np.array([FORWARD if i <= last_forward else BACKWARD for i in range(len(ops))], np.int8),

@@ -26,6 +26,7 @@ def build(
     inplace: Mapping[int, Sequence[int]] | None = None,
     droppable: Sequence[int] = (),
     workspace: Sequence[int] | None = None,
+    rerun_workspace: Sequence[int] | None = None,
     cost: Sequence[float] | None = None,
     fixed: Sequence[int] = (),
     phase: Sequence[int] | None = None,
@@ -61,6 +62,7 @@ def build(
         inplace_slots=np.array([k for tried in lists for k in tried], np.int32),
         droppable=np.array([v in droppable for v in slots], np.bool_),
         workspace=np.asarray([0] * n if workspace is None else workspace, np.int64),
+        rerun_workspace=np.asarray([0] * n if rerun_workspace is None else rerun_workspace, np.int64),
         cost=np.asarray([1.0] * n if cost is None else cost, np.float64),
         recomputable=~flags(fixed, n),
         phase=np.asarray([FORWARD] * n if phase is None else phase, np.int8),
@@ -121,6 +123,7 @@ def random_problem(seed: int, n_ops: int, facts: bool = True) -> Problem:
         fixed=[i for i in range(n_ops) if facts and rng.random() < 0.1],
         phase=[FORWARD if i < n_ops // 2 else BACKWARD for i in range(n_ops)],
         hold_unread=bool(rng.random() < 0.7),
+        rerun_workspace=[int(rng.integers(0, 6)) if facts and rng.random() < 0.3 else 0 for _ in ops],
     )  # fmt: skip
 
 
@@ -130,11 +133,13 @@ def problems(most: int = 14) -> st.SearchStrategy[Problem]:
 
 
 def liveness_only(problem: Problem) -> Problem:
-    """The problem without shared buffers and views; what nobody reads is freed at once."""
+    """The problem without shared buffers and views; the unread is freed at once, first runs need what recomputes do."""
     return replace(
         problem,
         poolable=np.zeros_like(problem.poolable),
         alias_slot=np.full_like(problem.alias_slot, -1),
+        workspace=problem.workspace + problem.rerun_workspace,
+        rerun_workspace=np.zeros_like(problem.rerun_workspace),
         hold_unread=False,
     )
 
@@ -195,7 +200,8 @@ def cheapest(problem: Problem, budget: int, fixed_order: bool = True) -> float |
             others = sorted(live - reads[op] - {op})
             for kept in (c for k in range(len(others) + 1) for c in combinations(others, k)):
                 now = reads[op] | set(kept) | {op}
-                if sum(size[v] for v in now) + int(problem.workspace[op]) > budget:
+                scratch = int(problem.workspace[op]) + (int(problem.rerun_workspace[op]) if known else 0)
+                if sum(size[v] for v in now) + scratch > budget:
                     continue
                 state = (done | {op}, frozenset(now))
                 price = cost + float(problem.cost[op])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
 import onnx
 import pytest
 
@@ -75,16 +76,22 @@ def test_a_budget_that_is_kept_already_changes_nothing(mlp_model):
     assert "unchanged" in result.report.notes[0]
 
 
-@pytest.mark.parametrize("seed", ["none", "7"])
-def test_dropout_masks_are_kept_not_redrawn(seed):
-    """Random ops occur once: with the same generator state, gradients are those of the original."""
+@pytest.mark.parametrize(("seed", "budget"), [("none", "75%"), ("7", "75%"), ("7", "45%")])
+def test_dropout_masks_are_kept_not_redrawn(seed, budget):
+    """Masks are drawn once, products with them may be made again: the same generator state, the same gradients."""
     model = mlp(layers=8, batch=1024, width=32, seed_dropout=seed)
-    result = onnx_remat.rewrite_model(model, "75%", **LIMIT)
+    ratio = next(t for t in model.graph.initializer if t.name == "ratio")
+    ratio.CopyFrom(onnx.numpy_helper.from_array(np.float32(0.3), "ratio"))  # one that does not divide exactly
+    result = onnx_remat.rewrite_model(model, budget, **LIMIT)
     drops = [n for n in result.model.graph.node if n.op_type == "Dropout"]
     assert len(drops) == 8
+    if budget == "45%":
+        assert any(label.startswith("drop") for label in result.recomputed)
     if seed != "none":
         feeds = feeds_for(model)
         assert same_bits(run_model(model, feeds), run_model(result.model, feeds))
+    report = onnx_remat.rewrite_model(model, budget, verify="run", **LIMIT).report
+    assert report.measured.outputs_equal == "bitwise equal (random draws fixed)" and report.measured.order_kept
 
 
 def test_symbolic_dims_stay_symbolic_and_any_size_runs():

@@ -81,6 +81,9 @@ def naive_steps(problem: Problem, order: list[int]) -> list[int]:
             if shared and not buffers[b]["open"] and not buffers[b]["held"]:
                 dead.append(b)
     result = [problem.base_bytes + int(problem.workspace[op]) for op in order]
+    for step, op in enumerate(order):
+        if op in order[:step]:
+            result[step] += int(problem.rerun_workspace[op])
     for b in buffers:
         end = b["end"] if b["end"] >= 0 else (len(order) - 1 if problem.hold_unread else b["start"])
         for step in range(b["start"], (len(order) - 1 if b["held"] else end) + 1):

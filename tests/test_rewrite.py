@@ -205,7 +205,7 @@ class Written:
         return self.result.model
 
     def step_names(self) -> list[str]:
-        """Names of the nodes that the steps became, in the order of the schedule."""
+        """Names of the nodes that the steps became, in the order of the schedule; a draw has its product's."""
         counts: dict[int, int] = {}
         out = []
         for op in self.schedule.order:
@@ -219,7 +219,8 @@ class Written:
         problem, ops = self.view.problem, self.view.graph.ops
         heavy = heavy_steps(problem, self.schedule, light_limit(problem, self.schedule, self.limit))
         moved = [_is_absorbed(self.view.graph, ops[op]) for op in self.schedule.order]
-        return [n for n, is_heavy, m in zip(self.step_names(), heavy, moved, strict=True) if is_heavy and not m]
+        names = zip(self.step_names(), heavy, moved, strict=True)
+        return list(dict.fromkeys(name for name, is_heavy, has_moved in names if is_heavy and not has_moved))
 
 
 def write(model: onnx.ModelProto, schedule: Schedule | None = None, **more: object) -> Written:
@@ -325,20 +326,29 @@ def test_what_is_written_is_tidy(seed, layers, share):
     nodes = {node.name: node for node in graph.node}
     originals = {node.name: node for node in model.graph.node}
     steps = written.step_names()
-    assert [n.name for n in graph.node if n.name in set(steps)] == steps  # the file lists them in that order
+    inside = list(dict.fromkeys(steps))
+    assert [n.name for n in graph.node if n.name in set(steps)] == inside  # the file lists them in that order
+    products = 0
     for name, op in zip(steps, schedule.order, strict=True):
         label = view.graph.ops[op].node.name
         notes = properties(nodes[name])
+        assert notes == ({} if name == label else {RECOMPUTE_KEY: label})
+        if name != label and originals[label].op_type == "Dropout":  # spelled out
+            assert nodes[name].op_type == "Div"
+            products += 1
+            continue
         assert nodes[name].op_type == originals[label].op_type
         assert nodes[name].attribute == originals[label].attribute or originals[label].op_type == "If"
-        assert notes == ({} if name == label else {RECOMPUTE_KEY: label})
-    clones = [n for n in graph.node if RECOMPUTE_KEY in properties(n)]
-    assert len(clones) == len(schedule.order) - len(model.graph.node) == len(written.result.recomputed)
+    recomputed = [n for n in graph.node if RECOMPUTE_KEY in properties(n)]
+    clones = [n for n in recomputed if n.name in set(steps)]
+    spelled = [n.op_type for n in recomputed if n.name not in set(steps)]
+    assert spelled == ["Cast", "Mul"] * products
+    assert len(clones) == len(inside) - len(model.graph.node) == len(written.result.recomputed)
     assert not {n.op_type for n in clones} & {"Dropout", "If"}
-    helpers = [n for n in graph.node if n.name not in set(steps)]
+    helpers = [n for n in graph.node if n.name not in set(steps) and RECOMPUTE_KEY not in properties(n)]
     assert {n.op_type for n in helpers} <= {"Size", "Mul", "Reshape"}
     assert all(properties(n).get(CONTROL_KEY, made[0]) in made for n in helpers)
-    assert len(clones) + len(helpers) == written.result.nodes_added
+    assert len(recomputed) + len(helpers) == written.result.nodes_added
     assert json.loads(stored.pop(f"{TAG}recomputed")) == [next(filter(None, n.output)) for n in clones]
     assert {n.output[0] for n in helpers}.issuperset(json.loads(stored.pop(f"{TAG}control_edges")))
     assert stored == {"author": "me", f"{TAG}version": "test", f"{TAG}budget_bytes": str(written.limit)}

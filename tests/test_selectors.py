@@ -104,6 +104,25 @@ def test_exact_search_and_bounds_agree_with_brute_force(seed: int) -> None:
         assert found.overhead(problem) <= least * 1.01 + 1e-9
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_exact_and_bounds_know_what_only_a_recompute_needs(seed: int) -> None:
+    """First runs do not pay for it; search, which counts it always, still keeps the budget and costs no less."""
+    problem = plain_problem(seed)
+    scratch = np.random.default_rng(seed).integers(0, 5, problem.n_ops)
+    problem = replace(problem, rerun_workspace=scratch.astype(np.int64))
+    for budget in some_budgets(problem):
+        least = cheapest(problem, budget)
+        proof = solve(problem, budget, 5.0)
+        assert (proof.schedule is None) == (least is None)
+        if least is None or proof.schedule is None:
+            continue
+        assert simulate(problem, proof.schedule).peak <= budget
+        assert math.isclose(proof.schedule.overhead(problem), least, abs_tol=1e-4)
+        assert cost_lower_bound(problem, budget, range(problem.n_ops)) <= least + 1e-9
+        found = get("search")(Request(problem, budget, baseline(problem), fixed_order=True, work=5000))
+        assert simulate(problem, found).peak > budget or found.overhead(problem) >= least - 1e-9
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_free_order_agrees_with_brute_force(seed: int) -> None:
     """Any order of first executions: search reaches the least cost, and the bound for any order is below it."""

@@ -33,6 +33,8 @@ class Core(NamedTuple):
         Graph outputs: kept from their first execution to the end.
     droppable : bool (n_values,)
         See `Problem.droppable`.
+    workspace : int64 (n_ops,)
+        Of a recompute, which may take more than the first run.
     """
 
     in_ptr: Ints
@@ -122,8 +124,8 @@ def viewless(problem: Problem, fixed_order: bool = False) -> Viewless:
     recomputable &= ~_stuck(problem, is_view)
     core = Core(
         _ints(in_ptr), _ints(in_values), _ints(out_ptr), _ints(out_values), _ints(take_ptr), _ints(take),
-        made_by, problem.nbytes, held, droppable, problem.workspace, problem.cost, recomputable,
-        problem.hold_unread,
+        made_by, problem.nbytes, held, droppable, problem.workspace + problem.rerun_workspace, problem.cost,
+        recomputable, problem.hold_unread,
     )  # fmt: skip
     return Viewless(problem, core, np.flatnonzero(~is_view).astype(np.int32), root, fixed_order)
 
@@ -152,7 +154,7 @@ def _takers(problem: Problem, op: int, slot: int, slots: list[int], reads: list[
     found = []
     for k in problem.inplace_slots[problem.inplace_ptr[slot] : problem.inplace_ptr[slot + 1]]:
         same = problem.shape_class[inputs[k]] == problem.shape_class[value] >= 0
-        if same and not problem.is_output[value] and slots[k] in reads and slots.count(slots[k]) == 1:
+        if same and slots[k] in reads and slots.count(slots[k]) == 1:
             found.append(reads.index(slots[k]))
     return found
 

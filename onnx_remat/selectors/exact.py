@@ -90,7 +90,8 @@ def solve(problem: Problem, budget: int, effort: float, hint: Schedule | None = 
                 if held and (v in before or maker == i):
                     model.add(now >= before.get(v, here))
                 after[v] = now
-            room = budget - problem.base_bytes - int(problem.workspace[i])
+            scratch = int(problem.workspace[i]) + (int(problem.rerun_workspace[i]) if i < t else 0)
+            room = budget - problem.base_bytes - scratch
             model.add(sum(size * flag for flag, size in occupied) <= room).only_enforce_if(here)
             before = after
     if hint is not None:

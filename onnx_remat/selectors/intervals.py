@@ -81,17 +81,19 @@ def in_place(s, e):  # type: ignore[no-untyped-def]
     op = s.ops[event.op]
     start = op.slot + op.reads
     bonus = np.int64(0)
+    taken = np.int64(0)  # a bit for each input that an output before took
     for k in range(start, start + op.writes):
+        y = event.node + k - op.slot
+        made = s.values[s.nodes[y].value]
+        first = s.nodes[y].before < 0
+        if made.held if first else made.droppable and ends(s, y):
+            continue
         for j in range(s.take_ptr[k], s.take_ptr[k + 1]):
             x = event.node + s.take[j]
-            taken = False
-            for i in range(s.take_ptr[start], j):
-                taken = taken or s.take[i] == s.take[j]
-            if not taken and not s.values[s.nodes[x].value].held and ends(s, x):
-                y = event.node + k - op.slot
-                made = s.values[s.nodes[y].value]
-                if not (made.droppable and s.nodes[y].before >= 0 and ends(s, y)):
-                    bonus += made.nbytes
+            bit = np.int64(1) << np.int64(min(s.take[j], 62))
+            if not taken & bit and not s.values[s.nodes[x].value].held and ends(s, x):
+                bonus += made.nbytes
+                taken |= bit
                 break
     if bonus != event.bonus:
         _hold(s, event.place, event.place, event.bonus - bonus)
