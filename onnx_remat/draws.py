@@ -94,6 +94,7 @@ def _parts(
     draw.op_type, draw.domain, draw.output[:] = DRAW, SPLIT, [mask]
     product.CopyFrom(node)
     product.op_type, product.domain, product.output[:] = PRODUCT, SPLIT, [result]
+    product.name = op.label  # recomputes are told by the Dropout's
     product.input[:] = [node.input[0], mask]
     product.ClearField("attribute")
     product.attribute.append(helper.make_attribute(KEEP, float(keep)))

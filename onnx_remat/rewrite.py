@@ -176,50 +176,51 @@ class _Writer:
         """Append the nodes of every step, each behind the control edge or the Reshape that it needs."""
         count = [0] * len(self.graph.ops)
         self._shared = {number for number, members in Counter(group.tolist()).items() if number >= 0 and members > 1}
-        made: list[list[str]] = []
+        made: list[str] = []  # first result of each step
         occurrence = 0
         draw: Op | None = None
         for step, index in enumerate(schedule.order):
             op = self.graph.ops[index]
-            inputs = [self._latest[name] if name else "" for name in op.inputs]
             makes: dict[str, int] = {}
             while occurrence < len(unrolled.step) and unrolled.step[occurrence] == step:
                 makes[self._names[unrolled.source[occurrence]]] = int(group[occurrence])
                 occurrence += 1
-            if is_draw(op):  # written with the product, which is the next step
-                self._occur(op.outputs[0], op.outputs[0], makes[op.outputs[0]])
-                made.append([op.outputs[0]])
-                draw = op
-                continue
-            if is_product(op) and count[index]:
-                last = made[after[step]][0] if step in after else inputs[0]
-                inputs[1] = self._hold(inputs[1], op.inputs[1], last, True)
-                self._multiply(op, count[index], inputs, makes)
-                count[index] += 1
-                made.append([self._latest[op.outputs[0]]])
-                continue
-            for written in facts(op.node.domain, op.node.op_type).overwrites if count[index] else ():
-                inputs[written] = self._copy(inputs[written])
-            steps = [step - 1, step] if draw is not None else [step]
-            pinned = next((s for s in steps if s in after), None)
+            steps = (step,) if draw is None else (step - 1, step)
+            trigger = next((made[after[s]] for s in steps if s in after), None)
             hide = not hidden.isdisjoint(steps)
-            if pinned is not None or hide:
-                slot = slots[index]
-                assert slot is not None, op.label
-                trigger = made[after[pinned]][0] if pinned is not None else None
-                inputs[slot] = self._hold(inputs[slot], op.inputs[slot], trigger, hide)
+            if is_draw(op):  # its Dropout is written with the product, which is the next step
+                draw = op
+                self._occur(op.outputs[0], op.outputs[0], makes[op.outputs[0]])
+            elif is_product(op) and count[index]:
+                self._multiply(op, count[index], trigger, makes)
+            else:
+                held = slots[index] if trigger or hide else None
+                assert held is not None or not (trigger or hide), op.label
+                self._write_node(op, count[index], held, trigger, hide, makes, draw)
+                draw = None
+            count[index] += 1
+            made.append(self._latest[next(iter(makes))])
+
+    def _write_node(
+        self, op: Op, number: int, held: int | None, trigger: str | None, hide: bool, makes: Mapping[str, int],
+        draw: Op | None,
+    ) -> None:  # fmt: skip
+        """Append an occurrence of an op, input slot `held` behind a Reshape; with its draw, a product is a Dropout."""
+        inputs = [self._latest[name] if name else "" for name in op.inputs]
+        for written in facts(op.node.domain, op.node.op_type).overwrites if number else ():
+            inputs[written] = self._copy(inputs[written])
+        if held is not None:
+            inputs[held] = self._hold(inputs[held], op.inputs[held], trigger, hide)
+        if draw is None:
             node = onnx.NodeProto()
             node.CopyFrom(op.node)
-            node.input[:] = inputs
-            if draw is not None:
-                node = whole(draw, op)
-                node.input[:] = [inputs[0], *(self._latest[name] if name else "" for name in draw.inputs[1:])]
-                draw = None
-            _rename_captures(node, {n: self._latest[n] for n in op.captured if self._latest[n] != n})
-            self._name_outputs(node, op, count[index], makes)
-            count[index] += 1
-            self.nodes.append(node)
-            made.append([name for name in node.output if name])
+        else:
+            node = whole(draw, op)
+            inputs = [inputs[0], *(self._latest[name] if name else "" for name in draw.inputs[1:])]
+        node.input[:] = inputs
+        _rename_captures(node, {n: self._latest[n] for n in op.captured if self._latest[n] != n})
+        self._name_outputs(node, op, number, makes)
+        self.nodes.append(node)
 
     def _check_opset(self) -> None:
         opset = next((o.version for o in self.graph.model.opset_import if o.domain in STANDARD_DOMAINS), 0)
@@ -259,10 +260,11 @@ class _Writer:
         self.occurrences.append(new)
         self._declare(new, value, group)
 
-    def _multiply(self, op: Op, number: int, inputs: Sequence[str], outputs: Mapping[str, int]) -> None:
+    def _multiply(self, op: Op, number: int, trigger: str | None, makes: Mapping[str, int]) -> None:
         """A Dropout's product again, spelled out; of a mask of unseen shape, what comes in between shares no buffer."""
-        (result,), (source, mask) = op.outputs, inputs
+        (result,), (source, mask) = op.outputs, (self._latest[name] for name in op.inputs)
         tensor, keep = self.tensors[result], helper.get_node_attr_value(op.node, KEEP)
+        mask = self._hold(mask, op.inputs[1], trigger or source, True)
         divisor = self._fresh(f"{TAG}keep")
         self.initializers.append(helper.make_tensor(divisor, tensor.dtype, (), [keep]))
         factor, scaled = self._fresh(f"{result}__mask{number}"), self._fresh(f"{result}__masked{number}")
@@ -277,7 +279,7 @@ class _Writer:
             if node.name:
                 self._mark(node, op)
             self.nodes.append(node)
-        self._name_outputs(self.nodes[-1], op, number, outputs)
+        self._name_outputs(self.nodes[-1], op, number, makes)
 
     def _hold(self, held: str, original: str, trigger: str | None, hide: bool) -> str:
         """Pass `held` through a Reshape, after `trigger` if there is one; returns the name to read instead.

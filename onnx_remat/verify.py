@@ -78,14 +78,12 @@ def run(
         Outputs differ, the order is not the file's, or the measured peak exceeds the budget.
     """
     models = {"before": original, "after": rewritten}
-    by_chance, races = bool(chance.random_nodes(original)), bool(chance.race_warnings(original))
+    races = bool(chance.race_warnings(original))
     with tempfile.TemporaryDirectory(prefix="onnx-remat-") as scratch:
         home = Path(scratch)
         paths = {name: _written(model, folder, home / name) for name, model in models.items()}
-        equals = paths
-        if by_chance:
-            equals = {n: _written(chance.without_chance(m, tensors), folder, home / f"{n}.settled")
-                      for n, m in models.items()}  # fmt: skip
+        settled = without_chance((original, rewritten), folder, home / "settled", tensors)
+        equals = dict(zip(models, settled, strict=True)) if settled else paths
         equal = bitwise(equals["before"], equals["after"], dims)
         for name, path in equals.items():
             measuring.measure(path, outputs=home / f"{name}.npz", dims=dims, threads=1 if races else 0)
@@ -107,13 +105,29 @@ def run(
         after_default=default["after"].peak_bytes,
         before_seconds=seconds[0],
         after_seconds=seconds[1],
-        outputs_equal=equal + (" (random draws fixed)" if by_chance else "") + (" on one thread" if races else ""),
+        outputs_equal=equal + (" (random draws fixed)" if settled else "") + (" on one thread" if races else ""),
         order_kept=_order_kept(order, executed),
     )
 
 
+def without_chance(
+    models: tuple[onnx.ModelProto, onnx.ModelProto], folder: Path | None, home: Path, tensors: Mapping[str, Tensor]
+) -> tuple[Path, Path] | None:
+    """Original and rewritten model with the same draws, written beneath `home`; None where nothing is drawn.
+
+    See `chance.without_chance`; `tensors` are the shapes of the original's values.
+    """
+    if not chance.random_nodes(models[0]):
+        return None
+    before, after = (
+        _written(chance.without_chance(model, tensors), folder, home / name)
+        for model, name in zip(models, ("before", "after"), strict=True)
+    )
+    return before, after
+
+
 def _written(model: onnx.ModelProto, folder: Path | None, home: Path) -> Path:
-    home.mkdir()
+    home.mkdir(parents=True)
     return runtime.write_beside(model, folder, home)
 
 

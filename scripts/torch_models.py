@@ -78,22 +78,24 @@ def _with_head(model: Any) -> Any:
     return model
 
 
-def gpt2(layers: int, width: int = 768, words: int = 50257, batch: int = 2, length: int = 128) -> Case:
-    """GPT-2 without dropout."""
+def gpt2(
+    layers: int, width: int = 768, words: int = 50257, batch: int = 2, length: int = 128, dropout: float = 0.0
+) -> Case:
+    """GPT-2, without dropout unless asked for."""
     library = _import_transformers()
     config = library.GPT2Config(
-        n_layer=layers, n_embd=width, n_head=width // 64, vocab_size=words, resid_pdrop=0.0, embd_pdrop=0.0,
-        attn_pdrop=0.0, use_cache=False, bos_token_id=None, eos_token_id=None,
+        n_layer=layers, n_embd=width, n_head=width // 64, vocab_size=words, resid_pdrop=dropout,
+        embd_pdrop=dropout, attn_pdrop=dropout, use_cache=False, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
     return _language(library.GPT2LMHeadModel(config), words, batch, length)
 
 
-def bert(width: int = 768, words: int = 30522, batch: int = 8, length: int = 128) -> Case:
-    """BERT base as a masked language model, without dropout."""
+def bert(width: int = 768, words: int = 30522, batch: int = 8, length: int = 128, dropout: float = 0.0) -> Case:
+    """BERT base as a masked language model, without dropout unless asked for."""
     library = _import_transformers()
     config = library.BertConfig(
         hidden_size=width, num_attention_heads=width // 64, intermediate_size=4 * width, vocab_size=words,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
     )  # fmt: skip
     return _language(library.BertForMaskedLM(config), words, batch, length)
 
@@ -118,10 +120,12 @@ MODELS: dict[str, Callable[[], Case]] = {
     "vit_b-half": vit_b_half,
     "gpt2-4": lambda: gpt2(4),
     "gpt2-4-half": lambda: gpt2(4, 384, 8192, 4, 256),
+    "gpt2-4-half-dropout": lambda: gpt2(4, 384, 8192, 4, 256, 0.1),
     "gpt2-12": lambda: gpt2(12),
     "gpt2-12-half": lambda: gpt2(12, 384, 8192, 4, 256),
     "bert": bert,
     "bert-half": lambda: bert(384, 8192, 4, 256),
+    "bert-half-dropout": lambda: bert(384, 8192, 4, 256, 0.1),
     "llama": llama,
 }
 

@@ -1,0 +1,135 @@
+"""Dropouts in two: which are split, where their draws go, and that a product made again is the kernel's own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, parser
+
+from onnx_remat import costs, draws, graph, runtime, shapes
+from onnx_remat.memory import simulate
+from onnx_remat.options import Options
+from onnx_remat.realize import realize
+from onnx_remat.schedule import Schedule, check_schedule
+from onnx_remat.view import View, make_view
+
+MODEL = """
+<ir_version: 10, opset_import: ["" : 20]>
+step (KIND[512, 64] x, KIND[512, 64] g, RATIO) => (KIND[512, 64] dx, KIND[512, 64] late, loss)
+<bool train = {1}> {
+    a = Tanh (x)
+    y, mask = Dropout <seed = 3> (a, ratio, train)
+    yy = Mul (y, y)
+    loss = ReduceSum <keepdims = 0> (yy)
+    kept = Cast <to = TYPE> (mask)
+    dx = Mul (g, kept)
+    late = Mul (y, dx)
+}
+"""
+
+
+def model(ratio: float = 0.3, dtype: int = TensorProto.FLOAT, **changes: str) -> onnx.ModelProto:
+    """A step that reads a Dropout's result twice and its mask once; `changes` are made to its text."""
+    kind = {TensorProto.FLOAT: "float", TensorProto.DOUBLE: "double", TensorProto.FLOAT16: "float16"}[dtype]
+    text = MODEL.replace("KIND", kind).replace("TYPE", str(dtype)).replace(", RATIO", changes.pop("ratio_input", ""))
+    for old, new in changes.values():
+        assert old in text
+        text = text.replace(old, new)
+    step = parser.parse_model(text)
+    if "ratio" not in {value.name for value in step.graph.input}:
+        step.graph.initializer.append(onnx.numpy_helper.from_array(np.float32(ratio), "ratio"))
+    return step
+
+
+def view_of(step: onnx.ModelProto) -> View:
+    return make_view(step, Options())
+
+
+def op_types(view: View) -> list[str]:
+    return [op.node.op_type for op in view.graph.ops]
+
+
+def test_a_dropout_whose_mask_is_read_is_a_draw_and_a_product() -> None:
+    view = view_of(model())
+    assert op_types(view)[:4] == ["Tanh", "DropoutDraw", "DropoutProduct", "Mul"]
+    ((draw, product),) = draws.pairs(view.graph)
+    assert view.table.recomputable[product] and not view.table.recomputable[draw]
+    assert view.graph.n_nodes() == len(view.graph.ops) - 1
+    assert view.graph.ops[product].reads == ("a", "mask")
+    assert draws.whole(view.graph.ops[draw], view.graph.ops[product]) == view.graph.model.graph.node[1]
+
+
+@pytest.mark.parametrize(
+    "whole",
+    [
+        model(dtype=TensorProto.FLOAT16),
+        model(ratio_input=", float ratio"),
+        model(still=("train = {1}", "train = {0}")),
+        model(asked=("loss)", "loss, y)")),
+        model(unread=("Cast <to = 1> (mask)", "Identity (g)")),
+    ],
+    ids=["half precision", "ratio known at run time", "does not train", "is an output", "nobody reads the mask"],
+)
+def test_others_stay_whole(whole: onnx.ModelProto) -> None:
+    assert "Dropout" in op_types(view_of(whole))
+
+
+@pytest.mark.parametrize("dtype", [TensorProto.FLOAT, TensorProto.DOUBLE])
+@pytest.mark.parametrize("ratio", [0.1, 0.3, 1 / 3, 0.5, 0.9, 0.0])
+@pytest.mark.parametrize("level", ["disable", "all"])
+def test_a_product_made_again_is_the_kernels_to_the_last_bit(ratio: float, dtype: int, level: str) -> None:
+    step = model(ratio, dtype)
+    view = view_of(step)
+    number = {op.node.op_type: op.index for op in view.graph.ops}
+    order = list(range(view.problem.n_ops))
+    order.insert(order.index(number["Mul"]), number["DropoutProduct"])  # right before `late`
+    schedule = Schedule(tuple(order))
+    check_schedule(view.problem, schedule)
+    written = realize(view.graph, view.tensors, view.table, view.problem, schedule, 10**9, {})
+    assert written.recomputed == ("Dropout->y",)
+    late = next(n for n in written.model.graph.node if "late" in n.output)
+    assert late.input[0] == "y__remat1"
+    assert [n.op_type for n in written.model.graph.node].count("Dropout") == 1
+    rng = np.random.default_rng(0)
+    numpy_type = helper.tensor_dtype_to_np_dtype(dtype)
+    feeds = {name: rng.standard_normal((512, 64)).astype(numpy_type) for name in "xg"}
+    before, after = (runtime.outputs(m, feeds, level) for m in (step, written.model))
+    assert all(before[name].tobytes() == after[name].tobytes() for name in before)
+    assert (before["dx"] != 0).mean() == pytest.approx(1 - ratio, abs=0.02)
+
+
+def test_draws_go_where_their_products_are() -> None:
+    view = view_of(model())
+    (pair,) = draws.pairs(view.graph)
+    tanh, draw, product, *rest = range(view.problem.n_ops)
+    assert pair == (draw, product)
+    far = Schedule((tanh, draw, *rest[2:3], product, *rest[:2], *rest[3:]))  # the mask's Cast in between
+    check_schedule(view.problem, far)
+    assert draws.adjoined(view.graph, view.problem, far).order[:4] == (tanh, draw, product, rest[2])
+    near = view.default_order()
+    moved = draws.adjoined(view.graph, view.problem, near)
+    at = moved.order.index(draw)
+    assert moved.order[at + 1] == product
+    assert draws.adjoined(view.graph, view.problem, moved) == moved
+    check_schedule(view.problem, moved)
+
+
+def test_only_a_product_made_again_needs_room_for_what_comes_in_between() -> None:
+    problem = view_of(model()).problem
+    order = [*range(problem.n_ops - 1), 2, problem.n_ops - 1]
+    found = simulate(problem, order).step_bytes
+    without = simulate(replace(problem, rerun_workspace=np.zeros_like(problem.workspace)), order).step_bytes
+    size = 512 * 64 * 4
+    assert found[2] == problem.base_bytes + 2 * size + 512 * 64  # a, y and the mask
+    assert (found - without).tolist() == [size if step == problem.n_ops - 1 else 0 for step in range(len(order))]
+
+
+def test_a_draw_and_its_product_cost_what_the_dropout_does() -> None:
+    step = model()
+    tensors = shapes.infer(graph.build(step))
+    whole = costs.price(graph.build(step), tensors)
+    split = costs.price(draws.split(graph.build(step), tensors), tensors)
+    assert split[1] + split[2] == pytest.approx(max(whole[1], split[2]))
