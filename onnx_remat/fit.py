@@ -28,6 +28,7 @@ _WARM = 0.97  # of the target: steps above this count as peaks when looking for 
 _ANYTIME = ("search", "auto", "exact")  # selectors that use the time they are given
 _EASE = 1.02  # of the lowest budget found: a search for just that would have to be as lucky again
 _PLANS = 6  # plans made when the written file misses the budget that the plan kept
+_GOING_ON = 0.5  # of the time limit for each after the first: they start from the plans before
 
 
 Stage = Callable[[str], AbstractContextManager[None]]
@@ -127,7 +128,8 @@ def fit(
     for _ in range(_PLANS):
         with stage("plan"):
             try:
-                plan = make_plan(view, allowed, target, options, plans)
+                less = replace(options, time_limit=options.time_limit * _GOING_ON) if plans else options
+                plan = make_plan(view, allowed, target, less, plans)
                 plans = (*plans, plan.schedule)
             except BudgetInfeasibleError:
                 if not plans:
