@@ -22,6 +22,7 @@ from onnx_remat.view import THREADS, as_executed, reserves
 SAMPLES = Path(__file__).parent.parent / "sample_models"
 
 MIB = 1 << 20
+STEPS = 4
 
 
 def step(sizes: list[int], events: list[int]) -> Requests:
@@ -134,9 +135,9 @@ _OBSERVE = """
 import sys
 import onnxruntime as ort
 from onnx_remat.probe import random_feeds
-from onnx_remat.training import Loop
+from onnx_remat.training import Loop, renewals
 
-path, strategy, limit, steps, threads, fed_back = sys.argv[1], *map(int, sys.argv[2:])
+path, strategy, limit, steps, threads, how = sys.argv[1], *map(int, sys.argv[2:6]), sys.argv[6]
 ort.set_default_logger_severity(1)
 where = ort.OrtMemoryInfo("Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT)
 ort.create_and_register_allocator(where, ort.OrtArenaCfg({"max_mem": limit, "arena_extend_strategy": strategy}))
@@ -147,17 +148,25 @@ options.add_session_config_entry("session.intra_op.allow_spinning", "0")
 options.add_session_config_entry("session.use_env_allocators", "1")
 session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 feeds = random_feeds(session, {})
-loop = Loop(session, feeds, "loss") if fed_back else None
+names = [value.name for value in session.get_outputs()]
+renewed = renewals(feeds, names) if how == "fed back" else {}
+loop = Loop(session, feeds, "loss") if how == "loop" else None
 print("RUN", file=sys.stderr, flush=True)
 for _ in range(steps):
-    loop.step() if loop else session.run(None, feeds)
+    if loop:
+        loop.step()
+        continue
+    made = dict(zip(names, session.run(names, feeds)))
+    feeds |= {renewed[name]: made[name] for name in renewed}  # arrays of session.run are the arena's own memory
+    del made
 print("DONE", file=sys.stderr, flush=True)
 """
 
 
-def observe(path: Path, doubling: bool, fed_back: bool, steps: int, limit: int = 0) -> tuple[int, int, bool]:
+def observe(name: str, doubling: bool, how: str, limit: int = 0) -> tuple[int, int, bool]:
     """Bytes of weights in ONNX Runtime's arena, bytes of its regions by its own log, and whether the steps ran."""
-    arguments = [int(not doubling), limit, steps, THREADS, int(fed_back)]
+    path = SAMPLES / f"{name}.onnx"
+    arguments = [int(not doubling), limit, STEPS, THREADS, how]
     done = subprocess.run(
         [sys.executable, "-c", _OBSERVE, str(path), *map(str, arguments)],
         capture_output=True, text=True, errors="replace", check=False,
@@ -167,24 +176,35 @@ def observe(path: Path, doubling: bool, fed_back: bool, steps: int, limit: int =
     return weights, regions, "DONE\n" in done.stderr
 
 
-@pytest.mark.parametrize("fed_back", [False, True])
-@pytest.mark.parametrize("doubling", [False, True])
-@pytest.mark.parametrize("name", ["attention_stack", "residual_cnn"])
-def test_regions_are_those_of_onnxruntime(name: str, doubling: bool, fed_back: bool) -> None:
-    pytest.importorskip("onnxruntime")
+def foreseen(name: str, doubling: bool, how: str) -> int:
+    """Bytes of the arena's regions, as `observe` should find them."""
     source = model_io.load(SAMPLES / f"{name}.onnx")
     executed = as_executed(source.model, source.folder, "all", parse_options({}))
     timeline, values = executed.timeline(), executed.view.graph.values
     inputs = [name for name, value in values.items() if value.kind == INPUT]
     renewed = renewals(inputs, [name for name, value in values.items() if value.is_output])
-    kept = np.array([fed_back and name in renewed for name in values])
+    kept = np.array([how == "fed back" and name in renewed for name in values])
     requested = requests(executed.order, timeline, executed.view.table.workspace)
-    found = run(requested, doubling=doubling, kept=kept, steps=4).reserved
-    weights, regions, ran = observe(SAMPLES / f"{name}.onnx", doubling, fed_back, 4)
+    return run(requested, doubling=doubling, kept=kept, steps=STEPS).reserved
+
+
+@pytest.mark.parametrize("how", ["plain", "fed back"])
+@pytest.mark.parametrize("doubling", [False, True])
+@pytest.mark.parametrize("name", ["attention_stack", "residual_cnn"])
+def test_regions_are_those_of_onnxruntime(name: str, doubling: bool, how: str) -> None:
+    pytest.importorskip("onnxruntime")
+    found = foreseen(name, doubling, how)
+    weights, regions, ran = observe(name, doubling, how)
     assert (regions, ran) == (found, True)
     if not doubling:
-        assert observe(SAMPLES / f"{name}.onnx", False, fed_back, 4, weights + found)[2]
-        assert not observe(SAMPLES / f"{name}.onnx", False, fed_back, 4, weights + found - 256)[2]
+        assert observe(name, False, how, weights + found)[2]
+        assert not observe(name, False, how, weights + found - 256)[2]
+
+
+def test_a_loop_leaves_no_state_in_the_arena() -> None:
+    pytest.importorskip("onnxruntime")
+    plain, fed_back = (foreseen("attention_stack", False, how) for how in ("plain", "fed back"))
+    assert observe("attention_stack", False, "loop")[1] == plain < fed_back
 
 
 def test_reserves_count_weights_and_inputs() -> None:
