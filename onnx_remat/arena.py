@@ -26,8 +26,10 @@ from numba import njit
 from onnx_remat.memory import Timeline
 from onnx_remat.schedule import Flags, Ints, Longs, Schedule
 
-STEPS = 50
-"""Steps after which an arena is looked at where state stays in it: on the samples it grows no more, or by 4 %."""
+MOST_STEPS = 50
+"""Steps after which an arena is looked at where state stays in it: on the samples it grows no more then, or by 4 %."""
+
+_MOST_EVENTS = 1_000_000  # in all these steps: those of larger graphs are fewer, three at least
 
 _UNIT = 256
 _MAX_DEAD = 128 << 20
@@ -108,7 +110,7 @@ def requests(order: Schedule, timeline: Timeline, scratch: Sequence[Sequence[int
     )
 
 
-def run(step: Requests, *, doubling: bool, kept: Flags | None = None, steps: int = STEPS) -> Arena:
+def run(step: Requests, *, doubling: bool, kept: Flags | None = None, steps: int | None = None) -> Arena:
     """Let a fresh arena serve a step again and again.
 
     Parameters
@@ -118,9 +120,11 @@ def run(step: Requests, *, doubling: bool, kept: Flags | None = None, steps: int
         ``kNextPowerOfTwo`` if true, else ``kSameAsRequested``.
     kept : bool (n_values,), optional
         Outputs that the next step reads: they come back at its end, all others at the end of their own step.
-    steps : int
-        How often. Where nothing is kept, two or three tell all.
+    steps : int, optional
+        How often; `MOST_STEPS` unless given, fewer of a large step. Where nothing is kept, two or three tell all.
     """
+    if steps is None:
+        steps = min(MOST_STEPS, max(3, _MOST_EVENTS // max(1, len(step.events))))
     keep = np.zeros(len(step.size), np.bool_) if kept is None else (step.owner >= 0) & kept[step.owner]
     in_use, touched, reserved = _replay(step.events, step.size, keep, steps, doubling)
     return Arena(int(in_use), int(touched), int(reserved))
