@@ -20,18 +20,21 @@ from onnx_remat.memory import simulate
 from onnx_remat.schedule import Problem
 from onnx_remat.shapes import Tensor, infer
 from onnx_remat.training_ops import is_pure_contrib
-from onnx_remat.workspace import workspace_bytes
+from onnx_remat.workspace import workspace_blocks
 
 STANDARD_DOMAINS = ("", "ai.onnx")
 
 
 @dataclass(frozen=True, slots=True)
 class OpTable:
-    """Per op of a graph, what the analyses need to know beyond its edges; rows are op indices."""
+    """Per op of a graph, what the analyses need to know beyond its edges; rows are op indices.
+
+    `workspace` holds the bytes of each block of scratch memory.
+    """
 
     recomputable: tuple[bool, ...]
     foldable: tuple[bool, ...]
-    workspace: tuple[int, ...]
+    workspace: tuple[tuple[int, ...], ...]
     rerun_workspace: tuple[int, ...]
 
 
@@ -66,7 +69,7 @@ def tabulate(graph: Graph, tensors: Mapping[str, Tensor], threads: int, allow: S
         foldable=foldable,
         rerun_workspace=tuple(tensors[op.writes[0]].nbytes if is_product(op) else 0 for op in graph.ops),
         workspace=tuple(
-            _body_workspace(op, graph.model, tensors, threads)
+            (_body_workspace(op, graph.model, tensors, threads),)
             if any(True for _ in bodies(op.node))
             else _workspace(op, tensors, threads, _opset(graph.model, op.node.domain))
             for op in graph.ops
@@ -137,10 +140,10 @@ def _foldable(graph: Graph, tensors: Mapping[str, Tensor]) -> tuple[bool, ...]:
     return tuple(result)
 
 
-def _workspace(op: Op, tensors: Mapping[str, Tensor], threads: int, opset: int) -> int:
+def _workspace(op: Op, tensors: Mapping[str, Tensor], threads: int, opset: int) -> tuple[int, ...]:
     inputs = [tensors.get(name) for name in op.inputs]
     outputs = [tensors.get(name) for name in op.outputs]
-    return workspace_bytes(
+    return workspace_blocks(
         op.node.domain, op.node.op_type, attributes(op.node),
         [t.shape if t else None for t in inputs], [t.dtype if t else None for t in inputs],
         [t.shape if t else None for t in outputs], [t.dtype if t else None for t in outputs],
@@ -179,7 +182,7 @@ def compile_problem(
         inplace_ptr=_offsets([len(slots) for slots in inplace]),
         inplace_slots=np.array([slot for slots in inplace for slot in slots], np.int32),
         droppable=np.array(droppable, np.bool_),
-        workspace=np.array(table.workspace, np.int64),
+        workspace=np.array([sum(blocks) for blocks in table.workspace], np.int64),
         rerun_workspace=np.array(table.rerun_workspace, np.int64),
         cost=np.array(costs, np.float64),
         recomputable=np.array(table.recomputable, np.bool_),

@@ -18,7 +18,7 @@ from onnx_remat.options import Options, parse_options
 from onnx_remat.report import Report
 from onnx_remat.training_ops import first_training_op
 from onnx_remat.units import Budget, format_bytes, parse_budget
-from onnx_remat.view import Executed, View, as_executed, describe, make_view
+from onnx_remat.view import Executed, View, as_executed, describe, make_view, reserves
 
 Model = str | os.PathLike[str] | bytes | onnx.ModelProto
 
@@ -144,6 +144,9 @@ def rewrite_model(model: Model, budget: str | int | Budget, **options: object) -
         at_least = cost_lower_bound(view.problem, allowed)
     peaks = {level: what.timeline().peak for level, what in executed.items()}
     final = list(executed)[-1]
+    after = executed[final].timeline()
+    with clock.stage("arena"):
+        arenas = reserves(original, before), reserves(executed[final], after)
     measured, notes = None, _notes(original.emulated or executed[final].emulated, view.graph.model)
     with clock.stage("verify"):
         if opts.verify != "none":
@@ -160,7 +163,7 @@ def rewrite_model(model: Model, budget: str | int | Budget, **options: object) -
             selector=opts.selector,
             budget=allowed,
             before=describe(original, before),
-            after=describe(executed[final], executed[final].timeline()),
+            after=describe(executed[final], after),
             peaks_by_level=peaks,
             lower_bound=plan.lower_bound,
             extra_compute=plan.extra_compute,
@@ -171,6 +174,8 @@ def rewrite_model(model: Model, budget: str | int | Budget, **options: object) -
             nodes_before=view.graph.n_nodes(),
             nodes_after=view.graph.n_nodes() + written.nodes_added,
             seconds=clock.seconds,
+            arena_before=arenas[0],
+            arena_after=arenas[1],
             measured=measured,
             notes=notes,
             warnings=chance.race_warnings(view.graph.model),
@@ -187,12 +192,16 @@ def _unchanged(
     view: View, original: Executed, allowed: int, options: Options, folder: Path | None, clock: _Stopwatch
 ) -> Result:
     """The original as it is: it keeps the budget already."""
-    peak = describe(original, original.timeline())
+    timeline = original.timeline()
+    peak = describe(original, timeline)
+    with clock.stage("arena"):
+        held = reserves(original, timeline)
     report = Report(
         selector=options.selector, budget=allowed, before=peak, after=peak, peaks_by_level={"all": peak.total},
         lower_bound=bounds.lower_bound(view.problem), extra_compute=0.0, extra_compute_bound=0.0, recomputed=0,
         control_edges=0, private_values=0, nodes_before=view.graph.n_nodes(), nodes_after=view.graph.n_nodes(),
-        seconds=clock.seconds, notes=("the original keeps this budget already: OUT is the original, unchanged",),
+        seconds=clock.seconds, arena_before=held, arena_after=held,
+        notes=("the original keeps this budget already: OUT is the original, unchanged",),
         warnings=chance.race_warnings(view.graph.model),
     )  # fmt: skip
     return Result(view.graph.model, report, folder, view, original, original, ())

@@ -36,6 +36,27 @@ class Peak:
 
 
 @dataclass(frozen=True, slots=True)
+class Reserves:
+    """What ONNX Runtime takes with its arena on and memory patterns off, by the arena's own arithmetic; in bytes.
+
+    Attributes
+    ----------
+    held : int
+        What a process on the CPU holds of inputs, weights and the default arena, if it drops or copies a step's outputs
+        before the next.
+    held_fed_back : int
+        The same where the next step reads outputs (``new.*``) as the session returned them: those stay in the arena.
+    limit, limit_fed_back : int
+        Smallest memory limit of an arena that extends by what is asked (``kSameAsRequested``) and holds the weights.
+    """
+
+    held: int
+    held_fed_back: int
+    limit: int
+    limit_fed_back: int
+
+
+@dataclass(frozen=True, slots=True)
 class Measured:
     """What fresh processes on ONNX Runtime saw (``--verify run``); bytes and seconds.
 
@@ -78,6 +99,8 @@ class Report:
         Nodes recomputed, edges added to pin the order, values given a buffer of their own, node counts.
     seconds : mapping
         Time each stage took.
+    arena_before, arena_after : Reserves or None
+        What the arena adds to either peak.
     measured : Measured or None
     notes : tuple of str
         What the reader should know besides.
@@ -99,6 +122,8 @@ class Report:
     nodes_before: int
     nodes_after: int
     seconds: Mapping[str, float]
+    arena_before: Reserves | None = None
+    arena_after: Reserves | None = None
     measured: Measured | None = None
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
@@ -138,6 +163,10 @@ class Report:
             ("  activations", "activations"), ("  outputs", "outputs"), ("  workspace", "workspace"),
         ):  # fmt: skip
             rows.append((label, format_bytes(getattr(self.before, field)), format_bytes(getattr(self.after, field))))
+        if self.arena_before and self.arena_after:
+            for label, field in (("with ONNX Runtime's arena", "held"), ("  outputs fed back", "held_fed_back")):
+                sides = [format_bytes(getattr(side, field)) for side in (self.arena_before, self.arena_after)]
+                rows.append((label, sides[0], sides[1]))
         rows += [
             ("extra compute", "", f"+{self.extra_compute:.2%}"),
             ("  of any plan, at least", "", f"+{self.extra_compute_bound:.2%}"),

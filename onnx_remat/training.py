@@ -1,4 +1,4 @@
-"""Training with a step model: each step's new state feeds the next, by I/O binding, without copies.
+"""Training with a step model: each step's new state feeds the next, by I/O binding.
 
 A step model's inputs are parameters, buffers and optimizer state by name, and the batch (``input.<i>`` or any name
 that no output renews); its outputs are the loss and ``new.<name>`` for every state ``<name>``, or ``grad.<name>``
@@ -74,6 +74,7 @@ class Loop:
             and f"new.{target}" not in self._renews
         }
         self._sums = {name: name.removesuffix(_SUM) for name in state if name.endswith(_SUM)}
+        self._own: dict[str, tuple[npt.NDArray[Any], Any]] = {}  # state on the CPU, once a step has renewed it
         self._binding = session.io_binding()
         self._values = {name: OrtValue.ortvalue_from_numpy(array, device, 0) for name, array in state.items()}
         for name, value in self._values.items():
@@ -101,7 +102,7 @@ class Loop:
         loss = float(made[self._loss].numpy())
         self._binding.clear_binding_outputs()
         for output, name in self._renews.items():
-            self._bind(name, made.pop(output))
+            self._renew(name, made.pop(output))
         for output, name in self._gradients.items():
             self._descend(name, made.pop(output))
         for total, name in self._sums.items():
@@ -115,6 +116,24 @@ class Loop:
     def _bind(self, name: str, value: Any) -> None:
         self._values[name] = value
         self._binding.bind_ortvalue_input(name, value)
+
+    def _renew(self, name: str, value: Any) -> None:
+        """Let the next step read what this one put out: on CUDA as it is, on the CPU from memory of the loop's own.
+
+        An output stays where ONNX Runtime's arena put it, and keeps gaps around it that fit nothing: training would
+        hold up to a third more. Arrays that the caller gave are left alone.
+        """
+        from onnxruntime import OrtValue
+
+        if self._device != "cpu":
+            self._bind(name, value)
+            return
+        new = value.numpy()
+        if name not in self._own:
+            copy = np.array(new, order="C")
+            self._own[name] = copy, OrtValue.ortvalue_from_numpy(copy, "cpu", 0)
+        np.copyto(self._own[name][0], new)
+        self._bind(name, self._own[name][1])
 
     def _descend(self, name: str, gradient: Any) -> None:
         from onnxruntime import OrtValue

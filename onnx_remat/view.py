@@ -10,16 +10,17 @@ from pathlib import Path
 import numpy as np
 import onnx
 
-from onnx_remat import costs, draws, graph, memory, model_io, phases, runtime, shapes
+from onnx_remat import arena, costs, draws, graph, memory, model_io, phases, runtime, shapes
 from onnx_remat.compile import OpTable, compile_problem, tabulate
 from onnx_remat.errors import ModelError, UsageError
 from onnx_remat.graph import INPUT, Graph
 from onnx_remat.ops import facts
 from onnx_remat.options import Options
 from onnx_remat.ort_order import default_order, sizes_first
-from onnx_remat.report import Holding, Peak
+from onnx_remat.report import Holding, Peak, Reserves
 from onnx_remat.schedule import Problem, Schedule
 from onnx_remat.shapes import Tensor
+from onnx_remat.training import renewals
 from onnx_remat.training_ops import first_training_op
 
 THREADS = 8
@@ -229,4 +230,22 @@ def describe(executed: Executed, timeline: memory.Timeline) -> Peak:
             for b in largest
             for name in (names[timeline.owner[b]],)
         ),
+    )
+
+
+def reserves(executed: Executed, timeline: memory.Timeline) -> Reserves:
+    """What ONNX Runtime's arena adds to a peak, in one-off steps and where outputs renew inputs without a copy."""
+    view, base = executed.view, executed.view.problem.base_bytes
+    values = view.graph.values
+    inputs = [name for name, value in values.items() if value.kind == INPUT]
+    renewed = renewals(inputs, [name for name, value in values.items() if value.is_output])
+    kept = np.array([name in renewed for name in values], np.bool_)
+    weights = base - sum(view.tensors[name].nbytes for name in inputs)
+    outside = base - sum(view.tensors[name].nbytes for name in renewed.values())
+    step = arena.requests(executed.order, timeline, view.table.workspace)
+    return Reserves(
+        held=base + arena.run(step, doubling=True).resident,
+        held_fed_back=outside + arena.run(step, doubling=True, kept=kept).resident,
+        limit=weights + arena.run(step, doubling=False).reserved,
+        limit_fed_back=weights + arena.run(step, doubling=False, kept=kept).reserved,
     )

@@ -28,7 +28,7 @@ from typing import Final, cast
 import numpy as np
 import onnx
 
-__all__ = ["workspace_bytes"]
+__all__ = ["workspace_blocks", "workspace_bytes"]
 
 Shape = tuple[int, ...]
 
@@ -105,7 +105,26 @@ def workspace_bytes(
     threads: int,
     opset: int = 20,
 ) -> int:
-    """Return the peak of a kernel's own temporary buffers, in bytes.
+    """Return the peak of a kernel's own temporary buffers, in bytes: the sum of its `workspace_blocks`."""
+    return sum(
+        workspace_blocks(
+            domain, op_type, attributes, input_shapes, input_dtypes, output_shapes, output_dtypes, threads, opset
+        )
+    )
+
+
+def workspace_blocks(
+    domain: str,
+    op_type: str,
+    attributes: Mapping[str, object],
+    input_shapes: Sequence[Shape | None],
+    input_dtypes: Sequence[int | None],
+    output_shapes: Sequence[Shape | None],
+    output_dtypes: Sequence[int | None],
+    threads: int,
+    opset: int = 20,
+) -> tuple[int, ...]:
+    """Return the sizes in bytes of the temporary buffers that a kernel holds at its peak.
 
     Parameters
     ----------
@@ -124,15 +143,17 @@ def workspace_bytes(
 
     Returns
     -------
-    int
-        Bytes; 0 for operators without a rule. Alignment of each buffer (up to 256 bytes) is not added.
+    tuple of int
+        Empty for operators without a rule. Alignment of each buffer (up to 256 bytes) is not added. Where a rule knows
+        only what several buffers come to, they are reckoned as one.
     """
     rule = _RULES.get(("" if domain == "ai.onnx" else domain, op_type))
     if rule is None:
-        return 0
+        return ()
     in_sizes = [_itemsize(d) for d in input_dtypes]
     out_sizes = [_itemsize(d) for d in output_dtypes]
-    return rule(_Call(attributes, input_shapes, in_sizes, output_shapes, out_sizes, max(threads, 1), opset))
+    taken = rule(_Call(attributes, input_shapes, in_sizes, output_shapes, out_sizes, max(threads, 1), opset))
+    return tuple(size for size in ((taken,) if isinstance(taken, int) else taken) if size)
 
 
 def _conv(call: _Call) -> int:
@@ -201,17 +222,17 @@ def _conv_integer(call: _Call) -> int:
     return prod(call.input(1)[1:]) * prod((call.outputs[0] or ())[2:])
 
 
-def _where(call: _Call) -> int:
+def _where(call: _Call) -> tuple[int, ...]:
     """Both choices are masked into tensors of their own before they are merged."""
     condition, size = call.input(0), call.out_sizes[0]
-    return sum(_numel(np.broadcast_shapes(condition, call.input(slot))) * size for slot in (1, 2))
+    return tuple(_numel(np.broadcast_shapes(condition, call.input(slot))) * size for slot in (1, 2))
 
 
-def _softmax(call: _Call) -> int:
+def _softmax(call: _Call) -> tuple[int, ...]:
     """Over any axis but the last: a transposed input and a transposed output. Before opset 13 none."""
     rank = len(call.input(0))
     axis = call.number("axis", -1 if call.opset >= 13 else 1) % max(rank, 1)
-    return 0 if call.opset < 13 or axis == rank - 1 else 2 * call.output_bytes()
+    return () if call.opset < 13 or axis == rank - 1 else (call.output_bytes(),) * 2
 
 
 def _variadic(call: _Call) -> int:
@@ -240,9 +261,9 @@ def _lrn(call: _Call) -> int:
     return call.output_bytes() + (channels + call.number("size", 1) - 1) * prod(image) * _FLOAT
 
 
-def _batch_norm(call: _Call) -> int:
+def _batch_norm(call: _Call) -> tuple[int, ...]:
     """Mean and variance of the batch when training."""
-    return 2 * call.input(0)[1] * call.in_sizes[0] if call.number("training_mode", 0) else 0
+    return (call.input(0)[1] * call.in_sizes[0],) * 2 if call.number("training_mode", 0) else ()
 
 
 def _layer_norm(call: _Call) -> int:
@@ -329,7 +350,7 @@ def _times_output(factor: int) -> Callable[[_Call], int]:
     return lambda call: factor * call.output_bytes()
 
 
-_RULES: Final[dict[tuple[str, str], Callable[[_Call], int]]] = {
+_RULES: Final[dict[tuple[str, str], Callable[[_Call], int | tuple[int, ...]]]] = {
     ("", "Attention"): _attention,
     ("", "BatchNormalization"): _batch_norm,
     ("", "Conv"): _conv,

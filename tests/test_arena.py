@@ -1,0 +1,216 @@
+"""The arena against a second one written from its rules, against cases done by hand, and against ONNX Runtime's log."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from onnx_remat import model_io
+from onnx_remat.arena import Arena, Requests, requests, run
+from onnx_remat.graph import INPUT
+from onnx_remat.options import parse_options
+from onnx_remat.training import renewals
+from onnx_remat.view import THREADS, as_executed, reserves
+
+SAMPLES = Path(__file__).parent.parent / "sample_models"
+
+MIB = 1 << 20
+STEPS = 4
+
+
+def step(sizes: list[int], events: list[int]) -> Requests:
+    """A step whose buffers belong to values of the same numbers."""
+    return Requests(np.array(events, np.int32), np.array(sizes, np.int64), np.arange(len(sizes), dtype=np.int32))
+
+
+def slow_run(step: Requests, doubling: bool, kept: list[bool], steps: int) -> Arena:
+    """The rules of `onnx_remat.arena`, with lists of (address, bytes); regions lie a byte apart, so none merge."""
+    free: list[tuple[int, int]] = []
+    regions: list[tuple[int, int]] = []
+    written: set[int] = set()  # units of 256 bytes, by address
+    used: dict[int, tuple[int, int]] = {}
+    late: dict[int, tuple[int, int]] = {}
+    growth, lowest, most = MIB, 0, 0
+
+    def give_back(chunk: tuple[int, int]) -> None:
+        for other in list(free):
+            if other[0] + other[1] == chunk[0] or chunk[0] + chunk[1] == other[0]:
+                free.remove(other)
+                chunk = min(chunk, other)[0], chunk[1] + other[1]
+        free.append(chunk)
+
+    for _ in range(steps):
+        for event in step.events.tolist():
+            if event < 0:
+                if ~event in used:
+                    give_back(used.pop(~event))
+                continue
+            asked = -(-int(step.size[event]) // 256) * 256
+            if not asked:
+                continue
+            large = [chunk for chunk in free if chunk[1] >= asked]
+            if large:
+                chunk = min(large, key=lambda chunk: (chunk[1], chunk[0]))
+                free.remove(chunk)
+            else:
+                size = asked
+                if doubling and asked <= 1 << 30:
+                    size = next(growth << k for k in range(31) if growth << k >= asked)
+                    growth = min(2 * size, 1 << 30) if size == growth else size
+                lowest -= size + 1
+                chunk = lowest, size
+                regions.append(chunk)
+            if chunk[1] >= 2 * asked or chunk[1] - asked >= 128 * MIB:
+                free.append((chunk[0] + asked, chunk[1] - asked))
+                chunk = chunk[0], asked
+            used[event] = chunk
+            written |= set(range(chunk[0], chunk[0] + asked, 256))
+            most = max(most, sum(size for _, size in [*used.values(), *late.values()]))
+        for chunk in late.values():
+            give_back(chunk)
+        late = {b: chunk for b, chunk in used.items() if kept[b]}
+        for b, chunk in used.items():
+            if not kept[b]:
+                give_back(chunk)
+        used = {}
+    return Arena(most, 256 * len(written), sum(size for _, size in regions))
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> tuple[Requests, list[bool]]:
+    """Buffers of few sizes, so that chunks often tie, asked for and mostly given back in any order."""
+    sizes = draw(st.lists(st.sampled_from([0, 4, 256, 300, 1000, 5000, 70_000, 3 * MIB]), min_size=1, max_size=24))
+    events: list[int] = []
+    alive: list[int] = []
+    for b in range(len(sizes)):
+        events.append(b)
+        alive.append(b)
+        for dying in draw(st.lists(st.sampled_from(alive), unique=True, max_size=3)):
+            alive.remove(dying)
+            events.append(~dying)
+    return step(sizes, events), [draw(st.booleans()) and b in alive for b in range(len(sizes))]
+
+
+@settings(deadline=None, max_examples=300)
+@given(steps(), st.booleans(), st.integers(1, 4))
+def test_agrees_with_a_slow_reference(drawn: tuple[Requests, list[bool]], doubling: bool, count: int) -> None:
+    requested, kept = drawn
+    found = run(requested, doubling=doubling, kept=np.array(kept), steps=count)
+    assert found == slow_run(requested, doubling, kept, count)
+
+
+def test_regions_double_from_one_mebibyte() -> None:
+    three = step([100, 100, 5 * MIB, 100], [0, 1, 2, 3])
+    assert run(three, doubling=True, steps=1) == Arena(5 * MIB + 768 + 3 * MIB, 5 * MIB + 768, MIB + 8 * MIB)
+    assert run(three, doubling=False, steps=1).reserved == 5 * MIB + 768
+
+
+def test_a_chunk_below_twice_the_request_is_handed_out_whole() -> None:
+    assert run(step([1000, 600], [0, ~0, 1]), doubling=False, steps=1) == Arena(1024, 1024, 1024)
+    assert run(step([1024, 512, 512], [0, ~0, 1, 2]), doubling=False, steps=1).reserved == 1024
+    assert run(step([1023, 513, 256], [0, ~0, 1, 2]), doubling=False, steps=1).reserved == 1024 + 256
+
+
+def test_a_doubled_region_is_at_most_a_gibibyte_unless_more_is_asked_for() -> None:
+    assert run(step([1 << 30, 256, 3 << 30], [0, 1, 2]), doubling=True, steps=1).reserved == (1 + 1 + 3) << 30
+
+
+def test_what_the_next_step_reads_holds_up_the_merging_of_chunks() -> None:
+    two = step([1024, 1024, 2048], [0, 1, ~0, 2])
+    assert run(two, doubling=False).reserved == 4096
+    kept = np.array([False, True, False])
+    # In the second step buffer 1 splits the third region, since the old buffer 1 has the second: 2 needs a new one.
+    assert run(two, doubling=False, kept=kept).reserved == 4096 + 2048
+
+
+# In a process of its own: an allocator that is registered stays. The log goes to standard error.
+_OBSERVE = """
+import sys
+import onnxruntime as ort
+from onnx_remat.probe import random_feeds
+from onnx_remat.training import Loop, renewals
+
+path, strategy, limit, steps, threads, how = sys.argv[1], *map(int, sys.argv[2:6]), sys.argv[6]
+ort.set_default_logger_severity(1)
+where = ort.OrtMemoryInfo("Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT)
+ort.create_and_register_allocator(where, ort.OrtArenaCfg({"max_mem": limit, "arena_extend_strategy": strategy}))
+options = ort.SessionOptions()
+options.enable_mem_pattern = False
+options.intra_op_num_threads = threads
+options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+options.add_session_config_entry("session.use_env_allocators", "1")
+session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+feeds = random_feeds(session, {})
+names = [value.name for value in session.get_outputs()]
+renewed = renewals(feeds, names) if how == "fed back" else {}
+loop = Loop(session, feeds, "loss") if how == "loop" else None
+print("RUN", file=sys.stderr, flush=True)
+for _ in range(steps):
+    if loop:
+        loop.step()
+        continue
+    made = dict(zip(names, session.run(names, feeds)))
+    feeds |= {renewed[name]: made[name] for name in renewed}  # arrays of session.run are the arena's own memory
+    del made
+print("DONE", file=sys.stderr, flush=True)
+"""
+
+
+def observe(name: str, doubling: bool, how: str, limit: int = 0) -> tuple[int, int, bool]:
+    """Bytes of weights in ONNX Runtime's arena, bytes of its regions by its own log, and whether the steps ran."""
+    path = SAMPLES / f"{name}.onnx"
+    arguments = [int(not doubling), limit, STEPS, THREADS, how]
+    done = subprocess.run(
+        [sys.executable, "-c", _OBSERVE, str(path), *map(str, arguments)],
+        capture_output=True, text=True, errors="replace", check=False,
+    )  # fmt: skip
+    weights = sum(map(int, re.findall(r"Reserving memory in BFCArena for Cpu size: (\d+)", done.stderr)))
+    regions = sum(map(int, re.findall(r"Extended allocation by (\d+) bytes", done.stderr.partition("RUN\n")[2])))
+    return weights, regions, "DONE\n" in done.stderr
+
+
+def foreseen(name: str, doubling: bool, how: str) -> int:
+    """Bytes of the arena's regions, as `observe` should find them."""
+    source = model_io.load(SAMPLES / f"{name}.onnx")
+    executed = as_executed(source.model, source.folder, "all", parse_options({}))
+    timeline, values = executed.timeline(), executed.view.graph.values
+    inputs = [name for name, value in values.items() if value.kind == INPUT]
+    renewed = renewals(inputs, [name for name, value in values.items() if value.is_output])
+    kept = np.array([how == "fed back" and name in renewed for name in values])
+    requested = requests(executed.order, timeline, executed.view.table.workspace)
+    return run(requested, doubling=doubling, kept=kept, steps=STEPS).reserved
+
+
+@pytest.mark.parametrize("how", ["plain", "fed back"])
+@pytest.mark.parametrize("doubling", [False, True])
+@pytest.mark.parametrize("name", ["attention_stack", "residual_cnn"])
+def test_regions_are_those_of_onnxruntime(name: str, doubling: bool, how: str) -> None:
+    pytest.importorskip("onnxruntime")
+    found = foreseen(name, doubling, how)
+    weights, regions, ran = observe(name, doubling, how)
+    assert (regions, ran) == (found, True)
+    if not doubling:
+        assert observe(name, False, how, weights + found)[2]
+        assert not observe(name, False, how, weights + found - 256)[2]
+
+
+def test_a_loop_leaves_no_state_in_the_arena() -> None:
+    pytest.importorskip("onnxruntime")
+    plain, fed_back = (foreseen("attention_stack", False, how) for how in ("plain", "fed back"))
+    assert observe("attention_stack", False, "loop")[1] == plain < fed_back
+
+
+def test_reserves_count_weights_and_inputs() -> None:
+    source = model_io.load(SAMPLES / "chain.onnx")
+    executed = as_executed(source.model, source.folder, "disable", parse_options({}))
+    timeline = executed.timeline()
+    found = reserves(executed, timeline)
+    assert timeline.peak < found.held < found.held_fed_back
+    assert timeline.peak - executed.view.problem.base_bytes <= found.limit <= found.limit_fed_back
