@@ -111,6 +111,10 @@ def add_planning_flags(parser: argparse.ArgumentParser, time_limit: str = "30s")
         help="a custom op that is pure, so that it may be recomputed (repeat)",
     )  # fmt: skip
     planning.add_argument(
+        "--arena", action="store_true",
+        help="let the budget also cover what ONNX Runtime's arena adds with onnx_remat.session_options(), as foreseen",
+    )  # fmt: skip
+    planning.add_argument(
         "--time-limit", default=time_limit, metavar="TIME", help=f"for planning (default {time_limit})"
     )
     planning.add_argument(
@@ -145,6 +149,7 @@ def planning_options(arguments: argparse.Namespace) -> dict[str, object]:
         "keep": tuple(arguments.keep),
         "checkpoints": tuple(arguments.checkpoint),
         "allow_recompute": tuple(arguments.allow_recompute),
+        "arena": arguments.arena,
         "time_limit": parse_duration(arguments.time_limit),
         "costs": arguments.costs,
     }

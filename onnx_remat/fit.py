@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import onnx
@@ -19,7 +20,7 @@ from onnx_remat.rewrite import Rewritten
 from onnx_remat.schedule import Schedule, check_schedule
 from onnx_remat.units import format_bytes
 from onnx_remat.version import __version__
-from onnx_remat.view import Executed, View, as_executed, known
+from onnx_remat.view import Executed, View, as_executed, known, reserves
 
 MARGIN = 0.01
 """Fraction of the budget kept free for what no plan shows: allocator rounding and the runtime's own bookkeeping."""
@@ -27,6 +28,7 @@ MARGIN = 0.01
 _WARM = 0.97  # of the target: steps above this count as peaks when looking for buffers shared to no good
 _ANYTIME = ("search", "auto", "exact")  # selectors that use the time they are given
 _EASE = 1.02  # of the lowest budget found: a search for just that would have to be as lucky again
+_CLOSE = 0.98  # of a target that was too large: one that is not too large and this near is good enough
 _PLANS = 6  # plans made when the written file misses the budget that the plan kept
 _GOING_ON = 0.5  # of the time limit for each after the first: they start from the plans before
 
@@ -45,6 +47,10 @@ class Plan:
     budget: int
     extra_compute: float
     lower_bound: int
+
+
+Fitted: TypeAlias = tuple[Plan, Rewritten, dict[str, Executed]]
+"""A plan, the file it became, and what ONNX Runtime makes of that at every optimisation level."""
 
 
 def target_of(allowed: int) -> int:
@@ -115,16 +121,17 @@ def _refusal(allowed: int, target: int, floor: int, lowest: int, before: int, op
 
 def fit(
     view: View, original: Executed, allowed: int, folder: Path | None, options: Options, stage: Stage
-) -> tuple[Plan, Rewritten, dict[str, Executed]]:
+) -> Fitted:
     """Plan, write, and see what ONNX Runtime would make of the file, until that is within the budget.
 
-    Where the file as executed exceeds the budget, first the values that share buffers to no good are made private;
-    when there are none left, the plan is made anew for a tighter target.
+    Where the file as executed exceeds the budget, the plan is made anew for a tighter target. What the arena adds,
+    where the budget is to cover that, is no simple function of the target: there the best is looked for between the
+    last target that was too large and the first that was not.
     """
-    target = target_of(allowed)
-    before_peak = original.timeline().peak
-    lowest: int | None = None
+    target, good, failed = target_of(allowed), 0, 0
+    peaks: list[int] = []
     plans: tuple[Schedule, ...] = ()
+    best: Fitted | None = None
     for _ in range(_PLANS):
         with stage("plan"):
             try:
@@ -135,35 +142,61 @@ def fit(
                 if not plans:
                     raise
                 break
-        private: set[int] = set()
-        exposed: set[int] = set()
-        while True:
-            with stage("rewrite"):
-                written = _write(plan, target, before_peak, private, exposed, options.dims)
-            with stage("simulate result"):
-                executed = _as_written(written.model, folder, options)
-                timelines = {level: what.timeline() for level, what in executed.items()}
-            worst = max(timeline.peak for timeline in timelines.values())
-            lowest = worst if lowest is None else min(lowest, worst)
-            if worst <= allowed:
-                return plan, written, executed
-            warm = int(target * _WARM)
-            idle = {i for what in executed.values() for i in _idle_sharers(what, warm, written)}
-            known = {i for i in idle if i in private}
-            steps = sharing.unroll(view.problem, plan.schedule).step
-            news = (idle - private, {int(steps[i]) for i in known} - exposed)
-            if not any(news):
+        worst, written, executed = _write_out(plan, target, original, folder, options, stage)
+        peaks.append(worst)
+        if worst > allowed:
+            failed = target
+            target = (good + failed) // 2 if good else int(target * allowed / worst * 0.998)
+        else:
+            good = target
+            if best is None or plan.extra_compute < best[0].extra_compute:
+                best = plan, written, executed
+            if not options.arena or not failed:
                 break
-            private |= news[0]
-            exposed |= news[1]
-        target = int(target * allowed / worst * 0.998)  # ask for less by what the file took more than the plan
-    assert lowest is not None  # the first plan either raised or was written
+            target = (good + failed) // 2
+        if good > failed * _CLOSE > 0:
+            break
+    if best is not None:
+        return best
+    lowest, holds = min(peaks), " with its arena" if options.arena else ""
     raise BudgetInfeasibleError(
-        f"no file found that ONNX Runtime runs under budget {format_bytes(allowed)}: plans keep it, but the best file "
-        f"peaks at {format_bytes(lowest)}; try --budget {int(lowest * _EASE)}B; no schedule at all peaks below "
-        f"{format_bytes(plan.lower_bound)}",
+        f"no file found that ONNX Runtime runs under budget {format_bytes(allowed)}{holds}: plans keep it, but the "
+        f"best file peaks at {format_bytes(lowest)}; try --budget {int(lowest * _EASE)}B; no schedule at all peaks "
+        f"below {format_bytes(plan.lower_bound)}",
         lowest, plan.lower_bound,
     )  # fmt: skip
+
+
+def _write_out(
+    plan: Plan, target: int, original: Executed, folder: Path | None, options: Options, stage: Stage
+) -> tuple[int, Rewritten, dict[str, Executed]]:
+    """Write a plan and simulate the file at every level; the most it holds there, and both.
+
+    Where it exceeds the budget, the values that share buffers to no good are made private, as long as there are any;
+    against gaps in the arena that is no help.
+    """
+    before_peak = original.timeline().peak
+    steps = sharing.unroll(plan.view.problem, plan.schedule).step
+    private: set[int] = set()
+    exposed: set[int] = set()
+    while True:
+        with stage("rewrite"):
+            written = _write(plan, target, before_peak, private, exposed, options.dims)
+        with stage("simulate result"):
+            executed = _as_written(written.model, folder, options)
+            timelines = {level: what.timeline() for level, what in executed.items()}
+        worst = max(timeline.peak for timeline in timelines.values())
+        if worst <= plan.budget:
+            if options.arena:
+                worst = max(reserves(executed[level], timelines[level]).held for level in executed)
+            return worst, written, executed
+        warm = int(target * _WARM)
+        idle = {i for what in executed.values() for i in _idle_sharers(what, warm, written)}
+        news = (idle - private, {int(steps[i]) for i in idle & private} - exposed)
+        if not any(news):
+            return worst, written, executed
+        private |= news[0]
+        exposed |= news[1]
 
 
 def _as_written(model: onnx.ModelProto, folder: Path | None, options: Options) -> dict[str, Executed]:

@@ -45,6 +45,7 @@ def measure(
     level: str = "all",
     *,
     default: bool = False,
+    patterns: bool = True,
     steps: int = 1,
     outputs: Path | None = None,
     dims: Mapping[str, int] | None = None,
@@ -68,6 +69,8 @@ def measure(
         Keep the CPU memory arena and memory patterns that sessions have by default: the process then holds what the
         allocator keeps in reserve besides. Otherwise every buffer goes back to the system and the figure is the
         plan's own.
+    patterns : bool
+        Of the two, keep memory patterns too; `session_options()` does not.
     steps : int
         Runs over which the peak is taken.
     outputs : Path, optional
@@ -86,7 +89,8 @@ def measure(
     """
     with tempfile.TemporaryDirectory(prefix="onnx-remat-") as scratch:
         answer = _probe(python, "measure", {
-            "path": str(path), "level": level, "default": default, "steps": steps, "dims": dict(dims or {}),
+            "path": str(path), "level": level, "default": default, "patterns": patterns, "steps": steps,
+            "dims": dict(dims or {}),
             "threads": threads, "outputs": str(outputs or ""), "optimized": str(Path(scratch) / "optimized.onnx"),
             "profile": str(Path(scratch) / "profile") if trace else "",
         })  # fmt: skip

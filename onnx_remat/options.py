@@ -28,6 +28,8 @@ class Options:
         Values that the selector `collection` keeps.
     allow_recompute : sequence of str
         Custom ops, ``domain::op``, that are pure, so that they may be recomputed.
+    arena : bool
+        The budget also covers what ONNX Runtime's arena takes besides the plan, with `session_options()`.
     time_limit : float
         Seconds for planning; turned into an amount of work, so that the plan is the same on any machine.
     costs : str
@@ -44,6 +46,7 @@ class Options:
     keep: Sequence[str] = ()
     checkpoints: Sequence[str] = ()
     allow_recompute: Sequence[str] = ()
+    arena: bool = False
     time_limit: float = 30.0
     costs: str = "cpu"
     verify: str = "check"

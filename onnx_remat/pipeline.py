@@ -137,7 +137,7 @@ def rewrite_model(model: Model, budget: str | int | Budget, **options: object) -
         original = as_executed(view.graph.model, source.folder, "all", opts)
         before = original.timeline()
         allowed = parsed.resolve(before.peak)
-    if before.peak <= allowed:
+    if before.peak <= allowed and not (opts.arena and reserves(original, before).held > allowed):
         return _unchanged(view, original, allowed, opts, source.folder, clock)
     plan, written, executed = fit(view, original, allowed, source.folder, opts, clock.stage)
     with clock.stage("bound"):
@@ -155,8 +155,9 @@ def rewrite_model(model: Model, budget: str | int | Budget, **options: object) -
             plain = executed["disable"]
             order = [plain.view.graph.ops[i].node.name for i in plain.order.order]
             measured = verify.run(
-                view.graph.model, written.model, source.folder, dict(opts.dims), allowed, order, view.tensors
-            )
+                view.graph.model, written.model, source.folder, dict(opts.dims), allowed, order, view.tensors,
+                opts.arena,
+            )  # fmt: skip
     return Result(
         written.model,
         Report(

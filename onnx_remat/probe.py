@@ -26,13 +26,15 @@ def main() -> None:
 
 
 def new_session(job: Job, path: str, default: bool, entries: Mapping[str, str] | None = None) -> Any:
-    """A session on a model; `default` keeps the arena and the memory patterns, `entries` are more of its settings."""
+    """A session on a model; `default` keeps the arena and, unless the job says
+    otherwise, the memory patterns, `entries` are more of its settings."""
     import onnxruntime as ort  # noqa: TID251 - this is measuring.py's other half, in a process of its own
 
     options = ort.SessionOptions()
     options.log_severity_level = 4
     options.graph_optimization_level = getattr(ort.GraphOptimizationLevel, _LEVELS[job["level"]])
-    options.enable_cpu_mem_arena = options.enable_mem_pattern = default
+    options.enable_cpu_mem_arena = default
+    options.enable_mem_pattern = default and job.get("patterns", True)
     options.intra_op_num_threads = job["threads"]
     if job.get("optimized"):
         options.optimized_model_filepath = job["optimized"]

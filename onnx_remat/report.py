@@ -62,13 +62,15 @@ class Measured:
 
     `before` and `after` are peaks without the allocator's reserves, the plan's own figure; `before_default` and
     `after_default` are what the process holds over several steps with session options as they are by default, arena
-    and memory patterns included; the seconds are medians of such steps.
+    and memory patterns included; `after_arena` is the same of the result with `session_options()`, where the budget was
+    to cover that; the seconds are medians of steps with default options.
     """
 
     before: int
     after: int
     before_default: int
     after_default: int
+    after_arena: int | None
     before_seconds: float
     after_seconds: float
     outputs_equal: str
@@ -183,6 +185,7 @@ class Report:
             ("measured", "before", "after"),
             ("peak of tensors", format_bytes(m.before), format_bytes(m.after)),
             ("held with allocator reserves", format_bytes(m.before_default), format_bytes(m.after_default)),
+            *([("with session_options()", "", format_bytes(m.after_arena))] if m.after_arena is not None else []),
             ("step", f"{m.before_seconds * 1e3:.1f} ms", f"{m.after_seconds * 1e3:.1f} ms"),
         ]
         order = "as planned" if m.order_kept else "NOT as planned"

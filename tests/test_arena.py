@@ -12,12 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onnx_remat import model_io
+from onnx_remat import measuring, model_io
 from onnx_remat.arena import Arena, Requests, requests, run
 from onnx_remat.graph import INPUT
 from onnx_remat.options import parse_options
+from onnx_remat.pipeline import rewrite_model
 from onnx_remat.training import renewals
 from onnx_remat.view import THREADS, as_executed, reserves
+from sample_models.chain import chain
 
 SAMPLES = Path(__file__).parent.parent / "sample_models"
 
@@ -214,3 +216,24 @@ def test_reserves_count_weights_and_inputs() -> None:
     found = reserves(executed, timeline)
     assert timeline.peak < found.held < found.held_fed_back
     assert timeline.peak - executed.view.problem.base_bytes <= found.limit <= found.limit_fed_back
+
+
+def test_a_budget_that_covers_the_arena() -> None:
+    path = SAMPLES / "attention_stack.onnx"
+    plain, covered = (rewrite_model(path, "70%", time_limit=1.0, verify=how, arena=how == "run").report
+                      for how in ("none", "run"))  # fmt: skip
+    assert plain.arena_after is not None and covered.arena_after is not None and covered.measured is not None
+    assert plain.after.total <= plain.budget < plain.arena_after.held
+    assert covered.arena_after.held <= covered.budget
+    assert covered.measured.after_arena is not None
+    assert covered.measured.after < covered.measured.after_arena <= covered.budget + measuring.RESOLUTION
+    assert plain.measured is None or plain.measured.after_arena is None
+
+
+def test_an_original_whose_arena_exceeds_the_budget_is_planned() -> None:
+    model = chain(16, 4096, 64)
+    budget = int(as_executed(model, None, "all", parse_options({})).timeline().peak * 1.01)
+    assert rewrite_model(model, budget, time_limit=1.0).report.notes
+    report = rewrite_model(model, budget, time_limit=1.0, arena=True).report
+    assert report.arena_before is not None and report.arena_after is not None
+    assert report.arena_after.held <= budget < report.arena_before.held
