@@ -157,8 +157,10 @@ def train(path: Path, how: Training) -> Trained:
         peak = answer["peak_bytes"]
         if how.provider == "cuda":
             from onnx_remat import cuda
+            from onnx_remat.arena import MOST_STEPS
 
-            short = job | {"steps": 3}
+            # Outputs that are fed back leave gaps in the arena, which grows for dozens of steps.
+            short = job | {"steps": min(how.steps, MOST_STEPS)}
             peak = cuda.smallest_limit(lambda limit: _runs_within(short, limit), cuda.total_memory())
     return Trained(peak, tuple(answer["losses"]), answer["driver_bytes"])
 

@@ -117,7 +117,7 @@ def convert(model: str, converter: str, out: Path, budget: str | None, limit: fl
     settled = verify.without_chance(written, out, out / f"{model}.{converter}.settled", result.view.tensors)
     equal = verify.bitwise(*(settled or (path, target))) + (" (random draws fixed)" if settled else "")
     report = result.report
-    outcome = "kept" if after <= report.budget else "EXCEEDED"
+    outcome = "kept" if after <= report.budget + measuring.RESOLUTION else "EXCEEDED"
     predicted = report.before.total, report.after.total
     return Row(
         model, converter, outcome, *facts, True, report.budget, before, after, predicted, report.extra_compute, equal
