@@ -153,8 +153,9 @@ def build(model: onnx.ModelProto) -> Graph:
 
 
 def constants(model: onnx.ModelProto) -> dict[str, onnx.TensorProto]:
-    """What the main graph states by value, by name: initializers and ``Constant`` nodes."""
-    stated = {tensor.name: tensor for tensor in model.graph.initializer}
+    """What the main graph states by value, by name: ``Constant`` nodes and initializers that no caller may override."""
+    inputs = {value.name for value in model.graph.input}
+    stated = {tensor.name: tensor for tensor in model.graph.initializer if tensor.name not in inputs}
     given = (node for node in model.graph.node if is_constant(node))
     return stated | {node.output[0]: a.t for node in given for a in node.attribute if a.name == "value"}
 

@@ -77,6 +77,12 @@ def test_others_stay_whole(whole: onnx.ModelProto) -> None:
     assert "Dropout" in op_types(view_of(whole))
 
 
+def test_a_ratio_that_callers_may_override_is_not_known() -> None:
+    step = model()
+    step.graph.input.append(helper.make_tensor_value_info("ratio", TensorProto.FLOAT, []))
+    assert "Dropout" in op_types(view_of(step))
+
+
 @pytest.mark.parametrize("dtype", [TensorProto.FLOAT, TensorProto.DOUBLE])
 @pytest.mark.parametrize("ratio", [0.1, 0.3, 1 / 3, 0.5, 0.9, 0.0])
 @pytest.mark.parametrize("level", ["disable", "all"])
