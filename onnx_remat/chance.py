@@ -18,7 +18,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx_remat import draws, ops
 from onnx_remat.graph import bodies
 from onnx_remat.graph import constants as graph_constants
-from onnx_remat.shapes import Tensor
+from onnx_remat.shapes import TAG, Tensor
 
 
 def random_nodes(model: onnx.ModelProto) -> list[onnx.NodeProto]:
@@ -127,7 +127,7 @@ def _settle(
     draw = np.random.default_rng(zlib.crc32(node.output[0].encode()))
     if node.op_type == "Dropout":
         keep = draws.kept_share(node, constants) or np.float32(0.5)
-        stem = node.output[0]
+        stem = f"{TAG}chance.{node.output[0]}"
         mask = draw.random(first.shape) < keep
         kept = [_constant(f"{stem}.mask", mask, TensorProto.BOOL)]
         kept += [helper.make_node("Identity", [kept[0].output[0]], [name]) for name in node.output[1:2] if name]
@@ -136,7 +136,7 @@ def _settle(
             _constant(f"{stem}.factor", mask, first.dtype),
             _constant(f"{stem}.keep", np.asarray(keep), first.dtype),
             helper.make_node("Mul", [node.input[0], f"{stem}.factor"], [f"{stem}.masked"]),
-            helper.make_node("Div", [f"{stem}.masked", f"{stem}.keep"], [stem]),
+            helper.make_node("Div", [f"{stem}.masked", f"{stem}.keep"], [node.output[0]]),
         ]
     values = draw.standard_normal(first.shape) if "Normal" in node.op_type else draw.random(first.shape)
     if node.op_type in ("Bernoulli", "Multinomial"):

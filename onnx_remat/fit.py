@@ -144,9 +144,9 @@ def fit(
                 break
         worst, written, executed = _write_out(plan, target, original, folder, options, stage)
         peaks.append(worst)
-        if worst > allowed:
-            failed = target
-            target = (good + failed) // 2 if good else int(target * allowed / worst * 0.998)
+        if worst > allowed:  # ask for less by what the file took more, and for less than would give this plan again
+            failed = min(target, plan.timeline.peak)
+            target = (good + failed) // 2 if good else min(int(target * allowed / worst * 0.998), failed - 1)
         else:
             good = target
             if best is None or plan.extra_compute < best[0].extra_compute:
@@ -186,9 +186,10 @@ def _write_out(
             executed = _as_written(written.model, folder, options)
             timelines = {level: what.timeline() for level, what in executed.items()}
         worst = max(timeline.peak for timeline in timelines.values())
-        if worst <= plan.budget:
-            if options.arena:
-                worst = max(reserves(executed[level], timelines[level]).held for level in executed)
+        kept = worst <= plan.budget
+        if options.arena:
+            worst = max(worst, *(reserves(executed[level], timelines[level]).held for level in executed))
+        if kept:
             return worst, written, executed
         warm = int(target * _WARM)
         idle = {i for what in executed.values() for i in _idle_sharers(what, warm, written)}
