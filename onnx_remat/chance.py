@@ -28,9 +28,7 @@ def random_nodes(model: onnx.ModelProto) -> list[onnx.NodeProto]:
 
 
 def _draws(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto]) -> bool:
-    if node.op_type == "Dropout" and draws.training_mode(node, constants) is False:
-        return False
-    return ops.facts(node.domain, node.op_type).random
+    return ops.is_random(node.domain, node.op_type, training_mode=draws.training_mode(node, constants))
 
 
 _RACES = {

@@ -93,9 +93,7 @@ def _body_workspace(op: Op, model: onnx.ModelProto, tensors: Mapping[str, Tensor
         raise ShapeError(f"what node {op.label!r} ({op.node.op_type}) holds while it runs: {error}") from error
 
 
-def _recomputable(
-    graph: Graph, op: Op, allow: Sequence[str], stated: Mapping[str, onnx.TensorProto]
-) -> bool:
+def _recomputable(graph: Graph, op: Op, allow: Sequence[str], stated: Mapping[str, onnx.TensorProto]) -> bool:
     node = op.node
     if f"{node.domain}::{node.op_type}" in allow:
         return True
@@ -104,7 +102,7 @@ def _recomputable(
         node.domain,
         node.op_type,
         opset=_opset(graph.model, node.domain),
-        training_mode=training_mode(node, stated) if node.op_type == "Dropout" else None,
+        training_mode=training_mode(node, stated),
     )
     has_body = any(True for _ in bodies(node))
     ours = node.domain in (*STANDARD_DOMAINS, op_facts.SPLIT) or is_pure_contrib(node.domain, node.op_type)

@@ -36,7 +36,9 @@ def is_product(op: Op) -> bool:
 
 
 def training_mode(node: onnx.NodeProto, stated: Mapping[str, onnx.TensorProto]) -> bool | None:
-    """Does this Dropout train? None when only the run will tell."""
+    """Does this Dropout train? None when only the run will tell (and for every other op)."""
+    if node.op_type != "Dropout":
+        return None
     name = node.input[2] if len(node.input) > 2 else ""
     if name:
         told = _number(stated.get(name))

@@ -20,7 +20,7 @@ from onnx_remat.rewrite import Rewritten
 from onnx_remat.schedule import Schedule, check_schedule
 from onnx_remat.units import format_bytes
 from onnx_remat.version import __version__
-from onnx_remat.view import Executed, View, as_executed, known, reserves
+from onnx_remat.view import Executed, View, as_executed, held, known
 
 MARGIN = 0.01
 """Fraction of the budget kept free for what no plan shows: allocator rounding and the runtime's own bookkeeping."""
@@ -188,7 +188,7 @@ def _write_out(
         worst = max(timeline.peak for timeline in timelines.values())
         kept = worst <= plan.budget
         if options.arena:
-            worst = max(worst, *(reserves(executed[level], timelines[level]).held for level in executed))
+            worst = max(worst, *(held(executed[level], timelines[level]) for level in executed))
         if kept:
             return worst, written, executed
         warm = int(target * _WARM)

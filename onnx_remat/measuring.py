@@ -90,8 +90,8 @@ def measure(
     with tempfile.TemporaryDirectory(prefix="onnx-remat-") as scratch:
         answer = _probe(python, "measure", {
             "path": str(path), "level": level, "default": default, "patterns": patterns, "steps": steps,
-            "dims": dict(dims or {}),
-            "threads": threads, "outputs": str(outputs or ""), "optimized": str(Path(scratch) / "optimized.onnx"),
+            "dims": dict(dims or {}), "threads": threads, "outputs": str(outputs or ""),
+            "optimized": str(Path(scratch) / "optimized.onnx"),
             "profile": str(Path(scratch) / "profile") if trace else "",
         })  # fmt: skip
         executed = _executed(Path(answer["profile"])) if trace else ()

@@ -18,7 +18,7 @@ from onnx_remat.options import Options, parse_options
 from onnx_remat.report import Report
 from onnx_remat.training_ops import first_training_op
 from onnx_remat.units import Budget, format_bytes, parse_budget
-from onnx_remat.view import Executed, View, as_executed, describe, make_view, reserves
+from onnx_remat.view import Executed, View, as_executed, describe, held, make_view, reserves
 
 Model = str | os.PathLike[str] | bytes | onnx.ModelProto
 
@@ -137,7 +137,7 @@ def rewrite_model(model: Model, budget: str | int | Budget, **options: object) -
         original = as_executed(view.graph.model, source.folder, "all", opts)
         before = original.timeline()
         allowed = parsed.resolve(before.peak)
-    if before.peak <= allowed and not (opts.arena and reserves(original, before).held > allowed):
+    if before.peak <= allowed and not (opts.arena and held(original, before) > allowed):
         return _unchanged(view, original, allowed, opts, source.folder, clock)
     plan, written, executed = fit(view, original, allowed, source.folder, opts, clock.stage)
     with clock.stage("bound"):
@@ -196,12 +196,12 @@ def _unchanged(
     timeline = original.timeline()
     peak = describe(original, timeline)
     with clock.stage("arena"):
-        held = reserves(original, timeline)
+        taken = reserves(original, timeline)
     report = Report(
         selector=options.selector, budget=allowed, before=peak, after=peak, peaks_by_level={"all": peak.total},
         lower_bound=bounds.lower_bound(view.problem), extra_compute=0.0, extra_compute_bound=0.0, recomputed=0,
         control_edges=0, private_values=0, nodes_before=view.graph.n_nodes(), nodes_after=view.graph.n_nodes(),
-        seconds=clock.seconds, arena_before=held, arena_after=held,
+        seconds=clock.seconds, arena_before=taken, arena_after=taken,
         notes=("the original keeps this budget already: OUT is the original, unchanged",),
         warnings=chance.race_warnings(view.graph.model),
     )  # fmt: skip

@@ -74,7 +74,7 @@ class Loop:
             and f"new.{target}" not in self._renews
         }
         self._sums = {name: name.removesuffix(_SUM) for name in state if name.endswith(_SUM)}
-        self._own: dict[str, tuple[npt.NDArray[Any], Any]] = {}  # state on the CPU, once a step has renewed it
+        self._own: dict[str, npt.NDArray[Any]] = {}  # state on the CPU, bound once a step has renewed it
         self._binding = session.io_binding()
         self._values = {name: OrtValue.ortvalue_from_numpy(array, device, 0) for name, array in state.items()}
         for name, value in self._values.items():
@@ -128,12 +128,11 @@ class Loop:
         if self._device != "cpu":
             self._bind(name, value)
             return
-        new = value.numpy()
-        if name not in self._own:
-            copy = np.array(new, order="C")
-            self._own[name] = copy, OrtValue.ortvalue_from_numpy(copy, "cpu", 0)
-        np.copyto(self._own[name][0], new)
-        self._bind(name, self._own[name][1])
+        if name in self._own:
+            np.copyto(self._own[name], value.numpy())
+            return
+        self._own[name] = np.array(value.numpy(), order="C")
+        self._bind(name, OrtValue.ortvalue_from_numpy(self._own[name], "cpu", 0))
 
     def _descend(self, name: str, gradient: Any) -> None:
         from onnxruntime import OrtValue

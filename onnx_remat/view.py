@@ -233,6 +233,12 @@ def describe(executed: Executed, timeline: memory.Timeline) -> Peak:
     )
 
 
+def held(executed: Executed, timeline: memory.Timeline) -> int:
+    """What a process on the CPU holds with ONNX Runtime's default arena, if outputs are dropped or copied."""
+    step = arena.requests(executed.order, timeline, executed.view.table.workspace)
+    return executed.view.problem.base_bytes + arena.run(step, doubling=True).resident
+
+
 def reserves(executed: Executed, timeline: memory.Timeline) -> Reserves:
     """What ONNX Runtime's arena adds to a peak, in one-off steps and where outputs renew inputs without a copy."""
     view, base = executed.view, executed.view.problem.base_bytes
@@ -244,7 +250,7 @@ def reserves(executed: Executed, timeline: memory.Timeline) -> Reserves:
     outside = base - sum(view.tensors[name].nbytes for name in renewed.values())
     step = arena.requests(executed.order, timeline, view.table.workspace)
     return Reserves(
-        held=base + arena.run(step, doubling=True).resident,
+        held=held(executed, timeline),
         held_fed_back=outside + arena.run(step, doubling=True, kept=kept).resident,
         limit=weights + arena.run(step, doubling=False).reserved,
         limit_fed_back=weights + arena.run(step, doubling=False, kept=kept).reserved,

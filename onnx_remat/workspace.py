@@ -28,7 +28,7 @@ from typing import Final, cast
 import numpy as np
 import onnx
 
-__all__ = ["workspace_blocks", "workspace_bytes"]
+__all__ = ["workspace_blocks"]
 
 Shape = tuple[int, ...]
 
@@ -92,25 +92,6 @@ class _Call:
     def input_bytes(self) -> int:
         """Return the size of all inputs."""
         return sum(_numel(s) * size for s, size in zip(self.inputs, self.in_sizes, strict=True))
-
-
-def workspace_bytes(
-    domain: str,
-    op_type: str,
-    attributes: Mapping[str, object],
-    input_shapes: Sequence[Shape | None],
-    input_dtypes: Sequence[int | None],
-    output_shapes: Sequence[Shape | None],
-    output_dtypes: Sequence[int | None],
-    threads: int,
-    opset: int = 20,
-) -> int:
-    """Return the peak of a kernel's own temporary buffers, in bytes: the sum of its `workspace_blocks`."""
-    return sum(
-        workspace_blocks(
-            domain, op_type, attributes, input_shapes, input_dtypes, output_shapes, output_dtypes, threads, opset
-        )
-    )
 
 
 def workspace_blocks(
