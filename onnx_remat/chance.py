@@ -16,19 +16,18 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from onnx_remat import draws, ops
-from onnx_remat.graph import bodies
-from onnx_remat.graph import constants as graph_constants
+from onnx_remat.graph import bodies, constants
 from onnx_remat.shapes import TAG, Tensor
 
 
 def random_nodes(model: onnx.ModelProto) -> list[onnx.NodeProto]:
     """Nodes of the main graph whose outputs differ from run to run."""
-    constants = graph_constants(model)
-    return [node for node in model.graph.node if _draws(node, constants)]
+    stated = constants(model.graph)
+    return [node for node in model.graph.node if _draws(node, stated)]
 
 
-def _draws(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto]) -> bool:
-    return ops.is_random(node.domain, node.op_type, training_mode=draws.training_mode(node, constants))
+def _draws(node: onnx.NodeProto, stated: Mapping[str, onnx.TensorProto]) -> bool:
+    return ops.is_random(node.domain, node.op_type, training_mode=draws.training_mode(node, stated))
 
 
 _RACES = {
@@ -52,9 +51,9 @@ def race_warnings(model: onnx.ModelProto) -> tuple[str, ...]:
     ["ScatterND sums into 'y'"]
     """
     found: dict[tuple[str, str], list[onnx.NodeProto]] = {}
-    for node, constants in _nodes(model.graph, {}):
+    for node, seen in _nodes(model.graph, {}):
         key = ("" if node.domain == "ai.onnx" else node.domain, node.op_type)
-        if key in _RACES and not (node.op_type == "ScatterND" and _safe_scatter(node, constants)):
+        if key in _RACES and not (node.op_type == "ScatterND" and _safe_scatter(node, seen)):
             found.setdefault(key, []).append(node)
     return tuple(
         f"{kind[1]} sums into {nodes[0].output[0]!r}"
@@ -69,19 +68,17 @@ def _nodes(
     graph: onnx.GraphProto, outer: Mapping[str, onnx.TensorProto]
 ) -> Iterator[tuple[onnx.NodeProto, Mapping[str, onnx.TensorProto]]]:
     """Every node, those of bodies too, with the constants it sees."""
-    constants = {**outer, **{tensor.name: tensor for tensor in graph.initializer}}
-    given = (node for node in graph.node if node.op_type == "Constant")
-    constants |= {node.output[0]: a.t for node in given for a in node.attribute if a.HasField("t")}
+    seen = {**outer, **constants(graph)}
     for node in graph.node:
-        yield node, constants
+        yield node, seen
         for body in bodies(node):
-            yield from _nodes(body, constants)
+            yield from _nodes(body, seen)
 
 
-def _safe_scatter(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto]) -> bool:
+def _safe_scatter(node: onnx.NodeProto, seen: Mapping[str, onnx.TensorProto]) -> bool:
     """Can no two threads of a ScatterND come to write the same entry?"""
     reduction = next((attribute.s for attribute in node.attribute if attribute.name == "reduction"), b"none")
-    indices = constants.get(node.input[1])
+    indices = seen.get(node.input[1])
     if reduction == b"none":
         return True
     if indices is None or indices.data_location == TensorProto.EXTERNAL:
@@ -111,20 +108,20 @@ def without_chance(model: onnx.ModelProto, tensors: Mapping[str, Tensor]) -> onn
     settled = onnx.ModelProto()
     settled.CopyFrom(model)
     nodes = list(settled.graph.node)
-    constants = graph_constants(model)
+    stated = constants(model.graph)
     del settled.graph.node[:]
     for node in nodes:
-        settled.graph.node.extend(_settle(node, tensors, constants) if _draws(node, constants) else [node])
+        settled.graph.node.extend(_settle(node, tensors, stated) if _draws(node, stated) else [node])
     return settled
 
 
 def _settle(
-    node: onnx.NodeProto, tensors: Mapping[str, Tensor], constants: Mapping[str, onnx.TensorProto]
+    node: onnx.NodeProto, tensors: Mapping[str, Tensor], stated: Mapping[str, onnx.TensorProto]
 ) -> list[onnx.NodeProto]:
     first = tensors[node.output[0]]
     draw = np.random.default_rng(zlib.crc32(node.output[0].encode()))
     if node.op_type == "Dropout":
-        keep = draws.kept_share(node, constants) or np.float32(0.5)
+        keep = draws.kept_share(node, stated) or np.float32(0.5)
         stem = f"{TAG}chance.{node.output[0]}"
         mask = draw.random(first.shape) < keep
         kept = [_constant(f"{stem}.mask", mask, TensorProto.BOOL)]

@@ -60,7 +60,7 @@ def tabulate(graph: Graph, tensors: Mapping[str, Tensor], threads: int, allow: S
         ``DOMAIN::OP`` names of custom ops that the user says may be recomputed.
     """
     foldable = _foldable(graph, tensors)
-    stated = constants(graph.model)
+    stated = constants(graph.model.graph)
     return OpTable(
         recomputable=tuple(
             _recomputable(graph, op, allow, stated) and all(tensors[name].dtype for name in (*op.reads, *op.writes))

@@ -67,7 +67,7 @@ def split(graph: Graph, tensors: Mapping[str, Tensor]) -> Graph:
     Left whole are those that do not train, those with a ratio or a mode that only the run will tell, those whose
     result is a graph output, and those in half precision.
     """
-    stated = constants(graph.model)
+    stated = constants(graph.model.graph)
     parts = [_parts(graph, tensors, stated, op) for op in graph.ops]
     ops = [replace(op, index=index) for index, op in enumerate(op for some in parts for op in some)]
     if len(ops) == len(graph.ops):

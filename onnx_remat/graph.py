@@ -152,11 +152,11 @@ def build(model: onnx.ModelProto) -> Graph:
     return Graph(as_networkx(ops, values), tuple(ops), values, model)
 
 
-def constants(model: onnx.ModelProto) -> dict[str, onnx.TensorProto]:
-    """What the main graph states by value, by name: ``Constant`` nodes and initializers that no caller may override."""
-    inputs = {value.name for value in model.graph.input}
-    stated = {tensor.name: tensor for tensor in model.graph.initializer if tensor.name not in inputs}
-    given = (node for node in model.graph.node if is_constant(node))
+def constants(graph: onnx.GraphProto) -> dict[str, onnx.TensorProto]:
+    """What a graph states by value, by name: ``Constant`` nodes and initializers that no caller may override."""
+    inputs = {value.name for value in graph.input}
+    stated = {tensor.name: tensor for tensor in graph.initializer if tensor.name not in inputs}
+    given = (node for node in graph.node if is_constant(node))
     return stated | {node.output[0]: a.t for node in given for a in node.attribute if a.name == "value"}
 
 

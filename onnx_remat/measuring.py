@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -96,6 +96,12 @@ def measure(
         })  # fmt: skip
         executed = _executed(Path(answer["profile"])) if trace else ()
     return Measurement(answer["peak_bytes"], executed)
+
+
+def peak_under(budget: int, measured: Callable[[], Measurement]) -> int:
+    """The peak that `measured` finds; asked once more if above `budget`, since whatever disturbs a run only adds."""
+    peak = measured().peak_bytes
+    return peak if peak <= budget else min(peak, measured().peak_bytes)
 
 
 def race(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -91,31 +92,24 @@ def run(
             measuring.measure(path, outputs=home / f"{name}.npz", dims=dims, threads=1 if races else 0)
         compare(home / "before.npz", home / "after.npz", exactly=False)
         executed = measuring.measure(paths["after"], "disable", dims=dims, trace=True).executed
-        plain = {n: measuring.measure(p, dims=dims) for n, p in paths.items()}
-        if plain["after"].peak_bytes > budget:  # once more: whatever disturbs a measurement only adds
-            plain["after"] = measuring.measure(paths["after"], dims=dims)
+        before = measuring.measure(paths["before"], dims=dims).peak_bytes
+        after = measuring.peak_under(budget, partial(measuring.measure, paths["after"], dims=dims))
         default = {n: measuring.measure(p, dims=dims, default=True, steps=3) for n, p in paths.items()}
-        held = 0
-        if arena:
-            held = _with_arena(paths["after"], dims)
-            if held > budget:
-                held = min(held, _with_arena(paths["after"], dims))
+        held = measuring.peak_under(budget, partial(_with_arena, paths["after"], dims)) if arena else None
         seconds = measuring.race(paths["before"], paths["after"], dims=dims)
-    if plain["after"].peak_bytes > budget + measuring.RESOLUTION:
-        raise VerificationError(
-            f"measured peak {format_bytes(plain['after'].peak_bytes)} exceeds the budget {format_bytes(budget)}"
-        )
-    if arena and held > budget + measuring.RESOLUTION:
+    if after > budget + measuring.RESOLUTION:
+        raise VerificationError(f"measured peak {format_bytes(after)} exceeds the budget {format_bytes(budget)}")
+    if held is not None and held > budget + measuring.RESOLUTION:
         raise VerificationError(
             f"with ONNX Runtime's arena {format_bytes(held)} are held, more than was foreseen and the budget "
             f"{format_bytes(budget)}: try a smaller one"
         )
     return Measured(
-        before=plain["before"].peak_bytes,
-        after=plain["after"].peak_bytes,
+        before=before,
+        after=after,
         before_default=default["before"].peak_bytes,
         after_default=default["after"].peak_bytes,
-        after_arena=held if arena else None,
+        after_arena=held,
         before_seconds=seconds[0],
         after_seconds=seconds[1],
         outputs_equal=equal + (" (random draws fixed)" if settled else "") + (" on one thread" if races else ""),
@@ -123,9 +117,9 @@ def run(
     )
 
 
-def _with_arena(path: Path, dims: Mapping[str, int]) -> int:
-    """Bytes that a process holds over some steps with `runtime.session_options()`."""
-    return measuring.measure(path, dims=dims, default=True, patterns=False, steps=3).peak_bytes
+def _with_arena(path: Path, dims: Mapping[str, int]) -> measuring.Measurement:
+    """Of some steps with `runtime.session_options()`."""
+    return measuring.measure(path, dims=dims, default=True, patterns=False, steps=3)
 
 
 def without_chance(
