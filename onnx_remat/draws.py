@@ -7,7 +7,7 @@ they came from; each further product is spelled out as the kernel computes it, t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -19,7 +19,7 @@ from onnx_remat.ops import DRAW, PRODUCT, SPLIT
 from onnx_remat.schedule import Problem, Schedule
 from onnx_remat.shapes import Tensor
 
-KEEP = "keep"
+_KEEP = "keep"
 """Attribute of a product: what the kernel divides by, one less the ratio as computed in single precision."""
 
 _SCALED_ALIKE = (TensorProto.FLOAT, TensorProto.DOUBLE)  # in half precision the kernel rounds once, three ops thrice
@@ -99,7 +99,7 @@ def _parts(
     product.name = op.label  # recomputes are told by the Dropout's
     product.input[:] = [node.input[0], mask]
     product.ClearField("attribute")
-    product.attribute.append(helper.make_attribute(KEEP, float(keep)))
+    product.attribute.append(helper.make_attribute(_KEEP, float(keep)))
     return replace(op, node=draw, outputs=(mask,)), replace(
         op, node=product, inputs=tuple(product.input), outputs=(result,)
     )
@@ -111,6 +111,26 @@ def whole(draw: Op, product: Op) -> onnx.NodeProto:
     node.CopyFrom(draw.node)
     node.op_type, node.domain, node.output[:] = "Dropout", "", [product.outputs[0], draw.outputs[0]]
     return node
+
+
+def kept(product: Op) -> float:
+    """What a product divides by."""
+    return float(helper.get_node_attr_value(product.node, _KEEP))
+
+
+def spelled_out(
+    product: Op, source: str, mask: str, divisor: str, between: Sequence[str], dtype: int
+) -> list[onnx.NodeProto]:
+    """The nodes of a product made again; `between` are the first two results, the last one has no name yet."""
+    factor, scaled = between
+    nodes = [
+        helper.make_node("Cast", [mask], [factor], name=factor, to=dtype),
+        helper.make_node("Mul", [source, factor], [scaled], name=scaled),
+        helper.make_node("Div", [scaled, divisor], [""]),
+    ]
+    for node in nodes:
+        node.metadata_props.extend(product.node.metadata_props)
+    return nodes
 
 
 def pairs(graph: Graph) -> Iterator[tuple[int, int]]:

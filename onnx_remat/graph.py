@@ -247,13 +247,40 @@ def _captures(node: onnx.NodeProto) -> Iterator[str]:
     """Outer values read by the node's bodies, each once, in order of first use."""
     seen: dict[str, None] = {}
     for body in bodies(node):
-        inner = {value.name for value in body.input}
-        inner.update(tensor.name for tensor in body.initializer)
-        inner.update(name for inside in body.node for name in inside.output)
+        inner = _defined_in(body)
         for inside in body.node:
             seen.update(dict.fromkeys(n for n in (*inside.input, *_captures(inside)) if n and n not in inner))
         seen.update(dict.fromkeys(value.name for value in body.output if value.name not in inner))
     return iter(seen)
+
+
+def rename_captures(node: onnx.NodeProto, renamed: Mapping[str, str]) -> None:
+    """Make the node's bodies read outer values by other names."""
+    for body in bodies(node) if renamed else ():
+        inner = _defined_in(body)
+        outer = {name: new for name, new in renamed.items() if name not in inner}
+        for inside in body.node:
+            inside.input[:] = [outer.get(name, name) for name in inside.input]
+            rename_captures(inside, outer)
+
+
+def _defined_in(body: onnx.GraphProto) -> set[str]:
+    inner = {value.name for value in body.input} | {tensor.name for tensor in body.initializer}
+    inner.update(name for inside in body.node for name in inside.output)
+    return inner
+
+
+def names_in(graph: onnx.GraphProto) -> Iterator[str]:
+    """Every name in a graph and in the bodies within it."""
+    for values in (graph.input, graph.output, graph.initializer):
+        yield from (value.name for value in values)
+    for sparse in graph.sparse_initializer:
+        yield sparse.values.name
+    for node in graph.node:
+        yield node.name
+        yield from node.output
+        for body in bodies(node):
+            yield from names_in(body)
 
 
 def bodies(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:

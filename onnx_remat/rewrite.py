@@ -15,16 +15,16 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx
 from onnx import TensorProto, helper
 
 from onnx_remat.compile import STANDARD_DOMAINS
-from onnx_remat.draws import KEEP, is_draw, is_product, whole
+from onnx_remat.draws import is_draw, is_product, kept, spelled_out, whole
 from onnx_remat.errors import ModelError
-from onnx_remat.graph import Graph, Op, bodies, is_constant
+from onnx_remat.graph import Graph, Op, is_constant, names_in, rename_captures
 from onnx_remat.ops import facts
 from onnx_remat.pins import Pin
 from onnx_remat.schedule import Ints, Schedule
@@ -135,6 +135,33 @@ def _set_metadata(model: onnx.ModelProto, metadata: Mapping[str, str]) -> None:
         model.metadata_props.add(key=key, value=value)
 
 
+@dataclass(frozen=True, slots=True)
+class _Occurrence:
+    """A step to write.
+
+    Attributes
+    ----------
+    op : Op
+    number : int
+        0 the first time, then of the recompute.
+    slot : int or None
+        Input that a control edge or the hiding of a shape goes through.
+    trigger : str or None
+        Value to wait for.
+    hide : bool
+        Is the shape of what it makes to be hidden?
+    makes : mapping of str to int
+        Private group, or -1, of each value it makes.
+    """
+
+    op: Op
+    number: int
+    slot: int | None
+    trigger: str | None
+    hide: bool
+    makes: Mapping[str, int]
+
+
 class _Writer:
     """Turns steps into nodes; remembers which name holds each value's latest occurrence."""
 
@@ -151,7 +178,7 @@ class _Writer:
         self.value_info = {v.name: v for v in graph.model.graph.value_info}
         self.shapes: dict[str, tuple[int | str, ...]] = {}
         self._interface = {v.name: v.type for v in (*graph.model.graph.input, *graph.model.graph.output)}
-        self._taken = set(_names(graph.model.graph))
+        self._taken = set(names_in(graph.model.graph))
         self._latest = {name: name for name in graph.values}
         self._names = list(graph.values)
         self._held: dict[tuple[str, str | None, bool], str] = {}
@@ -187,30 +214,27 @@ class _Writer:
                 occurrence += 1
             steps = (step,) if draw is None else (step - 1, step)
             trigger = next((made[after[s]] for s in steps if s in after), None)
-            hide = not hidden.isdisjoint(steps)
+            here = _Occurrence(op, count[index], slots[index], trigger, not hidden.isdisjoint(steps), makes)
             if is_draw(op):  # its Dropout is written with the product, which is the next step
                 draw = op
                 self._occur(op.outputs[0], op.outputs[0], makes[op.outputs[0]])
-            elif is_product(op) and count[index]:
-                self._multiply(op, count[index], trigger, makes)
+            elif is_product(op) and here.number:
+                self._multiply(here)
             else:
-                held = slots[index] if trigger or hide else None
-                assert held is not None or not (trigger or hide), op.label
-                self._write_node(op, count[index], held, trigger, hide, makes, draw)
+                self._write_node(here, draw)
                 draw = None
             count[index] += 1
             made.append(self._latest[next(iter(makes))])
 
-    def _write_node(
-        self, op: Op, number: int, held: int | None, trigger: str | None, hide: bool, makes: Mapping[str, int],
-        draw: Op | None,
-    ) -> None:  # fmt: skip
-        """Append an occurrence of an op, input slot `held` behind a Reshape; with its draw, a product is a Dropout."""
+    def _write_node(self, here: _Occurrence, draw: Op | None) -> None:
+        """Append the node of a step; with its draw, a product is a Dropout."""
+        op = here.op
         inputs = [self._latest[name] if name else "" for name in op.inputs]
-        for written in facts(op.node.domain, op.node.op_type).overwrites if number else ():
+        for written in facts(op.node.domain, op.node.op_type).overwrites if here.number else ():
             inputs[written] = self._copy(inputs[written])
-        if held is not None:
-            inputs[held] = self._hold(inputs[held], op.inputs[held], trigger, hide)
+        if here.trigger or here.hide:
+            assert here.slot is not None, op.label
+            inputs[here.slot] = self._hold(inputs[here.slot], op.inputs[here.slot], here.trigger, here.hide)
         if draw is None:
             node = onnx.NodeProto()
             node.CopyFrom(op.node)
@@ -218,9 +242,25 @@ class _Writer:
             node = whole(draw, op)
             inputs = [inputs[0], *(self._latest[name] if name else "" for name in draw.inputs[1:])]
         node.input[:] = inputs
-        _rename_captures(node, {n: self._latest[n] for n in op.captured if self._latest[n] != n})
-        self._name_outputs(node, op, number, makes)
+        rename_captures(node, {n: self._latest[n] for n in op.captured if self._latest[n] != n})
+        self._name_outputs(node, here)
         self.nodes.append(node)
+
+    def _multiply(self, here: _Occurrence) -> None:
+        """A Dropout's product again, spelled out; of a mask of unseen shape, what comes in between shares no buffer."""
+        (result,), (source, mask) = here.op.outputs, (self._latest[name] for name in here.op.inputs)
+        tensor = self.tensors[result]
+        mask = self._hold(mask, here.op.inputs[1], here.trigger or source, True)
+        divisor = self._fresh(f"{TAG}keep")
+        self.initializers.append(helper.make_tensor(divisor, tensor.dtype, (), [kept(here.op)]))
+        between = [self._fresh(f"{result}__{what}{here.number}") for what in ("mask", "masked")]
+        for name in between:
+            self.shapes[name] = _open_shape(tensor)
+        nodes = spelled_out(here.op, source, mask, divisor, between, tensor.dtype)
+        for node in nodes[:-1]:
+            self._mark(node, here.op)
+        self._name_outputs(nodes[-1], here)
+        self.nodes += nodes
 
     def _check_opset(self) -> None:
         opset = next((o.version for o in self.graph.model.opset_import if o.domain in STANDARD_DOMAINS), 0)
@@ -230,16 +270,17 @@ class _Writer:
                 "convert it with onnx.version_converter first"
             )
 
-    def _name_outputs(self, node: onnx.NodeProto, op: Op, number: int, outputs: Mapping[str, int]) -> None:
-        """Name what this occurrence makes (`outputs`: value -> private group) and say what it is."""
+    def _name_outputs(self, node: onnx.NodeProto, here: _Occurrence) -> None:
+        """Name what a step makes and say what its node is."""
+        op, number = here.op, here.number
         if number:
             self.recomputed.append(op.label)
             node.name = self._fresh(f"{op.node.name or op.node.op_type}__remat{number}")
             self._mark(node, op)
         for slot, name in enumerate(op.outputs):
-            if name in outputs:
+            if name in here.makes:
                 node.output[slot] = self._fresh(f"{name}__remat{number}") if number else name
-                self._occur(node.output[slot], name, outputs[name])
+                self._occur(node.output[slot], name, here.makes[name])
             else:
                 node.output[slot] = ""
         if number:
@@ -259,27 +300,6 @@ class _Writer:
         self._latest[value] = new
         self.occurrences.append(new)
         self._declare(new, value, group)
-
-    def _multiply(self, op: Op, number: int, trigger: str | None, makes: Mapping[str, int]) -> None:
-        """A Dropout's product again, spelled out; of a mask of unseen shape, what comes in between shares no buffer."""
-        (result,), (source, mask) = op.outputs, (self._latest[name] for name in op.inputs)
-        tensor, keep = self.tensors[result], helper.get_node_attr_value(op.node, KEEP)
-        mask = self._hold(mask, op.inputs[1], trigger or source, True)
-        divisor = self._fresh(f"{TAG}keep")
-        self.initializers.append(helper.make_tensor(divisor, tensor.dtype, (), [keep]))
-        factor, scaled = self._fresh(f"{result}__mask{number}"), self._fresh(f"{result}__masked{number}")
-        for name in (factor, scaled):
-            self.shapes[name] = (tensor.dtype, *(size if dim is None else dim for size, dim in _dims(tensor)))
-        for node in (
-            helper.make_node("Cast", [mask], [factor], name=factor, to=tensor.dtype),
-            helper.make_node("Mul", [source, factor], [scaled], name=scaled),
-            helper.make_node("Div", [scaled, divisor], [""]),
-        ):
-            node.metadata_props.extend(op.node.metadata_props)
-            if node.name:
-                self._mark(node, op)
-            self.nodes.append(node)
-        self._name_outputs(self.nodes[-1], op, number, makes)
 
     def _hold(self, held: str, original: str, trigger: str | None, hide: bool) -> str:
         """Pass `held` through a Reshape, after `trigger` if there is one; returns the name to read instead.
@@ -353,7 +373,7 @@ class _Writer:
             return
         if group >= 0 and group not in self._shared:
             self.value_info.pop(name, None)
-            self.shapes[name] = (tensor.dtype, *(size if dim is None else dim for size, dim in _dims(tensor)))
+            self.shapes[name] = _open_shape(tensor)
             return
         if group >= 0:
             dims: tuple[Dim, ...] | None = tuple(
@@ -388,22 +408,14 @@ class _Writer:
         return name
 
 
-def _names(graph: onnx.GraphProto) -> Iterator[str]:
-    """Every name in a graph and in the bodies within it."""
-    for values in (graph.input, graph.output, graph.initializer):
-        yield from (value.name for value in values)
-    for sparse in graph.sparse_initializer:
-        yield sparse.values.name
-    for node in graph.node:
-        yield node.name
-        yield from node.output
-        for body in bodies(node):
-            yield from _names(body)
-
-
 def _dims(tensor: Tensor) -> list[tuple[int, Dim]]:
     """Per axis the size, and what the runtime will know of it."""
     return list(zip(tensor.shape, tensor.symbolic or (None,) * len(tensor.shape), strict=True))
+
+
+def _open_shape(tensor: Tensor) -> tuple[int | str, ...]:
+    """Data type and dimensions as `SHAPES_KEY` records them."""
+    return tensor.dtype, *(size if dim is None else dim for size, dim in _dims(tensor))
 
 
 def _is_told(dim: onnx.TensorShapeProto.Dimension) -> bool:
@@ -412,14 +424,3 @@ def _is_told(dim: onnx.TensorShapeProto.Dimension) -> bool:
 
 def _is_tensor(value: onnx.ValueInfoProto) -> bool:
     return bool(value.type.HasField("tensor_type"))
-
-
-def _rename_captures(node: onnx.NodeProto, renamed: Mapping[str, str]) -> None:
-    """Make the node's bodies read the latest occurrence of what they capture."""
-    for body in bodies(node) if renamed else ():
-        inner = {v.name for v in body.input} | {t.name for t in body.initializer}
-        inner.update(name for inside in body.node for name in inside.output)
-        outer = {name: new for name, new in renamed.items() if name not in inner}
-        for inside in body.node:
-            inside.input[:] = [outer.get(name, name) for name in inside.input]
-            _rename_captures(inside, outer)
