@@ -186,18 +186,16 @@ def _write_out(
             executed = _as_written(written.model, folder, options)
             timelines = {level: what.timeline() for level, what in executed.items()}
         worst = max(timeline.peak for timeline in timelines.values())
-        kept = worst <= plan.budget
-        if options.arena:
-            worst = max(worst, *(held(executed[level], timelines[level]) for level in executed))
-        if kept:
+        known = len(private) + len(exposed)
+        if worst > plan.budget:
+            warm = int(target * _WARM)
+            idle = {i for what in executed.values() for i in _idle_sharers(what, warm, written)}
+            exposed |= {int(steps[i]) for i in idle & private}
+            private |= idle
+        if len(private) + len(exposed) == known:
+            if options.arena:
+                worst = max(worst, *(held(executed[level], timelines[level]) for level in executed))
             return worst, written, executed
-        warm = int(target * _WARM)
-        idle = {i for what in executed.values() for i in _idle_sharers(what, warm, written)}
-        news = (idle - private, {int(steps[i]) for i in idle & private} - exposed)
-        if not any(news):
-            return worst, written, executed
-        private |= news[0]
-        exposed |= news[1]
 
 
 def _as_written(model: onnx.ModelProto, folder: Path | None, options: Options) -> dict[str, Executed]:

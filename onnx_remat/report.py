@@ -101,7 +101,7 @@ class Report:
         Nodes recomputed, edges added to pin the order, values given a buffer of their own, node counts.
     seconds : mapping
         Time each stage took.
-    arena_before, arena_after : Reserves or None
+    arena_before, arena_after : Reserves
         What the arena adds to either peak.
     measured : Measured or None
     notes : tuple of str
@@ -124,8 +124,8 @@ class Report:
     nodes_before: int
     nodes_after: int
     seconds: Mapping[str, float]
-    arena_before: Reserves | None = None
-    arena_after: Reserves | None = None
+    arena_before: Reserves
+    arena_after: Reserves
     measured: Measured | None = None
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
@@ -165,10 +165,9 @@ class Report:
             ("  activations", "activations"), ("  outputs", "outputs"), ("  workspace", "workspace"),
         ):  # fmt: skip
             rows.append((label, format_bytes(getattr(self.before, field)), format_bytes(getattr(self.after, field))))
-        if self.arena_before and self.arena_after:
-            for label, field in (("with ONNX Runtime's arena", "held"), ("  outputs fed back", "held_fed_back")):
-                sides = [format_bytes(getattr(side, field)) for side in (self.arena_before, self.arena_after)]
-                rows.append((label, sides[0], sides[1]))
+        for label, field in (("with ONNX Runtime's arena", "held"), ("  outputs fed back", "held_fed_back")):
+            before, after = (format_bytes(getattr(side, field)) for side in (self.arena_before, self.arena_after))
+            rows.append((label, before, after))
         rows += [
             ("extra compute", "", f"+{self.extra_compute:.2%}"),
             ("  of any plan, at least", "", f"+{self.extra_compute_bound:.2%}"),
