@@ -204,6 +204,11 @@ def profile(
         return json.loads(Path(answer["profile"]).read_text()), table
 
 
+# The environment in which glibc gives freed blocks back to the system. It would keep those of up to 32 MB in its heap
+# otherwise, and resident memory would not fall. DenseNet-121 has thousands below 64 kB; each block above the threshold
+# takes whole pages.
+GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "16384", "MALLOC_TRIM_THRESHOLD_": "16384"}
+
 # Without a search path for modules: that of this environment would hide the other's own numpy and onnx.
 _CHILD = """
 import importlib.util, sys
@@ -216,13 +221,10 @@ main()
 
 
 def _probe(python: str, task: str, job: dict[str, Any]) -> dict[str, Any]:
-    # Otherwise glibc keeps freed blocks of up to 32 MB in its heap, and resident memory does not fall. DenseNet-121 has
-    # thousands below 64 kB; each block above the threshold takes whole pages.
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "16384", "MALLOC_TRIM_THRESHOLD_": "16384"}
     try:
         done = subprocess.run(
             [python, "-c", _CHILD, str(Path(__file__).parent)],
-            input=json.dumps({"task": task, **job}), capture_output=True, text=True, env=environment, check=False,
+            input=json.dumps({"task": task, **job}), capture_output=True, text=True, env=os.environ | GIVES_BACK, check=False,
         )  # fmt: skip
     except OSError as error:
         raise UsageError(f"{python} is no Python interpreter: {error.strerror}") from error

@@ -1,6 +1,6 @@
 """Do rewritten files keep their savings and their numbers elsewhere? Other runtimes, options, and after other tools.
 
-    python scripts/survival.py FOLDER --versions 1.19.2 1.31.1 --tools onnxslim onnxsim [--graphs DIR ...] [--markdown]
+    python scripts/survival.py FOLDER --versions 1.19.2 1.31.1 --tools onnxslim onnxsim [--graphs DIR ...]
 
 FOLDER gets one virtual environment per ONNX Runtime version and one per tool, made with pip where they are not there
 yet, and the rewritten files. Every cell is measured: the peak as `onnx_remat.measuring.measure` takes it (arena off
@@ -21,6 +21,7 @@ from pathlib import Path
 import onnx_remat
 from onnx_remat.check import check
 from onnx_remat.errors import OnnxRematError
+from onnx_remat.measuring import GIVES_BACK
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -114,10 +115,9 @@ def run(python: Path, path: Path, folder: Path, setting: Setting) -> tuple[int, 
     """Peak and outputs of a file in a setting, or the last line of the error."""
     outputs = folder / f"{path.stem}.npz"
     job = {**setting.__dict__, "path": str(path), "outputs": str(outputs)}
-    alloc = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     done = subprocess.run(
         [python, "-c", _RUN], input=json.dumps(job), capture_output=True, text=True, check=False,
-        env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | alloc,
+        env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | GIVES_BACK,
     )  # fmt: skip
     if done.returncode:
         return (done.stderr.strip().splitlines() or [f"killed by signal {-done.returncode}"])[-1][:120]
