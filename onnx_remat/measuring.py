@@ -224,7 +224,8 @@ def _probe(python: str, task: str, job: dict[str, Any]) -> dict[str, Any]:
     try:
         done = subprocess.run(
             [python, "-c", _CHILD, str(Path(__file__).parent)],
-            input=json.dumps({"task": task, **job}), capture_output=True, text=True, env=os.environ | GIVES_BACK, check=False,
+            input=json.dumps({"task": task, **job}), env=os.environ | GIVES_BACK,
+            capture_output=True, text=True, check=False,
         )  # fmt: skip
     except OSError as error:
         raise UsageError(f"{python} is no Python interpreter: {error.strerror}") from error

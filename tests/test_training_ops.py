@@ -156,7 +156,8 @@ def test_models_for_stock_runtime_are_left_alone() -> None:
 
 @there
 def test_facts_are_still_what_the_training_build_says() -> None:
-    done = subprocess.run([PYTHON, recorded.__file__], stdout=subprocess.PIPE, env=os.environ | measuring.GIVES_BACK, check=True)
+    environment = os.environ | measuring.GIVES_BACK
+    done = subprocess.run([PYTHON, recorded.__file__], stdout=subprocess.PIPE, env=environment, check=True)
     for known, seen in zip(FACTS, json.loads(done.stdout), strict=True):
         assert (seen["shapes"], seen["dtypes"]) == (known["shapes"], known["dtypes"])
         assert seen["besides"] == pytest.approx(known["besides"], abs=0.6)
