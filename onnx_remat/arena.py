@@ -84,7 +84,7 @@ class Arena:
         return self.touched + self.reserved // 32
 
 
-def requests(order: Schedule, timeline: Timeline, scratch: Sequence[Sequence[int]]) -> Requests:
+def requests(order: Schedule, timeline: Timeline, scratch: Sequence[Sequence[int]], first: Sequence[bool]) -> Requests:
     """Spell out a simulated step: op by op its outputs, its scratch memory, and what dies with it.
 
     Parameters
@@ -93,19 +93,21 @@ def requests(order: Schedule, timeline: Timeline, scratch: Sequence[Sequence[int
     timeline : Timeline
         What `memory.simulate` says of it.
     scratch : sequence of sequences of int
-        Bytes of every block of scratch memory, per op.
+        Bytes of every block of scratch memory that is asked of the arena, per op.
+    first : sequence of bool
+        Whether an op asks for its scratch memory before it asks for its outputs.
     """
-    blocks = [(step, size) for step, op in enumerate(order.order) for size in scratch[op]]
-    step_of = np.array([step for step, _ in blocks], np.int64)
+    blocks = [(step, size, first[op]) for step, op in enumerate(order.order) for size in scratch[op]]
+    of_step, of_block, early = np.array(blocks, np.int64).reshape(-1, 3).T
     n_buffers, last = len(timeline.size), len(order.order) - 1
     buffers, extra = np.arange(n_buffers), n_buffers + np.arange(len(blocks))
     dying = np.flatnonzero(timeline.end < last)
     start, end = timeline.start.astype(np.int64), timeline.end.astype(np.int64)
-    when = np.concatenate([4 * start, 4 * step_of + 1, 4 * step_of + 2, 4 * end[dying] + 3])
+    when = np.concatenate([5 * start + 1, 5 * of_step + 2 - 2 * early, 5 * of_step + 3, 5 * end[dying] + 4])
     what = np.concatenate([buffers, extra, ~extra, ~dying]).astype(np.int32)
     return Requests(
         events=what[np.argsort(when, kind="stable")],
-        size=np.concatenate([timeline.size, np.array([size for _, size in blocks], np.int64)]),
+        size=np.concatenate([timeline.size, of_block]),
         owner=np.concatenate([timeline.owner, np.full(len(blocks), -1, np.int32)]),
     )
 

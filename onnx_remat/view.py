@@ -22,6 +22,7 @@ from onnx_remat.schedule import Problem, Schedule
 from onnx_remat.shapes import Tensor
 from onnx_remat.training import renewals
 from onnx_remat.training_ops import first_training_op
+from onnx_remat.workspace import ASKED_FOR_FIRST, BY_MALLOC
 
 THREADS = 8
 """Threads per op that workspace is reckoned for: a fixed figure, so that every machine writes the same file."""
@@ -233,25 +234,38 @@ def describe(executed: Executed, timeline: memory.Timeline) -> Peak:
     )
 
 
+def requests(executed: Executed, timeline: memory.Timeline) -> arena.Requests:
+    """A step as ONNX Runtime's arena sees it."""
+    scratch, types = executed.view.table.workspace, [op.node.op_type for op in executed.view.graph.ops]
+    asked = [() if kind in BY_MALLOC else blocks for kind, blocks in zip(types, scratch, strict=True)]
+    return arena.requests(executed.order, timeline, asked, [kind in ASKED_FOR_FIRST for kind in types])
+
+
 def held(executed: Executed, timeline: memory.Timeline) -> int:
     """What a process on the CPU holds with ONNX Runtime's default arena, if outputs are dropped or copied."""
-    step = arena.requests(executed.order, timeline, executed.view.table.workspace)
-    return executed.view.problem.base_bytes + arena.run(step, doubling=True).resident
+    return _outside(executed) + arena.run(requests(executed, timeline), doubling=True).resident
 
 
 def reserves(executed: Executed, timeline: memory.Timeline) -> Reserves:
     """What ONNX Runtime's arena adds to a peak, in one-off steps and where outputs renew inputs without a copy."""
-    view, base = executed.view, executed.view.problem.base_bytes
+    view, outside = executed.view, _outside(executed)
     values = view.graph.values
     inputs = [name for name, value in values.items() if value.kind == INPUT]
     renewed = renewals(inputs, [name for name, value in values.items() if value.is_output])
     kept = np.array([name in renewed for name in values], np.bool_)
-    weights = base - sum(view.tensors[name].nbytes for name in inputs)
-    outside = base - sum(view.tensors[name].nbytes for name in renewed.values())
-    step = arena.requests(executed.order, timeline, view.table.workspace)
+    weights = view.problem.base_bytes - sum(view.tensors[name].nbytes for name in inputs)
+    replaced = sum(view.tensors[name].nbytes for name in renewed.values())
+    step = requests(executed, timeline)
     return Reserves(
         held=held(executed, timeline),
-        held_fed_back=outside + arena.run(step, doubling=True, kept=kept).resident,
+        held_fed_back=outside - replaced + arena.run(step, doubling=True, kept=kept).resident,
         limit=weights + arena.run(step, doubling=False).reserved,
         limit_fed_back=weights + arena.run(step, doubling=False, kept=kept).reserved,
     )
+
+
+def _outside(executed: Executed) -> int:
+    """Bytes that the arena has no part in: inputs, weights, and the most that a kernel takes with malloc."""
+    ops, scratch = executed.view.graph.ops, executed.view.table.workspace
+    taken = (sum(blocks) for op, blocks in zip(ops, scratch, strict=True) if op.node.op_type in BY_MALLOC)
+    return executed.view.problem.base_bytes + max(taken, default=0)

@@ -3,7 +3,7 @@
 A step's footprint is its live values plus what the running kernel allocates for itself. The rules below
 were learned from ONNX Runtime 1.31.1: ``total_temp_allocations`` of its node memory statistics over grids
 of shapes, attributes and thread counts, cross-checked against the resident memory of one-node graphs, which
-also sees what kernels take with ``malloc`` behind the allocator's back (marked "malloc" below).
+also sees what kernels take with ``malloc`` behind the allocator's back (`BY_MALLOC`).
 ``tests/test_workspace.py`` repeats the former.
 
 Statistics add up all temporaries of a node; where a kernel frees one before it takes the next, the rule
@@ -28,9 +28,15 @@ from typing import Final, cast
 import numpy as np
 import onnx
 
-__all__ = ["workspace_blocks"]
+__all__ = ["ASKED_FOR_FIRST", "BY_MALLOC", "workspace_blocks"]
 
 Shape = tuple[int, ...]
+
+ASKED_FOR_FIRST: Final = frozenset({"DynamicQuantizeMatMul", "Einsum", "Max", "Mean", "Min", "Sum", "Where"})
+"""Operators that ask for workspace before they ask for their outputs; all others do so after, by the arena's log."""
+
+BY_MALLOC: Final = frozenset({"GatherElementsGrad", "NonZero", "Scatter", "ScatterElements"})
+"""Operators that take their workspace with ``malloc``, so that no arena holds it."""
 
 # MLAS convolutions cut their work into tiles of this many floats, one per thread.
 _CONV_TILE_BYTES: Final = 128 * 128 * 4
@@ -232,14 +238,14 @@ def _variadic(call: _Call) -> int:
 
 
 def _scatter_elements(call: _Call) -> int:
-    """All indices, as int64 (malloc)."""
+    """All indices, as int64."""
     return _numel(call.input(1)) * _INT64
 
 
-def _lrn(call: _Call) -> int:
+def _lrn(call: _Call) -> tuple[int, ...]:
     """The scale of every element, and one image of squares padded by the window."""
     _, channels, *image = call.input(0)
-    return call.output_bytes() + (channels + call.number("size", 1) - 1) * prod(image) * _FLOAT
+    return call.output_bytes(), (channels + call.number("size", 1) - 1) * prod(image) * _FLOAT
 
 
 def _batch_norm(call: _Call) -> tuple[int, ...]:
@@ -247,9 +253,9 @@ def _batch_norm(call: _Call) -> tuple[int, ...]:
     return (call.input(0)[1] * call.in_sizes[0],) * 2 if call.number("training_mode", 0) else ()
 
 
-def _layer_norm(call: _Call) -> int:
+def _layer_norm(call: _Call) -> tuple[int, ...]:
     """Scale and bias widened to float, for float16 only."""
-    return _FLOAT * sum(_numel(s) for s in call.inputs[1:3]) if call.in_sizes[0] == 2 else 0
+    return tuple(_FLOAT * _numel(s) for s in call.inputs[1:3]) if call.in_sizes[0] == 2 else ()
 
 
 def _fast_gelu(call: _Call) -> int:
@@ -321,14 +327,14 @@ def _log_softmax_grad(call: _Call) -> int:
     return max(call.output_bytes(), _softmax_grad(call))
 
 
-def _cross_entropy(call: _Call) -> int:
+def _cross_entropy(call: _Call) -> tuple[int, ...]:
     """The shifted logits; the log-probabilities too where they are no output."""
     stored = len(call.outputs) > 1 and call.outputs[1] is not None
-    return _numel(call.input(0)) * call.in_sizes[0] * (1 if stored else 2)
+    return (_numel(call.input(0)) * call.in_sizes[0],) * (1 if stored else 2)
 
 
-def _times_output(factor: int) -> Callable[[_Call], int]:
-    return lambda call: factor * call.output_bytes()
+def _times_output(blocks: int) -> Callable[[_Call], tuple[int, ...]]:
+    return lambda call: (call.output_bytes(),) * blocks
 
 
 _RULES: Final[dict[tuple[str, str], Callable[[_Call], int | tuple[int, ...]]]] = {
@@ -348,7 +354,7 @@ _RULES: Final[dict[tuple[str, str], Callable[[_Call], int | tuple[int, ...]]]] =
     ("", "Mean"): _variadic,
     ("", "MeanVarianceNormalization"): _times_output(2),
     ("", "Min"): _variadic,
-    ("", "NonZero"): _times_output(1),  # malloc: the result before its size is known.
+    ("", "NonZero"): _times_output(1),  # The result before its size is known.
     ("", "QLinearMatMul"): lambda call: _numel(call.outputs[0]) * 4,  # The product in int32.
     ("", "RNN"): _rnn,
     ("", "Scatter"): _scatter_elements,
@@ -365,7 +371,7 @@ _RULES: Final[dict[tuple[str, str], Callable[[_Call], int | tuple[int, ...]]]] =
     ("com.microsoft", "DynamicQuantizeMatMul"): lambda call: _numel(call.input(0)),  # The data in int8.
     ("com.microsoft", "FastGelu"): _fast_gelu,
     ("com.microsoft", "FusedConv"): _conv,
-    ("com.microsoft", "GatherElementsGrad"): lambda call: _numel(call.input(2)) * _INT64,  # malloc: all indices.
+    ("com.microsoft", "GatherElementsGrad"): lambda call: _numel(call.input(2)) * _INT64,  # All indices.
     ("com.microsoft", "LayerNormalizationGrad"): _times_output(4),
     ("com.microsoft", "LogSoftmaxGrad"): _times_output(1),
     ("com.microsoft", "LogSoftmaxGrad_13"): _log_softmax_grad,

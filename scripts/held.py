@@ -37,9 +37,9 @@ def held(path: str, way: str, steps: int) -> int:
         feeds = probe.random_feeds(session := probe.new_session(job, path, default=False), {})
         weights = probe.initializer_bytes(job["optimized"])
         session.run(None, feeds)  # faults in code and thread stacks, which are not the step's memory
-        ctypes.CDLL(None).malloc_trim(0)  # or what that run left in the heap serves the steps, unseen
         if way != "no arena":
             session = probe.new_session(job | {"optimized": ""}, path, default=True)
+        ctypes.CDLL(None).malloc_trim(0)  # or what is left in the heap serves the steps, unseen
     names = [value.name for value in session.get_outputs()]
     renewed = renewals(feeds, names) if way == "fed back" else {}
     inputs = sum(array.nbytes for array in feeds.values())
