@@ -11,7 +11,6 @@ difference. Linux only.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import os
 import subprocess
@@ -39,7 +38,6 @@ def held(path: str, way: str, steps: int) -> int:
         session.run(None, feeds)  # faults in code and thread stacks, which are not the step's memory
         if way != "no arena":
             session = probe.new_session(job | {"optimized": ""}, path, default=True)
-        ctypes.CDLL(None).malloc_trim(0)  # or what is left in the heap serves the steps, unseen
     names = [value.name for value in session.get_outputs()]
     renewed = renewals(feeds, names) if way == "fed back" else {}
     inputs = sum(array.nbytes for array in feeds.values())
