@@ -17,6 +17,9 @@ from typing import Any
 
 from onnx_remat.errors import ModelError, OnnxRematError
 
+QUIET = {"ORT_DISABLE_TELEMETRY": "1"}
+"""ONNX Runtime calls home from 1.29 on; not out of processes of ours, where that also takes memory and time."""
+
 _lock = threading.Lock()
 _running: tuple[int, subprocess.Popen[str]] | None = None  # with the process that started it: a fork must not share it
 
@@ -62,7 +65,7 @@ def ask(task: str, patience: float, **job: Any) -> Any:
 def _child() -> subprocess.Popen[str]:
     global _running
     if _running is None or _running[0] != os.getpid() or _running[1].poll() is not None:
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        environment = os.environ | QUIET | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         child = subprocess.Popen(
             [sys.executable, "-m", "onnx_remat.asking"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL, text=True, env=environment,

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from onnx_remat.asking import QUIET
 from onnx_remat.errors import UsageError, VerificationError
 
 RESOLUTION = 1 << 19
@@ -224,7 +225,7 @@ def _probe(python: str, task: str, job: dict[str, Any]) -> dict[str, Any]:
     try:
         done = subprocess.run(
             [python, "-c", _CHILD, str(Path(__file__).parent)],
-            input=json.dumps({"task": task, **job}), env=os.environ | GIVES_BACK,
+            input=json.dumps({"task": task, **job}), env=os.environ | QUIET | GIVES_BACK,
             capture_output=True, text=True, check=False,
         )  # fmt: skip
     except OSError as error:

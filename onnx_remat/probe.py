@@ -81,6 +81,7 @@ def measure(job: Job) -> Job:
     session.run(None, feeds)
     if job["default"]:
         session = new_session(job, job["path"], default=True)
+        trim()
     held = sum(array.nbytes for array in feeds.values()) + initializer_bytes(job["optimized"])
     before = reset_peak()
     outputs = session.run(None, feeds)
@@ -168,13 +169,14 @@ def initializer_bytes(path: str) -> int:
     return sum(tensor_bytes(t.data_type, t.dims) for t in [*graph.initializer, *constants])
 
 
-def reset_peak() -> int:
-    """Reset the kernel's high-water mark of this process; returns bytes resident now.
+def trim() -> None:
+    """Give back what loading a model left free in glibc's heap: the arena's books would lie there, unseen."""
+    if found := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        found(0)
 
-    What loading a model left free in glibc's heap is given back first: it would serve the steps, unseen.
-    """
-    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
-        trim(0)
+
+def reset_peak() -> int:
+    """Reset the kernel's high-water mark of this process; returns bytes resident now."""
     Path("/proc/self/clear_refs").write_text("5")
     return resident("VmRSS")
 

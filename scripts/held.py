@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from onnx_remat import probe
+from onnx_remat.asking import QUIET
 from onnx_remat.measuring import GIVES_BACK
 from onnx_remat.pipeline import rewrite_model
 from onnx_remat.report import Reserves
@@ -38,6 +39,7 @@ def held(path: str, way: str, steps: int) -> int:
         session.run(None, feeds)  # faults in code and thread stacks, which are not the step's memory
         if way != "no arena":
             session = probe.new_session(job | {"optimized": ""}, path, default=True)
+        probe.trim()
     names = [value.name for value in session.get_outputs()]
     renewed = renewals(feeds, names) if way == "fed back" else {}
     inputs = sum(array.nbytes for array in feeds.values())
@@ -57,7 +59,7 @@ def held(path: str, way: str, steps: int) -> int:
 
 def measured(path: Path, way: str, steps: int) -> int:
     """`held` in a fresh process."""
-    environment = os.environ | (GIVES_BACK if way != "no arena" else {})
+    environment = os.environ | QUIET | (GIVES_BACK if way != "no arena" else {})
     command = [sys.executable, "-m", "scripts.held", "--child", json.dumps([str(path), way, steps])]
     return int(subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout)
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import onnx_remat
+from onnx_remat.asking import QUIET
 from onnx_remat.check import check
 from onnx_remat.errors import OnnxRematError
 from onnx_remat.measuring import GIVES_BACK
@@ -117,7 +118,7 @@ def run(python: Path, path: Path, folder: Path, setting: Setting) -> tuple[int, 
     job = {**setting.__dict__, "path": str(path), "outputs": str(outputs)}
     done = subprocess.run(
         [python, "-c", _RUN], input=json.dumps(job), capture_output=True, text=True, check=False,
-        env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | GIVES_BACK,
+        env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | QUIET | GIVES_BACK,
     )  # fmt: skip
     if done.returncode:
         return (done.stderr.strip().splitlines() or [f"killed by signal {-done.returncode}"])[-1][:120]
