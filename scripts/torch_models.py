@@ -3,11 +3,16 @@
 Only then can half the memory of a step go: weights, their gradients and their new values are there in any plan. Where
 the model at its own size would take minutes a step on a CPU, ``-half`` has half its width (and for texts a vocabulary
 of 8192) at full depth.
+
+    python -m scripts.torch_models resnet18 resnet18.onnx
+
+writes the step of one with the size of its batch left open, as ``batch``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -194,3 +199,16 @@ def _torchvision(name: str, batch: int, size: int) -> Case:
     torchvision = _import_torchvision()
 
     return Case(getattr(torchvision.models, name)(num_classes=1000).train(), _images(batch, (3, size, size), 1000))
+
+
+def main() -> None:
+    """Write a step whose batch may be of any size."""
+    name, path = sys.argv[1:]
+    case = MODELS[name]()
+    inputs = case.batch if isinstance(case.batch, dict) else [f"input.{slot}" for slot in range(len(case.batch))]
+    free = {"dynamic_dims": {key: {0: "batch"} for key in inputs}}
+    onnx.save(builder(lambda: replace(case, options=case.options | free))(), path)
+
+
+if __name__ == "__main__":
+    main()
