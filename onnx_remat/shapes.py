@@ -333,13 +333,15 @@ def _ask_arithmetic(model: onnx.ModelProto, _: Sequence[str], types: _Types) -> 
     return values.propagate(model, types)
 
 
-def _ask_runtime(model: onnx.ModelProto, names: Sequence[str], _: _Types) -> _Types:
-    """ONNX Runtime's own inference, which knows its contrib ops."""
+def _ask_runtime(model: onnx.ModelProto, names: Sequence[str], types: _Types) -> _Types:
+    """ONNX Runtime's own inference, which knows its contrib ops, from what is known by now."""
     from onnx_remat import runtime  # only here: shapes must work without a runtime
 
+    made = {name for node in model.graph.node for name in node.output} - {value.name for value in model.graph.output}
+    known = {name: kind for name, kind in types.items() if name in made and _shape(kind) is not None}
     return {
         name: onnx.helper.make_tensor_type_proto(_ELEMENTS[kind], dims)
-        for name, (kind, dims) in runtime.infer_shapes(model, names).items()
+        for name, (kind, dims) in runtime.infer_shapes(_with_types(model, known), names).items()
         if kind in _ELEMENTS and dims and all(isinstance(dim, int) for dim in dims)  # [] may also mean: no idea
     }
 

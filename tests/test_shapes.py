@@ -277,3 +277,17 @@ def test_declared_adds_what_follows_from_the_file_alone():
     assert known["a0"] == ["batch", 64] and known["dw0"] == [64, 64]
     assert not model.graph.value_info
     onnx.checker.check_model(told, full_check=True)
+
+
+def test_onnxruntime_infers_its_own_ops_from_sizes_that_only_arithmetic_knows() -> None:
+    pytest.importorskip("onnxruntime")
+    model = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["" : 20, "com.microsoft" : 1]>
+        g (float[batch, 4, 8] x, float[8, 5] w) => (z)
+        <int64[3] ones = {1, 1, 1}> {
+            dims = Shape (x)
+            same = Div (dims, ones)
+            y = Reshape (x, same)
+            fused = com.microsoft.FusedMatMul (y, w)
+            z = Relu (fused)
+        }""")
+    assert shapes.infer(graph.build(model), {"batch": 3})["fused"].shape == (3, 4, 5)
