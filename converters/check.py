@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import onnx
 
-from onnx_remat import runtime
 from onnx_remat.errors import ConversionError
+from onnx_remat.ort import runtime
 
 TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "float16": 2e-2, "bfloat16": 5e-2}
 """Largest relative error accepted by dtype: rounding differs between kernels, wrong arithmetic is far above."""

@@ -16,8 +16,8 @@ from onnx_remat.errors import (
 from onnx_remat.version import __version__
 
 if TYPE_CHECKING:
+    from onnx_remat.ort.runtime import session_options
     from onnx_remat.pipeline import plan_model, rewrite_model
-    from onnx_remat.runtime import session_options
 
 __all__ = [
     "BudgetInfeasibleError",
@@ -41,7 +41,7 @@ def __getattr__(name: str) -> Any:
 
         return getattr(pipeline, name)
     if name == "session_options":
-        from onnx_remat.runtime import session_options
+        from onnx_remat.ort.runtime import session_options
 
         return session_options
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

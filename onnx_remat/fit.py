@@ -12,15 +12,19 @@ from typing import TypeAlias
 import numpy as np
 import onnx
 
-from onnx_remat import bounds, costs, memory, runtime, selectors, sharing
 from onnx_remat.errors import BudgetInfeasibleError, ModelError, VerificationError
 from onnx_remat.options import Options
-from onnx_remat.realize import realize, settle
-from onnx_remat.rewrite import Rewritten
-from onnx_remat.schedule import Schedule, check_schedule
+from onnx_remat.ort import runtime
+from onnx_remat.ort.executed import Executed, View, as_executed, held, known
+from onnx_remat.ort.kernels import costs
+from onnx_remat.ort.simulate import buffers
+from onnx_remat.plan import bounds, selectors
+from onnx_remat.problem import Schedule, check_schedule
 from onnx_remat.units import format_bytes
 from onnx_remat.version import __version__
-from onnx_remat.view import Executed, View, as_executed, held, known
+from onnx_remat.write import private_buffers
+from onnx_remat.write.realize import realize, settle
+from onnx_remat.write.writer import Rewritten
 
 MARGIN = 0.01
 """Fraction of the budget kept free for what no plan shows: allocator rounding and the runtime's own bookkeeping."""
@@ -43,7 +47,7 @@ class Plan:
 
     view: View
     schedule: Schedule
-    timeline: memory.Timeline
+    timeline: buffers.Timeline
     budget: int
     extra_compute: float
     lower_bound: int
@@ -66,7 +70,7 @@ def smallest_budget(peak: int) -> int:
 def make_plan(view: View, allowed: int, target: int, options: Options, known_plans: tuple[Schedule, ...] = ()) -> Plan:
     """The selector's plan for a peak of `target` bytes; BudgetInfeasibleError where it finds none.
 
-    `known_plans` are starting points, see `selectors.Request.known`.
+    `known_plans` are starting points, see `request.Request.known`.
     """
     floor = bounds.lower_bound(view.problem)
     baseline = view.default_order()
@@ -88,9 +92,9 @@ def make_plan(view: View, allowed: int, target: int, options: Options, known_pla
         request = replace(request, work=1)
     schedule = settle(view.graph, problem, select(request), target)
     check_schedule(problem, schedule)
-    timeline = memory.simulate(problem, schedule)
+    timeline = buffers.simulate(problem, schedule)
     if timeline.peak > target:
-        before = memory.simulate(problem, baseline).peak
+        before = buffers.simulate(problem, baseline).peak
         why = _refusal(allowed, target, floor, timeline.peak, before, options)
         raise BudgetInfeasibleError(why, timeline.peak, floor)
     return Plan(view, schedule, timeline, allowed, schedule.overhead(view.problem), floor)
@@ -176,7 +180,7 @@ def _write_out(
     against gaps in the arena that is no help.
     """
     before_peak = original.timeline().peak
-    steps = sharing.unroll(plan.view.problem, plan.schedule).step
+    steps = private_buffers.unroll(plan.view.problem, plan.schedule).step
     private: set[int] = set()
     exposed: set[int] = set()
     while True:
@@ -186,13 +190,13 @@ def _write_out(
             executed = _as_written(written.model, folder, options)
             timelines = {level: what.timeline() for level, what in executed.items()}
         worst = max(timeline.peak for timeline in timelines.values())
-        known = len(private) + len(exposed)
+        so_far = len(private) + len(exposed)
         if worst > plan.budget:
             warm = int(target * _WARM)
             idle = {i for what in executed.values() for i in _idle_sharers(what, warm, written)}
             exposed |= {int(steps[i]) for i in idle & private}
             private |= idle
-        if len(private) + len(exposed) == known:
+        if len(private) + len(exposed) == so_far:
             if options.arena:
                 worst = max(worst, *(held(executed[level], timelines[level]) for level in executed))
             return worst, written, executed
@@ -216,11 +220,11 @@ def _idle_sharers(what: Executed, limit: int, written: Rewritten) -> set[int]:
     """
     number = {name: i for i, name in enumerate(written.occurrences)}
     names = list(what.view.graph.values)
-    unrolled = sharing.unroll(what.view.problem, what.order)
+    unrolled = private_buffers.unroll(what.view.problem, what.order)
     ours = [names[v] in number for v in unrolled.source.tolist()]
     can_hide = np.zeros(len(what.order.order), np.bool_)
     can_hide[unrolled.step[ours]] = True
-    found = sharing.choose_private(unrolled, limit, 0, can_hide).leaders
+    found = private_buffers.choose_private(unrolled, limit, 0, can_hide).leaders
     return {number[names[unrolled.source[i]]] for i in found if ours[i]}
 
 

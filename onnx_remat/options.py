@@ -6,8 +6,10 @@ import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from onnx_remat import runtime, selectors, verify
 from onnx_remat.errors import UsageError
+from onnx_remat.ort import runtime
+from onnx_remat.plan import selectors
+from onnx_remat.run import verify
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,14 +11,17 @@ from pathlib import Path
 
 import onnx
 
-from onnx_remat import bounds, chance, model_io, phases, runtime, shapes, verify
-from onnx_remat.cost_bounds import cost_lower_bound
 from onnx_remat.fit import Plan, fit, make_plan, target_of
+from onnx_remat.ir import model_io, phases, shapes
+from onnx_remat.ir.training_ops import first_training_op
 from onnx_remat.options import Options, parse_options
+from onnx_remat.ort import runtime
+from onnx_remat.ort.executed import Executed, View, as_executed, describe, held, make_view, reserves
+from onnx_remat.plan import bounds
+from onnx_remat.plan.cost_bounds import cost_lower_bound
 from onnx_remat.report import Report
-from onnx_remat.training_ops import first_training_op
+from onnx_remat.run import fixed_draws, verify
 from onnx_remat.units import Budget, format_bytes, parse_budget
-from onnx_remat.view import Executed, View, as_executed, describe, held, make_view, reserves
 
 Model = str | os.PathLike[str] | bytes | onnx.ModelProto
 
@@ -179,7 +182,7 @@ def rewrite_model(model: Model, budget: str | int | Budget, **options: object) -
             arena_after=arenas[1],
             measured=measured,
             notes=notes,
-            warnings=chance.race_warnings(view.graph.model),
+            warnings=fixed_draws.race_warnings(view.graph.model),
         ),
         source.folder,
         view,
@@ -203,7 +206,7 @@ def _unchanged(
         control_edges=0, private_values=0, nodes_before=view.graph.n_nodes(), nodes_after=view.graph.n_nodes(),
         seconds=clock.seconds, arena_before=taken, arena_after=taken,
         notes=("the original keeps this budget already: OUT is the original, unchanged",),
-        warnings=chance.race_warnings(view.graph.model),
+        warnings=fixed_draws.race_warnings(view.graph.model),
     )  # fmt: skip
     return Result(view.graph.model, report, folder, view, original, original, ())
 

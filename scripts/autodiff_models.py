@@ -17,8 +17,8 @@ from onnx_remat.converters.optimizers import SGD
 from onnx_remat.converters.pytorch.decisions import Replay
 from onnx_remat.converters.pytorch.trace import eager_kernels
 
-from onnx_remat import runtime
 from onnx_remat.errors import ConversionError
+from onnx_remat.ort import runtime
 from scripts import torch_models
 
 LIGHT = {

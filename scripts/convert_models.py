@@ -30,9 +30,9 @@ from typing import TypeAlias
 
 import onnx
 
-from onnx_remat import measuring, verify
 from onnx_remat.errors import OnnxRematError
 from onnx_remat.pipeline import rewrite_model
+from onnx_remat.run import processes, verify
 from onnx_remat.units import format_bytes
 from scripts import autodiff_models, jax_models, torch_models
 
@@ -103,19 +103,19 @@ def convert(model: str, converter: str, out: Path, budget: str | None, limit: fl
     del step
     if budget is None:
         return Row(model, converter, "exported", *facts, _runs(path))
-    before = measuring.measure(path).peak_bytes
+    before = processes.measure(path).peak_bytes
     try:
         result = rewrite_model(path, budget, time_limit=limit)
     except OnnxRematError as error:
         return Row(model, converter, f"{type(error).__name__}: {error}", *facts, True, before=before)
     target = out / f"{model}.{converter}.small.onnx"
     result.save(target, force=True)
-    after = measuring.peak_under(result.report.budget, partial(measuring.measure, target))
+    after = processes.peak_under(result.report.budget, partial(processes.measure, target))
     written = onnx.load(path, load_external_data=False), result.model
     settled = verify.without_chance(written, out, out / f"{model}.{converter}.settled", result.view.tensors)
     equal = verify.bitwise(*(settled or (path, target))) + (" (random draws fixed)" if settled else "")
     report = result.report
-    outcome = "kept" if after <= report.budget + measuring.RESOLUTION else "EXCEEDED"
+    outcome = "kept" if after <= report.budget + processes.RESOLUTION else "EXCEEDED"
     predicted = report.before.total, report.after.total
     return Row(
         model, converter, outcome, *facts, True, report.budget, before, after, predicted, report.extra_compute, equal
@@ -132,7 +132,7 @@ def _number(known: dict[str, str], key: str) -> float | None:
 
 
 def _runs(path: Path) -> bool:
-    measuring.measure(path)
+    processes.measure(path)
     return True
 
 

@@ -17,10 +17,11 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from onnx_remat import measuring, runtime, verify
 from onnx_remat.errors import BudgetInfeasibleError
+from onnx_remat.ort import runtime
 from onnx_remat.pipeline import Result, rewrite_model
-from onnx_remat.profiling import profile
+from onnx_remat.run import processes, verify
+from onnx_remat.run.profiling import profile
 from onnx_remat.units import format_bytes
 
 
@@ -65,10 +66,10 @@ def evaluate(path: Path, budget: str, selector: str, seconds: float, folder: Pat
 
 def _measured(path: Path, target: Path, budget: str, result: Result) -> Row:
     report = result.report
-    before = measuring.measure(path)
-    levels = {level: measuring.measure(target, level).peak_bytes for level in runtime.LEVELS}
+    before = processes.measure(path)
+    levels = {level: processes.measure(target, level).peak_bytes for level in runtime.LEVELS}
     outputs = verify.bitwise(path, target)
-    times = measuring.race(path, target, runs=15)
+    times = processes.race(path, target, runs=15)
     kept = max(levels.values()) <= report.budget
     return Row(
         path.stem, budget, "kept" if kept else "EXCEEDED", report.budget, report.before.total, before.peak_bytes,

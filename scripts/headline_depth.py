@@ -18,13 +18,13 @@ from dataclasses import dataclass
 
 import onnx
 
-from onnx_remat.bounds import lower_bound
 from onnx_remat.errors import BudgetInfeasibleError
 from onnx_remat.fit import smallest_budget
 from onnx_remat.options import Options
+from onnx_remat.ort.executed import as_executed, make_view
 from onnx_remat.pipeline import plan_model, rewrite_model
+from onnx_remat.plan.bounds import lower_bound
 from onnx_remat.units import format_bytes
-from onnx_remat.view import as_executed, make_view
 from sample_models import chain, deep_mlp, residual_cnn
 
 PUBLISHED = "more than 10x at +20 %"

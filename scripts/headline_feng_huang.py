@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from onnx_remat import bounds, memory, selectors
-from onnx_remat.costs import Device
-from onnx_remat.schedule import Problem, Schedule
+from onnx_remat.ort.kernels.costs import Device
+from onnx_remat.ort.simulate import buffers
+from onnx_remat.plan import bounds, selectors
+from onnx_remat.problem import Problem, Schedule
 from scripts import fx_problems, nas_models
 from scripts.torch_models import _import_torchvision
 
@@ -90,7 +91,7 @@ def plan(problem: Problem, target: int, seconds: float) -> tuple[int, float]:
     baseline = Schedule(tuple(range(problem.n_ops)))
     request = selectors.Request(problem, target, baseline, time_limit=seconds)
     schedule = selectors.get("auto")(request)
-    return memory.simulate(problem, schedule).peak, schedule.overhead(problem)
+    return buffers.simulate(problem, schedule).peak, schedule.overhead(problem)
 
 
 def main() -> None:
@@ -105,7 +106,7 @@ def main() -> None:
         if given.net and name not in given.net:
             continue
         problem = build(name, row)
-        before = memory.simulate(problem, range(problem.n_ops)).peak
+        before = buffers.simulate(problem, range(problem.n_ops)).peak
         start = time.perf_counter()
         peak, extra = plan(problem, int(before * (1 - row.cut)), given.time_limit)
         spent = time.perf_counter() - start

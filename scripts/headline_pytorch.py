@@ -34,11 +34,12 @@ from torch._functorch.aot_autograd import aot_function
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.fx import GraphModule
 
-from onnx_remat import measuring, memory
-from onnx_remat.costs import PRESETS
 from onnx_remat.errors import BudgetInfeasibleError
+from onnx_remat.ort.kernels.costs import PRESETS
+from onnx_remat.ort.simulate import buffers
 from onnx_remat.pipeline import rewrite_model
-from onnx_remat.schedule import Problem, Schedule, check_schedule
+from onnx_remat.problem import Problem, Schedule, check_schedule
+from onnx_remat.run import processes
 from onnx_remat.units import format_bytes
 from scripts import compiled_step, fx_problems, torch_models
 from scripts.headline_feng_huang import plan
@@ -96,14 +97,14 @@ def measured_table(models: Sequence[str], seconds: float) -> None:
         with tempfile.TemporaryDirectory(prefix="onnx-remat-") as scratch:
             path, small = Path(scratch) / "step.onnx", Path(scratch) / "small.onnx"
             onnx.save(export_training_step(case.model, case.batch, case.loss, check=False, **case.options), path)
-            before = measuring.measure(path).peak_bytes
+            before = processes.measure(path).peak_bytes
             for budget in MEASURED:
                 theirs, their_clock = compiled_step.measured(name, budget)
                 try:
                     result = rewrite_model(path, f"{100 * theirs / plain:.1f}%", time_limit=seconds)
                     result.save(small, force=True)
-                    times = measuring.race(path, small, runs=9)
-                    own = f"{measuring.measure(small).peak_bytes / before:.1%}, {times[1] / times[0] - 1:+.1%}"
+                    times = processes.race(path, small, runs=9)
+                    own = f"{processes.measure(small).peak_bytes / before:.1%}, {times[1] / times[0] - 1:+.1%}"
                     had = f"{format_bytes(before)}, {1e3 * times[0]:.0f} ms"
                 except BudgetInfeasibleError as error:
                     had, own = format_bytes(before), f"not below {error.best_peak_bytes / before:.1%}"
@@ -123,8 +124,8 @@ def planned_table(models: Sequence[str], seconds: float) -> None:
         fx_problems.drop_running_statistics(case.model)
         for budget in BUDGETS:
             problem, theirs = partitioned(case, budget)
-            full = memory.simulate(problem, range(problem.n_ops)).peak
-            peak, extra = memory.simulate(problem, theirs).peak, theirs.overhead(problem)
+            full = buffers.simulate(problem, range(problem.n_ops)).peak
+            peak, extra = buffers.simulate(problem, theirs).peak, theirs.overhead(problem)
             same = plan(problem, peak, seconds)
             asked = plan(problem, int(budget * full), seconds)
             cells = [f"{p / full:.1%}, +{e:.1%}" for p, e in ((peak, extra), same, asked)]

@@ -4,7 +4,7 @@
 
 Each graph is rewritten and run for some steps in fresh processes, memory patterns off (`onnx_remat.session_options()`):
 with ONNX Runtime's arena, outputs dropped after each step; the same, outputs fed back as the session returned them; by
-`onnx_remat.training.Loop`; and without the arena, on glibc as it is. In brackets what the report foresees, as the
+`onnx_remat.run.training.Loop`; and without the arena, on glibc as it is. In brackets what the report foresees, as the
 difference. Linux only.
 """
 
@@ -19,12 +19,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from onnx_remat import probe
-from onnx_remat.asking import QUIET
-from onnx_remat.measuring import GIVES_BACK
+from onnx_remat.ort.worker import QUIET
 from onnx_remat.pipeline import rewrite_model
 from onnx_remat.report import Reserves
-from onnx_remat.training import Loop, renewals
+from onnx_remat.run import probe
+from onnx_remat.run.processes import GIVES_BACK
+from onnx_remat.run.training import Loop, renewals
 
 WAYS = ("dropped", "fed back", "loop", "no arena")
 
@@ -41,10 +41,11 @@ def held(path: str, way: str, steps: int) -> int:
             session = probe.new_session(job | {"optimized": ""}, path, default=True)
         probe.trim()
     names = [value.name for value in session.get_outputs()]
-    renewed = renewals(feeds, names) if way == "fed back" else {}
+    state = renewals(feeds, names)
+    renewed = state if way == "fed back" else {}
     inputs = sum(array.nbytes for array in feeds.values())
     before = probe.reset_peak()
-    loop = Loop(session, feeds, next(n for n in names if n not in renewals(feeds, names))) if way == "loop" else None
+    loop = Loop(session, feeds, next(name for name in names if name not in state)) if way == "loop" else None
     if loop:
         feeds = {}  # as whoever trains would: the loop has its own copies, from the first step on
     for _ in range(steps):
@@ -90,9 +91,8 @@ def main() -> None:
     if arguments.child:
         print(held(*json.loads(arguments.child)))
         return
-    print(
-        "| graph | plan | with the arena | outputs fed back | by Loop | no arena |\n" + "| --- " * 6 + "|", flush=True
-    )
+    print("| graph | plan | with the arena | outputs fed back | by Loop | no arena, glibc as it is |")
+    print("| --- " * 6 + "|", flush=True)
     for graph in arguments.graphs:
         print(row(graph, arguments.budget, arguments.time_limit, arguments.steps), flush=True)
 

@@ -103,7 +103,7 @@ def main() -> None:
         start = time.perf_counter()
         command = [
             sys.executable, "-c",
-            "import resource, sys; from onnx_remat.cli import main; code = main(sys.argv[1:]); "
+            "import resource, sys; from onnx_remat.app.cli import main; code = main(sys.argv[1:]); "
             "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, "
             "resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss); sys.exit(code)",
             str(made), str(given.folder / f"{kind}-out.onnx"), "--budget", given.budget,

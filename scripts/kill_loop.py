@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 _SAVER = """
 import sys, onnx
-from onnx_remat import model_io
+from onnx_remat.ir import model_io
 models = [onnx.load(p) for p in sys.argv[2:]]
 print("ready", flush=True)
 while True:

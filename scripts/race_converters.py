@@ -17,7 +17,7 @@ import onnx
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
-from onnx_remat import measuring
+from onnx_remat.run import processes
 
 
 def main() -> None:
@@ -44,7 +44,7 @@ def race(model: str, path: Path, rival: Path, runs: int) -> str:
         first, second = Path(scratch) / "ours.onnx", Path(scratch) / "theirs.onnx"
         onnx.save(ours, first)
         onnx.save(theirs, second)
-        mine, other = measuring.race(first, second, runs=runs)
+        mine, other = processes.race(first, second, runs=runs)
     nodes = f"{len(theirs.graph.node)}, {len(ours.graph.node)}"
     return f"| {model} | {nodes} | {other:.3f} | {mine:.3f} | {mine / other:.2f} |"
 

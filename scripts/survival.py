@@ -3,7 +3,7 @@
     python scripts/survival.py FOLDER --versions 1.19.2 1.31.1 --tools onnxslim onnxsim [--graphs DIR ...]
 
 FOLDER gets one virtual environment per ONNX Runtime version and one per tool, made with pip where they are not there
-yet, and the rewritten files. Every cell is measured: the peak as `onnx_remat.measuring.measure` takes it (arena off
+yet, and the rewritten files. Every cell is measured: the peak as `onnx_remat.run.processes.measure` takes it (arena off
 unless said), over the budget the file was written for, and whether outputs equal the original's in the same setting.
 """
 
@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import onnx_remat
-from onnx_remat.asking import QUIET
-from onnx_remat.check import check
+from onnx_remat.app.survival import check
 from onnx_remat.errors import OnnxRematError
-from onnx_remat.measuring import GIVES_BACK
+from onnx_remat.ort.worker import QUIET
+from onnx_remat.run.processes import GIVES_BACK
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -24,7 +24,7 @@ from onnx_remat.converters.pytorch import export_training_step, initial_feeds
 from onnx_remat.converters.pytorch.reference import array
 from torch.utils import _pytree as pytree
 
-from onnx_remat import runtime
+from onnx_remat.ort import runtime
 from scripts import torch_models
 
 OPTIMIZERS: dict[str, Callable[[torch.nn.Module], torch.optim.Optimizer]] = {

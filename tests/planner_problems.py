@@ -11,7 +11,7 @@ from itertools import combinations
 import numpy as np
 from hypothesis import strategies as st
 
-from onnx_remat.schedule import BACKWARD, FORWARD, Problem, Schedule
+from onnx_remat.problem import BACKWARD, FORWARD, Problem, Schedule
 
 
 def build(

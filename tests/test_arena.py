@@ -13,13 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onnx_remat import measuring, model_io
-from onnx_remat.arena import Arena, Requests, run
-from onnx_remat.graph import INPUT
+from onnx_remat.ir import model_io
+from onnx_remat.ir.graph import INPUT
 from onnx_remat.options import parse_options
+from onnx_remat.ort.executed import THREADS, as_executed, requests, reserves
+from onnx_remat.ort.simulate.arena import Arena, Requests, run
 from onnx_remat.pipeline import rewrite_model
-from onnx_remat.training import renewals
-from onnx_remat.view import THREADS, as_executed, requests, reserves
+from onnx_remat.run import processes
+from onnx_remat.run.training import renewals
 from sample_models.chain import chain
 
 SAMPLES = Path(__file__).parent.parent / "sample_models"
@@ -34,7 +35,7 @@ def step(sizes: list[int], events: list[int]) -> Requests:
 
 
 def slow_run(step: Requests, doubling: bool, kept: list[bool], steps: int) -> Arena:
-    """The rules of `onnx_remat.arena`, with lists of (address, bytes); regions lie a byte apart, so none merge."""
+    """The rules of `simulate.arena`, with lists of (address, bytes); regions lie a byte apart, so none merge."""
     free: list[tuple[int, int]] = []
     regions: list[tuple[int, int]] = []
     written: set[int] = set()  # units of 256 bytes, by address
@@ -137,8 +138,8 @@ def test_what_the_next_step_reads_holds_up_the_merging_of_chunks() -> None:
 _OBSERVE = """
 import sys
 import onnxruntime as ort
-from onnx_remat.probe import random_feeds
-from onnx_remat.training import Loop, renewals
+from onnx_remat.run.probe import random_feeds
+from onnx_remat.run.training import Loop, renewals
 
 path, strategy, limit, steps, threads, how = sys.argv[1], *map(int, sys.argv[2:6]), sys.argv[6]
 ort.set_default_logger_severity(1)
@@ -264,7 +265,7 @@ def test_a_budget_that_covers_the_arena() -> None:
     assert plain.after.total <= plain.budget < plain.arena_after.held
     assert covered.arena_after.held <= covered.budget
     assert covered.measured.after_arena is not None
-    assert covered.measured.after < covered.measured.after_arena <= covered.budget + measuring.RESOLUTION
+    assert covered.measured.after < covered.measured.after_arena <= covered.budget + processes.RESOLUTION
     assert plain.measured is None or plain.measured.after_arena is None
 
 

@@ -13,8 +13,8 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from onnx_remat import runtime
-from onnx_remat.cli import main
+from onnx_remat.app.cli import main
+from onnx_remat.ort import runtime
 from tests.conftest import mlp
 
 pytest.importorskip("onnxruntime")

@@ -11,9 +11,10 @@ import pytest
 from conftest import feeds_for, mlp, model_of
 from onnx import helper
 
-from onnx_remat import bench, cuda
+from onnx_remat.app import bench
 from onnx_remat.errors import UsageError
-from onnx_remat.training import Loop, initial_state
+from onnx_remat.run import device
+from onnx_remat.run.training import Loop, initial_state
 
 
 def session_of(model):
@@ -127,7 +128,7 @@ def test_a_graph_that_is_refused_does_not_keep_the_others_from_an_answer(tmp_pat
 
 def test_cuda_bisection_finds_the_limit_and_runs_what_it_returns():
     asked = []
-    found = cuda.smallest_limit(lambda limit: asked.append(limit) or limit >= 5_000_000_000, 140 << 30)
-    assert 0 <= found - 5_000_000_000 <= cuda.RESOLUTION and len(asked) < 25
-    assert cuda.provider_options(0) == {"arena_extend_strategy": "kSameAsRequested"}
-    assert cuda.provider_options(7)["gpu_mem_limit"] == "7"
+    found = device.smallest_limit(lambda limit: asked.append(limit) or limit >= 5_000_000_000, 140 << 30)
+    assert 0 <= found - 5_000_000_000 <= device.RESOLUTION and len(asked) < 25
+    assert device.provider_options(0) == {"arena_extend_strategy": "kSameAsRequested"}
+    assert device.provider_options(7)["gpu_mem_limit"] == "7"

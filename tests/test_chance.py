@@ -11,8 +11,10 @@ import pytest
 from conftest import mlp
 from onnx import TensorProto, parser
 
-from onnx_remat import cli, graph, runtime, shapes
-from onnx_remat.chance import race_warnings, random_nodes, without_chance
+from onnx_remat.app import cli
+from onnx_remat.ir import graph, shapes
+from onnx_remat.ort import runtime
+from onnx_remat.run.fixed_draws import race_warnings, random_nodes, without_chance
 
 MODEL = """
 <ir_version: 10, opset_import: ["" : 20]>

@@ -7,10 +7,10 @@ import onnx
 import pytest
 
 import onnx_remat
-from onnx_remat import runtime
-from onnx_remat.check import check
-from onnx_remat.cli import main
+from onnx_remat.app.cli import main
+from onnx_remat.app.survival import check
 from onnx_remat.errors import ModelError, VerificationError
+from onnx_remat.ort import runtime
 from tests.conftest import mlp
 
 pytest.importorskip("onnxruntime")

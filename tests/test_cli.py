@@ -12,8 +12,8 @@ import onnx
 import pytest
 from onnx import helper
 
-from onnx_remat import selectors
-from onnx_remat.cli import COMMANDS, main
+from onnx_remat.app.cli import COMMANDS, main
+from onnx_remat.plan import selectors
 from tests.conftest import mlp, model_of
 
 pytest.importorskip("onnxruntime")

@@ -14,8 +14,8 @@ from onnx_remat.converters.autodiff import CrossEntropy, MeanSquaredError, add_b
 from onnx_remat.converters.autodiff.__main__ import main
 from onnx_remat.converters.autodiff.registry import RULES, Grads, Step
 
-from onnx_remat import runtime
 from onnx_remat.errors import ConversionError
+from onnx_remat.ort import runtime
 from onnx_remat.pipeline import rewrite_model
 
 LIGHT = Path(onnx.__file__).parent / "backend/test/data/light"

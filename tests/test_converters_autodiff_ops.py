@@ -16,7 +16,7 @@ from onnx_remat.converters.autodiff.exact import Evaluator
 from onnx_remat.converters.autodiff.finite_differences import widened
 from onnx_remat.converters.autodiff.registry import RULES
 
-from onnx_remat import runtime
+from onnx_remat.ort import runtime
 
 OPSET = 20
 

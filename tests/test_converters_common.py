@@ -13,8 +13,8 @@ from onnx_remat.converters.emit import Emitter
 from onnx_remat.converters.simplify import simplify
 from onnx_remat.converters.widen import widened
 
-from onnx_remat import runtime
 from onnx_remat.errors import ConversionError
+from onnx_remat.ort import runtime
 
 torch = pytest.importorskip("torch")
 

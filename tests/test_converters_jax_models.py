@@ -11,8 +11,10 @@ import pytest
 from onnx_remat.converters.jax import export_training_step, initial_feeds
 from onnx_remat.converters.jax.kernels import KERNELS
 
-from onnx_remat import phases, rewrite_model, runtime
+from onnx_remat import rewrite_model
 from onnx_remat.errors import ConversionError
+from onnx_remat.ir import phases
+from onnx_remat.ort import runtime
 from scripts import jax_models as zoo
 from tests.conftest import feeds_for, run_model, same_bits
 

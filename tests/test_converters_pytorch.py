@@ -16,8 +16,9 @@ from onnx_remat.converters.pytorch import export_training_step, initial_feeds  #
 from onnx_remat.converters.pytorch.decisions import Recorder  # noqa: E402
 from torch import nn  # noqa: E402
 
-from onnx_remat import rewrite_model, runtime  # noqa: E402
+from onnx_remat import rewrite_model  # noqa: E402
 from onnx_remat.errors import ConversionError  # noqa: E402
+from onnx_remat.ort import runtime  # noqa: E402
 from scripts import autodiff_models  # noqa: E402
 from scripts.torch_models import Case  # noqa: E402
 

@@ -9,8 +9,8 @@ import pytest
 from onnx_remat.converters import optimizers
 from onnx_remat.converters.tensorflow import export_training_step
 
-from onnx_remat import runtime
 from onnx_remat.errors import ConversionError
+from onnx_remat.ort import runtime
 
 tf = pytest.importorskip("tensorflow", reason="tensorflow is not installed")
 pytest.importorskip("tf2onnx", reason="tf2onnx is not installed")

@@ -9,12 +9,14 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, parser
 
-from onnx_remat import costs, draws, graph, runtime, shapes
-from onnx_remat.memory import simulate
+from onnx_remat.ir import dropout, graph, shapes
 from onnx_remat.options import Options
-from onnx_remat.realize import realize
-from onnx_remat.schedule import Schedule, check_schedule
-from onnx_remat.view import View, make_view
+from onnx_remat.ort import runtime
+from onnx_remat.ort.executed import View, make_view
+from onnx_remat.ort.kernels import costs
+from onnx_remat.ort.simulate.buffers import simulate
+from onnx_remat.problem import Schedule, check_schedule
+from onnx_remat.write.realize import realize
 
 MODEL = """
 <ir_version: 10, opset_import: ["" : 20]>
@@ -55,11 +57,11 @@ def op_types(view: View) -> list[str]:
 def test_a_dropout_whose_mask_is_read_is_a_draw_and_a_product() -> None:
     view = view_of(model())
     assert op_types(view)[:4] == ["Tanh", "DropoutDraw", "DropoutProduct", "Mul"]
-    ((draw, product),) = draws.pairs(view.graph)
+    ((draw, product),) = dropout.pairs(view.graph)
     assert view.table.recomputable[product] and not view.table.recomputable[draw]
     assert view.graph.n_nodes() == len(view.graph.ops) - 1
     assert view.graph.ops[product].reads == ("a", "mask")
-    assert draws.whole(view.graph.ops[draw], view.graph.ops[product]) == view.graph.model.graph.node[1]
+    assert dropout.whole(view.graph.ops[draw], view.graph.ops[product]) == view.graph.model.graph.node[1]
 
 
 @pytest.mark.parametrize(
@@ -109,17 +111,17 @@ def test_a_product_made_again_is_the_kernels_to_the_last_bit(ratio: float, dtype
 
 def test_draws_go_where_their_products_are() -> None:
     view = view_of(model())
-    (pair,) = draws.pairs(view.graph)
+    (pair,) = dropout.pairs(view.graph)
     tanh, draw, product, *rest = range(view.problem.n_ops)
     assert pair == (draw, product)
     far = Schedule((tanh, draw, *rest[2:3], product, *rest[:2], *rest[3:]))  # the mask's Cast in between
     check_schedule(view.problem, far)
-    assert draws.adjoined(view.graph, view.problem, far).order[:4] == (tanh, draw, product, rest[2])
+    assert dropout.adjoined(view.graph, view.problem, far).order[:4] == (tanh, draw, product, rest[2])
     near = view.default_order()
-    moved = draws.adjoined(view.graph, view.problem, near)
+    moved = dropout.adjoined(view.graph, view.problem, near)
     at = moved.order.index(draw)
     assert moved.order[at + 1] == product
-    assert draws.adjoined(view.graph, view.problem, moved) == moved
+    assert dropout.adjoined(view.graph, view.problem, moved) == moved
     check_schedule(view.problem, moved)
 
 
@@ -137,5 +139,5 @@ def test_a_draw_and_its_product_cost_what_the_dropout_does() -> None:
     step = model()
     tensors = shapes.infer(graph.build(step))
     whole = costs.price(graph.build(step), tensors)
-    split = costs.price(draws.split(graph.build(step), tensors), tensors)
+    split = costs.price(dropout.split(graph.build(step), tensors), tensors)
     assert split[1] + split[2] == pytest.approx(max(whole[1], split[2]))

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from onnx import helper
 
 import onnx_remat
-from onnx_remat import runtime
 from onnx_remat.errors import BudgetInfeasibleError, OnnxRematError
 from onnx_remat.options import Options
-from onnx_remat.view import as_executed
+from onnx_remat.ort import runtime
+from onnx_remat.ort.executed import as_executed
 from tests.conftest import feeds_for, mlp, same_bits
 from tests.test_memory import naive_steps
 from tests.test_rewrite import Builder, only, run_model, traced

@@ -8,8 +8,8 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from onnx_remat import graph, shapes
 from onnx_remat.errors import ModelError
+from onnx_remat.ir import graph, shapes
 from tests.conftest import mlp, model_of
 
 make = helper.make_node

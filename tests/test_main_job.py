@@ -9,10 +9,11 @@ import onnx
 import pytest
 
 import onnx_remat
-from onnx_remat import measuring, runtime
 from onnx_remat.errors import BudgetInfeasibleError, UsageError
 from onnx_remat.options import Options
-from onnx_remat.view import as_executed
+from onnx_remat.ort import runtime
+from onnx_remat.ort.executed import as_executed
+from onnx_remat.run import processes
 from tests.conftest import SAMPLES, feeds_for, mlp, run_model, same_bits
 
 pytest.importorskip("onnxruntime")
@@ -26,10 +27,10 @@ def test_samples_keep_their_budget_when_measured(path, tmp_path):
     target = tmp_path / "out.onnx"
     result.save(target)
     for level in runtime.LEVELS:
-        measured = measuring.measure(target, level).peak_bytes
+        measured = processes.measure(target, level).peak_bytes
         assert measured <= result.report.budget, level
         assert result.report.peaks_by_level[level] == pytest.approx(measured, rel=0.03), level
-    before = measuring.measure(path).peak_bytes
+    before = processes.measure(path).peak_bytes
     assert result.report.before.total == pytest.approx(before, rel=0.03)
     assert repr(result) == f"<Result: {result.report.verdict()}>" and len(repr(result)) < 200
 

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner_problems import build, chain, problems, random_schedule
 
-from onnx_remat.memory import simulate
-from onnx_remat.schedule import Problem
+from onnx_remat.ort.simulate.buffers import simulate
+from onnx_remat.problem import Problem
 
 
 def naive_steps(problem: Problem, order: list[int]) -> list[int]:
-    """Bytes per step by the rules in `onnx_remat.memory`, with lists and dicts."""
+    """Bytes per step by the rules in `onnx_remat.ort.simulate.buffers`, with lists and dicts."""
     latest: dict[int, int] = {}
     value_of: list[int] = []
     reads_at: list[list[int]] = []

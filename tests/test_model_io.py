@@ -12,8 +12,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import onnx_remat
-from onnx_remat import model_io
 from onnx_remat.errors import ModelError, UsageError
+from onnx_remat.ir import model_io
 from tests.conftest import mlp, model_of
 
 make = helper.make_node

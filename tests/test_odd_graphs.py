@@ -11,10 +11,10 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import onnx_remat
-from onnx_remat import measuring
 from onnx_remat.errors import ModelError
 from onnx_remat.options import Options
-from onnx_remat.view import as_executed
+from onnx_remat.ort.executed import as_executed
+from onnx_remat.run import processes
 from tests.conftest import feeds_for, mlp, run_model, same_bits
 
 pytest.importorskip("onnxruntime")
@@ -797,7 +797,7 @@ def test_memory_within_bodies_is_counted(kind, tmp_path):
     executed = as_executed(model, None, "disable", Options())
     timeline = executed.timeline()
     assert executed.view.graph.ops[executed.order.order[timeline.peak_step]].label == kind
-    assert timeline.peak == pytest.approx(measuring.measure(tmp_path / "m.onnx", "disable").peak_bytes, rel=0.03)
+    assert timeline.peak == pytest.approx(processes.measure(tmp_path / "m.onnx", "disable").peak_bytes, rel=0.03)
 
 
 def test_there_are_enough_of_them():

@@ -17,7 +17,7 @@ import onnx
 import pytest
 from onnx import helper
 
-from onnx_remat.ops import OpFacts, expands_to_function, facts, is_random
+from onnx_remat.ort.kernels.cpu import OpFacts, expands_to_function, facts, is_random
 
 ort = pytest.importorskip("onnxruntime")
 

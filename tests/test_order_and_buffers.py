@@ -9,11 +9,11 @@ import onnx
 import pytest
 from onnx import helper
 
-from onnx_remat import measuring
+from onnx_remat.ir.shapes import TAG, UNSEEN
 from onnx_remat.options import Options
-from onnx_remat.ort_order import default_order
-from onnx_remat.shapes import TAG, UNSEEN
-from onnx_remat.view import as_executed
+from onnx_remat.ort.executed import as_executed
+from onnx_remat.ort.simulate.order import default_order
+from onnx_remat.run import processes
 from tests.conftest import SAMPLES, mlp, model_of
 
 pytest.importorskip("onnxruntime")
@@ -21,7 +21,7 @@ pytest.importorskip("onnxruntime")
 
 @pytest.mark.parametrize("path", SAMPLES, ids=lambda p: p.stem)
 def test_emulated_order_is_the_executed_order(path):
-    executed = measuring.measure(path, "disable", trace=True).executed
+    executed = processes.measure(path, "disable", trace=True).executed
     view = as_executed(onnx.load(path), None, "disable", Options())
     assert tuple(view.view.graph.ops[i].label for i in view.order.order) == executed
 
@@ -49,7 +49,7 @@ def test_emulated_order_and_peak_follow_the_file(seed, tmp_path):
     model = shuffled(mlp(layers=6, batch=2048, width=128), seed)
     path = tmp_path / "m.onnx"
     onnx.save(model, path)
-    measured = measuring.measure(path, "disable", trace=True)
+    measured = processes.measure(path, "disable", trace=True)
     view = as_executed(model, None, "disable", Options())
     assert tuple(view.view.graph.ops[i].label for i in view.order.order) == measured.executed
     assert view.timeline().peak == pytest.approx(measured.peak_bytes, rel=0.03)
@@ -93,7 +93,7 @@ def test_a_private_value_gets_its_own_buffer_in_the_runtime(tmp_path):
         model = model_of(nodes, {"x": [n], "x3": [3 * n]}, {"o": [1]}, {"zero": np.zeros(1, np.int64)}, info)
         path = tmp_path / f"{hidden}.onnx"
         onnx.save(model, path)
-        measured = measuring.measure(path, "disable").peak_bytes
+        measured = processes.measure(path, "disable").peak_bytes
         simulated = as_executed(model, None, "disable", Options()).timeline().peak
         assert simulated == pytest.approx(measured, rel=0.03)
         return measured

@@ -12,10 +12,11 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper
 
-from onnx_remat import costs, graph, phases, shapes
-from onnx_remat.costs import PRESETS, flops, price, roofline
 from onnx_remat.errors import ModelError, UsageError
-from onnx_remat.schedule import BACKWARD, FORWARD, OPTIMIZER
+from onnx_remat.ir import graph, phases, shapes
+from onnx_remat.ort.kernels import costs
+from onnx_remat.ort.kernels.costs import PRESETS, flops, price, roofline
+from onnx_remat.problem import BACKWARD, FORWARD, OPTIMIZER
 from tests.conftest import SAMPLES, feeds_for, mlp, model_of
 
 make = helper.make_node

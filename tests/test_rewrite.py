@@ -17,18 +17,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
-from onnx_remat import measuring
 from onnx_remat.errors import ModelError
-from onnx_remat.memory import simulate
+from onnx_remat.ir.shapes import SHAPES_KEY, TAG
 from onnx_remat.options import Options
-from onnx_remat.pins import heavy_steps, light_limit
-from onnx_remat.realize import _is_absorbed, realize, settle
-from onnx_remat.rewrite import CONTROL_KEY, RECOMPUTE_KEY, Rewritten
-from onnx_remat.schedule import Problem, Schedule, check_schedule
-from onnx_remat.selectors import Request, get, names
-from onnx_remat.shapes import SHAPES_KEY, TAG
-from onnx_remat.sharing import unroll
-from onnx_remat.view import View, as_executed, make_view
+from onnx_remat.ort.executed import View, as_executed, make_view
+from onnx_remat.ort.simulate.buffers import simulate
+from onnx_remat.plan.selectors import Request, get, names
+from onnx_remat.problem import Problem, Schedule, check_schedule
+from onnx_remat.run import processes
+from onnx_remat.write.control_edges import heavy_steps, light_limit
+from onnx_remat.write.private_buffers import unroll
+from onnx_remat.write.realize import _is_absorbed, realize, settle
+from onnx_remat.write.writer import CONTROL_KEY, RECOMPUTE_KEY, Rewritten
 from tests.conftest import feeds_for, mlp, model_of, run_model, same_bits
 
 make = helper.make_node
@@ -246,7 +246,7 @@ def traced(model: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> tuple[list[n
         options.profile_file_prefix = str(Path(folder) / "profile")
         session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
         outputs = session.run(None, feeds)
-        return outputs, list(measuring._executed(Path(session.end_profiling())))
+        return outputs, list(processes._executed(Path(session.end_profiling())))
 
 
 def only(executed: Iterable[str], wanted: list[str]) -> list[str]:

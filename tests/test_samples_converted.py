@@ -6,8 +6,8 @@ import numpy as np
 import onnx
 import pytest
 
-from onnx_remat import phases
-from onnx_remat.training import renewals
+from onnx_remat.ir import phases
+from onnx_remat.run.training import renewals
 from sample_models.converted import build
 from tests.conftest import run_model
 

@@ -12,13 +12,13 @@ import pytest
 from onnx import helper
 
 import onnx_remat
-from onnx_remat import runtime
-from onnx_remat.memory import simulate
 from onnx_remat.options import Options
-from onnx_remat.realize import realize
-from onnx_remat.schedule import Problem, check_schedule
-from onnx_remat.selectors import Request, get
-from onnx_remat.view import View, as_executed, make_view
+from onnx_remat.ort import runtime
+from onnx_remat.ort.executed import View, as_executed, make_view
+from onnx_remat.ort.simulate.buffers import simulate
+from onnx_remat.plan.selectors import Request, get
+from onnx_remat.problem import Problem, check_schedule
+from onnx_remat.write.realize import realize
 from sample_models.chain import chain, peak_bytes
 from tests.conftest import model_of
 
@@ -115,7 +115,7 @@ def deep(units: int, batch: int = 256, width: int = 16) -> onnx.ModelProto:
 
 def rewritten(data: bytes) -> tuple[int, int]:
     """Load, simulate, write down the order as it is, and simulate the file: nodes and peaks before and after."""
-    from onnx_remat import model_io
+    from onnx_remat.ir import model_io
 
     options = Options()
     source = model_io.load(data)

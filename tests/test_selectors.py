@@ -21,20 +21,20 @@ from planner_problems import (
     random_problem,
 )
 
-from onnx_remat.bounds import lower_bound
-from onnx_remat.cost_bounds import cost_lower_bound
 from onnx_remat.errors import UsageError
-from onnx_remat.memory import simulate
-from onnx_remat.schedule import Problem, Schedule, check_schedule
-from onnx_remat.selectors import Request, get, materialize, names
-from onnx_remat.selectors.anneal import anneal
-from onnx_remat.selectors.core import viewless
-from onnx_remat.selectors.effort import allowance
-from onnx_remat.selectors.exact import solve
-from onnx_remat.selectors.loading import load
-from onnx_remat.selectors.materialize import split_step
-from onnx_remat.selectors.plans import LANES, annealed
-from onnx_remat.selectors.state import EXCESS, empty_state
+from onnx_remat.ort.simulate.buffers import simulate
+from onnx_remat.plan.bounds import lower_bound
+from onnx_remat.plan.cost_bounds import cost_lower_bound
+from onnx_remat.plan.search.anneal import anneal
+from onnx_remat.plan.search.core import viewless
+from onnx_remat.plan.search.effort import allowance
+from onnx_remat.plan.search.loading import load
+from onnx_remat.plan.search.plans import LANES, annealed
+from onnx_remat.plan.search.state import EXCESS, empty_state
+from onnx_remat.plan.selectors import Request, get, materialize, names
+from onnx_remat.plan.selectors.exact import solve
+from onnx_remat.plan.selectors.materialize import split_step
+from onnx_remat.problem import Problem, Schedule, check_schedule
 
 SELECTORS = names()
 
@@ -167,7 +167,7 @@ def test_a_larger_budget_never_costs_more_even_asked_alone(name: str) -> None:
 
 @pytest.mark.parametrize("fixed_order", [False, True])
 def test_a_refusal_takes_little_more_work_than_a_plan(fixed_order: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    module, spent = sys.modules["onnx_remat.selectors.search"], []
+    module, spent = sys.modules["onnx_remat.plan.selectors.search"], []
 
     def counted(view, plan, budget, work, *rest, **more):  # type: ignore[no-untyped-def]
         spent.append(work)

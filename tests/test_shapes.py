@@ -7,10 +7,11 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from onnx_remat import graph, runtime, shapes
-from onnx_remat.dtypes import tensor_bytes
 from onnx_remat.errors import ModelError, ShapeError, UsageError
-from onnx_remat.shapes import SHAPES_KEY, TAG, UNSEEN
+from onnx_remat.ir import graph, shapes
+from onnx_remat.ir.dtypes import tensor_bytes
+from onnx_remat.ir.shapes import SHAPES_KEY, TAG, UNSEEN
+from onnx_remat.ort import runtime
 from tests.conftest import mlp, model_of
 
 make = helper.make_node

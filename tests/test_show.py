@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from conftest import mlp
 
-from onnx_remat import cli
+from onnx_remat.app import cli
+from onnx_remat.app.show import draw, page, snapshot, trace
 from onnx_remat.errors import UsageError
 from onnx_remat.pipeline import rewrite_model
-from onnx_remat.show import draw, page, snapshot, trace
 
 
 @pytest.fixture(scope="module")

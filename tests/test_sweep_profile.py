@@ -8,11 +8,13 @@ import onnx
 import pytest
 from conftest import mlp
 
-from onnx_remat import cli, costs, runtime
+from onnx_remat.app import cli
+from onnx_remat.app.sweep import Point, _front, _knee, sweep
 from onnx_remat.options import Options
-from onnx_remat.profiling import profile
-from onnx_remat.sweep import Point, _front, _knee, sweep
-from onnx_remat.view import make_view
+from onnx_remat.ort import runtime
+from onnx_remat.ort.executed import make_view
+from onnx_remat.ort.kernels import costs
+from onnx_remat.run.profiling import profile
 
 
 @pytest.fixture(scope="module")

@@ -15,20 +15,23 @@ import onnxruntime
 import pytest
 from conftest import model_of
 
-from onnx_remat import bench, cli, measuring, rewrite_model, runtime
+from onnx_remat import rewrite_model
+from onnx_remat.app import bench, cli
 from onnx_remat.errors import ModelError, ShapeError
-from onnx_remat.graph import build
-from onnx_remat.ops import facts
+from onnx_remat.ir.graph import build
+from onnx_remat.ir.phases import split
+from onnx_remat.ir.shapes import infer
+from onnx_remat.ir.training_ops import first_training_op, with_stand_ins
 from onnx_remat.options import Options
-from onnx_remat.phases import split
+from onnx_remat.ort import runtime
+from onnx_remat.ort.executed import make_view
+from onnx_remat.ort.kernels.cpu import facts
+from onnx_remat.ort.kernels.cpu_workspace import workspace_blocks
 from onnx_remat.pipeline import Result
-from onnx_remat.rewrite import RECOMPUTE_KEY
-from onnx_remat.schedule import BACKWARD, FORWARD
-from onnx_remat.shapes import infer
-from onnx_remat.training import Loop, initial_state
-from onnx_remat.training_ops import first_training_op, with_stand_ins
-from onnx_remat.view import make_view
-from onnx_remat.workspace import workspace_blocks
+from onnx_remat.problem import BACKWARD, FORWARD
+from onnx_remat.run import processes
+from onnx_remat.run.training import Loop, initial_state
+from onnx_remat.write.writer import RECOMPUTE_KEY
 from tests import training_build_facts as recorded
 
 DATA = Path(__file__).parent / "data"
@@ -156,7 +159,7 @@ def test_models_for_stock_runtime_are_left_alone() -> None:
 
 @there
 def test_facts_are_still_what_the_training_build_says() -> None:
-    environment = os.environ | measuring.GIVES_BACK
+    environment = os.environ | processes.GIVES_BACK
     done = subprocess.run([PYTHON, recorded.__file__], stdout=subprocess.PIPE, env=environment, check=True)
     for known, seen in zip(FACTS, json.loads(done.stdout), strict=True):
         assert (seen["shapes"], seen["dtypes"]) == (known["shapes"], known["dtypes"])
@@ -244,7 +247,7 @@ def test_the_benchmark_trains_there(name: str, dims: dict[str, int], tmp_path: P
         dims=dims, time_limit=3.0, costs="cpu",
     )  # fmt: skip
     assert found.exact and found.loss_distance < 1e-5 and found.rewritten.losses[-1] < found.rewritten.losses[0]
-    assert found.rewritten.measured_peak <= found.budget * 1.01 + measuring.RESOLUTION
+    assert found.rewritten.measured_peak <= found.budget * 1.01 + processes.RESOLUTION
     for side in (found.original, found.rewritten):
         assert side.predicted_peak == pytest.approx(side.measured_peak, rel=0.03)
 
@@ -256,7 +259,7 @@ def test_the_order_is_the_emulated_one_there_and_profile_and_check_run_it(
     result, small = rewritten("transformer"), tmp_path / "small.onnx"
     result.save(small)
     view, order = result.executed.view, result.executed.order.order
-    seen = measuring.measure(small, "disable", dims=DIMS["transformer"], trace=True, python=PYTHON).executed
+    seen = processes.measure(small, "disable", dims=DIMS["transformer"], trace=True, python=PYTHON).executed
     assert list(seen) == [view.graph.ops[i].node.name for i in order]
     assert cli.main(["check", str(small), "--runtime", PYTHON]) == 0
     assert "it runs: measured peak" in capsys.readouterr().out

@@ -12,8 +12,9 @@ import pytest
 from onnx import helper, numpy_helper
 
 import onnx_remat
-from onnx_remat import model_io, runtime, wire
 from onnx_remat.errors import ModelError
+from onnx_remat.ir import large_files, model_io
+from onnx_remat.ort import runtime
 from tests.conftest import mlp
 
 SIDE = 160  # 100 kB of weight
@@ -43,13 +44,13 @@ def path(tmp_path):
 
 @pytest.fixture
 def every_file_is_large(monkeypatch):
-    monkeypatch.setattr(wire, "LARGE_FILE", 0)
+    monkeypatch.setattr(large_files, "LARGE_FILE", 0)
 
 
 def test_weights_stay_in_the_file_and_come_back(path, tmp_path, every_file_is_large):
     source = model_io.load(path)
     assert source.model.ByteSize() < 20_000 < path.stat().st_size
-    stored = [t for t in source.model.graph.initializer if wire.is_stored(t)]
+    stored = [t for t in source.model.graph.initializer if large_files.is_stored(t)]
     assert [t.name for t in stored] == [f"w{i}" for i in range(6)]
     assert model_io.external_files(source.model) == []
     assert model_io.weight_bytes(source.model) == model_io.weight_bytes(onnx.load(path))
@@ -63,7 +64,7 @@ def test_a_rewritten_file_is_the_same_either_way(path, tmp_path, monkeypatch):
     pytest.importorskip("onnxruntime")
     written = []
     for limit in (2**40, 0):
-        monkeypatch.setattr(wire, "LARGE_FILE", limit)
+        monkeypatch.setattr(large_files, "LARGE_FILE", limit)
         result = onnx_remat.rewrite_model(path, "70%", time_limit=0.2)
         assert result.report.recomputed
         result.save(tmp_path / "out.onnx", force=True)
@@ -124,15 +125,15 @@ def test_a_result_may_replace_its_source(path, every_file_is_large):
 
 
 def test_more_than_two_gigabytes_are_refused_before_anything_is_written(path, tmp_path, monkeypatch):
-    monkeypatch.setattr(wire, "LARGE_FILE", 0)
+    monkeypatch.setattr(large_files, "LARGE_FILE", 0)
     source = model_io.load(path)
-    monkeypatch.setattr(wire, "_MOST", 600_000)
+    monkeypatch.setattr(large_files, "_MOST", 600_000)
     with pytest.raises(ModelError, match="2 GiB"):
         model_io.save(source.model, tmp_path / "out.onnx", source.folder)
     assert [p.name for p in tmp_path.iterdir()] == ["m.onnx"]
 
 
-_LOAD = "import sys, resource\nfrom onnx_remat import model_io\nmodel_io.load(sys.argv[1])\n"
+_LOAD = "import sys, resource\nfrom onnx_remat.ir import model_io\nmodel_io.load(sys.argv[1])\n"
 _LOAD += "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
 
 

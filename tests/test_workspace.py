@@ -12,7 +12,7 @@ import onnx
 import pytest
 from onnx import helper
 
-from onnx_remat.workspace import workspace_blocks
+from onnx_remat.ort.kernels.cpu_workspace import workspace_blocks
 
 ort = pytest.importorskip("onnxruntime")
 

@@ -10,8 +10,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from onnx_remat import model_io
 from onnx_remat.errors import OnnxRematError, UsageError
+from onnx_remat.ir import model_io
 
 from .. import optimizers
 from .build import add_backward, initial_inputs

@@ -17,8 +17,8 @@ import onnx
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
-from onnx_remat import runtime
 from onnx_remat.errors import ConversionError
+from onnx_remat.ort import runtime
 
 from .. import names
 from ..check import note

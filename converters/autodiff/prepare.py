@@ -15,8 +15,8 @@ import onnx.version_converter
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
-from onnx_remat import runtime
 from onnx_remat.errors import ConversionError
+from onnx_remat.ort import runtime
 
 from .constants import fold, static
 from .registry import NO_GRADIENT

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import onnx
 
-from onnx_remat import runtime
+from onnx_remat.ort import runtime
 
 
 def axis_matrix(attributes: Mapping[str, Any], opset: int, old: int, new: int, scale: float | None) -> np.ndarray:

@@ -12,8 +12,8 @@ import onnx
 import onnx_ir as ir
 from onnx_ir.passes import common
 
-from onnx_remat import runtime
 from onnx_remat.errors import ConversionError
+from onnx_remat.ort import runtime
 
 from .. import check as comparison
 from ..autodiff.finite_differences import in_float64

@@ -10,8 +10,8 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from onnx_remat import runtime
 from onnx_remat.errors import ConversionError
+from onnx_remat.ort import runtime
 
 from .. import check, names
 from ..widen import NARROW, wide, widened

@@ -1,0 +1,363 @@
+"""``onnx-remat-bench``: train the original and the rewritten model side by side, and hold predictions against it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from onnx import TensorProto
+
+from onnx_remat.app.cli import Parser, add_planning_flags, add_runtime_flag, guarded, planning_options
+from onnx_remat.errors import BudgetInfeasibleError, OnnxRematError, UsageError
+from onnx_remat.ir import model_io
+from onnx_remat.ir.training_ops import check_ops
+from onnx_remat.ort import runtime
+from onnx_remat.pipeline import Result, rewrite_model
+from onnx_remat.run import processes
+from onnx_remat.run.profiling import node_seconds, profile
+from onnx_remat.units import format_bytes, parse_budget
+
+SCHEMA = "onnx-remat/bench/1"
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One model: its peak as simulated and as measured over training (bytes), seconds per step, loss of every step.
+
+    On CUDA, `driver_bytes` is what the driver counts to the process (NVML), its context included, as a second opinion.
+    """
+
+    predicted_peak: int
+    measured_peak: int
+    step_seconds: float
+    losses: tuple[float, ...]
+    driver_bytes: int = 0
+
+    def error(self) -> float:
+        """Predicted peak over measured, minus one."""
+        return self.predicted_peak / self.measured_peak - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Benchmark:
+    """Both models trained on the same data.
+
+    Attributes
+    ----------
+    model : str
+    budget : int
+        Bytes.
+    provider, machine : str
+    original, rewritten : Side
+        On CUDA, measured peaks are the smallest memory limits under which training runs.
+    predicted_overhead : float
+        Extra time per step, as a fraction: recomputed ops by the costs that were planned with, and every other node
+        that was added at what ONNX Runtime takes to run a node that does nothing.
+    measured_overhead : float
+        The same by the clock: median over steps taken in turns.
+    exact : bool
+        With graph optimisations off and one thread, are all losses equal to the last bit?
+    loss_distance : float
+        With default options, the largest distance of two losses of a step, relative to the larger one.
+    warnings : tuple of str
+        As `Report.warnings`.
+    """
+
+    model: str
+    budget: int
+    provider: str
+    machine: str
+    original: Side
+    rewritten: Side
+    predicted_overhead: float
+    measured_overhead: float
+    exact: bool
+    loss_distance: float
+    warnings: tuple[str, ...] = ()
+
+    def to_json(self) -> str:
+        """The benchmark as a JSON object."""
+        return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=2)
+
+    def to_text(self) -> str:
+        """A table of both sides, the overheads and some of the losses."""
+        a, b = self.original, self.rewritten
+        rows = [
+            ("", "original", "rewritten"),
+            ("peak, measured", format_bytes(a.measured_peak), format_bytes(b.measured_peak)),
+            ("peak, predicted", format_bytes(a.predicted_peak), format_bytes(b.predicted_peak)),
+            ("  off by", f"{a.error():+.2%}", f"{b.error():+.2%}"),
+            ("step, median", f"{a.step_seconds * 1e3:.1f} ms", f"{b.step_seconds * 1e3:.1f} ms"),
+        ]
+        if a.driver_bytes:
+            rows.append(("device memory (NVML)", format_bytes(a.driver_bytes), format_bytes(b.driver_bytes)))
+        last = len(a.losses) - 1
+        rows += [
+            (f"loss of step {i + 1}", f"{a.losses[i]:.7g}", f"{b.losses[i]:.7g}")
+            for i in sorted({0, last // 4, last // 2, 3 * last // 4, last})
+        ]
+        widths = [max(len(row[i]) for row in rows) for i in range(3)]
+        lines = [f"{row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}".rstrip() for row in rows]
+        bits = "equal to the last bit" if self.exact else "NOT equal"
+        lines += [
+            f"step time {self.measured_overhead:+.1%} measured, {self.predicted_overhead:+.1%} predicted",
+            f"{len(a.losses)} losses: {bits} with graph optimisations off, "
+            f"within {self.loss_distance:.1e} of each other with default options",
+            f"{self.provider}, {self.machine}",
+        ]
+        return "\n".join(lines)
+
+
+def benchmark(
+    model: Path,
+    budget: str,
+    *,
+    steps: int = 50,
+    provider: str = "cpu",
+    state: str = "",
+    threads: int = 0,
+    python: str = sys.executable,
+    **options: object,
+) -> Benchmark:
+    """Rewrite a model and train it and the original from the same state on the same batch.
+
+    Parameters
+    ----------
+    model : Path
+        A training graph; see `onnx_remat.run.training` for how its state is fed back.
+    budget : str
+        As `rewrite_model`.
+    steps : int
+        Training steps, at least 2.
+    provider : str
+        ``cpu`` or ``cuda``.
+    state : str
+        ``.npz`` with first values of inputs, by name; or a checkpoint, where onnxruntime-training runs the models.
+    threads : int
+        Intra-op threads, 0 for ONNX Runtime's default.
+    python : str
+        Interpreter whose ONNX Runtime is to run the models, see `processes`. What that of this environment cannot load
+        is planned from the file alone.
+    **options
+        Fields of `Options`; costs are profiled on `model` unless given.
+
+    Raises
+    ------
+    UsageError
+        Fewer than two steps.
+    OnnxRematError
+        As `rewrite_model`; no CUDA where it is asked for; the model does not run.
+    """
+    if steps < 2:
+        raise UsageError("a benchmark needs at least 2 steps")
+    runtime.check_provider(provider)
+    if python == sys.executable:
+        check_ops(model_io.load(model).model)
+    else:
+        options = {"verify": "none", **options}
+    dims = options.get("dims") or {}
+    assert isinstance(dims, dict)
+    with tempfile.TemporaryDirectory(prefix="onnx-remat-") as scratch:
+        home = Path(scratch)
+        if "costs" not in options:
+            measured = profile(model, dims, threads=threads, python=python)
+            (home / "profile.json").write_text(measured.to_json())
+            options["costs"] = str(home / "profile.json")
+        result = rewrite_model(model, budget, **options)
+        rewritten = home / "rewritten" / "model.onnx"
+        rewritten.parent.mkdir()
+        result.save(rewritten)
+        settings = processes.Training(
+            steps=steps, loss=_loss(result), dims=dims, state=state, threads=threads, provider=provider,
+            python=python,
+        )  # fmt: skip
+        runs = [processes.train(path, settings) for path in (model, rewritten)]
+        exact = replace(settings, level="disable", threads=1)
+        plain = [processes.train(path, exact).losses for path in (model, rewritten)]
+        seconds = processes.race(
+            model, rewritten, runs=max(9, min(steps, 25)), dims=dims, threads=threads, provider=provider, python=python
+        )
+    report = result.report
+    idle = (report.nodes_after - report.nodes_before - report.recomputed) * node_seconds(threads, python=python)
+    sides = [
+        Side(peak, run.peak_bytes, clock, run.losses, run.driver_bytes)
+        for peak, run, clock in zip((report.before.total, report.after.total), runs, seconds, strict=True)
+    ]
+    return Benchmark(
+        model.stem, report.budget, provider, machine(), sides[0], sides[1], report.extra_compute + idle / seconds[0],
+        seconds[1] / seconds[0] - 1, plain[0] == plain[1], _distance(runs[0].losses, runs[1].losses),
+        report.warnings,
+    )  # fmt: skip
+
+
+_FLOATS = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16)
+
+
+def _loss(result: Result) -> str:
+    """The output that is the loss: by its name, or the only float without dimensions."""
+    outputs = {name: result.view.tensors[name] for name, value in result.view.graph.values.items() if value.is_output}
+    scalars = [name for name, tensor in outputs.items() if tensor.shape in ((), (1,)) and tensor.dtype in _FLOATS]
+    found = [name for name in scalars if name == "loss"] or scalars
+    if not found:
+        raise UsageError("no output is a scalar: a benchmark needs the loss among the outputs")
+    return found[0]
+
+
+def _distance(first: Sequence[float], second: Sequence[float]) -> float:
+    return max(abs(a - b) / max(abs(a), abs(b), 1e-30) for a, b in zip(first, second, strict=True))
+
+
+def machine() -> str:
+    """The processor and its cores, as a person would say it."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0]} x {len(names)}" if names else platform.processor() or platform.machine()
+
+
+def max_batch(model: Path, budget: str, dim: str, **options: object) -> tuple[int, int]:
+    """Largest size of a symbolic dimension at which a step keeps a budget, as it is and rewritten.
+
+    Doubles until the budget is missed, then bisects; every probe of the rewritten model takes the time of a plan.
+
+    Raises
+    ------
+    UsageError
+        The budget is a percentage, or `dim` is no symbolic dimension.
+    BudgetInfeasibleError
+        Not even 1 fits.
+    """
+    allowed = parse_budget(budget).bytes
+    if allowed is None:
+        raise UsageError("--max-batch needs a budget in bytes, such as 4GB: a percentage grows with the batch")
+    given = options.pop("dims", None) or {}
+    assert isinstance(given, dict)
+
+    def peak(size: int) -> int:
+        return rewrite_model(model, "100%", **options, dims={**given, dim: size}).report.before.total
+
+    def fits(size: int) -> bool:
+        try:
+            rewrite_model(model, allowed, **options, dims={**given, dim: size})
+        except BudgetInfeasibleError:
+            return False
+        return True
+
+    plain = _largest(lambda size: peak(size) <= allowed)
+    return plain, _largest(fits, known=plain)
+
+
+def _largest(holds: Callable[[int], bool], limit: int = 1 << 20, known: int = 0) -> int:
+    """Largest size up to `limit` for which `holds`, given that it holds for `known` and for all below a size if for it.
+
+    >>> _largest(lambda size: size <= 37, 1000), _largest(lambda size: False, 1000)
+    (37, 0)
+    """
+    low, high = known, max(1, 2 * known)
+    while high <= limit and holds(high):
+        low, high = high, 2 * high
+    high = min(high, limit + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The arguments, documented."""
+    parser = Parser(
+        prog="onnx-remat-bench",
+        description="Rewrite a training graph, train it and the original on stock ONNX Runtime, and compare: measured "
+        "peak, step time, losses, and how far the predictions were off.",
+    )
+    parser.add_argument("input", metavar="IN", nargs="+", help="training graphs")
+    parser.add_argument("--budget", required=True, metavar="SIZE", help="as of onnx-remat: 4GB, 60%%, ...")
+    parser.add_argument("--steps", type=int, default=50, metavar="N", help="training steps (default 50)")
+    parser.add_argument("--provider", default="cpu", choices=runtime.PROVIDERS, help="where to run (default cpu)")
+    parser.add_argument(
+        "--state", default="", metavar="FILE",
+        help="first values of inputs: .npz by name, or a checkpoint of onnxruntime-training",
+    )  # fmt: skip
+    add_runtime_flag(parser)
+    parser.add_argument("--threads", type=int, default=0, metavar="N", help="intra-op threads")
+    parser.add_argument(
+        "--max-batch", metavar="DIM",
+        help="instead find the largest size of this symbolic dimension that keeps the budget, as it is and rewritten",
+    )  # fmt: skip
+    parser.add_argument("--markdown", action="store_true", help="print one line of a Markdown table per graph")
+    parser.add_argument("--json", metavar="PATH|-", help="also write the results as JSON (- is standard output)")
+    add_planning_flags(parser, time_limit="10s")
+    parser.set_defaults(costs=None)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    return guarded("onnx-remat-bench", _run, sys.argv[1:] if arguments is None else arguments)
+
+
+_HEAD = (
+    "| graph | budget | original, measured (predicted) | rewritten, measured (predicted) "
+    "| step, measured (predicted) | losses |\n| --- | --- | --- | --- | --- | --- |"
+)
+
+
+def _markdown(b: Benchmark, budget: str) -> str:
+    sides = [f"{format_bytes(s.measured_peak)} ({s.error():+.2%})" for s in (b.original, b.rewritten)]
+    losses = f"{len(b.original.losses)} {'bitwise equal' if b.exact else 'NOT equal'}, default {b.loss_distance:.0e}"
+    return (
+        f"| {b.model} | {budget} = {format_bytes(b.budget)} | {sides[0]} | {sides[1]} "
+        f"| {b.measured_overhead:+.1%} ({b.predicted_overhead:+.1%}) | {losses} |"
+    )
+
+
+def _run(arguments: Sequence[str]) -> int:
+    given = build_parser().parse_args(arguments)
+    options = planning_options(given)
+    if given.costs is None:
+        del options["costs"]
+    if given.json not in (None, "-"):
+        for source in given.input:
+            model_io.check_target(given.json, source, force=True)
+    if given.max_batch:
+        runtime.check_provider(given.provider)
+        for path in given.input:
+            plain, small = max_batch(Path(path), given.budget, given.max_batch, **options)
+            times = f" ({small / plain:.1f} times)" if plain else ""
+            print(f"{Path(path).stem}: {given.max_batch} up to {plain} as it is, up to {small} rewritten{times}")
+        return 0
+    found, refused = [], 0
+    if given.markdown:
+        print(_HEAD, flush=True)
+    for path in given.input:
+        try:
+            result = benchmark(
+                Path(path), given.budget, steps=given.steps, provider=given.provider, state=given.state,
+                threads=given.threads, python=given.runtime, **options,
+            )  # fmt: skip
+        except OnnxRematError as error:
+            if len(given.input) == 1:
+                raise
+            print(f"onnx-remat-bench: error: {path}: {error}", file=sys.stderr, flush=True)  # the others go on
+            refused = refused or error.exit_code
+            continue
+        found.append(result)
+        for warning in result.warnings:
+            print(f"onnx-remat-bench: warning: {path}: {warning}", file=sys.stderr, flush=True)
+        if given.markdown:
+            print(_markdown(result, given.budget), flush=True)
+        elif given.json != "-":
+            print(f"{result.model}, budget {format_bytes(result.budget)}\n{result.to_text()}\n", flush=True)
+    if given.markdown and found:
+        spread = statistics.median(abs(r.measured_overhead - r.predicted_overhead) for r in found)
+        print(f"\n{machine()}; predicted step time off by {100 * spread:.1f} points in the median")
+    if given.json:
+        text = json.dumps([{"schema": SCHEMA, **asdict(r)} for r in found], indent=2)
+        print(text) if given.json == "-" else model_io.write_text(text + "\n", given.json)
+    return refused

@@ -1,0 +1,104 @@
+"""The other commands: ``onnx-remat sweep``, ``profile`` and ``check``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from onnx_remat.app.cli import Parser, Progress, add_planning_flags, add_runtime_flag, planning_options
+from onnx_remat.ir import model_io
+
+
+def sweep(arguments: Sequence[str]) -> int:
+    """Print, and on demand draw, what every peak costs."""
+    from onnx_remat.app import show
+    from onnx_remat.app.sweep import sweep as run
+
+    parser = Parser(
+        prog="onnx-remat sweep",
+        description="What every peak costs: rewrites IN for a range of budgets and prints peak against extra compute.",
+    )
+    parser.add_argument("input", metavar="IN", help="training graph")
+    parser.add_argument("--points", type=int, default=10, metavar="N", help="budgets to try (default 10)")
+    add_planning_flags(parser, time_limit="10s")
+    parser.add_argument("--json", metavar="PATH|-", help="also write the curve as JSON (- is standard output)")
+    parser.add_argument("--plot", metavar="PATH", help=f"also draw it: {', '.join(show.IMAGES)}")
+    given = parser.parse_args(arguments)
+    if given.plot:
+        show.check(given.plot, show.IMAGES)
+        model_io.check_target(given.plot, given.input, force=True)
+    if given.json not in (None, "-"):
+        model_io.check_target(given.json, given.input, force=True)
+    progress = Progress()
+    try:
+        curve = run(given.input, given.points, **planning_options(given), progress=progress)
+    finally:
+        progress.clear()
+    if given.plot:
+        show.draw_curve(curve, given.plot)
+    if given.json == "-":
+        print(curve.to_json())
+        return 0
+    if given.json:
+        model_io.write_text(curve.to_json() + "\n", given.json)
+    print(curve.to_text())
+    if written := [path for path in (given.json, given.plot) if path]:
+        print(f"\nwrote {', '.join(written)}")
+    return 0
+
+
+def profile(arguments: Sequence[str]) -> int:
+    """Measure seconds per op and write them in the form that ``--costs`` reads."""
+    from onnx_remat.ir.training_ops import check_ops
+    from onnx_remat.ort import runtime
+    from onnx_remat.run.profiling import profile as run
+    from onnx_remat.units import parse_dims
+
+    parser = Parser(
+        prog="onnx-remat profile",
+        description="Measure seconds (and scratch memory) per op of IN on ONNX Runtime, for --costs OUT.",
+    )
+    parser.add_argument("input", metavar="IN", help="training graph")
+    parser.add_argument("output", metavar="OUT", help="where to write the profile (JSON, ONNX Runtime's own layout)")
+    parser.add_argument("--dim", action="append", default=[], metavar="NAME=N", help="size of a symbolic dimension")
+    parser.add_argument("--runs", type=int, default=5, metavar="N", help="fresh processes (default 5)")
+    parser.add_argument("--steps", type=int, default=5, metavar="N", help="steps in each (default 5)")
+    parser.add_argument("--threads", type=int, default=0, metavar="N", help="intra-op threads (default: the runtime's)")
+    parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
+    add_runtime_flag(parser)
+    given = parser.parse_args(arguments)
+    target = model_io.check_target(given.output, given.input, given.force)
+    if given.runtime == sys.executable:
+        runtime.import_runtime()
+        check_ops(model_io.load(given.input).model)
+    result = run(
+        given.input, dims=parse_dims(given.dim), runs=given.runs, steps=given.steps, threads=given.threads,
+        python=given.runtime,
+    )  # fmt: skip
+    model_io.write_text(result.to_json(), target)
+    print(f"{result.to_text()}\n\nwrote {given.output}")
+    return 0
+
+
+def check(arguments: Sequence[str]) -> int:
+    """Has another tool undone a rewritten file? 0 where it keeps its budget, 5 where it no longer does."""
+    from onnx_remat.app.survival import check as run
+    from onnx_remat.errors import VerificationError
+    from onnx_remat.units import parse_dims
+
+    parser = Parser(
+        prog="onnx-remat check",
+        description="Has another tool undone a rewritten file? Counts what is left of the plan, simulates the file "
+        "and runs a step of it; exits with 5 where it no longer runs or no longer keeps its budget.",
+    )
+    parser.add_argument("file", metavar="FILE", help="a rewritten model, or what another tool made of it")
+    parser.add_argument(
+        "--dim", action="append", default=[], metavar="NAME=N",
+        help="size of a symbolic dimension (default: what it was planned for)",
+    )  # fmt: skip
+    parser.add_argument("--no-run", action="store_true", help="do not run a step of it")
+    add_runtime_flag(parser)
+    given = parser.parse_args(arguments)
+    found = run(given.file, parse_dims(given.dim), run=not given.no_run, python=given.runtime)
+    print(found.to_text())
+    return 0 if found.kept else VerificationError.exit_code

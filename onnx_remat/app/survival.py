@@ -1,0 +1,143 @@
+"""Has another tool undone a rewritten file? Counts what is left of the plan, simulates the file, and runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from onnx_remat.errors import ModelError
+from onnx_remat.ir import model_io
+from onnx_remat.ir.training_ops import check_ops
+from onnx_remat.options import Options
+from onnx_remat.ort import runtime
+from onnx_remat.ort.executed import as_executed
+from onnx_remat.run import processes
+from onnx_remat.units import format_bytes
+from onnx_remat.write.writer import BUDGET_KEY, CLONES_KEY, DIMS_KEY, EDGES_KEY
+
+
+@dataclass(frozen=True, slots=True)
+class Survival:
+    """What is left of a plan in a file.
+
+    Attributes
+    ----------
+    recomputed, control_edges : int
+        Recomputed nodes and control edges that were written.
+    recomputed_lost, control_edges_lost : tuple of str
+        Results of those that no node of the file makes any more: merged away, folded or fused.
+    budget : int
+        Bytes the file was written for.
+    peaks_by_level : dict of str to int
+        Simulated peak in bytes per graph optimisation level.
+    running_by_level : dict of str to int
+        Recomputed nodes that ONNX Runtime runs by themselves, per level; others are merged or fused into their readers.
+    measured : int or None
+        Peak in bytes of a run at the default level, None where there was none.
+    """
+
+    recomputed: int
+    control_edges: int
+    recomputed_lost: tuple[str, ...]
+    control_edges_lost: tuple[str, ...]
+    budget: int
+    peaks_by_level: Mapping[str, int]
+    running_by_level: Mapping[str, int]
+    measured: int | None
+
+    @property
+    def kept(self) -> bool:
+        """Does the file still keep its budget?"""
+        measured = (self.measured or 0) <= self.budget + processes.RESOLUTION
+        return max(self.peaks_by_level.values()) <= self.budget and measured
+
+    def to_text(self) -> str:
+        """For people: one line per finding, the verdict last."""
+        lines = [
+            f"{len(lost)} of {count} {what} were merged away, e.g. {lost[0]}"
+            if lost
+            else f"all {count} {what} are in place"
+            for what, count, lost in (
+                ("recomputed nodes", self.recomputed, self.recomputed_lost),
+                ("control edges", self.control_edges, self.control_edges_lost),
+            )
+        ]
+        if len(self.running_by_level) == len(runtime.LEVELS):
+            lines += [
+                f"ONNX Runtime at level {level!r} runs {running} of the recomputed, "
+                f"simulated peak {format_bytes(self.peaks_by_level[level])}"
+                for level, running in self.running_by_level.items()
+            ]
+        else:
+            why = "another runs it" if runtime.available() else "onnxruntime is not installed"
+            (peak,) = self.peaks_by_level.values()
+            lines.append(f"simulated peak {format_bytes(peak)}, without graph optimisations: {why}")
+        if self.measured is None:
+            lines.append("it was not run")
+        else:
+            resolution = format_bytes(processes.RESOLUTION)
+            lines.append(f"it runs: measured peak {format_bytes(self.measured)}, within {resolution}")
+        verdict = "keeps" if self.kept else "no longer keeps"
+        lines.append(f"it {verdict} its budget of {format_bytes(self.budget)}")
+        return "\n".join(lines)
+
+
+def check(
+    path: str | os.PathLike[str],
+    dims: Mapping[str, int] | None = None,
+    run: bool = True,
+    python: str = sys.executable,
+) -> Survival:
+    """Compare a file with what was recorded in it when it was written.
+
+    Parameters
+    ----------
+    path : path
+        A file that `rewrite_model` made, or what some tool made of it.
+    dims : mapping of str to int, optional
+        Sizes of symbolic dimensions; by default those it was planned for.
+    run : bool
+        Also run it, where ONNX Runtime is installed: a tool may leave a file that loads and then fails.
+    python : str
+        Interpreter whose ONNX Runtime is to run it, see `processes`. One of another environment is not asked what it
+        makes of the file, which is simulated as it is.
+
+    Raises
+    ------
+    ModelError
+        The file is no model, or does not say what was planned: it was not rewritten, or a tool dropped its metadata.
+    VerificationError
+        It fails when it is run.
+    """
+    source = model_io.load(path)
+    notes = {p.key: p.value for p in source.model.metadata_props}
+    try:
+        budget, clones, edges = int(notes[BUDGET_KEY]), json.loads(notes[CLONES_KEY]), json.loads(notes[EDGES_KEY])
+        dims = dict(dims) if dims else json.loads(notes[DIMS_KEY])
+    except (KeyError, ValueError) as error:
+        raise ModelError(
+            f"{path} does not say what was planned: it was not rewritten, or a tool dropped its metadata"
+        ) from error
+    options = Options(dims=dims)
+    if here := python == sys.executable:
+        check_ops(source.model)
+    levels = runtime.LEVELS if runtime.available() and here else ("disable",)
+    made = {name for node in source.model.graph.node for name in node.output}
+    executed = {level: as_executed(source.model, source.folder, level, options) for level in levels}
+    runs = {level: what.view.graph.producer() for level, what in executed.items()}
+    return Survival(
+        len(clones),
+        len(edges),
+        tuple(name for name in clones if name not in made),
+        tuple(name for name in edges if name not in made),
+        budget,
+        {level: what.timeline().peak for level, what in executed.items()},
+        {level: sum(name in made_there for name in clones) for level, made_there in runs.items()},
+        processes.measure(Path(path), dims=dims, python=python).peak_bytes
+        if run and (runtime.available() or not here)
+        else None,
+    )

@@ -1,0 +1,159 @@
+"""The curve of peak against extra compute: many budgets, one rewritten model each, the best of them at every peak."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import cast
+
+import numpy as np
+
+from onnx_remat.errors import BudgetInfeasibleError, UsageError
+from onnx_remat.fit import smallest_budget
+from onnx_remat.pipeline import Model, Result, rewrite_model
+from onnx_remat.plan.selectors import Progress, silent
+from onnx_remat.units import format_bytes
+
+SCHEMA = "onnx-remat/sweep/1"
+"""Version of the JSON layout: the number rises when a field changes its meaning or goes away."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One rewritten model: the budget it was made for and its peak (bytes), and the price of it."""
+
+    budget: int
+    peak: int
+    extra_compute: float
+    recomputed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """What every peak costs.
+
+    Attributes
+    ----------
+    original_peak, lower_bound : int
+        Bytes: of the original as executed by default, and what no schedule peaks below.
+    points : tuple of Point
+        From the highest peak to the lowest; extra compute never falls.
+    knee : int
+        The point after which memory gets dear: farthest from the line between the curve's ends, both axes scaled to 1
+        (Satopää et al. 2011).
+    missed : tuple of int
+        Budgets, in bytes, for which no file was found.
+    """
+
+    original_peak: int
+    lower_bound: int
+    points: tuple[Point, ...]
+    knee: int
+    missed: tuple[int, ...] = ()
+
+    def to_json(self) -> str:
+        """The curve as a JSON object."""
+        return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=2)
+
+    def to_text(self) -> str:
+        """The curve as a table, the knee marked."""
+        lines = [f"{'peak':>10}  {'of original':>11}  {'extra compute':>13}  {'recomputed':>10}"]
+        for i, p in enumerate(self.points):
+            share = p.peak / self.original_peak if self.original_peak else 1.0
+            mark = "  <- knee" if i == self.knee else ""
+            lines.append(
+                f"{format_bytes(p.peak):>10}  {share:>11.1%}  {p.extra_compute:>+13.2%}  {p.recomputed:>10}{mark}"
+            )
+        lines.append(f"no schedule peaks below {format_bytes(self.lower_bound)}")
+        if self.missed:
+            lines.append("no file was found for " + ", ".join(map(format_bytes, self.missed)))
+        return "\n".join(lines)
+
+
+def sweep(model: Model, points: int = 10, **options: object) -> Curve:
+    """Rewrite a model for budgets spread from its own peak down to the lowest that is found.
+
+    Parameters
+    ----------
+    model : path, bytes or onnx.ModelProto
+        A training graph.
+    points : int
+        How many budgets; each takes the time of a plan.
+    **options
+        Fields of `Options`.
+
+    Returns
+    -------
+    Curve
+        Peaks are of the files as ONNX Runtime executes them by default.
+
+    Raises
+    ------
+    UsageError
+        Fewer than two points.
+    OnnxRematError
+        As `rewrite_model`, infeasible budgets apart.
+
+    Examples
+    --------
+    >>> from sample_models.chain import chain
+    >>> curve = sweep(chain(16, 1024, 64), 3, time_limit=0.5)
+    >>> [p.extra_compute for p in curve.points] == sorted(p.extra_compute for p in curve.points)
+    True
+    """
+    if points < 2:
+        raise UsageError(f"a sweep needs at least 2 points, not {points}")
+    progress = cast(Progress, options.pop("progress", silent))
+    original = rewrite_model(model, "100%", **options)
+    top, floor = original.report.before.total, original.report.lower_bound
+    found, missed = [_point(original)], []
+    lowest = _lowest(model, floor, options | {"progress": _named("lowest peak", progress)})
+    for number, budget in enumerate(np.linspace(top, lowest, points + 1, dtype=np.int64).tolist()[1:], start=1):
+        watched = options | {"progress": _named(f"budget {number} of {points}", progress)}
+        try:
+            result = rewrite_model(model, budget, **watched)
+        except BudgetInfeasibleError:
+            missed.append(budget)
+        else:
+            floor = max(floor, result.report.lower_bound)
+            found.append(_point(result))
+    front = _front(found)
+    return Curve(top, floor, front, _knee(front), tuple(missed))
+
+
+def _named(what: str, progress: Progress) -> Progress:
+    """`progress`, told besides what the stages are of."""
+    return lambda stage, fraction: progress(f"{what}: {stage}", fraction)
+
+
+def _lowest(model: Model, floor: int, options: dict[str, object]) -> int:
+    """The lowest peak, in bytes, that the selector finds; found by asking for the least that could be."""
+    try:
+        return rewrite_model(model, smallest_budget(floor), **options).report.after.total
+    except BudgetInfeasibleError as error:
+        return smallest_budget(int(error.best_peak_bytes * 1.005))
+
+
+def _point(result: Result) -> Point:
+    report = result.report
+    return Point(report.budget, report.after.total, report.extra_compute, report.recomputed)
+
+
+def _front(found: Sequence[Point]) -> tuple[Point, ...]:
+    """The points no other point beats on both counts, from the highest peak down."""
+    front: list[Point] = []
+    for point in sorted(found, key=lambda p: (p.extra_compute, p.peak)):
+        if not front or point.peak < front[-1].peak:
+            front.append(point)
+    return tuple(front)
+
+
+def _knee(front: Sequence[Point]) -> int:
+    compute = np.array([p.extra_compute for p in front])
+    peak = np.array([p.peak for p in front], np.float64)
+    across, down = np.ptp(compute), np.ptp(peak)
+    if not across or not down:
+        return len(front) - 1  # memory costs nothing here: the lowest peak
+    # Below the line from the first point (0, 1) to the last (1, 0), by how much.
+    return int(np.argmax(1 - (compute - compute[0]) / across - (peak - peak[-1]) / down))

@@ -1,0 +1,173 @@
+"""Dropout in training is two things: the draw of a mask, made once, and a product with it, which may be made again.
+
+To the planner they are two ops, the second one recomputable. In the file the draw and the first product are the Dropout
+they came from; each further product is spelled out as the kernel computes it, to the last bit:
+``x * Cast(mask) / (1 - ratio)``, in that order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from onnx_remat.ir.graph import Graph, Op, as_networkx, constants
+from onnx_remat.ir.shapes import Tensor
+from onnx_remat.ort.kernels.cpu import DRAW, PRODUCT, SPLIT
+from onnx_remat.problem import Problem, Schedule
+
+_KEEP = "keep"
+"""Attribute of a product: what the kernel divides by, one less the ratio as computed in single precision."""
+
+_SCALED_ALIKE = (TensorProto.FLOAT, TensorProto.DOUBLE)  # in half precision the kernel rounds once, three ops thrice
+
+
+def is_draw(op: Op) -> bool:
+    """Is it the draw of a split Dropout?"""
+    return (op.node.domain, op.node.op_type) == (SPLIT, DRAW)
+
+
+def is_product(op: Op) -> bool:
+    """Is it the product of a split Dropout?"""
+    return (op.node.domain, op.node.op_type) == (SPLIT, PRODUCT)
+
+
+def training_mode(node: onnx.NodeProto, stated: Mapping[str, onnx.TensorProto]) -> bool | None:
+    """Does this Dropout train? None when only the run will tell (and for every other op)."""
+    if node.op_type != "Dropout":
+        return None
+    name = node.input[2] if len(node.input) > 2 else ""
+    if name:
+        told = _number(stated.get(name))
+        return None if told is None else bool(told)
+    is_test = next((attribute.i for attribute in node.attribute if attribute.name == "is_test"), None)
+    return False if is_test is None else not is_test
+
+
+def kept_share(node: onnx.NodeProto, stated: Mapping[str, onnx.TensorProto]) -> np.float32 | None:
+    """What a Dropout divides by, as its kernel computes it; None when only the run will tell."""
+    name = node.input[1] if len(node.input) > 1 else ""
+    ratio = _number(stated.get(name)) if name else 0.5
+    return None if ratio is None or not 0 <= ratio < 1 else np.float32(1) - np.float32(ratio)
+
+
+def _number(tensor: onnx.TensorProto | None) -> float | None:
+    if tensor is None or tensor.data_location == TensorProto.EXTERNAL:
+        return None
+    values = numpy_helper.to_array(tensor)
+    return float(values.reshape(-1)[0]) if values.size == 1 else None
+
+
+def split(graph: Graph, tensors: Mapping[str, Tensor]) -> Graph:
+    """The same graph with every Dropout whose mask somebody reads as its draw and its product.
+
+    Left whole are those that do not train, those with a ratio or a mode that only the run will tell, those whose
+    result is a graph output, and those in half precision.
+    """
+    stated = constants(graph.model.graph)
+    parts = [_parts(graph, tensors, stated, op) for op in graph.ops]
+    ops = [replace(op, index=index) for index, op in enumerate(op for some in parts for op in some)]
+    if len(ops) == len(graph.ops):
+        return graph
+    return replace(graph, nx=as_networkx(ops, graph.values), ops=tuple(ops))
+
+
+def _parts(
+    graph: Graph, tensors: Mapping[str, Tensor], stated: Mapping[str, onnx.TensorProto], op: Op
+) -> tuple[Op, ...]:
+    node = op.node
+    if node.op_type != "Dropout" or node.domain or len(node.output) < 2 or not all(node.output[:2]):
+        return (op,)
+    result, mask = node.output
+    keep = kept_share(node, stated)
+    if (
+        keep is None
+        or training_mode(node, stated) is not True
+        or graph.values[result].is_output
+        or tensors[result].dtype not in _SCALED_ALIKE
+        or not any(True for _ in graph.nx.successors(mask))
+    ):
+        return (op,)
+    draw, product = onnx.NodeProto(), onnx.NodeProto()
+    draw.CopyFrom(node)
+    draw.op_type, draw.domain, draw.output[:] = DRAW, SPLIT, [mask]
+    product.CopyFrom(node)
+    product.op_type, product.domain, product.output[:] = PRODUCT, SPLIT, [result]
+    product.name = op.label  # recomputes are told by the Dropout's
+    product.input[:] = [node.input[0], mask]
+    product.ClearField("attribute")
+    product.attribute.append(helper.make_attribute(_KEEP, float(keep)))
+    return replace(op, node=draw, outputs=(mask,)), replace(
+        op, node=product, inputs=tuple(product.input), outputs=(result,)
+    )
+
+
+def whole(draw: Op, product: Op) -> onnx.NodeProto:
+    """The Dropout that a draw and its first product came from."""
+    node = onnx.NodeProto()
+    node.CopyFrom(draw.node)
+    node.op_type, node.domain, node.output[:] = "Dropout", "", [product.outputs[0], draw.outputs[0]]
+    return node
+
+
+def kept(product: Op) -> float:
+    """What a product divides by."""
+    return float(helper.get_node_attr_value(product.node, _KEEP))
+
+
+def spelled_out(
+    product: Op, source: str, mask: str, divisor: str, between: Sequence[str], dtype: int
+) -> list[onnx.NodeProto]:
+    """The nodes of a product made again; `between` are the first two results, the last one has no name yet."""
+    factor, scaled = between
+    nodes = [
+        helper.make_node("Cast", [mask], [factor], name=factor, to=dtype),
+        helper.make_node("Mul", [source, factor], [scaled], name=scaled),
+        helper.make_node("Div", [scaled, divisor], [""]),
+    ]
+    for node in nodes:
+        node.metadata_props.extend(product.node.metadata_props)
+    return nodes
+
+
+def pairs(graph: Graph) -> Iterator[tuple[int, int]]:
+    """Indices of the draw and the product of every split Dropout."""
+    draws = {op.outputs[0]: op.index for op in graph.ops if is_draw(op)}
+    yield from ((draws[op.inputs[1]], op.index) for op in graph.ops if is_product(op))
+
+
+def adjoined(graph: Graph, problem: Problem, schedule: Schedule) -> Schedule:
+    """`schedule` with every draw right before the first product, as the one node that they will be.
+
+    A draw moves down to its product, which reads what it reads, so that nothing is held for longer; or, where others
+    read the mask in between, the product moves up.
+    """
+    products = dict(pairs(graph))
+    if not products:
+        return schedule
+    first: dict[int, int] = {}
+    for step, op in enumerate(schedule.order):
+        first.setdefault(op, step)
+    early: dict[int, int] = {}  # mask -> first step that reads it
+    masks = {problem.outputs(draw)[0] for draw in products}
+    for step, op in enumerate(schedule.order):
+        for value in masks.intersection(problem.inputs(op)):
+            early.setdefault(value, step)
+    before: dict[int, list[int]] = {}  # step -> ops that come right before it
+    moved: set[int] = set()
+    for draw, product in products.items():
+        here = min(early[problem.outputs(draw)[0]], first[product])
+        moved.add(first[draw])
+        before[here] = [*before.get(here, ()), draw]
+        if here < first[product]:
+            moved.add(first[product])
+            before[here].append(product)
+    order: list[int] = []
+    for step, op in enumerate(schedule.order):
+        order.extend(before.get(step, ()))
+        if step not in moved:
+            order.append(op)
+    return Schedule(tuple(order))

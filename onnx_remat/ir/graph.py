@@ -1,0 +1,313 @@
+"""The IR: a bipartite networkx graph of typed op and value vertices, in file order, never changed once built."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+
+import networkx as nx
+import onnx
+from onnx import inliner
+
+from onnx_remat.errors import ModelError
+from onnx_remat.ort.kernels.cpu import facts, nearest
+
+INPUT, INITIALIZER, NODE = "input", "initializer", "node"
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor (or sequence, or optional) by its name; `kind` says where it comes from."""
+
+    name: str
+    kind: str
+    is_output: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One node. `index` counts executable nodes in file order; `captured` are outer values its bodies read."""
+
+    index: int
+    node: onnx.NodeProto = field(repr=False, compare=False)
+    inputs: tuple[str, ...]
+    captured: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+    @property
+    def label(self) -> str:
+        """How messages call it."""
+        return self.node.name or f"{self.node.op_type}->{next(filter(None, self.outputs), '?')}"
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Every value it depends on, slot by slot, bodies' captures last, absent inputs left out."""
+        return tuple(name for name in self.inputs + self.captured if name)
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """Every value it makes, slot by slot, absent outputs left out."""
+        return tuple(name for name in self.outputs if name)
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """A model's main graph.
+
+    Attributes
+    ----------
+    nx : networkx.DiGraph
+        Vertices are op indices (int) with attribute ``op`` and value names (str) with attribute ``value``; an edge
+        value -> op or op -> value carries ``slots``, since one value may feed two inputs of an op.
+    ops : tuple of Op
+        In file order. ``Constant`` nodes are initializers here, as they are to ONNX Runtime.
+    values : dict of Value by name
+        Inputs, initializers and node outputs in order of definition.
+    model : onnx.ModelProto
+        What was read, model-local functions inlined: the rewriter patches a copy of it.
+    """
+
+    nx: nx.DiGraph
+    ops: tuple[Op, ...]
+    values: Mapping[str, Value]
+    model: onnx.ModelProto
+
+    def producer(self) -> dict[str, int]:
+        """Op index by the name of a value it makes."""
+        return {name: op.index for op in self.ops for name in op.writes}
+
+    def n_nodes(self) -> int:
+        """Executable nodes of the model: as many as `ops`, unless some of them were split."""
+        return sum(not is_constant(node) for node in self.model.graph.node)
+
+    def consumers(self) -> dict[str, list[int]]:
+        """Indices of the ops that read each value, ascending, without repeats."""
+        readers: dict[str, list[int]] = {name: [] for name in self.values}
+        for op in self.ops:
+            for name in dict.fromkeys(op.reads):
+                readers[name].append(op.index)
+        return readers
+
+
+def build(model: onnx.ModelProto) -> Graph:
+    """View a model as a `Graph`.
+
+    Raises
+    ------
+    ModelError
+        Undefined, doubly defined or cyclically defined values, nodes out of topological order or of unknown ops, no
+        outputs, no opset import.
+    """
+    _check_opsets(model)
+    if any(entry.domain == "ai.onnx" for entry in (*model.opset_import, *model.graph.node)):
+        model = _one_name_for_the_standard(model)
+    if model.functions:
+        model = _inlined(model)
+    proto = model.graph
+    values: dict[str, Value] = {}
+    outputs = {value.name for value in proto.output}
+    if not outputs:
+        raise ModelError("the graph has no outputs: nothing to compute")
+    if len(outputs) < len(proto.output):
+        twice = next(v.name for i, v in enumerate(proto.output) if v.name in {o.name for o in proto.output[:i]})
+        raise ModelError(f"graph output {twice!r} is listed twice")
+
+    def define(name: str, kind: str, where: str) -> None:
+        if not name:
+            raise ModelError(f"a {where} has no name")
+        if name in values and not (kind == INITIALIZER and values[name].kind == INPUT):
+            raise ModelError(f"value {name!r} is defined twice ({where}): names must be unique")
+        values[name] = Value(name, kind, name in outputs)
+
+    for value in proto.input:
+        define(value.name, INPUT, "graph input")
+    for tensor in proto.initializer:
+        define(tensor.name, INITIALIZER, "initializer")
+    for sparse in proto.sparse_initializer:
+        define(sparse.values.name, INITIALIZER, "sparse initializer")
+    ops: list[Op] = []
+    for node in proto.node:
+        where = f"node {node.name or node.op_type!r}"
+        if any(isinstance(text, bytes) for text in (node.name, node.op_type, node.domain, *node.input, *node.output)):
+            raise ModelError(f"node {len(ops)} has a name that is not UTF-8")  # protobuf then hands out bytes
+        if not any(node.output):
+            raise ModelError(f"{where} makes nothing: it has no outputs")
+        if is_constant(node):
+            define(node.output[0], INITIALIZER, where)
+            continue
+        _check_op(node, where, model)
+        op = Op(len(ops), node, tuple(node.input), tuple(_captures(node)), tuple(node.output))
+        for name in op.reads:
+            if name not in values:
+                raise ModelError(f"{where} reads {name!r}, which {_why_missing(name, proto)}")
+        for name in op.writes:
+            define(name, NODE, where)
+        ops.append(op)
+    for value in proto.output:
+        if not value.name:
+            raise ModelError("a graph output has no name")
+        if value.name not in values:
+            raise ModelError(f"graph output {value.name!r} is made by no node")
+    return Graph(as_networkx(ops, values), tuple(ops), values, model)
+
+
+def constants(graph: onnx.GraphProto) -> dict[str, onnx.TensorProto]:
+    """What a graph states by value, by name: ``Constant`` nodes and initializers that no caller may override."""
+    inputs = {value.name for value in graph.input}
+    stated = {tensor.name: tensor for tensor in graph.initializer if tensor.name not in inputs}
+    given = (node for node in graph.node if is_constant(node))
+    return stated | {node.output[0]: a.t for node in given for a in node.attribute if a.name == "value"}
+
+
+def is_constant(node: onnx.NodeProto) -> bool:
+    """Is it a ``Constant``, which ONNX Runtime turns into an initializer when it loads the file?"""
+    return node.op_type == "Constant" and node.domain in ("", "ai.onnx")
+
+
+def _check_opsets(model: onnx.ModelProto) -> None:
+    """An IR version and, for every domain, one opset version that exist."""
+    if model.ir_version > onnx.IR_VERSION:
+        raise ModelError(f"the model has IR version {model.ir_version}: onnx here knows up to {onnx.IR_VERSION}")
+    if not model.opset_import:
+        raise ModelError("the model imports no operator set: it is not a valid ONNX model")
+    versions: dict[str, int] = {}
+    newest = onnx.defs.onnx_opset_version()
+    for opset in model.opset_import:
+        domain = "" if opset.domain == "ai.onnx" else opset.domain
+        if versions.setdefault(domain, opset.version) != opset.version:
+            raise ModelError(f"the model imports two versions of opset {domain or 'ai.onnx'!r}")
+        if domain == "" and not 1 <= opset.version <= newest:
+            raise ModelError(f"the model uses opset {opset.version}: the installed onnx package knows 1 to {newest}")
+
+
+def _one_name_for_the_standard(model: onnx.ModelProto) -> onnx.ModelProto:
+    """A copy in which the standard domain is always "": "ai.onnx" is the same, but onnx's own inference balks at it."""
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    for entry in (*copy.opset_import, *copy.graph.node):
+        if entry.domain == "ai.onnx":
+            entry.domain = ""
+    return copy
+
+
+def _check_op(node: onnx.NodeProto, where: str, model: onnx.ModelProto) -> None:
+    """Standard ops must exist and have their required inputs and attributes; for other domains nobody can tell."""
+    if node.domain not in ("", "ai.onnx"):
+        if node.domain not in {opset.domain for opset in model.opset_import}:
+            raise ModelError(f"{where} is of domain {node.domain!r}, which the model does not import")
+        return
+    version = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 0)
+    if not version:
+        raise ModelError(f"{where} is a standard op, but the model does not import the standard operator set")
+    try:
+        schema = onnx.defs.get_schema(node.op_type, version, "")
+    except onnx.defs.SchemaError:
+        if not facts("", node.op_type).known:
+            close = nearest("", node.op_type)
+            hint = f"; did you mean {close!r}?" if close else ""
+            raise ModelError(f"{where}: there is no operator {node.op_type!r} in opset {version}{hint}") from None
+        return
+    for attribute in node.attribute:
+        formal = schema.attributes.get(attribute.name)
+        if formal is not None and not attribute.ref_attr_name and attribute.type != formal.type.value:  # type: ignore[attr-defined]
+            kind = formal.type.name  # type: ignore[attr-defined]
+            raise ModelError(f"{where} ({node.op_type}): attribute {attribute.name!r} must be of type {kind}")
+    for name in _required_attributes(node.op_type, version):
+        if all(attribute.name != name for attribute in node.attribute):
+            raise ModelError(f"{where} ({node.op_type}) lacks its attribute {name!r}")
+    required = onnx.defs.OpSchema.FormalParameterOption.Single
+    for slot, wanted in enumerate(schema.inputs):
+        if wanted.option == required and (slot >= len(node.input) or not node.input[slot]):
+            raise ModelError(f"{where} ({node.op_type}) lacks its input {wanted.name!r}")
+
+
+@cache
+def _required_attributes(op_type: str, version: int) -> tuple[str, ...]:
+    schema = onnx.defs.get_schema(op_type, version, "")
+    return tuple(name for name, attribute in schema.attributes.items() if attribute.required)
+
+
+def _inlined(model: onnx.ModelProto) -> onnx.ModelProto:
+    try:
+        inlined = inliner.inline_local_functions(model, True)
+    except (RuntimeError, ValueError, onnx.checker.ValidationError) as error:
+        raise ModelError(f"the model's functions cannot be inlined: {' '.join(str(error).split())[:200]}") from error
+    inlined.functions.extend(model.functions)  # kept for whoever reads them; nothing calls them now
+    return inlined
+
+
+def _why_missing(name: str, proto: onnx.GraphProto) -> str:
+    if any(name in node.output for node in proto.node):
+        return "is made only later: sort the nodes topologically first (or the graph has a cycle)"
+    return "nothing defines: the model is invalid or was cut out of a larger one"
+
+
+def _captures(node: onnx.NodeProto) -> Iterator[str]:
+    """Outer values read by the node's bodies, each once, in order of first use."""
+    seen: dict[str, None] = {}
+    for body in bodies(node):
+        inner = _defined_in(body)
+        for inside in body.node:
+            seen.update(dict.fromkeys(n for n in (*inside.input, *_captures(inside)) if n and n not in inner))
+        seen.update(dict.fromkeys(value.name for value in body.output if value.name not in inner))
+    return iter(seen)
+
+
+def rename_captures(node: onnx.NodeProto, renamed: Mapping[str, str]) -> None:
+    """Make the node's bodies read outer values by other names."""
+    for body in bodies(node) if renamed else ():
+        inner = _defined_in(body)
+        outer = {name: new for name, new in renamed.items() if name not in inner}
+        for inside in body.node:
+            inside.input[:] = [outer.get(name, name) for name in inside.input]
+            rename_captures(inside, outer)
+
+
+def _defined_in(body: onnx.GraphProto) -> set[str]:
+    inner = {value.name for value in body.input} | {tensor.name for tensor in body.initializer}
+    inner.update(name for inside in body.node for name in inside.output)
+    return inner
+
+
+def names_in(graph: onnx.GraphProto) -> Iterator[str]:
+    """Every name in a graph and in the bodies within it."""
+    for values in (graph.input, graph.output, graph.initializer):
+        yield from (value.name for value in values)
+    for sparse in graph.sparse_initializer:
+        yield sparse.values.name
+    for node in graph.node:
+        yield node.name
+        yield from node.output
+        for body in bodies(node):
+            yield from names_in(body)
+
+
+def bodies(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
+    """Bodies of If, Loop, Scan and the like."""
+    for attribute in node.attribute:
+        if attribute.type == onnx.AttributeProto.GRAPH:
+            yield attribute.g
+        elif attribute.type == onnx.AttributeProto.GRAPHS:
+            yield from attribute.graphs
+
+
+def as_networkx(ops: list[Op], values: Mapping[str, Value]) -> nx.DiGraph:
+    """The graph of `Graph.nx`."""
+    graph = nx.DiGraph()
+    graph.add_nodes_from((name, {"value": value}) for name, value in values.items())
+    for op in ops:
+        graph.add_node(op.index, op=op)
+        for name, slots in _slots(op.inputs + op.captured).items():
+            graph.add_edge(name, op.index, slots=slots)
+        for name, slots in _slots(op.outputs).items():
+            graph.add_edge(op.index, name, slots=slots)
+    return graph
+
+
+def _slots(names: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
+    slots: dict[str, tuple[int, ...]] = {}
+    for slot, name in enumerate(names):
+        if name:
+            slots[name] = (*slots.get(name, ()), slot)
+    return slots

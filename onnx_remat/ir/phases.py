@@ -1,0 +1,126 @@
+"""Which section of the step each op belongs to: forward, backward or optimizer."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+
+from onnx import TensorProto
+
+from onnx_remat.errors import ModelError, UsageError
+from onnx_remat.ir.graph import INPUT, NODE, Graph, Op
+from onnx_remat.ir.shapes import Tensor
+from onnx_remat.problem import BACKWARD, FORWARD, OPTIMIZER
+
+LABELS = {"forward": FORWARD, "backward": BACKWARD, "optimizer": OPTIMIZER}
+NAMES = tuple(LABELS)
+
+_FLOATS = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16)
+_FORWARD_ONLY = "of a forward model make a training graph first, with python -m onnx_remat.converters.autodiff"
+_UPDATES = ("Add", "Sub", "Mul", "Div", "Sum")
+
+
+def split(graph: Graph, tensors: Mapping[str, Tensor], loss: str | None = None) -> list[int]:
+    """Phase of every op.
+
+    Labels in node metadata (key ``phase``: forward, backward or optimizer) are believed; unlabelled ops are placed by
+    structure: ancestors of the loss are forward, ops that combine a gradient with a parameter or an optimizer state
+    of the same shape, and what follows from them, are optimizer, the rest is backward.
+
+    Parameters
+    ----------
+    graph, tensors
+        The IR and its shapes.
+    loss : str, optional
+        Name of the loss value; by default the output called ``loss``, else the only scalar float output.
+
+    Raises
+    ------
+    UsageError
+        There is no value called `loss`.
+    ModelError
+        Some op is unlabelled and it is not clear which output is the loss.
+    """
+    if loss is not None and loss not in graph.values:
+        close = difflib.get_close_matches(loss, graph.values, n=1)
+        raise UsageError(f"--loss: there is no value {loss!r}" + (f"; did you mean {close[0]!r}?" if close else ""))
+    if loss is not None and graph.values[loss].kind != NODE:
+        raise UsageError(f"--loss: {loss!r} is an {graph.values[loss].kind}, no node makes it")
+    labels = [_label(op) for op in graph.ops]
+    if loss is None and None not in labels:
+        phases = [label for label in labels if label is not None]
+    else:
+        structure = _by_structure(graph, tensors, loss or _find_loss(graph, tensors))
+        phases = [s if label is None else label for s, label in zip(structure, labels, strict=True)]
+    return phases
+
+
+def check_step(phases: Sequence[int]) -> None:
+    """Raise ModelError unless the ops, given by their phases, are a training step: something follows the forward."""
+    if not len(phases):
+        raise ModelError("the graph has no nodes: there is nothing to plan")
+    if not any(phase != FORWARD for phase in phases):
+        raise ModelError(f"the model has no backward section (every node leads to the loss): {_FORWARD_ONLY}")
+
+
+def _label(op: Op) -> int | None:
+    return next((LABELS.get(p.value) for p in op.node.metadata_props if p.key == "phase"), None)
+
+
+def _find_loss(graph: Graph, tensors: Mapping[str, Tensor]) -> str:
+    outputs = [name for name, value in graph.values.items() if value.is_output]
+    if "loss" in outputs:
+        return "loss"
+    scalars = [n for n in outputs if tensors[n].dtype in _FLOATS and tensors[n].shape in ((), (1,))]
+    if len(scalars) == 1:
+        return scalars[0]
+    found = f"several scalar outputs could be it: {', '.join(scalars[:5])}" if scalars else "no output is a scalar"
+    hint = "" if scalars else f"; {_FORWARD_ONLY}"
+    raise ModelError(f"which output is the loss is not clear ({found}): name it with --loss{hint}")
+
+
+def _by_structure(graph: Graph, tensors: Mapping[str, Tensor], loss: str) -> list[int]:
+    producer = graph.producer()
+    forward = set()
+    pending = [producer[loss]] if loss in producer else []
+    while pending:
+        index = pending.pop()
+        if index not in forward:
+            forward.add(index)
+            pending.extend(producer[name] for name in graph.ops[index].reads if name in producer)
+    updated: set[str] = set()
+    phases = []
+    for op in graph.ops:
+        if op.index in forward:
+            phases.append(FORWARD)
+        elif any(name in updated for name in op.reads) or _is_update(graph, tensors, op):
+            updated.update(op.writes)
+            phases.append(OPTIMIZER)
+        else:
+            phases.append(BACKWARD)
+    return phases
+
+
+def _is_update(graph: Graph, tensors: Mapping[str, Tensor], op: Op) -> bool:
+    """Does it combine a parameter or a state with something of its shape, on the way to an output of that shape?"""
+    if op.node.op_type not in _UPDATES:
+        return False
+    shape = tensors[op.outputs[0]].shape
+    return any(graph.values[n].kind == INPUT and tensors[n].shape == shape for n in op.reads) and (
+        _reaches_output_elementwise(graph, tensors, op)
+    )
+
+
+def _reaches_output_elementwise(graph: Graph, tensors: Mapping[str, Tensor], op: Op) -> bool:
+    """Is every way on from `op` elementwise on its shape, until a graph output?"""
+    name, shape = op.outputs[0], tensors[op.outputs[0]].shape
+    for _ in range(16):  # an update is a few ops: AdamW's longest chain is under ten
+        if graph.values[name].is_output:
+            return True
+        readers = list(graph.nx.successors(name))
+        if not readers:
+            return False
+        name = graph.ops[readers[0]].outputs[0]
+        if tensors[name].shape != shape:
+            return False
+    return False

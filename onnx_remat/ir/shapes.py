@@ -1,0 +1,384 @@
+"""Every value's type, shape and bytes, or an error that says what is missing: there are no guesses."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import onnx
+from onnx import TensorProto, TypeProto, shape_inference
+
+from onnx_remat.errors import ModelError, ShapeError, UsageError
+from onnx_remat.ir import sequences, shape_arithmetic
+from onnx_remat.ir.dtypes import tensor_bytes
+from onnx_remat.ir.graph import Graph
+from onnx_remat.ir.model_io import without_weights
+from onnx_remat.ir.training_ops import with_stand_ins
+from onnx_remat.ort.kernels.cpu import nearest
+
+Dim: TypeAlias = int | str | None
+"""A known size, a symbolic name, or nothing known."""
+
+TAG = "onnx_remat."
+"""Prefix of every name that rewriting makes up. In a dimension's name, ``=`` and the real size or dimension follow."""
+
+UNSEEN = TAG + "unseen"
+"""Prefix of vectors of zeros whose length shape inference must not see: a Reshape to one of them changes nothing."""
+
+SHAPES_KEY = TAG + "shapes"
+"""Model metadata: what a rewrite left open on purpose, as JSON: value -> data type and dimensions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """What is known of one value once dims are bound.
+
+    Attributes
+    ----------
+    dtype : int
+        onnx.TensorProto data type; UNDEFINED for sequences and optionals.
+    shape : tuple of int
+        Concrete sizes; () is a scalar.
+    nbytes : int
+        Storage, sub-byte types packed as ONNX packs them.
+    symbolic : tuple of int, str or None, or None
+        The shape as the runtime will know it from the file alone, dims unbound; None if it will know no rank.
+    """
+
+    dtype: int
+    shape: tuple[int, ...]
+    nbytes: int
+    symbolic: tuple[Dim, ...] | None
+
+
+def infer(graph: Graph, dims: Mapping[str, int] | None = None, derived: bool = False) -> dict[str, Tensor]:
+    """Types, shapes and bytes of every value of a graph.
+
+    ONNX's own inference with data propagation comes first; where it leaves something open, sizes are computed node by
+    node (`values`), then ONNX Runtime is asked: its own inference and its symbolic one, if onnxruntime and sympy are
+    installed.
+
+    Parameters
+    ----------
+    graph : Graph
+    dims : mapping of str to int, optional
+        Sizes of symbolic dimensions.
+    derived : bool
+        `dims` comes from `all_dims` and may name dimensions that this graph has not.
+
+    Raises
+    ------
+    UsageError
+        `dims` names a dimension the model does not have.
+    ShapeError
+        Symbolic dimensions are left unbound (all named in one message), or a value's shape cannot be told.
+    ModelError
+        The model contradicts itself.
+    """
+    dims = dict(dims or {})
+    light = without_weights(graph.model)
+    _check_inputs(light)
+    symbols = _symbols(light)
+    if not derived and (unknown := sorted(set(dims) - set(symbols))):
+        have = f"it has {', '.join(symbols)}" if symbols else "it has none"
+        close = difflib.get_close_matches(unknown[0], symbols, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise UsageError(f"the model has no symbolic dimension {unknown[0]!r}: {have}{hint}")
+    # the runtime propagates no computed shapes either
+    as_written = _infer_types(with_stand_ins(light, as_runtime=True), data_prop=False)
+    light = with_stand_ins(light)
+    bound = onnx.ModelProto()
+    bound.CopyFrom(light)
+    _tell(bound)
+    _bind(bound, dims)
+    _see_through(bound)
+    if open_symbols := [s for s in symbols if s not in dims and _is_input_symbol(light, s)]:
+        flags = " ".join(f"--dim {s}=N" for s in open_symbols)
+        raise ShapeError(f"symbolic dimensions are not bound: {', '.join(open_symbols)}; pass {flags}")
+    types = _infer_types(bound)
+    if loops := _loop_types(bound):
+        bound = _with_types(bound, {k: v for k, v in loops.items() if _shape(types.get(k)) is None})
+        types = _infer_types(bound)
+    held = sequences.sizes(graph, types, _bytes)
+    for ask in (_ask_arithmetic, _ask_runtime, _ask_symbolically):
+        if missing := [n for n in graph.values if n not in held and _shape(types.get(n)) is None]:
+            types |= {k: v for k, v in ask(bound, missing, types).items() if k in missing}
+            held = sequences.sizes(graph, types, _bytes)
+    if missing := [n for n in graph.values if n not in held and _shape(types.get(n)) is None]:
+        _infer_types(bound, strict=True)  # if the model is to blame, this says so
+        raise ShapeError(_cannot_size(graph, missing, types))
+    return {
+        name: Tensor(TensorProto.UNDEFINED, (), held[name], None)
+        if name in held
+        else _tensor(name, types[name], as_written.get(name))
+        for name in graph.values
+    }
+
+
+def all_dims(tensors: Mapping[str, Tensor], dims: Mapping[str, int]) -> dict[str, int]:
+    """`dims` and the sizes of every other symbolic dimension that values of the graph have: derived ones too."""
+    known = dict(dims)
+    for tensor in tensors.values():
+        for size, name in zip(tensor.shape, tensor.symbolic or (), strict=False):
+            if isinstance(name, str) and not name.startswith(TAG):
+                known.setdefault(name, size)
+    return known
+
+
+def _loop_types(model: onnx.ModelProto) -> dict[str, TypeProto]:
+    """Types of what Loops return, where their bodies state the same shape for a value going in and coming out.
+
+    ONNX's inference leaves these shapes open, since an iteration might change them.
+    """
+    types: dict[str, TypeProto] = {}
+    for node in model.graph.node:
+        body = next((a.g for a in node.attribute if a.name == "body"), None)
+        if node.op_type == "Loop" and body is not None:
+            for into, out, name in zip(body.input[2:], body.output[1:], node.output, strict=False):
+                if name and into.type == out.type and into.type.tensor_type.HasField("shape"):
+                    types[name] = into.type
+    return types
+
+
+def _bytes(kind: TypeProto | None) -> int | None:
+    shape = _shape(kind)
+    return None if shape is None or kind is None else tensor_bytes(kind.tensor_type.elem_type, shape)
+
+
+def _with_types(model: onnx.ModelProto, types: Mapping[str, TypeProto]) -> onnx.ModelProto:
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    kept = [value for value in copy.graph.value_info if value.name not in types]
+    del copy.graph.value_info[:]
+    copy.graph.value_info.extend(kept)
+    copy.graph.value_info.extend(onnx.ValueInfoProto(name=name, type=kind) for name, kind in types.items())
+    return copy
+
+
+def _check_inputs(model: onnx.ModelProto) -> None:
+    """Graph inputs must say what they are: everything else follows from them."""
+    for value in model.graph.input:
+        kind = value.type
+        if kind.WhichOneof("value") is None or (kind.HasField("tensor_type") and not kind.tensor_type.elem_type):
+            raise ModelError(f"graph input {value.name!r} has no type")
+        if kind.HasField("tensor_type") and not kind.tensor_type.HasField("shape"):
+            raise ShapeError(f"graph input {value.name!r} has no shape: state its dimensions, symbolic ones by name")
+        if any(dim.dim_value < 0 for dim in kind.tensor_type.shape.dim):
+            raise ModelError(f"graph input {value.name!r} has a negative dimension: give unknown ones a name instead")
+
+
+def check_declared(model: onnx.ModelProto) -> None:
+    """Compare the types that a model states for its values with what follows from its inputs.
+
+    Raises
+    ------
+    ModelError
+        They contradict each other; the message names the first value and both types.
+    """
+    bare = without_weights(model)
+    del bare.graph.value_info[:]
+    for output in bare.graph.output:
+        if output.type.HasField("tensor_type"):
+            output.type.tensor_type.ClearField("shape")
+    try:
+        made = _infer_types(bare)
+    except ModelError:
+        return  # custom ops need what is stated
+    made |= {value.name: value.type for value in model.graph.input}  # an output may be an input, too
+    for value in (*model.graph.value_info, *model.graph.output):
+        kind, other = value.type, made.get(value.name)
+        if other is None or not (kind.HasField("tensor_type") and other.HasField("tensor_type")):
+            continue
+        stated, found = _dims(kind), _dims(other)
+        same_rank = stated is None or found is None or len(stated) == len(found)
+        agree = same_rank and all(
+            a == b for a, b in zip(stated or (), found or (), strict=False) if isinstance(a, int) and isinstance(b, int)
+        )
+        if not agree or 0 != kind.tensor_type.elem_type != other.tensor_type.elem_type != 0:
+            raise ModelError(
+                f"the model states {_text(kind)} for value {value.name!r}, but by shape inference it is {_text(other)}"
+            )
+
+
+def _text(kind: TypeProto) -> str:
+    name = TensorProto.DataType.Name(kind.tensor_type.elem_type).lower()
+    dims = _dims(kind)
+    return name if dims is None else f"{name}[{', '.join('?' if d is None else str(d) for d in dims)}]"
+
+
+def declared(model: onnx.ModelProto) -> onnx.ModelProto:
+    """A copy of a model with ``value_info`` for every value whose shape follows from the file.
+
+    ONNX Runtime infers the same shapes, but forgets those of the values around the ops it fuses.
+    """
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    known = {value.name for value in _typed_values(model.graph)}
+    inferred = _infer_types(with_stand_ins(without_weights(model), as_runtime=True), data_prop=False)
+    made = {name for node in model.graph.node for name in node.output}
+    copy.graph.value_info.extend(
+        onnx.ValueInfoProto(name=name, type=kind)
+        for name, kind in inferred.items()
+        if name in made and name not in known and _dims(kind) is not None
+    )
+    return copy
+
+
+def _tensor(name: str, kind: TypeProto, as_written: TypeProto | None) -> Tensor:
+    shape = _shape(kind)
+    assert shape is not None
+    if any(size < 0 for size in shape):
+        raise ModelError(f"value {name!r} has a negative dimension: {shape}")
+    dtype = kind.tensor_type.elem_type
+    return Tensor(dtype, shape, tensor_bytes(dtype, shape), _dims(as_written))
+
+
+def _dims(kind: TypeProto | None) -> tuple[Dim, ...] | None:
+    if kind is None or not kind.HasField("tensor_type") or not kind.tensor_type.HasField("shape"):
+        return None
+    return tuple(d.dim_value if d.HasField("dim_value") else (d.dim_param or None) for d in kind.tensor_type.shape.dim)
+
+
+def _shape(kind: TypeProto | None) -> tuple[int, ...] | None:
+    return shape_arithmetic.sizes(kind) if kind is not None and kind.tensor_type.elem_type else None
+
+
+def _infer_types(model: onnx.ModelProto, data_prop: bool = True, strict: bool = False) -> dict[str, TypeProto]:
+    try:
+        inferred = shape_inference.infer_shapes(model, strict_mode=strict, data_prop=data_prop)
+    except (shape_inference.InferenceError, ValueError, RuntimeError) as error:
+        raise ModelError(f"ONNX shape inference refuses the model: {_first_line(error)}") from error
+    return _types(inferred.graph)
+
+
+def _types(graph: onnx.GraphProto) -> dict[str, TypeProto]:
+    types = {value.name: value.type for value in _typed_values(graph)}
+    for tensor in graph.initializer:
+        types[tensor.name] = onnx.helper.make_tensor_type_proto(tensor.data_type, tensor.dims)
+    for node in graph.node:
+        if node.op_type == "Constant" and node.output[0] not in types:
+            for attribute in node.attribute:
+                if attribute.name == "value":
+                    types[node.output[0]] = onnx.helper.make_tensor_type_proto(attribute.t.data_type, attribute.t.dims)
+    return types
+
+
+def _typed_values(graph: onnx.GraphProto) -> Iterable[onnx.ValueInfoProto]:
+    yield from graph.value_info
+    yield from graph.input
+    yield from graph.output
+
+
+def _all_dims(model: onnx.ModelProto) -> Iterable[onnx.TensorShapeProto.Dimension]:
+    for value in _typed_values(model.graph):
+        yield from value.type.tensor_type.shape.dim
+
+
+def _symbols(model: onnx.ModelProto) -> list[str]:
+    """Symbolic dimension names, in order of first mention, the inputs' first."""
+    names = [d.dim_param for v in model.graph.input for d in v.type.tensor_type.shape.dim if d.dim_param]
+    names += [d.dim_param for d in _all_dims(model) if d.dim_param and not d.dim_param.startswith(TAG)]
+    return list(dict.fromkeys(names))
+
+
+def _is_input_symbol(model: onnx.ModelProto, symbol: str) -> bool:
+    return any(d.dim_param == symbol for v in model.graph.input for d in v.type.tensor_type.shape.dim)
+
+
+def _bind(model: onnx.ModelProto, dims: Mapping[str, int]) -> None:
+    for dim in _all_dims(model):
+        name = dim.dim_param.rpartition("=")[2] if dim.dim_param.startswith(TAG) else dim.dim_param
+        if name in dims:
+            dim.dim_value = dims[name]
+        elif name.isdigit() and name != dim.dim_param:
+            dim.dim_value = int(name)
+        elif dim.HasField("dim_param"):
+            dim.ClearField("dim_param")  # a derived name (such as "2*batch"): inference finds its size
+
+
+def _tell(model: onnx.ModelProto) -> None:
+    """State the shapes that an earlier rewrite left open."""
+    left_open = next((p.value for p in model.metadata_props if p.key == SHAPES_KEY), "{}")
+    told = {value.name: value for value in model.graph.value_info}
+    try:
+        for name, (dtype, *dims) in json.loads(left_open).items():
+            value = told[name] if name in told else model.graph.value_info.add(name=name)
+            if _shape(value.type) is None:  # or just the rank is stated: ONNX Runtime does that when it saves a file
+                value.type.CopyFrom(onnx.helper.make_tensor_type_proto(dtype, dims))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ModelError(f"the model's metadata {SHAPES_KEY!r} is damaged: rewrite the original again") from error
+
+
+def _see_through(model: onnx.ModelProto) -> None:
+    """Turn the Reshapes by which an earlier rewrite hid shapes into what they are: Identity."""
+    unseen = set()
+    for node in model.graph.node:
+        if node.op_type in ("Mul", "Reshape") and any(n in unseen or n.startswith(UNSEEN) for n in node.input[1:]):
+            if node.op_type == "Mul":
+                unseen.add(node.output[0])
+            else:
+                node.op_type = "Identity"
+                del node.input[1:]
+                del node.attribute[:]
+
+
+_Types: TypeAlias = dict[str, TypeProto]
+
+
+def _ask_arithmetic(model: onnx.ModelProto, _: Sequence[str], types: _Types) -> _Types:
+    """Node by node, sizes computed on the way."""
+    return shape_arithmetic.propagate(model, types)
+
+
+def _ask_runtime(model: onnx.ModelProto, names: Sequence[str], types: _Types) -> _Types:
+    """ONNX Runtime's own inference, which knows its contrib ops, from what is known by now."""
+    from onnx_remat.ort import runtime  # only here: shapes must work without a runtime
+
+    made = {name for node in model.graph.node for name in node.output} - {value.name for value in model.graph.output}
+    known = {name: kind for name, kind in types.items() if name in made and _shape(kind) is not None}
+    return {
+        name: onnx.helper.make_tensor_type_proto(_ELEMENTS[kind], dims)
+        for name, (kind, dims) in runtime.infer_shapes(_with_types(model, known), names).items()
+        if kind in _ELEMENTS and dims and all(isinstance(dim, int) for dim in dims)  # [] may also mean: no idea
+    }
+
+
+_ELEMENTS = {f"tensor({name.lower()})": number for name, number in TensorProto.DataType.items()}
+
+
+def _ask_symbolically(model: onnx.ModelProto, names: Sequence[str], types: _Types) -> _Types:
+    """ONNX Runtime's symbolic inference, which propagates more values."""
+    from onnx_remat.ort import runtime
+
+    inferred = runtime.infer_shapes_symbolically(model)
+    return _types(inferred.graph) if inferred is not None else {}
+
+
+def _cannot_size(graph: Graph, missing: list[str], types: Mapping[str, TypeProto]) -> str:
+    name = missing[0]
+    producer = graph.producer().get(name)
+    where = (
+        f"made by node {graph.ops[producer].label!r} ({graph.ops[producer].node.op_type})"
+        if producer is not None
+        else (f"a graph {graph.values[name].kind}")
+    )
+    kind = types.get(name)
+    more = f" (and {len(missing) - 1} more values)" if len(missing) > 1 else ""
+    if kind is not None and kind.WhichOneof("value") not in (None, "tensor_type"):
+        form = str(kind.WhichOneof("value")).removesuffix("_type")
+        return f"value {name!r}, {where}, is a {form}, whose size is not known before it runs{more}"
+    if producer is not None and (hint := nearest(graph.ops[producer].node.domain, graph.ops[producer].node.op_type)):
+        more += f" (did you mean the op {hint!r}?)"
+    return (
+        f"the shape of value {name!r}, {where}, cannot be told{more}: add value_info for it, "
+        "bind dims with --dim, or install onnxruntime and sympy for symbolic inference"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    """The first line of an error that says something."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    return next((line for line in lines if len(line.split()) > 3), type(error).__name__)

@@ -1,0 +1,75 @@
+"""Bodies of If, Loop and Scan as models of their own: what they hold while they run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+import onnx
+from onnx import TensorProto, helper
+
+from onnx_remat.ir.graph import Op
+from onnx_remat.ir.shapes import Tensor
+
+PeakOf = Callable[[onnx.ModelProto], int]
+"""Peak in bytes of a model's step, its inputs included."""
+
+
+def workspace(op: Op, model: onnx.ModelProto, tensors: Mapping[str, Tensor], peak_of: PeakOf) -> int:
+    """Bytes that the bodies of an op hold at most while it runs, beyond the op's own inputs and outputs.
+
+    If runs one branch, whose results become the op's. Loop holds the values carried into an iteration and out of it,
+    and every slice of its scan outputs until it joins them at the end. Scan writes slices in place.
+
+    Raises
+    ------
+    ShapeError, ModelError
+        The body's values cannot be sized.
+    """
+    made = sum(tensors[name].nbytes for name in op.writes)
+    captured = sum(tensors[name].nbytes for name in op.captured)
+    kind, held = op.node.op_type, 0
+    for body in _models(op, model, tensors):
+        held = max(held, peak_of(body))
+    if kind == "Loop":
+        carried = len(op.inputs) - 2
+        made = sum(tensors[name].nbytes for name in op.outputs[:carried] if name)
+        held += sum(tensors[name].nbytes for name in op.outputs[carried:] if name)
+    return max(0, held - captured - made)
+
+
+def _models(op: Op, model: onnx.ModelProto, tensors: Mapping[str, Tensor]) -> Iterator[onnx.ModelProto]:
+    outer = [_value(name, tensors[name].dtype, tensors[name].shape) for name in op.captured]
+    for attribute in op.node.attribute:
+        if attribute.type == onnx.AttributeProto.GRAPH:
+            body = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import)
+            body.graph.CopyFrom(attribute.g)
+            del body.graph.input[:]
+            given = _given(op, tensors)
+            body.graph.input.extend(
+                _value(formal.name, *actual) for formal, actual in zip(attribute.g.input, given, strict=False)
+            )
+            body.graph.input.extend(outer)
+            yield body
+
+
+def _given(op: Op, tensors: Mapping[str, Tensor]) -> list[tuple[int, tuple[int, ...]]]:
+    """Types and shapes of what a body is called with, in the order of its inputs."""
+    actual = [(tensors[name].dtype, tensors[name].shape) for name in op.inputs if name]
+    if op.node.op_type == "Loop":
+        carried = [(tensors[name].dtype, tensors[name].shape) for name in op.inputs[2:]]
+        return [(TensorProto.INT64, ()), (TensorProto.BOOL, ()), *carried]
+    if op.node.op_type == "Scan":
+        attributes = {a.name: helper.get_attribute_value(a) for a in op.node.attribute if a.name != "body"}
+        count = attributes["num_scan_inputs"]
+        axes = attributes.get("scan_input_axes", [0] * count)
+        states, scanned = actual[: len(actual) - count], actual[len(actual) - count :]
+        slices = [
+            (dtype, tuple(size for i, size in enumerate(shape) if i != axis % len(shape)))
+            for (dtype, shape), axis in zip(scanned, axes, strict=True)
+        ]
+        return [*states, *slices]
+    return []
+
+
+def _value(name: str, dtype: int, shape: tuple[int, ...]) -> onnx.ValueInfoProto:
+    return helper.make_tensor_value_info(name, dtype, shape)

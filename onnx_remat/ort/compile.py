@@ -1,0 +1,238 @@
+"""Graph + tables of facts -> `Problem`: the flat arrays that simulation and planning run on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import onnx
+from onnx import TensorProto
+
+from onnx_remat.errors import ModelError, ShapeError
+from onnx_remat.ir.dropout import is_product, training_mode
+from onnx_remat.ir.dtypes import bits
+from onnx_remat.ir.graph import INITIALIZER, NODE, Graph, Op, bodies, build, constants
+from onnx_remat.ir.shapes import Tensor, infer
+from onnx_remat.ir.subgraphs import workspace as body_workspace
+from onnx_remat.ir.training_ops import is_pure_contrib
+from onnx_remat.ort.kernels import cpu as op_facts
+from onnx_remat.ort.kernels.cpu_workspace import workspace_blocks
+from onnx_remat.ort.simulate.buffers import simulate
+from onnx_remat.problem import Problem
+
+STANDARD_DOMAINS = ("", "ai.onnx")
+
+
+@dataclass(frozen=True, slots=True)
+class OpTable:
+    """Per op of a graph, what the analyses need to know beyond its edges; rows are op indices.
+
+    `workspace` holds the bytes of each block of scratch memory.
+    """
+
+    recomputable: tuple[bool, ...]
+    foldable: tuple[bool, ...]
+    workspace: tuple[tuple[int, ...], ...]
+    rerun_workspace: tuple[int, ...]
+
+
+def attributes(node: onnx.NodeProto) -> dict[str, object]:
+    """A node's attributes as Python values, bodies left out."""
+    return {
+        a.name: onnx.helper.get_attribute_value(a)
+        for a in node.attribute
+        if a.type not in (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS)
+    }
+
+
+def tabulate(graph: Graph, tensors: Mapping[str, Tensor], threads: int, allow: Sequence[str] = ()) -> OpTable:
+    """Facts about each op of a graph.
+
+    Parameters
+    ----------
+    graph, tensors
+        The IR and its shapes.
+    threads : int
+        Threads of one op; some kernels' workspace grows with them.
+    allow : sequence of str
+        ``DOMAIN::OP`` names of custom ops that the user says may be recomputed.
+    """
+    foldable = _foldable(graph, tensors)
+    stated = constants(graph.model.graph)
+    return OpTable(
+        recomputable=tuple(
+            _recomputable(graph, op, allow, stated) and all(tensors[name].dtype for name in (*op.reads, *op.writes))
+            for op in graph.ops
+        ),
+        foldable=foldable,
+        rerun_workspace=tuple(tensors[op.writes[0]].nbytes if is_product(op) else 0 for op in graph.ops),
+        workspace=tuple(
+            (_body_workspace(op, graph.model, tensors, threads),)
+            if any(True for _ in bodies(op.node))
+            else _workspace(op, tensors, threads, _opset(graph.model, op.node.domain))
+            for op in graph.ops
+        ),
+    )
+
+
+def _body_workspace(op: Op, model: onnx.ModelProto, tensors: Mapping[str, Tensor], threads: int) -> int:
+    """What the op's bodies hold; ShapeError where that cannot be told."""
+
+    def peak(body: onnx.ModelProto) -> int:
+        graph = build(body)
+        sizes = infer(graph)
+        nothing = [0] * len(graph.ops)
+        problem = compile_problem(graph, sizes, tabulate(graph, sizes, threads), nothing, nothing)
+        return simulate(problem, range(problem.n_ops)).peak
+
+    try:
+        return body_workspace(op, model, tensors, peak)
+    except ModelError as error:
+        raise ShapeError(f"what node {op.label!r} ({op.node.op_type}) holds while it runs: {error}") from error
+
+
+def _recomputable(graph: Graph, op: Op, allow: Sequence[str], stated: Mapping[str, onnx.TensorProto]) -> bool:
+    node = op.node
+    if f"{node.domain}::{node.op_type}" in allow:
+        return True
+    facts = op_facts.facts(node.domain, node.op_type)
+    random = op_facts.is_random(
+        node.domain,
+        node.op_type,
+        opset=_opset(graph.model, node.domain),
+        training_mode=training_mode(node, stated),
+    )
+    has_body = any(True for _ in bodies(node))
+    ours = node.domain in (*STANDARD_DOMAINS, op_facts.SPLIT) or is_pure_contrib(node.domain, node.op_type)
+    # A recompute overwrites copies, so nobody may look for what it writes there.
+    wanted = any(
+        graph.values[name].is_output or any(True for _ in graph.nx.successors(name))
+        for slot, out in facts.alias
+        for name in op.outputs[out : out + 1]
+        if slot in facts.overwrites and name
+    )
+    return facts.known and not (facts.stateful or random or has_body or wanted) and ours
+
+
+def _opset(model: onnx.ModelProto, domain: str) -> int:
+    same = STANDARD_DOMAINS if domain in STANDARD_DOMAINS else (domain,)
+    return next((o.version for o in model.opset_import if o.domain in same), 0)
+
+
+def _foldable(graph: Graph, tensors: Mapping[str, Tensor]) -> tuple[bool, ...]:
+    """Ops that depend on no graph input: ONNX Runtime computes them once, when it loads the file."""
+    constant = {name for name, value in graph.values.items() if value.kind == INITIALIZER}
+    result = []
+    for op in graph.ops:
+        fixed_shape = op.node.op_type == "Shape" and not any(
+            isinstance(d, str | None) for d in tensors[op.inputs[0]].symbolic or (None,)
+        )
+        folds = (fixed_shape or all(name in constant for name in op.reads)) and not (
+            op_facts.facts(op.node.domain, op.node.op_type).random or any(True for _ in bodies(op.node))
+        )
+        if folds:
+            constant.update(op.writes)
+        result.append(folds)
+    return tuple(result)
+
+
+def _workspace(op: Op, tensors: Mapping[str, Tensor], threads: int, opset: int) -> tuple[int, ...]:
+    inputs = [tensors.get(name) for name in op.inputs]
+    outputs = [tensors.get(name) for name in op.outputs]
+    return workspace_blocks(
+        op.node.domain, op.node.op_type, attributes(op.node),
+        [t.shape if t else None for t in inputs], [t.dtype if t else None for t in inputs],
+        [t.shape if t else None for t in outputs], [t.dtype if t else None for t in outputs],
+        threads, opset=opset,
+    )  # fmt: skip
+
+
+def compile_problem(
+    graph: Graph, tensors: Mapping[str, Tensor], table: OpTable, costs: Sequence[float], phases: Sequence[int]
+) -> Problem:
+    """Flatten a graph and its tables into a `Problem`.
+
+    Parameters
+    ----------
+    graph, tensors, table
+        The IR, its shapes (`shapes.infer`) and its op facts (`tabulate`).
+    costs, phases : sequences, one entry per op
+        Seconds of one execution; FORWARD, BACKWARD or OPTIMIZER.
+    """
+    number = {name: i for i, name in enumerate(graph.values)}
+    kinds = [value.kind for value in graph.values.values()]
+    sizes = [tensors[name] for name in graph.values]
+    classes = _shape_classes(sizes)
+    alias, inplace, droppable = _sharing(graph, tensors)
+    return Problem(
+        in_ptr=_offsets([len(op.reads) for op in graph.ops]),
+        in_values=np.array([number[name] for op in graph.ops for name in op.reads], np.int32),
+        out_ptr=_offsets([len(op.writes) for op in graph.ops]),
+        out_values=np.array([number[name] for op in graph.ops for name in op.writes], np.int32),
+        nbytes=np.array([t.nbytes for t in sizes], np.int64),
+        resident=np.array([kind != NODE for kind in kinds], np.bool_),
+        is_output=np.array([value.is_output for value in graph.values.values()], np.bool_),
+        shape_class=np.array(classes, np.int32),
+        poolable=np.array([c >= 0 and len(t.shape) > 0 for c, t in zip(classes, sizes, strict=True)], np.bool_),
+        alias_slot=np.array(alias, np.int32),
+        inplace_ptr=_offsets([len(slots) for slots in inplace]),
+        inplace_slots=np.array([slot for slots in inplace for slot in slots], np.int32),
+        droppable=np.array(droppable, np.bool_),
+        workspace=np.array([sum(blocks) for blocks in table.workspace], np.int64),
+        rerun_workspace=np.array(table.rerun_workspace, np.int64),
+        cost=np.array(costs, np.float64),
+        recomputable=np.array(table.recomputable, np.bool_),
+        phase=np.array(phases, np.int8),
+        base_bytes=sum(t.nbytes for t, kind in zip(sizes, kinds, strict=True) if kind != NODE),
+    )
+
+
+def _offsets(lengths: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    return np.array([0, *accumulate(lengths)], np.int32)
+
+
+def _shape_classes(sizes: Sequence[Tensor]) -> list[int]:
+    """Number per value: equal where the runtime, from the file alone, sees equal shapes and element sizes."""
+    numbers: dict[tuple[object, ...], int] = {}
+    classes = []
+    for tensor in sizes:
+        dims = tensor.symbolic
+        if dims is None or None in dims or tensor.dtype == TensorProto.STRING:
+            classes.append(-1)
+        else:
+            classes.append(numbers.setdefault((dims, bits(tensor.dtype)), len(numbers)))
+    return classes
+
+
+def _sharing(graph: Graph, tensors: Mapping[str, Tensor]) -> tuple[list[int], list[list[int]], list[bool]]:
+    """Per output slot: the input it aliases, the inputs it may overwrite, whether a recompute may leave it out."""
+    alias: list[int] = []
+    inplace: list[list[int]] = []
+    droppable: list[bool] = []
+    for op in graph.ops:
+        node = op.node
+        dtype = tensors[op.inputs[0]].dtype if op.inputs and op.inputs[0] else TensorProto.FLOAT
+        facts = op_facts.facts(node.domain, node.op_type, dtype)
+        position = {slot: i for i, slot in enumerate(s for s, name in enumerate(op.inputs) if name)}
+        optional = optional_outputs(graph.model, node)
+        for slot, name in enumerate(op.outputs):
+            if not name:
+                continue
+            alias.append(next((position[i] for i, o in facts.alias if o == slot and i in position), -1))
+            inplace.append([position[i] for i, o in facts.inplace if o == slot and i in position])
+            droppable.append(slot in optional)
+    return alias, inplace, droppable
+
+
+def optional_outputs(model: onnx.ModelProto, node: onnx.NodeProto) -> set[int]:
+    """Output slots that a copy of the node may leave out when nobody reads them."""
+    if node.domain not in STANDARD_DOMAINS or len(node.output) < 2:
+        return set()
+    try:
+        schema = onnx.defs.get_schema(node.op_type, _opset(model, ""), "")
+    except onnx.defs.SchemaError:
+        return set()
+    optional = onnx.defs.OpSchema.FormalParameterOption.Optional
+    return {i for i, output in enumerate(schema.outputs) if output.option == optional}

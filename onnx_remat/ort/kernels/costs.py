@@ -1,0 +1,187 @@
+"""Seconds per op: a roofline of FLOPs and bytes for a named device, or figures measured by ONNX Runtime's profiler."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from onnx import TensorProto
+
+from onnx_remat.errors import UsageError
+from onnx_remat.ir import dropout
+from onnx_remat.ir.graph import Graph, Op
+from onnx_remat.ir.shapes import Tensor
+from onnx_remat.ort.compile import attributes
+from onnx_remat.ort.kernels import cpu as op_facts
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A roofline: peak float32 arithmetic (FLOP/s), memory bandwidth (bytes/s), seconds to start one op."""
+
+    flops: float
+    bandwidth: float
+    overhead: float
+
+
+PRESETS: dict[str, Device] = {
+    # Dense float32 (TF32 on tensor cores for matrix products) and bandwidth from the vendors' data sheets;
+    # the cpu figures are those of a small server core pair.
+    "cpu": Device(100e9, 12e9, 4e-6),
+    "a100": Device(156e12, 2.0e12, 5e-6),
+    "h100": Device(494e12, 3.35e12, 4e-6),
+    "h200": Device(494e12, 4.8e12, 4e-6),
+    "rtx4090": Device(82e12, 1.0e12, 4e-6),
+    "t4": Device(8.1e12, 0.32e12, 5e-6),
+}
+
+# FLOPs per output element of what is more than an add: rough counts of a polynomial evaluation.
+_TRANSCENDENTAL = 20.0
+_HEAVY = {
+    "Exp", "Log", "Tanh", "Erf", "Sigmoid", "Softmax", "LogSoftmax", "Gelu", "BiasGelu", "FastGelu", "QuickGelu",
+    "Softplus", "Sin", "Cos", "Pow", "Mish", "Swish",
+}  # fmt: skip
+
+
+MATRIX_OPS = ("Conv", "ConvTranspose", "MatMul", "Gemm", "Einsum")
+"""Ops whose results are dear to make again: what openai/gradient-checkpointing's mode ``speed`` keeps."""
+
+
+def price(graph: Graph, tensors: Mapping[str, Tensor], costs: str = "cpu") -> list[float]:
+    """Seconds of one execution of every op.
+
+    Parameters
+    ----------
+    graph, tensors
+        The IR and its shapes.
+    costs : str
+        A device of `PRESETS`, or the path of a profile that ONNX Runtime wrote (``enable_profiling``) for this or a
+        similar model: its times are looked up by op, input shapes and types. Ops it lacks get the cpu roofline,
+        scaled by how the two compare on the ops it has.
+
+    Raises
+    ------
+    UsageError
+        Neither a preset nor a readable profile.
+    """
+    if costs in PRESETS:
+        return _without_first_products(graph, [roofline(op, tensors, PRESETS[costs]) for op in graph.ops])
+    profile = _read_profile(costs)
+    estimate = [roofline(op, tensors, PRESETS["cpu"]) for op in graph.ops]
+    measured = [profile.get(_key(op, tensors)) for op in graph.ops]
+    ratios = [m / e for m, e in zip(measured, estimate, strict=True) if m is not None and e > 0]
+    if not ratios:
+        raise UsageError(f"profile {costs} has no op of this model: profile this model with the same dims")
+    scale = statistics.median(ratios)
+    priced = [m if m is not None else e * scale for m, e in zip(measured, estimate, strict=True)]
+    return _without_first_products(graph, priced)
+
+
+def _without_first_products(graph: Graph, seconds: list[float]) -> list[float]:
+    """`seconds` in which draws, priced as the Dropouts they are part of, do not count their products again."""
+    for draw, product in dropout.pairs(graph):
+        seconds[draw] = max(seconds[draw] - seconds[product], 0.0)
+    return seconds
+
+
+def roofline(op: Op, tensors: Mapping[str, Tensor], device: Device) -> float:
+    """max(FLOPs / peak, bytes / bandwidth) + overhead, in seconds (Williams, Waterman, Patterson 2009)."""
+    if op_facts.facts(op.node.domain, op.node.op_type).alias:
+        return device.overhead  # moves nothing
+    inputs = [tensors[n] for n in op.inputs if n]
+    outputs = [tensors[n] for n in op.outputs if n]
+    if dropout.is_product(op):  # three nodes, each of the first two with a result that the next one reads
+        return (sum(t.nbytes for t in (*inputs, *outputs)) + 4 * outputs[0].nbytes) / device.bandwidth + (
+            3 * device.overhead
+        )
+    if dropout.is_draw(op):
+        outputs += inputs[:1]  # the Dropout writes its result, too
+    return max(flops(op, tensors) / device.flops, _moved(op, inputs, outputs) / device.bandwidth) + device.overhead
+
+
+def _moved(op: Op, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> float:
+    written = sum(t.nbytes for t in outputs)
+    if op.node.op_type in (
+        "Gather",
+        "Slice",
+        "GatherElements",
+        "GatherND",
+        "Split",
+        "Shape",
+        "Size",
+        "ConstantOfShape",
+    ):
+        return 2.0 * written  # reads only what it writes
+    return float(written + sum(t.nbytes for t in inputs))
+
+
+def flops(op: Op, tensors: Mapping[str, Tensor]) -> float:
+    """Floating-point operations of one execution; a multiply-add counts as two."""
+    kind = op.node.op_type
+    output = tensors[op.writes[0]] if op.writes else None
+    made = float(math.prod(output.shape)) if output else 0.0
+    shapes = [tensors[n].shape if n else () for n in op.inputs]
+    if kind in ("MatMul", "FusedMatMul", "MatMulInteger", "TransposeMatMul"):
+        flipped = bool(attributes(op.node).get("transA"))
+        depth = (shapes[0][-2] if flipped and len(shapes[0]) > 1 else shapes[0][-1]) if shapes[0] else 1
+        return 2.0 * made * depth
+    if kind in ("Gemm", "FusedGemm"):
+        return 2.0 * made * shapes[0][0 if attributes(op.node).get("transA") else 1]
+    if kind in ("Conv", "FusedConv", "ConvInteger", "NhwcFusedConv"):
+        return 2.0 * made * math.prod(shapes[1][1:])
+    if kind == "ConvTranspose":
+        return 2.0 * math.prod(shapes[0]) * math.prod(shapes[1][1:])
+    if kind == "Einsum":
+        equation = attributes(op.node)["equation"]
+        return _einsum_flops(equation.decode() if isinstance(equation, bytes) else str(equation), shapes)
+    read = float(sum(math.prod(s) for s in shapes))
+    return (_TRANSCENDENTAL if kind in _HEAVY else 1.0) * max(made, read)
+
+
+def _einsum_flops(equation: str, shapes: Sequence[tuple[int, ...]]) -> float:
+    sizes: dict[str, int] = {}
+    for term, shape in zip(equation.replace(" ", "").split("->")[0].split(","), shapes, strict=False):
+        labels = term.replace("...", "")
+        sizes |= dict(zip(labels, shape[max(0, len(shape) - len(labels)) :], strict=False))
+    return 2.0 * math.prod(sizes.values())
+
+
+_ProfileKey = tuple[str, tuple[tuple[str, tuple[int, ...]], ...]]
+_ORT_NAMES: dict[int, str] = {
+    TensorProto.FLOAT: "float", TensorProto.DOUBLE: "double", TensorProto.FLOAT16: "float16",
+    TensorProto.BFLOAT16: "bfloat16", TensorProto.INT64: "int64", TensorProto.INT32: "int32",
+    TensorProto.BOOL: "bool", TensorProto.UINT8: "uint8", TensorProto.INT8: "int8",
+}  # fmt: skip
+
+
+def _key(op: Op, tensors: Mapping[str, Tensor]) -> _ProfileKey:
+    read = [tensors[n] for n in op.inputs if n]
+    kind = "Dropout" if dropout.is_draw(op) else op.node.op_type
+    return kind, tuple((_ORT_NAMES.get(t.dtype, "?"), t.shape) for t in read)
+
+
+def _read_profile(path: str) -> dict[_ProfileKey, float]:
+    """Median seconds by op, input types and shapes."""
+    try:
+        events = json.loads(Path(path).read_text())
+    except OSError as error:
+        presets = ", ".join(PRESETS)
+        raise UsageError(f"--costs {path!r} is neither a preset ({presets}) nor a readable file") from error
+    except ValueError as error:
+        raise UsageError(f"--costs {path}: not a JSON profile of ONNX Runtime") from error
+    seconds: dict[_ProfileKey, list[float]] = {}
+    try:
+        for event in events:
+            if event.get("cat") == "Node" and event["name"].endswith("_kernel_time"):
+                arguments = event["args"]
+                read = tuple(
+                    (kind, tuple(shape)) for some in arguments["input_type_shape"] for kind, shape in some.items()
+                )
+                seconds.setdefault((arguments["op_name"], read), []).append(event["dur"] * 1e-6)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"--costs {path}: not a JSON profile of ONNX Runtime") from error
+    return {key: statistics.median(times) for key, times in seconds.items()}

@@ -1,0 +1,136 @@
+"""Bytes that no schedule can peak below: what one op works on, and what it takes to bring that together.
+
+References
+----------
+Sethi: Complete register allocation problems, SIAM J. Comput. 4 (1975): pebble games, in which values may be made again.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+import numpy as np
+
+from onnx_remat.problem import Ints, Problem, alias_roots
+
+_OPS, _STATES = 4, 200  # ops whose inputs are traced back, and sets of values looked at for each
+
+
+def lower_bound(problem: Problem) -> int:
+    """Bytes below which no schedule of the problem peaks.
+
+    Class: every valid schedule, any order, any number of recomputes, under the simulator's buffer rules. The larger of
+
+    - the *working-set floor*: when an op runs for the first time, the buffers it reads and those it writes are all
+      allocated; only an alias lets two live values share one, and only an in-place output joins an input. In the end
+      all graph outputs are held;
+    - the *pebbling bound*: what an op reads is allocated at one time. When the last of that was made, the rest was
+      allocated, and so was what the maker reads; this set, too, was allocated at one time, and so on back to the
+      residents. The way back that stays lowest is a bottleneck path over sets of values. The search for it is cut
+      short, which leaves the bound valid.
+
+    Parameters
+    ----------
+    problem : Problem
+        The graph.
+
+    Returns
+    -------
+    int
+        Bytes, residents included.
+    """
+    floor = int(problem.nbytes[problem.is_output & ~problem.resident].sum())
+    root = alias_roots(problem)
+    needs = [
+        _reads(problem, op, root) + writes(problem, op) + int(problem.workspace[op]) for op in range(problem.n_ops)
+    ]
+    floor = max([floor, *needs])
+    game = _Game.of(problem, root)
+    for op in sorted(range(problem.n_ops), key=lambda op: (-needs[op], op))[:_OPS]:
+        floor = max(floor, game.lowest(op))
+    return problem.base_bytes + floor
+
+
+@dataclass(frozen=True, slots=True)
+class _Game:
+    """What is needed to make values: buffers by their root values, residents and empty ones left out.
+
+    Attributes
+    ----------
+    size : list of int
+        Bytes each buffer surely takes.
+    beside : list of int
+        Bytes of it that are surely beside all that its maker reads: 0 where it may be made in place.
+    maker : list of int
+        Op that makes it.
+    reads : list of frozenset of int
+        Buffers each op reads.
+    workspace : list of int
+    """
+
+    size: list[int]
+    beside: list[int]
+    maker: list[int]
+    reads: list[frozenset[int]]
+    workspace: list[int]
+
+    @classmethod
+    def of(cls, problem: Problem, root: Ints) -> _Game:
+        size, made_by = problem.nbytes.copy(), problem.producer()
+        np.minimum.at(size, root, problem.nbytes)
+        beside = size.copy()
+        beside[problem.out_values[np.diff(problem.inplace_ptr) > 0]] = 0
+        counts = (made_by[root] >= 0) & (size[root] > 0)
+        reads = [frozenset(int(root[v]) for v in problem.inputs(op) if counts[v]) for op in range(problem.n_ops)]
+        return cls(size.tolist(), beside.tolist(), made_by.tolist(), reads, problem.workspace.tolist())
+
+    def lowest(self, op: int) -> int:
+        """Bytes that are surely allocated at some time before `op` has all it reads."""
+        size, maker = self.size, self.maker
+        start = self.reads[op]
+        total, pushed = sum(size[v] for v in start), 0
+        todo, done = [(total, total, pushed, start)], set[frozenset[int]]()
+        while len(done) < _STATES:
+            most, total, _, here = heapq.heappop(todo)
+            if not here:
+                return most
+            if here in done:
+                continue
+            done.add(here)
+            for last in sorted({maker[v] for v in here}):
+                made = [v for v in here if maker[v] == last]
+                read = self.reads[last] - here
+                held = total + sum(size[v] for v in read) - sum(size[v] for v in made)
+                step = held + self.workspace[last] + sum(self.beside[v] for v in made)
+                pushed += 1
+                heapq.heappush(todo, (max(most, step), held, pushed, here.difference(made) | read))
+        return todo[0][0]
+
+
+def _reads(problem: Problem, op: int, root: Ints) -> int:
+    """Bytes surely allocated for what `op` reads."""
+    held: dict[int, int] = {}
+    for value in problem.inputs(op):
+        shared = int(root[value])
+        if not problem.resident[shared]:
+            size = min(int(problem.nbytes[shared]), int(problem.nbytes[value]))
+            held[shared] = min(held.get(shared, size), size)
+    return sum(held.values())
+
+
+def writes(problem: Problem, op: int) -> int:
+    """Bytes surely allocated for what `op` writes the first time, beside what it reads."""
+    inputs = problem.inputs(op)
+    total = 0
+    for k in range(problem.out_ptr[op], problem.out_ptr[op + 1]):
+        value = problem.out_values[k]
+        if not problem.is_output[value]:
+            if problem.alias_slot[k] >= 0:
+                continue
+            slots = problem.inplace_slots[problem.inplace_ptr[k] : problem.inplace_ptr[k + 1]]
+            same = [problem.shape_class[inputs[slot]] == problem.shape_class[value] >= 0 for slot in slots]
+            if any(same):
+                continue
+        total += int(problem.nbytes[value])
+    return total

@@ -1,0 +1,278 @@
+"""Lower bounds on extra compute: what no schedule within a budget can stay below.
+
+When op v runs for the first time, a result that surely exists by then and is surely read later is either
+allocated or made again after v. Which results those are depends on the class of schedules:
+
+- *any order*: v's ancestors have run, its descendants have not, of the rest nothing is known;
+- *fixed order*: what stands before v in the order of first executions has run, the rest has not.
+
+In both, any op may run again any number of times, anywhere. Two relaxations are taken at one op each:
+
+- the *knapsack*: drop what exceeds the budget where it costs least per byte (fractions allowed);
+- the *priced cut*: besides, what is made again needs its inputs, allocated or made again themselves. With a
+  price per byte this is a minimum cut (see `network`), and the best price is the Lagrangian dual.
+
+References
+----------
+Jain et al.: Checkmate, MLSys 2020, whose linear relaxation the knapsack matches or beats where both were run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numba import njit
+
+from onnx_remat.plan.bounds import lower_bound, writes
+from onnx_remat.plan.flow import Network
+from onnx_remat.problem import Flags, Floats, Ints, Longs, Problem, alias_roots, successors
+
+_WORK = 400_000_000  # places looked at; beyond it only every k-th op is a candidate, which leaves the bound valid
+_CUTS, _MOST_CUT_OPS = 6, 20_000  # ops the cut is taken at, and the size of graph from which on it is left out
+_PRICES = 16  # minimum cuts per op
+_FREE, _LIVE, _FORCED = 0, 1, 2
+
+
+def cost_lower_bound(problem: Problem, budget: int, first: Sequence[int] | None = None) -> float:
+    """Overhead below which no schedule within `budget` stays.
+
+    Class: every valid schedule, any order; with `first`, those whose first executions follow that order. Any
+    number of recomputes anywhere.
+
+    Parameters
+    ----------
+    problem : Problem
+        The graph.
+    budget : int
+        Bytes of peak, residents included.
+    first : sequence of int or None
+        Order of the first executions, where that is fixed.
+
+    Returns
+    -------
+    float
+        As `Schedule.overhead` counts it; infinite where no schedule keeps the budget.
+    """
+    total = float(problem.cost.sum())
+    if budget < lower_bound(problem):
+        return math.inf
+    if not total:
+        return 0.0
+    space = _Space.of(problem, first)
+    room = budget - problem.base_bytes
+    step = max(1, problem.n_ops * space.places // _WORK)
+    ops = np.arange(0, problem.n_ops, step, dtype=np.int32)
+    found = space.knapsacks(ops, room)
+    if found.max(initial=0.0) <= 0 or problem.n_ops > _MOST_CUT_OPS:
+        return float(found.max(initial=0.0)) / total
+    if math.isinf(found.max()):
+        return math.inf
+    best = float(found.max())
+    for i in np.argsort(-found, kind="stable")[:_CUTS].tolist():
+        if found[i] > 0:
+            best = max(best, space.cut(int(ops[i]), room))
+    return best / total
+
+
+@dataclass(frozen=True, slots=True)
+class _Space:
+    """What occupies memory, by alias group, and who reads it.
+
+    Attributes
+    ----------
+    group : int32 (n_groups,)
+        Root value of each group: not resident, not empty, cheapest to make again per byte first.
+    index : int32 (n_values,)
+        Place of each value's group in `group`, -1 for none.
+    size, maker, held : (n_groups,)
+        Bytes it surely takes, op that makes it, whether it is a graph output.
+    share : float64 (n_groups,)
+        Cost to make it again, of an op's several results each its part by size; infinite where impossible.
+    read_ptr, readers : int32 (n_groups + 1,), (n,)
+        Ops that read each group.
+    fixed : int64 (n_ops,)
+        Bytes an op needs beside what it reads.
+    position : int64 (n_ops,)
+        Places in the order of first executions; empty where the order is free.
+    down, up : CSR arrays
+        Ops that read an op's results; ops whose results an op reads.
+    """
+
+    problem: Problem
+    group: Ints
+    index: Ints
+    size: Longs
+    maker: Ints
+    held: Flags
+    share: Floats
+    read_ptr: Ints
+    readers: Ints
+    fixed: Longs
+    position: Longs
+    down: tuple[Ints, Ints]
+    up: tuple[Ints, Ints]
+
+    @property
+    def places(self) -> int:
+        """Places looked at for one op."""
+        return self.problem.n_ops + 2 * len(self.down[1]) + len(self.readers) + len(self.group)
+
+    @classmethod
+    def of(cls, problem: Problem, first: Sequence[int] | None) -> _Space:
+        root, made_by = alias_roots(problem), problem.producer()
+        size = problem.nbytes.copy()
+        np.minimum.at(size, root, problem.nbytes)
+        group = np.flatnonzero((root == np.arange(problem.n_values)) & (made_by >= 0) & (size > 0))
+        maker = made_by[group]
+        weight = np.bincount(maker, size[group], problem.n_ops)
+        share = np.where(problem.recomputable[maker], problem.cost[maker] * size[group] / weight[maker], np.inf)
+        rank = np.argsort(share / size[group], kind="stable")
+        group, maker, share = group[rank], maker[rank], share[rank]
+        index = np.full(problem.n_values, -1, np.int32)
+        index[group] = np.arange(len(group))
+        index = index[root]
+        reader = np.repeat(np.arange(problem.n_ops, dtype=np.int64), np.diff(problem.in_ptr))
+        read = index[problem.in_values]
+        pairs = np.unique((read.astype(np.int64) * problem.n_ops + reader)[read >= 0])
+        ends = np.arange(len(group) + 1, dtype=np.int64) * problem.n_ops
+        position = np.zeros(0, np.int64)
+        if first is not None:
+            position = np.empty(problem.n_ops, np.int64)
+            position[np.asarray(first, np.int64)] = np.arange(problem.n_ops)
+        down = successors(problem)
+        sources = np.repeat(np.arange(problem.n_ops, dtype=np.int32), np.diff(down[0]))
+        up_ptr = np.searchsorted(np.sort(down[1]), np.arange(problem.n_ops + 1)).astype(np.int32)
+        up = up_ptr, sources[np.argsort(down[1], kind="stable")]
+        fixed = np.array([writes(problem, op) for op in range(problem.n_ops)], np.int64) + problem.workspace
+        return cls(
+            problem, group.astype(np.int32), index, size[group], maker.astype(np.int32), problem.is_output[group],
+            share, np.searchsorted(pairs, ends).astype(np.int32), (pairs % problem.n_ops).astype(np.int32), fixed,
+            position, down, up,
+        )  # fmt: skip
+
+    def knapsacks(self, ops: Ints, room: int) -> Floats:
+        """The knapsack bound at each of `ops`, in units of cost."""
+        return _knapsacks(  # type: ignore[no-any-return]
+            ops, self.position, *self.up, *self.down, self.size, self.maker, self.held, self.share,
+            self.read_ptr, self.readers, self.fixed, room,
+        )  # fmt: skip
+
+    def cut(self, op: int, room: int) -> float:
+        """The priced cut at `op`, in units of cost."""
+        done, state = _at(
+            op, self.position, *self.up, *self.down, self.maker, self.held, self.read_ptr, self.readers
+        )  # fmt: skip
+        excess = float(self.fixed[op] + self.size[state == _FORCED].sum()) - room
+        return _dual(self._network(done, state), excess)
+
+    def _network(self, done: Flags, state: Ints) -> Network:
+        """What may be held or made again at an op before which the ops in `done` have run."""
+        problem, n_groups = self.problem, len(self.group)
+        optional = done[self.maker] & (state != _FORCED) & ~self.held
+        kept = np.flatnonzero(optional)
+        again = problem.recomputable[self.maker[kept]]
+        ops = np.flatnonzero(done & problem.recomputable)
+        reader = np.repeat(np.arange(problem.n_ops), np.diff(problem.in_ptr))
+        read = self.index[problem.in_values]
+        arcs = (read >= 0) & (done & problem.recomputable)[reader]
+        arcs[arcs] = optional[read[arcs]]
+        makers = np.where(again, 2 + n_groups + self.maker[kept], 1)
+        return Network(
+            (2 + np.flatnonzero(state == _LIVE)).astype(np.int32),
+            np.stack([2 + kept, makers], 1).astype(np.int32), self.size[kept].astype(np.float64),
+            (2 + n_groups + ops).astype(np.int32), problem.cost[ops],
+            np.stack([2 + n_groups + reader[arcs], 2 + read[arcs]], 1).astype(np.int32),
+        )  # fmt: skip
+
+
+def _dual(network: Network, excess: float) -> float:
+    """Largest over the prices of ``cut(price) + price * excess``, `excess` being what is allocated in any case.
+
+    That is a concave function made of lines; the crossing of a rising and a falling one is the next price.
+    """
+    everything, dearest = float(network.sizes.sum()), float(network.costs.sum())
+    if not everything:
+        return math.inf if excess > 0 else 0.0
+    least = network.cut((dearest or 1.0) / everything, 0.0)
+    rising, falling = (0.0, everything + excess), (least.cost, least.size + excess)
+    if falling[1] > 0:
+        return math.inf
+    best = 0.0
+    for _ in range(_PRICES):
+        if rising[1] <= 0 or rising[1] - falling[1] <= 0:
+            break
+        price = (falling[0] - rising[0]) / (rising[1] - falling[1])
+        cut = network.cut(price)
+        best = max(best, cut.value + price * excess)
+        line = (cut.cost, cut.size + excess)
+        if line in (rising, falling):
+            break
+        if line[1] > 0:
+            rising = line
+        else:
+            falling = line
+    return best
+
+
+@njit(cache=True)
+def _at(op, position, up_ptr, up, down_ptr, down, maker, held, read_ptr, readers):  # type: ignore[no-untyped-def]
+    """At the first execution of `op`: ops surely run before, and the state of every group."""
+    n = len(up_ptr) - 1
+    done, todo = np.zeros(n, np.bool_), np.zeros(n, np.bool_)
+    if len(position):
+        for other in range(n):
+            done[other] = position[other] < position[op]
+            todo[other] = not done[other]
+    else:
+        stack = np.empty(n, np.int32)
+        for way in range(2):
+            ptr, nodes, flag = (up_ptr, up, done) if way == 0 else (down_ptr, down, todo)
+            stack[0], top = op, 1
+            flag[op] = True
+            while top > 0:
+                top -= 1
+                other = stack[top]
+                for k in range(ptr[other], ptr[other + 1]):
+                    if not flag[nodes[k]]:
+                        flag[nodes[k]] = True
+                        stack[top] = nodes[k]
+                        top += 1
+        done[op] = False
+    state = np.zeros(len(maker), np.int8)
+    for g in range(len(maker)):
+        if not done[maker[g]]:
+            continue
+        if held[g]:
+            state[g] = _FORCED
+        for k in range(read_ptr[g], read_ptr[g + 1]):
+            if readers[k] == op:
+                state[g] = _FORCED
+            elif todo[readers[k]] and state[g] == _FREE:
+                state[g] = _LIVE
+    return done, state
+
+
+@njit(cache=True)
+def _knapsacks(  # type: ignore[no-untyped-def]
+    ops, position, up_ptr, up, down_ptr, down, size, maker, held, share, read_ptr, readers, fixed, room
+):
+    """Relaxed covering knapsack at each op; groups come cheapest per byte first."""
+    result = np.zeros(len(ops), np.float64)
+    for i in range(len(ops)):
+        _, state = _at(ops[i], position, up_ptr, up, down_ptr, down, maker, held, read_ptr, readers)
+        excess = fixed[ops[i]] - room
+        for g in range(len(size)):
+            if state[g] != _FREE:
+                excess += size[g]
+        for g in range(len(size)):
+            if excess <= 0:
+                break
+            if state[g] == _LIVE:
+                if share[g] == np.inf:
+                    break
+                result[i] += share[g] * min(1.0, excess / size[g])
+                excess -= size[g]
+    return result

@@ -1,0 +1,127 @@
+"""Simulated annealing over retention intervals: recomputes come, go and move, one interval at a time.
+
+The energy is cost plus a multiplier times the bytes above the budget, summed over the steps. The multiplier
+follows the search (a Lagrangian): it rises while the order stays over the budget and falls while it stays
+below, so that the search keeps crossing the border where the cheapest plans are.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from onnx_remat.plan.search.intervals import give_back
+from onnx_remat.plan.search.loading import unload
+from onnx_remat.plan.search.moves import (
+    CHAIN,
+    add,
+    draw,
+    hoist,
+    pick_event,
+    pick_read,
+    removable,
+    remove,
+    shift,
+    undo,
+)
+from onnx_remat.plan.search.state import EXCESS, WORK, State
+
+_ADD, _SWAP, _REMOVE, _REORDER, _HOIST = 0.25, 0.25, 0.2, 0.8, 0.1  # how often each kind of move is tried
+_HOT = 0.7  # how often an interval is looked for that helps at once
+_MOVE = 800  # work of a move beside that on the profile
+_PERIOD = 500  # moves between two looks at the multiplier
+_STEP = 1.08  # factor by which the multiplier follows
+_FEASIBLE = 0.35  # share of the moves that should end within the budget
+
+
+@njit(cache=True, nogil=True)
+def anneal(s: State, rng, cost, floor, work, hot, cold, price):  # type: ignore[no-untyped-def]
+    """Search from the order in `s`.
+
+    Parameters
+    ----------
+    rng : uint64 (1,)
+        State of the generator.
+    cost : float
+        Of the order in `s`.
+    floor : float
+        Cost at which to stop, as nothing is cheaper.
+    work : int
+        Limit, in profile places touched and their like.
+    hot, cold : float
+        Temperatures, in units of cost, at the start and the end.
+    price : float
+        Cost of one byte above the budget for one step, at the start.
+
+    Returns
+    -------
+    order, fits
+        The cheapest order within the budget, else the one with the least excess.
+    """
+    log = np.empty((2 * CHAIN + 8, 2), np.int64)
+    best = unload(s)
+    best_cost = cost if s.totals[EXCESS] == 0 else np.inf
+    least = s.totals[EXCESS]
+    floor += 1e-9 * abs(floor)
+    fits = 0
+    loose = True
+    for event in s.events:
+        loose = loose and not event.pinned
+    heat, start = hot, price
+    move = 0
+    s.totals[WORK] = 0
+    while s.totals[WORK] < work:
+        s.totals[WORK] += _MOVE
+        move += 1
+        if move % _PERIOD == 0:
+            price *= _STEP if fits < _FEASIBLE * _PERIOD else 1.0 / _STEP
+            price = min(max(price, 1e-4 * start), 1e5 * start)
+            fits = 0
+            heat = hot * (cold / hot) ** (s.totals[WORK] / work)
+        excess = s.totals[EXCESS]
+        limit = -heat * np.log(draw(rng) + 1e-300)  # a gain up to this is accepted
+        n, extra = 0, 0.0
+        kind = draw(rng)
+        e = pick_event(s, rng, loose and kind > _REORDER)
+        if kind < _ADD + _SWAP:
+            swap = kind < _SWAP and not s.events[e].pinned and s.ops[s.events[e].op].count > 1
+            most = limit + price * excess + (s.ops[s.events[e].op].cost if swap else 0.0)
+            x = pick_read(s, rng, draw(rng) < _HOT)
+            if x >= 0:
+                n, extra = add(s, rng, x, log, np.int64(0), draw(rng) ** 2, most)
+            if n > 0 and swap and s.events[e].place >= 0 and removable(s, e):
+                n, saved = remove(s, e, log, n)
+                extra -= saved
+        elif not s.events[e].pinned:
+            if kind < _ADD + _SWAP + _REMOVE:
+                if removable(s, e):
+                    n, extra = remove(s, e, log, np.int64(0))
+                    extra = -extra
+            elif loose and kind > 1 - _HOIST:
+                x = pick_read(s, rng, kind < 1.0)
+                if x >= 0:
+                    n, extra = hoist(s, x, log)
+            else:
+                n, extra = shift(s, rng, e, log)
+        if n == 0:
+            fits += excess == 0
+            continue
+        gain = extra + price * (s.totals[EXCESS] - excess)
+        if gain <= limit:
+            cost += extra
+            for i in range(n):
+                if log[i, 1] >= 0:
+                    give_back(s, log[i, 0])
+            if s.totals[EXCESS] == 0:
+                if cost < best_cost - 1e-9 * abs(cost):
+                    best_cost, least = cost, 0
+                    best = unload(s)
+                    if cost <= floor:
+                        break
+            elif s.totals[EXCESS] < 0.98 * least:
+                least = s.totals[EXCESS]
+                best = unload(s)
+        else:
+            undo(s, log, n)
+        fits += s.totals[EXCESS] == 0
+    return best, best_cost < np.inf

@@ -1,0 +1,211 @@
+"""A `Problem` without its views: what the liveness search works on, and the way back to a schedule.
+
+An op whose outputs all alias an input costs no memory: who reads a view reads the buffer behind it. Such ops
+are left out of the search and written again just before the first reader of each new result of what they
+view.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from onnx_remat.problem import Flags, Floats, Ints, Longs, Problem, alias_roots
+
+
+class Core(NamedTuple):
+    """The arrays of the liveness model; ops and values keep the problem's numbers, views have no slots.
+
+    Attributes
+    ----------
+    in_ptr, in_values : int32
+        Buffers an op reads (their root values), each once, residents left out.
+    out_ptr, out_values : int32
+        Values an op writes.
+    take_ptr, take : int32 (n_slots + 1,), (n,)
+        Inputs, as places in the op's list, that each output slot may be made in place of.
+    made_by : int32 (n_values,)
+        Op that writes each value, -1 for residents and views.
+    held : bool (n_values,)
+        Graph outputs: kept from their first execution to the end.
+    droppable : bool (n_values,)
+        See `Problem.droppable`.
+    workspace : int64 (n_ops,)
+        Of a recompute, which may take more than the first run.
+    """
+
+    in_ptr: Ints
+    in_values: Ints
+    out_ptr: Ints
+    out_values: Ints
+    take_ptr: Ints
+    take: Ints
+    made_by: Ints
+    nbytes: Longs
+    held: Flags
+    droppable: Flags
+    workspace: Longs
+    cost: Floats
+    recomputable: Flags
+    hold_unread: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Viewless:
+    """A problem seen without its views.
+
+    Attributes
+    ----------
+    core : Core
+        What is searched.
+    ops : int32 (n,)
+        The ops that take part, ascending.
+    """
+
+    problem: Problem
+    core: Core
+    ops: Ints
+    root: Ints
+    fixed_order: bool
+
+    def contract(self, order: Sequence[int] | Ints) -> Ints:
+        """`order` without views."""
+        part = np.zeros(self.problem.n_ops, np.bool_)
+        part[self.ops] = True
+        steps = np.asarray(order, np.int32)
+        return steps[part[steps]]
+
+    def expand(self, order: Sequence[int] | Ints) -> tuple[int, ...]:
+        """`order` with each view put back before the first reader of every result it is a view of."""
+        if len(self.ops) == self.problem.n_ops:
+            return tuple(int(op) for op in order)
+        return _with_views(self.problem, self.contract(order), self.ops, self.fixed_order)
+
+
+def viewless(problem: Problem, fixed_order: bool = False) -> Viewless:
+    """The liveness model of `problem`."""
+    root = alias_roots(problem)
+    n_ops = problem.n_ops
+    viewed = root[problem.out_values] != problem.out_values
+    count = np.bincount(np.repeat(np.arange(n_ops), np.diff(problem.out_ptr)), viewed, n_ops)
+    is_view = (count == np.diff(problem.out_ptr)) & (count > 0)
+    source = problem.producer()
+    made_by = source.copy()
+    made_by[root != np.arange(problem.n_values)] = -1
+    in_ptr, in_values = [0], []
+    out_ptr, out_values = [0], []
+    take_ptr, take = [0], []
+    readers = np.zeros(problem.n_values, np.int64)
+    for op in range(n_ops):
+        if not is_view[op]:
+            slots = [int(root[v]) for v in problem.inputs(op)]
+            reads = [v for v in dict.fromkeys([*slots, *_through(problem, op, root, source)]) if made_by[v] >= 0]
+            in_values += reads
+            readers[reads] += 1
+            for k in range(problem.out_ptr[op], problem.out_ptr[op + 1]):
+                v = int(problem.out_values[k])
+                if root[v] != v:
+                    continue
+                out_values.append(v)
+                take += _takers(problem, op, k, slots, reads)
+                take_ptr.append(len(take))
+        in_ptr.append(len(in_values))
+        out_ptr.append(len(out_values))
+    droppable = np.zeros(problem.n_values, np.bool_)
+    droppable[problem.out_values[problem.droppable]] = True
+    held = problem.is_output & ~problem.resident
+    # A second result of an output that is read would be read in its place: such ops run once.
+    once = made_by[held & (readers > 0)]
+    recomputable = problem.recomputable & ~is_view
+    recomputable[once[once >= 0]] = False
+    recomputable &= ~_stuck(problem, is_view)
+    core = Core(
+        _ints(in_ptr), _ints(in_values), _ints(out_ptr), _ints(out_values), _ints(take_ptr), _ints(take),
+        made_by, problem.nbytes, held, droppable, problem.workspace + problem.rerun_workspace, problem.cost,
+        recomputable, problem.hold_unread,
+    )  # fmt: skip
+    return Viewless(problem, core, np.flatnonzero(~is_view).astype(np.int32), root, fixed_order)
+
+
+def _ints(numbers: list[int]) -> Ints:
+    return np.asarray(numbers, np.int32)
+
+
+def _through(problem: Problem, op: int, root: Ints, source: Ints) -> list[int]:
+    """What the views that `op` reads need beside what they view, a computed shape say."""
+    found: list[int] = []
+    todo = [v for v in problem.inputs(op) if root[v] != v]
+    while todo:
+        maker = int(source[todo.pop()])
+        inputs = problem.inputs(maker)
+        found += [v for v in problem.outputs(maker) if root[v] == v]  # made along with a view: marks its op
+        found += [int(root[v]) for v in inputs]
+        todo += [v for v in inputs if root[v] != v]
+    return found
+
+
+def _takers(problem: Problem, op: int, slot: int, slots: list[int], reads: list[int]) -> list[int]:
+    """Inputs that output `slot` may be made in place of, as places in `reads`."""
+    value = problem.out_values[slot]
+    inputs = problem.inputs(op)
+    found = []
+    for k in problem.inplace_slots[problem.inplace_ptr[slot] : problem.inplace_ptr[slot + 1]]:
+        same = problem.shape_class[inputs[k]] == problem.shape_class[value] >= 0
+        if same and slots[k] in reads and slots.count(slots[k]) == 1:
+            found.append(reads.index(slots[k]))
+    return found
+
+
+def _stuck(problem: Problem, is_view: Flags) -> Flags:
+    """Ops whose results are seen through a view that must not be taken again."""
+    stuck = np.zeros(problem.n_ops, np.bool_)
+    made_by = problem.producer()
+    for op in np.flatnonzero(is_view)[::-1].tolist():
+        if not problem.recomputable[op] or stuck[op]:
+            sources = made_by[problem.inputs(op)]
+            stuck[sources[sources >= 0]] = True
+    return stuck
+
+
+def _with_views(problem: Problem, order: Ints, ops: Ints, fixed_order: bool) -> tuple[int, ...]:
+    part = np.zeros(problem.n_ops, np.bool_)
+    part[ops] = True
+    made_by = problem.producer().tolist()
+    inputs = [problem.inputs(op) for op in range(problem.n_ops)]
+    stamp = [-1] * problem.n_ops  # step of each op's latest occurrence
+    result: list[int] = []
+    views = np.flatnonzero(~part).tolist()
+    next_view = 0
+
+    def fresh(op: int) -> None:
+        """Take views again that `op` reads and that are older than what they view."""
+        for value in inputs[op]:
+            source = made_by[value]
+            if source < 0 or part[source]:
+                continue
+            fresh(source)
+            behind = max((stamp[made_by[v]] for v in inputs[source] if made_by[v] >= 0), default=-1)
+            if stamp[source] < 0 or (stamp[source] < behind and problem.recomputable[source]):
+                emit(source)
+
+    def emit(op: int) -> None:
+        stamp[op] = len(result)
+        result.append(op)
+
+    for op in order.tolist():
+        if fixed_order:  # views keep their place in the numbering
+            while next_view < len(views) and views[next_view] < op and stamp[op] < 0:
+                if stamp[views[next_view]] < 0:
+                    fresh(views[next_view])
+                    emit(views[next_view])
+                next_view += 1
+        fresh(op)
+        emit(op)
+    for view in views:
+        if stamp[view] < 0:
+            fresh(view)
+            emit(view)
+    return tuple(result)

@@ -1,0 +1,269 @@
+"""Retention intervals under change: an order whose liveness profile is kept up to date as ops are put in and
+taken out.
+
+Each value has a list of *touches*, its writes and reads in order of execution. Between two touches it is
+held if and only if the later one is a read, so a recompute splits an interval and a removed one joins two;
+each touch changes the profile over one range of steps. Steps live in an array with empty places between
+them, which take up new steps. The profile counts bytes against the budget, so that what is above zero is
+excess.
+
+References
+----------
+Bartan, Li, Teague, Lott, Dilkina: Moccasin, efficient tensor rematerialization for neural networks, ICML 2023
+(retention intervals).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from onnx_remat.plan.search.state import BUDGET, COUNT, EVENTS, EXCESS, HOLD_UNREAD, IDLE, NODES, WORK
+
+kernel: Any = njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)  # type: ignore[call-overload]
+"""Compiles what only compiled code calls; not cached by itself, but within its cached callers."""
+
+_CALL = 220  # work of changing the profile anywhere, beside the places changed
+
+
+@kernel
+def _hold(s, low, high, delta):  # type: ignore[no-untyped-def]
+    """Hold `delta` bytes more from place `low` to place `high`, both included."""
+    if high < low:
+        return
+    level = s.level[low : high + 1]
+    change = np.int64(0)
+    for i in range(len(level)):
+        old = level[i]
+        new = old + delta
+        change += max(new, 0) - max(old, 0)
+        level[i] = new
+    s.totals[EXCESS] += change
+    s.totals[WORK] += len(level) + _CALL
+
+
+@kernel
+def ends(s, x):  # type: ignore[no-untyped-def]
+    """Whether no read follows touch `x` before the next write."""
+    b = s.nodes[x].after
+    return b < 0 or s.nodes[b].read == 0
+
+
+@kernel
+def place_of(s, x):  # type: ignore[no-untyped-def]
+    """Place of touch `x`."""
+    return s.events[s.nodes[x].owner].place
+
+
+@kernel
+def _written(s, x, sign):  # type: ignore[no-untyped-def]
+    """Count (`sign` 1) or discount (-1) the write `x` as its neighbours stand."""
+    value = s.values[s.nodes[x].value]
+    p = place_of(s, x)
+    first = s.nodes[x].before < 0
+    high = p
+    if value.held and first:
+        high = len(s.at) - 1
+    elif ends(s, x):
+        if value.droppable and not first:
+            return
+        if s.totals[HOLD_UNREAD]:
+            high = len(s.at) - 1
+    _hold(s, p, high, sign * value.nbytes)
+
+
+@kernel
+def in_place(s, e):  # type: ignore[no-untyped-def]
+    """Set what event `e` saves by making outputs in place of inputs that end there."""
+    event = s.events[e]
+    op = s.ops[event.op]
+    start = op.slot + op.reads
+    bonus = np.int64(0)
+    taken = np.int64(0)  # a bit for each input that an output before took
+    for k in range(start, start + op.writes):
+        y = event.node + k - op.slot
+        made = s.values[s.nodes[y].value]
+        first = s.nodes[y].before < 0
+        if made.held if first else made.droppable and ends(s, y):
+            continue
+        for j in range(s.take_ptr[k], s.take_ptr[k + 1]):
+            x = event.node + s.take[j]
+            bit = np.int64(1) << np.int64(min(s.take[j], 62))
+            if not taken & bit and not s.values[s.nodes[x].value].held and ends(s, x):
+                bonus += made.nbytes
+                taken |= bit
+                break
+    if bonus != event.bonus:
+        _hold(s, event.place, event.place, event.bonus - bonus)
+        event.bonus = bonus
+
+
+@kernel
+def touch_before(s, v, p):  # type: ignore[no-untyped-def]
+    """Last touch of value `v` before place `p`, -1 for none."""
+    x = s.values[v].tail
+    while x >= 0 and place_of(s, x) >= p:
+        x = s.nodes[x].before
+    return x
+
+
+@kernel
+def _relink(s, x, joining):  # type: ignore[no-untyped-def]
+    """Put touch `x` into its value's list, or take it out, and keep the profile true."""
+    nodes = s.nodes
+    node = nodes[x]
+    v = node.value
+    p = place_of(s, x)
+    if joining:
+        b = -1
+        a = s.values[v].tail
+        while a >= 0 and place_of(s, a) >= p:
+            b = a
+            a = nodes[a].before
+    else:
+        a, b = node.before, node.after
+    a_written = a >= 0 and nodes[a].read == 0
+    b_read = b >= 0 and nodes[b].read != 0
+    turns = b_read != (node.read != 0)  # what a is followed by changes between read and write
+    alters_a = a_written and turns
+    alters_b = b >= 0 and not b_read and a < 0  # it was, or becomes, the first write
+    held = s.values[v].held
+    size = s.values[v].nbytes
+    for sign in (
+        -1,
+        1,
+    ):  # out with what was, in with what is; each callee called once, as compiling takes long
+        for k in range(3):
+            y = x if k == 0 else (a if k == 1 else b)
+            if (k == 0 and joining == (sign > 0) and not node.read) or (k == 1 and alters_a) or (k == 2 and alters_b):
+                _written(s, y, sign)
+        if sign < 0:
+            left, right = a, b
+            if joining:
+                node.before, node.after = a, b
+                left, right = x, x
+            if a >= 0:
+                nodes[a].after = right
+            if b >= 0:
+                nodes[b].before = left
+            else:
+                s.values[v].tail = left
+    if a >= 0 and turns and not held:
+        # A read lengthens the interval up to itself; a write parts one that went on.
+        _hold(s, place_of(s, a) + 1, p, size if joining == (node.read != 0) else -size)
+    for k in range(2):
+        if (a >= 0 and turns) if k == 0 else alters_b:
+            in_place(s, nodes[a if k == 0 else b].owner)
+
+
+@kernel
+def change(s, e, p, joining):  # type: ignore[no-untyped-def]
+    """Let event `e` run at the empty place `p`, or take it out of the order; it stays at hand."""
+    event = s.events[e]
+    op = s.ops[event.op]
+    if joining:
+        s.at[p], event.place = e, p
+        s.level[p] += IDLE - s.totals[BUDGET] + op.workspace
+        s.totals[EXCESS] += max(s.level[p], 0)
+        event.rank = s.totals[COUNT]
+        s.active[s.totals[COUNT]] = e
+        s.totals[COUNT] += 1
+        op.count += 1
+    n = op.reads + op.writes
+    for k in range(n):
+        _relink(s, event.node + (k if joining else n - 1 - k), joining)
+    if joining:
+        in_place(s, e)
+        return
+    p = event.place
+    s.totals[EXCESS] -= max(s.level[p], 0)
+    # What it saved by working in place was given back as its reads went; its own outputs' part goes here.
+    s.level[p] -= IDLE - s.totals[BUDGET] + op.workspace - event.bonus
+    event.bonus = 0
+    s.at[p], event.place = -1, -1
+    s.totals[COUNT] -= 1
+    last = s.active[s.totals[COUNT]]
+    s.active[event.rank] = last
+    s.events[last].rank = event.rank
+    op.count -= 1
+
+
+@kernel
+def new_event(s, o):  # type: ignore[no-untyped-def]
+    """An unused event of op `o`, -1 if there is no room."""
+    op = s.ops[o]
+    e = op.spare
+    if e >= 0:
+        op.spare = s.events[e].link
+        return e
+    n = op.reads + op.writes
+    first = s.totals[NODES]
+    e = s.totals[EVENTS]
+    if e == len(s.events) or first + n > len(s.nodes):
+        return -1
+    s.totals[EVENTS] += 1
+    s.totals[NODES] += n
+    s.events[e].op = o
+    s.events[e].node = first
+    for k in range(n):
+        node = s.nodes[first + k]
+        node.owner = e
+        node.value = s.slots[op.slot + k]
+        node.read = k < op.reads
+    return e
+
+
+@kernel
+def give_back(s, e):  # type: ignore[no-untyped-def]
+    """Hand an event that is not in the order back."""
+    op = s.ops[s.events[e].op]
+    s.events[e].link = op.spare
+    op.spare = e
+
+
+@kernel
+def _carried(s, e):  # type: ignore[no-untyped-def]
+    """Level at an empty place right after event `e`."""
+    event = s.events[e]
+    op = s.ops[event.op]
+    level = s.level[event.place] + s.totals[BUDGET] - IDLE - op.workspace + event.bonus
+    for x in range(event.node, event.node + op.reads + op.writes):
+        if not ends(s, x):
+            continue
+        node = s.nodes[x]
+        value = s.values[node.value]
+        first = node.before < 0
+        if value.held and (node.read or first):
+            continue
+        if node.read or not (s.totals[HOLD_UNREAD] or (value.droppable and not first)):
+            level -= value.nbytes
+    return level
+
+
+@kernel
+def make_room(s, p):  # type: ignore[no-untyped-def]
+    """An empty place right before the event at place `p`, -1 if there is none; events move aside."""
+    n = len(s.at)
+    if p > 0 and s.at[p - 1] < 0:
+        return p - 1
+    before = s.at[p - 1] if p > 0 else -1
+    left, right = p - 1, p + 1
+    while (left < 0 or s.at[left] >= 0) and (right >= n or s.at[right] >= 0):
+        if left < 0 and right >= n:
+            return -1
+        left, right = max(left - 1, -1), min(right + 1, n)
+    if left >= 0 and s.at[left] < 0:
+        for i in range(left, p - 1):
+            s.at[i], s.level[i] = s.at[i + 1], s.level[i + 1]
+            s.events[s.at[i]].place = i
+        empty = p - 1
+    else:
+        for i in range(right, p, -1):
+            s.at[i], s.level[i] = s.at[i - 1], s.level[i - 1]
+            s.events[s.at[i]].place = i
+        empty = p
+    s.at[empty] = -1
+    s.level[empty] = _carried(s, before) if before >= 0 else -IDLE
+    return empty

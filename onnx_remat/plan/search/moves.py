@@ -1,0 +1,323 @@
+"""Moves on an order under change: put recomputes in, take them out, run events elsewhere.
+
+Each move logs the events it changes, as (event, place it left, or -1 where it came in), so that it can be
+undone. A move that turns out to be void returns an infinite cost.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from onnx_remat.plan.search.intervals import (
+    change,
+    ends,
+    give_back,
+    kernel,
+    make_room,
+    new_event,
+    place_of,
+    touch_before,
+)
+from onnx_remat.plan.search.state import COUNT, EXCESS
+
+CHAIN = 40  # events one move may put in or take out
+_EARLY = 0.3  # how often a recompute goes where an input was last used
+_MOST = 16
+_HOISTED = 16  # events one move may run earlier
+_NEAR = 3  # an input that ended this few places before is held, not recomputed
+_TRIES = 12  # intervals looked at to find one across a chosen step
+
+
+@kernel
+def draw(rng):  # type: ignore[no-untyped-def]
+    """Next number of an xorshift generator, uniform in [0, 1)."""
+    x = rng[0]
+    x ^= x << np.uint64(13)
+    x ^= x >> np.uint64(7)
+    x ^= x << np.uint64(17)
+    rng[0] = x
+    return float(x >> np.uint64(11)) * (1.0 / 9007199254740992.0)
+
+
+@kernel
+def undo(s, log, n):  # type: ignore[no-untyped-def]
+    """Take back the first `n` entries of a move's log, last one first."""
+    for i in range(n - 1, -1, -1):
+        e, p = log[i, 0], log[i, 1]
+        change(s, e, p, p >= 0)
+        if p < 0:
+            give_back(s, e)
+
+
+@kernel
+def _insert(s, op, p, log, n):  # type: ignore[no-untyped-def]
+    """Run `op` right before the event at place `p`; returns its event or -1, and logs it."""
+    e = new_event(s, op)
+    if e < 0:
+        return e
+    q = make_room(s, p)
+    if q < 0:
+        give_back(s, e)
+        return -1
+    change(s, e, q, q >= 0)
+    log[n, 0], log[n, 1] = e, -1
+    return e
+
+
+@kernel
+def _spared(s, e, at_all):  # type: ignore[no-untyped-def]
+    """Whether `e` is a recompute whose results nobody reads or, unless `at_all`, only who finds an earlier one."""
+    event = s.events[e]
+    op = s.ops[event.op]
+    if op.count < 2:
+        return False
+    x = event.node + op.reads
+    for y in range(x, x + op.writes):  # noqa: SIM110 compiled code has no all()
+        if not ends(s, y) and (at_all > 0 or s.nodes[y].before < 0):
+            return False
+    return True
+
+
+@kernel
+def _useless(s, e):  # type: ignore[no-untyped-def]
+    """Whether `e` is a recompute whose results nobody reads."""
+    return _spared(s, e, np.int64(1))
+
+
+@kernel
+def removable(s, e):  # type: ignore[no-untyped-def]
+    """Whether every read of the results of `e` finds an earlier result."""
+    return _spared(s, e, np.int64(0))
+
+
+@kernel
+def remove(s, e, log, n):  # type: ignore[no-untyped-def]
+    """Take out `e`, then what nobody reads for want of it; returns the log's new length and the cost
+    saved."""
+    start, done = n, n
+    saved = 0.0
+    log[n, 0] = e
+    n += 1
+    while done < n:
+        f = log[done, 0]
+        if done > start and not (_useless(s, f) and removable(s, f)):  # another of its op went meanwhile
+            n -= 1
+            log[done, 0] = log[n, 0]
+            continue
+        event = s.events[f]
+        op = s.ops[event.op]
+        p = event.place
+        log[done, 1] = p
+        saved += op.cost
+        change(s, f, p, p < 0)
+        done += 1
+        for k in range(op.slot, op.slot + op.reads):
+            x = touch_before(s, s.slots[k], p)
+            if x >= 0 and not s.nodes[x].read and n < start + CHAIN:
+                f = np.int64(s.nodes[x].owner)
+                wanted = s.events[f].pinned != 0
+                for i in range(done, n):
+                    wanted = wanted or log[i, 0] == f
+                if not wanted and _useless(s, f) and removable(s, f):
+                    log[n, 0] = f
+                    n += 1
+    return n, saved
+
+
+@kernel
+def _ready(s, op, p):  # type: ignore[no-untyped-def]
+    """Whether all that `op` reads is made before place `p`."""
+    for k in range(s.ops[op].slot, s.ops[op].slot + s.ops[op].reads):  # noqa: SIM110 - compiled: no generators
+        if touch_before(s, s.slots[k], p) < 0:
+            return False
+    return True
+
+
+@kernel
+def pick_read(s, rng, hot):  # type: ignore[no-untyped-def]
+    """A random read touch, if possible across a random step above the budget; -1 for none."""
+    p = -1
+    if hot and s.totals[EXCESS] > 0:
+        for _ in range(4 * _TRIES):
+            q = s.events[s.active[int(draw(rng) * s.totals[COUNT])]].place
+            if s.level[q] > 0:
+                p = q
+                break
+    x = -1
+    for _ in range(_TRIES):
+        event = s.events[s.active[int(draw(rng) * s.totals[COUNT])]]
+        n_in = s.ops[event.op].reads
+        if n_in == 0:
+            continue
+        x = event.node + int(draw(rng) * n_in)
+        if p < 0 or (event.place > p and place_of(s, s.nodes[x].before) < p):
+            break
+    return x
+
+
+@kernel
+def add(s, rng, x, log, n, deep, most_cost):  # type: ignore[no-untyped-def]
+    """Recompute the value read by touch `x` just before it, and dead inputs with it by chance.
+
+    Returns the log's new length (0: impossible, or dearer than `most_cost`) and the cost.
+    """
+    node = s.nodes[x]
+    p = s.events[node.owner].place
+    start = place_of(s, node.before)
+    o = s.values[node.value].maker
+    op = s.ops[o]
+    last = s.nodes[node.before]
+    # Where nothing else reads it, it is put off, not run again.
+    free = last.read == 0 and not s.events[last.owner].pinned
+    fair = free or (op.again and op.cost <= most_cost)
+    if not fair or s.values[node.value].held or start + 1 >= p:
+        return 0, 0.0
+    # Sometimes earlier: right after an input's last use, which need not be held until then.
+    if op.reads > 0 and draw(rng) < _EARLY:
+        y = touch_before(s, s.slots[op.slot + int(draw(rng) * op.reads)], p)
+        q = place_of(s, y) + 1
+        while q < p and s.at[q] < 0:
+            q += 1
+        if q > start:
+            p = q
+    first = n
+    if _insert(s, o, p, log, n) < 0:
+        return 0, 0.0
+    n += 1
+    added = op.cost
+    most = first + 1 + int(_MOST * draw(rng) ** 3)  # few moves are long: most long chains are turned down
+    i = first
+    while i < n:
+        f = log[i, 0]
+        i += 1
+        for y in range(s.events[f].node, s.events[f].node + s.ops[s.events[f].op].reads):
+            if not ends(s, y):
+                continue
+            p = s.events[f].place
+            source = s.values[s.nodes[y].value].maker
+            far = p - place_of(s, s.nodes[y].before) > _NEAR
+            fair = s.ops[source].again and added + s.ops[source].cost <= most_cost
+            wanted = far and fair and n < most and draw(rng) < deep
+            if wanted and _insert(s, source, p, log, n) >= 0:
+                n += 1
+                added += s.ops[source].cost
+    for i in range(first, n):
+        f = s.events[log[i, 0]]
+        for y in range(f.node + s.ops[f.op].reads, f.node + s.ops[f.op].reads + s.ops[f.op].writes):
+            a = s.nodes[y].before
+            if a >= 0 and s.nodes[a].read == 0 and n < CHAIN:
+                g = s.nodes[a].owner
+                if not s.events[g].pinned and _useless(s, g) and removable(s, g):
+                    n, saved = remove(s, g, log, n)
+                    added -= saved
+    for i in range(first, n):  # what must not recur was put off, or else the move is void
+        made = s.ops[s.events[log[i, 0]].op]
+        if log[i, 1] < 0 and made.again == 0 and made.count > 1:
+            return n, np.inf
+    return n, added
+
+
+@kernel
+def shift(s, rng, e, log):  # type: ignore[no-untyped-def]
+    """Run `e` elsewhere: next to a neighbouring touch of what it reads or writes, or at a random step near.
+
+    Returns the log's length (0: impossible; undo it where the cost is infinite) and the change of cost.
+    """
+    o, p, node = s.events[e].op, s.events[e].place, s.events[e].node
+    op = s.ops[o]
+    x = node + int(draw(rng) * (op.reads + op.writes))
+    q = -1
+    kind = draw(rng)
+    if kind < 0.35:
+        b = s.nodes[x].after
+        if kind < 0.15 and b >= 0:
+            b = s.nodes[b].after
+        if b >= 0:
+            q = place_of(s, b)
+    elif kind < 0.7:
+        a = s.nodes[x].before
+        if a >= 0:
+            q = place_of(s, a) + s.nodes[x].read
+    else:
+        width = 1 + int(draw(rng) ** 3 * 0.1 * len(s.at))
+        q = p + width if draw(rng) < 0.5 else p - width
+    if q < 0:
+        return 0, 0.0
+    while q < len(s.at) and s.at[q] < 0:
+        q += 1
+    if q >= len(s.at) or s.at[q] == e or not _ready(s, o, q) or _insert(s, o, q, log, np.int64(0)) < 0:
+        return 0, 0.0
+    if not removable(s, e):
+        return 1, np.inf
+    n, saved = remove(s, e, log, np.int64(1))
+    return n, op.cost - saved
+
+
+@kernel
+def hoist(s, x, log):  # type: ignore[no-untyped-def]
+    """Run the reader `x` and what it needs right after the touch before it, so that the interval ends there.
+
+    Returns the log's length (0: impossible; undo it where the cost is infinite) and the change of cost.
+    """
+    target = place_of(s, s.nodes[x].before) + 1
+    old = np.empty(_HOISTED, np.int64)
+    old[0] = s.nodes[x].owner
+    count, done = 1, 0
+    while done < count:
+        event = s.events[old[done]]
+        done += 1
+        if event.pinned:
+            return 0, 0.0
+        for y in range(event.node, event.node + s.ops[event.op].reads):
+            a = y
+            while s.nodes[a].read:
+                a = s.nodes[a].before
+            e = s.nodes[a].owner
+            if s.events[e].place < target or touch_before(s, s.nodes[a].value, target) >= 0:
+                continue
+            known = False
+            for i in range(count):
+                known = known or old[i] == e
+            if not known:
+                if count == _HOISTED:
+                    return 0, 0.0
+                old[count] = e
+                count += 1
+    p = target
+    while s.at[p] < 0:
+        p += 1
+    stop = s.at[p]
+    for i in range(1, count):  # op numbers ascend topologically
+        e, j = old[i], i
+        while j > 0 and s.events[old[j - 1]].op > s.events[e].op:
+            old[j] = old[j - 1]
+            j -= 1
+        old[j] = e
+    n = np.int64(0)
+    for i in range(count):
+        if old[i] == stop:  # it is there already
+            return n, np.inf
+        if _insert(s, s.events[old[i]].op, s.events[stop].place, log, n) < 0:
+            return n, np.inf
+        n += 1
+    extra = 0.0
+    for i in range(count):
+        if s.events[old[i]].place < 0:
+            continue  # gone with another
+        extra += s.ops[s.events[old[i]].op].cost
+        if not removable(s, old[i]):
+            return n, np.inf
+        n, saved = remove(s, old[i], log, n)
+        extra -= saved
+    return n, extra
+
+
+@kernel
+def pick_event(s, rng, any_op):  # type: ignore[no-untyped-def]
+    """A random event, unless `any_op` if possible a recompute."""
+    e = s.active[int(draw(rng) * s.totals[COUNT])]
+    tries = 0
+    while not any_op and tries < _TRIES and (s.events[e].pinned or s.ops[s.events[e].op].count < 2):
+        e = s.active[int(draw(rng) * s.totals[COUNT])]
+        tries += 1
+    return e

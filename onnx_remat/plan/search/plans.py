@@ -1,0 +1,125 @@
+"""Candidate plans: an order with what the simulator says of it, and annealing from one order to a better
+one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from onnx_remat.ort.simulate.buffers import simulate
+from onnx_remat.plan.search.anneal import anneal
+from onnx_remat.plan.search.core import Viewless
+from onnx_remat.plan.search.loading import load
+from onnx_remat.plan.search.state import EXCESS, State, empty_state
+from onnx_remat.problem import Ints, Problem, Schedule
+
+LANES = 2
+"""Annealing runs that go on at the same time: a fixed figure, so that plans do not depend on the machine."""
+
+_PLACES = 4  # places per step of the order that is annealed
+_PRICE = 0.1  # of one op's bytes for one step above the budget, in average ops' cost, to begin with
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A schedule with what the simulator says of it."""
+
+    schedule: Schedule
+    over: bool
+    cost: float
+    peak: int
+
+    @property
+    def key(self) -> tuple[bool, float, float]:
+        """Sorts plans from best to worst: within the budget the cheaper, beyond it the lower."""
+        return (True, float(self.peak), self.cost) if self.over else (False, self.cost, float(self.peak))
+
+
+def priced(problem: Problem, order: Ints | tuple[int, ...], budget: int) -> Plan:
+    """`order` as a `Plan`."""
+    schedule = Schedule(tuple(int(op) for op in order))
+    peak = simulate(problem, schedule).peak
+    return Plan(schedule, peak > budget, float(problem.cost[schedule.array()].sum()), peak)
+
+
+def best_of(plans: list[Plan]) -> Plan:
+    """The first of the best."""
+    return min(plans, key=lambda plan: plan.key)
+
+
+_Job = TypeVar("_Job")
+
+
+def side_by_side(run: Callable[[_Job], Plan], jobs: Sequence[_Job]) -> list[Plan]:
+    """What `run` makes of each job, two at a time; the kernels let go of the interpreter's lock."""
+    if len(jobs) < 2:
+        return [run(job) for job in jobs]
+    with ThreadPoolExecutor(LANES) as pool:
+        return list(pool.map(run, jobs))
+
+
+@dataclass(frozen=True, slots=True)
+class Heat:
+    """Temperatures of an annealing run, in average ops' costs."""
+
+    hot: float
+    cold: float
+
+
+def fits(view: Viewless, plan: Plan, budget: int) -> bool:
+    """Whether a plan keeps a budget by liveness alone, which is what annealing sees."""
+    return bool(_loaded(view, view.contract(plan.schedule.order), budget).totals[EXCESS] == 0)
+
+
+def _loaded(view: Viewless, order: Ints, budget: int) -> State:
+    state = empty_state(view.core, _PLACES * len(order) + 64, budget - view.problem.base_bytes)
+    load(state, order)
+    return state
+
+
+def annealed(
+    view: Viewless,
+    plan: Plan,
+    budget: int,
+    work: int,
+    heat: Heat,
+    seed: int,
+    recompute: bool = True,
+    keep: bool = False,
+) -> Plan:
+    """What annealing makes of a plan, for better or worse.
+
+    Parameters
+    ----------
+    view : Viewless
+        The problem without its views.
+    plan : Plan
+        Where to start.
+    budget : int
+        Bytes, residents included.
+    recompute : bool
+        False for reordering alone.
+    keep : bool
+        Keep the order of first executions, as is done anyway where the view's order is fixed.
+    """
+    problem, core = view.problem, view.core
+    order = view.contract(plan.schedule.order)
+    if not len(order):
+        return plan
+    state = _loaded(view, order, budget)
+    if not recompute:
+        state.ops["again"][:] = 0
+    if view.fixed_order or keep:
+        placed = state.at[state.at >= 0]
+        state.events["pinned"][placed[np.unique(order, return_index=True)[1]]] = 1
+    unit = float(core.cost[view.ops].mean()) or 1.0
+    size = float(core.nbytes[core.out_values].mean()) or 1.0
+    found, _ = anneal(
+        state, np.array([seed * 7919 + 104729], np.uint64), float(core.cost[order].sum()),
+        float(core.cost[view.ops].sum()), work, heat.hot * unit, heat.cold * unit, _PRICE * unit / size,
+    )  # fmt: skip
+    return priced(problem, view.expand(found), budget)

@@ -1,0 +1,63 @@
+"""Plans from a given set of results to keep: the user's own list, or those of convolutions and matrix
+products.
+
+References
+----------
+Yaroslav Bulatov, Tim Salimans: openai/gradient-checkpointing, 2018, whose modes ``collection`` and ``speed``
+these are; its mode ``memory`` is `sqrt_n`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from onnx_remat.plan.request import Request, register
+from onnx_remat.plan.selectors.materialize import materialize, split_step
+from onnx_remat.plan.selectors.min_cut import cheapest_within
+from onnx_remat.problem import Flags, Schedule
+
+
+def keeping(request: Request, kept: Flags) -> Schedule:
+    """Forward results of the ops flagged in `kept` stay; the others run again when backward needs them."""
+    problem, order = request.problem, request.baseline.array()
+    if request.fixed_order:
+        order = np.arange(problem.n_ops, dtype=np.int32)
+    split = split_step(problem, order)
+    dropped = ~kept
+    dropped[order[split:]] = False
+    return materialize(problem, order, dropped, split)
+
+
+def _flagged(n: int, ops: Iterable[int]) -> Flags:
+    flags = np.zeros(n, np.bool_)
+    flags[[op for op in ops if op >= 0]] = True
+    return flags
+
+
+@register("collection")
+def collection(request: Request) -> Schedule:
+    """Keep the values named by --checkpoint (`Request.checkpoints`), recompute the rest of the forward pass.
+
+    Whatever the budget: the list decides. With an empty list the whole forward pass runs again.
+    """
+    problem = request.problem
+    made_by = problem.producer()
+    plan = keeping(request, _flagged(problem.n_ops, (int(made_by[v]) for v in request.checkpoints)))
+    return cheapest_within(request, [request.baseline, plan])
+
+
+@register("speed")
+def speed(request: Request) -> Schedule:
+    """Keep what convolutions and matrix products make (`Request.anchors`), recompute the cheap ops between.
+
+    Where no anchors are given, the dearest ops that bear nine tenths of the forward cost stand in for them.
+    """
+    problem = request.problem
+    anchors = request.anchors
+    if not anchors:
+        rank = np.argsort(-problem.cost, kind="stable")
+        share = np.cumsum(problem.cost[rank])
+        anchors = tuple(rank[: int(np.searchsorted(share, 0.9 * share[-1])) + 1].tolist()) if len(rank) else ()
+    return cheapest_within(request, [request.baseline, keeping(request, _flagged(problem.n_ops, anchors))])

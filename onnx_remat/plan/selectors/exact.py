@@ -1,0 +1,148 @@
+"""Retention intervals as a constraint program, solved to proved optimality on small graphs.
+
+Class: first executions follow the ops' numbering; between two of them each op may run again at most once, in
+numbering order (Checkmate's staged schedules); liveness without views, shared or in-place buffers. Within
+that class a result marked OPTIMAL is the least cost under the budget.
+
+References
+----------
+Jain et al.: Checkmate, MLSys 2020 (stages). Bartan et al.: Moccasin, ICML 2023 (constraint programming).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ortools.sat.python import cp_model
+
+from onnx_remat.ort.simulate.buffers import simulate
+from onnx_remat.plan.request import Request, register
+from onnx_remat.plan.selectors.search import search
+from onnx_remat.problem import Problem, Schedule
+
+_MOST_OPS = 60  # the model has a variable per pair of ops
+_UNITS = 10**6  # the cost of all ops in whole numbers
+_PER_SECOND = 0.4  # deterministic seconds of the solver per second allowed
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """A schedule, if one exists in the class, and whether it is proved to be the best there."""
+
+    schedule: Schedule | None
+    optimal: bool
+
+
+def solve(problem: Problem, budget: int, effort: float, hint: Schedule | None = None) -> Proof:
+    """The least-cost staged schedule under `budget`.
+
+    Parameters
+    ----------
+    effort : float
+        Deterministic seconds of the solver.
+    hint : Schedule or None
+        A schedule to start from, in the class or not.
+
+    Returns
+    -------
+    Proof
+        ``optimal`` with no schedule: the class has none under the budget.
+    """
+    n = problem.n_ops
+    inputs = [sorted({v for v in problem.inputs(op) if not problem.resident[v]}) for op in range(n)]
+    made_by = problem.producer()
+    model = cp_model.CpModel()
+    run = {(t, i): model.new_bool_var(f"run{t}_{i}") for t in range(n) for i in range(t + 1)}
+    total = float(problem.cost.sum()) or 1.0
+    prices = [round(c / total * _UNITS) for c in problem.cost.tolist()]
+    values = [v for op in range(n) for v in problem.outputs(op)]
+    # has[t, i, v]: value v is there after place (t, i); place (t, i) follows (t, i - 1).
+    before: dict[int, cp_model.IntVar] = {}
+    for t in range(n):
+        for i in range(t + 1):
+            here = run[t, i]
+            if i == t:
+                model.add(here == 1)
+            elif not problem.recomputable[i]:
+                model.add(here == 0)
+            for v in inputs[i]:
+                model.add_implication(here, before[v])
+            after = dict(before)
+            occupied = []
+            for v in values:
+                maker = int(made_by[v])
+                if maker > t:
+                    continue
+                held = problem.is_output[v]
+                now = model.new_bool_var(f"has{t}_{i}_{v}")
+                if maker == i:
+                    if v in before:
+                        model.add(now <= before[v] + here)
+                        occupied.append((_either(model, before[v], here), int(problem.nbytes[v])))
+                    else:
+                        model.add(now <= here)
+                        occupied.append((here, int(problem.nbytes[v])))
+                elif v in before:
+                    model.add(now <= before[v])
+                    occupied.append((before[v], int(problem.nbytes[v])))
+                else:
+                    model.add(now == 0)
+                if held and (v in before or maker == i):
+                    model.add(now >= before.get(v, here))
+                after[v] = now
+            scratch = int(problem.workspace[i]) + (int(problem.rerun_workspace[i]) if i < t else 0)
+            room = budget - problem.base_bytes - scratch
+            model.add(sum(size * flag for flag, size in occupied) <= room).only_enforce_if(here)
+            before = after
+    if hint is not None:
+        _suggest(model, run, hint)
+    model.minimize(sum(prices[i] * run[t, i] for t, i in run if i < t))
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    solver.parameters.random_seed = 0
+    solver.parameters.max_deterministic_time = effort
+    status = solver.solve(model)
+    if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        order = tuple(i for t in range(n) for i in range(t + 1) if solver.value(run[t, i]))
+        return Proof(Schedule(order), status == cp_model.OPTIMAL)
+    return Proof(None, status == cp_model.INFEASIBLE)
+
+
+def _either(model: cp_model.CpModel, a: cp_model.IntVar, b: cp_model.IntVar) -> cp_model.IntVar:
+    """A variable that is true where `a` or `b` is."""
+    both = model.new_bool_var("")
+    model.add_max_equality(both, [a, b])
+    return both
+
+
+def _suggest(model: cp_model.CpModel, run: dict[tuple[int, int], cp_model.IntVar], hint: Schedule) -> None:
+    """Hint which op runs in which stage."""
+    chosen, stage, seen = set(), 0, set()
+    for op in hint.order:
+        chosen.add((stage, op))
+        if op not in seen:
+            seen.add(op)
+            stage = max(stage, op + 1)
+    for key, flag in run.items():
+        model.add_hint(flag, int(key in chosen))
+
+
+@register("exact")
+def exact(request: Request) -> Schedule:
+    """CP-SAT over retention intervals, optimal among staged schedules where it finishes; small graphs only.
+
+    Larger graphs, and budgets where nothing in the class fits, are left to `search`.
+    """
+    found = search(request)
+    if request.problem.n_ops > _MOST_OPS:
+        return found
+    effort = request.time_limit * _PER_SECOND if request.work is None else request.work * 1e-4
+    proof = solve(request.problem, request.budget, effort, found)
+    plans = [found] if proof.schedule is None else [found, proof.schedule]
+
+    def key(plan: Schedule) -> tuple[bool, float]:
+        peak = simulate(request.problem, plan).peak
+        over = peak > request.budget
+        return over, float(peak) if over else plan.overhead(request.problem)
+
+    return min(plans, key=key)

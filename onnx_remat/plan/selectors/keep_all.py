@@ -1,0 +1,52 @@
+"""No recompute at all: only the order changes. What this reaches costs nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from onnx_remat.plan.request import Request, register
+from onnx_remat.plan.search.core import Viewless, viewless
+from onnx_remat.plan.search.effort import allowance
+from onnx_remat.plan.search.orders import list_schedules
+from onnx_remat.plan.search.plans import Heat, Plan, annealed, priced
+from onnx_remat.problem import Schedule
+
+_IMPROVED = 3  # orders that local improvement is tried on
+_COARSE, _FINE = 0.04, 0.004  # fraction of the peak one round of improvement aims to take off
+_ROUND = 0.05  # share of the work one round takes
+_HEAT = Heat(0.5, 0.05)
+
+
+def lowered(view: Viewless, plan: Plan, budget: int, work: int) -> Plan:
+    """Reorder until a plan fits: its peak is taken down step by step, for as long as that succeeds."""
+    step, spent, per_round = _COARSE, 0, max(20, int(work * _ROUND))
+    while plan.peak > budget and step >= _FINE and spent < work:
+        aim = max(budget, int(plan.peak * (1 - step)))
+        new = annealed(view, plan, aim, per_round, _HEAT, spent, recompute=False)
+        spent += per_round
+        if new.peak < plan.peak:
+            plan = priced(view.problem, new.schedule.order, budget)
+        else:
+            step /= 2
+    return plan
+
+
+def reordered(request: Request, view: Viewless, work: int) -> list[Plan]:
+    """Plans without recompute, lowest peak first; the baseline and the file's order are among them."""
+    problem, budget = request.problem, request.budget
+    if request.fixed_order:
+        return [priced(problem, tuple(range(problem.n_ops)), budget)]
+    baseline = request.baseline.array()
+    orders = [baseline, np.arange(problem.n_ops, dtype=np.int32), *list_schedules(problem, baseline)]
+    found = [priced(problem, order, budget) for order in orders]
+    found.sort(key=lambda plan: plan.peak)
+    tops = found[:_IMPROVED] if found[0].over else []
+    improved = [lowered(view, plan, budget, work // _IMPROVED) for plan in tops]
+    return sorted([*improved, *found], key=lambda plan: plan.peak)
+
+
+@register("keep_all")
+def keep_all(request: Request) -> Schedule:
+    """Reorder only: greedy list schedules and local moves, no recompute."""
+    view = viewless(request.problem, request.fixed_order)
+    return reordered(request, view, allowance(request) // 4)[0].schedule

@@ -1,0 +1,76 @@
+"""From a decision, which ops' results are dropped and from when on, to the schedule that recomputes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numba import njit
+
+from onnx_remat.problem import BACKWARD, Flags, Ints, Problem, Schedule
+
+
+def split_step(problem: Problem, base_order: Ints) -> int:
+    """Step of `base_order` that parts forward from backward with the fewest ops on the wrong side.
+
+    Labels alone would not do: a runtime may execute a backward op that needs nothing, a transposed weight
+    say, first.
+    """
+    forward = problem.phase[base_order] < BACKWARD
+    balance = np.concatenate(([0], np.cumsum(np.where(forward, 1, -1))))
+    return int(np.argmax(balance))
+
+
+def materialize(problem: Problem, base_order: Ints | Sequence[int], dropped: Flags, since: int | Ints) -> Schedule:
+    """Insert recomputes just before they are needed.
+
+    Parameters
+    ----------
+    problem : Problem
+        The graph.
+    base_order : sequence of int
+        A topological order in which every op occurs once.
+    dropped : bool (n_ops,)
+        Ops whose results do not survive. Those that must not be recomputed survive anyway.
+    since : int or int32 (n_ops,)
+        Step of `base_order`, for all or for each op, from which on the first results are gone.
+
+    Returns
+    -------
+    Schedule
+        A dropped op is emitted again, once, before the first step from `since` on that reads it, directly or
+        for another recompute; later steps read that second result.
+    """
+    order = np.asarray(base_order, np.int32)
+    position = np.empty(problem.n_ops, np.int64)
+    position[order] = np.arange(problem.n_ops)
+    gone_at = np.empty(problem.n_ops, np.int64)
+    gone_at[:] = since
+    found = _inserted(
+        order, position, dropped & problem.recomputable, gone_at, problem.in_ptr, problem.in_values, problem.producer()
+    )
+    return Schedule(tuple(found.tolist()))
+
+
+@njit(cache=True)
+def _inserted(order, position, gone, gone_at, in_ptr, in_values, made_by):  # type: ignore[no-untyped-def]
+    result = np.empty(2 * len(order), np.int32)
+    chain = np.empty(len(order) + 1, np.int32)
+    n = 0
+    for step in range(len(order)):
+        chain[0], length, done = order[step], 1, 0
+        while done < length:
+            op = chain[done]
+            done += 1
+            for k in range(in_ptr[op], in_ptr[op + 1]):
+                source = made_by[in_values[k]]
+                if source >= 0 and gone[source] and step >= gone_at[source] and position[source] < gone_at[source]:
+                    gone[source] = False
+                    chain[length] = source
+                    length += 1
+        for source in chain[1:length][np.argsort(position[chain[1:length]])]:
+            result[n] = source
+            n += 1
+        result[n] = order[step]
+        n += 1
+    return result[:n]

@@ -1,0 +1,110 @@
+"""Budget-driven search: several seeds, annealed over retention intervals against the liveness profile.
+
+Seeds are orders without recompute, priced cuts and segment plans. Values may be recomputed more than once,
+and where the order is free it is part of the plan. Buffers that the runtime would share make the true peak
+higher than liveness says; where the simulator finds that, the search is repeated for a smaller budget.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from onnx_remat.plan.request import Request, register
+from onnx_remat.plan.search.core import Viewless, viewless
+from onnx_remat.plan.search.effort import allowance
+from onnx_remat.plan.search.plans import LANES, Heat, Plan, annealed, best_of, fits, priced, side_by_side
+from onnx_remat.plan.selectors.keep_all import reordered
+from onnx_remat.plan.selectors.min_cut import cut_seeds
+from onnx_remat.plan.selectors.sqrt_n import segment_seeds
+from onnx_remat.problem import Schedule
+
+_MOST_TRIES, _TRYING = 8, 0.6  # runs from the starting points, and the share of the work they take together
+_PER_OP = 150_000  # work per op that makes a run worth while
+_TRIAL_HEATS = (Heat(0.1, 0.01), Heat(0.3, 0.02), Heat(1.0, 0.02))
+_KEPT, _GOING_ON = 4, 0.25  # the best of them that are gone on from, and the share of the work they take together
+_AIMS = (1.0, 0.97)  # of the budget: what the lowest is annealed for, in one long run per lane, where none of them fits
+_AGAIN_HEAT, _LAST_HEATS = Heat(0.15, 0.005), (Heat(0.05, 0.002), Heat(0.1, 0.002))
+_TIGHTER = 6  # times the budget is made smaller where shared buffers exceed it
+_LARGE = 20_000  # ops above which seeds that take a maximum flow are left out
+
+
+def seeds(request: Request, view: Viewless, work: int) -> tuple[list[Plan], list[Plan]]:
+    """Plans without recompute and plans by the classical methods, each list best first."""
+    problem, budget = request.problem, request.budget
+    plain = reordered(request, view, work)
+    bases = [plain[0].schedule] if request.fixed_order else [plain[0].schedule, request.baseline]
+    classical: list[Plan] = []
+    for base in bases:
+        plans = segment_seeds(problem, base.array())
+        if problem.n_ops <= _LARGE:
+            plans += cut_seeds(problem, base.array())
+        classical += [priced(problem, plan.order, budget) for plan in plans]
+    return plain, sorted(classical, key=lambda plan: plan.key)
+
+
+def find(request: Request) -> Plan:
+    """The best plan within the allowance; none of `Request.known` that keeps the budget costs less."""
+    view = viewless(request.problem, request.fixed_order)
+    work = allowance(request)
+    request.progress("seeds", 0.0)
+    given = [priced(request.problem, schedule.order, request.budget) for schedule in request.known]
+    plain, classical = seeds(request, view, work // 10)
+    best = best_of([*plain, *classical, *given])
+    if not plain[0].over:
+        return best
+    target = request.budget
+    for _ in range(_TIGHTER):
+        found = _within(request, view, plain, [*given, *classical], target, work)
+        best = best_of([best, replace_over(found, request.budget)])
+        if not best.over or not fits(view, found, target):
+            break  # where not even liveness keeps the target, a smaller one is no help
+        target = int(target * request.budget / max(found.peak, request.budget + 1) * 0.995)
+        work //= 4
+    request.progress("done", 1.0)
+    return best
+
+
+def replace_over(plan: Plan, budget: int) -> Plan:
+    """`plan` judged by another budget."""
+    return replace(plan, over=plan.peak > budget)
+
+
+def _within(request: Request, view: Viewless, plain: list[Plan], others: list[Plan], budget: int, work: int) -> Plan:
+    """Anneal from several starts, then go on from the best of them; `work` is for each lane."""
+    work *= LANES
+    others = sorted((replace_over(plan, budget) for plan in others), key=lambda plan: plan.key)
+    starts = [*plain[:1], *others[:1], *(plain[1:2] if not request.fixed_order else [])]
+    tries = min(_MOST_TRIES, max(1, int(work * _TRYING / (_PER_OP * request.problem.n_ops))))
+
+    def start(i: int) -> Plan:
+        request.progress("starting", i * _TRYING / tries)
+        heat = _TRIAL_HEATS[i % len(_TRIAL_HEATS)]
+        plan = starts[(i // len(_TRIAL_HEATS) + i) % len(starts)]
+        return annealed(view, plan, budget, int(work * _TRYING / tries), heat, request.seed + i, keep=i % 2 == 0)
+
+    tried = sorted([*others[:1], *side_by_side(start, range(tries))], key=lambda plan: plan.key)
+    if tried[0].over:
+        lowest = min([*tried, *others], key=lambda plan: plan.peak)
+        kept, most = [(lowest, int(budget * aim)) for aim in _AIMS], int(work * _GOING_ON)
+    else:
+        kept = [(plan, budget) for plan in tried[: _KEPT if tries > 1 else 1]]
+        most = int(work * _GOING_ON / len(kept))
+
+    def go_on(i: int) -> Plan:
+        request.progress("improving", _TRYING + i * _GOING_ON / len(kept))
+        plan, aim = kept[i]
+        return replace_over(annealed(view, plan, aim, most, _AGAIN_HEAT, request.seed + tries + i), budget)
+
+    best = best_of([*tried, kept[0][0], *side_by_side(go_on, range(len(kept)))])
+    rest = int(work * (1 - _TRYING - _GOING_ON) / len(_LAST_HEATS))
+
+    def finish(i: int) -> Plan:
+        return annealed(view, best, budget, rest, _LAST_HEATS[i], request.seed + i)
+
+    return best_of([best, *side_by_side(finish, range(len(_LAST_HEATS)))])
+
+
+@register("search")
+def search(request: Request) -> Schedule:
+    """Ours: cuts, segments and annealed retention intervals; any number of recomputes, any order."""
+    return find(request).schedule

@@ -1,0 +1,145 @@
+"""Take chance out of a model: the same draws in the original and the rewritten one, so that outputs can be compared.
+
+ONNX Runtime's generators keep state between nodes and runs, so two runs of a model with Dropout differ even with a
+seed. A random node's outputs depend on shapes alone (for Dropout: its mask), so they can be drawn beforehand.
+
+Some of its kernels race: their results depend on how threads interleave. On one thread they do not.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from onnx_remat.ir import dropout
+from onnx_remat.ir.graph import bodies, constants
+from onnx_remat.ir.shapes import TAG, Tensor
+from onnx_remat.ort.kernels import cpu
+
+
+def random_nodes(model: onnx.ModelProto) -> list[onnx.NodeProto]:
+    """Nodes of the main graph whose outputs differ from run to run."""
+    stated = constants(model.graph)
+    return [node for node in model.graph.node if _draws(node, stated)]
+
+
+def _draws(node: onnx.NodeProto, stated: Mapping[str, onnx.TensorProto]) -> bool:
+    return cpu.is_random(node.domain, node.op_type, training_mode=dropout.training_mode(node, stated))
+
+
+_RACES = {
+    ("", "ScatterND"): "may lose updates where its indices repeat (onnxruntime issue 23396)",
+    ("com.microsoft", "GatherGrad"): "sums in the order in which threads come, so that rounding differs",
+}
+"""What ONNX Runtime's CPU kernels of these ops do on several threads; seen with 1.31.1 and with the training build."""
+
+
+def race_warnings(model: onnx.ModelProto) -> tuple[str, ...]:
+    """What makes results of a model differ from run to run on several threads: one line per kind of op, or nothing.
+
+    Bodies of If, Loop and Scan count. A ScatterND without a reduction may not be given indices that repeat, and one
+    whose indices are constant and all differ is safe.
+
+    Examples
+    --------
+    >>> text = '''<ir_version: 9, opset_import: ["" : 20]>
+    ...     g (float[2, 3] x, int64[4, 1] i, float[4, 3] u) => (y) { y = ScatterND <reduction = "add"> (x, i, u) }'''
+    >>> [line.partition(":")[0] for line in race_warnings(onnx.parser.parse_model(text))]
+    ["ScatterND sums into 'y'"]
+    """
+    found: dict[tuple[str, str], list[onnx.NodeProto]] = {}
+    for node, seen in _nodes(model.graph, {}):
+        key = ("" if node.domain == "ai.onnx" else node.domain, node.op_type)
+        if key in _RACES and not (node.op_type == "ScatterND" and _safe_scatter(node, seen)):
+            found.setdefault(key, []).append(node)
+    return tuple(
+        f"{kind[1]} sums into {nodes[0].output[0]!r}"
+        + (f" and in {len(nodes) - 1} more nodes" if len(nodes) > 1 else "")
+        + f": on more than one thread ONNX Runtime's CPU kernel {_RACES[kind]}. So outputs may differ from run to run, "
+        "of the original as of the result; with intra_op_num_threads = 1 they do not"
+        for kind, nodes in found.items()
+    )
+
+
+def _nodes(
+    graph: onnx.GraphProto, outer: Mapping[str, onnx.TensorProto]
+) -> Iterator[tuple[onnx.NodeProto, Mapping[str, onnx.TensorProto]]]:
+    """Every node, those of bodies too, with the constants it sees."""
+    seen = {**outer, **constants(graph)}
+    for node in graph.node:
+        yield node, seen
+        for body in bodies(node):
+            yield from _nodes(body, seen)
+
+
+def _safe_scatter(node: onnx.NodeProto, seen: Mapping[str, onnx.TensorProto]) -> bool:
+    """Can no two threads of a ScatterND come to write the same entry?"""
+    reduction = next((attribute.s for attribute in node.attribute if attribute.name == "reduction"), b"none")
+    indices = seen.get(node.input[1])
+    if reduction == b"none":
+        return True
+    if indices is None or indices.data_location == TensorProto.EXTERNAL:
+        return False
+    rows = numpy_helper.to_array(indices)
+    rows = rows.reshape(-1, rows.shape[-1])
+    # an index below zero counts from the end, and may be another's double
+    return bool(rows.min(initial=0) >= 0) and len(np.unique(rows, axis=0)) == len(rows)
+
+
+def without_chance(model: onnx.ModelProto, tensors: Mapping[str, Tensor]) -> onnx.ModelProto:
+    """A copy in which every random node gives way to draws fixed by its name.
+
+    Parameters
+    ----------
+    model : onnx.ModelProto
+        The original, or what was made of it: names of random nodes' outputs are the same in both.
+    tensors : mapping of str to Tensor
+        Shapes of the original's values.
+
+    Returns
+    -------
+    onnx.ModelProto
+        Dropout becomes a product with a fixed mask, scaled as its kernel does (by one half where only the run would
+        tell how much is kept); generators become constants.
+    """
+    settled = onnx.ModelProto()
+    settled.CopyFrom(model)
+    nodes = list(settled.graph.node)
+    stated = constants(model.graph)
+    del settled.graph.node[:]
+    for node in nodes:
+        settled.graph.node.extend(_settle(node, tensors, stated) if _draws(node, stated) else [node])
+    return settled
+
+
+def _settle(
+    node: onnx.NodeProto, tensors: Mapping[str, Tensor], stated: Mapping[str, onnx.TensorProto]
+) -> list[onnx.NodeProto]:
+    first = tensors[node.output[0]]
+    draw = np.random.default_rng(zlib.crc32(node.output[0].encode()))
+    if node.op_type == "Dropout":
+        keep = dropout.kept_share(node, stated) or np.float32(0.5)
+        stem = f"{TAG}chance.{node.output[0]}"
+        mask = draw.random(first.shape) < keep
+        kept = [_constant(f"{stem}.mask", mask, TensorProto.BOOL)]
+        kept += [helper.make_node("Identity", [kept[0].output[0]], [name]) for name in node.output[1:2] if name]
+        return [
+            *kept,
+            _constant(f"{stem}.factor", mask, first.dtype),
+            _constant(f"{stem}.keep", np.asarray(keep), first.dtype),
+            helper.make_node("Mul", [node.input[0], f"{stem}.factor"], [f"{stem}.masked"]),
+            helper.make_node("Div", [f"{stem}.masked", f"{stem}.keep"], [node.output[0]]),
+        ]
+    values = draw.standard_normal(first.shape) if "Normal" in node.op_type else draw.random(first.shape)
+    if node.op_type in ("Bernoulli", "Multinomial"):
+        values = np.round(values)
+    return [_constant(node.output[0], values, first.dtype)]
+
+
+def _constant(name: str, values: np.ndarray, dtype: int) -> onnx.NodeProto:
+    array = values.astype(helper.tensor_dtype_to_np_dtype(dtype))
+    return helper.make_node("Constant", [], [name], value=numpy_helper.from_array(array, name))

@@ -1,0 +1,245 @@
+"""Peaks, times and losses of models as ONNX Runtime runs them, each in a fresh process (`onnx_remat.run.probe`).
+
+One run's memory would hide another's in the same process. Everywhere here, `python` is the interpreter of that process:
+one of another environment runs models on that environment's ONNX Runtime, onnxruntime-training's for instance. Of
+onnx_remat it needs nothing installed, of others onnx and numpy.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from onnx_remat.errors import UsageError, VerificationError
+from onnx_remat.ort.worker import QUIET
+
+RESOLUTION = 1 << 19
+"""Bytes by which measured peaks of one file differ between processes: pages, and what threads keep for themselves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What a fresh process saw of one model.
+
+    Attributes
+    ----------
+    peak_bytes : int
+        Inputs, initializers and the largest rise of resident memory over the runs.
+    executed : tuple of str
+        Node names in the order they ran; empty when not asked for.
+    """
+
+    peak_bytes: int
+    executed: tuple[str, ...]
+
+
+def measure(
+    path: Path,
+    level: str = "all",
+    *,
+    default: bool = False,
+    patterns: bool = True,
+    steps: int = 1,
+    outputs: Path | None = None,
+    dims: Mapping[str, int] | None = None,
+    threads: int = 0,
+    trace: bool = False,
+    python: str = sys.executable,
+) -> Measurement:
+    """Run a model in a fresh process and read its peak memory, step times and executed order.
+
+    Session and inputs are built and the model runs once, so that code and threads are in place; the kernel's
+    high-water mark of the process is reset and the model runs `steps` times. The rise of resident memory, plus
+    inputs and initializers, is the peak. Linux only.
+
+    Parameters
+    ----------
+    path : Path
+        An ONNX file.
+    level : str
+        One of `LEVELS`.
+    default : bool
+        Keep the CPU memory arena and memory patterns that sessions have by default: the process then holds what the
+        allocator keeps in reserve besides. Otherwise every buffer goes back to the system and the figure is the
+        plan's own.
+    patterns : bool
+        Of the two, keep memory patterns too; `session_options()` does not.
+    steps : int
+        Runs over which the peak is taken.
+    outputs : Path, optional
+        Where to store the outputs of the first run (``.npz``).
+    dims : mapping, optional
+        Sizes of symbolic dimensions.
+    threads : int
+        Intra-op threads, 0 for ONNX Runtime's default.
+    trace : bool
+        Also read the executed order from a profile.
+
+    Raises
+    ------
+    VerificationError
+        The process failed: the message is the last line of its error.
+    """
+    with tempfile.TemporaryDirectory(prefix="onnx-remat-") as scratch:
+        answer = _probe(python, "measure", {
+            "path": str(path), "level": level, "default": default, "patterns": patterns, "steps": steps,
+            "dims": dict(dims or {}), "threads": threads, "outputs": str(outputs or ""),
+            "optimized": str(Path(scratch) / "optimized.onnx"),
+            "profile": str(Path(scratch) / "profile") if trace else "",
+        })  # fmt: skip
+        executed = _executed(Path(answer["profile"])) if trace else ()
+    return Measurement(answer["peak_bytes"], executed)
+
+
+def peak_under(budget: int, measured: Callable[[], Measurement]) -> int:
+    """The peak that `measured` finds; asked once more if above `budget`, since whatever disturbs a run only adds."""
+    peak = measured().peak_bytes
+    return peak if peak <= budget else min(peak, measured().peak_bytes)
+
+
+def race(
+    path: Path,
+    rival: Path,
+    *,
+    level: str = "all",
+    runs: int = 9,
+    dims: Mapping[str, int] | None = None,
+    threads: int = 0,
+    provider: str = "cpu",
+    python: str = sys.executable,
+) -> tuple[float, float]:
+    """Median seconds of one step of two models, steps taken in turns in one fresh process, default session options."""
+    job = {
+        "path": str(path), "rival": str(rival), "level": level, "runs": runs, "dims": dict(dims or {}),
+        "threads": threads, "provider": provider,
+    }  # fmt: skip
+    first, second = _probe(python, "race", job)["seconds"]
+    return statistics.median(first), statistics.median(second)
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """How `train` trains: see `onnx_remat.run.training` and `benchmark`."""
+
+    steps: int
+    loss: str
+    dims: Mapping[str, int]
+    state: str = ""
+    level: str = "all"
+    threads: int = 0
+    provider: str = "cpu"
+    python: str = sys.executable
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What a fresh process saw while training: peak in bytes, the loss of every step; `driver_bytes` is what the CUDA
+    driver counted to the process (its context included), to check the peak against."""
+
+    peak_bytes: int
+    losses: tuple[float, ...]
+    driver_bytes: int = 0
+
+
+def train(path: Path, how: Training) -> Trained:
+    """Train a model in a fresh process, arena off on the CPU; on CUDA the peak is bisected (see `run.device`).
+
+    Raises
+    ------
+    VerificationError
+        The process failed: the message is the last line of its error.
+    """
+    job: dict[str, Any] = {"path": str(path), "default": False, "patient": True, **asdict(how)}
+    with tempfile.TemporaryDirectory(prefix="onnx-remat-") as scratch:
+        job["optimized"] = str(Path(scratch) / "optimized.onnx")
+        answer = _probe(how.python, "train", job)
+        peak = answer["peak_bytes"]
+        if how.provider == "cuda":
+            from onnx_remat.ort.simulate.arena import MOST_STEPS
+            from onnx_remat.run import device
+
+            # Outputs that are fed back leave gaps in the arena, which grows for dozens of steps.
+            short = job | {"steps": min(how.steps, MOST_STEPS)}
+            peak = device.smallest_limit(lambda limit: _runs_within(short, limit), device.total_memory())
+    return Trained(peak, tuple(answer["losses"]), answer["driver_bytes"])
+
+
+def _runs_within(job: dict[str, Any], limit: int) -> bool:
+    """Does a training run keep a limit of device memory? Failures other than for lack of memory are raised."""
+    from onnx_remat.run.device import OUT_OF_MEMORY
+
+    try:
+        _probe(job["python"], "train", job | {"gpu_limit": limit})
+    except VerificationError as error:
+        if any(sign in str(error) for sign in OUT_OF_MEMORY):
+            return False
+        raise
+    return True
+
+
+def profile(
+    path: Path,
+    level: str,
+    *,
+    steps: int,
+    dims: Mapping[str, int] | None = None,
+    threads: int = 0,
+    python: str = sys.executable,
+) -> tuple[list[dict[str, Any]], str]:
+    """Events of ONNX Runtime's profiler over a warm-up and `steps` steps, and its node memory statistics (CSV)."""
+    with tempfile.TemporaryDirectory(prefix="onnx-remat-") as scratch:
+        statistics_file = Path(scratch) / "statistics.csv"
+        answer = _probe(python, "profile", {
+            "path": str(path), "level": level, "steps": steps, "dims": dict(dims or {}), "threads": threads,
+            "profile": str(Path(scratch) / "profile"), "statistics": str(statistics_file),
+        })  # fmt: skip
+        table = statistics_file.read_text() if statistics_file.exists() else ""
+        return json.loads(Path(answer["profile"]).read_text()), table
+
+
+# The environment in which glibc gives freed blocks back to the system. It would keep those of up to 32 MB in its heap
+# otherwise, and resident memory would not fall. DenseNet-121 has thousands below 64 kB; each block above the threshold
+# takes whole pages.
+GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "16384", "MALLOC_TRIM_THRESHOLD_": "16384"}
+
+# Without a search path for modules: that of this environment would hide the other's own numpy and onnx.
+_CHILD = """
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("onnx_remat", sys.argv[1] + "/__init__.py")
+sys.modules["onnx_remat"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(sys.modules["onnx_remat"])
+from onnx_remat.run.probe import main
+main()
+"""
+
+
+def _probe(python: str, task: str, job: dict[str, Any]) -> dict[str, Any]:
+    try:
+        done = subprocess.run(
+            [python, "-c", _CHILD, str(Path(__file__).parent)],
+            input=json.dumps({"task": task, **job}), env=os.environ | QUIET | GIVES_BACK,
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+    except OSError as error:
+        raise UsageError(f"{python} is no Python interpreter: {error.strerror}") from error
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines() or ["killed (out of memory?)"]
+        raise VerificationError(f"running {Path(job['path']).name} failed: {lines[-1]}")
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+def _executed(profile: Path) -> tuple[str, ...]:
+    """Node names of the first run in a profile, in the order they started."""
+    events = json.loads(profile.read_text())
+    runs = [e for e in events if e.get("cat") == "Node" and e["name"].endswith("_kernel_time")]
+    names = [e["name"].removesuffix("_kernel_time") for e in sorted(runs, key=lambda e: e["ts"])]
+    return tuple(dict.fromkeys(names))

@@ -1,0 +1,192 @@
+"""Is the written model what was promised? On paper (`check`) and in ONNX Runtime (`run`)."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import onnx
+
+from onnx_remat.errors import VerificationError
+from onnx_remat.ir import model_io
+from onnx_remat.ir.graph import Graph
+from onnx_remat.ir.shapes import Tensor
+from onnx_remat.ort import runtime
+from onnx_remat.report import Measured
+from onnx_remat.run import fixed_draws, processes
+from onnx_remat.units import format_bytes
+
+MODES = ("none", "check", "run")
+
+_TOLERANCE = {"float16": 2e-2, "float32": 2e-4, "float64": 1e-9}
+"""Relative tolerance by dtype where optimisations may fuse a forward chain and not its recompute."""
+
+
+_INVALID = (onnx.checker.ValidationError, UnicodeDecodeError)  # the latter: a message that quotes a broken name
+
+
+def check(original: onnx.ModelProto, rewritten: onnx.ModelProto, graph: Graph) -> None:
+    """What can be told without running: a valid model with the same interface that still computes every output.
+
+    Parameters
+    ----------
+    original, rewritten : onnx.ModelProto
+    graph : Graph
+        View of `rewritten`; building it has already shown it to be topologically ordered and free of name clashes.
+
+    Raises
+    ------
+    VerificationError
+    """
+    try:
+        onnx.checker.check_model(model_io.without_weights(rewritten), full_check=False)
+    except _INVALID as error:
+        try:
+            onnx.checker.check_model(model_io.without_weights(original), full_check=False)
+        except _INVALID:
+            pass  # the checker does not know everything the original uses (custom domains, say): not our doing
+        else:
+            raise VerificationError(f"the rewritten model is not valid ONNX: {str(error).splitlines()[0]}") from error
+    for what in ("input", "output"):
+        before, after = getattr(original.graph, what), getattr(rewritten.graph, what)
+        if [v.SerializeToString() for v in before] != [v.SerializeToString() for v in after]:
+            raise VerificationError(f"the rewritten model's {what}s differ from the original's")
+    made = {name for op in graph.ops for name in op.writes}
+    if lost := [
+        n.name for n in original.graph.node if not made.issuperset(filter(None, n.output)) and n.op_type != "Constant"
+    ]:
+        raise VerificationError(f"node {lost[0]!r} was lost")
+
+
+def run(
+    original: onnx.ModelProto,
+    rewritten: onnx.ModelProto,
+    folder: Path | None,
+    dims: dict[str, int],
+    budget: int,
+    order: Sequence[str],
+    tensors: Mapping[str, Tensor],
+    arena: bool = False,
+) -> Measured:
+    """Run both models in fresh processes: outputs, executed order, measured peaks, step times.
+
+    `order` holds the node names in the order the emulation says, graph optimisations off; `tensors` the shapes of the
+    original's values; with `arena`, the budget is to hold with `runtime.session_options()` too. Where ops draw random
+    numbers, outputs are compared with the draws fixed.
+
+    Raises
+    ------
+    VerificationError
+        Outputs differ, the order is not the file's, or the measured peak exceeds the budget.
+    """
+    models = {"before": original, "after": rewritten}
+    races = bool(fixed_draws.race_warnings(original))
+    with tempfile.TemporaryDirectory(prefix="onnx-remat-") as scratch:
+        home = Path(scratch)
+        paths = {name: _written(model, folder, home / name) for name, model in models.items()}
+        settled = without_chance((original, rewritten), folder, home / "settled", tensors)
+        equals = dict(zip(models, settled, strict=True)) if settled else paths
+        equal = bitwise(equals["before"], equals["after"], dims)
+        for name, path in equals.items():
+            processes.measure(path, outputs=home / f"{name}.npz", dims=dims, threads=1 if races else 0)
+        compare(home / "before.npz", home / "after.npz", exactly=False)
+        executed = processes.measure(paths["after"], "disable", dims=dims, trace=True).executed
+        before = processes.measure(paths["before"], dims=dims).peak_bytes
+        after = processes.peak_under(budget, partial(processes.measure, paths["after"], dims=dims))
+        default = {n: processes.measure(p, dims=dims, default=True, steps=3) for n, p in paths.items()}
+        held = processes.peak_under(budget, partial(_with_arena, paths["after"], dims)) if arena else None
+        seconds = processes.race(paths["before"], paths["after"], dims=dims)
+    if after > budget + processes.RESOLUTION:
+        raise VerificationError(f"measured peak {format_bytes(after)} exceeds the budget {format_bytes(budget)}")
+    if held is not None and held > budget + processes.RESOLUTION:
+        raise VerificationError(
+            f"with ONNX Runtime's arena {format_bytes(held)} are held, more than was foreseen and the budget "
+            f"{format_bytes(budget)}: try a smaller one"
+        )
+    return Measured(
+        before=before,
+        after=after,
+        before_default=default["before"].peak_bytes,
+        after_default=default["after"].peak_bytes,
+        after_arena=held,
+        before_seconds=seconds[0],
+        after_seconds=seconds[1],
+        outputs_equal=equal + (" (random draws fixed)" if settled else "") + (" on one thread" if races else ""),
+        order_kept=_order_kept(order, executed),
+    )
+
+
+def _with_arena(path: Path, dims: Mapping[str, int]) -> processes.Measurement:
+    """Of some steps with `runtime.session_options()`."""
+    return processes.measure(path, dims=dims, default=True, patterns=False, steps=3)
+
+
+def without_chance(
+    models: tuple[onnx.ModelProto, onnx.ModelProto], folder: Path | None, home: Path, tensors: Mapping[str, Tensor]
+) -> tuple[Path, Path] | None:
+    """Original and rewritten model with the same draws, written beneath `home`; None where nothing is drawn.
+
+    See `fixed_draws.without_chance`; `tensors` are the shapes of the original's values.
+    """
+    if not fixed_draws.random_nodes(models[0]):
+        return None
+    before, after = (
+        _written(fixed_draws.without_chance(model, tensors), folder, home / name)
+        for model, name in zip(models, ("before", "after"), strict=True)
+    )
+    return before, after
+
+
+def _written(model: onnx.ModelProto, folder: Path | None, home: Path) -> Path:
+    home.mkdir(parents=True)
+    return runtime.write_beside(model, folder, home)
+
+
+def bitwise(before: Path, after: Path, dims: Mapping[str, int] | None = None) -> str:
+    """Run two files with graph optimisations off and compare every output; see `compare`."""
+    with tempfile.TemporaryDirectory(prefix="onnx-remat-") as scratch:
+        first, second = Path(scratch) / "before.npz", Path(scratch) / "after.npz"
+        for path, outputs in ((before, first), (after, second)):
+            # one thread: some kernels are not reproducible on more, see `fixed_draws.race_warnings`
+            processes.measure(path, "disable", outputs=outputs, dims=dims, threads=1)
+        return compare(first, second, exactly=True)
+
+
+def compare(before: Path, after: Path, exactly: bool) -> str:
+    """Compare two ``.npz`` of outputs; returns how equal they are, raises VerificationError when they are not.
+
+    Keys are ``<index>:<name>``, as `processes.measure` writes them.
+    """
+    blind = []
+    with np.load(before) as a, np.load(after) as b:
+        for key in a.files:
+            x, y, name = a[key], b[key], key.partition(":")[2]
+            if x.shape != y.shape or x.dtype != y.dtype:
+                raise VerificationError(f"output {name!r} changed from {x.dtype}{x.shape} to {y.dtype}{y.shape}")
+            if exactly and x.tobytes() != y.tobytes():
+                raise VerificationError(f"output {name!r} is not bitwise equal with graph optimisations off")
+            if not exactly and not _close(x, y):
+                raise VerificationError(
+                    f"output {name!r} differs by more than {_TOLERANCE.get(x.dtype.name, 0)} relative"
+                )
+            if x.dtype.kind == "f" and np.isnan(x).any():
+                blind.append(name)
+    equal = "bitwise equal" if exactly else "equal within tolerance"
+    # NaN equals NaN, so these outputs would hide a fault
+    return equal + (f" (but {len(blind)} of them, {blind[0]!r} first, hold NaN on random inputs)" if blind else "")
+
+
+def _close(x: np.ndarray, y: np.ndarray) -> bool:
+    tolerance = _TOLERANCE.get(x.dtype.name, 0.0)
+    scale = float(np.max(np.abs(x), initial=0.0, where=np.isfinite(x))) if tolerance else 0.0
+    return bool(np.allclose(x, y, rtol=tolerance, atol=tolerance * scale, equal_nan=True))
+
+
+def _order_kept(expected: Sequence[str], executed: Sequence[str]) -> bool:
+    """Did the nodes run in the order the emulation says? Nodes without a name cannot be told and do not count."""
+    named = [name for name in expected if name]
+    known = set(named)
+    return [name for name in executed if name in known] == named

@@ -1,0 +1,154 @@
+"""Which control edges keep ONNX Runtime to a schedule, whatever it does to node numbers.
+
+The runtime is free to run nodes in any topological order, and the one it takes follows node numbers that its own
+optimisations change. Only dependencies are binding. So the *heavy* steps, all those that touch memory that matters,
+are chained: wherever a heavy step does not already depend on the heavy step before it, a control edge makes it do so.
+Light steps float between them; all light values together are a small fraction of the peak.
+
+A recompute must also differ from its original in some input, or common subexpression elimination merges the two. And
+a large value that depends on no graph input (the zeros that a scatter adds into) would be folded into a constant that
+stays for the whole session: a control edge keeps it a step of the run, made when it is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from onnx import TensorProto
+
+from onnx_remat.ir.dtypes import bits
+from onnx_remat.ir.graph import INITIALIZER, Graph, Op
+from onnx_remat.ir.shapes import Tensor
+from onnx_remat.problem import Flags, Problem, Schedule
+from onnx_remat.write.private_buffers import read_occurrences
+
+LIGHT_FRACTION = 0.005
+"""All floating values together stay under this fraction of the peak: the most that floating can add to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """A control edge: step `step` may not start before step `after` is done."""
+
+    after: int
+    step: int
+
+
+def light_limit(problem: Problem, schedule: Schedule, peak: int) -> int:
+    """Bytes up to which a value is light: all light values of a schedule together are `LIGHT_FRACTION` of its peak."""
+    made = [problem.nbytes[problem.outputs(op)] for op in schedule.order]
+    sizes = np.sort(np.concatenate([*made, np.zeros(0, np.int64)]))
+    count = int(np.searchsorted(np.cumsum(sizes), peak * LIGHT_FRACTION, side="right"))
+    return int(sizes[count - 1]) if count else 0
+
+
+def heavy_steps(problem: Problem, schedule: Schedule, limit: int) -> Flags:
+    """Steps whose time matters: they make, read or work in more than `limit` bytes at a time. Shape (n_steps,).
+
+    Views (Reshape and its like) allocate and free nothing, and the runtime fuses them with one another: they are not
+    heavy, unless they are graph outputs, which are copies, or nobody reads them, so that nothing says when to run them.
+    """
+    nbytes = np.where(problem.resident, 0, problem.nbytes)
+    touched = problem.workspace.copy()
+    np.maximum.at(touched, np.repeat(np.arange(problem.n_ops), np.diff(problem.in_ptr)), nbytes[problem.in_values])
+    np.maximum.at(touched, np.repeat(np.arange(problem.n_ops), np.diff(problem.out_ptr)), nbytes[problem.out_values])
+    maker = np.repeat(np.arange(problem.n_ops), np.diff(problem.out_ptr))
+    is_view = np.zeros(problem.n_ops, np.bool_)
+    is_view[maker] = (problem.alias_slot >= 0) & ~problem.is_output[problem.out_values]
+    order = schedule.array()
+    floats = is_view[order]
+    made_at = np.repeat(np.arange(len(order)), np.diff(problem.out_ptr)[order])
+    floats[made_at[~np.array(read_occurrences(problem, schedule), np.bool_)]] = False
+    return ~floats & (touched > limit)[order]
+
+
+def choose_pins(
+    problem: Problem,
+    schedule: Schedule,
+    heavy: Sequence[bool] | Flags,
+    pinnable: Sequence[bool] | Flags,
+    foldable: Sequence[bool],
+    can_trigger: Sequence[bool] | Flags,
+) -> list[Pin]:
+    """Control edges that chain the heavy steps of a schedule and keep recomputes and large constants what they are.
+
+    Parameters
+    ----------
+    problem, schedule
+        The graph and the order wanted.
+    heavy : bool (n_steps,)
+        From `heavy_steps`.
+    pinnable : bool (n_ops,)
+        Ops with an input that a control edge can pass through.
+    foldable : bool (n_ops,)
+        Ops that depend on no graph input: the runtime computes them when it loads the file, if it can.
+    can_trigger : bool (n_ops,)
+        Ops with an output that may get one more reader; the runtime fuses the others into their readers.
+
+    Returns
+    -------
+    list of Pin
+        In order of `step`, at most one per step.
+    """
+    order = schedule.order
+    latest: dict[int, int] = {}  # value -> step that made its latest occurrence
+    reached = np.full(len(order), -1, np.int64)  # latest heavy step that each step is or depends on
+    folds = np.zeros(len(order), np.bool_)
+    identity_of: list[int] = []  # per step, the first step that looks the same to common subexpression elimination
+    seen: dict[tuple[object, ...], int] = {}
+    pins: list[Pin] = []
+    last_heavy, last_run = -1, -1
+    for step, op in enumerate(order):
+        makers = [latest.get(v, -1 - v) for v in problem.inputs(op)]  # a resident stands for itself, negative
+        reached[step] = max((int(reached[m]) for m in makers if m >= 0), default=-1)
+        folds[step] = foldable[op] and all(folds[m] for m in makers if m >= 0)
+        identity: tuple[object, ...] = (op, *(identity_of[m] if m >= 0 else m for m in makers))
+        out_of_order = reached[step] < last_heavy
+        if heavy[step] and (out_of_order or folds[step] or identity in seen) and pinnable[op] and last_run >= 0:
+            pins.append(Pin(last_heavy if out_of_order else last_run, step))
+            reached[step] = max(reached[step], reached[pins[-1].after])
+            folds[step] = False
+            identity = ("pinned", step)
+        identity_of.append(seen.setdefault(identity, step))
+        latest.update(dict.fromkeys(problem.outputs(op), step))
+        if not folds[step] and can_trigger[op]:
+            last_run = step
+            if heavy[step]:
+                last_heavy = reached[step] = step
+    return pins
+
+
+# Ops whose output has no known shape as soon as any one input has none; others follow their first input.
+_ANY_INPUT = {
+    "Add", "Sub", "Mul", "Div", "Pow", "Where", "Max", "Min", "Sum", "Mean", "And", "Or", "Xor", "Equal", "Greater",
+    "Less", "GreaterOrEqual", "LessOrEqual", "Mod", "MatMul", "Gemm", "Concat", "PRelu",
+}  # fmt: skip
+
+
+def pin_slot(graph: Graph, tensors: Mapping[str, Tensor], op: Op, fused: Collection[str] = ()) -> int | None:
+    """Input slot that control edges and shape hiding go through; None where there is none.
+
+    Never one of `fused`, values that the runtime merges into their readers; among equals the largest that is not a
+    constant, which kernels may rely on.
+    """
+    slots = [slot for slot, name in enumerate(op.inputs) if name and _reshapable(tensors[name].dtype)]
+    free = [slot for slot in slots if op.inputs[slot] not in fused]
+    slots = slots if not free and op.node.op_type in ("MatMul", "Gemm") else free  # a product must have its place
+    if op.node.op_type not in _ANY_INPUT:
+        return slots[0] if slots else None
+
+    def merit(slot: int) -> tuple[bool, int, int]:
+        name = op.inputs[slot]
+        return graph.values[name].kind != INITIALIZER, tensors[name].nbytes, -slot
+
+    return max(slots, key=merit, default=None)
+
+
+def _reshapable(dtype: int) -> bool:
+    """Types that Reshape takes in every opset and execution provider; 8-bit floats and sub-byte types came later."""
+    return dtype not in (TensorProto.STRING, TensorProto.UNDEFINED) and (bits(dtype) > 8 or dtype in _BYTES)
+
+
+_BYTES = (TensorProto.BOOL, TensorProto.INT8, TensorProto.UINT8)

@@ -1,0 +1,238 @@
+"""Which buffers may be shared: keeps ONNX Runtime's buffer reuse from raising the peak above plain liveness.
+
+The runtime hands a dead buffer to the next value of the same shape (see `memory`), and until the last tenant is done
+the buffer stays allocated, also through the gap between two tenants. On real networks these gaps add 5 to 30 % to the
+peak. A value whose shape the runtime cannot tell from the file takes no part in this: it gets a buffer of its own and
+gives it back as soon as it is dead. Shape inference is stopped, at no cost, by passing an input of the value's op
+through a Reshape of unknown rank (see `rewrite`). Such a value is called *private* here.
+
+Values that are computed in place of a private value form a group with it: they share one made-up shape, so that the
+runtime still sees equal shapes where it works in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numba import njit
+
+from onnx_remat.ort.simulate.buffers import Timeline, simulate
+from onnx_remat.problem import Flags, Ints, Problem, Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Unrolled:
+    """A schedule as a problem of its own: every step an op, every occurrence of a value a value.
+
+    Attributes
+    ----------
+    problem : Problem
+        Ops are the schedule's steps; residents keep their numbers, occurrences follow in order of production.
+    base : int
+        Number of the first occurrence: occurrence i is value ``base + i``.
+    source : int32 (n_occurrences,)
+        Value of the original problem.
+    step : int32 (n_occurrences,)
+        Step that makes it.
+    """
+
+    problem: Problem
+    base: int
+    source: Ints
+    step: Ints
+
+
+def unroll(problem: Problem, schedule: Schedule) -> Unrolled:
+    """Give every occurrence of a value in a schedule its own number; outputs that a recompute drops are left out."""
+    base = problem.n_values
+    latest = np.arange(base, dtype=np.int64)
+    read_later = read_occurrences(problem, schedule)
+    in_ptr, in_values, out_ptr, out_values = [0], [], [0], []
+    slots: list[int] = []
+    source: list[int] = []
+    steps: list[int] = []
+    produced = 0
+    for step, op in enumerate(schedule.order):
+        in_values.extend(latest[problem.inputs(op)].tolist())
+        in_ptr.append(len(in_values))
+        for slot in range(problem.out_ptr[op], problem.out_ptr[op + 1]):
+            value = int(problem.out_values[slot])
+            first = latest[value] == value
+            dropped = problem.droppable[slot] and not first and not read_later[produced]
+            produced += 1
+            if not dropped:
+                latest[value] = base + len(source)
+                out_values.append(base + len(source))
+                slots.append(slot)
+                source.append(value)
+                steps.append(step)
+        out_ptr.append(len(out_values))
+    origin = np.concatenate([np.arange(base), np.asarray(source, np.int64)]).astype(np.int32)
+    first_time = np.ones(len(origin), np.bool_)
+    first_time[base:] = ~_repeated(np.asarray(source, np.int32))
+    order = schedule.array()
+    lengths = np.diff(problem.inplace_ptr)[slots]
+    picks = [problem.inplace_slots[problem.inplace_ptr[s] : problem.inplace_ptr[s + 1]] for s in slots]
+    unrolled = replace(
+        problem,
+        in_ptr=np.asarray(in_ptr, np.int32),
+        in_values=np.asarray(in_values, np.int32),
+        out_ptr=np.asarray(out_ptr, np.int32),
+        out_values=np.asarray(out_values, np.int32),
+        nbytes=problem.nbytes[origin],
+        resident=problem.resident[origin],
+        is_output=problem.is_output[origin] & first_time,
+        shape_class=problem.shape_class[origin],
+        poolable=problem.poolable[origin],
+        alias_slot=problem.alias_slot[slots],
+        inplace_ptr=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
+        inplace_slots=np.concatenate([*picks, np.zeros(0, np.int32)]).astype(np.int32),
+        droppable=np.zeros(len(slots), np.bool_),
+        workspace=problem.workspace[order] + np.where(_repeated(order), problem.rerun_workspace[order], 0),
+        rerun_workspace=np.zeros(len(order), np.int64),
+        cost=problem.cost[order],
+        recomputable=problem.recomputable[order],
+        phase=problem.phase[order],
+    )
+    return Unrolled(unrolled, base, np.asarray(source, np.int32), np.asarray(steps, np.int32))
+
+
+def _repeated(numbers: Ints) -> Flags:
+    """Which entries occurred before."""
+    again = np.ones(len(numbers), np.bool_)
+    again[np.unique(numbers, return_index=True)[1]] = False
+    return again
+
+
+def read_occurrences(problem: Problem, schedule: Schedule) -> list[bool]:
+    """Per occurrence, all output slots counted: does some step read it?"""
+    latest: dict[int, int] = {}
+    read: list[bool] = []
+    for op in schedule.order:
+        for value in problem.inputs(op):
+            if value in latest:
+                read[latest[value]] = True
+        for value in problem.outputs(op):
+            latest[value] = len(read)
+            read.append(False)
+    return read
+
+
+def gap_tenants(problem: Problem, order: Sequence[int], timeline: Timeline, limit: int) -> list[int]:
+    """Values that took over a dead buffer which had stayed allocated, for nothing, through a step above `limit` bytes.
+
+    Parameters
+    ----------
+    problem : Problem
+    order : sequence of int
+        Runs every op once.
+    timeline : Timeline
+        Of that order.
+    limit : int
+        Bytes; steps above it are the ones to relieve.
+    """
+    steps = np.asarray(order, np.int32)
+    hot = np.concatenate([[0], np.cumsum(timeline.step_bytes > limit)]).astype(np.int64)
+    flagged = _flag_gaps(
+        steps, problem.in_ptr, problem.in_values, problem.out_ptr, problem.out_values, problem.n_values,
+        timeline.tenant_of, len(timeline.start), hot,
+    )  # fmt: skip
+    return [int(v) for v in np.flatnonzero(flagged)]
+
+
+@njit(cache=True)
+def _flag_gaps(order, in_ptr, in_values, out_ptr, out_values, n_values, tenant_of, n_buffers, hot):  # type: ignore[no-untyped-def]
+    last_read = np.full(n_values, -1, np.int32)
+    for step in range(len(order)):
+        op = order[step]
+        for k in range(in_ptr[op], in_ptr[op + 1]):
+            last_read[in_values[k]] = step
+    busy_until = np.full(n_buffers, -1, np.int32)
+    flagged = np.zeros(n_values, np.bool_)
+    i = 0
+    for step in range(len(order)):
+        op = order[step]
+        for k in range(out_ptr[op], out_ptr[op + 1]):
+            buffer, value = tenant_of[i], out_values[k]
+            i += 1
+            if buffer < 0:
+                continue
+            if busy_until[buffer] >= 0 and hot[step] > hot[busy_until[buffer] + 1]:
+                flagged[value] = True
+            busy_until[buffer] = max(busy_until[buffer], last_read[value], step)
+    return flagged
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """Who shares buffers with whom.
+
+    Attributes
+    ----------
+    group : int32 (n_occurrences,)
+        Number of the private group an occurrence belongs to, -1 for those shared as usual.
+    leaders : tuple of int
+        Occurrences whose step must hide their shape; the other members inherit the group by being made in place.
+    timeline : Timeline
+        Of the schedule with these groups.
+    """
+
+    group: Ints
+    leaders: tuple[int, ...]
+    timeline: Timeline
+
+
+def choose_private(unrolled: Unrolled, limit: int, light: int, can_hide: Flags, start: Sequence[int] = ()) -> Sharing:
+    """Make values private until the steps of a schedule stay at or under a limit, as far as that helps.
+
+    Parameters
+    ----------
+    unrolled : Unrolled
+        The schedule.
+    limit : int
+        Bytes of peak.
+    light : int
+        Values of up to this many bytes are left alone.
+    can_hide : bool (n_steps,)
+        Steps whose outputs' shapes can be hidden.
+    start : sequence of int
+        Occurrences to make private in any case.
+    """
+    problem, base = unrolled.problem, unrolled.base
+    steps = range(problem.n_ops)
+    hideable = can_hide[unrolled.step] & (problem.alias_slot < 0)
+    private = np.zeros(len(unrolled.source), np.bool_)
+    private[list(start)] = hideable[list(start)]
+    while True:
+        group = _group(unrolled, private)
+        classes = problem.shape_class.copy()
+        classes[base:] = np.where(group >= 0, int(classes.max(initial=0)) + 1 + group, classes[base:])
+        grouped = replace(problem, shape_class=classes)
+        timeline = simulate(grouped, steps)
+        found = np.array(gap_tenants(grouped, steps, timeline, limit), np.int64) - base
+        new = found[~private[found] & hideable[found] & (problem.nbytes[found + base] > light)]
+        if not len(new):
+            return Sharing(group, tuple(np.flatnonzero(private).tolist()), timeline)
+        private[new] = True
+
+
+def _group(unrolled: Unrolled, private: Flags) -> Ints:
+    """Number the groups: a private occurrence starts one, what may be made in place of a member joins it."""
+    problem, base = unrolled.problem, unrolled.base
+    group = np.full(len(private), -1, np.int32)
+    count = 0
+    for i in range(len(private)):  # output slots and occurrences are numbered alike
+        step = int(unrolled.step[i])
+        if private[i]:
+            group[i] = count
+            count += 1
+            continue
+        for slot in problem.inplace_slots[problem.inplace_ptr[i] : problem.inplace_ptr[i + 1]]:
+            value = int(problem.in_values[problem.in_ptr[step] + slot])
+            same = problem.shape_class[value] == problem.shape_class[base + i] >= 0
+            if value >= base and group[value - base] >= 0 and same:
+                group[i] = group[value - base]
+                break
+    return group

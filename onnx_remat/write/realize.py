@@ -1,0 +1,137 @@
+"""Schedule -> file: choose the control edges and private values that make ONNX Runtime keep it, then write it down."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import numpy as np
+from onnx import TensorProto
+
+from onnx_remat.ir.dropout import adjoined
+from onnx_remat.ir.graph import Graph, Op
+from onnx_remat.ir.shapes import Tensor
+from onnx_remat.ort.compile import OpTable, attributes
+from onnx_remat.ort.kernels.cpu import facts
+from onnx_remat.ort.simulate.buffers import simulate
+from onnx_remat.problem import Problem, Schedule
+from onnx_remat.write.control_edges import choose_pins, heavy_steps, light_limit, pin_slot
+from onnx_remat.write.private_buffers import choose_private, unroll
+from onnx_remat.write.writer import Rewritten, rewrite
+
+
+def realize(
+    graph: Graph,
+    tensors: Mapping[str, Tensor],
+    table: OpTable,
+    problem: Problem,
+    schedule: Schedule,
+    limit: int,
+    metadata: Mapping[str, str],
+    private: Collection[int] = (),
+    exposed: Collection[int] = (),
+) -> Rewritten:
+    """Write a schedule so that stock ONNX Runtime executes it in order and within its liveness peak.
+
+    Parameters
+    ----------
+    graph, tensors, table, problem
+        The original in its views.
+    schedule : Schedule
+        What to write.
+    limit : int
+        Bytes of peak that sharing of buffers must not exceed.
+    metadata : mapping of str to str
+        Model metadata to record.
+    private : collection of int
+        Occurrences that must be private because the file, as ONNX Runtime optimises it, exceeded the limit otherwise.
+    exposed : collection of int
+        Steps whose shapes turned out to be known all the same.
+    """
+    schedule = adjoined(graph, problem, schedule)
+    absorbed = np.array([_is_absorbed(graph, op) for op in graph.ops], np.bool_)
+    fused = {name for op in graph.ops if absorbed[op.index] for name in op.writes}
+    unrolled = unroll(problem, schedule)
+    light = light_limit(problem, schedule, limit)
+    heavy = heavy_steps(problem, schedule, light)
+    views = problem.alias_slot[problem.out_ptr[:-1]] >= 0 if problem.n_ops else np.zeros(0, np.bool_)
+    views_made = {name for op in graph.ops if views[op.index] for name in op.writes}
+    slots = [pin_slot(graph, tensors, op, fused) for op in graph.ops]
+    pinnable = np.array([slot is not None for slot in slots], np.bool_)
+    tensor = np.array([tensors[op.writes[0]].dtype != TensorProto.UNDEFINED for op in graph.ops], np.bool_)
+    pins = choose_pins(problem, schedule, heavy, pinnable, table.foldable, ~absorbed & tensor)
+    stated = np.array([facts(op.node.domain, op.node.op_type).stated for op in graph.ops], np.bool_)
+    can_hide = (pinnable & ~stated)[schedule.array()]
+    can_hide[list(exposed)] = False
+    sharing = choose_private(unrolled, limit, light, can_hide, sorted(private))
+    return rewrite(
+        graph, tensors, schedule, unrolled, slots, pins, sharing.group, sharing.leaders, views_made, metadata
+    )
+
+
+_TRIES = 300  # single moves priced when moving all of them at once does not fit
+
+
+def settle(graph: Graph, problem: Problem, schedule: Schedule, limit: int) -> Schedule:
+    """Put ops where they will run: draws beside their products, absorbed Transposes just before their first readers.
+
+    Transposes are moved where that keeps the peak at or under `limit`. The runtime computes them there, as part of
+    their readers, or not at all; elsewhere in the schedule they would only seem to stand in for their inputs.
+    """
+    schedule = adjoined(graph, problem, schedule)
+    targets = _first_readers(problem, schedule, {op.index for op in graph.ops if _is_absorbed(graph, op)})
+    order = list(schedule.order)
+    together = _moved(order, targets)
+    if simulate(problem, together).peak <= limit:
+        return Schedule(tuple(together))
+    chosen: dict[int, int] = {}
+    for step, reader in list(targets.items())[:_TRIES]:
+        if simulate(problem, _moved(order, chosen | {step: reader})).peak <= limit:
+            chosen[step] = reader
+    return Schedule(tuple(_moved(order, chosen)))
+
+
+def _first_readers(problem: Problem, schedule: Schedule, absorbed: Collection[int]) -> dict[int, int]:
+    """First reader of each absorbed step that is not adjacent to it, where the step would still read the same there."""
+    next_read: dict[int, int] = {}
+    next_made: dict[int, int] = {}
+    targets: dict[int, int] = {}
+    for step in reversed(range(len(schedule.order))):
+        op = schedule.order[step]
+        if op in absorbed:
+            reader = next_read.get(problem.outputs(op)[0], step)
+            remade = min((next_made.get(v, reader) for v in problem.inputs(op)), default=reader)
+            if reader > step + 1 and remade >= reader:
+                targets[step] = reader
+        for value in problem.outputs(op):
+            next_made[value] = step
+            next_read.pop(value, None)
+        next_read.update(dict.fromkeys(problem.inputs(op), step))
+    return targets
+
+
+def _moved(order: Sequence[int], targets: Mapping[int, int]) -> list[int]:
+    """`order` with each step in `targets` moved to just before the step it maps to."""
+    before: dict[int, list[int]] = {}
+    for step in sorted(targets):
+        before.setdefault(targets[step], []).append(order[step])
+    result: list[int] = []
+    for step, op in enumerate(order):
+        result.extend(before.get(step, ()))
+        if step not in targets:
+            result.append(op)
+    return result
+
+
+def _is_absorbed(graph: Graph, op: Op) -> bool:
+    """Is it a Transpose that ONNX Runtime makes part of the matrix products (or Transposes) that read it?
+
+    Nothing is put between it and them, and it triggers nothing, lest it become a copy of its own again.
+    """
+    if op.node.op_type != "Transpose":
+        return False
+    perm = list(attributes(op.node).get("perm", ()))  # type: ignore[call-overload]
+    last = len(perm) - 1
+    if last < 1 or perm != [*range(last - 1), last, last - 1]:
+        return False
+    readers = [graph.ops[i].node.op_type for i in graph.nx.successors(op.outputs[0])]
+    return bool(readers) and all(reader in ("MatMul", "Gemm", "Transpose") for reader in readers)

@@ -1,0 +1,426 @@
+"""Schedule -> ModelProto: clone what is recomputed, put nodes in schedule order, pin that order with control edges.
+
+A control edge passes one input of the step that must wait through
+``Reshape(x, Mul(Size(trigger), zeros))``: a 0 in a Reshape's shape copies the input's dimension, so the value and its
+buffer are unchanged, no shape needs to be known, and nothing is copied; yet the step now depends on the trigger.
+
+Where the step's result is to be private (see `sharing`), the zeros are a vector whose length shape inference cannot
+see. On paper the Reshape's result then has no rank and the step's result no shape; for who reads the file again, the
+model's metadata tells it. Where a group of values is to share one private buffer, ``value_info`` states made-up
+symbolic dimensions for them instead: ``onnx_remat.p<group>.<axis>=<size>``. Not where there is no need: the runtime,
+loading the file, compares every value of a stated shape with every free buffer of one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import onnx
+from onnx import TensorProto, helper
+
+from onnx_remat.errors import ModelError
+from onnx_remat.ir.dropout import is_draw, is_product, kept, spelled_out, whole
+from onnx_remat.ir.graph import Graph, Op, is_constant, names_in, rename_captures
+from onnx_remat.ir.shapes import SHAPES_KEY, TAG, UNSEEN, Dim, Tensor
+from onnx_remat.ort.compile import STANDARD_DOMAINS
+from onnx_remat.ort.kernels.cpu import facts
+from onnx_remat.problem import Ints, Schedule
+from onnx_remat.write.control_edges import Pin
+from onnx_remat.write.private_buffers import Unrolled
+
+RECOMPUTE_KEY = TAG + "recompute_of"
+CONTROL_KEY = TAG + "control_edge"
+BUDGET_KEY, DIMS_KEY = TAG + "budget_bytes", TAG + "dims"
+CLONES_KEY, EDGES_KEY = TAG + "recomputed", TAG + "control_edges"
+"""Model metadata: first results of the recomputed nodes and of the control edges' Reshapes, as JSON lists."""
+
+_MIN_OPSET = 7  # Mul broadcasts a scalar from 7 on, Reshape takes its shape as an input from 5 on
+_NODE_METADATA_IR = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Rewritten:
+    """A rewritten model and what was done to it.
+
+    Attributes
+    ----------
+    model : onnx.ModelProto
+    recomputed : tuple of str
+        Labels of the recomputed nodes, once per recompute, in execution order.
+    control_edges : int
+        Edges added to pin the order.
+    private_values : int
+        Values given a buffer of their own.
+    nodes_added : int
+        Recomputes and the nodes that make up control edges and hide shapes.
+    occurrences : tuple of str
+        Name of each occurrence of a value, numbered as in `private_buffers.Unrolled`.
+    """
+
+    model: onnx.ModelProto
+    recomputed: tuple[str, ...]
+    control_edges: int
+    private_values: int
+    nodes_added: int
+    occurrences: tuple[str, ...]
+
+
+def rewrite(
+    graph: Graph,
+    tensors: Mapping[str, Tensor],
+    schedule: Schedule,
+    unrolled: Unrolled,
+    slots: Sequence[int | None],
+    pins: Sequence[Pin],
+    group: Ints,
+    leaders: Sequence[int],
+    views: Collection[str],
+    metadata: Mapping[str, str],
+) -> Rewritten:
+    """Write a schedule down as a model that stock ONNX Runtime executes in that order, with those buffers.
+
+    Parameters
+    ----------
+    graph, tensors
+        The original.
+    schedule, unrolled : Schedule, Unrolled
+        What to write.
+    slots : sequence of int or None
+        Per op, the input slot that control edges and shape hiding go through, from `control_edges.pin_slot`.
+    pins : sequence of Pin
+        Control edges, from `control_edges.choose_pins`.
+    group : int32 (n_occurrences,)
+        Private group of each occurrence, -1 for none, from `private_buffers.choose_private`.
+    leaders : sequence of int
+        Occurrences whose own step must hide their shape; the other members of a group inherit it.
+    views : collection of str
+        Values made by Reshape and its like: the runtime fuses a Reshape of known shape into the one before it, and
+        the control edge would be lost, so an edge through one of these hides its shape in any case.
+    metadata : mapping of str to str
+        Model metadata to record, keys without prefix.
+
+    Raises
+    ------
+    ModelError
+        The model's opset is too old to write control edges in.
+    """
+    hidden = {int(unrolled.step[i]) for i in leaders}
+    writer = _Writer(graph, tensors, views, bool(pins or hidden))
+    writer.write(schedule, unrolled, slots, {pin.step: pin.after for pin in pins}, hidden, group)
+    model = onnx.ModelProto()
+    model.CopyFrom(graph.model)
+    del model.graph.node[:]
+    del model.graph.value_info[:]
+    model.graph.node.extend(node for node in graph.model.graph.node if is_constant(node))
+    model.graph.node.extend(writer.nodes)
+    model.graph.initializer.extend(writer.initializers)
+    model.graph.value_info.extend(writer.value_info.values())
+    plan = {CLONES_KEY: writer.clones, EDGES_KEY: writer.edges, SHAPES_KEY: writer.shapes}
+    _set_metadata(
+        model, {TAG + key: value for key, value in metadata.items()} | {k: json.dumps(v) for k, v in plan.items()}
+    )
+    return Rewritten(
+        model, tuple(writer.recomputed), len(pins), int((group >= 0).sum()), len(writer.nodes) - graph.n_nodes(),
+        tuple(writer.occurrences),
+    )  # fmt: skip
+
+
+def _set_metadata(model: onnx.ModelProto, metadata: Mapping[str, str]) -> None:
+    kept = [(p.key, p.value) for p in model.metadata_props if not p.key.startswith(TAG)]
+    del model.metadata_props[:]
+    for key, value in [*kept, *metadata.items()]:
+        model.metadata_props.add(key=key, value=value)
+
+
+@dataclass(frozen=True, slots=True)
+class _Occurrence:
+    """A step to write.
+
+    Attributes
+    ----------
+    op : Op
+    number : int
+        0 the first time, then of the recompute.
+    slot : int or None
+        Input that a control edge or the hiding of a shape goes through.
+    trigger : str or None
+        Value to wait for.
+    hide : bool
+        Is the shape of what it makes to be hidden?
+    makes : mapping of str to int
+        Private group, or -1, of each value it makes.
+    """
+
+    op: Op
+    number: int
+    slot: int | None
+    trigger: str | None
+    hide: bool
+    makes: Mapping[str, int]
+
+
+class _Writer:
+    """Turns steps into nodes; remembers which name holds each value's latest occurrence."""
+
+    def __init__(self, graph: Graph, tensors: Mapping[str, Tensor], views: Collection[str], edges: bool) -> None:
+        self.graph = graph
+        self.tensors = tensors
+        self._views = views
+        self.nodes: list[onnx.NodeProto] = []
+        self.initializers: list[onnx.TensorProto] = []
+        self.recomputed: list[str] = []
+        self.clones: list[str] = []
+        self.edges: list[str] = []
+        self.occurrences: list[str] = []
+        self.value_info = {v.name: v for v in graph.model.graph.value_info}
+        self.shapes: dict[str, tuple[int | str, ...]] = {}
+        self._interface = {v.name: v.type for v in (*graph.model.graph.input, *graph.model.graph.output)}
+        self._taken = set(names_in(graph.model.graph))
+        self._latest = {name: name for name in graph.values}
+        self._names = list(graph.values)
+        self._held: dict[tuple[str, str | None, bool], str] = {}
+        self._zeros: dict[int, str] = {}
+        self._constants: dict[int, str] = {}
+        self._seed = ""
+        self._unknown = 0
+        self._shared: set[int] = set()
+        self._notes = graph.model.ir_version >= _NODE_METADATA_IR
+        if edges:
+            self._check_opset()
+
+    def write(
+        self,
+        schedule: Schedule,
+        unrolled: Unrolled,
+        slots: Sequence[int | None],
+        after: Mapping[int, int],
+        hidden: set[int],
+        group: Ints,
+    ) -> None:
+        """Append the nodes of every step, each behind the control edge or the Reshape that it needs."""
+        count = [0] * len(self.graph.ops)
+        self._shared = {number for number, members in Counter(group.tolist()).items() if number >= 0 and members > 1}
+        made: list[str] = []  # first result of each step
+        occurrence = 0
+        draw: Op | None = None
+        for step, index in enumerate(schedule.order):
+            op = self.graph.ops[index]
+            makes: dict[str, int] = {}
+            while occurrence < len(unrolled.step) and unrolled.step[occurrence] == step:
+                makes[self._names[unrolled.source[occurrence]]] = int(group[occurrence])
+                occurrence += 1
+            steps = (step,) if draw is None else (step - 1, step)
+            trigger = next((made[after[s]] for s in steps if s in after), None)
+            here = _Occurrence(op, count[index], slots[index], trigger, not hidden.isdisjoint(steps), makes)
+            if is_draw(op):  # its Dropout is written with the product, which is the next step
+                draw = op
+                self._occur(op.outputs[0], op.outputs[0], makes[op.outputs[0]])
+            elif is_product(op) and here.number:
+                self._multiply(here)
+            else:
+                self._write_node(here, draw)
+                draw = None
+            count[index] += 1
+            made.append(self._latest[next(iter(makes))])
+
+    def _write_node(self, here: _Occurrence, draw: Op | None) -> None:
+        """Append the node of a step; with its draw, a product is a Dropout."""
+        op = here.op
+        inputs = [self._latest[name] if name else "" for name in op.inputs]
+        for written in facts(op.node.domain, op.node.op_type).overwrites if here.number else ():
+            inputs[written] = self._copy(inputs[written])
+        if here.trigger or here.hide:
+            assert here.slot is not None, op.label
+            inputs[here.slot] = self._hold(inputs[here.slot], op.inputs[here.slot], here.trigger, here.hide)
+        if draw is None:
+            node = onnx.NodeProto()
+            node.CopyFrom(op.node)
+        else:
+            node = whole(draw, op)
+            inputs = [inputs[0], *(self._latest[name] if name else "" for name in draw.inputs[1:])]
+        node.input[:] = inputs
+        rename_captures(node, {n: self._latest[n] for n in op.captured if self._latest[n] != n})
+        self._name_outputs(node, here)
+        self.nodes.append(node)
+
+    def _multiply(self, here: _Occurrence) -> None:
+        """A Dropout's product again, spelled out; of a mask of unseen shape, what comes in between shares no buffer."""
+        (result,), (source, mask) = here.op.outputs, (self._latest[name] for name in here.op.inputs)
+        tensor = self.tensors[result]
+        mask = self._hold(mask, here.op.inputs[1], here.trigger or source, True)
+        divisor = self._fresh(f"{TAG}keep")
+        self.initializers.append(helper.make_tensor(divisor, tensor.dtype, (), [kept(here.op)]))
+        between = [self._fresh(f"{result}__{what}{here.number}") for what in ("mask", "masked")]
+        for name in between:
+            self.shapes[name] = _open_shape(tensor)
+        nodes = spelled_out(here.op, source, mask, divisor, between, tensor.dtype)
+        for node in nodes[:-1]:
+            self._mark(node, here.op)
+        self._name_outputs(nodes[-1], here)
+        self.nodes += nodes
+
+    def _check_opset(self) -> None:
+        opset = next((o.version for o in self.graph.model.opset_import if o.domain in STANDARD_DOMAINS), 0)
+        if opset < _MIN_OPSET:
+            raise ModelError(
+                f"the model uses opset {opset}; pinning an order needs {_MIN_OPSET} or later: "
+                "convert it with onnx.version_converter first"
+            )
+
+    def _name_outputs(self, node: onnx.NodeProto, here: _Occurrence) -> None:
+        """Name what a step makes and say what its node is."""
+        op, number = here.op, here.number
+        if number:
+            self.recomputed.append(op.label)
+            node.name = self._fresh(f"{op.node.name or op.node.op_type}__remat{number}")
+            self._mark(node, op)
+        for slot, name in enumerate(op.outputs):
+            if name in here.makes:
+                node.output[slot] = self._fresh(f"{name}__remat{number}") if number else name
+                self._occur(node.output[slot], name, here.makes[name])
+            else:
+                node.output[slot] = ""
+        if number:
+            self.clones.append(next(name for name in node.output if name))
+        while node.output and not node.output[-1]:
+            node.output.pop()
+
+    def _mark(self, node: onnx.NodeProto, op: Op) -> None:
+        """Say that a node is a recompute, and so part of the backward pass."""
+        self._note(node, RECOMPUTE_KEY, op.label)
+        for prop in node.metadata_props:
+            if prop.key == "phase":
+                prop.value = "backward"
+
+    def _occur(self, new: str, value: str, group: int) -> None:
+        """From here on `value` is called `new`."""
+        self._latest[value] = new
+        self.occurrences.append(new)
+        self._declare(new, value, group)
+
+    def _hold(self, held: str, original: str, trigger: str | None, hide: bool) -> str:
+        """Pass `held` through a Reshape, after `trigger` if there is one; returns the name to read instead.
+
+        Equal ones are made once, and hiding ones read other zeros than the rest: common subexpression elimination
+        would merge two that differ in what value_info says alone, and keep either.
+        """
+        hide = hide or original in self._views
+        if (held, trigger, hide) in self._held:
+            return self._held[held, trigger, hide]
+        rank = len(self.tensors[original].shape)
+        zeros = self._unseen_zeros(rank) if hide else self._seen_zeros(rank)
+        stem = self._fresh(f"{held}__after" if trigger else f"{held}__private")
+        shape = zeros
+        if trigger:
+            self.edges.append(stem)
+            size, shape = self._fresh(f"{stem}_size"), self._fresh(f"{stem}_shape")
+            self._helper("Size", [trigger], size, trigger)
+            self._helper("Mul", [size, zeros], shape, trigger)
+        self._helper("Reshape", [held, shape], stem, trigger or "")
+        if held in self.shapes:
+            self.shapes[stem] = self.shapes[held]
+        elif not hide:
+            info = self.value_info.get(held)
+            info_type = info.type if info is not None else self._interface.get(held)
+            if info_type is not None and all(_is_told(dim) for dim in info_type.tensor_type.shape.dim):
+                self.value_info[stem] = onnx.ValueInfoProto(name=stem, type=info_type)
+            else:
+                self._declare(stem, original, -1)
+        self._held[held, trigger, hide] = stem
+        return stem
+
+    def _helper(self, op_type: str, inputs: Sequence[str], output: str, trigger: str) -> None:
+        node = helper.make_node(op_type, inputs, [output], name=output)
+        if trigger:
+            self._note(node, CONTROL_KEY, trigger)
+        self.nodes.append(node)
+
+    def _copy(self, name: str) -> str:
+        """A copy of a value, for a recompute to overwrite: Concat copies even a single input."""
+        copy = self._fresh(f"{name}__copy")
+        self.nodes.append(helper.make_node("Concat", [name], [copy], name=copy, axis=0))
+        return copy
+
+    def _unseen_zeros(self, rank: int) -> str:
+        """A vector of `rank` zeros whose length shape inference does not see."""
+        if rank not in self._zeros:
+            if not self._seed:
+                source = next(v.name for v in self.graph.model.graph.input if _is_tensor(v))
+                size, self._seed = self._fresh(f"{TAG}size"), self._fresh(f"{UNSEEN}_0")
+                self._helper("Size", [source], size, "")
+                self._helper("Mul", [size, self._seen_zeros(1)], self._seed, "")
+            self._zeros[rank] = self._fresh(f"{UNSEEN}_zeros_{rank}")
+            self._helper("Reshape", [self._seen_zeros(rank), self._seed], self._zeros[rank], "")
+            dims = (f"{TAG}rank={rank}",)
+            kind = helper.make_tensor_type_proto(TensorProto.INT64, dims)
+            self.value_info[self._zeros[rank]] = onnx.ValueInfoProto(name=self._zeros[rank], type=kind)
+        return self._zeros[rank]
+
+    def _seen_zeros(self, rank: int) -> str:
+        """A vector of `rank` zeros that everybody knows."""
+        if rank not in self._constants:
+            name = self._constants[rank] = self._fresh(f"{TAG}zeros_{rank}")
+            self.initializers.append(helper.make_tensor(name, TensorProto.INT64, (rank,), [0] * rank))
+        return self._constants[rank]
+
+    def _declare(self, name: str, like: str, group: int) -> None:
+        """value_info for a value: its own shape to share buffers by, or its group's made-up one; alone in it, none."""
+        tensor = self.tensors[like]
+        if name in self._interface or tensor.dtype == TensorProto.UNDEFINED:
+            return
+        if group >= 0 and group not in self._shared:
+            self.value_info.pop(name, None)
+            self.shapes[name] = _open_shape(tensor)
+            return
+        if group >= 0:
+            dims: tuple[Dim, ...] | None = tuple(
+                f"{TAG}p{group}.{axis}={size if known is None else known}"
+                for axis, (size, known) in enumerate(_dims(tensor))
+            )
+        else:
+            known = [dim for _, dim in _dims(tensor)]
+            if None not in known and like in self.value_info and name != like:
+                self.value_info[name] = onnx.ValueInfoProto(name=name, type=self.value_info[like].type)
+                return
+            # What the runtime cannot tell from the file it must not be told, for it would share buffers by it; a name
+            # of its own says no more to it than nothing would, and keeps the size for who reads the file again.
+            self._unknown += None in known
+            dims = tuple(
+                f"{TAG}u{self._unknown}.{axis}={size}" if dim is None else dim
+                for axis, (size, dim) in enumerate(_dims(tensor))
+            )
+        kind = helper.make_tensor_type_proto(tensor.dtype, dims)
+        self.value_info[name] = onnx.ValueInfoProto(name=name, type=kind)
+
+    def _note(self, node: onnx.NodeProto, key: str, value: str) -> None:
+        if self._notes:
+            node.metadata_props.add(key=key, value=value)
+
+    def _fresh(self, wish: str) -> str:
+        name, suffix = wish, 1
+        while name in self._taken:
+            suffix += 1
+            name = f"{wish}_{suffix}"
+        self._taken.add(name)
+        return name
+
+
+def _dims(tensor: Tensor) -> list[tuple[int, Dim]]:
+    """Per axis the size, and what the runtime will know of it."""
+    return list(zip(tensor.shape, tensor.symbolic or (None,) * len(tensor.shape), strict=True))
+
+
+def _open_shape(tensor: Tensor) -> tuple[int | str, ...]:
+    """Data type and dimensions as `SHAPES_KEY` records them."""
+    return tensor.dtype, *(size if dim is None else dim for size, dim in _dims(tensor))
+
+
+def _is_told(dim: onnx.TensorShapeProto.Dimension) -> bool:
+    return dim.HasField("dim_value") or bool(dim.dim_param)
+
+
+def _is_tensor(value: onnx.ValueInfoProto) -> bool:
+    return bool(value.type.HasField("tensor_type"))
