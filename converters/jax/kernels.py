@@ -1,6 +1,6 @@
 """What ONNX Runtime's CPU provider has kernels for, JAX's keys as integers, and constants computed now.
 
-`tests/test_converters_jax.py` compares the table of kernels with the installed ONNX Runtime.
+`tests/converters/test_jax.py` compares the table of kernels with the installed ONNX Runtime.
 """
 
 from __future__ import annotations

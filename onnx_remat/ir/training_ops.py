@@ -2,7 +2,7 @@
 
 ``training_model.onnx``, as onnxruntime-training makes it, is full of gradient operators without a schema in onnx or in
 stock ONNX Runtime. For shape inference alone, each gives way to standard operators whose results have the same types
-and shapes. Shapes were compared with runs of onnxruntime-training 1.19.2 (``tests/test_training_ops.py``).
+and shapes. Shapes were compared with runs of onnxruntime-training 1.19.2 (``tests/ir/test_training_ops.py``).
 """
 
 from __future__ import annotations

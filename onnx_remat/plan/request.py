@@ -1,6 +1,6 @@
 """What a checkpoint selector is: a named function from a `Request` to a `Schedule`, kept in a registry.
 
-The contract, tested for every registered selector by one shared checker (`tests/test_selectors.py`): the
+The contract, tested for every registered selector by one shared checker (`tests/plan/test_selectors.py`): the
 schedule is valid (`check_schedule`), the same request gives the same schedule, and nothing is claimed: peak
 and overhead are always re-simulated by the caller. A selector that cannot reach the budget returns the
 lowest-peak schedule it found.

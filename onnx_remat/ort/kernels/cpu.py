@@ -4,7 +4,7 @@ The buffer plan of ONNX Runtime depends on what each kernel declares when it reg
 output *must* share its input's buffer (``Alias``) and whether it *may* overwrite an input that dies there
 (``MayInplace``). The tables below state those declarations for the CPU kernels of ONNX Runtime 1.31.1. They
 were obtained by running nearly every kernel in stock ONNX Runtime and reading its node memory statistics,
-over opsets 7 to 26 and seven element types; ``tests/test_ops.py`` repeats a part of the measurement.
+over opsets 7 to 26 and seven element types; ``tests/ort/test_kernel_facts.py`` repeats a part of the measurement.
 
 What the measurement says, against first expectations:
 

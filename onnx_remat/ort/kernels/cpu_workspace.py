@@ -4,7 +4,7 @@ A step's footprint is its live values plus what the running kernel allocates for
 were learned from ONNX Runtime 1.31.1: ``total_temp_allocations`` of its node memory statistics over grids
 of shapes, attributes and thread counts, cross-checked against the resident memory of one-node graphs, which
 also sees what kernels take with ``malloc`` behind the allocator's back (`BY_MALLOC`).
-``tests/test_workspace.py`` repeats the former.
+``tests/ort/test_workspace.py`` repeats the former.
 
 Statistics add up all temporaries of a node; where a kernel frees one before it takes the next, the rule
 here is the peak. Kernels not listed take nothing that grows with their tensors: reductions over any axes,

@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from conftest import feeds_for, mlp, model_of
+from graphs import feeds_for, mlp, model_of
 from onnx import helper
 
 from onnx_remat.app import bench

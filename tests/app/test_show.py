@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import mlp
+from graphs import mlp
 
 from onnx_remat.app import cli
 from onnx_remat.app.show import draw, page, snapshot, trace

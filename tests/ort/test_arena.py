@@ -23,7 +23,7 @@ from onnx_remat.run import processes
 from onnx_remat.run.training import renewals
 from sample_models.chain import chain
 
-SAMPLES = Path(__file__).parent.parent / "sample_models"
+SAMPLES = Path(__file__).parents[2] / "sample_models"
 
 MIB = 1 << 20
 STEPS = 4

@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from conftest import mlp
+from graphs import mlp
 from onnx import TensorProto, parser
 
 from onnx_remat.app import cli

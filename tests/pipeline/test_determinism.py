@@ -29,7 +29,7 @@ for name in sys.argv[1:]:
 def test_odd_graphs_are_written_alike_whatever_the_hash_seed(pytestconfig):
     """With ``--fuzz`` all of them, under three seeds."""
     names, seeds = (tuple(ODD), "017") if pytestconfig.getoption("--fuzz") else (CLASSES, "01")
-    root = Path(__file__).parent.parent
+    root = Path(__file__).parents[2]
     running = [
         subprocess.Popen(
             [sys.executable, "-c", _PROGRAM, *names], cwd=root, stdout=subprocess.PIPE, text=True,

@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from conftest import model_of
+from graphs import model_of
 
 from onnx_remat import rewrite_model
 from onnx_remat.app import bench, cli
@@ -34,7 +34,7 @@ from onnx_remat.run.training import Loop, initial_state
 from onnx_remat.write.writer import RECOMPUTE_KEY
 from tests import training_build_facts as recorded
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parents[1] / "data"
 FACTS = json.loads((DATA / "training_build_facts.json").read_text())
 DIMS = {"cnn": {"batch": 64}, "transformer": {"batch": 64, "tokens": 1024}}
 PYTHON = os.environ.get("ONNX_REMAT_ORT_TRAINING", "")
@@ -269,6 +269,6 @@ def test_the_order_is_the_emulated_one_there_and_profile_and_check_run_it(
 
 def artifacts(name: str, folder: Path) -> Path:
     """What onnxruntime-training makes of a model."""
-    script = Path(__file__).parent.parent / "scripts" / "ort_training_models.py"
+    script = Path(__file__).parents[2] / "scripts" / "ort_training_models.py"
     subprocess.run([PYTHON, script, folder, name], check=True, capture_output=True)
     return folder / name

@@ -6,7 +6,7 @@ import json
 
 import onnx
 import pytest
-from conftest import mlp
+from graphs import mlp
 
 from onnx_remat.app import cli
 from onnx_remat.app.sweep import Point, _front, _knee, sweep

@@ -13,6 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from onnx import helper
+from tests.test_memory import naive_steps
+from tests.test_rewrite import Builder, only, run_model, traced
 
 import onnx_remat
 from onnx_remat.errors import BudgetInfeasibleError, OnnxRematError
@@ -20,8 +22,6 @@ from onnx_remat.options import Options
 from onnx_remat.ort import runtime
 from onnx_remat.ort.executed import as_executed
 from tests.conftest import feeds_for, mlp, same_bits
-from tests.test_memory import naive_steps
-from tests.test_rewrite import Builder, only, run_model, traced
 
 pytest.importorskip("onnxruntime")
 QUICK = {"time_limit": 0.05, "dims": {}}
