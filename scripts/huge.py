@@ -78,7 +78,7 @@ def inline(folder: Path) -> Path:
 def nodes(folder: Path) -> Path:
     """100,000 nodes."""
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    from tests.test_scale import deep
+    from tests.pipeline.test_scale import deep
 
     model = deep(9100)
     assert len(model.graph.node) >= 100_000

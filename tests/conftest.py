@@ -6,7 +6,8 @@ from pathlib import Path
 
 import onnx
 import pytest
-from graphs import mlp
+
+from tests.support.graphs import mlp
 
 
 @pytest.fixture(scope="session")

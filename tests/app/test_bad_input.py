@@ -15,7 +15,7 @@ from onnx import TensorProto, helper
 
 from onnx_remat.app.cli import main
 from onnx_remat.ort import runtime
-from tests.conftest import mlp
+from tests.support.graphs import mlp
 
 pytest.importorskip("onnxruntime")
 node = helper.make_node

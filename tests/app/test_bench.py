@@ -8,13 +8,13 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from graphs import feeds_for, mlp, model_of
 from onnx import helper
 
 from onnx_remat.app import bench
 from onnx_remat.errors import UsageError
 from onnx_remat.run import device
 from onnx_remat.run.training import Loop, initial_state
+from tests.support.graphs import feeds_for, mlp, model_of
 
 
 def session_of(model):

@@ -14,7 +14,7 @@ from onnx import helper
 
 from onnx_remat.app.cli import COMMANDS, main
 from onnx_remat.plan import selectors
-from tests.conftest import mlp, model_of
+from tests.support.graphs import mlp, model_of
 
 pytest.importorskip("onnxruntime")
 node = helper.make_node

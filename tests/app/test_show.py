@@ -11,12 +11,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from graphs import mlp
 
 from onnx_remat.app import cli
 from onnx_remat.app.show import draw, page, snapshot, trace
 from onnx_remat.errors import UsageError
 from onnx_remat.pipeline import rewrite_model
+from tests.support.graphs import mlp
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from onnx_remat.app.cli import main
 from onnx_remat.app.survival import check
 from onnx_remat.errors import ModelError, VerificationError
 from onnx_remat.ort import runtime
-from tests.conftest import mlp
+from tests.support.graphs import mlp
 
 pytest.importorskip("onnxruntime")
 

@@ -6,7 +6,6 @@ import json
 
 import onnx
 import pytest
-from graphs import mlp
 
 from onnx_remat.app import cli
 from onnx_remat.app.sweep import Point, _front, _knee, sweep
@@ -15,6 +14,7 @@ from onnx_remat.ort import runtime
 from onnx_remat.ort.executed import make_view
 from onnx_remat.ort.kernels import costs
 from onnx_remat.run.profiling import profile
+from tests.support.graphs import mlp
 
 
 @pytest.fixture(scope="module")

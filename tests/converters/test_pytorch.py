@@ -10,7 +10,6 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("onnxscript")
 
 import torch.nn.functional as F  # noqa: E402
-import torch_battery  # noqa: E402
 from onnx_remat.converters import check  # noqa: E402
 from onnx_remat.converters.pytorch import export_training_step, initial_feeds  # noqa: E402
 from onnx_remat.converters.pytorch.decisions import Recorder  # noqa: E402
@@ -21,6 +20,7 @@ from onnx_remat.errors import ConversionError  # noqa: E402
 from onnx_remat.ort import runtime  # noqa: E402
 from scripts import autodiff_models  # noqa: E402
 from scripts.torch_models import Case  # noqa: E402
+from tests.support import torch_battery  # noqa: E402
 
 
 def net():

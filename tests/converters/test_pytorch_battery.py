@@ -1,6 +1,6 @@
 """Operators through the PyTorch converter: each export is checked against torch, loss and every gradient.
 
-Every second case, in groups, so that the run stays short; ``python tests/torch_battery.py`` runs them all one by one.
+Every second case, in groups, so that the run stays short; ``python -m tests.support.torch_battery`` runs them all.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("onnxscript")
 
-import torch_battery
-
 from onnx_remat.errors import ConversionError
+from tests.support import torch_battery
 
 NAMES = [name for name in torch_battery.CASES if name not in torch_battery.SLOW][::2]
 

@@ -13,15 +13,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from onnx import helper
-from tests.test_memory import naive_steps
-from tests.test_rewrite import Builder, only, run_model, traced
 
 import onnx_remat
 from onnx_remat.errors import BudgetInfeasibleError, OnnxRematError
 from onnx_remat.options import Options
 from onnx_remat.ort import runtime
 from onnx_remat.ort.executed import as_executed
-from tests.conftest import feeds_for, mlp, same_bits
+from tests.ort.test_buffers import naive_steps
+from tests.support.graphs import feeds_for, mlp, same_bits
+from tests.write.test_writer import Builder, only, run_model, traced
 
 pytest.importorskip("onnxruntime")
 QUICK = {"time_limit": 0.05, "dims": {}}

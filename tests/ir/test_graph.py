@@ -10,7 +10,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from onnx_remat.errors import ModelError
 from onnx_remat.ir import graph, shapes
-from tests.conftest import mlp, model_of
+from tests.support.graphs import mlp, model_of
 
 make = helper.make_node
 

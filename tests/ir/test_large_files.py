@@ -15,7 +15,7 @@ import onnx_remat
 from onnx_remat.errors import ModelError
 from onnx_remat.ir import large_files, model_io
 from onnx_remat.ort import runtime
-from tests.conftest import mlp
+from tests.support.graphs import mlp
 
 SIDE = 160  # 100 kB of weight
 

@@ -14,7 +14,7 @@ from onnx import TensorProto, helper, numpy_helper
 import onnx_remat
 from onnx_remat.errors import ModelError, UsageError
 from onnx_remat.ir import model_io
-from tests.conftest import mlp, model_of
+from tests.support.graphs import mlp, model_of
 
 make = helper.make_node
 WEIGHT = np.random.default_rng(0).standard_normal((16, 16)).astype(np.float32)

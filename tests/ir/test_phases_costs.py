@@ -17,7 +17,7 @@ from onnx_remat.ir import graph, phases, shapes
 from onnx_remat.ort.kernels import costs
 from onnx_remat.ort.kernels.costs import PRESETS, flops, price, roofline
 from onnx_remat.problem import BACKWARD, FORWARD, OPTIMIZER
-from tests.conftest import SAMPLES, feeds_for, mlp, model_of
+from tests.support.graphs import SAMPLES, feeds_for, mlp, model_of
 
 make = helper.make_node
 

@@ -12,7 +12,7 @@ from onnx_remat.ir import graph, shapes
 from onnx_remat.ir.dtypes import tensor_bytes
 from onnx_remat.ir.shapes import SHAPES_KEY, TAG, UNSEEN
 from onnx_remat.ort import runtime
-from tests.conftest import mlp, model_of
+from tests.support.graphs import mlp, model_of
 
 make = helper.make_node
 INT64 = TensorProto.INT64

@@ -13,7 +13,6 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from graphs import model_of
 
 from onnx_remat import rewrite_model
 from onnx_remat.app import bench, cli
@@ -32,7 +31,8 @@ from onnx_remat.problem import BACKWARD, FORWARD
 from onnx_remat.run import processes
 from onnx_remat.run.training import Loop, initial_state
 from onnx_remat.write.writer import RECOMPUTE_KEY
-from tests import training_build_facts as recorded
+from tests.support import training_build_facts as recorded
+from tests.support.graphs import model_of
 
 DATA = Path(__file__).parents[1] / "data"
 FACTS = json.loads((DATA / "training_build_facts.json").read_text())

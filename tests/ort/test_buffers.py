@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planner_problems import build, chain, problems, random_schedule
 
 from onnx_remat.ort.simulate.buffers import simulate
 from onnx_remat.problem import Problem
+from tests.support.planner_problems import build, chain, problems, random_schedule
 
 
 def naive_steps(problem: Problem, order: list[int]) -> list[int]:

@@ -14,7 +14,7 @@ from onnx_remat.options import Options
 from onnx_remat.ort.executed import as_executed
 from onnx_remat.ort.simulate.order import default_order
 from onnx_remat.run import processes
-from tests.conftest import SAMPLES, mlp, model_of
+from tests.support.graphs import SAMPLES, mlp, model_of
 
 pytest.importorskip("onnxruntime")
 

@@ -9,7 +9,7 @@ import pytest
 
 from onnx_remat.errors import ModelError
 from onnx_remat.ort import runtime, worker
-from tests.conftest import mlp
+from tests.support.graphs import mlp
 
 
 @pytest.fixture

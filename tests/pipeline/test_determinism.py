@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.test_odd_graphs import ODD
+from tests.pipeline.test_odd_graphs import ODD
 
 CLASSES = (
     "if_within_if", "scan_with_captures", "functions_within_functions", "sequence_that_grows_and_shrinks",
@@ -17,7 +17,7 @@ CLASSES = (
 _PROGRAM = """
 import hashlib, sys
 import onnx_remat
-from tests.test_odd_graphs import ODD
+from tests.pipeline.test_odd_graphs import ODD
 for name in sys.argv[1:]:
     odd = ODD[name]
     result = onnx_remat.rewrite_model(odd.build(), odd.budget, **({"time_limit": 0.05} | odd.options))

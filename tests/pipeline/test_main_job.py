@@ -14,7 +14,7 @@ from onnx_remat.options import Options
 from onnx_remat.ort import runtime
 from onnx_remat.ort.executed import as_executed
 from onnx_remat.run import processes
-from tests.conftest import SAMPLES, feeds_for, mlp, run_model, same_bits
+from tests.support.graphs import SAMPLES, feeds_for, mlp, run_model, same_bits
 
 pytest.importorskip("onnxruntime")
 LIMIT = {"time_limit": 2.0}

@@ -15,7 +15,7 @@ from onnx_remat.errors import ModelError
 from onnx_remat.options import Options
 from onnx_remat.ort.executed import as_executed
 from onnx_remat.run import processes
-from tests.conftest import feeds_for, mlp, run_model, same_bits
+from tests.support.graphs import feeds_for, mlp, run_model, same_bits
 
 pytest.importorskip("onnxruntime")
 make = helper.make_node

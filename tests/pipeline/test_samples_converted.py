@@ -9,7 +9,7 @@ import pytest
 from onnx_remat.ir import phases
 from onnx_remat.run.training import renewals
 from sample_models.converted import build
-from tests.conftest import run_model
+from tests.support.graphs import run_model
 
 
 @pytest.fixture(scope="module", params=build.KEPT)

@@ -20,7 +20,7 @@ from onnx_remat.plan.selectors import Request, get
 from onnx_remat.problem import Problem, check_schedule
 from onnx_remat.write.realize import realize
 from sample_models.chain import chain, peak_bytes
-from tests.conftest import model_of
+from tests.support.graphs import model_of
 
 WIDTH, BATCH = 32, 64
 ACTIVATION = 4 * WIDTH * BATCH

@@ -8,7 +8,6 @@ from itertools import product
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planner_problems import build, chain, problems, random_schedule
 
 import onnx_remat
 from onnx_remat.ort.simulate.buffers import simulate
@@ -16,6 +15,7 @@ from onnx_remat.plan.bounds import lower_bound
 from onnx_remat.plan.cost_bounds import cost_lower_bound
 from onnx_remat.problem import Problem, Schedule, check_schedule
 from sample_models.chain import chain as chain_model
+from tests.support.planner_problems import build, chain, problems, random_schedule
 
 
 @settings(max_examples=150, deadline=None)

@@ -8,7 +8,6 @@ from itertools import combinations, pairwise
 import networkx as nx
 import numpy as np
 import pytest
-from planner_problems import baseline, chain
 
 from onnx_remat.ort.simulate.buffers import simulate
 from onnx_remat.plan.search.core import viewless
@@ -18,6 +17,7 @@ from onnx_remat.plan.selectors.materialize import split_step
 from onnx_remat.plan.selectors.optimal_dag import every_set, forward_tree, lightest, max_terms, spans_of
 from onnx_remat.problem import Problem, check_schedule
 from scripts.bench_planner import problem_of
+from tests.support.planner_problems import baseline, chain
 
 
 def training(sizes: list[int], edges: list[tuple[int, int]]) -> Problem:

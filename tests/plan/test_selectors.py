@@ -10,16 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planner_problems import (
-    baseline,
-    build,
-    chain,
-    cheapest,
-    liveness_only,
-    problems,
-    random_order,
-    random_problem,
-)
 
 from onnx_remat.errors import UsageError
 from onnx_remat.ort.simulate.buffers import simulate
@@ -35,6 +25,16 @@ from onnx_remat.plan.selectors import Request, get, materialize, names
 from onnx_remat.plan.selectors.exact import solve
 from onnx_remat.plan.selectors.materialize import split_step
 from onnx_remat.problem import Problem, Schedule, check_schedule
+from tests.support.planner_problems import (
+    baseline,
+    build,
+    chain,
+    cheapest,
+    liveness_only,
+    problems,
+    random_order,
+    random_problem,
+)
 
 SELECTORS = names()
 

@@ -8,13 +8,13 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from graphs import mlp
 from onnx import TensorProto, parser
 
 from onnx_remat.app import cli
 from onnx_remat.ir import graph, shapes
 from onnx_remat.ort import runtime
 from onnx_remat.run.fixed_draws import race_warnings, random_nodes, without_chance
+from tests.support.graphs import mlp
 
 MODEL = """
 <ir_version: 10, opset_import: ["" : 20]>

@@ -29,7 +29,7 @@ from onnx_remat.write.control_edges import heavy_steps, light_limit
 from onnx_remat.write.private_buffers import unroll
 from onnx_remat.write.realize import _is_absorbed, realize, settle
 from onnx_remat.write.writer import CONTROL_KEY, RECOMPUTE_KEY, Rewritten
-from tests.conftest import feeds_for, mlp, model_of, run_model, same_bits
+from tests.support.graphs import feeds_for, mlp, model_of, run_model, same_bits
 
 make = helper.make_node
 FLOAT, BOOL = TensorProto.FLOAT, TensorProto.BOOL
