@@ -567,7 +567,3 @@ def test_a_full_disk_leaves_nothing_behind(source, home, capsys, monkeypatch):
         refused(home, capsys, arguments, MODEL, "cannot write sub/out.onnx: File too large")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def test_there_are_enough_of_them():
-    assert len(ARGUMENTS) + len(MODELS) >= 100
