@@ -1,0 +1,71 @@
+"""README and the site: every Python block runs as written, every link leads somewhere, the site builds."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import onnx
+import pytest
+
+from tests.support.graphs import mlp
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+NEEDS = {"sources/pytorch": "onnxscript", "README": "onnxscript", "sources/jax": "optax"}
+
+
+def named(page: Path) -> str:
+    return page.relative_to(ROOT).with_suffix("").as_posix().removeprefix("docs/")
+
+
+def blocks(page: Path) -> list[str]:
+    return re.findall(r"(?ms)^```python\n(.*?)^```$", page.read_text())
+
+
+WITH_CODE = [page for page in PAGES if blocks(page)]
+
+
+@pytest.mark.parametrize("page", WITH_CODE, ids=named)
+def test_the_python_blocks_of_a_page_run_one_after_the_other(page, tmp_path):
+    """In a fresh process, beside a training step called train.onnx and a rewritten one called small.onnx."""
+    pytest.importorskip(NEEDS.get(named(page), "onnxruntime"))
+    for name in ("train", "small"):
+        onnx.save(mlp(layers=8, batch=1024, width=64), tmp_path / f"{name}.onnx")
+    (tmp_path / "page.py").write_text("\n".join(blocks(page)))
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "page.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_links_lead_to_files_and_headings(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if target.startswith("http"):
+            continue
+        path, _, heading = target.partition("#")
+        where = (page.parent / path).resolve() if path else page
+        assert where.exists(), target
+        if heading:
+            titles = re.findall(r"(?m)^#+ (.+)$", where.read_text())
+            assert heading in [re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles], target
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def test_the_site_builds_without_a_warning(tmp_path):
+    pytest.importorskip("mkdocs")
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", tmp_path], cwd=ROOT, env=environment,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "reference" / "api" / "index.html").read_text().count("rewrite_model") > 2
