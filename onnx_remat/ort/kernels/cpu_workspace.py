@@ -162,16 +162,6 @@ def _conv(call: _Call) -> int:
                 return 0  # The kernel spans the image: a plain product again.
     if filters > columns:
         return depth * columns * _FLOAT
-    if (
-        groups > 1
-        and filters == 2
-        and weight[1] == 1
-        and kernel == [7, 7]
-        and strides == [2, 2]
-        and dilations == [1, 1]
-        and call.ints("pads", [0] * 4) == [3] * 4
-    ):
-        return 0  # A direct kernel for depthwise 7x7 with two filters per channel.
     images = data[0] * groups
     if images > 1:
         return min(call.threads, images) * _CONV_TILE_BYTES
