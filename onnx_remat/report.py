@@ -79,7 +79,7 @@ class Report:
         )
 
     def to_json(self) -> str:
-        """The report as a JSON object; its ``schema`` field names the layout, docs/reference/report-json.md explains the fields."""
+        """The report as a JSON object; docs/reference/report-json.md explains its fields."""
         return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=2)
 
     def to_text(self, verbose: bool = False) -> str:
