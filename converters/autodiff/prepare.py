@@ -15,6 +15,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
 from onnx_remat.errors import ConversionError, did_you_mean
+from onnx_remat.ir.opsets import opset_of
 from onnx_remat.ort import runtime
 
 from .constants import fold, static
@@ -70,7 +71,7 @@ def load(source: Source) -> ir.Model:
 
 def _expanded(proto: onnx.ModelProto) -> onnx.ModelProto:
     """Ops without a rule that ONNX defines by others, written out."""
-    opset = next(o.version for o in proto.opset_import if o.domain in ("", "ai.onnx"))
+    opset = opset_of(proto)
     wanted = []
     for op_type in dict.fromkeys(n.op_type for n in proto.graph.node if not n.domain):
         if op_type in RULES or op_type in NO_GRADIENT or not onnx.defs.has(op_type, opset):
