@@ -7,6 +7,8 @@ loss, then gradients (no optimizer) or new parameters and new state, then new bu
 
 from __future__ import annotations
 
+from onnx_remat.ir.naming import GRADIENT, NEW
+
 LOSS = "loss"
 
 
@@ -16,7 +18,7 @@ def gradient(parameter: str) -> str:
     >>> gradient("fc.weight")
     'grad.fc.weight'
     """
-    return f"grad.{parameter}"
+    return GRADIENT + parameter
 
 
 def new(name: str) -> str:
@@ -25,7 +27,7 @@ def new(name: str) -> str:
     >>> new("fc.weight"), new(state("fc.weight", "exp_avg"))
     ('new.fc.weight', 'new.state.fc.weight.exp_avg')
     """
-    return f"new.{name}"
+    return NEW + name
 
 
 def state(parameter: str, slot: str) -> str:

@@ -125,13 +125,21 @@ class Adam:
         return emit("Sub", parameter, change, like=parameter), new
 
 
-def AdamW(lr: Rate = 1e-3, *, weight_decay: float = 1e-2, **options: object) -> Adam:
+def AdamW(
+    lr: Rate = 1e-3,
+    *,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 1e-2,
+    amsgrad: bool = False,
+    maximize: bool = False,
+) -> Adam:
     """`torch.optim.AdamW`: Adam with decoupled weight decay.
 
     >>> AdamW(lr=0.01).decoupled
     True
     """
-    return Adam(lr=lr, weight_decay=weight_decay, decoupled=True, **options)  # type: ignore[arg-type]
+    return Adam(lr, betas, eps, weight_decay, amsgrad, maximize, decoupled=True)
 
 
 def append(graph: ir.Graph, optimizers: Mapping[str, Optimizer], batch_inputs: int) -> None:

@@ -9,12 +9,14 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common
 
+from onnx_remat.ir.op_semantics import semantics
+
 _BROADCASTING = {
     "Add", "Sub", "Mul", "Div", "Pow", "Mod", "Max", "Min", "Sum", "Where", "And", "Or", "Xor", "Equal", "Less",
     "LessOrEqual", "Greater", "GreaterOrEqual", "PRelu", "BitwiseAnd", "BitwiseOr",
 }  # fmt: skip
 _RESHAPES = {"Reshape", "Squeeze", "Unsqueeze", "Flatten"}
-_DRAWS, _APART = ("Bernoulli", "Dropout"), "onnx_remat.draw"
+_APART = "onnx_remat.draw"
 _FLOATS = {ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
 
 
@@ -30,7 +32,7 @@ def simplify(model: ir.Model) -> None:
             rewrite(node)
     common.RemoveUnusedNodesPass()(model)
     common.DeduplicateInitializersPass()(model)
-    draws = [node for node in model.graph if not node.domain and node.op_type in _DRAWS]
+    draws = [node for node in model.graph if semantics(node.domain, node.op_type).random]
     for index, node in enumerate(draws):  # the pass below would take two draws of the same for one
         node.attributes[_APART] = ir.AttrInt64(_APART, index)
     common.CommonSubexpressionEliminationPass()(model)

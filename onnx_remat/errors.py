@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class OnnxRematError(Exception):
     """Base of every error that is the input's, the budget's or the environment's, never a bug of ours."""
@@ -54,3 +57,22 @@ class ConversionError(OnnxRematError):
     """A framework's training step cannot be turned into standard ONNX, or came out wrong; nothing was written."""
 
     exit_code = 6
+
+
+def closest(name: str, names: Iterable[str]) -> str | None:
+    """The one of `names` most like `name`, None where none is like it.
+
+    >>> closest("bath", ["batch", "length"]), closest("bath", ["n"])
+    ('batch', None)
+    """
+    return next(iter(difflib.get_close_matches(name, list(names), n=1)), None)
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """The end of a message about an unknown `name`: the nearest of `names`, or nothing.
+
+    >>> "no such dim" + did_you_mean("bath", ["batch", "length"])
+    "no such dim; did you mean 'batch'?"
+    """
+    found = closest(name, names)
+    return "" if found is None else f"; did you mean {found!r}?"

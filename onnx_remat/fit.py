@@ -15,8 +15,10 @@ import onnx
 from onnx_remat.errors import BudgetInfeasibleError, ModelError, VerificationError
 from onnx_remat.options import Options
 from onnx_remat.ort import runtime
-from onnx_remat.ort.executed import Executed, View, as_executed, held, known
+from onnx_remat.ort.executed import Executed, as_executed
 from onnx_remat.ort.kernels import costs
+from onnx_remat.ort.peaks import held
+from onnx_remat.ort.prepare import Compiled, computed
 from onnx_remat.ort.simulate import buffers
 from onnx_remat.plan import bounds, selectors
 from onnx_remat.problem import Schedule, check_schedule
@@ -45,7 +47,7 @@ Stage = Callable[[str], AbstractContextManager[None]]
 class Plan:
     """A schedule that keeps a budget, and what it was made from."""
 
-    view: View
+    compiled: Compiled
     schedule: Schedule
     timeline: buffers.Timeline
     budget: int
@@ -67,17 +69,19 @@ def smallest_budget(peak: int) -> int:
     return int(peak / (1 - MARGIN)) + 2
 
 
-def make_plan(view: View, allowed: int, target: int, options: Options, known_plans: tuple[Schedule, ...] = ()) -> Plan:
+def make_plan(
+    compiled: Compiled, allowed: int, target: int, options: Options, known_plans: tuple[Schedule, ...] = ()
+) -> Plan:
     """The selector's plan for a peak of `target` bytes; BudgetInfeasibleError where it finds none.
 
     `known_plans` are starting points, see `request.Request.known`.
     """
-    floor = bounds.lower_bound(view.problem)
-    baseline = view.default_order()
+    floor = bounds.lower_bound(compiled.problem)
+    baseline = compiled.default_order()
     select = selectors.get(options.selector)
     # Plans are made against liveness: the file keeps the runtime from sharing buffers where that costs memory.
-    problem = replace(view.problem, poolable=np.zeros(view.problem.n_values, np.bool_))
-    numbers = {name: i for i, name in enumerate(view.graph.values)}
+    problem = replace(compiled.problem, poolable=np.zeros(compiled.problem.n_values, np.bool_))
+    numbers = {name: i for i, name in enumerate(compiled.graph.values)}
     request = selectors.Request(
         problem,
         target,
@@ -85,19 +89,19 @@ def make_plan(view: View, allowed: int, target: int, options: Options, known_pla
         known=known_plans,
         time_limit=options.time_limit,
         progress=options.progress,
-        checkpoints=tuple(numbers[known(name, numbers, "--checkpoint")] for name in options.checkpoints),
-        anchors=tuple(op.index for op in view.graph.ops if op.node.op_type in costs.MATRIX_OPS),
+        checkpoints=tuple(numbers[computed(name, numbers, "--checkpoint")] for name in options.checkpoints),
+        anchors=tuple(op.index for op in compiled.graph.ops if op.node.op_type in costs.MATRIX_OPS),
     )
     if floor > target:  # no search can help: look only for something to name
         request = replace(request, work=1)
-    schedule = settle(view.graph, problem, select(request), target)
+    schedule = settle(compiled, problem, select(request), target)
     check_schedule(problem, schedule)
     timeline = buffers.simulate(problem, schedule)
     if timeline.peak > target:
         before = buffers.simulate(problem, baseline).peak
         why = _refusal(allowed, target, floor, timeline.peak, before, options)
         raise BudgetInfeasibleError(why, timeline.peak, floor)
-    return Plan(view, schedule, timeline, allowed, schedule.overhead(view.problem), floor)
+    return Plan(compiled, schedule, timeline, allowed, schedule.overhead(compiled.problem), floor)
 
 
 def _refusal(allowed: int, target: int, floor: int, lowest: int, before: int, options: Options) -> str:
@@ -124,7 +128,7 @@ def _refusal(allowed: int, target: int, floor: int, lowest: int, before: int, op
 
 
 def fit(
-    view: View, original: Executed, allowed: int, folder: Path | None, options: Options, stage: Stage
+    compiled: Compiled, original: Executed, allowed: int, folder: Path | None, options: Options, stage: Stage
 ) -> Fitted:
     """Plan, write, and see what ONNX Runtime would make of the file, until that is within the budget.
 
@@ -140,7 +144,7 @@ def fit(
         with stage("plan"):
             try:
                 less = replace(options, time_limit=options.time_limit * _GOING_ON) if plans else options
-                plan = make_plan(view, allowed, target, less, plans)
+                plan = make_plan(compiled, allowed, target, less, plans)
                 plans = (*plans, plan.schedule)
             except BudgetInfeasibleError:
                 if not plans:
@@ -180,7 +184,7 @@ def _write_out(
     against gaps in the arena that is no help.
     """
     before_peak = original.timeline().peak
-    steps = private_buffers.unroll(plan.view.problem, plan.schedule).step
+    steps = private_buffers.unroll(plan.compiled.problem, plan.schedule).step
     private: set[int] = set()
     exposed: set[int] = set()
     while True:
@@ -207,8 +211,8 @@ def _as_written(model: onnx.ModelProto, folder: Path | None, options: Options) -
     levels = runtime.LEVELS if runtime.available() else ("disable",)
     try:
         if runtime.available() and len(model.graph.node) > runtime.MOST_NODES:  # the same at every level, then
-            return dict.fromkeys(levels, as_executed(model, folder, "all", options))
-        return {level: as_executed(model, folder, level, options) for level in levels}
+            return dict.fromkeys(levels, as_executed(model, folder, "all", options.preparation()))
+        return {level: as_executed(model, folder, level, options.preparation()) for level in levels}
     except ModelError as error:
         raise VerificationError(f"the rewritten model is not usable: {error}") from error
 
@@ -219,8 +223,8 @@ def _idle_sharers(what: Executed, limit: int, written: Rewritten) -> set[int]:
     Each would leave its place to another: those who follow are found here, not by asking ONNX Runtime again for each.
     """
     number = {name: i for i, name in enumerate(written.occurrences)}
-    names = list(what.view.graph.values)
-    unrolled = private_buffers.unroll(what.view.problem, what.order)
+    names = list(what.compiled.graph.values)
+    unrolled = private_buffers.unroll(what.compiled.problem, what.order)
     ours = [names[v] in number for v in unrolled.source.tolist()]
     can_hide = np.zeros(len(what.order.order), np.bool_)
     can_hide[unrolled.step[ours]] = True
@@ -238,5 +242,4 @@ def _write(
         "planned_peak_bytes": str(plan.timeline.peak),
         "dims": json.dumps(dict(dims)),
     }
-    view = plan.view
-    return realize(view.graph, view.tensors, view.table, view.problem, plan.schedule, limit, metadata, private, exposed)
+    return realize(plan.compiled, plan.schedule, limit, metadata, private, exposed)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypedDict
 
-from onnx_remat.errors import UsageError
+from onnx_remat.errors import UsageError, did_you_mean
 from onnx_remat.ort import runtime
+from onnx_remat.ort.kernels.registry import kernels_of
+from onnx_remat.ort.prepare import Preparation
 from onnx_remat.plan import selectors
 from onnx_remat.run import verify
 
@@ -18,6 +20,8 @@ class Options:
 
     Attributes
     ----------
+    provider : str
+        Execution provider that the file is written for, one of `registry.PROVIDERS`.
     selector : str
         Name of a registered selector, see `selectors`.
     dims : mapping of str to int
@@ -42,6 +46,7 @@ class Options:
         Called with the stage and the fraction of it that is done.
     """
 
+    provider: str = "cpu"
     selector: str = "auto"
     dims: Mapping[str, int] = field(default_factory=dict)
     loss: str | None = None
@@ -54,21 +59,45 @@ class Options:
     verify: str = "check"
     progress: selectors.Progress = selectors.silent
 
+    def preparation(self) -> Preparation:
+        """What of these the model is compiled with."""
+        return Preparation(
+            kernels_of(self.provider), self.dims, self.allow_recompute, self.keep, self.loss, self.costs,
+            must_load=self.verify != "none",
+        )  # fmt: skip
 
-def parse_options(given: Mapping[str, object]) -> Options:
-    """Options from keyword arguments; UsageError for an unknown field, selector or mode of verification.
+
+class PlanningOptions(TypedDict, total=False):
+    """The fields of `Options` as keyword arguments, for editors and type checkers; a test keeps both equal."""
+
+    provider: str
+    selector: str
+    dims: Mapping[str, int]
+    loss: str | None
+    keep: Sequence[str]
+    checkpoints: Sequence[str]
+    allow_recompute: Sequence[str]
+    arena: bool
+    time_limit: float
+    costs: str
+    verify: str
+    progress: selectors.Progress
+
+
+def parse_options(given: PlanningOptions) -> Options:
+    """Options from keyword arguments; UsageError for an unknown field, provider, selector or mode of verification.
 
     >>> parse_options({"timelimit": 3})
     Traceback (most recent call last):
         ...
-    onnx_remat.errors.UsageError: unknown option 'timelimit': did you mean 'time_limit'?
+    onnx_remat.errors.UsageError: unknown option 'timelimit'; did you mean 'time_limit'?
     """
     fields = Options.__dataclass_fields__
     if unknown := [name for name in given if name not in fields]:
-        close = difflib.get_close_matches(unknown[0], fields, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"choose from {', '.join(fields)}"
-        raise UsageError(f"unknown option {unknown[0]!r}: {hint}")
-    options = Options(**given)  # type: ignore[arg-type]
+        hint = did_you_mean(unknown[0], fields) or f": choose from {', '.join(fields)}"
+        raise UsageError(f"unknown option {unknown[0]!r}{hint}")
+    options = Options(**given)
+    kernels_of(options.provider)
     if options.verify not in verify.MODES:
         raise UsageError(f"verify must be one of {', '.join(verify.MODES)}, not {options.verify!r}")
     selectors.get(options.selector)

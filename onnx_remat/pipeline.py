@@ -1,4 +1,4 @@
-"""The stages, top to bottom: load, view, simulate the original, plan, rewrite, simulate the result, verify."""
+"""The stages, top to bottom: load, compile, simulate the original, plan, rewrite, simulate the result, verify."""
 
 from __future__ import annotations
 
@@ -8,15 +8,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Unpack
 
 import onnx
 
 from onnx_remat.fit import Plan, fit, make_plan, target_of
 from onnx_remat.ir import model_io, phases, shapes
 from onnx_remat.ir.training_ops import first_training_op
-from onnx_remat.options import Options, parse_options
+from onnx_remat.options import Options, PlanningOptions, parse_options
 from onnx_remat.ort import runtime
-from onnx_remat.ort.executed import Executed, View, as_executed, describe, held, make_view, reserves
+from onnx_remat.ort.executed import Executed, as_executed
+from onnx_remat.ort.peaks import describe, held, reserves
+from onnx_remat.ort.prepare import Compiled, prepare
+from onnx_remat.ort.simulate.buffers import Timeline
 from onnx_remat.plan import bounds
 from onnx_remat.plan.cost_bounds import cost_lower_bound
 from onnx_remat.report import Report
@@ -36,7 +40,7 @@ class Result:
     report : Report
     folder : Path or None
         Where the model's external data lies.
-    view : View
+    compiled : Compiled
         The original as it was planned.
     original, executed : Executed
         The original and the rewritten model as ONNX Runtime executes them by default.
@@ -47,7 +51,7 @@ class Result:
     model: onnx.ModelProto
     report: Report
     folder: Path | None
-    view: View
+    compiled: Compiled
     original: Executed
     executed: Executed
     recomputed: tuple[str, ...]
@@ -61,7 +65,7 @@ class Result:
         model_io.save(self.model, model_io.check_target(path, None, force), self.folder)
 
 
-def plan_model(model: Model, budget: str | int | Budget, **options: object) -> Plan:
+def plan_model(model: Model, budget: str | int | Budget, **options: Unpack[PlanningOptions]) -> Plan:
     """Plan a model without rewriting it.
 
     Parameters
@@ -85,17 +89,11 @@ def plan_model(model: Model, budget: str | int | Budget, **options: object) -> P
     OnnxRematError
         As `rewrite_model`.
     """
-    parsed, opts = parse_budget(budget), parse_options(options)
-    source = model_io.load(model)
-    view = make_view(source.model, opts)
-    phases.check_step(view.problem.phase.tolist())
-    opts = replace(opts, dims=shapes.all_dims(view.tensors, opts.dims))
-    original = as_executed(source.model, source.folder, "all", opts)
-    allowed = parsed.resolve(original.timeline().peak)
-    return make_plan(view, allowed, target_of(allowed), opts)
+    job = _begin(model, budget, options)
+    return make_plan(job.compiled, job.allowed, target_of(job.allowed), job.options)
 
 
-def rewrite_model(model: Model, budget: str | int | Budget, **options: object) -> Result:
+def rewrite_model(model: Model, budget: str | int | Budget, **options: Unpack[PlanningOptions]) -> Result:
     """Rewrite a training graph so that its whole step peaks at or under a budget on stock ONNX Runtime.
 
     Parameters
@@ -129,37 +127,29 @@ def rewrite_model(model: Model, budget: str | int | Budget, **options: object) -
     >>> result.report.after.total <= result.report.budget
     True
     """
-    parsed, opts = parse_budget(budget), parse_options(options)
-    clock = _Stopwatch(opts.progress)
-    with clock.stage("load"):
-        source = model_io.load(model)
-        view = make_view(source.model, opts)
-        phases.check_step(view.problem.phase.tolist())
-        opts = replace(opts, dims=shapes.all_dims(view.tensors, opts.dims))
-    with clock.stage("simulate original"):
-        original = as_executed(view.graph.model, source.folder, "all", opts)
-        before = original.timeline()
-        allowed = parsed.resolve(before.peak)
+    job = _begin(model, budget, options)
+    compiled, original, before, allowed, opts, clock = (
+        job.compiled, job.original, job.before, job.allowed, job.options, job.clock,
+    )  # fmt: skip
     if before.peak <= allowed and not (opts.arena and held(original, before) > allowed):
-        return _unchanged(view, original, allowed, opts, source.folder, clock)
-    plan, written, executed = fit(view, original, allowed, source.folder, opts, clock.stage)
+        return _unchanged(job)
+    plan, written, executed = fit(compiled, original, allowed, job.folder, opts, clock.stage)
     with clock.stage("bound"):
-        at_least = cost_lower_bound(view.problem, allowed)
+        at_least = cost_lower_bound(compiled.problem, allowed)
     peaks = {level: what.timeline().peak for level, what in executed.items()}
     final = list(executed)[-1]
     after = executed[final].timeline()
     with clock.stage("arena"):
         arenas = reserves(original, before), reserves(executed[final], after)
-    measured, notes = None, _notes(original.emulated or executed[final].emulated, view.graph.model)
+    measured, notes = None, _notes(original.emulated or executed[final].emulated, compiled.graph.model)
     with clock.stage("verify"):
         if opts.verify != "none":
-            verify.check(view.graph.model, written.model, executed["disable"].view.graph)
+            verify.check(compiled.graph.model, written.model, executed["disable"].compiled.graph)
         if opts.verify == "run":
             plain = executed["disable"]
-            order = [plain.view.graph.ops[i].node.name for i in plain.order.order]
+            order = [plain.compiled.graph.ops[i].node.name for i in plain.order.order]
             measured = verify.run(
-                view.graph.model, written.model, source.folder, dict(opts.dims), allowed, order, view.tensors,
-                opts.arena,
+                compiled, written.model, job.folder, dict(opts.dims), allowed, order, opts.arena
             )  # fmt: skip
     return Result(
         written.model,
@@ -175,40 +165,67 @@ def rewrite_model(model: Model, budget: str | int | Budget, **options: object) -
             recomputed=len(written.recomputed),
             control_edges=written.control_edges,
             private_values=written.private_values,
-            nodes_before=view.graph.n_nodes(),
-            nodes_after=view.graph.n_nodes() + written.nodes_added,
+            nodes_before=compiled.graph.n_nodes(),
+            nodes_after=compiled.graph.n_nodes() + written.nodes_added,
             seconds=clock.seconds,
             arena_before=arenas[0],
             arena_after=arenas[1],
             measured=measured,
             notes=notes,
-            warnings=fixed_draws.race_warnings(view.graph.model),
+            warnings=fixed_draws.race_warnings(compiled.graph.model, compiled.kernels),
         ),
-        source.folder,
-        view,
+        job.folder,
+        compiled,
         original,
         executed[final],
         tuple(written.recomputed),
     )
 
 
-def _unchanged(
-    view: View, original: Executed, allowed: int, options: Options, folder: Path | None, clock: _Stopwatch
-) -> Result:
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What planning starts from; `before` is the original's simulated timeline, `allowed` the budget in bytes."""
+
+    options: Options
+    folder: Path | None
+    compiled: Compiled
+    original: Executed
+    before: Timeline
+    allowed: int
+    clock: _Stopwatch
+
+
+def _begin(model: Model, budget: str | int | Budget, given: PlanningOptions) -> _Job:
+    """Check the arguments, load and compile the model, and simulate the original."""
+    parsed, options = parse_budget(budget), parse_options(given)
+    clock = _Stopwatch(options.progress)
+    with clock.stage("load"):
+        source = model_io.load(model)
+        compiled = prepare(source.model, options.preparation())
+        phases.check_step(compiled.problem.phase.tolist())
+        options = replace(options, dims=shapes.all_dims(compiled.tensors, options.dims))
+    with clock.stage("simulate original"):
+        original = as_executed(compiled.graph.model, source.folder, "all", options.preparation())
+        before = original.timeline()
+    return _Job(options, source.folder, compiled, original, before, parsed.resolve(before.peak), clock)
+
+
+def _unchanged(job: _Job) -> Result:
     """The original as it is: it keeps the budget already."""
-    timeline = original.timeline()
+    compiled, original, clock = job.compiled, job.original, job.clock
+    timeline = job.before
     peak = describe(original, timeline)
     with clock.stage("arena"):
         taken = reserves(original, timeline)
     report = Report(
-        selector=options.selector, budget=allowed, before=peak, after=peak, peaks_by_level={"all": peak.total},
-        lower_bound=bounds.lower_bound(view.problem), extra_compute=0.0, extra_compute_bound=0.0, recomputed=0,
-        control_edges=0, private_values=0, nodes_before=view.graph.n_nodes(), nodes_after=view.graph.n_nodes(),
+        selector=job.options.selector, budget=job.allowed, before=peak, after=peak, peaks_by_level={"all": peak.total},
+        lower_bound=bounds.lower_bound(compiled.problem), extra_compute=0.0, extra_compute_bound=0.0, recomputed=0,
+        control_edges=0, private_values=0, nodes_before=compiled.graph.n_nodes(), nodes_after=compiled.graph.n_nodes(),
         seconds=clock.seconds, arena_before=taken, arena_after=taken,
         notes=("the original keeps this budget already: OUT is the original, unchanged",),
-        warnings=fixed_draws.race_warnings(view.graph.model),
+        warnings=fixed_draws.race_warnings(compiled.graph.model, compiled.kernels),
     )  # fmt: skip
-    return Result(view.graph.model, report, folder, view, original, original, ())
+    return Result(compiled.graph.model, report, job.folder, compiled, original, original, ())
 
 
 def _notes(emulated: str, source: onnx.ModelProto) -> tuple[str, ...]:

@@ -6,75 +6,12 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
+from onnx_remat.ort.peaks import Peak, Reserves
+from onnx_remat.run.verify import Measured
 from onnx_remat.units import format_bytes
 
 SCHEMA = "onnx-remat/report/1"
 """Version of the JSON layout: the number rises when a field changes its meaning or goes away."""
-
-
-@dataclass(frozen=True, slots=True)
-class Holding:
-    """One value alive at the peak."""
-
-    value: str
-    op_type: str
-    bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Peak:
-    """A peak split into what makes it; all in bytes. The parts add up to `total`."""
-
-    total: int
-    inputs: int
-    weights: int
-    activations: int
-    outputs: int
-    workspace: int
-    at: str
-    top: tuple[Holding, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Reserves:
-    """What ONNX Runtime takes with its arena on and memory patterns off, by the arena's own arithmetic; in bytes.
-
-    Attributes
-    ----------
-    held : int
-        What a process on the CPU holds of inputs, weights and the default arena, if it drops or copies a step's outputs
-        before the next.
-    held_fed_back : int
-        The same where the next step reads outputs (``new.*``) as the session returned them: those stay in the arena.
-    limit, limit_fed_back : int
-        Smallest memory limit of an arena that extends by what is asked (``kSameAsRequested``) and holds the weights.
-    """
-
-    held: int
-    held_fed_back: int
-    limit: int
-    limit_fed_back: int
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """What fresh processes on ONNX Runtime saw (``--verify run``); bytes and seconds.
-
-    `before` and `after` are peaks without the allocator's reserves, the plan's own figure; `before_default` and
-    `after_default` are what the process holds over several steps with session options as they are by default, arena
-    and memory patterns included; `after_arena` is the same of the result with `session_options()`, where the budget was
-    to cover that; the seconds are medians of steps with default options.
-    """
-
-    before: int
-    after: int
-    before_default: int
-    after_default: int
-    after_arena: int | None
-    before_seconds: float
-    after_seconds: float
-    outputs_equal: str
-    order_kept: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +79,7 @@ class Report:
         )
 
     def to_json(self) -> str:
-        """The report as a JSON object; its ``schema`` field names the layout (``docs/reference/report-json.md``)."""
+        """The report as a JSON object; docs/reference/report-json.md explains its fields."""
         return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=2)
 
     def to_text(self, verbose: bool = False) -> str:

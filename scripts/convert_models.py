@@ -112,7 +112,7 @@ def convert(model: str, converter: str, out: Path, budget: str | None, limit: fl
     result.save(target, force=True)
     after = processes.peak_under(result.report.budget, partial(processes.measure, target))
     written = onnx.load(path, load_external_data=False), result.model
-    settled = verify.without_chance(written, out, out / f"{model}.{converter}.settled", result.view.tensors)
+    settled = verify.without_chance(written, out, out / f"{model}.{converter}.settled", result.compiled.tensors)
     equal = verify.bitwise(*(settled or (path, target))) + (" (random draws fixed)" if settled else "")
     report = result.report
     outcome = "kept" if after <= report.budget + processes.RESOLUTION else "EXCEEDED"

@@ -20,8 +20,9 @@ import onnx
 
 from onnx_remat.errors import BudgetInfeasibleError
 from onnx_remat.fit import smallest_budget
-from onnx_remat.options import Options
-from onnx_remat.ort.executed import as_executed, make_view
+from onnx_remat.ort.executed import as_executed
+from onnx_remat.ort.kernels.cpu import CPU
+from onnx_remat.ort.prepare import Preparation, prepare
 from onnx_remat.pipeline import plan_model, rewrite_model
 from onnx_remat.plan.bounds import lower_bound
 from onnx_remat.units import format_bytes
@@ -80,7 +81,7 @@ def lowest(n: int, seconds: float) -> float:
     """Lowest peak of a chain of `n` layers, in activations."""
     width, batch = 64, 1024
     model = chain.chain(n, width, batch)
-    floor = lower_bound(make_view(model, Options()).problem)
+    floor = lower_bound(prepare(model, Preparation(CPU)).problem)
     try:
         peak = plan_model(model, smallest_budget(floor), time_limit=seconds).timeline.peak
     except BudgetInfeasibleError as error:
@@ -97,7 +98,7 @@ def main() -> None:
     print("| network | memory | as it is | at up to +20 % | 10x as deep | published |")
     print("| --- | --- | --- | --- | --- | --- |", flush=True)
     for family in FAMILIES:
-        allowed = as_executed(family.build(family.depth), None, "all", Options()).timeline().peak
+        allowed = as_executed(family.build(family.depth), None, "all", Preparation(CPU)).timeline().peak
         prices = Prices(family, allowed, given.time_limit)
         depth = deepest(prices, 0.2)
         tenfold = prices[10 * family.depth]
@@ -108,7 +109,7 @@ def main() -> None:
     print("\n| chain of n | as it is, activations | lowest | lowest / sqrt(n) |\n| --- | --- | --- | --- |", flush=True)
     for n in map(int, given.lengths.split(",")):
         model = chain.chain(n, 64, 1024)
-        plain = as_executed(model, None, "all", Options()).timeline().peak / (64 * 1024 * 4)
+        plain = as_executed(model, None, "all", Preparation(CPU)).timeline().peak / (64 * 1024 * 4)
         least = lowest(n, given.time_limit)
         print(f"| {n} | {plain:.1f} | {least:.1f} | {least / n**0.5:.2f} |", flush=True)
 

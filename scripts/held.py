@@ -19,12 +19,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from onnx_remat.ort.worker import QUIET
+from onnx_remat.ir.naming import renewals
+from onnx_remat.ort.asking import QUIET
+from onnx_remat.ort.peaks import Reserves
 from onnx_remat.pipeline import rewrite_model
-from onnx_remat.report import Reserves
 from onnx_remat.run import probe
-from onnx_remat.run.processes import GIVES_BACK
-from onnx_remat.run.training import Loop, renewals
+from onnx_remat.run.processes import GIVES_BACK, session_job
+from onnx_remat.run.training import Loop
 
 WAYS = ("dropped", "fed back", "loop", "no arena")
 
@@ -32,7 +33,7 @@ WAYS = ("dropped", "fed back", "loop", "no arena")
 def held(path: str, way: str, steps: int) -> int:
     """Bytes this process comes to hold over the steps: inputs, weights, and what rises above them."""
     with tempfile.TemporaryDirectory(prefix="onnx-remat-") as scratch:
-        job: dict[str, Any] = {"level": "all", "threads": 0, "patient": True, "patterns": False}
+        job: dict[str, Any] = {"level": "all", "threads": 0, "patient": True, "patterns": False, **session_job("cpu")}
         job["optimized"] = f"{scratch}/model.onnx"
         feeds = probe.random_feeds(session := probe.new_session(job, path, default=False), {})
         weights = probe.initializer_bytes(job["optimized"])

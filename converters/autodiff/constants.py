@@ -8,6 +8,8 @@ import onnx_ir as ir
 from onnx.reference import ReferenceEvaluator
 from onnx_ir.passes import common
 
+from onnx_remat.ir.op_semantics import semantics
+
 _LARGEST = 1 << 16  # elements: shapes, axes, masks of windows, never weights
 
 
@@ -56,7 +58,7 @@ def _evaluate(value: ir.Value) -> np.ndarray | None:
     if node.op_type == "CastLike" and None not in node.inputs:
         known, like = static(node.inputs[0]), node.inputs[1].dtype  # type: ignore[arg-type, union-attr]
         return known.astype(like.numpy()) if known is not None and like is not None else None
-    if node.op_type.startswith("Random") or node.op_type in ("Dropout", "Bernoulli", "Multinomial"):
+    if semantics(node.domain, node.op_type).random:
         return None
     inputs: list[np.ndarray | None] = []
     for source in node.inputs:

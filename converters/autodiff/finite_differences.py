@@ -18,6 +18,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
 from onnx_remat.errors import ConversionError
+from onnx_remat.ir.op_semantics import semantics
 from onnx_remat.ort import runtime
 
 from .. import names
@@ -97,7 +98,7 @@ def check(
     line = _Line(Evaluator(_loss_only(wide)), exact, gradients, loss)
     worst = max(line.error(seed) for seed in range(DIRECTIONS))
     precision = None
-    if not any(node.op_type in _RANDOM for node in step.graph.node):
+    if not any(semantics(node.domain, node.op_type).random for node in step.graph.node):
         single = {n: v.astype(np.float32) if v.dtype == np.float64 else v for n, v in exact.items()}
         precision = _precision(runtime.outputs(widened(settled, ir.DataType.FLOAT), single), made)
     return Found(worst, line.untold(), precision)
@@ -257,15 +258,12 @@ def _varied(value: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     return drawn
 
 
-_RANDOM = ("Dropout", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli")
-
-
 def _settled(step: onnx.ModelProto) -> ir.Model:
     """A copy whose random ops draw the same every time."""
     model = ir.from_proto(step)
     for index, node in enumerate(model.graph):
-        if node.op_type in _RANDOM and "seed" not in node.attributes:
-            floating = node.op_type != "Dropout"
+        if semantics(node.domain, node.op_type).random and "seed" not in node.attributes:
+            floating = "Dropout" not in node.op_type
             node.attributes["seed"] = (
                 ir.AttrFloat32("seed", float(index)) if floating else ir.AttrInt64("seed", index)
             )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +14,8 @@ import onnx.version_converter
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
-from onnx_remat.errors import ConversionError
+from onnx_remat.errors import ConversionError, did_you_mean
+from onnx_remat.ir.opsets import opset_of
 from onnx_remat.ort import runtime
 
 from .constants import fold, static
@@ -71,7 +71,7 @@ def load(source: Source) -> ir.Model:
 
 def _expanded(proto: onnx.ModelProto) -> onnx.ModelProto:
     """Ops without a rule that ONNX defines by others, written out."""
-    opset = next(o.version for o in proto.opset_import if o.domain in ("", "ai.onnx"))
+    opset = opset_of(proto)
     wanted = []
     for op_type in dict.fromkeys(n.op_type for n in proto.graph.node if not n.domain):
         if op_type in RULES or op_type in NO_GRADIENT or not onnx.defs.has(op_type, opset):
@@ -121,8 +121,7 @@ def select(graph: ir.Graph, wrt: Sequence[str] | None, frozen: Sequence[str]) ->
         exact = pattern in candidates
         names = [pattern] if exact else [n for n in candidates if fnmatch.fnmatchcase(n, pattern)]
         if not names:
-            close = difflib.get_close_matches(pattern, candidates, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
+            hint = did_you_mean(pattern, candidates)
             raise ConversionError(f"wrt: no input or initializer is called {pattern!r}{hint}")
         for name in names:
             dtype = candidates[name].dtype

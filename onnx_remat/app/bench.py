@@ -11,14 +11,17 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Unpack
 
 from onnx import TensorProto
 
-from onnx_remat.app.cli import Parser, add_planning_flags, add_runtime_flag, guarded, planning_options
+from onnx_remat.app.flags import Parser, add_planning_flags, add_runtime_flag, guarded, planning_options
 from onnx_remat.errors import BudgetInfeasibleError, OnnxRematError, UsageError
 from onnx_remat.ir import model_io
 from onnx_remat.ir.training_ops import check_ops
+from onnx_remat.options import PlanningOptions
 from onnx_remat.ort import runtime
+from onnx_remat.ort.kernels.registry import kernels_of
 from onnx_remat.pipeline import Result, rewrite_model
 from onnx_remat.run import processes
 from onnx_remat.run.profiling import node_seconds, profile
@@ -120,11 +123,10 @@ def benchmark(
     budget: str,
     *,
     steps: int = 50,
-    provider: str = "cpu",
     state: str = "",
     threads: int = 0,
     python: str = sys.executable,
-    **options: object,
+    **options: Unpack[PlanningOptions],
 ) -> Benchmark:
     """Rewrite a model and train it and the original from the same state on the same batch.
 
@@ -136,8 +138,6 @@ def benchmark(
         As `rewrite_model`.
     steps : int
         Training steps, at least 2.
-    provider : str
-        ``cpu`` or ``cuda``.
     state : str
         ``.npz`` with first values of inputs, by name; or a checkpoint, where onnxruntime-training runs the models.
     threads : int
@@ -146,28 +146,28 @@ def benchmark(
         Interpreter whose ONNX Runtime is to run the models, see `processes`. What that of this environment cannot load
         is planned from the file alone.
     **options
-        Fields of `Options`; costs are profiled on `model` unless given.
+        Fields of `Options`; costs are profiled on `model` unless given. All runs are on its `provider`.
 
     Raises
     ------
     UsageError
         Fewer than two steps.
     OnnxRematError
-        As `rewrite_model`; no CUDA where it is asked for; the model does not run.
+        As `rewrite_model`; ONNX Runtime has no such provider here; the model does not run.
     """
     if steps < 2:
         raise UsageError("a benchmark needs at least 2 steps")
-    runtime.check_provider(provider)
+    provider = options.get("provider", "cpu")
     if python == sys.executable:
+        runtime.check_provider(kernels_of(provider).execution_providers[0])
         check_ops(model_io.load(model).model)
     else:
         options = {"verify": "none", **options}
-    dims = options.get("dims") or {}
-    assert isinstance(dims, dict)
+    dims = options.get("dims", {})
     with tempfile.TemporaryDirectory(prefix="onnx-remat-") as scratch:
         home = Path(scratch)
         if "costs" not in options:
-            measured = profile(model, dims, threads=threads, python=python)
+            measured = profile(model, dims, threads=threads, provider=provider, python=python)
             (home / "profile.json").write_text(measured.to_json())
             options["costs"] = str(home / "profile.json")
         result = rewrite_model(model, budget, **options)
@@ -185,7 +185,9 @@ def benchmark(
             model, rewritten, runs=max(9, min(steps, 25)), dims=dims, threads=threads, provider=provider, python=python
         )
     report = result.report
-    idle = (report.nodes_after - report.nodes_before - report.recomputed) * node_seconds(threads, python=python)
+    idle = (report.nodes_after - report.nodes_before - report.recomputed) * node_seconds(
+        threads, provider=provider, python=python
+    )
     sides = [
         Side(peak, run.peak_bytes, clock, run.losses, run.driver_bytes)
         for peak, run, clock in zip((report.before.total, report.after.total), runs, seconds, strict=True)
@@ -202,7 +204,9 @@ _FLOATS = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorPro
 
 def _loss(result: Result) -> str:
     """The output that is the loss: by its name, or the only float without dimensions."""
-    outputs = {name: result.view.tensors[name] for name, value in result.view.graph.values.items() if value.is_output}
+    outputs = {
+        name: result.compiled.tensors[name] for name, value in result.compiled.graph.values.items() if value.is_output
+    }
     scalars = [name for name, tensor in outputs.items() if tensor.shape in ((), (1,)) and tensor.dtype in _FLOATS]
     found = [name for name in scalars if name == "loss"] or scalars
     if not found:
@@ -221,7 +225,7 @@ def machine() -> str:
     return f"{names[0]} x {len(names)}" if names else platform.processor() or platform.machine()
 
 
-def max_batch(model: Path, budget: str, dim: str, **options: object) -> tuple[int, int]:
+def max_batch(model: Path, budget: str, dim: str, **options: Unpack[PlanningOptions]) -> tuple[int, int]:
     """Largest size of a symbolic dimension at which a step keeps a budget, as it is and rewritten.
 
     Doubles until the budget is missed, then bisects; every probe of the rewritten model takes the time of a plan.
@@ -236,15 +240,17 @@ def max_batch(model: Path, budget: str, dim: str, **options: object) -> tuple[in
     allowed = parse_budget(budget).bytes
     if allowed is None:
         raise UsageError("--max-batch needs a budget in bytes, such as 4GB: a percentage grows with the batch")
-    given = options.pop("dims", None) or {}
-    assert isinstance(given, dict)
+    given = options.pop("dims", {})
+
+    def sized(size: int) -> PlanningOptions:
+        return {**options, "dims": {**given, dim: size}}
 
     def peak(size: int) -> int:
-        return rewrite_model(model, "100%", **options, dims={**given, dim: size}).report.before.total
+        return rewrite_model(model, "100%", **sized(size)).report.before.total
 
     def fits(size: int) -> bool:
         try:
-            rewrite_model(model, allowed, **options, dims={**given, dim: size})
+            rewrite_model(model, allowed, **sized(size))
         except BudgetInfeasibleError:
             return False
         return True
@@ -279,7 +285,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("input", metavar="IN", nargs="+", help="training graphs")
     parser.add_argument("--budget", required=True, metavar="SIZE", help="as of onnx-remat: 4GB, 60%%, ...")
     parser.add_argument("--steps", type=int, default=50, metavar="N", help="training steps (default 50)")
-    parser.add_argument("--provider", default="cpu", choices=runtime.PROVIDERS, help="where to run (default cpu)")
     parser.add_argument(
         "--state", default="", metavar="FILE",
         help="first values of inputs: .npz by name, or a checkpoint of onnxruntime-training",
@@ -320,13 +325,10 @@ def _markdown(b: Benchmark, budget: str) -> str:
 def _run(arguments: Sequence[str]) -> int:
     given = build_parser().parse_args(arguments)
     options = planning_options(given)
-    if given.costs is None:
-        del options["costs"]
     if given.json not in (None, "-"):
         for source in given.input:
             model_io.check_target(given.json, source, force=True)
     if given.max_batch:
-        runtime.check_provider(given.provider)
         for path in given.input:
             plain, small = max_batch(Path(path), given.budget, given.max_batch, **options)
             times = f" ({small / plain:.1f} times)" if plain else ""
@@ -338,7 +340,7 @@ def _run(arguments: Sequence[str]) -> int:
     for path in given.input:
         try:
             result = benchmark(
-                Path(path), given.budget, steps=given.steps, provider=given.provider, state=given.state,
+                Path(path), given.budget, steps=given.steps, state=given.state,
                 threads=given.threads, python=given.runtime, **options,
             )  # fmt: skip
         except OnnxRematError as error:

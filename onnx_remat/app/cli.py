@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import difflib
-import os
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from onnx_remat.errors import OnnxRematError, UsageError
+from onnx_remat.app import commands
+from onnx_remat.app.flags import Parser, Progress, add_planning_flags, guarded, planning_options, selector_names
+from onnx_remat.errors import UsageError, did_you_mean
 from onnx_remat.version import __version__
 
 _DESCRIPTION = """\
@@ -40,19 +39,12 @@ COMMANDS = ("sweep", "profile", "check")
 """Functions of `onnx_remat.app.commands`, called by their names."""
 
 
-class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are ours."""
-
-    def error(self, message: str) -> None:  # type: ignore[override]  # argparse's own exits before we can report
-        raise UsageError(message)
-
-
 def build_parser() -> argparse.ArgumentParser:
     """The arguments, documented."""
     from onnx_remat.plan.request import summary
     from onnx_remat.run.verify import MODES
 
-    described = "\n".join(f"  {name:<12} {summary(name)}" for name in _selector_names())
+    described = "\n".join(f"  {name:<12} {summary(name)}" for name in selector_names())
     parser = Parser(
         prog="onnx-remat",
         description=_DESCRIPTION,
@@ -86,108 +78,19 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def add_planning_flags(parser: argparse.ArgumentParser, time_limit: str = "30s") -> None:
-    """The flags that say how to plan; `planning_options` reads them."""
-    from onnx_remat.ort.kernels.costs import PRESETS
-
-    planning = parser.add_argument_group("planning")
-    planning.add_argument(
-        "--selector", default="auto", metavar="NAME",
-        help=f"how to plan (default auto): {', '.join(_selector_names())}; onnx-remat -h describes them",
-    )  # fmt: skip
-    planning.add_argument(
-        "--dim", action="append", default=[], metavar="NAME=N", help="size of a symbolic dimension (repeat)"
-    )
-    planning.add_argument("--loss", metavar="NAME", help="the loss, where nodes are unlabelled and it is not clear")
-    planning.add_argument(
-        "--keep", action="append", default=[], metavar="NAME", help="a value never to recompute (repeat)"
-    )
-    planning.add_argument(
-        "--checkpoint", action="append", default=[], metavar="NAME",
-        help="a value that selector collection keeps; it recomputes the rest of the forward pass (repeat)",
-    )  # fmt: skip
-    planning.add_argument(
-        "--allow-recompute", action="append", default=[], metavar="DOMAIN::OP",
-        help="a custom op that is pure, so that it may be recomputed (repeat)",
-    )  # fmt: skip
-    planning.add_argument(
-        "--arena", action="store_true",
-        help="let the budget also cover what ONNX Runtime's arena adds with onnx_remat.session_options(), as foreseen",
-    )  # fmt: skip
-    planning.add_argument(
-        "--time-limit", default=time_limit, metavar="TIME", help=f"for planning (default {time_limit})"
-    )
-    planning.add_argument(
-        "--costs", default="cpu", metavar="PRESET|FILE",
-        help=f"seconds per op: {', '.join(PRESETS)} (default cpu), or a profile JSON written by ONNX Runtime",
-    )  # fmt: skip
-
-
-def _selector_names() -> list[str]:
-    """The default and ours first."""
-    from onnx_remat.plan import selectors
-
-    return sorted(selectors.names(), key=lambda name: (name != "auto", name != "search"))
-
-
-def add_runtime_flag(parser: argparse.ArgumentParser) -> None:
-    """The flag that says where models run."""
-    parser.add_argument(
-        "--runtime", default=sys.executable, metavar="PYTHON",
-        help="interpreter of another environment, whose ONNX Runtime is to run the models: onnxruntime-training's, say",
-    )  # fmt: skip
-
-
-def planning_options(arguments: argparse.Namespace) -> dict[str, object]:
-    """Fields of `Options` from the flags of `add_planning_flags`."""
-    from onnx_remat.units import parse_dims, parse_duration
-
-    return {
-        "selector": arguments.selector,
-        "dims": parse_dims(arguments.dim),
-        "loss": arguments.loss,
-        "keep": tuple(arguments.keep),
-        "checkpoints": tuple(arguments.checkpoint),
-        "allow_recompute": tuple(arguments.allow_recompute),
-        "arena": arguments.arena,
-        "time_limit": parse_duration(arguments.time_limit),
-        "costs": arguments.costs,
-    }
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given and given[0] in COMMANDS:
-        from onnx_remat.app import commands
-
         return guarded("onnx-remat " + given[0], getattr(commands, given[0]), given[1:])
     return guarded("onnx-remat", _rewrite, given)
 
 
 def _rewrite(arguments: Sequence[str]) -> int:
-    meant = difflib.get_close_matches(arguments[0], COMMANDS, n=1) if arguments else []
+    meant = did_you_mean(arguments[0], COMMANDS) if arguments else ""
     if meant and not Path(arguments[0]).exists():
-        raise UsageError(f"no command and no file {arguments[0]!r}: did you mean {meant[0]!r}?")
+        raise UsageError(f"no command and no file {arguments[0]!r}{meant}")
     return _run(build_parser().parse_args(arguments))
-
-
-def guarded(name: str, command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> int:
-    """Run a command; a refusal is one line on standard error and its exit code."""
-    try:
-        return command(arguments)
-    except OnnxRematError as error:
-        print(f"{name}: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return error.exit_code
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # whoever read us is gone: say no more
-        return 0
-    except OSError as error:
-        print(f"{name}: error: {error}", file=sys.stderr)
-        return OnnxRematError.exit_code
-    except KeyboardInterrupt:
-        print(f"{name}: interrupted; nothing was written", file=sys.stderr)
-        return 130
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -206,15 +109,10 @@ def _run(arguments: argparse.Namespace) -> int:
         model_io.check_target(path, arguments.input, force=True)
     if arguments.output in (also := [arguments.json, *arguments.plot]):
         raise UsageError(f"{also[also.index(arguments.output)]} cannot be both OUT and a report: name another file")
-    progress = Progress(quiet=arguments.quiet)
+    options, progress = planning_options(arguments), Progress(quiet=arguments.quiet)
+    options["verify"], options["progress"] = arguments.verify, progress
     try:
-        result = pipeline.rewrite_model(
-            arguments.input,
-            budget,
-            **planning_options(arguments),
-            verify=arguments.verify,
-            progress=progress,
-        )
+        result = pipeline.rewrite_model(arguments.input, budget, **options)
     finally:
         progress.clear()
     if not arguments.dry_run:
@@ -233,23 +131,3 @@ def _run(arguments: argparse.Namespace) -> int:
         written = [path for path in (out, arguments.json, *arguments.plot) if path]
         print(f"\nwrote {', '.join(written) or 'nothing'}")
     return 0
-
-
-class Progress:
-    """What is being done: one line rewritten in place on a terminal, nothing elsewhere."""
-
-    def __init__(self, quiet: bool = False) -> None:
-        self._show = sys.stderr.isatty() and not quiet and os.environ.get("TERM") != "dumb"
-        self._last = 0.0
-        self._stage = ""
-
-    def __call__(self, stage: str, fraction: float) -> None:
-        now = time.monotonic()
-        if self._show and (stage != self._stage or now - self._last > 0.1):
-            self._stage, self._last = stage, now
-            done = f" {fraction:.0%}" if 0 < fraction < 1 else ""
-            print(f"\r\x1b[K{stage}{done} ...", end="", file=sys.stderr, flush=True)
-
-    def clear(self) -> None:
-        if self._show:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)

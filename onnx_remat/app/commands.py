@@ -5,7 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from onnx_remat.app.cli import Parser, Progress, add_planning_flags, add_runtime_flag, planning_options
+from onnx_remat.app.flags import (
+    Parser,
+    Progress,
+    add_planning_flags,
+    add_provider_flag,
+    add_runtime_flag,
+    planning_options,
+)
 from onnx_remat.ir import model_io
 
 
@@ -29,9 +36,10 @@ def sweep(arguments: Sequence[str]) -> int:
         model_io.check_target(given.plot, given.input, force=True)
     if given.json not in (None, "-"):
         model_io.check_target(given.json, given.input, force=True)
-    progress = Progress()
+    options, progress = planning_options(given), Progress()
+    options["progress"] = progress
     try:
-        curve = run(given.input, given.points, **planning_options(given), progress=progress)
+        curve = run(given.input, given.points, **options)
     finally:
         progress.clear()
     if given.plot:
@@ -65,6 +73,7 @@ def profile(arguments: Sequence[str]) -> int:
     parser.add_argument("--steps", type=int, default=5, metavar="N", help="steps in each (default 5)")
     parser.add_argument("--threads", type=int, default=0, metavar="N", help="intra-op threads (default: the runtime's)")
     parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
+    add_provider_flag(parser)
     add_runtime_flag(parser)
     given = parser.parse_args(arguments)
     target = model_io.check_target(given.output, given.input, given.force)
@@ -73,7 +82,7 @@ def profile(arguments: Sequence[str]) -> int:
         check_ops(model_io.load(given.input).model)
     result = run(
         given.input, dims=parse_dims(given.dim), runs=given.runs, steps=given.steps, threads=given.threads,
-        python=given.runtime,
+        provider=given.provider, python=given.runtime,
     )  # fmt: skip
     model_io.write_text(result.to_json(), target)
     print(f"{result.to_text()}\n\nwrote {given.output}")
@@ -97,8 +106,9 @@ def check(arguments: Sequence[str]) -> int:
         help="size of a symbolic dimension (default: what it was planned for)",
     )  # fmt: skip
     parser.add_argument("--no-run", action="store_true", help="do not run a step of it")
+    add_provider_flag(parser)
     add_runtime_flag(parser)
     given = parser.parse_args(arguments)
-    found = run(given.file, parse_dims(given.dim), run=not given.no_run, python=given.runtime)
+    found = run(given.file, parse_dims(given.dim), run=not given.no_run, provider=given.provider, python=given.runtime)
     print(found.to_text())
     return 0 if found.kept else VerificationError.exit_code

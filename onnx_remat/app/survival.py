@@ -90,6 +90,7 @@ def check(
     path: str | os.PathLike[str],
     dims: Mapping[str, int] | None = None,
     run: bool = True,
+    provider: str = "cpu",
     python: str = sys.executable,
 ) -> Survival:
     """Compare a file with what was recorded in it when it was written.
@@ -102,6 +103,8 @@ def check(
         Sizes of symbolic dimensions; by default those it was planned for.
     run : bool
         Also run it, where ONNX Runtime is installed: a tool may leave a file that loads and then fails.
+    provider : str
+        One of `registry.PROVIDERS`.
     python : str
         Interpreter whose ONNX Runtime is to run it, see `processes`. One of another environment is not asked what it
         makes of the file, which is simulated as it is.
@@ -122,13 +125,13 @@ def check(
         raise ModelError(
             f"{path} does not say what was planned: it was not rewritten, or a tool dropped its metadata"
         ) from error
-    options = Options(dims=dims)
+    options = Options(provider=provider, dims=dims)
     if here := python == sys.executable:
         check_ops(source.model)
     levels = runtime.LEVELS if runtime.available() and here else ("disable",)
     made = {name for node in source.model.graph.node for name in node.output}
-    executed = {level: as_executed(source.model, source.folder, level, options) for level in levels}
-    runs = {level: what.view.graph.producer() for level, what in executed.items()}
+    executed = {level: as_executed(source.model, source.folder, level, options.preparation()) for level in levels}
+    runs = {level: what.compiled.graph.producer() for level, what in executed.items()}
     return Survival(
         len(clones),
         len(edges),
@@ -137,7 +140,7 @@ def check(
         budget,
         {level: what.timeline().peak for level, what in executed.items()},
         {level: sum(name in made_there for name in clones) for level, made_there in runs.items()},
-        processes.measure(Path(path), dims=dims, python=python).peak_bytes
+        processes.measure(Path(path), dims=dims, provider=provider, python=python).peak_bytes
         if run and (runtime.available() or not here)
         else None,
     )

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import cast
+from typing import Unpack
 
 import numpy as np
 
 from onnx_remat.errors import BudgetInfeasibleError, UsageError
 from onnx_remat.fit import smallest_budget
+from onnx_remat.options import PlanningOptions
 from onnx_remat.pipeline import Model, Result, rewrite_model
 from onnx_remat.plan.selectors import Progress, silent
 from onnx_remat.units import format_bytes
@@ -71,7 +72,7 @@ class Curve:
         return "\n".join(lines)
 
 
-def sweep(model: Model, points: int = 10, **options: object) -> Curve:
+def sweep(model: Model, points: int = 10, **options: Unpack[PlanningOptions]) -> Curve:
     """Rewrite a model for budgets spread from its own peak down to the lowest that is found.
 
     Parameters
@@ -104,13 +105,13 @@ def sweep(model: Model, points: int = 10, **options: object) -> Curve:
     """
     if points < 2:
         raise UsageError(f"a sweep needs at least 2 points, not {points}")
-    progress = cast(Progress, options.pop("progress", silent))
+    progress = options.pop("progress", silent)
     original = rewrite_model(model, "100%", **options)
     top, floor = original.report.before.total, original.report.lower_bound
     found, missed = [_point(original)], []
-    lowest = _lowest(model, floor, options | {"progress": _named("lowest peak", progress)})
+    lowest = _lowest(model, floor, {**options, "progress": _named("lowest peak", progress)})
     for number, budget in enumerate(np.linspace(top, lowest, points + 1, dtype=np.int64).tolist()[1:], start=1):
-        watched = options | {"progress": _named(f"budget {number} of {points}", progress)}
+        watched: PlanningOptions = {**options, "progress": _named(f"budget {number} of {points}", progress)}
         try:
             result = rewrite_model(model, budget, **watched)
         except BudgetInfeasibleError:
@@ -127,7 +128,7 @@ def _named(what: str, progress: Progress) -> Progress:
     return lambda stage, fraction: progress(f"{what}: {stage}", fraction)
 
 
-def _lowest(model: Model, floor: int, options: dict[str, object]) -> int:
+def _lowest(model: Model, floor: int, options: PlanningOptions) -> int:
     """The lowest peak, in bytes, that the selector finds; found by asking for the least that could be."""
     try:
         return rewrite_model(model, smallest_budget(floor), **options).report.after.total

@@ -15,8 +15,8 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from onnx_remat.ir.graph import Graph, Op, as_networkx, constants
+from onnx_remat.ir.op_semantics import DRAW, PRODUCT, SPLIT, is_random
 from onnx_remat.ir.shapes import Tensor
-from onnx_remat.ort.kernels.cpu import DRAW, PRODUCT, SPLIT
 from onnx_remat.problem import Problem, Schedule
 
 _KEEP = "keep"
@@ -45,6 +45,14 @@ def training_mode(node: onnx.NodeProto, stated: Mapping[str, onnx.TensorProto]) 
         return None if told is None else bool(told)
     is_test = next((attribute.i for attribute in node.attribute if attribute.name == "is_test"), None)
     return False if is_test is None else not is_test
+
+
+def is_random_node(node: onnx.NodeProto, opset: int, stated: Mapping[str, onnx.TensorProto]) -> bool:
+    """May two executions of a node return different values?
+
+    `opset` is the version of the node's domain, `stated` what the graph states by value (`graph.constants`).
+    """
+    return is_random(node.domain, node.op_type, opset=opset, training_mode=training_mode(node, stated))
 
 
 def kept_share(node: onnx.NodeProto, stated: Mapping[str, onnx.TensorProto]) -> np.float32 | None:

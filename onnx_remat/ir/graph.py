@@ -11,7 +11,8 @@ import onnx
 from onnx import inliner
 
 from onnx_remat.errors import ModelError
-from onnx_remat.ort.kernels.cpu import facts, nearest
+from onnx_remat.ir.op_semantics import nearest_op, semantics
+from onnx_remat.ir.opsets import STANDARD, STANDARD_DOMAINS, canonical, opset_of
 
 INPUT, INITIALIZER, NODE = "input", "initializer", "node"
 
@@ -91,7 +92,7 @@ class Graph:
 
 
 def build(model: onnx.ModelProto) -> Graph:
-    """View a model as a `Graph`.
+    """A model as a `Graph`.
 
     Raises
     ------
@@ -160,9 +161,18 @@ def constants(graph: onnx.GraphProto) -> dict[str, onnx.TensorProto]:
     return stated | {node.output[0]: a.t for node in given for a in node.attribute if a.name == "value"}
 
 
+def attributes(node: onnx.NodeProto) -> dict[str, object]:
+    """A node's attributes as Python values, bodies left out."""
+    return {
+        a.name: onnx.helper.get_attribute_value(a)
+        for a in node.attribute
+        if a.type not in (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS)
+    }
+
+
 def is_constant(node: onnx.NodeProto) -> bool:
     """Is it a ``Constant``, which ONNX Runtime turns into an initializer when it loads the file?"""
-    return node.op_type == "Constant" and node.domain in ("", "ai.onnx")
+    return node.op_type == "Constant" and canonical(node.domain) == STANDARD
 
 
 def _check_opsets(model: onnx.ModelProto) -> None:
@@ -174,10 +184,10 @@ def _check_opsets(model: onnx.ModelProto) -> None:
     versions: dict[str, int] = {}
     newest = onnx.defs.onnx_opset_version()
     for opset in model.opset_import:
-        domain = "" if opset.domain == "ai.onnx" else opset.domain
+        domain = canonical(opset.domain)
         if versions.setdefault(domain, opset.version) != opset.version:
             raise ModelError(f"the model imports two versions of opset {domain or 'ai.onnx'!r}")
-        if domain == "" and not 1 <= opset.version <= newest:
+        if domain == STANDARD and not 1 <= opset.version <= newest:
             raise ModelError(f"the model uses opset {opset.version}: the installed onnx package knows 1 to {newest}")
 
 
@@ -193,18 +203,18 @@ def _one_name_for_the_standard(model: onnx.ModelProto) -> onnx.ModelProto:
 
 def _check_op(node: onnx.NodeProto, where: str, model: onnx.ModelProto) -> None:
     """Standard ops must exist and have their required inputs and attributes; for other domains nobody can tell."""
-    if node.domain not in ("", "ai.onnx"):
+    if node.domain not in STANDARD_DOMAINS:
         if node.domain not in {opset.domain for opset in model.opset_import}:
             raise ModelError(f"{where} is of domain {node.domain!r}, which the model does not import")
         return
-    version = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 0)
+    version = opset_of(model)
     if not version:
         raise ModelError(f"{where} is a standard op, but the model does not import the standard operator set")
     try:
         schema = onnx.defs.get_schema(node.op_type, version, "")
     except onnx.defs.SchemaError:
-        if not facts("", node.op_type).known:
-            close = nearest("", node.op_type)
+        if not semantics("", node.op_type).known:
+            close = nearest_op("", node.op_type)
             hint = f"; did you mean {close!r}?" if close else ""
             raise ModelError(f"{where}: there is no operator {node.op_type!r} in opset {version}{hint}") from None
         return

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 
 from onnx import TensorProto
 
-from onnx_remat.errors import ModelError, UsageError
+from onnx_remat.errors import ModelError, UsageError, did_you_mean
 from onnx_remat.ir.graph import INPUT, NODE, Graph, Op
 from onnx_remat.ir.shapes import Tensor
 from onnx_remat.problem import BACKWARD, FORWARD, OPTIMIZER
@@ -42,8 +41,7 @@ def split(graph: Graph, tensors: Mapping[str, Tensor], loss: str | None = None) 
         Some op is unlabelled and it is not clear which output is the loss.
     """
     if loss is not None and loss not in graph.values:
-        close = difflib.get_close_matches(loss, graph.values, n=1)
-        raise UsageError(f"--loss: there is no value {loss!r}" + (f"; did you mean {close[0]!r}?" if close else ""))
+        raise UsageError(f"--loss: there is no value {loss!r}{did_you_mean(loss, graph.values)}")
     if loss is not None and graph.values[loss].kind != NODE:
         raise UsageError(f"--loss: {loss!r} is an {graph.values[loss].kind}, no node makes it")
     labels = [_label(op) for op in graph.ops]

@@ -10,6 +10,8 @@ import onnx
 from onnx import TypeProto, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
+from onnx_remat.ir.op_semantics import semantics
+
 _MOST = 1024  # elements of a value that is worth computing
 
 
@@ -67,7 +69,7 @@ def _compute(
     else:
         if any(name not in data for name in node.input if name) or any(a.HasField("g") for a in node.attribute):
             return
-        if node.op_type in _RANDOM:
+        if semantics(node.domain, node.op_type).random:
             return
         try:
             run = ReferenceEvaluator(_alone(node, opsets))
@@ -81,7 +83,6 @@ def _compute(
 _REFUSALS = (
     onnx.defs.SchemaError, onnx.shape_inference.InferenceError, onnx.checker.ValidationError, RuntimeError, ValueError,
 )  # fmt: skip
-_RANDOM = {"Bernoulli", "Dropout", "Multinomial", "RandomNormalLike", "RandomUniformLike"}
 
 
 def _alone(node: onnx.NodeProto, opsets: Mapping[str, int]) -> onnx.ModelProto:

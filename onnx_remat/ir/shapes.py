@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import difflib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import onnx
 from onnx import TensorProto, TypeProto, shape_inference
 
-from onnx_remat.errors import ModelError, ShapeError, UsageError
+from onnx_remat.errors import ModelError, ShapeError, UsageError, did_you_mean
 from onnx_remat.ir import sequences, shape_arithmetic
 from onnx_remat.ir.dtypes import tensor_bytes
 from onnx_remat.ir.graph import Graph
 from onnx_remat.ir.model_io import without_weights
+from onnx_remat.ir.op_semantics import nearest_op
 from onnx_remat.ir.training_ops import with_stand_ins
-from onnx_remat.ort.kernels.cpu import nearest
 
 Dim: TypeAlias = int | str | None
 """A known size, a symbolic name, or nothing known."""
@@ -54,12 +53,21 @@ class Tensor:
     symbolic: tuple[Dim, ...] | None
 
 
-def infer(graph: Graph, dims: Mapping[str, int] | None = None, derived: bool = False) -> dict[str, Tensor]:
+Types: TypeAlias = Mapping[str, TypeProto]
+"""By the name of a value."""
+
+Asker: TypeAlias = Callable[[onnx.ModelProto, Sequence[str], Types], Types]
+"""Types that someone knows, of some of a model's values at least; given are the model, the names of the values whose
+shapes are missing, and all types known so far."""
+
+
+def infer(
+    graph: Graph, dims: Mapping[str, int] | None = None, derived: bool = False, askers: Sequence[Asker] = ()
+) -> dict[str, Tensor]:
     """Types, shapes and bytes of every value of a graph.
 
     ONNX's own inference with data propagation comes first; where it leaves something open, sizes are computed node by
-    node (`values`), then ONNX Runtime is asked: its own inference and its symbolic one, if onnxruntime and sympy are
-    installed.
+    node (`shape_arithmetic`), then others are asked, one after the other.
 
     Parameters
     ----------
@@ -68,6 +76,8 @@ def infer(graph: Graph, dims: Mapping[str, int] | None = None, derived: bool = F
         Sizes of symbolic dimensions.
     derived : bool
         `dims` comes from `all_dims` and may name dimensions that this graph has not.
+    askers : sequence of Asker
+        Who else may know shapes: ONNX Runtime, see `ort.runtime.SHAPE_ASKERS`.
 
     Raises
     ------
@@ -84,8 +94,7 @@ def infer(graph: Graph, dims: Mapping[str, int] | None = None, derived: bool = F
     symbols = _symbols(light)
     if not derived and (unknown := sorted(set(dims) - set(symbols))):
         have = f"it has {', '.join(symbols)}" if symbols else "it has none"
-        close = difflib.get_close_matches(unknown[0], symbols, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
+        hint = did_you_mean(unknown[0], symbols)
         raise UsageError(f"the model has no symbolic dimension {unknown[0]!r}: {have}{hint}")
     # the runtime propagates no computed shapes either
     as_written = _infer_types(with_stand_ins(light, as_runtime=True), data_prop=False)
@@ -103,7 +112,7 @@ def infer(graph: Graph, dims: Mapping[str, int] | None = None, derived: bool = F
         bound = _with_types(bound, {k: v for k, v in loops.items() if _shape(types.get(k)) is None})
         types = _infer_types(bound)
     held = sequences.sizes(graph, types, _bytes)
-    for ask in (_ask_arithmetic, _ask_runtime, _ask_symbolically):
+    for ask in (_by_arithmetic, *askers):
         if missing := [n for n in graph.values if n not in held and _shape(types.get(n)) is None]:
             types |= {k: v for k, v in ask(bound, missing, types).items() if k in missing}
             held = sequences.sizes(graph, types, _bytes)
@@ -251,10 +260,11 @@ def _infer_types(model: onnx.ModelProto, data_prop: bool = True, strict: bool = 
         inferred = shape_inference.infer_shapes(model, strict_mode=strict, data_prop=data_prop)
     except (shape_inference.InferenceError, ValueError, RuntimeError) as error:
         raise ModelError(f"ONNX shape inference refuses the model: {_first_line(error)}") from error
-    return _types(inferred.graph)
+    return stated_types(inferred.graph)
 
 
-def _types(graph: onnx.GraphProto) -> dict[str, TypeProto]:
+def stated_types(graph: onnx.GraphProto) -> dict[str, TypeProto]:
+    """Types that a graph states for its values."""
     types = {value.name: value.type for value in _typed_values(graph)}
     for tensor in graph.initializer:
         types[tensor.name] = onnx.helper.make_tensor_type_proto(tensor.data_type, tensor.dims)
@@ -325,36 +335,15 @@ def _see_through(model: onnx.ModelProto) -> None:
                 del node.attribute[:]
 
 
-_Types: TypeAlias = dict[str, TypeProto]
-
-
-def _ask_arithmetic(model: onnx.ModelProto, _: Sequence[str], types: _Types) -> _Types:
+def _by_arithmetic(model: onnx.ModelProto, _: Sequence[str], known: Types) -> Types:
     """Node by node, sizes computed on the way."""
-    return shape_arithmetic.propagate(model, types)
+    return shape_arithmetic.propagate(model, known)
 
 
-def _ask_runtime(model: onnx.ModelProto, names: Sequence[str], types: _Types) -> _Types:
-    """ONNX Runtime's own inference, which knows its contrib ops, from what is known by now."""
-    from onnx_remat.ort import runtime  # only here: shapes must work without a runtime
-
+def stating(model: onnx.ModelProto, known: Types) -> onnx.ModelProto:
+    """A copy of a model that states what is known of the values it computes, its outputs aside."""
     made = {name for node in model.graph.node for name in node.output} - {value.name for value in model.graph.output}
-    known = {name: kind for name, kind in types.items() if name in made and _shape(kind) is not None}
-    return {
-        name: onnx.helper.make_tensor_type_proto(_ELEMENTS[kind], dims)
-        for name, (kind, dims) in runtime.infer_shapes(_with_types(model, known), names).items()
-        if kind in _ELEMENTS and dims and all(isinstance(dim, int) for dim in dims)  # [] may also mean: no idea
-    }
-
-
-_ELEMENTS = {f"tensor({name.lower()})": number for name, number in TensorProto.DataType.items()}
-
-
-def _ask_symbolically(model: onnx.ModelProto, names: Sequence[str], types: _Types) -> _Types:
-    """ONNX Runtime's symbolic inference, which propagates more values."""
-    from onnx_remat.ort import runtime
-
-    inferred = runtime.infer_shapes_symbolically(model)
-    return _types(inferred.graph) if inferred is not None else {}
+    return _with_types(model, {n: kind for n, kind in known.items() if n in made and _shape(kind) is not None})
 
 
 def _cannot_size(graph: Graph, missing: list[str], types: Mapping[str, TypeProto]) -> str:
@@ -370,7 +359,7 @@ def _cannot_size(graph: Graph, missing: list[str], types: Mapping[str, TypeProto
     if kind is not None and kind.WhichOneof("value") not in (None, "tensor_type"):
         form = str(kind.WhichOneof("value")).removesuffix("_type")
         return f"value {name!r}, {where}, is a {form}, whose size is not known before it runs{more}"
-    if producer is not None and (hint := nearest(graph.ops[producer].node.domain, graph.ops[producer].node.op_type)):
+    if producer is not None and (hint := nearest_op(graph.ops[producer].node.domain, graph.ops[producer].node.op_type)):
         more += f" (did you mean the op {hint!r}?)"
     return (
         f"the shape of value {name!r}, {where}, cannot be told{more}: add value_info for it, "

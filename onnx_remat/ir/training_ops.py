@@ -14,6 +14,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from onnx_remat.errors import ModelError
+from onnx_remat.ir.opsets import opset_of
 
 _MS: Final = "com.microsoft"
 
@@ -111,7 +112,7 @@ def with_stand_ins(model: onnx.ModelProto, as_runtime: bool = False) -> onnx.Mod
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
     del copy.graph.node[:]
-    opset = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 0)
+    opset = opset_of(model)
     for node in model.graph.node:
         kind = (node.domain, node.op_type)
         skipped = as_runtime and (kind in _UNTOLD or kind in _FORWARD)

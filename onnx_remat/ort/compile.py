@@ -11,18 +11,18 @@ import onnx
 from onnx import TensorProto
 
 from onnx_remat.errors import ModelError, ShapeError
-from onnx_remat.ir.dropout import is_product, training_mode
+from onnx_remat.ir.dropout import is_product, is_random_node
 from onnx_remat.ir.dtypes import bits
-from onnx_remat.ir.graph import INITIALIZER, NODE, Graph, Op, bodies, build, constants
+from onnx_remat.ir.graph import INITIALIZER, NODE, Graph, Op, attributes, bodies, build, constants
+from onnx_remat.ir.op_semantics import SPLIT, semantics
+from onnx_remat.ir.opsets import STANDARD, STANDARD_DOMAINS, opset_of
 from onnx_remat.ir.shapes import Tensor, infer
 from onnx_remat.ir.subgraphs import workspace as body_workspace
 from onnx_remat.ir.training_ops import is_pure_contrib
-from onnx_remat.ort.kernels import cpu as op_facts
-from onnx_remat.ort.kernels.cpu_workspace import workspace_blocks
+from onnx_remat.ort.kernels.base import Call, Kernels, itemsize, key
+from onnx_remat.ort.shape_askers import SHAPE_ASKERS
 from onnx_remat.ort.simulate.buffers import simulate
 from onnx_remat.problem import Problem
-
-STANDARD_DOMAINS = ("", "ai.onnx")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,24 +38,15 @@ class OpTable:
     rerun_workspace: tuple[int, ...]
 
 
-def attributes(node: onnx.NodeProto) -> dict[str, object]:
-    """A node's attributes as Python values, bodies left out."""
-    return {
-        a.name: onnx.helper.get_attribute_value(a)
-        for a in node.attribute
-        if a.type not in (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS)
-    }
-
-
-def tabulate(graph: Graph, tensors: Mapping[str, Tensor], threads: int, allow: Sequence[str] = ()) -> OpTable:
+def tabulate(graph: Graph, tensors: Mapping[str, Tensor], kernels: Kernels, allow: Sequence[str] = ()) -> OpTable:
     """Facts about each op of a graph.
 
     Parameters
     ----------
     graph, tensors
         The IR and its shapes.
-    threads : int
-        Threads of one op; some kernels' workspace grows with them.
+    kernels : Kernels
+        What the provider's kernels do.
     allow : sequence of str
         ``DOMAIN::OP`` names of custom ops that the user says may be recomputed.
     """
@@ -63,28 +54,29 @@ def tabulate(graph: Graph, tensors: Mapping[str, Tensor], threads: int, allow: S
     stated = constants(graph.model.graph)
     return OpTable(
         recomputable=tuple(
-            _recomputable(graph, op, allow, stated) and all(tensors[name].dtype for name in (*op.reads, *op.writes))
+            _recomputable(graph, op, kernels, allow, stated)
+            and all(tensors[name].dtype for name in (*op.reads, *op.writes))
             for op in graph.ops
         ),
         foldable=foldable,
         rerun_workspace=tuple(tensors[op.writes[0]].nbytes if is_product(op) else 0 for op in graph.ops),
         workspace=tuple(
-            (_body_workspace(op, graph.model, tensors, threads),)
+            (_body_workspace(op, graph.model, tensors, kernels),)
             if any(True for _ in bodies(op.node))
-            else _workspace(op, tensors, threads, _opset(graph.model, op.node.domain))
+            else _workspace(op, tensors, kernels, opset_of(graph.model, op.node.domain))
             for op in graph.ops
         ),
     )
 
 
-def _body_workspace(op: Op, model: onnx.ModelProto, tensors: Mapping[str, Tensor], threads: int) -> int:
+def _body_workspace(op: Op, model: onnx.ModelProto, tensors: Mapping[str, Tensor], kernels: Kernels) -> int:
     """What the op's bodies hold; ShapeError where that cannot be told."""
 
     def peak(body: onnx.ModelProto) -> int:
         graph = build(body)
-        sizes = infer(graph)
+        sizes = infer(graph, askers=SHAPE_ASKERS)
         nothing = [0] * len(graph.ops)
-        problem = compile_problem(graph, sizes, tabulate(graph, sizes, threads), nothing, nothing)
+        problem = compile_problem(graph, sizes, tabulate(graph, sizes, kernels), kernels, nothing, nothing)
         return simulate(problem, range(problem.n_ops)).peak
 
     try:
@@ -93,32 +85,24 @@ def _body_workspace(op: Op, model: onnx.ModelProto, tensors: Mapping[str, Tensor
         raise ShapeError(f"what node {op.label!r} ({op.node.op_type}) holds while it runs: {error}") from error
 
 
-def _recomputable(graph: Graph, op: Op, allow: Sequence[str], stated: Mapping[str, onnx.TensorProto]) -> bool:
+def _recomputable(
+    graph: Graph, op: Op, kernels: Kernels, allow: Sequence[str], stated: Mapping[str, onnx.TensorProto]
+) -> bool:
     node = op.node
     if f"{node.domain}::{node.op_type}" in allow:
         return True
-    facts = op_facts.facts(node.domain, node.op_type)
-    random = op_facts.is_random(
-        node.domain,
-        node.op_type,
-        opset=_opset(graph.model, node.domain),
-        training_mode=training_mode(node, stated),
-    )
+    says = semantics(node.domain, node.op_type)
+    random = is_random_node(node, opset_of(graph.model, node.domain), stated)
     has_body = any(True for _ in bodies(node))
-    ours = node.domain in (*STANDARD_DOMAINS, op_facts.SPLIT) or is_pure_contrib(node.domain, node.op_type)
+    ours = node.domain in (*STANDARD_DOMAINS, SPLIT) or is_pure_contrib(node.domain, node.op_type)
     # A recompute overwrites copies, so nobody may look for what it writes there.
     wanted = any(
         graph.values[name].is_output or any(True for _ in graph.nx.successors(name))
-        for slot, out in facts.alias
+        for slot, out in kernels.aliases(node)
         for name in op.outputs[out : out + 1]
-        if slot in facts.overwrites and name
+        if slot in says.overwrites and name
     )
-    return facts.known and not (facts.stateful or random or has_body or wanted) and ours
-
-
-def _opset(model: onnx.ModelProto, domain: str) -> int:
-    same = STANDARD_DOMAINS if domain in STANDARD_DOMAINS else (domain,)
-    return next((o.version for o in model.opset_import if o.domain in same), 0)
+    return says.known and not (says.stateful or random or has_body or wanted) and ours
 
 
 def _foldable(graph: Graph, tensors: Mapping[str, Tensor]) -> tuple[bool, ...]:
@@ -130,7 +114,7 @@ def _foldable(graph: Graph, tensors: Mapping[str, Tensor]) -> tuple[bool, ...]:
             isinstance(d, str | None) for d in tensors[op.inputs[0]].symbolic or (None,)
         )
         folds = (fixed_shape or all(name in constant for name in op.reads)) and not (
-            op_facts.facts(op.node.domain, op.node.op_type).random or any(True for _ in bodies(op.node))
+            semantics(op.node.domain, op.node.op_type).random or any(True for _ in bodies(op.node))
         )
         if folds:
             constant.update(op.writes)
@@ -138,19 +122,25 @@ def _foldable(graph: Graph, tensors: Mapping[str, Tensor]) -> tuple[bool, ...]:
     return tuple(result)
 
 
-def _workspace(op: Op, tensors: Mapping[str, Tensor], threads: int, opset: int) -> tuple[int, ...]:
+def _workspace(op: Op, tensors: Mapping[str, Tensor], kernels: Kernels, opset: int) -> tuple[int, ...]:
     inputs = [tensors.get(name) for name in op.inputs]
     outputs = [tensors.get(name) for name in op.outputs]
-    return workspace_blocks(
-        op.node.domain, op.node.op_type, attributes(op.node),
-        [t.shape if t else None for t in inputs], [t.dtype if t else None for t in inputs],
-        [t.shape if t else None for t in outputs], [t.dtype if t else None for t in outputs],
-        threads, opset=opset,
+    call = Call(
+        attributes(op.node),
+        [t.shape if t else None for t in inputs], [itemsize(t.dtype) if t else 0 for t in inputs],
+        [t.shape if t else None for t in outputs], [itemsize(t.dtype) if t else 0 for t in outputs],
+        kernels.threads, opset,
     )  # fmt: skip
+    return kernels.blocks(key(op.node), call)
 
 
 def compile_problem(
-    graph: Graph, tensors: Mapping[str, Tensor], table: OpTable, costs: Sequence[float], phases: Sequence[int]
+    graph: Graph,
+    tensors: Mapping[str, Tensor],
+    table: OpTable,
+    kernels: Kernels,
+    costs: Sequence[float],
+    phases: Sequence[int],
 ) -> Problem:
     """Flatten a graph and its tables into a `Problem`.
 
@@ -158,6 +148,8 @@ def compile_problem(
     ----------
     graph, tensors, table
         The IR, its shapes (`shapes.infer`) and its op facts (`tabulate`).
+    kernels : Kernels
+        What the provider's kernels do.
     costs, phases : sequences, one entry per op
         Seconds of one execution; FORWARD, BACKWARD or OPTIMIZER.
     """
@@ -165,7 +157,7 @@ def compile_problem(
     kinds = [value.kind for value in graph.values.values()]
     sizes = [tensors[name] for name in graph.values]
     classes = _shape_classes(sizes)
-    alias, inplace, droppable = _sharing(graph, tensors)
+    alias, inplace, droppable = _sharing(graph, tensors, kernels)
     return Problem(
         in_ptr=_offsets([len(op.reads) for op in graph.ops]),
         in_values=np.array([number[name] for op in graph.ops for name in op.reads], np.int32),
@@ -206,7 +198,9 @@ def _shape_classes(sizes: Sequence[Tensor]) -> list[int]:
     return classes
 
 
-def _sharing(graph: Graph, tensors: Mapping[str, Tensor]) -> tuple[list[int], list[list[int]], list[bool]]:
+def _sharing(
+    graph: Graph, tensors: Mapping[str, Tensor], kernels: Kernels
+) -> tuple[list[int], list[list[int]], list[bool]]:
     """Per output slot: the input it aliases, the inputs it may overwrite, whether a recompute may leave it out."""
     alias: list[int] = []
     inplace: list[list[int]] = []
@@ -214,14 +208,14 @@ def _sharing(graph: Graph, tensors: Mapping[str, Tensor]) -> tuple[list[int], li
     for op in graph.ops:
         node = op.node
         dtype = tensors[op.inputs[0]].dtype if op.inputs and op.inputs[0] else TensorProto.FLOAT
-        facts = op_facts.facts(node.domain, node.op_type, dtype)
+        aliases, inplaces = kernels.aliases(node), kernels.may_inplace(node, dtype)
         position = {slot: i for i, slot in enumerate(s for s, name in enumerate(op.inputs) if name)}
         optional = optional_outputs(graph.model, node)
         for slot, name in enumerate(op.outputs):
             if not name:
                 continue
-            alias.append(next((position[i] for i, o in facts.alias if o == slot and i in position), -1))
-            inplace.append([position[i] for i, o in facts.inplace if o == slot and i in position])
+            alias.append(next((position[i] for i, o in aliases if o == slot and i in position), -1))
+            inplace.append([position[i] for i, o in inplaces if o == slot and i in position])
             droppable.append(slot in optional)
     return alias, inplace, droppable
 
@@ -231,7 +225,7 @@ def optional_outputs(model: onnx.ModelProto, node: onnx.NodeProto) -> set[int]:
     if node.domain not in STANDARD_DOMAINS or len(node.output) < 2:
         return set()
     try:
-        schema = onnx.defs.get_schema(node.op_type, _opset(model, ""), "")
+        schema = onnx.defs.get_schema(node.op_type, opset_of(model), STANDARD)
     except onnx.defs.SchemaError:
         return set()
     optional = onnx.defs.OpSchema.FormalParameterOption.Optional

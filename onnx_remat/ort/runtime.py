@@ -1,4 +1,4 @@
-"""Everything that asks ONNX Runtime: sessions, and what it makes of a model. `processes` runs models."""
+"""Everything that asks ONNX Runtime: sessions, and what it makes of a model. `run.processes` runs models."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,12 @@ import numpy as np
 import onnx
 
 from onnx_remat.errors import ModelError, OnnxRematError
-from onnx_remat.ort.worker import ask
+from onnx_remat.ort.asking import ask
 
 _PATIENCE = 40  # seconds, and one for every 50 nodes: symbolic inference may run for ever on a contradictory model
+
+HOST = ("CPUExecutionProvider",)
+"""Execution providers to ask where it does not matter which: about shapes, say."""
 
 LEVELS = ("disable", "basic", "all")
 """Graph optimisation levels a written file must keep its promise under; "all" is the default."""
@@ -26,7 +29,7 @@ MOST_WEIGHTS = 512 * 2**20
 """Bytes of initializers up to which ONNX Runtime is shown a model with its weights, to see what it makes of it.
 
 It writes the optimised model into one file, 2 GiB at most, and holds all weights in memory meanwhile. Larger ones are
-shown as inputs, what it would fold of them foreseen (`view`); nothing is fused into them then.
+shown as inputs, what it would fold of them foreseen (`executed`); nothing is fused into them then.
 """
 
 MOST_NODES = 30_000
@@ -85,8 +88,12 @@ def _level(level: str) -> Any:
     return getattr(onnxruntime.GraphOptimizationLevel, name)
 
 
-def optimized(model: onnx.ModelProto, folder: Path | None, level: str) -> onnx.ModelProto:
+def optimized(
+    model: onnx.ModelProto, folder: Path | None, level: str, providers: Sequence[str] = HOST
+) -> onnx.ModelProto:
     """The graph ONNX Runtime will really run for `model`, its nodes in execution order.
+
+    `providers` are names of its execution providers, the preferred first.
 
     Raises
     ------
@@ -96,23 +103,24 @@ def optimized(model: onnx.ModelProto, folder: Path | None, level: str) -> onnx.M
     import_runtime()
     with tempfile.TemporaryDirectory(prefix="onnx-remat-") as scratch:
         source, target = write_beside(model, folder, Path(scratch)), Path(scratch) / "optimized.onnx"
-        ask("optimize", _patience(model), source=str(source), target=str(target), level=level)
+        ask("optimize", _patience(model), source=str(source), target=str(target), level=level, providers=[*providers])
         return onnx.load(str(target), load_external_data=False)
 
 
-def _optimize(source: str, target: str, level: str) -> None:
+def load_and_optimize(source: str, target: str, level: str, providers: Sequence[str]) -> None:
+    """The part of `optimized` that loads the model: for the process of its own (`worker`)."""
     options = session_options(level)
     options.optimized_model_filepath = target
-    _load(source, options)
+    _load(source, options, providers)
 
 
-def _load(source: str, options: Any) -> Any:
+def _load(source: str, options: Any, providers: Sequence[str]) -> Any:
     """A session on a file."""
     import onnxruntime
 
     options.log_severity_level = 4
     try:
-        return onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+        return onnxruntime.InferenceSession(source, options, providers=[*providers])
     except Exception as error:
         raise ModelError(f"ONNX Runtime cannot load the model: {_first_line(error)}") from error
 
@@ -134,7 +142,7 @@ def outputs(model: onnx.ModelProto, feeds: Mapping[str, np.ndarray], level: str 
 
     options.log_severity_level = 4
     try:
-        session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=[*HOST])
         made = session.run(None, dict(feeds))
     except Exception as error:
         raise ModelError(f"ONNX Runtime cannot run the model: {_first_line(error)}") from error
@@ -181,13 +189,10 @@ def infer_shapes(model: onnx.ModelProto, names: Sequence[str]) -> dict[str, tupl
     return {name: (kind, shape) for name, (kind, shape) in made.items()}
 
 
-def _infer(source: str, names: Sequence[str]) -> dict[str, tuple[str, list[int | str | None]]]:
-    session = _load(source, session_options("disable"))
+def load_and_infer(source: str, names: Sequence[str]) -> dict[str, tuple[str, list[int | str | None]]]:
+    """The part of `infer_shapes` that loads the model: for the process of its own (`worker`)."""
+    session = _load(source, session_options("disable"), HOST)
     return {value.name: (value.type, value.shape) for value in session.get_outputs() if value.name in names}
-
-
-TASKS: Mapping[str, Callable[..., Any]] = {"optimize": _optimize, "infer": _infer}
-"""What `worker` does in its process."""
 
 
 def infer_shapes_symbolically(model: onnx.ModelProto) -> onnx.ModelProto | None:
@@ -209,18 +214,14 @@ def infer_shapes_symbolically(model: onnx.ModelProto) -> onnx.ModelProto | None:
         return onnx.load(target) if done.returncode == 0 and target.exists() else None
 
 
-PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
-"""Execution providers by the names the command line takes."""
-
-
-def check_provider(provider: str) -> None:
-    """Raise an error that says what to install where ONNX Runtime lacks an execution provider."""
+def check_provider(name: str) -> None:
+    """Raise an error that says what to install where ONNX Runtime lacks an execution provider, given its own name."""
     import_runtime()
     import onnxruntime
 
-    if PROVIDERS[provider] not in onnxruntime.get_available_providers():
+    if name not in onnxruntime.get_available_providers():
         raise OnnxRematError(
-            f"ONNX Runtime has no {PROVIDERS[provider]} here: pip install 'onnx-remat[gpu]' in place of [cpu], "
+            f"ONNX Runtime has no {name} here: pip install 'onnx-remat[gpu]' in place of [cpu], "
             "on a machine with an NVIDIA GPU and CUDA"
         )
 

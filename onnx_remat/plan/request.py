@@ -8,11 +8,10 @@ lowest-peak schedule it found.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from onnx_remat.errors import UsageError
+from onnx_remat.errors import UsageError, did_you_mean
 from onnx_remat.problem import Problem, Schedule
 
 Progress = Callable[[str, float], None]
@@ -97,6 +96,5 @@ def get(name: str) -> Selector:
     """The selector called `name`; UsageError with the nearest match when there is none."""
     if name in _REGISTRY:
         return _REGISTRY[name]
-    close = difflib.get_close_matches(name, _REGISTRY, n=1)
-    hint = f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(_REGISTRY)}"
-    raise UsageError(f"unknown selector {name!r}: {hint}")
+    hint = did_you_mean(name, _REGISTRY) or f": choose one of {', '.join(_REGISTRY)}"
+    raise UsageError(f"unknown selector {name!r}{hint}")

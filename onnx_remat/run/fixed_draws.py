@@ -17,28 +17,18 @@ from onnx import TensorProto, helper, numpy_helper
 
 from onnx_remat.ir import dropout
 from onnx_remat.ir.graph import bodies, constants
+from onnx_remat.ir.opsets import opset_of
 from onnx_remat.ir.shapes import TAG, Tensor
-from onnx_remat.ort.kernels import cpu
+from onnx_remat.ort.kernels.base import Kernels, OpKey, key
 
 
 def random_nodes(model: onnx.ModelProto) -> list[onnx.NodeProto]:
     """Nodes of the main graph whose outputs differ from run to run."""
     stated = constants(model.graph)
-    return [node for node in model.graph.node if _draws(node, stated)]
+    return [node for node in model.graph.node if dropout.is_random_node(node, opset_of(model, node.domain), stated)]
 
 
-def _draws(node: onnx.NodeProto, stated: Mapping[str, onnx.TensorProto]) -> bool:
-    return cpu.is_random(node.domain, node.op_type, training_mode=dropout.training_mode(node, stated))
-
-
-_RACES = {
-    ("", "ScatterND"): "may lose updates where its indices repeat (onnxruntime issue 23396)",
-    ("com.microsoft", "GatherGrad"): "sums in the order in which threads come, so that rounding differs",
-}
-"""What ONNX Runtime's CPU kernels of these ops do on several threads; seen with 1.31.1 and with the training build."""
-
-
-def race_warnings(model: onnx.ModelProto) -> tuple[str, ...]:
+def race_warnings(model: onnx.ModelProto, kernels: Kernels) -> tuple[str, ...]:
     """What makes results of a model differ from run to run on several threads: one line per kind of op, or nothing.
 
     Bodies of If, Loop and Scan count. A ScatterND without a reduction may not be given indices that repeat, and one
@@ -46,21 +36,22 @@ def race_warnings(model: onnx.ModelProto) -> tuple[str, ...]:
 
     Examples
     --------
+    >>> from onnx_remat.ort.kernels.cpu import CPU
     >>> text = '''<ir_version: 9, opset_import: ["" : 20]>
     ...     g (float[2, 3] x, int64[4, 1] i, float[4, 3] u) => (y) { y = ScatterND <reduction = "add"> (x, i, u) }'''
-    >>> [line.partition(":")[0] for line in race_warnings(onnx.parser.parse_model(text))]
+    >>> [line.partition(":")[0] for line in race_warnings(onnx.parser.parse_model(text), CPU)]
     ["ScatterND sums into 'y'"]
     """
-    found: dict[tuple[str, str], list[onnx.NodeProto]] = {}
+    found: dict[OpKey, list[onnx.NodeProto]] = {}
     for node, seen in _nodes(model.graph, {}):
-        key = ("" if node.domain == "ai.onnx" else node.domain, node.op_type)
-        if key in _RACES and not (node.op_type == "ScatterND" and _safe_scatter(node, seen)):
-            found.setdefault(key, []).append(node)
+        if key(node) in kernels.races and not (node.op_type == "ScatterND" and _safe_scatter(node, seen)):
+            found.setdefault(key(node), []).append(node)
     return tuple(
         f"{kind[1]} sums into {nodes[0].output[0]!r}"
         + (f" and in {len(nodes) - 1} more nodes" if len(nodes) > 1 else "")
-        + f": on more than one thread ONNX Runtime's CPU kernel {_RACES[kind]}. So outputs may differ from run to run, "
-        "of the original as of the result; with intra_op_num_threads = 1 they do not"
+        + f": on more than one thread ONNX Runtime's {kernels.name.upper()} kernel {kernels.races[kind]}. "
+        "So outputs may differ from run to run, of the original as of the result; "
+        "with intra_op_num_threads = 1 they do not"
         for kind, nodes in found.items()
     )
 
@@ -112,7 +103,8 @@ def without_chance(model: onnx.ModelProto, tensors: Mapping[str, Tensor]) -> onn
     stated = constants(model.graph)
     del settled.graph.node[:]
     for node in nodes:
-        settled.graph.node.extend(_settle(node, tensors, stated) if _draws(node, stated) else [node])
+        random = dropout.is_random_node(node, opset_of(model, node.domain), stated)
+        settled.graph.node.extend(_settle(node, tensors, stated) if random else [node])
     return settled
 
 

@@ -51,11 +51,11 @@ def new_session(job: Job, path: str, default: bool, entries: Mapping[str, str] |
         options.add_session_config_entry("session.collect_node_memory_stats_to_file", job["statistics"])
     for key, value in (entries or {}).items():
         options.add_session_config_entry(key, value)
-    providers: list[Any] = ["CPUExecutionProvider"]
-    if job.get("provider") == "cuda":
+    providers: list[Any] = list(job["providers"])
+    if job["device"] != "cpu":
         from onnx_remat.run import device
 
-        providers.insert(0, ("CUDAExecutionProvider", device.provider_options(job.get("gpu_limit", 0))))
+        providers[0] = (providers[0], device.provider_options(job.get("gpu_limit", 0)))
     return ort.InferenceSession(path, options, providers=providers)
 
 
@@ -112,7 +112,7 @@ def train(job: Job) -> Job:
     session = new_session(job, job["path"], default=job["default"])
     state = initial_state(session, job["dims"], job["state"])
     held = sum(array.nbytes for array in state.values()) + initializer_bytes(job["optimized"])
-    loop = Loop(session, state, job["loss"], device=job["provider"])
+    loop = Loop(session, state, job["loss"], device=job["device"])
     del state
     # The first steps also fault in code and thread stacks, and scatter small blocks over the heap till it stops growing
     # (about 1 MB, ten steps): none of that is the step's memory.
@@ -122,7 +122,7 @@ def train(job: Job) -> Job:
     losses += [loop.step() for _ in range(job["steps"] - warm)]
     rise = resident("VmHWM") - before
     driver = 0
-    if job["provider"] == "cuda":
+    if job["device"] != "cpu":
         from onnx_remat.run import device
 
         driver = device.held_by_this_process()

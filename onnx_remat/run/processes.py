@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from onnx_remat.errors import UsageError, VerificationError
-from onnx_remat.ort.worker import QUIET
+from onnx_remat.ort.asking import QUIET
+from onnx_remat.ort.kernels.registry import kernels_of
 
 RESOLUTION = 1 << 19
 """Bytes by which measured peaks of one file differ between processes: pages, and what threads keep for themselves."""
@@ -52,6 +53,7 @@ def measure(
     dims: Mapping[str, int] | None = None,
     threads: int = 0,
     trace: bool = False,
+    provider: str = "cpu",
     python: str = sys.executable,
 ) -> Measurement:
     """Run a model in a fresh process and read its peak memory, step times and executed order.
@@ -82,6 +84,8 @@ def measure(
         Intra-op threads, 0 for ONNX Runtime's default.
     trace : bool
         Also read the executed order from a profile.
+    provider : str
+        One of `registry.PROVIDERS`; of a device's own memory this sees nothing, `train` does.
 
     Raises
     ------
@@ -93,7 +97,7 @@ def measure(
             "path": str(path), "level": level, "default": default, "patterns": patterns, "steps": steps,
             "dims": dict(dims or {}), "threads": threads, "outputs": str(outputs or ""),
             "optimized": str(Path(scratch) / "optimized.onnx"),
-            "profile": str(Path(scratch) / "profile") if trace else "",
+            "profile": str(Path(scratch) / "profile") if trace else "", **session_job(provider),
         })  # fmt: skip
         executed = _executed(Path(answer["profile"])) if trace else ()
     return Measurement(answer["peak_bytes"], executed)
@@ -119,7 +123,7 @@ def race(
     """Median seconds of one step of two models, steps taken in turns in one fresh process, default session options."""
     job = {
         "path": str(path), "rival": str(rival), "level": level, "runs": runs, "dims": dict(dims or {}),
-        "threads": threads, "provider": provider,
+        "threads": threads, **session_job(provider),
     }  # fmt: skip
     first, second = _probe(python, "race", job)["seconds"]
     return statistics.median(first), statistics.median(second)
@@ -157,12 +161,18 @@ def train(path: Path, how: Training) -> Trained:
     VerificationError
         The process failed: the message is the last line of its error.
     """
-    job: dict[str, Any] = {"path": str(path), "default": False, "patient": True, **asdict(how)}
+    job: dict[str, Any] = {
+        "path": str(path),
+        "default": False,
+        "patient": True,
+        **asdict(how),
+        **session_job(how.provider),
+    }
     with tempfile.TemporaryDirectory(prefix="onnx-remat-") as scratch:
         job["optimized"] = str(Path(scratch) / "optimized.onnx")
         answer = _probe(how.python, "train", job)
         peak = answer["peak_bytes"]
-        if how.provider == "cuda":
+        if job["device"] != "cpu":
             from onnx_remat.ort.simulate.arena import MOST_STEPS
             from onnx_remat.run import device
 
@@ -192,6 +202,7 @@ def profile(
     steps: int,
     dims: Mapping[str, int] | None = None,
     threads: int = 0,
+    provider: str = "cpu",
     python: str = sys.executable,
 ) -> tuple[list[dict[str, Any]], str]:
     """Events of ONNX Runtime's profiler over a warm-up and `steps` steps, and its node memory statistics (CSV)."""
@@ -200,9 +211,16 @@ def profile(
         answer = _probe(python, "profile", {
             "path": str(path), "level": level, "steps": steps, "dims": dict(dims or {}), "threads": threads,
             "profile": str(Path(scratch) / "profile"), "statistics": str(statistics_file),
+            **session_job(provider),
         })  # fmt: skip
         table = statistics_file.read_text() if statistics_file.exists() else ""
         return json.loads(Path(answer["profile"]).read_text()), table
+
+
+def session_job(provider: str) -> dict[str, Any]:
+    """The part of a job that says where its sessions run."""
+    kernels = kernels_of(provider)
+    return {"providers": kernels.execution_providers, "device": kernels.device}
 
 
 # The environment in which glibc gives freed blocks back to the system. It would keep those of up to 32 MB in its heap
@@ -224,7 +242,7 @@ main()
 def _probe(python: str, task: str, job: dict[str, Any]) -> dict[str, Any]:
     try:
         done = subprocess.run(
-            [python, "-c", _CHILD, str(Path(__file__).parent)],
+            [python, "-c", _CHILD, str(Path(__file__).parents[1])],
             input=json.dumps({"task": task, **job}), env=os.environ | QUIET | GIVES_BACK,
             capture_output=True, text=True, check=False,
         )  # fmt: skip

@@ -62,6 +62,7 @@ def profile(
     runs: int = 5,
     steps: int = 5,
     threads: int = 0,
+    provider: str = "cpu",
     python: str = sys.executable,
 ) -> Profile:
     """Profile a model in fresh processes.
@@ -76,6 +77,8 @@ def profile(
         Processes per optimisation level, and steps in each after one to warm up.
     threads : int
         Intra-op threads, 0 for ONNX Runtime's default.
+    provider : str
+        One of `registry.PROVIDERS`.
     python : str
         Interpreter whose ONNX Runtime is to run it, see `processes`.
 
@@ -88,7 +91,7 @@ def profile(
     """
     if runs < 1 or steps < 1:
         raise UsageError("a profile needs at least one run of one step")
-    how: dict[str, Any] = {"dims": dims, "threads": threads, "python": python}
+    how: dict[str, Any] = {"dims": dims, "threads": threads, "provider": provider, "python": python}
     events: list[Event] = []
     for level in LEVELS:
         seen: dict[str, list[Event]] = defaultdict(list)
@@ -138,7 +141,7 @@ def _event(first: Event, dur: float, level: str, start: float, workspace: int) -
     }  # fmt: skip
 
 
-def node_seconds(threads: int = 0, nodes: int = 1000, python: str = sys.executable) -> float:
+def node_seconds(threads: int = 0, nodes: int = 1000, provider: str = "cpu", python: str = sys.executable) -> float:
     """Seconds ONNX Runtime takes to get to one more node and run it, where there is next to nothing to compute."""
     names = [f"v{i}" for i in range(nodes + 1)]
     chain = [onnx.helper.make_node("Neg", [a], [b]) for a, b in itertools.pairwise(names)]
@@ -148,7 +151,8 @@ def node_seconds(threads: int = 0, nodes: int = 1000, python: str = sys.executab
     with tempfile.TemporaryDirectory(prefix="onnx-remat-") as scratch:
         path = Path(scratch) / "chain.onnx"
         onnx.save(model, path)
-        return min(processes.race(path, path, level="disable", runs=25, threads=threads, python=python)) / nodes
+        how: dict[str, Any] = {"threads": threads, "provider": provider, "python": python}
+        return min(processes.race(path, path, level="disable", runs=25, **how)) / nodes
 
 
 def _workspace(text: str) -> dict[str, int]:

@@ -1,14 +1,13 @@
 """Training with a step model: each step's new state feeds the next, by I/O binding.
 
-A step model's inputs are parameters, buffers and optimizer state by name, and the batch (``input.<i>`` or any name
-that no output renews); its outputs are the loss and ``new.<name>`` for every state ``<name>``, or ``grad.<name>``
-where the update is left to the caller. Training models of onnxruntime-training leave gradients in inputs instead.
+Which output is the next value of which input stands in their names, see `ir.naming`; the batch is ``input.<i>`` or any
+input that no output renews.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,30 +15,14 @@ import numpy as np
 import numpy.typing as npt
 
 from onnx_remat.errors import UsageError
+from onnx_remat.ir.naming import NEW, gradient_sums, gradients, renewals
 
 Arrays = dict[str, npt.NDArray[Any]]
-
-RENEWALS = ("new.", "newbuf.")
-"""What the name of an output that renews an input starts with."""
-
-_SUM = "_grad.accumulation.buffer"
-"""What the name of an input ends with in which onnxruntime-training sums the gradient of the parameter named before."""
 
 _RESET = "lazy_reset_grad"
 """The input that makes onnxruntime-training begin these sums anew."""
 
 _DTYPES = {"float": "float32", "double": "float64", "float16": "float16", "bool": "bool"}
-
-
-def renewals(inputs: Iterable[str], outputs: Iterable[str]) -> dict[str, str]:
-    """Input that each output renews.
-
-    >>> renewals(["w", "state.w.exp_avg", "input.0"], ["loss", "new.w", "new.state.w.exp_avg"])
-    {'new.w': 'w', 'new.state.w.exp_avg': 'state.w.exp_avg'}
-    """
-    known = set(inputs)
-    pairs = ((name, name.removeprefix(prefix)) for name in outputs for prefix in RENEWALS if name.startswith(prefix))
-    return {name: target for name, target in pairs if target in known}
 
 
 class Loop:
@@ -68,12 +51,10 @@ class Loop:
         self._renews = renewals(state, self._outputs)
         self._gradients = {
             name: target
-            for name in self._outputs
-            if (target := name.removeprefix("grad.")) != name
-            and target in state
-            and f"new.{target}" not in self._renews
+            for name, target in gradients(self._outputs).items()
+            if target in state and NEW + target not in self._renews
         }
-        self._sums = {name: name.removesuffix(_SUM) for name in state if name.endswith(_SUM)}
+        self._sums = gradient_sums(state)
         self._own: dict[str, npt.NDArray[Any]] = {}  # state on the CPU, bound once a step has renewed it
         self._binding = session.io_binding()
         self._values = {name: OrtValue.ortvalue_from_numpy(array, device, 0) for name, array in state.items()}
@@ -153,8 +134,8 @@ def initial_state(session: Any, dims: Mapping[str, int], path: str | os.PathLike
     generator = np.random.default_rng(0)
     given = _read_state(path) if path else {}
     renewed = set(renewals((v.name for v in session.get_inputs()), (v.name for v in session.get_outputs())).values())
-    renewed |= {v.name.removeprefix("grad.") for v in session.get_outputs() if v.name.startswith("grad.")}
-    renewed |= {v.name.removesuffix(_SUM) for v in session.get_inputs() if v.name.endswith(_SUM)}
+    renewed |= set(gradients(v.name for v in session.get_outputs()).values())
+    renewed |= set(gradient_sums(v.name for v in session.get_inputs()).values())
     state = {}
     for value in session.get_inputs():
         kind = value.type.removeprefix("tensor(").removesuffix(")")

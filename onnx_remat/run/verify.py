@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from onnx_remat.ir import model_io
 from onnx_remat.ir.graph import Graph
 from onnx_remat.ir.shapes import Tensor
 from onnx_remat.ort import runtime
-from onnx_remat.report import Measured
+from onnx_remat.ort.prepare import Compiled
 from onnx_remat.run import fixed_draws, processes
 from onnx_remat.units import format_bytes
 
@@ -23,6 +24,27 @@ MODES = ("none", "check", "run")
 
 _TOLERANCE = {"float16": 2e-2, "float32": 2e-4, "float64": 1e-9}
 """Relative tolerance by dtype where optimisations may fuse a forward chain and not its recompute."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What fresh processes on ONNX Runtime saw (``--verify run``); bytes and seconds.
+
+    `before` and `after` are peaks without the allocator's reserves, the plan's own figure; `before_default` and
+    `after_default` are what the process holds over several steps with session options as they are by default, arena
+    and memory patterns included; `after_arena` is the same of the result with `session_options()`, where the budget was
+    to cover that; the seconds are medians of steps with default options.
+    """
+
+    before: int
+    after: int
+    before_default: int
+    after_default: int
+    after_arena: int | None
+    before_seconds: float
+    after_seconds: float
+    outputs_equal: str
+    order_kept: bool
 
 
 _INVALID = (onnx.checker.ValidationError, UnicodeDecodeError)  # the latter: a message that quotes a broken name
@@ -35,7 +57,7 @@ def check(original: onnx.ModelProto, rewritten: onnx.ModelProto, graph: Graph) -
     ----------
     original, rewritten : onnx.ModelProto
     graph : Graph
-        View of `rewritten`; building it has already shown it to be topologically ordered and free of name clashes.
+        Of `rewritten`; building it has already shown it to be topologically ordered and free of name clashes.
 
     Raises
     ------
@@ -62,32 +84,32 @@ def check(original: onnx.ModelProto, rewritten: onnx.ModelProto, graph: Graph) -
 
 
 def run(
-    original: onnx.ModelProto,
+    compiled: Compiled,
     rewritten: onnx.ModelProto,
     folder: Path | None,
     dims: dict[str, int],
     budget: int,
     order: Sequence[str],
-    tensors: Mapping[str, Tensor],
     arena: bool = False,
 ) -> Measured:
     """Run both models in fresh processes: outputs, executed order, measured peaks, step times.
 
-    `order` holds the node names in the order the emulation says, graph optimisations off; `tensors` the shapes of the
-    original's values; with `arena`, the budget is to hold with `runtime.session_options()` too. Where ops draw random
-    numbers, outputs are compared with the draws fixed.
+    `compiled` is the original; `order` holds the node names in the order the emulation says, graph optimisations off;
+    with `arena`, the budget is to hold with `runtime.session_options()` too. Where ops draw random numbers, outputs are
+    compared with the draws fixed.
 
     Raises
     ------
     VerificationError
         Outputs differ, the order is not the file's, or the measured peak exceeds the budget.
     """
+    original = compiled.graph.model
     models = {"before": original, "after": rewritten}
-    races = bool(fixed_draws.race_warnings(original))
+    races = bool(fixed_draws.race_warnings(original, compiled.kernels))
     with tempfile.TemporaryDirectory(prefix="onnx-remat-") as scratch:
         home = Path(scratch)
         paths = {name: _written(model, folder, home / name) for name, model in models.items()}
-        settled = without_chance((original, rewritten), folder, home / "settled", tensors)
+        settled = without_chance((original, rewritten), folder, home / "settled", compiled.tensors)
         equals = dict(zip(models, settled, strict=True)) if settled else paths
         equal = bitwise(equals["before"], equals["after"], dims)
         for name, path in equals.items():

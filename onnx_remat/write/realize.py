@@ -8,10 +8,10 @@ import numpy as np
 from onnx import TensorProto
 
 from onnx_remat.ir.dropout import adjoined
-from onnx_remat.ir.graph import Graph, Op
-from onnx_remat.ir.shapes import Tensor
-from onnx_remat.ort.compile import OpTable, attributes
-from onnx_remat.ort.kernels.cpu import facts
+from onnx_remat.ir.graph import Op, attributes
+from onnx_remat.ir.op_semantics import semantics
+from onnx_remat.ort.kernels.base import key
+from onnx_remat.ort.prepare import Compiled
 from onnx_remat.ort.simulate.buffers import simulate
 from onnx_remat.problem import Problem, Schedule
 from onnx_remat.write.control_edges import choose_pins, heavy_steps, light_limit, pin_slot
@@ -20,10 +20,7 @@ from onnx_remat.write.writer import Rewritten, rewrite
 
 
 def realize(
-    graph: Graph,
-    tensors: Mapping[str, Tensor],
-    table: OpTable,
-    problem: Problem,
+    compiled: Compiled,
     schedule: Schedule,
     limit: int,
     metadata: Mapping[str, str],
@@ -34,8 +31,8 @@ def realize(
 
     Parameters
     ----------
-    graph, tensors, table, problem
-        The original in its views.
+    compiled : Compiled
+        The original.
     schedule : Schedule
         What to write.
     limit : int
@@ -47,8 +44,9 @@ def realize(
     exposed : collection of int
         Steps whose shapes turned out to be known all the same.
     """
+    graph, tensors, problem = compiled.graph, compiled.tensors, compiled.problem
     schedule = adjoined(graph, problem, schedule)
-    absorbed = np.array([_is_absorbed(graph, op) for op in graph.ops], np.bool_)
+    absorbed = np.array([_is_absorbed(compiled, op) for op in graph.ops], np.bool_)
     fused = {name for op in graph.ops if absorbed[op.index] for name in op.writes}
     unrolled = unroll(problem, schedule)
     light = light_limit(problem, schedule, limit)
@@ -58,8 +56,8 @@ def realize(
     slots = [pin_slot(graph, tensors, op, fused) for op in graph.ops]
     pinnable = np.array([slot is not None for slot in slots], np.bool_)
     tensor = np.array([tensors[op.writes[0]].dtype != TensorProto.UNDEFINED for op in graph.ops], np.bool_)
-    pins = choose_pins(problem, schedule, heavy, pinnable, table.foldable, ~absorbed & tensor)
-    stated = np.array([facts(op.node.domain, op.node.op_type).stated for op in graph.ops], np.bool_)
+    pins = choose_pins(problem, schedule, heavy, pinnable, compiled.table.foldable, ~absorbed & tensor)
+    stated = np.array([semantics(op.node.domain, op.node.op_type).stated for op in graph.ops], np.bool_)
     can_hide = (pinnable & ~stated)[schedule.array()]
     can_hide[list(exposed)] = False
     sharing = choose_private(unrolled, limit, light, can_hide, sorted(private))
@@ -71,14 +69,16 @@ def realize(
 _TRIES = 300  # single moves priced when moving all of them at once does not fit
 
 
-def settle(graph: Graph, problem: Problem, schedule: Schedule, limit: int) -> Schedule:
+def settle(compiled: Compiled, problem: Problem, schedule: Schedule, limit: int) -> Schedule:
     """Put ops where they will run: draws beside their products, absorbed Transposes just before their first readers.
 
     Transposes are moved where that keeps the peak at or under `limit`. The runtime computes them there, as part of
     their readers, or not at all; elsewhere in the schedule they would only seem to stand in for their inputs.
+    `problem` is the compiled one, or one with other rules of sharing.
     """
+    graph = compiled.graph
     schedule = adjoined(graph, problem, schedule)
-    targets = _first_readers(problem, schedule, {op.index for op in graph.ops if _is_absorbed(graph, op)})
+    targets = _first_readers(problem, schedule, {op.index for op in graph.ops if _is_absorbed(compiled, op)})
     order = list(schedule.order)
     together = _moved(order, targets)
     if simulate(problem, together).peak <= limit:
@@ -122,7 +122,7 @@ def _moved(order: Sequence[int], targets: Mapping[int, int]) -> list[int]:
     return result
 
 
-def _is_absorbed(graph: Graph, op: Op) -> bool:
+def _is_absorbed(compiled: Compiled, op: Op) -> bool:
     """Is it a Transpose that ONNX Runtime makes part of the matrix products (or Transposes) that read it?
 
     Nothing is put between it and them, and it triggers nothing, lest it become a copy of its own again.
@@ -133,5 +133,6 @@ def _is_absorbed(graph: Graph, op: Op) -> bool:
     last = len(perm) - 1
     if last < 1 or perm != [*range(last - 1), last, last - 1]:
         return False
-    readers = [graph.ops[i].node.op_type for i in graph.nx.successors(op.outputs[0])]
-    return bool(readers) and all(reader in ("MatMul", "Gemm", "Transpose") for reader in readers)
+    graph = compiled.graph
+    readers = [key(graph.ops[i].node) for i in graph.nx.successors(op.outputs[0])]
+    return bool(readers) and all(reader in compiled.kernels.absorbs_transpose for reader in readers)

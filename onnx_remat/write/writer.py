@@ -24,9 +24,9 @@ from onnx import TensorProto, helper
 from onnx_remat.errors import ModelError
 from onnx_remat.ir.dropout import is_draw, is_product, kept, spelled_out, whole
 from onnx_remat.ir.graph import Graph, Op, is_constant, names_in, rename_captures
+from onnx_remat.ir.op_semantics import semantics
+from onnx_remat.ir.opsets import opset_of
 from onnx_remat.ir.shapes import SHAPES_KEY, TAG, UNSEEN, Dim, Tensor
-from onnx_remat.ort.compile import STANDARD_DOMAINS
-from onnx_remat.ort.kernels.cpu import facts
 from onnx_remat.problem import Ints, Schedule
 from onnx_remat.write.control_edges import Pin
 from onnx_remat.write.private_buffers import Unrolled
@@ -230,7 +230,7 @@ class _Writer:
         """Append the node of a step; with its draw, a product is a Dropout."""
         op = here.op
         inputs = [self._latest[name] if name else "" for name in op.inputs]
-        for written in facts(op.node.domain, op.node.op_type).overwrites if here.number else ():
+        for written in semantics(op.node.domain, op.node.op_type).overwrites if here.number else ():
             inputs[written] = self._copy(inputs[written])
         if here.trigger or here.hide:
             assert here.slot is not None, op.label
@@ -263,7 +263,7 @@ class _Writer:
         self.nodes += nodes
 
     def _check_opset(self) -> None:
-        opset = next((o.version for o in self.graph.model.opset_import if o.domain in STANDARD_DOMAINS), 0)
+        opset = opset_of(self.graph.model)
         if opset < _MIN_OPSET:
             raise ModelError(
                 f"the model uses opset {opset}; pinning an order needs {_MIN_OPSET} or later: "

@@ -59,7 +59,7 @@ def test_json_to_standard_output_is_only_json(home, capsys):
 
 def test_a_mistyped_command_is_told(home, capsys):
     code, _, err = cli(capsys, "chekc", "in.onnx")
-    assert (code, err) == (2, "onnx-remat: error: no command and no file 'chekc': did you mean 'check'?\n")
+    assert (code, err) == (2, "onnx-remat: error: no command and no file 'chekc'; did you mean 'check'?\n")
     (home / "swep").write_bytes((home / "in.onnx").read_bytes())
     assert cli(capsys, "swep", "out.onnx", "--budget", "70%", "--time-limit", "1s", "-q") == (0, "", "")
 

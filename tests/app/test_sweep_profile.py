@@ -9,10 +9,10 @@ import pytest
 
 from onnx_remat.app import cli
 from onnx_remat.app.sweep import Point, _front, _knee, sweep
-from onnx_remat.options import Options
 from onnx_remat.ort import runtime
-from onnx_remat.ort.executed import make_view
 from onnx_remat.ort.kernels import costs
+from onnx_remat.ort.kernels.cpu import CPU
+from onnx_remat.ort.prepare import Preparation, prepare
 from onnx_remat.run.profiling import profile
 from tests.support.graphs import mlp
 
@@ -90,12 +90,12 @@ def test_a_profile_has_every_op_and_prices_a_model_by_it(tmp_path):
     onnx.save(mlp(layers=3, batch=64, width=16), model)
     found = profile(model, runs=1, steps=2, threads=1)
     written.write_text(found.to_json())
-    view = make_view(onnx.load(model), Options())
+    compiled = prepare(onnx.load(model), Preparation(CPU))
     plain = [e for e in found.events if e["pid"] == "disable"]
-    assert sorted(e["name"] for e in plain) == sorted(op.label + "_kernel_time" for op in view.graph.ops)
+    assert sorted(e["name"] for e in plain) == sorted(op.label + "_kernel_time" for op in compiled.graph.ops)
     assert all(e["dur"] > 0 for e in plain)
     by_key = costs._read_profile(str(written))
-    prices = costs.price(view.graph, view.tensors, str(written))
+    prices = costs.price(compiled.graph, compiled.tensors, CPU, str(written))
     assert all(price in by_key.values() for price in prices)
 
 

@@ -16,9 +16,10 @@ from onnx import helper
 
 import onnx_remat
 from onnx_remat.errors import BudgetInfeasibleError, OnnxRematError
-from onnx_remat.options import Options
 from onnx_remat.ort import runtime
 from onnx_remat.ort.executed import as_executed
+from onnx_remat.ort.kernels.cpu import CPU
+from onnx_remat.ort.prepare import Preparation
 from tests.ort.test_buffers import naive_steps
 from tests.support.graphs import feeds_for, mlp, same_bits
 from tests.write.test_writer import Builder, only, run_model, traced
@@ -60,11 +61,11 @@ def test_random_steps_are_rewritten_and_keep_every_promise(pytestconfig):
         feeds = feeds_for(model) | {"cond": np.array(cond)}
         outputs, executed = traced(result.model, feeds)
         assert same_bits(run_model(model, feeds), outputs)
-        emulated = as_executed(result.model, None, "disable", Options())
-        labels = [emulated.view.graph.ops[i].node.name for i in emulated.order.order]
+        emulated = as_executed(result.model, None, "disable", Preparation(CPU))
+        labels = [emulated.compiled.graph.ops[i].node.name for i in emulated.order.order]
         assert only(executed, labels) == [name for name in labels if name in set(executed)]
         timeline = emulated.timeline()
-        assert max(naive_steps(emulated.view.problem, list(emulated.order.order))) == timeline.peak
+        assert max(naive_steps(emulated.compiled.problem, list(emulated.order.order))) == timeline.peak
         done.append(result.report.recomputed)
 
     run()

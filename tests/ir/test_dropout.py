@@ -10,10 +10,10 @@ import pytest
 from onnx import TensorProto, helper, parser
 
 from onnx_remat.ir import dropout, graph, shapes
-from onnx_remat.options import Options
 from onnx_remat.ort import runtime
-from onnx_remat.ort.executed import View, make_view
 from onnx_remat.ort.kernels import costs
+from onnx_remat.ort.kernels.cpu import CPU
+from onnx_remat.ort.prepare import Compiled, Preparation, prepare
 from onnx_remat.ort.simulate.buffers import simulate
 from onnx_remat.problem import Schedule, check_schedule
 from onnx_remat.write.realize import realize
@@ -46,22 +46,22 @@ def model(ratio: float = 0.3, dtype: int = TensorProto.FLOAT, **changes: str) ->
     return step
 
 
-def view_of(step: onnx.ModelProto) -> View:
-    return make_view(step, Options())
+def compiled_of(step: onnx.ModelProto) -> Compiled:
+    return prepare(step, Preparation(CPU))
 
 
-def op_types(view: View) -> list[str]:
-    return [op.node.op_type for op in view.graph.ops]
+def op_types(compiled: Compiled) -> list[str]:
+    return [op.node.op_type for op in compiled.graph.ops]
 
 
 def test_a_dropout_whose_mask_is_read_is_a_draw_and_a_product() -> None:
-    view = view_of(model())
-    assert op_types(view)[:4] == ["Tanh", "DropoutDraw", "DropoutProduct", "Mul"]
-    ((draw, product),) = dropout.pairs(view.graph)
-    assert view.table.recomputable[product] and not view.table.recomputable[draw]
-    assert view.graph.n_nodes() == len(view.graph.ops) - 1
-    assert view.graph.ops[product].reads == ("a", "mask")
-    assert dropout.whole(view.graph.ops[draw], view.graph.ops[product]) == view.graph.model.graph.node[1]
+    compiled = compiled_of(model())
+    assert op_types(compiled)[:4] == ["Tanh", "DropoutDraw", "DropoutProduct", "Mul"]
+    ((draw, product),) = dropout.pairs(compiled.graph)
+    assert compiled.table.recomputable[product] and not compiled.table.recomputable[draw]
+    assert compiled.graph.n_nodes() == len(compiled.graph.ops) - 1
+    assert compiled.graph.ops[product].reads == ("a", "mask")
+    assert dropout.whole(compiled.graph.ops[draw], compiled.graph.ops[product]) == compiled.graph.model.graph.node[1]
 
 
 @pytest.mark.parametrize(
@@ -76,13 +76,13 @@ def test_a_dropout_whose_mask_is_read_is_a_draw_and_a_product() -> None:
     ids=["half precision", "ratio known at run time", "does not train", "is an output", "nobody reads the mask"],
 )
 def test_others_stay_whole(whole: onnx.ModelProto) -> None:
-    assert "Dropout" in op_types(view_of(whole))
+    assert "Dropout" in op_types(compiled_of(whole))
 
 
 def test_a_ratio_that_callers_may_override_is_not_known() -> None:
     step = model()
     step.graph.input.append(helper.make_tensor_value_info("ratio", TensorProto.FLOAT, []))
-    assert "Dropout" in op_types(view_of(step))
+    assert "Dropout" in op_types(compiled_of(step))
 
 
 @pytest.mark.parametrize("dtype", [TensorProto.FLOAT, TensorProto.DOUBLE])
@@ -90,13 +90,13 @@ def test_a_ratio_that_callers_may_override_is_not_known() -> None:
 @pytest.mark.parametrize("level", ["disable", "all"])
 def test_a_product_made_again_is_the_kernels_to_the_last_bit(ratio: float, dtype: int, level: str) -> None:
     step = model(ratio, dtype)
-    view = view_of(step)
-    number = {op.node.op_type: op.index for op in view.graph.ops}
-    order = list(range(view.problem.n_ops))
+    compiled = compiled_of(step)
+    number = {op.node.op_type: op.index for op in compiled.graph.ops}
+    order = list(range(compiled.problem.n_ops))
     order.insert(order.index(number["Mul"]), number["DropoutProduct"])  # right before `late`
     schedule = Schedule(tuple(order))
-    check_schedule(view.problem, schedule)
-    written = realize(view.graph, view.tensors, view.table, view.problem, schedule, 10**9, {})
+    check_schedule(compiled.problem, schedule)
+    written = realize(compiled, schedule, 10**9, {})
     assert written.recomputed == ("Dropout->y",)
     late = next(n for n in written.model.graph.node if "late" in n.output)
     assert late.input[0] == "y__remat1"
@@ -110,23 +110,23 @@ def test_a_product_made_again_is_the_kernels_to_the_last_bit(ratio: float, dtype
 
 
 def test_draws_go_where_their_products_are() -> None:
-    view = view_of(model())
-    (pair,) = dropout.pairs(view.graph)
-    tanh, draw, product, *rest = range(view.problem.n_ops)
+    compiled = compiled_of(model())
+    (pair,) = dropout.pairs(compiled.graph)
+    tanh, draw, product, *rest = range(compiled.problem.n_ops)
     assert pair == (draw, product)
     far = Schedule((tanh, draw, *rest[2:3], product, *rest[:2], *rest[3:]))  # the mask's Cast in between
-    check_schedule(view.problem, far)
-    assert dropout.adjoined(view.graph, view.problem, far).order[:4] == (tanh, draw, product, rest[2])
-    near = view.default_order()
-    moved = dropout.adjoined(view.graph, view.problem, near)
+    check_schedule(compiled.problem, far)
+    assert dropout.adjoined(compiled.graph, compiled.problem, far).order[:4] == (tanh, draw, product, rest[2])
+    near = compiled.default_order()
+    moved = dropout.adjoined(compiled.graph, compiled.problem, near)
     at = moved.order.index(draw)
     assert moved.order[at + 1] == product
-    assert dropout.adjoined(view.graph, view.problem, moved) == moved
-    check_schedule(view.problem, moved)
+    assert dropout.adjoined(compiled.graph, compiled.problem, moved) == moved
+    check_schedule(compiled.problem, moved)
 
 
 def test_only_a_product_made_again_needs_room_for_what_comes_in_between() -> None:
-    problem = view_of(model()).problem
+    problem = compiled_of(model()).problem
     order = [*range(problem.n_ops - 1), 2, problem.n_ops - 1]
     found = simulate(problem, order).step_bytes
     without = simulate(replace(problem, rerun_workspace=np.zeros_like(problem.workspace)), order).step_bytes
@@ -138,6 +138,6 @@ def test_only_a_product_made_again_needs_room_for_what_comes_in_between() -> Non
 def test_a_draw_and_its_product_cost_what_the_dropout_does() -> None:
     step = model()
     tensors = shapes.infer(graph.build(step))
-    whole = costs.price(graph.build(step), tensors)
-    split = costs.price(dropout.split(graph.build(step), tensors), tensors)
+    whole = costs.price(graph.build(step), tensors, CPU)
+    split = costs.price(dropout.split(graph.build(step), tensors), tensors, CPU)
     assert split[1] + split[2] == pytest.approx(max(whole[1], split[2]))

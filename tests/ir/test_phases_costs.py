@@ -16,6 +16,7 @@ from onnx_remat.errors import ModelError, UsageError
 from onnx_remat.ir import graph, phases, shapes
 from onnx_remat.ort.kernels import costs
 from onnx_remat.ort.kernels.costs import PRESETS, flops, price, roofline
+from onnx_remat.ort.kernels.cpu import CPU
 from onnx_remat.problem import BACKWARD, FORWARD, OPTIMIZER
 from tests.support.graphs import SAMPLES, feeds_for, mlp, model_of
 
@@ -187,7 +188,8 @@ def test_roofline_orders_ops(device):
         "Add": make("Add", ["a", "b"], ["y"]),
         "Identity": make("Identity", ["a"], ["y"]),
     }
-    seconds = {n: roofline(*op_of(node, square, {"y": [1024, 1024]}), PRESETS[device]) for n, node in nodes.items()}
+    sizes = {"y": [1024, 1024]}
+    seconds = {n: roofline(*op_of(node, square, sizes), CPU, PRESETS[device]) for n, node in nodes.items()}
     assert seconds["MatMul"] > seconds["Add"] > seconds["Identity"] == PRESETS[device].overhead
     assert seconds["Tanh"] > seconds["Identity"]
 
@@ -195,9 +197,9 @@ def test_roofline_orders_ops(device):
 def test_roofline_is_the_larger_of_two_slopes():
     device = costs.Device(flops=1e12, bandwidth=1e11, overhead=1e-6)
     op, tensors = op_of(make("Add", ["a", "b"], ["y"]), {"a": [1000, 1000], "b": [1000, 1000]}, {"y": [1000, 1000]})
-    assert roofline(op, tensors, device) == pytest.approx(3 * 4e6 / 1e11 + 1e-6)  # two read, one written
+    assert roofline(op, tensors, CPU, device) == pytest.approx(3 * 4e6 / 1e11 + 1e-6)  # two read, one written
     op, tensors = op_of(make("MatMul", ["a", "b"], ["y"]), {"a": [1000, 1000], "b": [1000, 1000]}, {"y": [1000, 1000]})
-    assert roofline(op, tensors, device) == pytest.approx(2e9 / 1e12 + 1e-6)
+    assert roofline(op, tensors, CPU, device) == pytest.approx(2e9 / 1e12 + 1e-6)
 
 
 def test_ops_that_read_what_they_write_are_not_charged_for_the_rest():
@@ -205,14 +207,14 @@ def test_ops_that_read_what_they_write_are_not_charged_for_the_rest():
     gather = make("Gather", ["table", "rows"], ["y"])
     op, tensors = op_of(gather, {"table": [1 << 20, 8]}, {"y": [2, 8]}, {"rows": np.array([3, 5])})
     device = costs.Device(flops=1e30, bandwidth=1e9, overhead=0)
-    assert roofline(op, tensors, device) == pytest.approx(2 * 64 / 1e9)
+    assert roofline(op, tensors, CPU, device) == pytest.approx(2 * 64 / 1e9)
 
 
 def test_every_op_of_every_sample_has_a_price():
     for path in SAMPLES:
         ir, tensors = viewed(onnx.load(path))
         for device in PRESETS:
-            seconds = price(ir, tensors, device)
+            seconds = price(ir, tensors, CPU, device)
             assert len(seconds) == len(ir.ops)
             assert all(math.isfinite(s) and s > 0 for s in seconds)
 
@@ -235,7 +237,7 @@ def test_prices_come_from_a_profile(tmp_path):
     model = mlp(layers=2, batch=512, width=64)
     path = profile_of(model, tmp_path, feeds_for(model))
     ir, tensors = viewed(model)
-    seconds = dict(zip((op.label for op in ir.ops), price(ir, tensors, path), strict=True))
+    seconds = dict(zip((op.label for op in ir.ops), price(ir, tensors, CPU, path), strict=True))
     assert seconds["mm0"] == seconds["mm1"]
     assert seconds["mm0"] > 0
     durations = [
@@ -257,12 +259,12 @@ def event(op_type, inputs, microseconds):
 def test_ops_a_profile_lacks_are_scaled_from_the_roofline(tmp_path):
     nodes = [make("MatMul", ["a", "b"], ["h"], name="mm"), make("Add", ["h", "b"], ["y"], name="add")]
     ir, tensors = viewed(model_of(nodes, {"a": [64, 64], "b": [64, 64]}, {"y": [64, 64]}))
-    plain = price(ir, tensors)
+    plain = price(ir, tensors, CPU)
     path = tmp_path / "p.json"
     path.write_text(json.dumps([event("MatMul", [[64, 64], [64, 64]], plain[0] * 7e6)] * 3 + [{"cat": "Session"}]))
-    assert price(ir, tensors, str(path)) == pytest.approx([7 * s for s in plain])
+    assert price(ir, tensors, CPU, str(path)) == pytest.approx([7 * s for s in plain])
     path.write_text(json.dumps([event("MatMul", [[64, 64], [64, 64]], dur) for dur in (100, 900, 300)]))
-    assert price(ir, tensors, str(path))[0] == pytest.approx(300e-6)
+    assert price(ir, tensors, CPU, str(path))[0] == pytest.approx(300e-6)
 
 
 @pytest.mark.parametrize(
@@ -283,4 +285,4 @@ def test_profiles_that_are_none_are_refused(content, message, tmp_path):
         path.write_text(content)
     ir, tensors = viewed(mlp(layers=1))
     with pytest.raises(UsageError, match=message):
-        price(ir, tensors, str(path))
+        price(ir, tensors, CPU, str(path))

@@ -18,14 +18,14 @@ from onnx_remat import rewrite_model
 from onnx_remat.app import bench, cli
 from onnx_remat.errors import ModelError, ShapeError
 from onnx_remat.ir.graph import build
+from onnx_remat.ir.op_semantics import semantics
 from onnx_remat.ir.phases import split
 from onnx_remat.ir.shapes import infer
 from onnx_remat.ir.training_ops import first_training_op, with_stand_ins
-from onnx_remat.options import Options
 from onnx_remat.ort import runtime
-from onnx_remat.ort.executed import make_view
-from onnx_remat.ort.kernels.cpu import facts
-from onnx_remat.ort.kernels.cpu_workspace import workspace_blocks
+from onnx_remat.ort.kernels.base import Call, itemsize, key
+from onnx_remat.ort.kernels.cpu import CPU
+from onnx_remat.ort.prepare import Preparation, prepare
 from onnx_remat.pipeline import Result
 from onnx_remat.problem import BACKWARD, FORWARD
 from onnx_remat.run import processes
@@ -60,14 +60,15 @@ def test_shapes_buffers_and_scratch_memory_are_what_was_measured(case: Any, know
     assert [list(t.shape) for t in made] == known["shapes"]
     dtypes = [onnx.helper.tensor_dtype_to_np_dtype(t.dtype).name for t in made]
     assert dtypes == known["dtypes"]
-    rules = facts(op.node.domain, op.node.op_type)
-    assert rules.known and not rules.inplace
+    assert semantics(op.node.domain, op.node.op_type).known and key(op.node) not in CPU.inplace
     read = [tensors[name] for name in op.inputs]
-    blocks = workspace_blocks(
-        op.node.domain, op.node.op_type, {a.name: onnx.helper.get_attribute_value(a) for a in op.node.attribute},
-        [t.shape for t in read], [t.dtype for t in read], [t.shape for t in made], [t.dtype for t in made], 2,
+    call = Call(
+        {a.name: onnx.helper.get_attribute_value(a) for a in op.node.attribute},
+        [t.shape for t in read], [itemsize(t.dtype) for t in read],
+        [t.shape for t in made], [itemsize(t.dtype) for t in made], 2,
     )  # fmt: skip
-    aliased = sum(made[out].nbytes for _, out in rules.alias)
+    blocks = CPU.blocks(key(op.node), call)
+    aliased = sum(made[out].nbytes for _, out in CPU.aliases(op.node))
     assert known["besides"] == pytest.approx((sum(blocks) - aliased) / 1e6, abs=0.6)
     assert all(abs(saved) < 1 for saved in known["saved"].values())  # nothing works in place
 
@@ -120,7 +121,7 @@ def test_recomputed_batch_norm_updates_copies_of_the_running_statistics() -> Non
     assert len(norms) > 6 == sum(n.input[3] in inputs for n in norms), "one of each updates the statistics"
     copies = {n.output[0]: n for n in result.model.graph.node if n.op_type == "Concat"}
     assert all(copies[n.input[3]].input[0] in inputs for n in norms if n.input[3] not in inputs)
-    assert make_view(model, Options(dims=DIMS["cnn"])).table.recomputable[list(model.graph.node).index(node)]
+    assert prepare(model, Preparation(CPU, DIMS["cnn"])).table.recomputable[list(model.graph.node).index(node)]
 
 
 def test_max_pool_gradients_keep_the_shape_they_read_from_the_file() -> None:
@@ -129,7 +130,7 @@ def test_max_pool_gradients_keep_the_shape_they_read_from_the_file() -> None:
     made = [n.output[0] for n in result.model.graph.node if n.op_type == "MaxPoolGrad"]
     stated = {v.name: [d.dim_value for d in v.type.tensor_type.shape.dim] for v in result.model.graph.value_info}
     assert [stated[name][1:] for name in made] == [[16, 16, 16], [16, 32, 32]]
-    assert facts("", "MaxPoolGrad").stated and facts("", "AveragePoolGrad").stated
+    assert semantics("", "MaxPoolGrad").stated and semantics("", "AveragePoolGrad").stated
 
 
 def test_what_a_kernel_overwrites_nobody_else_may_read() -> None:
@@ -258,9 +259,9 @@ def test_the_order_is_the_emulated_one_there_and_profile_and_check_run_it(
 ) -> None:
     result, small = rewritten("transformer"), tmp_path / "small.onnx"
     result.save(small)
-    view, order = result.executed.view, result.executed.order.order
+    compiled, order = result.executed.compiled, result.executed.order.order
     seen = processes.measure(small, "disable", dims=DIMS["transformer"], trace=True, python=PYTHON).executed
-    assert list(seen) == [view.graph.ops[i].node.name for i in order]
+    assert list(seen) == [compiled.graph.ops[i].node.name for i in order]
     assert cli.main(["check", str(small), "--runtime", PYTHON]) == 0
     assert "it runs: measured peak" in capsys.readouterr().out
     flags = ["--dim", "batch=64", "--dim", "tokens=1024", "--runs", "1", "--steps", "1", "--runtime", PYTHON]

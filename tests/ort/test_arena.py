@@ -15,12 +15,14 @@ from hypothesis import strategies as st
 
 from onnx_remat.ir import model_io
 from onnx_remat.ir.graph import INPUT
-from onnx_remat.options import parse_options
-from onnx_remat.ort.executed import THREADS, as_executed, requests, reserves
+from onnx_remat.ir.naming import renewals
+from onnx_remat.ort.executed import as_executed
+from onnx_remat.ort.kernels.cpu import CPU
+from onnx_remat.ort.peaks import requests, reserves
+from onnx_remat.ort.prepare import Preparation
 from onnx_remat.ort.simulate.arena import Arena, Requests, run
 from onnx_remat.pipeline import rewrite_model
 from onnx_remat.run import processes
-from onnx_remat.run.training import renewals
 from sample_models.chain import chain
 
 SAMPLES = Path(__file__).parents[2] / "sample_models"
@@ -139,7 +141,8 @@ _OBSERVE = """
 import sys
 import onnxruntime as ort
 from onnx_remat.run.probe import random_feeds
-from onnx_remat.run.training import Loop, renewals
+from onnx_remat.ir.naming import renewals
+from onnx_remat.run.training import Loop
 
 path, strategy, limit, steps, threads, how = sys.argv[1], *map(int, sys.argv[2:6]), sys.argv[6]
 ort.set_default_logger_severity(1)
@@ -169,7 +172,7 @@ print("DONE", file=sys.stderr, flush=True)
 
 def observe(path: Path, doubling: bool, how: str, limit: int = 0, steps: int = STEPS) -> tuple[int, list[int], bool]:
     """Bytes of weights in ONNX Runtime's arena, its regions by its own log, and whether the steps ran."""
-    arguments = [int(not doubling), limit, steps, THREADS, how]
+    arguments = [int(not doubling), limit, steps, CPU.threads, how]
     done = subprocess.run(
         [sys.executable, "-c", _OBSERVE, str(path), *map(str, arguments)],
         capture_output=True, text=True, errors="replace", check=False,
@@ -182,8 +185,8 @@ def observe(path: Path, doubling: bool, how: str, limit: int = 0, steps: int = S
 def foreseen(name: str, doubling: bool, how: str) -> int:
     """Bytes of the arena's regions, as `observe` should find them."""
     source = model_io.load(SAMPLES / f"{name}.onnx")
-    executed = as_executed(source.model, source.folder, "all", parse_options({}))
-    timeline, values = executed.timeline(), executed.view.graph.values
+    executed = as_executed(source.model, source.folder, "all", Preparation(CPU))
+    timeline, values = executed.timeline(), executed.compiled.graph.values
     inputs = [name for name, value in values.items() if value.kind == INPUT]
     renewed = renewals(inputs, [name for name, value in values.items() if value.is_output])
     kept = np.array([how == "fed back" and name in renewed for name in values])
@@ -238,7 +241,7 @@ def test_workspace_is_asked_for_before_outputs_by_some_kernels_and_after_by_othe
     model = onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["" : 20, "com.microsoft" : 1]>
         g ({inputs}) => ({outputs}) {{ {outputs} = {node} }}""")
     onnx.save(model, path := tmp_path / "one.onnx")
-    executed = as_executed(model, None, "all", parse_options({}))
+    executed = as_executed(model, None, "all", Preparation(CPU))
     asked = requests(executed, executed.timeline())
     sizes = [-(-int(asked.size[b]) // 256) * 256 for b in asked.events if b >= 0]
     regions = observe(path, False, "plain", steps=1)[1]
@@ -250,11 +253,11 @@ def test_workspace_is_asked_for_before_outputs_by_some_kernels_and_after_by_othe
 
 def test_reserves_count_weights_and_inputs() -> None:
     source = model_io.load(SAMPLES / "chain.onnx")
-    executed = as_executed(source.model, source.folder, "disable", parse_options({}))
+    executed = as_executed(source.model, source.folder, "disable", Preparation(CPU))
     timeline = executed.timeline()
     found = reserves(executed, timeline)
     assert timeline.peak < found.held < found.held_fed_back
-    assert timeline.peak - executed.view.problem.base_bytes <= found.limit <= found.limit_fed_back
+    assert timeline.peak - executed.compiled.problem.base_bytes <= found.limit <= found.limit_fed_back
 
 
 def test_a_budget_that_covers_the_arena() -> None:
@@ -271,7 +274,7 @@ def test_a_budget_that_covers_the_arena() -> None:
 
 def test_an_original_whose_arena_exceeds_the_budget_is_planned() -> None:
     model = chain(16, 4096, 64)
-    budget = int(as_executed(model, None, "all", parse_options({})).timeline().peak * 1.01)
+    budget = int(as_executed(model, None, "all", Preparation(CPU)).timeline().peak * 1.01)
     assert rewrite_model(model, budget, time_limit=1.0).report.notes
     report = rewrite_model(model, budget, time_limit=1.0, arena=True).report
     assert report.arena_after.held <= budget < report.arena_before.held

@@ -17,7 +17,8 @@ import onnx
 import pytest
 from onnx import helper
 
-from onnx_remat.ort.kernels.cpu import OpFacts, expands_to_function, facts, is_random
+from onnx_remat.ir.op_semantics import OpSemantics, is_random, semantics
+from onnx_remat.ort.kernels.cpu import CPU
 
 ort = pytest.importorskip("onnxruntime")
 
@@ -178,15 +179,16 @@ def test_alias_and_inplace_are_what_onnxruntime_plans(case: Case, tmp_path: Path
     name, inputs, _, _ = case
     domain, _, op = name.rpartition(":")
     dtype = _element_type(np.dtype(inputs[0][0]))
-    known = facts(domain, op, dtype)
-    assert known.known
+    node = onnx.NodeProto(op_type=op, domain=domain)
+    alias, inplace = CPU.aliases(node), CPU.may_inplace(node, dtype)
+    assert semantics(domain, op).known
     for slot, (_, shape) in enumerate(inputs):
         if shape == () or (op, slot) in _CONSTANTS:
             continue  # ONNX Runtime cannot copy it here, or it could not be the output's buffer.
         dying = _allocated(case, slot, keep=False, directory=tmp_path / f"{slot}-dies")
         kept = _allocated(case, slot, keep=True, directory=tmp_path / f"{slot}-kept")
-        assert (kept == 0) == ((slot, 0) in known.alias), f"alias of input {slot}"
-        assert (dying == 0) == ((slot, 0) in (*known.alias, *known.inplace)), f"input {slot} in place"
+        assert (kept == 0) == ((slot, 0) in alias), f"alias of input {slot}"
+        assert (dying == 0) == ((slot, 0) in (*alias, *inplace)), f"input {slot} in place"
 
 
 def test_in_place_needs_the_same_element_size(tmp_path: Path) -> None:
@@ -198,9 +200,9 @@ def test_every_kernel_of_the_cpu_provider_is_known() -> None:
     registry = pytest.importorskip("onnxruntime.capi.onnxruntime_pybind11_state")
     kernels = {k.op_name for k in registry.get_all_opkernel_def() if k.domain == "" and "CPU" in k.provider}
     experimental = {"DynamicSlice"}  # Without a schema even there.
-    assert [k for k in sorted(kernels - experimental) if not facts("", k).known] == []
+    assert [k for k in sorted(kernels - experimental) if not semantics("", k).known] == []
     nchwc = {k.op_name for k in registry.get_all_opkernel_def() if k.domain == "com.microsoft.nchwc"}
-    assert [k for k in sorted(nchwc) if not facts("com.microsoft.nchwc", k).known] == []
+    assert [k for k in sorted(nchwc) if not semantics("com.microsoft.nchwc", k).known] == []
 
 
 def test_functions_are_the_operators_without_a_kernel() -> None:
@@ -209,7 +211,7 @@ def test_functions_are_the_operators_without_a_kernel() -> None:
     schemas: dict[str, Any] = {s.name: s for s in onnx.defs.get_all_schemas() if s.domain == ""}
     for name, schema in schemas.items():
         has_body = schema.has_function or schema.has_context_dependent_function
-        assert expands_to_function("", name) == (has_body and name not in kernels), name
+        assert (("", name) in CPU.no_kernel) == (has_body and name not in kernels), name
 
 
 @pytest.mark.parametrize(
@@ -231,15 +233,19 @@ def test_is_random(domain: str, op: str, options: dict[str, Any], expected: bool
     assert is_random(domain, op, **options) is expected
 
 
-def test_facts_of_the_unknown_promise_nothing() -> None:
-    assert facts("custom", "Reshape") == OpFacts(known=False)
-    assert facts("", "NoSuchOperator") == OpFacts(known=False)
+def test_nothing_is_promised_of_the_unknown() -> None:
+    for domain, op in (("custom", "Reshape"), ("", "NoSuchOperator")):
+        node = onnx.NodeProto(op_type=op, domain=domain)
+        assert semantics(domain, op) == OpSemantics(known=False)
+        assert CPU.aliases(node) == CPU.may_inplace(node, onnx.TensorProto.FLOAT) == ()
 
 
 def test_both_names_of_the_standard_domain() -> None:
-    assert facts("ai.onnx", "Reshape") == facts("", "Reshape") == OpFacts(alias=((0, 0),))
+    first, second = (onnx.NodeProto(op_type="Reshape", domain=domain) for domain in ("", "ai.onnx"))
+    assert semantics("ai.onnx", "Reshape") == semantics("", "Reshape") == OpSemantics()
+    assert CPU.aliases(first) == CPU.aliases(second) == ((0, 0),)
 
 
 def test_state() -> None:
-    assert not facts("", "BatchNormalization").stateful  # Running statistics are outputs.
-    assert facts("com.microsoft", "InPlaceAccumulatorV2").stateful
+    assert not semantics("", "BatchNormalization").stateful  # Running statistics are outputs.
+    assert semantics("com.microsoft", "InPlaceAccumulatorV2").stateful

@@ -10,8 +10,9 @@ import pytest
 from onnx import helper
 
 from onnx_remat.ir.shapes import TAG, UNSEEN
-from onnx_remat.options import Options
 from onnx_remat.ort.executed import as_executed
+from onnx_remat.ort.kernels.cpu import CPU
+from onnx_remat.ort.prepare import Preparation
 from onnx_remat.ort.simulate.order import default_order
 from onnx_remat.run import processes
 from tests.support.graphs import SAMPLES, mlp, model_of
@@ -22,8 +23,8 @@ pytest.importorskip("onnxruntime")
 @pytest.mark.parametrize("path", SAMPLES, ids=lambda p: p.stem)
 def test_emulated_order_is_the_executed_order(path):
     executed = processes.measure(path, "disable", trace=True).executed
-    view = as_executed(onnx.load(path), None, "disable", Options())
-    assert tuple(view.view.graph.ops[i].label for i in view.order.order) == executed
+    executed = as_executed(onnx.load(path), None, "disable", Preparation(CPU))
+    assert tuple(executed.compiled.graph.ops[i].label for i in executed.order.order) == executed
 
 
 def shuffled(model: onnx.ModelProto, seed: int) -> onnx.ModelProto:
@@ -50,9 +51,9 @@ def test_emulated_order_and_peak_follow_the_file(seed, tmp_path):
     path = tmp_path / "m.onnx"
     onnx.save(model, path)
     measured = processes.measure(path, "disable", trace=True)
-    view = as_executed(model, None, "disable", Options())
-    assert tuple(view.view.graph.ops[i].label for i in view.order.order) == measured.executed
-    assert view.timeline().peak == pytest.approx(measured.peak_bytes, rel=0.03)
+    executed = as_executed(model, None, "disable", Preparation(CPU))
+    assert tuple(executed.compiled.graph.ops[i].label for i in executed.order.order) == measured.executed
+    assert executed.timeline().peak == pytest.approx(measured.peak_bytes, rel=0.03)
 
 
 def test_default_order_takes_the_highest_leaf_first():
@@ -94,7 +95,7 @@ def test_a_private_value_gets_its_own_buffer_in_the_runtime(tmp_path):
         path = tmp_path / f"{hidden}.onnx"
         onnx.save(model, path)
         measured = processes.measure(path, "disable").peak_bytes
-        simulated = as_executed(model, None, "disable", Options()).timeline().peak
+        simulated = as_executed(model, None, "disable", Preparation(CPU)).timeline().peak
         assert simulated == pytest.approx(measured, rel=0.03)
         return measured
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from onnx_remat.errors import ModelError
-from onnx_remat.ort import runtime, worker
+from onnx_remat.ort import asking, runtime
 from tests.support.graphs import mlp
 
 
@@ -18,7 +18,7 @@ def stand_in(monkeypatch):
 
     def start(code: str) -> None:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        monkeypatch.setattr(worker, "_child", lambda: subprocess.Popen([sys.executable, "-c", code], **pipes))
+        monkeypatch.setattr(asking, "_child", lambda: subprocess.Popen([sys.executable, "-c", code], **pipes))
 
     return start
 
@@ -38,19 +38,19 @@ def test_a_hang_is_given_up(stand_in, monkeypatch):
 
 def test_the_next_question_starts_a_new_process():
     plain = runtime.optimized(mlp(), None, "basic")
-    running = worker._child()
+    running = asking._child()
     running.kill()
     running.wait()
     assert runtime.optimized(mlp(), None, "basic") == plain
-    assert worker._child() is not running
+    assert asking._child() is not running
 
 
 def test_answers_come_from_one_process_and_errors_leave_it_running():
     runtime.optimized(mlp(), None, "all")
-    running = worker._child()
+    running = asking._child()
     broken = mlp()
     broken.graph.node[0].op_type = "NoSuchOp"
     with pytest.raises(ModelError, match="NoSuchOp"):
         runtime.optimized(broken, None, "all")
     assert runtime.infer_shapes(mlp(), [mlp().graph.node[0].output[0]])
-    assert worker._child() is running
+    assert asking._child() is running

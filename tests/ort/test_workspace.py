@@ -12,7 +12,8 @@ import onnx
 import pytest
 from onnx import helper
 
-from onnx_remat.ort.kernels.cpu_workspace import workspace_blocks
+from onnx_remat.ort.kernels.base import Call, itemsize
+from onnx_remat.ort.kernels.cpu import CPU
 
 ort = pytest.importorskip("onnxruntime")
 
@@ -158,17 +159,16 @@ def _measure(case: Case, directory: Path, opset: int, threads: int) -> tuple[int
     del session
     rows = [row for path in directory.iterdir() for row in csv.DictReader(path.open())]
     measured = sum(int(row["total_temp_allocations"]) for row in rows)
-    ruled = workspace_blocks(
-        domain,
-        op,
+    call = Call(
         attributes,
         [feed[s].shape if s else None for s in slots],
-        [_element_type(feed[s]) if s else 0 for s in slots],
+        [itemsize(_element_type(feed[s])) if s else 0 for s in slots],
         [r.shape for r in results],
-        [_element_type(r) for r in results],
+        [itemsize(_element_type(r)) for r in results],
         threads,
         opset,
     )
+    ruled = CPU.blocks((domain, op), call)
     assert len(rows) == 1, "the operator did not run as one kernel"
     return measured, sum(ruled)
 
@@ -213,4 +213,4 @@ def test_memory_behind_the_allocators_back(case: Case, expected: int, tmp_path: 
 
 
 def test_unlisted_operators_take_nothing() -> None:
-    assert sum(workspace_blocks("custom", "Op", {}, [(4,)], [1], [(4,)], [1], 8)) == 0
+    assert CPU.blocks(("custom", "Op"), Call({}, [(4,)], [4], [(4,)], [4], 8)) == ()

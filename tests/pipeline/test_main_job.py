@@ -10,9 +10,10 @@ import pytest
 
 import onnx_remat
 from onnx_remat.errors import BudgetInfeasibleError, UsageError
-from onnx_remat.options import Options
 from onnx_remat.ort import runtime
 from onnx_remat.ort.executed import as_executed
+from onnx_remat.ort.kernels.cpu import CPU
+from onnx_remat.ort.prepare import Preparation
 from onnx_remat.run import processes
 from tests.support.graphs import SAMPLES, feeds_for, mlp, run_model, same_bits
 
@@ -61,7 +62,7 @@ def test_verify_run_reports_order_and_outputs(mlp_path):
 @pytest.mark.parametrize("path", SAMPLES, ids=lambda p: p.stem)
 def test_keep_all_never_makes_it_worse(path):
     """Asked for the impossible, it names the lowest it reaches; asked for that, the file as executed keeps it."""
-    original = as_executed(onnx.load(path), None, "all", Options()).timeline().peak
+    original = as_executed(onnx.load(path), None, "all", Preparation(CPU)).timeline().peak
     with pytest.raises(BudgetInfeasibleError) as caught:
         onnx_remat.rewrite_model(path, "20%", selector="keep_all", **LIMIT)
     assert caught.value.best_peak_bytes <= original

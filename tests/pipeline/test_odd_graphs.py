@@ -12,8 +12,9 @@ from onnx import TensorProto, helper, numpy_helper
 
 import onnx_remat
 from onnx_remat.errors import ModelError
-from onnx_remat.options import Options
 from onnx_remat.ort.executed import as_executed
+from onnx_remat.ort.kernels.cpu import CPU
+from onnx_remat.ort.prepare import Preparation
 from onnx_remat.run import processes
 from tests.support.graphs import feeds_for, mlp, run_model, same_bits
 
@@ -794,7 +795,7 @@ def wide_body(kind: str) -> onnx.ModelProto:
 def test_memory_within_bodies_is_counted(kind, tmp_path):
     model = wide_body(kind)
     onnx.save(model, tmp_path / "m.onnx")
-    executed = as_executed(model, None, "disable", Options())
+    executed = as_executed(model, None, "disable", Preparation(CPU))
     timeline = executed.timeline()
-    assert executed.view.graph.ops[executed.order.order[timeline.peak_step]].label == kind
+    assert executed.compiled.graph.ops[executed.order.order[timeline.peak_step]].label == kind
     assert timeline.peak == pytest.approx(processes.measure(tmp_path / "m.onnx", "disable").peak_bytes, rel=0.03)

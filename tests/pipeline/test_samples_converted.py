@@ -7,7 +7,7 @@ import onnx
 import pytest
 
 from onnx_remat.ir import phases
-from onnx_remat.run.training import renewals
+from onnx_remat.ir.naming import renewals
 from sample_models.converted import build
 from tests.support.graphs import run_model
 

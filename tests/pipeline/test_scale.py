@@ -12,9 +12,10 @@ import pytest
 from onnx import helper
 
 import onnx_remat
-from onnx_remat.options import Options
 from onnx_remat.ort import runtime
-from onnx_remat.ort.executed import View, as_executed, make_view
+from onnx_remat.ort.executed import as_executed
+from onnx_remat.ort.kernels.cpu import CPU
+from onnx_remat.ort.prepare import Compiled, Preparation, prepare
 from onnx_remat.ort.simulate.buffers import simulate
 from onnx_remat.plan.selectors import Request, get
 from onnx_remat.problem import Problem, check_schedule
@@ -31,29 +32,29 @@ def liveness(problem: Problem) -> Problem:
     return replace(problem, poolable=np.zeros(problem.n_values, np.bool_))
 
 
-def viewed(n: int) -> View:
-    return make_view(chain(n, WIDTH, BATCH), Options())
+def compiled_chain(n: int) -> Compiled:
+    return prepare(chain(n, WIDTH, BATCH), Preparation(CPU))
 
 
 @pytest.mark.parametrize("n", [1, 2, 16, 64, 256])
 def test_a_chain_peaks_at_exactly_the_documented_bytes(n):
-    view = viewed(n)
-    timeline = simulate(view.problem, view.default_order())
+    compiled = compiled_chain(n)
+    timeline = simulate(compiled.problem, compiled.default_order())
     assert timeline.peak == peak_bytes(n, WIDTH, BATCH)
-    executed = as_executed(chain(n, WIDTH, BATCH), None, "disable", Options())
+    executed = as_executed(chain(n, WIDTH, BATCH), None, "disable", Preparation(CPU))
     assert executed.timeline().peak == timeline.peak
 
 
 def test_a_chain_has_one_order_only():
-    view = viewed(16)
-    assert view.default_order().order == tuple(range(view.problem.n_ops))
+    compiled = compiled_chain(16)
+    assert compiled.default_order().order == tuple(range(compiled.problem.n_ops))
 
 
 def lowest(n: int, selector: str) -> tuple[int, float]:
     """Peak of the lowest plan a selector finds, what always stays taken off, in activations; and its overhead."""
-    view = viewed(n)
-    problem = liveness(view.problem)
-    schedule = get(selector)(Request(problem, 0, view.default_order(), work=2000))
+    compiled = compiled_chain(n)
+    problem = liveness(compiled.problem)
+    schedule = get(selector)(Request(problem, 0, compiled.default_order(), work=2000))
     check_schedule(problem, schedule)
     always = 5 * ACTIVATION + 4 * WIDTH + 16  # see the notes of `chain`
     return (simulate(problem, schedule).peak - always) / ACTIVATION, schedule.overhead(problem)
@@ -117,12 +118,12 @@ def rewritten(data: bytes) -> tuple[int, int]:
     """Load, simulate, write down the order as it is, and simulate the file: nodes and peaks before and after."""
     from onnx_remat.ir import model_io
 
-    options = Options()
+    options = Preparation(CPU)
     source = model_io.load(data)
-    view = make_view(source.model, options)
-    order = view.default_order()
-    before = simulate(view.problem, order).peak
-    written = realize(view.graph, view.tensors, view.table, view.problem, order, before, {})
+    compiled = prepare(source.model, options)
+    order = compiled.default_order()
+    before = simulate(compiled.problem, order).peak
+    written = realize(compiled, order, before, {})
     executed = as_executed(written.model, None, "disable", options)
     return before, executed.timeline().peak
 
@@ -147,7 +148,7 @@ def test_graphs_that_the_runtime_takes_minutes_to_load_are_planned_from_the_file
     """It is not asked, the report says so, and what is written keeps the budget when it is asked after all."""
     pytest.importorskip("onnxruntime")
     model = deep(20)
-    plainly = as_executed(model, None, "disable", Options()).timeline().peak
+    plainly = as_executed(model, None, "disable", Preparation(CPU)).timeline().peak
     with monkeypatch.context() as patch:
         patch.setattr(runtime, "MOST_NODES", 100)
         patch.setattr(runtime, "optimized", lambda *_: pytest.fail("asked"))
@@ -156,4 +157,4 @@ def test_graphs_that_the_runtime_takes_minutes_to_load_are_planned_from_the_file
     assert report.before.total == plainly and len(set(report.peaks_by_level.values())) == 1
     assert any("was not asked" in note for note in report.notes)
     assert report.recomputed > 0
-    assert as_executed(result.model, None, "all", Options()).timeline().peak <= report.budget
+    assert as_executed(result.model, None, "all", Preparation(CPU)).timeline().peak <= report.budget

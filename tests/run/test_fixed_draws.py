@@ -13,6 +13,7 @@ from onnx import TensorProto, parser
 from onnx_remat.app import cli
 from onnx_remat.ir import graph, shapes
 from onnx_remat.ort import runtime
+from onnx_remat.ort.kernels.cpu import CPU
 from onnx_remat.run.fixed_draws import race_warnings, random_nodes, without_chance
 from tests.support.graphs import mlp
 
@@ -72,14 +73,16 @@ def scatter(reduction: str = "add", indices: list[int] | None = None) -> onnx.Mo
 
 
 def test_sums_that_race_are_told():
-    (line,) = race_warnings(scatter())
+    (line,) = race_warnings(scatter(), CPU)
     assert "ScatterND sums into 'y'" in line and "23396" in line and "\n" not in line
-    assert race_warnings(scatter("max", [0, 0])) and race_warnings(scatter("mul", [1, -1]))
-    assert not race_warnings(scatter("none")) and not race_warnings(scatter("add", [1, 0]))
+    assert race_warnings(scatter("max", [0, 0]), CPU) and race_warnings(scatter("mul", [1, -1]), CPU)
+    assert not race_warnings(scatter("none"), CPU) and not race_warnings(scatter("add", [1, 0]), CPU)
     inner = scatter().graph
     del inner.input[:]
     nested = onnx.helper.make_node("If", ["c"], ["y"], then_branch=inner, else_branch=inner)
-    assert "in 1 more nodes" in race_warnings(onnx.helper.make_model(onnx.helper.make_graph([nested], "g", [], [])))[0]
+    assert "in 1 more nodes" in race_warnings(
+        onnx.helper.make_model(onnx.helper.make_graph([nested], "g", [], [])), CPU
+    )[0]
 
 
 def test_one_thread_does_not_race():

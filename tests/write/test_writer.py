@@ -19,8 +19,9 @@ from onnx import TensorProto, helper
 
 from onnx_remat.errors import ModelError
 from onnx_remat.ir.shapes import SHAPES_KEY, TAG
-from onnx_remat.options import Options
-from onnx_remat.ort.executed import View, as_executed, make_view
+from onnx_remat.ort.executed import as_executed
+from onnx_remat.ort.kernels.cpu import CPU
+from onnx_remat.ort.prepare import Compiled, Preparation, prepare
 from onnx_remat.ort.simulate.buffers import simulate
 from onnx_remat.plan.selectors import Request, get, names
 from onnx_remat.problem import Problem, Schedule, check_schedule
@@ -35,7 +36,7 @@ make = helper.make_node
 FLOAT, BOOL = TensorProto.FLOAT, TensorProto.BOOL
 SIDE = 32
 FULL, HALF, IMAGE = (SIDE, SIDE), (SIDE // 2, SIDE), (1, 1, SIDE, SIDE)
-OPTIONS = Options()
+STATED = Preparation(CPU)
 
 
 class Builder:
@@ -195,7 +196,7 @@ def idle_views(problem: Problem, order: list[int]) -> bool:
 class Written:
     """A schedule and the file it became."""
 
-    view: View
+    compiled: Compiled
     schedule: Schedule
     limit: int
     result: Rewritten
@@ -210,29 +211,29 @@ class Written:
         out = []
         for op in self.schedule.order:
             number = counts[op] = counts.get(op, -1) + 1
-            name = self.view.graph.ops[op].node.name
+            name = self.compiled.graph.ops[op].node.name
             out.append(f"{name}__remat{number}" if number else name)
         return out
 
     def heavy(self) -> list[str]:
         """Names of the steps whose place in the order is promised."""
-        problem, ops = self.view.problem, self.view.graph.ops
+        problem, ops = self.compiled.problem, self.compiled.graph.ops
         heavy = heavy_steps(problem, self.schedule, light_limit(problem, self.schedule, self.limit))
-        moved = [_is_absorbed(self.view.graph, ops[op]) for op in self.schedule.order]
+        moved = [_is_absorbed(self.compiled, ops[op]) for op in self.schedule.order]
         names = zip(self.step_names(), heavy, moved, strict=True)
         return list(dict.fromkeys(name for name, is_heavy, has_moved in names if is_heavy and not has_moved))
 
 
 def write(model: onnx.ModelProto, schedule: Schedule | None = None, **more: object) -> Written:
-    view = make_view(model, OPTIONS)
+    compiled = prepare(model, STATED)
     if schedule is None:
-        schedule = random_schedule(view.problem, **more)  # type: ignore[arg-type]
-    alone = replace(view.problem, poolable=np.zeros(view.problem.n_values, np.bool_))
+        schedule = random_schedule(compiled.problem, **more)  # type: ignore[arg-type]
+    alone = replace(compiled.problem, poolable=np.zeros(compiled.problem.n_values, np.bool_))
     limit = simulate(alone, schedule).peak
-    schedule = settle(view.graph, alone, schedule, limit)
+    schedule = settle(compiled, alone, schedule, limit)
     metadata = {"version": "test", "budget_bytes": str(limit)}
-    result = realize(view.graph, view.tensors, view.table, view.problem, schedule, limit, metadata)
-    return Written(view, schedule, limit, result)
+    result = realize(compiled, schedule, limit, metadata)
+    return Written(compiled, schedule, limit, result)
 
 
 def traced(model: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> tuple[list[np.ndarray], list[str]]:
@@ -275,8 +276,8 @@ def test_any_schedule_computes_the_same_in_that_order(seed, layers, share, cond)
     outputs, executed = traced(written.model, feeds)
     assert same_bits(run_model(model, feeds), outputs)
     assert only(executed, written.heavy()) == written.heavy()
-    emulated = as_executed(written.model, None, "disable", OPTIONS)
-    labels = [emulated.view.graph.ops[i].label for i in emulated.order.order]
+    emulated = as_executed(written.model, None, "disable", STATED)
+    labels = [emulated.compiled.graph.ops[i].label for i in emulated.order.order]
     assert only(executed, labels) == labels
 
 
@@ -286,10 +287,10 @@ def test_any_schedule_keeps_its_peak(seed, layers, share):
     """As executed, the file holds no more than the schedule does, buffers shared at will or not at all."""
     model = Builder(seed, layers).model()
     written = write(model, seed=seed, share=share)
-    unrolled = unroll(written.view.problem, written.schedule)
+    unrolled = unroll(written.compiled.problem, written.schedule)
     shared = simulate(unrolled.problem, range(unrolled.problem.n_ops)).peak
-    assert shared == simulate(written.view.problem, written.schedule).peak
-    executed = as_executed(written.model, None, "disable", OPTIONS).timeline().peak
+    assert shared == simulate(written.compiled.problem, written.schedule).peak
+    executed = as_executed(written.model, None, "disable", STATED).timeline().peak
     assert executed <= max(shared, written.limit) * 1.01 + 48 * written.result.nodes_added
 
 
@@ -300,7 +301,7 @@ def test_what_is_written_is_tidy(seed, layers, share):
     model = Builder(seed, layers).model()
     model.metadata_props.add(key="author", value="me")
     written = write(model, seed=seed, share=share)
-    graph, schedule, view = written.model.graph, written.schedule, written.view
+    graph, schedule, compiled = written.model.graph, written.schedule, written.compiled
     assert len({n.name for n in graph.node}) == len(graph.node)
     made = [name for node in graph.node for name in node.output if name]
     assert len(set(made)) == len(made)
@@ -311,10 +312,10 @@ def test_what_is_written_is_tidy(seed, layers, share):
     left_open = json.loads(stored.pop(SHAPES_KEY))
     assert set(written.result.occurrences) <= set(typed) | set(left_open)
     assert set(typed).isdisjoint(left_open)
-    unrolled = unroll(view.problem, schedule)
-    known = list(view.graph.values)
+    unrolled = unroll(compiled.problem, schedule)
+    known = list(compiled.graph.values)
     for name, source in zip(written.result.occurrences, unrolled.source, strict=True):
-        tensor = view.tensors[known[source]]
+        tensor = compiled.tensors[known[source]]
         if name in left_open:
             assert left_open[name] == [tensor.dtype, *tensor.shape]
             continue
@@ -330,7 +331,7 @@ def test_what_is_written_is_tidy(seed, layers, share):
     assert [n.name for n in graph.node if n.name in set(steps)] == inside  # the file lists them in that order
     products = 0
     for name, op in zip(steps, schedule.order, strict=True):
-        label = view.graph.ops[op].node.name
+        label = compiled.graph.ops[op].node.name
         notes = properties(nodes[name])
         assert notes == ({} if name == label else {RECOMPUTE_KEY: label})
         if name != label and originals[label].op_type == "Dropout":  # spelled out
@@ -356,9 +357,9 @@ def test_what_is_written_is_tidy(seed, layers, share):
 
 def recomputing(model: onnx.ModelProto, *labels: str) -> Written:
     """The file that runs the named ops a second time, in that order, right behind the last op of the forward pass."""
-    view = make_view(model, OPTIONS)
-    number = {op.label: op.index for op in view.graph.ops}
-    order = list(range(view.problem.n_ops))
+    compiled = prepare(model, STATED)
+    number = {op.label: op.index for op in compiled.graph.ops}
+    order = list(range(compiled.problem.n_ops))
     place = number["mean"] + 1
     return write(model, Schedule((*order[:place], *(number[label] for label in labels), *order[place:])))
 
@@ -503,15 +504,15 @@ def with_everything_random() -> onnx.ModelProto:
 
 @pytest.mark.parametrize("selector", names())
 def test_random_ops_and_bodies_are_never_cloned(selector, with_everything_random):
-    view = make_view(with_everything_random, OPTIONS)
-    problem = replace(view.problem, poolable=np.zeros(view.problem.n_values, np.bool_))
-    before = simulate(problem, view.default_order()).peak
-    anchors = tuple(op.index for op in view.graph.ops if op.node.op_type == "MatMul")
-    kept = tuple(view.problem.outputs(op)[0] for op in anchors)
+    compiled = prepare(with_everything_random, STATED)
+    problem = replace(compiled.problem, poolable=np.zeros(compiled.problem.n_values, np.bool_))
+    before = simulate(problem, compiled.default_order()).peak
+    anchors = tuple(op.index for op in compiled.graph.ops if op.node.op_type == "MatMul")
+    kept = tuple(compiled.problem.outputs(op)[0] for op in anchors)
     kinds = set()
     for budget in (0, int(before * 0.8)):
         request = Request(
-            problem, budget, view.default_order(), time_limit=1.0, work=1000, checkpoints=kept, anchors=anchors
+            problem, budget, compiled.default_order(), time_limit=1.0, work=1000, checkpoints=kept, anchors=anchors
         )
         schedule = get(selector)(request)
         check_schedule(problem, schedule)

@@ -73,14 +73,14 @@ def _trace(step: trace.Trace) -> dict[str, Any]:
 def _recomputed(result: Result) -> list[dict[str, Any]]:
     """Ops that run more than once: how often again, seconds each as planned with, bytes they make."""
     again = Counter(result.recomputed)
-    ops = {op.label: op for op in result.view.graph.ops}
+    ops = {op.label: op for op in result.compiled.graph.ops}
     rows = [
         {
             "label": label,
             "type": ops[label].node.op_type,
             "times": times,
-            "seconds": float(result.view.problem.cost[ops[label].index]),
-            "bytes": sum(result.view.tensors[name].nbytes for name in ops[label].writes),
+            "seconds": float(result.compiled.problem.cost[ops[label].index]),
+            "bytes": sum(result.compiled.tensors[name].nbytes for name in ops[label].writes),
         }
         for label, times in again.items()
     ]

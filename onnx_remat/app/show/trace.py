@@ -83,22 +83,22 @@ def trace(executed: Executed, section_of: Mapping[str, str]) -> Trace:
 
     Control edges, and ops that ONNX Runtime's optimiser made up, belong to the phase they run in.
     """
-    view, timeline = executed.view, executed.timeline()
-    names = list(view.graph.values)
+    compiled, timeline = executed.compiled, executed.timeline()
+    names = list(compiled.graph.values)
     steps, phase = [], phases.NAMES[0]
     for number, index in enumerate(executed.order.order):
-        op = view.graph.ops[index]
+        op = compiled.graph.ops[index]
         section = next((section_of[name] for name in op.writes if name in section_of), phase)
         phase = phase if section == RECOMPUTE else section
-        workspace = int(view.problem.workspace[index])
+        workspace = int(compiled.problem.workspace[index])
         steps.append(Step(op.label, op.node.op_type, section, int(timeline.step_bytes[number]), workspace))
     buffers = tuple(
         Buffer(names[timeline.owner[b]], int(timeline.size[b]), int(timeline.start[b]), int(timeline.end[b]))
         for b in range(len(timeline.size))
     )
     residents = tuple(
-        (name, value.kind, view.tensors[name].nbytes)
-        for name, value in view.graph.values.items()
+        (name, value.kind, compiled.tensors[name].nbytes)
+        for name, value in compiled.graph.values.items()
         if value.kind in (INPUT, INITIALIZER)
     )
     return Trace(tuple(steps), buffers, residents, timeline.peak, timeline.peak_step)
@@ -108,7 +108,7 @@ def _sections(result: Result) -> dict[str, str]:
     """Section by the name of a value: phases of the original's ops, and what the rewriter noted on its clones."""
     found = {
         name: phases.NAMES[phase]
-        for op, phase in zip(result.view.graph.ops, result.view.problem.phase.tolist(), strict=True)
+        for op, phase in zip(result.compiled.graph.ops, result.compiled.problem.phase.tolist(), strict=True)
         for name in op.writes
     }
     for node in result.model.graph.node:

@@ -13,10 +13,9 @@ from onnx import TensorProto
 
 from onnx_remat.errors import UsageError
 from onnx_remat.ir import dropout
-from onnx_remat.ir.graph import Graph, Op
+from onnx_remat.ir.graph import Graph, Op, attributes
 from onnx_remat.ir.shapes import Tensor
-from onnx_remat.ort.compile import attributes
-from onnx_remat.ort.kernels import cpu as op_facts
+from onnx_remat.ort.kernels.base import Kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +50,15 @@ MATRIX_OPS = ("Conv", "ConvTranspose", "MatMul", "Gemm", "Einsum")
 """Ops whose results are dear to make again: what openai/gradient-checkpointing's mode ``speed`` keeps."""
 
 
-def price(graph: Graph, tensors: Mapping[str, Tensor], costs: str = "cpu") -> list[float]:
+def price(graph: Graph, tensors: Mapping[str, Tensor], kernels: Kernels, costs: str = "cpu") -> list[float]:
     """Seconds of one execution of every op.
 
     Parameters
     ----------
     graph, tensors
         The IR and its shapes.
+    kernels : Kernels
+        What the provider's kernels do: an alias moves nothing.
     costs : str
         A device of `PRESETS`, or the path of a profile that ONNX Runtime wrote (``enable_profiling``) for this or a
         similar model: its times are looked up by op, input shapes and types. Ops it lacks get the cpu roofline,
@@ -69,9 +70,9 @@ def price(graph: Graph, tensors: Mapping[str, Tensor], costs: str = "cpu") -> li
         Neither a preset nor a readable profile.
     """
     if costs in PRESETS:
-        return _without_first_products(graph, [roofline(op, tensors, PRESETS[costs]) for op in graph.ops])
+        return _without_first_products(graph, [roofline(op, tensors, kernels, PRESETS[costs]) for op in graph.ops])
     profile = _read_profile(costs)
-    estimate = [roofline(op, tensors, PRESETS["cpu"]) for op in graph.ops]
+    estimate = [roofline(op, tensors, kernels, PRESETS["cpu"]) for op in graph.ops]
     measured = [profile.get(_key(op, tensors)) for op in graph.ops]
     ratios = [m / e for m, e in zip(measured, estimate, strict=True) if m is not None and e > 0]
     if not ratios:
@@ -88,9 +89,9 @@ def _without_first_products(graph: Graph, seconds: list[float]) -> list[float]:
     return seconds
 
 
-def roofline(op: Op, tensors: Mapping[str, Tensor], device: Device) -> float:
+def roofline(op: Op, tensors: Mapping[str, Tensor], kernels: Kernels, device: Device) -> float:
     """max(FLOPs / peak, bytes / bandwidth) + overhead, in seconds (Williams, Waterman, Patterson 2009)."""
-    if op_facts.facts(op.node.domain, op.node.op_type).alias:
+    if kernels.aliases(op.node):
         return device.overhead  # moves nothing
     inputs = [tensors[n] for n in op.inputs if n]
     outputs = [tensors[n] for n in op.outputs if n]

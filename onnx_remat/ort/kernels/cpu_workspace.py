@@ -18,24 +18,24 @@ Loop and Scan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
 from itertools import pairwise
 from math import prod
-from typing import Final, cast
+from typing import Final
 
 import numpy as np
-import onnx
 
-__all__ = ["ASKED_FOR_FIRST", "BY_MALLOC", "workspace_blocks"]
+from onnx_remat.ort.kernels.base import Call, OpKey, Rule, Shape, numel
 
-Shape = tuple[int, ...]
+_MS: Final = "com.microsoft"
 
-ASKED_FOR_FIRST: Final = frozenset({"DynamicQuantizeMatMul", "Einsum", "Max", "Mean", "Min", "Sum", "Where"})
+ASKS_FIRST: Final = frozenset(
+    {(_MS, "DynamicQuantizeMatMul"), *(("", op) for op in ("Einsum", "Max", "Mean", "Min", "Sum", "Where"))}
+)
 """Operators that ask for workspace before they ask for their outputs; all others do so after, by the arena's log."""
 
-BY_MALLOC: Final = frozenset({"GatherElementsGrad", "NonZero", "Scatter", "ScatterElements"})
+BY_MALLOC: Final = frozenset(
+    {(_MS, "GatherElementsGrad"), *(("", op) for op in ("NonZero", "Scatter", "ScatterElements"))}
+)
 """Operators that take their workspace with ``malloc``, so that no arena holds it."""
 
 # MLAS convolutions cut their work into tiles of this many floats, one per thread.
@@ -54,96 +54,7 @@ _FLOAT: Final = 4
 _INT64: Final = 8
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """One kernel execution: attributes, shapes and element sizes by slot (``None`` for an absent input)."""
-
-    attributes: Mapping[str, object]
-    inputs: Sequence[Shape | None]
-    in_sizes: Sequence[int]
-    outputs: Sequence[Shape | None]
-    out_sizes: Sequence[int]
-    threads: int
-    opset: int
-
-    def ints(self, name: str, default: Sequence[int]) -> list[int]:
-        """Return an integer-list attribute."""
-        value = cast("Sequence[int]", self.attributes.get(name) or default)
-        return [int(v) for v in value]
-
-    def number(self, name: str, default: int) -> int:
-        """Return an integer attribute."""
-        return int(cast("int", self.attributes.get(name, default)))
-
-    def text(self, name: str, default: str) -> str:
-        """Return a string attribute."""
-        value = self.attributes.get(name, default)
-        return value.decode() if isinstance(value, bytes) else str(value)
-
-    def has(self, slot: int) -> bool:
-        """Tell whether an input is there."""
-        return slot < len(self.inputs) and self.inputs[slot] is not None
-
-    def input(self, slot: int) -> Shape:
-        """Return the shape of an input that must be there."""
-        shape = self.inputs[slot]
-        if shape is None:
-            raise ValueError(f"input {slot} has no known shape")
-        return shape
-
-    def output_bytes(self) -> int:
-        """Return the size of the first output."""
-        return _numel(self.outputs[0]) * self.out_sizes[0]
-
-    def input_bytes(self) -> int:
-        """Return the size of all inputs."""
-        return sum(_numel(s) * size for s, size in zip(self.inputs, self.in_sizes, strict=True))
-
-
-def workspace_blocks(
-    domain: str,
-    op_type: str,
-    attributes: Mapping[str, object],
-    input_shapes: Sequence[Shape | None],
-    input_dtypes: Sequence[int | None],
-    output_shapes: Sequence[Shape | None],
-    output_dtypes: Sequence[int | None],
-    threads: int,
-    opset: int = 20,
-) -> tuple[int, ...]:
-    """Return the sizes in bytes of the temporary buffers that a kernel holds at its peak.
-
-    Parameters
-    ----------
-    domain, op_type
-        The operator; ``""`` and ``"ai.onnx"`` are the same domain.
-    attributes
-        The node's attributes as Python values.
-    input_shapes, input_dtypes
-        By slot; ``None`` marks an absent optional input. Element types are ``onnx.TensorProto`` enums.
-    output_shapes, output_dtypes
-        By slot.
-    threads
-        ``intra_op_num_threads`` in effect (the default is one per physical core).
-    opset
-        Opset of `domain`; softmaxes before 13 flatten instead of transposing.
-
-    Returns
-    -------
-    tuple of int
-        Empty for operators without a rule. Alignment of each buffer (up to 256 bytes) is not added. Where a rule knows
-        only what several buffers come to, they are reckoned as one.
-    """
-    rule = _RULES.get(("" if domain == "ai.onnx" else domain, op_type))
-    if rule is None:
-        return ()
-    in_sizes = [_itemsize(d) for d in input_dtypes]
-    out_sizes = [_itemsize(d) for d in output_dtypes]
-    taken = rule(_Call(attributes, input_shapes, in_sizes, output_shapes, out_sizes, max(threads, 1), opset))
-    return tuple(size for size in ((taken,) if isinstance(taken, int) else taken) if size)
-
-
-def _conv(call: _Call) -> int:
+def _conv(call: Call) -> int:
     """Float convolution: a tile per thread, or the whole column matrix of one group of one image."""
     data, weight, out = call.input(0), call.input(1), call.outputs[0] or ()
     rank = len(data) - 2
@@ -168,7 +79,7 @@ def _conv(call: _Call) -> int:
     return _column_threads(call.threads, filters * columns * depth, columns) * _CONV_TILE_BYTES
 
 
-def _pads(call: _Call, rank: int) -> bool:
+def _pads(call: Call, rank: int) -> bool:
     """Tell whether a convolution pads; under `auto_pad` the shapes decide."""
     if call.text("auto_pad", "NOTSET") in ("SAME_UPPER", "SAME_LOWER"):
         # With unit strides, SAME pads unless the kernel covers a single element.
@@ -189,30 +100,30 @@ def _column_threads(threads: int, work: int, columns: int) -> int:
     return count - 1 if share * (count - 1) >= columns else count
 
 
-def _conv_transpose(call: _Call) -> int:
+def _conv_transpose(call: Call) -> int:
     """The column matrix of one group of one image, also for pointwise kernels."""
     return prod(call.input(1)[1:]) * prod(call.input(0)[2:]) * _FLOAT
 
 
-def _conv_integer(call: _Call) -> int:
+def _conv_integer(call: Call) -> int:
     """The column matrix of one group of one image, in bytes as the data are."""
     return prod(call.input(1)[1:]) * prod((call.outputs[0] or ())[2:])
 
 
-def _where(call: _Call) -> tuple[int, ...]:
+def _where(call: Call) -> tuple[int, ...]:
     """Both choices are masked into tensors of their own before they are merged."""
     condition, size = call.input(0), call.out_sizes[0]
-    return tuple(_numel(np.broadcast_shapes(condition, call.input(slot))) * size for slot in (1, 2))
+    return tuple(numel(np.broadcast_shapes(condition, call.input(slot))) * size for slot in (1, 2))
 
 
-def _softmax(call: _Call) -> tuple[int, ...]:
+def _softmax(call: Call) -> tuple[int, ...]:
     """Over any axis but the last: a transposed input and a transposed output. Before opset 13 none."""
     rank = len(call.input(0))
     axis = call.number("axis", -1 if call.opset >= 13 else 1) % max(rank, 1)
     return () if call.opset < 13 or axis == rank - 1 else (call.output_bytes(),) * 2
 
 
-def _variadic(call: _Call) -> int:
+def _variadic(call: Call) -> int:
     """Partial results of a pairwise fold whose last step writes to the output.
 
     From four inputs on two of them are alive at once, but never more.
@@ -223,37 +134,37 @@ def _variadic(call: _Call) -> int:
     sizes = []
     for slot in range(1, len(call.inputs) - 1):
         partial = np.broadcast_shapes(partial, call.input(slot))
-        sizes.append(_numel(partial) * call.out_sizes[0])
+        sizes.append(numel(partial) * call.out_sizes[0])
     return max([sizes[0], *(a + b for a, b in pairwise(sizes))])
 
 
-def _scatter_elements(call: _Call) -> int:
+def _scatter_elements(call: Call) -> int:
     """All indices, as int64."""
-    return _numel(call.input(1)) * _INT64
+    return numel(call.input(1)) * _INT64
 
 
-def _lrn(call: _Call) -> tuple[int, ...]:
+def _lrn(call: Call) -> tuple[int, ...]:
     """The scale of every element, and one image of squares padded by the window."""
     _, channels, *image = call.input(0)
     return call.output_bytes(), (channels + call.number("size", 1) - 1) * prod(image) * _FLOAT
 
 
-def _batch_norm(call: _Call) -> tuple[int, ...]:
+def _batch_norm(call: Call) -> tuple[int, ...]:
     """Mean and variance of the batch when training."""
     return (call.input(0)[1] * call.in_sizes[0],) * 2 if call.number("training_mode", 0) else ()
 
 
-def _layer_norm(call: _Call) -> tuple[int, ...]:
+def _layer_norm(call: Call) -> tuple[int, ...]:
     """Scale and bias widened to float, for float16 only."""
-    return tuple(_FLOAT * _numel(s) for s in call.inputs[1:3]) if call.in_sizes[0] == 2 else ()
+    return tuple(_FLOAT * numel(s) for s in call.inputs[1:3]) if call.in_sizes[0] == 2 else ()
 
 
-def _fast_gelu(call: _Call) -> int:
+def _fast_gelu(call: Call) -> int:
     """The sum with the bias, if there is one."""
     return call.output_bytes() if call.has(1) else 0
 
 
-def _einsum(call: _Call) -> int:
+def _einsum(call: Call) -> int:
     """An upper bound from two operands on: transposed operands, the product, the product transposed.
 
     The kernel skips transposes it does not need; it takes between half and all of this.
@@ -263,7 +174,7 @@ def _einsum(call: _Call) -> int:
     return call.input_bytes() + 2 * call.output_bytes() * (len(call.inputs) - 1)
 
 
-def _recurrent(call: _Call, gates: int, states: int, extra: int) -> int:
+def _recurrent(call: Call, gates: int, states: int, extra: int) -> int:
     """All gates of the whole sequence, and state; backward, also the reversed input and output."""
     steps, batch, features = call.input(0)
     hidden = call.input(2)[2]
@@ -275,13 +186,13 @@ def _recurrent(call: _Call, gates: int, states: int, extra: int) -> int:
     return total * _FLOAT
 
 
-def _rnn(call: _Call) -> int:
+def _rnn(call: Call) -> int:
     """The input's share of every hidden state, one direction after the other."""
     steps, batch, _ = call.input(0)
     return steps * batch * call.input(2)[2] * _FLOAT
 
 
-def _attention(call: _Call) -> int:
+def _attention(call: Call) -> int:
     """Standard Attention: the scores; a causal mask on top."""
     query, key = call.input(0), call.input(1)
     heads = query[1] if len(query) == 4 else call.number("q_num_heads", 1)
@@ -290,7 +201,7 @@ def _attention(call: _Call) -> int:
     return (query[0] * heads + masks) * area * call.in_sizes[0]
 
 
-def _fused_attention(call: _Call) -> int:
+def _fused_attention(call: Call) -> int:
     """com.microsoft Attention without past: query, key, value, scores, and the heads before they join."""
     batch, steps, _ = call.input(0)
     projected = call.input(1)[1]
@@ -300,34 +211,34 @@ def _fused_attention(call: _Call) -> int:
     return batch * steps * projected * size + scores + call.output_bytes()
 
 
-def _conv_grad(call: _Call) -> int:
+def _conv_grad(call: Call) -> int:
     """The column matrix of one group of one image, and ones to sum the bias over an image with."""
     area = prod(call.input(0)[2:])
     return (prod(call.input(2)[1:]) + 1) * area * _FLOAT
 
 
-def _softmax_grad(call: _Call) -> int:
+def _softmax_grad(call: Call) -> int:
     """Over any axis but the last: both inputs and the output, transposed."""
     last = call.number("axis", -1) % len(call.input(0)) == len(call.input(0)) - 1
     return 0 if last else 3 * call.output_bytes()
 
 
-def _log_softmax_grad(call: _Call) -> int:
+def _log_softmax_grad(call: Call) -> int:
     """The exponential (malloc), which is smaller than what transposing takes."""
     return max(call.output_bytes(), _softmax_grad(call))
 
 
-def _cross_entropy(call: _Call) -> tuple[int, ...]:
+def _cross_entropy(call: Call) -> tuple[int, ...]:
     """The shifted logits; the log-probabilities too where they are no output."""
     stored = len(call.outputs) > 1 and call.outputs[1] is not None
-    return (_numel(call.input(0)) * call.in_sizes[0],) * (1 if stored else 2)
+    return (numel(call.input(0)) * call.in_sizes[0],) * (1 if stored else 2)
 
 
-def _times_output(blocks: int) -> Callable[[_Call], tuple[int, ...]]:
+def _times_output(blocks: int) -> Rule:
     return lambda call: (call.output_bytes(),) * blocks
 
 
-_RULES: Final[dict[tuple[str, str], Callable[[_Call], int | tuple[int, ...]]]] = {
+RULES: Final[dict[OpKey, Rule]] = {
     ("", "Attention"): _attention,
     ("", "BatchNormalization"): _batch_norm,
     ("", "Conv"): _conv,
@@ -345,7 +256,7 @@ _RULES: Final[dict[tuple[str, str], Callable[[_Call], int | tuple[int, ...]]]] =
     ("", "MeanVarianceNormalization"): _times_output(2),
     ("", "Min"): _variadic,
     ("", "NonZero"): _times_output(1),  # The result before its size is known.
-    ("", "QLinearMatMul"): lambda call: _numel(call.outputs[0]) * 4,  # The product in int32.
+    ("", "QLinearMatMul"): lambda call: numel(call.outputs[0]) * 4,  # The product in int32.
     ("", "RNN"): _rnn,
     ("", "Scatter"): _scatter_elements,
     ("", "ScatterElements"): _scatter_elements,
@@ -358,10 +269,10 @@ _RULES: Final[dict[tuple[str, str], Callable[[_Call], int | tuple[int, ...]]]] =
     ("com.microsoft", "BiasGelu"): _times_output(1),
     ("com.microsoft", "BiasGeluGrad_dX"): _times_output(1),
     ("com.microsoft", "ConvGrad"): _conv_grad,
-    ("com.microsoft", "DynamicQuantizeMatMul"): lambda call: _numel(call.input(0)),  # The data in int8.
+    ("com.microsoft", "DynamicQuantizeMatMul"): lambda call: numel(call.input(0)),  # The data in int8.
     ("com.microsoft", "FastGelu"): _fast_gelu,
     ("com.microsoft", "FusedConv"): _conv,
-    ("com.microsoft", "GatherElementsGrad"): lambda call: _numel(call.input(2)) * _INT64,  # All indices.
+    ("com.microsoft", "GatherElementsGrad"): lambda call: numel(call.input(2)) * _INT64,  # All indices.
     ("com.microsoft", "LayerNormalizationGrad"): _times_output(4),
     ("com.microsoft", "LogSoftmaxGrad"): _times_output(1),
     ("com.microsoft", "LogSoftmaxGrad_13"): _log_softmax_grad,
@@ -369,14 +280,3 @@ _RULES: Final[dict[tuple[str, str], Callable[[_Call], int | tuple[int, ...]]]] =
     ("com.microsoft", "SoftmaxCrossEntropyLossInternal"): _cross_entropy,
     ("com.microsoft", "SoftmaxGrad_13"): _softmax_grad,
 }
-
-
-def _numel(shape: Shape | None) -> int:
-    return 0 if shape is None else prod(shape)
-
-
-@cache
-def _itemsize(dtype: int | None) -> int:
-    if dtype in (None, onnx.TensorProto.UNDEFINED, onnx.TensorProto.STRING):
-        return 0
-    return int(onnx.helper.tensor_dtype_to_np_dtype(dtype).itemsize)

@@ -1,0 +1,52 @@
+"""What the names of a training step's inputs and outputs say: which output is the next value of which input.
+
+A step model's inputs are parameters, buffers and optimizer state by name, and the batch. Its outputs are the loss and
+``new.<name>`` for every state ``<name>`` (``newbuf.<name>`` for a buffer in older files), or ``grad.<name>`` where the
+update is left to the caller. Training models of onnxruntime-training sum gradients in inputs instead. This module
+imports nothing: the measured process needs it too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+NEW = "new."
+"""Prefix of the output that is the next value of an input."""
+
+RENEWALS = (NEW, "newbuf.")
+"""Every such prefix that is read."""
+
+GRADIENT = "grad."
+"""Prefix of the output that is the gradient of the loss by an input."""
+
+_SUM = "_grad.accumulation.buffer"
+"""Suffix of the input in which onnxruntime-training sums the gradient of the parameter named before."""
+
+
+def renewals(inputs: Iterable[str], outputs: Iterable[str]) -> dict[str, str]:
+    """Input that each output renews.
+
+    >>> renewals(["w", "state.w.exp_avg", "input.0"], ["loss", "new.w", "new.state.w.exp_avg"])
+    {'new.w': 'w', 'new.state.w.exp_avg': 'state.w.exp_avg'}
+    """
+    known = set(inputs)
+    pairs = ((name, name.removeprefix(prefix)) for name in outputs for prefix in RENEWALS if name.startswith(prefix))
+    return {name: target for name, target in pairs if target in known}
+
+
+def gradients(outputs: Iterable[str]) -> dict[str, str]:
+    """Input by which each output is the gradient.
+
+    >>> gradients(["loss", "grad.w"])
+    {'grad.w': 'w'}
+    """
+    return {name: name.removeprefix(GRADIENT) for name in outputs if name.startswith(GRADIENT)}
+
+
+def gradient_sums(inputs: Iterable[str]) -> dict[str, str]:
+    """Parameter whose gradient onnxruntime-training sums in each input.
+
+    >>> gradient_sums(["w", "w_grad.accumulation.buffer"])
+    {'w_grad.accumulation.buffer': 'w'}
+    """
+    return {name: name.removesuffix(_SUM) for name in inputs if name.endswith(_SUM)}

@@ -1,0 +1,196 @@
+"""What the definition of an operator says of it, whatever executes it: random, stateful, known, overwriting.
+
+What a provider's kernel does (aliases, works in place, takes scratch memory) stands in `ort/kernels`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import onnx
+
+from onnx_remat.errors import closest
+from onnx_remat.ir.opsets import STANDARD, canonical
+from onnx_remat.ir.training_ops import STATED, is_training_op
+
+_MS: Final = "com.microsoft"
+_NCHWC: Final = "com.microsoft.nchwc"
+
+SPLIT: Final = "onnx_remat"
+DRAW, PRODUCT = "DropoutDraw", "DropoutProduct"
+"""Domain and names of the two halves of a Dropout, which exist in plans alone (`dropout`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpSemantics:
+    """What executing an operator a second time would mean.
+
+    Attributes
+    ----------
+    random : bool
+        The outputs may differ between two executions; of a Dropout `is_random` knows more.
+    stateful : bool
+        It writes to something besides its outputs, so executing it twice is not executing it once.
+    known : bool
+        It has a schema, or a listed ONNX Runtime kernel; others must be treated as opaque.
+    overwrites : tuple of int
+        Input slots whose buffers it writes to, though they are not its own: a recompute must get copies.
+    stated : bool
+        It takes its output's shape from what the file states, which must therefore stay stated.
+    """
+
+    random: bool = False
+    stateful: bool = False
+    known: bool = True
+    overwrites: tuple[int, ...] = ()
+    stated: bool = False
+
+
+# BatchNormInternal updates running statistics where they lie, even in a graph input.
+_OVERWRITES: Final[dict[tuple[str, str], tuple[int, ...]]] = {
+    (_MS, "BatchNormInternal"): (3, 4),
+    (_MS, "InPlaceAccumulator"): (0,),
+    (_MS, "InPlaceAccumulatorV2"): (0,),
+    (_MS, "ZeroGradient"): (0,),
+}
+
+_DROPOUTS: Final = frozenset(
+    {(STANDARD, "Dropout"), (_MS, "BiasDropout"), (_MS, "BitmaskDropout"), (_MS, "BitmaskBiasDropout")}
+)
+
+# Even with an explicit ``seed`` these differ between runs of one session: the kernel keeps its generator's
+# state.
+_RANDOM: Final = frozenset(
+    {
+        (STANDARD, "Bernoulli"),
+        (STANDARD, "Multinomial"),
+        (STANDARD, "RandomNormal"),
+        (STANDARD, "RandomNormalLike"),
+        (STANDARD, "RandomUniform"),
+        (STANDARD, "RandomUniformLike"),
+        (_MS, "Sampling"),
+        (SPLIT, DRAW),
+    }
+)
+
+# No standard operator is stateful: BatchNormalization in training mode returns its running statistics as
+# outputs.
+_STATEFUL: Final = frozenset(
+    {
+        (_MS, "AdamWOptimizer"),
+        (_MS, "DecoderMaskedMultiHeadAttention"),
+        (_MS, "DecoderMaskedSelfAttention"),
+        (_MS, "GroupQueryAttention"),
+        (_MS, "InPlaceAccumulator"),
+        (_MS, "InPlaceAccumulatorV2"),
+        (_MS, "PagedAttention"),
+        (_MS, "RecordEvent"),
+        (_MS, "SGDOptimizerV2"),
+        (_MS, "SparseAttention"),
+        (_MS, "WaitEvent"),
+        (_MS, "YieldOp"),
+        (_MS, "ZeroGradient"),
+    }
+)
+
+# Operators with an ONNX Runtime kernel but no ONNX schema: those its optimizers create, and old
+# experimental ones.
+_CONTRIB: Final[dict[str, frozenset[str]]] = {
+    STANDARD: frozenset(
+        {
+            "Affine", "Crop", "ImageScaler", "MemcpyFromHost", "MemcpyToHost", "ParametricSoftplus", "Scale",
+            "ScaledTanh", "SimplifiedLayerNormalization",
+        }
+    ),
+    _MS: frozenset(
+        {
+            "Attention", "BiasDropout", "BiasGelu", "BiasSoftmax", "BitmaskBiasDropout", "BitmaskDropout",
+            "CDist",
+            "ConvTransposeWithDynamicPads", "DecoderMaskedMultiHeadAttention", "DequantizeLinear",
+            "DynamicQuantizeLSTM", "DynamicQuantizeMatMul", "EmbedLayerNormalization", "ExpandDims",
+            "FastGelu",
+            "FusedConv", "FusedGemm", "FusedMatMul", "FusedMatMulActivation", "GatedAdd", "GatedRMSNorm",
+            "GatherBlockQuantized", "GatherND", "Gelu", "GridSample", "GroupQueryAttention", "Inverse",
+            "LinearAttention", "MatMulBnb4", "MatMulFpQ4", "MatMulInteger16", "MatMulIntegerToFloat",
+            "MatMulNBits", "MoE", "MultiHeadAttention", "NhwcFusedConv", "NhwcMaxPool", "Pad", "QAttention",
+            "QGemm", "QLinearAdd", "QLinearAveragePool", "QLinearConcat", "QLinearConv",
+            "QLinearGlobalAveragePool", "QLinearLeakyRelu", "QLinearMul", "QLinearSigmoid", "QLinearSoftmax",
+            "QLinearWhere", "QMoE", "QOrderedAttention", "QuantizeLinear", "QuickGelu", "RotaryEmbedding",
+            "SampleOp", "ScaledSiLU", "SkipLayerNormalization", "SkipSimplifiedLayerNormalization",
+            "SparseAttention", "TransposeMatMul", "Trilu", "UnfoldTensor",
+        }
+    ),
+    SPLIT: frozenset({DRAW, PRODUCT}),
+    _NCHWC: frozenset(
+        {
+            "AveragePool", "Conv", "GlobalAveragePool", "GlobalMaxPool", "MaxPool", "ReorderInput",
+            "ReorderOutput", "Upsample",
+        }
+    ),
+}  # fmt: skip
+
+
+def semantics(domain: str, op_type: str) -> OpSemantics:
+    """What is known of an operator; ``""`` and ``"ai.onnx"`` are the same domain.
+
+    >>> semantics("", "RandomNormal").random, semantics("custom", "Op").known
+    (True, False)
+    """
+    key = (canonical(domain), op_type)
+    return OpSemantics(
+        random=key in _RANDOM or key in _DROPOUTS,
+        stateful=key in _STATEFUL,
+        known=_is_known(*key),
+        overwrites=_OVERWRITES.get(key, ()),
+        stated=key in STATED,
+    )
+
+
+def is_random(domain: str, op_type: str, *, opset: int = 24, training_mode: bool | None = None) -> bool:
+    """Tell whether two executions of a node may return different values.
+
+    Parameters
+    ----------
+    domain, op_type
+        The operator.
+    opset
+        The opset the model imports for `domain`. Dropout only has a training form before 7 and from 12 on.
+    training_mode
+        For Dropout: the value of its ``training_mode`` input, ``False`` if the input is absent (for opsets
+        before 7, the negated ``is_test`` attribute), ``None`` if it is not known before the run.
+
+    Returns
+    -------
+    bool
+        ``True`` if it may; in doubt (``training_mode=None``) a Dropout counts as random.
+    """
+    key = (canonical(domain), op_type)
+    if key in _RANDOM:
+        return True
+    if key not in _DROPOUTS:
+        return False
+    if key[0] == STANDARD and 7 <= opset < 12:
+        return False
+    return training_mode is not False
+
+
+def nearest_op(domain: str, op_type: str) -> str | None:
+    """The known operator whose name is most like that of an unknown one, if any is.
+
+    >>> nearest_op("", "Tahn"), nearest_op("com.microsoft", "Gelu"), nearest_op("com.microsoft", "Geluu")
+    ('Tan', None, 'Gelu')
+    """
+    domain = canonical(domain)
+    if _is_known(domain, op_type):
+        return None
+    names = set(_CONTRIB.get(domain, frozenset()))
+    if domain == STANDARD:
+        names |= {s.name for s in onnx.defs.get_all_schemas_with_history() if s.domain == STANDARD}
+    return closest(op_type, sorted(names))
+
+
+def _is_known(domain: str, op_type: str) -> bool:
+    if op_type in _CONTRIB.get(domain, frozenset()) or is_training_op(domain, op_type):
+        return True
+    return domain == STANDARD and bool(onnx.defs.has(op_type, domain=STANDARD))

@@ -1,0 +1,29 @@
+"""Domains and opset versions of a model. The standard domain has two names, ``""`` and ``"ai.onnx"``: one here."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import onnx
+
+STANDARD: Final = ""
+STANDARD_DOMAINS: Final = (STANDARD, "ai.onnx")
+
+
+def canonical(domain: str) -> str:
+    """One name per domain.
+
+    >>> canonical("ai.onnx"), canonical("com.microsoft")
+    ('', 'com.microsoft')
+    """
+    return STANDARD if domain in STANDARD_DOMAINS else domain
+
+
+def opset_of(model: onnx.ModelProto, domain: str = STANDARD) -> int:
+    """Version of a domain that a model imports, 0 if it does not import the domain.
+
+    >>> model = onnx.ModelProto(opset_import=[onnx.helper.make_opsetid("ai.onnx", 20)])
+    >>> opset_of(model), opset_of(model, "com.microsoft")
+    (20, 0)
+    """
+    return next((o.version for o in model.opset_import if canonical(o.domain) == canonical(domain)), 0)

@@ -1,0 +1,147 @@
+"""A model in every form the stages need: its graph, shapes and facts, compiled into the `Problem` of planning."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import onnx
+
+from onnx_remat.errors import ModelError, UsageError, did_you_mean
+from onnx_remat.ir import dropout, graph, phases, shapes
+from onnx_remat.ir.graph import Graph
+from onnx_remat.ir.op_semantics import semantics
+from onnx_remat.ir.shapes import Tensor
+from onnx_remat.ir.training_ops import first_training_op
+from onnx_remat.ort.compile import OpTable, compile_problem, tabulate
+from onnx_remat.ort.kernels import costs
+from onnx_remat.ort.kernels.base import Kernels
+from onnx_remat.ort.shape_askers import SHAPE_ASKERS
+from onnx_remat.ort.simulate.order import default_order, sizes_first
+from onnx_remat.problem import Problem, Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Preparation:
+    """What is stated of a model besides its file.
+
+    Attributes
+    ----------
+    kernels : Kernels
+        Of the provider that is to run it.
+    dims : mapping of str to int
+        Sizes of symbolic dimensions.
+    allow_recompute : sequence of str
+        Custom ops, ``domain::op``, that are pure, so that they may be recomputed.
+    keep : sequence of str
+        Values never to recompute.
+    loss : str or None
+        Value that is the loss, where nodes are unlabelled and it is not clear.
+    costs : str
+        A preset of `costs.PRESETS`, or the path of a profile written by ONNX Runtime.
+    must_load : bool
+        ONNX Runtime, where it is installed, must be able to load the model, custom ops included.
+    """
+
+    kernels: Kernels
+    dims: Mapping[str, int] = field(default_factory=dict)
+    allow_recompute: Sequence[str] = ()
+    keep: Sequence[str] = ()
+    loss: str | None = None
+    costs: str = "cpu"
+    must_load: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A model in every form the stages need, for one provider's kernels."""
+
+    graph: Graph
+    tensors: Mapping[str, Tensor]
+    kernels: Kernels
+    table: OpTable
+    problem: Problem
+
+    def default_order(self) -> Schedule:
+        """The order ONNX Runtime executes this file in, its graph optimisations aside."""
+        made_by = self.problem.producer()
+        producers = [
+            [int(made_by[v]) for v in self.problem.inputs(op) if made_by[v] >= 0] for op in range(self.problem.n_ops)
+        ]
+        order = default_order(producers)
+        if first_training_op(self.graph.model) is not None:
+            order = sizes_first(order, producers, [op.node.op_type in ("Shape", "Size") for op in self.graph.ops])
+        return Schedule(tuple(order))
+
+
+def prepare(model: onnx.ModelProto, stated: Preparation) -> Compiled:
+    """Graph, shapes, facts, costs and phases of a model, compiled into a `Problem`; Dropouts are split (`dropout`).
+
+    Raises
+    ------
+    UsageError
+        `stated` names what the model does not have.
+    ModelError
+        The model is not usable; ShapeError where a value has no known size.
+    """
+    ir = graph.build(model)
+    shapes.check_declared(ir.model)
+    _check_overwritten(ir)
+    _check_allowed(ir, stated.allow_recompute)
+    tensors = shapes.infer(ir, stated.dims, askers=SHAPE_ASKERS)
+    ir = dropout.split(ir, tensors)
+    kernels = stated.kernels
+    table = _keeping(ir, tabulate(ir, tensors, kernels, stated.allow_recompute), stated.keep)
+    seconds = costs.price(ir, tensors, kernels, stated.costs)
+    problem = compile_problem(ir, tensors, table, kernels, seconds, phases.split(ir, tensors, stated.loss))
+    return Compiled(ir, tensors, kernels, table, problem)
+
+
+def prepare_for_simulation(model: onnx.ModelProto, stated: Preparation) -> Compiled:
+    """As `prepare`, for simulation alone: costs and phases, which do not matter to memory, are all zero.
+
+    `dims` may name dimensions that this model does not have.
+    """
+    ir = graph.build(model)
+    tensors = shapes.infer(ir, stated.dims, derived=True, askers=SHAPE_ASKERS)
+    table = tabulate(ir, tensors, stated.kernels, stated.allow_recompute)
+    nothing = [0] * len(ir.ops)
+    problem = compile_problem(ir, tensors, table, stated.kernels, nothing, nothing)
+    return Compiled(ir, tensors, stated.kernels, table, problem)
+
+
+def _keeping(ir: Graph, table: OpTable, keep: Sequence[str]) -> OpTable:
+    """`table` with the producers of the values named in `keep` marked as not to be recomputed."""
+    producer = ir.producer()
+    kept = {producer[computed(name, producer, "--keep")] for name in keep}
+    return replace(table, recomputable=tuple(r and i not in kept for i, r in enumerate(table.recomputable)))
+
+
+def _check_overwritten(ir: Graph) -> None:
+    """What a kernel overwrites, nobody else may read: the plan would decide who sees which."""
+    readers = ir.consumers()
+    for op in ir.ops:
+        for slot in semantics(op.node.domain, op.node.op_type).overwrites:
+            others = [i for i in readers[op.inputs[slot]] if i != op.index]
+            if others:
+                raise ModelError(
+                    f"node {op.label!r} ({op.node.op_type}) overwrites {op.inputs[slot]!r}, which node "
+                    f"{ir.ops[others[0]].label!r} reads too: give each an input of its own"
+                )
+
+
+def _check_allowed(ir: Graph, allow: Sequence[str]) -> None:
+    """Each entry of --allow-recompute must be an op of the model."""
+    have = list(dict.fromkeys(f"{op.node.domain}::{op.node.op_type}" for op in ir.ops))
+    for name in allow:
+        if "::" not in name:
+            raise UsageError(f"--allow-recompute: {name!r} is not DOMAIN::OP, e.g. com.example::MyOp")
+        if name not in have:
+            raise UsageError(f"--allow-recompute: the model has no op {name!r}{did_you_mean(name, have)}")
+
+
+def computed(name: str, names: Collection[str], flag: str) -> str:
+    """`name` if it is one of `names`, values that nodes compute; UsageError with the nearest match otherwise."""
+    if name in names:
+        return name
+    raise UsageError(f"{flag}: no node makes a value {name!r}{did_you_mean(name, names)}")

@@ -1,0 +1,92 @@
+"""The walls: which room may import which (``[tool.importlinter]`` in pyproject.toml), and one seam for a provider."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_type_hints
+
+import grimp
+import networkx as nx
+import pytest
+
+from onnx_remat.errors import UsageError
+from onnx_remat.options import Options, PlanningOptions
+from onnx_remat.ort.kernels.registry import kernels_of
+
+ROOT = Path(__file__).resolve().parents[1]
+_LINT = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True))"
+
+
+def lint(folder: Path) -> subprocess.CompletedProcess[str]:
+    """Hold the package in a folder against the contracts in its pyproject.toml."""
+    environment = os.environ | {"PYTHONPATH": str(folder)}
+    return subprocess.run(
+        [sys.executable, "-c", _LINT], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def copied(folder: Path) -> Path:
+    shutil.copytree(ROOT / "onnx_remat", folder / "onnx_remat", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    return folder
+
+
+def test_imports_go_down():
+    found = lint(ROOT)
+    assert found.returncode == 0, found.stdout
+
+
+@pytest.mark.parametrize(
+    ("module", "line", "named"),
+    [
+        ("ir/graph.py", "from onnx_remat.ort import runtime", "onnx_remat.ir.graph -> onnx_remat.ort.runtime"),
+        ("plan/flow.py", "def f():\n    import onnx_remat.fit", "onnx_remat.plan.flow -> onnx_remat.fit"),  # lazily
+        ("ort/kernels/base.py", "from onnx_remat.ort.kernels import cpu", "onnx_remat.ort.kernels.base -> "),
+        ("plan/bounds.py", "from onnx_remat.plan.search import core", "onnx_remat.plan.bounds -> "),
+        ("write/extra.py", "from onnx_remat.plan import flow", "onnx_remat.write.extra -> onnx_remat.plan.flow"),
+    ],
+)
+def test_an_import_that_goes_up_or_sideways_is_named(module, line, named, tmp_path):
+    path = copied(tmp_path) / "onnx_remat" / module
+    path.write_text((path.read_text() if path.exists() else "") + f"\n\n{line}\n")
+    found = lint(tmp_path)
+    assert found.returncode == 1 and named in found.stdout
+
+
+def test_a_new_room_must_be_placed(tmp_path):
+    (copied(tmp_path) / "onnx_remat" / "attic.py").write_text("")
+    found = lint(tmp_path)
+    assert found.returncode == 1 and "attic" in found.stdout
+
+
+def test_no_circles():
+    graph = grimp.build_graph("onnx_remat", cache_dir=None)
+    edges = [(module, other) for module in graph.modules for other in graph.find_modules_directly_imported_by(module)]
+    assert len(edges) > 300
+    assert [sorted(c) for c in nx.strongly_connected_components(nx.DiGraph(edges)) if len(c) > 1] == []
+
+
+def test_execution_providers_are_named_where_their_facts_are():
+    named = [
+        path.relative_to(ROOT).as_posix()
+        for path in sorted((ROOT / "onnx_remat").rglob("*.py"))
+        if "ExecutionProvider" in path.read_text()
+    ]
+    assert "onnx_remat/ort/kernels/cpu.py" in named
+    assert [path for path in named if not path.startswith("onnx_remat/ort/")] == []
+
+
+def test_editors_are_shown_every_option():
+    hints = get_type_hints(PlanningOptions)
+    assert hints == get_type_hints(Options) and len(hints) > 10
+
+
+def test_a_provider_without_facts_is_refused():
+    with pytest.raises(UsageError, match="'cuda': what its kernels do with memory is not known yet"):
+        kernels_of("cuda")
+    with pytest.raises(UsageError, match="unknown provider 'cup'; did you mean 'cpu'"):
+        kernels_of("cup")
