@@ -12,6 +12,7 @@ from typing import TypeAlias
 import numpy as np
 import onnx
 
+from onnx_remat.donation import after_readers
 from onnx_remat.errors import BudgetInfeasibleError, ModelError, VerificationError
 from onnx_remat.options import Options
 from onnx_remat.ort import runtime
@@ -73,7 +74,7 @@ def make_plan(view: View, allowed: int, target: int, options: Options, known_pla
     `known_plans` are starting points, see `request.Request.known`.
     """
     floor = bounds.lower_bound(view.problem)
-    baseline = view.default_order()
+    baseline = Schedule(tuple(after_readers(view.problem, view.default_order().order).tolist()))
     select = selectors.get(options.selector)
     # Plans are made against liveness: the file keeps the runtime from sharing buffers where that costs memory.
     problem = replace(view.problem, poolable=np.zeros(view.problem.n_values, np.bool_))
