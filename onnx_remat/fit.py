@@ -12,6 +12,7 @@ from typing import TypeAlias
 import numpy as np
 import onnx
 
+from onnx_remat.donation import after_readers
 from onnx_remat.errors import BudgetInfeasibleError, ModelError, VerificationError
 from onnx_remat.options import Options
 from onnx_remat.ort import runtime
@@ -77,7 +78,7 @@ def make_plan(
     `known_plans` are starting points, see `request.Request.known`.
     """
     floor = bounds.lower_bound(compiled.problem)
-    baseline = compiled.default_order()
+    baseline = Schedule(tuple(after_readers(compiled.problem, compiled.default_order().order).tolist()))
     select = selectors.get(options.selector)
     # Plans are made against liveness: the file keeps the runtime from sharing buffers where that costs memory.
     problem = replace(compiled.problem, poolable=np.zeros(compiled.problem.n_values, np.bool_))

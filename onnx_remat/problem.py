@@ -1,9 +1,14 @@
-"""The planner's currency: a `Problem` (one graph as flat arrays) and a `Schedule` (an order in which ops may recur)."""
+"""The planner's currency: a `Problem` (one graph as flat arrays), its `Lifetimes`, and a `Schedule` (an order of ops).
+
+Whoever asks where a value lies and how long asks `Problem.lifetimes`: the simulator, the bounds, every selector. A new
+rule about lifetimes goes there; `tests/plan/test_lifetimes.py` holds all of them to it.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TypeAlias
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -14,9 +19,11 @@ Floats: TypeAlias = npt.NDArray[np.float64]
 Flags: TypeAlias = npt.NDArray[np.bool_]
 
 FORWARD, BACKWARD, OPTIMIZER = 0, 1, 2
+OWN, IN_RESIDENT = -1, -2
+"""Where an output lies (`Lifetimes.place`), if not in the buffer of an input: in one of its own, in a resident's."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Problem:
     """One graph as the simulator and the selectors see it: ops and values are numbers, relations are CSR arrays.
 
@@ -59,6 +66,12 @@ class Problem:
     hold_unread : bool
         True where a value nobody reads stays allocated to the end of the step, as ONNX Runtime does;
         False where it is freed right after its op, as the published benchmark graphs count.
+    donates : int32 (n_values,) or empty
+        Resident whose memory each value takes over (a renewed weight that of the old one), or -1; empty: none does.
+        Such a value costs nothing. Its op runs once, after every op that reads the resident or a view of it.
+    donee_may_read : bool (n_values,) or empty
+        Whether the op that makes such a value may itself read what it replaces: its kernel reads every element before
+        it writes there. Empty: none may.
     """
 
     in_ptr: Ints
@@ -81,6 +94,13 @@ class Problem:
     phase: npt.NDArray[np.int8]
     base_bytes: int
     hold_unread: bool = True
+    donates: Ints = field(default_factory=lambda: np.empty(0, np.int32))
+    donee_may_read: Flags = field(default_factory=lambda: np.empty(0, np.bool_))
+
+    @cached_property
+    def lifetimes(self) -> Lifetimes:
+        """Where values lie and what may run when; ValueError where a donation cannot be."""
+        return _lifetimes(self)
 
     @property
     def n_ops(self) -> int:
@@ -100,9 +120,67 @@ class Problem:
 
     def producer(self) -> Ints:
         """Op that writes each value, -1 for residents. Shape (n_values,)."""
-        made_by = np.full(self.n_values, -1, np.int32)
-        made_by[self.out_values] = np.repeat(np.arange(self.n_ops, dtype=np.int32), np.diff(self.out_ptr))
-        return made_by
+        return self.lifetimes.maker
+
+
+class Lifetimes(NamedTuple):
+    """Per value of a problem: where it is born, who reads it, where it lies, how long; one record, as kernels take it.
+
+    What depends on a schedule (which occurrence a step reads, which read is the last) is the simulator's.
+
+    Attributes
+    ----------
+    in_ptr, in_values, out_ptr, out_values, shape_class, poolable, droppable, workspace, rerun_workspace, hold_unread
+        As in `Problem`.
+    maker : int32 (n_values,)
+        Op at which a value is born, -1 for residents.
+    root : int32 (n_values,)
+        Value in whose buffer it lies, itself unless it is a view: mandatory aliases, followed to their end.
+    reader_ptr, readers : int32 (n_values + 1,), (n,)
+        Ops that read each root or a view of it, ascending, each once.
+    nbytes : int64 (n_values,)
+        Bytes a result of its own takes: nothing for residents and what lies in their memory.
+    least : int64 (n_values,)
+        Bytes that the buffer of a root surely takes: a view of it may be smaller.
+    kept : bool (n_values,)
+        Graph outputs: from their first occurrence to the end of the step.
+    place : int32 (n_slots,)
+        Where an output lies: in the buffer of this input slot of its op, OWN, or IN_RESIDENT. The first occurrence of
+        a kept value that is not in a resident's has a buffer of its own in any case.
+    take_ptr, take : int32 (n_slots + 1,), (n,)
+        Input slots whose buffer an output takes over where it dies there, in the order the runtime tries them.
+    renewed_by : int32 (n_values,)
+        Op after which a resident holds another value, so that nobody may read it or a view of it; -1 for none.
+    recomputable : bool (n_ops,)
+        Ops that may occur more than once.
+    next_ptr, next_ops : int32 (n_ops + 1,), (n,)
+        Ops whose first occurrence comes after that of each op, ascending: they read it, or renew what it reads.
+    """
+
+    in_ptr: Ints
+    in_values: Ints
+    out_ptr: Ints
+    out_values: Ints
+    shape_class: Ints
+    poolable: Flags
+    droppable: Flags
+    workspace: Longs
+    rerun_workspace: Longs
+    hold_unread: bool
+    maker: Ints
+    root: Ints
+    reader_ptr: Ints
+    readers: Ints
+    nbytes: Longs
+    least: Longs
+    kept: Flags
+    place: Ints
+    take_ptr: Ints
+    take: Ints
+    renewed_by: Ints
+    recomputable: Flags
+    next_ptr: Ints
+    next_ops: Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,39 +202,104 @@ class Schedule:
 def check_schedule(problem: Problem, schedule: Schedule) -> None:
     """Raise ValueError unless `schedule` is one the rewriter could write.
 
-    Every op occurs; an op runs after every producer of what it reads; ops that must not be recomputed occur once.
+    Every op occurs; an op runs after every producer of what it reads, and before what it reads is renewed; ops that
+    must not be recomputed occur once.
     """
-    made_by = problem.producer()
+    life = problem.lifetimes
     count = np.zeros(problem.n_ops, np.int64)
     for step, op in enumerate(schedule.order):
         if not 0 <= op < problem.n_ops:
             raise ValueError(f"step {step} runs op {op}, which does not exist")
         for value in problem.inputs(op):
-            if made_by[value] >= 0 and not count[made_by[value]]:
-                raise ValueError(f"step {step} runs op {op} before op {made_by[value]}, whose output it reads")
+            maker, renewing = life.maker[value], life.renewed_by[life.root[value]]
+            if maker >= 0 and not count[maker]:
+                raise ValueError(f"step {step} runs op {op} before op {maker}, whose output it reads")
+            if renewing >= 0 and renewing != op and count[renewing]:
+                raise ValueError(f"step {step} runs op {op} after op {renewing}, which renews what it reads")
         count[op] += 1
     if not count.all():
         raise ValueError(f"op {int(np.argmin(count))} never runs")
-    if ((count > 1) & ~problem.recomputable).any():
-        raise ValueError(f"op {int(np.argmax((count > 1) & ~problem.recomputable))} must not run twice")
+    if ((count > 1) & ~life.recomputable).any():
+        raise ValueError(f"op {int(np.argmax((count > 1) & ~life.recomputable))} must not run twice")
 
 
-def alias_roots(problem: Problem) -> Ints:
-    """Value whose buffer each value lives in, following mandatory aliases only. Shape (n_values,)."""
+def _lifetimes(problem: Problem) -> Lifetimes:
+    """The table of a problem."""
+    n_ops, n_values, out_values = problem.n_ops, problem.n_values, problem.out_values
+    reader = np.repeat(np.arange(n_ops, dtype=np.int32), np.diff(problem.in_ptr))
+    writer = np.repeat(np.arange(n_ops, dtype=np.int32), np.diff(problem.out_ptr))
+    maker = np.full(n_values, -1, np.int32)
+    maker[out_values] = writer
+    root = _roots(problem, writer)
+    reader_ptr, readers = _table(root[problem.in_values], reader, n_values, n_ops)
+    donates = problem.donates if len(problem.donates) else np.full(n_values, -1, np.int32)
+    donees = np.flatnonzero(donates >= 0)
+    renewed_by = np.full(n_values, -1, np.int32)
+    renewed_by[donates[donees]] = maker[donees]
+    renewing = renewed_by[root[problem.in_values]]
+    _refuse_donations(problem, root, maker, donees, renewing == reader)
+    nbytes = problem.nbytes.copy()
+    nbytes[problem.resident] = nbytes[donees] = 0
+    least = nbytes.copy()
+    np.minimum.at(least, root, nbytes)
+    place = problem.alias_slot.copy()
+    place[donates[out_values] >= 0] = IN_RESIDENT
+    take_ptr, take = _takers(problem, writer, place)
+    recomputable = problem.recomputable.copy()
+    recomputable[maker[donees]] = False
+    source, waits = maker[problem.in_values], (renewing >= 0) & (renewing != reader)
+    first = np.concatenate([source[source >= 0], reader[waits]])
+    then = np.concatenate([reader[source >= 0], renewing[waits]])
+    return Lifetimes(
+        problem.in_ptr, problem.in_values, problem.out_ptr, out_values, problem.shape_class, problem.poolable,
+        problem.droppable, problem.workspace, problem.rerun_workspace, problem.hold_unread, maker, root, reader_ptr,
+        readers, nbytes, least, problem.is_output & ~problem.resident, place, take_ptr, take, renewed_by, recomputable,
+        *_table(first, then, n_ops, n_ops),
+    )  # fmt: skip
+
+
+def _roots(problem: Problem, writer: Ints) -> Ints:
+    """Value whose buffer each value lies in, following mandatory aliases only. Shape (n_values,)."""
     root = np.arange(problem.n_values, dtype=np.int32)
-    maker = np.repeat(np.arange(problem.n_ops), np.diff(problem.out_ptr))
-    aliased = (problem.alias_slot >= 0) & ~problem.is_output[problem.out_values]
-    for slot in np.flatnonzero(aliased):  # in order of the ops, so that what is viewed has its root already
-        viewed = problem.in_values[problem.in_ptr[maker[slot]] + problem.alias_slot[slot]]
-        root[problem.out_values[slot]] = root[viewed]
+    slots = np.flatnonzero((problem.alias_slot >= 0) & ~problem.is_output[problem.out_values])
+    viewed = problem.in_values[problem.in_ptr[writer[slots]] + problem.alias_slot[slots]]
+    root[problem.out_values[slots]] = viewed
+    while not np.array_equal(further := root[root], root):
+        root = further
     return root
 
 
-def successors(problem: Problem) -> tuple[Ints, Ints]:
-    """Ops that read what each op writes, as CSR arrays, each reader once."""
-    made_by = problem.producer()
-    readers = np.repeat(np.arange(problem.n_ops, dtype=np.int64), np.diff(problem.in_ptr))
-    sources = made_by[problem.in_values].astype(np.int64)
-    pairs = np.unique((sources * problem.n_ops + readers)[sources >= 0])
-    ptr = np.searchsorted(pairs, np.arange(problem.n_ops + 1, dtype=np.int64) * problem.n_ops).astype(np.int32)
-    return ptr, (pairs % max(problem.n_ops, 1)).astype(np.int32)
+def _takers(problem: Problem, writer: Ints, place: Ints) -> tuple[Ints, Ints]:
+    """Per output slot the inputs it may take over: those of its shape class, unless it lies in a resident's memory."""
+    slot = np.repeat(np.arange(len(problem.out_values)), np.diff(problem.inplace_ptr))
+    wanted = problem.shape_class[problem.out_values[slot]]
+    taken = problem.shape_class[problem.in_values[problem.in_ptr[writer[slot]] + problem.inplace_slots]]
+    fair = (wanted == taken) & (wanted >= 0) & (place[slot] != IN_RESIDENT)
+    count = np.bincount(slot[fair], minlength=len(problem.out_values))
+    return np.concatenate([[0], np.cumsum(count)]).astype(np.int32), problem.inplace_slots[fair]
+
+
+def _table(keys: Ints, entries: Ints, n_keys: int, n_entries: int) -> tuple[Ints, Ints]:
+    """Entries of each key as CSR arrays, ascending, each once."""
+    pairs = np.unique(keys.astype(np.int64) * n_entries + entries)
+    ptr = np.searchsorted(pairs, np.arange(n_keys + 1, dtype=np.int64) * n_entries).astype(np.int32)
+    return ptr, (pairs % max(n_entries, 1)).astype(np.int32)
+
+
+def _refuse_donations(problem: Problem, root: Ints, maker: Ints, donees: npt.NDArray[np.int64], own: Flags) -> None:
+    """Raise ValueError unless every donation is to one value, of a resident, by an op that may write there."""
+    if not len(donees):
+        return
+    onto = problem.donates[donees]
+    if len(np.unique(onto)) < len(onto):
+        raise ValueError("two values take over the same resident")
+    if (~problem.resident[onto] | problem.is_output[onto]).any():
+        raise ValueError("a value takes over what is no resident, or a resident that is put out")
+    if (problem.resident[donees] | (root[donees] != donees)).any():
+        raise ValueError("a resident or a view takes over a resident")
+    by_own_op = np.zeros(problem.n_values, np.bool_)
+    by_own_op[root[problem.in_values[own]]] = True
+    may_read = problem.donee_may_read[donees] if len(problem.donee_may_read) else np.zeros(len(donees), np.bool_)
+    if (by_own_op[onto] & ~may_read).any():
+        value = int(donees[np.argmax(by_own_op[onto] & ~may_read)])
+        raise ValueError(f"op {int(maker[value])} reads what value {value} takes over, which its kernel must not")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from onnx_remat.problem import Ints, Problem, alias_roots
+from onnx_remat.problem import IN_RESIDENT, Problem
 
 _OPS, _STATES = 4, 200  # ops whose inputs are traced back, and sets of values looked at for each
 
@@ -40,13 +40,11 @@ def lower_bound(problem: Problem) -> int:
     int
         Bytes, residents included.
     """
-    floor = int(problem.nbytes[problem.is_output & ~problem.resident].sum())
-    root = alias_roots(problem)
-    needs = [
-        _reads(problem, op, root) + writes(problem, op) + int(problem.workspace[op]) for op in range(problem.n_ops)
-    ]
+    life = problem.lifetimes
+    floor = int(life.nbytes[life.kept].sum())
+    needs = [_reads(problem, op) + writes(problem, op) + int(problem.workspace[op]) for op in range(problem.n_ops)]
     floor = max([floor, *needs])
-    game = _Game.of(problem, root)
+    game = _Game.of(problem)
     for op in sorted(range(problem.n_ops), key=lambda op: (-needs[op], op))[:_OPS]:
         floor = max(floor, game.lowest(op))
     return problem.base_bytes + floor
@@ -76,14 +74,13 @@ class _Game:
     workspace: list[int]
 
     @classmethod
-    def of(cls, problem: Problem, root: Ints) -> _Game:
-        size, made_by = problem.nbytes.copy(), problem.producer()
-        np.minimum.at(size, root, problem.nbytes)
-        beside = size.copy()
-        beside[problem.out_values[np.diff(problem.inplace_ptr) > 0]] = 0
-        counts = (made_by[root] >= 0) & (size[root] > 0)
-        reads = [frozenset(int(root[v]) for v in problem.inputs(op) if counts[v]) for op in range(problem.n_ops)]
-        return cls(size.tolist(), beside.tolist(), made_by.tolist(), reads, problem.workspace.tolist())
+    def of(cls, problem: Problem) -> _Game:
+        life = problem.lifetimes
+        beside = life.least.copy()
+        beside[life.out_values[np.diff(life.take_ptr) > 0]] = 0
+        counts = (life.maker[life.root] >= 0) & (life.least[life.root] > 0)
+        reads = [frozenset(int(life.root[v]) for v in problem.inputs(op) if counts[v]) for op in range(problem.n_ops)]
+        return cls(life.least.tolist(), beside.tolist(), life.maker.tolist(), reads, problem.workspace.tolist())
 
     def lowest(self, op: int) -> int:
         """Bytes that are surely allocated at some time before `op` has all it reads."""
@@ -108,29 +105,24 @@ class _Game:
         return todo[0][0]
 
 
-def _reads(problem: Problem, op: int, root: Ints) -> int:
+def _reads(problem: Problem, op: int) -> int:
     """Bytes surely allocated for what `op` reads."""
+    life = problem.lifetimes
     held: dict[int, int] = {}
     for value in problem.inputs(op):
-        shared = int(root[value])
-        if not problem.resident[shared]:
-            size = min(int(problem.nbytes[shared]), int(problem.nbytes[value]))
-            held[shared] = min(held.get(shared, size), size)
+        shared = int(life.root[value])
+        size = min(int(life.nbytes[shared]), int(life.nbytes[value]))
+        held[shared] = min(held.get(shared, size), size)
     return sum(held.values())
 
 
 def writes(problem: Problem, op: int) -> int:
     """Bytes surely allocated for what `op` writes the first time, beside what it reads."""
-    inputs = problem.inputs(op)
+    life = problem.lifetimes
     total = 0
     for k in range(problem.out_ptr[op], problem.out_ptr[op + 1]):
         value = problem.out_values[k]
-        if not problem.is_output[value]:
-            if problem.alias_slot[k] >= 0:
-                continue
-            slots = problem.inplace_slots[problem.inplace_ptr[k] : problem.inplace_ptr[k + 1]]
-            same = [problem.shape_class[inputs[slot]] == problem.shape_class[value] >= 0 for slot in slots]
-            if any(same):
-                continue
-        total += int(problem.nbytes[value])
+        joins = life.place[k] >= 0 or life.take_ptr[k] < life.take_ptr[k + 1]
+        if life.place[k] != IN_RESIDENT and (life.kept[value] or not joins):
+            total += int(life.nbytes[value])
     return total

@@ -10,7 +10,7 @@ In both, any op may run again any number of times, anywhere. Two relaxations are
 
 - the *knapsack*: drop what exceeds the budget where it costs least per byte (fractions allowed);
 - the *priced cut*: besides, what is made again needs its inputs, allocated or made again themselves. With a
-  price per byte this is a minimum cut (see `network`), and the best price is the Lagrangian dual.
+  price per byte this is a minimum cut (see `flow`), and the best price is the Lagrangian dual.
 
 References
 ----------
@@ -28,7 +28,7 @@ from numba import njit
 
 from onnx_remat.plan.bounds import lower_bound, writes
 from onnx_remat.plan.flow import Network
-from onnx_remat.problem import Flags, Floats, Ints, Longs, Problem, alias_roots, successors
+from onnx_remat.problem import Flags, Floats, Ints, Longs, Problem
 
 _WORK = 400_000_000  # places looked at; beyond it only every k-th op is a candidate, which leaves the bound valid
 _CUTS, _MOST_CUT_OPS = 6, 20_000  # ops the cut is taken at, and the size of graph from which on it is left out
@@ -98,7 +98,7 @@ class _Space:
     position : int64 (n_ops,)
         Places in the order of first executions; empty where the order is free.
     down, up : CSR arrays
-        Ops that read an op's results; ops whose results an op reads.
+        Ops that come after an op, as they read its results or renew what it reads; ops that come before it.
     """
 
     problem: Problem
@@ -122,35 +122,29 @@ class _Space:
 
     @classmethod
     def of(cls, problem: Problem, first: Sequence[int] | None) -> _Space:
-        root, made_by = alias_roots(problem), problem.producer()
-        size = problem.nbytes.copy()
-        np.minimum.at(size, root, problem.nbytes)
-        group = np.flatnonzero((root == np.arange(problem.n_values)) & (made_by >= 0) & (size > 0))
-        maker = made_by[group]
-        weight = np.bincount(maker, size[group], problem.n_ops)
-        share = np.where(problem.recomputable[maker], problem.cost[maker] * size[group] / weight[maker], np.inf)
-        rank = np.argsort(share / size[group], kind="stable")
-        group, maker, share = group[rank], maker[rank], share[rank]
+        life = problem.lifetimes
+        group = np.flatnonzero((life.root == np.arange(problem.n_values)) & (life.maker >= 0) & (life.least > 0))
+        size, maker = life.least[group], life.maker[group]
+        weight = np.bincount(maker, size, problem.n_ops)
+        share = np.where(life.recomputable[maker], problem.cost[maker] * size / weight[maker], np.inf)
+        rank = np.argsort(share / size, kind="stable")
+        group, size, maker, share = group[rank], size[rank], maker[rank], share[rank]
         index = np.full(problem.n_values, -1, np.int32)
         index[group] = np.arange(len(group))
-        index = index[root]
-        reader = np.repeat(np.arange(problem.n_ops, dtype=np.int64), np.diff(problem.in_ptr))
-        read = index[problem.in_values]
-        pairs = np.unique((read.astype(np.int64) * problem.n_ops + reader)[read >= 0])
-        ends = np.arange(len(group) + 1, dtype=np.int64) * problem.n_ops
+        readers = [life.readers[life.reader_ptr[g] : life.reader_ptr[g + 1]] for g in group.tolist()]
+        read_ptr = np.concatenate([[0], np.cumsum(np.diff(life.reader_ptr)[group])]).astype(np.int32)
         position = np.zeros(0, np.int64)
         if first is not None:
             position = np.empty(problem.n_ops, np.int64)
             position[np.asarray(first, np.int64)] = np.arange(problem.n_ops)
-        down = successors(problem)
+        down = life.next_ptr, life.next_ops
         sources = np.repeat(np.arange(problem.n_ops, dtype=np.int32), np.diff(down[0]))
         up_ptr = np.searchsorted(np.sort(down[1]), np.arange(problem.n_ops + 1)).astype(np.int32)
         up = up_ptr, sources[np.argsort(down[1], kind="stable")]
         fixed = np.array([writes(problem, op) for op in range(problem.n_ops)], np.int64) + problem.workspace
         return cls(
-            problem, group.astype(np.int32), index, size[group], maker.astype(np.int32), problem.is_output[group],
-            share, np.searchsorted(pairs, ends).astype(np.int32), (pairs % problem.n_ops).astype(np.int32), fixed,
-            position, down, up,
+            problem, group.astype(np.int32), index[life.root], size, maker, life.kept[group], share, read_ptr,
+            np.concatenate([*readers, np.zeros(0, np.int32)]).astype(np.int32), fixed, position, down, up,
         )  # fmt: skip
 
     def knapsacks(self, ops: Ints, room: int) -> Floats:
@@ -171,13 +165,14 @@ class _Space:
     def _network(self, done: Flags, state: Ints) -> Network:
         """What may be held or made again at an op before which the ops in `done` have run."""
         problem, n_groups = self.problem, len(self.group)
+        recomputable = problem.lifetimes.recomputable
         optional = done[self.maker] & (state != _FORCED) & ~self.held
         kept = np.flatnonzero(optional)
-        again = problem.recomputable[self.maker[kept]]
-        ops = np.flatnonzero(done & problem.recomputable)
+        again = recomputable[self.maker[kept]]
+        ops = np.flatnonzero(done & recomputable)
         reader = np.repeat(np.arange(problem.n_ops), np.diff(problem.in_ptr))
         read = self.index[problem.in_values]
-        arcs = (read >= 0) & (done & problem.recomputable)[reader]
+        arcs = (read >= 0) & (done & recomputable)[reader]
         arcs[arcs] = optional[read[arcs]]
         makers = np.where(again, 2 + n_groups + self.maker[kept], 1)
         return Network(

@@ -33,9 +33,10 @@ class Request:
     budget : int
         Bytes that ``simulate(problem, schedule).peak`` should not exceed.
     baseline : Schedule
-        The original order as the runtime executes it; no recompute.
+        The original order as the runtime executes it; no recompute. Valid: see `donation.after_readers`.
     fixed_order : bool
-        First occurrences must keep the ops' numbering (the rule of the published benchmark graphs).
+        First occurrences must keep the ops' numbering (the rule of the published benchmark graphs), which then is to be
+        a valid order.
     time_limit : float
         Seconds the selector may take. The limit decides how much is tried, see `work`.
     work : int or None

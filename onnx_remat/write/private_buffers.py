@@ -72,6 +72,8 @@ def unroll(problem: Problem, schedule: Schedule) -> Unrolled:
     origin = np.concatenate([np.arange(base), np.asarray(source, np.int64)]).astype(np.int32)
     first_time = np.ones(len(origin), np.bool_)
     first_time[base:] = ~_repeated(np.asarray(source, np.int32))
+    donates = problem.donates[origin] if len(problem.donates) else problem.donates
+    donates[:base] = -1
     order = schedule.array()
     lengths = np.diff(problem.inplace_ptr)[slots]
     picks = [problem.inplace_slots[problem.inplace_ptr[s] : problem.inplace_ptr[s + 1]] for s in slots]
@@ -95,6 +97,8 @@ def unroll(problem: Problem, schedule: Schedule) -> Unrolled:
         cost=problem.cost[order],
         recomputable=problem.recomputable[order],
         phase=problem.phase[order],
+        donates=donates,
+        donee_may_read=problem.donee_may_read[origin] if len(problem.donee_may_read) else problem.donee_may_read,
     )
     return Unrolled(unrolled, base, np.asarray(source, np.int32), np.asarray(steps, np.int32))
 

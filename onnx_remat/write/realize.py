@@ -94,17 +94,22 @@ def _first_readers(problem: Problem, schedule: Schedule, absorbed: Collection[in
     """First reader of each absorbed step that is not adjacent to it, where the step would still read the same there."""
     next_read: dict[int, int] = {}
     next_made: dict[int, int] = {}
+    next_renewed: dict[int, int] = {}  # by resident: the step after which it is another value
+    life = problem.lifetimes
     targets: dict[int, int] = {}
     for step in reversed(range(len(schedule.order))):
         op = schedule.order[step]
         if op in absorbed:
             reader = next_read.get(problem.outputs(op)[0], step)
             remade = min((next_made.get(v, reader) for v in problem.inputs(op)), default=reader)
-            if reader > step + 1 and remade >= reader:
+            renewed = min((next_renewed.get(int(life.root[v]), reader) for v in problem.inputs(op)), default=reader)
+            if reader > step + 1 and min(remade, renewed) >= reader:
                 targets[step] = reader
         for value in problem.outputs(op):
             next_made[value] = step
             next_read.pop(value, None)
+            if len(problem.donates) and problem.donates[value] >= 0:
+                next_renewed[int(problem.donates[value])] = step
         next_read.update(dict.fromkeys(problem.inputs(op), step))
     return targets
 

@@ -11,7 +11,8 @@ from itertools import combinations
 import numpy as np
 from hypothesis import strategies as st
 
-from onnx_remat.problem import BACKWARD, FORWARD, Problem, Schedule
+from onnx_remat.donation import after_readers, donatable
+from onnx_remat.problem import BACKWARD, FORWARD, Problem, Schedule, check_schedule
 
 
 def build(
@@ -31,8 +32,10 @@ def build(
     fixed: Sequence[int] = (),
     phase: Sequence[int] | None = None,
     hold_unread: bool = True,
+    donates: Mapping[int, int] | None = None,
+    donee_may_read: Sequence[int] = (),
 ) -> Problem:
-    """A problem from (inputs, outputs) per op; the three mappings are keyed by output value."""
+    """A problem from (inputs, outputs) per op; the four mappings are keyed by output value."""
     n, n_values = len(ops), len(nbytes)
     slots = [v for _, made in ops for v in made]
     lists = [list((inplace or {}).get(v, ())) for v in slots]
@@ -68,6 +71,8 @@ def build(
         phase=np.asarray([FORWARD] * n if phase is None else phase, np.int8),
         base_bytes=int(np.asarray(nbytes, np.int64)[here].sum()),
         hold_unread=hold_unread,
+        donates=np.array([(donates or {}).get(v, -1) for v in range(n_values)], np.int32),
+        donee_may_read=flags(donee_may_read, n_values),
     )
 
 
@@ -127,6 +132,41 @@ def random_problem(seed: int, n_ops: int, facts: bool = True) -> Problem:
     )  # fmt: skip
 
 
+def donating_problem(seed: int, n_ops: int, facts: bool = True) -> Problem:
+    """A random problem with up to three new residents that are read here and there, viewed, and renewed in place."""
+    problem = random_problem(seed, n_ops, facts)
+    rng = np.random.default_rng(seed + 1)
+    inputs = [problem.inputs(op) for op in range(n_ops)]
+    slots = [k for k in range(len(problem.out_values)) if problem.alias_slot[k] < 0]
+    chosen = [int(problem.out_values[k]) for k in rng.permutation(slots)[: int(rng.integers(1, 4))]]
+    writer = np.repeat(np.arange(n_ops), np.diff(problem.out_ptr))
+    pairs, may_read = [], np.zeros(problem.n_values + len(chosen), np.bool_)
+    for i, value in enumerate(chosen):
+        resident = problem.n_values + i
+        pairs.append((value, resident))
+        may_read[value] = rng.random() < 0.5
+        for op in rng.integers(0, n_ops, int(rng.integers(1, 4))).tolist():
+            inputs[op].append(resident)
+        for k in np.flatnonzero(problem.alias_slot >= 0):
+            if rng.random() < 0.4:  # now a view of the resident
+                inputs[writer[k]][problem.alias_slot[k]] = resident
+    more = len(chosen)
+    problem = replace(
+        problem,
+        in_ptr=np.cumsum([0, *map(len, inputs)]).astype(np.int32),
+        in_values=np.array([v for read in inputs for v in read], np.int32),
+        nbytes=np.concatenate([problem.nbytes, problem.nbytes[chosen]]),
+        resident=np.concatenate([problem.resident, np.ones(more, np.bool_)]),
+        is_output=np.concatenate([problem.is_output, np.zeros(more, np.bool_)]),
+        shape_class=np.concatenate([problem.shape_class, problem.shape_class[chosen]]),
+        poolable=np.concatenate([problem.poolable, problem.poolable[chosen]]),
+        base_bytes=problem.base_bytes + int(problem.nbytes[chosen].sum()),
+        donates=np.empty(0, np.int32),
+        donee_may_read=may_read,
+    )
+    return donatable(problem, pairs).apply(problem)
+
+
 def problems(most: int = 14) -> st.SearchStrategy[Problem]:
     """Random problems of up to `most` ops."""
     return st.builds(random_problem, st.integers(0, 2**31), st.integers(1, most), st.booleans())
@@ -148,6 +188,12 @@ def random_order(problem: Problem, rng: np.random.Generator) -> list[int]:
     """A random topological order."""
     made_by = problem.producer()
     waiting = [{int(made_by[v]) for v in problem.inputs(op)} - {-1} for op in range(problem.n_ops)]
+    life = problem.lifetimes
+    for op in range(problem.n_ops):
+        for v in problem.inputs(op):
+            renewing = int(life.renewed_by[life.root[v]])
+            if renewing not in (-1, op):
+                waiting[renewing].add(op)
     order: list[int] = []
     while len(order) < problem.n_ops:
         ready = [op for op in range(problem.n_ops) if op not in order and waiting[op] <= set(order)]
@@ -162,25 +208,36 @@ def random_schedule(problem: Problem, seed: int) -> list[int]:
     for _ in range(int(rng.integers(0, 5))):
         at = int(rng.integers(1, len(order) + 1))
         op = int(rng.choice(order[:at]))
-        if problem.recomputable[op]:
-            order.insert(at, op)
+        longer = [*order[:at], op, *order[at:]]
+        try:
+            check_schedule(problem, Schedule(tuple(longer)))
+        except ValueError:
+            continue
+        order = longer
     return order
 
 
 def baseline(problem: Problem) -> Schedule:
-    """The ops' numbering as a schedule."""
-    return Schedule(tuple(range(problem.n_ops)))
+    """The ops' numbering as a schedule, changed only where donations need it."""
+    return Schedule(tuple(after_readers(problem, range(problem.n_ops)).tolist()))
 
 
 def cheapest(problem: Problem, budget: int, fixed_order: bool = True) -> float | None:
     """Least overhead under a budget by Dijkstra over what has run and what is alive.
 
-    First executions in numbering order, or in any. For problems without outputs, views, shared buffers and
-    residents; None if nothing fits.
+    First executions in the order of `baseline`, or in any. For problems without outputs, views and shared buffers;
+    None if nothing fits.
     """
     n = problem.n_ops
-    reads = [frozenset(problem.inputs(op)) for op in range(n)]
-    size = problem.nbytes.tolist()
+    here = problem.resident
+    reads = [frozenset(v for v in problem.inputs(op) if not here[v]) for op in range(n)]
+    donates = dict(enumerate(problem.donates.tolist()))
+    size = [0 if donates.get(v, -1) >= 0 else bytes_ for v, bytes_ in enumerate(problem.nbytes.tolist())]
+    made = [problem.outputs(op)[0] for op in range(n)]
+    once = [not problem.recomputable[op] or donates.get(made[op], -1) >= 0 for op in range(n)]
+    ends = [{q for q in range(n) if q != op and donates.get(made[q], -1) in problem.inputs(op)} for op in range(n)]
+    first = baseline(problem).order
+    budget -= problem.base_bytes
     nothing: frozenset[int] = frozenset()
     best = {(nothing, nothing): 0.0}
     queue: list[tuple[float, int, frozenset[int], frozenset[int]]] = [(0.0, 0, nothing, nothing)]
@@ -193,13 +250,13 @@ def cheapest(problem: Problem, budget: int, fixed_order: bool = True) -> float |
             return cost / float(problem.cost.sum()) - 1.0
         for op in range(n):
             known = op in done
-            if (known and not problem.recomputable[op]) or not reads[op] <= live:
+            if (known and once[op]) or not reads[op] <= live or ends[op] & done:
                 continue
-            if fixed_order and op > len(done):
+            if fixed_order and not known and op != first[len(done)]:
                 continue
-            others = sorted(live - reads[op] - {op})
+            others = sorted(live - reads[op] - {made[op]})
             for kept in (c for k in range(len(others) + 1) for c in combinations(others, k)):
-                now = reads[op] | set(kept) | {op}
+                now = reads[op] | set(kept) | {made[op]}
                 scratch = int(problem.workspace[op]) + (int(problem.rerun_workspace[op]) if known else 0)
                 if sum(size[v] for v in now) + scratch > budget:
                     continue

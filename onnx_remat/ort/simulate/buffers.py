@@ -11,7 +11,16 @@ ONNX Runtime fixes its buffers when a session is made (allocation_planner.cc, ``
 A buffer is returned to the allocator only after the last reader of its *last* tenant, so rule 3 can keep memory
 through gaps where nothing in it is alive: peaks are above what plain liveness says. Graph inputs and outputs take no
 part in 2 and 3. A value that nobody reads always gets a new buffer, which later values may take over but which is
-otherwise never returned. Every rule is deterministic, hence emulated here.
+otherwise never returned. What lies in a resident's memory (a view of a weight, a renewed weight that takes over the
+old one's place) has no buffer. Every rule is deterministic, hence emulated here::
+
+    step             0    1    2    3    4    5
+    op               a    b    c    d    e    f
+    reads                 a    b    c    d    e
+    buffer 0         [a        ]         [e        ]      e is of a's shape: rule 3; the gap at step 2 stays allocated
+    buffer 1              [b        ]
+    buffer 2                   [c   d         ]           d is made in place of c, which dies there: rule 2
+    buffer 3                                  [f   >      a graph output: never returned
 """
 
 from __future__ import annotations
@@ -22,10 +31,12 @@ from dataclasses import dataclass
 import numpy as np
 from numba import njit
 
-from onnx_remat.problem import Ints, Longs, Problem, Schedule
+from onnx_remat.problem import IN_RESIDENT, Ints, Longs, Problem, Schedule
 
-_RESIDENT = -1  # buffer number of a graph input or initializer: never allocated, freed or taken over
-_DROPPED = -2  # an optional output of a recompute that nobody reads
+_RESIDENT = -1  # buffer number of what lies in a resident's memory: never allocated, freed or taken over
+_DROPPED = -2  # of an optional output of a recompute that nobody reads
+_NEW = -3  # of what none of the buffers there are will do for
+_NEVER = -1  # last read of a buffer that nobody has read so far
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,143 +87,145 @@ def simulate(problem: Problem, schedule: Schedule | Sequence[int]) -> Timeline:
         Bytes step by step, the peak, and the buffers behind it.
     """
     order = schedule.array() if isinstance(schedule, Schedule) else np.asarray(schedule, np.int32)
-    step_bytes, start, end, size, owner, tenant_of = plan_buffers(order, *arrays(problem))
-    step_bytes += problem.base_bytes
+    life = problem.lifetimes
+    reads, uses, first = _occurrences(order, life)
+    start, end, size, owner, tenant_of = _assign_buffers(order, life, reads, uses, first)
+    step_bytes = _bytes_over_time(order, life, start, end, size) + problem.base_bytes
     peak_step = int(np.argmax(step_bytes)) if len(step_bytes) else 0
     peak = int(step_bytes[peak_step]) if len(step_bytes) else problem.base_bytes
     return Timeline(step_bytes, peak, peak_step, start, end, size, owner, tenant_of)
 
 
-def arrays(problem: Problem) -> tuple[object, ...]:
-    """The arguments of `plan_buffers` after the order, for selectors that call it many times."""
-    return (
-        problem.in_ptr, problem.in_values, problem.out_ptr, problem.out_values, problem.nbytes,
-        problem.is_output, problem.shape_class, problem.poolable, problem.alias_slot, problem.inplace_ptr,
-        problem.inplace_slots, problem.droppable, problem.workspace, problem.rerun_workspace,
-        problem.hold_unread,
-    )  # fmt: skip
-
-
 @njit(cache=True, nogil=True)
-def plan_buffers(  # type: ignore[no-untyped-def]
-    order, in_ptr, in_values, out_ptr, out_values, nbytes, is_output, shape_class, poolable, alias_slot,
-    inplace_ptr, inplace_slots, droppable, workspace, rerun_workspace, hold_unread,
-):  # fmt: skip
-    """Emulate the runtime's buffer plan for `order`; see the module's docstring for the rules.
+def _occurrences(order, life):  # type: ignore[no-untyped-def]
+    """Number the results of all steps, in order of production, and say who reads which.
 
     Returns
     -------
-    step_bytes, start, end, size, owner, tenant_of
-        As in `Timeline`, without the residents in `step_bytes`.
+    reads : int32 (n_reads,)
+        Result that each input slot of each step reads, -1 for residents.
+    uses : int32 (n_results,)
+        How often each result is read.
+    first : bool (n_results,)
+        Whether it is its value's first.
     """
-    n_steps, n_values = len(order), len(nbytes)
-    # Pass 1: which instance each input slot reads, and how often each instance is read.
-    n_inst = 0
-    n_reads = 0
-    for t in range(n_steps):
-        n_inst += out_ptr[order[t] + 1] - out_ptr[order[t]]
-        n_reads += in_ptr[order[t] + 1] - in_ptr[order[t]]
-    latest = np.full(n_values, -1, np.int32)
+    n_results, n_reads = 0, 0
+    for op in order:
+        n_results += life.out_ptr[op + 1] - life.out_ptr[op]
+        n_reads += life.in_ptr[op + 1] - life.in_ptr[op]
+    latest = np.full(len(life.nbytes), -1, np.int32)
     reads = np.empty(n_reads, np.int32)
-    uses = np.zeros(n_inst, np.int32)
-    first = np.zeros(n_inst, np.bool_)
+    uses = np.zeros(n_results, np.int32)
+    first = np.zeros(n_results, np.bool_)
     i, r = 0, 0
-    for t in range(n_steps):
-        op = order[t]
-        for k in range(in_ptr[op], in_ptr[op + 1]):
-            reads[r] = latest[in_values[k]]
+    for op in order:
+        for k in range(life.in_ptr[op], life.in_ptr[op + 1]):
+            reads[r] = latest[life.in_values[k]]
             if reads[r] >= 0:
                 uses[reads[r]] += 1
             r += 1
-        for k in range(out_ptr[op], out_ptr[op + 1]):
-            first[i] = latest[out_values[k]] < 0
-            latest[out_values[k]] = i
+        for k in range(life.out_ptr[op], life.out_ptr[op + 1]):
+            first[i] = latest[life.out_values[k]] < 0
+            latest[life.out_values[k]] = i
             i += 1
-    # Pass 2: hand out buffers.
-    n_classes = 0
-    for v in range(n_values):
-        n_classes = max(n_classes, shape_class[v] + 1)
+    return reads, uses, first
+
+
+@njit(cache=True, nogil=True)
+def _assign_buffers(order, life, reads, uses, first):  # type: ignore[no-untyped-def]
+    """Give every result a buffer by the rules in the module's docstring.
+
+    One loop over the steps, longer than a function should be: its parts share ten arrays, and each call of compiled
+    code that takes them costs seconds of compiling.
+
+    Returns
+    -------
+    start, end, size, owner, tenant_of
+        As in `Timeline`.
+    """
+    n_results, n_classes = len(uses), 0
+    for c in life.shape_class:
+        n_classes = max(n_classes, c + 1)
     freed_head = np.full(n_classes, -1, np.int32)  # per class, a stack of dead buffers: head and links
-    freed_next = np.full(n_inst, -1, np.int32)
-    buffer_of = np.full(n_inst, _RESIDENT, np.int32)
-    start = np.empty(n_inst, np.int32)
-    end = np.full(n_inst, -1, np.int32)  # last read so far, -1: never read
-    size = np.empty(n_inst, np.int64)
-    owner = np.empty(n_inst, np.int32)
-    held = np.zeros(n_inst, np.bool_)
-    pending = np.zeros(n_inst, np.int32)  # reads still to come, over all tenants, plus one while it is being made
-    n_buf = 0
-    i, r = 0, 0
-    for t in range(n_steps):
+    freed_next = np.full(n_results, -1, np.int32)
+    buffer_of = np.full(n_results, _RESIDENT, np.int32)
+    start = np.empty(n_results, np.int32)
+    end = np.full(n_results, _NEVER, np.int32)
+    size = np.empty(n_results, np.int64)
+    owner = np.empty(n_results, np.int32)
+    kept = np.zeros(n_results, np.bool_)
+    pending = np.zeros(n_results, np.int32)  # reads still to come, over all tenants, plus one while it is being made
+    n_buffers = 0
+    i, r = 0, 0  # first result and first read of the step
+    for t in range(len(order)):
         op = order[t]
-        i0 = i
-        for k in range(out_ptr[op], out_ptr[op + 1]):
-            v = out_values[k]
-            is_out = is_output[v] and first[i]
-            buf = -3
-            if droppable[k] and not first[i] and uses[i] == 0:
-                buf = _DROPPED
-            elif not is_out:
-                if alias_slot[k] >= 0:
-                    inst = reads[r + alias_slot[k]]
-                    buf = buffer_of[inst] if inst >= 0 else _RESIDENT
-                else:
-                    for c in range(inplace_ptr[k], inplace_ptr[k + 1]):
-                        inst = reads[r + inplace_slots[c]]
-                        if inst < 0 or shape_class[v] < 0:
-                            continue
-                        b = buffer_of[inst]
-                        same = shape_class[in_values[in_ptr[op] + inplace_slots[c]]] == shape_class[v]
-                        if b >= 0 and not held[b] and pending[b] == 1 and same:
-                            buf = b
-                            break
-                    pool = uses[i] > 0 and shape_class[v] >= 0 and poolable[v]
-                    if buf == -3 and pool and freed_head[shape_class[v]] >= 0:
-                        buf = freed_head[shape_class[v]]
-                        freed_head[shape_class[v]] = freed_next[buf]
-            if buf == -3:
-                buf = n_buf
-                n_buf += 1
-                start[buf], size[buf], owner[buf], held[buf] = t, nbytes[v], v, is_out
-            buffer_of[i] = buf
-            if buf >= 0:
-                pending[buf] += uses[i] + 1
-            i += 1
-        for _k in range(in_ptr[op], in_ptr[op + 1]):
-            b = buffer_of[reads[r]] if reads[r] >= 0 else _RESIDENT
-            r += 1
+        n_in, n_out = life.in_ptr[op + 1] - life.in_ptr[op], life.out_ptr[op + 1] - life.out_ptr[op]
+        for j in range(n_out):
+            k = life.out_ptr[op] + j
+            v = life.out_values[k]
+            keep = life.kept[v] and first[i + j]
+            shape = life.shape_class[v]
+            b = _NEW
+            if life.place[k] == IN_RESIDENT:
+                b = _RESIDENT
+            elif life.droppable[k] and not first[i + j] and uses[i + j] == 0:
+                b = _DROPPED
+            elif keep:
+                pass
+            elif life.place[k] >= 0:
+                source = reads[r + life.place[k]]
+                b = buffer_of[source] if source >= 0 else _RESIDENT
+            else:
+                for c in range(life.take_ptr[k], life.take_ptr[k + 1]):
+                    source = reads[r + life.take[c]]
+                    old = buffer_of[source] if source >= 0 else _RESIDENT
+                    if old >= 0 and not kept[old] and pending[old] == 1:
+                        b = old
+                        break
+                if b == _NEW and uses[i + j] > 0 and shape >= 0 and life.poolable[v] and freed_head[shape] >= 0:
+                    b = freed_head[shape]
+                    freed_head[shape] = freed_next[b]
+            if b == _NEW:
+                b = n_buffers
+                n_buffers += 1
+                start[b], size[b], owner[b], kept[b] = t, life.nbytes[v], v, keep
+            buffer_of[i + j] = b
             if b >= 0:
+                pending[b] += uses[i + j] + 1
+        for j in range(n_in + n_out):  # what was read, then what was made and nobody reads
+            source = reads[r + j] if j < n_in else i + j - n_in
+            b = buffer_of[source] if source >= 0 else _RESIDENT
+            if b < 0:
+                continue
+            if j < n_in:
                 end[b] = t
-                pending[b] -= 1
-                if pending[b] == 0 and not held[b]:
-                    c = shape_class[owner[b]]
-                    if c >= 0 and poolable[owner[b]]:
-                        freed_next[b] = freed_head[c]
-                        freed_head[c] = b
-        for j in range(i0, i):
-            b = buffer_of[j]
-            if b >= 0:
-                pending[b] -= 1
-                if pending[b] == 0 and not held[b]:
-                    c = shape_class[owner[b]]
-                    if c >= 0 and poolable[owner[b]]:
-                        freed_next[b] = freed_head[c]
-                        freed_head[c] = b
-    # Pass 3: bytes over time.
-    step_bytes = np.zeros(n_steps + 1, np.int64)
-    for b in range(n_buf):
-        if held[b]:
-            end[b] = n_steps - 1
-        elif end[b] < 0:
-            end[b] = n_steps - 1 if hold_unread else start[b]
+            pending[b] -= 1
+            shape = life.shape_class[owner[b]]
+            if pending[b] == 0 and not kept[b] and shape >= 0 and life.poolable[owner[b]]:
+                freed_next[b] = freed_head[shape]
+                freed_head[shape] = b
+        i, r = i + n_out, r + n_in
+    last = len(order) - 1
+    for b in range(n_buffers):
+        if kept[b]:
+            end[b] = last
+        elif end[b] == _NEVER:
+            end[b] = last if life.hold_unread else start[b]
+    return start[:n_buffers], end[:n_buffers], size[:n_buffers], owner[:n_buffers], buffer_of
+
+
+@njit(cache=True, nogil=True)
+def _bytes_over_time(order, life, start, end, size):  # type: ignore[no-untyped-def]
+    """Bytes of the buffers and the workspace of each step."""
+    step_bytes = np.zeros(len(order) + 1, np.int64)
+    for b in range(len(start)):
         step_bytes[start[b]] += size[b]
         step_bytes[end[b] + 1] -= size[b]
-    for t in range(1, n_steps):
-        step_bytes[t] += step_bytes[t - 1]
-    ran = np.zeros(len(workspace), np.bool_)
-    for t in range(n_steps):
-        step_bytes[t] += workspace[order[t]]
-        if ran[order[t]]:
-            step_bytes[t] += rerun_workspace[order[t]]
-        ran[order[t]] = True
-    return step_bytes[:n_steps], start[:n_buf], end[:n_buf], size[:n_buf], owner[:n_buf], buffer_of
+    ran = np.zeros(len(life.workspace), np.bool_)
+    held = np.int64(0)
+    for t in range(len(order)):
+        op = order[t]
+        held += step_bytes[t]
+        step_bytes[t] = held + life.workspace[op] + (life.rerun_workspace[op] if ran[op] else 0)
+        ran[op] = True
+    return step_bytes[:-1]

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from onnx_remat.problem import Flags, Floats, Ints, Longs, Problem, alias_roots
+from onnx_remat.problem import Flags, Floats, Ints, Longs, Problem
 
 
 class Core(NamedTuple):
@@ -35,6 +35,8 @@ class Core(NamedTuple):
         See `Problem.droppable`.
     workspace : int64 (n_ops,)
         Of a recompute, which may take more than the first run.
+    closed_ptr, closed : int32 (n_ops + 1,), (n,)
+        Ops after which an op must not run: they renew what it, or a view that it reads, needs.
     """
 
     in_ptr: Ints
@@ -51,6 +53,8 @@ class Core(NamedTuple):
     cost: Floats
     recomputable: Flags
     hold_unread: bool
+    closed_ptr: Ints
+    closed: Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,22 +91,22 @@ class Viewless:
 
 def viewless(problem: Problem, fixed_order: bool = False) -> Viewless:
     """The liveness model of `problem`."""
-    root = alias_roots(problem)
-    n_ops = problem.n_ops
-    viewed = root[problem.out_values] != problem.out_values
-    count = np.bincount(np.repeat(np.arange(n_ops), np.diff(problem.out_ptr)), viewed, n_ops)
-    is_view = (count == np.diff(problem.out_ptr)) & (count > 0)
-    source = problem.producer()
-    made_by = source.copy()
+    life = problem.lifetimes
+    root, n_ops = life.root, problem.n_ops
+    is_view = _views(problem)
+    made_by = life.maker.copy()
     made_by[root != np.arange(problem.n_values)] = -1
     in_ptr, in_values = [0], []
     out_ptr, out_values = [0], []
     take_ptr, take = [0], []
+    closed_ptr, closed = [0], []
     readers = np.zeros(problem.n_values, np.int64)
     for op in range(n_ops):
         if not is_view[op]:
             slots = [int(root[v]) for v in problem.inputs(op)]
-            reads = [v for v in dict.fromkeys([*slots, *_through(problem, op, root, source)]) if made_by[v] >= 0]
+            needs = list(dict.fromkeys([*slots, *_through(problem, op)]))
+            reads = [v for v in needs if made_by[v] >= 0]
+            closed += sorted({int(life.renewed_by[v]) for v in needs} - {-1, op})
             in_values += reads
             readers[reads] += 1
             for k in range(problem.out_ptr[op], problem.out_ptr[op + 1]):
@@ -110,22 +114,23 @@ def viewless(problem: Problem, fixed_order: bool = False) -> Viewless:
                 if root[v] != v:
                     continue
                 out_values.append(v)
-                take += _takers(problem, op, k, slots, reads)
+                taken = [slots[j] for j in life.take[life.take_ptr[k] : life.take_ptr[k + 1]]]
+                take += [reads.index(v) for v in taken if v in reads and slots.count(v) == 1]
                 take_ptr.append(len(take))
         in_ptr.append(len(in_values))
         out_ptr.append(len(out_values))
+        closed_ptr.append(len(closed))
     droppable = np.zeros(problem.n_values, np.bool_)
     droppable[problem.out_values[problem.droppable]] = True
-    held = problem.is_output & ~problem.resident
     # A second result of an output that is read would be read in its place: such ops run once.
-    once = made_by[held & (readers > 0)]
-    recomputable = problem.recomputable & ~is_view
+    once = made_by[life.kept & (readers > 0)]
+    recomputable = life.recomputable & ~is_view
     recomputable[once[once >= 0]] = False
     recomputable &= ~_stuck(problem, is_view)
     core = Core(
         _ints(in_ptr), _ints(in_values), _ints(out_ptr), _ints(out_values), _ints(take_ptr), _ints(take),
-        made_by, problem.nbytes, held, droppable, problem.workspace + problem.rerun_workspace, problem.cost,
-        recomputable, problem.hold_unread,
+        made_by, life.nbytes, life.kept, droppable, problem.workspace + problem.rerun_workspace, problem.cost,
+        recomputable, problem.hold_unread, _ints(closed_ptr), _ints(closed),
     )  # fmt: skip
     return Viewless(problem, core, np.flatnonzero(~is_view).astype(np.int32), root, fixed_order)
 
@@ -134,12 +139,30 @@ def _ints(numbers: list[int]) -> Ints:
     return np.asarray(numbers, np.int32)
 
 
-def _through(problem: Problem, op: int, root: Ints, source: Ints) -> list[int]:
+def _views(problem: Problem) -> Flags:
+    """Ops that take part in no search: all they make are views.
+
+    A view that nobody reads, of what is renewed, takes part: no reader would say when to take it.
+    """
+    life, n_ops = problem.lifetimes, problem.n_ops
+    writer = np.repeat(np.arange(n_ops), np.diff(problem.out_ptr))
+    viewed = life.root[problem.out_values] != problem.out_values
+    count = np.bincount(writer, viewed, n_ops)
+    read = np.bincount(problem.in_values, minlength=problem.n_values) > 0
+    wanted = np.bincount(writer, read[problem.out_values], n_ops) > 0
+    reader = np.repeat(np.arange(n_ops), np.diff(problem.in_ptr))
+    renewed = np.bincount(reader, life.renewed_by[life.root[problem.in_values]] >= 0, n_ops) > 0
+    is_view: Flags = (count == np.diff(problem.out_ptr)) & (count > 0) & (wanted | ~renewed)
+    return is_view
+
+
+def _through(problem: Problem, op: int) -> list[int]:
     """What the views that `op` reads need beside what they view, a computed shape say."""
+    root, made_by = problem.lifetimes.root, problem.lifetimes.maker
     found: list[int] = []
     todo = [v for v in problem.inputs(op) if root[v] != v]
     while todo:
-        maker = int(source[todo.pop()])
+        maker = int(made_by[todo.pop()])
         inputs = problem.inputs(maker)
         found += [v for v in problem.outputs(maker) if root[v] == v]  # made along with a view: marks its op
         found += [int(root[v]) for v in inputs]
@@ -147,25 +170,13 @@ def _through(problem: Problem, op: int, root: Ints, source: Ints) -> list[int]:
     return found
 
 
-def _takers(problem: Problem, op: int, slot: int, slots: list[int], reads: list[int]) -> list[int]:
-    """Inputs that output `slot` may be made in place of, as places in `reads`."""
-    value = problem.out_values[slot]
-    inputs = problem.inputs(op)
-    found = []
-    for k in problem.inplace_slots[problem.inplace_ptr[slot] : problem.inplace_ptr[slot + 1]]:
-        same = problem.shape_class[inputs[k]] == problem.shape_class[value] >= 0
-        if same and slots[k] in reads and slots.count(slots[k]) == 1:
-            found.append(reads.index(slots[k]))
-    return found
-
-
 def _stuck(problem: Problem, is_view: Flags) -> Flags:
     """Ops whose results are seen through a view that must not be taken again."""
     stuck = np.zeros(problem.n_ops, np.bool_)
-    made_by = problem.producer()
+    life = problem.lifetimes
     for op in np.flatnonzero(is_view)[::-1].tolist():
-        if not problem.recomputable[op] or stuck[op]:
-            sources = made_by[problem.inputs(op)]
+        if not life.recomputable[op] or stuck[op]:
+            sources = life.maker[problem.inputs(op)]
             stuck[sources[sources >= 0]] = True
     return stuck
 

@@ -50,8 +50,37 @@ def undo(s, log, n):  # type: ignore[no-untyped-def]
 
 
 @kernel
+def _last_place(s, o):  # type: ignore[no-untyped-def]
+    """Place of the last event of op `o`, -1 for none."""
+    op = s.ops[o]
+    p = np.int64(-1)
+    if op.writes == 0:
+        for i in range(s.totals[COUNT]):
+            if s.events[s.active[i]].op == o:
+                p = max(p, s.events[s.active[i]].place)
+        return p
+    x = s.values[s.slots[op.slot + op.reads]].tail
+    while x >= 0 and s.nodes[x].read:
+        x = s.nodes[x].before
+    return place_of(s, x) if x >= 0 else p
+
+
+@kernel
+def _timely(s, o, p):  # type: ignore[no-untyped-def]
+    """Whether op `o` may run right before place `p`: nothing it reads is renewed yet, nor is it too early to renew."""
+    op = s.ops[o]
+    for k in range(op.bar, op.bar + op.closers + op.waits):
+        other = _last_place(s, s.bars[k])
+        if 0 <= other < p if k < op.bar + op.closers else other >= p:
+            return False
+    return True
+
+
+@kernel
 def _insert(s, op, p, log, n):  # type: ignore[no-untyped-def]
     """Run `op` right before the event at place `p`; returns its event or -1, and logs it."""
+    if not _timely(s, op, p):
+        return -1
     e = new_event(s, op)
     if e < 0:
         return e

@@ -7,7 +7,7 @@ import heapq
 import numpy as np
 from numba import njit
 
-from onnx_remat.problem import Ints, Problem, alias_roots, successors
+from onnx_remat.problem import Ints, Problem
 
 EAGER_SHRINK, GREEDY, LEAVES_FIRST = 0, 1, 2
 _FEW = 8  # an op with at most this many descendants belongs to a leaf branch, such as a weight's update
@@ -129,9 +129,8 @@ def _run(  # type: ignore[no-untyped-def]
 
 def list_schedules(problem: Problem, baseline: Ints) -> list[Ints]:
     """Distinct greedy orders, ties broken by file position and by position in `baseline`."""
-    root = alias_roots(problem)
-    ptr, nodes = successors(problem)
-    few = _descendants(ptr, nodes)
+    life = problem.lifetimes
+    few = _descendants(life.next_ptr, life.next_ops)
     file_rank = np.arange(problem.n_ops, dtype=np.int32)
     base_rank = np.empty(problem.n_ops, np.int32)
     base_rank[baseline] = file_rank
@@ -139,8 +138,8 @@ def list_schedules(problem: Problem, baseline: Ints) -> list[Ints]:
     for rank in (file_rank, base_rank):
         for mode in (EAGER_SHRINK, GREEDY, LEAVES_FIRST):
             order = _run(
-                problem.in_ptr, problem.in_values, problem.out_ptr, problem.out_values, problem.nbytes,
-                problem.is_output, problem.producer(), root, ptr, nodes, rank, few, mode,
+                life.in_ptr, life.in_values, life.out_ptr, life.out_values, life.nbytes,
+                life.kept, life.maker, life.root, life.next_ptr, life.next_ops, rank, few, mode,
             )  # fmt: skip
             if not any(np.array_equal(order, other) for other in found):
                 found.append(order)

@@ -20,7 +20,7 @@ EXCESS, COUNT, EVENTS, NODES, BUDGET, HOLD_UNREAD, WORK = range(7)  # places in 
 # type throughout, so that nothing is compiled twice.
 _OP = np.dtype(
     [("slot", "i8"), ("reads", "i8"), ("writes", "i8"), ("spare", "i8"), ("count", "i8"), ("again", "i8"),
-     ("workspace", "i8"), ("cost", "f8")], align=True
+     ("workspace", "i8"), ("cost", "f8"), ("bar", "i8"), ("closers", "i8"), ("waits", "i8")], align=True
 )  # fmt: skip
 _VALUE = np.dtype([("nbytes", "i8"), ("maker", "i8"), ("tail", "i8"), ("held", "i8"), ("droppable", "i8")], align=True)
 _EVENT = np.dtype(
@@ -49,7 +49,7 @@ class State(NamedTuple):
         Bytes held there, less the budget; far below where no event is.
     ops : records (n_ops,)
         First slot, reads and writes; a list of spare events; occurrences; whether it may occur `again`;
-        workspace and cost.
+        workspace and cost; where its `bars` begin, and how many of the two kinds there are.
     values : records (n_values,)
         Size; op that makes it; last touch; see `Core` for the rest.
     events : records (n_events,)
@@ -61,6 +61,8 @@ class State(NamedTuple):
         Values each op reads and writes.
     take_ptr, take : int64
         Per slot, places among the op's reads of what it may be made in place of.
+    bars : int64
+        Per op, those that it must not run after (`closers`), then those that must not run after it (`waits`).
     active : int64 (n_events,)
         The events in the order, unsorted.
     totals : int64 (7,)
@@ -77,6 +79,7 @@ class State(NamedTuple):
     slots: Longs
     take_ptr: Longs
     take: Longs
+    bars: Longs
     active: Longs
     totals: Longs
 
@@ -88,6 +91,7 @@ def empty_state(core: Core, places: int, budget: int) -> State:
     ops["slot"] = core.in_ptr[:-1] + core.out_ptr[:-1]
     ops["reads"], ops["writes"], ops["spare"] = reads, writes, -1
     ops["again"], ops["workspace"], ops["cost"] = core.recomputable, core.workspace, core.cost
+    bars = _bars(core, ops)
     values = np.zeros(len(core.nbytes), _VALUE)
     values["nbytes"], values["maker"], values["tail"] = core.nbytes, core.made_by, -1
     values["held"], values["droppable"] = core.held, core.droppable
@@ -106,8 +110,21 @@ def empty_state(core: Core, places: int, budget: int) -> State:
     return State(
         np.full(places, -1, np.int64), np.full(places, -IDLE, np.int64), ops, values, events,
         np.zeros(room, _NODE), slots, np.cumsum(take_ptr, dtype=np.int64), core.take.astype(np.int64),
-        np.full(places, -1, np.int64), totals,
+        bars, np.full(places, -1, np.int64), totals,
     )  # fmt: skip
+
+
+def _bars(core: Core, ops: Records) -> Longs:
+    """Fill in which ops bar which; the list of them all."""
+    closed = [core.closed[core.closed_ptr[op] : core.closed_ptr[op + 1]].tolist() for op in range(len(ops))]
+    waits: list[list[int]] = [[] for _ in closed]
+    for op, closers in enumerate(closed):
+        for other in closers:
+            waits[other].append(op)
+    ops["closers"], ops["waits"] = [len(some) for some in closed], [len(some) for some in waits]
+    both = ops["closers"] + ops["waits"]
+    ops["bar"] = np.cumsum(both) - both
+    return np.array([op for pair in zip(closed, waits, strict=True) for some in pair for op in some], np.int64)
 
 
 def _within(lengths: npt.NDArray[Any]) -> npt.NDArray[Any]:

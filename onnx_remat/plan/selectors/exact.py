@@ -1,8 +1,8 @@
 """Retention intervals as a constraint program, solved to proved optimality on small graphs.
 
-Class: first executions follow the ops' numbering; between two of them each op may run again at most once, in
-numbering order (Checkmate's staged schedules); liveness without views, shared or in-place buffers. Within
-that class a result marked OPTIMAL is the least cost under the budget.
+Class: first executions follow the ops' numbering, changed only where donations need it; between two of them each
+op may run again at most once, in that order (Checkmate's staged schedules); liveness without views, shared or in-place
+buffers. Within that class a result marked OPTIMAL is the least cost under the budget.
 
 References
 ----------
@@ -13,8 +13,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 from ortools.sat.python import cp_model
 
+from onnx_remat.donation import after_readers
 from onnx_remat.ort.simulate.buffers import simulate
 from onnx_remat.plan.request import Request, register
 from onnx_remat.plan.selectors.search import search
@@ -48,14 +50,16 @@ def solve(problem: Problem, budget: int, effort: float, hint: Schedule | None = 
     Proof
         ``optimal`` with no schedule: the class has none under the budget.
     """
-    n = problem.n_ops
-    inputs = [sorted({v for v in problem.inputs(op) if not problem.resident[v]}) for op in range(n)]
-    made_by = problem.producer()
+    n, life = problem.n_ops, problem.lifetimes
+    first = after_readers(problem, range(n)).tolist()  # the op at each place of a stage
+    place = np.argsort(first)
     model = cp_model.CpModel()
     run = {(t, i): model.new_bool_var(f"run{t}_{i}") for t in range(n) for i in range(t + 1)}
     total = float(problem.cost.sum()) or 1.0
-    prices = [round(c / total * _UNITS) for c in problem.cost.tolist()]
-    values = [v for op in range(n) for v in problem.outputs(op)]
+    prices = [round(float(problem.cost[op]) / total * _UNITS) for op in first]
+    inputs = [sorted({v for v in problem.inputs(op) if life.maker[v] >= 0}) for op in first]
+    closes = [min((int(place[q]) for q in _renewing(problem, op)), default=n) for op in first]
+    values = [(v, i) for i, op in enumerate(first) for v in problem.outputs(op)]
     # has[t, i, v]: value v is there after place (t, i); place (t, i) follows (t, i - 1).
     before: dict[int, cp_model.IntVar] = {}
     for t in range(n):
@@ -63,39 +67,37 @@ def solve(problem: Problem, budget: int, effort: float, hint: Schedule | None = 
             here = run[t, i]
             if i == t:
                 model.add(here == 1)
-            elif not problem.recomputable[i]:
+            elif not life.recomputable[first[i]] or closes[i] < t:
                 model.add(here == 0)
             for v in inputs[i]:
                 model.add_implication(here, before[v])
             after = dict(before)
             occupied = []
-            for v in values:
-                maker = int(made_by[v])
+            for v, maker in values:
                 if maker > t:
                     continue
-                held = problem.is_output[v]
                 now = model.new_bool_var(f"has{t}_{i}_{v}")
                 if maker == i:
                     if v in before:
                         model.add(now <= before[v] + here)
-                        occupied.append((_either(model, before[v], here), int(problem.nbytes[v])))
+                        occupied.append((_either(model, before[v], here), int(life.nbytes[v])))
                     else:
                         model.add(now <= here)
-                        occupied.append((here, int(problem.nbytes[v])))
+                        occupied.append((here, int(life.nbytes[v])))
                 elif v in before:
                     model.add(now <= before[v])
-                    occupied.append((before[v], int(problem.nbytes[v])))
+                    occupied.append((before[v], int(life.nbytes[v])))
                 else:
                     model.add(now == 0)
-                if held and (v in before or maker == i):
+                if life.kept[v] and (v in before or maker == i):
                     model.add(now >= before.get(v, here))
                 after[v] = now
-            scratch = int(problem.workspace[i]) + (int(problem.rerun_workspace[i]) if i < t else 0)
+            scratch = int(problem.workspace[first[i]]) + (int(problem.rerun_workspace[first[i]]) if i < t else 0)
             room = budget - problem.base_bytes - scratch
             model.add(sum(size * flag for flag, size in occupied) <= room).only_enforce_if(here)
             before = after
     if hint is not None:
-        _suggest(model, run, hint)
+        _suggest(model, run, [int(place[op]) for op in hint.order])
     model.minimize(sum(prices[i] * run[t, i] for t, i in run if i < t))
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
@@ -103,9 +105,16 @@ def solve(problem: Problem, budget: int, effort: float, hint: Schedule | None = 
     solver.parameters.max_deterministic_time = effort
     status = solver.solve(model)
     if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        order = tuple(i for t in range(n) for i in range(t + 1) if solver.value(run[t, i]))
+        order = tuple(first[i] for t in range(n) for i in range(t + 1) if solver.value(run[t, i]))
         return Proof(Schedule(order), status == cp_model.OPTIMAL)
     return Proof(None, status == cp_model.INFEASIBLE)
+
+
+def _renewing(problem: Problem, op: int) -> list[int]:
+    """Ops after which `op` must not run: they renew what it reads."""
+    life = problem.lifetimes
+    found = {int(life.renewed_by[life.root[v]]) for v in problem.inputs(op)}
+    return sorted(found - {-1, op})
 
 
 def _either(model: cp_model.CpModel, a: cp_model.IntVar, b: cp_model.IntVar) -> cp_model.IntVar:
@@ -115,14 +124,14 @@ def _either(model: cp_model.CpModel, a: cp_model.IntVar, b: cp_model.IntVar) -> 
     return both
 
 
-def _suggest(model: cp_model.CpModel, run: dict[tuple[int, int], cp_model.IntVar], hint: Schedule) -> None:
-    """Hint which op runs in which stage."""
+def _suggest(model: cp_model.CpModel, run: dict[tuple[int, int], cp_model.IntVar], hint: list[int]) -> None:
+    """Hint which place runs in which stage, from places in the order they run."""
     chosen, stage, seen = set(), 0, set()
-    for op in hint.order:
-        chosen.add((stage, op))
-        if op not in seen:
-            seen.add(op)
-            stage = max(stage, op + 1)
+    for place in hint:
+        chosen.add((stage, place))
+        if place not in seen:
+            seen.add(place)
+            stage = max(stage, place + 1)
     for key, flag in run.items():
         model.add_hint(flag, int(key in chosen))
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import numpy as np
-
+from onnx_remat.donation import after_readers
 from onnx_remat.plan.request import Request, register
 from onnx_remat.plan.search.core import Viewless, viewless
 from onnx_remat.plan.search.effort import allowance
@@ -37,7 +36,7 @@ def reordered(request: Request, view: Viewless, work: int) -> list[Plan]:
     if request.fixed_order:
         return [priced(problem, tuple(range(problem.n_ops)), budget)]
     baseline = request.baseline.array()
-    orders = [baseline, np.arange(problem.n_ops, dtype=np.int32), *list_schedules(problem, baseline)]
+    orders = [baseline, after_readers(problem, range(problem.n_ops)), *list_schedules(problem, baseline)]
     found = [priced(problem, order, budget) for order in orders]
     found.sort(key=lambda plan: plan.peak)
     tops = found[:_IMPROVED] if found[0].over else []

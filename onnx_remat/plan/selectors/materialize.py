@@ -39,21 +39,26 @@ def materialize(problem: Problem, base_order: Ints | Sequence[int], dropped: Fla
     -------
     Schedule
         A dropped op is emitted again, once, before the first step from `since` on that reads it, directly or
-        for another recompute; later steps read that second result.
+        for another recompute; later steps read that second result. Where what it reads is renewed by then, its first
+        result survives.
     """
     order = np.asarray(base_order, np.int32)
     position = np.empty(problem.n_ops, np.int64)
     position[order] = np.arange(problem.n_ops)
     gone_at = np.empty(problem.n_ops, np.int64)
     gone_at[:] = since
-    found = _inserted(
-        order, position, dropped & problem.recomputable, gone_at, problem.in_ptr, problem.in_values, problem.producer()
-    )
+    life = problem.lifetimes
+    renewing = life.renewed_by[life.root[problem.in_values]]
+    deadline = np.full(problem.n_ops, problem.n_ops, np.int64)
+    reader = np.repeat(np.arange(problem.n_ops), np.diff(problem.in_ptr))
+    np.minimum.at(deadline, reader[renewing >= 0], position[renewing[renewing >= 0]])
+    gone = dropped & life.recomputable
+    found = _inserted(order, position, gone, gone_at, deadline, problem.in_ptr, problem.in_values, life.maker)
     return Schedule(tuple(found.tolist()))
 
 
 @njit(cache=True)
-def _inserted(order, position, gone, gone_at, in_ptr, in_values, made_by):  # type: ignore[no-untyped-def]
+def _inserted(order, position, gone, gone_at, deadline, in_ptr, in_values, made_by):  # type: ignore[no-untyped-def]
     result = np.empty(2 * len(order), np.int32)
     chain = np.empty(len(order) + 1, np.int32)
     n = 0
@@ -64,7 +69,9 @@ def _inserted(order, position, gone, gone_at, in_ptr, in_values, made_by):  # ty
             done += 1
             for k in range(in_ptr[op], in_ptr[op + 1]):
                 source = made_by[in_values[k]]
-                if source >= 0 and gone[source] and step >= gone_at[source] and position[source] < gone_at[source]:
+                if source < 0 or not gone[source] or step > deadline[source]:
+                    continue
+                if step >= gone_at[source] and position[source] < gone_at[source]:
                     gone[source] = False
                     chain[length] = source
                     length += 1

@@ -32,23 +32,23 @@ def saving(problem: Problem, base_order: Ints, split: int) -> Network:
     """
     early = np.zeros(problem.n_ops, np.bool_)
     early[base_order[:split]] = True
-    made_by = problem.producer()
+    life = problem.lifetimes
     op_node, value_node = 2, 2 + problem.n_ops
-    again = np.flatnonzero(early & problem.recomputable)
+    again = np.flatnonzero(early & life.recomputable)
     maker = np.repeat(np.arange(problem.n_ops), np.diff(problem.out_ptr))
     slots = np.flatnonzero(early[maker])
     value, maker = problem.out_values[slots], maker[slots]
-    view = (problem.alias_slot[slots] >= 0) & problem.recomputable[maker] & ~problem.is_output[value]
-    size = np.where(problem.is_output[value], 0.0, problem.nbytes[value].astype(np.float64))
+    view = (life.place[slots] >= 0) & life.recomputable[maker] & ~life.kept[value]
+    size = np.where(life.kept[value], 0.0, life.nbytes[value].astype(np.float64))
     size[view] = np.inf
     reader = np.repeat(np.arange(problem.n_ops), np.diff(problem.in_ptr))
-    source = made_by[problem.in_values]
-    within = (source >= 0) & (early & problem.recomputable)[reader]
+    source = life.maker[problem.in_values]
+    within = (source >= 0) & (early & life.recomputable)[reader]
     across = (source >= 0) & ~early[reader]
     across[across] = early[source[across]]
     return Network(
         (value_node + np.unique(problem.in_values[across])).astype(np.int32),
-        np.stack([value_node + value, np.where(problem.recomputable[maker], op_node + maker, 1)], 1).astype(np.int32),
+        np.stack([value_node + value, np.where(life.recomputable[maker], op_node + maker, 1)], 1).astype(np.int32),
         size, (op_node + again).astype(np.int32), problem.cost[again],
         np.stack([op_node + reader[within], value_node + problem.in_values[within]], 1).astype(np.int32),
     )  # fmt: skip
@@ -58,7 +58,7 @@ def cut_seeds(problem: Problem, base_order: Ints) -> list[Schedule]:
     """Distinct schedules of a sweep of prices, cheapest first."""
     split = split_step(problem, base_order)
     network = saving(problem, base_order, split)
-    unit = float(problem.cost.sum()) / (float(problem.nbytes[~problem.resident].sum()) or 1.0)
+    unit = float(problem.cost.sum()) / (float(problem.lifetimes.nbytes.sum()) or 1.0)
     found: list[Schedule] = []
     previous = np.zeros(problem.n_ops, np.bool_)
     for price in _PRICES:

@@ -17,7 +17,7 @@ import numpy as np
 from onnx_remat.plan.request import Request, register
 from onnx_remat.plan.selectors.materialize import materialize, split_step
 from onnx_remat.plan.selectors.min_cut import cheapest_within
-from onnx_remat.problem import Ints, Longs, Problem, Schedule, alias_roots
+from onnx_remat.problem import Ints, Longs, Problem, Schedule
 
 _MOST_SEGMENTS = 24  # numbers of segments tried
 
@@ -34,7 +34,7 @@ def crossing(problem: Problem, base_order: Ints, split: int) -> tuple[Ints, Long
     made : int64 (split + 1,)
         Bytes made before each step.
     """
-    root = alias_roots(problem)
+    root = problem.lifetimes.root
     step = np.full(problem.n_ops, split, np.int64)
     step[base_order[:split]] = np.arange(split)
     reads = np.repeat(step, np.diff(problem.in_ptr))
@@ -43,7 +43,7 @@ def crossing(problem: Problem, base_order: Ints, split: int) -> tuple[Ints, Long
     np.maximum.at(last, root[problem.in_values[reads < split]], reads[reads < split])
     new = (writes < split) & (root[problem.out_values] == problem.out_values)
     values, born = problem.out_values[new], writes[new]
-    size, dies = problem.nbytes[values], last[values]
+    size, dies = problem.lifetimes.nbytes[values], last[values]
     long = dies > born
     change = np.zeros(split + 2, np.int64)
     made = np.zeros(split + 1, np.int64)
