@@ -118,22 +118,17 @@ def test_perfect_packings_are_found(seed: int) -> None:
     assert checked(pieces, alignment=1).height == 1 << 20
 
 
-def test_impossible_heights_are_proved() -> None:
-    """Brute force finds nothing at the bound here, and the search says why it stopped above it."""
-    found = 0
-    for seed in range(400):
-        rng = np.random.default_rng(seed)
-        lower = rng.integers(0, 6, 6)
-        drawn = (lower, lower + rng.integers(1, 5, 6), rng.integers(1, 6, 6))
-        if lowest(*drawn) == live(*drawn):
-            continue
-        layout = checked(drawn, alignment=1)
-        assert layout.optimal
-        assert layout.height == lowest(*drawn) > layout.lower_bound
-        found += 1
-        if found == 3:
-            return
-    pytest.fail(f"only {found} such instances")
+@pytest.mark.parametrize("seed", range(20))
+def test_the_tree_search_never_calls_a_perfect_packing_impossible(seed: int) -> None:
+    """It looks at the whole tree of these, so that a branch cut off in error would show."""
+    lower, upper, size = cut(np.random.default_rng(seed), 25, 30, 100)
+    first, last, _ = layout_search.sections(lower, upper, size)
+    tree = layout_search.Tree.of(first, last, size)
+    assert tree is not None
+    answer = tree.search(100, seed, 1_000_000_000)
+    assert answer.offsets is not None
+    check_layout(lower, upper, size, answer.offsets)
+    assert tree.search(99, seed, 1_000_000_000).impossible
 
 
 def test_sizes_are_rounded_up_to_the_alignment() -> None:

@@ -34,6 +34,8 @@ from numba import njit
 
 from onnx_remat.problem import Flags, Longs
 
+Codes = np.ndarray[tuple[int, ...], np.dtype[np.uint64]]
+
 _MOST_WORDS = 4_000_000  # of the sets of sections that the buffers live in: larger inputs are left to the local search
 _PLAIN = ((1.0, 0.0), (0.0, 1.0), (1.0, 1.0))  # weights of duration and size in the first orders of branches
 _TABLE = 1 << 20
@@ -55,8 +57,8 @@ class Tree:
     first: Longs
     last: Longs
     size: Longs
-    codes: np.ndarray[tuple[int], np.dtype[np.uint64]]
-    dead: np.ndarray[tuple[int], np.dtype[np.uint64]]
+    codes: Codes
+    dead: Codes
 
     @staticmethod
     def of(first: Longs, last: Longs, size: Longs) -> Tree | None:
@@ -77,11 +79,10 @@ class Tree:
             noise = rng.standard_normal(len(self.size)) * rng.choice([0.0, 0.1, 0.3, 1.0])
             order = np.argsort(-(duration * lasts + bytes_ * np.log(self.size) + noise), kind="stable")
             share = _luby(restart + 1) * 2_000_000
-            offsets, verdict, done = _search(
-                order, self.first, self.last, self.size, self.codes, self.dead, height, min(share, work)
-            )
+            pile = _begin(order, self.first, self.last, self.size, self.codes)
+            verdict, done = _search(pile, self.dead, height, min(share, work))
             if verdict != _UNDECIDED:
-                return Answer(offsets if verdict == _FOUND else None, verdict == _IMPOSSIBLE)
+                return Answer(pile.offsets if verdict == _FOUND else None, verdict == _IMPOSSIBLE)
             work -= max(done, 1)
             restart += 1
         return Answer(None, False)
@@ -136,44 +137,45 @@ class _Pile(NamedTuple):
     first: Longs  # per buffer, as in `sections`
     last: Longs
     size: Longs
-    codes: Longs  # random bits, for the hash
-    reach: Longs  # (n_buffers, n_words): set of sections each buffer lives in
+    codes: Codes  # random bits, for the hash
+    reach: Codes  # (n_buffers, n_words): set of sections each buffer lives in
     placed: Flags
     offsets: Longs
     ptr: Longs  # buffers of each section, in the order of branches
     members: Longs
+    starts: Longs  # the same of the buffers that begin in each
+    beginners: Longs
     floor: Longs  # nothing to come lies lower
     rest: Longs  # bytes still to place
     waits: Longs  # buffers still to place
     cross: Longs  # of which also live in the section before
-    code: Longs  # sum of the codes of those that begin here
+    code: Codes  # sum of the codes of those that begin here
 
 
-@njit(cache=True, nogil=True)
-def _begin(order, first, last, size, codes):  # type: ignore[no-untyped-def]
+def _begin(order: Longs, first: Longs, last: Longs, size: Longs, codes: Codes) -> _Pile:
     """Nothing placed, all floors on the ground."""
-    n, n_sections = len(order), last.max()
-    ptr = np.zeros(n_sections + 1, np.int64)
-    reach = np.zeros((n, (n_sections + 63) // 64), np.uint64)
-    rest, count, cross = np.zeros((3, n_sections), np.int64)
+    n, n_sections = len(order), int(last.max())
+    reach = np.zeros((n, -(-n_sections // 64)), np.uint64)
+    rest, waits, cross = np.zeros((3, n_sections), np.int64)
     code = np.zeros(n_sections, np.uint64)
-    for b in range(n):
-        code[first[b]] += codes[b]
-        for s in range(first[b], last[b]):
-            reach[b, s >> 6] |= np.uint64(1) << np.uint64(s & 63)
-            rest[s] += size[b]
-            count[s] += 1
-            cross[s] += s > first[b]
-    ptr[1:] = np.cumsum(count)
-    members, filled = np.empty(ptr[-1], np.int64), ptr[:-1].copy()
-    for b in order:
-        for s in range(first[b], last[b]):
-            members[filled[s]] = b
-            filled[s] += 1
-    floor, placed, offsets = np.zeros(n_sections, np.int64), np.zeros(n, np.bool_), np.zeros(n, np.int64)
-    return _Pile(
-        first, last, size, codes, reach, placed, offsets, ptr, members, floor, rest, count, cross, code
-    )  # fmt: skip
+    np.add.at(code, first, codes)
+    lists: list[list[int]] = [[] for _ in range(n_sections)]
+    for b in order.tolist():
+        a, z = int(first[b]), int(last[b])
+        rest[a:z] += size[b]
+        waits[a:z] += 1
+        cross[a + 1 : z] += 1
+        lived = np.arange(a, z)
+        np.bitwise_or.at(reach[b], lived >> 6, np.uint64(1) << (lived & 63).astype(np.uint64))
+        for s in range(a, z):
+            lists[s].append(b)
+    members = np.array([b for section in lists for b in section], np.int64)
+    ptr = np.append(0, np.cumsum(waits))
+    beginners = np.argsort(first, kind="stable")
+    starts = np.searchsorted(first[beginners], np.arange(n_sections + 1))
+    placed, offsets, floor = np.zeros(n, np.bool_), np.zeros(n, np.int64), np.zeros(n_sections, np.int64)
+    csr = (ptr, members, starts, beginners)
+    return _Pile(first, last, size, codes, reach, placed, offsets, *csr, floor, rest, waits, cross, code)
 
 
 @njit(cache=True, nogil=True)
@@ -206,7 +208,7 @@ def _ledge(pile, height):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def _branches(pile, section, out, blame):  # type: ignore[no-untyped-def]
+def _branches(pile, section, height, out, blame):  # type: ignore[no-untyped-def]
     """Buffers that may lie next on the ledge of `section`, and where its floor is if none does.
 
     Returns
@@ -214,16 +216,22 @@ def _branches(pile, section, out, blame):  # type: ignore[no-untyped-def]
     n_out : int
         Branches written to `out`; the sections the answer depends on are added to `blame`.
     rise : int
-        The lowest offset above the ledge at which anything can lie in this section.
+        The lowest offset above the ledge at which anything can lie in this section; of those that leave it too little
+        room no more is known than that.
+    done : int
+        Steps of an inner loop.
     """
     level = pile.floor[section]
-    n_out, rise = 0, np.int64(1) << 62
+    slack = height - level - pile.rest[section]
+    n_out, rise, done = 0, np.int64(1) << 62, 0
     left, right = section, section + 1
     for k in range(pile.ptr[section], pile.ptr[section + 1]):
         b = pile.members[k]
+        done += 1
         if pile.placed[b]:
             continue
         blame |= pile.reach[b]
+        done += pile.last[b] - pile.first[b] + len(blame)
         lowest = pile.floor[pile.first[b] : pile.last[b]].max()
         if lowest > level:
             rise = min(rise, lowest)
@@ -238,14 +246,17 @@ def _branches(pile, section, out, blame):  # type: ignore[no-untyped-def]
             out[n_out] = b
             n_out += 1
     # A buffer that fits but lies higher rests on one that is not in this section.
-    for s in range(left, right):
-        for k in range(pile.ptr[s], pile.ptr[s + 1]):
-            c = pile.members[k]
-            if pile.placed[c] or s != max(left, pile.first[c]) or pile.first[c] <= section < pile.last[c]:
+    if slack > 0 and n_out > 0:
+        met = pile.ptr[left + 1] - pile.ptr[left]
+        for k in range(met + pile.starts[right] - pile.starts[left + 1]):
+            c = pile.members[pile.ptr[left] + k] if k < met else pile.beginners[pile.starts[left + 1] + k - met]
+            done += 1
+            if pile.placed[c] or pile.size[c] > slack or pile.first[c] <= section < pile.last[c]:
                 continue
             blame |= pile.reach[c]
+            done += pile.last[c] - pile.first[c] + len(blame)
             rise = min(rise, pile.floor[pile.first[c] : pile.last[c]].max() + pile.size[c])
-    return n_out, rise
+    return n_out, rise, done
 
 
 @njit(cache=True, nogil=True)
@@ -284,17 +295,16 @@ _NEW, _NEXT, _DEAD = 0, 1, 2  # what to do at a depth: branch, go on with its br
 
 
 @njit(cache=True, nogil=True)
-def _search(order, first, last, size, codes, dead, height, work):  # type: ignore[no-untyped-def]
-    """Depth first, until an answer or `work` steps of an inner loop.
+def _search(pile, dead, height, work):  # type: ignore[no-untyped-def]
+    """Depth first, until an answer or `work` steps of an inner loop; the offsets are left in the pile.
 
     Returns
     -------
-    offsets, verdict, done
+    verdict, done
     """
-    pile = _begin(order, first, last, size, codes)
-    n, n_sections, n_words = len(order), len(pile.floor), pile.reach.shape[1]
+    n, n_sections, n_words = len(pile.size), len(pile.floor), pile.reach.shape[1]
     if pile.rest.max() > height:
-        return pile.offsets, _IMPOSSIBLE, 0
+        return _IMPOSSIBLE, 0
     deepest = 4 * (n + n_sections) + 8
     section, rise, chosen = np.zeros((3, deepest), np.int64)
     key, blame = np.zeros(deepest, np.uint64), np.zeros((deepest, n_words), np.uint64)
@@ -307,9 +317,9 @@ def _search(order, first, last, size, codes, dead, height, work):  # type: ignor
     while True:
         if todo == _NEW:
             if n_left == 0:
-                return pile.offsets, _FOUND, done
+                return _FOUND, done
             if done > work or d + 2 > deepest or branch[d] + n > len(branches):
-                return pile.offsets, _UNDECIDED, done
+                return _UNDECIDED, done
             left, right, s, key[d] = _ledge(pile, height)
             done += 4 * (right - left)
             if dead[key[d] & mask] == key[d]:
@@ -320,8 +330,8 @@ def _search(order, first, last, size, codes, dead, height, work):  # type: ignor
                 continue
             blame[d] = 0
             section[d] = s
-            found, rise[d] = _branches(pile, s, branches[branch[d] :], blame[d])
-            done += 8 * (pile.ptr[s + 1] - pile.ptr[s])
+            found, rise[d], steps = _branches(pile, s, height, branches[branch[d] :], blame[d])
+            done += steps
             branch[d + 1], next_[d] = branch[d] + found, branch[d]
             todo = _NEXT
         elif todo == _NEXT:
@@ -332,6 +342,7 @@ def _search(order, first, last, size, codes, dead, height, work):  # type: ignor
                 if not _put(pile, b, height, trail, undo[d], blame[d]):
                     continue
                 n_left -= 1
+                done += 4 * (pile.last[b] - pile.first[b])
                 chosen[d], undo[d + 1] = b, undo[d] + pile.last[b] - pile.first[b]
             elif i == branch[d + 1]:
                 if rise[d] + pile.rest[s] > height:
@@ -348,7 +359,7 @@ def _search(order, first, last, size, codes, dead, height, work):  # type: ignor
         else:
             d -= 1
             if d < 0:
-                return pile.offsets, _IMPOSSIBLE, done
+                return _IMPOSSIBLE, done
             s, b = section[d], chosen[d]
             if b >= 0:
                 _take(pile, b, trail, undo[d])
