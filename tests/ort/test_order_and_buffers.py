@@ -23,8 +23,8 @@ pytest.importorskip("onnxruntime")
 @pytest.mark.parametrize("path", SAMPLES, ids=lambda p: p.stem)
 def test_emulated_order_is_the_executed_order(path):
     executed = processes.measure(path, "disable", trace=True).executed
-    executed = as_executed(onnx.load(path), None, "disable", Preparation(CPU))
-    assert tuple(executed.compiled.graph.ops[i].label for i in executed.order.order) == executed
+    emulated = as_executed(onnx.load(path), None, "disable", Preparation(CPU))
+    assert tuple(emulated.compiled.graph.ops[i].label for i in emulated.order.order) == executed
 
 
 def shuffled(model: onnx.ModelProto, seed: int) -> onnx.ModelProto:
@@ -51,9 +51,9 @@ def test_emulated_order_and_peak_follow_the_file(seed, tmp_path):
     path = tmp_path / "m.onnx"
     onnx.save(model, path)
     measured = processes.measure(path, "disable", trace=True)
-    executed = as_executed(model, None, "disable", Preparation(CPU))
-    assert tuple(executed.compiled.graph.ops[i].label for i in executed.order.order) == measured.executed
-    assert executed.timeline().peak == pytest.approx(measured.peak_bytes, rel=0.03)
+    emulated = as_executed(model, None, "disable", Preparation(CPU))
+    assert tuple(emulated.compiled.graph.ops[i].label for i in emulated.order.order) == measured.executed
+    assert emulated.timeline().peak == pytest.approx(measured.peak_bytes, rel=0.03)
 
 
 def test_default_order_takes_the_highest_leaf_first():
