@@ -138,6 +138,16 @@ def solve(
     return Layout(offsets, height * alignment, bound * alignment, height <= proven, turn)
 
 
+def load_compiled() -> None:
+    """Load, or compile at first use, all that `solve` may need, so that no time limit pays for it."""
+    first, last, size = np.zeros(1, np.int64), np.ones(1, np.int64), np.ones(1, np.int64)
+    offsets, order, _ = _greedy(first, last, size, size)
+    _improve(order, offsets, first, last, size, 2, 1, 1, 0)
+    tree = layout_search.Tree.of(first, last, size)
+    assert tree is not None
+    tree.search(1, 0, 1)
+
+
 def _checked(lower: ArrayLike, upper: ArrayLike, size: ArrayLike, alignment: int) -> tuple[Longs, Longs, Longs]:
     """The arrays as int64, sizes in units of the alignment."""
     start, stop, nbytes = (np.asarray(column, np.int64) for column in (lower, upper, size))
