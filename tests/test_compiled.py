@@ -70,7 +70,8 @@ def test_a_package_that_cannot_be_written_is_cached_for_the_user_and_not_stale(t
     def run() -> tuple[str, set[str]]:
         environment = {"PYTHONPATH": str(copy.parent), "XDG_CACHE_HOME": str(cache), "PYTHONDONTWRITEBYTECODE": "1"}
         (copy / "ort" / "simulate" / "__pycache__").touch()  # a file where numba's folder would be
-        done = subprocess.run([sys.executable, "-c", CALL], capture_output=True, text=True, env=environment, check=True)
+        call = [sys.executable, "-c", CALL]
+        done = subprocess.run(call, capture_output=True, text=True, env=environment, cwd=tmp_path, check=True)
         return done.stdout, {path.name for path in cache.rglob("*.nbi")}
 
     first, files = run()
@@ -78,6 +79,7 @@ def test_a_package_that_cannot_be_written_is_cached_for_the_user_and_not_stale(t
     assert run() == (first, files)
     order = copy / "ort" / "simulate" / "order.py"
     order.write_text(order.read_text().replace("for node in range(n):", "for node in range(n - 1, -1, -1):"))
+    source_hash.cache_clear()
     changed, more = run()
     assert changed != first
     assert files < more
