@@ -22,10 +22,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
+from onnx_remat.compiled import compiled
 from onnx_remat.plan.bounds import lower_bound, writes
 from onnx_remat.plan.flow import Network
 from onnx_remat.problem import Flags, Floats, Ints, Longs, Problem
@@ -77,16 +78,11 @@ def cost_lower_bound(problem: Problem, budget: int, first: Sequence[int] | None 
     return best / total
 
 
-@dataclass(frozen=True, slots=True)
-class _Space:
-    """What occupies memory, by alias group, and who reads it.
+class _Groups(NamedTuple):
+    """What occupies memory, by alias group, and who reads it, as kernels take it; cheapest per byte first.
 
     Attributes
     ----------
-    group : int32 (n_groups,)
-        Root value of each group: not resident, not empty, cheapest to make again per byte first.
-    index : int32 (n_values,)
-        Place of each value's group in `group`, -1 for none.
     size, maker, held : (n_groups,)
         Bytes it surely takes, op that makes it, whether it is a graph output.
     share : float64 (n_groups,)
@@ -101,9 +97,6 @@ class _Space:
         Ops that come after an op, as they read its results or renew what it reads; ops that come before it.
     """
 
-    problem: Problem
-    group: Ints
-    index: Ints
     size: Longs
     maker: Ints
     held: Flags
@@ -115,10 +108,19 @@ class _Space:
     down: tuple[Ints, Ints]
     up: tuple[Ints, Ints]
 
+
+@dataclass(frozen=True, slots=True)
+class _Space:
+    """A problem with its groups; `index`, int32 (n_values,), is each value's group, -1 for none."""
+
+    problem: Problem
+    groups: _Groups
+    index: Ints
+
     @property
     def places(self) -> int:
         """Places looked at for one op."""
-        return self.problem.n_ops + 2 * len(self.down[1]) + len(self.readers) + len(self.group)
+        return self.problem.n_ops + 2 * len(self.groups.down[1]) + len(self.groups.readers) + len(self.groups.size)
 
     @classmethod
     def of(cls, problem: Problem, first: Sequence[int] | None) -> _Space:
@@ -142,42 +144,38 @@ class _Space:
         up_ptr = np.searchsorted(np.sort(down[1]), np.arange(problem.n_ops + 1)).astype(np.int32)
         up = up_ptr, sources[np.argsort(down[1], kind="stable")]
         fixed = np.array([writes(problem, op) for op in range(problem.n_ops)], np.int64) + problem.workspace
-        return cls(
-            problem, group.astype(np.int32), index[life.root], size, maker, life.kept[group], share, read_ptr,
+        groups = _Groups(
+            size, maker, life.kept[group], share, read_ptr,
             np.concatenate([*readers, np.zeros(0, np.int32)]).astype(np.int32), fixed, position, down, up,
         )  # fmt: skip
+        return cls(problem, groups, index[life.root])
 
     def knapsacks(self, ops: Ints, room: int) -> Floats:
         """The knapsack bound at each of `ops`, in units of cost."""
-        return _knapsacks(  # type: ignore[no-any-return]
-            ops, self.position, *self.up, *self.down, self.size, self.maker, self.held, self.share,
-            self.read_ptr, self.readers, self.fixed, room,
-        )  # fmt: skip
+        return _knapsacks(ops, self.groups, room)  # type: ignore[no-any-return]
 
     def cut(self, op: int, room: int) -> float:
         """The priced cut at `op`, in units of cost."""
-        done, state = _at(
-            op, self.position, *self.up, *self.down, self.maker, self.held, self.read_ptr, self.readers
-        )  # fmt: skip
-        excess = float(self.fixed[op] + self.size[state == _FORCED].sum()) - room
+        done, state = _at(op, self.groups)
+        excess = float(self.groups.fixed[op] + self.groups.size[state == _FORCED].sum()) - room
         return _dual(self._network(done, state), excess)
 
     def _network(self, done: Flags, state: Ints) -> Network:
         """What may be held or made again at an op before which the ops in `done` have run."""
-        problem, n_groups = self.problem, len(self.group)
+        problem, groups, n_groups = self.problem, self.groups, len(self.groups.size)
         recomputable = problem.lifetimes.recomputable
-        optional = done[self.maker] & (state != _FORCED) & ~self.held
+        optional = done[groups.maker] & (state != _FORCED) & ~groups.held
         kept = np.flatnonzero(optional)
-        again = recomputable[self.maker[kept]]
+        again = recomputable[groups.maker[kept]]
         ops = np.flatnonzero(done & recomputable)
         reader = np.repeat(np.arange(problem.n_ops), np.diff(problem.in_ptr))
         read = self.index[problem.in_values]
         arcs = (read >= 0) & (done & recomputable)[reader]
         arcs[arcs] = optional[read[arcs]]
-        makers = np.where(again, 2 + n_groups + self.maker[kept], 1)
+        makers = np.where(again, 2 + n_groups + groups.maker[kept], 1)
         return Network(
             (2 + np.flatnonzero(state == _LIVE)).astype(np.int32),
-            np.stack([2 + kept, makers], 1).astype(np.int32), self.size[kept].astype(np.float64),
+            np.stack([2 + kept, makers], 1).astype(np.int32), groups.size[kept].astype(np.float64),
             (2 + n_groups + ops).astype(np.int32), problem.cost[ops],
             np.stack([2 + n_groups + reader[arcs], 2 + read[arcs]], 1).astype(np.int32),
         )  # fmt: skip
@@ -212,10 +210,11 @@ def _dual(network: Network, excess: float) -> float:
     return best
 
 
-@njit(cache=True)
-def _at(op, position, up_ptr, up, down_ptr, down, maker, held, read_ptr, readers):  # type: ignore[no-untyped-def]
+@compiled
+def _at(op, groups):  # type: ignore[no-untyped-def]
     """At the first execution of `op`: ops surely run before, and the state of every group."""
-    n = len(up_ptr) - 1
+    position, maker, readers = groups.position, groups.maker, groups.readers
+    n = len(groups.fixed)
     done, todo = np.zeros(n, np.bool_), np.zeros(n, np.bool_)
     if len(position):
         for other in range(n):
@@ -224,7 +223,8 @@ def _at(op, position, up_ptr, up, down_ptr, down, maker, held, read_ptr, readers
     else:
         stack = np.empty(n, np.int32)
         for way in range(2):
-            ptr, nodes, flag = (up_ptr, up, done) if way == 0 else (down_ptr, down, todo)
+            ptr, nodes = groups.up if way == 0 else groups.down
+            flag = done if way == 0 else todo
             stack[0], top = op, 1
             flag[op] = True
             while top > 0:
@@ -240,9 +240,9 @@ def _at(op, position, up_ptr, up, down_ptr, down, maker, held, read_ptr, readers
     for g in range(len(maker)):
         if not done[maker[g]]:
             continue
-        if held[g]:
+        if groups.held[g]:
             state[g] = _FORCED
-        for k in range(read_ptr[g], read_ptr[g + 1]):
+        for k in range(groups.read_ptr[g], groups.read_ptr[g + 1]):
             if readers[k] == op:
                 state[g] = _FORCED
             elif todo[readers[k]] and state[g] == _FREE:
@@ -250,15 +250,14 @@ def _at(op, position, up_ptr, up, down_ptr, down, maker, held, read_ptr, readers
     return done, state
 
 
-@njit(cache=True)
-def _knapsacks(  # type: ignore[no-untyped-def]
-    ops, position, up_ptr, up, down_ptr, down, size, maker, held, share, read_ptr, readers, fixed, room
-):
+@compiled
+def _knapsacks(ops, groups, room):  # type: ignore[no-untyped-def]
     """Relaxed covering knapsack at each op; groups come cheapest per byte first."""
+    size, share = groups.size, groups.share
     result = np.zeros(len(ops), np.float64)
     for i in range(len(ops)):
-        _, state = _at(ops[i], position, up_ptr, up, down_ptr, down, maker, held, read_ptr, readers)
-        excess = fixed[ops[i]] - room
+        _, state = _at(ops[i], groups)
+        excess = groups.fixed[ops[i]] - room
         for g in range(len(size)):
             if state[g] != _FREE:
                 excess += size[g]

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numba import njit
 
+from onnx_remat.compiled import compiled
 from onnx_remat.ort.simulate.buffers import Timeline, simulate
 from onnx_remat.problem import Flags, Ints, Problem, Schedule
 
@@ -139,27 +139,24 @@ def gap_tenants(problem: Problem, order: Sequence[int], timeline: Timeline, limi
     """
     steps = np.asarray(order, np.int32)
     hot = np.concatenate([[0], np.cumsum(timeline.step_bytes > limit)]).astype(np.int64)
-    flagged = _flag_gaps(
-        steps, problem.in_ptr, problem.in_values, problem.out_ptr, problem.out_values, problem.n_values,
-        timeline.tenant_of, len(timeline.start), hot,
-    )  # fmt: skip
+    flagged = _flag_gaps(steps, problem.lifetimes, timeline.tenant_of, len(timeline.start), hot)
     return [int(v) for v in np.flatnonzero(flagged)]
 
 
-@njit(cache=True)
-def _flag_gaps(order, in_ptr, in_values, out_ptr, out_values, n_values, tenant_of, n_buffers, hot):  # type: ignore[no-untyped-def]
-    last_read = np.full(n_values, -1, np.int32)
+@compiled
+def _flag_gaps(order, life, tenant_of, n_buffers, hot):  # type: ignore[no-untyped-def]
+    last_read = np.full(len(life.nbytes), -1, np.int32)
     for step in range(len(order)):
         op = order[step]
-        for k in range(in_ptr[op], in_ptr[op + 1]):
-            last_read[in_values[k]] = step
+        for v in life.in_values[life.in_ptr[op] : life.in_ptr[op + 1]]:
+            last_read[v] = step
     busy_until = np.full(n_buffers, -1, np.int32)
-    flagged = np.zeros(n_values, np.bool_)
+    flagged = np.zeros(len(life.nbytes), np.bool_)
     i = 0
     for step in range(len(order)):
         op = order[step]
-        for k in range(out_ptr[op], out_ptr[op + 1]):
-            buffer, value = tenant_of[i], out_values[k]
+        for value in life.out_values[life.out_ptr[op] : life.out_ptr[op + 1]]:
+            buffer = tenant_of[i]
             i += 1
             if buffer < 0:
                 continue

@@ -19,8 +19,9 @@ from onnx_remat.plan.search.anneal import anneal
 from onnx_remat.plan.search.core import viewless
 from onnx_remat.plan.search.effort import allowance
 from onnx_remat.plan.search.loading import load
-from onnx_remat.plan.search.plans import LANES, annealed
+from onnx_remat.plan.search.plans import annealed
 from onnx_remat.plan.search.state import EXCESS, empty_state
+from onnx_remat.plan.search.tuning import LANES
 from onnx_remat.plan.selectors import Request, get, materialize, names
 from onnx_remat.plan.selectors.exact import solve
 from onnx_remat.plan.selectors.materialize import split_step

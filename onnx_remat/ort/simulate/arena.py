@@ -21,8 +21,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numba import njit
 
+from onnx_remat.compiled import compiled
 from onnx_remat.ort.simulate.buffers import Timeline
 from onnx_remat.problem import Flags, Ints, Longs, Schedule
 
@@ -132,7 +132,7 @@ def run(step: Requests, *, doubling: bool, kept: Flags | None = None, steps: int
     return Arena(int(in_use), int(touched), int(reserved))
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _replay(events, sizes, keep, steps, doubling):  # type: ignore[no-untyped-def]
     """The fields of `Arena`."""
     n_buffers = len(sizes)
@@ -222,7 +222,7 @@ def _replay(events, sizes, keep, steps, doubling):  # type: ignore[no-untyped-de
     return most, regions[1, :n_regions].sum(), reserved
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _rank(chunks, free, n_free, size, at):  # type: ignore[no-untyped-def]
     """How many free chunks come before one of this size at this address."""
     low, high = 0, n_free
@@ -236,7 +236,7 @@ def _rank(chunks, free, n_free, size, at):  # type: ignore[no-untyped-def]
     return low
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _insert(chunks, free, n_free, c):  # type: ignore[no-untyped-def]
     place = _rank(chunks, free, n_free, chunks[_SIZE, c], chunks[_AT, c])
     for i in range(n_free, place, -1):
@@ -246,7 +246,7 @@ def _insert(chunks, free, n_free, c):  # type: ignore[no-untyped-def]
     return n_free + 1
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _remove(chunks, free, n_free, c):  # type: ignore[no-untyped-def]
     for i in range(_rank(chunks, free, n_free, chunks[_SIZE, c], chunks[_AT, c]), n_free - 1):
         free[i] = free[i + 1]
@@ -254,7 +254,7 @@ def _remove(chunks, free, n_free, c):  # type: ignore[no-untyped-def]
     return n_free - 1
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _number(spare, n_spare, n_chunks):  # type: ignore[no-untyped-def]
     """A number for a new chunk."""
     if n_spare:

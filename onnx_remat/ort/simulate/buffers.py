@@ -29,8 +29,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numba import njit
 
+from onnx_remat.compiled import compiled
 from onnx_remat.problem import IN_RESIDENT, Ints, Longs, Problem, Schedule
 
 _RESIDENT = -1  # buffer number of what lies in a resident's memory: never allocated, freed or taken over
@@ -96,7 +96,7 @@ def simulate(problem: Problem, schedule: Schedule | Sequence[int]) -> Timeline:
     return Timeline(step_bytes, peak, peak_step, start, end, size, owner, tenant_of)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _occurrences(order, life):  # type: ignore[no-untyped-def]
     """Number the results of all steps, in order of production, and say who reads which.
 
@@ -131,7 +131,7 @@ def _occurrences(order, life):  # type: ignore[no-untyped-def]
     return reads, uses, first
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _assign_buffers(order, life, reads, uses, first):  # type: ignore[no-untyped-def]
     """Give every result a buffer by the rules in the module's docstring.
 
@@ -214,7 +214,7 @@ def _assign_buffers(order, life, reads, uses, first):  # type: ignore[no-untyped
     return start[:n_buffers], end[:n_buffers], size[:n_buffers], owner[:n_buffers], buffer_of
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _bytes_over_time(order, life, start, end, size):  # type: ignore[no-untyped-def]
     """Bytes of the buffers and the workspace of each step."""
     step_bytes = np.zeros(len(order) + 1, np.int64)

@@ -31,9 +31,9 @@ import time
 from dataclasses import dataclass
 
 import numpy as np
-from numba import njit
 from numpy.typing import ArrayLike
 
+from onnx_remat.compiled import compiled
 from onnx_remat.ort.simulate import layout_search
 from onnx_remat.problem import Longs
 
@@ -188,7 +188,7 @@ def _greedy(first: Longs, last: Longs, size: Longs, live: Longs) -> tuple[Longs,
     return best, chosen, height
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _place(order, first, last, size, tightest, limit):  # type: ignore[no-untyped-def]
     """Place buffers one by one into the tightest or the lowest gap; give up at the height `limit`.
 
@@ -226,7 +226,7 @@ def _place(order, first, last, size, tightest, limit):  # type: ignore[no-untype
     return offsets, height
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _improve(order, offsets, first, last, size, height, target, work, seed):  # type: ignore[no-untyped-def]
     """Move what lies at the top to an earlier place of the order, again and again, and keep what is not worse.
 

@@ -30,8 +30,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
+from onnx_remat.compiled import compiled
 from onnx_remat.problem import Flags, Longs
 
 Codes = np.ndarray[tuple[int, ...], np.dtype[np.uint64]]
@@ -114,7 +114,7 @@ def sections(lower: Longs, upper: Longs, size: Longs) -> tuple[Longs, Longs, Lon
     return first, last, np.cumsum(live)[:-1]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def highest(first, last, live):  # type: ignore[no-untyped-def]
     """The largest of `live` within each lifetime."""
     out = np.zeros(len(first), np.int64)
@@ -178,7 +178,7 @@ def _begin(order: Longs, first: Longs, last: Longs, size: Longs, codes: Codes) -
     return _Pile(first, last, size, codes, reach, placed, offsets, *csr, floor, rest, waits, cross, code)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _ledge(pile, height):  # type: ignore[no-untyped-def]
     """The leftmost part, the tightest section of its lowest ledge, and a hash of the part.
 
@@ -207,7 +207,7 @@ def _ledge(pile, height):  # type: ignore[no-untyped-def]
             return left, s, best, key
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _branches(pile, section, height, out, blame):  # type: ignore[no-untyped-def]
     """Buffers that may lie next on the ledge of `section`, and where its floor is if none does.
 
@@ -259,7 +259,7 @@ def _branches(pile, section, height, out, blame):  # type: ignore[no-untyped-def
     return n_out, rise, done
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _put(pile, b, height, trail, t, blame):  # type: ignore[no-untyped-def]
     """Place a buffer on its ledge and note the floors below it; blame the section that overflows, if one does."""
     at = pile.floor[pile.first[b]]
@@ -279,7 +279,7 @@ def _put(pile, b, height, trail, t, blame):  # type: ignore[no-untyped-def]
     return True
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _take(pile, b, trail, t):  # type: ignore[no-untyped-def]
     """Undo `_put`."""
     for s in range(pile.first[b], pile.last[b]):
@@ -294,7 +294,7 @@ def _take(pile, b, trail, t):  # type: ignore[no-untyped-def]
 _NEW, _NEXT, _DEAD = 0, 1, 2  # what to do at a depth: branch, go on with its branches, return from the one below
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _search(pile, dead, height, work):  # type: ignore[no-untyped-def]
     """Depth first, until an answer or `work` steps of an inner loop; the offsets are left in the pile.
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numba import njit
 
+from onnx_remat.compiled import compiled
 from onnx_remat.problem import Ints
 
 
@@ -55,7 +55,7 @@ def sizes_first(order: Sequence[int], producers: Sequence[Sequence[int]], sizes:
     return list(dict.fromkeys(n for node in order for n in (node, *following.get(node, ()))))
 
 
-@njit(cache=True)
+@compiled
 def _reverse_dfs(ptr: Ints, producers: Ints) -> Ints:
     n = len(ptr) - 1
     is_leaf = np.ones(n, np.bool_)

@@ -8,12 +8,11 @@ below, so that the search keeps crossing the border where the cheapest plans are
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from onnx_remat.compiled import compiled
 from onnx_remat.plan.search.intervals import give_back
 from onnx_remat.plan.search.loading import unload
 from onnx_remat.plan.search.moves import (
-    CHAIN,
     add,
     draw,
     hoist,
@@ -25,16 +24,22 @@ from onnx_remat.plan.search.moves import (
     undo,
 )
 from onnx_remat.plan.search.state import EXCESS, WORK, State
+from onnx_remat.plan.search.tuning import (
+    ADD,
+    CHAIN,
+    FEASIBLE_SHARE,
+    HOIST,
+    HOT_READ,
+    PERIOD,
+    PRICE_STEP,
+    REMOVE,
+    REORDER,
+    SWAP,
+    WORK_OF_MOVE,
+)
 
-_ADD, _SWAP, _REMOVE, _REORDER, _HOIST = 0.25, 0.25, 0.2, 0.8, 0.1  # how often each kind of move is tried
-_HOT = 0.7  # how often an interval is looked for that helps at once
-_MOVE = 800  # work of a move beside that on the profile
-_PERIOD = 500  # moves between two looks at the multiplier
-_STEP = 1.08  # factor by which the multiplier follows
-_FEASIBLE = 0.35  # share of the moves that should end within the budget
 
-
-@njit(cache=True, nogil=True)
+@compiled
 def anneal(s: State, rng, cost, floor, work, hot, cold, price):  # type: ignore[no-untyped-def]
     """Search from the order in `s`.
 
@@ -71,10 +76,10 @@ def anneal(s: State, rng, cost, floor, work, hot, cold, price):  # type: ignore[
     move = 0
     s.totals[WORK] = 0
     while s.totals[WORK] < work:
-        s.totals[WORK] += _MOVE
+        s.totals[WORK] += WORK_OF_MOVE
         move += 1
-        if move % _PERIOD == 0:
-            price *= _STEP if fits < _FEASIBLE * _PERIOD else 1.0 / _STEP
+        if move % PERIOD == 0:
+            price *= PRICE_STEP if fits < FEASIBLE_SHARE * PERIOD else 1.0 / PRICE_STEP
             price = min(max(price, 1e-4 * start), 1e5 * start)
             fits = 0
             heat = hot * (cold / hot) ** (s.totals[WORK] / work)
@@ -82,22 +87,22 @@ def anneal(s: State, rng, cost, floor, work, hot, cold, price):  # type: ignore[
         limit = -heat * np.log(draw(rng) + 1e-300)  # a gain up to this is accepted
         n, extra = 0, 0.0
         kind = draw(rng)
-        e = pick_event(s, rng, loose and kind > _REORDER)
-        if kind < _ADD + _SWAP:
-            swap = kind < _SWAP and not s.events[e].pinned and s.ops[s.events[e].op].count > 1
+        e = pick_event(s, rng, loose and kind > REORDER)
+        if kind < ADD + SWAP:
+            swap = kind < SWAP and not s.events[e].pinned and s.ops[s.events[e].op].count > 1
             most = limit + price * excess + (s.ops[s.events[e].op].cost if swap else 0.0)
-            x = pick_read(s, rng, draw(rng) < _HOT)
+            x = pick_read(s, rng, draw(rng) < HOT_READ)
             if x >= 0:
                 n, extra = add(s, rng, x, log, np.int64(0), draw(rng) ** 2, most)
             if n > 0 and swap and s.events[e].place >= 0 and removable(s, e):
                 n, saved = remove(s, e, log, n)
                 extra -= saved
         elif not s.events[e].pinned:
-            if kind < _ADD + _SWAP + _REMOVE:
+            if kind < ADD + SWAP + REMOVE:
                 if removable(s, e):
                     n, extra = remove(s, e, log, np.int64(0))
                     extra = -extra
-            elif loose and kind > 1 - _HOIST:
+            elif loose and kind > 1 - HOIST:
                 x = pick_read(s, rng, kind < 1.0)
                 if x >= 0:
                     n, extra = hoist(s, x, log)

@@ -5,7 +5,14 @@ Each value has a list of *touches*, its writes and reads in order of execution. 
 held if and only if the later one is a read, so a recompute splits an interval and a removed one joins two;
 each touch changes the profile over one range of steps. Steps live in an array with empty places between
 them, which take up new steps. The profile counts bytes against the budget, so that what is above zero is
-excess.
+excess::
+
+    place         0   1   2   3   4   5   6   7           W write, R read: the touches of one value
+    event         a   .   b   .   c   .   d   .           an empty place carries what goes on past it
+    value of a    W---+---R---+---+---+---R               held until d reads it
+    put a in at 5:
+    event         a   .   b   .   c   a   d   .
+    value of a    W---+---R           W---R               the read of d now follows a write: c is relieved
 
 References
 ----------
@@ -15,20 +22,14 @@ Bartan, Li, Teague, Lott, Dilkina: Moccasin, efficient tensor rematerialization 
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from numba import njit
 
+from onnx_remat.compiled import inlined
 from onnx_remat.plan.search.state import BUDGET, COUNT, EVENTS, EXCESS, HOLD_UNREAD, IDLE, NODES, WORK
-
-kernel: Any = njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)  # type: ignore[call-overload]
-"""Compiles what only compiled code calls; not cached by itself, but within its cached callers."""
-
-_CALL = 220  # work of changing the profile anywhere, beside the places changed
+from onnx_remat.plan.search.tuning import WORK_OF_CHANGE
 
 
-@kernel
+@inlined
 def _hold(s, low, high, delta):  # type: ignore[no-untyped-def]
     """Hold `delta` bytes more from place `low` to place `high`, both included."""
     if high < low:
@@ -41,23 +42,23 @@ def _hold(s, low, high, delta):  # type: ignore[no-untyped-def]
         change += max(new, 0) - max(old, 0)
         level[i] = new
     s.totals[EXCESS] += change
-    s.totals[WORK] += len(level) + _CALL
+    s.totals[WORK] += len(level) + WORK_OF_CHANGE
 
 
-@kernel
+@inlined
 def ends(s, x):  # type: ignore[no-untyped-def]
     """Whether no read follows touch `x` before the next write."""
     b = s.nodes[x].after
     return b < 0 or s.nodes[b].read == 0
 
 
-@kernel
+@inlined
 def place_of(s, x):  # type: ignore[no-untyped-def]
     """Place of touch `x`."""
     return s.events[s.nodes[x].owner].place
 
 
-@kernel
+@inlined
 def _written(s, x, sign):  # type: ignore[no-untyped-def]
     """Count (`sign` 1) or discount (-1) the write `x` as its neighbours stand."""
     value = s.values[s.nodes[x].value]
@@ -74,7 +75,7 @@ def _written(s, x, sign):  # type: ignore[no-untyped-def]
     _hold(s, p, high, sign * value.nbytes)
 
 
-@kernel
+@inlined
 def in_place(s, e):  # type: ignore[no-untyped-def]
     """Set what event `e` saves by making outputs in place of inputs that end there."""
     event = s.events[e]
@@ -100,7 +101,7 @@ def in_place(s, e):  # type: ignore[no-untyped-def]
         event.bonus = bonus
 
 
-@kernel
+@inlined
 def touch_before(s, v, p):  # type: ignore[no-untyped-def]
     """Last touch of value `v` before place `p`, -1 for none."""
     x = s.values[v].tail
@@ -109,7 +110,7 @@ def touch_before(s, v, p):  # type: ignore[no-untyped-def]
     return x
 
 
-@kernel
+@inlined
 def _relink(s, x, joining):  # type: ignore[no-untyped-def]
     """Put touch `x` into its value's list, or take it out, and keep the profile true."""
     nodes = s.nodes
@@ -158,7 +159,7 @@ def _relink(s, x, joining):  # type: ignore[no-untyped-def]
             in_place(s, nodes[a if k == 0 else b].owner)
 
 
-@kernel
+@inlined
 def change(s, e, p, joining):  # type: ignore[no-untyped-def]
     """Let event `e` run at the empty place `p`, or take it out of the order; it stays at hand."""
     event = s.events[e]
@@ -190,7 +191,7 @@ def change(s, e, p, joining):  # type: ignore[no-untyped-def]
     op.count -= 1
 
 
-@kernel
+@inlined
 def new_event(s, o):  # type: ignore[no-untyped-def]
     """An unused event of op `o`, -1 if there is no room."""
     op = s.ops[o]
@@ -215,7 +216,7 @@ def new_event(s, o):  # type: ignore[no-untyped-def]
     return e
 
 
-@kernel
+@inlined
 def give_back(s, e):  # type: ignore[no-untyped-def]
     """Hand an event that is not in the order back."""
     op = s.ops[s.events[e].op]
@@ -223,7 +224,7 @@ def give_back(s, e):  # type: ignore[no-untyped-def]
     op.spare = e
 
 
-@kernel
+@inlined
 def _carried(s, e):  # type: ignore[no-untyped-def]
     """Level at an empty place right after event `e`."""
     event = s.events[e]
@@ -242,7 +243,7 @@ def _carried(s, e):  # type: ignore[no-untyped-def]
     return level
 
 
-@kernel
+@inlined
 def make_room(s, p):  # type: ignore[no-untyped-def]
     """An empty place right before the event at place `p`, -1 if there is none; events move aside."""
     n = len(s.at)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
-from onnx_remat.plan.search.intervals import ends, in_place, kernel, new_event, place_of
+from onnx_remat.compiled import compiled, inlined
+from onnx_remat.plan.search.intervals import ends, in_place, new_event, place_of
 from onnx_remat.plan.search.state import BUDGET, COUNT, EVENTS, EXCESS, HOLD_UNREAD, IDLE, NODES
 
 
-@kernel
+@inlined
 def _appended(s, o, p):  # type: ignore[no-untyped-def]
     """Let op `o` run at place `p`, after all that is there; the profile is left for later."""
     e = new_event(s, o)
@@ -28,7 +28,7 @@ def _appended(s, o, p):  # type: ignore[no-untyped-def]
         value.tail = x
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def load(s, order):  # type: ignore[no-untyped-def]
     """Fill an empty state with `order`, evenly spread: `change` for each step, but the profile at once."""
     n, places = len(order), len(s.at)
@@ -62,7 +62,7 @@ def load(s, order):  # type: ignore[no-untyped-def]
         in_place(s, e)
 
 
-@kernel
+@inlined
 def unload(s):  # type: ignore[no-untyped-def]
     """The order in a state."""
     order = np.empty(s.totals[COUNT], np.int32)

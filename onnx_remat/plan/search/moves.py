@@ -8,27 +8,21 @@ from __future__ import annotations
 
 import numpy as np
 
+from onnx_remat.compiled import inlined
 from onnx_remat.plan.search.intervals import (
     change,
     ends,
     give_back,
-    kernel,
     make_room,
     new_event,
     place_of,
     touch_before,
 )
 from onnx_remat.plan.search.state import COUNT, EXCESS
-
-CHAIN = 40  # events one move may put in or take out
-_EARLY = 0.3  # how often a recompute goes where an input was last used
-_MOST = 16
-_HOISTED = 16  # events one move may run earlier
-_NEAR = 3  # an input that ended this few places before is held, not recomputed
-_TRIES = 12  # intervals looked at to find one across a chosen step
+from onnx_remat.plan.search.tuning import CHAIN, EARLY, HOISTED, LONGEST_ADDED, NEAR, TRIES
 
 
-@kernel
+@inlined
 def draw(rng):  # type: ignore[no-untyped-def]
     """Next number of an xorshift generator, uniform in [0, 1)."""
     x = rng[0]
@@ -39,7 +33,7 @@ def draw(rng):  # type: ignore[no-untyped-def]
     return float(x >> np.uint64(11)) * (1.0 / 9007199254740992.0)
 
 
-@kernel
+@inlined
 def undo(s, log, n):  # type: ignore[no-untyped-def]
     """Take back the first `n` entries of a move's log, last one first."""
     for i in range(n - 1, -1, -1):
@@ -49,7 +43,7 @@ def undo(s, log, n):  # type: ignore[no-untyped-def]
             give_back(s, e)
 
 
-@kernel
+@inlined
 def _last_place(s, o):  # type: ignore[no-untyped-def]
     """Place of the last event of op `o`, -1 for none."""
     op = s.ops[o]
@@ -65,7 +59,7 @@ def _last_place(s, o):  # type: ignore[no-untyped-def]
     return place_of(s, x) if x >= 0 else p
 
 
-@kernel
+@inlined
 def _timely(s, o, p):  # type: ignore[no-untyped-def]
     """Whether op `o` may run right before place `p`: nothing it reads is renewed yet, nor is it too early to renew."""
     op = s.ops[o]
@@ -76,7 +70,7 @@ def _timely(s, o, p):  # type: ignore[no-untyped-def]
     return True
 
 
-@kernel
+@inlined
 def _insert(s, op, p, log, n):  # type: ignore[no-untyped-def]
     """Run `op` right before the event at place `p`; returns its event or -1, and logs it."""
     if not _timely(s, op, p):
@@ -93,7 +87,7 @@ def _insert(s, op, p, log, n):  # type: ignore[no-untyped-def]
     return e
 
 
-@kernel
+@inlined
 def _spared(s, e, at_all):  # type: ignore[no-untyped-def]
     """Whether `e` is a recompute whose results nobody reads or, unless `at_all`, only who finds an earlier one."""
     event = s.events[e]
@@ -107,19 +101,19 @@ def _spared(s, e, at_all):  # type: ignore[no-untyped-def]
     return True
 
 
-@kernel
+@inlined
 def _useless(s, e):  # type: ignore[no-untyped-def]
     """Whether `e` is a recompute whose results nobody reads."""
     return _spared(s, e, np.int64(1))
 
 
-@kernel
+@inlined
 def removable(s, e):  # type: ignore[no-untyped-def]
     """Whether every read of the results of `e` finds an earlier result."""
     return _spared(s, e, np.int64(0))
 
 
-@kernel
+@inlined
 def remove(s, e, log, n):  # type: ignore[no-untyped-def]
     """Take out `e`, then what nobody reads for want of it; returns the log's new length and the cost
     saved."""
@@ -153,7 +147,7 @@ def remove(s, e, log, n):  # type: ignore[no-untyped-def]
     return n, saved
 
 
-@kernel
+@inlined
 def _ready(s, op, p):  # type: ignore[no-untyped-def]
     """Whether all that `op` reads is made before place `p`."""
     for k in range(s.ops[op].slot, s.ops[op].slot + s.ops[op].reads):  # noqa: SIM110 - compiled: no generators
@@ -162,18 +156,18 @@ def _ready(s, op, p):  # type: ignore[no-untyped-def]
     return True
 
 
-@kernel
+@inlined
 def pick_read(s, rng, hot):  # type: ignore[no-untyped-def]
     """A random read touch, if possible across a random step above the budget; -1 for none."""
     p = -1
     if hot and s.totals[EXCESS] > 0:
-        for _ in range(4 * _TRIES):
+        for _ in range(4 * TRIES):
             q = s.events[s.active[int(draw(rng) * s.totals[COUNT])]].place
             if s.level[q] > 0:
                 p = q
                 break
     x = -1
-    for _ in range(_TRIES):
+    for _ in range(TRIES):
         event = s.events[s.active[int(draw(rng) * s.totals[COUNT])]]
         n_in = s.ops[event.op].reads
         if n_in == 0:
@@ -184,7 +178,7 @@ def pick_read(s, rng, hot):  # type: ignore[no-untyped-def]
     return x
 
 
-@kernel
+@inlined
 def add(s, rng, x, log, n, deep, most_cost):  # type: ignore[no-untyped-def]
     """Recompute the value read by touch `x` just before it, and dead inputs with it by chance.
 
@@ -202,7 +196,7 @@ def add(s, rng, x, log, n, deep, most_cost):  # type: ignore[no-untyped-def]
     if not fair or s.values[node.value].held or start + 1 >= p:
         return 0, 0.0
     # Sometimes earlier: right after an input's last use, which need not be held until then.
-    if op.reads > 0 and draw(rng) < _EARLY:
+    if op.reads > 0 and draw(rng) < EARLY:
         y = touch_before(s, s.slots[op.slot + int(draw(rng) * op.reads)], p)
         q = place_of(s, y) + 1
         while q < p and s.at[q] < 0:
@@ -214,7 +208,7 @@ def add(s, rng, x, log, n, deep, most_cost):  # type: ignore[no-untyped-def]
         return 0, 0.0
     n += 1
     added = op.cost
-    most = first + 1 + int(_MOST * draw(rng) ** 3)  # few moves are long: most long chains are turned down
+    most = first + 1 + int(LONGEST_ADDED * draw(rng) ** 3)  # few moves are long: most long chains are turned down
     i = first
     while i < n:
         f = log[i, 0]
@@ -224,7 +218,7 @@ def add(s, rng, x, log, n, deep, most_cost):  # type: ignore[no-untyped-def]
                 continue
             p = s.events[f].place
             source = s.values[s.nodes[y].value].maker
-            far = p - place_of(s, s.nodes[y].before) > _NEAR
+            far = p - place_of(s, s.nodes[y].before) > NEAR
             fair = s.ops[source].again and added + s.ops[source].cost <= most_cost
             wanted = far and fair and n < most and draw(rng) < deep
             if wanted and _insert(s, source, p, log, n) >= 0:
@@ -246,7 +240,7 @@ def add(s, rng, x, log, n, deep, most_cost):  # type: ignore[no-untyped-def]
     return n, added
 
 
-@kernel
+@inlined
 def shift(s, rng, e, log):  # type: ignore[no-untyped-def]
     """Run `e` elsewhere: next to a neighbouring touch of what it reads or writes, or at a random step near.
 
@@ -282,14 +276,14 @@ def shift(s, rng, e, log):  # type: ignore[no-untyped-def]
     return n, op.cost - saved
 
 
-@kernel
+@inlined
 def hoist(s, x, log):  # type: ignore[no-untyped-def]
     """Run the reader `x` and what it needs right after the touch before it, so that the interval ends there.
 
     Returns the log's length (0: impossible; undo it where the cost is infinite) and the change of cost.
     """
     target = place_of(s, s.nodes[x].before) + 1
-    old = np.empty(_HOISTED, np.int64)
+    old = np.empty(HOISTED, np.int64)
     old[0] = s.nodes[x].owner
     count, done = 1, 0
     while done < count:
@@ -308,7 +302,7 @@ def hoist(s, x, log):  # type: ignore[no-untyped-def]
             for i in range(count):
                 known = known or old[i] == e
             if not known:
-                if count == _HOISTED:
+                if count == HOISTED:
                     return 0, 0.0
                 old[count] = e
                 count += 1
@@ -341,12 +335,12 @@ def hoist(s, x, log):  # type: ignore[no-untyped-def]
     return n, extra
 
 
-@kernel
+@inlined
 def pick_event(s, rng, any_op):  # type: ignore[no-untyped-def]
     """A random event, unless `any_op` if possible a recompute."""
     e = s.active[int(draw(rng) * s.totals[COUNT])]
     tries = 0
-    while not any_op and tries < _TRIES and (s.events[e].pinned or s.ops[s.events[e].op].count < 2):
+    while not any_op and tries < TRIES and (s.events[e].pinned or s.ops[s.events[e].op].count < 2):
         e = s.active[int(draw(rng) * s.totals[COUNT])]
         tries += 1
     return e

@@ -11,17 +11,13 @@ from typing import TypeVar
 import numpy as np
 
 from onnx_remat.ort.simulate.buffers import simulate
+from onnx_remat.plan.request import Request
 from onnx_remat.plan.search.anneal import anneal
 from onnx_remat.plan.search.core import Viewless
 from onnx_remat.plan.search.loading import load
 from onnx_remat.plan.search.state import EXCESS, State, empty_state
+from onnx_remat.plan.search.tuning import FIRST_PRICE, LANES, PLACES_PER_STEP
 from onnx_remat.problem import Ints, Problem, Schedule
-
-LANES = 2
-"""Annealing runs that go on at the same time: a fixed figure, so that plans do not depend on the machine."""
-
-_PLACES = 4  # places per step of the order that is annealed
-_PRICE = 0.1  # of one op's bytes for one step above the budget, in average ops' cost, to begin with
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +47,11 @@ def best_of(plans: list[Plan]) -> Plan:
     return min(plans, key=lambda plan: plan.key)
 
 
+def cheapest_within(request: Request, schedules: Sequence[Schedule]) -> Schedule:
+    """Least overhead among those that meet the budget, else the lowest peak."""
+    return best_of([priced(request.problem, schedule.order, request.budget) for schedule in schedules]).schedule
+
+
 _Job = TypeVar("_Job")
 
 
@@ -76,7 +77,7 @@ def fits(view: Viewless, plan: Plan, budget: int) -> bool:
 
 
 def _loaded(view: Viewless, order: Ints, budget: int) -> State:
-    state = empty_state(view.core, _PLACES * len(order) + 64, budget - view.problem.base_bytes)
+    state = empty_state(view.core, PLACES_PER_STEP * len(order) + 64, budget - view.problem.base_bytes)
     load(state, order)
     return state
 
@@ -120,6 +121,6 @@ def annealed(
     size = float(core.nbytes[core.out_values].mean()) or 1.0
     found, _ = anneal(
         state, np.array([seed * 7919 + 104729], np.uint64), float(core.cost[order].sum()),
-        float(core.cost[view.ops].sum()), work, heat.hot * unit, heat.cold * unit, _PRICE * unit / size,
+        float(core.cost[view.ops].sum()), work, heat.hot * unit, heat.cold * unit, FIRST_PRICE * unit / size,
     )  # fmt: skip
     return priced(problem, view.expand(found), budget)

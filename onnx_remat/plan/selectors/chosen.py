@@ -14,8 +14,8 @@ from collections.abc import Iterable
 import numpy as np
 
 from onnx_remat.plan.request import Request, register
+from onnx_remat.plan.search.plans import cheapest_within
 from onnx_remat.plan.selectors.materialize import materialize, split_step
-from onnx_remat.plan.selectors.min_cut import cheapest_within
 from onnx_remat.problem import Flags, Schedule
 
 

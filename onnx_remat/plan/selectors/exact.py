@@ -17,8 +17,8 @@ import numpy as np
 from ortools.sat.python import cp_model
 
 from onnx_remat.donation import after_readers
-from onnx_remat.ort.simulate.buffers import simulate
 from onnx_remat.plan.request import Request, register
+from onnx_remat.plan.search.plans import cheapest_within
 from onnx_remat.plan.selectors.search import search
 from onnx_remat.problem import Problem, Schedule
 
@@ -147,11 +147,4 @@ def exact(request: Request) -> Schedule:
         return found
     effort = request.time_limit * _PER_SECOND if request.work is None else request.work * 1e-4
     proof = solve(request.problem, request.budget, effort, found)
-    plans = [found] if proof.schedule is None else [found, proof.schedule]
-
-    def key(plan: Schedule) -> tuple[bool, float]:
-        peak = simulate(request.problem, plan).peak
-        over = peak > request.budget
-        return over, float(peak) if over else plan.overhead(request.problem)
-
-    return min(plans, key=key)
+    return cheapest_within(request, [found] if proof.schedule is None else [found, proof.schedule])

@@ -8,20 +8,16 @@ from onnx_remat.plan.search.core import Viewless, viewless
 from onnx_remat.plan.search.effort import allowance
 from onnx_remat.plan.search.orders import list_schedules
 from onnx_remat.plan.search.plans import Heat, Plan, annealed, priced
+from onnx_remat.plan.search.tuning import COARSE, FINE, ORDERS_IMPROVED, REORDER_HEAT, ROUND_SHARE
 from onnx_remat.problem import Schedule
-
-_IMPROVED = 3  # orders that local improvement is tried on
-_COARSE, _FINE = 0.04, 0.004  # fraction of the peak one round of improvement aims to take off
-_ROUND = 0.05  # share of the work one round takes
-_HEAT = Heat(0.5, 0.05)
 
 
 def lowered(view: Viewless, plan: Plan, budget: int, work: int) -> Plan:
     """Reorder until a plan fits: its peak is taken down step by step, for as long as that succeeds."""
-    step, spent, per_round = _COARSE, 0, max(20, int(work * _ROUND))
-    while plan.peak > budget and step >= _FINE and spent < work:
+    step, spent, per_round = COARSE, 0, max(20, int(work * ROUND_SHARE))
+    while plan.peak > budget and step >= FINE and spent < work:
         aim = max(budget, int(plan.peak * (1 - step)))
-        new = annealed(view, plan, aim, per_round, _HEAT, spent, recompute=False)
+        new = annealed(view, plan, aim, per_round, Heat(*REORDER_HEAT), spent, recompute=False)
         spent += per_round
         if new.peak < plan.peak:
             plan = priced(view.problem, new.schedule.order, budget)
@@ -39,8 +35,8 @@ def reordered(request: Request, view: Viewless, work: int) -> list[Plan]:
     orders = [baseline, after_readers(problem, range(problem.n_ops)), *list_schedules(problem, baseline)]
     found = [priced(problem, order, budget) for order in orders]
     found.sort(key=lambda plan: plan.peak)
-    tops = found[:_IMPROVED] if found[0].over else []
-    improved = [lowered(view, plan, budget, work // _IMPROVED) for plan in tops]
+    tops = found[:ORDERS_IMPROVED] if found[0].over else []
+    improved = [lowered(view, plan, budget, work // ORDERS_IMPROVED) for plan in tops]
     return sorted([*improved, *found], key=lambda plan: plan.peak)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numba import njit
 
+from onnx_remat.compiled import compiled
 from onnx_remat.problem import BACKWARD, Flags, Ints, Problem, Schedule
 
 
@@ -53,12 +53,12 @@ def materialize(problem: Problem, base_order: Ints | Sequence[int], dropped: Fla
     reader = np.repeat(np.arange(problem.n_ops), np.diff(problem.in_ptr))
     np.minimum.at(deadline, reader[renewing >= 0], position[renewing[renewing >= 0]])
     gone = dropped & life.recomputable
-    found = _inserted(order, position, gone, gone_at, deadline, problem.in_ptr, problem.in_values, life.maker)
+    found = _inserted(order, position, gone, gone_at, deadline, life)
     return Schedule(tuple(found.tolist()))
 
 
-@njit(cache=True)
-def _inserted(order, position, gone, gone_at, deadline, in_ptr, in_values, made_by):  # type: ignore[no-untyped-def]
+@compiled
+def _inserted(order, position, gone, gone_at, deadline, life):  # type: ignore[no-untyped-def]
     result = np.empty(2 * len(order), np.int32)
     chain = np.empty(len(order) + 1, np.int32)
     n = 0
@@ -67,8 +67,8 @@ def _inserted(order, position, gone, gone_at, deadline, in_ptr, in_values, made_
         while done < length:
             op = chain[done]
             done += 1
-            for k in range(in_ptr[op], in_ptr[op + 1]):
-                source = made_by[in_values[k]]
+            for v in life.in_values[life.in_ptr[op] : life.in_ptr[op + 1]]:
+                source = life.maker[v]
                 if source < 0 or not gone[source] or step > deadline[source]:
                     continue
                 if step >= gone_at[source] and position[source] < gone_at[source]:

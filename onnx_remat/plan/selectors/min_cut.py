@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from onnx_remat.ort.simulate.buffers import simulate
 from onnx_remat.plan.flow import Network
 from onnx_remat.plan.request import Request, register
+from onnx_remat.plan.search.plans import cheapest_within
 from onnx_remat.plan.selectors.materialize import materialize, split_step
 from onnx_remat.problem import Ints, Problem, Schedule
 
@@ -68,17 +68,6 @@ def cut_seeds(problem: Problem, base_order: Ints) -> list[Schedule]:
             found.append(materialize(problem, base_order, dropped, split))
         previous = dropped
     return found
-
-
-def cheapest_within(request: Request, schedules: list[Schedule]) -> Schedule:
-    """Least overhead among those that meet the budget, else the lowest peak."""
-
-    def key(schedule: Schedule) -> tuple[bool, float, int]:
-        peak = simulate(request.problem, schedule).peak
-        over = peak > request.budget
-        return over, float(peak) if over else schedule.overhead(request.problem), peak
-
-    return min(schedules, key=key)
 
 
 @register("min_cut")

@@ -24,9 +24,9 @@ import numpy as np
 
 from onnx_remat.plan.request import Request, register
 from onnx_remat.plan.search.core import Viewless, viewless
+from onnx_remat.plan.search.plans import cheapest_within
 from onnx_remat.plan.selectors.division import Closed, divide
 from onnx_remat.plan.selectors.materialize import materialize, split_step
-from onnx_remat.plan.selectors.min_cut import cheapest_within
 from onnx_remat.problem import Ints, Longs, Problem, Schedule
 
 _MOST_TERMS = 300  # max-terms tried

@@ -12,20 +12,25 @@ from dataclasses import replace
 from onnx_remat.plan.request import Request, register
 from onnx_remat.plan.search.core import Viewless, viewless
 from onnx_remat.plan.search.effort import allowance
-from onnx_remat.plan.search.plans import LANES, Heat, Plan, annealed, best_of, fits, priced, side_by_side
+from onnx_remat.plan.search.plans import Heat, Plan, annealed, best_of, fits, priced, side_by_side
+from onnx_remat.plan.search.tuning import (
+    AIMS,
+    CONTINUE_HEAT,
+    CONTINUE_SHARE,
+    LANES,
+    LARGE_OPS,
+    LAST_HEATS,
+    MOST_TRIES,
+    PLANS_CONTINUED,
+    TIGHTER_TARGETS,
+    TRIAL_HEATS,
+    TRY_SHARE,
+    WORK_PER_OP,
+)
 from onnx_remat.plan.selectors.keep_all import reordered
 from onnx_remat.plan.selectors.min_cut import cut_seeds
 from onnx_remat.plan.selectors.sqrt_n import segment_seeds
 from onnx_remat.problem import Schedule
-
-_MOST_TRIES, _TRYING = 8, 0.6  # runs from the starting points, and the share of the work they take together
-_PER_OP = 150_000  # work per op that makes a run worth while
-_TRIAL_HEATS = (Heat(0.1, 0.01), Heat(0.3, 0.02), Heat(1.0, 0.02))
-_KEPT, _GOING_ON = 4, 0.25  # the best of them that are gone on from, and the share of the work they take together
-_AIMS = (1.0, 0.97)  # of the budget: what the lowest is annealed for, in one long run per lane, where none of them fits
-_AGAIN_HEAT, _LAST_HEATS = Heat(0.15, 0.005), (Heat(0.05, 0.002), Heat(0.1, 0.002))
-_TIGHTER = 6  # times the budget is made smaller where shared buffers exceed it
-_LARGE = 20_000  # ops above which seeds that take a maximum flow are left out
 
 
 def seeds(request: Request, view: Viewless, work: int) -> tuple[list[Plan], list[Plan]]:
@@ -36,7 +41,7 @@ def seeds(request: Request, view: Viewless, work: int) -> tuple[list[Plan], list
     classical: list[Plan] = []
     for base in bases:
         plans = segment_seeds(problem, base.array())
-        if problem.n_ops <= _LARGE:
+        if problem.n_ops <= LARGE_OPS:
             plans += cut_seeds(problem, base.array())
         classical += [priced(problem, plan.order, budget) for plan in plans]
     return plain, sorted(classical, key=lambda plan: plan.key)
@@ -53,7 +58,7 @@ def find(request: Request) -> Plan:
     if not plain[0].over:
         return best
     target = request.budget
-    for _ in range(_TIGHTER):
+    for _ in range(TIGHTER_TARGETS):
         found = _within(request, view, plain, [*given, *classical], target, work)
         best = best_of([best, replace_over(found, request.budget)])
         if not best.over or not fits(view, found, target):
@@ -74,34 +79,34 @@ def _within(request: Request, view: Viewless, plain: list[Plan], others: list[Pl
     work *= LANES
     others = sorted((replace_over(plan, budget) for plan in others), key=lambda plan: plan.key)
     starts = [*plain[:1], *others[:1], *(plain[1:2] if not request.fixed_order else [])]
-    tries = min(_MOST_TRIES, max(1, int(work * _TRYING / (_PER_OP * request.problem.n_ops))))
+    tries = min(MOST_TRIES, max(1, int(work * TRY_SHARE / (WORK_PER_OP * request.problem.n_ops))))
 
     def start(i: int) -> Plan:
-        request.progress("starting", i * _TRYING / tries)
-        heat = _TRIAL_HEATS[i % len(_TRIAL_HEATS)]
-        plan = starts[(i // len(_TRIAL_HEATS) + i) % len(starts)]
-        return annealed(view, plan, budget, int(work * _TRYING / tries), heat, request.seed + i, keep=i % 2 == 0)
+        request.progress("starting", i * TRY_SHARE / tries)
+        heat = Heat(*TRIAL_HEATS[i % len(TRIAL_HEATS)])
+        plan = starts[(i // len(TRIAL_HEATS) + i) % len(starts)]
+        return annealed(view, plan, budget, int(work * TRY_SHARE / tries), heat, request.seed + i, keep=i % 2 == 0)
 
     tried = sorted([*others[:1], *side_by_side(start, range(tries))], key=lambda plan: plan.key)
     if tried[0].over:
         lowest = min([*tried, *others], key=lambda plan: plan.peak)
-        kept, most = [(lowest, int(budget * aim)) for aim in _AIMS], int(work * _GOING_ON)
+        kept, most = [(lowest, int(budget * aim)) for aim in AIMS], int(work * CONTINUE_SHARE)
     else:
-        kept = [(plan, budget) for plan in tried[: _KEPT if tries > 1 else 1]]
-        most = int(work * _GOING_ON / len(kept))
+        kept = [(plan, budget) for plan in tried[: PLANS_CONTINUED if tries > 1 else 1]]
+        most = int(work * CONTINUE_SHARE / len(kept))
 
     def go_on(i: int) -> Plan:
-        request.progress("improving", _TRYING + i * _GOING_ON / len(kept))
+        request.progress("improving", TRY_SHARE + i * CONTINUE_SHARE / len(kept))
         plan, aim = kept[i]
-        return replace_over(annealed(view, plan, aim, most, _AGAIN_HEAT, request.seed + tries + i), budget)
+        return replace_over(annealed(view, plan, aim, most, Heat(*CONTINUE_HEAT), request.seed + tries + i), budget)
 
     best = best_of([*tried, kept[0][0], *side_by_side(go_on, range(len(kept)))])
-    rest = int(work * (1 - _TRYING - _GOING_ON) / len(_LAST_HEATS))
+    rest = int(work * (1 - TRY_SHARE - CONTINUE_SHARE) / len(LAST_HEATS))
 
     def finish(i: int) -> Plan:
-        return annealed(view, best, budget, rest, _LAST_HEATS[i], request.seed + i)
+        return annealed(view, best, budget, rest, Heat(*LAST_HEATS[i]), request.seed + i)
 
-    return best_of([best, *side_by_side(finish, range(len(_LAST_HEATS)))])
+    return best_of([best, *side_by_side(finish, range(len(LAST_HEATS)))])
 
 
 @register("search")

@@ -1,0 +1,85 @@
+"""Compiled code on disk is that of the present sources: of all modules that functions and constants come from."""
+
+from __future__ import annotations
+
+import ast
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import onnx_remat
+from onnx_remat.compiled import SOURCES, source_hash
+
+PACKAGE = Path(onnx_remat.__file__).parent
+
+
+def is_source(path: Path) -> bool:
+    name = path.relative_to(PACKAGE).as_posix()
+    return any(name == source or name.startswith(source + "/") for source in SOURCES)
+
+
+def imports(path: Path) -> list[tuple[str, str]]:
+    """(module, name) of every import of a module."""
+    tree = ast.parse(path.read_text())
+    found = [(node.module or "", alias.name) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)
+             for alias in node.names]  # fmt: skip
+    return found + [(alias.name, "") for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+
+
+def test_whatever_is_compiled_is_in_the_hash() -> None:
+    """Modules with kernels, and those that their constants, which numba compiles in, come from."""
+    kernels = 0
+    for path in sorted(PACKAGE.rglob("*.py")):
+        found = imports(path)
+        if path.name != "compiled.py":
+            assert not any(module.split(".")[0] == "numba" for module, _ in found), path
+        if ("onnx_remat.compiled", "compiled") in found or ("onnx_remat.compiled", "inlined") in found:
+            kernels += 1
+            assert is_source(path), path
+            for module, name in found:
+                if module.startswith("onnx_remat.") and name.isupper():
+                    assert is_source(PACKAGE / (module.removeprefix("onnx_remat.").replace(".", "/") + ".py")), module
+    assert kernels >= 10
+
+
+@pytest.mark.parametrize("changed", ["plan/search/tuning.py", "ort/simulate/order.py", "problem.py"])
+def test_the_hash_follows_every_source(changed: str, tmp_path: Path) -> None:
+    copy = tmp_path / "onnx_remat"
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__", "converters"))
+    source_hash.cache_clear()  # what was compiled first, before a file was edited, is not at issue here
+    assert source_hash(copy) == source_hash(PACKAGE)
+    source_hash.cache_clear()
+    (copy / changed).write_text((copy / changed).read_text() + "# changed\n")
+    assert source_hash(copy) != source_hash(PACKAGE)
+
+
+CALL = """
+import numpy as np
+from onnx_remat.ort.simulate.order import default_order
+print(default_order([[], [0], []]))
+"""
+
+
+def test_a_package_that_cannot_be_written_is_cached_for_the_user_and_not_stale(tmp_path: Path) -> None:
+    copy, cache = tmp_path / "site" / "onnx_remat", tmp_path / "cache"
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__", "converters"))
+
+    def run() -> tuple[str, set[str]]:
+        environment = {"PYTHONPATH": str(copy.parent), "XDG_CACHE_HOME": str(cache), "PYTHONDONTWRITEBYTECODE": "1"}
+        (copy / "ort" / "simulate" / "__pycache__").touch()  # a file where numba's folder would be
+        call = [sys.executable, "-c", CALL]
+        done = subprocess.run(call, capture_output=True, text=True, env=environment, cwd=tmp_path, check=True)
+        return done.stdout, {path.name for path in cache.rglob("*.nbi")}
+
+    first, files = run()
+    assert len(files) == 1 and all(source_hash(copy) in name for name in files)
+    assert run() == (first, files)
+    order = copy / "ort" / "simulate" / "order.py"
+    order.write_text(order.read_text().replace("for node in range(n):", "for node in range(n - 1, -1, -1):"))
+    source_hash.cache_clear()
+    changed, more = run()
+    assert changed != first
+    assert files < more
