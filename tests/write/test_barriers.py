@@ -39,7 +39,9 @@ def held_back(opset: int, shape: list[int | str], dtype: int = TensorProto.FLOAT
     nodes.append(make("Cast", ["t"], ["b"], name="b", to=TensorProto.DOUBLE))
     outputs = dict.fromkeys(names, shape) | {"b": (TensorProto.DOUBLE, ["n", "m"])}
     info = [helper.make_tensor_value_info("x_for_y", TensorProto.FLOAT, shape)]
-    return model_of(nodes, {"a": (TensorProto.DOUBLE, ["n", "m"]), "x": shape}, outputs, vectors, info, opset=opset, ir_version=8)
+    return model_of(
+        nodes, {"a": (TensorProto.DOUBLE, ["n", "m"]), "x": shape}, outputs, vectors, info, opset=opset, ir_version=8
+    )
 
 
 def loaded(model: onnx.ModelProto, level: str, folder: Path) -> tuple[ort.InferenceSession, onnx.ModelProto]:
