@@ -24,8 +24,8 @@ def make(folder: Path, version: str = VERSION) -> Path:
         stamp.unlink(missing_ok=True)
         pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-        subprocess.run([*pip, *_NEEDS], check=True)
-        subprocess.run([*pip, "--no-deps", f"onnxruntime-gpu=={version}"], check=True)
+        for packages in (_NEEDS, ("--no-deps", f"onnxruntime-gpu=={version}")):
+            subprocess.run([*pip, *packages], check=True)
         stamp.write_text(version)
     return python
 

@@ -15,6 +15,7 @@ import pytest
 from onnx import helper
 
 import onnx_remat
+from tests.support.barriers import held_back
 from tests.support.fake_cuda import run
 from tests.support.fake_cuda.build import SOURCE, build
 from tests.support.graphs import mlp, model_of
@@ -72,6 +73,14 @@ def test_libraries_are_built_once():
     assert build(Path(next(run.environment().glob("lib/python*/site-packages/onnxruntime/capi/*_cuda.so"))),
                  run.environment() / "fake-cuda") == run.libraries()  # fmt: skip
     assert SOURCE.exists() and (run.libraries() / "libfake.so").exists()
+
+
+@pytest.mark.parametrize("opset", [13, 15, 24])
+def test_barriers_stay_on_the_device_at_every_opset(opset, tmp_path):
+    """What is held back lies where it lay: only vectors of no entries are on the host, and nothing is copied."""
+    step = run.run_step(saved(held_back(opset, [4, 5]), tmp_path))
+    assert step.copies == {} and step.waits <= 2
+    assert {op for _, op, where in step.order if where != "CUDAExecutionProvider"} <= {"Mul", "Slice"}
 
 
 @pytest.fixture(scope="module")
