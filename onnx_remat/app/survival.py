@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import onnx
+
 from onnx_remat.errors import ModelError
 from onnx_remat.ir import model_io
 from onnx_remat.ir.training_ops import check_ops
@@ -29,7 +31,8 @@ class Survival:
     recomputed, control_edges : int
         Recomputed nodes and control edges that were written.
     recomputed_lost, control_edges_lost : tuple of str
-        Results of those that no node of the file makes any more: merged away, folded or fused.
+        Results of those that no node of the file makes any more: merged away, folded or fused. An edge is lost as well
+        where its axes are a constant: it then waits for nothing.
     budget : int
         Bytes the file was written for.
     peaks_by_level : dict of str to int
@@ -129,14 +132,14 @@ def check(
     if here := python == sys.executable:
         check_ops(source.model)
     levels = runtime.LEVELS if runtime.available() and here else ("disable",)
-    made = {name for node in source.model.graph.node for name in node.output}
+    made = {name: node for node in source.model.graph.node for name in node.output}
     executed = {level: as_executed(source.model, source.folder, level, options.preparation()) for level in levels}
     runs = {level: what.compiled.graph.producer() for level, what in executed.items()}
     return Survival(
         len(clones),
         len(edges),
         tuple(name for name in clones if name not in made),
-        tuple(name for name in edges if name not in made),
+        tuple(name for name in edges if not _waits(name, made)),
         budget,
         {level: what.timeline().peak for level, what in executed.items()},
         {level: sum(name in made_there for name in clones) for level, made_there in runs.items()},
@@ -144,3 +147,11 @@ def check(
         if run and (runtime.available() or not here)
         else None,
     )
+
+
+def _waits(edge: str, made: Mapping[str, onnx.NodeProto]) -> bool:
+    """Is there a node that makes `edge` and reads axes that another computes?"""
+    if edge not in made or len(made[edge].input) < 2:
+        return False
+    axes = made[edge].input[1]
+    return axes in made and made[axes].op_type != "Constant"

@@ -25,7 +25,7 @@ TAG = "onnx_remat."
 """Prefix of every name that rewriting makes up. In a dimension's name, ``=`` and the real size or dimension follow."""
 
 UNSEEN = TAG + "unseen"
-"""Prefix of vectors of zeros whose length shape inference must not see: a Reshape to one of them changes nothing."""
+"""Prefix of vectors of no entries that nobody can fold: an Unsqueeze by one of them changes nothing."""
 
 SHAPES_KEY = TAG + "shapes"
 """Model metadata: what a rewrite left open on purpose, as JSON: value -> data type and dimensions."""
@@ -323,16 +323,11 @@ def _tell(model: onnx.ModelProto) -> None:
 
 
 def _see_through(model: onnx.ModelProto) -> None:
-    """Turn the Reshapes by which an earlier rewrite hid shapes into what they are: Identity."""
-    unseen = set()
+    """Turn the Unsqueezes by which an earlier rewrite hid shapes into what they are: Identity."""
     for node in model.graph.node:
-        if node.op_type in ("Mul", "Reshape") and any(n in unseen or n.startswith(UNSEEN) for n in node.input[1:]):
-            if node.op_type == "Mul":
-                unseen.add(node.output[0])
-            else:
-                node.op_type = "Identity"
-                del node.input[1:]
-                del node.attribute[:]
+        if node.op_type == "Unsqueeze" and any(name.startswith(UNSEEN) for name in node.input[1:]):
+            node.op_type = "Identity"
+            del node.input[1:]
 
 
 def _by_arithmetic(model: onnx.ModelProto, _: Sequence[str], known: Types) -> Types:

@@ -133,7 +133,7 @@ def pin_slot(graph: Graph, tensors: Mapping[str, Tensor], op: Op, fused: Collect
     Never one of `fused`, values that the runtime merges into their readers; among equals the largest that is not a
     constant, which kernels may rely on.
     """
-    slots = [slot for slot, name in enumerate(op.inputs) if name and _reshapable(tensors[name].dtype)]
+    slots = [slot for slot, name in enumerate(op.inputs) if name and unsqueezable(tensors[name].dtype)]
     free = [slot for slot in slots if op.inputs[slot] not in fused]
     slots = slots if not free and op.node.op_type in ("MatMul", "Gemm") else free  # a product must have its place
     if op.node.op_type not in _ANY_INPUT:
@@ -146,8 +146,8 @@ def pin_slot(graph: Graph, tensors: Mapping[str, Tensor], op: Op, fused: Collect
     return max(slots, key=merit, default=None)
 
 
-def _reshapable(dtype: int) -> bool:
-    """Types that Reshape takes in every opset and execution provider; 8-bit floats and sub-byte types came later."""
+def unsqueezable(dtype: int) -> bool:
+    """Types that Unsqueeze takes in every opset and execution provider; 8-bit floats and sub-byte types came later."""
     return dtype not in (TensorProto.STRING, TensorProto.UNDEFINED) and (bits(dtype) > 8 or dtype in _BYTES)
 
 

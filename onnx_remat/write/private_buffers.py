@@ -4,7 +4,7 @@ The runtime hands a dead buffer to the next value of the same shape (see `memory
 the buffer stays allocated, also through the gap between two tenants. On real networks these gaps add 5 to 30 % to the
 peak. A value whose shape the runtime cannot tell from the file takes no part in this: it gets a buffer of its own and
 gives it back as soon as it is dead. Shape inference is stopped, at no cost, by passing an input of the value's op
-through a Reshape of unknown rank (see `rewrite`). Such a value is called *private* here.
+through an Unsqueeze by axes that are computed (see `barriers`). Such a value is called *private* here.
 
 Values that are computed in place of a private value form a group with it: they share one made-up shape, so that the
 runtime still sees equal shapes where it works in place.

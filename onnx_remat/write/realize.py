@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
-from onnx import TensorProto
 
 from onnx_remat.ir.dropout import adjoined
 from onnx_remat.ir.graph import Op, attributes
@@ -14,7 +13,7 @@ from onnx_remat.ort.kernels.base import key
 from onnx_remat.ort.prepare import Compiled
 from onnx_remat.ort.simulate.buffers import simulate
 from onnx_remat.problem import Problem, Schedule
-from onnx_remat.write.control_edges import choose_pins, heavy_steps, light_limit, pin_slot
+from onnx_remat.write.control_edges import choose_pins, heavy_steps, light_limit, pin_slot, unsqueezable
 from onnx_remat.write.private_buffers import choose_private, unroll
 from onnx_remat.write.writer import Rewritten, rewrite
 
@@ -55,7 +54,7 @@ def realize(
     views_made = {name for op in graph.ops if views[op.index] for name in op.writes}
     slots = [pin_slot(graph, tensors, op, fused) for op in graph.ops]
     pinnable = np.array([slot is not None for slot in slots], np.bool_)
-    tensor = np.array([tensors[op.writes[0]].dtype != TensorProto.UNDEFINED for op in graph.ops], np.bool_)
+    tensor = np.array([unsqueezable(tensors[op.writes[0]].dtype) for op in graph.ops], np.bool_)
     pins = choose_pins(problem, schedule, heavy, pinnable, compiled.table.foldable, ~absorbed & tensor)
     stated = np.array([semantics(op.node.domain, op.node.op_type).stated for op in graph.ops], np.bool_)
     can_hide = (pinnable & ~stated)[schedule.array()]

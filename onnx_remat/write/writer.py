@@ -1,14 +1,14 @@
 """Schedule -> ModelProto: clone what is recomputed, put nodes in schedule order, pin that order with control edges.
 
-A control edge passes one input of the step that must wait through
-``Reshape(x, Mul(Size(trigger), zeros))``: a 0 in a Reshape's shape copies the input's dimension, so the value and its
-buffer are unchanged, no shape needs to be known, and nothing is copied; yet the step now depends on the trigger.
+A control edge passes one input of the step that must wait through an Unsqueeze by no axes, which are computed from the
+value to wait for (see `barriers`): the value and its buffer are unchanged, no shape needs to be known, and nothing is
+copied; yet the step now depends on the trigger.
 
-Where the step's result is to be private (see `sharing`), the zeros are a vector whose length shape inference cannot
-see. On paper the Reshape's result then has no rank and the step's result no shape; for who reads the file again, the
-model's metadata tells it. Where a group of values is to share one private buffer, ``value_info`` states made-up
-symbolic dimensions for them instead: ``onnx_remat.p<group>.<axis>=<size>``. Not where there is no need: the runtime,
-loading the file, compares every value of a stated shape with every free buffer of one.
+Where the step's result is to be private (see `private_buffers`), nothing states the shape of what the Unsqueeze makes.
+On paper it then has no rank and the step's result no shape; for who reads the file again, the model's metadata tells
+it. Where a group of values is to share one private buffer, ``value_info`` states made-up symbolic dimensions for them
+instead: ``onnx_remat.p<group>.<axis>=<size>``. Not where there is no need: the runtime, loading the file, compares
+every value of a stated shape with every free buffer of one.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from onnx_remat.ir.dropout import is_draw, is_product, kept, spelled_out, whole
 from onnx_remat.ir.graph import Graph, Op, is_constant, names_in, rename_captures
 from onnx_remat.ir.op_semantics import semantics
 from onnx_remat.ir.opsets import opset_of
-from onnx_remat.ir.shapes import SHAPES_KEY, TAG, UNSEEN, Dim, Tensor
+from onnx_remat.ir.shapes import SHAPES_KEY, TAG, Dim, Tensor
 from onnx_remat.problem import Ints, Schedule
+from onnx_remat.write.barriers import MIN_OPSET, Barriers
 from onnx_remat.write.control_edges import Pin
 from onnx_remat.write.private_buffers import Unrolled
 
@@ -35,9 +36,8 @@ RECOMPUTE_KEY = TAG + "recompute_of"
 CONTROL_KEY = TAG + "control_edge"
 BUDGET_KEY, DIMS_KEY = TAG + "budget_bytes", TAG + "dims"
 CLONES_KEY, EDGES_KEY = TAG + "recomputed", TAG + "control_edges"
-"""Model metadata: first results of the recomputed nodes and of the control edges' Reshapes, as JSON lists."""
+"""Model metadata: first results of the recomputed nodes and of the control edges' Unsqueezes, as JSON lists."""
 
-_MIN_OPSET = 7  # Mul broadcasts a scalar from 7 on, Reshape takes its shape as an input from 5 on
 _NODE_METADATA_IR = 10
 
 
@@ -97,8 +97,8 @@ def rewrite(
     leaders : sequence of int
         Occurrences whose own step must hide their shape; the other members of a group inherit it.
     views : collection of str
-        Values made by Reshape and its like: the runtime fuses a Reshape of known shape into the one before it, and
-        the control edge would be lost, so an edge through one of these hides its shape in any case.
+        Values made by Reshape and its like: the runtime fuses one of known shape into the one before it, and the
+        control edge would be lost, so an edge through one of these hides its shape in any case.
     metadata : mapping of str to str
         Model metadata to record, keys without prefix.
 
@@ -182,14 +182,10 @@ class _Writer:
         self._latest = {name: name for name in graph.values}
         self._names = list(graph.values)
         self._held: dict[tuple[str, str | None, bool], str] = {}
-        self._zeros: dict[int, str] = {}
-        self._constants: dict[int, str] = {}
-        self._seed = ""
         self._unknown = 0
         self._shared: set[int] = set()
         self._notes = graph.model.ir_version >= _NODE_METADATA_IR
-        if edges:
-            self._check_opset()
+        self._barriers = self._make_barriers() if edges else None
 
     def write(
         self,
@@ -200,7 +196,7 @@ class _Writer:
         hidden: set[int],
         group: Ints,
     ) -> None:
-        """Append the nodes of every step, each behind the control edge or the Reshape that it needs."""
+        """Append the nodes of every step, each behind the control edge or the Unsqueeze that it needs."""
         count = [0] * len(self.graph.ops)
         self._shared = {number for number, members in Counter(group.tolist()).items() if number >= 0 and members > 1}
         made: list[str] = []  # first result of each step
@@ -262,13 +258,17 @@ class _Writer:
         self._name_outputs(nodes[-1], here)
         self.nodes += nodes
 
-    def _check_opset(self) -> None:
+    def _make_barriers(self) -> Barriers:
+        """What values pass through to wait; computed from the smallest input, which some versions copy to the host."""
         opset = opset_of(self.graph.model)
-        if opset < _MIN_OPSET:
+        if opset < MIN_OPSET:
             raise ModelError(
-                f"the model uses opset {opset}; pinning an order needs {_MIN_OPSET} or later: "
+                f"the model uses opset {opset}; pinning an order needs {MIN_OPSET} or later: "
                 "convert it with onnx.version_converter first"
             )
+        inputs = [v.name for v in self.graph.model.graph.input if _is_tensor(v)]
+        source = min(inputs, key=lambda name: self.tensors[name].nbytes)
+        return Barriers(opset, source, self._helper, self._fresh, self._add_vector)
 
     def _name_outputs(self, node: onnx.NodeProto, here: _Occurrence) -> None:
         """Name what a step makes and say what its node is."""
@@ -302,24 +302,18 @@ class _Writer:
         self._declare(new, value, group)
 
     def _hold(self, held: str, original: str, trigger: str | None, hide: bool) -> str:
-        """Pass `held` through a Reshape, after `trigger` if there is one; returns the name to read instead.
+        """Pass `held` through an Unsqueeze, after `trigger` if there is one; returns the name to read instead.
 
-        Equal ones are made once, and hiding ones read other zeros than the rest: common subexpression elimination
-        would merge two that differ in what value_info says alone, and keep either.
+        Equal ones are made once.
         """
         hide = hide or original in self._views
         if (held, trigger, hide) in self._held:
             return self._held[held, trigger, hide]
-        rank = len(self.tensors[original].shape)
-        zeros = self._unseen_zeros(rank) if hide else self._seen_zeros(rank)
+        assert self._barriers is not None
         stem = self._fresh(f"{held}__after" if trigger else f"{held}__private")
-        shape = zeros
         if trigger:
             self.edges.append(stem)
-            size, shape = self._fresh(f"{stem}_size"), self._fresh(f"{stem}_shape")
-            self._helper("Size", [trigger], size, trigger)
-            self._helper("Mul", [size, zeros], shape, trigger)
-        self._helper("Reshape", [held, shape], stem, trigger or "")
+        self._barriers.hold(held, stem, trigger or "", hide)
         if held in self.shapes:
             self.shapes[stem] = self.shapes[held]
         elif not hide:
@@ -332,39 +326,21 @@ class _Writer:
         self._held[held, trigger, hide] = stem
         return stem
 
-    def _helper(self, op_type: str, inputs: Sequence[str], output: str, trigger: str) -> None:
+    def _helper(self, op_type: str, inputs: Sequence[str], output: str, trigger: str, **attributes: int) -> None:
         node = helper.make_node(op_type, inputs, [output], name=output)
+        node.attribute.extend(helper.make_attribute(name, value) for name, value in attributes.items())
         if trigger:
             self._note(node, CONTROL_KEY, trigger)
         self.nodes.append(node)
+
+    def _add_vector(self, name: str, entries: Sequence[int]) -> None:
+        self.initializers.append(helper.make_tensor(name, TensorProto.INT64, (len(entries),), entries))
 
     def _copy(self, name: str) -> str:
         """A copy of a value, for a recompute to overwrite: Concat copies even a single input."""
         copy = self._fresh(f"{name}__copy")
         self.nodes.append(helper.make_node("Concat", [name], [copy], name=copy, axis=0))
         return copy
-
-    def _unseen_zeros(self, rank: int) -> str:
-        """A vector of `rank` zeros whose length shape inference does not see."""
-        if rank not in self._zeros:
-            if not self._seed:
-                source = next(v.name for v in self.graph.model.graph.input if _is_tensor(v))
-                size, self._seed = self._fresh(f"{TAG}size"), self._fresh(f"{UNSEEN}_0")
-                self._helper("Size", [source], size, "")
-                self._helper("Mul", [size, self._seen_zeros(1)], self._seed, "")
-            self._zeros[rank] = self._fresh(f"{UNSEEN}_zeros_{rank}")
-            self._helper("Reshape", [self._seen_zeros(rank), self._seed], self._zeros[rank], "")
-            dims = (f"{TAG}rank={rank}",)
-            kind = helper.make_tensor_type_proto(TensorProto.INT64, dims)
-            self.value_info[self._zeros[rank]] = onnx.ValueInfoProto(name=self._zeros[rank], type=kind)
-        return self._zeros[rank]
-
-    def _seen_zeros(self, rank: int) -> str:
-        """A vector of `rank` zeros that everybody knows."""
-        if rank not in self._constants:
-            name = self._constants[rank] = self._fresh(f"{TAG}zeros_{rank}")
-            self.initializers.append(helper.make_tensor(name, TensorProto.INT64, (rank,), [0] * rank))
-        return self._constants[rank]
 
     def _declare(self, name: str, like: str, group: int) -> None:
         """value_info for a value: its own shape to share buffers by, or its group's made-up one; alone in it, none."""

@@ -107,22 +107,18 @@ def test_a_size_of_zero_is_a_size():
 
 
 def test_shapes_written_by_an_earlier_rewrite_are_understood():
-    """`onnx_remat.p3.0=64` says 64, `=batch` says whatever batch is bound to; hiding Reshapes change nothing."""
+    """`onnx_remat.p3.0=64` says 64, `=batch` says whatever batch is bound to; hiding Unsqueezes change nothing."""
     nodes = [
         make("Size", ["x"], ["size"], name="size"),
-        make("Mul", ["size", "zero"], [UNSEEN + "_0"], name="seed"),
-        make("Reshape", ["zeros", UNSEEN + "_0"], [UNSEEN + "_zeros_2"], name="zeros"),
-        make("Reshape", ["x", UNSEEN + "_zeros_2"], ["x__private"], name="hide"),
+        make("Mul", ["size", "no_axes"], [UNSEEN], name="unseen"),
+        make("Unsqueeze", ["x", UNSEEN], ["x__private"], name="hide"),
         make("Exp", ["x__private"], ["h"], name="exp"),
         make("Neg", ["h"], ["y"], name="neg"),
     ]
-    info = [
-        helper.make_tensor_value_info("h", TensorProto.FLOAT, [f"{TAG}p3.0=64", f"{TAG}p3.1=batch"]),
-        helper.make_tensor_value_info(UNSEEN + "_zeros_2", INT64, [f"{TAG}rank=2"]),
-    ]
+    info = [helper.make_tensor_value_info("h", TensorProto.FLOAT, [f"{TAG}p3.0=64", f"{TAG}p3.1=batch"])]
     model = model_of(
         nodes, {"x": [64, "batch"]}, {"y": [64, "batch"]},
-        {"zero": np.zeros(1, np.int64), "zeros": np.zeros(2, np.int64)}, info,
+        {"no_axes": np.zeros(0, np.int64)}, info,
     )  # fmt: skip
     found = inferred(model, batch=7)
     assert found["x__private"].shape == found["h"].shape == found["y"].shape == (64, 7)

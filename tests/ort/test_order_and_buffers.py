@@ -69,15 +69,14 @@ def test_a_private_value_gets_its_own_buffer_in_the_runtime(tmp_path):
         make = helper.make_node
         nodes = [
             make("Size", ["x"], ["s"], name="s"),
-            make("Mul", ["s", "zero"], [UNSEEN + "_0"], name="seed"),
-            make("Reshape", ["zero", UNSEEN + "_0"], [UNSEEN + "_zeros_1"], name="zeros"),
+            make("Mul", ["s", "no_axes"], [UNSEEN], name="unseen"),
             make("Exp", ["x"], ["a"], name="a"),
             make("ReduceSum", ["a"], ["r"], name="r"),
             make("Add", ["x", "r"], ["b"], name="b"),  # takes a's buffer and is dead after r2
             make("ReduceSum", ["b"], ["r2"], name="r2"),
             make("Mul", ["x3", "r2"], ["big"], name="big"),
             make("ReduceSum", ["big"], ["r3"], name="r3"),
-            make("Reshape", ["x", UNSEEN + "_zeros_1"], ["x_"], name="x_"),
+            make("Unsqueeze", ["x", UNSEEN], ["x_"], name="x_"),
             make("Add", ["x_" if hidden else "x", "r3"], ["c"], name="c"),
             make("ReduceSum", ["c"], ["o"], name="o"),
         ]
@@ -91,7 +90,7 @@ def test_a_private_value_gets_its_own_buffer_in_the_runtime(tmp_path):
             "c": [f"{TAG}p.0={n}"] if hidden else [n],
         }
         info = [helper.make_tensor_value_info(name, 1, shape) for name, shape in shapes.items()]
-        model = model_of(nodes, {"x": [n], "x3": [3 * n]}, {"o": [1]}, {"zero": np.zeros(1, np.int64)}, info)
+        model = model_of(nodes, {"x": [n], "x3": [3 * n]}, {"o": [1]}, {"no_axes": np.zeros(0, np.int64)}, info)
         path = tmp_path / f"{hidden}.onnx"
         onnx.save(model, path)
         measured = processes.measure(path, "disable").peak_bytes
