@@ -1,4 +1,4 @@
-"""Run a converted step on ONNX Runtime and compare it with the framework's own answer."""
+"""Compare a converted step's outputs with the framework's own, and say in the model how far apart they are."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import numpy as np
 import onnx
 
 from onnx_remat.errors import ConversionError
-from onnx_remat.ort import runtime
 
 TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "float16": 2e-2, "bfloat16": 5e-2}
 """Largest relative error accepted by dtype: rounding differs between kernels, wrong arithmetic is far above."""
@@ -42,35 +41,6 @@ class Check:
     framework_error: float | None = None
 
 
-def against(
-    model: onnx.ModelProto,
-    feeds: Mapping[str, np.ndarray],
-    expected: Mapping[str, np.ndarray],
-    tolerance: Mapping[str, float] = TOLERANCE,
-    noise: Mapping[str, float] | None = None,
-) -> Check:
-    """Run `model` on stock ONNX Runtime (CPU, optimisations off) and compare every output.
-
-    Parameters
-    ----------
-    model : onnx.ModelProto
-    feeds, expected : mapping of str to array
-        A value for every input, and what the framework makes of it for every output.
-    tolerance, noise
-        See `compare`.
-
-    Returns
-    -------
-    Check
-
-    Raises
-    ------
-    ConversionError
-        Names the output that differs most beyond the tolerance of its dtype.
-    """
-    return compare(runtime.outputs(model, feeds), expected, tolerance, noise)
-
-
 def compare(
     outputs: Mapping[str, np.ndarray],
     expected: Mapping[str, np.ndarray],
@@ -95,27 +65,57 @@ def compare(
     """
     if missing := sorted(set(outputs) ^ set(expected)):
         raise ConversionError(f"output {missing[0]!r} is on one side only: the step and the framework disagree")
-    errors, excess, undetermined = {}, {}, []
-    for name, value in outputs.items():
-        answer = np.asarray(expected[name])
-        errors[name] = relative_error(value, answer)
-        allowed = tolerance.get(value.dtype.name, 0.0)
-        own = relative_noise(answer, (noise or {}).get(name, 0.0))
-        if allowed > 0 and max(own, errors[name]) > allowed and errors[name] <= SLACK * own:
-            undetermined.append(name)
-        excess[name] = errors[name] - allowed
-    wrong = [name for name, over in excess.items() if not over <= 0 and name not in undetermined]
-    if wrong:
-        name = max(wrong, key=lambda n: excess[n])
+    found = differences(outputs, expected, tolerance, noise or {})
+    errors = found.errors
+    if found.wrong:
+        name = max(found.wrong, key=lambda n: errors[n] - tolerance.get(outputs[n].dtype.name, 0.0))
         raise ConversionError(
-            f"the converted step is wrong: {name} differs from the framework's by {errors[name]:.2g} relative "
-            f"({len(wrong)} of {len(errors)} outputs differ); nothing was written"
+            f"the converted step is wrong: {name} differs from the framework's {by(errors[name])} "
+            f"({len(found.wrong)} of {len(errors)} outputs differ); nothing was written"
         )
-    determined = [name for name in errors if name not in undetermined]
+    determined = [name for name in errors if name not in found.undetermined]
     if not determined:
         raise ConversionError("every output of the step is decided by rounding: nothing can be compared on this batch")
     worst = max(determined, key=lambda n: errors[n])
-    return Check(worst, errors[worst], tuple(undetermined))
+    return Check(worst, errors[worst], tuple(found.undetermined))
+
+
+def by(error: float) -> str:
+    """An error in words.
+
+    >>> by(0.25), by(float("inf"))
+    ('by 0.25 relative', 'in shape, type or where it is not finite')
+    """
+    return f"by {error:.2g} relative" if error < float("inf") else "in shape, type or where it is not finite"
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """Relative error of every output; those beyond tolerance, and those that rounding alone decides."""
+
+    errors: dict[str, float]
+    wrong: list[str]
+    undetermined: list[str]
+
+
+def differences(
+    outputs: Mapping[str, np.ndarray],
+    expected: Mapping[str, np.ndarray],
+    tolerance: Mapping[str, float],
+    noise: Mapping[str, float],
+) -> Compared:
+    """Compare outputs one by one; see `compare`."""
+    found = Compared({}, [], [])
+    for name, value in outputs.items():
+        answer = np.asarray(expected[name])
+        error = found.errors[name] = relative_error(value, answer)
+        allowed = tolerance.get(value.dtype.name, 0.0)
+        own = relative_noise(answer, noise.get(name, 0.0))
+        if allowed > 0 and max(own, error) > allowed and error <= SLACK * own:
+            found.undetermined.append(name)
+        elif not error <= allowed:
+            found.wrong.append(name)
+    return found
 
 
 def exactly(
@@ -146,9 +146,9 @@ SLACK = 16.0
 
 
 def relative_noise(expected: np.ndarray, noise: float) -> float:
-    """Noise over largest magnitude."""
+    """Noise over largest magnitude, as `relative_error`: of zeros, the noise itself."""
     scale = float(np.abs(np.asarray(expected, np.float64)).max(initial=0.0)) if noise else 1.0
-    return noise / scale if scale else float("inf")
+    return noise / scale if scale else noise
 
 
 def relative_error(actual: np.ndarray, expected: np.ndarray) -> float:

@@ -11,6 +11,8 @@ from onnx_ir.passes import common
 
 from onnx_remat.ir.op_semantics import semantics
 
+from .safe_forms import write_safely
+
 _BROADCASTING = {
     "Add", "Sub", "Mul", "Div", "Pow", "Mod", "Max", "Min", "Sum", "Where", "And", "Or", "Xor", "Equal", "Less",
     "LessOrEqual", "Greater", "GreaterOrEqual", "PRelu", "BitwiseAnd", "BitwiseOr",
@@ -26,7 +28,9 @@ def simplify(model: ir.Model) -> None:
     Goes: Identity, and Cast, Transpose, Reshape, Expand, Slice, Concat, Sum and arithmetic that change nothing;
     chains of Transpose and of reshapes become one; an Expand that its reader would broadcast anyway; a Transpose that
     a product of matrices can take in or be; what is computed twice or not at all. Phase labels stay with the nodes.
+    What ONNX Runtime's optimisations would compute wrongly takes another form: `safe_forms`.
     """
+    write_safely(model)
     for rewrite in (_skip, _fuse_chain, _absorb_expand, _absorb_transpose, _turn_product):
         for node in model.graph:
             rewrite(node)

@@ -16,7 +16,7 @@ from onnx_remat.fit import Plan, fit, make_plan, target_of
 from onnx_remat.ir import model_io, phases, shapes
 from onnx_remat.ir.training_ops import first_training_op
 from onnx_remat.options import Options, PlanningOptions, parse_options
-from onnx_remat.ort import runtime
+from onnx_remat.ort import known_bugs, runtime
 from onnx_remat.ort.executed import Executed, as_executed
 from onnx_remat.ort.peaks import describe, held, reserves
 from onnx_remat.ort.prepare import Compiled, prepare
@@ -172,7 +172,7 @@ def rewrite_model(model: Model, budget: str | int | Budget, **options: Unpack[Pl
             arena_after=arenas[1],
             measured=measured,
             notes=notes,
-            warnings=fixed_draws.race_warnings(compiled.graph.model, compiled.kernels),
+            warnings=_warnings(compiled, written.model),
         ),
         job.folder,
         compiled,
@@ -223,9 +223,16 @@ def _unchanged(job: _Job) -> Result:
         control_edges=0, private_values=0, nodes_before=compiled.graph.n_nodes(), nodes_after=compiled.graph.n_nodes(),
         seconds=clock.seconds, arena_before=taken, arena_after=taken,
         notes=("the original keeps this budget already: OUT is the original, unchanged",),
-        warnings=fixed_draws.race_warnings(compiled.graph.model, compiled.kernels),
+        warnings=_warnings(compiled, compiled.graph.model),
     )  # fmt: skip
     return Result(compiled.graph.model, report, job.folder, compiled, original, original, ())
+
+
+def _warnings(compiled: Compiled, result: onnx.ModelProto) -> tuple[str, ...]:
+    """What ONNX Runtime does not compute reliably: in the original, and in the model that users run."""
+    ranks = {name: len(tensor.shape) for name, tensor in compiled.tensors.items()}
+    races = fixed_draws.race_warnings(compiled.graph.model, compiled.kernels)
+    return races + known_bugs.warnings(result, ranks)
 
 
 def _notes(emulated: str, source: onnx.ModelProto) -> tuple[str, ...]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
@@ -16,6 +18,11 @@ from onnx_remat.ir import model_io
 from .. import optimizers
 from .build import add_backward, initial_inputs
 from .loss import NAMED
+
+_OPTIONS = {
+    "example_inputs=": "--example", "check=False": "--no-check", "loss=": "--loss", "wrt=": "--wrt", "dims=": "--dim",
+}  # fmt: skip
+"""How the command line spells the arguments that messages of `add_backward` advise."""
 
 Factory: TypeAlias = Callable[..., optimizers.Optimizer]
 OPTIMIZERS: dict[str, Factory] = {"sgd": optimizers.SGD, "adam": optimizers.Adam, "adamw": optimizers.AdamW}
@@ -36,21 +43,23 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--training", action="store_true", help="BatchNormalization and Dropout in training mode")
     parser.add_argument("--dim", action="append", default=[], metavar="NAME=SIZE", help="fix a symbolic size (repeat)")
     parser.add_argument("--values", type=Path, metavar="NPZ", help="write the step's first parameters and state here")
+    parser.add_argument("--example", type=Path, metavar="NPZ", help="inputs to check on, by name; others are made up")
     parser.add_argument("--no-check", action="store_true", help="do not compare gradients with finite differences")
     parser.add_argument("--force", action="store_true", help="overwrite OUT")
     given = parser.parse_args(arguments)
     optimizer = OPTIMIZERS[given.optimizer](lr=given.lr) if given.optimizer else None
     try:
+        example = _arrays(given.example) if given.example else None
         target = model_io.check_target(given.out, given.forward, given.force)
         step = add_backward(
             given.forward, given.loss, given.wrt, optimizer, training=given.training, frozen=given.frozen,
-            dims=dict(_size(text) for text in given.dim), check=not given.no_check,
+            dims=dict(_size(text) for text in given.dim), check=not given.no_check, example_inputs=example,
         )  # fmt: skip
         model_io.save(step, target, None)
         if given.values:
             np.savez(given.values, **initial_inputs(given.forward, step, optimizer))  # type: ignore[arg-type]
     except OnnxRematError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {_as_typed(str(error))}", file=sys.stderr)
         return error.exit_code
     parameters = sum(value.name.startswith(("grad.", "new.")) for value in step.graph.output)
     print(f"{given.out}: {len(step.graph.node)} nodes, {parameters} gradients or new values")
@@ -60,6 +69,25 @@ def main(arguments: list[str] | None = None) -> int:
     if known.get("check.untold", "0") != "0":
         print(f"{known['check.untold']} of them are too small, on the check's made-up data, for a fault to show")
     return 0
+
+
+def _as_typed(message: str) -> str:
+    """A message with the command line's options in place of `add_backward`'s arguments.
+
+    >>> _as_typed("give example_inputs= or check=False")
+    'give --example or --no-check'
+    """
+    for argument, option in _OPTIONS.items():
+        message = re.sub(rf"\b{argument}", option, message)
+    return message
+
+
+def _arrays(path: Path) -> dict[str, np.ndarray]:
+    try:
+        with np.load(path) as arrays:
+            return dict(arrays)
+    except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile) as error:
+        raise UsageError(f"--example {path}: not a readable .npz file") from error
 
 
 def _rate(text: str) -> optimizers.Rate:

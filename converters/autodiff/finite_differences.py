@@ -18,10 +18,9 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
 from onnx_remat.errors import ConversionError
-from onnx_remat.ir.op_semantics import semantics
 from onnx_remat.ort import runtime
 
-from .. import names
+from .. import default_level, names
 from ..check import note
 from .exact import Evaluator
 
@@ -82,9 +81,10 @@ def check(
     ------
     ConversionError
         Gradients are not finite, or differ from the differences beyond `TOLERANCE` (the parameter is named), the step
-        cannot be evaluated in float64, or its outputs on ONNX Runtime differ beyond `PRECISION`.
+        cannot be evaluated in float64, its outputs on ONNX Runtime differ beyond `PRECISION`, or its default
+        optimisations compute something else.
     """
-    settled = _settled(step)
+    settled = ir.from_proto(default_level.seeded(step))
     feeds = make_feeds(step, values, example_inputs, np.random.default_rng(0))
     wide = widened(settled, ir.DataType.DOUBLE)
     exact = _doubled(feeds)
@@ -97,10 +97,11 @@ def check(
         raise ConversionError(f"the gradient by {bad[0]!r} is not finite on the check's inputs; nothing was written")
     line = _Line(Evaluator(_loss_only(wide)), exact, gradients, loss)
     worst = max(line.error(seed) for seed in range(DIRECTIONS))
-    precision = None
-    if not any(semantics(node.domain, node.op_type).random for node in step.graph.node):
-        single = {n: v.astype(np.float32) if v.dtype == np.float64 else v for n, v in exact.items()}
-        precision = _precision(runtime.outputs(widened(settled, ir.DataType.FLOAT), single), made)
+    narrow = widened(settled, ir.DataType.FLOAT)
+    single = {n: v.astype(np.float32) if v.dtype == np.float64 else v for n, v in exact.items()}
+    plain = runtime.outputs(narrow, single)
+    precision = None if default_level.is_random(step) else _precision(plain, made)
+    default_level.compare(narrow, single, plain)
     return Found(worst, line.untold(), precision)
 
 
@@ -256,18 +257,6 @@ def _varied(value: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         return value if same else rng.uniform(0.5, 1.5, value.shape) * np.sqrt(abs(float(value.flat[0])))
     drawn: np.ndarray = rng.standard_normal(value.shape) * np.sqrt(2 * len(value) / value.size)
     return drawn
-
-
-def _settled(step: onnx.ModelProto) -> ir.Model:
-    """A copy whose random ops draw the same every time."""
-    model = ir.from_proto(step)
-    for index, node in enumerate(model.graph):
-        if semantics(node.domain, node.op_type).random and "seed" not in node.attributes:
-            floating = "Dropout" not in node.op_type
-            node.attributes["seed"] = (
-                ir.AttrFloat32("seed", float(index)) if floating else ir.AttrInt64("seed", index)
-            )
-    return model
 
 
 def widened(source: ir.Model, to: ir.DataType) -> onnx.ModelProto:

@@ -16,6 +16,7 @@ from onnx_remat.errors import ConversionError
 from onnx_remat.ort import runtime
 
 from .. import check as comparison
+from .. import default_level
 from ..autodiff.finite_differences import in_float64
 from ..autodiff.scattering import add_in_order
 from ..emit import Emitter
@@ -116,7 +117,8 @@ def verify(model: onnx.ModelProto, step: Step, tolerance: Mapping[str, float] | 
     Raises
     ------
     ConversionError
-        An output differs by more than the tolerance of its dtype, and by more than rounding explains.
+        An output differs by more than the tolerance of its dtype, and by more than rounding explains, or does so
+        with ONNX Runtime's default optimisations.
     """
     made, expected = runtime.outputs(model, step.feeds()), step.expected()
     tolerance = step.tolerance() if tolerance is None else tolerance
@@ -124,6 +126,7 @@ def verify(model: onnx.ModelProto, step: Step, tolerance: Mapping[str, float] | 
         found = comparison.compare(made, expected, tolerance)
     except ConversionError:
         found = comparison.compare(made, expected, tolerance, step.noise(expected))
+    default_level.compare(model, step.feeds(), made, tolerance)
     if found.error > comparison.EXPECTED and tolerance["float32"] == comparison.TOLERANCE["float32"]:
         with suppress(ConversionError):
             found = comparison.exactly(found, made, expected, in_float64(model, step.feeds()))

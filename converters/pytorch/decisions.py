@@ -37,6 +37,11 @@ KINKED = {
 }
 """Operators whose value or derivative jumps, and where."""
 
+_SHARED_AMONG_EQUALS = {
+    aten.amax.default, aten.amin.default, aten.max.default, aten.min.default, aten.median.default,
+}  # fmt: skip
+"""Kinked operators whose gradient goes to whatever elements of their input equal their result."""
+
 Moments = Callable[..., tuple[float, float]]
 
 
@@ -174,7 +179,10 @@ class Replay(Watch):
                 if torch.float64 in (own.dtype, theirs.dtype):  # the reference may be wider than the step
                     theirs = theirs.to(own.dtype)
                 _compare(func, own, theirs, allowed)
-                made[index] = own.copy_(theirs) if in_place and index == 0 else theirs
+                if func in _SHARED_AMONG_EQUALS:  # torch keeps its own input for the gradient: both must be the same
+                    made[index] = own.copy_(theirs) if 0 not in own.stride() else own
+                else:
+                    made[index] = own.copy_(theirs) if in_place and index == 0 else theirs
         return made
 
 
@@ -184,9 +192,9 @@ def _compare(func: Any, own: torch.Tensor, theirs: torch.Tensor, allowed: float)
     if own.numel():
         scale, error = own.abs().max(), (own - theirs).abs().nan_to_num(0, 0, 0).max()
         if error > allowed * scale:
+            by = f"{float(error / scale):.2g} relative" if scale else f"{float(error):.2g} where torch has zeros"
             raise ConversionError(
-                f"the converted step is wrong: what {func} reads differs from torch's by "
-                f"{float(error / scale):.2g} relative; nothing was written"
+                f"the converted step is wrong: what {func} reads differs from torch's by {by}; nothing was written"
             )
 
 

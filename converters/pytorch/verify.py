@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 
-import ml_dtypes
 import numpy as np
+import onnx
 import onnx_ir as ir
 import torch
 
 from onnx_remat.errors import ConversionError
 from onnx_remat.ort import runtime
 
-from .. import check, names
+from .. import check, default_level, names
 from ..widen import NARROW, wide, widened
 from . import reference
 from .initial import initial_feeds
@@ -49,7 +50,8 @@ def step(
     tolerance = _tolerance(made)
     feeds = initial_feeds(ir.to_proto(made), model, optimizer)
     feeds |= {n: reference.array(t) for n, t in zip(traced.batch.names, traced.batch.tensors, strict=True)}
-    found = _run(made, feeds, list(hidden.values()))
+    plain, run = _run(made, feeds, list(hidden.values()))
+    found = {name: value.astype(NARROW.numpy()) if name in run.narrow else value for name, value in plain.items()}
     for gradient, value in hidden.items():
         found[gradient] = found.pop(value)
     seen = [found.pop(name) for name in watched(list(found))]
@@ -72,6 +74,7 @@ def step(
     if optimizer is not None:
         updated = {name: found[name] for name in found if name in of_update}
         _update(optimizer, dict(model.named_parameters()), updated, {n: found[n] for n in hidden}, feeds)
+    default_level.compare(run.model, run.feeds, plain, tolerance)
     return result
 
 
@@ -82,16 +85,37 @@ def _tolerance(model: ir.Model) -> dict[str, float]:
     return {kind: max(allowed, least) for kind, allowed in check.TOLERANCE.items()}
 
 
-def _run(model: ir.Model, feeds: Mapping[str, np.ndarray], hidden: Sequence[str]) -> dict[str, np.ndarray]:
-    """Outputs, and values that are none, of the model on ONNX Runtime's CPU."""
-    dtypes = {str(value.name): value.dtype for node in model.graph for value in node.outputs}
-    if NARROW in dtypes.values():
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A step as ONNX Runtime's CPU runs it: bfloat16 widened, random nodes seeded, its own outputs and no others.
+
+    Attributes
+    ----------
+    model : onnx.ModelProto
+    feeds : dict of str to array
+    narrow : frozenset of str
+        Values of the step that are bfloat16.
+    """
+
+    model: onnx.ModelProto
+    feeds: dict[str, np.ndarray]
+    narrow: frozenset[str]
+
+
+def _run(model: ir.Model, feeds: dict[str, np.ndarray], hidden: Sequence[str]) -> tuple[dict[str, np.ndarray], _Run]:
+    """Outputs, and values that are none, of the model without optimisations."""
+    narrow = frozenset(str(v.name) for node in model.graph for v in node.outputs if v.dtype == NARROW)
+    if narrow:
         model, feeds = widened(model), {name: wide(feed) for name, feed in feeds.items()}
-    proto = ir.to_proto(model)
+    proto = default_level.seeded(ir.to_proto(model))
+    outputs = list(proto.graph.output)
     known = {info.name: info for info in proto.graph.value_info}
     proto.graph.output.extend(known[value] for value in hidden)
-    found = runtime.outputs(proto, feeds)
-    return {n: v.astype(NARROW.numpy()) if dtypes.get(n) == NARROW else v for n, v in found.items()}
+    plain = runtime.outputs(proto, feeds)
+    beside = set(watched([value.name for value in outputs]))
+    del proto.graph.output[:]
+    proto.graph.output.extend(value for value in outputs if value.name not in beside)
+    return plain, _Run(proto, feeds, narrow)
 
 
 def _update(
@@ -104,14 +128,5 @@ def _update(
     """Compare changes, not values: a parameter hardly moves in a step."""
     of = {name.removeprefix(names.gradient("")): gradient for name, gradient in gradients.items()}
     expected = reference.updated(optimizer, parameters, of)
-    noise = {name: _rounding(after) for name, after in expected.items()}
-    check.compare(_changes(found, feeds), _changes(expected, feeds), noise=noise)
-
-
-def _changes(after: Mapping[str, np.ndarray], before: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    return {name: value - before[name.removeprefix(names.new(""))] for name, value in after.items()}
-
-
-def _rounding(value: np.ndarray) -> float:
-    """How far a value of this size is from the next."""
-    return float(ml_dtypes.finfo(value.dtype).eps) * float(np.abs(value.astype(np.float64)).max(initial=0.0))
+    noise = {name: default_level.rounding(after) for name, after in expected.items()}
+    check.compare(default_level.changes(found, feeds), default_level.changes(expected, feeds), noise=noise)

@@ -392,3 +392,22 @@ def test_light_model_trains_within_a_budget() -> None:
     step = add_backward(forward, "cross_entropy", wrt=filled, check=False)
     result = rewrite_model(step, "70%", time_limit=2.0)
     assert result.report.after.total <= result.report.budget
+
+
+def test_the_command_line_names_its_own_options(tmp_path, capsys):
+    """Messages of `add_backward` advise its arguments; typed, they are options."""
+    idle = onnx.parser.parse_model(
+        '<ir_version: 9, opset_import: ["" : 20]> g (float[2, 3] x) => (float loss) <float[3, 3] w = {'
+        + ", ".join(["0.5"] * 9)
+        + "}> { y = MatMul (x, w)  z = Mul (y, y)  e = Exp (z)  loss = ReduceSum <keepdims = 0> (e) }"
+    )
+    onnx.save(idle, tmp_path / "forward.onnx")
+    np.savez(tmp_path / "example.npz", x=np.full((2, 3), 1e6, np.float32))
+    target = str(tmp_path / "train.onnx")
+    common = [str(tmp_path / "forward.onnx"), target, "--example", str(tmp_path / "example.npz")]
+    assert main([*common, "--wrt", "w"]) == 6
+    assert "give --example or --no-check" in capsys.readouterr().err
+    assert main([*common, "--wrt", "w", "--no-check"]) == 0
+    (tmp_path / "example.npz").write_bytes(b"no archive")
+    assert main([*common, "--force"]) == 2
+    assert "--example" in capsys.readouterr().err

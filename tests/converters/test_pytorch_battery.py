@@ -11,9 +11,11 @@ pytest.importorskip("torch")
 pytest.importorskip("onnxscript")
 
 from onnx_remat.errors import ConversionError
+from onnx_remat.ort import known_bugs
 from tests.support import torch_battery
 
-NAMES = [name for name in torch_battery.CASES if name not in torch_battery.SLOW][::2]
+ALWAYS = ("attention_pool", "added_amax", "pad_maxpool")  # what went wrong once
+NAMES = [name for name in torch_battery.CASES if name not in (*torch_battery.SLOW, *ALWAYS)][::2] + list(ALWAYS)
 
 
 @pytest.mark.parametrize("start", range(0, len(NAMES), 20))
@@ -21,6 +23,7 @@ def test_forward_and_gradient(start):
     group = NAMES[start : start + 20]
     step = torch_battery.export(group)
     outputs = {value.name for value in step.graph.output}
+    assert known_bugs.find(step) == ()
     assert all(any(f"grad.cases.{name}." in output for output in outputs) for name in group)
 
 

@@ -192,3 +192,22 @@ def test_kept_values_are_not_recomputed(mlp_model):
     again = {p.value for n in model.graph.node for p in n.metadata_props if p.key == "onnx_remat.recompute_of"}
     assert again  # something had to be recomputed
     assert not again & {f"{op}{i}" for i in range(10) for op in ("mm", "act")}
+
+
+def test_what_onnxruntime_computes_wrongly_is_warned_of_by_node():
+    """Twice a matrix transposed times a vector, which its default optimisations get wrong."""
+    model = onnx.parser.parse_model(
+        """<ir_version: 9, opset_import: ["" : 20]>
+        g (float[50, 30] w, float[50] v) => (float loss, float[30] new_w) {
+            [turn] t = Transpose <perm = [1, 0]> (w)
+            [times] y = MatMul (t, v)
+            [squash] a = Tanh (y)
+            [sum] loss = ReduceSum <keepdims = 0> (a)
+            [slope] b = Mul (a, a)
+            [back] g = MatMul (t, v)
+            [update] new_w = Mul (g, b)
+        }"""
+    )
+    result = onnx_remat.rewrite_model(model, "100%", verify="none")
+    (warning,) = result.report.warnings
+    assert warning.startswith("node 'times' (and 1 like it) multiplies a transposed matrix by a vector")

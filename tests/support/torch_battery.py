@@ -31,6 +31,31 @@ class Masked(nn.Module):
         return self.function(self.attend, *inputs)
 
 
+class AttentionPool(nn.Module):
+    """Rows weighed by their product with a learnt vector, then that vector by a transposed matrix."""
+
+    def __init__(self):
+        super().__init__()
+        self.vector = nn.Parameter(randn(8))
+        self.matrix = nn.Parameter(randn(8, 8))
+
+    def forward(self, x):
+        pooled = (x @ self.vector).softmax(1).unsqueeze(-1) * x
+        return pooled.sum(1) + torch.mv(self.matrix.T, self.vector) + (2 * self.matrix.T) @ self.vector
+
+
+class AddedMaximum(nn.Module):
+    """The gradient of `amax` is shared by the elements that equal it."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        h = self.linear(x.cumsum(1))
+        return h + h.amax(1, keepdim=True)
+
+
 class Group(nn.Module):
     """Several cases in one step: its loss weighs every element of every output differently."""
 
@@ -300,6 +325,9 @@ CASES = {
         (seq(), seq()),
     ),
     "matmul1d": (Fn(lambda x, y: x @ y), (seq(), randn(8))),
+    "attention_pool": (AttentionPool(), seq()),
+    "added_amax": (AddedMaximum(), randn(3, 4)),
+    "pad_maxpool": (Fn(lambda x: x * F.max_pool2d(F.pad(-img().abs() - 1, (1, 1, 1, 1)), 3, 1)), img()),
     "outer": (Fn(lambda x, y: torch.outer(x, y)), (randn(4), randn(5))),
     "pow": (Fn(lambda x: x.abs().pow(1.7)), seq()),
     "pow_t": (Fn(lambda x, y: x.exp().pow(y)), (seq(), seq())),

@@ -1,0 +1,72 @@
+"""Forms that none of ONNX Runtime's optimisations computes wrongly; see `onnx_remat.ort.known_bugs`."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+_POOLS = ("MaxPool", "AveragePool")
+
+
+def write_safely(model: ir.Model) -> None:
+    """Rewrite, in place, products and pools that ONNX Runtime's default optimisations get wrong.
+
+    A product of a matrix by a vector becomes one by a column, between two views that cost nothing. A Pad that a pool
+    reads states its axes, which keeps the two apart (from opset 18 on). Both are needed whether the pattern of a known
+    bug is there already or not: ONNX Runtime moves a Transpose past other nodes before it fuses it.
+    """
+    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        if node.domain:
+            continue
+        if node.op_type == "MatMul" and _rank(node.inputs[1]) == 1 and _rank(node.inputs[0]) != 1:
+            _by_column(model.graph, node)
+        elif node.op_type == "Pad" and (model.opset_imports.get("") or 0) >= 18 and _is_pooled(node):
+            _state_axes(model.graph, node)
+
+
+def _rank(value: ir.Value | None) -> int | None:
+    return None if value is None or value.shape is None else value.shape.rank()
+
+
+def _by_column(root: ir.Graph, node: ir.Node) -> None:
+    """a v is (a V) without its last axis, where V is v as a column."""
+    vector, made, last = node.inputs[1], node.outputs[0], _axes(root, [-1])
+    assert vector is not None and vector.shape is not None and node.graph is not None
+    column = ir.node("Unsqueeze", [vector, last], metadata_props=dict(node.metadata_props))
+    column.outputs[0].shape, column.outputs[0].type = ir.Shape([*vector.shape, 1]), vector.type
+    narrow = ir.node("Squeeze", [made, last], metadata_props=dict(node.metadata_props))
+    name = made.name
+    narrow.outputs[0].shape, narrow.outputs[0].type = made.shape, made.type
+    for part, suffix in ((column, "column"), (narrow, "product")):
+        part.name = f"node.{name}.{suffix}"
+    column.outputs[0].name, made.name, narrow.outputs[0].name = f"{name}.vector", f"{name}.column", name
+    if made.shape is not None:
+        made.shape = ir.Shape([*made.shape, 1])
+    made.replace_all_uses_with(narrow.outputs[0], replace_graph_outputs=True)
+    narrow.replace_input_with(0, made)
+    node.replace_input_with(1, column.outputs[0])
+    node.graph.insert_before(node, column)
+    node.graph.insert_after(node, narrow)
+
+
+def _is_pooled(node: ir.Node) -> bool:
+    stated = len(node.inputs) > 3 and node.inputs[3] is not None
+    return not stated and any(user.op_type in _POOLS for user, _ in node.outputs[0].uses())
+
+
+def _state_axes(root: ir.Graph, node: ir.Node) -> None:
+    rank = _rank(node.inputs[0])
+    if rank is not None:
+        node.resize_inputs(4)
+        node.replace_input_with(3, _axes(root, list(range(rank))))
+
+
+def _axes(root: ir.Graph, axes: list[int]) -> ir.Value:
+    """A constant of these numbers, one for all that need it."""
+    name = f"safe_forms.axes.{'.'.join(map(str, axes))}"
+    known = root.initializers.get(name)
+    if known is None:
+        known = ir.Value(name=name, const_value=ir.tensor(np.array(axes, np.int64)))
+        known.shape, known.type = ir.Shape([len(axes)]), ir.TensorType(ir.DataType.INT64)
+        root.register_initializer(known)
+    return known

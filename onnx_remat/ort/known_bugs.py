@@ -1,0 +1,270 @@
+"""ONNX Runtime's own wrong answers: graph patterns that its default optimisations compute wrongly or refuse to run.
+
+Each is right with optimisations off. They were found by running every operator that the converters write at all four
+levels, and by trying the patterns of each fusion by hand; docs/onnxruntime-bugs.md has a minimal model of each.
+The converters write none of these; `find` names the nodes of a file that comes from elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import helper, numpy_helper
+
+
+@dataclass(frozen=True, slots=True)
+class Bug:
+    """One wrong fusion.
+
+    Attributes
+    ----------
+    fusion : str
+        ONNX Runtime's name for it, as ``disabled_optimizers`` takes it.
+    level : str
+        The lowest optimisation level at which it happens.
+    versions : str
+        First and last version it was seen in, of 1.19.2, 1.22.1, 1.26.0 and 1.31.1.
+    says : str
+        What goes wrong, after "node 'x' ".
+    instead : str
+        What to write.
+    """
+
+    fusion: str
+    level: str
+    versions: str
+    says: str
+    instead: str
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A bug, and the node of a model that meets it (its name, or its first output where it has none)."""
+
+    bug: Bug
+    node: str
+
+
+TRANSPOSED_BY_VECTOR = Bug(
+    "MatmulTransposeFusion",
+    "extended",
+    "1.19 to 1.31",
+    "multiplies a transposed matrix by a vector of one dimension: the transposition is lost, the result is wrong",
+    "make the vector a column with Unsqueeze",
+)
+PADDED_MAXIMUM = Bug(
+    "Pad_Fusion",
+    "basic",
+    "1.22 to 1.31",
+    "takes the maximum of what a Pad has padded with zeros: they become minus infinity, the border is wrong",
+    "give the Pad its axes as an input",
+)
+PADDED_AVERAGE = Bug(
+    "Pad_Fusion",
+    "basic",
+    "1.19 to 1.22",
+    "averages what a Pad has padded with zeros: the border is divided by a wrong number",
+    "give the Pad its axes as an input",
+)
+IDLE_TRANSPOSE = Bug(
+    "GemmTransposeFusion",
+    "basic",
+    "1.19 to 1.26",
+    "permutes nothing, and the Gemm next to it transposes nevertheless: the result is wrong or its shapes do not fit",
+    "leave the Transpose out",
+)
+LOST_STATISTICS = Bug(
+    "SkipLayerNormFusion",
+    "extended",
+    "1.19 to 1.26",
+    "puts out mean or deviation of a sum that nobody else reads: these outputs are never computed",
+    "let another node read the sum too, or compute the statistics apart",
+)
+BUGS = (TRANSPOSED_BY_VECTOR, PADDED_MAXIMUM, PADDED_AVERAGE, IDLE_TRANSPOSE, LOST_STATISTICS)
+
+
+def find(model: onnx.ModelProto, ranks: Mapping[str, int] | None = None) -> tuple[Found, ...]:
+    """Which nodes of a model meet a known bug.
+
+    Parameters
+    ----------
+    model : onnx.ModelProto
+        Bodies of If, Loop and Scan are searched, too; local functions are not.
+    ranks : mapping of str to int, optional
+        Ranks of values beyond those that the model states: a vector is found out by its rank.
+
+    Returns
+    -------
+    tuple of Found
+        In the order of the nodes.
+
+    Examples
+    --------
+    >>> text = '''<ir_version: 9, opset_import: ["" : 20]>
+    ...     g (float[5, 3] w, float[5] v) => (float[3] y) { t = Transpose <perm = [1, 0]> (w)  y = MatMul (t, v) }'''
+    >>> [(found.bug.fusion, found.node) for found in find(onnx.parser.parse_model(text))]
+    [('MatmulTransposeFusion', 'y')]
+    """
+    return tuple(_found(_Scope.of(model.graph, dict(ranks or {}))))
+
+
+def warnings(model: onnx.ModelProto, ranks: Mapping[str, int] | None = None) -> tuple[str, ...]:
+    """One line for each bug that a model meets; see `find`."""
+    nodes: dict[Bug, list[str]] = {}
+    for found in find(model, ranks):
+        nodes.setdefault(found.bug, []).append(found.node)
+    return tuple(
+        f"node {names[0]!r}"
+        + (f" (and {len(names) - 1} like it)" if len(names) > 1 else "")
+        + f" {bug.says} (ONNX Runtime {bug.versions}, optimisation {bug.fusion}, {bug.level} level); {bug.instead}"
+        for bug, names in nodes.items()
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Scope:
+    """What can be seen from the nodes of one graph, by value name."""
+
+    graph: onnx.GraphProto
+    ranks: dict[str, int]
+    constants: dict[str, onnx.TensorProto]
+    makers: dict[str, onnx.NodeProto]
+    reads: Counter[str]
+
+    @staticmethod
+    def of(graph: onnx.GraphProto, ranks: dict[str, int], outer: _Scope | None = None) -> _Scope:
+        ranks = (outer.ranks if outer else {}) | ranks
+        for value in (*graph.input, *graph.output, *graph.value_info):
+            if value.type.tensor_type.HasField("shape"):
+                ranks[value.name] = len(value.type.tensor_type.shape.dim)
+        constants = (dict(outer.constants) if outer else {}) | {t.name: t for t in graph.initializer}
+        makers: dict[str, onnx.NodeProto] = {}  # no fusion reaches into the graph around
+        reads = Counter(value.name for value in graph.output)
+        for node in graph.node:
+            makers.update(dict.fromkeys(node.output, node))
+            reads.update(node.input)
+            if node.op_type == "Constant" and (value := _attribute(node, "value")) is not None:
+                constants[node.output[0]] = value
+        ranks |= {name: len(tensor.dims) for name, tensor in constants.items()}
+        return _Scope(graph, ranks, constants, makers, reads)
+
+    def maker(self, name: str, *, through: tuple[str, ...] = ()) -> onnx.NodeProto | None:
+        """The node that makes a value, those of the ops in `through` looked through."""
+        node = self.makers.get(name)
+        while node is not None and node.op_type in through and self._keeps(node):
+            node = self.makers.get(node.input[0])
+        return node
+
+    def _keeps(self, node: onnx.NodeProto) -> bool:
+        """Does it change no more than type and scale?"""
+        return len(node.input) == 1 or self.ranks.get(node.input[1]) == 0
+
+    def constant(self, name: str) -> np.ndarray | None:
+        tensor = self.constants.get(name)
+        return None if tensor is None or tensor.data_location else numpy_helper.to_array(tensor)
+
+
+def _found(scope: _Scope) -> Iterator[Found]:
+    for node in scope.graph.node:
+        if node.domain in ("", "ai.onnx"):
+            for bug, meets in _PATTERNS.get(node.op_type, ()):
+                if meets(node, scope):
+                    yield Found(bug, node.name or node.output[0])
+        for attribute in node.attribute:
+            for body in (attribute.g, *attribute.graphs) if attribute.type in _BODIES else ():
+                yield from _found(_Scope.of(body, {}, scope))
+
+
+_BODIES = (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS)
+
+
+def _attribute(node: onnx.NodeProto, name: str, default: Any = None) -> Any:
+    return next((helper.get_attribute_value(a) for a in node.attribute if a.name == name), default)
+
+
+def _transposed_by_vector(node: onnx.NodeProto, scope: _Scope) -> bool:
+    if scope.ranks.get(node.input[1]) != 1:
+        return False
+    before = scope.maker(node.input[0], through=("Cast", "Identity", "Mul", "Div"))
+    if before is None or before.op_type != "Transpose":
+        return False
+    perm = _perm(before, scope)
+    return perm is None or perm == [*range(len(perm) - 2), len(perm) - 1, len(perm) - 2]
+
+
+def _perm(node: onnx.NodeProto, scope: _Scope) -> list[int] | None:
+    """None where it is not stated and the rank is not known."""
+    stated = _attribute(node, "perm")
+    if stated is not None:
+        return list(stated)
+    rank = scope.ranks.get(node.input[0])
+    return None if rank is None else list(range(rank))[::-1]
+
+
+def _zero_padded(node: onnx.NodeProto, scope: _Scope) -> bool:
+    """Is it made by a Pad of zeros without axes?"""
+    pad = scope.maker(node.input[0], through=("Identity",))
+    if pad is None or pad.op_type != "Pad" or _attribute(pad, "mode", b"constant") != b"constant":
+        return False
+    if any(pad.input[3:]) or scope.reads[pad.output[0]] > 1:
+        return False
+    value = scope.constant(pad.input[2]) if len(pad.input) > 2 and pad.input[2] else np.zeros(1)
+    return value is not None and not value.any()
+
+
+def _padded_maximum(node: onnx.NodeProto, scope: _Scope) -> bool:
+    return len([name for name in node.output if name]) == 1 and _zero_padded(node, scope)
+
+
+def _padded_average(node: onnx.NodeProto, scope: _Scope) -> bool:
+    """1.19 does not count the Pad's zeros where the pool does not count its own, 1.22 not where they are uneven."""
+    if not _zero_padded(node, scope):
+        return False
+    pad = scope.maker(node.input[0], through=("Identity",))
+    widths = scope.constant(pad.input[1]) if pad is not None else None
+    uneven = widths is None or bool((widths[: widths.size // 2] != widths[widths.size // 2 :]).any())
+    own = _attribute(node, "pads")
+    return uneven or (not _attribute(node, "count_include_pad", 0) and own is not None and any(own))
+
+
+def _idle(node: onnx.NodeProto, scope: _Scope) -> bool:
+    """Does a Transpose of a matrix leave it as it is?"""
+    return node.op_type == "Transpose" and _perm(node, scope) == [0, 1]
+
+
+def _idle_after(node: onnx.NodeProto, scope: _Scope) -> bool:
+    before = scope.maker(node.input[0])
+    return _idle(node, scope) and before is not None and before.op_type == "Gemm"
+
+
+def _idle_before(node: onnx.NodeProto, scope: _Scope) -> bool:
+    makers = [scope.maker(name) for name in node.input[:2]]
+    return any(maker is not None and _idle(maker, scope) for maker in makers)
+
+
+def _idle_in_sum(node: onnx.NodeProto, scope: _Scope) -> bool:
+    """An Add whose MatMul reads such a Transpose: both become a Gemm."""
+    products = [scope.maker(name) for name in node.input]
+    return any(p is not None and p.op_type == "MatMul" and _idle_before(p, scope) for p in products)
+
+
+def _lost_statistics(node: onnx.NodeProto, scope: _Scope) -> bool:
+    before = scope.maker(node.input[0])
+    alone = scope.reads[node.input[0]] == 1 and before is not None and before.op_type == "Add"
+    return alone and any(node.output[1:]) and scope.ranks.get(node.input[0], 3) == 3
+
+
+_PATTERNS: dict[str, tuple[tuple[Bug, Callable[[onnx.NodeProto, _Scope], bool]], ...]] = {
+    "MatMul": ((TRANSPOSED_BY_VECTOR, _transposed_by_vector),),
+    "MaxPool": ((PADDED_MAXIMUM, _padded_maximum),),
+    "AveragePool": ((PADDED_AVERAGE, _padded_average),),
+    "Transpose": ((IDLE_TRANSPOSE, _idle_after),),
+    "Gemm": ((IDLE_TRANSPOSE, _idle_before),),
+    "Add": ((IDLE_TRANSPOSE, _idle_in_sum),),
+    "LayerNormalization": ((LOST_STATISTICS, _lost_statistics),),
+}

@@ -1,0 +1,119 @@
+"""ONNX Runtime's own wrong fusions: each pattern is found, is wrong in the versions named, and has a way around."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+
+from onnx_remat.errors import ModelError
+from onnx_remat.ort import known_bugs, runtime
+
+V = tuple(int(part) for part in onnxruntime.__version__.split(".")[:2])
+
+
+def model(text: str) -> onnx.ModelProto:
+    return onnx.parser.parse_model(f'<ir_version: 9, opset_import: ["" : 20]> g {text}')
+
+
+MEETING = {  # bug, versions it was seen in, the node it names
+    "vector": (known_bugs.TRANSPOSED_BY_VECTOR, (1, 19), (1, 31), "y",
+        "(float[5, 3] w, float[5] v) => (float[3] y) { t = Transpose <perm = [1, 0]> (w)  y = MatMul (t, v) }"),
+    "vector, cast and scaled between": (known_bugs.TRANSPOSED_BY_VECTOR, (1, 19), (1, 31), "y",
+        "(float[5, 3] w, float[5] v) => (float[3] y) <float two = {2.0}> "
+        "{ t = Transpose (w)  s = Mul (t, two)  y = MatMul (s, v) }"),
+    "vector, four dimensions": (known_bugs.TRANSPOSED_BY_VECTOR, (1, 19), (1, 31), "y",
+        "(float[2, 2, 5, 3] w, float[5] v) => (float[2, 2, 3] y) "
+        "{ t = Transpose <perm = [0, 1, 3, 2]> (w)  y = MatMul (t, v) }"),
+    "maximum": (known_bugs.PADDED_MAXIMUM, (1, 22), (1, 31), "y",
+        "(float[1, 2, 4, 4] x) => (float[1, 2, 4, 4] y) <int64[8] p = {0, 0, 1, 1, 0, 0, 1, 1}> "
+        "{ q = Pad (x, p)  y = MaxPool <kernel_shape = [3, 3]> (q) }"),
+    "average": (known_bugs.PADDED_AVERAGE, (1, 19), (1, 19), "y",
+        "(float[1, 2, 4, 4] x) => (float[1, 2, 6, 6] y) <int64[8] p = {0, 0, 1, 1, 0, 0, 1, 1}> "
+        "{ q = Pad (x, p)  y = AveragePool <kernel_shape = [3, 3], pads = [1, 1, 1, 1]> (q) }"),
+    "uneven average": (known_bugs.PADDED_AVERAGE, (1, 22), (1, 22), "y",
+        "(float[1, 2, 4, 4] x) => (float[1, 2, 3, 3] y) <int64[8] p = {0, 0, 0, 0, 0, 0, 1, 1}> "
+        "{ q = Pad (x, p)  y = AveragePool <kernel_shape = [3, 3]> (q) }"),
+    "idle before": (known_bugs.IDLE_TRANSPOSE, (1, 19), (1, 26), "y",
+        "(float[4, 4] a, float[4, 4] b) => (float[4, 4] y) { t = Transpose <perm = [0, 1]> (a)  y = Gemm (t, b) }"),
+    "idle after": (known_bugs.IDLE_TRANSPOSE, (1, 19), (1, 26), "y",
+        "(float[4, 4] a, float[4, 4] b) => (float[4, 4] y) { t = Gemm (a, b)  y = Transpose <perm = [0, 1]> (t) }"),
+    "idle in a sum": (known_bugs.IDLE_TRANSPOSE, (1, 19), (1, 26), "y",
+        "(float[4, 4] a, float[4, 4] b, float[4] c) => (float[4, 4] y) "
+        "{ t = Transpose <perm = [0, 1]> (b)  m = MatMul (a, t)  y = Add (m, c) }"),
+    "statistics": (known_bugs.LOST_STATISTICS, (1, 19), (1, 26), "y",
+        "(float[2, 3, 4] a, float[2, 3, 4] b, float[4] g) => (float[2, 3, 4] y, float[2, 3, 1] z) "
+        "{ s = Add (a, b)  y, m = LayerNormalization (s, g)  z = Neg (m) }"),
+}  # fmt: skip
+
+HARMLESS = {
+    "a vector on the left": "(float[3, 5] w, float[5] v) => (float[3] y) { t = Transpose (w)  y = MatMul (v, t) }",
+    "a column": "(float[5, 3] w, float[5, 1] v) => (float[3, 1] y) { t = Transpose (w)  y = MatMul (t, v) }",
+    "a matrix as it is": "(float[3, 5] w, float[5] v) => (float[3] y) { y = MatMul (w, v) }",
+    "no transposition of rows": "(float[5, 2, 3] w, float[5] v) => (float[2, 3] y) "
+        "{ t = Transpose <perm = [1, 2, 0]> (w)  y = MatMul (t, v) }",
+    "axes stated": "(float[1, 2, 4, 4] x) => (float[1, 2, 4, 4] y) "
+        "<int64[4] p = {1, 1, 1, 1}, int64[2] a = {2, 3}> "
+        "{ q = Pad (x, p, , a)  y = MaxPool <kernel_shape = [3, 3]> (q) }",
+    "an even average": "(float[1, 2, 4, 4] x) => (float[1, 2, 4, 4] y) <int64[8] p = {0, 0, 1, 1, 0, 0, 1, 1}> "
+        "{ q = Pad (x, p)  y = AveragePool <kernel_shape = [3, 3]> (q) }",
+    "another value": "(float[1, 2, 4, 4] x) => (float[1, 2, 4, 4] y) "
+        "<int64[8] p = {0, 0, 1, 1, 0, 0, 1, 1}, float v = {-1.0}> "
+        "{ q = Pad (x, p, v)  y = MaxPool <kernel_shape = [3, 3]> (q) }",
+    "indices": "(float[1, 2, 4, 4] x) => (float[1, 2, 4, 4] y, int64[1, 2, 4, 4] i) "
+        "<int64[8] p = {0, 0, 1, 1, 0, 0, 1, 1}> { q = Pad (x, p)  y, i = MaxPool <kernel_shape = [3, 3]> (q) }",
+    "a sum that is read": "(float[2, 3, 4] a, float[2, 3, 4] b, float[4] g) => "
+        "(float[2, 3, 4] y, float[2, 3, 1] z, float[2, 3, 4] s) "
+        "{ s = Add (a, b)  y, m = LayerNormalization (s, g)  z = Neg (m) }",
+    "a transposition": "(float[4, 4] a, float[4, 4] b) => (float[4, 4] y) { t = Transpose (a)  y = Gemm (t, b) }",
+}  # fmt: skip
+
+
+def differs(made: onnx.ModelProto) -> bool:
+    """Do optimisations change the result, or keep it from being computed? All inputs are negative."""
+    rng = np.random.default_rng(0)
+    feeds = {
+        v.name: -rng.uniform(1, 2, [d.dim_value for d in v.type.tensor_type.shape.dim]).astype(np.float32)
+        for v in made.graph.input
+    }
+    plain = runtime.outputs(made, feeds)
+    try:
+        default = runtime.outputs(made, feeds, "all")
+    except ModelError:
+        return True
+    return any(not np.allclose(plain[name], default[name], rtol=1e-4) for name in plain)
+
+
+@pytest.mark.parametrize("case", MEETING)
+def test_a_known_bug_is_found_and_is_one(case):
+    bug, first, last, node, text = MEETING[case]
+    made = model(text)
+    onnx.checker.check_model(made, full_check=True)
+    assert [(found.bug, found.node) for found in known_bugs.find(made)] == [(bug, node)]
+    if V <= (1, 31):
+        assert differs(made) == (first <= V <= last)
+
+
+@pytest.mark.parametrize("case", HARMLESS)
+def test_what_is_computed_rightly_is_not_reported(case):
+    made = model(HARMLESS[case])
+    onnx.checker.check_model(made, full_check=True)
+    assert known_bugs.find(made) == ()
+    assert not differs(made)
+
+
+def test_ranks_that_the_file_does_not_state_can_be_given():
+    made = model("(float[5, 3] w, float[5] v) => (y) { t = Transpose (w)  u = Neg (v)  y = MatMul (t, u) }")
+    assert known_bugs.find(made) == ()
+    assert [found.node for found in known_bugs.find(made, {"u": 1})] == ["y"]
+
+
+def test_bodies_are_searched_and_nodes_named():
+    made = model(
+        "(bool c, float[4, 4] w, float[4] v) => (float[4] y) { y = If (c) <"
+        "then_branch = t () => (float[4] a) { [turn] s = Transpose (w)  [times] a = MatMul (s, v) },"
+        "else_branch = e () => (float[4] b) { [other] b = MatMul (w, v) }> }"
+    )
+    (warning,) = known_bugs.warnings(made)
+    assert warning.startswith("node 'times' multiplies") and "MatmulTransposeFusion" in warning
