@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import TypedDict
 
 from onnx_remat.errors import UsageError, did_you_mean
@@ -12,6 +14,7 @@ from onnx_remat.ort.kernels.registry import kernels_of
 from onnx_remat.ort.prepare import Preparation
 from onnx_remat.plan import selectors
 from onnx_remat.run import verify
+from onnx_remat.units import check_dims, parse_duration
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,36 @@ class PlanningOptions(TypedDict, total=False):
     progress: selectors.Progress
 
 
+_NAMES = ("keep", "checkpoints", "allow_recompute")
+_TEXTS = ("provider", "selector", "costs", "verify")
+
+
+def _checked(name: str, value: object) -> object:
+    """The value of a field as `Options` has it; UsageError where it cannot be meant."""
+    if name == "dims":
+        return check_dims(value)
+    if name == "time_limit":
+        return parse_duration(float(value) if isinstance(value, Real) and not isinstance(value, bool) else str(value))
+    if name in _NAMES:
+        one = () if value is None else (value,) if isinstance(value, str) else None
+        names = tuple(value) if one is None and isinstance(value, Iterable) else one
+        if names is None or not all(isinstance(each, str) for each in names):
+            raise UsageError(f"{name} must be a sequence of names, not {value!r:.100}")
+        return names
+    if name in _TEXTS or (name == "loss" and value is not None):
+        text = os.fspath(value) if isinstance(value, os.PathLike) else value
+        if not isinstance(text, str):
+            raise UsageError(f"{name} must be text, not {value!r:.100}")
+        return text
+    if name == "progress":
+        if value is not None and not callable(value):
+            raise UsageError(f"progress must be a function of a stage and a fraction, not {value!r:.100}")
+        return value or selectors.silent
+    if name == "arena" and not isinstance(value, bool):
+        raise UsageError(f"arena must be True or False, not {value!r:.100}")
+    return value
+
+
 def parse_options(given: PlanningOptions) -> Options:
     """Options from keyword arguments; UsageError for an unknown field, provider, selector or mode of verification.
 
@@ -96,7 +129,7 @@ def parse_options(given: PlanningOptions) -> Options:
     if unknown := [name for name in given if name not in fields]:
         hint = did_you_mean(unknown[0], fields) or f": choose from {', '.join(fields)}"
         raise UsageError(f"unknown option {unknown[0]!r}{hint}")
-    options = Options(**given)
+    options = Options(**{name: _checked(name, value) for name, value in given.items()})  # type: ignore[arg-type]
     kernels_of(options.provider)
     if options.verify not in verify.MODES:
         raise UsageError(f"verify must be one of {', '.join(verify.MODES)}, not {options.verify!r}")

@@ -12,6 +12,7 @@ from typing import Unpack
 
 import onnx
 
+from onnx_remat import files
 from onnx_remat.fit import Plan, fit, make_plan, target_of
 from onnx_remat.ir import model_io, phases, shapes
 from onnx_remat.ir.training_ops import first_training_op
@@ -26,8 +27,6 @@ from onnx_remat.plan.cost_bounds import cost_lower_bound
 from onnx_remat.report import Report
 from onnx_remat.run import fixed_draws, verify
 from onnx_remat.units import Budget, format_bytes, parse_budget
-
-Model = str | os.PathLike[str] | bytes | onnx.ModelProto
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +61,15 @@ class Result:
 
     def save(self, path: str | os.PathLike[str], force: bool = False) -> None:
         """Write the model atomically; external data files are carried along. See `model_io.save`."""
-        model_io.save(self.model, model_io.check_target(path, None, force), self.folder)
+        model_io.save(self.model, files.check_target(path, None, force), self.folder)
 
 
-def plan_model(model: Model, budget: str | int | Budget, **options: Unpack[PlanningOptions]) -> Plan:
+def plan_model(model: model_io.Model, budget: str | int | Budget, **options: Unpack[PlanningOptions]) -> Plan:
     """Plan a model without rewriting it.
 
     Parameters
     ----------
-    model : path, bytes or onnx.ModelProto
+    model : path, bytes, onnx.ModelProto or model_io.Source
         A training graph.
     budget : str, int or Budget
         Peak to stay under, see `parse_budget`; percentages are of the original's own peak.
@@ -93,12 +92,12 @@ def plan_model(model: Model, budget: str | int | Budget, **options: Unpack[Plann
     return make_plan(job.compiled, job.allowed, target_of(job.allowed), job.options)
 
 
-def rewrite_model(model: Model, budget: str | int | Budget, **options: Unpack[PlanningOptions]) -> Result:
+def rewrite_model(model: model_io.Model, budget: str | int | Budget, **options: Unpack[PlanningOptions]) -> Result:
     """Rewrite a training graph so that its whole step peaks at or under a budget on stock ONNX Runtime.
 
     Parameters
     ----------
-    model : path, bytes or onnx.ModelProto
+    model : path, bytes, onnx.ModelProto or model_io.Source
         A training graph: forward, loss, backward, often the optimizer update.
     budget : str, int or Budget
         ``"4GB"``, ``"3.5GiB"``, ``"80%"`` of the original's peak, or bytes.
@@ -195,7 +194,7 @@ class _Job:
     clock: _Stopwatch
 
 
-def _begin(model: Model, budget: str | int | Budget, given: PlanningOptions) -> _Job:
+def _begin(model: model_io.Model, budget: str | int | Budget, given: PlanningOptions) -> _Job:
     """Check the arguments, load and compile the model, and simulate the original."""
     parsed, options = parse_budget(budget), parse_options(given)
     clock = _Stopwatch(options.progress)

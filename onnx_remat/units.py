@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Integral, Real
 
 from onnx_remat.errors import UsageError
 
@@ -17,6 +19,7 @@ _NUMBER = r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:e([+-]?[0-9]+))?"
 _SIZE = re.compile(rf"{_NUMBER}\s*([kmgt]?i?b)", re.IGNORECASE)
 _PERCENT = re.compile(rf"{_NUMBER}\s*%", re.IGNORECASE)
 _DURATION = re.compile(rf"{_NUMBER}\s*(ms|s|m|min|h)?", re.IGNORECASE)
+_LONGEST = 30 * 86400.0
 _SECONDS = {"ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 
 
@@ -58,11 +61,12 @@ def parse_budget(text: str | int | Budget) -> Budget:
     onnx_remat.errors.UsageError: budget '0.6' is not a size: write 60% of the original's peak, or ...
     """
     if isinstance(text, Budget):
-        return text
-    if isinstance(text, bool) or not isinstance(text, int | str):
-        raise UsageError(f"budget must be text like '4GB' or '80%', or an int of bytes, not {text!r}")
-    if isinstance(text, int):
-        number, budget = float(text), Budget(bytes=text)
+        return _checked(text)
+    if isinstance(text, bool) or not isinstance(text, Integral | str):
+        raise UsageError(f"budget must be text like '4GB' or '80%', or an int of bytes, not {text!r:.100}")
+    number: float
+    if isinstance(text, Integral):  # numpy's, too
+        number, budget = int(text), Budget(bytes=int(text))
     elif match := _SIZE.fullmatch(text.strip()):
         number = _number(match, text) * _UNITS[match[3].lower()]
         budget = Budget(bytes=int(number))
@@ -75,6 +79,15 @@ def parse_budget(text: str | int | Budget) -> Budget:
         raise UsageError(f"budget {text!r} must be greater than zero")
     if number > 2**62:
         raise UsageError(f"budget {text!r} is larger than any machine's memory")
+    return budget
+
+
+def _checked(budget: Budget) -> Budget:
+    """A budget made by hand, if it is one."""
+    if budget.fraction is None and budget.bytes is not None:
+        return parse_budget(budget.bytes)
+    if budget.bytes is not None or not isinstance(budget.fraction, Real) or not 0 < budget.fraction < math.inf:
+        raise UsageError(f"{budget} is neither a number of bytes nor a fraction, greater than zero")
     return budget
 
 
@@ -92,7 +105,7 @@ def _meant(text: str) -> str:
 def _number(match: re.Match[str], text: str) -> float:
     try:
         number = float(match[1]) * 10.0 ** int(match[2] or 0)
-    except OverflowError:
+    except (OverflowError, ValueError):  # the latter: an exponent of thousands of digits
         number = math.inf
     if not math.isfinite(number):
         raise UsageError(f"{text!r} is not a finite number")
@@ -106,11 +119,13 @@ def parse_duration(text: str | float | int) -> float:
     (120.0, 0.5, 30.0)
     """
     match = _DURATION.fullmatch(str(text).strip())
-    if match is None:
-        raise UsageError(f"duration {text!r} is not a time: write e.g. 30s, 500ms or 2m")
+    if isinstance(text, bool) or match is None:
+        raise UsageError(f"duration {text!r:.100} is not a time: write e.g. 30s, 500ms or 2m")
     seconds = _number(match, str(text)) * _SECONDS[(match[3] or "").lower()]
     if seconds <= 0:
         raise UsageError(f"duration {text!r} must be greater than zero")
+    if seconds > _LONGEST:
+        raise UsageError(f"duration {text!r} is longer than {_LONGEST / 86400:.0f} days")
     return seconds
 
 
@@ -123,12 +138,33 @@ def parse_dims(items: list[str] | tuple[str, ...]) -> dict[str, int]:
     dims: dict[str, int] = {}
     for item in items:
         name, equals, value = item.rpartition("=")
-        if not equals or not name or not value.strip().isdigit() or len(value) > 18:
+        if not equals or not name or not re.fullmatch(r"\s*[0-9]{1,18}\s*", value):
             raise UsageError(f"dim {item!r} is not NAME=VALUE with a whole number, e.g. batch=32")
         if dims.get(name, int(value)) != int(value):
             raise UsageError(f"dim {name!r} is bound twice, to {dims[name]} and to {value}")
         dims[name] = int(value)
     return dims
+
+
+def check_dims(dims: object) -> dict[str, int]:
+    """Sizes of symbolic dimensions as a dict of ints, numpy's turned into Python's.
+
+    >>> check_dims(None), check_dims({"batch": 32})
+    ({}, {'batch': 32})
+
+    Raises
+    ------
+    UsageError
+        Not a mapping of names to whole numbers of 0 or more.
+    """
+    if dims is None:
+        return {}
+    if not isinstance(dims, Mapping):
+        raise UsageError(f"dims must map names to sizes, such as {{'batch': 32}}, not be {dims!r:.100}")
+    for name, size in dims.items():
+        if not isinstance(name, str) or isinstance(size, bool) or not isinstance(size, Integral) or size < 0:
+            raise UsageError(f"dims must map names to whole numbers, not {name!r:.100} to {size!r:.100}")
+    return {name: int(size) for name, size in dims.items()}
 
 
 def format_bytes(size: int) -> str:

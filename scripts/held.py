@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from onnx_remat.ir.naming import renewals
-from onnx_remat.ort.asking import QUIET
 from onnx_remat.ort.peaks import Reserves
 from onnx_remat.pipeline import rewrite_model
 from onnx_remat.run import probe
 from onnx_remat.run.processes import GIVES_BACK, session_job
 from onnx_remat.run.training import Loop
+from onnx_remat.worker import QUIET
 
 WAYS = ("dropped", "fed back", "loop", "no arena")
 

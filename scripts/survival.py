@@ -21,8 +21,8 @@ from pathlib import Path
 import onnx_remat
 from onnx_remat.app.survival import check
 from onnx_remat.errors import OnnxRematError
-from onnx_remat.ort.asking import QUIET
 from onnx_remat.run.processes import GIVES_BACK
+from onnx_remat.worker import QUIET
 
 ROOT = Path(__file__).resolve().parent.parent
 

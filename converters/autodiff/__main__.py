@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 import numpy as np
 
+from onnx_remat import files
 from onnx_remat.errors import OnnxRematError, UsageError
 from onnx_remat.ir import model_io
 
@@ -50,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
     optimizer = OPTIMIZERS[given.optimizer](lr=given.lr) if given.optimizer else None
     try:
         example = _arrays(given.example) if given.example else None
-        target = model_io.check_target(given.out, given.forward, given.force)
+        target = files.check_target(given.out, given.forward, given.force)
         step = add_backward(
             given.forward, given.loss, given.wrt, optimizer, training=given.training, frozen=given.frozen,
             dims=dict(_size(text) for text in given.dim), check=not given.no_check, example_inputs=example,

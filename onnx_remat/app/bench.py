@@ -7,7 +7,6 @@ import json
 import platform
 import statistics
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,7 +14,9 @@ from typing import Unpack
 
 from onnx import TensorProto
 
-from onnx_remat.app.flags import Parser, add_planning_flags, add_runtime_flag, guarded, planning_options
+from onnx_remat import files
+from onnx_remat.app.flags import Parser, add_planning_flags, add_runtime_flag, check_files, guarded, planning_options
+from onnx_remat.app.streams import complain, say
 from onnx_remat.errors import BudgetInfeasibleError, OnnxRematError, UsageError
 from onnx_remat.ir import model_io
 from onnx_remat.ir.training_ops import check_ops
@@ -164,8 +165,7 @@ def benchmark(
     else:
         options = {"verify": "none", **options}
     dims = options.get("dims", {})
-    with tempfile.TemporaryDirectory(prefix="onnx-remat-") as scratch:
-        home = Path(scratch)
+    with files.scratch() as home:
         if "costs" not in options:
             measured = profile(model, dims, threads=threads, provider=provider, python=python)
             (home / "profile.json").write_text(measured.to_json())
@@ -326,17 +326,17 @@ def _run(arguments: Sequence[str]) -> int:
     given = build_parser().parse_args(arguments)
     options = planning_options(given)
     if given.json not in (None, "-"):
-        for source in given.input:
-            model_io.check_target(given.json, source, force=True)
+        sources = {path: model_io.load(path) for path in given.input}
+        check_files(sources, None, [("--json", given.json)], given.costs, state=given.state, runtime=given.runtime)
     if given.max_batch:
         for path in given.input:
             plain, small = max_batch(Path(path), given.budget, given.max_batch, **options)
             times = f" ({small / plain:.1f} times)" if plain else ""
-            print(f"{Path(path).stem}: {given.max_batch} up to {plain} as it is, up to {small} rewritten{times}")
+            say(f"{Path(path).stem}: {given.max_batch} up to {plain} as it is, up to {small} rewritten{times}")
         return 0
     found, refused = [], 0
     if given.markdown:
-        print(_HEAD, flush=True)
+        say(_HEAD)
     for path in given.input:
         try:
             result = benchmark(
@@ -346,20 +346,20 @@ def _run(arguments: Sequence[str]) -> int:
         except OnnxRematError as error:
             if len(given.input) == 1:
                 raise
-            print(f"onnx-remat-bench: error: {path}: {error}", file=sys.stderr, flush=True)  # the others go on
+            complain(f"onnx-remat-bench: error: {path}: {error}")  # the others go on
             refused = refused or error.exit_code
             continue
         found.append(result)
         for warning in result.warnings:
-            print(f"onnx-remat-bench: warning: {path}: {warning}", file=sys.stderr, flush=True)
+            complain(f"onnx-remat-bench: warning: {path}: {warning}")
         if given.markdown:
-            print(_markdown(result, given.budget), flush=True)
+            say(_markdown(result, given.budget))
         elif given.json != "-":
-            print(f"{result.model}, budget {format_bytes(result.budget)}\n{result.to_text()}\n", flush=True)
+            say(f"{result.model}, budget {format_bytes(result.budget)}\n{result.to_text()}\n")
     if given.markdown and found:
         spread = statistics.median(abs(r.measured_overhead - r.predicted_overhead) for r in found)
-        print(f"\n{machine()}; predicted step time off by {100 * spread:.1f} points in the median")
+        say(f"\n{machine()}; predicted step time off by {100 * spread:.1f} points in the median")
     if given.json:
         text = json.dumps([{"schema": SCHEMA, **asdict(r)} for r in found], indent=2)
-        print(text) if given.json == "-" else model_io.write_text(text + "\n", given.json)
+        say(text) if given.json == "-" else files.write_text(text + "\n", given.json)
     return refused

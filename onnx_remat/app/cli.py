@@ -7,8 +7,17 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from onnx_remat.app import commands
-from onnx_remat.app.flags import Parser, Progress, add_planning_flags, guarded, planning_options, selector_names
+from onnx_remat import files
+from onnx_remat.app import commands, streams
+from onnx_remat.app.flags import (
+    Parser,
+    Progress,
+    add_planning_flags,
+    check_files,
+    guarded,
+    planning_options,
+    selector_names,
+)
 from onnx_remat.errors import UsageError, did_you_mean
 from onnx_remat.version import __version__
 
@@ -99,35 +108,37 @@ def _run(arguments: argparse.Namespace) -> int:
     from onnx_remat.ir import model_io
     from onnx_remat.units import parse_budget
 
-    budget = parse_budget(arguments.budget)
+    budget, options = parse_budget(arguments.budget), planning_options(arguments)
     if not arguments.dry_run:
-        model_io.check_target(arguments.output, arguments.input, arguments.force)
-    if arguments.json not in (None, "-"):
-        model_io.check_target(arguments.json, arguments.input, force=True)
+        files.check_target(arguments.output, arguments.input, arguments.force)
     for path in arguments.plot:
         show.check(path)
-        model_io.check_target(path, arguments.input, force=True)
-    if arguments.output in (also := [arguments.json, *arguments.plot]):
-        raise UsageError(f"{also[also.index(arguments.output)]} cannot be both OUT and a report: name another file")
-    options, progress = planning_options(arguments), Progress(quiet=arguments.quiet)
+    reports = [("--json", arguments.json), *(("--plot", path) for path in arguments.plot)]
+    progress = Progress(quiet=arguments.quiet)
     options["verify"], options["progress"] = arguments.verify, progress
     try:
-        result = pipeline.rewrite_model(arguments.input, budget, **options)
+        progress("load", 0.0)
+        source = model_io.load(arguments.input)
+        check_files({arguments.input: source}, arguments.output, reports, arguments.costs)
+        result = pipeline.rewrite_model(source, budget, **options)
     finally:
         progress.clear()
-    if not arguments.dry_run:
-        model_io.save(result.model, arguments.output, result.folder)
-    if arguments.json == "-":
-        print(result.report.to_json())
-    elif arguments.json:
-        model_io.write_text(result.report.to_json() + "\n", arguments.json)
-    for path in arguments.plot:
-        show.draw(result, path)
-    for warning in () if arguments.quiet else result.report.warnings:
-        print(f"onnx-remat: warning: {warning}", file=sys.stderr)
+    with files.together():
+        if not arguments.dry_run:
+            model_io.save(result.model, arguments.output, result.folder)
+        if arguments.json not in (None, "-"):
+            files.write_text(result.report.to_json() + "\n", arguments.json)
+        for path in arguments.plot:
+            show.draw(result, path)
+        # Before the files take their places: a report that cannot be given is a failure, and failures write nothing.
+        for warning in () if arguments.quiet else result.report.warnings:
+            streams.complain(f"onnx-remat: warning: {warning}")
+        if arguments.json == "-":
+            streams.say(result.report.to_json())
+        elif not arguments.quiet:
+            streams.say(result.report.to_text(arguments.verbose))
     if not arguments.quiet and arguments.json != "-":
-        print(result.report.to_text(arguments.verbose))
         out = None if arguments.dry_run else arguments.output
         written = [path for path in (out, arguments.json, *arguments.plot) if path]
-        print(f"\nwrote {', '.join(written) or 'nothing'}")
+        streams.say(f"\nwrote {', '.join(written) or 'nothing'}")
     return 0

@@ -5,14 +5,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from onnx_remat import files
 from onnx_remat.app.flags import (
     Parser,
     Progress,
     add_planning_flags,
     add_provider_flag,
     add_runtime_flag,
+    check_files,
     planning_options,
 )
+from onnx_remat.app.streams import say
 from onnx_remat.ir import model_io
 
 
@@ -33,25 +36,22 @@ def sweep(arguments: Sequence[str]) -> int:
     given = parser.parse_args(arguments)
     if given.plot:
         show.check(given.plot, show.IMAGES)
-        model_io.check_target(given.plot, given.input, force=True)
-    if given.json not in (None, "-"):
-        model_io.check_target(given.json, given.input, force=True)
     options, progress = planning_options(given), Progress()
     options["progress"] = progress
     try:
-        curve = run(given.input, given.points, **options)
+        source = model_io.load(given.input)
+        check_files({given.input: source}, None, [("--json", given.json), ("--plot", given.plot)], given.costs)
+        curve = run(source, given.points, **options)
     finally:
         progress.clear()
-    if given.plot:
-        show.draw_curve(curve, given.plot)
-    if given.json == "-":
-        print(curve.to_json())
-        return 0
-    if given.json:
-        model_io.write_text(curve.to_json() + "\n", given.json)
-    print(curve.to_text())
-    if written := [path for path in (given.json, given.plot) if path]:
-        print(f"\nwrote {', '.join(written)}")
+    with files.together():
+        if given.plot:
+            show.draw_curve(curve, given.plot)
+        if given.json not in (None, "-"):
+            files.write_text(curve.to_json() + "\n", given.json)
+        say(curve.to_json() if given.json == "-" else curve.to_text())
+    if (written := [path for path in (given.json, given.plot) if path]) and given.json != "-":
+        say(f"\nwrote {', '.join(written)}")
     return 0
 
 
@@ -76,16 +76,20 @@ def profile(arguments: Sequence[str]) -> int:
     add_provider_flag(parser)
     add_runtime_flag(parser)
     given = parser.parse_args(arguments)
-    target = model_io.check_target(given.output, given.input, given.force)
+    target = files.check_target(given.output, given.input, given.force)
+    source = model_io.load(given.input)
+    check_files({given.input: source}, None, [("OUT", given.output)], runtime=given.runtime)
     if given.runtime == sys.executable:
         runtime.import_runtime()
-        check_ops(model_io.load(given.input).model)
+        check_ops(source.model)
     result = run(
         given.input, dims=parse_dims(given.dim), runs=given.runs, steps=given.steps, threads=given.threads,
         provider=given.provider, python=given.runtime,
     )  # fmt: skip
-    model_io.write_text(result.to_json(), target)
-    print(f"{result.to_text()}\n\nwrote {given.output}")
+    with files.together():
+        files.write_text(result.to_json(), target)
+        say(result.to_text())
+    say(f"\nwrote {given.output}")
     return 0
 
 
@@ -110,5 +114,5 @@ def check(arguments: Sequence[str]) -> int:
     add_runtime_flag(parser)
     given = parser.parse_args(arguments)
     found = run(given.file, parse_dims(given.dim), run=not given.no_run, provider=given.provider, python=given.runtime)
-    print(found.to_text())
+    say(found.to_text())
     return 0 if found.kept else VerificationError.exit_code

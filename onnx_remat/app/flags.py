@@ -6,12 +6,16 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from onnx_remat import files
+from onnx_remat.app import streams
 from onnx_remat.errors import OnnxRematError, UsageError
 
 if TYPE_CHECKING:
+    from onnx_remat.ir.model_io import Source
     from onnx_remat.options import PlanningOptions
 
 
@@ -106,20 +110,64 @@ def planning_options(arguments: argparse.Namespace) -> PlanningOptions:
 
 def guarded(name: str, command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> int:
     """Run a command; a refusal is one line on standard error and its exit code."""
+    streams.steady()
     try:
-        return command(arguments)
+        with streams.terminable():
+            return command(arguments)
     except OnnxRematError as error:
-        print(f"{name}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        streams.complain(f"{name}: error: {' '.join(str(error).split())}")
         return error.exit_code
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # whoever read us is gone: say no more
-        return 0
     except OSError as error:
-        print(f"{name}: error: {error}", file=sys.stderr)
+        streams.complain(f"{name}: error: {error}")
+        return OnnxRematError.exit_code
+    except (MemoryError, RecursionError) as error:
+        what = "memory ran out" if isinstance(error, MemoryError) else "something in a file is nested too deeply"
+        streams.complain(f"{name}: error: {what}")
         return OnnxRematError.exit_code
     except KeyboardInterrupt:
-        print(f"{name}: interrupted; nothing was written", file=sys.stderr)
+        streams.complain(f"{name}: interrupted; nothing was written")
         return 130
+    except streams.Terminated as terminated:
+        streams.complain(f"{name}: terminated; nothing was written")
+        return terminated.die()
+
+
+def check_files(
+    sources: Mapping[str, Source], out: str | None, reports: Sequence[tuple[str, str | None]], costs: str | None = None,
+    **more: str,
+) -> None:
+    """Raise UsageError unless every file that is written is one of its own.
+
+    Parameters
+    ----------
+    sources : mapping
+        The models that are read, by their paths.
+    out : str or None
+        Where the model goes, and its data files with it.
+    reports : sequence of (str, str or None)
+        Flags, and the paths to write to that they name; None and ``-`` are none.
+    costs : str, optional
+        The flag's value.
+    more : str
+        Other paths that are read, by their flags.
+    """
+    from onnx_remat.ir import external_data
+    from onnx_remat.ort.kernels.costs import PRESETS
+
+    if costs is not None and costs not in PRESETS:
+        more["costs"] = costs
+    reads = [files.Use(path, "the input") for path in sources]
+    reads += [files.Use(path, f"read by --{flag}") for flag, path in more.items() if path]
+    for source in sources.values():
+        homes = [source.folder, Path(out).resolve().parent] if out is not None else [source.folder]
+        data = external_data.paths(source.model)
+        reads += [files.Use(home / path, "data of the model") for home in homes if home for path in data]
+    writes = [files.Use(out, "OUT")] if out is not None else []
+    for flag, report in reports:
+        if report is not None and report != "-":
+            files.check_target(report, None, force=True)
+            writes.append(files.Use(report, flag))
+    files.check_uses(reads, writes)
 
 
 class Progress:
@@ -135,8 +183,8 @@ class Progress:
         if self._show and (stage != self._stage or now - self._last > 0.1):
             self._stage, self._last = stage, now
             done = f" {fraction:.0%}" if 0 < fraction < 1 else ""
-            print(f"\r\x1b[K{stage}{done} ...", end="", file=sys.stderr, flush=True)
+            streams.complain(f"\r\x1b[K{stage}{done} ...", end="")
 
     def clear(self) -> None:
         if self._show:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+            streams.complain("\r\x1b[K", end="")

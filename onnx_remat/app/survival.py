@@ -18,7 +18,7 @@ from onnx_remat.options import Options
 from onnx_remat.ort import runtime
 from onnx_remat.ort.executed import as_executed
 from onnx_remat.run import processes
-from onnx_remat.units import format_bytes
+from onnx_remat.units import check_dims, format_bytes, parse_budget
 from onnx_remat.write.writer import BUDGET_KEY, CLONES_KEY, DIMS_KEY, EDGES_KEY
 
 
@@ -122,11 +122,12 @@ def check(
     source = model_io.load(path)
     notes = {p.key: p.value for p in source.model.metadata_props}
     try:
-        budget, clones, edges = int(notes[BUDGET_KEY]), json.loads(notes[CLONES_KEY]), json.loads(notes[EDGES_KEY])
-        dims = dict(dims) if dims else json.loads(notes[DIMS_KEY])
-    except (KeyError, ValueError) as error:
+        budget, clones, edges = int(notes[BUDGET_KEY]), _names(notes[CLONES_KEY]), _names(notes[EDGES_KEY])
+        dims = dict(dims) if dims else check_dims(json.loads(notes[DIMS_KEY]))
+        parse_budget(budget)
+    except (KeyError, ValueError, RecursionError) as error:
         raise ModelError(
-            f"{path} does not say what was planned: it was not rewritten, or a tool dropped its metadata"
+            f"{path} does not say what was planned: it was not rewritten, or a tool dropped or damaged its metadata"
         ) from error
     options = Options(provider=provider, dims=dims)
     if here := python == sys.executable:
@@ -155,3 +156,11 @@ def _waits(edge: str, made: Mapping[str, onnx.NodeProto]) -> bool:
         return False
     axes = made[edge].input[1]
     return axes in made and made[axes].op_type != "Constant"
+
+
+def _names(text: str) -> list[str]:
+    """A list of names in JSON; ValueError for anything else."""
+    names = json.loads(text)
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError("not a list of names")
+    return names

@@ -11,13 +11,18 @@ import numpy as np
 
 from onnx_remat.errors import BudgetInfeasibleError, UsageError
 from onnx_remat.fit import smallest_budget
+from onnx_remat.ir.model_io import Model
 from onnx_remat.options import PlanningOptions
-from onnx_remat.pipeline import Model, Result, rewrite_model
+from onnx_remat.pipeline import Result, rewrite_model
 from onnx_remat.plan.selectors import Progress, silent
 from onnx_remat.units import format_bytes
 
 SCHEMA = "onnx-remat/sweep/1"
 """Version of the JSON layout: the number rises when a field changes its meaning or goes away."""
+
+
+MOST_POINTS = 10_000
+"""Budgets of a sweep at most: each takes the time of a plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +97,7 @@ def sweep(model: Model, points: int = 10, **options: Unpack[PlanningOptions]) ->
     Raises
     ------
     UsageError
-        Fewer than two points.
+        Fewer than two points, or more than `MOST_POINTS`.
     OnnxRematError
         As `rewrite_model`, infeasible budgets apart.
 
@@ -103,8 +108,8 @@ def sweep(model: Model, points: int = 10, **options: Unpack[PlanningOptions]) ->
     >>> [p.extra_compute for p in curve.points] == sorted(p.extra_compute for p in curve.points)
     True
     """
-    if points < 2:
-        raise UsageError(f"a sweep needs at least 2 points, not {points}")
+    if not 2 <= points <= MOST_POINTS:
+        raise UsageError(f"a sweep has 2 to {MOST_POINTS} points, not {points}")
     progress = options.pop("progress", silent)
     original = rewrite_model(model, "100%", **options)
     top, floor = original.report.before.total, original.report.lower_bound

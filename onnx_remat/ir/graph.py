@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, wraps
+from typing import ParamSpec, TypeVar
 
 import networkx as nx
 import onnx
-from onnx import inliner
 
-from onnx_remat.errors import ModelError
+from onnx_remat.errors import ModelError, OnnxRematError
+from onnx_remat.ir import native
+from onnx_remat.ir.model_io import without_weights
 from onnx_remat.ir.op_semantics import nearest_op, semantics
 from onnx_remat.ir.opsets import STANDARD, STANDARD_DOMAINS, canonical, opset_of
+
+_Rule = ParamSpec("_Rule")
+_Result = TypeVar("_Result")
 
 INPUT, INITIALIZER, NODE = "input", "initializer", "node"
 
@@ -50,6 +55,26 @@ class Op:
     def writes(self) -> tuple[str, ...]:
         """Every value it makes, slot by slot, absent outputs left out."""
         return tuple(name for name in self.outputs if name)
+
+
+def blames_the_node(rule: Callable[_Rule, _Result]) -> Callable[_Rule, _Result]:
+    """Make a rule about an op raise ModelError, which names the node, where its arithmetic does not work out.
+
+    ONNX's inference lets through much that no kernel runs: a group of 0, attributes that do not fit the shapes.
+    """
+
+    @wraps(rule)
+    def guarded(*arguments: _Rule.args, **more: _Rule.kwargs) -> _Result:
+        try:
+            return rule(*arguments, **more)
+        except OnnxRematError:
+            raise
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            op = next(a for a in arguments if isinstance(a, Op))
+            where, why = f"node {op.label!r} ({op.node.op_type})", f"{type(error).__name__}: {error}"
+            raise ModelError(f"{where} is not as its operator is defined: {why}") from error
+
+    return guarded
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,12 +264,16 @@ def _required_attributes(op_type: str, version: int) -> tuple[str, ...]:
 
 
 def _inlined(model: onnx.ModelProto) -> onnx.ModelProto:
-    try:
-        inlined = inliner.inline_local_functions(model, True)
-    except (RuntimeError, ValueError, onnx.checker.ValidationError) as error:
-        raise ModelError(f"the model's functions cannot be inlined: {' '.join(str(error).split())[:200]}") from error
-    inlined.functions.extend(model.functions)  # kept for whoever reads them; nothing calls them now
-    return inlined
+    """A copy that calls no local functions; they are kept for whoever reads them."""
+    made = native.inlined(without_weights(model))
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    for part in ("node", "value_info"):
+        copy.graph.ClearField(part)
+        getattr(copy.graph, part).extend(getattr(made.graph, part))
+    copy.ClearField("opset_import")
+    copy.opset_import.extend(made.opset_import)
+    return copy
 
 
 def _why_missing(name: str, proto: onnx.GraphProto) -> str:

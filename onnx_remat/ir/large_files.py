@@ -28,6 +28,9 @@ _GRAPH, _INITIALIZER, _RAW_DATA = 7, 5, 9  # ModelProto.graph, GraphProto.initia
 _BYTES, _FIXED = 2, {1: 8, 5: 4}  # wire types: length and content, plain numbers; the third is 0, a varint
 _MOST = 2**31 - 1  # protobuf's limit of a message
 _WRITTEN = "onnx_remat.written"  # entry of the external data: when the file was last written
+MARK = _WRITTEN.encode()
+"""What no file may hold: a reference to bytes of a file, as only `parse` makes them."""
+
 _CHUNK = 1 << 22
 
 Data = bytes | mmap.mmap
@@ -74,17 +77,24 @@ def parse(path: Path) -> onnx.ModelProto:
         model: list[bytes] = []
         for field in _fields(data, 0, len(data)):
             if (field.number, field.kind) != (_GRAPH, _BYTES):
-                model.append(data[field.start : field.end])
+                model.append(_plain(data[field.start : field.end]))
                 continue
             graph = [
                 _told(_INITIALIZER, _referring(data, inner, path, written))
                 if (inner.number, inner.kind) == (_INITIALIZER, _BYTES)
-                else data[inner.start : inner.end]
+                else _plain(data[inner.start : inner.end])
                 for inner in _fields(data, field.content, field.end)
             ]
             model.append(_told(_GRAPH, b"".join(graph)))
     parsed: onnx.ModelProto = onnx.ModelProto.FromString(b"".join(model))
     return parsed
+
+
+def _plain(piece: bytes) -> bytes:
+    """A part of a file as it is."""
+    if MARK in piece:
+        raise DecodeError("refers to bytes of a file, as no file does")
+    return piece
 
 
 def is_stored(tensor: TensorProto) -> bool:
@@ -127,10 +137,10 @@ def _referring(data: mmap.mmap, field: _Field, path: Path, written: int) -> byte
     inside = list(_fields(data, field.content, field.end))
     raw = [f for f in inside if (f.number, f.kind) == (_RAW_DATA, _BYTES)]
     if not raw or raw[-1].end - raw[-1].content < _LARGE:
-        return data[field.content : field.end]
+        return _plain(data[field.content : field.end])
     tensor = TensorProto.FromString(b"".join(data[f.start : f.end] for f in inside if f.number != _RAW_DATA))
     if tensor.data_location == TensorProto.EXTERNAL:
-        return data[field.content : field.end]
+        return _plain(data[field.content : field.end])
     tensor.data_location = TensorProto.EXTERNAL
     place = {"location": path.name, "offset": raw[-1].content, "length": raw[-1].end - raw[-1].content}
     for key, value in (place | {_WRITTEN: written}).items():

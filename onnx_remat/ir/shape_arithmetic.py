@@ -10,6 +10,7 @@ import onnx
 from onnx import TypeProto, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
+from onnx_remat.ir.native import concrete
 from onnx_remat.ir.op_semantics import semantics
 
 _MOST = 1024  # elements of a value that is worth computing
@@ -38,7 +39,7 @@ def propagate(model: onnx.ModelProto, types: Mapping[str, TypeProto]) -> dict[st
         _compute(node, known, data, opsets)
         if node.domain not in opsets or any(name not in known for name in node.input if name):
             continue
-        if all(not name or (name in known and sizes(known[name]) is not None) for name in node.output):
+        if all(not name or (name in known and concrete(known[name]) is not None) for name in node.output):
             continue
         try:
             schema = onnx.defs.get_schema(node.op_type, opsets[node.domain], node.domain)
@@ -49,7 +50,7 @@ def propagate(model: onnx.ModelProto, types: Mapping[str, TypeProto]) -> dict[st
             )  # fmt: skip
         except _REFUSALS:
             continue  # who asked will say what is missing
-        known |= {name: kind for name, kind in made.items() if sizes(kind) is not None}
+        known |= {name: kind for name, kind in made.items() if concrete(kind) is not None}
     return known
 
 
@@ -61,7 +62,7 @@ def _compute(
         return
     result: object
     if node.op_type in ("Shape", "Size"):
-        if (shape := sizes(known.get(node.input[0]))) is None:
+        if (shape := concrete(known.get(node.input[0]))) is None:
             return
         span = {a.name: a.i for a in node.attribute}
         cut = shape[span.get("start", 0) : span.get("end", len(shape))]
@@ -92,11 +93,3 @@ def _alone(node: onnx.NodeProto, opsets: Mapping[str, int]) -> onnx.ModelProto:
     ]
     graph = onnx.GraphProto(name="alone", node=[node], input=ends[0], output=ends[1])
     return onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", opsets.get("", 1))])
-
-
-def sizes(kind: TypeProto | None) -> tuple[int, ...] | None:
-    """The shape of a tensor type, where every dimension is a number."""
-    if kind is None or not kind.HasField("tensor_type") or not kind.tensor_type.HasField("shape"):
-        return None
-    dims = kind.tensor_type.shape.dim
-    return tuple(d.dim_value for d in dims) if all(d.HasField("dim_value") for d in dims) else None

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import onnx
-from onnx import TensorProto, TypeProto, shape_inference
+from onnx import TensorProto, TypeProto
 
 from onnx_remat.errors import ModelError, ShapeError, UsageError, did_you_mean
-from onnx_remat.ir import sequences, shape_arithmetic
+from onnx_remat.ir import native, sequences
 from onnx_remat.ir.dtypes import tensor_bytes
 from onnx_remat.ir.graph import Graph
 from onnx_remat.ir.model_io import without_weights
@@ -91,33 +91,30 @@ def infer(
     dims = dict(dims or {})
     light = without_weights(graph.model)
     _check_inputs(light)
-    symbols = _symbols(light)
-    if not derived and (unknown := sorted(set(dims) - set(symbols))):
-        have = f"it has {', '.join(symbols)}" if symbols else "it has none"
-        hint = did_you_mean(unknown[0], symbols)
-        raise UsageError(f"the model has no symbolic dimension {unknown[0]!r}: {have}{hint}")
+    check_dims(light, dims, derived)
     # the runtime propagates no computed shapes either
-    as_written = _infer_types(with_stand_ins(light, as_runtime=True), data_prop=False)
+    as_written = native.infer_types(with_stand_ins(light, as_runtime=True), data_prop=False)
     light = with_stand_ins(light)
     bound = onnx.ModelProto()
     bound.CopyFrom(light)
-    _tell(bound)
     _bind(bound, dims)
     _see_through(bound)
-    if open_symbols := [s for s in symbols if s not in dims and _is_input_symbol(light, s)]:
-        flags = " ".join(f"--dim {s}=N" for s in open_symbols)
-        raise ShapeError(f"symbolic dimensions are not bound: {', '.join(open_symbols)}; pass {flags}")
-    types = _infer_types(bound)
+    types = native.infer_types(bound)
+    left_open = _left_open(bound)
+    if unknown_yet := {k: v for k, v in left_open.items() if _shape(types.get(k)) is None}:
+        bound = _with_types(bound, unknown_yet)
+        types = native.infer_types(bound)
+    _check_left_open(left_open, types)
     if loops := _loop_types(bound):
         bound = _with_types(bound, {k: v for k, v in loops.items() if _shape(types.get(k)) is None})
-        types = _infer_types(bound)
+        types = native.infer_types(bound)
     held = sequences.sizes(graph, types, _bytes)
     for ask in (_by_arithmetic, *askers):
         if missing := [n for n in graph.values if n not in held and _shape(types.get(n)) is None]:
             types |= {k: v for k, v in ask(bound, missing, types).items() if k in missing}
             held = sequences.sizes(graph, types, _bytes)
     if missing := [n for n in graph.values if n not in held and _shape(types.get(n)) is None]:
-        _infer_types(bound, strict=True)  # if the model is to blame, this says so
+        native.infer_types(bound, strict=True)  # if the model is to blame, this says so
         raise ShapeError(_cannot_size(graph, missing, types))
     return {
         name: Tensor(TensorProto.UNDEFINED, (), held[name], None)
@@ -125,6 +122,22 @@ def infer(
         else _tensor(name, types[name], as_written.get(name))
         for name in graph.values
     }
+
+
+def check_dims(model: onnx.ModelProto, dims: Mapping[str, int], derived: bool = False) -> None:
+    """Raise UsageError where `dims` names a dimension that a model has not, ShapeError where an input's is not bound.
+
+    See `infer`.
+    """
+    symbols = _symbols(model)
+    if not derived and (unknown := sorted(set(dims) - set(symbols))):
+        have = f"it has {', '.join(symbols)}" if symbols else "it has none"
+        hint = did_you_mean(unknown[0], symbols)
+        raise UsageError(f"the model has no symbolic dimension {unknown[0]!r}: {have}{hint}")
+    of_inputs = {d.dim_param for value in model.graph.input for d in value.type.tensor_type.shape.dim}
+    if open_symbols := [s for s in symbols if s not in dims and s in of_inputs]:
+        flags = " ".join(f"--dim {s}=N" for s in open_symbols)
+        raise ShapeError(f"symbolic dimensions are not bound: {', '.join(open_symbols)}; pass {flags}")
 
 
 def all_dims(tensors: Mapping[str, Tensor], dims: Mapping[str, int]) -> dict[str, int]:
@@ -193,7 +206,7 @@ def check_declared(model: onnx.ModelProto) -> None:
         if output.type.HasField("tensor_type"):
             output.type.tensor_type.ClearField("shape")
     try:
-        made = _infer_types(bare)
+        made = native.infer_types(bare)
     except ModelError:
         return  # custom ops need what is stated
     made |= {value.name: value.type for value in model.graph.input}  # an output may be an input, too
@@ -226,7 +239,7 @@ def declared(model: onnx.ModelProto) -> onnx.ModelProto:
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
     known = {value.name for value in _typed_values(model.graph)}
-    inferred = _infer_types(with_stand_ins(without_weights(model), as_runtime=True), data_prop=False)
+    inferred = native.infer_types(with_stand_ins(without_weights(model), as_runtime=True), data_prop=False)
     made = {name for node in model.graph.node for name in node.output}
     copy.graph.value_info.extend(
         onnx.ValueInfoProto(name=name, type=kind)
@@ -252,28 +265,7 @@ def _dims(kind: TypeProto | None) -> tuple[Dim, ...] | None:
 
 
 def _shape(kind: TypeProto | None) -> tuple[int, ...] | None:
-    return shape_arithmetic.sizes(kind) if kind is not None and kind.tensor_type.elem_type else None
-
-
-def _infer_types(model: onnx.ModelProto, data_prop: bool = True, strict: bool = False) -> dict[str, TypeProto]:
-    try:
-        inferred = shape_inference.infer_shapes(model, strict_mode=strict, data_prop=data_prop)
-    except (shape_inference.InferenceError, ValueError, RuntimeError) as error:
-        raise ModelError(f"ONNX shape inference refuses the model: {_first_line(error)}") from error
-    return stated_types(inferred.graph)
-
-
-def stated_types(graph: onnx.GraphProto) -> dict[str, TypeProto]:
-    """Types that a graph states for its values."""
-    types = {value.name: value.type for value in _typed_values(graph)}
-    for tensor in graph.initializer:
-        types[tensor.name] = onnx.helper.make_tensor_type_proto(tensor.data_type, tensor.dims)
-    for node in graph.node:
-        if node.op_type == "Constant" and node.output[0] not in types:
-            for attribute in node.attribute:
-                if attribute.name == "value":
-                    types[node.output[0]] = onnx.helper.make_tensor_type_proto(attribute.t.data_type, attribute.t.dims)
-    return types
+    return native.concrete(kind) if kind is not None and kind.tensor_type.elem_type else None
 
 
 def _typed_values(graph: onnx.GraphProto) -> Iterable[onnx.ValueInfoProto]:
@@ -294,10 +286,6 @@ def _symbols(model: onnx.ModelProto) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _is_input_symbol(model: onnx.ModelProto, symbol: str) -> bool:
-    return any(d.dim_param == symbol for v in model.graph.input for d in v.type.tensor_type.shape.dim)
-
-
 def _bind(model: onnx.ModelProto, dims: Mapping[str, int]) -> None:
     for dim in _all_dims(model):
         name = dim.dim_param.rpartition("=")[2] if dim.dim_param.startswith(TAG) else dim.dim_param
@@ -309,17 +297,37 @@ def _bind(model: onnx.ModelProto, dims: Mapping[str, int]) -> None:
             dim.ClearField("dim_param")  # a derived name (such as "2*batch"): inference finds its size
 
 
-def _tell(model: onnx.ModelProto) -> None:
-    """State the shapes that an earlier rewrite left open."""
-    left_open = next((p.value for p in model.metadata_props if p.key == SHAPES_KEY), "{}")
-    told = {value.name: value for value in model.graph.value_info}
+def _left_open(model: onnx.ModelProto) -> dict[str, TypeProto]:
+    """The shapes that an earlier rewrite left open, of values that are there.
+
+    Raises
+    ------
+    ModelError
+        The metadata that state them are damaged.
+    """
+    text = next((p.value for p in model.metadata_props if p.key == SHAPES_KEY), "{}")
+    made = {name for node in model.graph.node for name in node.output}
+    types = {}
     try:
-        for name, (dtype, *dims) in json.loads(left_open).items():
-            value = told[name] if name in told else model.graph.value_info.add(name=name)
-            if _shape(value.type) is None:  # or just the rank is stated: ONNX Runtime does that when it saves a file
-                value.type.CopyFrom(onnx.helper.make_tensor_type_proto(dtype, dims))
-    except (ValueError, TypeError, AttributeError) as error:
+        for name, (dtype, *dims) in json.loads(text).items():
+            if not all(isinstance(size, int) and size >= 0 for size in dims):
+                raise ValueError("not a shape")
+            tensor_bytes(dtype, dims)
+            if name in made:
+                types[name] = onnx.helper.make_tensor_type_proto(dtype, dims)
+    except (ValueError, TypeError, AttributeError, RecursionError, ShapeError) as error:
         raise ModelError(f"the model's metadata {SHAPES_KEY!r} is damaged: rewrite the original again") from error
+    return types
+
+
+def _check_left_open(left_open: Mapping[str, TypeProto], types: Mapping[str, TypeProto]) -> None:
+    for name, kind in left_open.items():
+        found = types.get(name)
+        if _shape(found) not in (None, _shape(kind)):
+            raise ModelError(
+                f"the model's metadata {SHAPES_KEY!r} states {_text(kind)} for value {name!r}, but by shape inference "
+                f"it is {_text(found)}: rewrite the original again"  # type: ignore[arg-type]
+            )
 
 
 def _see_through(model: onnx.ModelProto) -> None:
@@ -332,7 +340,7 @@ def _see_through(model: onnx.ModelProto) -> None:
 
 def _by_arithmetic(model: onnx.ModelProto, _: Sequence[str], known: Types) -> Types:
     """Node by node, sizes computed on the way."""
-    return shape_arithmetic.propagate(model, known)
+    return native.propagate(model, known)
 
 
 def stating(model: onnx.ModelProto, known: Types) -> onnx.ModelProto:
@@ -360,9 +368,3 @@ def _cannot_size(graph: Graph, missing: list[str], types: Mapping[str, TypeProto
         f"the shape of value {name!r}, {where}, cannot be told{more}: add value_info for it, "
         "bind dims with --dim, or install onnxruntime and sympy for symbolic inference"
     )
-
-
-def _first_line(error: Exception) -> str:
-    """The first line of an error that says something."""
-    lines = [line.strip() for line in str(error).splitlines()]
-    return next((line for line in lines if len(line.split()) > 3), type(error).__name__)

@@ -13,7 +13,7 @@ from onnx import TensorProto
 from onnx_remat.errors import ModelError, ShapeError
 from onnx_remat.ir.dropout import is_product, is_random_node
 from onnx_remat.ir.dtypes import bits
-from onnx_remat.ir.graph import INITIALIZER, NODE, Graph, Op, attributes, bodies, build, constants
+from onnx_remat.ir.graph import INITIALIZER, NODE, Graph, Op, attributes, blames_the_node, bodies, build, constants
 from onnx_remat.ir.op_semantics import SPLIT, semantics
 from onnx_remat.ir.opsets import STANDARD, STANDARD_DOMAINS, opset_of
 from onnx_remat.ir.shapes import Tensor, infer
@@ -69,6 +69,7 @@ def tabulate(graph: Graph, tensors: Mapping[str, Tensor], kernels: Kernels, allo
     )
 
 
+@blames_the_node
 def _body_workspace(op: Op, model: onnx.ModelProto, tensors: Mapping[str, Tensor], kernels: Kernels) -> int:
     """What the op's bodies hold; ShapeError where that cannot be told."""
 
@@ -85,6 +86,7 @@ def _body_workspace(op: Op, model: onnx.ModelProto, tensors: Mapping[str, Tensor
         raise ShapeError(f"what node {op.label!r} ({op.node.op_type}) holds while it runs: {error}") from error
 
 
+@blames_the_node
 def _recomputable(
     graph: Graph, op: Op, kernels: Kernels, allow: Sequence[str], stated: Mapping[str, onnx.TensorProto]
 ) -> bool:
@@ -122,6 +124,7 @@ def _foldable(graph: Graph, tensors: Mapping[str, Tensor]) -> tuple[bool, ...]:
     return tuple(result)
 
 
+@blames_the_node
 def _workspace(op: Op, tensors: Mapping[str, Tensor], kernels: Kernels, opset: int) -> tuple[int, ...]:
     inputs = [tensors.get(name) for name in op.inputs]
     outputs = [tensors.get(name) for name in op.outputs]

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 import re
-import subprocess
-import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,10 +11,13 @@ from typing import Any
 import numpy as np
 import onnx
 
+from onnx_remat import files
 from onnx_remat.errors import ModelError, OnnxRematError
-from onnx_remat.ort.asking import ask
+from onnx_remat.ir import external_data, model_io
+from onnx_remat.worker import Limit, ask
 
-_PATIENCE = 40  # seconds, and one for every 50 nodes: symbolic inference may run for ever on a contradictory model
+_SECONDS, _NODES_PER_SECOND = 15.0, 1000  # of computing: symbolic inference may run for ever on a contradictory model
+_BYTES, _COPIES = 2 * 2**30, 8  # memory for any model, and per byte of it and its weights
 
 HOST = ("CPUExecutionProvider",)
 """Execution providers to ask where it does not matter which: about shapes, say."""
@@ -101,21 +101,25 @@ def optimized(
         ONNX Runtime cannot load the model.
     """
     import_runtime()
-    with tempfile.TemporaryDirectory(prefix="onnx-remat-") as scratch:
-        source, target = write_beside(model, folder, Path(scratch)), Path(scratch) / "optimized.onnx"
-        ask("optimize", _patience(model), source=str(source), target=str(target), level=level, providers=[*providers])
+    with files.scratch() as scratch:
+        source, target = write_beside(model, folder, scratch), scratch / "optimized.onnx"
+        ask(
+            "ONNX Runtime", "onnx_remat.ort.runtime:load_and_optimize", _limit(model),
+            source=str(source), target=str(target), level=level, providers=[*providers],
+        )  # fmt: skip
         return onnx.load(str(target), load_external_data=False)
 
 
-def load_and_optimize(source: str, target: str, level: str, providers: Sequence[str]) -> None:
+def load_and_optimize(_: bytes, source: str, target: str, level: str, providers: Sequence[str]) -> tuple[None, bytes]:
     """The part of `optimized` that loads the model: for the process of its own (`worker`)."""
     options = session_options(level)
     options.optimized_model_filepath = target
     _load(source, options, providers)
+    return None, b""
 
 
-def _load(source: str, options: Any, providers: Sequence[str]) -> Any:
-    """A session on a file."""
+def _load(source: str | bytes, options: Any, providers: Sequence[str]) -> Any:
+    """A session on a file or a serialised model."""
     import onnxruntime
 
     options.log_severity_level = 4
@@ -125,8 +129,10 @@ def _load(source: str, options: Any, providers: Sequence[str]) -> Any:
         raise ModelError(f"ONNX Runtime cannot load the model: {_first_line(error)}") from error
 
 
-def _patience(model: onnx.ModelProto) -> float:
-    return _PATIENCE + len(model.graph.node) / 50
+def _limit(model: onnx.ModelProto) -> Limit:
+    """What a model may cost the runtime."""
+    size = model_io.weight_bytes(model) + model_io.without_weights(model).ByteSize()
+    return Limit(_SECONDS + len(model.graph.node) / _NODES_PER_SECOND, _BYTES + _COPIES * size)
 
 
 def outputs(model: onnx.ModelProto, feeds: Mapping[str, np.ndarray], level: str = "disable") -> dict[str, np.ndarray]:
@@ -150,22 +156,15 @@ def outputs(model: onnx.ModelProto, feeds: Mapping[str, np.ndarray], level: str 
 
 
 def write_beside(model: onnx.ModelProto, folder: Path | None, scratch: Path) -> Path:
-    """Write a model to a scratch folder in which its external data files can be found."""
-    from onnx_remat.ir.model_io import external_files, write
-
-    for location in external_files(model) if folder else ():
-        assert folder is not None
-        link = scratch / location
-        link.parent.mkdir(parents=True, exist_ok=True)
-        if not link.exists():
-            os.link(folder / location, link) if _same_device(folder, scratch) else link.symlink_to(folder / location)
-    path = scratch / "model.onnx"
-    write(model, folder, path)
-    return path
-
-
-def _same_device(a: Path, b: Path) -> bool:
-    return a.stat().st_dev == b.stat().st_dev
+    """Write a model to a folder of its own in a scratch folder, in which its external data files can be found."""
+    home, name = scratch / "model", "model.onnx"
+    home.mkdir()
+    if folder is not None:
+        external_data.link(model, folder, home)
+    while (home / name).exists():  # a data file of that name: to write there would be to write to the user's own file
+        name = "_" + name
+    model_io.write(model, folder, home / name)
+    return home / name
 
 
 def infer_shapes(model: onnx.ModelProto, names: Sequence[str]) -> dict[str, tuple[str, list[int | str | None]]]:
@@ -179,39 +178,47 @@ def infer_shapes(model: onnx.ModelProto, names: Sequence[str]) -> dict[str, tupl
     asking.CopyFrom(model)
     have = {value.name for value in model.graph.output}
     asking.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names if name not in have)
-    with tempfile.TemporaryDirectory(prefix="onnx-remat-") as scratch:
-        source = Path(scratch) / "model.onnx"
-        source.write_bytes(asking.SerializeToString())
-        try:
-            made = ask("infer", _patience(model), source=str(source), names=list(names))
-        except ModelError:
-            return {}  # whether it should have loaded is for `optimized` to say
+    try:
+        made, _ = ask(
+            "ONNX Runtime", "onnx_remat.ort.runtime:load_and_infer", _limit(model), asking.SerializeToString(),
+            names=list(names),
+        )  # fmt: skip
+    except ModelError:
+        return {}  # whether it should have loaded is for `optimized` to say
     return {name: (kind, shape) for name, (kind, shape) in made.items()}
 
 
-def load_and_infer(source: str, names: Sequence[str]) -> dict[str, tuple[str, list[int | str | None]]]:
+def load_and_infer(data: bytes, names: Sequence[str]) -> tuple[dict[str, Any], bytes]:
     """The part of `infer_shapes` that loads the model: for the process of its own (`worker`)."""
-    session = _load(source, session_options("disable"), HOST)
-    return {value.name: (value.type, value.shape) for value in session.get_outputs() if value.name in names}
+    session = _load(data, session_options("disable"), HOST)
+    wanted = set(names)
+    return {value.name: (value.type, value.shape) for value in session.get_outputs() if value.name in wanted}, b""
 
 
 def infer_shapes_symbolically(model: onnx.ModelProto) -> onnx.ModelProto | None:
     """ONNX Runtime's symbolic shape inference on a model; None where it is not installed or gives up."""
     if not available():
         return None
-    with tempfile.TemporaryDirectory(prefix="onnx-remat-") as scratch:
-        source, target = Path(scratch) / "in.onnx", Path(scratch) / "out.onnx"
-        source.write_bytes(model.SerializeToString())
-        # In a process of its own: on failure it leaves a dump in the current folder.
+    try:
+        _, made = ask(
+            "symbolic inference", "onnx_remat.ort.runtime:do_infer_symbolically", _limit(model),
+            model.SerializeToString(),
+        )  # fmt: skip
+    except ModelError:
+        return None
+    return onnx.ModelProto.FromString(made) if made else None
+
+
+def do_infer_symbolically(data: bytes) -> tuple[None, bytes]:
+    """See `infer_shapes_symbolically`; for the process of its own (`worker`)."""
+    with files.scratch() as scratch, contextlib.chdir(scratch):  # on failure it leaves a dump in the current folder
         try:
-            done = subprocess.run(
-                [sys.executable, "-m", "onnxruntime.tools.symbolic_shape_infer", "--auto_merge",
-                 "--input", str(source), "--output", str(target)],
-                cwd=scratch, capture_output=True, check=False, timeout=_patience(model),
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            return None
-        return onnx.load(target) if done.returncode == 0 and target.exists() else None
+            from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference
+
+            made = SymbolicShapeInference.infer_shapes(onnx.ModelProto.FromString(data), auto_merge=True)
+        except Exception:  # sympy is not installed, or whatever it meets that it does not know
+            made = None
+    return None, made.SerializeToString() if made is not None else b""
 
 
 def check_provider(name: str) -> None:

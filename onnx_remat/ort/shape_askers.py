@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import onnx
 from onnx import TensorProto
 
-from onnx_remat.ir.shapes import Asker, Types, stated_types, stating
+from onnx_remat.ir.native import stated
+from onnx_remat.ir.shapes import Asker, Types, stating
 from onnx_remat.ort import runtime
 
 
@@ -26,7 +27,7 @@ _ELEMENTS = {f"tensor({name.lower()})": number for name, number in TensorProto.D
 def _symbolically(model: onnx.ModelProto, _names: Sequence[str], _known: Types) -> Types:
     """ONNX Runtime's symbolic inference, which propagates more values; it needs sympy."""
     inferred = runtime.infer_shapes_symbolically(model)
-    return stated_types(inferred.graph) if inferred is not None else {}
+    return stated(inferred.graph) if inferred is not None else {}
 
 
 SHAPE_ASKERS: Sequence[Asker] = (_by_loading, _symbolically)

@@ -12,15 +12,16 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from onnx_remat import files
 from onnx_remat.errors import UsageError, VerificationError
-from onnx_remat.ort.asking import QUIET
 from onnx_remat.ort.kernels.registry import kernels_of
+from onnx_remat.worker import QUIET
 
 RESOLUTION = 1 << 19
 """Bytes by which measured peaks of one file differ between processes: pages, and what threads keep for themselves."""
@@ -92,12 +93,12 @@ def measure(
     VerificationError
         The process failed: the message is the last line of its error.
     """
-    with tempfile.TemporaryDirectory(prefix="onnx-remat-") as scratch:
+    with files.scratch() as scratch:
         answer = _probe(python, "measure", {
             "path": str(path), "level": level, "default": default, "patterns": patterns, "steps": steps,
             "dims": dict(dims or {}), "threads": threads, "outputs": str(outputs or ""),
-            "optimized": str(Path(scratch) / "optimized.onnx"),
-            "profile": str(Path(scratch) / "profile") if trace else "", **session_job(provider),
+            "optimized": str(scratch / "optimized.onnx"),
+            "profile": str(scratch / "profile") if trace else "", **session_job(provider),
         })  # fmt: skip
         executed = _executed(Path(answer["profile"])) if trace else ()
     return Measurement(answer["peak_bytes"], executed)
@@ -168,8 +169,8 @@ def train(path: Path, how: Training) -> Trained:
         **asdict(how),
         **session_job(how.provider),
     }
-    with tempfile.TemporaryDirectory(prefix="onnx-remat-") as scratch:
-        job["optimized"] = str(Path(scratch) / "optimized.onnx")
+    with files.scratch() as scratch:
+        job["optimized"] = str(scratch / "optimized.onnx")
         answer = _probe(how.python, "train", job)
         peak = answer["peak_bytes"]
         if job["device"] != "cpu":
@@ -206,11 +207,11 @@ def profile(
     python: str = sys.executable,
 ) -> tuple[list[dict[str, Any]], str]:
     """Events of ONNX Runtime's profiler over a warm-up and `steps` steps, and its node memory statistics (CSV)."""
-    with tempfile.TemporaryDirectory(prefix="onnx-remat-") as scratch:
-        statistics_file = Path(scratch) / "statistics.csv"
+    with files.scratch() as scratch:
+        statistics_file = scratch / "statistics.csv"
         answer = _probe(python, "profile", {
             "path": str(path), "level": level, "steps": steps, "dims": dict(dims or {}), "threads": threads,
-            "profile": str(Path(scratch) / "profile"), "statistics": str(statistics_file),
+            "profile": str(scratch / "profile"), "statistics": str(statistics_file),
             **session_job(provider),
         })  # fmt: skip
         table = statistics_file.read_text() if statistics_file.exists() else ""
@@ -239,7 +240,26 @@ main()
 """
 
 
+@cache
+def _check_interpreter(python: str) -> None:
+    """Raise UsageError where `python` is no Python: some other program may print nothing, or print for ever."""
+    try:
+        with subprocess.Popen(
+            [python, "-c", "print('a Python')"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        ) as process:  # fmt: skip
+            assert process.stdout is not None
+            said = process.stdout.read(len("a Python"))
+            process.kill()
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{python!r} is no Python interpreter: {getattr(error, 'strerror', error)}") from error
+    if said != b"a Python":
+        raise UsageError(f"{python!r} is no Python interpreter: it does not run Python")
+
+
 def _probe(python: str, task: str, job: dict[str, Any]) -> dict[str, Any]:
+    if python != sys.executable:
+        _check_interpreter(python)
     try:
         done = subprocess.run(
             [python, "-c", _CHILD, str(Path(__file__).parents[1])],
@@ -251,7 +271,10 @@ def _probe(python: str, task: str, job: dict[str, Any]) -> dict[str, Any]:
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines() or ["killed (out of memory?)"]
         raise VerificationError(f"running {Path(job['path']).name} failed: {lines[-1]}")
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    try:
+        answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, ValueError) as error:
+        raise VerificationError(f"running {Path(job['path']).name} failed: no answer came back") from error
     return answer
 
 

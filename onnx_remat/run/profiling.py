@@ -7,7 +7,6 @@ import itertools
 import json
 import statistics
 import sys
-import tempfile
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +15,9 @@ from typing import Any
 
 import onnx
 
+from onnx_remat import files
 from onnx_remat.errors import UsageError
+from onnx_remat.ir import model_io, shapes
 from onnx_remat.run import processes
 
 Event = dict[str, Any]
@@ -85,12 +86,15 @@ def profile(
     Raises
     ------
     UsageError
-        `runs` or `steps` is not positive.
+        `runs` or `steps` is not positive, or `dims` names a dimension that the model has not.
+    ShapeError
+        A symbolic dimension is not bound.
     VerificationError
         The model does not run.
     """
     if runs < 1 or steps < 1:
         raise UsageError("a profile needs at least one run of one step")
+    shapes.check_dims(model_io.load(path).model, dims or {})  # a dimension left open would be measured as 1
     how: dict[str, Any] = {"dims": dims, "threads": threads, "provider": provider, "python": python}
     events: list[Event] = []
     for level in LEVELS:
@@ -148,8 +152,8 @@ def node_seconds(threads: int = 0, nodes: int = 1000, provider: str = "cpu", pyt
     ends = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1]) for name in (names[0], names[-1])]
     graph = onnx.helper.make_graph(chain, "chain", ends[:1], ends[1:])
     model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 20)], ir_version=9)
-    with tempfile.TemporaryDirectory(prefix="onnx-remat-") as scratch:
-        path = Path(scratch) / "chain.onnx"
+    with files.scratch() as scratch:
+        path = scratch / "chain.onnx"
         onnx.save(model, path)
         how: dict[str, Any] = {"threads": threads, "provider": provider, "python": python}
         return min(processes.race(path, path, level="disable", runs=25, **how)) / nodes

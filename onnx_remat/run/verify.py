@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import onnx
 
+from onnx_remat import files
 from onnx_remat.errors import VerificationError
-from onnx_remat.ir import model_io
+from onnx_remat.ir import model_io, native
 from onnx_remat.ir.graph import Graph
 from onnx_remat.ir.shapes import Tensor
 from onnx_remat.ort import runtime
@@ -47,9 +47,6 @@ class Measured:
     order_kept: bool
 
 
-_INVALID = (onnx.checker.ValidationError, UnicodeDecodeError)  # the latter: a message that quotes a broken name
-
-
 def check(original: onnx.ModelProto, rewritten: onnx.ModelProto, graph: Graph) -> None:
     """What can be told without running: a valid model with the same interface that still computes every output.
 
@@ -63,15 +60,11 @@ def check(original: onnx.ModelProto, rewritten: onnx.ModelProto, graph: Graph) -
     ------
     VerificationError
     """
-    try:
-        onnx.checker.check_model(model_io.without_weights(rewritten), full_check=False)
-    except _INVALID as error:
-        try:
-            onnx.checker.check_model(model_io.without_weights(original), full_check=False)
-        except _INVALID:
-            pass  # the checker does not know everything the original uses (custom domains, say): not our doing
-        else:
-            raise VerificationError(f"the rewritten model is not valid ONNX: {str(error).splitlines()[0]}") from error
+    # The checker does not know everything that originals use (custom domains, say): that is not our doing.
+    if (why := native.check(model_io.without_weights(rewritten))) and not native.check(
+        model_io.without_weights(original)
+    ):
+        raise VerificationError(f"the rewritten model is not valid ONNX: {why}")
     for what in ("input", "output"):
         before, after = getattr(original.graph, what), getattr(rewritten.graph, what)
         if [v.SerializeToString() for v in before] != [v.SerializeToString() for v in after]:
@@ -106,8 +99,7 @@ def run(
     original = compiled.graph.model
     models = {"before": original, "after": rewritten}
     races = bool(fixed_draws.race_warnings(original, compiled.kernels))
-    with tempfile.TemporaryDirectory(prefix="onnx-remat-") as scratch:
-        home = Path(scratch)
+    with files.scratch() as home:
         paths = {name: _written(model, folder, home / name) for name, model in models.items()}
         settled = without_chance((original, rewritten), folder, home / "settled", compiled.tensors)
         equals = dict(zip(models, settled, strict=True)) if settled else paths
@@ -169,8 +161,8 @@ def _written(model: onnx.ModelProto, folder: Path | None, home: Path) -> Path:
 
 def bitwise(before: Path, after: Path, dims: Mapping[str, int] | None = None) -> str:
     """Run two files with graph optimisations off and compare every output; see `compare`."""
-    with tempfile.TemporaryDirectory(prefix="onnx-remat-") as scratch:
-        first, second = Path(scratch) / "before.npz", Path(scratch) / "after.npz"
+    with files.scratch() as scratch:
+        first, second = scratch / "before.npz", scratch / "after.npz"
         for path, outputs in ((before, first), (after, second)):
             # one thread: some kernels are not reproducible on more, see `fixed_draws.race_warnings`
             processes.measure(path, "disable", outputs=outputs, dims=dims, threads=1)

@@ -13,7 +13,7 @@ from onnx import helper, numpy_helper
 
 import onnx_remat
 from onnx_remat.errors import ModelError
-from onnx_remat.ir import large_files, model_io
+from onnx_remat.ir import external_data, large_files, model_io
 from onnx_remat.ort import runtime
 from tests.support.graphs import mlp
 
@@ -52,7 +52,7 @@ def test_weights_stay_in_the_file_and_come_back(path, tmp_path, every_file_is_la
     assert source.model.ByteSize() < 20_000 < path.stat().st_size
     stored = [t for t in source.model.graph.initializer if large_files.is_stored(t)]
     assert [t.name for t in stored] == [f"w{i}" for i in range(6)]
-    assert model_io.external_files(source.model) == []
+    assert external_data.paths(source.model) == []
     assert model_io.weight_bytes(source.model) == model_io.weight_bytes(onnx.load(path))
     (tmp_path / "there").mkdir()
     model_io.save(source.model, tmp_path / "there" / "copy.onnx", source.folder)

@@ -12,8 +12,9 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import onnx_remat
+from onnx_remat import files
 from onnx_remat.errors import ModelError, UsageError
-from onnx_remat.ir import model_io
+from onnx_remat.ir import external_data, model_io
 from tests.support.graphs import mlp, model_of
 
 make = helper.make_node
@@ -86,7 +87,7 @@ def test_contents_of_data_files_are_not_read(home, monkeypatch):
     (home / "here" / "w.bin").chmod(0)
     source = model_io.load(home / "here" / "m.onnx")
     assert not source.model.graph.initializer[0].raw_data
-    assert model_io.external_files(source.model) == ["w.bin"]
+    assert external_data.paths(source.model) == ["w.bin"]
 
 
 def test_a_model_in_memory_cannot_have_data_files():
@@ -142,7 +143,7 @@ def test_data_of_several_tensors_and_of_bodies_is_found(home):
     model.graph.node.append(
         make("If", ["cond"], ["picked"], name="if", then_branch=branches[0], else_branch=branches[1])
     )
-    assert model_io.external_files(model) == ["w.bin", "body.bin"]
+    assert external_data.paths(model) == ["w.bin", "body.bin"]
     path = store(model, home / "here" / "m.onnx")
     with pytest.raises(ModelError, match=r"'k': external data file 'body.bin'"):
         model_io.load(path)
@@ -221,11 +222,11 @@ def test_an_interrupt_in_the_middle_leaves_everything_as_it_was(tmp_path, monkey
 
 def test_texts_are_written_the_same_way(tmp_path, monkeypatch):
     path = tmp_path / "r.json"
-    model_io.write_text("one", path)
+    files.write_text("one", path)
     with monkeypatch.context() as patch:
         patch.setattr(Path, "write_bytes", _fails)
         with pytest.raises(ModelError, match=r"cannot write .*r\.json"):
-            model_io.write_text("two", path)
+            files.write_text("two", path)
     assert path.read_text() == "one" and names_in(tmp_path) == ["r.json"]
 
 
@@ -290,16 +291,16 @@ def test_targets_that_would_destroy_or_cannot_work_are_refused(tmp_path):
     os.link(source, tmp_path / "hard.onnx")
     for name in ("in.onnx", "link.onnx", "hard.onnx"):
         with pytest.raises(UsageError, match="is the input"):
-            model_io.check_target(tmp_path / name, source, True)
+            files.check_target(tmp_path / name, source, True)
     with pytest.raises(UsageError, match="is a directory"):
-        model_io.check_target(tmp_path, source, True)
+        files.check_target(tmp_path, source, True)
     with pytest.raises(UsageError, match="does not exist"):
-        model_io.check_target(tmp_path / "no" / "out.onnx", source, True)
+        files.check_target(tmp_path / "no" / "out.onnx", source, True)
     (tmp_path / "old.onnx").write_bytes(b"old")
     with pytest.raises(UsageError, match="pass --force"):
-        model_io.check_target(tmp_path / "old.onnx", source, False)
-    assert model_io.check_target(tmp_path / "old.onnx", source, True) == tmp_path / "old.onnx"
-    assert model_io.check_target(str(tmp_path / "new.onnx"), None, False) == tmp_path / "new.onnx"
+        files.check_target(tmp_path / "old.onnx", source, False)
+    assert files.check_target(tmp_path / "old.onnx", source, True) == tmp_path / "old.onnx"
+    assert files.check_target(str(tmp_path / "new.onnx"), None, False) == tmp_path / "new.onnx"
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
@@ -307,7 +308,7 @@ def test_folders_that_cannot_be_written_are_refused(tmp_path):
     folder = tmp_path / "locked"
     folder.mkdir(mode=0o500)
     with pytest.raises(UsageError, match="not writable"):
-        model_io.check_target(folder / "out.onnx", None, False)
+        files.check_target(folder / "out.onnx", None, False)
     with pytest.raises(ModelError, match="cannot write"):
         model_io.save(mlp(layers=1), folder / "out.onnx", None)
 

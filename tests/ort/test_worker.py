@@ -7,8 +7,9 @@ import sys
 
 import pytest
 
+from onnx_remat import worker
 from onnx_remat.errors import ModelError
-from onnx_remat.ort import asking, runtime
+from onnx_remat.ort import runtime
 from tests.support.graphs import mlp
 
 
@@ -17,8 +18,8 @@ def stand_in(monkeypatch):
     """Make the process run other code."""
 
     def start(code: str) -> None:
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        monkeypatch.setattr(asking, "_child", lambda: subprocess.Popen([sys.executable, "-c", code], **pipes))
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        monkeypatch.setattr(worker, "_child", lambda: subprocess.Popen([sys.executable, "-c", code], **pipes))
 
     return start
 
@@ -30,7 +31,7 @@ def test_a_crash_is_a_model_error_that_names_the_signal(stand_in):
 
 
 def test_a_hang_is_given_up(stand_in, monkeypatch):
-    monkeypatch.setattr(runtime, "_PATIENCE", 0.2)
+    monkeypatch.setattr(runtime, "_SECONDS", 0.02)
     stand_in("import time; time.sleep(600)")
     with pytest.raises(ModelError, match="did not come to an end"):
         runtime.optimized(mlp(), None, "all")
@@ -38,19 +39,19 @@ def test_a_hang_is_given_up(stand_in, monkeypatch):
 
 def test_the_next_question_starts_a_new_process():
     plain = runtime.optimized(mlp(), None, "basic")
-    running = asking._child()
+    running = worker._child()
     running.kill()
     running.wait()
     assert runtime.optimized(mlp(), None, "basic") == plain
-    assert asking._child() is not running
+    assert worker._child() is not running
 
 
 def test_answers_come_from_one_process_and_errors_leave_it_running():
     runtime.optimized(mlp(), None, "all")
-    running = asking._child()
+    running = worker._child()
     broken = mlp()
     broken.graph.node[0].op_type = "NoSuchOp"
     with pytest.raises(ModelError, match="NoSuchOp"):
         runtime.optimized(broken, None, "all")
     assert runtime.infer_shapes(mlp(), [mlp().graph.node[0].output[0]])
-    assert asking._child() is running
+    assert worker._child() is running

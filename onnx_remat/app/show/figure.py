@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from onnx_remat import files
 from onnx_remat.app.show import trace
 from onnx_remat.errors import OnnxRematError
-from onnx_remat.ir import model_io
 from onnx_remat.units import format_bytes
 
 if TYPE_CHECKING:
@@ -160,4 +160,4 @@ def _save(figure: Any, path: Path) -> None:
     kind = path.suffix[1:].lower()
     with matplotlib.rc_context({"svg.hashsalt": "onnx-remat"}):
         figure.savefig(picture, format=kind, metadata={"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind))
-    model_io.write_bytes(picture.getvalue(), path)
+    files.write_bytes(picture.getvalue(), path)

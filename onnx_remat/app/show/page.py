@@ -8,9 +8,9 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from onnx_remat import files
 from onnx_remat.app.show import trace
 from onnx_remat.app.show.figure import COLOURS
-from onnx_remat.ir import model_io
 from onnx_remat.version import __version__
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def write(result: Result, path: Path) -> None:
     template = resources.files("onnx_remat.app.show").joinpath("page.html").read_text(encoding="utf-8")
     # "</script>" in a name would end the script; "<" is the only character that can.
     data = json.dumps(_data(result), separators=(",", ":")).replace("<", "\\u003c")
-    model_io.write_text(template.replace(_PLACE, data), path)
+    files.write_text(template.replace(_PLACE, data), path)
 
 
 def _data(result: Result) -> dict[str, Any]:

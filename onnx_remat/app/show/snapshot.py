@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from onnx_remat import files
 from onnx_remat.app.show import trace
-from onnx_remat.ir import model_io
 
 if TYPE_CHECKING:
     from onnx_remat.pipeline import Result
@@ -26,7 +26,7 @@ _ALIGNMENT = 512
 
 def write(result: Result, path: Path) -> None:
     """Write the snapshot of a result."""
-    model_io.write_bytes(pickle.dumps(snapshot(trace.before(result), trace.after(result))), path)
+    files.write_bytes(pickle.dumps(snapshot(trace.before(result), trace.after(result))), path)
 
 
 def snapshot(*traces: trace.Trace) -> dict[str, Any]:

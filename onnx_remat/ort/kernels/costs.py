@@ -13,7 +13,7 @@ from onnx import TensorProto
 
 from onnx_remat.errors import UsageError
 from onnx_remat.ir import dropout
-from onnx_remat.ir.graph import Graph, Op, attributes
+from onnx_remat.ir.graph import Graph, Op, attributes, blames_the_node
 from onnx_remat.ir.shapes import Tensor
 from onnx_remat.ort.kernels.base import Kernels
 
@@ -89,6 +89,7 @@ def _without_first_products(graph: Graph, seconds: list[float]) -> list[float]:
     return seconds
 
 
+@blames_the_node
 def roofline(op: Op, tensors: Mapping[str, Tensor], kernels: Kernels, device: Device) -> float:
     """max(FLOPs / peak, bytes / bandwidth) + overhead, in seconds (Williams, Waterman, Patterson 2009)."""
     if kernels.aliases(op.node):
@@ -165,24 +166,35 @@ def _key(op: Op, tensors: Mapping[str, Tensor]) -> _ProfileKey:
     return kind, tuple((_ORT_NAMES.get(t.dtype, "?"), t.shape) for t in read)
 
 
+_MOST = 2**28  # bytes of a profile
+
+
 def _read_profile(path: str) -> dict[_ProfileKey, float]:
     """Median seconds by op, input types and shapes."""
+    presets = ", ".join(PRESETS)
+    if "\0" in path:
+        raise UsageError(f"--costs {path!r} has a zero byte in its name")
+    if Path(path).exists() and not Path(path).is_file():  # a device may never end
+        raise UsageError(f"--costs {path!r} is neither a preset ({presets}) nor a regular file")
     try:
-        events = json.loads(Path(path).read_text())
+        with Path(path).open("rb") as stream:
+            text = stream.read(_MOST + 1)
     except OSError as error:
-        presets = ", ".join(PRESETS)
         raise UsageError(f"--costs {path!r} is neither a preset ({presets}) nor a readable file") from error
-    except ValueError as error:
-        raise UsageError(f"--costs {path}: not a JSON profile of ONNX Runtime") from error
+    if len(text) > _MOST:
+        raise UsageError(f"--costs {path}: larger than {_MOST >> 20} MiB: no profile of ONNX Runtime")
     seconds: dict[_ProfileKey, list[float]] = {}
     try:
-        for event in events:
+        for event in json.loads(text):
             if event.get("cat") == "Node" and event["name"].endswith("_kernel_time"):
                 arguments = event["args"]
                 read = tuple(
                     (kind, tuple(shape)) for some in arguments["input_type_shape"] for kind, shape in some.items()
                 )
-                seconds.setdefault((arguments["op_name"], read), []).append(event["dur"] * 1e-6)
-    except (KeyError, TypeError, AttributeError) as error:
+                took = float(event["dur"]) * 1e-6
+                if not 0 <= took < math.inf:
+                    raise ValueError("no duration")
+                seconds.setdefault((arguments["op_name"], read), []).append(took)
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise UsageError(f"--costs {path}: not a JSON profile of ONNX Runtime") from error
     return {key: statistics.median(times) for key, times in seconds.items()}

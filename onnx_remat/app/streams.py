@@ -1,0 +1,93 @@
+"""Standard output and standard error, whatever they are: closed, full, a pipe that nobody reads; and signals."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from onnx_remat.errors import OnnxRematError
+
+
+def steady() -> None:
+    """See to it that the three standard streams are open and take any text.
+
+    A file that is opened while one of them is closed gets its number, and what a library prints there ends up in it.
+    Names in models may hold any character: one that a stream cannot show is spelt out.
+    """
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
+    sys.stdout = sys.stdout or _nowhere()
+    sys.stderr = sys.stderr or _nowhere()
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def say(text: str) -> None:
+    """Print a text on standard output, at once. Who has stopped reading is told no more.
+
+    Raises
+    ------
+    OnnxRematError
+        It cannot be written: a full disk.
+    """
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        # What is left in the buffer would fail again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            raise OnnxRematError(f"cannot write to standard output: {error.strerror}") from error
+
+
+def complain(text: str, end: str = "\n") -> None:
+    """Print a text on standard error, if anyone can hear it."""
+    with contextlib.suppress(OSError):
+        print(text, end=end, file=sys.stderr, flush=True)
+
+
+def _nowhere() -> Any:
+    return open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123 - for the rest of the process
+
+
+class Terminated(BaseException):
+    """The process was told to end, by SIGTERM or SIGHUP."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+    def die(self) -> int:
+        """End by the signal that was sent: who sent it sees that it worked."""
+        signal.signal(self.number, signal.SIG_DFL)
+        os.kill(os.getpid(), self.number)
+        return 128 + self.number
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """Within the block, signals to end are exceptions: scratch folders vanish, child processes are ended."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise Terminated(number)
+
+    before = {}
+    for name in ("SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)
+        with contextlib.suppress(ValueError):  # not in the main thread: not ours to handle
+            if number is not None and signal.getsignal(number) == signal.SIG_DFL:  # a nohup stays one
+                before[number] = signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,201 @@
+"""Data that a model keeps in files of its own: where it may lie, what is checked of it, how it travels.
+
+A location is a relative path that stays below the model's folder: no ``..``, no link that leads out, and what it names
+is a regular file. Data is linked and copied by that path in its normal form, never by the text in the model.
+"""
+
+from __future__ import annotations
+
+import filecmp
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path, PurePosixPath
+
+import onnx
+from onnx import TensorProto
+
+from onnx_remat import files
+from onnx_remat.errors import ModelError, ShapeError
+from onnx_remat.ir import large_files
+from onnx_remat.ir.dtypes import tensor_bytes, typed_entries
+
+
+def tensors(model: onnx.ModelProto) -> Iterator[TensorProto]:
+    """Every tensor stored in a model: initializers, attributes, of bodies and of local functions too."""
+    yield from _of_graph(model.graph)
+    for function in model.functions:
+        yield from _of_nodes(function.node)
+        yield from _of_attributes(function.attribute_proto)
+    for training in model.training_info:
+        yield from _of_graph(training.initialization)
+        yield from _of_graph(training.algorithm)
+
+
+def _of_graph(graph: onnx.GraphProto) -> Iterator[TensorProto]:
+    yield from graph.initializer
+    yield from _of_sparse(graph.sparse_initializer)
+    yield from _of_nodes(graph.node)
+
+
+def _of_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[TensorProto]:
+    for node in nodes:
+        yield from _of_attributes(node.attribute)
+
+
+def _of_attributes(attributes: Iterable[onnx.AttributeProto]) -> Iterator[TensorProto]:
+    """By what is there, whatever type an attribute states: readers differ in which of the two they believe."""
+    for attribute in attributes:
+        if attribute.HasField("t"):
+            yield attribute.t
+        yield from attribute.tensors
+        yield from _of_sparse(attribute.sparse_tensors)
+        if attribute.HasField("sparse_tensor"):
+            yield from _of_sparse([attribute.sparse_tensor])
+        if attribute.HasField("g"):
+            yield from _of_graph(attribute.g)
+        for body in attribute.graphs:
+            yield from _of_graph(body)
+
+
+def _of_sparse(sparse_ones: Iterable[onnx.SparseTensorProto]) -> Iterator[TensorProto]:
+    for sparse in sparse_ones:
+        yield sparse.values
+        yield sparse.indices
+
+
+def paths(model: onnx.ModelProto) -> list[str]:
+    """Relative paths of the data files a model refers to, in their normal form, in order of first mention.
+
+    Raises
+    ------
+    ModelError
+        A location is empty, absolute or climbs up.
+    """
+    external = (t for t in tensors(model) if t.data_location == TensorProto.EXTERNAL and not large_files.is_stored(t))
+    return list(dict.fromkeys(_path(tensor) for tensor in external))
+
+
+def _entry(tensor: TensorProto, key: str) -> str:
+    found = [entry.value for entry in tensor.external_data if entry.key == key]
+    if len(found) > 1:
+        raise ModelError(f"initializer {tensor.name!r} states the {key} of its external data twice")
+    return found[0] if found else ""
+
+
+def _path(tensor: TensorProto) -> str:
+    """Where the data lies, below the model's folder."""
+    location, whose = _entry(tensor, "location"), f"initializer {tensor.name!r}"
+    if "\0" in location:
+        raise ModelError(f"{whose}: external data {location!r} has a zero byte in its name")
+    path = PurePosixPath(location)
+    # Windows' separator and drives too: a file should mean the same wherever it is read
+    if not path.parts or path.is_absolute() or ".." in location.replace("\\", "/").split("/") or location[1:2] == ":":
+        raise ModelError(f"{whose}: external data {location!r} is outside the model's folder")
+    return str(path)
+
+
+def check(model: onnx.ModelProto, folder: Path | None) -> None:
+    """Every stored tensor has a known type, a shape, and all its data; what lies in files is not read.
+
+    Raises
+    ------
+    ModelError
+    """
+    places: dict[str, int] = {}
+    for tensor in tensors(model):
+        if any(dim < 0 for dim in tensor.dims):
+            raise ModelError(f"initializer {tensor.name!r} has a negative dimension: {list(tensor.dims)}")
+        try:
+            needed = tensor_bytes(tensor.data_type, tensor.dims)
+        except ShapeError as error:
+            raise ModelError(f"initializer {tensor.name!r}: {error}") from error
+        if tensor.data_location == TensorProto.EXTERNAL:
+            _check_stored_outside(tensor, needed, folder, places)
+        elif tensor.HasField("raw_data"):
+            if len(tensor.raw_data) != needed:
+                raise ModelError(f"initializer {tensor.name!r} needs {needed} bytes, it has {len(tensor.raw_data)}")
+        else:
+            entries = typed_entries(tensor.data_type, tensor.dims)
+            has = len(getattr(tensor, onnx.helper.tensor_dtype_to_field(tensor.data_type)))
+            if has != entries:
+                raise ModelError(f"initializer {tensor.name!r} needs {entries} entries, it has {has}")
+
+
+def _check_stored_outside(tensor: TensorProto, needed: int, folder: Path | None, places: dict[str, int]) -> None:
+    """`places`: bytes of the data files that were looked at, by path."""
+    whose = f"initializer {tensor.name!r}"
+    if folder is None:
+        location = _entry(tensor, "location")
+        raise ModelError(
+            f"{whose} keeps its data in a file ({location!r}), but the model was not given as a path: pass the path"
+        )
+    path = _path(tensor)
+    if path not in places:
+        places[path] = _size(folder, path, whose)
+    size = places[path]
+    try:
+        offset, length = int(_entry(tensor, "offset") or 0), int(_entry(tensor, "length") or 0)
+    except ValueError as error:
+        raise ModelError(f"{whose}: external data offset or length is not a number") from error
+    if length not in (0, needed):
+        raise ModelError(f"{whose} needs {needed} bytes, its external data has {length}")
+    if offset < 0 or offset + needed > size:
+        raise ModelError(f"{whose}: external data file {path!r} is too short: {size} bytes, {offset + needed} needed")
+
+
+def _size(folder: Path, path: str, whose: str) -> int:
+    """Bytes of a data file that is one, and in the folder."""
+    try:
+        leads = (folder / path).resolve()
+        if not leads.is_relative_to(folder):
+            raise ModelError(f"{whose}: external data {path!r} is outside the model's folder")
+        size = leads.stat().st_size
+    except OSError as error:
+        raise ModelError(f"{whose}: external data file {path!r}: {error.strerror}") from error
+    except RuntimeError as error:
+        raise ModelError(f"{whose}: external data file {path!r} is a loop of links") from error
+    if not leads.is_file():
+        raise ModelError(f"{whose}: external data {path!r} is not a regular file")
+    return size
+
+
+def check_not_data(model: onnx.ModelProto, target: Path, folder: Path | None) -> None:
+    """Raise UsageError where `target` is a data file of the model, whose data lies in `folder` or will."""
+    if folder is not None:
+        data = [files.Use(folder / path, "data of the model") for path in paths(model)]
+        files.check_uses(data, [files.Use(target, "written")])
+
+
+def carry(model: onnx.ModelProto, origin: Path, folder: Path) -> None:
+    """Copy a model's data files from one folder to another, within `files.together`.
+
+    Raises
+    ------
+    ModelError
+        Another file is where one belongs, or a link leads out of `folder` there.
+    """
+    for path in paths(model):
+        copy = folder / path
+        if not copy.resolve().is_relative_to(folder):
+            raise ModelError(f"{copy} leads out of {folder}: write to another folder, or remove that link")
+        if copy.exists():
+            if filecmp.cmp(origin / path, copy, shallow=False):
+                continue
+            raise ModelError(f"{copy} exists and is not the model's data: write to another folder, or move that file")
+        files.make_folder(copy.parent)
+        with files.replacing(copy) as partial:
+            shutil.copyfile(origin / path, partial)
+
+
+def link(model: onnx.ModelProto, origin: Path, folder: Path) -> None:
+    """Let a model's data files be found in a scratch folder, too."""
+    for path in paths(model):
+        leads, name = (origin / path).resolve(), folder / path
+        name.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.link(leads, name)
+        except FileExistsError:
+            continue
+        except OSError:  # on another disk, or of another user
+            name.symlink_to(leads)

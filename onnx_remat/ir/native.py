@@ -1,0 +1,226 @@
+"""ONNX's own native code, asked in a process of its own (`worker`): type inference, inliner, checker.
+
+The functions that start with ``do_`` run there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import onnx
+from onnx import TypeProto, inliner, shape_inference
+
+from onnx_remat import worker
+from onnx_remat.errors import ModelError
+
+_SECONDS, _NODES_PER_SECOND = 5.0, 2000  # measured: inference takes 25 microseconds per node, here
+_BYTES, _COPIES = 768 * 2**20, 64  # memory for any model, and per byte of it
+_ONNX = "ONNX's inference"
+
+Types = dict[str, TypeProto]
+_REFUSALS = (
+    shape_inference.InferenceError, onnx.checker.ValidationError, onnx.defs.SchemaError, ValueError, RuntimeError,
+)  # fmt: skip
+
+
+def limit(nodes: int, size: int) -> worker.Limit:
+    """What a model of so many nodes and bytes may cost to read."""
+    return worker.Limit(_SECONDS + nodes / _NODES_PER_SECOND, _BYTES + _COPIES * size)
+
+
+def infer_types(model: onnx.ModelProto, data_prop: bool = True, strict: bool = False) -> Types:
+    """Types of a model's values, those it states included, by ONNX's inference; with `data_prop` small values, too.
+
+    Raises
+    ------
+    ModelError
+        The model contradicts itself, or costs more than the limit.
+    """
+    data = model.SerializeToString()
+    _, made = worker.ask(
+        _ONNX, "onnx_remat.ir.native:do_infer", limit(len(model.graph.node), len(data)), data,
+        data_prop=data_prop, strict=strict,
+    )  # fmt: skip
+    return stated(onnx.GraphProto.FromString(made))
+
+
+def do_infer(data: bytes, data_prop: bool, strict: bool) -> tuple[None, bytes]:
+    """See `infer_types`.
+
+    Where inference without data leaves nothing open, data can add nothing. Otherwise it is done again with data, ops on
+    long vectors left out: a shape has few dimensions, and ONNX makes an entry for every element.
+    """
+    model = onnx.ModelProto.FromString(data)
+    try:
+        inferred = shape_inference.infer_shapes(model, strict_mode=strict, data_prop=False).graph
+        types = stated(inferred)
+        names = [name for node in model.graph.node for name in node.output if name]
+        if data_prop and any(concrete(types.get(name)) is None for name in names):
+            _leave_out_long_vectors(model.graph, types)
+            try:
+                again = shape_inference.infer_shapes(model, strict_mode=strict, data_prop=True).graph
+            except MemoryError:  # a vector that could not be left out: what is missing, others may know
+                again = inferred
+            types |= stated(again)
+    except _REFUSALS as error:
+        raise ModelError(f"ONNX shape inference refuses the model: {_first_line(error)}") from error
+    made = onnx.GraphProto()
+    made.value_info.extend(onnx.ValueInfoProto(name=name, type=kind) for name, kind in types.items())
+    return None, made.SerializeToString()
+
+
+_LONG = 1024  # elements of a vector that is no shape
+
+
+def _leave_out_long_vectors(graph: onnx.GraphProto, types: Mapping[str, TypeProto]) -> None:
+    """Make results of known shape inputs of the graph where they, or what they are computed from, are long vectors."""
+
+    def long(name: str) -> bool:
+        shape = concrete(types.get(name))
+        return shape is not None and len(shape) == 1 and shape[0] > _LONG
+
+    kept, given = [], []
+    for node in graph.node:
+        made = [name for name in node.output if name]
+        known = all(concrete(types.get(name)) is not None for name in made)
+        if known and any(long(name) for name in (*node.input, *made)):
+            given += made
+        else:
+            kept.append(node)
+    if given:
+        graph.ClearField("node")
+        graph.node.extend(kept)
+        graph.input.extend(onnx.ValueInfoProto(name=name, type=types[name]) for name in given)
+
+
+def stated(graph: onnx.GraphProto) -> Types:
+    """Types that a graph states for its values, by name."""
+    types = {value.name: value.type for values in (graph.value_info, graph.input, graph.output) for value in values}
+    for tensor in graph.initializer:
+        types[tensor.name] = onnx.helper.make_tensor_type_proto(tensor.data_type, tensor.dims)
+    for node in graph.node:
+        if node.op_type == "Constant" and len(node.output) == 1 and node.output[0] not in types:
+            for attribute in node.attribute:
+                if attribute.name == "value":
+                    types[node.output[0]] = onnx.helper.make_tensor_type_proto(attribute.t.data_type, attribute.t.dims)
+    return types
+
+
+def concrete(kind: TypeProto | None) -> tuple[int, ...] | None:
+    """The shape of a tensor type, where every dimension is a number."""
+    if kind is None or not kind.HasField("tensor_type") or not kind.tensor_type.HasField("shape"):
+        return None
+    dims = kind.tensor_type.shape.dim
+    return tuple(d.dim_value for d in dims) if all(d.HasField("dim_value") for d in dims) else None
+
+
+def propagate(model: onnx.ModelProto, types: Mapping[str, TypeProto]) -> Types:
+    """`shape_arithmetic.propagate`: types that follow where sizes are computed on the way."""
+    asked = onnx.ModelProto()
+    asked.CopyFrom(model)
+    asked.graph.ClearField("value_info")
+    asked.graph.value_info.extend(onnx.ValueInfoProto(name=name, type=kind) for name, kind in types.items())
+    data = asked.SerializeToString()
+    _, made = worker.ask(
+        "computing shapes", "onnx_remat.ir.native:do_propagate", limit(len(asked.graph.node), len(data)), data
+    )
+    return dict(types) | stated(onnx.GraphProto.FromString(made))
+
+
+def do_propagate(data: bytes) -> tuple[None, bytes]:
+    """See `propagate`."""
+    from onnx_remat.ir import shape_arithmetic
+
+    model = onnx.ModelProto.FromString(data)
+    types = {value.name: value.type for value in model.graph.value_info}
+    found = shape_arithmetic.propagate(model, types)
+    made = onnx.GraphProto()
+    new = (name for name in found if name not in types or concrete(types[name]) is None)
+    made.value_info.extend(onnx.ValueInfoProto(name=name, type=found[name]) for name in new)
+    return None, made.SerializeToString()
+
+
+MOST_INLINED = 300_000
+"""Nodes up to which local functions are inlined: thirty that double each other come to a billion."""
+
+
+def inlined(light: onnx.ModelProto) -> onnx.ModelProto:
+    """A model without weights, its local functions inlined.
+
+    Raises
+    ------
+    ModelError
+        Functions cannot be inlined, or come to more than `MOST_INLINED` nodes.
+    """
+    count = _expanded(light)
+    if count > MOST_INLINED:
+        raise ModelError(f"the model's functions come to {count} nodes: at most {MOST_INLINED} are inlined, the limit")
+    data = light.SerializeToString()
+    _, made = worker.ask("ONNX's inliner", "onnx_remat.ir.native:do_inline", limit(count, len(data)), data)
+    model: onnx.ModelProto = onnx.ModelProto.FromString(made)
+    return model
+
+
+def do_inline(data: bytes) -> tuple[None, bytes]:
+    """See `inlined`."""
+    try:
+        made = inliner.inline_local_functions(onnx.ModelProto.FromString(data), True)
+    except _REFUSALS as error:
+        raise ModelError(f"the model's functions cannot be inlined: {' '.join(str(error).split())[:200]}") from error
+    return None, made.SerializeToString()
+
+
+def _expanded(model: onnx.ModelProto) -> int:
+    """Nodes of a graph, bodies included, once every call of a local function is replaced by that function's nodes."""
+    functions = {(f.domain, f.name, f.overload): f.node for f in model.functions}
+    sizes: dict[Any, int] = {}
+
+    def nodes(some: Iterable[onnx.NodeProto]) -> list[onnx.NodeProto]:
+        flat = []
+        for node in some:
+            flat.append(node)
+            for attribute in node.attribute:
+                flat += nodes(attribute.g.node)
+                for body in attribute.graphs:
+                    flat += nodes(body.node)
+        return flat
+
+    bodies = {key: nodes(body) for key, body in functions.items()} | {None: nodes(model.graph.node)}
+    pending: list[Any] = [None]  # an explicit stack: functions may call each other deeper than Python does
+    open_: set[Any] = set()
+    while pending:
+        key = pending[-1]
+        calls = [called for node in bodies[key] if (called := (node.domain, node.op_type, node.overload)) in functions]
+        todo = [called for called in dict.fromkeys(calls) if called not in sizes and called not in open_]
+        if todo and key not in open_:
+            open_.add(key)
+            pending += todo
+            continue
+        pending.pop()
+        sizes[key] = len(bodies[key]) - len(calls) + sum(sizes.get(called, 1) for called in calls)  # cycles: once
+    return sizes[None]
+
+
+def check(model: onnx.ModelProto) -> str:
+    """What ONNX's checker has against a model; nothing where it is valid."""
+    data = model.SerializeToString()
+    why, _ = worker.ask(
+        "ONNX's checker", "onnx_remat.ir.native:do_check", limit(len(model.graph.node), len(data)), data
+    )
+    return str(why)
+
+
+def do_check(data: bytes) -> tuple[str, bytes]:
+    """See `check`."""
+    try:
+        onnx.checker.check_model(onnx.ModelProto.FromString(data), full_check=False)
+    except (onnx.checker.ValidationError, UnicodeDecodeError) as error:  # the latter: it quotes a broken name
+        return str(error).splitlines()[0] if str(error).strip() else type(error).__name__, b""
+    return "", b""
+
+
+def _first_line(error: Exception) -> str:
+    """The first line of an error that says something."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    return next((line for line in lines if len(line.split()) > 3), type(error).__name__)

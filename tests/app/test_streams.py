@@ -1,0 +1,48 @@
+"""Standard streams that are closed, full, or know few letters: the exit code still says what became of the files."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import onnx
+import pytest
+
+from tests.support.graphs import mlp
+
+pytest.importorskip("onnxruntime")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("streams")
+    model = mlp(layers=2, batch=8, width=4)
+    for node in model.graph.node:
+        node.name = f"\u00e9\u4e2d{node.name}"
+    onnx.save(model, folder / "in.onnx")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("redirect", "code", "written"),
+    [
+        ("> /dev/null", 0, True),
+        (">&-", 0, True),
+        ("2>&-", 0, True),
+        ("> /dev/full", 4, False),
+        ("2> /dev/full", 0, True),
+        ("| true", 0, True),
+    ],
+)
+def test_exit_codes_say_whether_files_were_written(redirect, code, written, home):
+    out = home / "out.onnx"
+    out.unlink(missing_ok=True)
+    command = f"set -o pipefail; {sys.executable} -m onnx_remat in.onnx out.onnx --budget 100% -v {redirect}"
+    environment = os.environ | {"PYTHONIOENCODING": "ascii:strict", "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(["bash", "-c", command], cwd=home, env=environment, capture_output=True, check=False)
+    assert "Traceback" not in done.stderr.decode()
+    assert (done.returncode, out.exists()) == (code, written), done.stderr
+    if written:
+        onnx.load(out)  # nothing else was printed into it

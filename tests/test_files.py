@@ -1,0 +1,86 @@
+"""Files take their places together or not at all; scratch folders do not outlive their process for long."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from onnx_remat import files
+from onnx_remat.errors import UsageError
+
+
+def test_files_written_together_appear_together(tmp_path):
+    with files.together():
+        files.write_text("one", tmp_path / "a")
+        files.write_text("two", tmp_path / "b")
+        assert not (tmp_path / "a").exists() and not (tmp_path / "b").exists()
+    assert [(tmp_path / name).read_text() for name in "ab"] == ["one", "two"]
+
+
+def test_a_failure_leaves_none_of_them_and_no_folder(tmp_path):
+    (tmp_path / "old").write_text("old")
+    with pytest.raises(ZeroDivisionError), files.together():
+        files.write_text("new", tmp_path / "old")
+        files.make_folder(tmp_path / "deep" / "er")
+        files.write_text("new", tmp_path / "deep" / "er" / "b")
+        raise ZeroDivisionError
+    assert [p.name for p in tmp_path.iterdir()] == ["old"] and (tmp_path / "old").read_text() == "old"
+
+
+def test_a_name_may_be_as_long_as_names_may(tmp_path):
+    longest = tmp_path / ("\u00e9" * 127)
+    assert files.check_target(longest, None, force=False) == longest
+    files.write_text("x", longest)
+    assert longest.read_text() == "x"
+
+
+@pytest.mark.parametrize("name", ["a", "./a", "sub/../a", "link", "hard"])
+def test_one_file_by_several_names_is_one_file(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("sub").mkdir()
+    Path("a").write_text("a")
+    Path("link").symlink_to("a")
+    os.link("a", "hard")
+    with pytest.raises(UsageError, match="cannot be --json, it is the input"):
+        files.check_uses([files.Use("a", "the input")], [files.Use(name, "--json")])
+    files.check_uses([files.Use("a", "the input")], [files.Use("b", "--json"), files.Use("c", "--plot")])
+
+
+_HOLDS = """
+import signal, sys, time
+from onnx_remat import files
+from onnx_remat.app import streams
+try:
+    with streams.terminable(), files.scratch() as scratch:
+        print(scratch, flush=True)
+        time.sleep(60)
+except streams.Terminated as ended:
+    ended.die()
+"""
+
+
+@pytest.mark.parametrize(("number", "left"), [(signal.SIGTERM, False), (signal.SIGHUP, False), (signal.SIGKILL, True)])
+def test_scratch_folders_go_with_their_process_or_with_the_next(number, left, tmp_path, monkeypatch):
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    process = subprocess.Popen([sys.executable, "-c", _HOLDS], stdout=subprocess.PIPE, text=True, env=environment)
+    assert process.stdout is not None
+    folder = Path(process.stdout.readline().strip())
+    old = time.time() - 3600
+    os.utime(folder, (old, old))
+    monkeypatch.setattr(files.tempfile, "tempdir", str(tmp_path))
+    files._sweep.cache_clear()
+    with files.scratch():  # another process does not take a folder that is in use, however old
+        assert folder.exists()
+    process.send_signal(number)
+    assert process.wait() == -number
+    assert folder.exists() == left
+    files._sweep.cache_clear()
+    with files.scratch():
+        assert not folder.exists()
+    assert not list(tmp_path.iterdir())
