@@ -18,12 +18,14 @@ from onnx_remat.version import __version__
 if TYPE_CHECKING:
     from onnx_remat.ort.runtime import session_options
     from onnx_remat.pipeline import plan_model, rewrite_model
+    from onnx_remat.run.session import Session
 
 __all__ = [
     "BudgetInfeasibleError",
     "ConversionError",
     "ModelError",
     "OnnxRematError",
+    "Session",
     "ShapeError",
     "UsageError",
     "VerificationError",
@@ -44,4 +46,8 @@ def __getattr__(name: str) -> Any:
         from onnx_remat.ort.runtime import session_options
 
         return session_options
+    if name == "Session":
+        from onnx_remat.run.session import Session
+
+        return Session
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -22,7 +22,7 @@ from typing import Any
 from onnx_remat.ir.naming import renewals
 from onnx_remat.ort.peaks import Reserves
 from onnx_remat.pipeline import rewrite_model
-from onnx_remat.run import probe
+from onnx_remat.run import heap, probe
 from onnx_remat.run.processes import GIVES_BACK, session_job
 from onnx_remat.run.training import Loop
 from onnx_remat.worker import QUIET
@@ -40,7 +40,7 @@ def held(path: str, way: str, steps: int) -> int:
         session.run(None, feeds)  # faults in code and thread stacks, which are not the step's memory
         if way != "no arena":
             session = probe.new_session(job | {"optimized": ""}, path, default=True)
-        probe.trim()
+        heap.trim()
     names = [value.name for value in session.get_outputs()]
     state = renewals(feeds, names)
     renewed = state if way == "fed back" else {}

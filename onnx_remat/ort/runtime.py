@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -193,6 +194,58 @@ def load_and_infer(data: bytes, names: Sequence[str]) -> tuple[dict[str, Any], b
     session = _load(data, session_options("disable"), HOST)
     wanted = set(names)
     return {value.name: (value.type, value.shape) for value in session.get_outputs() if value.name in wanted}, b""
+
+
+def order_by_priority(producers: Sequence[Sequence[int]], sizes: Sequence[bool]) -> list[int]:
+    """Order in which ONNX Runtime runs the nodes of a graph as it stands, under ``ExecutionOrder.PRIORITY_BASED``.
+
+    It is read off a profile of the graph's skeleton, so that nothing large is computed: each node becomes a Max of
+    scalars, Shape and Size become a Size, and the edges between nodes stay. The order depends on nothing else.
+
+    Parameters
+    ----------
+    producers : for each node, in file order, the nodes whose outputs it reads (repeats allowed)
+    sizes : for each node, whether it is a Shape or a Size
+
+    Returns
+    -------
+    list of int
+        Node positions in the order they run: what `simulate.order.priority_order` emulates.
+
+    Raises
+    ------
+    ModelError
+        ONNX Runtime cannot run the skeleton.
+    """
+    import_runtime()
+    nodes = []
+    for i, of in enumerate(producers):
+        edges = [f"v{k}" for k in dict.fromkeys(of)]
+        kind = "Size" if sizes[i] and len(edges) < 2 else "Max"
+        nodes.append(onnx.helper.make_node(kind, edges or ["one"], [f"v{i}"], name=f"{i}"))
+    one = onnx.helper.make_tensor("one", onnx.TensorProto.INT64, [], [1])
+    outputs = [onnx.helper.make_tensor_value_info(f"v{i}", onnx.TensorProto.INT64, []) for i in range(len(nodes))[-1:]]
+    graph = onnx.helper.make_graph(nodes, "skeleton", [], outputs, [one])
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 13)], ir_version=8)
+    order, _ = ask("ONNX Runtime", "onnx_remat.ort.runtime:run_in_order", _limit(model), model.SerializeToString())
+    return [int(node) for node in order]
+
+
+def run_in_order(data: bytes) -> tuple[list[int], bytes]:
+    """The part of `order_by_priority` that runs the skeleton: for the process of its own (`worker`)."""
+    import onnxruntime
+
+    options = session_options("disable")
+    options.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED
+    options.intra_op_num_threads = 1
+    with files.scratch() as scratch:
+        options.enable_profiling, options.profile_file_prefix = True, str(scratch / "profile")
+        session = _load(data, options, HOST)
+        session.run(None, {})
+        events = json.loads(Path(session.end_profiling()).read_text())
+    suffix = "_kernel_time"
+    runs = [event["name"] for event in events if event.get("cat") == "Node" and event["name"].endswith(suffix)]
+    return [int(name.removesuffix(suffix)) for name in runs], b""  # one thread records them in the order they run
 
 
 def infer_shapes_symbolically(model: onnx.ModelProto) -> onnx.ModelProto | None:

@@ -6,13 +6,14 @@ nothing that another environment may lack.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from onnx_remat.run.heap import trim
 
 Job = dict[str, Any]
 
@@ -167,12 +168,6 @@ def initializer_bytes(path: str) -> int:
     graph = onnx.load(path, load_external_data=False).graph
     constants = [a.t for n in graph.node if n.op_type == "Constant" for a in n.attribute if a.name == "value"]
     return sum(tensor_bytes(t.data_type, t.dims) for t in [*graph.initializer, *constants])
-
-
-def trim() -> None:
-    """Give back what loading a model left free in glibc's heap: the arena's books would lie there, unseen."""
-    if found := getattr(ctypes.CDLL(None), "malloc_trim", None):
-        found(0)
 
 
 def reset_peak() -> int:

@@ -1,4 +1,4 @@
-"""Training with a step model: each step's new state feeds the next, by I/O binding.
+"""Training with a step model: each step's new state is the next one's state, by I/O binding.
 
 Which output is the next value of which input stands in their names, see `ir.naming`; the batch is ``input.<i>`` or any
 input that no output renews.
@@ -15,112 +15,150 @@ import numpy as np
 import numpy.typing as npt
 
 from onnx_remat.errors import UsageError
-from onnx_remat.ir.naming import NEW, gradient_sums, gradients, renewals
-
-Arrays = dict[str, npt.NDArray[Any]]
+from onnx_remat.ir.naming import gradient_sums, gradients, renewals
+from onnx_remat.run import state_file
+from onnx_remat.run.engines import FedBack, InPlace
+from onnx_remat.run.interface import DTYPES, Arrays, check_state
+from onnx_remat.run.session import Session
 
 _RESET = "lazy_reset_grad"
-"""The input that makes onnxruntime-training begin these sums anew."""
-
-_DTYPES = {"float": "float32", "double": "float64", "float16": "float16", "bool": "bool"}
+"""The input that makes onnxruntime-training begin its sums of gradients anew."""
 
 
 class Loop:
     """One model's training: call `step` again and again.
 
+    Opened from a model, or given a `Session`, the loop renews state where it lies: ``new.w`` is written over ``w``, and
+    the two never exist at once. Given onnxruntime's own session, each step's outputs become the next one's inputs.
+
     Parameters
     ----------
-    session : onnxruntime.InferenceSession
+    model : path, bytes, onnx.ModelProto, Result, Session or onnxruntime.InferenceSession
     state : mapping of str to array
         A value for every input.
     loss : str
-        The output that `step` returns.
+        The output that `step` returns, a single number.
     rate : float
         Step size of plain SGD, for parameters of which the model gives the gradient only.
     device : str
-        Where state lives between steps, ``cpu`` or ``cuda``.
+        Where state lives between steps, ``cpu`` or ``cuda``; the latter with a session of onnxruntime's only.
+    dims : mapping of str to int, optional
+        Sizes of symbolic dimensions, where the model is opened here.
+    copy : bool
+        Train copies of the arrays in `state`. Otherwise these arrays themselves are trained: where the state is most of
+        what training takes, one cannot afford it twice. They must be contiguous and writable then.
+
+    Attributes
+    ----------
+    donated, not_donated : mapping of str to str
+        Outputs that are written over the inputs they renew, by output; those that are not, and why.
+
+    Raises
+    ------
+    UsageError
+        State is missing, unknown, or of another type or shape; there is no such loss, or it is not a single number.
+    OnnxRematError
+        The model cannot be opened, see `Session`.
     """
 
     def __init__(
-        self, session: Any, state: Mapping[str, npt.NDArray[Any]], loss: str, rate: float = 0.01, device: str = "cpu"
+        self,
+        model: Any,
+        state: Mapping[str, npt.NDArray[Any]],
+        loss: str = "loss",
+        rate: float = 0.01,
+        device: str = "cpu",
+        *,
+        dims: Mapping[str, int] | None = None,
+        copy: bool = True,
     ) -> None:
-        from onnxruntime import OrtValue
-
-        self._session, self._loss, self._rate, self._device = session, loss, rate, device
-        self._outputs = [value.name for value in session.get_outputs()]
-        self._renews = renewals(state, self._outputs)
-        self._gradients = {
-            name: target
-            for name, target in gradients(self._outputs).items()
-            if target in state and NEW + target not in self._renews
-        }
-        self._sums = gradient_sums(state)
-        self._own: dict[str, npt.NDArray[Any]] = {}  # state on the CPU, bound once a step has renewed it
-        self._binding = session.io_binding()
-        self._values = {name: OrtValue.ortvalue_from_numpy(array, device, 0) for name, array in state.items()}
-        for name, value in self._values.items():
-            self._binding.bind_ortvalue_input(name, value)
+        if hasattr(model, "io_binding"):
+            if not copy:
+                raise UsageError("copy=False needs a session of onnx-remat's: pass the model's path")
+            self._engine: FedBack | InPlace = FedBack(model, state, loss, rate, device)
+        else:
+            if device != "cpu":
+                raise UsageError(f"device {device!r}: pass a session of onnxruntime's")
+            session = model if isinstance(model, Session) else Session(model, dims=dims, donate=True)
+            self._engine = InPlace(session, state, loss, rate, copy)
+        self._failed = ""
+        self.donated: Mapping[str, str] = self._engine.donated
+        self.not_donated: Mapping[str, str] = self._engine.not_donated
 
     def step(self, batch: Mapping[str, npt.NDArray[Any]] | None = None) -> float:
-        """Run one step, on a batch (arrays by input name) or on the one before; returns its loss.
+        """Run one step, on a batch (arrays by input name, copied) or on the one before; returns its loss.
 
         Raises
         ------
         UsageError
-            The batch names an input that the model does not have.
+            The batch names an input that the model does not have, or does not fit it; or an earlier step failed.
+        ModelError
+            The step failed midway: some state is renewed and some is not. `load` or `restore` sets it right.
         """
-        from onnxruntime import OrtValue
-
-        for name, array in (batch or {}).items():
-            if name not in self._values:
-                raise UsageError(f"the model has no input {name!r}: it has {', '.join(self._values)}")
-            self._bind(name, OrtValue.ortvalue_from_numpy(np.asarray(array, order="C"), self._device, 0))
-        for name in self._outputs:
-            # Unallocated: the runtime makes each output when it is computed, as it does without binding.
-            self._binding.bind_output(name, "cpu" if name == self._loss else self._device)
-        self._session.run_with_iobinding(self._binding)
-        made = dict(zip(self._outputs, self._binding.get_outputs(), strict=True))
-        loss = float(made[self._loss].numpy())
-        self._binding.clear_binding_outputs()
-        for output, name in self._renews.items():
-            self._renew(name, made.pop(output))
-        for output, name in self._gradients.items():
-            self._descend(name, made.pop(output))
-        for total, name in self._sums.items():
-            self._descend(name, self._values[total])
+        if self._failed:
+            raise UsageError(f"an earlier step failed midway ({self._failed}): load or restore the state first")
+        self._engine.feed(batch or {})
+        self._failed = "interrupted"
+        try:
+            loss = self._engine.step()
+        except Exception as error:
+            self._failed = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+            raise
+        self._failed = ""
         return loss
 
     def state(self) -> Arrays:
         """Copies of all inputs as they are now."""
-        return {name: value.numpy().copy() for name, value in self._values.items()}
+        return {name: array.copy() for name, array in self._engine.arrays().items()}
 
-    def _bind(self, name: str, value: Any) -> None:
-        self._values[name] = value
-        self._binding.bind_ortvalue_input(name, value)
+    def view(self, name: str) -> npt.NDArray[Any]:
+        """An input as it is now, which may be read at any time between steps but not written.
 
-    def _renew(self, name: str, value: Any) -> None:
-        """Let the next step read what this one put out: on CUDA as it is, on the CPU from memory of the loop's own.
-
-        An output stays where ONNX Runtime's arena put it, and keeps gaps around it that fit nothing: training would
-        hold up to a third more. Arrays that the caller gave are left alone.
+        Opened from a model or given a `Session`, later steps show in the same array.
         """
-        from onnxruntime import OrtValue
+        arrays = self._engine.arrays()
+        if name not in arrays:
+            raise UsageError(f"the model has no input {name!r}: it has {', '.join(arrays)}")
+        view = arrays[name].view()
+        view.flags.writeable = False
+        return view
 
-        if self._device != "cpu":
-            self._bind(name, value)
-            return
-        if name in self._own:
-            np.copyto(self._own[name], value.numpy())
-            return
-        self._own[name] = np.array(value.numpy(), order="C")
-        self._bind(name, OrtValue.ortvalue_from_numpy(self._own[name], "cpu", 0))
+    def restore(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Go on from other values of all inputs, as `state` returned them."""
+        arrays = self._engine.arrays()
+        check_state(self._engine.formals, state)
+        if missing := [name for name in arrays if name not in state]:
+            raise UsageError(f"no value for input {missing[0]!r}")
+        self._failed = "interrupted"
+        self._engine.feed(state)
+        self._failed = ""
 
-    def _descend(self, name: str, gradient: Any) -> None:
-        from onnxruntime import OrtValue
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write all inputs as they are now to a safetensors file; training resumed from it gives the same bits.
 
-        old = self._values[name].numpy()
-        moved = np.asarray(old - self._rate * gradient.numpy(), old.dtype)
-        self._bind(name, OrtValue.ortvalue_from_numpy(moved, self._device, 0))
+        The state of a random generator inside onnxruntime (Dropout's) is not among them.
+        """
+        if self._failed:
+            raise UsageError(f"an earlier step failed midway ({self._failed}): this state is not worth saving")
+        state_file.write(path, self._engine.arrays())
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Go on from what `save` wrote.
+
+        Raises
+        ------
+        UsageError
+            The file is not the state of this model; nothing is changed.
+        ModelError
+            The file is missing or damaged.
+        """
+        arrays = self._engine.arrays()
+        writable = {name: array if array.flags.writeable else array.copy() for name, array in arrays.items()}
+        state_file.check(path, writable)
+        self._failed = "interrupted"
+        state_file.read_into(path, writable)
+        self._engine.feed({name: array for name, array in writable.items() if array is not arrays[name]})
+        self._failed = ""
 
 
 def initial_state(session: Any, dims: Mapping[str, int], path: str | os.PathLike[str] = "") -> Arrays:
@@ -139,7 +177,7 @@ def initial_state(session: Any, dims: Mapping[str, int], path: str | os.PathLike
     state = {}
     for value in session.get_inputs():
         kind = value.type.removeprefix("tensor(").removesuffix(")")
-        dtype = np.dtype(_DTYPES.get(kind, kind))
+        dtype = np.dtype(DTYPES.get(kind, kind))
         shape = tuple(d if isinstance(d, int) else dims[d] for d in value.shape)
         if value.name == _RESET:
             state[value.name] = np.ones(shape, dtype)

@@ -8,6 +8,7 @@ The index of a node is its position in the file, unless an optimisation made the
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 
 import numpy as np
@@ -53,6 +54,35 @@ def sizes_first(order: Sequence[int], producers: Sequence[Sequence[int]], sizes:
             for producer in of:
                 following.setdefault(producer, []).append(node)
     return list(dict.fromkeys(n for node in order for n in (node, *following.get(node, ()))))
+
+
+def priority_order(producers: Sequence[Sequence[int]], sizes: Sequence[bool]) -> list[int]:
+    """Execution order of a graph under ``ExecutionOrder.PRIORITY_BASED``: the file's, but for Shape and Size.
+
+    Of the nodes whose producers have run, a Shape or Size is next (`sizes`), else the lowest node index.
+    (onnxruntime/core/graph: ``Graph::KahnsTopologicalSort`` with ``PriorityNodeCompare``.)
+
+    >>> priority_order([[], [0], [0], [2]], [False, False, True, False])
+    [0, 2, 1, 3]
+    """
+    readers: list[list[int]] = [[] for _ in producers]
+    waiting = []
+    for node, of in enumerate(producers):
+        makers = list(dict.fromkeys(of))
+        waiting.append(len(makers))
+        for producer in makers:
+            readers[producer].append(node)
+    ready = [(not sizes[node], node) for node, count in enumerate(waiting) if not count]
+    heapq.heapify(ready)
+    order = []
+    while ready:
+        _, node = heapq.heappop(ready)
+        order.append(node)
+        for reader in readers[node]:
+            waiting[reader] -= 1
+            if not waiting[reader]:
+                heapq.heappush(ready, (not sizes[reader], reader))
+    return order
 
 
 @compiled

@@ -1,0 +1,48 @@
+"""CPU kernels that may write an output where one of their inputs lies.
+
+ONNX Runtime itself overwrites an input only where the kernel declares it (``MayInplace``, `base.Kernels.inplace`).
+Kernels that compute element by element, and read an element before they write it, give the same bits too when their
+output is bound to the memory of an input, though they do not declare it. ``tests/ort/test_in_place.py`` runs every
+entry both ways.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import onnx
+
+from onnx_remat.ort.kernels.base import Kernels, key
+
+UNARY: Final = ("Abs", "Ceil", "Exp", "Floor", "Identity", "Log", "Neg", "Reciprocal", "Sign", "Sqrt")
+"""Standard operators of one input, measured on the CPU."""
+
+BINARY: Final = ("Add", "Div", "Mul", "Sub")
+"""Standard operators of two inputs, measured on the CPU over either; the other one may be broadcast."""
+
+
+def may_overwrite(kernels: Kernels, node: onnx.NodeProto, slot: int, out: int, dtype: int) -> bool:
+    """Whether a node's output may lie exactly where one of its inputs does, both of equal shape and element type.
+
+    Parameters
+    ----------
+    kernels : Kernels
+    node : onnx.NodeProto
+    slot, out : int
+        Input and output slot.
+    dtype : int
+        Element type of either (``onnx.TensorProto``).
+
+    Examples
+    --------
+    >>> from onnx_remat.ort.kernels.cpu import CPU
+    >>> nodes = [onnx.helper.make_node(op, ["a", "b"], ["c"]) for op in ("Sub", "MatMul")]
+    >>> [may_overwrite(CPU, node, 0, 0, onnx.TensorProto.FLOAT) for node in nodes]
+    [True, False]
+    """
+    if (slot, out) in kernels.may_inplace(node, dtype):
+        return True
+    domain, op_type = key(node)
+    if kernels.name != "cpu" or domain or out:
+        return False
+    return (op_type in UNARY and slot == 0) or (op_type in BINARY and slot in (0, 1))

@@ -1,0 +1,66 @@
+"""What a step model says of itself by the names, types and shapes of its inputs and outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from onnx_remat.errors import UsageError, did_you_mean
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+DTYPES = {"float": "float32", "double": "float64", "float16": "float16", "bool": "bool"}
+"""numpy's types by onnxruntime's names, where they differ."""
+
+
+@dataclass(frozen=True, slots=True)
+class Formal:
+    """What an input or output must be: type (numpy's name, or empty if unknown) and shape (None where unknown)."""
+
+    dtype: str
+    shape: tuple[int | None, ...] | None
+
+
+def check_state(formals: Mapping[str, Formal], arrays: Mapping[str, Any]) -> None:
+    """UsageError unless all arrays are inputs of the type and shape the model wants."""
+    for name, array in arrays.items():
+        if name not in formals:
+            hint = did_you_mean(name, formals) or f": it has {', '.join(formals)}"
+            raise UsageError(f"the model has no input {name!r}{hint}")
+        formal, given = formals[name], np.asarray(array)
+        if formal.dtype and given.dtype != formal.dtype:
+            raise UsageError(f"input {name!r} is of type {formal.dtype}, not {given.dtype}")
+        wanted = formal.shape
+        fits = wanted is None or (
+            len(wanted) == given.ndim and all(a in (None, b) for a, b in zip(wanted, given.shape, strict=True))
+        )
+        if not fits and wanted is not None:
+            dims = ", ".join("?" if size is None else str(size) for size in wanted)
+            raise UsageError(f"input {name!r} is of shape [{dims}], not {list(given.shape)}")
+
+
+def check_loss(outputs: Mapping[str, Formal], loss: str) -> None:
+    if loss not in outputs:
+        hint = did_you_mean(loss, outputs) or f": it has {', '.join(outputs)}"
+        raise UsageError(f"the model has no output {loss!r} to take as the loss{hint}")
+    shape = outputs[loss].shape
+    if shape is not None and any(size not in (1, None) for size in shape):
+        raise UsageError(f"output {loss!r} is of shape {list(shape)}: a loss is a single number")
+
+
+def overridable(session: Any) -> dict[str, Formal]:
+    return {value.name: formal(value) for value in session.get_overridable_initializers()}
+
+
+def formal(value: Any) -> Formal:
+    """An input or output of onnxruntime's session."""
+    kind = value.type.removeprefix("tensor(").removesuffix(")")
+    try:
+        dtype = np.dtype(DTYPES.get(kind, kind)).name
+    except TypeError:
+        dtype = ""
+    return Formal(dtype, tuple(size if isinstance(size, int) else None for size in value.shape))

@@ -1,0 +1,271 @@
+"""What a `Session` needs to know of a step, found out in a process of its own.
+
+Planning takes memory: the model as Python sees it, compiled kernels, ONNX Runtime while it optimises. None of it stays
+with whoever trains: `open_step` starts ``python -m onnx_remat.run.opening``, which leaves two files, the model to load
+and what to bind where, and ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from onnx_remat import errors
+from onnx_remat.errors import ModelError, OnnxRematError, UsageError
+from onnx_remat.worker import QUIET
+
+if TYPE_CHECKING:
+    from onnx_remat.ort.prepare import Compiled
+    from onnx_remat.run.binding import Binding, Program
+
+Donate = bool | Mapping[str, str]
+"""Which outputs renew which inputs in place: none, all by their names, or those of the mapping, input by output."""
+
+
+NUMPY = {
+    1: "float32", 2: "uint8", 3: "int8", 4: "uint16", 5: "int16", 6: "int32", 7: "int64", 9: "bool",
+    10: "float16", 11: "float64", 12: "uint32", 13: "uint64", 14: "complex64", 15: "complex128",
+}  # fmt: skip
+"""numpy's types by ``onnx.TensorProto``'s numbers."""
+
+BY_BITS = {16: "uint16", 17: "uint8", 18: "uint8", 19: "uint8", 20: "uint8", 24: "uint8"}
+"""Stand-ins for types that numpy lacks (bfloat16, the float8s): arrays of their bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Array:
+    """An input or output: its name, element type (``onnx.TensorProto``; 0 if it is no tensor), and shape."""
+
+    name: str
+    dtype: int
+    shape: tuple[int, ...]
+
+    @property
+    def dtype_name(self) -> str:
+        """numpy's name of the element type; empty where it has none."""
+        return NUMPY.get(self.dtype) or BY_BITS.get(self.dtype, "")
+
+
+@dataclass(frozen=True, slots=True)
+class Place(Array):
+    """A value bound to the slab."""
+
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """All that a `Session` needs besides the model to load.
+
+    Attributes
+    ----------
+    inputs : tuple of Array
+        Graph inputs; those in `defaults` need not be fed.
+    defaults : tuple of str
+    outputs : tuple of Array
+        Graph outputs.
+    places : tuple of Place
+    slab, live : int
+        Bytes of the slab, and the most of them in use at once.
+    weights : int
+        Bytes of initializers.
+    workspace : int
+        Largest scratch memory of a node, in bytes.
+    donated, not_donated : mapping of str to str
+        See `binding.Binding`.
+    nodes : int
+        Nodes of the model to load.
+    """
+
+    inputs: tuple[Array, ...]
+    defaults: tuple[str, ...]
+    outputs: tuple[Array, ...]
+    places: tuple[Place, ...]
+    slab: int
+    live: int
+    weights: int
+    workspace: int
+    donated: Mapping[str, str]
+    not_donated: Mapping[str, str]
+    nodes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """How a step is to be opened; see `Session`. `least`: bytes from which on values are bound."""
+
+    provider: str = "cpu"
+    dims: Mapping[str, int] = field(default_factory=dict)
+    donate: Donate = False
+    level: str = "all"
+    least: int = 4096
+
+
+def open_step(path: Path, target: Path, wish: Wish) -> Opened:
+    """Plan where the values of a step lie, in a process of its own.
+
+    Parameters
+    ----------
+    path : Path
+        The step, an ONNX file.
+    target : Path
+        Where to write the model to load.
+    wish : Wish
+
+    Raises
+    ------
+    OnnxRematError
+        The step cannot be opened, and why.
+    """
+    job = {"path": str(path), "target": str(target), "wish": asdict(wish)}
+    paths = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
+    environment = os.environ | QUIET | {"PYTHONPATH": paths}
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "onnx_remat.run.opening"], input=json.dumps(job), env=environment,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        raise ModelError(f"{path.name} could not be opened: {lines[-1]}")
+    answer = json.loads(done.stdout.splitlines()[-1])
+    if "error" in answer:
+        kind = getattr(errors, answer["kind"], ModelError)
+        raise (ModelError if kind is errors.BudgetInfeasibleError else kind)(answer["error"])
+    return _read(answer["opened"])
+
+
+def _read(answer: Mapping[str, Any]) -> Opened:
+    def arrays(entries: list[Mapping[str, Any]]) -> tuple[Array, ...]:
+        return tuple(Array(e["name"], e["dtype"], tuple(e["shape"])) for e in entries)
+
+    places = tuple(Place(e["name"], e["dtype"], tuple(e["shape"]), e["offset"]) for e in answer["places"])
+    given = dict(answer) | {"inputs": arrays(answer["inputs"]), "outputs": arrays(answer["outputs"]), "places": places}
+    return Opened(**given | {"defaults": tuple(answer["defaults"])})
+
+
+@dataclass(frozen=True, slots=True)
+class Arranged:
+    """A step as it will run, what is bound where, and what both were made of."""
+
+    compiled: Compiled
+    program: Program
+    binding: Binding
+    weights: int
+
+
+def arrange(path: Path, wish: Wish) -> Arranged:
+    """Let ONNX Runtime optimise a step, choose the order of its nodes, and lay out their values."""
+    import onnx
+
+    from onnx_remat.ir import model_io
+    from onnx_remat.ir.graph import INITIALIZER
+    from onnx_remat.ort import runtime
+    from onnx_remat.ort.executed import as_executed
+    from onnx_remat.ort.kernels.registry import kernels_of
+    from onnx_remat.ort.prepare import Preparation
+    from onnx_remat.run import binding, private_copy
+
+    source = model_io.load(path)
+    if model_io.weight_bytes(source.model) > runtime.MOST_WEIGHTS:
+        raise ModelError("a session opens models of up to 512 MiB of weights in the file: make them inputs")
+    for value in (*source.model.graph.input, *source.model.graph.output):
+        kind = value.type
+        if not kind.HasField("tensor_type") or kind.tensor_type.elem_type == onnx.TensorProto.STRING:
+            raise ModelError(f"a session cannot open this model: {value.name!r} is no tensor of numbers")
+    stated = Preparation(kernels_of(wish.provider), dims=_all_dims(source.model, wish.dims))
+    executed = as_executed(source.model, source.folder, wish.level, stated)
+    if executed.emulated:
+        raise ModelError(f"a session cannot open this model: {executed.emulated}")
+    compiled = executed.compiled
+    stored = {name for name, value in compiled.graph.values.items() if value.kind == INITIALIZER}
+    inputs = [value.name for value in compiled.graph.model.graph.input if value.name not in stored]
+    outputs = [value.name for value in source.model.graph.output]
+    pairs = _pairs(wish.donate, inputs, outputs)
+    ops = [compiled.graph.ops[i] for i in executed.order.order]
+    steps = private_copy.as_run(private_copy.without_control_edges(ops, compiled.graph.model, compiled.tensors))
+    program = binding.waiting(binding.program(steps, compiled.tensors, inputs, outputs, compiled.kernels), pairs)
+    weights = sum(compiled.tensors[name].nbytes for name in stored)
+    return Arranged(compiled, program, binding.bind(program, pairs, wish.least), weights)
+
+
+def plan(path: Path, target: Path, wish: Wish) -> Opened:
+    """`open_step` in this process."""
+    import onnx
+
+    from onnx_remat.ort import runtime
+    from onnx_remat.run import private_copy, replay
+
+    made = arrange(path, wish)
+    program, bound, tensors, model = made.program, made.binding, made.compiled.tensors, made.compiled.graph.model
+    order = runtime.order_by_priority(*private_copy.edges(program.steps))
+    replay.check(program, bound, order, wish.least)
+    onnx.save(private_copy.copy_of(model, program.steps, [p.name for p in bound.placements]), target)
+    fed = [value.name for value in model.graph.input]
+
+    def arrays(names: Sequence[str]) -> tuple[Array, ...]:
+        return tuple(Array(name, tensors[name].dtype, tensors[name].shape) for name in names)
+
+    return Opened(
+        inputs=arrays(fed),
+        defaults=tuple(name for name in fed if name not in program.inputs),
+        outputs=arrays(program.outputs),
+        places=tuple(
+            Place(p.name, tensors[p.name].dtype, tensors[p.name].shape, p.offset) for p in bound.placements
+        ),
+        slab=bound.height,
+        live=bound.live,
+        weights=made.weights,
+        workspace=max((sum(blocks) for blocks in made.compiled.table.workspace), default=0),
+        donated=bound.donated,
+        not_donated=bound.not_donated,
+        nodes=len(program.steps),
+    )  # fmt: skip
+
+
+def _all_dims(model: Any, dims: Mapping[str, int]) -> dict[str, int]:
+    """`dims` and what follows from them for other symbolic dimensions; UsageError where one is missing or unknown."""
+    from onnx_remat.ir import graph, shapes
+    from onnx_remat.ort.shape_askers import SHAPE_ASKERS
+
+    try:
+        return shapes.all_dims(shapes.infer(graph.build(model), dims, askers=SHAPE_ASKERS), dims)
+    except errors.ShapeError as error:
+        if "symbolic dimensions are not bound" not in str(error):
+            raise
+        missing = str(error).partition(": ")[2].partition(";")[0]
+        example = ", ".join(f"{name!r}: N" for name in missing.split(", "))
+        raise UsageError(f"symbolic dimensions are not bound: pass dims={{{example}}}") from None
+
+
+def _pairs(donate: Donate, inputs: list[str], outputs: list[str]) -> dict[str, str]:
+    from onnx_remat.ir.naming import renewals
+
+    if isinstance(donate, bool):
+        return renewals(inputs, outputs) if donate else {}
+    for output, name in donate.items():
+        if output not in outputs:
+            raise UsageError(f"donate: the model has no output {output!r}")
+        if name not in inputs:
+            raise UsageError(f"donate: the model has no input {name!r}")
+    return dict(donate)
+
+
+def main() -> None:
+    """Do the job on standard input and print a JSON object."""
+    job = json.load(sys.stdin)
+    try:
+        opened = plan(Path(job["path"]), Path(job["target"]), Wish(**job["wish"]))
+        answer: dict[str, Any] = {"opened": asdict(opened)}
+    except OnnxRematError as error:
+        answer = {"error": str(error), "kind": type(error).__name__}
+    print(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""The copy of a step that a `Session` loads: control edges taken out, nodes in the order they shall run.
+
+ONNX Runtime's default order needs control edges to hold. A copy that never leaves the process needs none: with its
+optimisations off and ``ExecutionOrder.PRIORITY_BASED``, ONNX Runtime runs the nodes as they lie in the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import onnx
+from onnx import TensorProto
+
+from onnx_remat.ir import graph
+from onnx_remat.ir.op_semantics import semantics
+from onnx_remat.ir.shapes import Tensor
+from onnx_remat.ort.simulate.order import priority_order
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One node as it will run.
+
+    Attributes
+    ----------
+    node : onnx.NodeProto
+        Its inputs and outputs by slot.
+    captured : tuple of str
+        Outer values that its bodies read.
+    """
+
+    node: onnx.NodeProto
+    captured: tuple[str, ...] = ()
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Every value it depends on, absent inputs left out."""
+        return tuple(name for name in (*self.node.input, *self.captured) if name)
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """Every value it makes, absent outputs left out."""
+        return tuple(name for name in self.node.output if name)
+
+    @property
+    def label(self) -> str:
+        """How messages call it."""
+        return self.node.name or f"{self.node.op_type}->{next(iter(self.writes), '?')}"
+
+
+def without_control_edges(ops: Sequence[graph.Op], model: onnx.ModelProto, tensors: Mapping[str, Tensor]) -> list[Step]:
+    """The nodes of a graph, in the order of `ops`, with nothing left that only pins their order.
+
+    An Unsqueeze by no axes returns its input as it is (see `write.barriers`): its readers read that input. What then
+    nobody reads, of the ops that compute such axes, is left out. Graph outputs stay.
+
+    Parameters
+    ----------
+    ops : sequence of Op
+        In execution order.
+    model : onnx.ModelProto
+        The model they are of; it is not changed.
+    tensors : mapping of str to Tensor
+        Shapes of its values.
+    """
+    kept = {value.name for value in model.graph.output}
+    instead: dict[str, str] = {}
+    steps: list[Step] = []
+    for op in ops:
+        name = next(iter(op.writes))
+        if _changes_nothing(op, tensors) and name not in kept:
+            instead[name] = instead.get(op.inputs[0], op.inputs[0])
+        else:
+            steps.append(_reading(op, instead))
+    return _without_unread(steps, kept)
+
+
+def _changes_nothing(op: graph.Op, tensors: Mapping[str, Tensor]) -> bool:
+    """Is it an Unsqueeze by a vector of no axes?"""
+    if op.node.op_type != "Unsqueeze" or op.node.domain or len(op.inputs) < 2:
+        return False
+    return tensors[op.inputs[1]].shape == (0,) and tensors[op.inputs[0]].dtype != TensorProto.UNDEFINED
+
+
+def _reading(op: graph.Op, instead: Mapping[str, str]) -> Step:
+    node = onnx.NodeProto()
+    node.CopyFrom(op.node)
+    node.input[:] = [instead.get(name, name) for name in node.input]
+    graph.rename_captures(node, {name: instead[name] for name in op.captured if name in instead})
+    return Step(node, tuple(instead.get(name, name) for name in op.captured))
+
+
+def _without_unread(steps: list[Step], kept: Iterable[str]) -> list[Step]:
+    """`steps` less the ops that computed axes for nobody else."""
+    wanted = set(kept)
+    left = []
+    for step in reversed(steps):
+        small = step.node.op_type in ("Size", "Mul", "Shape", "Slice", "Unsqueeze") and not step.node.domain
+        if small and not wanted.intersection(step.writes):
+            continue
+        wanted.update(step.reads)
+        left.append(step)
+    return left[::-1]
+
+
+def edges(steps: Sequence[Step]) -> tuple[list[list[int]], list[bool]]:
+    """For each step the steps whose values it reads, and whether it is a Shape or a Size."""
+    maker = {name: i for i, step in enumerate(steps) for name in step.writes}
+    producers = [[maker[name] for name in step.reads if name in maker] for step in steps]
+    return producers, [step.node.op_type in ("Shape", "Size") and not step.node.domain for step in steps]
+
+
+def as_run(steps: Sequence[Step]) -> list[Step]:
+    """`steps` in the order ONNX Runtime takes them from a file in which they lie in this order."""
+    return [steps[i] for i in priority_order(*edges(steps))]
+
+
+def copy_of(model: onnx.ModelProto, steps: Sequence[Step], bound: Iterable[str]) -> onnx.ModelProto:
+    """The model to load: `steps` as they lie, and the values named in `bound` as graph outputs besides the model's own.
+
+    Names of nodes become their positions. What only readers of a file need is left out; the runtime keeps all of it.
+    """
+    source = model.graph
+    copy = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import)
+    copy.graph.name = "step"
+    for field in ("input", "output", "initializer", "sparse_initializer"):
+        getattr(copy.graph, field).extend(getattr(source, field))
+    copy.graph.node.extend(node for node in source.node if graph.is_constant(node))
+    stated: dict[str, None] = {}
+    for i, step in enumerate(steps):
+        node = copy.graph.node.add()
+        node.CopyFrom(step.node)
+        node.name = f"{i}:{step.node.name}"
+        node.ClearField("doc_string")
+        node.ClearField("metadata_props")
+        if semantics(node.domain, node.op_type).stated:
+            stated |= dict.fromkeys(step.writes)
+    own = {value.name for value in source.output}
+    copy.graph.output.extend(onnx.ValueInfoProto(name=name) for name in bound if name not in own)
+    copy.graph.value_info.extend(value for value in source.value_info if value.name in stated)
+    return copy

@@ -1,0 +1,273 @@
+"""A session that owns its addresses: every large value of a step lies where it was planned to, in one slab.
+
+onnxruntime's own session asks an allocator for each value, and holds up to several times what the values need. Here
+each is bound to its place once, when the step is opened; running it allocates nothing large.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from onnx_remat import files
+from onnx_remat.errors import ModelError, UsageError
+from onnx_remat.run import heap
+from onnx_remat.run.opening import BY_BITS, NUMPY, Array, Donate, Opened, Wish, open_step
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+
+class Session:
+    """A training step, opened to run with all its large values in one slab.
+
+    Parameters
+    ----------
+    model : path, bytes, onnx.ModelProto or Result
+        Any step file, rewritten or not.
+    provider : str
+        ``"cpu"``.
+    dims : mapping of str to int, optional
+        Sizes of symbolic dimensions; all must be known, and every run is of these sizes.
+    donate : bool or mapping of str to str
+        Outputs that are written over the inputs they renew: none, all ``new.<name>`` and ``newbuf.<name>``, or those
+        of a mapping, input by output. `run` then changes the arrays that are fed.
+    threads : int
+        Threads of one op; 0 leaves it to onnxruntime.
+    level : str
+        Optimisations that onnxruntime makes first: ``"all"``, ``"basic"`` or ``"disable"``.
+
+    Attributes
+    ----------
+    inputs, outputs : tuple of Array
+        Name, element type (``onnx.TensorProto``) and shape of each.
+    donated : mapping of str to str
+        Outputs that are written over an input, and that input.
+    not_donated : mapping of str to str
+        Outputs that were to be and are not, and why; `run` returns them like any other.
+    slab_bytes : int
+        Bytes of the slab; `live_bytes` of them are in use at once, at most.
+
+    Raises
+    ------
+    UsageError
+        An argument is malformed, or a symbolic dimension has no size.
+    ModelError
+        The model cannot be loaded, or the order in which onnxruntime would run it is not the one planned for.
+
+    Examples
+    --------
+    >>> from sample_models.chain import chain
+    >>> with Session(chain(4, 64, 8)) as session:
+    ...     made = session.run({array.name: np.ones(array.shape, np.float32) for array in session.inputs})
+    >>> sorted(made) == sorted(array.name for array in session.outputs)
+    True
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        provider: str = "cpu",
+        *,
+        dims: Mapping[str, int] | None = None,
+        donate: Donate = False,
+        threads: int = 0,
+        level: str = "all",
+    ) -> None:
+        if provider != "cpu":
+            raise UsageError(f"provider {provider!r}: sessions run on 'cpu'")
+        if level not in ("disable", "basic", "all"):
+            raise UsageError(f"level must be one of disable, basic, all, not {level!r}")
+        is_path = isinstance(model, str | os.PathLike)
+        self._again = (os.fspath(model) if is_path else None, dict(dims or {}), donate, threads, level)
+        with files.scratch() as scratch:
+            path, target = _as_file(model, scratch), scratch / "private.onnx"
+            self._step = open_step(path, target, Wish(provider, dims or {}, donate, level))
+            self._session: Any = _load(target, threads)
+        self._binding: Any = self._session.io_binding()
+        self._slab = heap.reserve(self._step.slab)
+        self._views: Arrays = {}
+        self._bound: dict[str, tuple[int, Any]] = {}  # address and array of each input, kept alive while bound
+        self._loose = self._bind_outputs(self._step)
+        self._formals = {array.name: array for array in self._step.inputs}
+        heap.trim()
+
+    inputs = property(lambda self: self._step.inputs)
+    outputs = property(lambda self: self._step.outputs)
+    defaults = property(lambda self: self._step.defaults)
+    donated = property(lambda self: self._step.donated)
+    not_donated = property(lambda self: self._step.not_donated)
+    slab_bytes = property(lambda self: self._step.slab)
+    live_bytes = property(lambda self: self._step.live)
+    weight_bytes = property(lambda self: self._step.weights)
+    workspace_bytes = property(lambda self: self._step.workspace)
+    node_count = property(lambda self: self._step.nodes)
+
+    def run(self, feeds: Mapping[str, Any], *, copy: bool = True) -> Arrays:
+        """Run the step once.
+
+        Parameters
+        ----------
+        feeds : mapping of str to array
+            A value for every input, of its type and shape. Inputs in `donated` must be arrays that can be written.
+        copy : bool
+            Return copies. Otherwise arrays are views of the slab: the next run overwrites them.
+
+        Returns
+        -------
+        dict of str to array
+            Every output; a donated one is the array that was fed, which holds the new value now.
+
+        Raises
+        ------
+        UsageError
+            An input is missing, unknown, or of another type or shape; nothing was run.
+        ModelError
+            onnxruntime failed midway: donated inputs may be half renewed.
+        """
+        self.execute(feeds)
+        made = self.results(copy=copy)
+        return {array.name: made[array.name] for array in self.outputs}
+
+    def execute(self, feeds: Mapping[str, Any]) -> None:
+        """Run the step once and leave the results where they lie; see `results`."""
+        self._bind_inputs(feeds)
+        for name in self._loose:
+            self._binding.bind_output(name)
+        try:
+            self._session.run_with_iobinding(self._binding)
+        except Exception as error:
+            raise ModelError(f"onnxruntime failed in the middle of the step: {_first_line(error)}") from error
+
+    def results(self, *, copy: bool = True) -> Arrays:
+        """Outputs of the last run by name, the donated ones among them as the arrays that were fed."""
+        made = {name: view.copy() if copy else view for name, view in self._views.items()}
+        if self._loose:
+            loose = self._binding.get_outputs()[-len(self._loose) :]
+            made |= {name: np.array(value.numpy()) for name, value in zip(self._loose, loose, strict=True)}
+        return made | {output: self._bound[name][1] for output, name in self.donated.items()}
+
+    def close(self) -> None:
+        """Give back the slab and onnxruntime's session; views of the slab must not be used any more."""
+        self._binding = self._session = None
+        self._views, self._bound = {}, {}
+        self._slab = np.empty(0, np.uint8)
+        heap.trim()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._again[0] is None:
+            raise UsageError("only a session that was opened by a path can be pickled: save the model first")
+        return _reopen, self._again
+
+    def _bind_outputs(self, step: Opened) -> list[str]:
+        """Bind what lies in the slab; returns the outputs that onnxruntime allocates: empty ones, inputs, weights."""
+        device, base = "cpu", self._slab.ctypes.data
+        outputs = {array.name for array in step.outputs}
+        for place in step.places:
+            kind: Any = _element_type(place.dtype)
+            self._binding.bind_output(place.name, device, 0, kind, place.shape, base + place.offset)
+            if place.name in outputs:
+                dtype = np.dtype(place.dtype_name)
+                data = self._slab[place.offset : place.offset + dtype.itemsize * int(np.prod(place.shape))]
+                self._views[place.name] = data.view(dtype).reshape(place.shape)
+        placed = {place.name for place in step.places}
+        return [array.name for array in step.outputs if array.name not in placed and array.name not in step.donated]
+
+    def _bind_inputs(self, feeds: Mapping[str, Any]) -> None:
+        if self._session is None:
+            raise UsageError("the session is closed")
+        for name in feeds:
+            if name not in self._formals:
+                raise UsageError(f"the model has no input {name!r}: it has {', '.join(self._formals)}")
+        missing = [name for name in self._formals if name not in feeds and name not in self._step.defaults]
+        if missing:
+            raise UsageError(f"no value for input {missing[0]!r}")
+        if any(name not in feeds for name in self._bound):  # one that may be left out was fed before
+            self._binding.clear_binding_inputs()
+            self._bound = {}
+        renewed = {name: output for output, name in self.donated.items()}
+        new = {name: value for name, value in feeds.items() if self._bound.get(name, (0, None))[1] is not value}
+        arrays = {name: _checked(self._formals[name], value, name in renewed) for name, value in new.items()}
+        for name, array in arrays.items():
+            formal, address = self._formals[name], array.ctypes.data
+            if name in self._bound and self._bound[name][0] == address:
+                self._bound[name] = address, array
+                continue
+            kind = _element_type(formal.dtype)
+            self._binding.bind_input(name, "cpu", 0, kind, formal.shape, address)
+            self._bound[name] = address, array
+            if name in renewed:
+                self._binding.bind_output(renewed[name], "cpu", 0, kind, formal.shape, address)
+
+
+def _reopen(path: str, dims: Mapping[str, int], donate: Donate, threads: int, level: str) -> Session:
+    return Session(path, dims=dims, donate=donate, threads=threads, level=level)
+
+
+def _as_file(model: Any, scratch: Path) -> Path:
+    """The model as a file, in the scratch folder unless it is one."""
+    if isinstance(model, str | os.PathLike):
+        return Path(model).resolve()
+    if isinstance(model, bytes):
+        path = scratch / "model.onnx"
+        path.write_bytes(model)
+        return path
+    from onnx_remat.ort import runtime
+
+    if hasattr(model, "report") and hasattr(model, "folder"):
+        return runtime.write_beside(model.model, model.folder, scratch)
+    if hasattr(model, "SerializeToString"):
+        return runtime.write_beside(model, None, scratch)
+    raise UsageError(f"a session opens a path, bytes, an onnx.ModelProto or a Result, not {type(model).__name__}")
+
+
+def _load(path: Path, threads: int) -> Any:
+    """onnxruntime's session on a model that runs as it lies: no optimisations, nodes in the file's order."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.execution_mode = onnxruntime.ExecutionMode.ORT_SEQUENTIAL
+    options.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED
+    options.enable_mem_pattern = False
+    options.enable_cpu_mem_arena = False
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 3
+    try:
+        return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    except Exception as error:
+        raise ModelError(f"onnxruntime cannot load the step: {_first_line(error)}") from error
+
+
+def _element_type(dtype: int) -> Any:
+    """What ``bind_output`` takes: numpy's type, or onnx's number where numpy has none."""
+    return np.dtype(NUMPY[dtype]).type if dtype in NUMPY else dtype
+
+
+def _checked(formal: Array, value: Any, writable: bool) -> npt.NDArray[Any]:
+    """`value` as an array that can be bound to an input as it is."""
+    dtype = np.dtype(formal.dtype_name)
+    array = value if isinstance(value, np.ndarray) else np.asarray(value, dtype)
+    if array.dtype != dtype and not (formal.dtype in BY_BITS and array.dtype.itemsize == dtype.itemsize):
+        raise UsageError(f"input {formal.name!r} is of type {dtype}, not {array.dtype}")
+    if array.shape != formal.shape:
+        raise UsageError(f"input {formal.name!r} is of shape {list(formal.shape)}, not {list(array.shape)}")
+    if writable and not (isinstance(value, np.ndarray) and array.flags.c_contiguous and array.flags.writeable):
+        raise UsageError(f"input {formal.name!r} is renewed in place: feed a contiguous array that can be written")
+    return array if array.flags.c_contiguous else np.ascontiguousarray(array)
+
+
+def _first_line(error: Exception) -> str:
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return line[:300]

@@ -1,0 +1,143 @@
+"""Arrays by name in a file of the safetensors format, written and read array by array.
+
+The format (https://github.com/huggingface/safetensors): eight bytes with the length of the header, little-endian; the
+header, a JSON object that gives each tensor's ``dtype``, ``shape`` and ``data_offsets``; then the tensors' bytes. The
+package of that name would hold everything twice, and training has no memory to spare for it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from onnx_remat.errors import ModelError, UsageError
+
+_CODES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "int64": "I64", "int32": "I32", "int16": "I16",
+    "int8": "I8", "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL",
+}  # fmt: skip
+_MOST_HEADER = 100_000_000  # bytes, as the format says
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+def write(path: str | os.PathLike[str], arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+    """Write arrays to a file all at once: readers see the old file or the whole new one.
+
+    Raises
+    ------
+    UsageError
+        An array is of a type that the format does not have.
+    ModelError
+        The disk cannot hold it.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "np"}}
+    at = 0
+    for name, array in arrays.items():
+        code = _CODES.get(array.dtype.newbyteorder("=").name)
+        if code is None or name == "__metadata__":
+            raise UsageError(f"state {name!r} of type {array.dtype} cannot be saved")
+        header[name] = {"dtype": code, "shape": list(array.shape), "data_offsets": [at, at + array.nbytes]}
+        at += array.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    target = Path(path).resolve()
+    try:
+        handle, partial = tempfile.mkstemp(prefix=f".{target.name[:200]}.", suffix=".tmp", dir=target.parent)
+        try:
+            with os.fdopen(handle, "wb") as stream:
+                stream.write(len(text).to_bytes(8, "little") + text)
+                for array in arrays.values():
+                    stream.write(
+                        np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(-1).view(np.uint8).data
+                    )
+                stream.flush()
+                os.fsync(stream.fileno())
+            umask = os.umask(0)
+            os.umask(umask)
+            Path(partial).chmod(0o666 & ~umask)  # mkstemp's 0600 would make it unreadable to others
+            Path(partial).replace(target)
+        finally:
+            Path(partial).unlink(missing_ok=True)
+    except OSError as error:
+        raise ModelError(f"cannot write {path}: {error.strerror}") from error
+
+
+def read_into(path: str | os.PathLike[str], arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+    """Fill arrays, which can be written and are contiguous, from a file that has exactly these.
+
+    Raises
+    ------
+    UsageError
+        The file has other names, types or shapes; no array is changed then.
+    ModelError
+        The file is missing, damaged or truncated; where reading fails midway, some arrays are changed.
+    """
+    try:
+        with Path(path).open("rb") as stream:
+            entries, begin = _header(stream, path)
+            _compare(entries, arrays, path)
+            for name, array in arrays.items():
+                stream.seek(begin + entries[name].start)
+                if array.nbytes and stream.readinto(array.reshape(-1).view(np.uint8).data) != array.nbytes:
+                    raise ModelError(f"{path} is truncated")
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror}") from error
+
+
+def check(path: str | os.PathLike[str], arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+    """Raise what `read_into` would before it changes anything."""
+    try:
+        with Path(path).open("rb") as stream:
+            entries, _ = _header(stream, path)
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror}") from error
+    _compare(entries, arrays, path)
+
+
+def _header(stream: BinaryIO, path: str | os.PathLike[str]) -> tuple[dict[str, _Entry], int]:
+    size = os.fstat(stream.fileno()).st_size
+    length = int.from_bytes(stream.read(8), "little")
+    if size < 8 or length > min(size - 8, _MOST_HEADER):
+        raise ModelError(f"{path} is no safetensors file, or is truncated")
+    try:
+        header = json.loads(stream.read(length))
+        entries = {
+            name: _Entry(str(e["dtype"]), tuple(map(int, e["shape"])), *map(int, e["data_offsets"]))
+            for name, e in header.items()
+            if name != "__metadata__"
+        }
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ModelError(f"{path} is no safetensors file: its header is damaged") from error
+    if any(not 0 <= e.start <= e.end <= size - 8 - length for e in entries.values()):
+        raise ModelError(f"{path} is truncated")
+    return entries, 8 + length
+
+
+def _compare(
+    entries: Mapping[str, _Entry], arrays: Mapping[str, npt.NDArray[Any]], path: str | os.PathLike[str]
+) -> None:
+    if lacking := [name for name in arrays if name not in entries]:
+        raise UsageError(f"{path} has no {lacking[0]!r}: it is not the state of this model")
+    if extra := [name for name in entries if name not in arrays]:
+        raise UsageError(f"{path} has {extra[0]!r}, which the model does not: it is not the state of this model")
+    for name, array in arrays.items():
+        entry, code = entries[name], _CODES.get(array.dtype.name)
+        if (entry.dtype, entry.shape) != (code, array.shape) or entry.end - entry.start != array.nbytes:
+            raise UsageError(
+                f"{path} has {name!r} as {entry.dtype}{list(entry.shape)}, the model as {code}{list(array.shape)}"
+            )

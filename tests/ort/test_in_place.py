@@ -1,0 +1,107 @@
+"""Kernels that are said to be safe in place: each run with its output bound over an input, against apart from it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from onnx import TensorProto, helper
+
+from onnx_remat.ort.kernels import in_place
+from onnx_remat.ort.kernels.cpu import CPU
+
+ort = pytest.importorskip("onnxruntime")
+
+SHAPE = [257, 1031]  # of odd sizes, and enough for several threads
+FLOATS = [TensorProto.FLOAT, TensorProto.DOUBLE]
+
+
+def values(dtype: int, shape, seed: int) -> np.ndarray:
+    """Random numbers, zeros of both signs, denormals, infinities and NaN among those that are floats."""
+    generator = np.random.default_rng(seed)
+    kind = helper.tensor_dtype_to_np_dtype(dtype)
+    if np.issubdtype(kind, np.integer):
+        return generator.integers(1, 100, shape).astype(kind)
+    array = generator.standard_normal(shape)
+    some = array.reshape(-1)[::13]
+    some[:] = np.resize([np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-40, 1e30], some.size)
+    return array.astype(kind)
+
+
+def may_overwrite(op: str, slot: int, dtype: int) -> bool:
+    return in_place.may_overwrite(CPU, helper.make_node(op, ["a", "b"], ["c"]), slot, 0, dtype)
+
+
+def run(op: str, arrays: list[np.ndarray], over: int | None) -> bytes:
+    """Bits of the output, bound to memory of its own or over an input."""
+    feeds = [array.copy() for array in arrays]
+    dtype = helper.np_dtype_to_tensor_dtype(arrays[0].dtype)
+    node = helper.make_node(op, [f"x{i}" for i in range(len(feeds))], ["y"])
+    graph = helper.make_graph(
+        [node], "g", [helper.make_tensor_value_info(f"x{i}", dtype, a.shape) for i, a in enumerate(feeds)],
+        [helper.make_tensor_value_info("y", dtype, None)],
+    )  # fmt: skip
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 4
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    binding = session.io_binding()
+    for i, array in enumerate(feeds):
+        binding.bind_input(f"x{i}", "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+    result = np.empty(SHAPE, arrays[0].dtype) if over is None else feeds[over]
+    binding.bind_output("y", "cpu", 0, result.dtype.type, result.shape, result.ctypes.data)
+    session.run_with_iobinding(binding)
+    return result.tobytes()
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("op", sorted(in_place.UNARY))
+def test_unary_kernel_gives_the_same_bits_in_place(op, dtype):
+    arrays = [values(dtype, SHAPE, 0)]
+    assert may_overwrite(op, 0, dtype)
+    assert run(op, arrays, 0) == run(op, arrays, None)
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, TensorProto.INT64])
+@pytest.mark.parametrize("other", [SHAPE, [1, SHAPE[1]], [SHAPE[0], 1], [1], []])
+@pytest.mark.parametrize("slot", [0, 1])
+@pytest.mark.parametrize("op", sorted(in_place.BINARY))
+def test_binary_kernel_gives_the_same_bits_in_place(op, slot, other, dtype):
+    """Over the operand of the output's shape; the other one may be broadcast."""
+    arrays = [values(dtype, SHAPE, 0), values(dtype, other, 1)]
+    arrays = arrays if slot == 0 else arrays[::-1]
+    assert may_overwrite(op, slot, dtype)
+    assert run(op, arrays, slot) == run(op, arrays, None)
+
+
+@pytest.mark.parametrize("op", sorted(in_place.BINARY))
+def test_binary_kernel_of_one_array_twice(op):
+    array = values(TensorProto.FLOAT, SHAPE, 0)
+    same = run(op, [array, array], None)
+    feed = array.copy()
+    model = helper.make_model(
+        helper.make_graph(
+            [helper.make_node(op, ["x", "x"], ["y"])], "g", [helper.make_tensor_value_info("x", 1, SHAPE)],
+            [helper.make_tensor_value_info("y", 1, SHAPE)],
+        ),
+        opset_imports=[helper.make_opsetid("", 20)], ir_version=10,
+    )  # fmt: skip
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    binding = session.io_binding()
+    binding.bind_input("x", "cpu", 0, np.float32, SHAPE, feed.ctypes.data)
+    binding.bind_output("y", "cpu", 0, np.float32, SHAPE, feed.ctypes.data)
+    session.run_with_iobinding(binding)
+    assert feed.tobytes() == same
+
+
+def test_a_kernel_that_is_not_listed_shows_the_difference():
+    """The measurement can fail: Gelu reads its input again after it has written to its output."""
+    arrays = [np.random.default_rng(0).standard_normal(SHAPE).astype(np.float32)]
+    assert not may_overwrite("Gelu", 0, TensorProto.FLOAT)
+    assert run("Gelu", arrays, 0) != run("Gelu", arrays, None)
+
+
+def test_what_onnxruntime_declares_is_listed():
+    for (domain, op), pairs in CPU.inplace.items():
+        node = helper.make_node(op, ["x"], ["y"], domain=domain)
+        assert in_place.may_overwrite(CPU, node, *pairs[0], TensorProto.FLOAT)
