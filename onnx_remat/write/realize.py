@@ -15,7 +15,7 @@ from onnx_remat.ort.simulate.buffers import simulate
 from onnx_remat.problem import Problem, Schedule
 from onnx_remat.write.control_edges import choose_pins, heavy_steps, light_limit, pin_slot, unsqueezable
 from onnx_remat.write.private_buffers import choose_private, unroll
-from onnx_remat.write.writer import Rewritten, rewrite
+from onnx_remat.write.writer import Decisions, Rewritten, rewrite
 
 
 def realize(
@@ -60,9 +60,11 @@ def realize(
     can_hide = (pinnable & ~stated)[schedule.array()]
     can_hide[list(exposed)] = False
     sharing = choose_private(unrolled, limit, light, can_hide, sorted(private))
-    return rewrite(
-        graph, tensors, schedule, unrolled, slots, pins, sharing.group, sharing.leaders, views_made, metadata
+    drops = [i for i in np.flatnonzero(unrolled.dropped).tolist() if problem.nbytes[unrolled.source[i]] > light]
+    decisions = Decisions(
+        schedule, unrolled, slots, pins, sharing.group, sharing.leaders, frozenset(drops), frozenset(views_made)
     )
+    return rewrite(graph, tensors, decisions, metadata)
 
 
 _TRIES = 300  # single moves priced when moving all of them at once does not fit
