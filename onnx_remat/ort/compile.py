@@ -180,8 +180,18 @@ def compile_problem(
         cost=np.array(costs, np.float64),
         recomputable=np.array(table.recomputable, np.bool_),
         phase=np.array(phases, np.int8),
-        base_bytes=sum(t.nbytes for t, kind in zip(sizes, kinds, strict=True) if kind != NODE),
+        base_bytes=sum(t.nbytes for t, kind in zip(sizes, kinds, strict=True) if kind != NODE)
+        + sum(tensors[name].nbytes for name in _with_default(graph)),
     )
+
+
+_OVERRIDABLE = 4  # IR version from which on a caller may feed an input that has an initializer of its name
+
+
+def _with_default(graph: Graph) -> list[str]:
+    """Inputs with an initializer as their default: the session holds that, and what is fed instead is held besides."""
+    inputs = (value.name for value in graph.model.graph.input)
+    return [n for n in inputs if graph.values[n].kind == INITIALIZER and graph.model.ir_version >= _OVERRIDABLE]
 
 
 def _offsets(lengths: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:

@@ -127,11 +127,14 @@ _ANY_INPUT = {
 }  # fmt: skip
 
 
-def pin_slot(graph: Graph, tensors: Mapping[str, Tensor], op: Op, fused: Collection[str] = ()) -> int | None:
+def pin_slot(
+    graph: Graph, tensors: Mapping[str, Tensor], op: Op, fused: Collection[str] = (), roundings: Collection[str] = ()
+) -> int | None:
     """Input slot that control edges and shape hiding go through; None where there is none.
 
-    Never one of `fused`, values that the runtime merges into their readers; among equals the largest that is not a
-    constant, which kernels may rely on.
+    Never one of `fused`, values that the runtime merges into their readers, and one of `roundings`, which it would
+    then round, only where there is no other; among equals the largest that is not a constant, which kernels may rely
+    on.
     """
     slots = [slot for slot, name in enumerate(op.inputs) if name and unsqueezable(tensors[name].dtype)]
     free = [slot for slot in slots if op.inputs[slot] not in fused]
@@ -139,9 +142,9 @@ def pin_slot(graph: Graph, tensors: Mapping[str, Tensor], op: Op, fused: Collect
     if op.node.op_type not in _ANY_INPUT:
         return slots[0] if slots else None
 
-    def merit(slot: int) -> tuple[bool, int, int]:
+    def merit(slot: int) -> tuple[bool, bool, int, int]:
         name = op.inputs[slot]
-        return graph.values[name].kind != INITIALIZER, tensors[name].nbytes, -slot
+        return name not in roundings, graph.values[name].kind != INITIALIZER, tensors[name].nbytes, -slot
 
     return max(slots, key=merit, default=None)
 

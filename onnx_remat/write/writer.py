@@ -58,6 +58,8 @@ class Rewritten:
         Recomputes and the nodes that make up control edges and hide shapes.
     occurrences : tuple of str
         Name of each occurrence of a value, numbered as in `private_buffers.Unrolled`.
+    rounded : tuple of str
+        Values that ONNX Runtime may round where it did not in the original, or the reverse; see `rounding`.
     """
 
     model: onnx.ModelProto
@@ -66,6 +68,7 @@ class Rewritten:
     private_values: int
     nodes_added: int
     occurrences: tuple[str, ...]
+    rounded: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,8 @@ class Decisions:
     views : collection of str
         Values made by Reshape and its like: the runtime fuses a Reshape of known shape into the one before it, and
         the control edge would be lost, so an edge through one of these hides its shape in any case.
+    roundings : collection of str
+        Values that the runtime may or may not round, from `rounding.rounded_at_will`.
     """
 
     schedule: Schedule
@@ -99,6 +104,7 @@ class Decisions:
     leaders: Sequence[int]
     drops: Collection[int]
     views: Collection[str]
+    roundings: Collection[str] = ()
 
 
 def rewrite(
@@ -136,7 +142,7 @@ def rewrite(
     )
     return Rewritten(
         model, tuple(writer.recomputed), len(decisions.pins), int((decisions.group >= 0).sum()),
-        len(writer.nodes) - graph.n_nodes(), tuple(writer.occurrences),
+        len(writer.nodes) - graph.n_nodes(), tuple(writer.occurrences), tuple(writer.rounded),
     )  # fmt: skip
 
 
@@ -194,6 +200,7 @@ class _Writer:
         self.clones: list[str] = []
         self.edges: list[str] = []
         self.occurrences: list[str] = []
+        self.rounded: dict[str, None] = {}
         self.value_info = {v.name: v for v in graph.model.graph.value_info}
         self.shapes: dict[str, tuple[int | str, ...]] = {}
         self._interface = {v.name: v.type for v in (*graph.model.graph.input, *graph.model.graph.output)}
@@ -310,6 +317,7 @@ class _Writer:
             self.recomputed.append(op.label)
             node.name = self._fresh(f"{op.node.name or op.node.op_type}__remat{number}")
             self._mark(node, op)
+            self.rounded |= dict.fromkeys(v for v in (*op.reads, *op.writes) if v in self._decisions.roundings)
         for slot, name in enumerate(op.outputs):
             if name:
                 node.output[slot] = self._fresh(f"{name}__remat{number}") if number else name
@@ -335,6 +343,8 @@ class _Writer:
 
         Equal ones are made once.
         """
+        if original in self._decisions.roundings:
+            self.rounded[original] = None
         hide = hide or original in self._views or held in self._held_views
         if (held, trigger, hide) in self._held:
             return self._held[held, trigger, hide]

@@ -11,8 +11,9 @@ ONNX Runtime fixes its buffers when a session is made (allocation_planner.cc, ``
 A buffer is returned to the allocator only after the last reader of its *last* tenant, so rule 3 can keep memory
 through gaps where nothing in it is alive: peaks are above what plain liveness says. Graph inputs and outputs take no
 part in 2 and 3. A value that nobody reads always gets a new buffer, which later values may take over but which is
-otherwise never returned; to those that a schedule drops (`Problem.droppable`) the file gives a reader. What lies in a resident's memory (a view of a weight, a renewed weight that takes over the
-old one's place) has no buffer. Every rule is deterministic, hence emulated here::
+otherwise never returned; to those that a schedule drops (`Problem.droppable`) the file gives a reader. What lies in a
+resident's memory (a view of a weight, a renewed weight that takes over the old one's place) has no buffer. Every rule
+is deterministic, hence emulated here::
 
     step             0    1    2    3    4    5
     op               a    b    c    d    e    f
