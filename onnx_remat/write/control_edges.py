@@ -3,7 +3,11 @@
 The runtime is free to run nodes in any topological order, and the one it takes follows node numbers that its own
 optimisations change. Only dependencies are binding. So the *heavy* steps, all those that touch memory that matters,
 are chained: wherever a heavy step does not already depend on the heavy step before it, a control edge makes it do so.
-Light steps float between them; all light values together are a small fraction of the peak.
+Light steps float between them; all light values together are a small fraction of the peak::
+
+    wanted      A ---> B      C' ---> D        C' is a recompute: it reads an old value, and could run at any time
+    chained     A ---> B ===> C' ---> D        ===> is a control edge, ---> a dependency there is anyway
+    light                  s ........          s may run anywhere between what it reads and what reads it
 
 A recompute must also differ from its original in some input, or common subexpression elimination merges the two. And
 a large value that depends on no graph input (the zeros that a scatter adds into) would be folded into a constant that

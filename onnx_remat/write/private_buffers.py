@@ -6,6 +6,13 @@ peak. A value whose shape the runtime cannot tell from the file takes no part in
 gives it back as soon as it is dead. Shape inference is stopped, at no cost, by passing an input of the value's op
 through an Unsqueeze by axes that are computed (see `barriers`). Such a value is called *private* here.
 
+::
+
+    step                 0    1    2    3    4    5
+    buffer shared        [a       ]----------[d       ]      d takes a's dead buffer: allocated through steps 2 and 3
+    d is private         [a       ]
+                                             [d       ]      nothing is allocated through the gap, where the peak is
+
 Values that are computed in place of a private value form a group with it: they share one made-up shape, so that the
 runtime still sees equal shapes where it works in place.
 """
