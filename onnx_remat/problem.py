@@ -49,8 +49,9 @@ class Problem:
         Input slot (counted within the op) whose buffer this output must share (Reshape, ...), else -1.
     inplace_ptr, inplace_slots : int32 (n_slots + 1,), (n,)
         Input slots whose buffer this output may take over when it dies here, in the order the runtime tries them.
-    droppable : bool (n_slots,)
-        An optional output: a recomputed occurrence that nobody reads need not produce it.
+    droppable : int8 (n_slots,)
+        Which occurrences of an output are dropped, that is freed right after their op, where nobody reads them:
+        none (0), the recomputed ones (1, optional outputs) or any (2). The others follow `hold_unread`.
     workspace : int64 (n_ops,)
         Bytes of scratch memory alive only while the op runs.
     rerun_workspace : int64 (n_ops,)
@@ -86,7 +87,7 @@ class Problem:
     alias_slot: Ints
     inplace_ptr: Ints
     inplace_slots: Ints
-    droppable: Flags
+    droppable: npt.NDArray[np.int8]
     workspace: Longs
     rerun_workspace: Longs
     cost: Floats
@@ -163,7 +164,7 @@ class Lifetimes(NamedTuple):
     out_values: Ints
     shape_class: Ints
     poolable: Flags
-    droppable: Flags
+    droppable: npt.NDArray[np.int8]
     workspace: Longs
     rerun_workspace: Longs
     hold_unread: bool

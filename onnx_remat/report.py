@@ -125,6 +125,8 @@ class Report:
             ("step", f"{m.before_seconds * 1e3:.1f} ms", f"{m.after_seconds * 1e3:.1f} ms"),
         ]
         order = "as planned" if m.order_kept else "NOT as planned"
+        if m.unresolved:
+            rows.append(("over the budget, within what can be measured", "", format_bytes(m.unresolved)))
         return [*_table(rows), f"outputs {m.outputs_equal}; executed order {order}"]
 
 

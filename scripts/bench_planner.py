@@ -69,7 +69,7 @@ def problem_of(
         alias_slot=np.full(n, -1, np.int32),
         inplace_ptr=np.zeros(n + 1, np.int32),
         inplace_slots=np.zeros(0, np.int32),
-        droppable=none,
+        droppable=np.zeros(n, np.int8),
         workspace=np.zeros(n, np.int64),
         rerun_workspace=np.zeros(n, np.int64),
         cost=np.asarray(cost, np.float64),

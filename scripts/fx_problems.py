@@ -124,7 +124,7 @@ def problem(graph: Graph, device: Device, free: Sequence[Node] = ()) -> tuple[Pr
         is_output=np.isin(np.arange(n_values), sorted(out)),
         shape_class=np.array(shape_class, np.int32), poolable=np.zeros(n_values, np.bool_),
         alias_slot=np.array(alias, np.int32), inplace_ptr=_pointers(inplace), inplace_slots=_flat(inplace),
-        droppable=np.zeros(len(alias), np.bool_), workspace=np.zeros(len(ops), np.int64),
+        droppable=np.zeros(len(alias), np.int8), workspace=np.zeros(len(ops), np.int64),
         rerun_workspace=np.zeros(len(ops), np.int64),
         cost=np.array([seconds(node, device) for node in ops]),
         recomputable=np.array([_name(node) not in _RANDOM for node in ops]),

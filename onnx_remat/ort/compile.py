@@ -14,7 +14,7 @@ from onnx_remat.errors import ModelError, ShapeError
 from onnx_remat.ir.dropout import is_product, is_random_node
 from onnx_remat.ir.dtypes import bits
 from onnx_remat.ir.graph import INITIALIZER, NODE, Graph, Op, attributes, blames_the_node, bodies, build, constants
-from onnx_remat.ir.op_semantics import SPLIT, semantics
+from onnx_remat.ir.op_semantics import SPLIT, overwritten, semantics
 from onnx_remat.ir.opsets import STANDARD, STANDARD_DOMAINS, opset_of
 from onnx_remat.ir.shapes import Tensor, infer
 from onnx_remat.ir.subgraphs import workspace as body_workspace
@@ -99,10 +99,10 @@ def _recomputable(
     ours = node.domain in (*STANDARD_DOMAINS, SPLIT) or is_pure_contrib(node.domain, node.op_type)
     # A recompute overwrites copies, so nobody may look for what it writes there.
     wanted = any(
-        graph.values[name].is_output or any(True for _ in graph.nx.successors(name))
-        for slot, out in kernels.aliases(node)
+        (graph.values[name].is_output and slot in says.overwrites) or any(True for _ in graph.nx.successors(name))
+        for slot, out in (*kernels.aliases(node), *says.renews)
         for name in op.outputs[out : out + 1]
-        if slot in says.overwrites and name
+        if slot in overwritten(node) and name
     )
     return says.known and not (says.stateful or random or has_body or wanted) and ours
 
@@ -174,14 +174,24 @@ def compile_problem(
         alias_slot=np.array(alias, np.int32),
         inplace_ptr=_offsets([len(slots) for slots in inplace]),
         inplace_slots=np.array([slot for slots in inplace for slot in slots], np.int32),
-        droppable=np.array(droppable, np.bool_),
+        droppable=np.array(droppable, np.int8),
         workspace=np.array([sum(blocks) for blocks in table.workspace], np.int64),
         rerun_workspace=np.array(table.rerun_workspace, np.int64),
         cost=np.array(costs, np.float64),
         recomputable=np.array(table.recomputable, np.bool_),
         phase=np.array(phases, np.int8),
-        base_bytes=sum(t.nbytes for t, kind in zip(sizes, kinds, strict=True) if kind != NODE),
+        base_bytes=sum(t.nbytes for t, kind in zip(sizes, kinds, strict=True) if kind != NODE)
+        + sum(tensors[name].nbytes for name in _with_default(graph)),
     )
+
+
+_OVERRIDABLE = 4  # IR version from which on a caller may feed an input that has an initializer of its name
+
+
+def _with_default(graph: Graph) -> list[str]:
+    """Inputs with an initializer as their default: the session holds that, and what is fed instead is held besides."""
+    inputs = (value.name for value in graph.model.graph.input)
+    return [n for n in inputs if graph.values[n].kind == INITIALIZER and graph.model.ir_version >= _OVERRIDABLE]
 
 
 def _offsets(lengths: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
@@ -204,7 +214,7 @@ def _shape_classes(sizes: Sequence[Tensor]) -> list[int]:
 def _sharing(
     graph: Graph, tensors: Mapping[str, Tensor], kernels: Kernels
 ) -> tuple[list[int], list[list[int]], list[bool]]:
-    """Per output slot: the input it aliases, the inputs it may overwrite, whether a recompute may leave it out."""
+    """Per output slot: the input it aliases, the inputs it may overwrite, whether a recompute drops it if unread."""
     alias: list[int] = []
     inplace: list[list[int]] = []
     droppable: list[bool] = []
@@ -224,7 +234,8 @@ def _sharing(
 
 
 def optional_outputs(model: onnx.ModelProto, node: onnx.NodeProto) -> set[int]:
-    """Output slots that a copy of the node may leave out when nobody reads them."""
+    """Output slots that the node may lack. A recompute has those that its original has: without them ONNX Runtime may
+    refuse the node (BatchNormalization) or take another kernel (MaxPool), whose results differ."""
     if node.domain not in STANDARD_DOMAINS or len(node.output) < 2:
         return set()
     try:

@@ -10,7 +10,7 @@ import onnx
 from onnx_remat.errors import ModelError, UsageError, did_you_mean
 from onnx_remat.ir import dropout, graph, phases, shapes
 from onnx_remat.ir.graph import Graph
-from onnx_remat.ir.op_semantics import semantics
+from onnx_remat.ir.op_semantics import overwritten
 from onnx_remat.ir.shapes import Tensor
 from onnx_remat.ir.training_ops import first_training_op
 from onnx_remat.ort.compile import OpTable, compile_problem, tabulate
@@ -120,8 +120,9 @@ def _keeping(ir: Graph, table: OpTable, keep: Sequence[str]) -> OpTable:
 def _check_overwritten(ir: Graph) -> None:
     """What a kernel overwrites, nobody else may read: the plan would decide who sees which."""
     readers = ir.consumers()
+    outputs = {name for name, value in ir.values.items() if value.is_output}
     for op in ir.ops:
-        for slot in semantics(op.node.domain, op.node.op_type).overwrites:
+        for slot in overwritten(op.node, outputs):
             others = [i for i in readers[op.inputs[slot]] if i != op.index]
             if others:
                 raise ModelError(

@@ -77,7 +77,7 @@ def measure(job: Job) -> Job:
     import numpy as np
 
     session = new_session(job, job["path"], default=False)
-    feeds = random_feeds(session, job["dims"])
+    feeds = random_feeds(session, job["dims"], job["feeds"])
     # The first run also faults in code and thread stacks, which are not the step's memory.
     session.run(None, feeds)
     if job["default"]:
@@ -130,14 +130,20 @@ def train(job: Job) -> Job:
     return {"peak_bytes": held + rise, "losses": losses, "driver_bytes": driver}
 
 
-def random_feeds(session: Any, dims: dict[str, int]) -> dict[str, Any]:
-    """Inputs that suit a training step: small floats, positive where a name says variance, token ids that are safe.
+FEEDS = ("plain", "wide", "hostile")
+"""Kinds of random feeds: numbers that suit a training step; a wide range, with denormals and zeros of both signs; and
+that with NaN and infinities, in inputs that no output renews: weights would spread them everywhere."""
+
+
+def random_feeds(session: Any, dims: dict[str, int], how: str = FEEDS[0]) -> dict[str, Any]:
+    """Inputs of a step: floats of a kind in `FEEDS`, plain ones positive where a name says variance.
 
     Integer inputs are 0 or 1, ids that every vocabulary and every set of classes has.
     """
     import numpy as np
 
     generator = np.random.default_rng(0)
+    renewed = [value.name for value in session.get_outputs()]
     feeds = {}
     for value in session.get_inputs():
         shape = [d if isinstance(d, int) else dims.get(d, 1) for d in value.shape]
@@ -145,12 +151,26 @@ def random_feeds(session: Any, dims: dict[str, int]) -> dict[str, Any]:
         if kind in _FLOATS:
             array = np.abs(generator.standard_normal(shape, np.float32) * 0.05) + 0.01
             sign = 1.0 if any(part in value.name for part in _POSITIVE) else generator.choice([-1.0, 1.0], size=shape)
+            if how != FEEDS[0]:
+                array = _odd(array, generator, how == "hostile" and f"new.{value.name}" not in renewed)
             feeds[value.name] = np.asarray(array * sign, dtype=_FLOATS[kind])
         elif kind == "bool":
             feeds[value.name] = generator.integers(0, 2, shape).astype(bool)
         else:
             feeds[value.name] = np.asarray(generator.integers(0, 2, shape), dtype=kind)
     return feeds
+
+
+def _odd(array: Any, generator: Any, with_nan: bool) -> Any:
+    """Positive numbers of a wide range, a tenth of them zeros and denormals; a few of them NaN and infinite."""
+    import numpy as np
+
+    array = array * generator.choice(np.array([0.1, 1, 30, 300], np.float32), array.shape)
+    some = generator.random(array.shape)
+    array = np.where(some < 0.1, generator.choice(np.array([0, 0, 1e-40], np.float32), array.shape), array)
+    if with_nan:
+        array = np.where(some > 0.998, generator.choice(np.array([np.nan, np.inf], np.float32), array.shape), array)
+    return array
 
 
 _POSITIVE = ("var", "_sq", ".nu", "second_moment", "learning_rate")

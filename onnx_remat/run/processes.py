@@ -54,6 +54,7 @@ def measure(
     dims: Mapping[str, int] | None = None,
     threads: int = 0,
     trace: bool = False,
+    feeds: str = "plain",
     provider: str = "cpu",
     python: str = sys.executable,
 ) -> Measurement:
@@ -83,6 +84,8 @@ def measure(
         Sizes of symbolic dimensions.
     threads : int
         Intra-op threads, 0 for ONNX Runtime's default.
+    feeds : str
+        One of `probe.FEEDS`.
     trace : bool
         Also read the executed order from a profile.
     provider : str
@@ -96,7 +99,7 @@ def measure(
     with files.scratch() as scratch:
         answer = _probe(python, "measure", {
             "path": str(path), "level": level, "default": default, "patterns": patterns, "steps": steps,
-            "dims": dict(dims or {}), "threads": threads, "outputs": str(outputs or ""),
+            "dims": dict(dims or {}), "threads": threads, "outputs": str(outputs or ""), "feeds": feeds,
             "optimized": str(scratch / "optimized.onnx"),
             "profile": str(scratch / "profile") if trace else "", **session_job(provider),
         })  # fmt: skip

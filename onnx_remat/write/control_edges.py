@@ -3,7 +3,11 @@
 The runtime is free to run nodes in any topological order, and the one it takes follows node numbers that its own
 optimisations change. Only dependencies are binding. So the *heavy* steps, all those that touch memory that matters,
 are chained: wherever a heavy step does not already depend on the heavy step before it, a control edge makes it do so.
-Light steps float between them; all light values together are a small fraction of the peak.
+Light steps float between them; all light values together are a small fraction of the peak::
+
+    wanted      A ---> B      C' ---> D        C' is a recompute: it reads an old value, and could run at any time
+    chained     A ---> B ===> C' ---> D        ===> is a control edge, ---> a dependency there is anyway
+    light                  s ........          s may run anywhere between what it reads and what reads it
 
 A recompute must also differ from its original in some input, or common subexpression elimination merges the two. And
 a large value that depends on no graph input (the zeros that a scatter adds into) would be folded into a constant that
@@ -127,11 +131,14 @@ _ANY_INPUT = {
 }  # fmt: skip
 
 
-def pin_slot(graph: Graph, tensors: Mapping[str, Tensor], op: Op, fused: Collection[str] = ()) -> int | None:
+def pin_slot(
+    graph: Graph, tensors: Mapping[str, Tensor], op: Op, fused: Collection[str] = (), roundings: Collection[str] = ()
+) -> int | None:
     """Input slot that control edges and shape hiding go through; None where there is none.
 
-    Never one of `fused`, values that the runtime merges into their readers; among equals the largest that is not a
-    constant, which kernels may rely on.
+    Never one of `fused`, values that the runtime merges into their readers, and one of `roundings`, which it would
+    then round, only where there is no other; among equals the largest that is not a constant, which kernels may rely
+    on.
     """
     slots = [slot for slot, name in enumerate(op.inputs) if name and unsqueezable(tensors[name].dtype)]
     free = [slot for slot in slots if op.inputs[slot] not in fused]
@@ -139,9 +146,9 @@ def pin_slot(graph: Graph, tensors: Mapping[str, Tensor], op: Op, fused: Collect
     if op.node.op_type not in _ANY_INPUT:
         return slots[0] if slots else None
 
-    def merit(slot: int) -> tuple[bool, int, int]:
+    def merit(slot: int) -> tuple[bool, bool, int, int]:
         name = op.inputs[slot]
-        return graph.values[name].kind != INITIALIZER, tensors[name].nbytes, -slot
+        return name not in roundings, graph.values[name].kind != INITIALIZER, tensors[name].nbytes, -slot
 
     return max(slots, key=merit, default=None)
 

@@ -6,6 +6,13 @@ peak. A value whose shape the runtime cannot tell from the file takes no part in
 gives it back as soon as it is dead. Shape inference is stopped, at no cost, by passing an input of the value's op
 through an Unsqueeze by axes that are computed (see `barriers`). Such a value is called *private* here.
 
+::
+
+    step                 0    1    2    3    4    5
+    buffer shared        [a       ]----------[d       ]      d takes a's dead buffer: allocated through steps 2 and 3
+    d is private         [a       ]
+                                             [d       ]      nothing is allocated through the gap, where the peak is
+
 Values that are computed in place of a private value form a group with it: they share one made-up shape, so that the
 runtime still sees equal shapes where it works in place.
 """
@@ -20,6 +27,8 @@ import numpy as np
 from onnx_remat.compiled import compiled
 from onnx_remat.ort.simulate.buffers import Timeline, simulate
 from onnx_remat.problem import Flags, Ints, Problem, Schedule
+
+_ANY_OCCURRENCE = 2  # of `Problem.droppable`
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +45,8 @@ class Unrolled:
         Value of the original problem.
     step : int32 (n_occurrences,)
         Step that makes it.
+    dropped : bool (n_occurrences,)
+        A result of a recompute that nobody reads and that is freed right after its step.
     """
 
     problem: Problem
@@ -43,9 +54,13 @@ class Unrolled:
     source: Ints
     step: Ints
 
+    @property
+    def dropped(self) -> Flags:
+        return self.problem.droppable > 0
+
 
 def unroll(problem: Problem, schedule: Schedule) -> Unrolled:
-    """Give every occurrence of a value in a schedule its own number; outputs that a recompute drops are left out."""
+    """Give every occurrence of a value in a schedule its own number."""
     base = problem.n_values
     latest = np.arange(base, dtype=np.int64)
     read_later = read_occurrences(problem, schedule)
@@ -53,21 +68,20 @@ def unroll(problem: Problem, schedule: Schedule) -> Unrolled:
     slots: list[int] = []
     source: list[int] = []
     steps: list[int] = []
-    produced = 0
+    drops: list[int] = []
     for step, op in enumerate(schedule.order):
         in_values.extend(latest[problem.inputs(op)].tolist())
         in_ptr.append(len(in_values))
         for slot in range(problem.out_ptr[op], problem.out_ptr[op + 1]):
             value = int(problem.out_values[slot])
             first = latest[value] == value
-            dropped = problem.droppable[slot] and not first and not read_later[produced]
-            produced += 1
-            if not dropped:
-                latest[value] = base + len(source)
-                out_values.append(base + len(source))
-                slots.append(slot)
-                source.append(value)
-                steps.append(step)
+            unread = not read_later[len(source)]
+            drops.append(_ANY_OCCURRENCE if unread and problem.droppable[slot] > first else 0)
+            latest[value] = base + len(source)
+            out_values.append(base + len(source))
+            slots.append(slot)
+            source.append(value)
+            steps.append(step)
         out_ptr.append(len(out_values))
     origin = np.concatenate([np.arange(base), np.asarray(source, np.int64)]).astype(np.int32)
     first_time = np.ones(len(origin), np.bool_)
@@ -91,7 +105,7 @@ def unroll(problem: Problem, schedule: Schedule) -> Unrolled:
         alias_slot=problem.alias_slot[slots],
         inplace_ptr=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
         inplace_slots=np.concatenate([*picks, np.zeros(0, np.int32)]).astype(np.int32),
-        droppable=np.zeros(len(slots), np.bool_),
+        droppable=np.asarray(drops, np.int8),
         workspace=problem.workspace[order] + np.where(_repeated(order), problem.rerun_workspace[order], 0),
         rerun_workspace=np.zeros(len(order), np.int64),
         cost=problem.cost[order],

@@ -15,7 +15,8 @@ from onnx_remat.ort.simulate.buffers import simulate
 from onnx_remat.problem import Problem, Schedule
 from onnx_remat.write.control_edges import choose_pins, heavy_steps, light_limit, pin_slot, unsqueezable
 from onnx_remat.write.private_buffers import choose_private, unroll
-from onnx_remat.write.writer import Rewritten, rewrite
+from onnx_remat.write.rounding import rounded_at_will
+from onnx_remat.write.writer import Decisions, Rewritten, rewrite
 
 
 def realize(
@@ -52,7 +53,8 @@ def realize(
     heavy = heavy_steps(problem, schedule, light)
     views = problem.alias_slot[problem.out_ptr[:-1]] >= 0 if problem.n_ops else np.zeros(0, np.bool_)
     views_made = {name for op in graph.ops if views[op.index] for name in op.writes}
-    slots = [pin_slot(graph, tensors, op, fused) for op in graph.ops]
+    roundings = rounded_at_will(graph, tensors)
+    slots = [pin_slot(graph, tensors, op, fused, roundings) for op in graph.ops]
     pinnable = np.array([slot is not None for slot in slots], np.bool_)
     tensor = np.array([unsqueezable(tensors[op.writes[0]].dtype) for op in graph.ops], np.bool_)
     pins = choose_pins(problem, schedule, heavy, pinnable, compiled.table.foldable, ~absorbed & tensor)
@@ -60,9 +62,19 @@ def realize(
     can_hide = (pinnable & ~stated)[schedule.array()]
     can_hide[list(exposed)] = False
     sharing = choose_private(unrolled, limit, light, can_hide, sorted(private))
-    return rewrite(
-        graph, tensors, schedule, unrolled, slots, pins, sharing.group, sharing.leaders, views_made, metadata
+    drops = [i for i in np.flatnonzero(unrolled.dropped).tolist() if problem.nbytes[unrolled.source[i]] > light]
+    decisions = Decisions(
+        schedule,
+        unrolled,
+        slots,
+        pins,
+        sharing.group,
+        sharing.leaders,
+        frozenset(drops),
+        frozenset(views_made),
+        roundings,
     )
+    return rewrite(graph, tensors, decisions, metadata)
 
 
 _TRIES = 300  # single moves priced when moving all of them at once does not fit

@@ -24,7 +24,7 @@ from onnx import TensorProto, helper
 from onnx_remat.errors import ModelError
 from onnx_remat.ir.dropout import is_draw, is_product, kept, spelled_out, whole
 from onnx_remat.ir.graph import Graph, Op, is_constant, names_in, rename_captures
-from onnx_remat.ir.op_semantics import semantics
+from onnx_remat.ir.op_semantics import overwritten
 from onnx_remat.ir.opsets import opset_of
 from onnx_remat.ir.shapes import SHAPES_KEY, TAG, Dim, Tensor
 from onnx_remat.problem import Ints, Schedule
@@ -58,6 +58,8 @@ class Rewritten:
         Recomputes and the nodes that make up control edges and hide shapes.
     occurrences : tuple of str
         Name of each occurrence of a value, numbered as in `private_buffers.Unrolled`.
+    rounded : tuple of str
+        Values that ONNX Runtime may round where it did not in the original, or the reverse; see `rounding`.
     """
 
     model: onnx.ModelProto
@@ -66,26 +68,15 @@ class Rewritten:
     private_values: int
     nodes_added: int
     occurrences: tuple[str, ...]
+    rounded: tuple[str, ...] = ()
 
 
-def rewrite(
-    graph: Graph,
-    tensors: Mapping[str, Tensor],
-    schedule: Schedule,
-    unrolled: Unrolled,
-    slots: Sequence[int | None],
-    pins: Sequence[Pin],
-    group: Ints,
-    leaders: Sequence[int],
-    views: Collection[str],
-    metadata: Mapping[str, str],
-) -> Rewritten:
-    """Write a schedule down as a model that stock ONNX Runtime executes in that order, with those buffers.
+@dataclass(frozen=True, slots=True)
+class Decisions:
+    """All that is decided about a file before it is written.
 
-    Parameters
+    Attributes
     ----------
-    graph, tensors
-        The original.
     schedule, unrolled : Schedule, Unrolled
         What to write.
     slots : sequence of int or None
@@ -96,9 +87,37 @@ def rewrite(
         Private group of each occurrence, -1 for none, from `private_buffers.choose_private`.
     leaders : sequence of int
         Occurrences whose own step must hide their shape; the other members of a group inherit it.
+    drops : collection of int
+        Dropped occurrences to give a reader, so that the runtime frees them; the rest are too small to matter.
     views : collection of str
-        Values made by Reshape and its like: the runtime fuses one of known shape into the one before it, and the
-        control edge would be lost, so an edge through one of these hides its shape in any case.
+        Values made by Reshape and its like: the runtime fuses a Reshape of known shape into the one before it, and
+        the control edge would be lost, so an edge through one of these hides its shape in any case.
+    roundings : collection of str
+        Values that the runtime may or may not round, from `rounding.rounded_at_will`.
+    """
+
+    schedule: Schedule
+    unrolled: Unrolled
+    slots: Sequence[int | None]
+    pins: Sequence[Pin]
+    group: Ints
+    leaders: Sequence[int]
+    drops: Collection[int]
+    views: Collection[str]
+    roundings: Collection[str] = ()
+
+
+def rewrite(
+    graph: Graph, tensors: Mapping[str, Tensor], decisions: Decisions, metadata: Mapping[str, str]
+) -> Rewritten:
+    """Write a schedule down as a model that stock ONNX Runtime executes in that order, with those buffers.
+
+    Parameters
+    ----------
+    graph, tensors
+        The original.
+    decisions : Decisions
+        What to write.
     metadata : mapping of str to str
         Model metadata to record, keys without prefix.
 
@@ -107,9 +126,8 @@ def rewrite(
     ModelError
         The model's opset is too old to write control edges in.
     """
-    hidden = {int(unrolled.step[i]) for i in leaders}
-    writer = _Writer(graph, tensors, views, bool(pins or hidden))
-    writer.write(schedule, unrolled, slots, {pin.step: pin.after for pin in pins}, hidden, group)
+    writer = _Writer(graph, tensors, decisions)
+    writer.write()
     model = onnx.ModelProto()
     model.CopyFrom(graph.model)
     del model.graph.node[:]
@@ -123,8 +141,8 @@ def rewrite(
         model, {TAG + key: value for key, value in metadata.items()} | {k: json.dumps(v) for k, v in plan.items()}
     )
     return Rewritten(
-        model, tuple(writer.recomputed), len(pins), int((group >= 0).sum()), len(writer.nodes) - graph.n_nodes(),
-        tuple(writer.occurrences),
+        model, tuple(writer.recomputed), len(decisions.pins), int((decisions.group >= 0).sum()),
+        len(writer.nodes) - graph.n_nodes(), tuple(writer.occurrences), tuple(writer.rounded),
     )  # fmt: skip
 
 
@@ -152,6 +170,10 @@ class _Occurrence:
         Is the shape of what it makes to be hidden?
     makes : mapping of str to int
         Private group, or -1, of each value it makes.
+    drops : tuple of str
+        Of these, the ones that nobody reads and that are to be freed at once.
+    kept : str
+        The first of the others: it stands for the step where another has to wait for that.
     """
 
     op: Op
@@ -160,21 +182,25 @@ class _Occurrence:
     trigger: str | None
     hide: bool
     makes: Mapping[str, int]
+    drops: tuple[str, ...]
+    kept: str
 
 
 class _Writer:
     """Turns steps into nodes; remembers which name holds each value's latest occurrence."""
 
-    def __init__(self, graph: Graph, tensors: Mapping[str, Tensor], views: Collection[str], edges: bool) -> None:
+    def __init__(self, graph: Graph, tensors: Mapping[str, Tensor], decisions: Decisions) -> None:
         self.graph = graph
         self.tensors = tensors
-        self._views = views
+        self._decisions = decisions
+        self._views = set(decisions.views)
         self.nodes: list[onnx.NodeProto] = []
         self.initializers: list[onnx.TensorProto] = []
         self.recomputed: list[str] = []
         self.clones: list[str] = []
         self.edges: list[str] = []
         self.occurrences: list[str] = []
+        self.rounded: dict[str, None] = {}
         self.value_info = {v.name: v for v in graph.model.graph.value_info}
         self.shapes: dict[str, tuple[int | str, ...]] = {}
         self._interface = {v.name: v.type for v in (*graph.model.graph.input, *graph.model.graph.output)}
@@ -182,35 +208,35 @@ class _Writer:
         self._latest = {name: name for name in graph.values}
         self._names = list(graph.values)
         self._held: dict[tuple[str, str | None, bool], str] = {}
+        self._held_views: set[str] = set()  # what a step stands for, where that is a control edge's view
         self._unknown = 0
-        self._shared: set[int] = set()
+        sizes = Counter(decisions.group.tolist())
+        self._shared = {number for number, members in sizes.items() if number >= 0 and members > 1}
         self._notes = graph.model.ir_version >= _NODE_METADATA_IR
-        self._barriers = self._make_barriers() if edges else None
+        needed = decisions.pins or decisions.leaders or decisions.drops
+        self._barriers = self._make_barriers() if needed else None
 
-    def write(
-        self,
-        schedule: Schedule,
-        unrolled: Unrolled,
-        slots: Sequence[int | None],
-        after: Mapping[int, int],
-        hidden: set[int],
-        group: Ints,
-    ) -> None:
+    def write(self) -> None:
         """Append the nodes of every step, each behind the control edge or the Unsqueeze that it needs."""
+        what = self._decisions
+        after = {pin.step: pin.after for pin in what.pins}
+        hidden = {int(what.unrolled.step[i]) for i in what.leaders}
         count = [0] * len(self.graph.ops)
-        self._shared = {number for number, members in Counter(group.tolist()).items() if number >= 0 and members > 1}
-        made: list[str] = []  # first result of each step
+        made: list[str] = []  # what stands for each step
         occurrence = 0
         draw: Op | None = None
-        for step, index in enumerate(schedule.order):
+        for step, index in enumerate(what.schedule.order):
             op = self.graph.ops[index]
-            makes: dict[str, int] = {}
-            while occurrence < len(unrolled.step) and unrolled.step[occurrence] == step:
-                makes[self._names[unrolled.source[occurrence]]] = int(group[occurrence])
-                occurrence += 1
+            ours = range(occurrence, occurrence + len(op.writes))
+            occurrence = ours.stop
+            names = {i: self._names[what.unrolled.source[i]] for i in ours}
+            makes = {name: int(what.group[i]) for i, name in names.items()}
+            drops = tuple(name for i, name in names.items() if i in what.drops)
             steps = (step,) if draw is None else (step - 1, step)
             trigger = next((made[after[s]] for s in steps if s in after), None)
-            here = _Occurrence(op, count[index], slots[index], trigger, not hidden.isdisjoint(steps), makes)
+            hide = not hidden.isdisjoint(steps)
+            kept = next(name for i, name in names.items() if not what.unrolled.dropped[i])
+            here = _Occurrence(op, count[index], what.slots[index], trigger, hide, makes, drops, kept)
             if is_draw(op):  # its Dropout is written with the product, which is the next step
                 draw = op
                 self._occur(op.outputs[0], op.outputs[0], makes[op.outputs[0]])
@@ -218,16 +244,17 @@ class _Writer:
                 self._multiply(here)
             else:
                 self._write_node(here, draw)
+                self._drop(here)
                 draw = None
             count[index] += 1
-            made.append(self._latest[next(iter(makes))])
+            made.append(self._latest[kept])
 
     def _write_node(self, here: _Occurrence, draw: Op | None) -> None:
         """Append the node of a step; with its draw, a product is a Dropout."""
         op = here.op
         inputs = [self._latest[name] if name else "" for name in op.inputs]
-        for written in semantics(op.node.domain, op.node.op_type).overwrites if here.number else ():
-            inputs[written] = self._copy(inputs[written])
+        for slot in overwritten(op.node) if here.number else ():
+            inputs[slot] = self._copy(inputs[slot])
         if here.trigger or here.hide:
             assert here.slot is not None, op.label
             inputs[here.slot] = self._hold(inputs[here.slot], op.inputs[here.slot], here.trigger, here.hide)
@@ -241,6 +268,19 @@ class _Writer:
         rename_captures(node, {n: self._latest[n] for n in op.captured if self._latest[n] != n})
         self._name_outputs(node, here)
         self.nodes.append(node)
+
+    def _drop(self, here: _Occurrence) -> None:
+        """Give readers to what a recompute makes for nobody: what is read of it waits for them.
+
+        The runtime holds a value without readers to the end of the step. A recompute without it would not do either:
+        the runtime may refuse it, or take another kernel.
+        """
+        trigger = None
+        for name in (*here.drops, here.kept) if here.drops else ():
+            held = self._hold(self._latest[name], name, trigger, False) if trigger else self._latest[name]
+            trigger = self._latest[name] = held
+        if trigger:
+            self._held_views.add(trigger)
 
     def _multiply(self, here: _Occurrence) -> None:
         """A Dropout's product again, spelled out; of a mask of unseen shape, what comes in between shares no buffer."""
@@ -277,16 +317,13 @@ class _Writer:
             self.recomputed.append(op.label)
             node.name = self._fresh(f"{op.node.name or op.node.op_type}__remat{number}")
             self._mark(node, op)
+            self.rounded |= dict.fromkeys(v for v in (*op.reads, *op.writes) if v in self._decisions.roundings)
         for slot, name in enumerate(op.outputs):
-            if name in here.makes:
+            if name:
                 node.output[slot] = self._fresh(f"{name}__remat{number}") if number else name
                 self._occur(node.output[slot], name, here.makes[name])
-            else:
-                node.output[slot] = ""
         if number:
             self.clones.append(next(name for name in node.output if name))
-        while node.output and not node.output[-1]:
-            node.output.pop()
 
     def _mark(self, node: onnx.NodeProto, op: Op) -> None:
         """Say that a node is a recompute, and so part of the backward pass."""
@@ -306,7 +343,9 @@ class _Writer:
 
         Equal ones are made once.
         """
-        hide = hide or original in self._views
+        if original in self._decisions.roundings:
+            self.rounded[original] = None
+        hide = hide or original in self._views or held in self._held_views
         if (held, trigger, hide) in self._held:
             return self._held[held, trigger, hide]
         assert self._barriers is not None

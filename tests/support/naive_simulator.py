@@ -28,8 +28,7 @@ def naive_steps(problem: Problem, order: list[int]) -> list[int]:
         inputs, read = problem.inputs(op), reads_at[step]
         for slot, inst in zip(range(problem.out_ptr[op], problem.out_ptr[op + 1]), made_at[step], strict=True):
             v = value_of[inst]
-            if problem.droppable[slot] and not first[inst] and not total_reads[inst]:
-                continue
+            dropped = not total_reads[inst] and problem.droppable[slot] > first[inst]
             if len(problem.donates) and problem.donates[v] >= 0:
                 continue
             kind = int(problem.shape_class[v])
@@ -47,7 +46,7 @@ def naive_steps(problem: Problem, order: list[int]) -> list[int]:
                     if free and problem.shape_class[inputs[k]] == kind:
                         chosen = b
                         break
-                if chosen is None and problem.poolable[v] and total_reads[inst]:
+                if chosen is None and problem.poolable[v] and (total_reads[inst] or dropped):
                     same = [b for b in dead if problem.shape_class[buffers[b]["owner"]] == kind]
                     if same:
                         chosen = same[-1]
@@ -65,6 +64,8 @@ def naive_steps(problem: Problem, order: list[int]) -> list[int]:
                     }
                 )
             home[inst] = chosen
+            if dropped:
+                buffers[chosen]["end"] = step
             buffers[chosen]["open"] += total_reads[inst] + 1
         closing = [home[i] for i in read if i in home]
         for b in closing:

@@ -63,7 +63,7 @@ def build(
         alias_slot=np.array([(alias or {}).get(v, -1) for v in slots], np.int32),
         inplace_ptr=pointers([len(tried) for tried in lists]),
         inplace_slots=np.array([k for tried in lists for k in tried], np.int32),
-        droppable=np.array([v in droppable for v in slots], np.bool_),
+        droppable=np.array([v in droppable for v in slots], np.int8),
         workspace=np.asarray([0] * n if workspace is None else workspace, np.int64),
         rerun_workspace=np.asarray([0] * n if rerun_workspace is None else rerun_workspace, np.int64),
         cost=np.asarray([1.0] * n if cost is None else cost, np.float64),

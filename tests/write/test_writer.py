@@ -404,8 +404,8 @@ def test_labels_of_recomputes_say_backward():
     assert nodes["act0__remat1"] == {"phase": "backward", "origin": "act0", RECOMPUTE_KEY: "act0"}
 
 
-def test_unread_optional_outputs_are_left_out_of_recomputes():
-    """A second MaxPool whose indices nobody reads does not make them; one whose indices are read does."""
+def test_a_recompute_makes_all_that_its_original_makes():
+    """A second MaxPool without its indices would be another kernel. Where nobody reads them, they are freed at once."""
     pool = make("MaxPool", ["h"], ["p", "i"], name="pool", kernel_shape=[3, 3], pads=[1, 1, 1, 1])
     nodes = [
         make("Tanh", ["x"], ["h"], name="tanh"),
@@ -413,19 +413,81 @@ def test_unread_optional_outputs_are_left_out_of_recomputes():
         make("Cast", ["i"], ["early"], name="early", to=FLOAT),
         make("ReduceMean", ["p"], ["loss"], name="mean", keepdims=0),
         make("Mul", ["p", "x"], ["late"], name="late"),
+        make("Exp", ["late"], ["later"], name="later"),
     ]
-    shape = [1, 1, 8, 8]
-    model = model_of(nodes, {"x": shape}, {"loss": [], "early": shape, "late": shape})
+    shape = [1, 1, 64, 64]
+    model = model_of(nodes, {"x": shape}, {"loss": [], "early": shape, "later": shape})
     written = recomputing(model, "pool")
     again = next(n for n in written.model.graph.node if n.name == "pool__remat1")
-    assert list(again.output) == ["p__remat1"]
-    reordered = write(model, Schedule((0, 1, 1, 2, 3, 4)))
+    assert list(again.output) == ["p__remat1", "i__remat1"]
+    assert [n.op_type for n in written.model.graph.node if "i__remat1" in n.input] == ["Unsqueeze"]
+    executed = as_executed(written.model, None, "disable", STATED)
+    order = [executed.compiled.graph.ops[op] for op in executed.order.order]
+    place = next(i for i, op in enumerate(order) if op.label == "pool__remat1")
+    assert order[place + 1].inputs[0] == "i__remat1"
+    reordered = write(model, Schedule((0, 1, 1, 2, 3, 4, 5)))
     again = next(n for n in reordered.model.graph.node if n.name == "pool__remat1")
     assert list(again.output) == ["p__remat1", "i__remat1"]
     feeds = feeds_for(model)
     for some in (written, reordered):
         onnx.checker.check_model(some.model, full_check=True)
         assert same_bits(run_model(model, feeds), run_model(some.model, feeds))
+
+
+@pytest.mark.parametrize("opset", [15, 17, 20])
+def test_a_recomputed_batch_normalization_updates_its_statistics_once(opset):
+    """Its kernel writes the running statistics where they lie, in the caller's arrays even: a recompute gets copies."""
+    nodes = [
+        make("Tanh", ["x"], ["h"], name="tanh"),
+        make(
+            "BatchNormalization", ["h", "s", "b", "m", "v"], ["y", "new.m", "new.v"], name="norm", training_mode=1
+        ),
+        make("ReduceMean", ["y"], ["loss"], name="mean", keepdims=0),
+        make("Mul", ["y", "x"], ["late"], name="late"),
+    ]
+    shape = [2, 4, 16, 16]
+    channels = {name: [4] for name in "sbmv"}
+    outputs = {"loss": [], "late": shape, "new.m": [4], "new.v": [4]}
+    model = model_of(nodes, {"x": shape, **channels}, outputs, opset=opset)
+    written = recomputing(model, "norm")
+    again = next(n for n in written.model.graph.node if n.name == "norm__remat1")
+    assert len(again.output) == 3
+    feeds = feeds_for(model)
+    before = {name: array.copy() for name, array in feeds.items()}
+    expected = run_model(model, feeds)
+    for level in ("disable", "basic", "all"):
+        assert same_bits(expected, run_model(written.model, feeds, level))
+    assert same_bits(before.values(), feeds.values())
+
+
+def test_a_batch_normalization_is_never_recomputed_where_its_statistics_are_read():
+    """They lie where the old ones lay: a second run would update them twice."""
+    nodes = [
+        make("BatchNormalization", ["x", "s", "b", "m", "v"], ["y", "m1", "v1"], name="norm", training_mode=1),
+        make("ReduceMean", ["y"], ["loss"], name="mean", keepdims=0),
+        make("Neg", ["m1"], ["m2"], name="reader"),
+    ]
+    channels = {name: [4] for name in "sbmv"}
+    model = model_of(nodes, {"x": [2, 4, 8, 8], **channels}, {"loss": [], "m2": [4]}, opset=17)
+    assert prepare(model, STATED).table.recomputable == (False, True, True)
+
+
+def test_a_recomputed_max_pool_does_to_nan_and_zeros_what_its_original_does():
+    """ONNX Runtime's kernel without Indices takes NaN and the signs of zeros another way."""
+    nodes = [
+        make("Identity", ["x"], ["h"], name="same"),
+        make("MaxPool", ["h"], ["p", "i"], name="pool", kernel_shape=[3, 3], pads=[1, 1, 1, 1]),
+        make("Cast", ["i"], ["early"], name="early", to=FLOAT),
+        make("ReduceMean", ["p"], ["loss"], name="mean", keepdims=0),
+        make("Neg", ["p"], ["late"], name="late"),
+    ]
+    shape = [2, 2, 32, 32]
+    model = model_of(nodes, {"x": shape}, {"loss": [], "early": shape, "late": shape})
+    written = recomputing(model, "pool")
+    values = np.array([np.nan, np.inf, -np.inf, 0.0, -0.0, 1.0, -1.0, 1e-45], np.float32)
+    feeds = {"x": np.random.default_rng(0).choice(values, shape)}
+    for level in ("disable", "basic", "all"):
+        assert same_bits(run_model(model, feeds, level), run_model(written.model, feeds, level))
 
 
 def test_bodies_read_the_latest_occurrence_of_what_they_capture():
@@ -522,3 +584,39 @@ def test_random_ops_and_bodies_are_never_cloned(selector, with_everything_random
         assert same_bits(run_model(with_everything_random, feeds), run_model(written.model, feeds))
     assert not kinds & {"Dropout", "RandomNormal", "If"}
     assert kinds or selector in ("keep_all", "collection", "speed")  # a list of results to keep need not help
+
+
+def test_nothing_is_put_between_a_cast_and_an_op_without_a_half_kernel():
+    """There ONNX Runtime drops the rounding, unless a node lies between; an edge takes another input where it can."""
+    nodes = [
+        make("Cast", ["x"], ["h"], name="half", to=TensorProto.FLOAT16),
+        make("Tanh", ["h"], ["t"], name="tanh"),
+        make("Cast", ["t"], ["f"], name="back", to=FLOAT),
+        make("Mul", ["f", "f"], ["q"], name="square"),
+        make("ReduceMean", ["q"], ["loss"], name="mean", keepdims=0),
+        make("Mul", ["f", "x"], ["late"], name="late"),
+    ]
+    model = model_of(nodes, {"x": [64, 64]}, {"loss": [], "late": [64, 64]})
+    feeds = feeds_for(model)
+    expected = run_model(model, feeds)
+    plain = recomputing(model, "square")
+    assert plain.result.rounded == ()
+    assert same_bits(expected, run_model(plain.model, feeds))
+    for again in (["back"], ["tanh", "back"], ["half", "tanh", "back"]):
+        written = recomputing(model, *again)
+        made = run_model(written.model, feeds)
+        assert set(written.result.rounded) <= {"h", "t"} and written.result.rounded
+        assert all(np.allclose(a, b, rtol=2e-3, atol=2e-3) for a, b in zip(expected, made, strict=True))
+
+
+def test_an_input_with_a_default_counts_twice():
+    """The session holds the default, and the caller what is fed instead."""
+    model = model_of(
+        [make("Mul", ["x", "w"], ["y"], name="mul"), make("ReduceMean", ["y"], ["loss"], name="mean", keepdims=0)],
+        {"x": [64, 64], "w": [64, 64]}, {"loss": []},
+    )  # fmt: skip
+    before = prepare(model, STATED).problem.base_bytes
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.ones((64, 64), np.float32), "w"))
+    assert prepare(model, STATED).problem.base_bytes == before + 64 * 64 * 4
+    model.ir_version = 3  # every initializer had to be an input then, and no caller could feed it
+    assert prepare(model, STATED).problem.base_bytes == before

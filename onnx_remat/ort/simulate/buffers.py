@@ -11,8 +11,9 @@ ONNX Runtime fixes its buffers when a session is made (allocation_planner.cc, ``
 A buffer is returned to the allocator only after the last reader of its *last* tenant, so rule 3 can keep memory
 through gaps where nothing in it is alive: peaks are above what plain liveness says. Graph inputs and outputs take no
 part in 2 and 3. A value that nobody reads always gets a new buffer, which later values may take over but which is
-otherwise never returned. What lies in a resident's memory (a view of a weight, a renewed weight that takes over the
-old one's place) has no buffer. Every rule is deterministic, hence emulated here::
+otherwise never returned; to those that a schedule drops (`Problem.droppable`) the file gives a reader. What lies in a
+resident's memory (a view of a weight, a renewed weight that takes over the old one's place) has no buffer. Every rule
+is deterministic, hence emulated here::
 
     step             0    1    2    3    4    5
     op               a    b    c    d    e    f
@@ -34,8 +35,7 @@ from onnx_remat.compiled import compiled
 from onnx_remat.problem import IN_RESIDENT, Ints, Longs, Problem, Schedule
 
 _RESIDENT = -1  # buffer number of what lies in a resident's memory: never allocated, freed or taken over
-_DROPPED = -2  # of an optional output of a recompute that nobody reads
-_NEW = -3  # of what none of the buffers there are will do for
+_NEW = -2  # of what none of the buffers there are will do for
 _NEVER = -1  # last read of a buffer that nobody has read so far
 
 
@@ -164,12 +164,11 @@ def _assign_buffers(order, life, reads, uses, first):  # type: ignore[no-untyped
             k = life.out_ptr[op] + j
             v = life.out_values[k]
             keep = life.kept[v] and first[i + j]
+            dropped = uses[i + j] == 0 and life.droppable[k] > first[i + j]
             shape = life.shape_class[v]
             b = _NEW
             if life.place[k] == IN_RESIDENT:
                 b = _RESIDENT
-            elif life.droppable[k] and not first[i + j] and uses[i + j] == 0:
-                b = _DROPPED
             elif keep:
                 pass
             elif life.place[k] >= 0:
@@ -182,7 +181,8 @@ def _assign_buffers(order, life, reads, uses, first):  # type: ignore[no-untyped
                     if old >= 0 and not kept[old] and pending[old] == 1:
                         b = old
                         break
-                if b == _NEW and uses[i + j] > 0 and shape >= 0 and life.poolable[v] and freed_head[shape] >= 0:
+                pool = (uses[i + j] > 0 or dropped) and shape >= 0 and life.poolable[v]
+                if b == _NEW and pool and freed_head[shape] >= 0:
                     b = freed_head[shape]
                     freed_head[shape] = freed_next[b]
             if b == _NEW:
@@ -192,6 +192,8 @@ def _assign_buffers(order, life, reads, uses, first):  # type: ignore[no-untyped
             buffer_of[i + j] = b
             if b >= 0:
                 pending[b] += uses[i + j] + 1
+                if dropped:
+                    end[b] = t
         for j in range(n_in + n_out):  # what was read, then what was made and nobody reads
             source = reads[r + j] if j < n_in else i + j - n_in
             b = buffer_of[source] if source >= 0 else _RESIDENT

@@ -121,7 +121,7 @@ def viewless(problem: Problem, fixed_order: bool = False) -> Viewless:
         out_ptr.append(len(out_values))
         closed_ptr.append(len(closed))
     droppable = np.zeros(problem.n_values, np.bool_)
-    droppable[problem.out_values[problem.droppable]] = True
+    droppable[problem.out_values[problem.droppable > 0]] = True
     # A second result of an output that is read would be read in its place: such ops run once.
     once = made_by[life.kept & (readers > 0)]
     recomputable = life.recomputable & ~is_view

@@ -65,13 +65,8 @@ def _written(s, x, sign):  # type: ignore[no-untyped-def]
     p = place_of(s, x)
     first = s.nodes[x].before < 0
     high = p
-    if value.held and first:
+    if (value.held and first) or (ends(s, x) and s.totals[HOLD_UNREAD] and not (value.droppable and not first)):
         high = len(s.at) - 1
-    elif ends(s, x):
-        if value.droppable and not first:
-            return
-        if s.totals[HOLD_UNREAD]:
-            high = len(s.at) - 1
     _hold(s, p, high, sign * value.nbytes)
 
 
@@ -87,7 +82,7 @@ def in_place(s, e):  # type: ignore[no-untyped-def]
         y = event.node + k - op.slot
         made = s.values[s.nodes[y].value]
         first = s.nodes[y].before < 0
-        if made.held if first else made.droppable and ends(s, y):
+        if made.held and first:
             continue
         for j in range(s.take_ptr[k], s.take_ptr[k + 1]):
             x = event.node + s.take[j]
@@ -238,7 +233,7 @@ def _carried(s, e):  # type: ignore[no-untyped-def]
         first = node.before < 0
         if value.held and (node.read or first):
             continue
-        if node.read or not (s.totals[HOLD_UNREAD] or (value.droppable and not first)):
+        if node.read or not s.totals[HOLD_UNREAD] or (value.droppable and not first):
             level -= value.nbytes
     return level
 

@@ -44,13 +44,10 @@ def load(s, order):  # type: ignore[no-untyped-def]
             if value.held:
                 continue
             low = place_of(s, node.before) + 1
-        elif value.held and node.before < 0:
+        elif (value.held and node.before < 0) or (
+            ends(s, x) and s.totals[HOLD_UNREAD] and not (value.droppable and node.before >= 0)
+        ):
             high = places - 1
-        elif ends(s, x):
-            if value.droppable and node.before >= 0:
-                continue
-            if s.totals[HOLD_UNREAD]:
-                high = places - 1
         steps[low] += value.nbytes
         steps[high + 1] -= value.nbytes
     held = np.int64(0)
