@@ -15,9 +15,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from onnx_remat.errors import ConversionError
+
+from .arrays import tensor
+from .private_torch import TorchDispatchMode
 
 aten = torch.ops.aten
 
@@ -163,8 +165,6 @@ class Replay(Watch):
 
     def _next(self) -> tuple[torch.Tensor, float]:
         """The next value, and how far torch's may be from it."""
-        from .reference import tensor
-
         value = next(self._values, None)
         if value is None:
             raise ConversionError("torch decides or draws more often than the converted step: they cannot be compared")

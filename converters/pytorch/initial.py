@@ -9,7 +9,7 @@ import onnx
 import torch
 
 from . import optim
-from .reference import array
+from .arrays import array
 
 
 def initial_feeds(

@@ -11,33 +11,31 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch._export.utils import _compiling_state_context
-from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode, dispatch_functionalize
 from torch.export.exported_program import ExportedProgram, ModuleCallEntry, ModuleCallSignature
 from torch.export.graph_signature import ExportGraphSignature, InputKind, InputSpec, OutputKind, OutputSpec
 from torch.export.graph_signature import TensorArgument as Argument
 from torch.fx import GraphModule, Node
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.onnx._internal.exporter import _decomp, _registration
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from .private_torch import (
+    FunctionalTensor,
+    FunctionalTensorMode,
+    TorchDispatchMode,
+    compiling,
+    dispatch_functionalize,
+    make_fx,
+    pytree,
+    without_translation,
+)
 from .rules import decompositions
 
-
-@cache
-def _untranslated(opset: int) -> dict[Any, Callable[..., Any]]:
-    """How torch takes apart what its exporter cannot translate."""
-    registry = _registration.ONNXRegistry.from_torchlib(opset_version=opset)
-    known: Any = set(_decomp.get_onnx_implemented_overloads(registry))
-    return _decomp.create_onnx_friendly_decomposition_table(known)
+_untranslated = cache(without_translation)
 
 
 def capture(function: Callable[..., Any], fakes: Sequence[torch.Tensor], opset: int) -> GraphModule:
     """Trace a function of tensors without data into a functional graph of operators."""
 
     def lifted(*values: torch.Tensor) -> Any:
-        with _Lift(), _compiling_state_context():  # models ask whether they are being exported
+        with _Lift(), compiling():  # models ask whether they are being exported
             return function(*values)
 
     module = make_fx(

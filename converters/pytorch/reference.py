@@ -9,32 +9,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from onnx_remat.errors import ConversionError
 
 from .. import check, names
+from .arrays import array, tensor
 from .decisions import Replay
+from .private_torch import TorchDispatchMode, pytree
 from .rules.composites import Composites
 from .trace import Step, eager_kernels
-
-
-def array(tensor: torch.Tensor) -> np.ndarray:
-    """As numpy, bfloat16 included."""
-    tensor = tensor.detach().cpu().contiguous()
-    if tensor.dtype == torch.bfloat16:
-        import ml_dtypes
-
-        return tensor.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
-    return np.asarray(tensor.numpy())
-
-
-def tensor(value: np.ndarray) -> torch.Tensor:
-    """As torch, bfloat16 included; a copy."""
-    if value.dtype.name == "bfloat16":
-        return torch.from_numpy(value.view(np.uint16).copy()).view(torch.bfloat16)
-    return torch.from_numpy(np.array(value))
 
 
 def outputs(step: Step, watched: Sequence[np.ndarray], tolerance: Mapping[str, float]) -> dict[str, np.ndarray]:

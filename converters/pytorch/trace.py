@@ -11,21 +11,26 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch._dispatch.python import enable_python_dispatcher
-from torch._dynamo.source import ConstantSource
-from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
-from torch.distributions import Distribution
-from torch.fx import traceback
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from onnx_remat.errors import ConversionError
 
 from .. import names
 from .decisions import Recorder
+from .private_torch import (
+    ConstantSource,
+    DataDependentOutputException,
+    DimDynamic,
+    FakeTensorMode,
+    ShapeEnv,
+    StatelessSymbolicContext,
+    TorchDispatchMode,
+    enable_python_dispatcher,
+    pytree,
+    setup_stacktrace_preservation_hooks,
+    traceback,
+    unvalidated,
+)
 from .program import capture
 from .rules.composites import Composites
 
@@ -316,23 +321,12 @@ def eager_kernels() -> Iterator[None]:
     """Operators as the trace and its reference both shall see them: attention in parts, dropout with its mask."""
     with (
         quiet(),
-        _unvalidated(),
+        unvalidated(),
         enable_python_dispatcher(),
         sdpa_kernel(SDPBackend.MATH),
         torch.backends.mkldnn.flags(enabled=False),  # recurrent layers in parts; convolutions as exact as ours
     ):
         yield
-
-
-@contextmanager
-def _unvalidated() -> Iterator[None]:
-    """Without the checks of distributions' parameters, which read values."""
-    before = Distribution._validate_args
-    Distribution.set_default_validate_args(False)
-    try:
-        yield
-    finally:
-        Distribution.set_default_validate_args(before)
 
 
 def _one_line(error: Exception) -> str:

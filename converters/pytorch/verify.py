@@ -17,6 +17,7 @@ from onnx_remat.ort import runtime
 from .. import check, default_level, names
 from ..widen import NARROW, wide, widened
 from . import reference
+from .arrays import array
 from .initial import initial_feeds
 from .lower import watched
 from .trace import Step
@@ -49,7 +50,7 @@ def step(
     """
     tolerance = _tolerance(made)
     feeds = initial_feeds(ir.to_proto(made), model, optimizer)
-    feeds |= {n: reference.array(t) for n, t in zip(traced.batch.names, traced.batch.tensors, strict=True)}
+    feeds |= {n: array(t) for n, t in zip(traced.batch.names, traced.batch.tensors, strict=True)}
     plain, run = _run(made, feeds, list(hidden.values()))
     found = {name: value.astype(NARROW.numpy()) if name in run.narrow else value for name, value in plain.items()}
     for gradient, value in hidden.items():
@@ -58,7 +59,7 @@ def step(
     expected = reference.outputs(traced, seen, tolerance)
     for buffer in traced.buffers:  # one that the step only reads is not put out
         after = names.new(buffer)
-        if after not in found and np.array_equal(expected[after], reference.array(traced.buffers[buffer])):
+        if after not in found and np.array_equal(expected[after], array(traced.buffers[buffer])):
             del expected[after]
     of_update = {name for name in found if name.startswith(names.new("")) and name not in expected}
     made_here = {n: v for n, v in found.items() if n not in of_update}

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from ..private_torch import old_weight_norm
+
 
 def bilinear(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x W y for every output."""
@@ -220,7 +222,7 @@ COMPOSITES: dict[Any, Callable[..., Any]] = {
     F.grid_sample: grid_sample,
     torch.cumprod: cumprod,
     torch.Tensor.cumprod: cumprod,
-    torch._weight_norm: weight_norm,
+    old_weight_norm: weight_norm,
 }
 
 

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
+from ..private_torch import computed_now
 from . import onnx
 from .registry import rule
 
@@ -78,7 +78,7 @@ def _places(x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset:
         return None
     if not all(isinstance(n, int) for n in (*x.shape, *size)):
         raise NotImplementedError("as_strided along dimensions that vary")
-    with _disable_current_modes():  # computed now, a constant of the graph
+    with computed_now():  # computed now, a constant of the graph
         reach = [start + sum((n - 1) * step for n, step in zip(shape, steps, strict=True))
                  for start, shape, steps in ((own, x.shape, x.stride()), (first, size, stride))]  # fmt: skip
         memory = torch.full([max(reach) + 1], -1)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch
+from ..private_torch import Operator
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 RULES: dict[Any, Callable[..., Any]] = {}
 
 
-def rule(*operators: torch._ops.OpOverload) -> Callable[[Function], Function]:
+def rule(*operators: Operator) -> Callable[[Function], Function]:
     """Enter the function below as the rule of these operators."""
 
     def enter(function: Function) -> Function:

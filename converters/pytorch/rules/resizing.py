@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
+from ..private_torch import computed_now
 from .registry import rule
 
 aten = torch.ops.aten
@@ -21,7 +21,7 @@ def _matrices(
         raise NotImplementedError("resizing with antialiasing of dimensions that vary")
     made = []
     for old, new, scale in zip(sizes, counts, scales, strict=True):
-        with _disable_current_modes():  # computed now: what becomes of the unit vectors, side by side
+        with computed_now():  # computed now: what becomes of the unit vectors, side by side
             made.append(kind(torch.eye(old)[None, None], [new, old], corners, scale, None)[0, 0].tolist())
     return made
 

@@ -1,0 +1,22 @@
+"""Tensors as numpy arrays and back, bfloat16 included."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import torch
+
+
+def array(tensor: torch.Tensor) -> np.ndarray:
+    """As numpy."""
+    tensor = tensor.detach().cpu().contiguous()
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
+    return np.asarray(tensor.numpy())
+
+
+def tensor(value: np.ndarray) -> torch.Tensor:
+    """As torch; a copy."""
+    if value.dtype.name == "bfloat16":
+        return torch.from_numpy(value.view(np.uint16).copy()).view(torch.bfloat16)
+    return torch.from_numpy(np.array(value))

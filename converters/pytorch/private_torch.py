@@ -1,0 +1,74 @@
+"""What the converter takes from torch beyond its documented interface: all of it, and nothing else does.
+
+The torch extra has an upper bound for its sake; `tests/converters/test_private_torch.py` checks that it is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import torch
+from torch._decomp import get_decompositions  # torch's own rules for operators that ONNX has no counterpart for
+from torch._dispatch.python import enable_python_dispatcher  # rules take part while tensors have no data
+from torch._dynamo.source import ConstantSource  # a name for the sizes of an input, which symbolic sizes need
+from torch._export.utils import _compiling_state_context  # models ask whether they are being exported
+from torch._functorch._aot_autograd.logging_utils import (
+    setup_stacktrace_preservation_hooks,  # backward nodes say which forward node they are of
+)
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,  # raised where Python code reads a tensor's value
+    FakeTensorMode,  # tensors without data
+)
+from torch._subclasses.functional_tensor import (  # what is changed in place becomes values
+    FunctionalTensor,
+    FunctionalTensorMode,
+    dispatch_functionalize,
+)
+from torch.distributions import Distribution
+from torch.fx import traceback  # labels of nodes (phase, module) that last through a trace
+from torch.fx.experimental.proxy_tensor import make_fx  # the trace itself
+from torch.fx.experimental.symbolic_shapes import (  # sizes that vary
+    DimDynamic,
+    ShapeEnv,
+    StatelessSymbolicContext,
+)
+from torch.onnx._internal.exporter import _decomp, _registration
+from torch.utils import _pytree as pytree  # structures of arguments, flat and back
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,  # sees every operator
+    _disable_current_modes,  # computes a constant while tracing
+)
+
+__all__ = [
+    "ConstantSource", "DataDependentOutputException", "DimDynamic", "FakeTensorMode", "FunctionalTensor",
+    "FunctionalTensorMode", "Operator", "ShapeEnv", "StatelessSymbolicContext", "TorchDispatchMode", "compiling",
+    "computed_now", "dispatch_functionalize", "enable_python_dispatcher", "get_decompositions", "make_fx",
+    "old_weight_norm", "pytree", "setup_stacktrace_preservation_hooks", "traceback", "unvalidated",
+    "without_translation",
+]  # fmt: skip
+
+Operator: TypeAlias = torch._ops.OpOverload
+
+old_weight_norm = torch._weight_norm  # what `torch.nn.utils.weight_norm` calls
+compiling: Callable[[], Any] = _compiling_state_context
+computed_now: Callable[[], Any] = _disable_current_modes
+
+
+def without_translation(opset: int) -> dict[Any, Callable[..., Any]]:
+    """How torch takes apart the operators that its exporter cannot translate to this opset."""
+    registry = _registration.ONNXRegistry.from_torchlib(opset_version=opset)
+    known: Any = set(_decomp.get_onnx_implemented_overloads(registry))
+    return _decomp.create_onnx_friendly_decomposition_table(known)
+
+
+@contextmanager
+def unvalidated() -> Iterator[None]:
+    """Without the checks of distributions' parameters, which read values."""
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(before)
