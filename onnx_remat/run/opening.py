@@ -21,6 +21,7 @@ from onnx_remat.errors import ModelError, OnnxRematError, UsageError
 from onnx_remat.worker import QUIET
 
 if TYPE_CHECKING:
+    from onnx_remat.ort.executed import Executed
     from onnx_remat.ort.prepare import Compiled
     from onnx_remat.run.binding import Binding, Program
 
@@ -164,12 +165,10 @@ def arrange(path: Path, wish: Wish) -> Arranged:
     import onnx
 
     from onnx_remat.ir import model_io
-    from onnx_remat.ir.graph import INITIALIZER
     from onnx_remat.ort import runtime
     from onnx_remat.ort.executed import as_executed
     from onnx_remat.ort.kernels.registry import kernels_of
     from onnx_remat.ort.prepare import Preparation
-    from onnx_remat.run import binding, private_copy
 
     source = model_io.load(path)
     if model_io.weight_bytes(source.model) > runtime.MOST_WEIGHTS:
@@ -182,16 +181,34 @@ def arrange(path: Path, wish: Wish) -> Arranged:
     executed = as_executed(source.model, source.folder, wish.level, stated)
     if executed.emulated:
         raise ModelError(f"a session cannot open this model: {executed.emulated}")
+    return lay_out(executed, [value.name for value in source.model.graph.output], wish.donate, wish.least)
+
+
+def lay_out(executed: Executed, outputs: Sequence[str], donate: Donate, least: int) -> Arranged:
+    """Where the values of a step lie that ONNX Runtime has optimised already.
+
+    Parameters
+    ----------
+    executed : Executed
+    outputs : sequence of str
+        Graph outputs, in the original's order.
+    donate : bool or mapping of str to str
+        Which outputs renew which inputs in place.
+    least : int
+        Bytes from which on a value is bound.
+    """
+    from onnx_remat.ir.graph import INITIALIZER
+    from onnx_remat.run import binding, private_copy
+
     compiled = executed.compiled
     stored = {name for name, value in compiled.graph.values.items() if value.kind == INITIALIZER}
     inputs = [value.name for value in compiled.graph.model.graph.input if value.name not in stored]
-    outputs = [value.name for value in source.model.graph.output]
-    pairs = _pairs(wish.donate, inputs, outputs)
+    pairs = _pairs(donate, inputs, list(outputs))
     ops = [compiled.graph.ops[i] for i in executed.order.order]
     steps = private_copy.as_run(private_copy.without_control_edges(ops, compiled.graph.model, compiled.tensors))
     program = binding.waiting(binding.program(steps, compiled.tensors, inputs, outputs, compiled.kernels), pairs)
     weights = sum(compiled.tensors[name].nbytes for name in stored)
-    return Arranged(compiled, program, binding.bind(program, pairs, wish.least), weights)
+    return Arranged(compiled, program, binding.bind(program, pairs, least), weights)
 
 
 def plan(path: Path, target: Path, wish: Wish) -> Opened:
