@@ -4,7 +4,7 @@ An op without a half kernel runs as Cast -> float kernel -> Cast. Where the file
 runtime takes both Casts out, optimisations off or on, and with them the rounding::
 
     file          x32 -> Cast16 -> Tanh -> Cast32            as it runs    x32 -> Tanh
-    with a node   x32 -> Cast16 -> Reshape -> Tanh           as it runs    x32 -> Cast16 -> Reshape -> Cast32 -> Tanh
+    with a node   x32 -> Cast16 -> Unsqueeze -> Tanh         as it runs    x32 -> Cast16 -> Unsqueeze -> Cast32 -> Tanh
 
 Any node in between, and any second reader, brings the rounding back. The result is right in either case, and equal
 within rounding.
