@@ -23,6 +23,7 @@ from onnx_remat.ort.prepare import Compiled, computed
 from onnx_remat.ort.simulate import buffers
 from onnx_remat.plan import bounds, selectors
 from onnx_remat.problem import Schedule, check_schedule
+from onnx_remat.run.foreseen import foresee
 from onnx_remat.units import format_bytes
 from onnx_remat.version import __version__
 from onnx_remat.write import private_buffers
@@ -60,18 +61,40 @@ Fitted: TypeAlias = tuple[Plan, Rewritten, dict[str, Executed]]
 """A plan, the file it became, and what ONNX Runtime makes of that at every optimisation level."""
 
 
-def target_of(allowed: int) -> int:
-    """The peak that plans are made for: a budget less its margin."""
-    return int(allowed * (1 - MARGIN))
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """What a budget is asked for, and what of it is left to a plan.
+
+    Attributes
+    ----------
+    allowed : int
+        The budget in bytes.
+    by_loop : bool
+        It covers what training with `run.training.Loop` takes of the machine, not the sum of tensors.
+    books : int
+        Bytes that no plan changes: what a session keeps for its graph, reckoned for the original.
+    """
+
+    allowed: int
+    by_loop: bool = False
+    books: int = 0
+
+    def target(self) -> int:
+        """The peak that plans are made for: the budget less its margin and the books."""
+        return int((self.allowed - self.books) * (1 - MARGIN))
+
+    def budget(self, peak: int) -> int:
+        """The least budget that plans with this peak keep."""
+        return int(peak / (1 - MARGIN)) + 2 + self.books
 
 
 def smallest_budget(peak: int) -> int:
     """The least budget that plans with this peak keep: the peak and its margin."""
-    return int(peak / (1 - MARGIN)) + 2
+    return Goal(0).budget(peak)
 
 
 def make_plan(
-    compiled: Compiled, allowed: int, target: int, options: Options, known_plans: tuple[Schedule, ...] = ()
+    compiled: Compiled, goal: Goal, target: int, options: Options, known_plans: tuple[Schedule, ...] = ()
 ) -> Plan:
     """The selector's plan for a peak of `target` bytes; BudgetInfeasibleError where it finds none.
 
@@ -82,6 +105,9 @@ def make_plan(
     select = selectors.get(options.selector)
     # Plans are made against liveness: the file keeps the runtime from sharing buffers where that costs memory.
     problem = replace(compiled.problem, poolable=np.zeros(compiled.problem.n_values, np.bool_))
+    if goal.by_loop:  # the slab does not shrink while a kernel has its workspace: the largest lies alongside
+        apart = int(problem.workspace.max(initial=0))
+        problem = replace(problem, workspace=np.zeros_like(problem.workspace), base_bytes=problem.base_bytes + apart)
     numbers = {name: i for i, name in enumerate(compiled.graph.values)}
     request = selectors.Request(
         problem,
@@ -100,14 +126,14 @@ def make_plan(
     timeline = buffers.simulate(problem, schedule)
     if timeline.peak > target:
         before = buffers.simulate(problem, baseline).peak
-        why = _refusal(allowed, target, floor, timeline.peak, before, options)
+        why = _refusal(goal, target, floor, timeline.peak, before, options)
         raise BudgetInfeasibleError(why, timeline.peak, floor)
-    return Plan(compiled, schedule, timeline, allowed, schedule.overhead(compiled.problem), floor)
+    return Plan(compiled, schedule, timeline, goal.allowed, schedule.overhead(compiled.problem), floor)
 
 
-def _refusal(allowed: int, target: int, floor: int, lowest: int, before: int, options: Options) -> str:
+def _refusal(goal: Goal, target: int, floor: int, lowest: int, before: int, options: Options) -> str:
     """Why there is no plan: proved, or not found in the time given; and what to try next."""
-    least, found = smallest_budget(floor), smallest_budget(lowest)
+    allowed, least, found = goal.allowed, goal.budget(floor), goal.budget(lowest)
     if floor > target:
         why = "" if floor > allowed else f" and {MARGIN:.0%} of a budget is kept free"
         return (
@@ -129,15 +155,16 @@ def _refusal(allowed: int, target: int, floor: int, lowest: int, before: int, op
 
 
 def fit(
-    compiled: Compiled, original: Executed, allowed: int, folder: Path | None, options: Options, stage: Stage
+    compiled: Compiled, original: Executed, goal: Goal, folder: Path | None, options: Options, stage: Stage
 ) -> Fitted:
     """Plan, write, and see what ONNX Runtime would make of the file, until that is within the budget.
 
-    Where the file as executed exceeds the budget, the plan is made anew for a tighter target. What the arena adds,
-    where the budget is to cover that, is no simple function of the target: there the best is looked for between the
-    last target that was too large and the first that was not.
+    Where the file as executed exceeds the budget, the plan is made anew for a tighter target. What the arena adds, or
+    what the runtime's fusions spare a slab, is no simple function of the target: where the budget covers these, the
+    best is looked for between the last target that was too large and the first that was not.
     """
-    target, good, failed = target_of(allowed), 0, 0
+    allowed = goal.allowed
+    target, good, failed = goal.target(), 0, 0
     peaks: list[int] = []
     plans: tuple[Schedule, ...] = ()
     best: Fitted | None = None
@@ -145,24 +172,26 @@ def fit(
         with stage("plan"):
             try:
                 less = replace(options, time_limit=options.time_limit * _GOING_ON) if plans else options
-                plan = make_plan(compiled, allowed, target, less, plans)
+                plan = make_plan(compiled, goal, target, less, plans)
                 plans = (*plans, plan.schedule)
             except BudgetInfeasibleError:
                 if not plans:
                     raise
                 break
-        worst, written, executed = _write_out(plan, target, original, folder, options, stage)
+        worst, written, executed = _write_out(plan, goal, target, original, folder, options, stage)
         peaks.append(worst)
         if worst > allowed:  # ask for less by what the file took more, and for less than would give this plan again
             failed = min(target, plan.timeline.peak)
-            target = (good + failed) // 2 if good else min(int(target * allowed / worst * 0.998), failed - 1)
+            over = worst - allowed if goal.by_loop else int(target * (1 - allowed / worst * 0.998))
+            target = (good + failed) // 2 if good else min(target - over, failed - 1)
         else:
             good = target
             if best is None or plan.extra_compute < best[0].extra_compute:
                 best = plan, written, executed
-            if not options.arena or not failed:
+            unused = allowed - worst
+            if unused <= allowed * MARGIN if goal.by_loop else not (options.arena and failed):
                 break
-            target = (good + failed) // 2
+            target = (good + failed) // 2 if failed else target + unused
         if good > failed * _CLOSE > 0:
             break
     if best is not None:
@@ -177,7 +206,7 @@ def fit(
 
 
 def _write_out(
-    plan: Plan, target: int, original: Executed, folder: Path | None, options: Options, stage: Stage
+    plan: Plan, goal: Goal, target: int, original: Executed, folder: Path | None, options: Options, stage: Stage
 ) -> tuple[int, Rewritten, dict[str, Executed]]:
     """Write a plan and simulate the file at every level; the most it holds there, and both.
 
@@ -187,13 +216,16 @@ def _write_out(
     before_peak = original.timeline().peak
     steps = private_buffers.unroll(plan.compiled.problem, plan.schedule).step
     private: set[int] = set()
-    exposed: set[int] = set()
+    # A session of ours shares no buffers that it should not: nothing needs to be private then.
+    exposed: set[int] = set(range(len(plan.schedule.order))) if goal.by_loop else set()
     while True:
         with stage("rewrite"):
             written = _write(plan, target, before_peak, private, exposed, options.dims)
         with stage("simulate result"):
             executed = _as_written(written.model, folder, options)
             timelines = {level: what.timeline() for level, what in executed.items()}
+        if goal.by_loop:
+            return foresee(list(executed.values())[-1]).total, written, executed
         worst = max(timeline.peak for timeline in timelines.values())
         so_far = len(private) + len(exposed)
         if worst > plan.budget:

@@ -37,6 +37,9 @@ class Options:
         Values that the selector `collection` keeps.
     allow_recompute : sequence of str
         Custom ops, ``domain::op``, that are pure, so that they may be recomputed.
+    run_by : str
+        What trains with the file, and so what the budget covers: ``"session"``, onnxruntime's own (the sum of tensors),
+        or ``"loop"``, `run.training.Loop` (all that training takes of the machine's memory).
     arena : bool
         The budget also covers what ONNX Runtime's arena takes besides the plan, with `session_options()`.
     time_limit : float
@@ -56,6 +59,7 @@ class Options:
     keep: Sequence[str] = ()
     checkpoints: Sequence[str] = ()
     allow_recompute: Sequence[str] = ()
+    run_by: str = "session"
     arena: bool = False
     time_limit: float = 30.0
     costs: str = "cpu"
@@ -80,6 +84,7 @@ class PlanningOptions(TypedDict, total=False):
     keep: Sequence[str]
     checkpoints: Sequence[str]
     allow_recompute: Sequence[str]
+    run_by: str
     arena: bool
     time_limit: float
     costs: str
@@ -88,7 +93,10 @@ class PlanningOptions(TypedDict, total=False):
 
 
 _NAMES = ("keep", "checkpoints", "allow_recompute")
-_TEXTS = ("provider", "selector", "costs", "verify")
+_TEXTS = ("provider", "selector", "costs", "verify", "run_by")
+
+RUN_BY = ("session", "loop")
+"""Values of `Options.run_by`."""
 
 
 def _checked(name: str, value: object) -> object:
@@ -133,6 +141,12 @@ def parse_options(given: PlanningOptions) -> Options:
     kernels_of(options.provider)
     if options.verify not in verify.MODES:
         raise UsageError(f"verify must be one of {', '.join(verify.MODES)}, not {options.verify!r}")
+    if options.run_by not in RUN_BY:
+        raise UsageError(f"run_by must be one of {', '.join(RUN_BY)}, not {options.run_by!r}")
+    if options.run_by == "loop":
+        runtime.import_runtime()
+        if options.arena:
+            raise UsageError("--arena is for --for session: a loop of ours keeps no values in ONNX Runtime's arena")
     selectors.get(options.selector)
     if options.checkpoints and options.selector != "collection":
         raise UsageError(f"--checkpoint is for --selector collection, {options.selector!r} chooses by itself")

@@ -13,7 +13,8 @@ from typing import Unpack
 import onnx
 
 from onnx_remat import files
-from onnx_remat.fit import Plan, fit, make_plan, target_of
+from onnx_remat.errors import ModelError
+from onnx_remat.fit import Goal, Plan, fit, make_plan
 from onnx_remat.ir import model_io, phases, shapes
 from onnx_remat.ir.training_ops import first_training_op
 from onnx_remat.options import Options, PlanningOptions, parse_options
@@ -21,11 +22,13 @@ from onnx_remat.ort import known_bugs, runtime
 from onnx_remat.ort.executed import Executed, as_executed
 from onnx_remat.ort.peaks import describe, held, reserves
 from onnx_remat.ort.prepare import Compiled, prepare
+from onnx_remat.ort.renewed import with_donations
 from onnx_remat.ort.simulate.buffers import Timeline
 from onnx_remat.plan import bounds
 from onnx_remat.plan.cost_bounds import cost_lower_bound
 from onnx_remat.report import Report
 from onnx_remat.run import fixed_draws, verify
+from onnx_remat.run.foreseen import Resident, foresee
 from onnx_remat.units import Budget, format_bytes, parse_budget
 
 
@@ -89,7 +92,7 @@ def plan_model(model: model_io.Model, budget: str | int | Budget, **options: Unp
         As `rewrite_model`.
     """
     job = _begin(model, budget, options)
-    return make_plan(job.compiled, job.allowed, target_of(job.allowed), job.options)
+    return make_plan(job.compiled, job.goal, job.goal.target(), job.options)
 
 
 def rewrite_model(model: model_io.Model, budget: str | int | Budget, **options: Unpack[PlanningOptions]) -> Result:
@@ -127,12 +130,11 @@ def rewrite_model(model: model_io.Model, budget: str | int | Budget, **options: 
     True
     """
     job = _begin(model, budget, options)
-    compiled, original, before, allowed, opts, clock = (
-        job.compiled, job.original, job.before, job.allowed, job.options, job.clock,
-    )  # fmt: skip
-    if before.peak <= allowed and not (opts.arena and held(original, before) > allowed):
+    compiled, original, before, opts, clock = job.compiled, job.original, job.before, job.options, job.clock
+    allowed = job.goal.allowed
+    if job.keeps_already():
         return _unchanged(job)
-    plan, written, executed = fit(compiled, original, allowed, job.folder, opts, clock.stage)
+    plan, written, executed = fit(compiled, original, job.goal, job.folder, opts, clock.stage)
     with clock.stage("bound"):
         at_least = cost_lower_bound(compiled.problem, allowed)
     peaks = {level: what.timeline().peak for level, what in executed.items()}
@@ -148,8 +150,9 @@ def rewrite_model(model: model_io.Model, budget: str | int | Budget, **options: 
         if opts.verify == "run":
             plain = executed["disable"]
             order = [plain.compiled.graph.ops[i].node.name for i in plain.order.order]
+            limit = max(peaks.values()) if job.goal.by_loop else allowed
             measured = verify.run(
-                compiled, written.model, job.folder, dict(opts.dims), allowed, order, opts.arena, written.rounded
+                compiled, written.model, job.folder, dict(opts.dims), limit, order, opts.arena, written.rounded
             )  # fmt: skip
     return Result(
         written.model,
@@ -173,6 +176,9 @@ def rewrite_model(model: model_io.Model, budget: str | int | Budget, **options: 
             measured=measured,
             notes=notes,
             warnings=_warnings(compiled, written.model),
+            run_by=opts.run_by,
+            loop_before=job.trained,
+            loop_after=_as_trained(executed[final]),
         ),
         job.folder,
         compiled,
@@ -184,15 +190,23 @@ def rewrite_model(model: model_io.Model, budget: str | int | Budget, **options: 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """What planning starts from; `before` is the original's simulated timeline, `allowed` the budget in bytes."""
+    """What planning starts from; `before` is the original's simulated timeline, `trained` what a loop takes with it."""
 
     options: Options
     folder: Path | None
     compiled: Compiled
     original: Executed
     before: Timeline
-    allowed: int
+    trained: Resident | None
+    goal: Goal
     clock: _Stopwatch
+
+    def keeps_already(self) -> bool:
+        """Is the original itself within the budget?"""
+        allowed = self.goal.allowed
+        if self.goal.by_loop:
+            return self.trained is not None and self.trained.total <= allowed
+        return self.before.peak <= allowed and not (self.options.arena and held(self.original, self.before) > allowed)
 
 
 def _begin(model: model_io.Model, budget: str | int | Budget, given: PlanningOptions) -> _Job:
@@ -207,7 +221,21 @@ def _begin(model: model_io.Model, budget: str | int | Budget, given: PlanningOpt
     with clock.stage("simulate original"):
         original = as_executed(compiled.graph.model, source.folder, "all", options.preparation())
         before = original.timeline()
-    return _Job(options, source.folder, compiled, original, before, parsed.resolve(before.peak), clock)
+    if options.run_by == "session":
+        goal, trained = Goal(parsed.resolve(before.peak)), _as_trained(original)
+    else:
+        trained = foresee(original)
+        goal = Goal(parsed.resolve(trained.total), by_loop=True, books=trained.books)
+        compiled = with_donations(compiled)
+    return _Job(options, source.folder, compiled, original, before, trained, goal, clock)
+
+
+def _as_trained(executed: Executed) -> Resident | None:
+    """What a loop takes; nothing where a session cannot open such a step."""
+    try:
+        return foresee(executed)
+    except ModelError:
+        return None
 
 
 def _unchanged(job: _Job) -> Result:
@@ -218,12 +246,14 @@ def _unchanged(job: _Job) -> Result:
     with clock.stage("arena"):
         taken = reserves(original, timeline)
     report = Report(
-        selector=job.options.selector, budget=job.allowed, before=peak, after=peak, peaks_by_level={"all": peak.total},
+        selector=job.options.selector, budget=job.goal.allowed, before=peak, after=peak,
+        peaks_by_level={"all": peak.total},
         lower_bound=bounds.lower_bound(compiled.problem), extra_compute=0.0, extra_compute_bound=0.0, recomputed=0,
         control_edges=0, private_values=0, nodes_before=compiled.graph.n_nodes(), nodes_after=compiled.graph.n_nodes(),
         seconds=clock.seconds, arena_before=taken, arena_after=taken,
         notes=("the original keeps this budget already: OUT is the original, unchanged",),
         warnings=_warnings(compiled, compiled.graph.model),
+        run_by=job.options.run_by, loop_before=job.trained, loop_after=job.trained,
     )  # fmt: skip
     return Result(compiled.graph.model, report, job.folder, compiled, original, original, ())
 

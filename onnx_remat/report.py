@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from onnx_remat.ort.peaks import Peak, Reserves
+from onnx_remat.run.foreseen import Resident
 from onnx_remat.run.verify import Measured
 from onnx_remat.units import format_bytes
 
@@ -45,6 +46,10 @@ class Report:
         What the reader should know besides.
     warnings : tuple of str
         What in the original keeps its results from being the same in every run.
+    run_by : str
+        What the budget covers, see `Options.run_by`.
+    loop_before, loop_after : Resident or None
+        What training with `run.training.Loop` takes of the machine's memory; None where it cannot open the step.
     """
 
     selector: str
@@ -66,15 +71,26 @@ class Report:
     measured: Measured | None = None
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    run_by: str = "session"
+    loop_before: Resident | None = None
+    loop_after: Resident | None = None
+
+    def covered(self) -> tuple[int, int]:
+        """What the budget covers, of the original and of the result, in bytes."""
+        if self.run_by == "loop" and self.loop_before and self.loop_after:
+            return self.loop_before.total, self.loop_after.total
+        return self.before.total, self.after.total
 
     def verdict(self) -> str:
         """One line: what was reached, at what price."""
         gap = max(0.0, self.extra_compute - self.extra_compute_bound)
         room = f"at most {100 * gap:.1f} points above any possible plan" if gap >= 5e-4 else "the least possible"
-        saved = 1 - self.after.total / self.before.total if self.before.total else 0.0
-        change = f"-{saved:.1%}" if self.after.total != self.before.total else "unchanged"
+        before, after = self.covered()
+        saved = 1 - after / before if before else 0.0
+        change = f"-{saved:.1%}" if after != before else "unchanged"
+        what = "training takes" if self.run_by == "loop" else "peak"
         return (
-            f"peak {format_bytes(self.before.total)} -> {format_bytes(self.after.total)} ({change}), "
+            f"{what} {format_bytes(before)} -> {format_bytes(after)} ({change}), "
             f"budget {format_bytes(self.budget)} kept, +{self.extra_compute:.1%} compute, {room}"
         )
 
@@ -102,6 +118,14 @@ class Report:
             ("  activations", "activations"), ("  outputs", "outputs"), ("  workspace", "workspace"),
         ):  # fmt: skip
             rows.append((label, format_bytes(getattr(self.before, field)), format_bytes(getattr(self.after, field))))
+        if self.loop_before and self.loop_after:
+            for label, field in (
+                ("training by Loop takes", "total"), ("  inputs and state", "inputs"), ("  weights", "weights"),
+                ("  slab", "slab"), ("  workspace", "workspace"), ("  ONNX Runtime's books", "books"),
+            ):  # fmt: skip
+                sides = (self.loop_before, self.loop_after)
+                before, after = (format_bytes(getattr(side, field)) for side in sides)
+                rows.append((label, before, after))
         for label, field in (("with ONNX Runtime's arena", "held"), ("  outputs fed back", "held_fed_back")):
             before, after = (format_bytes(getattr(side, field)) for side in (self.arena_before, self.arena_after))
             rows.append((label, before, after))

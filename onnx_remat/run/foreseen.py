@@ -1,0 +1,91 @@
+"""What training takes of the machine's memory with `run.session.Session` and `run.training.Loop`, foreseen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from onnx_remat.errors import ModelError
+from onnx_remat.ir.graph import INPUT
+from onnx_remat.ort.executed import Executed
+from onnx_remat.run.binding import LEAST
+from onnx_remat.run.opening import lay_out
+
+BOOKS_BYTES = 2_000_000
+"""What a session keeps whatever its graph, over a session of one node: measured by ``python -m scripts.resident``."""
+
+BOOKS_BYTES_PER_NODE = 5_000
+"""What it keeps for each node of the graph, likewise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """Memory that training takes, in bytes; the parts add up to `total`.
+
+    Attributes
+    ----------
+    inputs : int
+        State and batch.
+    weights : int
+        Weights and constants in the file.
+    slab : int
+        The one allocation in which all large values lie.
+    workspace : int
+        The most that a kernel takes while it runs, and gives back.
+    books : int
+        What ONNX Runtime keeps for the graph, and small values.
+    live : int
+        The most bytes of the slab's values that are alive at once: no slab is smaller.
+    donated : int
+        Outputs that renew their input in place.
+    not_donated : mapping of str to str
+        Why the other ones do not.
+    """
+
+    inputs: int
+    weights: int
+    slab: int
+    workspace: int
+    books: int
+    live: int
+    donated: int
+    not_donated: Mapping[str, str]
+
+    @property
+    def total(self) -> int:
+        return self.inputs + self.weights + self.slab + self.workspace + self.books
+
+
+def books(nodes: int) -> int:
+    """Bytes that a session keeps for a graph of so many nodes."""
+    return BOOKS_BYTES + BOOKS_BYTES_PER_NODE * nodes
+
+
+def foresee(executed: Executed) -> Resident:
+    """What training takes with a step that ONNX Runtime runs as `executed`.
+
+    Parameters
+    ----------
+    executed : Executed
+        The step as it is optimised by default.
+
+    Raises
+    ------
+    ModelError
+        A session cannot open such a step.
+    """
+    if executed.emulated:
+        raise ModelError(f"a session cannot open this model: {executed.emulated}")
+    outputs = [value.name for value in executed.compiled.graph.model.graph.output]
+    arranged = lay_out(executed, outputs, donate=True, least=LEAST)
+    compiled, bound = arranged.compiled, arranged.binding
+    return Resident(
+        inputs=sum(compiled.tensors[name].nbytes for name, v in compiled.graph.values.items() if v.kind == INPUT),
+        weights=arranged.weights,
+        slab=bound.height,
+        workspace=max((sum(blocks) for blocks in compiled.table.workspace), default=0),
+        books=books(len(arranged.program.steps)),
+        live=bound.live,
+        donated=len(bound.donated),
+        not_donated=bound.not_donated,
+    )
