@@ -115,32 +115,6 @@ def concrete(kind: TypeProto | None) -> tuple[int, ...] | None:
     return tuple(d.dim_value for d in dims) if all(d.HasField("dim_value") for d in dims) else None
 
 
-def propagate(model: onnx.ModelProto, types: Mapping[str, TypeProto]) -> Types:
-    """`shape_arithmetic.propagate`: types that follow where sizes are computed on the way."""
-    asked = onnx.ModelProto()
-    asked.CopyFrom(model)
-    asked.graph.ClearField("value_info")
-    asked.graph.value_info.extend(onnx.ValueInfoProto(name=name, type=kind) for name, kind in types.items())
-    data = asked.SerializeToString()
-    _, made = worker.ask(
-        "computing shapes", "onnx_remat.ir.native:do_propagate", limit(len(asked.graph.node), len(data)), data
-    )
-    return dict(types) | stated(onnx.GraphProto.FromString(made))
-
-
-def do_propagate(data: bytes) -> tuple[None, bytes]:
-    """See `propagate`."""
-    from onnx_remat.ir import shape_arithmetic
-
-    model = onnx.ModelProto.FromString(data)
-    types = {value.name: value.type for value in model.graph.value_info}
-    found = shape_arithmetic.propagate(model, types)
-    made = onnx.GraphProto()
-    new = (name for name in found if name not in types or concrete(types[name]) is None)
-    made.value_info.extend(onnx.ValueInfoProto(name=name, type=found[name]) for name in new)
-    return None, made.SerializeToString()
-
-
 MOST_INLINED = 300_000
 """Nodes up to which local functions are inlined: thirty that double each other come to a billion."""
 

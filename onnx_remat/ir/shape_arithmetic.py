@@ -10,10 +10,35 @@ import onnx
 from onnx import TypeProto, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
-from onnx_remat.ir.native import concrete
+from onnx_remat import worker
+from onnx_remat.ir.native import concrete, limit, stated
 from onnx_remat.ir.op_semantics import semantics
 
 _MOST = 1024  # elements of a value that is worth computing
+
+
+def ask(model: onnx.ModelProto, types: Mapping[str, TypeProto]) -> dict[str, TypeProto]:
+    """`propagate`, done by the worker under its limits: small inputs may make values of any size."""
+    asked = onnx.ModelProto()
+    asked.CopyFrom(model)
+    asked.graph.ClearField("value_info")
+    asked.graph.value_info.extend(onnx.ValueInfoProto(name=name, type=kind) for name, kind in types.items())
+    data = asked.SerializeToString()
+    _, made = worker.ask(
+        "computing shapes", "onnx_remat.ir.shape_arithmetic:do_propagate", limit(len(asked.graph.node), len(data)), data
+    )
+    return dict(types) | stated(onnx.GraphProto.FromString(made))
+
+
+def do_propagate(data: bytes) -> tuple[None, bytes]:
+    """See `ask`; for the worker."""
+    model = onnx.ModelProto.FromString(data)
+    types = {value.name: value.type for value in model.graph.value_info}
+    found = propagate(model, types)
+    made = onnx.GraphProto()
+    new = (name for name in found if name not in types or concrete(types[name]) is None)
+    made.value_info.extend(onnx.ValueInfoProto(name=name, type=found[name]) for name in new)
+    return None, made.SerializeToString()
 
 
 def propagate(model: onnx.ModelProto, types: Mapping[str, TypeProto]) -> dict[str, TypeProto]:

@@ -11,7 +11,7 @@ import onnx
 from onnx import TensorProto, TypeProto
 
 from onnx_remat.errors import ModelError, ShapeError, UsageError, did_you_mean
-from onnx_remat.ir import native, sequences
+from onnx_remat.ir import native, sequences, shape_arithmetic
 from onnx_remat.ir.dtypes import tensor_bytes
 from onnx_remat.ir.graph import Graph
 from onnx_remat.ir.model_io import without_weights
@@ -100,7 +100,7 @@ def infer(
     _bind(bound, dims)
     _see_through(bound)
     types = native.infer_types(bound)
-    left_open = _left_open(bound)
+    left_open = _left_open(bound, dims)
     if unknown_yet := {k: v for k, v in left_open.items() if _shape(types.get(k)) is None}:
         bound = _with_types(bound, unknown_yet)
         types = native.infer_types(bound)
@@ -297,8 +297,8 @@ def _bind(model: onnx.ModelProto, dims: Mapping[str, int]) -> None:
             dim.ClearField("dim_param")  # a derived name (such as "2*batch"): inference finds its size
 
 
-def _left_open(model: onnx.ModelProto) -> dict[str, TypeProto]:
-    """The shapes that an earlier rewrite left open, of values that are there.
+def _left_open(model: onnx.ModelProto, dims: Mapping[str, int]) -> dict[str, TypeProto]:
+    """The shapes that an earlier rewrite left open, of values that are there; `dims` are the symbolic sizes' values.
 
     Raises
     ------
@@ -307,26 +307,27 @@ def _left_open(model: onnx.ModelProto) -> dict[str, TypeProto]:
     """
     text = next((p.value for p in model.metadata_props if p.key == SHAPES_KEY), "{}")
     made = {name for node in model.graph.node for name in node.output}
-    types = {}
+    stating = onnx.ModelProto()
     try:
-        for name, (dtype, *dims) in json.loads(text).items():
-            if not all(isinstance(size, int) and size >= 0 for size in dims):
+        for name, (dtype, *sizes) in json.loads(text).items():
+            if not all(isinstance(size, str) or (isinstance(size, int) and size >= 0) for size in sizes):
                 raise ValueError("not a shape")
-            tensor_bytes(dtype, dims)
+            tensor_bytes(dtype, [size for size in sizes if isinstance(size, int)])
             if name in made:
-                types[name] = onnx.helper.make_tensor_type_proto(dtype, dims)
+                stating.graph.value_info.append(onnx.helper.make_tensor_value_info(name, dtype, sizes))
     except (ValueError, TypeError, AttributeError, RecursionError, ShapeError) as error:
         raise ModelError(f"the model's metadata {SHAPES_KEY!r} is damaged: rewrite the original again") from error
-    return types
+    _bind(stating, dims)
+    return {value.name: value.type for value in stating.graph.value_info}
 
 
 def _check_left_open(left_open: Mapping[str, TypeProto], types: Mapping[str, TypeProto]) -> None:
     for name, kind in left_open.items():
         found = types.get(name)
-        if _shape(found) not in (None, _shape(kind)):
+        if found is not None and _shape(kind) is not None and _shape(found) not in (None, _shape(kind)):
             raise ModelError(
                 f"the model's metadata {SHAPES_KEY!r} states {_text(kind)} for value {name!r}, but by shape inference "
-                f"it is {_text(found)}: rewrite the original again"  # type: ignore[arg-type]
+                f"it is {_text(found)}: rewrite the original again"
             )
 
 
@@ -340,7 +341,7 @@ def _see_through(model: onnx.ModelProto) -> None:
 
 def _by_arithmetic(model: onnx.ModelProto, _: Sequence[str], known: Types) -> Types:
     """Node by node, sizes computed on the way."""
-    return native.propagate(model, known)
+    return shape_arithmetic.ask(model, known)
 
 
 def stating(model: onnx.ModelProto, known: Types) -> onnx.ModelProto:
