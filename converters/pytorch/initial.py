@@ -8,7 +8,8 @@ import numpy as np
 import onnx
 import torch
 
-from . import optim
+from .. import names
+from . import optim, updates
 from .arrays import array
 
 
@@ -22,7 +23,7 @@ def initial_feeds(
     step : onnx.ModelProto
         Made by `export_training_step` of this model and optimizer.
     model, optimizer
-        The optimizer's state is zeros before its first step.
+        Before its first step, the optimizer's state is what that step would start from.
 
     Returns
     -------
@@ -31,10 +32,15 @@ def initial_feeds(
     """
     tensors = dict(model.named_buffers()) | dict(model.named_parameters())
     rates = optim.rates(optimizer) if optimizer else {}
+    traced = optimizer is not None and type(optimizer) not in optim.WRITTEN_OUT
+    state = updates.initial_state(optimizer, dict(model.named_parameters())) if traced and optimizer else {}
+    pieces = {names.state(name, slot): value for name, slots in state.items() for slot, value in slots.items()}
     feeds = {}
     for value in step.graph.input:
         if value.name in tensors:
             feeds[value.name] = array(tensors[value.name])
+        elif value.name in pieces:
+            feeds[value.name] = array(pieces[value.name])
         elif value.name.startswith("state."):
             feeds[value.name] = _state(value, tensors, optimizer)
         elif value.name in rates:

@@ -97,10 +97,17 @@ def watched(outputs: Sequence[str]) -> list[str]:
     return [name for name in outputs if name.startswith(_WATCHED)]
 
 
-def finish(model: ir.Model, batch: int) -> None:
-    """Take off the watched outputs, what only they needed, and parameters and buffers that nothing reads."""
+def finish(model: ir.Model, batch: int, gradients: bool = True) -> None:
+    """Take off the watched outputs, what only they needed, and parameters and buffers that nothing reads.
+
+    Without `gradients`, they are no outputs either.
+    """
     graph = model.graph
-    graph.outputs[:] = [value for value in graph.outputs if not str(value.name).startswith(_WATCHED)]
+    off = (_WATCHED,) if gradients else (_WATCHED, names.gradient(""))
+    graph.outputs[:] = [value for value in graph.outputs if not str(value.name).startswith(off)]
+    for index, value in enumerate(value for node in graph for value in node.outputs if not value.is_graph_output()):
+        if str(value.name).startswith(off):
+            value.name = f"backward.{index}.{value.name}"
     common.RemoveUnusedNodesPass()(model)
     first = len(graph.inputs) - batch
     state, rest = list(graph.inputs[:first]), list(graph.inputs[first:])

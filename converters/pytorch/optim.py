@@ -22,8 +22,9 @@ def by_parameter(
     Raises
     ------
     ConversionError
-        The optimizer is none of SGD, Adam, AdamW, or holds a tensor that is no parameter of the model.
+        A setting is not supported, or the optimizer holds a tensor that is no parameter of the model.
     """
+    check_parameters(optimizer, parameters)
     known = {id(parameter): name for name, parameter in parameters.items()}
     made = {}
     inputs = {id(rate): name for name, rate in rates(optimizer).items()}
@@ -31,11 +32,22 @@ def by_parameter(
         lr = group["lr"]
         update = _update(optimizer, group, inputs[id(lr)] if isinstance(lr, torch.Tensor) else float(lr))
         for parameter in group["params"]:
+            made[known[id(parameter)]] = update
+    return {name: made[name] for name in parameters if name in made}
+
+
+WRITTEN_OUT = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+"""Optimizers that `converters.optimizers` writes; the steps of others are traced, see `updates`."""
+
+
+def check_parameters(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> None:
+    """Raise ConversionError where the optimizer holds a tensor that is no parameter of the model."""
+    known = {id(parameter) for parameter in parameters.values()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
             if id(parameter) not in known:
                 shape = tuple(parameter.shape)
                 raise ConversionError(f"the optimizer holds a tensor of shape {shape} that the model does not")
-            made[known[id(parameter)]] = update
-    return {name: made[name] for name in parameters if name in made}
 
 
 def rates(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -43,7 +55,7 @@ def rates(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
 
     ``learning_rate`` where the groups share one, else ``learning_rate.0`` and so on.
     """
-    tensors = [group["lr"] for group in optimizer.param_groups if isinstance(group["lr"], torch.Tensor)]
+    tensors = [group["lr"] for group in optimizer.param_groups if isinstance(group.get("lr"), torch.Tensor)]
     distinct = list({id(rate): rate for rate in tensors}.values())
     return {"learning_rate" if len(distinct) == 1 else f"learning_rate.{i}": rate for i, rate in enumerate(distinct)}
 
@@ -55,15 +67,10 @@ def _update(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], lr: opti
             return optimizers.SGD(
                 lr, group["momentum"], group["dampening"], group["weight_decay"], group["nesterov"], maximize
             )
-        if kind in (torch.optim.Adam, torch.optim.AdamW):
-            first, second = (float(beta) for beta in group["betas"])
-            decoupled = kind is torch.optim.AdamW or bool(group.get("decoupled_weight_decay"))
-            return optimizers.Adam(
-                lr, (first, second), group["eps"], group["weight_decay"], group["amsgrad"], maximize, decoupled
-            )
+        first, second = (float(beta) for beta in group["betas"])
+        decoupled = kind is torch.optim.AdamW or bool(group.get("decoupled_weight_decay"))
+        return optimizers.Adam(
+            lr, (first, second), group["eps"], group["weight_decay"], group["amsgrad"], maximize, decoupled
+        )
     except ValueError as error:
         raise ConversionError(str(error)) from error
-    raise ConversionError(
-        f"optimizer {kind.__module__}.{kind.__qualname__} is not supported (SGD, Adam and AdamW of torch.optim are): "
-        "export without an optimizer and update the parameters from the gradients yourself"
-    )

@@ -13,6 +13,7 @@ import torch
 from onnx_remat.errors import ConversionError
 
 from .. import check, names
+from . import updates
 from .arrays import array, tensor
 from .decisions import Replay
 from .private_torch import TorchDispatchMode, pytree
@@ -114,17 +115,20 @@ def updated(
     gradients: Mapping[str, np.ndarray],
 ) -> dict[str, np.ndarray]:
     """New parameters and state, by output name, that the optimizer itself makes of these gradients by parameter."""
-    of = {id(parameter): name for name, parameter in parameters.items()}
     copies = {name: parameter.detach().clone().requires_grad_() for name, parameter in parameters.items()}
-    groups = [{**group, "params": [copies[of[id(p)]] for p in group["params"]]} for group in optimizer.param_groups]
-    twin = type(optimizer)(groups)  # type: ignore[call-arg]  # all that are supported have defaults
-    twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # loading shares the step counter
+    state = {name: copy.deepcopy(optimizer.state.get(parameter, {})) for name, parameter in parameters.items()}
+    twin = updates.twin(optimizer, parameters, copies, {name: pieces for name, pieces in state.items() if pieces})
     for name, gradient in gradients.items():
         copies[name].grad = tensor(gradient)
-    twin.step()
+    updates.step(twin)
     made = {names.new(name): array(copies[name]) for name in gradients}
     for name in gradients:
         for slot, value in twin.state[copies[name]].items():
-            if isinstance(value, torch.Tensor):
-                made[names.new(names.state(name, slot))] = array(value)
+            if isinstance(value, torch.Tensor | int | float):
+                made[names.new(names.state(name, slot))] = array(torch.as_tensor(value, dtype=_counted(value)))
     return made
+
+
+def _counted(value: torch.Tensor | float) -> torch.dtype:
+    """Python's numbers count steps, as float32 in a graph."""
+    return value.dtype if isinstance(value, torch.Tensor) else torch.float32

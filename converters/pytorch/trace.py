@@ -7,7 +7,7 @@ import traceback as traceback_
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from onnx_remat.errors import ConversionError
 
 from .. import names
+from . import updates
 from .decisions import Recorder
 from .private_torch import (
     ConstantSource,
@@ -124,6 +125,14 @@ class Step:
     trainable, frozen : dict of str to torch.Tensor
         Parameters by name.
     buffers : dict of str to torch.Tensor
+    clip_norm : float, optional
+        Gradients are scaled together to a norm of this at most.
+    optimizer : torch.optim.Optimizer, optional
+        One whose own step is to be traced, see `updates`.
+    state : dict of str to dict of str to torch.Tensor
+        Of that optimizer: its state before the step.
+    rates : dict of str to torch.Tensor
+        Of that optimizer: its learning rates that are inputs.
     """
 
     model: torch.nn.Module
@@ -132,13 +141,19 @@ class Step:
     trainable: dict[str, torch.Tensor]
     frozen: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
+    clip_norm: float | None = None
+    optimizer: torch.optim.Optimizer | None = None
+    state: updates.State = field(default_factory=dict)
+    rates: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def inputs(self) -> dict[str, torch.Tensor]:
         """Everything the step reads, by input name, in order."""
         # parameters in the model's own order, whether they are trained or not
         parameters = {name: p.detach() for name, p in self.model.named_parameters()}
-        return parameters | self.buffers | dict(zip(self.batch.names, self.batch.tensors, strict=True))
+        state = {names.state(n, slot): value for n, pieces in self.state.items() for slot, value in pieces.items()}
+        batch = dict(zip(self.batch.names, self.batch.tensors, strict=True))
+        return parameters | self.buffers | state | self.rates | batch
 
     def run(self, values: Mapping[str, torch.Tensor], watch: TorchDispatchMode) -> dict[str, torch.Tensor]:
         """Loss, gradients and buffers by output name, in order; `values` are left as they are.
@@ -163,13 +178,32 @@ class Step:
             setup_stacktrace_preservation_hooks([loss.grad_fn])
         with traceback.annotate({"phase": "backward", "module": ""}):
             gradients = torch.autograd.grad(loss, list(trainable.values()), allow_unused=True)
+            found = {name: g for name, g in zip(trainable, gradients, strict=True) if g is not None}
+            if self.clip_norm is not None:
+                found = updates.clipped(found, self.clip_norm)
         outputs = {names.LOSS: loss.detach()}
-        for name, gradient in zip(trainable, gradients, strict=True):
-            if gradient is not None:
-                outputs[names.gradient(name)] = gradient
+        outputs |= {names.gradient(name): gradient for name, gradient in found.items()}
         for name in buffers:  # functional_call writes those that the model assigned anew back into `state`
             outputs[names.new(name)] = state[name].detach()
         return outputs
+
+    def update(
+        self, values: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """New parameters and state, by output name, from the gradients in `outputs`: the optimizer's own step."""
+        assert self.optimizer is not None
+        given = {name: outputs[names.gradient(name)] for name in self.trainable if names.gradient(name) in outputs}
+        state = {
+            name: {slot: values[names.state(name, slot)] for slot in pieces} for name, pieces in self.state.items()
+        }
+        rates = {id(rate): values[name] for name, rate in self.rates.items()}
+        with traceback.annotate({"phase": "optimizer", "module": ""}):
+            parameters = dict(self.model.named_parameters())
+            made, after = updates.updated(self.optimizer, parameters, values, given, state, rates)
+        new = {names.new(name): value for name, value in made.items()}
+        for name, pieces in after.items():
+            new |= {names.new(names.state(name, slot)): value for slot, value in pieces.items()}
+        return new
 
     def _loss(self, state: dict[str, torch.Tensor], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         positional, keyword = self.batch.arguments(tensors)
@@ -271,7 +305,11 @@ def trace(step: Step, dynamic: Mapping[str, Mapping[int, str]], opset: int) -> T
     def flat(*values: torch.Tensor) -> list[torch.Tensor]:
         recorder = Recorder()
         with Composites(recorder):
-            made = step.run(dict(zip(inputs, values, strict=True)), recorder)
+            given = dict(zip(inputs, values, strict=True))
+            made = step.run(given, recorder)
+            if step.optimizer is not None:
+                new = step.update(given, made)
+                made = {names.LOSS: made.pop(names.LOSS)} | new | made
         outputs[:] = made
         return [*made.values(), *recorder.seen]
 

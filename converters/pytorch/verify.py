@@ -74,7 +74,8 @@ def step(
         result = check.exactly(result, made_here, expected, answer)
     if optimizer is not None:
         updated = {name: found[name] for name in found if name in of_update}
-        _update(optimizer, dict(model.named_parameters()), updated, {n: found[n] for n in hidden}, feeds)
+        gradients = {name: value for name, value in found.items() if name.startswith(names.gradient(""))}
+        _update(optimizer, dict(model.named_parameters()), updated, gradients, feeds)
     default_level.compare(run.model, run.feeds, plain, tolerance)
     return result
 

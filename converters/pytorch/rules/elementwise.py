@@ -25,3 +25,13 @@ def fmin(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 def hypot(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Squares must not overflow."""
     return (x * x + y * y).sqrt()
+
+
+@rule(aten.clamp.default)
+def clamp(x: torch.Tensor, low: float | None = None, high: float | None = None) -> torch.Tensor:
+    """Of floats between integers: torch's exporter makes tensors of them, which it then cannot translate."""
+    whole = [end is not None and not isinstance(end, float) for end in (low, high)]
+    if not x.is_floating_point() or not any(whole) or not all(isinstance(e, int | float | None) for e in (low, high)):
+        return NotImplemented
+    made: torch.Tensor = aten.clamp(x, *(None if end is None else float(end) for end in (low, high)))
+    return made
