@@ -147,7 +147,7 @@ def test_a_batch_is_copied(model, either):
         ({"w2": np.zeros([64, 64], np.float32)}, "loss", "the model has no input 'w2': it has x, t, w0, w1"),
         ({"w0": np.zeros([64, 32], np.float32)}, "loss", r"input 'w0' is of shape \[64, 64\], not \[64, 32\]"),
         ({"w0": np.zeros([64, 64])}, "loss", "input 'w0' is of type float32, not float64"),
-        ({}, "lost", "no output 'lost' to take as the loss: did you mean 'loss'"),
+        ({}, "lost", "no output 'lost' to take as the loss; did you mean 'loss'"),
         ({}, "new.w0", r"output 'new.w0' is of shape \[64, 64\]: a loss is a single number"),
     ],
 )
