@@ -83,6 +83,7 @@ class Session:
             raise UsageError(f"provider {provider!r}: sessions run on 'cpu'")
         if level not in ("disable", "basic", "all"):
             raise UsageError(f"level must be one of disable, basic, all, not {level!r}")
+        heap.give_back_large_blocks()
         is_path = isinstance(model, str | os.PathLike)
         self._again = (os.fspath(model) if is_path else None, dict(dims or {}), donate, threads, level)
         with files.scratch() as scratch:
