@@ -82,6 +82,8 @@ class Opened:
         See `binding.Binding`.
     nodes : int
         Nodes of the model to load.
+    execution_providers : tuple of str
+        What ONNX Runtime is to run it with.
     """
 
     inputs: tuple[Array, ...]
@@ -95,6 +97,7 @@ class Opened:
     donated: Mapping[str, str]
     not_donated: Mapping[str, str]
     nodes: int
+    execution_providers: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +245,7 @@ def plan(path: Path, target: Path, wish: Wish) -> Opened:
         donated=bound.donated,
         not_donated=bound.not_donated,
         nodes=len(program.steps),
+        execution_providers=made.compiled.kernels.execution_providers,
     )  # fmt: skip
 
 

@@ -270,7 +270,7 @@ def _probe(python: str, task: str, job: dict[str, Any]) -> dict[str, Any]:
             capture_output=True, text=True, check=False,
         )  # fmt: skip
     except OSError as error:
-        raise UsageError(f"{python} is no Python interpreter: {error.strerror}") from error
+        raise UsageError(f"{python!r} is no Python interpreter: {error.strerror}") from error
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines() or ["killed (out of memory?)"]
         raise VerificationError(f"running {Path(job['path']).name} failed: {lines[-1]}")

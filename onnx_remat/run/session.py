@@ -89,7 +89,7 @@ class Session:
         with files.scratch() as scratch:
             path, target = _as_file(model, scratch), scratch / "private.onnx"
             self._step = open_step(path, target, Wish(provider, dims or {}, donate, level))
-            self._session: Any = _load(target, threads)
+            self._session: Any = _load(target, threads, list(self._step.execution_providers))
         self._binding: Any = self._session.io_binding()
         self._slab = heap.reserve(self._step.slab)
         self._views: Arrays = {}
@@ -233,7 +233,7 @@ def _as_file(model: Any, scratch: Path) -> Path:
     raise UsageError(f"a session opens a path, bytes, an onnx.ModelProto or a Result, not {type(model).__name__}")
 
 
-def _load(path: Path, threads: int) -> Any:
+def _load(path: Path, threads: int, providers: list[str]) -> Any:
     """onnxruntime's session on a model that runs as it lies: no optimisations, nodes in the file's order."""
     import onnxruntime
 
@@ -246,7 +246,7 @@ def _load(path: Path, threads: int) -> Any:
     options.intra_op_num_threads = threads
     options.log_severity_level = 3
     try:
-        return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        return onnxruntime.InferenceSession(str(path), options, providers=providers)
     except Exception as error:
         raise ModelError(f"onnxruntime cannot load the step: {_first_line(error)}") from error
 

@@ -213,7 +213,9 @@ class _Writer:
         sizes = Counter(decisions.group.tolist())
         self._shared = {number for number, members in sizes.items() if number >= 0 and members > 1}
         self._notes = graph.model.ir_version >= _NODE_METADATA_IR
-        needed = decisions.pins or decisions.leaders or decisions.drops
+        runs = Counter(decisions.schedule.order)
+        again = any(count > 1 and is_product(graph.ops[index]) for index, count in runs.items())
+        needed = decisions.pins or decisions.leaders or decisions.drops or again
         self._barriers = self._make_barriers() if needed else None
 
     def write(self) -> None:

@@ -54,7 +54,7 @@ def test_sweep_command_writes_json_and_a_picture(tmp_path, capsys):
     ("arguments", "code", "message"),
     [
         (["sweep"], 2, "IN"),
-        (["sweep", "in.onnx", "--points", "1"], 2, "at least 2"),
+        (["sweep", "in.onnx", "--points", "1"], 2, "has 2 to 10000 points"),
         (["sweep", "nowhere.onnx"], 4, "nowhere.onnx"),
         (["sweep", "in.onnx", "--plot", "x.html"], 2, ".png"),
         (["profile", "in.onnx"], 2, "OUT"),

@@ -26,6 +26,7 @@ from onnx_remat.ort import runtime
 from onnx_remat.ort.kernels.base import Call, itemsize, key
 from onnx_remat.ort.kernels.cpu import CPU
 from onnx_remat.ort.prepare import Preparation, prepare
+from onnx_remat.ort.shape_askers import SHAPE_ASKERS
 from onnx_remat.pipeline import Result
 from onnx_remat.problem import BACKWARD, FORWARD
 from onnx_remat.run import processes
@@ -54,7 +55,7 @@ def test_shapes_buffers_and_scratch_memory_are_what_was_measured(case: Any, know
     del model.graph.node[made_by + 1 :], model.graph.output[:]
     model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in model.graph.node[made_by].output)
     graph = build(model)
-    tensors = infer(graph)
+    tensors = infer(graph, askers=SHAPE_ASKERS)
     (op,) = [op for op in graph.ops if op.node.name == "tested"]
     made = [tensors[name] for name in op.outputs]
     assert [list(t.shape) for t in made] == known["shapes"]
@@ -183,7 +184,7 @@ def test_commands_that_run_it_say_where_it_can_run(
     assert bench.main(["in.onnx", "--budget", "60%", "--dim", "batch=64"]) == 4
     assert "--runtime PYTHON" in capsys.readouterr().err
     assert cli.main(["check", "small.onnx", "--runtime", "nowhere/python"]) == 2
-    assert "nowhere/python is no Python interpreter" in capsys.readouterr().err
+    assert "'nowhere/python' is no Python interpreter" in capsys.readouterr().err
     assert cli.main(["check", "small.onnx", "--runtime", "nowhere/python", "--no-run"]) == 0
     assert "without graph optimisations: another runs it" in capsys.readouterr().out
 
