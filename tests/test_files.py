@@ -56,6 +56,7 @@ _HOLDS = """
 import signal, sys, time
 from onnx_remat import files
 from onnx_remat.app import streams
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever starts the tests may ignore it
 try:
     with streams.terminable(), files.scratch() as scratch:
         print(scratch, flush=True)
