@@ -125,6 +125,12 @@ def _checked(name: str, value: object) -> object:
     return value
 
 
+def of_sessions(given: PlanningOptions, what: str) -> None:
+    """UsageError where a budget is meant for a loop, and `what` prices the tensors of a session."""
+    if given.get("run_by", "session") != "session":
+        raise UsageError(f"{what} prices the sum of tensors: leave run_by out")
+
+
 def parse_options(given: PlanningOptions) -> Options:
     """Options from keyword arguments; UsageError for an unknown field, provider, selector or mode of verification.
 

@@ -20,7 +20,7 @@ from onnx_remat.app.streams import complain, say
 from onnx_remat.errors import BudgetInfeasibleError, OnnxRematError, UsageError
 from onnx_remat.ir import model_io
 from onnx_remat.ir.training_ops import check_ops
-from onnx_remat.options import PlanningOptions
+from onnx_remat.options import PlanningOptions, of_sessions
 from onnx_remat.ort import runtime
 from onnx_remat.ort.kernels.registry import kernels_of
 from onnx_remat.pipeline import Result, rewrite_model
@@ -158,6 +158,7 @@ def benchmark(
     """
     if steps < 2:
         raise UsageError("a benchmark needs at least 2 steps")
+    of_sessions(options, "the benchmark")
     provider = options.get("provider", "cpu")
     if python == sys.executable:
         runtime.check_provider(kernels_of(provider).execution_providers[0])
@@ -240,6 +241,7 @@ def max_batch(model: Path, budget: str, dim: str, **options: Unpack[PlanningOpti
     allowed = parse_budget(budget).bytes
     if allowed is None:
         raise UsageError("--max-batch needs a budget in bytes, such as 4GB: a percentage grows with the batch")
+    of_sessions(options, "the search for the largest batch")
     given = options.pop("dims", {})
 
     def sized(size: int) -> PlanningOptions:

@@ -52,11 +52,6 @@ def add_planning_flags(parser: argparse.ArgumentParser, time_limit: str = "30s")
         help="a custom op that is pure, so that it may be recomputed (repeat)",
     )  # fmt: skip
     planning.add_argument(
-        "--for", dest="run_by", default="session", choices=("session", "loop"),
-        help="what trains with the file, and so what the budget covers: session (default), onnxruntime's own, the sum "
-        "of tensors; loop, onnx_remat.training.Loop, all that training takes of the machine's memory",
-    )  # fmt: skip
-    planning.add_argument(
         "--arena", action="store_true",
         help="let the budget also cover what ONNX Runtime's arena adds with onnx_remat.session_options(), as foreseen",
     )  # fmt: skip
@@ -105,7 +100,6 @@ def planning_options(arguments: argparse.Namespace) -> PlanningOptions:
         "keep": tuple(arguments.keep),
         "checkpoints": tuple(arguments.checkpoint),
         "allow_recompute": tuple(arguments.allow_recompute),
-        "run_by": arguments.run_by,
         "arena": arguments.arena,
         "time_limit": parse_duration(arguments.time_limit),
     }

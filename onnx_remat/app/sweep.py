@@ -12,7 +12,7 @@ import numpy as np
 from onnx_remat.errors import BudgetInfeasibleError, UsageError
 from onnx_remat.fit import smallest_budget
 from onnx_remat.ir.model_io import Model
-from onnx_remat.options import PlanningOptions
+from onnx_remat.options import PlanningOptions, of_sessions
 from onnx_remat.pipeline import Result, rewrite_model
 from onnx_remat.plan.selectors import Progress, silent
 from onnx_remat.units import format_bytes
@@ -110,6 +110,7 @@ def sweep(model: Model, points: int = 10, **options: Unpack[PlanningOptions]) ->
     """
     if not 2 <= points <= MOST_POINTS:
         raise UsageError(f"a sweep has 2 to {MOST_POINTS} points, not {points}")
+    of_sessions(options, "a sweep")
     progress = options.pop("progress", silent)
     original = rewrite_model(model, "100%", **options)
     top, floor = original.report.before.total, original.report.lower_bound

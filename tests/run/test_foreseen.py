@@ -78,3 +78,10 @@ def test_arena_and_loop_exclude_each_other():
         onnx_remat.rewrite_model(mlp(layers=4), "60%", run_by="loop", arena=True)
     with pytest.raises(UsageError, match="run_by"):
         onnx_remat.rewrite_model(mlp(layers=4), "60%", run_by="train")
+
+
+def test_what_prices_tensors_refuses_budgets_for_a_loop():
+    from onnx_remat.sweep import sweep
+
+    with pytest.raises(UsageError, match="sum of tensors"):
+        sweep(mlp(layers=4), 3, run_by="loop")
