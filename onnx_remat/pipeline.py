@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,6 +30,7 @@ from onnx_remat.report import Report
 from onnx_remat.run import fixed_draws, verify
 from onnx_remat.run.foreseen import Resident, foresee
 from onnx_remat.units import Budget, format_bytes, parse_budget
+from onnx_remat.write.writer import Rewritten
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,61 +131,65 @@ def rewrite_model(model: model_io.Model, budget: str | int | Budget, **options: 
     True
     """
     job = _begin(model, budget, options)
-    compiled, original, before, opts, clock = job.compiled, job.original, job.before, job.options, job.clock
-    allowed = job.goal.allowed
     if job.keeps_already():
         return _unchanged(job)
-    plan, written, executed = fit(compiled, original, job.goal, job.folder, opts, clock.stage)
-    with clock.stage("bound"):
-        at_least = cost_lower_bound(compiled.problem, allowed)
-    peaks = {level: what.timeline().peak for level, what in executed.items()}
-    final = list(executed)[-1]
-    after = executed[final].timeline()
-    with clock.stage("arena"):
-        arenas = reserves(original, before), reserves(executed[final], after)
-    measured = None
-    notes = (*_notes(original.emulated or executed[final].emulated, compiled.graph.model), *_rounding(written.rounded))
-    with clock.stage("verify"):
-        if opts.verify != "none":
-            verify.check(compiled.graph.model, written.model, executed["disable"].compiled.graph)
-        if opts.verify == "run":
-            plain = executed["disable"]
-            order = [plain.compiled.graph.ops[i].node.name for i in plain.order.order]
-            limit = max(peaks.values()) if job.goal.by_loop else allowed
-            measured = verify.run(
-                compiled, written.model, job.folder, dict(opts.dims), limit, order, opts.arena, written.rounded
-            )  # fmt: skip
-    return Result(
-        written.model,
-        Report(
-            selector=opts.selector,
-            budget=allowed,
-            before=describe(original, before),
-            after=describe(executed[final], after),
-            peaks_by_level=peaks,
-            lower_bound=plan.lower_bound,
-            extra_compute=plan.extra_compute,
-            extra_compute_bound=at_least,
-            recomputed=len(written.recomputed),
-            control_edges=written.control_edges,
-            private_values=written.private_values,
-            nodes_before=compiled.graph.n_nodes(),
-            nodes_after=compiled.graph.n_nodes() + written.nodes_added,
-            seconds=clock.seconds,
-            arena_before=arenas[0],
-            arena_after=arenas[1],
-            measured=measured,
-            notes=notes,
-            warnings=_warnings(compiled, written.model),
-            run_by=opts.run_by,
-            loop_before=job.trained,
-            loop_after=_as_trained(executed[final]),
-        ),
-        job.folder,
-        compiled,
-        original,
-        executed[final],
-        tuple(written.recomputed),
+    plan, written, executed = fit(job.compiled, job.original, job.goal, job.folder, job.options, job.clock.stage)
+    with job.clock.stage("verify"):
+        measured = _verify(job, written, executed)
+    report = _report(job, plan, written, executed, measured)
+    final = list(executed.values())[-1]
+    return Result(written.model, report, job.folder, job.compiled, job.original, final, tuple(written.recomputed))
+
+
+def _verify(job: _Job, written: Rewritten, executed: Mapping[str, Executed]) -> verify.Measured | None:
+    """Check the written file as far as was asked for; what was measured, if it was run."""
+    plain, options = executed["disable"], job.options
+    if options.verify != "none":
+        verify.check(job.compiled.graph.model, written.model, plain.compiled.graph)
+    if options.verify != "run":
+        return None
+    order = [plain.compiled.graph.ops[i].node.name for i in plain.order.order]
+    # A budget for a loop promises nothing of a plain session: there the file takes what was simulated.
+    simulated = max(each.timeline().peak for each in executed.values())
+    limit = simulated if job.goal.by_loop else job.goal.allowed
+    return verify.run(
+        job.compiled, written.model, job.folder, dict(options.dims), limit, order, options.arena, written.rounded
+    )
+
+
+def _report(
+    job: _Job, plan: Plan, written: Rewritten, executed: Mapping[str, Executed], measured: verify.Measured | None
+) -> Report:
+    """What was done and what it takes, of the original and of the file as ONNX Runtime runs it by default."""
+    compiled, original, final = job.compiled, job.original, list(executed.values())[-1]
+    after = final.timeline()
+    with job.clock.stage("bound"):
+        at_least = cost_lower_bound(compiled.problem, job.goal.allowed)
+    with job.clock.stage("arena"):
+        arenas = reserves(original, job.before), reserves(final, after)
+    return Report(
+        selector=job.options.selector,
+        budget=job.goal.allowed,
+        before=describe(original, job.before),
+        after=describe(final, after),
+        peaks_by_level={level: each.timeline().peak for level, each in executed.items()},
+        lower_bound=plan.lower_bound,
+        extra_compute=plan.extra_compute,
+        extra_compute_bound=at_least,
+        recomputed=len(written.recomputed),
+        control_edges=written.control_edges,
+        private_values=written.private_values,
+        nodes_before=compiled.graph.n_nodes(),
+        nodes_after=compiled.graph.n_nodes() + written.nodes_added,
+        seconds=job.clock.seconds,
+        arena_before=arenas[0],
+        arena_after=arenas[1],
+        measured=measured,
+        notes=(*_notes(original.emulated or final.emulated, compiled.graph.model), *_rounding(written.rounded)),
+        warnings=_warnings(compiled, written.model),
+        run_by=job.options.run_by,
+        loop_before=job.trained,
+        loop_after=_as_trained(final),
     )
 
 
