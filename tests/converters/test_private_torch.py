@@ -42,7 +42,8 @@ def attributes(path: Path) -> list[str]:
 def is_private(name: str) -> bool:
     parts = name.split(".")
     operators = parts[:3] == ["torch", "ops", "aten"]
-    return parts[0] == "torch" and not operators and any(p.startswith("_") or p == "experimental" for p in parts)
+    hidden = [p for p in parts if p.startswith("_") and not p.endswith("__")]  # Python's own names are public
+    return parts[0] == "torch" and not operators and bool(hidden or "experimental" in parts)
 
 
 def test_every_private_name_exists():
