@@ -28,7 +28,7 @@ from onnx_remat.plan import bounds
 from onnx_remat.plan.cost_bounds import cost_lower_bound
 from onnx_remat.report import Report
 from onnx_remat.run import fixed_draws, verify
-from onnx_remat.run.foreseen import Resident, foresee
+from onnx_remat.run.foreseen import Footprint, foresee
 from onnx_remat.units import Budget, format_bytes, parse_budget
 from onnx_remat.write.writer import Rewritten
 
@@ -202,7 +202,7 @@ class _Job:
     compiled: Compiled
     original: Executed
     before: Timeline
-    trained: Resident | None
+    trained: Footprint | None
     goal: Goal
     clock: _Stopwatch
 
@@ -235,7 +235,7 @@ def _begin(model: model_io.Model, budget: str | int | Budget, given: PlanningOpt
     return _Job(options, source.folder, compiled, original, before, trained, goal, clock)
 
 
-def _as_trained(executed: Executed) -> Resident | None:
+def _as_trained(executed: Executed) -> Footprint | None:
     """What a loop takes; nothing where a session cannot open such a step."""
     try:
         return foresee(executed)

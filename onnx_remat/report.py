@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from onnx_remat.ort.peaks import Peak, Reserves
-from onnx_remat.run.foreseen import Resident
+from onnx_remat.run.foreseen import Footprint
 from onnx_remat.run.verify import Measured
 from onnx_remat.units import format_bytes
 
@@ -48,7 +48,7 @@ class Report:
         What in the original keeps its results from being the same in every run.
     run_by : str
         What the budget covers, see `Options.run_by`.
-    loop_before, loop_after : Resident or None
+    loop_before, loop_after : Footprint or None
         What training with `run.training.Loop` takes of the machine's memory; None where it cannot open the step.
     """
 
@@ -72,8 +72,8 @@ class Report:
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     run_by: str = "session"
-    loop_before: Resident | None = None
-    loop_after: Resident | None = None
+    loop_before: Footprint | None = None
+    loop_after: Footprint | None = None
 
     def covered(self) -> tuple[int, int]:
         """What the budget covers, of the original and of the result, in bytes."""
@@ -121,7 +121,7 @@ class Report:
         if self.loop_before and self.loop_after:
             for label, field in (
                 ("training by Loop takes", "total"), ("  inputs and state", "inputs"), ("  weights", "weights"),
-                ("  slab", "slab"), ("  workspace", "workspace"), ("  ONNX Runtime's books", "books"),
+                ("  slab", "slab"), ("  workspace", "workspace"), ("  ONNX Runtime's bookkeeping", "books"),
             ):  # fmt: skip
                 sides = (self.loop_before, self.loop_after)
                 before, after = (format_bytes(getattr(side, field)) for side in sides)

@@ -19,7 +19,7 @@ BOOKS_BYTES_PER_NODE = 5_200
 
 
 @dataclass(frozen=True, slots=True)
-class Resident:
+class Footprint:
     """Memory that training takes, in bytes; the parts add up to `total`.
 
     Attributes
@@ -65,7 +65,7 @@ def books(nodes: int) -> int:
     return BOOKS_BYTES + BOOKS_BYTES_PER_NODE * nodes
 
 
-def foresee(executed: Executed) -> Resident:
+def foresee(executed: Executed) -> Footprint:
     """What training takes with a step that ONNX Runtime runs as `executed`.
 
     Parameters
@@ -83,7 +83,7 @@ def foresee(executed: Executed) -> Resident:
     outputs = [value.name for value in executed.compiled.graph.model.graph.output]
     arranged = lay_out(executed, outputs, donate=True, least=LEAST)
     compiled, bound = arranged.compiled, arranged.binding
-    return Resident(
+    return Footprint(
         inputs=sum(compiled.tensors[name].nbytes for name, v in compiled.graph.values.items() if v.kind == INPUT),
         weights=arranged.weights,
         slab=bound.height,
