@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Mapping, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -29,6 +30,8 @@ from onnx_remat.version import __version__
 from onnx_remat.write import private_buffers
 from onnx_remat.write.realize import realize, settle
 from onnx_remat.write.writer import Rewritten
+
+_log = logging.getLogger(__name__)
 
 MARGIN = 0.01
 """Fraction of the budget kept free for what no plan shows: allocator rounding and the runtime's own bookkeeping."""
@@ -180,6 +183,10 @@ def fit(
                 break
         worst, written, executed = _write_out(plan, goal, target, original, folder, options, stage)
         peaks.append(worst)
+        _log.info(
+            "target %s: plan of %s at +%.1f %% compute, file takes %s of %s", format_bytes(target),
+            format_bytes(plan.timeline.peak), 100 * plan.extra_compute, format_bytes(worst), format_bytes(allowed),
+        )  # fmt: skip
         if worst > allowed:  # ask for less by what the file took more, and for less than would give this plan again
             failed = min(target, plan.timeline.peak)
             over = worst - allowed if goal.by_loop else int(target * (1 - allowed / worst * 0.998))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -85,7 +86,7 @@ def build_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     checking.add_argument("--force", action="store_true", help="replace OUT if it exists")
     loudness = checking.add_mutually_exclusive_group()
-    loudness.add_argument("-v", "--verbose", action="store_true", help="also list the largest values at the peak")
+    loudness.add_argument("-v", "--verbose", action="store_true", help="also list the largest values at the peak, and log every plan that is tried")
     loudness.add_argument("-q", "--quiet", action="store_true", help="print errors only")
     parser.add_argument("--version", action="version", version=f"onnx-remat {__version__}")
     add_planning_flags(parser)
@@ -113,6 +114,8 @@ def _run(arguments: argparse.Namespace) -> int:
     from onnx_remat.ir import model_io
     from onnx_remat.units import parse_budget
 
+    if arguments.verbose:
+        logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(name)s: %(message)s")
     budget, options = parse_budget(arguments.budget), planning_options(arguments)
     options["run_by"] = arguments.run_by
     if not arguments.dry_run:
