@@ -65,7 +65,7 @@ def cost_lower_bound(problem: Problem, budget: int, first: Sequence[int] | None 
     space = _Space.of(problem, first)
     room = budget - problem.base_bytes
     step = max(1, problem.n_ops * space.places // _WORK)
-    ops = np.arange(0, problem.n_ops, step, dtype=np.int32)
+    ops = np.arange(0, problem.n_ops, step)
     found = space.knapsacks(ops, room)
     if found.max(initial=0.0) <= 0 or problem.n_ops > _MOST_CUT_OPS:
         return float(found.max(initial=0.0)) / total
@@ -150,7 +150,7 @@ class _Space:
         )  # fmt: skip
         return cls(problem, groups, index[life.root])
 
-    def knapsacks(self, ops: Ints, room: int) -> Floats:
+    def knapsacks(self, ops: Longs, room: int) -> Floats:
         """The knapsack bound at each of `ops`, in units of cost."""
         return _knapsacks(ops, self.groups, room)  # type: ignore[no-any-return]
 

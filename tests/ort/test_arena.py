@@ -20,6 +20,7 @@ from onnx_remat.ort.executed import as_executed
 from onnx_remat.ort.kernels.cpu import CPU
 from onnx_remat.ort.peaks import requests, reserves
 from onnx_remat.ort.prepare import Preparation
+from onnx_remat.ort.simulate import arena
 from onnx_remat.ort.simulate.arena import Arena, Requests, run
 from onnx_remat.pipeline import rewrite_model
 from onnx_remat.run import processes
@@ -110,6 +111,14 @@ def test_agrees_with_a_slow_reference(drawn: tuple[Requests, list[bool]], doubli
     requested, kept = drawn
     found = run(requested, doubling=doubling, kept=np.array(kept), steps=count)
     assert found == slow_run(requested, doubling, kept, count)
+
+
+def test_books_with_too_little_room_are_made_larger(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    one = step(rng.integers(1, 10_000, 60).tolist(), [*range(60), *(~rng.permutation(60)).tolist()])
+    wide = run(one, doubling=False)
+    monkeypatch.setattr(arena, "_ROOM", 4)
+    assert run(one, doubling=False) == wide and wide.reserved > 0
 
 
 def test_regions_double_from_one_mebibyte() -> None:

@@ -29,6 +29,7 @@ from onnx_remat.plan.search.tuning import (
     CHAIN,
     FEASIBLE_SHARE,
     HOIST,
+    HOISTED,
     HOT_READ,
     PERIOD,
     PRICE_STEP,
@@ -63,7 +64,7 @@ def anneal(s: State, rng, cost, floor, work, hot, cold, price):  # type: ignore[
     order, fits
         The cheapest order within the budget, else the one with the least excess.
     """
-    log = np.empty((2 * CHAIN + 8, 2), np.int64)
+    log, hoisted = np.empty((2 * CHAIN + 8, 2), np.int64), np.empty(HOISTED, np.int64)
     best = unload(s)
     best_cost = cost if s.totals[EXCESS] == 0 else np.inf
     least = s.totals[EXCESS]
@@ -105,7 +106,7 @@ def anneal(s: State, rng, cost, floor, work, hot, cold, price):  # type: ignore[
             elif loose and kind > 1 - HOIST:
                 x = pick_read(s, rng, kind < 1.0)
                 if x >= 0:
-                    n, extra = hoist(s, x, log)
+                    n, extra = hoist(s, x, log, hoisted)
             else:
                 n, extra = shift(s, rng, e, log)
         if n == 0:
