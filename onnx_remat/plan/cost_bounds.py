@@ -20,7 +20,7 @@ Jain et al.: Checkmate, MLSys 2020, whose linear relaxation the knapsack matches
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -37,7 +37,9 @@ _PRICES = 16  # minimum cuts per op
 _FREE, _LIVE, _FORCED = 0, 1, 2
 
 
-def cost_lower_bound(problem: Problem, budget: int, first: Sequence[int] | None = None) -> float:
+def cost_lower_bound(
+    problem: Problem, budget: int, first: Sequence[int] | None = None, until: Callable[[], bool] = lambda: False
+) -> float:
     """Overhead below which no schedule within `budget` stays.
 
     Class: every valid schedule, any order; with `first`, those whose first executions follow that order. Any
@@ -51,6 +53,8 @@ def cost_lower_bound(problem: Problem, budget: int, first: Sequence[int] | None 
         Bytes of peak, residents included.
     first : sequence of int or None
         Order of the first executions, where that is fixed.
+    until : function
+        Whether to leave it at what is found; the bound is valid at any time.
 
     Returns
     -------
@@ -73,7 +77,7 @@ def cost_lower_bound(problem: Problem, budget: int, first: Sequence[int] | None 
         return math.inf
     best = float(found.max())
     for i in np.argsort(-found, kind="stable")[:_CUTS].tolist():
-        if found[i] > 0:
+        if found[i] > 0 and not until():
             best = max(best, space.cut(int(ops[i]), room))
     return best / total
 

@@ -244,7 +244,8 @@ def test_profile_under_change_is_the_simulators(problem: Problem, seed: int) -> 
     load(state, order)
     rng = np.random.default_rng(seed)
     for _ in range(3):
-        anneal(state, np.array([seed + 1], np.uint64), 1.0, -1.0, 20_000, 100.0, 50.0, float(rng.random()))
+        draws, never = np.array([seed + 1], np.uint64), np.zeros(1, np.int64)
+        anneal(state, draws, 1.0, -1.0, 20_000, 100.0, 50.0, float(rng.random()), never)
         at = state.at[state.at >= 0]
         now = state.events["op"][at]
         expected = simulate(problem, now).step_bytes - problem.base_bytes

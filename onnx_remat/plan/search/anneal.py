@@ -41,7 +41,7 @@ from onnx_remat.plan.search.tuning import (
 
 
 @compiled
-def anneal(s: State, rng, cost, floor, work, hot, cold, price):  # type: ignore[no-untyped-def]
+def anneal(s: State, rng, cost, floor, work, hot, cold, price, stop):  # type: ignore[no-untyped-def]
     """Search from the order in `s`.
 
     Parameters
@@ -58,6 +58,8 @@ def anneal(s: State, rng, cost, floor, work, hot, cold, price):  # type: ignore[
         Temperatures, in units of cost, at the start and the end.
     price : float
         Cost of one byte above the budget for one step, at the start.
+    stop : int64 (1,)
+        No move begins once it is not 0: another thread sets it when time is up.
 
     Returns
     -------
@@ -76,7 +78,7 @@ def anneal(s: State, rng, cost, floor, work, hot, cold, price):  # type: ignore[
     heat, start = hot, price
     move = 0
     s.totals[WORK] = 0
-    while s.totals[WORK] < work:
+    while s.totals[WORK] < work and stop[0] == 0:
         s.totals[WORK] += WORK_OF_MOVE
         move += 1
         if move % PERIOD == 0:
