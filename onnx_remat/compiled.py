@@ -19,14 +19,17 @@ from numba import njit
 SOURCES = ("compiled.py", "problem.py", "ort/simulate", "plan", "write/private_buffers.py")
 """Files and folders of the package that compiled functions, and the constants in them, come from."""
 
-inlined: Any = njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)  # type: ignore[call-overload]
-"""Compiles what only compiled code calls; not cached by itself, but within its cached callers."""
+inlined: Any = njit(_nrt=False, no_cpython_wrapper=True, no_cfunc_wrapper=True)  # type: ignore[call-overload]
+"""Compiles what only compiled code calls and what makes no array: it counts no references, which is half of compiling.
+
+It is not cached by itself, but within its cached callers.
+"""
 
 
 def compiled(function: Callable[..., Any]) -> Any:
     """Compile a function at its first call, once for all processes; it lets go of the interpreter's lock."""
     function.__qualname__ += "_" + source_hash(Path(__file__).parent)  # numba names its files after it
-    return njit(cache=True, nogil=True)(function)
+    return njit(cache=True, nogil=True, no_cfunc_wrapper=True)(function)  # type: ignore[call-overload]
 
 
 @functools.cache

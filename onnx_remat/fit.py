@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Callable, Mapping, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ from onnx_remat.ort.peaks import held
 from onnx_remat.ort.prepare import Compiled, computed
 from onnx_remat.ort.simulate import buffers
 from onnx_remat.plan import bounds, selectors
+from onnx_remat.plan.request import Deadline
 from onnx_remat.problem import Schedule, check_schedule
 from onnx_remat.run.foreseen import foresee
 from onnx_remat.units import format_bytes
@@ -41,7 +43,7 @@ _ANYTIME = ("search", "auto", "exact")  # selectors that use the time they are g
 _EASE = 1.02  # of the lowest budget found: a search for just that would have to be as lucky again
 _CLOSE = 0.98  # of a target that was too large: one that is not too large and this near is good enough
 _PLANS = 6  # plans made when the written file misses the budget that the plan kept
-_GOING_ON = 0.5  # of the time limit for each after the first: they start from the plans before
+_GOING_ON = 0.5  # of the effort for each after the first: they start from the plans before
 
 
 Stage = Callable[[str], AbstractContextManager[None]]
@@ -97,7 +99,12 @@ def smallest_budget(peak: int) -> int:
 
 
 def make_plan(
-    compiled: Compiled, goal: Goal, target: int, options: Options, known_plans: tuple[Schedule, ...] = ()
+    compiled: Compiled,
+    goal: Goal,
+    target: int,
+    options: Options,
+    deadline: Deadline,
+    known_plans: tuple[Schedule, ...] = (),
 ) -> Plan:
     """The selector's plan for a peak of `target` bytes; BudgetInfeasibleError where it finds none.
 
@@ -117,7 +124,8 @@ def make_plan(
         target,
         baseline,
         known=known_plans,
-        time_limit=options.time_limit,
+        effort=options.work_seconds(),
+        deadline=deadline,
         progress=options.progress,
         checkpoints=tuple(numbers[computed(name, numbers, "--checkpoint")] for name in options.checkpoints),
         anchors=tuple(op.index for op in compiled.graph.ops if op.node.op_type in costs.MATRIX_OPS),
@@ -145,8 +153,9 @@ def _refusal(goal: Goal, target: int, floor: int, lowest: int, before: int, opti
             f"a first look finds a plan for {found}B ({format_bytes(found)})"
         )
     searched = options.selector in _ANYTIME
-    within = f" within {options.time_limit:g} s" if searched else ""
-    lower = "a longer --time-limit" if searched else "--selector auto"
+    within = f" with {options.bounded_by()}" if searched else ""
+    more = "a longer --time-limit" if options.effort is None else "a larger --effort"
+    lower = more if searched else "--selector auto"
     finds = f"the lowest that selector {options.selector!r} finds is about {format_bytes(found)}"
     advice = f"try --budget {int(found * _EASE)}B, or {lower} to go lower"
     if lowest >= before:
@@ -158,13 +167,21 @@ def _refusal(goal: Goal, target: int, floor: int, lowest: int, before: int, opti
 
 
 def fit(
-    compiled: Compiled, original: Executed, goal: Goal, folder: Path | None, options: Options, stage: Stage
+    compiled: Compiled,
+    original: Executed,
+    goal: Goal,
+    folder: Path | None,
+    options: Options,
+    stage: Stage,
+    deadline: Deadline,
+    reserve: float,
 ) -> Fitted:
     """Plan, write, and see what ONNX Runtime would make of the file, until that is within the budget.
 
     Where the file as executed exceeds the budget, the plan is made anew for a tighter target. What the arena adds, or
     what the runtime's fusions spare a slab, is no simple function of the target: where the budget covers these, the
-    best is looked for between the last target that was too large and the first that was not.
+    best is looked for between the last target that was too large and the first that was not. No plan is begun after
+    `deadline`; each leaves the time that the file before took to write and simulate, `reserve` seconds at first.
     """
     allowed = goal.allowed
     target, good, failed = goal.target(), 0, 0
@@ -172,16 +189,20 @@ def fit(
     plans: tuple[Schedule, ...] = ()
     best: Fitted | None = None
     for _ in range(_PLANS):
+        if plans and deadline.passed():
+            break
         with stage("plan"):
             try:
-                less = replace(options, time_limit=options.time_limit * _GOING_ON) if plans else options
-                plan = make_plan(compiled, goal, target, less, plans)
+                less = replace(options, effort=options.work_seconds() * _GOING_ON) if plans else options
+                plan = make_plan(compiled, goal, target, less, deadline.sooner(reserve), plans)
                 plans = (*plans, plan.schedule)
             except BudgetInfeasibleError:
                 if not plans:
                     raise
                 break
+        began = time.monotonic()
         worst, written, executed = _write_out(plan, goal, target, original, folder, options, stage)
+        reserve = time.monotonic() - began
         peaks.append(worst)
         _log.info(
             "target %s: plan of %s at +%.1f %% compute, file takes %s of %s", format_bytes(target),

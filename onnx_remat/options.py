@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import TypedDict
 
@@ -43,7 +44,11 @@ class Options:
     arena : bool
         The budget also covers what ONNX Runtime's arena takes besides the plan, with `session_options()`.
     time_limit : float
-        Seconds for planning; turned into an amount of work, so that the plan is the same on any machine.
+        Seconds of the wall clock for all but loading the file and `verify` "run". Where it cuts planning short, the
+        report says so, and another run may find another plan.
+    effort : float or None
+        How much planning tries, in seconds of a slow core: the plan is the same on any machine. None: as much as
+        `time_limit` seconds of one; given alone, there is no limit.
     costs : str
         A preset of `costs.PRESETS`, or the path of a profile written by ONNX Runtime.
     verify : str
@@ -62,9 +67,18 @@ class Options:
     run_by: str = "session"
     arena: bool = False
     time_limit: float = 30.0
+    effort: float | None = None
     costs: str = "cpu"
     verify: str = "check"
     progress: selectors.Progress = selectors.silent
+
+    def work_seconds(self) -> float:
+        """How much planning may try, in seconds of a slow core."""
+        return self.time_limit if self.effort is None else self.effort
+
+    def bounded_by(self) -> str:
+        """The flag that bounds planning, and its value."""
+        return f"--time-limit {self.time_limit:g}s" if self.effort is None else f"--effort {self.effort:g}"
 
     def preparation(self) -> Preparation:
         """What of these the model is compiled with."""
@@ -87,6 +101,7 @@ class PlanningOptions(TypedDict, total=False):
     run_by: str
     arena: bool
     time_limit: float
+    effort: float | None
     costs: str
     verify: str
     progress: selectors.Progress
@@ -103,7 +118,9 @@ def _checked(name: str, value: object) -> object:
     """The value of a field as `Options` has it; UsageError where it cannot be meant."""
     if name == "dims":
         return check_dims(value)
-    if name == "time_limit":
+    if name == "effort" and value is None:
+        return None
+    if name in ("time_limit", "effort"):
         return parse_duration(float(value) if isinstance(value, Real) and not isinstance(value, bool) else str(value))
     if name in _NAMES:
         one = () if value is None else (value,) if isinstance(value, str) else None
@@ -144,6 +161,8 @@ def parse_options(given: PlanningOptions) -> Options:
         hint = did_you_mean(unknown[0], fields) or f": choose from {', '.join(fields)}"
         raise UsageError(f"unknown option {unknown[0]!r}{hint}")
     options = Options(**{name: _checked(name, value) for name, value in given.items()})  # type: ignore[arg-type]
+    if options.effort is not None and "time_limit" not in given:
+        options = replace(options, time_limit=math.inf)
     kernels_of(options.provider)
     if options.verify not in verify.MODES:
         raise UsageError(f"verify must be one of {', '.join(verify.MODES)}, not {options.verify!r}")

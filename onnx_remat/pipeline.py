@@ -26,11 +26,14 @@ from onnx_remat.ort.renewed import with_donations
 from onnx_remat.ort.simulate.buffers import Timeline
 from onnx_remat.plan import bounds
 from onnx_remat.plan.cost_bounds import cost_lower_bound
+from onnx_remat.plan.request import Deadline
 from onnx_remat.report import Report
 from onnx_remat.run import fixed_draws, verify
 from onnx_remat.run.foreseen import Footprint, foresee
 from onnx_remat.units import Budget, format_bytes, parse_budget
 from onnx_remat.write.writer import Rewritten
+
+_LOOKS = 4.0  # times as long as simulating the original: writing a file and simulating it at every level, at first
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +96,7 @@ def plan_model(model: model_io.Model, budget: str | int | Budget, **options: Unp
         As `rewrite_model`.
     """
     job = _begin(model, budget, options)
-    return make_plan(job.compiled, job.goal, job.goal.target(), job.options)
+    return make_plan(job.compiled, job.goal, job.goal.target(), job.options, job.deadline)
 
 
 def rewrite_model(model: model_io.Model, budget: str | int | Budget, **options: Unpack[PlanningOptions]) -> Result:
@@ -126,14 +129,17 @@ def rewrite_model(model: model_io.Model, budget: str | int | Budget, **options: 
     Examples
     --------
     >>> from sample_models.chain import chain
-    >>> result = rewrite_model(chain(16, 1024, 64), budget="70%", time_limit=1.0)
+    >>> result = rewrite_model(chain(16, 1024, 64), budget="70%", effort=1.0)
     >>> result.report.after.total <= result.report.budget
     True
     """
     job = _begin(model, budget, options)
     if job.keeps_already():
         return _unchanged(job)
-    plan, written, executed = fit(job.compiled, job.original, job.goal, job.folder, job.options, job.clock.stage)
+    reserve = _LOOKS * job.clock.seconds["simulate original"]
+    plan, written, executed = fit(
+        job.compiled, job.original, job.goal, job.folder, job.options, job.clock.stage, job.deadline, reserve
+    )
     with job.clock.stage("verify"):
         measured = _verify(job, written, executed)
     report = _report(job, plan, written, executed, measured)
@@ -164,7 +170,7 @@ def _report(
     compiled, original, final = job.compiled, job.original, list(executed.values())[-1]
     after = final.timeline()
     with job.clock.stage("bound"):
-        at_least = cost_lower_bound(compiled.problem, job.goal.allowed)
+        at_least = cost_lower_bound(compiled.problem, job.goal.allowed, until=job.deadline.passed)
     with job.clock.stage("arena"):
         arenas = reserves(original, job.before), reserves(final, after)
     return Report(
@@ -188,6 +194,7 @@ def _report(
         notes=(*_notes(original.emulated or final.emulated, compiled.graph.model), *_rounding(written.rounded)),
         warnings=_warnings(compiled, written.model),
         run_by=job.options.run_by,
+        cut_short=job.deadline.cut_short,
         loop_before=job.trained,
         loop_after=_as_trained(final),
     )
@@ -205,6 +212,7 @@ class _Job:
     trained: Footprint | None
     goal: Goal
     clock: _Stopwatch
+    deadline: Deadline
 
     def keeps_already(self) -> bool:
         """Is the original itself within the budget?"""
@@ -223,6 +231,7 @@ def _begin(model: model_io.Model, budget: str | int | Budget, given: PlanningOpt
         compiled = prepare(source.model, options.preparation())
         phases.check_step(compiled.problem.phase.tolist())
         options = replace(options, dims=shapes.all_dims(compiled.tensors, options.dims))
+    deadline = Deadline(options.time_limit)
     with clock.stage("simulate original"):
         original = as_executed(compiled.graph.model, source.folder, "all", options.preparation())
         before = original.timeline()
@@ -232,7 +241,7 @@ def _begin(model: model_io.Model, budget: str | int | Budget, given: PlanningOpt
         trained = foresee(original)
         goal = Goal(parsed.resolve(trained.total), by_loop=True, books=trained.books)
         compiled = with_donations(compiled)
-    return _Job(options, source.folder, compiled, original, before, trained, goal, clock)
+    return _Job(options, source.folder, compiled, original, before, trained, goal, clock, deadline)
 
 
 def _as_trained(executed: Executed) -> Footprint | None:

@@ -48,6 +48,8 @@ class Report:
         What in the original keeps its results from being the same in every run.
     run_by : str
         What the budget covers, see `Options.run_by`.
+    cut_short : bool
+        Whether the clock cut planning or its bound short (`Options.time_limit`): another run may find another plan.
     loop_before, loop_after : Footprint or None
         What training with `run.training.Loop` takes of the machine's memory; None where it cannot open the step.
     """
@@ -72,6 +74,7 @@ class Report:
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     run_by: str = "session"
+    cut_short: bool = False
     loop_before: Footprint | None = None
     loop_after: Footprint | None = None
 
@@ -104,6 +107,8 @@ class Report:
         if self.measured:
             lines += ["", *self._measured_lines(self.measured)]
         lines += [f"note: {note}" for note in self.notes]
+        if self.cut_short:
+            lines.append("note: the time limit cut planning short: another run may plan otherwise; --effort N repeats")
         if verbose:
             for title, peak in (("before", self.before), ("after", self.after)):
                 lines += ["", f"largest values at the peak {title} (at {peak.at}):"]

@@ -106,7 +106,7 @@ def plan(
     budget = int(base_peak * share)
     baseline = Schedule(tuple(range(problem.n_ops)))
     start = time.perf_counter()
-    schedule = get(selector)(Request(problem, budget, baseline, fixed_order=fixed_order, time_limit=limit))
+    schedule = get(selector)(Request(problem, budget, baseline, fixed_order=fixed_order, effort=limit))
     seconds = time.perf_counter() - start
     check_schedule(problem, schedule)
     peak = simulate(problem, schedule).peak

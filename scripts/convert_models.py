@@ -105,7 +105,7 @@ def convert(model: str, converter: str, out: Path, budget: str | None, limit: fl
         return Row(model, converter, "exported", *facts, _runs(path))
     before = processes.measure(path).peak_bytes
     try:
-        result = rewrite_model(path, budget, time_limit=limit)
+        result = rewrite_model(path, budget, effort=limit)
     except OnnxRematError as error:
         return Row(model, converter, f"{type(error).__name__}: {error}", *facts, True, before=before)
     target = out / f"{model}.{converter}.small.onnx"

@@ -56,7 +56,7 @@ def evaluate(path: Path, budget: str, selector: str, seconds: float, folder: Pat
     times = folder / "profile.json"
     times.write_text(profile(path).to_json())
     try:
-        result = rewrite_model(path, budget, selector=selector, time_limit=seconds, costs=str(times))
+        result = rewrite_model(path, budget, selector=selector, effort=seconds, costs=str(times))
     except BudgetInfeasibleError as error:
         return Row(path.stem, budget, f"infeasible: {error}")
     target = folder / f"{path.stem}.onnx"

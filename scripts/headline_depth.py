@@ -56,7 +56,7 @@ class Prices:
     def __getitem__(self, depth: int) -> float:
         if depth not in self.known:
             try:
-                result = rewrite_model(self.family.build(depth), self.allowed, time_limit=self.seconds)
+                result = rewrite_model(self.family.build(depth), self.allowed, effort=self.seconds)
                 self.known[depth] = result.report.extra_compute
             except BudgetInfeasibleError:
                 self.known[depth] = math.inf
@@ -83,7 +83,7 @@ def lowest(n: int, seconds: float) -> float:
     model = chain.chain(n, width, batch)
     floor = lower_bound(prepare(model, Preparation(CPU)).problem)
     try:
-        peak = plan_model(model, smallest_budget(floor), time_limit=seconds).timeline.peak
+        peak = plan_model(model, smallest_budget(floor), effort=seconds).timeline.peak
     except BudgetInfeasibleError as error:
         peak = error.best_peak_bytes
     return peak / (width * batch * 4)

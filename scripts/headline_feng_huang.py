@@ -89,7 +89,7 @@ def build(name: str, row: Published) -> Problem:
 def plan(problem: Problem, target: int, seconds: float) -> tuple[int, float]:
     """Peak and extra compute of our plan for a peak of `target` bytes."""
     baseline = Schedule(tuple(range(problem.n_ops)))
-    request = selectors.Request(problem, target, baseline, time_limit=seconds)
+    request = selectors.Request(problem, target, baseline, effort=seconds)
     schedule = selectors.get("auto")(request)
     return buffers.simulate(problem, schedule).peak, schedule.overhead(problem)
 

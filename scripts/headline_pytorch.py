@@ -101,7 +101,7 @@ def measured_table(models: Sequence[str], seconds: float) -> None:
             for budget in MEASURED:
                 theirs, their_clock = compiled_step.measured(name, budget)
                 try:
-                    result = rewrite_model(path, f"{100 * theirs / plain:.1f}%", time_limit=seconds)
+                    result = rewrite_model(path, f"{100 * theirs / plain:.1f}%", effort=seconds)
                     result.save(small, force=True)
                     times = processes.race(path, small, runs=9)
                     own = f"{processes.measure(small).peak_bytes / before:.1%}, {times[1] / times[0] - 1:+.1%}"

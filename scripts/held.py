@@ -68,7 +68,7 @@ def measured(path: Path, way: str, steps: int) -> int:
 
 def row(graph: Path, budget: str, seconds: float, steps: int) -> str:
     """One line of the table."""
-    result = rewrite_model(graph, budget, time_limit=seconds)
+    result = rewrite_model(graph, budget, effort=seconds)
     foreseen: Reserves = result.report.arena_after
     with tempfile.TemporaryDirectory(prefix="onnx-remat-") as scratch:
         result.save(path := Path(scratch) / "small.onnx")

@@ -189,7 +189,7 @@ def checkmate_milp(request: Request) -> Schedule:
     problem = request.problem
     if problem.n_ops > _MOST_NODES:
         return request.baseline
-    found = _checkmate(problem, request.budget, request.time_limit, whole=True)
+    found = _checkmate(problem, request.budget, request.effort, whole=True)
     if found is None:
         return request.baseline
     return _staged({key: value > 0.5 for key, value in found[0].items()}, problem.n_ops)
@@ -201,7 +201,7 @@ def checkmate_lp(request: Request) -> Schedule:
     problem, n = request.problem, request.problem.n_ops
     if n > _MOST_NODES:
         return request.baseline
-    found = _checkmate(problem, request.budget * _ROUNDING_ROOM, request.time_limit, whole=False)
+    found = _checkmate(problem, request.budget * _ROUNDING_ROOM, request.effort, whole=False)
     if found is None:
         return request.baseline
     kept = {key: value > 0.5 for key, value in found[1].items()}

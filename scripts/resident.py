@@ -107,7 +107,7 @@ def row(graph: Path, budget: str, seconds: float, steps: int, loss: str, turns: 
         if budget:
             from onnx_remat.pipeline import rewrite_model
 
-            result = rewrite_model(graph, budget, time_limit=seconds)
+            result = rewrite_model(graph, budget, effort=seconds)
             result.save(path := Path(scratch) / "small.onnx")
             limit = result.report.after.total
         value = [helper.make_tensor_value_info(name, 1, [4]) for name in "xy"]

@@ -181,7 +181,7 @@ def main() -> None:
     small, budgets = {}, {}
     for graph in given.graphs:
         small[graph] = given.folder / f"{graph.stem}-small.onnx"
-        result = onnx_remat.rewrite_model(graph, given.budget, time_limit=5.0)
+        result = onnx_remat.rewrite_model(graph, given.budget, effort=5.0)
         result.save(small[graph], force=True)
         budgets[graph] = result.report.budget
     names = [graph.stem for graph in given.graphs]

@@ -86,7 +86,10 @@ def build_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     checking.add_argument("--force", action="store_true", help="replace OUT if it exists")
     loudness = checking.add_mutually_exclusive_group()
-    loudness.add_argument("-v", "--verbose", action="store_true", help="also list the largest values at the peak, and log every plan that is tried")
+    loudness.add_argument(
+        "-v", "--verbose", action="store_true",
+        help="also list the largest values at the peak, and log every plan that is tried",
+    )  # fmt: skip
     loudness.add_argument("-q", "--quiet", action="store_true", help="print errors only")
     parser.add_argument("--version", action="version", version=f"onnx-remat {__version__}")
     add_planning_flags(parser)

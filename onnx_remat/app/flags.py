@@ -56,8 +56,14 @@ def add_planning_flags(parser: argparse.ArgumentParser, time_limit: str = "30s")
         help="let the budget also cover what ONNX Runtime's arena adds with onnx_remat.session_options(), as foreseen",
     )  # fmt: skip
     planning.add_argument(
-        "--time-limit", default=time_limit, metavar="TIME", help=f"for planning (default {time_limit})"
-    )
+        "--time-limit", metavar="TIME",
+        help=f"seconds of the clock, file loaded, to plan and write in (default {time_limit}; none with --effort)",
+    )  # fmt: skip
+    planning.add_argument(
+        "--effort", metavar="N",
+        help="how much to try instead, in seconds of a slow core: the same plan on any machine, however busy",
+    )  # fmt: skip
+    parser.set_defaults(default_time_limit=time_limit)
     planning.add_argument(
         "--costs", default="cpu", metavar="PRESET|FILE",
         help=f"seconds per op: {', '.join(PRESETS)} (default cpu), or a profile JSON written by ONNX Runtime",
@@ -101,8 +107,11 @@ def planning_options(arguments: argparse.Namespace) -> PlanningOptions:
         "checkpoints": tuple(arguments.checkpoint),
         "allow_recompute": tuple(arguments.allow_recompute),
         "arena": arguments.arena,
-        "time_limit": parse_duration(arguments.time_limit),
     }
+    if arguments.effort is not None:
+        options["effort"] = parse_duration(arguments.effort)
+    if arguments.time_limit is not None or arguments.effort is None:
+        options["time_limit"] = parse_duration(arguments.time_limit or arguments.default_time_limit)
     if arguments.costs is not None:
         options["costs"] = arguments.costs
     return options

@@ -104,7 +104,7 @@ def sweep(model: Model, points: int = 10, **options: Unpack[PlanningOptions]) ->
     Examples
     --------
     >>> from sample_models.chain import chain
-    >>> curve = sweep(chain(16, 1024, 64), 3, time_limit=0.5)
+    >>> curve = sweep(chain(16, 1024, 64), 3, effort=0.5)
     >>> [p.extra_compute for p in curve.points] == sorted(p.extra_compute for p in curve.points)
     True
     """

@@ -20,7 +20,7 @@ Jain et al.: Checkmate, MLSys 2020, whose linear relaxation the knapsack matches
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -37,7 +37,9 @@ _PRICES = 16  # minimum cuts per op
 _FREE, _LIVE, _FORCED = 0, 1, 2
 
 
-def cost_lower_bound(problem: Problem, budget: int, first: Sequence[int] | None = None) -> float:
+def cost_lower_bound(
+    problem: Problem, budget: int, first: Sequence[int] | None = None, until: Callable[[], bool] = lambda: False
+) -> float:
     """Overhead below which no schedule within `budget` stays.
 
     Class: every valid schedule, any order; with `first`, those whose first executions follow that order. Any
@@ -51,6 +53,8 @@ def cost_lower_bound(problem: Problem, budget: int, first: Sequence[int] | None 
         Bytes of peak, residents included.
     first : sequence of int or None
         Order of the first executions, where that is fixed.
+    until : function
+        Whether to leave it at what is found; the bound is valid at any time.
 
     Returns
     -------
@@ -65,7 +69,7 @@ def cost_lower_bound(problem: Problem, budget: int, first: Sequence[int] | None 
     space = _Space.of(problem, first)
     room = budget - problem.base_bytes
     step = max(1, problem.n_ops * space.places // _WORK)
-    ops = np.arange(0, problem.n_ops, step, dtype=np.int32)
+    ops = np.arange(0, problem.n_ops, step)
     found = space.knapsacks(ops, room)
     if found.max(initial=0.0) <= 0 or problem.n_ops > _MOST_CUT_OPS:
         return float(found.max(initial=0.0)) / total
@@ -73,7 +77,7 @@ def cost_lower_bound(problem: Problem, budget: int, first: Sequence[int] | None 
         return math.inf
     best = float(found.max())
     for i in np.argsort(-found, kind="stable")[:_CUTS].tolist():
-        if found[i] > 0:
+        if found[i] > 0 and not until():
             best = max(best, space.cut(int(ops[i]), room))
     return best / total
 
@@ -150,7 +154,7 @@ class _Space:
         )  # fmt: skip
         return cls(problem, groups, index[life.root])
 
-    def knapsacks(self, ops: Ints, room: int) -> Floats:
+    def knapsacks(self, ops: Longs, room: int) -> Floats:
         """The knapsack bound at each of `ops`, in units of cost."""
         return _knapsacks(ops, self.groups, room)  # type: ignore[no-any-return]
 

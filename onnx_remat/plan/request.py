@@ -8,11 +8,17 @@ lowest-peak schedule it found.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from onnx_remat.errors import UsageError, did_you_mean
-from onnx_remat.problem import Problem, Schedule
+from onnx_remat.problem import Longs, Problem, Schedule
 
 Progress = Callable[[str, float], None]
 """Called with what is being done and the fraction of the work done so far (0 to 1)."""
@@ -20,6 +26,64 @@ Progress = Callable[[str, float], None]
 
 def silent(_stage: str, _fraction: float) -> None:
     """A `Progress` that shows nothing."""
+
+
+class Deadline:
+    """A moment of the wall clock from which on work is cut short, and whether it has cut any.
+
+    Parameters
+    ----------
+    seconds : float
+        From now; infinite for no deadline.
+    whole : Deadline, optional
+        The one that this is part of: what this cuts, that has cut too.
+    """
+
+    def __init__(self, seconds: float = math.inf, whole: Deadline | None = None) -> None:
+        self._at = time.monotonic() + seconds
+        self._whole = whole
+        self.cut_short = False
+
+    def left(self) -> float:
+        """Seconds from now."""
+        return self._at - time.monotonic()
+
+    def passed(self) -> bool:
+        """Whether time is up; whoever asks then leaves work undone, which is noted."""
+        if self.left() > 0:
+            return False
+        self._note()
+        return True
+
+    def sooner(self, seconds: float) -> Deadline:
+        """This deadline less some seconds for what comes after, though at most half of what is left."""
+        left = self.left()
+        return Deadline(left - min(seconds, max(0.0, left) / 2), self)
+
+    @contextmanager
+    def flag(self) -> Iterator[Longs]:
+        """An array of one 0 that turns to 1 when time is up, for compiled code; such code lets other threads run."""
+        up = np.zeros(1, np.int64)
+        if self._at == math.inf:
+            yield up
+            return
+
+        def raise_() -> None:
+            up[0] = 1
+            self._note()
+
+        timer = threading.Timer(max(0.0, self.left()), raise_)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield up
+        finally:
+            timer.cancel()
+
+    def _note(self) -> None:
+        self.cut_short = True
+        if self._whole is not None:
+            self._whole._note()
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +101,13 @@ class Request:
     fixed_order : bool
         First occurrences must keep the ops' numbering (the rule of the published benchmark graphs), which then is to be
         a valid order.
-    time_limit : float
-        Seconds the selector may take. The limit decides how much is tried, see `work`.
+    effort : float
+        Seconds of a slow core that the selector may take. They decide how much is tried, see `work`.
     work : int or None
-        Deterministic limit, in candidates tried. None derives it from `time_limit` and a fixed rate, so equal
-        requests give equal schedules on any machine.
+        Deterministic limit, in candidates tried. None derives it from `effort` and a fixed rate, so equal
+        requests give equal schedules on any machine, as long as the deadline cuts none short.
+    deadline : Deadline
+        When the selector is to answer with what it has.
     seed : int
         Of the pseudo-random moves.
     checkpoints : tuple of int
@@ -59,8 +125,9 @@ class Request:
     budget: int
     baseline: Schedule
     fixed_order: bool = False
-    time_limit: float = 30.0
+    effort: float = 30.0
     work: int | None = None
+    deadline: Deadline = field(default_factory=Deadline)
     seed: int = 0
     checkpoints: tuple[int, ...] = ()
     anchors: tuple[int, ...] = ()

@@ -33,11 +33,11 @@ class Bad:
 
 
 def ask(*more: str, source: str = "in.onnx", target: str = "out.onnx") -> list[str]:
-    return [source, target, "--budget", "95%", "--time-limit", "1s", *more]
+    return [source, target, "--budget", "95%", "--effort", "1s", *more]
 
 
 def budget(text: str) -> list[str]:
-    return ["in.onnx", "out.onnx", "--budget", text, "--time-limit", "300ms"]
+    return ["in.onnx", "out.onnx", "--budget", text, "--effort", "300ms"]
 
 
 ARGUMENTS = [

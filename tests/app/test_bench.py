@@ -76,7 +76,7 @@ def test_benchmark_of_a_whole_step(tmp_path, capsys):
     path = tmp_path / "mlp.onnx"
     # tens of megabytes, so that what else moves the resident size, a few hundred kB, is well under the 5 % asked below
     onnx.save(mlp(layers=10, batch=8192, width=64), path)
-    flags = ["--budget", "60%", "--steps", "4", "--time-limit", "0.3s", "--costs", "cpu", "--threads", "1"]
+    flags = ["--budget", "60%", "--steps", "4", "--effort", "0.3s", "--costs", "cpu", "--threads", "1"]
     flags += ["--json", str(tmp_path / "b.json")]
     assert bench.main([str(path), *flags]) == 0
     (result,) = json.loads((tmp_path / "b.json").read_text())
@@ -91,7 +91,7 @@ def test_benchmark_of_a_whole_step(tmp_path, capsys):
 def test_max_batch_is_larger_rewritten(tmp_path, capsys):
     path = tmp_path / "mlp.onnx"
     onnx.save(mlp(layers=6, width=16, dims="batch"), path)
-    flags = ["--budget", "100kB", "--max-batch", "batch", "--time-limit", "0.05s", "--selector", "sqrt_n"]
+    flags = ["--budget", "100kB", "--max-batch", "batch", "--effort", "0.05s", "--selector", "sqrt_n"]
     assert bench.main([str(path), *flags]) == 0
     words = capsys.readouterr().out.split()
     plain, small = (int(words[i + 2].rstrip(",")) for i, word in enumerate(words) if word == "up")
@@ -120,7 +120,7 @@ def test_a_graph_that_is_refused_does_not_keep_the_others_from_an_answer(tmp_pat
     onnx.save(mlp(layers=6, batch=512, width=32), tmp_path / "fine.onnx")
     onnx.save(mlp(layers=1, batch=1, width=64), tmp_path / "weights.onnx")
     inputs = [str(tmp_path / "weights.onnx"), str(tmp_path / "fine.onnx")]
-    flags = ["--budget", "80%", "--steps", "3", "--time-limit", "0.1s", "--costs", "cpu", "--markdown"]
+    flags = ["--budget", "80%", "--steps", "3", "--effort", "0.1s", "--costs", "cpu", "--markdown"]
     assert bench.main([*inputs, *flags]) == 3
     out, err = capsys.readouterr()
     assert "| fine |" in out and "weights" not in out and "weights.onnx" in err and len(err.splitlines()) == 1

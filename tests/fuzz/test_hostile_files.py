@@ -384,7 +384,7 @@ def test_hostile_files_are_refused(row, home, capsys, monkeypatch, pytestconfig)
             "95%",
             "--selector",
             "keep_all",
-            "--time-limit",
+            "--effort",
             "100ms",
             "--dry-run",
             "-q",

@@ -20,6 +20,7 @@ from onnx_remat.ort.executed import as_executed
 from onnx_remat.ort.kernels.cpu import CPU
 from onnx_remat.ort.peaks import requests, reserves
 from onnx_remat.ort.prepare import Preparation
+from onnx_remat.ort.simulate import arena
 from onnx_remat.ort.simulate.arena import Arena, Requests, run
 from onnx_remat.pipeline import rewrite_model
 from onnx_remat.run import processes
@@ -110,6 +111,14 @@ def test_agrees_with_a_slow_reference(drawn: tuple[Requests, list[bool]], doubli
     requested, kept = drawn
     found = run(requested, doubling=doubling, kept=np.array(kept), steps=count)
     assert found == slow_run(requested, doubling, kept, count)
+
+
+def test_books_with_too_little_room_are_made_larger(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    one = step(rng.integers(1, 10_000, 60).tolist(), [*range(60), *(~rng.permutation(60)).tolist()])
+    wide = run(one, doubling=False)
+    monkeypatch.setattr(arena, "_ROOM", 4)
+    assert run(one, doubling=False) == wide and wide.reserved > 0
 
 
 def test_regions_double_from_one_mebibyte() -> None:
@@ -262,7 +271,7 @@ def test_reserves_count_weights_and_inputs() -> None:
 
 def test_a_budget_that_covers_the_arena() -> None:
     path = SAMPLES / "attention_stack.onnx"
-    plain, covered = (rewrite_model(path, "70%", time_limit=1.0, verify=how, arena=how == "run").report
+    plain, covered = (rewrite_model(path, "70%", effort=1.0, verify=how, arena=how == "run").report
                       for how in ("none", "run"))  # fmt: skip
     assert covered.measured is not None
     assert plain.after.total <= plain.budget < plain.arena_after.held
@@ -275,6 +284,6 @@ def test_a_budget_that_covers_the_arena() -> None:
 def test_an_original_whose_arena_exceeds_the_budget_is_planned() -> None:
     model = chain(16, 4096, 64)
     budget = int(as_executed(model, None, "all", Preparation(CPU)).timeline().peak * 1.01)
-    assert rewrite_model(model, budget, time_limit=1.0).report.notes
-    report = rewrite_model(model, budget, time_limit=1.0, arena=True).report
+    assert rewrite_model(model, budget, effort=1.0).report.notes
+    report = rewrite_model(model, budget, effort=1.0, arena=True).report
     assert report.arena_after.held <= budget < report.arena_before.held

@@ -78,7 +78,7 @@ def intervals(subject: Problem, truth: Problem, seed: int) -> None:
         expected = np.array(naive_steps(truth, now.tolist())) - truth.base_bytes
         assert state.level[state.at >= 0].tolist() == expected.tolist()
         check_schedule(truth, Schedule(tuple(now.tolist())))
-        anneal(state, np.array([seed + 1], np.uint64), 1.0, -1.0, 20_000, 100.0, 50.0, 0.5)
+        anneal(state, np.array([seed + 1], np.uint64), 1.0, -1.0, 20_000, 100.0, 50.0, 0.5, np.zeros(1, np.int64))
     check_schedule(truth, Schedule(tuple(steps_of(state).tolist())))
 
 
@@ -87,7 +87,7 @@ def core(subject: Problem, truth: Problem, seed: int) -> None:
     view = viewless(subject)
     state = empty_state(view.core, 4 * truth.n_ops + 64, 0)
     load(state, view.contract(random_order(truth, np.random.default_rng(seed))))
-    anneal(state, np.array([seed + 1], np.uint64), 1.0, -1.0, 20_000, 100.0, 50.0, 0.5)
+    anneal(state, np.array([seed + 1], np.uint64), 1.0, -1.0, 20_000, 100.0, 50.0, 0.5, np.zeros(1, np.int64))
     check_schedule(truth, Schedule(view.expand(steps_of(state))))
 
 

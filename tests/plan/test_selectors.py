@@ -24,7 +24,7 @@ from onnx_remat.plan.search.state import EXCESS, empty_state
 from onnx_remat.plan.search.tuning import LANES
 from onnx_remat.plan.selectors import Request, get, materialize, names
 from onnx_remat.plan.selectors.exact import solve
-from onnx_remat.plan.selectors.materialize import split_step
+from onnx_remat.plan.selectors.materialize import _sort, split_step
 from onnx_remat.problem import Problem, Schedule, check_schedule
 from tests.support.planner_problems import (
     baseline,
@@ -244,7 +244,8 @@ def test_profile_under_change_is_the_simulators(problem: Problem, seed: int) -> 
     load(state, order)
     rng = np.random.default_rng(seed)
     for _ in range(3):
-        anneal(state, np.array([seed + 1], np.uint64), 1.0, -1.0, 20_000, 100.0, 50.0, float(rng.random()))
+        draws, never = np.array([seed + 1], np.uint64), np.zeros(1, np.int64)
+        anneal(state, draws, 1.0, -1.0, 20_000, 100.0, 50.0, float(rng.random()), never)
         at = state.at[state.at >= 0]
         now = state.events["op"][at]
         expected = simulate(problem, now).step_bytes - problem.base_bytes
@@ -263,3 +264,12 @@ def test_search_stays_valid_on_dense_graphs(seed: int, fixed_order: bool) -> Non
 def test_unknown_selector_names_the_nearest() -> None:
     with pytest.raises(UsageError, match="did you mean 'search'"):
         get("serach")
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 7, 50, 400])
+def test_a_chain_is_sorted_by_position(length):
+    rng = np.random.default_rng(length)
+    position, chain = rng.permutation(500), rng.permutation(500)[:length].astype(np.int32)
+    expected = [chain[0], *sorted(chain[1:], key=lambda op: position[op])]
+    _sort.py_func(chain, length, position)
+    assert chain.tolist() == expected

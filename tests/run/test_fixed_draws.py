@@ -107,7 +107,7 @@ def test_a_step_that_races_is_verified_on_one_thread_and_warned_of(tmp_path, cap
     step.graph.input.append(onnx.helper.make_tensor_value_info("i", TensorProto.INT64, [1024, 1]))
     step.graph.output.append(onnx.helper.make_tensor_value_info("sums", TensorProto.FLOAT, [2, 64]))
     onnx.save(step, tmp_path / "in.onnx")
-    flags = ["--budget", "80%", "--time-limit", "0.3", "--verify", "run", "--json", str(tmp_path / "r.json")]
+    flags = ["--budget", "80%", "--effort", "0.3", "--verify", "run", "--json", str(tmp_path / "r.json")]
     assert cli.main([str(tmp_path / "in.onnx"), str(tmp_path / "out.onnx"), *flags]) == 0
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("onnx-remat: warning: ScatterND sums into 'sums'")

@@ -13,7 +13,7 @@ from onnx_remat.run.foreseen import books
 from tests.support.graphs import feeds_for, mlp, run_model, same_bits
 
 pytest.importorskip("onnxruntime")
-QUICK = {"time_limit": 0.5}
+QUICK = {"effort": 0.5}
 
 
 @pytest.fixture(scope="module")

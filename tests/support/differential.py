@@ -59,7 +59,7 @@ def _schedules(compiled: Compiled, seed: int) -> Iterator[tuple[str, Schedule]]:
     anchors = tuple(op.index for op in compiled.graph.ops if op.node.op_type in MATRIX_OPS)
     kept = tuple(problem.outputs(op)[0] for op in anchors)
     budget = int(simulate(problem, baseline).peak * generator.uniform(0.5, 0.95))
-    request = Request(problem, budget, baseline, time_limit=1.0, work=_WORK, checkpoints=kept, anchors=anchors)
+    request = Request(problem, budget, baseline, effort=1.0, work=_WORK, checkpoints=kept, anchors=anchors)
     selector = names()[seed % len(names())]
     yield selector, get(selector)(request)
 

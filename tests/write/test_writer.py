@@ -574,7 +574,7 @@ def test_random_ops_and_bodies_are_never_cloned(selector, with_everything_random
     kinds = set()
     for budget in (0, int(before * 0.8)):
         request = Request(
-            problem, budget, compiled.default_order(), time_limit=1.0, work=1000, checkpoints=kept, anchors=anchors
+            problem, budget, compiled.default_order(), effort=1.0, work=1000, checkpoints=kept, anchors=anchors
         )
         schedule = get(selector)(request)
         check_schedule(problem, schedule)

@@ -19,10 +19,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from onnx_remat.compiled import compiled
+from onnx_remat.compiled import compiled, inlined
 from onnx_remat.ort.simulate.buffers import Timeline
 from onnx_remat.problem import Flags, Ints, Longs, Schedule
 
@@ -31,6 +32,7 @@ MOST_STEPS = 50
 
 _MOST_EVENTS = 1_000_000  # in all these steps: those of larger graphs are fewer, three at least
 
+_ROOM = 1024  # chunks at first
 _UNIT = 256
 _MAX_DEAD = 128 << 20
 _FIRST_REGION = 1 << 20
@@ -128,23 +130,54 @@ def run(step: Requests, *, doubling: bool, kept: Flags | None = None, steps: int
     if steps is None:
         steps = min(MOST_STEPS, max(3, _MOST_EVENTS // max(1, len(step.events))))
     keep = np.zeros(len(step.size), np.bool_) if kept is None else (step.owner >= 0) & kept[step.owner]
-    in_use, touched, reserved = _replay(step.events, step.size, keep, steps, doubling)
-    return Arena(int(in_use), int(touched), int(reserved))
+    room = _ROOM
+    while True:
+        books = _Books.of(room, len(step.size))
+        in_use, n_regions, reserved = _replay(step.events, step.size, keep, bool(keep.any()), steps, doubling, books)
+        if reserved >= 0:
+            return Arena(int(in_use), int(books.regions[1, :n_regions].sum()), int(reserved))
+        room *= 2
+
+
+class _Books(NamedTuple):
+    """What an arena keeps, made here: arrays made in compiled code take seconds to compile.
+
+    Attributes
+    ----------
+    chunks : int64 (6, room)
+    free : int64 (room,)
+        Free chunks by size and address.
+    spare : int64 (room,)
+        Numbers of chunks that were merged into others.
+    regions : int64 (2, room)
+        Address, and bytes from there that were handed out.
+    of_step, of_last : int64 (n_buffers,)
+        Chunk of each buffer; the same of what was kept from the step before.
+    """
+
+    chunks: Longs
+    free: Longs
+    spare: Longs
+    regions: Longs
+    of_step: Longs
+    of_last: Longs
+
+    @staticmethod
+    def of(room: int, n_buffers: int) -> _Books:
+        return _Books(
+            np.full((6, room), -1, np.int64), np.empty(room, np.int64), np.empty(room, np.int64),
+            np.zeros((2, room), np.int64), np.full(n_buffers, -1, np.int64), np.full(n_buffers, -1, np.int64),
+        )  # fmt: skip
 
 
 @compiled
-def _replay(events, sizes, keep, steps, doubling):  # type: ignore[no-untyped-def]
-    """The fields of `Arena`."""
+def _replay(events, sizes, keep, any_kept, steps, doubling, books):  # type: ignore[no-untyped-def]
+    """Most bytes in use, number of regions, bytes of them all: -1 where the books have too little room."""
     n_buffers = len(sizes)
-    chunks = np.full((6, 1024), -1, np.int64)
-    free = np.empty(1024, np.int64)  # free chunks by size and address
-    spare = np.empty(1024, np.int64)  # numbers of chunks that were merged into others
-    regions = np.zeros((2, 1024), np.int64)  # address, and bytes from there that were handed out
-    n_chunks, n_free, n_spare, n_regions = 0, 0, 0, 0
-    growth, reserved, in_use, most = _FIRST_REGION, 0, 0, 0
-    of_step = np.full(n_buffers, -1, np.int64)  # chunk of each buffer
-    of_last = np.full(n_buffers, -1, np.int64)  # the same of what was kept from the step before
-    kept = keep.any()
+    chunks, free, spare, regions, of_step, of_last = books
+    # Not literals: the functions that take these would be compiled for the literals and for integers.
+    n_chunks, n_free, n_spare, n_regions = np.int64(0), np.int64(0), np.int64(0), np.int64(0)
+    growth, reserved, in_use, most = _FIRST_REGION, np.int64(0), 0, 0
     for _ in range(steps):
         before = reserved
         for i in range(len(events) + 2 * n_buffers):
@@ -154,9 +187,7 @@ def _replay(events, sizes, keep, steps, doubling):  # type: ignore[no-untyped-de
                 if asked == 0:
                     continue
                 if n_chunks + 2 > len(free):
-                    chunks = np.concatenate((chunks, np.full_like(chunks, -1)), 1)
-                    free, spare = np.concatenate((free, free)), np.concatenate((spare, spare))
-                    regions = np.concatenate((regions, np.zeros_like(regions)), 1)
+                    return most, n_regions, np.int64(-1)
                 found = _rank(chunks, free, n_free, asked, -reserved)
                 if found < n_free:
                     c = free[found]
@@ -172,14 +203,17 @@ def _replay(events, sizes, keep, steps, doubling):  # type: ignore[no-untyped-de
                             growth = min(2 * growth, _LARGEST_GROWTH)
                     reserved += extent
                     c, n_chunks, n_spare = _number(spare, n_spare, n_chunks)
-                    chunks[:, c] = -reserved, extent, -1, -1, n_regions, 0
+                    chunks[_AT, c], chunks[_SIZE, c], chunks[_REGION, c] = -reserved, extent, n_regions
+                    chunks[_LEFT, c], chunks[_RIGHT, c], chunks[_FREE, c] = -1, -1, 0
                     regions[0, n_regions] = -reserved
                     n_regions += 1
                 rest = chunks[_SIZE, c] - asked
                 if rest >= asked or rest >= _MAX_DEAD:
                     r, n_chunks, n_spare = _number(spare, n_spare, n_chunks)
                     right = chunks[_RIGHT, c]
-                    chunks[:, r] = chunks[_AT, c] + asked, rest, c, right, chunks[_REGION, c], 0
+                    chunks[_AT, r], chunks[_SIZE, r] = chunks[_AT, c] + asked, rest
+                    chunks[_LEFT, r], chunks[_RIGHT, r] = c, right
+                    chunks[_REGION, r], chunks[_FREE, r] = chunks[_REGION, c], 0
                     if right >= 0:
                         chunks[_LEFT, right] = r
                     chunks[_SIZE, c], chunks[_RIGHT, c] = asked, r
@@ -217,12 +251,12 @@ def _replay(events, sizes, keep, steps, doubling):  # type: ignore[no-untyped-de
                 n_spare += 1
                 c = a
             n_free = _insert(chunks, free, n_free, c)
-        if reserved == before and not kept:
+        if reserved == before and not any_kept:
             break  # everything is free again: the next step is like this one
-    return most, regions[1, :n_regions].sum(), reserved
+    return most, n_regions, reserved
 
 
-@compiled
+@inlined
 def _rank(chunks, free, n_free, size, at):  # type: ignore[no-untyped-def]
     """How many free chunks come before one of this size at this address."""
     low, high = 0, n_free
@@ -236,7 +270,7 @@ def _rank(chunks, free, n_free, size, at):  # type: ignore[no-untyped-def]
     return low
 
 
-@compiled
+@inlined
 def _insert(chunks, free, n_free, c):  # type: ignore[no-untyped-def]
     place = _rank(chunks, free, n_free, chunks[_SIZE, c], chunks[_AT, c])
     for i in range(n_free, place, -1):
@@ -246,7 +280,7 @@ def _insert(chunks, free, n_free, c):  # type: ignore[no-untyped-def]
     return n_free + 1
 
 
-@compiled
+@inlined
 def _remove(chunks, free, n_free, c):  # type: ignore[no-untyped-def]
     for i in range(_rank(chunks, free, n_free, chunks[_SIZE, c], chunks[_AT, c]), n_free - 1):
         free[i] = free[i + 1]
@@ -254,7 +288,7 @@ def _remove(chunks, free, n_free, c):  # type: ignore[no-untyped-def]
     return n_free - 1
 
 
-@compiled
+@inlined
 def _number(spare, n_spare, n_chunks):  # type: ignore[no-untyped-def]
     """A number for a new chunk."""
     if n_spare:

@@ -29,6 +29,7 @@ from onnx_remat.plan.search.tuning import (
     CHAIN,
     FEASIBLE_SHARE,
     HOIST,
+    HOISTED,
     HOT_READ,
     PERIOD,
     PRICE_STEP,
@@ -40,7 +41,7 @@ from onnx_remat.plan.search.tuning import (
 
 
 @compiled
-def anneal(s: State, rng, cost, floor, work, hot, cold, price):  # type: ignore[no-untyped-def]
+def anneal(s: State, rng, cost, floor, work, hot, cold, price, stop):  # type: ignore[no-untyped-def]
     """Search from the order in `s`.
 
     Parameters
@@ -57,13 +58,15 @@ def anneal(s: State, rng, cost, floor, work, hot, cold, price):  # type: ignore[
         Temperatures, in units of cost, at the start and the end.
     price : float
         Cost of one byte above the budget for one step, at the start.
+    stop : int64 (1,)
+        No move begins once it is not 0: another thread sets it when time is up.
 
     Returns
     -------
     order, fits
         The cheapest order within the budget, else the one with the least excess.
     """
-    log = np.empty((2 * CHAIN + 8, 2), np.int64)
+    log, hoisted = np.empty((2 * CHAIN + 8, 2), np.int64), np.empty(HOISTED, np.int64)
     best = unload(s)
     best_cost = cost if s.totals[EXCESS] == 0 else np.inf
     least = s.totals[EXCESS]
@@ -75,7 +78,7 @@ def anneal(s: State, rng, cost, floor, work, hot, cold, price):  # type: ignore[
     heat, start = hot, price
     move = 0
     s.totals[WORK] = 0
-    while s.totals[WORK] < work:
+    while s.totals[WORK] < work and stop[0] == 0:
         s.totals[WORK] += WORK_OF_MOVE
         move += 1
         if move % PERIOD == 0:
@@ -105,7 +108,7 @@ def anneal(s: State, rng, cost, floor, work, hot, cold, price):  # type: ignore[
             elif loose and kind > 1 - HOIST:
                 x = pick_read(s, rng, kind < 1.0)
                 if x >= 0:
-                    n, extra = hoist(s, x, log)
+                    n, extra = hoist(s, x, log, hoisted)
             else:
                 n, extra = shift(s, rng, e, log)
         if n == 0:

@@ -11,5 +11,5 @@ def allowance(request: Request) -> int:
     """Work the request allows one lane of the search, in the units of `anneal`."""
     if request.work is not None:
         return max(1, request.work) * WORK_PER_CANDIDATE
-    seconds = max(LEAST_SHARE * request.time_limit, request.time_limit - SETUP_SECONDS * request.problem.n_ops)
+    seconds = max(LEAST_SHARE * request.effort, request.effort - SETUP_SECONDS * request.problem.n_ops)
     return max(1, int(seconds * WORK_PER_SECOND))

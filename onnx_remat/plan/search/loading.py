@@ -59,7 +59,7 @@ def load(s, order):  # type: ignore[no-untyped-def]
         in_place(s, e)
 
 
-@inlined
+@compiled
 def unload(s):  # type: ignore[no-untyped-def]
     """The order in a state."""
     order = np.empty(s.totals[COUNT], np.int32)

@@ -277,13 +277,13 @@ def shift(s, rng, e, log):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def hoist(s, x, log):  # type: ignore[no-untyped-def]
+def hoist(s, x, log, old):  # type: ignore[no-untyped-def]
     """Run the reader `x` and what it needs right after the touch before it, so that the interval ends there.
 
-    Returns the log's length (0: impossible; undo it where the cost is infinite) and the change of cost.
+    `old`, int64 (HOISTED,), is scratch memory. Returns the log's length (0: impossible; undo it where the cost is
+    infinite) and the change of cost.
     """
     target = place_of(s, s.nodes[x].before) + 1
-    old = np.empty(HOISTED, np.int64)
     old[0] = s.nodes[x].owner
     count, done = 1, 0
     while done < count:

@@ -50,7 +50,7 @@ def _buffers_read(life):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _entry(op, net, rank, few, mode):  # type: ignore[no-untyped-def]
+def _entry(net, rank, few, mode):  # type: ignore[no-untyped-def]
     """What a ready op is sorted by: the group, the key in it, and the rank that breaks ties."""
     first = net < 0 or (mode == LEAVES_FIRST and few <= FEW_DESCENDANTS)
     if mode == GREEDY:
@@ -70,7 +70,9 @@ def _run(life, buffers, rank, few, mode):  # type: ignore[no-untyped-def]
     for v in range(len(nbytes)):
         if life.kept[v] or life.maker[life.root[v]] < 0:
             kept[life.root[v]] = True
-    left = np.diff(life.reader_ptr)  # readers of a buffer still to come
+    left = np.empty(len(nbytes), np.int32)  # readers of a buffer still to come
+    for r in range(len(nbytes)):
+        left[r] = life.reader_ptr[r + 1] - life.reader_ptr[r]
     net = np.zeros(n, np.int64)  # bytes by which an op would change what is held, if it ran now
     for op in range(n):
         for v in life.out_values[life.out_ptr[op] : life.out_ptr[op + 1]]:
@@ -84,14 +86,14 @@ def _run(life, buffers, rank, few, mode):  # type: ignore[no-untyped-def]
     for op in range(n):
         op_of[rank[op]] = op
     # An entry is stale once its op has run or its net has changed: it has then been entered anew.
-    ready = [_entry(op, net[op], rank[op], few[op], mode) for op in range(n) if waiting[op] == 0]
+    ready = [_entry(net[op], rank[op], few[op], mode) for op in range(n) if waiting[op] == 0]
     heapq.heapify(ready)
     done = np.zeros(n, np.bool_)
     order = np.empty(n, np.int32)
     for step in range(n):
         entry = heapq.heappop(ready)
         op = op_of[entry[2]]
-        while done[op] or entry != _entry(op, net[op], rank[op], few[op], mode):
+        while done[op] or entry != _entry(net[op], rank[op], few[op], mode):
             entry = heapq.heappop(ready)
             op = op_of[entry[2]]
         done[op] = True
@@ -107,11 +109,11 @@ def _run(life, buffers, rank, few, mode):  # type: ignore[no-untyped-def]
                 if not done[other]:
                     net[other] -= nbytes[r]
                     if waiting[other] == 0:
-                        heapq.heappush(ready, _entry(other, net[other], rank[other], few[other], mode))
+                        heapq.heappush(ready, _entry(net[other], rank[other], few[other], mode))
         for o in life.next_ops[life.next_ptr[op] : life.next_ptr[op + 1]]:
             waiting[o] -= 1
             if waiting[o] == 0:
-                heapq.heappush(ready, _entry(o, net[o], rank[o], few[o], mode))
+                heapq.heappush(ready, _entry(net[o], rank[o], few[o], mode))
     return order
 
 

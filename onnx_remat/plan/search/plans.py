@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
 
 from onnx_remat.ort.simulate.buffers import simulate
-from onnx_remat.plan.request import Request
+from onnx_remat.plan.request import Deadline, Request
 from onnx_remat.plan.search.anneal import anneal
 from onnx_remat.plan.search.core import Viewless
 from onnx_remat.plan.search.loading import load
@@ -91,8 +91,9 @@ def annealed(
     seed: int,
     recompute: bool = True,
     keep: bool = False,
+    deadline: Deadline | None = None,
 ) -> Plan:
-    """What annealing makes of a plan, for better or worse.
+    """What annealing makes of a plan, for better or worse; the plan itself once the deadline has passed.
 
     Parameters
     ----------
@@ -111,6 +112,9 @@ def annealed(
     order = view.contract(plan.schedule.order)
     if not len(order):
         return plan
+    deadline = deadline or Deadline()
+    if deadline.passed():
+        return replace(plan, over=plan.peak > budget)
     state = _loaded(view, order, budget)
     if not recompute:
         state.ops["again"][:] = 0
@@ -119,8 +123,10 @@ def annealed(
         state.events["pinned"][placed[np.unique(order, return_index=True)[1]]] = 1
     unit = float(core.cost[view.ops].mean()) or 1.0
     size = float(core.nbytes[core.out_values].mean()) or 1.0
-    found, _ = anneal(
-        state, np.array([seed * 7919 + 104729], np.uint64), float(core.cost[order].sum()),
-        float(core.cost[view.ops].sum()), work, heat.hot * unit, heat.cold * unit, FIRST_PRICE * unit / size,
-    )  # fmt: skip
+    with deadline.flag() as stop:
+        found, _ = anneal(
+            state, np.array([seed * 7919 + 104729], np.uint64), float(core.cost[order].sum()),
+            float(core.cost[view.ops].sum()), work, heat.hot * unit, heat.cold * unit, FIRST_PRICE * unit / size,
+            stop,
+        )  # fmt: skip
     return priced(problem, view.expand(found), budget)

@@ -11,6 +11,7 @@ Jain et al.: Checkmate, MLSys 2020 (stages). Bartan et al.: Moccasin, ICML 2023 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,7 +36,9 @@ class Proof:
     optimal: bool
 
 
-def solve(problem: Problem, budget: int, effort: float, hint: Schedule | None = None) -> Proof:
+def solve(
+    problem: Problem, budget: int, effort: float, hint: Schedule | None = None, seconds: float = math.inf
+) -> Proof:
     """The least-cost staged schedule under `budget`.
 
     Parameters
@@ -44,6 +47,8 @@ def solve(problem: Problem, budget: int, effort: float, hint: Schedule | None = 
         Deterministic seconds of the solver.
     hint : Schedule or None
         A schedule to start from, in the class or not.
+    seconds : float
+        Of the wall clock, which cut the solver short.
 
     Returns
     -------
@@ -103,6 +108,8 @@ def solve(problem: Problem, budget: int, effort: float, hint: Schedule | None = 
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = 0
     solver.parameters.max_deterministic_time = effort
+    if math.isfinite(seconds):
+        solver.parameters.max_time_in_seconds = max(seconds, 0.0)
     status = solver.solve(model)
     if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         order = tuple(first[i] for t in range(n) for i in range(t + 1) if solver.value(run[t, i]))
@@ -143,8 +150,9 @@ def exact(request: Request) -> Schedule:
     Larger graphs, and budgets where nothing in the class fits, are left to `search`.
     """
     found = search(request)
-    if request.problem.n_ops > _MOST_OPS:
+    if request.problem.n_ops > _MOST_OPS or request.deadline.passed():
         return found
-    effort = request.time_limit * _PER_SECOND if request.work is None else request.work * 1e-4
-    proof = solve(request.problem, request.budget, effort, found)
+    effort = request.effort * _PER_SECOND if request.work is None else request.work * 1e-4
+    proof = solve(request.problem, request.budget, effort, found, request.deadline.left())
+    request.deadline.passed()  # to note it: the solver may have been cut short
     return cheapest_within(request, [found] if proof.schedule is None else [found, proof.schedule])

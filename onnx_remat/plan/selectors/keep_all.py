@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from onnx_remat.donation import after_readers
-from onnx_remat.plan.request import Request, register
+from onnx_remat.plan.request import Deadline, Request, register
 from onnx_remat.plan.search.core import Viewless, viewless
 from onnx_remat.plan.search.effort import allowance
 from onnx_remat.plan.search.orders import list_schedules
@@ -12,12 +12,12 @@ from onnx_remat.plan.search.tuning import COARSE, FINE, ORDERS_IMPROVED, REORDER
 from onnx_remat.problem import Schedule
 
 
-def lowered(view: Viewless, plan: Plan, budget: int, work: int) -> Plan:
+def lowered(view: Viewless, plan: Plan, budget: int, work: int, deadline: Deadline) -> Plan:
     """Reorder until a plan fits: its peak is taken down step by step, for as long as that succeeds."""
     step, spent, per_round = COARSE, 0, max(20, int(work * ROUND_SHARE))
-    while plan.peak > budget and step >= FINE and spent < work:
+    while plan.peak > budget and step >= FINE and spent < work and not deadline.passed():
         aim = max(budget, int(plan.peak * (1 - step)))
-        new = annealed(view, plan, aim, per_round, Heat(*REORDER_HEAT), spent, recompute=False)
+        new = annealed(view, plan, aim, per_round, Heat(*REORDER_HEAT), spent, recompute=False, deadline=deadline)
         spent += per_round
         if new.peak < plan.peak:
             plan = priced(view.problem, new.schedule.order, budget)
@@ -36,7 +36,7 @@ def reordered(request: Request, view: Viewless, work: int) -> list[Plan]:
     found = [priced(problem, order, budget) for order in orders]
     found.sort(key=lambda plan: plan.peak)
     tops = found[:ORDERS_IMPROVED] if found[0].over else []
-    improved = [lowered(view, plan, budget, work // ORDERS_IMPROVED) for plan in tops]
+    improved = [lowered(view, plan, budget, work // ORDERS_IMPROVED, request.deadline) for plan in tops]
     return sorted([*improved, *found], key=lambda plan: plan.peak)
 
 

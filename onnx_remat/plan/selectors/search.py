@@ -40,6 +40,8 @@ def seeds(request: Request, view: Viewless, work: int) -> tuple[list[Plan], list
     bases = [plain[0].schedule] if request.fixed_order else [plain[0].schedule, request.baseline]
     classical: list[Plan] = []
     for base in bases:
+        if classical and request.deadline.passed():
+            break
         plans = segment_seeds(problem, base.array())
         if problem.n_ops <= LARGE_OPS:
             plans += cut_seeds(problem, base.array())
@@ -59,6 +61,8 @@ def find(request: Request) -> Plan:
         return best
     target = request.budget
     for _ in range(TIGHTER_TARGETS):
+        if request.deadline.passed():
+            break
         found = _within(request, view, plain, [*given, *classical], target, work)
         best = best_of([best, replace_over(found, request.budget)])
         if not best.over or not fits(view, found, target):
@@ -76,6 +80,7 @@ def replace_over(plan: Plan, budget: int) -> Plan:
 
 def _within(request: Request, view: Viewless, plain: list[Plan], others: list[Plan], budget: int, work: int) -> Plan:
     """Anneal from several starts, then go on from the best of them; `work` is for each lane."""
+    clock = request.deadline
     work *= LANES
     others = sorted((replace_over(plan, budget) for plan in others), key=lambda plan: plan.key)
     starts = [*plain[:1], *others[:1], *(plain[1:2] if not request.fixed_order else [])]
@@ -85,7 +90,8 @@ def _within(request: Request, view: Viewless, plain: list[Plan], others: list[Pl
         request.progress("starting", i * TRY_SHARE / tries)
         heat = Heat(*TRIAL_HEATS[i % len(TRIAL_HEATS)])
         plan = starts[(i // len(TRIAL_HEATS) + i) % len(starts)]
-        return annealed(view, plan, budget, int(work * TRY_SHARE / tries), heat, request.seed + i, keep=i % 2 == 0)
+        share, seed = int(work * TRY_SHARE / tries), request.seed + i
+        return annealed(view, plan, budget, share, heat, seed, keep=i % 2 == 0, deadline=clock)
 
     tried = sorted([*others[:1], *side_by_side(start, range(tries))], key=lambda plan: plan.key)
     if tried[0].over:
@@ -98,13 +104,14 @@ def _within(request: Request, view: Viewless, plain: list[Plan], others: list[Pl
     def go_on(i: int) -> Plan:
         request.progress("improving", TRY_SHARE + i * CONTINUE_SHARE / len(kept))
         plan, aim = kept[i]
-        return replace_over(annealed(view, plan, aim, most, Heat(*CONTINUE_HEAT), request.seed + tries + i), budget)
+        seed = request.seed + tries + i
+        return replace_over(annealed(view, plan, aim, most, Heat(*CONTINUE_HEAT), seed, deadline=clock), budget)
 
     best = best_of([*tried, kept[0][0], *side_by_side(go_on, range(len(kept)))])
     rest = int(work * (1 - TRY_SHARE - CONTINUE_SHARE) / len(LAST_HEATS))
 
     def finish(i: int) -> Plan:
-        return annealed(view, best, budget, rest, Heat(*LAST_HEATS[i]), request.seed + i)
+        return annealed(view, best, budget, rest, Heat(*LAST_HEATS[i]), request.seed + i, deadline=clock)
 
     return best_of([best, *side_by_side(finish, range(len(LAST_HEATS)))])
 
