@@ -10,11 +10,12 @@ from typing import TypedDict
 
 from onnx_remat.errors import UsageError, did_you_mean
 from onnx_remat.ort import runtime
+from onnx_remat.ort.kernels.base import Kernels
 from onnx_remat.ort.kernels.registry import kernels_of
 from onnx_remat.ort.prepare import Preparation
 from onnx_remat.plan import selectors
 from onnx_remat.run import verify
-from onnx_remat.units import check_dims, parse_duration
+from onnx_remat.units import check_dims, parse_duration, parse_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,9 @@ class Options:
     time_limit : float
         Seconds for planning; turned into an amount of work, so that the plan is the same on any machine.
     costs : str
-        A preset of `costs.PRESETS`, or the path of a profile written by ONNX Runtime.
+        A preset of `costs.PRESETS`, or the path of a profile written by ONNX Runtime; "" for the provider's own preset.
+    cudnn_workspace : str, int or None
+        Bytes allowed for what cuDNN takes in a convolution (``"64MiB"``); None for the provider's own margin.
     verify : str
         One of `verify.MODES`: "none", "check" (the file alone), "run" (also both models, compared).
     progress : callable
@@ -62,16 +65,23 @@ class Options:
     run_by: str = "session"
     arena: bool = False
     time_limit: float = 30.0
-    costs: str = "cpu"
+    costs: str = ""
+    cudnn_workspace: str | int | None = None
     verify: str = "check"
     progress: selectors.Progress = selectors.silent
 
     def preparation(self) -> Preparation:
         """What of these the model is compiled with."""
+        kernels = self.kernels()
         return Preparation(
-            kernels_of(self.provider), self.dims, self.allow_recompute, self.keep, self.loss, self.costs,
+            kernels, self.dims, self.allow_recompute, self.keep, self.loss, self.costs or kernels.costs,
             must_load=self.verify != "none",
         )  # fmt: skip
+
+    def kernels(self) -> Kernels:
+        """The facts about the provider's kernels; UsageError where there are none."""
+        space = self.cudnn_workspace
+        return kernels_of(self.provider, None if space is None else parse_size(space))
 
 
 class PlanningOptions(TypedDict, total=False):
@@ -88,6 +98,7 @@ class PlanningOptions(TypedDict, total=False):
     arena: bool
     time_limit: float
     costs: str
+    cudnn_workspace: str | int | None
     verify: str
     progress: selectors.Progress
 
@@ -144,7 +155,7 @@ def parse_options(given: PlanningOptions) -> Options:
         hint = did_you_mean(unknown[0], fields) or f": choose from {', '.join(fields)}"
         raise UsageError(f"unknown option {unknown[0]!r}{hint}")
     options = Options(**{name: _checked(name, value) for name, value in given.items()})  # type: ignore[arg-type]
-    kernels_of(options.provider)
+    options.kernels()
     if options.verify not in verify.MODES:
         raise UsageError(f"verify must be one of {', '.join(verify.MODES)}, not {options.verify!r}")
     if options.run_by not in RUN_BY:
@@ -157,5 +168,7 @@ def parse_options(given: PlanningOptions) -> Options:
     if options.checkpoints and options.selector != "collection":
         raise UsageError(f"--checkpoint is for --selector collection, {options.selector!r} chooses by itself")
     if options.verify == "run":
+        if options.provider != "cpu":
+            raise UsageError(f"--verify run measures on the CPU: it is not for --provider {options.provider}")
         runtime.import_runtime()
     return options

@@ -59,8 +59,13 @@ def add_planning_flags(parser: argparse.ArgumentParser, time_limit: str = "30s")
         "--time-limit", default=time_limit, metavar="TIME", help=f"for planning (default {time_limit})"
     )
     planning.add_argument(
-        "--costs", default="cpu", metavar="PRESET|FILE",
-        help=f"seconds per op: {', '.join(PRESETS)} (default cpu), or a profile JSON written by ONNX Runtime",
+        "--costs", metavar="PRESET|FILE",
+        help=f"seconds per op: {', '.join(PRESETS)} (default cpu, or a100 for --provider cuda), or a profile JSON "
+        "written by ONNX Runtime",
+    )  # fmt: skip
+    planning.add_argument(
+        "--cudnn-workspace", metavar="SIZE",
+        help="for --provider cuda: bytes to allow for what cuDNN takes in a convolution (default 32MiB)",
     )  # fmt: skip
 
 
@@ -103,6 +108,8 @@ def planning_options(arguments: argparse.Namespace) -> PlanningOptions:
         "arena": arguments.arena,
         "time_limit": parse_duration(arguments.time_limit),
     }
+    if arguments.cudnn_workspace is not None:
+        options["cudnn_workspace"] = arguments.cudnn_workspace
     if arguments.costs is not None:
         options["costs"] = arguments.costs
     return options
