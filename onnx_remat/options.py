@@ -156,6 +156,9 @@ def parse_options(given: PlanningOptions) -> Options:
         raise UsageError(f"unknown option {unknown[0]!r}{hint}")
     options = Options(**{name: _checked(name, value) for name, value in given.items()})  # type: ignore[arg-type]
     options.kernels()
+    for flag, given_for in (("--verify run", options.verify == "run"), ("--for loop", options.run_by == "loop")):
+        if given_for and options.provider != "cpu":
+            raise UsageError(f"{flag} measures and foresees the CPU's memory: not with --provider {options.provider}")
     if options.verify not in verify.MODES:
         raise UsageError(f"verify must be one of {', '.join(verify.MODES)}, not {options.verify!r}")
     if options.run_by not in RUN_BY:
@@ -168,7 +171,5 @@ def parse_options(given: PlanningOptions) -> Options:
     if options.checkpoints and options.selector != "collection":
         raise UsageError(f"--checkpoint is for --selector collection, {options.selector!r} chooses by itself")
     if options.verify == "run":
-        if options.provider != "cpu":
-            raise UsageError(f"--verify run measures on the CPU: it is not for --provider {options.provider}")
         runtime.import_runtime()
     return options
