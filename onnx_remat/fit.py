@@ -303,4 +303,6 @@ def _write(
         "planned_peak_bytes": str(plan.timeline.peak),
         "dims": json.dumps(dict(dims)),
     }
+    if (kernels := plan.compiled.kernels).device != "cpu":
+        metadata |= {"provider": kernels.name, "cudnn_workspace_bytes": str(kernels.library_workspace)}
     return realize(plan.compiled, plan.schedule, limit, metadata, private, exposed)

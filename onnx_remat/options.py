@@ -11,11 +11,12 @@ from typing import TypedDict
 
 from onnx_remat.errors import UsageError, did_you_mean
 from onnx_remat.ort import runtime
+from onnx_remat.ort.kernels.base import Kernels
 from onnx_remat.ort.kernels.registry import kernels_of
 from onnx_remat.ort.prepare import Preparation
 from onnx_remat.plan import selectors
 from onnx_remat.run import verify
-from onnx_remat.units import check_dims, parse_duration
+from onnx_remat.units import check_dims, parse_duration, parse_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,9 @@ class Options:
         How much planning tries, in seconds of a slow core: the plan is the same on any machine. None: as much as
         `time_limit` seconds of one; given alone, there is no limit.
     costs : str
-        A preset of `costs.PRESETS`, or the path of a profile written by ONNX Runtime.
+        A preset of `costs.PRESETS`, or the path of a profile written by ONNX Runtime; "" for the provider's own preset.
+    cudnn_workspace : str, int or None
+        Bytes allowed for what cuDNN takes in a convolution (``"64MiB"``); None for the provider's own margin.
     verify : str
         One of `verify.MODES`: "none", "check" (the file alone), "run" (also both models, compared).
     progress : callable
@@ -68,7 +71,8 @@ class Options:
     arena: bool = False
     time_limit: float = 30.0
     effort: float | None = None
-    costs: str = "cpu"
+    costs: str = ""
+    cudnn_workspace: str | int | None = None
     verify: str = "check"
     progress: selectors.Progress = selectors.silent
 
@@ -82,10 +86,16 @@ class Options:
 
     def preparation(self) -> Preparation:
         """What of these the model is compiled with."""
+        kernels = self.kernels()
         return Preparation(
-            kernels_of(self.provider), self.dims, self.allow_recompute, self.keep, self.loss, self.costs,
+            kernels, self.dims, self.allow_recompute, self.keep, self.loss, self.costs or kernels.costs,
             must_load=self.verify != "none",
         )  # fmt: skip
+
+    def kernels(self) -> Kernels:
+        """The facts about the provider's kernels; UsageError where there are none."""
+        space = self.cudnn_workspace
+        return kernels_of(self.provider, None if space is None else parse_size(space))
 
 
 class PlanningOptions(TypedDict, total=False):
@@ -103,6 +113,7 @@ class PlanningOptions(TypedDict, total=False):
     time_limit: float
     effort: float | None
     costs: str
+    cudnn_workspace: str | int | None
     verify: str
     progress: selectors.Progress
 
@@ -163,7 +174,10 @@ def parse_options(given: PlanningOptions) -> Options:
     options = Options(**{name: _checked(name, value) for name, value in given.items()})  # type: ignore[arg-type]
     if options.effort is not None and "time_limit" not in given:
         options = replace(options, time_limit=math.inf)
-    kernels_of(options.provider)
+    options.kernels()
+    for flag, given_for in (("--verify run", options.verify == "run"), ("--for loop", options.run_by == "loop")):
+        if given_for and options.provider != "cpu":
+            raise UsageError(f"{flag} measures and foresees the CPU's memory: not with --provider {options.provider}")
     if options.verify not in verify.MODES:
         raise UsageError(f"verify must be one of {', '.join(verify.MODES)}, not {options.verify!r}")
     if options.run_by not in RUN_BY:

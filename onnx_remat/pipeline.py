@@ -18,8 +18,8 @@ from onnx_remat.fit import Goal, Plan, fit, make_plan
 from onnx_remat.ir import model_io, phases, shapes
 from onnx_remat.ir.training_ops import first_training_op
 from onnx_remat.options import Options, PlanningOptions, parse_options
-from onnx_remat.ort import known_bugs, runtime
-from onnx_remat.ort.executed import Executed, as_executed
+from onnx_remat.ort import known_bugs, placement, runtime
+from onnx_remat.ort.executed import Executed, as_executed, whom_to_ask
 from onnx_remat.ort.peaks import describe, held, reserves
 from onnx_remat.ort.prepare import Compiled, prepare
 from onnx_remat.ort.renewed import with_donations
@@ -191,7 +191,11 @@ def _report(
         arena_before=arenas[0],
         arena_after=arenas[1],
         measured=measured,
-        notes=(*_notes(original.emulated or final.emulated, compiled.graph.model), *_rounding(written.rounded)),
+        notes=(
+            *_notes(original.emulated or final.emulated, compiled.graph.model),
+            *_rounding(written.rounded),
+            *_on_device(compiled),
+        ),
         warnings=_warnings(compiled, written.model),
         run_by=job.options.run_by,
         cut_short=job.deadline.cut_short,
@@ -229,6 +233,7 @@ def _begin(model: model_io.Model, budget: str | int | Budget, given: PlanningOpt
     with clock.stage("load"):
         source = model_io.load(model)
         compiled = prepare(source.model, options.preparation())
+        placement.check_nodes(compiled)
         phases.check_step(compiled.problem.phase.tolist())
         options = replace(options, dims=shapes.all_dims(compiled.tensors, options.dims))
     deadline = Deadline(options.time_limit)
@@ -265,7 +270,7 @@ def _unchanged(job: _Job) -> Result:
         lower_bound=bounds.lower_bound(compiled.problem), extra_compute=0.0, extra_compute_bound=0.0, recomputed=0,
         control_edges=0, private_values=0, nodes_before=compiled.graph.n_nodes(), nodes_after=compiled.graph.n_nodes(),
         seconds=clock.seconds, arena_before=taken, arena_after=taken,
-        notes=("the original keeps this budget already: OUT is the original, unchanged",),
+        notes=("the original keeps this budget already: OUT is the original, unchanged", *_on_device(compiled)),
         warnings=_warnings(compiled, compiled.graph.model),
         run_by=job.options.run_by, loop_before=job.trained, loop_after=job.trained,
     )  # fmt: skip
@@ -276,7 +281,23 @@ def _warnings(compiled: Compiled, result: onnx.ModelProto) -> tuple[str, ...]:
     """What ONNX Runtime does not compute reliably: in the original, and in the model that users run."""
     ranks = {name: len(tensor.shape) for name, tensor in compiled.tensors.items()}
     races = fixed_draws.race_warnings(compiled.graph.model, compiled.kernels)
-    return races + known_bugs.warnings(result, ranks)
+    return races + known_bugs.warnings(result, ranks) + placement.warnings(compiled)
+
+
+def _on_device(compiled: Compiled) -> tuple[str, ...]:
+    """What a plan for a device was checked against, and what it rests on."""
+    kernels = compiled.kernels
+    if kernels.device == "cpu":
+        return ()
+    name = kernels.name.upper()
+    if whom_to_ask(kernels)[0] == kernels.execution_providers:
+        checked = f"graph optimisations and the order are those of ONNX Runtime's {name} provider here"
+    else:
+        checked = (
+            f"there is no {name} device here: the file was checked against what is known of the {name} provider's "
+            "kernels and, where ONNX Runtime is installed, against the graph that its CPU provider makes"
+        )
+    return (checked, *placement.notes(compiled))
 
 
 def _notes(emulated: str, source: onnx.ModelProto) -> tuple[str, ...]:

@@ -112,6 +112,20 @@ def _number(match: re.Match[str], text: str) -> float:
     return number
 
 
+def parse_size(size: str | int) -> int:
+    """Bytes, from an int or from text with a unit; 0 is one.
+
+    >>> parse_size("64MiB"), parse_size(0), parse_size("0B")
+    (67108864, 0, 0)
+    """
+    if size in (0, "0", "0B"):
+        return 0
+    found = parse_budget(size).bytes
+    if found is None:
+        raise UsageError(f"{size!r} is not a size in bytes, like '64MiB'")
+    return found
+
+
 def parse_duration(text: str | float | int) -> float:
     """Seconds in ``"30s"``, ``"500ms"``, ``"2m"`` or a plain number.
 

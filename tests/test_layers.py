@@ -15,7 +15,7 @@ import pytest
 
 from onnx_remat.errors import UsageError
 from onnx_remat.options import Options, PlanningOptions
-from onnx_remat.ort.kernels.registry import kernels_of
+from onnx_remat.ort.kernels.registry import PROVIDERS, kernels_of
 
 ROOT = Path(__file__).resolve().parents[1]
 _LINT = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True))"
@@ -85,8 +85,9 @@ def test_editors_are_shown_every_option():
     assert hints == get_type_hints(Options) and len(hints) > 10
 
 
-def test_a_provider_without_facts_is_refused():
-    with pytest.raises(UsageError, match="'cuda': what its kernels do with memory is not known yet"):
-        kernels_of("cuda")
+def test_unknown_providers_are_refused():
+    assert [kernels_of(name).name for name in PROVIDERS] == ["cpu", "cuda"]
+    with pytest.raises(UsageError, match="for provider 'cuda', not 'cpu'"):
+        kernels_of("cpu", 1 << 20)
     with pytest.raises(UsageError, match="unknown provider 'cup'; did you mean 'cpu'"):
         kernels_of("cup")

@@ -65,8 +65,13 @@ def add_planning_flags(parser: argparse.ArgumentParser, time_limit: str = "30s")
     )  # fmt: skip
     parser.set_defaults(default_time_limit=time_limit)
     planning.add_argument(
-        "--costs", default="cpu", metavar="PRESET|FILE",
-        help=f"seconds per op: {', '.join(PRESETS)} (default cpu), or a profile JSON written by ONNX Runtime",
+        "--costs", metavar="PRESET|FILE",
+        help=f"seconds per op: {', '.join(PRESETS)} (default cpu, or a100 for --provider cuda), or a profile JSON "
+        "written by ONNX Runtime",
+    )  # fmt: skip
+    planning.add_argument(
+        "--cudnn-workspace", metavar="SIZE",
+        help="for --provider cuda: bytes to allow for what cuDNN takes in a convolution (default 32MiB)",
     )  # fmt: skip
 
 
@@ -112,6 +117,8 @@ def planning_options(arguments: argparse.Namespace) -> PlanningOptions:
         options["effort"] = parse_duration(arguments.effort)
     if arguments.time_limit is not None or arguments.effort is None:
         options["time_limit"] = parse_duration(arguments.time_limit or arguments.default_time_limit)
+    if arguments.cudnn_workspace is not None:
+        options["cudnn_workspace"] = arguments.cudnn_workspace
     if arguments.costs is not None:
         options["costs"] = arguments.costs
     return options

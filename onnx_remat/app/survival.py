@@ -19,7 +19,7 @@ from onnx_remat.ort import runtime
 from onnx_remat.ort.executed import as_executed
 from onnx_remat.run import processes
 from onnx_remat.units import check_dims, format_bytes, parse_budget
-from onnx_remat.write.writer import BUDGET_KEY, CLONES_KEY, DIMS_KEY, EDGES_KEY
+from onnx_remat.write.writer import BUDGET_KEY, CLONES_KEY, DIMS_KEY, EDGES_KEY, WORKSPACE_KEY
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +125,12 @@ def check(
         budget, clones, edges = int(notes[BUDGET_KEY]), _names(notes[CLONES_KEY]), _names(notes[EDGES_KEY])
         dims = dict(dims) if dims else check_dims(json.loads(notes[DIMS_KEY]))
         parse_budget(budget)
+        space = int(notes[WORKSPACE_KEY]) if provider != "cpu" and WORKSPACE_KEY in notes else None
     except (KeyError, ValueError, RecursionError) as error:
         raise ModelError(
             f"{path} does not say what was planned: it was not rewritten, or a tool dropped or damaged its metadata"
         ) from error
-    options = Options(provider=provider, dims=dims)
+    options = Options(provider=provider, dims=dims, cudnn_workspace=space)
     if here := python == sys.executable:
         check_ops(source.model)
     levels = runtime.LEVELS if runtime.available() and here else ("disable",)
@@ -145,7 +146,7 @@ def check(
         {level: what.timeline().peak for level, what in executed.items()},
         {level: sum(name in made_there for name in clones) for level, made_there in runs.items()},
         processes.measure(Path(path), dims=dims, provider=provider, python=python).peak_bytes
-        if run and (runtime.available() or not here)
+        if run and (not here or runtime.has_device(options.kernels().execution_providers[0]))
         else None,
     )
 

@@ -11,6 +11,7 @@ from onnx_remat.errors import ModelError
 from onnx_remat.ir import model_io, shapes
 from onnx_remat.ir.opsets import STANDARD_DOMAINS
 from onnx_remat.ort import runtime
+from onnx_remat.ort.kernels.base import Kernels
 from onnx_remat.ort.prepare import Compiled, Preparation, prepare_for_simulation
 from onnx_remat.ort.simulate import buffers
 from onnx_remat.problem import Schedule
@@ -32,6 +33,10 @@ class Executed:
         return buffers.simulate(self.compiled.problem, self.order)
 
 
+_HALVES = (
+    "the CPU's ONNX Runtime would run half-precision nodes in float32: it was not asked, the plan follows the file as "
+    "it is, and graph optimisations were not simulated"
+)
 _CUSTOM_OPS = (
     "onnxruntime cannot load this model's custom ops here: the plan follows the file as it is, and neither graph "
     "optimisations nor the memory of custom kernels were checked"
@@ -64,12 +69,14 @@ def as_executed(model: onnx.ModelProto, folder: Path | None, level: str, stated:
         return _emulated(model, stated)
     if len(model.graph.node) > runtime.MOST_NODES:
         return _emulated(model, stated, _MANY_NODES)
-    providers = stated.kernels.execution_providers
+    providers, without = whom_to_ask(stated.kernels)
+    if providers != stated.kernels.execution_providers and _has_halves(model):
+        return _emulated(model, stated, _HALVES)
     try:
         if model_io.weight_bytes(model) > runtime.MOST_WEIGHTS:
             optimized = _optimized_without_weights(model, stated, level)
         else:
-            optimized = runtime.optimized(shapes.declared(model), folder, level, providers)
+            optimized = runtime.optimized(shapes.declared(model), folder, level, providers, without)
     except ModelError as error:
         if not _has_custom_ops(model):
             raise
@@ -79,6 +86,17 @@ def as_executed(model: onnx.ModelProto, folder: Path | None, level: str, stated:
         return _emulated(model, stated, _CUSTOM_OPS)
     compiled = prepare_for_simulation(optimized, stated)
     return Executed(compiled, Schedule(tuple(range(compiled.problem.n_ops))))
+
+
+def whom_to_ask(kernels: Kernels) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Execution providers that are asked what becomes of a file, and the optimisations that they are to leave out.
+
+    Where there is no such device, the CPU is asked in its stead, without what it does for itself alone; what only the
+    device's provider fuses is not seen then.
+    """
+    if runtime.has_device(kernels.execution_providers[0]):
+        return kernels.execution_providers, ()
+    return runtime.HOST, kernels.host_fusions
 
 
 def _emulated(model: onnx.ModelProto, stated: Preparation, why: str = "") -> Executed:
@@ -114,7 +132,7 @@ def _optimized_without_weights(model: onnx.ModelProto, stated: Preparation, leve
     light.graph.input.extend(
         onnx.helper.make_tensor_value_info(name, tensor.dtype, tensor.shape) for name, tensor in shown.items()
     )
-    optimized = runtime.optimized(light, None, level, stated.kernels.execution_providers)
+    optimized = runtime.optimized(light, None, level, *whom_to_ask(stated.kernels))
     optimized.graph.ClearField("input")
     optimized.graph.input.extend(inputs.values())
     optimized.graph.initializer.extend(
@@ -124,6 +142,15 @@ def _optimized_without_weights(model: onnx.ModelProto, stated: Preparation, leve
         for name, tensor in shown.items()
     )  # fmt: skip
     return optimized
+
+
+def _has_halves(model: onnx.ModelProto) -> bool:
+    """Does a value that is stated, or a Cast, have one of the types that the CPU computes in float32?"""
+    kinds = (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
+    graph = model.graph
+    stated = (value.type.tensor_type.elem_type for value in (*graph.input, *graph.output, *graph.value_info))
+    casts = (a.i for node in graph.node if node.op_type == "Cast" for a in node.attribute if a.name == "to")
+    return any(kind in kinds for kind in (*stated, *casts, *(tensor.data_type for tensor in graph.initializer)))
 
 
 def _has_custom_ops(model: onnx.ModelProto) -> bool:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import re
 from collections.abc import Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from onnx_remat.worker import Limit, ask
 
 _SECONDS, _NODES_PER_SECOND = 15.0, 1000  # of computing: symbolic inference may run for ever on a contradictory model
 _BYTES, _COPIES = 2 * 2**30, 8  # memory for any model, and per byte of it and its weights
+_DEVICE_SECONDS, _DEVICE_BYTES = 60.0, 16 * 2**30  # more, for a device's libraries and its context
 
 HOST = ("CPUExecutionProvider",)
 """Execution providers to ask where it does not matter which: about shapes, say."""
@@ -90,11 +92,16 @@ def _level(level: str) -> Any:
 
 
 def optimized(
-    model: onnx.ModelProto, folder: Path | None, level: str, providers: Sequence[str] = HOST
+    model: onnx.ModelProto,
+    folder: Path | None,
+    level: str,
+    providers: Sequence[str] = HOST,
+    without: Sequence[str] = (),
 ) -> onnx.ModelProto:
     """The graph ONNX Runtime will really run for `model`, its nodes in execution order.
 
-    `providers` are names of its execution providers, the preferred first.
+    `providers` are names of its execution providers, the preferred first; `without` those of optimisations to leave
+    out.
 
     Raises
     ------
@@ -105,35 +112,41 @@ def optimized(
     with files.scratch() as scratch:
         source, target = write_beside(model, folder, scratch), scratch / "optimized.onnx"
         ask(
-            "ONNX Runtime", "onnx_remat.ort.runtime:load_and_optimize", _limit(model),
-            source=str(source), target=str(target), level=level, providers=[*providers],
+            "ONNX Runtime", "onnx_remat.ort.runtime:load_and_optimize", _limit(model, providers[0]),
+            source=str(source), target=str(target), level=level, providers=[*providers], without=[*without],
         )  # fmt: skip
         return onnx.load(str(target), load_external_data=False)
 
 
-def load_and_optimize(_: bytes, source: str, target: str, level: str, providers: Sequence[str]) -> tuple[None, bytes]:
+def load_and_optimize(
+    _: bytes, source: str, target: str, level: str, providers: Sequence[str], without: Sequence[str]
+) -> tuple[None, bytes]:
     """The part of `optimized` that loads the model: for the process of its own (`worker`)."""
     options = session_options(level)
     options.optimized_model_filepath = target
-    _load(source, options, providers)
+    _load(source, options, providers, without)
     return None, b""
 
 
-def _load(source: str | bytes, options: Any, providers: Sequence[str]) -> Any:
+def _load(source: str | bytes, options: Any, providers: Sequence[str], without: Sequence[str] = ()) -> Any:
     """A session on a file or a serialised model."""
     import onnxruntime
 
     options.log_severity_level = 4
     try:
-        return onnxruntime.InferenceSession(source, options, providers=[*providers])
+        leaving_out = {"disabled_optimizers": [*without]} if without else {}
+        return onnxruntime.InferenceSession(source, options, providers=[*providers], **leaving_out)
     except Exception as error:
         raise ModelError(f"ONNX Runtime cannot load the model: {_first_line(error)}") from error
 
 
-def _limit(model: onnx.ModelProto) -> Limit:
+def _limit(model: onnx.ModelProto, provider: str = HOST[0]) -> Limit:
     """What a model may cost the runtime."""
     size = model_io.weight_bytes(model) + model_io.without_weights(model).ByteSize()
-    return Limit(_SECONDS + len(model.graph.node) / _NODES_PER_SECOND, _BYTES + _COPIES * size)
+    device = Limit(_DEVICE_SECONDS, _DEVICE_BYTES) if provider not in HOST else Limit(0.0, 0)
+    return Limit(
+        _SECONDS + len(model.graph.node) / _NODES_PER_SECOND + device.seconds, _BYTES + _COPIES * size + device.bytes
+    )
 
 
 def outputs(model: onnx.ModelProto, feeds: Mapping[str, np.ndarray], level: str = "disable") -> dict[str, np.ndarray]:
@@ -272,6 +285,30 @@ def do_infer_symbolically(data: bytes) -> tuple[None, bytes]:
         except Exception:  # sympy is not installed, or whatever it meets that it does not know
             made = None
     return None, made.SerializeToString() if made is not None else b""
+
+
+@cache
+def has_device(provider: str) -> bool:
+    """Does ONNX Runtime make sessions on an execution provider here, its driver and libraries included?"""
+    if not available():
+        return False
+    import onnxruntime
+
+    if provider in HOST or provider not in onnxruntime.get_available_providers():
+        return provider in HOST
+    nodes = [onnx.helper.make_node("Neg", ["x"], ["y"])]
+    value = partial(onnx.helper.make_tensor_value_info, elem_type=onnx.TensorProto.FLOAT, shape=[1])
+    graph = onnx.helper.make_graph(nodes, "probe", [value("x")], [value("y")])
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 13)], ir_version=8)
+    task = "onnx_remat.ort.runtime:first_provider"
+    limit = Limit(_DEVICE_SECONDS, _DEVICE_BYTES)
+    found, _ = ask("ONNX Runtime", task, limit, model.SerializeToString(), providers=[provider, *HOST])
+    return bool(found == provider)
+
+
+def first_provider(data: bytes, providers: Sequence[str]) -> tuple[str, bytes]:
+    """Which provider a session really gets (`has_device`): it falls back without a word. For a process of its own."""
+    return _load(data, session_options("disable"), providers).get_providers()[0], b""
 
 
 def check_provider(name: str) -> None:

@@ -57,7 +57,10 @@ def new_session(job: Job, path: str, default: bool, entries: Mapping[str, str] |
         from onnx_remat.run import device
 
         providers[0] = (providers[0], device.provider_options(job.get("gpu_limit", 0)))
-    return ort.InferenceSession(path, options, providers=providers)
+    session = ort.InferenceSession(path, options, providers=providers)
+    if session.get_providers()[0] != job["providers"][0]:  # it falls back to the CPU without a word
+        raise RuntimeError(f"no {job['providers'][0]} here: its driver or its libraries are missing")
+    return session
 
 
 def race(job: Job) -> Job:

@@ -132,17 +132,24 @@ _ANY_INPUT = {
 
 
 def pin_slot(
-    graph: Graph, tensors: Mapping[str, Tensor], op: Op, fused: Collection[str] = (), roundings: Collection[str] = ()
+    graph: Graph,
+    tensors: Mapping[str, Tensor],
+    op: Op,
+    fused: Collection[str] = (),
+    roundings: Collection[str] = (),
+    host: Collection[int] = (),
 ) -> int | None:
     """Input slot that control edges and shape hiding go through; None where there is none.
 
     Never one of `fused`, values that the runtime merges into their readers, and one of `roundings`, which it would
     then round, only where there is no other; among equals the largest that is not a constant, which kernels may rely
-    on.
+    on. One of `host`, slots that a device's kernel reads in host memory, only where there is no other either: a value
+    that passes through the edge on the device would be copied down, and the host would wait for it.
     """
     slots = [slot for slot, name in enumerate(op.inputs) if name and unsqueezable(tensors[name].dtype)]
     free = [slot for slot in slots if op.inputs[slot] not in fused]
     slots = slots if not free and op.node.op_type in ("MatMul", "Gemm") else free  # a product must have its place
+    slots = [slot for slot in slots if slot not in host] or slots
     if op.node.op_type not in _ANY_INPUT:
         return slots[0] if slots else None
 

@@ -54,7 +54,8 @@ def realize(
     views = problem.alias_slot[problem.out_ptr[:-1]] >= 0 if problem.n_ops else np.zeros(0, np.bool_)
     views_made = {name for op in graph.ops if views[op.index] for name in op.writes}
     roundings = rounded_at_will(graph, tensors)
-    slots = [pin_slot(graph, tensors, op, fused, roundings) for op in graph.ops]
+    on_host = [compiled.kernels.host_slots(op.node) for op in graph.ops]
+    slots = [pin_slot(graph, tensors, op, fused, roundings, on_host[op.index]) for op in graph.ops]
     pinnable = np.array([slot is not None for slot in slots], np.bool_)
     tensor = np.array([unsqueezable(tensors[op.writes[0]].dtype) for op in graph.ops], np.bool_)
     pins = choose_pins(problem, schedule, heavy, pinnable, compiled.table.foldable, ~absorbed & tensor)

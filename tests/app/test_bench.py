@@ -101,7 +101,7 @@ def test_max_batch_is_larger_rewritten(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "code", "message"),
     [
-        (["--budget", "50%", "--provider", "cuda"], 2, "'cuda': what its kernels do"),
+        (["--budget", "50%", "--provider", "cuda"], 4, "no CUDAExecutionProvider here"),
         (["--budget", "50%", "--provider", "tpu"], 2, "cuda"),
         (["--budget", "50%", "--max-batch", "batch"], 2, "in bytes"),
         (["--budget", "1GB", "--max-batch", "nope"], 2, "nope"),

@@ -7,7 +7,7 @@ provider is one new file of facts. What ONNX says of an operator, whoever execut
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from math import prod
 from typing import TypeAlias, cast
@@ -126,6 +126,21 @@ class Kernels:
         Kernels whose results depend on how threads interleave, and why.
     no_kernel : frozenset of OpKey
         Standard operators that ONNX Runtime replaces by their function bodies, since the provider has no kernel.
+    device_types : mapping of OpKey to frozenset of int
+        Element types (``onnx.TensorProto``) of the first input for which there is a kernel on the device; nodes of
+        others run on the host, and their tensors are copied. Operators that are not listed run on the device.
+    device_until : mapping of OpKey to int
+        Opset from which on there is no kernel on the device.
+    not_on_device : callable
+        Whether the device's kernel cannot do this node, for its attributes.
+    refusal : callable
+        Why ONNX Runtime cannot load a node of this opset for this provider, and what to do; "" where it can.
+    host_fusions : tuple of str
+        ONNX Runtime's names of the optimisations that it makes for its host provider alone; empty where that is this.
+    library_workspace : int
+        Bytes allowed for what a vendor's library takes in a convolution: what cannot be known without the device.
+    costs : str
+        The preset of `costs.PRESETS` that seconds are estimated with by default.
     """
 
     name: str
@@ -143,6 +158,24 @@ class Kernels:
     absorbs_transpose: frozenset[OpKey]
     races: Mapping[OpKey, str]
     no_kernel: frozenset[OpKey]
+    device_types: Mapping[OpKey, frozenset[int]] = field(default_factory=dict)
+    device_until: Mapping[OpKey, int] = field(default_factory=dict)
+    not_on_device: Callable[[onnx.NodeProto], bool] = lambda _: False
+    refusal: Callable[[onnx.NodeProto, int], str] = lambda _node, _opset: ""
+    host_fusions: tuple[str, ...] = ()
+    library_workspace: int = 0
+    costs: str = "cpu"
+
+    def on_host(self, node: onnx.NodeProto, dtype: int, opset: int) -> bool:
+        """Whether a node runs on the host though it was to run on the device, given its first input's element type."""
+        op = key(node)
+        types = self.device_types.get(op)
+        missing = (types is not None and dtype not in types) or opset >= self.device_until.get(op, opset + 1)
+        return missing or self.not_on_device(node)
+
+    def host_slots(self, node: onnx.NodeProto) -> tuple[int, ...]:
+        """Input slots of a node that its kernel reads in host memory although it runs on the device."""
+        return self.host_inputs.get(key(node), ())
 
     def aliases(self, node: onnx.NodeProto) -> Pairs:
         """Outputs of a node that share an input's buffer."""

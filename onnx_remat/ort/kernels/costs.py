@@ -32,6 +32,7 @@ PRESETS: dict[str, Device] = {
     # the cpu figures are those of a small server core pair.
     "cpu": Device(100e9, 12e9, 4e-6),
     "a100": Device(156e12, 2.0e12, 5e-6),
+    "l4": Device(60e12, 0.3e12, 5e-6),
     "h100": Device(494e12, 3.35e12, 4e-6),
     "h200": Device(494e12, 4.8e12, 4e-6),
     "rtx4090": Device(82e12, 1.0e12, 4e-6),

@@ -2,32 +2,46 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from onnx_remat.errors import UsageError, did_you_mean
 from onnx_remat.ort.kernels.base import Kernels
 from onnx_remat.ort.kernels.cpu import CPU
+from onnx_remat.ort.kernels.cuda import CUDA
+from onnx_remat.ort.kernels.cuda_workspace import rules
 
-PROVIDERS = ("cpu", "cuda")
+_RECORDS = {record.name: record for record in (CPU, CUDA)}
+
+PROVIDERS = tuple(_RECORDS)
 """Names that the command line takes."""
 
-_RECORDS = {record.name: record for record in (CPU,)}
 
-
-def kernels_of(provider: str) -> Kernels:
+def kernels_of(provider: str, library_workspace: int | None = None) -> Kernels:
     """The facts about a provider's kernels.
+
+    Parameters
+    ----------
+    provider : str
+        One of `PROVIDERS`.
+    library_workspace : int, optional
+        Bytes to allow for what cuDNN takes in a convolution, in place of the provider's own margin.
 
     Raises
     ------
     UsageError
-        No such provider, or its facts are not known yet.
+        No such provider, or one that uses no such library.
 
     Examples
     --------
     >>> kernels_of("cpu").execution_providers
     ('CPUExecutionProvider',)
     """
-    if provider in _RECORDS:
-        return _RECORDS[provider]
-    have = ", ".join(_RECORDS)
-    if provider in PROVIDERS:
-        raise UsageError(f"provider {provider!r}: what its kernels do with memory is not known yet; choose from {have}")
-    raise UsageError(f"unknown provider {provider!r}{did_you_mean(provider, _RECORDS) or f': choose from {have}'}")
+    if provider not in _RECORDS:
+        have = ", ".join(_RECORDS)
+        raise UsageError(f"unknown provider {provider!r}{did_you_mean(provider, _RECORDS) or f': choose from {have}'}")
+    record = _RECORDS[provider]
+    if library_workspace is None:
+        return record
+    if record is not CUDA:
+        raise UsageError(f"a workspace for cuDNN is for provider 'cuda', not {provider!r}")
+    return replace(record, workspace=rules(library_workspace), library_workspace=library_workspace)

@@ -1,0 +1,85 @@
+"""Temporary buffers that a kernel of ONNX Runtime's CUDA provider takes while it runs.
+
+Most take none: element-wise kernels (Where too), products of matrices, LayerNormalization, Transpose, Gather, Scatter,
+Slice, Pad, Expand, Split, TopK, pooling. The rules below were read off every allocation that ONNX Runtime 1.31.1 makes
+on a device whose allocator keeps books; ``tests/ort/test_cuda_facts.py`` repeats it. Tables of pointers and partial
+sums of reductions (up to some 20 kB, whatever the tensor) are left out.
+
+What cuDNN asks for in a convolution is its own choice, and depends on the device. With the provider option
+``cudnn_conv_use_max_workspace=0`` ONNX Runtime refuses engines that want more than 32 MiB: that is the margin which is
+added to every convolution unless another is stated. cuBLAS holds memory of its own that no ONNX Runtime limit covers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from onnx_remat.ort.kernels.base import Call, OpKey, Rule, numel
+
+_WIDE: Final = 8  # bytes of an int64 or a double
+
+MARGIN: Final = 32 * 2**20
+"""Bytes for what cuDNN takes in one convolution."""
+
+CONVOLUTIONS: Final[tuple[OpKey, ...]] = (("", "Conv"), ("", "ConvTranspose"), ("com.microsoft", "FusedConv"))
+"""Operators that cuDNN computes with workspace."""
+
+
+def _softmax(call: Call) -> tuple[int, ...]:
+    """Over any axis but the last: a transposed input and a transposed output. Before opset 13 none."""
+    rank = len(call.input(0))
+    axis = call.number("axis", -1 if call.opset >= 13 else 1) % max(rank, 1)
+    return () if call.opset < 13 or axis == rank - 1 else (call.output_bytes(),) * 2
+
+
+def _squares(call: Call) -> int:
+    """The square of every element."""
+    return numel(call.input(0)) * call.in_sizes[0]
+
+
+def _exponentials(call: Call) -> tuple[int, int]:
+    """The exponential of every element, and the maxima."""
+    return numel(call.input(0)) * call.in_sizes[0], call.output_bytes()
+
+
+def _extremes(call: Call) -> tuple[int, ...]:
+    """Integers of eight bytes are compared as floats of eight bytes."""
+    return (numel(call.input(0)) * _WIDE, call.output_bytes()) if call.in_sizes[0] == _WIDE else ()
+
+
+def _attention(call: Call) -> tuple[int, int]:
+    """Two tensors like the query: what the fused kernels of recent devices take."""
+    size = numel(call.input(0)) * call.in_sizes[0]
+    return size, size
+
+
+def _einsum(call: Call) -> int:
+    """An upper bound: transposed operands, the product, the product transposed."""
+    if len(call.inputs) == 1:
+        return call.output_bytes()
+    return call.input_bytes() + 2 * call.output_bytes() * (len(call.inputs) - 1)
+
+
+def _convolution(margin: int) -> Rule:
+    return lambda _: margin
+
+
+_RULES: Final[dict[OpKey, Rule]] = {
+    ("", "Attention"): _attention,
+    ("", "Einsum"): _einsum,
+    ("", "LogSoftmax"): _softmax,
+    ("", "ReduceLogSumExp"): _exponentials,
+    ("", "ReduceMax"): _extremes,
+    ("", "ReduceMin"): _extremes,
+    ("", "ReduceSumSquare"): _squares,
+    ("", "Softmax"): _softmax,
+}
+
+
+def rules(margin: int) -> Mapping[OpKey, Rule]:
+    """Workspace by operator, where a convolution takes `margin` bytes."""
+    return _RULES | dict.fromkeys(CONVOLUTIONS, _convolution(margin))
+
+
+RULES: Final = rules(MARGIN)

@@ -1,0 +1,83 @@
+"""Which nodes of a model a device cannot run: refused, or named with what it costs that the host runs them."""
+
+from __future__ import annotations
+
+from onnx import TensorProto
+
+from onnx_remat.errors import ModelError
+from onnx_remat.ir.graph import Op
+from onnx_remat.ir.opsets import opset_of
+from onnx_remat.ort.prepare import Compiled
+from onnx_remat.units import format_bytes
+
+_SMALL = 1024
+"""Bytes up to which a copy between host and device is not worth a word: shapes and scalars."""
+
+
+def check_nodes(compiled: Compiled) -> None:
+    """Raise ModelError for a node that ONNX Runtime cannot load for this provider, naming it and what to do."""
+    model = compiled.graph.model
+    for op in compiled.graph.ops:
+        if why := compiled.kernels.refusal(op.node, opset_of(model, op.node.domain)):
+            raise ModelError(f"node {op.label!r}: {why}")
+
+
+def nodes_on_host(compiled: Compiled) -> dict[str, int]:
+    """Bytes that each node without a kernel on the device makes a step copy, by its label.
+
+    Its inputs are copied to the host and its results back, for which the device waits; nodes that copy next to nothing
+    are left out.
+    """
+    return {op.label: size for op in compiled.graph.ops if (size := _copied(compiled, op)) > _SMALL}
+
+
+def warnings(compiled: Compiled) -> tuple[str, ...]:
+    """One line per kind of node that the host must run, the most expensive first."""
+    copied = nodes_on_host(compiled)
+    kinds: dict[str, list[str]] = {}
+    for op in compiled.graph.ops:
+        if op.label in copied:
+            kinds.setdefault(op.node.op_type, []).append(op.label)
+    totals = {kind: sum(copied[label] for label in labels) for kind, labels in kinds.items()}
+    lines = []
+    for kind, total in sorted(totals.items(), key=lambda entry: -entry[1]):
+        labels = kinds[kind]
+        more = f" (and {len(labels) - 1} more of {kind})" if len(labels) > 1 else f" ({kind})"
+        hint = "; pad evenly and cut the result with Slice" if kind == "ConvTranspose" else ""
+        lines.append(
+            f"node {labels[0]!r}{more} has no {compiled.kernels.name.upper()} kernel for its types and attributes: the "
+            f"host runs it, if it can, and every step copies {format_bytes(total)} between host and device{hint}"
+        )
+    return tuple(lines)
+
+
+def notes(compiled: Compiled) -> tuple[str, ...]:
+    """What a plan for a device rests on that was not measured; nothing where the device is the host."""
+    kernels = compiled.kernels
+    if kernels.device == "cpu":
+        return ()
+    libraries = {op.node.op_type for op in compiled.graph.ops} & {"Conv", "ConvTranspose"}
+    doubles = any(tensor.dtype == TensorProto.DOUBLE and tensor.nbytes > _SMALL for tensor in compiled.tensors.values())
+    lines = []
+    if libraries:
+        lines.append(
+            f"every convolution is allowed {format_bytes(kernels.library_workspace)} of cuDNN workspace "
+            "(--cudnn-workspace): a margin, not a measurement; set the provider option "
+            "cudnn_conv_use_max_workspace=0, which holds it to 32 MiB"
+        )
+    if doubles:
+        lines.append("float64 runs at 1/32 to 1/64 of float32's rate on GPUs that are not made for data centres")
+    lines.append(
+        "peaks are of tensors and workspace: the CUDA context and what cuBLAS and cuDNN allocate for themselves come "
+        "on top; memory patterns must be off (onnx_remat.session_options())"
+    )
+    return tuple(lines)
+
+
+def _copied(compiled: Compiled, op: Op) -> int:
+    """Bytes between host and device for one node, 0 where it runs on the device."""
+    tensors = compiled.tensors
+    dtype = tensors[op.inputs[0]].dtype if op.inputs and op.inputs[0] else TensorProto.FLOAT
+    if not compiled.kernels.on_host(op.node, dtype, opset_of(compiled.graph.model, op.node.domain)):
+        return 0
+    return sum(tensors[name].nbytes for name in dict.fromkeys((*op.reads, *op.writes)))

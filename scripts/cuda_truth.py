@@ -1,0 +1,115 @@
+"""What ONNX Runtime's CUDA provider makes of rewritten steps: peaks, order, host waits and copies, in one table.
+
+    python -m scripts.cuda_truth FOLDER_OR_FILE... [--budget 60%] [--time-limit 10] [--levels disable,basic,all]
+
+Each step is rewritten for ``--provider cuda`` and run, as it was and as it is, on the fake device of the tests, which
+takes the environment that `scripts/gpu_env.py` makes (ONNX_REMAT_GPU_ENV). Every convolution takes 1 MiB there, as is
+planned for. One line per file and optimisation level: the budget, the peak foreseen and the peak of the device's books
+(bytes of all tensors and workspace, exact), whether the nodes with large results ran in the order foreseen, and host
+waits and Memcpy nodes, before -> after. Files that cannot be rewritten are listed with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from onnx_remat.errors import OnnxRematError
+from onnx_remat.options import Options
+from onnx_remat.ort.executed import Executed, as_executed
+from onnx_remat.pipeline import Result, rewrite_model
+from tests.support.fake_cuda import run
+
+WORKSPACE = 2**20
+LARGE = 2**14
+"""Bytes from which on a node's result counts for the order."""
+
+_LEVELS = {"disable": "ORT_DISABLE_ALL", "basic": "ORT_ENABLE_BASIC", "all": "ORT_ENABLE_ALL"}
+_HEAD = f"{'step':<18}{'level':<9}{'budget':>12}{'foreseen':>12}{'device':>12}{'off':>8}  order  waits     copies"
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One file at one optimisation level; bytes, and counts before and after the rewrite."""
+
+    step: str
+    level: str
+    budget: int
+    foreseen: int
+    device: int
+    in_order: bool
+    waits: tuple[int, int]
+    copies: tuple[int, int]
+
+    def __str__(self) -> str:
+        """The line of the table; what misses its mark ends in an exclamation mark."""
+        off = (self.device - self.foreseen) / self.foreseen
+        marks = "!" * (self.device > self.budget or not self.in_order or self.waits[1] > self.waits[0] + 3)
+        return (
+            f"{self.step:<18}{self.level:<9}{self.budget:>12,}{self.foreseen:>12,}{self.device:>12,}{off:>8.2%}  "
+            f"{'yes' if self.in_order else 'NO':<5}  {self.waits[0]:>3} -> {self.waits[1]:<3} "
+            f"{self.copies[0]:>3} -> {self.copies[1]:<3}{marks}"
+        )
+
+
+def lines(path: Path, budget: str, time_limit: float, levels: Sequence[str]) -> Iterator[Line]:
+    """Rewrite a step and run it at every level."""
+    result = rewrite_model(path, budget, provider="cuda", cudnn_workspace=WORKSPACE, time_limit=time_limit)
+    options = Options(provider="cuda", cudnn_workspace=WORKSPACE)
+    with tempfile.TemporaryDirectory() as folder:
+        small = Path(folder) / path.name
+        result.save(small)
+        for level in levels:
+            foreseen = as_executed(result.model, result.folder, level, options.preparation())
+            yield _line(path, small, result, foreseen, level)
+
+
+def _line(path: Path, small: Path, result: Result, foreseen: Executed, level: str) -> Line:
+    settings = {"workspace_forward": WORKSPACE, "workspace_data": WORKSPACE}
+    before, after = (run.run_step(file, _LEVELS[level], **settings) for file in (path, small))
+    weights = foreseen.compiled.problem.base_bytes - sum(
+        foreseen.compiled.tensors[value.name].nbytes for value in foreseen.compiled.graph.model.graph.input
+    )
+    return Line(
+        path.stem, level, result.report.budget, foreseen.timeline().peak, after.peak + weights,
+        _in_order(foreseen, after), (before.waits, after.waits), (_memcpy(before), _memcpy(after)),
+    )  # fmt: skip
+
+
+def _in_order(foreseen: Executed, ran: run.Step) -> bool:
+    """Did the nodes with large results that both have run in the order foreseen?"""
+    compiled = foreseen.compiled
+    ops = [compiled.graph.ops[i] for i in foreseen.order.order]
+    large = [op.node.name for op in ops if any(compiled.tensors[name].nbytes >= LARGE for name in op.writes)]
+    names = {name for name, _, _ in ran.order} & set(large)
+    return [n for n in large if n in names] == [n for n, _, _ in ran.order if n in names]
+
+
+def _memcpy(step: run.Step) -> int:
+    return sum(op.startswith("Memcpy") for _, op, _ in step.order)
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("paths", nargs="+", type=Path, metavar="FOLDER_OR_FILE")
+    parser.add_argument("--budget", default="60%")
+    parser.add_argument("--time-limit", type=float, default=10.0)
+    parser.add_argument("--levels", default="disable,basic,all")
+    given = parser.parse_args()
+    if why := run.why_not():
+        parser.error(why)
+    print(_HEAD)
+    for path in [file for p in given.paths for file in (sorted(p.rglob("*.onnx")) if p.is_dir() else [p])]:
+        try:
+            for line in lines(path, given.budget, given.time_limit, given.levels.split(",")):
+                print(line, flush=True)
+        except OnnxRematError as error:
+            print(f"{path.stem:<18}{error}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

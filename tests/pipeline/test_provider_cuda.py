@@ -1,0 +1,110 @@
+"""Planning for the CUDA provider on a machine without one: what is refused and noted, and whose facts count."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from onnx_remat import rewrite_model
+from onnx_remat.errors import ModelError, UsageError
+from onnx_remat.ort import placement
+from onnx_remat.ort.kernels.registry import kernels_of
+from onnx_remat.ort.prepare import Compiled, Preparation, prepare, prepare_for_simulation
+from tests.support.graphs import mlp, model_of
+
+make = helper.make_node
+SIDE = 32
+
+
+def compiled(model: onnx.ModelProto, workspace: int | None = None, provider: str = "cuda") -> Compiled:
+    return prepare_for_simulation(model, Preparation(kernels_of(provider, workspace)))
+
+
+def normalised(opset: int) -> onnx.ModelProto:
+    """BatchNormalization in training mode."""
+    nodes = [
+        make("BatchNormalization", ["x", *"abmv"], ["n", "mean", "var"], name="norm", training_mode=1),
+        make("Relu", ["n"], ["y"], name="relu"),
+    ]
+    shapes = {"x": [2, 4, SIDE, SIDE]} | {name: [4] for name in "abmv"}
+    return model_of(nodes, shapes, {"y": [2, 4, SIDE, SIDE], "mean": [4], "var": [4]}, opset=opset)
+
+
+def test_what_cannot_be_loaded_is_refused_by_name():
+    with pytest.raises(ModelError, match=r"node 'norm': BatchNormalization in training mode has no CUDA kernel"):
+        placement.check_nodes(compiled(normalised(15)))
+    placement.check_nodes(compiled(normalised(15), provider="cpu"))
+
+
+def test_nodes_on_the_host_are_named_with_what_they_copy():
+    shape = [SIDE, SIDE]
+    kinds = ("Exp", "Acos", "Atan", "Acos", "Neg")
+    nodes = [make(k, [a], [b], name=f"{k}_{b}") for k, a, b in zip(kinds, "xhijk", "hijky", strict=True)]
+    found = placement.warnings(compiled(model_of(nodes, {"x": shape}, {"y": shape})))
+    assert len(found) == 2  # the two of a kind first
+    assert "'Acos_i' (and 1 more of Acos) has no CUDA kernel" in found[0] and "copies 16.4 kB" in found[0]
+    assert "'Atan_j' (Atan)" in found[1] and "copies 8.2 kB" in found[1]
+    assert placement.warnings(compiled(model_of(nodes[:1], {"x": shape}, {"h": shape}))) == ()
+
+
+def test_uneven_transposed_convolutions_are_named():
+    nodes = [make("ConvTranspose", ["x", "w"], ["y"], name="up", pads=[0, 0, 1, 1])]
+    model = model_of(nodes, {"x": [1, 4, 16, 16], "w": [4, 4, 3, 3]}, {"y": [1, 4, 17, 17]})
+    (line,) = placement.warnings(compiled(model))
+    assert "'up' (ConvTranspose)" in line and "pad evenly" in line
+
+
+@pytest.mark.parametrize(("kind", "words"), [("Conv", "cuDNN workspace"), ("double", "float64 runs at")])
+def test_what_was_not_measured_is_noted(kind, words):
+    if kind == "Conv":
+        nodes, dtype = [make("Conv", ["x", "w"], ["y"], name="conv")], TensorProto.FLOAT
+    else:
+        nodes, dtype = [make("Add", ["x", "w"], ["y"], name="add")], TensorProto.DOUBLE
+    shape = [4, 4, 16, 16]
+    model = model_of(nodes, {"x": (dtype, shape), "w": (dtype, [4, 4, 1, 1])}, {"y": (dtype, shape)})
+    assert any(words in note for note in placement.notes(compiled(model)))
+    assert placement.notes(compiled(model, provider="cpu")) == ()
+
+
+@pytest.mark.parametrize("workspace", [None, 0, 12_345])
+def test_the_margin_for_cudnn_counts_where_a_convolution_runs(workspace):
+    nodes = [make("Conv", ["x", "w"], ["h"], name="conv"), make("Relu", ["h"], ["y"], name="relu")]
+    shape = [4, 4, 16, 16]
+    problem = compiled(model_of(nodes, {"x": shape, "w": [4, 4, 1, 1]}, {"y": shape}), workspace).problem
+    assert problem.workspace.tolist() == [32 * 2**20 if workspace is None else workspace, 0]
+
+
+def test_the_devices_facts_decide():
+    """Gelu works in place on CUDA alone, Softmax on the CPU alone."""
+    shape = [SIDE, SIDE]
+    for op, on in (("Gelu", {"cuda"}), ("Softmax", {"cpu"}), ("Tanh", {"cpu", "cuda"}), ("Exp", set())):
+        nodes = [make("Neg", ["x"], ["h"]), make(op, ["h"], ["i"]), make("Abs", ["i"], ["y"])]
+        model = model_of(nodes, {"x": shape}, {"y": shape})
+        problems = {p: compiled(model, provider=p).problem for p in ("cpu", "cuda")}
+        assert {p for p, problem in problems.items() if len(problem.inplace_slots)} == on, op
+
+
+def test_a_plan_for_a_device_keeps_its_budget_and_says_what_it_rests_on():
+    model = mlp(layers=8, batch=512, width=32)
+    result = rewrite_model(model, "70%", provider="cuda", time_limit=0.5)
+    assert all(peak <= result.report.budget for peak in result.report.peaks_by_level.values())
+    assert result.report.notes[0].startswith("there is no CUDA device here")
+    assert result.compiled.kernels.name == result.executed.compiled.kernels.name == "cuda"
+    seconds = np.asarray(prepare(model, Preparation(kernels_of("cuda"), costs="a100")).problem.cost)
+    assert result.compiled.problem.cost.tolist() == seconds.tolist()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"provider": "cuda", "verify": "run"}, "--verify run measures and foresees the CPU's memory"),
+        ({"provider": "cuda", "run_by": "loop"}, "--for loop measures and foresees the CPU's memory"),
+        ({"provider": "cpu", "cudnn_workspace": "1MiB"}, "is for provider 'cuda'"),
+        ({"provider": "cuda", "cudnn_workspace": "10%"}, "not a size in bytes"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(options, words):
+    with pytest.raises(UsageError, match=words):
+        rewrite_model(mlp(layers=2), "90%", **options)
