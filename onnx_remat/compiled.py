@@ -20,7 +20,7 @@ SOURCES = ("compiled.py", "problem.py", "ort/simulate", "plan", "write/private_b
 """Files and folders of the package that compiled functions, and the constants in them, come from."""
 
 inlined: Any = njit(_nrt=False, no_cpython_wrapper=True, no_cfunc_wrapper=True)  # type: ignore[call-overload]
-"""Compiles what only compiled code calls and what makes no array: it counts no references, which is half of compiling.
+"""Compiles what only compiled code calls and what makes no array: it counts no references, which take long to compile.
 
 It is not cached by itself, but within its cached callers.
 """
