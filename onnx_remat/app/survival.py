@@ -146,9 +146,13 @@ def check(
         {level: what.timeline().peak for level, what in executed.items()},
         {level: sum(name in made_there for name in clones) for level, made_there in runs.items()},
         processes.measure(Path(path), dims=dims, provider=provider, python=python).peak_bytes
-        if run and (not here or runtime.has_device(options.kernels().execution_providers[0]))
+        if run and (not here or _can_run(options))
         else None,
     )
+
+
+def _can_run(options: Options) -> bool:
+    return runtime.available() and runtime.has_device(options.kernels().execution_providers[0])
 
 
 def _waits(edge: str, made: Mapping[str, onnx.NodeProto]) -> bool:
