@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from onnx_remat.ort.peaks import Peak, Reserves
 from onnx_remat.run.foreseen import Footprint
 from onnx_remat.run.verify import Measured
-from onnx_remat.units import format_bytes
+from onnx_remat.units import format_bytes, table
 
 SCHEMA = "onnx-remat/report/1"
 """Version of the JSON layout: the number rises when a field changes its meaning or goes away."""
@@ -103,7 +103,7 @@ class Report:
 
     def to_text(self, verbose: bool = False) -> str:
         """The verdict and the before/after table; with `verbose` also the values at the peaks and the timings."""
-        lines = [self.verdict(), "", *_table(self._rows())]
+        lines = [self.verdict(), "", *table(self._rows())]
         if self.measured:
             lines += ["", *self._measured_lines(self.measured)]
         lines += [f"note: {note}" for note in self.notes]
@@ -156,9 +156,4 @@ class Report:
         order = "as planned" if m.order_kept else "NOT as planned"
         if m.unresolved:
             rows.append(("over the budget, within what can be measured", "", format_bytes(m.unresolved)))
-        return [*_table(rows), f"outputs {m.outputs_equal}; executed order {order}"]
-
-
-def _table(rows: Sequence[tuple[str, str, str]]) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(3)]
-    return [f"{a:<{widths[0]}}  {b:>{widths[1]}}  {c:>{widths[2]}}".rstrip() for a, b, c in rows]
+        return [*table(rows), f"outputs {m.outputs_equal}; executed order {order}"]

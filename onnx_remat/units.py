@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 
@@ -193,3 +193,16 @@ def format_bytes(size: int) -> str:
             break
         number, unit = number / 1000, larger
     return f"{number:.0f} B" if unit == "B" else f"{number:.1f} {unit}"
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table in plain text: the first column to the left, the others to the right.
+
+    >>> table([("peak", "9 MB"), ("  inputs", "1.5 MB")])
+    ['peak        9 MB', '  inputs  1.5 MB']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(f"{cell:<{width}}" if not i else f"{cell:>{width}}" for i, (cell, width) in enumerate(cells)).rstrip()
+        for cells in (list(zip(row, widths, strict=True)) for row in rows)
+    ]

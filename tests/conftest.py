@@ -23,5 +23,14 @@ def mlp_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--fuzz N``: how many random cases of each kind."""
+    """``--fuzz N``: how many random cases of each kind; ``--slow``: everything."""
     parser.addoption("--fuzz", type=int, default=0, help="random cases of each kind (default: a few, the same ones)")
+    parser.addoption("--slow", action="store_true", help="also the tests marked slow")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests marked slow are left to ``--slow``, which `.ci/run` gives."""
+    if not config.getoption("--slow"):
+        for item in items:
+            if item.get_closest_marker("slow"):
+                item.add_marker(pytest.mark.skip(reason="slow: run with --slow"))

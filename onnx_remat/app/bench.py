@@ -26,7 +26,7 @@ from onnx_remat.ort.kernels.registry import kernels_of
 from onnx_remat.pipeline import Result, rewrite_model
 from onnx_remat.run import processes
 from onnx_remat.run.profiling import node_seconds, profile
-from onnx_remat.units import format_bytes, parse_budget
+from onnx_remat.units import format_bytes, parse_budget, table
 
 SCHEMA = "onnx-remat/bench/1"
 
@@ -107,8 +107,7 @@ class Benchmark:
             (f"loss of step {i + 1}", f"{a.losses[i]:.7g}", f"{b.losses[i]:.7g}")
             for i in sorted({0, last // 4, last // 2, 3 * last // 4, last})
         ]
-        widths = [max(len(row[i]) for row in rows) for i in range(3)]
-        lines = [f"{row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}".rstrip() for row in rows]
+        lines = table(rows)
         bits = "equal to the last bit" if self.exact else "NOT equal"
         lines += [
             f"step time {self.measured_overhead:+.1%} measured, {self.predicted_overhead:+.1%} predicted",

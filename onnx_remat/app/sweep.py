@@ -15,7 +15,7 @@ from onnx_remat.ir.model_io import Model
 from onnx_remat.options import PlanningOptions, of_sessions
 from onnx_remat.pipeline import Result, rewrite_model
 from onnx_remat.plan.selectors import Progress, silent
-from onnx_remat.units import format_bytes
+from onnx_remat.units import format_bytes, table
 
 SCHEMA = "onnx-remat/sweep/1"
 """Version of the JSON layout: the number rises when a field changes its meaning or goes away."""
@@ -64,13 +64,14 @@ class Curve:
 
     def to_text(self) -> str:
         """The curve as a table, the knee marked."""
-        lines = [f"{'peak':>10}  {'of original':>11}  {'extra compute':>13}  {'recomputed':>10}"]
-        for i, p in enumerate(self.points):
-            share = p.peak / self.original_peak if self.original_peak else 1.0
-            mark = "  <- knee" if i == self.knee else ""
-            lines.append(
-                f"{format_bytes(p.peak):>10}  {share:>11.1%}  {p.extra_compute:>+13.2%}  {p.recomputed:>10}{mark}"
-            )
+        top = self.original_peak or 1
+        rows = [
+            (format_bytes(p.peak), f"{p.peak / top:.1%}", f"{p.extra_compute:+.2%}", str(p.recomputed))
+            for p in self.points
+        ]
+        lines = table([("peak", "of original", "extra compute", "recomputed"), *rows])
+        if self.points:
+            lines[1 + self.knee] += "  <- knee"
         lines.append(f"no schedule peaks below {format_bytes(self.lower_bound)}")
         if self.missed:
             lines.append("no file was found for " + ", ".join(map(format_bytes, self.missed)))

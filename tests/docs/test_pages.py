@@ -26,10 +26,15 @@ def blocks(page: Path) -> list[str]:
     return re.findall(r"(?ms)^```python\n(.*?)^```$", page.read_text())
 
 
-WITH_CODE = [page for page in PAGES if blocks(page)]
+SLOW = ("sources/pytorch", "guides/python")
+WITH_CODE = [
+    pytest.param(page, marks=pytest.mark.slow if named(page) in SLOW else (), id=named(page))
+    for page in PAGES
+    if blocks(page)
+]
 
 
-@pytest.mark.parametrize("page", WITH_CODE, ids=named)
+@pytest.mark.parametrize("page", WITH_CODE)
 def test_the_python_blocks_of_a_page_run_one_after_the_other(page, tmp_path):
     """In a fresh process, alongside train.onnx, and small.onnx where the page does not write it."""
     pytest.importorskip(NEEDS.get(named(page), "onnxruntime"))

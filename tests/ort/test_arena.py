@@ -269,6 +269,7 @@ def test_reserves_count_weights_and_inputs() -> None:
     assert timeline.peak - executed.compiled.problem.base_bytes <= found.limit <= found.limit_fed_back
 
 
+@pytest.mark.slow
 def test_a_budget_that_covers_the_arena() -> None:
     path = SAMPLES / "attention_stack.onnx"
     plain, covered = (rewrite_model(path, "70%", effort=1.0, verify=how, arena=how == "run").report
