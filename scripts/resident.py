@@ -2,11 +2,11 @@
 
     python -m scripts.resident sample_models/*.onnx --budget 60%
 
-Each graph is rewritten and trained by `onnx_remat.run.training.Loop` in a fresh process, with glibc as it is and no
-variable set. *resident* is the process's high-water mark, from before the session and the state exist to after the last
-step, less what the interpreter, the libraries and a session of one node take. *foreseen* is inputs, weights, slab and
-the largest scratch memory; what is left over is what onnxruntime keeps for the graph. *time* compares a step with one
-of the same loop on onnxruntime's own session, steps taken in turns. Linux only.
+Each graph is rewritten for a loop (``--for loop``) and trained by `onnx_remat.run.training.Loop` in a fresh process, with
+glibc as it is and no variable set. *resident* is the process's high-water mark, from before the session and the state
+exist to after the last step, less what the interpreter, the libraries and a session of one node take. *foreseen* is
+inputs, weights, slab, the largest scratch memory, and what onnxruntime is assumed to keep for the graph (*books*).
+*time* compares a step with one of the same loop on onnxruntime's own session, steps taken in turns. Linux only.
 """
 
 from __future__ import annotations
@@ -97,30 +97,33 @@ def in_child(task: str, path: Path, warm: Path, loss: str, steps: int) -> Any:
     return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
 
 
-def row(graph: Path, budget: str, seconds: float, steps: int, loss: str, turns: int) -> str:
+def row(graph: Path, budget: str, effort: float, steps: int, loss: str, turns: int) -> str:
     """One line of the table; without a budget the step runs as it is."""
     import onnx
     from onnx import helper
 
+    from onnx_remat.run.foreseen import books
+
     with tempfile.TemporaryDirectory(prefix="onnx-remat-") as scratch:
-        path, limit = graph, 0
+        path, limit, compute = graph, 0, 0.0
         if budget:
             from onnx_remat.pipeline import rewrite_model
 
-            result = rewrite_model(graph, budget, effort=seconds)
+            result = rewrite_model(graph, budget, effort=effort, run_by="loop")
             result.save(path := Path(scratch) / "small.onnx")
-            limit = result.report.after.total
+            limit, compute = result.report.budget, result.report.extra_compute
         value = [helper.make_tensor_value_info(name, 1, [4]) for name in "xy"]
         small = helper.make_graph([helper.make_node("Neg", ["x"], ["y"])], "g", value[:1], value[1:])
         warm = Path(scratch) / "warm.onnx"
         onnx.save(helper.make_model(small, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), warm)
         found = in_child("train", path, warm, loss, steps)
         ratio = in_child("race", path, warm, loss, turns) if turns else float("nan")
-    foreseen = sum(found[part] for part in ("inputs", "weights", "slab", "workspace"))
-    parts = (limit, found["resident"], foreseen, found["inputs"], found["slab"], found["live"], found["opened"])
+    kept = books(found["nodes"])
+    foreseen = sum(found[part] for part in ("inputs", "weights", "slab", "workspace")) + kept
+    parts = (limit, found["resident"], foreseen, found["inputs"], found["slab"], found["live"], kept)
     cells = " | ".join(f"{part / 1e6:.1f}" for part in parts)
     donated = f"{found['donated']} of {found['donated'] + found['not_donated']}"
-    return f"| {graph.stem} | {cells} | {found['nodes']} | {donated} | {ratio:.3f} |"
+    return f"| {graph.stem} | {cells} | {found['nodes']} | {donated} | {compute:+.1%} | {ratio:.3f} |"
 
 
 def main() -> None:
@@ -128,7 +131,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("graphs", nargs="*", type=Path)
     parser.add_argument("--budget", default="", help="rewrite to this budget first")
-    parser.add_argument("--time-limit", type=float, default=5.0, help="seconds per plan")
+    parser.add_argument("--effort", type=float, default=5.0, help="of each plan, see onnx-remat --effort")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--turns", type=int, default=9, help="steps timed on either side; 0 for none")
     parser.add_argument("--loss", default="loss")
@@ -138,10 +141,10 @@ def main() -> None:
         task, *job = json.loads(arguments.child[0])
         print(json.dumps({"train": train, "race": race}[task](*job)))
         return
-    print("| graph | plan | resident | foreseen | inputs | slab | live | session's books | nodes | donated | time |")
-    print("| --- " * 11 + "|", flush=True)
+    print("| graph | budget | resident | foreseen | inputs | slab | live | books | nodes | donated | compute | time |")
+    print("| --- " * 12 + "|", flush=True)
     for graph in arguments.graphs:
-        how = arguments.budget, arguments.time_limit, arguments.steps, arguments.loss, arguments.turns
+        how = arguments.budget, arguments.effort, arguments.steps, arguments.loss, arguments.turns
         print(row(graph, *how), flush=True)
 
 
