@@ -2,7 +2,7 @@
 
     python -m scripts.resident sample_models/*.onnx --budget 60%
 
-Each graph is rewritten for a loop (``--for loop``) and trained by `onnx_remat.run.training.Loop` in a fresh process, with
+Each graph is rewritten for a loop (``--for loop``) and trained by `run.training.Loop` in a fresh process, with
 glibc as it is and no variable set. *resident* is the process's high-water mark, from before the session and the state
 exist to after the last step, less what the interpreter, the libraries and a session of one node take. *foreseen* is
 inputs, weights, slab, the largest scratch memory, and what onnxruntime is assumed to keep for the graph (*books*).
