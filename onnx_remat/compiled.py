@@ -8,9 +8,10 @@ may be: code compiled from other sources is never looked at.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,39 @@ It is not cached by itself, but within its cached callers.
 def compiled(function: Callable[..., Any]) -> Any:
     """Compile a function at its first call, once for all processes; it lets go of the interpreter's lock."""
     function.__qualname__ += "_" + source_hash(Path(__file__).parent)  # numba names its files after it
-    return njit(cache=True, nogil=True, no_cfunc_wrapper=True)(function)  # type: ignore[call-overload]
+    dispatcher = njit(cache=True, nogil=True, no_cfunc_wrapper=True)(function)  # type: ignore[call-overload]
+    if cache := getattr(dispatcher, "_cache", None):  # none where compiling is switched off
+        cache.save_overload = _saved_with_care(cache.save_overload, cache.cache_path)
+    return dispatcher
+
+
+def _saved_with_care(save: Callable[..., None], folder: str) -> Callable[..., None]:
+    """Save compiled code where that can be done: what cannot be kept, on a full disk say, is compiled again next time.
+
+    One process saves at a time. Numba reads an index, adds to it, and writes it back: of two processes that do so at
+    once, for arguments of different types, each may find the other's code under its own name.
+    """
+
+    @functools.wraps(save)
+    def careful(*arguments: Any) -> None:
+        with contextlib.suppress(OSError), _locked(Path(folder)):
+            save(*arguments)
+
+    return careful
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of a cache folder; where the system has no such locks, go on without."""
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "onnx_remat.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 @functools.cache

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import onnx
 import pytest
 
+import onnx_remat
+from onnx_remat.compiled import source_hash
 from tests.support.graphs import mlp
 
 
@@ -26,6 +30,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """``--fuzz N``: how many random cases of each kind; ``--slow``: everything."""
     parser.addoption("--fuzz", type=int, default=0, help="random cases of each kind (default: a few, the same ones)")
     parser.addoption("--slow", action="store_true", help="also the tests marked slow")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Compile the kernels once, before the workers start: each would compile all of them by itself."""
+    package = Path(onnx_remat.__file__).parent
+    if not hasattr(session.config, "workerinput") and not any(package.rglob(f"*{source_hash(package)}*.nbi")):
+        subprocess.run([sys.executable, "-c", _COMPILES], cwd=session.config.rootpath, check=True)
+
+
+_COMPILES = """
+import onnx_remat
+from onnx_remat.ort.simulate import layout
+import onnx_remat
+from onnx_remat.compiled import source_hash
+from tests.support.graphs import mlp
+layout.load_compiled()
+for run_by in ("session", "loop"):
+    onnx_remat.rewrite_model(mlp(layers=12, batch=32768, width=32), "60%", run_by=run_by, effort=0.5)
+"""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -83,3 +83,15 @@ def test_a_package_that_cannot_be_written_is_cached_for_the_user_and_not_stale(t
     changed, more = run()
     assert changed != first
     assert files < more
+
+
+def test_a_full_disk_costs_the_cache_and_nothing_else(tmp_path: Path) -> None:
+    copy = tmp_path / "site" / "onnx_remat"
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__", "converters"))
+    full = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n" + CALL
+    environment = {"PYTHONPATH": str(copy.parent), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", full], capture_output=True, text=True, env=environment, cwd=tmp_path, check=True
+    )
+    assert done.stdout.strip().startswith("[")
+    assert not any(path.stat().st_size > 100 for path in copy.rglob("*.nb*"))

@@ -181,14 +181,14 @@ def test_operations_are_counted_analytically(name):
 @pytest.mark.parametrize("device", PRESETS)
 def test_roofline_orders_ops(device):
     """At equal outputs: a product costs more than an Add, that more than what moves nothing."""
-    square = {"a": [1024, 1024], "b": [1024, 1024]}
+    square = {"a": [4096, 4096], "b": [4096, 4096]}
     nodes = {
         "MatMul": make("MatMul", ["a", "b"], ["y"]),
         "Tanh": make("Tanh", ["a"], ["y"]),
         "Add": make("Add", ["a", "b"], ["y"]),
         "Identity": make("Identity", ["a"], ["y"]),
     }
-    sizes = {"y": [1024, 1024]}
+    sizes = {"y": [4096, 4096]}
     seconds = {n: roofline(*op_of(node, square, sizes), CPU, PRESETS[device]) for n, node in nodes.items()}
     assert seconds["MatMul"] > seconds["Add"] > seconds["Identity"] == PRESETS[device].overhead
     assert seconds["Tanh"] > seconds["Identity"]
