@@ -92,9 +92,12 @@ def race(path: str, loss: str, steps: int) -> float:
 
 def in_child(task: str, path: Path, warm: Path, loss: str, steps: int) -> Any:
     """`train` or `race` in a fresh process."""
-    job = json.dumps([task, str(path), loss, steps])
-    command = [sys.executable, "-m", "scripts.resident", "--child", job, str(warm)]
-    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
+    job = json.dumps([task, str(path.resolve()), loss, steps])
+    command = [sys.executable, "-m", "scripts.resident", "--child", job, str(warm.resolve())]
+    root = Path(__file__).parents[1]
+    return json.loads(
+        subprocess.run(command, capture_output=True, text=True, check=True, cwd=root).stdout.splitlines()[-1]
+    )
 
 
 def row(graph: Path, budget: str, effort: float, steps: int, loss: str, turns: int) -> str:

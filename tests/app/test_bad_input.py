@@ -144,6 +144,7 @@ ARGUMENTS = [
 def home(tmp_path_factory):
     """A folder of files to hold wrong. Nothing may change it, so one serves all."""
     folder = tmp_path_factory.mktemp("home")
+    before = Path.cwd()
     os.chdir(folder)
     model = mlp(layers=4, batch=256, width=16)
     onnx.save(model, "in.onnx")
@@ -167,7 +168,8 @@ def home(tmp_path_factory):
         stored = with_weight(np.ones((16, 16), np.float32))
         onnx.save(stored, name, save_as_external_data=True, location=data, size_threshold=0)
     Path("cut.bin").write_bytes(b"\0" * 100)
-    return folder
+    yield folder
+    os.chdir(before)
 
 
 def with_weight(weight: np.ndarray) -> onnx.ModelProto:

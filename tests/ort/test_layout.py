@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from functools import partial
 from itertools import permutations
 from pathlib import Path
 
@@ -213,11 +214,12 @@ def test_the_script_writes_offsets_by_id(tmp_path: Path) -> None:
     one.write_text("size,id,upper,lower,offset\n4,x,2,0,7\n4,y,3,1,7\n")
     two.write_text("buffer,start,end,size\n0,0,1,5\n")
     script = [sys.executable, "-m", "scripts.bench_layout", "--time-limit", "5", "--json", str(out)]
-    run = subprocess.run([*script, "--csv", str(one)], check=True, capture_output=True, text=True)
+    ask = partial(subprocess.run, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    run = ask([*script, "--csv", str(one)], check=True)
     assert sorted(json.loads(out.read_text()).items()) in ([("x", 0), ("y", 4)], [("x", 4), ("y", 0)])
     assert run.stdout.splitlines()[1].split()[:5] == ["one.csv", "2", "8", "8", "1.0000"]
-    subprocess.run([*script, "--csv", str(one), "--csv", str(two)], check=True, capture_output=True)
+    ask([*script, "--csv", str(one), "--csv", str(two)], check=True)
     assert json.loads(out.read_text())[str(two)] == {"0": 0}
-    bad = subprocess.run([*script, "--csv", str(out)], capture_output=True, text=True)
+    bad = ask([*script, "--csv", str(out)])
     assert bad.returncode == 1
     assert "header must name" in bad.stderr
