@@ -57,7 +57,7 @@ def add_planning_flags(parser: argparse.ArgumentParser, time_limit: str = "30s")
     )  # fmt: skip
     planning.add_argument(
         "--time-limit", metavar="TIME",
-        help=f"seconds of the clock, file loaded, to plan and write in (default {time_limit}; none with --effort)",
+        help=f"seconds of the clock, once loaded, to plan and write in (default: --effort {time_limit}, cut at 4 x)",
     )  # fmt: skip
     planning.add_argument(
         "--effort", metavar="N",
@@ -115,8 +115,11 @@ def planning_options(arguments: argparse.Namespace) -> PlanningOptions:
     }
     if arguments.effort is not None:
         options["effort"] = parse_duration(arguments.effort)
-    if arguments.time_limit is not None or arguments.effort is None:
-        options["time_limit"] = parse_duration(arguments.time_limit or arguments.default_time_limit)
+    if arguments.time_limit is not None:
+        options["time_limit"] = parse_duration(arguments.time_limit)
+    elif arguments.effort is None:  # the clock leaves room for a first use, which compiles the planner
+        options["effort"] = parse_duration(arguments.default_time_limit)
+        options["time_limit"] = 4 * options["effort"]
     if arguments.cudnn_workspace is not None:
         options["cudnn_workspace"] = arguments.cudnn_workspace
     if arguments.costs is not None:
