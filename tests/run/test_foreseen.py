@@ -65,7 +65,9 @@ def test_the_machine_takes_what_was_foreseen(result, tmp_path):
     )
     found = in_child("train", tmp_path / "small.onnx", tmp_path / "warm.onnx", "loss", 10)
     assert found["resident"] <= result.report.budget
-    assert found["resident"] == pytest.approx(result.report.loop_after.total, abs=3e6)
+    # What ONNX Runtime keeps for a graph is foreseen from above, and differs by a few megabytes between machines.
+    foreseen = result.report.loop_after.total
+    assert foreseen - 6e6 < found["resident"] < foreseen + 1e6
 
 
 def test_what_the_books_alone_exceed_is_refused():
