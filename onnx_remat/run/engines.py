@@ -131,13 +131,13 @@ class FedBack:
         self._session.run_with_iobinding(self._binding)
         made = dict(zip(self._outputs, self._binding.get_outputs(), strict=True))
         loss = float(made[self._loss].numpy().item())
-        self._binding.clear_binding_outputs()
         for output, name in self._renews.items():
             self._renew(name, made.pop(output))
         for output, name in self._gradients.items():
             self._descend(name, made.pop(output))
         for total, name in self._sums.items():
             self._descend(name, self._values[total])
+        self._binding.clear_binding_outputs()  # only now: up to 1.28 the values lie in the binding's own list
         return loss
 
     def arrays(self) -> Arrays:
