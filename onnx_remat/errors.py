@@ -26,9 +26,9 @@ class BudgetInfeasibleError(OnnxRematError):
     message : str
         One line for the user.
     best_peak_bytes : int
-        Smallest peak, in bytes, of any plan that was found.
+        Least that any plan found takes of what the budget covers, in bytes.
     lower_bound_bytes : int
-        No schedule of this graph can peak below this many bytes.
+        No schedule of this graph can take less of it.
     """
 
     exit_code = 3

@@ -39,9 +39,10 @@ class Options:
         Values that the selector `collection` keeps.
     allow_recompute : sequence of str
         Custom ops, ``domain::op``, that are pure, so that they may be recomputed.
-    run_by : str
-        What trains with the file, and so what the budget covers: ``"session"``, onnxruntime's own (the sum of tensors),
-        or ``"loop"``, `run.training.Loop` (all that training takes of the machine's memory).
+    run_by : str or None
+        What trains with the file, and so what the budget covers: ``"loop"``, `run.training.Loop` or
+        `run.session.Session` (all that training takes of the machine's memory), or ``"session"``, onnxruntime's own
+        (the sum of tensors). None: a loop on the CPU, unless `arena` is asked for; a session on other providers.
     arena : bool
         The budget also covers what ONNX Runtime's arena takes besides the plan, with `session_options()`.
     time_limit : float
@@ -67,7 +68,7 @@ class Options:
     keep: Sequence[str] = ()
     checkpoints: Sequence[str] = ()
     allow_recompute: Sequence[str] = ()
-    run_by: str = "session"
+    run_by: str | None = None
     arena: bool = False
     time_limit: float = 30.0
     effort: float | None = None
@@ -108,7 +109,7 @@ class PlanningOptions(TypedDict, total=False):
     keep: Sequence[str]
     checkpoints: Sequence[str]
     allow_recompute: Sequence[str]
-    run_by: str
+    run_by: str | None
     arena: bool
     time_limit: float
     effort: float | None
@@ -129,7 +130,7 @@ def _checked(name: str, value: object) -> object:
     """The value of a field as `Options` has it; UsageError where it cannot be meant."""
     if name == "dims":
         return check_dims(value)
-    if name == "effort" and value is None:
+    if name in ("effort", "run_by") and value is None:
         return None
     if name in ("time_limit", "effort"):
         return parse_duration(float(value) if isinstance(value, Real) and not isinstance(value, bool) else str(value))
@@ -154,9 +155,10 @@ def _checked(name: str, value: object) -> object:
 
 
 def of_sessions(given: PlanningOptions, what: str) -> None:
-    """UsageError where a budget is meant for a loop, and `what` prices the tensors of a session."""
-    if given.get("run_by", "session") != "session":
-        raise UsageError(f"{what} prices the sum of tensors: leave run_by out")
+    """Make the budget one of a session; UsageError where it is meant for a loop, which `what` does not measure."""
+    if given.get("run_by") not in (None, "session"):
+        raise UsageError(f"{what} measures onnxruntime's own sessions: leave run_by out")
+    given["run_by"] = "session"
 
 
 def parse_options(given: PlanningOptions) -> Options:
@@ -174,6 +176,8 @@ def parse_options(given: PlanningOptions) -> Options:
     options = Options(**{name: _checked(name, value) for name, value in given.items()})  # type: ignore[arg-type]
     if options.effort is not None and "time_limit" not in given:
         options = replace(options, time_limit=math.inf)
+    if options.run_by is None:
+        options = replace(options, run_by="session" if options.arena or options.provider != "cpu" else "loop")
     options.kernels()
     for flag, given_for in (("--verify run", options.verify == "run"), ("--for loop", options.run_by == "loop")):
         if given_for and options.provider != "cpu":
@@ -183,7 +187,11 @@ def parse_options(given: PlanningOptions) -> Options:
     if options.run_by not in RUN_BY:
         raise UsageError(f"run_by must be one of {', '.join(RUN_BY)}, not {options.run_by!r}")
     if options.run_by == "loop":
-        runtime.import_runtime()
+        if not runtime.available():
+            raise UsageError(
+                "what training takes cannot be foreseen without onnxruntime: pip install 'onnx-remat[cpu]', or plan "
+                "for a session on another machine with --for session"
+            )
         if options.arena:
             raise UsageError("--arena is for --for session: a loop of ours keeps no values in ONNX Runtime's arena")
     selectors.get(options.selector)

@@ -30,6 +30,7 @@ from onnx_remat.plan.request import Deadline
 from onnx_remat.report import Report
 from onnx_remat.run import fixed_draws, verify
 from onnx_remat.run.foreseen import Footprint, foresee
+from onnx_remat.run.opening import check_openable
 from onnx_remat.units import Budget, format_bytes, parse_budget
 from onnx_remat.write.writer import Rewritten
 
@@ -159,8 +160,9 @@ def _verify(job: _Job, written: Rewritten, executed: Mapping[str, Executed]) -> 
     simulated = max(each.timeline().peak for each in executed.values())
     limit = simulated if job.goal.by_loop else job.goal.allowed
     return verify.run(
-        job.compiled, written.model, job.folder, dict(options.dims), limit, order, options.arena, written.rounded
-    )
+        job.compiled, written.model, job.folder, dict(options.dims), limit, order, options.arena, written.rounded,
+        trained=job.goal.allowed if job.goal.by_loop else None,
+    )  # fmt: skip
 
 
 def _report(
@@ -197,10 +199,10 @@ def _report(
             *_on_device(compiled),
         ),
         warnings=_warnings(compiled, written.model),
-        run_by=job.options.run_by,
+        run_by=job.goal.run_by(),
         cut_short=job.deadline.cut_short,
         loop_before=job.trained,
-        loop_after=_as_trained(final),
+        loop_after=_as_trained(final, written.model),
     )
 
 
@@ -241,17 +243,22 @@ def _begin(model: model_io.Model, budget: str | int | Budget, given: PlanningOpt
         original = as_executed(compiled.graph.model, source.folder, "all", options.preparation())
         before = original.timeline()
     if options.run_by == "session":
-        goal, trained = Goal(parsed.resolve(before.peak)), _as_trained(original)
+        goal, trained = Goal(parsed.resolve(before.peak)), _as_trained(original, source.model)
     else:
-        trained = foresee(original)
+        try:
+            check_openable(source.model)
+            trained = foresee(original)
+        except ModelError as error:
+            raise ModelError(f"{error}; --for session plans for onnxruntime's own") from None
         goal = Goal(parsed.resolve(trained.total), by_loop=True, books=trained.books)
         compiled = with_donations(compiled)
     return _Job(options, source.folder, compiled, original, before, trained, goal, clock, deadline)
 
 
-def _as_trained(executed: Executed) -> Footprint | None:
+def _as_trained(executed: Executed, model: onnx.ModelProto) -> Footprint | None:
     """What a loop takes; nothing where a session cannot open such a step."""
     try:
+        check_openable(model)
         return foresee(executed)
     except ModelError:
         return None
@@ -272,7 +279,7 @@ def _unchanged(job: _Job) -> Result:
         seconds=clock.seconds, arena_before=taken, arena_after=taken,
         notes=("the original keeps this budget already: OUT is the original, unchanged", *_on_device(compiled)),
         warnings=_warnings(compiled, compiled.graph.model),
-        run_by=job.options.run_by, loop_before=job.trained, loop_after=job.trained,
+        run_by=job.goal.run_by(), loop_before=job.trained, loop_after=job.trained,
     )  # fmt: skip
     return Result(compiled.graph.model, report, job.folder, compiled, original, original, ())
 

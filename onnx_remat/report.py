@@ -29,7 +29,7 @@ class Report:
     peaks_by_level : mapping
         Simulated peak of the rewritten model per graph optimisation level.
     lower_bound : int
-        No schedule of this graph peaks below this many bytes.
+        No schedule of this graph peaks below this many bytes of tensors.
     extra_compute : float
         Recomputed work as a fraction of one plain step: 0.25 means 25 % more.
     extra_compute_bound : float
@@ -83,6 +83,10 @@ class Report:
         if self.run_by == "loop" and self.loop_before and self.loop_after:
             return self.loop_before.total, self.loop_after.total
         return self.before.total, self.after.total
+
+    def books(self) -> int:
+        """Bytes of what the budget covers that no plan changes, reckoned for the original."""
+        return self.loop_before.books if self.run_by == "loop" and self.loop_before else 0
 
     def verdict(self) -> str:
         """One line: what was reached, at what price."""
@@ -146,8 +150,10 @@ class Report:
         return rows
 
     def _measured_lines(self, m: Measured) -> list[str]:
-        rows = [
-            ("measured", "before", "after"),
+        rows = [("measured", "before", "after")]
+        if m.trained_before is not None and m.trained_after is not None:
+            rows.append(("training takes", format_bytes(m.trained_before), format_bytes(m.trained_after)))
+        rows += [
             ("peak of tensors", format_bytes(m.before), format_bytes(m.after)),
             ("held with allocator reserves", format_bytes(m.before_default), format_bytes(m.after_default)),
             *([("with session_options()", "", format_bytes(m.after_arena))] if m.after_arena is not None else []),

@@ -19,51 +19,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-
-
-def state_for(arrays: Any) -> dict[str, Any]:
-    """Random values: small floats, and integers that every vocabulary has."""
-    generator = np.random.default_rng(0)
-    state = {}
-    for array in arrays:
-        if np.issubdtype(np.dtype(array.dtype_name), np.floating):
-            state[array.name] = np.empty(array.shape, array.dtype_name)
-            state[array.name][...] = 0.1 * generator.random(array.shape, np.float32) + 0.01
-        else:
-            state[array.name] = generator.integers(0, 2, array.shape).astype(array.dtype_name)
-    return state
-
-
-def train(path: str, loss: str, steps: int) -> dict[str, int]:
-    """Train in this process; bytes by what they are."""
-    import onnxruntime  # noqa: F401
-
-    from onnx_remat.run.heap import trim
-    from onnx_remat.run.probe import reset_peak, resident
-    from onnx_remat.run.session import Session
-    from onnx_remat.run.training import Loop
-
-    warm = sys.argv[sys.argv.index("--child") + 2]
-    with Session(warm) as session:
-        session.run(state_for(session.inputs))
-    trim()
-    base = reset_peak()
-    session = Session(path, donate=True)
-    opened = resident("VmRSS") - base
-    state = state_for(session.inputs)
-    inputs = sum(array.nbytes for array in state.values())
-    loop = Loop(session, state, loss, copy=False)
-    for _ in range(steps):
-        loop.step()
-    return {
-        "resident": resident("VmHWM") - base, "now": resident("VmRSS") - base, "opened": opened, "inputs": inputs,
-        "slab": session.slab_bytes, "live": session.live_bytes, "weights": session.weight_bytes,
-        "workspace": session.workspace_bytes, "nodes": session.node_count, "donated": len(session.donated),
-        "not_donated": len(session.not_donated),
-    }  # fmt: skip
 
 
 def race(path: str, loss: str, steps: int) -> float:
@@ -71,6 +26,7 @@ def race(path: str, loss: str, steps: int) -> float:
     import onnxruntime
 
     from onnx_remat.ort.runtime import session_options
+    from onnx_remat.run.residence import state_for
     from onnx_remat.run.session import Session
     from onnx_remat.run.training import Loop
 
@@ -90,43 +46,39 @@ def race(path: str, loss: str, steps: int) -> float:
     return statistics.median(a / b for a, b in zip(times[0][1:], times[1][1:], strict=True))
 
 
-def in_child(task: str, path: Path, warm: Path, loss: str, steps: int) -> Any:
-    """`train` or `race` in a fresh process."""
-    job = json.dumps([task, str(path.resolve()), loss, steps])
-    command = [sys.executable, "-m", "scripts.resident", "--child", job, str(warm.resolve())]
+def in_child(path: Path, loss: str, steps: int) -> float:
+    """`race` in a fresh process."""
+    job = json.dumps([str(path.resolve()), loss, steps])
+    command = [sys.executable, "-m", "scripts.resident", "--child", job]
     root = Path(__file__).parents[1]
-    return json.loads(
-        subprocess.run(command, capture_output=True, text=True, check=True, cwd=root).stdout.splitlines()[-1]
-    )
+    return float(subprocess.run(command, capture_output=True, text=True, check=True, cwd=root).stdout.splitlines()[-1])
 
 
 def row(graph: Path, budget: str, effort: float, steps: int, loss: str, turns: int) -> str:
     """One line of the table; without a budget the step runs as it is."""
-    import onnx
-    from onnx import helper
-
+    from onnx_remat.errors import BudgetInfeasibleError
     from onnx_remat.run.foreseen import books
+    from onnx_remat.run.residence import measure
 
     with tempfile.TemporaryDirectory(prefix="onnx-remat-") as scratch:
         path, limit, compute = graph, 0, 0.0
         if budget:
             from onnx_remat.pipeline import rewrite_model
 
-            result = rewrite_model(graph, budget, effort=effort, run_by="loop")
+            try:
+                result = rewrite_model(graph, budget, effort=effort, time_limit=600, run_by="loop")
+            except BudgetInfeasibleError as error:
+                return f"| {graph.stem} | {str(error).partition(';')[0]} |"
             result.save(path := Path(scratch) / "small.onnx")
             limit, compute = result.report.budget, result.report.extra_compute
-        value = [helper.make_tensor_value_info(name, 1, [4]) for name in "xy"]
-        small = helper.make_graph([helper.make_node("Neg", ["x"], ["y"])], "g", value[:1], value[1:])
-        warm = Path(scratch) / "warm.onnx"
-        onnx.save(helper.make_model(small, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), warm)
-        found = in_child("train", path, warm, loss, steps)
-        ratio = in_child("race", path, warm, loss, turns) if turns else float("nan")
-    kept = books(found["nodes"])
-    foreseen = sum(found[part] for part in ("inputs", "weights", "slab", "workspace")) + kept
-    parts = (limit, found["resident"], foreseen, found["inputs"], found["slab"], found["live"], kept)
+        found = measure(path, steps=steps)
+        ratio = in_child(path, loss, turns) if turns else float("nan")
+    kept = books(found.nodes)
+    foreseen = found.inputs + found.weights + found.slab + found.workspace + kept
+    parts = (limit, found.total, foreseen, found.inputs, found.slab, found.live, kept)
     cells = " | ".join(f"{part / 1e6:.1f}" for part in parts)
-    donated = f"{found['donated']} of {found['donated'] + found['not_donated']}"
-    return f"| {graph.stem} | {cells} | {found['nodes']} | {donated} | {compute:+.1%} | {ratio:.3f} |"
+    donated = f"{found.donated} of {found.donated + found.not_donated}"
+    return f"| {graph.stem} | {cells} | {found.nodes} | {donated} | {compute:+.1%} | {ratio:.3f} |"
 
 
 def main() -> None:
@@ -138,11 +90,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--turns", type=int, default=9, help="steps timed on either side; 0 for none")
     parser.add_argument("--loss", default="loss")
-    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
-        task, *job = json.loads(arguments.child[0])
-        print(json.dumps({"train": train, "race": race}[task](*job)))
+        print(race(*json.loads(arguments.child)))
         return
     print("| graph | budget | resident | foreseen | inputs | slab | live | books | nodes | donated | compute | time |")
     print("| --- " * 12 + "|", flush=True)

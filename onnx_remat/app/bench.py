@@ -240,14 +240,13 @@ def max_batch(model: Path, budget: str, dim: str, **options: Unpack[PlanningOpti
     allowed = parse_budget(budget).bytes
     if allowed is None:
         raise UsageError("--max-batch needs a budget in bytes, such as 4GB: a percentage grows with the batch")
-    of_sessions(options, "the search for the largest batch")
     given = options.pop("dims", {})
 
     def sized(size: int) -> PlanningOptions:
         return {**options, "dims": {**given, dim: size}}
 
     def peak(size: int) -> int:
-        return rewrite_model(model, "100%", **sized(size)).report.before.total
+        return rewrite_model(model, "100%", **sized(size)).report.covered()[0]
 
     def fits(size: int) -> bool:
         try:

@@ -67,11 +67,6 @@ def build_parser() -> argparse.ArgumentParser:
         "--budget", required=True, metavar="SIZE",
         help="peak to stay under: 4GB (10^9), 3.5GiB (2^30), 123456789B, or 80%% of the original's own peak",
     )  # fmt: skip
-    parser.add_argument(
-        "--for", dest="run_by", default="session", choices=("session", "loop"),
-        help="what trains with the file, and so what the budget covers: session (default), onnxruntime's own, the sum "
-        "of tensors; loop, onnx_remat.training.Loop, all that training takes of the machine's memory",
-    )  # fmt: skip
     checking = parser.add_argument_group("checking and reporting")
     checking.add_argument(
         "--verify", default="check", choices=MODES,
@@ -120,7 +115,6 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.verbose:
         logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(name)s: %(message)s")
     budget, options = parse_budget(arguments.budget), planning_options(arguments)
-    options["run_by"] = arguments.run_by
     if not arguments.dry_run:
         files.check_target(arguments.output, arguments.input, arguments.force)
     for path in arguments.plot:

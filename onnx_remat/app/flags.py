@@ -52,6 +52,12 @@ def add_planning_flags(parser: argparse.ArgumentParser, time_limit: str = "30s")
         help="a custom op that is pure, so that it may be recomputed (repeat)",
     )  # fmt: skip
     planning.add_argument(
+        "--for", dest="run_by", choices=("loop", "session"),
+        help="what trains with the file, and so what the budget covers: loop, onnx_remat.training.Loop or "
+        "onnx_remat.Session, all that training takes of the machine's memory (default on the CPU); session, "
+        "onnxruntime's own, the sum of tensors (default on CUDA)",
+    )  # fmt: skip
+    planning.add_argument(
         "--arena", action="store_true",
         help="let the budget also cover what ONNX Runtime's arena adds with onnx_remat.session_options(), as foreseen",
     )  # fmt: skip
@@ -111,6 +117,7 @@ def planning_options(arguments: argparse.Namespace) -> PlanningOptions:
         "keep": tuple(arguments.keep),
         "checkpoints": tuple(arguments.checkpoint),
         "allow_recompute": tuple(arguments.allow_recompute),
+        "run_by": arguments.run_by,
         "arena": arguments.arena,
     }
     if arguments.effort is not None:
@@ -118,8 +125,8 @@ def planning_options(arguments: argparse.Namespace) -> PlanningOptions:
     if arguments.time_limit is not None:
         options["time_limit"] = parse_duration(arguments.time_limit)
     elif arguments.effort is None:  # the clock leaves room for a first use, which compiles the planner
-        options["effort"] = parse_duration(arguments.default_time_limit)
-        options["time_limit"] = 4 * options["effort"]
+        options["effort"] = effort = parse_duration(arguments.default_time_limit)
+        options["time_limit"] = 4 * effort
     if arguments.cudnn_workspace is not None:
         options["cudnn_workspace"] = arguments.cudnn_workspace
     if arguments.costs is not None:
@@ -152,7 +159,10 @@ def guarded(name: str, command: Callable[[Sequence[str]], int], arguments: Seque
 
 
 def check_files(
-    sources: Mapping[str, Source], out: str | None, reports: Sequence[tuple[str, str | None]], costs: str | None = None,
+    sources: Mapping[str, Source],
+    out: str | None,
+    reports: Sequence[tuple[str, str | None]],
+    costs: str | None = None,
     **more: str,
 ) -> None:
     """Raise UsageError unless every file that is written is one of its own.

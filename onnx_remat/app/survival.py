@@ -18,8 +18,9 @@ from onnx_remat.options import Options
 from onnx_remat.ort import runtime
 from onnx_remat.ort.executed import as_executed
 from onnx_remat.run import processes
+from onnx_remat.run.foreseen import foresee
 from onnx_remat.units import check_dims, format_bytes, parse_budget
-from onnx_remat.write.writer import BUDGET_KEY, CLONES_KEY, DIMS_KEY, EDGES_KEY, WORKSPACE_KEY
+from onnx_remat.write.writer import BUDGET_KEY, CLONES_KEY, DIMS_KEY, EDGES_KEY, RUN_BY_KEY, WORKSPACE_KEY
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,8 @@ class Survival:
         Recomputed nodes that ONNX Runtime runs by themselves, per level; others are merged or fused into their readers.
     measured : int or None
         Peak in bytes of a run at the default level, None where there was none.
+    trained : int or None
+        Bytes that training by `run.session.Session` takes, foreseen, where the budget covers that.
     """
 
     recomputed: int
@@ -51,10 +54,13 @@ class Survival:
     peaks_by_level: Mapping[str, int]
     running_by_level: Mapping[str, int]
     measured: int | None
+    trained: int | None = None
 
     @property
     def kept(self) -> bool:
         """Does the file still keep its budget?"""
+        if self.trained is not None:
+            return self.trained <= self.budget
         measured = (self.measured or 0) <= self.budget + processes.RESOLUTION
         return max(self.peaks_by_level.values()) <= self.budget and measured
 
@@ -84,6 +90,8 @@ class Survival:
         else:
             resolution = format_bytes(processes.RESOLUTION)
             lines.append(f"it runs: measured peak {format_bytes(self.measured)}, within {resolution}")
+        if self.trained is not None:
+            lines.append(f"training by Session or Loop takes {format_bytes(self.trained)}, as foreseen")
         verdict = "keeps" if self.kept else "no longer keeps"
         lines.append(f"it {verdict} its budget of {format_bytes(self.budget)}")
         return "\n".join(lines)
@@ -148,6 +156,7 @@ def check(
         processes.measure(Path(path), dims=dims, provider=provider, python=python).peak_bytes
         if run and (not here or _can_run(options))
         else None,
+        foresee(executed["all"]).total if "all" in executed and notes.get(RUN_BY_KEY) == "loop" else None,
     )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from onnx_remat.errors import BudgetInfeasibleError, UsageError
 from onnx_remat.fit import smallest_budget
 from onnx_remat.ir.model_io import Model
-from onnx_remat.options import PlanningOptions, of_sessions
+from onnx_remat.options import PlanningOptions
 from onnx_remat.pipeline import Result, rewrite_model
 from onnx_remat.plan.selectors import Progress, silent
 from onnx_remat.units import format_bytes, table
@@ -27,7 +27,7 @@ MOST_POINTS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One rewritten model: the budget it was made for and its peak (bytes), and the price of it."""
+    """One rewritten model: the budget it was made for and what it takes of that (bytes), and the price of it."""
 
     budget: int
     peak: int
@@ -42,7 +42,7 @@ class Curve:
     Attributes
     ----------
     original_peak, lower_bound : int
-        Bytes: of the original as executed by default, and what no schedule peaks below.
+        Bytes of what a budget covers (`Options.run_by`): of the original, and what no schedule gets below.
     points : tuple of Point
         From the highest peak to the lowest; extra compute never falls.
     knee : int
@@ -93,7 +93,7 @@ def sweep(model: Model, points: int = 10, **options: Unpack[PlanningOptions]) ->
     Returns
     -------
     Curve
-        Peaks are of the files as ONNX Runtime executes them by default.
+        Peaks are what a budget covers: by default, all that training with `run.training.Loop` takes of the machine.
 
     Raises
     ------
@@ -111,12 +111,13 @@ def sweep(model: Model, points: int = 10, **options: Unpack[PlanningOptions]) ->
     """
     if not 2 <= points <= MOST_POINTS:
         raise UsageError(f"a sweep has 2 to {MOST_POINTS} points, not {points}")
-    of_sessions(options, "a sweep")
     progress = options.pop("progress", silent)
     original = rewrite_model(model, "100%", **options)
-    top, floor = original.report.before.total, original.report.lower_bound
+    top, books = original.report.covered()[0], original.report.books()
+    floor = original.report.lower_bound + books
     found, missed = [_point(original)], []
-    lowest = _lowest(model, floor, {**options, "progress": _named("lowest peak", progress)})
+    least = smallest_budget(floor - books, books)
+    lowest = _lowest(model, least, {**options, "progress": _named("lowest peak", progress)})
     for number, budget in enumerate(np.linspace(top, lowest, points + 1, dtype=np.int64).tolist()[1:], start=1):
         watched: PlanningOptions = {**options, "progress": _named(f"budget {number} of {points}", progress)}
         try:
@@ -124,7 +125,7 @@ def sweep(model: Model, points: int = 10, **options: Unpack[PlanningOptions]) ->
         except BudgetInfeasibleError:
             missed.append(budget)
         else:
-            floor = max(floor, result.report.lower_bound)
+            floor = max(floor, result.report.lower_bound + books)
             found.append(_point(result))
     front = _front(found)
     return Curve(top, floor, front, _knee(front), tuple(missed))
@@ -135,17 +136,17 @@ def _named(what: str, progress: Progress) -> Progress:
     return lambda stage, fraction: progress(f"{what}: {stage}", fraction)
 
 
-def _lowest(model: Model, floor: int, options: PlanningOptions) -> int:
-    """The lowest peak, in bytes, that the selector finds; found by asking for the least that could be."""
+def _lowest(model: Model, least: int, options: PlanningOptions) -> int:
+    """The lowest budget, in bytes, that the selector keeps; found by asking for the `least` that could be."""
     try:
-        return rewrite_model(model, smallest_budget(floor), **options).report.after.total
+        return rewrite_model(model, least, **options).report.covered()[1]
     except BudgetInfeasibleError as error:
         return smallest_budget(int(error.best_peak_bytes * 1.005))
 
 
 def _point(result: Result) -> Point:
     report = result.report
-    return Point(report.budget, report.after.total, report.extra_compute, report.recomputed)
+    return Point(report.budget, report.covered()[1], report.extra_compute, report.recomputed)
 
 
 def _front(found: Sequence[Point]) -> tuple[Point, ...]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from onnx_remat.errors import ModelError
 from onnx_remat.ir.graph import INPUT
 from onnx_remat.ort.executed import Executed
 from onnx_remat.run.binding import LEAST
@@ -78,8 +77,6 @@ def foresee(executed: Executed) -> Footprint:
     ModelError
         A session cannot open such a step.
     """
-    if executed.emulated:
-        raise ModelError(f"a session cannot open this model: {executed.emulated}")
     outputs = [value.name for value in executed.compiled.graph.model.graph.output]
     arranged = lay_out(executed, outputs, donate=True, least=LEAST)
     compiled, bound = arranged.compiled, arranged.binding

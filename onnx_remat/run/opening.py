@@ -21,6 +21,8 @@ from onnx_remat.errors import ModelError, OnnxRematError, UsageError
 from onnx_remat.worker import QUIET
 
 if TYPE_CHECKING:
+    import onnx
+
     from onnx_remat.ort.executed import Executed
     from onnx_remat.ort.prepare import Compiled
     from onnx_remat.run.binding import Binding, Program
@@ -163,27 +165,32 @@ class Arranged:
     weights: int
 
 
-def arrange(path: Path, wish: Wish) -> Arranged:
-    """Let ONNX Runtime optimise a step, choose the order of its nodes, and lay out their values."""
-    import onnx
+def check_openable(model: onnx.ModelProto) -> None:
+    """ModelError where no session of ours can hold what a model has."""
+    from onnx import TensorProto
 
     from onnx_remat.ir import model_io
     from onnx_remat.ort import runtime
+
+    if model_io.weight_bytes(model) > runtime.MOST_WEIGHTS:
+        raise ModelError("a session opens models of up to 512 MiB of weights in the file: make them inputs")
+    for value in (*model.graph.input, *model.graph.output):
+        kind = value.type
+        if not kind.HasField("tensor_type") or kind.tensor_type.elem_type == TensorProto.STRING:
+            raise ModelError(f"a session cannot open this model: {value.name!r} is no tensor of numbers")
+
+
+def arrange(path: Path, wish: Wish) -> Arranged:
+    """Let ONNX Runtime optimise a step, choose the order of its nodes, and lay out their values."""
+    from onnx_remat.ir import model_io
     from onnx_remat.ort.executed import as_executed
     from onnx_remat.ort.kernels.registry import kernels_of
     from onnx_remat.ort.prepare import Preparation
 
     source = model_io.load(path)
-    if model_io.weight_bytes(source.model) > runtime.MOST_WEIGHTS:
-        raise ModelError("a session opens models of up to 512 MiB of weights in the file: make them inputs")
-    for value in (*source.model.graph.input, *source.model.graph.output):
-        kind = value.type
-        if not kind.HasField("tensor_type") or kind.tensor_type.elem_type == onnx.TensorProto.STRING:
-            raise ModelError(f"a session cannot open this model: {value.name!r} is no tensor of numbers")
+    check_openable(source.model)
     stated = Preparation(kernels_of(wish.provider), dims=_all_dims(source.model, wish.dims))
     executed = as_executed(source.model, source.folder, wish.level, stated)
-    if executed.emulated:
-        raise ModelError(f"a session cannot open this model: {executed.emulated}")
     return lay_out(executed, [value.name for value in source.model.graph.output], wish.donate, wish.least)
 
 
@@ -199,10 +206,17 @@ def lay_out(executed: Executed, outputs: Sequence[str], donate: Donate, least: i
         Which outputs renew which inputs in place.
     least : int
         Bytes from which on a value is bound.
+
+    Raises
+    ------
+    ModelError
+        ONNX Runtime has not optimised it: it cannot run the step, or was not asked.
     """
     from onnx_remat.ir.graph import INITIALIZER
     from onnx_remat.run import binding, private_copy
 
+    if executed.emulated:
+        raise ModelError(f"a session cannot open this model: {executed.emulated}")
     compiled = executed.compiled
     stored = {name for name, value in compiled.graph.values.items() if value.kind == INITIALIZER}
     inputs = [value.name for value in compiled.graph.model.graph.input if value.name not in stored]

@@ -17,7 +17,7 @@ from onnx_remat.ir.graph import Graph
 from onnx_remat.ir.shapes import Tensor
 from onnx_remat.ort import runtime
 from onnx_remat.ort.prepare import Compiled
-from onnx_remat.run import fixed_draws, processes
+from onnx_remat.run import fixed_draws, processes, residence
 from onnx_remat.run.probe import FEEDS
 from onnx_remat.units import format_bytes
 
@@ -35,7 +35,8 @@ class Measured:
     `after_default` are what the process holds over several steps with session options as they are by default, arena
     and memory patterns included; `after_arena` is the same of the result with `session_options()`, where the budget was
     to cover that; the seconds are medians of steps with default options. `unresolved` is by how much `after` or
-    `after_arena` exceeds the budget, where that is less than two measurements of one file differ by.
+    `after_arena` exceeds the budget, where that is less than two measurements of one file differ by. `trained_before`
+    and `trained_after` are all that training by `session.Session` takes, see `residence`, where the budget covers that.
     """
 
     before: int
@@ -48,6 +49,8 @@ class Measured:
     outputs_equal: str
     order_kept: bool
     unresolved: int = 0
+    trained_before: int | None = None
+    trained_after: int | None = None
 
 
 def check(original: onnx.ModelProto, rewritten: onnx.ModelProto, graph: Graph) -> None:
@@ -88,13 +91,14 @@ def run(
     order: Sequence[str],
     arena: bool = False,
     rounded: Sequence[str] = (),
+    trained: int | None = None,
 ) -> Measured:
     """Run both models in fresh processes: outputs, executed order, measured peaks, step times.
 
     `compiled` is the original; `order` holds the node names in the order the emulation says, graph optimisations off;
     with `arena`, the budget is to hold with `runtime.session_options()` too. Where `rounded` names values that are
     rounded in one of the two files only, outputs need not be equal to the last bit. Where ops draw random numbers,
-    outputs are compared with the draws fixed.
+    outputs are compared with the draws fixed. `trained` is a budget for all that training takes.
 
     Raises
     ------
@@ -118,6 +122,14 @@ def run(
         default = {n: processes.measure(p, dims=dims, default=True, steps=3) for n, p in paths.items()}
         held = processes.peak_under(budget, partial(_with_arena, paths["after"], dims)) if arena else None
         seconds = processes.race(paths["before"], paths["after"], dims=dims)
+        taken = {}
+        if trained is not None and residence.available():
+            taken = {name: residence.measure(path, dims).total for name, path in paths.items()}
+    if trained is not None and taken and taken["after"] > trained:
+        raise VerificationError(
+            f"training was seen to take {format_bytes(taken['after'])}, more than was foreseen and the budget "
+            f"{format_bytes(trained)}: try a smaller one"
+        )
     if after > budget + processes.RESOLUTION:
         raise VerificationError(f"measured peak {format_bytes(after)} exceeds the budget {format_bytes(budget)}")
     if held is not None and held > budget + processes.RESOLUTION:
@@ -136,6 +148,8 @@ def run(
         outputs_equal=equal + (" (random draws fixed)" if settled else "") + (" on one thread" if races else ""),
         order_kept=_order_kept(order, executed),
         unresolved=max(0, max(after, held or 0) - budget),
+        trained_before=taken.get("before"),
+        trained_after=taken.get("after"),
     )
 
 

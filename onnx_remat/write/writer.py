@@ -35,6 +35,7 @@ from onnx_remat.write.private_buffers import Unrolled
 RECOMPUTE_KEY = TAG + "recompute_of"
 CONTROL_KEY = TAG + "control_edge"
 BUDGET_KEY, DIMS_KEY = TAG + "budget_bytes", TAG + "dims"
+RUN_BY_KEY = TAG + "run_by"
 WORKSPACE_KEY = TAG + "cudnn_workspace_bytes"
 CLONES_KEY, EDGES_KEY = TAG + "recomputed", TAG + "control_edges"
 """Model metadata: first results of the recomputed nodes and of the control edges' Unsqueezes, as JSON lists."""

@@ -33,11 +33,11 @@ class Bad:
 
 
 def ask(*more: str, source: str = "in.onnx", target: str = "out.onnx") -> list[str]:
-    return [source, target, "--budget", "95%", "--effort", "1s", *more]
+    return [source, target, "--for", "session", "--budget", "95%", "--effort", "1s", *more]
 
 
 def budget(text: str) -> list[str]:
-    return ["in.onnx", "out.onnx", "--budget", text, "--effort", "300ms"]
+    return ["in.onnx", "out.onnx", "--for", "session", "--budget", text, "--effort", "300ms"]
 
 
 ARGUMENTS = [
@@ -104,8 +104,12 @@ ARGUMENTS = [
     Bad("JSON is OUT by a link", ask("--json", "toout.onnx"), USAGE, "it is OUT"),
     Bad("JSON is OUT of a dry run", ask("--json", "out.onnx", "--dry-run"), USAGE, "it is OUT"),
     Bad("JSON is the data of IN", ask("--json", "ext.bin", source="ext.onnx"), USAGE, "data of the model"),
-    Bad("JSON is where data of IN goes", ask("--json", "sub/ext.bin", source="ext.onnx", target="sub/o.onnx"), USAGE,
-        "data of the model"),
+    Bad(
+        "JSON is where data of IN goes",
+        ask("--json", "sub/ext.bin", source="ext.onnx", target="sub/o.onnx"),
+        USAGE,
+        "data of the model",
+    ),
     Bad("JSON is the costs", ask("--json", "profile.json", "--costs", "profile.json"), USAGE, "read by --costs"),
     Bad("page is OUT", ask("--plot", "out.html", target="sub/../out.html"), USAGE, "it is OUT"),
     Bad("page is IN", ask("--plot", "page.html", source="page.html"), USAGE, "is the input"),
@@ -117,8 +121,12 @@ ARGUMENTS = [
     Bad("profile over IN", ["profile", "in.onnx", "in.onnx", "--force"], USAGE, "is the input"),
     Bad("profile over the data of IN", ["profile", "ext.onnx", "ext.bin", "--force"], USAGE, "data of the model"),
     Bad("profile by no Python", ["profile", "in.onnx", "p.json", "--runtime", "/bin/true"], USAGE, "no Python"),
-    Bad("profile by what prints for ever", ["profile", "in.onnx", "p.json", "--runtime", "/usr/bin/yes"], USAGE,
-        "no Python"),
+    Bad(
+        "profile by what prints for ever",
+        ["profile", "in.onnx", "p.json", "--runtime", "/usr/bin/yes"],
+        USAGE,
+        "no Python",
+    ),
     Bad("profile of an open dimension", ["profile", "symbolic.onnx", "p.json"], MODEL, "--dim batch=N"),
     Bad("check of what was not rewritten", ["check", "in.onnx"], MODEL, "does not say what was planned"),
     Bad("costs without end", ask("--costs", "/dev/zero"), USAGE, "nor a regular file"),
@@ -595,7 +603,7 @@ def test_a_full_disk_leaves_nothing_behind(source, home, capsys, monkeypatch):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1500, hard))
     try:
-        arguments = [source, "sub/out.onnx", "--budget", "100%", "--verify", "none"]
+        arguments = [source, "sub/out.onnx", "--for", "session", "--budget", "100%", "--verify", "none"]
         refused(home, capsys, arguments, MODEL, "cannot write sub/out.onnx: File too large")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

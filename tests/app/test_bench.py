@@ -91,7 +91,18 @@ def test_benchmark_of_a_whole_step(tmp_path, capsys):
 def test_max_batch_is_larger_rewritten(tmp_path, capsys):
     path = tmp_path / "mlp.onnx"
     onnx.save(mlp(layers=6, width=16, dims="batch"), path)
-    flags = ["--budget", "100kB", "--max-batch", "batch", "--effort", "0.05s", "--selector", "sqrt_n"]
+    flags = [
+        "--for",
+        "session",
+        "--budget",
+        "100kB",
+        "--max-batch",
+        "batch",
+        "--effort",
+        "0.05s",
+        "--selector",
+        "sqrt_n",
+    ]
     assert bench.main([str(path), *flags]) == 0
     words = capsys.readouterr().out.split()
     plain, small = (int(words[i + 2].rstrip(",")) for i, word in enumerate(words) if word == "up")

@@ -36,7 +36,7 @@ def home(tmp_path, monkeypatch):
 
 def test_a_good_run_prints_verdict_and_table(home, capsys):
     code, out, err = cli(
-        capsys, "in.onnx", "out.onnx", "--budget", "60%", "--effort", "2s", "--json", "r.json", "-v"
+        capsys, "in.onnx", "out.onnx", "--for", "session", "--budget", "60%", "--effort", "2s", "--json", "r.json", "-v"
     )
     assert code == 0 and err == ""
     assert out.startswith("peak ") and "budget" in out.splitlines()[0] and "extra compute" in out
@@ -51,7 +51,18 @@ def test_a_good_run_prints_verdict_and_table(home, capsys):
 
 def test_json_to_standard_output_is_only_json(home, capsys):
     code, out, _ = cli(
-        capsys, "in.onnx", "out.onnx", "--budget", "70%", "--effort", "1s", "--json", "-", "--dry-run"
+        capsys,
+        "in.onnx",
+        "out.onnx",
+        "--for",
+        "session",
+        "--budget",
+        "70%",
+        "--effort",
+        "1s",
+        "--json",
+        "-",
+        "--dry-run",
     )
     assert code == 0 and json.loads(out)["budget"] > 0
     assert not (home / "out.onnx").exists()
@@ -61,16 +72,22 @@ def test_a_mistyped_command_is_told(home, capsys):
     code, _, err = cli(capsys, "chekc", "in.onnx")
     assert (code, err) == (2, "onnx-remat: error: no command and no file 'chekc'; did you mean 'check'?\n")
     (home / "swep").write_bytes((home / "in.onnx").read_bytes())
-    assert cli(capsys, "swep", "out.onnx", "--budget", "70%", "--effort", "1s", "-q") == (0, "", "")
+    assert cli(capsys, "swep", "out.onnx", "--for", "session", "--budget", "70%", "--effort", "1s", "-q") == (0, "", "")
 
 
 def test_quiet_is_quiet(home, capsys):
-    assert cli(capsys, "in.onnx", "out.onnx", "--budget", "70%", "--effort", "1s", "-q") == (0, "", "")
+    assert cli(capsys, "in.onnx", "out.onnx", "--for", "session", "--budget", "70%", "--effort", "1s", "-q") == (
+        0,
+        "",
+        "",
+    )
 
 
 def test_collection_keeps_the_users_list(home, capsys):
     keep = [argument for i in (1, 3, 5) for argument in ("--checkpoint", f"a{i}")]
-    code, _, err = cli(capsys, "in.onnx", "out.onnx", "--budget", "90%", "--selector", "collection", *keep)
+    code, _, err = cli(
+        capsys, "in.onnx", "out.onnx", "--for", "session", "--budget", "90%", "--selector", "collection", *keep
+    )
     assert code == 0, err
     again = {
         p.value for n in onnx.load("out.onnx").graph.node for p in n.metadata_props if p.key.endswith("recompute_of")
@@ -80,11 +97,11 @@ def test_collection_keeps_the_users_list(home, capsys):
 
 def test_what_was_written_is_named(home, capsys):
     reports = ["--json", "r.json", "--plot", "p.html", "--plot", "p.pickle"]
-    code, out, _ = cli(capsys, "in.onnx", "out.onnx", "--budget", "100%", *reports)
+    code, out, _ = cli(capsys, "in.onnx", "out.onnx", "--for", "session", "--budget", "100%", *reports)
     assert code == 0 and out.splitlines()[-1] == "wrote out.onnx, r.json, p.html, p.pickle"
     assert all((home / name).exists() for name in ("out.onnx", "r.json", "p.html", "p.pickle"))
     assert "(unchanged)" in out
-    code, out, _ = cli(capsys, "in.onnx", "other.onnx", "--budget", "100%", "--dry-run")
+    code, out, _ = cli(capsys, "in.onnx", "other.onnx", "--for", "session", "--budget", "100%", "--dry-run")
     assert code == 0 and out.splitlines()[-1] == "wrote nothing" and not (home / "other.onnx").exists()
 
 
@@ -92,7 +109,7 @@ def test_what_was_written_is_named(home, capsys):
     ("budget", "meant"), [("0.6", "60%"), ("60", "60%"), ("60", "60MB"), ("4G", "4GB"), ("4g", "4GiB"), ("x", "4GB")]
 )
 def test_a_budget_without_its_unit_is_told_what_was_meant(home, capsys, budget, meant):
-    code, _, err = cli(capsys, "in.onnx", "out.onnx", "--budget", budget)
+    code, _, err = cli(capsys, "in.onnx", "out.onnx", "--for", "session", "--budget", budget)
     assert code == 2 and meant in err.partition("write ")[2]
 
 
@@ -120,7 +137,7 @@ def test_hash_seed_does_not_matter(home):
     outputs = []
     for seed in ("1", "2"):
         subprocess.run(
-            [sys.executable, "-m", "onnx_remat", "in.onnx", f"{seed}.onnx", "--budget", "60%", "--effort", "2s"],
+            [sys.executable, "-m", "onnx_remat", "in.onnx", f"{seed}.onnx", *"--for session --budget 60% --effort 2s".split()],
             env=os.environ | {"PYTHONHASHSEED": seed}, check=True,
         )  # fmt: skip
         outputs.append((home / f"{seed}.onnx").read_bytes())
@@ -136,7 +153,9 @@ def test_external_data_is_carried_along(home, capsys):
     model.graph.initializer.append(onnx.numpy_helper.from_array(weight, "w3"))
     onnx.save(model, "ext.onnx", save_as_external_data=True, location="ext.bin", size_threshold=100)
     (home / "sub").mkdir()
-    code, _, err = cli(capsys, "ext.onnx", "sub/out.onnx", "--budget", "70%", "--effort", "1s", "--verify", "run")
+    code, _, err = cli(
+        capsys, "ext.onnx", "sub/out.onnx", "--for", "session", "--budget", "70%", "--effort", "1s", "--verify", "run"
+    )
     assert code == 0, err
     saved = onnx.load("sub/out.onnx")
     tensor = next(t for t in saved.graph.initializer if t.name == "w3")
@@ -163,6 +182,8 @@ def test_metadata_functions_and_docs_survive(home, capsys):
         capsys,
         "rich.onnx",
         "out.onnx",
+        "--for",
+        "session",
         "--budget",
         "60%",
         "--effort",
@@ -185,6 +206,6 @@ def test_metadata_functions_and_docs_survive(home, capsys):
 
 def test_a_model_older_than_the_runtime_knows_is_refused_with_its_node(home, capsys):
     onnx.save(mlp(layers=8, batch=512, width=32, opset=6), "old.onnx")
-    code, _, err = cli(capsys, "old.onnx", "out.onnx", "--budget", "70%", "--effort", "1s")
+    code, _, err = cli(capsys, "old.onnx", "out.onnx", "--for", "session", "--budget", "70%", "--effort", "1s")
     assert code == 4 and len(err.splitlines()) == 1 and "Sub(6) node with name 'err'" in err
     assert not Path("out.onnx").exists()

@@ -21,7 +21,7 @@ from tests.support.graphs import mlp
 
 @pytest.fixture(scope="module")
 def result():
-    return rewrite_model(mlp(layers=8, batch=512, width=32), "60%", effort=0.5)
+    return rewrite_model(mlp(layers=8, batch=512, width=32), "60%", effort=0.5, run_by="session")
 
 
 def test_traces_say_what_the_report_says(result):
@@ -110,7 +110,7 @@ def test_page_needs_no_network_and_cannot_be_broken_by_names(tmp_path):
     for node in model.graph.node:
         for names in (node.input, node.output):
             names[:] = [evil if n == "z1" else n for n in names]
-    result = rewrite_model(model, "80%", effort=0.2)
+    result = rewrite_model(model, "80%", effort=0.2, run_by="session")
     page.write(result, tmp_path / "x.html")
     text = (tmp_path / "x.html").read_text()
     assert text.count("</script>") == 1

@@ -19,7 +19,7 @@ pytest.importorskip("onnxruntime")
 def small(tmp_path_factory):
     path = tmp_path_factory.mktemp("check") / "small.onnx"
     model = mlp(layers=12, batch=2048, width=32, dims="batch")
-    onnx_remat.rewrite_model(model, "40%", effort=1.0, dims={"batch": 2048}).save(path)
+    onnx_remat.rewrite_model(model, "40%", effort=1.0, run_by="session", dims={"batch": 2048}).save(path)
     return path
 
 

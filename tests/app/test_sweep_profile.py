@@ -19,7 +19,7 @@ from tests.support.graphs import mlp
 
 @pytest.fixture(scope="module")
 def curve():
-    return sweep(mlp(layers=6, batch=256, width=32), 3, effort=0.2)
+    return sweep(mlp(layers=6, batch=256, width=32), 3, effort=0.2, run_by="session")
 
 
 def test_a_curve_is_monotone_and_its_knee_lies_on_it(curve):
@@ -80,7 +80,13 @@ def test_profile_without_onnxruntime_says_what_to_install(tmp_path, capsys, monk
 
 def test_a_sweep_tells_which_budget_it_is_at():
     stages = []
-    sweep(mlp(layers=4, batch=128, width=16), 2, effort=0.1, progress=lambda stage, _: stages.append(stage))
+    sweep(
+        mlp(layers=4, batch=128, width=16),
+        2,
+        effort=0.1,
+        run_by="session",
+        progress=lambda stage, _: stages.append(stage),
+    )
     told = [stage.partition(":")[0] for stage in stages]
     assert list(dict.fromkeys(told)) == ["lowest peak", "budget 1 of 2", "budget 2 of 2"]
 

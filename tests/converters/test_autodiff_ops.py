@@ -278,9 +278,9 @@ def differences(model: onnx.ModelProto, feeds: dict[str, np.ndarray], wrt: list[
         return float(np.sum(forward.run({**feeds, name: moved})["loss"]))
 
     return {
-        name: np.asarray(
-            [(loss(name, i, h) - loss(name, i, -h)) / (2 * h) for i in range(feeds[name].size)]
-        ).reshape(feeds[name].shape)
+        name: np.asarray([(loss(name, i, h) - loss(name, i, -h)) / (2 * h) for i in range(feeds[name].size)]).reshape(
+            feeds[name].shape
+        )
         for name in wrt
     }
 

@@ -28,8 +28,9 @@ def worst_error(loss_fn, params, *batch, optimizer=None, buffers=None, **options
 
 HALVES = {
     "float16": lambda x: jnp.tanh(x.astype(jnp.float16)) @ jnp.ones((4, 2), jnp.float16),
-    "bfloat16": lambda x: jnp.tanh(x.astype(jnp.bfloat16) * 2) + x.astype(jnp.bfloat16) @ jnp.ones((4, 1),
-        jnp.bfloat16),
+    "bfloat16": lambda x: (
+        jnp.tanh(x.astype(jnp.bfloat16) * 2) + x.astype(jnp.bfloat16) @ jnp.ones((4, 1), jnp.bfloat16)
+    ),
 }
 
 

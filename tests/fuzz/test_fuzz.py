@@ -26,7 +26,7 @@ from tests.support.graphs import feeds_for, mlp, same_bits
 from tests.write.test_writer import Builder, only, run_model, traced
 
 pytest.importorskip("onnxruntime")
-QUICK = {"effort": 0.05, "dims": {}}
+QUICK = {"effort": 0.05, "dims": {}, "run_by": "session"}
 
 
 def fuzz(config: pytest.Config, default: int):

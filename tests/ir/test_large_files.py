@@ -65,7 +65,7 @@ def test_a_rewritten_file_is_the_same_either_way(path, tmp_path, monkeypatch):
     written = []
     for limit in (2**40, 0):
         monkeypatch.setattr(large_files, "LARGE_FILE", limit)
-        result = onnx_remat.rewrite_model(path, "70%", effort=0.2)
+        result = onnx_remat.rewrite_model(path, "70%", effort=0.2, run_by="session")
         assert result.report.recomputed
         result.save(tmp_path / "out.onnx", force=True)
         written.append((tmp_path / "out.onnx").read_bytes())
@@ -78,7 +78,7 @@ def test_what_the_runtime_folds_of_weights_is_foreseen(path, monkeypatch):
     seen = []
     for limit in (2**40, 1000):
         monkeypatch.setattr(runtime, "MOST_WEIGHTS", limit)
-        result = onnx_remat.rewrite_model(path, "70%", effort=0.2)
+        result = onnx_remat.rewrite_model(path, "70%", effort=0.2, run_by="session")
         seen.append((result.report.before, result.report.after, result.report.peaks_by_level, result.model))
     assert seen[0] == seen[1]
     transposed = 5 * SIDE * SIDE * 4  # of each weight but the first, folded when the original is loaded
@@ -117,7 +117,7 @@ def test_a_file_that_changes_meanwhile_is_not_mixed_with_itself(path, tmp_path, 
 
 def test_a_result_may_replace_its_source(path, every_file_is_large):
     pytest.importorskip("onnxruntime")
-    result = onnx_remat.rewrite_model(path, "70%", effort=0.2)
+    result = onnx_remat.rewrite_model(path, "70%", effort=0.2, run_by="session")
     result.save(path, force=True)
     assert [numpy_helper.to_array(t).tobytes() for t in onnx.load(path).graph.initializer[:6]] == [
         numpy_helper.to_array(t).tobytes() for t in frozen().graph.initializer[:6]

@@ -274,7 +274,7 @@ def test_a_rewritten_model_saves_with_its_data(home):
     del model.graph.input[:]
     model.graph.input.extend(inputs)
     model.graph.initializer.append(weight)
-    result = onnx_remat.rewrite_model(store(model, home / "here" / "m.onnx"), "75%", effort=1.0)
+    result = onnx_remat.rewrite_model(store(model, home / "here" / "m.onnx"), "75%", effort=1.0, run_by="session")
     target = home / "there" / "out.onnx"
     result.save(target)
     assert (home / "there" / "w.bin").read_bytes() == WEIGHT.tobytes()

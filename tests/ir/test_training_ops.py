@@ -96,7 +96,7 @@ def test_every_value_is_sized_and_the_loss_divides_forward_from_backward(name: s
 @cache
 def rewritten(name: str) -> Result:
     budget = {"cnn": "60%", "transformer": "75%"}[name]
-    return rewrite_model(load(name), budget, dims=DIMS[name], verify="none", effort=0.5)
+    return rewrite_model(load(name), budget, dims=DIMS[name], verify="none", effort=0.5, run_by="session")
 
 
 @pytest.mark.parametrize("name", DIMS)
@@ -110,7 +110,7 @@ def test_rewritten_from_the_file_alone(name: str) -> None:
 
 def test_stock_runtime_is_not_passed_over_in_silence() -> None:
     with pytest.raises(ModelError, match="--verify none plans from the file alone"):
-        rewrite_model(load("cnn"), "75%", dims=DIMS["cnn"])
+        rewrite_model(load("cnn"), "75%", dims=DIMS["cnn"], run_by="session")
 
 
 def test_recomputed_batch_norm_updates_copies_of_the_running_statistics() -> None:
@@ -140,7 +140,7 @@ def test_what_a_kernel_overwrites_nobody_else_may_read() -> None:
     model.graph.node.append(onnx.helper.make_node("Neg", [buffer], ["peeked"], name="peek"))
     model.graph.output.append(onnx.ValueInfoProto(name="peeked"))
     with pytest.raises(ModelError, match=r"overwrites .*buffer', which node 'peek' reads too"):
-        rewrite_model(model, "75%", dims=DIMS["cnn"], verify="none")
+        rewrite_model(model, "75%", dims=DIMS["cnn"], verify="none", run_by="session")
 
 
 def test_a_gradient_op_nobody_knows_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,9 +227,9 @@ print(json.dumps(losses))
 @there
 def test_module_and_optimizer_take_the_rewritten_file(tmp_path: Path) -> None:
     folder = artifacts("cnn", tmp_path)
-    rewrite_model(folder / "training_model.onnx", "65%", dims=DIMS["cnn"], verify="none", effort=1.0).save(
-        tmp_path / "small.onnx"
-    )
+    rewrite_model(
+        folder / "training_model.onnx", "65%", dims=DIMS["cnn"], verify="none", effort=1.0, run_by="session"
+    ).save(tmp_path / "small.onnx")
     batch = json.dumps([("float", [64, 3, 32, 32]), ("int", [64])])
     first, second = (
         json.loads(subprocess.check_output([PYTHON, "-c", _TRAIN, folder, file, batch], text=True).splitlines()[-1])
@@ -239,9 +239,7 @@ def test_module_and_optimizer_take_the_rewritten_file(tmp_path: Path) -> None:
 
 
 @there
-@pytest.mark.parametrize(
-    ("name", "dims"), [("cnn", {"batch": 64}), ("transformer", {"batch": 256, "tokens": 4096})]
-)
+@pytest.mark.parametrize(("name", "dims"), [("cnn", {"batch": 64}), ("transformer", {"batch": 256, "tokens": 4096})])
 def test_the_benchmark_trains_there(name: str, dims: dict[str, int], tmp_path: Path) -> None:
     folder = artifacts(name, tmp_path)
     found = bench.benchmark(

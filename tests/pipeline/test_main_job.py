@@ -18,7 +18,7 @@ from onnx_remat.run import processes
 from tests.support.graphs import SAMPLES, feeds_for, mlp, run_model, same_bits
 
 pytest.importorskip("onnxruntime")
-LIMIT = {"effort": 2.0}
+LIMIT = {"effort": 2.0, "run_by": "session"}
 
 
 @pytest.mark.parametrize("path", SAMPLES, ids=lambda p: p.stem)

@@ -693,8 +693,8 @@ def collective() -> onnx.ModelProto:
 
 def test_collective_ops_are_planned_around_and_never_cloned():
     with pytest.raises(ModelError, match=r"NcclAllReduce.*--verify none"):
-        onnx_remat.rewrite_model(collective(), "70%", effort=0.3)
-    result = onnx_remat.rewrite_model(collective(), "70%", effort=0.3, verify="none")
+        onnx_remat.rewrite_model(collective(), "70%", effort=0.3, run_by="session")
+    result = onnx_remat.rewrite_model(collective(), "70%", effort=0.3, run_by="session", verify="none")
     assert "custom ops" in result.report.notes[0] and result.report.recomputed
     assert sum(n.op_type == "NcclAllReduce" for n in result.model.graph.node) == LAYERS
 
@@ -744,7 +744,7 @@ def test_odd_graphs_are_rewritten(name):
     case = ODD[name]
     model = case.build()
     before = model.SerializeToString(deterministic=True)
-    result = onnx_remat.rewrite_model(model, case.budget, effort=0.05, **case.options)
+    result = onnx_remat.rewrite_model(model, case.budget, effort=0.05, run_by="session", **case.options)
     assert model.SerializeToString(deterministic=True) == before
     assert max(result.report.peaks_by_level.values()) <= result.report.budget < result.report.before.total
     feeds = odd_feeds(model)

@@ -152,7 +152,7 @@ def test_graphs_that_the_runtime_takes_minutes_to_load_are_planned_from_the_file
     with monkeypatch.context() as patch:
         patch.setattr(runtime, "MOST_NODES", 100)
         patch.setattr(runtime, "optimized", lambda *_: pytest.fail("asked"))
-        result = onnx_remat.rewrite_model(model, "45%", effort=0.2)
+        result = onnx_remat.rewrite_model(model, "45%", effort=0.2, run_by="session")
     report = result.report
     assert report.before.total == plainly and len(set(report.peaks_by_level.values())) == 1
     assert any("was not asked" in note for note in report.notes)

@@ -54,7 +54,6 @@ def test_draws_are_fixed_and_still_random(feeds):
     assert set(np.unique(first["coin"])) == {0, 1}
 
 
-
 SCATTER = """
 <ir_version: 9, opset_import: ["" : 20]>
 step (float[2, 1024] x, int64[1024, 1] i, float[1024, 1024] u) => (float[2, 1024] y) {
@@ -80,9 +79,10 @@ def test_sums_that_race_are_told():
     inner = scatter().graph
     del inner.input[:]
     nested = onnx.helper.make_node("If", ["c"], ["y"], then_branch=inner, else_branch=inner)
-    assert "in 1 more nodes" in race_warnings(
-        onnx.helper.make_model(onnx.helper.make_graph([nested], "g", [], [])), CPU
-    )[0]
+    assert (
+        "in 1 more nodes"
+        in race_warnings(onnx.helper.make_model(onnx.helper.make_graph([nested], "g", [], [])), CPU)[0]
+    )
 
 
 def test_one_thread_does_not_race():
@@ -107,7 +107,18 @@ def test_a_step_that_races_is_verified_on_one_thread_and_warned_of(tmp_path, cap
     step.graph.input.append(onnx.helper.make_tensor_value_info("i", TensorProto.INT64, [1024, 1]))
     step.graph.output.append(onnx.helper.make_tensor_value_info("sums", TensorProto.FLOAT, [2, 64]))
     onnx.save(step, tmp_path / "in.onnx")
-    flags = ["--budget", "80%", "--effort", "0.3", "--verify", "run", "--json", str(tmp_path / "r.json")]
+    flags = [
+        "--for",
+        "session",
+        "--budget",
+        "80%",
+        "--effort",
+        "0.3",
+        "--verify",
+        "run",
+        "--json",
+        str(tmp_path / "r.json"),
+    ]
     assert cli.main([str(tmp_path / "in.onnx"), str(tmp_path / "out.onnx"), *flags]) == 0
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("onnx-remat: warning: ScatterND sums into 'sums'")

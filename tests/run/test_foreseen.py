@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import sys
+from dataclasses import replace
 
-import onnx
 import pytest
 
 import onnx_remat
-from onnx_remat.errors import BudgetInfeasibleError, UsageError
+from onnx_remat.app.survival import check
+from onnx_remat.app.sweep import sweep
+from onnx_remat.errors import BudgetInfeasibleError, UsageError, VerificationError
+from onnx_remat.options import parse_options
+from onnx_remat.run import residence
 from onnx_remat.run.foreseen import books
 from tests.support.graphs import feeds_for, mlp, run_model, same_bits
 
@@ -18,7 +21,7 @@ QUICK = {"effort": 0.5}
 
 @pytest.fixture(scope="module")
 def result():
-    return onnx_remat.rewrite_model(mlp(layers=12, batch=32768, width=32), "60%", run_by="loop", **QUICK)
+    return onnx_remat.rewrite_model(mlp(layers=12, batch=32768, width=32), "60%", **QUICK)
 
 
 def test_the_parts_of_what_training_takes_add_up_and_keep_the_budget(result):
@@ -44,35 +47,44 @@ def test_a_plan_for_a_loop_computes_the_same(result):
 def test_the_same_budget_costs_a_loop_no_more_compute_than_a_session():
     """A loop's slab holds no new weights, and no dead buffers."""
     model = mlp(layers=12, batch=32768, width=32)
-    by_loop = onnx_remat.rewrite_model(model, "60%", run_by="loop", **QUICK).report
+    by_loop = onnx_remat.rewrite_model(model, "60%", **QUICK).report
     tensors = by_loop.budget - books(by_loop.nodes_before)
-    by_session = onnx_remat.rewrite_model(model, tensors, **QUICK).report
+    by_session = onnx_remat.rewrite_model(model, tensors, run_by="session", **QUICK).report
     assert by_loop.extra_compute <= by_session.extra_compute + 0.01
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="resident memory is read from /proc")
+@pytest.mark.skipif(not residence.available(), reason="resident memory is read from /proc")
 def test_the_machine_takes_what_was_foreseen(result, tmp_path):
-    from scripts.resident import in_child
-
     result.save(tmp_path / "small.onnx")
-    small = onnx.helper.make_graph(
-        [onnx.helper.make_node("Neg", ["x"], ["y"])], "g",
-        [onnx.helper.make_tensor_value_info("x", 1, [4])], [onnx.helper.make_tensor_value_info("y", 1, [4])],
-    )  # fmt: skip
-    onnx.save(
-        onnx.helper.make_model(small, opset_imports=[onnx.helper.make_opsetid("", 20)], ir_version=10),
-        tmp_path / "warm.onnx",
-    )
-    found = in_child("train", tmp_path / "small.onnx", tmp_path / "warm.onnx", "loss", 10)
-    assert found["resident"] <= result.report.budget
+    found = residence.measure(tmp_path / "small.onnx", steps=10)
+    assert found.total <= result.report.budget
     # What ONNX Runtime keeps for a graph is foreseen from above, and differs by a few megabytes between machines.
     foreseen = result.report.loop_after.total
-    assert foreseen - 6e6 < found["resident"] < foreseen + 1e6
+    assert foreseen - 6e6 < found.total < foreseen + 1e6
+
+
+@pytest.mark.skipif(not residence.available(), reason="resident memory is read from /proc")
+def test_verification_measures_training_and_refuses_what_takes_more(monkeypatch):
+    model = mlp(layers=12, batch=16384, width=32)
+    report = onnx_remat.rewrite_model(model, "70%", verify="run", **QUICK).report
+    assert report.measured.trained_after <= report.budget < report.measured.trained_before
+    assert "training takes" in report.to_text().partition("measured")[2]
+    assert "bitwise" in report.measured.outputs_equal
+    monkeypatch.setattr("onnx_remat.run.foreseen.BOOKS_BYTES", -10_000_000)
+    with pytest.raises(VerificationError, match="training was seen to take"):
+        onnx_remat.rewrite_model(model, "70%", verify="run", **QUICK)
+
+
+def test_a_file_for_a_loop_is_checked_by_what_training_takes(result, tmp_path):
+    result.save(tmp_path / "small.onnx")
+    found = check(tmp_path / "small.onnx", run=False)
+    assert found.kept and found.trained == result.report.loop_after.total
+    assert not replace(found, trained=found.budget + 1).kept
 
 
 def test_what_the_books_alone_exceed_is_refused():
     with pytest.raises(BudgetInfeasibleError, match="proved"):
-        onnx_remat.rewrite_model(mlp(layers=4, batch=64, width=8), "2MB", run_by="loop", **QUICK)
+        onnx_remat.rewrite_model(mlp(layers=4, batch=64, width=8), "2MB", **QUICK)
 
 
 def test_arena_and_loop_exclude_each_other():
@@ -82,8 +94,13 @@ def test_arena_and_loop_exclude_each_other():
         onnx_remat.rewrite_model(mlp(layers=4), "60%", run_by="train")
 
 
-def test_what_prices_tensors_refuses_budgets_for_a_loop():
-    from onnx_remat.sweep import sweep
+def test_the_default_is_a_loop_and_the_arena_is_a_sessions():
+    assert parse_options({}).run_by == "loop"
+    assert parse_options({"arena": True}).run_by == parse_options({"provider": "cuda"}).run_by == "session"
 
-    with pytest.raises(UsageError, match="sum of tensors"):
-        sweep(mlp(layers=4), 3, run_by="loop")
+
+def test_a_curve_is_of_what_training_takes():
+    model = mlp(layers=12, batch=32768, width=32)
+    curve = sweep(model, 3, **QUICK)
+    assert curve.original_peak == onnx_remat.rewrite_model(model, "100%").report.loop_before.total
+    assert books(0) < curve.lower_bound < curve.points[-1].peak < curve.points[0].peak <= curve.original_peak

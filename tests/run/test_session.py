@@ -46,7 +46,7 @@ def test_a_step_as_exported_gives_the_same_bits(level):
 
 def test_a_rewritten_step_is_opened_from_its_result():
     model = mlp(layers=6, batch=512, width=64)
-    result = rewrite_model(model, "75%", effort=0.5)
+    result = rewrite_model(model, "75%", effort=0.5, run_by="session")
     feeds = feeds_for(model)
     with Session(result) as session:
         assert_same(session.run(feeds), outputs_of(result.model, feeds))

@@ -51,7 +51,7 @@ def assert_same_state(found, wanted):
 def test_twenty_steps_are_those_of_the_original_run_plainly(rewritten):
     model = mlp(layers=4, batch=256, width=64)
     feeds, batches = feeds_for(model), batches_for(model)
-    step = rewrite_model(model, "80%", effort=0.5).model if rewritten else model
+    step = rewrite_model(model, "80%", effort=0.5, run_by="session").model if rewritten else model
     state, losses = plainly(model, feeds, batches)
     loop = Loop(Session(step, donate=True, level="disable"), feeds)
     assert (len(loop.donated), dict(loop.not_donated)) == (4, {})

@@ -439,9 +439,7 @@ def test_a_recomputed_batch_normalization_updates_its_statistics_once(opset):
     """Its kernel writes the running statistics where they lie, in the caller's arrays even: a recompute gets copies."""
     nodes = [
         make("Tanh", ["x"], ["h"], name="tanh"),
-        make(
-            "BatchNormalization", ["h", "s", "b", "m", "v"], ["y", "new.m", "new.v"], name="norm", training_mode=1
-        ),
+        make("BatchNormalization", ["h", "s", "b", "m", "v"], ["y", "new.m", "new.v"], name="norm", training_mode=1),
         make("ReduceMean", ["y"], ["loss"], name="mean", keepdims=0),
         make("Mul", ["y", "x"], ["late"], name="late"),
     ]

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onnx_remat import files
-from onnx_remat.app.show import trace
+from onnx_remat.app.show import slab, trace
 from onnx_remat.errors import OnnxRematError
 from onnx_remat.units import format_bytes
 
 if TYPE_CHECKING:
     from onnx_remat.app.sweep import Curve
     from onnx_remat.pipeline import Result
+    from onnx_remat.run.foreseen import Footprint
 
 COLOURS = {
     "resident": "#c3c7cc", "forward": "#4e79a7", "backward": "#f28e2b", "optimizer": "#59a14f", "recompute": "#b5179e",
@@ -34,34 +35,53 @@ def import_matplotlib() -> None:
 
 
 def write(result: Result, path: Path) -> None:
-    """Draw memory over the step before and after, one above the other on the same scales."""
+    """Draw the step before and after, one above the other on the same scales.
+
+    Where the budget covers training by a loop, that is the address of every value over time; else memory held.
+    """
     import_matplotlib()
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     report = result.report
-    traces = (trace.before(result), trace.after(result))
+    by_loop = report.run_by == "loop" and report.loop_before is not None and report.loop_after is not None
+    before, after = report.covered()
     figure = Figure(figsize=(10, 7.6), dpi=100)
     grid = figure.add_gridspec(2, 1, left=0.075, right=0.635, top=0.875, bottom=0.075, hspace=0.26)
-    top = 1.06 * max(report.budget, *(t.peak for t in traces))
+    top = 1.06 * max(report.budget, before, after)
     scale, unit = _scale(top)
-    saved = 1 - report.after.total / max(report.before.total, 1)
+    what = "training takes" if by_loop else "peak"
+    saved = 1 - after / max(before, 1)
     titles = (
-        f"before: peak {format_bytes(report.before.total)}",
-        f"after: peak {format_bytes(report.after.total)} (−{saved:.1%}) for +{report.extra_compute:.1%} compute",
+        f"before: {what} {format_bytes(before)}",
+        f"after: {what} {format_bytes(after)} (−{saved:.1%}) for +{report.extra_compute:.1%} compute",
     )
-    for row, (title, step) in enumerate(zip(titles, traces, strict=True)):
+    length = 0
+    for row, title in enumerate(titles):
         axes = figure.add_subplot(grid[row])
-        _timeline(axes, step, scale)
-        axes.axhline(report.budget / scale, color="#d62728", linestyle="--", linewidth=1.2)
         axes.set_title(title, loc="left", fontsize=10.5)
-        axes.set_ylabel(f"memory held ({unit})")
         axes.set_ylim(0, top / scale)
-        axes.set_xlim(0, max(len(t.steps) for t in traces))
-        _holdings(figure, step, top=axes.get_position().y1)
+        corner = axes.get_position().y1
+        footprint = (report.loop_before, report.loop_after)[row]
+        if by_loop and footprint is not None:
+            laid = (slab.before, slab.after)[row](result)
+            _addresses(axes, laid, footprint, scale)
+            _slab_holdings(figure, laid, footprint, corner)
+            length = max(length, laid.steps)
+        else:
+            step = (trace.before, trace.after)[row](result)
+            _timeline(axes, step, scale)
+            _holdings(figure, step, corner)
+            length = max(length, len(step.steps))
+        axes.axhline(report.budget / scale, color="#d62728", linestyle="--", linewidth=1.2)
+        axes.set_ylabel(f"{'address' if by_loop else 'memory held'} ({unit})")
+        axes.spines[["top", "right"]].set_visible(False)
+    for axes in figure.axes:
+        axes.set_xlim(0, length)
     figure.axes[-1].set_xlabel("op, in order of execution")
-    handles: list[Any] = [Patch(color=COLOURS[k], label="inputs, weights" if k == "resident" else k) for k in COLOURS]
+    resident = "all but the slab" if by_loop else "inputs, weights"
+    handles: list[Any] = [Patch(color=COLOURS[k], label=resident if k == "resident" else k) for k in COLOURS]
     handles.append(Line2D([], [], color="#d62728", linestyle="--", label=f"budget {format_bytes(report.budget)}"))
     figure.legend(handles=handles, loc="upper left", bbox_to_anchor=(0.065, 0.985), ncols=6, fontsize=9, frameon=False)
     _save(figure, path)
@@ -80,7 +100,39 @@ def _timeline(axes: Any, step: trace.Trace, scale: float) -> None:
     axes.fill_between([0, len(held)], base, color=COLOURS["resident"], linewidth=0)
     if step.steps:
         axes.plot(step.peak_step + 0.5, step.peak / scale, marker="v", color="black", markersize=6, clip_on=False)
-    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _addresses(axes: Any, laid: slab.Slab, footprint: Footprint, scale: float) -> None:
+    """A rectangle per value, from its first to its last op, as high as it is large, on what is held throughout."""
+    from matplotlib.collections import PolyCollection
+
+    base = (footprint.total - footprint.slab) / scale
+    axes.fill_between([0, laid.steps], base, color=COLOURS["resident"], linewidth=0)
+    for section in dict.fromkeys(block.section for block in laid.blocks):
+        corners = []
+        for block in laid.blocks:
+            if block.section == section:
+                left, right = block.start, block.end + 1
+                low, high = base + block.offset / scale, base + (block.offset + block.bytes) / scale
+                corners.append([(left, low), (right, low), (right, high), (left, high)])
+        axes.add_collection(PolyCollection(corners, facecolors=COLOURS[section], edgecolors="white", linewidths=0.25))
+    axes.axhline(base + footprint.slab / scale, color="#666666", linewidth=0.8)
+    if laid.blocks:
+        axes.plot(laid.busiest + 0.5, base + footprint.slab / scale, marker="v", color="black", markersize=6)
+
+
+def _slab_holdings(figure: Any, laid: slab.Slab, footprint: Footprint, top: float) -> None:
+    """What lies in the slab where it is fullest, what is held besides, and what stays free the longest."""
+    held = laid.held_at(laid.busiest)
+    shown, more = held[:_SHOWN], held[_SHOWN:]
+    lines = [(format_bytes(b.bytes), _shorten(b.value)) for b in shown]
+    if more:
+        lines.append((format_bytes(sum(b.bytes for b in more)), f"{len(more)} more"))
+    lines += [(format_bytes(size), name) for name, size in slab.rest(footprint) if size]
+    lines += [(format_bytes(gap.bytes), f"free in ops {gap.start} to {gap.end}") for gap in laid.gaps[:1]]
+    figure.text(0.655, top, "in the slab where it is fullest (▼)", fontsize=9, fontweight="bold", va="top")
+    text = "\n".join(f"{size:>9}  {name}" for size, name in lines)
+    figure.text(0.655, top - 0.034, text, fontsize=7.6, family="monospace", va="top", linespacing=1.5)
 
 
 def _runs(step: trace.Trace) -> Sequence[tuple[str, int, int]]:

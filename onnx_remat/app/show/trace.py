@@ -70,12 +70,12 @@ class Trace:
 
 def before(result: Result) -> Trace:
     """The original as executed by default."""
-    return trace(result.original, _sections(result))
+    return trace(result.original, sections(result))
 
 
 def after(result: Result) -> Trace:
     """The rewritten model as executed by default."""
-    return trace(result.executed, _sections(result))
+    return trace(result.executed, sections(result))
 
 
 def trace(executed: Executed, section_of: Mapping[str, str]) -> Trace:
@@ -104,7 +104,7 @@ def trace(executed: Executed, section_of: Mapping[str, str]) -> Trace:
     return Trace(tuple(steps), buffers, residents, timeline.peak, timeline.peak_step)
 
 
-def _sections(result: Result) -> dict[str, str]:
+def sections(result: Result) -> dict[str, str]:
     """Section by the name of a value: phases of the original's ops, and what the rewriter noted on its clones."""
     found = {
         name: phases.NAMES[phase]
