@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from onnx_remat.ir.graph import INPUT
 from onnx_remat.ort.executed import Executed
 from onnx_remat.run.binding import LEAST
-from onnx_remat.run.opening import lay_out
+from onnx_remat.run.opening import lay_out, workspace
 
 BOOKS_BYTES = 3_250_000
 """What a session takes whatever its graph, over a session of one node; see `books`."""
@@ -30,7 +30,7 @@ class Footprint:
     slab : int
         The one allocation in which all large values lie.
     workspace : int
-        The most that a kernel takes while it runs, and gives back.
+        The most that kernels take while they run, see `opening.workspace`.
     books : int
         What ONNX Runtime keeps for the graph, and small values.
     live : int
@@ -84,7 +84,7 @@ def foresee(executed: Executed) -> Footprint:
         inputs=sum(compiled.tensors[name].nbytes for name, v in compiled.graph.values.items() if v.kind == INPUT),
         weights=arranged.weights,
         slab=bound.height,
-        workspace=max((sum(blocks) for blocks in compiled.table.workspace), default=0),
+        workspace=workspace(compiled)[0],
         books=books(len(arranged.program.steps)),
         live=bound.live,
         donated=len(bound.donated),

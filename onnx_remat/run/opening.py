@@ -79,7 +79,8 @@ class Opened:
     weights : int
         Bytes of initializers.
     workspace : int
-        Largest scratch memory of a node, in bytes.
+        Most bytes of scratch memory at once; `pool` of them stay, see `scratch`.
+    pool : int
     donated, not_donated : mapping of str to str
         See `binding.Binding`.
     nodes : int
@@ -96,6 +97,7 @@ class Opened:
     live: int
     weights: int
     workspace: int
+    pool: int
     donated: Mapping[str, str]
     not_donated: Mapping[str, str]
     nodes: int
@@ -228,6 +230,26 @@ def lay_out(executed: Executed, outputs: Sequence[str], donate: Donate, least: i
     return Arranged(compiled, program, binding.bind(program, pairs, least), weights)
 
 
+def workspace(compiled: Compiled) -> tuple[int, int]:
+    """Bytes of scratch memory that a session takes at most, and how many of them it keeps, in a pool.
+
+    A kernel that takes its own by ``malloc`` takes it besides the pool. Where nodes have bodies there is none: their
+    values would lie in it for as long as they live, and leave gaps.
+    """
+    from onnx_remat.ort.kernels.base import key
+    from onnx_remat.run import scratch
+
+    asked = malloced = 0
+    for op, blocks in zip(compiled.graph.ops, compiled.table.workspace, strict=True):
+        if key(op.node) in compiled.kernels.by_malloc:
+            malloced = max(malloced, sum(blocks))
+        else:
+            asked = max(asked, sum(-(-block // scratch.UNIT) * scratch.UNIT for block in blocks))
+    bodies = any(attribute.HasField("g") for op in compiled.graph.ops for attribute in op.node.attribute)
+    pool = 0 if bodies or compiled.kernels.device != "cpu" else scratch.pool_size(asked)
+    return (pool + malloced if pool else max(asked, malloced)), pool
+
+
 def plan(path: Path, target: Path, wish: Wish) -> Opened:
     """`open_step` in this process."""
     import onnx
@@ -240,6 +262,7 @@ def plan(path: Path, target: Path, wish: Wish) -> Opened:
     order = runtime.order_by_priority(*private_copy.edges(program.steps))
     replay.check(program, bound, order, wish.least)
     onnx.save(private_copy.copy_of(model, program.steps, [p.name for p in bound.placements]), target)
+    taken, pool = workspace(made.compiled)
     fed = [value.name for value in model.graph.input]
 
     def arrays(names: Sequence[str]) -> tuple[Array, ...]:
@@ -255,7 +278,8 @@ def plan(path: Path, target: Path, wish: Wish) -> Opened:
         slab=bound.height,
         live=bound.live,
         weights=made.weights,
-        workspace=max((sum(blocks) for blocks in made.compiled.table.workspace), default=0),
+        workspace=taken,
+        pool=pool,
         donated=bound.donated,
         not_donated=bound.not_donated,
         nodes=len(program.steps),

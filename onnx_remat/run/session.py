@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from onnx_remat import files
 from onnx_remat.errors import ModelError, UsageError
-from onnx_remat.run import heap
+from onnx_remat.run import heap, scratch
 from onnx_remat.run.opening import BY_BITS, NUMPY, Array, Donate, Opened, Wish, open_step
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -86,10 +86,10 @@ class Session:
         heap.give_back_large_blocks()
         is_path = isinstance(model, str | os.PathLike)
         self._again = (os.fspath(model) if is_path else None, dict(dims or {}), donate, threads, level)
-        with files.scratch() as scratch:
-            path, target = _as_file(model, scratch), scratch / "private.onnx"
+        with files.scratch() as folder:
+            path, target = _as_file(model, folder), folder / "private.onnx"
             self._step = open_step(path, target, Wish(provider, dims or {}, donate, level))
-            self._session: Any = _load(target, threads, list(self._step.execution_providers))
+            self._session: Any = _load(target, threads, list(self._step.execution_providers), self._step.pool)
         self._binding: Any = self._session.io_binding()
         self._slab = heap.reserve(self._step.slab)
         self._views: Arrays = {}
@@ -216,24 +216,24 @@ def _reopen(path: str, dims: Mapping[str, int], donate: Donate, threads: int, le
     return Session(path, dims=dims, donate=donate, threads=threads, level=level)
 
 
-def _as_file(model: Any, scratch: Path) -> Path:
-    """The model as a file, in the scratch folder unless it is one."""
+def _as_file(model: Any, folder: Path) -> Path:
+    """The model as a file, in `folder` unless it is one."""
     if isinstance(model, str | os.PathLike):
         return Path(model).resolve()
     if isinstance(model, bytes):
-        path = scratch / "model.onnx"
+        path = folder / "model.onnx"
         path.write_bytes(model)
         return path
     from onnx_remat.ort import runtime
 
     if hasattr(model, "report") and hasattr(model, "folder"):
-        return runtime.write_beside(model.model, model.folder, scratch)
+        return runtime.write_beside(model.model, model.folder, folder)
     if hasattr(model, "SerializeToString"):
-        return runtime.write_beside(model, None, scratch)
+        return runtime.write_beside(model, None, folder)
     raise UsageError(f"a session opens a path, bytes, an onnx.ModelProto or a Result, not {type(model).__name__}")
 
 
-def _load(path: Path, threads: int, providers: list[str]) -> Any:
+def _load(path: Path, threads: int, providers: list[str], pool: int) -> Any:
     """onnxruntime's session on a model that runs as it lies: no optimisations, nodes in the file's order."""
     import onnxruntime
 
@@ -245,6 +245,8 @@ def _load(path: Path, threads: int, providers: list[str]) -> Any:
     options.enable_cpu_mem_arena = False
     options.intra_op_num_threads = threads
     options.log_severity_level = 3
+    if pool:
+        scratch.use_pool(options, pool)
     try:
         return onnxruntime.InferenceSession(str(path), options, providers=providers)
     except Exception as error:

@@ -136,8 +136,9 @@ def test_importing_the_package_is_light():
 def test_hash_seed_does_not_matter(home):
     outputs = []
     for seed in ("1", "2"):
+        flags = ["--for", "session", "--budget", "60%", "--effort", "2s"]
         subprocess.run(
-            [sys.executable, "-m", "onnx_remat", "in.onnx", f"{seed}.onnx", *"--for session --budget 60% --effort 2s".split()],
+            [sys.executable, "-m", "onnx_remat", "in.onnx", f"{seed}.onnx", *flags],
             env=os.environ | {"PYTHONHASHSEED": seed}, check=True,
         )  # fmt: skip
         outputs.append((home / f"{seed}.onnx").read_bytes())
