@@ -121,20 +121,17 @@ class Report:
         return "\n".join(lines)
 
     def _rows(self) -> list[tuple[str, str, str]]:
+        tensors = self._sides(self.before, self.after, (
+            ("peak of tensors" if self.run_by == "loop" else "peak", "total"), ("  inputs", "inputs"),
+            ("  weights and constants", "weights"), ("  activations", "activations"), ("  outputs", "outputs"),
+            ("  workspace", "workspace"),
+        ))  # fmt: skip
+        training = self._sides(self.loop_before, self.loop_after, (
+            ("training by Loop takes", "total"), ("  inputs and state", "inputs"), ("  weights", "weights"),
+            ("  slab", "slab"), ("  workspace", "workspace"), ("  ONNX Runtime's bookkeeping", "books"),
+        ))  # fmt: skip
         rows = [("", "before", "after")]
-        for label, field in (
-            ("peak", "total"), ("  inputs", "inputs"), ("  weights and constants", "weights"),
-            ("  activations", "activations"), ("  outputs", "outputs"), ("  workspace", "workspace"),
-        ):  # fmt: skip
-            rows.append((label, format_bytes(getattr(self.before, field)), format_bytes(getattr(self.after, field))))
-        if self.loop_before and self.loop_after:
-            for label, field in (
-                ("training by Loop takes", "total"), ("  inputs and state", "inputs"), ("  weights", "weights"),
-                ("  slab", "slab"), ("  workspace", "workspace"), ("  ONNX Runtime's bookkeeping", "books"),
-            ):  # fmt: skip
-                sides = (self.loop_before, self.loop_after)
-                before, after = (format_bytes(getattr(side, field)) for side in sides)
-                rows.append((label, before, after))
+        rows += [*training, *tensors] if self.run_by == "loop" else [*tensors, *training]
         for label, field in (("with ONNX Runtime's arena", "held"), ("  outputs fed back", "held_fed_back")):
             before, after = (format_bytes(getattr(side, field)) for side in (self.arena_before, self.arena_after))
             rows.append((label, before, after))
@@ -148,6 +145,13 @@ class Report:
             ("smallest possible peak", "", f">= {format_bytes(self.lower_bound)}"),
         ]
         return rows
+
+    @staticmethod
+    def _sides(before: object, after: object, fields: tuple[tuple[str, str], ...]) -> list[tuple[str, str, str]]:
+        """One row per field, in bytes; none where a side is missing."""
+        if before is None or after is None:
+            return []
+        return [(label, *(format_bytes(getattr(side, field)) for side in (before, after))) for label, field in fields]
 
     def _measured_lines(self, m: Measured) -> list[str]:
         rows = [("measured", "before", "after")]
