@@ -151,7 +151,10 @@ class Report:
         """One row per field, in bytes; none where a side is missing."""
         if before is None or after is None:
             return []
-        return [(label, *(format_bytes(getattr(side, field)) for side in (before, after))) for label, field in fields]
+        return [
+            (label, format_bytes(getattr(before, field)), format_bytes(getattr(after, field)))
+            for label, field in fields
+        ]
 
     def _measured_lines(self, m: Measured) -> list[str]:
         rows = [("measured", "before", "after")]
