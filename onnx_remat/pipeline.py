@@ -196,6 +196,7 @@ def _report(
         notes=(
             *_notes(original.emulated or final.emulated, compiled.graph.model),
             *_rounding(written.rounded),
+            *phases.note(compiled.problem.phase.tolist()),
             *_on_device(compiled),
         ),
         warnings=_warnings(compiled, written.model),
@@ -236,7 +237,6 @@ def _begin(model: model_io.Model, budget: str | int | Budget, given: PlanningOpt
         source = model_io.load(model)
         compiled = prepare(source.model, options.preparation())
         placement.check_nodes(compiled)
-        phases.check_step(compiled.problem.phase.tolist())
         options = replace(options, dims=shapes.all_dims(compiled.tensors, options.dims))
     deadline = Deadline(options.time_limit)
     with clock.stage("simulate original"):
@@ -277,7 +277,11 @@ def _unchanged(job: _Job) -> Result:
         lower_bound=bounds.lower_bound(compiled.problem), extra_compute=0.0, extra_compute_bound=0.0, recomputed=0,
         control_edges=0, private_values=0, nodes_before=compiled.graph.n_nodes(), nodes_after=compiled.graph.n_nodes(),
         seconds=clock.seconds, arena_before=taken, arena_after=taken,
-        notes=("the original keeps this budget already: OUT is the original, unchanged", *_on_device(compiled)),
+        notes=(
+            "the original keeps this budget already: OUT is the original, unchanged",
+            *phases.note(compiled.problem.phase.tolist()),
+            *_on_device(compiled),
+        ),
         warnings=_warnings(compiled, compiled.graph.model),
         run_by=job.goal.run_by(), loop_before=job.trained, loop_after=job.trained,
     )  # fmt: skip
