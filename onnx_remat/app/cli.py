@@ -12,13 +12,13 @@ from onnx_remat import files
 from onnx_remat.app import commands, streams
 from onnx_remat.app.flags import (
     Parser,
-    Progress,
     add_planning_flags,
     check_files,
     guarded,
     planning_options,
     selector_names,
 )
+from onnx_remat.app.progress import Progress
 from onnx_remat.errors import UsageError, did_you_mean
 from onnx_remat.version import __version__
 

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from onnx_remat import files
 from onnx_remat.app.flags import (
     Parser,
-    Progress,
     add_planning_flags,
     add_provider_flag,
     add_runtime_flag,
     check_files,
     planning_options,
 )
+from onnx_remat.app.progress import Progress
 from onnx_remat.app.streams import say
 from onnx_remat.ir import model_io
 

@@ -38,9 +38,9 @@ class Estimate:
     arena : Reserves
         With ONNX Runtime's arena.
     impossible_below : int
-        No budget below this can be kept, by any plan (`bounds.lower_bound`).
+        No budget below this can be kept, by any plan (`bounds.lower_bound`); at most the peak, which the graph keeps.
     first_look : int
-        The lowest budget that a first look finds a plan for; planning may find a lower one.
+        The lowest budget that a first look finds a plan for, at most the peak; planning may find a lower one.
     by_module : Frame
         The peak by module.
     nodes : int
@@ -63,18 +63,30 @@ class Estimate:
 
     def to_text(self) -> str:
         """The peak, its parts, its flame graph by module, and the lowest budgets."""
-        percent = f"{self.first_look / self.peak.total:.0%} of it" if self.peak.total else "nothing"
-        lines = [f"peak {format_bytes(self.peak.total)} at {self.peak.at}, {self.nodes} nodes", ""]
         rows = [(f"  {part}", format_bytes(getattr(self.peak, part))) for part in _PARTS]
         rows.append(("with ONNX Runtime's arena", format_bytes(self.arena.held)))
         if self.loop is not None:
             rows.append(("training by Loop takes", format_bytes(self.loop.total)))
-        lines += [*table([("peak", format_bytes(self.peak.total)), *rows]), "", *modules.flame_text(self.by_module), ""]
-        lines.append(f"impossible: any budget below {format_bytes(self.impossible_below)}, whatever is recomputed")
-        lines.append(
-            f"a first look finds a plan for {format_bytes(self.first_look)} ({percent}): --budget {self.first_look}B"
-        )
-        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+        return "\n".join([
+            f"peak {format_bytes(self.peak.total)} at {self.peak.at}, {self.nodes} nodes",
+            "",
+            *table([("peak", format_bytes(self.peak.total)), *rows]),
+            "",
+            *modules.flame_text(self.by_module),
+            "",
+            *self._lowest(),
+            *(f"note: {note}" for note in self.notes),
+        ])  # fmt: skip
+
+    def _lowest(self) -> list[str]:
+        total, bound, found = self.peak.total, self.impossible_below, self.first_look
+        if bound >= total:
+            return ["this is as low as it goes: no plan, whatever it recomputes, needs less"]
+        proved = f"impossible: any budget below {format_bytes(bound)}, whatever is recomputed"
+        if found >= total:
+            return [proved, "a first look finds no plan for less than the peak; planning may"]
+        share = f"{found / total:.0%} of the peak"
+        return [proved, f"a first look finds a plan for {format_bytes(found)}, {share}: --budget {found}B"]
 
 
 _PARTS = ("inputs", "weights", "activations", "outputs", "workspace")
@@ -122,7 +134,7 @@ def estimate(model: model_io.Model, **options: Unpack[PlanningOptions]) -> Estim
     except ModelError:
         loop = None
     return Estimate(
-        describe(executed, timeline), loop, reserves(executed, timeline), smallest_budget(bound),
-        smallest_budget(min(lowest, timeline.peak)), by_module, compiled.graph.n_nodes(),
+        describe(executed, timeline), loop, reserves(executed, timeline), min(smallest_budget(bound), timeline.peak),
+        min(smallest_budget(lowest), timeline.peak), by_module, compiled.graph.n_nodes(),
         phases.note(compiled.problem.phase.tolist()),
     )  # fmt: skip

@@ -15,11 +15,12 @@ from onnx_remat.app.show import modules, trace
 from onnx_remat.errors import ModelError
 from onnx_remat.ir import model_io
 from onnx_remat.ir.graph import Graph, Op
+from onnx_remat.ir.shapes import TAG
 from onnx_remat.options import Options
 from onnx_remat.ort.executed import Executed, as_executed
 from onnx_remat.ort.kernels import costs
 from onnx_remat.units import check_dims, format_bytes, table
-from onnx_remat.write.writer import BUDGET_KEY, CLONES_KEY, DIMS_KEY, EDGES_KEY, RECOMPUTE_KEY, TAG
+from onnx_remat.write.writer import BUDGET_KEY, CLONES_KEY, DIMS_KEY, EDGES_KEY, RECOMPUTE_KEY
 
 SCHEMA = "onnx-remat/explain/1"
 """Version of the JSON layout: the number rises when a field changes its meaning or goes away."""
@@ -120,8 +121,9 @@ def _recomputed_rows(recomputed: Sequence[Recomputed]) -> list[str]:
         ops = ", ".join(f"{count} {op}" for op, count in list(each.ops.items())[:3])
         rows.append((f"  {each.module}", format_bytes(each.spared), format_bytes(each.bytes), str(each.times), ops))
     if rest := recomputed[_MOST_ROWS:]:
-        sums = (sum(r.spared for r in rest), sum(r.bytes for r in rest))
-        rows.append((f"  {len(rest)} more", *map(format_bytes, sums), str(sum(r.times for r in rest)), ""))
+        spared, made = sum(r.spared for r in rest), sum(r.bytes for r in rest)
+        times = str(sum(r.times for r in rest))
+        rows.append((f"  {len(rest)} more", format_bytes(spared), format_bytes(made), times, ""))
     return table(rows)
 
 

@@ -27,7 +27,7 @@ def module_of(node: onnx.NodeProto) -> str:
     >>> module_of(onnx.helper.make_node("Conv", [], [], name="/layer1/layer1.0/conv/Conv"))
     'layer1.layer1.0.conv'
     """
-    notes = {prop.key: prop.value for prop in node.metadata_props}
+    notes: dict[str, str] = {prop.key: prop.value for prop in node.metadata_props}
     if "module" in notes:
         return notes["module"]
     if _SCOPES in notes:
