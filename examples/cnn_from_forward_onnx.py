@@ -54,7 +54,7 @@ def main() -> None:
     model = forward(rng)
     optimizer = SGD(lr=0.1, momentum=0.9)
     step = add_backward(model, loss="cross_entropy", optimizer=optimizer, training=True)
-    result = onnx_remat.rewrite_model(step, budget="70%", run_by="loop", effort=3)
+    result = onnx_remat.rewrite_model(step, budget="70%", effort=3)
     print(result.report.verdict())
 
     loop = Loop(result, initial_inputs(model, step, optimizer) | batch(rng))

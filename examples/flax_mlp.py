@@ -50,7 +50,7 @@ def main() -> None:
 
     optimizer = optax.adamw(3e-3)
     step = export_training_step(loss, params, *example, optimizer=optimizer)
-    result = onnx_remat.rewrite_model(step, budget="60%", run_by="loop", effort=3)
+    result = onnx_remat.rewrite_model(step, budget="60%", effort=3)
     print(result.report.verdict())
 
     loop = Loop(result, initial_feeds(params, *example, optimizer=optimizer))

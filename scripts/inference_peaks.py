@@ -168,16 +168,16 @@ GRAPHS: dict[str, Callable[[], onnx.ModelProto]] = {
 def row(name: str, effort: float) -> tuple[str, ...]:
     """Rewrite one graph to the lowest budget that is found in a few tries, run both, and put it in a row."""
     model = GRAPHS[name]()
-    known = estimate(model)
+    known = estimate(model, run_by="session")
     budget = min(known.first_look, known.peak.total - 1)
     for _ in range(_TRIES):
         try:
-            report = rewrite_model(model, budget, effort=effort, verify="run").report
+            report = rewrite_model(model, budget, effort=effort, run_by="session", verify="run").report
             break
         except BudgetInfeasibleError:
             budget = int(budget * _EASIER)
     else:
-        report = rewrite_model(model, "100%", effort=effort, verify="run").report
+        report = rewrite_model(model, "100%", effort=effort, run_by="session", verify="run").report
     found = report.measured
     if found is None:  # no lower budget was found: the graph stays as it is
         return name, format_bytes(known.impossible_below), format_bytes(_measured(model)), "as it is", "", "", ""

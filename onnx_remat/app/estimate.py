@@ -7,16 +7,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import Unpack
 
 from onnx_remat.app.show import modules, trace
-from onnx_remat.errors import BudgetInfeasibleError, ModelError
-from onnx_remat.fit import Goal, make_plan, smallest_budget
-from onnx_remat.ir import model_io, phases, shapes
-from onnx_remat.options import PlanningOptions, of_sessions, parse_options
-from onnx_remat.ort import placement
-from onnx_remat.ort.executed import as_executed
+from onnx_remat.errors import BudgetInfeasibleError
+from onnx_remat.fit import make_plan
+from onnx_remat.ir import model_io, phases
+from onnx_remat.options import PlanningOptions
 from onnx_remat.ort.peaks import Peak, Reserves, describe, reserves
-from onnx_remat.ort.prepare import prepare
-from onnx_remat.plan.request import Deadline
-from onnx_remat.run.foreseen import Footprint, foresee
+from onnx_remat.pipeline import begin
+from onnx_remat.run.foreseen import Footprint
 from onnx_remat.units import format_bytes, table
 
 SCHEMA = "onnx-remat/estimate/1"
@@ -37,10 +34,15 @@ class Estimate:
         What training with `run.training.Loop` takes of the machine; None where it cannot open such a step.
     arena : Reserves
         With ONNX Runtime's arena.
+    run_by : str
+        What a budget covers, see `Options.run_by`.
+    covered : int
+        As much of that as the graph takes as it is: a budget of 100 %.
     impossible_below : int
-        No budget below this can be kept, by any plan (`bounds.lower_bound`); at most the peak, which the graph keeps.
+        No budget below this can be kept, by any plan (`bounds.lower_bound`).
     first_look : int
-        The lowest budget that a first look finds a plan for, at most the peak; planning may find a lower one.
+        The lowest budget that a first look finds a plan for; planning may find a lower one. Like `impossible_below` at
+        most `covered`, which the graph keeps as it is.
     by_module : Frame
         The peak by module.
     nodes : int
@@ -51,6 +53,8 @@ class Estimate:
     peak: Peak
     loop: Footprint | None
     arena: Reserves
+    run_by: str
+    covered: int
     impossible_below: int
     first_look: int
     by_module: modules.Frame
@@ -67,6 +71,7 @@ class Estimate:
         rows.append(("with ONNX Runtime's arena", format_bytes(self.arena.held)))
         if self.loop is not None:
             rows.append(("training by Loop takes", format_bytes(self.loop.total)))
+        covers = "all that training by Loop takes" if self.run_by == "loop" else "the sum of tensors (--for session)"
         return "\n".join([
             f"peak {format_bytes(self.peak.total)} at {self.peak.at}, {self.nodes} nodes",
             "",
@@ -74,18 +79,19 @@ class Estimate:
             "",
             *modules.flame_text(self.by_module),
             "",
+            f"a budget covers {covers}: {format_bytes(self.covered)} as it is",
             *self._lowest(),
             *(f"note: {note}" for note in self.notes),
         ])  # fmt: skip
 
     def _lowest(self) -> list[str]:
-        total, bound, found = self.peak.total, self.impossible_below, self.first_look
+        total, bound, found = self.covered, self.impossible_below, self.first_look
         if bound >= total:
             return ["this is as low as it goes: no plan, whatever it recomputes, needs less"]
         proved = f"impossible: any budget below {format_bytes(bound)}, whatever is recomputed"
         if found >= total:
-            return [proved, "a first look finds no plan for less than the peak; planning may"]
-        share = f"{found / total:.0%} of the peak"
+            return [proved, f"a first look finds no plan for less than {format_bytes(total)}; planning may"]
+        share = f"{found / total:.0%} of what it takes as it is"
         return [proved, f"a first look finds a plan for {format_bytes(found)}, {share}: --budget {found}B"]
 
 
@@ -107,34 +113,22 @@ def estimate(model: model_io.Model, **options: Unpack[PlanningOptions]) -> Estim
     UsageError, ModelError, ShapeError
         The arguments or the model are not usable.
     """
-    of_sessions(options, "estimate")
-    parsed = replace(parse_options(options), effort=_FIRST_LOOK)
-    source = model_io.load(model)
-    parsed.progress("load", 0.0)
-    compiled = prepare(source.model, parsed.preparation())
-    placement.check_nodes(compiled)
-    parsed = replace(parsed, dims=shapes.all_dims(compiled.tensors, parsed.dims))
-    parsed.progress("simulate", 0.0)
-    executed = as_executed(compiled.graph.model, source.folder, "all", parsed.preparation())
-    timeline = executed.timeline()
-    parsed.progress("first look", 0.0)
+    job = begin(model, "100%", {**options, "effort": _FIRST_LOOK})
+    executed, timeline, goal = job.original, job.before, job.goal
+    job.options.progress("first look", 0.0)
     try:
-        make_plan(compiled, Goal(0), 0, parsed, Deadline(parsed.time_limit))
+        make_plan(job.compiled, replace(goal, allowed=0), 0, job.options, job.deadline)
     except BudgetInfeasibleError as refusal:
-        lowest, bound = refusal.best_peak_bytes, refusal.lower_bound_bytes
+        lowest, bound = refusal.best_peak_bytes - goal.books, refusal.lower_bound_bytes - goal.books
     step = trace.trace(executed, {})
     by_module = modules.held_by_module(
         [(buffer.value, buffer.bytes) for buffer in step.held_at(step.peak_step)],
         [(name, size) for name, _, size in step.residents],
-        modules.modules(source.model),
+        modules.modules(job.compiled.graph.model),
         step.steps[step.peak_step].workspace if step.steps else 0,
     )
-    try:
-        loop = foresee(executed)
-    except ModelError:
-        loop = None
     return Estimate(
-        describe(executed, timeline), loop, reserves(executed, timeline), min(smallest_budget(bound), timeline.peak),
-        min(smallest_budget(lowest), timeline.peak), by_module, compiled.graph.n_nodes(),
-        phases.note(compiled.problem.phase.tolist()),
+        describe(executed, timeline), job.trained, reserves(executed, timeline), goal.run_by(), goal.allowed,
+        min(goal.budget(bound), goal.allowed), min(goal.budget(lowest), goal.allowed), by_module,
+        job.compiled.graph.n_nodes(), phases.note(job.compiled.problem.phase.tolist()),
     )  # fmt: skip

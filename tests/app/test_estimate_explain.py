@@ -34,7 +34,7 @@ def step():
 @pytest.fixture(scope="module")
 def small(step, tmp_path_factory):
     path = tmp_path_factory.mktemp("explain") / "small.onnx"
-    result = onnx_remat.rewrite_model(step, "40%", effort=1.0)
+    result = onnx_remat.rewrite_model(step, "40%", effort=1.0, run_by="session")
     assert result.recomputed
     result.save(path)
     return path, result
@@ -53,10 +53,17 @@ def test_an_estimate_is_what_the_report_calls_before(step, small):
 
 def test_the_lowest_budgets_hold(step):
     found = estimate(step)
-    assert found.impossible_below <= found.first_look < found.peak.total
+    assert found.impossible_below <= found.first_look < found.covered == found.loop.total
     onnx_remat.rewrite_model(step, found.first_look, effort=2.0, verify="none")
     with pytest.raises(BudgetInfeasibleError):
         onnx_remat.plan_model(step, found.impossible_below - 3, effort=1.0)
+
+
+def test_what_a_budget_covers_is_what_is_estimated(step):
+    found = estimate(step, run_by="session")
+    assert (found.run_by, found.covered) == ("session", found.peak.total)
+    assert found.impossible_below <= found.first_look < found.covered
+    onnx_remat.rewrite_model(step, found.first_look, effort=2.0, verify="none", run_by="session")
 
 
 def test_an_inference_graph_has_an_estimate():
