@@ -96,7 +96,7 @@ def plan_model(model: model_io.Model, budget: str | int | Budget, **options: Unp
     OnnxRematError
         As `rewrite_model`.
     """
-    job = _begin(model, budget, options)
+    job = begin(model, budget, options)
     return make_plan(job.compiled, job.goal, job.goal.target(), job.options, job.deadline)
 
 
@@ -134,7 +134,7 @@ def rewrite_model(model: model_io.Model, budget: str | int | Budget, **options: 
     >>> result.report.after.total <= result.report.budget
     True
     """
-    job = _begin(model, budget, options)
+    job = begin(model, budget, options)
     if job.keeps_already():
         return _unchanged(job)
     reserve = _LOOKS * job.clock.seconds["simulate original"]
@@ -148,7 +148,7 @@ def rewrite_model(model: model_io.Model, budget: str | int | Budget, **options: 
     return Result(written.model, report, job.folder, job.compiled, job.original, final, tuple(written.recomputed))
 
 
-def _verify(job: _Job, written: Rewritten, executed: Mapping[str, Executed]) -> verify.Measured | None:
+def _verify(job: Job, written: Rewritten, executed: Mapping[str, Executed]) -> verify.Measured | None:
     """Check the written file as far as was asked for; what was measured, if it was run."""
     plain, options = executed["disable"], job.options
     if options.verify != "none":
@@ -166,7 +166,7 @@ def _verify(job: _Job, written: Rewritten, executed: Mapping[str, Executed]) -> 
 
 
 def _report(
-    job: _Job, plan: Plan, written: Rewritten, executed: Mapping[str, Executed], measured: verify.Measured | None
+    job: Job, plan: Plan, written: Rewritten, executed: Mapping[str, Executed], measured: verify.Measured | None
 ) -> Report:
     """What was done and what it takes, of the original and of the file as ONNX Runtime runs it by default."""
     compiled, original, final = job.compiled, job.original, list(executed.values())[-1]
@@ -196,6 +196,7 @@ def _report(
         notes=(
             *_notes(original.emulated or final.emulated, compiled.graph.model),
             *_rounding(written.rounded),
+            *phases.note(compiled.problem.phase.tolist()),
             *_on_device(compiled),
         ),
         warnings=_warnings(compiled, written.model),
@@ -207,7 +208,7 @@ def _report(
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class Job:
     """What planning starts from; `before` is the original's simulated timeline, `trained` what a loop takes with it."""
 
     options: Options
@@ -228,7 +229,7 @@ class _Job:
         return self.before.peak <= allowed and not (self.options.arena and held(self.original, self.before) > allowed)
 
 
-def _begin(model: model_io.Model, budget: str | int | Budget, given: PlanningOptions) -> _Job:
+def begin(model: model_io.Model, budget: str | int | Budget, given: PlanningOptions) -> Job:
     """Check the arguments, load and compile the model, and simulate the original."""
     parsed, options = parse_budget(budget), parse_options(given)
     clock = _Stopwatch(options.progress)
@@ -236,7 +237,6 @@ def _begin(model: model_io.Model, budget: str | int | Budget, given: PlanningOpt
         source = model_io.load(model)
         compiled = prepare(source.model, options.preparation())
         placement.check_nodes(compiled)
-        phases.check_step(compiled.problem.phase.tolist())
         options = replace(options, dims=shapes.all_dims(compiled.tensors, options.dims))
     deadline = Deadline(options.time_limit)
     with clock.stage("simulate original"):
@@ -252,7 +252,7 @@ def _begin(model: model_io.Model, budget: str | int | Budget, given: PlanningOpt
             raise ModelError(f"{error}; --for session plans for onnxruntime's own") from None
         goal = Goal(parsed.resolve(trained.total), by_loop=True, books=trained.books)
         compiled = with_donations(compiled)
-    return _Job(options, source.folder, compiled, original, before, trained, goal, clock, deadline)
+    return Job(options, source.folder, compiled, original, before, trained, goal, clock, deadline)
 
 
 def _as_trained(executed: Executed, model: onnx.ModelProto) -> Footprint | None:
@@ -264,7 +264,7 @@ def _as_trained(executed: Executed, model: onnx.ModelProto) -> Footprint | None:
         return None
 
 
-def _unchanged(job: _Job) -> Result:
+def _unchanged(job: Job) -> Result:
     """The original as it is: it keeps the budget already."""
     compiled, original, clock = job.compiled, job.original, job.clock
     timeline = job.before
@@ -277,7 +277,11 @@ def _unchanged(job: _Job) -> Result:
         lower_bound=bounds.lower_bound(compiled.problem), extra_compute=0.0, extra_compute_bound=0.0, recomputed=0,
         control_edges=0, private_values=0, nodes_before=compiled.graph.n_nodes(), nodes_after=compiled.graph.n_nodes(),
         seconds=clock.seconds, arena_before=taken, arena_after=taken,
-        notes=("the original keeps this budget already: OUT is the original, unchanged", *_on_device(compiled)),
+        notes=(
+            "the original keeps this budget already: OUT is the original, unchanged",
+            *phases.note(compiled.problem.phase.tolist()),
+            *_on_device(compiled),
+        ),
         warnings=_warnings(compiled, compiled.graph.model),
         run_by=job.goal.run_by(), loop_before=job.trained, loop_after=job.trained,
     )  # fmt: skip

@@ -195,6 +195,20 @@ def format_bytes(size: int) -> str:
     return f"{number:.0f} B" if unit == "B" else f"{number:.1f} {unit}"
 
 
+def format_seconds(seconds: float) -> str:
+    """A duration as a person reads it.
+
+    >>> format_seconds(7.4), format_seconds(187), format_seconds(7500)
+    ('7 s', '3 min 07 s', '2 h 05 min')
+    """
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Lines of a table in plain text: the first column to the left, the others to the right.
 

@@ -12,32 +12,42 @@ from onnx_remat import files
 from onnx_remat.app import commands, streams
 from onnx_remat.app.flags import (
     Parser,
-    Progress,
     add_planning_flags,
     check_files,
     guarded,
     planning_options,
     selector_names,
 )
+from onnx_remat.app.progress import Progress
 from onnx_remat.errors import UsageError, did_you_mean
 from onnx_remat.version import __version__
 
 _DESCRIPTION = """\
-Rewrite an ONNX training graph so that a whole step peaks at or under a memory budget on
-ONNX Runtime: the same loss, gradients and new weights, for as little recomputation as possible."""
+Rewrite an ONNX graph so that all of it peaks at or under a memory budget on ONNX Runtime:
+a training step with the same loss, gradients and new weights, or a graph for inference with
+the same outputs, for as little recomputation as possible."""
 
 _EPILOG = """\
-examples:
-  onnx-remat train.onnx small.onnx --budget 4GB
-  onnx-remat train.onnx small.onnx --budget 60% --verify run     also run both and compare
-  onnx-remat train.onnx small.onnx --budget 2GiB --dim batch=32  a model with symbolic dims
-  onnx-remat train.onnx small.onnx --budget 50% --dry-run        only say what it would cost
+three examples, from a checkout:
+  onnx-remat estimate sample_models/attention_stack.onnx
+  onnx-remat sample_models/attention_stack.onnx small.onnx --budget 60%
+  onnx-remat explain small.onnx
 
-other commands (each has its own -h):
-  onnx-remat sweep IN            what every peak costs: the curve of peak against extra compute
-  onnx-remat profile IN OUT      measured seconds per op, for --costs
-  onnx-remat check FILE          has another tool undone a rewritten file?
-  onnx-remat-bench IN            train original and rewritten model and compare them
+commands (each has its own -h):
+  onnx-remat [rewrite] IN OUT --budget SIZE   rewrite IN to a budget: this page
+  onnx-remat estimate IN                      what IN takes as it is, and how low a budget can go
+  onnx-remat explain OUT                      what a rewritten file recomputes, and why
+  onnx-remat sweep IN                         what every peak costs: peak against extra compute
+  onnx-remat profile IN OUT                   measured seconds per op, for --costs
+  onnx-remat check OUT                        has another tool undone a rewritten file?
+  onnx-remat-bench IN --budget SIZE           train original and rewritten model and compare them
+
+more about budgets:
+  --budget 4GB                                bytes; KB, MB, GB are powers of ten, KiB, MiB, GiB of two
+  --budget 60% --verify run                   also run both and compare
+  --budget 2GiB --dim batch=32                a model with symbolic dims
+  --budget 50% --dry-run                      only say what it would cost
+  --budget 4GB --for loop                     all that training takes, not the sum of tensors
 
 selectors:
 {selectors}
@@ -45,7 +55,7 @@ selectors:
 exit codes: 0 ok, 1 a bug of ours, 2 usage, 3 budget infeasible, 4 invalid or unsupported model or a
 package that is missing, 5 verification failed. On 2 to 5 nothing is written."""
 
-COMMANDS = ("sweep", "profile", "check")
+COMMANDS = ("estimate", "explain", "sweep", "profile", "check")
 """Functions of `onnx_remat.app.commands`, called by their names."""
 
 
@@ -61,7 +71,10 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=_EPILOG.format(selectors=described),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("input", metavar="IN", help="training graph: forward, loss, backward, often the update")
+    parser.add_argument(
+        "input", metavar="IN",
+        help="a training step: forward, loss, backward, often the update; or a graph for inference",
+    )  # fmt: skip
     parser.add_argument("output", metavar="OUT", help="where to write the rewritten graph")
     parser.add_argument(
         "--budget", required=True, metavar="SIZE",
@@ -96,11 +109,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given and given[0] in COMMANDS:
         return guarded("onnx-remat " + given[0], getattr(commands, given[0]), given[1:])
+    if given and given[0] == "rewrite" and not Path("rewrite").exists():
+        given = given[1:]
     return guarded("onnx-remat", _rewrite, given)
 
 
 def _rewrite(arguments: Sequence[str]) -> int:
-    meant = did_you_mean(arguments[0], COMMANDS) if arguments else ""
+    meant = did_you_mean(arguments[0], ("rewrite", *COMMANDS)) if arguments else ""
     if meant and not Path(arguments[0]).exists():
         raise UsageError(f"no command and no file {arguments[0]!r}{meant}")
     return _run(build_parser().parse_args(arguments))

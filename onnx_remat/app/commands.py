@@ -1,4 +1,4 @@
-"""The other commands: ``onnx-remat sweep``, ``profile`` and ``check``."""
+"""The other commands: ``onnx-remat estimate``, ``explain``, ``sweep``, ``profile`` and ``check``."""
 
 from __future__ import annotations
 
@@ -8,15 +8,71 @@ from collections.abc import Sequence
 from onnx_remat import files
 from onnx_remat.app.flags import (
     Parser,
-    Progress,
     add_planning_flags,
     add_provider_flag,
     add_runtime_flag,
     check_files,
     planning_options,
 )
+from onnx_remat.app.progress import Progress
 from onnx_remat.app.streams import say
 from onnx_remat.ir import model_io
+
+
+def estimate(arguments: Sequence[str]) -> int:
+    """Print what a graph takes as it is, and how low a budget can go."""
+    from onnx_remat.app.estimate import estimate as run
+
+    parser = Parser(
+        prog="onnx-remat estimate",
+        description="What IN takes as it is, its parts and modules, and how low a budget can go. Plans and writes "
+        "nothing.",
+    )
+    parser.add_argument("input", metavar="IN", help="any graph: a training step, or one for inference")
+    parser.add_argument("--json", metavar="PATH|-", help="also write the estimate as JSON (- is standard output)")
+    add_planning_flags(parser)
+    given = parser.parse_args(arguments)
+    options, progress = planning_options(given), Progress()
+    options["progress"] = progress
+    try:
+        source = model_io.load(given.input)
+        check_files({given.input: source}, None, [("--json", given.json)], given.costs)
+        found = run(source, **options)
+    finally:
+        progress.clear()
+    return _report(found.to_text(), found.to_json(), given.json)
+
+
+def explain(arguments: Sequence[str]) -> int:
+    """Print what a rewritten file recomputes, and why."""
+    from onnx_remat.app.explain import explain as run
+    from onnx_remat.units import parse_dims
+
+    parser = Parser(
+        prog="onnx-remat explain",
+        description="What a rewritten file recomputes and why, and what makes its peak, by module.",
+    )
+    parser.add_argument("file", metavar="FILE", help="a model that onnx-remat wrote")
+    parser.add_argument(
+        "--dim", action="append", default=[], metavar="NAME=N",
+        help="size of a symbolic dimension (default: what it was planned for)",
+    )  # fmt: skip
+    parser.add_argument("--json", metavar="PATH|-", help="also write it as JSON (- is standard output)")
+    given = parser.parse_args(arguments)
+    check_files({given.file: model_io.load(given.file)}, None, [("--json", given.json)])
+    found = run(given.file, parse_dims(given.dim))
+    return _report(found.to_text(), found.to_json(), given.json)
+
+
+def _report(text: str, as_json: str, path: str | None) -> int:
+    """Print a finding, as JSON where `path` is ``-``, and write it to any other path."""
+    with files.together():
+        if path not in (None, "-"):
+            files.write_text(as_json + "\n", path)
+        say(as_json if path == "-" else text)
+    if path not in (None, "-"):
+        say(f"\nwrote {path}")
+    return 0
 
 
 def sweep(arguments: Sequence[str]) -> int:

@@ -1,11 +1,9 @@
-"""What the commands share: flags and what they mean, refusals, progress."""
+"""What the commands share: flags and what they mean, refusals."""
 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -197,23 +195,3 @@ def check_files(
             files.check_target(report, None, force=True)
             writes.append(files.Use(report, flag))
     files.check_uses(reads, writes)
-
-
-class Progress:
-    """What is being done: one line rewritten in place on a terminal, nothing elsewhere."""
-
-    def __init__(self, quiet: bool = False) -> None:
-        self._show = sys.stderr.isatty() and not quiet and os.environ.get("TERM") != "dumb"
-        self._last = 0.0
-        self._stage = ""
-
-    def __call__(self, stage: str, fraction: float) -> None:
-        now = time.monotonic()
-        if self._show and (stage != self._stage or now - self._last > 0.1):
-            self._stage, self._last = stage, now
-            done = f" {fraction:.0%}" if 0 < fraction < 1 else ""
-            streams.complain(f"\r\x1b[K{stage}{done} ...", end="")
-
-    def clear(self) -> None:
-        if self._show:
-            streams.complain("\r\x1b[K", end="")

@@ -15,7 +15,10 @@ LABELS = {"forward": FORWARD, "backward": BACKWARD, "optimizer": OPTIMIZER}
 NAMES = tuple(LABELS)
 
 _FLOATS = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16)
-_FORWARD_ONLY = "of a forward model make a training graph first, with python -m onnx_remat.converters.autodiff"
+_FORWARD_ONLY = (
+    "the graph has no backward section: it was planned as an inference graph; python -m onnx_remat.converters.autodiff "
+    "makes a training graph of it"
+)
 _UPDATES = ("Add", "Sub", "Mul", "Div", "Sum")
 
 
@@ -24,7 +27,8 @@ def split(graph: Graph, tensors: Mapping[str, Tensor], loss: str | None = None) 
 
     Labels in node metadata (key ``phase``: forward, backward or optimizer) are believed; unlabelled ops are placed by
     structure: ancestors of the loss are forward, ops that combine a gradient with a parameter or an optimizer state
-    of the same shape, and what follows from them, are optimizer, the rest is backward.
+    of the same shape, and what follows from them, are optimizer, the rest is backward. Where no output can be a loss,
+    as in an inference graph, all are forward.
 
     Parameters
     ----------
@@ -38,8 +42,10 @@ def split(graph: Graph, tensors: Mapping[str, Tensor], loss: str | None = None) 
     UsageError
         There is no value called `loss`.
     ModelError
-        Some op is unlabelled and it is not clear which output is the loss.
+        There are no ops, or some op is unlabelled and it is not clear which output is the loss.
     """
+    if not graph.ops:
+        raise ModelError("the graph has no nodes: there is nothing to plan")
     if loss is not None and loss not in graph.values:
         raise UsageError(f"--loss: there is no value {loss!r}{did_you_mean(loss, graph.values)}")
     if loss is not None and graph.values[loss].kind != NODE:
@@ -48,44 +54,39 @@ def split(graph: Graph, tensors: Mapping[str, Tensor], loss: str | None = None) 
     if loss is None and None not in labels:
         phases = [label for label in labels if label is not None]
     else:
-        structure = _by_structure(graph, tensors, loss or _find_loss(graph, tensors))
+        found = loss or _find_loss(graph, tensors)
+        structure = [FORWARD] * len(graph.ops) if found is None else _by_structure(graph, tensors, found)
         phases = [s if label is None else label for s, label in zip(structure, labels, strict=True)]
     return phases
 
 
-def check_step(phases: Sequence[int]) -> None:
-    """Raise ModelError unless the ops, given by their phases, are a training step: something follows the forward."""
-    if not len(phases):
-        raise ModelError("the graph has no nodes: there is nothing to plan")
-    if not any(phase != FORWARD for phase in phases):
-        raise ModelError(f"the model has no backward section (every node leads to the loss): {_FORWARD_ONLY}")
+def note(phases: Sequence[int]) -> tuple[str, ...]:
+    """What to say of a graph without a backward section; nothing of a training step."""
+    return () if any(phase != FORWARD for phase in phases) else (_FORWARD_ONLY,)
 
 
 def _label(op: Op) -> int | None:
     return next((LABELS.get(p.value) for p in op.node.metadata_props if p.key == "phase"), None)
 
 
-def _find_loss(graph: Graph, tensors: Mapping[str, Tensor]) -> str:
+def _find_loss(graph: Graph, tensors: Mapping[str, Tensor]) -> str | None:
+    """The output that is the loss; None where there is none. ModelError where several could be it."""
     outputs = [name for name, value in graph.values.items() if value.is_output]
     if "loss" in outputs:
         return "loss"
     scalars = [n for n in outputs if tensors[n].dtype in _FLOATS and tensors[n].shape in ((), (1,))]
-    if len(scalars) == 1:
-        return scalars[0]
-    found = f"several scalar outputs could be it: {', '.join(scalars[:5])}" if scalars else "no output is a scalar"
-    hint = "" if scalars else f"; {_FORWARD_ONLY}"
-    raise ModelError(f"which output is the loss is not clear ({found}): name it with --loss{hint}")
+    if len(scalars) <= 1:
+        return scalars[0] if scalars else None
+    if len(_ancestors(graph, scalars)) == len(graph.ops):  # nothing follows them: there is no backward section
+        return None
+    raise ModelError(
+        f"which output is the loss is not clear (several scalar outputs could be it: {', '.join(scalars[:5])}): "
+        "name it with --loss"
+    )
 
 
 def _by_structure(graph: Graph, tensors: Mapping[str, Tensor], loss: str) -> list[int]:
-    producer = graph.producer()
-    forward = set()
-    pending = [producer[loss]] if loss in producer else []
-    while pending:
-        index = pending.pop()
-        if index not in forward:
-            forward.add(index)
-            pending.extend(producer[name] for name in graph.ops[index].reads if name in producer)
+    forward = _ancestors(graph, [loss])
     updated: set[str] = set()
     phases = []
     for op in graph.ops:
@@ -97,6 +98,19 @@ def _by_structure(graph: Graph, tensors: Mapping[str, Tensor], loss: str) -> lis
         else:
             phases.append(BACKWARD)
     return phases
+
+
+def _ancestors(graph: Graph, names: Sequence[str]) -> set[int]:
+    """The ops that the values in `names` are computed by, directly or not."""
+    producer = graph.producer()
+    found: set[int] = set()
+    pending = [producer[name] for name in names if name in producer]
+    while pending:
+        index = pending.pop()
+        if index not in found:
+            found.add(index)
+            pending.extend(producer[name] for name in graph.ops[index].reads if name in producer)
+    return found
 
 
 def _is_update(graph: Graph, tensors: Mapping[str, Tensor], op: Op) -> bool:

@@ -333,26 +333,12 @@ def op_without_a_type(m):
     find(m, "act1").op_type = ""
 
 
-@bad_model("loss is not clear (no output is a scalar")
-def no_loss(m):
-    m.graph.output.pop(0)
-
-
 @bad_model("several scalar outputs")
 def several_losses(m):
     m.graph.output.pop(0)
     for i in (1, 2):
         m.graph.node.append(node("ReduceMean", ["ee"], [f"l{i}"], keepdims=0))
         m.graph.output.append(typed(f"l{i}", []))
-
-
-@bad_model("of a forward model make a training graph first")
-def no_gradients(m):
-    made = [n for n in m.graph.node if n.name.startswith(("mm", "act", "err", "sq", "mean"))]
-    kept = m.graph.output[0]
-    del m.graph.node[:], m.graph.output[:]
-    m.graph.node.extend(made)
-    m.graph.output.append(kept)
 
 
 @bad_model("no node")

@@ -9,11 +9,11 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
-from onnx_remat.converters import optimizers
 from onnx_remat.converters.autodiff import CrossEntropy, MeanSquaredError, add_backward, initial_inputs
 from onnx_remat.converters.autodiff.__main__ import main
 from onnx_remat.converters.autodiff.registry import RULES, Grads, Step
 
+from onnx_remat.converters import optimizers
 from onnx_remat.errors import ConversionError
 from onnx_remat.ort import runtime
 from onnx_remat.pipeline import rewrite_model

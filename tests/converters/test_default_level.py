@@ -6,10 +6,10 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from onnx_remat.converters import default_level
 from onnx_remat.converters.autodiff import add_backward
 from onnx_remat.converters.simplify import simplify
 
+from onnx_remat.converters import default_level
 from onnx_remat.errors import ConversionError
 from onnx_remat.ort import known_bugs, runtime
 

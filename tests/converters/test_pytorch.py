@@ -10,12 +10,12 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("onnxscript")
 
 import torch.nn.functional as F  # noqa: E402
-from onnx_remat.converters import check  # noqa: E402
 from onnx_remat.converters.pytorch import export_training_step, initial_feeds  # noqa: E402
 from onnx_remat.converters.pytorch.decisions import Recorder  # noqa: E402
 from torch import nn  # noqa: E402
 
 from onnx_remat import rewrite_model  # noqa: E402
+from onnx_remat.converters import check  # noqa: E402
 from onnx_remat.errors import ConversionError  # noqa: E402
 from onnx_remat.ort import runtime  # noqa: E402
 from scripts import autodiff_models  # noqa: E402

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from onnx_remat.converters import optimizers
 from onnx_remat.converters.tensorflow import export_training_step
 
+from onnx_remat.converters import optimizers
 from onnx_remat.errors import ConversionError
 from onnx_remat.ort import runtime
 

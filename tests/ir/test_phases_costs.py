@@ -125,9 +125,15 @@ def test_an_ambiguous_loss_is_refused_with_the_candidates():
     assert phase_by_label(model, "second") == {"one": BACKWARD, "two": FORWARD, "three": BACKWARD}
 
 
-def test_no_scalar_output_is_refused():
-    with pytest.raises(ModelError, match=r"no output is a scalar\): name it with --loss"):
-        phase_by_label(model_of([make("Neg", ["x"], ["y"])], {"x": [4]}, {"y": [4]}))
+def test_where_no_output_can_be_a_loss_all_is_forward():
+    model = model_of([make("Neg", ["x"], ["y"], name="one")], {"x": [4]}, {"y": [4]})
+    assert phase_by_label(model) == {"one": FORWARD}
+
+
+def test_scalar_outputs_that_nothing_follows_are_no_losses():
+    nodes = [make("ReduceSum", ["x"], ["a"], name="one"), make("ReduceMax", ["x"], ["b"], name="two")]
+    model = model_of(nodes, {"x": [4]}, {"a": [1], "b": [1]})
+    assert phase_by_label(model) == {"one": FORWARD, "two": FORWARD}
 
 
 def test_a_misspelt_loss_is_refused():

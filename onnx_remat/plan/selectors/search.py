@@ -31,6 +31,7 @@ from onnx_remat.plan.selectors.keep_all import reordered
 from onnx_remat.plan.selectors.min_cut import cut_seeds
 from onnx_remat.plan.selectors.sqrt_n import segment_seeds
 from onnx_remat.problem import Schedule
+from onnx_remat.units import format_bytes
 
 
 def seeds(request: Request, view: Viewless, work: int) -> tuple[list[Plan], list[Plan]]:
@@ -102,8 +103,8 @@ def _within(request: Request, view: Viewless, plain: list[Plan], others: list[Pl
         most = int(work * CONTINUE_SHARE / len(kept))
 
     def go_on(i: int) -> Plan:
-        request.progress("improving", TRY_SHARE + i * CONTINUE_SHARE / len(kept))
         plan, aim = kept[i]
+        request.progress(_improving(request, plan), TRY_SHARE + i * CONTINUE_SHARE / len(kept))
         seed = request.seed + tries + i
         return replace_over(annealed(view, plan, aim, most, Heat(*CONTINUE_HEAT), seed, deadline=clock), budget)
 
@@ -114,6 +115,13 @@ def _within(request: Request, view: Viewless, plain: list[Plan], others: list[Pl
         return annealed(view, best, budget, rest, Heat(*LAST_HEATS[i]), request.seed + i, deadline=clock)
 
     return best_of([best, *side_by_side(finish, range(len(LAST_HEATS)))])
+
+
+def _improving(request: Request, plan: Plan) -> str:
+    """What a person who waits is told: what is improved on."""
+    if plan.over:
+        return f"no plan within the budget yet, lowest peak {format_bytes(plan.peak)}"
+    return f"improving a plan of +{plan.cost / float(request.problem.cost.sum()) - 1:.1%} compute"
 
 
 @register("search")

@@ -1,0 +1,54 @@
+"""The line that shows progress: on a terminal only, and never in the way of what is printed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from onnx_remat.app.progress import Progress
+
+
+def test_the_line_names_stage_elapsed_and_remaining_time(monkeypatch):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    shown = Progress()
+    shown._live = object()  # nothing is drawn
+    shown("improving a plan of +6.3% compute", 0.25)
+    began = shown._since
+    text = shown.text(began + 10)
+    assert text.startswith("improving a plan of +6.3% compute, ")
+    assert text.endswith("about 30 s left of this stage")
+    shown("verify", 0.0)
+    assert "left" not in shown.text(began + 20)
+
+
+def test_nothing_is_shown_off_a_terminal(capfd):
+    shown = Progress()
+    shown("plan", 0.5)
+    shown.clear()
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
+@pytest.mark.parametrize(("quiet", "drawn"), [("False", True), ("True", False)])
+def test_a_terminal_shows_it_and_gets_its_line_back(quiet, drawn):
+    code = f"""
+from onnx_remat.app.progress import Progress
+shown = Progress(quiet={quiet})
+shown("planning", 0.0)
+shown.clear()
+print("the report")
+"""
+    import pty
+
+    ours, theirs = pty.openpty()
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "80"}
+    subprocess.run([sys.executable, "-c", code], stdout=theirs, stderr=theirs, env=environment, check=True)
+    os.close(theirs)
+    text = os.read(ours, 10_000).decode()
+    os.close(ours)
+    assert ("planning, 0 s so far" in text) is drawn
+    assert text.rstrip().endswith("the report")
+    assert ("\x1b[2K" in text) is drawn

@@ -1,0 +1,88 @@
+"""What is published: a wheel that works in an environment of its own, without the checkout."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+
+
+def pythons() -> Iterator[tuple[str, str]]:
+    """This interpreter, and those of other supported versions that are on this machine, pyenv's included."""
+    yield "{}.{}".format(*sys.version_info), sys.executable
+    for version in ("3.11", "3.12", "3.13"):
+        if version == "{}.{}".format(*sys.version_info):
+            continue
+        found = [shutil.which(f"python{version}"), *sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))]
+        works = (str(path) for path in found if path and run(path, "-V", cwd=ROOT).returncode == 0)
+        if python := next(works, None):
+            yield version, python
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """The folder with a wheel and an sdist of the files that git tracks; the wheel is made from the sdist."""
+    pytest.importorskip("hatchling")
+    folder = tmp_path_factory.mktemp("dist")
+    done = run(sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", folder, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    (sdist,) = folder.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder, filter="data")
+    unpacked = folder / sdist.name.removesuffix(".tar.gz")
+    done = run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder, cwd=unpacked)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_the_wheel_has_every_module_and_nothing_else(built):
+    (wheel,) = built.glob("*.whl")
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    listed = run("git", "ls-files", "onnx_remat", "converters", cwd=ROOT)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    files = [name for name in listed.stdout.split() if name != "onnx_remat/converters/__init__.py"]
+    assert names == {re.sub("^converters/", "onnx_remat/converters/", name) for name in files}
+    assert {"onnx_remat/py.typed", "onnx_remat/app/show/page.html", "onnx_remat/converters/__init__.py"} <= names
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("python", [pytest.param(path, id=version) for version, path in pythons()])
+def test_the_wheel_works_in_an_environment_of_its_own(python, built, tmp_path):
+    """The main job, a page, a picture and a converter that are refused for want of their extras."""
+    (wheel,) = built.glob("*.whl")
+    shutil.copy(ROOT / "sample_models" / "attention_stack.onnx", tmp_path / "train.onnx")
+    assert run(python, "-m", "venv", "bare", cwd=tmp_path).returncode == 0
+    bin_ = tmp_path / "bare" / ("Scripts" if sys.platform == "win32" else "bin")
+    done = run(bin_ / "python", "-m", "pip", "install", "-q", f"{wheel}[cpu]", cwd=tmp_path)
+    if done.returncode and "No matching distribution" in done.stderr:
+        pytest.skip(f"a dependency cannot be had here: {done.stderr.strip().splitlines()[-1]}")
+    assert done.returncode == 0, done.stderr
+
+    rewrite = (bin_ / "onnx-remat", "train.onnx", "small.onnx", "--budget", "60%", "--effort", "2")
+    done = run(*rewrite, "--verify", "run", "--plot", "memory.html", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "bitwise equal" in done.stdout
+    assert (tmp_path / "memory.html").stat().st_size > 50_000
+
+    done = run(*rewrite, "--force", "--plot", "memory.png", cwd=tmp_path)
+    assert done.returncode != 0
+    assert done.stderr.count("\n") == 1
+    assert "onnx-remat[plot]" in done.stderr
+
+    done = run(bin_ / "python", "-c", "import onnx_remat.converters.pytorch", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "onnx-remat[torch]" in done.stderr.strip().splitlines()[-1]
