@@ -65,7 +65,7 @@ def test_convolutions_ask_for_the_workspace_that_is_set(workspace, tmp_path):
 
 def test_a_step_that_does_not_fit_fails(tmp_path):
     path = two_tensors(tmp_path)
-    with pytest.raises(AssertionError, match=r"(?i)alloc|memory"):
+    with pytest.raises(run.Failed, match=r"(?i)alloc|memory"):
         run.run_step(path, capacity=2 * 4 * SIDE * SIDE)
 
 
