@@ -9,7 +9,7 @@ float32, and a loss that is scaled by 1024 so that small gradients do not vanish
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,15 +61,18 @@ class Autocast(nn.Module):
             return self.model(*inputs).float()
 
 
-class Unscaled(torch.optim.SGD):
-    """SGD on gradients of a loss that was multiplied by `SCALE`."""
+class Unscaled(torch.optim.Optimizer):
+    """Gradient descent for a loss that was multiplied by `SCALE`."""
 
-    def step(self, closure: Any = None) -> Any:
+    def __init__(self, parameters: Iterator[nn.Parameter], rate: float) -> None:
+        super().__init__(parameters, {"rate": rate})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Divide, then update."""
         for group in self.param_groups:
             for parameter in group["params"]:
-                parameter.grad = parameter.grad / SCALE
-        return super().step(closure)
+                parameter.sub_(parameter.grad / SCALE * group["rate"])
 
 
 class Recurrent(nn.Module):
@@ -93,9 +96,9 @@ def _tokens() -> tuple[torch.Tensor, torch.Tensor]:
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def _vision(name: str, side: int, **settings: Any) -> Callable[[], tuple[nn.Module, Any]]:
+def _vision(name: str, side: int, batch: int = 16, **settings: Any) -> Callable[[], tuple[nn.Module, Any]]:
     made = lambda: getattr(_import_torchvision().models, name)(num_classes=10, **settings)  # noqa: E731
-    return lambda: (made(), _images(side))
+    return lambda: (made(), _images(side, batch))
 
 
 def _transformer() -> tuple[nn.Module, Any]:
@@ -109,10 +112,10 @@ def _unet() -> tuple[nn.Module, Any]:
 
 
 STEPS: Mapping[str, Callable[[], tuple[nn.Module, Any]]] = {
-    "resnet18": _vision("resnet18", 64),
+    "resnet18": _vision("resnet18", 96, 64),
     "mobilenet": _vision("mobilenet_v2", 64, width_mult=0.5, dropout=0.0),
     "densenet": _vision("DenseNet", 64, growth_rate=12, block_config=(4, 4, 4), num_init_features=24),
-    "vgg11": _vision("vgg11", 32, dropout=0.0),
+    "shufflenet": _vision("shufflenet_v2_x0_5", 64),
     "squeezenet": _vision("squeezenet1_1", 64, dropout=0.0),
     "vit": _transformer,
     "gpt": lambda: (Blocks(4, 128, 4, 512, 128), _tokens()),
@@ -129,7 +132,7 @@ def step(name: str) -> onnx.ModelProto:
     torch.manual_seed(0)
     model, batch = STEPS[name]()
     if name != "half":
-        return export_training_step(model, batch, F.cross_entropy, torch.optim.SGD(model.parameters(), 0.1, 0.9))
+        return export_training_step(model, batch, F.cross_entropy, torch.optim.SGD(model.parameters(), 0.1))
     scaled = lambda output, target: F.cross_entropy(output, target) * SCALE  # noqa: E731
     return export_training_step(model, batch, scaled, Unscaled(model.parameters(), 0.1))
 

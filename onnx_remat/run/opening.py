@@ -295,7 +295,8 @@ def zeros() -> bytes:
     size = helper.make_tensor_value_info("size", TensorProto.INT64, [1])
     made = helper.make_tensor_value_info("zeros", TensorProto.UINT8, ["n"])
     graph = helper.make_graph([node], "zeros", [size], [made])
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8).SerializeToString()
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
+    return bytes(model.SerializeToString())
 
 
 def _all_dims(model: Any, dims: Mapping[str, int]) -> dict[str, int]:

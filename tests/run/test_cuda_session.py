@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +17,9 @@ needs_device = pytest.mark.skipif(bool(here.why_not()), reason=here.why_not())
 SPACE = 1 << 20
 
 
-def asked(module: str, job: Any, **settings: int) -> Any:
-    """What a process on the fake device answers."""
-    done = subprocess.run(
-        [sys.executable, "-m", module], cwd=run.ROOT, input=json.dumps(job), env=here.environment(**settings),
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert not done.returncode, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def trained(path: Path, *limits: int) -> list[dict[str, Any]]:
     job = {"path": str(path), "limits": limits}
-    return list(asked("tests.support.fake_cuda.session", job, workspace_forward=SPACE, workspace_data=SPACE))
+    return list(here.ask("tests.support.fake_cuda.session", job, workspace_forward=SPACE, workspace_data=SPACE))
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +61,7 @@ def test_the_arena_of_a_stock_session_is_foreseen(strategy, row, step, tmp_path)
     """What the report says of an arena is what it takes on the device."""
     result = onnx_remat.rewrite_model(mlp(layers=12, batch=2048, width=32), "60%", provider="cuda", effort=1.0)
     result.save(tmp_path / "small.onnx")
-    took = run.run_step(tmp_path / "small.onnx", arena={"arena_extend_strategy": strategy}).held
+    took = run.run_step(tmp_path / "small.onnx", "ORT_ENABLE_ALL", {"arena_extend_strategy": strategy}).held
     inputs = result.report.after.inputs if row == "limit" else 0
     assert took == pytest.approx(getattr(result.report.arena_after, row) + inputs, rel=0.01)
 

@@ -8,9 +8,12 @@ The whole product runs so as if there were a device: every process that it start
 from __future__ import annotations
 
 import ctypes
+import json
 import os
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from tests.support.fake_cuda import run
 
@@ -36,6 +39,17 @@ def environment(**settings: int) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join([str(overlay), str(run.ROOT)]), "LD_LIBRARY_PATH": str(run.libraries()),
         "ORT_DISABLE_TELEMETRY": "1", "FAKE_CUDA_SETTINGS": stated,
     }  # fmt: skip
+
+
+def ask(module: str, job: Any, **settings: int) -> Any:
+    """What a module answers that is run so: JSON in, JSON out."""
+    done = subprocess.run(
+        [sys.executable, "-m", module], cwd=run.ROOT, input=json.dumps(job), env=environment(**settings),
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        raise run.Failed(done.stderr.strip().splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def _packages() -> Path:

@@ -74,7 +74,7 @@ def libraries() -> Path:
 
 
 def run_step(
-    path: Path, level: str = "ORT_ENABLE_ALL", arena: dict[str, str] | None = None, **settings: int
+    path: Path, level: str = "ORT_ENABLE_ALL", arena: dict[str, str] | None = None, /, **settings: int
 ) -> Step:
     """Run two steps of a file, inputs of zeros, and report the second; `settings` as `device.Device.set` takes them.
 
