@@ -179,9 +179,8 @@ def parse_options(given: PlanningOptions) -> Options:
     if options.run_by is None:
         options = replace(options, run_by="session" if options.arena or options.provider != "cpu" else "loop")
     options.kernels()
-    for flag, given_for in (("--verify run", options.verify == "run"), ("--for loop", options.run_by == "loop")):
-        if given_for and options.provider != "cpu":
-            raise UsageError(f"{flag} measures and foresees the CPU's memory: not with --provider {options.provider}")
+    if options.verify == "run" and options.provider != "cpu":
+        raise UsageError(f"--verify run measures the CPU's memory: not with --provider {options.provider}")
     if options.verify not in verify.MODES:
         raise UsageError(f"verify must be one of {', '.join(verify.MODES)}, not {options.verify!r}")
     if options.run_by not in RUN_BY:

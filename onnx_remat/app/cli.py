@@ -47,7 +47,7 @@ more about budgets:
   --budget 60% --verify run                   also run both and compare
   --budget 2GiB --dim batch=32                a model with symbolic dims
   --budget 50% --dry-run                      only say what it would cost
-  --budget 4GB --for loop                     all that training takes, not the sum of tensors
+  --budget 4GB --for session                  the tensors of a plain InferenceSession, not all that training takes
 
 selectors:
 {selectors}
@@ -78,7 +78,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("output", metavar="OUT", help="where to write the rewritten graph")
     parser.add_argument(
         "--budget", required=True, metavar="SIZE",
-        help="peak to stay under: 4GB (10^9), 3.5GiB (2^30), 123456789B, or 80%% of the original's own peak",
+        help="memory that training is to take at most, see --for: 4GB (10^9), 3.5GiB (2^30), 123456789B, or 80%% of what "
+        "the original takes",
     )  # fmt: skip
     checking = parser.add_argument_group("checking and reporting")
     checking.add_argument(
@@ -89,7 +90,7 @@ def build_parser() -> argparse.ArgumentParser:
     checking.add_argument("--json", metavar="PATH|-", help="also write the report as JSON (- is standard output)")
     checking.add_argument(
         "--plot", action="append", default=[], metavar="PATH",
-        help="also draw memory over the step, before and after: .png, .svg, .pdf; .html: a page to click in; "
+        help="also draw the step, before and after: .png, .svg, .pdf; .html: a page to click in; "
         ".pickle: a snapshot to open at pytorch.org/memory_viz (repeat)",
     )  # fmt: skip
     checking.add_argument("--force", action="store_true", help="replace OUT if it exists")

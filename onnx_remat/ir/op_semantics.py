@@ -42,6 +42,8 @@ class OpSemantics:
         node lacks the output or it is a graph output. See `overwritten`.
     stated : bool
         It takes its output's shape from what the file states, which must therefore stay stated.
+    shapes : tuple of int
+        Input slots that hold nothing but a shape, and that are the only ones there are.
     """
 
     random: bool = False
@@ -50,6 +52,7 @@ class OpSemantics:
     overwrites: tuple[int, ...] = ()
     renews: tuple[tuple[int, int], ...] = ()
     stated: bool = False
+    shapes: tuple[int, ...] = ()
 
 
 # BatchNormInternal updates running statistics where they lie, even in a graph input.
@@ -150,6 +153,7 @@ def semantics(domain: str, op_type: str) -> OpSemantics:
         overwrites=_OVERWRITES.get(key, ()),
         renews=_RENEWS.get(key, ()),
         stated=key in STATED,
+        shapes=(0,) if key == (STANDARD, "ConstantOfShape") else (),
     )
 
 

@@ -25,7 +25,7 @@ TAG = "onnx_remat."
 """Prefix of every name that rewriting makes up. In a dimension's name, ``=`` and the real size or dimension follow."""
 
 UNSEEN = TAG + "unseen"
-"""Prefix of vectors of no entries that nobody can fold: an Unsqueeze by one of them changes nothing."""
+"""Prefix of vectors of no entries that nobody can fold: an Unsqueeze by one, or a Concat with it, changes nothing."""
 
 SHAPES_KEY = TAG + "shapes"
 """Model metadata: what a rewrite left open on purpose, as JSON: value -> data type and dimensions."""
@@ -332,11 +332,12 @@ def _check_left_open(left_open: Mapping[str, TypeProto], types: Mapping[str, Typ
 
 
 def _see_through(model: onnx.ModelProto) -> None:
-    """Turn the Unsqueezes by which an earlier rewrite hid shapes into what they are: Identity."""
+    """Turn the Unsqueezes and Concats by which an earlier rewrite hid shapes into what they are: Identity."""
     for node in model.graph.node:
-        if node.op_type == "Unsqueeze" and any(name.startswith(UNSEEN) for name in node.input[1:]):
+        if node.op_type in ("Unsqueeze", "Concat") and any(name.startswith(UNSEEN) for name in node.input[1:]):
             node.op_type = "Identity"
             del node.input[1:]
+            del node.attribute[:]
 
 
 def _by_arithmetic(model: onnx.ModelProto, _: Sequence[str], known: Types) -> Types:

@@ -43,8 +43,8 @@ class Reserves:
     Attributes
     ----------
     held : int
-        What a process on the CPU holds of inputs, weights and the default arena, if it drops or copies a step's outputs
-        before the next.
+        What a process on the CPU, or a device, holds of inputs, weights and the default arena, if a step's outputs are
+        dropped or copied before the next. Of memory on the CPU only what was ever written counts.
     held_fed_back : int
         The same where the next step reads outputs (``new.*``) as the session returned them: those stay in the arena.
     limit, limit_fed_back : int
@@ -96,8 +96,13 @@ def requests(executed: Executed, timeline: buffers.Timeline) -> arena.Requests:
 
 
 def held(executed: Executed, timeline: buffers.Timeline) -> int:
-    """What a process on the CPU holds with ONNX Runtime's default arena, if outputs are dropped or copied."""
-    return _outside(executed) + arena.run(requests(executed, timeline), doubling=True).resident
+    """What a process, or its device, holds with ONNX Runtime's default arena, if outputs are dropped or copied."""
+    return _outside(executed) + _taken(executed, arena.run(requests(executed, timeline), doubling=True))
+
+
+def _taken(executed: Executed, made: arena.Arena) -> int:
+    """What an arena takes: a process holds pages that were written to, a device gives all that was asked for."""
+    return made.resident if executed.compiled.kernels.device == "cpu" else made.reserved
 
 
 def reserves(executed: Executed, timeline: buffers.Timeline) -> Reserves:
@@ -111,8 +116,8 @@ def reserves(executed: Executed, timeline: buffers.Timeline) -> Reserves:
     replaced = sum(compiled.tensors[name].nbytes for name in renewed.values())
     step = requests(executed, timeline)
     return Reserves(
-        held=outside + arena.run(step, doubling=True).resident,
-        held_fed_back=outside - replaced + arena.run(step, doubling=True, kept=kept).resident,
+        held=outside + _taken(executed, arena.run(step, doubling=True)),
+        held_fed_back=outside - replaced + _taken(executed, arena.run(step, doubling=True, kept=kept)),
         limit=weights + arena.run(step, doubling=False).reserved,
         limit_fed_back=weights + arena.run(step, doubling=False, kept=kept).reserved,
     )

@@ -22,13 +22,24 @@ from onnx import TensorProto
 
 from onnx_remat.ir.dtypes import bits
 from onnx_remat.ir.shapes import Tensor
-from onnx_remat.ort.kernels.base import Kernels
+from onnx_remat.ort.kernels.base import Kernels, key
 from onnx_remat.ort.kernels.in_place import may_overwrite
 from onnx_remat.ort.simulate import layout
+from onnx_remat.problem import Longs
 from onnx_remat.run.private_copy import Step, as_run
 
 LEAST = 4096
 """Bytes from which on a value is bound; smaller ones stay with ONNX Runtime, but for graph outputs."""
+
+
+
+
+_DEVICE_ALIGNMENT = 256  # what ONNX Runtime's arena gives, and cudaMalloc
+
+
+def least(kernels: Kernels) -> int:
+    """Bytes from which on values are bound: on a device all are, or small ones would break up what kernels work in."""
+    return LEAST if kernels.device == "cpu" else 1
 
 
 EFFORT = 4
@@ -51,6 +62,8 @@ class Program:
     root : mapping of str to str
         Value whose memory each value lies in, for views; others are left out.
     kernels : Kernels
+    on_host : frozenset of str
+        Values that lie in host memory although the step runs on a device, and small ones that may.
     """
 
     steps: tuple[Step, ...]
@@ -59,6 +72,7 @@ class Program:
     outputs: tuple[str, ...]
     root: Mapping[str, str]
     kernels: Kernels
+    on_host: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +114,7 @@ def program(
     inputs: Sequence[str],
     outputs: Sequence[str],
     kernels: Kernels,
+    opset: int = 20,
 ) -> Program:
     """Tell views from values that own their memory. A view that is a graph output is a copy, and owns its own."""
     root: dict[str, str] = {}
@@ -109,7 +124,31 @@ def program(
                 name, viewed = step.node.output[out], step.node.input[slot]
                 if name and viewed and name not in outputs:
                     root[name] = root.get(viewed, viewed)
-    return Program(tuple(steps), tensors, tuple(inputs), tuple(outputs), root, kernels)
+    on_host = _on_host(steps, tensors, kernels, opset, inputs) if kernels.device != "cpu" else frozenset()
+    return Program(tuple(steps), tensors, tuple(inputs), tuple(outputs), root, kernels, on_host)
+
+
+def _on_host(
+    steps: Sequence[Step], tensors: Mapping[str, Tensor], kernels: Kernels, opset: int, inputs: Sequence[str]
+) -> frozenset[str]:
+    """What nodes without a kernel on the device make, and what those that have one leave in host memory.
+
+    Nodes that compute shapes from such values run on the host as well, by rules of the runtime's own. Of a small value
+    that is made of nothing else it is not asked: it is taken for one of the host's, and stays with the runtime.
+    """
+    found: set[str] = set()
+    made = set(inputs)
+    for step in steps:
+        first = tensors[step.node.input[0]].dtype if step.node.input and step.node.input[0] else 0
+        computed = [name for name in step.reads if name in made]
+        shapes = bool(computed) and found.issuperset(computed)
+        slots = kernels.host_outputs.get(key(step.node), ())
+        for slot, name in enumerate(step.node.output):
+            small = name and tensors[name].nbytes < LEAST
+            if name and (slot in slots or (shapes and small) or kernels.on_host(step.node, first, opset)):
+                found.add(name)
+        made.update(step.writes)
+    return frozenset(found)
 
 
 def readers(program: Program) -> dict[str, list[int]]:
@@ -227,6 +266,7 @@ def bindable(program: Program, least: int = LEAST) -> list[str]:
         for step in program.steps
         for name in step.writes
         if name not in program.root
+        and name not in program.on_host
         and is_plain(program.tensors[name])
         and program.tensors[name].nbytes >= (1 if name in program.outputs else least)
     ]
@@ -254,9 +294,25 @@ def bind(program: Program, pairs: Mapping[str, str], least: int = LEAST) -> Bind
     for name, head in group.items():
         upper[number[head]] = max(upper[number[head]], end[name] + 1)
     size = np.array([program.tensors[head].nbytes for head in heads], np.int64)
-    found = layout.solve(lower, upper, size, effort=EFFORT)
-    placements = tuple(Placement(n, int(found.offsets[number[group[n]]]), program.tensors[n].nbytes) for n in names)
-    return Binding(placements, found.height, found.lower_bound, donated, refused)
+    offsets, height, live = _lay_out(lower, upper, size, apart=least < LEAST)
+    placements = tuple(Placement(n, int(offsets[number[group[n]]]), program.tensors[n].nbytes) for n in names)
+    return Binding(placements, height, live, donated, refused)
+
+
+def _lay_out(lower: Longs, upper: Longs, size: Longs, apart: bool) -> tuple[Longs, int, int]:
+    """Offsets, height and the most that is alive at once; small values `apart`, above the others, and not searched for.
+
+    There are thousands of them on a device, and all together they are a small fraction of the slab.
+    """
+    if not apart:
+        found = layout.solve(lower, upper, size, effort=EFFORT)
+        return found.offsets, found.height, found.lower_bound
+    small = size < LEAST
+    below = layout.solve(lower[~small], upper[~small], size[~small], alignment=_DEVICE_ALIGNMENT, effort=EFFORT)
+    above = layout.solve(lower[small], upper[small], size[small], alignment=_DEVICE_ALIGNMENT, effort=0)
+    offsets = np.zeros(len(size), np.int64)
+    offsets[~small], offsets[small] = below.offsets, above.offsets + below.height
+    return offsets, below.height + above.height, below.lower_bound + above.lower_bound
 
 
 def lifetimes(program: Program, names: Sequence[str]) -> tuple[dict[str, int], dict[str, int]]:

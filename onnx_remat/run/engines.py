@@ -63,6 +63,44 @@ class InPlace:
         return self._arrays
 
 
+class OnDevice:
+    """Steps of a `Session` on a device: state lies there from the first step on, and is renewed there."""
+
+    def __init__(self, session: Session, state: Mapping[str, npt.NDArray[Any]], loss: str, rate: float) -> None:
+        assert session.device is not None
+        self._session, self._device, self._loss, self._rate = session, session.device, loss, rate
+        self.donated, self.not_donated = session.donated, session.not_donated
+        self.formals = {a.name: Formal(a.dtype_name, a.shape) for a in session.inputs}
+        outputs = {a.name: Formal(a.dtype_name, a.shape) for a in session.outputs}
+        check_state(self.formals, state)
+        check_loss(outputs, loss)
+        renewed = renewals(state, outputs)
+        self._copied = {output: name for output, name in renewed.items() if output not in session.donated}
+        self._gradients = _left_to_apply(outputs, state, renewed.values())
+        self.feed(state)
+        if missing := self._device.unfed():
+            raise UsageError(f"no value for input {missing[0]!r}")
+
+    def feed(self, batch: Mapping[str, npt.NDArray[Any]]) -> None:
+        check_state(self.formals, batch)
+        self._device.feed({name: np.asarray(array) for name, array in batch.items()})
+
+    def step(self) -> float:
+        self._session.execute({})
+        made = self._session.fetch([self._loss, *self._copied, *self._gradients])
+        self._device.feed({name: made[output] for output, name in self._copied.items()})
+        for output, name in self._gradients.items():
+            old = self._device.read(name)
+            self._device.feed({name: np.asarray(old - self._rate * made[output], old.dtype)})
+        return float(made[self._loss].item())
+
+    def arrays(self) -> Arrays:
+        arrays = {name: self._device.read(name) for name in self.formals}
+        for array in arrays.values():
+            array.flags.writeable = False
+        return arrays
+
+
 def _block(arrays: Mapping[str, npt.NDArray[Any]]) -> Arrays:
     """Copies that lie in one block of memory, one after the other."""
     ends = np.cumsum([-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays.values()], dtype=np.int64)

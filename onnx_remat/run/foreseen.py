@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from onnx_remat.ir.graph import INPUT
+import numpy as np
+
+from onnx_remat.ir.graph import INITIALIZER, INPUT
 from onnx_remat.ort.executed import Executed
-from onnx_remat.run.binding import LEAST
-from onnx_remat.run.opening import lay_out, workspace
+from onnx_remat.ort.kernels.base import key
+from onnx_remat.ort.simulate import arena
+from onnx_remat.run.binding import least
+from onnx_remat.run.opening import Arranged, lay_out, workspace
 
 BOOKS_BYTES = 3_250_000
 """What a session takes whatever its graph, over a session of one node; see `books`."""
@@ -55,6 +59,10 @@ class Footprint:
         return self.inputs + self.weights + self.slab + self.workspace + self.books
 
 
+TABLES_BYTES = 65_536
+"""What kernels take on a device that no rule states: tables of pointers, partial sums of reductions."""
+
+
 def books(nodes: int) -> int:
     """Bytes that a session takes for a graph of so many nodes, small values included.
 
@@ -62,6 +70,41 @@ def books(nodes: int) -> int:
     scripts.resident``, onnxruntime 1.31.1, two threads): none took 0.2 MB more, one of 149 nodes 2.4 MB less.
     """
     return BOOKS_BYTES + BOOKS_BYTES_PER_NODE * nodes
+
+
+def scratch(arranged: Arranged) -> int:
+    """What an arena that grows by what is asked takes for the workspace of all kernels: no chunk of it is too small.
+
+    On a device all values but those of the host lie in the slab, and the arena of a session has workspace alone. What
+    kernels ask for outside the stream (`Kernels.off_stream`) comes on top, with what others break up of it.
+    """
+    compiled = arranged.compiled
+    ops = compiled.graph.ops
+    by_maker = {name: op for op in ops for name in op.writes}
+    steps = [by_maker[name] for step in arranged.program.steps if (name := next(iter(step.writes), "")) in by_maker]
+    off = [[compiled.table.workspace[op.index] for op in steps if (key(op.node) in compiled.kernels.off_stream) == side]
+           for side in (False, True)]  # fmt: skip
+    largest = max((size for blocks in off[True] for size in blocks), default=0)
+    return _arena(off[False]) + _arena(off[True]) + largest
+
+
+def _arena(asked: Sequence[Sequence[int]]) -> int:
+    """What an arena takes that gives out the blocks of one op after the other."""
+    sizes = [size for blocks in asked for size in blocks]
+    events: list[int] = []
+    for blocks in asked:
+        numbers = range(len(events) // 2, len(events) // 2 + len(blocks))
+        events += [*numbers, *(~i for i in numbers)]
+    owner = np.full(len(sizes), -1, np.int32)
+    requests = arena.Requests(np.array(events, np.int32), np.array(sizes, np.int64), owner)
+    return arena.run(requests, doubling=False).reserved
+
+
+def rounding(arranged: Arranged) -> int:
+    """What every request for an input, a weight and the slab is rounded up by, on a device."""
+    compiled = arranged.compiled
+    stored = [compiled.tensors[n].nbytes for n, v in compiled.graph.values.items() if v.kind in (INPUT, INITIALIZER)]
+    return sum(-nbytes % arena.UNIT for nbytes in (arranged.binding.height, *stored))
 
 
 def foresee(executed: Executed) -> Footprint:
@@ -78,14 +121,15 @@ def foresee(executed: Executed) -> Footprint:
         A session cannot open such a step.
     """
     outputs = [value.name for value in executed.compiled.graph.model.graph.output]
-    arranged = lay_out(executed, outputs, donate=True, least=LEAST)
+    arranged = lay_out(executed, outputs, donate=True, least=least(executed.compiled.kernels))
     compiled, bound = arranged.compiled, arranged.binding
+    device = compiled.kernels.device != "cpu"
     return Footprint(
         inputs=sum(compiled.tensors[name].nbytes for name, v in compiled.graph.values.items() if v.kind == INPUT),
         weights=arranged.weights,
         slab=bound.height,
-        workspace=workspace(compiled)[0],
-        books=books(len(arranged.program.steps)),
+        workspace=scratch(arranged) if device else workspace(compiled)[0],
+        books=rounding(arranged) + TABLES_BYTES if device else books(len(arranged.program.steps)),
         live=bound.live,
         donated=len(bound.donated),
         not_donated=bound.not_donated,

@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from onnx_remat import errors
 from onnx_remat.errors import ModelError, OnnxRematError, UsageError
 from onnx_remat.worker import QUIET
@@ -41,6 +43,10 @@ BY_BITS = {16: "uint16", 17: "uint8", 18: "uint8", 19: "uint8", 20: "uint8", 24:
 """Stand-ins for types that numpy lacks (bfloat16, the float8s): arrays of their bits."""
 
 
+ZEROS = ".zeros"
+"""Suffix of the file beside the model to load that `zeros` makes, where the step runs on a device."""
+
+
 @dataclass(frozen=True, slots=True)
 class Array:
     """An input or output: its name, element type (``onnx.TensorProto``; 0 if it is no tensor), and shape."""
@@ -53,6 +59,11 @@ class Array:
     def dtype_name(self) -> str:
         """numpy's name of the element type; empty where it has none."""
         return NUMPY.get(self.dtype) or BY_BITS.get(self.dtype, "")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return int(np.dtype(self.dtype_name).itemsize * np.prod(self.shape, dtype=np.int64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,13 +117,13 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """How a step is to be opened; see `Session`. `least`: bytes from which on values are bound."""
+    """How a step is to be opened; see `Session`. `least`: bytes from which on values are bound; 0 for the default."""
 
     provider: str = "cpu"
     dims: Mapping[str, int] = field(default_factory=dict)
     donate: Donate = False
     level: str = "all"
-    least: int = 4096
+    least: int = 0
 
 
 def open_step(path: Path, target: Path, wish: Wish) -> Opened:
@@ -185,15 +196,24 @@ def check_openable(model: onnx.ModelProto) -> None:
 def arrange(path: Path, wish: Wish) -> Arranged:
     """Let ONNX Runtime optimise a step, choose the order of its nodes, and lay out their values."""
     from onnx_remat.ir import model_io
+    from onnx_remat.ort import runtime
     from onnx_remat.ort.executed import as_executed
     from onnx_remat.ort.kernels.registry import kernels_of
     from onnx_remat.ort.prepare import Preparation
+    from onnx_remat.run import binding
 
     source = model_io.load(path)
     check_openable(source.model)
-    stated = Preparation(kernels_of(wish.provider), dims=_all_dims(source.model, wish.dims))
+    kernels = kernels_of(wish.provider)
+    if not runtime.has_device(kernels.execution_providers[0]):
+        raise ModelError(
+            f"onnxruntime makes no {kernels.execution_providers[0]} session here: that takes onnxruntime-gpu, its CUDA "
+            "libraries and a device"
+        )
+    stated = Preparation(kernels, dims=_all_dims(source.model, wish.dims))
     executed = as_executed(source.model, source.folder, wish.level, stated)
-    return lay_out(executed, [value.name for value in source.model.graph.output], wish.donate, wish.least)
+    outputs = [value.name for value in source.model.graph.output]
+    return lay_out(executed, outputs, wish.donate, wish.least or binding.least(kernels))
 
 
 def lay_out(executed: Executed, outputs: Sequence[str], donate: Donate, least: int) -> Arranged:
@@ -215,6 +235,7 @@ def lay_out(executed: Executed, outputs: Sequence[str], donate: Donate, least: i
         ONNX Runtime has not optimised it: it cannot run the step, or was not asked.
     """
     from onnx_remat.ir.graph import INITIALIZER
+    from onnx_remat.ir.opsets import opset_of
     from onnx_remat.run import binding, private_copy
 
     if executed.emulated:
@@ -223,9 +244,9 @@ def lay_out(executed: Executed, outputs: Sequence[str], donate: Donate, least: i
     stored = {name for name, value in compiled.graph.values.items() if value.kind == INITIALIZER}
     inputs = [value.name for value in compiled.graph.model.graph.input if value.name not in stored]
     pairs = _pairs(donate, inputs, list(outputs))
-    ops = [compiled.graph.ops[i] for i in executed.order.order]
+    ops, opset = [compiled.graph.ops[i] for i in executed.order.order], opset_of(compiled.graph.model)
     steps = private_copy.as_run(private_copy.without_control_edges(ops, compiled.graph.model, compiled.tensors))
-    program = binding.waiting(binding.program(steps, compiled.tensors, inputs, outputs, compiled.kernels), pairs)
+    program = binding.waiting(binding.program(steps, compiled.tensors, inputs, outputs, compiled.kernels, opset), pairs)
     weights = sum(compiled.tensors[name].nbytes for name in stored)
     return Arranged(compiled, program, binding.bind(program, pairs, least), weights)
 
@@ -255,15 +276,17 @@ def plan(path: Path, target: Path, wish: Wish) -> Opened:
     import onnx
 
     from onnx_remat.ort import runtime
-    from onnx_remat.run import private_copy, replay
+    from onnx_remat.run import binding, private_copy, replay
 
     made = arrange(path, wish)
     program, bound, tensors, model = made.program, made.binding, made.compiled.tensors, made.compiled.graph.model
     order = runtime.order_by_priority(*private_copy.edges(program.steps))
-    replay.check(program, bound, order, wish.least)
+    replay.check(program, bound, order, wish.least or binding.least(made.compiled.kernels))
     onnx.save(private_copy.copy_of(model, program.steps, [p.name for p in bound.placements]), target)
     taken, pool = workspace(made.compiled)
     fed = [value.name for value in model.graph.input]
+    if made.compiled.kernels.device != "cpu":
+        target.with_suffix(ZEROS).write_bytes(zeros())
 
     def arrays(names: Sequence[str]) -> tuple[Array, ...]:
         return tuple(Array(name, tensors[name].dtype, tensors[name].shape) for name in names)
@@ -285,6 +308,19 @@ def plan(path: Path, target: Path, wish: Wish) -> Opened:
         nodes=len(program.steps),
         execution_providers=made.compiled.kernels.execution_providers,
     )  # fmt: skip
+
+
+def zeros() -> bytes:
+    """A step that makes as many zero bytes as its input says."""
+    from onnx import TensorProto, helper
+
+    zero = helper.make_tensor("zero", TensorProto.UINT8, [1], [0])
+    node = helper.make_node("ConstantOfShape", ["size"], ["zeros"], value=zero)
+    size = helper.make_tensor_value_info("size", TensorProto.INT64, [1])
+    made = helper.make_tensor_value_info("zeros", TensorProto.UINT8, ["n"])
+    graph = helper.make_graph([node], "zeros", [size], [made])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
+    return bytes(model.SerializeToString())
 
 
 def _all_dims(model: Any, dims: Mapping[str, int]) -> dict[str, int]:

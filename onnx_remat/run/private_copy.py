@@ -52,8 +52,9 @@ class Step:
 def without_control_edges(ops: Sequence[graph.Op], model: onnx.ModelProto, tensors: Mapping[str, Tensor]) -> list[Step]:
     """The nodes of a graph, in the order of `ops`, with nothing left that only pins their order.
 
-    An Unsqueeze by no axes returns its input as it is (see `write.barriers`): its readers read that input. What then
-    nobody reads, of the ops that compute such axes, is left out. Graph outputs stay.
+    An Unsqueeze by no axes returns its input as it is, and so does a Concat of it and a vector of no entries (see
+    `write.barriers`): readers read that input. What then nobody reads, of the ops that compute such vectors, is left
+    out. Graph outputs stay.
 
     Parameters
     ----------
@@ -77,10 +78,12 @@ def without_control_edges(ops: Sequence[graph.Op], model: onnx.ModelProto, tenso
 
 
 def _changes_nothing(op: graph.Op, tensors: Mapping[str, Tensor]) -> bool:
-    """Is it an Unsqueeze by a vector of no axes?"""
-    if op.node.op_type != "Unsqueeze" or op.node.domain or len(op.inputs) < 2:
+    """Is it an Unsqueeze by a vector of no axes, or a Concat of a vector and one of no entries?"""
+    if op.node.op_type not in ("Unsqueeze", "Concat") or op.node.domain or len(op.inputs) != 2:
         return False
-    return tensors[op.inputs[1]].shape == (0,) and tensors[op.inputs[0]].dtype != TensorProto.UNDEFINED
+    first, second = (tensors[name] for name in op.inputs)
+    vector = len(first.shape) == 1 or op.node.op_type == "Unsqueeze"
+    return second.shape == (0,) and vector and first.dtype != TensorProto.UNDEFINED
 
 
 def _reading(op: graph.Op, instead: Mapping[str, str]) -> Step:

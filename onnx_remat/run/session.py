@@ -7,7 +7,7 @@ each is bound to its place once, when the step is opened; running it allocates n
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,8 +17,9 @@ import numpy.typing as npt
 
 from onnx_remat import files
 from onnx_remat.errors import ModelError, UsageError
-from onnx_remat.run import heap, scratch
-from onnx_remat.run.opening import BY_BITS, NUMPY, Array, Donate, Opened, Wish, open_step
+from onnx_remat.run import heap, on_device, scratch
+from onnx_remat.run.on_device import OnDevice
+from onnx_remat.run.opening import BY_BITS, NUMPY, ZEROS, Array, Donate, Opened, Wish, open_step
 
 Arrays = dict[str, npt.NDArray[Any]]
 
@@ -31,7 +32,7 @@ class Session:
     model : path, bytes, onnx.ModelProto or Result
         Any step file, rewritten or not.
     provider : str
-        ``"cpu"``.
+        ``"cpu"``, or ``"cuda"``: slab and inputs lie on the device, arrays that are fed are copied there.
     dims : mapping of str to int, optional
         Sizes of symbolic dimensions; all must be known, and every run is of these sizes.
     donate : bool or mapping of str to str
@@ -41,6 +42,8 @@ class Session:
         Threads of one op; 0 leaves it to onnxruntime.
     level : str
         Optimisations that onnxruntime makes first: ``"all"``, ``"basic"`` or ``"disable"``.
+    memory_limit : int
+        Bytes of the device that all of it may take together: slab, inputs, weights and scratch memory; 0 for no limit.
 
     Attributes
     ----------
@@ -78,20 +81,32 @@ class Session:
         donate: Donate = False,
         threads: int = 0,
         level: str = "all",
+        memory_limit: int = 0,
     ) -> None:
-        if provider != "cpu":
-            raise UsageError(f"provider {provider!r}: sessions run on 'cpu'")
+        if provider not in ("cpu", "cuda"):
+            raise UsageError(f"provider {provider!r}: sessions run on 'cpu' and 'cuda'")
+        if memory_limit and provider == "cpu":
+            raise UsageError("a memory limit is one of a device's: not with provider 'cpu'")
         if level not in ("disable", "basic", "all"):
             raise UsageError(f"level must be one of disable, basic, all, not {level!r}")
         heap.give_back_large_blocks()
         is_path = isinstance(model, str | os.PathLike)
-        self._again = (os.fspath(model) if is_path else None, dict(dims or {}), donate, threads, level)
+        self._again = (os.fspath(model) if is_path else None, provider, dict(dims or {}), donate, threads, level,
+                       memory_limit)  # fmt: skip
         with files.scratch() as folder:
             path, target = _as_file(model, folder), folder / "private.onnx"
             self._step = open_step(path, target, Wish(provider, dims or {}, donate, level))
-            self._session: Any = _load(target, threads, list(self._step.execution_providers), self._step.pool)
-        self._binding: Any = self._session.io_binding()
-        self._slab = heap.reserve(self._step.slab)
+            providers: list[Any] = list(self._step.execution_providers)
+            if provider != "cpu":
+                limit = on_device.scratch_limit(self._step, memory_limit) if memory_limit else 0
+                providers = on_device.providers(providers, limit)
+            self._session: Any = _load(target, threads, providers, self._step.pool)
+            self._binding: Any = self._session.io_binding()
+            self._device: OnDevice | None = None
+            if provider != "cpu":
+                zeros = target.with_suffix(ZEROS).read_bytes()
+                self._device = OnDevice(self._binding, self._step, provider, zeros)
+        self._slab = heap.reserve(self._step.slab if self._device is None else 0)
         self._views: Arrays = {}
         self._bound: dict[str, tuple[int, Any]] = {}  # address and array of each input, kept alive while bound
         self._loose = self._bind_outputs(self._step)
@@ -147,15 +162,37 @@ class Session:
 
     def results(self, *, copy: bool = True) -> Arrays:
         """Outputs of the last run by name, the donated ones among them as the arrays that were fed."""
+        if self._device is not None:
+            return self._from_device(self._device)
         made = {name: view.copy() if copy else view for name, view in self._views.items()}
         if self._loose:
             loose = self._binding.get_outputs()[-len(self._loose) :]
             made |= {name: np.array(value.numpy()) for name, value in zip(self._loose, loose, strict=True)}
         return made | {output: self._bound[name][1] for output, name in self.donated.items()}
 
+    @property
+    def device(self) -> OnDevice | None:
+        """Where inputs lie between runs; None on the CPU, where the arrays that are fed are the inputs."""
+        return self._device
+
+    def fetch(self, names: Sequence[str]) -> Arrays:
+        """Copies of some outputs of the last run on a device, none of them donated."""
+        if self._device is None:
+            raise UsageError("fetch is for sessions on a device: results returns what lies in the slab")
+        return self._device.outputs(self._loose, names)
+
+    def _from_device(self, device: OnDevice) -> Arrays:
+        made = self.fetch([array.name for array in self.outputs if array.name not in self.donated])
+        for output, name in self.donated.items():
+            made[output] = device.read(name)
+            if name in self._bound:
+                np.copyto(self._bound[name][1], made[output])
+                made[output] = self._bound[name][1]
+        return made
+
     def close(self) -> None:
         """Give back the slab and onnxruntime's session; views of the slab must not be used any more."""
-        self._binding = self._session = None
+        self._binding = self._session = self._device = None
         self._views, self._bound = {}, {}
         self._slab = np.empty(0, np.uint8)
         heap.trim()
@@ -173,11 +210,11 @@ class Session:
 
     def _bind_outputs(self, step: Opened) -> list[str]:
         """Bind what lies in the slab; returns the outputs that onnxruntime allocates: empty ones, inputs, weights."""
-        device, base = "cpu", self._slab.ctypes.data
+        base = self._slab.ctypes.data
         outputs = {array.name for array in step.outputs}
-        for place in step.places:
+        for place in step.places if self._device is None else ():
             kind: Any = _element_type(place.dtype)
-            self._binding.bind_output(place.name, device, 0, kind, place.shape, base + place.offset)
+            self._binding.bind_output(place.name, "cpu", 0, kind, place.shape, base + place.offset)
             if place.name in outputs:
                 dtype = np.dtype(place.dtype_name)
                 data = self._slab[place.offset : place.offset + dtype.itemsize * int(np.prod(place.shape))]
@@ -192,12 +229,19 @@ class Session:
             if name not in self._formals:
                 raise UsageError(f"the model has no input {name!r}: it has {', '.join(self._formals)}")
         missing = [name for name in self._formals if name not in feeds and name not in self._step.defaults]
+        if self._device is not None:
+            missing = [name for name in self._device.unfed() if name not in feeds]
         if missing:
             raise UsageError(f"no value for input {missing[0]!r}")
-        if any(name not in feeds for name in self._bound):  # one that may be left out was fed before
+        if self._device is None and not feeds.keys() >= self._bound.keys():  # one that may be left out was fed before
             self._binding.clear_binding_inputs()
             self._bound = {}
         renewed = {name: output for output, name in self.donated.items()}
+        if self._device is not None:
+            given = {n: _checked(self._formals[n], value, n in renewed) for n, value in feeds.items()}
+            self._device.feed(given)
+            self._bound |= {name: (0, array) for name, array in given.items() if name in renewed}
+            return
         new = {name: value for name, value in feeds.items() if self._bound.get(name, (0, None))[1] is not value}
         arrays = {name: _checked(self._formals[name], value, name in renewed) for name, value in new.items()}
         for name, array in arrays.items():
@@ -212,8 +256,10 @@ class Session:
                 self._binding.bind_output(renewed[name], "cpu", 0, kind, formal.shape, address)
 
 
-def _reopen(path: str, dims: Mapping[str, int], donate: Donate, threads: int, level: str) -> Session:
-    return Session(path, dims=dims, donate=donate, threads=threads, level=level)
+def _reopen(
+    path: str, provider: str, dims: Mapping[str, int], donate: Donate, threads: int, level: str, limit: int
+) -> Session:
+    return Session(path, provider, dims=dims, donate=donate, threads=threads, level=level, memory_limit=limit)
 
 
 def _as_file(model: Any, folder: Path) -> Path:
@@ -233,7 +279,7 @@ def _as_file(model: Any, folder: Path) -> Path:
     raise UsageError(f"a session opens a path, bytes, an onnx.ModelProto or a Result, not {type(model).__name__}")
 
 
-def _load(path: Path, threads: int, providers: list[str], pool: int) -> Any:
+def _load(path: Path, threads: int, providers: list[Any], pool: int) -> Any:
     """onnxruntime's session on a model that runs as it lies: no optimisations, nodes in the file's order."""
     import onnxruntime
 

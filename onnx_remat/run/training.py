@@ -17,7 +17,7 @@ import numpy.typing as npt
 from onnx_remat.errors import UsageError
 from onnx_remat.ir.naming import gradient_sums, gradients, renewals
 from onnx_remat.run import state_file
-from onnx_remat.run.engines import FedBack, InPlace
+from onnx_remat.run.engines import FedBack, InPlace, OnDevice
 from onnx_remat.run.interface import DTYPES, Arrays, check_state
 from onnx_remat.run.session import Session
 
@@ -41,7 +41,7 @@ class Loop:
     rate : float
         Step size of plain SGD, for parameters of which the model gives the gradient only.
     device : str
-        Where state lives between steps, ``cpu`` or ``cuda``; the latter with a session of onnxruntime's only.
+        Where state lives between steps, ``cpu`` or ``cuda``, and the step runs.
     dims : mapping of str to int, optional
         Sizes of symbolic dimensions, where the model is opened here.
     copy : bool
@@ -75,12 +75,17 @@ class Loop:
         if hasattr(model, "io_binding"):
             if not copy:
                 raise UsageError("copy=False needs a session of onnx-remat's: pass the model's path")
-            self._engine: FedBack | InPlace = FedBack(model, state, loss, rate, device)
+            self._engine: FedBack | InPlace | OnDevice = FedBack(model, state, loss, rate, device)
         else:
-            if device != "cpu":
-                raise UsageError(f"device {device!r}: pass a session of onnxruntime's")
-            session = model if isinstance(model, Session) else Session(model, dims=dims, donate=True)
-            self._engine = InPlace(session, state, loss, rate, copy)
+            session = model if isinstance(model, Session) else Session(model, device, dims=dims, donate=True)
+            if device != ("cpu" if session.device is None else "cuda"):
+                raise UsageError(f"device {device!r}: the session runs on another")
+            if session.device is None:
+                self._engine = InPlace(session, state, loss, rate, copy)
+            elif not copy:
+                raise UsageError("copy=False trains the arrays of `state` where they lie: not on a device")
+            else:
+                self._engine = OnDevice(session, state, loss, rate)
         self._failed = ""
         self.donated: Mapping[str, str] = self._engine.donated
         self.not_donated: Mapping[str, str] = self._engine.not_donated

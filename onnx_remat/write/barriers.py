@@ -4,6 +4,7 @@
     hidden  = Unsqueeze(trigger, none)                the trigger, its shape unseen
     token   = Shape<start=0, end=0>(hidden)           once per trigger: no entries either, and not before the trigger
     waiting = Unsqueeze(value, token)                 the value, in the same buffer, not before the trigger
+    shape'  = Concat(shape, token)                    a shape that a kernel reads on the host, not before the trigger
 
 An Unsqueeze by no axes changes nothing, and by axes that are computed it stops shape inference: this keeps `Shape` from
 being folded, and Unsqueeze by `none` alone is what a private buffer needs (see `private_buffers`). Nothing here knows a
@@ -12,6 +13,9 @@ rank or a size: scalars, empty tensors and symbolic dimensions are alike.
 On a CUDA device the values stay where they are and nothing is copied: the axes lie on the host, where `Shape` writes
 them. Nor does the host wait for the device, as it does for every other op of which it reads a result: of `Shape` ONNX
 Runtime knows that it needs no data. It waits for `Size` once, on an input, which is there when the step begins.
+
+A vector that a kernel reads on the host, as ConstantOfShape reads its shape, would be copied to the device for an
+Unsqueeze and back for the kernel. By Concat with a token, which lies on the host too, it stays there.
 """
 
 from __future__ import annotations
@@ -71,6 +75,11 @@ class Barriers:
         would take either for both otherwise, its shape stated or not.
         """
         self._emit("Unsqueeze", [value, self._token(trigger, hide) if trigger else self._nothing()], result, trigger)
+
+    def hold_shape(self, shape: str, result: str, trigger: str) -> None:
+        """Make `result`: `shape`, a vector of int64 that a kernel reads on the host, not before `trigger`, if any."""
+        token = self._token(trigger, hide=False) if trigger else self._nothing()
+        self._emit("Concat", [shape, token], result, trigger, axis=0)
 
     def _nothing(self) -> str:
         """A vector of no entries that nobody can fold."""

@@ -24,7 +24,7 @@ from onnx import TensorProto, helper
 from onnx_remat.errors import ModelError
 from onnx_remat.ir.dropout import is_draw, is_product, kept, spelled_out, whole
 from onnx_remat.ir.graph import Graph, Op, is_constant, names_in, rename_captures
-from onnx_remat.ir.op_semantics import overwritten
+from onnx_remat.ir.op_semantics import overwritten, semantics
 from onnx_remat.ir.opsets import opset_of
 from onnx_remat.ir.shapes import SHAPES_KEY, TAG, Dim, Tensor
 from onnx_remat.problem import Ints, Schedule
@@ -209,7 +209,7 @@ class _Writer:
         self._taken = set(names_in(graph.model.graph))
         self._latest = {name: name for name in graph.values}
         self._names = list(graph.values)
-        self._held: dict[tuple[str, str | None, bool], str] = {}
+        self._held: dict[tuple[str, str | None, bool, bool], str] = {}
         self._held_views: set[str] = set()  # what a step stands for, where that is a control edge's view
         self._unknown = 0
         sizes = Counter(decisions.group.tolist())
@@ -261,7 +261,9 @@ class _Writer:
             inputs[slot] = self._copy(inputs[slot])
         if here.trigger or here.hide:
             assert here.slot is not None, op.label
-            inputs[here.slot] = self._hold(inputs[here.slot], op.inputs[here.slot], here.trigger, here.hide)
+            is_shape = here.slot in semantics(op.node.domain, op.node.op_type).shapes
+            source, original = inputs[here.slot], op.inputs[here.slot]
+            inputs[here.slot] = self._hold(source, original, here.trigger, here.hide, is_shape)
         if draw is None:
             node = onnx.NodeProto()
             node.CopyFrom(op.node)
@@ -342,21 +344,25 @@ class _Writer:
         self.occurrences.append(new)
         self._declare(new, value, group)
 
-    def _hold(self, held: str, original: str, trigger: str | None, hide: bool) -> str:
+    def _hold(self, held: str, original: str, trigger: str | None, hide: bool, is_shape: bool = False) -> str:
         """Pass `held` through an Unsqueeze, after `trigger` if there is one; returns the name to read instead.
 
-        Equal ones are made once.
+        Equal ones are made once. A shape that a kernel reads passes through a Concat.
         """
         if original in self._decisions.roundings:
             self.rounded[original] = None
         hide = hide or original in self._views or held in self._held_views
-        if (held, trigger, hide) in self._held:
-            return self._held[held, trigger, hide]
+        key = held, trigger, hide, is_shape
+        if key in self._held:
+            return self._held[key]
         assert self._barriers is not None
         stem = self._fresh(f"{held}__after" if trigger else f"{held}__private")
         if trigger:
             self.edges.append(stem)
-        self._barriers.hold(held, stem, trigger or "", hide)
+        if is_shape:
+            self._barriers.hold_shape(held, stem, trigger or "")
+        else:
+            self._barriers.hold(held, stem, trigger or "", hide)
         if held in self.shapes:
             self.shapes[stem] = self.shapes[held]
         elif not hide:
@@ -366,7 +372,7 @@ class _Writer:
                 self.value_info[stem] = onnx.ValueInfoProto(name=stem, type=info_type)
             else:
                 self._declare(stem, original, -1)
-        self._held[held, trigger, hide] = stem
+        self._held[key] = stem
         return stem
 
     def _helper(self, op_type: str, inputs: Sequence[str], output: str, trigger: str, **attributes: int) -> None:

@@ -270,6 +270,21 @@ def test_scratch_memory(tmp_path: Path) -> None:
         assert 0 <= scratch - foreseen <= _SLACK, (str(case), answer, foreseen)
 
 
+@needs_device
+@pytest.mark.parametrize("op", ["Softmax", "LogSoftmax", "ReduceSumSquare", "Relu"])
+def test_which_workspace_an_arena_has_no_used_chunk_for(op: str, tmp_path: Path) -> None:
+    """After a convolution that took 64 MiB: others work in what it gave back, kernels off the stream in new memory."""
+    attributes = {} if op in ("Relu", "ReduceSumSquare") else {"axis": 1}
+    nodes = [make("Conv", ["x", "w"], ["c"]), make(op, ["c"], ["out"], **attributes)]
+    inputs = [helper.make_tensor_value_info(n, 1, s) for n, s in (("x", DEEP), ("w", (8, 8, 1, 1)))]
+    save(nodes, inputs, ["out"], (), 20, tmp_path / "two.onnx")
+    arena = {"arena_extend_strategy": "kSameAsRequested"}
+    held = run.run_step(tmp_path / "two.onnx", "ORT_DISABLE_ALL", arena, workspace_forward=1 << 26).held
+    size = 4 * int(np.prod(DEEP))
+    more = held - (1 << 26) - 2 * size - 4 * 64  # the input, and what the convolution makes
+    assert (more > size) == (("", op) in CUDA.off_stream), more
+
+
 def test_what_a_library_takes_is_stated() -> None:
     call = Call({}, [IMAGE, (4, 4, 1, 1)], [4, 4], [IMAGE], [4], 1)
     assert CUDA.blocks(("", "Conv"), call) == (32 * 2**20,) == (CUDA.library_workspace,)

@@ -105,3 +105,14 @@ def test_what_onnxruntime_declares_is_listed():
     for (domain, op), pairs in CPU.inplace.items():
         node = helper.make_node(op, ["x"], ["y"], domain=domain)
         assert in_place.may_overwrite(CPU, node, *pairs[0], TensorProto.FLOAT)
+
+
+def test_cuda_kernels_that_read_an_element_before_they_write_it():
+    """What was read in the templates of these kernels; a product of matrices reads others besides."""
+    from onnx_remat.ort.kernels.cuda import CUDA
+
+    def may(op: str, slot: int) -> bool:
+        return in_place.may_overwrite(CUDA, helper.make_node(op, ["a", "b"], ["c"]), slot, 0, TensorProto.FLOAT)
+
+    assert all(may(op, slot) for op in in_place.BINARY for slot in (0, 1))
+    assert may("Neg", 0) and not may("MatMul", 0) and not may("Softmax", 0) and not may("Identity", 0)

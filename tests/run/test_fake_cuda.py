@@ -15,7 +15,7 @@ import pytest
 from onnx import helper
 
 import onnx_remat
-from tests.support.barriers import held_back
+from tests.support.barriers import held_back, shape_held_back
 from tests.support.fake_cuda import run
 from tests.support.fake_cuda.build import SOURCE, build
 from tests.support.graphs import mlp, model_of
@@ -65,7 +65,7 @@ def test_convolutions_ask_for_the_workspace_that_is_set(workspace, tmp_path):
 
 def test_a_step_that_does_not_fit_fails(tmp_path):
     path = two_tensors(tmp_path)
-    with pytest.raises(AssertionError, match=r"(?i)alloc|memory"):
+    with pytest.raises(run.Failed, match=r"(?i)alloc|memory"):
         run.run_step(path, capacity=2 * 4 * SIDE * SIDE)
 
 
@@ -81,6 +81,15 @@ def test_barriers_stay_on_the_device_at_every_opset(opset, tmp_path):
     step = run.run_step(saved(held_back(opset, [4, 5]), tmp_path))
     assert step.copies == {} and step.waits <= 2
     assert {op for _, op, where in step.order if where != "CUDAExecutionProvider"} <= {"Mul", "Slice"}
+
+
+@pytest.mark.parametrize("opset", [13, 15, 24])
+@pytest.mark.parametrize("symbolic", [False, True])
+def test_a_shape_waits_on_the_host(opset, symbolic, tmp_path):
+    """What a kernel reads on the host is not copied to the device and back."""
+    step = run.run_step(saved(shape_held_back(opset, symbolic), tmp_path))
+    assert step.copies == {} and step.waits <= 2
+    assert {op for _, op, where in step.order if where != "CUDAExecutionProvider"} <= {"Mul", "Slice", "Concat"}
 
 
 @pytest.fixture(scope="module")

@@ -18,15 +18,7 @@ def held_back(opset: int, shape: list[int | str], dtype: int = TensorProto.FLOAT
     """``y = Neg(x)``, twice if `holds` is 2, each after ``t = Cast(a)``, of which nothing else is read before."""
     nodes = [make("Cast", ["a"], ["t"], name="t", to=dtype)]
     vectors: dict[str, np.ndarray] = {}
-
-    def emit(op_type: str, inputs: list[str], output: str, _trigger: str, **attributes: int) -> None:
-        nodes.append(make(op_type, inputs, [output], name=output, **attributes))
-
-    def add_vector(name: str, entries: list[int]) -> None:
-        vectors[name] = np.array(entries, np.int64)
-
-    numbers = itertools.count()
-    barriers = Barriers(opset, "x", emit, lambda wish: f"{wish}{next(numbers)}", add_vector)
+    barriers = _barriers(opset, nodes, vectors)
     names = ["y", "again"][:holds]
     for name, hide in zip(names, (False, True), strict=False):
         barriers.hold("x", f"x_for_{name}", "t", hide)
@@ -37,3 +29,34 @@ def held_back(opset: int, shape: list[int | str], dtype: int = TensorProto.FLOAT
     return model_of(
         nodes, {"a": (TensorProto.DOUBLE, ["n", "m"]), "x": shape}, outputs, vectors, info, opset=opset, ir_version=8
     )
+
+
+def shape_held_back(opset: int, symbolic: bool) -> onnx.ModelProto:
+    """``y``: zeros of shape [2, 3], or of the shape of ``x``, not before ``t = Cast(a)``."""
+    nodes = [make("Cast", ["a"], ["t"], name="t", to=TensorProto.FLOAT)]
+    vectors = {"shape": np.array([2, 3], np.int64)}
+    if symbolic:
+        nodes.append(make("Shape", ["x"], ["shape"], name="shape"))
+        vectors = {}
+    _barriers(opset, nodes, vectors).hold_shape("shape", "held", "t")
+    nodes += [
+        make("ConstantOfShape", ["held"], ["zeros"], name="zeros"),
+        make("Add", ["zeros", "x"], ["y"], name="y"),
+        make("Cast", ["t"], ["b"], name="b", to=TensorProto.DOUBLE),
+    ]
+    outputs = {"y": ["r", "c"], "b": (TensorProto.DOUBLE, ["n", "m"])}
+    shape: list[int | str] = ["r", "c"] if symbolic else [2, 3]
+    return model_of(
+        nodes, {"a": (TensorProto.DOUBLE, ["n", "m"]), "x": shape}, outputs, vectors, opset=opset, ir_version=8
+    )
+
+
+def _barriers(opset: int, nodes: list[onnx.NodeProto], vectors: dict[str, np.ndarray]) -> Barriers:
+    def emit(op_type: str, inputs: list[str], output: str, _trigger: str, **attributes: int) -> None:
+        nodes.append(make(op_type, inputs, [output], name=output, **attributes))
+
+    def add_vector(name: str, entries: list[int]) -> None:
+        vectors[name] = np.array(entries, np.int64)
+
+    numbers = itertools.count()
+    return Barriers(opset, "x", emit, lambda wish: f"{wish}{next(numbers)}", add_vector)

@@ -12,7 +12,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from onnx_remat.write.barriers import MIN_OPSET
-from tests.support.barriers import held_back
+from tests.support.barriers import held_back, shape_held_back
 
 NEWEST = 24
 LEVELS = ("DISABLE_ALL", "ENABLE_BASIC", "ENABLE_EXTENDED", "ENABLE_ALL")
@@ -55,6 +55,19 @@ def test_what_is_held_back_waits_and_stays_what_it_is(opset, level, tmp_path):
         y, again, b = session.run(None, {"x": x, "a": np.ones(trigger)})
         assert y.shape == again.shape == x.shape and (y == -x).all() and (again == -x).all() and b.shape == trigger
         assert {"t", "x"} <= ancestors(runs, "y") & ancestors(runs, "again")
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("symbolic", [False, True])
+@pytest.mark.parametrize("opset", [MIN_OPSET, 15, NEWEST])
+def test_a_shape_that_is_held_back_stays_what_it_is(opset, symbolic, level, tmp_path):
+    model = shape_held_back(opset, symbolic)
+    onnx.checker.check_model(model, full_check=True)
+    session, runs = loaded(model, level, tmp_path)
+    x = np.arange(6, dtype=np.float32).reshape(2, 3)
+    y, b = session.run(None, {"x": x, "a": np.ones((3, 4))})
+    assert (y == x).all() and b.shape == (3, 4)
+    assert "t" in ancestors(runs, "zeros")
 
 
 @pytest.mark.parametrize("dtype", [TensorProto.BOOL, TensorProto.INT8, TensorProto.FLOAT16, TensorProto.INT64])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from onnx_remat.app.show import trace
 from onnx_remat.ir import phases
-from onnx_remat.run.binding import LEAST, lifetimes
+from onnx_remat.run.binding import least, lifetimes
 from onnx_remat.run.opening import lay_out
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def after(result: Result) -> Slab:
 def slab(executed: Executed, section_of: Mapping[str, str], gaps: int = 3) -> Slab:
     """Lay a step out; `section_of` maps names of values to the section of the op that makes them."""
     outputs = [value.name for value in executed.compiled.graph.model.graph.output]
-    arranged = lay_out(executed, outputs, donate=True, least=LEAST)
+    arranged = lay_out(executed, outputs, donate=True, least=least(executed.compiled.kernels))
     placements = arranged.binding.placements
     start, end = lifetimes(arranged.program, [p.name for p in placements])
     phase, sections = phases.NAMES[0], {}

@@ -139,6 +139,8 @@ class Kernels:
         ONNX Runtime's names of the optimisations that it makes for its host provider alone; empty where that is this.
     library_workspace : int
         Bytes allowed for what a vendor's library takes in a convolution: what cannot be known without the device.
+    off_stream : frozenset of OpKey
+        Kernels that ask for workspace without the device's stream: an arena gives them nothing that this has used.
     costs : str
         The preset of `costs.PRESETS` that seconds are estimated with by default.
     """
@@ -164,6 +166,7 @@ class Kernels:
     refusal: Callable[[onnx.NodeProto, int], str] = lambda _node, _opset: ""
     host_fusions: tuple[str, ...] = ()
     library_workspace: int = 0
+    off_stream: frozenset[OpKey] = frozenset()
     costs: str = "cpu"
 
     def on_host(self, node: onnx.NodeProto, dtype: int, opset: int) -> bool:

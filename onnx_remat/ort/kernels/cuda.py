@@ -161,7 +161,7 @@ CUDA: Final = Kernels(
     asks_first=frozenset(),
     by_malloc=frozenset(),
     host_inputs=_HOST_INPUTS,
-    host_outputs={(_ONNX, op): (0,) for op in ("Shape", "Size")},
+    host_outputs={(_ONNX, op): (0,) for op in ("MemcpyToHost", "Shape", "Size")},
     absorbs_transpose=frozenset({(_ONNX, "MatMul"), (_ONNX, "Gemm"), (_ONNX, "Transpose")}),
     races={},
     no_kernel=frozenset((_ONNX, op_type) for op_type in _FUNCTIONS),
@@ -171,5 +171,6 @@ CUDA: Final = Kernels(
     refusal=_refusal,
     host_fusions=_HOST_FUSIONS,
     library_workspace=cuda_workspace.MARGIN,
+    off_stream=frozenset((_ONNX, op) for op in ("Einsum", "LogSoftmax", "Softmax")),
     costs="a100",
 )

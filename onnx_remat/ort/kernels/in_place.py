@@ -1,9 +1,11 @@
-"""CPU kernels that may write an output where one of their inputs lies.
+"""Kernels that may write an output where one of their inputs lies.
 
 ONNX Runtime itself overwrites an input only where the kernel declares it (``MayInplace``, `base.Kernels.inplace`).
 Kernels that compute element by element, and read an element before they write it, give the same bits too when their
 output is bound to the memory of an input, though they do not declare it. ``tests/ort/test_in_place.py`` runs every
-entry both ways.
+entry both ways, on the CPU. On CUDA the same operators go through two templates (``unary_elementwise_impl.cuh``,
+``binary_elementwise_impl.cuh``), in which every thread reads its elements, and then writes those of the same indices:
+that was read, not run.
 """
 
 from __future__ import annotations
@@ -43,6 +45,6 @@ def may_overwrite(kernels: Kernels, node: onnx.NodeProto, slot: int, out: int, d
     if (slot, out) in kernels.may_inplace(node, dtype):
         return True
     domain, op_type = key(node)
-    if kernels.name != "cpu" or domain or out:
+    if domain or out or (kernels.name != "cpu" and op_type == "Identity"):
         return False
     return (op_type in UNARY and slot == 0) or (op_type in BINARY and slot in (0, 1))

@@ -33,7 +33,9 @@ MOST_STEPS = 50
 _MOST_EVENTS = 1_000_000  # in all these steps: those of larger graphs are fewer, three at least
 
 _ROOM = 1024  # chunks at first
-_UNIT = 256
+UNIT = 256
+"""Bytes to a multiple of which every request is rounded up."""
+
 _MAX_DEAD = 128 << 20
 _FIRST_REGION = 1 << 20
 _LARGEST_GROWTH = 1 << 30
@@ -183,7 +185,7 @@ def _replay(events, sizes, keep, any_kept, steps, doubling, books):  # type: ign
         for i in range(len(events) + 2 * n_buffers):
             if i < len(events) and events[i] >= 0:
                 b = events[i]
-                asked = (sizes[b] + _UNIT - 1) // _UNIT * _UNIT
+                asked = (sizes[b] + UNIT - 1) // UNIT * UNIT
                 if asked == 0:
                     continue
                 if n_chunks + 2 > len(free):

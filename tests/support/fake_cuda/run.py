@@ -31,12 +31,19 @@ class Step:
         Per direction that had any ("up", "down", "device"), how many copies and bytes.
     order : tuple of (str, str, str)
         Name, op and execution provider of every node, as executed.
+    held : int
+        Bytes allocated after it, weights, inputs and outputs included: with an arena, all that this ever took.
     """
 
     peak: int
     waits: int
     copies: dict[str, tuple[int, int]]
     order: tuple[tuple[str, str, str], ...]
+    held: int
+
+
+class Failed(Exception):
+    """A step that could not be run on the fake device, and the last line of why."""
 
 
 def environment() -> Path:
@@ -53,6 +60,12 @@ def why_not() -> str:
     return ""
 
 
+def version() -> str:
+    """Of onnxruntime-gpu in the environment."""
+    (found,) = environment().glob("lib/python*/site-packages/onnxruntime_gpu-*.dist-info")
+    return found.name.removeprefix("onnxruntime_gpu-").removesuffix(".dist-info")
+
+
 @cache
 def libraries() -> Path:
     """The fake libraries for the environment, built once and kept in it."""
@@ -60,16 +73,24 @@ def libraries() -> Path:
     return build(provider, environment() / "fake-cuda")
 
 
-def run_step(path: Path, level: str = "ORT_ENABLE_ALL", **settings: int) -> Step:
-    """Run two steps of a file, inputs of zeros, and report the second; `settings` as `device.Device.set` takes them."""
+def run_step(
+    path: Path, level: str = "ORT_ENABLE_ALL", arena: dict[str, str] | None = None, /, **settings: int
+) -> Step:
+    """Run two steps of a file, inputs of zeros, and report the second; `settings` as `device.Device.set` takes them.
+
+    With `arena`, provider options, tensors lie in an arena; else each is an allocation of its own.
+    """
     job = {"libraries": str(libraries()), "path": str(path.resolve()), "level": level, "settings": settings}
+    job |= {} if arena is None else {"arena": arena}
     python = environment() / "bin" / "python"
     done = subprocess.run(
         [python, "-m", "tests.support.fake_cuda.step"], cwd=ROOT, input=json.dumps(job), capture_output=True, text=True,
         env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"ORT_DISABLE_TELEMETRY": "1"}, check=False,
     )  # fmt: skip
-    assert not done.returncode, done.stderr
+    if done.returncode:
+        raise Failed(done.stderr.strip().splitlines()[-1])
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["provider"] == "CUDAExecutionProvider", f"ran on {found['provider']}"
     copies = {where: (count, size) for where, (count, size) in found["copies"].items()}
-    return Step(found["peak"], found["waits"], copies, tuple(tuple(node) for node in found["order"]))
+    order = tuple(tuple(node) for node in found["order"])
+    return Step(found["peak"], found["waits"], copies, order, found["held"])

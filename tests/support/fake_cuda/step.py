@@ -1,6 +1,7 @@
 """One file on the fake device, in a process of the GPU environment: JSON in, JSON out.
 
 In: ``libraries`` (from build.build), ``path``, ``level``, and what may be set on a device (``settings``).
+``arena``, if there: provider options in place of those under which every tensor is an allocation of its own.
 Out: ``provider`` of the session, and of the second of two steps with inputs and outputs on the device: ``peak`` bytes
 of what the step allocates, inputs and outputs included, ``waits``, ``copies`` and ``order``: per node its name, op and
 execution provider.
@@ -36,7 +37,8 @@ def _session(device: Device, job: dict[str, Any], **more: object) -> Any:
     options.graph_optimization_level = getattr(device.ort.GraphOptimizationLevel, job["level"])
     for name, value in more.items():
         setattr(options, name, value)
-    session = device.ort.InferenceSession(job["path"], options, providers=[("CUDAExecutionProvider", device.exact())])
+    how = job.get("arena", device.exact())
+    session = device.ort.InferenceSession(job["path"], options, providers=[("CUDAExecutionProvider", how)])
     session.disable_fallback()  # or it would run on the CPU without a word
     return session
 
@@ -57,6 +59,7 @@ def _step(device: Device, job: dict[str, Any]) -> dict[str, object]:
     fed = sum(array.nbytes for array in inputs.values())
     for name, array in inputs.items():
         binding.bind_ortvalue_input(name, device.ort.OrtValue.ortvalue_from_numpy(array, "cuda", 0))
+    opened = device.read("live")
     for _ in range(2):
         binding.clear_binding_outputs()
         for output in session.get_outputs():
@@ -68,6 +71,7 @@ def _step(device: Device, job: dict[str, Any]) -> dict[str, object]:
         "provider": session.get_providers()[0],
         "weights": weights,
         "peak": device.read("peak") - before + fed,
+        "held": device.read("live") - opened + weights + fed,
         "waits": device.read("waits"),
         "copies": device.copies(),
     }

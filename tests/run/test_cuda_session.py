@@ -1,0 +1,84 @@
+"""`Session` and `Loop` on the fake device: one slab, state in place, and no more memory than was foreseen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+
+import onnx_remat
+from onnx_remat.errors import UsageError
+from tests.support.fake_cuda import here, run
+from tests.support.graphs import mlp
+
+needs_device = pytest.mark.skipif(bool(here.why_not()), reason=here.why_not())
+SPACE = 1 << 20
+
+
+def trained(path: Path, *limits: int) -> list[dict[str, Any]]:
+    job = {"path": str(path), "limits": limits}
+    return list(here.ask("tests.support.fake_cuda.session", job, workspace_forward=SPACE, workspace_data=SPACE))
+
+
+@pytest.fixture(scope="module")
+def step(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, onnx_remat.Report]:
+    """A step rewritten to 60 % of what training with it takes of a device."""
+    path = tmp_path_factory.mktemp("step") / "small.onnx"
+    model = mlp(layers=12, batch=8192, width=64)
+    result = onnx_remat.rewrite_model(model, "60%", provider="cuda", run_by="loop", effort=1.0)
+    result.save(path)
+    return path, result.report
+
+
+@needs_device
+def test_training_takes_what_was_foreseen_and_no_more(step):
+    """It runs within the limit foreseen, which is within the budget, and not within 1 % less."""
+    path, report = step
+    foreseen = report.loop_after.total
+    assert foreseen <= report.budget < report.loop_before.total
+    free, enough, little, none = trained(path, 0, foreseen, int(foreseen * 0.99) - 1, 1000)
+    assert free["donated"] > 0 and free["not_donated"] == {}
+    for found in (free, enough):
+        assert all(made["peak"] <= foreseen and made["waits"] <= 3 for made in found["steps"])
+        assert len({made["peak"] for made in found["steps"]}) == 1
+    assert "Available memory of" in little["error"] or "is below" in little["error"]
+    assert "bytes of the slab and the inputs alone" in none["error"]
+
+
+@needs_device
+def test_an_original_is_opened_as_well(tmp_path):
+    path = tmp_path / "original.onnx"
+    onnx.save(mlp(layers=3, batch=256, width=32), path)
+    (found,) = trained(path, 0)
+    assert found["donated"] > 0 and found["steps"][0]["waits"] <= 3
+
+
+@needs_device
+@pytest.mark.parametrize(("strategy", "row"), [("kSameAsRequested", "limit"), ("kNextPowerOfTwo", "held")])
+def test_the_arena_of_a_stock_session_is_foreseen(strategy, row, step, tmp_path):
+    """What the report says of an arena is what it takes on the device."""
+    result = onnx_remat.rewrite_model(mlp(layers=12, batch=2048, width=32), "60%", provider="cuda", effort=1.0)
+    result.save(tmp_path / "small.onnx")
+    took = run.run_step(tmp_path / "small.onnx", "ORT_ENABLE_ALL", {"arena_extend_strategy": strategy}).held
+    inputs = result.report.after.inputs if row == "limit" else 0
+    assert took == pytest.approx(getattr(result.report.arena_after, row) + inputs, rel=0.01)
+
+
+def test_a_device_that_is_not_there_is_named(step_file):
+    with pytest.raises(onnx_remat.OnnxRematError, match="onnxruntime makes no CUDAExecutionProvider session here"):
+        onnx_remat.Session(step_file, "cuda")
+
+
+def test_what_is_asked_of_a_device_alone(step_file):
+    with pytest.raises(UsageError, match="a memory limit is one of a device's"):
+        onnx_remat.Session(step_file, memory_limit=1 << 30)
+    with pytest.raises(UsageError, match="sessions run on 'cpu' and 'cuda'"):
+        onnx_remat.Session(step_file, "rocm")
+
+
+@pytest.fixture
+def step_file(tmp_path: Path) -> Path:
+    onnx.save(mlp(layers=2, batch=8, width=4), tmp_path / "step.onnx")
+    return tmp_path / "step.onnx"
