@@ -78,8 +78,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("output", metavar="OUT", help="where to write the rewritten graph")
     parser.add_argument(
         "--budget", required=True, metavar="SIZE",
-        help="memory that training is to take at most, see --for: 4GB (10^9), 3.5GiB (2^30), 123456789B, or 80%% of what "
-        "the original takes",
+        help="memory that training is to take at most, see --for: 4GB (10^9), 3.5GiB (2^30), 123456789B, or 80%% of "
+        "what the original takes",
     )  # fmt: skip
     checking = parser.add_argument_group("checking and reporting")
     checking.add_argument(
