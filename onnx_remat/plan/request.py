@@ -44,6 +44,10 @@ class Deadline:
         self._whole = whole
         self.cut_short = False
 
+    def later(self, seconds: float) -> None:
+        """Put the moment off."""
+        self._at += seconds
+
     def left(self) -> float:
         """Seconds from now."""
         return self._at - time.monotonic()
