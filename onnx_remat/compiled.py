@@ -36,6 +36,12 @@ def compiled(function: Callable[..., Any]) -> Any:
     return dispatcher
 
 
+def is_compiled(function: Any) -> bool:
+    """Whether code of a function that `compiled` decorates is on the disk, or none is needed."""
+    cache = getattr(function, "_cache", None)
+    return cache is None or any(Path(cache.cache_path).glob(f"*.{function.py_func.__qualname__}-*.nbi"))
+
+
 def _saved_with_care(save: Callable[..., None], folder: str) -> Callable[..., None]:
     """Save compiled code where that can be done: what cannot be kept, on a full disk say, is compiled again next time.
 

@@ -45,6 +45,7 @@ _EASE = 1.02  # of the lowest budget found: a search for just that would have to
 _CLOSE = 0.98  # of a target that was too large: one that is not too large and this near is good enough
 _UNSEEN = 0.004  # of what a loop takes: networks of up to 3,600 nodes took at most 0.3 % more than foreseen
 _PLANS = 6  # plans made when the written file misses the budget that the plan kept
+_FIRST_SHARE = 0.75  # of the clock for the first plan, where nothing else bounds it: its file may miss the budget
 _GOING_ON = 0.5  # of the effort for each after the first: they start from the plans before
 
 
@@ -132,12 +133,13 @@ def make_plan(
         known=known_plans,
         effort=options.work_seconds(),
         deadline=deadline,
+        use_time=options.effort is None,
         progress=options.progress,
         checkpoints=tuple(numbers[computed(name, numbers, "--checkpoint")] for name in options.checkpoints),
         anchors=tuple(op.index for op in compiled.graph.ops if op.node.op_type in costs.MATRIX_OPS),
     )
     if floor > target:  # no search can help: look only for something to name
-        request = replace(request, work=1)
+        request = replace(request, work=1, use_time=False)
     schedule = settle(compiled, problem, select(request), target)
     check_schedule(problem, schedule)
     timeline = buffers.simulate(problem, schedule)
@@ -201,8 +203,9 @@ def fit(
             break
         with stage("plan"):
             try:
+                share = 1.0 if plans or options.effort is not None else _FIRST_SHARE
                 less = replace(options, effort=options.work_seconds() * _GOING_ON) if plans else options
-                plan = make_plan(compiled, goal, target, less, deadline.sooner(reserve), plans)
+                plan = make_plan(compiled, goal, target, less, deadline.sooner(reserve, share), plans)
                 plans = (*plans, plan.schedule)
             except BudgetInfeasibleError:
                 if not plans:

@@ -46,11 +46,11 @@ class Options:
     arena : bool
         The budget also covers what ONNX Runtime's arena takes besides the plan, with `session_options()`.
     time_limit : float
-        Seconds of the wall clock for all but loading the file and `verify` "run". Where it cuts planning short, the
-        report says so, and another run may find another plan.
+        Seconds of the wall clock for all but loading the file, compiling at a first use and `verify` "run". Where it
+        cuts planning short, the report says so, and another run may find another plan.
     effort : float or None
-        How much planning tries, in seconds of a slow core: the plan is the same on any machine. None: as much as
-        `time_limit` seconds of one; given alone, there is no limit.
+        How much planning tries, in seconds of a slow core: the plan is the same on any machine. None, and where
+        `time_limit` alone is given: as much as `time_limit` seconds of one. Given alone, there is no limit.
     costs : str
         A preset of `costs.PRESETS`, or the path of a profile written by ONNX Runtime; "" for the provider's own preset.
     cudnn_workspace : str, int or None
@@ -70,8 +70,8 @@ class Options:
     allow_recompute: Sequence[str] = ()
     run_by: str | None = None
     arena: bool = False
-    time_limit: float = 30.0
-    effort: float | None = None
+    time_limit: float = 120.0
+    effort: float | None = 30.0
     costs: str = ""
     cudnn_workspace: str | int | None = None
     verify: str = "check"
@@ -173,9 +173,14 @@ def parse_options(given: PlanningOptions) -> Options:
     if unknown := [name for name in given if name not in fields]:
         hint = did_you_mean(unknown[0], fields) or f": choose from {', '.join(fields)}"
         raise UsageError(f"unknown option {unknown[0]!r}{hint}")
-    options = Options(**{name: _checked(name, value) for name, value in given.items()})  # type: ignore[arg-type]
-    if options.effort is not None and "time_limit" not in given:
-        options = replace(options, time_limit=math.inf)
+    checked = {name: _checked(name, value) for name, value in given.items()}
+    if "time_limit" in given:
+        checked.setdefault("effort", None)
+    elif checked.get("effort") is not None:
+        checked["time_limit"] = math.inf
+    else:
+        checked.pop("effort", None)
+    options = Options(**checked)  # type: ignore[arg-type]
     if options.run_by is None:
         options = replace(options, run_by="session" if options.arena or options.provider != "cpu" else "loop")
     options.kernels()

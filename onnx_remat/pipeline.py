@@ -14,6 +14,7 @@ import onnx
 
 from onnx_remat import files
 from onnx_remat.errors import ModelError
+from onnx_remat.first_use import PLANNER, SIMULATOR, FirstUse, first_use
 from onnx_remat.fit import Goal, Plan, fit, make_plan
 from onnx_remat.ir import model_io, phases, shapes
 from onnx_remat.ir.training_ops import first_training_op
@@ -96,7 +97,9 @@ def plan_model(model: model_io.Model, budget: str | int | Budget, **options: Unp
     OnnxRematError
         As `rewrite_model`.
     """
-    job = begin(model, budget, options)
+    with first_use() as kernels:
+        job = begin(model, budget, options, kernels)
+        job.compile(kernels, PLANNER)
     return make_plan(job.compiled, job.goal, job.goal.target(), job.options, job.deadline)
 
 
@@ -134,9 +137,11 @@ def rewrite_model(model: model_io.Model, budget: str | int | Budget, **options: 
     >>> result.report.after.total <= result.report.budget
     True
     """
-    job = begin(model, budget, options)
-    if job.keeps_already():
-        return _unchanged(job)
+    with first_use() as kernels:
+        job = begin(model, budget, options, kernels)
+        if job.keeps_already():
+            return _unchanged(job)
+        job.compile(kernels, PLANNER)
     reserve = _LOOKS * job.clock.seconds["simulate original"]
     plan, written, executed = fit(
         job.compiled, job.original, job.goal, job.folder, job.options, job.clock.stage, job.deadline, reserve
@@ -221,6 +226,13 @@ class Job:
     clock: _Stopwatch
     deadline: Deadline
 
+    def compile(self, kernels: FirstUse, groups: tuple[str, ...]) -> None:
+        """See to it that some kernels are compiled; a first use is none of the time limit's."""
+        self.options.progress("compile", 0.0)
+        seconds = kernels.compile(groups)
+        self.clock.waited(seconds)
+        self.deadline.later(seconds)
+
     def keeps_already(self) -> bool:
         """Is the original itself within the budget?"""
         allowed = self.goal.allowed
@@ -229,8 +241,10 @@ class Job:
         return self.before.peak <= allowed and not (self.options.arena and held(self.original, self.before) > allowed)
 
 
-def begin(model: model_io.Model, budget: str | int | Budget, given: PlanningOptions) -> Job:
-    """Check the arguments, load and compile the model, and simulate the original."""
+def begin(
+    model: model_io.Model, budget: str | int | Budget, given: PlanningOptions, kernels: FirstUse | None = None
+) -> Job:
+    """Check the arguments, load and compile the model, and simulate the original; `kernels` know what is compiled."""
     parsed, options = parse_budget(budget), parse_options(given)
     clock = _Stopwatch(options.progress)
     with clock.stage("load"):
@@ -238,6 +252,7 @@ def begin(model: model_io.Model, budget: str | int | Budget, given: PlanningOpti
         compiled = prepare(source.model, options.preparation())
         placement.check_nodes(compiled)
         options = replace(options, dims=shapes.all_dims(compiled.tensors, options.dims))
+    clock.waited((kernels or FirstUse()).compile(SIMULATOR))
     deadline = Deadline(options.time_limit)
     with clock.stage("simulate original"):
         original = as_executed(compiled.graph.model, source.folder, "all", options.preparation())
@@ -348,6 +363,11 @@ class _Stopwatch:
     def __init__(self, progress: Callable[[str, float], None]) -> None:
         self.seconds: dict[str, float] = {}
         self._progress = progress
+
+    def waited(self, seconds: float) -> None:
+        """Count seconds that a first use took to compile, if it is one."""
+        if seconds:
+            self.seconds["compile"] = self.seconds.get("compile", 0.0) + seconds
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:

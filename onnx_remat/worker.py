@@ -140,13 +140,17 @@ def _receive(stream: IO[bytes]) -> tuple[Any, bytes] | None:
 def _child() -> subprocess.Popen[bytes]:
     global _running
     if _running is None or _running[0] != os.getpid() or _running[1].poll() is not None:
-        environment = os.environ | QUIET | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}  # noqa: PTH109
-        child = subprocess.Popen(
-            [sys.executable, "-P", "-m", "onnx_remat.worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL, env=environment,
-        )  # fmt: skip
-        _running = os.getpid(), child
+        _running = os.getpid(), spawn("onnx_remat.worker", stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     return _running[1]
+
+
+def spawn(module: str, *arguments: str, stdin: int, stdout: int = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
+    """Start ``python -m module arguments``, which finds the modules that this process finds."""
+    environment = os.environ | QUIET | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}  # noqa: PTH109
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", module, *arguments], stdin=stdin, stdout=stdout, stderr=subprocess.DEVNULL,
+        env=environment,
+    )  # fmt: skip
 
 
 def _end(child: subprocess.Popen[bytes]) -> int:

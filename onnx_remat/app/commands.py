@@ -16,6 +16,7 @@ from onnx_remat.app.flags import (
 )
 from onnx_remat.app.progress import Progress
 from onnx_remat.app.streams import say
+from onnx_remat.errors import UsageError
 from onnx_remat.ir import model_io
 
 
@@ -78,6 +79,8 @@ def _report(text: str, as_json: str, path: str | None) -> int:
 def sweep(arguments: Sequence[str]) -> int:
     """Print, and on demand draw, what every peak costs."""
     from onnx_remat.app import show
+    from onnx_remat.app.lowest import Lowest, lowest_budget
+    from onnx_remat.app.sweep import Curve
     from onnx_remat.app.sweep import sweep as run
 
     parser = Parser(
@@ -86,10 +89,15 @@ def sweep(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("input", metavar="IN", help="training graph")
     parser.add_argument("--points", type=int, default=10, metavar="N", help="budgets to try (default 10)")
+    parser.add_argument(
+        "--lowest", action="store_true", help="only look for the lowest budget there is a file for, and what is proved"
+    )
     add_planning_flags(parser, time_limit="10s")
     parser.add_argument("--json", metavar="PATH|-", help="also write the curve as JSON (- is standard output)")
     parser.add_argument("--plot", metavar="PATH", help=f"also draw it: {', '.join(show.IMAGES)}")
     given = parser.parse_args(arguments)
+    if given.plot and given.lowest:
+        raise UsageError("--lowest looks for one budget: there is no curve to --plot")
     if given.plot:
         show.check(given.plot, show.IMAGES)
     options, progress = planning_options(given), Progress()
@@ -97,11 +105,12 @@ def sweep(arguments: Sequence[str]) -> int:
     try:
         source = model_io.load(given.input)
         check_files({given.input: source}, None, [("--json", given.json), ("--plot", given.plot)], given.costs)
-        curve = run(source, given.points, **options)
+        curve: Curve | Lowest
+        curve = lowest_budget(source, **options) if given.lowest else run(source, given.points, **options)
     finally:
         progress.clear()
     with files.together():
-        if given.plot:
+        if isinstance(curve, Curve) and given.plot:
             show.draw_curve(curve, given.plot)
         if given.json not in (None, "-"):
             files.write_text(curve.to_json() + "\n", given.json)

@@ -122,9 +122,9 @@ def planning_options(arguments: argparse.Namespace) -> PlanningOptions:
         options["effort"] = parse_duration(arguments.effort)
     if arguments.time_limit is not None:
         options["time_limit"] = parse_duration(arguments.time_limit)
-    elif arguments.effort is None:  # the clock leaves room for a first use, which compiles the planner
-        options["effort"] = effort = parse_duration(arguments.default_time_limit)
-        options["time_limit"] = 4 * effort
+    elif arguments.effort is None:  # the clock leaves room for a busy machine
+        effort = parse_duration(arguments.default_time_limit)
+        options["effort"], options["time_limit"] = effort, 4 * effort
     if arguments.cudnn_workspace is not None:
         options["cudnn_workspace"] = arguments.cudnn_workspace
     if arguments.costs is not None:

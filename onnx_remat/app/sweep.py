@@ -117,9 +117,9 @@ def sweep(model: Model, points: int = 10, **options: Unpack[PlanningOptions]) ->
     floor = original.report.lower_bound + books
     found, missed = [_point(original)], []
     least = smallest_budget(floor - books, books)
-    lowest = _lowest(model, least, {**options, "progress": _named("lowest peak", progress)})
+    lowest = _lowest(model, least, {**options, "progress": named("lowest peak", progress)})
     for number, budget in enumerate(np.linspace(top, lowest, points + 1, dtype=np.int64).tolist()[1:], start=1):
-        watched: PlanningOptions = {**options, "progress": _named(f"budget {number} of {points}", progress)}
+        watched: PlanningOptions = {**options, "progress": named(f"budget {number} of {points}", progress)}
         try:
             result = rewrite_model(model, budget, **watched)
         except BudgetInfeasibleError:
@@ -131,7 +131,7 @@ def sweep(model: Model, points: int = 10, **options: Unpack[PlanningOptions]) ->
     return Curve(top, floor, front, _knee(front), tuple(missed))
 
 
-def _named(what: str, progress: Progress) -> Progress:
+def named(what: str, progress: Progress) -> Progress:
     """`progress`, told besides what the stages are of."""
     return lambda stage, fraction: progress(f"{what}: {stage}", fraction)
 

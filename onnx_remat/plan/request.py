@@ -44,6 +44,10 @@ class Deadline:
         self._whole = whole
         self.cut_short = False
 
+    def later(self, seconds: float) -> None:
+        """Put the moment off."""
+        self._at += seconds
+
     def left(self) -> float:
         """Seconds from now."""
         return self._at - time.monotonic()
@@ -55,10 +59,10 @@ class Deadline:
         self._note()
         return True
 
-    def sooner(self, seconds: float) -> Deadline:
-        """This deadline less some seconds for what comes after, though at most half of what is left."""
+    def sooner(self, seconds: float, share: float = 1.0) -> Deadline:
+        """A share of the time left before some seconds for what comes after, which are at most half of it."""
         left = self.left()
-        return Deadline(left - min(seconds, max(0.0, left) / 2), self)
+        return Deadline((left - min(seconds, max(0.0, left) / 2)) * share, self)
 
     @contextmanager
     def flag(self) -> Iterator[Longs]:
@@ -108,6 +112,8 @@ class Request:
         requests give equal schedules on any machine, as long as the deadline cuts none short.
     deadline : Deadline
         When the selector is to answer with what it has.
+    use_time : bool
+        Go on until the deadline, for as long as that finds better plans: equal requests may then give different ones.
     seed : int
         Of the pseudo-random moves.
     checkpoints : tuple of int
@@ -128,6 +134,7 @@ class Request:
     effort: float = 30.0
     work: int | None = None
     deadline: Deadline = field(default_factory=Deadline)
+    use_time: bool = False
     seed: int = 0
     checkpoints: tuple[int, ...] = ()
     anchors: tuple[int, ...] = ()

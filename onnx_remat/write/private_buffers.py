@@ -153,12 +153,13 @@ def gap_tenants(problem: Problem, order: Sequence[int], timeline: Timeline, limi
     """
     steps = np.asarray(order, np.int32)
     hot = np.concatenate([[0], np.cumsum(timeline.step_bytes > limit)]).astype(np.int64)
-    flagged = _flag_gaps(steps, problem.lifetimes, timeline.tenant_of, len(timeline.start), hot)
+    flagged = flag_gaps(steps, problem.lifetimes, timeline.tenant_of, len(timeline.start), hot)
     return [int(v) for v in np.flatnonzero(flagged)]
 
 
 @compiled
-def _flag_gaps(order, life, tenant_of, n_buffers, hot):  # type: ignore[no-untyped-def]
+def flag_gaps(order, life, tenant_of, n_buffers, hot):  # type: ignore[no-untyped-def]
+    """Values that `gap_tenants` is to find, by number; `hot` counts the steps above the limit before each step."""
     last_read = np.full(len(life.nbytes), -1, np.int32)
     for step in range(len(order)):
         op = order[step]

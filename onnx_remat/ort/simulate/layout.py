@@ -180,7 +180,7 @@ def _greedy(first: Longs, last: Longs, size: Longs, live: Longs) -> tuple[Longs,
     tries = [(key, tightest) for key in keys for tightest in (True, False)]
     for key, tightest in tries[: max(_FEWEST_ORDERS, _GREEDY_WORK // len(size) ** 2)]:
         order = np.lexsort(key)
-        offsets, at = _place(order, first, last, size, tightest, height)
+        offsets, at = place(order, first, last, size, tightest, height)
         if at < height:
             best, chosen, height = offsets, order, int(at)
         if height == bound:
@@ -189,7 +189,7 @@ def _greedy(first: Longs, last: Longs, size: Longs, live: Longs) -> tuple[Longs,
 
 
 @compiled
-def _place(order, first, last, size, tightest, limit):  # type: ignore[no-untyped-def]
+def place(order, first, last, size, tightest, limit):  # type: ignore[no-untyped-def]
     """Place buffers one by one into the tightest or the lowest gap; give up at the height `limit`.
 
     Returns
@@ -218,7 +218,13 @@ def _place(order, first, last, size, tightest, limit):  # type: ignore[no-untype
         height = max(height, at + bytes_)
         if height >= limit:
             return offsets, height
-        rank = np.searchsorted(pile[0, :k], at)
+        rank, above = 0, k  # the first place from `at` on: NumPy's own search takes longer to compile than all of this
+        while rank < above:
+            middle = (rank + above) // 2
+            if pile[0, middle] < at:
+                rank = middle + 1
+            else:
+                above = middle
         for row in range(4):
             for j in range(k, rank, -1):
                 pile[row, j] = pile[row, j - 1]
@@ -261,7 +267,7 @@ def _improve(order, offsets, first, last, size, height, target, work, seed):  # 
                 moved += 1
         if not moved:
             continue
-        found, at = _place(trial, first, last, size, tightest, height + 1)
+        found, at = place(trial, first, last, size, tightest, height + 1)
         if at <= height:
             best, chosen, height = found, trial, at
     return best, chosen, height

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import heapq
-
 import numpy as np
 
-from onnx_remat.compiled import compiled
+from onnx_remat.compiled import compiled, inlined
 from onnx_remat.plan.search.tuning import FEW_DESCENDANTS
 from onnx_remat.problem import Ints, Problem
 
 EAGER_SHRINK, GREEDY, LEAVES_FIRST = 0, 1, 2
+_FIRST = 1 << 60  # more bytes than there are
 
 
 @compiled
@@ -49,13 +48,48 @@ def _buffers_read(life):  # type: ignore[no-untyped-def]
     return buffers
 
 
-@compiled
-def _entry(net, rank, few, mode):  # type: ignore[no-untyped-def]
-    """What a ready op is sorted by: the group, the key in it, and the rank that breaks ties."""
-    first = net < 0 or (mode == LEAVES_FIRST and few <= FEW_DESCENDANTS)
+@inlined
+def _key(net, rank, few, mode):  # type: ignore[no-untyped-def]
+    """What a ready op is sorted by before its rank: those that go first come below all others."""
     if mode == GREEDY:
-        return np.int64(1), np.int64(net), np.int64(rank)
-    return np.int64(not first), np.int64(net if first else rank), np.int64(rank)
+        return net
+    if net < 0 or (mode == LEAVES_FIRST and few <= FEW_DESCENDANTS):
+        return net - _FIRST
+    return np.int64(rank)
+
+
+@inlined
+def _push(heap, n, key, rank):  # type: ignore[no-untyped-def]
+    """Put a key and a rank into a binary heap of `n`; Python's own, of tuples, takes longer to compile."""
+    i = n
+    while i > 0:
+        above = (i - 1) // 2
+        if heap[0, above] < key or (heap[0, above] == key and heap[1, above] <= rank):
+            break
+        heap[0, i], heap[1, i] = heap[0, above], heap[1, above]
+        i = above
+    heap[0, i], heap[1, i] = key, rank
+    return n + 1
+
+
+@inlined
+def _pop(heap, n):  # type: ignore[no-untyped-def]
+    """Take the least of `n` entries off the heap: its key and its rank."""
+    found = heap[0, 0], heap[1, 0]
+    n -= 1
+    key, rank = heap[0, n], heap[1, n]
+    i, below = 0, 1
+    while below < n:
+        for other in range(below, min(below + 2, n)):
+            less = heap[0, other] < heap[0, below]
+            if less or (heap[0, other] == heap[0, below] and heap[1, other] < heap[1, below]):
+                below = other
+        if key < heap[0, below] or (key == heap[0, below] and rank <= heap[1, below]):
+            break
+        heap[0, i], heap[1, i] = heap[0, below], heap[1, below]
+        i, below = below, 2 * below + 1
+    heap[0, i], heap[1, i] = key, rank
+    return found
 
 
 @compiled
@@ -86,16 +120,18 @@ def _run(life, buffers, rank, few, mode):  # type: ignore[no-untyped-def]
     for op in range(n):
         op_of[rank[op]] = op
     # An entry is stale once its op has run or its net has changed: it has then been entered anew.
-    ready = [_entry(net[op], rank[op], few[op], mode) for op in range(n) if waiting[op] == 0]
-    heapq.heapify(ready)
+    heap, n_ready = np.empty((2, n + len(nbytes)), np.int64), 0
+    for op in range(n):
+        if waiting[op] == 0:
+            n_ready = _push(heap, n_ready, _key(net[op], rank[op], few[op], mode), np.int64(rank[op]))
     done = np.zeros(n, np.bool_)
     order = np.empty(n, np.int32)
     for step in range(n):
-        entry = heapq.heappop(ready)
-        op = op_of[entry[2]]
-        while done[op] or entry != _entry(net[op], rank[op], few[op], mode):
-            entry = heapq.heappop(ready)
-            op = op_of[entry[2]]
+        key, op = np.int64(0), -1
+        while op < 0 or done[op] or key != _key(net[op], rank[op], few[op], mode):
+            key, place = _pop(heap, n_ready)
+            n_ready -= 1
+            op = op_of[place]
         done[op] = True
         order[step] = op
         for k in range(in_ptr[op], in_ptr[op + 1]):
@@ -109,11 +145,13 @@ def _run(life, buffers, rank, few, mode):  # type: ignore[no-untyped-def]
                 if not done[other]:
                     net[other] -= nbytes[r]
                     if waiting[other] == 0:
-                        heapq.heappush(ready, _entry(net[other], rank[other], few[other], mode))
+                        n_ready = _push(
+                            heap, n_ready, _key(net[other], rank[other], few[other], mode), np.int64(rank[other])
+                        )
         for o in life.next_ops[life.next_ptr[op] : life.next_ptr[op + 1]]:
             waiting[o] -= 1
             if waiting[o] == 0:
-                heapq.heappush(ready, _entry(net[o], rank[o], few[o], mode))
+                n_ready = _push(heap, n_ready, _key(net[o], rank[o], few[o], mode), np.int64(rank[o]))
     return order
 
 

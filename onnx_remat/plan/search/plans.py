@@ -95,12 +95,37 @@ def annealed(
 ) -> Plan:
     """What annealing makes of a plan, for better or worse; the plan itself once the deadline has passed.
 
+    The parameters are those of `improved`, but for the plan to start from.
+    """
+    order = view.contract(plan.schedule.order)
+    if not len(order):
+        return plan
+    deadline = deadline or Deadline()
+    if deadline.passed():
+        return replace(plan, over=plan.peak > budget)
+    found = improved(view, order, budget, work, heat, seed, recompute, keep, deadline)
+    return priced(view.problem, view.expand(found), budget)
+
+
+def improved(
+    view: Viewless,
+    order: Ints,
+    budget: int,
+    work: int,
+    heat: Heat,
+    seed: int,
+    recompute: bool,
+    keep: bool,
+    deadline: Deadline,
+) -> Ints:
+    """The order that annealing comes to.
+
     Parameters
     ----------
     view : Viewless
         The problem without its views.
-    plan : Plan
-        Where to start.
+    order : int32 (n,)
+        Where to start, without views.
     budget : int
         Bytes, residents included.
     recompute : bool
@@ -108,13 +133,7 @@ def annealed(
     keep : bool
         Keep the order of first executions, as is done anyway where the view's order is fixed.
     """
-    problem, core = view.problem, view.core
-    order = view.contract(plan.schedule.order)
-    if not len(order):
-        return plan
-    deadline = deadline or Deadline()
-    if deadline.passed():
-        return replace(plan, over=plan.peak > budget)
+    core = view.core
     state = _loaded(view, order, budget)
     if not recompute:
         state.ops["again"][:] = 0
@@ -129,4 +148,4 @@ def annealed(
             float(core.cost[view.ops].sum()), work, heat.hot * unit, heat.cold * unit, FIRST_PRICE * unit / size,
             stop,
         )  # fmt: skip
-    return priced(problem, view.expand(found), budget)
+    return found  # type: ignore[no-any-return]

@@ -86,6 +86,8 @@ CONTINUE_HEAT = (0.15, 0.005)
 """Temperatures of these runs: by hand; below those of the first, which found the plans."""
 LAST_HEATS = ((0.05, 0.002), (0.1, 0.002))
 """Temperatures of the last runs, one per lane: by hand."""
+FRUITLESS = 3
+"""Rounds in a row, each of twice the work of the one before, that find nothing before the clock is left alone."""
 TIGHTER_TARGETS = 6
 """Times the budget is made smaller where shared buffers exceed it: by reckoning."""
 LARGE_OPS = 20_000

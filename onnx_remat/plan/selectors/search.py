@@ -17,6 +17,7 @@ from onnx_remat.plan.search.tuning import (
     AIMS,
     CONTINUE_HEAT,
     CONTINUE_SHARE,
+    FRUITLESS,
     LANES,
     LARGE_OPS,
     LAST_HEATS,
@@ -70,8 +71,32 @@ def find(request: Request) -> Plan:
             break  # where not even liveness keeps the target, a smaller one is no help
         target = int(target * request.budget / max(found.peak, request.budget + 1) * 0.995)
         work //= 4
+    if request.use_time:
+        best = _going_on(request, view, best, target, allowance(request))
     request.progress("done", 1.0)
     return best
+
+
+def _going_on(request: Request, view: Viewless, best: Plan, budget: int, work: int) -> Plan:
+    """Anneal on from the best plan until the deadline, in ever longer rounds, while that finds better ones."""
+    fruitless = turn = 0
+    while fruitless < FRUITLESS and not request.deadline.passed():
+        better = best_of([best, *_turn(request, view, best, budget, work << turn, turn)])
+        fruitless = fruitless + 1 if better is best else 0
+        best, turn = better, turn + 1
+    return best
+
+
+def _turn(request: Request, view: Viewless, start: Plan, budget: int, work: int, turn: int) -> list[Plan]:
+    """One run per lane from `start`: one hot, its heat by turns, one that goes on where it is."""
+    heats = TRIAL_HEATS[turn % len(TRIAL_HEATS)], CONTINUE_HEAT
+    request.progress("improving further", 0.0)
+
+    def run(lane: int) -> Plan:
+        seed, heat = request.seed + 1000 + LANES * turn + lane, Heat(*heats[lane])
+        return annealed(view, start, budget, work, heat, seed, deadline=request.deadline)
+
+    return [replace_over(plan, request.budget) for plan in side_by_side(run, range(LANES))]
 
 
 def replace_over(plan: Plan, budget: int) -> Plan:
