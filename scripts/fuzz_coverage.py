@@ -18,7 +18,6 @@ from collections import Counter
 from tests.support.differential import Coverage, Difference, table, try_step
 from tests.support.steps import TABLE
 
-
 _EVERY = 500  # steps between two lines of progress
 
 
