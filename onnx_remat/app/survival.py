@@ -97,8 +97,8 @@ class Survival:
             ]
         else:
             why = "another runs it" if runtime.available() else "onnxruntime is not installed"
-            (peak,) = self.peaks_by_level.values()
-            lines.append(f"simulated peak {format_bytes(peak)}, without graph optimisations: {why}")
+            (simulated,) = self.peaks_by_level.values()
+            lines.append(f"simulated peak {format_bytes(simulated)}, without graph optimisations: {why}")
         if self.measured is None:
             lines.append("it was not run")
         else:
