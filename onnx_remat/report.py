@@ -96,7 +96,7 @@ class Report:
         saved = 1 - after / before if before else 0.0
         change = f"-{saved:.1%}" if after != before else "unchanged"
         what = "training takes" if self.run_by == "loop" else "peak"
-        unresolved = self.measured.unresolved if self.measured else 0
+        unresolved = self.measured.unresolved if self.measured and self.run_by != "loop" else 0
         kept = f"kept by simulation, measured {format_bytes(unresolved)} above it" if unresolved else "kept"
         return (
             f"{what} {format_bytes(before)} -> {format_bytes(after)} ({change}), "
