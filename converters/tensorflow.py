@@ -11,6 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .extras import require
+
+require("tensorflow", "onnx_ir", "onnxruntime", "tensorflow", "tf2onnx")
+
 import numpy as np
 import onnx
 

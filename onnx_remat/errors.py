@@ -59,6 +59,10 @@ class ConversionError(OnnxRematError):
     exit_code = 6
 
 
+class MissingExtraError(OnnxRematError, ImportError):
+    """A package that an extra of ours brings is not installed; to Python it is an ImportError like others."""
+
+
 def closest(name: str, names: Iterable[str]) -> str | None:
     """The one of `names` most like `name`, None where none is like it.
 

@@ -32,6 +32,7 @@ from onnx_remat.report import Report
 from onnx_remat.run import fixed_draws, verify
 from onnx_remat.run.foreseen import Footprint, foresee
 from onnx_remat.run.opening import check_openable
+from onnx_remat.run.processes import beyond_tensors
 from onnx_remat.units import Budget, format_bytes, parse_budget
 from onnx_remat.write.writer import Rewritten
 
@@ -167,6 +168,7 @@ def _verify(job: Job, written: Rewritten, executed: Mapping[str, Executed]) -> v
     return verify.run(
         job.compiled, written.model, job.folder, dict(options.dims), limit, order, options.arena, written.rounded,
         trained=job.goal.allowed if job.goal.by_loop else None,
+        beyond=(beyond_tensors(job.original), beyond_tensors(list(executed.values())[-1])),
     )  # fmt: skip
 
 

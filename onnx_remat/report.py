@@ -96,9 +96,11 @@ class Report:
         saved = 1 - after / before if before else 0.0
         change = f"-{saved:.1%}" if after != before else "unchanged"
         what = "training takes" if self.run_by == "loop" else "peak"
+        unresolved = self.measured.unresolved if self.measured and self.run_by != "loop" else 0
+        kept = f"kept by simulation, measured {format_bytes(unresolved)} above it" if unresolved else "kept"
         return (
             f"{what} {format_bytes(before)} -> {format_bytes(after)} ({change}), "
-            f"budget {format_bytes(self.budget)} kept, +{self.extra_compute:.1%} compute, {room}"
+            f"budget {format_bytes(self.budget)} {kept}, +{self.extra_compute:.1%} compute, {room}"
         )
 
     def to_json(self) -> str:
@@ -162,6 +164,7 @@ class Report:
             rows.append(("training takes", format_bytes(m.trained_before), format_bytes(m.trained_after)))
         rows += [
             ("peak of tensors", format_bytes(m.before), format_bytes(m.after)),
+            ("  pages and bookkeeping besides", format_bytes(m.before_beyond), format_bytes(m.after_beyond)),
             ("held with allocator reserves", format_bytes(m.before_default), format_bytes(m.after_default)),
             *([("with session_options()", "", format_bytes(m.after_arena))] if m.after_arena is not None else []),
             ("step", f"{m.before_seconds * 1e3:.1f} ms", f"{m.after_seconds * 1e3:.1f} ms"),

@@ -160,7 +160,8 @@ def after_tool(python: Path, tool: str, small: Path) -> tuple[Path | None, str]:
         return target, f"check: {str(error)[:100]}"
     lost = f"{len(found.recomputed_lost)}/{found.recomputed} recomputes lost, "
     lost += f"{len(found.control_edges_lost)}/{found.control_edges} edges"
-    return target, f"{'kept' if found.kept else 'NOT kept'} ({lost})"
+    verdict = "kept" if found.kept else "NOT kept" if found.lost else "unresolved"
+    return target, f"{verdict} ({lost})"
 
 
 def table(rows: dict[str, list[str]], head: list[str]) -> str:

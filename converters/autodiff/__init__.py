@@ -1,6 +1,24 @@
 """Reverse-mode differentiation of ONNX models: any forward model into a training step in standard ops."""
 
-from .build import add_backward, initial_inputs
-from .loss import CrossEntropy, MeanSquaredError
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from ..extras import require
+
+if TYPE_CHECKING:
+    from .build import add_backward, initial_inputs
+    from .loss import CrossEntropy, MeanSquaredError
 
 __all__ = ["CrossEntropy", "MeanSquaredError", "add_backward", "initial_inputs"]
+
+_HOMES = {"CrossEntropy": "loss", "MeanSquaredError": "loss", "add_backward": "build", "initial_inputs": "build"}
+
+
+def __getattr__(name: str) -> Any:
+    """Imported when asked for: the command line says in one line what is not installed."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    require("convert", "onnx_ir", "onnxruntime")
+    return getattr(import_module(f".{_HOMES[name]}", __name__), name)

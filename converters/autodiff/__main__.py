@@ -13,8 +13,16 @@ from typing import TypeAlias
 import numpy as np
 
 from onnx_remat import files
-from onnx_remat.errors import OnnxRematError, UsageError
+from onnx_remat.errors import MissingExtraError, OnnxRematError, UsageError
 from onnx_remat.ir import model_io
+
+from ..extras import require
+
+try:
+    require("convert", "onnx_ir", "onnxruntime")
+except MissingExtraError as error:
+    print(f"error: {error}", file=sys.stderr)
+    sys.exit(error.exit_code)
 
 from .. import optimizers
 from .build import add_backward, initial_inputs

@@ -6,6 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from ..extras import require
+
+require("jax", "onnx_ir", "onnxruntime", "jax", "optax")
+
 import jax
 import numpy as np
 import onnx

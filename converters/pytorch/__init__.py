@@ -6,6 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from ..extras import require
+
+require("torch", "onnx_ir", "onnxruntime", "torch", "onnxscript")
+
 import onnx
 import onnx_ir as ir
 import torch

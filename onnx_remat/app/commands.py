@@ -159,7 +159,7 @@ def profile(arguments: Sequence[str]) -> int:
 
 
 def check(arguments: Sequence[str]) -> int:
-    """Has another tool undone a rewritten file? 0 where it keeps its budget, 5 where it no longer does."""
+    """Has another tool undone a rewritten file? 5 where it no longer keeps its budget, 0 where nothing shows that."""
     from onnx_remat.app.survival import check as run
     from onnx_remat.errors import VerificationError
     from onnx_remat.units import parse_dims
@@ -180,4 +180,4 @@ def check(arguments: Sequence[str]) -> int:
     given = parser.parse_args(arguments)
     found = run(given.file, parse_dims(given.dim), run=not given.no_run, provider=given.provider, python=given.runtime)
     say(found.to_text())
-    return 0 if found.kept else VerificationError.exit_code
+    return VerificationError.exit_code if found.lost else 0

@@ -6,10 +6,12 @@ import onnx
 import pytest
 
 import onnx_remat
+from onnx_remat.app import survival
 from onnx_remat.app.cli import main
-from onnx_remat.app.survival import check
+from onnx_remat.app.survival import Survival, check
 from onnx_remat.errors import ModelError, VerificationError
 from onnx_remat.ort import runtime
+from onnx_remat.run import processes
 from tests.support.graphs import mlp
 
 pytest.importorskip("onnxruntime")
@@ -56,6 +58,26 @@ def test_a_file_as_written_keeps_its_budget(small, capsys):
     assert main(["check", str(small)]) == 0
     out = capsys.readouterr().out
     assert "keeps its budget" in out and "it runs: measured peak" in out
+
+
+@pytest.mark.parametrize(
+    ("simulated", "measured", "words", "code"),
+    [
+        (900_000, 1_000_000, "it keeps its budget", 0),
+        (900_000, 1_000_001, "cannot be told", 0),
+        (900_000, 1_000_001 + processes.RESOLUTION, "it no longer keeps", 5),
+        (1_000_001, 900_000, "it no longer keeps", 5),
+        (1_000_001, None, "it no longer keeps", 5),
+        (900_000, None, "it keeps its budget", 0),
+    ],
+)
+def test_kept_means_at_most_the_budget(simulated, measured, words, code, monkeypatch, capsys):
+    """Not half a megabyte more: what lies within what measuring resolves is said to."""
+    found = Survival(1, 1, (), (), 1_000_000, {"disable": simulated}, {"disable": 1}, measured)
+    assert found.kept == (words == "it keeps its budget") and found.lost == (code == 5)
+    monkeypatch.setattr(survival, "check", lambda *_, **__: found)
+    assert main(["check", "some.onnx"]) == code
+    assert words in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_merged_recomputes_are_named_and_cost_the_budget(small, tmp_path, capsys):

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+import mmap
+import sys
+from functools import partial
+
 import numpy as np
 import onnx
 import pytest
 from onnx import helper
 
 from onnx_remat.errors import VerificationError
-from onnx_remat.run import verify
+from onnx_remat.ort.executed import as_executed
+from onnx_remat.ort.kernels.cpu import CPU
+from onnx_remat.ort.prepare import Preparation
+from onnx_remat.run import processes, verify
 from tests.support.graphs import model_of
 
 pytest.importorskip("onnxruntime")
@@ -41,3 +49,20 @@ def test_the_sign_of_zero_counts_and_what_a_nan_carries_does_not():
     assert not verify._same_bits(np.float32([0.0]), np.float32([-0.0]))
     assert verify._same_bits(np.float32([np.nan, 1]), np.float32([-np.nan, 1]))
     assert not verify._same_bits(np.float32([np.nan]), np.float32([1]))
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="peaks are measured on Linux only")
+def test_whole_pages_are_no_tensors(tmp_path):
+    """Values of whole pages take a page more each: of 400 such, more than any two measurements differ by."""
+    count, rows = 400, 8 * mmap.PAGESIZE // 256
+    names = ["x", *(f"y{i}" for i in range(count))]
+    nodes = [helper.make_node("Tanh", [a], [b], name=b) for a, b in itertools.pairwise(names)]
+    model = model_of(nodes, {"x": [rows, 64]}, {name: [rows, 64] for name in names[1:]})
+    path = tmp_path / "many.onnx"
+    onnx.save(model, path)
+    executed = as_executed(model, None, "all", Preparation(CPU))
+    beyond, peak = processes.beyond_tensors(executed), executed.timeline().peak
+    assert count * mmap.PAGESIZE <= beyond <= count * (mmap.PAGESIZE + 200)
+    resident = processes.peak_under(peak + beyond, partial(processes.measure, path))
+    assert resident - peak > processes.RESOLUTION
+    assert abs(resident - beyond - peak) < 2 * processes.RESOLUTION

@@ -95,6 +95,11 @@ def feeds_for(model: onnx.ModelProto, seed: int = 0, **dims: int) -> dict[str, n
 
 def run_model(model: onnx.ModelProto, feeds, level: str = "disable", threads: int = 1):
     """Outputs of a model on stock ONNX Runtime."""
+    return session_of(model, level, threads).run(None, feeds)
+
+
+def session_of(model: onnx.ModelProto, level: str = "disable", threads: int = 1):
+    """A session of stock ONNX Runtime."""
     import onnxruntime as ort
 
     options = ort.SessionOptions()
@@ -105,8 +110,7 @@ def run_model(model: onnx.ModelProto, feeds, level: str = "disable", threads: in
         "basic": ort.GraphOptimizationLevel.ORT_ENABLE_BASIC,
         "all": ort.GraphOptimizationLevel.ORT_ENABLE_ALL,
     }[level]
-    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    return session.run(None, feeds)
+    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 
 def same_bits(first, second) -> bool:

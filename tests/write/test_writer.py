@@ -173,23 +173,39 @@ def random_schedule(problem: Problem, seed: int, share: float) -> Schedule:
     generator = random.Random(seed)
     order = list(range(problem.n_ops)) if generator.random() < 0.3 else topological(problem, generator)
     able = [op for op in range(problem.n_ops) if problem.recomputable[op]]
+    idle_views = IdleViews(problem)
     for _ in range(round(share * problem.n_ops) if able else 0):
         op = generator.choice(able)
         place = generator.randint(order.index(op) + 1, len(order))
         longer = [*order[:place], op, *order[place:]]
-        if not idle_views(problem, longer):
+        if not idle_views(longer):
             order = longer
     schedule = Schedule(tuple(order))
     check_schedule(problem, schedule)
     return schedule
 
 
-def idle_views(problem: Problem, order: list[int]) -> bool:
+class IdleViews:
     """Would some occurrence of a view be read by nobody? No selector plans that."""
-    unrolled = unroll(problem, Schedule(tuple(order)))
-    views = np.flatnonzero(unrolled.problem.alias_slot >= 0) + unrolled.base
-    unread = views[~np.isin(views, unrolled.problem.in_values)]
-    return bool((~unrolled.problem.is_output[unread]).any())
+
+    def __init__(self, problem: Problem) -> None:
+        self.reads = [problem.inputs(op) for op in range(problem.n_ops)]
+        self.makes = [problem.outputs(op) for op in range(problem.n_ops)]
+        views = problem.out_values[problem.alias_slot >= 0]
+        self.views = {int(v): bool(problem.is_output[v]) for v in views}
+
+    def __call__(self, order: list[int]) -> bool:
+        idle: dict[int, bool] = {}  # by view: is its latest occurrence unread so far?
+        for op in order:
+            for value in self.reads[op]:
+                if value in self.views:
+                    idle[value] = False
+            for value in self.makes[op]:
+                if value in self.views:
+                    if idle.get(value):
+                        return True
+                    idle[value] = value in idle or not self.views[value]  # the first is what an output reads
+        return any(idle.values())
 
 
 @dataclass(frozen=True)
