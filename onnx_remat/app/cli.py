@@ -29,7 +29,7 @@ a graph for inference with the same outputs.
 
 three examples, from a checkout:
   onnx-remat estimate sample_models/attention_stack.onnx
-  onnx-remat sample_models/attention_stack.onnx small.onnx --budget 60%%
+  onnx-remat sample_models/attention_stack.onnx small.onnx --budget 60%
   onnx-remat explain small.onnx
 
 commands (each has its own -h):
@@ -43,9 +43,9 @@ commands (each has its own -h):
 
 budgets:
   --budget 4GB                                kB, MB, GB are powers of ten, KiB, MiB, GiB of two
-  --budget 60%% --verify run                   also run both and compare
+  --budget 60% --verify run                   also run both and compare
   --budget 2GiB --dim batch=32                a model with symbolic dims
-  --budget 50%% --dry-run                      only say what it would cost
+  --budget 50% --dry-run                      only say what it would cost
   --budget 4GB --for session                  the tensors of a plain InferenceSession, not all that training takes"""
 
 _EPILOG = """\
@@ -78,8 +78,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("output", metavar="OUT", help="where to write the rewritten graph")
     parser.add_argument(
         "--budget", required=True, metavar="SIZE",
-        help="memory that training is to take at most, see --for: 4GB (10^9), 3.5GiB (2^30), 123456789B, or 80%% of what "
-        "the original takes",
+        help="memory that training is to take at most, see --for: 4GB (10^9), 3.5GiB (2^30), 123456789B, or 80%% of "
+        "what the original takes",
     )  # fmt: skip
     checking = parser.add_argument_group("checking and reporting")
     checking.add_argument(
