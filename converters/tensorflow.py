@@ -7,6 +7,13 @@ go through it, with every variable as an input.
 
 from __future__ import annotations
 
+from .extras import missing
+
+try:
+    import onnx_ir  # noqa: F401 - what the modules below write with
+except ModuleNotFoundError as error:
+    raise missing(error, "tensorflow") from None
+
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

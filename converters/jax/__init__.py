@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from ..extras import missing
+
+try:
+    import jax
+    import onnx_ir as ir
+except ModuleNotFoundError as error:
+    raise missing(error, "jax") from None
+
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-import jax
 import numpy as np
 import onnx
-import onnx_ir as ir
 from onnx_ir.passes import common
 
 from onnx_remat.errors import ConversionError

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from ..extras import missing
+
+try:
+    import onnx_ir as ir
+    import onnxscript  # noqa: F401 - what the modules below simplify with
+    import torch
+except ModuleNotFoundError as error:
+    raise missing(error, "torch") from None
+
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import onnx
-import onnx_ir as ir
-import torch
 
 from onnx_remat.errors import ConversionError
 
