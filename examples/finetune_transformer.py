@@ -42,7 +42,8 @@ class Model(nn.Module):
         block = nn.TransformerEncoderLayer(*sizes, dropout=0.0, activation="gelu", batch_first=True, norm_first=True)
         self.blocks = nn.TransformerEncoder(block, config.blocks, enable_nested_tensor=False)
         self.head = nn.Linear(config.width, config.words)
-        self.register_buffer("mask", torch.full((config.length, config.length), float("-inf")).triu(1))
+        mask = torch.full((config.length, config.length), float("-inf")).triu(1)
+        self.register_buffer("mask", mask, persistent=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.head(self.blocks(self.words(tokens) + self.places, self.mask, is_causal=True)).flatten(0, 1)

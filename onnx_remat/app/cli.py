@@ -23,11 +23,10 @@ from onnx_remat.errors import UsageError, did_you_mean
 from onnx_remat.version import __version__
 
 _DESCRIPTION = """\
-Rewrite an ONNX graph so that all of it peaks at or under a memory budget on ONNX Runtime:
-a training step with the same loss, gradients and new weights, or a graph for inference with
-the same outputs, for as little recomputation as possible."""
+Rewrite an ONNX graph so that it fits a memory budget on ONNX Runtime, for as little
+recomputation as possible: a training step with the same loss, gradients and new weights, or
+a graph for inference with the same outputs.
 
-_EPILOG = """\
 three examples, from a checkout:
   onnx-remat estimate sample_models/attention_stack.onnx
   onnx-remat sample_models/attention_stack.onnx small.onnx --budget 60%
@@ -37,18 +36,19 @@ commands (each has its own -h):
   onnx-remat [rewrite] IN OUT --budget SIZE   rewrite IN to a budget: this page
   onnx-remat estimate IN                      what IN takes as it is, and how low a budget can go
   onnx-remat explain OUT                      what a rewritten file recomputes, and why
-  onnx-remat sweep IN                         what every peak costs: peak against extra compute
+  onnx-remat sweep IN                         what every budget costs: memory against extra compute
   onnx-remat profile IN OUT                   measured seconds per op, for --costs
   onnx-remat check OUT                        has another tool undone a rewritten file?
   onnx-remat-bench IN --budget SIZE           train original and rewritten model and compare them
 
-more about budgets:
-  --budget 4GB                                bytes; KB, MB, GB are powers of ten, KiB, MiB, GiB of two
+budgets:
+  --budget 4GB                                kB, MB, GB are powers of ten, KiB, MiB, GiB of two
   --budget 60% --verify run                   also run both and compare
   --budget 2GiB --dim batch=32                a model with symbolic dims
   --budget 50% --dry-run                      only say what it would cost
-  --budget 4GB --for session                  the tensors of a plain InferenceSession, not all that training takes
+  --budget 4GB --for session                  the tensors of a plain InferenceSession, not all that training takes"""
 
+_EPILOG = """\
 selectors:
 {selectors}
 

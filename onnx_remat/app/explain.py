@@ -20,7 +20,7 @@ from onnx_remat.options import Options
 from onnx_remat.ort.executed import Executed, as_executed
 from onnx_remat.ort.kernels import costs
 from onnx_remat.units import check_dims, format_bytes, table
-from onnx_remat.write.writer import BUDGET_KEY, CLONES_KEY, DIMS_KEY, EDGES_KEY, RECOMPUTE_KEY
+from onnx_remat.write.writer import BUDGET_KEY, DIMS_KEY, EDGES_KEY, RECOMPUTE_KEY, RUN_BY_KEY
 
 SCHEMA = "onnx-remat/explain/1"
 """Version of the JSON layout: the number rises when a field changes its meaning or goes away."""
@@ -61,6 +61,8 @@ class Explanation:
 
     Attributes
     ----------
+    run_by : str
+        What the budget covers, see `Options.run_by`.
     budget, original_peak : int
         What the file was written for, and what the original peaks at by default.
     peak, peak_at : int, str
@@ -77,6 +79,7 @@ class Explanation:
         The peak by module.
     """
 
+    run_by: str
     budget: int
     original_peak: int
     peak: int
@@ -94,11 +97,12 @@ class Explanation:
 
     def to_text(self) -> str:
         """What the order saves, what recomputing saves on top, by module, and the flame graph of the peak."""
+        covers = "all that training by Loop takes" if self.run_by == "loop" else "the sum of tensors"
         peaks = [
             ("the original, as ONNX Runtime executes it", format_bytes(self.original_peak)),
             ("in this file's order, nothing recomputed", format_bytes(self.kept_peak)),
             ("in this file's order, as it is", format_bytes(self.peak)),
-            ("its budget", format_bytes(self.budget)),
+            (f"its budget, for {covers}", format_bytes(self.budget)),
         ]
         lines = [*table([("peak", ""), *((f"  {what}", size) for what, size in peaks)]), ""]
         if not self.recomputed:
@@ -145,18 +149,19 @@ def explain(path: str | os.PathLike[str], dims: Mapping[str, int] | None = None)
     notes = {p.key: p.value for p in source.model.metadata_props}
     try:
         budget, before = int(notes[BUDGET_KEY]), int(notes[TAG + "original_peak_bytes"])
-        clones, edges = json.loads(notes[CLONES_KEY]), json.loads(notes[EDGES_KEY])
+        edges = json.loads(notes[EDGES_KEY])
         dims = dict(dims) if dims else check_dims(json.loads(notes[DIMS_KEY]))
     except (KeyError, ValueError, RecursionError) as error:
         raise ModelError(
             f"{path} does not say what was planned: it was not rewritten, or a tool dropped or damaged its metadata"
         ) from error
     executed = as_executed(source.model, source.folder, "disable", Options(dims=dims).preparation())
-    return _explanation(source.model, executed, budget, before, clones, len(edges))
+    covers = notes.get(RUN_BY_KEY, "session")
+    return _explanation(source.model, executed, covers, budget, before, len(edges))
 
 
 def _explanation(
-    model: onnx.ModelProto, executed: Executed, budget: int, before: int, clones: Sequence[str], edges: int
+    model: onnx.ModelProto, executed: Executed, run_by: str, budget: int, before: int, edges: int
 ) -> Explanation:
     graph, tensors = executed.compiled.graph, executed.compiled.tensors
     timeline = executed.timeline()
@@ -190,9 +195,9 @@ def _explanation(
         step.steps[step.peak_step].workspace if step.steps else 0,
     )
     once = float(sum(seconds)) - again
+    kept_at, peak_at = _label(executed, worst), _label(executed, timeline.peak_step)
     return Explanation(
-        budget, before, timeline.peak, _label(executed, timeline.peak_step), int(kept[worst]), _label(executed, worst),
-        edges, again / once if once else 0.0,
+        run_by, budget, before, timeline.peak, peak_at, int(kept[worst]), kept_at, edges, again / once if once else 0.0,
         tuple(sorted(recomputed, key=lambda r: (-r.spared, -r.bytes, r.module))), by_module,
     )  # fmt: skip
 

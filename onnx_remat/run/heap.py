@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import sys
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +18,8 @@ def reserve(nbytes: int) -> npt.NDArray[np.uint8]:
     """Pages of one's own: they come when they are written to, and go when nobody refers to them any more."""
     if not nbytes:
         return np.empty(0, np.uint8)
+    if sys.platform == "win32":
+        return np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
     return np.frombuffer(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
 
 
@@ -26,7 +30,7 @@ def give_back_large_blocks() -> None:
     heap whose gaps fit nothing: of a ResNet's step, whose kernels need 9 MB of scratch memory at once, 28 MB more
     stayed resident. Other C libraries are left alone.
     """
-    if found := getattr(ctypes.CDLL(None), "mallopt", None):
+    if found := _of_c("mallopt"):
         found(_M_MMAP_THRESHOLD, _LARGE_BLOCK)
 
 
@@ -36,5 +40,10 @@ _LARGE_BLOCK = 128 * 1024  # where it starts
 
 def trim() -> None:
     """Give free memory of the C library's heap back to the system, where it can."""
-    if found := getattr(ctypes.CDLL(None), "malloc_trim", None):
+    if found := _of_c("malloc_trim"):
         found(0)
+
+
+def _of_c(name: str) -> Callable[..., int] | None:
+    """A function of the C library, where it has one of that name."""
+    return None if sys.platform == "win32" else getattr(ctypes.CDLL(None), name, None)

@@ -195,16 +195,18 @@ def initializer_bytes(path: str) -> int:
 
 def reset_peak() -> int:
     """Reset the kernel's high-water mark of this process; returns bytes resident now."""
+    now = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
-    return resident("VmRSS")
+    return now
 
 
 def resident(field: str) -> int:
     """``VmRSS`` (now) or ``VmHWM`` (highest since the last reset) of this process, in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
+    status = Path("/proc/self/status")
+    for line in status.read_text().splitlines() if status.exists() else ():
         if line.startswith(field + ":"):
             return int(line.split()[1]) * 1024
-    raise OSError(f"/proc/self/status has no {field}: peaks can be measured on Linux only")
+    raise OSError(f"the system does not say {field} of a process: peaks can be measured on Linux only")
 
 
 def _timed(session: Any, feeds: dict[str, Any]) -> float:

@@ -16,6 +16,7 @@ from onnx_remat.app import cli
 from onnx_remat.app.show import draw, page, snapshot, trace
 from onnx_remat.errors import UsageError
 from onnx_remat.pipeline import rewrite_model
+from onnx_remat.units import format_bytes
 from tests.support.graphs import mlp
 
 
@@ -145,3 +146,40 @@ def test_page_works_in_a_browser(result, tmp_path):
     assert re.search(r'id="tip"[^>]*display: block', dom)
     assert f"{len(set(result.recomputed))} ops" in heads["title-again"]
     assert dom.count("<tr>") > 10
+
+
+NODE = shutil.which("node")
+
+DOM = """
+class Element {
+  constructor() { this.children = []; this.style = {}; this.textContent = ''; this.className = ''; }
+  append(...more) { this.children.push(...more); }
+  replaceChildren(...all) { this.children = all; }
+  addEventListener() {}
+  getContext() { return new Proxy({}, { get: (o, k) => o[k] ?? (() => {}), set: (o, k, v) => (o[k] = v, true) }); }
+  get clientWidth() { return 1000; }
+  get clientHeight() { return 230; }
+}
+const elements = {};
+globalThis.document = { getElementById: id => elements[id] ??= new Element(), createElement: () => new Element() };
+globalThis.window = { addEventListener() {}, innerWidth: 1000, innerHeight: 800 };
+eval(require('fs').readFileSync(0, 'utf8'));
+const box = (frame, parent) => [frame.children[0].textContent, parseFloat(frame.style.width) * parent / 100,
+  frame.children[1].children.map(inner => box(inner, parseFloat(frame.style.width) * parent / 100))];
+console.log(JSON.stringify(['before', 'after'].map(id => box(elements['flame-' + id].children[0], 100))));
+"""
+
+
+@pytest.mark.skipif(not NODE, reason="no node on this machine")
+def test_flame_graphs_of_the_page_are_as_wide_as_their_bytes(result, tmp_path):
+    page.write(result, tmp_path / "x.html")
+    script = (tmp_path / "x.html").read_text().partition("<script>")[2].partition("</script>")[0]
+    done = subprocess.run([NODE, "-e", DOM], input=script, capture_output=True, text=True, check=True)
+    for (name, width, inside), peak in zip(
+        json.loads(done.stdout), (result.report.before.total, result.report.after.total), strict=True
+    ):
+        assert name.endswith(format_bytes(peak)) and width == pytest.approx(100)
+        assert 95 < sum(inner[1] for inner in inside) <= 100.001
+        residents = next(inner for inner in inside if inner[0].startswith("inputs and weights"))
+        held = result.report.before.inputs + result.report.before.weights
+        assert residents[1] == pytest.approx(100 * held / peak, rel=0.01)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onnx_remat import files
-from onnx_remat.app.show import trace
+from onnx_remat.app.show import modules, trace
 from onnx_remat.app.show.figure import COLOURS
 from onnx_remat.version import __version__
 
@@ -46,15 +47,19 @@ def _data(result: Result) -> dict[str, Any]:
             "values with own buffers": report.private_values,
             "nodes": f"{report.nodes_before} → {report.nodes_after}",
         },
-        "before": _trace(trace.before(result)),
-        "after": _trace(trace.after(result)),
+        "before": _trace(trace.before(result), modules.modules(result.compiled.graph.model)),
+        "after": _trace(trace.after(result), modules.modules(result.model)),
         "recomputed": _recomputed(result),
     }
 
 
-def _trace(step: trace.Trace) -> dict[str, Any]:
-    """A trace as columns, which are shorter in JSON than rows with keys."""
+def _trace(step: trace.Trace, of: Mapping[str, str]) -> dict[str, Any]:
+    """A trace as columns, which are shorter in JSON than rows with keys; `of` gives the module of each value."""
+    paths = [of.get(buffer.value, modules.NOWHERE) for buffer in step.buffers]
+    number = {path: i for i, path in enumerate(dict.fromkeys(paths))}
     return {
+        "modules": list(number),
+        "module": [number[path] for path in paths],
         "peak": step.peak,
         "peakStep": step.peak_step,
         "label": [op.label for op in step.steps],
