@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import pytest
 
 import onnx_remat
 from onnx_remat.errors import UsageError
+from onnx_remat.ort.simulate import arena
+from onnx_remat.run import device_scratch
 from tests.support.fake_cuda import here, run
 from tests.support.graphs import mlp
 
@@ -64,6 +67,25 @@ def test_the_arena_of_a_stock_session_is_foreseen(strategy, row, step, tmp_path)
     took = run.run_step(tmp_path / "small.onnx", "ORT_ENABLE_ALL", {"arena_extend_strategy": strategy}).held
     inputs = result.report.after.inputs if row == "limit" else 0
     assert took == pytest.approx(getattr(result.report.arena_after, row) + inputs, rel=0.01)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_an_arena_for_workspace_follows_the_rules_of_the_other(seed):
+    """Without kernels off the stream it is the arena that `ort.simulate` emulates, written a second time."""
+    draw = np.random.default_rng(seed)
+    asked = [[int(n) for n in draw.integers(1, 1 << 20, draw.integers(0, 3))] for _ in range(40)]
+    sizes = [n for blocks in asked for n in blocks]
+    numbers = iter(range(len(sizes)))
+    events: list[int] = []
+    for blocks in asked:
+        ours = [next(numbers) for _ in blocks]
+        events += [*ours, *(~i for i in ours)]
+    owner = np.full(len(sizes), -1, np.int32)
+    requests = arena.Requests(np.array(events, np.int32), np.array(sizes, np.int64), owner)
+    wanted = arena.run(requests, doubling=False, steps=3).reserved
+    found = device_scratch.reserved([device_scratch.Asked(blocks) for blocks in asked])
+    assert found == pytest.approx(wanted, rel=0.1)  # of equal chunks either may take another region's
+    assert device_scratch.reserved([device_scratch.Asked(blocks, off_stream=True) for blocks in asked]) == found
 
 
 def test_a_device_that_is_not_there_is_named(step_file):
