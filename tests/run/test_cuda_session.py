@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from onnx import helper
 
 import onnx_remat
 from onnx_remat.errors import UsageError
 from onnx_remat.ort.simulate import arena
 from onnx_remat.run import device_scratch
 from tests.support.fake_cuda import here, run
-from tests.support.graphs import mlp
+from tests.support.graphs import mlp, model_of
 
 needs_device = pytest.mark.skipif(bool(here.why_not()), reason=here.why_not())
 SPACE = 1 << 20
@@ -48,6 +49,28 @@ def test_training_takes_what_was_foreseen_and_no_more(step):
         assert len({made["peak"] for made in found["steps"]}) == 1
     assert "Available memory of" in little["error"] or "is below" in little["error"]
     assert "bytes of the slab and the inputs alone" in none["error"]
+
+
+@needs_device
+def test_a_step_is_captured_in_a_graph_and_replayed(step):
+    """Nothing in it stops the host or allocates, which the fake device refuses while a graph is captured."""
+    job = {"path": str(step[0]), "limits": [0], "graph": True}
+    (found,) = here.ask("tests.support.fake_cuda.session", job)
+    assert "error" not in found, found
+    assert [(made["captures"], made["replays"], made["waits"]) for made in found["steps"]] == [(0, 1, 1)] * 3
+
+
+@needs_device
+def test_a_step_that_draws_random_numbers_is_not_captured(tmp_path):
+    nodes = [
+        helper.make_node("Dropout", ["w", "half", "on"], ["d"], name="drop"),
+        helper.make_node("ReduceMean", ["d"], ["loss"], name="mean", keepdims=0),
+    ]
+    given = {"half": np.array(0.5, np.float32), "on": np.array(True)}
+    onnx.save(model_of(nodes, {"w": [64, 64]}, {"loss": []}, given), tmp_path / "drop.onnx")
+    job = {"path": str(tmp_path / "drop.onnx"), "limits": [0], "graph": True}
+    (found,) = here.ask("tests.support.fake_cuda.session", job)
+    assert found["error"].startswith("cuda_graph: node") and "the same random numbers" in found["error"]
 
 
 @needs_device
@@ -94,8 +117,10 @@ def test_a_device_that_is_not_there_is_named(step_file):
 
 
 def test_what_is_asked_of_a_device_alone(step_file):
-    with pytest.raises(UsageError, match="a memory limit is one of a device's"):
+    with pytest.raises(UsageError, match="memory_limit and cuda_graph are for a device"):
         onnx_remat.Session(step_file, memory_limit=1 << 30)
+    with pytest.raises(UsageError, match="memory_limit and cuda_graph are for a device"):
+        onnx_remat.Session(step_file, cuda_graph=True)
     with pytest.raises(UsageError, match="sessions run on 'cpu' and 'cuda'"):
         onnx_remat.Session(step_file, "rocm")
 
