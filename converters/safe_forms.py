@@ -1,4 +1,4 @@
-"""Forms that none of ONNX Runtime's optimisations computes wrongly; see `onnx_remat.ort.known_bugs`."""
+"""Forms that ONNX Runtime computes right (see `onnx_remat.ort.known_bugs`), and on a device where it has one."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ def write_safely(model: ir.Model) -> None:
             _by_column(model.graph, node)
         elif node.op_type == "Pad" and (model.opset_imports.get("") or 0) >= 18 and _is_pooled(node):
             _state_axes(model.graph, node)
+        elif node.op_type == "ConvTranspose":
+            _pad_evenly(model.graph, node)
 
 
 def _rank(value: ir.Value | None) -> int | None:
@@ -49,6 +51,32 @@ def _by_column(root: ir.Graph, node: ir.Node) -> None:
     node.graph.insert_after(node, narrow)
 
 
+def _pad_evenly(root: ir.Graph, node: ir.Node) -> None:
+    """Pads [b, e] are pads [b, b] without the last e - b entries."""
+    pads = list(node.attributes["pads"].as_ints()) if "pads" in node.attributes else []
+    rank = len(pads) // 2
+    over = [end - begin for begin, end in zip(pads[:rank], pads[rank:], strict=True)]
+    stated = any(name in node.attributes for name in ("auto_pad", "output_padding", "output_shape"))
+    if not any(over) or min(over) < 0 or stated:  # nothing of ours is written with less at the end
+        return
+    made, axes = node.outputs[0], [axis + 2 for axis, more in enumerate(over) if more]
+    ends = _vector(root, "ends", [-over[axis - 2] for axis in axes])
+    cut = ir.node(
+        "Slice", [made, _vector(root, "starts", [0] * len(axes)), ends, _axes(root, axes)],
+        metadata_props=dict(node.metadata_props), name=f"node.{made.name}.cut",
+    )  # fmt: skip
+    cut.outputs[0].shape, cut.outputs[0].type, cut.outputs[0].name = made.shape, made.type, made.name
+    made.name = f"{made.name}.whole"
+    if made.shape is not None:
+        sizes = [n + over[i - 2] if i > 1 and isinstance(n, int) else n for i, n in enumerate(made.shape)]
+        made.shape = ir.Shape(sizes) if all(isinstance(n, int) for n in sizes) else None
+    node.attributes["pads"] = ir.AttrInt64s("pads", pads[:rank] * 2)
+    made.replace_all_uses_with(cut.outputs[0], replace_graph_outputs=True)
+    cut.replace_input_with(0, made)
+    assert node.graph is not None
+    node.graph.insert_after(node, cut)
+
+
 def _is_pooled(node: ir.Node) -> bool:
     stated = len(node.inputs) > 3 and node.inputs[3] is not None
     return not stated and any(user.op_type in _POOLS for user, _ in node.outputs[0].uses())
@@ -62,8 +90,12 @@ def _state_axes(root: ir.Graph, node: ir.Node) -> None:
 
 
 def _axes(root: ir.Graph, axes: list[int]) -> ir.Value:
+    return _vector(root, "axes", axes)
+
+
+def _vector(root: ir.Graph, what: str, axes: list[int]) -> ir.Value:
     """A constant of these numbers, one for all that need it."""
-    name = f"safe_forms.axes.{'.'.join(map(str, axes))}"
+    name = f"safe_forms.{what}.{'.'.join(map(str, axes))}"
     known = root.initializers.get(name)
     if known is None:
         known = ir.Value(name=name, const_value=ir.tensor(np.array(axes, np.int64)))

@@ -10,8 +10,8 @@ planned for. One line per file and optimisation level: the budget, the peak fore
 waits and Memcpy nodes, before -> after. What misses its mark ends in ``!``: a peak over the budget or 0.5 % off, an
 order that is not as foreseen, three waits or one copy more. Files that cannot be rewritten are listed with the reason.
 
-The line ``session`` is of `onnx_remat.Session` and `Loop`: what they take of the device in all, state included, against
-what was foreseen, which must be the smallest limit they run under to 1 %.
+The line ``session`` is of a file written ``--for loop``, and of what `onnx_remat.Session` and `Loop` take of the device
+in all, state included, against what was foreseen, which must be the smallest limit they run under to 1 %.
 
 With ``--keep`` rewritten steps and lines stay in FOLDER, and a second run goes on where the first one stopped;
 environments of several versions (``onnxruntime-gpu``) share the steps and have lines of their own.
@@ -83,15 +83,19 @@ class Line:
 
 def lines(path: Path, budget: str, time_limit: float, levels: Sequence[str], keep: Path) -> Iterator[Line]:
     """Rewrite a step and run it at every level, or read what is kept of either."""
-    small = keep / path.name
-    if not small.exists():
-        rewrite_model(path, budget, provider="cuda", cudnn_workspace=WORKSPACE, time_limit=time_limit).save(small)
-    model = onnx.load(small)
-    allowed = next(int(prop.value) for prop in model.metadata_props if prop.key == BUDGET_KEY)
     options = Options(provider="cuda", cudnn_workspace=WORKSPACE)
     for level in levels:
         known = keep / f"{path.stem}-{level}-{run.version()}.json"
         if not known.exists():
+            small = keep / ("loop" if level == SESSION else "") / path.name
+            if not small.exists():
+                small.parent.mkdir(exist_ok=True)
+                rewrite_model(
+                    path, budget, provider="cuda", cudnn_workspace=WORKSPACE, time_limit=time_limit,
+                    run_by="loop" if level == SESSION else "session",
+                ).save(small)  # fmt: skip
+            model = onnx.load(small)
+            allowed = next(int(prop.value) for prop in model.metadata_props if prop.key == BUDGET_KEY)
             foreseen = as_executed(model, keep, "all" if level == SESSION else level, options.preparation())
             found = (_session if level == SESSION else _line)(path, small, allowed, foreseen, level)
             known.write_text(json.dumps(asdict(found)))

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-
-import numpy as np
 
 from onnx_remat.ir.graph import INITIALIZER, INPUT
 from onnx_remat.ort.executed import Executed
 from onnx_remat.ort.kernels.base import key
 from onnx_remat.ort.simulate import arena
 from onnx_remat.run.binding import least
+from onnx_remat.run.device_scratch import Asked, reserved
 from onnx_remat.run.opening import Arranged, lay_out, workspace
 
 BOOKS_BYTES = 3_250_000
@@ -59,8 +58,8 @@ class Footprint:
         return self.inputs + self.weights + self.slab + self.workspace + self.books
 
 
-TABLES_BYTES = 65_536
-"""What kernels take on a device that no rule states: tables of pointers, partial sums of reductions."""
+TABLES_BYTES = 16_384
+"""What kernels take on a device that no rule states: tables of pointers."""
 
 
 def books(nodes: int) -> int:
@@ -72,32 +71,13 @@ def books(nodes: int) -> int:
     return BOOKS_BYTES + BOOKS_BYTES_PER_NODE * nodes
 
 
-def scratch(arranged: Arranged) -> int:
-    """What an arena that grows by what is asked takes for the workspace of all kernels: no chunk of it is too small.
-
-    On a device all values but those of the host lie in the slab, and the arena of a session has workspace alone. What
-    kernels ask for outside the stream (`Kernels.off_stream`) comes on top, with what others break up of it.
-    """
+def device_workspace(arranged: Arranged) -> int:
+    """What a session's arena takes on a device, where all values but those of the host lie in the slab."""
     compiled = arranged.compiled
-    ops = compiled.graph.ops
-    by_maker = {name: op for op in ops for name in op.writes}
-    steps = [by_maker[name] for step in arranged.program.steps if (name := next(iter(step.writes), "")) in by_maker]
-    off = [[compiled.table.workspace[op.index] for op in steps if (key(op.node) in compiled.kernels.off_stream) == side]
-           for side in (False, True)]  # fmt: skip
-    largest = max((size for blocks in off[True] for size in blocks), default=0)
-    return _arena(off[False]) + _arena(off[True]) + largest
-
-
-def _arena(asked: Sequence[Sequence[int]]) -> int:
-    """What an arena takes that gives out the blocks of one op after the other."""
-    sizes = [size for blocks in asked for size in blocks]
-    events: list[int] = []
-    for blocks in asked:
-        numbers = range(len(events) // 2, len(events) // 2 + len(blocks))
-        events += [*numbers, *(~i for i in numbers)]
-    owner = np.full(len(sizes), -1, np.int32)
-    requests = arena.Requests(np.array(events, np.int32), np.array(sizes, np.int64), owner)
-    return arena.run(requests, doubling=False).reserved
+    by_maker = {name: op for op in compiled.graph.ops for name in op.writes}
+    ops = [by_maker[name] for step in arranged.program.steps if (name := next(iter(step.writes), "")) in by_maker]
+    off = compiled.kernels.off_stream
+    return reserved([Asked(compiled.table.workspace[op.index], key(op.node) in off) for op in ops])
 
 
 def rounding(arranged: Arranged) -> int:
@@ -128,7 +108,7 @@ def foresee(executed: Executed) -> Footprint:
         inputs=sum(compiled.tensors[name].nbytes for name, v in compiled.graph.values.items() if v.kind == INPUT),
         weights=arranged.weights,
         slab=bound.height,
-        workspace=scratch(arranged) if device else workspace(compiled)[0],
+        workspace=device_workspace(arranged) if device else workspace(compiled)[0],
         books=rounding(arranged) + TABLES_BYTES if device else books(len(arranged.program.steps)),
         live=bound.live,
         donated=len(bound.donated),

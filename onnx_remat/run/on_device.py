@@ -20,9 +20,26 @@ from onnx_remat.run.opening import NUMPY, Array, Opened
 _UNIT = 256  # what ONNX Runtime rounds every request up to
 
 
-def providers(names: Sequence[str], limit: int) -> list[Any]:
-    """What to make a session with: the device's arena takes what is asked, up to `limit` bytes unless 0."""
-    return [(names[0], provider_options(limit)), *names[1:]]
+def providers(names: Sequence[str], limit: int, graph: bool = False) -> list[Any]:
+    """What to make a session with: the device's arena takes what is asked, up to `limit` bytes unless 0.
+
+    With `graph` the second step is captured in a CUDA graph, and all after it replay that.
+    """
+    options = provider_options(limit) | ({"enable_cuda_graph": "1"} if graph else {})
+    return [(names[0], options), *names[1:]]
+
+
+def check_capturable(step: Opened, loose: Sequence[str]) -> None:
+    """UsageError where a graph of a step would not do what the step does."""
+    why = ""
+    if step.random:
+        why = f"node {step.random!r} would draw the same random numbers in every step"
+    elif loose:
+        why = f"output {loose[0]!r} does not lie in the slab"
+    elif step.defaults:
+        why = f"input {step.defaults[0]!r} has a default value, which no graph could tell from another"
+    if why:
+        raise UsageError(f"cuda_graph: {why}")
 
 
 def rounded(nbytes: int) -> int:
@@ -93,6 +110,9 @@ class OnDevice:
         slab, *blocks = allocate(model, step.execution_providers, device, sizes)
         self._slab, self._blocks = slab, dict(zip(self._formals, blocks, strict=True))
         self._fed: set[str] = set()
+        for name in self._formals:
+            if name not in step.defaults:
+                self._bind_input(name)
         renewed = {name: output for output, name in step.donated.items()}
         self._bound = [place.name for place in step.places]
         for place in step.places:
@@ -100,6 +120,11 @@ class OnDevice:
         for name, output in renewed.items():
             self._bind_output(Array(output, self._formals[name].dtype, self._formals[name].shape), self.address(name))
             self._bound.append(output)
+
+    def _bind_input(self, name: str) -> None:
+        formal = self._formals[name]
+        kind = _element_type(formal.dtype)
+        self._binding.bind_input(name, self._device, 0, kind, formal.shape, self.address(name))
 
     def _bind_output(self, array: Array, address: int) -> None:
         self._binding.bind_output(array.name, self._device, 0, _element_type(array.dtype), array.shape, address)
@@ -113,11 +138,9 @@ class OnDevice:
         for name, array in arrays.items():
             if array.nbytes:
                 self._blocks[name].update_inplace(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
-            if name not in self._fed:
-                formal = self._formals[name]
-                kind = _element_type(formal.dtype)
-                self._binding.bind_input(name, self._device, 0, kind, formal.shape, self.address(name))
-                self._fed.add(name)
+            if name in self._step.defaults and name not in self._fed:
+                self._bind_input(name)
+            self._fed.add(name)
 
     def unfed(self) -> list[str]:
         """Inputs that must have a value, and have none yet."""

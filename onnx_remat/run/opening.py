@@ -98,6 +98,8 @@ class Opened:
         Nodes of the model to load.
     execution_providers : tuple of str
         What ONNX Runtime is to run it with.
+    random : str
+        A node that draws random numbers, if there is one.
     """
 
     inputs: tuple[Array, ...]
@@ -113,6 +115,7 @@ class Opened:
     not_donated: Mapping[str, str]
     nodes: int
     execution_providers: tuple[str, ...]
+    random: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,6 +278,7 @@ def plan(path: Path, target: Path, wish: Wish) -> Opened:
     """`open_step` in this process."""
     import onnx
 
+    from onnx_remat.ir.op_semantics import semantics
     from onnx_remat.ort import runtime
     from onnx_remat.run import binding, private_copy, replay
 
@@ -307,6 +311,7 @@ def plan(path: Path, target: Path, wish: Wish) -> Opened:
         not_donated=bound.not_donated,
         nodes=len(program.steps),
         execution_providers=made.compiled.kernels.execution_providers,
+        random=next((s.label for s in program.steps if semantics(s.node.domain, s.node.op_type).random), ""),
     )  # fmt: skip
 
 

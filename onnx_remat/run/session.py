@@ -44,6 +44,9 @@ class Session:
         Optimisations that onnxruntime makes first: ``"all"``, ``"basic"`` or ``"disable"``.
     memory_limit : int
         Bytes of the device that all of it may take together: slab, inputs, weights and scratch memory; 0 for no limit.
+    cuda_graph : bool
+        Capture the step in a CUDA graph when it is opened, on inputs of zeros, and replay that: the host then starts
+        one graph a step instead of every kernel. Refused where a step draws random numbers.
 
     Attributes
     ----------
@@ -82,24 +85,25 @@ class Session:
         threads: int = 0,
         level: str = "all",
         memory_limit: int = 0,
+        cuda_graph: bool = False,
     ) -> None:
         if provider not in ("cpu", "cuda"):
             raise UsageError(f"provider {provider!r}: sessions run on 'cpu' and 'cuda'")
-        if memory_limit and provider == "cpu":
-            raise UsageError("a memory limit is one of a device's: not with provider 'cpu'")
+        if (memory_limit or cuda_graph) and provider == "cpu":
+            raise UsageError("memory_limit and cuda_graph are for a device: not with provider 'cpu'")
         if level not in ("disable", "basic", "all"):
             raise UsageError(f"level must be one of disable, basic, all, not {level!r}")
         heap.give_back_large_blocks()
         is_path = isinstance(model, str | os.PathLike)
         self._again = (os.fspath(model) if is_path else None, provider, dict(dims or {}), donate, threads, level,
-                       memory_limit)  # fmt: skip
+                       memory_limit, cuda_graph)  # fmt: skip
         with files.scratch() as folder:
             path, target = _as_file(model, folder), folder / "private.onnx"
             self._step = open_step(path, target, Wish(provider, dims or {}, donate, level))
             providers: list[Any] = list(self._step.execution_providers)
             if provider != "cpu":
                 limit = on_device.scratch_limit(self._step, memory_limit) if memory_limit else 0
-                providers = on_device.providers(providers, limit)
+                providers = on_device.providers(providers, limit, cuda_graph)
             self._session: Any = _load(target, threads, providers, self._step.pool)
             self._binding: Any = self._session.io_binding()
             self._device: OnDevice | None = None
@@ -111,6 +115,9 @@ class Session:
         self._bound: dict[str, tuple[int, Any]] = {}  # address and array of each input, kept alive while bound
         self._loose = self._bind_outputs(self._step)
         self._formals = {array.name: array for array in self._step.inputs}
+        if cuda_graph:
+            on_device.check_capturable(self._step, self._loose)
+            self._run()
         heap.trim()
 
     inputs = property(lambda self: self._step.inputs)
@@ -153,6 +160,9 @@ class Session:
     def execute(self, feeds: Mapping[str, Any]) -> None:
         """Run the step once and leave the results where they lie; see `results`."""
         self._bind_inputs(feeds)
+        self._run()
+
+    def _run(self) -> None:
         for name in self._loose:
             self._binding.bind_output(name)
         try:
@@ -257,9 +267,12 @@ class Session:
 
 
 def _reopen(
-    path: str, provider: str, dims: Mapping[str, int], donate: Donate, threads: int, level: str, limit: int
-) -> Session:
-    return Session(path, provider, dims=dims, donate=donate, threads=threads, level=level, memory_limit=limit)
+    path: str, provider: str, dims: Mapping[str, int], donate: Donate, threads: int, level: str, limit: int,
+    graph: bool,
+) -> Session:  # fmt: skip
+    return Session(
+        path, provider, dims=dims, donate=donate, threads=threads, level=level, memory_limit=limit, cuda_graph=graph
+    )
 
 
 def _as_file(model: Any, folder: Path) -> Path:

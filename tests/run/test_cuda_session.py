@@ -5,13 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import pytest
+from onnx import helper
 
 import onnx_remat
 from onnx_remat.errors import UsageError
+from onnx_remat.ort.simulate import arena
+from onnx_remat.run import device_scratch
 from tests.support.fake_cuda import here, run
-from tests.support.graphs import mlp
+from tests.support.graphs import mlp, model_of
 
 needs_device = pytest.mark.skipif(bool(here.why_not()), reason=here.why_not())
 SPACE = 1 << 20
@@ -48,6 +52,28 @@ def test_training_takes_what_was_foreseen_and_no_more(step):
 
 
 @needs_device
+def test_a_step_is_captured_in_a_graph_and_replayed(step):
+    """Nothing in it stops the host or allocates, which the fake device refuses while a graph is captured."""
+    job = {"path": str(step[0]), "limits": [0], "graph": True}
+    (found,) = here.ask("tests.support.fake_cuda.session", job)
+    assert "error" not in found, found
+    assert [(made["captures"], made["replays"], made["waits"]) for made in found["steps"]] == [(0, 1, 1)] * 3
+
+
+@needs_device
+def test_a_step_that_draws_random_numbers_is_not_captured(tmp_path):
+    nodes = [
+        helper.make_node("Dropout", ["w", "half", "on"], ["d"], name="drop"),
+        helper.make_node("ReduceMean", ["d"], ["loss"], name="mean", keepdims=0),
+    ]
+    given = {"half": np.array(0.5, np.float32), "on": np.array(True)}
+    onnx.save(model_of(nodes, {"w": [64, 64]}, {"loss": []}, given), tmp_path / "drop.onnx")
+    job = {"path": str(tmp_path / "drop.onnx"), "limits": [0], "graph": True}
+    (found,) = here.ask("tests.support.fake_cuda.session", job)
+    assert found["error"].startswith("cuda_graph: node") and "the same random numbers" in found["error"]
+
+
+@needs_device
 def test_an_original_is_opened_as_well(tmp_path):
     path = tmp_path / "original.onnx"
     onnx.save(mlp(layers=3, batch=256, width=32), path)
@@ -66,14 +92,35 @@ def test_the_arena_of_a_stock_session_is_foreseen(strategy, row, step, tmp_path)
     assert took == pytest.approx(getattr(result.report.arena_after, row) + inputs, rel=0.01)
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_an_arena_for_workspace_follows_the_rules_of_the_other(seed):
+    """Without kernels off the stream it is the arena that `ort.simulate` emulates, written a second time."""
+    draw = np.random.default_rng(seed)
+    asked = [[int(n) for n in draw.integers(1, 1 << 20, draw.integers(0, 3))] for _ in range(40)]
+    sizes = [n for blocks in asked for n in blocks]
+    numbers = iter(range(len(sizes)))
+    events: list[int] = []
+    for blocks in asked:
+        ours = [next(numbers) for _ in blocks]
+        events += [*ours, *(~i for i in ours)]
+    owner = np.full(len(sizes), -1, np.int32)
+    requests = arena.Requests(np.array(events, np.int32), np.array(sizes, np.int64), owner)
+    wanted = arena.run(requests, doubling=False, steps=3).reserved
+    found = device_scratch.reserved([device_scratch.Asked(blocks) for blocks in asked])
+    assert found == pytest.approx(wanted, rel=0.1)  # of equal chunks either may take another region's
+    assert device_scratch.reserved([device_scratch.Asked(blocks, off_stream=True) for blocks in asked]) == found
+
+
 def test_a_device_that_is_not_there_is_named(step_file):
     with pytest.raises(onnx_remat.OnnxRematError, match="onnxruntime makes no CUDAExecutionProvider session here"):
         onnx_remat.Session(step_file, "cuda")
 
 
 def test_what_is_asked_of_a_device_alone(step_file):
-    with pytest.raises(UsageError, match="a memory limit is one of a device's"):
+    with pytest.raises(UsageError, match="memory_limit and cuda_graph are for a device"):
         onnx_remat.Session(step_file, memory_limit=1 << 30)
+    with pytest.raises(UsageError, match="memory_limit and cuda_graph are for a device"):
+        onnx_remat.Session(step_file, cuda_graph=True)
     with pytest.raises(UsageError, match="sessions run on 'cpu' and 'cuda'"):
         onnx_remat.Session(step_file, "rocm")
 

@@ -2,8 +2,8 @@
 
 Most take none: element-wise kernels (Where too), products of matrices, LayerNormalization, Transpose, Gather, Scatter,
 Slice, Pad, Expand, Split, TopK, pooling. The rules below were read off every allocation that ONNX Runtime 1.31.1 makes
-on a device whose allocator keeps books; ``tests/ort/test_cuda_facts.py`` repeats it. Tables of pointers and partial
-sums of reductions (up to some 20 kB, whatever the tensor) are left out.
+on a device whose allocator keeps books; ``tests/ort/test_cuda_facts.py`` repeats it. Tables of pointers (up to some
+kB, whatever the tensor) are left out.
 
 What cuDNN asks for in a convolution is its own choice, and depends on the device. With the provider option
 ``cudnn_conv_use_max_workspace=0`` ONNX Runtime refuses engines that want more than 32 MiB: that is the margin which is
@@ -33,9 +33,31 @@ def _softmax(call: Call) -> tuple[int, ...]:
     return () if call.opset < 13 or axis == rank - 1 else (call.output_bytes(),) * 2
 
 
-def _squares(call: Call) -> int:
-    """The square of every element."""
-    return numel(call.input(0)) * call.in_sizes[0]
+_BLOCK: Final = 1024  # columns that one block of threads adds up
+_MOST_BLOCKS: Final = 256
+_COUNT: Final = 4  # bytes; sums of float16 are float32
+
+
+def _partial_sums(call: Call) -> int:
+    """Sums over the last axes: for every row what each block of threads adds up, and a count of those that are done.
+
+    >>> _partial_sums(Call({}, [(64, 3000), (1,)], [4, 8], [(64, 1)], [4], 1))
+    783
+    """
+    rows, kept = numel(call.outputs[0]), [n for n in call.outputs[0] or () if n != 1]
+    sizes = [n for n in call.input(0) if n != 1]
+    if rows < _SEVERAL or sizes[: len(kept)] != kept or len(sizes) == len(kept):
+        return 0
+    blocks = min(_MOST_BLOCKS, max(1, numel(call.input(0)) // rows // _BLOCK))
+    return rows * (blocks * max(_COUNT, call.in_sizes[0]) + _COUNT) + 15  # to align what is given
+
+
+_SEVERAL: Final = 2  # rows: one alone is summed in another way
+
+
+def _squares(call: Call) -> tuple[int, int]:
+    """The square of every element, and their partial sums."""
+    return numel(call.input(0)) * call.in_sizes[0], _partial_sums(call)
 
 
 def _exponentials(call: Call) -> tuple[int, int]:
@@ -72,6 +94,7 @@ _RULES: Final[dict[OpKey, Rule]] = {
     ("", "ReduceLogSumExp"): _exponentials,
     ("", "ReduceMax"): _extremes,
     ("", "ReduceMin"): _extremes,
+    **{("", op): _partial_sums for op in ("ReduceLogSum", "ReduceMean", "ReduceSum")},
     ("", "ReduceSumSquare"): _squares,
     ("", "Softmax"): _softmax,
 }

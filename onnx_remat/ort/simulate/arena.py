@@ -36,7 +36,9 @@ _ROOM = 1024  # chunks at first
 UNIT = 256
 """Bytes to a multiple of which every request is rounded up."""
 
-_MAX_DEAD = 128 << 20
+MAX_DEAD = 128 << 20
+"""Bytes to spare from which on a chunk is split in any case."""
+
 _FIRST_REGION = 1 << 20
 _LARGEST_GROWTH = 1 << 30
 
@@ -210,7 +212,7 @@ def _replay(events, sizes, keep, any_kept, steps, doubling, books):  # type: ign
                     regions[0, n_regions] = -reserved
                     n_regions += 1
                 rest = chunks[_SIZE, c] - asked
-                if rest >= asked or rest >= _MAX_DEAD:
+                if rest >= asked or rest >= MAX_DEAD:
                     r, n_chunks, n_spare = _number(spare, n_spare, n_chunks)
                     right = chunks[_RIGHT, c]
                     chunks[_AT, r], chunks[_SIZE, r] = chunks[_AT, c] + asked, rest

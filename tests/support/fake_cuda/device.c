@@ -11,7 +11,7 @@
 #include <string.h>
 #include <sys/mman.h>
 
-enum { NO_ERROR = 0, OUT_OF_MEMORY = 2 };
+enum { NO_ERROR = 0, OUT_OF_MEMORY = 2, NOT_WHILE_CAPTURING = 900 };
 enum { COPY_HOST, COPY_UP, COPY_DOWN, COPY_DEVICE, COPY_ASK }; /* cudaMemcpyKind */
 
 /* ---- Books, which device.py reads; settings, which it writes ---------------------------------------------------- */
@@ -23,6 +23,7 @@ typedef struct {
 
 int64_t fake_capacity = 80ll << 30; /* bytes of device memory */
 int64_t fake_live, fake_peak, fake_waits, fake_launches;
+int64_t fake_captures, fake_replays; /* of CUDA graphs */
 int64_t fake_copies[4], fake_copied[4]; /* by cudaMemcpyKind: how many, bytes */
 Event *fake_events;
 int64_t fake_event_count;
@@ -30,6 +31,7 @@ int64_t fake_workspace_forward, fake_workspace_filter, fake_workspace_data; /* b
 int64_t fake_workspace_reduce;
 
 static int64_t event_room;
+static int capturing; /* a graph: what would stop the host, or allocate, is an error then, as it is on a device */
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
 static void record(int64_t kind, int64_t bytes, const void *address) {
@@ -42,7 +44,7 @@ static void record(int64_t kind, int64_t bytes, const void *address) {
 
 void fake_reset(void) { /* everything but what is allocated */
   fake_peak = fake_live;
-  fake_waits = fake_launches = fake_event_count = 0;
+  fake_waits = fake_launches = fake_event_count = fake_captures = fake_replays = 0;
   memset(fake_copies, 0, sizeof fake_copies);
   memset(fake_copied, 0, sizeof fake_copied);
 }
@@ -93,7 +95,10 @@ static int on_device(const void *address) {
   return 0;
 }
 
-int cudaMalloc(void **out, size_t size) { return (*out = fake_alloc(size)) ? NO_ERROR : OUT_OF_MEMORY; }
+int cudaMalloc(void **out, size_t size) {
+  if (capturing) return NOT_WHILE_CAPTURING;
+  return (*out = fake_alloc(size)) ? NO_ERROR : OUT_OF_MEMORY;
+}
 int cudaMallocAsync(void **out, size_t size, void *stream) { return cudaMalloc(out, size); }
 int cudaMallocFromPoolAsync(void **out, size_t size, void *pool, void *stream) { return cudaMalloc(out, size); }
 int cudaFree(void *base) { fake_free(base); return NO_ERROR; }
@@ -142,6 +147,7 @@ int cudaMemsetAsync(void *base, int byte, size_t size, void *stream) { return cu
 /* ---- Streams: everything is done at once, so waiting is only counted -------------------------------------------- */
 
 static int wait(void) {
+  if (capturing) return NOT_WHILE_CAPTURING;
   pthread_mutex_lock(&lock);
   fake_waits++;
   record('W', 0, NULL);
@@ -152,7 +158,16 @@ int cudaStreamSynchronize(void *stream) { return wait(); }
 int cudaEventSynchronize(void *event) { return wait(); }
 int cudaDeviceSynchronize(void) { return wait(); }
 int cudaEventElapsedTime(float *ms, void *from, void *to) { *ms = 1; return NO_ERROR; }
-int cudaStreamIsCapturing(void *stream, int *status) { *status = 0; return NO_ERROR; }
+
+int cudaStreamBeginCapture(void *stream, int mode) { capturing = 1; return NO_ERROR; }
+int cudaStreamEndCapture(void *stream, void **graph) {
+  capturing = 0;
+  fake_captures++;
+  *graph = calloc(1, 64);
+  return NO_ERROR;
+}
+int cudaStreamIsCapturing(void *stream, int *status) { *status = capturing; return NO_ERROR; }
+int cudaGraphLaunch(void *instance, void *stream) { fake_replays++; return NO_ERROR; }
 
 /* ---- The device poses as one of compute capability 9.0 ---------------------------------------------------------- */
 

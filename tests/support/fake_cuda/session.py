@@ -1,8 +1,9 @@
 """A `Session` and a `Loop` of this project's on the fake device, in a process of `here.environment`: JSON in and out.
 
-In: ``path``, ``workspace`` (bytes of every convolution) and ``limits``, a list of memory limits, 0 for none.
+In: ``path``, ``limits``, a list of memory limits, 0 for none, and ``graph``, whether to capture the step.
 Out, per limit: ``error``, or ``live`` bytes of the device when the session is open, the ``peak`` and host ``waits`` of
-each of three steps, and what of the state is renewed in place (``donated``) or not (``not_donated``).
+each of three steps with its ``captures`` and ``replays`` of CUDA graphs, and what of the state is renewed in place
+(``donated``) or not (``not_donated``).
 """
 
 from __future__ import annotations
@@ -26,23 +27,24 @@ def main() -> None:
     found = []
     for limit in job["limits"]:
         try:
-            found.append(_train(books, job["path"], limit))
+            found.append(_train(books, job["path"], limit, job.get("graph", False)))
         except OnnxRematError as error:
             found.append({"error": str(error)})
     print(json.dumps(found))
 
 
-def _train(books: Books, path: str, limit: int) -> dict[str, Any]:
+def _train(books: Books, path: str, limit: int, graph: bool) -> dict[str, Any]:
     books.reset()
     before = books.read("live")
-    with Session(path, "cuda", donate=True, memory_limit=limit) as session:
+    with Session(path, "cuda", donate=True, memory_limit=limit, cuda_graph=graph) as session:
         live = books.read("live") - before
         loop = Loop(session, {a.name: np.zeros(a.shape, a.dtype_name) for a in session.inputs}, device="cuda")
         steps = []
         for _ in range(3):
             books.reset()
             loop.step()
-            steps.append({"peak": books.read("peak") - before, "waits": books.read("waits")})
+            counted = {name: books.read(name) for name in ("waits", "captures", "replays")}
+            steps.append({"peak": books.read("peak") - before} | counted)
         return {"live": live, "steps": steps, "donated": len(loop.donated), "not_donated": dict(loop.not_donated)}
 
 

@@ -1,0 +1,45 @@
+"""A ConvTranspose that pads its ends differently is written so that CUDA has a kernel for it."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper
+
+from onnx_remat.ort.kernels.cuda import uneven_pads
+
+ir = pytest.importorskip("onnx_ir")
+ort = pytest.importorskip("onnxruntime")
+
+
+def transposed(pads: list[int], **more: object) -> onnx.ModelProto:
+    node = helper.make_node("ConvTranspose", ["x", "w"], ["y"], "up", strides=[2, 2], pads=pads, **more)
+    info = helper.make_tensor_value_info
+    inputs = [info("x", 1, [2, 3, 5, 4]), info("w", 1, [3, 2, 3, 3])]
+    graph = helper.make_graph([node], "g", inputs, [info("y", 1, list("nchw"))])
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=9)
+
+
+def outputs(model: onnx.ModelProto) -> np.ndarray:
+    draw = np.random.default_rng(0)
+    fed = {"x": draw.random((2, 3, 5, 4), np.float32), "w": draw.random((3, 2, 3, 3), np.float32)}
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    (made,) = session.run(None, fed)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("pads", "evened"), [([0, 0, 1, 1], True), ([1, 0, 1, 2], True), ([1, 1, 1, 1], False), ([1, 0, 0, 0], False)]
+)
+def test_uneven_pads_become_even_and_a_slice(pads, evened):
+    from onnx_remat.converters.safe_forms import write_safely
+
+    model = transposed(pads)
+    made = ir.from_proto(model)
+    write_safely(made)
+    written = ir.to_proto(made)
+    onnx.checker.check_model(written, full_check=True)
+    assert [node.op_type for node in written.graph.node] == ["ConvTranspose", *["Slice"] * evened]
+    assert uneven_pads(written.graph.node[0]) == (pads[:2] != pads[2:] and not evened)
+    assert (outputs(written) == outputs(model)).all()
