@@ -1,6 +1,9 @@
 """What training takes of the machine's memory: foreseen, and as the operating system counts it.
 
     python -m scripts.resident sample_models/*.onnx --budget 60%
+    python -m scripts.resident FOLDER/*.onnx --budget 60% --save resident-60
+
+With ``--save`` the table goes to docs/results/data, too; see `scripts.results`.
 
 Each graph is rewritten for a loop (``--for loop``) and trained by `run.training.Loop` in a fresh process, with
 glibc as it is and no variable set. *resident* is the process's high-water mark, from before the session and the state
@@ -54,7 +57,13 @@ def in_child(path: Path, loss: str, steps: int) -> float:
     return float(subprocess.run(command, capture_output=True, text=True, check=True, cwd=root).stdout.splitlines()[-1])
 
 
-def row(graph: Path, budget: str, effort: float, steps: int, loss: str, turns: int) -> str:
+HEADS = (
+    "graph", "budget, MB", "resident", "foreseen", "inputs", "slab", "live", "bookkeeping", "nodes", "donated",
+    "compute", "step time",
+)  # fmt: skip
+
+
+def row(graph: Path, budget: str, effort: float, steps: int, loss: str, turns: int) -> tuple[str, ...]:
     """One line of the table; without a budget the step runs as it is."""
     from onnx_remat.errors import BudgetInfeasibleError
     from onnx_remat.run.foreseen import books
@@ -68,7 +77,7 @@ def row(graph: Path, budget: str, effort: float, steps: int, loss: str, turns: i
             try:
                 result = rewrite_model(graph, budget, effort=effort, time_limit=600, run_by="loop")
             except BudgetInfeasibleError as error:
-                return f"| {graph.stem} | {str(error).partition(';')[0]} |"
+                return (graph.stem, *([""] * (len(HEADS) - 2)), str(error).partition(";")[0])
             result.save(path := Path(scratch) / "small.onnx")
             limit, compute = result.report.budget, result.report.extra_compute
         found = measure(path, steps=steps)
@@ -76,9 +85,11 @@ def row(graph: Path, budget: str, effort: float, steps: int, loss: str, turns: i
     kept = books(found.nodes)
     foreseen = found.inputs + found.weights + found.slab + found.workspace + kept
     parts = (limit, found.total, foreseen, found.inputs, found.slab, found.live, kept)
-    cells = " | ".join(f"{part / 1e6:.1f}" for part in parts)
     donated = f"{found.donated} of {found.donated + found.not_donated}"
-    return f"| {graph.stem} | {cells} | {found.nodes} | {donated} | {compute:+.1%} | {ratio:.3f} |"
+    return (
+        graph.stem, *(f"{part / 1e6:.1f}" for part in parts), str(found.nodes), donated, f"{compute:+.1%}",
+        f"{ratio:.3f}",
+    )  # fmt: skip
 
 
 def main() -> None:
@@ -90,16 +101,23 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--turns", type=int, default=9, help="steps timed on either side; 0 for none")
     parser.add_argument("--loss", default="loss")
+    parser.add_argument("--save", default="", metavar="NAME", help="of the table in docs/results/data")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
         print(race(*json.loads(arguments.child)))
         return
-    print("| graph | budget | resident | foreseen | inputs | slab | live | books | nodes | donated | compute | time |")
-    print("| --- " * 12 + "|", flush=True)
+    from scripts import results
+
+    rows = []
+    print("| " + " | ".join(HEADS) + " |\n" + "| --- " * len(HEADS) + "|", flush=True)
     for graph in arguments.graphs:
         how = arguments.budget, arguments.effort, arguments.steps, arguments.loss, arguments.turns
-        print(row(graph, *how), flush=True)
+        rows.append(row(graph, *how))
+        print("| " + " | ".join(rows[-1]) + " |", flush=True)
+    if arguments.save:
+        command = f"python -m scripts.resident FOLDER/*.onnx --budget {arguments.budget} --effort {arguments.effort:g}"
+        results.save(arguments.save, results.Table(command, HEADS, tuple(rows)))
 
 
 if __name__ == "__main__":
