@@ -7,9 +7,12 @@ would do. There are few chunks, hence lists.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from onnx_remat.ir.graph import Op
+from onnx_remat.ort.kernels.base import key
+from onnx_remat.ort.prepare import Compiled
 from onnx_remat.ort.simulate.arena import MAX_DEAD, UNIT
 
 _STEPS = 3
@@ -29,6 +32,12 @@ class _Chunk:
     size: int
     used: bool = False  # by the stream, in this step
     free: bool = True
+
+
+def workspace(compiled: Compiled, ops: Iterable[Op]) -> int:
+    """`reserved` for the workspace of ops in the order they run, as their kernels' facts state it."""
+    table, off = compiled.table.workspace, compiled.kernels.off_stream
+    return reserved([Asked(table[op.index], key(op.node) in off) for op in ops])
 
 
 def reserved(asked: Sequence[Asked]) -> int:

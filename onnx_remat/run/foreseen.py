@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 from onnx_remat.ir.graph import INITIALIZER, INPUT
 from onnx_remat.ort.executed import Executed
-from onnx_remat.ort.kernels.base import key
 from onnx_remat.ort.simulate import arena
+from onnx_remat.run import device_scratch
 from onnx_remat.run.binding import least
-from onnx_remat.run.device_scratch import Asked, reserved
 from onnx_remat.run.opening import Arranged, lay_out, workspace
 
 BOOKS_BYTES = 3_250_000
@@ -76,8 +75,7 @@ def device_workspace(arranged: Arranged) -> int:
     compiled = arranged.compiled
     by_maker = {name: op for op in compiled.graph.ops for name in op.writes}
     ops = [by_maker[name] for step in arranged.program.steps if (name := next(iter(step.writes), "")) in by_maker]
-    off = compiled.kernels.off_stream
-    return reserved([Asked(compiled.table.workspace[op.index], key(op.node) in off) for op in ops])
+    return device_scratch.workspace(compiled, ops)
 
 
 def rounding(arranged: Arranged) -> int:

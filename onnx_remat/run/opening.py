@@ -258,11 +258,13 @@ def workspace(compiled: Compiled) -> tuple[int, int]:
     """Bytes of scratch memory that a session takes at most, and how many of them it keeps, in a pool.
 
     A kernel that takes its own by ``malloc`` takes it besides the pool. Where nodes have bodies there is none: their
-    values would lie in it for as long as they live, and leave gaps.
+    values would lie in it for as long as they live, and leave gaps. On a device the session's own arena keeps it all.
     """
     from onnx_remat.ort.kernels.base import key
-    from onnx_remat.run import scratch
+    from onnx_remat.run import device_scratch, scratch
 
+    if compiled.kernels.device != "cpu":
+        return device_scratch.workspace(compiled, compiled.graph.ops), 0
     asked = malloced = 0
     for op, blocks in zip(compiled.graph.ops, compiled.table.workspace, strict=True):
         if key(op.node) in compiled.kernels.by_malloc:
@@ -270,7 +272,7 @@ def workspace(compiled: Compiled) -> tuple[int, int]:
         else:
             asked = max(asked, sum(-(-block // scratch.UNIT) * scratch.UNIT for block in blocks))
     bodies = any(attribute.HasField("g") for op in compiled.graph.ops for attribute in op.node.attribute)
-    pool = 0 if bodies or compiled.kernels.device != "cpu" else scratch.pool_size(asked)
+    pool = 0 if bodies else scratch.pool_size(asked)
     return (pool + malloced if pool else max(asked, malloced)), pool
 
 
