@@ -93,10 +93,7 @@ class FirstUse:
             self.children[name] = worker.spawn("onnx_remat.first_use", name, stdin=subprocess.DEVNULL)
 
     def compile(self, names: tuple[str, ...]) -> float:
-        """See to it that some groups are compiled; the seconds it took.
-
-        What a process of its own could not compile is compiled when it is called.
-        """
+        """See to it that some groups are compiled; the seconds it took."""
         began = time.monotonic()
         missing = [name for name in names if not is_compiled(_GROUPS[name].last)]
         for name in missing:
@@ -105,6 +102,8 @@ class FirstUse:
         for name in missing:
             if name in self.children:
                 self.children[name].wait()
+                if not is_compiled(_GROUPS[name].last):  # it failed, or what it made cannot be kept
+                    _GROUPS[name].call()
         return time.monotonic() - began if missing else 0.0
 
     def end(self) -> None:

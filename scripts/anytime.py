@@ -17,8 +17,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from matplotlib.figure import Figure
-
 from onnx_remat.ir import model_io
 from onnx_remat.ort.kernels.registry import kernels_of
 from onnx_remat.ort.prepare import Preparation, prepare
@@ -97,6 +95,8 @@ def row(graph: Graph, entries: Sequence[Entry]) -> tuple[str, ...]:
 
 def draw(curves: dict[str, list[Entry]], path: Path) -> None:
     """Extra compute over that under the largest limit, by seconds, a line per graph that has both."""
+    from matplotlib.figure import Figure  # the `plot` extra: the table needs none
+
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot(xscale="log", xlabel="seconds", ylabel="extra compute, of that under the largest limit")
     for name, entries in curves.items():
