@@ -1,0 +1,104 @@
+"""Gradients against central differences of the exported loss, all in float64: JAX, PyTorch, and at hostile points.
+
+Other tests compare JAX's and PyTorch's steps with the framework, which is asked for both sides of the gradient; here
+the exported loss alone says what its gradient must be. Rules of `autodiff` at random points are in
+test_autodiff_ops.py, and here at hostile ones. A part of each table by default, all of it with ``--slow``.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from onnx import TensorProto, helper
+from onnx_remat.converters.autodiff import add_backward, finite_differences
+from onnx_remat.converters.autodiff.exact import Evaluator
+
+from onnx_remat.ort import runtime
+
+PREFIX = "grad."
+
+
+def check(step: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> None:
+    """Every gradient a step puts out; the parameter to blame is named by the error."""
+    parameters = [o.name.removeprefix(PREFIX) for o in step.graph.output if o.name.startswith(PREFIX)]
+    assert parameters
+    found = finite_differences.check(step, parameters, {}, feeds)
+    assert found.differences <= finite_differences.TOLERANCE
+
+
+def some(names: list[str], config: pytest.Config, few: int) -> list[str]:
+    """All names with ``--slow``, else about so many, from the whole table."""
+    return names if config.getoption("--slow") else names[:: -(-len(names) // few)]
+
+
+NO_DERIVATIVE = {
+    "bitcast": "looks at the bits of a float32",
+    "reduce_precision": "rounds to the bits of a float32",
+    "scatter max": "has a stop_gradient: what it returns is not the derivative, by intent",
+}
+
+
+def test_jax(pytestconfig):
+    pytest.importorskip("jax")
+    from onnx_remat.converters.jax.step import trace
+
+    from onnx_remat.converters import jax as converter
+    from tests.converters.test_jax import BATTERY, weighted
+
+    names = some([name for name in BATTERY if name not in NO_DERIVATIVE], pytestconfig, 10)
+    for part in (names[i::12] for i in range(12)):
+        if not part:
+            continue
+
+        def loss(params, part=part):
+            return sum(weighted(BATTERY[name][0])(params[name]) for name in part)
+
+        step = trace(loss, {name: BATTERY[name][1]() for name in part}, (), None, None, None)
+        check(converter.convert(step), step.feeds())
+
+
+def differences(model: onnx.ModelProto, at: np.ndarray, by: np.ndarray) -> np.ndarray:
+    """The derivative of each element of ``y`` by its own ``x``; `by` is the step of each."""
+    forward = Evaluator(finite_differences.widened(ir.from_proto(model), ir.DataType.DOUBLE))
+    ups, downs = (forward.run({"x": at + s * by, "w": np.ones_like(at)})["y"] for s in (1, -1))
+    return (ups - downs) / (2 * by)
+
+
+EVERYWHERE = (
+    "Identity", "Neg", "Abs", "Relu", "LeakyRelu", "Elu", "Selu", "Celu", "ThresholdedRelu", "HardSigmoid", "HardSwish",
+    "Mish", "Gelu", "Sigmoid", "Tanh", "Softplus", "Softsign", "Erf", "Sin", "Cos", "Atan", "Asinh", "Exp", "Sinh",
+    "Cosh",
+)  # fmt: skip
+LARGE = np.float32([-80, -30, -8, -0.7, -1e-3, 1e-3, 0.7, 8, 30, 80])
+TINY = np.float32([1e-12, 1e-6, 1e-3, 1, 1e3, 1e9])
+EDGE = np.float32([-0.999999, -0.99, -1e-7, 1e-7, 0.99, 0.999999])
+HOSTILE = {
+    **{op: (LARGE, np.full(len(LARGE), 1e-5)) for op in EVERYWHERE},
+    **{op: (TINY, 1e-6 * TINY.astype(np.float64)) for op in ("Log", "Sqrt", "Reciprocal")},
+    **{op: (EDGE, np.full(len(EDGE), 1e-9)) for op in ("Asin", "Acos", "Atanh")},
+    "Acosh": (np.float32([1.00001, 1.1, 1e3]), np.float64([1e-9, 1e-6, 1e-3])),
+    "Tan": (np.float32([-1.57, 1e-3, 1.57]), np.full(3, 1e-8)),
+}
+"""Points where a careless formula overflows, cancels or divides by nothing, and steps that suit them."""
+
+
+@pytest.mark.parametrize("op", HOSTILE)
+def test_autodiff_at_hostile_points(op):
+    """In float64 as differences say; in float32 on ONNX Runtime too, finite wherever the derivative is."""
+    at, by = HOSTILE[op]
+    typed = {name: helper.make_tensor_value_info(name, TensorProto.FLOAT, [len(at)]) for name in ("x", "w", "y")}
+    nodes = [
+        helper.make_node(op, ["x"], ["y"], "rule"),
+        helper.make_node("Mul", ["y", "w"], ["weighed"]),
+        helper.make_node("ReduceSum", ["weighed"], ["loss"], keepdims=0),
+    ]
+    outputs = [helper.make_tensor_value_info("loss", TensorProto.FLOAT, []), typed["y"]]
+    graph = helper.make_graph(nodes, "g", [typed["x"], typed["w"]], outputs)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    expected = differences(model, at.astype(np.float64), by)
+    step, feeds = add_backward(model, wrt=["x"], loss="loss", check=False), {"x": at, "w": np.ones_like(at)}
+    size = np.maximum(np.abs(expected), 1e-3)
+    assert (np.abs(finite_differences.in_float64(step, feeds)["grad.x"] - expected) < 1e-4 * size).all()
+    assert (np.abs(runtime.outputs(step, feeds)["grad.x"] - expected) < 2e-3 * size).all()
