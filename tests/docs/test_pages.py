@@ -62,6 +62,12 @@ def test_links_lead_to_files_and_headings(page):
             assert heading in [re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles], target
 
 
+def test_the_tests_that_a_page_names_exist():
+    named_there = re.findall(r"`(tests/\S+\.py)::(\w+)`", "".join(page.read_text() for page in PAGES))
+    assert len(named_there) > 20
+    assert [(path, name) for path, name in named_there if f"\ndef {name}(" not in (ROOT / path).read_text()] == []
+
+
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
