@@ -33,6 +33,12 @@ def some(names: list[str], config: pytest.Config, few: int) -> list[str]:
     return names if config.getoption("--slow") else names[:: -(-len(names) // few)]
 
 
+def parts(names: list[str]) -> list[list[str]]:
+    """About 15 cases each, which make one step."""
+    count = -(-len(names) // 15)
+    return [names[i::count] for i in range(count)]
+
+
 NO_DERIVATIVE = {
     "bitcast": "looks at the bits of a float32",
     "reduce_precision": "rounds to the bits of a float32",
@@ -48,15 +54,27 @@ def test_jax(pytestconfig):
     from tests.converters.test_jax import BATTERY, weighted
 
     names = some([name for name in BATTERY if name not in NO_DERIVATIVE], pytestconfig, 10)
-    for part in (names[i::12] for i in range(12)):
-        if not part:
-            continue
-
+    for part in parts(names):
         def loss(params, part=part):
             return sum(weighted(BATTERY[name][0])(params[name]) for name in part)
 
         step = trace(loss, {name: BATTERY[name][1]() for name in part}, (), None, None, None)
         check(converter.convert(step), step.feeds())
+
+
+def test_pytorch(pytestconfig):
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("onnxscript")
+    from onnx_remat.converters.pytorch import export_training_step, initial_feeds
+
+    from tests.support import torch_battery
+
+    names = some([name for name in torch_battery.CASES if name not in torch_battery.SLOW], pytestconfig, 4)
+    for part in parts(names):
+        model = torch_battery.Group(part)
+        step = export_training_step(model, torch.ones(()), check=False)
+        known = initial_feeds(step, model)
+        check(step, {v.name: known.get(v.name, np.ones((), np.float32)) for v in step.graph.input})
 
 
 def differences(model: onnx.ModelProto, at: np.ndarray, by: np.ndarray) -> np.ndarray:
