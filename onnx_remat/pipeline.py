@@ -82,14 +82,14 @@ def plan_model(model: model_io.Model, budget: str | int | Budget, **options: Unp
     model : path, bytes, onnx.ModelProto or model_io.Source
         A training graph.
     budget : str, int or Budget
-        Peak to stay under, see `parse_budget`; percentages are of the original's own peak.
+        Memory to take at most, see `parse_budget` and `Options.run_by`; percentages are of what the original takes.
     **options
         Fields of `Options`.
 
     Returns
     -------
     Plan
-        Its schedule's simulated peak is at most the budget.
+        Its schedule's simulated peak is at most what the budget leaves to a plan.
 
     Raises
     ------
@@ -105,17 +105,17 @@ def plan_model(model: model_io.Model, budget: str | int | Budget, **options: Unp
 
 
 def rewrite_model(model: model_io.Model, budget: str | int | Budget, **options: Unpack[PlanningOptions]) -> Result:
-    """Rewrite a training graph so that its whole step peaks at or under a budget on stock ONNX Runtime.
+    """Rewrite a training graph so that training with it takes at most a budget on stock ONNX Runtime.
 
     Parameters
     ----------
     model : path, bytes, onnx.ModelProto or model_io.Source
         A training graph: forward, loss, backward, often the optimizer update.
     budget : str, int or Budget
-        ``"4GB"``, ``"3.5GiB"``, ``"80%"`` of the original's peak, or bytes.
+        ``"4GB"``, ``"3.5GiB"``, ``"80%"`` of what the original takes, or bytes; `Options.run_by` says of what.
     **options
-        Fields of `Options`: `selector`, `dims`, `loss`, `keep`, `checkpoints`, `allow_recompute`, `time_limit`,
-        `costs`, `verify` ("none", "check" or "run"), `progress`.
+        Fields of `Options`: `run_by`, `selector`, `dims`, `loss`, `keep`, `checkpoints`, `allow_recompute`,
+        `time_limit`, `effort`, `costs`, `verify` ("none", "check" or "run"), `progress`.
 
     Returns
     -------

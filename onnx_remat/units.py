@@ -25,7 +25,7 @@ _SECONDS = {"ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """A peak to stay at or under: bytes, or a fraction of the original model's own peak."""
+    """Memory to take at most: bytes, or a fraction of what the original takes."""
 
     bytes: int | None = None
     fraction: float | None = None
