@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import numpy as np
 import onnx
 import onnx_ir as ir
+import onnxruntime
 import pytest
 from onnx_remat.converters.autodiff import add_backward
 from onnx_remat.converters.simplify import simplify
@@ -44,13 +47,22 @@ def feeds_of(made: onnx.ModelProto) -> dict[str, np.ndarray]:
     return {n: np.array(True) if n == "c" else -rng.uniform(1, 2, s).astype(np.float32) for n, s in shapes.items()}
 
 
+MENDED = {POOL: (1, 32)}  # the first version of ONNX Runtime that computes it rightly
+
+
+def refused(text: str, why: str) -> AbstractContextManager[object]:
+    """What this version of ONNX Runtime breaks is refused, what it has mended is not."""
+    version = tuple(int(part) for part in onnxruntime.__version__.split(".")[:2])
+    return nullcontext() if version >= MENDED.get(text, (99,)) else pytest.raises(ConversionError, match=why)
+
+
 @pytest.mark.parametrize("text", [PRODUCT, SCALED, BATCHES, SYMBOLIC, INSIDE, POOL])
 def test_what_optimisations_break_is_refused_as_it_is_and_right_once_simplified(text):
     source = model(text)
     feeds = feeds_of(source)
     expected = runtime.outputs(source, feeds)
     assert known_bugs.find(source)
-    with pytest.raises(ConversionError, match=r"computes this step wrongly .*: y differs by .* node '[ay]' "):
+    with refused(text, r"computes this step wrongly .*: y differs by .* node '[ay]' "):
         default_level.compare(source, feeds, expected)
     simple = ir.from_proto(source)
     simplify(simple)
@@ -73,13 +85,22 @@ UPDATE = """(float[4] w, float[4, 2, 4, 4] x) => (float loss, float[4] "new.w")
     }"""
 
 
-def test_a_change_counts_however_small_it_is_beside_the_parameter():
+def test_a_change_counts_however_small_it_is_beside_the_parameter(monkeypatch):
     made = model(UPDATE.replace('"new.w"', "new_w").replace("float[4] w", "float[4] w", 1))
     made.graph.output[1].name = made.graph.node[-1].output[0] = "new.w"
     feeds = feeds_of(made) | {"w": np.full(4, 100, np.float32)}
-    plain = runtime.outputs(made, feeds)
+    plain, truly = runtime.outputs(made, feeds), runtime.outputs
+    if np.array_equal(plain["new.w"], truly(made, feeds, "all")["new.w"]):  # 1.32 has mended that fusion: put it back
+        wrong = {"all": np.float32(2e-5)}
+        monkeypatch.setattr(
+            default_level.runtime, "outputs",
+            lambda model, feeds, level="disable": {
+                name: value * (1 + wrong.get(level, 0)) if name == "new.w" else value
+                for name, value in truly(model, feeds, level).items()
+            },
+        )  # fmt: skip
     default = runtime.outputs(made, feeds, "all")
-    assert np.abs(plain["new.w"] / default["new.w"] - 1).max() < 1e-4  # within tolerance by itself
+    assert 0 < np.abs(plain["new.w"] / default["new.w"] - 1).max() < 1e-4  # within tolerance by itself
     with pytest.raises(ConversionError, match=r"new\.w differs"):
         default_level.compare(made, feeds, plain)
 

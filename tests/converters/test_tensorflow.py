@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from onnx_remat.converters.tensorflow import export_training_step
 
 from onnx_remat.converters import optimizers
 from onnx_remat.errors import ConversionError
@@ -15,6 +14,7 @@ from onnx_remat.ort import runtime
 tf = pytest.importorskip("tensorflow", reason="tensorflow is not installed")
 pytest.importorskip("tf2onnx", reason="tf2onnx is not installed")
 keras = pytest.importorskip("keras")
+export_training_step = pytest.importorskip("onnx_remat.converters.tensorflow").export_training_step
 
 RNG = np.random.default_rng(0)
 TARGET = np.asarray([0, 1, 2, 3], np.int64)

@@ -40,7 +40,7 @@ def test_the_python_blocks_of_a_page_run_one_after_the_other(page, tmp_path):
     pytest.importorskip(NEEDS.get(named(page), "onnxruntime"))
     code = "\n".join(blocks(page))
     for name in ("train.onnx", *(() if 'save("small.onnx"' in code else ("small.onnx",))):
-        onnx.save(mlp(layers=8, batch=1024, width=64), tmp_path / name)
+        onnx.save(mlp(layers=8, batch=8192, width=64), tmp_path / name)
     (tmp_path / "page.py").write_text(code)
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
