@@ -54,10 +54,7 @@ def explain(arguments: Sequence[str]) -> int:
         description="What a rewritten file recomputes and why, and what makes its peak, by module.",
     )
     parser.add_argument("file", metavar="FILE", help="a model that onnx-remat wrote")
-    parser.add_argument(
-        "--dim", action="append", default=[], metavar="NAME=N",
-        help="size of a symbolic dimension (default: what it was planned for)",
-    )  # fmt: skip
+    _add_dims_of_plan(parser)
     parser.add_argument("--json", metavar="PATH|-", help="also write it as JSON (- is standard output)")
     given = parser.parse_args(arguments)
     check_files({given.file: model_io.load(given.file)}, None, [("--json", given.json)])
@@ -170,10 +167,7 @@ def check(arguments: Sequence[str]) -> int:
         "and runs a step of it; exits with 5 where it no longer runs or no longer keeps its budget.",
     )
     parser.add_argument("file", metavar="FILE", help="a rewritten model, or what another tool made of it")
-    parser.add_argument(
-        "--dim", action="append", default=[], metavar="NAME=N",
-        help="size of a symbolic dimension (default: what it was planned for)",
-    )  # fmt: skip
+    _add_dims_of_plan(parser)
     parser.add_argument("--no-run", action="store_true", help="do not run a step of it")
     add_provider_flag(parser)
     add_runtime_flag(parser)
@@ -181,3 +175,11 @@ def check(arguments: Sequence[str]) -> int:
     found = run(given.file, parse_dims(given.dim), run=not given.no_run, provider=given.provider, python=given.runtime)
     say(found.to_text())
     return VerificationError.exit_code if found.lost else 0
+
+
+def _add_dims_of_plan(parser: Parser) -> None:
+    """The flag of commands that read a rewritten file, which says what it was planned for."""
+    parser.add_argument(
+        "--dim", action="append", default=[], metavar="NAME=N",
+        help="size of a symbolic dimension (default: what it was planned for)",
+    )  # fmt: skip

@@ -116,7 +116,7 @@ def sweep(model: Model, points: int = 10, **options: Unpack[PlanningOptions]) ->
     top, books = original.report.covered()[0], original.report.books()
     floor = original.report.lower_bound + books
     found, missed = [_point(original)], []
-    least = smallest_budget(floor - books, books)
+    least = smallest_budget(original.report.lower_bound, books)
     lowest = _lowest(model, least, {**options, "progress": named("lowest peak", progress)})
     for number, budget in enumerate(np.linspace(top, lowest, points + 1, dtype=np.int64).tolist()[1:], start=1):
         watched: PlanningOptions = {**options, "progress": named(f"budget {number} of {points}", progress)}

@@ -1,9 +1,8 @@
 """One pool for the scratch memory of kernels, shared by all sessions of ours in this process.
 
-Kernels ask for scratch memory while they run and give it back. Taken from the system each time, its pages are made and
-zeroed anew each time: a tenth to a quarter of a ResNet's step. C libraries that keep it keep up to three times as much,
-in gaps that fit nothing. Here ONNX Runtime's own arena keeps it, made at its first use as large as the largest scratch
-memory of a step: every kernel finds it empty, so all of it fits always.
+Kernels ask for scratch memory while they run and give it back. If the system gives it each time, it makes and zeroes
+the pages each time. If the C library keeps it, gaps form that fit nothing. Here ONNX Runtime's own arena keeps it, made
+at its first use as large as the largest scratch memory of a step: every kernel finds it empty, so all of it fits.
 """
 
 from __future__ import annotations
