@@ -59,6 +59,12 @@ class ConversionError(OnnxRematError):
     exit_code = 6
 
 
+class RankLostError(OnnxRematError):
+    """Another process of a job has ended, or does not answer."""
+
+    exit_code = 7
+
+
 class MissingExtraError(OnnxRematError, ImportError):
     """A package that an extra of ours brings is not installed; to Python it is an ImportError like others."""
 

@@ -164,8 +164,8 @@ def benchmark(
         check_ops(model_io.load(model).model)
     else:
         options = {"verify": "none", **options}
-    dims = options.get("dims", {})
-    with files.scratch() as home:
+    dims, title = options.get("dims", {}), model.stem
+    with files.scratch() as home, runtime.as_step(model) as model:
         if "costs" not in options:
             measured = profile(model, dims, threads=threads, provider=provider, python=python)
             (home / "profile.json").write_text(measured.to_json())
@@ -193,7 +193,7 @@ def benchmark(
         for peak, run, clock in zip((report.before.total, report.after.total), runs, seconds, strict=True)
     ]
     return Benchmark(
-        model.stem, report.budget, provider, machine(), sides[0], sides[1], report.extra_compute + idle / seconds[0],
+        title, report.budget, provider, machine(), sides[0], sides[1], report.extra_compute + idle / seconds[0],
         seconds[1] / seconds[0] - 1, plain[0] == plain[1], _distance(runs[0].losses, runs[1].losses),
         report.warnings,
     )  # fmt: skip
@@ -255,14 +255,14 @@ def max_batch(model: Path, budget: str, dim: str, **options: Unpack[PlanningOpti
             return False
         return True
 
-    plain = _largest(lambda size: peak(size) <= allowed)
-    return plain, _largest(fits, known=plain)
+    plain = largest(lambda size: peak(size) <= allowed)
+    return plain, largest(fits, known=plain)
 
 
-def _largest(holds: Callable[[int], bool], limit: int = 1 << 20, known: int = 0) -> int:
+def largest(holds: Callable[[int], bool], limit: int = 1 << 20, known: int = 0) -> int:
     """Largest size up to `limit` for which `holds`, given that it holds for `known` and for all below a size if for it.
 
-    >>> _largest(lambda size: size <= 37, 1000), _largest(lambda size: False, 1000)
+    >>> largest(lambda size: size <= 37, 1000), largest(lambda size: False, 1000)
     (37, 0)
     """
     low, high = known, max(1, 2 * known)

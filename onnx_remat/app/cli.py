@@ -39,6 +39,7 @@ commands (each has its own -h):
   onnx-remat sweep IN                         what every budget costs: memory against extra compute
   onnx-remat profile IN OUT                   measured seconds per op, for --costs
   onnx-remat check OUT                        has another tool undone a rewritten file?
+  onnx-remat split IN                         a step in two files: gradients, and the update
   onnx-remat-bench IN --budget SIZE           train original and rewritten model and compare them
 
 budgets:
@@ -55,7 +56,7 @@ selectors:
 exit codes: 0 ok, 1 a bug of ours, 2 usage, 3 budget infeasible, 4 invalid or unsupported model or a
 package that is missing, 5 verification failed. On 2 to 5 nothing is written."""
 
-COMMANDS = ("estimate", "explain", "sweep", "profile", "check")
+COMMANDS = ("estimate", "explain", "sweep", "profile", "check", "split")
 """Functions of `onnx_remat.app.commands`, called by their names."""
 
 

@@ -1,4 +1,4 @@
-"""The other commands: ``onnx-remat estimate``, ``explain``, ``sweep``, ``profile`` and ``check``."""
+"""The other commands: ``onnx-remat estimate``, ``explain``, ``sweep``, ``profile``, ``check`` and ``split``."""
 
 from __future__ import annotations
 
@@ -86,6 +86,7 @@ def sweep(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("input", metavar="IN", help="training graph")
     parser.add_argument("--points", type=int, default=10, metavar="N", help="budgets to try (default 10)")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes that plan at once (default 1)")
     parser.add_argument(
         "--lowest", action="store_true", help="only look for the lowest budget there is a file for, and what is proved"
     )
@@ -103,7 +104,7 @@ def sweep(arguments: Sequence[str]) -> int:
         source = model_io.load(given.input)
         check_files({given.input: source}, None, [("--json", given.json), ("--plot", given.plot)], given.costs)
         curve: Curve | Lowest
-        curve = lowest_budget(source, **options) if given.lowest else run(source, given.points, **options)
+        curve = lowest_budget(source, **options) if given.lowest else run(source, given.points, given.jobs, **options)
     finally:
         progress.clear()
     with files.together():
@@ -183,3 +184,44 @@ def _add_dims_of_plan(parser: Parser) -> None:
         "--dim", action="append", default=[], metavar="NAME=N",
         help="size of a symbolic dimension (default: what it was planned for)",
     )  # fmt: skip
+
+
+def split(arguments: Sequence[str]) -> int:
+    """Write a training step as two files: one that ends at the gradients, and the update."""
+    from onnx_remat.ir.naming import NEW
+    from onnx_remat.split import Split, accumulating, split_step
+    from onnx_remat.units import parse_dims
+
+    parser = Parser(
+        prog="onnx-remat split",
+        description="Cut a training step in two: one that puts out the loss and grad.<name>, and the optimizer's "
+        "update. Run one after the other they compute the same, to the last bit.",
+    )
+    parser.add_argument("input", metavar="IN", help="a whole training step: forward, loss, backward, update")
+    parser.add_argument("gradients", metavar="GRADIENTS", nargs="?", help="default: IN with .gradients.onnx at its end")
+    parser.add_argument("update", metavar="UPDATE", nargs="?", help="default: IN with .update.onnx at its end")
+    parser.add_argument(
+        "--accumulate", action="store_true",
+        help="let GRADIENTS add to sums, new.grad.<name> from grad.<name>: what onnx_remat.distributed trains with",
+    )  # fmt: skip
+    parser.add_argument("--loss", metavar="NAME", help="the loss, where it is not clear")
+    parser.add_argument("--dim", action="append", default=[], metavar="NAME=N", help="size of a symbolic dimension")
+    parser.add_argument("--force", action="store_true", help="replace files that exist")
+    given = parser.parse_args(arguments)
+    stem = given.input.removesuffix(".onnx")
+    paths = given.gradients or f"{stem}.gradients.onnx", given.update or f"{stem}.update.onnx"
+    source = model_io.load(given.input)
+    check_files({given.input: source}, None, [("GRADIENTS", paths[0]), ("UPDATE", paths[1])])
+    found = split_step(source, loss=given.loss, dims=parse_dims(given.dim) or None)
+    if given.accumulate:
+        found = Split(accumulating(found.gradients), found.update, found.parameters, found.folder)
+    found.save(*paths, force=given.force)
+    renewed = sum(value.name.startswith(NEW) for value in found.update.graph.output)
+    nodes = [len(model.graph.node) for model in (found.gradients, found.update)]
+    say(f"wrote {paths[0]}: {nodes[0]} nodes, gradients of {_counted(len(found.parameters), 'parameter')}")
+    say(f"wrote {paths[1]}: {nodes[1]} nodes, renews {_counted(renewed, 'input')}")
+    return 0
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}" + "s" * (number != 1)

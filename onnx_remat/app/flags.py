@@ -60,6 +60,11 @@ def add_planning_flags(parser: argparse.ArgumentParser, time_limit: str = "30s")
         help="let the budget also cover what ONNX Runtime's arena adds with onnx_remat.session_options(), as foreseen",
     )  # fmt: skip
     planning.add_argument(
+        "--no-patterns", dest="patterns", action="store_false",
+        help="write the step into the body of an If, in which ONNX Runtime makes no memory patterns: for sessions "
+        "whose options are not yours to set, which would take up to twice the plan",
+    )  # fmt: skip
+    planning.add_argument(
         "--time-limit", metavar="TIME",
         help=f"seconds of the clock, once loaded, to plan and write in (default: --effort {time_limit}, cut at 4 x)",
     )  # fmt: skip
@@ -117,6 +122,7 @@ def planning_options(arguments: argparse.Namespace) -> PlanningOptions:
         "allow_recompute": tuple(arguments.allow_recompute),
         "run_by": arguments.run_by,
         "arena": arguments.arena,
+        "patterns": arguments.patterns,
     }
     if arguments.effort is not None:
         options["effort"] = parse_duration(arguments.effort)

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
+from multiprocessing import get_context
 from typing import Unpack
 
 import numpy as np
 
-from onnx_remat.errors import BudgetInfeasibleError, UsageError
+from onnx_remat.errors import BudgetInfeasibleError, OnnxRematError, UsageError
 from onnx_remat.fit import smallest_budget
 from onnx_remat.ir.model_io import Model
 from onnx_remat.options import PlanningOptions
 from onnx_remat.pipeline import Result, rewrite_model
 from onnx_remat.plan.selectors import Progress, silent
 from onnx_remat.units import format_bytes, table
+from onnx_remat.worker import QUIET
 
 SCHEMA = "onnx-remat/sweep/1"
 """Version of the JSON layout: the number rises when a field changes its meaning or goes away."""
@@ -78,7 +83,7 @@ class Curve:
         return "\n".join(lines)
 
 
-def sweep(model: Model, points: int = 10, **options: Unpack[PlanningOptions]) -> Curve:
+def sweep(model: Model, points: int = 10, jobs: int = 1, **options: Unpack[PlanningOptions]) -> Curve:
     """Rewrite a model for budgets spread from its own peak down to the lowest that is found.
 
     Parameters
@@ -87,6 +92,9 @@ def sweep(model: Model, points: int = 10, **options: Unpack[PlanningOptions]) ->
         A training graph.
     points : int
         How many budgets; each takes the time of a plan.
+    jobs : int
+        Processes that plan at the same time, with a budget each. The curve is the same where `effort` limits planning.
+        A script that asks for several needs the line ``if __name__ == "__main__":``.
     **options
         Fields of `Options`.
 
@@ -98,7 +106,7 @@ def sweep(model: Model, points: int = 10, **options: Unpack[PlanningOptions]) ->
     Raises
     ------
     UsageError
-        Fewer than two points, or more than `MOST_POINTS`.
+        Fewer than two points, or more than `MOST_POINTS`; fewer than one job.
     OnnxRematError
         As `rewrite_model`, infeasible budgets apart.
 
@@ -111,6 +119,8 @@ def sweep(model: Model, points: int = 10, **options: Unpack[PlanningOptions]) ->
     """
     if not 2 <= points <= MOST_POINTS:
         raise UsageError(f"a sweep has 2 to {MOST_POINTS} points, not {points}")
+    if jobs < 1:
+        raise UsageError(f"--jobs is a number of processes from 1 on, not {jobs}")
     progress = options.pop("progress", silent)
     original = rewrite_model(model, "100%", **options)
     top, books = original.report.covered()[0], original.report.books()
@@ -118,17 +128,53 @@ def sweep(model: Model, points: int = 10, **options: Unpack[PlanningOptions]) ->
     found, missed = [_point(original)], []
     least = smallest_budget(original.report.lower_bound, books)
     lowest = _lowest(model, least, {**options, "progress": named("lowest peak", progress)})
-    for number, budget in enumerate(np.linspace(top, lowest, points + 1, dtype=np.int64).tolist()[1:], start=1):
-        watched: PlanningOptions = {**options, "progress": named(f"budget {number} of {points}", progress)}
-        try:
-            result = rewrite_model(model, budget, **watched)
-        except BudgetInfeasibleError:
+    budgets = np.linspace(top, lowest, points + 1, dtype=np.int64).tolist()[1:]
+    for budget, (point, bound) in zip(budgets, _tried(model, budgets, jobs, options, progress), strict=True):
+        if point is None:
             missed.append(budget)
         else:
-            floor = max(floor, result.report.lower_bound + books)
-            found.append(_point(result))
+            floor = max(floor, bound + books)
+            found.append(point)
     front = _front(found)
     return Curve(top, floor, front, _knee(front), tuple(missed))
+
+
+_Tried = tuple[Point | None, int]
+"""What a budget gave, nothing where no file was found; and the bytes that no schedule gets below."""
+
+
+def _try(model: Model, budget: int, options: PlanningOptions) -> _Tried:
+    try:
+        result = rewrite_model(model, budget, **options)
+    except BudgetInfeasibleError:
+        return None, 0
+    return _point(result), result.report.lower_bound
+
+
+def _quietly() -> None:
+    os.environ.update(QUIET)
+
+
+def _tried(
+    model: Model, budgets: Sequence[int], jobs: int, options: PlanningOptions, progress: Progress
+) -> Iterator[_Tried]:
+    """What each budget gave, in their order."""
+    names = [f"budget {number} of {len(budgets)}" for number in range(1, len(budgets) + 1)]
+    if jobs == 1:
+        for name, budget in zip(names, budgets, strict=True):
+            yield _try(model, budget, {**options, "progress": named(name, progress)})
+        return
+    # Spawned, not forked: onnxruntime and numba have threads that a copy of this process would not have.
+    pool = ProcessPoolExecutor(min(jobs, len(budgets)), get_context("spawn"), _quietly)
+    try:
+        work = [pool.submit(_try, model, budget, options) for budget in budgets]
+        for name, each in zip(names, work, strict=True):
+            progress(name, 0.0)
+            yield each.result()
+    except BrokenProcessPool as error:
+        raise OnnxRematError("a process of the sweep was killed, of memory perhaps: ask for fewer --jobs") from error
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def named(what: str, progress: Progress) -> Progress:

@@ -99,6 +99,18 @@ def read_into(path: str | os.PathLike[str], arrays: Mapping[str, npt.NDArray[Any
         raise ModelError(f"cannot read {path}: {error.strerror}") from error
 
 
+def read_one(path: str | os.PathLike[str], name: str, array: npt.NDArray[Any]) -> None:
+    """Fill one array from a file that `check` has passed."""
+    try:
+        with Path(path).open("rb") as stream:
+            entries, begin = _header(stream, path)
+            stream.seek(begin + entries[name].start)
+            if array.nbytes and stream.readinto(array.reshape(-1).view(np.uint8).data) != array.nbytes:
+                raise ModelError(f"{path} is truncated")
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror}") from error
+
+
 def check(path: str | os.PathLike[str], arrays: Mapping[str, npt.NDArray[Any]]) -> None:
     """Raise what `read_into` would before it changes anything."""
     try:

@@ -9,11 +9,14 @@ import pytest
 
 from onnx_remat.app import cli
 from onnx_remat.app.sweep import Point, _front, _knee, sweep
+from onnx_remat.ir import model_io
+from onnx_remat.ir.body import into_body
 from onnx_remat.ort import runtime
 from onnx_remat.ort.kernels import costs
 from onnx_remat.ort.kernels.cpu import CPU
 from onnx_remat.ort.prepare import Preparation, prepare
 from onnx_remat.run.profiling import profile
+from sample_models.chain import chain
 from tests.support.graphs import mlp
 
 
@@ -29,6 +32,11 @@ def test_a_curve_is_monotone_and_its_knee_lies_on_it(curve):
     assert all(p.peak <= p.budget <= curve.original_peak for p in curve.points)
     assert peaks[-1] >= curve.lower_bound
     assert curve.to_text().splitlines()[1 + curve.knee].endswith("knee")
+
+
+@pytest.mark.slow
+def test_several_processes_find_the_same_curve(curve):
+    assert sweep(mlp(layers=6, batch=256, width=32), 3, jobs=2, effort=0.2, run_by="session") == curve
 
 
 def test_front_and_knee_by_hand():
@@ -55,6 +63,7 @@ def test_sweep_command_writes_json_and_a_picture(tmp_path, capsys):
     [
         (["sweep"], 2, "IN"),
         (["sweep", "in.onnx", "--points", "1"], 2, "has 2 to 10000 points"),
+        (["sweep", "in.onnx", "--jobs", "0"], 2, "processes from 1 on, not 0"),
         (["sweep", "nowhere.onnx"], 4, "nowhere.onnx"),
         (["sweep", "in.onnx", "--plot", "x.html"], 2, ".png"),
         (["profile", "in.onnx"], 2, "OUT"),
@@ -117,3 +126,12 @@ def test_a_profile_carries_the_scratch_memory_the_runtime_reports(tmp_path):
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), tmp_path / "w.onnx")
     found = profile(tmp_path / "w.onnx", runs=1, steps=1, threads=1)
     assert [e["args"]["workspace_bytes"] for e in found.events if e["pid"] == "disable"] == [2 * 64 * 64 * 4]
+
+
+def test_a_profile_is_of_the_step_in_a_body(tmp_path):
+    pytest.importorskip("onnxruntime")
+    path = tmp_path / "body.onnx"
+    model_io.save(into_body(chain(3, 16, 8)), path, None)
+    for level in ("disable", "all"):
+        ran = {e["args"]["op_name"] for e in profile(path, runs=1, steps=1).events if e["pid"] == level}
+        assert ran and not ran & {"If", "SequenceLength", "Greater"}

@@ -1,0 +1,202 @@
+"""What every rank runs: the step that sums gradients, rewritten to a budget, and the update."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Unpack
+
+import numpy as np
+import onnx
+
+from onnx_remat import errors
+from onnx_remat.distributed.flat import kind_of, layout_of
+from onnx_remat.distributed.sharding import Piece, Shard, Sharding
+from onnx_remat.errors import BudgetInfeasibleError, ModelError, OnnxRematError, UsageError
+from onnx_remat.ir import model_io
+from onnx_remat.worker import QUIET
+
+if TYPE_CHECKING:
+    from onnx_remat.options import PlanningOptions
+    from onnx_remat.run.foreseen import Footprint
+
+
+ENGINE_BYTES = 6_000_000
+"""What gloo takes for its messages, and torch for the ops that scale sums, when a rank first uses them.
+
+Ranks of jobs of two and four took up to 4.9 MB more than was foreseen without it (``python -m scripts.distributed``).
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A training step in the form in which ranks run it.
+
+    Attributes
+    ----------
+    gradients : bytes
+        The step that adds its gradients to sums, an ONNX file.
+    update : bytes
+        The optimizer's update, an ONNX file.
+    shards : tuple of Shard
+        Each rank's part of the update, where the optimizer's state is sharded.
+    foreseen : int
+        Bytes that training takes of a rank, the one that takes most; 0 if no budget was given.
+    recompute : float
+        Extra compute of the step, as a fraction.
+    """
+
+    gradients: bytes
+    update: bytes
+    shards: tuple[Shard, ...] = ()
+    foreseen: int = 0
+    recompute: float = 0.0
+
+
+def prepare(
+    step: model_io.Model,
+    budget: str | int | None = None,
+    *,
+    ranks: int = 1,
+    zero: bool = False,
+    **options: Unpack[PlanningOptions],
+) -> Parts:
+    """Split a whole step and rewrite it so that each rank keeps a budget.
+
+    Parameters
+    ----------
+    step : path, bytes or onnx.ModelProto
+        Forward, loss, backward and update; weights are inputs.
+    budget : str or int, optional
+        Bytes that training is to take of each rank: parameters, gradients, the rank's optimizer state, the batch, the
+        slabs and books of both parts, and `ENGINE_BYTES`. A percentage is of what a rank takes with the step as it is.
+        The interpreter and its libraries, PyTorch among them, come on top.
+    ranks : int
+        How many there will be; it matters with `zero` alone, and is then fixed.
+    zero : bool
+        Each rank keeps its share of the optimizer's state, see `sharding`.
+    **options
+        Fields of `Options`, for the plan.
+
+    Raises
+    ------
+    ModelError
+        The step cannot be split, or its update does not shard.
+    BudgetInfeasibleError
+        No plan was found under the budget.
+    """
+    from onnx_remat.options import parse_options
+    from onnx_remat.pipeline import rewrite_model
+    from onnx_remat.split import accumulating, split_step
+    from onnx_remat.units import format_bytes, parse_budget
+
+    if ranks < 1:
+        raise UsageError(f"ranks is a number from 1 on, not {ranks}")
+    parse_options(options)
+    parts = split_step(step, loss=options.get("loss"), dims=options.get("dims"))
+    if any(t.data_location == onnx.TensorProto.EXTERNAL for t in parts.gradients.graph.initializer):
+        raise ModelError("the step's weights lie in other files: export it with its parameters as inputs")
+    summing = accumulating(parts.gradients)
+    sharding = Sharding.of(parts.update, layout_of(parts.update, ranks), ranks) if zero else None
+    shards = tuple(map(sharding.shard, range(ranks))) if sharding else ()
+    update = parts.update.SerializeToString()
+    if budget is None:
+        return Parts(summing.SerializeToString(), update, shards)
+    model = sharding.model(_busiest(sharding)) if sharding else parts.update
+    rest = ENGINE_BYTES + (_of_the_update(model, summing) if model is not None else 0)
+    original = _taken(summing, options)
+    allowed = parse_budget(budget).resolve(original.total + rest)
+    planning: PlanningOptions = {**options, "run_by": "loop"}
+    try:
+        if allowed <= rest:
+            raise BudgetInfeasibleError("nothing is left", rest, rest)
+        result = rewrite_model(summing, allowed - rest, **planning)
+    except BudgetInfeasibleError as error:
+        raise BudgetInfeasibleError(
+            f"of the {format_bytes(allowed)} of a rank, {format_bytes(rest)} are for the update, its state and the "
+            f"engine, and the rest is too little for the step: {error}; take a smaller batch and accumulate, or pass "
+            "zero=True",
+            error.best_peak_bytes, error.lower_bound_bytes,
+        ) from error  # fmt: skip
+    after = result.report.loop_after
+    assert after is not None
+    gradients = result.model.SerializeToString()
+    return Parts(gradients, update, shards, after.total + rest, result.report.extra_compute)
+
+
+def _busiest(sharding: Sharding) -> int:
+    """The rank whose update has most nodes: shares of the state are equal, but for their borders."""
+    return max(range(sharding.ranks), key=lambda rank: (len(sharding.pieces(rank)), -rank))
+
+
+def _taken(model: onnx.ModelProto, options: PlanningOptions) -> Footprint:
+    from onnx_remat.pipeline import rewrite_model
+
+    planning: PlanningOptions = {**options, "run_by": "loop"}
+    found = rewrite_model(model, "100%", **planning).report.loop_before
+    assert found is not None
+    return found
+
+
+def _of_the_update(update: onnx.ModelProto, summing: onnx.ModelProto) -> int:
+    """What the update takes besides the step: optimizer state, its slab, and what ONNX Runtime keeps for it.
+
+    Parameters and gradients are the step's own inputs, or slices of them.
+    """
+    found = _taken(update, {"effort": 0.5})
+    shared = {value.name for value in summing.graph.input}
+    both = [value for value in update.graph.input if value.name in shared]
+    return found.total - sum(_nbytes(value) for value in both)
+
+
+def _nbytes(value: onnx.ValueInfoProto) -> int:
+    dtype, shape = kind_of(value)
+    return int(np.dtype(dtype).itemsize * np.prod(shape, dtype=np.int64))
+
+
+def prepare_apart(step: model_io.Model, budget: str | int | None, **options: Any) -> Parts:
+    """`prepare` in a process of its own: what planning takes does not stay with whoever trains."""
+    if "progress" in options:
+        raise UsageError("progress is not told from the process that plans: leave it out, or pass what prepare makes")
+    given = os.fspath(step) if isinstance(step, str | os.PathLike) else model_io.load(step).model.SerializeToString()
+    job = pickle.dumps((given, budget, options))
+    environment = os.environ | QUIET | {"PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "onnx_remat.distributed.parts"], input=job, env=environment, capture_output=True,
+        check=False,
+    )  # fmt: skip
+    if done.returncode:
+        lines = done.stderr.decode(errors="replace").strip().splitlines() or [f"exit status {done.returncode}"]
+        raise ModelError(f"the step could not be prepared: {lines[-1]}")
+    kind, message, parts = pickle.loads(done.stdout)
+    if kind:
+        found = getattr(errors, kind, OnnxRematError)
+        raise found(message) if found is not BudgetInfeasibleError else found(message, *parts)
+    gradients, update, shards, foreseen, recompute = parts
+    shards = tuple(Shard(model, {n: Piece(*piece) for n, piece in pieces.items()}) for model, pieces in shards)
+    return Parts(gradients, update, shards, foreseen, recompute)
+
+
+def main() -> None:
+    """Do the job on standard input, see `prepare_apart`."""
+    step, budget, options = pickle.loads(sys.stdin.buffer.read())
+    answer: tuple[str, str, object]
+    try:
+        made = prepare(step, budget, **options)
+        shards = [
+            (shard.model, {n: (p.start, p.stop, p.size) for n, p in shard.pieces.items()}) for shard in made.shards
+        ]
+        answer = "", "", (made.gradients, made.update, shards, made.foreseen, made.recompute)
+    except BudgetInfeasibleError as error:
+        answer = type(error).__name__, str(error), (error.best_peak_bytes, error.lower_bound_bytes)
+    except OnnxRematError as error:
+        answer = type(error).__name__, str(error), None
+    sys.stdout.buffer.write(pickle.dumps(answer))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,245 @@
+"""Jobs of several ranks: the numbers of one process with the joined batch, memory, and what a rank's death does."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import onnx
+import pytest
+
+from onnx_remat.run.residence import available, one_node
+from onnx_remat.training import Loop
+from tests.support.adam import adam, first_state, shared_batches
+from tests.support.graphs import same_bits
+from tests.support.ranks import ROOT, launch
+
+pytest.importorskip("torch")
+
+ROWS, WIDTH = 8, 16
+LOCAL = ("shift",)  # running statistics: those of the first rank's batches, not of all
+
+
+def alone(parts, joined, local=LOCAL):
+    """Losses and state of one process with joined batches, made of `parts` of `ROWS` rows each."""
+    whole = adam(batch=ROWS * parts, width=WIDTH, counted=ROWS * parts)
+    loop = Loop(whole, first_state(whole) | joined[0])
+    losses = [loop.step(batch) for batch in joined]
+    return losses, {name: a for name, a in loop.state().items() if name in first_state(whole) and name not in local}
+
+
+def assert_equal_to_one_process(ranks, losses, state):
+    assert [(rank.code, rank.errors) for rank in ranks] == [(0, "")] * len(ranks)
+    for rank in ranks:
+        assert rank.notes["losses"] == pytest.approx(losses, rel=1e-6)
+        assert sorted(rank.state) == sorted(ranks[0].state)
+        assert same_bits(rank.state.values(), ranks[0].state.values())
+    for name in ranks[0].state:
+        if name in state:
+            np.testing.assert_allclose(ranks[0].state[name], state[name], rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """One rank's step; tied weights, a fixed parameter, a running mean, a count of steps, a rate that is an input."""
+    path = tmp_path_factory.mktemp("step") / "train.onnx"
+    onnx.save(adam(batch=ROWS, width=WIDTH, counted=ROWS), path)
+    return str(path)
+
+
+def job_of(model, tmp_path, steps, **more):
+    return {"model": model, "steps": steps, "save": str(tmp_path / "state.safetensors"), **more}
+
+
+def test_two_ranks_with_shards_and_two_batches_each_are_one_process(model, tmp_path):
+    apart, joined = shared_batches(50, 2, ROWS, WIDTH, micro=2)
+    job = job_of(model, tmp_path, 50, micro=2, options={"zero": True})
+    ranks = launch(tmp_path / "job", 2, job, first_state(onnx.load(model)), apart)
+    assert_equal_to_one_process(ranks, *alone(4, joined))
+    assert ranks[0].state["count.steps"] == 50
+    assert ranks[0].notes["taken"]["optimizer"] < 0.7 * 2 * ranks[0].notes["taken"]["parameters"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("zero", [False, True])
+def test_ranks_are_one_process(count, zero, model, tmp_path):
+    """Running means, too, if they are averaged: each is linear in its rank's rows."""
+    apart, joined = shared_batches(50, count, ROWS, WIDTH)
+    job = job_of(model, tmp_path, 50, options={"zero": zero, "buffers": "mean"})
+    ranks = launch(tmp_path / "job", count, job, first_state(onnx.load(model)), apart)
+    losses, state = alone(count, joined, local=())
+    assert "shift" in state
+    assert_equal_to_one_process(ranks, losses, state)
+
+
+@pytest.mark.slow
+def test_accumulating_four_batches_is_one_large_batch_in_the_memory_of_a_small_one(model, tmp_path):
+    apart, joined = shared_batches(50, 1, ROWS, WIDTH, micro=4)
+    state = first_state(onnx.load(model))
+    ranks = launch(tmp_path / "four", 1, job_of(model, tmp_path, 50, micro=4), state, apart)
+    assert_equal_to_one_process(ranks, *alone(4, joined))
+    once, _ = shared_batches(1, 1, ROWS, WIDTH)
+    (small,) = launch(tmp_path / "one", 1, job_of(model, tmp_path, 1), state, once)
+    assert small.notes["taken"] == ranks[0].notes["taken"]
+
+
+@pytest.mark.slow
+def test_uneven_batches_are_weighed_by_their_rows(tmp_path):
+    """Rank 1 has 5 rows where rank 0 has 8, in the last step none."""
+    path = tmp_path / "train.onnx"
+    onnx.save(adam(batch=ROWS, width=WIDTH, counted=1, dims="n"), path)
+    ones = adam(batch=ROWS, width=WIDTH, counted=1)
+    apart, joined = shared_batches(3, 2, ROWS, WIDTH)
+    for name in "xt":
+        apart[f"1.1.0.{name}"] = apart[f"1.1.0.{name}"][:5]
+        del apart[f"2.1.0.{name}"]
+    job = {"model": str(path), "steps": 3, "weigh": True, "options": {"dims": {"n": ROWS}}}
+    # a step whose loss is a mean over its own rows, whatever their number: sum over rows, divided by them
+    onnx.save(_mean_over_rows(onnx.load(path)), path)
+    ranks = launch(tmp_path / "job", 2, job, first_state(ones), apart)
+    rows = [[0, 16], [0, 13], [0, 8]]
+    whole = {n: _mean_over_rows(adam(batch=n, width=WIDTH, counted=1, dims="n")) for n in (16, 13, 8)}
+    state, losses = first_state(ones), []
+    for batch, (start, stop) in zip(joined, rows, strict=True):
+        loop = Loop(whole[stop], state | {k: a[start:stop] for k, a in batch.items()}, dims={"n": stop})
+        losses.append(loop.step())
+        state = {name: a for name, a in loop.state().items() if name in state}
+    del state["shift"]
+    assert_equal_to_one_process(ranks, losses, state)
+
+
+def _mean_over_rows(model):
+    """Divide the loss, and its gradient, by the number of elements of the batch at hand."""
+    make, graph = onnx.helper.make_node, model.graph
+    nodes = [make("Size", ["x"], ["size"]), make("Cast", ["size"], ["rows.float"], to=1)]
+    for node in graph.node:
+        if node.output[0] == "loss":
+            node.input[1] = "rows.float"
+        if node.output[0] == "g":
+            nodes.append(make("Div", ["two.free", "rows.float"], ["two.rows"]))
+            node.input[1] = "two.rows"
+    graph.initializer.append(onnx.numpy_helper.from_array(np.float32(2), "two.free"))
+    kept = [*nodes, *graph.node]
+    del graph.node[:]
+    graph.node.extend(kept)
+    return model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [False, True])
+def test_a_dead_rank_ends_the_job_with_a_line_and_the_checkpoint_goes_on(zero, model, tmp_path):
+    apart, _ = shared_batches(20, 2, ROWS, WIDTH)
+    state, options = first_state(onnx.load(model)), {"zero": zero}
+    whole = launch(tmp_path / "whole", 2, job_of(model, tmp_path, 20, options=options), state, apart)
+    dying = job_of(model, tmp_path, 20, options=options, save_at=8, kill=[1, 10], timeout=20)
+    survivor, dead = launch(tmp_path / "dying", 2, dying, state, apart)
+    assert dead.code == -9 and survivor.code == 7
+    assert survivor.errors.count("\n") == 1
+    assert "rank 0: error: another rank has ended" in survivor.errors
+    assert "while making step 11" in survivor.errors and "load its last checkpoint" in survivor.errors
+    wrong = {name: array + 1 for name, array in state.items()}  # all that matters comes from the file
+    wrong |= {name: state[name] for name in ("fixed", "rate")}
+    resumed = job_of(model, tmp_path, 20, options=options, load=str(tmp_path / "state.safetensors"))
+    ranks = launch(tmp_path / "resumed", 2, resumed, wrong, apart)
+    for rank in ranks:
+        assert rank.notes["losses"] == whole[0].notes["losses"][8:]
+        assert same_bits(rank.state.values(), whole[0].state.values())
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_shards_is_loaded_by_any_number_of_ranks(model, tmp_path):
+    apart, _ = shared_batches(6, 2, ROWS, WIDTH)
+    state = first_state(onnx.load(model))
+    saving = job_of(model, tmp_path, 6, options={"zero": True}, save_at=6)
+    whole = launch(tmp_path / "two", 2, saving, state, apart)
+    loading = job_of(model, tmp_path, 6, load=str(tmp_path / "state.safetensors"))
+    (one,) = launch(tmp_path / "one", 1, loading, state, apart)
+    assert one.notes["steps"] == 6 and sorted(one.state) == sorted(whole[0].state)
+    assert same_bits([one.state[name] for name in whole[0].state], whole[0].state.values())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not available(), reason="peaks are measured on Linux")
+@pytest.mark.parametrize("zero", [False, True])
+def test_a_rank_keeps_its_budget(zero, tmp_path):
+    wide = adam(layers=6, batch=2048, width=512, counted=2048)
+    onnx.save(wide, tmp_path / "train.onnx")
+    apart, _ = shared_batches(3, 2, 2048, 512)
+    options = {"zero": zero, "budget": "85%", "effort": 2}
+    job = {"model": str(tmp_path / "train.onnx"), "steps": 3, "options": options, "warm": str(one_node(tmp_path))}
+    ranks = launch(tmp_path / "job", 2, job, first_state(wide), apart)
+    for rank in ranks:
+        assert rank.code == 0, rank.errors
+        taken = rank.notes["taken"]
+        assert taken["gradients"] == taken["parameters"]  # once: the sums are nobody's outputs, and nowhere else
+        assert sum(taken.values()) < rank.notes["resident"] <= rank.notes["foreseen"]
+    shares = 2 * ranks[0].notes["taken"]["parameters"] / (2 if zero else 1)
+    assert ranks[0].notes["taken"]["optimizer"] == pytest.approx(shares, rel=0.01)
+
+
+@pytest.mark.slow
+def test_gradients_in_bfloat16_and_a_clip(model, tmp_path):
+    """The clip is that of shards, too; sending halves of the bytes costs digits, and no equality of ranks."""
+    apart, _ = shared_batches(10, 2, ROWS, WIDTH)
+    state = first_state(onnx.load(model))
+    found = {}
+    for name, options in {
+        "clip": {"clip_norm": 0.05}, "shards": {"clip_norm": 0.05, "zero": True}, "plain": {},
+        "half": {"wire": "bfloat16", "bucket": 256},
+    }.items():  # fmt: skip
+        ranks = launch(tmp_path / name, 2, job_of(model, tmp_path, 10, options=options), state, apart)
+        assert [rank.code for rank in ranks] == [0, 0], ranks[0].errors
+        assert same_bits(ranks[0].state.values(), ranks[1].state.values())
+        found[name] = ranks[0].state
+    np.testing.assert_allclose(found["clip"]["m.w0"], found["shards"]["m.w0"], rtol=1e-5, atol=1e-8)
+    assert np.linalg.norm(found["clip"]["m.w0"]) < 0.9 * np.linalg.norm(found["plain"]["m.w0"])
+    assert not np.array_equal(found["half"]["w0"], found["plain"]["w0"])
+    np.testing.assert_allclose(found["half"]["w0"], found["plain"]["w0"], atol=0.01)
+
+
+@pytest.mark.slow
+def test_seeds_differ_by_rank_and_step(model, tmp_path):
+    """The loss plus the input ``seed`` in thousandths, and a random number that has no seed of its own."""
+    noisy = onnx.load(model)
+    make, loss = onnx.helper.make_node, next(n for n in noisy.graph.node if n.output[0] == "loss")
+    loss.output[0] = "loss.plain"
+    noisy.graph.node.extend([
+        make("Cast", ["seed"], ["seed.float"], to=1), make("Mul", ["seed.float", "thousandth"], ["seed.small"]),
+        make("RandomUniformLike", ["loss.plain"], ["noise"], high=1e-6, low=0.0),
+        make("Sum", ["loss.plain", "seed.small"], ["seeded"]),
+        make("Add", ["seeded", "noise"], ["loss"]),
+    ])  # fmt: skip
+    noisy.graph.input.append(onnx.helper.make_tensor_value_info("seed", onnx.TensorProto.INT64, []))
+    noisy.graph.initializer.append(onnx.numpy_helper.from_array(np.float32(0.001), "thousandth"))
+    onnx.save(noisy, tmp_path / "noisy.onnx")
+    apart, _ = shared_batches(3, 2, ROWS, WIDTH)
+    state, losses = first_state(onnx.load(model)), []
+    for name, path, seed in (("a", "noisy.onnx", 7), ("b", "noisy.onnx", 7), ("c", "noisy.onnx", 8), ("d", model, 7)):
+        job = job_of(str(tmp_path / path), tmp_path, 3, options={"seed": seed})
+        ranks = launch(tmp_path / name, 2, job, state, apart)
+        assert [rank.code for rank in ranks] == [0, 0], ranks[0].errors
+        losses.append(np.array(ranks[0].notes["losses"]))
+    a, b, c, plain = losses
+    np.testing.assert_allclose(a - plain, [0.0075, 0.0095, 0.0115], atol=2e-6)  # of ranks 0 and 1: 7 and 8, 9 and 10
+    assert np.array_equal(a, b) and not np.array_equal(c, a + np.float32(0.001))
+
+
+@pytest.mark.slow
+def test_torchrun_starts_a_job_and_a_failure_is_its_failure(model, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys, numpy as np\n"
+        "from onnx_remat import distributed\n"
+        "def main():\n"
+        f"    distributed.DataParallel({model!r}, {{}})\n"
+        "if __name__ == '__main__':\n"
+        "    sys.exit(distributed.run(main))\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run([*torchrun, str(script)], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "onnx-remat: rank 0: error: no value for input" in done.stderr

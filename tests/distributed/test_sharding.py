@@ -1,0 +1,172 @@
+"""Which updates shard, and what a rank's part of one is; jobs that cannot start. No processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper
+
+from onnx_remat import ModelError, UsageError
+from onnx_remat.distributed.flat import lay_out, layout_of
+from onnx_remat.distributed.parts import prepare_apart
+from onnx_remat.distributed.sharding import Sharding
+from onnx_remat.split import split_step
+from tests.support.adam import adam, first_state
+from tests.support.graphs import feeds_for, model_of, run_model, same_bits
+from tests.support.ranks import ROOT
+
+MAKE = helper.make_node
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+def test_shards_together_are_the_update_to_the_last_bit(ranks):
+    update = split_step(adam()).update
+    flats = layout_of(update, ranks)
+    sharding = Sharding.of(update, flats, ranks)
+    feeds = feeds_for(update) | {"rate": np.array(0.01, np.float32), "count.steps": np.array(4, np.float32)}
+    feeds |= {name: np.abs(a) for name, a in feeds.items() if name.startswith("v.")}
+    wanted = dict(zip([o.name for o in update.graph.output], run_model(update, feeds), strict=True))
+    made = {name: np.full_like(array, np.nan) for name, array in wanted.items()}
+    for rank in range(ranks):
+        pieces, model = sharding.pieces(rank), sharding.model(rank)
+        onnx.checker.check_model(model, full_check=True)
+        given = {}
+        for value in model.graph.input:
+            piece = pieces.get(value.name.removeprefix("grad."))
+            whole = feeds[value.name]
+            given[value.name] = whole if piece is None else whole.reshape(-1)[piece.start : piece.stop]
+        for output, array in zip(model.graph.output, run_model(model, given), strict=True):
+            piece = pieces.get(output.name.removeprefix("new."))
+            if piece is None:
+                made[output.name][...] = array
+            else:
+                made[output.name].reshape(-1)[piece.start : piece.stop] = array
+    assert same_bits(made.values(), wanted.values())
+    sizes = [sum(p.stop - p.start for n, p in sharding.pieces(rank).items() if n[:2] == "m.") for rank in range(ranks)]
+    assert max(sizes) <= flats[0].size // ranks
+
+
+def update_of(nodes, state=("w", "v"), shape=(4, 4), constants=None):
+    names = [n for node in nodes for n in node.output if n.startswith("new.")]
+    inputs = {name: list(shape) for p in state for name in (p, f"grad.{p}")} | {"m": list(shape)}
+    read = {name for node in nodes for name in node.input}
+    inputs = {name: kind for name, kind in inputs.items() if name in read}
+    return model_of(nodes, inputs, {name: list(shape) for name in names}, constants or {})
+
+
+SUB = [MAKE("Sub", [p, f"grad.{p}"], [f"new.{p}"]) for p in "wv"]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "constants", "message"),
+    [
+        (
+            [MAKE("Mul", ["grad.w", "grad.v"], ["c"], name="both"), MAKE("Sub", ["w", "c"], ["new.w"]), SUB[1]], {},
+            r"node 'both' .Mul. reads the gradients of 'v' and 'w'; leave a clip out of the step and pass clip_norm",
+        ),
+        (
+            [MAKE("ReduceL2", ["grad.w"], ["n"], name="norm"), MAKE("Div", ["grad.w", "n"], ["s"]),
+             MAKE("Sub", ["w", "s"], ["new.w"]), SUB[1]], {},
+            r"node 'norm' .ReduceL2., on the way to .*'w', is not elementwise",
+        ),
+        (
+            [MAKE("Mul", ["grad.w", "k"], ["s"]), MAKE("Sub", ["w", "s"], ["new.w"]), SUB[1]],
+            {"k": np.ones((4, 4), np.float32)}, "it reads the constant 'k'; train without zero",
+        ),
+        (
+            [MAKE("Add", ["m", "grad.w"], ["s"]), MAKE("Sub", ["w", "s"], ["new.w"]),
+             MAKE("Add", ["m", "grad.v"], ["r"]), MAKE("Sub", ["v", "r"], ["new.v"])], {},
+            "'w' and 'v' are both renewed by 'm'",
+        ),
+    ],
+)  # fmt: skip
+def test_what_does_not_shard_is_named(nodes, constants, message):
+    update = update_of(nodes, constants=constants)
+    with pytest.raises(ModelError, match=message) as refusal:
+        Sharding.of(update, layout_of(update, 2), 2)
+    assert "\n" not in str(refusal.value)
+
+
+def test_flat_buffers_are_dense_aligned_and_of_one_type_each():
+    kinds = {"a": ("float32", (5, 7)), "h": ("float16", (3,)), "b": ("float32", ()), "c": ("float32", (0, 4))}
+    wide, half = lay_out(kinds, ranks=3)
+    assert (wide.dtype, half.dtype, wide.size % 48, half.size % 96) == ("float32", "float16", 0, 0)
+    buffer = wide.reserve()
+    views = wide.views(buffer)
+    assert [(name, view.shape) for name, view in views.items()] == [("a", (5, 7)), ("b", ()), ("c", (0, 4))]
+    assert all(view.ctypes.data % 64 == 0 for view in views.values())
+    views["b"][...] = 3
+    assert buffer.sum() == 3
+    owned = [(slot.name, start, stop) for rank in range(3) for slot, start, stop in wide.owned(rank, 3)]
+    assert owned == [("a", 0, 32), ("a", 32, 35), ("b", 48, 49)]
+
+
+def test_without_a_job_nothing_starts():
+    pytest.importorskip("torch")
+    from onnx_remat import distributed
+
+    with pytest.raises(UsageError, match="start it with torchrun"):
+        distributed.DataParallel(adam(), first_state(adam()))
+
+
+def test_a_step_that_ends_at_gradients_and_budgets_that_are_too_low_are_refused():
+    from onnx_remat.distributed import prepare
+    from onnx_remat.errors import BudgetInfeasibleError
+
+    with pytest.raises(ModelError, match="ends at gradients already"):
+        prepare(split_step(adam()).gradients)
+    with pytest.raises(BudgetInfeasibleError, match=r"MB are for the update, its .* nothing is left"):
+        prepare(adam(), 3_000_000, effort=0.5)
+
+
+ALONE = """
+import sys
+import numpy as np
+from onnx_remat import UsageError, distributed
+from onnx_remat.split import split_step
+from tests.support.graphs import feeds_for
+from tests.test_split import clipped
+
+feeds = {name: np.asarray(array) for name, array in feeds_for(clipped()).items()}
+state = {name: feeds[name] for name in ("a", "b", "m.a", "m.b")}
+batch = {name: feeds[name] for name in ("x", "t")}
+
+def main():
+    training = distributed.DataParallel(clipped(), state)
+    training.step(batch | {"rate": feeds["rate"]})
+    training.step(batch)  # the rate stays
+    for wrong in ({"seed": "a"}, {"progress": print}, {"nonsense": 1}):
+        try:
+            distributed.DataParallel(clipped(), state, **wrong)
+        except UsageError as error:
+            print(error)
+    training.step({"x": feeds["x"]})  # whose targets?
+
+sys.exit(distributed.run(main))
+"""
+
+
+def test_a_rank_alone_refuses_batches_that_lack_an_input_and_wrong_options():
+    pytest.importorskip("torch")
+    done = subprocess.run([sys.executable, "-c", ALONE], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == UsageError.exit_code
+    for line, start in zip(done.stdout.splitlines(), ("seed is a whole", "progress is", "unknown option"), strict=True):
+        assert line.startswith(start)
+    assert "no value for input 't'" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("step", "options", "message"),
+    [
+        (None, {}, "a model is a path, bytes or"),
+        (adam(), {"ranks": 0, "zero": True}, "ranks is a number from 1 on"),
+        (adam(), {"nonsense": 1}, "unknown option 'nonsense'"),
+    ],
+)
+def test_what_cannot_be_prepared_is_refused_before_it_is(step, options, message):
+    with pytest.raises(UsageError, match=message):
+        prepare_apart(step, None, **options)

@@ -1,0 +1,135 @@
+"""Jobs of several ranks on this machine: `launch` starts them as torchrun does, each runs `main` of this file.
+
+A job is a JSON object: what is passed to `DataParallel`, batches in an ``.npz`` under ``<step>.<rank>.<micro>.<name>``,
+and what to do after which step. Every rank leaves ``rank<i>.json`` and ``rank<i>.npz`` in the job's folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """What one rank left: exit code, standard error, what it noted, its state in the end."""
+
+    code: int
+    errors: str
+    notes: dict
+    state: dict
+
+
+def launch(folder: Path, count: int, job: dict, state: dict, batches: dict, seconds: float = 300) -> list[Rank]:
+    """Run a job to its end; one that outlasts `seconds` is ended and fails the test."""
+    folder.mkdir(exist_ok=True)
+    np.savez(folder / "state.npz", **state)
+    np.savez(folder / "batches.npz", **batches)
+    (folder / "job.json").write_text(json.dumps(job))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count), "OMP_NUM_THREADS": "1"}
+    common |= {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "ORT_DISABLE_TELEMETRY": "1"}
+    command = [sys.executable, "-m", "tests.support.ranks", str(folder)]
+    processes = [
+        subprocess.Popen(
+            command, env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, cwd=ROOT,
+            stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(count)
+    ]  # fmt: skip
+    try:
+        errors = [process.communicate(timeout=seconds)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [_left(folder, rank, p.returncode, e) for rank, (p, e) in enumerate(zip(processes, errors, strict=True))]
+
+
+def _left(folder: Path, rank: int, code: int, errors: str) -> Rank:
+    notes, state = folder / f"rank{rank}.json", folder / f"rank{rank}.npz"
+    return Rank(
+        code, errors, json.loads(notes.read_text()) if notes.exists() else {},
+        dict(np.load(state)) if state.exists() else {},
+    )  # fmt: skip
+
+
+def train(folder: Path) -> None:
+    """One rank's part of a job."""
+    from onnx_remat.distributed import DataParallel, Parts
+    from onnx_remat.run.heap import trim
+    from onnx_remat.run.probe import reset_peak, resident
+
+    job = json.loads((folder / "job.json").read_text())
+    rank = int(os.environ["RANK"])
+    batches = dict(np.load(folder / "batches.npz"))
+    losses, times, base = [], [], 0
+    state = dict(np.load(folder / "state.npz"))
+    step = job["model"]
+    if isinstance(step, list):
+        step = Parts(Path(step[0]).read_bytes(), Path(step[1]).read_bytes())
+    if job.get("warm"):
+        _warm(job["warm"])
+        trim()
+        base = reset_peak()
+    parallel = DataParallel(step, state, threads=1, **job.get("options", {}))
+    if "load" in job:
+        parallel.load(job["load"])
+    for step in range(parallel.steps, job["steps"]):
+        if (rank, step) == tuple(job.get("kill", ())):
+            os.kill(os.getpid(), signal.SIGKILL)
+        micro = [_batch(batches, f"{step}.{rank}.{i}.") for i in range(job.get("micro", 1))]
+        micro = [batch for batch in micro if batch]
+        weights = [next(iter(b.values())).shape[0] for b in micro] if job.get("weigh") else None
+        losses.append(parallel.step(micro or None, weights))
+        times.append([parallel.times.compute, parallel.times.communication, parallel.times.update])
+        if step + 1 == job.get("save_at"):
+            parallel.save(job["save"])
+    peak = resident("VmHWM") - base
+    taken, notes = parallel.taken(), {name: getattr(parallel.parts, name) for name in ("foreseen", "recompute")}
+    fields = {name: getattr(taken, name) for name in taken.__slots__}
+    notes |= {"losses": losses, "times": times, "resident": peak, "taken": fields, "steps": parallel.steps}
+    (folder / f"rank{rank}.json").write_text(json.dumps(notes))
+    np.savez(folder / f"rank{rank}.npz", **parallel.state())
+    parallel.close()
+
+
+def _warm(path: str) -> None:
+    """What interpreter, libraries, the engine and a session take whatever the step."""
+    import torch
+
+    from onnx_remat.run.session import Session
+
+    with Session(path) as session:
+        session.run({array.name: np.zeros(array.shape, array.dtype_name) for array in session.inputs})
+    for shape in (1, 1 << 20):
+        torch.distributed.all_reduce(torch.zeros(shape))
+        torch.distributed.broadcast(torch.zeros(shape), src=0)
+        torch.distributed.reduce(torch.zeros(shape), dst=0)
+
+
+def _batch(batches: dict, prefix: str) -> dict:
+    return {name.removeprefix(prefix): batches[name] for name in batches if name.startswith(prefix)}
+
+
+def main() -> None:
+    from onnx_remat import distributed
+
+    folder = Path(sys.argv[1])
+    timeout = json.loads((folder / "job.json").read_text()).get("timeout", 60)
+    sys.exit(distributed.run(lambda: train(folder), timeout=timeout))
+
+
+if __name__ == "__main__":
+    main()
