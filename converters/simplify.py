@@ -98,6 +98,18 @@ def _neutral_element(element: float, commutes: bool) -> Callable[[ir.Node], ir.V
     return source
 
 
+def _chosen(node: ir.Node) -> ir.Value | None:
+    """What a Where with a constant condition, a single one, chooses."""
+    condition, first, second = node.inputs
+    assert condition is not None
+    known = _constant(condition)
+    if known is None or known.size != 1:
+        return None
+    value = first if known.item() else second
+    shape = _static(value)
+    return value if shape is not None and shape == _static(node.outputs[0]) else None
+
+
 _NEUTRAL: dict[str, Callable[[ir.Node], ir.Value | None]] = {
     "Identity": _identity,
     "Cast": _identity,  # the dtype is compared above
@@ -115,6 +127,7 @@ _NEUTRAL: dict[str, Callable[[ir.Node], ir.Value | None]] = {
     "Div": _neutral_element(1, False),
     "Add": _neutral_element(0, True),
     "Sub": _neutral_element(0, False),
+    "Where": _chosen,
 }
 
 

@@ -70,7 +70,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(config.rate))  # a tensor: an input of the step
     example = tuple(map(torch.from_numpy, batch(config, rng)))
     step = export_training_step(model, example, nn.functional.cross_entropy, optimizer)
-    result = onnx_remat.rewrite_model(step, budget="65%", effort=4)
+    result = onnx_remat.rewrite_model(step, budget="75%", effort=4)
     print(result.report.verdict())
 
     before = evaluate(model, config)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from ..extras import require
@@ -11,28 +10,29 @@ from ..extras import require
 require("torch", "onnx_ir", "onnxruntime", "torch", "onnxscript")
 
 import onnx
-import onnx_ir as ir
 import torch
 
-from onnx_remat.errors import ConversionError
-
-from .. import check as checking
-from .. import names, optimizers
-from . import optim, updates, verify
+from . import optim
+from .budgeted import Budgeted, budgeted
+from .export import export, step_of
 from .initial import initial_feeds
-from .lower import finish, lower
-from .trace import Batch, Loss, Step, trace
+from .recipe import Recipe, Scaling
+from .trace import Loss
 
-__all__ = ["export_training_step", "initial_feeds"]
+__all__ = ["Budgeted", "budgeted", "export_training_step", "initial_feeds"]
 
 
 def export_training_step(
     model: torch.nn.Module,
     example_inputs: Any,
     loss: Loss | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: optim.Optimizers = None,
     *,
     clip_norm: float | None = None,
+    clip_value: float | None = None,
+    accumulate: int = 1,
+    average: float | None = None,
+    scaler: torch.amp.GradScaler | None = None,
     opset: int = 20,
     dynamic_dims: Mapping[str, Mapping[int, str]] | None = None,
     check: bool = True,
@@ -49,13 +49,19 @@ def export_training_step(
     loss : callable, optional
         ``loss(output, target)`` gives the scalar loss. Without it the model returns the loss, or an object with the
         loss as attribute ``loss``.
-    optimizer : torch.optim.Optimizer, optional
-        Over the model's parameters; those it does not hold are not trained. SGD, Adam and AdamW are written out, of
-        any other its own step is traced, which must not read values. Its settings become constants, but for a
-        learning rate that is a tensor: that is the input ``learning_rate``, or ``learning_rate.<i>`` where groups
-        have several. Without an optimizer the gradients are put out.
-    clip_norm : float, optional
-        Scale all gradients together to this norm at most before the update, as `torch.nn.utils.clip_grad_norm_`.
+    optimizer : torch.optim.Optimizer or sequence of them, optional
+        Over the model's parameters; those it does not hold are not trained. Its own step is traced, which must not
+        decide by values. Its settings become constants, but for learning rates and weight decays that are tensors:
+        those are the input ``learning_rate``, or ``learning_rate.<i>`` where groups have several, and
+        ``weight_decay``. Without an optimizer the gradients are put out.
+    clip_norm, clip_value : float, optional
+        Clip gradients before the update, as `torch.nn.utils.clip_grad_norm_` and `clip_grad_value_`.
+    accumulate : int
+        Micro-batches to an update: gradients are averaged over so many steps, the last of which updates.
+    average : float, optional
+        Keep a moving average of the weights with this decay, as inputs ``state.<name>.average``.
+    scaler : torch.amp.GradScaler, optional
+        Scale the loss with its settings, leave out updates where gradients overflow.
     opset : int
         Version of ONNX's operator set.
     dynamic_dims : mapping of str to mapping of int to str, optional
@@ -75,49 +81,6 @@ def export_training_step(
     ConversionError
         The step cannot be traced or written, or does not compute what torch computes.
     """
-    step, written_out = _step(model, example_inputs, loss, optimizer)
-    step = replace(step, clip_norm=clip_norm)
-    dynamic = dynamic_dims or {}
-    step.batch.check_dimensions(dynamic)
-    traced = trace(step, dynamic, opset)
-    made = lower(traced, step.inputs, opset, dynamic)
-    gradients = {str(value.name): value for value in made.graph.outputs}
-    written_out = {name: update for name, update in written_out.items() if names.gradient(name) in gradients}
-    if written_out:
-        optimizers.append(made.graph, written_out, len(step.batch.names))
-    if check:
-        hidden = {names.gradient(name): str(gradients[names.gradient(name)].name) for name in written_out}
-        found = verify.step(made, step, model, optimizer, hidden)
-        if dynamic:
-            verify.step(made, replace(step, batch=step.batch.larger(dynamic)), model, optimizer, hidden)
-    finish(made, len(step.batch.names), gradients=step.optimizer is None)
-    proto = ir.to_proto(made)
-    if check:
-        checking.record(proto, found)
-    return proto
-
-
-def _step(
-    model: torch.nn.Module, example_inputs: Any, loss: Loss | None, optimizer: torch.optim.Optimizer | None
-) -> tuple[Step, dict[str, optimizers.Optimizer]]:
-    parameters = dict(model.named_parameters())
-    for name, parameter in parameters.items():
-        if not parameter.is_floating_point():
-            raise ConversionError(f"parameter {name} is of {parameter.dtype}: parameters must be real floating point")
-    written_out = optimizer is not None and type(optimizer) in optim.WRITTEN_OUT
-    made = optim.by_parameter(optimizer, parameters) if optimizer is not None and written_out else {}
-    trained = {name for name, parameter in parameters.items() if parameter.requires_grad}
-    if optimizer is not None:
-        optim.check_parameters(optimizer, parameters)
-        inside = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        trained = {name for name in trained if id(parameters[name]) in inside}
-    step = Step(
-        model, Batch.of(example_inputs), loss,
-        trainable={name: p for name, p in parameters.items() if name in trained},
-        frozen={name: p for name, p in parameters.items() if name not in trained},
-        buffers=dict(model.named_buffers()),
-    )  # fmt: skip
-    if optimizer is None or written_out:
-        return step, made
-    state = updates.initial_state(optimizer, {name: parameters[name] for name in parameters if name in trained})
-    return replace(step, optimizer=optimizer, state=state, rates=optim.rates(optimizer)), {}
+    recipe = Recipe(clip_norm, clip_value, accumulate, average, None if scaler is None else Scaling.of(scaler))
+    step = step_of(model, example_inputs, loss, optim.each(optimizer), recipe)
+    return export(step, opset, dynamic_dims or {}, check)

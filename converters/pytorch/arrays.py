@@ -20,3 +20,9 @@ def tensor(value: np.ndarray) -> torch.Tensor:
     if value.dtype.name == "bfloat16":
         return torch.from_numpy(value.view(np.uint16).copy()).view(torch.bfloat16)
     return torch.from_numpy(np.array(value))
+
+
+def view(tensor: torch.Tensor) -> np.ndarray:
+    """The memory of a contiguous tensor as numpy; of bfloat16, its bits."""
+    tensor = tensor.detach()
+    return np.asarray(tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy())

@@ -18,6 +18,7 @@ from ..autodiff.scattering import add_in_order
 from ..simplify import simplify
 from ..weight_gradients import multiply_out
 from .program import program
+from .refusals import untranslated
 from .trace import Trace, quiet
 
 FOLDED = 4096
@@ -46,7 +47,7 @@ def lower(
                 custom_translation_table={torch.ops.aten.sym_numel.default: opset20.Size},
             )  # fmt: skip
         except Exception as error:
-            raise ConversionError(_reason(error)) from error
+            raise untranslated(error, trace.graph.graph) from error
     assert made is not None
     model = made.model
     _name_dimensions(model.graph, list(inputs), dynamic)
@@ -112,14 +113,6 @@ def finish(model: ir.Model, batch: int, gradients: bool = True) -> None:
     first = len(graph.inputs) - batch
     state, rest = list(graph.inputs[:first]), list(graph.inputs[first:])
     graph.inputs[:] = [value for value in state if value.uses()] + rest
-
-
-def _reason(error: Exception) -> str:
-    """The message of the innermost cause, which names the operator."""
-    cause: BaseException = error
-    while cause.__cause__ is not None:
-        cause = cause.__cause__
-    return f"the step cannot be written in ONNX: {' '.join(str(cause).split())[:300]}"
 
 
 def _label(graph: ir.Graph) -> None:

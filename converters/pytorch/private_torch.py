@@ -18,7 +18,6 @@ from torch._functorch._aot_autograd.logging_utils import (
     setup_stacktrace_preservation_hooks,  # backward nodes say which forward node they are of
 )
 from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,  # raised where Python code reads a tensor's value
     FakeTensorMode,  # tensors without data
 )
 from torch._subclasses.functional_tensor import (  # what is changed in place becomes values
@@ -36,16 +35,38 @@ from torch.fx.experimental.symbolic_shapes import (  # sizes that vary
 )
 from torch.onnx._internal.exporter import _decomp, _registration
 from torch.utils import _pytree as pytree  # structures of arguments, flat and back
+from torch.utils import (
+    checkpoint as _checkpoint,  # what recomputes a region in the backward pass, either way
+)
 from torch.utils._python_dispatch import (
     TorchDispatchMode,  # sees every operator
     _disable_current_modes,  # computes a constant while tracing
 )
 
 __all__ = [
-    "ConstantSource", "DataDependentOutputException", "DimDynamic", "FakeTensorMode", "FunctionalTensor",
-    "FunctionalTensorMode", "Operator", "ShapeEnv", "StatelessSymbolicContext", "TorchDispatchMode", "compiling",
-    "computed_now", "dispatch_functionalize", "enable_python_dispatcher", "get_decompositions", "make_fx",
-    "old_weight_norm", "pytree", "setup_stacktrace_preservation_hooks", "traceback", "unvalidated",
+    "ConstantSource",
+    "DimDynamic",
+    "FakeTensorMode",
+    "FunctionalTensor",
+    "FunctionalTensorMode",
+    "Operator",
+    "ShapeEnv",
+    "StatelessSymbolicContext",
+    "TorchDispatchMode",
+    "compiling",
+    "computed_now",
+    "dispatch_functionalize",
+    "enable_python_dispatcher",
+    "get_decompositions",
+    "gradient_hooks",
+    "hooks_left_out",
+    "make_fx",
+    "old_weight_norm",
+    "pytree",
+    "setup_stacktrace_preservation_hooks",
+    "traceback",
+    "unvalidated",
+    "without_checkpoints",
     "without_translation",
 ]  # fmt: skip
 
@@ -54,6 +75,18 @@ Operator: TypeAlias = torch._ops.OpOverload
 old_weight_norm = torch._weight_norm  # what `torch.nn.utils.weight_norm` calls
 compiling: Callable[[], Any] = _compiling_state_context
 computed_now: Callable[[], Any] = _disable_current_modes
+
+
+def gradient_hooks(parameter: torch.Tensor) -> tuple[Callable[..., Any], ...]:
+    """What the user registered with ``parameter.register_hook``, in order."""
+    return tuple((parameter._backward_hooks or {}).values())
+
+
+def hooks_left_out(held: torch.Tensor | torch.optim.Optimizer) -> bool:
+    """Are there hooks that no graph calls: after a gradient was accumulated, or around the optimizer's step?"""
+    of_parameter = ("_post_accumulate_grad_hooks",)
+    of_optimizer = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    return any(getattr(held, n, None) for n in (of_parameter if isinstance(held, torch.Tensor) else of_optimizer))
 
 
 def without_translation(opset: int) -> dict[Any, Callable[..., Any]]:
@@ -72,3 +105,30 @@ def unvalidated() -> Iterator[None]:
         yield
     finally:
         Distribution.set_default_validate_args(before)
+
+
+class _Plain:
+    """In place of ``CheckpointFunction``: the region runs like any other code."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], _: bool, *values: Any) -> Any:
+        return function(*values)
+
+
+def _plainly(*_: Any, **__: Any) -> Iterator[None]:
+    """In place of what surrounds a region that is checkpointed without reentrance: nothing."""
+    yield
+
+
+@contextmanager
+def without_checkpoints() -> Iterator[None]:
+    """`torch.utils.checkpoint` recomputes nothing: a graph of the step has every operator once."""
+    own = {"CheckpointFunction": _Plain, "_checkpoint_without_reentrant_generator": _plainly}
+    before = {name: getattr(_checkpoint, name) for name in own}
+    try:
+        for name, stand_in in own.items():
+            setattr(_checkpoint, name, stand_in)
+        yield
+    finally:
+        for name, original in before.items():
+            setattr(_checkpoint, name, original)

@@ -45,8 +45,29 @@ def capture(function: Callable[..., Any], fakes: Sequence[torch.Tensor], opset: 
     for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.detach_.default):
         node.replace_all_uses_with(node.args[0])  # of constants in rules
         module.graph.erase_node(node)
+    _keep_digits(module)
     module.graph.eliminate_dead_code()
     return module
+
+
+_BY_NUMBER = {
+    getattr(torch.ops.aten, name).Scalar: getattr(torch.ops.aten, name).Tensor for name in ("add", "sub", "mul", "div")
+} | {torch.ops.aten.pow.Scalar: torch.ops.aten.pow.Tensor_Tensor}
+
+
+def _keep_digits(module: GraphModule) -> None:
+    """Numbers in float64 arithmetic become tensors: torch's exporter rounds numbers to float32."""
+    graph = module.graph
+    for node in [node for node in graph.nodes if node.target in {*_BY_NUMBER, *_BY_NUMBER.values()}]:
+        numbers = [slot for slot, value in enumerate(node.args) if isinstance(value, float)]
+        if node.meta["val"].dtype == torch.float64 and len(node.args) == 2 and len(numbers) == 1:
+            name = f"_number_{node.name}"
+            setattr(module, name, torch.tensor(node.args[numbers[0]], dtype=torch.float64))
+            with graph.inserting_before(node):
+                made = graph.get_attr(name)
+            made.meta = dict(node.meta) | {"val": node.meta["val"].new_empty(())}
+            node.target = _BY_NUMBER.get(node.target, node.target)
+            node.args = tuple(made if slot in numbers else value for slot, value in enumerate(node.args))
 
 
 class _Lift(TorchDispatchMode):

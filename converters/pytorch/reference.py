@@ -17,6 +17,7 @@ from . import updates
 from .arrays import array, tensor
 from .decisions import Replay
 from .private_torch import TorchDispatchMode, pytree
+from .recipe import AVERAGE, COUNT, GROWTH, SCALE, SUM, Recipe
 from .rules.composites import Composites
 from .trace import Step, eager_kernels
 
@@ -110,23 +111,66 @@ def _distance(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def updated(
+    step: Step, parameters: Mapping[str, torch.Tensor], gradients: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """New parameters and state, by output name, that torch itself makes of these gradients by parameter.
+
+    The gradients are those of the last of `Recipe.accumulate` micro-batches; those before it were zero.
+    """
+    recipe, copies = step.recipe, {n: p.detach().clone().requires_grad_() for n, p in parameters.items()}
+    given = {name: tensor(gradient) / recipe.accumulate for name, gradient in gradients.items()}
+    finite = recipe.scaling is None or all(bool(gradient.isfinite().all()) for gradient in given.values())
+    for name, gradient in given.items():
+        copies[name].grad = gradient
+    trained = [copies[name] for name in gradients]
+    if recipe.clip_value is not None:
+        torch.nn.utils.clip_grad_value_(trained, recipe.clip_value)
+    if recipe.clip_norm is not None:
+        torch.nn.utils.clip_grad_norm_(trained, recipe.clip_norm)
+    made: dict[str, np.ndarray] = {}
+    for optimizer in step.optimizers:
+        made |= _stepped(optimizer, parameters, copies, gradients, finite, step.state)
+    made |= {names.new(name): array(copies[name]) for name in gradients}
+    for name in gradients:
+        if recipe.average is not None:
+            before, after = parameters[name].detach(), copies[name].detach()
+            made[names.new(names.state(name, AVERAGE))] = array(before.lerp(after, 1 - recipe.average))
+        if recipe.accumulate > 1:
+            made[names.new(names.state(name, SUM))] = np.zeros_like(gradients[name])
+    return made | _counters(recipe, finite)
+
+
+def _stepped(
     optimizer: torch.optim.Optimizer,
     parameters: Mapping[str, torch.Tensor],
+    copies: Mapping[str, torch.Tensor],
     gradients: Mapping[str, np.ndarray],
+    finite: bool,
+    state: updates.State,
 ) -> dict[str, np.ndarray]:
-    """New parameters and state, by output name, that the optimizer itself makes of these gradients by parameter."""
-    copies = {name: parameter.detach().clone().requires_grad_() for name, parameter in parameters.items()}
-    state = {name: copy.deepcopy(optimizer.state.get(parameter, {})) for name, parameter in parameters.items()}
-    twin = updates.twin(optimizer, parameters, copies, {name: pieces for name, pieces in state.items() if pieces})
-    for name, gradient in gradients.items():
-        copies[name].grad = tensor(gradient)
-    updates.step(twin)
-    made = {names.new(name): array(copies[name]) for name in gradients}
+    """State after the step of one optimizer, which changes the copies; where it is left out, state as it was."""
+    known = {name: copy.deepcopy(optimizer.state.get(parameter, {})) for name, parameter in parameters.items()}
+    twin = updates.twin(optimizer, parameters, copies, {name: pieces for name, pieces in known.items() if pieces})
+    if finite:
+        with updates.WithoutBfloat16():
+            updates.step(twin)
+    made: dict[str, np.ndarray] = {}
     for name in gradients:
-        for slot, value in twin.state[copies[name]].items():
+        after: Mapping[str, Any] = twin.state.get(copies[name], {}) if finite else state.get(name, {})
+        for slot, value in after.items():
             if isinstance(value, torch.Tensor | int | float):
                 made[names.new(names.state(name, slot))] = array(torch.as_tensor(value, dtype=_counted(value)))
     return made
+
+
+def _counters(recipe: Recipe, finite: bool) -> dict[str, np.ndarray]:
+    """Counters and scale after a step that updates, as numbers."""
+    made = {COUNT: 0.0} if recipe.accumulate > 1 else {}
+    if (scaling := recipe.scaling) is not None:
+        grows = finite and scaling.growth + 1 >= scaling.interval
+        factor = scaling.growth_factor if grows else 1.0 if finite else scaling.backoff_factor
+        made |= {SCALE: scaling.scale * factor, GROWTH: 0.0 if grows or not finite else scaling.growth + 1.0}
+    return {names.new(name): np.array(value, np.float32) for name, value in made.items()}
 
 
 def _counted(value: torch.Tensor | float) -> torch.dtype:

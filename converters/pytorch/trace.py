@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import traceback as traceback_
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,19 +19,22 @@ from . import updates
 from .decisions import Recorder
 from .private_torch import (
     ConstantSource,
-    DataDependentOutputException,
     DimDynamic,
     FakeTensorMode,
     ShapeEnv,
     StatelessSymbolicContext,
     TorchDispatchMode,
     enable_python_dispatcher,
+    gradient_hooks,
     pytree,
     setup_stacktrace_preservation_hooks,
     traceback,
     unvalidated,
+    without_checkpoints,
 )
 from .program import capture
+from .recipe import Recipe
+from .refusals import complex_numbers, refusal
 from .rules.composites import Composites
 
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -65,6 +67,9 @@ class Batch:
             structure: tuple[tuple[Any, ...], dict[str, Any]] = ((), dict(example_inputs))
         elif isinstance(example_inputs, torch.Tensor):
             structure = ((example_inputs,), {})
+        elif not isinstance(example_inputs, Iterable):
+            kind = type(example_inputs).__name__
+            raise ConversionError(f"the batch is a {kind}: give a tensor, a sequence or a mapping of them")
         else:
             structure = (tuple(example_inputs), {})
         found, spec = pytree.tree_flatten_with_path(structure)
@@ -125,14 +130,14 @@ class Step:
     trainable, frozen : dict of str to torch.Tensor
         Parameters by name.
     buffers : dict of str to torch.Tensor
-    clip_norm : float, optional
-        Gradients are scaled together to a norm of this at most.
-    optimizer : torch.optim.Optimizer, optional
-        One whose own step is to be traced, see `updates`.
+    recipe : Recipe
+        What happens around the update.
+    optimizers : tuple of torch.optim.Optimizer
+        Their own steps are traced, see `updates`.
     state : dict of str to dict of str to torch.Tensor
-        Of that optimizer: its state before the step.
-    rates : dict of str to torch.Tensor
-        Of that optimizer: its learning rates that are inputs.
+        Of the optimizers: before the step.
+    settings : dict of str to torch.Tensor
+        Of the optimizers: learning rates and weight decays that are inputs.
     """
 
     model: torch.nn.Module
@@ -141,10 +146,10 @@ class Step:
     trainable: dict[str, torch.Tensor]
     frozen: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
-    clip_norm: float | None = None
-    optimizer: torch.optim.Optimizer | None = None
+    recipe: Recipe = field(default_factory=Recipe)
+    optimizers: tuple[torch.optim.Optimizer, ...] = ()
     state: updates.State = field(default_factory=dict)
-    rates: dict[str, torch.Tensor] = field(default_factory=dict)
+    settings: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def inputs(self) -> dict[str, torch.Tensor]:
@@ -153,7 +158,8 @@ class Step:
         parameters = {name: p.detach() for name, p in self.model.named_parameters()}
         state = {names.state(n, slot): value for n, pieces in self.state.items() for slot, value in pieces.items()}
         batch = dict(zip(self.batch.names, self.batch.tensors, strict=True))
-        return parameters | self.buffers | state | self.rates | batch
+        settings = {name: value.detach().float().reshape(()) for name, value in self.settings.items()}
+        return parameters | self.buffers | state | self.recipe.state(self.trainable) | settings | batch
 
     def run(self, values: Mapping[str, torch.Tensor], watch: TorchDispatchMode) -> dict[str, torch.Tensor]:
         """Loss, gradients and buffers by output name, in order; `values` are left as they are.
@@ -168,6 +174,9 @@ class Step:
         # torch keeps the labels of the last node of an export that failed: no module is said so
         with traceback.annotate({"phase": "forward", "module": ""}):
             trainable = {name: values[name].detach().requires_grad_() for name in self.trainable}
+            for name, parameter in self.trainable.items():
+                for hook in gradient_hooks(parameter):
+                    trainable[name].register_hook(hook)
             frozen = {name: values[name] for name in self.frozen}
             buffers = {name: values[name].clone() for name in self.buffers}
             state = trainable | frozen | buffers
@@ -177,10 +186,12 @@ class Step:
         if loss.grad_fn is not None and traceback.has_preserved_node_meta():
             setup_stacktrace_preservation_hooks([loss.grad_fn])
         with traceback.annotate({"phase": "backward", "module": ""}):
-            gradients = torch.autograd.grad(loss, list(trainable.values()), allow_unused=True)
+            scaled = self.recipe.scaled(loss, values)
+            gradients = torch.autograd.grad(scaled, list(trainable.values()), allow_unused=True)
             found = {name: g for name, g in zip(trainable, gradients, strict=True) if g is not None}
-            if self.clip_norm is not None:
-                found = updates.clipped(found, self.clip_norm)
+            found = self.recipe.unscaled(found, values)
+            if not self.optimizers:
+                found = self.recipe.clipped(found)
         outputs = {names.LOSS: loss.detach()}
         outputs |= {names.gradient(name): gradient for name, gradient in found.items()}
         for name in buffers:  # functional_call writes those that the model assigned anew back into `state`
@@ -190,34 +201,78 @@ class Step:
     def update(
         self, values: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """New parameters and state, by output name, from the gradients in `outputs`: the optimizer's own step."""
-        assert self.optimizer is not None
+        """New parameters and state, by output name, from the gradients in `outputs`: the optimizers' own steps."""
         given = {name: outputs[names.gradient(name)] for name in self.trainable if names.gradient(name) in outputs}
-        state = {
-            name: {slot: values[names.state(name, slot)] for slot in pieces} for name, pieces in self.state.items()
-        }
-        rates = {id(rate): values[name] for name, rate in self.rates.items()}
-        with traceback.annotate({"phase": "optimizer", "module": ""}):
+
+        def update(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             parameters = dict(self.model.named_parameters())
-            made, after = updates.updated(self.optimizer, parameters, values, given, state, rates)
-        new = {names.new(name): value for name, value in made.items()}
-        for name, pieces in after.items():
-            new |= {names.new(names.state(name, slot)): value for slot, value in pieces.items()}
-        return new
+            state = {n: {slot: values[names.state(n, slot)] for slot in slots} for n, slots in self.state.items()}
+            settings = {id(value): values[name] for name, value in self.settings.items()}
+            made: dict[str, torch.Tensor] = {}
+            for optimizer in self.optimizers:
+                new, after = updates.updated(optimizer, parameters, values, gradients, state, settings)
+                made |= new
+                made |= {names.state(n, slot): value for n, slots in after.items() for slot, value in slots.items()}
+            return made
+
+        with traceback.annotate({"phase": "optimizer", "module": ""}):
+            new = self.recipe.updated(values, given, update)
+        return {names.new(name): value for name, value in new.items()}
 
     def _loss(self, state: dict[str, torch.Tensor], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         positional, keyword = self.batch.arguments(tensors)
-        if self.loss is None:
-            made = torch.func.functional_call(self.model, state, positional, keyword)
-            made = getattr(made, "loss", made)
-        elif keyword:
+        whole = _Whole(self.model, self.loss)
+        within = {_INSIDE + name: value for name, value in state.items()}
+        with _as_it_was(self.model):
+            made = torch.func.functional_call(whole, within, (positional, keyword))
+        state.update({name: within[_INSIDE + name] for name in state})
+        return _scalar(made, self.loss is None)
+
+
+_INSIDE = "model."
+
+
+class _Whole(torch.nn.Module):
+    """Model and loss as one: what the loss reads of the model (a penalty on its weights) is traced, too."""
+
+    def __init__(self, model: torch.nn.Module, loss: Loss | None) -> None:
+        super().__init__()
+        self.model = model
+        self._loss = (loss,)  # no module of ours
+
+    def forward(self, positional: tuple[Any, ...], keyword: dict[str, Any]) -> Any:
+        (loss,) = self._loss
+        if loss is None:
+            made = self.model(*positional, **keyword)
+            return getattr(made, "loss", made)
+        if keyword:
             *_, last = keyword
             target = keyword.pop(last)
-            made = self.loss(torch.func.functional_call(self.model, state, positional, keyword), target)
         else:
-            *positional_, target = positional
-            made = self.loss(torch.func.functional_call(self.model, state, tuple(positional_)), target)
-        return _scalar(made, self.loss is None)
+            *first, target = positional
+            positional = tuple(first)
+        return loss(self.model(*positional, **keyword), target)
+
+
+_REGISTERED = ("_parameters", "_buffers", "_modules")
+
+
+@contextmanager
+def _as_it_was(model: torch.nn.Module) -> Iterator[None]:
+    """What the modules' own code keeps of a run (caches, outputs, counters) goes with it: its tensors have no data."""
+    before = [
+        (module, dict(vars(module)), {name: dict(vars(module)[name]) for name in _REGISTERED})
+        for module in model.modules()
+    ]
+    try:
+        yield
+    finally:
+        for module, attributes, registered in before:
+            vars(module).clear()
+            vars(module).update(attributes)
+            for name, held in registered.items():
+                vars(module)[name].clear()
+                vars(module)[name].update(held)
 
 
 @contextmanager
@@ -307,7 +362,7 @@ def trace(step: Step, dynamic: Mapping[str, Mapping[int, str]], opset: int) -> T
         with Composites(recorder):
             given = dict(zip(inputs, values, strict=True))
             made = step.run(given, recorder)
-            if step.optimizer is not None:
+            if step.optimizers:
                 new = step.update(given, made)
                 made = {names.LOSS: made.pop(names.LOSS)} | new | made
         outputs[:] = made
@@ -319,26 +374,14 @@ def trace(step: Step, dynamic: Mapping[str, Mapping[int, str]], opset: int) -> T
             graph = capture(flat, fakes, opset)
         except ConversionError:
             raise
-        except DataDependentOutputException as error:
-            raise ConversionError(
-                f"the step's Python code reads the value of a tensor ({error.func}): {_where(error)}; a graph cannot "
-                "depend on it, compute with tensors instead"
-            ) from error
         except Exception as error:
-            raise ConversionError(f"the step cannot be traced: {type(error).__name__}: {_one_line(error)}") from error
+            raise refusal(error, step.model) from error
+    _share_paths(graph.graph)
     for node in graph.graph.nodes:
         if isinstance(value := node.meta.get("val"), torch.Tensor) and value.is_complex():
-            raise ConversionError(f"{node.target} ({node.name}) makes complex numbers: no rule for those")
-    _share_paths(graph.graph)
+            raise complex_numbers(node)
     (made,) = next(node for node in graph.graph.nodes if node.op == "output").args
     return Trace(graph, tuple(outputs), len(made) - len(outputs))
-
-
-def _where(error: Exception) -> str:
-    """The line of a model, or of torch's own modules, that an error came from."""
-    lines = traceback_.extract_tb(error.__traceback__)
-    inside = [line for line in lines if line.name == "forward"] or lines
-    return f"{inside[-1].filename}:{inside[-1].lineno}"
 
 
 def _fakes(inputs: Mapping[str, torch.Tensor], dynamic: Mapping[str, Mapping[int, str]]) -> list[torch.Tensor]:
@@ -356,19 +399,16 @@ def _fakes(inputs: Mapping[str, torch.Tensor], dynamic: Mapping[str, Mapping[int
 
 @contextmanager
 def eager_kernels() -> Iterator[None]:
-    """Operators as the trace and its reference both shall see them: attention in parts, dropout with its mask."""
+    """Operators as trace and reference both shall see them: attention in parts, dropout with its mask, each once."""
     with (
         quiet(),
         unvalidated(),
+        without_checkpoints(),
         enable_python_dispatcher(),
         sdpa_kernel(SDPBackend.MATH),
         torch.backends.mkldnn.flags(enabled=False),  # recurrent layers in parts; convolutions as exact as ours
     ):
         yield
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]
 
 
 @contextmanager

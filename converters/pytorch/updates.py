@@ -1,14 +1,18 @@
 """Any optimizer's update: its own step, run on the parameters' copies, in a trace or by torch itself.
 
-SGD, Adam and AdamW are written out in `converters.optimizers`; of all others this traces what `step` does. It must be
-free of Python decisions on values; torch's own are, told that they are being compiled, but for Adafactor.
+The step must be free of Python decisions on values. torch's own are, told that they are being compiled; numbers that a
+step takes out of tensors (Adafactor) stay tensors of no dimension in the trace, and so do ``min``, ``max`` and
+functions of ``math`` of them.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
+import sys
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,39 +23,114 @@ from onnx_remat.errors import ConversionError
 State = dict[str, dict[str, torch.Tensor]]
 """By parameter name, then by the optimizer's own name of the piece of state."""
 
+_CASTS = ("__bool__", "__int__", "__float__", "__index__")
+"""Methods that make Python values of tensors, some of them by way of ``item``."""
+
 _SETTINGS: Mapping[str, Any] = {"foreach": False, "fused": False, "capturable": True}  # one by one, steps as tensors
 
 
 def initial_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> State:
-    """State of every parameter that the optimizer holds: as it is, or as its first step makes it before using it."""
-    copies = {
-        name: parameter.detach().clone().requires_grad_() for name, parameter in _of(optimizer, parameters).items()
-    }
+    """State of every parameter that the optimizer holds: as it is, or what its first step starts from.
+
+    A piece that the first step takes from the gradient (the momentum of SGD) starts at zero, where that comes to the
+    same.
+
+    Raises
+    ------
+    ConversionError
+        It does not: the first step differs from all others.
+    """
+    held = {name: parameter.detach() for name, parameter in _of(optimizer, parameters).items()}
+    known = {name: optimizer.state.get(parameters[name]) or {} for name in held}
+    new = {name: value for name, value in held.items() if not known[name]}
+    try:
+        from_zeros, from_ones = (_first(optimizer, parameters, new, fill) for fill in (0.0, 1.0))
+    except (RuntimeError, TypeError) as error:  # LBFGS wants a closure, SparseAdam sparse gradients
+        raise ConversionError(
+            f"the step of optimizer {type(optimizer).__qualname__} cannot be traced ({error}): export without an "
+            "optimizer and update the parameters yourself"
+        ) from error
+    made: State = {}
+    from_gradient = False
+    for name in held:
+        made[name] = {}
+        for slot, value in (known[name] or from_zeros[name]).items():
+            if isinstance(value, torch.Tensor | int | float):
+                made[name][slot] = _tensor(value)
+                if name in new and not torch.equal(made[name][slot], _tensor(from_ones[name][slot])):
+                    made[name][slot] = torch.zeros_like(made[name][slot])
+                    from_gradient = True
+    if from_gradient:
+        _check_zeros(optimizer, parameters, new, made)
+    return made
+
+
+def _first(
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, torch.Tensor],
+    values: Mapping[str, torch.Tensor],
+    gradient: float,
+) -> dict[str, dict[str, Any]]:
+    """The first value of each piece of state in a step on gradients of one number."""
+    copies = {name: value.clone().requires_grad_() for name, value in values.items()}
     for copy in copies.values():
-        copy.grad = torch.zeros_like(copy)
+        copy.grad = torch.full_like(copy, gradient)
     other = twin(optimizer, parameters, copies, {})
     first: dict[torch.Tensor, _Remembering] = {copy: _Remembering() for copy in copies.values()}
     other.state = defaultdict(dict, first)
     step(other)
-    made: State = {}
-    for name, copy in copies.items():
-        known = optimizer.state.get(parameters[name]) or first[copy].first
-        made[name] = {
-            slot: _tensor(value) for slot, value in known.items() if isinstance(value, torch.Tensor | int | float)
-        }
-    return made
+    return {name: first[copy].first for name, copy in copies.items()}
+
+
+def _check_zeros(
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, torch.Tensor],
+    values: Mapping[str, torch.Tensor],
+    state: State,
+) -> None:
+    """ConversionError unless a step from `state` is the optimizer's own first one, on gradients made up."""
+    made = []
+    for pieces in ({}, {name: {k: v.clone() for k, v in state[name].items()} for name in values}):
+        copies = {name: value.clone().requires_grad_() for name, value in values.items()}
+        for name, copy in copies.items():
+            copy.grad = values[name].cos()
+        step(twin(optimizer, parameters, copies, pieces))
+        made.append(copies)
+    for name, value in values.items():
+        before, first, zeros = (other[name].detach().double() - value.double() for other in (made[0], *made))
+        if (first - zeros).abs().max() > 1e-3 * before.abs().max():
+            raise ConversionError(
+                f"the first step of optimizer {type(optimizer).__qualname__} differs from all others (it starts its "
+                "state from the gradient, as SGD with dampening does): take one step in torch, then export"
+            )
 
 
 class _Remembering(dict[str, Any]):
-    """Keeps the first value of each key."""
+    """Keeps the first value of each key: the first that is set, or what is read in want of one."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first: dict[str, Any] = {}
 
     def __setitem__(self, key: str, value: Any) -> None:
-        self.first.setdefault(key, value.clone() if isinstance(value, torch.Tensor) else value)
+        self._remember(key, value)
         super().__setitem__(key, value)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        if key not in self and default is not None:
+            self._remember(key, default)
+        return super().get(key, default)
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        self._remember(key, default)
+        return super().setdefault(key, default)
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        for key, value in dict(*args, **kwargs).items():
+            self[key] = value
+
+    def _remember(self, key: str, value: Any) -> None:
+        self.first.setdefault(key, value.clone() if isinstance(value, torch.Tensor) else value)
 
 
 def _tensor(value: torch.Tensor | float) -> torch.Tensor:
@@ -99,7 +178,7 @@ def updated(
     values: Mapping[str, torch.Tensor],
     gradients: Mapping[str, torch.Tensor],
     state: Mapping[str, dict[str, torch.Tensor]],
-    rates: Mapping[int, torch.Tensor],
+    settings: Mapping[int, torch.Tensor],
 ) -> tuple[dict[str, torch.Tensor], State]:
     """New parameters and state, in a trace.
 
@@ -109,53 +188,153 @@ def updated(
         As the user has them.
     values, gradients, state
         Tensors of the trace, by parameter name; a parameter without a gradient stays as it is.
-    rates
-        Tensors of the trace for learning rates that are inputs, by the identity of the user's.
+    settings
+        Tensors of the trace for settings of groups that are inputs, by the identity of the user's.
 
     Raises
     ------
     ConversionError
         The step reads values.
     """
-    copies = {name: values[name].detach().clone() for name in gradients}
-    pieces = {name: {slot: value.clone() for slot, value in state.get(name, {}).items()} for name in copies}
+    held = _of(optimizer, parameters)
+    copies = {name: values[name].detach().clone() for name in gradients if name in held}
+    pieces = {name: {slot: _exact(value) for slot, value in state.get(name, {}).items()} for name in copies}
     other = twin(optimizer, parameters, copies, pieces, _SETTINGS)
     for group in other.param_groups:
-        if id(group.get("lr")) in rates:
-            group["lr"] = rates[id(group["lr"])]
-    for name, gradient in gradients.items():
-        copies[name].grad = gradient.detach()
-    with _ScalarTensors(type(optimizer).__qualname__):
+        for key, value in group.items():
+            if id(value) in settings:
+                group[key] = settings[id(value)]
+    for name, copy in copies.items():
+        copy.grad = gradients[name].detach()
+    before = _kept(other)
+    with numbers_stay_tensors(other, settings.values()):
         step(other)
-    return copies, {name: {slot: other.state[copies[name]][slot] for slot in pieces[name]} for name in copies}
+    for name, value in _kept(other).items():
+        if name not in before or not (before[name] is value or _same(before[name], value)):
+            raise ConversionError(
+                f"the step of optimizer {type(optimizer).__qualname__} renews {name}, which would be a constant of "
+                "the graph: keep it in the state of a parameter (self.state[p][...]), or export without an optimizer"
+            )
+    renewed = {name: {slot: other.state[copies[name]][slot] for slot in pieces[name]} for name in copies}
+    return copies, {
+        name: {slot: value.to(state[name][slot].dtype) for slot, value in slots.items()}
+        for name, slots in renewed.items()
+    }
 
 
-def clipped(gradients: Mapping[str, torch.Tensor], most: float) -> dict[str, torch.Tensor]:
-    """Gradients scaled together to a norm of `most` at most, as `torch.nn.utils.clip_grad_norm_` scales them."""
-    if not gradients:
-        return {}
-    total = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients.values()]))
-    factor = (most / (total + 1e-6)).clamp(max=1.0)
-    return {name: gradient * factor.to(gradient.dtype) for name, gradient in gradients.items()}
+def _exact(value: torch.Tensor) -> torch.Tensor:
+    """A copy; single numbers, which count steps, are as exact as the Python numbers that torch makes of them."""
+    return value.double() if not value.dim() and value.is_floating_point() else value.clone()
 
 
-class _ScalarTensors(TorchFunctionMode):
-    """Lets tensors stand where torch's in-place arithmetic takes Python numbers alone."""
+def _kept(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What an optimizer holds beside the state of its parameters, by a name for the user."""
+    attributes = {f"self.{k}": v for k, v in vars(optimizer).items() if k not in ("state", "param_groups", _WARNED)}
+    groups = enumerate(optimizer.param_groups)
+    settings = {f"{key} of group {i}": value for i, group in groups for key, value in group.items() if key != "params"}
+    parameters = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    beside = {f"self.state[{key!r}]": dict(v) for key, v in optimizer.state.items() if key not in parameters}
+    return attributes | settings | beside
 
-    def __init__(self, kind: str) -> None:
+
+_WARNED = "_warned_capturable_if_run_uncaptured"
+
+
+def _same(before: Any, after: Any) -> bool:
+    return not isinstance(before, torch.Tensor) and type(before) is type(after) and bool(before == after)
+
+
+@contextmanager
+def numbers_stay_tensors(optimizer: torch.optim.Optimizer, settings: Iterable[torch.Tensor] = ()) -> Iterator[None]:
+    """In the module of the optimizer's step ``min``, ``max`` and ``math`` take tensors; see `_Scalars`."""
+    space = inspect.unwrap(type(optimizer).step).__globals__
+    stand_ins = {"min": _choice(min, torch.minimum), "max": _choice(max, torch.maximum), "math": _Math()}
+    before = {name: space[name] for name in stand_ins if name in space}
+    usable = {n: v for n, v in stand_ins.items() if before.get(n, math) is math}  # not a function of the user's own
+    space.update(usable)
+    try:
+        with WithoutBfloat16(), _Scalars(type(optimizer).__qualname__, settings):
+            yield
+    finally:
+        for name in usable:
+            if name in before:
+                space[name] = before[name]
+            else:
+                del space[name]
+
+
+def _choice(builtin: Callable[..., Any], of_tensors: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    """``min`` or ``max`` that also chooses among tensors of no dimension."""
+
+    def choose(*values: Any, **options: Any) -> Any:
+        tensors = [value for value in values if isinstance(value, torch.Tensor)]
+        if len(values) < 2 or not tensors:
+            return builtin(*values, **options)
+        chosen, *others = (torch.as_tensor(value, dtype=tensors[0].dtype) for value in values)
+        for value in others:
+            chosen = of_tensors(chosen, value)
+        return chosen
+
+    return choose
+
+
+class _Math:
+    """Module ``math``, whose functions also take a tensor where torch has a function of that name."""
+
+    def __getattr__(self, name: str) -> Any:
+        plain = getattr(math, name)
+        of_tensors = getattr(torch, name, None)
+        if not callable(plain) or of_tensors is None:
+            return plain
+
+        def function(*values: Any) -> Any:
+            return (of_tensors if isinstance(values[0], torch.Tensor) else plain)(*values)
+
+        return function
+
+
+class WithoutBfloat16(TorchFunctionMode):
+    """What a step would compute in bfloat16 for speed (Muon), it computes in float32: hardly a CPU kernel has it."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        asked = func.__name__ == "bfloat16" or (
+            func.__name__ == "to" and any(value is torch.bfloat16 for value in (*args, *(kwargs or {}).values()))
+        )  # tensors of a trace have a method of their own for either
+        if asked and args[0].dtype == torch.float32:
+            return args[0].clone()
+        return func(*args, **(kwargs or {}))
+
+
+class _Scalars(TorchFunctionMode):
+    """Lets tensors stand where a step works with Python numbers.
+
+    Numbers taken out of tensors stay tensors. Settings that are inputs are taken for other than zero, which torch's
+    optimizers ask of them before they do what comes to nothing with zero.
+    """
+
+    def __init__(self, kind: str, settings: Iterable[torch.Tensor]) -> None:
         super().__init__()
         self._kind = kind
+        self._settings = list(settings)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if func in (torch.Tensor.item, torch.Tensor.__float__, torch.Tensor.__bool__):
+        if func.__name__ in ("ne", "__ne__") and any(args[0] is known for known in self._settings):
+            return True
+        if func is torch.Tensor.item and sys._getframe(1).f_code.co_name not in _CASTS:
+            return args[0].reshape(())
+        if func.__name__ in ("item", *_CASTS):
             raise ConversionError(
-                f"the step of optimizer {self._kind} reads the value of a tensor: a graph cannot depend on it; export "
-                "without an optimizer and update the parameters from the gradients yourself"
+                f"the step of optimizer {self._kind} decides by the value of a tensor ({_line()}): a graph cannot; "
+                "write it with torch.where, or export without an optimizer and update the parameters yourself"
             )
-        factor = next((kwargs.pop(k) for k in ("value", "alpha") if isinstance(kwargs.get(k), torch.Tensor)), None)
+        wide = bool(args) and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64
+        kinds = (torch.Tensor, float) if wide else torch.Tensor  # torch's exporter would round a number to float32
+        factor = next((kwargs.pop(k) for k in ("value", "alpha") if isinstance(kwargs.get(k), kinds)), None)
         if factor is None:
             return func(*args, **kwargs)
         first, *rest = args
@@ -163,3 +342,10 @@ class _ScalarTensors(TorchFunctionMode):
         by = change * factor
         sign = -1 if "sub" in func.__name__ else 1
         return first.add_(sign * by) if func.__name__.endswith("_") else first + sign * by
+
+
+def _line() -> str:
+    """The line of the optimizer that is being run."""
+    frames = [frame for frame in inspect.stack()[2:] if not frame.filename.endswith(("overrides.py", "_tensor.py"))]
+    frame = next(frame for frame in frames if "torch/" not in frame.filename or "torch/optim" in frame.filename)
+    return f"{frame.filename}:{frame.lineno}"

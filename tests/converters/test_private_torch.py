@@ -51,7 +51,7 @@ def test_every_private_name_exists():
     assert private_torch.without_translation(20)
     with private_torch.compiling():
         assert torch.compiler.is_exporting()
-    with private_torch.computed_now(), private_torch.unvalidated():
+    with private_torch.without_checkpoints(), private_torch.computed_now(), private_torch.unvalidated():
         assert torch.distributions.Distribution._validate_args is False
 
 

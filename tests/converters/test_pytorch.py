@@ -13,10 +13,11 @@ import torch.nn.functional as F  # noqa: E402
 from onnx_remat.converters.pytorch import export_training_step, initial_feeds  # noqa: E402
 from onnx_remat.converters.pytorch.decisions import Recorder  # noqa: E402
 from torch import nn  # noqa: E402
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential  # noqa: E402
 
 from onnx_remat import rewrite_model  # noqa: E402
 from onnx_remat.converters import check  # noqa: E402
-from onnx_remat.errors import ConversionError  # noqa: E402
+from onnx_remat.errors import ConversionError, ModelError  # noqa: E402
 from onnx_remat.ort import runtime  # noqa: E402
 from scripts import autodiff_models  # noqa: E402
 from scripts.torch_models import Case  # noqa: E402
@@ -257,6 +258,31 @@ class Autocast(nn.Module):
             return self.model(x).float()
 
 
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.enter, self.block, self.reentrant = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.GELU()), reentrant
+
+    def forward(self, x):
+        x = self.enter(x)
+        if self.reentrant is None:
+            return self.block(x)
+        x = checkpoint(self.block, x, use_reentrant=self.reentrant)
+        return x + 0 * checkpoint_sequential(self.block, 2, x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_regions_are_traced_once(reentrant):
+    torch.manual_seed(0)
+    model, x, y = Checkpointed(reentrant), torch.randn(4, 8), torch.randn(4, 8)
+    step = export_training_step(model, (x, y), F.mse_loss)
+    F.mse_loss(model(x), y).backward()  # torch's checkpoints are as they were
+    made = runtime.outputs(step, initial_feeds(step, model) | {"input.0": x.numpy(), "input.1": y.numpy()}, "all")
+    for name, parameter in model.named_parameters():
+        np.testing.assert_allclose(made[f"grad.{name}"], parameter.grad.numpy(), atol=1e-6)
+    assert [node.op_type for node in step.graph.node].count("Gelu") == 2
+
+
 @pytest.mark.parametrize("kind", ["float64", "float16", "bfloat16", "autocast"])
 def test_other_precisions(kind):
     torch.manual_seed(0)
@@ -271,6 +297,9 @@ def test_other_precisions(kind):
     wanted = {"float64": 11, "float16": 10}.get(kind, 16)
     assert wanted in kinds
     assert error(step) < {"float64": 1e-12, "float16": 5e-3}.get(kind, 3e-2)
+    if wanted == 16:  # written all the same: a GPU has the kernels
+        with pytest.raises(ModelError, match=r"Gemm.*hardly a kernel for bfloat16: convert in float32, or .*'cuda'"):
+            rewrite_model(step, "90%")
 
 
 def refused(match, *args, **kwargs):
@@ -289,16 +318,64 @@ def test_refusals_say_why():
     whole.register_parameter("table", nn.Parameter(torch.arange(3), requires_grad=False))
     refused("parameter table is of torch.int64", whole, torch.randn(2, 2), None)
     model = net()
-    refused("Adafactor reads the value of a tensor", model, (x, y), F.cross_entropy,
-            torch.optim.Adafactor(model.parameters()))  # fmt: skip
+    dampened = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, dampening=0.5)
+    refused("SGD differs from all others .*take one step in torch", model, (x, y), F.cross_entropy, dampened)
+    for kind in (torch.optim.LBFGS, torch.optim.SparseAdam):
+        refused(
+            f"{kind.__name__} cannot be traced .*yourself", model, (x, y), F.cross_entropy, kind(model.parameters())
+        )
+    twice = [torch.optim.SGD(model.parameters(), 0.1), torch.optim.Adam(model.parameters())]
+    refused("two optimizers hold parameter", model, (x, y), F.cross_entropy, twice)
+    refused("pass the optimizer", model, (x, y), F.cross_entropy, accumulate=2)
+    refused("1 or more", model, (x, y), F.cross_entropy, dampened, accumulate=0)
+    refused("from 0 to below 1", model, (x, y), F.cross_entropy, dampened, average=1.0)
     refused("that the model does not", model, (x, y), F.cross_entropy, torch.optim.SGD(net().parameters(), 0.1))
     refused("no input 'x'", model, (x, y), F.cross_entropy, dynamic_dims={"x": {0: "n"}})
     refused("a size of 1 is taken as fixed", model, (x[:1], y[:1]), F.cross_entropy, dynamic_dims={"input.0": {0: "n"}})
 
 
-def test_an_operator_without_a_rule_is_named():
-    model = nn.Linear(4, 4)
-    refused("linalg", model, (torch.randn(4, 4), torch.eye(4)), lambda o, t: torch.linalg.inv(o + 5 * t).sum())
+class Around(nn.Module):
+    """A function of what a layer makes, inside a module of its own."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.layer, self.inner = nn.Linear(4, 4), Applied(function)
+
+    def forward(self, x):
+        return self.inner(self.layer(x)).mean()
+
+
+class Applied(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+AT = r" in module 'inner' at \S+test_pytorch.py:\d+ `.*`: "
+
+
+@pytest.mark.parametrize(
+    ("function", "match"),
+    [
+        (lambda x: x * x.sum().item(), rf"reads the value of a tensor \(aten._local_scalar_dense.default\){AT}.*where"),
+        (lambda x: x if x.mean() > 0 else -x, rf"reads the value of a tensor \(aten._local_\S+\){AT}.*torch.where"),
+        (lambda x: x * x.tolist()[0][0], f"reads the value of a tensor{AT}.*torch.where"),
+        (lambda x: x * float(x.detach().numpy().mean()), f"reads the value of a tensor{AT}.*torch.where"),
+        (lambda x: x[x > 0], f"aten.nonzero.default makes depends on data{AT}.*mask.sum"),
+        (lambda x: x[x.sum(1).nonzero()[:, 0]], f"aten.nonzero.default makes depends on data{AT}.*mask.sum"),
+        (lambda x: torch.masked_select(x, x > 0), f"aten.masked_select.default makes depends on data{AT}.*mask.sum"),
+        (lambda x: x * torch.unique(x.argmax(1)).numel(), f"aten._unique2.default makes depends on data{AT}.*batch"),
+        (lambda x: torch.repeat_interleave(x, x.argmax(1), 0), f"repeat_interleave.Tensor makes.*{AT}.*output_size"),
+        (lambda x: torch.linalg.inv(x + torch.eye(4)), rf"\(inv, solve, cholesky\) is in the step{AT}.*outside"),
+        (lambda x: torch.linalg.svdvals(x), r"the step has aten._linalg_svd.default in module 'inner': .*outside"),
+        (lambda x: torch.fft.rfft(x).abs(), r"aten._fft_r2c.default in module 'inner' makes complex numbers.*outside"),
+    ],
+)
+def test_what_cannot_be_in_a_graph_is_named_with_its_module_its_line_and_a_way_out(function, match):
+    refused(match, Around(function), (torch.randn(4, 4),))
 
 
 def test_a_wrong_rule_is_caught(monkeypatch):

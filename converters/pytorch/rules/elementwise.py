@@ -35,3 +35,11 @@ def clamp(x: torch.Tensor, low: float | None = None, high: float | None = None) 
         return NotImplemented
     made: torch.Tensor = aten.clamp(x, *(None if end is None else float(end) for end in (low, high)))
     return made
+
+
+@rule(aten.lerp.Scalar)
+def lerp(start: torch.Tensor, end: torch.Tensor, weight: float) -> torch.Tensor:
+    """As torch computes it, from the nearer end."""
+    if abs(weight) < 0.5:
+        return start + (end - start) * weight
+    return end - (end - start) * (1 - weight)

@@ -1,0 +1,363 @@
+"""Training a module within a budget of memory: one call makes the step, which trains the module where it lies."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import onnx
+import torch
+
+from onnx_remat.errors import ConversionError, UsageError
+from onnx_remat.options import PlanningOptions
+from onnx_remat.pipeline import rewrite_model
+from onnx_remat.report import Report
+from onnx_remat.run.session import Session
+
+from .. import names
+from . import optim, updates
+from .arrays import view
+from .export import export, step_of
+from .initial import initial_feeds
+from .recipe import Recipe, Scaling
+from .trace import Batch, Loss, Step
+from .unchanged import Facts, Setting
+
+OPSET = 20
+
+_LR = "lr"
+
+_Layout: TypeAlias = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
+"""Address, shape, strides and type of a tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """The step as a file, in a folder that goes with it, and its dimensions that are open."""
+
+    folder: tempfile.TemporaryDirectory[str]
+    dynamic: Mapping[str, Mapping[int, str]]
+
+    @property
+    def path(self) -> Path:
+        return Path(self.folder.name) / "step.onnx"
+
+    def proto(self) -> onnx.ModelProto:
+        """The model."""
+        return onnx.load(self.path)
+
+    def sizes(self, batch: Batch) -> dict[str, int]:
+        """Size of each open dimension in a batch."""
+        found: dict[str, int] = {}
+        for name, tensor in zip(batch.names, batch.tensors, strict=True):
+            for axis, dim in self.dynamic.get(name, {}).items():
+                size = tensor.shape[axis] if axis < tensor.dim() else 0
+                if found.setdefault(dim, size) != size:
+                    raise UsageError(f"axis {axis} of {name} is {size}, where {dim} is {found[dim]} elsewhere")
+        return found
+
+
+class Budgeted:
+    """A training step of a module, on ONNX Runtime's CPU: ``step(batch)`` returns the loss.
+
+    The module's own tensors, and those in the optimizer's state, are what is trained: between steps, evaluation,
+    ``state_dict()`` and ``load_state_dict()`` of either work as ever. Learning rates are read from
+    ``optimizer.param_groups`` in every step.
+
+    Attributes
+    ----------
+    report : Report or None
+        Of the rewrite; None without a budget.
+    """
+
+    def __init__(
+        self, step: Step, users: tuple[torch.optim.Optimizer, ...], written: Written, report: Report | None
+    ) -> None:
+        self.report = report
+        self._optimizers, self._model, self._written = users, step.model, written
+        self._batch, self._sizes = replace(step.batch, tensors=()), written.sizes(step.batch)  # the example may go
+        self._most = self._sizes
+        self._session = session = Session(written.path, dims=self._sizes, donate=True)
+        self._trained, self._settings = tuple(step.trainable), _settings(step.optimizers)
+        self._facts = self._now()
+        parameters = dict(step.model.named_parameters())
+        for user in users:
+            for name in self._trained:
+                if any(parameters[name] is each for group in user.param_groups for each in group["params"]):
+                    _begin(user, parameters[name], step.state[name])
+        self._arrays: dict[str, np.ndarray] = {}
+        wanted, held = {array.name for array in session.inputs}, self._current()
+        first = initial_feeds(written.proto(), step.model, step.optimizers)
+        self._own = {n: array for n, array in first.items() if n not in held and n in wanted}
+        self._wanted = [name for name in held if name in wanted]
+        self._numbers = [name for _, _, name in self._counts()]
+        self._bound: dict[str, _Layout] = {}
+        self._failed = ""
+
+    def __call__(self, batch: Any) -> float:
+        """Train on one batch, given as the example was; returns the loss.
+
+        Raises
+        ------
+        UsageError
+            The batch does not fit, the module is in another mode, or a constant setting has changed; nothing was done.
+        ModelError
+            ONNX Runtime failed midway: some parameters are renewed and some are not.
+        """
+        if self._failed:
+            raise UsageError(f"this step is no longer usable ({self._failed}): load the state and make a new one")
+        self._facts.check(self._now())
+        given = self._flat(batch)
+        self._bind()
+        for name, (optimizer_, group, key) in self._settings.items():
+            if name in self._own:
+                self._own[name][...] = float(self._optimizers[optimizer_].param_groups[group][key])
+        feeds = self._arrays | self._own | given
+        self._failed = "interrupted"
+        try:
+            self._session.execute(feeds)
+        except UsageError:  # nothing was run
+            self._failed = ""
+            raise
+        except Exception as error:
+            self._failed = type(error).__name__
+            raise
+        made = self._session.results(copy=False)
+        for output in self._session.not_donated:
+            np.copyto(feeds[output.removeprefix(names.new(""))], made[output])
+        self._failed = ""
+        for optimizer in self._optimizers:
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask for it
+        for pieces, slot, name in self._counts():
+            pieces[slot] = type(pieces[slot])(self._own[name].item())
+        return float(made[names.LOSS].item())
+
+    @property
+    def extra(self) -> dict[str, torch.Tensor]:
+        """State that neither module nor optimizer holds, by name: averages, sums of micro-batches, the loss scale."""
+        return {name: torch.from_numpy(array) for name, array in self._own.items()}
+
+    def close(self) -> None:
+        """Give back all memory but the module's and the optimizer's."""
+        self._session.close()
+        self._written.folder.cleanup()
+        self._arrays, self._bound = {}, {}
+        self._failed = "closed"
+
+    def __enter__(self) -> Budgeted:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _flat(self, batch: Any) -> dict[str, np.ndarray]:
+        """Arrays of the batch by input name; no copies where they are contiguous."""
+        given = Batch.of(batch)
+        same = len(given.leaves) == len(self._batch.leaves) and given.spec == self._batch.spec
+        if not same or given.names != self._batch.names:
+            raise UsageError(f"the batch is not built like the example: it has {', '.join(given.names) or 'no tensor'}")
+        for ours, theirs in zip(self._batch.leaves, given.leaves, strict=True):
+            if ours is not theirs and ours != theirs:
+                raise UsageError(f"the batch holds {theirs!r} where the example holds {ours!r}, which is fixed")
+        self._resize(self._written.sizes(given))
+        wanted = {array.name for array in self._session.inputs}
+        tensors = {name: tensor for name, tensor in zip(given.names, given.tensors, strict=True) if name in wanted}
+        for name, tensor in tensors.items():
+            if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+                raise UsageError(f"{name} is {tensor.layout} on {tensor.device}: give a dense tensor on the CPU")
+        return {name: view(tensor.contiguous().resolve_conj().resolve_neg()) for name, tensor in tensors.items()}
+
+    def _resize(self, sizes: dict[str, int]) -> None:
+        """Open the step for other sizes: one file, and one session at a time, so that the budget is kept."""
+        if sizes == self._sizes:
+            return
+        if large := [name for name, size in sizes.items() if size > self._most[name]]:
+            name = large[0]
+            raise UsageError(f"{name} is {sizes[name]}: the step is for {self._most[name]}, the example's, at most")
+        self._sizes = {}  # should this be interrupted, the next batch opens the step
+        self._session.close()
+        self._session = Session(self._written.path, dims=sizes, donate=True)
+        self._sizes = sizes
+
+    def _now(self) -> Facts:
+        return Facts.of(self._model, self._optimizers, set(self._settings.values()))
+
+    def _current(self) -> dict[str, torch.Tensor]:
+        """The tensors that are trained, as module and optimizers hold them now, by input name."""
+        parameters = dict(self._model.named_parameters())
+        found = parameters | dict(self._model.named_buffers())
+        for optimizer in self._optimizers:
+            for name in self._trained:
+                for slot, value in optimizer.state.get(parameters[name], {}).items():
+                    if isinstance(value, torch.Tensor):
+                        found[names.state(name, slot)] = value
+        return found
+
+    def _bind(self) -> None:
+        """See to it that the arrays are the memory of the tensors: some may have been loaded or assigned anew."""
+        current = self._current()
+        for name in self._wanted:
+            if name not in current:
+                raise UsageError(f"{name} is gone from the module or the optimizer: make a new step")
+        if any(_layout(current[name]) != self._bound.get(name) for name in self._wanted):
+            _check_apart({name: current[name] for name in self._wanted}, self._renewed())
+        for name in self._wanted:
+            if _layout(tensor := current[name]) != self._bound.get(name):
+                if not tensor.is_contiguous():
+                    tensor.data = tensor.data.contiguous()
+                self._bound[name], self._arrays[name] = _layout(tensor), view(tensor)
+        counts = {name: pieces[slot] for pieces, slot, name in self._counts()}
+        for name in self._numbers:
+            if name not in counts:
+                raise UsageError(f"{name} is gone from the optimizer: make a new step")
+            self._own[name][...] = counts[name]
+
+    def _renewed(self) -> set[str]:
+        """Inputs that a step gives new values, in place."""
+        return {*self._session.donated.values(), *(o.removeprefix(names.new("")) for o in self._session.not_donated)}
+
+    def _counts(self) -> Iterator[tuple[dict[str, Any], str, str]]:
+        """Numbers of a user's optimizer, which cannot share memory: the dict they are in, the key, the input."""
+        parameters = dict(self._model.named_parameters())
+        for optimizer in self._optimizers:
+            for name in self._trained:
+                pieces = optimizer.state.get(parameters[name], {})
+                for slot, value in pieces.items():
+                    if isinstance(value, int | float) and names.state(name, slot) in self._own:
+                        yield pieces, slot, names.state(name, slot)
+
+
+def _layout(tensor: torch.Tensor) -> _Layout:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _check_apart(tensors: Mapping[str, torch.Tensor], renewed: Iterable[str]) -> None:
+    """UsageError where a tensor that is renewed in place shares memory with another: the order of reads is ours."""
+    renewed, last, end = set(renewed), "", 0
+    for name in sorted(tensors, key=lambda name: tensors[name].data_ptr()):
+        tensor = tensors[name]
+        if not tensor.numel():
+            continue
+        if tensor.data_ptr() < end and renewed & {last, name}:
+            raise UsageError(
+                f"{last} and {name} share memory: make them one parameter (a.weight = b.weight), or give one memory of "
+                "its own (a.data = a.data.clone())"
+            )
+        reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        if (after := tensor.data_ptr() + reach * tensor.element_size()) > end:
+            last, end = name, after
+
+
+def _begin(user: torch.optim.Optimizer, parameter: torch.Tensor, state: Mapping[str, torch.Tensor]) -> None:
+    """Give an optimizer that has not begun the state that its first step starts from."""
+    if not user.state.get(parameter):
+        user.state[parameter] = {slot: value.clone() for slot, value in state.items()}
+
+
+def _with_rates(user: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> torch.optim.Optimizer:
+    """The same optimizer with tensors of their own for the settings of groups that are inputs: every learning rate."""
+    state = {name: user.state[p] for name, p in parameters.items() if p in user.state}
+    made = updates.twin(user, parameters, parameters, state)
+    for group in made.param_groups:
+        for key in optim.INPUTS:
+            if key in group and (key == _LR or isinstance(group[key], torch.Tensor)):
+                group[key] = torch.tensor(float(group[key]))
+    return made
+
+
+def _settings(twins: tuple[torch.optim.Optimizer, ...]) -> dict[str, Setting]:
+    """Where each setting that is an input lies, by input name."""
+    of = {
+        id(value): (index, place, key)
+        for index, twin in enumerate(twins)
+        for place, group in enumerate(twin.param_groups)
+        for key, value in group.items()
+        if isinstance(value, torch.Tensor)
+    }
+    return {name: of[id(value)] for name, value in optim.settings(twins).items()}
+
+
+def _check_kernels(proto: onnx.ModelProto) -> None:
+    """ConversionError where the CPU has no kernels for what the step computes in."""
+    narrow = {v.name for v in proto.graph.value_info if v.type.tensor_type.elem_type == onnx.TensorProto.BFLOAT16}
+    first = next((node for node in proto.graph.node if narrow.intersection(node.output)), None)
+    if first is not None:
+        label = {entry.key: entry.value for entry in first.metadata_props}.get("module") or first.name
+        raise ConversionError(
+            f"{label} computes in bfloat16, for which ONNX Runtime's CPU has hardly a kernel: leave torch.autocast "
+            "out, or call model.float(); for a GPU, export_training_step and rewrite with provider='cuda'"
+        )
+
+
+def budgeted(
+    model: torch.nn.Module,
+    loss: Loss | None,
+    optimizer: optim.Optimizers,
+    batch: Any,
+    budget: str | int | None = None,
+    *,
+    clip_norm: float | None = None,
+    clip_value: float | None = None,
+    accumulate: int = 1,
+    average: float | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+    dynamic_dims: Mapping[str, Mapping[int, str]] | None = None,
+    check: bool = True,
+    planning: PlanningOptions | None = None,
+) -> Budgeted:
+    """A training step that keeps a budget of memory, and trains the module where it lies.
+
+    Parameters
+    ----------
+    model, loss, optimizer, batch
+        As of `export_training_step`; the batch is an example, of the size that all will have but for `dynamic_dims`.
+    budget : str or int, optional
+        What training may take of the machine's memory, ``"4GB"``, bytes, or ``"60%"`` of what it takes as it is: the
+        module and the optimizer's state included, Python and its libraries apart. None rewrites nothing.
+    clip_norm, clip_value, accumulate, average, scaler
+        As of `export_training_step`.
+    dynamic_dims : mapping of str to mapping of int to str, optional
+        As of `export_training_step`: dimensions of batches that may be smaller than the example's. The budget is
+        planned for the example; with the first batch of another size the step is opened anew, which takes seconds.
+    check : bool
+        Compare the step with torch's own first, which once takes the memory of an ordinary step.
+    planning : mapping, optional
+        Fields of `onnx_remat.options.Options`: ``{"effort": 5}``.
+
+    Returns
+    -------
+    Budgeted
+        ``step(batch)`` trains and returns the loss.
+
+    Raises
+    ------
+    ConversionError, OnnxRematError
+        As of `export_training_step`; there is no plan for the budget.
+    """
+    users = optim.each(optimizer)
+    if not users:
+        raise ConversionError("budgeted needs an optimizer: its step is part of the graph")
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.device.type != "cpu":
+            raise ConversionError(f"{name} is on {tensor.device}: budgeted trains on the CPU; call model.cpu() first")
+    parameters = dict(model.named_parameters())
+    optim.held(users, parameters)
+    recipe = Recipe(clip_norm, clip_value, accumulate, average, None if scaler is None else Scaling.of(scaler))
+    twins = tuple(_with_rates(user, parameters) for user in users)
+    step = step_of(model, batch, loss, twins, recipe)
+    written = Written(tempfile.TemporaryDirectory(prefix="onnx-remat-"), dynamic_dims or {})
+    proto = export(step, OPSET, written.dynamic, check)
+    _check_kernels(proto)
+    if budget is None:
+        if planning:
+            raise UsageError("planning is for a budget: give one")
+        onnx.save(proto, written.path)
+        return Budgeted(step, users, written, None)
+    sizes: PlanningOptions = {"dims": written.sizes(step.batch)} if written.dynamic else {}
+    result = rewrite_model(proto, budget, **(sizes | (planning or {})))
+    result.save(written.path)
+    return Budgeted(step, users, written, result.report)

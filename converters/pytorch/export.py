@@ -1,0 +1,72 @@
+"""From a module to a step model: traced, written, compared with torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+import torch
+
+from onnx_remat.errors import ConversionError
+
+from .. import check as checking
+from . import optim, updates, verify
+from .initial import SCALARS
+from .lower import finish, lower
+from .recipe import Recipe
+from .trace import Batch, Loss, Step, trace
+
+
+def step_of(
+    model: torch.nn.Module,
+    example_inputs: Any,
+    loss: Loss | None,
+    optimizers: tuple[torch.optim.Optimizer, ...],
+    recipe: Recipe,
+) -> Step:
+    """What is to be traced.
+
+    Raises
+    ------
+    ConversionError
+        Model, optimizers or settings cannot be part of a step.
+    """
+    parameters = dict(model.named_parameters())
+    for name, parameter in parameters.items():
+        if not parameter.is_floating_point():
+            raise ConversionError(f"parameter {name} is of {parameter.dtype}: parameters must be real floating point")
+    recipe.check(bool(optimizers))
+    inside = optim.held(optimizers, parameters) if optimizers else set(parameters)
+    trained = {name for name, parameter in parameters.items() if parameter.requires_grad and name in inside}
+    trainable: dict[str, torch.Tensor] = {name: p for name, p in parameters.items() if name in trained}
+    optim.check_hooks(optimizers, trainable)
+    state: updates.State = {}
+    for optimizer in optimizers:
+        state |= updates.initial_state(optimizer, trainable)
+    return Step(
+        model, Batch.of(example_inputs), loss, trainable,
+        frozen={name: p for name, p in parameters.items() if name not in trained},
+        buffers=dict(model.named_buffers()), recipe=recipe, optimizers=optimizers, state=state,
+        settings=optim.settings(optimizers),
+    )  # fmt: skip
+
+
+def export(step: Step, opset: int, dynamic: Mapping[str, Mapping[int, str]], check: bool) -> onnx.ModelProto:
+    """The step as a model; see `export_training_step`."""
+    step.batch.check_dimensions(dynamic)
+    made = lower(trace(step, dynamic, opset), step.inputs, opset, dynamic)
+    if check:
+        found = verify.step(made, step)
+        if dynamic:
+            verify.step(made, replace(step, batch=step.batch.larger(dynamic)))
+    finish(made, len(step.batch.names), gradients=not step.optimizers)
+    proto = ir.to_proto(made)
+    if scalars := {name: value.item() for name, value in step.recipe.state({}).items()}:
+        proto.metadata_props.add(key=SCALARS, value=json.dumps(scalars))
+    if check:
+        checking.record(proto, found)
+    return proto

@@ -1,0 +1,170 @@
+"""What happens around the optimizer's own step: clipping, accumulated micro-batches, loss scaling, averaged weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from onnx_remat.errors import ConversionError
+
+from .. import names
+
+Tensors = dict[str, torch.Tensor]
+
+SUM, AVERAGE = "accumulated", "average"
+"""Pieces of a parameter's state: the gradients of micro-batches so far, and the average of its values."""
+
+COUNT = names.state("accumulation", "count")
+"""Input that counts the micro-batches since the last update."""
+
+SCALE, GROWTH = names.state("scaler", "scale"), names.state("scaler", "growth")
+"""Inputs: the loss scale, and how many updates it has lasted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """Settings of a `torch.amp.GradScaler`: its scale now, what it is multiplied by, and after how many updates."""
+
+    scale: float
+    growth: int
+    growth_factor: float
+    backoff_factor: float
+    interval: int
+
+    @staticmethod
+    def of(scaler: torch.amp.GradScaler) -> Scaling:
+        """As the user's scaler is set; its state is read, never changed."""
+        if not scaler.is_enabled():
+            raise ConversionError("the GradScaler is disabled: leave scaler out")
+        now = scaler.state_dict()
+        return Scaling(
+            float(now["scale"]), int(now["_growth_tracker"]), float(now["growth_factor"]),
+            float(now["backoff_factor"]), int(now["growth_interval"]),
+        )  # fmt: skip
+
+    def after(self, finite: torch.Tensor, scale: torch.Tensor, lasted: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Scale and count after an update, as ``torch._amp_update_scale_`` renews them."""
+        grows = finite & (lasted + 1 >= self.interval)
+        grown = scale * self.growth_factor
+        kept = torch.where(grows & torch.isfinite(grown), grown, scale)
+        return (
+            torch.where(finite, kept, scale * self.backoff_factor),
+            torch.where(finite & ~grows, lasted + 1, torch.zeros_like(lasted)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What happens around the optimizer's own step.
+
+    Attributes
+    ----------
+    clip_norm, clip_value : float, optional
+        All gradients together are scaled to this norm at most; or each element is cut to this magnitude.
+    accumulate : int
+        Micro-batches whose gradients are averaged for one update.
+    average : float, optional
+        Decay of the moving average of the weights that is kept alongside.
+    scaling : Scaling, optional
+        The loss is multiplied by a scale, and an update left out where a gradient overflowed.
+    """
+
+    clip_norm: float | None = None
+    clip_value: float | None = None
+    accumulate: int = 1
+    average: float | None = None
+    scaling: Scaling | None = None
+
+    def check(self, optimizer: bool) -> None:
+        """ConversionError where a setting makes no sense, or needs an optimizer."""
+        for name, limit in (("clip_norm", self.clip_norm), ("clip_value", self.clip_value)):
+            if limit is not None and not limit >= 0:
+                raise ConversionError(f"{name}={limit}: give a limit of 0 or more")
+        if self.accumulate < 1 or self.accumulate != int(self.accumulate):
+            raise ConversionError(f"accumulate={self.accumulate}: give the number of micro-batches, 1 or more")
+        if self.average is not None and not 0 <= self.average < 1:
+            raise ConversionError(f"average={self.average}: give the decay of the average, from 0 to below 1")
+        if not optimizer and (self.accumulate > 1 or self.average is not None or self.scaling):
+            raise ConversionError("accumulate, average and scaler change the update: pass the optimizer, too")
+
+    def state(self, trained: Mapping[str, torch.Tensor]) -> Tensors:
+        """Initial state by input name."""
+        made: Tensors = {}
+        if self.accumulate > 1:
+            made |= {names.state(n, SUM): torch.zeros_like(p, requires_grad=False) for n, p in trained.items()}
+            made[COUNT] = torch.zeros(())
+        if self.average is not None:
+            made |= {names.state(name, AVERAGE): p.detach().clone() for name, p in trained.items()}
+        if self.scaling is not None:
+            made |= {SCALE: torch.tensor(self.scaling.scale), GROWTH: torch.tensor(float(self.scaling.growth))}
+        return made
+
+    def scaled(self, loss: torch.Tensor, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """What is differentiated."""
+        return loss * values[SCALE].to(loss.dtype) if self.scaling is not None else loss
+
+    def unscaled(self, gradients: Tensors, values: Mapping[str, torch.Tensor]) -> Tensors:
+        """Gradients of the loss itself."""
+        if self.scaling is None:
+            return gradients
+        inverse = values[SCALE].reciprocal()
+        return {name: gradient * inverse.to(gradient.dtype) for name, gradient in gradients.items()}
+
+    def clipped(self, gradients: Tensors) -> Tensors:
+        """As `torch.nn.utils.clip_grad_value_` and then `clip_grad_norm_` clip them."""
+        if self.clip_value is not None:
+            gradients = {name: g.clamp(-self.clip_value, self.clip_value) for name, g in gradients.items()}
+        if self.clip_norm is None or not gradients:
+            return gradients
+        total = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients.values()]))
+        factor = (self.clip_norm / (total + 1e-6)).clamp(max=1.0)
+        return {name: gradient * factor.to(gradient.dtype) for name, gradient in gradients.items()}
+
+    def updated(
+        self, values: Mapping[str, torch.Tensor], gradients: Tensors, update: Callable[[Tensors], Tensors]
+    ) -> Tensors:
+        """New parameters and state by input name.
+
+        Parameters
+        ----------
+        values
+            Inputs of the step.
+        gradients
+            Of this micro-batch, by parameter.
+        update
+            New parameters and optimizer state, by input name, from gradients by parameter.
+        """
+        own: Tensors = {}  # renewed in every step, whether it updates the parameters or not
+        conditions: list[torch.Tensor] = []
+        if self.accumulate > 1:
+            gradients, due = self._accumulated(values, gradients, own)
+            conditions.append(due)
+        if self.scaling is not None:
+            finite = torch.stack([g.isfinite().all() for g in gradients.values()]).all()
+            scale = self.scaling.after(finite, values[SCALE], values[GROWTH])
+            for name, value in zip((SCALE, GROWTH), scale, strict=True):
+                own[name] = torch.where(conditions[0], value, values[name]) if conditions else value
+            conditions.append(finite)
+        new = update(self.clipped(gradients))
+        if self.average is not None:
+            for name in gradients:
+                piece = names.state(name, AVERAGE)
+                new[piece] = values[piece].lerp(new[name], 1 - self.average)
+        if conditions:
+            updates = conditions[0] if len(conditions) == 1 else conditions[0] & conditions[1]
+            new = {name: torch.where(updates, value, values[name]) for name, value in new.items()}
+        return new | own
+
+    def _accumulated(
+        self, values: Mapping[str, torch.Tensor], gradients: Tensors, own: Tensors
+    ) -> tuple[Tensors, torch.Tensor]:
+        """Sums so far with this micro-batch's gradients, and whether they are complete."""
+        count = values[COUNT] + 1
+        due = count >= self.accumulate
+        sums = {n: values[names.state(n, SUM)] + g / self.accumulate for n, g in gradients.items()}
+        for name, total in sums.items():
+            own[names.state(name, SUM)] = torch.where(due, torch.zeros((), dtype=total.dtype), total)
+        own[COUNT] = torch.where(due, torch.zeros_like(count), count)
+        return sums, due

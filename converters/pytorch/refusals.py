@@ -1,0 +1,100 @@
+"""What to tell the user of a step that cannot be a graph: the operator, the module, the line, what to write instead."""
+
+from __future__ import annotations
+
+import linecache
+import re
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+from onnx_remat.errors import ConversionError
+
+_VALUE = "compute with tensors, torch.where for instance, or make it a number before training"
+_SHAPE = "keep the shape: torch.where(mask, x, 0), and divide sums by mask.sum()"
+_NOWHERE = "there is no ONNX operator for it: compute it outside the step, or with operators there are"
+
+_HINTS = {
+    "nonzero": _SHAPE,
+    "masked_select": _SHAPE,
+    "unique": "the number of distinct values depends on data: compute it outside the step, as part of the batch",
+    "repeat_interleave": "give output_size and repeats that are numbers, or gather by indices made outside the step",
+}
+
+_TORCH = str(Path(torch.__file__).parent)
+_OURS = str(Path(__file__).parent)
+
+
+def refusal(error: Exception, model: torch.nn.Module) -> ConversionError:
+    """Why a step could not be traced.
+
+    Parameters
+    ----------
+    error : Exception
+        Raised while the step's own code ran on tensors without data.
+    model : torch.nn.Module
+    """
+    kind, text = type(error).__name__, " ".join(str(error).split())
+    at = where(error, model)
+    if kind == "DataDependentOutputException" or "functional tensor" in text or ".numpy() is not" in text:
+        operator = f" ({error.func})" if hasattr(error, "func") else ""
+        return ConversionError(f"the step's Python code reads the value of a tensor{operator}{at}: {_VALUE}")
+    if kind == "DynamicOutputShapeException":
+        operator = str(getattr(error, "func", text))
+        hint = next((hint for name, hint in _HINTS.items() if name in operator), _SHAPE)
+        return ConversionError(f"the shape of what {operator} makes depends on data{at}: {hint}")
+    if "_linalg_check_errors" in text:
+        return ConversionError(f"linear algebra that may fail (inv, solve, cholesky) is in the step{at}: {_NOWHERE}")
+    if text.startswith("cannot find Parameter"):
+        return ConversionError(
+            f"a parameter is read that was taken out of its module before the step{at}: read it inside, "
+            "as model.get_parameter(...) or an attribute of the module"
+        )
+    return ConversionError(f"the step cannot be traced{at}: {kind}: {text[:300]}")
+
+
+def untranslated(error: Exception, graph: torch.fx.Graph) -> ConversionError:
+    """Why a traced step could not be written: the innermost cause, and the module that the operator is of."""
+    cause: BaseException = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    text = " ".join(str(cause).split())
+    if found := re.search(r"op='(aten\.[\w.]+)', overload='(\w+)'", text):
+        operator = f"{found[1]}.{found[2]}"
+        node = next((node for node in graph.nodes if str(node.target) == operator), None)
+        return ConversionError(f"the step has {operator}{_of(node)}: {_NOWHERE}")
+    return ConversionError(f"the step cannot be written in ONNX: {text[:300]}")
+
+
+def complex_numbers(node: torch.fx.Node) -> ConversionError:
+    """A node makes complex numbers."""
+    return ConversionError(f"{node.target}{_of(node)} makes complex numbers, which no step can hold: {_NOWHERE}")
+
+
+def _of(node: torch.fx.Node | None) -> str:
+    module = node.meta.get("custom", {}).get("module", "") if node is not None else ""
+    return f" in module {module!r}" if module else ""
+
+
+def where(error: BaseException, model: torch.nn.Module) -> str:
+    """Path of the innermost module, and the line of the user's code, that an error came from, in words."""
+    names = {id(module): name for name, module in model.named_modules()}
+    module, line = "", ""
+    for frame, number in _frames(error):
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, torch.nn.Module) and names.get(id(owner)):
+            module = f" in module {names[id(owner)]!r}"
+        file = frame.f_code.co_filename
+        if not file.startswith((_TORCH, _OURS, "<")):
+            line = f" at {file}:{number} `{linecache.getline(file, number).strip()}`"
+    return module + line
+
+
+def _frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:
+    """Frames from our call into the model's code inwards."""
+    found = list(traceback.walk_tb(error.__traceback__))
+    inside = next((i for i, (frame, _) in enumerate(found) if frame.f_code.co_filename.startswith(_OURS)), 0)
+    yield from found[inside:]

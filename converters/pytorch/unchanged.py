@@ -1,0 +1,118 @@
+"""What a step takes for granted of the user's module and optimizers, and the refusal where it is so no longer."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from onnx_remat.errors import UsageError
+
+from .private_torch import gradient_hooks
+
+Setting: TypeAlias = tuple[int, int, str]
+"""Where a setting lies: index of the optimizer, of its group, and the key."""
+
+_NEW = "make a new step"
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Module and optimizers as the step has them.
+
+    Attributes
+    ----------
+    modules : mapping of str to (module, bool)
+        By path: which it is, and whether it is in train mode.
+    parameters : mapping of str to bool
+        By name: does it require a gradient?
+    places : mapping of str to (int, int)
+        Optimizer and group that hold a parameter.
+    hooks : mapping of str to tuple
+        Hooks on the gradient of a parameter.
+    constants : mapping of Setting to object
+        Settings that are constants of the step.
+    """
+
+    modules: Mapping[str, tuple[torch.nn.Module, bool]]
+    parameters: Mapping[str, bool]
+    places: Mapping[str, tuple[int, int]]
+    hooks: Mapping[str, tuple[Any, ...]]
+    constants: Mapping[Setting, Any]
+
+    @staticmethod
+    def of(model: torch.nn.Module, optimizers: tuple[torch.optim.Optimizer, ...], inputs: Collection[Setting]) -> Facts:
+        """As they are now; `inputs` are the settings that are none of the constants."""
+        parameters = dict(model.named_parameters())
+        name_of = {id(parameter): name for name, parameter in parameters.items()}
+        groups = [(o, g, group) for o, user in enumerate(optimizers) for g, group in enumerate(user.param_groups)]
+        return Facts(
+            {path: (module, module.training) for path, module in model.named_modules()},
+            {name: parameter.requires_grad for name, parameter in parameters.items()},
+            {name_of[id(p)]: (o, g) for o, g, group in groups for p in group["params"] if id(p) in name_of},
+            {name: hooks for name, parameter in parameters.items() if (hooks := gradient_hooks(parameter))},
+            {
+                (o, g, key): _value(group[key])
+                for o, g, group in groups
+                for key in optimizers[o].defaults
+                if key in group and (o, g, key) not in inputs
+            },
+        )
+
+    def check(self, now: Facts) -> None:
+        """UsageError, which says what to do, unless all is as it was."""
+        for message in (*self._modules(now), *self._parameters(now), *self._settings(now)):
+            raise UsageError(message)
+
+    def _modules(self, now: Facts) -> Iterator[str]:
+        for path, (module, training) in self.modules.items():
+            found, mode = now.modules.get(path, (None, training))
+            if found is not module:
+                yield f"module {path!r} was replaced or is gone: {_NEW}"
+            if mode != training:
+                which = f".get_submodule({path!r})" if path else ""
+                call = f"model{which}.{'train' if training else 'eval'}()"
+                yield (
+                    f"module {path!r} is not in the mode of the step: call {call} first"
+                    if path
+                    else (f"the module is not in the mode of the step: call {call} first")
+                )
+        for path in sorted(now.modules.keys() - self.modules.keys()):
+            yield f"module {path!r} was added since the step was made: {_NEW}"
+
+    def _parameters(self, now: Facts) -> Iterator[str]:
+        for name, place in self.places.items():
+            if name not in now.places:
+                yield f"parameter {name} is gone from the module or the optimizer: {_NEW}, and an optimizer if it is"
+            elif now.places[name] != place:
+                yield f"parameter {name} is in another group of the optimizer than when the step was made: {_NEW}"
+        for name in now.places:
+            if name not in self.places:
+                yield f"parameter {name} was added to the optimizer since the step was made: {_NEW}"
+            if now.parameters[name] != self.parameters.get(name, now.parameters[name]):
+                change = "unfrozen" if now.parameters[name] else "frozen"
+                yield f"parameter {name} was {change} since the step was made: {_NEW}"
+            if now.hooks.get(name) != self.hooks.get(name):
+                yield f"the hooks on parameter {name} are others than when the step was made: {_NEW}"
+
+        for name in sorted(now.parameters.keys() - self.parameters.keys()):
+            yield f"parameter {name} was added since the step was made: {_NEW}"
+
+    def _settings(self, now: Facts) -> Iterator[str]:
+        for setting in sorted(self.constants.keys() | now.constants.keys()):
+            before, after = (facts.constants.get(setting, "missing") for facts in (self, now))
+            if before != after:
+                _, group, key = setting
+                yield (
+                    f"the optimizer's {key} (group {group}) changed from {before} to {after}: it is a constant of the "
+                    "step; only lr may change (for OneCycleLR: cycle_momentum=False)"
+                )
+
+
+def _value(setting: Any) -> Any:
+    """A copy that compares by value."""
+    if isinstance(setting, torch.Tensor):
+        return setting.tolist()
+    return tuple(map(_value, setting)) if isinstance(setting, list | tuple) else setting

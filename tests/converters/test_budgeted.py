@@ -1,0 +1,524 @@
+"""One call: `budgeted` trains the module where it lies, within its budget, as torch would."""
+
+from __future__ import annotations
+
+import copy
+import io
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("onnxscript")
+
+import torch
+from onnx_remat.converters.pytorch import budgeted
+from onnx_remat.converters.pytorch.unchanged import Facts
+from torch import nn
+
+from onnx_remat.errors import BudgetInfeasibleError, ConversionError, UsageError
+from onnx_remat.run import residence
+
+cross_entropy = nn.functional.cross_entropy
+
+
+class Net(nn.Module):
+    """Convolutions, running statistics, a frozen layer, two layers that share a weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.second.weight = self.first.weight
+        self.head = nn.Linear(8, 10)
+        self.head.bias.requires_grad_(False)
+
+    def forward(self, x):
+        x = self.norm(self.conv(x)).tanh().mean((2, 3))
+        return self.head(self.second(self.first(x).tanh()).tanh())
+
+
+def net():
+    torch.manual_seed(0)
+    return Net()
+
+
+def adamw(model):
+    """Groups with rates of their own."""
+    groups = [{"params": [model.conv.weight], "lr": 3e-3}, {"params": [*model.first.parameters(), model.second.bias]}]
+    return torch.optim.AdamW([*groups, {"params": list(model.head.parameters()) + list(model.norm.parameters())}], 1e-3)
+
+
+def batches(count, size=16):
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(size, 3, 16, 16, generator=generator), torch.randint(0, 10, (size,), generator=generator))
+        for _ in range(count)
+    ]
+
+
+def eagerly(model, optimizer, batch):
+    optimizer.zero_grad()
+    loss = cross_entropy(model(batch[0]), batch[1])
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def close(ours, theirs, tolerance=2e-5):
+    for name, value in theirs.state_dict().items():
+        torch.testing.assert_close(ours.state_dict()[name], value, rtol=0, atol=tolerance, msg=lambda m, n=name: n + m)
+
+
+def test_twenty_steps_with_a_schedule_are_torchs_own():
+    ours, theirs = net(), net()
+    mine, other = adamw(ours), adamw(theirs)
+    schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(each, 20) for each in (mine, other)]
+    places = {name: tensor.data_ptr() for name, tensor in ours.state_dict(keep_vars=True).items()}
+    with budgeted(ours, cross_entropy, mine, batches(1)[0]) as step, warnings.catch_warnings():
+        warnings.simplefilter("error")  # schedulers warn where they see no step of the optimizer
+        for index, batch in enumerate(batches(20)):
+            assert step(batch) == pytest.approx(eagerly(theirs, other, batch), abs=1e-4)
+            for schedule in schedules:
+                schedule.step()
+            if index % 7 == 3:
+                ours.eval()
+                theirs.eval()
+                torch.testing.assert_close(ours(batch[0]), theirs(batch[0]), rtol=0, atol=2e-4)
+                ours.train()
+                theirs.train()
+    close(ours, theirs)
+    assert {name: tensor.data_ptr() for name, tensor in ours.state_dict(keep_vars=True).items()} == places
+    assert ours.norm.num_batches_tracked == 20
+    for key, value in other.state_dict()["state"].items():
+        for slot, tensor in value.items():
+            torch.testing.assert_close(mine.state_dict()["state"][key][slot], tensor, rtol=0, atol=2e-5)
+    eagerly(ours, mine, batches(1)[0])  # torch goes on from here
+    eagerly(theirs, other, batches(1)[0])
+    close(ours, theirs, 1e-4)
+
+
+def test_states_that_are_loaded_are_gone_on_from():
+    """Saved after two steps, loaded into another module and optimizer, and into the same after two more."""
+    data = batches(6)
+    ours = net()
+    optimizer = adamw(ours)
+    step = budgeted(ours, cross_entropy, optimizer, data[0])
+    [step(batch) for batch in data[:2]]
+    file = io.BytesIO()
+    torch.save([ours.state_dict(), optimizer.state_dict()], file)
+    after = [step(batch) for batch in data[2:4]]
+
+    def loaded(model, optimizer):
+        file.seek(0)
+        model_state, optimizer_state = torch.load(file)
+        model.load_state_dict(model_state)
+        optimizer.load_state_dict(optimizer_state)
+
+    loaded(ours, optimizer)
+    assert [step(batch) for batch in data[2:4]] == after
+    theirs = net()
+    other = adamw(theirs)
+    loaded(theirs, other)
+    again = budgeted(theirs, cross_entropy, other, data[0])
+    assert [again(batch) for batch in data[2:4]] == after
+    theirs.load_state_dict(copy.deepcopy(ours.state_dict()), assign=True)  # the optimizer now holds other tensors
+    with pytest.raises(UsageError, match="is gone from the module or the optimizer"):
+        again(data[4])
+
+
+def test_parameters_that_are_not_contiguous_and_half_precision():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2)).half()
+    model[0].weight.data = model[0].weight.data.t()
+    theirs = copy.deepcopy(model)
+    x, y = torch.randn(8, 6).half(), torch.randn(8, 2).half()
+    mse = nn.functional.mse_loss
+    step = budgeted(model, mse, torch.optim.SGD(model.parameters(), 0.1, 0.9), (x, y))
+    optimizer = torch.optim.SGD(theirs.parameters(), 0.1, 0.9)
+    for _ in range(5):
+        step((x, y))
+        optimizer.zero_grad()
+        mse(theirs(x), y).backward()
+        optimizer.step()
+    close(model, theirs, 5e-3)
+
+
+def test_averages_and_micro_batches():
+    ours, theirs = net(), net()
+    other = torch.optim.SGD(theirs.parameters(), 0.1)
+    step = budgeted(ours, cross_entropy, torch.optim.SGD(ours.parameters(), 0.1), batches(1)[0],
+                    accumulate=2, average=0.5)  # fmt: skip
+    first = theirs.head.weight.detach().clone()
+    for batch in batches(2):
+        step(batch)
+        (cross_entropy(theirs(batch[0]), batch[1]) / 2).backward()
+    other.step()
+    close(ours, theirs)
+    torch.testing.assert_close(step.extra["state.head.weight.average"], (first + theirs.head.weight) / 2)
+
+
+def test_smaller_batches_share_the_file_and_larger_ones_are_refused():
+    ours, theirs = net(), net()
+    mine, other = adamw(ours), adamw(theirs)
+    data = [*batches(2, 128), *batches(1, 5), *batches(1, 128)]
+    open_dims = {"input.0": {0: "batch"}, "input.1": {0: "batch"}}
+    step = budgeted(ours, cross_entropy, mine, data[0], "100%", dynamic_dims=open_dims, planning={"effort": 1})
+    for batch in data:
+        assert step(batch) == pytest.approx(eagerly(theirs, other, batch), abs=1e-4)
+    close(ours, theirs)
+    with pytest.raises(UsageError, match="batch is 129: the step is for 128"):
+        step(batches(1, 129)[0])
+    with pytest.raises(UsageError, match=r"axis 0 of input\.1 is 128, where batch is 5"):
+        step((batches(1, 5)[0][0], data[0][1]))
+
+
+def small(kind=torch.optim.SGD, seed=0, check=False, loss=nn.functional.mse_loss, **settings):
+    """A module, its optimizer, a step and a batch, and a module and an optimizer that go the same way in torch."""
+    torch.manual_seed(seed)
+    ours = nn.Sequential(nn.Linear(6, 6, bias=False), nn.BatchNorm1d(6), nn.Linear(6, 6), nn.Linear(6, 2))
+    theirs = copy.deepcopy(ours)
+    batch = torch.randn(8, 6), torch.randn(8, 2)
+    mine, other = kind(ours.parameters(), **settings), kind(theirs.parameters(), **settings)
+    return ours, mine, budgeted(ours, loss, mine, batch, check=check), batch, theirs, other
+
+
+def in_torch(model, optimizer, batch):
+    optimizer.zero_grad()
+    nn.functional.mse_loss(model(batch[0]), batch[1]).backward()
+    optimizer.step()
+
+
+def test_rates_of_an_optimizer_that_was_loaded():
+    """Loading gives it new groups."""
+    ours, mine, step, batch, theirs, other = small(lr=0.1, momentum=0.9)
+    for index in range(4):
+        if index == 2:
+            for each in (mine, other):
+                each.load_state_dict(copy.deepcopy(each.state_dict()))
+                each.param_groups[0]["lr"] = 1.0
+        step(batch)
+        in_torch(theirs, other, batch)
+    close(ours, theirs)
+
+
+def test_memory_of_another_layout_at_the_same_address():
+    ours, _, step, batch, theirs, other = small(lr=0.1)
+    for _ in range(2):
+        for each in (ours, theirs):
+            each[0].weight.data = each[0].weight.data.t()
+        step(batch)
+        in_torch(theirs, other, batch)
+    close(ours, theirs)
+    ours[3].weight.data = ours[3].weight.data[:1]
+    with pytest.raises(UsageError, match=r"3.weight' is of shape \[2, 6\]"):
+        step(batch)
+
+
+class Counting(torch.optim.Optimizer):
+    """Its rate falls with a number in its state."""
+
+    def __init__(self, parameters, lr=0.1):
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    state["step"] = state.get("step", 0) + 1
+                    parameter.add_(parameter.grad * (-group["lr"] / state["step"]))
+
+
+def test_numbers_of_an_optimizer_that_was_loaded():
+    ours, mine, _, batch, theirs, other = small(Counting)
+    mine.state.clear()
+    in_torch(ours, mine, batch)
+    in_torch(theirs, other, batch)
+    step = budgeted(ours, nn.functional.mse_loss, mine, batch, check=False)
+    states = [copy.deepcopy(each.state_dict()) for each in (mine, other)]
+    for index in range(4):
+        if index == 2:
+            mine.load_state_dict(states[0])
+            other.load_state_dict(states[1])
+        step(batch)
+        in_torch(theirs, other, batch)
+    assert mine.state[ours[0].weight] == other.state[theirs[0].weight] == {"step": 3}
+    close(ours, theirs)
+
+
+def test_decays_that_shared_a_tensor_and_do_no_more():
+    def adamw(parameters):
+        *first, last = parameters
+        decay = torch.tensor(0.1)
+        return torch.optim.AdamW([{"params": first}, {"params": [last]}], 0.1, weight_decay=decay, foreach=False)
+
+    ours, mine, step, batch, theirs, other = small(adamw)
+    for _ in range(3):
+        step(batch)
+        in_torch(theirs, other, batch)
+        for each in (mine, other):
+            each.param_groups[0]["weight_decay"] = torch.tensor(1.0)
+    close(ours, theirs, 1e-4)
+
+
+CHANGES = {
+    "added to the optimizer": lambda model, optimizer: optimizer.add_param_group({"params": model[4].parameters()}),
+    "3.weight is in another group": lambda model, optimizer: optimizer.param_groups.__setitem__(
+        slice(None),
+        [
+            dict(optimizer.param_groups[0], params=list(model[:3].parameters())),
+            dict(optimizer.param_groups[0], params=list(model[3].parameters())),
+        ],
+    ),
+    "0.weight was unfrozen": lambda model, _: model[0].weight.requires_grad_(True),
+    "0.bias was frozen": lambda model, _: model[0].bias.requires_grad_(False),
+    "module '3' was replaced": lambda model, _: model.__setitem__(3, nn.Linear(6, 2)),
+    "module '5' was added": lambda model, _: model.append(nn.Tanh()),
+    "3.bias is gone": lambda model, _: model[3].register_parameter("bias", None),
+    "2.extra was added": lambda model, _: model[2].register_parameter("extra", nn.Parameter(torch.zeros(1))),
+    "3.weight is gone": lambda model, _: model[3].register_parameter("weight", nn.Parameter(torch.zeros(2, 6))),
+    r"'1' is not in the mode.*get_submodule\('1'\).train\(\)": lambda model, _: model[1].eval(),
+    "weight_decay .* from 0 to 0.5": lambda _, o: o.param_groups[0].update(weight_decay=torch.tensor(0.5)),
+    "hooks on parameter 0.bias": lambda model, _: model[0].bias.register_hook(lambda gradient: 0 * gradient),
+}  # fmt: skip
+
+
+def changing():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6), nn.Linear(6, 2), nn.BatchNorm1d(2))
+    model[0].weight.requires_grad_(False)
+    return model, torch.optim.SGD(model[:4].parameters(), 0.1)
+
+
+@pytest.mark.parametrize("match", CHANGES)
+def test_changes_that_a_step_cannot_follow_are_refused(match):
+    model, optimizer = changing()
+    before = Facts.of(model, (optimizer,), {(0, 0, "lr")})
+    before.check(Facts.of(model, (optimizer,), {(0, 0, "lr")}))
+    CHANGES[match](model, optimizer)
+    with pytest.raises(UsageError, match=match):
+        before.check(Facts.of(model, (optimizer,), {(0, 0, "lr")}))
+
+
+def fit_for_both(change, loss=lambda model: nn.functional.mse_loss):
+    """Three steps here and in torch, of two modules that were changed in the same way."""
+    torch.manual_seed(0)
+    ours = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2))
+    theirs = copy.deepcopy(ours)
+    batch = torch.randn(8, 6), torch.randn(8, 2)
+    for model in (ours, theirs):
+        change(model)
+    step = budgeted(ours, loss(ours), torch.optim.SGD(ours.parameters(), 0.1), batch)
+    other = torch.optim.SGD(theirs.parameters(), 0.1)
+    for _ in range(3):
+        step(batch)
+        other.zero_grad()
+        loss(theirs)(theirs(batch[0]), batch[1]).backward()
+        other.step()
+    close(ours, theirs)
+
+
+def test_a_loss_that_reads_parameters():
+    def penalized(model):
+        return lambda made, target: (
+            nn.functional.mse_loss(made, target) + sum(parameter.square().sum() for parameter in model.parameters())
+        )
+
+    fit_for_both(lambda model: None, penalized)
+
+
+def test_a_loss_that_kept_a_parameter_is_refused():
+    def penalized(model):
+        weight = model[0].weight
+        return lambda made, target: nn.functional.mse_loss(made, target) + weight.square().sum()
+
+    with pytest.raises(ConversionError, match=r"taken out of its module.*weight.square\(\).*model.get_parameter"):
+        fit_for_both(lambda model: None, penalized)
+
+
+def test_hooks_on_gradients():
+    def change(model):
+        model[0].weight.register_hook(lambda gradient: gradient * 0)
+        model[2].register_full_backward_hook(lambda _, inputs, __: (inputs[0] * 2,))
+
+    fit_for_both(change)
+
+
+@pytest.mark.parametrize("match", ["hook on its accumulated gradient", "hooks around its step"])
+def test_hooks_that_a_graph_cannot_call_are_refused(match):
+    model, optimizer = changing()
+    if "accumulated" in match:
+        model[3].weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    else:
+        optimizer.register_step_post_hook(lambda *_: None)
+    with pytest.raises(ConversionError, match=match):
+        budgeted(model, nn.functional.mse_loss, optimizer, (torch.randn(8, 6), torch.randn(8, 2)))
+
+
+class Keeping(nn.Module):
+    """Makes a table when it first runs, and keeps what it last read."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.table, self.runs = nn.Linear(6, 2), None, 0
+
+    def forward(self, x):
+        self.runs += 1
+        if self.table is None:
+            self.table = torch.arange(6.0).cos()
+            self.register_buffer("late", torch.ones(1))
+        self.last = x.detach()
+        return self.linear(x * self.table)
+
+
+def test_what_a_module_keeps_of_a_run_is_not_left_behind():
+    model = Keeping()
+    batch = torch.randn(8, 6), torch.randn(8, 2)
+    step = budgeted(model, nn.functional.mse_loss, torch.optim.SGD(model.parameters(), 0.1), batch)
+    step(batch)
+    assert model.table is None and model.runs == 0 and not hasattr(model, "last") and not dict(model.named_buffers())
+    torch.testing.assert_close(model(batch[0]), model(batch[0]))
+
+
+@pytest.mark.parametrize("where", ["k of group 0", "self.k", r"self.state\['all'\]"])
+def test_optimizers_that_count_outside_the_state_of_parameters_are_refused(where):
+    class Counter(torch.optim.Optimizer):
+        def __init__(self, parameters):
+            super().__init__(parameters, {"lr": 0.1, "k": 0})
+            self.k = 0
+
+        @torch.no_grad()
+        def step(self):
+            if "group" in where:
+                self.param_groups[0]["k"] += 1
+            elif "state" in where:
+                self.state["all"]["k"] = self.state["all"].get("k", 0) + 1
+            else:
+                self.k += 1
+            for parameter in self.param_groups[0]["params"]:
+                parameter.add_(parameter.grad, alpha=-self.param_groups[0]["lr"])
+
+    with pytest.raises(ConversionError, match=f"Counter renews {where}, which would be a constant"):
+        small(Counter)
+
+
+@pytest.mark.parametrize("option", [{"clip_norm": -1.0}, {"clip_value": float("nan")}, {"accumulate": 2.5}])
+def test_options_around_the_step_that_make_no_sense(option):
+    model, optimizer = changing()
+    with pytest.raises(ConversionError, match=r"=.*: give"):
+        budgeted(model, None, optimizer, (torch.randn(8, 6),), **option)
+
+
+def test_memory_that_a_step_cannot_renew_is_refused():
+    model, optimizer = changing()
+    batch = torch.randn(8, 6), torch.randn(8, 2)
+    step = budgeted(model, nn.functional.mse_loss, optimizer, batch, check=False)
+    for match, change in {
+        "0.bias and 2.bias share memory": lambda: setattr(model[2].bias, "data", model[0].bias.data),
+        "0.weight and 2.weight share memory": lambda: setattr(model[2].weight, "data", model[0].weight.data.t()),
+        "'0.weight' is of type float32, not float64": lambda: model.double(),
+    }.items():
+        was = {name: parameter.data for name, parameter in model.named_parameters()}
+        change()
+        before = copy.deepcopy(model.state_dict())
+        with pytest.raises(UsageError, match=match):
+            step(batch)
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        for name, parameter in model.named_parameters():
+            parameter.data = was[name]
+    model.float()
+    step(batch)
+
+
+IN_A_FRESH_PROCESS = """
+import torch
+from torch import nn
+from onnx_remat.converters.pytorch import budgeted
+from onnx_remat.converters.pytorch.unchanged import Facts
+from onnx_remat.run.heap import trim
+from onnx_remat.run.probe import reset_peak, resident
+layers = [layer for _ in range(8) for layer in (nn.Linear(128, 128), nn.GELU())]
+model = nn.Sequential(*layers, nn.Linear(128, 10))
+optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+batch = torch.randn(2048, 128), torch.randint(0, 10, (2048,))
+step = budgeted(model, nn.functional.cross_entropy, optimizer, batch, BUDGET, planning=PLANNING)
+held = sum(t.nbytes for t in [*model.parameters(), *batch])
+held += sum(t.nbytes for pieces in optimizer.state.values() for t in pieces.values())
+trim()
+base = reset_peak()
+for _ in range(3):
+    step(batch)
+print(resident("VmHWM") - base + held, step.report.budget, step.report.covered()[0])
+"""
+
+
+def taken(budget, planning):
+    """Bytes that three steps took, the module, its state and the batch included; the budget; what it was a part of."""
+    source = IN_A_FRESH_PROCESS.replace("BUDGET", repr(budget)).replace("PLANNING", repr(planning))
+    done = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]
+    )
+    return [int(word) for word in done.stdout.split()]
+
+
+@pytest.mark.skipif(not residence.available(), reason="Linux alone tells the most that was resident")
+def test_the_budget_is_kept():
+    used, budget, before = taken("60%", {"effort": 2})
+    assert used <= budget < 0.61 * before
+
+
+class Autocast(Net):
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x).float()
+
+
+def test_bfloat16_is_refused_by_the_module_that_uses_it():
+    model = Autocast()
+    with pytest.raises(ConversionError, match=r"conv computes in bfloat16.*leave torch.autocast out.*provider='cuda'"):
+        budgeted(model, cross_entropy, torch.optim.SGD(model.parameters(), 0.1), batches(1)[0], check=False)
+
+
+def test_refusals_say_why():
+    model, batch = net(), batches(1)[0]
+    optimizer = adamw(model)
+
+    def refused(match, kind=UsageError, **changes):
+        given = {"model": model, "loss": cross_entropy, "optimizer": optimizer, "batch": batch} | changes
+        with pytest.raises(kind, match=match):
+            budgeted(**given)
+
+    refused("needs an optimizer", ConversionError, optimizer=None)
+    refused("planning is for a budget", planning={"effort": 1})
+    refused("that the model does not", ConversionError, optimizer=adamw(net()))
+    refused("is impossible", BudgetInfeasibleError, budget="1MB", check=False)
+    refused(r"call model.cpu\(\) first", ConversionError, model=net().to("meta"))
+    step = budgeted(model, cross_entropy, optimizer, batch, check=False)
+
+    def fails(match, batch=batch):
+        with pytest.raises(UsageError, match=match):
+            step(batch)
+
+    before = copy.deepcopy(model.state_dict())
+    fails("on meta: give a dense tensor on the CPU", (batch[0].to("meta"), batch[1]))
+    fails("sparse_coo on cpu: give a dense", (batch[0].to_sparse(), batch[1]))
+    fails("not built like the example", batch[0])
+    fails("is of shape", batches(1, 8)[0])
+    fails("is of type int64", (batch[0], batch[1].int()))
+    model.eval()
+    fails(r"call model.train\(\) first")
+    model.train()
+    optimizer.param_groups[1]["betas"] = (0.8, 0.999)
+    fails(r"betas \(group 1\) changed from .*constant of the step")
+    optimizer.param_groups[1]["betas"] = (0.9, 0.999)
+    model.conv.weight.requires_grad_(False)
+    fails("conv.weight was frozen")
+    model.conv.weight.requires_grad_(True)
+    optimizer.state.clear()
+    fails("is gone from the module or the optimizer")
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
