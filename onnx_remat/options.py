@@ -45,6 +45,9 @@ class Options:
         (the sum of tensors). None: a loop on the CPU, unless `arena` is asked for; a session on other providers.
     arena : bool
         The budget also covers what ONNX Runtime's arena takes besides the plan, with `session_options()`.
+    patterns : bool
+        May sessions make memory patterns, as they do by default? If not, the step is written into a body in which none
+        are made (see `ir.body`): for sessions whose options are not yours to set.
     time_limit : float
         Seconds of the wall clock for all but loading the file, compiling at a first use and `verify` "run". Where it
         cuts planning short, the report says so, and another run may find another plan.
@@ -70,6 +73,7 @@ class Options:
     allow_recompute: Sequence[str] = ()
     run_by: str | None = None
     arena: bool = False
+    patterns: bool = True
     time_limit: float = 120.0
     effort: float | None = 30.0
     costs: str = ""
@@ -111,6 +115,7 @@ class PlanningOptions(TypedDict, total=False):
     allow_recompute: Sequence[str]
     run_by: str | None
     arena: bool
+    patterns: bool
     time_limit: float
     effort: float | None
     costs: str
@@ -149,8 +154,8 @@ def _checked(name: str, value: object) -> object:
         if value is not None and not callable(value):
             raise UsageError(f"progress must be a function of a stage and a fraction, not {value!r:.100}")
         return value or selectors.silent
-    if name == "arena" and not isinstance(value, bool):
-        raise UsageError(f"arena must be True or False, not {value!r:.100}")
+    if name in ("arena", "patterns") and not isinstance(value, bool):
+        raise UsageError(f"{name} must be True or False, not {value!r:.100}")
     return value
 
 

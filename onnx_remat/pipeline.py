@@ -17,6 +17,7 @@ from onnx_remat.errors import ModelError
 from onnx_remat.first_use import PLANNER, SIMULATOR, FirstUse, first_use
 from onnx_remat.fit import Goal, Plan, fit, make_plan
 from onnx_remat.ir import model_io, phases, shapes
+from onnx_remat.ir.body import check_fits, into_body
 from onnx_remat.ir.training_ops import first_training_op
 from onnx_remat.options import Options, PlanningOptions, parse_options
 from onnx_remat.ort import known_bugs, placement, runtime
@@ -150,8 +151,8 @@ def rewrite_model(model: model_io.Model, budget: str | int | Budget, **options: 
     with job.clock.stage("verify"):
         measured = _verify(job, written, executed)
     report = _report(job, plan, written, executed, measured)
-    final = list(executed.values())[-1]
-    return Result(written.model, report, job.folder, job.compiled, job.original, final, tuple(written.recomputed))
+    final, asked = list(executed.values())[-1], _as_asked(written.model, job.options)
+    return Result(asked, report, job.folder, job.compiled, job.original, final, tuple(written.recomputed))
 
 
 def _verify(job: Job, written: Rewritten, executed: Mapping[str, Executed]) -> verify.Measured | None:
@@ -168,7 +169,7 @@ def _verify(job: Job, written: Rewritten, executed: Mapping[str, Executed]) -> v
     return verify.run(
         job.compiled, written.model, job.folder, dict(options.dims), limit, order, options.arena, written.rounded,
         trained=job.goal.allowed if job.goal.by_loop else None,
-        beyond=(beyond_tensors(job.original), beyond_tensors(list(executed.values())[-1])),
+        beyond=(beyond_tensors(job.original), beyond_tensors(list(executed.values())[-1])), body=not options.patterns,
     )  # fmt: skip
 
 
@@ -251,6 +252,8 @@ def begin(
     clock = _Stopwatch(options.progress)
     with clock.stage("load"):
         source = model_io.load(model)
+        if not options.patterns:
+            check_fits(source.model)
         compiled = prepare(source.model, options.preparation())
         placement.check_nodes(compiled)
         options = replace(options, dims=shapes.all_dims(compiled.tensors, options.dims))
@@ -270,6 +273,11 @@ def begin(
         goal = Goal(parsed.resolve(trained.total), by_loop=True, books=trained.books)
         compiled = with_donations(compiled)
     return Job(options, source.folder, compiled, original, before, trained, goal, clock, deadline)
+
+
+def _as_asked(model: onnx.ModelProto, options: Options) -> onnx.ModelProto:
+    """The model as it is written: in a body, where no memory patterns are wanted."""
+    return model if options.patterns else into_body(model)
 
 
 def _as_trained(executed: Executed, model: onnx.ModelProto) -> Footprint | None:
@@ -295,14 +303,15 @@ def _unchanged(job: Job) -> Result:
         control_edges=0, private_values=0, nodes_before=compiled.graph.n_nodes(), nodes_after=compiled.graph.n_nodes(),
         seconds=clock.seconds, arena_before=taken, arena_after=taken,
         notes=(
-            "the original keeps this budget already: OUT is the original, unchanged",
+            "the original keeps this budget already: OUT is the original, "
+            + ("unchanged" if job.options.patterns else "in the body of an If"),
             *phases.note(compiled.problem.phase.tolist()),
             *_on_device(compiled),
         ),
         warnings=_warnings(compiled, compiled.graph.model),
         run_by=job.goal.run_by(), loop_before=job.trained, loop_after=job.trained,
     )  # fmt: skip
-    return Result(compiled.graph.model, report, job.folder, compiled, original, original, ())
+    return Result(_as_asked(compiled.graph.model, job.options), report, job.folder, compiled, original, original, ())
 
 
 def _warnings(compiled: Compiled, result: onnx.ModelProto) -> tuple[str, ...]:

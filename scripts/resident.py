@@ -88,7 +88,7 @@ def row(graph: Path, budget: str, effort: float, steps: int, loss: str, turns: i
     donated = f"{found.donated} of {found.donated + found.not_donated}"
     return (
         graph.stem, *(f"{part / 1e6:.1f}" for part in parts), str(found.nodes), donated, f"{compute:+.1%}",
-        f"{ratio:.3f}",
+        f"{ratio:.3f}" if turns else "",
     )  # fmt: skip
 
 

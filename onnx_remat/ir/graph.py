@@ -12,6 +12,7 @@ import onnx
 
 from onnx_remat.errors import ModelError, OnnxRematError
 from onnx_remat.ir import native
+from onnx_remat.ir.body import bodies, defined_in
 from onnx_remat.ir.model_io import without_weights
 from onnx_remat.ir.op_semantics import nearest_op, semantics
 from onnx_remat.ir.opsets import STANDARD, STANDARD_DOMAINS, canonical, opset_of
@@ -286,49 +287,11 @@ def _captures(node: onnx.NodeProto) -> Iterator[str]:
     """Outer values read by the node's bodies, each once, in order of first use."""
     seen: dict[str, None] = {}
     for body in bodies(node):
-        inner = _defined_in(body)
+        inner = defined_in(body)
         for inside in body.node:
             seen.update(dict.fromkeys(n for n in (*inside.input, *_captures(inside)) if n and n not in inner))
         seen.update(dict.fromkeys(value.name for value in body.output if value.name not in inner))
     return iter(seen)
-
-
-def rename_captures(node: onnx.NodeProto, renamed: Mapping[str, str]) -> None:
-    """Make the node's bodies read outer values by other names."""
-    for body in bodies(node) if renamed else ():
-        inner = _defined_in(body)
-        outer = {name: new for name, new in renamed.items() if name not in inner}
-        for inside in body.node:
-            inside.input[:] = [outer.get(name, name) for name in inside.input]
-            rename_captures(inside, outer)
-
-
-def _defined_in(body: onnx.GraphProto) -> set[str]:
-    inner = {value.name for value in body.input} | {tensor.name for tensor in body.initializer}
-    inner.update(name for inside in body.node for name in inside.output)
-    return inner
-
-
-def names_in(graph: onnx.GraphProto) -> Iterator[str]:
-    """Every name in a graph and in the bodies within it."""
-    for values in (graph.input, graph.output, graph.initializer):
-        yield from (value.name for value in values)
-    for sparse in graph.sparse_initializer:
-        yield sparse.values.name
-    for node in graph.node:
-        yield node.name
-        yield from node.output
-        for body in bodies(node):
-            yield from names_in(body)
-
-
-def bodies(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
-    """Bodies of If, Loop, Scan and the like."""
-    for attribute in node.attribute:
-        if attribute.type == onnx.AttributeProto.GRAPH:
-            yield attribute.g
-        elif attribute.type == onnx.AttributeProto.GRAPHS:
-            yield from attribute.graphs
 
 
 def as_networkx(ops: list[Op], values: Mapping[str, Value]) -> nx.DiGraph:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import onnx
@@ -12,6 +12,7 @@ from google.protobuf.message import DecodeError, EncodeError
 from onnx_remat import files
 from onnx_remat.errors import ModelError, UsageError
 from onnx_remat.ir import external_data, large_files
+from onnx_remat.ir.body import out_of_body
 from onnx_remat.ir.dtypes import tensor_bytes
 
 INLINE_LIMIT = 1024
@@ -20,10 +21,14 @@ INLINE_LIMIT = 1024
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A loaded model and the folder its external data is relative to (None for a model without a file)."""
+    """A loaded model and the folder its external data is relative to (None for a model without a file).
+
+    `in_body`: the step was in a body, and has been taken out of it.
+    """
 
     model: onnx.ModelProto
     folder: Path | None
+    in_body: bool = False
 
 
 Model = str | os.PathLike[str] | bytes | onnx.ModelProto | Source
@@ -36,7 +41,8 @@ def load(source: Model) -> Source:
     Parameters
     ----------
     source : path, bytes, onnx.ModelProto or Source
-        A ModelProto is used as it is, not copied: callers must not change it. A Source is what this made before.
+        A ModelProto is used as it is, not copied: callers must not change it. A Source is what this made before. A
+        step in a body (`body.into_body`) is taken out of it.
 
     Raises
     ------
@@ -55,7 +61,8 @@ def load(source: Model) -> Source:
     else:
         raise UsageError(f"a model is a path, bytes or an onnx.ModelProto, not a {type(source).__name__}")
     external_data.check(loaded.model, loaded.folder)
-    return loaded
+    step = out_of_body(loaded.model)
+    return replace(loaded, model=step, in_body=step is not loaded.model)
 
 
 def _read(path: Path) -> onnx.ModelProto:

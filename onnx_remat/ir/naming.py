@@ -19,6 +19,9 @@ RENEWALS = (NEW, "newbuf.")
 GRADIENT = "grad."
 """Prefix of the output that is the gradient of the loss by an input."""
 
+WEIGHT = "gradient_weight"
+"""Input of a step that sums its gradients, see `split.accumulating`: their factor in the sum."""
+
 _SUM = "_grad.accumulation.buffer"
 """Suffix of the input in which onnxruntime-training sums the gradient of the parameter named before."""
 

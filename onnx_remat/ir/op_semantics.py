@@ -157,6 +157,25 @@ def semantics(domain: str, op_type: str) -> OpSemantics:
     )
 
 
+_ELEMENTWISE: Final = frozenset(
+    {
+        "Abs", "Add", "And", "Cast", "Ceil", "Clip", "Div", "Equal", "Erf", "Exp", "Floor", "Greater",
+        "GreaterOrEqual", "Identity", "IsInf", "IsNaN", "Less", "LessOrEqual", "Log", "Max", "Mean", "Min",
+        "Mul", "Neg", "Not", "Or", "Pow", "Reciprocal", "Relu", "Round", "Sigmoid", "Sign", "Sqrt", "Sub",
+        "Sum", "Tanh", "Where", "Xor",
+    }
+)  # fmt: skip
+
+
+def is_elementwise(domain: str, op_type: str) -> bool:
+    """Is every entry of the outcome made of the entries of the same place, inputs broadcast?
+
+    >>> is_elementwise("", "Sqrt"), is_elementwise("", "MatMul")
+    (True, False)
+    """
+    return canonical(domain) == STANDARD and op_type in _ELEMENTWISE
+
+
 # Running statistics in training mode, which alone has these outputs; measured with ONNX Runtime 1.31.1.
 _RENEWS: Final[dict[tuple[str, str], tuple[tuple[int, int], ...]]] = {("", "BatchNormalization"): ((3, 1), (4, 2))}
 

@@ -54,7 +54,7 @@ def split(graph: Graph, tensors: Mapping[str, Tensor], loss: str | None = None) 
     if loss is None and None not in labels:
         phases = [label for label in labels if label is not None]
     else:
-        found = loss or _find_loss(graph, tensors)
+        found = loss or find_loss(graph, tensors)
         structure = [FORWARD] * len(graph.ops) if found is None else _by_structure(graph, tensors, found)
         phases = [s if label is None else label for s, label in zip(structure, labels, strict=True)]
     return phases
@@ -69,7 +69,7 @@ def _label(op: Op) -> int | None:
     return next((LABELS.get(p.value) for p in op.node.metadata_props if p.key == "phase"), None)
 
 
-def _find_loss(graph: Graph, tensors: Mapping[str, Tensor]) -> str | None:
+def find_loss(graph: Graph, tensors: Mapping[str, Tensor]) -> str | None:
     """The output that is the loss; None where there is none. ModelError where several could be it."""
     outputs = [name for name, value in graph.values.items() if value.is_output]
     if "loss" in outputs:
@@ -77,7 +77,7 @@ def _find_loss(graph: Graph, tensors: Mapping[str, Tensor]) -> str | None:
     scalars = [n for n in outputs if tensors[n].dtype in _FLOATS and tensors[n].shape in ((), (1,))]
     if len(scalars) <= 1:
         return scalars[0] if scalars else None
-    if len(_ancestors(graph, scalars)) == len(graph.ops):  # nothing follows them: there is no backward section
+    if len(ancestors(graph, scalars)) == len(graph.ops):  # nothing follows them: there is no backward section
         return None
     raise ModelError(
         f"which output is the loss is not clear (several scalar outputs could be it: {', '.join(scalars[:5])}): "
@@ -86,7 +86,7 @@ def _find_loss(graph: Graph, tensors: Mapping[str, Tensor]) -> str | None:
 
 
 def _by_structure(graph: Graph, tensors: Mapping[str, Tensor], loss: str) -> list[int]:
-    forward = _ancestors(graph, [loss])
+    forward = ancestors(graph, [loss])
     updated: set[str] = set()
     phases = []
     for op in graph.ops:
@@ -100,7 +100,7 @@ def _by_structure(graph: Graph, tensors: Mapping[str, Tensor], loss: str) -> lis
     return phases
 
 
-def _ancestors(graph: Graph, names: Sequence[str]) -> set[int]:
+def ancestors(graph: Graph, names: Sequence[str]) -> set[int]:
     """The ops that the values in `names` are computed by, directly or not."""
     producer = graph.producer()
     found: set[int] = set()

@@ -11,9 +11,10 @@ import onnx
 from onnx import TensorProto
 
 from onnx_remat.errors import ModelError, ShapeError
+from onnx_remat.ir.body import bodies
 from onnx_remat.ir.dropout import is_product, is_random_node
 from onnx_remat.ir.dtypes import bits
-from onnx_remat.ir.graph import INITIALIZER, NODE, Graph, Op, attributes, blames_the_node, bodies, build, constants
+from onnx_remat.ir.graph import INITIALIZER, NODE, Graph, Op, attributes, blames_the_node, build, constants
 from onnx_remat.ir.op_semantics import SPLIT, overwritten, semantics
 from onnx_remat.ir.opsets import STANDARD, STANDARD_DOMAINS, opset_of
 from onnx_remat.ir.shapes import Tensor, infer

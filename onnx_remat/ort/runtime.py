@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -137,7 +138,10 @@ def _load(source: str | bytes, options: Any, providers: Sequence[str], without: 
         leaving_out = {"disabled_optimizers": [*without]} if without else {}
         return onnxruntime.InferenceSession(source, options, providers=[*providers], **leaving_out)
     except Exception as error:
-        raise ModelError(f"ONNX Runtime cannot load the model: {_first_line(error)}") from error
+        reason = _first_line(error)
+        if "Could not find an implementation" in reason and tuple(providers) == tuple(HOST):
+            reason += "; its CPU has hardly a kernel for bfloat16: convert in float32, or plan with provider 'cuda'"
+        raise ModelError(f"ONNX Runtime cannot load the model: {reason}") from error
 
 
 def _limit(model: onnx.ModelProto, provider: str = HOST[0]) -> Limit:
@@ -179,6 +183,17 @@ def write_beside(model: onnx.ModelProto, folder: Path | None, scratch: Path) -> 
         name = "_" + name
     model_io.write(model, folder, home / name)
     return home / name
+
+
+@contextlib.contextmanager
+def as_step(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """A file whose nodes are those of the step: a copy, as long as this lasts, where that is in a body (`ir.body`)."""
+    source = model_io.load(path)
+    if not source.in_body:
+        yield Path(path)
+        return
+    with files.scratch() as home:
+        yield write_beside(source.model, source.folder, home)
 
 
 def infer_shapes(model: onnx.ModelProto, names: Sequence[str]) -> dict[str, tuple[str, list[int | str | None]]]:

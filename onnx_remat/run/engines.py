@@ -115,13 +115,13 @@ def _block(arrays: Mapping[str, npt.NDArray[Any]]) -> Arrays:
 
 def _adopted(arrays: Mapping[str, npt.NDArray[Any]], renewed: Container[str]) -> Arrays:
     """The arrays themselves, once it is sure that they can be written, and that none lies in another's memory."""
+    for name, array in arrays.items():
+        if not (array.flags.c_contiguous and array.flags.writeable):
+            raise UsageError(f"the array of {name!r} is not contiguous or cannot be written: pass copy=True")
     spans = sorted((a.ctypes.data, a.ctypes.data + a.nbytes, name) for name, a in arrays.items() if a.nbytes)
     for (_, end, name), (begin, _, other) in itertools.pairwise(spans):
         if begin < end and (name in renewed or other in renewed):
             raise UsageError(f"the arrays of {name!r} and {other!r} share memory: pass copy=True")
-    for name, array in arrays.items():
-        if not (array.flags.c_contiguous and array.flags.writeable):
-            raise UsageError(f"the array of {name!r} is not contiguous or cannot be written: pass copy=True")
     return dict(arrays)
 
 

@@ -13,6 +13,7 @@ import onnx
 from onnx import TensorProto
 
 from onnx_remat.ir import graph
+from onnx_remat.ir.body import rename_captures
 from onnx_remat.ir.op_semantics import semantics
 from onnx_remat.ir.shapes import Tensor
 from onnx_remat.ort.simulate.order import priority_order
@@ -90,7 +91,7 @@ def _reading(op: graph.Op, instead: Mapping[str, str]) -> Step:
     node = onnx.NodeProto()
     node.CopyFrom(op.node)
     node.input[:] = [instead.get(name, name) for name in node.input]
-    graph.rename_captures(node, {name: instead[name] for name in op.captured if name in instead})
+    rename_captures(node, {name: instead[name] for name in op.captured if name in instead})
     return Step(node, tuple(instead.get(name, name) for name in op.captured))
 
 

@@ -8,7 +8,7 @@ import json
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import onnx
 from onnx_remat import files
 from onnx_remat.errors import UsageError
 from onnx_remat.ir import model_io, shapes
+from onnx_remat.ort import runtime
 from onnx_remat.run import processes
 
 Event = dict[str, Any]
@@ -96,25 +97,30 @@ def profile(
         raise UsageError("a profile needs at least one run of one step")
     shapes.check_dims(model_io.load(path).model, dims or {})  # a dimension left open would be measured as 1
     how: dict[str, Any] = {"dims": dims, "threads": threads, "provider": provider, "python": python}
-    events: list[Event] = []
-    for level in LEVELS:
-        seen: dict[str, list[Event]] = defaultdict(list)
-        scratch: dict[str, int] = {}
-        for _ in range(runs):
-            found, statistics_text = processes.profile(Path(path), level, steps=steps, **how)
-            for key, all_steps in _by_node(found).items():
-                seen[key] += all_steps[-steps:]
-            scratch |= _workspace(statistics_text)
-        medians = [statistics.median(e["dur"] for e in same) for same in seen.values()]
-        step = min(processes.race(Path(path), Path(path), level=level, runs=runs * steps, **how))
-        surcharge = max(0.0, sum(medians) - 1e6 * step) / max(1, len(medians))
-        now = 0.0
-        for same, median in zip(seen.values(), medians, strict=True):
-            name = same[0]["name"].removesuffix(_KERNEL)
-            event = _event(same[0], max(_SHORTEST, median - surcharge), level, now, scratch.get(name, 0))
-            now += event["dur"]
-            events.append(event)
-    return Profile(tuple(events), runs, steps)
+    with runtime.as_step(path) as step:
+        return Profile(
+            tuple(event for level in LEVELS for event in _events(step, level, runs, steps, how)), runs, steps
+        )
+
+
+def _events(path: Path, level: str, runs: int, steps: int, how: Mapping[str, Any]) -> Iterator[Event]:
+    """One event per node, at a level."""
+    seen: dict[str, list[Event]] = defaultdict(list)
+    scratch: dict[str, int] = {}
+    for _ in range(runs):
+        found, statistics_text = processes.profile(path, level, steps=steps, **how)
+        for key, all_steps in _by_node(found).items():
+            seen[key] += all_steps[-steps:]
+        scratch |= _workspace(statistics_text)
+    medians = [statistics.median(e["dur"] for e in same) for same in seen.values()]
+    step = min(processes.race(path, path, level=level, runs=runs * steps, **how))
+    surcharge = max(0.0, sum(medians) - 1e6 * step) / max(1, len(medians))
+    now = 0.0
+    for same, median in zip(seen.values(), medians, strict=True):
+        name = same[0]["name"].removesuffix(_KERNEL)
+        event = _event(same[0], max(_SHORTEST, median - surcharge), level, now, scratch.get(name, 0))
+        now += event["dur"]
+        yield event
 
 
 _KERNEL = "_kernel_time"

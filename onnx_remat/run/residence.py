@@ -72,7 +72,7 @@ def measure(path: Path, dims: Mapping[str, int] | None = None, steps: int = 3) -
         The process failed.
     """
     with files.scratch() as home:
-        job = {"path": str(path.resolve()), "warm": str(_one_node(home)), "dims": dict(dims or {}), "steps": steps}
+        job = {"path": str(path.resolve()), "warm": str(one_node(home)), "dims": dict(dims or {}), "steps": steps}
         done = subprocess.run(
             [sys.executable, "-P", "-m", "onnx_remat.run.residence"], input=json.dumps(job), capture_output=True,
             text=True, check=False, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
@@ -103,7 +103,8 @@ def _parts(array: Any) -> list[Any]:
     return [flat[at : at + (1 << 18)] for at in range(0, flat.size, 1 << 18)]
 
 
-def _one_node(home: Path) -> Path:
+def one_node(home: Path) -> Path:
+    """A model of one node in a folder: what any session takes."""
     import onnx
     from onnx import TensorProto, helper
 

@@ -266,6 +266,13 @@ class Session:
                 self._binding.bind_output(renewed[name], "cpu", 0, kind, formal.shape, address)
 
 
+def seed_draws(seed: int) -> None:
+    """Seed the random ops, of sessions opened from now on, that have no seed of their own."""
+    import onnxruntime
+
+    onnxruntime.set_seed(seed)
+
+
 def _reopen(
     path: str, provider: str, dims: Mapping[str, int], donate: Donate, threads: int, level: str, limit: int,
     graph: bool,

@@ -13,6 +13,7 @@ import onnx
 from onnx_remat import files
 from onnx_remat.errors import VerificationError
 from onnx_remat.ir import model_io, native
+from onnx_remat.ir.body import into_body
 from onnx_remat.ir.graph import Graph
 from onnx_remat.ir.shapes import Tensor
 from onnx_remat.ort import runtime
@@ -98,6 +99,7 @@ def run(
     rounded: Sequence[str] = (),
     trained: int | None = None,
     beyond: tuple[int, int] = (0, 0),
+    body: bool = False,
 ) -> Measured:
     """Run both models in fresh processes: outputs, executed order, measured peaks, step times.
 
@@ -105,7 +107,8 @@ def run(
     with `arena`, the budget is to hold with `runtime.session_options()` too. Where `rounded` names values that are
     rounded in one of the two files only, outputs need not be equal to the last bit. Where ops draw random numbers,
     outputs are compared with the draws fixed. `trained` is a budget for all that training takes. `beyond` is taken off
-    the measured peaks: `processes.beyond_tensors` of original and result.
+    the measured peaks: `processes.beyond_tensors` of original and result. With `body` the file is the result in a body
+    (`ir.body`): what default options make of that is measured, and its outputs are compared.
 
     Raises
     ------
@@ -127,7 +130,11 @@ def run(
         before = processes.measure(paths["before"], dims=dims).peak_bytes - beyond[0]
         allowed = budget + beyond[1]
         after = processes.peak_under(allowed, partial(processes.measure, paths["after"], dims=dims)) - beyond[1]
-        default = {n: processes.measure(p, dims=dims, default=True, steps=3) for n, p in paths.items()}
+        shown = paths | ({"after": _written(into_body(rewritten), folder, home / "body")} if body else {})
+        default = {n: processes.measure(p, dims=dims, default=True, steps=3) for n, p in shown.items()}
+        if body and not settled:
+            processes.measure(shown["after"], outputs=home / "body.npz", dims=dims, threads=1 if races else 0)
+            compare(home / "after.npz", home / "body.npz", exactly=False)
         held = processes.peak_under(budget, partial(_with_arena, paths["after"], dims)) if arena else None
         seconds = processes.race(paths["before"], paths["after"], dims=dims)
         taken = {}

@@ -22,8 +22,9 @@ import onnx
 from onnx import TensorProto, helper
 
 from onnx_remat.errors import ModelError
+from onnx_remat.ir.body import names_in, rename_captures
 from onnx_remat.ir.dropout import is_draw, is_product, kept, spelled_out, whole
-from onnx_remat.ir.graph import Graph, Op, is_constant, names_in, rename_captures
+from onnx_remat.ir.graph import Graph, Op, is_constant
 from onnx_remat.ir.op_semantics import overwritten, semantics
 from onnx_remat.ir.opsets import opset_of
 from onnx_remat.ir.shapes import SHAPES_KEY, TAG, Dim, Tensor

@@ -15,7 +15,7 @@ from tests.support.graphs import mlp
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
-NEEDS = {"sources/pytorch": "onnxscript", "README": "onnxscript", "sources/jax": "optax"}
+NEEDS = {"sources/pytorch": "onnxscript", "README": "onnxscript", "sources/jax": "optax", "guides/distributed": "torch"}
 
 
 def named(page: Path) -> str:
@@ -26,7 +26,7 @@ def blocks(page: Path) -> list[str]:
     return re.findall(r"(?ms)^```python\n(.*?)^```$", page.read_text())
 
 
-SLOW = ("sources/pytorch", "guides/python")
+SLOW = ("sources/pytorch", "guides/python", "guides/distributed")
 WITH_CODE = [
     pytest.param(page, marks=pytest.mark.slow if named(page) in SLOW else (), id=named(page))
     for page in PAGES

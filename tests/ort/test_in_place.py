@@ -34,10 +34,11 @@ def may_overwrite(op: str, slot: int, dtype: int) -> bool:
 def run(op: str, arrays: list[np.ndarray], over: int | None) -> bytes:
     """Bits of the output, bound to memory of its own or over an input."""
     feeds = [array.copy() for array in arrays]
-    dtype = helper.np_dtype_to_tensor_dtype(arrays[0].dtype)
+    kinds = [helper.np_dtype_to_tensor_dtype(array.dtype) for array in arrays]
+    dtype = kinds[-1]
     node = helper.make_node(op, [f"x{i}" for i in range(len(feeds))], ["y"])
     graph = helper.make_graph(
-        [node], "g", [helper.make_tensor_value_info(f"x{i}", dtype, a.shape) for i, a in enumerate(feeds)],
+        [node], "g", [helper.make_tensor_value_info(f"x{i}", kinds[i], a.shape) for i, a in enumerate(feeds)],
         [helper.make_tensor_value_info("y", dtype, None)],
     )  # fmt: skip
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
@@ -48,7 +49,7 @@ def run(op: str, arrays: list[np.ndarray], over: int | None) -> bytes:
     binding = session.io_binding()
     for i, array in enumerate(feeds):
         binding.bind_input(f"x{i}", "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
-    result = np.empty(SHAPE, arrays[0].dtype) if over is None else feeds[over]
+    result = np.empty(SHAPE, arrays[-1].dtype) if over is None else feeds[over]
     binding.bind_output("y", "cpu", 0, result.dtype.type, result.shape, result.ctypes.data)
     session.run_with_iobinding(binding)
     return result.tobytes()
@@ -65,7 +66,7 @@ def test_unary_kernel_gives_the_same_bits_in_place(op, dtype):
 @pytest.mark.parametrize("dtype", [*FLOATS, TensorProto.INT64])
 @pytest.mark.parametrize("other", [SHAPE, [1, SHAPE[1]], [SHAPE[0], 1], [1], []])
 @pytest.mark.parametrize("slot", [0, 1])
-@pytest.mark.parametrize("op", sorted(in_place.BINARY))
+@pytest.mark.parametrize("op", [*sorted(in_place.BINARY), "Max", "Min"])
 def test_binary_kernel_gives_the_same_bits_in_place(op, slot, other, dtype):
     """Over the operand of the output's shape; the other one may be broadcast."""
     arrays = [values(dtype, SHAPE, 0), values(dtype, other, 1)]
@@ -74,7 +75,18 @@ def test_binary_kernel_gives_the_same_bits_in_place(op, slot, other, dtype):
     assert run(op, arrays, slot) == run(op, arrays, None)
 
 
-@pytest.mark.parametrize("op", sorted(in_place.BINARY))
+@pytest.mark.parametrize("dtype", [*FLOATS, TensorProto.INT64])
+@pytest.mark.parametrize("chooser", [SHAPE, [SHAPE[0], 1], []])
+@pytest.mark.parametrize("other", [SHAPE, [1, SHAPE[1]], []])
+@pytest.mark.parametrize("slot", [1, 2])
+def test_where_gives_the_same_bits_in_place(slot, other, chooser, dtype):
+    arrays = [np.random.default_rng(2).integers(0, 2, chooser).astype(bool), values(dtype, SHAPE, 0)]
+    arrays.insert(3 - slot, values(dtype, other, 1))
+    assert in_place.may_overwrite(CPU, helper.make_node("Where", ["a", "b", "c"], ["d"]), slot, 0, dtype)
+    assert run("Where", arrays, slot) == run("Where", arrays, None)
+
+
+@pytest.mark.parametrize("op", [*sorted(in_place.BINARY), "Max", "Min"])
 def test_binary_kernel_of_one_array_twice(op):
     array = values(TensorProto.FLOAT, SHAPE, 0)
     same = run(op, [array, array], None)
@@ -95,10 +107,11 @@ def test_binary_kernel_of_one_array_twice(op):
 
 
 def test_a_kernel_that_is_not_listed_shows_the_difference():
-    """The measurement can fail: Gelu reads its input again after it has written to its output."""
-    arrays = [np.random.default_rng(0).standard_normal(SHAPE).astype(np.float32)]
-    assert not may_overwrite("Gelu", 0, TensorProto.FLOAT)
-    assert run("Gelu", arrays, 0) != run("Gelu", arrays, None)
+    """The measurement can fail: MatMul reads a row again after it has written a part of it."""
+    generator = np.random.default_rng(0)
+    arrays = [generator.standard_normal(shape).astype(np.float32) for shape in (SHAPE, [SHAPE[1], SHAPE[1]])]
+    assert not may_overwrite("MatMul", 0, TensorProto.FLOAT)
+    assert run("MatMul", arrays, 0) != run("MatMul", arrays, None)
 
 
 def test_what_onnxruntime_declares_is_listed():

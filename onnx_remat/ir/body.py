@@ -1,0 +1,235 @@
+"""A whole step in the body of an ``If``: ONNX Runtime makes no memory patterns there, whatever the session's options.
+
+With default options a session notes in its first step which values are alive when, and from the second on allocates
+one block in which each has its place (a memory pattern); the plan's values then need up to twice their peak. Where
+something that is no tensor is fed to a graph, no pattern is made, and what the body of an ``If`` captures is fed to it.
+So the body captures a sequence, which holds nothing, and whose length is the condition: no optimiser folds that away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import onnx
+from onnx import TensorProto, helper
+
+from onnx_remat.errors import ModelError
+
+BODY_KEY = "onnx_remat.body"
+"""Model metadata: the graph is one ``If`` whose then-branch is the step."""
+
+_OWN = "onnx_remat.body."
+"""Prefix of names made here; outputs are made in the body as their name behind it."""
+
+_OLDEST = 11  # opset: sequences
+
+
+def bodies(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
+    """Bodies of If, Loop, Scan and the like."""
+    for attribute in node.attribute:
+        if attribute.type == onnx.AttributeProto.GRAPH:
+            yield attribute.g
+        elif attribute.type == onnx.AttributeProto.GRAPHS:
+            yield from attribute.graphs
+
+
+def rename_captures(node: onnx.NodeProto, renamed: Mapping[str, str]) -> None:
+    """Make the node's bodies read outer values by other names."""
+    for body in bodies(node) if renamed else ():
+        inner = defined_in(body)
+        outer = {name: new for name, new in renamed.items() if name not in inner}
+        for inside in body.node:
+            inside.input[:] = [outer.get(name, name) for name in inside.input]
+            rename_captures(inside, outer)
+        for value in body.output:
+            value.name = outer.get(value.name, value.name)
+
+
+def defined_in(body: onnx.GraphProto) -> set[str]:
+    """Names that a body gives itself: outer values so called are out of its sight."""
+    inner = {value.name for value in body.input} | {tensor.name for tensor in body.initializer}
+    inner.update(sparse.values.name for sparse in body.sparse_initializer)
+    inner.update(name for inside in body.node for name in inside.output)
+    return inner
+
+
+def names_in(graph: onnx.GraphProto) -> Iterator[str]:
+    """Every name in a graph and in the bodies within it."""
+    for values in (graph.input, graph.output, graph.initializer):
+        yield from (value.name for value in values)
+    for sparse in graph.sparse_initializer:
+        yield sparse.values.name
+    for node in graph.node:
+        yield node.name
+        yield from node.output
+        for body in bodies(node):
+            yield from names_in(body)
+
+
+def is_body(model: onnx.ModelProto) -> bool:
+    """Is the step of this model in a body, as `into_body` put it?"""
+    return _step_in(model) is not None
+
+
+def check_fits(model: onnx.ModelProto) -> None:
+    """ModelError where `into_body` would not do: names and types of a step decide that, so that a plan need not wait.
+
+    Raises
+    ------
+    ModelError
+        The model's opset has no sequences, an output is no tensor of a known type, or a name is one of those made here.
+    """
+    opset = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), None)
+    if opset is None:
+        raise ModelError(f"--no-patterns needs opset {_OLDEST} of ONNX's own ops, which the model does not import")
+    if opset < _OLDEST:
+        raise ModelError(f"--no-patterns needs opset {_OLDEST}: convert the model from opset {opset} first")
+    if odd := next((name for name in names_in(model.graph) if name.startswith(_OWN)), None):
+        raise ModelError(
+            f"--no-patterns: the name {odd!r} is needed for the body; rename it, or leave --no-patterns out"
+        )
+    outputs = _made_outputs(model.graph)
+    if not outputs:
+        raise ModelError("--no-patterns: every output is an input or a constant, so that a body would make nothing")
+    for value in outputs:
+        if not value.type.tensor_type.elem_type:
+            raise ModelError(
+                f"--no-patterns: output {value.name!r} is no tensor of a known type; leave --no-patterns out"
+            )
+
+
+def into_body(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The same step in the body of an ``If``: equal results, no memory patterns.
+
+    Inputs, outputs and initializers keep their names and places; nodes and what is known of their results move.
+
+    Raises
+    ------
+    ModelError
+        See `check_fits`.
+    """
+    if is_body(model):
+        return model
+    check_fits(model)
+    made, graph = _frame(model), model.graph
+    outputs = _made_outputs(graph)
+    names = {value.name: _OWN + value.name for value in outputs}
+    step = onnx.GraphProto(name="step", node=graph.node, value_info=graph.value_info)
+    _rename(step.node, names)
+    other = onnx.GraphProto(name="other")
+    for value in outputs:
+        step.output.append(_renamed(value, names[value.name]))
+        other.node.append(_nothing(value))
+        kind = value.type.tensor_type.elem_type
+        other.output.append(helper.make_tensor_value_info(other.node[-1].output[0], kind, None))
+    for body in (step, other):
+        body.node.insert(0, _capture(body.name))
+    made.graph.node.extend(_condition())
+    made.graph.node.append(
+        helper.make_node(
+            "If", [f"{_OWN}always"], [value.name for value in outputs], name=f"{_OWN}step", then_branch=step,
+            else_branch=other,
+        )
+    )  # fmt: skip
+    made.metadata_props.add(key=BODY_KEY, value="1")
+    return made
+
+
+def out_of_body(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The step as it was before `into_body`; any other model as it is.
+
+    Raises
+    ------
+    ModelError
+        Its metadata say that a step is in a body, and the graph is something else.
+    """
+    if all(prop.key != BODY_KEY for prop in model.metadata_props):
+        return model
+    if (step := _step_in(model)) is None:
+        raise ModelError(
+            "by its metadata the step is in the body of an If (--no-patterns), but the graph is not as onnx-remat "
+            "wrote it: rewrite the original again, and let other tools have it before"
+        )
+    made = _frame(model)
+    made.graph.node.extend(step.node[1:])
+    made.graph.value_info.extend(step.value_info)
+    _rename(made.graph.node, {value.name: value.name.removeprefix(_OWN) for value in step.output})
+    return made
+
+
+def _condition() -> list[onnx.NodeProto]:
+    """Nodes that make a condition which holds, and which no optimiser folds."""
+    zero = helper.make_tensor("zero", TensorProto.INT64, [], [0])
+    return [
+        helper.make_node("Constant", [], [f"{_OWN}zero"], value=zero),
+        helper.make_node("SequenceConstruct", [f"{_OWN}zero"], [f"{_OWN}sequence"]),
+        helper.make_node("SequenceLength", [f"{_OWN}sequence"], [f"{_OWN}length"]),
+        helper.make_node("Greater", [f"{_OWN}length", f"{_OWN}zero"], [f"{_OWN}always"]),
+    ]
+
+
+def _capture(body: str) -> onnx.NodeProto:
+    """The node by which a body captures the sequence."""
+    return helper.make_node("SequenceLength", [f"{_OWN}sequence"], [f"{_OWN}length.{body}"])
+
+
+def _step_in(model: onnx.ModelProto) -> onnx.GraphProto | None:
+    """The body that is the step; None unless it is all that the graph does, whatever the metadata say."""
+    nodes, wanted = model.graph.node, _condition()
+    if len(nodes) != len(wanted) + 1 or all(prop.key != BODY_KEY for prop in model.metadata_props):
+        return None
+    last = nodes[-1]
+    step = next((a.g for a in last.attribute if a.name == "then_branch"), None)
+    if step is None or not step.node or step.input or step.initializer or step.sparse_initializer:
+        return None
+    if not all(map(_same, (*nodes[:-1], step.node[0]), (*wanted, _capture("step")))):
+        return None
+    led = (last.op_type, last.domain, list(last.input)) == ("If", "", [f"{_OWN}always"])
+    return step if led and [value.name for value in step.output] == [_OWN + name for name in last.output] else None
+
+
+def _same(node: onnx.NodeProto, wanted: onnx.NodeProto) -> bool:
+    """Do two nodes compute the same from the same? What tools write beside that, names say, does not matter."""
+    return all(getattr(node, part) == getattr(wanted, part) for part in ("op_type", "domain", "input", "output")) and (
+        sorted(a.SerializeToString() for a in node.attribute) == sorted(a.SerializeToString() for a in wanted.attribute)
+    )
+
+
+def _made_outputs(graph: onnx.GraphProto) -> list[onnx.ValueInfoProto]:
+    """Outputs that nodes make; the others are inputs or initializers."""
+    made = {name for node in graph.node for name in node.output}
+    return [value for value in graph.output if value.name in made]
+
+
+def _frame(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The model without nodes and what is known of their results."""
+    made = onnx.ModelProto()
+    made.CopyFrom(model)
+    del made.graph.node[:], made.graph.value_info[:]
+    kept = [prop for prop in made.metadata_props if prop.key != BODY_KEY]
+    del made.metadata_props[:]
+    made.metadata_props.extend(kept)
+    return made
+
+
+def _rename(nodes: Iterable[onnx.NodeProto], names: Mapping[str, str]) -> None:
+    """Rename values wherever nodes read and write them, in bodies too."""
+    for node in nodes:
+        for place in (node.input, node.output):
+            for index, name in enumerate(place):
+                if name in names:
+                    place[index] = names[name]
+        rename_captures(node, names)
+
+
+def _renamed(value: onnx.ValueInfoProto, name: str) -> onnx.ValueInfoProto:
+    made = onnx.ValueInfoProto()
+    made.CopyFrom(value)
+    made.name = name
+    return made
+
+
+def _nothing(value: onnx.ValueInfoProto) -> onnx.NodeProto:
+    """A node that makes something of an output's type, for the branch that is never taken."""
+    tensor = TensorProto(data_type=value.type.tensor_type.elem_type, dims=[0])
+    return helper.make_node("Constant", [], [f"{_OWN}no.{value.name}"], value=tensor)

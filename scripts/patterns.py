@@ -1,0 +1,155 @@
+"""What a rewritten file takes in a session whose options are all at their defaults, with and without memory patterns.
+
+    python -m scripts.patterns sample_models/*.onnx --budget 60% --save patterns
+
+Each graph is rewritten for onnxruntime's session, once as it is and once with ``--no-patterns``, and run for some steps
+in fresh processes. *default* is what the first file takes under default options, *session_options* the same under
+`onnx_remat.session_options()`, *no patterns* the second file under default options. *time* is a step of the second file
+over one of the first, both under default options, taken in turns; *equal* is whether all outputs have the same bits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+HEADS = ("graph", "budget", "default", "session_options", "no patterns", "time", "equal")
+
+
+def opened(path: str, default: bool) -> Any:
+    """A session of onnxruntime's."""
+    import onnxruntime
+
+    from onnx_remat.ort.runtime import session_options
+
+    options = onnxruntime.SessionOptions() if default else session_options()
+    options.log_severity_level = 4
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+
+
+def feeds_of(session: Any) -> dict[str, Any]:
+    """Random inputs."""
+    import numpy as np
+    from onnx.helper import np_dtype_to_tensor_dtype
+
+    from onnx_remat.run.interface import formal
+    from onnx_remat.run.opening import Array
+    from onnx_remat.run.residence import state_for
+
+    formals = ((value.name, formal(value)) for value in session.get_inputs())
+    arrays = (
+        Array(
+            name, np_dtype_to_tensor_dtype(np.dtype(found.dtype)), tuple(int(size or 1) for size in found.shape or ())
+        )
+        for name, found in formals
+    )
+    return state_for(tuple(arrays))
+
+
+def warmed() -> int:
+    """Bytes that this process has resident once it has run a session of one node; peaks count from here."""
+    from onnx_remat.run import residence
+    from onnx_remat.run.heap import trim
+    from onnx_remat.run.probe import reset_peak
+    from onnx_remat.run.session import Session
+
+    with tempfile.TemporaryDirectory(prefix="onnx-remat-") as home, Session(residence.one_node(Path(home))) as warm:
+        warm.run(residence.state_for(warm.inputs))
+    trim()
+    return int(reset_peak())
+
+
+def taken(path: str, default: bool, steps: int) -> int:
+    """Bytes that this process comes to take for some steps, inputs included."""
+    from onnx_remat.run.probe import resident
+
+    base = warmed()
+    session = opened(path, default)
+    feeds = feeds_of(session)
+    for _ in range(steps):
+        session.run(None, feeds)  # what it returns is dropped before the next step
+    return int(resident("VmHWM") - base)
+
+
+def compared(first: str, second: str, steps: int) -> tuple[float, bool]:
+    """Time of a step of the second over one of the first, and whether their outputs have the same bits."""
+    sessions = opened(first, True), opened(second, True)
+    feeds = feeds_of(sessions[0])
+    made = [session.run(None, feeds) for session in sessions]
+    equal = all(a.tobytes() == b.tobytes() for a, b in zip(*made, strict=True))
+    del made
+    ratios = []
+    for _ in range(steps):
+        times = []
+        for session in sessions:
+            start = time.perf_counter()
+            session.run(None, feeds)
+            times.append(time.perf_counter() - start)
+        ratios.append(times[1] / times[0])
+    return statistics.median(ratios), equal
+
+
+def in_child(what: str, *given: Any) -> Any:
+    """`taken` or `compared` in a fresh process."""
+    command = [sys.executable, "-m", "scripts.patterns", "--child", json.dumps([what, *given])]
+    root = Path(__file__).parents[1]
+    return json.loads(
+        subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=root).stdout.splitlines()[-1]
+    )
+
+
+def row(graph: Path, budget: str, effort: float, steps: int) -> tuple[str, ...]:
+    """One line of the table."""
+    from onnx_remat.ir.body import into_body
+    from onnx_remat.ir.model_io import save
+    from onnx_remat.pipeline import rewrite_model
+
+    result = rewrite_model(graph, budget, effort=effort, time_limit=600, run_by="session")
+    with tempfile.TemporaryDirectory(prefix="onnx-remat-") as home:
+        plain, body = f"{home}/plain.onnx", f"{home}/body.onnx"
+        result.save(plain)
+        save(into_body(result.model), body, result.folder)
+        bytes_ = in_child("taken", plain, True, steps), in_child("taken", plain, False, steps)
+        alone, (ratio, equal) = in_child("taken", body, True, steps), in_child("compared", plain, body, steps)
+    figures = (result.report.budget, *bytes_, alone)
+    return (graph.stem, *(f"{figure / 1e6:.1f}" for figure in figures), f"{ratio:.3f}", "yes" if equal else "no")
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("graphs", nargs="*", type=Path)
+    parser.add_argument("--budget", default="60%")
+    parser.add_argument("--effort", type=float, default=3.0, help="of each plan, see onnx-remat --effort")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--save", default="", metavar="NAME", help="of the table in docs/results/data")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        what, *given = json.loads(arguments.child)
+        work: dict[str, Callable[..., Any]] = {"taken": taken, "compared": compared}
+        print(json.dumps(work[what](*given)))
+        return
+    from scripts import results
+
+    rows = []
+    print("| " + " | ".join(HEADS) + " |\n" + "| --- " * len(HEADS) + "|", flush=True)
+    for graph in arguments.graphs:
+        rows.append(row(graph, arguments.budget, arguments.effort, arguments.steps))
+        print("| " + " | ".join(rows[-1]) + " |", flush=True)
+    if arguments.save:
+        command = f"python -m scripts.patterns FOLDER/*.onnx --budget {arguments.budget} --effort {arguments.effort:g}"
+        results.save(arguments.save, results.Table(command, HEADS, tuple(rows)))
+
+
+if __name__ == "__main__":
+    main()
