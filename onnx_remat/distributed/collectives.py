@@ -49,7 +49,7 @@ def run(main: Callable[[], object], timeout: float = 300.0) -> int:
     Returns
     -------
     int
-        0, or the exit code of the error, 7 for a lost rank; for `sys.exit`.
+        0, or the exit code of the error, for `sys.exit`. Of a lost rank it does not return: the process ends with 7.
     """
     rank = os.environ.get("RANK", "0")
     try:
@@ -59,6 +59,9 @@ def run(main: Callable[[], object], timeout: float = 300.0) -> int:
         main()
     except OnnxRematError as error:
         print(f"onnx-remat: rank {rank}: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        if isinstance(error, RankLostError):  # the engine's threads wait for it still: leaving them would abort
+            sys.stdout.flush()
+            os._exit(error.exit_code)
         return error.exit_code
     engine.destroy_process_group()
     return 0
