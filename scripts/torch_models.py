@@ -132,7 +132,30 @@ MODELS: dict[str, Callable[[], Case]] = {
     "bert-half": lambda: bert(384, 8192, 4, 256),
     "bert-half-dropout": lambda: bert(384, 8192, 4, 256, 0.1),
     "llama": llama,
+    "lstm": lambda: lstm(128, 1000, 8, 48),
 }
+
+
+class LanguageLSTM(nn.Module):
+    """Two layers over the words of a text: thousands of small ops once the steps are unrolled."""
+
+    def __init__(self, width: int, words: int) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(words, width), nn.Linear(width, words)
+        self.layers = nn.LSTM(width, width, 2, batch_first=True)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.head(self.layers(self.embedding(tokens))[0])
+        return made
+
+
+def lstm(width: int, words: int, batch: int, length: int) -> Case:
+    tokens = torch.randint(0, words, (batch, length + 1))
+    return Case(
+        LanguageLSTM(width, words),
+        (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()),
+        lambda output, target: F.cross_entropy(output.flatten(0, 1), target.flatten()),
+    )
 
 
 class UNet(nn.Module):

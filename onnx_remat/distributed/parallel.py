@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import chain
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -22,9 +23,9 @@ import numpy.typing as npt
 import onnx
 
 from onnx_remat.distributed import collectives
-from onnx_remat.distributed.flat import Flat, kind_of, lay_out, layout_of
+from onnx_remat.distributed.flat import kind_of, layout_of
+from onnx_remat.distributed.memory import Memory, Taken, array_of
 from onnx_remat.distributed.parts import Parts, prepare_apart
-from onnx_remat.distributed.sharding import Piece
 from onnx_remat.errors import ModelError, OnnxRematError, UsageError
 from onnx_remat.ir.naming import GRADIENT, WEIGHT, renewals
 from onnx_remat.run import heap, state_file
@@ -67,37 +68,6 @@ class Settings:
             raise UsageError(f"bucket is a number of bytes above 0, not {self.bucket}")
 
 
-@dataclass(frozen=True, slots=True)
-class Taken:
-    """What one rank has in memory, in bytes; `total` is the sum.
-
-    Attributes
-    ----------
-    parameters, gradients : int
-        The two flat buffers.
-    optimizer : int
-        The rank's own state of the optimizer.
-    others : int
-        Running statistics, frozen parameters, the batch.
-    slabs : int
-        Intermediate values of the step and the update.
-    weights, workspace : int
-        As of `Session`; the larger one of the two parts' workspaces.
-    """
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    others: int
-    slabs: int
-    weights: int
-    workspace: int
-
-    @property
-    def total(self) -> int:
-        return sum(asdict(self).values())
-
-
 @dataclass(slots=True)
 class Times:
     """Seconds of the last step: the model, waiting for other ranks, and the update."""
@@ -105,17 +75,6 @@ class Times:
     compute: float = 0.0
     communication: float = 0.0
     update: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Memory:
-    """Everything that lies in this rank's memory between steps, by name."""
-
-    parameters: tuple[Flat, ...]
-    buffers: tuple[Flat, ...]
-    flat: Mapping[str, tuple[Array, ...]] = field(default_factory=dict)
-    step: dict[str, Array] = field(default_factory=dict)
-    update: dict[str, Array] = field(default_factory=dict)
 
 
 class DataParallel:
@@ -189,10 +148,16 @@ class DataParallel:
         self._loss, self._threads = options.get("loss") or "loss", threads or _threads()
         self._dims = dict(options.get("dims") or {})
         self.steps, self.times, self._failed = 0, Times(), ""
-        self._update, self._pieces = self._open_update()
+        whole = onnx.ModelProto.FromString(self.parts.update)
+        parameters = layout_of(whole, self.ranks)
+        collectives.check_wire(wire, {slot.name: flat.dtype for flat in parameters for slot in flat.slots})
+        self._update = self._open_update(whole)
         self._session = self._open(self._dims)
-        self._memory = self._reserve(state)
-        self._adopt(state)
+        kinds = {value.name: kind_of(value) for value in whole.graph.input}
+        renewed = renewals(kinds, [value.name for value in whole.graph.output]).values()
+        shards = self.parts.shards if zero else ()
+        self._memory = Memory(self._ranks, parameters, kinds, renewed, shards, self._session, self._update)
+        self._unfed = self._memory.adopt(state, fed={WEIGHT, _SEED})
 
     # Opening
 
@@ -215,89 +180,17 @@ class DataParallel:
             )
         return session
 
-    def _open_update(self) -> tuple[Session | None, Mapping[str, Piece]]:
-        """This rank's update, and which pieces it has of what."""
-        update = onnx.ModelProto.FromString(self.parts.update)
-        self._parameters = layout_of(update, self.ranks)
-        collectives.check_wire(self._settings.wire, {s.name: f.dtype for f in self._parameters for s in f.slots})
-        self._whole = {value.name: kind_of(value) for value in update.graph.input}
-        self._renewed = renewals(self._whole, [value.name for value in update.graph.output])
+    def _open_update(self, whole: onnx.ModelProto) -> Session | None:
+        """This rank's update; None where its share is empty."""
         if not self._settings.zero:
-            return Session(update, donate=True, threads=self._threads), {}
+            return Session(whole, donate=True, threads=self._threads)
         if len(self.parts.shards) != self.ranks:
             raise UsageError(
                 f"the parts are made for {len(self.parts.shards)} shards, and there are {self.ranks} ranks: prepare "
                 f"them with ranks={self.ranks}, zero=True"
             )
-        mine = self.parts.shards[self.rank]
-        session = Session(mine.model, donate=True, threads=self._threads) if mine.model else None
-        return session, mine.pieces
-
-    def _reserve(self, state: Mapping[str, Array]) -> _Memory:
-        """Memory for everything: flat buffers, and an array of its own for whatever else is an input."""
-        kinds = {array.name: (array.dtype_name, array.shape) for array in self._session.inputs}
-        own = renewals(kinds, (array.name for array in self._session.outputs))
-        names = [name for name in own.values() if not name.startswith(GRADIENT)]
-        memory = _Memory(self._parameters, lay_out({name: kinds[name] for name in names}))
-        flat = {
-            "parameters": tuple(each.reserve() for each in memory.parameters),
-            "gradients": tuple(each.reserve() for each in memory.parameters),
-            "buffers": tuple(each.reserve() for each in memory.buffers),
-        }
-        arrays: dict[str, Array] = {}
-        for each, buffer in zip(memory.buffers, flat["buffers"], strict=True):
-            arrays |= each.views(buffer)
-        for each, weights, sums in zip(memory.parameters, flat["parameters"], flat["gradients"], strict=True):
-            arrays |= each.views(weights) | {GRADIENT + name: view for name, view in each.views(sums).items()}
-        if odd := next((name for name in self._pieces if name in kinds and name not in arrays), None):
-            raise ModelError(f"the update does not shard: the step reads {odd!r}, which is no parameter, as a whole")
-        formals = {name: Formal(*kind) for name, kind in (self._whole | kinds).items()}
-        check_state(formals, state)
-        step = {name: arrays[name] if name in arrays else _array(*kind) for name, kind in kinds.items()}
-        slices = self._slices(memory, flat) if self._settings.zero else arrays
-        update: dict[str, Array] = {}
-        for array in self._update.inputs if self._update else ():
-            found = slices.get(array.name, step.get(array.name))
-            update[array.name] = _array(array.dtype_name, array.shape) if found is None else found.reshape(array.shape)
-        return _Memory(memory.parameters, memory.buffers, flat, step, update)
-
-    def _slices(self, memory: _Memory, flat: Mapping[str, tuple[Array, ...]]) -> dict[str, Array]:
-        """This rank's share of parameters and gradients, as slices of the flat buffers."""
-        found: dict[str, Array] = {}
-        for each, weights, sums in zip(memory.parameters, flat["parameters"], flat["gradients"], strict=True):
-            for slot, start, stop in each.owned(self.rank, self.ranks):
-                found |= {slot.name: weights[start:stop], GRADIENT + slot.name: sums[start:stop]}
-        return found
-
-    def _adopt(self, state: Mapping[str, Array]) -> None:
-        """Take over the first rank's state; what is not given must be part of every batch."""
-        given = self._ranks.agree(lambda: sorted(state))
-        needed = {*self._renewed.values(), *(slot.name for each in self._memory.buffers for slot in each.slots)}
-        if missing := sorted(needed - set(given)):
-            raise UsageError(f"no value for input {missing[0]!r}")
-        for name in [name for name in self._whole | self._memory.step if name in given]:
-            self._set(name, state.get(name))
-        fed = {*given, WEIGHT, _SEED, *(name for name in self._memory.step if name.startswith(GRADIENT))}
-        self._unfed = {name for name in (*self._memory.step, *self._memory.update) if name not in fed} - {
-            name for name in self._memory.update if name.startswith(GRADIENT)
-        }
-
-    def _set(self, name: str, value: Array | None) -> None:
-        """Set an input on every rank to what the first one has."""
-        whole = self._memory.step.get(name)
-        mine = self._memory.update.get(name)
-        if whole is None and name not in self._pieces and mine is not None:
-            whole = mine
-        kind = self._whole.get(name)
-        if whole is None:
-            assert kind is not None
-            whole = _array(*kind)  # a large one of which this rank keeps a piece, or nothing
-        if self.rank == 0 and value is not None:
-            np.copyto(whole, value)
-        self._ranks.from_rank(whole)
-        if mine is not None and name in self._pieces and name not in self._memory.step:
-            piece = self._pieces[name]
-            np.copyto(mine.reshape(-1), whole.reshape(-1)[piece.start : piece.stop])
+        mine = self.parts.shards[self.rank].model
+        return Session(mine, donate=True, threads=self._threads) if mine else None
 
     # Training
 
@@ -346,7 +239,7 @@ class DataParallel:
     def _gradients(self, batches: Sequence[Batch], weights: Sequence[float], given: bool) -> float:
         """Sum the gradients of some batches; returns the sum of their losses, weighed."""
         memory, loss = self._memory, 0.0
-        for sums in memory.flat["gradients"]:
+        for sums in memory.sums:
             sums.fill(0)
         for number, (batch, weight) in enumerate(zip(batches, weights, strict=True)):
             self._feed(batch, given)
@@ -398,11 +291,11 @@ class DataParallel:
         self._session, self._dims = self._open(dims), dims
         for array in self._session.inputs:
             if self._memory.step[array.name].shape != array.shape:
-                self._memory.step[array.name] = _array(array.dtype_name, array.shape)
+                self._memory.step[array.name] = array_of(array.dtype_name, array.shape)
 
     def _exchange(self, loss: float, weight: float) -> float:
         """Make gradients the mean over all batches of all ranks, clipped; returns the mean loss."""
-        settings, sums = self._settings, self._memory.flat["gradients"]
+        settings, sums = self._settings, self._memory.sums
         waiting: list[Callable[[], None]] = []
         for each in sums:
             if settings.zero:
@@ -414,10 +307,7 @@ class DataParallel:
             wait()
         if not weight > 0:
             raise UsageError("no rank has a batch left, or the weights add up to nothing: the epoch is over")
-        mine = [
-            each[flat.share(self.rank, self.ranks)] if settings.zero else each
-            for each, flat in zip(sums, self._parameters, strict=True)
-        ]
+        mine = self._memory.shares(sums)
         factor = 1 / weight
         if settings.clip_norm is not None:
             squares = sum(map(collectives.square_sum, mine))
@@ -435,9 +325,9 @@ class DataParallel:
     def _join(self) -> None:
         """Parameters from those who renewed them, running statistics from the first rank or as a mean."""
         if self._settings.zero:
-            for parameters in self._memory.flat["parameters"]:
+            for parameters in self._memory.weights:
                 self._ranks.join_shares(parameters)
-        for each in self._memory.flat["buffers"]:
+        for each in self._memory.statistics:
             if self._settings.buffers == "mean" and each.dtype.kind == "f":
                 for wait in self._ranks.sum(each, "", self._settings.bucket):
                     wait()
@@ -449,36 +339,7 @@ class DataParallel:
 
     def state(self) -> dict[str, Array]:
         """Copies of all that steps renew, whole, on every rank; every rank must call it."""
-        return {name: array.copy() for name, array in self._each()}
-
-    def _names(self) -> list[str]:
-        buffers = [slot.name for each in self._memory.buffers for slot in each.slots]
-        return [*self._renewed.values(), *buffers]
-
-    def _each(self) -> Iterator[tuple[str, Array]]:
-        """Name and value of each piece of state, whole; with `zero`, sent by those who have it, one after the other."""
-        for name in self._names():
-            if name in self._memory.step:
-                yield name, self._memory.step[name]
-            elif not self._settings.zero:
-                yield name, self._memory.update[name]
-            else:
-                yield name, self._collected(name)
-
-    def _collected(self, name: str) -> Array:
-        dtype, shape = self._whole[name]
-        whole = _array(dtype, shape)
-        flat = whole.reshape(-1)
-        shards = enumerate(self.parts.shards)
-        pieces = {rank: shard.pieces[name] for rank, shard in shards if name in shard.pieces}
-        if not pieces:  # a number: whoever renews it has it
-            owner = int(self._ranks.least(self.rank if name in self._memory.update else self.ranks))
-            pieces = {owner: Piece(0, flat.size, flat.size)}
-        for rank, piece in pieces.items():
-            if rank == self.rank:
-                np.copyto(flat[piece.start : piece.stop], self._memory.update[name].reshape(-1))
-            self._ranks.from_rank(flat[piece.start : piece.stop], rank)
-        return whole
+        return {name: array.copy() for name, array in zip(self._memory.renewed, self._memory.each(), strict=True)}
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write all that steps renew to a safetensors file, from the first rank; every rank must call it.
@@ -488,58 +349,39 @@ class DataParallel:
         if self._failed:
             raise UsageError(f"an earlier step failed midway ({self._failed}): this state is not worth saving")
         self._ranks.doing = f"saving step {self.steps}"
-        arrays = self._all()
+        arrays = chain([np.array([self.steps])], self._memory.each())
         found = None
         try:
             if self.rank == 0:
-                state_file.write(path, _Streamed(self._kinds(), arrays))
+                state_file.write_each(path, self._kinds(), arrays)
         except OnnxRematError as error:
             found = error
         for _ in arrays:  # the other ranks send their pieces, whether they can be written or not
             pass
         self._ranks.agree(partial(_raise, found))
 
-    def _all(self) -> Iterator[Array]:
-        yield np.array([self.steps])
-        for _, array in self._each():
-            yield array
-
-    def _kinds(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        step = {name: (array.dtype.name, array.shape) for name, array in self._memory.step.items()}
-        return {STEPS: ("int64", (1,))} | {name: (self._whole | step)[name] for name in self._names()}
+    def _kinds(self) -> state_file.Kinds:
+        return {STEPS: ("int64", (1,)), **self._memory.kinds()}
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Go on from what `save` wrote, with any number of ranks; the first reads the file, every rank must call it."""
         self._ranks.doing = f"loading {path}"
         kinds = self._kinds()
-        self._ranks.agree(lambda: state_file.check(path, _Streamed(kinds, iter(()))))
+        self._ranks.agree(lambda: state_file.check(path, kinds))
         self._failed = "interrupted"
         for name, kind in kinds.items():
-            value = _array(*kind) if self.rank == 0 or name == STEPS else np.empty(0, kind[0])
+            value = array_of(*kind) if self.rank == 0 or name == STEPS else np.empty(0, kind[0])
             self._ranks.agree(partial(state_file.read_one, path, name, value))
             if name == STEPS:
                 self._ranks.from_rank(value)
                 self.steps = int(value[0])
             else:
-                self._set(name, value)
+                self._memory.set(name, value)
         self._failed = ""
 
     def taken(self) -> Taken:
         """What this rank has in memory."""
-        memory, step, update = self._memory, self._session, self._update
-        flat = {kind: sum(array.nbytes for array in arrays) for kind, arrays in memory.flat.items()}
-        parameters = {slot.name for each in memory.parameters for slot in each.slots}
-        renewed = set(self._renewed.values())
-        own = {n: a.nbytes for n, a in memory.update.items() if n not in memory.step and not n.startswith(GRADIENT)}
-        shared = {n: a.nbytes for n, a in memory.step.items() if n not in parameters and not n.startswith(GRADIENT)}
-        optimizer = sum(nbytes for name, nbytes in own.items() if name in renewed)
-        others = sum(shared.values()) + sum(own.values()) - optimizer
-        return Taken(
-            flat["parameters"], flat["gradients"], optimizer, others,
-            step.slab_bytes + (update.slab_bytes if update else 0),
-            step.weight_bytes + (update.weight_bytes if update else 0),
-            max(step.workspace_bytes, update.workspace_bytes if update else 0),
-        )  # fmt: skip
+        return self._memory.taken(self._session, self._update)
 
     def close(self) -> None:
         """Give back both parts' memory."""
@@ -554,12 +396,6 @@ def _threads() -> int:
     return max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
-def _array(dtype: str, shape: tuple[int, ...]) -> Array:
-    """Zeros in pages of their own."""
-    count = int(np.prod(shape, dtype=np.int64))
-    return heap.reserve(count * np.dtype(dtype).itemsize).view(dtype).reshape(shape)
-
-
 def _raise(error: OnnxRematError | None) -> None:
     if error is not None:
         raise error
@@ -570,15 +406,3 @@ def _copy_renewed(session: Session, made: Mapping[str, Array], arrays: Mapping[s
     for output, name in renewals(arrays, made).items():
         if output not in session.donated:
             np.copyto(arrays[name], made[output])
-
-
-class _Streamed(dict[str, Array]):
-    """Arrays for a file: types and shapes at once, values one by one when they are written."""
-
-    def __init__(self, kinds: Mapping[str, tuple[str, tuple[int, ...]]], values: Iterator[Array]) -> None:
-        zero = {name: np.zeros((), dtype) for name, (dtype, _) in kinds.items()}
-        super().__init__({name: np.broadcast_to(zero[name], shape) for name, (_, shape) in kinds.items()})
-        self._values = values
-
-    def values(self) -> Iterator[Array]:  # type: ignore[override]
-        return self._values

@@ -8,9 +8,10 @@ package of that name would hold everything twice, and training has no memory to 
 from __future__ import annotations
 
 import json
+import math
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -35,8 +36,22 @@ class _Entry:
     end: int
 
 
+Kinds = Mapping[str, tuple[str, tuple[int, ...]]]
+"""Types, by numpy's name, and shapes of arrays."""
+
+
+def kinds_of(arrays: Mapping[str, npt.NDArray[Any]]) -> Kinds:
+    """Types and shapes of arrays, by name."""
+    return {name: (array.dtype.newbyteorder("=").name, array.shape) for name, array in arrays.items()}
+
+
 def write(path: str | os.PathLike[str], arrays: Mapping[str, npt.NDArray[Any]]) -> None:
-    """Write arrays to a file all at once: readers see the old file or the whole new one.
+    """`write_each` of arrays that are all there."""
+    write_each(path, kinds_of(arrays), arrays.values())
+
+
+def write_each(path: str | os.PathLike[str], kinds: Kinds, arrays: Iterable[npt.NDArray[Any]]) -> None:
+    """Write arrays, made one after the other, to a file all at once: readers see the old file or the whole new one.
 
     Raises
     ------
@@ -47,12 +62,12 @@ def write(path: str | os.PathLike[str], arrays: Mapping[str, npt.NDArray[Any]]) 
     """
     header: dict[str, Any] = {"__metadata__": {"format": "np"}}
     at = 0
-    for name, array in arrays.items():
-        code = _CODES.get(array.dtype.newbyteorder("=").name)
-        if code is None or name == "__metadata__":
-            raise UsageError(f"state {name!r} of type {array.dtype} cannot be saved")
-        header[name] = {"dtype": code, "shape": list(array.shape), "data_offsets": [at, at + array.nbytes]}
-        at += array.nbytes
+    for name, (dtype, shape) in kinds.items():
+        if dtype not in _CODES or name == "__metadata__":
+            raise UsageError(f"state {name!r} of type {dtype} cannot be saved")
+        end = at + _nbytes(dtype, shape)
+        header[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [at, end]}
+        at = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     target = Path(path).resolve()
@@ -61,7 +76,7 @@ def write(path: str | os.PathLike[str], arrays: Mapping[str, npt.NDArray[Any]]) 
         try:
             with os.fdopen(handle, "wb") as stream:
                 stream.write(len(text).to_bytes(8, "little") + text)
-                for array in arrays.values():
+                for array in arrays:
                     stream.write(
                         np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(-1).view(np.uint8).data
                     )
@@ -90,7 +105,7 @@ def read_into(path: str | os.PathLike[str], arrays: Mapping[str, npt.NDArray[Any
     try:
         with Path(path).open("rb") as stream:
             entries, begin = _header(stream, path)
-            _compare(entries, arrays, path)
+            _compare(entries, kinds_of(arrays), path)
             for name, array in arrays.items():
                 stream.seek(begin + entries[name].start)
                 if array.nbytes and stream.readinto(array.reshape(-1).view(np.uint8).data) != array.nbytes:
@@ -111,14 +126,14 @@ def read_one(path: str | os.PathLike[str], name: str, array: npt.NDArray[Any]) -
         raise ModelError(f"cannot read {path}: {error.strerror}") from error
 
 
-def check(path: str | os.PathLike[str], arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+def check(path: str | os.PathLike[str], kinds: Kinds) -> None:
     """Raise what `read_into` would before it changes anything."""
     try:
         with Path(path).open("rb") as stream:
             entries, _ = _header(stream, path)
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error.strerror}") from error
-    _compare(entries, arrays, path)
+    _compare(entries, kinds, path)
 
 
 def _header(stream: BinaryIO, path: str | os.PathLike[str]) -> tuple[dict[str, _Entry], int]:
@@ -140,16 +155,18 @@ def _header(stream: BinaryIO, path: str | os.PathLike[str]) -> tuple[dict[str, _
     return entries, 8 + length
 
 
-def _compare(
-    entries: Mapping[str, _Entry], arrays: Mapping[str, npt.NDArray[Any]], path: str | os.PathLike[str]
-) -> None:
-    if lacking := [name for name in arrays if name not in entries]:
+def _compare(entries: Mapping[str, _Entry], kinds: Kinds, path: str | os.PathLike[str]) -> None:
+    if lacking := [name for name in kinds if name not in entries]:
         raise UsageError(f"{path} has no {lacking[0]!r}: it is not the state of this model")
-    if extra := [name for name in entries if name not in arrays]:
+    if extra := [name for name in entries if name not in kinds]:
         raise UsageError(f"{path} has {extra[0]!r}, which the model does not: it is not the state of this model")
-    for name, array in arrays.items():
-        entry, code = entries[name], _CODES.get(array.dtype.name)
-        if (entry.dtype, entry.shape) != (code, array.shape) or entry.end - entry.start != array.nbytes:
+    for name, (dtype, shape) in kinds.items():
+        entry, code = entries[name], _CODES.get(dtype)
+        if (entry.dtype, entry.shape) != (code, shape) or entry.end - entry.start != _nbytes(dtype, shape):
             raise UsageError(
-                f"{path} has {name!r} as {entry.dtype}{list(entry.shape)}, the model as {code}{list(array.shape)}"
+                f"{path} has {name!r} as {entry.dtype}{list(entry.shape)}, the model as {code}{list(shape)}"
             )
+
+
+def _nbytes(dtype: str, shape: tuple[int, ...]) -> int:
+    return np.dtype(dtype).itemsize * math.prod(shape)

@@ -159,7 +159,7 @@ class Loop:
         """
         arrays = self._engine.arrays()
         writable = {name: array if array.flags.writeable else array.copy() for name, array in arrays.items()}
-        state_file.check(path, writable)
+        state_file.check(path, state_file.kinds_of(writable))
         self._failed = "interrupted"
         state_file.read_into(path, writable)
         self._engine.feed({name: array for name, array in writable.items() if array is not arrays[name]})

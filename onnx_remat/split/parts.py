@@ -1,0 +1,222 @@
+"""The two parts of a step, on either side of a cut."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx
+from onnx import helper
+
+from onnx_remat import files
+from onnx_remat.errors import ModelError
+from onnx_remat.ir import graph as graphs
+from onnx_remat.ir import model_io, shapes
+from onnx_remat.ir.graph import Op
+from onnx_remat.ir.naming import GRADIENT
+from onnx_remat.ir.op_semantics import semantics
+from onnx_remat.split.cut import find_cut
+from onnx_remat.split.edit import append, rename
+from onnx_remat.split.whole import Step, descendants, needed
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """A training step in two parts.
+
+    Attributes
+    ----------
+    gradients : onnx.ModelProto
+        Puts out the loss, ``grad.<name>`` for every parameter, and what it renews itself, such as running statistics.
+    update : onnx.ModelProto
+        Takes parameters, optimizer state, ``grad.<name>`` and learning rates, and puts out their next values.
+    parameters : tuple of str
+        Those that have a gradient, in the order of the step's outputs.
+    folder : Path or None
+        Where external data lies.
+    """
+
+    gradients: onnx.ModelProto
+    update: onnx.ModelProto
+    parameters: tuple[str, ...]
+    folder: Path | None = None
+
+    def save(self, gradients: str | os.PathLike[str], update: str | os.PathLike[str], force: bool = False) -> None:
+        """Write both parts, or none."""
+        files.check_uses([], [files.Use(gradients, "the step"), files.Use(update, "the update")])
+        targets = [files.check_target(path, None, force) for path in (gradients, update)]
+        with files.together():
+            for model, path in zip((self.gradients, self.update), targets, strict=True):
+                model_io.save(model, path, self.folder)
+
+
+def split_step(model: model_io.Model, *, loss: str | None = None, dims: Mapping[str, int] | None = None) -> Split:
+    """Split a training step into one that puts out gradients, and the update.
+
+    Parameters
+    ----------
+    model : path, bytes, onnx.ModelProto or Source
+        A whole step: outputs ``new.<name>`` for inputs ``<name>``.
+    loss : str, optional
+        The output that is the loss, where it is neither called so nor the only scalar.
+    dims : mapping of str to int, optional
+        Sizes of symbolic dimensions, to tell shapes apart; they stay symbolic. By default 8, 16, 24 and so on.
+
+    Raises
+    ------
+    ModelError
+        The step cannot be split: it has no update, or one that knows more of the batch than gradients.
+
+    Examples
+    --------
+    >>> from sample_models.chain import chain
+    >>> parts = split_step(chain(2, 16, 8))
+    >>> [value.name for value in parts.gradients.graph.output], [value.name for value in parts.update.graph.input]
+    (['loss', 'grad.bias'], ['bias', 'grad.bias'])
+    """
+    source = model_io.load(model)
+    step = Step.of(source.model, loss, dims)
+    cut = find_cut(step)
+    after = step.known_to(cut.values())
+    update, left = _sides(step, cut, after)
+    _check(step, cut, update, left)
+    return Split(_first_part(step, cut, left), _second_part(step, cut, update), tuple(cut), source.folder)
+
+
+def _sides(step: Step, cut: Mapping[str, str], known: Collection[str]) -> tuple[list[str], list[str]]:
+    """Outputs of the update, and those that are left: the loss, what the batch decides, and what the update needs not.
+
+    A renewal that depends on neither, such as a count of steps, goes where its input is read.
+    """
+    outputs = [value.name for value in step.graph.model.graph.output]
+    follows = descendants(step.graph, cut.values())
+    update = [name for name in outputs if name in follows and name not in {*known, *cut.values()}]
+    open_yet = [name for name in outputs if name in step.renews and name not in {*update, *known}]
+    while True:
+        read = {name for op in needed(step, update, cut.values()) for name in op.reads}
+        if not (found := [name for name in open_yet if step.renews[name] in read and name not in update]):
+            break
+        update += found
+    update = [name for name in outputs if name in update]
+    return update, [name for name in outputs if name not in update]
+
+
+def _check(step: Step, cut: Mapping[str, str], update: Sequence[str], left: Sequence[str]) -> None:
+    """ModelError where the two parts would not compute what the step computes, or not from gradients alone."""
+    first, second = needed(step, [*left, *cut.values()], ()), needed(step, update, cut.values())
+    renewed = {step.renews[name] for name in left if name in step.renews}
+    for op in second:
+        if name := next((name for name in op.reads if name in renewed), None):
+            raise ModelError(
+                f"the step cannot be split: node {op.label!r} ({op.node.op_type}) of the update reads {name!r}, which "
+                "is renewed before it; export it without an optimizer"
+            )
+    state = {name for name in step.renews.values() if name not in cut and step.tensors[name].shape}
+    for op in needed(step, list(cut.values()), ()):  # a number, such as the scale of a loss, may be state
+        if op.index not in step.forward and (name := next((name for name in op.reads if name in state), None)):
+            raise ModelError(
+                f"the step cannot be split: node {op.label!r} ({op.node.op_type}) mixes {name!r}, state of the "
+                "optimizer, with the batch before there is a gradient; export it without an optimizer"
+            )
+    both = {op.index for op in first} & {op.index for op in second}
+    for op in second:
+        says = semantics(op.node.domain, op.node.op_type)
+        if op.index in both and (says.random or says.stateful):
+            raise ModelError(
+                f"the step cannot be split: both parts need what node {op.label!r} ({op.node.op_type}) makes, and it "
+                "makes something else every time; pass that in as an input"
+            )
+    taken = [name for name in map(GRADIENT.__add__, cut) if name in step.graph.values and name not in cut.values()]
+    if taken:
+        raise ModelError(f"the step cannot be split: it has a value {taken[0]!r} of its own; rename it")
+
+
+def _first_part(step: Step, cut: Mapping[str, str], outputs: Sequence[str]) -> onnx.ModelProto:
+    """The step up to its gradients; inputs that nobody reads stay with it."""
+    read = {name for op in step.graph.ops for name in op.reads}
+    model = _part(step, needed(step, [*outputs, *cut.values()], ()), outputs, "gradients")
+    model.graph.input.extend(value for value in step.graph.model.graph.input if value.name not in read)
+    names = _names(cut)
+    rename(model.graph, names)
+    del model.graph.output[:]
+    declared = {value.name: value for value in step.graph.model.graph.output}
+    gradient = {GRADIENT + name for name in cut}
+    model.graph.output.extend(declared[name] for name in outputs if name not in gradient)
+    for name in outputs:
+        if name in names and name not in gradient:  # a gradient that the step puts out by a name of its own
+            append(model.graph, "Identity", [names[name]], name)
+    for name, value in cut.items():
+        if names[value] != GRADIENT + name:  # one value is the gradient of two parameters, of a sum's summands say
+            append(model.graph, "Identity", [names[value]], GRADIENT + name)
+        model.graph.output.append(_typed(step, GRADIENT + name, value))
+    return model
+
+
+def _second_part(step: Step, cut: Mapping[str, str], outputs: Sequence[str]) -> onnx.ModelProto:
+    """The update. Where parameters share a gradient, each has an input of its own."""
+    ops = needed(step, outputs, cut.values())
+    model = _part(step, ops, outputs, "update")
+    names = _names(cut)
+    shared = {value for name, value in cut.items() if names[value] != GRADIENT + name}
+    leads = _led_to(step, ops, cut) if shared else {}
+    for op, node in zip(ops, (node for node in model.graph.node if not graphs.is_constant(node)), strict=True):
+        for slot, read in enumerate(node.input):
+            if read in shared and len(parameters := leads[op.index]) == 1:
+                node.input[slot] = GRADIENT + next(iter(parameters))
+    rename(model.graph, names)
+    read = {name for node in model.graph.node for name in node.input}
+    read |= {names.get(name, name) for op in ops for name in op.captured}
+    found = [GRADIENT + name for name in cut if GRADIENT + name in read]
+    by_name = {GRADIENT + name: value for name, value in cut.items()}
+    model.graph.input.extend(_typed(step, name, by_name[name]) for name in found)
+    return model
+
+
+def _names(cut: Mapping[str, str]) -> dict[str, str]:
+    """What the values of a cut are called in both parts: after the first parameter that they are the gradient of."""
+    return {value: GRADIENT + name for name, value in reversed(list(cut.items()))}
+
+
+def _led_to(step: Step, ops: Sequence[Op], cut: Mapping[str, str]) -> dict[int, set[str]]:
+    """Parameters whose new value each op of the update has a part in."""
+    ends = {output: name for output, name in step.renews.items() if name in cut}
+    after: dict[str, set[str]] = {}
+    found: dict[int, set[str]] = {}
+    for op in reversed(ops):
+        found[op.index] = set().union(*(after.get(name, set()) | {ends.get(name, "")} for name in op.writes)) - {""}
+        for name in op.reads:
+            after.setdefault(name, set()).update(found[op.index])
+    return found
+
+
+def _part(step: Step, ops: Sequence[Op], outputs: Sequence[str], title: str) -> onnx.ModelProto:
+    """Some nodes as a model of their own, with what they read of inputs and constants."""
+    whole = step.graph.model.graph
+    read = {name for op in ops for name in op.reads} | set(outputs)
+    made = {name for op in ops for name in op.writes}
+    model = onnx.ModelProto(ir_version=step.graph.model.ir_version, producer_name=step.graph.model.producer_name)
+    model.opset_import.extend(step.graph.model.opset_import)
+    for prop in step.graph.model.metadata_props:  # a plan's promises, its budget say, are of the whole step
+        if prop.key == shapes.SHAPES_KEY or not prop.key.startswith(shapes.TAG):
+            model.metadata_props.append(prop)
+    part = model.graph
+    part.name = f"{whole.name or 'graph'}.{title}"
+    part.node.extend(n for n in whole.node if made.intersection(filter(None, n.output)) or _stated(n, read))
+    part.initializer.extend(tensor for tensor in whole.initializer if tensor.name in read)
+    part.sparse_initializer.extend(tensor for tensor in whole.sparse_initializer if tensor.values.name in read)
+    part.input.extend(value for value in whole.input if value.name in read)
+    part.value_info.extend(value for value in whole.value_info if value.name in made)
+    declared = {value.name: value for value in whole.output}
+    part.output.extend(declared[name] for name in outputs)
+    return model
+
+
+def _stated(node: onnx.NodeProto, read: Collection[str]) -> bool:
+    return graphs.is_constant(node) and node.output[0] in read
+
+
+def _typed(step: Step, title: str, like: str) -> onnx.ValueInfoProto:
+    tensor = step.tensors[like]
+    return helper.make_tensor_value_info(title, tensor.dtype, tensor.shape)
