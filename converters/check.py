@@ -57,11 +57,13 @@ def compare(
     noise : mapping of str to float, optional
         How much the framework's own output moves, at most, when its inputs move by a rounding error. An output within
         `SLACK` times its noise passes, too; where noise or error is above the tolerance, it counts as undetermined.
+        Where all do, such as the changes that a small learning rate makes, those are compared that a wrong sign would
+        show in.
 
     Raises
     ------
     ConversionError
-        Names the output that differs most beyond the tolerance of its dtype.
+        Names the output that differs most beyond the tolerance of its dtype; or nothing can be compared.
     """
     if missing := sorted(set(outputs) ^ set(expected)):
         raise ConversionError(f"output {missing[0]!r} is on one side only: the step and the framework disagree")
@@ -74,6 +76,7 @@ def compare(
             f"({len(found.wrong)} of {len(errors)} outputs differ); nothing was written"
         )
     determined = [name for name in errors if name not in found.undetermined]
+    determined = determined or [n for n in errors if SLACK * relative_noise(expected[n], (noise or {}).get(n, 0.0)) < 1]
     if not determined:
         raise ConversionError("every output of the step is decided by rounding: nothing can be compared on this batch")
     worst = max(determined, key=lambda n: errors[n])

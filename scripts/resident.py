@@ -9,7 +9,8 @@ Each graph is rewritten for a loop (``--for loop``) and trained by `run.training
 glibc as it is and no variable set. *resident* is the process's high-water mark, from before the session and the state
 exist to after the last step, less what the interpreter, the libraries and a session of one node take. *foreseen* is
 inputs, weights, slab, the largest scratch memory, and what onnxruntime is assumed to keep for the graph (*books*).
-*time* compares a step with one of the same loop on onnxruntime's own session, steps taken in turns. Linux only.
+*step time* compares a step with one of the same loop on onnxruntime's own session, *of the original* with the original
+on such a session, default options; steps are taken in turns. Linux only.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ import time
 from pathlib import Path
 
 
-def race(path: str, loss: str, steps: int) -> float:
-    """Time of a step by `Session` over that by onnxruntime's own session, steps in turns."""
+def race(path: str, original: str, loss: str, steps: int) -> tuple[float, float]:
+    """Time of a step by `Session` over that by onnxruntime's own session, of the same file and of another, in turns."""
     import onnxruntime
 
     from onnx_remat.ort.runtime import session_options
@@ -33,33 +34,41 @@ def race(path: str, loss: str, steps: int) -> float:
     from onnx_remat.run.session import Session
     from onnx_remat.run.training import Loop
 
-    options = session_options()
-    options.log_severity_level = 4
-    options.add_session_config_entry("session.force_spinning_stop", "1")
-    plain = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    def plain(file: str, options: onnxruntime.SessionOptions) -> onnxruntime.InferenceSession:
+        options.log_severity_level = 4
+        options.add_session_config_entry("session.force_spinning_stop", "1")
+        return onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+
     session = Session(path, donate=True)
     state = state_for(session.inputs)
-    loops = [Loop(session, state, loss), Loop(plain, state, loss)]
-    times: list[list[float]] = [[], []]
+    sessions = session, plain(path, session_options()), plain(original, onnxruntime.SessionOptions())
+    loops = [Loop(each, state, loss) for each in sessions]
+    times: list[list[float]] = [[] for _ in loops]
     for _ in range(steps):
         for loop, taken in zip(loops, times, strict=True):
             start = time.perf_counter()
             loop.step()
             taken.append(time.perf_counter() - start)
-    return statistics.median(a / b for a, b in zip(times[0][1:], times[1][1:], strict=True))
+    ours, *others = (taken[1:] for taken in times)
+    of_the_same, of_the_original = (
+        statistics.median(a / b for a, b in zip(ours, each, strict=True)) for each in others
+    )
+    return of_the_same, of_the_original
 
 
-def in_child(path: Path, loss: str, steps: int) -> float:
+def in_child(path: Path, original: Path, loss: str, steps: int) -> tuple[float, float]:
     """`race` in a fresh process."""
-    job = json.dumps([str(path.resolve()), loss, steps])
+    job = json.dumps([str(path.resolve()), str(original.resolve()), loss, steps])
     command = [sys.executable, "-m", "scripts.resident", "--child", job]
     root = Path(__file__).parents[1]
-    return float(subprocess.run(command, capture_output=True, text=True, check=True, cwd=root).stdout.splitlines()[-1])
+    said = subprocess.run(command, capture_output=True, text=True, check=True, cwd=root).stdout.splitlines()[-1]
+    same, of_the_original = json.loads(said)
+    return same, of_the_original
 
 
 HEADS = (
     "graph", "budget, MB", "resident", "foreseen", "inputs", "slab", "live", "bookkeeping", "nodes", "donated",
-    "compute", "step time",
+    "compute", "step time", "of the original",
 )  # fmt: skip
 
 
@@ -81,14 +90,14 @@ def row(graph: Path, budget: str, effort: float, steps: int, loss: str, turns: i
             result.save(path := Path(scratch) / "small.onnx")
             limit, compute = result.report.budget, result.report.extra_compute
         found = measure(path, steps=steps)
-        ratio = in_child(path, loss, turns) if turns else float("nan")
+        ratios = in_child(path, graph, loss, turns) if turns else ()
     kept = books(found.nodes)
     foreseen = found.inputs + found.weights + found.slab + found.workspace + kept
     parts = (limit, found.total, foreseen, found.inputs, found.slab, found.live, kept)
     donated = f"{found.donated} of {found.donated + found.not_donated}"
     return (
         graph.stem, *(f"{part / 1e6:.1f}" for part in parts), str(found.nodes), donated, f"{compute:+.1%}",
-        f"{ratio:.3f}" if turns else "",
+        *([f"{ratio:.3f}" for ratio in ratios] or ["", ""]),
     )  # fmt: skip
 
 
@@ -105,7 +114,7 @@ def main() -> None:
     parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
-        print(race(*json.loads(arguments.child)))
+        print(json.dumps(race(*json.loads(arguments.child))))
         return
     from scripts import results
 

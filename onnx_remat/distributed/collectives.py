@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -30,6 +31,8 @@ Array = npt.NDArray[Any]
 
 WIRE = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Types in which gradients can be sent."""
+
+_SECONDS = 1.0  # between two words of a rank that is at something long
 
 _STAND_INS = {"uint16": torch.bfloat16}  # of gradients: numpy has no bfloat16, and no gradient is an integer
 
@@ -168,9 +171,15 @@ class Ranks:
             with _lost(self.doing):
                 engine.broadcast(torch.from_numpy(array.reshape(-1).view(np.uint8)), src=rank)
 
-    def agree(self, find: Callable[[], Any]) -> Any:
-        """What a function returns, or raises, on the first rank, where alone it is called."""
+    def agree(self, find: Callable[[], Any], patient: bool = False) -> Any:
+        """What a function returns, or raises, on the first rank, where alone it is called.
+
+        If it may take longer than the engine's timeout, the first rank, being `patient`, tells the others that it is
+        at it still.
+        """
         answer: list[Any] = [None, "", ""]
+        if patient and self.count > 1:
+            find = self._told(find)
         if self.rank == 0:
             try:
                 answer[0] = find()
@@ -183,6 +192,20 @@ class Ranks:
             kind = getattr(errors, answer[1], OnnxRematError)
             raise (OnnxRematError if kind is errors.BudgetInfeasibleError else kind)(answer[2])
         return answer[0]
+
+    def _told(self, find: Callable[[], Any]) -> Callable[[], Any]:
+        """Call a function on the first rank, which says every second if it has ended; returns what gives its answer."""
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(find) if self.rank == 0 else None
+            ended = False
+            while not ended:
+                if running is not None:
+                    wait([running], timeout=_SECONDS)
+                with _lost(self.doing):
+                    said = torch.tensor([running is not None and running.done()])
+                    engine.broadcast(said, src=0)
+                ended = bool(said.item())
+        return running.result if running is not None else find
 
     def check_same(self, what: str, value: object) -> None:
         """UsageError unless all ranks have the same."""

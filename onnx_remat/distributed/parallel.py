@@ -167,7 +167,7 @@ class DataParallel:
         def plan() -> Parts:
             return prepare_apart(step, budget, ranks=self.ranks, zero=self._settings.zero, **options)
 
-        found: Parts = self._ranks.agree(plan)
+        found: Parts = self._ranks.agree(plan, patient=True)
         return found
 
     def _open(self, dims: Mapping[str, int]) -> Session:

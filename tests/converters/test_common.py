@@ -95,6 +95,18 @@ def test_the_check_names_the_worst_output():
         check.compare({"loss": good["loss"]}, good)
 
 
+def test_small_changes_are_compared_where_a_wrong_sign_would_show():
+    """What a small learning rate changes is near rounding; it is refused only if nothing can be told."""
+    expected = {"new.w": np.array([1e-5, -2e-5], np.float32)}
+    found = {"new.w": np.array([1e-5, -2.01e-5], np.float32)}
+    told = check.compare(found, expected, noise={"new.w": 1e-8})
+    assert (told.worst, told.undetermined) == ("new.w", ("new.w",))
+    with pytest.raises(ConversionError, match="differs"):
+        check.compare({"new.w": -found["new.w"]}, expected, noise={"new.w": 1e-8})
+    with pytest.raises(ConversionError, match="nothing can be compared"):
+        check.compare(found, expected, noise={"new.w": 1e-5})
+
+
 def test_noise_excuses_only_what_rounding_decides():
     expected = {"loss": np.float32(1.0), "grad.b": np.array([1e-9], np.float32)}
     found = expected | {"grad.b": np.array([-3e-9], np.float32)}

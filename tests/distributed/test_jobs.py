@@ -228,6 +228,23 @@ def test_seeds_differ_by_rank_and_step(model, tmp_path):
 
 
 @pytest.mark.slow
+def test_ranks_wait_for_a_plan_for_longer_than_the_timeout(tmp_path):
+    (tmp_path / "job.py").write_text(
+        "import sys, time\n"
+        "from onnx_remat import distributed\n"
+        "from onnx_remat.distributed.collectives import Ranks\n"
+        "def main():\n"
+        "    ranks = Ranks()\n"
+        "    print(ranks.agree(lambda: time.sleep(20) or 'planned', patient=True))\n"
+        "sys.exit(distributed.run(main, timeout=10))\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "job.py"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.split()) == (0, ["planned"] * 2), done.stderr
+
+
+@pytest.mark.slow
 def test_torchrun_starts_a_job_and_a_failure_is_its_failure(model, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(
