@@ -15,12 +15,15 @@ import contextlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import onnx
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+SGD = partial(torch.optim.SGD, lr=0.01)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +34,16 @@ class Case:
     batch: Any
     loss: Callable[[Any, Any], torch.Tensor] | None = F.cross_entropy
     options: dict[str, Any] = field(default_factory=dict)
+    optimizer: Callable[[Any], torch.optim.Optimizer] = SGD
 
 
 def builder(make: Callable[[], Case]) -> Callable[[], onnx.ModelProto]:
-    """Build a case; the function returned exports it as a whole training step with SGD."""
+    """Build a case; the function returned exports it as a whole training step."""
     from onnx_remat.converters.pytorch import export_training_step
 
     torch.manual_seed(0)
     case = make()
-    optimizer = torch.optim.SGD(case.model.parameters(), lr=0.01)
+    optimizer = case.optimizer(case.model.parameters())
     return lambda: export_training_step(case.model, case.batch, case.loss, optimizer, **case.options)
 
 
@@ -128,6 +132,7 @@ MODELS: dict[str, Callable[[], Case]] = {
     "gpt2-4-half-dropout": lambda: gpt2(4, 384, 8192, 4, 256, 0.1),
     "gpt2-12": lambda: gpt2(12),
     "gpt2-12-half": lambda: gpt2(12, 384, 8192, 4, 256),
+    "gpt2-12-adamw": lambda: replace(gpt2(12, batch=1), optimizer=partial(torch.optim.AdamW, lr=1e-4)),
     "bert": bert,
     "bert-half": lambda: bert(384, 8192, 4, 256),
     "bert-half-dropout": lambda: bert(384, 8192, 4, 256, 0.1),
