@@ -31,8 +31,8 @@ from onnx_remat.run.opening import workspace
 from onnx_remat.units import format_bytes
 from onnx_remat.version import __version__
 from onnx_remat.write import private_buffers
+from onnx_remat.write.decided import Rewritten
 from onnx_remat.write.realize import realize, settle
-from onnx_remat.write.writer import Rewritten
 
 _log = logging.getLogger(__name__)
 

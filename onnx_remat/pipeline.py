@@ -35,7 +35,7 @@ from onnx_remat.run.foreseen import Footprint, foresee
 from onnx_remat.run.opening import check_openable
 from onnx_remat.run.processes import beyond_tensors
 from onnx_remat.units import Budget, format_bytes, parse_budget
-from onnx_remat.write.writer import Rewritten
+from onnx_remat.write.decided import Rewritten
 
 _LOOKS = 4.0  # times as long as simulating the original: writing a file and simulating it at every level, at first
 

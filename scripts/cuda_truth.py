@@ -34,7 +34,7 @@ from onnx_remat.options import Options
 from onnx_remat.ort.executed import Executed, as_executed
 from onnx_remat.pipeline import rewrite_model
 from onnx_remat.run.foreseen import foresee
-from onnx_remat.write.writer import BUDGET_KEY
+from onnx_remat.write.decided import BUDGET_KEY
 from scripts.results import Table, save
 from tests.support.fake_cuda import here, run
 

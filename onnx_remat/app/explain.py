@@ -20,7 +20,7 @@ from onnx_remat.options import Options
 from onnx_remat.ort.executed import Executed, as_executed
 from onnx_remat.ort.kernels import costs
 from onnx_remat.units import check_dims, format_bytes, table
-from onnx_remat.write.writer import BUDGET_KEY, DIMS_KEY, EDGES_KEY, RECOMPUTE_KEY, RUN_BY_KEY
+from onnx_remat.write.decided import BUDGET_KEY, DIMS_KEY, EDGES_KEY, RECOMPUTE_KEY, RUN_BY_KEY
 
 SCHEMA = "onnx-remat/explain/1"
 """Version of the JSON layout: the number rises when a field changes its meaning or goes away."""

@@ -21,7 +21,7 @@ from onnx_remat.ort.executed import as_executed
 from onnx_remat.run import processes
 from onnx_remat.run.foreseen import foresee
 from onnx_remat.units import check_dims, format_bytes, parse_budget
-from onnx_remat.write.writer import BUDGET_KEY, CLONES_KEY, DIMS_KEY, EDGES_KEY, RUN_BY_KEY, WORKSPACE_KEY
+from onnx_remat.write.decided import BUDGET_KEY, CLONES_KEY, DIMS_KEY, EDGES_KEY, RUN_BY_KEY, WORKSPACE_KEY
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain
-from numbers import Integral
 from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
@@ -26,6 +25,7 @@ from onnx_remat.distributed import collectives
 from onnx_remat.distributed.flat import kind_of, layout_of
 from onnx_remat.distributed.memory import Memory, Taken, array_of
 from onnx_remat.distributed.parts import Parts, prepare_apart
+from onnx_remat.distributed.settings import Settings
 from onnx_remat.errors import ModelError, OnnxRematError, UsageError
 from onnx_remat.ir.naming import GRADIENT, WEIGHT, renewals
 from onnx_remat.run import heap, state_file
@@ -44,28 +44,6 @@ STEPS = "distributed.steps"
 
 _SEED = "seed"
 """Input that is fed another number on every rank and in every step."""
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """How ranks work together; see `DataParallel`."""
-
-    zero: bool = False
-    clip_norm: float | None = None
-    wire: str = ""
-    buffers: str = "first"
-    bucket: int = 25 * 2**20
-    seed: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.buffers not in ("first", "mean"):
-            raise UsageError(f"buffers are those of the 'first' rank or the 'mean', not {self.buffers!r}")
-        if self.clip_norm is not None and not self.clip_norm > 0:
-            raise UsageError(f"clip_norm must be above 0, not {self.clip_norm}")
-        if self.seed is not None and not isinstance(self.seed, Integral):
-            raise UsageError(f"seed is a whole number, not {self.seed!r}")
-        if self.bucket < 1:
-            raise UsageError(f"bucket is a number of bytes above 0, not {self.bucket}")
 
 
 @dataclass(slots=True)

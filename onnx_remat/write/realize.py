@@ -14,9 +14,10 @@ from onnx_remat.ort.prepare import Compiled
 from onnx_remat.ort.simulate.buffers import simulate
 from onnx_remat.problem import Problem, Schedule
 from onnx_remat.write.control_edges import choose_pins, heavy_steps, light_limit, pin_slot, unsqueezable
+from onnx_remat.write.decided import Decisions, Rewritten
 from onnx_remat.write.private_buffers import choose_private, unroll
 from onnx_remat.write.rounding import rounded_at_will
-from onnx_remat.write.writer import Decisions, Rewritten, rewrite
+from onnx_remat.write.writer import rewrite
 
 
 def realize(

@@ -31,7 +31,7 @@ from onnx_remat.pipeline import Result
 from onnx_remat.problem import BACKWARD, FORWARD
 from onnx_remat.run import processes
 from onnx_remat.run.training import Loop, initial_state
-from onnx_remat.write.writer import RECOMPUTE_KEY
+from onnx_remat.write.decided import RECOMPUTE_KEY
 from tests.support import training_build_facts as recorded
 from tests.support.graphs import model_of
 

@@ -17,9 +17,9 @@ from onnx_remat.ort.prepare import Compiled, Preparation, prepare
 from onnx_remat.ort.simulate.buffers import simulate
 from onnx_remat.plan.selectors import Request, get, names
 from onnx_remat.problem import Schedule
+from onnx_remat.write.decided import RECOMPUTE_KEY
 from onnx_remat.write.private_buffers import unroll
 from onnx_remat.write.realize import realize, settle
-from onnx_remat.write.writer import RECOMPUTE_KEY
 from tests.support.graphs import session_of
 from tests.support.steps import TABLE, Steps, hostile_feeds
 from tests.write.test_writer import random_schedule

@@ -27,9 +27,9 @@ from onnx_remat.plan.selectors import Request, get, names
 from onnx_remat.problem import Problem, Schedule, check_schedule
 from onnx_remat.run import processes
 from onnx_remat.write.control_edges import heavy_steps, light_limit
+from onnx_remat.write.decided import CONTROL_KEY, RECOMPUTE_KEY, Rewritten
 from onnx_remat.write.private_buffers import unroll
 from onnx_remat.write.realize import _is_absorbed, realize, settle
-from onnx_remat.write.writer import CONTROL_KEY, RECOMPUTE_KEY, Rewritten
 from tests.support.graphs import feeds_for, mlp, model_of, run_model, same_bits
 
 make = helper.make_node

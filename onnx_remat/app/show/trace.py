@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from onnx_remat.ir import phases
 from onnx_remat.ir.graph import INITIALIZER, INPUT
-from onnx_remat.write.writer import RECOMPUTE_KEY
+from onnx_remat.write.decided import RECOMPUTE_KEY
 
 if TYPE_CHECKING:
     from onnx_remat.ort.executed import Executed
