@@ -20,6 +20,7 @@ from onnx_remat.errors import ConversionError
 
 from .arrays import tensor
 from .private_torch import TorchDispatchMode
+from .refusals import ComplexNumbers
 
 aten = torch.ops.aten
 
@@ -129,6 +130,8 @@ class Recorder(Watch):
         if func in KINKED:
             self.seen.extend(tensor.clone() for tensor in _floats(args))
         made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and made.is_complex():
+            raise ComplexNumbers(func)
         if func in DRAWS:
             self.seen.append((made[1] if isinstance(made, tuple) else made).clone())
         elif torch.Tag.nondeterministic_seeded in func.tags:

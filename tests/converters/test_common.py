@@ -111,6 +111,16 @@ def test_noise_excuses_only_what_rounding_decides():
         check.compare({"grad.b": found["grad.b"]}, {"grad.b": expected["grad.b"]}, noise={"grad.b": 1e-9})
 
 
+def test_changes_that_rounding_decides_must_still_be_within_it():
+    expected = {"new.w": np.array([3e-7, -2e-7], np.float32)}
+    near = {"new.w": np.array([3.5e-7, -2e-7], np.float32)}
+    with pytest.raises(ConversionError, match="nothing can be compared"):
+        check.compare(near, expected, noise={"new.w": 1e-8})
+    assert check.agreed(near, expected, noise={"new.w": 1e-8}).undetermined == ["new.w"]
+    with pytest.raises(ConversionError, match=r"new\.w differs"):
+        check.agreed({"new.w": -expected["new.w"]}, expected, noise={"new.w": 1e-8})
+
+
 def test_simplify_keeps_results_labels_and_names():
     a, b = value("a", [4, 5]), value("b", [4, 6])
     graph = ir.Graph([a, b], [], nodes=[], opset_imports={"": 20}, name="g")
