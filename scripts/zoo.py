@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import json
 import os
 import subprocess
@@ -131,8 +132,7 @@ class Language(nn.Module):
 _SHALLOW: Mapping[str, dict[str, Any]] = {
     "vit_tiny_patch16_224": {"depth": 2}, "deit_tiny_patch16_224": {"depth": 2},
     "beit_base_patch16_224": {"depth": 2}, "eva02_tiny_patch14_224": {"depth": 2}, "cait_xxs24_224": {"depth": 2},
-    "xcit_nano_12_p16_224": {"depth": 2}, "mixer_s32_224": {"num_blocks": 2}, "gmlp_ti16_224": {"num_blocks": 2},
-    "resmlp_12_224": {"num_blocks": 2}, "seresnet50": {"layers": [2, 2, 2, 2]},
+    "xcit_nano_12_p16_224": {"depth": 2}, "seresnet50": {"layers": [2, 2, 2, 2]},
     "twins_svt_small": {"depths": [2, 2, 2, 2]},
 }  # fmt: skip
 """timm's networks of many equal blocks, with two of each kind."""
@@ -247,7 +247,7 @@ def followed(
     fed = [{name: value for name, value in feeds.items() if name in read} for feeds in fed]
     loop = Loop(rewritten, initial_feeds(step, case.model, optimizer) | fed[0])
     ours = np.array([loop.step(feeds) for feeds in fed])
-    start = {name: value.clone() for name, value in case.model.state_dict().items()}
+    start = copy.deepcopy(case.model.state_dict())
     theirs = _trained(case.model, case.loss, batches)
     found = {"losses": ours.tolist(), "loss_error": _apart(ours, theirs)}
     if found["loss_error"] > CLOSE:  # is it rounding?

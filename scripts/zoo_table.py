@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from scripts.results import Table, save
 
-_ROOT = str(Path(__file__).parents[1])
+_PATHS = re.compile(rf"{Path(__file__).parents[1]}/|/\S*/(?=(?:transformers|timm|torchvision)/)")
+"""Where the checkout and packages lie on the machine that measured."""
 
 HEADS = ("network", "parameters", "nodes", "converts (error)", "at 60 %", "compute", "five steps", "message")
 COUNTS = ("family", "networks", "convert", "largest error", "kept", "refused by proof", "not found", "five steps run")
@@ -60,7 +62,7 @@ def _row(line: Line) -> tuple[str, ...]:
     steps = f"{line['loss_error']:.1e}" if "loss_error" in line else ""
     if "torch_error" in line:
         steps += f"; torch from float64 {line['torch_error']:.1e}"
-    message = str(line.get("message", "")).replace(f"{_ROOT}/", "").replace("|", r"\|")
+    message = _PATHS.sub("", str(line.get("message", ""))).removeprefix("ConversionError: ").replace("|", r"\|")
     nodes = str(line.get("nodes", ""))
     parameters = f"{line['parameters']:,}" if "parameters" in line else ""
     return str(line["network"]), parameters, nodes, converts, within, compute, steps, message

@@ -5,7 +5,7 @@ from __future__ import annotations
 import linecache
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 
@@ -39,6 +39,7 @@ class ComplexNumbers(Exception):
 
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parent)
+_CALLER = str(Path(_OURS, "trace.py"))  # what runs the model
 
 
 def refusal(error: Exception, model: torch.nn.Module) -> ConversionError:
@@ -70,8 +71,8 @@ def refusal(error: Exception, model: torch.nn.Module) -> ConversionError:
     return ConversionError(f"the step cannot be traced{at}: {kind}: {text[:300]}")
 
 
-def untranslated(error: Exception, graph: torch.fx.Graph) -> ConversionError:
-    """Why a traced step could not be written: the innermost cause, and the module that the operator is of."""
+def untranslated(error: Exception, graph: torch.fx.Graph, lines: Mapping[str, str]) -> ConversionError:
+    """Why a traced step could not be written: the innermost cause, the operator's module, and its line by `lines`."""
     cause: BaseException = error
     while cause.__cause__ is not None:
         cause = cause.__cause__
@@ -79,7 +80,9 @@ def untranslated(error: Exception, graph: torch.fx.Graph) -> ConversionError:
     if found := re.search(r"op='(\w+\.[\w.]+)', overload='(\w+)'", text):
         operator = f"{found[1]}.{found[2]}"
         node = next((node for node in graph.nodes if str(node.target) == operator), None)
-        return ConversionError(f"the step has {operator}{_of(node)}: {_hint(operator, _NOWHERE)}")
+        return ConversionError(
+            f"the step has {operator}{_of(node)}{lines.get(operator, '')}: {_hint(operator, _NOWHERE)}"
+        )
     return ConversionError(f"the step cannot be written in ONNX: {text[:300]}")
 
 
@@ -108,8 +111,23 @@ def where(error: BaseException, model: torch.nn.Module) -> str:
             module = f" in module {names[id(owner)]!r}"
         file = frame.f_code.co_filename
         if not file.startswith((_TORCH, _OURS, "<")):
-            line = f" at {file}:{number} `{linecache.getline(file, number).strip()}`"
+            line = _line(file, number)
     return module + line
+
+
+def here() -> str:
+    """The line of the user's code that is running an operator now, in words."""
+    for frame, number in traceback.walk_stack(None):
+        file = frame.f_code.co_filename
+        if file == _CALLER:
+            break
+        if not file.startswith((_TORCH, _OURS, "<")):
+            return _line(file, number)
+    return ""
+
+
+def _line(file: str, number: int) -> str:
+    return f" at {file}:{number} `{linecache.getline(file, number).strip()}`"
 
 
 def _frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:
