@@ -57,26 +57,15 @@ def compare(
     noise : mapping of str to float, optional
         How much the framework's own output moves, at most, when its inputs move by a rounding error. An output within
         `SLACK` times its noise passes, too; where noise or error is above the tolerance, it counts as undetermined.
-        Where all do, such as the changes that a small learning rate makes, those are compared that a wrong sign would
-        show in.
 
     Raises
     ------
     ConversionError
-        Names the output that differs most beyond the tolerance of its dtype; or nothing can be compared.
+        Names the output that differs most beyond the tolerance of its dtype; or rounding alone decides all of them.
     """
-    if missing := sorted(set(outputs) ^ set(expected)):
-        raise ConversionError(f"output {missing[0]!r} is on one side only: the step and the framework disagree")
-    found = differences(outputs, expected, tolerance, noise or {})
+    found = agreed(outputs, expected, tolerance, noise)
     errors = found.errors
-    if found.wrong:
-        name = max(found.wrong, key=lambda n: errors[n] - tolerance.get(outputs[n].dtype.name, 0.0))
-        raise ConversionError(
-            f"the converted step is wrong: {name} differs from the framework's {by(errors[name])} "
-            f"({len(found.wrong)} of {len(errors)} outputs differ); nothing was written"
-        )
     determined = [name for name in errors if name not in found.undetermined]
-    determined = determined or [n for n in errors if SLACK * relative_noise(expected[n], (noise or {}).get(n, 0.0)) < 1]
     if not determined:
         raise ConversionError("every output of the step is decided by rounding: nothing can be compared on this batch")
     worst = max(determined, key=lambda n: errors[n])
@@ -118,6 +107,32 @@ def differences(
             found.undetermined.append(name)
         elif not error <= allowed:
             found.wrong.append(name)
+    return found
+
+
+def agreed(
+    outputs: Mapping[str, np.ndarray],
+    expected: Mapping[str, np.ndarray],
+    tolerance: Mapping[str, float] = TOLERANCE,
+    noise: Mapping[str, float] | None = None,
+) -> Compared:
+    """Compare as `compare` does, which all outputs pass, be they decided by rounding or not.
+
+    Raises
+    ------
+    ConversionError
+        Names the output that differs most beyond the tolerance of its dtype.
+    """
+    if missing := sorted(set(outputs) ^ set(expected)):
+        raise ConversionError(f"output {missing[0]!r} is on one side only: the step and the framework disagree")
+    found = differences(outputs, expected, tolerance, noise or {})
+    errors = found.errors
+    if found.wrong:
+        name = max(found.wrong, key=lambda n: errors[n] - tolerance.get(outputs[n].dtype.name, 0.0))
+        raise ConversionError(
+            f"the converted step is wrong: {name} differs from the framework's {by(errors[name])} "
+            f"({len(found.wrong)} of {len(errors)} outputs differ); nothing was written"
+        )
     return found
 
 

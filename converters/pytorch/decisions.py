@@ -18,6 +18,7 @@ import torch
 
 from onnx_remat.errors import ConversionError
 
+from . import refusals
 from .arrays import tensor
 from .private_torch import TorchDispatchMode
 
@@ -115,20 +116,32 @@ class Watch(TorchDispatchMode):
 
 
 class Recorder(Watch):
-    """Collects copies of what is drawn and of what kinked operators read, in order."""
+    """Collects copies of what is drawn and of what kinked operators read, in order.
+
+    Attributes
+    ----------
+    seen : list of torch.Tensor
+    lines : dict of str to str
+        By operator, the line of the user's code that ran it first.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[torch.Tensor] = []
+        self.lines: dict[str, str] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if self._paused:
             return func(*args, **(kwargs or {}))
+        if str(func) not in self.lines:
+            self.lines[str(func)] = refusals.here()
         if func in KINKED:
             self.seen.extend(tensor.clone() for tensor in _floats(args))
         made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and made.is_complex():
+            raise refusals.ComplexNumbers(func)
         if func in DRAWS:
             self.seen.append((made[1] if isinstance(made, tuple) else made).clone())
         elif torch.Tag.nondeterministic_seeded in func.tags:

@@ -47,7 +47,7 @@ def lower(
                 custom_translation_table={torch.ops.aten.sym_numel.default: opset20.Size},
             )  # fmt: skip
         except Exception as error:
-            raise untranslated(error, trace.graph.graph) from error
+            raise untranslated(error, trace.graph.graph, trace.lines) from error
     assert made is not None
     model = made.model
     _name_dimensions(model.graph, list(inputs), dynamic)

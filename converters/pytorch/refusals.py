@@ -5,7 +5,7 @@ from __future__ import annotations
 import linecache
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 
@@ -17,15 +17,29 @@ _VALUE = "compute with tensors, torch.where for instance, or make it a number be
 _SHAPE = "keep the shape: torch.where(mask, x, 0), and divide sums by mask.sum()"
 _NOWHERE = "there is no ONNX operator for it: compute it outside the step, or with operators there are"
 
+_COMPLEX = "compute with real and imaginary parts, as numbers of their own; there is no ONNX operator for FFTs"
+
 _HINTS = {
     "nonzero": _SHAPE,
     "masked_select": _SHAPE,
+    "_pack_padded_sequence": "run the layer over the padded batch, and pick the last state of each text by its length",
     "unique": "the number of distinct values depends on data: compute it outside the step, as part of the batch",
+    "grouped_mm": "the sizes of groups depend on data: multiply by every expert's weights (in transformers, "
+    "make the model with experts_implementation='batched_mm')",
     "repeat_interleave": "give output_size and repeats that are numbers, or gather by indices made outside the step",
 }
 
+
+class ComplexNumbers(Exception):
+    """Raised where an operator of the step makes some."""
+
+    def __init__(self, operator: object) -> None:
+        super().__init__(str(operator))
+
+
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parent)
+_CALLER = str(Path(_OURS, "trace.py"))  # what runs the model
 
 
 def refusal(error: Exception, model: torch.nn.Module) -> ConversionError:
@@ -44,8 +58,9 @@ def refusal(error: Exception, model: torch.nn.Module) -> ConversionError:
         return ConversionError(f"the step's Python code reads the value of a tensor{operator}{at}: {_VALUE}")
     if kind == "DynamicOutputShapeException":
         operator = str(getattr(error, "func", text))
-        hint = next((hint for name, hint in _HINTS.items() if name in operator), _SHAPE)
-        return ConversionError(f"the shape of what {operator} makes depends on data{at}: {hint}")
+        return ConversionError(f"the shape of what {operator} makes depends on data{at}: {_hint(operator, _SHAPE)}")
+    if isinstance(error, ComplexNumbers):
+        return ConversionError(f"{text}{at} makes complex numbers, which no step can hold: {_COMPLEX}")
     if "_linalg_check_errors" in text:
         return ConversionError(f"linear algebra that may fail (inv, solve, cholesky) is in the step{at}: {_NOWHERE}")
     if text.startswith("cannot find Parameter"):
@@ -56,22 +71,29 @@ def refusal(error: Exception, model: torch.nn.Module) -> ConversionError:
     return ConversionError(f"the step cannot be traced{at}: {kind}: {text[:300]}")
 
 
-def untranslated(error: Exception, graph: torch.fx.Graph) -> ConversionError:
-    """Why a traced step could not be written: the innermost cause, and the module that the operator is of."""
+def untranslated(error: Exception, graph: torch.fx.Graph, lines: Mapping[str, str]) -> ConversionError:
+    """Why a traced step could not be written: the innermost cause, the operator's module, and its line by `lines`."""
     cause: BaseException = error
     while cause.__cause__ is not None:
         cause = cause.__cause__
     text = " ".join(str(cause).split())
-    if found := re.search(r"op='(aten\.[\w.]+)', overload='(\w+)'", text):
+    if found := re.search(r"op='(\w+\.[\w.]+)', overload='(\w+)'", text):
         operator = f"{found[1]}.{found[2]}"
         node = next((node for node in graph.nodes if str(node.target) == operator), None)
-        return ConversionError(f"the step has {operator}{_of(node)}: {_NOWHERE}")
+        return ConversionError(
+            f"the step has {operator}{_of(node)}{lines.get(operator, '')}: {_hint(operator, _NOWHERE)}"
+        )
     return ConversionError(f"the step cannot be written in ONNX: {text[:300]}")
 
 
+def _hint(operator: str, otherwise: str) -> str:
+    """What to write instead of an operator."""
+    return next((hint for name, hint in _HINTS.items() if name in operator), otherwise)
+
+
 def complex_numbers(node: torch.fx.Node) -> ConversionError:
-    """A node makes complex numbers."""
-    return ConversionError(f"{node.target}{_of(node)} makes complex numbers, which no step can hold: {_NOWHERE}")
+    """A node of the backward pass or of the update makes complex numbers."""
+    return ConversionError(f"{node.target}{_of(node)} makes complex numbers, which no step can hold: {_COMPLEX}")
 
 
 def _of(node: torch.fx.Node | None) -> str:
@@ -89,8 +111,23 @@ def where(error: BaseException, model: torch.nn.Module) -> str:
             module = f" in module {names[id(owner)]!r}"
         file = frame.f_code.co_filename
         if not file.startswith((_TORCH, _OURS, "<")):
-            line = f" at {file}:{number} `{linecache.getline(file, number).strip()}`"
+            line = _line(file, number)
     return module + line
+
+
+def here() -> str:
+    """The line of the user's code that is running an operator now, in words."""
+    for frame, number in traceback.walk_stack(None):
+        file = frame.f_code.co_filename
+        if file == _CALLER:
+            break
+        if not file.startswith((_TORCH, _OURS, "<")):
+            return _line(file, number)
+    return ""
+
+
+def _line(file: str, number: int) -> str:
+    return f" at {file}:{number} `{linecache.getline(file, number).strip()}`"
 
 
 def _frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:

@@ -339,11 +339,14 @@ class Trace:
         Names of the outputs.
     watched : int
         How many values follow them, for the check alone; see `decisions`.
+    lines : mapping of str to str
+        By operator, the line of the user's code that ran it first.
     """
 
     graph: torch.fx.GraphModule
     outputs: tuple[str, ...]
     watched: int
+    lines: Mapping[str, str]
 
 
 def trace(step: Step, dynamic: Mapping[str, Mapping[int, str]], opset: int) -> Trace:
@@ -356,6 +359,7 @@ def trace(step: Step, dynamic: Mapping[str, Mapping[int, str]], opset: int) -> T
     """
     inputs = step.inputs
     outputs: list[str] = []
+    lines: dict[str, str] = {}
 
     def flat(*values: torch.Tensor) -> list[torch.Tensor]:
         recorder = Recorder()
@@ -366,6 +370,7 @@ def trace(step: Step, dynamic: Mapping[str, Mapping[int, str]], opset: int) -> T
                 new = step.update(given, made)
                 made = {names.LOSS: made.pop(names.LOSS)} | new | made
         outputs[:] = made
+        lines.update(recorder.lines)
         return [*made.values(), *recorder.seen]
 
     fakes = _fakes(inputs, dynamic)
@@ -381,7 +386,7 @@ def trace(step: Step, dynamic: Mapping[str, Mapping[int, str]], opset: int) -> T
         if isinstance(value := node.meta.get("val"), torch.Tensor) and value.is_complex():
             raise complex_numbers(node)
     (made,) = next(node for node in graph.graph.nodes if node.op == "output").args
-    return Trace(graph, tuple(outputs), len(made) - len(outputs))
+    return Trace(graph, tuple(outputs), len(made) - len(outputs), lines)
 
 
 def _fakes(inputs: Mapping[str, torch.Tensor], dynamic: Mapping[str, Mapping[int, str]]) -> list[torch.Tensor]:

@@ -95,18 +95,6 @@ def test_the_check_names_the_worst_output():
         check.compare({"loss": good["loss"]}, good)
 
 
-def test_small_changes_are_compared_where_a_wrong_sign_would_show():
-    """What a small learning rate changes is near rounding; it is refused only if nothing can be told."""
-    expected = {"new.w": np.array([1e-5, -2e-5], np.float32)}
-    found = {"new.w": np.array([1e-5, -2.01e-5], np.float32)}
-    told = check.compare(found, expected, noise={"new.w": 1e-8})
-    assert (told.worst, told.undetermined) == ("new.w", ("new.w",))
-    with pytest.raises(ConversionError, match="differs"):
-        check.compare({"new.w": -found["new.w"]}, expected, noise={"new.w": 1e-8})
-    with pytest.raises(ConversionError, match="nothing can be compared"):
-        check.compare(found, expected, noise={"new.w": 1e-5})
-
-
 def test_noise_excuses_only_what_rounding_decides():
     expected = {"loss": np.float32(1.0), "grad.b": np.array([1e-9], np.float32)}
     found = expected | {"grad.b": np.array([-3e-9], np.float32)}
@@ -121,6 +109,16 @@ def test_noise_excuses_only_what_rounding_decides():
     assert check.compare(near, expected, noise={"grad.b": 5e-14}).undetermined == ("grad.b",)  # below the tolerance
     with pytest.raises(ConversionError, match="nothing can be compared"):  # noise alone proves nothing
         check.compare({"grad.b": found["grad.b"]}, {"grad.b": expected["grad.b"]}, noise={"grad.b": 1e-9})
+
+
+def test_changes_that_rounding_decides_must_still_be_within_it():
+    expected = {"new.w": np.array([3e-7, -2e-7], np.float32)}
+    near = {"new.w": np.array([3.5e-7, -2e-7], np.float32)}
+    with pytest.raises(ConversionError, match="nothing can be compared"):
+        check.compare(near, expected, noise={"new.w": 1e-8})
+    assert check.agreed(near, expected, noise={"new.w": 1e-8}).undetermined == ["new.w"]
+    with pytest.raises(ConversionError, match=r"new\.w differs"):
+        check.agreed({"new.w": -expected["new.w"]}, expected, noise={"new.w": 1e-8})
 
 
 def test_simplify_keeps_results_labels_and_names():

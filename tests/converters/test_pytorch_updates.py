@@ -48,6 +48,14 @@ def test_steps_are_counted_as_exactly_as_torch_counts_them():
     assert kinds["new.state.0.weight.step"] == onnx.TensorProto.FLOAT  # as torch keeps it
 
 
+@pytest.mark.parametrize("rate", [1e-3, 1e-5, 1e-8])
+def test_a_small_rate_is_no_obstacle(rate):
+    """No parameter moves by much more than a rounding error, as in the first steps of a warm-up."""
+    model = nn.Sequential(nn.Linear(12, 24), nn.Tanh(), nn.Linear(24, 6))
+    step = export_training_step(model, batches(1)[0], mse, torch.optim.SGD(model.parameters(), rate))
+    assert any(value.name == "new.0.weight" for value in step.graph.output)
+
+
 def test_a_step_that_leaves_parameters_alone_is_noticed():
     """The measurement can fail."""
     never = Case(lambda p: torch.optim.SGD(p, 0.0))

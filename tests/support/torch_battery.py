@@ -433,6 +433,12 @@ for n, f, x, t in [
 ]:
     CASES["loss_" + n] = (Fn(f), (x, t))
 
+CASES |= {
+    "amax_of_all": (Fn(lambda x: x.amax() - x.amin(keepdim=True)), seq()),
+    "nearest_rows": (Fn(lambda x: torch.cdist(x, x).topk(3, largest=False)[0]), randn(30, 4)),
+    "matrix_exp": (Fn(lambda x: torch.matrix_exp(x) - torch.linalg.matrix_exp(x.mT)), randn(2, 5, 5)),
+}
+
 REFUSED = {
     "rrelu": (Fn(lambda x: F.rrelu(x, training=True)), seq()),
     "fft": (Fn(lambda x: torch.fft.rfft(x).abs()), seq()),

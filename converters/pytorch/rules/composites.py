@@ -146,6 +146,21 @@ def cumprod(x: torch.Tensor, dim: int) -> torch.Tensor:
     return torch.where(prefix, x.movedim(dim, -1).unsqueeze(-2), 1.0).prod(-1).movedim(-1, dim)
 
 
+def matrix_exp(x: torch.Tensor) -> torch.Tensor:
+    """Taylor's polynomial of x / 32, squared five times: for matrices of norms up to about 32."""
+    part = x / 2**_SQUARINGS
+    unit = torch.eye(x.shape[-1], dtype=x.dtype)
+    made = unit + part / _TERMS
+    for order in range(_TERMS - 1, 0, -1):
+        made = unit + part @ made / order
+    for _ in range(_SQUARINGS):
+        made = made @ made
+    return made
+
+
+_SQUARINGS, _TERMS = 5, 10  # at a norm of 32 the first term left out is 1 / 11!
+
+
 def gaussian_nll_loss(
     input: torch.Tensor,
     target: torch.Tensor,
@@ -222,8 +237,19 @@ COMPOSITES: dict[Any, Callable[..., Any]] = {
     F.grid_sample: grid_sample,
     torch.cumprod: cumprod,
     torch.Tensor.cumprod: cumprod,
+    torch.matrix_exp: matrix_exp,
+    torch.linalg.matrix_exp: matrix_exp,
     old_weight_norm: weight_norm,
 }
+
+
+def torchs_cdist(x: torch.Tensor, y: torch.Tensor, p: float = 2.0, compute_mode: Any = None) -> torch.Tensor:
+    """torch's own, without its products of matrices for many rows: their distance of a row to itself is no zero."""
+    return torch.cdist(x, y, p, "donot_use_mm_for_euclid_dist")
+
+
+OWN: dict[Any, Callable[..., Any]] = {torch.cdist: torchs_cdist}
+"""How torch's own are called where that is not as they are."""
 
 
 class Composites(TorchFunctionMode):
@@ -240,4 +266,4 @@ class Composites(TorchFunctionMode):
         if func not in COMPOSITES:
             return func(*args, **(kwargs or {}))
         with self._watch.paused():
-            return (func if self._own else COMPOSITES[func])(*args, **(kwargs or {}))
+            return (OWN.get(func, func) if self._own else COMPOSITES[func])(*args, **(kwargs or {}))

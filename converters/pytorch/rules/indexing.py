@@ -50,6 +50,20 @@ def _amid_zeros(x: torch.Tensor, size: int, dim: int, start: int) -> torch.Tenso
     return aten.constant_pad_nd(x, [*[0, 0] * (x.dim() - 1 - dim), *pads], 0.0)
 
 
+@rule(aten.amax.default)
+def amax(x: torch.Tensor, dim: Sequence[int] = (), keepdim: bool = False) -> torch.Tensor:
+    """Over all axes where none is named: torch's exporter must be told which."""
+    made: torch.Tensor = NotImplemented if dim else aten.amax(x, list(range(x.dim())), keepdim)
+    return made
+
+
+@rule(aten.amin.default)
+def amin(x: torch.Tensor, dim: Sequence[int] = (), keepdim: bool = False) -> torch.Tensor:
+    """As `amax`."""
+    made: torch.Tensor = NotImplemented if dim else aten.amin(x, list(range(x.dim())), keepdim)
+    return made
+
+
 @rule(aten.as_strided.default)
 def as_strided(x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> torch.Tensor:
     """Elements of the memory that x lies in; most often all of x, its strides along axes of size one spelled anew."""
