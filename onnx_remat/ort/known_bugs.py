@@ -28,7 +28,7 @@ class Bug:
     level : str
         The lowest optimisation level at which it happens.
     versions : str
-        First and last version it was seen in, of 1.19.2, 1.22.1, 1.26.0 and 1.31.1.
+        First and last version it was seen in, of 1.19.2, 1.22.1, 1.26.0, 1.31.1 and 1.32.0.
     says : str
         What goes wrong, after "node 'x' ".
     instead : str
@@ -85,7 +85,15 @@ LOST_STATISTICS = Bug(
     "puts out mean or deviation of a sum that nobody else reads: these outputs are never computed",
     "let another node read the sum too, or compute the statistics apart",
 )
-BUGS = (TRANSPOSED_BY_VECTOR, PADDED_MAXIMUM, PADDED_AVERAGE, IDLE_TRANSPOSE, LOST_STATISTICS)
+SHARED_STATISTICS = Bug(
+    "ConstantSharing",
+    "basic",
+    "1.19 to 1.32",
+    "overwrites its running statistics, which are constants of at most 8 elements with the values of another constant: "
+    "both are made one, so that what reads the other reads the new statistics",
+    "make the running statistics inputs, or put out the new ones",
+)
+BUGS = (TRANSPOSED_BY_VECTOR, PADDED_MAXIMUM, PADDED_AVERAGE, IDLE_TRANSPOSE, LOST_STATISTICS, SHARED_STATISTICS)
 
 
 def find(model: onnx.ModelProto, ranks: Mapping[str, int] | None = None) -> tuple[Found, ...]:
@@ -259,6 +267,30 @@ def _lost_statistics(node: onnx.NodeProto, scope: _Scope) -> bool:
     return alone and any(node.output[1:]) and scope.ranks.get(node.input[0], 3) == 3
 
 
+_SHARED = 8  # elements of the largest constants that ConstantSharing makes one
+
+
+def _shared_statistics(node: onnx.NodeProto, scope: _Scope) -> bool:
+    if not _attribute(node, "training_mode", 0):
+        return False
+    inputs, put_out = ({value.name for value in values} for values in (scope.graph.input, scope.graph.output))
+    fixed = {name: scope.constant(name) for name in scope.constants if name not in inputs}
+    for before, after in zip(node.input[3:5], node.output[1:], strict=False):
+        held = fixed.get(before)
+        if held is None or held.size > _SHARED or after in put_out:
+            continue
+        if any(_same(held, other) for name, other in fixed.items() if name != before):
+            return True
+    return False
+
+
+def _same(first: np.ndarray, second: np.ndarray | None) -> bool:
+    """Constants of one type, shape and value?"""
+    if second is None or (first.dtype, first.shape) != (second.dtype, second.shape):
+        return False
+    return first.tobytes() == second.tobytes()
+
+
 _PATTERNS: dict[str, tuple[tuple[Bug, Callable[[onnx.NodeProto, _Scope], bool]], ...]] = {
     "MatMul": ((TRANSPOSED_BY_VECTOR, _transposed_by_vector),),
     "MaxPool": ((PADDED_MAXIMUM, _padded_maximum),),
@@ -267,4 +299,5 @@ _PATTERNS: dict[str, tuple[tuple[Bug, Callable[[onnx.NodeProto, _Scope], bool]],
     "Gemm": ((IDLE_TRANSPOSE, _idle_before),),
     "Add": ((IDLE_TRANSPOSE, _idle_in_sum),),
     "LayerNormalization": ((LOST_STATISTICS, _lost_statistics),),
+    "BatchNormalization": ((SHARED_STATISTICS, _shared_statistics),),
 }

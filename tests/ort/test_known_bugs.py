@@ -45,9 +45,22 @@ MEETING = {  # bug, versions it was seen in, the node it names
     "statistics": (known_bugs.LOST_STATISTICS, (1, 19), (1, 26), "y",
         "(float[2, 3, 4] a, float[2, 3, 4] b, float[4] g) => (float[2, 3, 4] y, float[2, 3, 1] z) "
         "{ s = Add (a, b)  y, m = LayerNormalization (s, g)  z = Neg (m) }"),
+    "shared statistics": (known_bugs.SHARED_STATISTICS, (1, 19), (1, 32), "y",
+        "(float[2, 3, 4] x) => (float[2, 3, 4] y) "
+        "<float[3] s = {1.0, 1.0, 1.0}, float[3] b = {0.0, 0.0, 0.0}, float[3] m = {0.0, 0.0, 0.0}, "
+        "float[3] v = {2.0, 2.0, 2.0}> "
+        "{ h = Tanh (x)  y, n, w = BatchNormalization <training_mode = 1> (h, s, b, m, v) }"),
 }  # fmt: skip
 
 HARMLESS = {
+    "statistics of their own": "(float[2, 3, 4] x) => (float[2, 3, 4] y) "
+        "<float[3] s = {1.0, 1.0, 1.0}, float[3] b = {0.0, 0.0, 0.0}, float[3] m = {0.5, 0.0, 0.0}, "
+        "float[3] v = {2.0, 2.0, 2.0}> "
+        "{ h = Tanh (x)  y, n, w = BatchNormalization <training_mode = 1> (h, s, b, m, v) }",
+    "statistics that are put out": "(float[2, 3, 4] x) => (float[2, 3, 4] y, float[3] n) "
+        "<float[3] s = {1.0, 1.0, 1.0}, float[3] b = {0.0, 0.0, 0.0}, float[3] m = {0.0, 0.0, 0.0}, "
+        "float[3] v = {2.0, 2.0, 2.0}> "
+        "{ h = Tanh (x)  y, n, w = BatchNormalization <training_mode = 1> (h, s, b, m, v) }",
     "a vector on the left": "(float[3, 5] w, float[5] v) => (float[3] y) { t = Transpose (w)  y = MatMul (v, t) }",
     "a column": "(float[5, 3] w, float[5, 1] v) => (float[3, 1] y) { t = Transpose (w)  y = MatMul (t, v) }",
     "a matrix as it is": "(float[3, 5] w, float[5] v) => (float[3] y) { y = MatMul (w, v) }",
