@@ -232,8 +232,8 @@ def test_an_input_with_a_default_is_counted_twice():
 
 def test_a_plan_that_is_kept_is_measured_at_most_at_its_budget():
     """Of values of four pages and 16 bytes: each takes a page more than it has."""
-    model = there_and_back(200, [16 * 1024 + 4], lambda name, i: [make("Tanh", [name], [f"r{i}"], name=f"r{i}")], {})
-    done = rewrite(model, "--verify", "run", "--time-limit", "10s", "--json", "report.json", budget="80%")
+    model = there_and_back(120, [16 * 1024 + 4], lambda name, i: [make("Tanh", [name], [f"r{i}"], name=f"r{i}")], {})
+    done = rewrite(model, "--verify", "run", "--time-limit", "20s", "--json", "report.json", budget="85%")
     accepted(done)
     report = json.loads(Path("report.json").read_text())
     assert report["measured"]["after"] <= report["budget"]
@@ -380,12 +380,13 @@ def test_costs_without_end_are_refused():
     refused(rewrite(mlp(layers=2, batch=8, width=8), "--costs", "/dev/zero"), 2, "/dev/zero")
 
 
-def test_many_inputs_of_one_node_are_read_in_time():
-    """A sum of 100,000 inputs: it was quadratic."""
+def test_many_outputs_are_read_in_time():
+    """12,000 of them: what was done for each grew with their number."""
     model = mlp(layers=2, batch=8, width=8)
-    model.graph.node.append(make("Sum", ["x"] * 100_000, ["many"], name="many"))
-    model.graph.output.append(helper.make_tensor_value_info("many", FLOAT, [8, 8]))
-    assert rewrite(model, "--dry-run", "--selector", "keep_all", budget="100%").returncode in (0, 3, 4)
+    for i in range(12_000):
+        model.graph.node.append(make("Neg", ["loss"], [f"out{i}"], name=f"out{i}"))
+        model.graph.output.append(helper.make_tensor_value_info(f"out{i}", FLOAT, []))
+    assert rewrite(model, "--dry-run", "--selector", "keep_all").returncode in (0, 3, 4)
 
 
 # --- exit codes and messages -----------------------------------------------------------------------------------------
@@ -511,14 +512,17 @@ def test_arguments_are_taken_sensibly_or_refused(argument, code):
     assert done.returncode in np.atleast_1d(code), done.stderr
 
 
-@pytest.mark.parametrize("source", ["bytearray(data)", "open('in.onnx', 'rb')"])
-def test_models_are_taken_as_they_come(source):
+@pytest.mark.parametrize(
+    ("model", "budget"),
+    [("bytearray(data)", "'100%'"), ("open('in.onnx', 'rb')", "'100%'"), ("data", "np.int64(10**9)")],
+)
+def test_models_and_sizes_are_taken_as_they_come(model, budget):
     onnx.save(mlp(layers=2, batch=8, width=8), "in.onnx")
     code = f"""
 import onnx_remat, numpy as np
 data = open("in.onnx", "rb").read()
 try:
-    onnx_remat.rewrite_model({source}, np.int64(10**9), verify="none")
+    onnx_remat.rewrite_model({model}, {budget}, verify="none")
 except onnx_remat.OnnxRematError as error:
     print(error)
 """
