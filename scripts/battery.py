@@ -71,7 +71,7 @@ def write(place: Path, step: Any, feeds: Feeds) -> None:
 
     step = default_level.seeded(step)
     (place / "step.onnx").write_bytes(step.SerializeToString())
-    np.savez(place / "feeds.npz", **{name: np.asarray(value) for name, value in feeds.items()})
+    np.savez(place / "feeds.npz", **{name: np.asarray(value) for name, value in feeds.items()})  # type: ignore[arg-type]
     try:
         exact = {} if default_level.is_random(step) else finite_differences.in_float64(step, feeds)
     except Exception:  # an op that the evaluator does not know: versions and levels are compared with each other

@@ -1,8 +1,8 @@
 """ONNX Runtime's own wrong answers: graph patterns that its default optimisations compute wrongly or refuse to run.
 
-All but one, a kernel's own, are right with optimisations off. They were found by running every operator that the converters write at all four
-levels, and by trying the patterns of each fusion by hand; docs/onnxruntime-bugs.md has a minimal model of each.
-The converters write none of these; `find` names the nodes of a file that comes from elsewhere.
+All but one, a kernel's own, are right with optimisations off. They were found by running every operator that the
+converters write at all four levels, and by trying the patterns of each fusion by hand; docs/onnxruntime-bugs.md has a
+minimal model of each. The converters write none of these; `find` names the nodes of a file that comes from elsewhere.
 """
 
 from __future__ import annotations
