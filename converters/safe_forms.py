@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
+from onnx_remat.ort.known_bugs import miscounts_pads
+
 _POOLS = ("MaxPool", "AveragePool")
 
 
@@ -12,7 +14,8 @@ def write_safely(model: ir.Model) -> None:
     """Rewrite, in place, products and pools that ONNX Runtime's default optimisations get wrong.
 
     A product of a matrix by a vector becomes one by a column, between two views that cost nothing. A Pad that a pool
-    reads states its axes, which keeps the two apart (from opset 18 on). Both are needed whether the pattern of a known
+    reads states its axes, which keeps the two apart (from opset 18 on); pads that an AveragePool would count wrongly
+    become such a Pad. Both are needed whether the pattern of a known
     bug is there already or not: ONNX Runtime moves a Transpose past other nodes before it fuses it.
     """
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
@@ -22,6 +25,8 @@ def write_safely(model: ir.Model) -> None:
             _by_column(model.graph, node)
         elif node.op_type == "Pad" and (model.opset_imports.get("") or 0) >= 18 and _is_pooled(node):
             _state_axes(model.graph, node)
+        elif node.op_type == "AveragePool":
+            _pad_apart(model.graph, node, model.opset_imports.get("") or 0)
         elif node.op_type == "ConvTranspose":
             _pad_evenly(model.graph, node)
 
@@ -49,6 +54,28 @@ def _by_column(root: ir.Graph, node: ir.Node) -> None:
     node.replace_input_with(1, column.outputs[0])
     node.graph.insert_before(node, column)
     node.graph.insert_after(node, narrow)
+
+
+def _pad_apart(root: ir.Graph, node: ir.Node, opset: int) -> None:
+    """Pads that count are zeros like any other."""
+    pads = list(node.attributes["pads"].as_ints()) if "pads" in node.attributes else []
+    counted, rounded_up = (
+        name in node.attributes and node.attributes[name].as_int() for name in ("count_include_pad", "ceil_mode")
+    )
+    x, rank = node.inputs[0], len(pads) // 2
+    if rounded_up or x is None or x.shape is None or not miscounts_pads(opset, counted, pads):
+        return
+    widths, axes = _vector(root, "pads", pads), _axes(root, [axis + 2 for axis in range(rank)])
+    pad = ir.node("Pad", [x, widths, None, axes], metadata_props=dict(node.metadata_props))
+    more = [0, 0, *(begin + end for begin, end in zip(pads[:rank], pads[rank:], strict=True))]
+    sizes = [n + extra if isinstance(n, int) else None for n, extra in zip(x.shape, more, strict=True)]
+    pad.name = f"node.{node.outputs[0].name}.padded"
+    padded = pad.outputs[0]
+    padded.name, padded.type, padded.shape = f"{node.outputs[0].name}.padded", x.type, ir.Shape(sizes)
+    del node.attributes["pads"]
+    node.replace_input_with(0, padded)
+    assert node.graph is not None
+    node.graph.insert_before(node, pad)
 
 
 def _pad_evenly(root: ir.Graph, node: ir.Node) -> None:

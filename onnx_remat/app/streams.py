@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import sys
+import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -32,6 +34,22 @@ def steady() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
+def _visible(text: str) -> str:
+    r"""A text without what would act on a terminal: names in files may hold any character.
+
+    >>> print(_visible("node \x1b[2J \u202e"))
+    node \x1b[2J \u202e
+    """
+    return "".join(c if c in "\n\t" or unicodedata.category(c) not in _ACTS else _spelt(c) for c in text)
+
+
+_ACTS = ("Cc", "Cf", "Cs")  # control, format (direction of writing), surrogates
+
+
+def _spelt(character: str) -> str:
+    return character.encode("unicode_escape").decode()
+
+
 def say(text: str) -> None:
     """Print a text on standard output, at once. Who has stopped reading is told no more.
 
@@ -41,7 +59,7 @@ def say(text: str) -> None:
         It cannot be written: a full disk.
     """
     try:
-        print(text, flush=True)
+        print(_visible(text), flush=True)
     except OSError as error:
         # What is left in the buffer would fail again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -50,7 +68,8 @@ def say(text: str) -> None:
 
 
 def complain(text: str, end: str = "\n") -> None:
-    """Print a text on standard error, if anyone can hear it."""
+    """Print a text on standard error, if anyone can hear it. A word of a megabyte is shortened."""
+    text = re.sub(r"\S{301,}", lambda word: f"{word[0][:200]}...{word[0][-50:]}", _visible(text))
     with contextlib.suppress(OSError):
         print(text, end=end, file=sys.stderr, flush=True)
 

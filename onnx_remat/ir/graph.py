@@ -308,8 +308,8 @@ def as_networkx(ops: list[Op], values: Mapping[str, Value]) -> nx.DiGraph:
 
 
 def _slots(names: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
-    slots: dict[str, tuple[int, ...]] = {}
+    slots: dict[str, list[int]] = {}
     for slot, name in enumerate(names):
         if name:
-            slots[name] = (*slots.get(name, ()), slot)
-    return slots
+            slots.setdefault(name, []).append(slot)
+    return {name: tuple(found) for name, found in slots.items()}

@@ -1,14 +1,14 @@
 """ONNX Runtime's own wrong answers: graph patterns that its default optimisations compute wrongly or refuse to run.
 
-Each is right with optimisations off. They were found by running every operator that the converters write at all four
-levels, and by trying the patterns of each fusion by hand; docs/onnxruntime-bugs.md has a minimal model of each.
-The converters write none of these; `find` names the nodes of a file that comes from elsewhere.
+All but one, a kernel's own, are right with optimisations off. They were found by running every operator that the
+converters write at all four levels, and by trying the patterns of each fusion by hand; docs/onnxruntime-bugs.md has a
+minimal model of each. The converters write none of these; `find` names the nodes of a file that comes from elsewhere.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,11 +24,11 @@ class Bug:
     Attributes
     ----------
     fusion : str
-        ONNX Runtime's name for it, as ``disabled_optimizers`` takes it.
+        ONNX Runtime's name for it, as ``disabled_optimizers`` takes it; empty where a kernel is wrong by itself.
     level : str
         The lowest optimisation level at which it happens.
     versions : str
-        First and last version it was seen in, of 1.19.2, 1.22.1, 1.26.0 and 1.31.1.
+        First and last version it was seen in, of 1.19.2, 1.22.1, 1.26.0, 1.31.1 and 1.32.0.
     says : str
         What goes wrong, after "node 'x' ".
     instead : str
@@ -53,7 +53,7 @@ class Found:
 TRANSPOSED_BY_VECTOR = Bug(
     "MatmulTransposeFusion",
     "extended",
-    "1.19 to 1.31",
+    "1.19 to 1.32",
     "multiplies a transposed matrix by a vector of one dimension: the transposition is lost, the result is wrong",
     "make the vector a column with Unsqueeze",
 )
@@ -85,7 +85,26 @@ LOST_STATISTICS = Bug(
     "puts out mean or deviation of a sum that nobody else reads: these outputs are never computed",
     "let another node read the sum too, or compute the statistics apart",
 )
-BUGS = (TRANSPOSED_BY_VECTOR, PADDED_MAXIMUM, PADDED_AVERAGE, IDLE_TRANSPOSE, LOST_STATISTICS)
+SHARED_STATISTICS = Bug(
+    "ConstantSharing",
+    "basic",
+    "1.19 to 1.32",
+    "overwrites its running statistics, which are constants of at most 8 elements with the values of another constant: "
+    "both are made one, so that what reads the other reads the new statistics",
+    "make the running statistics inputs, or put out the new ones",
+)
+MISCOUNTED_PADS = Bug(
+    "",
+    "disable",
+    "1.22",
+    "averages over pads at the end of one axis but counts them as pads at the beginning of the next: the border is "
+    "divided by a wrong number",
+    "pad by a Pad with its axes as an input",
+)
+BUGS = (
+    TRANSPOSED_BY_VECTOR, PADDED_MAXIMUM, PADDED_AVERAGE, IDLE_TRANSPOSE, LOST_STATISTICS, SHARED_STATISTICS,
+    MISCOUNTED_PADS,
+)  # fmt: skip
 
 
 def find(model: onnx.ModelProto, ranks: Mapping[str, int] | None = None) -> tuple[Found, ...]:
@@ -110,7 +129,8 @@ def find(model: onnx.ModelProto, ranks: Mapping[str, int] | None = None) -> tupl
     >>> [(found.bug.fusion, found.node) for found in find(onnx.parser.parse_model(text))]
     [('MatmulTransposeFusion', 'y')]
     """
-    return tuple(_found(_Scope.of(model.graph, dict(ranks or {}))))
+    opset = next((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 0)
+    return tuple(_found(_Scope.of(model.graph, opset, dict(ranks or {}))))
 
 
 def warnings(model: onnx.ModelProto, ranks: Mapping[str, int] | None = None) -> tuple[str, ...]:
@@ -121,23 +141,28 @@ def warnings(model: onnx.ModelProto, ranks: Mapping[str, int] | None = None) -> 
     return tuple(
         f"node {names[0]!r}"
         + (f" (and {len(names) - 1} like it)" if len(names) > 1 else "")
-        + f" {bug.says} (ONNX Runtime {bug.versions}, optimisation {bug.fusion}, {bug.level} level); {bug.instead}"
+        + f" {bug.says} (ONNX Runtime {bug.versions}{_where(bug)}); {bug.instead}"
         for bug, names in nodes.items()
     )
 
 
+def _where(bug: Bug) -> str:
+    return f", optimisation {bug.fusion}, {bug.level} level" if bug.fusion else ", at every level"
+
+
 @dataclass(frozen=True, slots=True)
 class _Scope:
-    """What can be seen from the nodes of one graph, by value name."""
+    """What can be seen from the nodes of one graph, by value name, and the version of their operators."""
 
     graph: onnx.GraphProto
+    opset: int
     ranks: dict[str, int]
     constants: dict[str, onnx.TensorProto]
     makers: dict[str, onnx.NodeProto]
     reads: Counter[str]
 
     @staticmethod
-    def of(graph: onnx.GraphProto, ranks: dict[str, int], outer: _Scope | None = None) -> _Scope:
+    def of(graph: onnx.GraphProto, opset: int, ranks: dict[str, int], outer: _Scope | None = None) -> _Scope:
         ranks = (outer.ranks if outer else {}) | ranks
         for value in (*graph.input, *graph.output, *graph.value_info):
             if value.type.tensor_type.HasField("shape"):
@@ -151,7 +176,7 @@ class _Scope:
             if node.op_type == "Constant" and (value := _attribute(node, "value")) is not None:
                 constants[node.output[0]] = value
         ranks |= {name: len(tensor.dims) for name, tensor in constants.items()}
-        return _Scope(graph, ranks, constants, makers, reads)
+        return _Scope(graph, opset, ranks, constants, makers, reads)
 
     def maker(self, name: str, *, through: tuple[str, ...] = ()) -> onnx.NodeProto | None:
         """The node that makes a value, those of the ops in `through` looked through."""
@@ -177,7 +202,7 @@ def _found(scope: _Scope) -> Iterator[Found]:
                     yield Found(bug, node.name or node.output[0])
         for attribute in node.attribute:
             for body in (attribute.g, *attribute.graphs) if attribute.type in _BODIES else ():
-                yield from _found(_Scope.of(body, {}, scope))
+                yield from _found(_Scope.of(body, scope.opset, {}, scope))
 
 
 _BODIES = (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS)
@@ -259,12 +284,51 @@ def _lost_statistics(node: onnx.NodeProto, scope: _Scope) -> bool:
     return alone and any(node.output[1:]) and scope.ranks.get(node.input[0], 3) == 3
 
 
+_SHARED = 8  # elements of the largest constants that ConstantSharing makes one
+
+
+def _shared_statistics(node: onnx.NodeProto, scope: _Scope) -> bool:
+    if not _attribute(node, "training_mode", 0):
+        return False
+    inputs, put_out = ({value.name for value in values} for values in (scope.graph.input, scope.graph.output))
+    fixed = {name: scope.constant(name) for name in scope.constants if name not in inputs}
+    for before, after in zip(node.input[3:5], node.output[1:], strict=False):
+        held = fixed.get(before)
+        if held is None or held.size > _SHARED or after in put_out:
+            continue
+        if any(_same(held, other) for name, other in fixed.items() if name != before):
+            return True
+    return False
+
+
+def _same(first: np.ndarray, second: np.ndarray | None) -> bool:
+    """Constants of one type, shape and value?"""
+    if second is None or (first.dtype, first.shape) != (second.dtype, second.shape):
+        return False
+    return first.tobytes() == second.tobytes()
+
+
+def miscounts_pads(opset: int, counted: int, pads: Sequence[int]) -> bool:
+    """Does 1.22's AveragePool divide the border by a wrong number?
+
+    >>> miscounts_pads(20, 1, [1, 0, 1, 0]), miscounts_pads(20, 1, [1, 1, 1, 1]), miscounts_pads(18, 1, [1, 0, 1, 0])
+    (True, False, False)
+    """
+    rank = len(pads) // 2
+    return opset >= 19 and bool(counted) and any(pads[2 * axis + 1] < pads[rank + axis] for axis in range(rank))
+
+
+def _miscounted(node: onnx.NodeProto, scope: _Scope) -> bool:
+    return miscounts_pads(scope.opset, _attribute(node, "count_include_pad", 0), _attribute(node, "pads", ()))
+
+
 _PATTERNS: dict[str, tuple[tuple[Bug, Callable[[onnx.NodeProto, _Scope], bool]], ...]] = {
     "MatMul": ((TRANSPOSED_BY_VECTOR, _transposed_by_vector),),
     "MaxPool": ((PADDED_MAXIMUM, _padded_maximum),),
-    "AveragePool": ((PADDED_AVERAGE, _padded_average),),
+    "AveragePool": ((PADDED_AVERAGE, _padded_average), (MISCOUNTED_PADS, _miscounted)),
     "Transpose": ((IDLE_TRANSPOSE, _idle_after),),
     "Gemm": ((IDLE_TRANSPOSE, _idle_before),),
     "Add": ((IDLE_TRANSPOSE, _idle_in_sum),),
     "LayerNormalization": ((LOST_STATISTICS, _lost_statistics),),
+    "BatchNormalization": ((SHARED_STATISTICS, _shared_statistics),),
 }

@@ -265,7 +265,15 @@ GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": str(LARGE_BLOCK), "MALLOC_TRIM_THRESHOLD
 
 # Without a search path for modules: that of this environment would hide the other's own numpy and onnx.
 _CHILD = """
-import importlib.util, sys
+import importlib.util, os, sys
+try:
+    import resource
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    if soft == resource.RLIM_INFINITY:
+        resource.setrlimit(resource.RLIMIT_DATA, (machine, hard))
+except (ImportError, OSError, ValueError):
+    pass  # a system without such limits
 spec = importlib.util.spec_from_file_location("onnx_remat", sys.argv[1] + "/__init__.py")
 sys.modules["onnx_remat"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(sys.modules["onnx_remat"])
@@ -291,6 +299,10 @@ def _check_interpreter(python: str) -> None:
         raise UsageError(f"{python!r} is no Python interpreter: it does not run Python")
 
 
+SECONDS = 3600.0
+"""A process that takes longer is ended: a Loop may have no end. It gets no more memory than the machine has."""
+
+
 def _probe(python: str, task: str, job: dict[str, Any]) -> dict[str, Any]:
     if python != sys.executable:
         _check_interpreter(python)
@@ -298,10 +310,14 @@ def _probe(python: str, task: str, job: dict[str, Any]) -> dict[str, Any]:
         done = subprocess.run(
             [python, "-c", _CHILD, str(Path(__file__).parents[1])],
             input=json.dumps({"task": task, **job}), env=os.environ | QUIET | GIVES_BACK,
-            capture_output=True, text=True, check=False,
+            capture_output=True, text=True, check=False, timeout=SECONDS,
         )  # fmt: skip
     except OSError as error:
         raise UsageError(f"{python!r} is no Python interpreter: {error.strerror}") from error
+    except subprocess.TimeoutExpired:
+        raise VerificationError(
+            f"running {Path(job['path']).name} did not come to an end in {SECONDS:.0f} seconds, the limit"
+        ) from None
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines() or ["killed (out of memory?)"]
         raise VerificationError(f"running {Path(job['path']).name} failed: {lines[-1]}")

@@ -7,6 +7,8 @@ test_autodiff_ops.py, and here at hostile ones. A part of each table by default,
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -122,3 +124,61 @@ def test_autodiff_at_hostile_points(op):
     size = np.maximum(np.abs(expected), 1e-3)
     assert (np.abs(finite_differences.in_float64(step, feeds)["grad.x"] - expected) < 1e-4 * size).all()
     assert (np.abs(runtime.outputs(step, feeds)["grad.x"] - expected) < 2e-3 * size).all()
+
+
+KINKS = {
+    **dict.fromkeys(("Abs", "Relu", "LeakyRelu", "Elu", "Selu", "Celu", "Softsign", "Mish", "Gelu"), (0.0, -0.0)),
+    "HardSigmoid": (-2.5, 2.5),
+    "HardSwish": (-3.0, 3.0),
+    "Clip": (-0.5, 0.5),
+    "PRelu": (0.0, -0.0),
+    "Pow": (0.0, -0.0),
+}
+MORE = {
+    "Clip": {"low": np.float32(-0.5), "high": np.float32(0.5)},
+    "PRelu": {"slope": np.float32(0.25)},
+    "Pow": {"by": np.float32(2)},
+}
+
+
+def gradient_at(node: onnx.NodeProto, at: np.ndarray, constants: dict[str, Any] | None = None) -> np.ndarray:
+    """Of the sum of what a node makes of `at`, on ONNX Runtime."""
+    graph = helper.make_graph(
+        [node, helper.make_node("ReduceSum", ["y"], ["loss"], keepdims=0)], "g",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, at.shape)],
+        [helper.make_tensor_value_info("loss", TensorProto.FLOAT, [])],
+        [onnx.numpy_helper.from_array(np.asarray(value), name) for name, value in (constants or {}).items()],
+    )  # fmt: skip
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    return runtime.outputs(add_backward(model, wrt=["x"], loss="loss", check=False), {"x": at})["grad.x"]
+
+
+@pytest.mark.parametrize("op", KINKS)
+def test_autodiff_at_a_kink_is_between_the_slopes_of_both_sides(op):
+    at, constants = np.float32(KINKS[op]), MORE.get(op, {})
+    node = helper.make_node(op, ["x", *constants], ["y"], "rule")
+    here = gradient_at(node, at, constants)
+    left, right = (gradient_at(node, at + np.float32(by), constants) for by in (-1e-3, 1e-3))
+    assert (here >= np.minimum(left, right) - 3e-3).all() and (here <= np.maximum(left, right) + 3e-3).all()
+
+
+@pytest.mark.parametrize(
+    ("op", "shape", "attributes"),
+    [("ReduceMax", [2, 6], {"keepdims": 0}), ("ReduceMin", [2, 6], {"keepdims": 0}),
+     ("MaxPool", [1, 2, 1, 6], {"kernel_shape": [1, 6]}), ("GlobalMaxPool", [1, 2, 1, 6], {})],
+)  # fmt: skip
+def test_autodiff_at_ties_shares_out_the_whole_gradient(op, shape, attributes):
+    """All elements are equal: who gets it is open, how much is not."""
+    inputs = ["x", "last"] if op.startswith("Reduce") else ["x"]
+    for value in (0.0, 3.0):
+        node = helper.make_node(op, inputs, ["y"], "rule", **attributes)
+        here = gradient_at(node, np.full(shape, value, np.float32), {"last": np.array([-1])} if inputs[1:] else {})
+        assert (here >= 0).all()
+        np.testing.assert_allclose(here.reshape(2, 6).sum(1), 1, rtol=1e-6)
+
+
+@pytest.mark.parametrize("op", ["Max", "Min"])
+def test_autodiff_of_equal_inputs_is_shared_out_too(op):
+    """Both inputs are x: whatever goes to either, the sum is the derivative of x by itself."""
+    here = gradient_at(helper.make_node(op, ["x", "x"], ["y"], "rule"), np.float32([0, -1, 2]))
+    np.testing.assert_allclose(here, 1)

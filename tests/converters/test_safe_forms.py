@@ -1,4 +1,4 @@
-"""A ConvTranspose that pads its ends differently is written so that CUDA has a kernel for it."""
+"""Nodes in forms that a device has a kernel for, and that no version computes wrongly."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import onnx
 import pytest
 from onnx import helper
 
+from onnx_remat.ort import known_bugs, runtime
 from onnx_remat.ort.kernels.cuda import uneven_pads
 
 ir = pytest.importorskip("onnx_ir")
@@ -43,3 +44,24 @@ def test_uneven_pads_become_even_and_a_slice(pads, evened):
     assert [node.op_type for node in written.graph.node] == ["ConvTranspose", *["Slice"] * evened]
     assert uneven_pads(written.graph.node[0]) == (pads[:2] != pads[2:] and not evened)
     assert (outputs(written) == outputs(model)).all()
+
+
+@pytest.mark.parametrize(
+    ("pads", "apart"), [([1, 0, 1, 0], True), ([0, 0, 1, 1], True), ([1, 1, 1, 1], False), ([0, 1, 0, 1], False)]
+)
+def test_pads_that_would_be_miscounted_are_a_node_of_their_own(pads, apart):
+    from onnx_remat.converters.safe_forms import write_safely
+
+    info = helper.make_tensor_value_info
+    node = helper.make_node("AveragePool", ["x"], ["y"], "pool", kernel_shape=[3, 3], pads=pads, count_include_pad=1)
+    graph = helper.make_graph([node], "g", [info("x", 1, [2, 3, 6, 5])], [info("y", 1, list("nchw"))])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=9)
+    made = ir.from_proto(model)
+    write_safely(made)
+    written = ir.to_proto(made)
+    onnx.checker.check_model(written, full_check=True)
+    assert [n.op_type for n in written.graph.node] == [*["Pad"] * apart, "AveragePool"]
+    assert bool(known_bugs.find(model)) == apart and known_bugs.find(written) == ()
+    fed = {"x": np.random.default_rng(0).random((2, 3, 6, 5), np.float32)}
+    for level in ("disable", "all"):
+        np.testing.assert_allclose(*(runtime.outputs(m, fed, level)["y"] for m in (model, written)), rtol=1e-6)

@@ -18,12 +18,12 @@ def model(text: str) -> onnx.ModelProto:
 
 
 MEETING = {  # bug, versions it was seen in, the node it names
-    "vector": (known_bugs.TRANSPOSED_BY_VECTOR, (1, 19), (1, 31), "y",
+    "vector": (known_bugs.TRANSPOSED_BY_VECTOR, (1, 19), (1, 32), "y",
         "(float[5, 3] w, float[5] v) => (float[3] y) { t = Transpose <perm = [1, 0]> (w)  y = MatMul (t, v) }"),
-    "vector, cast and scaled between": (known_bugs.TRANSPOSED_BY_VECTOR, (1, 19), (1, 31), "y",
+    "vector, cast and scaled between": (known_bugs.TRANSPOSED_BY_VECTOR, (1, 19), (1, 32), "y",
         "(float[5, 3] w, float[5] v) => (float[3] y) <float two = {2.0}> "
         "{ t = Transpose (w)  s = Mul (t, two)  y = MatMul (s, v) }"),
-    "vector, four dimensions": (known_bugs.TRANSPOSED_BY_VECTOR, (1, 19), (1, 31), "y",
+    "vector, four dimensions": (known_bugs.TRANSPOSED_BY_VECTOR, (1, 19), (1, 32), "y",
         "(float[2, 2, 5, 3] w, float[5] v) => (float[2, 2, 3] y) "
         "{ t = Transpose <perm = [0, 1, 3, 2]> (w)  y = MatMul (t, v) }"),
     "maximum": (known_bugs.PADDED_MAXIMUM, (1, 22), (1, 31), "y",
@@ -45,9 +45,27 @@ MEETING = {  # bug, versions it was seen in, the node it names
     "statistics": (known_bugs.LOST_STATISTICS, (1, 19), (1, 26), "y",
         "(float[2, 3, 4] a, float[2, 3, 4] b, float[4] g) => (float[2, 3, 4] y, float[2, 3, 1] z) "
         "{ s = Add (a, b)  y, m = LayerNormalization (s, g)  z = Neg (m) }"),
+    "shared statistics": (known_bugs.SHARED_STATISTICS, (1, 19), (1, 32), "y",
+        "(float[2, 3, 4] x) => (float[2, 3, 4] y) "
+        "<float[3] s = {1.0, 1.0, 1.0}, float[3] b = {0.0, 0.0, 0.0}, float[3] m = {0.0, 0.0, 0.0}, "
+        "float[3] v = {2.0, 2.0, 2.0}> "
+        "{ h = Tanh (x)  y, n, w = BatchNormalization <training_mode = 1> (h, s, b, m, v) }"),
+    "miscounted pads": (known_bugs.MISCOUNTED_PADS, (1, 22), (1, 22), "y",
+        "(float[1, 2, 6, 4] x) => (float[1, 2, 6, 4] y) "
+        "{ y = AveragePool <kernel_shape = [3, 1], pads = [1, 0, 1, 0], count_include_pad = 1> (x) }"),
 }  # fmt: skip
 
 HARMLESS = {
+    "pads along the last axis": "(float[1, 2, 6, 4] x) => (float[1, 2, 6, 4] y) "
+        "{ y = AveragePool <kernel_shape = [1, 3], pads = [0, 1, 0, 1], count_include_pad = 1> (x) }",
+    "statistics of their own": "(float[2, 3, 4] x) => (float[2, 3, 4] y) "
+        "<float[3] s = {1.0, 1.0, 1.0}, float[3] b = {0.0, 0.0, 0.0}, float[3] m = {0.5, 0.0, 0.0}, "
+        "float[3] v = {2.0, 2.0, 2.0}> "
+        "{ h = Tanh (x)  y, n, w = BatchNormalization <training_mode = 1> (h, s, b, m, v) }",
+    "statistics that are put out": "(float[2, 3, 4] x) => (float[2, 3, 4] y, float[3] n) "
+        "<float[3] s = {1.0, 1.0, 1.0}, float[3] b = {0.0, 0.0, 0.0}, float[3] m = {0.0, 0.0, 0.0}, "
+        "float[3] v = {2.0, 2.0, 2.0}> "
+        "{ h = Tanh (x)  y, n, w = BatchNormalization <training_mode = 1> (h, s, b, m, v) }",
     "a vector on the left": "(float[3, 5] w, float[5] v) => (float[3] y) { t = Transpose (w)  y = MatMul (v, t) }",
     "a column": "(float[5, 3] w, float[5, 1] v) => (float[3, 1] y) { t = Transpose (w)  y = MatMul (t, v) }",
     "a matrix as it is": "(float[3, 5] w, float[5] v) => (float[3] y) { y = MatMul (w, v) }",
@@ -91,7 +109,7 @@ def test_a_known_bug_is_found_and_is_one(case):
     made = model(text)
     onnx.checker.check_model(made, full_check=True)
     assert [(found.bug, found.node) for found in known_bugs.find(made)] == [(bug, node)]
-    if V <= (1, 31):
+    if bug.fusion and V <= (1, 32):  # a kernel's own fault: scripts/battery.py compares with float64
         assert differs(made) == (first <= V <= last)
 
 

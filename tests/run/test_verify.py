@@ -66,3 +66,28 @@ def test_whole_pages_are_no_tensors(tmp_path):
     resident = processes.peak_under(peak + beyond, partial(processes.measure, path))
     assert resident - peak > processes.RESOLUTION
     assert abs(resident - beyond - peak) < 2 * processes.RESOLUTION
+
+
+def endless(path):
+    body = helper.make_graph(
+        [helper.make_node("Identity", ["go"], ["on"]), helper.make_node("Neg", ["a"], ["b"])], "body",
+        [helper.make_tensor_value_info("i", 7, []), helper.make_tensor_value_info("go", 9, []),
+         helper.make_tensor_value_info("a", 1, [4])],
+        [helper.make_tensor_value_info("on", 9, []), helper.make_tensor_value_info("b", 1, [4])],
+    )  # fmt: skip
+    node = helper.make_node("Loop", ["", "yes", "x"], ["y"], name="turns", body=body)
+    onnx.save(model_of([node], {"x": [4]}, {"y": [4]}, {"yes": np.bool_(True)}), path)
+
+
+def more_than_there_is(path):
+    node = helper.make_node("ConstantOfShape", ["size"], ["y"], name="huge")
+    onnx.save(model_of([node], {"x": [4]}, {"y": [2**44]}, {"size": np.array([2**44])}), path)
+
+
+@pytest.mark.parametrize(("make", "words"), [(endless, "in 5 seconds, the limit"), (more_than_there_is, "failed: ")])
+def test_what_a_measured_model_may_take_is_limited(make, words, tmp_path, monkeypatch):
+    """A run that does not end is ended, and one that asks for more memory than the machine has fails by itself."""
+    monkeypatch.setattr(processes, "SECONDS", 5.0)
+    make(tmp_path / "hostile.onnx")
+    with pytest.raises(VerificationError, match=words):
+        processes.measure(tmp_path / "hostile.onnx")
