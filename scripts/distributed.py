@@ -262,7 +262,7 @@ def main() -> None:
     for (name, heads), found in zip(HEADS.items(), rows, strict=True):
         table = Table(f"python -m scripts.distributed --steps {arguments.steps}", heads, tuple(found))
         print(f"\n{table.to_markdown()}", flush=True)
-        if arguments.save and name != "distributed-other":  # tests/distributed holds what that one shows
+        if arguments.save:
             save(name, table)
 
 
