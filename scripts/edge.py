@@ -166,8 +166,8 @@ def _mb(size: float) -> str:
     return f"{size / 1e6:.1f}"
 
 
-def largest(heap: int, sizes: list[str], effort: float) -> Iterator[tuple[str, ...]]:
-    """Lines of the table of transformers: does a step run in a heap of so many bytes?"""
+def largest(heap: int, sizes: list[str], effort: float, steps: int) -> Iterator[tuple[str, ...]]:
+    """Lines of the table of transformers: do some steps run in a heap of so many bytes?"""
     from onnx_remat.errors import BudgetInfeasibleError
     from onnx_remat.pipeline import rewrite_model
     from onnx_remat.run import state_file
@@ -191,7 +191,7 @@ def largest(heap: int, sizes: list[str], effort: float) -> Iterator[tuple[str, .
             onnx.save(written, path)
             state_file.write(state, feeds)
             start = time.perf_counter()
-            kept = edge_places.fits(path, state, heap, steps=1)
+            kept = edge_places.fits(path, state, heap, steps)
             seconds = f"{time.perf_counter() - start:.0f}" if kept else ""
         plan = _mb(report.budget), _mb(report.after.total), f"{report.extra_compute:+.1%}"
         planned = plan if rewritten else ("as exported", _mb(report.before.total), "")
@@ -234,8 +234,9 @@ def main() -> None:
     elif given.what == "heap":
         shown(HEAP, heaps(given.folder, given.steps), given.save, f"{command} --steps {given.steps}")
     else:
-        command += f" {' '.join(given.sizes)} --heap {given.heap} --effort {given.effort:g}"
-        shown(LARGEST, largest(parse_size(given.heap), given.sizes, given.effort), given.save, command)
+        command += f" {' '.join(given.sizes)} --heap {given.heap} --effort {given.effort:g} --steps {given.steps}"
+        rows = largest(parse_size(given.heap), given.sizes, given.effort, given.steps)
+        shown(LARGEST, rows, given.save, command)
 
 
 if __name__ == "__main__":
