@@ -262,9 +262,7 @@ def _swapped_output(spatial: Dims, out: Dims, how: Geometry) -> Dims:
     )
 
 
-def _pointwise_weight_gradient(
-    t: Tape, x: ir.Value, g: ir.Value, shape: tuple[int, ...], how: Geometry
-) -> ir.Value:
+def _pointwise_weight_gradient(t: Tape, x: ir.Value, g: ir.Value, shape: tuple[int, ...], how: Geometry) -> ir.Value:
     out = dims(g)
     if any(stride > 1 for stride in how.strides):
         axes = range(2, 2 + how.rank)

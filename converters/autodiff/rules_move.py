@@ -70,9 +70,7 @@ def gather_nd(s: Step) -> Grads:
     if s.attribute("batch_dims"):
         s.refuse("batch_dims is not supported")
     return {
-        0: lambda: t.op(
-            "ScatterND", t.zeros(s.shape(), s.dtype()), s.x(1), s.full, shape=s.shape(), reduction="add"
-        )
+        0: lambda: t.op("ScatterND", t.zeros(s.shape(), s.dtype()), s.x(1), s.full, shape=s.shape(), reduction="add")
     }
 
 

@@ -116,9 +116,7 @@ def _affine(
     }
 
 
-def _through(
-    t: Tape, g: ir.Value, normal: ir.Value, inverse: ir.Value, axes: Sequence[int], centred: bool
-) -> ir.Value:
+def _through(t: Tape, g: ir.Value, normal: ir.Value, inverse: ir.Value, axes: Sequence[int], centred: bool) -> ir.Value:
     """inverse (g - mean(g) - normal mean(g normal)): the adjoint of x from that of its normal form."""
     pull = t.mul(normal, t.reduce("ReduceMean", t.mul(g, normal), axes))
     if centred:
@@ -179,4 +177,3 @@ def lp_normalization(s: Step) -> Grads:
         return t.div(t.sub(s.full, t.mul(slope, t.sum(t.mul(s.full, y), axis))), length)
 
     return {0: gradient}
-

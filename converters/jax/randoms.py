@@ -109,9 +109,7 @@ def _known(generator: Any) -> None:
         raise ConversionError(f"random keys of {generator}: only threefry2x32 has a lowering to ONNX")
 
 
-def _apply(
-    low: Lowering, function: Callable[..., Any], operands: Sequence[Array], keys: Tensor
-) -> Tensor:
+def _apply(low: Lowering, function: Callable[..., Any], operands: Sequence[Array], keys: Tensor) -> Tensor:
     """Lower what the generator does with one key; keys in an array each do it."""
     for _ in keys.shape:
         function = jax.vmap(function)

@@ -197,5 +197,3 @@ class _Window:
         shape = tuple(int(n) for n in aval.shape)
         physical = [shape[axis] for axis in self.order]
         return Tensor(self.low.reshape(value, physical), self.order, shape, self.x.dtype)
-
-

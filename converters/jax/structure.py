@@ -107,9 +107,7 @@ def strided_slice(low: Lowering, eqn: core.JaxprEqn, x: Array) -> Array:
 
 def sliced(low: Lowering, x: Tensor, starts: Sequence[int], limits: Sequence[int], strides: Sequence[int]) -> Tensor:
     """``x[start:limit:stride]`` along every axis."""
-    shape = tuple(
-        len(range(int(a), int(b), int(s))) for a, b, s in zip(starts, limits, strides, strict=True)
-    )
+    shape = tuple(len(range(int(a), int(b), int(s))) for a, b, s in zip(starts, limits, strides, strict=True))
     cut = [
         j
         for j, axis in enumerate(x.axes)

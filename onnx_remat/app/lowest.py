@@ -116,4 +116,3 @@ def lowest_budget(model: Model, **options: Unpack[PlanningOptions]) -> Lowest:
         top, report.budget, report.covered()[1], bound + books, impossible, tuple(missed[1:]), report.extra_compute,
         tries,
     )  # fmt: skip
-

@@ -32,8 +32,6 @@ LEAST = 4096
 """Bytes from which on a value is bound; smaller ones stay with ONNX Runtime, but for graph outputs."""
 
 
-
-
 _DEVICE_ALIGNMENT = 256  # what ONNX Runtime's arena gives, and cudaMalloc
 
 

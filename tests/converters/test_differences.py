@@ -58,6 +58,7 @@ def test_jax(pytestconfig):
 
     names = some([name for name in BATTERY if name not in NO_DERIVATIVE], pytestconfig, 10)
     for part in parts(names):
+
         def loss(params, part=part):
             return sum(weighted(BATTERY[name][0])(params[name]) for name in part)
 

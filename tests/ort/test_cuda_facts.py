@@ -242,8 +242,11 @@ SCRATCH = [
     Case("Softmax", [DEEP], {"axis": 1}, 11),
     Case("LogSoftmax", [DEEP], {"axis": 1}),
     *(Case(op, [DEEP, ints(0, 2, 3)], {}) for op in _REDUCTIONS),
-    *(Case(op, [shape, ints(-1)], {}) for op in ("ReduceSum", "ReduceMean", "ReduceLogSum", "ReduceSumSquare")
-      for shape in ((1024, 64), (64, 3000), (8, 300_000))),
+    *(
+        Case(op, [shape, ints(-1)], {})
+        for op in ("ReduceSum", "ReduceMean", "ReduceLogSum", "ReduceSumSquare")
+        for shape in ((1024, 64), (64, 3000), (8, 300_000))
+    ),
     Case("ReduceSum", [DEEP, ints(2, 3)], {}),
     Case("Where", [(TensorProto.BOOL, DEEP), DEEP, DEEP], {}),
     Case("LayerNormalization", [DEEP, (64,), (64,)], {}),

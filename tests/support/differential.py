@@ -138,9 +138,7 @@ def _same(before: list[np.ndarray], after: list[np.ndarray], bits: bool, where: 
             raise Difference(f"{where}: output {i} differs between levels of optimisation by more than a fusion may")
 
 
-def table(coverage: Coverage) -> str:
+def rows(coverage: Coverage) -> tuple[tuple[str, ...], ...]:
     """Files per op and role; ``-`` where none."""
     ops = sorted({*TABLE, *(op for op, _ in coverage)})
-    lines = [f"{'op':24}" + "".join(f"{role:>12}" for role in ROLES)]
-    lines += [f"{op:24}" + "".join(f"{coverage[op, role] or '-':>12}" for role in ROLES) for op in ops]
-    return "\n".join(lines)
+    return tuple((op, *(str(coverage[op, role] or "-") for role in ROLES)) for op in ops)
