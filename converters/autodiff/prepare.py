@@ -15,6 +15,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
 from onnx_remat.errors import ConversionError, did_you_mean
+from onnx_remat.ir.expand import expand
 from onnx_remat.ir.opsets import opset_of
 from onnx_remat.ort import runtime
 
@@ -79,16 +80,7 @@ def _expanded(proto: onnx.ModelProto) -> onnx.ModelProto:
         schema = onnx.defs.get_schema(op_type, opset)
         if schema.has_function or schema.has_context_dependent_function:  # type: ignore[attr-defined]
             wanted.append(("", op_type))
-    if not wanted:
-        return proto
-    typed = onnx.shape_inference.infer_shapes(proto)
-    for node in typed.graph.node:
-        if ("", node.op_type) in wanted:  # the inliner knows no defaults
-            given = {attribute.name for attribute in node.attribute}
-            declared = onnx.defs.get_schema(node.op_type, opset).attributes
-            defaults = [a.default_value for name, a in declared.items() if name not in given]
-            node.attribute.extend(default for default in defaults if default.type)
-    return onnx.inliner.inline_selected_functions(typed, wanted, inline_schema_functions=True)
+    return expand(proto, wanted)[0]
 
 
 def initial_values(graph: ir.Graph) -> Iterator[tuple[str, ir.Value]]:

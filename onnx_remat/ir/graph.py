@@ -13,6 +13,7 @@ import onnx
 from onnx_remat.errors import ModelError, OnnxRematError
 from onnx_remat.ir import native
 from onnx_remat.ir.body import bodies, defined_in
+from onnx_remat.ir.expand import Ops, expand
 from onnx_remat.ir.model_io import without_weights
 from onnx_remat.ir.op_semantics import nearest_op, semantics
 from onnx_remat.ir.opsets import STANDARD, STANDARD_DOMAINS, canonical, opset_of
@@ -34,13 +35,17 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One node. `index` counts executable nodes in file order; `captured` are outer values its bodies read."""
+    """One node. `index` counts executable nodes in file order; `captured` are outer values its bodies read.
+
+    `anew`: it is not in the file, see `expand`; ONNX Runtime counts it after those that are.
+    """
 
     index: int
     node: onnx.NodeProto = field(repr=False, compare=False)
     inputs: tuple[str, ...]
     captured: tuple[str, ...]
     outputs: tuple[str, ...]
+    anew: bool = False
 
     @property
     def label(self) -> str:
@@ -92,7 +97,7 @@ class Graph:
     values : dict of Value by name
         Inputs, initializers and node outputs in order of definition.
     model : onnx.ModelProto
-        What was read, model-local functions inlined: the rewriter patches a copy of it.
+        What was read, model-local functions inlined and operators expanded: the rewriter patches a copy of it.
     """
 
     nx: nx.DiGraph
@@ -117,8 +122,8 @@ class Graph:
         return readers
 
 
-def build(model: onnx.ModelProto) -> Graph:
-    """A model as a `Graph`.
+def build(model: onnx.ModelProto, replaced: Ops = ()) -> Graph:
+    """A model as a `Graph`, nodes of the operators `replaced` expanded into what defines them (`expand`).
 
     Raises
     ------
@@ -131,6 +136,7 @@ def build(model: onnx.ModelProto) -> Graph:
         model = _one_name_for_the_standard(model)
     if model.functions:
         model = _inlined(model)
+    model, anew = expand(model, replaced)
     proto = model.graph
     values: dict[str, Value] = {}
     outputs = {value.name for value in proto.output}
@@ -164,7 +170,7 @@ def build(model: onnx.ModelProto) -> Graph:
             define(node.output[0], INITIALIZER, where)
             continue
         _check_op(node, where, model)
-        op = Op(len(ops), node, tuple(node.input), tuple(_captures(node)), tuple(node.output))
+        op = Op(len(ops), node, tuple(node.input), tuple(_captures(node)), tuple(node.output), node.output[0] in anew)
         for name in op.reads:
             if name not in values:
                 raise ModelError(f"{where} reads {name!r}, which {_why_missing(name, proto)}")

@@ -19,7 +19,7 @@ _BYTES, _COPIES = 768 * 2**20, 64  # memory for any model, and per byte of it
 _ONNX = "ONNX's inference"
 
 Types = dict[str, TypeProto]
-_REFUSALS = (
+REFUSALS = (
     shape_inference.InferenceError, onnx.checker.ValidationError, onnx.defs.SchemaError, ValueError, RuntimeError,
 )  # fmt: skip
 
@@ -63,7 +63,7 @@ def do_infer(data: bytes, data_prop: bool, strict: bool) -> tuple[None, bytes]:
             except MemoryError:  # a vector that could not be left out: what is missing, others may know
                 again = inferred
             types |= stated(again)
-    except _REFUSALS as error:
+    except REFUSALS as error:
         raise ModelError(f"ONNX shape inference refuses the model: {_first_line(error)}") from error
     made = onnx.GraphProto()
     made.value_info.extend(onnx.ValueInfoProto(name=name, type=kind) for name, kind in types.items())
@@ -140,7 +140,7 @@ def do_inline(data: bytes) -> tuple[None, bytes]:
     """See `inlined`."""
     try:
         made = inliner.inline_local_functions(onnx.ModelProto.FromString(data), True)
-    except _REFUSALS as error:
+    except REFUSALS as error:
         raise ModelError(f"the model's functions cannot be inlined: {' '.join(str(error).split())[:200]}") from error
     return None, made.SerializeToString()
 

@@ -65,13 +65,14 @@ class Compiled:
     def default_order(self) -> Schedule:
         """The order ONNX Runtime executes this file in, its graph optimisations aside."""
         made_by = self.problem.producer()
-        producers = [
-            [int(made_by[v]) for v in self.problem.inputs(op) if made_by[v] >= 0] for op in range(self.problem.n_ops)
-        ]
+        by_index = sorted(range(self.problem.n_ops), key=lambda op: self.graph.ops[op].anew)
+        index = {op: i for i, op in enumerate(by_index)}
+        producers = [[index[int(made_by[v])] for v in self.problem.inputs(op) if made_by[v] >= 0] for op in by_index]
         order = default_order(producers)
         if first_training_op(self.graph.model) is not None:
-            order = sizes_first(order, producers, [op.node.op_type in ("Shape", "Size") for op in self.graph.ops])
-        return Schedule(tuple(order))
+            sizes = [self.graph.ops[op].node.op_type in ("Shape", "Size") for op in by_index]
+            order = sizes_first(order, producers, sizes)
+        return Schedule(tuple(by_index[i] for i in order))
 
 
 def prepare(model: onnx.ModelProto, stated: Preparation) -> Compiled:
@@ -84,7 +85,7 @@ def prepare(model: onnx.ModelProto, stated: Preparation) -> Compiled:
     ModelError
         The model is not usable; ShapeError where a value has no known size.
     """
-    ir = graph.build(model)
+    ir = graph.build(model, stated.kernels.no_kernel)
     shapes.check_declared(ir.model)
     _check_overwritten(ir)
     _check_allowed(ir, stated.allow_recompute)
@@ -102,7 +103,7 @@ def prepare_for_simulation(model: onnx.ModelProto, stated: Preparation) -> Compi
 
     `dims` may name dimensions that this model does not have.
     """
-    ir = graph.build(model)
+    ir = graph.build(model, stated.kernels.no_kernel)
     tensors = shapes.infer(ir, stated.dims, derived=True, askers=SHAPE_ASKERS)
     table = tabulate(ir, tensors, stated.kernels, stated.allow_recompute)
     nothing = [0] * len(ir.ops)

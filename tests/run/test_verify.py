@@ -45,6 +45,18 @@ def test_hostile_feeds_show_what_plain_ones_hide(tmp_path):
         verify.bitwise(first, tmp_path / "b.onnx")
 
 
+def test_what_optimisations_move_by_themselves_may_differ_by_as_much_again(tmp_path):
+    """A gradient that cancels to zero is rounding alone: any order of its sums makes another one."""
+    values = {"plain": 1e-13, "before": -2e-13, "near": 3e-13, "far": 1e-12}
+    paths = {name: tmp_path / f"{name}.npz" for name in values}
+    for name, value in values.items():
+        np.savez(paths[name], **{"0:gradient": np.float32([value, 0]), "1:loss": np.float32(1)})
+    verify.compare(paths["before"], paths["near"], False, paths["plain"])
+    for after, plain in [("near", None), ("far", paths["plain"])]:
+        with pytest.raises(VerificationError, match="'gradient' differs"):
+            verify.compare(paths["before"], paths[after], False, plain)
+
+
 def test_the_sign_of_zero_counts_and_what_a_nan_carries_does_not():
     assert not verify._same_bits(np.float32([0.0]), np.float32([-0.0]))
     assert verify._same_bits(np.float32([np.nan, 1]), np.float32([-np.nan, 1]))

@@ -1,0 +1,132 @@
+"""Standard operators that a provider has no kernel for, replaced by the nodes that ONNX defines them by.
+
+ONNX Runtime does this when it loads a file, graph optimisations off too; a plan is of nodes that run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+import onnx
+from onnx import inliner, shape_inference
+
+from onnx_remat import worker
+from onnx_remat.errors import ModelError
+from onnx_remat.ir import native
+from onnx_remat.ir.body import names_in
+from onnx_remat.ir.model_io import without_weights
+from onnx_remat.ir.opsets import canonical, opset_of
+
+_DEEPEST = 5  # definitions by operators that are defined by others themselves
+Ops = Collection[tuple[str, str]]
+
+
+def expand(model: onnx.ModelProto, replaced: Ops) -> tuple[onnx.ModelProto, frozenset[str]]:
+    """A model without nodes of the operators `replaced`, and the names of what their definitions' nodes make.
+
+    Each is followed by what defines it, in its place, with its metadata; the nodes have names of their own. Where
+    nothing is to be replaced the model itself is returned. Operators in bodies stay: nothing there is planned.
+
+    Raises
+    ------
+    ModelError
+        ONNX cannot tell by which nodes.
+    """
+    wanted = [i for i, node in enumerate(model.graph.node) if (canonical(node.domain), node.op_type) in replaced]
+    if not wanted:
+        return model, frozenset()
+    light = without_weights(model)
+    data = light.SerializeToString()
+    _, made = worker.ask(
+        "ONNX's inliner", "onnx_remat.ir.expand:do_expand", native.limit(len(light.graph.node), len(data)), data,
+        wanted=wanted, replaced=sorted(map(list, replaced)),
+    )  # fmt: skip
+    bodies = {int(f.name): f.node for f in onnx.ModelProto.FromString(made).functions}
+    taken = set(names_in(model.graph))
+    nodes: list[onnx.NodeProto] = []
+    new: set[str] = set()
+    for i, node in enumerate(model.graph.node):
+        body = list(_renamed(bodies[i], node, taken)) if i in bodies else [node]
+        nodes += body
+        if i in bodies:
+            new.update(name for inner in body for name in inner.output)
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    copy.graph.ClearField("node")
+    copy.graph.node.extend(nodes)
+    return copy, frozenset(new)
+
+
+def _renamed(body: Collection[onnx.NodeProto], whole: onnx.NodeProto, taken: set[str]) -> Iterator[onnx.NodeProto]:
+    """The nodes that define `whole`, with names that nobody else has; its inputs and outputs keep theirs."""
+    label = whole.name or next(filter(None, whole.output))
+    names = {name: name for name in (*whole.input, *whole.output, "")}
+
+    def fresh(wished: str) -> str:
+        name, number = wished, 1
+        while name in taken:
+            number += 1
+            name = f"{wished}_{number}"
+        taken.add(name)
+        return name
+
+    for node in body:
+        made = onnx.NodeProto()
+        made.CopyFrom(node)
+        for name in node.output:
+            if name not in names:
+                names[name] = fresh(f"{label}/{name}")
+        made.input[:] = [names[name] for name in node.input]
+        made.output[:] = [names[name] for name in node.output]
+        made.name = fresh(f"{label}/{node.op_type}")
+        made.ClearField("metadata_props")
+        made.metadata_props.extend(whole.metadata_props)
+        made.doc_string = whole.doc_string
+        yield made
+
+
+def do_expand(data: bytes, wanted: list[int], replaced: list[list[str]]) -> tuple[None, bytes]:
+    """See `expand`: a model with a function for each of the nodes `wanted`, named by its place in the file."""
+    model = onnx.ModelProto.FromString(data)
+    types = native.stated(onnx.GraphProto.FromString(native.do_infer(data, data_prop=True, strict=False)[1]))
+    try:
+        answer = onnx.ModelProto()
+        for i in wanted:
+            body = _definition(model.graph.node[i], model, types, {(domain, op) for domain, op in replaced})
+            answer.functions.append(onnx.FunctionProto(name=str(i), node=body))
+    except native.REFUSALS as error:
+        raise ModelError(f"a node cannot be replaced by what defines its operator: {error}") from error
+    return None, answer.SerializeToString()
+
+
+def _definition(
+    node: onnx.NodeProto, model: onnx.ModelProto, types: native.Types, replaced: Ops
+) -> Collection[onnx.NodeProto]:
+    """The nodes that define a node, those that define these included."""
+    alone = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import)
+    alone.graph.name = "definition"
+    named = [name for name in node.input if name]
+    for name in dict.fromkeys(named):
+        if name not in types:
+            raise ModelError(f"node {node.name!r} ({node.op_type}) reads {name!r}, whose type is not known")
+        alone.graph.input.append(onnx.ValueInfoProto(name=name, type=types[name]))
+    alone.graph.output.extend(onnx.ValueInfoProto(name=n, type=types.get(n)) for n in node.output if n)
+    alone.graph.node.append(node)
+    for _ in range(_DEEPEST):
+        left = {(canonical(n.domain), n.op_type) for n in alone.graph.node} & set(replaced)
+        if not left:
+            return list(alone.graph.node)
+        for inner in alone.graph.node:
+            if (canonical(inner.domain), inner.op_type) in left:
+                inner.domain = ""
+                _state_defaults(inner, opset_of(model))
+        typed = shape_inference.infer_shapes(alone)
+        alone = inliner.inline_selected_functions(typed, sorted(left), inline_schema_functions=True)
+    raise ModelError(f"node {node.name!r} ({node.op_type}) has no definition by other operators")
+
+
+def _state_defaults(node: onnx.NodeProto, opset: int) -> None:
+    """The inliner knows no defaults of attributes."""
+    given = {attribute.name for attribute in node.attribute}
+    declared = onnx.defs.get_schema(node.op_type, opset, "").attributes
+    node.attribute.extend(a.default_value for name, a in declared.items() if name not in given and a.default_value.type)

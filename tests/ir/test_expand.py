@@ -1,0 +1,95 @@
+"""Operators that a provider has no kernel for: nodes of their definitions, as ONNX Runtime makes them."""
+
+from __future__ import annotations
+
+import onnx
+import pytest
+from onnx import parser
+
+import onnx_remat
+from onnx_remat.errors import ModelError
+from onnx_remat.ir.expand import expand
+from onnx_remat.ort.executed import as_executed
+from onnx_remat.ort.kernels.cpu import CPU
+from onnx_remat.ort.prepare import Preparation
+
+MODEL = """<ir_version: 9, opset_import: ["" : 20]>
+    g (float[64, 3, 32] x, int64[64, 32] labels) => (float loss, float[64, 3, 32] other) {
+        [first] y = HardSwish(x)
+        [apart] a = Tanh(x)
+        [second] w = Mish(y)
+        [third] v = HardSwish(a)
+        [both] u = Mul(w, v)
+        [loss] loss = SoftmaxCrossEntropyLoss <reduction = "mean"> (u, labels)
+        [last] other = Sub(y, v)
+    }"""
+MISSING = {("", name) for name in ("HardSwish", "Mish", "SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss")}
+
+
+def model():
+    made = parser.parse_model(MODEL)
+    for node in made.graph.node:
+        node.metadata_props.add(key="phase", value=f"of {node.name}")
+    return made
+
+
+def test_nodes_are_replaced_by_what_defines_them():
+    before = model()
+    after, new = expand(before, MISSING)
+    onnx.checker.check_model(after, full_check=True)
+    kinds = {node.op_type for node in after.graph.node}
+    assert not kinds & {op for _, op in MISSING}
+    assert {"y", "w", "v", "loss"} <= new and not {"a", "u", "other"} & new
+    names = [node.name for node in after.graph.node]
+    assert len(set(names)) == len(names) and all(names)
+    for node in after.graph.node:
+        assert [p.value for p in node.metadata_props] == [f"of {node.name.partition('/')[0]}"]
+    assert before == model()  # what was given stays as it was
+
+
+def test_a_model_without_them_is_returned_as_it_is():
+    given = model()
+    assert expand(given, {("", "Swish")}) == (given, frozenset())
+
+
+def test_what_has_no_known_type_is_refused_by_name():
+    given = model()
+    given.graph.node.insert(0, onnx.helper.make_node("Secret", ["x"], ["s"], domain="com.example"))
+    given.opset_import.add(domain="com.example", version=1)
+    given.graph.node[1].input[0] = "s"
+    with pytest.raises(ModelError, match="'first'"):
+        expand(given, MISSING)
+
+
+def test_the_original_runs_in_the_order_that_is_emulated(tmp_path):
+    pytest.importorskip("onnxruntime")
+    from onnx_remat.run import processes
+
+    onnx.save(model(), tmp_path / "a.onnx")
+    seen = processes.measure(tmp_path / "a.onnx", "disable", trace=True).executed
+    emulated = as_executed(model(), None, "disable", Preparation(CPU))
+    ops = [emulated.compiled.graph.ops[i] for i in emulated.order.order]
+    assert len(seen) == len(ops)
+    for name, op in zip(seen, ops, strict=True):
+        assert name.startswith(op.node.op_type) if op.anew else name == op.label
+
+
+def test_a_result_keeps_its_order_and_its_bits(tmp_path):
+    pytest.importorskip("onnxruntime")
+    from onnx_remat.run import processes, verify
+    from tests.support.graphs import mlp
+
+    step = mlp(layers=6, batch=2048, width=32)
+    step.opset_import[0].version = 20
+    for node in [n for n in step.graph.node if n.op_type == "Tanh"]:
+        node.op_type = "HardSwish"
+    onnx.save(step, tmp_path / "a.onnx")
+    result = onnx_remat.rewrite_model(step, "75%", run_by="session", effort=0.2)
+    assert result.report.recomputed
+    onnx.save(result.model, tmp_path / "b.onnx")
+    emulated = as_executed(result.model, None, "disable", Preparation(CPU))
+    ops = [emulated.compiled.graph.ops[i] for i in emulated.order.order]
+    assert not any(op.anew for op in ops)
+    assert list(processes.measure(tmp_path / "b.onnx", "disable", trace=True).executed) == [op.label for op in ops]
+    assert verify.bitwise(tmp_path / "a.onnx", tmp_path / "b.onnx") == "bitwise equal"
+    assert processes.measure(tmp_path / "b.onnx", "disable").peak_bytes <= result.report.budget + processes.RESOLUTION
