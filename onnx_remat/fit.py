@@ -123,8 +123,8 @@ def make_plan(
     # Plans are made against liveness: the file keeps the runtime from sharing buffers where that costs memory.
     problem = replace(compiled.problem, poolable=np.zeros(compiled.problem.n_values, np.bool_))
     if goal.by_loop:  # the slab does not shrink while a kernel has its workspace: the largest lies alongside
-        apart = workspace(compiled)[0]
-        problem = replace(problem, workspace=np.zeros_like(problem.workspace), base_bytes=problem.base_bytes + apart)
+        apart, none = workspace(compiled)[0], np.zeros_like(problem.workspace)
+        problem = replace(problem, workspace=none, base_bytes=problem.base_bytes + apart, hold_unread=False)
     numbers = {name: i for i, name in enumerate(compiled.graph.values)}
     request = selectors.Request(
         problem,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
+from onnx import helper
 
 import onnx_remat
 from onnx_remat.app.survival import check
@@ -13,7 +15,7 @@ from onnx_remat.errors import BudgetInfeasibleError, UsageError, VerificationErr
 from onnx_remat.options import parse_options
 from onnx_remat.run import residence
 from onnx_remat.run.foreseen import books
-from tests.support.graphs import feeds_for, mlp, run_model, same_bits
+from tests.support.graphs import feeds_for, mlp, model_of, run_model, same_bits
 
 pytest.importorskip("onnxruntime")
 QUICK = {"effort": 0.5}
@@ -51,6 +53,20 @@ def test_the_same_budget_costs_a_loop_no_more_compute_than_a_session():
     tensors = by_loop.budget - books(by_loop.nodes_before)
     by_session = onnx_remat.rewrite_model(model, tensors, run_by="session", **QUICK).report
     assert by_loop.extra_compute <= by_session.extra_compute + 0.01
+
+
+def test_what_nobody_reads_is_freed_at_once_in_a_slab():
+    """ONNX Runtime holds it to the end of the run: eight of these Indices take as much as all else."""
+    pool = {"kernel_shape": [3, 3], "pads": [1, 1, 1, 1]}
+    values = ["x", *(f"p{i}" for i in range(8))]
+    nodes = [helper.make_node("MaxPool", [a], [b, f"i{b}"], name=b, **pool) for a, b in itertools.pairwise(values)]
+    gradient = values[-1]
+    for i, value in reversed(list(enumerate(values[1:]))):
+        nodes.append(helper.make_node("Mul", [gradient, value], [f"g{i}"], name=f"g{i}"))
+        gradient = f"g{i}"
+    shape = [2, 8, 128, 128]
+    model = model_of(nodes, {"x": shape}, {"g0": shape})
+    assert onnx_remat.rewrite_model(model, "80%", **QUICK).report.loop_after.slab < 8 * 2**20
 
 
 @pytest.mark.skipif(not residence.available(), reason="resident memory is read from /proc")
