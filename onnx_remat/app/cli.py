@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from onnx_remat import files
-from onnx_remat.app import commands, streams
+from onnx_remat.app import commands, completion, streams
 from onnx_remat.app.flags import (
     Parser,
     add_planning_flags,
@@ -72,10 +72,11 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=_EPILOG.format(selectors=described),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
+    given = parser.add_argument(
         "input", metavar="IN",
         help="a training step: forward, loss, backward, often the update; or a graph for inference",
     )  # fmt: skip
+    completion.complete_first(given, COMMANDS)
     parser.add_argument("output", metavar="OUT", help="where to write the rewritten graph")
     parser.add_argument(
         "--budget", required=True, metavar="SIZE",
@@ -109,6 +110,8 @@ def build_parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    if (words := completion.words()) is not None:
+        given = words
     if given and given[0] in COMMANDS:
         return guarded("onnx-remat " + given[0], getattr(commands, given[0]), given[1:])
     if given and given[0] == "rewrite" and not Path("rewrite").exists():

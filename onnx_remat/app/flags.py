@@ -6,10 +6,10 @@ import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from onnx_remat import files
-from onnx_remat.app import streams
+from onnx_remat.app import completion, streams
 from onnx_remat.errors import OnnxRematError, UsageError
 
 if TYPE_CHECKING:
@@ -18,7 +18,12 @@ if TYPE_CHECKING:
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are ours."""
+    """An argument parser whose errors are ours, and that shells may ask what comes next."""
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """As argparse's."""
+        completion.answer(self, of_command=" " in self.prog)
+        return super().parse_args(args, namespace)
 
     def error(self, message: str) -> None:  # type: ignore[override]  # argparse's own exits before we can report
         raise UsageError(message)
