@@ -1,8 +1,11 @@
-"""Operators that only the training build of ONNX Runtime has: what their results look like.
+"""Operators that ONNX does not know, of ONNX Runtime's training build and blocked layout: what results look like.
 
 ``training_model.onnx``, as onnxruntime-training makes it, is full of gradient operators without a schema in onnx or in
 stock ONNX Runtime. For shape inference alone, each gives way to standard operators whose results have the same types
 and shapes. Shapes were compared with runs of onnxruntime-training 1.19.2 (``tests/ir/test_training_ops.py``).
+
+Stock ONNX Runtime runs convolutions on the CPU in a layout of its own; it infers the shapes of such values, too, and
+lets those of equal shapes share buffers.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from onnx_remat.errors import ModelError
 from onnx_remat.ir.opsets import opset_of
 
 _MS: Final = "com.microsoft"
+_NCHWC: Final = "com.microsoft.nchwc"
 
 _LIKE: Final[dict[tuple[str, str], tuple[int, ...]]] = {
     **{
@@ -50,6 +54,9 @@ _AS_STANDARD: Final = {
     (_MS, "SplitTraining"): "Split",
 }
 """Operators with the same results as a standard one given the same inputs and attributes."""
+
+_BLOCKED: Final = frozenset({"AveragePool", "Conv", "GlobalAveragePool", "GlobalMaxPool", "MaxPool"})
+"""Operators on ONNX Runtime's blocked layout of channels (NCHWc): results have the shapes of the standard ones."""
 
 _UNTOLD: Final = frozenset({*_GIVEN_BY, (_MS, "BatchNormalizationGrad"), (_MS, "ConvGrad"),
                             (_MS, "SimplifiedLayerNormalizationGrad")})  # fmt: skip
@@ -107,7 +114,7 @@ def with_stand_ins(model: onnx.ModelProto, as_runtime: bool = False) -> onnx.Mod
     >>> [node.op_type for node in with_stand_ins(onnx.parser.parse_model(text)).graph.node]
     ['Identity']
     """
-    if first_training_op(model) is None:
+    if first_training_op(model) is None and not any(node.domain == _NCHWC for node in model.graph.node):
         return model
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
@@ -138,6 +145,8 @@ def _stand_in(node: onnx.NodeProto, opset: int) -> list[onnx.NodeProto]:
             helper.make_node("ConstantOfShape", [shape], [filled]),
             helper.make_node("CastLike", [filled, like], [node.output[0]]),
         ]
+    elif node.domain == _NCHWC:
+        return [_unblocked(node)]
     elif kind in _SPECIAL:
         made = list(_SPECIAL[kind](node))
     elif kind in _FORWARD:
@@ -151,6 +160,17 @@ def _stand_in(node: onnx.NodeProto, opset: int) -> list[onnx.NodeProto]:
 
 def _like(node: onnx.NodeProto, slot: int, like: int) -> onnx.NodeProto:
     return helper.make_node("Identity", [node.input[like]], [node.output[slot]])
+
+
+def _unblocked(node: onnx.NodeProto) -> onnx.NodeProto:
+    """Filters are padded to whole blocks, as the results' channels are; a Conv may add its fourth input."""
+    if node.op_type == "ReorderInput":
+        return _like(node, 0, 0)
+    if node.op_type not in _BLOCKED:
+        return node
+    made = helper.make_node(node.op_type, node.input[:3], node.output)
+    made.attribute.extend(a for a in node.attribute if not a.name.startswith("activation"))
+    return made
 
 
 def _conv_grad(node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
