@@ -68,17 +68,17 @@ def test_a_private_value_gets_its_own_buffer_in_the_runtime(tmp_path):
     def peak(hidden: bool) -> int:
         make = helper.make_node
         nodes = [
-            helper.make_node("Size", ["x"], ["s"], name="s"),
-            helper.make_node("Mul", ["s", "no_axes"], [UNSEEN], name="unseen"),
-            helper.make_node("Exp", ["x"], ["a"], name="a"),
-            helper.make_node("ReduceSum", ["a"], ["r"], name="r"),
-            helper.make_node("Add", ["x", "r"], ["b"], name="b"),  # takes a's buffer and is dead after r2
-            helper.make_node("ReduceSum", ["b"], ["r2"], name="r2"),
-            helper.make_node("Mul", ["x3", "r2"], ["big"], name="big"),
-            helper.make_node("ReduceSum", ["big"], ["r3"], name="r3"),
-            helper.make_node("Unsqueeze", ["x", UNSEEN], ["x_"], name="x_"),
-            helper.make_node("Add", ["x_" if hidden else "x", "r3"], ["c"], name="c"),
-            helper.make_node("ReduceSum", ["c"], ["o"], name="o"),
+            make("Size", ["x"], ["s"], name="s"),
+            make("Mul", ["s", "no_axes"], [UNSEEN], name="unseen"),
+            make("Exp", ["x"], ["a"], name="a"),
+            make("ReduceSum", ["a"], ["r"], name="r"),
+            make("Add", ["x", "r"], ["b"], name="b"),  # takes a's buffer and is dead after r2
+            make("ReduceSum", ["b"], ["r2"], name="r2"),
+            make("Mul", ["x3", "r2"], ["big"], name="big"),
+            make("ReduceSum", ["big"], ["r3"], name="r3"),
+            make("Unsqueeze", ["x", UNSEEN], ["x_"], name="x_"),
+            make("Add", ["x_" if hidden else "x", "r3"], ["c"], name="c"),
+            make("ReduceSum", ["c"], ["o"], name="o"),
         ]
         shapes = {
             "a": [n],
@@ -107,7 +107,8 @@ def test_values_in_the_blocked_layout_share_buffers(tmp_path):
     weights = {"a": [16, 16, 3, 3], "b": [16, 32, 3, 3], "c": [16, 16, 3, 3]}
     pads = {"kernel_shape": [3, 3], "pads": [1, 1, 1, 1]}
     nodes = [
-        helper.make_node("Conv", ["x", "a"], ["left"], name="left", **pads), helper.make_node("Tanh", ["x"], ["right"], name="right"),
+        helper.make_node("Conv", ["x", "a"], ["left"], name="left", **pads),
+        helper.make_node("Tanh", ["x"], ["right"], name="right"),
         helper.make_node("Concat", ["left", "right"], ["both"], name="both", axis=1),
         helper.make_node("Conv", ["both", "b"], ["once"], name="once", **pads),
         helper.make_node("Conv", ["once", "c"], ["twice"], name="twice", **pads),
