@@ -1,0 +1,114 @@
+"""Chains: the planner against the optimum by dynamic programming (Griewank and Walther, Algorithm 799: revolve, 2000).
+
+    python -m scripts.chains --save
+
+A chain of n forward ops and n gradients, each of which reads its activation and the gradient before; every value is a
+unit, every op costs one. For a number of slots, that is activations held besides the one at work, dynamic programming
+finds the fewest forward ops of any plan that holds checkpoints so; its plan is simulated, and the planner is asked for
+one that peaks no higher. *Above* is how many more ops ours runs, forward and backward, of those the optimum runs;
+below zero where a plan of ours does without a rule of that model: that a slot is held until its gradient is due.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from functools import cache
+
+import numpy as np
+
+from onnx_remat.ort.simulate.buffers import simulate
+from onnx_remat.plan.selectors import Request, get
+from onnx_remat.problem import Schedule, check_schedule
+from scripts.results import Table, save
+from tests.support.planner_problems import baseline, chain
+
+HEADS = ("n", "slots", "plans", "not found", "worst above", "at slots", "mean above", "seconds a plan")
+_ALL = 64  # length up to which every number of slots is tried
+_SOME = 24  # numbers of slots tried of longer ones
+
+
+class Optimum:
+    """Fewest forward ops for all lengths up to `n` and all numbers of slots, and the plans that have them."""
+
+    def __init__(self, n: int) -> None:
+        self.cost = np.zeros((n + 1, n), np.int64)  # [length, slots]
+        self._cut = np.zeros((n + 1, n), np.int64)
+        lengths = np.arange(n + 1)
+        for slots in range(n):
+            for length in range(1, n + 1):
+                self.cost[length, slots] = length + self.cost[length - 1, slots]  # run to the end, then do the rest
+                self._cut[length, slots] = length
+                if slots and length > 1:
+                    cuts = lengths[1:length]
+                    found = cuts + self.cost[length - cuts, slots - 1] + self.cost[cuts - 1, slots]
+                    if found.min() < self.cost[length, slots]:
+                        self.cost[length, slots] = found.min()
+                        self._cut[length, slots] = cuts[found.argmin()]
+
+    def schedule(self, n: int, slots: int) -> Schedule:
+        """Ops as `chain` numbers them."""
+        order: list[int] = []
+        pending = [(0, n, slots, False)]  # first activation, how many, slots; or the gradient of the first one
+        while pending:
+            first, length, free, gradient = pending.pop()
+            if gradient:
+                order.append(2 * n - 1 - first)
+            elif length:
+                cut = int(self._cut[length, free])
+                order += range(first, first + cut)
+                held = cut < length
+                pending.append((first, cut - 1, free, False))
+                pending.append((first + cut - 1, 0, 0, True))
+                if held:
+                    pending.append((first + cut, length - cut, free - 1, False))
+        return Schedule(tuple(order))
+
+
+@cache
+def optimum(n: int) -> Optimum:
+    """Of chains up to so long."""
+    return Optimum(n)
+
+
+def row(n: int, effort: float) -> tuple[str, ...]:
+    """One line of the table."""
+    problem, best = chain(n), optimum(n)
+    tried = range(n) if n <= _ALL else sorted({int(s) for s in np.geomspace(1, n - 1, _SOME)})
+    above: list[tuple[float, int]] = []
+    lost, start = 0, time.monotonic()
+    for slots in tried:
+        known = best.schedule(n, slots)
+        check_schedule(problem, known)
+        assert len(known.order) == best.cost[n, slots] + n
+        peak = simulate(problem, known).peak
+        found = get("search")(Request(problem, peak, baseline(problem), effort=effort))
+        if simulate(problem, found).peak > peak:
+            lost += 1
+        else:
+            above.append((len(found.order) / len(known.order) - 1, slots))
+    worst, where = max(above, default=(0.0, 0))
+    seconds = (time.monotonic() - start) / len(tried)
+    mean = float(np.mean([a for a, _ in above])) if above else 0.0
+    return (str(n), f"{tried[0]} to {tried[-1]}", str(len(tried)), str(lost), f"{worst:+.1%}", str(where), f"{mean:+.1%}",
+            f"{seconds:.1f}")  # fmt: skip
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[8, 16, 32, 64, 128, 256, 512])
+    parser.add_argument("--effort", type=float, default=10.0, help="of each plan, see onnx-remat --effort")
+    parser.add_argument("--save", action="store_true", help="write docs/results/data/chains.json")
+    arguments = parser.parse_args()
+    rows = []
+    print("| " + " | ".join(HEADS) + " |\n" + "| --- " * len(HEADS) + "|", flush=True)
+    for n in arguments.lengths:
+        rows.append(row(n, arguments.effort))
+        print("| " + " | ".join(rows[-1]) + " |", flush=True)
+    if arguments.save:
+        save("chains", Table("python -m scripts.chains", HEADS, tuple(rows)))
+
+
+if __name__ == "__main__":
+    main()
