@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import onnx_ir as ir
 
 from onnx_remat.ort.known_bugs import miscounts_pads
 
 _POOLS = ("MaxPool", "AveragePool")
+_MANY = 2048  # rows from which on a sum of them is taken in stages
+_FEW = 16  # rows that are worth a stage
 
 
 def write_safely(model: ir.Model) -> None:
     """Rewrite, in place, products and pools that ONNX Runtime's default optimisations get wrong.
+
+    A sum over thousands of rows, such as a bias's gradient, is taken in two stages: ONNX Runtime adds one row after
+    another, which of 65,536 rows loses a thousand times as much to rounding as torch's own sums.
 
     A product of a matrix by a vector becomes one by a column, between two views that cost nothing. A Pad that a pool
     reads states its axes, which keeps the two apart (from opset 18 on); pads that an AveragePool would count wrongly
@@ -29,6 +36,8 @@ def write_safely(model: ir.Model) -> None:
             _pad_apart(model.graph, node, model.opset_imports.get("") or 0)
         elif node.op_type == "ConvTranspose":
             _pad_evenly(model.graph, node)
+        elif node.op_type == "ReduceSum" and (model.opset_imports.get("") or 0) >= 13:
+            _in_stages(model.graph, node)
 
 
 def _rank(value: ir.Value | None) -> int | None:
@@ -102,6 +111,43 @@ def _pad_evenly(root: ir.Graph, node: ir.Node) -> None:
     cut.replace_input_with(0, made)
     assert node.graph is not None
     node.graph.insert_after(node, cut)
+
+
+def _in_stages(root: ir.Graph, node: ir.Node) -> None:
+    """The sum over leading axes is that of the sums over blocks of them."""
+    x, axes = (
+        node.inputs[0],
+        node.inputs[1].const_value if len(node.inputs) > 1 and node.inputs[1] is not None else None,
+    )
+    if x is None or axes is None or x.shape is None or not all(isinstance(n, int) for n in x.shape):
+        return
+    sizes = [n for n in x.shape if isinstance(n, int)]
+    over = sorted(int(axis) % len(sizes) for axis in axes.numpy())
+    keeps = "keepdims" not in node.attributes or node.attributes["keepdims"].as_int()
+    count, kept = math.prod(sizes[: len(over)]), sizes[len(over) :]
+    blocks = _blocks(count)
+    if over != list(range(len(over))) or math.prod(kept) < 2 or blocks is None or (keeps and len(over) > 1):
+        return
+    shape = [blocks, count // blocks, *kept]
+    view = ir.node("Reshape", [x, _vector(root, "shape", shape)], metadata_props=dict(node.metadata_props))
+    stage = ir.node(
+        "ReduceSum", [view.outputs[0], _axes(root, [1])], {"keepdims": 0}, metadata_props=dict(node.metadata_props)
+    )
+    for part, suffix, made in ((view, "blocks", shape), (stage, "stage", [blocks, *kept])):
+        part.outputs[0].name = f"{node.outputs[0].name}.{suffix}"
+        part.outputs[0].shape, part.outputs[0].type = ir.Shape(made), x.type
+        part.name = f"node.{part.outputs[0].name}"
+    node.replace_input_with(0, stage.outputs[0])
+    node.replace_input_with(1, _axes(root, [0]))
+    assert node.graph is not None
+    node.graph.insert_before(node, [view, stage])
+
+
+def _blocks(count: int) -> int | None:
+    """The divisor nearest to the square root of a large number, where there is one."""
+    if count < _MANY:
+        return None
+    return next((n for n in range(math.isqrt(count), _FEW - 1, -1) if not count % n), None)
 
 
 def _is_pooled(node: ir.Node) -> bool:

@@ -26,12 +26,13 @@ def simplify(model: ir.Model) -> None:
     """Rewrite a model in place into one that computes the same with fewer nodes.
 
     Goes: Identity, and Cast, Transpose, Reshape, Expand, Slice, Concat, Sum and arithmetic that change nothing;
-    chains of Transpose and of reshapes become one; an Expand that its reader would broadcast anyway; a Transpose that
-    a product of matrices can take in or be; what is computed twice or not at all. Phase labels stay with the nodes.
+    chains of Transpose and of reshapes become one; an Expand that its reader would broadcast anyway, also one of a
+    matrix for a batch of them; a Transpose that a product of matrices can take in or be; what is computed twice or not
+    at all. Phase labels stay with the nodes.
     What ONNX Runtime's optimisations would compute wrongly takes another form: `safe_forms`.
     """
     write_safely(model)
-    for rewrite in (_skip, _fuse_chain, _absorb_expand, _absorb_transpose, _turn_product):
+    for rewrite in (_skip, _fuse_chain, _absorb_expand, _absorb_batch, _absorb_transpose, _turn_product):
         for node in model.graph:
             rewrite(node)
     common.RemoveUnusedNodesPass()(model)
@@ -181,6 +182,48 @@ def _absorb_expand(node: ir.Node) -> None:
                   for i, v in enumerate(node.inputs)]  # fmt: skip
         if _broadcast(shapes) == result:
             node.replace_input_with(index, small or _fill(before))
+
+
+def _absorb_batch(node: ir.Node) -> None:
+    """A product of matrices multiplies one matrix by a batch of them: it need not be repeated."""
+    if node.domain or node.op_type != "MatMul":
+        return
+    result = _static(node.outputs[0])
+    for index, value in enumerate(node.inputs):
+        other = _static(node.inputs[1 - index])
+        if result is None or other is None or other[:-2] != result[:-2] or value is None:
+            continue
+        if (found := _repeated(value)) is None:
+            continue
+        single, turned = found
+        if turned:
+            turn = ir.node("Transpose", [single], {"perm": [1, 0]}, metadata_props=dict(node.metadata_props))
+            made = turn.outputs[0]
+            made.name, turn.name = f"{value.name}.single", f"node.{value.name}.single"
+            made.shape, made.type = ir.Shape([*reversed(_static(single) or ())]), single.type
+            assert node.graph is not None
+            node.graph.insert_before(node, turn)
+            single = made
+        node.replace_input_with(index, single)
+
+
+def _repeated(value: ir.Value) -> tuple[ir.Value, bool] | None:
+    """The matrix that every matrix of a batch is, and whether it is transposed there."""
+    turned = False
+    while (before := value.producer()) is not None and before.inputs and before.inputs[0] is not None:
+        source, shape = before.inputs[0], _static(value)
+        of_source = _static(source)
+        if shape is None or of_source is None or len(shape) < 3 or len(of_source) < 2:
+            return None
+        rank, perm = len(shape), _perm(before) if before.op_type == "Transpose" else None
+        if perm == [*range(rank - 2), rank - 1, rank - 2]:
+            turned = not turned
+        elif before.op_type not in ("Reshape", "Expand") or of_source[-2:] != shape[-2:]:
+            return None
+        elif before.op_type == "Expand":
+            return (source, turned) if len(of_source) == 2 else None
+        value = source
+    return None
 
 
 def _fill(node: ir.Node) -> ir.Value:

@@ -214,6 +214,24 @@ def test_pooling_channels_last_images_moves_no_data():
     assert error(step) < 1e-5
 
 
+@pytest.mark.parametrize("mode", ["nearest", "bilinear", "bicubic"])
+def test_resizing_scatters_nothing_and_keeps_nothing_the_size_of_a_batch(mode):
+    pytest.importorskip("onnxruntime")
+    from onnx_remat.ort.executed import as_executed
+    from onnx_remat.ort.kernels.cpu import CPU
+    from onnx_remat.ort.prepare import Preparation
+    from onnx_remat.run.foreseen import foresee
+
+    first = nn.Conv2d(3, 4, 3)
+    step = export_training_step(
+        first, (torch.randn(16, 3, 26, 26), torch.randn(16, 4, 48, 48)),
+        lambda made, target: F.mse_loss(F.interpolate(made.tanh(), scale_factor=2, mode=mode), target),
+    )  # fmt: skip
+    assert not {"GatherND", "ScatterElements", "ScatterND"} & {node.op_type for node in step.graph.node}
+    assert foresee(as_executed(step, None, "all", Preparation(CPU))).weights < 40_000  # of a batch of images: 590 kB
+    assert error(step) < 1e-5
+
+
 class AsksWhetherItIsExported(nn.Linear):
     def forward(self, x):
         assert torch.compiler.is_compiling() or float(x.sum()) < 1e9  # as transformers' masks do

@@ -65,3 +65,31 @@ def test_pads_that_would_be_miscounted_are_a_node_of_their_own(pads, apart):
     fed = {"x": np.random.default_rng(0).random((2, 3, 6, 5), np.float32)}
     for level in ("disable", "all"):
         np.testing.assert_allclose(*(runtime.outputs(m, fed, level)["y"] for m in (model, written)), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes", "staged"),
+    [([65536, 5], [0], True), ([64, 96, 5], [0, 1], True), ([64, 5], [0], False), ([4099, 5], [0], False),
+     ([4096, 5], [1], False), ([4096], [0], False)],
+)  # fmt: skip
+def test_sums_of_many_rows_are_taken_in_stages(shape, axes, staged):
+    """A prime number of rows has no blocks."""
+    from onnx_remat.converters.safe_forms import write_safely
+
+    info = helper.make_tensor_value_info
+    node = helper.make_node("ReduceSum", ["x", "axes"], ["y"], "sum", keepdims=0)
+    kept = [n for i, n in enumerate(shape) if i not in axes]
+    graph = helper.make_graph([node], "g", [info("x", 1, shape)], [info("y", 1, kept)])
+    graph.initializer.append(onnx.numpy_helper.from_array(np.array(axes, np.int64), "axes"))
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=9)
+    made = ir.from_proto(model)
+    write_safely(made)
+    write_safely(made)  # what is in stages stays as it is
+    written = ir.to_proto(made)
+    onnx.checker.check_model(written, full_check=True)
+    assert [n.op_type for n in written.graph.node] == [*["Reshape", "ReduceSum"] * staged, "ReduceSum"]
+    fed = np.random.default_rng(0).normal(0.5, 1, shape).astype(np.float32)
+    exact = fed.astype(np.float64).sum(tuple(axes))
+    for level in ("disable", "all"):
+        off = np.abs(runtime.outputs(written, {"x": fed}, level)["y"] - exact).max() / np.abs(exact).max()
+        assert off < 5e-7 if staged else off < 1e-4

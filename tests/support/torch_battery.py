@@ -179,6 +179,8 @@ CASES = {
     "interp_nearest_exact": (Fn(lambda x: F.interpolate(x, size=(17, 7), mode="nearest-exact")), img()),
     "interp_linear": (Fn(lambda x: F.interpolate(x, scale_factor=2.5, mode="linear")), randn(2, 4, 11)),
     "interp_trilinear": (Fn(lambda x: F.interpolate(x, scale_factor=2, mode="trilinear")), randn(1, 2, 4, 4, 4)),
+    "interp_nearest_both": (Fn(lambda x: F.interpolate(x, scale_factor=(2, 1.5), recompute_scale_factor=True)), img()),
+    "interp_down": (Fn(lambda x: F.interpolate(x, scale_factor=0.5, mode="bicubic", align_corners=True)), img()),
     "interp_area": (Fn(lambda x: F.interpolate(x, size=(5, 5), mode="area")), img()),
     "interp_antialias": (
         Fn(lambda x: F.interpolate(x, size=(5, 17), mode="bilinear", antialias=True)),

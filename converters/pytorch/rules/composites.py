@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from ..private_torch import old_weight_norm
+from .resizing import interpolate
 
 
 def bilinear(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -235,6 +236,7 @@ COMPOSITES: dict[Any, Callable[..., Any]] = {
     F.ctc_loss: ctc_loss,
     F.gaussian_nll_loss: gaussian_nll_loss,
     F.grid_sample: grid_sample,
+    F.interpolate: interpolate,
     torch.cumprod: cumprod,
     torch.Tensor.cumprod: cumprod,
     torch.matrix_exp: matrix_exp,
