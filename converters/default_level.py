@@ -15,6 +15,7 @@ import onnx
 from onnx_remat.errors import ConversionError
 from onnx_remat.ir.op_semantics import semantics
 from onnx_remat.ort import known_bugs, runtime
+from onnx_remat.run import heap
 
 from . import check, names
 
@@ -65,6 +66,7 @@ def compare(
     """
     expected = changes({value.name: plain[value.name] for value in model.graph.output}, feeds)
     made = changes(runtime.outputs(model, feeds, "all"), feeds)
+    heap.trim()
     steps = {name: rounding(plain[name]) for name in expected if _before(name, feeds) is not None}
     found = check.differences(made, expected, tolerance, steps)
     if not found.wrong:

@@ -90,8 +90,9 @@ def row(n: int, effort: float) -> tuple[str, ...]:
     worst, where = max(above, default=(0.0, 0))
     seconds = (time.monotonic() - start) / len(tried)
     mean = float(np.mean([a for a, _ in above])) if above else 0.0
-    return (str(n), f"{tried[0]} to {tried[-1]}", str(len(tried)), str(lost), f"{worst:+.1%}", str(where), f"{mean:+.1%}",
-            f"{seconds:.1f}")  # fmt: skip
+    which = f"{tried[0]} to {tried[-1]}"
+    numbers = f"{worst:+.1%}", str(where), f"{mean:+.1%}", f"{seconds:.1f}"
+    return (str(n), which, str(len(tried)), str(lost), *numbers)
 
 
 def main() -> None:

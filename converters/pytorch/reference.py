@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from onnx_remat.errors import ConversionError
+from onnx_remat.run import heap
 
 from .. import check, names
 from . import updates
@@ -75,7 +76,9 @@ def _run(
     replay = Replay(watched, tolerance)
     with eager_kernels(), within, Composites(replay, own=True):
         made = step.run(values, replay)
-    return {name: array(value) for name, value in made.items()}
+    found = {name: array(value) for name, value in made.items()}
+    heap.trim()  # of what autograd held
+    return found
 
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

@@ -165,6 +165,7 @@ def outputs(model: onnx.ModelProto, feeds: Mapping[str, np.ndarray], level: str 
     import onnxruntime
 
     options.log_severity_level = 4
+    options.enable_cpu_mem_arena = False  # for one run it would only hold what others could use
     try:
         session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=[*HOST])
         made = session.run(None, dict(feeds))
