@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import argparse
 import time
-from functools import cache
 
 import numpy as np
 
 from onnx_remat.ort.simulate.buffers import simulate
 from onnx_remat.plan.selectors import Request, get
+from onnx_remat.plan.selectors.revolve import table
 from onnx_remat.problem import Schedule, check_schedule
 from scripts.results import Table, save
 from tests.support.planner_problems import baseline, chain
@@ -28,59 +28,23 @@ _ALL = 64  # length up to which every number of slots is tried
 _SOME = 24  # numbers of slots tried of longer ones
 
 
-class Optimum:
-    """Fewest forward ops for all lengths up to `n` and all numbers of slots, and the plans that have them."""
-
-    def __init__(self, n: int) -> None:
-        self.cost = np.zeros((n + 1, n), np.int64)  # [length, slots]
-        self._cut = np.zeros((n + 1, n), np.int64)
-        lengths = np.arange(n + 1)
-        for slots in range(n):
-            for length in range(1, n + 1):
-                self.cost[length, slots] = length + self.cost[length - 1, slots]  # run to the end, then do the rest
-                self._cut[length, slots] = length
-                if slots and length > 1:
-                    cuts = lengths[1:length]
-                    found = cuts + self.cost[length - cuts, slots - 1] + self.cost[cuts - 1, slots]
-                    if found.min() < self.cost[length, slots]:
-                        self.cost[length, slots] = found.min()
-                        self._cut[length, slots] = cuts[found.argmin()]
-
-    def schedule(self, n: int, slots: int) -> Schedule:
-        """Ops as `chain` numbers them."""
-        order: list[int] = []
-        pending = [(0, n, slots, False)]  # first activation, how many, slots; or the gradient of the first one
-        while pending:
-            first, length, free, gradient = pending.pop()
-            if gradient:
-                order.append(2 * n - 1 - first)
-            elif length:
-                cut = int(self._cut[length, free])
-                order += range(first, first + cut)
-                held = cut < length
-                pending.append((first, cut - 1, free, False))
-                pending.append((first + cut - 1, 0, 0, True))
-                if held:
-                    pending.append((first + cut, length - cut, free - 1, False))
-        return Schedule(tuple(order))
-
-
-@cache
-def optimum(n: int) -> Optimum:
-    """Of chains up to so long."""
-    return Optimum(n)
+def optimum(n: int, slots: int) -> Schedule:
+    """The plan that dynamic programming finds, in ops as `chain` numbers them."""
+    order: list[int] = []
+    for first, end in table(n, slots).stages(n, slots):
+        order += range(first, end) if first < end else [2 * n - 1 - first]
+    return Schedule(tuple(order))
 
 
 def row(n: int, effort: float) -> tuple[str, ...]:
     """One line of the table."""
-    problem, best = chain(n), optimum(n)
+    problem = chain(n)
     tried = range(n) if n <= _ALL else sorted({int(s) for s in np.geomspace(1, n - 1, _SOME)})
     above: list[tuple[float, int]] = []
     lost, start = 0, time.monotonic()
     for slots in tried:
-        known = best.schedule(n, slots)
+        known = optimum(n, slots)
         check_schedule(problem, known)
-        assert len(known.order) == best.cost[n, slots] + n
         peak = simulate(problem, known).peak
         found = get("search")(Request(problem, peak, baseline(problem), effort=effort))
         if simulate(problem, found).peak > peak:

@@ -1,8 +1,9 @@
 """Budget-driven search: several seeds, annealed over retention intervals against the liveness profile.
 
-Seeds are orders without recompute, priced cuts and segment plans. Values may be recomputed more than once,
-and where the order is free it is part of the plan. Buffers that the runtime would share make the true peak
-higher than liveness says; where the simulator finds that, the search is repeated for a smaller budget.
+Seeds are orders without recompute, priced cuts and segment plans, and recursive ones where none of these is small
+enough. Values may be recomputed more than once, and where the order is free it is part of the plan. Buffers that the
+runtime would share make the true peak higher than liveness says; where the simulator finds that, the search is repeated
+for a smaller budget.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from onnx_remat.plan.search.tuning import (
 )
 from onnx_remat.plan.selectors.keep_all import reordered
 from onnx_remat.plan.selectors.min_cut import cut_seeds
+from onnx_remat.plan.selectors.revolve import recursive_plans
 from onnx_remat.plan.selectors.sqrt_n import segment_seeds
 from onnx_remat.problem import Schedule
 from onnx_remat.units import format_bytes
@@ -48,6 +50,8 @@ def seeds(request: Request, view: Viewless, work: int) -> tuple[list[Plan], list
         if problem.n_ops <= LARGE_OPS:
             plans += cut_seeds(problem, base.array())
         classical += [priced(problem, plan.order, budget) for plan in plans]
+        if all(plan.over for plan in (*plain, *classical)):  # too tight for one recompute of each
+            classical += recursive_plans(problem, base.array(), budget)
     return plain, sorted(classical, key=lambda plan: plan.key)
 
 
