@@ -80,9 +80,15 @@ class Report:
 
     def covered(self) -> tuple[int, int]:
         """What the budget covers, of the original and of the result, in bytes."""
-        if self.run_by == "loop" and self.loop_before and self.loop_after:
-            return self.loop_before.total, self.loop_after.total
+        if loops := self.loops():
+            return loops[0].total, loops[1].total
         return self.before.total, self.after.total
+
+    def loops(self) -> tuple[Footprint, Footprint] | None:
+        """What training with the original and with the result takes, where the budget covers that."""
+        if self.run_by == "loop" and self.loop_before and self.loop_after:
+            return self.loop_before, self.loop_after
+        return None
 
     def books(self) -> int:
         """Bytes of what the budget covers that no plan changes, reckoned for the original."""
