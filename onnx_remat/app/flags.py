@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from onnx_remat import files
 from onnx_remat.app import completion, streams
-from onnx_remat.errors import OnnxRematError, UsageError
+from onnx_remat.errors import BudgetInfeasibleError, OnnxRematError, UsageError
 
 if TYPE_CHECKING:
     from onnx_remat.ir.model_io import Source
@@ -143,6 +144,19 @@ def planning_options(arguments: argparse.Namespace) -> PlanningOptions:
     return options
 
 
+_SETTING = re.compile(r"\b(budget|effort|time_limit|selector)='?([\w.+-]*[\w])'?")
+_UNITS = {"budget": "B", "time_limit": "s"}
+
+
+def as_flags(message: str) -> str:
+    """A refusal's advice as flags instead of Python's arguments.
+
+    >>> as_flags("try budget=5000000 (5.0 MB), time_limit=60; or selector='auto'")
+    'try --budget 5000000B (5.0 MB), --time-limit 60s; or --selector auto'
+    """
+    return _SETTING.sub(lambda m: f"--{m[1].replace('_', '-')} {m[2]}{_UNITS.get(m[1], '')}", message)
+
+
 def guarded(name: str, command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> int:
     """Run a command; a refusal is one line on standard error and its exit code."""
     streams.steady()
@@ -150,7 +164,8 @@ def guarded(name: str, command: Callable[[Sequence[str]], int], arguments: Seque
         with streams.terminable():
             return command(arguments)
     except OnnxRematError as error:
-        streams.complain(f"{name}: error: {' '.join(str(error).split())}")
+        message = " ".join(str(error).split())
+        streams.complain(f"{name}: error: {as_flags(message) if isinstance(error, BudgetInfeasibleError) else message}")
         return error.exit_code
     except OSError as error:
         streams.complain(f"{name}: error: {error}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,9 @@ import onnx
 import pytest
 from onnx import helper
 
+from onnx_remat import plan_model
 from onnx_remat.app.cli import COMMANDS, main
+from onnx_remat.errors import BudgetInfeasibleError
 from onnx_remat.plan import selectors
 from tests.support.graphs import mlp
 
@@ -66,6 +69,20 @@ def test_json_to_standard_output_is_only_json(home, capsys):
     )
     assert code == 0 and json.loads(out)["budget"] > 0
     assert not (home / "out.onnx").exists()
+
+
+def test_a_refusal_names_flags_on_the_command_line_and_arguments_in_python(home, capsys):
+    for flags, advice in (
+        (("--budget", "600kB"), r"600\.0 kB is impossible: below .+ proved; try --budget \d+B \(\d"),
+        (("--budget", "750kB", "--effort", "1"), r"with --effort 1: .+ try --budget \d+B \(.+, 2% above .+ --effort 2 "),
+        (("--budget", "750kB", "--selector", "sqrt_n"), r"try --budget \d+B .+ or --selector auto to go lower"),
+    ):  # fmt: skip
+        code, _, err = cli(capsys, "in.onnx", "out.onnx", "--for", "session", *flags)
+        assert code == 3 and re.search(advice, err), err
+        assert "budget=" not in err
+    with pytest.raises(BudgetInfeasibleError, match=r"try budget=\d+ \(.+ or effort=2 to go lower") as caught:
+        plan_model("in.onnx", "750kB", run_by="session", effort=1)
+    assert "--" not in str(caught.value)
 
 
 def test_a_mistyped_command_is_told(home, capsys):
