@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from onnx_remat import files
 from onnx_remat.app import completion, streams
-from onnx_remat.errors import BudgetInfeasibleError, OnnxRematError, UsageError
+from onnx_remat.errors import BudgetInfeasibleError, OnnxRematError, UsageError, did_you_mean
 
 if TYPE_CHECKING:
     from onnx_remat.ir.model_io import Source
@@ -24,10 +25,25 @@ class Parser(argparse.ArgumentParser):
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """As argparse's."""
         completion.answer(self, of_command=" " in self.prog)
+        self._words = list(sys.argv[1:] if args is None else args)
         return super().parse_args(args, namespace)
 
     def error(self, message: str) -> None:  # type: ignore[override]  # argparse's own exits before we can report
-        raise UsageError(message)
+        raise UsageError(message + self._meant())
+
+    def _meant(self) -> str:
+        """What was meant, where a flag is mistyped or a size lies in two words; nothing elsewhere."""
+        flags = list(self._option_string_actions)
+        for before, word in itertools.pairwise(["", *self._words]):
+            flag = word.partition("=")[0]
+            if flag.startswith("--") and not any(known.startswith(flag) for known in flags):
+                return did_you_mean(flag, flags)
+            if _NUMBER.fullmatch(before) and _UNIT.fullmatch(word):
+                return f"; write {before}{word}, without the space"
+        return ""
+
+
+_NUMBER, _UNIT = re.compile(r"\d+(\.\d+)?"), re.compile(r"(?i)[kmgt]?i?b|%|s|min|h")
 
 
 def add_planning_flags(parser: argparse.ArgumentParser, time_limit: str = "30s") -> None:
@@ -35,10 +51,11 @@ def add_planning_flags(parser: argparse.ArgumentParser, time_limit: str = "30s")
     from onnx_remat.ort.kernels.costs import PRESETS
 
     planning = parser.add_argument_group("planning")
+    where = "described below" if parser.prog == "onnx-remat" else "onnx-remat -h describes them"
     add_provider_flag(planning)
     planning.add_argument(
         "--selector", default="auto", metavar="NAME",
-        help=f"how to plan (default auto): {', '.join(selector_names())}; onnx-remat -h describes them",
+        help=f"how to plan (default auto): {', '.join(selector_names())}; {where}",
     )  # fmt: skip
     planning.add_argument(
         "--dim", action="append", default=[], metavar="NAME=N", help="size of a symbolic dimension (repeat)"
