@@ -345,7 +345,7 @@ def budgeted(
         As of `export_training_step`: dimensions of batches that may be smaller than the example's. The budget is
         planned for the example; with the first batch of another size the step is opened anew, which takes seconds.
     check : bool
-        Compare the step with torch's own first, which once takes the memory of an ordinary step.
+        Compare the step with torch's own first, which once takes several times the memory of a step of torch's.
     planning : mapping, optional
         Fields of `onnx_remat.options.Options`: ``{"effort": 5}``.
 
