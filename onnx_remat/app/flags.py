@@ -165,12 +165,15 @@ _SETTING = re.compile(r"\b(budget|effort|time_limit|selector)='?([\w.+-]*[\w])'?
 _UNITS = {"budget": "B", "time_limit": "s"}
 
 
-def as_flags(message: str) -> str:
-    """A refusal's advice as flags instead of Python's arguments.
+def said(error: OnnxRematError) -> str:
+    """An error in one line; a refusal's advice as flags instead of Python's arguments.
 
-    >>> as_flags("try budget=5000000 (5.0 MB), time_limit=60; or selector='auto'")
+    >>> said(BudgetInfeasibleError("try budget=5000000 (5.0 MB), time_limit=60; or selector='auto'", 0, 0))
     'try --budget 5000000B (5.0 MB), --time-limit 60s; or --selector auto'
     """
+    message = " ".join(str(error).split())
+    if not isinstance(error, BudgetInfeasibleError):
+        return message
     return _SETTING.sub(lambda m: f"--{m[1].replace('_', '-')} {m[2]}{_UNITS.get(m[1], '')}", message)
 
 
@@ -181,8 +184,7 @@ def guarded(name: str, command: Callable[[Sequence[str]], int], arguments: Seque
         with streams.terminable():
             return command(arguments)
     except OnnxRematError as error:
-        message = " ".join(str(error).split())
-        streams.complain(f"{name}: error: {as_flags(message) if isinstance(error, BudgetInfeasibleError) else message}")
+        streams.complain(f"{name}: error: {said(error)}")
         return error.exit_code
     except OSError as error:
         streams.complain(f"{name}: error: {error}")
