@@ -103,9 +103,7 @@ def flame_text(frame: Frame) -> list[str]:
     """
     lines = _lines(frame, max(1, frame.bytes), 0)
     if any(inner.name == NOWHERE for inner in frame.inside):
-        lines.append(
-            f"{NOWHERE}: of nodes that do not say which they are of: often of the loss and the update"
-        )
+        lines.append(f"{NOWHERE}: of nodes that do not say which they are of: often of the loss and the update")
     return lines
 
 
