@@ -42,6 +42,7 @@ MARGIN = 0.01
 _WARM = 0.97  # of the target: steps above this count as peaks when looking for buffers shared to no good
 _ANYTIME = ("search", "auto", "exact")  # selectors that use the time they are given
 _EASE = 1.02  # of the lowest budget found: a search for just that would have to be as lucky again
+_MORE = 2.0  # times the effort: what a refusal advises to try
 _CLOSE = 0.98  # of a target that was too large: one that is not too large and this near is good enough
 _UNSEEN = 0.004  # of what a loop takes: networks of up to 3,600 nodes took at most 0.3 % more than foreseen
 _PLANS = 6  # plans made when the written file misses the budget that the plan kept
@@ -151,29 +152,36 @@ def make_plan(
 
 
 def _refusal(goal: Goal, target: int, floor: int, lowest: int, before: int, options: Options) -> str:
-    """Why there is no plan: proved, or not found in the time given; and what to try next."""
+    """Why there is no plan: proved, or not found in the time given; and what to try next.
+
+    Settings are named as in Python, ``budget=52000000``; the command line makes flags of them.
+    """
     allowed, least, found = goal.allowed, goal.budget(floor), goal.budget(lowest)
     if floor > target:
-        why = "" if floor > allowed else f" and {MARGIN:.0%} of a budget is kept free"
-        if goal.books:
-            why = f", {format_bytes(goal.books)} are ONNX Runtime's own bookkeeping" + why
+        books = f"{format_bytes(goal.books)} of ONNX Runtime's own bookkeeping, " if goal.books else ""
         return (
-            f"budget {format_bytes(allowed)} is impossible, and proved to be: no schedule of this graph, whatever it "
-            f"recomputes, peaks below {format_bytes(floor)}{why}; nothing below --budget {least}B can be planned, and "
-            f"a first look finds a plan for {found}B ({format_bytes(found)})"
+            f"budget {format_bytes(allowed)} is impossible: below {format_bytes(least)} ({format_bytes(floor)} of "
+            f"tensors, {books}{MARGIN:.0%} kept free) there is no plan, which is proved; try budget={found} "
+            f"({format_bytes(found)}), for which a first look finds one"
         )
     searched = options.selector in _ANYTIME
     within = f" with {options.bounded_by()}" if searched else ""
-    more = "a longer --time-limit" if options.effort is None else "a larger --effort"
-    lower = more if searched else "--selector auto"
-    finds = f"the lowest that selector {options.selector!r} finds is about {format_bytes(found)}"
-    advice = f"try --budget {int(found * _EASE)}B, or {lower} to go lower"
+    lower = options.bounded_by(_MORE) if searched else "selector='auto'"
+    finds = f"the lowest that selector {options.selector!r} finds is {format_bytes(found)}"
+    advice = f"{_with_ease(found)}, or {lower} to go lower"
     if lowest >= before:
         finds, advice = f"selector {options.selector!r} finds nothing lower than the model as it is", f"try {lower}"
-    return (
-        f"no plan found for budget {format_bytes(allowed)}{within}: {finds}; {advice}; "
-        f"no schedule peaks below {format_bytes(floor + goal.books)}"
-    )
+    return f"no plan found for budget {format_bytes(allowed)}{within}: {finds}; {advice}; {_no_lower(least)}"
+
+
+def _with_ease(found: int) -> str:
+    """Advice to ask for a little more than the lowest budget that was found."""
+    eased = int(found * _EASE)
+    return f"try budget={eased} ({format_bytes(eased)}, {_EASE - 1:.0%} above that)"
+
+
+def _no_lower(least: int) -> str:
+    return f"below {format_bytes(least)} there is no plan at all"
 
 
 def fit(
@@ -238,8 +246,7 @@ def fit(
     lowest, holds = min(peaks), " with its arena" if options.arena else ""
     raise BudgetInfeasibleError(
         f"no file found that ONNX Runtime runs under budget {format_bytes(allowed)}{holds}: plans keep it, but the "
-        f"best file peaks at {format_bytes(lowest)}; try --budget {int(lowest * _EASE)}B; no schedule at all peaks "
-        f"below {format_bytes(plan.lower_bound + goal.books)}",
+        f"best file takes {format_bytes(lowest)}; {_with_ease(lowest)}; {_no_lower(goal.budget(plan.lower_bound))}",
         lowest, plan.lower_bound + goal.books,
     )  # fmt: skip
 

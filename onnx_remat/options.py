@@ -85,9 +85,9 @@ class Options:
         """How much planning may try, in seconds of a slow core."""
         return self.time_limit if self.effort is None else self.effort
 
-    def bounded_by(self) -> str:
-        """The flag that bounds planning, and its value."""
-        return f"--time-limit {self.time_limit:g}s" if self.effort is None else f"--effort {self.effort:g}"
+    def bounded_by(self, times: float = 1.0) -> str:
+        """The setting that bounds planning, and so many times its value, as in Python."""
+        return f"time_limit={times * self.time_limit:g}" if self.effort is None else f"effort={times * self.effort:g}"
 
     def preparation(self) -> Preparation:
         """What of these the model is compiled with."""

@@ -190,6 +190,7 @@ def _report(
         after=describe(final, after),
         peaks_by_level={level: each.timeline().peak for level, each in executed.items()},
         lower_bound=plan.lower_bound,
+        impossible_below=job.impossible_below(plan.lower_bound),
         extra_compute=plan.extra_compute,
         extra_compute_bound=at_least,
         recomputed=len(written.recomputed),
@@ -235,6 +236,14 @@ class Job:
         seconds = kernels.compile(groups)
         self.clock.waited(seconds)
         self.deadline.later(seconds)
+
+    def covered(self) -> int:
+        """What the original takes of what the budget covers."""
+        return self.trained.total if self.goal.by_loop and self.trained else self.before.peak
+
+    def impossible_below(self, floor: int) -> int:
+        """No budget below this is kept where no plan peaks below `floor`; what the original takes is kept by itself."""
+        return min(self.goal.budget(floor), self.covered())
 
     def keeps_already(self) -> bool:
         """Is the original itself within the budget?"""
@@ -293,14 +302,14 @@ def _unchanged(job: Job) -> Result:
     """The original as it is: it keeps the budget already."""
     compiled, original, clock = job.compiled, job.original, job.clock
     timeline = job.before
-    peak = describe(original, timeline)
+    peak, floor, nodes = describe(original, timeline), bounds.lower_bound(compiled.problem), compiled.graph.n_nodes()
     with clock.stage("arena"):
         taken = reserves(original, timeline)
     report = Report(
         selector=job.options.selector, budget=job.goal.allowed, before=peak, after=peak,
         peaks_by_level={"all": peak.total},
-        lower_bound=bounds.lower_bound(compiled.problem), extra_compute=0.0, extra_compute_bound=0.0, recomputed=0,
-        control_edges=0, private_values=0, nodes_before=compiled.graph.n_nodes(), nodes_after=compiled.graph.n_nodes(),
+        lower_bound=floor, impossible_below=job.impossible_below(floor), extra_compute=0.0, extra_compute_bound=0.0,
+        recomputed=0, control_edges=0, private_values=0, nodes_before=nodes, nodes_after=nodes,
         seconds=clock.seconds, arena_before=taken, arena_after=taken,
         notes=(
             "the original keeps this budget already: OUT is the original, "

@@ -15,6 +15,24 @@ SCHEMA = "onnx-remat/report/1"
 """Version of the JSON layout: the number rises when a field changes its meaning or goes away."""
 
 
+TRAINING = (
+    ("training by Loop takes", "total"), ("  inputs and state", "inputs"), ("  weights", "weights"), ("  slab", "slab"),
+    ("  workspace", "workspace"), ("  ONNX Runtime's bookkeeping", "books"),
+)  # fmt: skip
+"""Rows of a table, and the fields of a `Footprint` that they show."""
+
+TENSORS = (
+    ("  inputs", "inputs"), ("  weights and constants", "weights"), ("  activations", "activations"),
+    ("  outputs", "outputs"), ("  workspace", "workspace"),
+)  # fmt: skip
+"""The same of a `Peak`, without its total."""
+
+
+def headed(run_by: str) -> tuple[tuple[str, str], ...]:
+    """`TENSORS` under a head that says whose they are, where the budget is not for them."""
+    return ("tensors in a plain session" if run_by == "loop" else "peak", "total"), *TENSORS
+
+
 @dataclass(frozen=True, slots=True)
 class Report:
     """Everything a run has to say.
@@ -30,13 +48,15 @@ class Report:
         Simulated peak of the rewritten model per graph optimisation level.
     lower_bound : int
         No schedule of this graph peaks below this many bytes of tensors.
+    impossible_below : int
+        No budget below this can be kept, by any plan.
     extra_compute : float
         Recomputed work as a fraction of one plain step: 0.25 means 25 % more.
     extra_compute_bound : float
         No schedule of this graph's nodes within the budget recomputes less: in any order, with any number of
         recomputes. (What ONNX Runtime fuses away is in no schedule.)
     recomputed, control_edges, private_values, nodes_before, nodes_after : int
-        Nodes recomputed, edges added to pin the order, values given a buffer of their own, node counts.
+        Nodes recomputed, edges added to pin the order (a node each), values given a buffer of their own, node counts.
     seconds : mapping
         Time each stage took.
     arena_before, arena_after : Reserves
@@ -60,6 +80,7 @@ class Report:
     after: Peak
     peaks_by_level: Mapping[str, int]
     lower_bound: int
+    impossible_below: int
     extra_compute: float
     extra_compute_bound: float
     recomputed: int
@@ -80,13 +101,23 @@ class Report:
 
     def covered(self) -> tuple[int, int]:
         """What the budget covers, of the original and of the result, in bytes."""
-        if self.run_by == "loop" and self.loop_before and self.loop_after:
-            return self.loop_before.total, self.loop_after.total
+        if loops := self.loops():
+            return loops[0].total, loops[1].total
         return self.before.total, self.after.total
+
+    def loops(self) -> tuple[Footprint, Footprint] | None:
+        """What training with the original and with the result takes, where the budget covers that."""
+        if self.run_by == "loop" and self.loop_before and self.loop_after:
+            return self.loop_before, self.loop_after
+        return None
 
     def books(self) -> int:
         """Bytes of what the budget covers that no plan changes, reckoned for the original."""
         return self.loop_before.books if self.run_by == "loop" and self.loop_before else 0
+
+    def helpers(self) -> int:
+        """Nodes that were added besides recomputes and control edges: what an edge waits through, private buffers."""
+        return self.nodes_after - self.nodes_before - self.recomputed - self.control_edges
 
     def verdict(self) -> str:
         """One line: what was reached, at what price."""
@@ -123,28 +154,24 @@ class Report:
         return "\n".join(lines)
 
     def _rows(self) -> list[tuple[str, str, str]]:
-        tensors = self._sides(self.before, self.after, (
-            ("peak of tensors" if self.run_by == "loop" else "peak", "total"), ("  inputs", "inputs"),
-            ("  weights and constants", "weights"), ("  activations", "activations"), ("  outputs", "outputs"),
-            ("  workspace", "workspace"),
-        ))  # fmt: skip
-        training = self._sides(self.loop_before, self.loop_after, (
-            ("training by Loop takes", "total"), ("  inputs and state", "inputs"), ("  weights", "weights"),
-            ("  slab", "slab"), ("  workspace", "workspace"), ("  ONNX Runtime's bookkeeping", "books"),
-        ))  # fmt: skip
+        session = self._sides(self.before, self.after, headed(self.run_by))
+        session += self._sides(
+            self.arena_before,
+            self.arena_after,
+            (("  with ONNX Runtime's arena", "held"), ("    outputs fed back", "held_fed_back")),
+        )
+        training = self._sides(self.loop_before, self.loop_after, TRAINING)
         rows = [("", "before", "after")]
-        rows += [*training, *tensors] if self.run_by == "loop" else [*tensors, *training]
-        for label, field in (("with ONNX Runtime's arena", "held"), ("  outputs fed back", "held_fed_back")):
-            before, after = (format_bytes(getattr(side, field)) for side in (self.arena_before, self.arena_after))
-            rows.append((label, before, after))
+        rows += [*training, *session] if self.run_by == "loop" else [*session, *training]
         rows += [
             ("extra compute", "", f"+{self.extra_compute:.2%}"),
             ("  of any plan, at least", "", f"+{self.extra_compute_bound:.2%}"),
             ("nodes", str(self.nodes_before), str(self.nodes_after)),
             ("  recomputed", "", str(self.recomputed)),
             ("  control edges", "", str(self.control_edges)),
+            ("  helpers of edges and buffers", "", str(self.helpers())),
             ("values with own buffers", "", str(self.private_values)),
-            ("smallest possible peak", "", f">= {format_bytes(self.lower_bound)}"),
+            ("smallest possible budget", "", f">= {format_bytes(self.impossible_below)}"),
         ]
         return rows
 
@@ -163,7 +190,7 @@ class Report:
         if m.trained_before is not None and m.trained_after is not None:
             rows.append(("training takes", format_bytes(m.trained_before), format_bytes(m.trained_after)))
         rows += [
-            ("peak of tensors", format_bytes(m.before), format_bytes(m.after)),
+            ("tensors in a plain session", format_bytes(m.before), format_bytes(m.after)),
             ("  pages and bookkeeping besides", format_bytes(m.before_beyond), format_bytes(m.after_beyond)),
             ("held with allocator reserves", format_bytes(m.before_default), format_bytes(m.after_default)),
             *([("with session_options()", "", format_bytes(m.after_arena))] if m.after_arena is not None else []),

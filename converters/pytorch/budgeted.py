@@ -13,10 +13,11 @@ import onnx
 import torch
 
 from onnx_remat.errors import ConversionError, UsageError
-from onnx_remat.options import PlanningOptions
+from onnx_remat.options import PlanningOptions, parse_options
 from onnx_remat.pipeline import rewrite_model
 from onnx_remat.report import Report
 from onnx_remat.run.session import Session
+from onnx_remat.units import parse_budget
 
 from .. import names
 from . import optim, updates
@@ -80,6 +81,7 @@ class Budgeted:
         self.report = report
         self._optimizers, self._model, self._written = users, step.model, written
         self._batch, self._sizes = replace(step.batch, tensors=()), written.sizes(step.batch)  # the example may go
+        self._shapes = {n: tensor.shape for n, tensor in zip(step.batch.names, step.batch.tensors, strict=True)}
         self._most = self._sizes
         self._session = session = Session(written.path, dims=self._sizes, donate=True)
         self._trained, self._settings = tuple(step.trainable), _settings(step.optimizers)
@@ -98,7 +100,7 @@ class Budgeted:
         self._bound: dict[str, _Layout] = {}
         self._failed = ""
 
-    def __call__(self, batch: Any) -> float:
+    def __call__(self, batch: Any, *more: Any) -> float:
         """Train on one batch, given as the example was; returns the loss.
 
         Raises
@@ -108,6 +110,10 @@ class Budgeted:
         ModelError
             ONNX Runtime failed midway: some parameters are renewed and some are not.
         """
+        if more:
+            raise UsageError(
+                f"a step takes one batch, not {1 + len(more)} arguments: pass one tuple, as the example batch"
+            )
         if self._failed:
             raise UsageError(f"this step is no longer usable ({self._failed}): load the state and make a new one")
         self._facts.check(self._now())
@@ -163,13 +169,28 @@ class Budgeted:
         for ours, theirs in zip(self._batch.leaves, given.leaves, strict=True):
             if ours is not theirs and ours != theirs:
                 raise UsageError(f"the batch holds {theirs!r} where the example holds {ours!r}, which is fixed")
-        self._resize(self._written.sizes(given))
         wanted = {array.name for array in self._session.inputs}
         tensors = {name: tensor for name, tensor in zip(given.names, given.tensors, strict=True) if name in wanted}
+        self._check_shapes(tensors)
+        self._resize(self._written.sizes(given))
         for name, tensor in tensors.items():
             if tensor.device.type != "cpu" or tensor.layout != torch.strided:
                 raise UsageError(f"{name} is {tensor.layout} on {tensor.device}: give a dense tensor on the CPU")
         return {name: view(tensor.contiguous().resolve_conj().resolve_neg()) for name, tensor in tensors.items()}
+
+    def _check_shapes(self, given: Mapping[str, torch.Tensor]) -> None:
+        """UsageError where a dimension that is not open has another size than in the example."""
+        for name, tensor in given.items():
+            example, is_open = self._shapes[name], self._written.dynamic.get(name, {})
+            fits = tensor.dim() == len(example) and all(
+                axis in is_open or size == example[axis] for axis, size in enumerate(tensor.shape)
+            )
+            if not fits:
+                raise UsageError(
+                    f"{name} is of shape {list(tensor.shape)}, the example of {list(example)}: where only the last "
+                    f"batch is smaller, let the data loader drop it (drop_last=True); else leave the size open, "
+                    f"dynamic_dims={{{name!r}: {{0: 'batch'}}}}, and so for every input that has it"
+                )
 
     def _resize(self, sizes: dict[str, int]) -> None:
         """Open the step for other sizes: one file, and one session at a time, so that the budget is kept."""
@@ -324,7 +345,7 @@ def budgeted(
         As of `export_training_step`: dimensions of batches that may be smaller than the example's. The budget is
         planned for the example; with the first batch of another size the step is opened anew, which takes seconds.
     check : bool
-        Compare the step with torch's own first, which once takes the memory of an ordinary step.
+        Compare the step with torch's own first, which once takes several times the memory of a step of torch's.
     planning : mapping, optional
         Fields of `onnx_remat.options.Options`: ``{"effort": 5}``.
 
@@ -346,6 +367,11 @@ def budgeted(
             raise ConversionError(f"{name} is on {tensor.device}: budgeted trains on the CPU; call model.cpu() first")
     parameters = dict(model.named_parameters())
     optim.held(users, parameters)
+    if budget is not None:
+        parse_budget(budget)
+        parse_options({**(planning or {})})
+    elif planning:
+        raise UsageError("planning is for a budget: give one")
     recipe = Recipe(clip_norm, clip_value, accumulate, average, None if scaler is None else Scaling.of(scaler))
     twins = tuple(_with_rates(user, parameters) for user in users)
     step = step_of(model, batch, loss, twins, recipe)
@@ -353,8 +379,6 @@ def budgeted(
     proto = export(step, OPSET, written.dynamic, check)
     _check_kernels(proto)
     if budget is None:
-        if planning:
-            raise UsageError("planning is for a budget: give one")
         onnx.save(proto, written.path)
         return Budgeted(step, users, written, None)
     sizes: PlanningOptions = {"dims": written.sizes(step.batch)} if written.dynamic else {}

@@ -135,3 +135,25 @@ def _frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:
     found = list(traceback.walk_tb(error.__traceback__))
     inside = next((i for i, (frame, _) in enumerate(found) if frame.f_code.co_filename.startswith(_OURS)), 0)
     yield from found[inside:]
+
+
+def one_size(
+    name: str,
+    axis: int,
+    size: int,
+    batch: Mapping[str, torch.Tensor],
+    dynamic: Mapping[str, Mapping[int, str]],
+) -> ConversionError:
+    """Of a dimension that was to vary, and of which the step needs the example's size."""
+    others = [
+        f"axis {other_axis} of {other}"
+        for other, tensor in batch.items()
+        for other_axis, length in enumerate(tensor.shape)
+        if length == size and other_axis not in dynamic.get(other, {})
+    ]
+    if others:
+        advice = f"{' and '.join(others)} {'are' if len(others) > 1 else 'is'} still fixed at that size: "
+        advice += f"name what varies with it {dynamic[name][axis]!r}, too"
+    else:
+        advice = "the model or the loss says so: leave it out"
+    return ConversionError(f"dynamic_dims: axis {axis} of {name} cannot vary, the step needs it to be {size}; {advice}")

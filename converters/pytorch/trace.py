@@ -34,7 +34,7 @@ from .private_torch import (
 )
 from .program import capture
 from .recipe import Recipe
-from .refusals import complex_numbers, refusal
+from .refusals import complex_numbers, one_size, refusal
 from .rules.composites import Composites
 
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -381,6 +381,7 @@ def trace(step: Step, dynamic: Mapping[str, Mapping[int, str]], opset: int) -> T
             raise
         except Exception as error:
             raise refusal(error, step.model) from error
+    _check_open(dict(zip(inputs, fakes, strict=True)), step.batch, dynamic)
     _share_paths(graph.graph)
     for node in graph.graph.nodes:
         if isinstance(value := node.meta.get("val"), torch.Tensor) and value.is_complex():
@@ -400,6 +401,16 @@ def _fakes(inputs: Mapping[str, torch.Tensor], dynamic: Mapping[str, Mapping[int
         source = ConstantSource(f"input_{len(made)}") if dynamic else None
         made.append(mode.from_tensor(value, symbolic_context=context, source=source))
     return made
+
+
+def _check_open(traced: Mapping[str, torch.Tensor], batch: Batch, dynamic: Mapping[str, Mapping[int, str]]) -> None:
+    """Raise ConversionError where the step only works for the example's size of a dimension that is to vary."""
+    for name, axes in dynamic.items():
+        for axis in axes:
+            size = traced[name].shape[axis]
+            fixed = size.node.maybe_as_int() if isinstance(size, torch.SymInt) else size
+            if fixed is not None:
+                raise one_size(name, axis, fixed, dict(zip(batch.names, batch.tensors, strict=True)), dynamic)
 
 
 @contextmanager

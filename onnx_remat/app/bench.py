@@ -15,7 +15,15 @@ from typing import Unpack
 from onnx import TensorProto
 
 from onnx_remat import files
-from onnx_remat.app.flags import Parser, add_planning_flags, add_runtime_flag, check_files, guarded, planning_options
+from onnx_remat.app.flags import (
+    Parser,
+    add_planning_flags,
+    add_runtime_flag,
+    check_files,
+    guarded,
+    planning_options,
+    said,
+)
 from onnx_remat.app.streams import complain, say
 from onnx_remat.errors import BudgetInfeasibleError, OnnxRematError, UsageError
 from onnx_remat.ir import model_io
@@ -346,7 +354,7 @@ def _run(arguments: Sequence[str]) -> int:
         except OnnxRematError as error:
             if len(given.input) == 1:
                 raise
-            complain(f"onnx-remat-bench: error: {path}: {error}")  # the others go on
+            complain(f"onnx-remat-bench: error: {path}: {said(error)}")  # the others go on
             refused = refused or error.exit_code
             continue
         found.append(result)

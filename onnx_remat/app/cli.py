@@ -54,7 +54,8 @@ selectors:
 {selectors}
 
 exit codes: 0 ok, 1 a bug of ours, 2 usage, 3 budget infeasible, 4 invalid or unsupported model or a
-package that is missing, 5 verification failed. On 2 to 5 nothing is written."""
+package that is missing, 5 verification failed, 6 conversion failed (of converters), 7 a rank of a
+distributed job lost, 130 interrupted. On 2 to 6 and on 130 nothing is written."""
 
 COMMANDS = ("estimate", "explain", "sweep", "profile", "check", "split")
 """Functions of `onnx_remat.app.commands`, called by their names."""

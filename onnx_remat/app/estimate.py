@@ -13,6 +13,7 @@ from onnx_remat.ir import model_io, phases
 from onnx_remat.options import PlanningOptions
 from onnx_remat.ort.peaks import Peak, Reserves, describe, reserves
 from onnx_remat.pipeline import begin
+from onnx_remat.report import TRAINING, headed
 from onnx_remat.run.foreseen import Footprint
 from onnx_remat.units import format_bytes, table
 
@@ -67,16 +68,19 @@ class Estimate:
 
     def to_text(self) -> str:
         """The peak, its parts, its flame graph by module, and the lowest budgets."""
-        rows = [(f"  {part}", format_bytes(getattr(self.peak, part))) for part in _PARTS]
-        rows.append(("with ONNX Runtime's arena", format_bytes(self.arena.held)))
-        if self.loop is not None:
-            rows.append(("training by Loop takes", format_bytes(self.loop.total)))
+        by_loop = self.run_by == "loop"
+        session = [(label, format_bytes(getattr(self.peak, field))) for label, field in headed(self.run_by)]
+        session.append(("  with ONNX Runtime's arena", format_bytes(self.arena.held)))
+        training = [(label, format_bytes(getattr(self.loop, field))) for label, field in TRAINING if self.loop]
+        what = "training takes" if by_loop else "peak"
+        whose = "of a plain session's tensors, " if by_loop else ""
         covers = "all that training by Loop takes" if self.run_by == "loop" else "the sum of tensors (--for session)"
         return "\n".join([
-            f"peak {format_bytes(self.peak.total)} at {self.peak.at}, {self.nodes} nodes",
+            f"{what} {format_bytes(self.covered)}, {self.nodes} nodes",
             "",
-            *table([("peak", format_bytes(self.peak.total)), *rows]),
+            *table([*training, *session] if by_loop else [*session, *training]),
             "",
+            f"the peak {whose}at {self.peak.at}:",
             *modules.flame_text(self.by_module),
             "",
             f"a budget covers {covers}: {format_bytes(self.covered)} as it is",
@@ -93,9 +97,6 @@ class Estimate:
             return [proved, f"a first look finds no plan for less than {format_bytes(total)}; planning may"]
         share = f"{found / total:.0%} of what it takes as it is"
         return [proved, f"a first look finds a plan for {format_bytes(found)}, {share}: --budget {found}B"]
-
-
-_PARTS = ("inputs", "weights", "activations", "outputs", "workspace")
 
 
 def estimate(model: model_io.Model, **options: Unpack[PlanningOptions]) -> Estimate:
@@ -129,6 +130,6 @@ def estimate(model: model_io.Model, **options: Unpack[PlanningOptions]) -> Estim
     )
     return Estimate(
         describe(executed, timeline), job.trained, reserves(executed, timeline), goal.run_by(), goal.allowed,
-        min(goal.budget(bound), goal.allowed), min(goal.budget(lowest), goal.allowed), by_module,
+        job.impossible_below(bound), min(goal.budget(lowest), goal.allowed), by_module,
         job.compiled.graph.n_nodes(), phases.note(job.compiled.problem.phase.tolist()),
     )  # fmt: skip

@@ -17,10 +17,12 @@ from onnx_remat.ir import model_io
 from onnx_remat.ir.graph import Graph, Op
 from onnx_remat.ir.shapes import TAG
 from onnx_remat.options import Options
+from onnx_remat.ort import runtime
 from onnx_remat.ort.executed import Executed, as_executed
 from onnx_remat.ort.kernels import costs
+from onnx_remat.run.foreseen import foresee
 from onnx_remat.units import check_dims, format_bytes, table
-from onnx_remat.write.decided import BUDGET_KEY, DIMS_KEY, EDGES_KEY, RECOMPUTE_KEY, RUN_BY_KEY
+from onnx_remat.write.decided import BUDGET_KEY, DIMS_KEY, EDGES_KEY, PROVIDER_KEY, RECOMPUTE_KEY, RUN_BY_KEY
 
 SCHEMA = "onnx-remat/explain/1"
 """Version of the JSON layout: the number rises when a field changes its meaning or goes away."""
@@ -64,9 +66,11 @@ class Explanation:
     run_by : str
         What the budget covers, see `Options.run_by`.
     budget, original_peak : int
-        What the file was written for, and what the original peaks at by default.
+        What the file was written for, and what the original's tensors peak at by default.
+    trained : int or None
+        What training by a loop takes with the file, where the budget is for that and it can be foreseen here.
     peak, peak_at : int, str
-        Of the file's own nodes, one after the other, and the op that runs then.
+        Of the file's own nodes in a plain session, one after the other, and the op that runs then.
     kept_peak, kept_at : int, str
         The same if every result that is recomputed stayed where it was first made, in the same order.
     control_edges : int
@@ -82,6 +86,7 @@ class Explanation:
     run_by: str
     budget: int
     original_peak: int
+    trained: int | None
     peak: int
     peak_at: str
     kept_peak: int
@@ -97,26 +102,35 @@ class Explanation:
 
     def to_text(self) -> str:
         """What the order saves, what recomputing saves on top, by module, and the flame graph of the peak."""
-        covers = "all that training by Loop takes" if self.run_by == "loop" else "the sum of tensors"
+        by_loop = self.run_by == "loop"
         peaks = [
             ("the original, as ONNX Runtime executes it", format_bytes(self.original_peak)),
             ("in this file's order, nothing recomputed", format_bytes(self.kept_peak)),
             ("in this file's order, as it is", format_bytes(self.peak)),
-            (f"its budget, for {covers}", format_bytes(self.budget)),
         ]
-        lines = [*table([("peak", ""), *((f"  {what}", size) for what, size in peaks)]), ""]
+        budget, lines = format_bytes(self.budget), []
+        if not by_loop:
+            peaks.append(("its budget", budget))
+        elif self.trained is not None:
+            lines = [f"training by Loop takes {format_bytes(self.trained)}, budget {budget}", ""]
+        else:
+            lines = [f"budget {budget}, for all that training by Loop takes", ""]
+        head = "tensors in a plain session, which this budget is not for" if by_loop else "peak of tensors"
+        lines += [*table([(head, ""), *((f"  {what}", size) for what, size in peaks)]), ""]
         if not self.recomputed:
             lines.append(f"nothing is recomputed: {self.control_edges} control edges enforce another order")
         else:
             times, spared = sum(r.times for r in self.recomputed), sum(r.spared for r in self.recomputed)
             lines += [
-                f"{times} nodes run again, +{self.extra_seconds:.1%} compute by the roofline. If their results stayed,",
-                f"the peak would be at {self.kept_at}, where {format_bytes(spared)} of them are dropped:",
+                f"{times} nodes run again, +{self.extra_seconds:.1%} compute by the roofline. If their results were",
+                f"kept instead, the peak would be {format_bytes(self.kept_peak)}, at {self.kept_at}; "
+                f"{format_bytes(spared)} of that are such results:",
                 *_recomputed_rows(self.recomputed),
                 "",
                 f"{self.control_edges} control edges enforce the order.",
             ]
-        return "\n".join([*lines, "", f"the peak, at {self.peak_at}:", *modules.flame_text(self.by_module)])
+        whose = "of a plain session's tensors, " if by_loop else ""
+        return "\n".join([*lines, "", f"the peak {whose}at {self.peak_at}:", *modules.flame_text(self.by_module)])
 
 
 def _recomputed_rows(recomputed: Sequence[Recomputed]) -> list[str]:
@@ -155,13 +169,16 @@ def explain(path: str | os.PathLike[str], dims: Mapping[str, int] | None = None)
         raise ModelError(
             f"{path} does not say what was planned: it was not rewritten, or a tool dropped or damaged its metadata"
         ) from error
-    executed = as_executed(source.model, source.folder, "disable", Options(dims=dims).preparation())
-    covers = notes.get(RUN_BY_KEY, "session")
-    return _explanation(source.model, executed, covers, budget, before, len(edges))
+    preparation = Options(dims=dims).preparation()
+    executed = as_executed(source.model, source.folder, "disable", preparation)
+    covers, trained = notes.get(RUN_BY_KEY, "session"), None
+    if covers == "loop" and runtime.available() and PROVIDER_KEY not in notes:
+        trained = foresee(as_executed(source.model, source.folder, "all", preparation)).total
+    return _explanation(source.model, executed, covers, budget, before, trained, len(edges))
 
 
 def _explanation(
-    model: onnx.ModelProto, executed: Executed, run_by: str, budget: int, before: int, edges: int
+    model: onnx.ModelProto, executed: Executed, run_by: str, budget: int, before: int, trained: int | None, edges: int
 ) -> Explanation:
     graph, tensors = executed.compiled.graph, executed.compiled.tensors
     timeline = executed.timeline()
@@ -197,7 +214,8 @@ def _explanation(
     once = float(sum(seconds)) - again
     kept_at, peak_at = _label(executed, worst), _label(executed, timeline.peak_step)
     return Explanation(
-        run_by, budget, before, timeline.peak, peak_at, int(kept[worst]), kept_at, edges, again / once if once else 0.0,
+        run_by, budget, before, trained, timeline.peak, peak_at, int(kept[worst]), kept_at, edges,
+        again / once if once else 0.0,
         tuple(sorted(recomputed, key=lambda r: (-r.spared, -r.bytes, r.module))), by_module,
     )  # fmt: skip
 

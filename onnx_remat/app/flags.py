@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import itertools
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from onnx_remat import files
 from onnx_remat.app import completion, streams
-from onnx_remat.errors import OnnxRematError, UsageError
+from onnx_remat.errors import BudgetInfeasibleError, OnnxRematError, UsageError, did_you_mean
 
 if TYPE_CHECKING:
     from onnx_remat.ir.model_io import Source
@@ -23,10 +25,25 @@ class Parser(argparse.ArgumentParser):
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """As argparse's."""
         completion.answer(self, of_command=" " in self.prog)
+        self._words = list(sys.argv[1:] if args is None else args)
         return super().parse_args(args, namespace)
 
     def error(self, message: str) -> None:  # type: ignore[override]  # argparse's own exits before we can report
-        raise UsageError(message)
+        raise UsageError(message + self._meant())
+
+    def _meant(self) -> str:
+        """What was meant, where a flag is mistyped or a size lies in two words; nothing elsewhere."""
+        flags = list(self._option_string_actions)
+        for before, word in itertools.pairwise(["", *self._words]):
+            flag = word.partition("=")[0]
+            if flag.startswith("--") and not any(known.startswith(flag) for known in flags):
+                return did_you_mean(flag, flags)
+            if _NUMBER.fullmatch(before) and _UNIT.fullmatch(word):
+                return f"; write {before}{word}, without the space"
+        return ""
+
+
+_NUMBER, _UNIT = re.compile(r"\d+(\.\d+)?"), re.compile(r"(?i)[kmgt]?i?b|%|s|min|h")
 
 
 def add_planning_flags(parser: argparse.ArgumentParser, time_limit: str = "30s") -> None:
@@ -34,10 +51,11 @@ def add_planning_flags(parser: argparse.ArgumentParser, time_limit: str = "30s")
     from onnx_remat.ort.kernels.costs import PRESETS
 
     planning = parser.add_argument_group("planning")
+    where = "described below" if parser.prog == "onnx-remat" else "onnx-remat -h describes them"
     add_provider_flag(planning)
     planning.add_argument(
         "--selector", default="auto", metavar="NAME",
-        help=f"how to plan (default auto): {', '.join(selector_names())}; onnx-remat -h describes them",
+        help=f"how to plan (default auto): {', '.join(selector_names())}; {where}",
     )  # fmt: skip
     planning.add_argument(
         "--dim", action="append", default=[], metavar="NAME=N", help="size of a symbolic dimension (repeat)"
@@ -143,6 +161,22 @@ def planning_options(arguments: argparse.Namespace) -> PlanningOptions:
     return options
 
 
+_SETTING = re.compile(r"\b(budget|effort|time_limit|selector)='?([\w.+-]*[\w])'?")
+_UNITS = {"budget": "B", "time_limit": "s"}
+
+
+def said(error: OnnxRematError) -> str:
+    """An error in one line; a refusal's advice as flags instead of Python's arguments.
+
+    >>> said(BudgetInfeasibleError("try budget=5000000 (5.0 MB), time_limit=60; or selector='auto'", 0, 0))
+    'try --budget 5000000B (5.0 MB), --time-limit 60s; or --selector auto'
+    """
+    message = " ".join(str(error).split())
+    if not isinstance(error, BudgetInfeasibleError):
+        return message
+    return _SETTING.sub(lambda m: f"--{m[1].replace('_', '-')} {m[2]}{_UNITS.get(m[1], '')}", message)
+
+
 def guarded(name: str, command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> int:
     """Run a command; a refusal is one line on standard error and its exit code."""
     streams.steady()
@@ -150,7 +184,7 @@ def guarded(name: str, command: Callable[[Sequence[str]], int], arguments: Seque
         with streams.terminable():
             return command(arguments)
     except OnnxRematError as error:
-        streams.complain(f"{name}: error: {' '.join(str(error).split())}")
+        streams.complain(f"{name}: error: {said(error)}")
         return error.exit_code
     except OSError as error:
         streams.complain(f"{name}: error: {error}")

@@ -15,7 +15,7 @@ from onnx_remat.write.private_buffers import Unrolled
 RECOMPUTE_KEY = TAG + "recompute_of"
 CONTROL_KEY = TAG + "control_edge"
 BUDGET_KEY, DIMS_KEY = TAG + "budget_bytes", TAG + "dims"
-RUN_BY_KEY = TAG + "run_by"
+RUN_BY_KEY, PROVIDER_KEY = TAG + "run_by", TAG + "provider"
 WORKSPACE_KEY = TAG + "cudnn_workspace_bytes"
 CLONES_KEY, EDGES_KEY = TAG + "recomputed", TAG + "control_edges"
 """Model metadata: first results of the recomputed nodes and of the control edges' Unsqueezes, as JSON lists."""
@@ -31,7 +31,7 @@ class Rewritten:
     recomputed : tuple of str
         Labels of the recomputed nodes, once per recompute, in execution order.
     control_edges : int
-        Edges added to pin the order.
+        Edges added to pin the order, a node each.
     private_values : int
         Values given a buffer of their own.
     nodes_added : int

@@ -68,7 +68,7 @@ def rewrite(
         model, {TAG + key: value for key, value in metadata.items()} | {k: json.dumps(v) for k, v in plan.items()}
     )
     return Rewritten(
-        model, tuple(writer.recomputed), len(decisions.pins), int((decisions.group >= 0).sum()),
+        model, tuple(writer.recomputed), len(writer.edges), int((decisions.group >= 0).sum()),
         len(writer.nodes) - graph.n_nodes(), tuple(writer.occurrences), tuple(writer.rounded),
     )  # fmt: skip
 

@@ -135,6 +135,7 @@ def test_a_graph_that_is_refused_does_not_keep_the_others_from_an_answer(tmp_pat
     assert bench.main([*inputs, *flags]) == 3
     out, err = capsys.readouterr()
     assert "| fine |" in out and "weights" not in out and "weights.onnx" in err and len(err.splitlines()) == 1
+    assert "try --budget " in err and "budget=" not in err
 
 
 def test_cuda_bisection_finds_the_limit_and_runs_what_it_returns():

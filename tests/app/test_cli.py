@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,9 @@ import onnx
 import pytest
 from onnx import helper
 
+from onnx_remat import plan_model
 from onnx_remat.app.cli import COMMANDS, main
+from onnx_remat.errors import BudgetInfeasibleError
 from onnx_remat.plan import selectors
 from tests.support.graphs import mlp
 
@@ -68,11 +71,46 @@ def test_json_to_standard_output_is_only_json(home, capsys):
     assert not (home / "out.onnx").exists()
 
 
+def test_a_refusal_names_flags_on_the_command_line_and_arguments_in_python(home, capsys):
+    for flags, advice in (
+        (("--budget", "600kB"), r"600\.0 kB is impossible: below .+ proved; try --budget \d+B \(\d"),
+        (("--budget", "750kB", "--effort", "1"), r"with --effort 1: .+ try --budget \d+B \(.+, 2% above .+ --effort 2"),
+        (("--budget", "750kB", "--selector", "sqrt_n"), r"try --budget \d+B .+ or --selector auto to go lower"),
+    ):  # fmt: skip
+        code, _, err = cli(capsys, "in.onnx", "out.onnx", "--for", "session", *flags)
+        assert code == 3 and re.search(advice, err), err
+        assert "budget=" not in err
+    with pytest.raises(BudgetInfeasibleError, match=r"try budget=\d+ \(.+ or effort=2 to go lower") as caught:
+        plan_model("in.onnx", "750kB", run_by="session", effort=1)
+    assert "--" not in str(caught.value)
+
+
 def test_a_mistyped_command_is_told(home, capsys):
     code, _, err = cli(capsys, "chekc", "in.onnx")
     assert (code, err) == (2, "onnx-remat: error: no command and no file 'chekc'; did you mean 'check'?\n")
     (home / "swep").write_bytes((home / "in.onnx").read_bytes())
     assert cli(capsys, "swep", "out.onnx", "--for", "session", "--budget", "70%", "--effort", "1s", "-q") == (0, "", "")
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (
+            ("--budget", "60%", "--selectr", "auto"),
+            "arguments: --selectr auto; did you mean '--selector'?",
+        ),
+        (("--budgt", "60%"), "required: --budget; did you mean '--budget'?"),
+        (("--budgt=60%",), "required: --budget; did you mean '--budget'?"),
+        (("--budget", "4", "GB"), "unrecognized arguments: GB; write 4GB, without the space"),
+        (("--budget", "60%", "stray"), "unrecognized arguments: stray\n"),
+        (("--budget", "60%", "--zzz"), "unrecognized arguments: --zzz\n"),
+        (("--budget", "60%", "--verify", "all"), "(choose from"),
+    ],
+)
+def test_what_was_meant_by_unknown_words_is_told(home, capsys, words, meant):
+    code, _, err = cli(capsys, "in.onnx", "out.onnx", *words)
+    assert code == 2 and meant in err and len(err.splitlines()) == 1
+    assert ("did you mean" in err, "write" in err) == ("did you mean" in meant, "write" in meant)
 
 
 def test_quiet_is_quiet(home, capsys):
@@ -119,6 +157,10 @@ def test_help_names_every_command_and_selector(capsys):
     out = capsys.readouterr().out
     assert all(f"onnx-remat {name} " in out for name in COMMANDS)
     assert all(f"\n  {name} " in out for name in selectors.names())
+    assert "onnx-remat -h describes" not in " ".join(out.split())
+    table = (Path(__file__).parents[2] / "docs/reference/exit-codes.md").read_text()
+    codes = re.findall(r"(?m)^\| (\d+) \|", table)
+    assert all(re.search(rf"[ \n]{code} [a-z]", out.partition("exit codes:")[2]) for code in codes) and "130" in codes
 
 
 def test_help_examples_and_module_entry():

@@ -14,6 +14,7 @@ from onnx_remat.app.estimate import estimate
 from onnx_remat.app.explain import explain
 from onnx_remat.app.show import modules
 from onnx_remat.errors import BudgetInfeasibleError, ModelError
+from onnx_remat.units import format_bytes
 from tests.support.graphs import mlp, model_of
 
 pytest.importorskip("onnxruntime")
@@ -38,6 +39,44 @@ def small(step, tmp_path_factory):
     assert result.recomputed
     result.save(path)
     return path, result
+
+
+@pytest.fixture(scope="module")
+def for_loop(tmp_path_factory):
+    path = tmp_path_factory.mktemp("explain") / "loop.onnx"
+    result = onnx_remat.rewrite_model(with_modules(mlp(layers=12, batch=16384, width=32)), "60%", effort=1.0)
+    assert result.recomputed
+    result.save(path)
+    return path, result
+
+
+def test_what_the_budget_covers_comes_first(step, small, for_loop):
+    """And nothing that it does not cover stands without saying so."""
+    path, result = for_loop
+    report = result.report
+    text = explain(path).to_text().splitlines()
+    assert explain(path).trained == report.loop_after.total <= report.budget
+    taken, budget = format_bytes(report.loop_after.total), format_bytes(report.budget)
+    assert text[0] == f"training by Loop takes {taken}, budget {budget}"
+    assert text[2].startswith("tensors in a plain session, which this budget is not for")
+    assert explain(small[0]).trained is None and "training by Loop" not in explain(small[0]).to_text()
+    estimated, tensors = estimate(step), estimate(step, run_by="session")
+    assert estimated.to_text().startswith(f"training takes {format_bytes(estimated.loop.total)}, ")
+    assert tensors.to_text().startswith(f"peak {format_bytes(estimated.peak.total)}, ")
+
+
+def test_a_tree_says_what_no_module_is(step, small):
+    assert "\n(no module): of nodes that do not say" in explain(small[0]).to_text()
+    assert modules.flame_text(modules.flame([("a", 1)], "peak"))[-1].endswith("a")
+
+
+def test_the_report_and_the_estimate_agree_on_what_is_impossible(step, small):
+    assert small[1].report.impossible_below == estimate(step, run_by="session").impossible_below
+    report = onnx_remat.rewrite_model(step, "90%", effort=0.5, verify="none").report
+    assert report.impossible_below == estimate(step).impossible_below > report.lower_bound
+    unchanged = onnx_remat.rewrite_model(step, "100%").report
+    assert unchanged.impossible_below == report.impossible_below
+    assert f">= {format_bytes(report.impossible_below)}" in report.to_text()
 
 
 def test_an_estimate_is_what_the_report_calls_before(step, small):

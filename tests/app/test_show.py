@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import pickle
 import re
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from onnx_remat.app import cli
-from onnx_remat.app.show import draw, page, snapshot, trace
+from onnx_remat.app.show import draw, page, slab, snapshot, trace
 from onnx_remat.errors import UsageError
 from onnx_remat.pipeline import rewrite_model
 from onnx_remat.units import format_bytes
@@ -23,6 +24,48 @@ from tests.support.graphs import mlp
 @pytest.fixture(scope="module")
 def result():
     return rewrite_model(mlp(layers=8, batch=512, width=32), "60%", effort=0.5, run_by="session")
+
+
+@pytest.fixture(scope="module")
+def for_loop():
+    pytest.importorskip("onnxruntime")
+    return rewrite_model(mlp(layers=8, batch=16384, width=32), "60%", effort=0.5)
+
+
+ALIGNMENT = 64  # of addresses in the slab
+
+
+def data_of(path):
+    return json.loads(re.search(r"const DATA = (.*);\n", path.read_text())[1])
+
+
+def test_slabs_say_what_the_report_says(for_loop):
+    for laid, taken in zip((slab.before(for_loop), slab.after(for_loop)), for_loop.report.loops(), strict=True):
+        held = laid.held_at(laid.busiest)
+        most = sum(block.bytes for block in held)
+        assert max(step.bytes for step in laid.steps) == laid.steps[laid.busiest].bytes == most
+        assert 0 <= taken.live - most < ALIGNMENT * len(held)
+        assert sum(size for _, size in laid.inputs) == taken.inputs
+
+
+def test_values_of_a_slab_never_overlap(for_loop):
+    for laid in (slab.before(for_loop), slab.after(for_loop)):
+        for step in range(len(laid.steps)):
+            alive = sorted((b.offset, b.offset + b.bytes) for b in laid.held_at(step))
+            assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(alive))
+
+
+def test_the_page_for_a_loop_draws_what_training_takes(for_loop, tmp_path):
+    """The figures of its heading, and nothing that was written is above the budget."""
+    page.write(for_loop, tmp_path / "x.html")
+    data = data_of(tmp_path / "x.html")
+    assert data["byLoop"] and data["verdict"] == for_loop.report.verdict()
+    for drawn, total in zip((data["before"], data["after"]), for_loop.report.covered(), strict=True):
+        outside = sum(size for _, _, size in drawn["residents"])
+        assert drawn["peak"] == outside + drawn["slab"] == total
+        top = outside + max(low + size for low, size in zip(drawn["offset"], drawn["size"], strict=True))
+        assert outside < top <= total
+    assert data["after"]["peak"] <= data["budget"] < data["before"]["peak"]
 
 
 def test_traces_say_what_the_report_says(result):
@@ -116,15 +159,15 @@ def test_page_needs_no_network_and_cannot_be_broken_by_names(tmp_path):
     text = (tmp_path / "x.html").read_text()
     assert text.count("</script>") == 1
     assert not re.search(r"https?://|src=|@import", text)
-    data = json.loads(re.search(r"const DATA = (.*);\n", text)[1])
+    data = data_of(tmp_path / "x.html")
     assert evil in data["before"]["value"] and data["after"]["peak"] == result.report.after.total
 
 
 CHROME = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chromium-browser")
 
 
-@pytest.mark.skipif(not CHROME, reason="no Chromium on this machine")
-def test_page_works_in_a_browser(result, tmp_path):
+def in_browser(result, tmp_path):
+    """The page's document once op 0 of the second chart was clicked and the first was moved on by one op."""
     page.write(result, tmp_path / "x.html")
     click = (
         "<script>window.onerror = e => document.title = 'broken: ' + e;"
@@ -139,13 +182,31 @@ def test_page_works_in_a_browser(result, tmp_path):
          "--host-resolver-rules=MAP * ~NOTFOUND", "--dump-dom", (Path(tmp_path) / "x.html").as_uri()],
         capture_output=True, text=True, timeout=60, check=True,
     ).stdout  # fmt: skip
-    heads = dict(re.findall(r'<h2 id="([^"]+)">([^<]*)</h2>', dom))
     assert "broken" not in dom.split("</head>")[0]
+    return dom, dict(re.findall(r'<h2 id="([^"]+)">([^<]*)</h2>', dom))
+
+
+@pytest.mark.skipif(not CHROME, reason="no Chromium on this machine")
+def test_page_works_in_a_browser(result, tmp_path):
+    dom, heads = in_browser(result, tmp_path)
     assert "held at op 0, MatMul" in heads["at-after"] or "held at op 0, Size" in heads["at-after"]
     assert f"held at op {trace.before(result).peak_step + 1}" in heads["at-before"]
     assert re.search(r'id="tip"[^>]*display: block', dom)
     assert f"{len(set(result.recomputed))} ops" in heads["title-again"]
     assert dom.count("<tr>") > 10
+    assert heads["title-after"] == f"after: peak {format_bytes(result.report.after.total)}"
+
+
+@pytest.mark.skipif(not CHROME, reason="no Chromium on this machine")
+def test_page_for_a_loop_works_in_a_browser(for_loop, tmp_path):
+    dom, heads = in_browser(for_loop, tmp_path)
+    report = for_loop.report
+    assert heads["title-after"] == f"after: training takes {format_bytes(report.loop_after.total)}"
+    slab_before = format_bytes(report.loop_before.slab)
+    step = slab.before(for_loop).busiest + 1
+    assert re.fullmatch(rf"before: [^ ]+ .?B of the slab's {slab_before} in use at op {step}, \w+", heads["at-before"])
+    assert "as onnx_remat.training.Loop lays them out" in dom and "all but the slab" in dom
+    assert re.search(r'id="tip"[^>]*display: block', dom)
 
 
 NODE = shutil.which("node")
@@ -171,15 +232,19 @@ console.log(JSON.stringify(['before', 'after'].map(id => box(elements['flame-' +
 
 
 @pytest.mark.skipif(not NODE, reason="no node on this machine")
-def test_flame_graphs_of_the_page_are_as_wide_as_their_bytes(result, tmp_path):
+@pytest.mark.parametrize("made", ["result", "for_loop"])
+def test_flame_graphs_of_the_page_are_as_wide_as_their_bytes(made, request, tmp_path):
+    result = request.getfixturevalue(made)
     page.write(result, tmp_path / "x.html")
     script = (tmp_path / "x.html").read_text().partition("<script>")[2].partition("</script>")[0]
     done = subprocess.run([NODE, "-e", DOM], input=script, capture_output=True, text=True, check=True)
-    for (name, width, inside), peak in zip(
-        json.loads(done.stdout), (result.report.before.total, result.report.after.total), strict=True
+    peaks, loops = (result.report.before, result.report.after), result.report.loops()
+    for i, ((name, width, inside), peak) in enumerate(
+        zip(json.loads(done.stdout), result.report.covered(), strict=True)
     ):
         assert name.endswith(format_bytes(peak)) and width == pytest.approx(100)
         assert 95 < sum(inner[1] for inner in inside) <= 100.001
-        residents = next(inner for inner in inside if inner[0].startswith("inputs and weights"))
-        held = result.report.before.inputs + result.report.before.weights
+        outside = "all but the slab" if loops else "inputs and weights"
+        residents = next(inner for inner in inside if inner[0].startswith(outside))
+        held = loops[i].total - loops[i].slab if loops else peaks[i].inputs + peaks[i].weights
         assert residents[1] == pytest.approx(100 * held / peak, rel=0.01)

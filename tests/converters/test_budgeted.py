@@ -484,6 +484,15 @@ def test_bfloat16_is_refused_by_the_module_that_uses_it():
         budgeted(model, cross_entropy, torch.optim.SGD(model.parameters(), 0.1), batches(1)[0], check=False)
 
 
+@pytest.mark.parametrize(("named", "other"), [("input.0", "input.1"), ("input.1", "input.0")])
+def test_an_input_that_shares_an_open_dimension_must_be_open_too(named, other):
+    model, batch = nn.Sequential(nn.Linear(4, 3)), (torch.randn(16, 4), torch.randint(0, 3, (16,)))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    said = f"axis 0 of {named} cannot vary, the step needs it to be 16; axis 0 of {other} is still fixed at that size"
+    with pytest.raises(ConversionError, match=said):
+        budgeted(model, cross_entropy, optimizer, batch, dynamic_dims={named: {0: "batch"}}, check=False)
+
+
 def test_refusals_say_why():
     model, batch = net(), batches(1)[0]
     optimizer = adamw(model)
@@ -495,6 +504,10 @@ def test_refusals_say_why():
 
     refused("needs an optimizer", ConversionError, optimizer=None)
     refused("planning is for a budget", planning={"effort": 1})
+    batch_of_one = {"batch": (None, None)}  # would be refused later
+    refused("write 50% of", budget="50", **batch_of_one)
+    refused("must be text like", budget=0.5, **batch_of_one)
+    refused("unknown option 'efort'", budget="50%", planning={"efort": 1}, **batch_of_one)
     refused("that the model does not", ConversionError, optimizer=adamw(net()))
     refused("is impossible", BudgetInfeasibleError, budget="1MB", check=False)
     refused(r"call model.cpu\(\) first", ConversionError, model=net().to("meta"))
@@ -508,7 +521,9 @@ def test_refusals_say_why():
     fails("on meta: give a dense tensor on the CPU", (batch[0].to("meta"), batch[1]))
     fails("sparse_coo on cpu: give a dense", (batch[0].to_sparse(), batch[1]))
     fails("not built like the example", batch[0])
-    fails("is of shape", batches(1, 8)[0])
+    fails(r"input.0 is of shape \[8, .*the example of \[.*drop_last=True.*dynamic_dims", batches(1, 8)[0])
+    with pytest.raises(UsageError, match="not 2 arguments: pass one tuple"):
+        step(*batch)
     fails("is of type int64", (batch[0], batch[1].int()))
     model.eval()
     fails(r"call model.train\(\) first")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import numpy as np
@@ -10,11 +11,14 @@ import pytest
 
 import onnx_remat
 from onnx_remat.errors import BudgetInfeasibleError, UsageError
+from onnx_remat.fit import smallest_budget
 from onnx_remat.ort import runtime
 from onnx_remat.ort.executed import as_executed
 from onnx_remat.ort.kernels.cpu import CPU
 from onnx_remat.ort.prepare import Preparation
 from onnx_remat.run import processes
+from onnx_remat.units import format_bytes
+from onnx_remat.write.decided import CLONES_KEY, EDGES_KEY
 from tests.support.graphs import SAMPLES, feeds_for, mlp, run_model, same_bits
 
 pytest.importorskip("onnxruntime")
@@ -124,17 +128,36 @@ def test_infeasible_budget_says_what_is_possible():
 def test_a_budget_below_the_bound_is_refused_at_once_and_said_to_be_proved():
     """Whatever the time limit: searched for, this would take ten minutes."""
     model = mlp(layers=12, batch=1024, width=32)
+    books = onnx_remat.rewrite_model(model, "100%").report.books()
     for selector in ("auto", "search"):
         with pytest.raises(BudgetInfeasibleError, match="proved") as caught:
             onnx_remat.rewrite_model(model, "3%", selector=selector, effort=600)
-        least = int(re.search(r"--budget (\d+)B", str(caught.value)).group(1))
-        assert caught.value.lower_bound_bytes < least < caught.value.best_peak_bytes * 1.02
-        with pytest.raises(BudgetInfeasibleError, match="proved"):  # what it names is the smallest that is not
+        least = smallest_budget(caught.value.lower_bound_bytes - books, books)
+        assert f"below {format_bytes(least)} (" in str(caught.value)
+        advised = int(re.search(r"try budget=(\d+) ", str(caught.value)).group(1))
+        assert least <= advised == smallest_budget(caught.value.best_peak_bytes - books, books)
+        assert onnx_remat.plan_model(model, advised, selector=selector, effort=2.0).timeline.peak <= advised
+        with pytest.raises(BudgetInfeasibleError, match="proved"):
             onnx_remat.plan_model(model, least - 2, selector=selector, effort=600)
         try:
             onnx_remat.plan_model(model, least, selector=selector, effort=0.3)
         except BudgetInfeasibleError as error:
-            assert "no plan found" in str(error) and "with --effort 0.3" in str(error)
+            assert "no plan found" in str(error) and "with effort=0.3" in str(error)
+
+
+@pytest.mark.parametrize("run_by", ["session", "loop"])
+def test_the_nodes_of_a_report_add_up_to_those_of_the_file(run_by):
+    """What is neither recomputed nor a control edge is what an edge waits through, or hides a shape."""
+    model = mlp(layers=12, batch=16384, width=32)
+    result = onnx_remat.rewrite_model(model, "60%", **(LIMIT | {"run_by": run_by}))
+    report, graph = result.report, result.model.graph
+    notes = {p.key: json.loads(p.value) for p in result.model.metadata_props if p.value.startswith("[")}
+    ours = {node.output[0] for node in model.graph.node}
+    again, edges = set(notes[CLONES_KEY]), set(notes[EDGES_KEY])
+    rest = [node.op_type for node in graph.node if node.output[0] not in ours | again | edges]
+    assert (len(again), len(edges), len(rest)) == (report.recomputed, report.control_edges, report.helpers())
+    assert report.nodes_after == len(graph.node) and again and edges
+    assert set(rest) <= {"Unsqueeze", "Shape", "Size", "Mul"}
 
 
 def test_following_refusals_leads_to_a_budget_that_is_kept():

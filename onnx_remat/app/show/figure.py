@@ -45,13 +45,13 @@ def write(result: Result, path: Path) -> None:
     from matplotlib.patches import Patch
 
     report = result.report
-    by_loop = report.run_by == "loop" and report.loop_before is not None and report.loop_after is not None
+    loops = report.loops()
     before, after = report.covered()
     figure = Figure(figsize=(10, 7.6), dpi=100)
     grid = figure.add_gridspec(2, 1, left=0.075, right=0.635, top=0.875, bottom=0.075, hspace=0.26)
     top = 1.06 * max(report.budget, before, after)
     scale, unit = _scale(top)
-    what = "training takes" if by_loop else "peak"
+    what = "training takes" if loops else "peak"
     saved = 1 - after / max(before, 1)
     titles = (
         f"before: {what} {format_bytes(before)}",
@@ -63,24 +63,23 @@ def write(result: Result, path: Path) -> None:
         axes.set_title(title, loc="left", fontsize=10.5)
         axes.set_ylim(0, top / scale)
         corner = axes.get_position().y1
-        footprint = (report.loop_before, report.loop_after)[row]
-        if by_loop and footprint is not None:
+        if loops:
             laid = (slab.before, slab.after)[row](result)
-            _addresses(axes, laid, footprint, scale)
-            _slab_holdings(figure, laid, footprint, corner)
-            length = max(length, laid.steps)
+            _addresses(axes, laid, loops[row], scale)
+            _slab_holdings(figure, laid, loops[row], corner)
+            length = max(length, len(laid.steps))
         else:
             step = (trace.before, trace.after)[row](result)
             _timeline(axes, step, scale)
             _holdings(figure, step, corner)
             length = max(length, len(step.steps))
         axes.axhline(report.budget / scale, color="#d62728", linestyle="--", linewidth=1.2)
-        axes.set_ylabel(f"{'address' if by_loop else 'memory held'} ({unit})")
+        axes.set_ylabel(f"{'address' if loops else 'memory held'} ({unit})")
         axes.spines[["top", "right"]].set_visible(False)
     for axes in figure.axes:
         axes.set_xlim(0, length)
     figure.axes[-1].set_xlabel("op, in order of execution")
-    resident = "all but the slab" if by_loop else "inputs, weights"
+    resident = "all but the slab" if loops else "inputs, weights"
     handles: list[Any] = [Patch(color=COLOURS[k], label=resident if k == "resident" else k) for k in COLOURS]
     handles.append(Line2D([], [], color="#d62728", linestyle="--", label=f"budget {format_bytes(report.budget)}"))
     figure.legend(handles=handles, loc="upper left", bbox_to_anchor=(0.065, 0.985), ncols=6, fontsize=9, frameon=False)
@@ -107,7 +106,7 @@ def _addresses(axes: Any, laid: slab.Slab, footprint: Footprint, scale: float) -
     from matplotlib.collections import PolyCollection
 
     base = (footprint.total - footprint.slab) / scale
-    axes.fill_between([0, laid.steps], base, color=COLOURS["resident"], linewidth=0)
+    axes.fill_between([0, len(laid.steps)], base, color=COLOURS["resident"], linewidth=0)
     for section in dict.fromkeys(block.section for block in laid.blocks):
         corners = []
         for block in laid.blocks:

@@ -101,7 +101,10 @@ def flame_text(frame: Frame) -> list[str]:
        3.0 MB   75%  ##################            0
        1.0 MB   25%  ######                        1
     """
-    return _lines(frame, max(1, frame.bytes), 0)
+    lines = _lines(frame, max(1, frame.bytes), 0)
+    if any(inner.name == NOWHERE for inner in frame.inside):
+        lines.append(f"{NOWHERE}: of nodes that do not say which they are of: often of the loss and the update")
+    return lines
 
 
 def _lines(frame: Frame, whole: int, depth: int) -> list[str]:

@@ -1,21 +1,25 @@
-"""A page to click in: both timelines, what is held at any op, what was recomputed. One file, no network."""
+"""A page to click in: both timelines, what is held at any op, what was recomputed. One file, no network.
+
+Where the budget covers training by a loop, a timeline is the address of every value over time; else memory held.
+"""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onnx_remat import files
-from onnx_remat.app.show import modules, trace
+from onnx_remat.app.show import modules, slab, trace
 from onnx_remat.app.show.figure import COLOURS
 from onnx_remat.version import __version__
 
 if TYPE_CHECKING:
     from onnx_remat.pipeline import Result
+    from onnx_remat.run.foreseen import Footprint
 
 _PLACE = "/*DATA*/null"
 
@@ -30,12 +34,17 @@ def write(result: Result, path: Path) -> None:
 
 def _data(result: Result) -> dict[str, Any]:
     """What the page draws: the report's figures, both traces, the recomputed ops."""
-    report = result.report
+    report, loops = result.report, result.report.loops()
+    of = modules.modules(result.compiled.graph.model), modules.modules(result.model)
+    drawn = (
+        (_slab(slab.before(result), loops[0], of[0]), _slab(slab.after(result), loops[1], of[1]))
+        if loops
+        else (_trace(trace.before(result), of[0]), _trace(trace.after(result), of[1]))
+    )
     return {
         "version": __version__,
         "verdict": report.verdict(),
         "budget": report.budget,
-        "lowerBound": report.lower_bound,
         "notes": report.notes,
         "sections": trace.SECTIONS,
         "colours": COLOURS,
@@ -45,33 +54,51 @@ def _data(result: Result) -> dict[str, Any]:
             "nodes recomputed": report.recomputed,
             "control edges": report.control_edges,
             "values with own buffers": report.private_values,
-            "nodes": f"{report.nodes_before} → {report.nodes_after}",
+            "nodes in the file": f"{report.nodes_before} → {report.nodes_after}",
         },
-        "before": _trace(trace.before(result), modules.modules(result.compiled.graph.model)),
-        "after": _trace(trace.after(result), modules.modules(result.model)),
+        "byLoop": loops is not None,
+        "before": drawn[0],
+        "after": drawn[1],
         "recomputed": _recomputed(result),
     }
 
 
 def _trace(step: trace.Trace, of: Mapping[str, str]) -> dict[str, Any]:
-    """A trace as columns, which are shorter in JSON than rows with keys; `of` gives the module of each value."""
-    paths = [of.get(buffer.value, modules.NOWHERE) for buffer in step.buffers]
+    """What a plain session holds; `of` gives the module of each value."""
+    return _columns(step.steps, step.buffers, of) | {
+        "peak": step.peak, "peakStep": step.peak_step, "residents": step.residents
+    }  # fmt: skip
+
+
+def _slab(laid: slab.Slab, footprint: Footprint, of: Mapping[str, str]) -> dict[str, Any]:
+    """What a loop holds: values at their addresses in the slab, and all that lies outside it as residents."""
+    outside = [(name, "input", size) for name, size in laid.inputs]
+    outside += [(name, "throughout", size) for name, size in slab.rest(footprint)[1:]]
+    return _columns(laid.steps, laid.blocks, of) | {
+        "peak": footprint.total, "peakStep": laid.busiest, "residents": outside, "slab": footprint.slab,
+        "offset": [block.offset for block in laid.blocks],
+        "painted": [trace.SECTIONS.index(block.section) for block in laid.blocks],
+    }  # fmt: skip
+
+
+def _columns(
+    steps: Sequence[trace.Step], held: Sequence[trace.Buffer | slab.Block], of: Mapping[str, str]
+) -> dict[str, Any]:
+    """Steps and what is held as columns, which are shorter in JSON than rows with keys."""
+    paths = [of.get(buffer.value, modules.NOWHERE) for buffer in held]
     number = {path: i for i, path in enumerate(dict.fromkeys(paths))}
     return {
         "modules": list(number),
         "module": [number[path] for path in paths],
-        "peak": step.peak,
-        "peakStep": step.peak_step,
-        "label": [op.label for op in step.steps],
-        "type": [op.op_type for op in step.steps],
-        "section": [trace.SECTIONS.index(op.section) for op in step.steps],
-        "bytes": [op.bytes for op in step.steps],
-        "workspace": [op.workspace for op in step.steps],
-        "value": [b.value for b in step.buffers],
-        "size": [b.bytes for b in step.buffers],
-        "start": [b.start for b in step.buffers],
-        "end": [b.end for b in step.buffers],
-        "residents": step.residents,
+        "label": [op.label for op in steps],
+        "type": [op.op_type for op in steps],
+        "section": [trace.SECTIONS.index(op.section) for op in steps],
+        "bytes": [op.bytes for op in steps],
+        "workspace": [op.workspace for op in steps],
+        "value": [b.value for b in held],
+        "size": [b.bytes for b in held],
+        "start": [b.start for b in held],
+        "end": [b.end for b in held],
     }
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from onnx_remat.app.show import trace
 from onnx_remat.ir import phases
+from onnx_remat.ir.graph import INPUT
 from onnx_remat.run.binding import least, lifetimes
 from onnx_remat.run.opening import lay_out
 
@@ -39,16 +41,19 @@ class Slab:
         Values, in order of execution.
     gaps : tuple of Block
         Stretches that stay free for the most bytes and steps, the largest first.
-    steps : int
-        Nodes that run.
+    steps : tuple of trace.Step
+        Nodes that run, and how many bytes of the slab are in use meanwhile.
     busiest : int
         First step at which the most bytes are in use.
+    inputs : tuple of (str, int)
+        What lies outside the slab by name, in bytes: state and batch.
     """
 
     blocks: tuple[Block, ...]
     gaps: tuple[Block, ...]
-    steps: int
+    steps: tuple[trace.Step, ...]
     busiest: int
+    inputs: tuple[tuple[str, int], ...]
 
     def held_at(self, step: int) -> list[Block]:
         """Values that lie in the slab while `step` runs, largest first."""
@@ -72,27 +77,37 @@ def slab(executed: Executed, section_of: Mapping[str, str], gaps: int = 3) -> Sl
     arranged = lay_out(executed, outputs, donate=True, least=least(executed.compiled.kernels))
     placements = arranged.binding.placements
     start, end = lifetimes(arranged.program, [p.name for p in placements])
-    phase, sections = phases.NAMES[0], {}
+    phase, sections, of_step = phases.NAMES[0], {}, []
     for step in arranged.program.steps:
         found = next((section_of[name] for name in step.writes if name in section_of), phase)
         phase = phase if found == trace.RECOMPUTE else found
         sections.update(dict.fromkeys(step.writes, found))
-    blocks = tuple(Block(p.name, sections[p.name], p.offset, p.nbytes, start[p.name], end[p.name]) for p in placements)
-    steps = len(arranged.program.steps)
-    return Slab(blocks, _gaps(blocks, steps, arranged.binding.height)[:gaps], steps, _busiest(blocks, steps))
+        of_step.append(found)
+    # An op that writes in place takes its input's memory over: that is the result's from this op on.
+    taken = {(p.offset, start[p.name]) for p in placements if p.nbytes}
+    blocks = tuple(
+        Block(p.name, sections[p.name], p.offset, p.nbytes, first, last - (last > first and (p.offset, last) in taken))
+        for p in placements
+        for first, last in [(start[p.name], end[p.name])]
+    )
+    used = _in_use(blocks, len(of_step))
+    steps = tuple(
+        trace.Step(step.label, step.node.op_type, section, size, 0)
+        for step, section, size in zip(arranged.program.steps, of_step, used, strict=True)
+    )
+    compiled = arranged.compiled
+    inputs = tuple((n, compiled.tensors[n].nbytes) for n, v in compiled.graph.values.items() if v.kind == INPUT)
+    largest = _gaps(blocks, len(steps), arranged.binding.height)[:gaps]
+    return Slab(blocks, largest, steps, used.index(max(used)) if used else 0, inputs)
 
 
-def _busiest(blocks: tuple[Block, ...], steps: int) -> int:
+def _in_use(blocks: tuple[Block, ...], steps: int) -> list[int]:
+    """Bytes that values take at each step."""
     change = [0] * (steps + 1)
     for block in blocks:
         change[block.start] += block.bytes
         change[block.end + 1] -= block.bytes
-    held, most, at = 0, -1, 0
-    for step in range(steps):
-        held += change[step]
-        if held > most:
-            most, at = held, step
-    return at
+    return list(itertools.accumulate(change[:-1]))
 
 
 def _gaps(blocks: tuple[Block, ...], steps: int, height: int) -> tuple[Block, ...]:
