@@ -25,7 +25,7 @@ from onnx_remat.ort.prepare import Compiled, computed
 from onnx_remat.ort.simulate import buffers
 from onnx_remat.plan import bounds, selectors
 from onnx_remat.plan.request import Deadline
-from onnx_remat.problem import Schedule, check_schedule
+from onnx_remat.problem import Problem, Schedule, check_schedule
 from onnx_remat.run.foreseen import foresee
 from onnx_remat.run.opening import workspace
 from onnx_remat.units import format_bytes
@@ -82,11 +82,28 @@ class Goal:
         It covers what training with `run.training.Loop` takes of the machine, not the sum of tensors.
     books : int
         Bytes that no plan changes: what a session keeps for its graph, reckoned for the original.
+    per_node : int
+        Bytes of them for every node that runs again.
+    taken : int
+        What the original takes of what the budget covers.
+    fused : problem.Problem or None
+        The original as ONNX Runtime's default optimisations make it, where that is what the budget is kept with.
     """
 
     allowed: int
     by_loop: bool = False
     books: int = 0
+    per_node: int = 0
+    taken: int = 0
+    fused: Problem | None = None
+
+    def floor(self, problem: Problem) -> int:
+        """Bytes that no plan peaks below. What is fused has no values in between: then both graphs say how low."""
+        floor = bounds.lower_bound(problem)
+        if self.fused is None:
+            return floor
+        above = bounds.lower_bound(self.fused) - self.fused.base_bytes
+        return min(problem.base_bytes, self.fused.base_bytes) + min(floor - problem.base_bytes, above)
 
     def run_by(self) -> str:
         """What the budget is asked for, as `Options.run_by` says it."""
@@ -118,7 +135,7 @@ def make_plan(
 
     `known_plans` are starting points, see `request.Request.known`.
     """
-    floor = bounds.lower_bound(compiled.problem)
+    floor = goal.floor(compiled.problem)
     baseline = Schedule(tuple(after_readers(compiled.problem, compiled.default_order().order).tolist()))
     select = selectors.get(options.selector)
     # Plans are made against liveness: the file keeps the runtime from sharing buffers where that costs memory.
@@ -139,19 +156,19 @@ def make_plan(
         checkpoints=tuple(numbers[computed(name, numbers, "--checkpoint")] for name in options.checkpoints),
         anchors=tuple(op.index for op in compiled.graph.ops if op.node.op_type in costs.MATRIX_OPS),
     )
-    if floor > target:  # no search can help: look only for something to name
+    if bounds.lower_bound(compiled.problem) > target:  # no search can help: look only for something to name
         request = replace(request, work=1, use_time=False)
     schedule = settle(compiled, problem, select(request), target)
     check_schedule(problem, schedule)
     timeline = buffers.simulate(problem, schedule)
     if timeline.peak > target:
-        before = buffers.simulate(problem, baseline).peak
-        why = _refusal(goal, target, floor, timeline.peak, before, options)
-        raise BudgetInfeasibleError(why, timeline.peak + goal.books, floor + goal.books)
+        lowest = timeline.peak + goal.per_node * (len(schedule.order) - problem.n_ops)
+        why = _refusal(goal, target, floor, lowest, options)
+        raise BudgetInfeasibleError(why, lowest + goal.books, floor + goal.books)
     return Plan(compiled, schedule, timeline, goal.allowed, schedule.overhead(compiled.problem), floor)
 
 
-def _refusal(goal: Goal, target: int, floor: int, lowest: int, before: int, options: Options) -> str:
+def _refusal(goal: Goal, target: int, floor: int, lowest: int, options: Options) -> str:
     """Why there is no plan: proved, or not found in the time given; and what to try next.
 
     Settings are named as in Python, ``budget=52000000``; the command line makes flags of them.
@@ -159,17 +176,19 @@ def _refusal(goal: Goal, target: int, floor: int, lowest: int, before: int, opti
     allowed, least, found = goal.allowed, goal.budget(floor), goal.budget(lowest)
     if floor > target:
         books = f"{format_bytes(goal.books)} of ONNX Runtime's own bookkeeping, " if goal.books else ""
+        advice = f"try budget={found} ({format_bytes(found)}), for which a first look finds one"
+        if found >= goal.taken:
+            advice = f"a first look finds none that takes less than the model as it is, {format_bytes(goal.taken)}"
         return (
             f"budget {format_bytes(allowed)} is impossible: below {format_bytes(least)} ({format_bytes(floor)} of "
-            f"tensors, {books}{MARGIN:.0%} kept free) there is no plan, which is proved; try budget={found} "
-            f"({format_bytes(found)}), for which a first look finds one"
+            f"tensors, {books}{MARGIN:.0%} kept free) there is no plan, which is proved; {advice}"
         )
     searched = options.selector in _ANYTIME
     within = f" with {options.bounded_by()}" if searched else ""
     lower = options.bounded_by(_MORE) if searched else "selector='auto'"
     finds = f"the lowest that selector {options.selector!r} finds is {format_bytes(found)}"
     advice = f"{_with_ease(found)}, or {lower} to go lower"
-    if lowest >= before:
+    if found >= goal.taken:
         finds, advice = f"selector {options.selector!r} finds nothing lower than the model as it is", f"try {lower}"
     return f"no plan found for budget {format_bytes(allowed)}{within}: {finds}; {advice}; {_no_lower(least)}"
 

@@ -26,12 +26,11 @@ from onnx_remat.ort.peaks import describe, held, reserves
 from onnx_remat.ort.prepare import Compiled, prepare
 from onnx_remat.ort.renewed import with_donations
 from onnx_remat.ort.simulate.buffers import Timeline
-from onnx_remat.plan import bounds
 from onnx_remat.plan.cost_bounds import cost_lower_bound
 from onnx_remat.plan.request import Deadline
 from onnx_remat.report import Report
 from onnx_remat.run import fixed_draws, verify
-from onnx_remat.run.foreseen import Footprint, foresee
+from onnx_remat.run.foreseen import BOOKS_BYTES_PER_NODE, Footprint, foresee
 from onnx_remat.run.opening import check_openable
 from onnx_remat.run.processes import beyond_tensors
 from onnx_remat.units import Budget, format_bytes, parse_budget
@@ -272,14 +271,16 @@ def begin(
         original = as_executed(compiled.graph.model, source.folder, "all", options.preparation())
         before = original.timeline()
     if options.run_by == "session":
-        goal, trained = Goal(parsed.resolve(before.peak)), _as_trained(original, source.model)
+        goal, trained = Goal(parsed.resolve(before.peak), taken=before.peak), _as_trained(original, source.model)
     else:
         try:
             check_openable(source.model)
             trained = foresee(original)
         except ModelError as error:
             raise ModelError(f"{error}; --for session plans for onnxruntime's own") from None
-        goal = Goal(parsed.resolve(trained.total), by_loop=True, books=trained.books)
+        fused = with_donations(original.compiled).problem
+        per_node = BOOKS_BYTES_PER_NODE if compiled.kernels.device == "cpu" else 0
+        goal = Goal(parsed.resolve(trained.total), True, trained.books, per_node, trained.total, fused)
         compiled = with_donations(compiled)
     return Job(options, source.folder, compiled, original, before, trained, goal, clock, deadline)
 
@@ -302,7 +303,7 @@ def _unchanged(job: Job) -> Result:
     """The original as it is: it keeps the budget already."""
     compiled, original, clock = job.compiled, job.original, job.clock
     timeline = job.before
-    peak, floor, nodes = describe(original, timeline), bounds.lower_bound(compiled.problem), compiled.graph.n_nodes()
+    peak, floor, nodes = describe(original, timeline), job.goal.floor(compiled.problem), compiled.graph.n_nodes()
     with clock.stage("arena"):
         taken = reserves(original, timeline)
     report = Report(

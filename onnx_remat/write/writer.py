@@ -31,8 +31,6 @@ from onnx_remat.ir.shapes import SHAPES_KEY, TAG, Dim, Tensor
 from onnx_remat.write.barriers import MIN_OPSET, Barriers
 from onnx_remat.write.decided import CLONES_KEY, CONTROL_KEY, EDGES_KEY, RECOMPUTE_KEY, Decisions, Rewritten
 
-_NODE_METADATA_IR = 10
-
 
 def rewrite(
     graph: Graph, tensors: Mapping[str, Tensor], decisions: Decisions, metadata: Mapping[str, str]
@@ -139,7 +137,6 @@ class _Writer:
         self._unknown = 0
         sizes = Counter(decisions.group.tolist())
         self._shared = {number for number, members in sizes.items() if number >= 0 and members > 1}
-        self._notes = graph.model.ir_version >= _NODE_METADATA_IR
         runs = Counter(decisions.schedule.order)
         again = any(count > 1 and is_product(graph.ops[index]) for index, count in runs.items())
         needed = decisions.pins or decisions.leaders or decisions.drops or again
@@ -258,7 +255,7 @@ class _Writer:
 
     def _mark(self, node: onnx.NodeProto, op: Op) -> None:
         """Say that a node is a recompute, and so part of the backward pass."""
-        self._note(node, RECOMPUTE_KEY, op.label)
+        node.metadata_props.add(key=RECOMPUTE_KEY, value=op.label)
         for prop in node.metadata_props:
             if prop.key == "phase":
                 prop.value = "backward"
@@ -304,7 +301,7 @@ class _Writer:
         node = helper.make_node(op_type, inputs, [output], name=output)
         node.attribute.extend(helper.make_attribute(name, value) for name, value in attributes.items())
         if trigger:
-            self._note(node, CONTROL_KEY, trigger)
+            node.metadata_props.add(key=CONTROL_KEY, value=trigger)
         self.nodes.append(node)
 
     def _add_vector(self, name: str, entries: Sequence[int]) -> None:
@@ -344,10 +341,6 @@ class _Writer:
             )
         kind = helper.make_tensor_type_proto(tensor.dtype, dims)
         self.value_info[name] = onnx.ValueInfoProto(name=name, type=kind)
-
-    def _note(self, node: onnx.NodeProto, key: str, value: str) -> None:
-        if self._notes:
-            node.metadata_props.add(key=key, value=value)
 
     def _fresh(self, wish: str) -> str:
         name, suffix = wish, 1

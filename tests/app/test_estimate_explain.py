@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import onnx
 import pytest
-from onnx import helper
+from onnx import helper, numpy_helper
 
 import onnx_remat
 from onnx_remat.app.cli import main
@@ -129,6 +130,38 @@ def test_every_recomputed_node_is_in_one_module(small):
     named = [each.module for each in found.recomputed if each.module.startswith("layers.")]
     acts = {label for label in result.recomputed if label.startswith("act")}
     assert sorted(named) == sorted(f"layers.{label[3:]}" for label in acts)
+
+
+def test_a_file_of_an_older_format_is_explained(tmp_path):
+    """Nodes have metadata from IR version 10 on, and in older files none the less."""
+    step = mlp(layers=12, batch=2048, width=32)
+    step.ir_version = 8
+    result = onnx_remat.rewrite_model(step, "60%", effort=1.0, run_by="session")
+    result.save(tmp_path / "small.onnx")
+    found = explain(tmp_path / "small.onnx")
+    assert sum(each.times for each in found.recomputed) == result.report.recomputed > 0
+
+
+NORMALIZED = """<ir_version: 9, opset_import: ["" : 17]> normalized (float[256, 4096] x) => (float[256, 4096] y)
+    <float small = {0.00001}, float two = {2.0}> {
+        mean = ReduceMean <axes = [-1]> (x)  centred = Sub (x, mean)  square = Pow (centred, two)
+        variance = ReduceMean <axes = [-1]> (square)  safe = Add (variance, small)  spread = Sqrt (safe)
+        y = Div (centred, spread) }"""
+
+
+def test_nothing_is_proved_that_a_fused_step_disproves():
+    """ONNX Runtime makes one node of these: it takes less than any order of them."""
+    step = onnx.parser.parse_model(NORMALIZED)
+    step.graph.node.append(helper.make_node("Mul", ["y", "scale"], ["scaled"]))
+    step.graph.node.append(helper.make_node("Add", ["scaled", "shift"], ["z"]))
+    step.graph.output[0].name = "z"
+    for name in ("scale", "shift"):
+        step.graph.initializer.append(numpy_helper.from_array(np.ones(4096, np.float32), name))
+    found = estimate(step)
+    with pytest.raises(BudgetInfeasibleError) as refusal:
+        onnx_remat.rewrite_model(step, found.loop.total - 1, effort=0.1)
+    assert refusal.value.lower_bound_bytes <= found.loop.total
+    assert f"budget={found.loop.total}" not in str(refusal.value)
 
 
 def test_what_is_spared_is_what_keeping_would_add(small):

@@ -140,8 +140,8 @@ def _by_block(problem: Problem, backward: Ints, blocks: Sequence[Ints]) -> list[
     """The ops of the backward pass that run when the gradient of each block is due, and last those due later still.
 
     What follows from the loss is due with the last block that makes what it reads of the forward pass, or that reads it
-    far from there, once what it reads of the backward pass is there; what it renews, no earlier block may read. All else, such as a mask, or
-    the slope of an activation, is due when it is first needed.
+    far from there, once what it reads of the backward pass is there; what it renews, no earlier block may read. All
+    else, such as a mask, or the slope of an activation, is due when it is first needed.
     """
     life, last = problem.lifetimes, len(blocks) - 1
     due = np.full(problem.n_ops, -1, np.int64)  # of forward ops: the block
