@@ -58,7 +58,7 @@ def parse_budget(text: str | int | Budget) -> Budget:
     >>> parse_budget("0.6")
     Traceback (most recent call last):
         ...
-    onnx_remat.errors.UsageError: budget '0.6' is not a size: write 60% of the original's peak, or ...
+    onnx_remat.errors.UsageError: budget '0.6' is not a size: write 60% of what the original takes, or ...
     """
     if isinstance(text, Budget):
         return _checked(text)
@@ -96,7 +96,7 @@ def _meant(text: str) -> str:
     if re.fullmatch(_NUMBER, text, re.IGNORECASE):
         number = float(text)
         share = f"{100 * number:g}%" if number <= 1 else f"{text}%"
-        return f"{share} of the original's peak, or the unit of a size: {text}MB, {text}GB, ..."
+        return f"{share} of what the original takes, or the unit of a size: {text}MB, {text}GB, ..."
     if re.fullmatch(rf"{_NUMBER}\s*[kmgt]", text, re.IGNORECASE):
         return f"{text.upper()}B (powers of 1000) or {text.upper()}iB (of 1024)"
     return "e.g. 4GB, 3.5GiB, 123456789B or 80%"

@@ -183,6 +183,9 @@ def initial_state(session: Any, dims: Mapping[str, int], path: str | os.PathLike
     for value in session.get_inputs():
         kind = value.type.removeprefix("tensor(").removesuffix(")")
         dtype = np.dtype(DTYPES.get(kind, kind))
+        if unknown := [d for d in value.shape if not isinstance(d, int) and d not in dims]:
+            sizes = ", ".join(f"{d!r}: N" for d in unknown)
+            raise UsageError(f"input {value.name!r} has dimensions of any size: pass dims={{{sizes}}}")
         shape = tuple(d if isinstance(d, int) else dims[d] for d in value.shape)
         if value.name == _RESET:
             state[value.name] = np.ones(shape, dtype)

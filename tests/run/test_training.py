@@ -13,7 +13,7 @@ from onnx import helper
 from onnx_remat import ModelError, UsageError, rewrite_model
 from onnx_remat.run import state_file
 from onnx_remat.run.session import Session
-from onnx_remat.run.training import Loop
+from onnx_remat.run.training import Loop, initial_state
 from tests.support.graphs import feeds_for, mlp, model_of, same_bits
 
 STEPS = 20
@@ -267,3 +267,12 @@ def test_a_type_that_the_format_lacks_is_named(tmp_path):
     with pytest.raises(UsageError, match="state 'z' of type complex64 cannot be saved"):
         state_file.write(tmp_path / "f", {"z": np.zeros(2, np.complex64)})
     assert not (tmp_path / "f").exists()
+
+
+def test_a_first_state_asks_for_sizes_that_are_open(tmp_path):
+    model = mlp(layers=2, batch=4, width=3)
+    model.graph.input[0].type.tensor_type.shape.dim[0].dim_param = "batch"
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    with pytest.raises(UsageError, match=r"'batch': N"):
+        initial_state(session, {})
+    assert initial_state(session, {"batch": 5})[model.graph.input[0].name].shape[0] == 5
