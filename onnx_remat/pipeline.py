@@ -236,13 +236,9 @@ class Job:
         self.clock.waited(seconds)
         self.deadline.later(seconds)
 
-    def covered(self) -> int:
-        """What the original takes of what the budget covers."""
-        return self.trained.total if self.goal.by_loop and self.trained else self.before.peak
-
     def impossible_below(self, floor: int) -> int:
         """No budget below this is kept where no plan peaks below `floor`; what the original takes is kept by itself."""
-        return min(self.goal.budget(floor), self.covered())
+        return min(self.goal.budget(floor), self.goal.taken)
 
     def keeps_already(self) -> bool:
         """Is the original itself within the budget?"""

@@ -22,10 +22,11 @@ from onnx_remat.units import parse_budget
 from .. import names
 from . import optim, updates
 from .arrays import view
+from .batch import Batch
 from .export import export, step_of
 from .initial import initial_feeds
 from .recipe import Recipe, Scaling
-from .trace import Batch, Loss, Step
+from .trace import Loss, Step
 from .unchanged import Facts, Setting
 
 OPSET = 20
@@ -345,7 +346,7 @@ def budgeted(
         As of `export_training_step`: dimensions of batches that may be smaller than the example's. The budget is
         planned for the example; with the first batch of another size the step is opened anew, which takes seconds.
     check : bool
-        Compare the step with torch's own first, which once takes several times the memory of a step of torch's.
+        Compare the step with torch's own first, which once takes about twice the memory of a step of torch's.
     planning : mapping, optional
         Fields of `onnx_remat.options.Options`: ``{"effort": 5}``.
 

@@ -15,10 +15,11 @@ from onnx_remat.errors import ConversionError
 
 from .. import check as checking
 from . import optim, updates, verify
+from .batch import Batch
 from .initial import SCALARS
 from .lower import finish, lower
 from .recipe import Recipe
-from .trace import Batch, Loss, Step, trace
+from .trace import Loss, Step, trace
 
 
 def step_of(
