@@ -259,7 +259,6 @@ def begin(
         if not options.patterns:
             check_fits(source.model)
         compiled = prepare(source.model, options.preparation())
-        placement.check_nodes(compiled)
         options = replace(options, dims=shapes.all_dims(compiled.tensors, options.dims))
     clock.waited((kernels or FirstUse()).compile(SIMULATOR))
     deadline = Deadline(options.time_limit)

@@ -2,6 +2,7 @@
 
     python -m scripts.cuda_truth FOLDER_OR_FILE... [--budget 60%] [--time-limit 10] [--levels disable,basic,all,session]
                                                    [--keep FOLDER]
+    python -m scripts.cuda_truth --keep FOLDER --versions
 
 Each step is rewritten for ``--provider cuda`` and run, as it was and as it is, on the fake device of the tests, which
 takes the environment that `scripts/gpu_env.py` makes (ONNX_REMAT_GPU_ENV). Every convolution takes 1 MiB there, as is
@@ -14,7 +15,8 @@ The line ``session`` is of a file written ``--for loop``, and of what `onnx_rema
 in all, state included, against what was foreseen, which must be the smallest limit they run under to 1 %.
 
 With ``--keep`` rewritten steps and lines stay in FOLDER, and a second run goes on where the first one stopped;
-environments of several versions (``onnxruntime-gpu``) share the steps and have lines of their own.
+environments of several versions (``onnxruntime-gpu``) share the steps and have lines of their own. ``--versions`` sums
+up the lines that are there: one row per version.
 """
 
 from __future__ import annotations
@@ -49,6 +51,10 @@ _OFF, _OFF_SESSION, _WAITS = 0.005, 0.01, 3
 _SETTINGS = {"workspace_forward": WORKSPACE, "workspace_data": WORKSPACE}
 
 _HEADS = ("step", "level", "budget", "foreseen", "device", "off", "in order", "host waits", "Memcpy nodes")
+_SUMS = (
+    "onnxruntime-gpu", "steps", "lines", "off at most", "with Session", "over budget", "out of order", "waits more",
+    "Memcpy more", "lines that miss a mark",
+)  # fmt: skip
 _LEVELS = {"disable": "ORT_DISABLE_ALL", "basic": "ORT_ENABLE_BASIC", "all": "ORT_ENABLE_ALL"}
 _HEAD = f"{'step':<18}{'level':<9}{'budget':>12}{'foreseen':>12}{'device':>12}{'off':>8}  order  waits     copies"
 
@@ -110,8 +116,7 @@ def lines(path: Path, budget: str, time_limit: float, levels: Sequence[str], kee
             foreseen = as_executed(model, keep, "all" if level == SESSION else level, options.preparation())
             found = (_session if level == SESSION else _line)(path, small, allowed, foreseen, level)
             known.write_text(json.dumps(asdict(found)))
-        read = json.loads(known.read_text())
-        yield Line(**read | {"waits": tuple(read["waits"]), "copies": tuple(read["copies"])})
+        yield _read(known)
 
 
 def _line(path: Path, small: Path, budget: int, foreseen: Executed, level: str) -> Line:
@@ -153,6 +158,28 @@ def _in_order(foreseen: Executed, ran: run.Step) -> bool:
     return [n for n in large if n in names] == [n for n, _, _ in ran.order if n in names]
 
 
+def by_version(keep: Path) -> Iterator[tuple[str, ...]]:
+    """The lines that are kept, summed up: a row per version of onnxruntime-gpu."""
+    found: dict[tuple[int, ...], list[Line]] = {}
+    for path in sorted(keep.glob("*.json")):
+        numbers = tuple(int(part) for part in path.stem.rpartition("-")[2].split("."))
+        found.setdefault(numbers, []).append(_read(path))
+    for version, seen in sorted(found.items()):
+        stock, ours = ([line for line in seen if (line.level == SESSION) == session] for session in (False, True))
+        offs = [max((abs(line.device / line.foreseen - 1) for line in some), default=0.0) for some in (stock, ours)]
+        yield (
+            ".".join(map(str, version)), str(len({line.step for line in seen})), str(len(seen)),
+            *(f"{off:.2%}" for off in offs), str(sum(line.device > line.budget for line in seen)),
+            str(sum(not line.in_order for line in seen)), str(max(line.waits[1] - line.waits[0] for line in seen)),
+            str(max(line.copies[1] - line.copies[0] for line in seen)), str(sum(line.misses() for line in seen)),
+        )  # fmt: skip
+
+
+def _read(path: Path) -> Line:
+    read = json.loads(path.read_text())
+    return Line(**read | {"waits": tuple(read["waits"]), "copies": tuple(read["copies"])})
+
+
 def _memcpy(step: run.Step) -> int:
     return sum(op.startswith("Memcpy") for _, op, _ in step.order)
 
@@ -160,13 +187,21 @@ def _memcpy(step: run.Step) -> int:
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("paths", nargs="+", type=Path, metavar="FOLDER_OR_FILE")
+    parser.add_argument("paths", nargs="*", type=Path, metavar="FOLDER_OR_FILE")
     parser.add_argument("--budget", default="60%")
     parser.add_argument("--time-limit", type=float, default=10.0)
     parser.add_argument("--levels", default="disable,basic,all,session")
     parser.add_argument("--keep", type=Path)
-    parser.add_argument("--save", action="store_true", help="also write docs/results/data/cuda.json")
+    parser.add_argument("--versions", action="store_true", help="sum up what is in --keep")
+    parser.add_argument("--save", action="store_true", help="also write docs/results/data/cuda.json, or cuda-versions")
     given = parser.parse_args()
+    if given.versions:
+        command = "python -m scripts.cuda_truth --keep FOLDER --versions --save"
+        summed = Table(command, _SUMS, tuple(by_version(given.keep)))
+        print(summed.to_markdown())
+        if given.save:
+            save("cuda-versions", summed)
+        return
     if why := run.why_not():
         parser.error(why)
     print(f"onnxruntime-gpu {run.version()}\n{_HEAD}", flush=True)

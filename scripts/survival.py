@@ -1,6 +1,6 @@
 """Do rewritten files keep their savings and their numbers elsewhere? Other runtimes, options, and after other tools.
 
-    python scripts/survival.py FOLDER --versions 1.19.2 1.31.1 --tools onnxslim onnxsim [--graphs DIR ...]
+    python -m scripts.survival FOLDER --versions 1.19.2 1.32.0 --tools onnxslim onnxsim [--graphs FILE ...] [--save]
 
 FOLDER gets one virtual environment per ONNX Runtime version and one per tool, made with pip where they are not there
 yet, and the rewritten files. Every cell is measured: the peak as `onnx_remat.run.processes.measure` takes it (arena off
@@ -23,6 +23,7 @@ from onnx_remat.app.survival import check
 from onnx_remat.errors import OnnxRematError
 from onnx_remat.run.processes import GIVES_BACK
 from onnx_remat.worker import QUIET
+from scripts.results import Table, save
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -77,7 +78,7 @@ _TOOLS = {
         "ort.InferenceSession(sys.argv[1], o, providers=['CPUExecutionProvider'])"
     ),
 }
-_VERSIONS = ["1.19.2", "1.20.1", "1.22.1", "1.24.4", "1.26.0", "1.28.0", "1.30.0", "1.31.1"]
+_VERSIONS = ["1.19.2", "1.20.1", "1.22.1", "1.24.4", "1.26.0", "1.28.0", "1.30.0", "1.32.0"]
 _PACKAGES = {"onnx-ir-cse": "onnx-ir", "onnxscript-optimizer": "onnxscript", "ort-save": "onnxruntime"}
 
 
@@ -131,7 +132,7 @@ def same(a: Path, b: Path) -> str:
 
     with np.load(a) as x, np.load(b) as y:
         if all(x[n].tobytes() == y[n].tobytes() for n in x.files):
-            return "bitwise"
+            return "="
         scales = [float(np.max(np.abs(x[n]), initial=1e-30)) for n in x.files]
         errors = [float(np.max(np.abs(x[n] - y[n]), initial=0)) for n in x.files]
     return f"{max(e / s for e, s in zip(errors, scales, strict=True)):.0e}"
@@ -164,9 +165,16 @@ def after_tool(python: Path, tool: str, small: Path) -> tuple[Path | None, str]:
     return target, f"{verdict} ({lost})"
 
 
-def table(rows: dict[str, list[str]], head: list[str]) -> str:
-    lines = [f"| | {' | '.join(head)} |", "|" + " --- |" * (len(head) + 1)]
-    return "\n".join([*lines, *(f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items())])
+def show(name: str, head: str, rows: dict[str, list[str]], graphs: list[str], keep: bool) -> None:
+    """Print a table; rows of equal cells in one."""
+    merged: dict[tuple[str, ...], list[str]] = {}
+    for label, cells in rows.items():
+        merged.setdefault(tuple(cells), []).append(label)
+    lines = tuple(("; ".join(labels), *cells) for cells, labels in merged.items())
+    made = Table("python -m scripts.survival FOLDER --save", (head, *graphs), lines)
+    print(made.to_markdown() + "\n")
+    if keep:
+        save(name, made)
 
 
 def main() -> None:
@@ -177,12 +185,13 @@ def main() -> None:
     parser.add_argument("--tools", nargs="*", default=list(_TOOLS), choices=list(_TOOLS))
     parser.add_argument("--graphs", nargs="*", type=Path, default=sorted((ROOT / "sample_models").glob("*.onnx")))
     parser.add_argument("--budget", default="60%")
+    parser.add_argument("--save", action="store_true", help="also write docs/results/data/survival-*.json")
     given = parser.parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)
     small, budgets = {}, {}
     for graph in given.graphs:
         small[graph] = given.folder / f"{graph.stem}-small.onnx"
-        result = onnx_remat.rewrite_model(graph, given.budget, effort=5.0)
+        result = onnx_remat.rewrite_model(graph, given.budget, effort=5.0, run_by="session")
         result.save(small[graph], force=True)
         budgets[graph] = result.report.budget
     names = [graph.stem for graph in given.graphs]
@@ -199,7 +208,7 @@ def main() -> None:
                 lambda g, p=python, s=setting: cell(p, g, small[g], budgets[g], s)  # type: ignore[misc]
             )
             print(f"{version}, {label}: {rows[f'{version}, {label}']}", file=sys.stderr, flush=True)
-    print(table(rows, names) + "\n")
+    show("survival-runtimes", "onnxruntime", rows, names, given.save)
     newest = environment(given.folder, f"ort-{given.versions[-1]}", [f"onnxruntime=={given.versions[-1]}"])
     rows = {}
     for tool in given.tools:
@@ -211,7 +220,7 @@ def main() -> None:
 
         rows[tool] = row(judged)
         print(f"{tool}: {rows[tool]}", file=sys.stderr, flush=True)
-    print(table(rows, names))
+    show("survival-tools", "then another tool", rows, names, given.save)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Standard operators that a provider has no kernel for, replaced by the nodes that ONNX defines them by.
 
-ONNX Runtime does this when it loads a file, graph optimisations off too; a plan is of nodes that run.
+ONNX Runtime does this when it loads a file, graph optimisations off too; a plan is of nodes that run. For
+BatchNormalization in training mode it has no definition: that is `batch_norm`'s.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from onnx import inliner, shape_inference
 
 from onnx_remat import worker
 from onnx_remat.errors import ModelError
-from onnx_remat.ir import native
+from onnx_remat.ir import batch_norm, native
 from onnx_remat.ir.body import names_in
 from onnx_remat.ir.model_io import without_weights
 from onnx_remat.ir.opsets import canonical, opset_of
@@ -32,7 +33,7 @@ def expand(model: onnx.ModelProto, replaced: Ops) -> tuple[onnx.ModelProto, froz
     ModelError
         ONNX cannot tell by which nodes.
     """
-    wanted = [i for i, node in enumerate(model.graph.node) if (canonical(node.domain), node.op_type) in replaced]
+    wanted = [i for i, node in enumerate(model.graph.node) if _lacks_kernel(node, replaced)]
     if not wanted:
         return model, frozenset()
     light = without_weights(model)
@@ -55,6 +56,12 @@ def expand(model: onnx.ModelProto, replaced: Ops) -> tuple[onnx.ModelProto, froz
     copy.graph.ClearField("node")
     copy.graph.node.extend(nodes)
     return copy, frozenset(new)
+
+
+def _lacks_kernel(node: onnx.NodeProto, replaced: Ops) -> bool:
+    """Whether a node is to be replaced; of BatchNormalization what is in training mode alone."""
+    op = (canonical(node.domain), node.op_type)
+    return op in replaced and (op != batch_norm.OP or batch_norm.trains(node))
 
 
 def _renamed(body: Collection[onnx.NodeProto], whole: onnx.NodeProto, taken: set[str]) -> Iterator[onnx.NodeProto]:
@@ -103,6 +110,9 @@ def _definition(
     node: onnx.NodeProto, model: onnx.ModelProto, types: native.Types, replaced: Ops
 ) -> Collection[onnx.NodeProto]:
     """The nodes that define a node, those that define these included."""
+    if (canonical(node.domain), node.op_type) == batch_norm.OP:
+        x, statistics = (types.get(node.input[slot], onnx.TypeProto()) for slot in (0, 3))
+        return batch_norm.definition(node, x, statistics, opset_of(model))
     alone = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import)
     alone.graph.name = "definition"
     named = [name for name in node.input if name]

@@ -10,7 +10,7 @@ import onnx
 from onnx_remat.errors import ModelError
 from onnx_remat.ir import model_io, shapes
 from onnx_remat.ir.opsets import STANDARD_DOMAINS
-from onnx_remat.ort import runtime
+from onnx_remat.ort import halves, runtime
 from onnx_remat.ort.kernels.base import Kernels
 from onnx_remat.ort.prepare import Compiled, Preparation, prepare_for_simulation
 from onnx_remat.ort.simulate import buffers
@@ -33,10 +33,6 @@ class Executed:
         return buffers.simulate(self.compiled.problem, self.order)
 
 
-_HALVES = (
-    "the CPU's ONNX Runtime would run half-precision nodes in float32: it was not asked, the plan follows the file as "
-    "it is, and graph optimisations were not simulated"
-)
 _CUSTOM_OPS = (
     "onnxruntime cannot load this model's custom ops here: the plan follows the file as it is, and neither graph "
     "optimisations nor the memory of custom kernels were checked"
@@ -70,10 +66,9 @@ def as_executed(model: onnx.ModelProto, folder: Path | None, level: str, stated:
     if len(model.graph.node) > runtime.MOST_NODES:
         return _emulated(model, stated, _MANY_NODES)
     providers, without = whom_to_ask(stated.kernels)
-    if providers != stated.kernels.execution_providers and _has_halves(model):
-        return _emulated(model, stated, _HALVES)
+    widened = providers != stated.kernels.execution_providers and halves.has_halves(model)
     try:
-        if model_io.weight_bytes(model) > runtime.MOST_WEIGHTS:
+        if widened or model_io.weight_bytes(model) > runtime.MOST_WEIGHTS:
             optimized = _optimized_without_weights(model, stated, level)
         else:
             optimized = runtime.optimized(shapes.declared(model), folder, level, providers, without)
@@ -106,7 +101,7 @@ def _emulated(model: onnx.ModelProto, stated: Preparation, why: str = "") -> Exe
 
 
 def _optimized_without_weights(model: onnx.ModelProto, stated: Preparation, level: str) -> onnx.ModelProto:
-    """As `runtime.optimized`, of a model whose weights are too many to show to the runtime.
+    """As `runtime.optimized`, of a model whose weights are too many to show to the runtime, or are no type of its own.
 
     Weights, and what it would compute from them alone when it loads the file, are inputs to it. In the answer they are
     initializers again, whose contents nobody asks for.
@@ -132,7 +127,12 @@ def _optimized_without_weights(model: onnx.ModelProto, stated: Preparation, leve
     light.graph.input.extend(
         onnx.helper.make_tensor_value_info(name, tensor.dtype, tensor.shape) for name, tensor in shown.items()
     )
-    optimized = runtime.optimized(light, None, level, *whom_to_ask(stated.kernels))
+    providers, without = whom_to_ask(stated.kernels)
+    if providers != stated.kernels.execution_providers and halves.has_halves(light):
+        optimized = runtime.optimized(halves.as_floats(light), None, level, providers, (*without, *halves.KEEPS_CASTS))
+        halves.as_halves(optimized, light, compiled.tensors)
+    else:
+        optimized = runtime.optimized(light, None, level, providers, without)
     optimized.graph.ClearField("input")
     optimized.graph.input.extend(inputs.values())
     optimized.graph.initializer.extend(
@@ -142,15 +142,6 @@ def _optimized_without_weights(model: onnx.ModelProto, stated: Preparation, leve
         for name, tensor in shown.items()
     )  # fmt: skip
     return optimized
-
-
-def _has_halves(model: onnx.ModelProto) -> bool:
-    """Does a value that is stated, or a Cast, have one of the types that the CPU computes in float32?"""
-    kinds = (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
-    graph = model.graph
-    stated = (value.type.tensor_type.elem_type for value in (*graph.input, *graph.output, *graph.value_info))
-    casts = (a.i for node in graph.node if node.op_type == "Cast" for a in node.attribute if a.name == "to")
-    return any(kind in kinds for kind in (*stated, *casts, *(tensor.data_type for tensor in graph.initializer)))
 
 
 def _has_custom_ops(model: onnx.ModelProto) -> bool:

@@ -1,10 +1,9 @@
-"""Which nodes of a model a device cannot run: refused, or named with what it costs that the host runs them."""
+"""Which nodes of a model a device cannot run, and what it costs that the host runs them."""
 
 from __future__ import annotations
 
 from onnx import TensorProto
 
-from onnx_remat.errors import ModelError
 from onnx_remat.ir.graph import Op
 from onnx_remat.ir.opsets import opset_of
 from onnx_remat.ort.prepare import Compiled
@@ -12,14 +11,6 @@ from onnx_remat.units import format_bytes
 
 _SMALL = 1024
 """Bytes up to which a copy between host and device is not worth a word: shapes and scalars."""
-
-
-def check_nodes(compiled: Compiled) -> None:
-    """Raise ModelError for a node that ONNX Runtime cannot load for this provider, naming it and what to do."""
-    model = compiled.graph.model
-    for op in compiled.graph.ops:
-        if why := compiled.kernels.refusal(op.node, opset_of(model, op.node.domain)):
-            raise ModelError(f"node {op.label!r}: {why}")
 
 
 def nodes_on_host(compiled: Compiled) -> dict[str, int]:
@@ -64,6 +55,12 @@ def notes(compiled: Compiled) -> tuple[str, ...]:
             f"every convolution is allowed {format_bytes(kernels.library_workspace)} of cuDNN workspace "
             "(--cudnn-workspace): a margin, not a measurement; set the provider option "
             "cudnn_conv_use_max_workspace=0, which holds it to 32 MiB"
+        )
+    if norms := [op.label for op in compiled.graph.ops if op.anew and op.node.op_type == "BatchNormalization"]:
+        more = f" (and {len(norms) - 1} more)" if len(norms) > 1 else ""
+        lines.append(
+            f"BatchNormalization in training mode has no {kernels.name.upper()} kernel: {norms[0]!r}{more} is written "
+            "as statistics and the form for inference"
         )
     if doubles:
         lines.append("float64 runs at 1/32 to 1/64 of float32's rate on GPUs that are not made for data centres")

@@ -125,7 +125,7 @@ class Kernels:
     races : mapping of OpKey to str
         Kernels whose results depend on how threads interleave, and why.
     no_kernel : frozenset of OpKey
-        Standard operators that ONNX Runtime replaces by their function bodies, since the provider has no kernel.
+        Standard operators that are replaced by their definitions, since the provider has no kernel: see `ir.expand`.
     device_types : mapping of OpKey to frozenset of int
         Element types (``onnx.TensorProto``) of the first input for which there is a kernel on the device; nodes of
         others run on the host, and their tensors are copied. Operators that are not listed run on the device.
@@ -133,8 +133,6 @@ class Kernels:
         Opset from which on there is no kernel on the device.
     not_on_device : callable
         Whether the device's kernel cannot do this node, for its attributes.
-    refusal : callable
-        Why ONNX Runtime cannot load a node of this opset for this provider, and what to do; "" where it can.
     host_fusions : tuple of str
         ONNX Runtime's names of the optimisations that it makes for its host provider alone; empty where that is this.
     library_workspace : int
@@ -163,7 +161,6 @@ class Kernels:
     device_types: Mapping[OpKey, frozenset[int]] = field(default_factory=dict)
     device_until: Mapping[OpKey, int] = field(default_factory=dict)
     not_on_device: Callable[[onnx.NodeProto], bool] = lambda _: False
-    refusal: Callable[[onnx.NodeProto, int], str] = lambda _node, _opset: ""
     host_fusions: tuple[str, ...] = ()
     library_workspace: int = 0
     off_stream: frozenset[OpKey] = frozenset()

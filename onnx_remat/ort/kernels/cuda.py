@@ -88,6 +88,7 @@ _DEVICE_TYPES: Final[dict[OpKey, frozenset[int]]] = {
         )),
         (_FLOATS | _INT, ("ReduceL1", "ReduceL2", "ReduceProd")),
         (_FLOATS | _LONG | _INT, ("CumSum",)),
+        (frozenset({TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.UINT64}) | _LONG | _INT, ("EyeLike",)),
         (_FLOATS | _LONG | _BYTE, ("Clip",)),
         (_FLOATS | _INT | _BYTE, ("Resize", "Upsample")),
         (_FLOATS | _LONG | _INT | _BYTE, ("ReduceMax", "ReduceMin", "TopK")),
@@ -112,9 +113,10 @@ _DEVICE_TYPES: Final[dict[OpKey, frozenset[int]]] = {
     (_MS, "FusedConv"): frozenset({TensorProto.FLOAT}),
 }  # fmt: skip
 
+# BatchNormalization of them in training mode: https://github.com/microsoft/onnxruntime/issues/16867.
 _FUNCTIONS: Final = (
-    "Bernoulli", "CastLike", "CausalConvWithState", "CenterCropPad", "GroupNormalization", "LinearAttention", "Mish",
-    "NegativeLogLikelihoodLoss", "SequenceMap", "SoftmaxCrossEntropyLoss", "SwiGLU", "Swish",
+    "BatchNormalization", "Bernoulli", "CastLike", "CausalConvWithState", "CenterCropPad", "GroupNormalization",
+    "LinearAttention", "Mish", "NegativeLogLikelihoodLoss", "SequenceMap", "SoftmaxCrossEntropyLoss", "SwiGLU", "Swish",
 )  # fmt: skip
 
 _HOST_FUSIONS: Final = (
@@ -136,19 +138,6 @@ def uneven_pads(node: onnx.NodeProto) -> bool:
     return pads[:half] != pads[half:] or stated.get("auto_pad", b"NOTSET") in (b"SAME_UPPER", b"SAME_LOWER")
 
 
-def _refusal(node: onnx.NodeProto, opset: int) -> str:
-    """Why ONNX Runtime cannot load a node for this provider, and what to do; or nothing."""
-    training = any(a.name == "training_mode" and a.i for a in node.attribute)
-    if key(node) != (_ONNX, "BatchNormalization") or not training or opset < _NO_TRAINING_NORM:
-        return ""
-    return (
-        "BatchNormalization in training mode has no CUDA kernel at opset 14 or later (onnxruntime issue 16867): write "
-        "it as ReduceMean, Sub, Mul and the like, as this project's converters do"
-    )
-
-
-_NO_TRAINING_NORM: Final = 14
-
 CUDA: Final = Kernels(
     name="cuda",
     execution_providers=("CUDAExecutionProvider", "CPUExecutionProvider"),
@@ -168,7 +157,6 @@ CUDA: Final = Kernels(
     device_types=_DEVICE_TYPES,
     device_until={(_ONNX, "MaxPool"): 22},
     not_on_device=uneven_pads,
-    refusal=_refusal,
     host_fusions=_HOST_FUSIONS,
     library_workspace=cuda_workspace.MARGIN,
     off_stream=frozenset((_ONNX, op) for op in ("Einsum", "LogSoftmax", "Softmax")),

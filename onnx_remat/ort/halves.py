@@ -1,0 +1,86 @@
+"""Half-precision graphs shown to a runtime that has no kernels for them, as graphs in float32.
+
+The CPU's ONNX Runtime puts casts around nodes in half precision, and so would say nothing of what the device's makes of
+a graph. It makes of the same graph in float32 what the device makes of it in half precision, as long as casts that now
+change nothing stay: those are not to be eliminated (`KEEPS_CASTS`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import numpy as np
+import onnx
+from onnx import TensorProto, numpy_helper
+
+from onnx_remat.ir.shapes import Tensor
+
+HALVES = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
+"""Element types that the CPU computes in float32."""
+
+KEEPS_CASTS = ("CastElimination", "CastChainElimination")
+"""ONNX Runtime's names of the optimisations that would take away what is a cast in half precision alone."""
+
+_TYPE_NAMES = ("to", "dtype")  # attributes of standard operators that are an element type
+
+
+def has_halves(model: onnx.ModelProto) -> bool:
+    """Does a value that is stated, or a Cast, have one of these types?"""
+    graph = model.graph
+    stated = (value.type.tensor_type.elem_type for value in (*graph.input, *graph.output, *graph.value_info))
+    casts = (a.i for node in graph.node if node.op_type == "Cast" for a in node.attribute if a.name == "to")
+    return any(kind in HALVES for kind in (*stated, *casts, *(tensor.data_type for tensor in graph.initializer)))
+
+
+def as_floats(light: onnx.ModelProto) -> onnx.ModelProto:
+    """A model whose large weights are inputs (`model_io.without_weights`) in float32; every node has a name."""
+    shown = onnx.ModelProto()
+    shown.CopyFrom(light)
+    graph = shown.graph
+    for value in (*graph.input, *graph.output, *graph.value_info):
+        if value.type.tensor_type.elem_type in HALVES:
+            value.type.tensor_type.elem_type = TensorProto.FLOAT
+    for tensor in graph.initializer:
+        _widen(tensor)
+    for number, node in enumerate(graph.node):
+        node.name = node.name or f"node {number}"
+        for attribute in _typed(node):
+            if attribute.type == onnx.AttributeProto.TENSOR:
+                _widen(attribute.t)
+            else:
+                attribute.i = TensorProto.FLOAT
+    return shown
+
+
+def as_halves(optimized: onnx.ModelProto, light: onnx.ModelProto, tensors: Mapping[str, Tensor]) -> None:
+    """Give what became of ``as_floats(light)`` its own types again: `tensors` are those of the values of `light`."""
+    graph = optimized.graph
+    for value in (*graph.input, *graph.output, *graph.value_info):
+        if value.name in tensors:
+            value.type.tensor_type.elem_type = tensors[value.name].dtype
+    for tensor in graph.initializer:
+        if tensor.name in tensors and tensors[tensor.name].dtype in HALVES:
+            kind = onnx.helper.tensor_dtype_to_np_dtype(tensors[tensor.name].dtype)
+            tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor).astype(kind), tensor.name))
+    own = {node.name or f"node {number}": node for number, node in enumerate(light.graph.node)}
+    for node in graph.node:
+        if node.name in own:
+            narrow = {attribute.name: attribute for attribute in _typed(own[node.name])}
+            for attribute in node.attribute:
+                if attribute.name in narrow:
+                    attribute.CopyFrom(narrow[attribute.name])
+
+
+def _typed(node: onnx.NodeProto) -> Iterator[onnx.AttributeProto]:
+    """Attributes of a node that say half precision."""
+    attributes: Iterable[onnx.AttributeProto] = node.attribute
+    for attribute in attributes:
+        tensor = attribute.type == onnx.AttributeProto.TENSOR and attribute.t.data_type in HALVES
+        if tensor or (attribute.name in _TYPE_NAMES and attribute.i in HALVES):
+            yield attribute
+
+
+def _widen(tensor: onnx.TensorProto) -> None:
+    if tensor.data_type in HALVES:
+        wide = numpy_helper.to_array(tensor).astype(np.float32)
+        tensor.CopyFrom(numpy_helper.from_array(wide, tensor.name))
