@@ -78,6 +78,10 @@ WORK_PER_OP = 150_000
 """Work per op that makes a run worth while: with less there are fewer runs; by hand."""
 TRIAL_HEATS = ((0.1, 0.01), (0.3, 0.02), (1.0, 0.02))
 """Temperatures of the runs, in turn: by hand."""
+ALMOST = 1.01
+"""Of the budget: the cheapest plan up to this is a start too, as the annealing soon makes it fit: by hand."""
+LAYERS_WORK_PER_OP = 25_000
+"""Least work per op of a stack of equal layers that a plan for few of them is searched with: by hand."""
 PLANS_CONTINUED, CONTINUE_SHARE = 4, 0.25
 """The best of them that are gone on from, and the share of the work they take together: by hand."""
 AIMS = (1.0, 0.97)

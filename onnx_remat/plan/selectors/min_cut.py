@@ -14,14 +14,19 @@ Horace He, Shangdi Yu: Transcending the runtime-memory tradeoff in checkpointing
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterator
+
 import numpy as np
 
+from onnx_remat.ort.simulate.buffers import simulate
 from onnx_remat.plan.flow import Network
 from onnx_remat.plan.request import Request, register
 from onnx_remat.plan.search.plans import cheapest_within
 from onnx_remat.plan.selectors.materialize import materialize, split_step
-from onnx_remat.problem import Ints, Problem, Schedule
+from onnx_remat.problem import Flags, Ints, Problem, Schedule
 
+_CLOSER = 5  # prices looked at between the two that a budget lies between
 _PRICES = np.geomspace(1e-4, 1e2, 25)  # bytes against cost, both as fractions of their totals
 
 
@@ -54,23 +59,66 @@ def saving(problem: Problem, base_order: Ints, split: int) -> Network:
     )  # fmt: skip
 
 
-def cut_seeds(problem: Problem, base_order: Ints) -> list[Schedule]:
-    """Distinct schedules of a sweep of prices, cheapest first."""
+def cut_seeds(problem: Problem, base_order: Ints, budget: int) -> list[Schedule]:
+    """Distinct schedules of a sweep of prices, cheapest first, and mixtures of the two between which a budget lies."""
     split = split_step(problem, base_order)
     network = saving(problem, base_order, split)
     unit = float(problem.cost.sum()) / (float(problem.lifetimes.nbytes.sum()) or 1.0)
-    found: list[Schedule] = []
-    previous = np.zeros(problem.n_ops, np.bool_)
-    for price in _PRICES:
-        dropped = np.zeros(problem.n_ops, np.bool_)
-        dropped[network.cut(float(price) * unit).again - 2] = True
-        if not np.array_equal(dropped, previous):
-            found.append(materialize(problem, base_order, dropped, split))
-        previous = dropped
-    return found
+
+    def dropped(price: float) -> Flags:
+        flags = np.zeros(problem.n_ops, np.bool_)
+        flags[network.cut(price * unit).again - 2] = True
+        return flags
+
+    def schedule(flags: Flags) -> Schedule:
+        return materialize(problem, base_order, flags, split)
+
+    def keeps(flags: Flags) -> bool:
+        return simulate(problem, schedule(flags)).peak <= budget
+
+    found: list[Flags] = []
+    above, before = 0.0, np.zeros(problem.n_ops, np.bool_)
+    within: tuple[float, Flags] | None = None
+    for price in _PRICES.tolist():
+        if not np.array_equal(flags := dropped(price), found[-1] if found else before):
+            found.append(flags)
+            if within is None and keeps(flags):
+                within = price, flags
+        if within is None:
+            above, before = price, flags
+    if within is None:
+        return [*map(schedule, found)]
+    price, after = within
+    for _ in range(_CLOSER):
+        middle = math.sqrt(above * price) if above else price / 2
+        if keeps(flags := dropped(middle)):
+            price, after = middle, flags
+        else:
+            above, before = middle, flags
+    mixed = [schedule(flags) for flags in (after, *_mixtures(base_order, before, after, keeps))]
+    return [*map(schedule, found), *mixed]
+
+
+def _mixtures(base_order: Ints, before: Flags, after: Flags, keeps: Callable[[Flags], bool]) -> Iterator[Flags]:
+    """Of what `after` drops more than `before`, as little as keeps the budget: of the first ops, and of the last.
+
+    A network of equal layers has few cuts, all layers alike in each: the plans between them treat some layers one way
+    and the others the other.
+    """
+    more = base_order[(after & ~before)[base_order]]
+    for of in (more, more[::-1]):
+        few, many = 0, len(of)
+        while many - few > 1:
+            flags = before.copy()
+            flags[of[: (middle := (few + many) // 2)]] = True
+            few, many = (few, middle) if keeps(flags) else (middle, many)
+        flags = before.copy()
+        flags[of[:many]] = True
+        yield flags
 
 
 @register("min_cut")
 def min_cut(request: Request) -> Schedule:
     """Priced min-cut between forward and backward (AOTAutograd's partitioner, recompute cost in the cut)."""
-    return cheapest_within(request, [request.baseline, *cut_seeds(request.problem, request.baseline.array())])
+    cuts = cut_seeds(request.problem, request.baseline.array(), request.budget)
+    return cheapest_within(request, [request.baseline, *cuts])

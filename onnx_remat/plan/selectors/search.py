@@ -10,30 +10,34 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from onnx_remat.plan.request import Request, register
+from onnx_remat.plan.request import Request, register, silent
 from onnx_remat.plan.search.core import Viewless, viewless
 from onnx_remat.plan.search.effort import allowance
 from onnx_remat.plan.search.plans import Heat, Plan, annealed, best_of, fits, priced, side_by_side
 from onnx_remat.plan.search.tuning import (
     AIMS,
+    ALMOST,
     CONTINUE_HEAT,
     CONTINUE_SHARE,
     FRUITLESS,
     LANES,
     LARGE_OPS,
     LAST_HEATS,
+    LAYERS_WORK_PER_OP,
     MOST_TRIES,
     PLANS_CONTINUED,
     TIGHTER_TARGETS,
     TRIAL_HEATS,
     TRY_SHARE,
+    WORK_PER_CANDIDATE,
     WORK_PER_OP,
 )
 from onnx_remat.plan.selectors.keep_all import reordered
+from onnx_remat.plan.selectors.layers import layered
 from onnx_remat.plan.selectors.min_cut import cut_seeds
 from onnx_remat.plan.selectors.revolve import recursive_plans
 from onnx_remat.plan.selectors.sqrt_n import segment_seeds
-from onnx_remat.problem import Schedule
+from onnx_remat.problem import Ints, Problem, Schedule
 from onnx_remat.units import format_bytes
 
 
@@ -43,16 +47,30 @@ def seeds(request: Request, view: Viewless, work: int) -> tuple[list[Plan], list
     plain = reordered(request, view, work)
     bases = [plain[0].schedule] if request.fixed_order else [plain[0].schedule, request.baseline]
     classical: list[Plan] = []
+    if plain[0].over and not request.fixed_order:
+        classical += _of_layers(request, plain[0].schedule, work)
     for base in bases:
         if classical and request.deadline.passed():
             break
         plans = segment_seeds(problem, base.array())
         if problem.n_ops <= LARGE_OPS:
-            plans += cut_seeds(problem, base.array())
+            plans += cut_seeds(problem, base.array(), budget)
         classical += [priced(problem, plan.order, budget) for plan in plans]
         if all(plan.over for plan in (*plain, *classical)):  # too tight for one recompute of each
             classical += recursive_plans(problem, base.array(), budget)
     return plain, sorted(classical, key=lambda plan: plan.key)
+
+
+def _of_layers(request: Request, base: Schedule, work: int) -> list[Plan]:
+    """Plans of a stack of equal layers from plans of few of them; `work` is for each of these."""
+
+    def solve(problem: Problem, budget: int, order: Ints) -> Schedule:
+        candidates = max(2 * work, LAYERS_WORK_PER_OP * request.problem.n_ops) // WORK_PER_CANDIDATE
+        few = replace(request, problem=problem, budget=budget, baseline=Schedule(tuple(order.tolist())), known=())
+        return find(replace(few, work=candidates, use_time=False, progress=silent)).schedule
+
+    found = layered(request.problem, base.array(), request.budget, solve)
+    return [priced(request.problem, schedule.order, request.budget) for schedule in found]
 
 
 def find(request: Request) -> Plan:
@@ -113,7 +131,9 @@ def _within(request: Request, view: Viewless, plain: list[Plan], others: list[Pl
     clock = request.deadline
     work *= LANES
     others = sorted((replace_over(plan, budget) for plan in others), key=lambda plan: plan.key)
-    starts = [*plain[:1], *others[:1], *(plain[1:2] if not request.fixed_order else [])]
+    almost = [plan for plan in others if budget < plan.peak <= ALMOST * budget and plan.cost < others[0].cost]
+    almost = sorted(almost, key=lambda plan: plan.cost)[:1]
+    starts = [*plain[:1], *others[:1], *almost, *(plain[1:2] if not request.fixed_order else [])]
     tries = min(MOST_TRIES, max(1, int(work * TRY_SHARE / (WORK_PER_OP * request.problem.n_ops))))
 
     def start(i: int) -> Plan:
@@ -128,7 +148,7 @@ def _within(request: Request, view: Viewless, plain: list[Plan], others: list[Pl
         lowest = min([*tried, *others], key=lambda plan: plan.peak)
         kept, most = [(lowest, int(budget * aim)) for aim in AIMS], int(work * CONTINUE_SHARE)
     else:
-        kept = [(plan, budget) for plan in tried[: PLANS_CONTINUED if tries > 1 else 1]]
+        kept = [(plan, budget) for plan in tried[: PLANS_CONTINUED if tries > 1 else LANES]]
         most = int(work * CONTINUE_SHARE / len(kept))
 
     def go_on(i: int) -> Plan:
