@@ -6,6 +6,8 @@ from onnx import TensorProto
 
 from onnx_remat.ir.graph import Op
 from onnx_remat.ir.opsets import opset_of
+from onnx_remat.ort import runtime
+from onnx_remat.ort.kernels.base import Kernels
 from onnx_remat.ort.prepare import Compiled
 from onnx_remat.units import format_bytes
 
@@ -42,6 +44,20 @@ def warnings(compiled: Compiled) -> tuple[str, ...]:
     return tuple(lines)
 
 
+def too_old(kernels: Kernels, opset: int, version: tuple[int, ...]) -> str:
+    """Why a version of ONNX Runtime is too old for what is written for a device, and what to install; or nothing."""
+    if kernels.device == "cpu" or opset < _NEW_SIZE or not version or version >= _HAS_SIZE:
+        return ""
+    numbers = [".".join(map(str, v)) for v in (version, _HAS_SIZE)]
+    return (
+        f"onnxruntime {numbers[0]} has no {kernels.name.upper()} kernel for Size at opset {opset}, so that the host "
+        f"would wait at every control edge: install onnxruntime-gpu {numbers[1]} or later"
+    )
+
+
+_NEW_SIZE, _HAS_SIZE = 19, (1, 25, 1)  # an opset, and the first version that has its Size
+
+
 def notes(compiled: Compiled) -> tuple[str, ...]:
     """What a plan for a device rests on that was not measured; nothing where the device is the host."""
     kernels = compiled.kernels
@@ -50,6 +66,8 @@ def notes(compiled: Compiled) -> tuple[str, ...]:
     libraries = {op.node.op_type for op in compiled.graph.ops} & {"Conv", "ConvTranspose"}
     doubles = any(tensor.dtype == TensorProto.DOUBLE and tensor.nbytes > _SMALL for tensor in compiled.tensors.values())
     lines = []
+    if old := too_old(kernels, opset_of(compiled.graph.model), runtime.installed()):
+        lines.append(old)
     if libraries:
         lines.append(
             f"every convolution is allowed {format_bytes(kernels.library_workspace)} of cuDNN workspace "

@@ -79,6 +79,15 @@ def session_options(level: str = "all") -> Any:
     return options
 
 
+def installed() -> tuple[int, ...]:
+    """Version of ONNX Runtime here; empty where there is none."""
+    if not available():
+        return ()
+    import onnxruntime
+
+    return tuple(int(part) for part in re.findall(r"\d+", onnxruntime.__version__)[:3])
+
+
 def import_runtime() -> None:
     """Raise an error that says how to install ONNX Runtime where it is missing."""
     if not available():

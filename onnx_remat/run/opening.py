@@ -199,7 +199,8 @@ def check_openable(model: onnx.ModelProto) -> None:
 def arrange(path: Path, wish: Wish) -> Arranged:
     """Let ONNX Runtime optimise a step, choose the order of its nodes, and lay out their values."""
     from onnx_remat.ir import model_io
-    from onnx_remat.ort import runtime
+    from onnx_remat.ir.opsets import opset_of
+    from onnx_remat.ort import placement, runtime
     from onnx_remat.ort.executed import as_executed
     from onnx_remat.ort.kernels.registry import kernels_of
     from onnx_remat.ort.prepare import Preparation
@@ -213,6 +214,8 @@ def arrange(path: Path, wish: Wish) -> Arranged:
             f"onnxruntime makes no {kernels.execution_providers[0]} session here: that takes onnxruntime-gpu, its CUDA "
             "libraries and a device"
         )
+    if old := placement.too_old(kernels, opset_of(source.model), runtime.installed()):
+        raise ModelError(f"a session cannot train well here: {old}")
     stated = Preparation(kernels, dims=_all_dims(source.model, wish.dims))
     executed = as_executed(source.model, source.folder, wish.level, stated)
     outputs = [value.name for value in source.model.graph.output]

@@ -284,6 +284,8 @@ SCRATCH = [
         for shape in ((1024, 64), (64, 3000), (8, 300_000))
     ),
     Case("ReduceSum", [DEEP, ints(2, 3)], {}),
+    *(Case("ReduceSum", [shape, ints(axis)], {}) for shape, axis in (((1, 64, 512), 0), ((64, 512, 1), 2))),
+    Case("ReduceSumSquare", [(64, 1, 512), ints(1)], {}),
     Case("Where", [(TensorProto.BOOL, DEEP), DEEP, DEEP], {}),
     Case("LayerNormalization", [DEEP, (64,), (64,)], {}),
     Case("Sum", [DEEP, DEEP, DEEP], {}),

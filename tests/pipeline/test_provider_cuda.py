@@ -9,7 +9,7 @@ from onnx import TensorProto, helper
 
 from onnx_remat import rewrite_model
 from onnx_remat.errors import UsageError
-from onnx_remat.ort import placement
+from onnx_remat.ort import placement, runtime
 from onnx_remat.ort.kernels.registry import kernels_of
 from onnx_remat.ort.prepare import Compiled, Preparation, prepare, prepare_for_simulation
 from tests.support.graphs import mlp, model_of
@@ -86,6 +86,23 @@ def test_the_devices_facts_decide():
         model = model_of(nodes, {"x": shape}, {"y": shape})
         problems = {p: compiled(model, provider=p).problem for p in ("cpu", "cuda")}
         assert {p for p, problem in problems.items() if len(problem.inplace_slots)} == on, op
+
+
+@pytest.mark.parametrize(
+    ("provider", "opset", "version", "old"),
+    [("cuda", 20, (1, 24, 4), True), ("cuda", 20, (1, 25, 1), False), ("cuda", 18, (1, 24, 4), False),
+     ("cuda", 20, (), False), ("cpu", 20, (1, 19, 2), False)],
+)  # fmt: skip
+def test_versions_at_whose_edges_the_host_would_wait_are_named(monkeypatch, provider, opset, version, old):
+    found = placement.too_old(kernels_of(provider), opset, version)
+    assert bool(found) == old and (not old or "1.24.4 has no CUDA kernel for Size at opset 20" in found)
+    monkeypatch.setattr(runtime, "installed", lambda: version)
+    shape = [SIDE, SIDE]
+    model = model_of([make("Neg", ["x"], ["y"], name="neg")], {"x": shape}, {"y": shape}, opset=opset)
+    assert (
+        any("install onnxruntime-gpu 1.25.1" in note for note in placement.notes(compiled(model, provider=provider)))
+        == old
+    )
 
 
 def test_a_plan_for_a_device_keeps_its_budget_and_says_what_it_rests_on():

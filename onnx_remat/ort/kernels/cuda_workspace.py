@@ -41,12 +41,14 @@ _COUNT: Final = 4  # bytes; sums of float16 are float32
 def _partial_sums(call: Call) -> int:
     """Sums over the last axes: for every row what each block of threads adds up, and a count of those that are done.
 
+    A sum over axes of one entry alone is one over rows of one column.
+
     >>> _partial_sums(Call({}, [(64, 3000), (1,)], [4, 8], [(64, 1)], [4], 1))
     783
     """
     rows, kept = numel(call.outputs[0]), [n for n in call.outputs[0] or () if n != 1]
     sizes = [n for n in call.input(0) if n != 1]
-    if rows < _SEVERAL or sizes[: len(kept)] != kept or len(sizes) == len(kept):
+    if rows < _SEVERAL or sizes[: len(kept)] != kept:
         return 0
     blocks = min(_MOST_BLOCKS, max(1, numel(call.input(0)) // rows // _BLOCK))
     return rows * (blocks * max(_COUNT, call.in_sizes[0]) + _COUNT) + 15  # to align what is given

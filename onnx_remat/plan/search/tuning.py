@@ -86,6 +86,9 @@ PLANS_CONTINUED, CONTINUE_SHARE = 4, 0.25
 """The best of them that are gone on from, and the share of the work they take together: by hand."""
 AIMS = (1.0, 0.97)
 """Of the budget: what the lowest plan is annealed for, in one long run per lane, where none fits; by hand."""
+DEAR = 1.5
+"""Times the cost without recompute, above which a plan is no start: the lowest that is cheaper is annealed instead; by
+hand, as recursive plans run whole blocks again."""
 CONTINUE_HEAT = (0.15, 0.005)
 """Temperatures of these runs: by hand; below those of the first, which found the plans."""
 LAST_HEATS = ((0.05, 0.002), (0.1, 0.002))

@@ -19,6 +19,7 @@ from onnx_remat.plan.search.tuning import (
     ALMOST,
     CONTINUE_HEAT,
     CONTINUE_SHARE,
+    DEAR,
     FRUITLESS,
     LANES,
     LARGE_OPS,
@@ -144,8 +145,9 @@ def _within(request: Request, view: Viewless, plain: list[Plan], others: list[Pl
         return annealed(view, plan, budget, share, heat, seed, keep=i % 2 == 0, deadline=clock)
 
     tried = sorted([*others[:1], *side_by_side(start, range(tries))], key=lambda plan: plan.key)
-    if tried[0].over:
-        lowest = min([*tried, *others], key=lambda plan: plan.peak)
+    above = [plan for plan in (*tried, *others) if plan.over]
+    if tried[0].over or (above and tried[0].cost > DEAR * plain[0].cost):
+        lowest = min(above, key=lambda plan: plan.peak)
         kept, most = [(lowest, int(budget * aim)) for aim in AIMS], int(work * CONTINUE_SHARE)
     else:
         kept = [(plan, budget) for plan in tried[: PLANS_CONTINUED if tries > 1 else LANES]]
