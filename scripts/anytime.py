@@ -17,6 +17,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from onnx_remat.ir import model_io
 from onnx_remat.ort.kernels.registry import kernels_of
 from onnx_remat.ort.prepare import Preparation, prepare
@@ -56,7 +58,8 @@ def load(path: Path) -> Graph:
         return Graph(path.stem, problem, Schedule(tuple(range(problem.n_ops))), True)
     kernels = kernels_of("cpu", None)
     compiled = prepare(model_io.load(path).model, Preparation(kernels, {}, (), (), None, kernels.costs))
-    return Graph(path.stem, compiled.problem, compiled.default_order(), False)
+    liveness = replace(compiled.problem, poolable=np.zeros(compiled.problem.n_values, np.bool_))  # as plans are made
+    return Graph(path.stem, liveness, compiled.default_order(), False)
 
 
 def synthetic(n_ops: int) -> Graph:

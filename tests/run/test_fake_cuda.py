@@ -15,6 +15,8 @@ import pytest
 from onnx import helper
 
 import onnx_remat
+from onnx_remat.options import Options
+from onnx_remat.ort.executed import as_executed
 from tests.support.barriers import held_back, shape_held_back
 from tests.support.fake_cuda import run
 from tests.support.fake_cuda.build import SOURCE, build
@@ -132,3 +134,43 @@ def test_the_order_is_the_cpus(pair, level, tmp_path):
     common = set(cpu) & set(cuda)
     assert len(common) > 0.9 * len(cpu)
     assert [name for name in cuda if name in common] == [name for name in cpu if name in common]
+
+
+def test_batch_normalisation_that_trains_runs_once_it_is_taken_apart(tmp_path):
+    """As it is ONNX Runtime cannot load it."""
+    shapes = {"x": [8, 4, 64, 64]} | {name: [4] for name in "sbmv"}
+    nodes = [
+        helper.make_node("BatchNormalization", ["x", *"sbmv"], ["n", "mean", "var"], name="norm", training_mode=1),
+        helper.make_node("Relu", ["n"], ["y"], name="relu"),
+    ]
+    model = model_of(nodes, shapes, {"y": shapes["x"], "mean": [4], "var": [4]})
+    with pytest.raises(run.Failed):
+        run.run_step(saved(model, tmp_path))
+    result = onnx_remat.rewrite_model(model, "100%", provider="cuda", run_by="session")
+    step = run.run_step(saved(result.model, tmp_path, "apart.onnx"))
+    assert not any(op.startswith("Memcpy") for _, op, _ in step.order)
+    assert step.peak <= result.report.budget
+
+
+@pytest.mark.parametrize("level", ["disable", "basic", "all"])
+def test_half_precision_is_foreseen_as_the_device_optimises_it(level, tmp_path):
+    """Products in float16 of values that are cast and transposed: the CPU's ONNX Runtime has no kernels for them."""
+    make, side = helper.make_node, 512
+    nodes = [
+        make("Cast", ["x"], ["h0"], name="narrow", to=onnx.TensorProto.FLOAT16),
+        make("Cast", ["w"], ["w0"], name="narrow_w", to=onnx.TensorProto.FLOAT16),
+        make("Transpose", ["w0"], ["wt"], name="turn", perm=[1, 0]),
+        make("MatMul", ["h0", "wt"], ["z"], name="product"),
+        make("Sigmoid", ["z"], ["gate"], name="gate"),
+        make("Mul", ["z", "gate"], ["swish"], name="swish"),
+        make("Transpose", ["swish"], ["st"], name="turn_again", perm=[1, 0]),
+        make("MatMul", ["st", "h0"], ["g"], name="gradient"),
+        make("Cast", ["g"], ["y"], name="widen", to=onnx.TensorProto.FLOAT),
+    ]
+    model = model_of(nodes, {"x": [side, side], "w": [side, side]}, {"y": [side, side]})
+    foreseen = as_executed(model, None, level, Options(provider="cuda").preparation())
+    assert not foreseen.emulated
+    ran = run.run_step(saved(model, tmp_path), LEVELS[("disable", "basic", "all").index(level)])
+    assert foreseen.timeline().peak == pytest.approx(ran.peak, abs=4096)
+    kinds = [foreseen.compiled.graph.ops[i].node.op_type for i in foreseen.order.order]
+    assert sorted(kinds) == sorted(op for _, op, _ in ran.order)

@@ -1,0 +1,67 @@
+"""Seconds of a first and of a second rewrite with nothing compiled, three times.
+
+    python -m scripts.first_uses [--tree FOLDER] [--file sample_models/attention_stack.onnx] [--save NAME]
+
+The package is copied to a new folder without compiled code, with an empty cache folder, and started as a user starts
+it. ``--tree`` measures another checkout, an older one say. Also the seconds that ``import onnx_remat`` takes, over
+those of Python alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from scripts.results import Table, save
+
+ROOT = Path(__file__).parents[1]
+_HEADS = ("run", "first rewrite, s", "second, --time-limit 2s, s", "import, s")
+_LEFT = shutil.ignore_patterns("__pycache__", ".*", "docs", "tests")
+
+
+def timed(home: Path, *command: str) -> float:
+    """Seconds of a Python process that finds the copy in `home`."""
+    env = os.environ | {"PYTHONPATH": str(home / "tree"), "XDG_CACHE_HOME": str(home / "cache")}
+    env.pop("NUMBA_CACHE_DIR", None)
+    began = time.monotonic()
+    subprocess.run([sys.executable, *command], cwd=home, env=env, check=True, capture_output=True)
+    return time.monotonic() - began
+
+
+def run(tree: Path, file: Path) -> tuple[float, float, float]:
+    """First rewrite, second rewrite, import."""
+    with tempfile.TemporaryDirectory() as folder:
+        home = Path(folder)
+        shutil.copytree(tree, home / "tree", ignore=_LEFT)
+        rewrite = ["-m", "onnx_remat", str(file), "out.onnx", "--budget", "60%", "--force"]
+        first = timed(home, *rewrite)
+        second = timed(home, *rewrite, "--time-limit", "2")
+        alone = min(timed(home, "-c", "pass") for _ in range(3))
+        imported = min(timed(home, "-c", "import onnx_remat") for _ in range(3)) - alone
+    return first, second, imported
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tree", type=Path, default=ROOT)
+    parser.add_argument("--file", type=Path, default=ROOT / "sample_models" / "attention_stack.onnx")
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--save", default="", metavar="NAME", help="also write docs/results/data/NAME.json")
+    given = parser.parse_args()
+    seen = []
+    for number in range(1, given.runs + 1):
+        seen.append((str(number), *(f"{s:.1f}" for s in run(given.tree.resolve(), given.file.resolve()))))
+        print(" | ".join(seen[-1]), flush=True)
+    if given.save:
+        save(given.save, Table(f"python -m scripts.first_uses --save {given.save}", _HEADS, tuple(seen)))
+
+
+if __name__ == "__main__":
+    main()
