@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from itertools import zip_longest
 
@@ -25,14 +26,15 @@ _FLOATS = {ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataTy
 def simplify(model: ir.Model) -> None:
     """Rewrite a model in place into one that computes the same with fewer nodes.
 
-    Goes: Identity, and Cast, Transpose, Reshape, Expand, Slice, Concat, Sum and arithmetic that change nothing;
+    Goes: Identity, and Cast, Transpose, Reshape, Expand, Slice, Concat, Sum and arithmetic that change nothing; sums,
+    means and the like over axes of one entry;
     chains of Transpose and of reshapes become one; an Expand that its reader would broadcast anyway, also one of a
     matrix for a batch of them; a Transpose that a product of matrices can take in or be; what is computed twice or not
     at all. Phase labels stay with the nodes.
     What ONNX Runtime's optimisations would compute wrongly takes another form: `safe_forms`.
     """
     write_safely(model)
-    for rewrite in (_skip, _fuse_chain, _absorb_expand, _absorb_batch, _absorb_transpose, _turn_product):
+    for rewrite in (_unreduce, _skip, _fuse_chain, _absorb_expand, _absorb_batch, _absorb_transpose, _turn_product):
         for node in model.graph:
             rewrite(node)
     common.RemoveUnusedNodesPass()(model)
@@ -44,6 +46,21 @@ def simplify(model: ir.Model) -> None:
     for node in draws:
         del node.attributes[_APART]
     common.RemoveUnusedNodesPass()(model)
+
+
+def _unreduce(node: ir.Node) -> None:
+    """A reduction that takes every entry by itself is a reshape."""
+    if node.domain or node.op_type not in _OF_ONE:
+        return
+    source, result = node.inputs[0], node.outputs[0]
+    shapes = _static(source), _static(result)
+    if source is None or shapes[0] is None or shapes[1] is None or 0 in shapes[0]:
+        return
+    if math.prod(shapes[0]) == math.prod(shapes[1]):
+        _to_reshape(node, source, shapes[1])
+
+
+_OF_ONE = {"ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd"}
 
 
 def _skip(node: ir.Node) -> None:

@@ -6,6 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Set
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -47,6 +48,7 @@ _CLOSE = 0.98  # of a target that was too large: one that is not too large and t
 _UNSEEN = 0.004  # of what a loop takes: networks of up to 3,600 nodes took at most 0.3 % more than foreseen
 _PLANS = 6  # plans made when the written file misses the budget that the plan kept
 _FIRST_SHARE = 0.75  # of the clock for the first plan, where nothing else bounds it: its file may miss the budget
+_SIDE_BY_SIDE = 2  # optimisation levels that ONNX Runtime is asked about at a time
 _GOING_ON = 0.5  # of the effort for each after the first: they start from the plans before
 
 
@@ -310,7 +312,9 @@ def _as_written(model: onnx.ModelProto, folder: Path | None, options: Options) -
     try:
         if runtime.available() and len(model.graph.node) > runtime.MOST_NODES:  # the same at every level, then
             return dict.fromkeys(levels, as_executed(model, folder, "all", options.preparation()))
-        return {level: as_executed(model, folder, level, options.preparation()) for level in levels}
+        with ThreadPoolExecutor(_SIDE_BY_SIDE) as pool:  # ONNX Runtime is asked in processes of its own
+            asked = pool.map(lambda level: as_executed(model, folder, level, options.preparation()), levels)
+            return dict(zip(levels, asked, strict=True))
     except ModelError as error:
         raise VerificationError(f"the rewritten model is not usable: {error}") from error
 

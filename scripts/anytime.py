@@ -27,6 +27,7 @@ from onnx_remat.plan.request import Deadline, Request, get
 from onnx_remat.problem import Problem, Schedule
 from onnx_remat.units import parse_budget, table
 from scripts import bench_planner
+from scripts.results import Table, save
 
 LIMITS = "0.5,1,2,4,8,15,30,60"
 WITHIN = 0.05, 0.01
@@ -119,6 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--budget", default="60%", help="of each graph's own peak (default 60%%)")
     parser.add_argument("--limits", default=LIMITS, help=f"seconds, growing (default {LIMITS})")
     parser.add_argument("--plot", type=Path, help="picture to draw")
+    parser.add_argument("--save", action="store_true", help="also write docs/results/data/anytime.json")
     given = parser.parse_args(arguments)
     limits = sorted(float(limit) for limit in given.limits.split(","))
     for _ in curve(synthetic(64), "60%", [1.0]):
@@ -126,7 +128,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     graphs = [*map(load, given.graphs), *(synthetic(int(size)) for size in given.scale.split(",") if size)]
     curves = {graph.name: list(curve(graph, given.budget, limits)) for graph in graphs}
     head = ("graph", "ops", "first plan, s", "within 5 %", "within 1 %", f"after {limits[-1]:g} s", "late, s")
-    print("\n".join(table([head, *(row(graph, curves[graph.name]) for graph in graphs)])))
+    lines = tuple(row(graph, curves[graph.name]) for graph in graphs)
+    print("\n".join(table([head, *lines])))
+    if given.save:
+        save("anytime", Table(f"python -m scripts.anytime FILE... --limits {given.limits} --save", head, lines))
     if given.plot:
         draw(curves, given.plot)
     return 0

@@ -48,7 +48,7 @@ def answer(path: Path, given: argparse.Namespace) -> tuple[str, str, str]:
     free = start()
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "onnx_remat", str(path), f"{folder}/out.onnx", "--budget", given.budget]
-        command += ["--time-limit", f"{given.limit}s", "--json"]
+        command += ["--time-limit", f"{given.limit}s", "--json", "-"]
         began = time.monotonic()
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         seconds = time.monotonic() - began

@@ -160,6 +160,27 @@ def test_simplify_keeps_random_nodes_apart(op_type):
     onnx.checker.check_model(ir.to_proto(model))
 
 
+@pytest.mark.parametrize("op_type", ["ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd"])
+@pytest.mark.parametrize(
+    ("axes", "keepdims", "out", "left"),
+    [([0], 1, [1, 6, 4], ["Neg"]), ([0], 0, [6, 4], ["Neg", "Reshape"]), ([1], 1, [1, 1, 4], ["Neg", "any"])],
+)
+def test_a_reduction_of_single_entries_is_none(op_type, axes, keepdims, out, left):
+    x = value("x", [1, 6, 4])
+    graph = ir.Graph([x], [], nodes=[], opset_imports={"": 20}, name="g")
+    emit = Emitter(graph, "backward")
+    reduced = emit(op_type, emit("Neg", x, like=x), emit.constant(np.array(axes)), keepdims=keepdims)
+    reduced.shape, reduced.type = ir.Shape(out), x.type
+    graph.outputs.append(reduced)
+    model = ir.Model(graph, ir_version=10)
+    feeds = {"x": np.random.default_rng(0).standard_normal((1, 6, 4), np.float32)}
+    before = runtime.outputs(ir.to_proto(model), feeds)
+    simplify(model)
+    after = runtime.outputs(ir.to_proto(model), feeds)
+    assert [node.op_type for node in model.graph] == [op_type if kind == "any" else kind for kind in left]
+    assert [a.tobytes() for a in before.values()] == [a.tobytes() for a in after.values()]
+
+
 @pytest.mark.parametrize(("depth", "reduction"), [(1, "add"), (2, "add"), (1, "max")])
 def test_no_sum_is_lost_where_rows_repeat(depth, reduction):
     """ONNX Runtime's ScatterND loses some of these on two threads and more."""

@@ -13,15 +13,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-from ortools.sat.python import cp_model
 
 from onnx_remat.donation import after_readers
 from onnx_remat.plan.request import Request, register
 from onnx_remat.plan.search.plans import cheapest_within
 from onnx_remat.plan.selectors.search import search
 from onnx_remat.problem import Problem, Schedule
+
+if TYPE_CHECKING:
+    from ortools.sat.python import cp_model
 
 _MOST_OPS = 60  # the model has a variable per pair of ops
 _UNITS = 10**6  # the cost of all ops in whole numbers
@@ -55,6 +58,8 @@ def solve(
     Proof
         ``optimal`` with no schedule: the class has none under the budget.
     """
+    from ortools.sat.python import cp_model  # it takes as long to import as all else that the command line needs
+
     n, life = problem.n_ops, problem.lifetimes
     first = after_readers(problem, range(n)).tolist()  # the op at each place of a stage
     place = np.argsort(first)
