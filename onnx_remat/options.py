@@ -162,7 +162,7 @@ def _checked(name: str, value: object) -> object:
 def of_sessions(given: PlanningOptions, what: str) -> None:
     """Make the budget one of a session; UsageError where it is meant for a loop, which `what` does not measure."""
     if given.get("run_by") not in (None, "session"):
-        raise UsageError(f"{what} measures onnxruntime's own sessions: leave run_by out")
+        raise UsageError(f"{what} measures onnxruntime's own sessions: leave --for (run_by) out")
     given["run_by"] = "session"
 
 

@@ -103,8 +103,8 @@ class Benchmark:
         a, b = self.original, self.rewritten
         rows = [
             ("", "original", "rewritten"),
-            ("peak, measured", format_bytes(a.measured_peak), format_bytes(b.measured_peak)),
-            ("peak, predicted", format_bytes(a.predicted_peak), format_bytes(b.predicted_peak)),
+            ("peak of tensors, measured", format_bytes(a.measured_peak), format_bytes(b.measured_peak)),
+            ("peak of tensors, predicted", format_bytes(a.predicted_peak), format_bytes(b.predicted_peak)),
             ("  off by", f"{a.error():+.2%}", f"{b.error():+.2%}"),
             ("step, median", f"{a.step_seconds * 1e3:.1f} ms", f"{b.step_seconds * 1e3:.1f} ms"),
         ]
@@ -288,10 +288,11 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="onnx-remat-bench",
         description="Rewrite a training graph, train it and the original on stock ONNX Runtime, and compare: measured "
-        "peak, step time, losses, and how far the predictions were off.",
+        "peak, step time, losses, and how far the predictions were off. Budget and peaks are of onnxruntime's own "
+        "session, the sum of tensors (onnx-remat --for session).",
     )
     parser.add_argument("input", metavar="IN", nargs="+", help="training graphs")
-    parser.add_argument("--budget", required=True, metavar="SIZE", help="as of onnx-remat: 4GB, 60%%, ...")
+    parser.add_argument("--budget", required=True, metavar="SIZE", help="of tensors: 4GB, or 60%% of the original's")
     parser.add_argument("--steps", type=int, default=50, metavar="N", help="training steps (default 50)")
     parser.add_argument(
         "--state", default="", metavar="FILE",

@@ -1,0 +1,62 @@
+"""How far plans may be from the best possible, at three budgets: points of compute above the bound.
+
+    python -m scripts.bound_distance FILE_OR_FOLDER... [--budgets 80%,60%,40%] [--tree FOLDER] [--save NAME]
+
+An entry is the distance and, in brackets, the plan's extra compute; or why there is none. Budgets are of the sum of
+tensors. ``--tree`` runs another checkout, an older one say, which takes the effort as a time limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from scripts.results import Table, save
+
+ROOT = Path(__file__).parents[1]
+
+
+def entry(path: Path, budget: str, effort: str, tree: Path) -> str:
+    """What one run of the command says."""
+    ours = ["--effort", effort, "--for", "session"] if tree == ROOT else ["--time-limit", effort]
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.json"
+        done = subprocess.run(
+            [sys.executable, "-m", "onnx_remat", path, f"{folder}/out.onnx", "--budget", budget, "--verify", "none",
+             "--json", report, *ours],
+            cwd=folder, env=os.environ | {"PYTHONPATH": str(tree)}, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        if done.returncode:
+            return "impossible" if "impossible" in done.stderr else "not found"
+        found = json.loads(report.read_text())
+    points = [100 * found[name] for name in ("extra_compute", "extra_compute_bound")]
+    return f"{max(0.0, points[0] - points[1]):.1f} (+{points[0]:.1f} %)"
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("paths", nargs="+", type=Path, metavar="FILE_OR_FOLDER")
+    parser.add_argument("--budgets", default="80%,60%,40%")
+    parser.add_argument("--effort", default="6")
+    parser.add_argument("--tree", type=Path, default=ROOT)
+    parser.add_argument("--save", default="", metavar="NAME", help="also write docs/results/data/NAME.json")
+    given = parser.parse_args()
+    budgets = given.budgets.split(",")
+    seen = []
+    for path in [file for p in given.paths for file in (sorted(p.glob("*.onnx")) if p.is_dir() else [p])]:
+        name = path.stem.removesuffix(".pytorch")
+        seen.append((name, *(entry(path.resolve(), b, given.effort, given.tree.resolve()) for b in budgets)))
+        print(" | ".join(seen[-1]), flush=True)
+    if given.save:
+        command = f"python -m scripts.bound_distance FILE_OR_FOLDER... --effort {given.effort} --save {given.save}"
+        save(given.save, Table(command, ("graph", *budgets), tuple(seen)))
+
+
+if __name__ == "__main__":
+    main()
