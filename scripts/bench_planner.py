@@ -1,9 +1,9 @@
 """Plan published benchmark graphs, or synthetic ones of growing size, and print overheads beside the best
 known.
 
-    python scripts/bench_planner.py --graphs DIR --budget 0.9,0.8 --selector search --json -
-    python scripts/bench_planner.py --graphs DIR --graph segnet --selector search,sqrt_n,torch_dp,checkmate_milp
-    python scripts/bench_planner.py --scale 1000,10000,100000 --budget 0.6 --free
+    python -m scripts.bench_planner --graphs DIR --budget 0.9,0.8 --selector search --json -
+    python -m scripts.bench_planner --graphs DIR --graph segnet --selector search,sqrt_n,torch_dp,checkmate_milp
+    python -m scripts.bench_planner --scale 1000,10000,100000 --budget 0.6 --free
 
 Each graph is a JSON file with ``bytes``, ``cost``, ``edges``, ``backward`` and ``base_peak``. Budgets are
 fractions of ``base_peak``; first executions keep the file's order; a value that nobody reads is freed after
@@ -30,6 +30,7 @@ from onnx_remat.plan.bounds import lower_bound
 from onnx_remat.plan.cost_bounds import cost_lower_bound
 from onnx_remat.plan.selectors import Request, get, names
 from onnx_remat.problem import BACKWARD, FORWARD, Problem, Schedule, check_schedule
+from scripts.results import Table, save
 
 
 @dataclass(frozen=True)
@@ -166,6 +167,19 @@ def rows(records: Sequence[Record], known: dict[tuple[str, float], Best]) -> Ite
         )
 
 
+def saved(records: Sequence[Record], known: dict[tuple[str, float], Best], command: str) -> Table:
+    """The records as a table of the results pages."""
+    lines = []
+    for r in records:
+        best = known.get((r.graph, r.budget))
+        lines.append((
+            r.graph, f"{r.budget:g}", f"{100 * r.overhead:.3f}" if r.feasible else "no plan",
+            "" if best is None else f"{best.percent:.{best.decimals}f}", f"{100 * r.lower_bound:.3f}",
+            f"{r.seconds:.1f}",
+        ))  # fmt: skip
+    return Table(command, ("graph", "budget", "overhead, %", "best known", "bound", "seconds"), tuple(lines))
+
+
 def growth(
     sizes: Sequence[int], shares: Sequence[float], selector: str, limit: float | None, fixed_order: bool
 ) -> list[Record]:
@@ -190,7 +204,7 @@ def exponent(records: Sequence[Record]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point."""
-    importlib.import_module("scripts.peers" if __package__ else "peers")  # registers other people's planners
+    importlib.import_module("scripts.peers")  # registers other people's planners
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--graphs", type=Path, help="folder of graphs")
     parser.add_argument("--graph", action="append", help="only this graph; may be repeated")
@@ -200,6 +214,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--free", action="store_true", help="with --scale: any order of first executions")
     parser.add_argument("--scale", help="sizes of synthetic graphs to plan instead, e.g. 1000,10000")
     parser.add_argument("--json", help="file to write the records to, - for standard output")
+    parser.add_argument("--save", action="store_true", help="also write docs/results/data/published-graphs.json")
     args = parser.parse_args(arguments)
     shares = [float(share) for share in args.budget.split(",")]
     small = synthetic(64)
@@ -229,6 +244,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if args.json:
         Path(args.json).write_text(text, encoding="utf-8")
+    if args.save:
+        command = f"python -m scripts.bench_planner --graphs DIR --time-limit {args.time_limit:g} --save"
+        save("published-graphs", saved(records, known, command))
     print("\n".join(rows(records, known)))
     if args.scale:
         print(exponent(records))
