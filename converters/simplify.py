@@ -26,11 +26,10 @@ _FLOATS = {ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataTy
 def simplify(model: ir.Model) -> None:
     """Rewrite a model in place into one that computes the same with fewer nodes.
 
-    Goes: Identity, and Cast, Transpose, Reshape, Expand, Slice, Concat, Sum and arithmetic that change nothing; sums,
-    means and the like over axes of one entry;
-    chains of Transpose and of reshapes become one; an Expand that its reader would broadcast anyway, also one of a
-    matrix for a batch of them; a Transpose that a product of matrices can take in or be; what is computed twice or not
-    at all. Phase labels stay with the nodes.
+    These go: Identity, and Cast, Transpose, Reshape, Expand, Slice, Concat, Sum and arithmetic that change nothing;
+    sums, means and the like over axes of one entry; chains of Transpose and of reshapes, which become one; an Expand
+    that its reader would broadcast anyway, also one of a matrix for a batch of them; a Transpose that a product of
+    matrices can take in or be; what is computed twice or not at all. Phase labels stay with the nodes.
     What ONNX Runtime's optimisations would compute wrongly takes another form: `safe_forms`.
     """
     write_safely(model)

@@ -16,7 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from scripts.results import Table, save
+from scripts.results import Table, printed, save
 
 ROOT = Path(__file__).parents[1]
 
@@ -48,14 +48,17 @@ def main() -> None:
     parser.add_argument("--save", default="", metavar="NAME", help="also write docs/results/data/NAME.json")
     given = parser.parse_args()
     budgets = given.budgets.split(",")
-    seen = []
-    for path in [file for p in given.paths for file in (sorted(p.glob("*.onnx")) if p.is_dir() else [p])]:
-        name = path.stem.removesuffix(".pytorch")
-        seen.append((name, *(entry(path.resolve(), b, given.effort, given.tree.resolve()) for b in budgets)))
-        print(" | ".join(seen[-1]), flush=True)
+    files = [file for p in given.paths for file in (sorted(p.glob("*.onnx")) if p.is_dir() else [p])]
+    seen = printed(
+        (
+            path.stem.removesuffix(".pytorch"),
+            *(entry(path.resolve(), b, given.effort, given.tree.resolve()) for b in budgets),
+        )
+        for path in files
+    )
     if given.save:
         command = f"python -m scripts.bound_distance FILE_OR_FOLDER... --effort {given.effort} --save {given.save}"
-        save(given.save, Table(command, ("graph", *budgets), tuple(seen)))
+        save(given.save, Table(command, ("graph", *budgets), seen))
 
 
 if __name__ == "__main__":

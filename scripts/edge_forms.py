@@ -24,7 +24,7 @@ from onnx_remat.options import Options
 from onnx_remat.ort.prepare import prepare_for_simulation
 from onnx_remat.pipeline import rewrite_model
 from onnx_remat.run import processes, verify
-from scripts.results import Table, save
+from scripts.results import Table, printed, save
 
 _HEADS = ("step", "edges", "nodes, then", "now", "bits", "peak, then, MB", "now", "ms, then", "now", "now of then")
 _NONE, _TOKEN = f"{UNSEEN}_axes", f"{UNSEEN}_axes_after_"
@@ -117,13 +117,10 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=31)
     parser.add_argument("--save", action="store_true", help="also write docs/results/data/edge-forms.json")
     given = parser.parse_args()
-    seen = []
-    for line in rows(given):
-        print(" | ".join(line), flush=True)
-        seen.append(line)
+    seen = printed(rows(given))
     if given.save:
         command = f"python -m scripts.edge_forms FOLDER --budget {given.budget} --save"
-        save("edge-forms", Table(command, _HEADS, tuple(seen)))
+        save("edge-forms", Table(command, _HEADS, seen))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from scripts.results import Table, save
+from scripts.results import Table, printed, save
 
 ROOT = Path(__file__).parents[1]
 _HEADS = ("run", "first rewrite, s", "second, --time-limit 2s, s", "import, s")
@@ -55,12 +55,10 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--save", default="", metavar="NAME", help="also write docs/results/data/NAME.json")
     given = parser.parse_args()
-    seen = []
-    for number in range(1, given.runs + 1):
-        seen.append((str(number), *(f"{s:.1f}" for s in run(given.tree.resolve(), given.file.resolve()))))
-        print(" | ".join(seen[-1]), flush=True)
+    runs = ((i + 1, run(given.tree.resolve(), given.file.resolve())) for i in range(given.runs))
+    seen = printed((str(number), *(f"{s:.1f}" for s in seconds)) for number, seconds in runs)
     if given.save:
-        save(given.save, Table(f"python -m scripts.first_uses --save {given.save}", _HEADS, tuple(seen)))
+        save(given.save, Table(f"python -m scripts.first_uses --save {given.save}", _HEADS, seen))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from onnx_remat.plan.request import Request, get
 from onnx_remat.plan.selectors import layers as by_layers
 from onnx_remat.units import parse_budget
 from scripts.anytime import Graph, load
-from scripts.results import Table, save
+from scripts.results import Table, printed, save
 
 _HEADS = ("layers", "ops", "effort", "as strangers, s", "compute", "by few layers, s", "compute")
 
@@ -80,12 +80,9 @@ def main() -> None:
     parser.add_argument("--effort", default="4,30")
     parser.add_argument("--save", action="store_true", help="also write docs/results/data/layers.json")
     given = parser.parse_args()
-    seen = []
-    for row in rows(given):
-        print(" | ".join(row), flush=True)
-        seen.append(row)
+    seen = printed(rows(given))
     if given.save:
-        save("layers", Table("python -m scripts.layers FOLDER --save", _HEADS, tuple(seen)))
+        save("layers", Table("python -m scripts.layers FOLDER --save", _HEADS, seen))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
     python -m scripts.on_time FILE... [--limit 10] [--budget 60%] [--busy 2] [--save]
 
 Each file is rewritten in a process of its own, started as a user starts it. From its wall time goes what the limit does
-not cover: the start of Python and the load of the file, as its own report says. *late* is what is left over the limit.
+not cover: the start of Python, and the load of the file as the report states it (a refusal has no report: its load
+counts). *late* is what is left over the limit.
 The busy runs share the machine with processes that do nothing but count.
 """
 
@@ -19,7 +20,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from scripts.results import Table, save
+from scripts.results import Table, printed, save
 
 _HEADS = ("graph", "limit, s", "idle: answer", "after, s", "late, s", "busy: answer", "after, s", "late, s")
 
@@ -59,6 +60,15 @@ def answer(path: Path, given: argparse.Namespace) -> tuple[str, str, str]:
     return said, f"{seconds:.1f}", f"{max(0.0, seconds - free - given.limit):.1f}"
 
 
+def rows(given: argparse.Namespace) -> Iterator[tuple[str, ...]]:
+    """A line per file."""
+    for path in given.paths:
+        idle = answer(path, given)
+        with counting(given.busy):
+            busy = answer(path, given)
+        yield (path.stem, f"{given.limit:g}", *idle, *busy)
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -68,15 +78,9 @@ def main() -> None:
     parser.add_argument("--busy", type=int, default=2, help="processes that keep cores busy")
     parser.add_argument("--save", action="store_true", help="also write docs/results/data/on-time.json")
     given = parser.parse_args()
-    seen = []
-    for path in given.paths:
-        idle = answer(path, given)
-        with counting(given.busy):
-            busy = answer(path, given)
-        seen.append((path.stem, f"{given.limit:g}", *idle, *busy))
-        print(" | ".join(seen[-1]), flush=True)
+    seen = printed(rows(given))
     if given.save:
-        save("on-time", Table("python -m scripts.on_time FILE... --save", _HEADS, tuple(seen)))
+        save("on-time", Table("python -m scripts.on_time FILE... --save", _HEADS, seen))
 
 
 if __name__ == "__main__":

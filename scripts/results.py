@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -39,6 +40,15 @@ def save(name: str, table: Table) -> None:
     """Write a table to docs/results/data/NAME.json."""
     DATA.mkdir(exist_ok=True)
     (DATA / f"{name}.json").write_text(json.dumps(asdict(table), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def printed(rows: Iterable[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
+    """The rows of a table, each printed as soon as it is measured."""
+    seen = []
+    for row in rows:
+        print(" | ".join(row), flush=True)
+        seen.append(row)
+    return tuple(seen)
 
 
 def load(name: str) -> Table:

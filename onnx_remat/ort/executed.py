@@ -66,10 +66,10 @@ def as_executed(model: onnx.ModelProto, folder: Path | None, level: str, stated:
     if len(model.graph.node) > runtime.MOST_NODES:
         return _emulated(model, stated, _MANY_NODES)
     providers, without = whom_to_ask(stated.kernels)
-    widened = providers != stated.kernels.execution_providers and halves.has_halves(model)
+    in_floats = providers != stated.kernels.execution_providers and halves.has_halves(model)
     try:
-        if widened or model_io.weight_bytes(model) > runtime.MOST_WEIGHTS:
-            optimized = _optimized_without_weights(model, stated, level)
+        if in_floats or model_io.weight_bytes(model) > runtime.MOST_WEIGHTS:
+            optimized = _optimized_without_weights(model, stated, level, in_floats)
         else:
             optimized = runtime.optimized(shapes.declared(model), folder, level, providers, without)
     except ModelError as error:
@@ -100,8 +100,10 @@ def _emulated(model: onnx.ModelProto, stated: Preparation, why: str = "") -> Exe
     return Executed(compiled, compiled.default_order(), why)
 
 
-def _optimized_without_weights(model: onnx.ModelProto, stated: Preparation, level: str) -> onnx.ModelProto:
-    """As `runtime.optimized`, of a model whose weights are too many to show to the runtime, or are no type of its own.
+def _optimized_without_weights(
+    model: onnx.ModelProto, stated: Preparation, level: str, in_floats: bool
+) -> onnx.ModelProto:
+    """As `runtime.optimized`, of a model whose weights are too many to show, or that is to be shown in float32.
 
     Weights, and what it would compute from them alone when it loads the file, are inputs to it. In the answer they are
     initializers again, whose contents nobody asks for.
@@ -128,7 +130,7 @@ def _optimized_without_weights(model: onnx.ModelProto, stated: Preparation, leve
         onnx.helper.make_tensor_value_info(name, tensor.dtype, tensor.shape) for name, tensor in shown.items()
     )
     providers, without = whom_to_ask(stated.kernels)
-    if providers != stated.kernels.execution_providers and halves.has_halves(light):
+    if in_floats:
         optimized = runtime.optimized(halves.as_floats(light), None, level, providers, (*without, *halves.KEEPS_CASTS))
         halves.as_halves(optimized, light, compiled.tensors)
     else:

@@ -7,7 +7,7 @@ change nothing stay: those are not to be eliminated (`KEEPS_CASTS`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import onnx
@@ -73,8 +73,7 @@ def as_halves(optimized: onnx.ModelProto, light: onnx.ModelProto, tensors: Mappi
 
 def _typed(node: onnx.NodeProto) -> Iterator[onnx.AttributeProto]:
     """Attributes of a node that say half precision."""
-    attributes: Iterable[onnx.AttributeProto] = node.attribute
-    for attribute in attributes:
+    for attribute in node.attribute:
         tensor = attribute.type == onnx.AttributeProto.TENSOR and attribute.t.data_type in HALVES
         if tensor or (attribute.name in _TYPE_NAMES and attribute.i in HALVES):
             yield attribute

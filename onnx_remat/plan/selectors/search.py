@@ -1,9 +1,9 @@
 """Budget-driven search: several seeds, annealed over retention intervals against the liveness profile.
 
-Seeds are orders without recompute, priced cuts and segment plans, and recursive ones where none of these is small
-enough. Values may be recomputed more than once, and where the order is free it is part of the plan. Buffers that the
-runtime would share make the true peak higher than liveness says; where the simulator finds that, the search is repeated
-for a smaller budget.
+Seeds are orders without recompute, priced cuts, segment plans, plans of a stack of equal layers from those of few of
+them, and recursive ones where none of these is small enough. Values may be recomputed more than once, and where the
+order is free it is part of the plan. Buffers that the runtime would share make the true peak higher than liveness says;
+where the simulator finds that, the search is repeated for a smaller budget.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ def seeds(request: Request, view: Viewless, work: int) -> tuple[list[Plan], list
 
 
 def _of_layers(request: Request, base: Schedule, work: int) -> list[Plan]:
-    """Plans of a stack of equal layers from plans of few of them; `work` is for each of these."""
+    """Plans of a stack of equal layers from plans of few of them, each searched with twice `work` or more."""
+    candidates = max(2 * work, LAYERS_WORK_PER_OP * request.problem.n_ops) // WORK_PER_CANDIDATE
 
     def solve(problem: Problem, budget: int, order: Ints) -> Schedule:
-        candidates = max(2 * work, LAYERS_WORK_PER_OP * request.problem.n_ops) // WORK_PER_CANDIDATE
         few = replace(request, problem=problem, budget=budget, baseline=Schedule(tuple(order.tolist())), known=())
         return find(replace(few, work=candidates, use_time=False, progress=silent)).schedule
 
