@@ -132,6 +132,7 @@ MODELS: dict[str, Callable[[], Case]] = {
     "gpt2-4-half-dropout": lambda: gpt2(4, 384, 8192, 4, 256, 0.1),
     "gpt2-12": lambda: gpt2(12),
     "gpt2-12-half": lambda: gpt2(12, 384, 8192, 4, 256),
+    "gpt2-48-narrow": lambda: gpt2(48, 128, 1000, 2, 64),
     "gpt2-12-adamw": lambda: replace(gpt2(12, batch=1), optimizer=partial(torch.optim.AdamW, lr=1e-4)),
     "bert": bert,
     "bert-half": lambda: bert(384, 8192, 4, 256),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import onnx_ir as ir
 import onnxscript.optimizer
@@ -17,6 +18,7 @@ from .. import names
 from ..autodiff.scattering import add_in_order
 from ..simplify import simplify
 from ..weight_gradients import multiply_out
+from .private_torch import remembering
 from .program import program
 from .refusals import untranslated
 from .trace import Trace, quiet
@@ -40,7 +42,7 @@ def lower(
     ConversionError
         An operator has no translation: it is named.
     """
-    with quiet():
+    with quiet(), remembering():
         try:
             made = torch.onnx.export(
                 program(trace.graph), (), opset_version=opset, dynamo=True, verbose=False, optimize=False,
@@ -52,9 +54,10 @@ def lower(
     model = made.model
     _name_dimensions(model.graph, list(inputs), dynamic)
     _label(model.graph)
-    common.InlinePass()(model)
-    onnxscript.optimizer.fold_constants(model, output_size_limit=FOLDED)
-    common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+    with _one_output(model.graph):
+        common.InlinePass()(model)
+        onnxscript.optimizer.fold_constants(model, output_size_limit=FOLDED)
+        common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     outputs = [*trace.outputs, *(f"{_WATCHED}{index}" for index in range(trace.watched))]
     _interface(model.graph, list(inputs), outputs)
     common.ShapeInferencePass()(model)
@@ -63,6 +66,20 @@ def lower(
     simplify(model)
     _inherit(model.graph)
     return model
+
+
+@contextmanager
+def _one_output(graph: ir.Graph) -> Iterator[None]:
+    """One node reads all outputs, and makes the only one: passes look through all of them for every node they take out.
+
+    The names of outputs may change inside.
+    """
+    last = ir.node("Outputs", list(graph.outputs), domain="onnx_remat")
+    graph.append(last)
+    graph.outputs[:] = last.outputs
+    yield
+    graph.outputs[:] = [value for value in last.inputs if value is not None]
+    graph.remove(last, safe=True)
 
 
 def _name_dimensions(graph: ir.Graph, inputs: Sequence[str], dynamic: Mapping[str, Mapping[int, str]]) -> None:

@@ -5,10 +5,14 @@ The torch extra has an upper bound for its sake; `tests/converters/test_private_
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, TypeAlias
+from unittest.mock import patch
 
+import onnx
 import torch
 from torch._decomp import get_decompositions  # torch's own rules for operators that ONNX has no counterpart for
 from torch._dispatch.python import enable_python_dispatcher  # rules take part while tensors have no data
@@ -33,7 +37,8 @@ from torch.fx.experimental.symbolic_shapes import (  # sizes that vary
     ShapeEnv,
     StatelessSymbolicContext,
 )
-from torch.onnx._internal.exporter import _decomp, _registration
+from torch.onnx._internal.exporter import _building, _decomp, _registration
+from torch.onnx._internal.fx.passes import type_promotion
 from torch.utils import _pytree as pytree  # structures of arguments, flat and back
 from torch.utils import (
     checkpoint as _checkpoint,  # what recomputes a region in the backward pass, either way
@@ -63,6 +68,7 @@ __all__ = [
     "make_fx",
     "old_weight_norm",
     "pytree",
+    "remembering",
     "setup_stacktrace_preservation_hooks",
     "traceback",
     "unvalidated",
@@ -91,9 +97,55 @@ def hooks_left_out(held: torch.Tensor | torch.optim.Optimizer) -> bool:
 
 def without_translation(opset: int) -> dict[Any, Callable[..., Any]]:
     """How torch takes apart the operators that its exporter cannot translate to this opset."""
-    registry = _registration.ONNXRegistry.from_torchlib(opset_version=opset)
-    known: Any = set(_decomp.get_onnx_implemented_overloads(registry))
+    known: Any = set(_decomp.get_onnx_implemented_overloads(_translations(opset)))
     return _decomp.create_onnx_friendly_decomposition_table(known)
+
+
+_registry = _registration.ONNXRegistry.from_torchlib
+
+
+@cache
+def _translations(opset: int) -> _registration.ONNXRegistry:
+    """All that the exporter knows to translate; it takes a second to read."""
+    return _registry(opset_version=opset)
+
+
+@contextmanager
+def remembering() -> Iterator[None]:
+    """The exporter does not work out anew what it has worked out: it takes half the time.
+
+    It reads its translations in every export, the signature of an operator at every use, and computes the type and
+    shape of every node that the trace has them of.
+    """
+    signature = _building.ir.schemas.OpSignature.from_op_schema
+    signatures: dict[tuple[str, str, int], Any] = {}
+
+    def of_schema(schema: onnx.defs.OpSchema) -> Any:
+        key = schema.domain, schema.name, schema.since_version
+        if key not in signatures:
+            signatures[key] = signature(schema)
+        return signatures[key]
+
+    def translations(opset_version: int) -> _registration.ONNXRegistry:
+        mine = copy.copy(_translations(opset_version))
+        mine.functions = {target: list(known) for target, known in mine.functions.items()}  # what is added is ours
+        return mine
+
+    promotion: Any = type_promotion._TypePromotionInterpreter
+
+    def of_trace(self: Any, node: torch.fx.Node) -> Any:
+        if rule := type_promotion.get_type_promotion_rule(node, self.type_promotion_table):
+            with self._set_current_node(node):
+                self._maybe_promote_node(node, rule)
+        computed = node.op != "call_function" or node.meta.get("val") is None
+        return super(promotion, self).run_node(node) if computed else node.meta["val"]
+
+    with (
+        patch.object(_building.ir.schemas.OpSignature, "from_op_schema", staticmethod(of_schema)),
+        patch.object(_registration.ONNXRegistry, "from_torchlib", staticmethod(translations)),
+        patch.object(promotion, "run_node", of_trace),
+    ):
+        yield
 
 
 @contextmanager
