@@ -43,27 +43,31 @@ def exact(step: Step, watched: Sequence[np.ndarray], tolerance: Mapping[str, flo
         return None
 
 
-def noise(
+def rounded(answer: Mapping[str, np.ndarray], exact: Mapping[str, np.ndarray] | None) -> dict[str, float]:
+    """How far each output in `answer` is from `exact`."""
+    return {n: _distance(value, exact[n]) for n, value in answer.items() if exact is not None and check.is_float(value)}
+
+
+def moved(
     step: Step,
     watched: Sequence[np.ndarray],
     tolerance: Mapping[str, float],
     answer: Mapping[str, np.ndarray],
-    exact: Mapping[str, np.ndarray] | None,
+    noise: Mapping[str, float],
 ) -> dict[str, float]:
-    """How far each output in `answer` is from `exact`, or moves when parameters move by a rounding error.
+    """How far each output in `answer` moves when parameters move by a rounding error; at least its `noise`.
 
     They move by a unit in the last place, up or down at random. Outputs that are off by more than a tolerance then
     cannot be told apart from noise (a gradient that is zero in exact arithmetic).
     """
     generator = torch.Generator().manual_seed(0)
-    moved = {
+    values = {
         name: _jitter(value, generator) if name in step.trainable else value.clone()
         for name, value in step.inputs.items()
     }
-    again = _run(step, moved, watched, tolerance)
+    again = _run(step, values, watched, tolerance)
     floats = {name: value for name, value in answer.items() if check.is_float(value)}
-    others = [again] if exact is None else [again, exact]
-    return {name: max(_distance(value, other[name]) for other in others) for name, value in floats.items()}
+    return {name: max(_distance(value, again[name]), noise.get(name, 0.0)) for name, value in floats.items()}
 
 
 def _run(
