@@ -108,7 +108,7 @@ def rounding(value: np.ndarray) -> float:
 def _moved_by_rounding(
     model: onnx.ModelProto, feeds: Mapping[str, np.ndarray], plain: Mapping[str, np.ndarray]
 ) -> Iterator[dict[str, float]]:
-    """How far each output moves, at most, when float inputs move by as much as kernels round: in one, two... samples."""
+    """How far each output moves, at most, when float inputs move by as much as kernels round: in 1, 2... samples."""
     generator = np.random.default_rng(0)
     largest: dict[str, float] = {}
     for _ in range(_DRAWS):

@@ -28,12 +28,22 @@ def simplify(model: ir.Model) -> None:
 
     These go: Identity, and Cast, Transpose, Reshape, Expand, Slice, Concat, Sum and arithmetic that change nothing;
     sums, means and the like over axes of one entry; chains of Transpose and of reshapes, which become one; an Expand
-    that its reader would broadcast anyway, also one of a matrix for a batch of them; a Transpose that a product of
-    matrices can take in or be; what is computed twice or not at all. Phase labels stay with the nodes.
+    that its reader would broadcast anyway, also one of a matrix for a batch of them, or that may as well follow it; a
+    Transpose that a product of matrices can take in or be; what is computed twice or not at all. Phase labels stay with
+    the nodes.
     What ONNX Runtime's optimisations would compute wrongly takes another form: `safe_forms`.
     """
     write_safely(model)
-    for rewrite in (_unreduce, _skip, _fuse_chain, _absorb_expand, _absorb_batch, _absorb_transpose, _turn_product):
+    for rewrite in (
+        _unreduce,
+        _skip,
+        _fuse_chain,
+        _expand_later,
+        _absorb_expand,
+        _absorb_batch,
+        _absorb_transpose,
+        _turn_product,
+    ):
         for node in model.graph:
             rewrite(node)
     common.RemoveUnusedNodesPass()(model)
@@ -145,6 +155,7 @@ _NEUTRAL: dict[str, Callable[[ir.Node], ir.Value | None]] = {
     "Add": _neutral_element(0, True),
     "Sub": _neutral_element(0, False),
     "Where": _chosen,
+    "Pow": _neutral_element(1, False),
 }
 
 
@@ -182,6 +193,41 @@ def _to_reshape(node: ir.Node, source: ir.Value, shape: tuple[int, ...]) -> None
     node.resize_inputs(2)
     node.replace_input_with(0, source)
     node.replace_input_with(1, target)
+
+
+def _expand_later(node: ir.Node) -> None:
+    """Arithmetic of an expanded value with numbers, or with what is as narrow, is done before it is expanded."""
+    if node.domain or node.op_type not in _BROADCASTING or not node.inputs:
+        return
+    result, made = _static(node.outputs[0]), node.outputs[0]
+    sources = [_unexpanded(value) for value in node.inputs]
+    if result is None or made.is_graph_output() or all(a is b for a, b in zip(sources, node.inputs, strict=True)):
+        return
+    narrow = _broadcast([_static(value) for value in sources])
+    if narrow is None or math.prod(narrow) >= math.prod(result) or 0 in result:
+        return
+    assert node.graph is not None
+    readers = list(made.uses())
+    for index, value in enumerate(sources):
+        node.replace_input_with(index, value)
+    made.shape = ir.Shape(narrow)
+    shape = ir.Value(name=f"{made.name}.wide.shape", const_value=ir.tensor(np.array(result, np.int64)))
+    shape.shape, shape.type = ir.Shape([len(result)]), ir.TensorType(ir.DataType.INT64)
+    node.graph.register_initializer(shape)
+    wide = ir.node("Expand", [made, shape], metadata_props=dict(node.metadata_props))
+    wide.name, wide.outputs[0].name = f"node.{made.name}.wide", f"{made.name}.wide"
+    wide.outputs[0].shape, wide.outputs[0].type = ir.Shape(result), made.type
+    node.graph.insert_after(node, wide)
+    for user, index in readers:
+        user.replace_input_with(index, wide.outputs[0])
+
+
+def _unexpanded(value: ir.Value | None) -> ir.Value | None:
+    """What a value is expanded from; itself where it is not."""
+    before = value.producer() if value is not None else None
+    if before is None or before.domain or before.op_type != "Expand" or _static(value) is None:
+        return value
+    return before.inputs[0] if _static(before.inputs[0]) is not None else value
 
 
 def _absorb_expand(node: ir.Node) -> None:

@@ -11,7 +11,9 @@ import onnx_ir as ir
 from onnx_remat.errors import ConversionError
 
 from .. import names, optimizers
+from ..after_loss import make_late
 from ..simplify import simplify
+from ..softmax_gradients import add_to_softmax
 from . import finite_differences, prepare
 from . import loss as losses
 from .dims import dims as dims_of
@@ -120,6 +122,8 @@ def add_backward(
     )  # fmt: skip
     add_in_order(model)
     simplify(model)
+    add_to_softmax(model)
+    make_late(model)
     plain = _finished(model)
     found = finite_differences.check(
         plain, [str(p.name) for p in parameters], held, dict(example_inputs or {})

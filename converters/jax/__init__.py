@@ -21,10 +21,12 @@ from onnx_remat.ort import runtime
 
 from .. import check as comparison
 from .. import default_level
+from ..after_loss import make_late
 from ..autodiff.finite_differences import in_float64
 from ..autodiff.scattering import add_in_order
 from ..emit import Emitter
 from ..simplify import simplify
+from ..softmax_gradients import add_to_softmax
 from ..weight_gradients import multiply_out
 from . import control, elementwise, indexing, kernels, products, randoms, reductions, structure  # noqa: F401
 from .lower import Array, Lowering, Tensor
@@ -175,6 +177,8 @@ def _build(step: Step, unroll: int, opset: int) -> ir.Model:
     graph.extend(nodes)
     multiply_out(model)
     simplify(model)
+    add_to_softmax(model)
+    make_late(model)
     return model
 
 

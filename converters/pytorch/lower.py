@@ -15,8 +15,12 @@ from onnxscript import opset20
 from onnx_remat.errors import ConversionError
 
 from .. import names
+from ..activations import multiply_again
+from ..after_loss import make_late
 from ..autodiff.scattering import add_in_order
+from ..masks import mask_once
 from ..simplify import simplify
+from ..softmax_gradients import add_to_softmax
 from ..weight_gradients import multiply_out
 from .private_torch import remembering
 from .program import program
@@ -63,7 +67,11 @@ def lower(
     common.ShapeInferencePass()(model)
     multiply_out(model)
     add_in_order(model)
+    add_to_softmax(model)
     simplify(model)
+    mask_once(model)
+    multiply_again(model)
+    make_late(model)
     _inherit(model.graph)
     return model
 

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 from unittest.mock import patch
 
 import onnx
+import onnx_ir as ir
 import torch
 from torch._decomp import get_decompositions  # torch's own rules for operators that ONNX has no counterpart for
 from torch._dispatch.python import enable_python_dispatcher  # rules take part while tensors have no data
@@ -37,7 +38,7 @@ from torch.fx.experimental.symbolic_shapes import (  # sizes that vary
     ShapeEnv,
     StatelessSymbolicContext,
 )
-from torch.onnx._internal.exporter import _building, _decomp, _registration
+from torch.onnx._internal.exporter import _decomp, _registration
 from torch.onnx._internal.fx.passes import type_promotion
 from torch.utils import _pytree as pytree  # structures of arguments, flat and back
 from torch.utils import (
@@ -117,7 +118,7 @@ def remembering() -> Iterator[None]:
     It reads its translations in every export, the signature of an operator at every use, and computes the type and
     shape of every node that the trace has them of.
     """
-    signature = _building.ir.schemas.OpSignature.from_op_schema
+    signature = ir.schemas.OpSignature.from_op_schema
     signatures: dict[tuple[str, str, int], Any] = {}
 
     def of_schema(schema: onnx.defs.OpSchema) -> Any:
@@ -141,7 +142,7 @@ def remembering() -> Iterator[None]:
         return super(promotion, self).run_node(node) if computed else node.meta["val"]
 
     with (
-        patch.object(_building.ir.schemas.OpSignature, "from_op_schema", staticmethod(of_schema)),
+        patch.object(ir.schemas.OpSignature, "from_op_schema", staticmethod(of_schema)),
         patch.object(_registration.ONNXRegistry, "from_torchlib", staticmethod(translations)),
         patch.object(promotion, "run_node", of_trace),
     ):

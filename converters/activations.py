@@ -1,0 +1,43 @@
+"""SiLU as torch holds it for the backward pass: in two parts, not three."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from .after_loss import AfterLoss
+from .autodiff.dims import dims
+
+
+def multiply_again(model: ir.Model) -> None:
+    """The backward pass makes ``x * sigmoid(x)`` anew from both, where it holds them anyway.
+
+    torch holds `x` and the product and computes the sigmoid again. ONNX Runtime's default optimisations would see that
+    it is computed twice; they do not see that a product is, with its factors in the other order.
+    """
+    after = AfterLoss(model.graph)
+    late = set(after.nodes)
+    for node in list(model.graph):
+        if node in late or node.domain or node.op_type != "Mul" or node.outputs[0].is_graph_output():
+            continue
+        x, gate = node.inputs
+        if not _is_gate(x, gate):
+            x, gate = gate, x
+        if not _is_gate(x, gate) or x is None or gate is None or not (_read(x, late) and _read(gate, late)):
+            continue
+        readers = [(user, slot) for user, slot in node.outputs[0].uses() if user in late]
+        if not readers or len(readers) == len(list(node.outputs[0].uses())):
+            continue
+        first = min((user for user, _ in readers), key=after.nodes.index)
+        with after.tape.ahead_of(first, "backward"):
+            again = after.tape.op("Mul", *reversed(node.inputs), shape=dims(node.outputs[0]))
+        for user, slot in readers:
+            user.replace_input_with(slot, again)
+
+
+def _is_gate(x: ir.Value | None, gate: ir.Value | None) -> bool:
+    node = gate.producer() if gate is not None else None
+    return node is not None and not node.domain and node.op_type == "Sigmoid" and node.inputs[0] is x
+
+
+def _read(value: ir.Value, late: set[ir.Node]) -> bool:
+    return any(user in late for user, _ in value.uses())

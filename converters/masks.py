@@ -1,0 +1,127 @@
+"""Softmax of rows that a mask may leave nothing of, as torch's attention computes it, in fewer passes."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+from onnx_ir.passes import common
+
+from onnx_remat.ort import runtime
+
+from .autodiff.dims import dims, is_static, size
+from .autodiff.tape import Tape
+from .simplify import replace
+
+_MOST = 1 << 24
+"""Elements of the largest mask that is computed to be looked at."""
+
+
+def mask_once(model: ir.Model) -> None:
+    """Rewrite, in place, ``where(all(x == -inf), 0, softmax(x))``.
+
+    Where `x` is a sum with a mask that depends on no input and leaves something of every row, it is the softmax: scores
+    that overflow to minus infinity all along a row then give NaN. Elsewhere all of a row is minus infinity where the
+    largest of it is: one pass, and no integers twice as large as the scores.
+    """
+    tape = Tape(model.graph)
+    whole: dict[ir.Value, bool] = {}
+    for node in list(model.graph):
+        if node.domain or node.op_type != "Where":
+            continue
+        empty, zero, softmax = node.inputs
+        made = softmax.producer() if softmax is not None else None
+        if made is None or made.domain or made.op_type != "Softmax" or not _is(zero, 0.0) or softmax is None:
+            continue
+        x = made.inputs[0]
+        axis = made.attributes["axis"].as_int() if "axis" in made.attributes else -1
+        if x is None or x.shape is None or axis % len(dims(x)) != len(dims(x)) - 1 or not _all_lost(empty, x):
+            continue
+        if dims(softmax) == dims(node.outputs[0]) and any(_leaves_some(v, whole) for v in _addends(x)):
+            replace(node.outputs[0], softmax)
+            continue
+        with tape.ahead_of(node, node.metadata_props.get("phase", "forward")):  # type: ignore[arg-type]
+            shape = (*dims(x)[:-1], 1)
+            if model.graph.opset_imports[""] < _AXES_ARE_INPUTS:
+                largest = tape.op("ReduceMax", x, shape=shape, axes=[-1], keepdims=1)
+            else:
+                largest = tape.op("ReduceMax", x, tape.ints(-1), shape=shape, keepdims=1)
+            node.replace_input_with(0, tape.compare("Equal", largest, tape.scalar(-np.inf, x)))
+    common.RemoveUnusedNodesPass()(model)
+
+
+_AXES_ARE_INPUTS = 18
+"""The opset from which on ReduceMax takes its axes as an input."""
+
+
+def _is(value: ir.Value | None, number: float) -> bool:
+    known = value.const_value if value is not None and not value.is_graph_input() else None
+    return known is not None and bool((known.numpy() == number).all())
+
+
+def _all_lost(empty: ir.Value | None, x: ir.Value) -> bool:
+    """Does a value say of each row of `x` whether all of it is minus infinity?"""
+    chain = ["Cast", "ReduceMin", "Cast", "Equal"]
+    for op_type in chain:
+        node = empty.producer() if empty is not None else None
+        if node is None or node.domain or node.op_type != op_type:
+            return False
+        if op_type == "Equal":
+            return (node.inputs[0] is x and _is(node.inputs[1], -np.inf)) or (
+                node.inputs[1] is x and _is(node.inputs[0], -np.inf)
+            )
+        if op_type == "ReduceMin":
+            axes = node.inputs[1].const_value if len(node.inputs) > 1 and node.inputs[1] is not None else None
+            if axes is None or [int(a) % len(dims(x)) for a in axes.numpy()] != [len(dims(x)) - 1]:
+                return False
+            if dims(node.outputs[0]) != (*dims(x)[:-1], 1):
+                return False
+        empty = node.inputs[0]
+    return False
+
+
+def _addends(x: ir.Value) -> list[ir.Value]:
+    node = x.producer()
+    if node is None or node.domain or node.op_type != "Add":
+        return []
+    return [value for value in node.inputs if value is not None]
+
+
+def _leaves_some(mask: ir.Value, known: dict[ir.Value, bool]) -> bool:
+    """Does a value depend on no input, and is something in each of its rows finite?"""
+    if mask not in known:
+        made = _computed(mask)
+        known[mask] = made is not None and made.ndim > 0 and bool(np.isfinite(made).any(-1).all())
+    return known[mask]
+
+
+def _computed(value: ir.Value) -> np.ndarray | None:
+    """A value that depends on no input; None where it does, or is large."""
+    if value.shape is None or not is_static(dims(value)) or (size(dims(value)) or 0) > _MOST:
+        return None
+    nodes: dict[ir.Node, None] = {}
+    held: dict[str, ir.Value] = {}
+    todo = [value]
+    while todo:
+        one = todo.pop()
+        if one.const_value is not None and not one.is_graph_input():
+            held[str(one.name)] = one
+            continue
+        node = one.producer()
+        if node is None or node.domain or node.attributes.keys() & {"body", "then_branch", "else_branch"}:
+            return None
+        if node not in nodes:
+            nodes[node] = None
+            todo += [source for source in node.inputs if source is not None]
+    if not nodes:
+        return value.const_value.numpy() if value.const_value is not None else None
+    graph = next(iter(nodes)).graph
+    assert graph is not None
+    protos = [ir.to_proto(node) for node in graph if node in nodes]
+    output = onnx.ValueInfoProto(name=str(value.name))
+    kept = [
+        onnx.numpy_helper.from_array(v.const_value.numpy(), n) for n, v in held.items() if v.const_value is not None
+    ]
+    proto = onnx.helper.make_graph(protos, "mask", [], [output], kept)
+    opset = onnx.helper.make_opsetid("", graph.opset_imports[""])
+    return runtime.outputs(onnx.helper.make_model(proto, opset_imports=[opset], ir_version=10), {})[str(value.name)]

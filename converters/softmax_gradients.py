@@ -1,0 +1,166 @@
+"""The gradient of the log-probability that a softmax gives each row's class, written without a matrix of zeros."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes import common
+
+from .after_loss import AfterLoss
+from .autodiff.dims import Dims, broadcast, dims
+from .simplify import replace
+
+
+@dataclass(frozen=True, slots=True)
+class _Scattered:
+    """Zeros, but for one entry in each row along an axis.
+
+    Attributes
+    ----------
+    axis : int
+    places : onnx_ir.Value
+        Where along the axis; its size there is 1. Elsewhere axes of one entry may be more or less.
+    entries : onnx_ir.Value
+        What lies there.
+    factor : onnx_ir.Value or None
+        The whole is multiplied by it; one number for each row.
+    """
+
+    axis: int
+    places: ir.Value
+    entries: ir.Value
+    factor: ir.Value | None
+
+
+def add_to_softmax(model: ir.Model) -> None:
+    """Add the one entry of each row of `m` to the rest where ``m - p * sum(m)`` or ``m + p`` is computed, in place.
+
+    That is how frameworks write the gradient of a cross entropy: `m` is the gradient of the probabilities' logarithms,
+    `p` the probabilities. A matrix of zeros, `m` and the difference are then as large as the logits each, and ONNX
+    Runtime computes the zeros when it opens the file and holds them for good. The sum has one term, so the numbers stay
+    the same to the last bit.
+
+    The gradient waits for the loss, which ONNX Runtime would else compute at the end of the step, since nothing but the
+    user reads it, and hold the logarithms until then.
+    """
+    if model.graph.opset_imports.get("", 0) < _ADDS:
+        return
+    after = AfterLoss(model.graph)
+    tape = after.tape
+    for node in after.nodes:
+        for m, rest, p in _differences(node):
+            found = _scattered(m)
+            if found is None or dims(rest) != dims(m) or (p is not None and not _sums(p, m, found.axis)):
+                continue
+            never = after.never()
+            with tape.ahead_of(node, "backward"):
+                alone = found.entries if found.factor is None else tape.mul(found.entries, found.factor)
+                one = (*dims(m)[: found.axis], 1, *dims(m)[found.axis + 1 :])
+                places, alone = tape.reshape(found.places, one), tape.reshape(alone, one)
+                alone = tape.select(never, alone, alone)
+                onto = rest if p is None else tape.mul(rest, tape.neg(alone))
+                made = tape.op("ScatterElements", onto, places, alone, shape=dims(m), axis=found.axis, reduction="add")
+            replace(node.outputs[0], made)
+            break
+    common.RemoveUnusedNodesPass()(model)
+
+
+_ADDS = 16
+"""The opset from which on ScatterElements adds."""
+
+
+def _differences(node: ir.Node) -> Iterator[tuple[ir.Value, ir.Value, ir.Value | None]]:
+    """What a node may be as ``m - rest * p`` or, without `p`, as ``m + rest``."""
+    if node.domain or node.op_type not in ("Sub", "Add"):
+        return
+    a, b = node.inputs
+    if a is None or b is None or a.shape is None or b.shape is None:
+        return
+    if node.op_type == "Sub":
+        yield from ((a, rest, p) for rest, p in _factors(b))
+    else:
+        yield from ((a, b, None), (b, a, None))
+
+
+def _factors(product: ir.Value | None) -> Iterator[tuple[ir.Value, ir.Value]]:
+    node = product.producer() if product is not None else None
+    if node is None or node.domain or node.op_type != "Mul":
+        return
+    a, b = node.inputs
+    if a is not None and b is not None and a.shape is not None and b.shape is not None:
+        yield from ((a, b), (b, a))
+
+
+def _scattered(value: ir.Value | None) -> _Scattered | None:
+    """What a value is if it is zero but for one entry in each row."""
+    node = value.producer() if value is not None and value.shape is not None else None
+    if value is None or node is None or node.domain:
+        return None
+    if node.op_type == "Mul":
+        for inner, factor in _factors(value):
+            found = _scattered(inner)
+            if found is not None and found.factor is None and dims(inner) == dims(value):
+                entries = dims(found.entries)
+                if _broadcasts(dims(factor), entries):
+                    return _Scattered(found.axis, found.places, found.entries, factor)
+        return None
+    if node.op_type in ("Reshape", "Squeeze", "Unsqueeze"):
+        return _reshaped(node.inputs[0], dims(value))
+    if node.op_type != "ScatterElements":
+        return None
+    zeros, places, filling = node.inputs
+    if zeros is None or places is None or filling is None or places.shape is None or filling.shape is None:
+        return None
+    axis = node.attributes["axis"].as_int() if "axis" in node.attributes else 0
+    axis %= len(dims(value))
+    one = (*dims(value)[:axis], 1, *dims(value)[axis + 1 :])
+    reduction = node.attributes["reduction"].as_string() if "reduction" in node.attributes else "none"
+    if reduction not in ("none", "add") or dims(places) != one or dims(filling) != one or not is_zero(zeros):
+        return None
+    return _Scattered(axis, places, filling, None)
+
+
+def _reshaped(source: ir.Value | None, shape: Dims) -> _Scattered | None:
+    """The same with axes of one entry taken out or put in."""
+    found = _scattered(source)
+    if source is None or found is None or dims(source)[found.axis] == 1:
+        return None
+    before, after = ([i for i, d in enumerate(each) if d != 1] for each in (dims(source), shape))
+    if [dims(source)[i] for i in before] != [shape[i] for i in after]:
+        return None
+    return dataclasses.replace(found, axis=after[before.index(found.axis)])
+
+
+def _broadcasts(narrow: Dims, wide: Dims) -> bool:
+    return len(narrow) <= len(wide) and broadcast(narrow, wide) == wide
+
+
+def is_zero(value: ir.Value) -> bool:
+    """Is it known to be zero everywhere?"""
+    known = value.const_value if not value.is_graph_input() else None
+    if known is not None:
+        return not np.any(known.numpy())
+    node = value.producer()
+    if node is None or node.domain or node.op_type not in ("Expand", "ConstantOfShape", "Cast", "Sub"):
+        return False
+    if node.op_type == "Sub":  # of an integer, which is never NaN: see `jax.lower`
+        return node.inputs[0] is node.inputs[1] and value.dtype is not None and value.dtype.is_integer()
+    if node.op_type != "ConstantOfShape":
+        return node.inputs[0] is not None and is_zero(node.inputs[0])
+    return "value" not in node.attributes or not np.any(node.attributes["value"].as_tensor().numpy())
+
+
+def _sums(value: ir.Value, m: ir.Value, axis: int) -> bool:
+    """Is a value the sum of `m` along an axis, which stays?"""
+    node = value.producer()
+    if node is None or node.domain or node.op_type != "ReduceSum" or node.inputs[0] is not m:
+        return False
+    shape = dims(m)
+    axes = node.inputs[1].const_value if len(node.inputs) > 1 and node.inputs[1] is not None else None
+    if axes is None or [int(a) % len(shape) for a in axes.numpy()] != [axis]:
+        return False
+    return dims(value) == (*shape[:axis], 1, *shape[axis + 1 :])

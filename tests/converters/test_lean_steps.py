@@ -1,0 +1,139 @@
+"""Steps that hold no more than a framework does: cross entropies, masks, SiLU, and constants of the backward pass."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("onnxscript")
+
+import torch
+import torch.nn.functional as F
+from onnx_remat.converters.pytorch import export_training_step
+from torch import nn
+
+from onnx_remat.ort import runtime
+from onnx_remat.ort.executed import as_executed
+from onnx_remat.ort.kernels.registry import kernels_of
+from onnx_remat.ort.prepare import Preparation
+from onnx_remat.pipeline import begin
+
+ROWS, WIDTH, WORDS = 64, 16, 4096
+LOGITS = ROWS * WORDS * 4
+
+
+def executed(model: onnx.ModelProto):
+    """The step as ONNX Runtime runs it by default."""
+    return as_executed(model, None, "all", Preparation(kernels_of("cpu")))
+
+
+def count(model: onnx.ModelProto, op_type: str) -> int:
+    return sum(node.op_type == op_type for node in model.graph.node)
+
+
+def language(weight=None, **loss) -> onnx.ModelProto:
+    model = nn.Sequential(nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS))
+    words = torch.randint(0, WORDS, (ROWS,))
+    batch = words, torch.where(words % 7 == 0, -100, words)
+    return export_training_step(model, batch, lambda y, t: F.cross_entropy(y, t, weight, **loss))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_cross_entropy_takes_two_matrices_as_large_as_its_logits_at_most(reduction):
+    job = begin(language(reduction=reduction), "100%", {"run_by": "loop"})
+    state = 2 * (2 * WORDS * WIDTH + WORDS) * 4  # parameters and gradients
+    assert job.trained.weights < LOGITS / 8  # no zeros are held
+    assert job.trained.live <= 2 * LOGITS + state
+
+
+def test_the_gradient_is_computed_after_the_loss_that_reads_the_same_logarithms():
+    found = executed(language())
+    steps = [found.compiled.graph.ops[i] for i in found.order.order]
+    at = {name: step for step, op in enumerate(steps) for name in op.writes}
+    (scatter,) = (step for step, op in enumerate(steps) if op.node.op_type == "ScatterElements" and _adds_to_logits(op))
+    assert at["loss"] < scatter
+
+
+def _adds_to_logits(op) -> bool:
+    return any(a.name == "axis" and a.i == 1 for a in op.node.attribute)
+
+
+@pytest.mark.parametrize("shape", [(5, 7), (3, 7, 4), (2, 7, 3, 3)])
+@pytest.mark.parametrize("extra", [{}, {"weight": torch.rand(7) + 0.1}, {"label_smoothing": 0.1}, {"reduction": "sum"}])
+def test_gradients_of_every_kind_of_cross_entropy_are_torchs(shape, extra):
+    model = nn.Conv1d(7, 7, 1) if len(shape) == 3 else nn.Conv2d(7, 7, 1) if len(shape) == 4 else nn.Linear(7, 7)
+    target = torch.randint(0, 7, (shape[0], *shape[2:]))
+    target.reshape(-1)[0] = -100
+    made = export_training_step(model, (torch.randn(shape), target), lambda y, t: F.cross_entropy(y, t, **extra))
+    properties = {p.key: p.value for p in made.metadata_props}
+    assert float(properties["check.error"]) < 1e-5
+    if extra.keys() <= {"reduction"}:
+        assert count(made, "ScatterElements") == 1 and count(made, "Sub") == 0
+
+
+def test_zeros_that_an_embeddings_gradient_is_added_to_are_not_held():
+    model = nn.Sequential(nn.Embedding(WORDS, 64), nn.Linear(64, 1))
+    made = export_training_step(model, (torch.randint(0, WORDS, (32,)), torch.randn(32, 1)), F.mse_loss)
+    weights = begin(made, "100%", {"run_by": "loop"}).trained.weights
+    assert weights < WORDS * 64 * 4 / 8
+
+
+def test_constants_of_the_backward_pass_are_right_whatever_the_loss_is():
+    model = nn.Sequential(nn.Embedding(WORDS, 4), nn.Linear(4, 1))
+    made = export_training_step(model, (torch.randint(0, 9, (32,)), torch.randn(32, 1)), F.mse_loss)
+    feeds = {name: parameter.detach().numpy() for name, parameter in model.named_parameters()}
+    feeds |= {"input.0": np.arange(32) % 9, "input.1": np.full((32, 1), np.nan, np.float32)}
+    found = runtime.outputs(made, feeds, "all")
+    assert np.isnan(found["loss"])
+    assert not found["grad.0.weight"][9:].any()  # rows that no word picks stay zero though the loss is not a number
+
+
+class Gated(nn.Module):
+    def __init__(self, width: int, wide: int) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(width, wide), nn.Linear(width, wide), nn.Linear(wide, width)
+
+    def forward(self, x):
+        return x + self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+def test_silu_is_held_in_two_parts():
+    rows, width, wide, layers = 64, 8, 4096, 6
+    model = nn.Sequential(*[Gated(width, wide) for _ in range(layers)])
+    made = export_training_step(model, (torch.randn(rows, width), torch.randn(rows, width)), F.mse_loss)
+    job = begin(made, "100%", {"run_by": "loop"})
+    one, weights = rows * wide * 4, 3 * width * wide * 4 * layers
+    # per layer: the gate, its sigmoid, the other branch, their product; and what the last layer's backward pass makes
+    assert job.trained.live <= (4 * layers + 3) * one + 2 * weights
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(8, 24)
+
+    def forward(self, x, mask=None):
+        q, k, v = self.project(x).unflatten(-1, (2, 12)).transpose(1, 2).chunk(3, -1)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+
+
+def test_a_causal_mask_needs_no_look_for_rows_of_nothing():
+    made = _attention(None)
+    assert count(made, "Softmax") == 1 and count(made, "ReduceMin") == count(made, "ReduceMax") == 0
+
+
+def _attention(mask) -> onnx.ModelProto:
+    batch = (torch.randn(2, 6, 8), torch.randn(2, 2, 6, 4))
+    if mask is None:
+        return export_training_step(Attention(), batch, F.mse_loss)
+    batch = (batch[0], mask, batch[1])
+    return export_training_step(Attention(), batch, F.mse_loss)
+
+
+def test_a_mask_from_the_batch_may_leave_nothing_of_a_row():
+    mask = torch.rand(2, 1, 6, 6) > 0.5
+    mask[0, :, 2] = False  # all of a row
+    made = _attention(mask)  # compared with torch by the converter
+    assert count(made, "ReduceMin") == 0 and count(made, "ReduceMax") == 1
