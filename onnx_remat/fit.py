@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -263,7 +263,7 @@ def fit(
         if good > failed * _CLOSE > 0:
             break
     if best is not None:
-        return best
+        return *best[:2], _at_other_levels(best[1].model, best[2], folder, options, stage, deadline)
     lowest, holds = min(peaks), " with its arena" if options.arena else ""
     raise BudgetInfeasibleError(
         f"no file found that ONNX Runtime runs under budget {format_bytes(allowed)}{holds}: plans keep it, but the "
@@ -275,7 +275,10 @@ def fit(
 def _write_out(
     plan: Plan, goal: Goal, target: int, original: Executed, folder: Path | None, options: Options, stage: Stage
 ) -> tuple[int, Rewritten, dict[str, Executed]]:
-    """Write a plan and simulate the file at every level; the most it holds there, and both.
+    """Write a plan and simulate the file; the most it holds, and both.
+
+    A session of ours opens it at the last level alone, any other at the one that its user chooses: then it is the most
+    at any level.
 
     Where it exceeds the budget, the values that share buffers to no good are made private, as long as there are any;
     against gaps in the arena that is no help.
@@ -289,7 +292,7 @@ def _write_out(
         with stage("rewrite"):
             written = _write(plan, goal, target, before_peak, private, exposed, options.dims)
         with stage("simulate result"):
-            executed = _as_written(written.model, folder, options)
+            executed = _as_written(written.model, folder, options, _levels()[-1:] if goal.by_loop else _levels())
             timelines = {level: what.timeline() for level, what in executed.items()}
         if goal.by_loop:
             return int(foresee(list(executed.values())[-1]).total * (1 + _UNSEEN)), written, executed
@@ -306,17 +309,49 @@ def _write_out(
             return worst, written, executed
 
 
-def _as_written(model: onnx.ModelProto, folder: Path | None, options: Options) -> dict[str, Executed]:
+def _levels() -> tuple[str, ...]:
+    """Optimisation levels at which files can be simulated here."""
+    return runtime.LEVELS if runtime.available() else ("disable",)
+
+
+def _as_written(
+    model: onnx.ModelProto, folder: Path | None, options: Options, levels: Sequence[str]
+) -> dict[str, Executed]:
     """A written model as ONNX Runtime executes it, per optimisation level."""
-    levels = runtime.LEVELS if runtime.available() else ("disable",)
     try:
-        if runtime.available() and len(model.graph.node) > runtime.MOST_NODES:  # the same at every level, then
+        if _same_at_every_level(model):
             return dict.fromkeys(levels, as_executed(model, folder, "all", options.preparation()))
         with ThreadPoolExecutor(_SIDE_BY_SIDE) as pool:  # ONNX Runtime is asked in processes of its own
             asked = pool.map(lambda level: as_executed(model, folder, level, options.preparation()), levels)
             return dict(zip(levels, asked, strict=True))
     except ModelError as error:
         raise VerificationError(f"the rewritten model is not usable: {error}") from error
+
+
+def _same_at_every_level(model: onnx.ModelProto) -> bool:
+    """ONNX Runtime is not asked of so many nodes."""
+    return runtime.available() and len(model.graph.node) > runtime.MOST_NODES
+
+
+def _at_other_levels(
+    model: onnx.ModelProto,
+    executed: Mapping[str, Executed],
+    folder: Path | None,
+    options: Options,
+    stage: Stage,
+    deadline: Deadline,
+) -> dict[str, Executed]:
+    """What is known of a written model with the levels that are missing; of the first alone where time is up."""
+    missing = [level for level in _levels() if level not in executed]
+    if not missing:
+        return dict(executed)
+    if _same_at_every_level(model):
+        return dict.fromkeys(_levels(), next(iter(executed.values())))
+    if deadline.passed():
+        missing = missing[:1]
+    with stage("simulate result"):
+        found = {**executed, **_as_written(model, folder, options, missing)}
+    return {level: found[level] for level in _levels() if level in found}
 
 
 def _idle_sharers(what: Executed, limit: int, written: Rewritten) -> set[int]:

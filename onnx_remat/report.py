@@ -45,7 +45,7 @@ class Report:
     before, after : Peak
         Simulated peaks of the original and of the rewritten model as ONNX Runtime executes them by default.
     peaks_by_level : mapping
-        Simulated peak of the rewritten model per graph optimisation level.
+        Simulated peak of the rewritten model per graph optimisation level; of some where the time limit left no time.
     lower_bound : int
         No schedule of this graph peaks below this many bytes of tensors.
     impossible_below : int

@@ -47,7 +47,7 @@ def timed(tree: Path, model: str) -> tuple[int, float, float, int]:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tree), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(command, capture_output=True, text=True, cwd=tree, env=environment, check=False)
     if done.returncode:
-        raise SystemExit(f"{model} with {tree}: {done.stderr.strip().splitlines()[-1]}")
+        raise RuntimeError(done.stderr.strip().splitlines()[-1].rpartition("ConversionError: ")[2].partition(";")[0])
     nodes, seconds, processor, memory = json.loads(done.stdout.splitlines()[-1])
     return nodes, seconds, processor, memory
 
@@ -68,7 +68,10 @@ def main() -> None:
     trees = ([("before", given.before.resolve())] if given.before else []) + [("now", ROOT)]
 
     def row(model: str, name: str, tree: Path) -> tuple[str, ...]:
-        nodes, seconds, processor, memory = timed(tree, model)
+        try:
+            nodes, seconds, processor, memory = timed(tree, model)
+        except RuntimeError as error:
+            return model, name, "", str(error), "", ""
         return model, name, f"{nodes:,}", f"{seconds:.1f}", f"{processor:.1f}", f"{memory / 1e3:.0f}"
 
     rows = printed(row(model, *tree) for model in given.model or MODELS for tree in trees)
