@@ -197,7 +197,7 @@ def _to_reshape(node: ir.Node, source: ir.Value, shape: tuple[int, ...]) -> None
 
 def _expand_later(node: ir.Node) -> None:
     """Arithmetic of an expanded value with numbers, or with what is as narrow, is done before it is expanded."""
-    if node.domain or node.op_type not in _BROADCASTING or not node.inputs:
+    if node.domain or node.op_type not in _BROADCASTING - {"PRelu"} or not node.inputs:  # its slope is no wider
         return
     result, made = _static(node.outputs[0]), node.outputs[0]
     sources = [_unexpanded(value) for value in node.inputs]
@@ -211,11 +211,12 @@ def _expand_later(node: ir.Node) -> None:
     for index, value in enumerate(sources):
         node.replace_input_with(index, value)
     made.shape = ir.Shape(narrow)
-    shape = ir.Value(name=f"{made.name}.wide.shape", const_value=ir.tensor(np.array(result, np.int64)))
+    name = f"{made.name}.{math.prod(result)}"  # it may become narrower yet
+    shape = ir.Value(name=f"{name}.shape", const_value=ir.tensor(np.array(result, np.int64)))
     shape.shape, shape.type = ir.Shape([len(result)]), ir.TensorType(ir.DataType.INT64)
     node.graph.register_initializer(shape)
     wide = ir.node("Expand", [made, shape], metadata_props=dict(node.metadata_props))
-    wide.name, wide.outputs[0].name = f"node.{made.name}.wide", f"{made.name}.wide"
+    wide.name, wide.outputs[0].name = f"node.{name}", name
     wide.outputs[0].shape, wide.outputs[0].type = ir.Shape(result), made.type
     node.graph.insert_after(node, wide)
     for user, index in readers:

@@ -54,7 +54,12 @@ def add_to_softmax(model: ir.Model) -> None:
     for node in after.nodes:
         for m, rest, p in _differences(node):
             found = _scattered(m)
-            if found is None or dims(rest) != dims(m) or (p is not None and not _sums(p, m, found.axis)):
+            if (
+                found is None
+                or m.dtype not in _KINDS
+                or dims(rest) != dims(m)
+                or (p is not None and not _sums(p, m, found.axis))
+            ):
                 continue
             never = after.never()
             with tape.ahead_of(node, "backward"):
@@ -71,6 +76,9 @@ def add_to_softmax(model: ir.Model) -> None:
 
 _ADDS = 16
 """The opset from which on ScatterElements adds."""
+
+_KINDS = (ir.DataType.FLOAT, ir.DataType.DOUBLE)
+"""What it adds on ONNX Runtime's CPU."""
 
 
 def _differences(node: ir.Node) -> Iterator[tuple[ir.Value, ir.Value, ir.Value | None]]:

@@ -32,7 +32,7 @@ def row(path: Path, budget: str, effort: float, turns: int) -> tuple[str, ...]:
         profile = Path(home) / "profile.json"
         command = [sys.executable, "-m", "onnx_remat", "profile", str(path), str(profile)]
         subprocess.run(command, check=True, capture_output=True)
-        runners, planned, nodes = [Runner("original", "file", str(path))], [], 0
+        runners, planned, nodes = [Runner("original", "file", str(path))], list[float](), 0
         stack.callback(runners[0].close)
         for costs in ("cpu", str(profile)):
             try:

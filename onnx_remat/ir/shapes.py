@@ -109,11 +109,14 @@ def infer(
         bound = _with_types(bound, {k: v for k, v in loops.items() if _shape(types.get(k)) is None})
         types = native.infer_types(bound)
     held = sequences.sizes(graph, types, _bytes)
+    missing = [n for n in graph.values if n not in held and _shape(types.get(n)) is None]
     for ask in (_by_arithmetic, *askers):
-        if missing := [n for n in graph.values if n not in held and _shape(types.get(n)) is None]:
-            types |= {k: v for k, v in ask(bound, missing, types).items() if k in missing}
+        if missing:
+            wanted = set(missing)
+            types |= {k: v for k, v in ask(bound, missing, types).items() if k in wanted}
             held = sequences.sizes(graph, types, _bytes)
-    if missing := [n for n in graph.values if n not in held and _shape(types.get(n)) is None]:
+            missing = [n for n in missing if n not in held and _shape(types.get(n)) is None]
+    if missing:
         native.infer_types(bound, strict=True)  # if the model is to blame, this says so
         raise ShapeError(_cannot_size(graph, missing, types))
     return {

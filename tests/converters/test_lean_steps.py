@@ -137,3 +137,14 @@ def test_a_mask_from_the_batch_may_leave_nothing_of_a_row():
     mask[0, :, 2] = False  # all of a row
     made = _attention(mask)  # compared with torch by the converter
     assert count(made, "ReduceMin") == 0 and count(made, "ReduceMax") == 1
+
+
+def test_arithmetic_of_an_expanded_value_is_done_before_it_is_expanded():
+    made = export_training_step(nn.Linear(64, 512), (torch.randn(8, 64), torch.randn(8)), _mean_of_squares)
+    wide = [v.name for v in made.graph.value_info if [d.dim_value for d in v.type.tensor_type.shape.dim] == [8, 512]]
+    backward = {o for n in made.graph.node for o in n.output if any(p.value == "backward" for p in n.metadata_props)}
+    assert len(backward & set(wide)) <= 2  # twice the output, and that times the narrow rest
+
+
+def _mean_of_squares(y, target):
+    return ((y.pow(2).mean(-1) - target) * 3).abs().sum()
