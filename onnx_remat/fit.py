@@ -88,8 +88,9 @@ class Goal:
         Bytes of them for every node that runs again.
     taken : int
         What the original takes of what the budget covers.
-    fused : problem.Problem or None
-        The original as ONNX Runtime's default optimisations make it, where that is what the budget is kept with.
+    fused, own : problem.Problem or None
+        The original as ONNX Runtime's default optimisations make it, and as it is, for a session of ours, in which
+        results may lie over what they are made of; None for any other.
     """
 
     allowed: int
@@ -98,9 +99,11 @@ class Goal:
     per_node: int = 0
     taken: int = 0
     fused: Problem | None = None
+    own: Problem | None = None
 
     def floor(self, problem: Problem) -> int:
         """Bytes that no plan peaks below. What is fused has no values in between: then both graphs say how low."""
+        problem = problem if self.own is None else self.own
         floor = bounds.lower_bound(problem)
         if self.fused is None:
             return floor
@@ -158,7 +161,7 @@ def make_plan(
         checkpoints=tuple(numbers[computed(name, numbers, "--checkpoint")] for name in options.checkpoints),
         anchors=tuple(op.index for op in compiled.graph.ops if op.node.op_type in costs.MATRIX_OPS),
     )
-    if bounds.lower_bound(compiled.problem) > target:  # no search can help: look only for something to name
+    if floor > target:  # no search can help: look only for something to name
         request = replace(request, work=1, use_time=False)
     schedule = settle(compiled, problem, select(request), target)
     check_schedule(problem, schedule)

@@ -24,7 +24,7 @@ from onnx_remat.ort import known_bugs, placement, runtime
 from onnx_remat.ort.executed import Executed, as_executed, whom_to_ask
 from onnx_remat.ort.peaks import describe, held, reserves
 from onnx_remat.ort.prepare import Compiled, prepare
-from onnx_remat.ort.renewed import with_donations
+from onnx_remat.ort.renewed import taking_over, with_donations
 from onnx_remat.ort.simulate.buffers import Timeline
 from onnx_remat.plan.cost_bounds import cost_lower_bound
 from onnx_remat.plan.request import Deadline
@@ -179,7 +179,7 @@ def _report(
     compiled, original, final = job.compiled, job.original, list(executed.values())[-1]
     after = final.timeline()
     with job.clock.stage("bound"):
-        at_least = cost_lower_bound(compiled.problem, job.goal.allowed, until=job.deadline.passed)
+        at_least = cost_lower_bound(job.goal.own or compiled.problem, job.goal.allowed, until=job.deadline.passed)
     with job.clock.stage("arena"):
         arenas = reserves(original, job.before), reserves(final, after)
     return Report(
@@ -273,10 +273,10 @@ def begin(
             trained = foresee(original)
         except ModelError as error:
             raise ModelError(f"{error}; --for session plans for onnxruntime's own") from None
-        fused = with_donations(original.compiled).problem
-        per_node = BOOKS_BYTES_PER_NODE if compiled.kernels.device == "cpu" else 0
-        goal = Goal(parsed.resolve(trained.total), True, trained.books, per_node, trained.total, fused)
         compiled = with_donations(compiled)
+        fused, own = taking_over(with_donations(original.compiled)), taking_over(compiled)
+        per_node = BOOKS_BYTES_PER_NODE if compiled.kernels.device == "cpu" else 0
+        goal = Goal(parsed.resolve(trained.total), True, trained.books, per_node, trained.total, fused, own)
     return Job(options, source.folder, compiled, original, before, trained, goal, clock, deadline)
 
 

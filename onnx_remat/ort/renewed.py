@@ -1,4 +1,4 @@
-"""Donation of a compiled step: which ``new.<name>`` the plan may count as lying in the memory of ``<name>``."""
+"""What a session of ours lays over one another: ``new.<name>`` over ``<name>``, results over what they are made of."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from onnx_remat.donation import donatable
 from onnx_remat.ir.naming import renewals
 from onnx_remat.ort.kernels.in_place import may_overwrite
 from onnx_remat.ort.prepare import Compiled
+from onnx_remat.problem import Problem
 
 
 def with_donations(compiled: Compiled) -> Compiled:
@@ -35,3 +36,28 @@ def with_donations(compiled: Compiled) -> Compiled:
         pairs.append((number[new], number[old]))
     flagged = replace(problem, donee_may_read=may_read)
     return replace(compiled, problem=donatable(flagged, pairs).apply(flagged))
+
+
+def taking_over(compiled: Compiled) -> Problem:
+    """The problem of a step in which every result may lie over an input that its kernel may overwrite.
+
+    A session of ours does so where the input dies (`run.binding`); ONNX Runtime's own allocation does with few kernels.
+    Bounds for a loop hold for this problem.
+    """
+    graph, tensors, kinds = compiled.graph, compiled.tensors, dict[tuple[object, ...], int]()
+    slots: list[list[int]] = []
+    for op in graph.ops:
+        position = {slot: i for i, slot in enumerate(s for s, name in enumerate(op.inputs) if name)}
+        for out, made in enumerate(op.outputs):
+            if not made:
+                continue
+            kind = tensors[made].dtype, tensors[made].shape
+            same = [s for s in position if (tensors[op.inputs[s]].dtype, tensors[op.inputs[s]].shape) == kind]
+            slots.append([position[s] for s in same if may_overwrite(compiled.kernels, op.node, s, out, kind[0])])
+    sizes = ((tensors[name].dtype, tensors[name].shape) for name in graph.values)
+    return replace(
+        compiled.problem,
+        inplace_ptr=np.cumsum([0, *map(len, slots)]).astype(np.int32),
+        inplace_slots=np.array([slot for each in slots for slot in each], np.int32),
+        shape_class=np.array([kinds.setdefault(size, len(kinds)) for size in sizes], np.int32),
+    )
