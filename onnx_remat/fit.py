@@ -144,7 +144,8 @@ def make_plan(
     baseline = Schedule(tuple(after_readers(compiled.problem, compiled.default_order().order).tolist()))
     select = selectors.get(options.selector)
     # Plans are made against liveness: the file keeps the runtime from sharing buffers where that costs memory.
-    problem = replace(compiled.problem, poolable=np.zeros(compiled.problem.n_values, np.bool_))
+    whole = compiled.problem if goal.own is None else goal.own
+    problem = replace(whole, poolable=np.zeros(whole.n_values, np.bool_))
     if goal.by_loop:  # the slab does not shrink while a kernel has its workspace: the largest lies alongside
         apart, none = workspace(compiled)[0], np.zeros_like(problem.workspace)
         problem = replace(problem, workspace=none, base_bytes=problem.base_bytes + apart, hold_unread=False)
