@@ -55,7 +55,16 @@ _AXES_ARE_INPUTS = 18
 
 
 def _is(value: ir.Value | None, number: float) -> bool:
-    known = value.const_value if value is not None and not value.is_graph_input() else None
+    """Is every entry that number, also of a constant made as large as a batch is?"""
+    if value is None or value.is_graph_input():
+        return False
+    node = value.producer()
+    if node is not None and not node.domain and node.op_type in ("Expand", "Reshape", "Unsqueeze"):
+        return _is(node.inputs[0], number)
+    if node is not None and not node.domain and node.op_type == "ConstantOfShape":
+        filled = node.attributes["value"].as_tensor().numpy() if "value" in node.attributes else np.zeros(1)
+        return bool((filled == number).all())
+    known = value.const_value
     return known is not None and bool((known.numpy() == number).all())
 
 

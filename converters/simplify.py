@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import zip_longest
 
 import numpy as np
@@ -29,12 +29,14 @@ def simplify(model: ir.Model) -> None:
     These go: Identity, and Cast, Transpose, Reshape, Expand, Slice, Concat, Sum and arithmetic that change nothing;
     sums, means and the like over axes of one entry; chains of Transpose and of reshapes, which become one; an Expand
     that its reader would broadcast anyway, also one of a matrix for a batch of them, or that may as well follow it; a
-    Transpose that a product of matrices can take in or be; what is computed twice or not at all. Phase labels stay with
-    the nodes.
+    Transpose that a product of matrices can take in or be; what is computed twice or not at all. A Size becomes a
+    product of what Shape says, and a sum of what is padded to lie side by side a Concat. Phase labels stay with the
+    nodes.
     What ONNX Runtime's optimisations would compute wrongly takes another form: `safe_forms`.
     """
     write_safely(model)
     for rewrite in (
+        _count,
         _unreduce,
         _skip,
         _fuse_chain,
@@ -43,6 +45,7 @@ def simplify(model: ir.Model) -> None:
         _absorb_batch,
         _absorb_transpose,
         _turn_product,
+        _side_by_side,
     ):
         for node in model.graph:
             rewrite(node)
@@ -55,6 +58,22 @@ def simplify(model: ir.Model) -> None:
     for node in draws:
         del node.attributes[_APART]
     common.RemoveUnusedNodesPass()(model)
+
+
+def _count(node: ir.Node) -> None:
+    """The number of entries is a product of sizes: ONNX Runtime folds a Shape when it is told the sizes, no Size."""
+    if node.domain or node.op_type != "Size" or node.inputs[0] is None:
+        return
+    made = node.outputs[0]
+    shape = ir.node("Shape", [node.inputs[0]], metadata_props=dict(node.metadata_props))
+    shape.name, shape.outputs[0].name = f"node.{made.name}.shape", f"{made.name}.shape"
+    rank = node.inputs[0].shape.rank() if node.inputs[0].shape is not None else None
+    shape.outputs[0].shape, shape.outputs[0].type = ir.Shape([rank]), ir.TensorType(ir.DataType.INT64)
+    assert node.graph is not None
+    node.graph.insert_before(node, shape)
+    node.op_type = "ReduceProd"
+    node.attributes["keepdims"] = ir.AttrInt64("keepdims", 0)
+    node.replace_input_with(0, shape.outputs[0])
 
 
 def _unreduce(node: ir.Node) -> None:
@@ -107,6 +126,20 @@ def _transpose(node: ir.Node) -> ir.Value | None:
     return node.inputs[0] if perm is not None and perm == sorted(perm) else None
 
 
+def _whole(node: ir.Node) -> ir.Value | None:
+    """What is sliced from the first entry to wherever it ends."""
+    if len(node.inputs) < 3:
+        return None
+    starts, ends = _constant(node.inputs[1]), _constant(node.inputs[2])
+    steps = _constant(node.inputs[4]) if len(node.inputs) > 4 and node.inputs[4] is not None else np.ones(1)
+    if starts is None or ends is None or steps is None or starts.any() or (steps != 1).any():
+        return None
+    return node.inputs[0] if (ends >= _WITHOUT_END).all() else None
+
+
+_WITHOUT_END = 2**31 - 1
+
+
 def _alone(node: ir.Node) -> ir.Value | None:
     return node.inputs[0] if len(node.inputs) == 1 else None
 
@@ -148,6 +181,7 @@ _NEUTRAL: dict[str, Callable[[ir.Node], ir.Value | None]] = {
     "Unsqueeze": _same_shape,
     "Concat": _alone,
     "Sum": _alone,
+    "Slice": _whole,
     "Max": _alone,
     "Min": _alone,
     "Mul": _neutral_element(1, True),
@@ -349,6 +383,61 @@ def _turn_product(node: ir.Node) -> None:
     node.replace_input_with(1, a)
 
 
+def _side_by_side(node: ir.Node) -> None:
+    """A sum of parts, each padded with zeros to the whole and none over another, is their Concat.
+
+    The gradient of what was split is such a sum: as many tensors like the whole as there are parts, written and read.
+    """
+    result = node.outputs[0]
+    if node.domain or node.op_type != "Add":
+        return
+    leaves = list(_addends(node))
+    found = [_padded(leaf) for leaf in leaves]
+    parts = sorted((part for part in found if part is not None), key=lambda part: part[1])
+    if len(parts) < len(leaves) or len({axis for axis, _, _, _ in parts}) > 1:
+        return
+    ends = [0, *(end for _, _, end, _ in parts)]
+    axis = parts[0][0]
+    whole = result.shape[axis] if result.shape is not None else None
+    if ends[-1] != whole or any(begin != end for (_, begin, _, _), end in zip(parts, ends, strict=False)):
+        return
+    node.op_type = "Concat"
+    node.attributes["axis"] = ir.AttrInt64("axis", axis)
+    node.resize_inputs(len(parts))
+    for index, (_, _, _, source) in enumerate(parts):
+        node.replace_input_with(index, source)
+
+
+def _addends(node: ir.Node) -> Iterator[ir.Value | None]:
+    for value in node.inputs:
+        before = value.producer() if value is not None else None
+        alone = value is not None and len(value.uses()) == 1 and not value.is_graph_output()
+        if before is not None and alone and not before.domain and before.op_type == "Add":
+            yield from _addends(before)
+        else:
+            yield value
+
+
+def _padded(value: ir.Value | None) -> tuple[int, int, int, ir.Value] | None:
+    """Axis, begin, end and source of what is padded with zeros along one axis; None of anything else."""
+    node = value.producer() if value is not None else None
+    if value is None or node is None or node.domain or node.op_type != "Pad" or len(node.inputs) > 3:
+        return None
+    if "mode" in node.attributes and node.attributes["mode"].as_string() != "constant":
+        return None
+    source, pads = node.inputs[0], (_constant(node.inputs[1]) if len(node.inputs) > 1 else None)
+    fill = _constant(node.inputs[2]) if len(node.inputs) > 2 and node.inputs[2] is not None else np.zeros(())
+    if source is None or source.shape is None or pads is None or fill is None or fill.any() or (pads < 0).any():
+        return None
+    rank = source.shape.rank()
+    axes = [axis for axis in range(rank) if pads[axis] or pads[rank + axis]]
+    size = source.shape[axes[0]] if len(axes) == 1 else None
+    if not isinstance(size, int):
+        return None
+    begin = int(pads[axes[0]])
+    return axes[0], begin, begin + size, source
+
+
 def _perm(node: ir.Node) -> list[int] | None:
     if "perm" in node.attributes:
         return [int(i) for i in node.attributes["perm"].as_ints()]
@@ -363,6 +452,6 @@ def _static(value: ir.Value | None) -> tuple[int, ...] | None:
     return value.shape.numpy()
 
 
-def _constant(value: ir.Value) -> np.ndarray | None:
-    known = value.const_value if not value.is_graph_input() else None
+def _constant(value: ir.Value | None) -> np.ndarray | None:
+    known = value.const_value if value is not None and not value.is_graph_input() else None
     return known.numpy() if known is not None else None

@@ -94,7 +94,7 @@ class Options:
         kernels = self.kernels()
         return Preparation(
             kernels, self.dims, self.allow_recompute, self.keep, self.loss, self.costs or kernels.costs,
-            must_load=self.verify != "none",
+            must_load=self.verify != "none", fixed=self.run_by == "loop",
         )  # fmt: skip
 
     def kernels(self) -> Kernels:

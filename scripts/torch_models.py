@@ -208,10 +208,11 @@ def _language(model: nn.Module, words: int, batch: int, length: int) -> Case:
 
 
 def _import_torchvision() -> Any:
-    """Import torchvision, also one whose compiled operators do not match torch: it still builds classifiers."""
-    with contextlib.suppress(RuntimeError):  # declared already
-        for operator in ("nms", "qnms"):
-            torch.library.define(f"torchvision::{operator}", "(Tensor boxes, Tensor scores, float threshold) -> Tensor")
+    """Import torchvision, also one built for CUDA beside a torch for the CPU: it still builds classifiers."""
+    if torch.version.cuda is None:  # where its own operators load, declaring them twice would end the process
+        with contextlib.suppress(RuntimeError):  # declared already
+            for name in ("nms", "qnms"):
+                torch.library.define(f"torchvision::{name}", "(Tensor boxes, Tensor scores, float threshold) -> Tensor")
     import torchvision
 
     return torchvision

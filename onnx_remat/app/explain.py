@@ -6,7 +6,7 @@ import itertools
 import json
 import os
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 import onnx
@@ -173,7 +173,7 @@ def explain(path: str | os.PathLike[str], dims: Mapping[str, int] | None = None)
     executed = as_executed(source.model, source.folder, "disable", preparation)
     covers, trained = notes.get(RUN_BY_KEY, "session"), None
     if covers == "loop" and runtime.available() and PROVIDER_KEY not in notes:
-        trained = foresee(as_executed(source.model, source.folder, "all", preparation)).total
+        trained = foresee(as_executed(source.model, source.folder, "all", replace(preparation, fixed=True))).total
     return _explanation(source.model, executed, covers, budget, before, trained, len(edges))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import onnx
@@ -14,7 +14,8 @@ from onnx_remat import worker
 from onnx_remat.ir.native import concrete, limit, stated
 from onnx_remat.ir.op_semantics import semantics
 
-_MOST = 1024  # elements of a value that is worth computing
+MOST = 1024
+"""Elements of a value that is worth computing."""
 
 
 def ask(model: onnx.ModelProto, types: Mapping[str, TypeProto]) -> dict[str, TypeProto]:
@@ -58,10 +59,10 @@ def propagate(model: onnx.ModelProto, types: Mapping[str, TypeProto]) -> dict[st
     """
     known = dict(types)
     given = {value.name for value in model.graph.input}  # an initializer among them may be fed something else
-    data = {t.name: t for t in model.graph.initializer if np.prod(t.dims) <= _MOST and t.name not in given}
+    data = {t.name: t for t in model.graph.initializer if np.prod(t.dims) <= MOST and t.name not in given}
     opsets = {opset.domain: opset.version for opset in model.opset_import}
     for node in model.graph.node:
-        _compute(node, known, data, opsets)
+        compute(node, lambda name: concrete(known.get(name)), data, opsets)
         if node.domain not in opsets or any(name not in known for name in node.input if name):
             continue
         if all(not name or (name in known and concrete(known[name]) is not None) for name in node.output):
@@ -79,15 +80,29 @@ def propagate(model: onnx.ModelProto, types: Mapping[str, TypeProto]) -> dict[st
     return known
 
 
-def _compute(
-    node: onnx.NodeProto, known: Mapping[str, TypeProto], data: dict[str, onnx.TensorProto], opsets: Mapping[str, int]
+def compute(
+    node: onnx.NodeProto,
+    shape_of: Callable[[str], tuple[int, ...] | None],
+    data: dict[str, onnx.TensorProto],
+    opsets: Mapping[str, int],
 ) -> None:
-    """Put a node's outputs into `data` where they are small and follow from what is known."""
+    """Put a node's output into `data` where it is small and follows from shapes and what is there.
+
+    Parameters
+    ----------
+    node : onnx.NodeProto
+    shape_of : callable
+        The shape of a value, None where it is not known.
+    data : dict of str to onnx.TensorProto
+        Small values that are known.
+    opsets : mapping of str to int
+        Version by domain.
+    """
     if node.domain or len(node.output) != 1 or not (node.input or node.op_type == "Constant"):
         return
     result: object
     if node.op_type in ("Shape", "Size"):
-        if (shape := concrete(known.get(node.input[0]))) is None:
+        if (shape := shape_of(node.input[0])) is None:
             return
         span = {a.name: a.i for a in node.attribute}
         cut = shape[span.get("start", 0) : span.get("end", len(shape))]
@@ -102,7 +117,7 @@ def _compute(
             (result,) = run.run(None, {name: numpy_helper.to_array(data[name]) for name in node.input if name})
         except Exception:  # whatever the evaluator cannot do stays unknown
             return
-    if isinstance(result, np.ndarray | np.generic) and result.size <= _MOST:
+    if isinstance(result, np.ndarray | np.generic) and result.size <= MOST:
         data[node.output[0]] = numpy_helper.from_array(np.asarray(result), node.output[0])
 
 

@@ -335,8 +335,10 @@ def _check_left_open(left_open: Mapping[str, TypeProto], types: Mapping[str, Typ
 
 
 def _see_through(model: onnx.ModelProto) -> None:
-    """Turn the Unsqueezes and Concats by which an earlier rewrite hid shapes into what they are: Identity."""
+    """Turn into Identity what is one: Unsqueezes and Concats by which an earlier rewrite hid shapes, and copies."""
     for node in model.graph.node:
+        if node.op_type in ("MemcpyFromHost", "MemcpyToHost"):  # between a device and the host
+            node.op_type = "Identity"
         if node.op_type in ("Unsqueeze", "Concat") and any(name.startswith(UNSEEN) for name in node.input[1:]):
             node.op_type = "Identity"
             del node.input[1:]

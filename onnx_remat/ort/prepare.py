@@ -41,6 +41,8 @@ class Preparation:
         A preset of `costs.PRESETS`, or the path of a profile written by ONNX Runtime.
     must_load : bool
         ONNX Runtime, where it is installed, must be able to load the model, custom ops included.
+    fixed : bool
+        Whoever runs it tells ONNX Runtime those sizes, as a `Session` does: nothing is computed from them in a step.
     """
 
     kernels: Kernels
@@ -50,6 +52,7 @@ class Preparation:
     loss: str | None = None
     costs: str = "cpu"
     must_load: bool = True
+    fixed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

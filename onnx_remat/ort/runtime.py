@@ -17,6 +17,7 @@ import onnx
 from onnx_remat import files
 from onnx_remat.errors import ModelError, OnnxRematError
 from onnx_remat.ir import external_data, model_io
+from onnx_remat.ort import libraries
 from onnx_remat.worker import Limit, ask
 
 _SECONDS, _NODES_PER_SECOND = 15.0, 1000  # of computing: symbolic inference may run for ever on a contradictory model
@@ -107,11 +108,12 @@ def optimized(
     level: str,
     providers: Sequence[str] = HOST,
     without: Sequence[str] = (),
+    sizes: Mapping[str, int] | None = None,
 ) -> onnx.ModelProto:
     """The graph ONNX Runtime will really run for `model`, its nodes in execution order.
 
     `providers` are names of its execution providers, the preferred first; `without` those of optimisations to leave
-    out.
+    out; `sizes` of symbolic dimensions what it is told before.
 
     Raises
     ------
@@ -124,16 +126,25 @@ def optimized(
         ask(
             "ONNX Runtime", "onnx_remat.ort.runtime:load_and_optimize", _limit(model, providers[0]),
             source=str(source), target=str(target), level=level, providers=[*providers], without=[*without],
+            sizes=dict(sizes or {}),
         )  # fmt: skip
         return onnx.load(str(target), load_external_data=False)
 
 
 def load_and_optimize(
-    _: bytes, source: str, target: str, level: str, providers: Sequence[str], without: Sequence[str]
+    _: bytes,
+    source: str,
+    target: str,
+    level: str,
+    providers: Sequence[str],
+    without: Sequence[str],
+    sizes: Mapping[str, int],
 ) -> tuple[None, bytes]:
     """The part of `optimized` that loads the model: for the process of its own (`worker`)."""
     options = session_options(level)
     options.optimized_model_filepath = target
+    for name, size in sizes.items():
+        options.add_free_dimension_override_by_name(name, size)
     _load(source, options, providers, without)
     return None, b""
 
@@ -142,6 +153,8 @@ def _load(source: str | bytes, options: Any, providers: Sequence[str], without: 
     """A session on a file or a serialised model."""
     import onnxruntime
 
+    if providers[0] not in HOST:
+        libraries.load_cuda()
     options.log_severity_level = 4
     try:
         leaving_out = {"disabled_optimizers": [*without]} if without else {}

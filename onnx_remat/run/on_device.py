@@ -1,8 +1,7 @@
-"""Memory of a CUDA device for `session.Session`: the slab and the inputs, each an allocation of its own size.
+"""Memory of a CUDA device for `session.Session`: one block, in which the slab lies and the inputs one after the other.
 
-ONNX Runtime's Python interface allocates on a device from an arena whose regions double: 64 MiB for 40. The arena of a
-session can be told to take what is asked and no more. So a session of one node, which is closed again at once, makes
-every block: its outputs live on, and go when nobody refers to them any more.
+The driver hands out pieces of two megabytes: hundreds of inputs, each an allocation of its own, would take some hundred
+megabytes more than they have.
 """
 
 from __future__ import annotations
@@ -14,6 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from onnx_remat.errors import ModelError, UsageError
+from onnx_remat.ort import libraries
+from onnx_remat.run.cuda_memory import Block
 from onnx_remat.run.device import provider_options
 from onnx_remat.run.opening import NUMPY, Array, Opened
 
@@ -23,9 +24,16 @@ _UNIT = 256  # what ONNX Runtime rounds every request up to
 def providers(names: Sequence[str], limit: int, graph: bool = False) -> list[Any]:
     """What to make a session with: the device's arena takes what is asked, up to `limit` bytes unless 0.
 
-    With `graph` the second step is captured in a CUDA graph, and all after it replay that.
+    With `graph` the second step is captured in a CUDA graph, and all after it replay that. CUDA's libraries are loaded
+    here, if they are not yet. cuDNN is left to guess the best way to compute a convolution: that was a quarter faster
+    than what onnxruntime finds when it tries them all, which takes seconds besides (ResNet-50 on an H100).
     """
-    options = provider_options(limit) | ({"enable_cuda_graph": "1"} if graph else {})
+    libraries.load_cuda()
+    options = (
+        provider_options(limit)
+        | {"cudnn_conv_algo_search": "HEURISTIC"}
+        | ({"enable_cuda_graph": "1"} if graph else {})
+    )
     return [(names[0], options), *names[1:]]
 
 
@@ -42,6 +50,12 @@ def check_capturable(step: Opened, loose: Sequence[str]) -> None:
         raise UsageError(f"cuda_graph: {why}")
 
 
+def check_provider(session: Any, name: str) -> None:
+    """ModelError where onnxruntime fell back to the CPU, which it does without a word."""
+    if session.get_providers()[0] != name:
+        raise ModelError(f"onnxruntime makes no {name} session here: see what it says of its libraries")
+
+
 def rounded(nbytes: int) -> int:
     """Bytes that an arena hands out for so many."""
     return -(-max(nbytes, 1) // _UNIT) * _UNIT
@@ -55,39 +69,6 @@ def scratch_limit(step: Opened, total: int) -> int:
     return total - apart
 
 
-def allocate(model: bytes, names: Sequence[str], device: str, sizes: Sequence[int]) -> list[Any]:
-    """An ``OrtValue`` of bytes on the device, all of them zero, for each of `sizes`.
-
-    Parameters
-    ----------
-    model : bytes
-        A step that makes zeros, from `opening.zeros`.
-    names : sequence of str
-        Execution providers.
-    device : str
-        As ``OrtValue`` names it.
-    sizes : sequence of int
-        In bytes; at least one is taken.
-    """
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.enable_mem_pattern = False
-    options.log_severity_level = 4
-    session = onnxruntime.InferenceSession(model, options, providers=providers(names, 0))
-    session.disable_fallback()
-    if session.get_providers()[0] != names[0]:
-        raise ModelError(f"onnxruntime makes no {names[0]} session here: see what it says of its libraries")
-    blocks = []
-    for size in sizes:
-        binding = session.io_binding()  # its own: up to 1.28 what it returns lies in its own list
-        binding.bind_cpu_input("size", np.array([max(size, 1)], np.int64))
-        binding.bind_output("zeros", device)
-        session.run_with_iobinding(binding)
-        blocks.append(binding.get_outputs()[0])
-    return blocks
-
-
 class OnDevice:
     """The slab and the inputs of an opened step in a device's memory, and what is bound there.
 
@@ -98,16 +79,16 @@ class OnDevice:
     step : Opened
     device : str
         As ``OrtValue`` names it.
-    model : bytes
-        From `opening.zeros`.
     """
 
-    def __init__(self, binding: Any, step: Opened, device: str, model: bytes) -> None:
+    def __init__(self, binding: Any, step: Opened, device: str) -> None:
         self._binding, self._step, self._device = binding, step, device
         self._formals = {array.name: array for array in step.inputs}
-        sizes = [step.slab, *(array.nbytes for array in step.inputs)]
-        slab, *blocks = allocate(model, step.execution_providers, device, sizes)
-        self._slab, self._blocks = slab, dict(zip(self._formals, blocks, strict=True))
+        self._offsets, end = {}, rounded(step.slab)
+        for array in step.inputs:
+            self._offsets[array.name] = end
+            end += rounded(array.nbytes)
+        self._block = Block(end)
         self._fed: set[str] = set()
         for name in self._formals:
             if name not in step.defaults:
@@ -115,7 +96,7 @@ class OnDevice:
         renewed = {name: output for output, name in step.donated.items()}
         self._bound = [place.name for place in step.places]
         for place in step.places:
-            self._bind_output(place, slab.data_ptr() + place.offset)
+            self._bind_output(place, self._block.address + place.offset)
         for name, output in renewed.items():
             self._bind_output(Array(output, self._formals[name].dtype, self._formals[name].shape), self.address(name))
             self._bound.append(output)
@@ -130,13 +111,12 @@ class OnDevice:
 
     def address(self, name: str) -> int:
         """Where an input lies."""
-        return int(self._blocks[name].data_ptr())
+        return self._block.address + self._offsets[name]
 
     def feed(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
         """Copy arrays to where the inputs of these names lie: all of their types and shapes."""
         for name, array in arrays.items():
-            if array.nbytes:
-                self._blocks[name].update_inplace(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+            self._block.write(self._offsets[name], array)
             if name in self._step.defaults and name not in self._fed:
                 self._bind_input(name)
             self._fed.add(name)
@@ -148,8 +128,9 @@ class OnDevice:
     def read(self, name: str) -> npt.NDArray[Any]:
         """A copy of an input as it is now."""
         formal = self._formals[name]
-        data: npt.NDArray[np.uint8] = self._blocks[name].numpy()
-        return data[: formal.nbytes].view(formal.dtype_name).reshape(formal.shape)
+        array = np.empty(formal.shape, formal.dtype_name)
+        self._block.read(self._offsets[name], array)
+        return array
 
     def outputs(self, loose: Sequence[str], wanted: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
         """Copies of outputs of the last run, of which onnxruntime allocated the `loose` ones."""

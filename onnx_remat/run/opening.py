@@ -43,10 +43,6 @@ BY_BITS = {16: "uint16", 17: "uint8", 18: "uint8", 19: "uint8", 20: "uint8", 24:
 """Stand-ins for types that numpy lacks (bfloat16, the float8s): arrays of their bits."""
 
 
-ZEROS = ".zeros"
-"""Suffix of the file beside the model to load that `zeros` makes, where the step runs on a device."""
-
-
 @dataclass(frozen=True, slots=True)
 class Array:
     """An input or output: its name, element type (``onnx.TensorProto``; 0 if it is no tensor), and shape."""
@@ -173,12 +169,13 @@ def _read(answer: Mapping[str, Any]) -> Opened:
 
 @dataclass(frozen=True, slots=True)
 class Arranged:
-    """A step as it will run, what is bound where, and what both were made of."""
+    """A step as it will run, what is bound where, and of what; `constants` it has besides its weights."""
 
     compiled: Compiled
     program: Program
     binding: Binding
     weights: int
+    constants: tuple[onnx.TensorProto, ...] = ()
 
 
 def check_openable(model: onnx.ModelProto) -> None:
@@ -216,7 +213,7 @@ def arrange(path: Path, wish: Wish) -> Arranged:
         )
     if old := placement.too_old(kernels, opset_of(source.model), runtime.installed()):
         raise ModelError(f"a session cannot train well here: {old}")
-    stated = Preparation(kernels, dims=_all_dims(source.model, wish.dims))
+    stated = Preparation(kernels, dims=_all_dims(source.model, wish.dims), fixed=True)
     executed = as_executed(source.model, source.folder, wish.level, stated)
     outputs = [value.name for value in source.model.graph.output]
     return lay_out(executed, outputs, wish.donate, wish.least or binding.least(kernels))
@@ -251,10 +248,12 @@ def lay_out(executed: Executed, outputs: Sequence[str], donate: Donate, least: i
     inputs = [value.name for value in compiled.graph.model.graph.input if value.name not in stored]
     pairs = _pairs(donate, inputs, list(outputs))
     ops, opset = [compiled.graph.ops[i] for i in executed.order.order], opset_of(compiled.graph.model)
-    steps = private_copy.as_run(private_copy.without_control_edges(ops, compiled.graph.model, compiled.tensors))
+    free = private_copy.without_control_edges(ops, compiled.graph.model, compiled.tensors)
+    lean, constants = private_copy.without_sizes(free, compiled.graph.model, compiled.tensors)
+    steps = private_copy.as_run(lean)
     program = binding.waiting(binding.program(steps, compiled.tensors, inputs, outputs, compiled.kernels, opset), pairs)
     weights = sum(compiled.tensors[name].nbytes for name in stored)
-    return Arranged(compiled, program, binding.bind(program, pairs, least), weights)
+    return Arranged(compiled, program, binding.bind(program, pairs, least), weights, constants)
 
 
 def workspace(compiled: Compiled) -> tuple[int, int]:
@@ -291,11 +290,9 @@ def plan(path: Path, target: Path, wish: Wish) -> Opened:
     program, bound, tensors, model = made.program, made.binding, made.compiled.tensors, made.compiled.graph.model
     order = runtime.order_by_priority(*private_copy.edges(program.steps))
     replay.check(program, bound, order, wish.least or binding.least(made.compiled.kernels))
-    onnx.save(private_copy.copy_of(model, program.steps, [p.name for p in bound.placements]), target)
+    onnx.save(private_copy.copy_of(model, program.steps, [p.name for p in bound.placements], made.constants), target)
     taken, pool = workspace(made.compiled)
     fed = [value.name for value in model.graph.input]
-    if made.compiled.kernels.device != "cpu":
-        target.with_suffix(ZEROS).write_bytes(zeros())
 
     def arrays(names: Sequence[str]) -> tuple[Array, ...]:
         return tuple(Array(name, tensors[name].dtype, tensors[name].shape) for name in names)
@@ -318,19 +315,6 @@ def plan(path: Path, target: Path, wish: Wish) -> Opened:
         execution_providers=made.compiled.kernels.execution_providers,
         random=next((s.label for s in program.steps if semantics(s.node.domain, s.node.op_type).random), ""),
     )  # fmt: skip
-
-
-def zeros() -> bytes:
-    """A step that makes as many zero bytes as its input says."""
-    from onnx import TensorProto, helper
-
-    zero = helper.make_tensor("zero", TensorProto.UINT8, [1], [0])
-    node = helper.make_node("ConstantOfShape", ["size"], ["zeros"], value=zero)
-    size = helper.make_tensor_value_info("size", TensorProto.INT64, [1])
-    made = helper.make_tensor_value_info("zeros", TensorProto.UINT8, ["n"])
-    graph = helper.make_graph([node], "zeros", [size], [made])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
-    return bytes(model.SerializeToString())
 
 
 def _all_dims(model: Any, dims: Mapping[str, int]) -> dict[str, int]:

@@ -6,13 +6,14 @@ optimisations off and ``ExecutionOrder.PRIORITY_BASED``, ONNX Runtime runs the n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx
 from onnx import TensorProto
 
-from onnx_remat.ir import graph
+from onnx_remat.ir import graph, shape_arithmetic
 from onnx_remat.ir.body import rename_captures
 from onnx_remat.ir.op_semantics import semantics
 from onnx_remat.ir.shapes import Tensor
@@ -108,6 +109,47 @@ def _without_unread(steps: list[Step], kept: Iterable[str]) -> list[Step]:
     return left[::-1]
 
 
+_EXACT = {
+    "Add", "And", "Cast", "Concat", "Div", "Equal", "Gather", "Greater", "GreaterOrEqual", "Identity", "Less",
+    "LessOrEqual", "Max", "Min", "Mul", "Neg", "Not", "Or", "Range", "ReduceMax", "ReduceMin", "ReduceProd",
+    "ReduceSum", "Reshape", "Shape", "Size", "Slice", "Squeeze", "Sub", "Transpose", "Unsqueeze", "Where",
+}  # fmt: skip
+"""Ops on sizes whose results are the same to the last bit whoever computes them."""
+
+
+def without_sizes(
+    steps: Sequence[Step], model: onnx.ModelProto, tensors: Mapping[str, Tensor]
+) -> tuple[list[Step], tuple[onnx.TensorProto, ...]]:
+    """`steps` less what only computes with sizes, all of which are known here, and the results that others read.
+
+    A step whose batch was left open measures what it is given. On a device each such number is computed on the host,
+    which waits for it.
+    """
+    opsets = {entry.domain: entry.version for entry in model.opset_import}
+    fed, kept = ({value.name for value in values} for values in (model.graph.input, model.graph.output))
+    data = {each.name: each for each in model.graph.initializer if each.name not in fed and _is_small(each)}
+    given = set(data)
+
+    def shape_of(name: str) -> tuple[int, ...] | None:
+        found = tensors.get(name)
+        return found.shape if found is not None and found.dtype != TensorProto.UNDEFINED else None
+
+    left = []
+    for step in steps:
+        copied = step.node.op_type in ("MemcpyFromHost", "MemcpyToHost")  # a weight lies where it is read
+        if (copied or step.node.op_type in _EXACT) and not step.captured and kept.isdisjoint(step.writes):
+            node = onnx.helper.make_node("Identity", step.reads, step.writes) if copied else step.node
+            shape_arithmetic.compute(node, shape_of, data, opsets)
+        if not any(name in data for name in step.writes):
+            left.append(step)
+    read = {name for step in left for name in step.reads}
+    return left, tuple(found for name, found in data.items() if name in read and name not in given)
+
+
+def _is_small(weight: onnx.TensorProto) -> bool:
+    return math.prod(weight.dims) <= shape_arithmetic.MOST and weight.data_location != TensorProto.EXTERNAL
+
+
 def edges(steps: Sequence[Step]) -> tuple[list[list[int]], list[bool]]:
     """For each step the steps whose values it reads, and whether it is a Shape or a Size."""
     maker = {name: i for i, step in enumerate(steps) for name in step.writes}
@@ -120,8 +162,12 @@ def as_run(steps: Sequence[Step]) -> list[Step]:
     return [steps[i] for i in priority_order(*edges(steps))]
 
 
-def copy_of(model: onnx.ModelProto, steps: Sequence[Step], bound: Iterable[str]) -> onnx.ModelProto:
+def copy_of(
+    model: onnx.ModelProto, steps: Sequence[Step], bound: Iterable[str], constants: Iterable[onnx.TensorProto] = ()
+) -> onnx.ModelProto:
     """The model to load: `steps` as they lie, and the values named in `bound` as graph outputs besides the model's own.
+
+    `constants` are known besides its weights.
 
     Names of nodes become their positions. What only readers of a file need is left out; the runtime keeps all of it.
     """
@@ -130,6 +176,7 @@ def copy_of(model: onnx.ModelProto, steps: Sequence[Step], bound: Iterable[str])
     copy.graph.name = "step"
     for field in ("input", "output", "initializer", "sparse_initializer"):
         getattr(copy.graph, field).extend(getattr(source, field))
+    copy.graph.initializer.extend(constants)
     copy.graph.node.extend(node for node in source.node if graph.is_constant(node))
     stated: dict[str, None] = {}
     for i, step in enumerate(steps):

@@ -54,8 +54,10 @@ def new_session(job: Job, path: str, default: bool, entries: Mapping[str, str] |
         options.add_session_config_entry(key, value)
     providers: list[Any] = list(job["providers"])
     if job["device"] != "cpu":
+        from onnx_remat.ort import libraries
         from onnx_remat.run import device
 
+        libraries.load_cuda()
         providers[0] = (providers[0], device.provider_options(job.get("gpu_limit", 0)))
     session = ort.InferenceSession(path, options, providers=providers)
     if session.get_providers()[0] != job["providers"][0]:  # it falls back to the CPU without a word

@@ -306,10 +306,12 @@ SECONDS = 3600.0
 def _probe(python: str, task: str, job: dict[str, Any]) -> dict[str, Any]:
     if python != sys.executable:
         _check_interpreter(python)
+    # Each kernel on a device is waited for, or a profile would show how long it takes to start them.
+    waiting = {"CUDA_LAUNCH_BLOCKING": "1"} if task == "profile" and job["device"] != "cpu" else {}
     try:
         done = subprocess.run(
             [python, "-c", _CHILD, str(Path(__file__).parents[1])],
-            input=json.dumps({"task": task, **job}), env=os.environ | QUIET | GIVES_BACK,
+            input=json.dumps({"task": task, **job}), env=os.environ | QUIET | GIVES_BACK | waiting,
             capture_output=True, text=True, check=False, timeout=SECONDS,
         )  # fmt: skip
     except OSError as error:

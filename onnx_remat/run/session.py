@@ -19,7 +19,7 @@ from onnx_remat import files
 from onnx_remat.errors import ModelError, UsageError
 from onnx_remat.run import heap, on_device, scratch
 from onnx_remat.run.on_device import OnDevice
-from onnx_remat.run.opening import BY_BITS, NUMPY, ZEROS, Array, Donate, Opened, Wish, open_step
+from onnx_remat.run.opening import BY_BITS, NUMPY, Array, Donate, Opened, Wish, open_step
 
 Arrays = dict[str, npt.NDArray[Any]]
 
@@ -108,8 +108,8 @@ class Session:
             self._binding: Any = self._session.io_binding()
             self._device: OnDevice | None = None
             if provider != "cpu":
-                zeros = target.with_suffix(ZEROS).read_bytes()
-                self._device = OnDevice(self._binding, self._step, provider, zeros)
+                on_device.check_provider(self._session, self._step.execution_providers[0])
+                self._device = OnDevice(self._binding, self._step, provider)
         self._slab = heap.reserve(self._step.slab if self._device is None else 0)
         self._views: Arrays = {}
         self._bound: dict[str, tuple[int, Any]] = {}  # address and array of each input, kept alive while bound

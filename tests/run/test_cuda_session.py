@@ -61,6 +61,33 @@ def test_a_step_is_captured_in_a_graph_and_replayed(step):
 
 
 @needs_device
+def test_a_step_of_any_batch_waits_no_more_and_is_captured_as_well(tmp_path):
+    """Sizes are known when it is opened: no node that computes with them is left on the host."""
+    path = tmp_path / "free.onnx"
+    model = mlp(layers=12, width=64, dims="batch")
+    result = onnx_remat.rewrite_model(model, "60%", provider="cuda", run_by="loop", effort=1.0, dims={"batch": 8192})
+    result.save(path)
+    job = {"path": str(path), "limits": [0, result.report.loop_after.total], "dims": {"batch": 8192}}
+    for graph, most in ((False, 3), (True, 1)):
+        for found in here.ask("tests.support.fake_cuda.session", job | {"graph": graph}):
+            assert "error" not in found, found
+            assert all(made["waits"] <= most for made in found["steps"])
+
+
+@needs_device
+def test_a_block_is_larger_than_a_kernel_could_fill():
+    """More than 2^31 bytes: what lies beyond them is written and read as anything else."""
+    job = {"bytes": 3 << 30, "offset": (3 << 30) - 4000}
+    assert here.ask("tests.support.fake_cuda.block", job) == {"same": True, "zero": True, "live": [3 << 30, 0]}
+
+
+@needs_device
+def test_a_block_that_does_not_fit_is_refused():
+    (found,) = here.ask("tests.support.fake_cuda.block", {"bytes": 1 << 40, "offset": 0}).values()
+    assert found == "the CUDA device could not allocate 1099511627776 bytes: fake"
+
+
+@needs_device
 def test_a_step_that_draws_random_numbers_is_not_captured(tmp_path):
     nodes = [
         helper.make_node("Dropout", ["w", "half", "on"], ["d"], name="drop"),

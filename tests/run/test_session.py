@@ -283,3 +283,41 @@ def test_another_order_is_refused(monkeypatch, tmp_path):
 
 def test_the_package_offers_it():
     assert onnx_remat.Session is Session
+
+
+def open_step():
+    """A sum divided by the number of entries, whatever the batch, and the shape of a value that is computed."""
+    nodes = [
+        make("Mul", ["x", "w"], ["y"]),
+        make("Shape", ["y"], ["shape"]),
+        make("Size", ["y"], ["count"]),
+        make("Gather", ["shape", "zero"], ["rows"]),
+        make("Cast", ["count"], ["number"], to=onnx.TensorProto.FLOAT),
+        make("Unsqueeze", ["rows", "axis"], ["row"]),
+        make("Concat", ["row", "rest"], ["wanted"], axis=0),
+        make("Reshape", ["y", "wanted"], ["flat"]),
+        make("ReduceSum", ["flat"], ["sum"], keepdims=0),
+        make("Div", ["sum", "number"], ["loss"]),
+    ]
+    given = {"zero": np.array(0), "axis": np.array([0]), "rest": np.array([-1])}
+    return model_of(nodes, {"x": ["batch", 3, 4], "w": [3, 4]}, {"loss": []}, given)
+
+
+@pytest.mark.parametrize("level", ["disable", "all"])
+def test_nothing_is_computed_from_sizes_that_are_known(level):
+    model = open_step()
+    feeds = {"x": np.arange(60, dtype=np.float32).reshape(5, 3, 4), "w": np.ones((3, 4), np.float32)}
+    with Session(model, dims={"batch": 5}, level=level) as session:
+        assert session.node_count <= 4  # Mul, Reshape, ReduceSum, Div
+        assert_same(session.run(feeds), outputs_of(model, feeds, level))
+
+
+def test_a_size_that_is_an_output_is_still_made():
+    nodes = [
+        make("Shape", ["x"], ["shape"]), make("Gather", ["shape", "zero"], ["rows"]),
+        make("ReduceSum", ["x"], ["loss"], keepdims=0),
+    ]  # fmt: skip
+    model = model_of(nodes, {"x": ["batch", 4]}, {"rows": [], "loss": []}, {"zero": np.array(0)})
+    model.graph.output[0].type.tensor_type.elem_type = onnx.TensorProto.INT64
+    with Session(model, dims={"batch": 3}) as session:
+        assert session.run({"x": np.ones((3, 4), np.float32)})["rows"] == 3

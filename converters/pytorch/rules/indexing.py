@@ -32,12 +32,17 @@ def select_backward(gradient: torch.Tensor, sizes: Sequence[int], dim: int, inde
     return _amid_zeros(gradient.unsqueeze(dim), sizes[dim], dim, index % sizes[dim])
 
 
+_WITHOUT_END = 2**62
+
+
 @rule(aten.slice_backward.default)
 def slice_backward(
     gradient: torch.Tensor, sizes: Sequence[int], dim: int, start: int, end: int, step: int
 ) -> torch.Tensor:
-    """Zeros, the gradient in the slice."""
+    """Zeros, the gradient in the slice; the gradient alone where that is all of it."""
     dim = dim % len(sizes)
+    if step == 1 and start == 0 and isinstance(end, int) and end >= _WITHOUT_END:
+        return gradient.clone()
     if step != 1 or not isinstance(sizes[dim], int):
         return gradient.new_zeros(list(sizes)).slice_scatter(gradient, dim, start, end, step)
     first, *_ = slice(start, end).indices(sizes[dim])

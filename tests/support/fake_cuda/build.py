@@ -11,6 +11,7 @@ import hashlib
 import re
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("device.c")
@@ -30,9 +31,8 @@ def build(provider: Path, folder: Path) -> Path:
     made = folder / key.hexdigest()[:16]
     if made.exists():
         return made
-    unfinished = folder / f"{made.name}-unfinished"
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
+    folder.mkdir(exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix="unfinished-", dir=folder))  # workers of one run may build at once
     libraries = re.findall(r"\[(lib(?:cu|nv).*?)\]", _run("readelf", "-d", provider))
     release = re.search(r"libcudart\.so\.(\d+)", " ".join(libraries))
     assert release, f"{provider} needs no libcudart"
@@ -44,7 +44,10 @@ def build(provider: Path, folder: Path) -> Path:
             f"-Wl,-soname,{library},--no-as-needed,-rpath,$ORIGIN",
             unfinished / "libfake.so", "-o", unfinished / library,
         )  # fmt: skip
-    unfinished.rename(made)
+    try:
+        unfinished.rename(made)
+    except OSError:  # another was first
+        shutil.rmtree(unfinished)
     return made
 
 

@@ -10,6 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 enum { NO_ERROR = 0, OUT_OF_MEMORY = 2, NOT_WHILE_CAPTURING = 900 };
 enum { COPY_HOST, COPY_UP, COPY_DOWN, COPY_DEVICE, COPY_ASK }; /* cudaMemcpyKind */
@@ -49,20 +50,39 @@ void fake_reset(void) { /* everything but what is allocated */
   memset(fake_copied, 0, sizeof fake_copied);
 }
 
-/* ---- Memory: address space, with pages only where a copy writes ------------------------------------------------- */
+/* ---- Memory: two views of one file. Host code that follows an address of the device dies, as it does of a device;
+ * what copies and computes here uses the other view. Pages exist only where a copy writes. ------------------------- */
 
+enum { PAGE = 4096 };
+static const size_t SPACE = 1ul << 43;
 typedef struct Block {
   struct Block *next;
   char *base;
   size_t size;
 } Block;
 static Block *blocks;
+static char *space, *seen; /* the device's addresses, and where this file may touch the same memory */
+static size_t used;
+
+static void make_space(void) {
+  int file = memfd_create("fake_cuda", 0);
+  if (file < 0 || ftruncate(file, SPACE)) abort();
+  space = mmap(NULL, SPACE, PROT_NONE, MAP_SHARED | MAP_NORESERVE, file, 0);
+  seen = mmap(NULL, SPACE, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, file, 0);
+  if (space == MAP_FAILED || seen == MAP_FAILED) abort();
+}
+
+static int on_device(const void *address) { return space && (char *)address >= space && (char *)address < space + SPACE; }
+static void *touchable(const void *address) { return on_device(address) ? seen + ((char *)address - space) : (void *)address; }
 
 void *fake_alloc(size_t size) {
   char *base = NULL;
   pthread_mutex_lock(&lock);
-  if (fake_live + (int64_t)size <= fake_capacity) {
-    base = mmap(NULL, size ? size : 1, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (!space) make_space();
+  size_t pages = (size / PAGE + 1) * PAGE;
+  if (fake_live + (int64_t)size <= fake_capacity && used + pages <= SPACE) {
+    base = space + used; /* never used again, so that an address which is stale stays so */
+    used += pages;
     Block *block = malloc(sizeof *block);
     *block = (Block){blocks, base, size};
     blocks = block;
@@ -82,17 +102,11 @@ void fake_free(void *base) {
       *at = block->next;
       fake_live -= block->size;
       record('F', block->size, base);
-      munmap(base, block->size ? block->size : 1);
+      madvise(touchable(base), (block->size / PAGE + 1) * PAGE, MADV_REMOVE);
       free(block);
       break;
     }
   pthread_mutex_unlock(&lock);
-}
-
-static int on_device(const void *address) {
-  for (Block *b = blocks; b; b = b->next)
-    if ((char *)address >= b->base && (char *)address < b->base + b->size) return 1;
-  return 0;
 }
 
 int cudaMalloc(void **out, size_t size) {
@@ -132,16 +146,21 @@ static void record_copy(const void *to, const void *from, size_t size, int kind)
 
 int cudaMemcpyAsync(void *to, const void *from, size_t size, int kind, void *stream) {
   record_copy(to, from, size, kind);
-  memmove(to, from, size);
+  memmove(touchable(to), touchable(from), size);
   return NO_ERROR;
 }
 int cudaMemcpy(void *to, const void *from, size_t size, int kind) { return cudaMemcpyAsync(to, from, size, kind, NULL); }
 int cudaMemcpy2DAsync(char *to, size_t to_pitch, const char *from, size_t from_pitch, size_t width, size_t rows, int kind, void *stream) {
   record_copy(to, from, width * rows, kind);
-  for (size_t row = 0; row < rows; row++) memmove(to + row * to_pitch, from + row * from_pitch, width);
+  for (size_t row = 0; row < rows; row++) memmove(touchable(to + row * to_pitch), touchable(from + row * from_pitch), width);
   return NO_ERROR;
 }
-int cudaMemset(void *base, int byte, size_t size) { memset(base, byte, size); return NO_ERROR; }
+int cudaMemset(void *base, int byte, size_t size) {
+  size_t pages = on_device(base) && !byte && (size_t)base % PAGE == 0 ? size / PAGE * PAGE : 0; /* gigabytes cost nothing so */
+  if (pages) madvise(touchable(base), pages, MADV_REMOVE);
+  memset((char *)touchable(base) + pages, byte, size - pages);
+  return NO_ERROR;
+}
 int cudaMemsetAsync(void *base, int byte, size_t size, void *stream) { return cudaMemset(base, byte, size); }
 
 /* ---- Streams: everything is done at once, so waiting is only counted -------------------------------------------- */
@@ -255,7 +274,8 @@ int cudaLaunchKernel(const void *stub, Dim grid, Dim block, void **arguments, si
   __sync_fetch_and_add(&fake_launches, 1);
   for (int i = 0; i < product_count; i++) {
     if (products[i].stub != stub) continue;
-    int64_t *left = *(int64_t **)arguments[0], *right = *(int64_t **)arguments[1], *out = *(int64_t **)arguments[2];
+    int64_t *left = touchable(*(void **)arguments[0]), *right = touchable(*(void **)arguments[1]);
+    int64_t *out = touchable(*(void **)arguments[2]);
     int count = *(int *)arguments[4];
     for (int k = 0; k < count; k++) out[k] = left[products[i].left * k] * right[products[i].right * k];
   }

@@ -1,6 +1,6 @@
 """A `Session` and a `Loop` of this project's on the fake device, in a process of `here.environment`: JSON in and out.
 
-In: ``path``, ``limits``, a list of memory limits, 0 for none, and ``graph``, whether to capture the step.
+In: ``path``, ``limits``, a list of memory limits, 0 for none, ``graph``, whether to capture the step, and ``dims``.
 Out, per limit: ``error``, or ``live`` bytes of the device when the session is open, the ``peak`` and host ``waits`` of
 each of three steps with its ``captures`` and ``replays`` of CUDA graphs, and what of the state is renewed in place
 (``donated``) or not (``not_donated``).
@@ -27,16 +27,16 @@ def main() -> None:
     found = []
     for limit in job["limits"]:
         try:
-            found.append(_train(books, job["path"], limit, job.get("graph", False)))
+            found.append(_train(books, job["path"], limit, job.get("graph", False), job.get("dims", {})))
         except OnnxRematError as error:
             found.append({"error": str(error)})
     print(json.dumps(found))
 
 
-def _train(books: Books, path: str, limit: int, graph: bool) -> dict[str, Any]:
+def _train(books: Books, path: str, limit: int, graph: bool, dims: dict[str, int]) -> dict[str, Any]:
     books.reset()
     before = books.read("live")
-    with Session(path, "cuda", donate=True, memory_limit=limit, cuda_graph=graph) as session:
+    with Session(path, "cuda", donate=True, dims=dims, memory_limit=limit, cuda_graph=graph) as session:
         live = books.read("live") - before
         loop = Loop(session, {a.name: np.zeros(a.shape, a.dtype_name) for a in session.inputs}, device="cuda")
         steps = []
