@@ -3,7 +3,8 @@
     python -m scripts.gpu_truth plan FOLDER STEP.onnx... [--budget 60%] [--dims batch=32]
     python -m scripts.gpu_truth numbers FOLDER
     python -m scripts.gpu_truth open FOLDER
-    python -m scripts.gpu_truth race FOLDER [--torch eager] [--torch compile] [--save]
+    python -m scripts.gpu_truth race FOLDER [--torch eager] [--torch compile] [--out LINES]
+    python -m scripts.gpu_truth table LINES [--save]
 
 ``plan`` needs no GPU: it copies each step to FOLDER and rewrites it there to every budget, for CUDA and a `Loop`. The
 others run what lies there.
@@ -427,7 +428,7 @@ def rows(found: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
 def main() -> None:
     """Do what the first argument says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("plan", "numbers", "open", "race", "child"))
+    parser.add_argument("what", choices=("plan", "numbers", "open", "race", "table", "child"))
     parser.add_argument("folder")
     parser.add_argument("steps", nargs="*", type=Path)
     parser.add_argument("--budget", action="append", help="of plan, default 60%%")
@@ -436,9 +437,7 @@ def main() -> None:
     parser.add_argument("--only", action="append", help="these steps")
     parser.add_argument("--torch", action="append", choices=("eager", "compile"), help="of race, PyTorch's runners")
     parser.add_argument("--out", type=Path, help="of race, a file of JSON lines to add to")
-    parser.add_argument(
-        "--save", action="store_true", help="also write docs/results/data/gpu-numbers.json or gpu-race.json"
-    )
+    parser.add_argument("--save", action="store_true", help="write docs/results/data/gpu-numbers.json or gpu-race.json")
     given = parser.parse_args()
     if given.what == "child":
         child(json.loads(given.folder))
@@ -453,11 +452,17 @@ def main() -> None:
         return
     from scripts import results
 
-    steps = {step: plans for step, plans in by_step(folder).items() if not given.only or step in given.only}
+    planned = by_step(folder) if given.what in ("numbers", "race") else {}
+    steps = {step: plans for step, plans in planned.items() if not given.only or step in given.only}
     if given.what == "numbers":
         os.environ["NVIDIA_TF32_OVERRIDE"] = "0"
         made = results.printed(row for plans in steps.values() for row in numbers(folder, plans))
         table = results.Table("python -m scripts.gpu_truth numbers FOLDER --save", NUMBERS_HEADS, made)
+    elif given.what == "table":
+        lines = [json.loads(line) for line in folder.read_text().splitlines()]
+        table = results.Table(
+            "python -m scripts.gpu_truth table LINES --save", RACE_HEADS, results.printed(rows(lines))
+        )
     else:
         found = []
         for plans in steps.values():

@@ -61,8 +61,12 @@ def propagate(model: onnx.ModelProto, types: Mapping[str, TypeProto]) -> dict[st
     given = {value.name for value in model.graph.input}  # an initializer among them may be fed something else
     data = {t.name: t for t in model.graph.initializer if np.prod(t.dims) <= MOST and t.name not in given}
     opsets = {opset.domain: opset.version for opset in model.opset_import}
+
+    def shape_of(name: str) -> tuple[int, ...] | None:
+        return concrete(known.get(name))
+
     for node in model.graph.node:
-        compute(node, lambda name: concrete(known.get(name)), data, opsets)
+        compute(node, shape_of, data, opsets)
         if node.domain not in opsets or any(name not in known for name in node.input if name):
             continue
         if all(not name or (name in known and concrete(known[name]) is not None) for name in node.output):
@@ -76,7 +80,7 @@ def propagate(model: onnx.ModelProto, types: Mapping[str, TypeProto]) -> dict[st
             )  # fmt: skip
         except _REFUSALS:
             continue  # who asked will say what is missing
-        known |= {name: kind for name, kind in made.items() if concrete(kind) is not None}
+        known.update({name: kind for name, kind in made.items() if concrete(kind) is not None})
     return known
 
 

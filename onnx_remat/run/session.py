@@ -18,6 +18,7 @@ import numpy.typing as npt
 from onnx_remat import files
 from onnx_remat.errors import ModelError, UsageError
 from onnx_remat.run import heap, on_device, scratch
+from onnx_remat.run.device import OUT_OF_MEMORY
 from onnx_remat.run.on_device import OnDevice
 from onnx_remat.run.opening import BY_BITS, NUMPY, Array, Donate, Opened, Wish, open_step
 
@@ -168,7 +169,9 @@ class Session:
         try:
             self._session.run_with_iobinding(self._binding)
         except Exception as error:
-            raise ModelError(f"onnxruntime failed in the middle of the step: {_first_line(error)}") from error
+            full = any(sign in str(error) for sign in OUT_OF_MEMORY)
+            hint = "; the device is full: raise memory_limit, or plan with a larger --cudnn-workspace" if full else ""
+            raise ModelError(f"onnxruntime failed in the middle of the step: {_first_line(error)}{hint}") from error
 
     def results(self, *, copy: bool = True) -> Arrays:
         """Outputs of the last run by name, the donated ones among them as the arrays that were fed."""

@@ -283,7 +283,12 @@ SCRATCH = [
         for op in ("ReduceSum", "ReduceMean", "ReduceLogSum", "ReduceSumSquare")
         for shape in ((1024, 64), (64, 3000), (8, 300_000))
     ),
-    Case("ReduceSum", [DEEP, ints(2, 3)], {}),
+    *(
+        Case(op, [DEEP, ints(*axes)], {"keepdims": keep})
+        for op in ("ReduceSum", "ReduceMean", "ReduceMax")
+        for axes in ((0,), (1,), (0, 1), (1, 2), (2, 3), (1, 3), (0, 2, 3))
+        for keep in (0, 1)
+    ),
     *(Case("ReduceSum", [shape, ints(axis)], {}) for shape, axis in (((1, 64, 512), 0), ((64, 512, 1), 2))),
     Case("ReduceSumSquare", [(64, 1, 512), ints(1)], {}),
     Case("Where", [(TensorProto.BOOL, DEEP), DEEP, DEEP], {}),

@@ -5,17 +5,18 @@ Slice, Pad, Expand, Split, TopK, pooling. The rules below were read off every al
 on a device whose allocator keeps books; ``tests/ort/test_cuda_facts.py`` repeats it. Tables of pointers (up to some
 kB, whatever the tensor) are left out.
 
-What cuDNN asks for in a convolution is its own choice, and depends on the device. With the provider option
-``cudnn_conv_use_max_workspace=0`` ONNX Runtime refuses engines that want more than 32 MiB: that is the margin which is
-added to every convolution unless another is stated. cuBLAS holds memory of its own that no ONNX Runtime limit covers.
+What cuDNN asks for in a convolution is its own choice, and depends on the device: 32 MiB are added to every one unless
+another margin is stated. A ResNet-50 (64 images of 128 pixels) took up to 168 MiB more than that on an H100, also with
+``cudnn_conv_use_max_workspace=0``. cuBLAS holds memory of its own that no ONNX Runtime limit covers.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Final
 
-from onnx_remat.ort.kernels.base import Call, OpKey, Rule, numel
+from onnx_remat.ort.kernels.base import Call, OpKey, Rule, Shape, numel
 
 _WIDE: Final = 8  # bytes of an int64 or a double
 
@@ -38,38 +39,69 @@ _MOST_BLOCKS: Final = 256
 _COUNT: Final = 4  # bytes; sums of float16 are float32
 
 
-def _partial_sums(call: Call) -> int:
+def _sums(call: Call) -> int:
     """Sums over the last axes: for every row what each block of threads adds up, and a count of those that are done.
 
-    A sum over axes of one entry alone is one over rows of one column.
+    Sums over the first axes take nothing, and those over others are cuDNN's.
 
-    >>> _partial_sums(Call({}, [(64, 3000), (1,)], [4, 8], [(64, 1)], [4], 1))
+    >>> _sums(Call({}, [(64, 3000), (1,)], [4, 8], [(64, 1)], [4], 1))
     783
+    >>> _sums(Call({}, [(8, 64, 100), (1,)], [4, 8], [(8, 1, 100)], [4], 1)) == 4 * 8 * 64 * 100
+    True
     """
-    rows, kept = numel(call.outputs[0]), [n for n in call.outputs[0] or () if n != 1]
-    sizes = [n for n in call.input(0) if n != 1]
-    if rows < _SEVERAL or sizes[: len(kept)] != kept:
+    rows, where = numel(call.outputs[0]), _summed(call.input(0), call.outputs[0] or ())
+    if where == _BETWEEN:
+        return _by_cudnn(call)
+    if rows < _SEVERAL or where != _LAST:
         return 0
     blocks = min(_MOST_BLOCKS, max(1, numel(call.input(0)) // rows // _BLOCK))
     return rows * (blocks * max(_COUNT, call.in_sizes[0]) + _COUNT) + 15  # to align what is given
 
 
 _SEVERAL: Final = 2  # rows: one alone is summed in another way
+_FIRST, _LAST, _BETWEEN = "first", "last", "between"
+
+
+def _summed(shape: Shape, made: Shape) -> str:
+    """Which axes were summed, those of one entry aside: the first ones, the last ones, or others.
+
+    Where shapes leave it open, since axes are gone and sizes are equal, it may be others.
+
+    >>> _summed((8, 1, 64), (8,)), _summed((8, 64), (1, 64)), _summed((4, 4, 4), (4, 4)), _summed((4, 4), (1, 4))
+    ('last', 'first', 'between', 'first')
+    """
+    wide = [axis for axis, n in enumerate(shape) if n != 1]
+    kept = [n for n in made if n != 1]
+    if len(made) == len(shape):
+        places = [[i for i, axis in enumerate(wide) if made[axis] != 1]]
+    else:
+        choices = itertools.combinations(range(len(wide)), len(kept))
+        places = [[*some] for some in choices if [shape[wide[i]] for i in some] == kept]
+    first, last = [*range(len(kept))], [*range(len(wide) - len(kept), len(wide))]
+    if any(some not in (first, last) for some in places):
+        return _BETWEEN
+    return _LAST if first in places else _FIRST
+
+
+def _by_cudnn(call: Call) -> int:
+    """As many bytes as the input, in floats of four bytes at least: seen of ReduceMax on an H100 (cuDNN 9)."""
+    return numel(call.input(0)) * max(_COUNT, call.in_sizes[0])
 
 
 def _squares(call: Call) -> tuple[int, int]:
-    """The square of every element, and their partial sums."""
-    return numel(call.input(0)) * call.in_sizes[0], _partial_sums(call)
+    """The square of every element, and what their sums take."""
+    return numel(call.input(0)) * call.in_sizes[0], _sums(call)
 
 
-def _exponentials(call: Call) -> tuple[int, int]:
-    """The exponential of every element, and the maxima."""
-    return numel(call.input(0)) * call.in_sizes[0], call.output_bytes()
+def _exponentials(call: Call) -> tuple[int, int, int]:
+    """The exponential of every element, the maxima, and what cuDNN takes."""
+    return numel(call.input(0)) * call.in_sizes[0], call.output_bytes(), _by_cudnn(call)
 
 
 def _extremes(call: Call) -> tuple[int, ...]:
-    """Integers of eight bytes are compared as floats of eight bytes."""
-    return (numel(call.input(0)) * _WIDE, call.output_bytes()) if call.in_sizes[0] == _WIDE else ()
+    """What cuDNN takes; integers of eight bytes are compared as floats of eight bytes."""
+    floats = (numel(call.input(0)) * _WIDE, call.output_bytes()) if call.in_sizes[0] == _WIDE else ()
+    return *floats, _by_cudnn(call)
 
 
 def _attention(call: Call) -> tuple[int, int]:
@@ -96,7 +128,8 @@ _RULES: Final[dict[OpKey, Rule]] = {
     ("", "ReduceLogSumExp"): _exponentials,
     ("", "ReduceMax"): _extremes,
     ("", "ReduceMin"): _extremes,
-    **{("", op): _partial_sums for op in ("ReduceLogSum", "ReduceMean", "ReduceSum")},
+    **{("", op): _sums for op in ("ReduceLogSum", "ReduceMean", "ReduceSum")},
+    **{("", op): _by_cudnn for op in ("ReduceL1", "ReduceL2", "ReduceProd")},
     ("", "ReduceSumSquare"): _squares,
     ("", "Softmax"): _softmax,
 }

@@ -29,7 +29,6 @@ int64_t fake_copies[4], fake_copied[4]; /* by cudaMemcpyKind: how many, bytes */
 Event *fake_events;
 int64_t fake_event_count;
 int64_t fake_workspace_forward, fake_workspace_filter, fake_workspace_data; /* bytes per convolution and its gradients */
-int64_t fake_workspace_reduce;
 
 static int64_t event_room;
 static int capturing; /* a graph: what would stop the host, or allocate, is an error then, as it is on a device */
@@ -313,7 +312,13 @@ int cublasLtMatmulAlgoGetHeuristic(void *handle, void *o, void *a, void *b, void
 
 size_t cudnnGetVersion(void) { return 90800; }
 const char *cudnnGetErrorString(int error) { return "fake cuDNN error"; }
-int cudnnGetReductionWorkspaceSize(void *handle, void *r, void *a, void *c, size_t *size) { *size = fake_workspace_reduce; return 0; }
+/* Of a tensor only its bytes are kept: a reduction takes as many, as one of floats was seen to on a device. */
+int cudnnSetTensorNdDescriptor(int64_t *bytes, int type, int rank, const int *sizes, const int *strides) {
+  *bytes = type == 1 || type == 9 ? 8 : 4; /* double, int64 */
+  for (int axis = 0; axis < rank; axis++) *bytes *= sizes[axis];
+  return 0;
+}
+int cudnnGetReductionWorkspaceSize(void *handle, void *r, int64_t *a, void *c, size_t *size) { *size = *a; return 0; }
 int cudnnGetReductionIndicesSize(void *handle, void *r, void *a, void *c, size_t *size) { *size = 0; return 0; }
 int cudnnDropoutGetStatesSize(void *handle, size_t *size) { *size = 1 << 20; return 0; }
 int cudnnGetConvolutionForwardWorkspaceSize(void *h, void *x, void *w, void *c, void *y, int algorithm, size_t *size) {
