@@ -437,7 +437,9 @@ def main() -> None:
     parser.add_argument("--only", action="append", help="these steps")
     parser.add_argument("--torch", action="append", choices=("eager", "compile"), help="of race, PyTorch's runners")
     parser.add_argument("--out", type=Path, help="of race, a file of JSON lines to add to")
-    parser.add_argument("--save", action="store_true", help="write docs/results/data/gpu-numbers.json or gpu-race.json")
+    parser.add_argument(
+        "--save", action="store_true", help="also write docs/results/data/gpu-numbers.json or gpu-race.json"
+    )
     given = parser.parse_args()
     if given.what == "child":
         child(json.loads(given.folder))
@@ -472,11 +474,9 @@ def main() -> None:
                 if given.out:
                     with given.out.open("a") as file:
                         print(json.dumps(each), file=file)
-        table = results.Table(
-            "python -m scripts.gpu_truth race FOLDER --save", RACE_HEADS, results.printed(rows(found))
-        )
+        table = results.Table("python -m scripts.gpu_truth race FOLDER", RACE_HEADS, results.printed(rows(found)))
     if given.save:
-        results.save(f"gpu-{given.what}", table)
+        results.save("gpu-numbers" if given.what == "numbers" else "gpu-race", table)
 
 
 if __name__ == "__main__":
