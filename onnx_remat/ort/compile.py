@@ -64,7 +64,7 @@ def tabulate(graph: Graph, tensors: Mapping[str, Tensor], kernels: Kernels, allo
         workspace=tuple(
             (_body_workspace(op, graph.model, tensors, kernels),)
             if any(True for _ in bodies(op.node))
-            else _workspace(op, tensors, kernels, opset_of(graph.model, op.node.domain))
+            else _workspace(op, tensors, kernels, opset_of(graph.model, op.node.domain), stated)
             for op in graph.ops
         ),
     )
@@ -126,16 +126,28 @@ def _foldable(graph: Graph, tensors: Mapping[str, Tensor]) -> tuple[bool, ...]:
 
 
 @blames_the_node
-def _workspace(op: Op, tensors: Mapping[str, Tensor], kernels: Kernels, opset: int) -> tuple[int, ...]:
+def _workspace(
+    op: Op, tensors: Mapping[str, Tensor], kernels: Kernels, opset: int, stated: Mapping[str, onnx.TensorProto]
+) -> tuple[int, ...]:
     inputs = [tensors.get(name) for name in op.inputs]
     outputs = [tensors.get(name) for name in op.outputs]
     call = Call(
         attributes(op.node),
         [t.shape if t else None for t in inputs], [itemsize(t.dtype) if t else 0 for t in inputs],
         [t.shape if t else None for t in outputs], [itemsize(t.dtype) if t else 0 for t in outputs],
-        kernels.threads, opset,
+        kernels.threads, opset, _axes(op, stated),
     )  # fmt: skip
     return kernels.blocks(key(op.node), call)
+
+
+def _axes(op: Op, stated: Mapping[str, onnx.TensorProto]) -> tuple[int, ...] | None:
+    if not op.node.op_type.startswith("Reduce"):
+        return None
+    given = stated.get(op.inputs[1]) if len(op.inputs) > 1 else None
+    if given is not None and given.data_location != TensorProto.EXTERNAL:
+        return tuple(int(axis) for axis in onnx.numpy_helper.to_array(given).reshape(-1))
+    attribute = attributes(op.node).get("axes")
+    return tuple(int(axis) for axis in attribute) if isinstance(attribute, Sequence) else None
 
 
 def compile_problem(

@@ -42,6 +42,8 @@ class Call:
         ``intra_op_num_threads`` in effect, at least 1.
     opset : int
         Version of the operator's domain.
+    axes : tuple of int or None
+        Of a reduction, where they are stated by value; None where they are not, or there are none.
     """
 
     attributes: Mapping[str, object]
@@ -51,6 +53,7 @@ class Call:
     out_sizes: Sequence[int]
     threads: int
     opset: int = 20
+    axes: tuple[int, ...] | None = None
 
     def ints(self, name: str, default: Sequence[int]) -> list[int]:
         """An integer-list attribute."""

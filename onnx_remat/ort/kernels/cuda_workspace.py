@@ -13,7 +13,7 @@ another margin is stated. A ResNet-50 (64 images of 128 pixels) took up to 168 M
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from onnx_remat.ort.kernels.base import Call, OpKey, Rule, Shape, numel
@@ -49,7 +49,7 @@ def _sums(call: Call) -> int:
     >>> _sums(Call({}, [(8, 64, 100), (1,)], [4, 8], [(8, 1, 100)], [4], 1)) == 4 * 8 * 64 * 100
     True
     """
-    rows, where = numel(call.outputs[0]), _summed(call.input(0), call.outputs[0] or ())
+    rows, where = numel(call.outputs[0]), _summed(call.input(0), call.outputs[0] or (), call.axes)
     if where == _BETWEEN:
         return _by_cudnn(call)
     if rows < _SEVERAL or where != _LAST:
@@ -62,17 +62,22 @@ _SEVERAL: Final = 2  # rows: one alone is summed in another way
 _FIRST, _LAST, _BETWEEN = "first", "last", "between"
 
 
-def _summed(shape: Shape, made: Shape) -> str:
+def _summed(shape: Shape, made: Shape, axes: Sequence[int] | None = None) -> str:
     """Which axes were summed, those of one entry aside: the first ones, the last ones, or others.
 
-    Where shapes leave it open, since axes are gone and sizes are equal, it may be others.
+    Where neither axes nor shapes tell, since sizes are equal, it may be others.
 
     >>> _summed((8, 1, 64), (8,)), _summed((8, 64), (1, 64)), _summed((4, 4, 4), (4, 4)), _summed((4, 4), (1, 4))
     ('last', 'first', 'between', 'first')
+    >>> _summed((4, 4, 4), (4, 4), (-1,))
+    'last'
     """
     wide = [axis for axis, n in enumerate(shape) if n != 1]
     kept = [n for n in made if n != 1]
-    if len(made) == len(shape):
+    if axes is not None:
+        gone = {axis % len(shape) for axis in axes}
+        places = [[i for i, axis in enumerate(wide) if axis not in gone]]
+    elif len(made) == len(shape):
         places = [[i for i, axis in enumerate(wide) if made[axis] != 1]]
     else:
         choices = itertools.combinations(range(len(wide)), len(kept))
