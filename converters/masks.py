@@ -9,7 +9,7 @@ from onnx_ir.passes import common
 
 from onnx_remat.ort import runtime
 
-from .autodiff.dims import dims, is_static, size
+from .autodiff.dims import Dims, dims, is_static, size
 from .autodiff.tape import Tape
 from .simplify import replace
 
@@ -105,32 +105,59 @@ def _leaves_some(mask: ir.Value, known: dict[ir.Value, bool]) -> bool:
 
 
 def _computed(value: ir.Value) -> np.ndarray | None:
-    """A value that depends on no input; None where it does, or is large."""
-    if value.shape is None or not is_static(dims(value)) or (size(dims(value)) or 0) > _MOST:
+    """A value that depends on no input; None where it does, or is large.
+
+    Open sizes are taken for `_ANY`, if they only say how often something is repeated: then others repeat it as well.
+    """
+    if value.shape is None or (size(_closed(dims(value))) or 0) > _MOST:
         return None
     nodes: dict[ir.Node, None] = {}
-    held: dict[str, ir.Value] = {}
+    held: dict[str, np.ndarray] = {}
     todo = [value]
     while todo:
         one = todo.pop()
         if one.const_value is not None and not one.is_graph_input():
-            held[str(one.name)] = one
+            held[str(one.name)] = one.const_value.numpy()
             continue
         node = one.producer()
         if node is None or node.domain or node.attributes.keys() & {"body", "then_branch", "else_branch"}:
             return None
-        if node not in nodes:
+        if node.op_type == "Shape" and node.inputs[0] is not None and node.inputs[0].shape is not None:
+            start, end = (node.attributes[a].as_int() if a in node.attributes else None for a in ("start", "end"))
+            held[str(one.name)] = np.array(_closed(dims(node.inputs[0]))[start:end], np.int64)
+        elif node not in nodes:
             nodes[node] = None
             todo += [source for source in node.inputs if source is not None]
     if not nodes:
-        return value.const_value.numpy() if value.const_value is not None else None
+        return held.get(str(value.name))
     graph = next(iter(nodes)).graph
     assert graph is not None
-    protos = [ir.to_proto(node) for node in graph if node in nodes]
+    run = [node for node in graph if node in nodes]
+    if not is_static(dims(value)) and _is_of_sizes(value, run):
+        return None
     output = onnx.ValueInfoProto(name=str(value.name))
-    kept = [
-        onnx.numpy_helper.from_array(v.const_value.numpy(), n) for n, v in held.items() if v.const_value is not None
-    ]
-    proto = onnx.helper.make_graph(protos, "mask", [], [output], kept)
+    kept = [onnx.numpy_helper.from_array(array, name) for name, array in held.items()]
+    proto = onnx.helper.make_graph([ir.to_proto(node) for node in run], "mask", [], [output], kept)
     opset = onnx.helper.make_opsetid("", graph.opset_imports[""])
     return runtime.outputs(onnx.helper.make_model(proto, opset_imports=[opset], ir_version=10), {})[str(value.name)]
+
+
+_ANY = 2
+_SHAPES = {"Expand": 1, "Reshape": 1, "ConstantOfShape": 0}
+"""The input of each op that says how large its result is, and nothing of what is in it."""
+
+
+def _closed(shape: Dims) -> tuple[int, ...]:
+    return tuple(d if isinstance(d, int) else _ANY for d in shape)
+
+
+def _is_of_sizes(value: ir.Value, run: list[ir.Node]) -> bool:
+    """Does what is in a value follow from sizes? `run` are the nodes that make it, in order."""
+    made = {output for node in run for output in node.outputs}
+    sizes: set[ir.Value] = set()
+    for node in run:
+        for slot, source in enumerate(node.inputs):
+            of_shape = source is not None and source not in made and source.const_value is None
+            if _SHAPES.get(node.op_type) != slot and (of_shape or source in sizes):
+                sizes.update(node.outputs)
+    return value in sizes

@@ -124,6 +124,37 @@ def test_a_causal_mask_needs_no_look_for_rows_of_nothing():
     assert count(made, "Softmax") == 1 and count(made, "ReduceMin") == count(made, "ReduceMax") == 0
 
 
+def test_nor_does_one_of_any_batch():
+    free = {f"input.{i}": {0: "batch"} for i in range(2)}
+    made = export_training_step(
+        Masked(), (torch.randn(2, 6, 8), torch.randn(2, 2, 6, 4)), F.mse_loss, dynamic_dims=free
+    )
+    assert count(made, "Softmax") == 1 and count(made, "ReduceMin") == count(made, "ReduceMax") == 0
+
+
+def test_a_mask_that_follows_from_an_open_size_is_looked_at():
+    """Of a batch of eight or more the last rows would be empty: what two rows show says nothing of them."""
+    free = {f"input.{i}": {0: "batch"} for i in range(2)}
+    batch = (torch.randn(2, 6, 8), torch.randn(2, 2, 6, 4))
+    made = export_training_step(Masked(by_row=True), batch, F.mse_loss, dynamic_dims=free)
+    assert count(made, "ReduceMax") == 1
+
+
+class Masked(nn.Module):
+    """Attention under a mask as large as the batch, as models of texts make theirs."""
+
+    def __init__(self, by_row: bool = False) -> None:
+        super().__init__()
+        self.attention, self.by_row = Attention(), by_row
+
+    def forward(self, x):
+        places = torch.arange(6)
+        mask = (places[:, None] >= places[None]).expand(x.shape[0], 1, 6, 6)
+        if self.by_row:
+            mask = mask & (torch.arange(x.shape[0]) < 8)[:, None, None, None]
+        return self.attention(x, mask)
+
+
 def _attention(mask) -> onnx.ModelProto:
     batch = (torch.randn(2, 6, 8), torch.randn(2, 2, 6, 4))
     if mask is None:
