@@ -113,6 +113,7 @@ def _computed(value: ir.Value) -> np.ndarray | None:
         return None
     nodes: dict[ir.Node, None] = {}
     held: dict[str, np.ndarray] = {}
+    measured: set[ir.Value] = set()
     todo = [value]
     while todo:
         one = todo.pop()
@@ -124,16 +125,18 @@ def _computed(value: ir.Value) -> np.ndarray | None:
             return None
         if node.op_type == "Shape" and node.inputs[0] is not None and node.inputs[0].shape is not None:
             start, end = (node.attributes[a].as_int() if a in node.attributes else None for a in ("start", "end"))
-            held[str(one.name)] = np.array(_closed(dims(node.inputs[0]))[start:end], np.int64)
+            found = dims(node.inputs[0])[start:end]
+            held[str(one.name)] = np.array(_closed(found), np.int64)
+            measured.update([] if is_static(found) else [one])
         elif node not in nodes:
             nodes[node] = None
             todo += [source for source in node.inputs if source is not None]
     if not nodes:
-        return held.get(str(value.name))
+        return None if measured else held.get(str(value.name))
     graph = next(iter(nodes)).graph
     assert graph is not None
     run = [node for node in graph if node in nodes]
-    if not is_static(dims(value)) and _is_of_sizes(value, run):
+    if _is_of_sizes(value, run, measured):
         return None
     output = onnx.ValueInfoProto(name=str(value.name))
     kept = [onnx.numpy_helper.from_array(array, name) for name, array in held.items()]
@@ -151,13 +154,10 @@ def _closed(shape: Dims) -> tuple[int, ...]:
     return tuple(d if isinstance(d, int) else _ANY for d in shape)
 
 
-def _is_of_sizes(value: ir.Value, run: list[ir.Node]) -> bool:
-    """Does what is in a value follow from sizes? `run` are the nodes that make it, in order."""
-    made = {output for node in run for output in node.outputs}
-    sizes: set[ir.Value] = set()
+def _is_of_sizes(value: ir.Value, run: list[ir.Node], measured: set[ir.Value]) -> bool:
+    """Does what is in a value follow from open sizes? `run` are the nodes that make it, in order."""
+    sizes = set(measured)
     for node in run:
-        for slot, source in enumerate(node.inputs):
-            of_shape = source is not None and source not in made and source.const_value is None
-            if _SHAPES.get(node.op_type) != slot and (of_shape or source in sizes):
-                sizes.update(node.outputs)
+        if any(source in sizes and _SHAPES.get(node.op_type) != slot for slot, source in enumerate(node.inputs)):
+            sizes.update(node.outputs)
     return value in sizes

@@ -66,13 +66,12 @@ def as_executed(model: onnx.ModelProto, folder: Path | None, level: str, stated:
     if len(model.graph.node) > runtime.MOST_NODES:
         return _emulated(model, stated, _MANY_NODES)
     providers, without = whom_to_ask(stated.kernels)
-    sizes = stated.dims if stated.fixed else {}
     in_floats = providers != stated.kernels.execution_providers and halves.has_halves(model)
     try:
         if in_floats or model_io.weight_bytes(model) > runtime.MOST_WEIGHTS:
             optimized = _optimized_without_weights(model, stated, level, in_floats)
         else:
-            optimized = runtime.optimized(shapes.declared(model), folder, level, providers, without, sizes)
+            optimized = runtime.optimized(shapes.declared(model), folder, level, providers, without, stated.told)
     except ModelError as error:
         if not _has_custom_ops(model):
             raise
@@ -131,13 +130,12 @@ def _optimized_without_weights(
         onnx.helper.make_tensor_value_info(name, tensor.dtype, tensor.shape) for name, tensor in shown.items()
     )
     providers, without = whom_to_ask(stated.kernels)
-    sizes = stated.dims if stated.fixed else {}
     if in_floats:
         without = (*without, *halves.KEEPS_CASTS)
-        optimized = runtime.optimized(halves.as_floats(light), None, level, providers, without, sizes)
+        optimized = runtime.optimized(halves.as_floats(light), None, level, providers, without, stated.told)
         halves.as_halves(optimized, light, compiled.tensors)
     else:
-        optimized = runtime.optimized(light, None, level, providers, without, sizes)
+        optimized = runtime.optimized(light, None, level, providers, without, stated.told)
     optimized.graph.ClearField("input")
     optimized.graph.input.extend(inputs.values())
     optimized.graph.initializer.extend(

@@ -54,6 +54,11 @@ class Preparation:
     must_load: bool = True
     fixed: bool = False
 
+    @property
+    def told(self) -> Mapping[str, int]:
+        """Sizes that ONNX Runtime knows when it loads the model."""
+        return self.dims if self.fixed else {}
+
 
 @dataclass(frozen=True, slots=True)
 class Compiled:

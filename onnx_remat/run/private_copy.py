@@ -116,6 +116,8 @@ _EXACT = {
 }  # fmt: skip
 """Ops on sizes whose results are the same to the last bit whoever computes them."""
 
+_EXACT_OF_INTEGERS = {"Range", "ReduceProd", "ReduceSum"}  # of floats the order of steps shows in the last bit
+
 
 def without_sizes(
     steps: Sequence[Step], model: onnx.ModelProto, tensors: Mapping[str, Tensor]
@@ -136,8 +138,11 @@ def without_sizes(
 
     left = []
     for step in steps:
+        made = {tensors[name].dtype for name in step.writes}
+        rounds = step.node.op_type in _EXACT_OF_INTEGERS and not made <= {TensorProto.INT32, TensorProto.INT64}
         copied = step.node.op_type in ("MemcpyFromHost", "MemcpyToHost")  # a weight lies where it is read
-        if (copied or step.node.op_type in _EXACT) and not step.captured and kept.isdisjoint(step.writes):
+        exact = copied or (step.node.op_type in _EXACT and not rounds)
+        if exact and not step.captured and kept.isdisjoint(step.writes):
             node = onnx.helper.make_node("Identity", step.reads, step.writes) if copied else step.node
             shape_arithmetic.compute(node, shape_of, data, opsets)
         if not any(name in data for name in step.writes):

@@ -140,6 +140,23 @@ def test_a_mask_that_follows_from_an_open_size_is_looked_at():
     assert count(made, "ReduceMax") == 1
 
 
+def test_so_is_one_of_fixed_shape_whose_entries_follow_from_an_open_size():
+    """A batch of one leaves nothing of any row."""
+    free = {f"input.{i}": {0: "batch"} for i in range(2)}
+    batch = (torch.randn(2, 6, 8), torch.randn(2, 2, 6, 4))
+    made = export_training_step(ByCount(), batch, F.mse_loss, dynamic_dims=free)
+    assert count(made, "ReduceMax") == 1
+
+
+class ByCount(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Attention()
+
+    def forward(self, x):
+        return self.attention(x, (torch.arange(6) < (x.shape[0] - 1) * 6)[None, None, None].expand(1, 1, 6, 6))
+
+
 class Masked(nn.Module):
     """Attention under a mask as large as the batch, as models of texts make theirs."""
 
