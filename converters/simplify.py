@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import zip_longest
 
 import numpy as np
@@ -13,6 +13,7 @@ from onnx_ir.passes import common
 from onnx_remat.ir.op_semantics import semantics
 
 from .safe_forms import write_safely
+from .side_by_side import constant, side_by_side
 
 _BROADCASTING = {
     "Add", "Sub", "Mul", "Div", "Pow", "Mod", "Max", "Min", "Sum", "Where", "And", "Or", "Xor", "Equal", "Less",
@@ -45,7 +46,7 @@ def simplify(model: ir.Model) -> None:
         _absorb_batch,
         _absorb_transpose,
         _turn_product,
-        _side_by_side,
+        side_by_side,
     ):
         for node in model.graph:
             rewrite(node)
@@ -130,8 +131,8 @@ def _whole(node: ir.Node) -> ir.Value | None:
     """What is sliced from the first entry to wherever it ends."""
     if len(node.inputs) < 3:
         return None
-    starts, ends = _constant(node.inputs[1]), _constant(node.inputs[2])
-    steps = _constant(node.inputs[4]) if len(node.inputs) > 4 and node.inputs[4] is not None else np.ones(1)
+    starts, ends = constant(node.inputs[1]), constant(node.inputs[2])
+    steps = constant(node.inputs[4]) if len(node.inputs) > 4 and node.inputs[4] is not None else np.ones(1)
     if starts is None or ends is None or steps is None or starts.any() or (steps != 1).any():
         return None
     return node.inputs[0] if (ends >= _WITHOUT_END).all() else None
@@ -149,7 +150,7 @@ def _neutral_element(element: float, commutes: bool) -> Callable[[ir.Node], ir.V
         first, second = node.inputs
         assert first is not None and second is not None
         for value, other in [(first, second), (second, first)] if commutes else [(first, second)]:
-            known = _constant(other)
+            known = constant(other)
             if known is not None and known.size == 1 and float(known.item()) == element:
                 shape = _static(value)
                 return value if shape is not None and shape == _static(node.outputs[0]) else None
@@ -162,7 +163,7 @@ def _chosen(node: ir.Node) -> ir.Value | None:
     """What a Where with a constant condition, a single one, chooses."""
     condition, first, second = node.inputs
     assert condition is not None
-    known = _constant(condition)
+    known = constant(condition)
     if known is None or known.size != 1:
         return None
     value = first if known.item() else second
@@ -383,61 +384,6 @@ def _turn_product(node: ir.Node) -> None:
     node.replace_input_with(1, a)
 
 
-def _side_by_side(node: ir.Node) -> None:
-    """A sum of parts, each padded with zeros to the whole and none over another, is their Concat.
-
-    The gradient of what was split is such a sum: as many tensors like the whole as there are parts, written and read.
-    """
-    result = node.outputs[0]
-    if node.domain or node.op_type != "Add":
-        return
-    leaves = list(_addends(node))
-    found = [_padded(leaf) for leaf in leaves]
-    parts = sorted((part for part in found if part is not None), key=lambda part: part[1])
-    if len(parts) < len(leaves) or len({axis for axis, _, _, _ in parts}) > 1:
-        return
-    ends = [0, *(end for _, _, end, _ in parts)]
-    axis = parts[0][0]
-    whole = result.shape[axis] if result.shape is not None else None
-    if ends[-1] != whole or any(begin != end for (_, begin, _, _), end in zip(parts, ends, strict=False)):
-        return
-    node.op_type = "Concat"
-    node.attributes["axis"] = ir.AttrInt64("axis", axis)
-    node.resize_inputs(len(parts))
-    for index, (_, _, _, source) in enumerate(parts):
-        node.replace_input_with(index, source)
-
-
-def _addends(node: ir.Node) -> Iterator[ir.Value | None]:
-    for value in node.inputs:
-        before = value.producer() if value is not None else None
-        alone = value is not None and len(value.uses()) == 1 and not value.is_graph_output()
-        if before is not None and alone and not before.domain and before.op_type == "Add":
-            yield from _addends(before)
-        else:
-            yield value
-
-
-def _padded(value: ir.Value | None) -> tuple[int, int, int, ir.Value] | None:
-    """Axis, begin, end and source of what is padded with zeros along one axis; None of anything else."""
-    node = value.producer() if value is not None else None
-    if value is None or node is None or node.domain or node.op_type != "Pad" or len(node.inputs) > 3:
-        return None
-    if "mode" in node.attributes and node.attributes["mode"].as_string() != "constant":
-        return None
-    source, pads = node.inputs[0], (_constant(node.inputs[1]) if len(node.inputs) > 1 else None)
-    fill = _constant(node.inputs[2]) if len(node.inputs) > 2 and node.inputs[2] is not None else np.zeros(())
-    if source is None or source.shape is None or pads is None or fill is None or fill.any() or (pads < 0).any():
-        return None
-    rank = source.shape.rank()
-    axes = [axis for axis in range(rank) if pads[axis] or pads[rank + axis]]
-    size = source.shape[axes[0]] if len(axes) == 1 else None
-    if not isinstance(size, int):
-        return None
-    begin = int(pads[axes[0]])
-    return axes[0], begin, begin + size, source
-
-
 def _perm(node: ir.Node) -> list[int] | None:
     if "perm" in node.attributes:
         return [int(i) for i in node.attributes["perm"].as_ints()]
@@ -450,8 +396,3 @@ def _static(value: ir.Value | None) -> tuple[int, ...] | None:
     if value is None or value.shape is None or not value.shape.is_static():
         return None
     return value.shape.numpy()
-
-
-def _constant(value: ir.Value | None) -> np.ndarray | None:
-    known = value.const_value if value is not None and not value.is_graph_input() else None
-    return known.numpy() if known is not None else None

@@ -1,0 +1,69 @@
+"""Sums of parts that lie side by side: what a framework writes for the gradient of a split."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import onnx_ir as ir
+
+
+def side_by_side(node: ir.Node) -> None:
+    """A sum of parts, each padded with zeros to the whole and none over another, is their Concat.
+
+    The gradient of what was split is such a sum: as many tensors like the whole as there are parts, written and read.
+    """
+    result = node.outputs[0]
+    if node.domain or node.op_type != "Add":
+        return
+    leaves = list(_addends(node))
+    found = [_padded(leaf) for leaf in leaves]
+    parts = sorted((part for part in found if part is not None), key=lambda part: part[1])
+    if len(parts) < len(leaves) or len({axis for axis, _, _, _ in parts}) > 1:
+        return
+    ends = [0, *(end for _, _, end, _ in parts)]
+    axis = parts[0][0]
+    whole = result.shape[axis] if result.shape is not None else None
+    if ends[-1] != whole or any(begin != end for (_, begin, _, _), end in zip(parts, ends, strict=False)):
+        return
+    node.op_type = "Concat"
+    node.attributes["axis"] = ir.AttrInt64("axis", axis)
+    node.resize_inputs(len(parts))
+    for index, (_, _, _, source) in enumerate(parts):
+        node.replace_input_with(index, source)
+
+
+def _addends(node: ir.Node) -> Iterator[ir.Value | None]:
+    for value in node.inputs:
+        before = value.producer() if value is not None else None
+        alone = value is not None and len(value.uses()) == 1 and not value.is_graph_output()
+        if before is not None and alone and not before.domain and before.op_type == "Add":
+            yield from _addends(before)
+        else:
+            yield value
+
+
+def _padded(value: ir.Value | None) -> tuple[int, int, int, ir.Value] | None:
+    """Axis, begin, end and source of what is padded with zeros along one axis; None of anything else."""
+    node = value.producer() if value is not None else None
+    if value is None or node is None or node.domain or node.op_type != "Pad" or len(node.inputs) > 3:
+        return None
+    if "mode" in node.attributes and node.attributes["mode"].as_string() != "constant":
+        return None
+    source, pads = node.inputs[0], (constant(node.inputs[1]) if len(node.inputs) > 1 else None)
+    fill = constant(node.inputs[2]) if len(node.inputs) > 2 and node.inputs[2] is not None else np.zeros(())
+    if source is None or source.shape is None or pads is None or fill is None or fill.any() or (pads < 0).any():
+        return None
+    rank = source.shape.rank()
+    axes = [axis for axis in range(rank) if pads[axis] or pads[rank + axis]]
+    size = source.shape[axes[0]] if len(axes) == 1 else None
+    if not isinstance(size, int):
+        return None
+    begin = int(pads[axes[0]])
+    return axes[0], begin, begin + size, source
+
+
+def constant(value: ir.Value | None) -> np.ndarray | None:
+    """What a value is, where the file states it."""
+    known = value.const_value if value is not None and not value.is_graph_input() else None
+    return known.numpy() if known is not None else None
