@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeAlias
 
 import numpy as np
 import onnx
@@ -27,7 +27,7 @@ from onnx_remat.ort.simulate import buffers
 from onnx_remat.plan import bounds, selectors
 from onnx_remat.plan.request import Deadline
 from onnx_remat.problem import Problem, Schedule, check_schedule
-from onnx_remat.run.foreseen import foresee
+from onnx_remat.run.foreseen import Footprint, foresee
 from onnx_remat.run.opening import workspace
 from onnx_remat.units import format_bytes
 from onnx_remat.version import __version__
@@ -46,6 +46,10 @@ _EASE = 1.02  # of the lowest budget found: a search for just that would have to
 _MORE = 2.0  # times the effort: what a refusal advises to try
 _CLOSE = 0.98  # of a target that was too large: one that is not too large and this near is good enough
 _UNSEEN = 0.004  # of what a loop takes: networks of up to 3,600 nodes took at most 0.3 % more than foreseen
+_LATE = 1.0  # seconds that an answer may come late rather than not at all
+_TIMES = 2.0  # as much again as is missing: what a refusal for lack of time advises to give
+_AFTER = 1.3  # times as long as a file took: with what follows the last one
+_RUN_AGAIN = 0.12  # of a graph's nodes: how many more a file may be expected to have
 _PLANS = 6  # plans made when the written file misses the budget that the plan kept
 _FIRST_SHARE = 0.75  # of the clock for the first plan, where nothing else bounds it: its file may miss the budget
 _SIDE_BY_SIDE = 2  # optimisation levels that ONNX Runtime is asked about at a time
@@ -68,8 +72,17 @@ class Plan:
     lower_bound: int
 
 
-Fitted: TypeAlias = tuple[Plan, Rewritten, dict[str, Executed]]
-"""A plan, the file it became, and what ONNX Runtime makes of that at every optimisation level."""
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """A plan, the file it became, and what ONNX Runtime makes of that, by optimisation level.
+
+    `trained` is what a loop takes with it, where the budget is for a loop.
+    """
+
+    plan: Plan
+    written: Rewritten
+    executed: Mapping[str, Executed]
+    trained: Footprint | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,16 +236,18 @@ def fit(
 
     Where the file as executed exceeds the budget, the plan is made anew for a tighter target. What the arena adds, or
     what the runtime's fusions spare a slab, is no simple function of the target: where the budget covers these, the
-    best is looked for between the last target that was too large and the first that was not. No plan is begun after
-    `deadline`; each leaves the time that the file before took to write and simulate, `reserve` seconds at first.
+    best is looked for between the last target that was too large and the first that was not. No plan is begun whose
+    file could not be simulated before `deadline`: each leaves the time that the file before took to write and simulate,
+    `reserve` seconds at first.
     """
     allowed = goal.allowed
-    target, good, failed = goal.target(), 0, 0
+    target, good, failed = _first_target(compiled, goal), 0, 0
     peaks: list[int] = []
     plans: tuple[Schedule, ...] = ()
     best: Fitted | None = None
+    _check_time(compiled, goal, options, deadline, reserve)
     for _ in range(_PLANS):
-        if plans and deadline.passed():
+        if plans and deadline.ends_within(reserve):
             break
         with stage("plan"):
             try:
@@ -241,12 +256,15 @@ def fit(
                 plan = make_plan(compiled, goal, target, less, deadline.sooner(reserve, share), plans)
                 plans = (*plans, plan.schedule)
             except BudgetInfeasibleError:
+                if not plans and target < goal.target():  # no wonder
+                    target = goal.target()
+                    continue
                 if not plans:
                     raise
                 break
         began = time.monotonic()
-        worst, written, executed = _write_out(plan, goal, target, original, folder, options, stage)
-        reserve = time.monotonic() - began
+        worst, made = _write_out(plan, goal, target, original, folder, options, stage)
+        reserve = _AFTER * (time.monotonic() - began)
         peaks.append(worst)
         _log.info(
             "target %s: plan of %s at +%.1f %% compute, file takes %s of %s", format_bytes(target),
@@ -258,8 +276,8 @@ def fit(
             target = (good + failed) // 2 if good else min(target - over, failed - 1)
         else:
             good = target
-            if best is None or plan.extra_compute < best[0].extra_compute:
-                best = plan, written, executed
+            if best is None or plan.extra_compute < best.plan.extra_compute:
+                best = made
             unused = allowed - worst
             if unused <= allowed * MARGIN if goal.by_loop else not (options.arena and failed):
                 break
@@ -267,7 +285,8 @@ def fit(
         if good > failed * _CLOSE > 0:
             break
     if best is not None:
-        return *best[:2], _at_other_levels(best[1].model, best[2], folder, options, stage, deadline)
+        found = _at_other_levels(best.written.model, best.executed, folder, options, stage, deadline, reserve)
+        return replace(best, executed=found)
     lowest, holds = min(peaks), " with its arena" if options.arena else ""
     raise BudgetInfeasibleError(
         f"no file found that ONNX Runtime runs under budget {format_bytes(allowed)}{holds}: plans keep it, but the "
@@ -276,10 +295,34 @@ def fit(
     )  # fmt: skip
 
 
+def _first_target(compiled: Compiled, goal: Goal) -> int:
+    """The peak to plan for at first: lower where the books of nodes that run again will be more than the margin."""
+    books = int(_RUN_AGAIN * goal.per_node * compiled.problem.n_ops)
+    margin = int(MARGIN * goal.allowed)
+    if books < 2 * margin:
+        return goal.target()
+    lowered = goal.target() - books + margin
+    return lowered if lowered > goal.floor(compiled.problem) else goal.target()
+
+
+def _check_time(compiled: Compiled, goal: Goal, options: Options, deadline: Deadline, reserve: float) -> None:
+    """Raise an error where the limit is over before a file could be written and simulated, with no time to plan it."""
+    late = reserve - deadline.left()
+    if late <= _LATE:
+        return
+    enough = 5 * math.ceil((options.time_limit + _TIMES * late) / 5)
+    raise BudgetInfeasibleError(
+        f"time_limit={options.time_limit:g} is too short for a file of {compiled.graph.n_nodes()} nodes: to write it "
+        f"and to ask ONNX Runtime about it takes about {reserve:.0f} s by itself, at this machine's present pace; "
+        f"try time_limit={enough}",
+        goal.taken, goal.floor(compiled.problem) + goal.books,
+    )  # fmt: skip
+
+
 def _write_out(
     plan: Plan, goal: Goal, target: int, original: Executed, folder: Path | None, options: Options, stage: Stage
-) -> tuple[int, Rewritten, dict[str, Executed]]:
-    """Write a plan and simulate the file; the most it holds, and both.
+) -> tuple[int, Fitted]:
+    """Write a plan and simulate the file; the most it holds, and all of it.
 
     A session of ours opens it at the last level alone, any other at the one that its user chooses: then it is the most
     at any level.
@@ -297,9 +340,10 @@ def _write_out(
             written = _write(plan, goal, target, before_peak, private, exposed, options.dims)
         with stage("simulate result"):
             executed = _as_written(written.model, folder, options, _levels()[-1:] if goal.by_loop else _levels())
+            if goal.by_loop:
+                trained = foresee(executed[_levels()[-1]])
+                return int(trained.total * (1 + _UNSEEN)), Fitted(plan, written, executed, trained)
             timelines = {level: what.timeline() for level, what in executed.items()}
-        if goal.by_loop:
-            return int(foresee(list(executed.values())[-1]).total * (1 + _UNSEEN)), written, executed
         worst = max(timeline.peak for timeline in timelines.values())
         so_far = len(private) + len(exposed)
         if worst > plan.budget:
@@ -310,7 +354,7 @@ def _write_out(
         if len(private) + len(exposed) == so_far:
             if options.arena:
                 worst = max(worst, *(held(executed[level], timelines[level]) for level in executed))
-            return worst, written, executed
+            return worst, Fitted(plan, written, executed)
 
 
 def _levels() -> tuple[str, ...]:
@@ -344,14 +388,15 @@ def _at_other_levels(
     options: Options,
     stage: Stage,
     deadline: Deadline,
+    seconds: float,
 ) -> dict[str, Executed]:
-    """What is known of a written model with the levels that are missing; of the first alone where time is up."""
+    """What is known of a written model with the levels that are missing; of the first alone without the `seconds`."""
     missing = [level for level in _levels() if level not in executed]
     if not missing:
         return dict(executed)
     if _same_at_every_level(model):
         return dict.fromkeys(_levels(), next(iter(executed.values())))
-    if deadline.passed():
+    if deadline.ends_within(seconds):
         missing = missing[:1]
     with stage("simulate result"):
         found = {**executed, **_as_written(model, folder, options, missing)}

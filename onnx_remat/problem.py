@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -103,6 +104,13 @@ class Problem:
         """Where values lie and what may run when; ValueError where a donation cannot be."""
         return _lifetimes(self)
 
+    @cached_property
+    def _lists(self) -> tuple[list[list[int]], list[list[int]]]:
+        """What every op reads and writes: slices of arrays take longer than what is done with them."""
+        columns = (self.in_ptr, self.in_values), (self.out_ptr, self.out_values)
+        reads, writes = ([of[a:b] for of in [v.tolist()] for a, b in pairwise(p.tolist())] for p, v in columns)
+        return reads, writes
+
     @property
     def n_ops(self) -> int:
         return len(self.in_ptr) - 1
@@ -113,11 +121,11 @@ class Problem:
 
     def inputs(self, op: int) -> list[int]:
         """Values read by `op`, in slot order."""
-        return [int(v) for v in self.in_values[self.in_ptr[op] : self.in_ptr[op + 1]]]
+        return [*self._lists[0][op]]
 
     def outputs(self, op: int) -> list[int]:
         """Values written by `op`, in slot order."""
-        return [int(v) for v in self.out_values[self.out_ptr[op] : self.out_ptr[op + 1]]]
+        return [*self._lists[1][op]]
 
     def producer(self) -> Ints:
         """Op that writes each value, -1 for residents. Shape (n_values,)."""

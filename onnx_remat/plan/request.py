@@ -54,15 +54,19 @@ class Deadline:
 
     def passed(self) -> bool:
         """Whether time is up; whoever asks then leaves work undone, which is noted."""
-        if self.left() > 0:
+        return self.ends_within(0.0)
+
+    def ends_within(self, seconds: float) -> bool:
+        """Whether less time than this is left; whoever asks then leaves work undone, which is noted."""
+        if self.left() > seconds:
             return False
         self._note()
         return True
 
     def sooner(self, seconds: float, share: float = 1.0) -> Deadline:
-        """A share of the time left before some seconds for what comes after, which are at most half of it."""
+        """A share of the time left before some seconds for what comes after, which leave a fifth of it at least."""
         left = self.left()
-        return Deadline((left - min(seconds, max(0.0, left) / 2)) * share, self)
+        return Deadline(max(left - seconds, left / 5) * share, self)
 
     @contextmanager
     def flag(self) -> Iterator[Longs]:

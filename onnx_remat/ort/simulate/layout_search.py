@@ -71,6 +71,7 @@ class Tree:
     def search(self, height: int, turn: int, work: int) -> Answer:
         """Look for a pile of at most `height`, restarting until the work is done; `turn` seeds the orders."""
         rng = np.random.default_rng(turn)
+        ground = _ground(self.first, self.last, self.size, self.codes)
         lasts, restart = np.log(self.last - self.first), 0
         while work > 0:
             duration, bytes_ = (
@@ -79,7 +80,7 @@ class Tree:
             noise = rng.standard_normal(len(self.size)) * rng.choice([0.0, 0.1, 0.3, 1.0])
             order = np.argsort(-(duration * lasts + bytes_ * np.log(self.size) + noise), kind="stable")
             share = _luby(restart + 1) * 2_000_000
-            pile = _begin(order, self.first, self.last, self.size, self.codes)
+            pile = _begin(ground, order)
             verdict, done = _search(pile, self.dead, height, min(share, work))
             if verdict != _UNDECIDED:
                 return Answer(pile.offsets if verdict == _FOUND else None, verdict == _IMPOSSIBLE)
@@ -152,30 +153,51 @@ class _Pile(NamedTuple):
     code: Codes  # sum of the codes of those that begin here
 
 
-def _begin(order: Longs, first: Longs, last: Longs, size: Longs, codes: Codes) -> _Pile:
-    """Nothing placed, all floors on the ground."""
-    n, n_sections = len(order), int(last.max())
-    reach = np.zeros((n, -(-n_sections // 64)), np.uint64)
-    rest, waits, cross = np.zeros((3, n_sections), np.int64)
+def _ground(first: Longs, last: Longs, size: Longs, codes: Codes) -> _Pile:
+    """Nothing placed, all floors on the ground; buffers of each section in no order yet."""
+    n, n_sections = len(first), int(last.max())
     code = np.zeros(n_sections, np.uint64)
     np.add.at(code, first, codes)
-    lists: list[list[int]] = [[] for _ in range(n_sections)]
-    for b in order.tolist():
-        a, z = int(first[b]), int(last[b])
-        rest[a:z] += size[b]
-        waits[a:z] += 1
-        cross[a + 1 : z] += 1
-        lived = np.arange(a, z)
-        np.bitwise_or.at(reach[b], lived >> 6, np.uint64(1) << (lived & 63).astype(np.uint64))
-        for s in range(a, z):
-            lists[s].append(b)
-    members = np.array([b for section in lists for b in section], np.int64)
-    ptr = np.append(0, np.cumsum(waits))
+    one = np.ones(n, np.int64)
+    rest, waits, cross = (
+        _summed(n_sections, begin, last, what) for begin, what in ((first, size), (first, one), (first + 1, one))
+    )
+    ptr, members = np.append(0, np.cumsum(waits)), np.empty(int(waits.sum()), np.int64)
     beginners = np.argsort(first, kind="stable")
     starts = np.searchsorted(first[beginners], np.arange(n_sections + 1))
     placed, offsets, floor = np.zeros(n, np.bool_), np.zeros(n, np.int64), np.zeros(n_sections, np.int64)
     csr = (ptr, members, starts, beginners)
-    return _Pile(first, last, size, codes, reach, placed, offsets, *csr, floor, rest, waits, cross, code)
+    return _Pile(first, last, size, codes, _reach(first, last), placed, offsets, *csr, floor, rest, waits, cross, code)
+
+
+def _summed(n_sections: int, begin: Longs, end: Longs, what: Longs) -> Longs:
+    """For each section the sum of `what` over those that span it, from `begin` to before `end`."""
+    steps = np.zeros(n_sections + 1, np.int64)
+    np.add.at(steps, begin, what)
+    np.subtract.at(steps, end, what)
+    return np.cumsum(steps)[:-1]
+
+
+def _reach(first: Longs, last: Longs) -> Codes:
+    """The sections from `first` to before `last` as sets of bits."""
+    words, final = np.arange(-(-int(last.max()) // 64)), last - 1
+    within = (words >= (first >> 6)[:, None]) & (words <= (final >> 6)[:, None])
+    reach = np.where(within, ~np.uint64(0), np.uint64(0))
+    rows = np.arange(len(first))
+    reach[rows, first >> 6] &= ~np.uint64(0) << (first & 63).astype(np.uint64)
+    reach[rows, final >> 6] &= ~np.uint64(0) >> (63 - (final & 63)).astype(np.uint64)
+    return reach
+
+
+def _begin(ground: _Pile, order: Longs) -> _Pile:
+    """A pile to work on, with the buffers of each section in the order of branches."""
+    lasts = (ground.last - ground.first)[order]
+    ends = np.cumsum(lasts)
+    section = np.arange(ends[-1]) + np.repeat(ground.first[order] - ends + lasts, lasts)
+    small = section.astype(np.min_scalar_type(len(ground.floor)))  # sorted by radix, where they have 16 bits
+    members = np.repeat(order, lasts)[np.argsort(small, kind="stable")]
+    changing = ("placed", "offsets", "floor", "rest", "waits", "cross", "code")
+    return ground._replace(members=members, **{name: getattr(ground, name).copy() for name in changing})
 
 
 @compiled

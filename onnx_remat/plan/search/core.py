@@ -67,12 +67,15 @@ class Viewless:
         What is searched.
     ops : int32 (n,)
         The ops that take part, ascending.
+    taken : _Taken
+        When the other ones run.
     """
 
     problem: Problem
     core: Core
     ops: Ints
     root: Ints
+    taken: _Taken
     fixed_order: bool
 
     def contract(self, order: Sequence[int] | Ints) -> Ints:
@@ -85,8 +88,8 @@ class Viewless:
     def expand(self, order: Sequence[int] | Ints) -> tuple[int, ...]:
         """`order` with each view put back before the first reader of every result it is a view of."""
         if len(self.ops) == self.problem.n_ops:
-            return tuple(int(op) for op in order)
-        return _with_views(self.problem, self.contract(order), self.ops, self.fixed_order)
+            return tuple(np.asarray(order).tolist())
+        return _with_views(self.problem, self.contract(order), self.ops, self.taken, self.fixed_order)
 
 
 def viewless(problem: Problem, fixed_order: bool = False) -> Viewless:
@@ -132,7 +135,8 @@ def viewless(problem: Problem, fixed_order: bool = False) -> Viewless:
         made_by, life.nbytes, life.kept, droppable, problem.workspace + problem.rerun_workspace, problem.cost,
         recomputable, problem.hold_unread, _ints(closed_ptr), _ints(closed),
     )  # fmt: skip
-    return Viewless(problem, core, np.flatnonzero(~is_view).astype(np.int32), root, fixed_order)
+    ops = np.flatnonzero(~is_view).astype(np.int32)
+    return Viewless(problem, core, ops, root, _taken(problem, is_view), fixed_order)
 
 
 def _ints(numbers: list[int]) -> Ints:
@@ -181,25 +185,41 @@ def _stuck(problem: Problem, is_view: Flags) -> Flags:
     return stuck
 
 
-def _with_views(problem: Problem, order: Ints, ops: Ints, fixed_order: bool) -> tuple[int, ...]:
-    part = np.zeros(problem.n_ops, np.bool_)
-    part[ops] = True
-    made_by = problem.producer().tolist()
-    inputs = [problem.inputs(op) for op in range(problem.n_ops)]
+class _Taken(NamedTuple):
+    """Which views are taken when; all by op.
+
+    Attributes
+    ----------
+    views : ops that make the views it reads
+    behind : ops that make what it reads, for ops that are left out
+    again : whether it may run again
+    """
+
+    views: list[list[int]]
+    behind: list[list[int]]
+    again: list[bool]
+
+
+def _taken(problem: Problem, is_view: Flags) -> _Taken:
+    made_by, left_out = problem.producer().tolist(), is_view.tolist()
+    makers = [[made_by[v] for v in problem.inputs(op) if made_by[v] >= 0] for op in range(problem.n_ops)]
+    views = [[maker for maker in some if left_out[maker]] for some in makers]
+    behind = [some if left else [] for some, left in zip(makers, left_out, strict=True)]
+    return _Taken(views, behind, problem.recomputable.tolist())
+
+
+def _with_views(problem: Problem, order: Ints, ops: Ints, taken: _Taken, fixed_order: bool) -> tuple[int, ...]:
     stamp = [-1] * problem.n_ops  # step of each op's latest occurrence
     result: list[int] = []
-    views = np.flatnonzero(~part).tolist()
+    views = np.setdiff1d(np.arange(problem.n_ops), ops).tolist()
     next_view = 0
 
     def fresh(op: int) -> None:
         """Take views again that `op` reads and that are older than what they view."""
-        for value in inputs[op]:
-            source = made_by[value]
-            if source < 0 or part[source]:
-                continue
+        for source in taken.views[op]:
             fresh(source)
-            behind = max((stamp[made_by[v]] for v in inputs[source] if made_by[v] >= 0), default=-1)
-            if stamp[source] < 0 or (stamp[source] < behind and problem.recomputable[source]):
+            behind = max((stamp[maker] for maker in taken.behind[source]), default=-1)
+            if stamp[source] < 0 or (stamp[source] < behind and taken.again[source]):
                 emit(source)
 
     def emit(op: int) -> None:

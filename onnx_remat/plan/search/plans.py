@@ -37,7 +37,7 @@ class Plan:
 
 def priced(problem: Problem, order: Ints | tuple[int, ...], budget: int) -> Plan:
     """`order` as a `Plan`."""
-    schedule = Schedule(tuple(int(op) for op in order))
+    schedule = Schedule(tuple(np.asarray(order).tolist()))
     peak = simulate(problem, schedule).peak
     return Plan(schedule, peak > budget, float(problem.cost[schedule.array()].sum()), peak)
 

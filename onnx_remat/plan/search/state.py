@@ -116,15 +116,13 @@ def empty_state(core: Core, places: int, budget: int) -> State:
 
 def _bars(core: Core, ops: Records) -> Longs:
     """Fill in which ops bar which; the list of them all."""
-    closed = [core.closed[core.closed_ptr[op] : core.closed_ptr[op + 1]].tolist() for op in range(len(ops))]
-    waits: list[list[int]] = [[] for _ in closed]
-    for op, closers in enumerate(closed):
-        for other in closers:
-            waits[other].append(op)
-    ops["closers"], ops["waits"] = [len(some) for some in closed], [len(some) for some in waits]
+    ops["closers"] = np.diff(core.closed_ptr)
+    ops["waits"] = np.bincount(core.closed, minlength=len(ops))
     both = ops["closers"] + ops["waits"]
     ops["bar"] = np.cumsum(both) - both
-    return np.array([op for pair in zip(closed, waits, strict=True) for some in pair for op in some], np.int64)
+    waiting = np.repeat(np.arange(len(ops)), ops["closers"])
+    of, other = np.concatenate([waiting, core.closed]), np.concatenate([core.closed, waiting])
+    return other[np.argsort(of, kind="stable")].astype(np.int64)  # in each op's list closers come first
 
 
 def _within(lengths: npt.NDArray[Any]) -> npt.NDArray[Any]:

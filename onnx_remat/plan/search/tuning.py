@@ -97,5 +97,7 @@ FRUITLESS = 3
 """Rounds in a row, each of twice the work of the one before, that find nothing before the clock is left alone."""
 TIGHTER_TARGETS = 6
 """Times the budget is made smaller where shared buffers exceed it: by reckoning."""
+RECURSION_SECONDS_PER_OP = 1e-3
+"""Seconds left without which recursive plans are left out: four times what they took on 9,900 ops, measured."""
 LARGE_OPS = 20_000
 """Ops above which seeds that take a maximum flow are left out: by reckoning, for the seconds that one takes."""

@@ -27,6 +27,7 @@ from onnx_remat.plan.search.tuning import (
     LAYERS_WORK_PER_OP,
     MOST_TRIES,
     PLANS_CONTINUED,
+    RECURSION_SECONDS_PER_OP,
     TIGHTER_TARGETS,
     TRIAL_HEATS,
     TRY_SHARE,
@@ -57,7 +58,8 @@ def seeds(request: Request, view: Viewless, work: int) -> tuple[list[Plan], list
         if problem.n_ops <= LARGE_OPS:
             plans += cut_seeds(problem, base.array(), budget)
         classical += [priced(problem, plan.order, budget) for plan in plans]
-        if all(plan.over for plan in (*plain, *classical)):  # too tight for one recompute of each
+        too_tight = all(plan.over for plan in (*plain, *classical))  # for one recompute of each
+        if too_tight and not request.deadline.ends_within(RECURSION_SECONDS_PER_OP * problem.n_ops):
             classical += recursive_plans(problem, base.array(), budget)
     return plain, sorted(classical, key=lambda plan: plan.key)
 
@@ -80,6 +82,11 @@ def find(request: Request) -> Plan:
     work = allowance(request)
     request.progress("seeds", 0.0)
     given = [priced(request.problem, schedule.order, request.budget) for schedule in request.known]
+    if given and request.use_time:
+        mended = _mended(request, view, given, work)
+        if not mended.over:
+            return _going_on(request, view, mended, request.budget, work)
+        given.append(mended)
     plain, classical = seeds(request, view, work // 10)
     best = best_of([*plain, *classical, *given])
     if not plain[0].over:
@@ -98,6 +105,16 @@ def find(request: Request) -> Plan:
         best = _going_on(request, view, best, target, allowance(request))
     request.progress("done", 1.0)
     return best
+
+
+def _mended(request: Request, view: Viewless, known: list[Plan], work: int) -> Plan:
+    """The best of known plans, annealed to keep a budget that it was not made for: sooner than another from the start.
+
+    That may take half of the time there is.
+    """
+    nearest, half = min(known, key=lambda plan: (plan.peak, plan.cost)), request.deadline.sooner(0.0, 0.5)
+    found = annealed(view, nearest, request.budget, work, Heat(*CONTINUE_HEAT), request.seed, deadline=half)
+    return best_of([*known, replace_over(found, request.budget)])
 
 
 def _going_on(request: Request, view: Viewless, best: Plan, budget: int, work: int) -> Plan:
