@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import reduce
 from itertools import zip_longest
 
 import numpy as np
@@ -12,6 +13,7 @@ from onnx_ir.passes import common
 
 from onnx_remat.ir.op_semantics import semantics
 
+from .autodiff.dims import Dims, broadcast, dims
 from .safe_forms import write_safely
 from .side_by_side import constant, side_by_side
 
@@ -270,16 +272,24 @@ def _absorb_expand(node: ir.Node) -> None:
     """An elementwise node broadcasts by itself what was expanded for it."""
     if node.domain or node.op_type not in _BROADCASTING:
         return
-    result = _static(node.outputs[0])
+    result = _sizes(node.outputs[0])
     for index, value in enumerate(node.inputs):
         before = value.producer() if value is not None else None
-        if before is None or before.op_type not in ("Expand", "ConstantOfShape") or result is None:
+        if before is None or before.domain or before.op_type not in ("Expand", "ConstantOfShape") or result is None:
             continue
         small = before.inputs[0] if before.op_type == "Expand" else None
-        shapes = [() if i == index and small is None else _static(small if i == index else v)
+        shapes = [() if i == index and small is None else _sizes(small if i == index else v)
                   for i, v in enumerate(node.inputs)]  # fmt: skip
-        if _broadcast(shapes) == result:
+        known = [shape for shape in shapes if shape is not None]
+        if len(known) == len(shapes) and reduce(broadcast, known) == result:
             node.replace_input_with(index, small or _fill(before))
+
+
+def _sizes(value: ir.Value | None) -> Dims | None:
+    """Sizes and symbols of a value, where every dimension has one or the other."""
+    if value is None or value.shape is None or any(not isinstance(d, int) and d.value is None for d in value.shape):
+        return None
+    return dims(value)
 
 
 def _absorb_batch(node: ir.Node) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import onnx
 import pytest
@@ -138,6 +140,9 @@ def test_a_mask_that_follows_from_an_open_size_is_looked_at():
     batch = (torch.randn(2, 6, 8), torch.randn(2, 2, 6, 4))
     made = export_training_step(Masked(by_row=True), batch, F.mse_loss, dynamic_dims=free)
     assert count(made, "ReduceMax") == 1
+    initializers = {tensor.name: math.prod(tensor.dims) for tensor in made.graph.initializer}
+    chosen = [node.input[1] for node in made.graph.node if node.op_type == "Where"]
+    assert chosen and all(initializers.get(name) == 1 for name in chosen)  # one zero, not as many as there are scores
 
 
 def test_so_is_one_of_fixed_shape_whose_entries_follow_from_an_open_size():
