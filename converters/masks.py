@@ -12,6 +12,7 @@ from onnx_remat.ort import runtime
 from .autodiff.dims import Dims, dims, is_static, size
 from .autodiff.tape import Tape
 from .simplify import replace
+from .sums_of_rows import filled_with
 
 _MOST = 1 << 24
 """Elements of the largest mask that is computed to be looked at."""
@@ -31,7 +32,7 @@ def mask_once(model: ir.Model) -> None:
             continue
         empty, zero, softmax = node.inputs
         made = softmax.producer() if softmax is not None else None
-        if made is None or made.domain or made.op_type != "Softmax" or not _is(zero, 0.0) or softmax is None:
+        if made is None or made.domain or made.op_type != "Softmax" or not filled_with(zero, 0.0) or softmax is None:
             continue
         x = made.inputs[0]
         axis = made.attributes["axis"].as_int() if "axis" in made.attributes else -1
@@ -54,20 +55,6 @@ _AXES_ARE_INPUTS = 18
 """The opset from which on ReduceMax takes its axes as an input."""
 
 
-def _is(value: ir.Value | None, number: float) -> bool:
-    """Is every entry that number, also of a constant made as large as a batch is?"""
-    if value is None or value.is_graph_input():
-        return False
-    node = value.producer()
-    if node is not None and not node.domain and node.op_type in ("Expand", "Reshape", "Unsqueeze"):
-        return _is(node.inputs[0], number)
-    if node is not None and not node.domain and node.op_type == "ConstantOfShape":
-        filled = node.attributes["value"].as_tensor().numpy() if "value" in node.attributes else np.zeros(1)
-        return bool((filled == number).all())
-    known = value.const_value
-    return known is not None and bool((known.numpy() == number).all())
-
-
 def _all_lost(empty: ir.Value | None, x: ir.Value) -> bool:
     """Does a value say of each row of `x` whether all of it is minus infinity?"""
     chain = ["Cast", "ReduceMin", "Cast", "Equal"]
@@ -76,8 +63,8 @@ def _all_lost(empty: ir.Value | None, x: ir.Value) -> bool:
         if node is None or node.domain or node.op_type != op_type:
             return False
         if op_type == "Equal":
-            return (node.inputs[0] is x and _is(node.inputs[1], -np.inf)) or (
-                node.inputs[1] is x and _is(node.inputs[0], -np.inf)
+            return (node.inputs[0] is x and filled_with(node.inputs[1], -np.inf)) or (
+                node.inputs[1] is x and filled_with(node.inputs[0], -np.inf)
             )
         if op_type == "ReduceMin":
             axes = node.inputs[1].const_value if len(node.inputs) > 1 and node.inputs[1] is not None else None

@@ -16,6 +16,7 @@ from onnx_remat.ir.op_semantics import semantics
 from .autodiff.dims import Dims, broadcast, dims
 from .safe_forms import write_safely
 from .side_by_side import constant, side_by_side
+from .sums_of_rows import scatter_into
 
 _BROADCASTING = {
     "Add", "Sub", "Mul", "Div", "Pow", "Mod", "Max", "Min", "Sum", "Where", "And", "Or", "Xor", "Equal", "Less",
@@ -33,8 +34,8 @@ def simplify(model: ir.Model) -> None:
     sums, means and the like over axes of one entry; chains of Transpose and of reshapes, which become one; an Expand
     that its reader would broadcast anyway, also one of a matrix for a batch of them, or that may as well follow it; a
     Transpose that a product of matrices can take in or be; what is computed twice or not at all. A Size becomes a
-    product of what Shape says, and a sum of what is padded to lie side by side a Concat. Phase labels stay with the
-    nodes.
+    product of what Shape says, a sum of what is padded to lie side by side a Concat, and what is scattered into zeros
+    and added to something is scattered into that. Phase labels stay with the nodes.
     What ONNX Runtime's optimisations would compute wrongly takes another form: `safe_forms`.
     """
     write_safely(model)
@@ -48,8 +49,11 @@ def simplify(model: ir.Model) -> None:
         _absorb_batch,
         _absorb_transpose,
         _turn_product,
-        side_by_side,
     ):
+        for node in model.graph:
+            rewrite(node)
+    common.RemoveUnusedNodesPass()(model)  # what nobody needs is no reader of what follows
+    for rewrite in (side_by_side, scatter_into):
         for node in model.graph:
             rewrite(node)
     common.RemoveUnusedNodesPass()(model)

@@ -255,3 +255,34 @@ def test_what_takes_all_of_an_open_batch_copies_nothing():
     free = {f"input.{i}": {0: "batch"} for i in range(2)}
     made = export_training_step(Sliced(), (torch.randn(3, 8), torch.randn(3, 7)), F.mse_loss, dynamic_dims=free)
     assert count(made, "ScatterND") == 0 and count(made, "Slice") == 1
+
+
+class Tied(nn.Module):
+    """A language model whose embedding makes its logits, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.mix = nn.Embedding(50, 8), nn.Linear(8, 8)
+
+    def forward(self, words):
+        return F.linear(torch.tanh(self.mix(self.embed(words))), self.embed.weight).flatten(0, 1)
+
+
+@pytest.mark.parametrize("padding", [None, 3])
+def test_a_tied_embedding_is_summed_in_place(padding):
+    model = Tied()
+    model.embed.padding_idx = padding
+    made = export_training_step(model, (torch.randint(0, 50, (3, 5)), torch.randint(0, 50, (15,))), F.cross_entropy)
+    makers = {name: node for node in made.graph.node for name in node.output}
+    gradient = makers["grad.embed.weight"]
+    assert gradient.op_type == "ScatterElements" and makers[gradient.input[0]].op_type in ("Gemm", "MatMul")
+    assert count(made, "Add") == 0
+
+
+def test_what_is_scattered_and_read_twice_stays():
+    class Twice(Tied):
+        def forward(self, words):
+            return super().forward(words) + (self.embed.weight * torch.linspace(0, 1, 8)).sum()
+
+    made = export_training_step(Twice(), (torch.randint(0, 50, (3, 5)), torch.randint(0, 50, (15,))), F.cross_entropy)
+    assert count(made, "ScatterElements") == 2
