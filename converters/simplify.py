@@ -214,6 +214,9 @@ def _fuse_chain(node: ir.Node) -> None:
             if [first[i] for i in second] == sorted(first):
                 _skip(node)
     elif node.op_type in _RESHAPES and before.op_type in _RESHAPES:
+        if (sizes := _sizes(node.outputs[0])) is not None and sizes == _sizes(before.inputs[0]):
+            replace(node.outputs[0], before.inputs[0])  # type: ignore[arg-type]
+            return
         shape = _static(node.outputs[0])
         if shape is not None and before.inputs[0] is not None:
             _to_reshape(node, before.inputs[0], shape)

@@ -12,6 +12,7 @@ require("torch", "onnx_ir", "onnxruntime", "torch", "onnxscript")
 import onnx
 import torch
 
+from .. import loss_in_parts
 from . import optim
 from .budgeted import Budgeted, budgeted
 from .export import export, step_of
@@ -35,6 +36,7 @@ def export_training_step(
     scaler: torch.amp.GradScaler | None = None,
     opset: int = 20,
     dynamic_dims: Mapping[str, Mapping[int, str]] | None = None,
+    loss_parts: int | None = None,
     check: bool = True,
 ) -> onnx.ModelProto:
     """Forward, loss, backward and update of a module as one ONNX graph, checked against torch.
@@ -66,6 +68,9 @@ def export_training_step(
         Version of ONNX's operator set.
     dynamic_dims : mapping of str to mapping of int to str, optional
         Names of dimensions that may vary, by input name and axis: ``{"input.0": {0: "batch"}}``.
+    loss_parts : int, optional
+        Parts of the rows in which a loss over many classes is computed, one after the other, so that the logits never
+        all exist at once; 1 for none. By default chosen for logits of 64 MiB or more of sizes that are fixed.
     check : bool
         Run the step on ONNX Runtime and compare loss, gradients, buffers and update with torch's.
 
@@ -83,4 +88,4 @@ def export_training_step(
     """
     recipe = Recipe(clip_norm, clip_value, accumulate, average, None if scaler is None else Scaling.of(scaler))
     step = step_of(model, example_inputs, loss, optim.each(optimizer), recipe)
-    return export(step, opset, dynamic_dims or {}, check)
+    return export(step, opset, dynamic_dims or {}, check, loss_in_parts.checked(loss_parts))

@@ -19,7 +19,7 @@ from onnx_remat.report import Report
 from onnx_remat.run.session import Session
 from onnx_remat.units import parse_budget
 
-from .. import names
+from .. import loss_in_parts, names
 from . import optim, updates
 from .arrays import view
 from .batch import Batch
@@ -328,6 +328,7 @@ def budgeted(
     average: float | None = None,
     scaler: torch.amp.GradScaler | None = None,
     dynamic_dims: Mapping[str, Mapping[int, str]] | None = None,
+    loss_parts: int | None = None,
     check: bool = True,
     planning: PlanningOptions | None = None,
 ) -> Budgeted:
@@ -345,6 +346,8 @@ def budgeted(
     dynamic_dims : mapping of str to mapping of int to str, optional
         As of `export_training_step`: dimensions of batches that may be smaller than the example's. The budget is
         planned for the example; with the first batch of another size the step is opened anew, which takes seconds.
+    loss_parts : int, optional
+        As of `export_training_step`.
     check : bool
         Compare the step with torch's own first, which once takes about twice the memory of a step of torch's.
     planning : mapping, optional
@@ -377,7 +380,7 @@ def budgeted(
     twins = tuple(_with_rates(user, parameters) for user in users)
     step = step_of(model, batch, loss, twins, recipe)
     written = Written(tempfile.TemporaryDirectory(prefix="onnx-remat-"), dynamic_dims or {})
-    proto = export(step, OPSET, written.dynamic, check)
+    proto = export(step, OPSET, written.dynamic, check, loss_in_parts.checked(loss_parts))
     _check_kernels(proto)
     if budget is None:
         onnx.save(proto, written.path)

@@ -56,10 +56,12 @@ def step_of(
     )  # fmt: skip
 
 
-def export(step: Step, opset: int, dynamic: Mapping[str, Mapping[int, str]], check: bool) -> onnx.ModelProto:
+def export(
+    step: Step, opset: int, dynamic: Mapping[str, Mapping[int, str]], check: bool, loss_parts: int | None = None
+) -> onnx.ModelProto:
     """The step as a model; see `export_training_step`."""
     step.batch.check_dimensions(dynamic)
-    made = lower(trace(step, dynamic, opset), step.inputs, opset, dynamic)
+    made = lower(trace(step, dynamic, opset), step.inputs, opset, dynamic, loss_parts)
     if check:
         found = verify.step(made, step)
         if dynamic:

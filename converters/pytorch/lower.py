@@ -18,6 +18,7 @@ from .. import names
 from ..activations import multiply_again
 from ..after_loss import make_late
 from ..autodiff.scattering import add_in_order
+from ..loss_in_parts import in_parts
 from ..masks import mask_once
 from ..simplify import simplify
 from ..softmax_gradients import add_to_softmax
@@ -34,7 +35,11 @@ _WATCHED = "watched."
 
 
 def lower(
-    trace: Trace, inputs: Mapping[str, torch.Tensor], opset: int, dynamic: Mapping[str, Mapping[int, str]]
+    trace: Trace,
+    inputs: Mapping[str, torch.Tensor],
+    opset: int,
+    dynamic: Mapping[str, Mapping[int, str]],
+    loss_parts: int | None = None,
 ) -> ir.Model:
     """Translate every operator; inputs and outputs get the names given, every node its phase.
 
@@ -70,6 +75,7 @@ def lower(
     add_to_softmax(model)
     simplify(model)
     mask_once(model)
+    in_parts(model, loss_parts)
     multiply_again(model)
     make_late(model)
     _inherit(model.graph)

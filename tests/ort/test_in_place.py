@@ -31,12 +31,12 @@ def may_overwrite(op: str, slot: int, dtype: int) -> bool:
     return in_place.may_overwrite(CPU, helper.make_node(op, ["a", "b"], ["c"]), slot, 0, dtype)
 
 
-def run(op: str, arrays: list[np.ndarray], over: int | None) -> bytes:
+def run(op: str, arrays: list[np.ndarray], over: int | None, **attributes: int) -> bytes:
     """Bits of the output, bound to memory of its own or over an input."""
     feeds = [array.copy() for array in arrays]
     kinds = [helper.np_dtype_to_tensor_dtype(array.dtype) for array in arrays]
     dtype = kinds[-1]
-    node = helper.make_node(op, [f"x{i}" for i in range(len(feeds))], ["y"])
+    node = helper.make_node(op, [f"x{i}" for i in range(len(feeds))], ["y"], **attributes)
     graph = helper.make_graph(
         [node], "g", [helper.make_tensor_value_info(f"x{i}", kinds[i], a.shape) for i, a in enumerate(feeds)],
         [helper.make_tensor_value_info("y", dtype, None)],
@@ -129,3 +129,22 @@ def test_cuda_kernels_that_read_an_element_before_they_write_it():
 
     assert all(may(op, slot) for op in in_place.BINARY for slot in (0, 1))
     assert may("Neg", 0) and not may("MatMul", 0) and not may("Softmax", 0) and not may("Identity", 0)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("turned", [0, 1])
+@pytest.mark.parametrize("inner", [1, 17, 300])
+def test_gemm_gives_the_same_bits_over_what_it_adds_to(inner, turned, dtype):
+    attributes = {"transA": turned, "transB": turned}
+    node = helper.make_node("Gemm", ["a", "b", "c"], ["y"], **attributes)
+    assert in_place.may_overwrite(CPU, node, 2, 0, dtype)
+    assert not any(in_place.may_overwrite(CPU, node, slot, 0, dtype) for slot in (0, 1))
+    sizes = [SHAPE[0], inner], [inner, SHAPE[1]]
+    arrays = [values(dtype, size[::-1] if turned else size, i) for i, size in enumerate(sizes)]
+    arrays.append(values(dtype, SHAPE, 2))
+    assert run("Gemm", arrays, 2, **attributes) == run("Gemm", arrays, None, **attributes)
+
+
+def test_gemm_in_half_precision_may_read_what_it_adds_to_late():
+    node = helper.make_node("Gemm", ["a", "b", "c"], ["y"])
+    assert not in_place.may_overwrite(CPU, node, 2, 0, TensorProto.FLOAT16)

@@ -22,8 +22,11 @@ UNARY: Final = ("Abs", "Ceil", "Exp", "Floor", "Identity", "Log", "Neg", "Recipr
 BINARY: Final = ("Add", "Div", "Mul", "Sub")
 """Standard operators of two inputs, measured on the CPU over either; the other one may be broadcast."""
 
-CPU_ONLY: Final = {"Max": (0, 1), "Min": (0, 1), "Where": (1, 2)}
-"""Input slots of kernels that were measured on the CPU alone; of Max and Min those with two inputs."""
+CPU_ONLY: Final = {"Gemm": (2,), "Max": (0, 1), "Min": (0, 1), "Where": (1, 2)}
+"""Input slots of kernels that were measured on the CPU alone; of Max and Min those with two inputs.
+
+Gemm copies what it adds to where the sum will be, and adds the product there (``gemm.cc``), but in half precision.
+"""
 
 
 def may_overwrite(kernels: Kernels, node: onnx.NodeProto, slot: int, out: int, dtype: int) -> bool:
@@ -51,6 +54,7 @@ def may_overwrite(kernels: Kernels, node: onnx.NodeProto, slot: int, out: int, d
     if domain or out or (kernels.name != "cpu" and op_type == "Identity"):
         return False
     if op_type in CPU_ONLY:
-        several = op_type != "Where" and len(node.input) != 2
-        return kernels.name == "cpu" and not several and slot in CPU_ONLY[op_type]
+        several = op_type in ("Max", "Min") and len(node.input) != 2
+        half = op_type == "Gemm" and dtype not in (onnx.TensorProto.FLOAT, onnx.TensorProto.DOUBLE)
+        return kernels.name == "cpu" and not several and not half and slot in CPU_ONLY[op_type]
     return (op_type in UNARY and slot == 0) or (op_type in BINARY and slot in (0, 1))

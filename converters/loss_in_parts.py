@@ -1,0 +1,411 @@
+"""Losses over many classes, a few rows at a time: the logits of a language model need not all exist at once.
+
+From the product that makes the logits to the products that read their gradient everything is computed row by row, and
+where the loss's gradient does not depend on the loss, as with cross entropy, the rows need not wait for one another::
+
+    h [n, d] -+-> h[:m] --> logits --> softmax --> gradient -+--> h's gradient[:m]  -+-> Concat [n, d]
+              |                                              +--> the matrix's gradient, so far
+              +-> h[m:] --> logits --> softmax --> gradient -+--> h's gradient[m:]  -+
+                                                             +--> the matrix's gradient
+
+No step computes more for it, but for one sum of the matrix's gradients for each part, which Gemm takes in. Fission of
+operators to save memory is MAGIS' (Chen et al., ASPLOS 2024); a fused linear layer and cross entropy in parts is Liger
+Kernel's (Hsu et al., 2024).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes import common
+
+from onnx_remat.errors import UsageError
+
+from .autodiff.dims import Dim, Dims, dims
+from .autodiff.tape import Tape
+from .emit import Phase
+from .simplify import replace
+
+_LEAST_BYTES = 1 << 26
+"""Of logits: below these no loss is taken apart unless asked for."""
+_MOST = 16
+"""Parts unless asked for more."""
+
+_ELEMENTWISE = {
+    "Abs", "Add", "And", "Cast", "Clip", "Div", "Equal", "Exp", "Greater", "GreaterOrEqual", "Identity", "Less",
+    "LessOrEqual", "Log", "Max", "Min", "Mul", "Neg", "Not", "Or", "Pow", "Reciprocal", "Relu", "Sigmoid", "Sqrt",
+    "Sub", "Sum", "Tanh", "Where", "Xor",
+}  # fmt: skip
+_ALONG_ROWS = {"Softmax", "LogSoftmax"}
+_BY_INDEX = {"GatherElements", "ScatterElements"}
+_REDUCE = {"ReduceSum", "ReduceMax", "ReduceMin", "ReduceMean", "ReduceLogSumExp", "ReduceProd"}
+_RESHAPE = {"Reshape", "Squeeze", "Unsqueeze"}
+_PRODUCTS = {"Gemm", "MatMul"}
+
+
+def checked(given: int | None) -> int | None:
+    """The argument, checked; UsageError where it is no number of parts."""
+    if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
+        raise UsageError(f"loss_parts must be a whole number of 1 or more, not {given!r}")
+    return given
+
+
+def in_parts(model: ir.Model, wanted: int | None) -> None:
+    """Rewrite, in place, each loss over many classes to take so many parts of the rows one after the other.
+
+    Parameters
+    ----------
+    model : onnx_ir.Model
+        A training step; it is left as it is where a loss is not of this kind.
+    wanted : int or None
+        Parts; 1 leaves all losses alone. None chooses: logits of 64 MiB or more, where the rows are more than the
+        entries that each is made of, in parts of about the size of the matrix. Open sizes are only taken apart where
+        `wanted` says so.
+    """
+    graph = model.graph
+    if wanted == 1:
+        return
+    found: list[tuple[_Region, int]] = []
+    for node in graph:
+        count = _parts(node, wanted)
+        region = _region(graph, node) if count > 1 else None
+        if region is not None and not any(each in other.nodes for other, _ in found for each in region.nodes):
+            found.append((region, count))
+    for region, count in found:
+        _divide(Tape(graph), region, count)
+    if found:
+        common.RemoveUnusedNodesPass()(model)
+        graph.sort()
+
+
+def _parts(node: ir.Node, wanted: int | None) -> int:
+    """How many parts the rows of what a product makes are taken in: 1 for what is no matrix of logits."""
+    if node.domain or node.op_type not in _PRODUCTS or len(node.inputs) > 3:
+        return 1
+    x, matrix, made = node.inputs[0], node.inputs[1], node.outputs[0]
+    if any(v is None or v.shape is None or v.shape.rank() != 2 for v in (x, matrix, made)) or _number(
+        node, "transA", 0
+    ):
+        return 1
+    assert x is not None
+    (rows, classes), depth = dims(made), dims(x)[1]
+    if not (isinstance(classes, int) and isinstance(depth, int)) or made.dtype is None:
+        return 1
+    if not isinstance(rows, int):
+        return wanted or 1
+    if wanted is not None:
+        return min(wanted, rows)
+    if rows * classes * made.dtype.itemsize < _LEAST_BYTES or rows <= depth:
+        return 1
+    return min(_MOST, math.ceil(rows / depth))
+
+
+@dataclass(frozen=True, slots=True)
+class _Region:
+    """Nodes between logits and what reads their gradient, in order.
+
+    Attributes
+    ----------
+    rows : size of the first axis
+    nodes : those computed row by row
+    sums : of these, whose results are sums over all rows
+    made : values that others read, to be put side by side
+    loss : of these, what the loss is made of; None where it is not made here
+    never : what lets the gradient wait for the loss, see `after_loss`; each part waits for its own rows' losses
+    """
+
+    rows: Dim
+    nodes: tuple[ir.Node, ...]
+    sums: frozenset[ir.Node]
+    made: tuple[ir.Value, ...]
+    loss: ir.Value | None
+    never: frozenset[ir.Value]
+
+
+def _region(graph: ir.Graph, logits: ir.Node) -> _Region | None:
+    """What is computed row by row from logits; None where that does not end in products, or waits for all rows."""
+    rows, inside, sums, nodes = dims(logits.outputs[0])[0], {logits.outputs[0]}, set[ir.Node](), [logits]
+    ends = set[ir.Node]()
+    began = False
+    for node in graph:
+        began = began or node is logits
+        if not began or node is logits or inside.isdisjoint(node.inputs):
+            continue
+        if _folds(node, rows, inside):
+            inside.update(node.outputs)
+            nodes.append(node)
+            continue
+        if _adds_rows(node, rows):
+            sums.add(node)
+        elif _by_rows(node, rows, inside):
+            inside.update(node.outputs)
+            if node.op_type not in _PRODUCTS:
+                nodes.append(node)
+                continue
+            inside.difference_update(node.outputs)
+        else:
+            continue
+        nodes.append(node)
+        ends.add(node)
+    if not sums:
+        return None
+    wide = {v for v in inside if len(dims(v)) > 1 and dims(v)[-1] != 1}
+    needed: set[ir.Node] = set()
+    for node in reversed(nodes):
+        if (
+            node in ends
+            or not wide.isdisjoint(node.inputs)
+            or any(u in needed for v in node.outputs for u, _ in v.uses())
+        ):
+            needed.add(node)
+    never = frozenset(node.outputs[0] for node in graph if _is_never(node))
+    tied = _tied(graph, needed, never)
+    rowed = {
+        v for node in tied for v in node.inputs if v is not None and v.shape is not None and dims(v)[:1] == (rows,)
+    }
+    if not all(_by_rows(node, rows, rowed) for node in tied):
+        return None
+    kept = tuple(node for node in graph if node in needed or node in tied)
+    made = tuple(
+        v for node in kept if node in needed and node not in sums for v in node.outputs
+        if v.is_graph_output() or any(user not in needed for user, _ in v.uses())
+    )  # fmt: skip
+    if any(v in wide for v in made) or any(v.is_graph_output() for v in inside) or _waits(graph, kept, never):
+        return None
+    loss = next((v for v in made if v in inside), None)
+    return _Region(rows, kept, frozenset(sums), made, loss, never)
+
+
+def _is_never(node: ir.Node) -> bool:
+    """Does a node make what is false whatever it reads?"""
+    return node.op_type == "Xor" and not node.domain and node.inputs[0] is node.inputs[1]
+
+
+def _tied(graph: ir.Graph, needed: set[ir.Node], never: frozenset[ir.Value]) -> set[ir.Node]:
+    """Nodes through which some that are needed wait for the loss."""
+    after, waiting = set(never), set[ir.Node]()
+    for node in graph:
+        if node not in needed and not after.isdisjoint(node.inputs):
+            after.update(node.outputs)
+            waiting.add(node)
+    tied: set[ir.Node] = set()
+    todo = list(needed)
+    while todo:
+        makers = [v.producer() for v in todo.pop().inputs if v is not None]
+        more = [maker for maker in makers if maker in waiting and maker not in tied]
+        tied.update(maker for maker in more if maker is not None)
+        todo += [maker for maker in more if maker is not None]
+    return tied
+
+
+def _waits(graph: ir.Graph, kept: tuple[ir.Node, ...], never: frozenset[ir.Value]) -> bool:
+    """Does anything in between need what others make of all rows?"""
+    own, after = set(kept), set[ir.Value]()
+    for node in graph:
+        late = not after.isdisjoint(node.inputs)
+        if not never.isdisjoint(node.outputs):
+            continue
+        if node in own:
+            if late:
+                return True
+        elif late or any(v is not None and v.producer() in own for v in node.inputs):
+            after.update(node.outputs)
+    return False
+
+
+def _by_rows(node: ir.Node, rows: Dim, inside: set[ir.Value]) -> bool:
+    """Is a row of what a node makes computed from the same row of what it reads, and from what has no rows?"""
+    made = node.outputs[0]
+    if node.domain or len(node.outputs) != 1 or made.shape is None or any(_unknown(v) for v in node.inputs):
+        return False
+    shape, op = dims(made), node.op_type
+    if not shape or shape[0] != rows:
+        return False
+    rank = len(shape)
+    if op in _ELEMENTWISE:
+        return all(v is None or len(dims(v)) < rank or dims(v)[0] in (rows, 1) for v in node.inputs) and not any(
+            v in inside and len(dims(v)) < rank for v in node.inputs if v is not None
+        )
+    if op in _ALONG_ROWS:
+        return rank > 1 and _number(node, "axis", -1) % rank != 0
+    if op in _BY_INDEX:
+        rowed = all(v is not None and dims(v)[:1] == (rows,) for v in node.inputs)
+        return rowed and rank > 1 and _number(node, "axis", 0) % rank != 0
+    if op in _REDUCE:
+        axes = _axes(node)
+        return axes is not None and node.inputs[0] in inside and 0 not in axes
+    if op in _RESHAPE:
+        first = node.inputs[0]
+        if first not in inside or not all(isinstance(d, int) for d in shape[1:]):
+            return False
+        return dims(first)[0] == rows or (len(dims(first)) > 2 and dims(first)[-1] == shape[-1] and rank == 2)
+    if op in _PRODUCTS:
+        x, matrix, *more = node.inputs
+        plain = rank == 2 and x in inside and matrix not in inside and not _number(node, "transA", 0)
+        return plain and all(v is None or len(dims(v)) < 2 or dims(v)[0] == 1 for v in more)
+    return False
+
+
+def _folds(node: ir.Node, rows: Dim, inside: set[ir.Value]) -> bool:
+    """Are the rows only counted along several axes for a while, each staying as it is?
+
+    Models make logits of a batch of texts of so many tokens, scale or cast them, and lose the structure again.
+    """
+    made = node.outputs[0]
+    if node.domain or len(node.outputs) != 1 or any(_unknown(v) for v in (*node.inputs, made)):
+        return False
+    folded = [v for v in node.inputs if v in inside]
+    if node.op_type == "Reshape":
+        source = node.inputs[0]
+        return source in inside and len(dims(made)) > 2 and dims(source)[-1] == dims(made)[-1] != 1
+    if not folded or any(dims(v) != dims(made) or len(dims(v)) < 3 for v in folded):
+        return False
+    alone = all(v is None or v in inside or all(d == 1 for d in dims(v)) for v in node.inputs)
+    last = _number(node, "axis", -1) in (-1, len(dims(made)) - 1)
+    return alone and (node.op_type in _ELEMENTWISE or (node.op_type in _ALONG_ROWS and last))
+
+
+def _adds_rows(node: ir.Node, rows: Dim) -> bool:
+    """Is what a node makes a sum over the rows of what it reads?"""
+    if node.domain or any(_unknown(v) for v in node.inputs):
+        return False
+    if node.op_type == "ReduceSum":
+        axes = _axes(node)
+        return axes == [0] and dims(node.inputs[0])[:1] == (rows,) and len(dims(node.inputs[0])) == 2  # type: ignore[arg-type]
+    if node.op_type != "Gemm" or not _number(node, "transA", 0) or _number(node, "transB", 0) or len(node.inputs) > 2:
+        return False
+    return all(v is not None and dims(v)[:1] == (rows,) for v in node.inputs)
+
+
+def _unknown(value: ir.Value | None) -> bool:
+    return value is not None and (
+        value.shape is None or any(not isinstance(d, int) and d.value is None for d in value.shape)
+    )
+
+
+def _axes(node: ir.Node) -> list[int] | None:
+    """The axes of a reduction, counted from the first; None where they are not stated."""
+    source = node.inputs[0]
+    if source is None or source.shape is None:
+        return None
+    stated = node.attributes["axes"].as_ints() if "axes" in node.attributes else None
+    if stated is None and len(node.inputs) > 1 and node.inputs[1] is not None:
+        known = node.inputs[1].const_value
+        stated = None if known is None or node.inputs[1].is_graph_input() else known.numpy().tolist()
+    return None if stated is None else [int(a) % len(dims(source)) for a in stated]
+
+
+def _number(node: ir.Node, name: str, default: int) -> int:
+    return node.attributes[name].as_int() if name in node.attributes else default
+
+
+def _divide(tape: Tape, region: _Region, count: int) -> None:
+    """Write a region's nodes once for each part, and put what they make together again."""
+    own = {v for node in region.nodes for v in node.outputs}
+    read = {v: None for node in region.nodes for v in _rowed(node, region.rows, own) if v not in own}
+    last, sizes = region.nodes[-1], _sizes(region.rows, count)
+    with tape.ahead_of(last, "forward"):
+        slices = {value: _split(tape, value, count, sizes) for value in read}
+    parts: list[Mapping[ir.Value, ir.Value]] = []
+    so_far: dict[ir.Value, ir.Value] = {}
+    for part in range(count):
+        known = {value: pieces[part] for value, pieces in slices.items()}
+        for node in region.nodes:
+            phase: Phase = node.metadata_props.get("phase", "forward")  # type: ignore[assignment]
+            with tape.ahead_of(last, phase):
+                _write(tape, node, region, known, so_far, None if sizes is None else sizes[part])
+        parts.append(known)
+    with tape.ahead_of(last, "backward"):
+        for value in region.made:
+            whole = tape.op("Concat", *(known[value] for known in parts), shape=dims(value), axis=0)
+            replace(value, whole)
+    for value, total in so_far.items():
+        replace(value, total)
+
+
+def _rowed(node: ir.Node, rows: Dim, inside: Collection[ir.Value]) -> Iterator[ir.Value]:
+    """What a node reads that has the rows; `inside` surely does."""
+    rank = len(dims(node.outputs[0]))
+    for slot, value in enumerate(node.inputs):
+        if value is None:
+            continue
+        if value in inside:
+            yield value
+            continue
+        if dims(value)[:1] != (rows,):
+            continue
+        whole = node.op_type in _ELEMENTWISE and len(dims(value)) < rank
+        matrix = node.op_type in _PRODUCTS and not _number(node, "transA", 0) and slot > 0
+        stated = node.op_type in _REDUCE | _RESHAPE and slot > 0
+        if not (whole or matrix or stated):
+            yield value
+
+
+def _sizes(rows: Dim, count: int) -> list[int] | None:
+    if not isinstance(rows, int):
+        return None
+    return [rows // count + (part < rows % count) for part in range(count)]
+
+
+def _split(tape: Tape, value: ir.Value, count: int, sizes: list[int] | None) -> tuple[ir.Value, ...]:
+    """A value's rows in parts."""
+    if sizes is None:
+        made = tape.many("Split", value, outputs=count, axis=0, num_outputs=count)
+    else:
+        made = tape.many("Split", value, tape.constant(np.array(sizes)), outputs=count, axis=0)
+    for part, piece in enumerate(made):
+        piece.shape = ir.Shape([None if sizes is None else sizes[part], *dims(value)[1:]])
+        piece.type = value.type
+    return made
+
+
+def _write(
+    tape: Tape,
+    node: ir.Node,
+    region: _Region,
+    known: dict[ir.Value, ir.Value],
+    so_far: dict[ir.Value, ir.Value],
+    size: int | None,
+) -> None:
+    """One node for one part; `known` are the parts of values, `so_far` the sums up to here."""
+    made = node.outputs[0]
+    mine = set(_rowed(node, region.rows, known))
+    inputs = [known[v] if v in mine else v for v in node.inputs]
+    if not region.never.isdisjoint(inputs):
+        inputs = [_never(tape, region, known) if v in region.never else v for v in inputs]
+    attributes = dict(node.attributes)
+    total = so_far.get(made)
+    if node in region.sums:
+        if node.op_type == "Gemm" and total is not None:
+            inputs.append(total)
+        one = tape.op(node.op_type, *inputs, shape=dims(made), dtype=made.dtype, **attributes)
+        if node.op_type != "Gemm" and total is not None:
+            one = tape.add(total, one)
+        so_far[made] = one
+        return
+    op_type, shape = node.op_type, dims(made)
+    if len(shape) > 2:  # the rows of a part are counted along one axis throughout
+        shape = (region.rows, shape[-1])
+        attributes |= {"axis": ir.AttrInt64("axis", -1)} if "axis" in attributes else {}
+    if op_type in _RESHAPE:
+        op_type, attributes = "Reshape", {}
+        rest: Dims = shape[1:]
+        inputs = [inputs[0], tape.ints(-1, *(int(d) for d in rest))]
+    one = tape.op(op_type, *inputs, shape=(), dtype=made.dtype, **attributes)
+    one.shape = ir.Shape([size, *shape[1:]])
+    known[made] = one
+
+
+def _never(tape: Tape, region: _Region, known: Mapping[ir.Value, ir.Value]) -> ir.Value:
+    """False, once the losses of a part's rows are known."""
+    if region.loss is None:
+        return tape.constant(np.asarray(False))
+    part = known[region.loss]
+    some = tape.op("Cast", part, shape=(), dtype=ir.DataType.BOOL, to=int(ir.DataType.BOOL))
+    never = tape.op("Xor", some, some, shape=())
+    some.shape = never.shape = part.shape  # not that of `dims`: of an open size each part has its own
+    return never

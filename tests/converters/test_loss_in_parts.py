@@ -1,0 +1,155 @@
+"""Losses over many classes, a few rows at a time: the same numbers, and logits that never all exist at once."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("onnxscript")
+
+import torch
+import torch.nn.functional as F
+from onnx_remat.converters.pytorch import budgeted, export_training_step, initial_feeds
+from torch import nn
+
+import onnx_remat
+from onnx_remat.errors import UsageError
+from onnx_remat.ort import runtime
+
+CLASSES, TEXTS, TOKENS = 50, 6, 5
+
+
+class Language(nn.Module):
+    """Logits of texts of tokens, their structure lost at the end, as losses want it."""
+
+    def __init__(self, tied=True, bias=False, cap=0.0, classes=CLASSES, width=8):
+        super().__init__()
+        self.embed, self.mix = nn.Embedding(classes, width), nn.Linear(width, width)
+        self.out, self.cap = nn.Linear(width, classes, bias=bias), cap
+        if tied:
+            self.out.weight = self.embed.weight
+
+    def forward(self, words):
+        logits = self.out(torch.tanh(self.mix(self.embed(words))))
+        if self.cap:
+            logits = torch.tanh(logits / self.cap) * self.cap
+        return logits.flatten(0, 1)
+
+
+def smooth(logits, target):
+    return F.cross_entropy(logits, target, label_smoothing=0.1)
+
+
+def with_padding(logits, target):
+    return F.cross_entropy(logits, target, ignore_index=3)
+
+
+def with_z(logits, target):
+    return F.cross_entropy(logits, target) + 1e-2 * torch.logsumexp(logits, -1).pow(2).mean()
+
+
+def squared(logits, target):
+    return F.cross_entropy(logits, target) ** 2
+
+
+def batch(texts=TEXTS, classes=CLASSES, tokens=TOKENS):
+    return torch.randint(0, classes, (texts, tokens)), torch.randint(0, classes, (texts * tokens,))
+
+
+def parts(model: onnx.ModelProto) -> int:
+    """How many products make logits."""
+    return max((len(node.output) for node in model.graph.node if node.op_type == "Split"), default=1)
+
+
+@pytest.mark.parametrize("loss", [F.cross_entropy, smooth, with_padding, with_z])
+@pytest.mark.parametrize("settings", [{}, {"tied": False, "bias": True}, {"cap": 5.0}], ids=str)
+def test_the_numbers_are_those_of_one_part(settings, loss):
+    """The converter compares both with torch; here with one another, on a batch that neither has seen."""
+    torch.manual_seed(0)
+    model, example = Language(**settings), batch()
+    one, four = (export_training_step(model, example, loss, loss_parts=n) for n in (1, 4))
+    assert (parts(one), parts(four)) == (1, 4)
+    words, target = batch()
+    feeds = initial_feeds(one, model) | {"input.0": words.numpy(), "input.1": target.numpy()}
+    wanted, made = (runtime.outputs(step, feeds) for step in (one, four))
+    assert wanted.keys() == made.keys()
+    for name in wanted:
+        np.testing.assert_allclose(made[name], wanted[name], rtol=1e-5, atol=1e-6)
+
+
+def test_rows_that_do_not_divide_and_more_parts_than_rows():
+    model = Language()
+    assert parts(export_training_step(model, batch(), F.cross_entropy, loss_parts=7)) == 7
+    assert parts(export_training_step(model, batch(1, tokens=3), F.cross_entropy, loss_parts=7)) == 3
+
+
+def test_an_open_batch_is_taken_apart_where_that_is_asked_for():
+    class Flat(Language):
+        def forward(self, words, target):
+            return F.cross_entropy(super().forward(words), target.flatten())
+
+    words, target = batch()
+    example = words, target.reshape(TEXTS, TOKENS)
+    free = {f"input.{i}": {0: "texts"} for i in range(2)}
+    made = export_training_step(Flat(), example, dynamic_dims=free, loss_parts=3)
+    assert parts(made) == 3
+    assert parts(export_training_step(Flat(), example, dynamic_dims=free)) == 1
+
+
+@pytest.mark.parametrize("loss", [squared, lambda logits, target: F.cross_entropy(logits, target).exp()])
+def test_a_gradient_that_needs_the_whole_loss_is_left_alone(loss):
+    assert parts(export_training_step(Language(), batch(), loss, loss_parts=4)) == 1
+
+
+def test_logits_that_others_read_whole_are_left_alone():
+    class Watched(Language):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("guesses", torch.zeros(TEXTS * TOKENS, dtype=torch.int64))
+
+        def forward(self, words):
+            logits = super().forward(words)
+            self.guesses.copy_(logits.argmax(-1))
+            return logits
+
+    assert parts(export_training_step(Watched(), batch(), F.cross_entropy, loss_parts=4)) == 1
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 2.5, True, "4"])
+def test_what_is_no_number_of_parts_is_refused(wrong):
+    with pytest.raises(UsageError, match="loss_parts"):
+        export_training_step(Language(), batch(), F.cross_entropy, loss_parts=wrong)
+
+
+def test_large_logits_are_taken_apart_by_themselves_and_a_budget_below_them_is_kept():
+    """82 MB of logits in 8 parts of as many rows as an entry of the matrix has numbers."""
+    classes, width, tokens = 40_000, 64, 512
+    model = Language(classes=classes, width=width)
+    example = batch(1, classes, tokens)
+    whole, taken = (export_training_step(model, example, F.cross_entropy, loss_parts=n) for n in (1, None))
+    assert (parts(whole), parts(taken)) == (1, tokens // width)
+    logits = 4 * classes * tokens
+    with pytest.raises(onnx_remat.BudgetInfeasibleError, match="impossible"):
+        onnx_remat.rewrite_model(whole, logits, effort=1)
+    result = onnx_remat.rewrite_model(taken, logits, effort=1)
+    assert result.report.extra_compute < 0.05
+
+
+def test_a_budgeted_step_in_parts_trains_as_torch_does():
+    torch.manual_seed(1)
+    ours, theirs = Language(), Language()
+    theirs.load_state_dict(ours.state_dict())
+    example = batch()
+    step = budgeted(ours, F.cross_entropy, torch.optim.SGD(ours.parameters(), 0.1), example, loss_parts=3)
+    optimizer = torch.optim.SGD(theirs.parameters(), 0.1)
+    for _ in range(5):
+        words, target = batch()
+        optimizer.zero_grad()
+        loss = F.cross_entropy(theirs(words), target)
+        loss.backward()
+        optimizer.step()
+        assert step((words, target)) == pytest.approx(loss.item(), rel=1e-5)
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
