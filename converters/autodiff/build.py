@@ -12,6 +12,7 @@ from onnx_remat.errors import ConversionError
 
 from .. import names, optimizers
 from ..after_loss import make_late
+from ..loss_in_parts import in_parts
 from ..simplify import simplify
 from ..softmax_gradients import add_to_softmax
 from . import finite_differences, prepare
@@ -123,6 +124,7 @@ def add_backward(
     add_in_order(model)
     simplify(model)
     add_to_softmax(model)
+    in_parts(model, None)
     make_late(model)
     plain = _finished(model)
     found = finite_differences.check(

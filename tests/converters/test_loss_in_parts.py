@@ -11,6 +11,7 @@ pytest.importorskip("onnxscript")
 
 import torch
 import torch.nn.functional as F
+from onnx_remat.converters.autodiff import add_backward
 from onnx_remat.converters.pytorch import budgeted, export_training_step, initial_feeds
 from torch import nn
 
@@ -153,3 +154,17 @@ def test_a_budgeted_step_in_parts_trains_as_torch_does():
         assert step((words, target)) == pytest.approx(loss.item(), rel=1e-5)
     for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+
+
+def test_a_forward_file_gets_its_loss_in_parts():
+    """512 rows of 64 numbers each, 40,000 classes: `add_backward` compares the gradients with differences by itself."""
+    rng = np.random.default_rng(0)
+    forward = onnx.parser.parse_model("""<ir_version: 9, opset_import: ["" : 20]>
+        language (int64[512] words) => (float[512, 40000] logits) {
+            embedded = Gather (matrix, words)
+            active = Tanh (embedded)
+            logits = Gemm <transB = 1> (active, matrix)
+        }""")
+    matrix = (rng.standard_normal((40_000, 64)) * 0.02).astype(np.float32)
+    forward.graph.initializer.append(onnx.numpy_helper.from_array(matrix, "matrix"))
+    assert parts(add_backward(forward, loss="cross_entropy")) == 8
