@@ -148,7 +148,7 @@ def build(key: str) -> Case:
         return Case(_without_dropout(case.model), case.batch, case.loss)
     if family == "transformers":
         return _language(name)
-    size = {"inception_v3": 128}.get(name, SIZE)
+    size = {"inception_v3": 299}.get(name, SIZE)
     if family == "torchvision":
         import torchvision
 
