@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import sys
 from collections.abc import Sequence
@@ -108,6 +109,10 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+_OBJECTS = 200_000
+"""Made, less those that are gone, before Python looks for ones that only refer to each other."""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
@@ -128,6 +133,9 @@ def _rewrite(arguments: Sequence[str]) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    # A graph of ten thousand nodes is a million objects, none of them in a circle: looking for those is a sixth of the
+    # time of a command that ends soon.
+    gc.set_threshold(_OBJECTS)
     from onnx_remat import pipeline
     from onnx_remat.app import show
     from onnx_remat.ir import model_io
