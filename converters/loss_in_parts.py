@@ -87,11 +87,9 @@ def _parts(node: ir.Node, wanted: int | None) -> int:
     if node.domain or node.op_type not in _PRODUCTS or len(node.inputs) > 3:
         return 1
     x, matrix, made = node.inputs[0], node.inputs[1], node.outputs[0]
-    if any(v is None or v.shape is None or v.shape.rank() != 2 for v in (x, matrix, made)) or _number(
-        node, "transA", 0
-    ):
+    flat = all(v is not None and v.shape is not None and v.shape.rank() == 2 for v in (x, matrix, made))
+    if not flat or x is None or _number(node, "transA", 0):
         return 1
-    assert x is not None
     (rows, classes), depth = dims(made), dims(x)[1]
     if not (isinstance(classes, int) and isinstance(depth, int)) or made.dtype is None:
         return 1
@@ -128,39 +126,15 @@ class _Region:
 
 def _region(graph: ir.Graph, logits: ir.Node) -> _Region | None:
     """What is computed row by row from logits; None where that does not end in products, or waits for all rows."""
-    rows, inside, sums, nodes = dims(logits.outputs[0])[0], {logits.outputs[0]}, set[ir.Node](), [logits]
-    ends = set[ir.Node]()
-    began = False
-    for node in graph:
-        began = began or node is logits
-        if not began or node is logits or inside.isdisjoint(node.inputs):
-            continue
-        if _folds(node, rows, inside):
-            inside.update(node.outputs)
-            nodes.append(node)
-            continue
-        if _adds_rows(node, rows):
-            sums.add(node)
-        elif _by_rows(node, rows, inside):
-            inside.update(node.outputs)
-            if node.op_type not in _PRODUCTS:
-                nodes.append(node)
-                continue
-            inside.difference_update(node.outputs)
-        else:
-            continue
-        nodes.append(node)
-        ends.add(node)
+    rows = dims(logits.outputs[0])[0]
+    nodes, inside, ends, sums = _walk(graph, logits, rows)
     if not sums:
         return None
     wide = {v for v in inside if len(dims(v)) > 1 and dims(v)[-1] != 1}
     needed: set[ir.Node] = set()
     for node in reversed(nodes):
-        if (
-            node in ends
-            or not wide.isdisjoint(node.inputs)
-            or any(u in needed for v in node.outputs for u, _ in v.uses())
-        ):
+        readers = {user for value in node.outputs for user, _ in value.uses()}
+        if node in ends or not wide.isdisjoint(node.inputs) or not needed.isdisjoint(readers):
             needed.add(node)
     never = frozenset(node.outputs[0] for node in graph if _is_never(node))
     tied = _tied(graph, needed, never)
@@ -176,8 +150,29 @@ def _region(graph: ir.Graph, logits: ir.Node) -> _Region | None:
     )  # fmt: skip
     if any(v in wide for v in made) or any(v.is_graph_output() for v in inside) or _waits(graph, kept, never):
         return None
-    loss = next((v for v in made if v in inside), None)
-    return _Region(rows, kept, frozenset(sums), made, loss, never)
+    return _Region(rows, kept, frozenset(sums), made, next((v for v in made if v in inside), None), never)
+
+
+def _walk(
+    graph: ir.Graph, logits: ir.Node, rows: Dim
+) -> tuple[list[ir.Node], set[ir.Value], set[ir.Node], set[ir.Node]]:
+    """Nodes computed row by row from logits, the values in between, and where it ends: all such nodes, and sums."""
+    nodes, inside, ends, sums = [logits], {logits.outputs[0]}, set[ir.Node](), set[ir.Node]()
+    for node in graph:
+        if node is logits or inside.isdisjoint(node.inputs):
+            continue
+        added = _adds_rows(node, rows)
+        folded = not added and _folds(node, rows, inside)
+        if not (added or folded or _by_rows(node, rows, inside)):
+            continue
+        nodes.append(node)
+        if added:
+            sums.add(node)
+        if added or node.op_type in _PRODUCTS:
+            ends.add(node)
+        else:
+            inside.update(node.outputs)
+    return nodes, inside, ends, sums
 
 
 def _is_never(node: ir.Node) -> bool:
@@ -382,6 +377,7 @@ def _write(
     if node in region.sums:
         if node.op_type == "Gemm" and total is not None:
             inputs.append(total)
+            attributes.pop("beta", None)
         one = tape.op(node.op_type, *inputs, shape=dims(made), dtype=made.dtype, **attributes)
         if node.op_type != "Gemm" and total is not None:
             one = tape.add(total, one)
