@@ -2,6 +2,8 @@
 
     python -m scripts.finetune [--budget 2GB] [--batch 1] [--batch 8] [--save finetune]
 
+A saved table keeps its rows of batch sizes that are not measured again, where the command is the same.
+
 *eager* and *checkpointed* are PyTorch's, the second with every block under `torch.utils.checkpoint`: parameters,
 optimizer state and batch, and the rise of the process over a step. *ours* is the exported step by `Loop`, as it is, and
 *in the budget* a file rewritten for it: all that the process takes, ONNX Runtime's bookkeeping included. Steps of 128
@@ -84,7 +86,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--budget", default="2GB")
     parser.add_argument("--batch", type=int, action="append", help="default: 1 to 16")
-    parser.add_argument("--effort", type=float, default=3.0)
+    parser.add_argument("--effort", type=float, default=30.0)
     parser.add_argument("--save", default="", metavar="NAME", help="of the table in docs/results/data")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -96,7 +98,11 @@ def main() -> None:
         raise SystemExit(f"{given.budget}: a percentage grows with the batch")
     seen = results.printed(rows(size, given.batch or [1, 2, 4, 8, 16], given.effort))
     if given.save:
-        results.save(given.save, results.Table(f"python -m scripts.finetune --budget {given.budget}", HEADS, seen))
+        command = f"python -m scripts.finetune --budget {given.budget} --effort {given.effort:g}"
+        before = results.load(given.save)
+        kept = {int(row[0]): row for row in before.rows} if before.command == command else {}
+        merged = kept | {int(row[0]): row for row in seen}
+        results.save(given.save, results.Table(command, HEADS, tuple(merged[batch] for batch in sorted(merged))))
 
 
 if __name__ == "__main__":

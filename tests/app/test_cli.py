@@ -74,14 +74,14 @@ def test_json_to_standard_output_is_only_json(home, capsys):
 def test_a_refusal_names_flags_on_the_command_line_and_arguments_in_python(home, capsys):
     for flags, advice in (
         (("--budget", "600kB"), r"600\.0 kB is impossible: below .+ proved; try --budget \d+B \(\d"),
-        (("--budget", "750kB", "--effort", "1"), r"with --effort 1: .+ try --budget \d+B \(.+, 2% above .+ --effort 2"),
-        (("--budget", "750kB", "--selector", "sqrt_n"), r"try --budget \d+B .+ or --selector auto to go lower"),
+        (("--budget", "710kB", "--effort", "1"), r"with --effort 1: .+ try --budget \d+B \(.+, 2% above .+ --effort 2"),
+        (("--budget", "710kB", "--selector", "sqrt_n"), r"try --budget \d+B .+ or --selector auto to go lower"),
     ):  # fmt: skip
         code, _, err = cli(capsys, "in.onnx", "out.onnx", "--for", "session", *flags)
         assert code == 3 and re.search(advice, err), err
         assert "budget=" not in err
     with pytest.raises(BudgetInfeasibleError, match=r"try budget=\d+ \(.+ or effort=2 to go lower") as caught:
-        plan_model("in.onnx", "750kB", run_by="session", effort=1)
+        plan_model("in.onnx", "710kB", run_by="session", effort=1)
     assert "--" not in str(caught.value)
 
 

@@ -188,7 +188,7 @@ def test_a_larger_budget_never_costs_more_even_asked_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("fixed_order", [False, True])
-def test_a_refusal_takes_little_more_work_than_a_plan(fixed_order: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refusal_takes_one_more_round_than_a_plan(fixed_order: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     module, spent = sys.modules["onnx_remat.plan.selectors.search"], []
 
     def counted(view, plan, budget, work, *rest, **more):  # type: ignore[no-untyped-def]
@@ -201,7 +201,7 @@ def test_a_refusal_takes_little_more_work_than_a_plan(fixed_order: bool, monkeyp
         spent.clear()
         request = Request(problem, budget, baseline(problem), work=4000, fixed_order=fixed_order)
         assert (simulate(problem, get("search")(request)).peak > budget) == (budget == 2)
-        assert sum(spent) <= 1.3 * LANES * allowance(request)
+        assert sum(spent) <= (1.3 if budget == 20 else 2.3) * LANES * allowance(request)
 
 
 def test_collection_keeps_the_list_and_recomputes_the_rest() -> None:

@@ -93,6 +93,8 @@ CONTINUE_HEAT = (0.15, 0.005)
 """Temperatures of these runs: by hand; below those of the first, which found the plans."""
 LAST_HEATS = ((0.05, 0.002), (0.1, 0.002))
 """Temperatures of the last runs, one per lane: by hand."""
+LAST_ROUNDS = 4
+"""Rounds, each of the work that there was, in which a plan above the budget may get below it: by hand."""
 FRUITLESS = 3
 """Rounds in a row, each of twice the work of the one before, that find nothing before the clock is left alone."""
 TIGHTER_TARGETS = 6

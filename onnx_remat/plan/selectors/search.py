@@ -24,6 +24,7 @@ from onnx_remat.plan.search.tuning import (
     LANES,
     LARGE_OPS,
     LAST_HEATS,
+    LAST_ROUNDS,
     LAYERS_WORK_PER_OP,
     MOST_TRIES,
     PLANS_CONTINUED,
@@ -101,8 +102,10 @@ def find(request: Request) -> Plan:
             break  # where not even liveness keeps the target, a smaller one is no help
         target = int(target * request.budget / max(found.peak, request.budget + 1) * 0.995)
         work //= 4
-    if request.use_time or best.over:
+    if request.use_time:
         best = _going_on(request, view, best, target, allowance(request))
+    elif best.over:
+        best = _pressing_on(request, view, best, target, allowance(request))
     request.progress("done", 1.0)
     return best
 
@@ -118,16 +121,23 @@ def _mended(request: Request, view: Viewless, known: list[Plan], work: int) -> P
 
 
 def _going_on(request: Request, view: Viewless, best: Plan, budget: int, work: int) -> Plan:
-    """Anneal on from the best plan until the deadline, in ever longer rounds, while that finds better ones.
-
-    Where effort is the limit, only a plan that does not keep the budget is gone on from, until it does or stays as it
-    is for a round.
-    """
-    fruitless, turn, most = 0, 0, FRUITLESS if request.use_time else 1
-    while fruitless < most and not request.deadline.passed() and (request.use_time or best.over):
+    """Anneal on from the best plan until the deadline, in ever longer rounds, while that finds better ones."""
+    fruitless = turn = 0
+    while fruitless < FRUITLESS and not request.deadline.passed():
         better = best_of([best, *_turn(request, view, best, budget, work << turn, turn)])
         fruitless = fruitless + 1 if better is best else 0
         best, turn = better, turn + 1
+    return best
+
+
+def _pressing_on(request: Request, view: Viewless, best: Plan, budget: int, work: int) -> Plan:
+    """Anneal on from a plan above the budget, for as many rounds as get lower at a pace that reaches it in the end."""
+    for turn in range(LAST_ROUNDS):
+        lower = best_of([best, *_turn(request, view, best, budget, work, turn)])
+        gained, best = best.peak - lower.peak, lower
+        missing = best.peak - request.budget
+        if not best.over or request.deadline.passed() or gained * (LAST_ROUNDS - turn - 1) < missing:
+            break
     return best
 
 
