@@ -25,7 +25,7 @@ from onnx_ir.passes import common
 
 from onnx_remat.errors import UsageError
 
-from .autodiff.dims import Dim, Dims, dims
+from .autodiff.dims import Dim, Dims, dims, sizes
 from .autodiff.tape import Tape
 from .emit import Phase
 from .simplify import replace
@@ -218,7 +218,7 @@ def _by_rows(node: ir.Node, rows: Dim, inside: set[ir.Value]) -> bool:
     if node.domain or len(node.outputs) != 1 or made.shape is None or any(_unknown(v) for v in node.inputs):
         return False
     shape, op = dims(made), node.op_type
-    if not shape or shape[0] != rows:
+    if not 1 <= len(shape) <= 2 or shape[0] != rows:
         return False
     rank = len(shape)
     if op in _ELEMENTWISE:
@@ -277,9 +277,7 @@ def _adds_rows(node: ir.Node, rows: Dim) -> bool:
 
 
 def _unknown(value: ir.Value | None) -> bool:
-    return value is not None and (
-        value.shape is None or any(not isinstance(d, int) and d.value is None for d in value.shape)
-    )
+    return value is not None and sizes(value) is None
 
 
 def _axes(node: ir.Node) -> list[int] | None:
@@ -302,9 +300,9 @@ def _divide(tape: Tape, region: _Region, count: int) -> None:
     """Write a region's nodes once for each part, and put what they make together again."""
     own = {v for node in region.nodes for v in node.outputs}
     read = {v: None for node in region.nodes for v in _rowed(node, region.rows, own) if v not in own}
-    last, sizes = region.nodes[-1], _sizes(region.rows, count)
+    last, lengths = region.nodes[-1], _lengths(region.rows, count)
     with tape.ahead_of(last, "forward"):
-        slices = {value: _split(tape, value, count, sizes) for value in read}
+        slices = {value: _split(tape, value, count, lengths) for value in read}
     parts: list[Mapping[ir.Value, ir.Value]] = []
     so_far: dict[ir.Value, ir.Value] = {}
     for part in range(count):
@@ -312,7 +310,7 @@ def _divide(tape: Tape, region: _Region, count: int) -> None:
         for node in region.nodes:
             phase: Phase = node.metadata_props.get("phase", "forward")  # type: ignore[assignment]
             with tape.ahead_of(last, phase):
-                _write(tape, node, region, known, so_far, None if sizes is None else sizes[part])
+                _write(tape, node, region, known, so_far, None if lengths is None else lengths[part])
         parts.append(known)
     with tape.ahead_of(last, "backward"):
         for value in region.made:
@@ -340,20 +338,20 @@ def _rowed(node: ir.Node, rows: Dim, inside: Collection[ir.Value]) -> Iterator[i
             yield value
 
 
-def _sizes(rows: Dim, count: int) -> list[int] | None:
+def _lengths(rows: Dim, count: int) -> list[int] | None:
     if not isinstance(rows, int):
         return None
     return [rows // count + (part < rows % count) for part in range(count)]
 
 
-def _split(tape: Tape, value: ir.Value, count: int, sizes: list[int] | None) -> tuple[ir.Value, ...]:
+def _split(tape: Tape, value: ir.Value, count: int, lengths: list[int] | None) -> tuple[ir.Value, ...]:
     """A value's rows in parts."""
-    if sizes is None:
+    if lengths is None:
         made = tape.many("Split", value, outputs=count, axis=0, num_outputs=count)
     else:
-        made = tape.many("Split", value, tape.constant(np.array(sizes)), outputs=count, axis=0)
+        made = tape.many("Split", value, tape.constant(np.array(lengths)), outputs=count, axis=0)
     for part, piece in enumerate(made):
-        piece.shape = ir.Shape([None if sizes is None else sizes[part], *dims(value)[1:]])
+        piece.shape = ir.Shape([None if lengths is None else lengths[part], *dims(value)[1:]])
         piece.type = value.type
     return made
 

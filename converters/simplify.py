@@ -13,7 +13,7 @@ from onnx_ir.passes import common
 
 from onnx_remat.ir.op_semantics import semantics
 
-from .autodiff.dims import Dims, broadcast, dims
+from .autodiff.dims import broadcast, sizes
 from .safe_forms import write_safely
 from .side_by_side import constant, side_by_side
 from .sums_of_rows import scatter_into
@@ -214,8 +214,9 @@ def _fuse_chain(node: ir.Node) -> None:
             if [first[i] for i in second] == sorted(first):
                 _skip(node)
     elif node.op_type in _RESHAPES and before.op_type in _RESHAPES:
-        if (sizes := _sizes(node.outputs[0])) is not None and sizes == _sizes(before.inputs[0]):
-            replace(node.outputs[0], before.inputs[0])  # type: ignore[arg-type]
+        begun = before.inputs[0]
+        if begun is not None and (known := sizes(begun)) is not None and known == sizes(node.outputs[0]):
+            replace(node.outputs[0], begun)
             return
         shape = _static(node.outputs[0])
         if shape is not None and before.inputs[0] is not None:
@@ -279,24 +280,17 @@ def _absorb_expand(node: ir.Node) -> None:
     """An elementwise node broadcasts by itself what was expanded for it."""
     if node.domain or node.op_type not in _BROADCASTING:
         return
-    result = _sizes(node.outputs[0])
+    result = sizes(node.outputs[0])
     for index, value in enumerate(node.inputs):
         before = value.producer() if value is not None else None
         if before is None or before.domain or before.op_type not in ("Expand", "ConstantOfShape") or result is None:
             continue
         small = before.inputs[0] if before.op_type == "Expand" else None
-        shapes = [() if i == index and small is None else _sizes(small if i == index else v)
+        shapes = [() if i == index and small is None else sizes(small if i == index else v)
                   for i, v in enumerate(node.inputs)]  # fmt: skip
         known = [shape for shape in shapes if shape is not None]
         if len(known) == len(shapes) and reduce(broadcast, known) == result:
             node.replace_input_with(index, small or _fill(before))
-
-
-def _sizes(value: ir.Value | None) -> Dims | None:
-    """Sizes and symbols of a value, where every dimension has one or the other."""
-    if value is None or value.shape is None or any(not isinstance(d, int) and d.value is None for d in value.shape):
-        return None
-    return dims(value)
 
 
 def _absorb_batch(node: ir.Node) -> None:

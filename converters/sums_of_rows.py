@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from .autodiff.dims import dims
+from .autodiff.dims import sizes
 
 _SCATTERS = ("ScatterElements", "ScatterND")
 
@@ -25,7 +25,7 @@ def scatter_into(node: ir.Node) -> None:
         adds = "reduction" in made.attributes and made.attributes["reduction"].as_string() == "add"
         if not adds or scattered.is_graph_output() or len(scattered.uses()) > 1 or not filled_with(made.inputs[0], 0.0):
             continue
-        if other.shape is None or scattered.shape is None or dims(other) != dims(scattered):
+        if sizes(other) is None or sizes(other) != sizes(scattered):
             continue
         node.op_type = made.op_type
         node.attributes.update(made.attributes)

@@ -99,7 +99,8 @@ def main() -> None:
     seen = results.printed(rows(size, given.batch or [1, 2, 4, 8, 16], given.effort))
     if given.save:
         command = f"python -m scripts.finetune --budget {given.budget} --effort {given.effort:g}"
-        before = results.load(given.save)
+        there = (results.DATA / f"{given.save}.json").exists()
+        before = results.load(given.save) if there else results.Table(command, HEADS, ())
         kept = {int(row[0]): row for row in before.rows} if before.command == command else {}
         merged = kept | {int(row[0]): row for row in seen}
         results.save(given.save, results.Table(command, HEADS, tuple(merged[batch] for batch in sorted(merged))))

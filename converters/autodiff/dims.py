@@ -27,6 +27,13 @@ def dims(value: ir.Value) -> Dims:
     return tuple(d if isinstance(d, int) else str(d.value) for d in value.shape)
 
 
+def sizes(value: ir.Value | None) -> Dims | None:
+    """As `dims`, of a value whose every dimension has a size or a symbol; None of any other."""
+    if value is None or value.shape is None or any(not isinstance(d, int) and d.value is None for d in value.shape):
+        return None
+    return dims(value)
+
+
 def is_static(shape: Dims) -> bool:
     """
     >>> is_static((2, 3)), is_static(("batch", 3))

@@ -133,8 +133,8 @@ def _rewrite(arguments: Sequence[str]) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    # A graph of ten thousand nodes is a million objects, none of them in a circle: looking for those is a sixth of the
-    # time of a command that ends soon.
+    # A large graph is millions of objects, hardly any of them in a circle, and the command ends soon: to look for them
+    # takes time that it never gives back.
     gc.set_threshold(_OBJECTS)
     from onnx_remat import pipeline
     from onnx_remat.app import show

@@ -118,6 +118,18 @@ def test_logits_that_others_read_whole_are_left_alone():
     assert parts(export_training_step(Watched(), batch(), F.cross_entropy, loss_parts=4)) == 1
 
 
+def test_rows_scaled_one_by_one_in_three_axes_are_left_alone():
+    class Scaled(Language):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("scale", torch.rand(TEXTS * TOKENS, 1, 1) + 1)
+
+        def forward(self, words):
+            return (super().forward(words).unsqueeze(1) * self.scale).squeeze(1)
+
+    assert parts(export_training_step(Scaled(), batch(), F.cross_entropy, loss_parts=4)) == 1
+
+
 @pytest.mark.parametrize("wrong", [0, -1, 2.5, True, "4"])
 def test_what_is_no_number_of_parts_is_refused(wrong):
     with pytest.raises(UsageError, match="loss_parts"):
