@@ -17,16 +17,17 @@ import onnx
 
 from onnx_remat.donation import after_readers
 from onnx_remat.errors import BudgetInfeasibleError, ModelError, VerificationError
+from onnx_remat.goal import MARGIN, Goal
 from onnx_remat.options import Options
-from onnx_remat.ort import runtime
+from onnx_remat.ort import moves, runtime
 from onnx_remat.ort.executed import Executed, as_executed
 from onnx_remat.ort.kernels import costs
 from onnx_remat.ort.peaks import held
 from onnx_remat.ort.prepare import Compiled, computed
 from onnx_remat.ort.simulate import buffers
-from onnx_remat.plan import bounds, selectors
+from onnx_remat.plan import selectors
 from onnx_remat.plan.request import Deadline
-from onnx_remat.problem import Problem, Schedule, check_schedule
+from onnx_remat.problem import Schedule, check_schedule
 from onnx_remat.run.foreseen import Footprint, foresee
 from onnx_remat.run.opening import workspace
 from onnx_remat.units import format_bytes
@@ -36,9 +37,6 @@ from onnx_remat.write.decided import Rewritten
 from onnx_remat.write.realize import realize, settle
 
 _log = logging.getLogger(__name__)
-
-MARGIN = 0.01
-"""Fraction of the budget kept free for what no plan shows: allocator rounding and the runtime's own bookkeeping."""
 
 _WARM = 0.97  # of the target: steps above this count as peaks when looking for buffers shared to no good
 _ANYTIME = ("search", "auto", "exact")  # selectors that use the time they are given
@@ -85,62 +83,6 @@ class Fitted:
     trained: Footprint | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Goal:
-    """What a budget is asked for, and what of it is left to a plan.
-
-    Attributes
-    ----------
-    allowed : int
-        The budget in bytes.
-    by_loop : bool
-        It covers what training with `run.training.Loop` takes of the machine, not the sum of tensors.
-    books : int
-        Bytes that no plan changes: what a session keeps for its graph, reckoned for the original.
-    per_node : int
-        Bytes of them for every node that runs again.
-    taken : int
-        What the original takes of what the budget covers.
-    fused, own : problem.Problem or None
-        The original as ONNX Runtime's default optimisations make it, and as it is, for a session of ours, in which
-        results may lie over what they are made of; None for any other.
-    """
-
-    allowed: int
-    by_loop: bool = False
-    books: int = 0
-    per_node: int = 0
-    taken: int = 0
-    fused: Problem | None = None
-    own: Problem | None = None
-
-    def floor(self, problem: Problem) -> int:
-        """Bytes that no plan peaks below. What is fused has no values in between: then both graphs say how low."""
-        problem = problem if self.own is None else self.own
-        floor = bounds.lower_bound(problem)
-        if self.fused is None:
-            return floor
-        above = bounds.lower_bound(self.fused) - self.fused.base_bytes
-        return min(problem.base_bytes, self.fused.base_bytes) + min(floor - problem.base_bytes, above)
-
-    def run_by(self) -> str:
-        """What the budget is asked for, as `Options.run_by` says it."""
-        return "loop" if self.by_loop else "session"
-
-    def target(self) -> int:
-        """The peak that plans are made for: the budget less its margin and the books."""
-        return int((self.allowed - self.books) * (1 - MARGIN))
-
-    def budget(self, peak: int) -> int:
-        """The least budget that plans with this peak keep."""
-        return int(peak / (1 - MARGIN)) + 2 + self.books
-
-
-def smallest_budget(peak: int, books: int = 0) -> int:
-    """The least budget that plans with this peak keep: the peak, its margin, and what no plan changes."""
-    return Goal(0, books=books).budget(peak)
-
-
 def make_plan(
     compiled: Compiled,
     goal: Goal,
@@ -154,14 +96,15 @@ def make_plan(
     `known_plans` are starting points, see `request.Request.known`.
     """
     floor = goal.floor(compiled.problem)
-    baseline = Schedule(tuple(after_readers(compiled.problem, compiled.default_order().order).tolist()))
+    order = moves.adjoined(compiled.problem, compiled.default_order().order).order
+    baseline = Schedule(tuple(after_readers(compiled.problem, order).tolist()))
     select = selectors.get(options.selector)
     # Plans are made against liveness: the file keeps the runtime from sharing buffers where that costs memory.
     whole = compiled.problem if goal.own is None else goal.own
     problem = replace(whole, poolable=np.zeros(whole.n_values, np.bool_))
     if goal.by_loop:  # the slab does not shrink while a kernel has its workspace: the largest lies alongside
-        apart, none = workspace(compiled)[0], np.zeros_like(problem.workspace)
-        problem = replace(problem, workspace=none, base_bytes=problem.base_bytes + apart, hold_unread=False)
+        apart, alone = workspace(compiled)[0], moves.beside(compiled)
+        problem = replace(problem, workspace=alone, base_bytes=problem.base_bytes + apart, hold_unread=False)
     numbers = {name: i for i, name in enumerate(compiled.graph.values)}
     request = selectors.Request(
         problem,
@@ -177,7 +120,8 @@ def make_plan(
     )
     if floor > target:  # no search can help: look only for something to name
         request = replace(request, work=1, use_time=False)
-    schedule = settle(compiled, problem, select(request), target)
+    schedule = moves.adjoined(problem, select(request).order, target)
+    schedule = settle(compiled, problem, schedule, target)
     check_schedule(problem, schedule)
     timeline = buffers.simulate(problem, schedule)
     if timeline.peak > target:
@@ -231,6 +175,7 @@ def fit(
     stage: Stage,
     deadline: Deadline,
     reserve: float,
+    known: tuple[Schedule, ...] = (),
 ) -> Fitted:
     """Plan, write, and see what ONNX Runtime would make of the file, until that is within the budget.
 
@@ -253,7 +198,7 @@ def fit(
             try:
                 share = 1.0 if plans or options.effort is not None else _FIRST_SHARE
                 less = replace(options, effort=options.work_seconds() * _GOING_ON) if plans else options
-                plan = make_plan(compiled, goal, target, less, deadline.sooner(reserve, share), plans)
+                plan = make_plan(compiled, goal, target, less, deadline.sooner(reserve, share), (*known, *plans))
                 plans = (*plans, plan.schedule)
             except BudgetInfeasibleError:
                 if not plans and target < goal.target():  # no wonder

@@ -12,11 +12,13 @@ from typing import TypedDict
 from onnx_remat.errors import UsageError, did_you_mean
 from onnx_remat.ort import runtime
 from onnx_remat.ort.kernels.base import Kernels
+from onnx_remat.ort.kernels.costs import PRESETS
 from onnx_remat.ort.kernels.registry import kernels_of
+from onnx_remat.ort.moves import Link
 from onnx_remat.ort.prepare import Preparation
 from onnx_remat.plan import selectors
 from onnx_remat.run import verify
-from onnx_remat.units import check_dims, parse_duration, parse_size
+from onnx_remat.units import check_dims, parse_budget, parse_duration, parse_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,11 @@ class Options:
         A preset of `costs.PRESETS`, or the path of a profile written by ONNX Runtime; "" for the provider's own preset.
     cudnn_workspace : str, int or None
         Bytes allowed for what cuDNN takes in a convolution (``"64MiB"``); None for the provider's own margin.
+    offload : bool
+        May a plan for a device move values to the host's memory and back, where that takes less time than to compute
+        them again? For ``run_by="loop"``.
+    host_bandwidth : str, int or None
+        Bytes per second that cross to the host, or back (``"25GB"``); None for the device's preset, see `costs`.
     verify : str
         One of `verify.MODES`: "none", "check" (the file alone), "run" (also both models, compared).
     progress : callable
@@ -78,6 +85,8 @@ class Options:
     effort: float | None = 30.0
     costs: str = ""
     cudnn_workspace: str | int | None = None
+    offload: bool = False
+    host_bandwidth: str | int | None = None
     verify: str = "check"
     progress: selectors.Progress = selectors.silent
 
@@ -96,6 +105,17 @@ class Options:
             kernels, self.dims, self.allow_recompute, self.keep, self.loss, self.costs or kernels.costs,
             must_load=self.verify != "none", fixed=self.run_by == "loop",
         )  # fmt: skip
+
+    def link(self) -> Link:
+        """The way to the host, of the device that seconds are estimated for."""
+        if self.host_bandwidth is not None:
+            try:
+                return Link(float(parse_budget(self.host_bandwidth).bytes or 0))
+            except UsageError:
+                given = f"host_bandwidth {self.host_bandwidth!r:.100}"
+                raise UsageError(f"{given} is no number of bytes in a second: write e.g. 25GB") from None
+        known = PRESETS.get(self.costs) or PRESETS[self.kernels().costs]
+        return Link(known.host)
 
     def kernels(self) -> Kernels:
         """The facts about the provider's kernels; UsageError where there are none."""
@@ -120,6 +140,8 @@ class PlanningOptions(TypedDict, total=False):
     effort: float | None
     costs: str
     cudnn_workspace: str | int | None
+    offload: bool
+    host_bandwidth: str | int | None
     verify: str
     progress: selectors.Progress
 
@@ -154,7 +176,7 @@ def _checked(name: str, value: object) -> object:
         if value is not None and not callable(value):
             raise UsageError(f"progress must be a function of a stage and a fraction, not {value!r:.100}")
         return value or selectors.silent
-    if name in ("arena", "patterns") and not isinstance(value, bool):
+    if name in ("arena", "patterns", "offload") and not isinstance(value, bool):
         raise UsageError(f"{name} must be True or False, not {value!r:.100}")
     return value
 
@@ -203,9 +225,22 @@ def parse_options(given: PlanningOptions) -> Options:
             )
         if options.arena:
             raise UsageError("--arena is for --for session: a loop of ours keeps no values in ONNX Runtime's arena")
+    _check_offload(options)
     selectors.get(options.selector)
     if options.checkpoints and options.selector != "collection":
         raise UsageError(f"--checkpoint is for --selector collection, {options.selector!r} chooses by itself")
     if options.verify == "run":
         runtime.import_runtime()
     return options
+
+
+def _check_offload(options: Options) -> None:
+    """Values are moved by a session of ours alone, where there is somewhere to move them."""
+    if options.offload and (options.kernels().device == "cpu" or options.run_by != "loop"):
+        raise UsageError(
+            "--offload moves values out of a device's memory, in a session of ours: for --provider cuda --for loop"
+        )
+    if options.host_bandwidth is not None and not options.offload:
+        raise UsageError("--host-bandwidth is for --offload")
+    if options.offload and options.link().bandwidth <= 0:
+        raise UsageError(f"--costs {options.costs} has no other memory to move values to: state --host-bandwidth")

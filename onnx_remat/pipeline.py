@@ -13,15 +13,18 @@ from typing import Unpack
 import onnx
 
 from onnx_remat import files
-from onnx_remat.errors import ModelError
+from onnx_remat.errors import ModelError, UsageError
 from onnx_remat.first_use import PLANNER, SIMULATOR, FirstUse, first_use
-from onnx_remat.fit import Fitted, Goal, Plan, fit, make_plan
+from onnx_remat.fit import Fitted, Plan, fit, make_plan
+from onnx_remat.goal import Goal
 from onnx_remat.ir import model_io, phases, shapes
 from onnx_remat.ir.body import check_fits, into_body
 from onnx_remat.ir.training_ops import first_training_op
+from onnx_remat.offload import fit_with_moves
 from onnx_remat.options import Options, PlanningOptions, parse_options
 from onnx_remat.ort import known_bugs, placement, runtime
 from onnx_remat.ort.executed import Executed, as_executed, whom_to_ask
+from onnx_remat.ort.moves import moved
 from onnx_remat.ort.peaks import describe, held, reserves
 from onnx_remat.ort.prepare import Compiled, prepare
 from onnx_remat.ort.renewed import taking_over, with_donations
@@ -36,6 +39,10 @@ from onnx_remat.run.processes import beyond_tensors
 from onnx_remat.units import Budget, format_bytes, parse_budget
 from onnx_remat.write.decided import Rewritten
 
+_MOVES = (
+    "values are moved when they are due by onnx_remat.Session and training.Loop alone; in onnxruntime's own session "
+    "they come back early"
+)
 _LOOKS = {True: 3.0, False: 4.0}  # times as long as simulating the original: a file, for a loop or at every level
 
 
@@ -100,6 +107,8 @@ def plan_model(model: model_io.Model, budget: str | int | Budget, **options: Unp
     """
     with first_use() as kernels:
         job = begin(model, budget, options, kernels)
+        if job.options.offload:
+            raise UsageError("offload: plans with moves are rewrite_model's")
         job.compile(kernels, PLANNER)
     return make_plan(job.compiled, job.goal, job.goal.target(), job.options, job.deadline)
 
@@ -144,7 +153,10 @@ def rewrite_model(model: model_io.Model, budget: str | int | Budget, **options: 
             return _unchanged(job)
         job.compile(kernels, PLANNER)
     reserve = _LOOKS[job.goal.by_loop] * job.clock.seconds["simulate original"]
-    fitted = fit(job.compiled, job.original, job.goal, job.folder, job.options, job.clock.stage, job.deadline, reserve)
+    fitting = fit_with_moves if job.options.offload else fit
+    fitted = fitting(
+        job.compiled, job.original, job.goal, job.folder, job.options, job.clock.stage, job.deadline, reserve
+    )
     written, final = fitted.written, list(fitted.executed.values())[-1]
     with job.clock.stage("verify"):
         measured = _verify(job, written, fitted.executed)
@@ -177,7 +189,8 @@ def _report(job: Job, fitted: Fitted, measured: verify.Measured | None) -> Repor
     compiled, original, final = job.compiled, job.original, list(executed.values())[-1]
     after = final.timeline()
     with job.clock.stage("bound"):
-        at_least = cost_lower_bound(job.goal.own or compiled.problem, job.goal.allowed, until=job.deadline.passed)
+        problem, until = job.goal.own or compiled.problem, job.deadline.passed
+        at_least = 0.0 if job.options.offload else cost_lower_bound(problem, job.goal.allowed, until=until)
     with job.clock.stage("arena"):
         arenas = reserves(original, job.before), reserves(final, after)
     return Report(
@@ -190,6 +203,7 @@ def _report(job: Job, fitted: Fitted, measured: verify.Measured | None) -> Repor
         impossible_below=job.impossible_below(plan.lower_bound),
         extra_compute=plan.extra_compute,
         extra_compute_bound=at_least,
+        moved=moved(plan.compiled, plan.schedule),
         recomputed=len(written.recomputed),
         control_edges=written.control_edges,
         private_values=written.private_values,
@@ -204,6 +218,7 @@ def _report(job: Job, fitted: Fitted, measured: verify.Measured | None) -> Repor
             *_rounding(written.rounded),
             *phases.note(compiled.problem.phase.tolist()),
             *_on_device(compiled),
+            *((_MOVES,) if written.moved else ()),
         ),
         warnings=_warnings(compiled, written.model),
         run_by=job.goal.run_by(),

@@ -74,6 +74,9 @@ class Problem:
     donee_may_read : bool (n_values,) or empty
         Whether the op that makes such a value may itself read what it replaces: its kernel reads every element before
         it writes there. Empty: none may.
+    moves : bool (n_ops,) or empty
+        Ops that bring a value back from the host (`ort.moves`). The first time, right behind the op that makes the
+        value, they do nothing and cost nothing. Empty: none are.
     """
 
     in_ptr: Ints
@@ -98,6 +101,7 @@ class Problem:
     hold_unread: bool = True
     donates: Ints = field(default_factory=lambda: np.empty(0, np.int32))
     donee_may_read: Flags = field(default_factory=lambda: np.empty(0, np.bool_))
+    moves: Flags = field(default_factory=lambda: np.empty(0, np.bool_))
 
     @cached_property
     def lifetimes(self) -> Lifetimes:
@@ -202,10 +206,25 @@ class Schedule:
         return np.asarray(self.order, np.int32)
 
     def overhead(self, problem: Problem) -> float:
-        """Extra compute as a fraction of one plain execution of every op: 0.25 means 25 % more."""
+        """Extra compute as a fraction of one plain execution of every op: 0.25 means 25 % more; moves are compute."""
         total = float(problem.cost.sum())
+        if len(problem.moves):
+            total -= float(problem.cost[problem.moves].sum())
         repeats = np.bincount(self.array(), minlength=problem.n_ops) - 1
-        return float(problem.cost @ repeats) / total if total else 0.0
+        again = float(problem.cost @ repeats) + float(problem.cost[self.late_moves(problem)].sum())
+        return again / total if total else 0.0
+
+    def late_moves(self, problem: Problem) -> list[int]:
+        """Moves whose first occurrence is not right behind what makes their value: that one moves it, too."""
+        late: list[int] = []
+        if not len(problem.moves):
+            return late
+        seen: set[int] = set()
+        for before, op in pairwise((-1, *self.order)):
+            if problem.moves[op] and op not in seen and before != problem.producer()[problem.inputs(op)[0]]:
+                late.append(op)
+            seen.add(op)
+        return late
 
 
 def check_schedule(problem: Problem, schedule: Schedule) -> None:

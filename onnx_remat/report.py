@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
+from onnx_remat.ort.moves import Moved
 from onnx_remat.ort.peaks import Peak, Reserves
 from onnx_remat.run.foreseen import Footprint
 from onnx_remat.run.verify import Measured
@@ -70,6 +71,9 @@ class Report:
         What the budget covers, see `Options.run_by`.
     cut_short : bool
         Whether the clock cut planning or its bound short (`Options.time_limit`): another run may find another plan.
+    moved : Moved or None
+        What is moved to the host and back, which `extra_compute` includes; None where nothing is. Bounds know no
+        moves: where they were allowed, `extra_compute_bound` is 0.
     loop_before, loop_after : Footprint or None
         What training with `run.training.Loop` takes of the machine's memory; None where it cannot open the step.
     """
@@ -96,6 +100,7 @@ class Report:
     warnings: tuple[str, ...] = ()
     run_by: str = "session"
     cut_short: bool = False
+    moved: Moved | None = None
     loop_before: Footprint | None = None
     loop_after: Footprint | None = None
 
@@ -117,12 +122,15 @@ class Report:
 
     def helpers(self) -> int:
         """Nodes that were added besides recomputes and control edges: what an edge waits through, private buffers."""
-        return self.nodes_after - self.nodes_before - self.recomputed - self.control_edges
+        copies = 2 * len(self.moved.values) if self.moved else 0
+        return self.nodes_after - self.nodes_before - self.recomputed - self.control_edges - copies
 
     def verdict(self) -> str:
         """One line: what was reached, at what price."""
         gap = max(0.0, self.extra_compute - self.extra_compute_bound)
         room = f"at most {100 * gap:.1f} points above any possible plan" if gap >= 5e-4 else "the least possible"
+        if self.moved:
+            room = f"+{self.moved.share:.1%} of it to move {format_bytes(self.moved.nbytes)} to the host and back"
         before, after = self.covered()
         saved = 1 - after / before if before else 0.0
         change = f"-{saved:.1%}" if after != before else "unchanged"
@@ -168,12 +176,21 @@ class Report:
             ("  of any plan, at least", "", f"+{self.extra_compute_bound:.2%}"),
             ("nodes", str(self.nodes_before), str(self.nodes_after)),
             ("  recomputed", "", str(self.recomputed)),
+            *self._move_rows(),
             ("  control edges", "", str(self.control_edges)),
             ("  helpers of edges and buffers", "", str(self.helpers())),
             ("values with own buffers", "", str(self.private_values)),
             ("smallest possible budget", "", f">= {format_bytes(self.impossible_below)}"),
         ]
         return rows
+
+    def _move_rows(self) -> list[tuple[str, str, str]]:
+        if self.moved is None:
+            return []
+        host = self.loop_after.on_host if self.loop_after else 0
+        rows = [("  copies to the host and back", "", str(2 * len(self.moved.values)))]
+        rows += [("    bytes moved, each way", "", format_bytes(self.moved.nbytes))]
+        return [*rows, ("    the host keeps at most", "", format_bytes(host))]
 
     @staticmethod
     def _sides(before: object, after: object, fields: tuple[tuple[str, str], ...]) -> list[tuple[str, str, str]]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import onnx
 
 from onnx_remat.errors import BudgetInfeasibleError
-from onnx_remat.fit import smallest_budget
+from onnx_remat.goal import smallest_budget
 from onnx_remat.ort.executed import as_executed
 from onnx_remat.ort.kernels.cpu import CPU
 from onnx_remat.ort.prepare import Preparation, prepare

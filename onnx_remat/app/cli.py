@@ -13,6 +13,7 @@ from onnx_remat import files
 from onnx_remat.app import commands, completion, streams
 from onnx_remat.app.flags import (
     Parser,
+    add_offload_flags,
     add_planning_flags,
     check_files,
     guarded,
@@ -106,6 +107,7 @@ def build_parser() -> argparse.ArgumentParser:
     loudness.add_argument("-q", "--quiet", action="store_true", help="print errors only")
     parser.add_argument("--version", action="version", version=f"onnx-remat {__version__}")
     add_planning_flags(parser)
+    add_offload_flags(parser)
     return parser
 
 

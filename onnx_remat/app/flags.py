@@ -95,7 +95,7 @@ def add_planning_flags(parser: argparse.ArgumentParser, time_limit: str = "30s")
         "--effort", metavar="N",
         help="how much to try instead, in seconds of a slow core: the same plan on any machine, however busy",
     )  # fmt: skip
-    parser.set_defaults(default_time_limit=time_limit)
+    parser.set_defaults(default_time_limit=time_limit, offload=False, host_bandwidth=None)
     planning.add_argument(
         "--costs", metavar="PRESET|FILE",
         help=f"seconds per op: {', '.join(PRESETS)} (default cpu, or a100 for --provider cuda), or a profile JSON "
@@ -104,6 +104,20 @@ def add_planning_flags(parser: argparse.ArgumentParser, time_limit: str = "30s")
     planning.add_argument(
         "--cudnn-workspace", metavar="SIZE",
         help="for --provider cuda: bytes to allow for what cuDNN takes in a convolution (default 32MiB)",
+    )  # fmt: skip
+
+
+def add_offload_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags that say whether values may be moved to the host; `planning_options` reads them."""
+    offload = parser.add_argument_group("moving values to the host")
+    offload.add_argument(
+        "--offload", action="store_true",
+        help="move values to the host's memory and back where that takes less time than to compute them again, and "
+        "where no budget could be kept otherwise: for --provider cuda --for loop",
+    )  # fmt: skip
+    offload.add_argument(
+        "--host-bandwidth", metavar="SIZE",
+        help="bytes that cross to the host in a second, or back (default: 25GB, or what --costs says of the device)",
     )  # fmt: skip
 
 
@@ -156,6 +170,10 @@ def planning_options(arguments: argparse.Namespace) -> PlanningOptions:
         options["effort"], options["time_limit"] = effort, 4 * effort
     if arguments.cudnn_workspace is not None:
         options["cudnn_workspace"] = arguments.cudnn_workspace
+    if arguments.offload:
+        options["offload"] = True
+    if arguments.host_bandwidth is not None:
+        options["host_bandwidth"] = arguments.host_bandwidth
     if arguments.costs is not None:
         options["costs"] = arguments.costs
     return options

@@ -9,7 +9,7 @@ from typing import Unpack
 
 from onnx_remat.app.sweep import named
 from onnx_remat.errors import BudgetInfeasibleError
-from onnx_remat.fit import smallest_budget
+from onnx_remat.goal import smallest_budget
 from onnx_remat.ir.model_io import Model
 from onnx_remat.options import PlanningOptions
 from onnx_remat.pipeline import rewrite_model

@@ -14,7 +14,7 @@ from typing import Unpack
 import numpy as np
 
 from onnx_remat.errors import BudgetInfeasibleError, OnnxRematError, UsageError
-from onnx_remat.fit import smallest_budget
+from onnx_remat.goal import smallest_budget
 from onnx_remat.ir.model_io import Model
 from onnx_remat.options import PlanningOptions
 from onnx_remat.pipeline import Result, rewrite_model

@@ -22,6 +22,9 @@ SPLIT: Final = "onnx_remat"
 DRAW, PRODUCT = "DropoutDraw", "DropoutProduct"
 """Domain and names of the two halves of a Dropout, which exist in plans alone (`dropout`)."""
 
+MOVE: Final = "Move"
+"""In that domain: what makes a value of the copy that the host keeps of it (`ort.moves`); in plans alone as well."""
+
 
 @dataclass(frozen=True, slots=True)
 class OpSemantics:
@@ -129,7 +132,7 @@ _CONTRIB: Final[dict[str, frozenset[str]]] = {
             "SparseAttention", "TransposeMatMul", "Trilu", "UnfoldTensor",
         }
     ),
-    SPLIT: frozenset({DRAW, PRODUCT}),
+    SPLIT: frozenset({DRAW, PRODUCT, MOVE}),
     _NCHWC: frozenset(
         {
             "AveragePool", "Conv", "GlobalAveragePool", "GlobalMaxPool", "MaxPool", "ReorderInput",

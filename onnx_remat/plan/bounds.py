@@ -40,14 +40,22 @@ def lower_bound(problem: Problem) -> int:
     int
         Bytes, residents included.
     """
-    life = problem.lifetimes
-    floor = int(life.nbytes[life.kept].sum())
-    needs = [_reads(problem, op) + writes(problem, op) + int(problem.workspace[op]) for op in range(problem.n_ops)]
-    floor = max([floor, *needs])
+    needs, floor = _needs(problem), working_set(problem)
     game = _Game.of(problem)
     for op in sorted(range(problem.n_ops), key=lambda op: (-needs[op], op))[:_OPS]:
-        floor = max(floor, game.lowest(op))
-    return problem.base_bytes + floor
+        floor = max(floor, problem.base_bytes + game.lowest(op))
+    return floor
+
+
+def working_set(problem: Problem) -> int:
+    """The working-set floor of `lower_bound` by itself: it holds for plans that move values to the host as well."""
+    life = problem.lifetimes
+    return problem.base_bytes + max([int(life.nbytes[life.kept].sum()), *_needs(problem)])
+
+
+def _needs(problem: Problem) -> list[int]:
+    """Bytes surely allocated while each op runs for the first time."""
+    return [_reads(problem, op) + writes(problem, op) + int(problem.workspace[op]) for op in range(problem.n_ops)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from onnx_remat.ir.dtypes import bits
 from onnx_remat.ir.shapes import Tensor
 from onnx_remat.ort.kernels.base import Kernels, key
 from onnx_remat.ort.kernels.in_place import may_overwrite
+from onnx_remat.ort.moves import DOWN, UP
 from onnx_remat.ort.simulate import layout
 from onnx_remat.problem import Longs
 from onnx_remat.run.private_copy import Step, as_run
@@ -321,6 +322,18 @@ def lifetimes(program: Program, names: Sequence[str]) -> tuple[dict[str, int], d
     start = {name: makers[name] for name in names}
     end = {n: last if n in program.outputs else max(read_at.get(n, [start[n]])) for n in names}
     return start, end
+
+
+def kept_on_host(program: Program) -> int:
+    """The most bytes that the host keeps at once of values that are moved there (`ort.moves`)."""
+    back = {step.node.input[0] for step in program.steps if step.node.op_type == UP}
+    homes = [s.node.output[0] for s in program.steps if s.node.op_type == DOWN and s.node.output[0] in back]
+    start, end = lifetimes(program, homes)
+    change = np.zeros(len(program.steps) + 1, np.int64)
+    for name in homes:
+        change[start[name]] += program.tensors[name].nbytes
+        change[end[name] + 1] -= program.tensors[name].nbytes
+    return int(np.cumsum(change).max(initial=0))
 
 
 def _taken_over(

@@ -9,7 +9,7 @@ from onnx_remat.ir.graph import INITIALIZER, INPUT
 from onnx_remat.ort.executed import Executed
 from onnx_remat.ort.simulate import arena
 from onnx_remat.run import device_scratch
-from onnx_remat.run.binding import least
+from onnx_remat.run.binding import kept_on_host, least
 from onnx_remat.run.opening import Arranged, lay_out, workspace
 
 BOOKS_BYTES = 3_400_000
@@ -41,6 +41,8 @@ class Footprint:
         Outputs that renew their input in place.
     not_donated : mapping of str to str
         Why the other ones do not.
+    on_host : int
+        The most bytes that the host keeps at once of what is moved there; the parts and `total` are without them.
     """
 
     inputs: int
@@ -51,6 +53,7 @@ class Footprint:
     live: int
     donated: int
     not_donated: Mapping[str, str]
+    on_host: int = 0
 
     @property
     def total(self) -> int:
@@ -112,4 +115,5 @@ def foresee(executed: Executed) -> Footprint:
         live=bound.live,
         donated=len(bound.donated),
         not_donated=bound.not_donated,
+        on_host=kept_on_host(arranged.program),
     )

@@ -44,6 +44,8 @@ def check_capturable(step: Opened, loose: Sequence[str]) -> None:
         why = f"node {step.random!r} would draw the same random numbers in every step"
     elif loose:
         why = f"output {loose[0]!r} does not lie in the slab"
+    elif step.on_host:
+        why = "values are moved to the host and back, which no graph can hold"
     elif step.defaults:
         why = f"input {step.defaults[0]!r} has a default value, which no graph could tell from another"
     if why:

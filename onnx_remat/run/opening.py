@@ -96,6 +96,8 @@ class Opened:
         What ONNX Runtime is to run it with.
     random : str
         A node that draws random numbers, if there is one.
+    on_host : int
+        Most bytes that the host keeps at once of what is moved there.
     """
 
     inputs: tuple[Array, ...]
@@ -112,6 +114,7 @@ class Opened:
     nodes: int
     execution_providers: tuple[str, ...]
     random: str
+    on_host: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +253,7 @@ def lay_out(executed: Executed, outputs: Sequence[str], donate: Donate, least: i
     ops, opset = [compiled.graph.ops[i] for i in executed.order.order], opset_of(compiled.graph.model)
     free = private_copy.without_control_edges(ops, compiled.graph.model, compiled.tensors)
     lean, constants = private_copy.without_sizes(free, compiled.graph.model, compiled.tensors)
-    steps = private_copy.as_run(lean)
+    steps = private_copy.as_run(private_copy.moved_when_due(lean, compiled.kernels))
     program = binding.waiting(binding.program(steps, compiled.tensors, inputs, outputs, compiled.kernels, opset), pairs)
     weights = sum(compiled.tensors[name].nbytes for name in stored)
     return Arranged(compiled, program, binding.bind(program, pairs, least), weights, constants)
@@ -314,6 +317,7 @@ def plan(path: Path, target: Path, wish: Wish) -> Opened:
         nodes=len(program.steps),
         execution_providers=made.compiled.kernels.execution_providers,
         random=next((s.label for s in program.steps if semantics(s.node.domain, s.node.op_type).random), ""),
+        on_host=binding.kept_on_host(program),
     )  # fmt: skip
 
 

@@ -17,6 +17,8 @@ from onnx_remat.ir import graph, shape_arithmetic
 from onnx_remat.ir.body import rename_captures
 from onnx_remat.ir.op_semantics import semantics
 from onnx_remat.ir.shapes import Tensor
+from onnx_remat.ort.kernels.base import Kernels
+from onnx_remat.ort.moves import DOWN, UP
 from onnx_remat.ort.simulate.order import priority_order
 
 
@@ -153,6 +155,46 @@ def without_sizes(
 
 def _is_small(weight: onnx.TensorProto) -> bool:
     return math.prod(weight.dims) <= shape_arithmetic.MOST and weight.data_location != TensorProto.EXTERNAL
+
+
+def moved_when_due(steps: Sequence[Step], kernels: Kernels) -> list[Step]:
+    """`steps` with what is moved to the host copied down as soon as it is made, and up as late as it is read.
+
+    No control edge says so: one would pass through the host's copy, on the device.
+    """
+    down = {step.node.output[0]: step for step in steps if step.node.op_type == DOWN}
+    late: dict[str, Step] = {}  # copies up of what was copied down, and views of them
+    for step in steps:
+        (first, *_), viewed = step.node.input or ("",), {slot for slot, _ in kernels.aliases(step.node)}
+        if (step.node.op_type == UP and first in down) or (0 in viewed and first in late):
+            late[step.node.output[0]] = step
+    read = {step.node.input[0] for step in late.values()}
+    made = {name for step in steps for name in step.writes}
+    early: dict[str, list[Step]] = {}
+    for name, step in down.items():
+        if name in read and step.node.input[0] in made:
+            early.setdefault(step.node.input[0], []).append(step)
+    waiting = {id(step) for step in (*late.values(), *(step for each in early.values() for step in each))}
+    result: list[Step] = []
+    done: set[int] = set()
+
+    def take(step: Step) -> None:
+        done.add(id(step))
+        for name in step.reads:
+            name = down[name].node.input[0] if name in down else name
+            if name in late and id(late[name]) not in done:
+                take(late[name])
+        result.append(step)
+        for name in step.writes:
+            result.extend(early.get(name, ()))
+
+    for step in steps:
+        if id(step) not in waiting:
+            take(step)
+    left = (step for step in late.values() if id(step) not in done)  # graph outputs, if any
+    for step in left:
+        take(step)
+    return result
 
 
 def edges(steps: Sequence[Step]) -> tuple[list[list[int]], list[bool]]:

@@ -101,6 +101,8 @@ class Session:
         with files.scratch() as folder:
             path, target = _as_file(model, folder), folder / "private.onnx"
             self._step = open_step(path, target, Wish(provider, dims or {}, donate, level))
+            if cuda_graph:
+                on_device.check_capturable(self._step, _loose(self._step))
             providers: list[Any] = list(self._step.execution_providers)
             if provider != "cpu":
                 limit = on_device.scratch_limit(self._step, memory_limit) if memory_limit else 0
@@ -114,10 +116,10 @@ class Session:
         self._slab = heap.reserve(self._step.slab if self._device is None else 0)
         self._views: Arrays = {}
         self._bound: dict[str, tuple[int, Any]] = {}  # address and array of each input, kept alive while bound
-        self._loose = self._bind_outputs(self._step)
+        self._loose = _loose(self._step)
+        self._bind_outputs(self._step)
         self._formals = {array.name: array for array in self._step.inputs}
         if cuda_graph:
-            on_device.check_capturable(self._step, self._loose)
             self._run()
         heap.trim()
 
@@ -221,8 +223,8 @@ class Session:
             raise UsageError("only a session that was opened by a path can be pickled: save the model first")
         return _reopen, self._again
 
-    def _bind_outputs(self, step: Opened) -> list[str]:
-        """Bind what lies in the slab; returns the outputs that onnxruntime allocates: empty ones, inputs, weights."""
+    def _bind_outputs(self, step: Opened) -> None:
+        """Bind what lies in the slab."""
         base = self._slab.ctypes.data
         outputs = {array.name for array in step.outputs}
         for place in step.places if self._device is None else ():
@@ -232,8 +234,6 @@ class Session:
                 dtype = np.dtype(place.dtype_name)
                 data = self._slab[place.offset : place.offset + dtype.itemsize * int(np.prod(place.shape))]
                 self._views[place.name] = data.view(dtype).reshape(place.shape)
-        placed = {place.name for place in step.places}
-        return [array.name for array in step.outputs if array.name not in placed and array.name not in step.donated]
 
     def _bind_inputs(self, feeds: Mapping[str, Any]) -> None:
         if self._session is None:
@@ -320,6 +320,12 @@ def _load(path: Path, threads: int, providers: list[Any], pool: int) -> Any:
         return onnxruntime.InferenceSession(str(path), options, providers=providers)
     except Exception as error:
         raise ModelError(f"onnxruntime cannot load the step: {_first_line(error)}") from error
+
+
+def _loose(step: Opened) -> list[str]:
+    """The outputs that onnxruntime allocates: empty ones, inputs, weights."""
+    bound = {place.name for place in step.places}.union(step.donated)
+    return [array.name for array in step.outputs if array.name not in bound]
 
 
 def _element_type(dtype: int) -> Any:

@@ -19,6 +19,8 @@ RUN_BY_KEY, PROVIDER_KEY = TAG + "run_by", TAG + "provider"
 WORKSPACE_KEY = TAG + "cudnn_workspace_bytes"
 CLONES_KEY, EDGES_KEY = TAG + "recomputed", TAG + "control_edges"
 """Model metadata: first results of the recomputed nodes and of the control edges' Unsqueezes, as JSON lists."""
+MOVES_KEY = TAG + "moved"
+"""Model metadata, where values are moved to the host and back: their names once back, as a JSON list."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,8 @@ class Rewritten:
         Name of each occurrence of a value, numbered as in `private_buffers.Unrolled`.
     rounded : tuple of str
         Values that ONNX Runtime may round where it did not in the original, or the reverse; see `rounding`.
+    moved : tuple of str
+        Values that were brought back from the host, once per move.
     """
 
     model: onnx.ModelProto
@@ -49,6 +53,7 @@ class Rewritten:
     nodes_added: int
     occurrences: tuple[str, ...]
     rounded: tuple[str, ...] = ()
+    moved: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,6 +110,7 @@ def unroll(problem: Problem, schedule: Schedule) -> Unrolled:
         rerun_workspace=np.zeros(len(order), np.int64),
         cost=problem.cost[order],
         recomputable=problem.recomputable[order],
+        moves=np.empty(0, np.bool_),
         phase=problem.phase[order],
         donates=donates,
         donee_may_read=problem.donee_may_read[origin] if len(problem.donee_may_read) else problem.donee_may_read,

@@ -10,6 +10,7 @@ from onnx_remat.ir.dropout import adjoined
 from onnx_remat.ir.graph import Op, attributes
 from onnx_remat.ir.op_semantics import semantics
 from onnx_remat.ort.kernels.base import key
+from onnx_remat.ort.moves import is_move
 from onnx_remat.ort.prepare import Compiled
 from onnx_remat.ort.simulate.buffers import simulate
 from onnx_remat.problem import Problem, Schedule
@@ -48,18 +49,21 @@ def realize(
     graph, tensors, problem = compiled.graph, compiled.tensors, compiled.problem
     schedule = adjoined(graph, problem, schedule)
     absorbed = np.array([_is_absorbed(compiled, op) for op in graph.ops], np.bool_)
+    moves = np.array([is_move(op) for op in graph.ops], np.bool_)  # they run when they are due, see `run.private_copy`
     fused = {name for op in graph.ops if absorbed[op.index] for name in op.writes}
     unrolled = unroll(problem, schedule)
     light = light_limit(problem, schedule, limit)
-    heavy = heavy_steps(problem, schedule, light)
+    heavy = heavy_steps(problem, schedule, light) & ~moves[schedule.array()]
     views = problem.alias_slot[problem.out_ptr[:-1]] >= 0 if problem.n_ops else np.zeros(0, np.bool_)
     views_made = {name for op in graph.ops if views[op.index] for name in op.writes}
     roundings = rounded_at_will(graph, tensors)
     on_host = [compiled.kernels.host_slots(op.node) for op in graph.ops]
-    slots = [pin_slot(graph, tensors, op, fused, roundings, on_host[op.index]) for op in graph.ops]
+    slots = [
+        None if is_move(op) else pin_slot(graph, tensors, op, fused, roundings, on_host[op.index]) for op in graph.ops
+    ]
     pinnable = np.array([slot is not None for slot in slots], np.bool_)
     tensor = np.array([unsqueezable(tensors[op.writes[0]].dtype) for op in graph.ops], np.bool_)
-    pins = choose_pins(problem, schedule, heavy, pinnable, compiled.table.foldable, ~absorbed & tensor)
+    pins = choose_pins(problem, schedule, heavy, pinnable, compiled.table.foldable, ~absorbed & tensor & ~moves)
     stated = np.array([semantics(op.node.domain, op.node.op_type).stated for op in graph.ops], np.bool_)
     can_hide = (pinnable & ~stated)[schedule.array()]
     can_hide[list(exposed)] = False

@@ -28,8 +28,17 @@ from onnx_remat.ir.graph import Graph, Op, is_constant
 from onnx_remat.ir.op_semantics import overwritten, semantics
 from onnx_remat.ir.opsets import opset_of
 from onnx_remat.ir.shapes import SHAPES_KEY, TAG, Dim, Tensor
+from onnx_remat.ort.moves import DOWN, UP, is_move, made_by
 from onnx_remat.write.barriers import MIN_OPSET, Barriers
-from onnx_remat.write.decided import CLONES_KEY, CONTROL_KEY, EDGES_KEY, RECOMPUTE_KEY, Decisions, Rewritten
+from onnx_remat.write.decided import (
+    CLONES_KEY,
+    CONTROL_KEY,
+    EDGES_KEY,
+    MOVES_KEY,
+    RECOMPUTE_KEY,
+    Decisions,
+    Rewritten,
+)
 
 
 def rewrite(
@@ -62,12 +71,13 @@ def rewrite(
     model.graph.initializer.extend(writer.initializers)
     model.graph.value_info.extend(writer.value_info.values())
     plan = {CLONES_KEY: writer.clones, EDGES_KEY: writer.edges, SHAPES_KEY: writer.shapes}
+    plan |= {MOVES_KEY: writer.back} if writer.back else {}
     _set_metadata(
         model, {TAG + key: value for key, value in metadata.items()} | {k: json.dumps(v) for k, v in plan.items()}
     )
     return Rewritten(
         model, tuple(writer.recomputed), len(writer.edges), int((decisions.group >= 0).sum()),
-        len(writer.nodes) - graph.n_nodes(), tuple(writer.occurrences), tuple(writer.rounded),
+        len(writer.nodes) - graph.n_nodes(), tuple(writer.occurrences), tuple(writer.rounded), tuple(writer.moved),
     )  # fmt: skip
 
 
@@ -124,13 +134,19 @@ class _Writer:
         self.recomputed: list[str] = []
         self.clones: list[str] = []
         self.edges: list[str] = []
+        self.moved: list[str] = []
+        self.back: list[str] = []
         self.occurrences: list[str] = []
+        self._down: list[tuple[int, onnx.NodeProto]] = []  # copies to the host, and the nodes that they come before
+        self._made_at: dict[str, int] = {}  # how many nodes there are once a value is made
         self.rounded: dict[str, None] = {}
         self.value_info = {v.name: v for v in graph.model.graph.value_info}
         self.shapes: dict[str, tuple[int | str, ...]] = {}
         self._interface = {v.name: v.type for v in (*graph.model.graph.input, *graph.model.graph.output)}
         self._taken = set(names_in(graph.model.graph))
         self._latest = {name: name for name in graph.values}
+        self._homes = {op.inputs[0]: op.outputs[0] for op in graph.ops if is_move(op)}
+        self._maker = {made_by(op): op.index for op in graph.ops if not is_move(op)} if self._homes else {}
         self._names = list(graph.values)
         self._held: dict[tuple[str, str | None, bool, bool], str] = {}
         self._held_views: set[str] = set()  # what a step stands for, where that is a control edge's view
@@ -168,12 +184,16 @@ class _Writer:
                 self._occur(op.outputs[0], op.outputs[0], makes[op.outputs[0]])
             elif is_product(op) and here.number:
                 self._multiply(here)
+            elif is_move(op):
+                self._move(here, there=what.schedule.order[step - 1] == self._maker[op.outputs[0]])
             else:
                 self._write_node(here, draw)
                 self._drop(here)
                 draw = None
             count[index] += 1
             made.append(self._latest[kept])
+        for at, node in sorted(self._down, key=lambda each: -each[0]):
+            self.nodes.insert(at, node)
 
     def _write_node(self, here: _Occurrence, draw: Op | None) -> None:
         """Append the node of a step; with its draw, a product is a Dropout."""
@@ -196,6 +216,31 @@ class _Writer:
         rename_captures(node, {n: self._latest[n] for n in op.captured if self._latest[n] != n})
         self._name_outputs(node, here)
         self.nodes.append(node)
+        self._made_at |= dict.fromkeys(node.output, len(self.nodes))
+
+    def _move(self, here: _Occurrence, there: bool) -> None:
+        """A value that the host kept, again; `there`: the step before made it.
+
+        Each move is two copies of its own: ONNX Runtime would make one of two copies up of the same.
+        """
+        (value,) = here.op.outputs
+        if there and not here.number:
+            self._occur(value, value, here.makes[value])
+            return
+        held, number = self._latest[value], len(self.moved)
+        home, back = (self._fresh(f"{value}__{what}{number}") for what in ("home", "back"))
+        down = helper.make_node(DOWN, [held], [home], name=home)
+        up = helper.make_node(UP, [home], [back], name=back)
+        for node in (down, up):
+            node.metadata_props.extend(here.op.node.metadata_props)
+        _backward(up)
+        self._down.append((self._made_at[held], down))
+        self._declare(home, value, -1)
+        self._occur(back, value, here.makes[value])
+        self.nodes.append(up)
+        self._made_at[back] = len(self.nodes)
+        self.moved.append(value)
+        self.back.append(back)
 
     def _drop(self, here: _Occurrence) -> None:
         """Give readers to what a recompute makes for nobody: what is read of it waits for them.
@@ -247,7 +292,11 @@ class _Writer:
             self._mark(node, op)
             self.rounded |= dict.fromkeys(v for v in (*op.reads, *op.writes) if v in self._decisions.roundings)
         for slot, name in enumerate(op.outputs):
-            if name:
+            if name and name in self._homes:  # the host's copy, to a plan
+                node.output[slot] = self._homes[name]
+                self._latest[name] = self._latest[self._homes[name]] = self._homes[name]
+                self.occurrences.append(name)
+            elif name:
                 node.output[slot] = self._fresh(f"{name}__remat{number}") if number else name
                 self._occur(node.output[slot], name, here.makes[name])
         if number:
@@ -256,9 +305,7 @@ class _Writer:
     def _mark(self, node: onnx.NodeProto, op: Op) -> None:
         """Say that a node is a recompute, and so part of the backward pass."""
         node.metadata_props.add(key=RECOMPUTE_KEY, value=op.label)
-        for prop in node.metadata_props:
-            if prop.key == "phase":
-                prop.value = "backward"
+        _backward(node)
 
     def _occur(self, new: str, value: str, group: int) -> None:
         """From here on `value` is called `new`."""
@@ -349,6 +396,12 @@ class _Writer:
             name = f"{wish}_{suffix}"
         self._taken.add(name)
         return name
+
+
+def _backward(node: onnx.NodeProto) -> None:
+    for prop in node.metadata_props:
+        if prop.key == "phase":
+            prop.value = "backward"
 
 
 def _dims(tensor: Tensor) -> list[tuple[int, Dim]]:

@@ -10,7 +10,7 @@ import pytest
 import onnx_remat
 from onnx_remat.app import cli, lowest
 from onnx_remat.errors import BudgetInfeasibleError
-from onnx_remat.fit import smallest_budget
+from onnx_remat.goal import smallest_budget
 from sample_models.chain import chain
 
 

@@ -31,6 +31,28 @@ def test_results_do_what_their_originals_do(pytestconfig):
     assert {role for _, role in coverage} >= {"recomputed", "moved", "private"}
 
 
+def test_the_oracle_sees_a_value_that_comes_back_as_another(monkeypatch):
+    """A writer that copies the wrong value down is found out."""
+    honest = writer._Writer._move
+
+    def wrong(self, here, there):
+        count = len(self._down)
+        honest(self, here, there)
+        if len(self._down) > count:
+            at, node = self._down[-1]
+            like = self.tensors[here.op.outputs[0]]
+            others = [n for n in self._made_at if n in self.tensors and n not in node.input and n not in node.output]
+            same = [n for n in others if (self.tensors[n].dtype, self.tensors[n].shape) == (like.dtype, like.shape)]
+            if same:
+                node.input[0] = same[0]
+                self._down[-1] = max(at, self._made_at[same[0]]), node
+
+    monkeypatch.setattr(writer._Writer, "_move", wrong)
+    with pytest.raises(Difference, match="moves"):
+        for seed in range(40):
+            try_step(seed, Counter())
+
+
 def test_the_oracle_sees_a_recompute_without_its_control_edge_value(monkeypatch):
     """A writer that reads the first input where it should read another is found out."""
     honest = writer._Writer._write_node

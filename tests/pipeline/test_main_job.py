@@ -11,7 +11,7 @@ import pytest
 
 import onnx_remat
 from onnx_remat.errors import BudgetInfeasibleError, UsageError
-from onnx_remat.fit import smallest_budget
+from onnx_remat.goal import smallest_budget
 from onnx_remat.ort import runtime
 from onnx_remat.ort.executed import as_executed
 from onnx_remat.ort.kernels.cpu import CPU

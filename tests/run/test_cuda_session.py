@@ -157,3 +157,19 @@ def test_what_is_asked_of_a_device_alone(step_file):
 def step_file(tmp_path: Path) -> Path:
     onnx.save(mlp(layers=2, batch=8, width=4), tmp_path / "step.onnx")
     return tmp_path / "step.onnx"
+
+
+@needs_device
+def test_values_are_moved_to_the_host_and_take_nothing_of_the_device(tmp_path):
+    """It runs within what was foreseen; the host waits once more for each value that comes back."""
+    path = tmp_path / "moved.onnx"
+    model = mlp(layers=12, batch=8192, width=256)
+    options = {"provider": "cuda", "run_by": "loop", "effort": 1.0, "costs": "t4"}
+    result = onnx_remat.rewrite_model(model, "50%", offload=True, host_bandwidth="100TB", **options)
+    result.save(path)
+    copies = len(result.report.moved.values)
+    (found,) = trained(path, result.report.loop_after.total)
+    assert all(made["peak"] <= result.report.loop_after.total for made in found["steps"])
+    assert [made["waits"] <= 3 + copies for made in found["steps"]] == [True] * len(found["steps"])
+    (found,) = here.ask("tests.support.fake_cuda.session", {"path": str(path), "limits": [0], "graph": True})
+    assert found["error"] == "cuda_graph: values are moved to the host and back, which no graph can hold"

@@ -11,6 +11,7 @@ import numpy as np
 import onnx
 
 from onnx_remat.ir.shapes import SHAPES_KEY, TAG
+from onnx_remat.ort import moves
 from onnx_remat.ort.kernels.costs import MATRIX_OPS
 from onnx_remat.ort.kernels.cpu import CPU
 from onnx_remat.ort.prepare import Compiled, Preparation, prepare
@@ -42,13 +43,22 @@ def try_step(seed: int, coverage: Coverage, wanted: list[str] | None = None) -> 
     feeds = [hostile_feeds(model, seed, share) for share in SHARES]
     expected = _outputs(model, feeds)
     tried = 0
-    for who, schedule in _schedules(compiled, seed):
-        result = _outputs(_written(compiled, schedule, coverage), feeds)
+    with_moves = _with_moves(compiled, seed)
+    schedules = [(who, compiled, schedule) for who, schedule in _schedules(compiled, seed)]
+    schedules.append(("moves", with_moves, random_schedule(with_moves.problem, seed, 0.5)))
+    for who, of, schedule in schedules:
+        result = _outputs(_written(of, schedule, coverage if of is compiled else Counter()), feeds)
         for (level, share), after in result.items():
             before = expected[level, share]
             _same(before, after, level == "disable", f"seed {seed}, {who}, {level}, hostile {share}")
         tried += 1
     return tried
+
+
+def _with_moves(compiled: Compiled, seed: int) -> Compiled:
+    """The same step, in which half of its values may be moved to the host and back."""
+    names = moves.movable(compiled, least=1)
+    return moves.split(compiled, random.Random(seed).sample(names, (len(names) + 1) // 2), moves.Link(1e9))
 
 
 def _schedules(compiled: Compiled, seed: int) -> Iterator[tuple[str, Schedule]]:

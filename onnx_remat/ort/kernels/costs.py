@@ -20,23 +20,28 @@ from onnx_remat.ort.kernels.base import Kernels
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A roofline: peak float32 arithmetic (FLOP/s), memory bandwidth (bytes/s), seconds to start one op."""
+    """A roofline: peak float32 arithmetic (FLOP/s), memory bandwidth (bytes/s), seconds to start one op.
+
+    `host`: bytes/s that cross to the host's memory, or back; 0 where there is no other memory.
+    """
 
     flops: float
     bandwidth: float
     overhead: float
+    host: float = 0.0
 
 
 PRESETS: dict[str, Device] = {
-    # Dense float32 (TF32 on tensor cores for matrix products) and bandwidth from the vendors' data sheets;
-    # the cpu figures are those of a small server core pair.
+    # Dense float32 (TF32 on tensor cores for matrix products) and bandwidth from the vendors' data sheets; to the host
+    # four fifths of what 16 lanes of PCIe carry, of generation 3, 4 or 5. The cpu figures are those of a small server
+    # core pair.
     "cpu": Device(100e9, 12e9, 4e-6),
-    "a100": Device(156e12, 2.0e12, 5e-6),
-    "l4": Device(60e12, 0.3e12, 5e-6),
-    "h100": Device(494e12, 3.35e12, 4e-6),
-    "h200": Device(494e12, 4.8e12, 4e-6),
-    "rtx4090": Device(82e12, 1.0e12, 4e-6),
-    "t4": Device(8.1e12, 0.32e12, 5e-6),
+    "a100": Device(156e12, 2.0e12, 5e-6, 25e9),
+    "l4": Device(60e12, 0.3e12, 5e-6, 25e9),
+    "h100": Device(494e12, 3.35e12, 4e-6, 50e9),
+    "h200": Device(494e12, 4.8e12, 4e-6, 50e9),
+    "rtx4090": Device(82e12, 1.0e12, 4e-6, 25e9),
+    "t4": Device(8.1e12, 0.32e12, 5e-6, 12e9),
 }
 
 # FLOPs per output element of what is more than an add: rough counts of a polynomial evaluation.

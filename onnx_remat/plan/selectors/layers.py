@@ -235,7 +235,7 @@ def _restricted(problem: Problem, ops: Ints, reads: Ints) -> Problem:
         alias_slot=problem.alias_slot[out_slots], inplace_ptr=ptr(problem.inplace_ptr, out_slots),
         inplace_slots=problem.inplace_slots[taken], droppable=problem.droppable[out_slots],
         workspace=problem.workspace[ops], rerun_workspace=problem.rerun_workspace[ops], cost=problem.cost[ops],
-        recomputable=problem.recomputable[ops], phase=problem.phase[ops], donates=donates,
+        moves=np.empty(0, np.bool_), recomputable=problem.recomputable[ops], phase=problem.phase[ops], donates=donates,
         donee_may_read=problem.donee_may_read[values] if len(problem.donee_may_read) else problem.donee_may_read,
     )  # fmt: skip
 

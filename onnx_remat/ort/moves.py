@@ -1,0 +1,308 @@
+"""Values that a plan may move to the host's memory and back, where the device has little of its own.
+
+To the planner, what makes such a value is two ops. The first does the work, once, and leaves a copy with the host,
+which takes nothing of the device; the second, a `Move`, makes the value of that copy, and may do so again::
+
+    op -> value              becomes              op -> the host's copy -> Move -> value
+
+Right behind its op a Move does nothing: the value is there. Any other is a copy down, after whatever made the value
+before, and a copy up. Both run on the stream of the kernels, so that a step takes as much longer as they take.
+
+References
+----------
+Rhu et al.: vDNN, MICRO 2016. Peng et al.: Capuchin, ASPLOS 2020 (which values to move and which to compute again).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from onnx import helper
+
+from onnx_remat.ir.body import bodies
+from onnx_remat.ir.graph import NODE, Graph, Op, Value, as_networkx
+from onnx_remat.ir.op_semantics import MOVE, SPLIT
+from onnx_remat.ir.opsets import STANDARD_DOMAINS
+from onnx_remat.ir.shapes import TAG, Tensor
+from onnx_remat.ort.compile import OpTable, compile_problem
+from onnx_remat.ort.kernels.in_place import may_overwrite
+from onnx_remat.ort.prepare import Compiled
+from onnx_remat.ort.simulate.buffers import simulate
+from onnx_remat.problem import Problem, Schedule
+
+DOWN, UP = "MemcpyToHost", "MemcpyFromHost"
+"""ONNX Runtime's own ops that copy between a device and the host; on the CPU they change nothing."""
+
+LEAST = 1 << 16
+"""Bytes of the smallest values that are moved: a copy of fewer takes as long to start as to do."""
+
+_STARTS = 2 * 10e-6  # seconds to start two copies and wait for one
+_NEAR = 0.97  # of the peak: what is held at steps above this is worth moving
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """The way to the host: bytes per second in either direction."""
+
+    bandwidth: float
+
+    def seconds(self, nbytes: int) -> float:
+        """What a value takes there and back."""
+        return 2 * nbytes / self.bandwidth + _STARTS
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What a schedule moves.
+
+    Attributes
+    ----------
+    values : tuple of str
+        One entry per move, in execution order.
+    nbytes : int
+        Bytes copied to the host, and as many back.
+    share : float
+        Of the time of a plain step, what the copies take.
+    """
+
+    values: tuple[str, ...]
+    nbytes: int
+    share: float
+
+
+def is_move(op: Op) -> bool:
+    """Is it a `Move`?"""
+    return (op.node.domain, op.node.op_type) == (SPLIT, MOVE)
+
+
+def made_by(op: Op) -> str:
+    """The value that an op makes in the file: its own first result, or what a plan knows as the host's copy."""
+    return op.outputs[0] if is_move(op) else next(filter(None, op.node.output))
+
+
+def split(compiled: Compiled, names: Collection[str], link: Link) -> Compiled:
+    """The same step, in which the values in `names` may be moved, and are not computed again.
+
+    Parameters
+    ----------
+    compiled : Compiled
+        Its donations are not kept, see `renewed.with_donations`.
+    names : collection of str
+        Some of `movable`.
+    link : Link
+    """
+    graph, tensors, problem, table = compiled.graph, dict(compiled.tensors), compiled.problem, compiled.table
+    ops: list[Op] = []
+    source: list[int] = []  # per op, the row of the original's tables
+    values = dict(graph.values)
+    for op in graph.ops:
+        source.append(op.index)
+        name = made_by(op)
+        if name not in names:
+            ops.append(replace(op, index=len(ops)))
+            continue
+        home = f"{TAG}home.{name}"
+        values[home] = Value(home, NODE, False)
+        tensors[home] = Tensor(tensors[name].dtype, (0,), 0, (0,))
+        move = helper.make_node(MOVE, [home], [name], name=op.label, domain=SPLIT)
+        move.metadata_props.extend(op.node.metadata_props)
+        ops.append(replace(op, index=len(ops), outputs=tuple(home if n == name else n for n in op.outputs)))
+        ops.append(Op(len(ops), move, (home,), (), (name,), op.anew))
+        source.append(op.index)
+    moves = np.array([is_move(op) for op in ops], np.bool_)
+    made = np.append(moves[1:], False)  # an op whose result the next one stands for
+    whole = Graph(as_networkx(ops, values), tuple(ops), values, graph.model)
+    rows = OpTable(
+        recomputable=tuple(
+            bool(m) or (table.recomputable[i] and not d) for i, m, d in zip(source, moves, made, strict=True)
+        ),
+        foldable=tuple(table.foldable[i] for i in source),
+        workspace=tuple(() if m else table.workspace[i] for i, m in zip(source, moves, strict=True)),
+        rerun_workspace=tuple(0 if m else table.rerun_workspace[i] for i, m in zip(source, moves, strict=True)),
+    )
+    seconds = [link.seconds(tensors[op.outputs[0]].nbytes) if is_move(op) else problem.cost[i]
+               for op, i in zip(ops, source, strict=True)]  # fmt: skip
+    phases = problem.phase[source].tolist()
+    found = compile_problem(whole, tensors, rows, compiled.kernels, seconds, phases)
+    return Compiled(whole, tensors, compiled.kernels, rows, replace(found, moves=moves))
+
+
+def beside(compiled: Compiled) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Bytes that each op needs for a result that a plan counts as the host's copy. Shape (n_ops,).
+
+    None where the result may lie over an input that ends there: the Move that follows counts it, and what does not end.
+    """
+    graph, tensors, problem = compiled.graph, compiled.tensors, compiled.problem
+    found = np.zeros(problem.n_ops, np.int64)
+    for move in np.flatnonzero(problem.moves).tolist():
+        op, made = graph.ops[problem.producer()[problem.inputs(move)[0]]], tensors[graph.ops[move].outputs[0]]
+        over = any(
+            (tensors[name].dtype, tensors[name].shape) == (made.dtype, made.shape)
+            and may_overwrite(compiled.kernels, op.node, slot, 0, made.dtype)
+            for slot, name in enumerate(op.inputs)
+            if name
+        )
+        found[op.index] = 0 if over else made.nbytes
+    return found
+
+
+def adjoined(problem: Problem, order: Sequence[int], limit: int | None = None) -> Schedule:
+    """An order in which the first occurrence of each move is right behind the op that makes its value.
+
+    With a `limit` in bytes, those alone that keep the peak at or under it, if not all do.
+    """
+    late = Schedule(tuple(order)).late_moves(problem)
+    if not late:
+        return Schedule(tuple(order))
+    if limit is None or simulate(problem, _behind(problem, order, set(late))).peak <= limit:
+        return Schedule(tuple(_behind(problem, order, set(late))))
+    chosen: set[int] = set()
+    for move in late:
+        if simulate(problem, _behind(problem, order, chosen | {move})).peak <= limit:
+            chosen.add(move)
+    return Schedule(tuple(_behind(problem, order, chosen)))
+
+
+def _behind(problem: Problem, order: Sequence[int], moves: Collection[int]) -> list[int]:
+    """`order` with the first occurrence of some moves put behind their ops."""
+    behind = {int(problem.producer()[problem.inputs(move)[0]]): move for move in moves}
+    result: list[int] = []
+    gone: set[int] = set()
+    for op in order:
+        if op in moves and op not in gone:
+            gone.add(op)
+            continue
+        result.append(op)
+        if op in behind:
+            result.append(behind[op])
+    return result
+
+
+def carried(order: Sequence[int], of: Compiled, to: Compiled) -> Schedule:
+    """A schedule of a step as one of the same step in which other values may be moved.
+
+    What was computed again and may be moved now is moved, and what was computed again for that alone is not.
+    """
+    plain = {made_by(op): op.index for op in to.graph.ops if not is_move(op)}
+    moves = {op.outputs[0]: op.index for op in to.graph.ops if is_move(op)}
+    found: list[int] = []
+    seen: set[int] = set()
+    for number in order:
+        op = of.graph.ops[number]
+        name, first = made_by(op), number not in seen
+        seen.add(number)
+        if not is_move(op):
+            found += [plain[name]] if first or name not in moves else []
+            if name in moves and not (first and _may_move(of, name)):
+                found.append(moves[name])
+        elif name in moves or not first:
+            found.append(moves.get(name, plain[name]))
+    return Schedule(tuple(_without_unread(to.problem, found)))
+
+
+def _may_move(compiled: Compiled, name: str) -> bool:
+    return f"{TAG}home.{name}" in compiled.graph.values
+
+
+def _without_unread(problem: Problem, order: Sequence[int]) -> list[int]:
+    """`order` less what runs again for nobody."""
+    count = np.bincount(np.asarray(order, np.int64), minlength=problem.n_ops)
+    wanted: set[int] = set()
+    kept: list[int] = []
+    for op in reversed(order):
+        count[op] -= 1
+        outputs = problem.outputs(op)
+        if count[op] and wanted.isdisjoint(outputs):
+            continue
+        wanted.difference_update(outputs)
+        wanted.update(problem.inputs(op))
+        kept.append(op)
+    return kept[::-1]
+
+
+def movable(compiled: Compiled, least: int = LEAST) -> list[str]:
+    """Values that may be moved: single results of ops, of `least` bytes or more, that own their memory."""
+    graph, problem, tensors = compiled.graph, compiled.problem, compiled.tensors
+    found = []
+    for op in graph.ops:
+        name = op.outputs[0] if len(op.writes) == 1 else ""
+        if (
+            name
+            and op.node.domain in STANDARD_DOMAINS
+            and op.node.op_type != "Transpose"  # it becomes a part of its readers
+            and not graph.values[name].is_output
+            and problem.alias_slot[problem.out_ptr[op.index]] < 0
+            and not compiled.table.foldable[op.index]
+            and tensors[name].nbytes >= least
+            and not any(True for _ in bodies(op.node))
+        ):
+            found.append(name)
+    return found
+
+
+def worth_moving(compiled: Compiled, schedule: Schedule, link: Link, at_any_price: bool = False) -> list[str]:
+    """Of what may be moved: what a plan moves, what it holds at its peak, and what it computes again at a higher price.
+
+    Parameters
+    ----------
+    compiled : Compiled
+        The step that the plan is for; some of its values may be moved already.
+    schedule : Schedule
+    link : Link
+    at_any_price : bool
+        Whatever it computes again: nothing else will do.
+    """
+    problem, graph = compiled.problem, compiled.graph
+    number = {name: i for i, name in enumerate(graph.values)}
+    already = [op.outputs[0] for op in graph.ops if is_move(op)]
+    runs = np.bincount(schedule.array(), minlength=problem.n_ops)
+    held = _held_at_peak(problem, schedule)
+    late = set(schedule.late_moves(problem))
+    found = []
+    for name in dict.fromkeys([*movable(compiled), *already]):
+        maker = int(problem.producer()[number[name]])
+        again = runs[maker] > 1 or maker in late
+        dear = at_any_price or (len(problem.moves) and problem.moves[maker])
+        dear = dear or problem.cost[maker] > link.seconds(int(problem.nbytes[number[name]]))
+        if held[number[name]] or (again and dear):
+            found.append(name)
+    return found
+
+
+def _held_at_peak(problem: Problem, schedule: Schedule) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Values that a schedule holds, without reading or making them, at a step near its peak. Shape (n_values,)."""
+    life = problem.lifetimes
+    near = simulate(problem, schedule).step_bytes
+    hot = np.concatenate([[0], np.cumsum(near > _NEAR * near.max(initial=0))])
+    found = np.zeros(problem.n_values, np.bool_)
+    used: dict[int, int] = {}  # root -> step that last made or read it
+    for step, op in enumerate(schedule.order):
+        for root in {int(life.root[v]) for v in problem.inputs(op)}:
+            if root in used and hot[step] > hot[used[root] + 1]:
+                found[root] = True
+            used[root] = step
+        used.update(dict.fromkeys((int(life.root[v]) for v in problem.outputs(op)), step))
+    return found
+
+
+def moved(compiled: Compiled, schedule: Schedule) -> Moved | None:
+    """What a schedule moves; None where nothing is."""
+    problem = compiled.problem
+    if not len(problem.moves):
+        return None
+    late, seen = set(schedule.late_moves(problem)), set[int]()
+    again = []
+    for op in schedule.order:
+        if problem.moves[op] and (op in seen or op in late):
+            again.append(op)
+        seen.add(op)
+    if not again:
+        return None
+    total = float(problem.cost.sum() - problem.cost[problem.moves].sum())
+    return Moved(
+        tuple(compiled.graph.ops[op].outputs[0] for op in again),
+        sum(int(problem.nbytes[problem.outputs(op)[0]]) for op in again),
+        float(problem.cost[again].sum()) / total if total else 0.0,
+    )
