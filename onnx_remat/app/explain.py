@@ -22,7 +22,7 @@ from onnx_remat.ort.executed import Executed, as_executed
 from onnx_remat.ort.kernels import costs
 from onnx_remat.run.foreseen import foresee
 from onnx_remat.units import check_dims, format_bytes, table
-from onnx_remat.write.decided import BUDGET_KEY, DIMS_KEY, EDGES_KEY, PROVIDER_KEY, RECOMPUTE_KEY, RUN_BY_KEY
+from onnx_remat.write.decided import BUDGET_KEY, DIMS_KEY, EDGES_KEY, MOVES_KEY, PROVIDER_KEY, RECOMPUTE_KEY, RUN_BY_KEY
 
 SCHEMA = "onnx-remat/explain/1"
 """Version of the JSON layout: the number rises when a field changes its meaning or goes away."""
@@ -81,6 +81,8 @@ class Explanation:
         By module; what spares most first.
     by_module : Frame
         The peak by module.
+    moved, moved_bytes : int
+        Values that are moved to the host and back, once per move, and their bytes, each way.
     """
 
     run_by: str
@@ -95,6 +97,8 @@ class Explanation:
     extra_seconds: float
     recomputed: tuple[Recomputed, ...]
     by_module: modules.Frame
+    moved: int = 0
+    moved_bytes: int = 0
 
     def to_json(self) -> str:
         """The explanation as a JSON object."""
@@ -117,6 +121,9 @@ class Explanation:
             lines = [f"budget {budget}, for all that training by Loop takes", ""]
         head = "tensors in a plain session, which this budget is not for" if by_loop else "peak of tensors"
         lines += [*table([(head, ""), *((f"  {what}", size) for what, size in peaks)]), ""]
+        if self.moved:
+            size = format_bytes(self.moved_bytes)
+            lines += [f"{self.moved} times a value is moved to the host and back, {size} each way", ""]
         if not self.recomputed:
             lines.append(f"nothing is recomputed: {self.control_edges} control edges enforce another order")
         else:
@@ -174,7 +181,10 @@ def explain(path: str | os.PathLike[str], dims: Mapping[str, int] | None = None)
     covers, trained = notes.get(RUN_BY_KEY, "session"), None
     if covers == "loop" and runtime.available() and PROVIDER_KEY not in notes:
         trained = foresee(as_executed(source.model, source.folder, "all", replace(preparation, fixed=True))).total
-    return _explanation(source.model, executed, covers, budget, before, trained, len(edges))
+    found = _explanation(source.model, executed, covers, budget, before, trained, len(edges))
+    tensors = executed.compiled.tensors
+    back = [tensors[name].nbytes for name in json.loads(notes.get(MOVES_KEY, "[]")) if name in tensors]
+    return replace(found, moved=len(back), moved_bytes=sum(back))
 
 
 def _explanation(

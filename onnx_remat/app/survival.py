@@ -18,10 +18,11 @@ from onnx_remat.ir.training_ops import check_ops
 from onnx_remat.options import Options
 from onnx_remat.ort import runtime
 from onnx_remat.ort.executed import as_executed
+from onnx_remat.ort.moves import UP
 from onnx_remat.run import processes
 from onnx_remat.run.foreseen import foresee
 from onnx_remat.units import check_dims, format_bytes, parse_budget
-from onnx_remat.write.decided import BUDGET_KEY, CLONES_KEY, DIMS_KEY, EDGES_KEY, RUN_BY_KEY, WORKSPACE_KEY
+from onnx_remat.write.decided import BUDGET_KEY, CLONES_KEY, DIMS_KEY, EDGES_KEY, MOVES_KEY, RUN_BY_KEY, WORKSPACE_KEY
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,10 @@ class Survival:
         Bytes that training by `run.session.Session` takes, foreseen, where the budget covers that.
     beyond : int
         What the process had resident besides at that peak, foreseen (`processes.beyond_tensors`), in bytes.
+    moved : int
+        Moves to the host and back that were written.
+    moved_lost : tuple of str
+        Results of those that no copy from the host makes any more.
     """
 
     recomputed: int
@@ -59,6 +64,8 @@ class Survival:
     measured: int | None
     trained: int | None = None
     beyond: int = 0
+    moved: int = 0
+    moved_lost: tuple[str, ...] = ()
 
     @property
     def kept(self) -> bool:
@@ -87,7 +94,9 @@ class Survival:
             for what, count, lost in (
                 ("recomputed nodes", self.recomputed, self.recomputed_lost),
                 ("control edges", self.control_edges, self.control_edges_lost),
+                ("moves to the host and back", self.moved, self.moved_lost),
             )
+            if count or not what.startswith("moves")
         ]
         if len(self.running_by_level) == len(runtime.LEVELS):
             lines += [
@@ -152,6 +161,7 @@ def check(
     notes = {p.key: p.value for p in source.model.metadata_props}
     try:
         budget, clones, edges = int(notes[BUDGET_KEY]), _names(notes[CLONES_KEY]), _names(notes[EDGES_KEY])
+        moved = _names(notes.get(MOVES_KEY, "[]"))
         dims = dict(dims) if dims else check_dims(json.loads(notes[DIMS_KEY]))
         parse_budget(budget)
         space = int(notes[WORKSPACE_KEY]) if provider != "cpu" and WORKSPACE_KEY in notes else None
@@ -182,6 +192,8 @@ def check(
         measured,
         foresee(executed["all"]).total if "all" in executed and notes.get(RUN_BY_KEY) == "loop" else None,
         beyond,
+        len(moved),
+        tuple(name for name in moved if name not in made or made[name].op_type != UP),
     )
 
 

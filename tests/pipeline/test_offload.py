@@ -10,6 +10,8 @@ import pytest
 from onnx import helper
 
 from onnx_remat import rewrite_model
+from onnx_remat.app.explain import explain
+from onnx_remat.app.survival import check
 from onnx_remat.errors import BudgetInfeasibleError, UsageError
 from onnx_remat.ir import graph
 from onnx_remat.options import parse_options
@@ -21,6 +23,7 @@ from onnx_remat.pipeline import plan_model
 from onnx_remat.problem import Schedule, check_schedule
 from onnx_remat.run import private_copy, verify
 from onnx_remat.run.private_copy import Step
+from onnx_remat.units import format_bytes
 from onnx_remat.write.decided import MOVES_KEY
 from onnx_remat.write.realize import realize
 from tests.support.graphs import mlp, model_of
@@ -233,3 +236,21 @@ def test_copies_of_the_runtimes_own_stay_where_they_are():
         Step(make("Mul", ["w", "back"], ["z"])),
     ]
     assert private_copy.moved_when_due(steps, kernels_of("cuda")) == steps
+
+
+def test_the_other_commands_know_of_moves(moved, tmp_path):
+    """`explain` counts them, `check` misses those that a tool took out."""
+    _, free, _ = moved
+    path = tmp_path / "moved.onnx"
+    free.save(path)
+    count = len(free.report.moved.values)
+    text = explain(path).to_text()
+    assert f"{count} times a value is moved to the host and back, {format_bytes(free.report.moved.nbytes)} each" in text
+    found = check(path, run=False, provider="cuda")
+    assert (found.moved, found.moved_lost) == (count, ())
+    assert f"all {count} moves to the host and back are in place" in found.to_text()
+    model = onnx.load(path)
+    copy = next(node for node in model.graph.node if node.op_type == moves.UP)
+    copy.op_type = "Identity"
+    onnx.save(model, path)
+    assert check(path, run=False, provider="cuda").moved_lost == (copy.output[0],)
