@@ -2,7 +2,7 @@
 
 Numba compiles in one thread, with the interpreter's lock held. So the slowest kernels are compiled in processes of
 their own, while this one loads the model and simulates the original; all of it comes off the disk from then on.
-``python -m onnx_remat.first_use NAME`` compiles one group.
+``python -m onnx_remat.first_use NAME...`` compiles some groups.
 """
 
 from __future__ import annotations
@@ -89,8 +89,11 @@ class FirstUse:
     def begin(self, names: tuple[str, ...]) -> None:
         """Compile some groups in processes of their own, as many as there are cores beside this one's."""
         missing = [name for name in names if not is_compiled(_GROUPS[name].last)]
-        for name in missing[: (os.cpu_count() or 1) - 1]:
-            self.children[name] = worker.spawn("onnx_remat.first_use", name, stdin=subprocess.DEVNULL)
+        cores = min((os.cpu_count() or 1) - 1, len(missing))
+        for core in range(cores):
+            share = missing[core::cores]
+            child = worker.spawn("onnx_remat.first_use", *share, stdin=subprocess.DEVNULL)
+            self.children |= dict.fromkeys(share, child)
 
     def compile(self, names: tuple[str, ...]) -> float:
         """See to it that some groups are compiled; the seconds it took."""
@@ -132,4 +135,5 @@ def first_use() -> Iterator[FirstUse]:
 
 
 if __name__ == "__main__":
-    _GROUPS[sys.argv[1]].call()
+    for _name in sys.argv[1:]:
+        _GROUPS[_name].call()
