@@ -373,7 +373,8 @@ def _search(pile, dead, height, work):  # type: ignore[no-untyped-def]
                 chosen[d], undo[d + 1] = -1, undo[d] + 1
             else:
                 dead[key[d] & mask] = key[d]
-                why[:] = blame[d]
+                for w in range(n_words):  # element by element: expressions of arrays take seconds to compile
+                    why[w] = blame[d, w]
                 todo = _DEAD
                 continue
             d += 1
@@ -386,10 +387,13 @@ def _search(pile, dead, height, work):  # type: ignore[no-untyped-def]
             if b >= 0:
                 _take(pile, b, trail, undo[d])
                 n_left += 1
-                met = (why & pile.reach[b]).any()
+                met = False
+                for w in range(n_words):
+                    met |= why[w] & pile.reach[b, w] != 0
             else:
                 pile.floor[s] = trail[undo[d]]
                 met = (why[s >> 6] >> np.uint64(s & 63)) & np.uint64(1) != np.uint64(0)
             if met:
-                blame[d] |= why
+                for w in range(n_words):
+                    blame[d, w] |= why[w]
                 todo = _NEXT
