@@ -110,10 +110,14 @@ class Options:
         """The way to the host, of the device that seconds are estimated for."""
         if self.host_bandwidth is not None:
             try:
-                return Link(float(parse_budget(self.host_bandwidth).bytes or 0))
+                found = parse_budget(self.host_bandwidth).bytes
             except UsageError:
-                given = f"host_bandwidth {self.host_bandwidth!r:.100}"
-                raise UsageError(f"{given} is no number of bytes in a second: write e.g. 25GB") from None
+                found = None
+            if not found:
+                raise UsageError(
+                    f"host_bandwidth {self.host_bandwidth!r:.100} is no number of bytes in a second: write e.g. 25GB"
+                )
+            return Link(float(found))
         known = PRESETS.get(self.costs) or PRESETS[self.kernels().costs]
         return Link(known.host)
 

@@ -1,9 +1,10 @@
 """How far plans may be from the best possible, at three budgets: points of compute above the bound.
 
-    python -m scripts.bound_distance FILE_OR_FOLDER... [--budgets 80%,60%,40%] [--tree FOLDER] [--save NAME]
+    python -m scripts.bound_distance FILE_OR_FOLDER... [--budgets 80%,60%,40%] [--for loop] [--save NAME]
 
 An entry is the distance and, in brackets, the plan's extra compute; or why there is none. Budgets are of the sum of
-tensors. ``--tree`` runs another checkout, an older one say, which takes the effort as a time limit.
+tensors, with ``--for loop`` of what training by `Loop` takes. ``--tree`` runs another checkout, an older one say,
+which takes the effort as a time limit.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from scripts.results import Table, printed, save
 ROOT = Path(__file__).parents[1]
 
 
-def entry(path: Path, budget: str, effort: str, tree: Path) -> str:
+def entry(path: Path, budget: str, effort: str, tree: Path, run_by: str) -> str:
     """What one run of the command says."""
-    ours = ["--effort", effort, "--for", "session"] if tree == ROOT else ["--time-limit", effort]
+    ours = ["--effort", effort, "--for", run_by] if tree == ROOT else ["--time-limit", effort]
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         done = subprocess.run(
@@ -44,6 +45,7 @@ def main() -> None:
     parser.add_argument("paths", nargs="+", type=Path, metavar="FILE_OR_FOLDER")
     parser.add_argument("--budgets", default="80%,60%,40%")
     parser.add_argument("--effort", default="6")
+    parser.add_argument("--for", dest="run_by", choices=("session", "loop"), default="session")
     parser.add_argument("--tree", type=Path, default=ROOT)
     parser.add_argument("--save", default="", metavar="NAME", help="also write docs/results/data/NAME.json")
     given = parser.parse_args()
@@ -52,12 +54,13 @@ def main() -> None:
     seen = printed(
         (
             path.stem.removesuffix(".pytorch"),
-            *(entry(path.resolve(), b, given.effort, given.tree.resolve()) for b in budgets),
+            *(entry(path.resolve(), b, given.effort, given.tree.resolve(), given.run_by) for b in budgets),
         )
         for path in files
     )
     if given.save:
-        command = f"python -m scripts.bound_distance FILE_OR_FOLDER... --effort {given.effort} --save {given.save}"
+        flags = f"--for {given.run_by} --effort {given.effort} --save {given.save}"
+        command = f"python -m scripts.bound_distance FILE_OR_FOLDER... {flags}"
         save(given.save, Table(command, ("graph", *budgets), seen))
 
 

@@ -116,6 +116,7 @@ def test_a_budget_that_is_kept_already_moves_nothing():
         ({"offload": True, "provider": "cuda", "run_by": "loop", "costs": "cpu"}, "state --host-bandwidth"),
         ({"offload": "yes", "provider": "cuda", "run_by": "loop"}, "True or False"),
         ({"offload": True, "provider": "cuda", "run_by": "loop", "host_bandwidth": "fast"}, "no number of bytes"),
+        ({"offload": True, "provider": "cuda", "run_by": "loop", "host_bandwidth": "50%"}, "no number of bytes"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(given, words):
