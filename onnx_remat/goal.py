@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from onnx_remat.plan import bounds
 from onnx_remat.problem import Problem
@@ -27,6 +29,8 @@ class Goal:
         Bytes of them for every node that runs again.
     taken : int
         What the original takes of what the budget covers.
+    workspace : int
+        How much of that is its kernels' workspace, where it lies beside all else.
     fused, own : problem.Problem or None
         The original as ONNX Runtime's default optimisations make it, and as it is, for a session of ours, in which
         results may lie over what they are made of; None for any other.
@@ -39,6 +43,7 @@ class Goal:
     books: int = 0
     per_node: int = 0
     taken: int = 0
+    workspace: int = 0
     fused: Problem | None = None
     own: Problem | None = None
     moving: int | None = None
@@ -59,6 +64,19 @@ class Goal:
         problem = problem if self.own is None else self.own
         floor = bounds.working_set(problem)
         return floor if self.fused is None else min(floor, bounds.working_set(self.fused))
+
+    def bounded(self, problem: Problem) -> tuple[Problem, int]:
+        """What a bound on extra compute is to hold for: a problem, and the bytes that its schedules may peak at.
+
+        For a loop the books are not a schedule's to use, and the largest workspace lies beside the slab throughout.
+        """
+        if not self.by_loop or self.own is None:
+            return problem, self.allowed
+        apart = min(self.workspace, int(self.own.workspace.max(initial=0)))
+        alone = replace(
+            self.own, workspace=np.zeros_like(self.own.workspace), base_bytes=self.own.base_bytes + apart
+        )
+        return alone, self.allowed - self.books
 
     def run_by(self) -> str:
         """What the budget is asked for, as `Options.run_by` says it."""

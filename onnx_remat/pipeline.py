@@ -189,8 +189,9 @@ def _report(job: Job, fitted: Fitted, measured: verify.Measured | None) -> Repor
     compiled, original, final = job.compiled, job.original, list(executed.values())[-1]
     after = final.timeline()
     with job.clock.stage("bound"):
-        problem, until = job.goal.own or compiled.problem, job.deadline.passed
-        at_least = 0.0 if job.options.offload else cost_lower_bound(problem, job.goal.allowed, until=until)
+        problem, allowed = job.goal.bounded(compiled.problem)
+        until = job.deadline.passed
+        at_least = 0.0 if job.options.offload else cost_lower_bound(problem, allowed, until=until)
     with job.clock.stage("arena"):
         arenas = reserves(original, job.before), reserves(final, after)
     return Report(
@@ -289,7 +290,9 @@ def begin(
         compiled = with_donations(compiled)
         fused, own = taking_over(with_donations(original.compiled)), taking_over(compiled)
         per_node = BOOKS_BYTES_PER_NODE if compiled.kernels.device == "cpu" else 0
-        goal = Goal(parsed.resolve(trained.total), True, trained.books, per_node, trained.total, fused, own)
+        goal = Goal(
+            parsed.resolve(trained.total), True, trained.books, per_node, trained.total, trained.workspace, fused, own
+        )
     return Job(options, source.folder, compiled, original, before, trained, goal, clock, deadline)
 
 
