@@ -73,9 +73,7 @@ class Goal:
         if not self.by_loop or self.own is None:
             return problem, self.allowed
         apart = min(self.workspace, int(self.own.workspace.max(initial=0)))
-        alone = replace(
-            self.own, workspace=np.zeros_like(self.own.workspace), base_bytes=self.own.base_bytes + apart
-        )
+        alone = replace(self.own, workspace=np.zeros_like(self.own.workspace), base_bytes=self.own.base_bytes + apart)
         return alone, self.allowed - self.books
 
     def run_by(self) -> str:
