@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import onnx
 import pytest
 from onnx import TensorProto, helper
 
+from onnx_remat import pipeline
 from onnx_remat.pipeline import begin, rewrite_model
 from sample_models import chain as sample
 
@@ -46,3 +49,11 @@ def test_the_bound_for_a_loop_leaves_the_books_and_the_workspace_out(budget):
     report = rewrite_model(sample.chain(64, 512, 512), budget, run_by="loop", effort=2.0).report
     assert 0 <= report.extra_compute - report.extra_compute_bound <= 0.01
     assert report.extra_compute > 0.02
+
+
+def test_a_bound_that_the_file_itself_disproves_is_none(monkeypatch):
+    """Where ONNX Runtime fuses nodes, a file may keep a budget that its nodes one by one could not."""
+    monkeypatch.setattr(pipeline, "cost_lower_bound", lambda *_, **__: math.inf)
+    report = rewrite_model(sample.chain(16, 256, 256), "70%", run_by="loop", effort=0.5).report
+    assert report.extra_compute_bound == 0 < report.extra_compute
+    assert "points above any possible plan" in report.verdict()
