@@ -60,7 +60,7 @@ class Goal:
         return min(problem.base_bytes, self.fused.base_bytes) + min(floor - problem.base_bytes, above)
 
     def floor_of_moves(self, problem: Problem) -> int:
-        """The same of plans that may move every value to the host: what one op works on, in the larger graph's way."""
+        """The same of plans that may move every value to the host: the least that one op works on in either graph."""
         problem = problem if self.own is None else self.own
         floor = bounds.working_set(problem)
         return floor if self.fused is None else min(floor, bounds.working_set(self.fused))

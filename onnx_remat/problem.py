@@ -123,6 +123,11 @@ class Problem:
     def n_values(self) -> int:
         return len(self.nbytes)
 
+    def plain_cost(self) -> float:
+        """What one execution of every op costs, in the unit of `cost`; a move's first costs nothing."""
+        moves = float(self.cost[self.moves].sum()) if len(self.moves) else 0.0
+        return float(self.cost.sum()) - moves
+
     def inputs(self, op: int) -> list[int]:
         """Values read by `op`, in slot order."""
         return [*self._lists[0][op]]
@@ -207,9 +212,7 @@ class Schedule:
 
     def overhead(self, problem: Problem) -> float:
         """Extra compute as a fraction of one plain execution of every op: 0.25 means 25 % more; moves are compute."""
-        total = float(problem.cost.sum())
-        if len(problem.moves):
-            total -= float(problem.cost[problem.moves].sum())
+        total = problem.plain_cost()
         repeats = np.bincount(self.array(), minlength=problem.n_ops) - 1
         again = float(problem.cost @ repeats) + float(problem.cost[self.late_moves(problem)].sum())
         return again / total if total else 0.0

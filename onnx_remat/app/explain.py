@@ -22,7 +22,16 @@ from onnx_remat.ort.executed import Executed, as_executed
 from onnx_remat.ort.kernels import costs
 from onnx_remat.run.foreseen import foresee
 from onnx_remat.units import check_dims, format_bytes, table
-from onnx_remat.write.decided import BUDGET_KEY, DIMS_KEY, EDGES_KEY, MOVES_KEY, PROVIDER_KEY, RECOMPUTE_KEY, RUN_BY_KEY
+from onnx_remat.write.decided import (
+    BUDGET_KEY,
+    DIMS_KEY,
+    EDGES_KEY,
+    MOVES_KEY,
+    PROVIDER_KEY,
+    RECOMPUTE_KEY,
+    RUN_BY_KEY,
+    listed,
+)
 
 SCHEMA = "onnx-remat/explain/1"
 """Version of the JSON layout: the number rises when a field changes its meaning or goes away."""
@@ -170,7 +179,7 @@ def explain(path: str | os.PathLike[str], dims: Mapping[str, int] | None = None)
     notes = {p.key: p.value for p in source.model.metadata_props}
     try:
         budget, before = int(notes[BUDGET_KEY]), int(notes[TAG + "original_peak_bytes"])
-        edges = json.loads(notes[EDGES_KEY])
+        edges, moved = listed(notes[EDGES_KEY]), listed(notes.get(MOVES_KEY, "[]"))
         dims = dict(dims) if dims else check_dims(json.loads(notes[DIMS_KEY]))
     except (KeyError, ValueError, RecursionError) as error:
         raise ModelError(
@@ -183,7 +192,7 @@ def explain(path: str | os.PathLike[str], dims: Mapping[str, int] | None = None)
         trained = foresee(as_executed(source.model, source.folder, "all", replace(preparation, fixed=True))).total
     found = _explanation(source.model, executed, covers, budget, before, trained, len(edges))
     tensors = executed.compiled.tensors
-    back = [tensors[name].nbytes for name in json.loads(notes.get(MOVES_KEY, "[]")) if name in tensors]
+    back = [tensors[name].nbytes for name in moved if name in tensors]
     return replace(found, moved=len(back), moved_bytes=sum(back))
 
 

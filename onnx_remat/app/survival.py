@@ -22,7 +22,16 @@ from onnx_remat.ort.moves import UP
 from onnx_remat.run import processes
 from onnx_remat.run.foreseen import foresee
 from onnx_remat.units import check_dims, format_bytes, parse_budget
-from onnx_remat.write.decided import BUDGET_KEY, CLONES_KEY, DIMS_KEY, EDGES_KEY, MOVES_KEY, RUN_BY_KEY, WORKSPACE_KEY
+from onnx_remat.write.decided import (
+    BUDGET_KEY,
+    CLONES_KEY,
+    DIMS_KEY,
+    EDGES_KEY,
+    MOVES_KEY,
+    RUN_BY_KEY,
+    WORKSPACE_KEY,
+    listed,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,16 +96,17 @@ class Survival:
 
     def to_text(self) -> str:
         """For people: one line per finding, the verdict last."""
+        parts = [
+            ("recomputed nodes", self.recomputed, self.recomputed_lost),
+            ("control edges", self.control_edges, self.control_edges_lost),
+        ]
+        if self.moved:
+            parts.append(("moves to the host and back", self.moved, self.moved_lost))
         lines = [
             f"{len(lost)} of {count} {what} were merged away, e.g. {lost[0]}"
             if lost
             else f"all {count} {what} are in place"
-            for what, count, lost in (
-                ("recomputed nodes", self.recomputed, self.recomputed_lost),
-                ("control edges", self.control_edges, self.control_edges_lost),
-                ("moves to the host and back", self.moved, self.moved_lost),
-            )
-            if count or not what.startswith("moves")
+            for what, count, lost in parts
         ]
         if len(self.running_by_level) == len(runtime.LEVELS):
             lines += [
@@ -160,8 +170,8 @@ def check(
     source = model_io.load(path)
     notes = {p.key: p.value for p in source.model.metadata_props}
     try:
-        budget, clones, edges = int(notes[BUDGET_KEY]), _names(notes[CLONES_KEY]), _names(notes[EDGES_KEY])
-        moved = _names(notes.get(MOVES_KEY, "[]"))
+        budget, clones, edges = int(notes[BUDGET_KEY]), listed(notes[CLONES_KEY]), listed(notes[EDGES_KEY])
+        moved = listed(notes.get(MOVES_KEY, "[]"))
         dims = dict(dims) if dims else check_dims(json.loads(notes[DIMS_KEY]))
         parse_budget(budget)
         space = int(notes[WORKSPACE_KEY]) if provider != "cpu" and WORKSPACE_KEY in notes else None
@@ -207,11 +217,3 @@ def _waits(edge: str, made: Mapping[str, onnx.NodeProto]) -> bool:
         return False
     axes = made[edge].input[1]
     return axes in made and made[axes].op_type != "Constant"
-
-
-def _names(text: str) -> list[str]:
-    """A list of names in JSON; ValueError for anything else."""
-    names = json.loads(text)
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ValueError("not a list of names")
-    return names

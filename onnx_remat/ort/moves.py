@@ -30,7 +30,7 @@ from onnx_remat.ort.compile import OpTable, compile_problem
 from onnx_remat.ort.kernels.in_place import may_overwrite
 from onnx_remat.ort.prepare import Compiled
 from onnx_remat.ort.simulate.buffers import simulate
-from onnx_remat.problem import Problem, Schedule
+from onnx_remat.problem import Flags, Longs, Problem, Schedule
 
 DOWN, UP = "MemcpyToHost", "MemcpyFromHost"
 """ONNX Runtime's own ops that copy between a device and the host; on the CPU they change nothing."""
@@ -77,6 +77,11 @@ def is_move(op: Op) -> bool:
     return (op.node.domain, op.node.op_type) == (SPLIT, MOVE)
 
 
+def _home(name: str) -> str:
+    """What a plan calls the host's copy of a value."""
+    return f"{TAG}home.{name}"
+
+
 def made_by(op: Op) -> str:
     """The value that an op makes in the file: its own first result, or what a plan knows as the host's copy."""
     return op.outputs[0] if is_move(op) else next(filter(None, op.node.output))
@@ -103,7 +108,7 @@ def split(compiled: Compiled, names: Collection[str], link: Link) -> Compiled:
         if name not in names:
             ops.append(replace(op, index=len(ops)))
             continue
-        home = f"{TAG}home.{name}"
+        home = _home(name)
         values[home] = Value(home, NODE, False)
         tensors[home] = Tensor(tensors[name].dtype, (0,), 0, (0,))
         move = helper.make_node(MOVE, [home], [name], name=op.label, domain=SPLIT)
@@ -129,10 +134,10 @@ def split(compiled: Compiled, names: Collection[str], link: Link) -> Compiled:
     return Compiled(whole, tensors, compiled.kernels, rows, replace(found, moves=moves))
 
 
-def beside(compiled: Compiled) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def beside(compiled: Compiled) -> Longs:
     """Bytes that each op needs for a result that a plan counts as the host's copy. Shape (n_ops,).
 
-    None where the result may lie over an input that ends there: the Move that follows counts it, and what does not end.
+    Zero where the result may lie over an input that dies there: the Move that follows counts it, and what stays live.
     """
     graph, tensors, problem = compiled.graph, compiled.tensors, compiled.problem
     found = np.zeros(problem.n_ops, np.int64)
@@ -154,10 +159,9 @@ def adjoined(problem: Problem, order: Sequence[int], limit: int | None = None) -
     With a `limit` in bytes, those alone that keep the peak at or under it, if not all do.
     """
     late = Schedule(tuple(order)).late_moves(problem)
-    if not late:
-        return Schedule(tuple(order))
-    if limit is None or simulate(problem, _behind(problem, order, set(late))).peak <= limit:
-        return Schedule(tuple(_behind(problem, order, set(late))))
+    together = _behind(problem, order, set(late))
+    if limit is None or not late or simulate(problem, together).peak <= limit:
+        return Schedule(tuple(together))
     chosen: set[int] = set()
     for move in late:
         if simulate(problem, _behind(problem, order, chosen | {move})).peak <= limit:
@@ -203,7 +207,7 @@ def carried(order: Sequence[int], of: Compiled, to: Compiled) -> Schedule:
 
 
 def _may_move(compiled: Compiled, name: str) -> bool:
-    return f"{TAG}home.{name}" in compiled.graph.values
+    return _home(name) in compiled.graph.values
 
 
 def _without_unread(problem: Problem, order: Sequence[int]) -> list[int]:
@@ -271,7 +275,7 @@ def worth_moving(compiled: Compiled, schedule: Schedule, link: Link, at_any_pric
     return found
 
 
-def _held_at_peak(problem: Problem, schedule: Schedule) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+def _held_at_peak(problem: Problem, schedule: Schedule) -> Flags:
     """Values that a schedule holds, without reading or making them, at a step near its peak. Shape (n_values,)."""
     life = problem.lifetimes
     near = simulate(problem, schedule).step_bytes
@@ -300,7 +304,7 @@ def moved(compiled: Compiled, schedule: Schedule) -> Moved | None:
         seen.add(op)
     if not again:
         return None
-    total = float(problem.cost.sum() - problem.cost[problem.moves].sum())
+    total = problem.plain_cost()
     return Moved(
         tuple(compiled.graph.ops[op].outputs[0] for op in again),
         sum(int(problem.nbytes[problem.outputs(op)[0]]) for op in again),

@@ -40,7 +40,8 @@ def lower_bound(problem: Problem) -> int:
     int
         Bytes, residents included.
     """
-    needs, floor = _needs(problem), working_set(problem)
+    needs = _needs(problem)
+    floor = _floor(problem, needs)
     game = _Game.of(problem)
     for op in sorted(range(problem.n_ops), key=lambda op: (-needs[op], op))[:_OPS]:
         floor = max(floor, problem.base_bytes + game.lowest(op))
@@ -49,8 +50,12 @@ def lower_bound(problem: Problem) -> int:
 
 def working_set(problem: Problem) -> int:
     """The working-set floor of `lower_bound` by itself: it holds for plans that move values to the host as well."""
+    return _floor(problem, _needs(problem))
+
+
+def _floor(problem: Problem, needs: list[int]) -> int:
     life = problem.lifetimes
-    return problem.base_bytes + max([int(life.nbytes[life.kept].sum()), *_needs(problem)])
+    return problem.base_bytes + max([int(life.nbytes[life.kept].sum()), *needs])
 
 
 def _needs(problem: Problem) -> list[int]:

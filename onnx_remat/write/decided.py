@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -90,3 +91,11 @@ class Decisions:
     drops: Collection[int]
     views: Collection[str]
     roundings: Collection[str] = ()
+
+
+def listed(text: str) -> list[str]:
+    """The names that one of these keys lists; ValueError for anything else."""
+    names = json.loads(text)
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError("not a list of names")
+    return names
