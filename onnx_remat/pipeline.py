@@ -19,11 +19,10 @@ from onnx_remat.fit import Fitted, Plan, fit, make_plan
 from onnx_remat.goal import Goal
 from onnx_remat.ir import model_io, phases, shapes
 from onnx_remat.ir.body import check_fits, into_body
-from onnx_remat.ir.training_ops import first_training_op
+from onnx_remat.notes import MOVES, on_device, rounding, unseen, warnings
 from onnx_remat.offload import fit_with_moves
 from onnx_remat.options import Options, PlanningOptions, parse_options
-from onnx_remat.ort import known_bugs, placement, runtime
-from onnx_remat.ort.executed import Executed, as_executed, whom_to_ask
+from onnx_remat.ort.executed import Executed, as_executed
 from onnx_remat.ort.moves import moved
 from onnx_remat.ort.peaks import describe, held, reserves
 from onnx_remat.ort.prepare import Compiled, prepare
@@ -32,17 +31,13 @@ from onnx_remat.ort.simulate.buffers import Timeline
 from onnx_remat.plan.cost_bounds import cost_lower_bound
 from onnx_remat.plan.request import Deadline
 from onnx_remat.report import Report
-from onnx_remat.run import fixed_draws, verify
+from onnx_remat.run import verify
 from onnx_remat.run.foreseen import BOOKS_BYTES_PER_NODE, Footprint, foresee
 from onnx_remat.run.opening import check_openable
 from onnx_remat.run.processes import beyond_tensors
-from onnx_remat.units import Budget, format_bytes, parse_budget
+from onnx_remat.units import Budget, parse_budget
 from onnx_remat.write.decided import Rewritten
 
-_MOVES = (
-    "values are moved when they are due by onnx_remat.Session and training.Loop alone; in onnxruntime's own session "
-    "they come back early"
-)
 _LOOKS = {True: 3.0, False: 4.0}  # times as long as simulating the original: a file, for a loop or at every level
 
 
@@ -217,13 +212,13 @@ def _report(job: Job, fitted: Fitted, measured: verify.Measured | None) -> Repor
         arena_after=arenas[1],
         measured=measured,
         notes=(
-            *_notes(original.emulated or final.emulated, compiled.graph.model),
-            *_rounding(written.rounded),
+            *unseen(original.emulated or final.emulated, compiled.graph.model),
+            *rounding(written.rounded),
             *phases.note(compiled.problem.phase.tolist()),
-            *_on_device(compiled),
-            *((_MOVES,) if written.moved else ()),
+            *on_device(compiled),
+            *((MOVES,) if written.moved else ()),
         ),
-        warnings=_warnings(compiled, written.model),
+        warnings=warnings(compiled, written.model),
         run_by=job.goal.run_by(),
         cut_short=job.deadline.cut_short,
         loop_before=job.trained,
@@ -329,66 +324,12 @@ def _unchanged(job: Job) -> Result:
             "the original keeps this budget already: OUT is the original, "
             + ("unchanged" if job.options.patterns else "in the body of an If"),
             *phases.note(compiled.problem.phase.tolist()),
-            *_on_device(compiled),
+            *on_device(compiled),
         ),
-        warnings=_warnings(compiled, compiled.graph.model),
+        warnings=warnings(compiled, compiled.graph.model),
         run_by=job.goal.run_by(), loop_before=job.trained, loop_after=job.trained,
     )  # fmt: skip
     return Result(_as_asked(compiled.graph.model, job.options), report, job.folder, compiled, original, original, ())
-
-
-def _warnings(compiled: Compiled, result: onnx.ModelProto) -> tuple[str, ...]:
-    """What ONNX Runtime does not compute reliably: in the original, and in the model that users run."""
-    ranks = {name: len(tensor.shape) for name, tensor in compiled.tensors.items()}
-    races = fixed_draws.race_warnings(compiled.graph.model, compiled.kernels)
-    return races + known_bugs.warnings(result, ranks) + placement.warnings(compiled)
-
-
-def _on_device(compiled: Compiled) -> tuple[str, ...]:
-    """What a plan for a device was checked against, and what it rests on."""
-    kernels = compiled.kernels
-    if kernels.device == "cpu":
-        return ()
-    name = kernels.name.upper()
-    if whom_to_ask(kernels)[0] == kernels.execution_providers:
-        checked = f"graph optimisations and the order are those of ONNX Runtime's {name} provider here"
-    else:
-        checked = (
-            f"there is no {name} device here: the file was checked against what is known of the {name} provider's "
-            "kernels and, where ONNX Runtime is installed, against the graph that its CPU provider makes"
-        )
-    return (checked, *placement.notes(compiled))
-
-
-def _notes(emulated: str, source: onnx.ModelProto) -> tuple[str, ...]:
-    if emulated and (node := first_training_op(source)):
-        return (
-            f"{node.op_type} is an op of onnxruntime-training: the plan was made and simulated for the file as it is, "
-            "not run; run the result in onnxruntime-training",
-        )
-    if emulated:
-        return (emulated,)
-    if runtime.available() and model_io.weight_bytes(source) > runtime.MOST_WEIGHTS:
-        return (
-            f"ONNX Runtime was not shown the {format_bytes(model_io.weight_bytes(source))} of weights: what it folds "
-            "of them was foreseen, what it may fuse into them was not",
-        )
-    if runtime.available():
-        return ()
-    return (
-        "onnxruntime is not installed: its graph optimisations were not simulated; "
-        "install onnx-remat[cpu] to have the file checked as it will really run",
-    )
-
-
-def _rounding(names: tuple[str, ...]) -> tuple[str, ...]:
-    if not names:
-        return ()
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return (
-        f"results are equal within rounding, not to the last bit: ONNX Runtime's CPU kernels round the half-precision "
-        f"value {names[0]!r}{more} in one of the two files only",
-    )
 
 
 class _Stopwatch:
