@@ -1,7 +1,8 @@
 """Compiling the kernels side by side, at a first use: one process takes half a minute for all of them.
 
 Numba compiles in one thread, with the interpreter's lock held. So the slowest kernels are compiled in processes of
-their own, while this one loads the model and simulates the original; all of it comes off the disk from then on.
+their own, while this one loads the model and simulates the original, and those of the end while it plans; all of it
+comes off the disk from then on.
 ``python -m onnx_remat.first_use NAME...`` compiles some groups.
 """
 
@@ -24,7 +25,7 @@ from onnx_remat.plan import cost_bounds
 from onnx_remat.plan.request import Deadline
 from onnx_remat.plan.search import anneal, orders, plans
 from onnx_remat.plan.search.core import viewless
-from onnx_remat.plan.selectors import materialize
+from onnx_remat.plan.selectors.materialize import inserted, materialize
 from onnx_remat.problem import BACKWARD, FORWARD, Problem, Schedule
 from onnx_remat.write import private_buffers
 
@@ -56,28 +57,50 @@ def _annealing() -> None:
     plans.improved(view, view.ops, 2, 1, plans.Heat(1.0, 0.1), 0, True, False, Deadline())
 
 
-def _planning() -> None:
+def _ordering() -> None:
     problem = _toy()
     steps = np.arange(problem.n_ops, dtype=np.int32)
     orders.list_schedules(problem, steps)
     materialize(problem, steps, np.ones(problem.n_ops, np.bool_), 2)
-    cost_bounds.cost_lower_bound(problem, 3)
+
+
+def _writing() -> None:
+    problem = _toy()
     private_buffers.gap_tenants(problem, [0, 1, 2], buffers.simulate(problem, Schedule((0, 1, 2))), 0)
 
 
+def _reporting() -> None:
+    problem, schedule = _toy(), Schedule((0, 1, 2))
+    cost_bounds.cost_lower_bound(problem, 3)
+    arena.run(arena.requests(schedule, buffers.simulate(problem, schedule), [[], [], []], [False] * 3), doubling=True)
+
+
 def _simulating() -> None:
-    problem = _toy()
-    schedule = Schedule(tuple(order.default_order([[], [0], [0, 1]])))
-    timeline = buffers.simulate(problem, schedule)
-    arena.run(arena.requests(schedule, timeline, [[], [], []], [False] * 3), doubling=True)
+    buffers.simulate(_toy(), Schedule(tuple(order.default_order([[], [0], [0, 1]]))))
     layout.load_compiled()
 
 
 _GROUPS = {
     "annealing": _Group(_annealing, anneal.anneal),
-    "planning": _Group(_planning, private_buffers.flag_gaps),
+    "ordering": _Group(_ordering, inserted),
+    "writing": _Group(_writing, private_buffers.flag_gaps),
+    "reporting": _Group(_reporting, arena.replay),
     "simulating": _Group(_simulating, layout.place),
 }
+
+_SHARES = (("annealing", "writing", "reporting"), ("ordering",))
+"""What processes of their own compile, by how soon it is needed: the first of them, then a second if cores allow."""
+
+PLANNER = ("ordering", "annealing")
+"""Groups that only a search for a plan needs."""
+
+SIMULATOR = ("simulating",)
+"""Groups that every use needs first of all."""
+
+REPORTER = ("writing", "reporting")
+"""Groups that only the file and the report need: there is time to compile them while a plan is searched for."""
+
+_TICK = 0.02  # seconds between two looks at what another process has compiled
 
 
 class FirstUse:
@@ -86,27 +109,22 @@ class FirstUse:
     def __init__(self) -> None:
         self.children: dict[str, subprocess.Popen[bytes]] = {}
 
-    def begin(self, names: tuple[str, ...]) -> None:
-        """Compile some groups in processes of their own, as many as there are cores beside this one's."""
-        missing = [name for name in names if not is_compiled(_GROUPS[name].last)]
-        cores = min((os.cpu_count() or 1) - 1, len(missing))
-        for core in range(cores):
-            share = missing[core::cores]
-            child = worker.spawn("onnx_remat.first_use", *share, stdin=subprocess.DEVNULL)
-            self.children |= dict.fromkeys(share, child)
+    def begin(self) -> None:
+        """Compile the planner's groups in processes of their own, as many as there are cores beside this one's."""
+        for share in _SHARES[: (os.cpu_count() or 1) - 1]:
+            if missing := [name for name in share if not is_compiled(_GROUPS[name].last)]:
+                child = worker.spawn("onnx_remat.first_use", *missing, stdin=subprocess.DEVNULL)
+                self.children |= dict.fromkeys(missing, child)
 
     def compile(self, names: tuple[str, ...]) -> float:
-        """See to it that some groups are compiled; the seconds it took."""
+        """See to it that some groups are compiled, first those that no other process does; the seconds it took."""
         began = time.monotonic()
         missing = [name for name in names if not is_compiled(_GROUPS[name].last)]
-        for name in missing:
-            if name not in self.children:
+        for name in sorted(missing, key=self.children.__contains__):
+            while name in self.children and not is_compiled(_GROUPS[name].last) and self.children[name].poll() is None:
+                time.sleep(_TICK)
+            if not is_compiled(_GROUPS[name].last):  # nobody did, or it failed, or what it made cannot be kept
                 _GROUPS[name].call()
-        for name in missing:
-            if name in self.children:
-                self.children[name].wait()
-                if not is_compiled(_GROUPS[name].last):  # it failed, or what it made cannot be kept
-                    _GROUPS[name].call()
         return time.monotonic() - began if missing else 0.0
 
     def end(self) -> None:
@@ -116,19 +134,12 @@ class FirstUse:
             child.wait()
 
 
-PLANNER = ("annealing", "planning")
-"""Groups that only a search for a plan needs."""
-
-SIMULATOR = ("simulating",)
-"""Groups that every use needs."""
-
-
 @contextmanager
 def first_use() -> Iterator[FirstUse]:
     """Begin to compile what a search needs and is not on the disk; within the block it can be waited for."""
     use = FirstUse()
     try:
-        use.begin(PLANNER)
+        use.begin()
         yield use
     finally:
         use.end()

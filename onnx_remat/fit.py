@@ -208,7 +208,7 @@ def fit(
                     raise
                 break
         began = time.monotonic()
-        worst, made = _write_out(plan, goal, target, original, folder, options, stage)
+        worst, made = _write_out(plan, goal, target, original, folder, options, stage, deadline)
         reserve = _AFTER * (time.monotonic() - began)
         peaks.append(worst)
         _log.info(
@@ -265,7 +265,14 @@ def _check_time(compiled: Compiled, goal: Goal, options: Options, deadline: Dead
 
 
 def _write_out(
-    plan: Plan, goal: Goal, target: int, original: Executed, folder: Path | None, options: Options, stage: Stage
+    plan: Plan,
+    goal: Goal,
+    target: int,
+    original: Executed,
+    folder: Path | None,
+    options: Options,
+    stage: Stage,
+    deadline: Deadline,
 ) -> tuple[int, Fitted]:
     """Write a plan and simulate the file; the most it holds, and all of it.
 
@@ -286,7 +293,7 @@ def _write_out(
         with stage("simulate result"):
             executed = _as_written(written.model, folder, options, _levels()[-1:] if goal.by_loop else _levels())
             if goal.by_loop:
-                trained = foresee(executed[_levels()[-1]])
+                trained = foresee(executed[_levels()[-1]], max(deadline.left(), 0.0))
                 return int(trained.total * (1 + _UNSEEN)), Fitted(plan, written, executed, trained)
             timelines = {level: what.timeline() for level, what in executed.items()}
         worst = max(timeline.peak for timeline in timelines.values())

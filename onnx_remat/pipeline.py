@@ -14,7 +14,7 @@ import onnx
 
 from onnx_remat import files
 from onnx_remat.errors import ModelError, UsageError
-from onnx_remat.first_use import PLANNER, SIMULATOR, FirstUse, first_use
+from onnx_remat.first_use import PLANNER, REPORTER, SIMULATOR, FirstUse, first_use
 from onnx_remat.fit import Fitted, Plan, fit, make_plan
 from onnx_remat.goal import Goal
 from onnx_remat.ir import model_io, phases, shapes
@@ -146,12 +146,13 @@ def rewrite_model(model: model_io.Model, budget: str | int | Budget, **options: 
         job = begin(model, budget, options, kernels)
         if job.keeps_already():
             return _unchanged(job)
-        job.compile(kernels, PLANNER)
-    reserve = _LOOKS[job.goal.by_loop] * job.clock.seconds["simulate original"]
-    fitting = fit_with_moves if job.options.offload else fit
-    fitted = fitting(
-        job.compiled, job.original, job.goal, job.folder, job.options, job.clock.stage, job.deadline, reserve
-    )
+        job.compile(kernels, PLANNER + REPORTER if job.options.arena else PLANNER)
+        reserve = _LOOKS[job.goal.by_loop] * job.clock.seconds["simulate original"]
+        fitting = fit_with_moves if job.options.offload else fit
+        fitted = fitting(
+            job.compiled, job.original, job.goal, job.folder, job.options, job.clock.stage, job.deadline, reserve
+        )
+        job.compile(kernels, REPORTER)
     written, final = fitted.written, list(fitted.executed.values())[-1]
     with job.clock.stage("verify"):
         measured = _verify(job, written, fitted.executed)

@@ -271,7 +271,9 @@ def bindable(program: Program, least: int = LEAST) -> list[str]:
     ]
 
 
-def bind(program: Program, pairs: Mapping[str, str], least: int = LEAST) -> Binding:
+def bind(
+    program: Program, pairs: Mapping[str, str], least: int = LEAST, seconds: float | None = None
+) -> Binding:
     """Place every bindable value: donated outputs in their inputs' memory, all others in one slab.
 
     Parameters
@@ -281,6 +283,8 @@ def bind(program: Program, pairs: Mapping[str, str], least: int = LEAST) -> Bind
         Input that each output to be donated renews.
     least : int
         Bytes from which on values are bound.
+    seconds : float, optional
+        That the search for a low slab may take at most.
     """
     donated, refused = donations(program, pairs)
     names = [name for name in bindable(program, least) if name not in donated]
@@ -293,21 +297,25 @@ def bind(program: Program, pairs: Mapping[str, str], least: int = LEAST) -> Bind
     for name, head in group.items():
         upper[number[head]] = max(upper[number[head]], end[name] + 1)
     size = np.array([program.tensors[head].nbytes for head in heads], np.int64)
-    offsets, height, live = _lay_out(lower, upper, size, apart=least < LEAST)
+    offsets, height, live = _lay_out(lower, upper, size, least < LEAST, seconds)
     placements = tuple(Placement(n, int(offsets[number[group[n]]]), program.tensors[n].nbytes) for n in names)
     return Binding(placements, height, live, donated, refused)
 
 
-def _lay_out(lower: Longs, upper: Longs, size: Longs, apart: bool) -> tuple[Longs, int, int]:
+def _lay_out(
+    lower: Longs, upper: Longs, size: Longs, apart: bool, seconds: float | None
+) -> tuple[Longs, int, int]:
     """Offsets, height and the most that is alive at once; small values `apart`, above the others, and not searched for.
 
     There are thousands of them on a device, and all together they are a small fraction of the slab.
     """
     if not apart:
-        found = layout.solve(lower, upper, size, effort=EFFORT)
+        found = layout.solve(lower, upper, size, effort=EFFORT, time_limit=seconds)
         return found.offsets, found.height, found.lower_bound
     small = size < LEAST
-    below = layout.solve(lower[~small], upper[~small], size[~small], alignment=_DEVICE_ALIGNMENT, effort=EFFORT)
+    below = layout.solve(
+        lower[~small], upper[~small], size[~small], alignment=_DEVICE_ALIGNMENT, effort=EFFORT, time_limit=seconds
+    )
     above = layout.solve(lower[small], upper[small], size[small], alignment=_DEVICE_ALIGNMENT, effort=0)
     offsets = np.zeros(len(size), np.int64)
     offsets[~small], offsets[small] = below.offsets, above.offsets + below.height

@@ -89,13 +89,15 @@ def rounding(arranged: Arranged) -> int:
     return sum(-nbytes % arena.UNIT for nbytes in (arranged.binding.height, *stored))
 
 
-def foresee(executed: Executed) -> Footprint:
+def foresee(executed: Executed, seconds: float | None = None) -> Footprint:
     """What training takes with a step that ONNX Runtime runs as `executed`.
 
     Parameters
     ----------
     executed : Executed
         The step as it is optimised by default.
+    seconds : float, optional
+        That the search for a low slab may take at most; with more of them training may take less than this says.
 
     Raises
     ------
@@ -103,7 +105,7 @@ def foresee(executed: Executed) -> Footprint:
         A session cannot open such a step.
     """
     outputs = [value.name for value in executed.compiled.graph.model.graph.output]
-    arranged = lay_out(executed, outputs, donate=True, least=least(executed.compiled.kernels))
+    arranged = lay_out(executed, outputs, donate=True, least=least(executed.compiled.kernels), seconds=seconds)
     compiled, bound = arranged.compiled, arranged.binding
     device = compiled.kernels.device != "cpu"
     return Footprint(

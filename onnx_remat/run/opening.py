@@ -222,7 +222,9 @@ def arrange(path: Path, wish: Wish) -> Arranged:
     return lay_out(executed, outputs, wish.donate, wish.least or binding.least(kernels))
 
 
-def lay_out(executed: Executed, outputs: Sequence[str], donate: Donate, least: int) -> Arranged:
+def lay_out(
+    executed: Executed, outputs: Sequence[str], donate: Donate, least: int, seconds: float | None = None
+) -> Arranged:
     """Where the values of a step lie that ONNX Runtime has optimised already.
 
     Parameters
@@ -234,6 +236,8 @@ def lay_out(executed: Executed, outputs: Sequence[str], donate: Donate, least: i
         Which outputs renew which inputs in place.
     least : int
         Bytes from which on a value is bound.
+    seconds : float, optional
+        That the search for a low slab may take at most.
 
     Raises
     ------
@@ -256,7 +260,7 @@ def lay_out(executed: Executed, outputs: Sequence[str], donate: Donate, least: i
     steps = private_copy.as_run(private_copy.moved_when_due(lean, compiled.kernels))
     program = binding.waiting(binding.program(steps, compiled.tensors, inputs, outputs, compiled.kernels, opset), pairs)
     weights = sum(compiled.tensors[name].nbytes for name in stored)
-    return Arranged(compiled, program, binding.bind(program, pairs, least), weights, constants)
+    return Arranged(compiled, program, binding.bind(program, pairs, least, seconds), weights, constants)
 
 
 def workspace(compiled: Compiled) -> tuple[int, int]:

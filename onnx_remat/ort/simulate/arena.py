@@ -137,7 +137,7 @@ def run(step: Requests, *, doubling: bool, kept: Flags | None = None, steps: int
     room = _ROOM
     while True:
         books = _Books.of(room, len(step.size))
-        in_use, n_regions, reserved = _replay(step.events, step.size, keep, bool(keep.any()), steps, doubling, books)
+        in_use, n_regions, reserved = replay(step.events, step.size, keep, bool(keep.any()), steps, doubling, books)
         if reserved >= 0:
             return Arena(int(in_use), int(books.regions[1, :n_regions].sum()), int(reserved))
         room *= 2
@@ -175,7 +175,7 @@ class _Books(NamedTuple):
 
 
 @compiled
-def _replay(events, sizes, keep, any_kept, steps, doubling, books):  # type: ignore[no-untyped-def]
+def replay(events, sizes, keep, any_kept, steps, doubling, books):  # type: ignore[no-untyped-def]
     """Most bytes in use, number of regions, bytes of them all: -1 where the books have too little room."""
     n_buffers = len(sizes)
     chunks, free, spare, regions, of_step, of_last = books

@@ -96,7 +96,8 @@ def anneal(s: State, rng, cost, floor, work, hot, cold, price, stop):  # type: i
             most = limit + price * excess + (s.ops[s.events[e].op].cost if swap else 0.0)
             x = pick_read(s, rng, draw(rng) < HOT_READ)
             if x >= 0:
-                n, extra = add(s, rng, x, log, np.int64(0), draw(rng) ** 2, most)
+                far = draw(rng)
+                n, extra = add(s, rng, x, log, np.int64(0), far * far, most)
             if n > 0 and swap and s.events[e].place >= 0 and removable(s, e):
                 n, saved = remove(s, e, log, n)
                 extra -= saved

@@ -34,6 +34,13 @@ def draw(rng):  # type: ignore[no-untyped-def]
 
 
 @inlined
+def draw_small(rng):  # type: ignore[no-untyped-def]
+    """The third power of the next number: most are small. (Powers of numbers that vary take long to compile.)"""
+    x = draw(rng)
+    return x * x * x
+
+
+@inlined
 def undo(s, log, n):  # type: ignore[no-untyped-def]
     """Take back the first `n` entries of a move's log, last one first."""
     for i in range(n - 1, -1, -1):
@@ -208,7 +215,7 @@ def add(s, rng, x, log, n, deep, most_cost):  # type: ignore[no-untyped-def]
         return 0, 0.0
     n += 1
     added = op.cost
-    most = first + 1 + int(LONGEST_ADDED * draw(rng) ** 3)  # few moves are long: most long chains are turned down
+    most = first + 1 + int(LONGEST_ADDED * draw_small(rng))  # few moves are long: most long chains are turned down
     i = first
     while i < n:
         f = log[i, 0]
@@ -262,7 +269,7 @@ def shift(s, rng, e, log):  # type: ignore[no-untyped-def]
         if a >= 0:
             q = place_of(s, a) + s.nodes[x].read
     else:
-        width = 1 + int(draw(rng) ** 3 * 0.1 * len(s.at))
+        width = 1 + int(draw_small(rng) * 0.1 * len(s.at))
         q = p + width if draw(rng) < 0.5 else p - width
     if q < 0:
         return 0, 0.0

@@ -53,7 +53,7 @@ def materialize(problem: Problem, base_order: Ints | Sequence[int], dropped: Fla
     reader = np.repeat(np.arange(problem.n_ops), np.diff(problem.in_ptr))
     np.minimum.at(deadline, reader[renewing >= 0], position[renewing[renewing >= 0]])
     gone = dropped & life.recomputable
-    found = _inserted(order, position, gone, gone_at, deadline, life)
+    found = inserted(order, position, gone, gone_at, deadline, life)
     return Schedule(tuple(found.tolist()))
 
 
@@ -77,7 +77,7 @@ def _sort(chain, length, position):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _inserted(order, position, gone, gone_at, deadline, life):  # type: ignore[no-untyped-def]
+def inserted(order, position, gone, gone_at, deadline, life):  # type: ignore[no-untyped-def]
     result = np.empty(2 * len(order), np.int32)
     chain = np.empty(len(order) + 1, np.int32)
     n = 0
