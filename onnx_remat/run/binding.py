@@ -271,9 +271,7 @@ def bindable(program: Program, least: int = LEAST) -> list[str]:
     ]
 
 
-def bind(
-    program: Program, pairs: Mapping[str, str], least: int = LEAST, seconds: float | None = None
-) -> Binding:
+def bind(program: Program, pairs: Mapping[str, str], least: int = LEAST, seconds: float | None = None) -> Binding:
     """Place every bindable value: donated outputs in their inputs' memory, all others in one slab.
 
     Parameters
@@ -302,9 +300,7 @@ def bind(
     return Binding(placements, height, live, donated, refused)
 
 
-def _lay_out(
-    lower: Longs, upper: Longs, size: Longs, apart: bool, seconds: float | None
-) -> tuple[Longs, int, int]:
+def _lay_out(lower: Longs, upper: Longs, size: Longs, apart: bool, seconds: float | None) -> tuple[Longs, int, int]:
     """Offsets, height and the most that is alive at once; small values `apart`, above the others, and not searched for.
 
     There are thousands of them on a device, and all together they are a small fraction of the slab.
