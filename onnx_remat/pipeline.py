@@ -275,7 +275,7 @@ def begin(
     clock.waited((kernels or FirstUse()).compile(SIMULATOR))
     deadline = Deadline(options.time_limit)
     with clock.stage("simulate original"):
-        original = as_executed(compiled.graph.model, source.folder, "all", options.preparation())
+        original = as_executed(compiled.graph.model, source.folder, "all", options.preparation(), compiled)
         before = original.timeline()
     if options.run_by == "session":
         goal, trained = Goal(parsed.resolve(before.peak), taken=before.peak), _as_trained(original, source.model)

@@ -14,7 +14,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from onnx_remat.ir.graph import Graph, Op, as_networkx, constants
+from onnx_remat.ir.graph import Graph, Op, constants
 from onnx_remat.ir.op_semantics import DRAW, PRODUCT, SPLIT, is_random
 from onnx_remat.ir.shapes import Tensor
 from onnx_remat.problem import Problem, Schedule
@@ -80,7 +80,7 @@ def split(graph: Graph, tensors: Mapping[str, Tensor]) -> Graph:
     ops = [replace(op, index=index) for index, op in enumerate(op for some in parts for op in some)]
     if len(ops) == len(graph.ops):
         return graph
-    return replace(graph, nx=as_networkx(ops, graph.values), ops=tuple(ops))
+    return replace(graph, ops=tuple(ops))
 
 
 def _parts(

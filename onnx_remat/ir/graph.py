@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache, wraps
+from functools import cache, cached_property, wraps
 from typing import ParamSpec, TypeVar
 
 import networkx as nx
@@ -16,7 +16,7 @@ from onnx_remat.ir.body import bodies, defined_in
 from onnx_remat.ir.expand import Ops, expand
 from onnx_remat.ir.model_io import without_weights
 from onnx_remat.ir.op_semantics import nearest_op, semantics
-from onnx_remat.ir.opsets import STANDARD, STANDARD_DOMAINS, canonical, opset_of
+from onnx_remat.ir.opsets import STANDARD, STANDARD_DOMAINS, canonical, opsets_of
 
 _Rule = ParamSpec("_Rule")
 _Result = TypeVar("_Result")
@@ -55,12 +55,16 @@ class Op:
     @property
     def reads(self) -> tuple[str, ...]:
         """Every value it depends on, slot by slot, bodies' captures last, absent inputs left out."""
-        return tuple(name for name in self.inputs + self.captured if name)
+        return _present(self.inputs + self.captured)
 
     @property
     def writes(self) -> tuple[str, ...]:
         """Every value it makes, slot by slot, absent outputs left out."""
-        return tuple(name for name in self.outputs if name)
+        return _present(self.outputs)
+
+
+def _present(names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(filter(None, names)) if "" in names else names
 
 
 def blames_the_node(rule: Callable[_Rule, _Result]) -> Callable[_Rule, _Result]:
@@ -83,15 +87,12 @@ def blames_the_node(rule: Callable[_Rule, _Result]) -> Callable[_Rule, _Result]:
     return guarded
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Graph:
     """A model's main graph.
 
     Attributes
     ----------
-    nx : networkx.DiGraph
-        Vertices are op indices (int) with attribute ``op`` and value names (str) with attribute ``value``; an edge
-        value -> op or op -> value carries ``slots``, since one value may feed two inputs of an op.
     ops : tuple of Op
         In file order. ``Constant`` nodes are initializers here, as they are to ONNX Runtime.
     values : dict of Value by name
@@ -100,10 +101,24 @@ class Graph:
         What was read, model-local functions inlined and operators expanded: the rewriter patches a copy of it.
     """
 
-    nx: nx.DiGraph
     ops: tuple[Op, ...]
     values: Mapping[str, Value]
     model: onnx.ModelProto
+
+    @cached_property
+    def nx(self) -> nx.DiGraph:
+        """The same as a networkx graph, made when it is first asked for: most graphs are only simulated.
+
+        Vertices are op indices (int) with attribute ``op`` and value names (str) with attribute ``value``; an edge
+        value -> op or op -> value carries ``slots``, since one value may feed two inputs of an op.
+        """
+        graph = nx.DiGraph()
+        graph.add_nodes_from((name, {"value": value}) for name, value in self.values.items())
+        for op in self.ops:
+            graph.add_node(op.index, op=op)
+            graph.add_edges_from((name, op.index, {"slots": s}) for name, s in _slots(op.inputs + op.captured).items())
+            graph.add_edges_from((op.index, name, {"slots": s}) for name, s in _slots(op.outputs).items())
+        return graph
 
     def producer(self) -> dict[str, int]:
         """Op index by the name of a value it makes."""
@@ -137,7 +152,7 @@ def build(model: onnx.ModelProto, replaced: Ops = ()) -> Graph:
     if model.functions:
         model = _inlined(model)
     model, anew = expand(model, replaced)
-    proto = model.graph
+    proto, versions = model.graph, opsets_of(model)
     values: dict[str, Value] = {}
     outputs = {value.name for value in proto.output}
     if not outputs:
@@ -169,7 +184,7 @@ def build(model: onnx.ModelProto, replaced: Ops = ()) -> Graph:
         if is_constant(node):
             define(node.output[0], INITIALIZER, where)
             continue
-        _check_op(node, where, model)
+        _check_op(node, where, versions)
         op = Op(len(ops), node, tuple(node.input), tuple(_captures(node)), tuple(node.output), node.output[0] in anew)
         for name in op.reads:
             if name not in values:
@@ -182,7 +197,7 @@ def build(model: onnx.ModelProto, replaced: Ops = ()) -> Graph:
             raise ModelError("a graph output has no name")
         if value.name not in values:
             raise ModelError(f"graph output {value.name!r} is made by no node")
-    return Graph(as_networkx(ops, values), tuple(ops), values, model)
+    return Graph(tuple(ops), values, model)
 
 
 def constants(graph: onnx.GraphProto) -> dict[str, onnx.TensorProto]:
@@ -233,41 +248,66 @@ def _one_name_for_the_standard(model: onnx.ModelProto) -> onnx.ModelProto:
     return copy
 
 
-def _check_op(node: onnx.NodeProto, where: str, model: onnx.ModelProto) -> None:
+def _check_op(node: onnx.NodeProto, where: str, versions: Mapping[str, int]) -> None:
     """Standard ops must exist and have their required inputs and attributes; for other domains nobody can tell."""
     if node.domain not in STANDARD_DOMAINS:
-        if node.domain not in {opset.domain for opset in model.opset_import}:
+        if node.domain not in versions:
             raise ModelError(f"{where} is of domain {node.domain!r}, which the model does not import")
         return
-    version = opset_of(model)
+    version = versions.get(STANDARD, 0)
     if not version:
         raise ModelError(f"{where} is a standard op, but the model does not import the standard operator set")
-    try:
-        schema = onnx.defs.get_schema(node.op_type, version, "")
-    except onnx.defs.SchemaError:
+    rules = _rules(node.op_type, version)
+    if rules is None:
         if not semantics("", node.op_type).known:
             close = nearest_op("", node.op_type)
             hint = f"; did you mean {close!r}?" if close else ""
-            raise ModelError(f"{where}: there is no operator {node.op_type!r} in opset {version}{hint}") from None
+            raise ModelError(f"{where}: there is no operator {node.op_type!r} in opset {version}{hint}")
         return
     for attribute in node.attribute:
-        formal = schema.attributes.get(attribute.name)
-        if formal is not None and not attribute.ref_attr_name and attribute.type != formal.type.value:  # type: ignore[attr-defined]
-            kind = formal.type.name  # type: ignore[attr-defined]
-            raise ModelError(f"{where} ({node.op_type}): attribute {attribute.name!r} must be of type {kind}")
-    for name in _required_attributes(node.op_type, version):
+        kind, kind_name = rules.attributes.get(attribute.name, (attribute.type, ""))
+        if attribute.type != kind and not attribute.ref_attr_name:
+            raise ModelError(f"{where} ({node.op_type}): attribute {attribute.name!r} must be of type {kind_name}")
+    for name in rules.required:
         if all(attribute.name != name for attribute in node.attribute):
             raise ModelError(f"{where} ({node.op_type}) lacks its attribute {name!r}")
-    required = onnx.defs.OpSchema.FormalParameterOption.Single
-    for slot, wanted in enumerate(schema.inputs):
-        if wanted.option == required and (slot >= len(node.input) or not node.input[slot]):
-            raise ModelError(f"{where} ({node.op_type}) lacks its input {wanted.name!r}")
+    for slot, name in rules.inputs:
+        if slot >= len(node.input) or not node.input[slot]:
+            raise ModelError(f"{where} ({node.op_type}) lacks its input {name!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Rules:
+    """What a node of an operator must look like.
+
+    Attributes
+    ----------
+    attributes : mapping of str to (int, str)
+        Types of attributes, as a number and a name.
+    required : tuple of str
+        Attributes that must be there.
+    inputs : tuple of (int, str)
+        Slots of the inputs that must be there, and their names.
+    """
+
+    attributes: Mapping[str, tuple[int, str]]
+    required: tuple[str, ...]
+    inputs: tuple[tuple[int, str], ...]
 
 
 @cache
-def _required_attributes(op_type: str, version: int) -> tuple[str, ...]:
-    schema = onnx.defs.get_schema(op_type, version, "")
-    return tuple(name for name, attribute in schema.attributes.items() if attribute.required)
+def _rules(op_type: str, version: int) -> _Rules | None:
+    """What the schema of a standard operator says; None where there is none."""
+    try:
+        schema = onnx.defs.get_schema(op_type, version, "")
+    except onnx.defs.SchemaError:
+        return None
+    single = onnx.defs.OpSchema.FormalParameterOption.Single
+    return _Rules(
+        {name: (a.type.value, a.type.name) for name, a in schema.attributes.items()},  # type: ignore[attr-defined]
+        tuple(name for name, attribute in schema.attributes.items() if attribute.required),
+        tuple((slot, wanted.name) for slot, wanted in enumerate(schema.inputs) if wanted.option == single),
+    )
 
 
 def _inlined(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -298,19 +338,6 @@ def _captures(node: onnx.NodeProto) -> Iterator[str]:
             seen.update(dict.fromkeys(n for n in (*inside.input, *_captures(inside)) if n and n not in inner))
         seen.update(dict.fromkeys(value.name for value in body.output if value.name not in inner))
     return iter(seen)
-
-
-def as_networkx(ops: list[Op], values: Mapping[str, Value]) -> nx.DiGraph:
-    """The graph of `Graph.nx`."""
-    graph = nx.DiGraph()
-    graph.add_nodes_from((name, {"value": value}) for name, value in values.items())
-    for op in ops:
-        graph.add_node(op.index, op=op)
-        for name, slots in _slots(op.inputs + op.captured).items():
-            graph.add_edge(name, op.index, slots=slots)
-        for name, slots in _slots(op.outputs).items():
-            graph.add_edge(op.index, name, slots=slots)
-    return graph
 
 
 def _slots(names: tuple[str, ...]) -> dict[str, tuple[int, ...]]:

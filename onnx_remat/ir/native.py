@@ -6,6 +6,7 @@ The functions that start with ``do_`` run there.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import onnx
@@ -109,7 +110,14 @@ def stated(graph: onnx.GraphProto) -> Types:
 
 def concrete(kind: TypeProto | None) -> tuple[int, ...] | None:
     """The shape of a tensor type, where every dimension is a number."""
-    if kind is None or not kind.HasField("tensor_type") or not kind.tensor_type.HasField("shape"):
+    return None if kind is None else _concrete(kind.SerializeToString())
+
+
+@lru_cache(1 << 16)
+def _concrete(data: bytes) -> tuple[int, ...] | None:
+    """Graphs have far fewer types than values."""
+    kind = TypeProto.FromString(data)
+    if not kind.HasField("tensor_type") or not kind.tensor_type.HasField("shape"):
         return None
     dims = kind.tensor_type.shape.dim
     return tuple(d.dim_value for d in dims) if all(d.HasField("dim_value") for d in dims) else None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Container
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 import onnx
@@ -142,6 +143,7 @@ _CONTRIB: Final[dict[str, frozenset[str]]] = {
 }  # fmt: skip
 
 
+@lru_cache(1024)
 def semantics(domain: str, op_type: str) -> OpSemantics:
     """What is known of an operator; ``""`` and ``"ai.onnx"`` are the same domain.
 

@@ -19,6 +19,15 @@ def canonical(domain: str) -> str:
     return STANDARD if domain in STANDARD_DOMAINS else domain
 
 
+def opsets_of(model: onnx.ModelProto) -> dict[str, int]:
+    """Versions of the domains that a model imports, by canonical name.
+
+    >>> opsets_of(onnx.ModelProto(opset_import=[onnx.helper.make_opsetid("ai.onnx", 20)]))
+    {'': 20}
+    """
+    return {canonical(o.domain): o.version for o in reversed(model.opset_import)}
+
+
 def opset_of(model: onnx.ModelProto, domain: str = STANDARD) -> int:
     """Version of a domain that a model imports, 0 if it does not import the domain.
 

@@ -92,14 +92,15 @@ def infer(
     light = without_weights(graph.model)
     _check_inputs(light)
     check_dims(light, dims, derived)
-    # the runtime propagates no computed shapes either
-    as_written = native.infer_types(with_stand_ins(light, as_runtime=True), data_prop=False)
+    written = with_stand_ins(light, as_runtime=True)
+    as_written = native.infer_types(written, data_prop=False)  # the runtime propagates no computed shapes either
     light = with_stand_ins(light)
     bound = onnx.ModelProto()
     bound.CopyFrom(light)
     _bind(bound, dims)
     _see_through(bound)
-    types = native.infer_types(bound)
+    told = bound == written and all(_shape(as_written.get(name)) is not None for name in graph.values)
+    types = dict(as_written) if told else native.infer_types(bound)
     left_open = _left_open(bound, dims)
     if unknown_yet := {k: v for k, v in left_open.items() if _shape(types.get(k)) is None}:
         bound = _with_types(bound, unknown_yet)
@@ -119,12 +120,16 @@ def infer(
     if missing:
         native.infer_types(bound, strict=True)  # if the model is to blame, this says so
         raise ShapeError(_cannot_size(graph, missing, types))
-    return {
-        name: Tensor(TensorProto.UNDEFINED, (), held[name], None)
-        if name in held
-        else _tensor(name, types[name], as_written.get(name))
-        for name in graph.values
-    }
+    alike: dict[tuple[bytes, bytes | None], Tensor] = {}
+    tensors: dict[str, Tensor] = {}
+    for name in graph.values:
+        if name in held:
+            tensors[name] = Tensor(TensorProto.UNDEFINED, (), held[name], None)
+            continue
+        kind, unbound = types[name], as_written.get(name)
+        key = kind.SerializeToString(), None if unbound is None else unbound.SerializeToString()
+        tensors[name] = alike[key] = alike.get(key) or _tensor(name, kind, unbound)
+    return tensors
 
 
 def check_dims(model: onnx.ModelProto, dims: Mapping[str, int], derived: bool = False) -> None:

@@ -16,7 +16,7 @@ from onnx_remat.ir.dropout import is_product, is_random_node
 from onnx_remat.ir.dtypes import bits
 from onnx_remat.ir.graph import INITIALIZER, NODE, Graph, Op, attributes, blames_the_node, build, constants
 from onnx_remat.ir.op_semantics import SPLIT, overwritten, semantics
-from onnx_remat.ir.opsets import STANDARD, STANDARD_DOMAINS, opset_of
+from onnx_remat.ir.opsets import STANDARD, STANDARD_DOMAINS, canonical, opset_of, opsets_of
 from onnx_remat.ir.shapes import Tensor, infer
 from onnx_remat.ir.subgraphs import workspace as body_workspace
 from onnx_remat.ir.training_ops import is_pure_contrib
@@ -52,10 +52,10 @@ def tabulate(graph: Graph, tensors: Mapping[str, Tensor], kernels: Kernels, allo
         ``DOMAIN::OP`` names of custom ops that the user says may be recomputed.
     """
     foldable = _foldable(graph, tensors)
-    stated = constants(graph.model.graph)
+    stated, versions = constants(graph.model.graph), opsets_of(graph.model)
     return OpTable(
         recomputable=tuple(
-            _recomputable(graph, op, kernels, allow, stated)
+            _recomputable(graph, op, kernels, allow, stated, versions)
             and all(tensors[name].dtype for name in (*op.reads, *op.writes))
             for op in graph.ops
         ),
@@ -64,7 +64,7 @@ def tabulate(graph: Graph, tensors: Mapping[str, Tensor], kernels: Kernels, allo
         workspace=tuple(
             (_body_workspace(op, graph.model, tensors, kernels),)
             if any(True for _ in bodies(op.node))
-            else _workspace(op, tensors, kernels, opset_of(graph.model, op.node.domain), stated)
+            else _workspace(op, tensors, kernels, versions, stated)
             for op in graph.ops
         ),
     )
@@ -89,13 +89,18 @@ def _body_workspace(op: Op, model: onnx.ModelProto, tensors: Mapping[str, Tensor
 
 @blames_the_node
 def _recomputable(
-    graph: Graph, op: Op, kernels: Kernels, allow: Sequence[str], stated: Mapping[str, onnx.TensorProto]
+    graph: Graph,
+    op: Op,
+    kernels: Kernels,
+    allow: Sequence[str],
+    stated: Mapping[str, onnx.TensorProto],
+    versions: Mapping[str, int],
 ) -> bool:
     node = op.node
-    if f"{node.domain}::{node.op_type}" in allow:
+    if allow and f"{node.domain}::{node.op_type}" in allow:
         return True
     says = semantics(node.domain, node.op_type)
-    random = is_random_node(node, opset_of(graph.model, node.domain), stated)
+    random = is_random_node(node, versions.get(canonical(node.domain), 0), stated)
     has_body = any(True for _ in bodies(node))
     ours = node.domain in (*STANDARD_DOMAINS, SPLIT) or is_pure_contrib(node.domain, node.op_type)
     # A recompute overwrites copies, so nobody may look for what it writes there.
@@ -127,17 +132,24 @@ def _foldable(graph: Graph, tensors: Mapping[str, Tensor]) -> tuple[bool, ...]:
 
 @blames_the_node
 def _workspace(
-    op: Op, tensors: Mapping[str, Tensor], kernels: Kernels, opset: int, stated: Mapping[str, onnx.TensorProto]
+    op: Op,
+    tensors: Mapping[str, Tensor],
+    kernels: Kernels,
+    versions: Mapping[str, int],
+    stated: Mapping[str, onnx.TensorProto],
 ) -> tuple[int, ...]:
+    kind = key(op.node)
+    if kind not in kernels.workspace:
+        return ()
     inputs = [tensors.get(name) for name in op.inputs]
     outputs = [tensors.get(name) for name in op.outputs]
     call = Call(
         attributes(op.node),
         [t.shape if t else None for t in inputs], [itemsize(t.dtype) if t else 0 for t in inputs],
         [t.shape if t else None for t in outputs], [itemsize(t.dtype) if t else 0 for t in outputs],
-        kernels.threads, opset, _axes(op, stated),
+        kernels.threads, versions.get(kind[0], 0), _axes(op, stated),
     )  # fmt: skip
-    return kernels.blocks(key(op.node), call)
+    return kernels.blocks(kind, call)
 
 
 def _axes(op: Op, stated: Mapping[str, onnx.TensorProto]) -> tuple[int, ...] | None:

@@ -38,12 +38,15 @@ _CUSTOM_OPS = (
     "optimisations nor the memory of custom kernels were checked"
 )
 _MANY_NODES = (
-    f"onnxruntime takes a minute for each load of more than {runtime.MOST_NODES} nodes: it was not asked, the plan "
-    "follows the file as it is, and graph optimisations were not checked (onnx-remat-bench measures both files)"
+    f"onnxruntime takes a minute or more to load some graphs of over {runtime.MOST_NODES} nodes: it was not asked, "
+    "the plan follows the file as it is, and graph optimisations were not checked (onnx-remat-bench measures both "
+    "files)"
 )
 
 
-def as_executed(model: onnx.ModelProto, folder: Path | None, level: str, stated: Preparation) -> Executed:
+def as_executed(
+    model: onnx.ModelProto, folder: Path | None, level: str, stated: Preparation, known: Compiled | None = None
+) -> Executed:
     """What ONNX Runtime makes of a model at an optimisation level; emulated from the file where it is not installed.
 
     Parameters
@@ -55,6 +58,8 @@ def as_executed(model: onnx.ModelProto, folder: Path | None, level: str, stated:
         One of `runtime.LEVELS`.
     stated : Preparation
         Its dims may name more dimensions than the model has.
+    known : Compiled, optional
+        The model as `prepare` has it.
 
     Raises
     ------
@@ -62,9 +67,9 @@ def as_executed(model: onnx.ModelProto, folder: Path | None, level: str, stated:
         ONNX Runtime cannot load the model.
     """
     if level == "disable" or not runtime.available():
-        return _emulated(model, stated)
-    if len(model.graph.node) > runtime.MOST_NODES:
-        return _emulated(model, stated, _MANY_NODES)
+        return _emulated(model, stated, "", known)
+    if len(model.graph.node) > runtime.MOST_NODES and not stated.fixed:  # a session of ours needs its answer
+        return _emulated(model, stated, _MANY_NODES, known)
     providers, without = whom_to_ask(stated.kernels)
     in_floats = providers != stated.kernels.execution_providers and halves.has_halves(model)
     try:
@@ -78,7 +83,7 @@ def as_executed(model: onnx.ModelProto, folder: Path | None, level: str, stated:
         if stated.must_load:
             hint = "--verify none plans from the file alone, for a runtime that has these ops"
             raise ModelError(f"{error} ({hint})") from error
-        return _emulated(model, stated, _CUSTOM_OPS)
+        return _emulated(model, stated, _CUSTOM_OPS, known)
     compiled = prepare_for_simulation(optimized, stated)
     return Executed(compiled, Schedule(tuple(range(compiled.problem.n_ops))))
 
@@ -94,9 +99,10 @@ def whom_to_ask(kernels: Kernels) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return runtime.HOST, kernels.host_fusions
 
 
-def _emulated(model: onnx.ModelProto, stated: Preparation, why: str = "") -> Executed:
+def _emulated(model: onnx.ModelProto, stated: Preparation, why: str = "", known: Compiled | None = None) -> Executed:
     """The file's own graph in the order ONNX Runtime would execute it, without graph optimisations."""
-    compiled = prepare_for_simulation(model, stated)
+    whole = known is not None and len(known.graph.ops) == known.graph.n_nodes()  # no op of it was split
+    compiled = known if known is not None and whole else prepare_for_simulation(model, stated)
     return Executed(compiled, compiled.default_order(), why)
 
 

@@ -22,7 +22,7 @@ import numpy as np
 from onnx import helper
 
 from onnx_remat.ir.body import bodies
-from onnx_remat.ir.graph import NODE, Graph, Op, Value, as_networkx
+from onnx_remat.ir.graph import NODE, Graph, Op, Value
 from onnx_remat.ir.op_semantics import MOVE, SPLIT
 from onnx_remat.ir.opsets import STANDARD_DOMAINS
 from onnx_remat.ir.shapes import TAG, Tensor
@@ -118,7 +118,7 @@ def split(compiled: Compiled, names: Collection[str], link: Link) -> Compiled:
         source.append(op.index)
     moves = np.array([is_move(op) for op in ops], np.bool_)
     made = np.append(moves[1:], False)  # an op whose result the next one stands for
-    whole = Graph(as_networkx(ops, values), tuple(ops), values, graph.model)
+    whole = Graph(tuple(ops), values, graph.model)
     rows = OpTable(
         recomputable=tuple(
             bool(m) or (table.recomputable[i] and not d) for i, m, d in zip(source, moves, made, strict=True)

@@ -32,7 +32,8 @@ MOST_STEPS = 50
 
 _MOST_EVENTS = 1_000_000  # in all these steps: those of larger graphs are fewer, three at least
 
-_ROOM = 1024  # chunks at first
+_ROOM = 1024  # chunks at first, and two for every buffer
+_LANES = 10  # of the free chunks: good for a million, see `_smallest`
 UNIT = 256
 """Bytes to a multiple of which every request is rounded up."""
 
@@ -134,7 +135,7 @@ def run(step: Requests, *, doubling: bool, kept: Flags | None = None, steps: int
     if steps is None:
         steps = min(MOST_STEPS, max(3, _MOST_EVENTS // max(1, len(step.events))))
     keep = np.zeros(len(step.size), np.bool_) if kept is None else (step.owner >= 0) & kept[step.owner]
-    room = _ROOM
+    room = _ROOM + 2 * len(step.size)
     while True:
         books = _Books.of(room, len(step.size))
         in_use, n_regions, reserved = replay(step.events, step.size, keep, bool(keep.any()), steps, doubling, books)
@@ -149,8 +150,9 @@ class _Books(NamedTuple):
     Attributes
     ----------
     chunks : int64 (6, room)
-    free : int64 (room,)
-        Free chunks by size and address.
+    lanes : int32 (_LANES, room + 1)
+        Free chunks by size and address, see `_smallest`; the last column leads to the first of each lane.
+    before : int64 (_LANES,)
     spare : int64 (room,)
         Numbers of chunks that were merged into others.
     regions : int64 (2, room)
@@ -160,7 +162,8 @@ class _Books(NamedTuple):
     """
 
     chunks: Longs
-    free: Longs
+    lanes: Ints
+    before: Longs
     spare: Longs
     regions: Longs
     of_step: Longs
@@ -169,7 +172,8 @@ class _Books(NamedTuple):
     @staticmethod
     def of(room: int, n_buffers: int) -> _Books:
         return _Books(
-            np.full((6, room), -1, np.int64), np.empty(room, np.int64), np.empty(room, np.int64),
+            np.full((6, room), -1, np.int64), np.full((_LANES, room + 1), -1, np.int32),
+            np.zeros(_LANES, np.int64), np.empty(room, np.int64),
             np.zeros((2, room), np.int64), np.full(n_buffers, -1, np.int64), np.full(n_buffers, -1, np.int64),
         )  # fmt: skip
 
@@ -178,9 +182,9 @@ class _Books(NamedTuple):
 def replay(events, sizes, keep, any_kept, steps, doubling, books):  # type: ignore[no-untyped-def]
     """Most bytes in use, number of regions, bytes of them all: -1 where the books have too little room."""
     n_buffers = len(sizes)
-    chunks, free, spare, regions, of_step, of_last = books
+    chunks, spare, regions, of_step, of_last = books.chunks, books.spare, books.regions, books.of_step, books.of_last
     # Not literals: the functions that take these would be compiled for the literals and for integers.
-    n_chunks, n_free, n_spare, n_regions = np.int64(0), np.int64(0), np.int64(0), np.int64(0)
+    n_chunks, n_spare, n_regions = np.int64(0), np.int64(0), np.int64(0)
     growth, reserved, in_use, most = _FIRST_REGION, np.int64(0), 0, 0
     for _ in range(steps):
         before = reserved
@@ -190,12 +194,11 @@ def replay(events, sizes, keep, any_kept, steps, doubling, books):  # type: igno
                 asked = (sizes[b] + UNIT - 1) // UNIT * UNIT
                 if asked == 0:
                     continue
-                if n_chunks + 2 > len(free):
+                if n_chunks + 2 > len(spare):
                     return most, n_regions, np.int64(-1)
-                found = _rank(chunks, free, n_free, asked, -reserved)
-                if found < n_free:
-                    c = free[found]
-                    n_free = _remove(chunks, free, n_free, c)
+                c = _smallest(books, asked, -reserved)
+                if c >= 0:
+                    _remove(books, c)
                 else:
                     extent = asked
                     if doubling and asked <= _LARGEST_GROWTH:
@@ -221,7 +224,7 @@ def replay(events, sizes, keep, any_kept, steps, doubling, books):  # type: igno
                     if right >= 0:
                         chunks[_LEFT, right] = r
                     chunks[_SIZE, c], chunks[_RIGHT, c] = asked, r
-                    n_free = _insert(chunks, free, n_free, r)
+                    _insert(books, r)
                 of_step[b] = c
                 in_use += chunks[_SIZE, c]
                 most = max(most, in_use)
@@ -245,7 +248,7 @@ def replay(events, sizes, keep, any_kept, steps, doubling, books):  # type: igno
                 other = chunks[side, c]
                 if other < 0 or not chunks[_FREE, other]:
                     continue
-                n_free = _remove(chunks, free, n_free, other)
+                _remove(books, other)
                 a, z = (c, other) if side == _RIGHT else (other, c)
                 chunks[_SIZE, a] += chunks[_SIZE, z]
                 chunks[_RIGHT, a] = chunks[_RIGHT, z]
@@ -254,42 +257,56 @@ def replay(events, sizes, keep, any_kept, steps, doubling, books):  # type: igno
                 spare[n_spare] = z
                 n_spare += 1
                 c = a
-            n_free = _insert(chunks, free, n_free, c)
+            _insert(books, c)
         if reserved == before and not any_kept:
             break  # everything is free again: the next step is like this one
     return most, n_regions, reserved
 
 
 @inlined
-def _rank(chunks, free, n_free, size, at):  # type: ignore[no-untyped-def]
-    """How many free chunks come before one of this size at this address."""
-    low, high = 0, n_free
-    while low < high:
-        middle = (low + high) // 2
-        c = free[middle]
-        if chunks[_SIZE, c] < size or (chunks[_SIZE, c] == size and chunks[_AT, c] < at):
-            low = middle + 1
-        else:
-            high = middle
-    return low
+def _smallest(books, size, at):  # type: ignore[no-untyped-def]
+    """The first free chunk, by size and then address, of this size at this address or more; a negative if none is.
+
+    The free chunks are a skip list (Pugh, 1990): in each lane the next chunk that it leads to, every fourth of the lane
+    below. What comes before is left in `books.before`, lane by lane.
+    """
+    chunks, lanes, before = books.chunks, books.lanes, books.before
+    c = lanes.shape[1] - 1  # before all chunks
+    for lane in range(len(lanes) - 1, -1, -1):
+        while True:
+            d = lanes[lane, c]
+            if d < 0 or chunks[_SIZE, d] > size or (chunks[_SIZE, d] == size and chunks[_AT, d] >= at):
+                break
+            c = np.int64(d)
+        before[lane] = c
+    return np.int64(lanes[0, c])
 
 
 @inlined
-def _insert(chunks, free, n_free, c):  # type: ignore[no-untyped-def]
-    place = _rank(chunks, free, n_free, chunks[_SIZE, c], chunks[_AT, c])
-    for i in range(n_free, place, -1):
-        free[i] = free[i - 1]
-    free[place] = c
-    chunks[_FREE, c] = 1
-    return n_free + 1
+def _height(c, most):  # type: ignore[no-untyped-def]
+    """In how many lanes a chunk is: by its number, which is as good as by chance."""
+    bits, height = (np.uint64(c) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(32), 1
+    while height < most and bits & np.uint64(3) == np.uint64(0):
+        bits >>= np.uint64(2)
+        height += 1
+    return height
 
 
 @inlined
-def _remove(chunks, free, n_free, c):  # type: ignore[no-untyped-def]
-    for i in range(_rank(chunks, free, n_free, chunks[_SIZE, c], chunks[_AT, c]), n_free - 1):
-        free[i] = free[i + 1]
-    chunks[_FREE, c] = 0
-    return n_free - 1
+def _insert(books, c):  # type: ignore[no-untyped-def]
+    _smallest(books, books.chunks[_SIZE, c], books.chunks[_AT, c])
+    for lane in range(_height(c, len(books.lanes))):
+        books.lanes[lane, c] = books.lanes[lane, books.before[lane]]
+        books.lanes[lane, books.before[lane]] = c
+    books.chunks[_FREE, c] = 1
+
+
+@inlined
+def _remove(books, c):  # type: ignore[no-untyped-def]
+    _smallest(books, books.chunks[_SIZE, c], books.chunks[_AT, c])
+    for lane in range(_height(c, len(books.lanes))):
+        books.lanes[lane, books.before[lane]] = books.lanes[lane, c]
+    books.chunks[_FREE, c] = 0
 
 
 @inlined
