@@ -94,8 +94,17 @@ def _unfit(problem: Problem, life: Lifetimes, value: int, resident: int) -> str:
     if problem.nbytes[value] != problem.nbytes[resident]:
         return "sizes differ"
     readers = life.readers[life.reader_ptr[resident] : life.reader_ptr[resident + 1]]
+    if any(_takes_aside(problem, life, int(reader), resident) for reader in readers):
+        return "an op reads it that only gives a view of something else, and such an op has no place of its own"
     may_read = len(problem.donee_may_read) > 0 and bool(problem.donee_may_read[value])
     return "" if may_read or maker not in readers else "its kernel reads the old value while it writes the new one"
+
+
+def _takes_aside(problem: Problem, life: Lifetimes, op: int, resident: int) -> bool:
+    """Whether all that an op makes are views, and it reads a resident that they are no views of."""
+    viewed = problem.alias_slot[problem.out_ptr[op] : problem.out_ptr[op + 1]].tolist()
+    aside = (v for slot, v in enumerate(problem.inputs(op)) if slot not in viewed)
+    return min(viewed, default=-1) >= 0 and any(life.root[v] == resident for v in aside)
 
 
 def _reaches(later: Sequence[set[int]], start: int, targets: set[int]) -> bool:

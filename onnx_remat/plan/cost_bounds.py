@@ -1,16 +1,20 @@
 """Lower bounds on extra compute: what no schedule within a budget can stay below.
 
-When op v runs for the first time, a result that surely exists by then and is surely read later is either
-allocated or made again after v. Which results those are depends on the class of schedules:
+When op v runs for the first time, a result that exists by then and is read later is either allocated or made
+again after v. Which results those are depends on the class of schedules:
 
-- *any order*: v's ancestors have run, its descendants have not, of the rest nothing is known;
+- *any order*: v's ancestors have run, its descendants have not, the rest is open;
 - *fixed order*: what stands before v in the order of first executions has run, the rest has not.
 
 In both, any op may run again any number of times, anywhere. Two relaxations are taken at one op each:
 
-- the *knapsack*: drop what exceeds the budget where it costs least per byte (fractions allowed);
-- the *priced cut*: besides, what is made again needs its inputs, allocated or made again themselves. With a
-  price per byte this is a minimum cut (see `flow`), and the best price is the Lagrangian dual.
+- the *knapsack*: drop what exceeds the budget where it costs least per byte (fractions allowed); of what is open
+  nothing is held;
+- the *priced cut*: what is made again needs its inputs, allocated or made again themselves, and what is open has
+  either run, so that what it made is held where it is still read, or has not, so that what it reads is. With a price
+  per byte this is a minimum cut (see `flow`), and the best price is the Lagrangian dual.
+
+The cut is taken at the ops where most bytes surely are allocated or made again.
 
 References
 ----------
@@ -28,11 +32,12 @@ import numpy as np
 
 from onnx_remat.compiled import compiled
 from onnx_remat.plan.bounds import lower_bound, writes
-from onnx_remat.plan.flow import Network
+from onnx_remat.plan.flow import Network, arcs
 from onnx_remat.problem import Flags, Floats, Ints, Longs, Problem
 
 _WORK = 400_000_000  # places looked at; beyond it only every k-th op is a candidate, which leaves the bound valid
-_CUTS, _MOST_CUT_OPS = 6, 20_000  # ops the cut is taken at, and the size of graph from which on it is left out
+_CUTS, _CUT_WORK = 48, 200_000  # ops the cut is taken at, and the size of all these graphs together
+_MOST_CUT_OPS = 20_000  # size of graph from which on it is left out
 _PRICES = 16  # minimum cuts per op
 _FREE, _LIVE, _FORCED = 0, 1, 2
 
@@ -70,15 +75,14 @@ def cost_lower_bound(
     room = budget - problem.base_bytes
     step = max(1, problem.n_ops * space.places // _WORK)
     ops = np.arange(0, problem.n_ops, step)
-    found = space.knapsacks(ops, room)
-    if found.max(initial=0.0) <= 0 or problem.n_ops > _MOST_CUT_OPS:
-        return float(found.max(initial=0.0)) / total
-    if math.isinf(found.max()):
-        return math.inf
-    best = float(found.max())
-    for i in np.argsort(-found, kind="stable")[:_CUTS].tolist():
-        if found[i] > 0 and not until():
-            best = max(best, space.cut(int(ops[i]), room))
+    found, bytes_ = space.knapsacks(ops, room)
+    best = float(found.max(initial=0.0))
+    if problem.n_ops > _MOST_CUT_OPS:
+        return best / total
+    for op in ops[np.argsort(-bytes_, kind="stable")[: min(_CUTS, _CUT_WORK // problem.n_ops)]].tolist():
+        if math.isinf(best) or until():
+            break
+        best = max(best, space.cut(op, room))
     return best / total
 
 
@@ -154,35 +158,49 @@ class _Space:
         )  # fmt: skip
         return cls(problem, groups, index[life.root])
 
-    def knapsacks(self, ops: Longs, room: int) -> Floats:
-        """The knapsack bound at each of `ops`, in units of cost."""
+    def knapsacks(self, ops: Longs, room: int) -> tuple[Floats, Longs]:
+        """The knapsack bound at each of `ops`, in units of cost; bytes surely allocated then or made again later."""
         return _knapsacks(ops, self.groups, room)  # type: ignore[no-any-return]
 
     def cut(self, op: int, room: int) -> float:
         """The priced cut at `op`, in units of cost."""
-        done, state = _at(op, self.groups)
+        before, after, state = _at(op, self.groups)
         excess = float(self.groups.fixed[op] + self.groups.size[state == _FORCED].sum()) - room
-        return _dual(self._network(done, state), excess)
+        return _dual(self._network(before, after, state), excess)
 
-    def _network(self, done: Flags, state: Ints) -> Network:
-        """What may be held or made again at an op before which the ops in `done` have run."""
-        problem, groups, n_groups = self.problem, self.groups, len(self.groups.size)
-        recomputable = problem.lifetimes.recomputable
-        optional = done[groups.maker] & (state != _FORCED) & ~groups.held
-        kept = np.flatnonzero(optional)
-        again = recomputable[groups.maker[kept]]
-        ops = np.flatnonzero(done & recomputable)
-        reader = np.repeat(np.arange(problem.n_ops), np.diff(problem.in_ptr))
+    def _network(self, before: Flags, after: Flags, state: Ints) -> Network:
+        """What may be held or made again at an op; by then the ops in `before` have run, those in `after` have not.
+
+        Of every op there is a vertex for "it has not run yet" and one for "it runs from now on, then or again", the
+        sink or the source where that is known, and the same one for both where it may not run again.
+        """
+        problem, groups, n_ops, n_groups = self.problem, self.groups, self.problem.n_ops, len(self.groups.size)
+        ops, recomputable = np.arange(n_ops), problem.lifetimes.recomputable
+        first = np.where(before, 1, np.where(after, 0, 2 + n_groups + n_ops + ops))
+        runs = np.where(recomputable & ~after, 2 + n_groups + ops, first)
+        free, again = np.flatnonzero(~before & ~after), np.flatnonzero(runs != first)
+        made = ~after[groups.maker] & (state != _FORCED)
+        kept = np.flatnonzero(made & ~groups.held)
+        outputs = np.flatnonzero(made & groups.held)
+        reader = np.repeat(ops, np.diff(problem.in_ptr))
         read = self.index[problem.in_values]
-        arcs = (read >= 0) & (done & recomputable)[reader]
-        arcs[arcs] = optional[read[arcs]]
-        makers = np.where(again, 2 + n_groups + groups.maker[kept], 1)
+        wanted = np.zeros(n_groups + 1, np.bool_)  # the last: residents
+        wanted[kept] = True
+        reads = wanted[read] & (runs[reader] != 1)
+        earlier = np.repeat(ops, np.diff(groups.down[0]))
+        known = np.isin(earlier, free) & np.isin(groups.down[1], free)
+        certain = (
+            arcs(runs[reader[reads]], 2 + read[reads]),
+            arcs(first[earlier[known]], first[groups.down[1][known]]),
+            arcs(first[np.intersect1d(free, again)], runs[np.intersect1d(free, again)]),
+        )
         return Network(
-            (2 + np.flatnonzero(state == _LIVE)).astype(np.int32),
-            np.stack([2 + kept, makers], 1).astype(np.int32), groups.size[kept].astype(np.float64),
-            (2 + n_groups + ops).astype(np.int32), problem.cost[ops],
-            np.stack([2 + n_groups + reader[arcs], 2 + read[arcs]], 1).astype(np.int32),
-        )  # fmt: skip
+            np.concatenate(certain),
+            np.concatenate([arcs(2 + kept, runs[groups.maker[kept]]), arcs(0, first[groups.maker[outputs]])]),
+            groups.size[np.concatenate([kept, outputs])].astype(np.float64),
+            arcs(runs[again], first[again]),
+            problem.cost[again],
+        )
 
 
 def _dual(network: Network, excess: float) -> float:
@@ -216,7 +234,7 @@ def _dual(network: Network, excess: float) -> float:
 
 @compiled
 def _at(op, groups):  # type: ignore[no-untyped-def]
-    """At the first execution of `op`: ops surely run before, and the state of every group."""
+    """At the first execution of `op`: ops surely run before, ops surely not, and the state of every group."""
     position, maker, readers = groups.position, groups.maker, groups.readers
     n = len(groups.fixed)
     done, todo = np.zeros(n, np.bool_), np.zeros(n, np.bool_)
@@ -251,20 +269,21 @@ def _at(op, groups):  # type: ignore[no-untyped-def]
                 state[g] = _FORCED
             elif todo[readers[k]] and state[g] == _FREE:
                 state[g] = _LIVE
-    return done, state
+    return done, todo, state
 
 
 @compiled
 def _knapsacks(ops, groups, room):  # type: ignore[no-untyped-def]
-    """Relaxed covering knapsack at each op; groups come cheapest per byte first."""
+    """Relaxed covering knapsack at each op, and its bytes; groups come cheapest per byte first."""
     size, share = groups.size, groups.share
-    result = np.zeros(len(ops), np.float64)
+    result, most = np.zeros(len(ops), np.float64), np.zeros(len(ops), np.int64)
     for i in range(len(ops)):
-        _, state = _at(ops[i], groups)
+        _, _, state = _at(ops[i], groups)
         excess = groups.fixed[ops[i]] - room
         for g in range(len(size)):
             if state[g] != _FREE:
                 excess += size[g]
+        most[i] = excess + room
         for g in range(len(size)):
             if excess <= 0:
                 break
@@ -273,4 +292,4 @@ def _knapsacks(ops, groups, room):  # type: ignore[no-untyped-def]
                     break
                 result[i] += share[g] * min(1.0, excess / size[g])
                 excess -= size[g]
-    return result
+    return result, most

@@ -1,8 +1,7 @@
 """Minimum cuts that weigh bytes held against the cost of what runs again.
 
-Two 0/1 variables, "this result is available" and "this op runs again", make every term of that trade pairwise
-submodular, hence one cut: source -> what must be available -> the op that makes it -> the results which that
-one reads.
+Two 0/1 variables, "this result is needed" and "this op runs again", make every term of that trade pairwise
+submodular, hence one cut: source -> what is needed -> the op that makes it -> the results which that one reads.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import ArrayLike
 from ortools.graph.python import max_flow
 
 from onnx_remat.problem import Flags, Floats, Ints
@@ -18,9 +18,18 @@ _UNITS = 10**9  # the cost of all ops in integer capacities, rounded down
 _FOREVER = 10**15
 
 
+def arcs(tails: ArrayLike, heads: ArrayLike) -> Ints:
+    """Arcs as `Network` has them, int32 (n, 2); one end may be the same of all.
+
+    >>> arcs(0, [2, 3]).tolist()
+    [[0, 2], [0, 3]]
+    """
+    return np.stack(np.broadcast_arrays(tails, heads), 1).astype(np.int32)
+
+
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A minimum cut: its value (rounded down), the bytes held and the cost of the ops in it, and those ops."""
+    """A minimum cut: its value (rounded down), the bytes held, the cost of what runs again, and which arcs that are."""
 
     value: float
     size: float
@@ -34,45 +43,40 @@ class Network:
 
     Attributes
     ----------
-    needed : int32 (n,)
-        Result vertices that must be available.
+    certain : int32 (n, 2)
+        What follows from what: from the source to a result that is needed, from an op that runs to what it reads.
     held : int32 (n_held, 2)
         From a result to the op that makes it (1 where that must not run again): holding the result cuts it.
     sizes : float64 (n_held,)
         Bytes of each such result.
-    ops : int32 (n_ops,)
-        Vertices of the ops that may run again: running one cuts its arc to the sink.
-    costs : float64 (n_ops,)
-        Cost of each.
-    reads : int32 (n, 2)
-        From an op to a result it reads.
+    again : int32 (n_again, 2)
+        From an op to the sink, or to what says that it has not run before: running it again cuts it.
+    costs : float64 (n_again,)
+        Cost of each such op.
     """
 
-    needed: Ints
+    certain: Ints
     held: Ints
     sizes: Floats
-    ops: Ints
+    again: Ints
     costs: Floats
-    reads: Ints
 
     def cut(self, price: float, cost: float = 1.0) -> Cut:
         """The least ``price * bytes held + cost * cost of the ops that run again``."""
         scale = _UNITS / (float(self.costs.sum()) or 1.0)
-        tails = np.concatenate([np.zeros_like(self.needed), self.held[:, 0], self.ops, self.reads[:, 0]])
-        heads = np.concatenate([self.needed, self.held[:, 1], np.ones_like(self.ops), self.reads[:, 1]])
+        tails, heads = np.concatenate([self.certain, self.held, self.again]).T
         capacity = np.full(len(tails), _FOREVER, np.int64)
-        first = len(self.needed)
-        middle, last = first + len(self.held), first + len(self.held) + len(self.ops)
+        first, middle = len(self.certain), len(self.certain) + len(self.held)
         capacity[first:middle] = np.minimum(self.sizes * price * scale, 0.01 * _FOREVER).astype(np.int64)
-        capacity[middle:last] = (self.costs * cost * scale).astype(np.int64)
+        capacity[middle:] = (self.costs * cost * scale).astype(np.int64)
         flow = max_flow.SimpleMaxFlow()
-        flow.add_arcs_with_capacity(tails.astype(np.int32), heads.astype(np.int32), capacity)
+        flow.add_arcs_with_capacity(np.ascontiguousarray(tails), np.ascontiguousarray(heads), capacity)
         flow.solve(0, 1)
         near: Flags = np.zeros(int(max(tails.max(initial=1), heads.max(initial=1))) + 1, np.bool_)
         near[np.asarray(flow.get_source_side_min_cut(), np.int64)] = True
-        kept = near[self.held[:, 0]] & ~near[self.held[:, 1]]
-        again = near[self.ops]
+        near[0] = True
+        kept, again = (near[arcs[:, 0]] & ~near[arcs[:, 1]] for arcs in (self.held, self.again))
         return Cut(
             flow.optimal_flow() / scale, float(self.sizes[kept].sum()), float(self.costs[again].sum()),
-            self.ops[again],
+            np.flatnonzero(again).astype(np.int32),
         )  # fmt: skip

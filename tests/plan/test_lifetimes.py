@@ -212,8 +212,8 @@ def test_a_broken_table_is_found_out(breakage: Callable[[Lifetimes], Lifetimes],
 
 @pytest.mark.parametrize("name", names())
 def test_selectors_keep_to_donations(name: str) -> None:
-    for seed in range(12):
-        problem = donating_problem(seed, 6 + seed % 9, facts=seed % 2 > 0)
+    for seed in (*range(12), 272, 1198, 1403, 1591, 2434, 2590, 2768, 3126):
+        problem = donating_problem(seed, 6 + seed % 12, facts=seed % 2 > 0)
         peak = simulate(problem, baseline(problem)).peak
         for share in (0.5, 0.8):
             schedule = get(name)(Request(problem, int(peak * share), baseline(problem), work=200))

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from onnx_remat.ort.simulate.buffers import simulate
-from onnx_remat.plan.flow import Network
+from onnx_remat.plan.flow import Network, arcs
 from onnx_remat.plan.request import Request, register
 from onnx_remat.plan.search.plans import cheapest_within
 from onnx_remat.plan.selectors.materialize import materialize, split_step
@@ -51,12 +51,16 @@ def saving(problem: Problem, base_order: Ints, split: int) -> Network:
     within = (source >= 0) & (early & life.recomputable)[reader]
     across = (source >= 0) & ~early[reader]
     across[across] = early[source[across]]
+    needed = np.unique(problem.in_values[across])
     return Network(
-        (value_node + np.unique(problem.in_values[across])).astype(np.int32),
-        np.stack([value_node + value, np.where(life.recomputable[maker], op_node + maker, 1)], 1).astype(np.int32),
-        size, (op_node + again).astype(np.int32), problem.cost[again],
-        np.stack([op_node + reader[within], value_node + problem.in_values[within]], 1).astype(np.int32),
-    )  # fmt: skip
+        np.concatenate(
+            [arcs(0, value_node + needed), arcs(op_node + reader[within], value_node + problem.in_values[within])]
+        ),
+        arcs(value_node + value, np.where(life.recomputable[maker], op_node + maker, 1)),
+        size,
+        arcs(op_node + again, 1),
+        problem.cost[again],
+    )
 
 
 def cut_seeds(problem: Problem, base_order: Ints, budget: int) -> list[Schedule]:
@@ -67,7 +71,7 @@ def cut_seeds(problem: Problem, base_order: Ints, budget: int) -> list[Schedule]
 
     def dropped(price: float) -> Flags:
         flags = np.zeros(problem.n_ops, np.bool_)
-        flags[network.cut(price * unit).again - 2] = True
+        flags[network.again[network.cut(price * unit).again, 0] - 2] = True
         return flags
 
     def schedule(flags: Flags) -> Schedule:

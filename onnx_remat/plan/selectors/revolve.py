@@ -21,7 +21,7 @@ from onnx_remat.plan.request import Request, register
 from onnx_remat.plan.search.plans import Plan, best_of, priced
 from onnx_remat.plan.selectors.materialize import split_step
 from onnx_remat.plan.selectors.sqrt_n import crossing, segment_cuts
-from onnx_remat.problem import FORWARD, Flags, Ints, Longs, Problem, Schedule
+from onnx_remat.problem import FORWARD, Flags, Ints, Longs, Problem, Schedule, check_schedule
 
 _BLOCKS = (512, 64, 32, 16, 8)
 _SLOTS = 48  # checkpoints, at most
@@ -105,7 +105,10 @@ def recursive_plans(problem: Problem, base_order: Ints, budget: int) -> list[Pla
             if found.runs[len(blocks), slots] * split > _LONGEST * len(blocks):
                 few = slots + 1
                 continue
-            tried.append(priced(problem, _ordered(problem, blocks, gradients, found, slots), budget))
+            order = _ordered(problem, blocks, gradients, found, slots)
+            if not _is_valid(problem, order):
+                break  # this number of blocks puts it so, whatever is held
+            tried.append(priced(problem, order, budget))
             few, many = (few, slots - 1) if tried[-1].over else (slots + 1, many)
         plans += sorted(tried, key=lambda plan: plan.key)[:1]
     return plans
@@ -120,6 +123,17 @@ def _ordered(
         for part in blocks[first:end] if first < end else [gradients[first]]:
             order += part.tolist()
     return tuple(pruned(problem, [*order, *gradients[-1].tolist()]))
+
+
+def _is_valid(problem: Problem, order: tuple[int, ...]) -> bool:
+    """Whether nothing is read after it was renewed: the order of blocks knows nothing of donations."""
+    if not len(problem.donates):
+        return True
+    try:
+        check_schedule(problem, Schedule(order))
+    except ValueError:
+        return False
+    return True
 
 
 def _for_backward(problem: Problem, forward: Ints) -> Flags:
