@@ -100,3 +100,14 @@ def test_the_report_says_how_far_any_plan_may_be() -> None:
     gap = 100 * (report.extra_compute - report.extra_compute_bound)
     assert f"at most {gap:.1f} points above any possible plan" in report.verdict()
     assert json.loads(report.to_json())["extra_compute_bound"] == report.extra_compute_bound
+
+
+def test_what_is_open_has_run_or_has_not() -> None:
+    """At the op with the scratch memory the side branch has left its output, or waits for what it reads: ten bytes."""
+    problem = build(
+        ops=[([], [0]), ([0], [1]), ([0], [2]), ([2], [3])], nbytes=[10, 10, 1, 1], outputs=[1, 3],
+        workspace=[0, 0, 0, 12],
+    )  # fmt: skip
+    assert cost_lower_bound(problem, 24) == 0
+    assert math.isclose(cost_lower_bound(problem, 22), 1 / 4 * (1 - 8 / 10), rel_tol=1e-6)
+    assert simulate(problem, [0, 2, 3, 0, 1]).peak <= 22
