@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import re
 import sys
@@ -17,6 +18,13 @@ from onnx_remat.errors import BudgetInfeasibleError, OnnxRematError, UsageError,
 if TYPE_CHECKING:
     from onnx_remat.ir.model_io import Source
     from onnx_remat.options import PlanningOptions
+
+
+_SELDOM = (
+    50_000,
+    20,
+    50,
+)  # of the garbage collector: a graph of 100,000 nodes has a sixth of its time, and is no garbage
 
 
 class Parser(argparse.ArgumentParser):
@@ -198,6 +206,7 @@ def said(error: OnnxRematError) -> str:
 def guarded(name: str, command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> int:
     """Run a command; a refusal is one line on standard error and its exit code."""
     streams.steady()
+    gc.set_threshold(*_SELDOM)
     try:
         with streams.terminable():
             return command(arguments)
