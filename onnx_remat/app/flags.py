@@ -20,11 +20,8 @@ if TYPE_CHECKING:
     from onnx_remat.options import PlanningOptions
 
 
-_SELDOM = (
-    50_000,
-    20,
-    50,
-)  # of the garbage collector: a graph of 100,000 nodes has a sixth of its time, and is no garbage
+_SELDOM = (50_000, 20, 50)
+"""How seldom garbage is collected: a graph of 100,000 nodes has a sixth of its time, and is none."""
 
 
 class Parser(argparse.ArgumentParser):
