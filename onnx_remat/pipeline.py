@@ -187,7 +187,7 @@ def _report(job: Job, fitted: Fitted, measured: verify.Measured | None) -> Repor
     with job.clock.stage("bound"):
         problem, allowed = job.goal.bounded(compiled.problem)
         until = job.deadline.passed
-        at_least = 0.0 if job.options.offload else cost_lower_bound(problem, allowed, until=until)
+        at_least = 0.0 if job.options.offload else cost_lower_bound(problem, allowed, None, until, job.goal.per_node)
         if at_least > plan.extra_compute:  # what is fused has fewer values than the nodes that the bound is for
             at_least = 0.0
     with job.clock.stage("arena"):

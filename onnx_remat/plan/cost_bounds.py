@@ -43,7 +43,11 @@ _FREE, _LIVE, _FORCED = 0, 1, 2
 
 
 def cost_lower_bound(
-    problem: Problem, budget: int, first: Sequence[int] | None = None, until: Callable[[], bool] = lambda: False
+    problem: Problem,
+    budget: int,
+    first: Sequence[int] | None = None,
+    until: Callable[[], bool] = lambda: False,
+    per_rerun: int = 0,
 ) -> float:
     """Overhead below which no schedule within `budget` stays.
 
@@ -60,6 +64,8 @@ def cost_lower_bound(
         Order of the first executions, where that is fixed.
     until : function
         Whether to leave it at what is found; the bound is valid at any time.
+    per_rerun : int
+        Bytes that every op that runs again takes throughout: what a runtime keeps for its node.
 
     Returns
     -------
@@ -82,7 +88,7 @@ def cost_lower_bound(
     for op in ops[np.argsort(-bytes_, kind="stable")[: min(_CUTS, _CUT_WORK // problem.n_ops)]].tolist():
         if math.isinf(best) or until():
             break
-        best = max(best, space.cut(op, room))
+        best = max(best, space.cut(op, room, per_rerun))
     return best / total
 
 
@@ -162,13 +168,13 @@ class _Space:
         """The knapsack bound at each of `ops`, in units of cost; bytes surely allocated then or made again later."""
         return _knapsacks(ops, self.groups, room)  # type: ignore[no-any-return]
 
-    def cut(self, op: int, room: int) -> float:
+    def cut(self, op: int, room: int, per_rerun: int = 0) -> float:
         """The priced cut at `op`, in units of cost."""
         before, after, state = _at(op, self.groups)
         excess = float(self.groups.fixed[op] + self.groups.size[state == _FORCED].sum()) - room
-        return _dual(self._network(before, after, state), excess)
+        return _dual(self._network(before, after, state, per_rerun), excess)
 
-    def _network(self, before: Flags, after: Flags, state: Ints) -> Network:
+    def _network(self, before: Flags, after: Flags, state: Ints, per_rerun: int) -> Network:
         """What may be held or made again at an op; by then the ops in `before` have run, those in `after` have not.
 
         Of every op there is a vertex for "it has not run yet" and one for "it runs from now on, then or again", the
@@ -194,11 +200,12 @@ class _Space:
             arcs(first[earlier[known]], first[groups.down[1][known]]),
             arcs(first[np.intersect1d(free, again)], runs[np.intersect1d(free, again)]),
         )
+        reruns = arcs(runs[again], first[again])
         return Network(
             np.concatenate(certain),
-            np.concatenate([arcs(2 + kept, runs[groups.maker[kept]]), arcs(0, first[groups.maker[outputs]])]),
-            groups.size[np.concatenate([kept, outputs])].astype(np.float64),
-            arcs(runs[again], first[again]),
+            np.concatenate([arcs(2 + kept, runs[groups.maker[kept]]), arcs(0, first[groups.maker[outputs]]), reruns]),
+            np.concatenate([groups.size[kept], groups.size[outputs], np.full(len(reruns), float(per_rerun))]),
+            reruns,
             problem.cost[again],
         )
 

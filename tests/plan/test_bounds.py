@@ -111,3 +111,5 @@ def test_what_is_open_has_run_or_has_not() -> None:
     assert cost_lower_bound(problem, 24) == 0
     assert math.isclose(cost_lower_bound(problem, 22), 1 / 4 * (1 - 8 / 10), rel_tol=1e-6)
     assert simulate(problem, [0, 2, 3, 0, 1]).peak <= 22
+    # A node that takes three bytes, wherever it runs again, saves but seven of the ten.
+    assert math.isclose(cost_lower_bound(problem, 22, per_rerun=3), 1 / 4 * (1 - 5 / 7), rel_tol=1e-6)
