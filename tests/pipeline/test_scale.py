@@ -158,3 +158,20 @@ def test_graphs_that_the_runtime_takes_minutes_to_load_are_planned_from_the_file
     assert any("was not asked" in note for note in report.notes)
     assert report.recomputed > 0
     assert as_executed(result.model, None, "all", Preparation(CPU)).timeline().peak <= report.budget
+
+
+def test_a_loop_may_have_such_a_graph(monkeypatch):
+    """A session of ours follows what the runtime makes of it: it is asked, at the level that the session uses alone."""
+    pytest.importorskip("onnxruntime")
+    asked: list[str] = []
+    optimized = runtime.optimized
+
+    def noted(model, folder, level, *rest):
+        asked.append(level)
+        return optimized(model, folder, level, *rest)
+
+    monkeypatch.setattr(runtime, "MOST_NODES", 100)
+    monkeypatch.setattr(runtime, "optimized", noted)
+    report = onnx_remat.rewrite_model(deep(20, batch=16384), "70%", effort=0.2).report
+    assert set(asked) == {"all"} and set(report.peaks_by_level) == {"disable", "all"}
+    assert report.loop_after.total <= report.budget
