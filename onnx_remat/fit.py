@@ -224,6 +224,8 @@ def fit(
             if best is None or plan.extra_compute < best.plan.extra_compute:
                 best = made
             unused = allowed - worst
+            if plan.extra_compute <= 0:  # there is nothing to gain from a larger target
+                break
             if unused <= allowed * MARGIN if goal.by_loop else not (options.arena and failed):
                 break
             target = (good + failed) // 2 if failed else target + unused

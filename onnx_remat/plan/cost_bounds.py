@@ -184,7 +184,7 @@ class _Space:
         ops, recomputable = np.arange(n_ops), problem.lifetimes.recomputable
         first = np.where(before, 1, np.where(after, 0, 2 + n_groups + n_ops + ops))
         runs = np.where(recomputable & ~after, 2 + n_groups + ops, first)
-        free, again = np.flatnonzero(~before & ~after), np.flatnonzero(runs != first)
+        unknown, again = ~before & ~after, runs != first
         made = ~after[groups.maker] & (state != _FORCED)
         kept = np.flatnonzero(made & ~groups.held)
         outputs = np.flatnonzero(made & groups.held)
@@ -194,11 +194,11 @@ class _Space:
         wanted[kept] = True
         reads = wanted[read] & (runs[reader] != 1)
         earlier = np.repeat(ops, np.diff(groups.down[0]))
-        known = np.isin(earlier, free) & np.isin(groups.down[1], free)
+        both = unknown[earlier] & unknown[groups.down[1]]
         certain = (
             arcs(runs[reader[reads]], 2 + read[reads]),
-            arcs(first[earlier[known]], first[groups.down[1][known]]),
-            arcs(first[np.intersect1d(free, again)], runs[np.intersect1d(free, again)]),
+            arcs(first[earlier[both]], first[groups.down[1][both]]),
+            arcs(first[unknown & again], runs[unknown & again]),
         )
         reruns = arcs(runs[again], first[again])
         return Network(
