@@ -321,18 +321,13 @@ def _as_written(
 ) -> dict[str, Executed]:
     """A written model as ONNX Runtime executes it, per optimisation level."""
     try:
-        if _is_large(model) and not options.preparation().fixed:
+        if runtime.available() and runtime.is_large(model) and not options.preparation().fixed:  # it is not asked
             return dict.fromkeys(levels, as_executed(model, folder, "all", options.preparation()))
         with ThreadPoolExecutor(_SIDE_BY_SIDE) as pool:  # ONNX Runtime is asked in processes of its own
             asked = pool.map(lambda level: as_executed(model, folder, level, options.preparation()), levels)
             return dict(zip(levels, asked, strict=True))
     except ModelError as error:
         raise VerificationError(f"the rewritten model is not usable: {error}") from error
-
-
-def _is_large(model: onnx.ModelProto) -> bool:
-    """ONNX Runtime is not asked of so many nodes where it need not be."""
-    return runtime.available() and len(model.graph.node) > runtime.MOST_NODES
 
 
 def _at_other_levels(
@@ -348,7 +343,7 @@ def _at_other_levels(
     missing = [level for level in _levels() if level not in executed]
     if not missing:
         return dict(executed)
-    if deadline.ends_within(seconds) or _is_large(model):
+    if deadline.ends_within(seconds) or runtime.is_large(model):
         missing = missing[:1]
     with stage("simulate result"):
         found = {**executed, **_as_written(model, folder, options, missing)}

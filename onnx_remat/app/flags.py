@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 _SELDOM = (50_000, 20, 50)
-"""How seldom garbage is collected: a graph of 100,000 nodes has a sixth of its time, and is none."""
+"""Thresholds of the garbage collector: it looks through every object of a large graph, and none of them is garbage."""
 
 
 class Parser(argparse.ArgumentParser):

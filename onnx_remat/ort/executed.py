@@ -68,7 +68,7 @@ def as_executed(
     """
     if level == "disable" or not runtime.available():
         return _emulated(model, stated, "", known)
-    if len(model.graph.node) > runtime.MOST_NODES and not stated.fixed:  # a session of ours needs its answer
+    if runtime.is_large(model) and not stated.fixed:  # a session of ours needs its answer
         return _emulated(model, stated, _MANY_NODES, known)
     providers, without = whom_to_ask(stated.kernels)
     in_floats = providers != stated.kernels.execution_providers and halves.has_halves(model)
@@ -101,9 +101,9 @@ def whom_to_ask(kernels: Kernels) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 def _emulated(model: onnx.ModelProto, stated: Preparation, why: str = "", known: Compiled | None = None) -> Executed:
     """The file's own graph in the order ONNX Runtime would execute it, without graph optimisations."""
-    whole = known is not None and len(known.graph.ops) == known.graph.n_nodes()  # no op of it was split
-    compiled = known if known is not None and whole else prepare_for_simulation(model, stated)
-    return Executed(compiled, compiled.default_order(), why)
+    if known is None or len(known.graph.ops) != known.graph.n_nodes():  # some op of it was split
+        known = prepare_for_simulation(model, stated)
+    return Executed(known, known.default_order(), why)
 
 
 def _optimized_without_weights(

@@ -38,9 +38,17 @@ shown as inputs, what it would fold of them foreseen (`executed`); nothing is fu
 """
 
 MOST_NODES = 30_000
-"""Nodes up to which ONNX Runtime is shown a model: its memory planner compares every value with every free buffer, and
-the time to load grows with the square of the number of nodes: a rewritten graph of 21,000 nodes (a DenseNet-121) takes
-7 seconds per optimisation level, one of 40,800 takes 37."""
+"""Nodes up to which ONNX Runtime is shown any model; above, only one that a session of ours is to run.
+
+Its memory planner compares every value with every free buffer, so that the time to load some graphs grows with the
+square of the number of nodes: a rewritten graph of 21,000 nodes (a DenseNet-121) takes 7 seconds per optimisation
+level, one of 40,800 takes 37.
+"""
+
+
+def is_large(model: onnx.ModelProto) -> bool:
+    """Has the model more than `MOST_NODES`?"""
+    return len(model.graph.node) > MOST_NODES
 
 
 def available() -> bool:

@@ -168,7 +168,7 @@ class _Space:
         """The knapsack bound at each of `ops`, in units of cost; bytes surely allocated then or made again later."""
         return _knapsacks(ops, self.groups, room)  # type: ignore[no-any-return]
 
-    def cut(self, op: int, room: int, per_rerun: int = 0) -> float:
+    def cut(self, op: int, room: int, per_rerun: int) -> float:
         """The priced cut at `op`, in units of cost."""
         before, after, state = _at(op, self.groups)
         excess = float(self.groups.fixed[op] + self.groups.size[state == _FORCED].sum()) - room
