@@ -170,7 +170,7 @@ def check(arguments: Sequence[str]) -> int:
     parser.add_argument("file", metavar="FILE", help="a rewritten model, or what another tool made of it")
     _add_dims_of_plan(parser)
     parser.add_argument("--no-run", action="store_true", help="do not run a step of it")
-    add_provider_flag(parser)
+    add_provider_flag(parser, None, "the one it was planned for")
     add_runtime_flag(parser)
     given = parser.parse_args(arguments)
     found = run(given.file, parse_dims(given.dim), run=not given.no_run, provider=given.provider, python=given.runtime)

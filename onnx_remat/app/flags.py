@@ -133,13 +133,12 @@ def selector_names() -> list[str]:
     return sorted(selectors.names(), key=lambda name: (name != "auto", name != "search"))
 
 
-def add_provider_flag(parser: argparse._ActionsContainer) -> None:
-    """The flag that says which of ONNX Runtime's execution providers runs the models."""
+def add_provider_flag(parser: argparse._ActionsContainer, default: str | None = "cpu", told: str = "cpu") -> None:
+    """The flag that says which of ONNX Runtime's execution providers runs the models; `told`: the default in words."""
     from onnx_remat.ort.kernels.registry import PROVIDERS
 
-    parser.add_argument(
-        "--provider", default="cpu", choices=PROVIDERS, help="execution provider that runs the model (default cpu)"
-    )
+    said = f"execution provider that runs the model (default {told})"
+    parser.add_argument("--provider", default=default, choices=PROVIDERS, help=said)
 
 
 def add_runtime_flag(parser: argparse.ArgumentParser) -> None:

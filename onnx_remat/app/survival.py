@@ -18,6 +18,7 @@ from onnx_remat.ir.training_ops import check_ops
 from onnx_remat.options import Options
 from onnx_remat.ort import runtime
 from onnx_remat.ort.executed import as_executed
+from onnx_remat.ort.kernels.registry import PROVIDERS
 from onnx_remat.ort.moves import UP
 from onnx_remat.run import processes
 from onnx_remat.run.foreseen import foresee
@@ -28,6 +29,7 @@ from onnx_remat.write.decided import (
     DIMS_KEY,
     EDGES_KEY,
     MOVES_KEY,
+    PROVIDER_KEY,
     RUN_BY_KEY,
     WORKSPACE_KEY,
     listed,
@@ -141,7 +143,7 @@ def check(
     path: str | os.PathLike[str],
     dims: Mapping[str, int] | None = None,
     run: bool = True,
-    provider: str = "cpu",
+    provider: str | None = None,
     python: str = sys.executable,
 ) -> Survival:
     """Compare a file with what was recorded in it when it was written.
@@ -154,8 +156,8 @@ def check(
         Sizes of symbolic dimensions; by default those it was planned for.
     run : bool
         Also run it, where ONNX Runtime is installed: a tool may leave a file that loads and then fails.
-    provider : str
-        One of `registry.PROVIDERS`.
+    provider : str, optional
+        One of `registry.PROVIDERS`; by default the one it was planned for.
     python : str
         Interpreter whose ONNX Runtime is to run it, see `processes`. One of another environment is not asked what it
         makes of the file, which is simulated as it is.
@@ -174,6 +176,9 @@ def check(
         moved = listed(notes.get(MOVES_KEY, "[]"))
         dims = dict(dims) if dims else check_dims(json.loads(notes[DIMS_KEY]))
         parse_budget(budget)
+        provider = provider or notes.get(PROVIDER_KEY, "cpu")
+        if provider not in PROVIDERS:
+            raise ValueError(provider)
         space = int(notes[WORKSPACE_KEY]) if provider != "cpu" and WORKSPACE_KEY in notes else None
     except (KeyError, ValueError, RecursionError) as error:
         raise ModelError(

@@ -10,6 +10,7 @@ from onnx_remat.app import survival
 from onnx_remat.app.cli import main
 from onnx_remat.app.survival import Survival, check
 from onnx_remat.errors import ModelError, VerificationError
+from onnx_remat.options import Options
 from onnx_remat.ort import runtime
 from onnx_remat.run import processes
 from tests.support.graphs import mlp
@@ -124,6 +125,22 @@ def test_what_was_not_run_is_not_called_run(small, capsys, monkeypatch):
     assert main(["check", str(small)]) == 0
     out = capsys.readouterr().out
     assert "onnxruntime is not installed" in out and "it runs" not in out and "keeps its budget" in out
+
+
+def test_a_file_planned_for_another_provider_is_checked_as_that(tmp_path, monkeypatch):
+    """Nobody has to say it again: the CPU would keep other values, and run what the file was not planned for."""
+    asked: list[Options] = []
+    monkeypatch.setattr(survival, "_can_run", lambda options: bool(asked.append(options)))
+    path = tmp_path / "cuda.onnx"
+    onnx_remat.rewrite_model(mlp(), "90%", provider="cuda", run_by="session", effort=1).save(path)
+    check(path)
+    check(path, provider="cpu")
+    assert [options.provider for options in asked] == ["cuda", "cpu"]
+    model = onnx.load(path)
+    next(p for p in model.metadata_props if p.key.endswith(".provider")).value = "other"
+    onnx.save(model, path)
+    with pytest.raises(ModelError, match="damaged its metadata"):
+        check(path)
 
 
 def test_files_that_say_nothing_of_a_plan_are_refused(tmp_path):
