@@ -70,7 +70,7 @@ def main() -> None:
         rows.append(row(n, arguments.effort))
         print("| " + " | ".join(rows[-1]) + " |", flush=True)
     if arguments.save:
-        save("chains", Table("python -m scripts.chains", HEADS, tuple(rows)))
+        save("chains", Table(f"python -m scripts.chains --effort {arguments.effort:g}", HEADS, tuple(rows)))
 
 
 if __name__ == "__main__":
