@@ -98,8 +98,8 @@ def run_model(model: onnx.ModelProto, feeds, level: str = "disable", threads: in
     return session_of(model, level, threads).run(None, feeds)
 
 
-def session_of(model: onnx.ModelProto, level: str = "disable", threads: int = 1):
-    """A session of stock ONNX Runtime."""
+def session_of(model: onnx.ModelProto | Path, level: str = "disable", threads: int = 1):
+    """A session of stock ONNX Runtime; of a file, where data lies beside it."""
     import onnxruntime as ort
 
     options = ort.SessionOptions()
@@ -110,7 +110,8 @@ def session_of(model: onnx.ModelProto, level: str = "disable", threads: int = 1)
         "basic": ort.GraphOptimizationLevel.ORT_ENABLE_BASIC,
         "all": ort.GraphOptimizationLevel.ORT_ENABLE_ALL,
     }[level]
-    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    source = str(model) if isinstance(model, Path) else model.SerializeToString()
+    return ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
 
 
 def same_bits(first, second) -> bool:
