@@ -119,12 +119,37 @@ def with_stand_ins(model: onnx.ModelProto, as_runtime: bool = False) -> onnx.Mod
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
     del copy.graph.node[:]
-    opset = opset_of(model)
+    opset, padded = opset_of(model), _padded_channels(model.graph)
     for node in model.graph.node:
         kind = (node.domain, node.op_type)
         skipped = as_runtime and (kind in _UNTOLD or kind in _FORWARD)
-        copy.graph.node.extend([node] if skipped else _stand_in(node, opset))
+        if node.op_type == "ReorderInput" and node.output[0] in padded:
+            copy.graph.node.extend(_with_channels(node, padded[node.output[0]]))
+        else:
+            copy.graph.node.extend([node] if skipped else _stand_in(node, opset))
     return copy
+
+
+def _padded_channels(graph: onnx.GraphProto) -> dict[str, int]:
+    """Channels of what convolutions in ONNX Runtime's blocked layout read: whole blocks, as their filters say."""
+    filters = {tensor.name: list(tensor.dims) for tensor in graph.initializer}
+    filters |= {value.name: [d.dim_value for d in value.type.tensor_type.shape.dim] for value in graph.input}
+    found = {}
+    for node in graph.node:
+        if node.domain == _NCHWC and node.op_type == "Conv" and len(filters.get(node.input[1], ())) > 1:
+            groups = next((a.i for a in node.attribute if a.name == "group"), 1)
+            found[node.input[0]] = groups * filters[node.input[1]][1]
+    return found
+
+
+def _with_channels(node: onnx.NodeProto, channels: int) -> list[onnx.NodeProto]:
+    """An image of as many channels as a node's output has, whatever its input has: a convolution by single pixels."""
+    pixels = helper.make_tensor("", TensorProto.FLOAT, [channels, 1, 1, 1], [0.0] * channels)
+    name = f"{node.output[0]}.pixels"
+    return [
+        helper.make_node("Constant", [], [name], value=pixels),
+        helper.make_node("Conv", [node.input[0], name], node.output),
+    ]
 
 
 def _stand_in(node: onnx.NodeProto, opset: int) -> list[onnx.NodeProto]:
