@@ -8,6 +8,7 @@ So the body captures a sequence, which holds nothing, and whose length is the co
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 
 import onnx
@@ -51,6 +52,36 @@ def defined_in(body: onnx.GraphProto) -> set[str]:
     inner.update(sparse.values.name for sparse in body.sparse_initializer)
     inner.update(name for inside in body.node for name in inside.output)
     return inner
+
+
+def unshadow(graph: onnx.GraphProto) -> None:
+    """Give values of bodies, in place, other names where an outer value has the same.
+
+    ONNX asks for that. ONNX Runtime saves graphs without it: it names the casts that it puts around a body's ops and
+    those outside by the value they convert.
+    """
+    _unshadow(graph, set(), set(names_in(graph)))
+
+
+def _unshadow(graph: onnx.GraphProto, outer: set[str], used: set[str]) -> None:
+    visible = outer | defined_in(graph)
+    for node in graph.node:
+        for body in bodies(node):
+            names = {name: _fresh(name, used) for name in sorted(visible & defined_in(body))}
+            _rename(body.node, names)
+            for values in (body.input, body.output, body.initializer, body.value_info):
+                for value in values:
+                    value.name = names.get(value.name, value.name)
+            for sparse in body.sparse_initializer:
+                sparse.values.name = names.get(sparse.values.name, sparse.values.name)
+            _unshadow(body, visible, used)
+
+
+def _fresh(name: str, used: set[str]) -> str:
+    """A name like this one that is not yet in use; it is from now on."""
+    new = next(new for i in itertools.count(1) if (new := f"{name}_{i}") not in used)
+    used.add(new)
+    return new
 
 
 def names_in(graph: onnx.GraphProto) -> Iterator[str]:

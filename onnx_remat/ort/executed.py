@@ -70,13 +70,8 @@ def as_executed(
         return _emulated(model, stated, "", known)
     if runtime.is_large(model) and not stated.fixed:  # a session of ours needs its answer
         return _emulated(model, stated, _MANY_NODES, known)
-    providers, without = whom_to_ask(stated.kernels)
-    in_floats = providers != stated.kernels.execution_providers and halves.has_halves(model)
     try:
-        if in_floats or model_io.weight_bytes(model) > runtime.MOST_WEIGHTS:
-            optimized = _optimized_without_weights(model, stated, level, in_floats)
-        else:
-            optimized = runtime.optimized(shapes.declared(model), folder, level, providers, without, stated.told)
+        return as_optimized(model, folder, level, stated)
     except ModelError as error:
         if not _has_custom_ops(model):
             raise
@@ -84,7 +79,30 @@ def as_executed(
             hint = "--verify none plans from the file alone, for a runtime that has these ops"
             raise ModelError(f"{error} ({hint})") from error
         return _emulated(model, stated, _CUSTOM_OPS, known)
-    compiled = prepare_for_simulation(optimized, stated)
+
+
+def as_optimized(model: onnx.ModelProto, folder: Path | None, level: str, stated: Preparation) -> Executed:
+    """What ONNX Runtime makes of a model at an optimisation level, as it says itself, at level "disable" too.
+
+    Whatever the level, it puts casts around ops that have no half-precision kernel and inlines functions.
+
+    Raises
+    ------
+    ModelError
+        ONNX Runtime cannot load the model.
+    """
+    providers, without = whom_to_ask(stated.kernels)
+    in_floats = providers != stated.kernels.execution_providers and halves.has_halves(model)
+    if in_floats or model_io.weight_bytes(model) > runtime.MOST_WEIGHTS:
+        optimized = _optimized_without_weights(model, stated, level, in_floats)
+    else:
+        optimized = runtime.optimized(shapes.declared(model), folder, level, providers, without, stated.told)
+    return executed_as_it_lies(optimized, stated)
+
+
+def executed_as_it_lies(model: onnx.ModelProto, stated: Preparation) -> Executed:
+    """A graph that ONNX Runtime has already loaded, its nodes in the order it saved them."""
+    compiled = prepare_for_simulation(model, stated)
     return Executed(compiled, Schedule(tuple(range(compiled.problem.n_ops))))
 
 

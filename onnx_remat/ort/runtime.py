@@ -17,6 +17,7 @@ import onnx
 from onnx_remat import files
 from onnx_remat.errors import ModelError, OnnxRematError
 from onnx_remat.ir import external_data, model_io
+from onnx_remat.ir.body import unshadow
 from onnx_remat.ort import libraries
 from onnx_remat.worker import Limit, ask
 
@@ -132,11 +133,31 @@ def optimized(
     with files.scratch() as scratch:
         source, target = write_beside(model, folder, scratch), scratch / "optimized.onnx"
         ask(
-            "ONNX Runtime", "onnx_remat.ort.runtime:load_and_optimize", _limit(model, providers[0]),
+            "ONNX Runtime", "onnx_remat.ort.runtime:load_and_optimize", limit(model, providers[0]),
             source=str(source), target=str(target), level=level, providers=[*providers], without=[*without],
             sizes=dict(sizes or {}),
         )  # fmt: skip
-        return onnx.load(str(target), load_external_data=False)
+        made = onnx.load(str(target), load_external_data=False)
+    unshadow(made.graph)
+    _restore_defaults(made, model)
+    return made
+
+
+def _restore_defaults(made: onnx.ModelProto, model: onnx.ModelProto) -> None:
+    """Give inputs of a loaded model their defaults back where nothing reads them any more.
+
+    Before IR version 4 initializers had to be listed as inputs, which did not make them inputs: those are left out.
+    """
+    stored = {tensor.name for tensor in made.graph.initializer}
+    fed = {value.name for value in made.graph.input} - stored
+    lost = [tensor for tensor in model.graph.initializer if tensor.name in fed]
+    if model.ir_version >= 4:
+        made.graph.initializer.extend(lost)
+        return
+    names = {tensor.name for tensor in lost}
+    kept = [value for value in made.graph.input if value.name not in names]
+    del made.graph.input[:]
+    made.graph.input.extend(kept)
 
 
 def load_and_optimize(
@@ -174,8 +195,8 @@ def _load(source: str | bytes, options: Any, providers: Sequence[str], without: 
         raise ModelError(f"ONNX Runtime cannot load the model: {reason}") from error
 
 
-def _limit(model: onnx.ModelProto, provider: str = HOST[0]) -> Limit:
-    """What a model may cost the runtime."""
+def limit(model: onnx.ModelProto, provider: str = HOST[0]) -> Limit:
+    """What ONNX Runtime may cost while it loads a model."""
     size = model_io.weight_bytes(model) + model_io.without_weights(model).ByteSize()
     device = Limit(_DEVICE_SECONDS, _DEVICE_BYTES) if provider not in HOST else Limit(0.0, 0)
     return Limit(
@@ -240,7 +261,7 @@ def infer_shapes(model: onnx.ModelProto, names: Sequence[str]) -> dict[str, tupl
     asking.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names if name not in have)
     try:
         made, _ = ask(
-            "ONNX Runtime", "onnx_remat.ort.runtime:load_and_infer", _limit(model), asking.SerializeToString(),
+            "ONNX Runtime", "onnx_remat.ort.runtime:load_and_infer", limit(model), asking.SerializeToString(),
             names=list(names),
         )  # fmt: skip
     except ModelError:
@@ -276,6 +297,8 @@ def order_by_priority(producers: Sequence[Sequence[int]], sizes: Sequence[bool])
     ModelError
         ONNX Runtime cannot run the skeleton.
     """
+    if not producers:
+        return []
     import_runtime()
     nodes = []
     for i, of in enumerate(producers):
@@ -286,7 +309,7 @@ def order_by_priority(producers: Sequence[Sequence[int]], sizes: Sequence[bool])
     outputs = [onnx.helper.make_tensor_value_info(f"v{i}", onnx.TensorProto.INT64, []) for i in range(len(nodes))[-1:]]
     graph = onnx.helper.make_graph(nodes, "skeleton", [], outputs, [one])
     model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 13)], ir_version=8)
-    order, _ = ask("ONNX Runtime", "onnx_remat.ort.runtime:run_in_order", _limit(model), model.SerializeToString())
+    order, _ = ask("ONNX Runtime", "onnx_remat.ort.runtime:run_in_order", limit(model), model.SerializeToString())
     return [int(node) for node in order]
 
 
@@ -313,7 +336,7 @@ def infer_shapes_symbolically(model: onnx.ModelProto) -> onnx.ModelProto | None:
         return None
     try:
         _, made = ask(
-            "symbolic inference", "onnx_remat.ort.runtime:do_infer_symbolically", _limit(model),
+            "symbolic inference", "onnx_remat.ort.runtime:do_infer_symbolically", limit(model),
             model.SerializeToString(),
         )  # fmt: skip
     except ModelError:

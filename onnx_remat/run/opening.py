@@ -196,15 +196,26 @@ def check_openable(model: onnx.ModelProto) -> None:
             raise ModelError(f"a session cannot open this model: {value.name!r} is no tensor of numbers")
 
 
-def arrange(path: Path, wish: Wish) -> Arranged:
-    """Let ONNX Runtime optimise a step, choose the order of its nodes, and lay out their values."""
-    from onnx_remat.ir import model_io
+def arrange(path: Path, target: Path, wish: Wish) -> Arranged:
+    """Let ONNX Runtime optimise a step, choose the order of its nodes, lay out their values, and write what to load.
+
+    What ONNX Runtime has once it has loaded that file is compared with what was laid out, and laid out in its stead
+    where it is something else.
+
+    Raises
+    ------
+    OnnxRematError
+        The step cannot be opened, and why.
+    """
+    import onnx
+
+    from onnx_remat.ir import external_data, model_io
     from onnx_remat.ir.opsets import opset_of
     from onnx_remat.ort import placement, runtime
-    from onnx_remat.ort.executed import as_executed
+    from onnx_remat.ort.executed import as_optimized, executed_as_it_lies
     from onnx_remat.ort.kernels.registry import kernels_of
     from onnx_remat.ort.prepare import Preparation
-    from onnx_remat.run import binding
+    from onnx_remat.run import binding, private_copy
 
     source = model_io.load(path)
     check_openable(source.model)
@@ -217,9 +228,31 @@ def arrange(path: Path, wish: Wish) -> Arranged:
     if old := placement.too_old(kernels, opset_of(source.model), runtime.installed()):
         raise ModelError(f"a session cannot train well here: {old}")
     stated = Preparation(kernels, dims=_all_dims(source.model, wish.dims), fixed=True)
-    executed = as_executed(source.model, source.folder, wish.level, stated)
+    executed = as_optimized(source.model, source.folder, wish.level, stated)
     outputs = [value.name for value in source.model.graph.output]
-    return lay_out(executed, outputs, wish.donate, wish.least or binding.least(kernels))
+    different = ""
+    for _ in range(_LOADS):
+        made = lay_out(executed, outputs, wish.donate, wish.least or binding.least(kernels))
+        model, bound = made.compiled.graph.model, [place.name for place in made.binding.placements]
+        copy = private_copy.copy_of(model, made.program.steps, bound, made.constants)
+        if source.folder is not None:
+            external_data.link(copy, source.folder, target.parent)
+        onnx.save(copy, target)
+        loaded = private_copy.as_loaded(copy, target, kernels.execution_providers)
+        different = private_copy.difference(copy, loaded)
+        if not different:
+            return made
+        del loaded.graph.output[:]
+        loaded.graph.output.extend(model.graph.output)
+        executed = executed_as_it_lies(loaded, stated)
+    raise ModelError(
+        f"a session cannot open this model: onnxruntime changes it whenever it loads it ({different}); run it with "
+        "onnxruntime's own session"
+    )
+
+
+_LOADS = 4
+"""How often a step is laid out anew, as ONNX Runtime has it once it has loaded it."""
 
 
 def lay_out(
@@ -287,17 +320,14 @@ def workspace(compiled: Compiled) -> tuple[int, int]:
 
 def plan(path: Path, target: Path, wish: Wish) -> Opened:
     """`open_step` in this process."""
-    import onnx
-
     from onnx_remat.ir.op_semantics import semantics
     from onnx_remat.ort import runtime
     from onnx_remat.run import binding, private_copy, replay
 
-    made = arrange(path, wish)
+    made = arrange(path, target, wish)
     program, bound, tensors, model = made.program, made.binding, made.compiled.tensors, made.compiled.graph.model
     order = runtime.order_by_priority(*private_copy.edges(program.steps))
     replay.check(program, bound, order, wish.least or binding.least(made.compiled.kernels))
-    onnx.save(private_copy.copy_of(model, program.steps, [p.name for p in bound.placements], made.constants), target)
     taken, pool = workspace(made.compiled)
     fed = [value.name for value in model.graph.input]
 

@@ -2,24 +2,35 @@
 
 ONNX Runtime's default order needs control edges to hold. A copy that never leaves the process needs none: with its
 optimisations off and ``ExecutionOrder.PRIORITY_BASED``, ONNX Runtime runs the nodes as they lie in the file.
+
+It changes some graphs whenever it loads them, though: it puts casts around ops that have no half-precision kernel,
+drops casts that meet, duplicates a DequantizeLinear that is read twice, inlines functions. A layout is right for one
+order of one graph, so `difference` compares the graph `as_loaded` with the copy.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import onnx
 from onnx import TensorProto
 
+from onnx_remat import files
 from onnx_remat.ir import graph, shape_arithmetic
-from onnx_remat.ir.body import rename_captures
+from onnx_remat.ir.body import bodies, rename_captures
 from onnx_remat.ir.op_semantics import semantics
+from onnx_remat.ir.opsets import canonical
 from onnx_remat.ir.shapes import Tensor
+from onnx_remat.ort import runtime
 from onnx_remat.ort.kernels.base import Kernels
 from onnx_remat.ort.moves import DOWN, UP
 from onnx_remat.ort.simulate.order import priority_order
+from onnx_remat.worker import ask
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +61,7 @@ class Step:
     @property
     def label(self) -> str:
         """How messages call it."""
-        return self.node.name or f"{self.node.op_type}->{next(iter(self.writes), '?')}"
+        return plain_name(self.node.name) or f"{self.node.op_type}->{next(iter(self.writes), '?')}"
 
 
 def without_control_edges(ops: Sequence[graph.Op], model: onnx.ModelProto, tensors: Mapping[str, Tensor]) -> list[Step]:
@@ -229,7 +240,7 @@ def copy_of(
     for i, step in enumerate(steps):
         node = copy.graph.node.add()
         node.CopyFrom(step.node)
-        node.name = f"{i}:{step.node.name}"
+        node.name = named(i, plain_name(step.node.name))
         node.ClearField("doc_string")
         node.ClearField("metadata_props")
         if semantics(node.domain, node.op_type).stated:
@@ -238,3 +249,72 @@ def copy_of(
     copy.graph.output.extend(onnx.ValueInfoProto(name=name) for name in bound if name not in own)
     copy.graph.value_info.extend(value for value in source.value_info if value.name in stated)
     return copy
+
+
+def as_loaded(copy: onnx.ModelProto, path: Path, providers: Sequence[str]) -> onnx.ModelProto:
+    """The graph that ONNX Runtime has once it has loaded a private copy, weights included.
+
+    Parameters
+    ----------
+    copy : onnx.ModelProto
+    path : Path
+        Where the copy was written.
+    providers : sequence of str
+
+    Raises
+    ------
+    ModelError
+        ONNX Runtime cannot load it.
+    """
+    with files.scratch() as folder:
+        target = str(folder / "loaded.onnx")
+        ask(
+            "ONNX Runtime", "onnx_remat.run.loading:load_and_save", runtime.limit(copy, providers[0]),
+            path=str(path), target=target, providers=[*providers],
+        )  # fmt: skip
+        return onnx.load(target, load_external_data=False)
+
+
+def difference(planned: onnx.ModelProto, loaded: onnx.ModelProto) -> str:
+    """The first node in which two graphs differ, for a message; nothing where they are the same.
+
+    Nodes are compared by name: op, inputs, outputs, and the nodes of their bodies. Their order in the two files is of
+    no account, since ONNX Runtime saves a graph in another order than it runs it in.
+    """
+    made = {node.name: node for node in loaded.graph.node}
+    for node in planned.graph.node:
+        if graph.is_constant(node):
+            continue  # an initializer once it is loaded
+        other = made.pop(node.name, None)
+        if other is None or _facts(node) != _facts(other):
+            return f"node {plain_name(node.name)!r} ({node.op_type}) is {'gone' if other is None else 'another'}"
+    if made:
+        name, node = next(iter(made.items()))
+        return f"node {plain_name(name)!r} ({node.op_type}) is new"
+    return ""
+
+
+def _facts(node: onnx.NodeProto) -> tuple[Any, ...]:
+    inputs, outputs = (_without_absent(names) for names in (node.input, node.output))
+    inner = [sorted(map(_facts, body.node), key=repr) for body in bodies(node)]
+    return canonical(node.domain), node.op_type, inputs, outputs, inner
+
+
+def _without_absent(names: Sequence[str]) -> tuple[str, ...]:
+    """Names of slots, less the empty ones at the end, which mean nothing."""
+    last = max((i for i, name in enumerate(names) if name), default=-1)
+    return tuple(names[: last + 1])
+
+
+def named(position: int, name: str) -> str:
+    """What a node of a private copy is called: its position, and its name in the step."""
+    return f"{position}:{name}"
+
+
+def plain_name(name: str) -> str:
+    """A node's name in the step.
+
+    >>> plain_name(named(7, "fc1/MatMul")), plain_name("InsertedPrecisionFreeCast_x")
+    ('fc1/MatMul', 'InsertedPrecisionFreeCast_x')
+    """
+    return re.sub(r"^\d+:", "", name)

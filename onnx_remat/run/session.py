@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from onnx_remat import files
 from onnx_remat.errors import ModelError, UsageError
-from onnx_remat.run import heap, on_device, scratch
+from onnx_remat.run import heap, loading, on_device
 from onnx_remat.run.device import OUT_OF_MEMORY
 from onnx_remat.run.on_device import OnDevice
 from onnx_remat.run.opening import BY_BITS, NUMPY, Array, Donate, Opened, Wish, open_step
@@ -107,7 +107,7 @@ class Session:
             if provider != "cpu":
                 limit = on_device.scratch_limit(self._step, memory_limit) if memory_limit else 0
                 providers = on_device.providers(providers, limit, cuda_graph)
-            self._session: Any = _load(target, threads, providers, self._step.pool)
+            self._session: Any = loading.load(target, providers, threads, self._step.pool)
             self._binding: Any = self._session.io_binding()
             self._device: OnDevice | None = None
             if provider != "cpu":
@@ -173,7 +173,9 @@ class Session:
         except Exception as error:
             full = any(sign in str(error) for sign in OUT_OF_MEMORY)
             hint = "; the device is full: raise memory_limit, or plan with a larger --cudnn-workspace" if full else ""
-            raise ModelError(f"onnxruntime failed in the middle of the step: {_first_line(error)}{hint}") from error
+            raise ModelError(
+                f"onnxruntime failed in the middle of the step: {loading.first_line(error)}{hint}"
+            ) from error
 
     def results(self, *, copy: bool = True) -> Arrays:
         """Outputs of the last run by name, the donated ones among them as the arrays that were fed."""
@@ -302,26 +304,6 @@ def _as_file(model: Any, folder: Path) -> Path:
     raise UsageError(f"a session opens a path, bytes, an onnx.ModelProto or a Result, not {type(model).__name__}")
 
 
-def _load(path: Path, threads: int, providers: list[Any], pool: int) -> Any:
-    """onnxruntime's session on a model that runs as it lies: no optimisations, nodes in the file's order."""
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.execution_mode = onnxruntime.ExecutionMode.ORT_SEQUENTIAL
-    options.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED
-    options.enable_mem_pattern = False
-    options.enable_cpu_mem_arena = False
-    options.intra_op_num_threads = threads
-    options.log_severity_level = 3
-    if pool:
-        scratch.use_pool(options, pool)
-    try:
-        return onnxruntime.InferenceSession(str(path), options, providers=providers)
-    except Exception as error:
-        raise ModelError(f"onnxruntime cannot load the step: {_first_line(error)}") from error
-
-
 def _loose(step: Opened) -> list[str]:
     """The outputs that onnxruntime allocates: empty ones, inputs, weights."""
     bound = {place.name for place in step.places}.union(step.donated)
@@ -344,8 +326,3 @@ def _checked(formal: Array, value: Any, writable: bool) -> npt.NDArray[Any]:
     if writable and not (isinstance(value, np.ndarray) and array.flags.c_contiguous and array.flags.writeable):
         raise UsageError(f"input {formal.name!r} is renewed in place: feed a contiguous array that can be written")
     return array if array.flags.c_contiguous else np.ascontiguousarray(array)
-
-
-def _first_line(error: Exception) -> str:
-    line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    return line[:300]

@@ -25,7 +25,7 @@ pytest.importorskip("onnxruntime")
 def arranged(tmp_path_factory):
     path = tmp_path_factory.mktemp("replay") / "mlp.onnx"
     onnx.save(mlp(layers=3, batch=128, width=64), path)
-    return opening.arrange(path, opening.Wish(donate=True, level="disable"))
+    return opening.arrange(path, path.with_name("copy.onnx"), opening.Wish(donate=True, level="disable"))
 
 
 def small_program(nodes, inputs, outputs, initializers=()):

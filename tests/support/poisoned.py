@@ -1,0 +1,147 @@
+"""A step run node by node in its slab, every byte that is dead by plan filled with NaN patterns in between.
+
+Each node of the private copy runs in a session of its own, on the addresses that the whole step is bound to. A value
+that another one overwrites too early, or that is read after its end, shows in the outputs.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+from onnx import helper, numpy_helper
+
+from onnx_remat.ir import graph
+from onnx_remat.run import binding, opening
+from onnx_remat.run.binding import Binding, Program
+from onnx_remat.run.heap import reserve
+from onnx_remat.run.opening import BY_BITS, NUMPY, Wish
+from onnx_remat.run.private_copy import Step
+
+POISON = 0xFF
+"""Every float of this byte is NaN, every signed integer -1."""
+
+Bytes = np.ndarray
+"""The memory of a value: a writable view, byte by byte."""
+
+
+class UnpoisonableError(Exception):
+    """Values of a step are no plain tensors, so that its nodes cannot run one by one here."""
+
+
+def outputs(path: Path, wish: Wish, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Run a step in a poisoned slab; every output that a node makes, by name. Donated feeds are changed.
+
+    Raises
+    ------
+    UnpoisonableError
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        made = opening.arrange(path, Path(folder) / "copy.onnx", wish)
+        copy = onnx.load(Path(folder) / "copy.onnx")
+    program, bound = made.program, made.binding
+    if odd := [n for step in program.steps for n in step.writes if not binding.is_plain(program.tensors[n])]:
+        raise UnpoisonableError(f"{odd[0]!r} is no plain tensor")
+    slab = reserve(bound.height)
+    memory: dict[str, Bytes] = {p.name: slab[p.offset : p.offset + p.nbytes] for p in bound.placements}
+    memory |= {name: feeds[name].reshape(-1).view(np.uint8) for name in program.inputs}
+    memory |= {output: memory[name] for output, name in bound.donated.items()}
+    constants = {tensor.name: tensor for tensor in copy.graph.initializer}
+    constants |= {sparse.values.name: _dense(sparse) for sparse in copy.graph.sparse_initializer}
+    constants |= {node.output[0]: _constant(node) for node in copy.graph.node if graph.is_constant(node)}
+    for at, step in enumerate(program.steps):
+        _poison(slab, program, bound, at)
+        run = False
+        for name in step.writes:
+            viewed = program.root.get(name)
+            if viewed in memory or viewed in constants:
+                memory[name] = memory[viewed] if viewed in memory else _bytes(constants[viewed])
+                continue
+            run = True
+            memory.setdefault(name, np.empty(program.tensors[name].nbytes, np.uint8))
+        if run:
+            _run(copy, program, step, memory, constants)
+    _poison(slab, program, bound, len(program.steps))
+    made_by_nodes = {name for step in program.steps for name in step.writes}
+    names = [name for name in program.outputs if name in made_by_nodes]
+    return {name: memory[name].view(_dtype(program, name)).reshape(program.tensors[name].shape) for name in names}
+
+
+def _poison(slab: Bytes, program: Program, bound: Binding, at: int) -> None:
+    """Fill what nobody may read from step `at` on."""
+    start, end = binding.lifetimes(program, [place.name for place in bound.placements])
+    kept = np.zeros(len(slab), bool)
+    for place in bound.placements:
+        if start[place.name] < at and (end[place.name] >= at or place.name in program.outputs):
+            kept[place.offset : place.offset + place.nbytes] = True
+    slab[~kept] = POISON
+
+
+def _run(
+    copy: onnx.ModelProto,
+    program: Program,
+    step: Step,
+    memory: Mapping[str, Bytes],
+    constants: Mapping[str, onnx.TensorProto],
+) -> None:
+    reads = list(dict.fromkeys(step.reads))
+    given = [name for name in reads if name not in constants]
+    one = onnx.ModelProto(ir_version=max(copy.ir_version, 4), opset_import=copy.opset_import)
+    one.graph.name = "node"
+    one.graph.node.append(step.node)
+    one.graph.initializer.extend(constants[name] for name in reads if name in constants)
+    for names, values in ((given, one.graph.input), (step.writes, one.graph.output)):
+        values.extend(
+            helper.make_tensor_value_info(n, program.tensors[n].dtype, program.tensors[n].shape) for n in names
+        )
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.log_severity_level = 4
+    options.intra_op_num_threads = 1
+    options.add_session_config_entry("session.disable_quant_qdq", "1")
+    session = ort.InferenceSession(one.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    bindings = session.io_binding()
+    for name in given:
+        tensor = program.tensors[name]
+        bindings.bind_input(name, "cpu", 0, _element(tensor.dtype), tensor.shape, memory[name].ctypes.data)
+    for name in step.writes:
+        tensor = program.tensors[name]
+        if name in program.root or not tensor.nbytes:
+            bindings.bind_output(name)
+        else:
+            bindings.bind_output(name, "cpu", 0, _element(tensor.dtype), tensor.shape, memory[name].ctypes.data)
+    session.run_with_iobinding(bindings)
+
+
+def _constant(node: onnx.NodeProto) -> onnx.TensorProto:
+    value = helper.get_attribute_value(node.attribute[0])
+    made = value if isinstance(value, onnx.TensorProto) else numpy_helper.from_array(np.array(value))
+    tensor = onnx.TensorProto()
+    tensor.CopyFrom(made)
+    tensor.name = node.output[0]
+    return tensor
+
+
+def _dense(sparse: onnx.SparseTensorProto) -> onnx.TensorProto:
+    values, places = numpy_helper.to_array(sparse.values), numpy_helper.to_array(sparse.indices)
+    dense = np.zeros(tuple(sparse.dims), values.dtype)
+    dense[tuple(places.T) if places.ndim == 2 else np.unravel_index(places, dense.shape)] = values
+    return numpy_helper.from_array(dense, sparse.values.name)
+
+
+def _bytes(tensor: onnx.TensorProto) -> Bytes:
+    return np.ascontiguousarray(numpy_helper.to_array(tensor)).reshape(-1).view(np.uint8)
+
+
+def _element(dtype: int) -> Any:
+    return np.dtype(NUMPY[dtype]).type if dtype in NUMPY else dtype
+
+
+def _dtype(program: Program, name: str) -> np.dtype:
+    dtype = program.tensors[name].dtype
+    return np.dtype(NUMPY.get(dtype) or BY_BITS[dtype])
