@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from onnx_remat.errors import UsageError
 from onnx_remat.ir.naming import gradient_sums, gradients, renewals
-from onnx_remat.run.heap import ALIGNMENT, reserve
+from onnx_remat.run.heap import ALIGNMENT, keep_trimmed, reserve
 from onnx_remat.run.interface import Arrays, Formal, check_loss, check_state, formal, overridable
 from onnx_remat.run.session import Session
 
@@ -163,6 +163,7 @@ class FedBack:
             self._bind(name, OrtValue.ortvalue_from_numpy(np.array(array, order="C"), self._device, 0))
 
     def step(self) -> float:
+        keep_trimmed()
         for name in self._outputs:
             # Unallocated: the runtime makes each output when it is computed, as it does without binding.
             self._binding.bind_output(name, "cpu" if name == self._loss else self._device)

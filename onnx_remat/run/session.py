@@ -163,6 +163,7 @@ class Session:
     def execute(self, feeds: Mapping[str, Any]) -> None:
         """Run the step once and leave the results where they lie; see `results`."""
         self._bind_inputs(feeds)
+        heap.keep_trimmed()
         self._run()
 
     def _run(self) -> None:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from onnx_remat.errors import UsageError
 from onnx_remat.ir.naming import gradient_sums, gradients, renewals
-from onnx_remat.run import state_file
+from onnx_remat.run import heap, state_file
 from onnx_remat.run.engines import FedBack, InPlace, OnDevice
 from onnx_remat.run.interface import DTYPES, Arrays, check_state
 from onnx_remat.run.session import Session
@@ -35,7 +35,7 @@ class Loop:
     ----------
     model : path, bytes, onnx.ModelProto, Result, Session or onnxruntime.InferenceSession
     state : mapping of str to array
-        A value for every input.
+        A value for every input. Memory of arrays that the caller drops goes back to the system before the next step.
     loss : str
         The output that `step` returns, a single number.
     rate : float
@@ -86,6 +86,7 @@ class Loop:
                 raise UsageError("copy=False trains the arrays of `state` where they lie: not on a device")
             else:
                 self._engine = OnDevice(session, state, loss, rate)
+        heap.trim_soon()
         self._failed = ""
         self.donated: Mapping[str, str] = self._engine.donated
         self.not_donated: Mapping[str, str] = self._engine.not_donated
@@ -114,6 +115,7 @@ class Loop:
 
     def state(self) -> Arrays:
         """Copies of all inputs as they are now."""
+        heap.trim_soon()
         return {name: array.copy() for name, array in self._engine.arrays().items()}
 
     def view(self, name: str) -> npt.NDArray[Any]:
@@ -136,6 +138,7 @@ class Loop:
             raise UsageError(f"no value for input {missing[0]!r}")
         self._failed = "interrupted"
         self._engine.feed(state)
+        heap.trim_soon()
         self._failed = ""
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -163,6 +166,7 @@ class Loop:
         self._failed = "interrupted"
         state_file.read_into(path, writable)
         self._engine.feed({name: array for name, array in writable.items() if array is not arrays[name]})
+        heap.trim_soon()
         self._failed = ""
 
 
