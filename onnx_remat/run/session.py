@@ -7,6 +7,7 @@ each is bound to its place once, when the step is opened; running it allocates n
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -214,6 +215,10 @@ class Session:
         self._views, self._bound = {}, {}
         self._slab = np.empty(0, np.uint8)
         heap.trim()
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self.close()
 
     def __enter__(self) -> Session:
         return self
