@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,8 @@ import numpy.typing as npt
 from onnx_remat.errors import UsageError
 from onnx_remat.ir.naming import gradient_sums, gradients, renewals
 from onnx_remat.run.heap import ALIGNMENT, keep_trimmed, reserve
-from onnx_remat.run.interface import Arrays, Formal, check_loss, check_state, formal, overridable
+from onnx_remat.run.interface import Arrays, Formal, check_loss, check_state, checked, formal, overridable
+from onnx_remat.run.opening import Array
 from onnx_remat.run.session import Session
 
 
@@ -32,15 +33,16 @@ class InPlace:
         self.donated, self.not_donated = session.donated, session.not_donated
         self.formals = {a.name: Formal(a.dtype_name, a.shape) for a in session.inputs}
         outputs = {a.name: Formal(a.dtype_name, a.shape) for a in session.outputs}
-        check_state(self.formals, state)
+        given = checked(self.formals, state)
+        self._arrays = _filled(_block([a for a in session.inputs if a.name in state]), given) if copy else dict(given)
         if missing := [name for name in self.formals if name not in state and name not in session.defaults]:
             raise UsageError(f"no value for input {missing[0]!r}")
         check_loss(outputs, loss)
         renewed = renewals(state, outputs)
         self._copied = {output: name for output, name in renewed.items() if output not in session.donated}
         self._gradients = _left_to_apply(outputs, state, renewed.values())
-        given = {name: np.asarray(array) for name, array in state.items()}
-        self._arrays = _block(given) if copy else _adopted(given, {*renewed.values(), *self._gradients.values()})
+        if not copy:
+            _check_trainable(self._arrays, {*renewed.values(), *self._gradients.values()})
 
     def feed(self, batch: Mapping[str, npt.NDArray[Any]]) -> None:
         check_state(self.formals, batch)
@@ -77,7 +79,8 @@ class OnDevice:
         renewed = renewals(state, outputs)
         self._copied = {output: name for output, name in renewed.items() if output not in session.donated}
         self._gradients = _left_to_apply(outputs, state, renewed.values())
-        self.feed(state)
+        for name in state:  # one by one, as a mapping may read them from a file
+            self.feed({name: state[name]})
         if missing := self._device.unfed():
             raise UsageError(f"no value for input {missing[0]!r}")
 
@@ -101,20 +104,25 @@ class OnDevice:
         return arrays
 
 
-def _block(arrays: Mapping[str, npt.NDArray[Any]]) -> Arrays:
-    """Copies that lie in one block of memory, one after the other."""
-    ends = np.cumsum([-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays.values()], dtype=np.int64)
-    block = reserve(int(ends[-1]) if len(ends) else 0)
-    copies = {}
-    for (name, array), end in zip(arrays.items(), ends.tolist(), strict=True):
-        begin = end - -(-array.nbytes // ALIGNMENT) * ALIGNMENT
-        copies[name] = block[begin : begin + array.nbytes].view(array.dtype).reshape(array.shape)
-        np.copyto(copies[name], array)
-    return copies
+def _block(inputs: Sequence[Array]) -> Arrays:
+    """Arrays for some inputs that lie in one block of memory, one after the other, without values yet."""
+    ends = list(itertools.accumulate(-(-each.nbytes // ALIGNMENT) * ALIGNMENT for each in inputs))
+    block = reserve(ends[-1] if ends else 0)
+    places = zip(inputs, [0, *ends], strict=False)
+    return {a.name: block[at : at + a.nbytes].view(a.dtype_name).reshape(a.shape) for a, at in places}
 
 
-def _adopted(arrays: Mapping[str, npt.NDArray[Any]], renewed: Container[str]) -> Arrays:
-    """The arrays themselves, once it is sure that they can be written, and that none lies in another's memory."""
+def _filled(places: Arrays, arrays: Iterable[tuple[str, npt.NDArray[Any]]]) -> Arrays:
+    """The places by the names and in the order of some arrays, with the values of these."""
+    filled = {}
+    for name, array in arrays:
+        np.copyto(places[name], array)
+        filled[name] = places[name]
+    return filled
+
+
+def _check_trainable(arrays: Arrays, renewed: Container[str]) -> None:
+    """UsageError unless all arrays can be written, and none that is renewed lies in another's memory."""
     for name, array in arrays.items():
         if not (array.flags.c_contiguous and array.flags.writeable):
             raise UsageError(f"the array of {name!r} is not contiguous or cannot be written: pass copy=True")
@@ -122,7 +130,6 @@ def _adopted(arrays: Mapping[str, npt.NDArray[Any]], renewed: Container[str]) ->
     for (_, end, name), (begin, _, other) in itertools.pairwise(spans):
         if begin < end and (name in renewed or other in renewed):
             raise UsageError(f"the arrays of {name!r} and {other!r} share memory: pass copy=True")
-    return dict(arrays)
 
 
 class FedBack:
@@ -136,7 +143,8 @@ class FedBack:
         self._session, self._loss, self._rate, self._device = session, loss, rate, device
         self.donated: Mapping[str, str] = {}
         self.formals = {value.name: formal(value) for value in session.get_inputs()}
-        check_state(self.formals | overridable(session), state)
+        given = checked(self.formals | overridable(session), state)
+        self._values = {name: OrtValue.ortvalue_from_numpy(array, device, 0) for name, array in given}
         if missing := [name for name in self.formals if name not in state]:
             raise UsageError(f"no value for input {missing[0]!r}")
         self.formals |= overridable(session)
@@ -150,7 +158,6 @@ class FedBack:
         self._sums = gradient_sums(state)
         self._own: dict[str, npt.NDArray[Any]] = {}  # state on the CPU, bound once a step has renewed it
         self._binding = session.io_binding()
-        self._values = {name: OrtValue.ortvalue_from_numpy(array, device, 0) for name, array in state.items()}
         for name, value in self._values.items():
             self._binding.bind_ortvalue_input(name, value)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,11 +27,20 @@ class Formal:
 
 def check_state(formals: Mapping[str, Formal], arrays: Mapping[str, Any]) -> None:
     """UsageError unless all arrays are inputs of the type and shape the model wants."""
-    for name, array in arrays.items():
+    for _ in checked(formals, arrays):
+        pass
+
+
+def checked(formals: Mapping[str, Formal], arrays: Mapping[str, Any]) -> Iterator[tuple[str, npt.NDArray[Any]]]:
+    """Name and array of one input after the other; UsageError where the next is not what the model wants.
+
+    Each is asked for once, when its turn comes: of a mapping that reads from a file, one array at a time is in memory.
+    """
+    for name in arrays:
         if name not in formals:
             hint = did_you_mean(name, formals) or f": it has {', '.join(formals)}"
             raise UsageError(f"the model has no input {name!r}{hint}")
-        formal, given = formals[name], np.asarray(array)
+        formal, given = formals[name], np.asarray(arrays[name])
         if formal.dtype and given.dtype != formal.dtype:
             raise UsageError(f"input {name!r} is of type {formal.dtype}, not {given.dtype}")
         wanted = formal.shape
@@ -41,6 +50,7 @@ def check_state(formals: Mapping[str, Formal], arrays: Mapping[str, Any]) -> Non
         if not fits and wanted is not None:
             dims = ", ".join("?" if size is None else str(size) for size in wanted)
             raise UsageError(f"input {name!r} is of shape [{dims}], not {list(given.shape)}")
+        yield name, given
 
 
 def check_loss(outputs: Mapping[str, Formal], loss: str) -> None:

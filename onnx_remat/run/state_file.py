@@ -11,7 +11,7 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -102,14 +102,26 @@ def read_into(path: str | os.PathLike[str], arrays: Mapping[str, npt.NDArray[Any
     ModelError
         The file is missing, damaged or truncated; where reading fails midway, some arrays are changed.
     """
+    for _ in read_each(path, kinds_of(arrays), arrays.items()):
+        pass
+
+
+def read_each(
+    path: str | os.PathLike[str], kinds: Kinds, arrays: Iterable[tuple[str, npt.NDArray[Any]]]
+) -> Iterator[tuple[str, npt.NDArray[Any]]]:
+    """Fill arrays, made one after the other, from a file that has exactly those of `kinds`; each as soon as it is full.
+
+    Raises as `read_into`.
+    """
     try:
         with Path(path).open("rb") as stream:
             entries, begin = _header(stream, path)
-            _compare(entries, kinds_of(arrays), path)
-            for name, array in arrays.items():
+            _compare(entries, kinds, path)
+            for name, array in arrays:
                 stream.seek(begin + entries[name].start)
                 if array.nbytes and stream.readinto(array.reshape(-1).view(np.uint8).data) != array.nbytes:
                     raise ModelError(f"{path} is truncated")
+                yield name, array
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error.strerror}") from error
 

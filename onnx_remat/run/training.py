@@ -35,7 +35,8 @@ class Loop:
     ----------
     model : path, bytes, onnx.ModelProto, Result, Session or onnxruntime.InferenceSession
     state : mapping of str to array
-        A value for every input. Memory of arrays that the caller drops goes back to the system before the next step.
+        A value for every input, each asked for once: of ``numpy.load("state.npz")`` as it is, one array at a time is in
+        memory. Memory of arrays that the caller drops goes back to the system before the next step.
     loss : str
         The output that `step` returns, a single number.
     rate : float
@@ -161,11 +162,13 @@ class Loop:
             The file is missing or damaged.
         """
         arrays = self._engine.arrays()
-        writable = {name: array if array.flags.writeable else array.copy() for name, array in arrays.items()}
-        state_file.check(path, state_file.kinds_of(writable))
+        kinds = state_file.kinds_of(arrays)
+        state_file.check(path, kinds)
         self._failed = "interrupted"
-        state_file.read_into(path, writable)
-        self._engine.feed({name: array for name, array in writable.items() if array is not arrays[name]})
+        places = ((name, a if a.flags.writeable else np.empty_like(a, order="C")) for name, a in arrays.items())
+        for name, array in state_file.read_each(path, kinds, places):
+            if array is not arrays[name]:
+                self._engine.feed({name: array})
         heap.trim_soon()
         self._failed = ""
 
