@@ -16,6 +16,7 @@ from onnx_remat.errors import ConversionError, UsageError
 from onnx_remat.options import PlanningOptions, parse_options
 from onnx_remat.pipeline import rewrite_model
 from onnx_remat.report import Report
+from onnx_remat.run import heap
 from onnx_remat.run.session import Session
 from onnx_remat.units import parse_budget
 
@@ -227,6 +228,7 @@ class Budgeted:
                 raise UsageError(f"{name} is gone from the module or the optimizer: make a new step")
         if any(_layout(current[name]) != self._bound.get(name) for name in self._wanted):
             _check_apart({name: current[name] for name in self._wanted}, self._renewed())
+            heap.trim_soon()  # of the tensors before, and of the checkpoint that these come from
         for name in self._wanted:
             if _layout(tensor := current[name]) != self._bound.get(name):
                 if not tensor.is_contiguous():
