@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import nn
 
 SGD = partial(torch.optim.SGD, lr=0.01)
+ADAMW = partial(torch.optim.AdamW, lr=1e-3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +120,17 @@ def llama() -> Case:
     return _language(library.LlamaForCausalLM(config), config.vocab_size, 4, 256)
 
 
+def t5() -> Case:
+    """T5 of three layers of 128 on either side, without dropout: hundreds of small arrays."""
+    library = _import_transformers()
+    config = library.T5Config(
+        d_model=128, d_kv=32, d_ff=256, num_layers=3, num_heads=4, vocab_size=1000, dropout_rate=0.0, use_cache=False,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    tokens, labels = torch.randint(1, 1000, (4, 48)), torch.randint(1, 1000, (4, 32))
+    return Case(library.T5ForConditionalGeneration(config), {"input_ids": tokens, "labels": labels}, None)
+
+
 MODELS: dict[str, Callable[[], Case]] = {
     "mlp": mlp,
     "resnet18": resnet18,
@@ -139,6 +151,9 @@ MODELS: dict[str, Callable[[], Case]] = {
     "bert-half-dropout": lambda: bert(384, 8192, 4, 256, 0.1),
     "llama": llama,
     "lstm": lambda: lstm(128, 1000, 8, 48),
+    "lstm-adamw": lambda: replace(lstm(128, 1000, 8, 48), optimizer=ADAMW),
+    "resnet18-adamw": lambda: replace(resnet18(), optimizer=ADAMW),
+    "t5-adamw": lambda: replace(t5(), optimizer=ADAMW),
 }
 
 
