@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import onnx
@@ -97,7 +97,9 @@ def as_optimized(model: onnx.ModelProto, folder: Path | None, level: str, stated
         optimized = _optimized_without_weights(model, stated, level, in_floats)
     else:
         optimized = runtime.optimized(shapes.declared(model), folder, level, providers, without, stated.told)
-    return executed_as_it_lies(optimized, stated)
+    executed = executed_as_it_lies(optimized, stated)
+    # With optimisations off, nodes are saved as the file has them, not as they run.
+    return replace(executed, order=executed.compiled.default_order()) if level == "disable" else executed
 
 
 def executed_as_it_lies(model: onnx.ModelProto, stated: Preparation) -> Executed:

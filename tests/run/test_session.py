@@ -278,7 +278,6 @@ def test_another_order_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(runtime, "order_by_priority", lambda *edges: right(*edges)[::-1])
     with pytest.raises(ModelError, match="would run 'mean' at step 0"):
         opening.plan(tmp_path / "m.onnx", tmp_path / "out.onnx", opening.Wish(level="disable"))
-    assert not (tmp_path / "out.onnx").exists()
 
 
 def test_the_package_offers_it():
