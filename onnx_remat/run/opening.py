@@ -125,6 +125,7 @@ class Wish:
     dims: Mapping[str, int] = field(default_factory=dict)
     donate: Donate = False
     level: str = "all"
+    check: bool = False
     least: int = 0
 
 
@@ -322,8 +323,10 @@ def plan(path: Path, target: Path, wish: Wish) -> Opened:
     """`open_step` in this process."""
     from onnx_remat.ir.op_semantics import semantics
     from onnx_remat.ort import runtime
-    from onnx_remat.run import binding, private_copy, replay
+    from onnx_remat.run import binding, private_copy, replay, verify
 
+    if wish.check:
+        verify.session(path, wish.dims, level=wish.level, donate=wish.donate, provider=wish.provider)
     made = arrange(path, target, wish)
     program, bound, tensors, model = made.program, made.binding, made.compiled.tensors, made.compiled.graph.model
     order = runtime.order_by_priority(*private_copy.edges(program.steps))

@@ -23,7 +23,8 @@ _LEVELS = {"disable": "ORT_DISABLE_ALL", "basic": "ORT_ENABLE_BASIC", "all": "OR
 def main() -> None:
     """Do the job and print a JSON object."""
     job = json.load(sys.stdin)
-    work = {"measure": measure, "race": race, "profile": profile, "train": train}[job.pop("task")]
+    tasks = {"measure": measure, "race": race, "profile": profile, "train": train, "by_session": by_session}
+    work = tasks[job.pop("task")]
     print(json.dumps(work(job)))
 
 
@@ -100,6 +101,29 @@ def measure(job: Job) -> Job:
     rise = resident("VmHWM") - before
     profile = session.end_profiling() if job["profile"] else ""
     return {"peak_bytes": held + rise, "profile": profile}
+
+
+def by_session(job: Job) -> Job:
+    """Outputs of a step that `onnx_remat.run.session.Session` runs, twice on the feeds of `measure`, state in place.
+
+    Also names the inputs that were written over though no output renews them.
+    """
+    import numpy as np
+
+    from onnx_remat.run.session import Session
+
+    feeds = random_feeds(new_session(job, job["path"], default=False), job["dims"], job["feeds"])
+    with Session(
+        job["path"], job["provider"], dims=job["dims"], donate=job["donate"], threads=job["threads"], level=job["level"]
+    ) as session:
+        for path in job["outputs"]:
+            given = {name: array.copy() for name, array in feeds.items()}
+            made = session.run(given)
+            named: Any = {f"{i}:{name}": array for i, (name, array) in enumerate(made.items())}
+            np.savez(path, **named)
+            renewed = session.donated.values()
+            changed = [n for n, a in given.items() if n not in renewed and a.tobytes() != feeds[n].tobytes()]
+    return {"changed": changed}
 
 
 def profile(job: Job) -> Job:

@@ -13,7 +13,7 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -135,6 +135,36 @@ def measure(
         })  # fmt: skip
         executed = _executed(Path(answer["profile"])) if trace else ()
     return Measurement(answer["peak_bytes"], executed)
+
+
+def by_session(
+    path: Path,
+    outputs: Sequence[Path],
+    level: str = "all",
+    *,
+    dims: Mapping[str, int] | None = None,
+    donate: bool | Mapping[str, str] = True,
+    threads: int = 0,
+    provider: str = "cpu",
+) -> tuple[str, ...]:
+    """Run a step by `run.session.Session` in a fresh process on the feeds of `measure`, once per file of `outputs`.
+
+    Returns
+    -------
+    tuple of str
+        Inputs that were written over though no output renews them.
+
+    Raises
+    ------
+    VerificationError
+        The process failed: the message is the last line of its error.
+    """
+    answer = _probe(sys.executable, "by_session", {
+        "path": str(path), "outputs": [str(path) for path in outputs], "level": level, "dims": dict(dims or {}),
+        "donate": donate if isinstance(donate, bool) else dict(donate), "threads": threads, "provider": provider,
+        "feeds": "plain", **session_job(provider),
+    })  # fmt: skip
+    return tuple(answer["changed"])
 
 
 def peak_under(budget: int, measured: Callable[[], Measurement]) -> int:

@@ -49,6 +49,10 @@ class Session:
     cuda_graph : bool
         Capture the step in a CUDA graph when it is opened, on inputs of zeros, and replay that: the host then starts
         one graph a step instead of every kernel. Refused where a step draws random numbers.
+    check : bool
+        First run the step on random values, here and by onnxruntime's own session, each in a process of its own, and
+        compare every output: to the last bit at level "disable", to rounding at the others. It takes the memory of
+        onnxruntime's own session for that long, and a few seconds.
 
     Attributes
     ----------
@@ -67,6 +71,8 @@ class Session:
         An argument is malformed, or a symbolic dimension has no size.
     ModelError
         The model cannot be loaded, or the order in which onnxruntime would run it is not the one planned for.
+    VerificationError
+        With `check`: an output differs from what onnxruntime's own session computes.
 
     Examples
     --------
@@ -88,6 +94,7 @@ class Session:
         level: str = "all",
         memory_limit: int = 0,
         cuda_graph: bool = False,
+        check: bool = False,
     ) -> None:
         if provider not in ("cpu", "cuda"):
             raise UsageError(f"provider {provider!r}: sessions run on 'cpu' and 'cuda'")
@@ -101,7 +108,7 @@ class Session:
                        memory_limit, cuda_graph)  # fmt: skip
         with files.scratch() as folder:
             path, target = _as_file(model, folder), folder / "private.onnx"
-            self._step = open_step(path, target, Wish(provider, dims or {}, donate, level))
+            self._step = open_step(path, target, Wish(provider, dims or {}, donate, level, check))
             if cuda_graph:
                 on_device.check_capturable(self._step, _loose(self._step))
             providers: list[Any] = list(self._step.execution_providers)

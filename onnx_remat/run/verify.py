@@ -12,13 +12,15 @@ import onnx
 
 from onnx_remat import files
 from onnx_remat.errors import VerificationError
-from onnx_remat.ir import model_io, native
+from onnx_remat.ir import model_io, native, shapes
 from onnx_remat.ir.body import into_body
-from onnx_remat.ir.graph import Graph
+from onnx_remat.ir.graph import Graph, build
 from onnx_remat.ir.shapes import Tensor
 from onnx_remat.ort import runtime
+from onnx_remat.ort.kernels.registry import kernels_of
 from onnx_remat.ort.moves import DOWN, UP
 from onnx_remat.ort.prepare import Compiled
+from onnx_remat.ort.shape_askers import SHAPE_ASKERS
 from onnx_remat.run import fixed_draws, processes, residence
 from onnx_remat.run.probe import FEEDS
 from onnx_remat.units import format_bytes
@@ -149,6 +151,8 @@ def run(
         held = processes.peak_under(budget, partial(_with_arena, paths["after"], dims)) if arena else None
         seconds = processes.race(paths["before"], paths["after"], dims=dims)
         taken = {}
+        for level in ("disable", "all") if trained is not None else ():
+            session(equals["after"], dims, level=level)
         if trained is not None and residence.available():
             taken = {name: residence.measure(path, dims).total for name, path in paths.items()}
     if trained is not None and taken and taken["after"] > trained:
@@ -228,6 +232,49 @@ def bitwise(before: Path, after: Path, dims: Mapping[str, int] | None = None, ex
             found = compare(first, second, exactly)
             equal = equal or found
     return equal if exactly else "equal within rounding"
+
+
+def session(
+    path: Path,
+    dims: Mapping[str, int] | None = None,
+    *,
+    level: str = "all",
+    donate: bool | Mapping[str, str] = True,
+    provider: str = "cpu",
+) -> None:
+    """Run a step twice by `run.session.Session`, state in place, and compare with ONNX Runtime's own session.
+
+    Both get the same random values, each in a process of its own. At level "disable" every output must be equal to the
+    last bit, at the others within rounding. Random draws are fixed for it.
+
+    Raises
+    ------
+    VerificationError
+        An output differs, or an input was written over that no output renews.
+    """
+    source = model_io.load(path)
+    kernels = kernels_of(provider)
+    with files.scratch() as home:
+        if fixed_draws.random_nodes(source.model):
+            tensors = shapes.infer(build(source.model), dims, askers=SHAPE_ASKERS)
+            path = _written(fixed_draws.without_chance(source.model, tensors), source.folder, home / "settled")
+        threads = 1 if level == "disable" or fixed_draws.race_warnings(source.model, kernels) else 0
+        run = partial(processes.measure, path, dims=dims, threads=threads, provider=provider)
+        wanted, plain, made = home / "wanted.npz", home / "plain.npz", [home / "first.npz", home / "second.npz"]
+        run(level, outputs=wanted)
+        run("disable", outputs=plain)
+        changed = processes.by_session(
+            path, made, level, dims=dims, donate=donate, threads=threads, provider=provider
+        )  # fmt: skip
+        try:
+            for outputs in made:
+                compare(wanted, outputs, exactly=level == "disable", plain=plain)
+        except VerificationError as error:
+            raise VerificationError(f"onnx-remat's session is wrong here, use ONNX Runtime's own: {error}") from error
+    if changed:
+        raise VerificationError(
+            f"onnx-remat's session is wrong here, use ONNX Runtime's own: input {changed[0]!r} was written over"
+        )
 
 
 def compare(before: Path, after: Path, exactly: bool, plain: Path | None = None) -> str:

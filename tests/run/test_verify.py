@@ -12,12 +12,13 @@ import onnx
 import pytest
 from onnx import helper
 
+from onnx_remat import Session
 from onnx_remat.errors import VerificationError
 from onnx_remat.ort.executed import as_executed
 from onnx_remat.ort.kernels.cpu import CPU
 from onnx_remat.ort.prepare import Preparation
 from onnx_remat.run import processes, verify
-from tests.support.graphs import model_of
+from tests.support.graphs import mlp, model_of
 
 pytest.importorskip("onnxruntime")
 
@@ -103,3 +104,51 @@ def test_what_a_measured_model_may_take_is_limited(make, words, tmp_path, monkey
     make(tmp_path / "hostile.onnx")
     with pytest.raises(VerificationError, match=words):
         processes.measure(tmp_path / "hostile.onnx")
+
+
+def random_step(path):
+    """A parameter that is renewed, behind a Dropout that draws."""
+    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[64,64] x, float[64,64] w) => (float loss, float[64,64] "new.w")
+        <float half = {0.5}, bool yes = {1}> {
+        d, m = Dropout(x, half, yes)  t = MatMul(d, w)  loss = ReduceMean<keepdims = 0>(t)  "new.w" = Sub(w, t) }"""
+    onnx.save(onnx.parser.parse_model(text.replace('"new.w"', "new_w")), path)
+    model = onnx.load(path)
+    for node in model.graph.node:
+        node.output[:] = [name.replace("new_w", "new.w") for name in node.output]
+    for value in model.graph.output:
+        value.name = value.name.replace("new_w", "new.w")
+    onnx.save(model, path)
+    return path
+
+
+@pytest.mark.parametrize("level", ["disable", "all"])
+def test_a_session_is_compared_with_the_runtimes_own(level, tmp_path):
+    verify.session(random_step(tmp_path / "random.onnx"), level=level)
+    with Session(mlp(layers=2, batch=64, width=32), level=level, donate=True, check=True) as session:
+        assert session.donated
+
+
+def test_a_session_that_is_wrong_is_told(tmp_path, monkeypatch):
+    path = tmp_path / "mlp.onnx"
+    onnx.save(mlp(layers=2, batch=64, width=32), path)
+    real = processes.by_session
+
+    def tampered(which, key, by):
+        def run(path, outputs, *args, **kwargs):
+            changed = real(path, outputs, *args, **kwargs)
+            with np.load(outputs[which]) as made:
+                arrays = dict(made)
+            name = next(name for name in arrays if name.endswith(key))
+            arrays[name] = arrays[name] * np.float32(by)
+            np.savez(outputs[which], **arrays)
+            return changed
+
+        return run
+
+    for which, level, by in ((0, "disable", 1 + 1e-6), (1, "all", 1.01)):
+        monkeypatch.setattr(processes, "by_session", tampered(which, ":loss", by))
+        with pytest.raises(VerificationError, match="onnx-remat's session is wrong here, .*: output 'loss'"):
+            verify.session(path, level=level)
+    monkeypatch.setattr(processes, "by_session", lambda *args, **kwargs: (*real(*args, **kwargs), "x"))
+    with pytest.raises(VerificationError, match="input 'x' was written over"):
+        verify.session(path)
