@@ -22,6 +22,8 @@ from tests.support.survivors import Died, answers
 
 COMMAND = "python -m scripts.onnx_backend --save"
 DIED = "died"
+Found = dict[str, dict[str, Outcome]]
+"""Outcomes by name and column."""
 
 
 def main() -> int:
@@ -35,7 +37,7 @@ def main() -> int:
     asked = parser.parse_args()
     names = backend_cases.names()
     jobs = [number for number, name in enumerate(names) if asked.only in name]
-    found: dict[str, dict[str, Outcome]] = {}
+    found: Found = {}
     unusable: dict[str, str] = {}
     start = time.monotonic()
     for number, answer in answers(backend_cases.try_case, jobs, asked.processes, asked.seconds):
@@ -47,21 +49,29 @@ def main() -> int:
     found = {name: found[name] for name in names if name in found}
     for name, said in unusable.items() if asked.verbose else ():
         print(f"not counted: {name}: {said}")
-    for name, columns in found.items():
-        for column, outcome in columns.items():
-            if outcome.kind in (WRONG, FAILED, RAISED, DIED):
-                print(f"{outcome.kind}: {name}, {column}: {outcome.message}")
-    tables = {"onnx-backend": counts(found), "onnx-backend-refused": reasons(found)}
+    wrong = complaints(found)
+    print("\n".join(wrong))
+    tables = {"onnx-backend": counts(found, COMMAND), "onnx-backend-refused": reasons(found, COMMAND)}
     for name, table in tables.items():
         print("\n" + table.to_markdown())
         if asked.save:
             save(name, table)
     print(f"\n{len(found)} tests count, {len(unusable)} do not, {time.monotonic() - start:.0f} s")
-    return int(any(o.kind in (WRONG, FAILED, RAISED, DIED) for columns in found.values() for o in columns.values()))
+    return int(bool(wrong))
 
 
-def counts(found: dict[str, dict[str, Outcome]]) -> Table:
-    """How many tests came to what, by column; last, through `Session` at all three levels."""
+def complaints(found: Found) -> list[str]:
+    """A line for each that is wrong, fails in the middle, raises or dies."""
+    return [
+        f"{outcome.kind}: {name}, {column}: {outcome.message}"
+        for name, columns in found.items()
+        for column, outcome in columns.items()
+        if outcome.kind in (WRONG, FAILED, RAISED, DIED)
+    ]
+
+
+def counts(found: Found, command: str) -> Table:
+    """How many came to what, by column; last, through `Session` at all three levels."""
     by_column: dict[str, Counter[str]] = defaultdict(Counter)
     for columns in found.values():
         for column, outcome in columns.items():
@@ -70,11 +80,11 @@ def counts(found: dict[str, dict[str, Outcome]]) -> Table:
         by_column["Session, all levels"][max(kinds, key=(*KINDS, DIED).index, default=DIED)] += 1
     heads = ("", *KINDS, DIED)
     rows = tuple((column, *(str(counted[kind]) for kind in heads[1:])) for column, counted in by_column.items())
-    return Table(COMMAND, heads, rows)
+    return Table(command, heads, rows)
 
 
-def reasons(found: dict[str, dict[str, Outcome]]) -> Table:
-    """Why tests were refused: each reason, how many tests by rewriting and by `Session`, and one of them."""
+def reasons(found: Found, command: str) -> Table:
+    """Why some were refused: each reason, how many by rewriting and by `Session`, and one of them."""
     named: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     shown: dict[str, str] = {}
     for name, columns in found.items():
@@ -90,7 +100,7 @@ def reasons(found: dict[str, dict[str, Outcome]]) -> Table:
     )
     rows.sort(key=lambda row: -max(row[1], row[2]))
     cells = tuple((text, str(rewritten), str(opened), name) for text, rewritten, opened, name in rows)
-    return Table(COMMAND, ("refused because", "rewrite", "Session", "one of them"), cells)
+    return Table(command, ("refused because", "rewrite", "Session", "one of them"), cells)
 
 
 if __name__ == "__main__":

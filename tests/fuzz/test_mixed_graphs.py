@@ -1,0 +1,38 @@
+"""Random mixed graphs, rewritten and through `Session` with every value in its slab: none comes out wrong.
+
+The default run does a few dozen, ``--fuzz N`` N of them; `python -m scripts.random_graphs` prints what becomes of each.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support import mixed
+from tests.support.outcomes import RIGHT, TOO_LOW
+
+pytest.importorskip("onnxruntime")
+
+_FEW = 30
+ALLOWED = (RIGHT, TOO_LOW)
+
+
+@pytest.mark.parametrize("seeds", [range(i, 10**6, 6) for i in range(6)], ids=str)
+def test_they_do_what_stock_onnx_runtime_does(seeds, pytestconfig):
+    found, counted = [], 0
+    for seed in seeds[: (pytestconfig.getoption("--fuzz") or _FEW) // 6]:
+        answer = mixed.try_graph(seed)
+        counted += not isinstance(answer, str)
+        outcomes = answer if not isinstance(answer, str) else {}
+        found += [f"seed {seed}, {column}: {o}" for column, o in outcomes.items() if o.kind not in ALLOWED]
+    assert not found, "\n".join(found)
+    assert counted
+
+
+@pytest.mark.parametrize("name", sorted(mixed.PARTS))
+def test_every_part_alone(name):
+    """With plain ones around it, so that what it is wrong about lies where others are still read."""
+    graph = mixed.Mixed(1, 6, (name, name, "product", "merged", "many_readers"))
+    answer = mixed.judge(graph, 1)
+    assert not isinstance(answer, str), answer
+    bad = {column: outcome for column, outcome in answer.items() if outcome.kind not in ALLOWED}
+    assert not bad
