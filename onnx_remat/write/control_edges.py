@@ -23,7 +23,7 @@ import numpy as np
 from onnx import TensorProto
 
 from onnx_remat.ir.dtypes import bits
-from onnx_remat.ir.graph import INITIALIZER, Graph, Op
+from onnx_remat.ir.graph import INITIALIZER, NODE, Graph, Op
 from onnx_remat.ir.shapes import Tensor
 from onnx_remat.problem import Flags, Problem, Schedule
 from onnx_remat.write.private_buffers import read_occurrences
@@ -158,6 +158,24 @@ def pin_slot(
         return name not in roundings, graph.values[name].kind != INITIALIZER, tensors[name].nbytes, -slot
 
     return max(slots, key=merit, default=None)
+
+
+def _is_kept_for_its_place(graph: Graph, op: Op) -> bool:
+    """Is it a Dropout that ONNX Runtime would take out, in training too, if a node made what it reads?
+
+    It takes out those whose masks nobody reads and of whose inputs one alone is made by a node, be it the ratio. One
+    that reads a graph input stays, and draws.
+    """
+    trains = (op.node.domain, op.node.op_type) == ("", "Dropout") and len(op.inputs) > _MODE
+    return trains and bool(op.inputs[_MODE]) and graph.values[op.inputs[0]].kind != NODE
+
+
+def held_slots(graph: Graph, op: Op, slot: int) -> tuple[int, ...]:
+    """Input slots that an edge through `slot` passes through: of a Dropout kept for its place the mode as well."""
+    return (slot, _MODE) if _is_kept_for_its_place(graph, op) else (slot,)
+
+
+_MODE = 2  # whether a Dropout trains
 
 
 def unsqueezable(dtype: int) -> bool:

@@ -30,6 +30,7 @@ from onnx_remat.ir.opsets import opset_of
 from onnx_remat.ir.shapes import SHAPES_KEY, TAG, Dim, Tensor
 from onnx_remat.ort.moves import DOWN, UP, is_move, made_by
 from onnx_remat.write.barriers import MIN_OPSET, Barriers
+from onnx_remat.write.control_edges import held_slots
 from onnx_remat.write.decided import (
     CLONES_KEY,
     CONTROL_KEY,
@@ -203,9 +204,9 @@ class _Writer:
             inputs[slot] = self._copy(inputs[slot])
         if here.trigger or here.hide:
             assert here.slot is not None, op.label
-            is_shape = here.slot in semantics(op.node.domain, op.node.op_type).shapes
-            source, original = inputs[here.slot], op.inputs[here.slot]
-            inputs[here.slot] = self._hold(source, original, here.trigger, here.hide, is_shape)
+            for slot in held_slots(self.graph, op, here.slot):
+                is_shape = slot in semantics(op.node.domain, op.node.op_type).shapes
+                inputs[slot] = self._hold(inputs[slot], op.inputs[slot], here.trigger, here.hide, is_shape)
         if draw is None:
             node = onnx.NodeProto()
             node.CopyFrom(op.node)

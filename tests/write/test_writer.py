@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
+from onnx_remat import rewrite_model
 from onnx_remat.errors import ModelError
 from onnx_remat.ir.shapes import SHAPES_KEY, TAG
 from onnx_remat.ort.executed import as_executed
@@ -634,3 +635,21 @@ def test_an_input_with_a_default_counts_twice():
     assert prepare(model, STATED).problem.base_bytes == before + 64 * 64 * 4
     model.ir_version = 3  # every initializer had to be an input then, and no caller could feed it
     assert prepare(model, STATED).problem.base_bytes == before
+
+
+def test_a_dropout_that_onnx_runtime_keeps_for_its_place_stays():
+    """It takes out those whose masks nobody reads, in training too, but for those that read graph inputs."""
+    model = mlp(layers=6, batch=512, width=64)
+    constants = {"ratio": np.float32(0.5), "train": np.bool_(True)}
+    model.graph.initializer.extend(onnx.numpy_helper.from_array(a, name) for name, a in constants.items())
+    model.graph.node.extend([
+        make("Dropout", ["x", "ratio", "train"], ["dropped"], name="drop", seed=3),
+        make("Sub", ["dropped", "t"], ["apart"], name="apart"),
+        make("ReduceSum", ["apart"], ["sum"], name="sum", keepdims=0),
+    ])  # fmt: skip
+    model.graph.output.append(helper.make_tensor_value_info("sum", FLOAT, []))
+    result = rewrite_model(model, "75%", run_by="session", effort=0.5)
+    assert result.recomputed
+    feeds = feeds_for(model)
+    for level in ("disable", "basic"):
+        assert same_bits(run_model(model, feeds, level), run_model(result.model, feeds, level))
