@@ -6,6 +6,7 @@ another type, a body, a function and so on. What nobody reads becomes an output.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import tempfile
 from collections.abc import Callable
@@ -15,6 +16,8 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
+from onnx_remat.run.opening import Wish
+from tests.support import poisoned
 from tests.support.outcomes import LEVELS, Outcome, rewrite_outcome, session_outcome, stock
 from tests.support.steps import MATRIX, SIDE, TABLE, Steps
 
@@ -234,6 +237,10 @@ def judge(graph: Mixed, seed: int) -> str | dict[str, Outcome]:
             found[f"Session {level}"] = session_outcome(
                 model, level, feeds, expected[level], OUTLIERS, donate=bool(seed % 2)
             )
+        level = LEVELS[seed % len(LEVELS)]
+        wish = Wish(level=level, donate=bool(seed % 2))
+        with contextlib.suppress(poisoned.UnpoisonableError):
+            found["poisoned slab"] = poisoned.outcome(model, wish, feeds, expected[level][0], OUTLIERS)
     return found
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,14 @@ import onnx
 import onnxruntime as ort
 from onnx import helper, numpy_helper
 
+from onnx_remat import errors
 from onnx_remat.ir import graph
 from onnx_remat.run import binding, opening
 from onnx_remat.run.binding import Binding, Program
 from onnx_remat.run.heap import reserve
 from onnx_remat.run.opening import BY_BITS, NUMPY, Wish
 from onnx_remat.run.private_copy import Step
+from tests.support.outcomes import REFUSED, RIGHT, WRONG, Feeds, Outcome, difference
 
 POISON = 0xFF
 """Every float of this byte is NaN, every signed integer -1."""
@@ -29,9 +32,33 @@ POISON = 0xFF
 Bytes = np.ndarray
 """The memory of a value: a writable view, byte by byte."""
 
+_ROUNDING = 1e-4
+
 
 class UnpoisonableError(Exception):
     """Values of a step are no plain tensors, so that its nodes cannot run one by one here."""
+
+
+def outcome(
+    model: onnx.ModelProto | Path, wish: Wish, feeds: Feeds, expected: Mapping[str, Any], outliers: float = 0.0
+) -> Outcome:
+    """Compare what a poisoned slab gives with what stock ONNX Runtime does, every value in the slab.
+
+    Raises
+    ------
+    UnpoisonableError
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = model if isinstance(model, Path) else Path(folder) / "model.onnx"
+        if isinstance(model, onnx.ModelProto):
+            onnx.save(model, path)
+        try:
+            made = outputs(path, replace(wish, least=1), {name: np.array(value) for name, value in feeds.items()})
+        except errors.OnnxRematError as error:
+            return Outcome(REFUSED, str(error))
+    wanted = {name: value for name, value in expected.items() if name in made}
+    found = difference(made, wanted, 0.0 if wish.level == "disable" else _ROUNDING, outliers)
+    return Outcome(WRONG, found) if found else Outcome(RIGHT)
 
 
 def outputs(path: Path, wish: Wish, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
