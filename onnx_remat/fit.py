@@ -35,6 +35,7 @@ from onnx_remat.version import __version__
 from onnx_remat.write import private_buffers
 from onnx_remat.write.decided import Rewritten
 from onnx_remat.write.realize import realize, settle
+from onnx_remat.write.rounding import Direct
 
 _log = logging.getLogger(__name__)
 
@@ -190,6 +191,7 @@ def fit(
     peaks: list[int] = []
     plans: tuple[Schedule, ...] = ()
     best: Fitted | None = None
+    direct = Direct.of(compiled)
     _check_time(compiled, goal, options, deadline, reserve)
     for _ in range(_PLANS):
         if plans and deadline.ends_within(reserve):
@@ -208,7 +210,7 @@ def fit(
                     raise
                 break
         began = time.monotonic()
-        worst, made = _write_out(plan, goal, target, original, folder, options, stage, deadline)
+        worst, made = _write_out(plan, goal, target, original, folder, options, stage, deadline, direct)
         reserve = _AFTER * (time.monotonic() - began)
         peaks.append(worst)
         _log.info(
@@ -275,6 +277,7 @@ def _write_out(
     options: Options,
     stage: Stage,
     deadline: Deadline,
+    direct: Direct,
 ) -> tuple[int, Fitted]:
     """Write a plan and simulate the file; the most it holds, and all of it.
 
@@ -285,14 +288,20 @@ def _write_out(
     against gaps in the arena that is no help.
     """
     before_peak = original.timeline().peak
-    steps = private_buffers.unroll(plan.compiled.problem, plan.schedule).step
+    unrolled = private_buffers.unroll(plan.compiled.problem, plan.schedule)
+    steps = unrolled.step
     private: set[int] = set()
     # A session of ours shares no buffers that it should not: nothing needs to be private then.
     exposed: set[int] = set(range(len(plan.schedule.order))) if goal.by_loop else set()
     while True:
         with stage("rewrite"):
-            written = _write(plan, goal, target, before_peak, private, exposed, options.dims)
+            written = _write(plan, goal, target, before_peak, private, exposed, direct.values, options.dims)
         with stage("simulate result"):
+            rounded = direct.differing(written, unrolled)
+            if not direct.values.issuperset(rounded):
+                direct.values.update(rounded)
+                continue
+            written = replace(written, rounded=rounded)
             executed = _as_written(written.model, folder, options, _levels()[-1:] if goal.by_loop else _levels())
             if goal.by_loop:
                 trained = foresee(executed[_levels()[-1]], max(deadline.left(), 0.0))
@@ -366,7 +375,14 @@ def _idle_sharers(what: Executed, limit: int, written: Rewritten) -> set[int]:
 
 
 def _write(
-    plan: Plan, goal: Goal, limit: int, before_peak: int, private: Set[int], exposed: Set[int], dims: Mapping[str, int]
+    plan: Plan,
+    goal: Goal,
+    limit: int,
+    before_peak: int,
+    private: Set[int],
+    exposed: Set[int],
+    direct: Set[str],
+    dims: Mapping[str, int],
 ) -> Rewritten:
     metadata = {
         "version": __version__,
@@ -378,4 +394,4 @@ def _write(
     }
     if (kernels := plan.compiled.kernels).device != "cpu":
         metadata |= {"provider": kernels.name, "cudnn_workspace_bytes": str(kernels.library_workspace)}
-    return realize(plan.compiled, plan.schedule, limit, metadata, private, exposed)
+    return realize(plan.compiled, plan.schedule, limit, metadata, private, exposed, direct)

@@ -136,26 +136,27 @@ def pin_slot(
     tensors: Mapping[str, Tensor],
     op: Op,
     fused: Collection[str] = (),
-    roundings: Collection[str] = (),
+    direct: Collection[str] = (),
     host: Collection[int] = (),
 ) -> int | None:
     """Input slot that control edges and shape hiding go through; None where there is none.
 
-    Never one of `fused`, values that the runtime merges into their readers, and one of `roundings`, which it would
-    then round, only where there is no other; among equals the largest that is not a constant, which kernels may rely
-    on. One of `host`, slots that a device's kernel reads in host memory, only where there is no other either: a value
-    that passes through the edge on the device would be copied down, and the host would wait for it.
+    Never one of `direct`, with which ONNX Runtime would then round another way, nor one of `fused`, values that it
+    merges into their readers; among the others the largest that is not a constant, which kernels may rely on. One of
+    `host`, slots that a device's kernel reads in host memory, only where there is no other either: a value that passes
+    through the edge on the device would be copied down, and the host would wait for it.
     """
-    slots = [slot for slot, name in enumerate(op.inputs) if name and unsqueezable(tensors[name].dtype)]
+    passable = [name and name not in direct and unsqueezable(tensors[name].dtype) for name in op.inputs]
+    slots = [slot for slot, able in enumerate(passable) if able]
     free = [slot for slot in slots if op.inputs[slot] not in fused]
     slots = slots if not free and op.node.op_type in ("MatMul", "Gemm") else free  # a product must have its place
     slots = [slot for slot in slots if slot not in host] or slots
     if op.node.op_type not in _ANY_INPUT:
         return slots[0] if slots else None
 
-    def merit(slot: int) -> tuple[bool, bool, int, int]:
+    def merit(slot: int) -> tuple[bool, int, int]:
         name = op.inputs[slot]
-        return name not in roundings, graph.values[name].kind != INITIALIZER, tensors[name].nbytes, -slot
+        return graph.values[name].kind != INITIALIZER, tensors[name].nbytes, -slot
 
     return max(slots, key=merit, default=None)
 

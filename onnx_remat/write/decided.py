@@ -42,7 +42,7 @@ class Rewritten:
     occurrences : tuple of str
         Name of each occurrence of a value, numbered as in `private_buffers.Unrolled`.
     rounded : tuple of str
-        Values that ONNX Runtime may round where it did not in the original, or the reverse; see `rounding`.
+        Values around which ONNX Runtime rounds in one of the two files only; see `rounding`.
     moved : tuple of str
         Values that were brought back from the host, once per move.
     """
@@ -78,8 +78,6 @@ class Decisions:
     views : collection of str
         Values made by Reshape and its like: the runtime fuses a Reshape of known shape into the one before it, and
         the control edge would be lost, so an edge through one of these hides its shape in any case.
-    roundings : collection of str
-        Values that the runtime may or may not round, from `rounding.rounded_at_will`.
     """
 
     schedule: Schedule
@@ -90,7 +88,6 @@ class Decisions:
     leaders: Sequence[int]
     drops: Collection[int]
     views: Collection[str]
-    roundings: Collection[str] = ()
 
 
 def listed(text: str) -> list[str]:

@@ -17,7 +17,6 @@ from onnx_remat.problem import Problem, Schedule
 from onnx_remat.write.control_edges import choose_pins, heavy_steps, light_limit, pin_slot, unsqueezable
 from onnx_remat.write.decided import Decisions, Rewritten
 from onnx_remat.write.private_buffers import choose_private, unroll
-from onnx_remat.write.rounding import rounded_at_will
 from onnx_remat.write.writer import rewrite
 
 
@@ -28,6 +27,7 @@ def realize(
     metadata: Mapping[str, str],
     private: Collection[int] = (),
     exposed: Collection[int] = (),
+    direct: Collection[str] = (),
 ) -> Rewritten:
     """Write a schedule so that stock ONNX Runtime executes it in order and within its liveness peak.
 
@@ -45,9 +45,11 @@ def realize(
         Occurrences that must be private because the file, as ONNX Runtime optimises it, exceeded the limit otherwise.
     exposed : collection of int
         Steps whose shapes turned out to be known all the same.
+    direct : collection of str
+        Values that nothing may pass through or wait for: with a helper there, ONNX Runtime would round another way.
     """
     graph, tensors, problem = compiled.graph, compiled.tensors, compiled.problem
-    schedule = adjoined(graph, problem, schedule)
+    schedule, direct = adjoined(graph, problem, schedule), frozenset(direct)
     absorbed = np.array([_is_absorbed(compiled, op) for op in graph.ops], np.bool_)
     moves = np.array([is_move(op) for op in graph.ops], np.bool_)  # they run when they are due, see `run.private_copy`
     fused = {name for op in graph.ops if absorbed[op.index] for name in op.writes}
@@ -56,19 +58,21 @@ def realize(
     heavy = heavy_steps(problem, schedule, light) & ~moves[schedule.array()]
     views = problem.alias_slot[problem.out_ptr[:-1]] >= 0 if problem.n_ops else np.zeros(0, np.bool_)
     views_made = {name for op in graph.ops if views[op.index] for name in op.writes}
-    roundings = rounded_at_will(graph, tensors)
     on_host = [compiled.kernels.host_slots(op.node) for op in graph.ops]
     slots = [
-        None if is_move(op) else pin_slot(graph, tensors, op, fused, roundings, on_host[op.index]) for op in graph.ops
+        None if is_move(op) else pin_slot(graph, tensors, op, fused, direct, on_host[op.index]) for op in graph.ops
     ]
     pinnable = np.array([slot is not None for slot in slots], np.bool_)
     tensor = np.array([unsqueezable(tensors[op.writes[0]].dtype) for op in graph.ops], np.bool_)
-    pins = choose_pins(problem, schedule, heavy, pinnable, compiled.table.foldable, ~absorbed & tensor & ~moves)
+    plain = np.array([direct.isdisjoint(op.writes) for op in graph.ops], np.bool_)
+    triggers = ~absorbed & tensor & ~moves & plain
+    pins = choose_pins(problem, schedule, heavy, pinnable, compiled.table.foldable, triggers)
     stated = np.array([semantics(op.node.domain, op.node.op_type).stated for op in graph.ops], np.bool_)
     can_hide = (pinnable & ~stated)[schedule.array()]
     can_hide[list(exposed)] = False
     sharing = choose_private(unrolled, limit, light, can_hide, sorted(private))
-    drops = [i for i in np.flatnonzero(unrolled.dropped).tolist() if problem.nbytes[unrolled.source[i]] > light]
+    dropped = np.flatnonzero(unrolled.dropped & plain[schedule.array()[unrolled.step]]).tolist()
+    drops = [i for i in dropped if problem.nbytes[unrolled.source[i]] > light]
     decisions = Decisions(
         schedule,
         unrolled,
@@ -78,7 +82,6 @@ def realize(
         sharing.leaders,
         frozenset(drops),
         frozenset(views_made),
-        roundings,
     )
     return rewrite(graph, tensors, decisions, metadata)
 

@@ -1,61 +1,324 @@
-"""Half-precision values that ONNX Runtime's CPU provider may or may not round, depending on who reads them.
+"""Do an original and its rewrite round half-precision values alike, as ONNX Runtime's CPU provider runs them?
 
-An op without a half kernel runs as Cast -> float kernel -> Cast. Where the file itself has a Cast next to it, the
-runtime takes both Casts out, optimisations off or on, and with them the rounding::
+An op without a half kernel runs as Cast -> float kernel -> Cast. Where two casts meet, ONNX Runtime removes both when
+it loads the file, optimisations off or on, and with them the rounding. Whether they meet depends on everything that
+reads the value, and an op that only moves data runs in float where all of its neighbors do::
 
-    file          x32 -> Cast16 -> Tanh -> Cast32            as it runs    x32 -> Tanh
-    with a node   x32 -> Cast16 -> Unsqueeze -> Tanh         as it runs    x32 -> Cast16 -> Unsqueeze -> Cast32 -> Tanh
+    file          Tanh -> Transpose -> MatMul                 as it runs    Tanh -> Transpose -> MatMul, all in float
+    with a node   Tanh -> Unsqueeze -> Transpose -> MatMul    as it runs    Tanh -> Cast16 -> Unsqueeze -> Transpose ...
 
-Any node in between, and any second reader, brings the rounding back. The result is right in either case, and equal
-within rounding.
+So no rule about the file alone says where a helper may stand. Both files are compared as ONNX Runtime loads them with
+optimisations off: every value is numbered by the expression that computes it, in which only roundings that change
+something are left. Equal numbers mean equal bits, in whatever order and however often the nodes run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
 
+import onnx
 from onnx import TensorProto
 
-from onnx_remat.ir.graph import Graph
-from onnx_remat.ir.shapes import Tensor
+from onnx_remat.errors import ModelError, VerificationError
+from onnx_remat.ir import model_io
+from onnx_remat.ir.shapes import UNSEEN
+from onnx_remat.ort import runtime
+from onnx_remat.ort.prepare import Compiled
+from onnx_remat.write.decided import Rewritten
+from onnx_remat.write.private_buffers import Unrolled
 
-_MOVERS = frozenset(
-    {
-        "Concat", "DepthToSpace", "Expand", "Flatten", "Gather", "GatherElements", "GatherND", "Identity", "Reshape",
-        "Shape", "Size", "Slice", "SpaceToDepth", "Split", "Squeeze", "Tile", "Transpose", "Unsqueeze",
-    }
-)  # fmt: skip
-"""Ops that move data and take every type: of all others some version of the runtime has no half kernel."""
+INSERTED = "InsertedPrecisionFreeCast_"
+"""What ONNX Runtime puts before a value's name where it runs in float."""
+
+_ALL = (-1,)
+_DATA_SLOTS: Mapping[str, tuple[int, ...]] = {
+    **dict.fromkeys(("Concat", "Max", "Min"), _ALL), "Where": (1, 2), "Pad": (0, 2),
+    **dict.fromkeys(("ScatterElements", "ScatterND"), (0, 2)),
+    **dict.fromkeys(
+        (
+            "DepthToSpace", "Expand", "Flatten", "Gather", "GatherElements", "GatherND", "Identity", "MaxPool",
+            "Reshape", "Slice", "SpaceToDepth", "Split", "Squeeze", "Tile", "Transpose", "Trilu", "Unsqueeze",
+        ), (0,),
+    ),
+}  # fmt: skip
+"""Ops that pick among what they read: to round before them is to round after them. The slots they pick from."""
+
+_HALF, _SINGLE = TensorProto.FLOAT16, TensorProto.FLOAT
+_ROUND = "round"
 
 
-def rounded_at_will(graph: Graph, tensors: Mapping[str, Tensor]) -> frozenset[str]:
-    """Half-precision values between a Cast and an op that may have no half kernel.
+@dataclass(frozen=True, slots=True)
+class Direct:
+    """Where no helper may stand, as far as written files have shown it.
+
+    Attributes
+    ----------
+    compiled : Compiled
+        The original.
+    loaded : onnx.ModelProto or None
+        The same as ONNX Runtime loads it with optimisations off; None where nothing rounds, or it cannot be asked.
+    values : set of str
+        Values that nothing may pass through or wait for. It grows with every file that differs.
+    """
+
+    compiled: Compiled
+    loaded: onnx.ModelProto | None
+    values: set[str]
+
+    @staticmethod
+    def of(compiled: Compiled) -> Direct:
+        """Of an original; ONNX Runtime is asked where the CPU may compute values in half precision in float."""
+        halves = any(tensor.dtype == _HALF for tensor in compiled.tensors.values())
+        asked = halves and compiled.kernels.device == "cpu" and runtime.available()
+        if not asked or runtime.is_large(compiled.graph.model):
+            return Direct(compiled, None, set())
+        try:
+            return Direct(compiled, _loaded(compiled.graph.model), set())
+        except ModelError:  # what this means for a plan is for `as_executed` to say
+            return Direct(compiled, None, set())
+
+    def differing(self, written: Rewritten, unrolled: Unrolled) -> tuple[str, ...]:
+        """Values of the original around which a file, of a schedule, rounds in another way.
+
+        Raises
+        ------
+        VerificationError
+            ONNX Runtime cannot load the file.
+        """
+        if self.loaded is None or runtime.is_large(written.model):
+            return ()
+        names = list(self.compiled.graph.values)
+        origin = {name: name for name in names}
+        origin |= zip(written.occurrences, (names[v] for v in unrolled.source.tolist()), strict=True)
+        for node in written.model.graph.node:
+            if _passes(node) and node.input[0] in origin:  # ONNX Runtime may give the helper another input
+                origin.setdefault(node.output[0], origin[node.input[0]])
+        try:
+            loaded = _loaded(written.model)
+        except ModelError as error:
+            raise VerificationError(f"the rewritten model is not usable: {error}") from error
+        return differing(self.loaded, loaded, origin)
+
+
+def _loaded(model: onnx.ModelProto) -> onnx.ModelProto:
+    return runtime.optimized(model_io.without_weights(model), None, "disable")
+
+
+def differing(before: onnx.ModelProto, after: onnx.ModelProto, origin: Mapping[str, str]) -> tuple[str, ...]:
+    """Values of the original around which a rewrite is rounded where the original is not, or the reverse.
 
     Parameters
     ----------
-    graph, tensors
-        The original and its shapes.
+    before, after : onnx.ModelProto
+        Original and rewrite, as ONNX Runtime's CPU provider writes them with optimisations off (`runtime.optimized`).
+    origin : mapping of str to str
+        Per value of the rewrite that is an occurrence of one of the original's, that one.
 
-    Examples
-    --------
-    >>> import onnx
-    >>> from onnx_remat.ir import graph, shapes
-    >>> text = '''<ir_version: 9, opset_import: ["" : 20]> g (float[4] x) => (float[4] y) {
-    ...     h = Cast <to = 10> (x)
-    ...     t = Tanh (h)
-    ...     u = Concat <axis = 0> (t)
-    ...     y = Cast <to = 1> (u) }'''
-    >>> ir = graph.build(onnx.parser.parse_model(text))
-    >>> sorted(rounded_at_will(ir, shapes.infer(ir, {})))
-    ['h']
+    Returns
+    -------
+    tuple of str
+        In order of first mention: those that a differing op reads, down to the ops that compute them. Empty where every
+        output is equal to the last bit.
     """
-    readers = graph.consumers()
-    found = []
-    for op in graph.ops:
-        for name in op.writes:
-            if tensors[name].dtype != TensorProto.FLOAT16:
-                continue
-            ends = [(op.node.op_type, graph.ops[reader].node.op_type) for reader in readers[name]]
-            if any("Cast" in pair and _MOVERS.isdisjoint(pair) for pair in ends):
-                found.append(name)
-    return frozenset(found)
+    terms = _Terms()
+    original = _Numbered(terms, before, {name: name for name in origin.values()})
+    return tuple(_Numbered(terms, after, origin, original).blamed)
+
+
+class _Term(NamedTuple):
+    """What computes a value: an op, all that it depends on besides, and the terms it reads, by number."""
+
+    op: str
+    how: tuple[object, ...]
+    read: tuple[int, ...]
+
+    def with_data(self, change: Callable[[int], int]) -> _Term:
+        """The same of other data, of an op that picks among it."""
+        slots = _DATA_SLOTS[self.op]
+        picks = range(len(self.read)) if slots == _ALL else slots
+        return self._replace(read=tuple(change(n) if i in picks else n for i, n in enumerate(self.read)))
+
+
+class _Terms:
+    """Terms by number; equal ones have one number.
+
+    Attributes
+    ----------
+    exact : set of int
+        Those whose values are half-precision numbers as they are.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[_Term, int] = {}
+        self._terms: list[_Term] = []
+        self.exact: set[int] = set()
+
+    def number(self, term: _Term) -> int:
+        found = self._numbers.setdefault(term, len(self._terms))
+        if found == len(self._terms):
+            self._terms.append(term)
+        return found
+
+    def leaf(self, name: str) -> int:
+        return self.number(_Term("", (name,), ()))
+
+    def rounded(self, number: int) -> int:
+        """The term rounded to half precision; itself where that changes nothing."""
+        if number in self.exact:
+            return number
+        term = self._terms[number]
+        within = term.with_data(self.rounded) if term.op in _DATA_SLOTS else _Term(_ROUND, (), (number,))
+        found = self.number(within)
+        self.exact.add(found)
+        return found
+
+    def unrounded(self, number: int) -> int:
+        """The term without roundings of what it picks from: all that Shape and Size depend on."""
+        term = self._terms[number]
+        if term.op == _ROUND:
+            return self.unrounded(term.read[0])
+        return self.number(term.with_data(self.unrounded)) if term.op in _DATA_SLOTS else number
+
+
+class _Numbered:
+    """The values of a loaded graph, numbered; and, against those of an original, what is to blame for a difference.
+
+    Attributes
+    ----------
+    raw : dict of str to int
+        Per value of the file, what its op computes, before any rounding of the result.
+    blamed : dict of str to None
+        As `differing` returns them.
+    """
+
+    def __init__(
+        self,
+        terms: _Terms,
+        model: onnx.ModelProto,
+        origin: Mapping[str, str],
+        original: _Numbered | None = None,
+    ) -> None:
+        self._terms, self._origin, self._original = terms, origin, original
+        self.raw: dict[str, int] = {}
+        self.blamed: dict[str, None] = {}
+        self._number: dict[str, int] = {"": terms.leaf("")}
+        self._half: set[str] = set()
+        self._near: set[str] = set()  # of half precision, or kept in float in its stead, or a cast of such
+        self._maker: dict[str, onnx.NodeProto] = {}
+        graph = model.graph
+        leaves = {value.name: value.type.tensor_type.elem_type for value in graph.input}
+        leaves |= {value.name: value.data_type for value in graph.initializer}
+        for name, dtype in leaves.items():
+            self._number[name] = terms.leaf(name)
+            if dtype == _HALF:
+                self._half.add(name)
+                self._near.add(name)
+                terms.exact.add(self._number[name])
+        for node in graph.node:
+            self._maker |= dict.fromkeys(node.output, node)
+            self._add(node)
+        for value in graph.output:
+            if value.name in self._near and original and self._number[value.name] != original._number[value.name]:
+                self._blame(self._maker[value.name], value.name)
+
+    def _add(self, node: onnx.NodeProto) -> None:
+        read = tuple(self._of(name) for name in node.input)
+        in_half = any(name in self._half for name in node.input)
+        near = in_half or any(name in self._near or name.startswith(INSERTED) for name in node.input)
+        to = next((a.i for a in node.attribute if a.name == "to"), 0) if node.op_type == "Cast" else 0
+        plain = [name.removeprefix(INSERTED) for name in node.output]
+        if to == _HALF:
+            self._set(node.output[0], self._terms.rounded(read[0]), True, True)
+        elif to == _SINGLE and in_half:
+            self._set(node.output[0], read[0], False, True)
+        elif _passes(node):
+            self._set(node.output[0], read[0], in_half, near)
+        elif node.op_type in _DATA_SLOTS:
+            for i, name in enumerate(node.output):
+                number = self._terms.number(_Term(node.op_type, (_attributes(node), i), read))
+                self._set(name, number, in_half, near)
+                if in_half:
+                    self._terms.exact.add(number)
+        else:
+            if asks := node.op_type in ("Shape", "Size"):
+                read = tuple(self._terms.unrounded(number) for number in read)
+            inside = tuple(self._of(name) for name in _captured(node))
+            drawn = plain[0] if not node.input else ""
+            for i, name in enumerate(node.output):
+                how = (node.domain, _attributes(node), i, in_half and not asks, inside, drawn)
+                number = self._terms.number(_Term(node.op_type, how, read))
+                expected = self._as_original(plain[i], number)
+                if number != expected and (near or name.startswith(INSERTED)):
+                    self._blame(node, plain[i])
+                self._set(name, expected, in_half and not asks, near and not asks)
+                if in_half:
+                    self._terms.exact.add(number)
+        for name, bare in zip(node.output, plain, strict=True):
+            if to != _HALF or bare not in self.raw:
+                self.raw[bare] = self._number[name]
+
+    def _of(self, name: str) -> int:
+        if name not in self._number:  # of an outer graph, or of a form that this does not know: by its name
+            self._number[name] = self._terms.leaf(name)
+        return self._number[name]
+
+    def _set(self, name: str, number: int, half: bool, near: bool) -> None:
+        self._number[name] = number
+        if half:
+            self._half.add(name)
+        if near:
+            self._near.add(name)
+
+    def _as_original(self, name: str, number: int) -> int:
+        """The original's number for a value: a difference is counted once, and one of form alone does not count."""
+        origin = self._origin.get(name)
+        return number if self._original is None or origin is None else self._original.raw.get(origin, number)
+
+    def _blame(self, node: onnx.NodeProto, made: str) -> None:
+        """What a node reads, here and in the original, where it makes `made`."""
+        self.blamed |= dict.fromkeys(self._walk([*node.input, *_captured(node)]))
+        if self._original is not None and (other := self._original._maker_of(self._origin.get(made, made))):
+            self.blamed |= dict.fromkeys(self._original._walk([*other.input, *_captured(other)]))
+
+    def _maker_of(self, name: str) -> onnx.NodeProto | None:
+        return self._maker.get(INSERTED + name) or self._maker.get(name)
+
+    def _walk(self, names: list[str]) -> Iterator[str]:
+        """Values of the original from these back to the ops that compute something."""
+        while names:
+            name = names.pop()
+            plain = name.removeprefix(INSERTED)
+            if name in self._near or name.startswith(INSERTED):
+                if plain in self._origin:
+                    yield self._origin[plain]
+                node = self._maker.get(name)
+                if node is not None and (
+                    node.op_type == "Cast" or node.op_type in _DATA_SLOTS or plain not in self._origin
+                ):
+                    names.extend(node.input)
+
+
+def _passes(node: onnx.NodeProto) -> bool:
+    """Is it a node by which a rewrite hides a shape or makes a value wait (`barriers`), or another that copies?"""
+    hides = node.op_type in ("Unsqueeze", "Concat") and any(name.startswith(UNSEEN) for name in node.input[1:])
+    return hides or node.op_type in ("Identity", "MemcpyFromHost", "MemcpyToHost")
+
+
+def _attributes(node: onnx.NodeProto) -> tuple[tuple[str, bytes], ...]:
+    """All but bodies, whose text says how outer values are called."""
+    stated = [a for a in node.attribute if a.type not in (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS)]
+    return tuple(sorted((a.name, a.SerializeToString(deterministic=True)) for a in stated))
+
+
+def _captured(node: onnx.NodeProto) -> list[str]:
+    """Outer values that a node's bodies read, in order of mention."""
+    names: dict[str, None] = {}
+    for attribute in node.attribute:
+        if attribute.type == onnx.AttributeProto.GRAPH:
+            made = {value.name for value in (*attribute.g.input, *attribute.g.initializer)}
+            for inner in attribute.g.node:
+                names |= dict.fromkeys(n for n in (*inner.input, *_captured(inner)) if n and n not in made)
+                made.update(inner.output)
+    return list(names)

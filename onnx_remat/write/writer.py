@@ -78,7 +78,7 @@ def rewrite(
     )
     return Rewritten(
         model, tuple(writer.recomputed), len(writer.edges), int((decisions.group >= 0).sum()),
-        len(writer.nodes) - graph.n_nodes(), tuple(writer.occurrences), tuple(writer.rounded), tuple(writer.moved),
+        len(writer.nodes) - graph.n_nodes(), tuple(writer.occurrences), moved=tuple(writer.moved),
     )  # fmt: skip
 
 
@@ -140,7 +140,6 @@ class _Writer:
         self.occurrences: list[str] = []
         self._down: list[tuple[int, onnx.NodeProto]] = []  # copies to the host, and the nodes that they come before
         self._made_at: dict[str, int] = {}  # how many nodes there are once a value is made
-        self.rounded: dict[str, None] = {}
         self.value_info = {v.name: v for v in graph.model.graph.value_info}
         self.shapes: dict[str, tuple[int | str, ...]] = {}
         self._interface = {v.name: v.type for v in (*graph.model.graph.input, *graph.model.graph.output)}
@@ -291,7 +290,6 @@ class _Writer:
             self.recomputed.append(op.label)
             node.name = self._fresh(f"{op.node.name or op.node.op_type}__remat{number}")
             self._mark(node, op)
-            self.rounded |= dict.fromkeys(v for v in (*op.reads, *op.writes) if v in self._decisions.roundings)
         for slot, name in enumerate(op.outputs):
             if name and name in self._homes:  # the host's copy, to a plan
                 node.output[slot] = self._homes[name]
@@ -319,8 +317,6 @@ class _Writer:
 
         Equal ones are made once. A shape that a kernel reads passes through a Concat.
         """
-        if original in self._decisions.roundings:
-            self.rounded[original] = None
         hide = hide or original in self._views or held in self._held_views
         key = held, trigger, hide, is_shape
         if key in self._held:

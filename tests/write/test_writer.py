@@ -601,29 +601,6 @@ def test_random_ops_and_bodies_are_never_cloned(selector, with_everything_random
     assert kinds or selector in ("keep_all", "collection", "speed")  # a list of results to keep need not help
 
 
-def test_nothing_is_put_between_a_cast_and_an_op_without_a_half_kernel():
-    """There ONNX Runtime drops the rounding, unless a node lies between; an edge takes another input where it can."""
-    nodes = [
-        make("Cast", ["x"], ["h"], name="half", to=TensorProto.FLOAT16),
-        make("Tanh", ["h"], ["t"], name="tanh"),
-        make("Cast", ["t"], ["f"], name="back", to=FLOAT),
-        make("Mul", ["f", "f"], ["q"], name="square"),
-        make("ReduceMean", ["q"], ["loss"], name="mean", keepdims=0),
-        make("Mul", ["f", "x"], ["late"], name="late"),
-    ]
-    model = model_of(nodes, {"x": [64, 64]}, {"loss": [], "late": [64, 64]})
-    feeds = feeds_for(model)
-    expected = run_model(model, feeds)
-    plain = recomputing(model, "square")
-    assert plain.result.rounded == ()
-    assert same_bits(expected, run_model(plain.model, feeds))
-    for again in (["back"], ["tanh", "back"], ["half", "tanh", "back"]):
-        written = recomputing(model, *again)
-        made = run_model(written.model, feeds)
-        assert set(written.result.rounded) <= {"h", "t"} and written.result.rounded
-        assert all(np.allclose(a, b, rtol=2e-3, atol=2e-3) for a, b in zip(expected, made, strict=True))
-
-
 def test_an_input_with_a_default_counts_twice():
     """The session holds the default, and the caller what is fed instead."""
     model = model_of(
