@@ -16,6 +16,10 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
+from onnx_remat.ir.graph import Graph
+from onnx_remat.ir.opsets import opset_of
+from onnx_remat.ir.shapes import Tensor
+
 
 @dataclass(frozen=True, slots=True)
 class Bug:
@@ -105,6 +109,22 @@ BUGS = (
     TRANSPOSED_BY_VECTOR, PADDED_MAXIMUM, PADDED_AVERAGE, IDLE_TRANSPOSE, LOST_STATISTICS, SHARED_STATISTICS,
     MISCOUNTED_PADS,
 )  # fmt: skip
+
+
+_TYPED_OPSET = 21
+"""The first in which QuantizeLinear has an attribute for the type of what it makes."""
+
+
+def unsqueezed_badly(graph: Graph, tensors: Mapping[str, Tensor]) -> frozenset[str]:
+    """Values behind which no Unsqueeze may stand, or ONNX Runtime (1.32 and before) cannot load the file.
+
+    It carries a DequantizeLinear past an Unsqueeze by a QuantizeLinear and another DequantizeLinear. From opset 21 on
+    it states int8 for the former and forgets that zero points, in a place of their own, are int8 as well.
+    """
+    if opset_of(graph.model) < _TYPED_OPSET:
+        return frozenset()
+    made = (op for op in graph.ops if op.node.op_type == "DequantizeLinear")
+    return frozenset(op.outputs[0] for op in made if tensors[op.inputs[0]].dtype == onnx.TensorProto.INT8)
 
 
 def find(model: onnx.ModelProto, ranks: Mapping[str, int] | None = None) -> tuple[Found, ...]:

@@ -10,6 +10,7 @@ from onnx_remat.ir.dropout import adjoined
 from onnx_remat.ir.graph import Op, attributes
 from onnx_remat.ir.op_semantics import semantics
 from onnx_remat.ort.kernels.base import key
+from onnx_remat.ort.known_bugs import unsqueezed_badly
 from onnx_remat.ort.moves import is_move
 from onnx_remat.ort.prepare import Compiled
 from onnx_remat.ort.simulate.buffers import simulate
@@ -49,7 +50,8 @@ def realize(
         Values that nothing may pass through or wait for: with a helper there, ONNX Runtime would round another way.
     """
     graph, tensors, problem = compiled.graph, compiled.tensors, compiled.problem
-    schedule, direct = adjoined(graph, problem, schedule), frozenset(direct)
+    schedule = adjoined(graph, problem, schedule)
+    direct = unsqueezed_badly(graph, tensors).union(direct)
     absorbed = np.array([_is_absorbed(compiled, op) for op in graph.ops], np.bool_)
     moves = np.array([is_move(op) for op in graph.ops], np.bool_)  # they run when they are due, see `run.private_copy`
     fused = {name for op in graph.ops if absorbed[op.index] for name in op.writes}

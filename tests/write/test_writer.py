@@ -630,3 +630,28 @@ def test_a_dropout_that_onnx_runtime_keeps_for_its_place_stays():
     feeds = feeds_for(model)
     for level in ("disable", "basic"):
         assert same_bits(run_model(model, feeds, level), run_model(result.model, feeds, level))
+
+
+@pytest.mark.parametrize("kind, opset", [("int8", 21), ("int8", 23), ("int8", 20), ("uint8", 21), ("int16", 21)])
+def test_quantized_steps_load_at_every_level(kind, opset):
+    """From opset 21 on ONNX Runtime cannot load an Unsqueeze behind a DequantizeLinear of int8."""
+    lines, x = [], "x"
+    for i in range(6):
+        lines.append(f"q{i} = QuantizeLinear({x}, s, z)  d{i} = DequantizeLinear(q{i}, s, z)  t{i} = Tanh(d{i})")
+        x = f"t{i}"
+    for i in reversed(range(6)):
+        lines.append(f"p{i} = Mul({x}, d{i})  g{i} = Exp(p{i})")
+        x = f"g{i}"
+    model = onnx.parser.parse_model(
+        f'<ir_version: 10, opset_import: ["" : {opset}]> g (float[64,64] x) => (float loss) '
+        f"<float s = {{0.05}}, {kind} z = {{3}}> {{ {' '.join(lines)}  loss = ReduceMean<keepdims = 0>({x}) }}"
+    )
+    feeds, edges = feeds_for(model), 0
+    for seed, share in enumerate((0.0, 0.0, 0.5, 0.9)):
+        written = write(model, seed=seed, share=share)
+        edges += written.result.control_edges
+        assert same_bits(run_model(model, feeds), run_model(written.model, feeds))
+        for level in ("basic", "all"):
+            (before,), (after,) = (run_model(each, feeds, level) for each in (model, written.model))
+            assert np.allclose(before, after, rtol=1e-3)
+    assert edges
