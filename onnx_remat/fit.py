@@ -302,9 +302,9 @@ def _write_out(
                 direct.values.update(rounded)
                 continue
             written = replace(written, rounded=rounded)
-            executed = _as_written(written.model, folder, options, _levels()[-1:] if goal.by_loop else _levels())
+            executed = _as_written(written.model, folder, options, levels()[-1:] if goal.by_loop else levels())
             if goal.by_loop:
-                trained = foresee(executed[_levels()[-1]], max(deadline.left(), 0.0))
+                trained = foresee(executed[levels()[-1]], max(deadline.left(), 0.0))
                 return int(trained.total * (1 + _UNSEEN)), Fitted(plan, written, executed, trained)
             timelines = {level: what.timeline() for level, what in executed.items()}
         worst = max(timeline.peak for timeline in timelines.values())
@@ -320,7 +320,7 @@ def _write_out(
             return worst, Fitted(plan, written, executed)
 
 
-def _levels() -> tuple[str, ...]:
+def levels() -> tuple[str, ...]:
     """Optimisation levels at which files can be simulated here."""
     return runtime.LEVELS if runtime.available() else ("disable",)
 
@@ -349,14 +349,14 @@ def _at_other_levels(
     seconds: float,
 ) -> dict[str, Executed]:
     """What is known of a written model with the levels that are missing; of the first alone without the `seconds`."""
-    missing = [level for level in _levels() if level not in executed]
+    missing = [level for level in levels() if level not in executed]
     if not missing:
         return dict(executed)
     if deadline.ends_within(seconds) or runtime.is_large(model):
         missing = missing[:1]
     with stage("simulate result"):
         found = {**executed, **_as_written(model, folder, options, missing)}
-    return {level: found[level] for level in _levels() if level in found}
+    return {level: found[level] for level in levels() if level in found}
 
 
 def _idle_sharers(what: Executed, limit: int, written: Rewritten) -> set[int]:

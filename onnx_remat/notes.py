@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import onnx
 
 from onnx_remat.ir import model_io
@@ -16,6 +18,8 @@ MOVES = (
     "values are moved when they are due by onnx_remat.Session and training.Loop alone; in onnxruntime's own session "
     "they come back early"
 )
+
+_MORE = 1.05  # times what a file takes by default: what it takes at another level is said above this
 
 
 def warnings(compiled: Compiled, result: onnx.ModelProto) -> tuple[str, ...]:
@@ -60,6 +64,17 @@ def unseen(emulated: str, source: onnx.ModelProto) -> tuple[str, ...]:
     return (
         "onnxruntime is not installed: its graph optimisations were not simulated; "
         "install onnx-remat[cpu] to have the file checked as it will really run",
+    )
+
+
+def worst_level(peaks: Mapping[str, int], default: int) -> tuple[str, ...]:
+    """Of a file that takes more at another optimisation level than by default; `peaks` in bytes, by level."""
+    level = max(peaks, key=peaks.__getitem__)
+    if peaks[level] <= default * _MORE:
+        return ()
+    return (
+        f"the budget holds at every optimisation level: at level {level!r} the file takes "
+        f"{format_bytes(peaks[level])}, since ONNX Runtime merges or fuses less there",
     )
 
 

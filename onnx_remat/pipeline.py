@@ -15,11 +15,11 @@ import onnx
 from onnx_remat import files
 from onnx_remat.errors import ModelError, UsageError
 from onnx_remat.first_use import PLANNER, REPORTER, SIMULATOR, FirstUse, first_use
-from onnx_remat.fit import Fitted, Plan, fit, make_plan
+from onnx_remat.fit import Fitted, Plan, fit, levels, make_plan
 from onnx_remat.goal import Goal
 from onnx_remat.ir import model_io, phases, shapes
 from onnx_remat.ir.body import check_fits, into_body
-from onnx_remat.notes import MOVES, on_device, rounding, unseen, warnings
+from onnx_remat.notes import MOVES, on_device, rounding, unseen, warnings, worst_level
 from onnx_remat.offload import fit_with_moves
 from onnx_remat.options import Options, PlanningOptions, parse_options
 from onnx_remat.ort.executed import Executed, as_executed
@@ -229,13 +229,18 @@ def _report(job: Job, fitted: Fitted, measured: verify.Measured | None) -> Repor
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What planning starts from; `before` is the original's simulated timeline, `trained` what a loop takes with it."""
+    """What planning starts from.
+
+    `before` is the original's simulated timeline by default, `by_level` the original at each level that the budget is
+    for, `trained` what a loop takes with it.
+    """
 
     options: Options
     folder: Path | None
     compiled: Compiled
     original: Executed
     before: Timeline
+    by_level: Mapping[str, Executed]
     trained: Footprint | None
     goal: Goal
     clock: _Stopwatch
@@ -257,7 +262,11 @@ class Job:
         allowed = self.goal.allowed
         if self.goal.by_loop:
             return self.trained is not None and self.trained.total <= allowed
-        return self.before.peak <= allowed and not (self.options.arena and held(self.original, self.before) > allowed)
+        timelines = ((each, each.timeline()) for each in self.by_level.values())
+        return all(
+            timeline.peak <= allowed and not (self.options.arena and held(each, timeline) > allowed)
+            for each, timeline in timelines
+        )
 
 
 def begin(
@@ -277,8 +286,12 @@ def begin(
     with clock.stage("simulate original"):
         original = as_executed(compiled.graph.model, source.folder, "all", options.preparation(), compiled)
         before = original.timeline()
-    if options.run_by == "session":
-        goal, trained = Goal(parsed.resolve(before.peak), taken=before.peak), _as_trained(original, source.model)
+    by_level = {"all": original}
+    if options.run_by == "session":  # at every level, so that a percentage is of what it takes at the worst of them
+        with clock.stage("simulate result"):
+            by_level = _at_every_level(original, compiled, source.folder, options)
+        taken = max(each.timeline().peak for each in by_level.values())
+        goal, trained = Goal(parsed.resolve(taken), taken=taken), _as_trained(original, source.model)
     else:
         try:
             check_openable(source.model)
@@ -291,7 +304,18 @@ def begin(
         goal = Goal(
             parsed.resolve(trained.total), True, trained.books, per_node, trained.total, trained.workspace, fused, own
         )
-    return Job(options, source.folder, compiled, original, before, trained, goal, clock, deadline)
+    return Job(options, source.folder, compiled, original, before, by_level, trained, goal, clock, deadline)
+
+
+def _at_every_level(
+    original: Executed, compiled: Compiled, folder: Path | None, options: Options
+) -> dict[str, Executed]:
+    """The original as ONNX Runtime executes it at each level, where it is asked; `original` is that by default."""
+    model, stated = compiled.graph.model, options.preparation()
+    if original.emulated:
+        return {"all": original}
+    others = {level: as_executed(model, folder, level, stated, compiled) for level in levels() if level != "all"}
+    return {**others, "all": original}
 
 
 def _as_asked(model: onnx.ModelProto, options: Options) -> onnx.ModelProto:
@@ -315,15 +339,16 @@ def _unchanged(job: Job) -> Result:
     peak, floor, nodes = describe(original, timeline), job.goal.floor(compiled.problem), compiled.graph.n_nodes()
     with clock.stage("arena"):
         taken = reserves(original, timeline)
+    peaks = {level: each.timeline().peak for level, each in job.by_level.items()}
     report = Report(
-        selector=job.options.selector, budget=job.goal.allowed, before=peak, after=peak,
-        peaks_by_level={"all": peak.total},
+        selector=job.options.selector, budget=job.goal.allowed, before=peak, after=peak, peaks_by_level=peaks,
         lower_bound=floor, impossible_below=job.impossible_below(floor), extra_compute=0.0, extra_compute_bound=0.0,
         recomputed=0, control_edges=0, private_values=0, nodes_before=nodes, nodes_after=nodes,
         seconds=clock.seconds, arena_before=taken, arena_after=taken,
         notes=(
             "the original keeps this budget already: OUT is the original, "
             + ("unchanged" if job.options.patterns else "in the body of an If"),
+            *worst_level(peaks, peak.total),
             *phases.note(compiled.problem.phase.tolist()),
             *on_device(compiled),
         ),

@@ -30,7 +30,8 @@ class Estimate:
     Attributes
     ----------
     peak : Peak
-        Of the graph as ONNX Runtime executes it by default, and its parts.
+        Of the graph as ONNX Runtime executes it by default, and its parts; where the budget is for a plain session, at
+        the optimisation level at which it takes most.
     loop : Footprint or None
         What training with `run.training.Loop` takes of the machine; None where it cannot open such a step.
     arena : Reserves
@@ -115,7 +116,8 @@ def estimate(model: model_io.Model, **options: Unpack[PlanningOptions]) -> Estim
         The arguments or the model are not usable.
     """
     job = begin(model, "100%", {**options, "effort": _FIRST_LOOK})
-    executed, timeline, goal = job.original, job.before, job.goal
+    goal, executed = job.goal, max(job.by_level.values(), key=lambda each: each.timeline().peak)
+    timeline = executed.timeline()
     job.options.progress("first look", 0.0)
     try:
         make_plan(job.compiled, replace(goal, allowed=0), 0, job.options, job.deadline)

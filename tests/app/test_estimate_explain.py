@@ -63,7 +63,7 @@ def test_what_the_budget_covers_comes_first(step, small, for_loop):
     assert explain(small[0]).trained is None and "training by Loop" not in explain(small[0]).to_text()
     estimated, tensors = estimate(step), estimate(step, run_by="session")
     assert estimated.to_text().startswith(f"training takes {format_bytes(estimated.loop.total)}, ")
-    assert tensors.to_text().startswith(f"peak {format_bytes(estimated.peak.total)}, ")
+    assert tensors.to_text().startswith(f"peak {format_bytes(tensors.peak.total)}, ")
 
 
 def test_a_tree_says_what_no_module_is(step, small):
