@@ -14,8 +14,10 @@ import onnx.version_converter
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
-from onnx_remat.errors import ConversionError, did_you_mean
+from onnx_remat.errors import ConversionError, ModelError, did_you_mean
 from onnx_remat.ir.expand import expand
+from onnx_remat.ir.graph import build
+from onnx_remat.ir.model_io import without_weights
 from onnx_remat.ir.opsets import opset_of
 from onnx_remat.ort import runtime
 
@@ -42,25 +44,26 @@ def load(source: Source) -> ir.Model:
     Raises
     ------
     ConversionError
-        The file is unreadable, or onnx cannot convert it.
+        The file is unreadable, invalid, or onnx cannot convert it.
     """
     try:
         proto = source if isinstance(source, onnx.ModelProto) else onnx.load(Path(source))
         if proto.functions:
             proto = onnx.inliner.inline_local_functions(proto)
+        for node in proto.graph.node:
+            _check_known(node)
+        _check(proto)
         versions = {opset.domain: opset.version for opset in proto.opset_import}
         standard = versions.get("", versions.get("ai.onnx", 0))
         if standard < OLDEST:
             proto = onnx.version_converter.convert_version(proto, UPGRADED)
+        model = ir.from_proto(_expanded(proto))
+    except ConversionError:
+        raise
     except Exception as error:
-        line = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise ConversionError(f"the forward model cannot be read or brought to opset {UPGRADED}: {line}") from error
-    model = ir.from_proto(_expanded(proto))
-    for node in model.graph:
-        if not onnx.defs.has(node.op_type, node.domain):
-            domain = f"{node.domain}." if node.domain else ""
-            name = node.name or node.outputs[0].name
-            raise ConversionError(f"no gradient rule for op {domain}{node.op_type} (node {name!r}): not in ONNX")
+        raise ConversionError(
+            f"the forward model cannot be read or brought to opset {UPGRADED}: {_first_line(error)}"
+        ) from error
     model.ir_version = max(model.ir_version, 9)  # weights of files before 4 had to be inputs
     passes.RemoveInitializersFromInputsPass()(model)
     for index, node in enumerate(model.graph):
@@ -68,6 +71,32 @@ def load(source: Source) -> ir.Model:
         node.metadata_props["phase"] = "forward"
         node.doc_string = None
     return model
+
+
+def _check_known(node: onnx.NodeProto) -> None:
+    """Raise ConversionError for an op that is not in ONNX."""
+    if not onnx.defs.has(node.op_type, node.domain):
+        domain = f"{node.domain}." if node.domain else ""
+        name = node.name or next(filter(None, node.output), "")
+        raise ConversionError(f"no gradient rule for op {domain}{node.op_type} (node {name!r}): not in ONNX")
+
+
+def _check(proto: onnx.ModelProto) -> None:
+    """Raise ConversionError unless a model is as ONNX defines it: onnx_ir trusts names, and mends what is missing."""
+    light = without_weights(proto)
+    try:
+        build(light)  # says which node, and what to do
+        # The checker knows bodies; types that a graph leaves open are found later.
+        light.graph.ClearField("value_info")
+        for value in (*light.graph.input, *light.graph.output):
+            value.type.CopyFrom(onnx.helper.make_tensor_type_proto(onnx.TensorProto.FLOAT, []))
+        onnx.checker.check_model(light)
+    except (ModelError, onnx.checker.ValidationError, UnicodeDecodeError) as error:
+        raise ConversionError(f"the forward model is invalid: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _expanded(proto: onnx.ModelProto) -> onnx.ModelProto:

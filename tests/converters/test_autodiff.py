@@ -316,6 +316,35 @@ def test_the_check_finds_a_gradient_left_out(monkeypatch: pytest.MonkeyPatch) ->
         add_backward(deep(), "cross_entropy")
 
 
+INVALID = {
+    "defined twice": ("loss = Neg(x)  t = Neg(x)  loss = ReduceSum <keepdims = 0> (t)", "'loss' is defined twice"),
+    "of an input's name": ("x = Neg(x)  loss = ReduceSum <keepdims = 0> (x)", "'x' is defined twice"),
+    "one node's outputs": ("t, t = Split <num_outputs = 2> (x)  loss = ReduceSum <keepdims = 0> (t)", "'t' is defined"),
+    "undefined": ("t = Neg(u)  loss = ReduceSum <keepdims = 0> (t)", "reads 'u', which nothing defines"),
+    "out of order": ("loss = ReduceSum <keepdims = 0> (t)  t = Neg(x)", "reads 't', which is made only later"),
+    "in a body": (
+        "t = If(c) <then_branch = a () => (float[4, 5] q) { q = Neg(x)  q = Neg(x) }, else_branch = b () => "
+        "(float[4, 5] r) { r = Neg(x) }> loss = ReduceSum <keepdims = 0> (t)", "'q' has been used",
+    ),
+    "of a body, outside": (
+        "t = If(c) <then_branch = a () => (float[4, 5] q) { q = Neg(x) }, else_branch = b () => (float[4, 5] r) "
+        "{ r = Neg(x) }> s = Add(t, q)  loss = ReduceSum <keepdims = 0> (s)", "reads 'q', which nothing defines",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", INVALID)
+def test_invalid_models_are_refused_in_one_line(case: str, caplog: pytest.LogCaptureFixture) -> None:
+    nodes, message = INVALID[case]
+    forward = onnx.parser.parse_model(
+        f'<ir_version: 9, opset_import: ["" : 20]> g (float[4, 5] x, bool c) => (float loss) {{ {nodes} }}'
+    )
+    with pytest.raises(ConversionError, match=message) as caught:
+        add_backward(forward, "loss", wrt=["x"])
+    assert "\n" not in str(caught.value)
+    assert not caplog.records
+
+
 def test_the_check_says_what_it_found_and_what_it_cannot_tell() -> None:
     known = {p.key: p.value for p in add_backward(deep(), "cross_entropy").metadata_props}
     assert float(known["check.differences"]) < 1e-6
