@@ -31,14 +31,19 @@ TOLERANCE = 1e-6
 PRECISION = 5e-2
 """Largest accepted error of an output on ONNX Runtime, in float32, in norm: kinks and cancellation are not faults."""
 
-_CHANGE, _LARGEST = 1e-8, 1e-7  # of the loss; of the direction: kinks want small steps, rounding wants large ones
+_CHANGE, _LARGEST = 5e6, 1e-7  # of the loss, in its rounding errors; of parameters, in `_Line._boldest`
 _FACTORS = (1, 0.1, 10, 100, 1000)  # tried in turn
 _BOLDEST = 0.1  # largest change of a parameter in a direction, of its own size
-_ROUNDING, _SLACK = 8 * np.finfo(np.float64).eps, 4  # of the loss, at least; times what the loss is seen to jitter
+_EPSILON = np.finfo(np.float64).eps
+_ROUNDING, _SLACK = 8 * _EPSILON, 4  # of the loss, at least; times what the loss is seen to jitter
+_JITTERS = 3  # times that the loss is seen to jitter
+_NARROW = 10 * np.finfo(np.float32).eps / _EPSILON  # of float32, in those of float64; kernels add up as they like
 _NIL = 1e-4  # of the largest gradient: below, float32 need not get it right
 _UNSEEN = 1e-3  # of the change: more must not be left to rounding
 _UNTOLD = 1e-4  # of the loss' change: a parameter with a smaller share of it is not tested
 _SIZE = 2  # of symbolic dimensions in a made-up batch
+_ENTROPY = 0x6F6E6E782D72656D6174
+_FEEDS, _JITTER, _DIRECTION = 0, 1, 2  # purposes of random numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +90,7 @@ def check(
         optimisations compute something else.
     """
     settled = ir.from_proto(default_level.seeded(step))
-    feeds = make_feeds(step, values, example_inputs, np.random.default_rng(0))
+    feeds = make_feeds(step, values, example_inputs, _random(_FEEDS, 0))
     wide = widened(settled, ir.DataType.DOUBLE)
     exact = _doubled(feeds)
     made = Evaluator(wide).run(exact)
@@ -100,7 +105,7 @@ def check(
     narrow = widened(settled, ir.DataType.FLOAT)
     single = {n: v.astype(np.float32) if v.dtype == np.float64 else v for n, v in exact.items()}
     plain = runtime.outputs(narrow, single)
-    precision = None if default_level.is_random(step) else _precision(plain, made)
+    precision = None if default_level.is_random(step) else _precision(plain, made, line.noise)
     default_level.compare(narrow, single, plain)
     return Found(worst, line.untold(), precision)
 
@@ -124,21 +129,38 @@ class _Line:
         self, forward: Evaluator, at: Mapping[str, np.ndarray], gradients: Mapping[str, np.ndarray], loss: float
     ) -> None:
         self._forward, self._at, self._gradients = forward, at, gradients
-        self._size = max(abs(loss), 1e-3)
-        self._steps = {p: _step(g, at[p]) for p, g in gradients.items()}
-        self._shares = {p: float(np.linalg.norm(g)) * self._steps[p] for p, g in gradients.items()}
+        largest = {p: _largest(at[p]) for p in gradients}
+        norms = {p: float(np.linalg.norm(g)) for p, g in gradients.items()}
+        self._steps = {p: min(1.0 / norms[p], most) if norms[p] > 0 else most for p, most in largest.items()}
+        self._shares = {p: norms[p] * step for p, step in self._steps.items()}
         self._scale = float(np.linalg.norm(list(self._shares.values())))
         if not self._scale:
             raise ConversionError("every gradient is zero on the check's inputs: give example_inputs= or check=False")
         self._direction: tuple[int, dict[str, np.ndarray]] = (-1, {})  # the last one: drawing is slow for large weights
-        # Parameters moved by about their own rounding error move the loss by its noise: of large scores, say.
-        drawn = self._drawn(0)
-        jitter = [self._moved(drawn, k * 1e-16 * self._size / self._scale) - loss for k in (-1, 1, 2)]
-        self._noise = max(_ROUNDING * self._size, _SLACK * max(map(abs, jitter)))
+        self.noise = max(_ROUNDING * max(abs(loss), 1e-3), _SLACK * self._jitter(loss))
+        # Kinks want small steps, rounding wants large ones.
+        room = min(largest[p] / step for p, step in self._steps.items())
+        self._epsilon = min(_CHANGE * self.noise / self._scale, _LARGEST * room)
+
+    def _jitter(self, loss: float) -> float:
+        """The most that the loss is off what the gradients say where parameters move by their own rounding errors.
+
+        What a loss is rounded by does not follow from its size: one near zero may be the sum of large terms.
+        """
+        worst = 0.0
+        for number in range(_JITTERS):
+            rng = _random(_JITTER, number)
+            moved, told = {}, 0.0
+            for p, gradient in self._gradients.items():
+                at = self._at[p]
+                moved[p] = at + _EPSILON * rng.standard_normal(at.shape) * (abs(at) + self._steps[p])
+                told += float((gradient * (moved[p] - at)).sum())
+            worst = max(worst, abs(self._loss(moved) - loss - told))
+        return worst
 
     def _drawn(self, seed: int) -> dict[str, np.ndarray]:
         if self._direction[0] != seed:
-            rng = np.random.default_rng(seed)
+            rng = _random(_DIRECTION, seed)
             drawn = {p: rng.standard_normal(g.shape) * self._steps[p] for p, g in self._gradients.items()}
             self._direction = seed, drawn
         return self._direction[1]
@@ -179,26 +201,25 @@ class _Line:
         drawn = self._drawn(seed)
         direction = {p: drawn[p] for p in parameters}
         predicted = sum(float((self._gradients[p] * d).sum()) for p, d in direction.items())
-        epsilon = factor * min(_CHANGE * self._size / self._scale, _LARGEST)
-        up, down = (self._moved(direction, sign * epsilon) for sign in (1, -1))
+        epsilon = factor * self._epsilon
+        up, down = (self._loss({p: self._at[p] + sign * epsilon * d for p, d in direction.items()}) for sign in (1, -1))
         error = abs((up - down) / (2 * epsilon) - predicted) / self._scale
-        return error, self._noise / (epsilon * self._scale)
+        return error, self.noise / (epsilon * self._scale)
 
-    def _moved(self, direction: Mapping[str, np.ndarray], by: float) -> float:
-        moved = {p: self._at[p] + by * d for p, d in direction.items()}
+    def _loss(self, moved: Mapping[str, np.ndarray]) -> float:
         return float(self._forward.run({**self._at, **moved})[names.LOSS].reshape(()))
 
 
-def _step(gradient: np.ndarray, value: np.ndarray) -> float:
-    """Size of a parameter's random change that moves the loss by about 1, within reason."""
+def _largest(value: np.ndarray) -> float:
+    """The largest step of a parameter that is within reason."""
     size = float(np.sqrt(np.mean(np.square(value)))) if value.size else 0.0
-    norm = float(np.linalg.norm(gradient))
-    largest = max(_BOLDEST * size, 1e-3 if value.ndim > 1 else _BOLDEST)  # biases and scales start at 0 and 1
-    return min(1.0 / norm, largest) if norm > 0 else largest
+    return max(_BOLDEST * size, 1e-3 if value.ndim > 1 else _BOLDEST)  # biases and scales start at 0 and 1
 
 
-def _precision(outputs: Mapping[str, np.ndarray], exact: Mapping[str, np.ndarray]) -> float:
+def _precision(outputs: Mapping[str, np.ndarray], exact: Mapping[str, np.ndarray], noise: float) -> float:
     """Largest error of an output in norm, gradients that are nil but for rounding measured by the largest one.
+
+    `noise` is what float64 may round the loss by; a loss that is near zero is measured by what float32 may.
 
     Raises ConversionError beyond `PRECISION`.
     """
@@ -207,6 +228,8 @@ def _precision(outputs: Mapping[str, np.ndarray], exact: Mapping[str, np.ndarray
     worst = 0.0
     for name, value in outputs.items():
         least = _NIL * largest if name.startswith(names.gradient("")) else 1e-30
+        if name == names.LOSS:
+            least = _NARROW * noise / PRECISION
         error = float(np.linalg.norm(value - exact[name])) / max(norms[name], least)
         if not error <= PRECISION:
             raise ConversionError(
@@ -215,6 +238,11 @@ def _precision(outputs: Mapping[str, np.ndarray], exact: Mapping[str, np.ndarray
             )
         worst = max(worst, error)
     return worst
+
+
+def _random(purpose: int, number: int) -> np.random.Generator:
+    """Numbers that are those of no model: many draw their weights from ``default_rng(0)``."""
+    return np.random.default_rng([_ENTROPY, purpose, number])
 
 
 def make_feeds(

@@ -316,6 +316,39 @@ def test_the_check_finds_a_gradient_left_out(monkeypatch: pytest.MonkeyPatch) ->
         add_backward(deep(), "cross_entropy")
 
 
+def weighed(op: str, seed: int, scale: float, offset: bool) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
+    """A sum of both signs, with `offset` of next to nothing; and an input."""
+    text = f"e = {op}(x)\np = Mul(e, r)\ns = ReduceSum(p) keepdims=0\ny = Add(s, c)"
+    x, r = (np.random.default_rng(i).standard_normal((16, 256)).astype(np.float32) for i in (5, seed))
+    made = model(text, {"r": r * np.float32(scale), "c": np.zeros((), np.float32)}, {"x": [16, 256]})
+    if offset:
+        total = runtime.outputs(made, {"x": x})["y"]
+        made.graph.initializer[1].CopyFrom(numpy_helper.from_array(-total, "c"))
+    return made, {"x": x}
+
+
+@pytest.mark.parametrize("offset", [False, True])
+@pytest.mark.parametrize("scale", [1, 1e4])
+@pytest.mark.parametrize("op", ["Erf", "Softplus", "Tanh"])
+def test_the_check_knows_rounding_from_faults(
+    op: str, scale: float, offset: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Large terms that cancel, and constants from the generators that anybody uses, are no faults; 1 % is one."""
+    for seed in range(3):
+        forward, example = weighed(op, seed, scale, offset)
+        assert add_backward(forward, "y", wrt=["x"], example_inputs=example)
+    right = RULES[op]
+    monkeypatch.setitem(RULES, op, lambda s: {0: lambda: s.t.mul(right(s)[0](), 1.01)})
+    with pytest.raises(ConversionError, match="gradients are wrong"):
+        add_backward(forward, "y", wrt=["x"], example_inputs=example)
+
+
+def test_a_weight_drawn_as_the_checks_inputs_are_is_no_kink() -> None:
+    """Were the input drawn as this weight is, each Relu would be looked at in its corner."""
+    w = np.random.default_rng(0).standard_normal((4, 8)).astype(np.float32)
+    assert add_backward(model("d = Sub(x, w0)\nr = Relu(d)\ny = ReduceSum(r) keepdims=0", {"w0": w}, {"x": [4, 8]}))
+
+
 INVALID = {
     "defined twice": ("loss = Neg(x)  t = Neg(x)  loss = ReduceSum <keepdims = 0> (t)", "'loss' is defined twice"),
     "of an input's name": ("x = Neg(x)  loss = ReduceSum <keepdims = 0> (x)", "'x' is defined twice"),
