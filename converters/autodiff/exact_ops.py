@@ -1,7 +1,7 @@
 """Kernels for onnx's reference implementation, where its own will not do.
 
-Its own loop over entries (windows, scatters, Resize), compute in float32 (Erf, Gelu), or are wrong: LRN mixes up batch
-and channels, grouped ConvTranspose its weights, LpNormalization its axes; Pad cannot cut.
+Its own loop over entries (windows, scatters, Resize), compute in float32 (Erf, Gelu, AffineGrid), or are wrong: LRN
+mixes up batch and channels, grouped ConvTranspose its weights, LpNormalization its axes; Pad cannot cut.
 """
 
 from __future__ import annotations
@@ -145,6 +145,22 @@ class Gelu(_Op):
 
 def _erf(x: np.ndarray) -> np.ndarray:
     return np.fromiter(map(math.erf, x.ravel().tolist()), x.dtype, x.size).reshape(x.shape)
+
+
+class AffineGrid(_Op):
+    def _run(self, theta: np.ndarray, size: np.ndarray, align_corners: int = 0) -> tuple[np.ndarray]:
+        points = affine_points([int(n) for n in size[2:]], align_corners)
+        flat = points.reshape(-1, points.shape[-1]) @ theta.swapaxes(1, 2)
+        return (flat.reshape(len(theta), *points.shape[:-1], -1).astype(theta.dtype),)
+
+
+def affine_points(lengths: Sequence[int], align_corners: int) -> np.ndarray:
+    """What AffineGrid multiplies its parameters with: every point's coordinates, the last axis' first, and 1."""
+    axes = []
+    for n in lengths:
+        step = 2 / (n if not align_corners else max(n - 1, 1))
+        axes.append(np.arange(n) * step - 1 + (0 if align_corners else step / 2))
+    return np.stack([*reversed(np.meshgrid(*axes, indexing="ij")), np.ones(lengths)], -1)
 
 
 class Einsum(_Op):
@@ -295,5 +311,5 @@ def _pads(how: Mapping[str, Any], axis: int, rank: int, length: int, stride: int
 
 OPS: list[type[OpRun]] = [
     Conv, ConvTranspose, MaxPool, AveragePool, LRN, LogSoftmax, MeanVarianceNormalization, LpNormalization, Erf,
-    Gelu, Einsum, GatherElements, ScatterElements, ScatterND, Pad, Resize,
+    Gelu, AffineGrid, Einsum, GatherElements, ScatterElements, ScatterND, Pad, Resize,
 ]  # fmt: skip

@@ -7,6 +7,7 @@ from functools import partial
 import onnx_ir as ir
 
 from .dims import Dim, Dims, broadcast, dims
+from .exact_ops import affine_points
 from .registry import Grads, Step, rule
 from .tape import Tape
 
@@ -99,6 +100,21 @@ def einsum(s: Step) -> Grads:
         return t.unsqueeze(made, [i for i, c in enumerate(terms[slot]) if c not in have])
 
     return {slot: partial(gradient, slot) for slot in range(len(terms))}
+
+
+@rule("AffineGrid")
+def affine_grid(s: Step) -> Grads:
+    """The grid is a product of the parameters and constant points."""
+    t = s.t
+
+    def gradient() -> ir.Value:
+        lengths = [int(n) for n in s.known(1, "size")[2:]]
+        points = affine_points(lengths, s.attribute("align_corners")).reshape(-1, len(lengths) + 1)
+        batch = dims(s.y)[0]
+        g = t.reshape(s.full, (batch, len(points), len(lengths)))
+        return _product(t, t.swap_last(g), t.constant(points.astype(s.dtype().numpy())))
+
+    return {0: gradient}
 
 
 @rule("Softmax")

@@ -14,7 +14,7 @@ from onnx import inliner, shape_inference
 from onnx_remat import worker
 from onnx_remat.errors import ModelError
 from onnx_remat.ir import batch_norm, native
-from onnx_remat.ir.body import names_in
+from onnx_remat.ir.body import names_in, rename_captures
 from onnx_remat.ir.model_io import without_weights
 from onnx_remat.ir.opsets import canonical, opset_of
 
@@ -84,6 +84,7 @@ def _renamed(body: Collection[onnx.NodeProto], whole: onnx.NodeProto, taken: set
             if name not in names:
                 names[name] = fresh(f"{label}/{name}")
         made.input[:] = [names[name] for name in node.input]
+        rename_captures(made, names)
         made.output[:] = [names[name] for name in node.output]
         made.name = fresh(f"{label}/{node.op_type}")
         made.ClearField("metadata_props")

@@ -112,6 +112,11 @@ CASES = [
     Case("Einsum", ((2, 3, 4), (2, 5, 4)), {"equation": "bij,bkj->bki"}, tag="batch"),
     Case("Einsum", ((2, 3), (4,)), {"equation": "ij,k->k"}, tag="summed"),
     Case("Einsum", ((2, 3), (3,)), {"equation": "ij,j"}, tag="implicit"),
+    *(
+        Case("AffineGrid", ((n, len(sizes), len(sizes) + 1), i64([n, 3, *sizes])), {"align_corners": c},
+             tag=f"{len(sizes)}d-{n}-{c}", dynamic=False)
+        for n in (1, 2) for sizes in ([4, 3], [2, 3, 2]) for c in (0, 1)
+    ),
     # Convolutions: input, weight, bias.
     Case("Conv", ((2, 3, 7, 6), (4, 3, 3, 3), (4,)), {"pads": [1, 1, 1, 1]}),
     Case("Conv", ((2, 3, 8, 7), (4, 3, 3, 2)), {"strides": [2, 3], "pads": [1, 0, 0, 1]}, tag="strided"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import onnx
 import pytest
 from onnx import parser
@@ -50,6 +51,23 @@ def test_nodes_are_replaced_by_what_defines_them():
 def test_a_model_without_them_is_returned_as_it_is():
     given = model()
     assert expand(given, {("", "Swish")}) == (given, frozenset())
+
+
+def test_bodies_in_definitions_read_the_renamed_values():
+    runtime = pytest.importorskip("onnx_remat.ort.runtime")
+    given = parser.parse_model("""<ir_version: 9, opset_import: ["" : 20]>
+        g (float[2, 2, 3] theta, float[2, 3, 4] other) => (float[2, 5, 6, 2] y, float[2, 2, 3, 4, 3] z)
+        <int64[4] flat = {2, 3, 5, 6}, int64[5] solid = {2, 3, 2, 3, 4}> {
+            [first] y = AffineGrid <align_corners = 1> (theta, flat)
+            [second] z = AffineGrid <align_corners = 0> (other, solid)
+        }""")
+    after, _ = expand(given, {("", "AffineGrid")})
+    onnx.checker.check_model(after, full_check=True)
+    rng = np.random.default_rng(0)
+    feeds = {v: rng.standard_normal(s).astype("f") for v, s in {"theta": (2, 2, 3), "other": (2, 3, 4)}.items()}
+    made = runtime.outputs(after, feeds)
+    for name, wanted in runtime.outputs(given, feeds).items():
+        np.testing.assert_allclose(made[name], wanted, atol=1e-5)
 
 
 def test_what_has_no_known_type_is_refused_by_name():
