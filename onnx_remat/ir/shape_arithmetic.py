@@ -17,6 +17,9 @@ from onnx_remat.ir.op_semantics import semantics
 MOST = 1024
 """Elements of a value that is worth computing."""
 
+_TYPED_MASKS = 10
+"""Opset of ONNX from which on a Dropout's mask is boolean; before, it is of the data's type, which no inference tells."""
+
 
 def ask(model: onnx.ModelProto, types: Mapping[str, TypeProto]) -> dict[str, TypeProto]:
     """`propagate`, done by the worker under its limits: small inputs may make values of any size."""
@@ -69,6 +72,8 @@ def propagate(model: onnx.ModelProto, types: Mapping[str, TypeProto]) -> dict[st
         compute(node, shape_of, data, opsets)
         if node.domain not in opsets or any(name not in known for name in node.input if name):
             continue
+        if node.op_type == "Dropout" and opsets[node.domain] < _TYPED_MASKS:
+            known.update({name: known[node.input[0]] for name in node.output[1:] if name})
         if all(not name or (name in known and concrete(known[name]) is not None) for name in node.output):
             continue
         try:

@@ -7,6 +7,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from onnx_remat import Session, rewrite_model
 from onnx_remat.errors import ModelError, ShapeError, UsageError
 from onnx_remat.ir import graph, shapes
 from onnx_remat.ir.dtypes import tensor_bytes
@@ -290,3 +291,22 @@ def test_onnxruntime_infers_its_own_ops_from_sizes_that_only_arithmetic_knows() 
         }""")
     sizes = shapes.infer(graph.build(model), {"batch": 3}, askers=SHAPE_ASKERS)
     assert sizes["fused"].shape == (3, 4, 5)
+
+
+@pytest.mark.parametrize(("opset", "dtype"), [(7, TensorProto.FLOAT), (9, TensorProto.FLOAT), (10, TensorProto.BOOL)])
+def test_masks_of_old_dropouts(opset, dtype):
+    """ONNX says of what type they are, but its inference does not; the runtime's own arrays do."""
+    text = f"""<ir_version: 7, opset_import: ["" : {opset}]>
+        g (float[8, 4] x) => (float[8, 4] y, {"float" if dtype == TensorProto.FLOAT else "bool"}[8, 4] mask) {{
+            d, mask = Dropout <ratio = 0.5> (x)  y = Tanh(d)
+        }}"""
+    model = onnx.parser.parse_model(text)
+    del model.graph.output[1]
+    mask = inferred(model)["mask"]
+    assert (mask.dtype, mask.shape) == (dtype, (8, 4))
+    whole = runtime.outputs(onnx.parser.parse_model(text), {"x": np.ones((8, 4), np.float32)})
+    assert onnx.helper.np_dtype_to_tensor_dtype(whole["mask"].dtype) == dtype
+    made = rewrite_model(model, "100%", run_by="session", effort=0.2).model
+    assert (runtime.outputs(made, {"x": np.ones((8, 4), np.float32)})["y"] == whole["y"]).all()
+    with Session(model) as session:
+        assert (session.run({"x": np.ones((8, 4), np.float32)})["y"] == whole["y"]).all()
