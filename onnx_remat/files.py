@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import filecmp
 import os
 import shutil
 import stat
@@ -56,6 +58,16 @@ def _places(path: PathLike) -> list[object]:
     return [leads, (status.st_dev, status.st_ino)]
 
 
+def resolved(path: PathLike) -> Path:
+    """Where a path leads; UsageError where links lead in a loop."""
+    try:
+        Path(path).stat()
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise UsageError(f"{path} is a loop of links: name another file") from error
+    return Path(path).resolve()
+
+
 def check_target(target: PathLike, source: PathLike | None, force: bool) -> Path:
     """The path to write to; UsageError where that would destroy something or cannot work."""
     path = Path(target)
@@ -73,6 +85,7 @@ def check_target(target: PathLike, source: PathLike | None, force: bool) -> Path
 
 
 def _check_path(path: Path, source: PathLike | None, force: bool) -> None:
+    resolved(path)
     if path.is_dir():
         raise UsageError(f"{path} is a directory: name a file to write")
     if not path.parent.is_dir():
@@ -82,29 +95,77 @@ def _check_path(path: Path, source: PathLike | None, force: bool) -> None:
     if path.exists() and not path.is_file():
         raise UsageError(f"{path} is not a regular file: name another output")
     if path.exists() and not force:
-        raise UsageError(f"{path} exists: pass --force (force=True in Python) to replace it")
+        raise _taken(path)
 
 
-def write_text(text: str, target: PathLike) -> None:
-    """Write a text file all at once; ModelError when the disk cannot hold it."""
-    write_bytes(text.encode(), target)
+def _taken(path: Path) -> UsageError:
+    return UsageError(f"{path} exists: pass --force (force=True in Python) to replace it")
 
 
-def write_bytes(data: bytes, target: PathLike) -> None:
-    """Write a file all at once; ModelError when the disk cannot hold it."""
+def write_text(text: str, target: PathLike, force: bool = True) -> None:
+    """As `write_bytes`."""
+    write_bytes(text.encode(), target, force)
+
+
+def write_bytes(data: bytes, target: PathLike, force: bool = True) -> None:
+    """Write a file all at once; ModelError when the disk cannot hold it, UsageError as `replacing`."""
     path = Path(target)
     try:
-        with replacing(path.resolve()) as partial:
+        with replacing(resolved(path), force) as partial:
             partial.write_bytes(data)
     except OSError as error:
         raise ModelError(f"cannot write {path}: {error.strerror}") from error
 
 
 @dataclass(frozen=True, slots=True)
-class _Batch:
-    """Files that wait for their places, as pairs of what was written and where it belongs; folders made for them."""
+class _Written:
+    """A file that waits for its place; without `force` nobody else may have taken that."""
 
-    ready: list[tuple[Path, Path]]
+    partial: Path
+    path: Path
+    force: bool
+    shared: bool
+
+    def take_place(self) -> bool:
+        """Move to the place; True where nothing was there before.
+
+        Raises
+        ------
+        UsageError
+            Another process was faster. A `shared` file may then be there with the same content.
+        """
+        if self.force:
+            new = not self.path.exists()
+            self.partial.replace(self.path)
+            return new
+        try:
+            _claim(self.partial, self.path)
+        except FileExistsError as error:
+            if self.shared and filecmp.cmp(self.partial, self.path, shallow=False):
+                self.partial.unlink()
+                return False
+            raise _taken(self.path) from error
+        return True
+
+
+def _claim(partial: Path, path: Path) -> None:
+    """Move a file to where nothing is, of several processes' files one alone; FileExistsError for all others."""
+    try:
+        os.link(partial, path)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without hard links: readers may see an empty file for a moment
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL))
+        partial.replace(path)
+    else:
+        partial.unlink()
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Files that wait for their places; folders made for them."""
+
+    ready: list[_Written]
     undo: ExitStack
 
 
@@ -124,19 +185,19 @@ def together() -> Iterator[None]:
             yield
         finally:
             _batch.reset(token)
-        for partial, path in batch.ready:
-            new = not path.exists()
-            partial.replace(path)
-            if new:
-                undo.callback(path.unlink, missing_ok=True)
+        # What nobody else may have first: who comes second then leaves nothing.
+        for written in sorted(batch.ready, key=lambda written: (written.force, written.shared)):
+            if written.take_place():
+                undo.callback(written.path.unlink, missing_ok=True)
         undo.pop_all()
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path, force: bool = True, shared: bool = False) -> Iterator[Path]:
     """A temporary file beside `path` that takes its place when the block ends well, and vanishes when it does not.
 
-    The place is taken when the surrounding `together` ends, if there is one.
+    The place is taken when the surrounding `together` ends, if there is one; without `force` UsageError is raised where
+    something is there by then, unless the file is `shared` and that is the same.
     """
     with together():
         batch = _batch.get()
@@ -152,7 +213,7 @@ def replacing(path: Path) -> Iterator[Path]:
         partial.chmod(stat.S_IMODE(path.stat().st_mode) if path.exists() else 0o666 & ~umask)
         with partial.open("rb") as stream:
             os.fsync(stream.fileno())
-        batch.ready.append((partial, path))
+        batch.ready.append(_Written(partial, path, force, shared))
 
 
 def make_folder(folder: Path) -> None:

@@ -73,7 +73,7 @@ class Result:
 
     def save(self, path: str | os.PathLike[str], force: bool = False) -> None:
         """Write the model atomically; external data files are carried along. See `model_io.save`."""
-        model_io.save(self.model, files.check_target(path, None, force), self.folder)
+        model_io.save(self.model, files.check_target(path, None, force), self.folder, force)
 
 
 def plan_model(model: model_io.Model, budget: str | int | Budget, **options: Unpack[PlanningOptions]) -> Plan:

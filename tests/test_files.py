@@ -40,6 +40,43 @@ def test_a_name_may_be_as_long_as_names_may(tmp_path):
     assert longest.read_text() == "x"
 
 
+@pytest.mark.parametrize("name", ["loop", "folder/x", "self"])
+def test_a_loop_of_links_is_refused(name, tmp_path):
+    (tmp_path / "loop").symlink_to("pool")
+    (tmp_path / "pool").symlink_to("loop")
+    (tmp_path / "folder").symlink_to("folder")
+    (tmp_path / "self").symlink_to("self")
+    for write in (files.write_text, lambda _, path: files.check_target(path, None, force=True)):
+        with pytest.raises(UsageError, match=r"is a loop of links|does not exist"):
+            write("x", tmp_path / name)
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_without_force_one_writer_alone_gets_the_place(links, tmp_path, monkeypatch):
+    """Who comes second leaves nothing of its files, data that both have aside."""
+    if not links:  # a file system without hard links
+        monkeypatch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(PermissionError()))
+    with pytest.raises(UsageError, match="exists: pass --force"), files.together():
+        files.write_text("mine", tmp_path / "data", force=False)
+        files.write_text("mine", tmp_path / "out", force=False)
+        (tmp_path / "out").write_text("theirs")
+    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {"out": "theirs"}
+    for theirs, refused in (("same", False), ("other", True)):
+        (tmp_path / "out").unlink()
+        try:
+            with files.together():
+                with files.replacing(tmp_path / "data", force=False, shared=True) as partial:
+                    partial.write_text("same")
+                files.write_text("mine", tmp_path / "out", force=False)
+                (tmp_path / "data").write_text(theirs)
+        except UsageError:
+            assert refused
+            assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {"data": theirs}
+        else:
+            assert not refused
+            assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {"data": "same", "out": "mine"}
+
+
 @pytest.mark.parametrize("name", ["a", "./a", "sub/../a", "link", "hard"])
 def test_one_file_by_several_names_is_one_file(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

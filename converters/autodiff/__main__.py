@@ -64,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
             given.forward, given.loss, given.wrt, optimizer, training=given.training, frozen=given.frozen,
             dims=dict(_size(text) for text in given.dim), check=not given.no_check, example_inputs=example,
         )  # fmt: skip
-        model_io.save(step, target, None)
+        model_io.save(step, target, None, given.force)
         if given.values:
             np.savez(given.values, **initial_inputs(given.forward, step, optimizer))  # type: ignore[arg-type]
     except OnnxRematError as error:

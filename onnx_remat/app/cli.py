@@ -162,7 +162,7 @@ def _run(arguments: argparse.Namespace) -> int:
         progress.clear()
     with files.together():
         if not arguments.dry_run:
-            model_io.save(result.model, arguments.output, result.folder)
+            model_io.save(result.model, arguments.output, result.folder, arguments.force)
         if arguments.json not in (None, "-"):
             files.write_text(result.report.to_json() + "\n", arguments.json)
         for path in arguments.plot:

@@ -150,7 +150,7 @@ def profile(arguments: Sequence[str]) -> int:
         provider=given.provider, python=given.runtime,
     )  # fmt: skip
     with files.together():
-        files.write_text(result.to_json(), target)
+        files.write_text(result.to_json(), target, given.force)
         say(result.to_text())
     say(f"\nwrote {given.output}")
     return 0

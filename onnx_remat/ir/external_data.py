@@ -184,7 +184,7 @@ def carry(model: onnx.ModelProto, origin: Path, folder: Path) -> None:
                 continue
             raise ModelError(f"{copy} exists and is not the model's data: write to another folder, or move that file")
         files.make_folder(copy.parent)
-        with files.replacing(copy) as partial:
+        with files.replacing(copy, force=False, shared=True) as partial:
             shutil.copyfile(origin / path, partial)
 
 

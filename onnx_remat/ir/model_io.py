@@ -117,27 +117,30 @@ def without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
     return light
 
 
-def save(model: onnx.ModelProto, target: str | os.PathLike[str], source_folder: Path | None) -> None:
+def save(
+    model: onnx.ModelProto, target: str | os.PathLike[str], source_folder: Path | None, force: bool = True
+) -> None:
     """Write `model` to `target` all at once: readers see the old file or the whole new one, never a part.
 
     External data files are copied next to `target` when it is in another folder than `source_folder`. A link is
-    followed; a file that is replaced keeps its permissions.
+    followed; a file that is replaced keeps its permissions. Without `force`, of several processes that write to one
+    target one alone does.
 
     Raises
     ------
     UsageError
-        `target` is one of the model's own data files.
+        `target` is one of the model's own data files, or exists without `force`.
     ModelError
         When the disk or the format cannot hold it, or another file is where a data file belongs.
     """
-    path = Path(target).resolve()
+    path = files.resolved(target)
     folder = path.parent
     external_data.check_not_data(model, path, folder)
     try:
         with files.together():
             if source_folder is not None and source_folder != folder:
                 external_data.carry(model, source_folder, folder)
-            with files.replacing(path) as partial:
+            with files.replacing(path, force) as partial:
                 write(model, source_folder, partial)
     except OSError as error:
         raise ModelError(f"cannot write {target}: {error.strerror}") from error

@@ -18,7 +18,7 @@ MOST = 1024
 """Elements of a value that is worth computing."""
 
 _TYPED_MASKS = 10
-"""Opset of ONNX from which on a Dropout's mask is boolean; before, it is of the data's type, which no inference tells."""
+"""Opset from which on a Dropout's mask is boolean; before, it is of the data's type, which no inference tells."""
 
 
 def ask(model: onnx.ModelProto, types: Mapping[str, TypeProto]) -> dict[str, TypeProto]:

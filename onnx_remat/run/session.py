@@ -303,7 +303,7 @@ def _reopen(
 def _as_file(model: Any, folder: Path) -> Path:
     """The model as a file, in `folder` unless it is one."""
     if isinstance(model, str | os.PathLike):
-        return Path(model).resolve()
+        return files.resolved(model)
     if isinstance(model, bytes):
         path = folder / "model.onnx"
         path.write_bytes(model)

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from onnx_remat import files
 from onnx_remat.errors import ModelError, UsageError
 
 _CODES = {
@@ -70,7 +71,7 @@ def write_each(path: str | os.PathLike[str], kinds: Kinds, arrays: Iterable[npt.
         at = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    target = Path(path).resolve()
+    target = files.resolved(path)
     try:
         handle, partial = tempfile.mkstemp(prefix=f".{target.name[:200]}.", suffix=".tmp", dir=target.parent)
         try:

@@ -49,7 +49,7 @@ class Split:
         targets = [files.check_target(path, None, force) for path in (gradients, update)]
         with files.together():
             for model, path in zip((self.gradients, self.update), targets, strict=True):
-                model_io.save(model, path, self.folder)
+                model_io.save(model, path, self.folder, force)
 
 
 def split_step(model: model_io.Model, *, loss: str | None = None, dims: Mapping[str, int] | None = None) -> Split:
