@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 import zipfile
@@ -15,6 +16,7 @@ import numpy as np
 from onnx_remat import files
 from onnx_remat.errors import MissingExtraError, OnnxRematError, UsageError
 from onnx_remat.ir import model_io
+from onnx_remat.worker import QUIET
 
 from ..extras import require
 
@@ -39,6 +41,7 @@ OPTIMIZERS: dict[str, Factory] = {"sgd": optimizers.SGD, "adam": optimizers.Adam
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
+    os.environ.update(QUIET)
     parser = argparse.ArgumentParser(prog="python -m onnx_remat.converters.autodiff", description=__doc__)
     parser.add_argument("forward", type=Path, help="a forward model in standard ONNX ops")
     parser.add_argument("out", type=Path, help="where to write the training step")

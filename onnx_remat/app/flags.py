@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from onnx_remat import files
 from onnx_remat.app import completion, streams
 from onnx_remat.errors import BudgetInfeasibleError, OnnxRematError, UsageError, did_you_mean
+from onnx_remat.worker import QUIET
 
 if TYPE_CHECKING:
     from onnx_remat.ir.model_io import Source
@@ -201,6 +203,7 @@ def said(error: OnnxRematError) -> str:
 
 def guarded(name: str, command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> int:
     """Run a command; a refusal is one line on standard error and its exit code."""
+    os.environ.update(QUIET)  # nothing is left in the home folder that nobody asked for
     streams.steady()
     gc.set_threshold(*_SELDOM)
     try:

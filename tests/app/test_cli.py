@@ -252,3 +252,16 @@ def test_a_model_older_than_the_runtime_knows_is_refused_with_its_node(home, cap
     code, _, err = cli(capsys, "old.onnx", "out.onnx", "--for", "session", "--budget", "70%", "--effort", "1s")
     assert code == 4 and len(err.splitlines()) == 1 and "Sub(6) node with name 'err'" in err
     assert not Path("out.onnx").exists()
+
+
+def test_a_command_leaves_nothing_that_nobody_asked_for(tmp_path):
+    """ONNX Runtime writes files of its telemetry into the home folder and the one for temporary files."""
+    for name in ("home", "here", "scratch"):
+        (tmp_path / name).mkdir()
+    onnx.save(mlp(layers=2, batch=4), tmp_path / "a.onnx")
+    command = [sys.executable, "-m", "onnx_remat", str(tmp_path / "a.onnx"), "b.onnx", "--budget", "100%", "-q"]
+    homes = {"HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path / "scratch"), "XDG_CACHE_HOME": ""}
+    known = {k: v for k, v in os.environ.items() if k != "ORT_DISABLE_TELEMETRY"}
+    subprocess.run([*command, "--effort", "0.1"], cwd=tmp_path / "here", env=known | homes, check=True)
+    left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    assert left == {"a.onnx", "here/b.onnx"}
