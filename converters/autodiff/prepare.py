@@ -239,11 +239,45 @@ def infer_shapes(model: ir.Model, dims: Mapping[str, int]) -> ir.Model:
     proto = ir.to_proto(made)
     if _unranked(proto):
         made = ir.from_proto(runtime.infer_shapes_symbolically(proto) or proto)
+    _name_sizes(made)
     for index, value in enumerate((*made.graph.inputs, *(v for node in made.graph for v in node.outputs))):
         if value.shape is not None:
             known = [d if isinstance(d, int) else d.value for d in value.shape]
             value.shape = ir.Shape([f"size.{index}.{i}" if d is None else d for i, d in enumerate(known)])
     return made
+
+
+_PRIMES = (10007, 20011)  # sizes that no constant of a model has
+
+
+def _name_sizes(model: ir.Model) -> None:
+    """Call a size by the name it has in an input, where it is that in two inferences with other sizes for all names."""
+    values = [v for node in model.graph for v in node.outputs if v.shape is not None]
+    names = sorted({str(d.value) for v in model.graph.inputs for d in v.shape or () if not isinstance(d, int)})
+    if all(isinstance(d, int) or d.value in names for v in values for d in v.shape or ()):
+        return
+    found: dict[tuple[str, int], str] = {}
+    for first in _PRIMES:
+        sizes = {name: first + 2 * i for i, name in enumerate(names)}
+        light = without_weights(ir.to_proto(model))
+        light.graph.ClearField("value_info")
+        for value in (*light.graph.input, *light.graph.output):
+            for dim in value.type.tensor_type.shape.dim:
+                if dim.dim_param in sizes:
+                    dim.dim_value = sizes[dim.dim_param]
+                elif not dim.HasField("dim_value"):
+                    dim.Clear()
+        inferred = onnx.shape_inference.infer_shapes(light, data_prop=True).graph
+        called = {size: name for name, size in sizes.items()}
+        seen = {
+            (value.name, axis): called.get(dim.dim_value, "")
+            for value in (*inferred.value_info, *inferred.output)
+            for axis, dim in enumerate(value.type.tensor_type.shape.dim)
+        }
+        found = seen if not found else {place: name for place, name in found.items() if seen.get(place) == name}
+    for value in values:
+        sizes_of = enumerate(value.shape or ())
+        value.shape = ir.Shape([d if isinstance(d, int) else found.get((str(value.name), i)) or d for i, d in sizes_of])
 
 
 def _is_static(value: ir.Value) -> bool:

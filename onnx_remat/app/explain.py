@@ -15,7 +15,7 @@ from onnx_remat.app.show import modules, trace
 from onnx_remat.errors import ModelError
 from onnx_remat.ir import model_io
 from onnx_remat.ir.graph import Graph, Op
-from onnx_remat.ir.shapes import TAG
+from onnx_remat.ir.shapes import DIMS_KEY, TAG
 from onnx_remat.options import Options
 from onnx_remat.ort import runtime
 from onnx_remat.ort.executed import Executed, as_executed
@@ -24,7 +24,6 @@ from onnx_remat.run.foreseen import foresee
 from onnx_remat.units import check_dims, format_bytes, table
 from onnx_remat.write.decided import (
     BUDGET_KEY,
-    DIMS_KEY,
     EDGES_KEY,
     MOVES_KEY,
     PROVIDER_KEY,

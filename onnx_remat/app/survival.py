@@ -14,6 +14,7 @@ import onnx
 
 from onnx_remat.errors import ModelError
 from onnx_remat.ir import model_io
+from onnx_remat.ir.shapes import DIMS_KEY
 from onnx_remat.ir.training_ops import check_ops
 from onnx_remat.options import Options
 from onnx_remat.ort import runtime
@@ -26,7 +27,6 @@ from onnx_remat.units import check_dims, format_bytes, parse_budget
 from onnx_remat.write.decided import (
     BUDGET_KEY,
     CLONES_KEY,
-    DIMS_KEY,
     EDGES_KEY,
     MOVES_KEY,
     PROVIDER_KEY,

@@ -17,6 +17,7 @@ from onnx_remat.ir.graph import Graph
 from onnx_remat.ir.model_io import without_weights
 from onnx_remat.ir.op_semantics import nearest_op
 from onnx_remat.ir.training_ops import with_stand_ins
+from onnx_remat.units import check_dims as check_sizes
 
 Dim: TypeAlias = int | str | None
 """A known size, a symbolic name, or nothing known."""
@@ -26,6 +27,9 @@ TAG = "onnx_remat."
 
 UNSEEN = TAG + "unseen"
 """Prefix of vectors of no entries that nobody can fold: an Unsqueeze by one, or a Concat with it, changes nothing."""
+
+DIMS_KEY = TAG + "dims"
+"""Model metadata: the sizes of symbolic dimensions that a rewrite was planned for, as JSON."""
 
 SHAPES_KEY = TAG + "shapes"
 """Model metadata: what a rewrite left open on purpose, as JSON: value -> data type and dimensions."""
@@ -146,6 +150,16 @@ def check_dims(model: onnx.ModelProto, dims: Mapping[str, int], derived: bool = 
     if open_symbols := [s for s in symbols if s not in dims and s in of_inputs]:
         flags = " ".join(f"--dim {s}=N" for s in open_symbols)
         raise ShapeError(f"symbolic dimensions are not bound: {', '.join(open_symbols)}; pass {flags}")
+
+
+def planned_dims(model: onnx.ModelProto) -> dict[str, int]:
+    """Sizes that a rewrite was planned for, of symbolic dimensions that the model still has; none of other files."""
+    text = next((p.value for p in model.metadata_props if p.key == DIMS_KEY), "{}")
+    try:
+        known = check_sizes(json.loads(text))
+    except (UsageError, ValueError, RecursionError):  # a tool damaged it: who opens the file says the sizes
+        return {}
+    return {name: size for name, size in known.items() if name in _symbols(model)}
 
 
 def all_dims(tensors: Mapping[str, Tensor], dims: Mapping[str, int]) -> dict[str, int]:

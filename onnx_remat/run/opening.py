@@ -359,10 +359,14 @@ def plan(path: Path, target: Path, wish: Wish) -> Opened:
 
 
 def _all_dims(model: Any, dims: Mapping[str, int]) -> dict[str, int]:
-    """`dims` and what follows from them for other symbolic dimensions; UsageError where one is missing or unknown."""
+    """`dims`, else what a file was planned for, and what follows for other symbolic dimensions.
+
+    UsageError where one is missing or unknown.
+    """
     from onnx_remat.ir import graph, shapes
     from onnx_remat.ort.shape_askers import SHAPE_ASKERS
 
+    dims = shapes.planned_dims(model) | dict(dims)
     try:
         return shapes.all_dims(shapes.infer(graph.build(model), dims, askers=SHAPE_ASKERS), dims)
     except errors.ShapeError as error:

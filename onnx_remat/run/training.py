@@ -44,7 +44,7 @@ class Loop:
     device : str
         Where state lives between steps, ``cpu`` or ``cuda``, and the step runs.
     dims : mapping of str to int, optional
-        Sizes of symbolic dimensions, where the model is opened here.
+        Sizes of symbolic dimensions, where the model is opened here; by default those it was planned for.
     copy : bool
         Train copies of the arrays in `state`. Otherwise these arrays themselves are trained: where the state is most of
         what training takes, one cannot afford it twice. They must be contiguous and writable then.

@@ -15,7 +15,7 @@ from onnx_remat.write.private_buffers import Unrolled
 
 RECOMPUTE_KEY = TAG + "recompute_of"
 CONTROL_KEY = TAG + "control_edge"
-BUDGET_KEY, DIMS_KEY = TAG + "budget_bytes", TAG + "dims"
+BUDGET_KEY = TAG + "budget_bytes"
 RUN_BY_KEY, PROVIDER_KEY = TAG + "run_by", TAG + "provider"
 WORKSPACE_KEY = TAG + "cudnn_workspace_bytes"
 CLONES_KEY, EDGES_KEY = TAG + "recomputed", TAG + "control_edges"

@@ -150,6 +150,15 @@ def test_dropout_that_does_not_drop_passes_the_gradient_as_it_is() -> None:
     assert float({p.key: p.value for p in step.metadata_props}["check.differences"]) < 1e-6
 
 
+def test_sizes_have_the_names_of_the_inputs() -> None:
+    text = "c = Conv(x, w0) pads=[1,1,1,1]\nf = Reshape(c, s)\ny = MatMul(f, w1)"
+    made = weights((6, 3, 3, 3), (96, 5)) | {"s": np.asarray([-1, 96])}
+    forward = model(text, made, {"x": ["batch", 3, 4, 4]})
+    step = add_backward(forward, "cross_entropy")
+    target = next(v for v in step.graph.input if v.name == "target")
+    assert [d.dim_param for d in target.type.tensor_type.shape.dim] == ["batch"]
+
+
 def test_logits_are_found_below_a_softmax_of_rows() -> None:
     text = "p = GlobalAveragePool(x)\nh = Conv(p, w0)\nf = Flatten(h)\ns = Softmax(f)\ny = Reshape(s, shape)"
     forward = model(text, weights((5, 3, 1, 1)) | {"shape": np.asarray([4, 5, 1, 1])}, {"x": [4, 3, 2, 2]})

@@ -320,3 +320,20 @@ def test_a_size_that_is_an_output_is_still_made():
     model.graph.output[0].type.tensor_type.elem_type = onnx.TensorProto.INT64
     with Session(model, dims={"batch": 3}) as session:
         assert session.run({"x": np.ones((3, 4), np.float32)})["rows"] == 3
+
+
+def test_a_file_is_opened_with_the_sizes_it_was_planned_for():
+    model = onnx.parser.parse_model(
+        '<ir_version: 9, opset_import: ["" : 20]> g (float[batch, 4] x) => (float[batch, 4] y) { y = Tanh(x) }'
+    )
+    planned = onnx.ModelProto()
+    planned.CopyFrom(model)
+    onnx.helper.set_model_props(planned, {"onnx_remat.dims": '{"batch": 8, "gone": 2}'})
+    for dims, batch in ((None, 8), ({"batch": 3}, 3)):
+        with Session(planned, dims=dims) as session:
+            assert session.run({"x": np.ones((batch, 4), np.float32)})["y"].shape == (batch, 4)
+    with pytest.raises(UsageError, match="pass dims="):
+        Session(model)
+    planned.metadata_props[0].value = "{"
+    with pytest.raises(UsageError, match="pass dims="):
+        Session(planned)
