@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
+import onnx
 
 from onnx_remat import files
 from onnx_remat.errors import MissingExtraError, OnnxRematError, UsageError
@@ -73,6 +74,11 @@ def main(arguments: list[str] | None = None) -> int:
     except OnnxRematError as error:
         print(f"error: {_as_typed(str(error))}", file=sys.stderr)
         return error.exit_code
+    if given.training and not _has_modes(model_io.load(given.forward).model):
+        print(
+            "--training changed nothing: the file has no BatchNormalization or Dropout; exporters fold them away unless"
+            " told to keep training mode"
+        )
     parameters = sum(value.name.startswith(("grad.", "new.")) for value in step.graph.output)
     print(f"{given.out}: {len(step.graph.node)} nodes, {parameters} gradients or new values")
     known = {p.key: p.value for p in step.metadata_props}
@@ -81,6 +87,12 @@ def main(arguments: list[str] | None = None) -> int:
     if known.get("check.untold", "0") != "0":
         print(f"{known['check.untold']} of them are too small, on the check's made-up data, for a fault to show")
     return 0
+
+
+def _has_modes(model: onnx.ModelProto) -> bool:
+    """Whether a forward model has ops that training mode changes."""
+    nodes = [*model.graph.node, *(node for function in model.functions for node in function.node)]
+    return any(node.op_type in ("BatchNormalization", "Dropout") for node in nodes)
 
 
 def _as_typed(message: str) -> str:

@@ -482,3 +482,11 @@ def test_the_command_line_names_its_own_options(tmp_path, capsys):
     (tmp_path / "example.npz").write_bytes(b"no archive")
     assert main([*common, "--force"]) == 2
     assert "--example" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("forward", "silent"), [(MLP, False), (CONV, True)])
+def test_the_command_line_says_where_training_mode_changes_nothing(forward, silent, tmp_path, capsys):
+    onnx.save(forward, tmp_path / "forward.onnx")
+    paths = [str(tmp_path / "forward.onnx"), str(tmp_path / "train.onnx")]
+    assert main([*paths, "--loss", "cross_entropy", "--training", "--no-check"]) == 0
+    assert ("--training changed nothing" in capsys.readouterr().out) is not silent
