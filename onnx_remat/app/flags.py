@@ -190,15 +190,26 @@ _UNITS = {"budget": "B", "time_limit": "s"}
 
 
 def said(error: OnnxRematError) -> str:
-    """An error in one line; a refusal's advice as flags instead of Python's arguments.
+    """An error in one line; its advice as flags instead of Python's arguments.
+
+    >>> said(OnnxRematError("pass dims={'batch': N, 'length': N}"))
+    'pass --dim batch=N --dim length=N'
 
     >>> said(BudgetInfeasibleError("try budget=5000000 (5.0 MB), time_limit=60; or selector='auto'", 0, 0))
     'try --budget 5000000B (5.0 MB), --time-limit 60s; or --selector auto'
     """
-    message = " ".join(str(error).split())
+    message = _DIMS.sub(_as_flags, " ".join(str(error).split()))
     if not isinstance(error, BudgetInfeasibleError):
         return message
     return _SETTING.sub(lambda m: f"--{m[1].replace('_', '-')} {m[2]}{_UNITS.get(m[1], '')}", message)
+
+
+_DIMS, _DIM = re.compile(r"\bdims=(\{[^{}]*\})?"), re.compile(r"['\"]([^'\"]*)['\"]: (\w+)")
+
+
+def _as_flags(dims: re.Match[str]) -> str:
+    """Sizes of dimensions, as an argument in Python, as flags."""
+    return " ".join(f"--dim {name}={size}" for name, size in _DIM.findall(dims[1] or "")) or "--dim"
 
 
 def guarded(name: str, command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> int:

@@ -97,13 +97,17 @@ def do_expand(data: bytes, wanted: list[int], replaced: list[list[str]]) -> tupl
     """See `expand`: a model with a function for each of the nodes `wanted`, named by its place in the file."""
     model = onnx.ModelProto.FromString(data)
     types = native.stated(onnx.GraphProto.FromString(native.do_infer(data, data_prop=True, strict=False)[1]))
-    try:
-        answer = onnx.ModelProto()
-        for i in wanted:
-            body = _definition(model.graph.node[i], model, types, {(domain, op) for domain, op in replaced})
-            answer.functions.append(onnx.FunctionProto(name=str(i), node=body))
-    except native.REFUSALS as error:
-        raise ModelError(f"a node cannot be replaced by what defines its operator: {error}") from error
+    answer = onnx.ModelProto()
+    for i in wanted:
+        node = model.graph.node[i]
+        try:
+            body = _definition(node, model, types, {(domain, op) for domain, op in replaced})
+        except native.REFUSALS as error:
+            where = f"node {node.name or next(filter(None, node.output), '')!r} ({node.op_type})"
+            raise ModelError(
+                f"{where} cannot be replaced by the operators that define it: {native.reason(error)}"
+            ) from error
+        answer.functions.append(onnx.FunctionProto(name=str(i), node=body))
     return None, answer.SerializeToString()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TypeAlias
 
 import onnx
@@ -148,8 +149,8 @@ def check_dims(model: onnx.ModelProto, dims: Mapping[str, int], derived: bool = 
         raise UsageError(f"the model has no symbolic dimension {unknown[0]!r}: {have}{hint}")
     of_inputs = {d.dim_param for value in model.graph.input for d in value.type.tensor_type.shape.dim}
     if open_symbols := [s for s in symbols if s not in dims and s in of_inputs]:
-        flags = " ".join(f"--dim {s}=N" for s in open_symbols)
-        raise ShapeError(f"symbolic dimensions are not bound: {', '.join(open_symbols)}; pass {flags}")
+        example = ", ".join(f"{s!r}: N" for s in open_symbols)
+        raise ShapeError(f"symbolic dimensions are not bound: {', '.join(open_symbols)}; pass dims={{{example}}}")
 
 
 def planned_dims(model: onnx.ModelProto) -> dict[str, int]:
@@ -390,7 +391,8 @@ def _cannot_size(graph: Graph, missing: list[str], types: Mapping[str, TypeProto
         return f"value {name!r}, {where}, is a {form}, whose size is not known before it runs{more}"
     if producer is not None and (hint := nearest_op(graph.ops[producer].node.domain, graph.ops[producer].node.op_type)):
         more += f" (did you mean the op {hint!r}?)"
-    return (
-        f"the shape of value {name!r}, {where}, cannot be told{more}: add value_info for it, "
-        "bind dims with --dim, or install onnxruntime and sympy for symbolic inference"
-    )
+    lacking = [package for package in ("onnxruntime", "sympy") if find_spec(package) is None]
+    advice = f", or install {' and '.join(lacking)} for symbolic inference" if lacking else ""
+    if _symbols(graph.model):
+        advice = f", bind its symbolic dimensions with dims={advice}"
+    return f"the shape of value {name!r}, {where}, cannot be told{more}: add value_info for it{advice}"

@@ -9,7 +9,7 @@ from onnx import parser
 
 import onnx_remat
 from onnx_remat.errors import ModelError
-from onnx_remat.ir.expand import expand
+from onnx_remat.ir.expand import do_expand, expand
 from onnx_remat.ort.executed import as_executed
 from onnx_remat.ort.kernels.cpu import CPU
 from onnx_remat.ort.prepare import Preparation
@@ -111,3 +111,15 @@ def test_a_result_keeps_its_order_and_its_bits(tmp_path):
     assert list(processes.measure(tmp_path / "b.onnx", "disable", trace=True).executed) == [op.label for op in ops]
     assert verify.bitwise(tmp_path / "a.onnx", tmp_path / "b.onnx") == "bitwise equal"
     assert processes.measure(tmp_path / "b.onnx", "disable").peak_bytes <= result.report.budget + processes.RESOLUTION
+
+
+def test_what_the_inliner_cannot_do_is_said_in_plain_words(monkeypatch):
+    def fails(*_, **__):
+        raise RuntimeError("/onnx/common/ir.h:12: get: Assertion `it != end` failed.")
+
+    monkeypatch.setattr("onnx.inliner.inline_selected_functions", fails)
+    given = model()
+    with pytest.raises(
+        ModelError, match=r"node 'first' \(HardSwish\) cannot be replaced .*: ONNX's inliner fails on it"
+    ):
+        do_expand(given.SerializeToString(), [0], [["", "HardSwish"]])

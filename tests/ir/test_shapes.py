@@ -81,8 +81,8 @@ def test_all_unbound_symbols_are_named_at_once():
     with pytest.raises(ShapeError) as caught:
         inferred(model)
     assert "batch, length, out" in str(caught.value)
-    assert "--dim batch=N --dim length=N --dim out=N" in str(caught.value)
-    with pytest.raises(ShapeError, match="not bound: length; pass --dim length=N"):
+    assert "pass dims={'batch': N, 'length': N, 'out': N}" in str(caught.value)
+    with pytest.raises(ShapeError, match=r"not bound: length; pass dims=\{'length': N\}"):
         inferred(model, batch=2, out=3)
     assert inferred(model, batch=2, length=5, out=3)["y"].shape == (2, 5, 3)
 
@@ -126,7 +126,7 @@ def test_shapes_written_by_an_earlier_rewrite_are_understood():
     assert found["x__private"].shape == found["h"].shape == found["y"].shape == (64, 7)
     assert found["h"].symbolic == (f"{TAG}p3.0=64", f"{TAG}p3.1=batch")
     assert found["x__private"].symbolic is None  # the runtime cannot tell its rank
-    with pytest.raises(ShapeError, match=r"not bound: batch; pass --dim batch=N$"):
+    with pytest.raises(ShapeError, match=r"not bound: batch; pass dims=\{'batch': N\}$"):
         inferred(model)
 
 
@@ -310,3 +310,13 @@ def test_masks_of_old_dropouts(opset, dtype):
     assert (runtime.outputs(made, {"x": np.ones((8, 4), np.float32)})["y"] == whole["y"]).all()
     with Session(model) as session:
         assert (session.run({"x": np.ones((8, 4), np.float32)})["y"] == whole["y"]).all()
+
+
+def test_advice_is_not_what_is_there_already():
+    """Nobody is told to install what is installed, or to bind what is not symbolic."""
+    unknown = onnx.parser.parse_model(
+        '<ir_version: 9, opset_import: ["" : 20, "com.example" : 1]> g (float[2] x) => (y) { y = com.example.Op(x) }'
+    )
+    with pytest.raises(ShapeError) as caught:
+        inferred(unknown)
+    assert "install" not in str(caught.value) and "dims" not in str(caught.value)
