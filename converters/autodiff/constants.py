@@ -69,7 +69,8 @@ def _evaluate(value: ir.Value) -> np.ndarray | None:
     if value.shape is not None and value.shape.is_static() and int(np.prod(value.shape.numpy())) > _LARGEST:
         return None
     try:
-        return _run(node, inputs)[value.index() or 0]
+        made = _run(node, inputs)[value.index() or 0]
+        return None if isinstance(made, list) else made  # a sequence is no array
     except Exception:  # the reference implementation has gaps; what it cannot tell is not known
         return None
 

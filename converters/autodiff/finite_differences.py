@@ -103,7 +103,8 @@ def check(
     line = _Line(Evaluator(_loss_only(wide)), exact, gradients, loss)
     worst = max(line.error(seed) for seed in range(DIRECTIONS))
     narrow = widened(settled, ir.DataType.FLOAT)
-    single = {n: v.astype(np.float32) if v.dtype == np.float64 else v for n, v in exact.items()}
+    kinds = {v.name: onnx.helper.tensor_dtype_to_np_dtype(v.type.tensor_type.elem_type) for v in narrow.graph.input}
+    single = {name: exact[name].astype(kind) for name, kind in kinds.items()}
     plain = runtime.outputs(narrow, single)
     precision = None if default_level.is_random(step) else _precision(plain, made, line.noise)
     default_level.compare(narrow, single, plain)

@@ -490,3 +490,21 @@ def test_the_command_line_says_where_training_mode_changes_nothing(forward, sile
     paths = [str(tmp_path / "forward.onnx"), str(tmp_path / "train.onnx")]
     assert main([*paths, "--loss", "cross_entropy", "--training", "--no-check"]) == 0
     assert ("--training changed nothing" in capsys.readouterr().out) is not silent
+
+
+def test_a_model_in_float64_is_checked_in_it() -> None:
+    forward = onnx.parser.parse_model(
+        '<ir_version: 9, opset_import: ["" : 20]> g (double[3, 4] x) => (double[3, 4] y) { y = Tanh(x) }'
+    )
+    step = add_backward(forward, "mse", wrt=["x"])
+    assert next(v for v in step.graph.output if v.name == "grad.x").type.tensor_type.elem_type == TensorProto.DOUBLE
+
+
+def test_a_sequence_of_nothing_is_refused_by_its_reader() -> None:
+    forward = onnx.parser.parse_model(
+        """<ir_version: 9, opset_import: ["" : 20]> g (float[3, 4] x) => (float[3, 4] y) {
+            s = SequenceEmpty()  t = SequenceInsert(s, x)  y = ConcatFromSequence <axis = 0> (t)
+        }"""
+    )
+    with pytest.raises(ConversionError, match="no gradient rule for op ConcatFromSequence"):
+        add_backward(forward, "mse", wrt=["x"])
