@@ -71,8 +71,9 @@ def intervals(subject: Problem, truth: Problem, seed: int) -> None:
     """The profile of an order under change is the simulator's, and no move makes an order that cannot be."""
     subject, truth = plain(subject), liveness_only(truth)
     view = viewless(subject)
-    state = empty_state(view.core, 4 * truth.n_ops + 64, 0)
-    load(state, view.contract(random_order(truth, np.random.default_rng(seed))))
+    order = view.contract(random_order(truth, np.random.default_rng(seed)))
+    state = empty_state(view.core, order, 0)
+    load(state, order)
     for _ in range(2):
         now = steps_of(state)
         expected = np.array(naive_steps(truth, now.tolist())) - truth.base_bytes
@@ -85,8 +86,9 @@ def intervals(subject: Problem, truth: Problem, seed: int) -> None:
 def core(subject: Problem, truth: Problem, seed: int) -> None:
     """Without views and back: the result is an order that can be."""
     view = viewless(subject)
-    state = empty_state(view.core, 4 * truth.n_ops + 64, 0)
-    load(state, view.contract(random_order(truth, np.random.default_rng(seed))))
+    order = view.contract(random_order(truth, np.random.default_rng(seed)))
+    state = empty_state(view.core, order, 0)
+    load(state, order)
     anneal(state, np.array([seed + 1], np.uint64), 1.0, -1.0, 20_000, 100.0, 50.0, 0.5, np.zeros(1, np.int64))
     check_schedule(truth, Schedule(view.expand(steps_of(state))))
 

@@ -261,7 +261,7 @@ def test_profile_under_change_is_the_simulators(problem: Problem, seed: int) -> 
     problem = liveness_only(problem)
     view = viewless(problem)
     order = view.contract(random_order(problem, np.random.default_rng(seed)))
-    state = empty_state(view.core, 4 * len(order) + 64, 0)
+    state = empty_state(view.core, order, 0)
     load(state, order)
     rng = np.random.default_rng(seed)
     for _ in range(3):

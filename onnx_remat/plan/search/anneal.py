@@ -26,11 +26,11 @@ from onnx_remat.plan.search.moves import (
 from onnx_remat.plan.search.state import EXCESS, WORK, State
 from onnx_remat.plan.search.tuning import (
     ADD,
-    CHAIN,
     FEASIBLE_SHARE,
     HOIST,
     HOISTED,
     HOT_READ,
+    LOG,
     PERIOD,
     PRICE_STEP,
     REMOVE,
@@ -66,7 +66,7 @@ def anneal(s: State, rng, cost, floor, work, hot, cold, price, stop):  # type: i
     order, fits
         The cheapest order within the budget, else the one with the least excess.
     """
-    log, hoisted = np.empty((2 * CHAIN + 8, 2), np.int64), np.empty(HOISTED, np.int64)
+    log, hoisted = np.empty((LOG, 2), np.int64), np.empty(HOISTED, np.int64)
     best = unload(s)
     best_cost = cost if s.totals[EXCESS] == 0 else np.inf
     least = s.totals[EXCESS]

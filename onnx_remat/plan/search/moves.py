@@ -1,7 +1,8 @@
 """Moves on an order under change: put recomputes in, take them out, run events elsewhere.
 
 Each move logs the events it changes, as (event, place it left, or -1 where it came in), so that it can be
-undone. A move that turns out to be void returns an infinite cost.
+undone. A move that turns out to be void returns an infinite cost. So would one that its log has no room for;
+`tuning.LOG` says why it has.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def _timely(s, o, p):  # type: ignore[no-untyped-def]
 @inlined
 def _insert(s, op, p, log, n):  # type: ignore[no-untyped-def]
     """Run `op` right before the event at place `p`; returns its event or -1, and logs it."""
-    if not _timely(s, op, p):
+    if n == len(log) or not _timely(s, op, p):
         return -1
     e = new_event(s, op)
     if e < 0:
@@ -122,8 +123,12 @@ def removable(s, e):  # type: ignore[no-untyped-def]
 
 @inlined
 def remove(s, e, log, n):  # type: ignore[no-untyped-def]
-    """Take out `e`, then what nobody reads for want of it; returns the log's new length and the cost
-    saved."""
+    """Take out `e`, then what nobody reads for want of it; returns the log's new length and the cost saved.
+
+    That takes up to CHAIN entries: where the log may not have them, nothing is taken out, and the move is void.
+    """
+    if n + CHAIN > len(log):
+        return n, -np.inf
     start, done = n, n
     saved = 0.0
     log[n, 0] = e
@@ -255,9 +260,12 @@ def shift(s, rng, e, log):  # type: ignore[no-untyped-def]
     """
     o, p, node = s.events[e].op, s.events[e].place, s.events[e].node
     op = s.ops[o]
-    x = node + int(draw(rng) * (op.reads + op.writes))
+    touches = op.reads + op.writes
+    x = node + int(draw(rng) * touches)
     q = -1
     kind = draw(rng)
+    if touches == 0:
+        kind = 1.0  # it has no neighbours, and what is at `x` is another's, or nothing
     if kind < 0.35:
         b = s.nodes[x].after
         if kind < 0.15 and b >= 0:

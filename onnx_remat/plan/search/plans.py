@@ -16,7 +16,7 @@ from onnx_remat.plan.search.anneal import anneal
 from onnx_remat.plan.search.core import Viewless
 from onnx_remat.plan.search.loading import load
 from onnx_remat.plan.search.state import EXCESS, State, empty_state
-from onnx_remat.plan.search.tuning import FIRST_PRICE, LANES, PLACES_PER_STEP
+from onnx_remat.plan.search.tuning import FIRST_PRICE, LANES
 from onnx_remat.problem import Ints, Problem, Schedule
 
 
@@ -77,7 +77,7 @@ def fits(view: Viewless, plan: Plan, budget: int) -> bool:
 
 
 def _loaded(view: Viewless, order: Ints, budget: int) -> State:
-    state = empty_state(view.core, PLACES_PER_STEP * len(order) + 64, budget - view.problem.base_bytes)
+    state = empty_state(view.core, order, budget - view.problem.base_bytes)
     load(state, order)
     return state
 

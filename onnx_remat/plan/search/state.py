@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from onnx_remat.plan.search.core import Core
-from onnx_remat.problem import Longs
+from onnx_remat.plan.search.tuning import PLACES_PER_STEP
+from onnx_remat.problem import Ints, Longs
 
 Records: TypeAlias = npt.NDArray[Any]
 
@@ -84,8 +85,9 @@ class State(NamedTuple):
     totals: Longs
 
 
-def empty_state(core: Core, places: int, budget: int) -> State:
-    """A state with no event in it; `budget` excludes the residents."""
+def empty_state(core: Core, order: Ints, budget: int) -> State:
+    """A state with no event in it and room for those of `order` and for moves; `budget` excludes the residents."""
+    places = PLACES_PER_STEP * len(order) + 64
     reads, writes = np.diff(core.in_ptr), np.diff(core.out_ptr)
     ops = np.zeros(len(reads), _OP)
     ops["slot"] = core.in_ptr[:-1] + core.out_ptr[:-1]
@@ -103,9 +105,10 @@ def empty_state(core: Core, places: int, budget: int) -> State:
     take_ptr[1:][is_write] = np.diff(core.take_ptr)
     events = np.zeros(places, _EVENT)
     events["place"] = -1
-    room = int(len(slots) * (places / max(int((reads + writes > 0).sum()), 1) + 1)) + int(
-        (reads + writes).max(initial=0)
-    )
+    touches = reads + writes
+    # What an average order takes, and in any case what this one does: `load` does not ask whether there is room.
+    room = int(len(slots) * (places / max(int((touches > 0).sum()), 1) + 1))
+    room = max(room, int(touches[order].sum(dtype=np.int64))) + int(touches.max(initial=0))
     totals = np.array([0, 0, 0, 0, budget, core.hold_unread, 0], np.int64)
     return State(
         np.full(places, -1, np.int64), np.full(places, -IDLE, np.int64), ops, values, events,

@@ -43,13 +43,16 @@ FIRST_PRICE = 0.1
 # --- single moves (moves) ---
 
 CHAIN = 40
-"""Events one move may put in or take out: by reckoning, the room in the log of a move."""
+"""Events that one removal may take out, what nobody reads then included: by reckoning."""
 EARLY = 0.3
 """How often a recompute goes where an input was last used, not just before its reader: by hand."""
 LONGEST_ADDED = 16
 """Recomputes one move may add: by hand; few are long, as most long chains are turned down."""
 HOISTED = 16
 """Events one move may run earlier: by reckoning, as LONGEST_ADDED."""
+LOG = max(3 * CHAIN, HOISTED * (CHAIN + 1))
+"""Room in the log of a move: `add` begins no removal behind CHAIN entries, and a swap adds one removal more; `hoist`
+puts HOISTED events in and removes as many."""
 NEAR = 3
 """An input that ended this few places before is held, not recomputed: by hand."""
 TRIES = 12

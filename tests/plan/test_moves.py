@@ -1,0 +1,74 @@
+"""Single moves of the annealing, drawn on purpose: what they log has room, and the profile stays true."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from onnx_remat.ort.simulate.buffers import simulate
+from onnx_remat.plan.search.anneal import anneal
+from onnx_remat.plan.search.core import viewless
+from onnx_remat.plan.search.loading import load, unload
+from onnx_remat.plan.search.state import EXCESS, State, empty_state
+from onnx_remat.plan.search.tuning import CHAIN, HOIST, HOISTED
+from onnx_remat.problem import Problem
+from tests.support.planner_problems import build
+
+
+def draws(seeds: npt.NDArray[np.uint64], count: int) -> npt.NDArray[np.float64]:
+    """What `moves.draw` gives for each seed, one row a draw."""
+    found, x = [], seeds.copy()
+    for _ in range(count):
+        x ^= x << np.uint64(13)
+        x ^= x >> np.uint64(7)
+        x ^= x << np.uint64(17)
+        found.append((x >> np.uint64(11)).astype(np.float64) / 2.0**53)
+    return np.array(found)
+
+
+def one_move(state: State, seed: np.uint64) -> None:
+    """One move, whatever it costs."""
+    anneal(state, np.array([seed], np.uint64), 1.0, -1e9, 1, 1e9, 1e8, 1.0, np.zeros(1, np.int64))
+
+
+def is_true(state: State, problem: Problem) -> bool:
+    """Whether the profile is the simulator's."""
+    steps = state.events["op"][state.at[state.at >= 0]]
+    levels = simulate(problem, steps).step_bytes - problem.base_bytes - 10**6
+    return bool((state.level[state.at >= 0] == levels).all() and state.totals[EXCESS] == np.maximum(levels, 0).sum())
+
+
+def test_the_longest_move_has_room_in_its_log() -> None:
+    """A reader goes back with all it needs; each of what that leaves behind leaves as much behind as it may."""
+    wide, deep = HOISTED - 1, CHAIN - 1
+    leaves = [([], [v]) for v in range(wide * deep)]
+    early = len(leaves)  # what the reader goes back to
+    middle = [([*range(i * deep, (i + 1) * deep)], [early + 1 + i]) for i in range(wide)]
+    reader = ([early, *range(early + 1, early + 1 + wide)], [early + 1 + wide])
+    late = [([early + 1 + i], [early + 2 + wide + i]) for i in range(wide)]  # they read what the reader read
+    ops = [*leaves, ([], [early]), *middle, reader, *late]
+    problem = build(ops, [1] * len(ops), [len(ops) - 1], hold_unread=False)
+    first, again = range(early + 1 + wide), [*range(early), *range(early + 1, early + 1 + wide)]
+    order = np.array([*first, *again, *range(early + 1 + wide, len(ops))], np.int32)
+    at = len(first) + len(again)  # the reader's place
+    seeds = np.arange(1, 2_000_000, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    _, kind, _, event, read = draws(seeds, 5)
+    fit = (kind > 1 - HOIST) & ((event * len(order)).astype(int) == at) & ((read * (wide + 1)).astype(int) == 0)
+    state = empty_state(viewless(problem).core, order, 10**6)
+    load(state, order)
+    one_move(state, seeds[np.argmax(fit)])
+    steps = state.events["op"][state.at[state.at >= 0]]
+    # It put in HOISTED, and took out the reader and, with all they alone had read, the others.
+    assert fit.any() and len(steps) == len(order) + HOISTED - 1 - wide * CHAIN
+    assert is_true(state, problem)
+
+
+def test_an_order_that_repeats_the_widest_op_has_room() -> None:
+    """The room for touches is that of an average order, which this one is not."""
+    wide = 100
+    ops = [*(([], [v]) for v in range(wide)), ([*range(wide)], [wide]), ([wide], [wide + 1])]
+    problem = build(ops, [1] * len(ops), [wide + 1], hold_unread=False)
+    order = np.array([*range(wide), *[wide] * 600, wide + 1], np.int32)
+    state = empty_state(viewless(problem).core, order, 10**6)
+    load(state, order)
+    assert unload(state).tolist() == order.tolist() and is_true(state, problem)
