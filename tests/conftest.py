@@ -10,7 +10,7 @@ import onnx
 import pytest
 
 import onnx_remat
-from onnx_remat.compiled import source_hash
+from onnx_remat.compiled import build
 from tests.support.graphs import mlp
 
 
@@ -35,15 +35,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Compile the kernels once, before the workers start: each would compile all of them by itself."""
     package = Path(onnx_remat.__file__).parent
-    if not hasattr(session.config, "workerinput") and not any(package.rglob(f"*{source_hash(package)}*.nbi")):
+    if not hasattr(session.config, "workerinput") and not any(package.rglob(f"*_{build(package)}-*.nbi")):
         subprocess.run([sys.executable, "-c", _COMPILES], cwd=session.config.rootpath, check=True)
 
 
 _COMPILES = """
 import onnx_remat
 from onnx_remat.ort.simulate import layout
-import onnx_remat
-from onnx_remat.compiled import source_hash
 from tests.support.graphs import mlp
 layout.load_compiled()
 for run_by in ("session", "loop"):

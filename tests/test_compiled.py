@@ -85,6 +85,46 @@ def test_a_package_that_cannot_be_written_is_cached_for_the_user_and_not_stale(t
     assert files < more
 
 
+MODULE = """
+import numpy as np
+from onnx_remat.compiled import compiled, inlined
+
+@inlined
+def _put(array, i):
+    array[i] = 1
+
+@compiled
+def direct(array, i):
+    array[i] = 1
+
+@compiled
+def through(array, i):
+    _put(array, i)
+
+for function in (direct, through):
+    try:
+        function(np.zeros(4)[:2], 3)  # out of bounds, and within the memory behind it
+        print("nothing", sum(function.stats.cache_hits.values()))
+    except IndexError:
+        print("IndexError", sum(function.stats.cache_hits.values()))
+"""
+
+
+def test_indices_are_checked_where_that_is_asked_for_and_nowhere_else(tmp_path: Path) -> None:
+    """Whatever is in the cache: either kind of code is found there the second time, and never the other."""
+    (tmp_path / "module.py").write_text(MODULE)
+
+    def run(checks: dict[str, str]) -> list[str]:
+        environment = {"PYTHONPATH": str(PACKAGE.parent), **checks}
+        call = [sys.executable, "-c", "import module"]
+        done = subprocess.run(call, capture_output=True, text=True, env=environment, cwd=tmp_path, check=True)
+        return done.stdout.splitlines()
+
+    for hits in (0, 1):
+        assert run({}) == [f"nothing {hits}"] * 2
+        assert run({"NUMBA_BOUNDSCHECK": "1"}) == [f"IndexError {hits}"] * 2
+
+
 def test_a_full_disk_costs_the_cache_and_nothing_else(tmp_path: Path) -> None:
     copy = tmp_path / "site" / "onnx_remat"
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__", "converters"))
