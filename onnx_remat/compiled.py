@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from numba import config, njit
+from numba.core.registry import CPUDispatcher
 
 SOURCES = ("compiled.py", "problem.py", "ort/simulate", "plan", "write/private_buffers.py")
 """Files and folders of the package that compiled functions, and the constants in them, come from."""
@@ -37,7 +38,27 @@ def compiled(function: Callable[..., Any]) -> Any:
     dispatcher = njit(cache=True, nogil=True, no_cfunc_wrapper=True)(function)  # type: ignore[call-overload]
     if cache := getattr(dispatcher, "_cache", None):  # none where compiling is switched off
         cache.save_overload = _saved_with_care(cache.save_overload, cache.cache_path)
+        dispatcher.__class__ = _Interruptible
     return dispatcher
+
+
+class _Interruptible(CPUDispatcher):  # type: ignore[misc, unused-ignore]
+    """A compiled function that lets an interruption out as it is.
+
+    A signal's handler may run while results are made into Python's objects. What it raises, a KeyboardInterrupt say,
+    is then the cause of a SystemError, or the cause of its cause: a result with an exception set.
+    """
+
+    def __call__(self, *arguments: Any) -> Any:
+        try:
+            return super().__call__(*arguments)
+        except SystemError as error:
+            cause: BaseException | None = error
+            while isinstance(cause, SystemError):
+                cause = cause.__cause__
+            if cause is None:
+                raise
+            raise cause from None
 
 
 def is_compiled(function: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,8 @@ import pytest
 
 import onnx_remat
 from onnx_remat.compiled import SOURCES, source_hash
+from onnx_remat.ort.simulate import buffers
+from tests.support.planner_problems import chain
 
 PACKAGE = Path(onnx_remat.__file__).parent
 
@@ -123,6 +126,31 @@ def test_indices_are_checked_where_that_is_asked_for_and_nowhere_else(tmp_path: 
     for hits in (0, 1):
         assert run({}) == [f"nothing {hits}"] * 2
         assert run({"NUMBA_BOUNDSCHECK": "1"}) == [f"IndexError {hits}"] * 2
+
+
+class Interruption(BaseException):
+    """What the handler of a signal raises."""
+
+
+def test_what_a_handler_raises_within_a_compiled_function_comes_out_as_it_is() -> None:
+    """Not as the SystemError that numba makes of it where the results are made into objects, most of the time here."""
+
+    def interrupt(_number: int, _frame: object) -> None:
+        raise Interruption
+
+    problem = chain(2000)
+    order = range(problem.n_ops)
+    buffers.simulate(problem, order)
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for turn in range(200):
+            with pytest.raises(Interruption):
+                signal.setitimer(signal.ITIMER_REAL, 1e-4 * (1 + turn % 20))
+                while True:
+                    buffers.simulate(problem, order)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_a_full_disk_costs_the_cache_and_nothing_else(tmp_path: Path) -> None:
