@@ -12,11 +12,11 @@ import onnx_ir as ir
 import torch
 
 from onnx_remat.errors import ConversionError
+from onnx_remat.ir.shapes import INITIAL_KEY
 
 from .. import check as checking
 from . import optim, updates, verify
 from .batch import Batch
-from .initial import SCALARS
 from .lower import finish, lower
 from .recipe import Recipe
 from .trace import Loss, Step, trace
@@ -69,7 +69,7 @@ def export(
     finish(made, len(step.batch.names), gradients=not step.optimizers)
     proto = ir.to_proto(made)
     if scalars := {name: value.item() for name, value in step.recipe.state({}).items()}:
-        proto.metadata_props.add(key=SCALARS, value=json.dumps(scalars))
+        proto.metadata_props.add(key=INITIAL_KEY, value=json.dumps(scalars))
     if check:
         checking.record(proto, found)
     return proto

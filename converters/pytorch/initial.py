@@ -8,12 +8,11 @@ import numpy as np
 import onnx
 import torch
 
+from onnx_remat.ir.shapes import INITIAL_KEY
+
 from .. import names
 from . import optim, recipe, updates
 from .arrays import array
-
-SCALARS = "onnx_remat.initial"
-"""Metadata of a step: first values of scalars that neither the model nor the optimizer tells, by input name."""
 
 
 def initial_feeds(
@@ -24,7 +23,7 @@ def initial_feeds(
     Parameters
     ----------
     step : onnx.ModelProto
-        Made by `export_training_step` of this model and optimizer.
+        Made by `export_training_step` of this model and optimizer, or what rewriting made of it.
     model, optimizer
         Before its first step, the optimizer's state is what that step would start from.
 
@@ -42,7 +41,7 @@ def initial_feeds(
         tensors[names.state(name, recipe.SUM)] = torch.zeros_like(parameter)
         tensors[names.state(name, recipe.AVERAGE)] = parameter
     given = {entry.key: entry.value for entry in step.metadata_props}
-    scalars = json.loads(given.get(SCALARS, "{}")) | optim.settings(optim.each(optimizer))
+    scalars = json.loads(given.get(INITIAL_KEY, "{}")) | optim.settings(optim.each(optimizer))
     feeds = {}
     for value in step.graph.input:
         if value.name in scalars:

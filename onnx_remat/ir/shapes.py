@@ -35,6 +35,18 @@ DIMS_KEY = TAG + "dims"
 SHAPES_KEY = TAG + "shapes"
 """Model metadata: what a rewrite left open on purpose, as JSON: value -> data type and dimensions."""
 
+INITIAL_KEY = TAG + "initial"
+"""Model metadata of a converted step: first values of its scalar states, as JSON: input -> number."""
+
+
+def is_of_a_plan(key: str) -> bool:
+    """Whether a key of a model's metadata speaks of one rewrite, not of the step, so that the next one drops it.
+
+    >>> is_of_a_plan(TAG + "budget_bytes"), is_of_a_plan(INITIAL_KEY), is_of_a_plan("check.error")
+    (True, False, False)
+    """
+    return key.startswith(TAG) and key != INITIAL_KEY
+
 
 @dataclass(frozen=True, slots=True)
 class Tensor:

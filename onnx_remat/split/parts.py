@@ -199,7 +199,7 @@ def _part(step: Step, ops: Sequence[Op], outputs: Sequence[str], title: str) -> 
     model = onnx.ModelProto(ir_version=step.graph.model.ir_version, producer_name=step.graph.model.producer_name)
     model.opset_import.extend(step.graph.model.opset_import)
     for prop in step.graph.model.metadata_props:  # a plan's promises, its budget say, are of the whole step
-        if prop.key == shapes.SHAPES_KEY or not prop.key.startswith(shapes.TAG):
+        if prop.key == shapes.SHAPES_KEY or not shapes.is_of_a_plan(prop.key):
             model.metadata_props.append(prop)
     part = model.graph
     part.name = f"{whole.name or 'graph'}.{title}"

@@ -27,7 +27,7 @@ from onnx_remat.ir.dropout import is_draw, is_product, kept, spelled_out, whole
 from onnx_remat.ir.graph import Graph, Op, is_constant
 from onnx_remat.ir.op_semantics import overwritten, semantics
 from onnx_remat.ir.opsets import opset_of
-from onnx_remat.ir.shapes import SHAPES_KEY, TAG, Dim, Tensor
+from onnx_remat.ir.shapes import SHAPES_KEY, TAG, Dim, Tensor, is_of_a_plan
 from onnx_remat.ort.moves import DOWN, UP, is_move, made_by
 from onnx_remat.write.barriers import MIN_OPSET, Barriers
 from onnx_remat.write.control_edges import held_slots
@@ -83,7 +83,7 @@ def rewrite(
 
 
 def _set_metadata(model: onnx.ModelProto, metadata: Mapping[str, str]) -> None:
-    kept = [(p.key, p.value) for p in model.metadata_props if not p.key.startswith(TAG)]
+    kept = [(p.key, p.value) for p in model.metadata_props if not is_of_a_plan(p.key)]
     del model.metadata_props[:]
     for key, value in [*kept, *metadata.items()]:
         model.metadata_props.add(key=key, value=value)

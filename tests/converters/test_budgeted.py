@@ -537,3 +537,35 @@ def test_refusals_say_why():
     optimizer.state.clear()
     fails("is gone from the module or the optimizer")
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def deep():
+    torch.manual_seed(0)
+    layers = [layer for _ in range(3) for layer in (nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16), nn.GELU())]
+    return nn.Sequential(*layers, nn.Linear(16, 5))
+
+
+def test_micro_batches_and_a_scaler_within_a_budget():
+    """A step that overflows is left out, its state too; counts and scale go on in the rewritten file."""
+    ours, theirs = deep(), deep()
+    mine, other = (torch.optim.AdamW(each.parameters(), 0.01) for each in (ours, theirs))
+    scaler, own = (torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2) for _ in range(2))
+    generator = torch.Generator().manual_seed(1)
+    data = [(torch.randn(4096, 16, generator=generator), torch.arange(4096) % 5) for _ in range(8)]
+    data[3][0][:] = float("inf")  # in the second update
+    step = budgeted(ours, cross_entropy, mine, data[0], "85%", accumulate=2, scaler=scaler, planning={"effort": 0.2})
+    assert step.report.recomputed
+    for index, (x, y) in enumerate(data):
+        loss = cross_entropy(theirs(x), y)
+        assert step((x, y)) == pytest.approx(loss.item(), rel=1e-4, nan_ok=True)
+        own.scale(loss / 2).backward()
+        if index % 2:
+            before = theirs[0].weight.clone()
+            own.step(other)
+            own.update()
+            other.zero_grad()
+            assert torch.equal(before, theirs[0].weight) == (index == 3)
+        assert step.extra["state.scaler.scale"].item() == own.get_scale()
+        close(ours, theirs, 1e-4)
+    for name, tensor in zip("ab", (mine, other), strict=True):
+        assert {int(pieces["step"]) for pieces in tensor.state.values()} == {3}, name
