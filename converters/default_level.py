@@ -7,6 +7,7 @@ the default ones compute something else: see `onnx_remat.ort.known_bugs`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import ml_dtypes
 import numpy as np
@@ -15,7 +16,7 @@ import onnx
 from onnx_remat.errors import ConversionError
 from onnx_remat.ir.op_semantics import semantics
 from onnx_remat.ort import known_bugs, runtime
-from onnx_remat.run import heap
+from onnx_remat.run import fixed_draws, heap
 
 from . import check, names
 
@@ -39,11 +40,27 @@ def is_random(model: onnx.ModelProto) -> bool:
     return any(semantics(node.domain, node.op_type).random for node in model.graph.node)
 
 
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """Outputs of a step run without optimisations, and what its random nodes drew; arrays by name."""
+
+    outputs: dict[str, np.ndarray]
+    drawn: dict[str, np.ndarray]
+
+
+def run(model: onnx.ModelProto, feeds: Mapping[str, np.ndarray]) -> Plain:
+    """Run a step once without optimisations."""
+    shown, draws = fixed_draws.with_draws_shown(model)
+    made = runtime.outputs(shown, feeds)
+    return Plain({value.name: made[value.name] for value in model.graph.output}, {name: made[name] for name in draws})
+
+
 def compare(
     model: onnx.ModelProto,
     feeds: Mapping[str, np.ndarray],
     plain: Mapping[str, np.ndarray],
     tolerance: Mapping[str, float] = check.TOLERANCE,
+    drawn: Mapping[str, np.ndarray] | None = None,
 ) -> None:
     """Run a step with default optimisations, and compare every output with the step run without them.
 
@@ -53,23 +70,27 @@ def compare(
     Parameters
     ----------
     model : onnx.ModelProto
-        Its random nodes have seeds.
     feeds, plain : mapping of str to array
         A value for every input, and every output with optimisations off.
     tolerance : mapping of str to float
         As in `check.compare`.
+    drawn : mapping of str to array, optional
+        What random nodes drew in the run that `plain` is of. With other optimisations they draw something else, seeded
+        or not: their generators count calls, and a mask that nobody reads is not drawn alike.
 
     Raises
     ------
     ConversionError
         They differ: ONNX Runtime computes the step wrongly.
     """
+    drawn = drawn or {}
+    model = fixed_draws.with_draws_given(model, drawn) if drawn else model
     expected = changes({value.name: plain[value.name] for value in model.graph.output}, feeds)
-    made = changes(runtime.outputs(model, feeds, "all"), feeds)
+    made = changes(runtime.outputs(model, {**feeds, **drawn}, "all"), feeds)
     heap.trim()
     steps = {name: rounding(plain[name]) for name in expected if _before(name, feeds) is not None}
     found = check.differences(made, expected, tolerance, steps)
-    moved = _moved_by_rounding(model, feeds, plain) if found.wrong else iter(())
+    moved = _moved_by_rounding(model, feeds, plain, drawn) if found.wrong else iter(())
     while found.wrong and (largest := next(moved, None)) is not None:  # a step takes long: one sample is often enough
         noise = {name: max(largest.get(name, 0.0), steps.get(name, 0.0)) for name in expected}
         found = check.differences(made, expected, tolerance, noise)
@@ -106,14 +127,17 @@ def rounding(value: np.ndarray) -> float:
 
 
 def _moved_by_rounding(
-    model: onnx.ModelProto, feeds: Mapping[str, np.ndarray], plain: Mapping[str, np.ndarray]
+    model: onnx.ModelProto,
+    feeds: Mapping[str, np.ndarray],
+    plain: Mapping[str, np.ndarray],
+    drawn: Mapping[str, np.ndarray],
 ) -> Iterator[dict[str, float]]:
     """How far each output moves, at most, when float inputs move by as much as kernels round: in 1, 2... samples."""
     generator = np.random.default_rng(0)
     largest: dict[str, float] = {}
     for _ in range(_DRAWS):
         moved = {name: _nudged(value, generator) for name, value in feeds.items()}
-        made = changes(runtime.outputs(model, moved), moved)
+        made = changes(runtime.outputs(model, {**moved, **drawn}), moved)
         for name, value in changes({name: plain[name] for name in made}, feeds).items():
             if check.is_float(value) and value.shape == made[name].shape:
                 with np.errstate(invalid="ignore"):  # infinities

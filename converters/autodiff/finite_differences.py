@@ -18,7 +18,6 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
 from onnx_remat.errors import ConversionError
-from onnx_remat.ort import runtime
 
 from .. import default_level, names
 from ..check import note
@@ -105,9 +104,9 @@ def check(
     narrow = widened(settled, ir.DataType.FLOAT)
     kinds = {v.name: onnx.helper.tensor_dtype_to_np_dtype(v.type.tensor_type.elem_type) for v in narrow.graph.input}
     single = {name: exact[name].astype(kind) for name, kind in kinds.items()}
-    plain = runtime.outputs(narrow, single)
-    precision = None if default_level.is_random(step) else _precision(plain, made, line.noise)
-    default_level.compare(narrow, single, plain)
+    plain = default_level.run(narrow, single)
+    precision = None if default_level.is_random(step) else _precision(plain.outputs, made, line.noise)
+    default_level.compare(narrow, single, plain.outputs, drawn=plain.drawn)
     return Found(worst, line.untold(), precision)
 
 

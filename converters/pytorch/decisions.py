@@ -145,7 +145,10 @@ class Recorder(Watch):
         if func in DRAWS:
             self.seen.append((made[1] if isinstance(made, tuple) else made).clone())
         elif torch.Tag.nondeterministic_seeded in func.tags:
-            raise ConversionError(f"{func} draws random numbers in a way that cannot be checked: use check=False")
+            raise ConversionError(
+                f"{func} draws random numbers as no step can{refusals.here()}: draw with torch.rand, torch.randn, "
+                "torch.bernoulli, torch.randint or a Dropout"
+            )
         return made
 
 

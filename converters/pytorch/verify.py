@@ -11,7 +11,6 @@ import onnx
 import onnx_ir as ir
 
 from onnx_remat.errors import ConversionError
-from onnx_remat.ort import runtime
 from onnx_remat.run import heap
 
 from .. import check, default_level, names
@@ -46,7 +45,9 @@ def step(made: ir.Model, traced: Step) -> check.Check:
         inputs[COUNT] = inputs[COUNT] + traced.recipe.accumulate - 1
     feeds = {name: np.array(array(value)) for name, value in inputs.items() if name in known}
     plain, run = _run(made, feeds)
-    found = {name: value.astype(NARROW.numpy()) if name in run.narrow else value for name, value in plain.items()}
+    found = {
+        name: value.astype(NARROW.numpy()) if name in run.narrow else value for name, value in plain.outputs.items()
+    }
     seen = [found.pop(name) for name in watched(list(found))]
     expected = reference.outputs(traced, seen, tolerance)
     for buffer in traced.buffers:  # one that the step only reads is not put out
@@ -72,7 +73,7 @@ def step(made: ir.Model, traced: Step) -> check.Check:
         updated = {name: found[name] for name in found if name in of_update}
         gradients = {name: value for name, value in found.items() if name.startswith(names.gradient(""))}
         _update(traced, updated, gradients, feeds)
-    default_level.compare(run.model, run.feeds, plain, tolerance)
+    default_level.compare(run.model, run.feeds, plain.outputs, tolerance, plain.drawn)
     return result
 
 
@@ -100,14 +101,14 @@ class _Run:
     narrow: frozenset[str]
 
 
-def _run(model: ir.Model, feeds: dict[str, np.ndarray]) -> tuple[dict[str, np.ndarray], _Run]:
-    """Outputs of the model without optimisations."""
+def _run(model: ir.Model, feeds: dict[str, np.ndarray]) -> tuple[default_level.Plain, _Run]:
+    """What the model makes without optimisations."""
     narrow = frozenset(str(v.name) for node in model.graph for v in node.outputs if v.dtype == NARROW)
     if narrow:
         model, feeds = widened(model), {name: wide(feed) for name, feed in feeds.items()}
     proto = default_level.seeded(ir.to_proto(model))
     outputs = list(proto.graph.output)
-    plain = runtime.outputs(proto, feeds)
+    plain = default_level.run(proto, feeds)
     heap.trim()  # the reference takes as much again
     beside = set(watched([value.name for value in outputs]))
     del proto.graph.output[:]

@@ -109,28 +109,99 @@ def without_chance(model: onnx.ModelProto, tensors: Mapping[str, Tensor]) -> onn
     return settled
 
 
+def with_draws_shown(model: onnx.ModelProto) -> tuple[onnx.ModelProto, tuple[str, ...]]:
+    """A copy whose outputs include everything that random nodes of the main graph draw, and the names of the draws.
+
+    Of a Dropout the draw is its mask, which the copy gives a name where the original has none. A Dropout whose ratio
+    or mode only the run will tell is left as it is, here and in `with_draws_given`.
+    """
+    shown = onnx.ModelProto()
+    shown.CopyFrom(model)
+    drawn: list[str] = []
+    for node in _with_a_draw(shown):
+        if node.op_type == "Dropout":
+            node.output[:] = [node.output[0], _mask(node)]
+        drawn.append(node.output[-1])
+    known = {value.name for value in shown.graph.output}
+    shown.graph.output.extend(onnx.ValueInfoProto(name=name) for name in drawn if name not in known)
+    return shown, tuple(drawn)
+
+
+def with_draws_given(model: onnx.ModelProto, drawn: Mapping[str, np.ndarray]) -> onnx.ModelProto:
+    """A copy that reads as inputs what another run drew; names as from `with_draws_shown`.
+
+    Examples
+    --------
+    >>> noisy = onnx.parser.parse_model('''<ir_version: 9, opset_import: ["" : 20]>
+    ...     g (float[2] x) => (float[2] y) { n = RandomNormalLike (x)  y = Add (x, n) }''')
+    >>> [value.name for value in with_draws_given(noisy, {"n": np.zeros(2, np.float32)}).graph.input]
+    ['x', 'n']
+    """
+    given = onnx.ModelProto()
+    given.CopyFrom(model)
+    nodes, stated = list(given.graph.node), constants(model.graph)
+    known = (*given.graph.value_info, *given.graph.output, *given.graph.input)
+    dtypes = {value.name: value.type.tensor_type.elem_type for value in known}
+    random = {node.output[0] for node in _with_a_draw(model)}
+    del given.graph.node[:]
+    for node in nodes:
+        if node.output[0] not in random:
+            given.graph.node.append(node)
+        elif node.op_type == "Dropout":
+            given.graph.node.extend(_product(node, _mask(node), dtypes[node.output[0]], stated))
+    given.graph.input.extend(
+        helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(values.dtype), values.shape)
+        for name, values in drawn.items()
+    )
+    return given
+
+
 def _settle(
     node: onnx.NodeProto, tensors: Mapping[str, Tensor], stated: Mapping[str, onnx.TensorProto]
 ) -> list[onnx.NodeProto]:
     first = tensors[node.output[0]]
     draw = np.random.default_rng(zlib.crc32(node.output[0].encode()))
     if node.op_type == "Dropout":
-        keep = dropout.kept_share(node, stated) or np.float32(0.5)
-        stem = f"{TAG}chance.{node.output[0]}"
-        mask = draw.random(first.shape) < keep
-        kept = [_constant(f"{stem}.mask", mask, TensorProto.BOOL)]
-        kept += [helper.make_node("Identity", [kept[0].output[0]], [name]) for name in node.output[1:2] if name]
-        return [
-            *kept,
-            _constant(f"{stem}.factor", mask, first.dtype),
-            _constant(f"{stem}.keep", np.asarray(keep), first.dtype),
-            helper.make_node("Mul", [node.input[0], f"{stem}.factor"], [f"{stem}.masked"]),
-            helper.make_node("Div", [f"{stem}.masked", f"{stem}.keep"], [node.output[0]]),
-        ]
+        mask = _mask(node)
+        drawn = draw.random(first.shape) < _keep(node, stated)
+        return [_constant(mask, drawn, TensorProto.BOOL), *_product(node, mask, first.dtype, stated)]
     values = draw.standard_normal(first.shape) if "Normal" in node.op_type else draw.random(first.shape)
     if node.op_type in ("Bernoulli", "Multinomial"):
         values = np.round(values)
     return [_constant(node.output[0], values, first.dtype)]
+
+
+def _with_a_draw(model: onnx.ModelProto) -> list[onnx.NodeProto]:
+    """Random nodes whose results follow from their draws."""
+    stated = constants(model.graph)
+    return [
+        node
+        for node in random_nodes(model)
+        if node.op_type != "Dropout"
+        or (dropout.training_mode(node, stated) and dropout.kept_share(node, stated) is not None)
+    ]
+
+
+def _mask(node: onnx.NodeProto) -> str:
+    """Name of a Dropout's mask, which it need not put out itself."""
+    return "".join(node.output[1:2]) or f"{TAG}chance.{node.output[0]}.mask"
+
+
+def _keep(node: onnx.NodeProto, stated: Mapping[str, onnx.TensorProto]) -> np.float32:
+    return dropout.kept_share(node, stated) or np.float32(0.5)
+
+
+def _product(
+    node: onnx.NodeProto, mask: str, dtype: int, stated: Mapping[str, onnx.TensorProto]
+) -> list[onnx.NodeProto]:
+    """A Dropout by its mask, as the kernel computes it."""
+    stem = f"{TAG}chance.{node.output[0]}"
+    return [
+        helper.make_node("Cast", [mask], [f"{stem}.factor"], to=dtype),
+        _constant(f"{stem}.keep", np.asarray(_keep(node, stated)), dtype),
+        helper.make_node("Mul", [node.input[0], f"{stem}.factor"], [f"{stem}.masked"]),
+        helper.make_node("Div", [f"{stem}.masked", f"{stem}.keep"], [node.output[0]]),
+    ]
 
 
 def _constant(name: str, values: np.ndarray, dtype: int) -> onnx.NodeProto:

@@ -245,6 +245,21 @@ COMPOSITES: dict[Any, Callable[..., Any]] = {
 }
 
 
+def rrelu(
+    x: torch.Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False
+) -> torch.Tensor:
+    """Slopes below zero are drawn, in training."""
+    if not training:
+        return F.leaky_relu(x, (lower + upper) / 2, inplace)
+    slope = torch.rand_like(x) * (upper - lower) + lower
+    made = torch.where(x > 0, x, x * slope)
+    return x.copy_(made) if inplace else made
+
+
+DRAWING: dict[Any, Callable[..., Any]] = {F.rrelu: rrelu, torch.rrelu: rrelu}
+"""Compositions that draw, and so stand on both sides, where `watch` sees them: torch's own take no draws."""
+
+
 def torchs_cdist(x: torch.Tensor, y: torch.Tensor, p: float = 2.0, compute_mode: Any = None) -> torch.Tensor:
     """torch's own, without its products of matrices for many rows: their distance of a row to itself is no zero."""
     return torch.cdist(x, y, p, "donot_use_mm_for_euclid_dist")
@@ -265,6 +280,8 @@ class Composites(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func in DRAWING:
+            return DRAWING[func](*args, **(kwargs or {}))
         if func not in COMPOSITES:
             return func(*args, **(kwargs or {}))
         with self._watch.paused():
