@@ -23,7 +23,8 @@ from torch._functorch._aot_autograd.logging_utils import (
     setup_stacktrace_preservation_hooks,  # backward nodes say which forward node they are of
 )
 from torch._subclasses.fake_tensor import (
-    FakeTensorMode,  # tensors without data
+    FakeTensor,  # tensors without data
+    FakeTensorMode,
 )
 from torch._subclasses.functional_tensor import (  # what is changed in place becomes values
     FunctionalTensor,
@@ -52,6 +53,7 @@ from torch.utils._python_dispatch import (
 __all__ = [
     "ConstantSource",
     "DimDynamic",
+    "FakeTensor",
     "FakeTensorMode",
     "FunctionalTensor",
     "FunctionalTensorMode",

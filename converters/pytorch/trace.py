@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from onnx_remat.errors import ConversionError
 
 from .. import names
-from . import updates
+from . import repeated, updates
 from .batch import Batch
 from .decisions import Recorder
 from .private_torch import (
@@ -103,8 +103,7 @@ class Step:
             frozen = {name: values[name] for name in self.frozen}
             buffers = {name: values[name].clone() for name in self.buffers}
             state = trainable | frozen | buffers
-            with watch, _paths(self.model):
-                loss = self._loss(state, [values[name] for name in self.batch.names])
+            loss = self._loss(state, values, watch)
         # while tracing, backward nodes are to tell which forward node they are of
         if loss.grad_fn is not None and traceback.has_preserved_node_meta():
             setup_stacktrace_preservation_hooks([loss.grad_fn])
@@ -142,11 +141,25 @@ class Step:
             new = self.recipe.updated(values, given, update)
         return {names.new(name): value for name, value in new.items()}
 
-    def _loss(self, state: dict[str, torch.Tensor], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        positional, keyword = self.batch.arguments(tensors)
+    def forward(self, values: Mapping[str, torch.Tensor], watch: TorchDispatchMode) -> None:
+        """The forward pass alone; plain numbers that the modules keep of it stay."""
+        known = {*self.trainable, *self.frozen, *self.buffers}
+        state = {name: value.clone() if name in self.buffers else value for name, value in values.items()}
+        with traceback.annotate({"phase": "forward", "module": ""}), torch.enable_grad():
+            self._loss({name: value for name, value in state.items() if name in known}, values, watch, counting=True)
+
+    def _loss(
+        self,
+        state: dict[str, torch.Tensor],
+        values: Mapping[str, torch.Tensor],
+        watch: TorchDispatchMode,
+        counting: bool = False,
+    ) -> torch.Tensor:
+        """The loss; `state` are parameters and buffers by name, and then the buffers as the forward pass left them."""
+        positional, keyword = self.batch.arguments([values[name] for name in self.batch.names])
         whole = _Whole(self.model, self.loss)
         within = {_INSIDE + name: value for name, value in state.items()}
-        with _as_it_was(self.model):
+        with _as_it_was(self.model, counting), watch, _paths(self.model):
             made = torch.func.functional_call(whole, within, (positional, keyword))
         state.update({name: within[_INSIDE + name] for name in state})
         return _scalar(made, self.loss is None)
@@ -181,8 +194,11 @@ _REGISTERED = ("_parameters", "_buffers", "_modules")
 
 
 @contextmanager
-def _as_it_was(model: torch.nn.Module) -> Iterator[None]:
-    """What the modules' own code keeps of a run (caches, outputs, counters) goes with it: its tensors have no data."""
+def _as_it_was(model: torch.nn.Module, counting: bool = False) -> Iterator[None]:
+    """What the modules' own code keeps of a run (caches, outputs) goes with it: its tensors have no data.
+
+    Counters, too, but when `counting`.
+    """
     before = [
         (module, dict(vars(module)), {name: dict(vars(module)[name]) for name in _REGISTERED})
         for module in model.modules()
@@ -190,12 +206,15 @@ def _as_it_was(model: torch.nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
+        counted = repeated.numbers(model) if counting else []
         for module, attributes, registered in before:
             vars(module).clear()
             vars(module).update(attributes)
             for name, held in registered.items():
                 vars(module)[name].clear()
                 vars(module)[name].update(held)
+        for module, own in counted:
+            vars(module).update(own)
 
 
 @contextmanager
@@ -296,7 +315,7 @@ def trace(step: Step, dynamic: Mapping[str, Mapping[int, str]], opset: int) -> T
         lines.update(recorder.lines)
         return [*made.values(), *recorder.seen]
 
-    fakes = _fakes(inputs, dynamic)
+    _, fakes = _fakes(inputs, dynamic)
     with traceback.preserve_node_meta(), eager_kernels():
         try:
             graph = capture(flat, fakes, opset)
@@ -304,6 +323,7 @@ def trace(step: Step, dynamic: Mapping[str, Mapping[int, str]], opset: int) -> T
             raise
         except Exception as error:
             raise refusal(error, step.model) from error
+    _check_repeated(step, inputs)
     _check_open(dict(zip(inputs, fakes, strict=True)), step.batch, dynamic)
     _share_paths(graph.graph)
     for node in graph.graph.nodes:
@@ -313,8 +333,10 @@ def trace(step: Step, dynamic: Mapping[str, Mapping[int, str]], opset: int) -> T
     return Trace(graph, tuple(outputs), len(made) - len(outputs), lines)
 
 
-def _fakes(inputs: Mapping[str, torch.Tensor], dynamic: Mapping[str, Mapping[int, str]]) -> list[torch.Tensor]:
-    """Tensors without data; dimensions that are to vary have symbolic sizes."""
+def _fakes(
+    inputs: Mapping[str, torch.Tensor], dynamic: Mapping[str, Mapping[int, str]]
+) -> tuple[Any, list[torch.Tensor]]:
+    """Tensors without data, and the mode they are of; dimensions that are to vary have symbolic sizes."""
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv() if dynamic else None)
     made: list[torch.Tensor] = []
     for name, value in inputs.items():
@@ -323,7 +345,18 @@ def _fakes(inputs: Mapping[str, torch.Tensor], dynamic: Mapping[str, Mapping[int
         context: Any = StatelessSymbolicContext(dynamic_sizes=sizes) if dynamic else None
         source = ConstantSource(f"input_{len(made)}") if dynamic else None
         made.append(mode.from_tensor(value, symbolic_context=context, source=source))
-    return made
+    return mode, made
+
+
+def _check_repeated(step: Step, inputs: Mapping[str, torch.Tensor]) -> None:
+    """Raise ConversionError where Python decides otherwise in another run."""
+    mode, fakes = _fakes(inputs, {})
+    given = {
+        name: fake.requires_grad_() if name in step.trainable else fake
+        for name, fake in zip(inputs, fakes, strict=True)
+    }
+    with traceback.preserve_node_meta(), eager_kernels(), mode:
+        repeated.check(lambda watch: step.forward(given, watch), step.model)
 
 
 def _check_open(traced: Mapping[str, torch.Tensor], batch: Batch, dynamic: Mapping[str, Mapping[int, str]]) -> None:
