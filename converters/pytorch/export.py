@@ -19,6 +19,7 @@ from . import optim, updates, verify
 from .batch import Batch
 from .lower import finish, lower
 from .recipe import Recipe
+from .refusals import check_modules
 from .trace import Loss, Step, trace
 
 
@@ -36,6 +37,7 @@ def step_of(
     ConversionError
         Model, optimizers or settings cannot be part of a step.
     """
+    check_modules(model)
     parameters = dict(model.named_parameters())
     for name, parameter in parameters.items():
         if not parameter.is_floating_point():

@@ -76,6 +76,7 @@ __all__ = [
     "traceback",
     "unvalidated",
     "without_checkpoints",
+    "without_replicas",
     "without_translation",
 ]  # fmt: skip
 
@@ -160,6 +161,17 @@ def unvalidated() -> Iterator[None]:
         yield
     finally:
         Distribution.set_default_validate_args(before)
+
+
+@contextmanager
+def without_replicas() -> Iterator[None]:
+    """`torch.nn.DataParallel` runs its module on the whole batch."""
+
+    def forward(self: torch.nn.DataParallel[torch.nn.Module], *positional: Any, **keyword: Any) -> Any:
+        return self.module(*positional, **keyword)
+
+    with patch.object(torch.nn.DataParallel, "forward", forward):
+        yield
 
 
 class _Plain:

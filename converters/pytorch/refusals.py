@@ -42,6 +42,19 @@ _OURS = str(Path(__file__).parent)
 _CALLER = str(Path(_OURS, "trace.py"))  # what runs the model
 
 
+def check_modules(model: torch.nn.Module) -> None:
+    """ConversionError where a module is not Python's own code, or would leave out what it does between processes."""
+    for path, module in model.named_modules():
+        which = f"module {path!r}" if path else "the model"
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ConversionError(f"{which} is TorchScript, which cannot be traced: give the module it was made from")
+        if isinstance(module, torch.nn.parallel.DistributedDataParallel):
+            raise ConversionError(
+                f"{which} is a DistributedDataParallel, whose sums over processes are no part of a step: give its "
+                ".module, and make the optimizer of that; for several processes see onnx_remat.distributed"
+            )
+
+
 def refusal(error: Exception, model: torch.nn.Module) -> ConversionError:
     """Why a step could not be traced.
 

@@ -31,6 +31,7 @@ from .private_torch import (
     traceback,
     unvalidated,
     without_checkpoints,
+    without_replicas,
 )
 from .program import capture
 from .recipe import Recipe
@@ -376,6 +377,7 @@ def eager_kernels() -> Iterator[None]:
         quiet(),
         unvalidated(),
         without_checkpoints(),
+        without_replicas(),
         enable_python_dispatcher(),
         sdpa_kernel(SDPBackend.MATH),
         torch.backends.mkldnn.flags(enabled=False),  # recurrent layers in parts; convolutions as exact as ours

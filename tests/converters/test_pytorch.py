@@ -76,7 +76,7 @@ def test_interface_labels_and_standard_ops():
     assert error(step) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["rrelu", "fft", "erf_inv"])
+@pytest.mark.parametrize("name", ["fft", "erf_inv"])
 def test_a_failed_export_leaves_no_labels_behind(name):
     with pytest.raises(ConversionError):
         torch_battery.export([name])
