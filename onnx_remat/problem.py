@@ -230,11 +230,11 @@ class Schedule:
         return late
 
 
-def check_schedule(problem: Problem, schedule: Schedule) -> None:
+def check_schedule(problem: Problem, schedule: Schedule, fixed_order: bool = False) -> None:
     """Raise ValueError unless `schedule` is one the rewriter could write.
 
     Every op occurs; an op runs after every producer of what it reads, and before what it reads is renewed; ops that
-    must not be recomputed occur once.
+    must not be recomputed occur once. With `fixed_order` first occurrences keep the ops' numbering, too.
     """
     life = problem.lifetimes
     count = np.zeros(problem.n_ops, np.int64)
@@ -247,6 +247,8 @@ def check_schedule(problem: Problem, schedule: Schedule) -> None:
                 raise ValueError(f"step {step} runs op {op} before op {maker}, whose output it reads")
             if renewing >= 0 and renewing != op and count[renewing]:
                 raise ValueError(f"step {step} runs op {op} after op {renewing}, which renews what it reads")
+        if fixed_order and op and not count[op - 1]:
+            raise ValueError(f"step {step} runs op {op} before op {op - 1}, which comes first in the fixed order")
         count[op] += 1
     if not count.all():
         raise ValueError(f"op {int(np.argmin(count))} never runs")

@@ -109,7 +109,7 @@ def plan(
     start = time.perf_counter()
     schedule = get(selector)(Request(problem, budget, baseline, fixed_order=fixed_order, effort=limit))
     seconds = time.perf_counter() - start
-    check_schedule(problem, schedule)
+    check_schedule(problem, schedule, fixed_order)
     peak = simulate(problem, schedule).peak
     bound = cost_lower_bound(problem, budget, range(problem.n_ops) if fixed_order else None)
     return Record(

@@ -8,6 +8,7 @@ lowest-peak schedule it found.
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 import time
@@ -18,7 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from onnx_remat.errors import UsageError, did_you_mean
-from onnx_remat.problem import Longs, Problem, Schedule
+from onnx_remat.problem import Longs, Problem, Schedule, check_schedule
 
 Progress = Callable[[str, float], None]
 """Called with what is being done and the fraction of the work done so far (0 to 1)."""
@@ -152,11 +153,21 @@ _REGISTRY: dict[str, Selector] = {}
 
 
 def register(name: str) -> Callable[[Selector], Selector]:
-    """Decorator: make a selector known as `name`; its docstring's first line is shown by ``--help``."""
+    """Decorator: make a selector known as `name`; its docstring's first line is shown by ``--help``.
+
+    Asked for a fixed order, it raises ValueError rather than answer with a plan of another.
+    """
 
     def add(selector: Selector) -> Selector:
-        _REGISTRY[name] = selector
-        return selector
+        @functools.wraps(selector)
+        def held(request: Request) -> Schedule:
+            schedule = selector(request)
+            if request.fixed_order:
+                check_schedule(request.problem, schedule, fixed_order=True)
+            return schedule
+
+        _REGISTRY[name] = held
+        return held
 
     return add
 

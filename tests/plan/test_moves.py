@@ -9,7 +9,7 @@ from onnx_remat.ort.simulate.buffers import simulate
 from onnx_remat.plan.search.anneal import anneal
 from onnx_remat.plan.search.core import viewless
 from onnx_remat.plan.search.loading import load, unload
-from onnx_remat.plan.search.state import EXCESS, State, empty_state
+from onnx_remat.plan.search.state import EXCESS, FIXED, State, empty_state
 from onnx_remat.plan.search.tuning import CHAIN, HOIST, HOISTED
 from onnx_remat.problem import Problem
 from tests.support.planner_problems import build
@@ -72,3 +72,22 @@ def test_an_order_that_repeats_the_widest_op_has_room() -> None:
     state = empty_state(viewless(problem).core, order, 10**6)
     load(state, order)
     assert unload(state).tolist() == order.tolist() and is_true(state, problem)
+
+
+def test_no_recompute_takes_the_place_of_its_ops_first_execution() -> None:
+    """Every gradient reads a mask that could be made from the start, and made again at hardly any cost."""
+    n = 10
+    ops = [([], [0]), *(([i], [i + 1]) for i in range(n)), *(([0], [n + 1 + i]) for i in range(n))]
+    ops += [(range(n, 2 * n + 1), [2 * n + 1])]
+    ops += [([2 * n + 1 + i, n - i, n + 1 + i], [2 * n + 2 + i]) for i in range(n)]
+    problem = build(
+        ops, [2] * len(ops), [len(ops) - 1], cost=[1e-3 if n < op <= 2 * n else 1 for op in range(len(ops))]
+    )
+    order = np.arange(len(ops), dtype=np.int32)
+    state = empty_state(viewless(problem, fixed_order=True).core, order, n)
+    load(state, order)
+    state.totals[FIXED] = state.events["pinned"][state.at[state.at >= 0]] = 1
+    for seed in range(1, 100):
+        anneal(state, np.array([seed], np.uint64), 1.0, -1.0, 2_000_000, 10.0, 5.0, 1e-3, np.zeros(1, np.int64))
+        assert list(dict.fromkeys(unload(state).tolist())) == order.tolist()
+    assert len(unload(state)) > len(ops)

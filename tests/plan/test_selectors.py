@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from onnx_remat.errors import UsageError
 from onnx_remat.ort.simulate.buffers import simulate
+from onnx_remat.plan import request as contract
 from onnx_remat.plan.bounds import lower_bound
 from onnx_remat.plan.cost_bounds import cost_lower_bound
 from onnx_remat.plan.search.anneal import anneal
@@ -26,7 +27,7 @@ from onnx_remat.plan.selectors import Request, get, materialize, names
 from onnx_remat.plan.selectors.exact import solve
 from onnx_remat.plan.selectors.materialize import _sort, split_step
 from onnx_remat.plan.selectors.revolve import table
-from onnx_remat.problem import Problem, Schedule, check_schedule
+from onnx_remat.problem import BACKWARD, FORWARD, Problem, Schedule, check_schedule
 from scripts.chains import optimum
 from tests.support.planner_problems import (
     baseline,
@@ -61,6 +62,39 @@ def test_contract(name: str, fixed_order: bool, problem: Problem, share: float) 
     before = simulate(problem, baseline(problem)).peak
     schedule = planned(name, problem, int(before * share), fixed_order=fixed_order)
     assert simulate(problem, schedule).peak <= before or before <= int(before * share)
+
+
+@pytest.mark.parametrize("name", SELECTORS)
+def test_a_fixed_order_holds_where_gradients_could_wait(name: str) -> None:
+    """What is for a shortcut, over four ops, is made long before an order by blocks would make it."""
+    n = 12
+    reads: list[list[int]] = [[], *([i - 1] for i in range(1, n))]
+    due = n - 1  # the gradient of the op that is next
+    for i in reversed(range(1, n)):
+        gradient, due = due, len(reads)
+        reads.append([i, gradient])
+        if i % 4 == 0:
+            reads.append([i - 4, gradient])
+    count = len(reads)
+    phase = [FORWARD] * n + [BACKWARD] * (count - n)
+    ops = [(read, [op]) for op, read in enumerate(reads)]
+    problem = build(ops, [10] * count, [], phase=phase, hold_unread=False)
+    before = simulate(problem, baseline(problem)).peak
+    planned(name, problem, before // 3, fixed_order=True)
+
+
+def test_a_plan_that_leaves_a_fixed_order_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contract, "_REGISTRY", {})
+    problem = build(ops=[([], [0]), ([], [1]), ([0, 1], [2])], nbytes=[1, 1, 1], outputs=[2])
+    request = Request(problem, 3, baseline(problem), fixed_order=True)
+
+    def careless(_request: Request) -> Schedule:
+        return Schedule((1, 0, 2))
+
+    selector = contract.register("careless")(careless)
+    with pytest.raises(ValueError, match="step 0 runs op 1 before op 0, which comes first in the fixed order"):
+        selector(request)
+    assert selector(replace(request, fixed_order=False)).order == (1, 0, 2)
 
 
 @pytest.mark.parametrize("name", SELECTORS)

@@ -19,7 +19,7 @@ from onnx_remat.plan.search.intervals import (
     place_of,
     touch_before,
 )
-from onnx_remat.plan.search.state import COUNT, EXCESS
+from onnx_remat.plan.search.state import COUNT, EXCESS, FIXED
 from onnx_remat.plan.search.tuning import CHAIN, EARLY, HOISTED, LONGEST_ADDED, NEAR, TRIES
 
 
@@ -256,7 +256,8 @@ def add(s, rng, x, log, n, deep, most_cost):  # type: ignore[no-untyped-def]
 def shift(s, rng, e, log):  # type: ignore[no-untyped-def]
     """Run `e` elsewhere: next to a neighbouring touch of what it reads or writes, or at a random step near.
 
-    Returns the log's length (0: impossible; undo it where the cost is infinite) and the change of cost.
+    In a fixed order not before the first of its op, whose place it would take. Returns the log's length (0: impossible;
+    undo it where the cost is infinite) and the change of cost.
     """
     o, p, node = s.events[e].op, s.events[e].place, s.events[e].node
     op = s.ops[o]
@@ -283,6 +284,8 @@ def shift(s, rng, e, log):  # type: ignore[no-untyped-def]
         return 0, 0.0
     while q < len(s.at) and s.at[q] < 0:
         q += 1
+    if s.totals[FIXED] and (op.writes == 0 or touch_before(s, s.slots[op.slot + op.reads], q) < 0):
+        return 0, 0.0
     if q >= len(s.at) or s.at[q] == e or not _ready(s, o, q) or _insert(s, o, q, log, np.int64(0)) < 0:
         return 0, 0.0
     if not removable(s, e):

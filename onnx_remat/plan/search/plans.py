@@ -15,7 +15,7 @@ from onnx_remat.plan.request import Deadline, Request
 from onnx_remat.plan.search.anneal import anneal
 from onnx_remat.plan.search.core import Viewless
 from onnx_remat.plan.search.loading import load
-from onnx_remat.plan.search.state import EXCESS, State, empty_state
+from onnx_remat.plan.search.state import EXCESS, FIXED, State, empty_state
 from onnx_remat.plan.search.tuning import FIRST_PRICE, LANES
 from onnx_remat.problem import Ints, Problem, Schedule
 
@@ -131,7 +131,8 @@ def improved(
     recompute : bool
         False for reordering alone.
     keep : bool
-        Keep the order of first executions, as is done anyway where the view's order is fixed.
+        Let first executions stay where they are. Where the view's order is fixed that is done anyway, and no recompute
+        comes before its op's first execution.
     """
     core = view.core
     state = _loaded(view, order, budget)
@@ -139,6 +140,7 @@ def improved(
         state.ops["again"][:] = 0
     if view.fixed_order or keep:
         placed = state.at[state.at >= 0]
+        state.totals[FIXED] = view.fixed_order
         state.events["pinned"][placed[np.unique(order, return_index=True)[1]]] = 1
     unit = float(core.cost[view.ops].mean()) or 1.0
     size = float(core.nbytes[core.out_values].mean()) or 1.0

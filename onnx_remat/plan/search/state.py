@@ -14,7 +14,7 @@ from onnx_remat.problem import Ints, Longs
 Records: TypeAlias = npt.NDArray[Any]
 
 IDLE = 1 << 60  # taken off the profile where no step is
-EXCESS, COUNT, EVENTS, NODES, BUDGET, HOLD_UNREAD, WORK = range(7)  # places in `State.totals`
+EXCESS, COUNT, EVENTS, NODES, BUDGET, HOLD_UNREAD, WORK, FIXED = range(8)  # places in `State.totals`
 
 # Records, not columns: compiled functions pass few arrays on, and what belongs together lies together. One
 # integer
@@ -66,9 +66,9 @@ class State(NamedTuple):
         Per op, those that it must not run after (`closers`), then those that must not run after it (`waits`).
     active : int64 (n_events,)
         The events in the order, unsorted.
-    totals : int64 (7,)
+    totals : int64 (8,)
         Excess; events in the order; events and nodes handed out; budget; whether unread values are held;
-        work done.
+        work done; whether first occurrences keep their order.
     """
 
     at: Longs
@@ -109,7 +109,7 @@ def empty_state(core: Core, order: Ints, budget: int) -> State:
     # What an average order takes, and in any case what this one does: `load` does not ask whether there is room.
     room = int(len(slots) * (places / max(int((touches > 0).sum()), 1) + 1))
     room = max(room, int(touches[order].sum(dtype=np.int64))) + int(touches.max(initial=0))
-    totals = np.array([0, 0, 0, 0, budget, core.hold_unread, 0], np.int64)
+    totals = np.array([0, 0, 0, 0, budget, core.hold_unread, 0, 0], np.int64)
     return State(
         np.full(places, -1, np.int64), np.full(places, -IDLE, np.int64), ops, values, events,
         np.zeros(room, _NODE), slots, np.cumsum(take_ptr, dtype=np.int64), core.take.astype(np.int64),

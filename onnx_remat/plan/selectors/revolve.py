@@ -79,10 +79,11 @@ def table(blocks: int, slots: int) -> Table:
     return Table(runs, cut)
 
 
-def recursive_plans(problem: Problem, base_order: Ints, budget: int) -> list[Plan]:
+def recursive_plans(problem: Problem, base_order: Ints, budget: int, fixed_order: bool = False) -> list[Plan]:
     """For several numbers of blocks the plan with as many checkpoints as the budget has room for.
 
-    Where it has none for any number of them, the plan with the lowest peak.
+    Where it has none for any number of them, the plan with the lowest peak. With `fixed_order`, as in `Request`, what
+    this puts off runs in its place all the same.
     """
     split = split_step(problem, base_order)
     if split < _BLOCKS[-1]:
@@ -106,6 +107,8 @@ def recursive_plans(problem: Problem, base_order: Ints, budget: int) -> list[Pla
                 few = slots + 1
                 continue
             order = _ordered(problem, blocks, gradients, found, slots)
+            if fixed_order:
+                order = _numbered(problem, order)
             if not _is_valid(problem, order):
                 break  # this number of blocks puts it so, whatever is held
             tried.append(priced(problem, order, budget))
@@ -123,6 +126,19 @@ def _ordered(
         for part in blocks[first:end] if first < end else [gradients[first]]:
             order += part.tolist()
     return tuple(pruned(problem, [*order, *gradients[-1].tolist()]))
+
+
+def _numbered(problem: Problem, order: Sequence[int]) -> tuple[int, ...]:
+    """`order` with first occurrences by number: what comes late runs once before, and again unless it must not."""
+    result: list[int] = []
+    following = 0  # the op that is to run first now
+    for op in order:
+        if op >= following:
+            result += range(following, op + 1)
+            following = op + 1
+        elif problem.lifetimes.recomputable[op]:
+            result.append(op)
+    return tuple(result)
 
 
 def _is_valid(problem: Problem, order: tuple[int, ...]) -> bool:
@@ -230,5 +246,5 @@ def pruned(problem: Problem, order: Sequence[int]) -> list[int]:
 def revolve(request: Request) -> Schedule:
     """Griewank & Walther 2000: blocks run again as often as it takes, for budgets below those of sqrt_n."""
     problem, order = request.problem, request.baseline
-    plans = recursive_plans(problem, order.array(), request.budget)
+    plans = recursive_plans(problem, order.array(), request.budget, request.fixed_order)
     return best_of([priced(problem, order.order, request.budget), *plans]).schedule

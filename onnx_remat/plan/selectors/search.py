@@ -61,7 +61,7 @@ def seeds(request: Request, view: Viewless, work: int) -> tuple[list[Plan], list
         classical += [priced(problem, plan.order, budget) for plan in plans]
         too_tight = all(plan.over for plan in (*plain, *classical))  # for one recompute of each
         if too_tight and not request.deadline.ends_within(RECURSION_SECONDS_PER_OP * problem.n_ops):
-            classical += recursive_plans(problem, base.array(), budget)
+            classical += recursive_plans(problem, base.array(), budget, request.fixed_order)
     return plain, sorted(classical, key=lambda plan: plan.key)
 
 
