@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import functools
 import json
 import os
 import subprocess
@@ -36,9 +37,6 @@ from onnx_remat.pipeline import plan_model, rewrite_model
 from onnx_remat.run.training import Loop
 from scripts import hand, zoo_table
 from scripts.hand import Case
-
-_STUB = torch.library.Library("torchvision", "FRAGMENT")
-"""torchvision's wheel for CUDA has no operators beside a torch for the CPU; two are needed to import it."""
 
 CLASSES, SIZE, IMAGES, TEXTS, TOKENS, WORDS = 10, 64, 2, 4, 32, 128
 BUDGET = 0.6
@@ -138,10 +136,18 @@ _SHALLOW: Mapping[str, dict[str, Any]] = {
 """timm's networks of many equal blocks, with two of each kind."""
 
 
+@functools.cache
+def torchvision_operators() -> torch.library.Library:
+    """torchvision's wheel for CUDA has no operators beside a torch for the CPU; two are needed to import it."""
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    for operator in ("nms", "qnms"):
+        library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    return library
+
+
 def build(key: str) -> Case:
     """The network in training mode without dropout, its loss, and what makes batches."""
-    for operator in ("nms", "qnms"):
-        _STUB.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    torchvision_operators()
     family, _, name = key.partition(":")
     if family == "hand":
         case = hand.NETWORKS[name]()
