@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -92,14 +93,41 @@ def make_plan(
     deadline: Deadline,
     known_plans: tuple[Schedule, ...] = (),
 ) -> Plan:
-    """The selector's plan for a peak of `target` bytes; BudgetInfeasibleError where it finds none.
+    """The selector's plan for a peak of `target` bytes; Refusal where neither it nor a first look finds one.
 
     `known_plans` are starting points, see `request.Request.known`.
     """
     floor = goal.floor(compiled.problem)
+    proved = floor > target
+    plan = None
+    if not proved:
+        plan = _selected(compiled, goal, target, options, deadline, known=known_plans)
+        if plan.timeline.peak <= target:
+            return plan
+    look = first_look(compiled, goal, options, deadline)
+    if look.timeline.peak <= target and not proved:
+        return look
+    best, n_ops = plan or look, compiled.problem.n_ops
+    lowest = best.timeline.peak + goal.per_node * (len(best.schedule.order) - n_ops)
+    found = goal.budget(lowest)
+    raise Refusal(
+        _refused(goal, target, floor, lowest, options),
+        0 if found >= goal.taken or proved else int(found * _EASE),
+        "" if proved else _lower(options),
+        "" if proved else _no_lower(goal.budget(floor)),
+        lowest + goal.books, floor + goal.books, look, found if proved and found < goal.taken else 0,
+    )  # fmt: skip
+
+
+def first_look(compiled: Compiled, goal: Goal, options: Options, deadline: Deadline) -> Plan:
+    """The lowest plan that the selector finds at once: the same whatever the budget is."""
+    return _selected(compiled, goal, 0, options, deadline, work=1, use_time=False)
+
+
+def _selected(compiled: Compiled, goal: Goal, target: int, options: Options, deadline: Deadline, **more: Any) -> Plan:
+    """The selector's answer, above the target or not; `more` are fields of `request.Request`."""
     order = moves.adjoined(compiled.problem, compiled.default_order().order).order
     baseline = Schedule(tuple(after_readers(compiled.problem, order).tolist()))
-    select = selectors.get(options.selector)
     # Plans are made against liveness: the file keeps the runtime from sharing buffers where that costs memory.
     whole = compiled.problem if goal.own is None else goal.own
     problem = replace(whole, poolable=np.zeros(whole.n_values, np.bool_))
@@ -111,56 +139,90 @@ def make_plan(
         problem,
         target,
         baseline,
-        known=known_plans,
         effort=options.work_seconds(),
         deadline=deadline,
-        use_time=options.effort is None,
         progress=options.progress,
         checkpoints=tuple(numbers[computed(name, numbers, "--checkpoint")] for name in options.checkpoints),
         anchors=tuple(op.index for op in compiled.graph.ops if op.node.op_type in costs.MATRIX_OPS),
+        **{"use_time": options.effort is None, **more},
     )
-    if floor > target:  # no search can help: look only for something to name
-        request = replace(request, work=1, use_time=False)
-    schedule = moves.adjoined(problem, select(request).order, target)
+    schedule = moves.adjoined(problem, selectors.get(options.selector)(request).order, target)
     schedule = settle(compiled, problem, schedule, target)
     check_schedule(problem, schedule)
     timeline = buffers.simulate(problem, schedule)
-    if timeline.peak > target:
-        lowest = timeline.peak + goal.per_node * (len(schedule.order) - problem.n_ops)
-        why = _refusal(goal, target, floor, lowest, options)
-        raise BudgetInfeasibleError(why, lowest + goal.books, floor + goal.books)
-    return Plan(compiled, schedule, timeline, goal.allowed, schedule.overhead(compiled.problem), floor)
+    extra, floor = schedule.overhead(compiled.problem), goal.floor(compiled.problem)
+    return Plan(compiled, schedule, timeline, goal.allowed, extra, floor)
 
 
-def _refusal(goal: Goal, target: int, floor: int, lowest: int, options: Options) -> str:
-    """Why there is no plan: proved, or not found in the time given; and what to try next.
+class Refusal(BudgetInfeasibleError):
+    """No plan or no file: why, and what is needed to say which budget to ask for.
+
+    Attributes
+    ----------
+    why : str
+        The first half of the message.
+    candidate : int
+        A budget in bytes, a little above the lowest that was found; 0 where none is less than the original takes.
+    lower : str
+        A setting that may go lower; may be empty.
+    below : str
+        Below what there is no plan; may be empty.
+    look : Plan
+        The lowest plan of a first look, the same whatever the budget is.
+    looked : int
+        A budget in bytes for which the first look finds a plan, or a file once it was written; 0 where it finds none
+        for less than the original takes.
+    """
+
+    def __init__(
+        self, why: str, candidate: int, lower: str, below: str, best_peak_bytes: int, lower_bound_bytes: int,
+        look: Plan, looked: int = 0,
+    ) -> None:  # fmt: skip
+        self.why, self.candidate, self.lower, self.below = why, candidate, lower, below
+        self.look, self.looked = look, looked
+        super().__init__(self._text(candidate or looked), best_peak_bytes, lower_bound_bytes)
+
+    def naming(self, budget: int, taken: int = 0) -> BudgetInfeasibleError:
+        """The same error with that budget as the one to ask for; 0 for none but `taken`, what the original takes."""
+        return BudgetInfeasibleError(self._text(budget, taken), self.best_peak_bytes, self.lower_bound_bytes)
+
+    def _text(self, budget: int, taken: int = 0) -> str:
+        if budget:
+            eased = (
+                f", {_EASE - 1:.0%} above that)" if budget == self.candidate else "), for which a first look finds one"
+            )
+            advice = f"try budget={budget} ({format_bytes(budget)}{eased}"
+            advice += f", or {self.lower} to go lower" if self.lower else ""
+        elif self.lower:
+            advice = f"try {self.lower}"
+        else:
+            advice = "a first look finds none that takes less than the model as it is"
+            advice += f": try budget={taken} ({format_bytes(taken)})" if taken else ""
+        return "; ".join(filter(None, (self.why, advice, self.below)))
+
+
+def _refused(goal: Goal, target: int, floor: int, lowest: int, options: Options) -> str:
+    """Why there is no plan: proved, or not found in the time given; `Refusal` adds what to try next.
 
     Settings are named as in Python, ``budget=52000000``; the command line makes flags of them.
     """
     allowed, least, found = goal.allowed, goal.budget(floor), goal.budget(lowest)
     if floor > target:
         books = f"{format_bytes(goal.books)} of ONNX Runtime's own bookkeeping, " if goal.books else ""
-        advice = f"try budget={found} ({format_bytes(found)}), for which a first look finds one"
-        if found >= goal.taken:
-            advice = f"a first look finds none that takes less than the model as it is, {format_bytes(goal.taken)}"
         return (
             f"budget {format_bytes(allowed)} is impossible: below {format_bytes(least)} ({format_bytes(floor)} of "
-            f"tensors, {books}{MARGIN:.0%} kept free) there is no plan, which is proved; {advice}"
+            f"tensors, {books}{MARGIN:.0%} kept free) there is no plan, which is proved"
         )
-    searched = options.selector in _ANYTIME
-    within = f" with {options.bounded_by()}" if searched else ""
-    lower = options.bounded_by(_MORE) if searched else "selector='auto'"
+    within = f" with {options.bounded_by()}" if options.selector in _ANYTIME else ""
     finds = f"the lowest that selector {options.selector!r} finds is {format_bytes(found)}"
-    advice = f"{_with_ease(found)}, or {lower} to go lower"
     if found >= goal.taken:
-        finds, advice = f"selector {options.selector!r} finds nothing lower than the model as it is", f"try {lower}"
-    return f"no plan found for budget {format_bytes(allowed)}{within}: {finds}; {advice}; {_no_lower(least)}"
+        finds = f"selector {options.selector!r} finds nothing lower than the model as it is"
+    return f"no plan found for budget {format_bytes(allowed)}{within}: {finds}"
 
 
-def _with_ease(found: int) -> str:
-    """Advice to ask for a little more than the lowest budget that was found."""
-    eased = int(found * _EASE)
-    return f"try budget={eased} ({format_bytes(eased)}, {_EASE - 1:.0%} above that)"
+def _lower(options: Options) -> str:
+    """Settings that may go lower."""
+    return options.bounded_by(_MORE) if options.selector in _ANYTIME else "selector='auto'"
 
 
 def _no_lower(least: int) -> str:
@@ -178,6 +240,41 @@ def fit(
     reserve: float,
     known: tuple[Schedule, ...] = (),
 ) -> Fitted:
+    """A plan and a file within the budget: the best that the selector finds, else those of a first look.
+
+    Raises
+    ------
+    Refusal
+        Neither keeps the budget. It says what the file of the first look takes, which is the same for every budget: so
+        that one is a budget to ask for.
+    """
+    direct = Direct.of(compiled)
+    try:
+        return _search(compiled, original, goal, folder, options, stage, deadline, reserve, known, direct)
+    except Refusal as refusal:
+        if deadline.ends_within(reserve):
+            raise
+        look, alone = refusal.look, replace(direct, values=set())
+        worst, made = _write_out(look, goal, look.timeline.peak, original, folder, options, stage, deadline, alone)
+        if worst <= goal.allowed:
+            found = _at_other_levels(made.written.model, made.executed, folder, options, stage, deadline, reserve)
+            return replace(made, executed=found)
+        refusal.looked = worst if worst < goal.taken else 0
+        raise
+
+
+def _search(
+    compiled: Compiled,
+    original: Executed,
+    goal: Goal,
+    folder: Path | None,
+    options: Options,
+    stage: Stage,
+    deadline: Deadline,
+    reserve: float,
+    known: tuple[Schedule, ...],
+    direct: Direct,
+) -> Fitted:
     """Plan, write, and see what ONNX Runtime would make of the file, until that is within the budget.
 
     Where the file as executed exceeds the budget, the plan is made anew for a tighter target. What the arena adds, or
@@ -191,7 +288,6 @@ def fit(
     peaks: list[int] = []
     plans: tuple[Schedule, ...] = ()
     best: Fitted | None = None
-    direct = Direct.of(compiled)
     _check_time(compiled, goal, options, deadline, reserve)
     for _ in range(_PLANS):
         if plans and deadline.ends_within(reserve):
@@ -237,10 +333,11 @@ def fit(
         found = _at_other_levels(best.written.model, best.executed, folder, options, stage, deadline, reserve)
         return replace(best, executed=found)
     lowest, holds = min(peaks), " with its arena" if options.arena else ""
-    raise BudgetInfeasibleError(
+    raise Refusal(
         f"no file found that ONNX Runtime runs under budget {format_bytes(allowed)}{holds}: plans keep it, but the "
-        f"best file takes {format_bytes(lowest)}; {_with_ease(lowest)}; {_no_lower(goal.budget(plan.lower_bound))}",
-        lowest, plan.lower_bound + goal.books,
+        f"best file takes {format_bytes(lowest)}",
+        int(lowest * _EASE) if lowest < goal.taken else 0, "", _no_lower(goal.budget(plan.lower_bound)),
+        lowest, plan.lower_bound + goal.books, first_look(compiled, goal, options, deadline),
     )  # fmt: skip
 
 

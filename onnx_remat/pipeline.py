@@ -15,7 +15,7 @@ import onnx
 from onnx_remat import files
 from onnx_remat.errors import ModelError, UsageError
 from onnx_remat.first_use import PLANNER, REPORTER, SIMULATOR, FirstUse, first_use
-from onnx_remat.fit import Fitted, Plan, fit, levels, make_plan
+from onnx_remat.fit import Fitted, Plan, Refusal, fit, levels, make_plan
 from onnx_remat.goal import Goal
 from onnx_remat.ir import model_io, phases, shapes
 from onnx_remat.ir.body import check_fits, into_body
@@ -105,7 +105,10 @@ def plan_model(model: model_io.Model, budget: str | int | Budget, **options: Unp
         if job.options.offload:
             raise UsageError("offload: plans with moves are rewrite_model's")
         job.compile(kernels, PLANNER)
-    return make_plan(job.compiled, job.goal, job.goal.target(), job.options, job.deadline)
+    try:
+        return make_plan(job.compiled, job.goal, job.goal.target(), job.options, job.deadline)
+    except Refusal as refusal:
+        raise refusal.naming(refusal.candidate or refusal.looked) from None
 
 
 def rewrite_model(model: model_io.Model, budget: str | int | Budget, **options: Unpack[PlanningOptions]) -> Result:
@@ -142,6 +145,11 @@ def rewrite_model(model: model_io.Model, budget: str | int | Budget, **options: 
     >>> result.report.after.total <= result.report.budget
     True
     """
+    return rewrite(model, budget, options)
+
+
+def rewrite(model: model_io.Model, budget: str | int | Budget, options: PlanningOptions, advise: bool = True) -> Result:
+    """As `rewrite_model`; without `advise`, a refusal names a budget that was not tried, but comes sooner."""
     with first_use() as kernels:
         job = begin(model, budget, options, kernels)
         if job.keeps_already():
@@ -149,9 +157,16 @@ def rewrite_model(model: model_io.Model, budget: str | int | Budget, **options: 
         job.compile(kernels, PLANNER + REPORTER if job.options.arena else PLANNER)
         reserve = _LOOKS[job.goal.by_loop] * job.clock.seconds["simulate original"]
         fitting = fit_with_moves if job.options.offload else fit
-        fitted = fitting(
-            job.compiled, job.original, job.goal, job.folder, job.options, job.clock.stage, job.deadline, reserve
-        )
+
+        def within(goal: Goal) -> Fitted:
+            stage = job.clock.stage
+            return fitting(job.compiled, job.original, goal, job.folder, job.options, stage, job.deadline, reserve)
+
+        try:
+            fitted = within(job.goal)
+        except Refusal as refusal:
+            budget = _to_ask_for(refusal, job, within) if advise else refusal.candidate
+            raise refusal.naming(budget, 0 if job.options.arena else job.goal.taken) from None
         job.compile(kernels, REPORTER)
     written, final = fitted.written, list(fitted.executed.values())[-1]
     with job.clock.stage("verify"):
@@ -159,6 +174,28 @@ def rewrite_model(model: model_io.Model, budget: str | int | Budget, **options: 
     report = _report(job, fitted, measured)
     asked = _as_asked(written.model, job.options)
     return Result(asked, report, job.folder, job.compiled, job.original, final, tuple(written.recomputed))
+
+
+_ASKED = 2  # budgets tried before a refusal names one
+
+
+def _to_ask_for(refusal: Refusal, job: Job, within: Callable[[Goal], Fitted]) -> int:
+    """A budget that a file was found for: a little above the lowest plan, or what the file of a first look takes.
+
+    0 where neither is less than the original takes. A search by the clock may end otherwise another time, and there is
+    no time for a second one: then only the first look counts.
+    """
+    found, again = refusal.looked, refusal
+    for _ in range(_ASKED if job.options.effort is not None else 0):
+        candidate = again.candidate
+        if not 0 < candidate < min(found or job.goal.taken, job.goal.taken):
+            break
+        try:
+            within(replace(job.goal, allowed=candidate))
+            return candidate
+        except Refusal as error:
+            again = error
+    return found
 
 
 def _verify(job: Job, written: Rewritten, executed: Mapping[str, Executed]) -> verify.Measured | None:

@@ -31,7 +31,7 @@ from onnx_remat.ir.training_ops import check_ops
 from onnx_remat.options import PlanningOptions, of_sessions
 from onnx_remat.ort import runtime
 from onnx_remat.ort.kernels.registry import kernels_of
-from onnx_remat.pipeline import Result, rewrite_model
+from onnx_remat.pipeline import Result, rewrite, rewrite_model
 from onnx_remat.run import processes
 from onnx_remat.run.profiling import node_seconds, profile
 from onnx_remat.units import format_bytes, parse_budget, table
@@ -254,11 +254,11 @@ def max_batch(model: Path, budget: str, dim: str, **options: Unpack[PlanningOpti
         return {**options, "dims": {**given, dim: size}}
 
     def peak(size: int) -> int:
-        return rewrite_model(model, "100%", **sized(size)).report.covered()[0]
+        return rewrite_model(model, "100%", **sized(size)).report.budget
 
     def fits(size: int) -> bool:
         try:
-            rewrite_model(model, allowed, **sized(size))
+            rewrite(model, allowed, sized(size), advise=False)
         except BudgetInfeasibleError:
             return False
         return True

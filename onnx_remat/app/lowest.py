@@ -12,7 +12,7 @@ from onnx_remat.errors import BudgetInfeasibleError
 from onnx_remat.goal import smallest_budget
 from onnx_remat.ir.model_io import Model
 from onnx_remat.options import PlanningOptions
-from onnx_remat.pipeline import rewrite_model
+from onnx_remat.pipeline import rewrite
 from onnx_remat.plan.selectors import silent
 from onnx_remat.units import format_bytes
 
@@ -96,15 +96,15 @@ def lowest_budget(model: Model, **options: Unpack[PlanningOptions]) -> Lowest:
     True
     """
     progress = options.pop("progress", silent)
-    report = rewrite_model(model, "100%", **options).report
-    top, books, bound = report.covered()[0], report.books(), report.lower_bound
+    report = rewrite(model, "100%", options).report
+    top, books, bound = report.budget, report.books(), report.lower_bound
     impossible = smallest_budget(bound, books)
     budget, missed, tries = impossible, [impossible - 1], 0
     while tries < _TRIES and report.budget > _CLOSE * max(missed):
         tries += 1
         watched: PlanningOptions = {**options, "progress": named(f"try {tries} of {_TRIES} at most", progress)}
         try:
-            report = rewrite_model(model, budget, **watched).report
+            report = rewrite(model, budget, watched, advise=False).report
         except BudgetInfeasibleError as error:
             missed.append(budget)
             budget = int(smallest_budget(error.best_peak_bytes) * _EASE)

@@ -17,7 +17,7 @@ from onnx_remat.errors import BudgetInfeasibleError, OnnxRematError, UsageError
 from onnx_remat.goal import smallest_budget
 from onnx_remat.ir.model_io import Model
 from onnx_remat.options import PlanningOptions
-from onnx_remat.pipeline import Result, rewrite_model
+from onnx_remat.pipeline import Result, rewrite, rewrite_model
 from onnx_remat.plan.selectors import Progress, silent
 from onnx_remat.units import format_bytes, table
 from onnx_remat.worker import QUIET
@@ -123,7 +123,7 @@ def sweep(model: Model, points: int = 10, jobs: int = 1, **options: Unpack[Plann
         raise UsageError(f"--jobs is a number of processes from 1 on, not {jobs}")
     progress = options.pop("progress", silent)
     original = rewrite_model(model, "100%", **options)
-    top, books = original.report.covered()[0], original.report.books()
+    top, books = original.report.budget, original.report.books()
     floor = original.report.lower_bound + books
     found, missed = [_point(original)], []
     least = smallest_budget(original.report.lower_bound, books)
@@ -145,7 +145,7 @@ _Tried = tuple[Point | None, int]
 
 def _try(model: Model, budget: int, options: PlanningOptions) -> _Tried:
     try:
-        result = rewrite_model(model, budget, **options)
+        result = rewrite(model, budget, options, advise=False)
     except BudgetInfeasibleError:
         return None, 0
     return _point(result), result.report.lower_bound
@@ -185,7 +185,7 @@ def named(what: str, progress: Progress) -> Progress:
 def _lowest(model: Model, least: int, options: PlanningOptions) -> int:
     """The lowest budget, in bytes, that the selector keeps; found by asking for the `least` that could be."""
     try:
-        return rewrite_model(model, least, **options).report.covered()[1]
+        return rewrite(model, least, options, advise=False).report.covered()[1]
     except BudgetInfeasibleError as error:
         return smallest_budget(int(error.best_peak_bytes * 1.005))
 

@@ -18,7 +18,7 @@ def world(monkeypatch, least: int, hint: float, bound: int = 900, books: int = 1
     """Every budget from `least` on is kept; a refusal names `hint` times that. The budgets that are asked for."""
     asked: list[int] = []
 
-    def rewrite(_, budget, **__):
+    def rewrite(_, budget, *_options, **__):
         budget = top if budget == "100%" else budget
         asked.append(budget)
         if budget < least:
@@ -28,7 +28,7 @@ def world(monkeypatch, least: int, hint: float, bound: int = 900, books: int = 1
         )
         return SimpleNamespace(report=report)
 
-    monkeypatch.setattr(lowest, "rewrite_model", rewrite)
+    monkeypatch.setattr(lowest, "rewrite", rewrite)
     return asked
 
 
