@@ -136,7 +136,7 @@ def infer(
             missing = [n for n in missing if n not in held and _shape(types.get(n)) is None]
     if missing:
         native.infer_types(bound, strict=True)  # if the model is to blame, this says so
-        raise ShapeError(_cannot_size(graph, missing, types))
+        raise ShapeError(_cannot_size(graph, missing, types, derived))
     alike: dict[tuple[bytes, bytes | None], Tensor] = {}
     tensors: dict[str, Tensor] = {}
     for name in graph.values:
@@ -388,7 +388,7 @@ def stating(model: onnx.ModelProto, known: Types) -> onnx.ModelProto:
     return _with_types(model, {n: kind for n, kind in known.items() if n in made and _shape(kind) is not None})
 
 
-def _cannot_size(graph: Graph, missing: list[str], types: Mapping[str, TypeProto]) -> str:
+def _cannot_size(graph: Graph, missing: list[str], types: Mapping[str, TypeProto], derived: bool) -> str:
     name = missing[0]
     producer = graph.producer().get(name)
     where = (
@@ -403,6 +403,9 @@ def _cannot_size(graph: Graph, missing: list[str], types: Mapping[str, TypeProto
         return f"value {name!r}, {where}, is a {form}, whose size is not known before it runs{more}"
     if producer is not None and (hint := nearest_op(graph.ops[producer].node.domain, graph.ops[producer].node.op_type)):
         more += f" (did you mean the op {hint!r}?)"
+    if derived:  # a graph that ONNX Runtime made of the file, whose values and nodes may be its own
+        told = "in the graph that ONNX Runtime makes of the file: add value_info for the file's values around it"
+        return f"the shape of value {name!r}, {where}, cannot be told{more} {told}"
     lacking = [package for package in ("onnxruntime", "sympy") if find_spec(package) is None]
     advice = f", or install {' and '.join(lacking)} for symbolic inference" if lacking else ""
     if _symbols(graph.model):

@@ -29,11 +29,30 @@ def _by_loading(model: onnx.ModelProto, names: Sequence[str], known: Types) -> T
 _ELEMENTS = {f"tensor({name.lower()})": number for name, number in TensorProto.DataType.items()}
 
 
+def _node_by_node(model: onnx.ModelProto, names: Sequence[str], known: Types) -> Types:
+    """The same of the nodes alone that make these values, from the types of what they read.
+
+    The rest of a graph may be what ONNX Runtime cannot load again, though it is its own: of a step in half precision,
+    bodies in bodies have casts of one name.
+    """
+    wanted = set(names)
+    asking = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import)
+    asking.graph.name = model.graph.name
+    asking.graph.node.extend(node for node in model.graph.node if not wanted.isdisjoint(node.output))
+    made = {name for node in asking.graph.node for name in node.output}
+    read = dict.fromkeys(name for node in asking.graph.node for name in node.input if name not in made)
+    weights = [weight for weight in model.graph.initializer if weight.name in read]
+    asking.graph.initializer.extend(weights)
+    given = read.keys() - {weight.name for weight in weights}
+    asking.graph.input.extend(onnx.ValueInfoProto(name=n, type=known[n]) for n in read if n in given and n in known)
+    return _by_loading(asking, names, {})
+
+
 def _symbolically(model: onnx.ModelProto, _names: Sequence[str], _known: Types) -> Types:
     """ONNX Runtime's symbolic inference, which propagates more values; it needs sympy."""
     inferred = runtime.infer_shapes_symbolically(model)
     return stated(inferred.graph) if inferred is not None else {}
 
 
-SHAPE_ASKERS: Sequence[Asker] = (_by_loading, _symbolically)
+SHAPE_ASKERS: Sequence[Asker] = (_by_loading, _node_by_node, _symbolically)
 """In the order they are to be asked."""
