@@ -22,7 +22,7 @@ from tests.support.graphs import mlp
 
 @pytest.fixture(scope="module")
 def curve():
-    return sweep(mlp(layers=6, batch=256, width=32), 3, effort=0.2, run_by="session")
+    return sweep(mlp(layers=6, batch=256, width=32), 5, effort=0.2, run_by="session")
 
 
 def test_a_curve_is_monotone_and_its_knee_lies_on_it(curve):
@@ -36,7 +36,7 @@ def test_a_curve_is_monotone_and_its_knee_lies_on_it(curve):
 
 @pytest.mark.slow
 def test_several_processes_find_the_same_curve(curve):
-    assert sweep(mlp(layers=6, batch=256, width=32), 3, jobs=2, effort=0.2, run_by="session") == curve
+    assert sweep(mlp(layers=6, batch=256, width=32), 5, jobs=2, effort=0.2, run_by="session") == curve
 
 
 def test_front_and_knee_by_hand():
