@@ -136,8 +136,17 @@ def _definition(
                 inner.domain = ""
                 _state_defaults(inner, opset_of(model))
         typed = shape_inference.infer_shapes(alone)
+        typed.graph.value_info.extend(_beyond(typed.graph))
         alone = inliner.inline_selected_functions(typed, sorted(left), inline_schema_functions=True)
     raise ModelError(f"node {node.name!r} ({node.op_type}) has no definition by other operators")
+
+
+def _beyond(graph: onnx.GraphProto) -> Iterator[onnx.ValueInfoProto]:
+    """Values whose types the inliner asks for of the graph, though they are in bodies, or absent inputs."""
+    yield onnx.ValueInfoProto(name="", type=onnx.TypeProto())
+    for body in (attribute.g for node in graph.node for attribute in node.attribute if attribute.HasField("g")):
+        yield from (*body.input, *body.value_info, *body.output)
+        yield from (value for value in _beyond(body) if value.name)
 
 
 def _state_defaults(node: onnx.NodeProto, opset: int) -> None:

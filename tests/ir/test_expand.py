@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import onnx
+import onnx.reference
 import pytest
 from onnx import parser
 
@@ -123,3 +124,24 @@ def test_what_the_inliner_cannot_do_is_said_in_plain_words(monkeypatch):
         ModelError, match=r"node 'first' \(HardSwish\) cannot be replaced .*: ONNX's inliner fails on it"
     ):
         do_expand(given.SerializeToString(), [0], [["", "HardSwish"]])
+
+
+def test_what_an_absent_input_means_is_left_to_the_definition():
+    given = parser.parse_model("""<ir_version: 9, opset_import: ["" : 20]>
+        g (float[4] x, float high) => (float[4] y) { y = Clip(x, , high) }""")
+    after, _ = expand(given, {("", "Clip")})
+    onnx.checker.check_model(after, full_check=True)
+    assert "Clip" not in {node.op_type for node in after.graph.node}
+    (made,) = onnx.reference.ReferenceEvaluator(after).run(None, {"x": np.arange(4, dtype="f"), "high": np.float32(2)})
+    assert made.tolist() == [0, 1, 2, 2]
+
+
+@pytest.mark.skipif(not onnx.defs.has("LinearAttention"), reason="this onnx knows no op whose definition has a Scan")
+def test_a_definition_with_a_body_in_which_ops_are_replaced_too():
+    given = parser.parse_model("""<ir_version: 13, opset_import: ["" : 27]>
+        g (float[2, 4, 32] q, float[2, 4, 32] k, float[2, 4, 32] v) => (float[2, 4, 32] y, float[2, 4, 8, 8] s) {
+            y, s = LinearAttention <q_num_heads = 4, kv_num_heads = 4, update_rule = "linear"> (q, k, v)
+        }""")
+    after, _ = expand(given, {("", "LinearAttention"), ("", "CastLike")})
+    assert {"Scan", "Cast"} <= {node.op_type for node in after.graph.node}
+    onnx.checker.check_model(after, full_check=True)
