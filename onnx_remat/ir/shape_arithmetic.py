@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import onnx
@@ -23,15 +23,39 @@ _TYPED_MASKS = 10
 
 def ask(model: onnx.ModelProto, types: Mapping[str, TypeProto]) -> dict[str, TypeProto]:
     """`propagate`, done by the worker under its limits: small inputs may make values of any size."""
-    asked = onnx.ModelProto()
-    asked.CopyFrom(model)
-    asked.graph.ClearField("value_info")
-    asked.graph.value_info.extend(onnx.ValueInfoProto(name=name, type=kind) for name, kind in types.items())
+    asked = _asking(model, types)
     data = asked.SerializeToString()
     _, made = worker.ask(
         "computing shapes", "onnx_remat.ir.shape_arithmetic:do_propagate", limit(len(asked.graph.node), len(data)), data
     )
     return dict(types) | stated(onnx.GraphProto.FromString(made))
+
+
+def values(model: onnx.ModelProto, types: Mapping[str, TypeProto], names: Sequence[str]) -> dict[str, onnx.TensorProto]:
+    """Those of some values of a model that follow from its shapes and constants; asked as `ask` is."""
+    asked = _asking(model, types)
+    data = asked.SerializeToString()
+    _, made = worker.ask(
+        "computing shapes", "onnx_remat.ir.shape_arithmetic:do_values", limit(len(asked.graph.node), len(data)), data,
+        names=list(names),
+    )  # fmt: skip
+    return {tensor.name: tensor for tensor in onnx.GraphProto.FromString(made).initializer}
+
+
+def _asking(model: onnx.ModelProto, types: Mapping[str, TypeProto]) -> onnx.ModelProto:
+    """A copy of a model that states these types alone."""
+    asked = onnx.ModelProto()
+    asked.CopyFrom(model)
+    asked.graph.ClearField("value_info")
+    asked.graph.value_info.extend(onnx.ValueInfoProto(name=name, type=kind) for name, kind in types.items())
+    return asked
+
+
+def do_values(data: bytes, names: Sequence[str]) -> tuple[None, bytes]:
+    """See `values`; for the worker."""
+    model = onnx.ModelProto.FromString(data)
+    computed = _walk(model, {value.name: value.type for value in model.graph.value_info})[1]
+    return None, onnx.GraphProto(initializer=[computed[n] for n in names if n in computed]).SerializeToString()
 
 
 def do_propagate(data: bytes) -> tuple[None, bytes]:
@@ -60,6 +84,13 @@ def propagate(model: onnx.ModelProto, types: Mapping[str, TypeProto]) -> dict[st
     dict of str to TypeProto
         `types`, and what was found.
     """
+    return _walk(model, types)[0]
+
+
+def _walk(
+    model: onnx.ModelProto, types: Mapping[str, TypeProto]
+) -> tuple[dict[str, TypeProto], dict[str, onnx.TensorProto]]:
+    """Types as `propagate` returns them, and the small values that were computed on the way."""
     known = dict(types)
     given = {value.name for value in model.graph.input}  # an initializer among them may be fed something else
     data = {t.name: t for t in model.graph.initializer if np.prod(t.dims) <= MOST and t.name not in given}
@@ -86,7 +117,7 @@ def propagate(model: onnx.ModelProto, types: Mapping[str, TypeProto]) -> dict[st
         except _REFUSALS:
             continue  # who asked will say what is missing
         known.update({name: kind for name, kind in made.items() if concrete(kind) is not None})
-    return known
+    return known, data
 
 
 def compute(

@@ -14,8 +14,12 @@ PeakOf = Callable[[onnx.ModelProto], int]
 """Peak in bytes of a model's step, its inputs included."""
 
 
-def workspace(op: Op, model: onnx.ModelProto, tensors: Mapping[str, Tensor], peak_of: PeakOf) -> int:
+def workspace(
+    op: Op, model: onnx.ModelProto, tensors: Mapping[str, Tensor], known: Mapping[str, TensorProto], peak_of: PeakOf
+) -> int:
     """Bytes that the bodies of an op hold at most while it runs, beyond the op's own inputs and outputs.
+
+    `known` are small values of the model that are known by name: shapes and axes that a body reads.
 
     If runs one branch, whose results become the op's. Loop holds the values carried into an iteration and out of it,
     and every slice of its scan outputs until it joins them at the end. Scan writes slices in place.
@@ -28,7 +32,7 @@ def workspace(op: Op, model: onnx.ModelProto, tensors: Mapping[str, Tensor], pea
     made = sum(tensors[name].nbytes for name in op.writes)
     captured = sum(tensors[name].nbytes for name in op.captured)
     kind, held = op.node.op_type, 0
-    for body in _models(op, model, tensors):
+    for body in _models(op, model, tensors, known):
         held = max(held, peak_of(body))
     if kind == "Loop":
         carried = len(op.inputs) - 2
@@ -37,8 +41,10 @@ def workspace(op: Op, model: onnx.ModelProto, tensors: Mapping[str, Tensor], pea
     return max(0, held - captured - made)
 
 
-def _models(op: Op, model: onnx.ModelProto, tensors: Mapping[str, Tensor]) -> Iterator[onnx.ModelProto]:
-    outer = [_value(name, tensors[name].dtype, tensors[name].shape) for name in op.captured]
+def _models(
+    op: Op, model: onnx.ModelProto, tensors: Mapping[str, Tensor], known: Mapping[str, TensorProto]
+) -> Iterator[onnx.ModelProto]:
+    outer = [_value(name, tensors[name].dtype, tensors[name].shape) for name in op.captured if name not in known]
     for attribute in op.node.attribute:
         if attribute.type == onnx.AttributeProto.GRAPH:
             body = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import)
@@ -49,6 +55,7 @@ def _models(op: Op, model: onnx.ModelProto, tensors: Mapping[str, Tensor]) -> It
                 _value(formal.name, *actual) for formal, actual in zip(attribute.g.input, given, strict=False)
             )
             body.graph.input.extend(outer)
+            body.graph.initializer.extend(_named(known[name], name) for name in op.captured if name in known)
             yield body
 
 
@@ -69,6 +76,13 @@ def _given(op: Op, tensors: Mapping[str, Tensor]) -> list[tuple[int, tuple[int, 
         ]
         return [*states, *slices]
     return []
+
+
+def _named(constant: TensorProto, name: str) -> TensorProto:
+    copy = TensorProto()
+    copy.CopyFrom(constant)
+    copy.name = name
+    return copy
 
 
 def _value(name: str, dtype: int, shape: tuple[int, ...]) -> onnx.ValueInfoProto:

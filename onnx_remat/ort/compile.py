@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -11,10 +12,12 @@ import onnx
 from onnx import TensorProto
 
 from onnx_remat.errors import ModelError, ShapeError
+from onnx_remat.ir import shape_arithmetic
 from onnx_remat.ir.body import bodies
 from onnx_remat.ir.dropout import is_product, is_random_node
 from onnx_remat.ir.dtypes import bits
 from onnx_remat.ir.graph import INITIALIZER, NODE, Graph, Op, attributes, blames_the_node, build, constants
+from onnx_remat.ir.model_io import without_weights
 from onnx_remat.ir.op_semantics import SPLIT, overwritten, semantics
 from onnx_remat.ir.opsets import STANDARD, STANDARD_DOMAINS, canonical, opset_of, opsets_of
 from onnx_remat.ir.shapes import Tensor, infer
@@ -53,6 +56,7 @@ def tabulate(graph: Graph, tensors: Mapping[str, Tensor], kernels: Kernels, allo
     """
     foldable = _foldable(graph, tensors)
     stated, versions = constants(graph.model.graph), opsets_of(graph.model)
+    known = _read_in_bodies(graph, tensors, stated)
     return OpTable(
         recomputable=tuple(
             _recomputable(graph, op, kernels, allow, stated, versions)
@@ -62,7 +66,7 @@ def tabulate(graph: Graph, tensors: Mapping[str, Tensor], kernels: Kernels, allo
         foldable=foldable,
         rerun_workspace=tuple(tensors[op.writes[0]].nbytes if is_product(op) else 0 for op in graph.ops),
         workspace=tuple(
-            (_body_workspace(op, graph.model, tensors, kernels),)
+            (_body_workspace(op, graph.model, tensors, known, kernels),)
             if any(True for _ in bodies(op.node))
             else _workspace(op, tensors, kernels, versions, stated)
             for op in graph.ops
@@ -70,8 +74,36 @@ def tabulate(graph: Graph, tensors: Mapping[str, Tensor], kernels: Kernels, allo
     )
 
 
+def _read_in_bodies(
+    graph: Graph, tensors: Mapping[str, Tensor], stated: Mapping[str, onnx.TensorProto]
+) -> Mapping[str, onnx.TensorProto]:
+    """Small integers that bodies read, where they follow from shapes and from what the graph states."""
+    read = dict.fromkeys(name for op in graph.ops for name in op.captured)
+    small = [
+        name for name in read
+        if tensors[name].dtype in (TensorProto.INT32, TensorProto.INT64)
+        and math.prod(tensors[name].shape) <= shape_arithmetic.MOST
+    ]  # fmt: skip
+    given = {n: stated[n] for n in small if n in stated and stated[n].data_location != TensorProto.EXTERNAL}
+    asked = [name for name in small if name not in stated and graph.values[name].kind == NODE]
+    if not asked:
+        return given
+    types = {
+        name: onnx.helper.make_tensor_type_proto(tensor.dtype, tensor.shape)
+        for name, tensor in tensors.items()
+        if tensor.dtype != TensorProto.UNDEFINED
+    }
+    return given | shape_arithmetic.values(without_weights(graph.model), types, asked)
+
+
 @blames_the_node
-def _body_workspace(op: Op, model: onnx.ModelProto, tensors: Mapping[str, Tensor], kernels: Kernels) -> int:
+def _body_workspace(
+    op: Op,
+    model: onnx.ModelProto,
+    tensors: Mapping[str, Tensor],
+    known: Mapping[str, onnx.TensorProto],
+    kernels: Kernels,
+) -> int:
     """What the op's bodies hold; ShapeError where that cannot be told."""
 
     def peak(body: onnx.ModelProto) -> int:
@@ -82,7 +114,7 @@ def _body_workspace(op: Op, model: onnx.ModelProto, tensors: Mapping[str, Tensor
         return simulate(problem, range(problem.n_ops)).peak
 
     try:
-        return body_workspace(op, model, tensors, peak)
+        return body_workspace(op, model, tensors, known, peak)
     except ModelError as error:
         raise ShapeError(f"what node {op.label!r} ({op.node.op_type}) holds while it runs: {error}") from error
 

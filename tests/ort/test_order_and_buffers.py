@@ -123,3 +123,23 @@ def test_values_in_the_blocked_layout_share_buffers(tmp_path):
     measured = processes.measure(tmp_path / "a.onnx", "all").peak_bytes
     assert simulated.timeline().peak == pytest.approx(measured, abs=600_000)
     assert measured > 4 * (4 * np.prod(size) + np.prod(wide))  # the two of the Concat are still there
+
+
+def test_bodies_are_sized_by_the_shapes_that_they_read():
+    """A Scan's body reshapes to sizes that are computed outside of it, and repeats as often as a constant says."""
+    model = onnx.parser.parse_model("""<ir_version: 9, opset_import: ["" : 20]>
+        g (float[5, 24] x, float[24] zero) => (float[24] last, float[5, 4, 12] y)
+        <int64[2] twice = {2, 1}, int64[1] two = {2}, int64[1] rest = {-1}> {
+            size = Shape <start = 1> (x)
+            half = Div(size, two)
+            wide = Concat <axis = 0> (rest, half)
+            last, y = Scan <num_scan_inputs = 1, body = b (float[24] s, float[24] r) => (float[24] t, float[4, 12] w) {
+                t = Add(s, r)
+                flat = Reshape(t, wide)
+                w = Tile(flat, twice)
+            }> (zero, x)
+        }""")
+    for level in ("disable", "all"):
+        compiled = as_executed(model, None, level, Preparation(CPU)).compiled
+        (scan,) = (op for op in compiled.graph.ops if op.node.op_type == "Scan")
+        assert "twice" in scan.captured and len(scan.captured) == 2
