@@ -16,7 +16,7 @@ from onnx_remat.ir import native, sequences, shape_arithmetic
 from onnx_remat.ir.dtypes import tensor_bytes
 from onnx_remat.ir.graph import Graph
 from onnx_remat.ir.model_io import without_weights
-from onnx_remat.ir.op_semantics import nearest_op
+from onnx_remat.ir.op_semantics import is_elementwise, nearest_op
 from onnx_remat.ir.training_ops import with_stand_ins
 from onnx_remat.units import check_dims as check_sizes
 
@@ -84,7 +84,7 @@ def infer(
     """Types, shapes and bytes of every value of a graph.
 
     ONNX's own inference with data propagation comes first; where it leaves something open, sizes are computed node by
-    node (`shape_arithmetic`), then others are asked, one after the other.
+    node (`shape_arithmetic`), then back from results whose shapes the file states; then others are asked in turn.
 
     Parameters
     ----------
@@ -128,7 +128,7 @@ def infer(
         types = native.infer_types(bound)
     held = sequences.sizes(graph, types, _bytes)
     missing = [n for n in graph.values if n not in held and _shape(types.get(n)) is None]
-    for ask in (_by_arithmetic, *askers):
+    for ask in (_by_arithmetic, _by_results, *askers):
         if missing:
             wanted = set(missing)
             types |= {k: v for k, v in ask(bound, missing, types).items() if k in wanted}
@@ -380,6 +380,22 @@ def _see_through(model: onnx.ModelProto) -> None:
 def _by_arithmetic(model: onnx.ModelProto, _: Sequence[str], known: Types) -> Types:
     """Node by node, sizes computed on the way."""
     return shape_arithmetic.ask(model, known)
+
+
+def _by_results(model: onnx.ModelProto, _: Sequence[str], known: Types) -> Types:
+    """What an elementwise op reads, backwards from results of stated shape: where nothing but numbers is broadcast."""
+    found = dict(known)
+    for node in reversed(model.graph.node):
+        like = (node.domain, node.op_type) == ("", "CastLike")
+        shape = _shape(found.get(node.output[0])) if like or is_elementwise(node.domain, node.op_type) else None
+        reads = [name for name in dict.fromkeys(node.input[:1] if like else node.input) if name]
+        unknown = [name for name in reads if _shape(found.get(name)) is None]
+        if shape is None or len(unknown) != 1 or any(_shape(found[name]) for name in reads if name not in unknown):
+            continue
+        kind = found.get(unknown[0])
+        if kind is not None and kind.tensor_type.elem_type:
+            found[unknown[0]] = onnx.helper.make_tensor_type_proto(kind.tensor_type.elem_type, shape)
+    return found
 
 
 def stating(model: onnx.ModelProto, known: Types) -> onnx.ModelProto:

@@ -320,3 +320,15 @@ def test_advice_is_not_what_is_there_already():
     with pytest.raises(ShapeError) as caught:
         inferred(unknown)
     assert "install" not in str(caught.value) and "dims" not in str(caught.value)
+
+
+def test_what_an_elementwise_op_reads_has_the_shape_that_is_stated_for_its_result():
+    """Axes are fed, so that no inference forwards tells what is left; of a broadcast operand nothing is told."""
+    model = onnx.parser.parse_model("""<ir_version: 9, opset_import: ["" : 20]>
+        g (float[3, 2, 5] x, int64[1] axes) => (float[3, 2, 1] y) <float one = {1}> {
+            s = ReduceSum(x, axes)  l = Log(s)  a = Add(one, l)  y = CastLike(a, x)
+        }""")
+    assert [inferred(model)[name].shape for name in ("s", "l", "a")] == [(3, 2, 1)] * 3
+    model.graph.node[2].input[0] = "x"
+    with pytest.raises(ShapeError, match="'s'"):
+        inferred(model)
