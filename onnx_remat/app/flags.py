@@ -231,11 +231,14 @@ def guarded(name: str, command: Callable[[Sequence[str]], int], arguments: Seque
         streams.complain(f"{name}: error: {what}")
         return OnnxRematError.exit_code
     except KeyboardInterrupt:
-        streams.complain(f"{name}: interrupted; nothing was written")
-        return 130
+        return streams.interrupted(name)
     except streams.Terminated as terminated:
         streams.complain(f"{name}: terminated; nothing was written")
         return terminated.die()
+    except Exception as error:
+        if not streams.is_interruption(error):
+            raise
+        return streams.interrupted(name)
 
 
 def check_files(

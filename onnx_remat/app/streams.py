@@ -50,6 +50,24 @@ def _spelt(character: str) -> str:
     return character.encode("unicode_escape").decode()
 
 
+def is_interruption(error: BaseException) -> bool:
+    """Is a KeyboardInterrupt behind an error? A module in C that is interrupted while it is imported raises ImportError.
+
+    >>> is_interruption(KeyboardInterrupt()), is_interruption(ImportError())
+    (True, False)
+    """
+    behind: BaseException | None = error
+    while behind is not None and not isinstance(behind, KeyboardInterrupt):
+        behind = behind.__cause__ or behind.__context__
+    return behind is not None
+
+
+def interrupted(name: str) -> int:
+    """Say that a command was interrupted; returns its exit code."""
+    complain(f"{name}: interrupted; nothing was written")
+    return 130
+
+
 def say(text: str) -> None:
     """Print a text on standard output, at once. Who has stopped reading is told no more.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -46,3 +47,32 @@ def test_exit_codes_say_whether_files_were_written(redirect, code, written, home
     assert (done.returncode, out.exists()) == (code, written), done.stderr
     if written:
         onnx.load(out)  # nothing else was printed into it
+
+
+_INTERRUPTS = """
+import importlib.abc, runpy, sys
+
+class Interrupts(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == module:
+            try:
+                raise KeyboardInterrupt
+            except KeyboardInterrupt as error:
+                if how == "as it is":
+                    raise
+                raise ImportError("initialization failed") from error
+
+module, how = sys.argv[1:3]
+sys.meta_path.insert(0, Interrupts())
+sys.argv = ["onnx-remat", "estimate", "no such file"]
+runpy.run_module("onnx_remat", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("how", ["as it is", "out of a module in C"])
+@pytest.mark.parametrize("module", ["onnx_remat.app.flags", "onnx_remat.pipeline", "onnx_remat.ir.model_io"])
+def test_an_interruption_of_an_import_is_one_line(module, how):
+    command = [sys.executable, "-c", _INTERRUPTS, module, how]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 130
+    assert re.fullmatch(r"onnx-remat( estimate)?: interrupted; nothing was written\n", done.stderr)
