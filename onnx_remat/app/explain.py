@@ -15,7 +15,7 @@ from onnx_remat.app.show import modules, trace
 from onnx_remat.errors import ModelError
 from onnx_remat.ir import model_io
 from onnx_remat.ir.graph import Graph, Op
-from onnx_remat.ir.shapes import DIMS_KEY, TAG
+from onnx_remat.ir.shapes import DIMS_KEY, TAG, UNSEEN
 from onnx_remat.options import Options
 from onnx_remat.ort import runtime
 from onnx_remat.ort.executed import Executed, as_executed
@@ -24,6 +24,7 @@ from onnx_remat.run.foreseen import foresee
 from onnx_remat.units import check_dims, format_bytes, table
 from onnx_remat.write.decided import (
     BUDGET_KEY,
+    CONTROL_KEY,
     EDGES_KEY,
     MOVES_KEY,
     PROVIDER_KEY,
@@ -229,13 +230,19 @@ def _explanation(
         modules.modules(model),
         step.steps[step.peak_step].workspace if step.steps else 0,
     )
-    once = float(sum(seconds)) - again
+    once = sum(float(seconds[op.index]) for op in graph.ops if not _is_helper(op.node)) - again
     kept_at, peak_at = _label(executed, worst), _label(executed, timeline.peak_step)
     return Explanation(
         run_by, budget, before, trained, timeline.peak, peak_at, int(kept[worst]), kept_at, edges,
         again / once if once else 0.0,
         tuple(sorted(recomputed, key=lambda r: (-r.spared, -r.bytes, r.module))), by_module,
     )  # fmt: skip
+
+
+def _is_helper(node: onnx.NodeProto) -> bool:
+    """Is it what a control edge or a buffer of its own is made of? The original, of which shares are, has none."""
+    named = node.name.startswith(TAG) or any(name.startswith(UNSEEN) for name in node.input)
+    return named or any(prop.key == CONTROL_KEY for prop in node.metadata_props)
 
 
 def _gaps(graph: Graph, order: Sequence[int]) -> dict[int, tuple[int, int]]:

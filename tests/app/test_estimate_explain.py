@@ -161,7 +161,8 @@ def test_nothing_is_proved_that_a_fused_step_disproves():
     with pytest.raises(BudgetInfeasibleError) as refusal:
         onnx_remat.rewrite_model(step, found.loop.total - 1, effort=0.1)
     assert refusal.value.lower_bound_bytes <= found.loop.total
-    assert f"budget={found.loop.total}" not in str(refusal.value)
+    assert f"less than the model as it is: try budget={found.loop.total} (" in str(refusal.value)
+    assert onnx_remat.rewrite_model(step, found.loop.total, effort=0.1).report.recomputed == 0
 
 
 def test_what_is_spared_is_what_keeping_would_add(small):
@@ -215,3 +216,9 @@ def test_a_flame_graph_adds_up_and_sums_up_what_is_small():
     assert (frame.bytes, [inner.name for inner in frame.inside]) == (200, ["a.b", "e"])
     assert [(inner.name, inner.bytes) for inner in frame.inside[0].inside] == [("c", 160), ("d", 39)]
     assert modules.flame_text(frame)[-1].endswith("1 smaller")
+
+
+def test_the_extra_compute_is_the_report_s(step, small, for_loop):
+    """Of the original's work: what edges and buffers are made of is no part of it."""
+    for path, result in (small, for_loop):
+        assert explain(path).extra_seconds == pytest.approx(result.report.extra_compute, rel=1e-3)
