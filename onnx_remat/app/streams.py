@@ -51,7 +51,7 @@ def _spelt(character: str) -> str:
 
 
 def is_interruption(error: BaseException) -> bool:
-    """Is a KeyboardInterrupt behind an error? A module in C that is interrupted while it is imported raises ImportError.
+    """Is a KeyboardInterrupt behind an error? A module in C that is interrupted at its import raises ImportError.
 
     >>> is_interruption(KeyboardInterrupt()), is_interruption(ImportError())
     (True, False)
