@@ -1,8 +1,8 @@
 """What a `Session` needs to know of a step, found out in a process of its own.
 
 Planning takes memory: the model as Python sees it, compiled kernels, ONNX Runtime while it optimises. None of it stays
-with whoever trains: `open_step` starts ``python -m onnx_remat.run.opening``, which leaves two files, the model to load
-and what to bind where, and ends.
+with whoever trains: `open_step` starts ``python -m onnx_remat.run.opening_process``, which leaves two files, the model
+to load and what to bind where, and ends.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from onnx_remat import errors
-from onnx_remat.errors import ModelError, OnnxRematError, UsageError
+from onnx_remat.errors import ModelError, UsageError
 from onnx_remat.worker import QUIET
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def open_step(path: Path, target: Path, wish: Wish) -> Opened:
     paths = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
     environment = os.environ | QUIET | {"PYTHONPATH": paths}
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "onnx_remat.run.opening"], input=json.dumps(job), env=environment,
+        [sys.executable, "-P", "-m", "onnx_remat.run.opening_process"], input=json.dumps(job), env=environment,
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     if done.returncode:
@@ -320,13 +320,11 @@ def workspace(compiled: Compiled) -> tuple[int, int]:
 
 
 def plan(path: Path, target: Path, wish: Wish) -> Opened:
-    """`open_step` in this process."""
+    """`open_step` in this process, which compares nothing."""
     from onnx_remat.ir.op_semantics import semantics
     from onnx_remat.ort import runtime
-    from onnx_remat.run import binding, private_copy, replay, verify
+    from onnx_remat.run import binding, private_copy, replay
 
-    if wish.check:
-        verify.session(path, wish.dims, level=wish.level, donate=wish.donate, provider=wish.provider)
     made = arrange(path, target, wish)
     program, bound, tensors, model = made.program, made.binding, made.compiled.tensors, made.compiled.graph.model
     order = runtime.order_by_priority(*private_copy.edges(program.steps))
@@ -388,18 +386,3 @@ def _pairs(donate: Donate, inputs: list[str], outputs: list[str]) -> dict[str, s
         if name not in inputs:
             raise UsageError(f"donate: the model has no input {name!r}")
     return dict(donate)
-
-
-def main() -> None:
-    """Do the job on standard input and print a JSON object."""
-    job = json.load(sys.stdin)
-    try:
-        opened = plan(Path(job["path"]), Path(job["target"]), Wish(**job["wish"]))
-        answer: dict[str, Any] = {"opened": asdict(opened)}
-    except OnnxRematError as error:
-        answer = {"error": str(error), "kind": type(error).__name__}
-    print(json.dumps(answer))
-
-
-if __name__ == "__main__":
-    main()
