@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
@@ -161,12 +160,13 @@ def _recomputed_rows(recomputed: Sequence[Recomputed]) -> list[str]:
     return table(rows)
 
 
-def explain(path: str | os.PathLike[str], dims: Mapping[str, int] | None = None) -> Explanation:
+def explain(path: model_io.Model, dims: Mapping[str, int] | None = None) -> Explanation:
     """Explain a file that `rewrite_model` made.
 
     Parameters
     ----------
-    path : path
+    path : path, bytes, onnx.ModelProto or model_io.Source
+        The file, or the model that was read from it.
     dims : mapping of str to int, optional
         Sizes of symbolic dimensions; by default those it was planned for.
 
@@ -183,7 +183,8 @@ def explain(path: str | os.PathLike[str], dims: Mapping[str, int] | None = None)
         dims = dict(dims) if dims else check_dims(json.loads(notes[DIMS_KEY]))
     except (KeyError, ValueError, RecursionError) as error:
         raise ModelError(
-            f"{path} does not say what was planned: it was not rewritten, or a tool dropped or damaged its metadata"
+            f"{model_io.name_of(path)} does not say what was planned: it was not rewritten, or a "
+            "tool dropped or damaged its metadata"
         ) from error
     preparation = Options(dims=dims).preparation()
     executed = as_executed(source.model, source.folder, "disable", preparation)

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import onnx
 
+from onnx_remat import files
 from onnx_remat.errors import ModelError
 from onnx_remat.ir import model_io
+from onnx_remat.ir.body import into_body
 from onnx_remat.ir.shapes import DIMS_KEY
 from onnx_remat.ir.training_ops import check_ops
 from onnx_remat.options import Options
@@ -140,7 +142,7 @@ class Survival:
 
 
 def check(
-    path: str | os.PathLike[str],
+    path: model_io.Model,
     dims: Mapping[str, int] | None = None,
     run: bool = True,
     provider: str | None = None,
@@ -150,8 +152,8 @@ def check(
 
     Parameters
     ----------
-    path : path
-        A file that `rewrite_model` made, or what some tool made of it.
+    path : path, bytes, onnx.ModelProto or model_io.Source
+        A file that `rewrite_model` made, or what some tool made of it; or the model that was read from it.
     dims : mapping of str to int, optional
         Sizes of symbolic dimensions; by default those it was planned for.
     run : bool
@@ -182,7 +184,8 @@ def check(
         space = int(notes[WORKSPACE_KEY]) if provider != "cpu" and WORKSPACE_KEY in notes else None
     except (KeyError, ValueError, RecursionError) as error:
         raise ModelError(
-            f"{path} does not say what was planned: it was not rewritten, or a tool dropped or damaged its metadata"
+            f"{model_io.name_of(path)} does not say what was planned: it was not rewritten, or a "
+            "tool dropped or damaged its metadata"
         ) from error
     options = Options(provider=provider, dims=dims, cudnn_workspace=space)
     if here := python == sys.executable:
@@ -193,9 +196,11 @@ def check(
     runs = {level: what.compiled.graph.producer() for level, what in executed.items()}
     beyond, measured = 0, None
     if run and (not here or _can_run(options)):
-        resident = partial(processes.measure, Path(path), dims=dims, provider=provider, python=python)
         beyond = processes.beyond_tensors(list(executed.values())[-1])
-        measured = processes.peak_under(budget + beyond, resident) - beyond
+        with files.scratch() as home:
+            file = _file_of(path, source, home)
+            resident = partial(processes.measure, file, dims=dims, provider=provider, python=python)
+            measured = processes.peak_under(budget + beyond, resident) - beyond
     return Survival(
         len(clones),
         len(edges),
@@ -210,6 +215,14 @@ def check(
         len(moved),
         tuple(name for name in moved if name not in made or made[name].op_type != UP),
     )
+
+
+def _file_of(given: model_io.Model, source: model_io.Source, home: Path) -> Path:
+    """The file that was given, or one in `home` with what was given instead."""
+    if isinstance(given, str | os.PathLike):
+        return Path(given)
+    model_io.save(into_body(source.model) if source.in_body else source.model, home / "model.onnx", source.folder)
+    return home / "model.onnx"
 
 
 def _can_run(options: Options) -> bool:

@@ -65,6 +65,11 @@ def load(source: Model) -> Source:
     return replace(loaded, model=step, in_body=step is not loaded.model)
 
 
+def name_of(given: Model) -> str:
+    """What to call a model in a message: by its path where it has one."""
+    return str(given) if isinstance(given, str | os.PathLike) else "the model"
+
+
 def _read(path: Path) -> onnx.ModelProto:
     if "\0" in str(path):
         raise ModelError(f"cannot read {str(path)!r}: its name has a zero byte")
