@@ -99,7 +99,7 @@ def _check_path(path: Path, source: PathLike | None, force: bool) -> None:
 
 
 def _taken(path: Path) -> UsageError:
-    return UsageError(f"{path} exists: pass --force (force=True in Python) to replace it")
+    return UsageError(f"{path} exists: pass force=True to replace it")
 
 
 def write_text(text: str, target: PathLike, force: bool = True) -> None:

@@ -142,7 +142,7 @@ def _selected(compiled: Compiled, goal: Goal, target: int, options: Options, dea
         effort=options.work_seconds(),
         deadline=deadline,
         progress=options.progress,
-        checkpoints=tuple(numbers[computed(name, numbers, "--checkpoint")] for name in options.checkpoints),
+        checkpoints=tuple(numbers[computed(name, numbers, "checkpoints")] for name in options.checkpoints),
         anchors=tuple(op.index for op in compiled.graph.ops if op.node.op_type in costs.MATRIX_OPS),
         **{"use_time": options.effort is None, **more},
     )

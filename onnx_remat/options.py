@@ -115,7 +115,7 @@ class Options:
                 found = None
             if not found:
                 raise UsageError(
-                    f"host_bandwidth {self.host_bandwidth!r:.100} is no number of bytes in a second: write e.g. 25GB"
+                    f"host_bandwidth={self.host_bandwidth!r:.100} is no number of bytes in a second: write e.g. 25GB"
                 )
             return Link(float(found))
         known = PRESETS.get(self.costs) or PRESETS[self.kernels().costs]
@@ -188,7 +188,7 @@ def _checked(name: str, value: object) -> object:
 def of_sessions(given: PlanningOptions, what: str) -> None:
     """Make the budget one of a session; UsageError where it is meant for a loop, which `what` does not measure."""
     if given.get("run_by") not in (None, "session"):
-        raise UsageError(f"{what} measures onnxruntime's own sessions: leave --for (run_by) out")
+        raise UsageError(f"{what} measures onnxruntime's own sessions: leave run_by= out")
     given["run_by"] = "session"
 
 
@@ -216,7 +216,7 @@ def parse_options(given: PlanningOptions) -> Options:
         options = replace(options, run_by="session" if options.arena or options.provider != "cpu" else "loop")
     options.kernels()
     if options.verify == "run" and options.provider != "cpu":
-        raise UsageError(f"--verify run measures the CPU's memory: not with --provider {options.provider}")
+        raise UsageError(f"verify='run' measures the CPU's memory: not with provider={options.provider!r}")
     if options.verify not in verify.MODES:
         raise UsageError(f"verify must be one of {', '.join(verify.MODES)}, not {options.verify!r}")
     if options.run_by not in RUN_BY:
@@ -225,14 +225,16 @@ def parse_options(given: PlanningOptions) -> Options:
         if not runtime.available():
             raise UsageError(
                 "what training takes cannot be foreseen without onnxruntime: pip install 'onnx-remat[cpu]', or plan "
-                "for a session on another machine with --for session"
+                "for a session on another machine with run_by='session'"
             )
         if options.arena:
-            raise UsageError("--arena is for --for session: a loop of ours keeps no values in ONNX Runtime's arena")
+            raise UsageError(
+                "arena=True is for run_by='session': a loop of ours keeps no values in ONNX Runtime's arena"
+            )
     _check_offload(options)
     selectors.get(options.selector)
     if options.checkpoints and options.selector != "collection":
-        raise UsageError(f"--checkpoint is for --selector collection, {options.selector!r} chooses by itself")
+        raise UsageError(f"checkpoints= is for selector='collection': {options.selector!r} chooses by itself")
     if options.verify == "run":
         runtime.import_runtime()
     return options
@@ -242,9 +244,10 @@ def _check_offload(options: Options) -> None:
     """Values are moved by a session of ours alone, where there is somewhere to move them."""
     if options.offload and (options.kernels().device == "cpu" or options.run_by != "loop"):
         raise UsageError(
-            "--offload moves values out of a device's memory, in a session of ours: for --provider cuda --for loop"
+            "offload=True moves values out of a device's memory, in a session of ours: for provider='cuda', "
+            "run_by='loop'"
         )
     if options.host_bandwidth is not None and not options.offload:
-        raise UsageError("--host-bandwidth is for --offload")
+        raise UsageError("host_bandwidth= is for offload=True")
     if options.offload and options.link().bandwidth <= 0:
-        raise UsageError(f"--costs {options.costs} has no other memory to move values to: state --host-bandwidth")
+        raise UsageError(f"costs={options.costs!r} has no other memory to move values to: state host_bandwidth=")

@@ -334,7 +334,7 @@ def begin(
             check_openable(source.model)
             trained = foresee(original)
         except ModelError as error:
-            raise ModelError(f"{error}; --for session plans for onnxruntime's own") from None
+            raise ModelError(f"{error}; run_by='session' plans for onnxruntime's own") from None
         compiled = with_donations(compiled)
         fused, own = taking_over(with_donations(original.compiled)), taking_over(compiled)
         per_node = BOOKS_BYTES_PER_NODE if compiled.kernels.device == "cpu" else 0

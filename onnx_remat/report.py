@@ -153,7 +153,7 @@ class Report:
             lines += ["", *self._measured_lines(self.measured)]
         lines += [f"note: {note}" for note in self.notes]
         if self.cut_short:
-            lines.append("note: the time limit cut planning short: another run may plan otherwise; --effort N repeats")
+            lines.append("note: the time limit cut planning short: another run may plan otherwise; effort=N repeats")
         if verbose:
             for title, peak in (("before", self.before), ("after", self.after)):
                 lines += ["", f"largest values at the peak {title} (at {peak.at}):"]

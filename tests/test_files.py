@@ -56,7 +56,7 @@ def test_without_force_one_writer_alone_gets_the_place(links, tmp_path, monkeypa
     """Who comes second leaves nothing of its files, data that both have aside."""
     if not links:  # a file system without hard links
         monkeypatch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(PermissionError()))
-    with pytest.raises(UsageError, match="exists: pass --force"), files.together():
+    with pytest.raises(UsageError, match="exists: pass force=True"), files.together():
         files.write_text("mine", tmp_path / "data", force=False)
         files.write_text("mine", tmp_path / "out", force=False)
         (tmp_path / "out").write_text("theirs")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 import zipfile
 from collections.abc import Callable
@@ -15,6 +14,7 @@ import numpy as np
 import onnx
 
 from onnx_remat import files
+from onnx_remat.app.flags import FLAGS, in_flags
 from onnx_remat.errors import MissingExtraError, OnnxRematError, UsageError
 from onnx_remat.ir import model_io
 from onnx_remat.worker import QUIET
@@ -31,10 +31,8 @@ from .. import optimizers
 from .build import add_backward, initial_inputs
 from .loss import NAMED
 
-_OPTIONS = {
-    "example_inputs=": "--example", "check=False": "--no-check", "loss=": "--loss", "wrt=": "--wrt", "dims=": "--dim",
-}  # fmt: skip
-"""How the command line spells the arguments that messages of `add_backward` advise."""
+_FLAGS = {**FLAGS, "example_inputs": "--example", "check": "--no-check", "wrt": "--wrt"}
+"""Flags by the arguments of `add_backward` that they are."""
 
 Factory: TypeAlias = Callable[..., optimizers.Optimizer]
 OPTIMIZERS: dict[str, Factory] = {"sgd": optimizers.SGD, "adam": optimizers.Adam, "adamw": optimizers.AdamW}
@@ -72,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
         if given.values:
             np.savez(given.values, **initial_inputs(given.forward, step, optimizer))  # type: ignore[arg-type]
     except OnnxRematError as error:
-        print(f"error: {_as_typed(str(error))}", file=sys.stderr)
+        print(f"error: {in_flags(str(error), _FLAGS)}", file=sys.stderr)
         return error.exit_code
     if given.training and not _has_modes(model_io.load(given.forward).model):
         print(
@@ -93,17 +91,6 @@ def _has_modes(model: onnx.ModelProto) -> bool:
     """Whether a forward model has ops that training mode changes."""
     nodes = [*model.graph.node, *(node for function in model.functions for node in function.node)]
     return any(node.op_type in ("BatchNormalization", "Dropout") for node in nodes)
-
-
-def _as_typed(message: str) -> str:
-    """A message with the command line's options in place of `add_backward`'s arguments.
-
-    >>> _as_typed("give example_inputs= or check=False")
-    'give --example or --no-check'
-    """
-    for argument, option in _OPTIONS.items():
-        message = re.sub(rf"\b{argument}", option, message)
-    return message
 
 
 def _arrays(path: Path) -> dict[str, np.ndarray]:

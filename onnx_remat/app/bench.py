@@ -247,7 +247,7 @@ def max_batch(model: Path, budget: str, dim: str, **options: Unpack[PlanningOpti
     """
     allowed = parse_budget(budget).bytes
     if allowed is None:
-        raise UsageError("--max-batch needs a budget in bytes, such as 4GB: a percentage grows with the batch")
+        raise UsageError("a largest batch needs a budget in bytes, such as 4GB: a percentage grows with the batch")
     given = options.pop("dims", {})
 
     def sized(size: int) -> PlanningOptions:

@@ -7,6 +7,7 @@ import gc
 import logging
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from onnx_remat import files
@@ -17,6 +18,7 @@ from onnx_remat.app.flags import (
     add_planning_flags,
     check_files,
     guarded,
+    in_flags,
     planning_options,
     selector_names,
 )
@@ -158,22 +160,23 @@ def _run(arguments: argparse.Namespace) -> int:
         source = model_io.load(arguments.input)
         check_files({arguments.input: source}, arguments.output, reports, arguments.costs)
         result = pipeline.rewrite_model(source, budget, **options)
+        report = replace(result.report, notes=tuple(map(in_flags, result.report.notes)))
     finally:
         progress.clear()
     with files.together():
         if not arguments.dry_run:
             model_io.save(result.model, arguments.output, result.folder, arguments.force)
         if arguments.json not in (None, "-"):
-            files.write_text(result.report.to_json() + "\n", arguments.json)
+            files.write_text(report.to_json() + "\n", arguments.json)
         for path in arguments.plot:
             show.draw(result, path)
         # Before the files take their places: a report that cannot be given is a failure, and failures write nothing.
-        for warning in () if arguments.quiet else result.report.warnings:
+        for warning in () if arguments.quiet else report.warnings:
             streams.complain(f"onnx-remat: warning: {warning}")
         if arguments.json == "-":
-            streams.say(result.report.to_json())
+            streams.say(report.to_json())
         elif not arguments.quiet:
-            streams.say(result.report.to_text(arguments.verbose))
+            streams.say(in_flags(report.to_text(arguments.verbose)))
     if not arguments.quiet and arguments.json != "-":
         out = None if arguments.dry_run else arguments.output
         written = [path for path in (out, arguments.json, *arguments.plot) if path]

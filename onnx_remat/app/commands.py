@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from onnx_remat import files
 from onnx_remat.app.flags import (
@@ -12,6 +13,7 @@ from onnx_remat.app.flags import (
     add_provider_flag,
     add_runtime_flag,
     check_files,
+    in_flags,
     planning_options,
 )
 from onnx_remat.app.progress import Progress
@@ -39,9 +41,10 @@ def estimate(arguments: Sequence[str]) -> int:
         source = model_io.load(given.input)
         check_files({given.input: source}, None, [("--json", given.json)], given.costs)
         found = run(source, **options)
+        found = replace(found, notes=tuple(map(in_flags, found.notes)))
     finally:
         progress.clear()
-    return _report(found.to_text(), found.to_json(), given.json)
+    return _report(in_flags(found.to_text()), found.to_json(), given.json)
 
 
 def explain(arguments: Sequence[str]) -> int:

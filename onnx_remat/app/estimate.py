@@ -75,7 +75,7 @@ class Estimate:
         training = [(label, format_bytes(getattr(self.loop, field))) for label, field in TRAINING if self.loop]
         what = "training takes" if by_loop else "peak"
         whose = "of a plain session's tensors, " if by_loop else ""
-        covers = "all that training by Loop takes" if self.run_by == "loop" else "the sum of tensors (--for session)"
+        covers = "all that training by Loop takes" if self.run_by == "loop" else "the sum of tensors (run_by='session')"
         return "\n".join([
             f"{what} {format_bytes(self.covered)}, {self.nodes} nodes",
             "",
@@ -97,7 +97,7 @@ class Estimate:
         if found >= total:
             return [proved, f"a first look finds no plan for less than {format_bytes(total)}; planning may"]
         share = f"{found / total:.0%} of what it takes as it is"
-        return [proved, f"a first look finds a plan for {format_bytes(found)}, {share}: --budget {found}B"]
+        return [proved, f"a first look finds a plan for {format_bytes(found)}, {share}: budget='{found}B'"]
 
 
 def estimate(model: model_io.Model, **options: Unpack[PlanningOptions]) -> Estimate:

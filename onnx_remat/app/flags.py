@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from onnx_remat import files
 from onnx_remat.app import completion, streams
-from onnx_remat.errors import BudgetInfeasibleError, OnnxRematError, UsageError, did_you_mean
+from onnx_remat.errors import OnnxRematError, UsageError, did_you_mean
 from onnx_remat.worker import QUIET
 
 if TYPE_CHECKING:
@@ -185,31 +185,52 @@ def planning_options(arguments: argparse.Namespace) -> PlanningOptions:
     return options
 
 
-_SETTING = re.compile(r"\b(budget|effort|time_limit|selector)='?([\w.+-]*[\w])'?")
+FLAGS: Mapping[str, str] = {
+    name: "--" + name.replace("_", "-")
+    for name in (
+        "allow_recompute", "arena", "budget", "costs", "cudnn_workspace", "effort", "force", "host_bandwidth", "jobs",
+        "keep", "loss", "offload", "provider", "selector", "time_limit", "verify",
+    )
+} | {
+    "checkpoints": "--checkpoint", "dims": "--dim", "patterns": "--no-patterns", "python": "--runtime",
+    "run_by": "--for",
+}  # fmt: skip
+"""Flags by the arguments in Python that they are; messages name the arguments, each with an equals sign behind it."""
+
+_QUOTED = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|"""
+_ARGUMENT = re.compile(rf"(?<![\w'\"/.=-])(\w+)=(\{{[^{{}}]*\}}|{_QUOTED}[\w.+-]*\w)?")
+_DIM = re.compile(r"['\"]([^'\"]*)['\"]: (\w+)")
 _UNITS = {"budget": "B", "time_limit": "s"}
 
 
-def said(error: OnnxRematError) -> str:
-    """An error in one line; its advice as flags instead of Python's arguments.
+def in_flags(text: str, flags: Mapping[str, str] = FLAGS) -> str:
+    """A message with the command line's flags in place of Python's arguments.
 
-    >>> said(OnnxRematError("pass dims={'batch': N, 'length': N}"))
-    'pass --dim batch=N --dim length=N'
+    >>> in_flags("pass dims={'batch': N, 'length': N}, or leave patterns=False out")
+    'pass --dim batch=N --dim length=N, or leave --no-patterns out'
 
-    >>> said(BudgetInfeasibleError("try budget=5000000 (5.0 MB), time_limit=60; or selector='auto'", 0, 0))
+    >>> in_flags("try budget=5000000 (5.0 MB), time_limit=60; or selector='auto'")
     'try --budget 5000000B (5.0 MB), --time-limit 60s; or --selector auto'
     """
-    message = _DIMS.sub(_as_flags, " ".join(str(error).split()))
-    if not isinstance(error, BudgetInfeasibleError):
-        return message
-    return _SETTING.sub(lambda m: f"--{m[1].replace('_', '-')} {m[2]}{_UNITS.get(m[1], '')}", message)
+
+    def as_flag(found: re.Match[str]) -> str:
+        name, value = found[1], found[2] or ""
+        if (flag := flags.get(name)) is None:
+            return found[0]
+        if name == "dims":
+            return " ".join(f"{flag} {dim}={size}" for dim, size in _DIM.findall(value)) or flag
+        if value in ("", "True", "False"):
+            return flag
+        if re.fullmatch(r"""(['"])[\w./%:+-]+\1""", value):  # words need no quotes in a shell either
+            value = value[1:-1]
+        return f"{flag} {value}{_UNITS.get(name, '') if re.fullmatch(r'[0-9.]+', value) else ''}"
+
+    return _ARGUMENT.sub(as_flag, text)
 
 
-_DIMS, _DIM = re.compile(r"\bdims=(\{[^{}]*\})?"), re.compile(r"['\"]([^'\"]*)['\"]: (\w+)")
-
-
-def _as_flags(dims: re.Match[str]) -> str:
-    """Sizes of dimensions, as an argument in Python, as flags."""
-    return " ".join(f"--dim {name}={size}" for name, size in _DIM.findall(dims[1] or "")) or "--dim"
+def said(error: OnnxRematError) -> str:
+    """An error in one line, its advice as flags."""
+    return in_flags(" ".join(str(error).split()))
 
 
 def guarded(name: str, command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> int:

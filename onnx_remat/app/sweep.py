@@ -120,7 +120,7 @@ def sweep(model: Model, points: int = 10, jobs: int = 1, **options: Unpack[Plann
     if not 2 <= points <= MOST_POINTS:
         raise UsageError(f"a sweep has 2 to {MOST_POINTS} points, not {points}")
     if jobs < 1:
-        raise UsageError(f"--jobs is a number of processes from 1 on, not {jobs}")
+        raise UsageError(f"jobs={jobs}: give a number of processes from 1 on")
     progress = options.pop("progress", silent)
     original = rewrite_model(model, "100%", **options)
     top, books = original.report.budget, original.report.books()
@@ -172,7 +172,7 @@ def _tried(
             progress(name, 0.0)
             yield each.result()
     except BrokenProcessPool as error:
-        raise OnnxRematError("a process of the sweep was killed, of memory perhaps: ask for fewer --jobs") from error
+        raise OnnxRematError("a process of the sweep was killed, of memory perhaps: ask for a smaller jobs=") from error
     finally:
         pool.shutdown(cancel_futures=True)
 

@@ -112,20 +112,20 @@ def check_fits(model: onnx.ModelProto) -> None:
     """
     opset = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), None)
     if opset is None:
-        raise ModelError(f"--no-patterns needs opset {_OLDEST} of ONNX's own ops, which the model does not import")
+        raise ModelError(f"patterns=False needs opset {_OLDEST} of ONNX's own ops, which the model does not import")
     if opset < _OLDEST:
-        raise ModelError(f"--no-patterns needs opset {_OLDEST}: convert the model from opset {opset} first")
+        raise ModelError(f"patterns=False needs opset {_OLDEST}: convert the model from opset {opset} first")
     if odd := next((name for name in names_in(model.graph) if name.startswith(_OWN)), None):
         raise ModelError(
-            f"--no-patterns: the name {odd!r} is needed for the body; rename it, or leave --no-patterns out"
+            f"patterns=False: the name {odd!r} is needed for the body; rename it, or leave patterns=False out"
         )
     outputs = _made_outputs(model.graph)
     if not outputs:
-        raise ModelError("--no-patterns: every output is an input or a constant, so that a body would make nothing")
+        raise ModelError("patterns=False: every output is an input or a constant, so that a body would make nothing")
     for value in outputs:
         if not value.type.tensor_type.elem_type:
             raise ModelError(
-                f"--no-patterns: output {value.name!r} is no tensor of a known type; leave --no-patterns out"
+                f"patterns=False: output {value.name!r} is no tensor of a known type; leave patterns=False out"
             )
 
 
@@ -178,7 +178,7 @@ def out_of_body(model: onnx.ModelProto) -> onnx.ModelProto:
         return model
     if (step := _step_in(model)) is None:
         raise ModelError(
-            "by its metadata the step is in the body of an If (--no-patterns), but the graph is not as onnx-remat "
+            "by its metadata the step is in the body of an If (patterns=False), but the graph is not as onnx-remat "
             "wrote it: rewrite the original again, and let other tools have it before"
         )
     made = _frame(model)

@@ -47,9 +47,9 @@ def split(graph: Graph, tensors: Mapping[str, Tensor], loss: str | None = None) 
     if not graph.ops:
         raise ModelError("the graph has no nodes: there is nothing to plan")
     if loss is not None and loss not in graph.values:
-        raise UsageError(f"--loss: there is no value {loss!r}{did_you_mean(loss, graph.values)}")
+        raise UsageError(f"loss=: there is no value {loss!r}{did_you_mean(loss, graph.values)}")
     if loss is not None and graph.values[loss].kind != NODE:
-        raise UsageError(f"--loss: {loss!r} is an {graph.values[loss].kind}, no node makes it")
+        raise UsageError(f"loss=: {loss!r} is an {graph.values[loss].kind}, no node makes it")
     labels = [_label(op) for op in graph.ops]
     if loss is None and None not in labels:
         phases = [label for label in labels if label is not None]
@@ -81,7 +81,7 @@ def find_loss(graph: Graph, tensors: Mapping[str, Tensor]) -> str | None:
         return None
     raise ModelError(
         f"which output is the loss is not clear (several scalar outputs could be it: {', '.join(scalars[:5])}): "
-        "name it with --loss"
+        "name it with loss="
     )
 
 

@@ -93,7 +93,7 @@ def check_ops(model: onnx.ModelProto) -> None:
     if node := first_training_op(model):
         raise ModelError(
             f"node {node.name or node.output[0]!r} ({node.op_type}) is an op of onnxruntime-training, which ONNX "
-            "Runtime has not: --runtime PYTHON names the interpreter of an environment that has it"
+            "Runtime has not: python=PYTHON names the interpreter of an environment that has it"
         )
 
 

@@ -76,7 +76,7 @@ def as_executed(
         if not _has_custom_ops(model):
             raise
         if stated.must_load:
-            hint = "--verify none plans from the file alone, for a runtime that has these ops"
+            hint = "verify='none' plans from the file alone, for a runtime that has these ops"
             raise ModelError(f"{error} ({hint})") from error
         return _emulated(model, stated, _CUSTOM_OPS, known)
 

@@ -71,7 +71,7 @@ def notes(compiled: Compiled) -> tuple[str, ...]:
     if libraries:
         lines.append(
             f"every convolution is allowed {format_bytes(kernels.library_workspace)} of cuDNN workspace "
-            "(--cudnn-workspace): a margin, not a measurement; set the provider option "
+            "(cudnn_workspace=): a margin, not a measurement; set the provider option "
             "cudnn_conv_use_max_workspace=0, which holds it to 32 MiB"
         )
     if norms := [op.label for op in compiled.graph.ops if op.anew and op.node.op_type == "BatchNormalization"]:

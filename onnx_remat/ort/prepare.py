@@ -122,7 +122,7 @@ def prepare_for_simulation(model: onnx.ModelProto, stated: Preparation) -> Compi
 def _keeping(ir: Graph, table: OpTable, keep: Sequence[str]) -> OpTable:
     """`table` with the producers of the values named in `keep` marked as not to be recomputed."""
     producer = ir.producer()
-    kept = {producer[computed(name, producer, "--keep")] for name in keep}
+    kept = {producer[computed(name, producer, "keep")] for name in keep}
     return replace(table, recomputable=tuple(r and i not in kept for i, r in enumerate(table.recomputable)))
 
 
@@ -141,17 +141,17 @@ def _check_overwritten(ir: Graph) -> None:
 
 
 def _check_allowed(ir: Graph, allow: Sequence[str]) -> None:
-    """Each entry of --allow-recompute must be an op of the model."""
+    """Each entry of `allow` must be an op of the model."""
     have = list(dict.fromkeys(f"{op.node.domain}::{op.node.op_type}" for op in ir.ops))
     for name in allow:
         if "::" not in name:
-            raise UsageError(f"--allow-recompute: {name!r} is not DOMAIN::OP, e.g. com.example::MyOp")
+            raise UsageError(f"allow_recompute=: {name!r} is not DOMAIN::OP, e.g. com.example::MyOp")
         if name not in have:
-            raise UsageError(f"--allow-recompute: the model has no op {name!r}{did_you_mean(name, have)}")
+            raise UsageError(f"allow_recompute=: the model has no op {name!r}{did_you_mean(name, have)}")
 
 
-def computed(name: str, names: Collection[str], flag: str) -> str:
+def computed(name: str, names: Collection[str], argument: str) -> str:
     """`name` if it is one of `names`, values that nodes compute; UsageError with the nearest match otherwise."""
     if name in names:
         return name
-    raise UsageError(f"{flag}: no node makes a value {name!r}{did_you_mean(name, names)}")
+    raise UsageError(f"{argument}=: no node makes a value {name!r}{did_you_mean(name, names)}")

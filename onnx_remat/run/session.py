@@ -181,7 +181,7 @@ class Session:
             self._session.run_with_iobinding(self._binding)
         except Exception as error:
             full = any(sign in str(error) for sign in OUT_OF_MEMORY)
-            hint = "; the device is full: raise memory_limit, or plan with a larger --cudnn-workspace" if full else ""
+            hint = "; the device is full: raise memory_limit, or plan with a larger cudnn_workspace=" if full else ""
             raise ModelError(
                 f"onnxruntime failed in the middle of the step: {loading.first_line(error)}{hint}"
             ) from error

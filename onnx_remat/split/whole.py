@@ -49,7 +49,7 @@ class Step:
         if loss is not None and not (loss in graph.values and graph.values[loss].is_output):
             raise UsageError(f"the model has no output {loss!r} to take as the loss")
         if (found := loss or phases.find_loss(graph, tensors)) is None:
-            raise ModelError("the step cannot be split: no output is a loss; name it with --loss")
+            raise ModelError("the step cannot be split: no output is a loss; name it with loss=")
         stored = {tensor.name for tensor in graph.model.graph.initializer}
         inputs = [value.name for value in graph.model.graph.input if value.name not in stored]
         forward = phases.ancestors(graph, [found])

@@ -278,7 +278,7 @@ def test_a_rewritten_model_saves_with_its_data(home):
     target = home / "there" / "out.onnx"
     result.save(target)
     assert (home / "there" / "w.bin").read_bytes() == WEIGHT.tobytes()
-    with pytest.raises(UsageError, match="pass --force"):
+    with pytest.raises(UsageError, match="pass force=True"):
         result.save(target)
     first = target.read_bytes()
     result.save(target, force=True)
@@ -297,7 +297,7 @@ def test_targets_that_would_destroy_or_cannot_work_are_refused(tmp_path):
     with pytest.raises(UsageError, match="does not exist"):
         files.check_target(tmp_path / "no" / "out.onnx", source, True)
     (tmp_path / "old.onnx").write_bytes(b"old")
-    with pytest.raises(UsageError, match="pass --force"):
+    with pytest.raises(UsageError, match="pass force=True"):
         files.check_target(tmp_path / "old.onnx", source, False)
     assert files.check_target(tmp_path / "old.onnx", source, True) == tmp_path / "old.onnx"
     assert files.check_target(str(tmp_path / "new.onnx"), None, False) == tmp_path / "new.onnx"

@@ -120,7 +120,7 @@ def test_an_ambiguous_loss_is_refused_with_the_candidates():
     ]
     outputs = {"first": [], "second": [1], "count": (TensorProto.INT64, [])}
     model = model_of(nodes, {"x": [4]}, outputs)
-    with pytest.raises(ModelError, match=r"several scalar outputs could be it: first, second\): name it with --loss"):
+    with pytest.raises(ModelError, match=r"several scalar outputs could be it: first, second\): name it with loss="):
         phase_by_label(model)
     assert phase_by_label(model, "second") == {"one": BACKWARD, "two": FORWARD, "three": BACKWARD}
 
@@ -137,7 +137,7 @@ def test_scalar_outputs_that_nothing_follows_are_no_losses():
 
 
 def test_a_misspelt_loss_is_refused():
-    with pytest.raises(UsageError, match="--loss: there is no value 'los'; did you mean 'loss'"):
+    with pytest.raises(UsageError, match="loss=: there is no value 'los'; did you mean 'loss'"):
         phase_by_label(mlp(layers=1), "los")
 
 

@@ -109,7 +109,7 @@ def test_rewritten_from_the_file_alone(name: str) -> None:
 
 
 def test_stock_runtime_is_not_passed_over_in_silence() -> None:
-    with pytest.raises(ModelError, match="--verify none plans from the file alone"):
+    with pytest.raises(ModelError, match="verify='none' plans from the file alone"):
         rewrite_model(load("cnn"), "75%", dims=DIMS["cnn"], run_by="session")
 
 

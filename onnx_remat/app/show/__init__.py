@@ -21,7 +21,7 @@ def check(path: str, kinds: tuple[str, ...] = KINDS) -> None:
     """Raise before any work is done if `path` cannot be drawn: unknown ending, or matplotlib missing for a picture."""
     suffix = Path(path).suffix.lower()
     if suffix not in kinds:
-        raise UsageError(f"--plot {path!r}: the name must end in {', '.join(kinds[:-1])} or {kinds[-1]}")
+        raise UsageError(f"cannot draw {path!r}: the name must end in {', '.join(kinds[:-1])} or {kinds[-1]}")
     if suffix in IMAGES:
         from onnx_remat.app.show.figure import import_matplotlib
 

@@ -179,16 +179,16 @@ def _read_profile(path: str) -> dict[_ProfileKey, float]:
     """Median seconds by op, input types and shapes."""
     presets = ", ".join(PRESETS)
     if "\0" in path:
-        raise UsageError(f"--costs {path!r} has a zero byte in its name")
+        raise UsageError(f"costs={path!r} has a zero byte in its name")
     if Path(path).exists() and not Path(path).is_file():  # a device may never end
-        raise UsageError(f"--costs {path!r} is neither a preset ({presets}) nor a regular file")
+        raise UsageError(f"costs={path!r} is neither a preset ({presets}) nor a regular file")
     try:
         with Path(path).open("rb") as stream:
             text = stream.read(_MOST + 1)
     except OSError as error:
-        raise UsageError(f"--costs {path!r} is neither a preset ({presets}) nor a readable file") from error
+        raise UsageError(f"costs={path!r} is neither a preset ({presets}) nor a readable file") from error
     if len(text) > _MOST:
-        raise UsageError(f"--costs {path}: larger than {_MOST >> 20} MiB: no profile of ONNX Runtime")
+        raise UsageError(f"costs={path!r}: larger than {_MOST >> 20} MiB: no profile of ONNX Runtime")
     seconds: dict[_ProfileKey, list[float]] = {}
     try:
         for event in json.loads(text):
@@ -202,5 +202,5 @@ def _read_profile(path: str) -> dict[_ProfileKey, float]:
                     raise ValueError("no duration")
                 seconds.setdefault((arguments["op_name"], read), []).append(took)
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
-        raise UsageError(f"--costs {path}: not a JSON profile of ONNX Runtime") from error
+        raise UsageError(f"costs={path!r}: not a JSON profile of ONNX Runtime") from error
     return {key: statistics.median(times) for key, times in seconds.items()}

@@ -1,0 +1,164 @@
+"""Messages name arguments in Python and flags on the command line."""
+
+import ast
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import onnx
+import pytest
+
+import onnx_remat
+from onnx_remat.app import bench, cli
+from onnx_remat.app.estimate import estimate
+from onnx_remat.app.flags import FLAGS, in_flags
+from onnx_remat.app.sweep import sweep
+from onnx_remat.errors import OnnxRematError
+from onnx_remat.options import Options
+from onnx_remat.split import split_step
+from tests.support.graphs import mlp
+
+ROOT = Path(onnx_remat.__file__).parent
+COMMANDS = {"cli.py", "commands.py", "flags.py", "completion.py"}
+OF_COMMANDS = ("add_argument", "Parser", "check_files")
+
+
+def test_every_option_has_a_flag_that_the_command_line_takes(capsys):
+    assert {field.name for field in fields(Options)} - {"progress"} <= set(FLAGS)
+    taken = set()
+    for help_of in ([], ["sweep"], ["check"]):
+        with pytest.raises(SystemExit):
+            cli.main([*help_of, "--help"])
+        taken |= set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
+    assert set(FLAGS.values()) <= taken
+
+
+def messages(file: Path) -> list[tuple[int, str]]:
+    """Texts in a file that someone may read: no docstrings, and no help of flags."""
+    tree = ast.parse(file.read_text())
+    aside = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr):  # a docstring
+            aside.add(node.value)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in OF_COMMANDS:
+            aside.update(ast.walk(node))
+    return [
+        (node.lineno, node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in aside
+    ]
+
+
+def test_what_python_calls_names_no_flag():
+    flags = re.compile(r"(?<!split )(?<![\w-])--[a-z]")  # "onnx-remat split --accumulate" is a command
+    found = [
+        f"{file.relative_to(ROOT)}:{line}: {text}"
+        for file in sorted(ROOT.rglob("*.py"))
+        if file.name not in COMMANDS
+        for line, text in messages(file)
+        if flags.search(text)
+    ]
+    assert not found, found
+
+
+def two_losses() -> onnx.ModelProto:
+    return onnx.parser.parse_model(
+        '<ir_version: 9, opset_import: ["" : 20]> g (float[2] x) => (float one, float two, float[2] y)'
+        "{ one = ReduceSum<keepdims = 0>(x) two = ReduceMax<keepdims = 0>(x) y = Add(one, x) }"
+    )
+
+
+CASES = {
+    "no value to keep": ({"keep": ["nothing"]}, "--keep nothing", "keep=: no node", "--keep: no node"),
+    "no such loss": ({"loss": "los"}, "--loss los", "loss=: there is no value", "--loss: there is no value"),
+    "checkpoints": ({"checkpoints": ["h"]}, "--checkpoint h", "checkpoints= is for selector='collection'",
+                    "--checkpoint is for --selector collection"),
+    "no such checkpoint": ({"checkpoints": ["no"], "selector": "collection"}, "--checkpoint no --selector collection",
+                           "checkpoints=: no node", "--checkpoint: no node"),
+    "arena": ({"arena": True, "run_by": "loop"}, "--arena --for loop", "arena=True is for run_by='session'",
+              "--arena is for --for session"),
+    "offload": ({"offload": True}, "--offload", "for provider='cuda', run_by='loop'",
+                "for --provider cuda, --for loop"),
+    "bandwidth": ({"host_bandwidth": "9GB"}, "--host-bandwidth 9GB", "host_bandwidth= is for offload=True",
+                  "--host-bandwidth is for --offload"),
+    "costs": ({"costs": "no.json"}, "--costs no.json", "costs='no.json' is neither", "--costs no.json is neither"),
+    "no slot for the op": ({"allow_recompute": ["Op"]}, "--allow-recompute Op", "allow_recompute=: 'Op'",
+                           "--allow-recompute: 'Op'"),
+    "verify": ({"verify": "run", "provider": "cuda"}, "--verify run --provider cuda",
+               "verify='run' measures the CPU's memory: not with provider='cuda'",
+               "--verify run measures the CPU's memory: not with --provider cuda"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_message_in_both_fronts(case, tmp_path, capsys):
+    options, flags, in_python, typed = CASES[case]
+    with pytest.raises(OnnxRematError) as caught:
+        onnx_remat.rewrite_model(mlp(), "90%", **options)
+    assert in_python in str(caught.value) and "--" not in str(caught.value)
+    onnx.save(mlp(), tmp_path / "in.onnx")
+    code = cli.main([str(tmp_path / "in.onnx"), str(tmp_path / "out.onnx"), "--budget", "90%", *flags.split()])
+    shown = capsys.readouterr().err
+    assert code == caught.value.exit_code and typed in shown
+    assert not [name for name in FLAGS if f"{name}=" in shown]
+
+
+def test_which_loss_is_asked_for_in_both_fronts(tmp_path, capsys):
+    with pytest.raises(OnnxRematError, match=r"name it with loss=$"):
+        onnx_remat.rewrite_model(two_losses(), "90%")
+    with pytest.raises(OnnxRematError, match=r"name it with loss=$"):
+        split_step(two_losses())
+    onnx.save(two_losses(), tmp_path / "in.onnx")
+    for command in (["rewrite", "{}/in.onnx", "{}/o.onnx", "--budget", "90%"], ["split", "{}/in.onnx"]):
+        assert cli.main([word.format(tmp_path) for word in command]) == 4
+        assert capsys.readouterr().err.endswith("name it with --loss\n")
+
+
+def test_patterns_in_both_fronts(tmp_path, capsys):
+    old = onnx.parser.parse_model(
+        '<ir_version: 7, opset_import: ["" : 9]> g (float[2] x) => (float[2] y) { y = Neg(x) }'
+    )
+    with pytest.raises(OnnxRematError, match=r"^patterns=False needs opset"):
+        onnx_remat.rewrite_model(old, "90%", patterns=False)
+    onnx.save(old, tmp_path / "in.onnx")
+    assert cli.main([str(tmp_path / "in.onnx"), str(tmp_path / "o.onnx"), "--budget", "90%", "--no-patterns"]) == 4
+    assert "error: --no-patterns needs opset" in capsys.readouterr().err
+
+
+def test_what_other_commands_refuse_in_both_fronts(tmp_path, capsys):
+    with pytest.raises(OnnxRematError, match=r"^jobs=0: give a number"):
+        sweep(mlp(), jobs=0)
+    with pytest.raises(OnnxRematError, match=r"leave run_by= out"):
+        bench.benchmark(tmp_path / "in.onnx", "90%", run_by="loop")
+    onnx.save(mlp(), tmp_path / "in.onnx")
+    assert cli.main(["sweep", str(tmp_path / "in.onnx"), "--jobs", "0"]) == 2
+    assert "error: --jobs 0: give a number" in capsys.readouterr().err
+    assert bench.main([str(tmp_path / "in.onnx"), "--budget", "90%", "--for", "loop"]) == 2
+    assert "leave --for out" in capsys.readouterr().err
+    (tmp_path / "out.onnx").touch()
+    assert cli.main([str(tmp_path / "in.onnx"), str(tmp_path / "out.onnx"), "--budget", "90%"]) == 2
+    assert "out.onnx exists: pass --force to replace it" in capsys.readouterr().err
+
+
+def test_reports_in_both_fronts(tmp_path, capsys):
+    found = estimate(mlp())
+    assert f"budget='{found.first_look}B'" in found.to_text()
+    onnx.save(mlp(), tmp_path / "in.onnx")
+    assert cli.main(["estimate", str(tmp_path / "in.onnx")]) == 0
+    assert capsys.readouterr().out.strip() == in_flags(found.to_text())
+
+
+@pytest.mark.parametrize(
+    ("text", "typed"),
+    [
+        ("/data/loss=3.onnx exists", "/data/loss=3.onnx exists"),
+        ("dim 'budget=5' is not NAME=VALUE", "dim 'budget=5' is not NAME=VALUE"),
+        ("set cudnn_conv_use_max_workspace=0", "set cudnn_conv_use_max_workspace=0"),
+        ("costs='/a b/c': no", "--costs '/a b/c': no"),
+        ("give keep=, loss= or force=True", "give --keep, --loss or --force"),
+        ("pass time_limit=2.5.", "pass --time-limit 2.5s."),
+        ("fix 'n' with dims=", "fix 'n' with --dim"),
+    ],
+)
+def test_what_is_an_argument_and_what_is_not(text, typed):
+    assert in_flags(text) == typed
