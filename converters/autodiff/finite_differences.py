@@ -40,6 +40,7 @@ _NARROW = 10 * np.finfo(np.float32).eps / _EPSILON  # of float32, in those of fl
 _NIL = 1e-4  # of the largest gradient: below, float32 need not get it right
 _UNSEEN = 1e-3  # of the change: more must not be left to rounding
 _UNTOLD = 1e-4  # of the loss' change: a parameter with a smaller share of it is not tested
+_PLAIN = 0.1  # relative difference of slopes that are the same, and rounding's share in them
 _SIZE = 2  # of symbolic dimensions in a made-up batch
 _ENTROPY = 0x6F6E6E782D72656D6174
 _FEEDS, _JITTER, _DIRECTION = 0, 1, 2  # purposes of random numbers
@@ -92,14 +93,15 @@ def check(
     feeds = make_feeds(step, values, example_inputs, _random(_FEEDS, 0))
     wide = widened(settled, ir.DataType.DOUBLE)
     exact = _doubled(feeds)
-    made = Evaluator(wide).run(exact)
+    step_in_full = Evaluator(wide)
+    made = step_in_full.run(exact)
     loss = float(made[names.LOSS].reshape(()))
     gradients = {p: made[names.gradient(p)] for p in parameters}
     if not np.isfinite(loss):
         raise ConversionError(f"the loss is {loss} on the check's inputs: give example_inputs= or check=False")
     if bad := [p for p, g in gradients.items() if not np.isfinite(g).all()]:
         raise ConversionError(f"the gradient by {bad[0]!r} is not finite on the check's inputs; nothing was written")
-    line = _Line(Evaluator(_loss_only(wide)), exact, gradients, loss)
+    line = _Line(Evaluator(_loss_only(wide)), step_in_full, exact, gradients, loss)
     worst = max(line.error(seed) for seed in range(DIRECTIONS))
     narrow = widened(settled, ir.DataType.FLOAT)
     kinds = {v.name: onnx.helper.tensor_dtype_to_np_dtype(v.type.tensor_type.elem_type) for v in narrow.graph.input}
@@ -126,21 +128,26 @@ class _Line:
     """Differences of the loss along random directions against what the gradients say."""
 
     def __init__(
-        self, forward: Evaluator, at: Mapping[str, np.ndarray], gradients: Mapping[str, np.ndarray], loss: float
+        self,
+        forward: Evaluator,
+        step: Evaluator,
+        at: Mapping[str, np.ndarray],
+        gradients: Mapping[str, np.ndarray],
+        loss: float,
     ) -> None:
-        self._forward, self._at, self._gradients = forward, at, gradients
+        self._forward, self._step, self._at, self._gradients, self._at_loss = forward, step, at, gradients, loss
         largest = {p: _largest(at[p]) for p in gradients}
         norms = {p: float(np.linalg.norm(g)) for p, g in gradients.items()}
         self._steps = {p: min(1.0 / norms[p], most) if norms[p] > 0 else most for p, most in largest.items()}
         self._shares = {p: norms[p] * step for p, step in self._steps.items()}
         self._scale = float(np.linalg.norm(list(self._shares.values())))
-        if not self._scale:
-            raise ConversionError("every gradient is zero on the check's inputs: give example_inputs= or check=False")
         self._direction: tuple[int, dict[str, np.ndarray]] = (-1, {})  # the last one: drawing is slow for large weights
         self.noise = max(_ROUNDING * max(abs(loss), 1e-3), _SLACK * self._jitter(loss))
         # Kinks want small steps, rounding wants large ones.
         room = min(largest[p] / step for p, step in self._steps.items())
-        self._epsilon = min(_CHANGE * self.noise / self._scale, _LARGEST * room)
+        self._epsilon = _LARGEST * room
+        if self._scale:
+            self._epsilon = min(self._epsilon, _CHANGE * self.noise / self._scale)
 
     def _jitter(self, loss: float) -> float:
         """The most that the loss is off what the gradients say where parameters move by their own rounding errors.
@@ -171,40 +178,80 @@ class _Line:
 
     def error(self, seed: int) -> float:
         """The relative difference along a direction through all parameters; raises where it is too large."""
-        suspects = list(self._gradients)
+        if not self._scale:
+            raise self._unseen(seed, "every gradient is zero on the check's inputs")
         found: list[tuple[float, float, float]] = []
         for factor in _FACTORS:
-            error, rounding = self._difference(suspects, seed, factor)
+            error, rounding = self._difference(seed, factor)
             if error <= TOLERANCE and rounding <= _UNSEEN:
                 return error
             found.append((error, rounding, factor))
         if within := [error for error, rounding, _ in found if error <= rounding <= _UNSEEN]:
             return min(within)
         if found[-1][1] > _UNSEEN:
-            raise ConversionError(
-                "all gradients are too small on the check's inputs to show in the loss: give example_inputs= or "
-                "check=False"
-            )
+            raise self._unseen(seed, "all gradients are too small on the check's inputs to show in the loss")
         least, _, best = min(found)
+        raise self._wrong(seed, best, f"otherwise than they say, by {least:.2g} relative")
+
+    def _unseen(self, seed: int, why: str) -> ConversionError:
+        """What to say of gradients that no difference can confirm: `why`, unless the loss does change.
+
+        It does where it changes in proportion to the step, to either side alike, by far more than its rounding: neither
+        curvature nor a kink looks like that.
+        """
+        seen = []
+        for factor in _FACTORS[-2:]:
+            sides, predicted, epsilon = self._sides(list(self._gradients), seed, factor)
+            slopes = [side / epsilon - predicted for side in sides]
+            seen += slopes if min(map(abs, slopes)) > self.noise / (epsilon * _PLAIN) else [0.0]
+        if max(seen) - min(seen) < _PLAIN * max(map(abs, seen)):
+            return self._wrong(seed, _FACTORS[-1], "and they are next to zero")
+        return ConversionError(f"{why}: give example_inputs= or check=False")
+
+    def _wrong(self, seed: int, factor: float, how: str) -> ConversionError:
+        """What to say of wrong gradients: the parameter to blame is found by halving, unless rounding is."""
+        suspects = list(self._gradients)
+        if self._lost(seed) > _PLAIN * abs(self._off(suspects, seed, factor)):
+            return ConversionError(
+                "rounding decides about the gradients on the check's inputs: give example_inputs= or check=False"
+            )
         while len(suspects) > 1:
             halves = suspects[: len(suspects) // 2], suspects[len(suspects) // 2 :]
-            worse = [self._difference(half, seed, best)[0] for half in halves]
+            worse = [abs(self._off(half, seed, factor)) for half in halves]
             suspects = halves[1] if worse[1] > worse[0] else halves[0]
-        raise ConversionError(
-            f"the gradients are wrong: along a random direction the loss changes otherwise than they say, by "
-            f"{least:.2g} relative, that by {suspects[0]!r} for one; nothing was written (check=False skips this "
-            "check)"
+        return ConversionError(
+            f"the gradients are wrong: along a random direction the loss changes {how}, that by {suspects[0]!r} for "
+            "one; nothing was written (check=False skips this check)"
         )
 
-    def _difference(self, parameters: Sequence[str], seed: int, factor: float) -> tuple[float, float]:
-        """Along the part of a direction that is some parameters', and what rounding may add; relative to the whole."""
+    def _lost(self, seed: int) -> float:
+        """How far the slope that the gradients say along a direction moves with the inputs' own rounding errors."""
+        rng, drawn = _random(_JITTER, _JITTERS), self._drawn(seed)
+        moved = {
+            name: at + _EPSILON * rng.standard_normal(at.shape) * at if at.dtype.kind == "f" else at
+            for name, at in self._at.items()
+        }
+        made = self._step.run(moved)
+        return abs(sum(float(((made[names.gradient(p)] - g) * drawn[p]).sum()) for p, g in self._gradients.items()))
+
+    def _difference(self, seed: int, factor: float) -> tuple[float, float]:
+        """How far the gradients are off along a direction, and what rounding may add; relative to their size."""
+        error = abs(self._off(list(self._gradients), seed, factor))
+        return error / self._scale, self.noise / (factor * self._epsilon * self._scale)
+
+    def _off(self, parameters: Sequence[str], seed: int, factor: float) -> float:
+        """The loss' slope, less what the gradients say, along the part of a direction that is some parameters'."""
+        (up, down), predicted, epsilon = self._sides(parameters, seed, factor)
+        return (up + down) / (2 * epsilon) - predicted
+
+    def _sides(self, parameters: Sequence[str], seed: int, factor: float) -> tuple[tuple[float, float], float, float]:
+        """The loss' rise up to a point and beyond it, the slope that the gradients say, and the size of the step."""
         drawn = self._drawn(seed)
         direction = {p: drawn[p] for p in parameters}
         predicted = sum(float((self._gradients[p] * d).sum()) for p, d in direction.items())
         epsilon = factor * self._epsilon
         up, down = (self._loss({p: self._at[p] + sign * epsilon * d for p, d in direction.items()}) for sign in (1, -1))
-        error = abs((up - down) / (2 * epsilon) - predicted) / self._scale
-        return error, self.noise / (epsilon * self._scale)
+        return (up - self._at_loss, self._at_loss - down), predicted, epsilon
 
     def _loss(self, moved: Mapping[str, np.ndarray]) -> float:
         return float(self._forward.run({**self._at, **moved})[names.LOSS].reshape(()))

@@ -56,7 +56,7 @@ def load(source: Source) -> ir.Model:
         versions = {opset.domain: opset.version for opset in proto.opset_import}
         standard = versions.get("", versions.get("ai.onnx", 0))
         if standard < OLDEST:
-            proto = onnx.version_converter.convert_version(proto, UPGRADED)
+            proto = onnx.version_converter.convert_version(_slopes_by_channel(proto, standard), UPGRADED)
         model = ir.from_proto(_expanded(proto))
     except ConversionError:
         raise
@@ -71,6 +71,41 @@ def load(source: Source) -> ir.Model:
         node.metadata_props["phase"] = "forward"
         node.doc_string = None
     return model
+
+
+def _slopes_by_channel(proto: onnx.ModelProto, opset: int) -> onnx.ModelProto:
+    """PRelu's slopes along the channels, as opsets before 7 mean them: onnx's converter leaves them on the last axis.
+
+    Raises
+    ------
+    ConversionError
+        The rank of such a node's input is unknown.
+    """
+    if opset >= 7 or all(node.op_type != "PRelu" for node in proto.graph.node):
+        return proto
+    inferred = onnx.shape_inference.infer_shapes(proto).graph
+    types = {v.name: v.type.tensor_type for v in (*inferred.value_info, *inferred.input, *inferred.output)}
+    ranks = {name: len(kind.shape.dim) for name, kind in types.items() if kind.HasField("shape")}
+    ranks |= {tensor.name: len(tensor.dims) for tensor in proto.graph.initializer}
+    made = onnx.ModelProto()
+    made.CopyFrom(proto)
+    del made.graph.node[:]
+    for node in proto.graph.node:
+        if node.op_type == "PRelu" and ranks.get(node.input[1]) != 0:
+            x, slope = node.input
+            if x not in ranks:
+                raise ConversionError(
+                    f"node {node.name or node.output[0]!r} (PRelu): the rank of {x!r} is unknown, and so the axis of "
+                    "its slopes: add value_info for it, or convert the model to opset 7"
+                )
+            axes = list(range(1, ranks[x] - 1))
+            if axes:
+                by_channel = f"{node.output[0]}.slope_by_channel"
+                made.graph.node.append(onnx.helper.make_node("Unsqueeze", [slope], [by_channel], axes=axes))
+                node = onnx.NodeProto.FromString(node.SerializeToString())
+                node.input[1] = by_channel
+        made.graph.node.append(node)
+    return made
 
 
 def _check_known(node: onnx.NodeProto) -> None:

@@ -281,6 +281,78 @@ def test_the_check_finds_a_wrong_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     assert add_backward(MLP, "cross_entropy", check=False)
 
 
+@pytest.mark.parametrize("left", [0.0, 1e-18])
+@pytest.mark.parametrize("op", ["Tanh", "Exp", "Relu"])
+def test_the_check_finds_gradients_that_are_all_next_to_zero(
+    op: str, left: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = model(f"h = MatMul(x, w0)\ne = {op}(h)\ny = ReduceMean(e) keepdims=0", weights((3, 5)))
+    right = RULES[op]
+    monkeypatch.setitem(RULES, op, lambda s: {0: lambda: s.t.mul(right(s)[0](), left)})
+    with pytest.raises(ConversionError, match=r"gradients are wrong: .*and they are next to zero, that by 'w0'"):
+        add_backward(forward, "y")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "h = MatMul(x, w0)\nz = Mul(h, nil)\ne = Relu(z)",  # a kink, of no height
+        "h = MatMul(x, w0)\nz = Mul(h, nil)\ne = Cos(z)",
+        "h = MatMul(x, w0)\nz = Sub(h, far)\ne = Relu(z)",
+        "h = MatMul(x, w0)\nz = Sub(h, h)\ne = Mul(z, z)",
+        "h = MatMul(x, w0)\nz = Sub(h, far)\ne = Sigmoid(z)",
+    ],
+)
+def test_gradients_that_are_rightly_next_to_zero_are_not_called_wrong(body: str) -> None:
+    held = weights((3, 5)) | {"nil": np.zeros((), np.float32), "far": np.asarray(60, np.float32)}
+    with pytest.raises(ConversionError, match=r"on the check's inputs.*: give example_inputs= or check=False"):
+        add_backward(model(f"{body}\ny = ReduceMean(e) keepdims=0", held), "y", wrt=["w0"])
+
+
+def test_a_weight_that_stands_in_a_kink_is_not_called_wrong() -> None:
+    forward = model("a = Abs(w0)\ny = ReduceSum(a) keepdims=0", {"w0": np.zeros((3,), np.float32)})
+    with pytest.raises(ConversionError, match="every gradient is zero on the check's inputs: give"):
+        add_backward(forward, "y", wrt=["w0"])
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (2, 3, 4), (2, 3, 3, 5), (2, 3, 3)])
+@pytest.mark.parametrize("slopes", [3, 1])
+def test_slopes_of_an_old_prelu_are_its_channels(shape: tuple[int, ...], slopes: int) -> None:
+    held = {"slope": np.asarray([0.5, 0.25, 2.0], np.float32)[:slopes]}
+    forward = model("p = PRelu(x, slope)\ny = ReduceSum(p) axes=[0] keepdims=0", held, {"x": list(shape)}, opset=6)
+    step = add_backward(forward, "mse", wrt=["x", "slope"])
+    x = np.random.default_rng(3).standard_normal(shape).astype(np.float32)
+    along = (-1, *[1] * (len(shape) - 2))
+    expected = np.where(x < 0, x * held["slope"].reshape(along), x).sum(axis=0)
+    made = runtime.outputs(step, {"x": x, "slope": held["slope"], "target": np.zeros_like(expected)})
+    np.testing.assert_allclose(made["loss"], np.square(expected).mean(), rtol=1e-5)
+    assert made["grad.slope"].shape == (slopes,)
+    assert forward == model(
+        "p = PRelu(x, slope)\ny = ReduceSum(p) axes=[0] keepdims=0", held, {"x": list(shape)}, opset=6
+    )
+
+
+def test_an_old_prelu_of_unknown_rank_is_named() -> None:
+    forward = onnx.parser.parse_model(
+        '<ir_version: 3, opset_import: ["" : 6]> g (float x, float[3] slope, int64[n] s) => (float loss) '
+        "{ r = Reshape(x, s) p = PRelu(r, slope) loss = ReduceSum <keepdims = 0> (p) }"
+    )
+    with pytest.raises(ConversionError, match=r"node 'p' \(PRelu\): the rank of 'r' is unknown"):
+        add_backward(forward, "loss", wrt=["slope"])
+
+
+def test_gradients_that_are_rounding_alone_are_not_called_wrong() -> None:
+    """Equal logits, whatever the bias: the gradient is what a sum that vanishes is rounded by, times 1e15."""
+    held = {
+        "w0": np.full((3, 40), 0.02, np.float32),
+        "b": np.ones(3, np.float32),
+        "large": np.asarray(1e15, np.float32),
+    }
+    forward = model("h = Add(x, b)\ns = MatMul(h, w0)\nz = Mul(s, large)\ny = Softmax(z) axis=1", held)
+    with pytest.raises(ConversionError, match=r"rounding decides about the gradients on the check's inputs: give"):
+        add_backward(forward, "mse", wrt=["b"])
+
+
 def deep() -> onnx.ModelProto:
     """Five convolutions with BatchNormalization."""
     lines, made = [], {"w": weights((6, 4), seed=9)["w0"]}
