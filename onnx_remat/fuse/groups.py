@@ -1,0 +1,424 @@
+"""Which nodes of a step run as one kernel: a pure function of their order, their shapes and their lifetimes.
+
+Model
+    Nodes run at places 0, 1, 2, ... A group takes the place of one of its nodes, behind all that make what it reads and
+    before all that read what it makes, so that groups never wait for one another in a circle. A value that is made and
+    read within one group has no buffer.
+Algorithm
+    Values of elementwise nodes, the largest first: the group that makes one and a group that reads it become one where
+    the kernel exists (`loops`), a place is left, and **no more bytes are alive at once than at the step's peak**.
+    Convexity alone would let peaks grow threefold: a group reads early values late. Then smaller groups join the only
+    group that reads them, where they can be computed element by element there.
+Complexity
+    A few trials for each value, each over the places of one step.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Protocol
+
+import numpy as np
+import onnx
+
+from onnx_remat.fuse import spaces
+from onnx_remat.fuse.ops import VIEWS, Call, call_of
+from onnx_remat.ir.shapes import Tensor
+
+MOST_ENDS = 48
+"""Inputs, and outputs, that a kernel has at most; ``shim.c`` takes 64."""
+
+MOST_NODES = 96
+"""Nodes of a group: larger kernels take long to compile, and run out of registers."""
+
+MOST_RANK = 16
+
+
+class Runs(Protocol):
+    """A node as it will run, see `run.private_copy.Step`."""
+
+    @property
+    def node(self) -> onnx.NodeProto: ...
+
+    @property
+    def captured(self) -> tuple[str, ...]: ...
+
+    @property
+    def reads(self) -> tuple[str, ...]: ...
+
+    @property
+    def writes(self) -> tuple[str, ...]: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Schedule:
+    """A step in its order of execution, and what lies in its slab.
+
+    Attributes
+    ----------
+    steps : sequence of Runs
+        In execution order.
+    tensors : mapping of str to Tensor
+    outputs : collection of str
+        Graph outputs.
+    root : mapping of str to str
+        Value whose memory each view lies in; others are left out.
+    counted : mapping of str to int
+        Bytes of each value that lies in the slab.
+    renewed : mapping of str to str
+        Input in whose memory an output lies.
+    constants : mapping of str to float
+        Values known to be one number.
+    overwrites : callable
+        Whether the step at a place may write one value exactly where it reads another.
+    """
+
+    steps: Sequence[Runs]
+    tensors: Mapping[str, Tensor]
+    outputs: Collection[str]
+    root: Mapping[str, str]
+    counted: Mapping[str, int]
+    renewed: Mapping[str, str]
+    constants: Mapping[str, float]
+    overwrites: Callable[[int, str, str], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """An input of a member: the value whose memory it lies in, and the shape in which the member sees it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: int
+
+    @property
+    def size(self) -> int:
+        """Elements of it."""
+        return prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A node that kernels can compute.
+
+    Attributes
+    ----------
+    at : int
+        Its place in the step.
+    call : Call
+    reads : tuple of Read or None
+        By slot; None where an input is absent.
+    made : str
+    shape : tuple of int
+        Of what it makes.
+    """
+
+    at: int
+    call: Call
+    reads: tuple[Read | None, ...]
+    made: str
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Elements that it makes."""
+        return prod(self.shape)
+
+    @property
+    def inputs(self) -> list[Read]:
+        """Without the absent ones."""
+        return [read for read in self.reads if read is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Nodes that one kernel computes.
+
+    Attributes
+    ----------
+    place : int
+        Where it runs: the place of one of its members.
+    members : tuple of Member
+        In the step's order.
+    reads, makes : tuple of str
+        Values that it takes from and leaves to others; all it leaves have its number of elements.
+    """
+
+    place: int
+    members: tuple[Member, ...]
+    reads: tuple[str, ...]
+    makes: tuple[str, ...]
+
+    @property
+    def size(self) -> int:
+        """Elements that the kernel computes."""
+        return max(member.size for member in self.members)
+
+
+def find(schedule: Schedule) -> tuple[Group, ...]:
+    """Groups of two nodes and more, by their places."""
+    grouping = _Grouping(schedule)
+    grouping.grow()
+    return tuple(
+        Group(place, tuple(found.members), *grouping.ends(found.members))
+        for place, found in sorted(grouping.open.items())
+        if len(found.members) > 1
+    )
+
+
+def loops(members: Iterable[Member]) -> tuple[int, ...]:
+    """Extents of the axes over which one kernel computes nodes, outermost first; none if no kernel can.
+
+    Nodes of fewer elements than the largest are computed where they are read: nothing but single numbers may be
+    broadcast in them.
+    """
+    members = list(members)
+    size = max(member.size for member in members)
+    cuts: set[int] = set()
+    for member in members:
+        for read in member.inputs:
+            if spaces.is_broadcast(read.shape, member.shape):
+                if member.size != size:
+                    return ()
+                cuts |= spaces.cuts(read.shape, member.shape)
+    return spaces.axes(size, cuts)
+
+
+def plainly_read(members: Iterable[Member], name: str) -> bool:
+    """Whether a group reads a value element by element alone, so that an output may lie where it does."""
+    members = list(members)
+    size = max(member.size for member in members)
+    return all(read.size == member.size == size for member in members for read in member.inputs if read.name == name)
+
+
+def views(schedule: Schedule) -> frozenset[str]:
+    """Values that are nothing but others in another shape; what else lies in another's memory may be written there."""
+    found: set[str] = set()
+    for step in schedule.steps:
+        if step.node.op_type in VIEWS and not step.node.domain and step.node.output[0] in schedule.root:
+            viewed = step.node.input[0]
+            if viewed not in schedule.root or viewed in found:
+                found.add(step.node.output[0])
+    return frozenset(found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Open:
+    """A group that may still grow; of no members for a node that kernels do not compute."""
+
+    members: tuple[Member, ...]
+
+    @property
+    def size(self) -> int:
+        return max((member.size for member in self.members), default=0)
+
+
+class _Grouping:
+    """Groups that grow, and the bytes that are alive at each place meanwhile."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        steps, outputs, root = schedule.steps, schedule.outputs, schedule.root
+        self.viewed = views(schedule)
+        self.shared = {owner for name, owner in root.items() if name not in self.viewed}
+        self.maker = {name: i for i, step in enumerate(steps) for name in step.writes if name not in root}
+        self.users: dict[str, list[int]] = defaultdict(list)
+        for i, step in enumerate(steps):
+            if not self._is_view(step):
+                for name in dict.fromkeys(root.get(name, name) for name in step.reads):
+                    self.users[name].append(i)
+        members = [self._member(i, step) for i, step in enumerate(steps)]
+        self.member = {i: member for i, member in enumerate(members) if member is not None}
+        self.open = {i: _Open((member,) if member else ()) for i, member in enumerate(members)}
+        self.at = list(range(len(steps)))  # the place of each node
+        self.renewer = {name: self.maker[output] for output, name in schedule.renewed.items() if output in self.maker}
+        self.final = frozenset(root.get(name, name) for name in outputs)
+        self.inner: set[str] = set()  # values that have no buffer
+        self.alive = np.zeros(len(steps), np.int64)
+        for name in self.maker:
+            self._count(name, 1)
+        self.saved = [0] * len(steps)
+        self._recount(range(len(steps)))
+        self.peak = int(self.alive.max(initial=0))
+
+    def _is_view(self, step: Runs) -> bool:
+        return bool(step.writes) and all(name in self.viewed for name in step.writes)
+
+    def _member(self, at: int, step: Runs) -> Member | None:
+        """A node as a member of a group; None where kernels do not compute it."""
+        tensors, root = self.schedule.tensors, self.schedule.root
+        if step.captured or self._is_view(step) or len(step.writes) != 1:
+            return None
+        made = step.writes[0]
+        types = [tensors[name].dtype if name else None for name in step.node.input]
+        call = call_of(step.node, types, tensors[made].dtype, self.schedule.constants.get)
+        shape = tensors[made].shape
+        if call is None or not prod(shape) or len(shape) > MOST_RANK:
+            return None
+        if not self.users[made] and made not in self.schedule.outputs:
+            return None  # nobody reads it
+        slots = list(step.node.input)[: 1 if call.op == "Pow" else None]
+        if any((name in root and name not in self.viewed) or root.get(name, name) in self.shared for name in slots):
+            return None
+        if any(name and np.broadcast_shapes(tensors[name].shape, shape) != shape for name in slots):
+            return None
+        reads = [Read(root.get(n, n), tensors[n].shape, tensors[n].dtype) if n else None for n in slots]
+        return Member(at, call, tuple(reads), made, shape)
+
+    # ---- what is alive ----
+
+    def _span(self, name: str) -> tuple[int, int]:
+        """First and last place of a value."""
+        start = self.at[self.maker[name]]
+        if name in self.final:
+            return start, len(self.at) - 1
+        return start, max((self.at[user] for user in self.users[name]), default=start)
+
+    def _count(self, name: str, sign: int) -> None:
+        """Add or take away the bytes of a value while it is alive."""
+        nbytes = self.schedule.counted.get(name, 0)
+        if nbytes and name in self.maker:
+            start, end = self._span(name)
+            if start <= end:
+                self.alive[start : end + 1] += sign * nbytes
+
+    def _recount(self, places: Iterable[int]) -> None:
+        """Count what is written over what it takes the place of once, at some places."""
+        for place in places:
+            saved = self._taken_over(place)
+            if saved != self.saved[place]:
+                self.alive[place] += self.saved[place] - saved
+                self.saved[place] = saved
+
+    def _taken_over(self, place: int) -> int:
+        """Bytes that a place's outputs write over inputs that are read there for the last time."""
+        found = self.open.get(place)
+        if found is None:
+            return 0
+        counted = self.schedule.counted
+        if len(found.members) > 1:
+            reads, makes = self.ends(found.members)
+        else:
+            step, root = self.schedule.steps[place], self.schedule.root
+            reads, makes = tuple(dict.fromkeys(root.get(n, n) for n in step.reads)), step.writes
+        dying = [n for n in reads if counted.get(n) and n in self.maker and self._span(n)[1] == place]
+        dying = [name for name in dying if name not in self.final]
+        saved = 0
+        for made in makes:
+            if counted.get(made):
+                over = next((name for name in dying if self._may_overwrite(place, found, made, name)), None)
+                if over is not None:
+                    dying.remove(over)
+                    saved += counted[made]
+        return saved
+
+    def _may_overwrite(self, place: int, found: _Open, made: str, read: str) -> bool:
+        if len(found.members) < 2:
+            return self.schedule.overwrites(place, made, read)
+        new, old = self.schedule.tensors[made], self.schedule.tensors[read]
+        alike = (new.dtype, prod(new.shape)) == (old.dtype, prod(old.shape))
+        return alike and plainly_read(found.members, read)
+
+    # ---- groups ----
+
+    def ends(self, members: Sequence[Member]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """What a group reads, and what it makes that others read."""
+        inside = {member.at for member in members}
+        made = dict.fromkeys(member.made for member in members)
+        reads = dict.fromkeys(read.name for m in members for read in m.inputs if read.name not in made)
+        makes = [v for v in made if v in self.final or any(user not in inside for user in self.users[v])]
+        return tuple(reads), tuple(makes)
+
+    def grow(self) -> None:
+        """Merge groups as long as that is possible."""
+        counted = self.schedule.counted
+        edges = [(self.maker[read.name], member.at, read.name) for member in self.member.values()
+                 for read in member.inputs if self.maker.get(read.name) in self.member]  # fmt: skip
+        edges.sort(key=lambda edge: (-counted.get(edge[2], 0), edge[1], edge[0]))
+        for _ in range(2):  # what had no place may have one now
+            for maker, reader, _name in edges:
+                a, b = self.at[maker], self.at[reader]
+                if a != b and self.member[maker].size == self.member[reader].size:
+                    self._merge(a, b)
+        more = True
+        while more:
+            more = False
+            for place in sorted(self.open, reverse=True):
+                found = self.open.get(place)
+                if found is None or not found.members:
+                    continue
+                only = self._only_reader(found)
+                if only is not None and found.size < self.open[only].size:
+                    more |= self._merge(place, only)
+
+    def _only_reader(self, found: _Open) -> int | None:
+        """The one other group that reads what a group makes."""
+        inside = {member.at for member in found.members}
+        if any(member.made in self.final for member in found.members):
+            return None
+        places = {self.at[u] for member in found.members for u in self.users[member.made] if u not in inside}
+        return places.pop() if len(places) == 1 else None
+
+    def _merge(self, a: int, b: int) -> bool:
+        """Make one group of those at two places, if that may be."""
+        members = tuple(sorted((*self.open[a].members, *self.open[b].members), key=lambda member: member.at))
+        if len(members) > MOST_NODES or not loops(members):
+            return False
+        reads, makes = self.ends(members)
+        size = max(member.size for member in members)
+        if len(reads) > MOST_ENDS or len(makes) > MOST_ENDS or any(
+            prod(self.schedule.tensors[name].shape) != size for name in makes
+        ):  # fmt: skip
+            return False
+        after, before = self._between(members, reads, makes)
+        values = dict.fromkeys((*reads, *(member.made for member in members)))
+        return any(self._moved(members, place, a, b, values) for place in (a, b) if after < place < before)
+
+    def _between(self, members: Sequence[Member], reads: Sequence[str], makes: Sequence[str]) -> tuple[int, int]:
+        """The places that a group has to lie between; none lies between them where it may not be at all."""
+        inside = {member.at for member in members}
+        after = [self.at[self.maker[name]] for name in reads if name in self.maker]
+        before = [self.at[user] for name in makes for user in self.users[name] if user not in inside]
+        for name in reads:
+            if name in self.renewer:  # the new value is written over this one, which nobody may read afterwards
+                if self.renewer[name] not in inside:
+                    before.append(self.at[self.renewer[name]])
+                elif not plainly_read(members, name):
+                    return 0, 0
+        for output, name in self.schedule.renewed.items():
+            if output in self.maker and self.maker[output] in inside:
+                after += [self.at[user] for user in self.users[name] if user not in inside]
+        return max(after, default=-1), min(before, default=len(self.at))
+
+    def _moved(self, members: tuple[Member, ...], place: int, a: int, b: int, values: Iterable[str]) -> bool:
+        """Put a group of two at a place; undone where that raises the peak."""
+        inner = set(values) - set().union(*self.ends(members))
+        old_at = {member.at: self.at[member.at] for member in members}
+        old_open = self.open[a], self.open[b]
+        alive, saved = self.alive.copy(), list(self.saved)
+        touched = {a, b}
+        made = [name for name in values if name in self.maker and name not in self.inner]
+        for name in made:
+            touched.add(self._span(name)[1])
+            self._count(name, -1)
+        for member in members:
+            self.at[member.at] = place
+        del self.open[a], self.open[b]
+        self.open[place] = _Open(members)
+        for name in made:
+            if name not in inner:
+                touched.add(self._span(name)[1])
+                self._count(name, 1)
+        self._recount(sorted(touched))
+        if self.alive.max() <= self.peak:
+            self.inner |= inner
+            return True
+        self.alive, self.saved = alive, saved
+        for at, was in old_at.items():
+            self.at[at] = was
+        del self.open[place]
+        self.open[a], self.open[b] = old_open
+        return False

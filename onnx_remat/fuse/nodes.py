@@ -1,0 +1,93 @@
+"""A step with its groups replaced by nodes that name kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+
+import onnx
+
+from onnx_remat.fuse import groups
+from onnx_remat.fuse.groups import Group, Schedule
+from onnx_remat.fuse.ir import Kernel, kernel_of
+from onnx_remat.fuse.library import DOMAIN, OP
+
+
+@dataclass(frozen=True, slots=True)
+class FusedNode:
+    """A node that stands for a group.
+
+    Attributes
+    ----------
+    node : onnx.NodeProto
+    members : int
+        Nodes that it stands for.
+    plain : frozenset of int
+        Input slots that the kernel reads element by element: an output may lie exactly where such an input does.
+    """
+
+    node: onnx.NodeProto
+    members: int
+    plain: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Fusion:
+    """A step with fused nodes.
+
+    Attributes
+    ----------
+    order : tuple of int or FusedNode
+        Places of steps that stay, and the nodes that stand for the others, in execution order. Views come right before
+        what reads them; those that nobody reads any more are left out.
+    kernels : tuple of Kernel
+        By the handle of the nodes.
+    """
+
+    order: tuple[int | FusedNode, ...]
+    kernels: tuple[Kernel, ...]
+
+
+def fuse(schedule: Schedule, secret: int) -> Fusion:
+    """Fuse what can be, see `groups.find`; nodes name their kernels under `secret`."""
+    found = groups.find(schedule)
+    by_place = {group.place: group for group in found}
+    inside = {member.at for group in found for member in group.members}
+    steps = schedule.steps
+    views = groups.views(schedule)
+    viewing = {step.writes[0]: i for i, step in enumerate(steps) if step.writes and step.writes[0] in views}
+    order: list[int | FusedNode] = []
+    kernels: list[Kernel] = []
+    done: set[str] = set()
+
+    def view(names: Iterable[str]) -> None:
+        for name in names:
+            if name in viewing and name not in done:
+                done.add(name)
+                view(steps[viewing[name]].reads)
+                order.append(viewing[name])
+
+    for i, step in enumerate(steps):
+        if i in by_place:
+            group = by_place[i]
+            dtypes = [schedule.tensors[name].dtype for name in group.reads]
+            elements = [prod(schedule.tensors[name].shape) for name in group.reads]
+            order.append(_node(group, len(kernels), secret))
+            kernels.append(kernel_of(group, dtypes, elements))
+        elif i not in inside and not (step.writes and step.writes[0] in views):
+            view(step.reads)
+            order.append(i)
+    return Fusion(tuple(order), tuple(kernels))
+
+
+def _node(group: Group, handle: int, secret: int) -> FusedNode:
+    ops = list(dict.fromkeys(member.call.op for member in group.members))
+    name = f"{len(group.members)} fused: {', '.join(ops[:6])}{', ...' if len(ops) > 6 else ''}"
+    node = onnx.helper.make_node(
+        OP, group.reads, group.makes, name, domain=DOMAIN, secret=secret, handle=handle
+    )  # fmt: skip
+    slots = enumerate(group.reads)
+    return FusedNode(
+        node, len(group.members), frozenset(slot for slot, n in slots if groups.plainly_read(group.members, n))
+    )

@@ -1,0 +1,332 @@
+"""The table of operators that kernels compute: of which types, and by which instructions.
+
+Each gives ONNX Runtime's results to the bit, for NaNs, infinities, denormal numbers and zeros with a sign too; what
+differs from the obvious instruction is said at the entry. ``tests/fuse/test_ops.py`` compares every entry with ONNX
+Runtime.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+import numpy as np
+import onnx
+
+from onnx_remat.fuse.code import BFLOAT, BOOL, DOUBLE, FLOAT, HALF, INT, KINDS, LONG, Code, literal
+
+FLOATS: Final = frozenset({FLOAT, DOUBLE, HALF, BFLOAT})
+NUMBERS: Final = FLOATS | {INT, LONG}
+LOGIC: Final = frozenset({BOOL})
+
+Attributes: TypeAlias = Mapping[str, float]
+Emit: TypeAlias = "Callable[[Code, str, list[str], Call], str]"
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A node to be written as instructions.
+
+    Attributes
+    ----------
+    op : str
+        Standard operator.
+    attributes : mapping of str to float
+        Numbers alone.
+    dtype, made : int
+        Element types of what it computes with, and of its result (``onnx.TensorProto``).
+    exponent : float
+        Of a Pow.
+    """
+
+    op: str
+    attributes: Attributes
+    dtype: int
+    made: int
+    exponent: float = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One operator.
+
+    Attributes
+    ----------
+    types : frozenset of int
+        Element types that it computes with.
+    emit : callable
+        Appends its instructions to code, given the register type and the arguments' registers ("" for an absent one),
+        and returns the result's.
+    inputs : tuple of int
+        The fewest and the most inputs.
+    data : int
+        The input whose type is the one it computes with.
+    attributes : frozenset of str
+        Attributes that are heeded; a node with any other one is left alone.
+    logical : bool
+        Is its result a truth value, whatever it computes with?
+    """
+
+    types: frozenset[int]
+    emit: Emit
+    inputs: tuple[int, int] = (1, 1)
+    data: int = 0
+    attributes: frozenset[str] = frozenset()
+    logical: bool = False
+
+
+def _is_float(register: str) -> bool:
+    return register in ("float", "double")
+
+
+def _suffix(register: str) -> str:
+    return {"float": "f32", "double": "f64"}.get(register, register)
+
+
+def _binary(floating: str, integer: str) -> Emit:
+    def emit(code: Code, kind: str, a: list[str], _: Call) -> str:
+        return code.new(f"{floating if _is_float(kind) else integer} {kind} {a[0]}, {a[1]}")
+
+    return emit
+
+
+def _intrinsic(name: str) -> Emit:
+    def emit(code: Code, kind: str, a: list[str], _: Call) -> str:
+        return code.new(f"call {kind} @llvm.{name}.{_suffix(kind)}({kind} {a[0]})")
+
+    return emit
+
+
+def _compare(name: str) -> Emit:
+    def emit(code: Code, kind: str, a: list[str], _: Call) -> str:
+        if _is_float(kind):
+            return code.new(f"fcmp o{name} {kind} {a[0]}, {a[1]}")
+        return code.new(f"icmp {'eq' if name == 'eq' else 's' + name} {kind} {a[0]}, {a[1]}")
+
+    return emit
+
+
+def _logic(name: str) -> Emit:
+    def emit(code: Code, _: str, a: list[str], __: Call) -> str:
+        return code.new(f"{name} i1 {a[0]}, {a[1]}")
+
+    return emit
+
+
+def _beyond(code: Code, kind: str, a: str, b: str, order: str) -> str:
+    """`b` where it is greater (``gt``) or less (``lt``) than `a`; `a` where they are equal or one is a NaN."""
+    more = code.new(f"fcmp o{order} {kind} {b}, {a}" if _is_float(kind) else f"icmp s{order} {kind} {b}, {a}")
+    return code.new(f"select i1 {more}, {kind} {b}, {kind} {a}")
+
+
+def _extreme(order: str) -> Emit:
+    """Max and Min: a NaN wherever there is one.
+
+    Of two zeros ONNX Runtime takes one or the other depending on where in the array they lie: floats are left alone
+    unless one of them is known not to be zero (`call_of`).
+    """
+
+    def emit(code: Code, kind: str, a: list[str], _: Call) -> str:
+        made, *others = a
+        for other in others:
+            if _is_float(kind):
+                more = code.new(f"fcmp u{order} {kind} {made}, {other}")
+                got = code.new(f"select i1 {more}, {kind} {made}, {kind} {other}")
+                odd = code.new(f"fcmp uno {kind} {other}, {other}")
+                made = code.new(f"select i1 {odd}, {kind} {other}, {kind} {got}")
+            else:
+                made = _beyond(code, kind, made, other, order)
+        return made
+
+    return emit
+
+
+def _sum(code: Code, kind: str, a: list[str], _: Call) -> str:
+    made = a[0]
+    for other in a[1:]:
+        made = code.new(f"{'fadd' if _is_float(kind) else 'add'} {kind} {made}, {other}")
+    return made
+
+
+_ENDS: Final[Mapping[int, tuple[float, float]]] = {
+    FLOAT: (float(np.finfo(np.float32).min), float(np.finfo(np.float32).max)),
+    DOUBLE: (float(np.finfo(np.float64).min), float(np.finfo(np.float64).max)),
+    INT: (-(2**31), 2**31 - 1),
+    LONG: (-(2**63), 2**63 - 1),
+}  # of types, the largest finite numbers
+
+
+def _clip(code: Code, kind: str, a: list[str], call: Call) -> str:
+    """Bounds that are absent are the type's largest finite numbers: infinities are clipped to them."""
+    low, high = (*a[1:], "", "")[:2]
+    least, most = _ENDS[call.dtype]
+    made = _beyond(code, kind, a[0], low or literal(least, kind), "gt")
+    return _beyond(code, kind, made, high or literal(most, kind), "lt")
+
+
+def _sign(code: Code, kind: str, a: list[str], _: Call) -> str:
+    """Of a NaN that NaN."""
+    if not _is_float(kind):
+        up, down = code.new(f"icmp sgt {kind} {a[0]}, 0"), code.new(f"icmp slt {kind} {a[0]}, 0")
+        low = code.new(f"select i1 {down}, {kind} -1, {kind} 0")
+        return code.new(f"select i1 {up}, {kind} 1, {kind} {low}")
+    up, down = code.new(f"fcmp ogt {kind} {a[0]}, 0.0"), code.new(f"fcmp olt {kind} {a[0]}, 0.0")
+    low = code.new(f"select i1 {down}, {kind} -1.0, {kind} 0.0")
+    made = code.new(f"select i1 {up}, {kind} 1.0, {kind} {low}")
+    odd = code.new(f"fcmp uno {kind} {a[0]}, {a[0]}")
+    return code.new(f"select i1 {odd}, {kind} {a[0]}, {kind} {made}")
+
+
+def _where(code: Code, kind: str, a: list[str], _: Call) -> str:
+    """ONNX Runtime makes 0.0 of a -0.0 that it takes from the second input."""
+    chosen = a[1]
+    if _is_float(kind):
+        zero = code.new(f"fcmp oeq {kind} {chosen}, 0.0")
+        chosen = code.new(f"select i1 {zero}, {kind} 0.0, {kind} {chosen}")
+    return code.new(f"select i1 {a[0]}, {kind} {chosen}, {kind} {a[2]}")
+
+
+def _negative(code: Code, kind: str, a: list[str], _: Call) -> str:
+    return code.new(f"fneg {kind} {a[0]}" if _is_float(kind) else f"sub {kind} 0, {a[0]}")
+
+
+def _absolute(code: Code, kind: str, a: list[str], _: Call) -> str:
+    if _is_float(kind):
+        return code.new(f"call {kind} @llvm.fabs.{_suffix(kind)}({kind} {a[0]})")
+    return code.new(f"call {kind} @llvm.abs.{kind}({kind} {a[0]}, i1 false)")
+
+
+def _reciprocal(code: Code, kind: str, a: list[str], _: Call) -> str:
+    return code.new(f"fdiv {kind} 1.0, {a[0]}")
+
+
+def _relu(code: Code, kind: str, a: list[str], _: Call) -> str:
+    return _beyond(code, kind, a[0], literal(0, kind), "gt")
+
+
+def _leaky_relu(code: Code, kind: str, a: list[str], call: Call) -> str:
+    alpha = literal(call.attributes.get("alpha", 0.01), kind)
+    positive = code.new(f"fcmp oge {kind} {a[0]}, 0.0")
+    scaled = code.new(f"fmul {kind} {alpha}, {a[0]}")
+    return code.new(f"select i1 {positive}, {kind} {a[0]}, {kind} {scaled}")
+
+
+def _power(code: Code, kind: str, a: list[str], call: Call) -> str:
+    square = code.new(f"fmul {kind} {a[0]}, {a[0]}")
+    return square if call.exponent == 2 else code.new(f"fmul {kind} {square}, {a[0]}")
+
+
+def _not(code: Code, _: str, a: list[str], __: Call) -> str:
+    return code.new(f"xor i1 {a[0]}, true")
+
+
+def _is_nan(code: Code, kind: str, a: list[str], _: Call) -> str:
+    return code.new(f"fcmp uno {kind} {a[0]}, {a[0]}")
+
+
+def _identity(_: Code, __: str, a: list[str], ___: Call) -> str:
+    return a[0]
+
+
+def _cast(code: Code, kind: str, a: list[str], call: Call) -> str:
+    """Half precision is rounded to where the result is (`Code.rounded`); from float64 by way of float32, as here."""
+    to = KINDS[call.made].register
+    if kind == to:
+        return a[0]
+    if to == "i1":
+        return code.new(f"fcmp une {kind} {a[0]}, 0.0" if _is_float(kind) else f"icmp ne {kind} {a[0]}, 0")
+    if _is_float(kind) and _is_float(to):
+        return code.new(f"{'fpext' if to == 'double' else 'fptrunc'} {kind} {a[0]} to {to}")
+    if _is_float(to):
+        return code.new(f"{'uitofp' if kind == 'i1' else 'sitofp'} {kind} {a[0]} to {to}")
+    if _is_float(kind):  # beyond the integers' range both are undefined; `freeze` keeps LLVM from concluding that
+        made = code.new(f"fptosi {kind} {a[0]} to {to}")
+        return code.new(f"freeze {to} {made}")
+    return code.new(f"{ {'i1': 'zext', 'i64': 'trunc', 'i32': 'sext'}[kind] } {kind} {a[0]} to {to}")
+
+
+_SEVERAL: Final = (1, 16)
+
+OPS: Final[Mapping[str, Op]] = {
+    "Abs": Op(NUMBERS, _absolute),
+    "Add": Op(NUMBERS, _binary("fadd", "add"), (2, 2)),
+    "And": Op(LOGIC, _logic("and"), (2, 2)),
+    "Cast": Op(NUMBERS | LOGIC, _cast, attributes=frozenset({"to", "saturate", "round_mode"})),
+    "Ceil": Op(FLOATS, _intrinsic("ceil")),
+    "Clip": Op(frozenset({FLOAT, DOUBLE, INT, LONG}), _clip, (1, 3)),
+    "Div": Op(FLOATS, _binary("fdiv", ""), (2, 2)),  # integers: a zero ends the process
+    "Equal": Op(NUMBERS | LOGIC, _compare("eq"), (2, 2), logical=True),
+    "Floor": Op(FLOATS, _intrinsic("floor")),
+    "Greater": Op(NUMBERS, _compare("gt"), (2, 2), logical=True),
+    "GreaterOrEqual": Op(NUMBERS, _compare("ge"), (2, 2), logical=True),
+    "Identity": Op(NUMBERS | LOGIC, _identity),
+    "IsNaN": Op(FLOATS, _is_nan, logical=True),
+    "LeakyRelu": Op(frozenset({FLOAT}), _leaky_relu, attributes=frozenset({"alpha"})),
+    "Less": Op(NUMBERS, _compare("lt"), (2, 2), logical=True),
+    "LessOrEqual": Op(NUMBERS, _compare("le"), (2, 2), logical=True),
+    "Max": Op(NUMBERS, _extreme("gt"), (2, 2)),
+    "Min": Op(NUMBERS, _extreme("lt"), (2, 2)),
+    "Mul": Op(NUMBERS, _binary("fmul", "mul"), (2, 2)),
+    "Neg": Op(NUMBERS, _negative),
+    "Not": Op(LOGIC, _not),
+    "Or": Op(LOGIC, _logic("or"), (2, 2)),
+    "Pow": Op(frozenset({FLOAT, DOUBLE}), _power, (2, 2)),  # by a constant 2 or 3
+    "Reciprocal": Op(FLOATS, _reciprocal),
+    "Relu": Op(FLOATS | {INT}, _relu),
+    "Round": Op(FLOATS, _intrinsic("roundeven")),
+    "Sign": Op(NUMBERS, _sign),
+    "Sqrt": Op(FLOATS, _intrinsic("sqrt")),
+    "Sub": Op(NUMBERS, _binary("fsub", "sub"), (2, 2)),
+    "Sum": Op(FLOATS, _sum, _SEVERAL),
+    "Where": Op(NUMBERS, _where, (3, 3), data=1),
+    "Xor": Op(LOGIC, _logic("xor"), (2, 2)),
+}
+"""By the name of the standard operator."""
+
+VIEWS: Final = frozenset({"Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze"})
+"""Operators whose result is their first input in another shape."""
+
+
+def call_of(
+    node: onnx.NodeProto, types: Sequence[int | None], made: int, constant: Callable[[str], float | None]
+) -> Call | None:
+    """A node as a `Call`; None where kernels do not compute it.
+
+    Parameters
+    ----------
+    node : onnx.NodeProto
+    types : sequence of int or None
+        Element types of its inputs, None for absent ones.
+    made : int
+        Element type of its output.
+    constant : callable
+        The number that a value is known to hold, by its name.
+    """
+    op = OPS.get(node.op_type) if not node.domain else None
+    if op is None or not op.inputs[0] <= len(types) <= op.inputs[1] or len(node.output) != 1:
+        return None
+    if any(each.name not in op.attributes for each in node.attribute):
+        return None
+    absent = [slot for slot, dtype in enumerate(types) if dtype is None]
+    if absent and not (node.op_type == "Clip" and 0 not in absent):
+        return None
+    dtype = types[op.data]
+    if dtype not in op.types or made not in KINDS or dtype is None:
+        return None
+    exponent = 0.0
+    if node.op_type in ("Max", "Min") and dtype in FLOATS and not any(constant(name) for name in node.input):
+        return None
+    if node.op_type == "Pow":
+        exponent = constant(node.input[1]) or 0.0
+        if exponent not in (2, 3):
+            return None
+        types = types[:1]
+    wanted = [BOOL, dtype, dtype] if node.op_type == "Where" else [dtype] * len(types)
+    if any(found not in (want, None) for found, want in zip(types, wanted, strict=True)):
+        return None
+    result = BOOL if op.logical else made if node.op_type == "Cast" else dtype
+    if result != made:
+        return None
+    numbers = {each.name: each.f for each in node.attribute if each.type == onnx.AttributeProto.FLOAT}
+    return Call(node.op_type, numbers, dtype, made, exponent)

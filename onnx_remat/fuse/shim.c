@@ -1,0 +1,305 @@
+/* onnx_remat::Fused: an op of ONNX Runtime whose kernels are machine code that this process was given.
+ *
+ * Python opens a table of kernels under a secret that it has just drawn, loads a model whose Fused nodes name a kernel
+ * by that secret and its position in the table, and closes the table again. A node with any other secret has no kernel,
+ * so a file from elsewhere can name none, and never an address. Loaded nodes keep the table's memory until they go.
+ *
+ * A kernel computes elements [begin, end) of its outputs; ONNX Runtime's own threads take `grain` elements at a time.
+ * Before every call, the number of inputs and each one's element type and number of elements are compared with what
+ * the kernel was compiled for; outputs are asked for with the shapes that it was compiled for.
+ *
+ * An output may lie exactly where an input does that is read element by element: kernels read an element of every
+ * input before they write that element of any output.
+ *
+ * ONNX Runtime's C interface only grows at its end, so its tables are indexed by number: no header is needed, and
+ * versions from 1.18 on work. */
+#define _DEFAULT_SOURCE
+#include <stdatomic.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+enum { API_VERSION = 18, MOST = 64, MOST_RANK = 16, VARIADIC = 2, ATTRIBUTE_INT = 1, INVALID_GRAPH = 10 };
+
+typedef struct Status Status; /* NULL: all went well */
+typedef void (*Function)(void);
+typedef void (*Body)(void **inputs, void **outputs, const int64_t *sizes, int64_t begin, int64_t end);
+
+typedef struct Table Table;
+typedef struct {
+    Table *table;
+    Body body;
+    int64_t size, grain; /* elements to compute, and how many of them at a time */
+    size_t inputs, outputs;
+    const int64_t *types;  /* of each input its element type and its number of elements */
+    const int64_t *shapes; /* of each output its element type, its rank and its dimensions */
+    const int64_t *sizes;  /* for the body */
+    int64_t *numbers;      /* the memory of these three */
+} Kernel;
+struct Table {
+    Table *next;
+    int64_t secret;
+    atomic_long users; /* the list below, and every node that was loaded */
+    void *code;
+    size_t bytes, count;
+    Kernel kernels[];
+};
+typedef struct {
+    const Kernel *kernel;
+    void **inputs, **outputs;
+} Job;
+
+static const Function *api; /* struct OrtApi */
+static Table *tables;
+static atomic_flag locked = ATOMIC_FLAG_INIT; /* guards `tables`; held for a few instructions */
+
+#define CALL(slot, ...) ((Status * (*)(__VA_ARGS__)) api[slot])
+#define failure CALL(0, int, const char *)
+#define create_domain CALL(26, const char *, void **)
+#define add_op CALL(27, void *, const void *)
+#define add_domain CALL(28, void *, void *)
+#define tensor_data CALL(51, const void *, void **)
+#define new_shape CALL(57, void **)
+#define set_type CALL(58, void *, int)
+#define set_dims CALL(59, void *, const int64_t *, size_t)
+#define get_type CALL(60, const void *, int *)
+#define get_elements CALL(64, const void *, size_t *)
+#define get_shape CALL(65, const void *, void **)
+#define read_int CALL(86, const void *, const char *, int64_t *)
+#define input_count CALL(88, const void *, size_t *)
+#define output_count CALL(89, const void *, size_t *)
+#define get_input CALL(90, const void *, size_t, const void **)
+#define get_output CALL(91, void *, size_t, const int64_t *, size_t, void **)
+#define free_shape ((void (*)(void *))api[99])
+#define find_attribute CALL(269, const void *, const char *, const void **)
+#define infer_output CALL(270, void *, size_t, const void *)
+#define read_attribute CALL(272, const void *, int, void *, size_t, size_t *)
+#define parallel_for CALL(274, const void *, void (*)(void *, size_t), size_t, size_t, void *)
+#define TRY(call) do { Status *failed = (call); if (failed) return failed; } while (0)
+
+static void lock(void) { while (atomic_flag_test_and_set_explicit(&locked, memory_order_acquire)) {} }
+static void unlock(void) { atomic_flag_clear_explicit(&locked, memory_order_release); }
+
+static void release(Table *table) {
+    if (atomic_fetch_sub(&table->users, 1) > 1) return;
+    for (size_t i = 0; i < table->count; i++) free(table->kernels[i].numbers);
+    munmap(table->code, table->bytes);
+    free(table);
+}
+
+/* The table of a secret, with one more user; NULL if there is none. */
+static Table *find(int64_t secret) {
+    lock();
+    Table *table = tables;
+    while (table && table->secret != secret) table = table->next;
+    if (table) atomic_fetch_add(&table->users, 1);
+    unlock();
+    return table;
+}
+
+/* ---- for Python ---- */
+
+/* Open a table of `count` kernels over a copy of their code. 0, or -1: no memory, none that may be executed. */
+int fused_open(int64_t secret, const void *code, size_t bytes, size_t count) {
+    Table *table = calloc(1, sizeof *table + count * sizeof *table->kernels);
+    void *copy = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (!table || copy == MAP_FAILED || !memcpy(copy, code, bytes) || mprotect(copy, bytes, PROT_READ | PROT_EXEC)) {
+        if (copy != MAP_FAILED) munmap(copy, bytes);
+        free(table);
+        return -1;
+    }
+    table->secret = secret;
+    table->users = 1; /* the list */
+    table->code = copy;
+    table->bytes = bytes;
+    table->count = count;
+    lock();
+    table->next = tables, tables = table;
+    unlock();
+    return 0;
+}
+
+/* Describe one kernel by `count` numbers: offset of its code, elements, grain, inputs, outputs, then types, shapes and
+ * sizes as in Kernel. 0, or -1: no such place in the table, no memory, or the numbers do not add up. */
+int fused_add(int64_t secret, size_t handle, const int64_t *numbers, size_t count) {
+    Table *table = find(secret);
+    if (!table) return -1;
+    Kernel *kernel = handle < table->count ? &table->kernels[handle] : NULL;
+    int64_t *copy = count ? malloc(count * sizeof *copy) : NULL;
+    int good = kernel && !kernel->body && copy && count >= 5 && numbers[0] >= 0 && (size_t)numbers[0] < table->bytes &&
+               numbers[1] > 0 && numbers[2] > 0 && numbers[3] > 0 && numbers[3] <= MOST && numbers[4] > 0 &&
+               numbers[4] <= MOST;
+    size_t shapes = good ? 5 + 2 * (size_t)numbers[3] : 0, at = shapes;
+    for (int64_t i = 0; good && i < numbers[4]; i++) {
+        good = at + 2 <= count && numbers[at + 1] >= 0 && numbers[at + 1] <= MOST_RANK;
+        int64_t elements = 1;
+        for (int64_t d = 0; good && d < numbers[at + 1]; d++)
+            if ((good = at + 2 + (size_t)d < count)) elements *= numbers[at + 2 + (size_t)d];
+        if ((good = good && elements == numbers[1])) at += 2 + (size_t)numbers[at + 1];
+    }
+    if (good && at <= count) {
+        memcpy(copy, numbers, count * sizeof *copy);
+        *kernel = (Kernel){table, NULL, copy[1], copy[2], (size_t)copy[3], (size_t)copy[4],
+                           copy + 5, copy + shapes, copy + at, copy};
+        kernel->body = (Body)((char *)table->code + copy[0]);
+    } else {
+        free(copy);
+    }
+    release(table);
+    return good ? 0 : -1;
+}
+
+/* No model loaded from now on finds the kernels; those that were loaded go on. */
+void fused_close(int64_t secret) {
+    lock();
+    Table **link = &tables;
+    while (*link && (*link)->secret != secret) link = &(*link)->next;
+    Table *table = *link;
+    if (table) *link = table->next;
+    unlock();
+    if (table) release(table);
+}
+
+/* Tables that hold memory under this secret: 1 while it is open, else 0. */
+int fused_is_open(int64_t secret) {
+    Table *table = find(secret);
+    if (table) release(table);
+    return table != NULL;
+}
+
+/* ---- for ONNX Runtime ---- */
+
+/* The kernel of a node, and one more user of its table; NULL if there is none. */
+static const Kernel *kernel_of(int64_t secret, int64_t handle) {
+    Table *table = find(secret);
+    if (table && handle >= 0 && (size_t)handle < table->count && table->kernels[handle].body)
+        return &table->kernels[handle];
+    if (table) release(table);
+    return NULL;
+}
+
+static Status *no_kernel(void) {
+    return failure(INVALID_GRAPH, "an onnx_remat::Fused node names no kernel of this process");
+}
+
+static Status *create(const void *op, const void *api_again, const void *info, void **made) {
+    int64_t secret, handle;
+    *made = NULL;
+    TRY(read_int(info, "secret", &secret));
+    TRY(read_int(info, "handle", &handle));
+    *made = (void *)kernel_of(secret, handle);
+    return *made ? NULL : no_kernel();
+}
+
+static void destroy(void *data) {
+    if (data) release(((Kernel *)data)->table);
+}
+
+static void part(void *data, size_t index) {
+    const Job *job = data;
+    const Kernel *kernel = job->kernel;
+    int64_t begin = (int64_t)index * kernel->grain, end = begin + kernel->grain;
+    kernel->body(job->inputs, job->outputs, kernel->sizes, begin, end < kernel->size ? end : kernel->size);
+}
+
+static Status *check(const void *value, const int64_t *wanted) {
+    void *shape;
+    int type = 0;
+    size_t elements = 0;
+    TRY(get_shape(value, &shape));
+    Status *failed = get_type(shape, &type);
+    if (!failed) failed = get_elements(shape, &elements);
+    free_shape(shape);
+    if (failed || (type == wanted[0] && elements == (size_t)wanted[1])) return failed;
+    return failure(INVALID_GRAPH, "an input of an onnx_remat::Fused node is not of the type and size it was compiled for");
+}
+
+static Status *compute(void *data, void *context) {
+    const Kernel *kernel = data;
+    void *value, *inputs[MOST], *outputs[MOST];
+    size_t given, made;
+    TRY(input_count(context, &given));
+    TRY(output_count(context, &made));
+    if (given != kernel->inputs || made != kernel->outputs)
+        return failure(INVALID_GRAPH, "an onnx_remat::Fused node has another number of inputs or outputs than its kernel");
+    for (size_t i = 0; i < given; i++) {
+        TRY(get_input(context, i, (const void **)&value));
+        if (!value) return failure(INVALID_GRAPH, "an onnx_remat::Fused node lacks an input");
+        TRY(check(value, kernel->types + 2 * i));
+        TRY(tensor_data(value, &inputs[i]));
+    }
+    const int64_t *shape = kernel->shapes;
+    for (size_t i = 0; i < made; i++, shape += 2 + shape[1]) {
+        TRY(get_output(context, i, shape + 2, (size_t)shape[1], &value));
+        TRY(tensor_data(value, &outputs[i]));
+    }
+    Job job = {kernel, inputs, outputs};
+    size_t parts = (size_t)((kernel->size - 1) / kernel->grain + 1);
+    if (parts > 1) return parallel_for(context, part, parts, 0, &job);
+    part(&job, 0);
+    return NULL;
+}
+
+static Status *read(const void *context, const char *name, int64_t *number) {
+    const void *attribute = NULL;
+    size_t bytes;
+    TRY(find_attribute(context, name, &attribute));
+    return attribute ? read_attribute(attribute, ATTRIBUTE_INT, number, sizeof *number, &bytes) : no_kernel();
+}
+
+static Status *infer(const void *op, void *context) {
+    int64_t secret, handle;
+    TRY(read(context, "secret", &secret));
+    TRY(read(context, "handle", &handle));
+    const Kernel *kernel = kernel_of(secret, handle);
+    if (!kernel) return no_kernel();
+    const int64_t *shape = kernel->shapes;
+    Status *failed = NULL;
+    for (size_t i = 0; !failed && i < kernel->outputs; i++, shape += 2 + shape[1]) {
+        void *made;
+        if ((failed = new_shape(&made))) break;
+        failed = set_type(made, (int)shape[0]);
+        if (!failed) failed = set_dims(made, shape + 2, (size_t)shape[1]);
+        if (!failed) failed = infer_output(context, i, made);
+        free_shape(made);
+    }
+    release(kernel->table);
+    return failed;
+}
+
+static const char *name(const void *op) { return "Fused"; }
+static const char *provider(const void *op) { return "CPUExecutionProvider"; }
+static size_t one(const void *op) { return 1; }
+static int any_type(const void *op, size_t i) { return 0; }
+static int variadic(const void *op, size_t i) { return VARIADIC; }
+static int in_its_memory(const void *op, size_t i) { return 0; }
+static int at_least_one(const void *op) { return 1; }
+static int mixed_types(const void *op) { return 0; }
+static int first_version(const void *op) { return 1; }
+static int last_version(const void *op) { return INT32_MAX; }
+
+/* struct OrtCustomOp. No MayInplace: only the layout of a session of ours lays outputs over inputs. */
+static const struct {
+    uint32_t version;
+    Function create_1, name, provider, input_type, input_types, output_type, output_types, compute_1, destroy, input_kind,
+        output_kind, input_memory, least_inputs, inputs_alike, least_outputs, outputs_alike, create, compute, infer,
+        first_version, last_version, in_place, in_place_done, alias, alias_done;
+} fused = {
+    .version = API_VERSION, .name = (Function)name, .provider = (Function)provider, .input_type = (Function)any_type,
+    .input_types = (Function)one, .output_type = (Function)any_type, .output_types = (Function)one,
+    .destroy = (Function)destroy, .input_kind = (Function)variadic, .output_kind = (Function)variadic,
+    .input_memory = (Function)in_its_memory, .least_inputs = (Function)at_least_one,
+    .inputs_alike = (Function)mixed_types, .least_outputs = (Function)at_least_one,
+    .outputs_alike = (Function)mixed_types, .create = (Function)create, .compute = (Function)compute,
+    .infer = (Function)infer, .first_version = (Function)first_version, .last_version = (Function)last_version};
+
+Status *RegisterCustomOps(void *options, const Function *(*const *get_api)(uint32_t version)) {
+    static void *domain; /* as long as the process: sessions keep it */
+    if (!(api = (*get_api)(API_VERSION))) return NULL; /* too old a version: no model with the op will load */
+    if (domain) return add_domain(options, domain);
+    TRY(create_domain("onnx_remat", &domain));
+    TRY(add_op(domain, &fused));
+    return add_domain(options, domain);
+}
