@@ -14,6 +14,7 @@ it, runs before the one that makes the new.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -249,6 +250,10 @@ def overwrites_safely(program: Program, at: int, made: str, read: str) -> bool:
     step, new = program.steps[at], program.tensors[made]
     if read in (program.root.get(name, name) for name in step.captured):
         return False
+    if step.plain is not None:
+        old = program.tensors[read]
+        alike = (old.dtype, math.prod(old.shape)) == (new.dtype, math.prod(new.shape))
+        return alike and all(slot in step.plain for slot, name in enumerate(step.node.input) if name == read)
     out = list(step.node.output).index(made)
     return all(
         (program.tensors[name].dtype, program.tensors[name].shape) == (new.dtype, new.shape)

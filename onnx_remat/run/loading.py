@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from onnx_remat.errors import ModelError
-from onnx_remat.run import scratch
+from onnx_remat.fuse import library
+from onnx_remat.run import fusing, scratch
 
 
 def load(path: Path, providers: Sequence[Any], threads: int = 0, pool: int = 0, save_to: Path | None = None) -> Any:
     """ONNX Runtime's session on a private copy: no optimisations, nodes in the file's order.
+
+    Where a file with kernels lies beside it (`fusing.kernels_of`), its fused nodes find them.
 
     Parameters
     ----------
@@ -48,8 +52,14 @@ def load(path: Path, providers: Sequence[Any], threads: int = 0, pool: int = 0, 
         options.optimized_model_filepath = str(save_to)
         options.log_severity_level = 4
         options.add_session_config_entry("session.disable_prepacking", "1")  # it is not to run
+    kernels = fusing.kernels_of(path)
+    if kernels.exists():
+        library.register(options)
     try:
-        return onnxruntime.InferenceSession(str(path), options, providers=list(providers))
+        with fusing.offered(kernels) if kernels.exists() else nullcontext():
+            return onnxruntime.InferenceSession(str(path), options, providers=list(providers))
+    except ModelError:
+        raise
     except Exception as error:
         raise ModelError(f"onnxruntime cannot load the step: {first_line(error)}") from error
 

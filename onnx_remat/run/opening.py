@@ -11,8 +11,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +20,14 @@ import numpy as np
 
 from onnx_remat import errors
 from onnx_remat.errors import ModelError, UsageError
+from onnx_remat.run import fusing
+from onnx_remat.run.fusing import NOT_TRIED, Fused
 from onnx_remat.worker import QUIET
 
 if TYPE_CHECKING:
     import onnx
 
+    from onnx_remat.fuse.ir import Kernel
     from onnx_remat.ort.executed import Executed
     from onnx_remat.ort.prepare import Compiled
     from onnx_remat.run.binding import Binding, Program
@@ -98,6 +101,7 @@ class Opened:
         A node that draws random numbers, if there is one.
     on_host : int
         Most bytes that the host keeps at once of what is moved there.
+    fused : Fused
     """
 
     inputs: tuple[Array, ...]
@@ -115,11 +119,16 @@ class Opened:
     execution_providers: tuple[str, ...]
     random: str
     on_host: int
+    fused: Fused
 
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """How a step is to be opened; see `Session`. `least`: bytes from which on values are bound; 0 for the default."""
+    """How a step is to be opened; see `Session`.
+
+    `least`: bytes from which on values are bound; 0 for the default. `secret`: under which fused nodes name their
+    kernels; 0 for a step that is not fused.
+    """
 
     provider: str = "cpu"
     dims: Mapping[str, int] = field(default_factory=dict)
@@ -127,6 +136,7 @@ class Wish:
     level: str = "all"
     check: bool = False
     least: int = 0
+    secret: int = 0
 
 
 def open_step(path: Path, target: Path, wish: Wish) -> Opened:
@@ -168,18 +178,23 @@ def _read(answer: Mapping[str, Any]) -> Opened:
 
     places = tuple(Place(e["name"], e["dtype"], tuple(e["shape"]), e["offset"]) for e in answer["places"])
     given = dict(answer) | {"inputs": arrays(answer["inputs"]), "outputs": arrays(answer["outputs"]), "places": places}
-    return Opened(**given | {"defaults": tuple(answer["defaults"])})
+    return Opened(**given | {"defaults": tuple(answer["defaults"]), "fused": Fused(**answer["fused"])})
 
 
 @dataclass(frozen=True, slots=True)
 class Arranged:
-    """A step as it will run, what is bound where, and of what; `constants` it has besides its weights."""
+    """A step as it will run, what is bound where, and of what.
+
+    `constants` it has besides its weights; `kernels` are those of its fused nodes, by handle.
+    """
 
     compiled: Compiled
     program: Program
     binding: Binding
     weights: int
     constants: tuple[onnx.TensorProto, ...] = ()
+    kernels: tuple[Kernel, ...] = ()
+    fused: Fused = NOT_TRIED
 
 
 def check_openable(model: onnx.ModelProto) -> None:
@@ -231,18 +246,26 @@ def arrange(path: Path, target: Path, wish: Wish) -> Arranged:
     stated = Preparation(kernels, dims=_all_dims(source.model, wish.dims), fixed=True)
     executed = as_optimized(source.model, source.folder, wish.level, stated)
     outputs = [value.name for value in source.model.graph.output]
+    least = wish.least or binding.least(kernels)
     different = ""
     for _ in range(_LOADS):
-        made = lay_out(executed, outputs, wish.donate, wish.least or binding.least(kernels))
-        model, bound = made.compiled.graph.model, [place.name for place in made.binding.placements]
-        copy = private_copy.copy_of(model, made.program.steps, bound, made.constants)
-        if source.folder is not None:
-            external_data.link(copy, source.folder, target.parent)
-        onnx.save(copy, target)
-        loaded = private_copy.as_loaded(copy, target, kernels.execution_providers)
-        different = private_copy.difference(copy, loaded)
-        if not different:
-            return made
+        made = lay_out(executed, outputs, wish.donate, least)
+        made = replace(made, fused=Fused(len(made.program.steps)))
+        model = made.compiled.graph.model
+        for each in _candidates(made, least, wish.secret):
+            bound = [place.name for place in each.binding.placements]
+            copy = private_copy.copy_of(model, each.program.steps, bound, each.constants)
+            if source.folder is not None:
+                external_data.link(copy, source.folder, target.parent)
+            onnx.save(copy, target)
+            beside = fusing.kernels_of(target)
+            beside.unlink(missing_ok=True)
+            if each.kernels:
+                fusing.write(each.kernels, wish.secret, beside)
+            loaded = private_copy.as_loaded(copy, target, kernels.execution_providers)
+            different = private_copy.difference(copy, loaded)
+            if not different:
+                return each
         del loaded.graph.output[:]
         loaded.graph.output.extend(model.graph.output)
         executed = executed_as_it_lies(loaded, stated)
@@ -254,6 +277,27 @@ def arrange(path: Path, target: Path, wish: Wish) -> Arranged:
 
 _LOADS = 4
 """How often a step is laid out anew, as ONNX Runtime has it once it has loaded it."""
+
+
+def _candidates(made: Arranged, least: int, secret: int) -> Iterator[Arranged]:
+    """A laid out step fused, if it can be, and then, should ONNX Runtime change that when it loads it, as it is."""
+    from onnx_remat.fuse import kernels
+    from onnx_remat.ir.opsets import opset_of
+
+    if secret:
+        why_not = kernels.why_not()
+        if not why_not:
+            model = made.compiled.graph.model
+            constants = fusing.numbers(model.graph, made.constants)
+            laid = fusing.fused(made.program, made.binding, opset_of(model), constants, least, secret)
+            if isinstance(laid, fusing.Laid):
+                told = replace(made.fused, kernels=len(laid.kernels))
+                yield replace(made, program=laid.program, binding=laid.binding, kernels=laid.kernels, fused=told)
+                why_not = "onnxruntime changes it when it loads it"
+            else:
+                why_not = laid.why_not
+        made = replace(made, fused=replace(made.fused, why_not=why_not))
+    yield made
 
 
 def lay_out(
@@ -353,6 +397,7 @@ def plan(path: Path, target: Path, wish: Wish) -> Opened:
         execution_providers=made.compiled.kernels.execution_providers,
         random=next((s.label for s in program.steps if semantics(s.node.domain, s.node.op_type).random), ""),
         on_host=binding.kept_on_host(program),
+        fused=made.fused,
     )  # fmt: skip
 
 

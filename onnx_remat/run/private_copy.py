@@ -21,6 +21,7 @@ import onnx
 from onnx import TensorProto
 
 from onnx_remat import files
+from onnx_remat.fuse.library import DOMAIN as FUSED_DOMAIN
 from onnx_remat.ir import graph, shape_arithmetic
 from onnx_remat.ir.body import bodies, rename_captures
 from onnx_remat.ir.op_semantics import semantics
@@ -43,10 +44,13 @@ class Step:
         Its inputs and outputs by slot.
     captured : tuple of str
         Outer values that its bodies read.
+    plain : frozenset of int, optional
+        Of a fused node, the input slots that its kernel reads element by element, see `fuse.nodes`.
     """
 
     node: onnx.NodeProto
     captured: tuple[str, ...] = ()
+    plain: frozenset[int] | None = None
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -248,6 +252,8 @@ def copy_of(
     own = {value.name for value in source.output}
     copy.graph.output.extend(onnx.ValueInfoProto(name=name) for name in bound if name not in own)
     copy.graph.value_info.extend(value for value in source.value_info if value.name in stated)
+    if any(step.plain is not None for step in steps):
+        copy.opset_import.append(onnx.helper.make_opsetid(FUSED_DOMAIN, 1))
     return copy
 
 

@@ -7,7 +7,9 @@ each is bound to its place once, when the step is opened; running it allocates n
 from __future__ import annotations
 
 import os
+import re
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +20,7 @@ import numpy.typing as npt
 
 from onnx_remat import files
 from onnx_remat.errors import ModelError, UsageError
+from onnx_remat.fuse import library
 from onnx_remat.run import heap, loading, on_device
 from onnx_remat.run.device import OUT_OF_MEMORY
 from onnx_remat.run.on_device import OnDevice
@@ -53,6 +56,9 @@ class Session:
         First run the step on random values, here and by onnxruntime's own session, each in a process of its own, and
         compare every output: to the last bit at level "disable", to rounding at the others. It takes the memory of
         onnxruntime's own session for that long, and a few seconds.
+    fuse : bool
+        On the CPU, compute runs of elementwise nodes by one compiled kernel each, to the same bits; not at level
+        ``"disable"``. The slab is never larger for it.
 
     Attributes
     ----------
@@ -64,6 +70,12 @@ class Session:
         Outputs that were to be and are not, and why; `run` returns them like any other.
     slab_bytes : int
         Bytes of the slab; `live_bytes` of them are in use at once, at most.
+    node_count, unfused_node_count : int
+        Nodes that run, and that would run unfused.
+    kernel_count : int
+        Fused kernels among the nodes that run.
+    not_fused : str
+        Why the step runs unfused although `fuse` was asked for, or nothing.
 
     Raises
     ------
@@ -95,6 +107,7 @@ class Session:
         memory_limit: int = 0,
         cuda_graph: bool = False,
         check: bool = False,
+        fuse: bool = True,
     ) -> None:
         if provider not in ("cpu", "cuda"):
             raise UsageError(f"provider {provider!r}: sessions run on 'cpu' and 'cuda'")
@@ -105,10 +118,16 @@ class Session:
         heap.give_back_large_blocks()
         is_path = isinstance(model, str | os.PathLike)
         self._again = (os.fspath(model) if is_path else None, provider, dict(dims or {}), donate, threads, level,
-                       memory_limit, cuda_graph)  # fmt: skip
+                       memory_limit, cuda_graph, fuse)  # fmt: skip
         with files.scratch() as folder:
             path, target = _as_file(model, folder), folder / "private.onnx"
-            self._step = open_step(path, target, Wish(provider, dims or {}, donate, level, check))
+            wanted = fuse and provider == "cpu" and level != "disable"
+            lacking = _why_not_fused() if wanted else ""
+            if lacking:
+                warnings.warn(f"steps run unfused, which takes longer: {lacking}", stacklevel=2)
+            secret = library.new_secret() if wanted and not lacking else 0
+            self._step = open_step(path, target, Wish(provider, dims or {}, donate, level, check, secret=secret))
+            self._lacking = lacking
             if cuda_graph:
                 on_device.check_capturable(self._step, _loose(self._step))
             providers: list[Any] = list(self._step.execution_providers)
@@ -141,6 +160,9 @@ class Session:
     weight_bytes = property(lambda self: self._step.weights)
     workspace_bytes = property(lambda self: self._step.workspace)
     node_count = property(lambda self: self._step.nodes)
+    unfused_node_count = property(lambda self: self._step.fused.nodes)
+    kernel_count = property(lambda self: self._step.fused.kernels)
+    not_fused = property(lambda self: self._lacking or self._step.fused.why_not)
 
     def run(self, feeds: Mapping[str, Any], *, copy: bool = True) -> Arrays:
         """Run the step once.
@@ -291,13 +313,25 @@ def seed_draws(seed: int) -> None:
     onnxruntime.set_seed(seed)
 
 
+def _why_not_fused() -> str:
+    """Why no step can have fused kernels in this process, or nothing."""
+    import onnxruntime
+
+    installed = tuple(int(part) for part in re.findall(r"\d+", onnxruntime.__version__)[:2])
+    if installed < library.OLDEST_RUNTIME:
+        oldest = ".".join(map(str, library.OLDEST_RUNTIME))
+        return f"kernels have the bits of onnxruntime {oldest} and newer, not of {onnxruntime.__version__}"
+    return library.why_not()
+
+
 def _reopen(
     path: str, provider: str, dims: Mapping[str, int], donate: Donate, threads: int, level: str, limit: int,
-    graph: bool,
+    graph: bool, fuse: bool,
 ) -> Session:  # fmt: skip
     return Session(
-        path, provider, dims=dims, donate=donate, threads=threads, level=level, memory_limit=limit, cuda_graph=graph
-    )
+        path, provider, dims=dims, donate=donate, threads=threads, level=level, memory_limit=limit, cuda_graph=graph,
+        fuse=fuse,
+    )  # fmt: skip
 
 
 def _as_file(model: Any, folder: Path) -> Path:

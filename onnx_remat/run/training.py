@@ -48,6 +48,8 @@ class Loop:
     copy : bool
         Train copies of the arrays in `state`. Otherwise these arrays themselves are trained: where the state is most of
         what training takes, one cannot afford it twice. They must be contiguous and writable then.
+    fuse : bool
+        As a `Session` has it, where the model is opened here.
 
     Attributes
     ----------
@@ -72,13 +74,14 @@ class Loop:
         *,
         dims: Mapping[str, int] | None = None,
         copy: bool = True,
+        fuse: bool = True,
     ) -> None:
         if hasattr(model, "io_binding"):
             if not copy:
                 raise UsageError("copy=False needs a session of onnx-remat's: pass the model's path")
             self._engine: FedBack | InPlace | OnDevice = FedBack(model, state, loss, rate, device)
         else:
-            session = model if isinstance(model, Session) else Session(model, device, dims=dims, donate=True)
+            session = model if isinstance(model, Session) else Session(model, device, dims=dims, donate=True, fuse=fuse)
             if device != ("cpu" if session.device is None else "cuda"):
                 raise UsageError(f"device {device!r}: the session runs on another")
             if session.device is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,12 @@ import onnxruntime as ort
 from onnx import helper, numpy_helper
 
 from onnx_remat import errors
+from onnx_remat.fuse import library
 from onnx_remat.ir import graph
-from onnx_remat.run import binding, opening
+from onnx_remat.run import binding, fusing, opening
 from onnx_remat.run.binding import Binding, Program
 from onnx_remat.run.heap import reserve
-from onnx_remat.run.opening import BY_BITS, NUMPY, Wish
+from onnx_remat.run.opening import BY_BITS, NUMPY, Arranged, Wish
 from onnx_remat.run.private_copy import Step
 from tests.support.outcomes import REFUSED, RIGHT, WRONG, Feeds, Outcome, difference
 
@@ -69,8 +71,13 @@ def outputs(path: Path, wish: Wish, feeds: Mapping[str, np.ndarray]) -> dict[str
     UnpoisonableError
     """
     with tempfile.TemporaryDirectory() as folder:
-        made = opening.arrange(path, Path(folder) / "copy.onnx", wish)
-        copy = onnx.load(Path(folder) / "copy.onnx")
+        target = Path(folder) / "copy.onnx"
+        made = opening.arrange(path, target, wish)
+        with fusing.offered(fusing.kernels_of(target)) if made.kernels else nullcontext():
+            return _poisoned(made, onnx.load(target), feeds)
+
+
+def _poisoned(made: Arranged, copy: onnx.ModelProto, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     program, bound = made.program, made.binding
     if odd := [n for step in program.steps for n in step.writes if not binding.is_plain(program.tensors[n])]:
         raise UnpoisonableError(f"{odd[0]!r} is no plain tensor")
@@ -131,6 +138,8 @@ def _run(
     options.log_severity_level = 4
     options.intra_op_num_threads = 1
     options.add_session_config_entry("session.disable_quant_qdq", "1")
+    if step.plain is not None:
+        library.register(options)
     session = ort.InferenceSession(one.SerializeToString(), options, providers=["CPUExecutionProvider"])
     bindings = session.io_binding()
     for name in given:
