@@ -21,7 +21,7 @@ from tests.support.outcomes import FAILED, KINDS, RAISED, REFUSED, WRONG, Outcom
 from tests.support.survivors import Died, answers
 
 COMMAND = "python -m scripts.onnx_backend --save"
-DIED = "died"
+DIED, ANY = "died", "in any of them"
 Found = dict[str, dict[str, Outcome]]
 """Outcomes by name and column."""
 
@@ -31,7 +31,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="TEXT", help="tests whose names contain this")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=60.0, help="that one test may take")
+    parser.add_argument("--seconds", type=float, default=300.0, help="that one test may take")
     parser.add_argument("--save", action="store_true", help="put the tables among the results")
     parser.add_argument("-v", "--verbose", action="store_true", help="also the tests that do not count, and why")
     asked = parser.parse_args()
@@ -45,7 +45,7 @@ def main() -> int:
             unusable[names[number]] = answer
         else:
             died = isinstance(answer, Died)
-            found[names[number]] = {"all": Outcome(DIED, answer.cause)} if died else answer
+            found[names[number]] = {ANY: Outcome(DIED, answer.cause)} if died else answer
     found = {name: found[name] for name in names if name in found}
     for name, said in unusable.items() if asked.verbose else ():
         print(f"not counted: {name}: {said}")
@@ -79,7 +79,9 @@ def counts(found: Found, command: str) -> Table:
         kinds = [outcome.kind for column, outcome in columns.items() if column.startswith("Session")]
         by_column["Session, all levels"][max(kinds, key=(*KINDS, DIED).index, default=DIED)] += 1
     heads = ("", *KINDS, DIED)
-    rows = tuple((column, *(str(counted[kind]) for kind in heads[1:])) for column, counted in by_column.items())
+    rows = tuple(
+        (column, *(str(counted[kind]) for kind in heads[1:])) for column, counted in by_column.items() if column != ANY
+    )
     return Table(command, heads, rows)
 
 

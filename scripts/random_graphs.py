@@ -5,17 +5,18 @@
     python -m scripts.random_graphs 2000 --save          # a quarter of an hour; the table random-graphs
 
 See tests/support/mixed.py for what meets in them. Results are compared to the last bit with optimisations off, and to
-rounding at the other levels.
+rounding at the other levels. An interrupt ends the run early, with the tables of what was done.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import time
 from collections import Counter
 
-from scripts.onnx_backend import DIED, complaints, counts, reasons
+from scripts.onnx_backend import ANY, DIED, complaints, counts, reasons
 from scripts.results import save
 from tests.support import mixed
 from tests.support.outcomes import Outcome
@@ -30,7 +31,7 @@ def main() -> int:
     parser.add_argument("count", type=int, metavar="N", help="graphs")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the first one")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=60.0, help="that one graph may take")
+    parser.add_argument("--seconds", type=float, default=300.0, help="that one graph may take")
     parser.add_argument("--save", action="store_true", help="put the table among the results")
     parser.add_argument("-v", "--verbose", action="store_true", help="also what each graph is made of")
     asked = parser.parse_args()
@@ -38,25 +39,26 @@ def main() -> int:
     found: dict[str, dict[str, Outcome]] = {}
     unusable: Counter[str] = Counter()
     start = time.monotonic()
-    for seed, answer in answers(mixed.try_graph, seeds, asked.processes, asked.seconds):
-        if isinstance(answer, str):
-            unusable[answer] += 1
-        else:
-            found[f"seed {seed}"] = {"all": Outcome(DIED, answer.cause)} if isinstance(answer, Died) else answer
+    with contextlib.suppress(KeyboardInterrupt):
+        for seed, answer in answers(mixed.try_graph, seeds, asked.processes, asked.seconds):
+            if isinstance(answer, str):
+                unusable[answer] += 1
+            else:
+                found[f"seed {seed}"] = {ANY: Outcome(DIED, answer.cause)} if isinstance(answer, Died) else answer
+                for line in complaints({f"seed {seed}": found[f"seed {seed}"]}):
+                    print(line, flush=True)
     found = {name: found[name] for name in (f"seed {seed}" for seed in seeds) if name in found}
     for seed in seeds if asked.verbose else ():
         graph = mixed.Mixed(seed)
         print(f"seed {seed}: opset {graph.opset}, {len(graph.nodes)} nodes: {', '.join(graph.parts)}")
     for said, count in unusable.items():
         print(f"not counted, {count} times: ONNX Runtime says: {said}")
-    wrong = complaints(found)
-    print("\n".join(wrong))
     table = counts(found, COMMAND)
     print("\n" + table.to_markdown() + "\n\n" + reasons(found, COMMAND).to_markdown())
     if asked.save:
         save("random-graphs", table)
     print(f"\n{len(found)} graphs count, {unusable.total()} do not, {time.monotonic() - start:.0f} s")
-    return int(bool(wrong))
+    return int(bool(complaints(found)))
 
 
 if __name__ == "__main__":

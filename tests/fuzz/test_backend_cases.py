@@ -29,12 +29,17 @@ _EVERY = 60
 
 HOLD = (
     "is no tensor of numbers", "is a sequence, whose size", "is a optional, whose size", "is a map, whose size",
-    "the graph has no nodes", "pinning an order needs 13 or later",
+    "the graph has no nodes", "pinning an order needs 13 or later", "symbolic dimensions are not bound",
 )  # fmt: skip
 """Why a model may be refused: what no plan can be made of."""
 
-UNKNOWN_SIZES = re.compile(r"test_(unique|nonzero|compress|sequence|optional|if_seq|if_opt|loop11|string|range)")
-"""Tests in which sizes depend on data, or cannot be told of what a sequence holds."""
+UNKNOWN_SIZES = re.compile(
+    r"test_(unique|center_crop_pad|affine_grid\w+expanded|\w+window\w*_expanded|sequence|if_seq|if_opt|loop11|string|range)"
+)
+"""Tests in which sizes depend on what is fed, or cannot be told of what a sequence holds."""
+
+UNKNOWN_IN_BODIES = re.compile(r"test_linear_attention_\w*(gqa|mqa|fp16)$")
+"""Tests in which ONNX Runtime fuses nodes in a Scan's body, of whose results nobody then tells the shape."""
 
 
 def unexpected(name: str, outcomes: dict[str, Outcome]) -> list[str]:
@@ -43,7 +48,7 @@ def unexpected(name: str, outcomes: dict[str, Outcome]) -> list[str]:
     for column, outcome in outcomes.items():
         holds = outcome.kind == REFUSED and (
             any(reason in outcome.message for reason in HOLD)
-            or ("cannot be told" in outcome.message and UNKNOWN_SIZES.search(name))
+            or ("cannot be told" in outcome.message and (UNKNOWN_SIZES.search(name) or UNKNOWN_IN_BODIES.search(name)))
         )
         if outcome.kind not in (RIGHT, TOO_LOW) and not holds:
             found.append(f"{name}, {column}: {outcome.kind}: {outcome.message}")
@@ -64,7 +69,7 @@ def test_some_of_them():
 @pytest.mark.slow
 def test_all_of_them():
     found, counted, names = [], 0, backend_cases.names()
-    for number, answer in survivors.answers(backend_cases.try_case, range(len(names))):
+    for number, answer in survivors.answers(backend_cases.try_case, range(len(names)), seconds=300):
         assert not isinstance(answer, survivors.Died), f"{names[number]}: {answer}"
         counted += not isinstance(answer, str)
         found += unexpected(names[number], answer) if not isinstance(answer, str) else []

@@ -75,6 +75,10 @@ def outputs(path: Path, wish: Wish, feeds: Mapping[str, np.ndarray]) -> dict[str
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "copy.onnx"
         made = opening.arrange(path, target, wish)
+        for linked in [file for file in Path(folder).iterdir() if file.stat().st_nlink > 1]:  # onnx reads none of these
+            data = linked.read_bytes()
+            linked.unlink()
+            linked.write_bytes(data)
         with fusing.offered(fusing.kernels_of(target)) if made.kernels else nullcontext():
             return _poisoned(made, onnx.load(target), feeds)
 
@@ -85,9 +89,9 @@ def _poisoned(made: Arranged, copy: onnx.ModelProto, feeds: Mapping[str, np.ndar
         raise UnpoisonableError(f"{odd[0]!r} is no plain tensor")
     slab = reserve(bound.height)
     memory: dict[str, Bytes] = {p.name: slab[p.offset : p.offset + p.nbytes] for p in bound.placements}
-    memory |= {name: feeds[name].reshape(-1).view(np.uint8) for name in program.inputs}
+    memory |= {name: value.reshape(-1).view(np.uint8) for name, value in feeds.items()}
     memory |= {output: memory[name] for output, name in bound.donated.items()}
-    constants = {tensor.name: tensor for tensor in copy.graph.initializer}
+    constants = {tensor.name: tensor for tensor in copy.graph.initializer if tensor.name not in feeds}
     constants |= {sparse.values.name: _dense(sparse) for sparse in copy.graph.sparse_initializer}
     constants |= {node.output[0]: _constant(node) for node in copy.graph.node if graph.is_constant(node)}
     for at, step in enumerate(program.steps):

@@ -16,7 +16,7 @@ _context = multiprocessing.get_context("spawn")
 
 @dataclass(frozen=True, slots=True)
 class Died:
-    """A job without an answer, and why: a signal, an exit status, or the limit of time."""
+    """A job without an answer, and why: an exception, a signal, an exit status, or the limit of time."""
 
     cause: str
 
@@ -52,7 +52,7 @@ def answers(
             limit = seconds if child else 5 * seconds
             child = child or _Child(function)
             answer = child.ask(job, limit)
-            if isinstance(answer, Died):
+            if not child.lives():
                 child = None
             done.put((job, answer))
         if child:
@@ -85,6 +85,9 @@ class _Child:
         self.end()
         return Died(cause)
 
+    def lives(self) -> bool:
+        return self._process.is_alive()
+
     def end(self) -> None:
         self._process.kill()
         self._process.join()
@@ -97,4 +100,8 @@ def _serve(function: Callable[[Any], Any], pipe: Connection) -> None:
             job = pipe.recv()
         except EOFError:
             return
-        pipe.send(function(job))
+        try:
+            answer = function(job)
+        except Exception as error:
+            answer = Died(f"{type(error).__name__}: {error}".partition("\n")[0])
+        pipe.send(answer)
