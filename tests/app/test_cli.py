@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -14,7 +15,7 @@ import onnx
 import pytest
 from onnx import helper
 
-from onnx_remat import plan_model
+from onnx_remat import files, plan_model
 from onnx_remat.app.cli import COMMANDS, main
 from onnx_remat.errors import BudgetInfeasibleError
 from onnx_remat.plan import selectors
@@ -265,3 +266,24 @@ def test_a_command_leaves_nothing_that_nobody_asked_for(tmp_path):
     subprocess.run([*command, "--effort", "0.1"], cwd=tmp_path / "here", env=known | homes, check=True)
     left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
     assert left == {"a.onnx", "here/b.onnx"}
+
+
+@pytest.mark.parametrize("force", [False, True])
+@pytest.mark.parametrize(
+    "command", [["in.onnx", "OUT", "--budget", "100%", "--effort", "0.1"], ["profile", "in.onnx", "OUT", "--runs", "1"]]
+)
+def test_who_wrote_out_meanwhile_keeps_it_unless_forced(command, force, home, capsys, monkeypatch):
+    """OUT is not there when a command begins: another process puts its file there before the end."""
+    onnx.save(mlp(layers=2, batch=4), "in.onnx")
+    together = files.together
+
+    @contextlib.contextmanager
+    def overtaken():
+        with together():
+            yield
+            Path("OUT").write_text("theirs")
+
+    monkeypatch.setattr(files, "together", overtaken)
+    code, _, err = cli(capsys, *command, *["--force"] * force)
+    assert (Path("OUT").read_bytes() == b"theirs") is not force
+    assert code == (0 if force else 2) and ("exists: pass --force" in err) is not force
