@@ -18,7 +18,7 @@ from onnx_remat.ort.moves import Link
 from onnx_remat.ort.prepare import Preparation
 from onnx_remat.plan import selectors
 from onnx_remat.run import verify
-from onnx_remat.units import check_dims, parse_budget, parse_duration, parse_size
+from onnx_remat.units import check_dims, parse_duration, parse_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +109,7 @@ class Options:
     def link(self) -> Link:
         """The way to the host, of the device that seconds are estimated for."""
         if self.host_bandwidth is not None:
-            try:
-                found = parse_budget(self.host_bandwidth).bytes
-            except UsageError:
-                found = None
+            found = _bytes(self.host_bandwidth)
             if not found:
                 raise UsageError(
                     f"host_bandwidth={self.host_bandwidth!r:.100} is no number of bytes in a second: write e.g. 25GB"
@@ -123,8 +120,18 @@ class Options:
 
     def kernels(self) -> Kernels:
         """The facts about the provider's kernels; UsageError where there are none."""
-        space = self.cudnn_workspace
-        return kernels_of(self.provider, None if space is None else parse_size(space))
+        space = None if self.cudnn_workspace is None else _bytes(self.cudnn_workspace)
+        if space is None and self.cudnn_workspace is not None:
+            raise UsageError(f"cudnn_workspace={self.cudnn_workspace!r:.100} is not a size in bytes: write e.g. 64MiB")
+        return kernels_of(self.provider, space)
+
+
+def _bytes(size: str | int) -> int | None:
+    """What a size with a unit says; None where it is none."""
+    try:
+        return parse_size(size)
+    except UsageError:
+        return None
 
 
 class PlanningOptions(TypedDict, total=False):
