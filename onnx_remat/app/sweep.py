@@ -120,7 +120,7 @@ def sweep(model: Model, points: int = 10, jobs: int = 1, **options: Unpack[Plann
     if not 2 <= points <= MOST_POINTS:
         raise UsageError(f"a sweep has 2 to {MOST_POINTS} points, not {points}")
     if jobs < 1:
-        raise UsageError(f"jobs={jobs}: give a number of processes from 1 on")
+        raise UsageError(f"jobs= is a number of processes from 1 on, not {jobs}")
     progress = options.pop("progress", silent)
     original = rewrite_model(model, "100%", **options)
     top, books = original.report.budget, original.report.books()

@@ -110,10 +110,10 @@ def test_a_budget_that_is_kept_already_moves_nothing():
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"offload": True}, "--provider cuda --for loop"),
-        ({"offload": True, "provider": "cuda"}, "--provider cuda --for loop"),
-        ({"host_bandwidth": "1GB", "provider": "cuda", "run_by": "loop"}, "is for --offload"),
-        ({"offload": True, "provider": "cuda", "run_by": "loop", "costs": "cpu"}, "state --host-bandwidth"),
+        ({"offload": True}, "provider='cuda', run_by='loop'"),
+        ({"offload": True, "provider": "cuda"}, "provider='cuda', run_by='loop'"),
+        ({"host_bandwidth": "1GB", "provider": "cuda", "run_by": "loop"}, "is for offload=True"),
+        ({"offload": True, "provider": "cuda", "run_by": "loop", "costs": "cpu"}, "state host_bandwidth="),
         ({"offload": "yes", "provider": "cuda", "run_by": "loop"}, "True or False"),
         ({"offload": True, "provider": "cuda", "run_by": "loop", "host_bandwidth": "fast"}, "no number of bytes"),
         ({"offload": True, "provider": "cuda", "run_by": "loop", "host_bandwidth": "50%"}, "no number of bytes"),

@@ -118,7 +118,7 @@ def test_a_plan_for_a_device_keeps_its_budget_and_says_what_it_rests_on():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"provider": "cuda", "verify": "run"}, "--verify run measures the CPU's memory"),
+        ({"provider": "cuda", "verify": "run"}, "verify='run' measures the CPU's memory"),
         ({"provider": "cpu", "cudnn_workspace": "1MiB"}, "is for provider 'cuda'"),
         ({"provider": "cuda", "cudnn_workspace": "10%"}, "not a size in bytes"),
     ],
