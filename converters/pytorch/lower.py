@@ -130,8 +130,9 @@ def watched(outputs: Sequence[str]) -> list[str]:
 
 
 def finish(model: ir.Model, batch: int, gradients: bool = True) -> None:
-    """Take off the watched outputs, what only they needed, and parameters and buffers that nothing reads.
+    """Take off the watched outputs, what only they needed, and state that nothing reads and no output renews.
 
+    State that is renewed but not read (the vectors of a spectral norm) stays: who trains keeps it by the input's name.
     Without `gradients`, they are no outputs either.
     """
     graph = model.graph
@@ -143,7 +144,8 @@ def finish(model: ir.Model, batch: int, gradients: bool = True) -> None:
     common.RemoveUnusedNodesPass()(model)
     first = len(graph.inputs) - batch
     state, rest = list(graph.inputs[:first]), list(graph.inputs[first:])
-    graph.inputs[:] = [value for value in state if value.uses()] + rest
+    renewed = {value.name for value in graph.outputs}
+    graph.inputs[:] = [value for value in state if value.uses() or names.new(str(value.name)) in renewed] + rest
 
 
 def _label(graph: ir.Graph) -> None:

@@ -341,6 +341,49 @@ def test_a_loss_that_kept_a_parameter_is_refused():
         fit_for_both(lambda model: None, penalized)
 
 
+class Renewing(nn.Module):
+    """Buffers that are renewed in every way: not read, from one another, twice, to a constant, to one value."""
+
+    def __init__(self):
+        super().__init__()
+        for name in ("unread", "one", "other", "twice", "constant", "mean", "again"):
+            self.register_buffer(name, torch.randn(6))
+        self.register_buffer("kept", torch.zeros(64, 64))
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+        self.body = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 8))
+        self.head = nn.utils.spectral_norm(nn.Linear(8, 2), n_power_iterations=2)
+
+    def forward(self, x):
+        self.unread.copy_(x[0])
+        self.kept = (x @ x.T).tanh()
+        self.one, self.other = self.other * 0.5, self.one
+        self.twice.mul_(0.9)
+        y = x + self.twice * self.one
+        self.twice.add_(x.mean(0))
+        self.count += 1
+        self.count += 2
+        self.constant.fill_(0.5)
+        self.mean = self.again = x.mean(0)
+        return self.head(self.body(y * self.twice - self.again).tanh())
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("budget", [None, "100%"])
+def test_every_buffer_is_torchs(budget):
+    torch.manual_seed(0)
+    model = Renewing()
+    other, batch = copy.deepcopy(model), (torch.randn(64, 6), torch.randn(64, 2))
+    mine, theirs = (torch.optim.SGD(each.parameters(), 0.1) for each in (model, other))
+    with budgeted(model, nn.functional.mse_loss, mine, batch, budget) as step:
+        for _ in range(3):
+            step(batch)
+            theirs.zero_grad()
+            nn.functional.mse_loss(other(batch[0]), batch[1]).backward()
+            theirs.step()
+    for name, value in other.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], value, rtol=1e-5, atol=1e-6, msg=name)
+
+
 def test_hooks_on_gradients():
     def change(model):
         model[0].weight.register_hook(lambda gradient: gradient * 0)
