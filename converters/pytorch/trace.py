@@ -317,6 +317,7 @@ def trace(step: Step, dynamic: Mapping[str, Mapping[int, str]], opset: int) -> T
         return [*made.values(), *recorder.seen]
 
     _, fakes = _fakes(inputs, dynamic)
+            _check_buffers({name: (given[name], made[names.new(name)]) for name in step.buffers})
     with traceback.preserve_node_meta(), eager_kernels():
         try:
             graph = capture(flat, fakes, opset)
@@ -357,6 +358,17 @@ def _check_repeated(step: Step, inputs: Mapping[str, torch.Tensor]) -> None:
         for name, fake in zip(inputs, fakes, strict=True)
     }
     with traceback.preserve_node_meta(), eager_kernels(), mode:
+def _check_buffers(buffers: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Raise ConversionError where a buffer is of another shape or type after a step, from pairs before and after."""
+    for name, (before, after) in buffers.items():
+        if (before.shape, before.dtype) != (after.shape, after.dtype):
+            shapes = " to ".join(f"{each.dtype} of shape {list(each.shape)}" for each in (before, after))
+            raise ConversionError(
+                f"buffer {name} changes from {shapes} in a step, and a graph's state keeps its shape: run the module "
+                "once before, if it is only the first run that changes it, or do not register it as a buffer"
+            )
+
+
         repeated.check(lambda watch: step.forward(given, watch), step.model)
 
 

@@ -384,6 +384,22 @@ def test_every_buffer_is_torchs(budget):
         torch.testing.assert_close(model.state_dict()[name], value, rtol=1e-5, atol=1e-6, msg=name)
 
 
+@pytest.mark.parametrize(
+    ("before", "after"), [(torch.zeros(0), torch.zeros(6)), (torch.zeros(6, dtype=torch.long), torch.zeros(6))]
+)
+def test_buffers_that_change_their_form_are_refused(before, after):
+    class Keeping(nn.Linear):
+        def forward(self, x):
+            self.kept = after + x.detach().mean(0)
+            return super().forward(x)
+
+    model = Keeping(6, 2)
+    model.register_buffer("kept", before)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(ConversionError, match=r"buffer kept changes from .* to torch.float32 of shape .6. in a step"):
+        budgeted(model, nn.functional.mse_loss, optimizer, (torch.randn(8, 6), torch.randn(8, 2)))
+
+
 def test_hooks_on_gradients():
     def change(model):
         model[0].weight.register_hook(lambda gradient: gradient * 0)
