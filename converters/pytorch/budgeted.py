@@ -289,7 +289,7 @@ def _with_rates(user: torch.optim.Optimizer, parameters: Mapping[str, torch.Tens
     for group in made.param_groups:
         for key in optim.INPUTS:
             if key in group and (key == _LR or isinstance(group[key], torch.Tensor)):
-                group[key] = torch.tensor(float(group[key]))
+                group[key] = torch.tensor(float(group[key]), dtype=optim.settings_type(parameters))
     return made
 
 

@@ -45,7 +45,8 @@ def initial_feeds(
     feeds = {}
     for value in step.graph.input:
         if value.name in scalars:
-            feeds[value.name] = np.array(float(scalars[value.name]), np.float32)
+            kind = onnx.helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)
+            feeds[value.name] = np.array(float(scalars[value.name]), kind)
         elif value.name in tensors:
             feeds[value.name] = np.array(array(tensors[value.name]))
     return feeds

@@ -72,3 +72,8 @@ def settings(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, torch.Ten
         distinct = list({id(value): value for value in values if isinstance(value, torch.Tensor)}.values())
         made |= {name if len(distinct) == 1 else f"{name}.{i}": value for i, value in enumerate(distinct)}
     return made
+
+
+def settings_type(parameters: Mapping[str, torch.Tensor]) -> torch.dtype:
+    """Of settings that are inputs: float32, but float64 where a parameter is, so that the update is as exact."""
+    return torch.float64 if any(p.dtype == torch.float64 for p in parameters.values()) else torch.float32

@@ -136,7 +136,7 @@ def updated(
         torch.nn.utils.clip_grad_norm_(trained, recipe.clip_norm)
     made: dict[str, np.ndarray] = {}
     for optimizer in step.optimizers:
-        made |= _stepped(optimizer, parameters, copies, gradients, finite, step.state)
+        made |= _stepped(step, optimizer, parameters, copies, gradients, finite)
     made |= {names.new(name): array(copies[name]) for name in gradients}
     for name in gradients:
         if recipe.average is not None:
@@ -148,22 +148,25 @@ def updated(
 
 
 def _stepped(
+    step: Step,
     optimizer: torch.optim.Optimizer,
     parameters: Mapping[str, torch.Tensor],
     copies: Mapping[str, torch.Tensor],
     gradients: Mapping[str, np.ndarray],
     finite: bool,
-    state: updates.State,
 ) -> dict[str, np.ndarray]:
     """State after the step of one optimizer, which changes the copies; where it is left out, state as it was."""
     known = {name: copy.deepcopy(optimizer.state.get(parameter, {})) for name, parameter in parameters.items()}
     twin = updates.twin(optimizer, parameters, copies, {name: pieces for name, pieces in known.items() if pieces})
+    rates = {id(step.settings[name]): rate for name, rate in step.rates.items()}
+    for group in twin.param_groups:
+        group.update({key: rates[id(value)] for key, value in group.items() if id(value) in rates})
     if finite:
         with updates.WithoutBfloat16():
             updates.step(twin)
     made: dict[str, np.ndarray] = {}
     for name in gradients:
-        after: Mapping[str, Any] = twin.state.get(copies[name], {}) if finite else state.get(name, {})
+        after: Mapping[str, Any] = twin.state.get(copies[name], {}) if finite else step.state.get(name, {})
         for slot, value in after.items():
             if isinstance(value, torch.Tensor | int | float):
                 made[names.new(names.state(name, slot))] = array(torch.as_tensor(value, dtype=_counted(value)))

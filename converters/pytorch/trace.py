@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from onnx_remat.errors import ConversionError
 
 from .. import names
-from . import repeated, updates
+from . import optim, repeated, updates
 from .batch import Batch
 from .decisions import Recorder
 from .private_torch import (
@@ -61,7 +61,7 @@ class Step:
     state : dict of str to dict of str to torch.Tensor
         Of the optimizers: before the step.
     settings : dict of str to torch.Tensor
-        Of the optimizers: learning rates and weight decays that are inputs.
+        Of the optimizers: learning rates and weight decays that are inputs; see `rates`.
     """
 
     model: torch.nn.Module
@@ -82,8 +82,13 @@ class Step:
         parameters = {name: p.detach() for name, p in self.model.named_parameters()}
         state = {names.state(n, slot): value for n, pieces in self.state.items() for slot, value in pieces.items()}
         batch = dict(zip(self.batch.names, self.batch.tensors, strict=True))
-        settings = {name: value.detach().float().reshape(()) for name, value in self.settings.items()}
-        return parameters | self.buffers | state | self.recipe.state(self.trainable) | settings | batch
+        return parameters | self.buffers | state | self.recipe.state(self.trainable) | self.rates | batch
+
+    @property
+    def rates(self) -> dict[str, torch.Tensor]:
+        """The settings as the step reads them."""
+        kind = optim.settings_type(self.trainable)
+        return {name: value.detach().to(kind).reshape(()) for name, value in self.settings.items()}
 
     def run(self, values: Mapping[str, torch.Tensor], watch: TorchDispatchMode) -> dict[str, torch.Tensor]:
         """Loss, gradients and buffers by output name, in order; `values` are left as they are.

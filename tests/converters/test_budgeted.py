@@ -400,6 +400,24 @@ def test_buffers_that_change_their_form_are_refused(before, after):
         budgeted(model, nn.functional.mse_loss, optimizer, (torch.randn(8, 6), torch.randn(8, 2)))
 
 
+def test_float64_is_as_exact_as_torch():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+    other, batch = copy.deepcopy(model), (torch.randn(16, 6).double(), torch.randn(16, 2).double())
+    mine, theirs = (torch.optim.AdamW(each.parameters(), 1e-2) for each in (model, other))
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(each, 0.9) for each in (mine, theirs)]
+    with budgeted(model, nn.functional.mse_loss, mine, batch) as step:
+        for _ in range(3):
+            step(batch)
+            theirs.zero_grad()
+            nn.functional.mse_loss(other(batch[0]), batch[1]).backward()
+            theirs.step()
+            for schedule in schedules:
+                schedule.step()
+    for ours, answer in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(ours, answer, rtol=1e-12, atol=1e-13)
+
+
 def test_hooks_on_gradients():
     def change(model):
         model[0].weight.register_hook(lambda gradient: gradient * 0)

@@ -301,6 +301,18 @@ def test_checkpointed_regions_are_traced_once(reentrant):
     assert [node.op_type for node in step.graph.node].count("Gelu") == 2
 
 
+@pytest.mark.parametrize("given", [torch.float32, torch.float64])
+@pytest.mark.parametrize("computed", [torch.float32, torch.float64])
+def test_rates_that_are_tensors_are_as_wide_as_the_parameters(given, computed):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).to(computed)
+    optimizer = torch.optim.AdamW(model.parameters(), torch.tensor(1e-2, dtype=given))
+    batch = torch.randn(4, 4, dtype=computed), torch.zeros(4, 4, dtype=computed)
+    step = export_training_step(model, batch, F.mse_loss, optimizer)
+    rate = initial_feeds(step, model, optimizer)["learning_rate"]
+    assert rate.dtype.name == str(computed).removeprefix("torch.")
+    assert rate == np.array(optimizer.param_groups[0]["lr"], rate.dtype)
+
+
 @pytest.mark.parametrize("kind", ["float64", "float16", "bfloat16", "autocast"])
 def test_other_precisions(kind):
     torch.manual_seed(0)
