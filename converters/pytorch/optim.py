@@ -38,7 +38,10 @@ def held(optimizers: Sequence[torch.optim.Optimizer], parameters: Mapping[str, t
         for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
             if id(parameter) not in known:
                 shape = tuple(parameter.shape)
-                raise ConversionError(f"the optimizer holds a tensor of shape {shape} that the model does not")
+                raise ConversionError(
+                    f"the optimizer holds a tensor of shape {shape} that the model does not: make what it belongs to a "
+                    "part of the model (a loss with parameters: model.loss = loss)"
+                )
             if known[id(parameter)] in found:
                 raise ConversionError(f"two optimizers hold parameter {known[id(parameter)]}")
             found.add(known[id(parameter)])

@@ -78,8 +78,9 @@ def refusal(error: Exception, model: torch.nn.Module) -> ConversionError:
         return ConversionError(f"linear algebra that may fail (inv, solve, cholesky) is in the step{at}: {_NOWHERE}")
     if text.startswith("cannot find Parameter"):
         return ConversionError(
-            f"a parameter is read that was taken out of its module before the step{at}: read it inside, "
-            "as model.get_parameter(...) or an attribute of the module"
+            f"a parameter is read that the step does not have{at}: one taken out of its module before the step is to "
+            "be read inside, as model.get_parameter(...) or an attribute of the module; a loss with parameters of its "
+            "own is to be a part of the model (model.loss = loss) before the optimizer is made, or frozen"
         )
     return ConversionError(f"the step cannot be traced{at}: {kind}: {text[:300]}")
 
@@ -107,6 +108,14 @@ def _hint(operator: str, otherwise: str) -> str:
 def complex_numbers(node: torch.fx.Node) -> ConversionError:
     """A node of the backward pass or of the update makes complex numbers."""
     return ConversionError(f"{node.target}{_of(node)} makes complex numbers, which no step can hold: {_COMPLEX}")
+
+
+def complex_input(which: str) -> ConversionError:
+    """A buffer or a tensor of the batch is complex, whether the step reads all of it or not."""
+    return ConversionError(
+        f"{which} holds complex numbers, which no step can: hold its real and imaginary parts, "
+        "torch.view_as_real(...), and compute with these"
+    )
 
 
 def _of(node: torch.fx.Node | None) -> str:

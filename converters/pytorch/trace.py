@@ -35,7 +35,7 @@ from .private_torch import (
 )
 from .program import capture
 from .recipe import Recipe
-from .refusals import complex_numbers, one_size, refusal
+from .refusals import complex_input, complex_numbers, one_size, refusal
 from .rules.composites import Composites
 
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -306,6 +306,9 @@ def trace(step: Step, dynamic: Mapping[str, Mapping[int, str]], opset: int) -> T
         The step cannot be traced.
     """
     inputs = step.inputs
+    for name, value in inputs.items():
+        if value.is_complex():
+            raise complex_input(f"buffer {name}" if name in step.buffers else name)
     outputs: list[str] = []
     lines: dict[str, str] = {}
 
@@ -314,6 +317,7 @@ def trace(step: Step, dynamic: Mapping[str, Mapping[int, str]], opset: int) -> T
         with Composites(recorder):
             given = dict(zip(inputs, values, strict=True))
             made = step.run(given, recorder)
+            _check_buffers({name: (given[name], made[names.new(name)]) for name in step.buffers})
             if step.optimizers:
                 new = step.update(given, made)
                 made = {names.LOSS: made.pop(names.LOSS)} | new | made
@@ -322,7 +326,6 @@ def trace(step: Step, dynamic: Mapping[str, Mapping[int, str]], opset: int) -> T
         return [*made.values(), *recorder.seen]
 
     _, fakes = _fakes(inputs, dynamic)
-            _check_buffers({name: (given[name], made[names.new(name)]) for name in step.buffers})
     with traceback.preserve_node_meta(), eager_kernels():
         try:
             graph = capture(flat, fakes, opset)
@@ -333,7 +336,7 @@ def trace(step: Step, dynamic: Mapping[str, Mapping[int, str]], opset: int) -> T
     _check_repeated(step, inputs)
     _check_open(dict(zip(inputs, fakes, strict=True)), step.batch, dynamic)
     _share_paths(graph.graph)
-    for node in graph.graph.nodes:
+    for node in graph.graph.nodes:  # inputs are checked before
         if isinstance(value := node.meta.get("val"), torch.Tensor) and value.is_complex():
             raise complex_numbers(node)
     (made,) = next(node for node in graph.graph.nodes if node.op == "output").args
@@ -355,14 +358,6 @@ def _fakes(
     return mode, made
 
 
-def _check_repeated(step: Step, inputs: Mapping[str, torch.Tensor]) -> None:
-    """Raise ConversionError where Python decides otherwise in another run."""
-    mode, fakes = _fakes(inputs, {})
-    given = {
-        name: fake.requires_grad_() if name in step.trainable else fake
-        for name, fake in zip(inputs, fakes, strict=True)
-    }
-    with traceback.preserve_node_meta(), eager_kernels(), mode:
 def _check_buffers(buffers: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Raise ConversionError where a buffer is of another shape or type after a step, from pairs before and after."""
     for name, (before, after) in buffers.items():
@@ -374,6 +369,14 @@ def _check_buffers(buffers: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> 
             )
 
 
+def _check_repeated(step: Step, inputs: Mapping[str, torch.Tensor]) -> None:
+    """Raise ConversionError where Python decides otherwise in another run."""
+    mode, fakes = _fakes(inputs, {})
+    given = {
+        name: fake.requires_grad_() if name in step.trainable else fake
+        for name, fake in zip(inputs, fakes, strict=True)
+    }
+    with traceback.preserve_node_meta(), eager_kernels(), mode:
         repeated.check(lambda watch: step.forward(given, watch), step.model)
 
 

@@ -40,15 +40,22 @@ def initial_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, tor
     ConversionError
         It does not: the first step differs from all others.
     """
+    kind = type(optimizer).__qualname__
+    closure = inspect.signature(inspect.unwrap(type(optimizer).step)).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConversionError(
+            f"the step of optimizer {kind} runs the model again by itself, as often as it decides (a closure): a graph "
+            "cannot; take another optimizer, or export without one and update the parameters yourself"
+        )
     held = {name: parameter.detach() for name, parameter in _of(optimizer, parameters).items()}
     known = {name: optimizer.state.get(parameters[name]) or {} for name in held}
     new = {name: value for name, value in held.items() if not known[name]}
     try:
         from_zeros, from_ones = (_first(optimizer, parameters, new, fill) for fill in (0.0, 1.0))
-    except (RuntimeError, TypeError) as error:  # LBFGS wants a closure, SparseAdam sparse gradients
+    except (RuntimeError, TypeError) as error:  # SparseAdam wants sparse gradients
         raise ConversionError(
-            f"the step of optimizer {type(optimizer).__qualname__} cannot be traced ({error}): export without an "
-            "optimizer and update the parameters yourself"
+            f"the step of optimizer {kind} cannot be traced ({error}): export without an optimizer and update the "
+            "parameters yourself"
         ) from error
     made: State = {}
     from_gradient = False

@@ -337,8 +337,25 @@ def test_a_loss_that_kept_a_parameter_is_refused():
         weight = model[0].weight
         return lambda made, target: nn.functional.mse_loss(made, target) + weight.square().sum()
 
-    with pytest.raises(ConversionError, match=r"taken out of its module.*weight.square\(\).*model.get_parameter"):
+    with pytest.raises(ConversionError, match=r"weight.square\(\).*taken out of its module.*model.get_parameter"):
         fit_for_both(lambda model: None, penalized)
+
+
+def test_a_loss_with_parameters_of_its_own_says_where_they_belong():
+    class Shifted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.shift = nn.Parameter(torch.zeros(10))
+
+        def forward(self, made, target):
+            return cross_entropy(made + self.shift, target)
+
+    model, loss, batch = net(), Shifted(), batches(1)[0]
+    with pytest.raises(ConversionError, match=r"at .*made \+ self.shift.*model.loss = loss\) before the optimizer"):
+        budgeted(model, loss, adamw(model), batch)
+    both = torch.optim.SGD([*model.parameters(), *loss.parameters()], 0.1)
+    with pytest.raises(ConversionError, match=r"of shape \(10,\) that the model does not.*model.loss = loss"):
+        budgeted(model, loss, both, batch)
 
 
 class Renewing(nn.Module):

@@ -347,13 +347,15 @@ def test_refusals_say_why():
     whole = nn.Linear(2, 2)
     whole.register_parameter("table", nn.Parameter(torch.arange(3), requires_grad=False))
     refused("parameter table is of torch.int64", whole, torch.randn(2, 2), None)
+    whole = net()
+    whole.register_buffer("table", torch.ones(2, dtype=torch.complex64))
+    refused("buffer table holds complex numbers.*view_as_real", whole, (x, y), F.cross_entropy)
+    refused("input.1 holds complex numbers.*view_as_real", net(), (x, y * 1j), lambda o, t: o.mean() * t.real.mean())
     model = net()
     dampened = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, dampening=0.5)
     refused("SGD differs from all others .*take one step in torch", model, (x, y), F.cross_entropy, dampened)
-    for kind in (torch.optim.LBFGS, torch.optim.SparseAdam):
-        refused(
-            f"{kind.__name__} cannot be traced .*yourself", model, (x, y), F.cross_entropy, kind(model.parameters())
-        )
+    for kind, why in {torch.optim.LBFGS: "runs the model again", torch.optim.SparseAdam: "cannot be traced"}.items():
+        refused(f"{kind.__name__} {why} .*yourself", model, (x, y), F.cross_entropy, kind(model.parameters()))
     twice = [torch.optim.SGD(model.parameters(), 0.1), torch.optim.Adam(model.parameters())]
     refused("two optimizers hold parameter", model, (x, y), F.cross_entropy, twice)
     refused("pass the optimizer", model, (x, y), F.cross_entropy, accumulate=2)
