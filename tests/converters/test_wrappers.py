@@ -22,17 +22,23 @@ def net():
     return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
 
 
+def trained(model):
+    """Losses of three steps, and parameters after them."""
+    with budgeted(model, cross_entropy, torch.optim.SGD(model.parameters(), 0.1, 0.9), BATCH) as step:
+        return [step(BATCH) for _ in range(3)], list(model.parameters())
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return trained(net())
+
+
 @pytest.mark.parametrize("inside", [False, True], ids=["around", "inside"])
 @pytest.mark.parametrize("wrap", [nn.DataParallel, torch.compile])
-def test_wrappers_that_change_no_number(wrap, inside):
-    plain = net()
-    wrapped = nn.Sequential(wrap(net())) if inside else wrap(net())
-    step, other = (
-        budgeted(model, cross_entropy, torch.optim.SGD(model.parameters(), 0.1, 0.9), BATCH)
-        for model in (wrapped, plain)
-    )
-    assert [step(BATCH) for _ in range(3)] == [other(BATCH) for _ in range(3)]
-    for ours, theirs in zip(wrapped.parameters(), plain.parameters(), strict=True):
+def test_wrappers_that_change_no_number(wrap, inside, plain):
+    losses, parameters = trained(nn.Sequential(wrap(net())) if inside else wrap(net()))
+    assert losses == plain[0]
+    for ours, theirs in zip(parameters, plain[1], strict=True):
         assert torch.equal(ours, theirs)
 
 
