@@ -439,10 +439,10 @@ CASES |= {
     "amax_of_all": (Fn(lambda x: x.amax() - x.amin(keepdim=True)), seq()),
     "nearest_rows": (Fn(lambda x: torch.cdist(x, x).topk(3, largest=False)[0]), randn(30, 4)),
     "matrix_exp": (Fn(lambda x: torch.matrix_exp(x) - torch.linalg.matrix_exp(x.mT)), randn(2, 5, 5)),
+    "rrelu": (Fn(lambda x: F.rrelu(x, training=True)), seq()),
 }
 
 REFUSED = {
-    "rrelu": (Fn(lambda x: F.rrelu(x, training=True)), seq()),
     "fft": (Fn(lambda x: torch.fft.rfft(x).abs()), seq()),
     "batchnorm.py": (nn.BatchNorm2d(4, momentum=None), img()),  # where Python reads a counter
     "fractional_max_pool2d": (Fn(lambda x: F.fractional_max_pool2d(x, 2, output_size=5)), img()),
