@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -112,10 +113,23 @@ class Terminated(BaseException):
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """Within the block, signals to end are exceptions: scratch folders vanish, child processes are ended."""
+    """Within the block, signals to end are exceptions: scratch folders vanish, child processes are ended.
+
+    Python prints and forgets what is raised where nobody can catch it, in a finalizer say: such a signal is sent again.
+    """
 
     def end(number: int, frame: FrameType | None) -> None:
         raise Terminated(number)
+
+    def again(unraisable: Any) -> None:
+        error = unraisable.exc_value
+        if not isinstance(error, KeyboardInterrupt | Terminated):
+            forgets(unraisable)
+            return
+        number = signal.SIGINT if isinstance(error, KeyboardInterrupt) else error.number
+        threading.Timer(0.01, signal.raise_signal, [number]).start()  # at once it would be raised in here
+
+    forgets, sys.unraisablehook = sys.unraisablehook, again
 
     before = {}
     for name in ("SIGTERM", "SIGHUP"):
@@ -126,5 +140,6 @@ def terminable() -> Iterator[None]:
     try:
         yield
     finally:
+        sys.unraisablehook = forgets
         for number, handler in before.items():
             signal.signal(number, handler)

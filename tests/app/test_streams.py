@@ -76,3 +76,29 @@ def test_an_interruption_of_an_import_is_one_line(module, how):
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 130
     assert re.fullmatch(r"onnx-remat( estimate)?: interrupted; nothing was written\n", done.stderr)
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_signal_that_a_finalizer_swallows_ends_the_command(name):
+    """Python prints what is raised there, and goes on: the command would end with 0."""
+    script = f"""
+import signal, time
+from onnx_remat.app.flags import guarded
+
+class Finalized:
+    def __del__(self):
+        signal.raise_signal(signal.{name})
+        for _ in range(1000):
+            pass  # the signal's handler runs between two instructions
+
+def command(arguments):
+    Finalized()
+    time.sleep(1)
+    return 0
+
+raise SystemExit(guarded("onnx-remat", command, []))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    said = {"SIGINT": "interrupted", "SIGTERM": "terminated"}[name]
+    assert done.stderr == f"onnx-remat: {said}; nothing was written\n"
+    assert done.returncode == {"SIGINT": 130, "SIGTERM": -15}[name]
