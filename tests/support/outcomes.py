@@ -40,7 +40,7 @@ _PLANNING: PlanningOptions = {"run_by": "session", "effort": 0.05, "verify": "ch
 RUNS = 2
 """Of one session, so that what a run leaves behind is seen."""
 
-_ROUNDING, _ROUNDING_OF_HALF = 1e-4, 1e-2
+ROUNDING, _HALF_ROUNDING = 1e-4, 1e-2
 """How far a number may lie from another by rounding: a share of it, or of the largest of its tensor (at least 0.1)."""
 
 Feeds = Mapping[str, Any]
@@ -135,7 +135,7 @@ def session_outcome(
     except Exception as error:
         return Outcome(RAISED, f"{type(error).__name__}: {error}".partition("\n")[0])
     for run, (each, wanted) in enumerate(zip(made, expected, strict=True)):
-        if found := difference(each, wanted, 0.0 if level == "disable" else _ROUNDING, outliers):
+        if found := difference(each, wanted, 0.0 if level == "disable" else ROUNDING, outliers):
             return Outcome(WRONG, f"run {run + 1}: {found}")
     return Outcome(WRONG, f"input {min(changed)} was written over") if changed else Outcome(RIGHT)
 
@@ -147,6 +147,7 @@ def rewrite_outcome(
     expected: Mapping[str, Expected],
     outliers: float = 0.0,
     or_lowest: bool = False,
+    rounding: float = ROUNDING,
 ) -> Outcome:
     """Rewrite a model to a budget, run the result at every level of `expected`, and compare.
 
@@ -163,6 +164,8 @@ def rewrite_outcome(
         See `difference`.
     or_lowest : bool
         Where there is no plan within the budget, rewrite to one near the lowest that was found.
+    rounding : float
+        How far numbers may lie apart where there are optimisations: see `difference`.
     """
     try:
         result = _rewritten(model, budget, or_lowest)
@@ -172,7 +175,7 @@ def rewrite_outcome(
         return Outcome(REFUSED, str(error))
     except Exception as error:
         return Outcome(RAISED, f"{type(error).__name__}: {error}".partition("\n")[0])
-    least = _ROUNDING_OF_HALF if any("not to the last bit" in note for note in result.report.notes) else 0.0
+    least = _HALF_ROUNDING if any("not to the last bit" in note for note in result.report.notes) else 0.0
     with tempfile.TemporaryDirectory() as folder:
         written: onnx.ModelProto | Path = result.model
         if result.folder is not None:
@@ -184,7 +187,7 @@ def rewrite_outcome(
             except Exception as error:
                 return Outcome(FAILED, f"{level}: {error}".partition("\n")[0])
             for run, pair in enumerate(zip(made, wanted, strict=True)):
-                near = least if level == "disable" else max(least, _ROUNDING)
+                near = least if level == "disable" else max(least, rounding)
                 found = difference(*pair, near, outliers)
                 if found and level != "disable":  # a fusion that rounds to 8 bits, not made in this file
                     found = difference(pair[0], expected["disable"][run], near, outliers)
@@ -229,7 +232,7 @@ def _differs(made: Any, wanted: Any, share: float, outliers: float) -> str:
         return "" if (made == wanted).all() else "differs"
     if made.tobytes() == wanted.tobytes():
         return ""
-    share = max(share, _ROUNDING_OF_HALF if wanted.dtype == np.float16 and share else 0)
+    share = max(share, _HALF_ROUNDING if wanted.dtype == np.float16 and share else 0)
     if not share or wanted.dtype.kind not in "fc":
         count = int((made != wanted).sum())  # NaN counts, but is not alone: the bits differ
         allowed = int(outliers * wanted.size) if share else 0

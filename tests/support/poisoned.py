@@ -26,15 +26,13 @@ from onnx_remat.run.binding import Binding, Program
 from onnx_remat.run.heap import reserve
 from onnx_remat.run.opening import BY_BITS, NUMPY, Arranged, Wish
 from onnx_remat.run.private_copy import Step
-from tests.support.outcomes import REFUSED, RIGHT, WRONG, Feeds, Outcome, difference
+from tests.support.outcomes import REFUSED, RIGHT, ROUNDING, WRONG, Feeds, Outcome, difference
 
 POISON = 0xFF
 """Every float of this byte is NaN, every signed integer -1."""
 
 Bytes = np.ndarray
 """The memory of a value: a writable view, byte by byte."""
-
-_ROUNDING = 1e-4
 
 
 class UnpoisonableError(Exception):
@@ -61,7 +59,7 @@ def outcome(
         except errors.OnnxRematError as error:
             return Outcome(REFUSED, str(error))
     wanted = {name: value for name, value in expected.items() if name in made}
-    found = difference(made, wanted, 0.0 if wish.level == "disable" else _ROUNDING, outliers)
+    found = difference(made, wanted, 0.0 if wish.level == "disable" else ROUNDING, outliers)
     return Outcome(WRONG, found) if found else Outcome(RIGHT)
 
 

@@ -104,4 +104,7 @@ def _serve(function: Callable[[Any], Any], pipe: Connection) -> None:
             answer = function(job)
         except Exception as error:
             answer = Died(f"{type(error).__name__}: {error}".partition("\n")[0])
-        pipe.send(answer)
+        try:
+            pipe.send(answer)
+        except BrokenPipeError:  # nobody waits any more
+            return
