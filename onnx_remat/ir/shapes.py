@@ -84,7 +84,8 @@ def infer(
     """Types, shapes and bytes of every value of a graph.
 
     ONNX's own inference with data propagation comes first; where it leaves something open, sizes are computed node by
-    node (`shape_arithmetic`), then back from results whose shapes the file states; then others are asked in turn.
+    node (`shape_arithmetic`), then back from results whose shapes the file states; then others are asked in turn, and
+    what they tell is carried on node by node.
 
     Parameters
     ----------
@@ -128,7 +129,7 @@ def infer(
         types = native.infer_types(bound)
     held = sequences.sizes(graph, types, _bytes)
     missing = [n for n in graph.values if n not in held and _shape(types.get(n)) is None]
-    for ask in (_by_arithmetic, _by_results, *askers):
+    for ask in (_by_arithmetic, _by_results, *askers, _by_arithmetic):
         if missing:
             wanted = set(missing)
             types |= {k: v for k, v in ask(bound, missing, types).items() if k in wanted}

@@ -332,3 +332,14 @@ def test_what_an_elementwise_op_reads_has_the_shape_that_is_stated_for_its_resul
     model.graph.node[2].input[0] = "x"
     with pytest.raises(ShapeError, match="'s'"):
         inferred(model)
+
+
+def test_what_follows_from_shapes_that_onnxruntime_alone_knows():
+    """It may mean by a scalar's shape that it has no idea: that is told by the nodes in between."""
+    model = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["" : 20, "com.microsoft" : 1]>
+        g (float[4, 8] x, float[8, 5] w) => (bool y) <float zero = {0}> {
+            fused = com.microsoft.FusedMatMul (x, w)
+            mean = ReduceMean <keepdims = 0> (fused)
+            y = Greater (mean, zero)
+        }""")
+    assert shapes.infer(graph.build(model), askers=SHAPE_ASKERS)["mean"].shape == ()
