@@ -119,12 +119,18 @@ def unsqueezed_badly(graph: Graph, tensors: Mapping[str, Tensor]) -> frozenset[s
     """Values behind which no Unsqueeze may stand, or ONNX Runtime (1.32 and before) cannot load the file.
 
     It carries a DequantizeLinear past an Unsqueeze by a QuantizeLinear and another DequantizeLinear. From opset 21 on
-    it states int8 for the former and forgets that zero points, in a place of their own, are int8 as well.
+    it states int8 for the former and forgets that zero points, in a place of their own, are int8 as well. An Identity
+    or a Dropout in between is taken out before.
     """
+    found: set[str] = set()
     if opset_of(graph.model) < _TYPED_OPSET:
         return frozenset()
-    made = (op for op in graph.ops if op.node.op_type == "DequantizeLinear")
-    return frozenset(op.outputs[0] for op in made if tensors[op.inputs[0]].dtype == onnx.TensorProto.INT8)
+    for op in graph.ops:
+        kind = op.node.op_type
+        copied = kind in ("Identity", "Dropout") and op.inputs[0] in found
+        if copied or (kind == "DequantizeLinear" and tensors[op.inputs[0]].dtype == onnx.TensorProto.INT8):
+            found.update(op.writes)
+    return frozenset(found)
 
 
 def find(model: onnx.ModelProto, ranks: Mapping[str, int] | None = None) -> tuple[Found, ...]:

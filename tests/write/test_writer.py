@@ -632,12 +632,14 @@ def test_a_dropout_that_onnx_runtime_keeps_for_its_place_stays():
         assert same_bits(run_model(model, feeds, level), run_model(result.model, feeds, level))
 
 
+@pytest.mark.parametrize("copies", ["Identity", "Dropout"])
 @pytest.mark.parametrize("kind, opset", [("int8", 21), ("int8", 23), ("int8", 20), ("uint8", 21), ("int16", 21)])
-def test_quantized_steps_load_at_every_level(kind, opset):
-    """From opset 21 on ONNX Runtime cannot load an Unsqueeze behind a DequantizeLinear of int8."""
+def test_quantized_steps_load_at_every_level(kind, opset, copies):
+    """From opset 21 on ONNX Runtime cannot load an Unsqueeze behind a DequantizeLinear of int8, nor behind a copy."""
     lines, x = [], "x"
     for i in range(6):
-        lines.append(f"q{i} = QuantizeLinear({x}, s, z)  d{i} = DequantizeLinear(q{i}, s, z)  t{i} = Tanh(d{i})")
+        lines.append(f"q{i} = QuantizeLinear({x}, s, z)  e{i} = DequantizeLinear(q{i}, s, z)")
+        lines.append(f"d{i} = {copies}(e{i})  t{i} = Tanh(d{i})")
         x = f"t{i}"
     for i in reversed(range(6)):
         lines.append(f"p{i} = Mul({x}, d{i})  g{i} = Exp(p{i})")
