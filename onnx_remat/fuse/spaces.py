@@ -26,7 +26,7 @@ def runs(shape: Shape, out: Shape) -> list[tuple[int, bool]]:
 
     Examples
     --------
-    >>> runs((3, 1), (5, 3, 2, 2))
+    >>> runs((3, 1, 1), (5, 3, 2, 2))
     [(5, False), (3, True), (4, False)]
     """
     own = (1,) * (len(out) - len(shape)) + shape

@@ -55,7 +55,7 @@ def available() -> bool:
     return Path("/proc/self/clear_refs").exists()
 
 
-def measure(path: Path, dims: Mapping[str, int] | None = None, steps: int = 3) -> Residence:
+def measure(path: Path, dims: Mapping[str, int] | None = None, steps: int = 3, fuse: bool = True) -> Residence:
     """Train for some steps in a fresh process, new state over the old.
 
     Parameters
@@ -65,6 +65,8 @@ def measure(path: Path, dims: Mapping[str, int] | None = None, steps: int = 3) -
     dims : mapping of str to int, optional
         Sizes of symbolic dimensions.
     steps : int
+    fuse : bool
+        As `session.Session` has it.
 
     Raises
     ------
@@ -72,7 +74,8 @@ def measure(path: Path, dims: Mapping[str, int] | None = None, steps: int = 3) -
         The process failed.
     """
     with files.scratch() as home:
-        job = {"path": str(path.resolve()), "warm": str(one_node(home)), "dims": dict(dims or {}), "steps": steps}
+        job = {"path": str(path.resolve()), "warm": str(one_node(home)), "dims": dict(dims or {}), "steps": steps,
+               "fuse": fuse}  # fmt: skip
         done = subprocess.run(
             [sys.executable, "-P", "-m", "onnx_remat.run.residence"], input=json.dumps(job), capture_output=True,
             text=True, check=False, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
@@ -126,7 +129,7 @@ def main() -> None:
         session.run(state_for(session.inputs))
     trim()
     base = reset_peak()
-    session = Session(job["path"], donate=True, dims=job["dims"])
+    session = Session(job["path"], donate=True, dims=job["dims"], fuse=job["fuse"])
     state = state_for(session.inputs)
     for _ in range(job["steps"]):
         session.execute(state)

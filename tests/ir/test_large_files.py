@@ -78,7 +78,7 @@ def test_what_the_runtime_folds_of_weights_is_foreseen(path, monkeypatch):
     seen = []
     for limit in (2**40, 1000):
         monkeypatch.setattr(runtime, "MOST_WEIGHTS", limit)
-        result = onnx_remat.rewrite_model(path, "70%", effort=0.2, run_by="session")
+        result = onnx_remat.rewrite_model(path, 2_100_000, effort=0.2, run_by="session")
         seen.append((result.report.before, result.report.after, result.report.peaks_by_level, result.model))
     assert seen[0] == seen[1]
     transposed = 5 * SIDE * SIDE * 4  # of each weight but the first, folded when the original is loaded

@@ -72,8 +72,10 @@ def test_what_nobody_reads_is_freed_at_once_in_a_slab():
 @pytest.mark.skipif(not residence.available(), reason="resident memory is read from /proc")
 def test_the_machine_takes_what_was_foreseen(result, tmp_path):
     result.save(tmp_path / "small.onnx")
-    found = residence.measure(tmp_path / "small.onnx", steps=10)
-    assert found.total <= result.report.budget
+    fused = residence.measure(tmp_path / "small.onnx", steps=10)
+    found = residence.measure(tmp_path / "small.onnx", steps=10, fuse=False)
+    assert fused.total < found.total + 1e6
+    assert max(found.total, fused.total) <= result.report.budget
     # What ONNX Runtime keeps for a graph is foreseen from above, and differs by a few megabytes between machines.
     foreseen = result.report.loop_after.total
     assert foreseen - 6e6 < found.total < foreseen + 1e6
