@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
-from onnx_remat.ir.dropout import adjoined
+from onnx_remat.ir.dropout import adjoined, is_draw, is_product
 from onnx_remat.ir.graph import Op, attributes
 from onnx_remat.ir.op_semantics import semantics
 from onnx_remat.ort.kernels.base import key
@@ -64,6 +64,10 @@ def realize(
     slots = [
         None if is_move(op) else pin_slot(graph, tensors, op, fused, direct, on_host[op.index]) for op in graph.ops
     ]
+    for op in graph.ops:  # a draw is written as one Dropout with its product: what the one waits for, the other must
+        if is_product(op) and slots[op.index] is None:
+            slots = [None if is_draw(other) and other.outputs[0] in op.inputs else slot
+                     for other, slot in zip(graph.ops, slots, strict=True)]  # fmt: skip
     pinnable = np.array([slot is not None for slot in slots], np.bool_)
     tensor = np.array([unsqueezable(tensors[op.writes[0]].dtype) for op in graph.ops], np.bool_)
     plain = np.array([direct.isdisjoint(op.writes) for op in graph.ops], np.bool_)
