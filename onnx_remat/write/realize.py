@@ -64,10 +64,9 @@ def realize(
     slots = [
         None if is_move(op) else pin_slot(graph, tensors, op, fused, direct, on_host[op.index]) for op in graph.ops
     ]
-    for op in graph.ops:  # a draw is written as one Dropout with its product: what the one waits for, the other must
-        if is_product(op) and slots[op.index] is None:
-            slots = [None if is_draw(other) and other.outputs[0] in op.inputs else slot
-                     for other, slot in zip(graph.ops, slots, strict=True)]  # fmt: skip
+    # A draw is written as one Dropout with its product, through the product's input: it waits where that can.
+    unpinned = {name for op in graph.ops if is_product(op) and slots[op.index] is None for name in op.inputs}
+    slots = [None if is_draw(op) and op.outputs[0] in unpinned else slots[op.index] for op in graph.ops]
     pinnable = np.array([slot is not None for slot in slots], np.bool_)
     tensor = np.array([unsqueezable(tensors[op.writes[0]].dtype) for op in graph.ops], np.bool_)
     plain = np.array([direct.isdisjoint(op.writes) for op in graph.ops], np.bool_)
