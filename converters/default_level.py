@@ -15,8 +15,9 @@ import onnx
 
 from onnx_remat.errors import ConversionError
 from onnx_remat.ir.op_semantics import semantics
+from onnx_remat.measure import fixed_draws
 from onnx_remat.ort import known_bugs, runtime
-from onnx_remat.run import fixed_draws, heap
+from onnx_remat.session import heap
 
 from . import check, names
 

@@ -17,8 +17,8 @@ from onnx_remat.version import __version__
 
 if TYPE_CHECKING:
     from onnx_remat.ort.runtime import session_options
-    from onnx_remat.pipeline import plan_model, rewrite_model
-    from onnx_remat.run.session import Session
+    from onnx_remat.rewrite.pipeline import plan_model, rewrite_model
+    from onnx_remat.session.session import Session
 
 __all__ = [
     "BudgetInfeasibleError",
@@ -39,7 +39,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Load the machinery on first use: importing the package stays light."""
     if name in ("plan_model", "rewrite_model"):
-        from onnx_remat import pipeline
+        from onnx_remat.rewrite import pipeline
 
         return getattr(pipeline, name)
     if name == "session_options":
@@ -47,7 +47,7 @@ def __getattr__(name: str) -> Any:
 
         return session_options
     if name == "Session":
-        from onnx_remat.run.session import Session
+        from onnx_remat.session.session import Session
 
         return Session
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

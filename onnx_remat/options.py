@@ -10,6 +10,7 @@ from numbers import Real
 from typing import TypedDict
 
 from onnx_remat.errors import UsageError, did_you_mean
+from onnx_remat.measure import verify
 from onnx_remat.ort import runtime
 from onnx_remat.ort.kernels.base import Kernels
 from onnx_remat.ort.kernels.costs import PRESETS
@@ -17,7 +18,6 @@ from onnx_remat.ort.kernels.registry import kernels_of
 from onnx_remat.ort.moves import Link
 from onnx_remat.ort.prepare import Preparation
 from onnx_remat.plan import selectors
-from onnx_remat.run import verify
 from onnx_remat.units import check_dims, parse_duration, parse_size
 
 
@@ -42,8 +42,8 @@ class Options:
     allow_recompute : sequence of str
         Custom ops, ``domain::op``, that are pure, so that they may be recomputed.
     run_by : str or None
-        What trains with the file, and so what the budget covers: ``"loop"``, `run.training.Loop` or
-        `run.session.Session` (all that training takes of the machine's memory), or ``"session"``, onnxruntime's own
+        What trains with the file, and so what the budget covers: ``"loop"``, `session.training.Loop` or
+        `session.session.Session` (all that training takes of the machine's memory), or ``"session"``, onnxruntime's own
         (the sum of tensors). None: a loop on the CPU, unless `arena` is asked for; a session on other providers.
     arena : bool
         The budget also covers what ONNX Runtime's arena takes besides the plan, with `session_options()`.

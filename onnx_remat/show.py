@@ -1,5 +1,5 @@
-"""Pictures of a result: the documented name of `onnx_remat.app.show`."""
+"""Pictures of a result: the documented name of `onnx_remat.findings.show`."""
 
-from onnx_remat.app.show import draw
+from onnx_remat.findings.show import draw
 
 __all__ = ["draw"]

@@ -1,5 +1,5 @@
-"""Training with a step model: the documented name of `onnx_remat.run.training`."""
+"""Training with a step model: the documented name of `onnx_remat.session.training`."""
 
-from onnx_remat.run.training import Loop, initial_state
+from onnx_remat.session.training import Loop, initial_state
 
 __all__ = ["Loop", "initial_state"]

@@ -20,11 +20,11 @@ from pathlib import Path
 import numpy as np
 
 from onnx_remat.ir import model_io
+from onnx_remat.memory.buffers import simulate
+from onnx_remat.memory.problem import Problem, Schedule
 from onnx_remat.ort.kernels.registry import kernels_of
 from onnx_remat.ort.prepare import Preparation, prepare
-from onnx_remat.ort.simulate.buffers import simulate
 from onnx_remat.plan.request import Deadline, Request, get
-from onnx_remat.problem import Problem, Schedule
 from onnx_remat.units import parse_budget, table
 from scripts import bench_planner
 from scripts.results import Table, save

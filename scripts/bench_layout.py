@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from onnx_remat.ort.simulate.layout import load_compiled, solve
-from onnx_remat.ort.simulate.layout_check import check_layout
-from onnx_remat.problem import Longs
+from onnx_remat.memory.layout import load_compiled, solve
+from onnx_remat.memory.layout_check import check_layout
+from onnx_remat.memory.problem import Longs
 
 _COLUMNS = (("id", "buffer"), ("lower", "start"), ("upper", "end"), ("size",))
 

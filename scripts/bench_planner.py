@@ -25,11 +25,11 @@ from pathlib import Path
 
 import numpy as np
 
-from onnx_remat.ort.simulate.buffers import simulate
+from onnx_remat.memory.buffers import simulate
+from onnx_remat.memory.problem import BACKWARD, FORWARD, Problem, Schedule, check_schedule
 from onnx_remat.plan.bounds import lower_bound
 from onnx_remat.plan.cost_bounds import cost_lower_bound
 from onnx_remat.plan.selectors import Request, get, names
-from onnx_remat.problem import BACKWARD, FORWARD, Problem, Schedule, check_schedule
 from scripts.results import Table, save
 
 

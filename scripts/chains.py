@@ -15,10 +15,10 @@ import argparse
 
 import numpy as np
 
-from onnx_remat.ort.simulate.buffers import simulate
+from onnx_remat.memory.buffers import simulate
+from onnx_remat.memory.problem import Schedule, check_schedule
 from onnx_remat.plan.selectors import Request, get
 from onnx_remat.plan.selectors.revolve import table
-from onnx_remat.problem import Schedule, check_schedule
 from scripts.results import Table, save
 from tests.support.planner_problems import baseline, chain
 

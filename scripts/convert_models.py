@@ -31,8 +31,8 @@ from typing import TypeAlias
 import onnx
 
 from onnx_remat.errors import OnnxRematError
-from onnx_remat.pipeline import rewrite_model
-from onnx_remat.run import processes, verify
+from onnx_remat.measure import processes, verify
+from onnx_remat.rewrite.pipeline import rewrite_model
 from onnx_remat.units import format_bytes
 from scripts import autodiff_models, jax_models, torch_models
 

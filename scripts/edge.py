@@ -75,7 +75,7 @@ def exported(model: Any, check: bool = True) -> tuple[onnx.ModelProto, dict[str,
 def make(folder: Path, budget: str, effort: float, names: list[str]) -> None:
     """Write the files of the named models, and their list."""
     from onnx_remat import rewrite_model
-    from onnx_remat.run import state_file
+    from onnx_remat.session import state_file
     from scripts.edge_models import MODELS
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -103,9 +103,9 @@ def listed(folder: Path) -> list[Step]:
 
 def feeds_of(step: Step, folder: Path) -> dict[str, Any]:
     """The initial values of a step."""
-    from onnx_remat.run import state_file
-    from onnx_remat.run.residence import state_for
-    from onnx_remat.run.session import Session
+    from onnx_remat.measure.residence import state_for
+    from onnx_remat.session import state_file
+    from onnx_remat.session.session import Session
 
     with Session(str(folder / step.before)) as session:
         feeds = state_for(session.inputs)
@@ -169,8 +169,8 @@ def _mb(size: float) -> str:
 def largest(heap: int, sizes: list[str], effort: float, steps: int) -> Iterator[tuple[str, ...]]:
     """Lines of the table of transformers: do some steps run in a heap of so many bytes?"""
     from onnx_remat.errors import BudgetInfeasibleError
-    from onnx_remat.pipeline import rewrite_model
-    from onnx_remat.run import state_file
+    from onnx_remat.rewrite.pipeline import rewrite_model
+    from onnx_remat.session import state_file
     from scripts.edge_models import transformer
 
     for size in sizes:

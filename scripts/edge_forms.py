@@ -20,10 +20,10 @@ from onnx import helper
 
 from onnx_remat.errors import OnnxRematError
 from onnx_remat.ir.shapes import TAG, UNSEEN
+from onnx_remat.measure import processes, verify
 from onnx_remat.options import Options
 from onnx_remat.ort.prepare import prepare_for_simulation
-from onnx_remat.pipeline import rewrite_model
-from onnx_remat.run import processes, verify
+from onnx_remat.rewrite.pipeline import rewrite_model
 from scripts.results import Table, printed, save
 
 _HEADS = ("step", "edges", "nodes, then", "now", "bits", "peak, then, MB", "now", "ms, then", "now", "now of then")

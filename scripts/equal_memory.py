@@ -17,8 +17,8 @@ import tempfile
 from pathlib import Path
 
 from onnx_remat.errors import BudgetInfeasibleError
-from onnx_remat.pipeline import rewrite_model
-from onnx_remat.run import residence
+from onnx_remat.measure import residence
+from onnx_remat.rewrite.pipeline import rewrite_model
 from onnx_remat.units import format_bytes
 
 HEADS = ("graph", "resident", "by a loop", "by a session", "the session's plan", "it takes")
@@ -28,8 +28,8 @@ _NEAR = 0.01  # of the loop's memory: a session that takes so little less is as 
 
 def taken(path: str, loss: str, steps: int) -> int:
     """Bytes that this process comes to take for some steps by onnxruntime's session."""
-    from onnx_remat.run.probe import resident
-    from onnx_remat.run.training import Loop
+    from onnx_remat.measure.probe import resident
+    from onnx_remat.session.training import Loop
     from scripts.patterns import feeds_of, opened, warmed
 
     base = warmed()

@@ -18,10 +18,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from onnx_remat.errors import BudgetInfeasibleError
+from onnx_remat.measure import processes, verify
+from onnx_remat.measure.profiling import profile
 from onnx_remat.ort import runtime
-from onnx_remat.pipeline import Result, rewrite_model
-from onnx_remat.run import processes, verify
-from onnx_remat.run.profiling import profile
+from onnx_remat.rewrite.pipeline import Result, rewrite_model
 from onnx_remat.units import format_bytes
 
 

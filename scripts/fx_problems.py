@@ -16,8 +16,8 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import flop_registry
 
+from onnx_remat.memory.problem import BACKWARD, FORWARD, Problem
 from onnx_remat.ort.kernels.costs import Device
-from onnx_remat.problem import BACKWARD, FORWARD, Problem
 
 _VIEWS = {
     "view", "_unsafe_view", "t", "transpose", "permute", "expand", "alias", "detach", "slice", "select", "unsqueeze",

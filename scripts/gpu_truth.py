@@ -45,11 +45,11 @@ import numpy as np
 import onnx
 
 from onnx_remat.errors import OnnxRematError
-from onnx_remat.run import opening
-from onnx_remat.run import session as session_module
-from onnx_remat.run.interface import DTYPES
-from onnx_remat.run.opening import Wish
-from onnx_remat.run.session import Session
+from onnx_remat.session import opening
+from onnx_remat.session import session as session_module
+from onnx_remat.session.interface import DTYPES
+from onnx_remat.session.opening import Wish
+from onnx_remat.session.session import Session
 
 PLANS = "plans.json"
 WARM, STEPS = 3, 12
@@ -78,7 +78,7 @@ class Plan:
 
 def plan(folder: Path, steps: list[Path], budgets: list[str], dims: Mapping[str, int], effort: float) -> None:
     """Add steps to a folder."""
-    from onnx_remat.pipeline import rewrite_model
+    from onnx_remat.rewrite.pipeline import rewrite_model
 
     folder.mkdir(parents=True, exist_ok=True)
     plans = {(each.step, each.budget): each for each in known(folder)}
@@ -122,8 +122,8 @@ def numbers(folder: Path, plans: list[Plan]) -> Iterator[tuple[str, ...]]:
     """The rows of one step; see the module."""
     import onnxruntime
 
+    from onnx_remat.measure.residence import state_for
     from onnx_remat.ort.libraries import load_cuda
-    from onnx_remat.run.residence import state_for
 
     load_cuda()
 
@@ -195,9 +195,9 @@ def stock_step(path: Path, dims: Mapping[str, int]) -> Callable[[], float]:
     """A step of a file by onnxruntime's own session as it comes."""
     import onnxruntime
 
-    from onnx_remat.run.opening import Array
-    from onnx_remat.run.residence import state_for
-    from onnx_remat.run.training import Loop
+    from onnx_remat.measure.residence import state_for
+    from onnx_remat.session.opening import Array
+    from onnx_remat.session.training import Loop
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
@@ -213,8 +213,8 @@ def stock_step(path: Path, dims: Mapping[str, int]) -> Callable[[], float]:
 
 def our_step(path: Path, dims: Mapping[str, int], graph: bool, limit: int = 0) -> tuple[Session, Callable[[], float]]:
     """A step of a file by a `Session`."""
-    from onnx_remat.run.residence import state_for
-    from onnx_remat.run.training import Loop
+    from onnx_remat.measure.residence import state_for
+    from onnx_remat.session.training import Loop
 
     session = Session(path, "cuda", donate=True, dims=dims, cuda_graph=graph, memory_limit=limit)
     return session, Loop(session, state_for(session.inputs), device="cuda").step
@@ -286,7 +286,7 @@ def warm_up(kind: str) -> None:
         return
     from onnx import TensorProto, helper, numpy_helper
 
-    from onnx_remat.run import on_device
+    from onnx_remat.session import on_device
 
     nodes = [helper.make_node("Conv", ["x", "w"], ["c"]), helper.make_node("Flatten", ["c"], ["f"]),
              helper.make_node("MatMul", ["f", "m"], ["y"])]  # fmt: skip

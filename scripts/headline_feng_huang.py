@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from onnx_remat.memory import buffers
+from onnx_remat.memory.problem import Problem, Schedule
 from onnx_remat.ort.kernels.costs import Device
-from onnx_remat.ort.simulate import buffers
 from onnx_remat.plan import bounds, selectors
-from onnx_remat.problem import Problem, Schedule
 from scripts import fx_problems, nas_models
 from scripts.torch_models import _import_torchvision
 

@@ -35,11 +35,11 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.fx import GraphModule
 
 from onnx_remat.errors import BudgetInfeasibleError
+from onnx_remat.measure import processes
+from onnx_remat.memory import buffers
+from onnx_remat.memory.problem import Problem, Schedule, check_schedule
 from onnx_remat.ort.kernels.costs import PRESETS
-from onnx_remat.ort.simulate import buffers
-from onnx_remat.pipeline import rewrite_model
-from onnx_remat.problem import Problem, Schedule, check_schedule
-from onnx_remat.run import processes
+from onnx_remat.rewrite.pipeline import rewrite_model
 from onnx_remat.units import format_bytes
 from scripts import compiled_step, fx_problems, torch_models
 from scripts.headline_feng_huang import plan

@@ -4,8 +4,8 @@
 
 Each graph is rewritten and run for some steps in fresh processes, memory patterns off (`onnx_remat.session_options()`):
 with ONNX Runtime's arena, outputs dropped after each step; the same, outputs fed back as the session returned them; by
-`onnx_remat.run.training.Loop`; and without the arena, on glibc as it is. In brackets what the report foresees, as the
-difference. Linux only.
+`onnx_remat.session.training.Loop`; and without the arena, on glibc as it is. In brackets what the report foresees, as
+the difference. Linux only.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from onnx_remat.ir.naming import renewals
+from onnx_remat.measure import probe
+from onnx_remat.measure.processes import GIVES_BACK, session_job
 from onnx_remat.ort.peaks import Reserves
-from onnx_remat.pipeline import rewrite_model
-from onnx_remat.run import heap, probe
-from onnx_remat.run.processes import GIVES_BACK, session_job
-from onnx_remat.run.training import Loop
-from onnx_remat.worker import QUIET
+from onnx_remat.process.worker import QUIET
+from onnx_remat.rewrite.pipeline import rewrite_model
+from onnx_remat.session import heap
+from onnx_remat.session.training import Loop
 
 WAYS = ("dropped", "fed back", "loop", "no arena")
 

@@ -21,7 +21,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from scripts.results import Table, printed, save
-from tests.pipeline.test_scale import deep
+from tests.rewrite.test_scale import deep
 
 WIDTH = 4096
 

@@ -16,9 +16,9 @@ from onnx import numpy_helper, version_converter
 from torch import nn
 
 from onnx_remat import files, rewrite_model
-from onnx_remat.app.estimate import estimate
 from onnx_remat.errors import BudgetInfeasibleError
-from onnx_remat.run import processes
+from onnx_remat.findings.estimate import estimate
+from onnx_remat.measure import processes
 from onnx_remat.units import format_bytes
 from scripts.results import Table, save
 

@@ -17,8 +17,8 @@ from pathlib import Path
 import onnx
 
 from onnx_remat.app.bench import largest, max_batch
-from onnx_remat.pipeline import rewrite_model
-from onnx_remat.run import residence
+from onnx_remat.measure import residence
+from onnx_remat.rewrite.pipeline import rewrite_model
 from onnx_remat.units import parse_budget
 from scripts import results
 from scripts.patterns import in_child

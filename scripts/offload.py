@@ -18,7 +18,7 @@ import onnx
 from onnx_remat.errors import BudgetInfeasibleError
 from onnx_remat.ir import model_io
 from onnx_remat.options import PlanningOptions
-from onnx_remat.pipeline import rewrite_model
+from onnx_remat.rewrite.pipeline import rewrite_model
 from onnx_remat.units import format_bytes, parse_dims
 from sample_models import deep_mlp
 from scripts.results import Table, printed, save

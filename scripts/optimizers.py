@@ -22,8 +22,8 @@ import torch
 from onnx_remat.converters.pytorch import export_training_step, initial_feeds
 from torch import nn
 
-from onnx_remat.run.session import Session
-from onnx_remat.run.training import Loop
+from onnx_remat.session.session import Session
+from onnx_remat.session.training import Loop
 from scripts.results import Table, save
 
 STEPS = 20

@@ -41,9 +41,9 @@ def feeds_of(session: Any) -> dict[str, Any]:
     import numpy as np
     from onnx.helper import np_dtype_to_tensor_dtype
 
-    from onnx_remat.run.interface import formal
-    from onnx_remat.run.opening import Array
-    from onnx_remat.run.residence import state_for
+    from onnx_remat.measure.residence import state_for
+    from onnx_remat.session.interface import formal
+    from onnx_remat.session.opening import Array
 
     formals = ((value.name, formal(value)) for value in session.get_inputs())
     arrays = (
@@ -57,10 +57,10 @@ def feeds_of(session: Any) -> dict[str, Any]:
 
 def warmed() -> int:
     """Bytes that this process has resident once it has run a session of one node; peaks count from here."""
-    from onnx_remat.run import residence
-    from onnx_remat.run.heap import trim
-    from onnx_remat.run.probe import reset_peak
-    from onnx_remat.run.session import Session
+    from onnx_remat.measure import residence
+    from onnx_remat.measure.probe import reset_peak
+    from onnx_remat.session.heap import trim
+    from onnx_remat.session.session import Session
 
     with tempfile.TemporaryDirectory(prefix="onnx-remat-") as home, Session(residence.one_node(Path(home))) as warm:
         warm.run(residence.state_for(warm.inputs))
@@ -70,7 +70,7 @@ def warmed() -> int:
 
 def taken(path: str, default: bool, steps: int) -> int:
     """Bytes that this process comes to take for some steps, inputs included."""
-    from onnx_remat.run.probe import resident
+    from onnx_remat.measure.probe import resident
 
     base = warmed()
     session = opened(path, default)
@@ -111,7 +111,7 @@ def row(graph: Path, budget: str, effort: float, steps: int) -> tuple[str, ...]:
     """One line of the table."""
     from onnx_remat.ir.body import into_body
     from onnx_remat.ir.model_io import save
-    from onnx_remat.pipeline import rewrite_model
+    from onnx_remat.rewrite.pipeline import rewrite_model
 
     result = rewrite_model(graph, budget, effort=effort, time_limit=600, run_by="session")
     with tempfile.TemporaryDirectory(prefix="onnx-remat-") as home:

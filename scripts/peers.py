@@ -19,10 +19,10 @@ import numpy as np
 from ortools.linear_solver import pywraplp
 
 from onnx_remat.errors import UsageError
+from onnx_remat.memory.problem import BACKWARD, Problem, Schedule
 from onnx_remat.plan.search.plans import cheapest_within
 from onnx_remat.plan.selectors import Request, materialize, register
 from onnx_remat.plan.selectors.materialize import split_step
-from onnx_remat.problem import BACKWARD, Problem, Schedule
 
 _SHARES = [i / 16 for i in range(17)]
 _MOST_NODES = 120  # Checkmate's programs have a variable per pair of nodes and stage: larger ones do not finish

@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from onnx_remat.errors import BudgetInfeasibleError
-from onnx_remat.pipeline import rewrite_model
+from onnx_remat.rewrite.pipeline import rewrite_model
 from scripts import results
 from scripts.race import Runner
 

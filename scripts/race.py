@@ -4,14 +4,15 @@
     python -m scripts.race FOLDER --model unet --model resnet18 --save race
 
 Runners, each in a process of its own, of which one works at a time: PyTorch eager; ``torch.compile`` (Inductor); the
-exported step by `run.training.Loop`, as it is and rewritten to each budget; with ``--before OTHER`` also the step that
-another version of the converter exported into that folder. SGD, or the case's own optimizer; as many threads as cores.
+exported step by `session.training.Loop`, as it is and rewritten to each budget; with ``--before OTHER`` also the step
+that another version of the converter exported into that folder. SGD, or the case's own optimizer; as many threads as
+cores.
 
 *Memory* is resident: for PyTorch parameters, optimizer state and batch, and the process's high-water mark over a step
 less what is resident between steps, when gradients are gone and the heap is trimmed (what Inductor leaves behind does
-not count); for ours all of `run.residence`, its bookkeeping and state included. *Time* is that of the fastest step of
-each, and its ratio to PyTorch eager's fastest: on a machine that others use too, a slower step says more of them. Linux
-only.
+not count); for ours all of `measure.residence`, its bookkeeping and state included. *Time* is that of the fastest step
+of each, and its ratio to PyTorch eager's fastest: on a machine that others use too, a slower step says more of them.
+Linux only.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ def torch_step(name: str, compiled: bool) -> tuple[Callable[[], None], int]:
     import torch
     from torch.utils import _pytree as pytree
 
-    from onnx_remat.run.heap import trim
-    from onnx_remat.run.probe import reset_peak, resident
+    from onnx_remat.measure.probe import reset_peak, resident
+    from onnx_remat.session.heap import trim
     from scripts import torch_models
     from scripts.compiled_step import arguments
 
@@ -98,9 +99,9 @@ def torch_step(name: str, compiled: bool) -> tuple[Callable[[], None], int]:
 
 def our_step(path: str) -> tuple[Callable[[], None], int]:
     """The same of a file; the memory is of another process, which does nothing else."""
-    from onnx_remat.run.residence import measure, state_for
-    from onnx_remat.run.session import Session
-    from onnx_remat.run.training import Loop
+    from onnx_remat.measure.residence import measure, state_for
+    from onnx_remat.session.session import Session
+    from onnx_remat.session.training import Loop
 
     taken = measure(Path(path)).total
     session = Session(path, donate=True)
@@ -127,7 +128,7 @@ def child(kind: str, what: str) -> None:
 def race(model: str, folder: Path, before: Path | None, budgets: list[str], turns: int, effort: float) -> Any:
     """The rows of one model."""
     from onnx_remat.errors import BudgetInfeasibleError
-    from onnx_remat.pipeline import rewrite_model
+    from onnx_remat.rewrite.pipeline import rewrite_model
 
     path = folder / f"{model}.pytorch.onnx"
     compute, refused = {"ours": ""}, []

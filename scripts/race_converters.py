@@ -17,7 +17,7 @@ import onnx
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
-from onnx_remat.run import processes
+from onnx_remat.measure import processes
 
 
 def main() -> None:

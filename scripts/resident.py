@@ -5,7 +5,7 @@
 
 With ``--save`` the table goes to docs/results/data, too; see `scripts.results`.
 
-Each graph is rewritten for a loop (``--for loop``) and trained by `run.training.Loop` in a fresh process, with
+Each graph is rewritten for a loop (``--for loop``) and trained by `session.training.Loop` in a fresh process, with
 glibc as it is and no variable set. *resident* is the process's high-water mark, from before the session and the state
 exist to after the last step, less what the interpreter, the libraries and a session of one node take. *foreseen* is
 inputs, weights, slab, the largest scratch memory, and what onnxruntime is assumed to keep for the graph (*books*).
@@ -38,10 +38,10 @@ def race(path: str, original: str, loss: str, steps: int) -> tuple[float, float]
     """Time of a step by `Session` over that by onnxruntime's own session, of the same file and of another, in turns."""
     import onnxruntime
 
+    from onnx_remat.measure.residence import state_for
     from onnx_remat.ort.runtime import session_options
-    from onnx_remat.run.residence import state_for
-    from onnx_remat.run.session import Session
-    from onnx_remat.run.training import Loop
+    from onnx_remat.session.session import Session
+    from onnx_remat.session.training import Loop
 
     def plain(file: str, options: onnxruntime.SessionOptions) -> onnxruntime.InferenceSession:
         options.log_severity_level = 4
@@ -80,11 +80,11 @@ def from_checkpoint(path: str, checkpoint: str, way: str, loss: str, steps: int)
     """Bytes that this process takes while it opens a loop, while it trains, and once it has dropped the loop."""
     import numpy as np
 
-    from onnx_remat.run.heap import trim
-    from onnx_remat.run.probe import reset_peak, resident
-    from onnx_remat.run.residence import one_node, state_for
-    from onnx_remat.run.session import Session
-    from onnx_remat.run.training import Loop
+    from onnx_remat.measure.probe import reset_peak, resident
+    from onnx_remat.measure.residence import one_node, state_for
+    from onnx_remat.session.heap import trim
+    from onnx_remat.session.session import Session
+    from onnx_remat.session.training import Loop
 
     if way == "torch":
         import torch
@@ -117,8 +117,8 @@ def save_checkpoint(path: str, checkpoint: str, way: str) -> tuple[int, int]:
     """Write random state of a step to a file; how many arrays, and their bytes."""
     import numpy as np
 
-    from onnx_remat.run.residence import state_for
-    from onnx_remat.run.session import Session
+    from onnx_remat.measure.residence import state_for
+    from onnx_remat.session.session import Session
 
     with Session(path) as session:
         state = state_for(session.inputs)
@@ -133,7 +133,7 @@ def save_checkpoint(path: str, checkpoint: str, way: str) -> tuple[int, int]:
 
 def checkpoint_rows(graph: Path, budget: str, effort: float, steps: int, loss: str) -> Iterator[tuple[str, ...]]:
     """Lines of the table of checkpoints: one for each way to load it."""
-    from onnx_remat.pipeline import rewrite_model
+    from onnx_remat.rewrite.pipeline import rewrite_model
 
     result = rewrite_model(graph, budget, effort=effort, time_limit=600, run_by="loop")
     assert result.report.loop_after is not None
@@ -158,13 +158,13 @@ HEADS = (
 def row(graph: Path, budget: str, effort: float, steps: int, loss: str, turns: int) -> tuple[str, ...]:
     """One line of the table; without a budget the step runs as it is."""
     from onnx_remat.errors import BudgetInfeasibleError
-    from onnx_remat.run.foreseen import books
-    from onnx_remat.run.residence import measure
+    from onnx_remat.measure.residence import measure
+    from onnx_remat.session.foreseen import books
 
     with tempfile.TemporaryDirectory(prefix="onnx-remat-") as scratch:
         path, limit, compute = graph, 0, 0.0
         if budget:
-            from onnx_remat.pipeline import rewrite_model
+            from onnx_remat.rewrite.pipeline import rewrite_model
 
             try:
                 result = rewrite_model(graph, budget, effort=effort, time_limit=600, run_by="loop")

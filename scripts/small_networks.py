@@ -187,7 +187,7 @@ def convert(folder: Path, names: Sequence[str]) -> None:
 def rewrite(path: Path, budgets: Sequence[str]) -> None:
     """Rewrite to some budgets, in this process; a word for each on standard output."""
     from onnx_remat.errors import OnnxRematError
-    from onnx_remat.pipeline import rewrite_model
+    from onnx_remat.rewrite.pipeline import rewrite_model
 
     run_by = "session" if int(path.stem.partition("-")[2]) % 2 else "loop"  # two kinds of budgets, in turn
     for budget in budgets:

@@ -19,8 +19,8 @@ from pathlib import Path
 import onnx
 
 from onnx_remat.errors import BudgetInfeasibleError, OnnxRematError
-from onnx_remat.pipeline import rewrite_model
 from onnx_remat.plan.selectors import names
+from onnx_remat.rewrite.pipeline import rewrite_model
 from tests.support.graphs import mlp
 from tests.support.steps import Steps
 

@@ -3,8 +3,9 @@
     python -m scripts.survival FOLDER --versions 1.19.2 1.32.0 --tools onnxslim onnxsim [--graphs FILE ...] [--save]
 
 FOLDER gets one virtual environment per ONNX Runtime version and one per tool, made with pip where they are not there
-yet, and the rewritten files. Every cell is measured: the peak as `onnx_remat.run.processes.measure` takes it (arena off
-unless said), over the budget the file was written for, and whether outputs equal the original's in the same setting.
+yet, and the rewritten files. Every cell is measured: the peak as `onnx_remat.measure.processes.measure` takes it (arena
+off unless said), over the budget the file was written for, and whether outputs equal the original's in the same
+setting.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import onnx_remat
-from onnx_remat.app.survival import check
 from onnx_remat.errors import OnnxRematError
-from onnx_remat.run.processes import GIVES_BACK
-from onnx_remat.worker import QUIET
+from onnx_remat.findings.survival import check
+from onnx_remat.measure.processes import GIVES_BACK
+from onnx_remat.process.worker import QUIET
 from scripts.results import Table, save
 
 ROOT = Path(__file__).resolve().parent.parent

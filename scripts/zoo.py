@@ -33,8 +33,8 @@ from onnx_remat.converters.pytorch import export_training_step, initial_feeds
 from torch import nn
 
 from onnx_remat.errors import BudgetInfeasibleError
-from onnx_remat.pipeline import plan_model, rewrite_model
-from onnx_remat.run.training import Loop
+from onnx_remat.rewrite.pipeline import plan_model, rewrite_model
+from onnx_remat.session.training import Loop
 from scripts import hand, zoo_table
 from scripts.hand import Case
 

@@ -10,7 +10,7 @@ import onnx
 import pytest
 
 import onnx_remat
-from onnx_remat.compiled import build
+from onnx_remat.process.compiled import build
 from tests.support.graphs import mlp
 
 
@@ -41,7 +41,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 _COMPILES = """
 import onnx_remat
-from onnx_remat.ort.simulate import layout
+from onnx_remat.memory import layout
 from tests.support.graphs import mlp
 layout.load_compiled()
 for run_by in ("session", "loop"):

@@ -15,8 +15,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 EVERY_KERNEL = [
-    "tests/plan", "tests/ort/test_arena.py", "tests/ort/test_buffers.py", "tests/ort/test_layout.py",
-    "tests/ort/test_order_and_buffers.py", "tests/write", "tests/fuzz", "tests/pipeline/test_samples.py",
+    "tests/plan", "tests/memory/test_arena.py", "tests/memory/test_buffers.py", "tests/memory/test_layout.py",
+    "tests/memory/test_order_and_buffers.py", "tests/write", "tests/fuzz", "tests/rewrite/test_samples.py",
 ]  # fmt: skip
 
 

@@ -14,10 +14,10 @@ import torch
 
 from onnx_remat.errors import ConversionError, UsageError
 from onnx_remat.options import PlanningOptions, parse_options
-from onnx_remat.pipeline import rewrite_model
-from onnx_remat.report import Report
-from onnx_remat.run import heap
-from onnx_remat.run.session import Session
+from onnx_remat.rewrite.pipeline import rewrite_model
+from onnx_remat.rewrite.report import Report
+from onnx_remat.session import heap
+from onnx_remat.session.session import Session
 from onnx_remat.units import parse_budget
 
 from .. import loss_in_parts, names

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from onnx_remat.errors import ConversionError
-from onnx_remat.run import heap
+from onnx_remat.session import heap
 
 from .. import check, names
 from . import updates

@@ -11,7 +11,7 @@ import onnx
 import onnx_ir as ir
 
 from onnx_remat.errors import ConversionError
-from onnx_remat.run import heap
+from onnx_remat.session import heap
 
 from .. import check, default_level, names
 from ..widen import NARROW, wide, widened

@@ -28,12 +28,12 @@ from onnx_remat.app.streams import complain, say
 from onnx_remat.errors import BudgetInfeasibleError, OnnxRematError, UsageError
 from onnx_remat.ir import model_io
 from onnx_remat.ir.training_ops import check_ops
+from onnx_remat.measure import processes
+from onnx_remat.measure.profiling import node_seconds, profile
 from onnx_remat.options import PlanningOptions, of_sessions
 from onnx_remat.ort import runtime
 from onnx_remat.ort.kernels.registry import kernels_of
-from onnx_remat.pipeline import Result, rewrite, rewrite_model
-from onnx_remat.run import processes
-from onnx_remat.run.profiling import node_seconds, profile
+from onnx_remat.rewrite.pipeline import Result, rewrite, rewrite_model
 from onnx_remat.units import format_bytes, parse_budget, table
 
 SCHEMA = "onnx-remat/bench/1"
@@ -141,7 +141,7 @@ def benchmark(
     Parameters
     ----------
     model : Path
-        A training graph; see `onnx_remat.run.training` for how its state is fed back.
+        A training graph; see `onnx_remat.session.training` for how its state is fed back.
     budget : str
         As `rewrite_model`.
     steps : int

@@ -67,8 +67,8 @@ COMMANDS = ("estimate", "explain", "sweep", "profile", "check", "split")
 
 def build_parser() -> argparse.ArgumentParser:
     """The arguments, documented."""
+    from onnx_remat.measure.verify import MODES
     from onnx_remat.plan.request import summary
-    from onnx_remat.run.verify import MODES
 
     described = "\n".join(f"  {name:<12} {summary(name)}" for name in selector_names())
     parser = Parser(
@@ -140,9 +140,9 @@ def _run(arguments: argparse.Namespace) -> int:
     # A large graph is millions of objects, hardly any of them in a circle, and the command ends soon: to look for them
     # takes time that it never gives back.
     gc.set_threshold(_OBJECTS)
-    from onnx_remat import pipeline
-    from onnx_remat.app import show
+    from onnx_remat.findings import show
     from onnx_remat.ir import model_io
+    from onnx_remat.rewrite import pipeline
     from onnx_remat.units import parse_budget
 
     if arguments.verbose:

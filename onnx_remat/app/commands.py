@@ -24,7 +24,7 @@ from onnx_remat.ir import model_io
 
 def estimate(arguments: Sequence[str]) -> int:
     """Print what a graph takes as it is, and how low a budget can go."""
-    from onnx_remat.app.estimate import estimate as run
+    from onnx_remat.findings.estimate import estimate as run
 
     parser = Parser(
         prog="onnx-remat estimate",
@@ -49,7 +49,7 @@ def estimate(arguments: Sequence[str]) -> int:
 
 def explain(arguments: Sequence[str]) -> int:
     """Print what a rewritten file recomputes, and why."""
-    from onnx_remat.app.explain import explain as run
+    from onnx_remat.findings.explain import explain as run
     from onnx_remat.units import parse_dims
 
     parser = Parser(
@@ -78,10 +78,10 @@ def _report(text: str, as_json: str, path: str | None) -> int:
 
 def sweep(arguments: Sequence[str]) -> int:
     """Print, and on demand draw, what every peak costs."""
-    from onnx_remat.app import show
-    from onnx_remat.app.lowest import Lowest, lowest_budget
-    from onnx_remat.app.sweep import Curve
-    from onnx_remat.app.sweep import sweep as run
+    from onnx_remat.findings import show
+    from onnx_remat.findings.lowest import Lowest, lowest_budget
+    from onnx_remat.findings.sweep import Curve
+    from onnx_remat.findings.sweep import sweep as run
 
     parser = Parser(
         prog="onnx-remat sweep",
@@ -124,8 +124,8 @@ def sweep(arguments: Sequence[str]) -> int:
 def profile(arguments: Sequence[str]) -> int:
     """Measure seconds per op and write them in the form that ``--costs`` reads."""
     from onnx_remat.ir.training_ops import check_ops
+    from onnx_remat.measure.profiling import profile as run
     from onnx_remat.ort import runtime
-    from onnx_remat.run.profiling import profile as run
     from onnx_remat.units import parse_dims
 
     parser = Parser(
@@ -161,8 +161,8 @@ def profile(arguments: Sequence[str]) -> int:
 
 def check(arguments: Sequence[str]) -> int:
     """Has another tool undone a rewritten file? 5 where it no longer keeps its budget, 0 where nothing shows that."""
-    from onnx_remat.app.survival import check as run
     from onnx_remat.errors import VerificationError
+    from onnx_remat.findings.survival import check as run
     from onnx_remat.units import parse_dims
 
     parser = Parser(

@@ -14,10 +14,10 @@ from onnx_remat.distributed.flat import Flat, lay_out
 from onnx_remat.distributed.sharding import Piece, Shard
 from onnx_remat.errors import ModelError, UsageError
 from onnx_remat.ir.naming import GRADIENT, renewals
-from onnx_remat.run import heap
-from onnx_remat.run.interface import Formal, check_state
-from onnx_remat.run.session import Session
-from onnx_remat.run.state_file import Kinds
+from onnx_remat.session import heap
+from onnx_remat.session.interface import Formal, check_state
+from onnx_remat.session.session import Session
+from onnx_remat.session.state_file import Kinds
 
 Array = npt.NDArray[Any]
 

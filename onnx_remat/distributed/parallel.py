@@ -28,9 +28,9 @@ from onnx_remat.distributed.parts import Parts, prepare_apart
 from onnx_remat.distributed.settings import Settings
 from onnx_remat.errors import ModelError, OnnxRematError, UsageError
 from onnx_remat.ir.naming import GRADIENT, WEIGHT, renewals
-from onnx_remat.run import heap, state_file
-from onnx_remat.run.interface import Formal, check_state
-from onnx_remat.run.session import Session, seed_draws
+from onnx_remat.session import heap, state_file
+from onnx_remat.session.interface import Formal, check_state
+from onnx_remat.session.session import Session, seed_draws
 
 if TYPE_CHECKING:
     from onnx_remat.ir import model_io

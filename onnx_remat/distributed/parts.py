@@ -18,11 +18,11 @@ from onnx_remat.distributed.flat import kind_of, layout_of
 from onnx_remat.distributed.sharding import Piece, Shard, Sharding
 from onnx_remat.errors import BudgetInfeasibleError, ModelError, OnnxRematError, UsageError
 from onnx_remat.ir import model_io
-from onnx_remat.worker import QUIET
+from onnx_remat.process.worker import QUIET
 
 if TYPE_CHECKING:
     from onnx_remat.options import PlanningOptions
-    from onnx_remat.run.foreseen import Footprint
+    from onnx_remat.session.foreseen import Footprint
 
 
 ENGINE_BYTES = 6_000_000
@@ -90,7 +90,7 @@ def prepare(
         No plan was found under the budget.
     """
     from onnx_remat.options import parse_options
-    from onnx_remat.pipeline import rewrite_model
+    from onnx_remat.rewrite.pipeline import rewrite_model
     from onnx_remat.split import accumulating, split_step
     from onnx_remat.units import format_bytes, parse_budget
 
@@ -134,7 +134,7 @@ def _busiest(sharding: Sharding) -> int:
 
 
 def _taken(model: onnx.ModelProto, options: PlanningOptions) -> Footprint:
-    from onnx_remat.pipeline import rewrite_model
+    from onnx_remat.rewrite.pipeline import rewrite_model
 
     planning: PlanningOptions = {**options, "run_by": "loop"}
     found = rewrite_model(model, "100%", **planning).report.loop_before

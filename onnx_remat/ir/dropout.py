@@ -17,7 +17,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx_remat.ir.graph import Graph, Op, constants
 from onnx_remat.ir.op_semantics import DRAW, PRODUCT, SPLIT, is_random
 from onnx_remat.ir.shapes import Tensor
-from onnx_remat.problem import Problem, Schedule
+from onnx_remat.memory.problem import Problem, Schedule
 
 _KEEP = "keep"
 """Attribute of a product: what the kernel divides by, one less the ratio as computed in single precision."""

@@ -11,12 +11,12 @@ from collections.abc import Collection, Iterator
 import onnx
 from onnx import inliner, shape_inference
 
-from onnx_remat import worker
 from onnx_remat.errors import ModelError
 from onnx_remat.ir import batch_norm, native
 from onnx_remat.ir.body import names_in, rename_captures
 from onnx_remat.ir.model_io import without_weights
 from onnx_remat.ir.opsets import canonical, opset_of
+from onnx_remat.process import worker
 
 _DEEPEST = 5  # definitions by operators that are defined by others themselves
 Ops = Collection[tuple[str, str]]

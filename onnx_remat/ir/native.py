@@ -13,8 +13,8 @@ from typing import Any
 import onnx
 from onnx import TypeProto, inliner, shape_inference
 
-from onnx_remat import worker
 from onnx_remat.errors import ModelError
+from onnx_remat.process import worker
 
 _SECONDS, _NODES_PER_SECOND = 5.0, 2000  # measured: inference takes 25 microseconds per node, here
 _BYTES, _COPIES = 768 * 2**20, 64  # memory for any model, and per byte of it

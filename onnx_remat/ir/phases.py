@@ -9,7 +9,7 @@ from onnx import TensorProto
 from onnx_remat.errors import ModelError, UsageError, did_you_mean
 from onnx_remat.ir.graph import INPUT, NODE, Graph, Op
 from onnx_remat.ir.shapes import Tensor
-from onnx_remat.problem import BACKWARD, FORWARD, OPTIMIZER
+from onnx_remat.memory.problem import BACKWARD, FORWARD, OPTIMIZER
 
 LABELS = {"forward": FORWARD, "backward": BACKWARD, "optimizer": OPTIMIZER}
 NAMES = tuple(LABELS)

@@ -10,9 +10,9 @@ import onnx
 from onnx import TypeProto, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
-from onnx_remat import worker
 from onnx_remat.ir.native import concrete, limit, stated
 from onnx_remat.ir.op_semantics import semantics
+from onnx_remat.process import worker
 
 MOST = 1024
 """Elements of a value that is worth computing."""

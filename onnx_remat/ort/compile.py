@@ -23,10 +23,10 @@ from onnx_remat.ir.opsets import STANDARD, STANDARD_DOMAINS, canonical, opset_of
 from onnx_remat.ir.shapes import Tensor, infer
 from onnx_remat.ir.subgraphs import workspace as body_workspace
 from onnx_remat.ir.training_ops import is_pure_contrib
+from onnx_remat.memory.buffers import simulate
+from onnx_remat.memory.problem import Problem
 from onnx_remat.ort.kernels.base import Call, Kernels, itemsize, key
 from onnx_remat.ort.shape_askers import SHAPE_ASKERS
-from onnx_remat.ort.simulate.buffers import simulate
-from onnx_remat.problem import Problem
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,11 @@ import onnx
 from onnx_remat.errors import ModelError
 from onnx_remat.ir import model_io, shapes
 from onnx_remat.ir.opsets import STANDARD_DOMAINS
+from onnx_remat.memory import buffers
+from onnx_remat.memory.problem import Schedule
 from onnx_remat.ort import halves, runtime
 from onnx_remat.ort.kernels.base import Kernels
 from onnx_remat.ort.prepare import Compiled, Preparation, prepare_for_simulation
-from onnx_remat.ort.simulate import buffers
-from onnx_remat.problem import Schedule
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,11 +26,11 @@ from onnx_remat.ir.graph import NODE, Graph, Op, Value
 from onnx_remat.ir.op_semantics import MOVE, SPLIT
 from onnx_remat.ir.opsets import STANDARD_DOMAINS
 from onnx_remat.ir.shapes import TAG, Tensor
+from onnx_remat.memory.buffers import simulate
+from onnx_remat.memory.problem import Flags, Longs, Problem, Schedule
 from onnx_remat.ort.compile import OpTable, compile_problem
 from onnx_remat.ort.kernels.in_place import may_overwrite
 from onnx_remat.ort.prepare import Compiled
-from onnx_remat.ort.simulate.buffers import simulate
-from onnx_remat.problem import Flags, Longs, Problem, Schedule
 
 DOWN, UP = "MemcpyToHost", "MemcpyFromHost"
 """ONNX Runtime's own ops that copy between a device and the host; on the CPU they change nothing."""

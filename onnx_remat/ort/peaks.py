@@ -8,9 +8,9 @@ import numpy as np
 
 from onnx_remat.ir.graph import INPUT
 from onnx_remat.ir.naming import renewals
+from onnx_remat.memory import arena, buffers
 from onnx_remat.ort.executed import Executed
 from onnx_remat.ort.kernels.base import key
-from onnx_remat.ort.simulate import arena, buffers
 
 
 @dataclass(frozen=True, slots=True)

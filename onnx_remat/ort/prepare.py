@@ -13,12 +13,12 @@ from onnx_remat.ir.graph import Graph
 from onnx_remat.ir.op_semantics import overwritten
 from onnx_remat.ir.shapes import Tensor
 from onnx_remat.ir.training_ops import first_training_op
+from onnx_remat.memory.order import default_order, sizes_first
+from onnx_remat.memory.problem import Problem, Schedule
 from onnx_remat.ort.compile import OpTable, compile_problem, tabulate
 from onnx_remat.ort.kernels import costs
 from onnx_remat.ort.kernels.base import Kernels
 from onnx_remat.ort.shape_askers import SHAPE_ASKERS
-from onnx_remat.ort.simulate.order import default_order, sizes_first
-from onnx_remat.problem import Problem, Schedule
 
 
 @dataclass(frozen=True, slots=True)

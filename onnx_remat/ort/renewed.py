@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from onnx_remat.donation import donatable
 from onnx_remat.ir.naming import renewals
+from onnx_remat.memory.donation import donatable
+from onnx_remat.memory.problem import Problem
 from onnx_remat.ort.kernels.in_place import may_overwrite
 from onnx_remat.ort.prepare import Compiled
-from onnx_remat.problem import Problem
 
 
 def with_donations(compiled: Compiled) -> Compiled:
@@ -41,8 +41,8 @@ def with_donations(compiled: Compiled) -> Compiled:
 def taking_over(compiled: Compiled) -> Problem:
     """The problem of a step in which every result may lie over an input that its kernel may overwrite.
 
-    A session of ours does so where the input dies (`run.binding`); ONNX Runtime's own allocation does with few kernels.
-    Bounds for a loop hold for this problem.
+    A session of ours does so where the input dies (`session.binding`); ONNX Runtime's own allocation does with few
+    kernels. Bounds for a loop hold for this problem.
     """
     graph, tensors, kinds = compiled.graph, compiled.tensors, dict[tuple[object, ...], int]()
     slots: list[list[int]] = []

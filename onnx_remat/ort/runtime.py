@@ -1,4 +1,4 @@
-"""Everything that asks ONNX Runtime: sessions, and what it makes of a model. `run.processes` runs models."""
+"""Everything that asks ONNX Runtime: sessions, and what it makes of a model. `measure.processes` runs models."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from onnx_remat.errors import ModelError, OnnxRematError
 from onnx_remat.ir import external_data, model_io
 from onnx_remat.ir.body import unshadow
 from onnx_remat.ort import libraries
-from onnx_remat.worker import Limit, ask
+from onnx_remat.process.worker import Limit, ask
 
 _SECONDS, _NODES_PER_SECOND = 15.0, 1000  # of computing: symbolic inference may run for ever on a contradictory model
 _BYTES, _COPIES = 2 * 2**30, 8  # memory for any model, and per byte of it and its weights

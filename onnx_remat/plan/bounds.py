@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from onnx_remat.problem import IN_RESIDENT, Problem
+from onnx_remat.memory.problem import IN_RESIDENT, Problem
 
 _OPS, _STATES = 4, 200  # ops whose inputs are traced back, and sets of values looked at for each
 

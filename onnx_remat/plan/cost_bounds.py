@@ -30,10 +30,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from onnx_remat.compiled import compiled
+from onnx_remat.memory.problem import Flags, Floats, Ints, Longs, Problem
 from onnx_remat.plan.bounds import lower_bound, writes
 from onnx_remat.plan.flow import Network, arcs
-from onnx_remat.problem import Flags, Floats, Ints, Longs, Problem
+from onnx_remat.process.compiled import compiled
 
 _WORK = 400_000_000  # places looked at; beyond it only every k-th op is a candidate, which leaves the bound valid
 _CUTS, _CUT_WORK = 48, 200_000  # ops the cut is taken at, and the size of all these graphs together

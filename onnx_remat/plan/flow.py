@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from ortools.graph.python import max_flow
 
-from onnx_remat.problem import Flags, Floats, Ints
+from onnx_remat.memory.problem import Flags, Floats, Ints
 
 _UNITS = 10**9  # the cost of all ops in integer capacities, rounded down
 _FOREVER = 10**15

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from onnx_remat.errors import UsageError, did_you_mean
-from onnx_remat.problem import Longs, Problem, Schedule, check_schedule
+from onnx_remat.memory.problem import Longs, Problem, Schedule, check_schedule
 
 Progress = Callable[[str, float], None]
 """Called with what is being done and the fraction of the work done so far (0 to 1)."""

@@ -25,7 +25,7 @@ from onnx import TensorProto
 from onnx_remat.ir.dtypes import bits
 from onnx_remat.ir.graph import INITIALIZER, NODE, Graph, Op
 from onnx_remat.ir.shapes import Tensor
-from onnx_remat.problem import Flags, Problem, Schedule
+from onnx_remat.memory.problem import Flags, Problem, Schedule
 from onnx_remat.write.private_buffers import read_occurrences
 
 LIGHT_FRACTION = 0.005

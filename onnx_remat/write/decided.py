@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import onnx
 
 from onnx_remat.ir.shapes import TAG
-from onnx_remat.problem import Ints, Schedule
+from onnx_remat.memory.problem import Ints, Schedule
 from onnx_remat.write.control_edges import Pin
 from onnx_remat.write.private_buffers import Unrolled
 

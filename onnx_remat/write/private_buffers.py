@@ -24,9 +24,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from onnx_remat.compiled import compiled
-from onnx_remat.ort.simulate.buffers import Timeline, simulate
-from onnx_remat.problem import Flags, Ints, Problem, Schedule
+from onnx_remat.memory.buffers import Timeline, simulate
+from onnx_remat.memory.problem import Flags, Ints, Problem, Schedule
+from onnx_remat.process.compiled import compiled
 
 _ANY_OCCURRENCE = 2  # of `Problem.droppable`
 

@@ -9,12 +9,12 @@ import numpy as np
 from onnx_remat.ir.dropout import adjoined, is_draw, is_product
 from onnx_remat.ir.graph import Op, attributes
 from onnx_remat.ir.op_semantics import semantics
+from onnx_remat.memory.buffers import simulate
+from onnx_remat.memory.problem import Problem, Schedule
 from onnx_remat.ort.kernels.base import key
 from onnx_remat.ort.known_bugs import unsqueezed_badly
 from onnx_remat.ort.moves import is_move
 from onnx_remat.ort.prepare import Compiled
-from onnx_remat.ort.simulate.buffers import simulate
-from onnx_remat.problem import Problem, Schedule
 from onnx_remat.write.control_edges import choose_pins, heavy_steps, light_limit, pin_slot, unsqueezable
 from onnx_remat.write.decided import Decisions, Rewritten
 from onnx_remat.write.private_buffers import choose_private, unroll
@@ -53,7 +53,7 @@ def realize(
     schedule = adjoined(graph, problem, schedule)
     direct = unsqueezed_badly(graph, tensors).union(direct)
     absorbed = np.array([_is_absorbed(compiled, op) for op in graph.ops], np.bool_)
-    moves = np.array([is_move(op) for op in graph.ops], np.bool_)  # they run when they are due, see `run.private_copy`
+    moves = np.array([is_move(op) for op in graph.ops], np.bool_)  # run when due: `session.private_copy`
     fused = {name for op in graph.ops if absorbed[op.index] for name in op.writes}
     unrolled = unroll(problem, schedule)
     light = light_limit(problem, schedule, limit)

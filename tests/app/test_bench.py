@@ -12,8 +12,8 @@ from onnx import helper
 
 from onnx_remat.app import bench
 from onnx_remat.errors import UsageError
-from onnx_remat.run import device
-from onnx_remat.run.training import Loop, initial_state
+from onnx_remat.session import device
+from onnx_remat.session.training import Loop, initial_state
 from tests.support.graphs import feeds_for, mlp, model_of
 
 

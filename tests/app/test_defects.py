@@ -199,7 +199,7 @@ def test_feeds_of_verify_run_show_what_plain_ones_hide():
     code = """
 import onnx, sys
 from onnx_remat.errors import VerificationError
-from onnx_remat.run import verify
+from onnx_remat.measure import verify
 try:
     verify.bitwise("a.onnx", "b.onnx")
 except VerificationError:

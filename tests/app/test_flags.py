@@ -10,10 +10,10 @@ import pytest
 
 import onnx_remat
 from onnx_remat.app import bench, cli
-from onnx_remat.app.estimate import estimate
 from onnx_remat.app.flags import FLAGS, in_flags
-from onnx_remat.app.sweep import sweep
 from onnx_remat.errors import OnnxRematError
+from onnx_remat.findings.estimate import estimate
+from onnx_remat.findings.sweep import sweep
 from onnx_remat.options import Options
 from onnx_remat.split import split_step
 from tests.support.graphs import mlp

@@ -16,7 +16,7 @@ from onnx_remat.converters.autodiff.registry import RULES, Grads, Step
 from onnx_remat.converters import optimizers
 from onnx_remat.errors import ConversionError
 from onnx_remat.ort import runtime
-from onnx_remat.pipeline import rewrite_model
+from onnx_remat.rewrite.pipeline import rewrite_model
 
 LIGHT = Path(onnx.__file__).parent / "backend/test/data/light"
 

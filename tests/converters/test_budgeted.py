@@ -20,7 +20,7 @@ from onnx_remat.converters.pytorch.unchanged import Facts
 from torch import nn
 
 from onnx_remat.errors import BudgetInfeasibleError, ConversionError, UsageError
-from onnx_remat.run import residence
+from onnx_remat.measure import residence
 
 cross_entropy = nn.functional.cross_entropy
 
@@ -534,8 +534,8 @@ import torch
 from torch import nn
 from onnx_remat.converters.pytorch import budgeted
 from onnx_remat.converters.pytorch.unchanged import Facts
-from onnx_remat.run.heap import trim
-from onnx_remat.run.probe import reset_peak, resident
+from onnx_remat.session.heap import trim
+from onnx_remat.measure.probe import reset_peak, resident
 layers = [layer for _ in range(8) for layer in (nn.Linear(128, 128), nn.GELU())]
 model = nn.Sequential(*layers, nn.Linear(128, 10))
 optimizer = torch.optim.AdamW(model.parameters(), 1e-3)

@@ -18,8 +18,8 @@ from torch.nn import functional as F
 
 from onnx_remat.converters import default_level
 from onnx_remat.errors import ConversionError
+from onnx_remat.measure import fixed_draws
 from onnx_remat.ort import runtime
-from onnx_remat.run import fixed_draws
 
 DRAWS = {
     "Dropout": lambda x: F.dropout(x, 0.3),

@@ -19,7 +19,7 @@ from torch import nn
 
 from onnx_remat.errors import ConversionError
 from onnx_remat.ort import runtime
-from onnx_remat.run.training import Loop
+from onnx_remat.session.training import Loop
 from scripts import optimizers
 from scripts.optimizers import CASES, STEPS, Case, batches, feeds, follow, net
 

@@ -61,7 +61,7 @@ def test_the_wheel_has_every_module_and_nothing_else(built):
     assert names - {library} == {re.sub("^converters/", "onnx_remat/converters/", name) for name in files}
     assert (library in names) == any(shutil.which(name) for name in ("cc", "gcc", "clang"))
     assert wheel.name.endswith("py3-none-any.whl") == (library not in names)
-    assert {"onnx_remat/py.typed", "onnx_remat/app/show/page.html", "onnx_remat/converters/__init__.py"} <= names
+    assert {"onnx_remat/py.typed", "onnx_remat/findings/show/page.html", "onnx_remat/converters/__init__.py"} <= names
 
 
 @pytest.mark.slow

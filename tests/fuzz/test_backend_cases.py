@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from onnx import helper
 
-from onnx_remat.run import binding
+from onnx_remat.session import binding
 from tests.support import backend_cases, survivors
 from tests.support.graphs import model_of
 from tests.support.outcomes import REFUSED, RIGHT, TOO_LOW, WRONG, Outcome, session_outcome, stock
@@ -92,7 +92,7 @@ def test_a_value_that_lies_where_another_is_still_read_is_seen(monkeypatch):
     assert session_outcome(model, "disable", feeds, expected) == Outcome(RIGHT)
     monkeypatch.setattr(binding, "_lay_out", wrong)
     assert session_outcome(model, "disable", feeds, expected).kind == REFUSED  # the replay sees it
-    monkeypatch.setattr("onnx_remat.run.replay.check", lambda *_: None)
+    monkeypatch.setattr("onnx_remat.session.replay.check", lambda *_: None)
     assert session_outcome(model, "disable", feeds, expected).kind == WRONG
 
 

@@ -19,7 +19,7 @@ from onnx_remat.ort import runtime
 from onnx_remat.ort.executed import as_executed
 from onnx_remat.ort.kernels.cpu import CPU
 from onnx_remat.ort.prepare import Preparation
-from tests.ort.test_buffers import naive_steps
+from tests.memory.test_buffers import naive_steps
 from tests.support.graphs import feeds_for, same_bits
 from tests.support.mutants import KINDS, mutant
 from tests.write.test_writer import Builder, only, run_model, traced

@@ -19,8 +19,8 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from onnx_remat import worker
 from onnx_remat.app.cli import main
+from onnx_remat.process import worker
 from tests.support import hostile
 from tests.support.graphs import mlp
 from tests.support.hostile import ANSWERED, REFUSED, Change, Hostile, typed

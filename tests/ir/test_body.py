@@ -11,7 +11,7 @@ import onnx_remat
 from onnx_remat.errors import ModelError
 from onnx_remat.ir import model_io
 from onnx_remat.ir.body import into_body, is_body, out_of_body
-from onnx_remat.run import processes
+from onnx_remat.measure import processes
 from sample_models.chain import chain
 
 PASSED_ON = """

@@ -10,12 +10,12 @@ import pytest
 from onnx import TensorProto, helper, parser
 
 from onnx_remat.ir import dropout, graph, shapes
+from onnx_remat.memory.buffers import simulate
+from onnx_remat.memory.problem import Schedule, check_schedule
 from onnx_remat.ort import runtime
 from onnx_remat.ort.kernels import costs
 from onnx_remat.ort.kernels.cpu import CPU
 from onnx_remat.ort.prepare import Compiled, Preparation, prepare
-from onnx_remat.ort.simulate.buffers import simulate
-from onnx_remat.problem import Schedule, check_schedule
 from onnx_remat.write.realize import realize
 
 MODEL = """

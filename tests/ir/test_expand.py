@@ -82,7 +82,7 @@ def test_what_has_no_known_type_is_refused_by_name():
 
 def test_the_original_runs_in_the_order_that_is_emulated(tmp_path):
     pytest.importorskip("onnxruntime")
-    from onnx_remat.run import processes
+    from onnx_remat.measure import processes
 
     onnx.save(model(), tmp_path / "a.onnx")
     seen = processes.measure(tmp_path / "a.onnx", "disable", trace=True).executed
@@ -95,7 +95,7 @@ def test_the_original_runs_in_the_order_that_is_emulated(tmp_path):
 
 def test_a_result_keeps_its_order_and_its_bits(tmp_path):
     pytest.importorskip("onnxruntime")
-    from onnx_remat.run import processes, verify
+    from onnx_remat.measure import processes, verify
     from tests.support.graphs import mlp
 
     step = mlp(layers=6, batch=2048, width=32)

@@ -14,10 +14,10 @@ from onnx import TensorProto, helper
 
 from onnx_remat.errors import ModelError, UsageError
 from onnx_remat.ir import graph, phases, shapes
+from onnx_remat.memory.problem import BACKWARD, FORWARD, OPTIMIZER
 from onnx_remat.ort.kernels import costs
 from onnx_remat.ort.kernels.costs import PRESETS, flops, price, roofline
 from onnx_remat.ort.kernels.cpu import CPU
-from onnx_remat.problem import BACKWARD, FORWARD, OPTIMIZER
 from tests.support.graphs import SAMPLES, feeds_for, mlp, model_of
 
 make = helper.make_node

@@ -22,15 +22,15 @@ from onnx_remat.ir.op_semantics import semantics
 from onnx_remat.ir.phases import split
 from onnx_remat.ir.shapes import infer
 from onnx_remat.ir.training_ops import first_training_op, with_stand_ins
+from onnx_remat.measure import processes
+from onnx_remat.memory.problem import BACKWARD, FORWARD
 from onnx_remat.ort import runtime
 from onnx_remat.ort.kernels.base import Call, itemsize, key
 from onnx_remat.ort.kernels.cpu import CPU
 from onnx_remat.ort.prepare import Preparation, prepare
 from onnx_remat.ort.shape_askers import SHAPE_ASKERS
-from onnx_remat.pipeline import Result
-from onnx_remat.problem import BACKWARD, FORWARD
-from onnx_remat.run import processes
-from onnx_remat.run.training import Loop, initial_state
+from onnx_remat.rewrite.pipeline import Result
+from onnx_remat.session.training import Loop, initial_state
 from onnx_remat.write.decided import RECOMPUTE_KEY
 from tests.support import training_build_facts as recorded
 from tests.support.graphs import model_of

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from onnx_remat.errors import UsageError
-from onnx_remat.ort.simulate.buffers import simulate
-from onnx_remat.problem import Schedule, check_schedule
+from onnx_remat.memory.buffers import simulate
+from onnx_remat.memory.problem import Schedule, check_schedule
 from scripts import bench_planner
 
 BEST = bench_planner.Best(12.5, 1)

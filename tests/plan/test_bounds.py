@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import onnx_remat
-from onnx_remat.ort.simulate.buffers import simulate
+from onnx_remat.memory.buffers import simulate
+from onnx_remat.memory.problem import Problem, Schedule, check_schedule
 from onnx_remat.plan.bounds import lower_bound
 from onnx_remat.plan.cost_bounds import cost_lower_bound
-from onnx_remat.problem import Problem, Schedule, check_schedule
 from sample_models.chain import chain as chain_model
 from tests.support.planner_problems import build, chain, problems, random_schedule
 

@@ -13,8 +13,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from onnx_remat.donation import after_readers, donatable
-from onnx_remat.ort.simulate.buffers import simulate
+from onnx_remat.memory.buffers import simulate
+from onnx_remat.memory.donation import after_readers, donatable
+from onnx_remat.memory.problem import IN_RESIDENT, Ints, Lifetimes, Problem, Schedule, check_schedule
 from onnx_remat.plan.bounds import lower_bound
 from onnx_remat.plan.cost_bounds import cost_lower_bound
 from onnx_remat.plan.search.anneal import anneal
@@ -26,7 +27,6 @@ from onnx_remat.plan.selectors import Request, get, names
 from onnx_remat.plan.selectors.exact import solve
 from onnx_remat.plan.selectors.materialize import materialize, split_step
 from onnx_remat.plan.selectors.sqrt_n import crossing
-from onnx_remat.problem import IN_RESIDENT, Ints, Lifetimes, Problem, Schedule, check_schedule
 from onnx_remat.write.private_buffers import unroll
 from tests.support.naive_simulator import naive_steps
 from tests.support.planner_problems import (

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from onnx_remat.ort.simulate.buffers import simulate
+from onnx_remat.memory.buffers import simulate
+from onnx_remat.memory.problem import Problem
 from onnx_remat.plan.search.anneal import anneal
 from onnx_remat.plan.search.core import viewless
 from onnx_remat.plan.search.loading import load, unload
 from onnx_remat.plan.search.state import EXCESS, FIXED, State, empty_state
 from onnx_remat.plan.search.tuning import CHAIN, HOIST, HOISTED
-from onnx_remat.problem import Problem
 from tests.support.planner_problems import build
 
 

@@ -9,13 +9,13 @@ import networkx as nx
 import numpy as np
 import pytest
 
-from onnx_remat.ort.simulate.buffers import simulate
+from onnx_remat.memory.buffers import simulate
+from onnx_remat.memory.problem import Problem, check_schedule
 from onnx_remat.plan.search.core import viewless
 from onnx_remat.plan.selectors import Request, get
 from onnx_remat.plan.selectors.division import divide
 from onnx_remat.plan.selectors.materialize import split_step
 from onnx_remat.plan.selectors.optimal_dag import every_set, forward_tree, lightest, max_terms, spans_of
-from onnx_remat.problem import Problem, check_schedule
 from scripts.bench_planner import problem_of
 from tests.support.planner_problems import baseline, chain
 

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onnx_remat.errors import UsageError
-from onnx_remat.ort.simulate.buffers import simulate
+from onnx_remat.memory.buffers import simulate
+from onnx_remat.memory.problem import BACKWARD, FORWARD, Problem, Schedule, check_schedule
 from onnx_remat.plan import request as contract
 from onnx_remat.plan.bounds import lower_bound
 from onnx_remat.plan.cost_bounds import cost_lower_bound
@@ -27,7 +28,6 @@ from onnx_remat.plan.selectors import Request, get, materialize, names
 from onnx_remat.plan.selectors.exact import solve
 from onnx_remat.plan.selectors.materialize import _sort, split_step
 from onnx_remat.plan.selectors.revolve import table
-from onnx_remat.problem import BACKWARD, FORWARD, Problem, Schedule, check_schedule
 from scripts.chains import optimum
 from tests.support.planner_problems import (
     baseline,

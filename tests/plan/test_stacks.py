@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from onnx_remat.memory.buffers import simulate
+from onnx_remat.memory.problem import Problem, Schedule, check_schedule
 from onnx_remat.ort.kernels.registry import kernels_of
 from onnx_remat.ort.prepare import Preparation, prepare
-from onnx_remat.ort.simulate.buffers import simulate
 from onnx_remat.plan import selectors
 from onnx_remat.plan.selectors import layers
-from onnx_remat.problem import Problem, Schedule, check_schedule
 from tests.support.graphs import mlp
 from tests.support.planner_problems import random_problem
 

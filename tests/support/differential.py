@@ -11,13 +11,13 @@ import numpy as np
 import onnx
 
 from onnx_remat.ir.shapes import SHAPES_KEY, TAG
+from onnx_remat.memory.buffers import simulate
+from onnx_remat.memory.problem import Schedule
 from onnx_remat.ort import moves
 from onnx_remat.ort.kernels.costs import MATRIX_OPS
 from onnx_remat.ort.kernels.cpu import CPU
 from onnx_remat.ort.prepare import Compiled, Preparation, prepare
-from onnx_remat.ort.simulate.buffers import simulate
 from onnx_remat.plan.selectors import Request, get, names
-from onnx_remat.problem import Schedule
 from onnx_remat.write.decided import RECOMPUTE_KEY
 from onnx_remat.write.private_buffers import unroll
 from onnx_remat.write.realize import realize, settle

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from onnx_remat.problem import Problem
+from onnx_remat.memory.problem import Problem
 
 
 def naive_steps(problem: Problem, order: list[int]) -> list[int]:
-    """Bytes per step by the rules in `onnx_remat.ort.simulate.buffers`, with lists and dicts."""
+    """Bytes per step by the rules in `onnx_remat.memory.buffers`, with lists and dicts."""
     latest: dict[int, int] = {}
     value_of: list[int] = []
     reads_at: list[list[int]] = []

@@ -24,9 +24,9 @@ from onnx import TensorProto
 import onnx_remat
 from onnx_remat import errors
 from onnx_remat.options import PlanningOptions
-from onnx_remat.run import opening
-from onnx_remat.run import session as sessions
-from onnx_remat.run.opening import BY_BITS
+from onnx_remat.session import opening
+from onnx_remat.session import session as sessions
+from onnx_remat.session.opening import BY_BITS
 from tests.support.graphs import session_of
 
 LEVELS = ("disable", "basic", "all")

@@ -11,8 +11,8 @@ from itertools import combinations
 import numpy as np
 from hypothesis import strategies as st
 
-from onnx_remat.donation import after_readers, donatable
-from onnx_remat.problem import BACKWARD, FORWARD, Problem, Schedule, check_schedule
+from onnx_remat.memory.donation import after_readers, donatable
+from onnx_remat.memory.problem import BACKWARD, FORWARD, Problem, Schedule, check_schedule
 
 
 def build(

@@ -21,11 +21,11 @@ from onnx import helper, numpy_helper
 from onnx_remat import errors
 from onnx_remat.fuse import library
 from onnx_remat.ir import graph
-from onnx_remat.run import binding, fusing, opening
-from onnx_remat.run.binding import Binding, Program
-from onnx_remat.run.heap import reserve
-from onnx_remat.run.opening import BY_BITS, NUMPY, Arranged, Wish
-from onnx_remat.run.private_copy import Step
+from onnx_remat.session import binding, fusing, opening
+from onnx_remat.session.binding import Binding, Program
+from onnx_remat.session.heap import reserve
+from onnx_remat.session.opening import BY_BITS, NUMPY, Arranged, Wish
+from onnx_remat.session.private_copy import Step
 from tests.support.outcomes import REFUSED, RIGHT, ROUNDING, WRONG, Feeds, Outcome, difference
 
 POISON = 0xFF

@@ -68,8 +68,8 @@ def _left(folder: Path, rank: int, code: int, errors: str) -> Rank:
 def train(folder: Path) -> None:
     """One rank's part of a job."""
     from onnx_remat.distributed import DataParallel, Parts
-    from onnx_remat.run.heap import trim
-    from onnx_remat.run.probe import reset_peak, resident
+    from onnx_remat.measure.probe import reset_peak, resident
+    from onnx_remat.session.heap import trim
 
     job = json.loads((folder / "job.json").read_text())
     rank = int(os.environ["RANK"])
@@ -109,7 +109,7 @@ def _warm(path: str) -> None:
     """What interpreter, libraries, the engine and a session take whatever the step."""
     import torch
 
-    from onnx_remat.run.session import Session
+    from onnx_remat.session.session import Session
 
     with Session(path) as session:
         session.run({array.name: np.zeros(array.shape, array.dtype_name) for array in session.inputs})

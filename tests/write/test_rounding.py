@@ -11,11 +11,11 @@ import pytest
 from onnx import helper
 
 from onnx_remat import rewrite_model
+from onnx_remat.memory.buffers import simulate
+from onnx_remat.memory.problem import Schedule
 from onnx_remat.ort import runtime
 from onnx_remat.ort.kernels.cpu import CPU
 from onnx_remat.ort.prepare import Preparation, prepare
-from onnx_remat.ort.simulate.buffers import simulate
-from onnx_remat.problem import Schedule
 from onnx_remat.write.private_buffers import unroll
 from onnx_remat.write.realize import realize, settle
 from onnx_remat.write.rounding import Direct, differing

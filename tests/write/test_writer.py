@@ -20,13 +20,13 @@ from onnx import TensorProto, helper
 from onnx_remat import rewrite_model
 from onnx_remat.errors import ModelError
 from onnx_remat.ir.shapes import SHAPES_KEY, TAG
+from onnx_remat.measure import processes
+from onnx_remat.memory.buffers import simulate
+from onnx_remat.memory.problem import Problem, Schedule, check_schedule
 from onnx_remat.ort.executed import as_executed
 from onnx_remat.ort.kernels.cpu import CPU
 from onnx_remat.ort.prepare import Compiled, Preparation, prepare
-from onnx_remat.ort.simulate.buffers import simulate
 from onnx_remat.plan.selectors import Request, get, names
-from onnx_remat.problem import Problem, Schedule, check_schedule
-from onnx_remat.run import processes
 from onnx_remat.write.control_edges import heavy_steps, light_limit
 from onnx_remat.write.decided import CONTROL_KEY, RECOMPUTE_KEY, Rewritten
 from onnx_remat.write.private_buffers import unroll

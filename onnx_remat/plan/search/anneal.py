@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from onnx_remat.compiled import compiled
 from onnx_remat.plan.search.intervals import give_back
 from onnx_remat.plan.search.loading import unload
 from onnx_remat.plan.search.moves import (
@@ -38,6 +37,7 @@ from onnx_remat.plan.search.tuning import (
     SWAP,
     WORK_OF_MOVE,
 )
+from onnx_remat.process.compiled import compiled
 
 
 @compiled

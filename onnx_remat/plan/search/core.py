@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from onnx_remat.problem import Flags, Floats, Ints, Longs, Problem
+from onnx_remat.memory.problem import Flags, Floats, Ints, Longs, Problem
 
 
 class Core(NamedTuple):

@@ -24,9 +24,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from onnx_remat.compiled import inlined
 from onnx_remat.plan.search.state import BUDGET, COUNT, EVENTS, EXCESS, HOLD_UNREAD, IDLE, NODES, WORK
 from onnx_remat.plan.search.tuning import WORK_OF_CHANGE
+from onnx_remat.process.compiled import inlined
 
 
 @inlined

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from onnx_remat.compiled import compiled, inlined
 from onnx_remat.plan.search.intervals import ends, in_place, new_event, place_of
 from onnx_remat.plan.search.state import BUDGET, COUNT, EVENTS, EXCESS, HOLD_UNREAD, IDLE, NODES
+from onnx_remat.process.compiled import compiled, inlined
 
 
 @inlined

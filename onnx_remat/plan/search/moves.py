@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from onnx_remat.compiled import inlined
 from onnx_remat.plan.search.intervals import (
     change,
     ends,
@@ -21,6 +20,7 @@ from onnx_remat.plan.search.intervals import (
 )
 from onnx_remat.plan.search.state import COUNT, EXCESS, FIXED
 from onnx_remat.plan.search.tuning import CHAIN, EARLY, HOISTED, LONGEST_ADDED, NEAR, TRIES
+from onnx_remat.process.compiled import inlined
 
 
 @inlined

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from onnx_remat.compiled import compiled, inlined
+from onnx_remat.memory.problem import Ints, Problem
 from onnx_remat.plan.search.tuning import FEW_DESCENDANTS
-from onnx_remat.problem import Ints, Problem
+from onnx_remat.process.compiled import compiled, inlined
 
 EAGER_SHRINK, GREEDY, LEAVES_FIRST = 0, 1, 2
 _FIRST = 1 << 60  # more bytes than there are

@@ -10,14 +10,14 @@ from typing import TypeVar
 
 import numpy as np
 
-from onnx_remat.ort.simulate.buffers import simulate
+from onnx_remat.memory.buffers import simulate
+from onnx_remat.memory.problem import Ints, Problem, Schedule
 from onnx_remat.plan.request import Deadline, Request
 from onnx_remat.plan.search.anneal import anneal
 from onnx_remat.plan.search.core import Viewless
 from onnx_remat.plan.search.loading import load
 from onnx_remat.plan.search.state import EXCESS, FIXED, State, empty_state
 from onnx_remat.plan.search.tuning import FIRST_PRICE, LANES
-from onnx_remat.problem import Ints, Problem, Schedule
 
 
 @dataclass(frozen=True, slots=True)

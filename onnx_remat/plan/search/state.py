@@ -7,9 +7,9 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from onnx_remat.memory.problem import Ints, Longs
 from onnx_remat.plan.search.core import Core
 from onnx_remat.plan.search.tuning import PLACES_PER_STEP
-from onnx_remat.problem import Ints, Longs
 
 Records: TypeAlias = npt.NDArray[Any]
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from onnx_remat.ort.simulate.buffers import simulate
+from onnx_remat.memory.buffers import simulate
+from onnx_remat.memory.problem import Schedule
 from onnx_remat.plan.request import Request, register
 from onnx_remat.plan.selectors.keep_all import keep_all
 from onnx_remat.plan.selectors.search import search
-from onnx_remat.problem import Schedule
 
 
 @register("auto")

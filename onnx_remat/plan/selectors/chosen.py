@@ -13,10 +13,10 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from onnx_remat.memory.problem import Flags, Schedule
 from onnx_remat.plan.request import Request, register
 from onnx_remat.plan.search.plans import cheapest_within
 from onnx_remat.plan.selectors.materialize import materialize, split_step
-from onnx_remat.problem import Flags, Schedule
 
 
 def keeping(request: Request, kept: Flags) -> Schedule:

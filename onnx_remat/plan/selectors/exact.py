@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from onnx_remat.donation import after_readers
+from onnx_remat.memory.donation import after_readers
+from onnx_remat.memory.problem import Problem, Schedule
 from onnx_remat.plan.request import Request, register
 from onnx_remat.plan.search.plans import cheapest_within
 from onnx_remat.plan.selectors.search import search
-from onnx_remat.problem import Problem, Schedule
 
 if TYPE_CHECKING:
     from ortools.sat.python import cp_model

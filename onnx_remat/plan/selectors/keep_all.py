@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from onnx_remat.donation import after_readers
+from onnx_remat.memory.donation import after_readers
+from onnx_remat.memory.problem import Schedule
 from onnx_remat.plan.request import Deadline, Request, register
 from onnx_remat.plan.search.core import Viewless, viewless
 from onnx_remat.plan.search.effort import allowance
 from onnx_remat.plan.search.orders import list_schedules
 from onnx_remat.plan.search.plans import Heat, Plan, annealed, priced
 from onnx_remat.plan.search.tuning import COARSE, FINE, ORDERS_IMPROVED, REORDER_HEAT, ROUND_SHARE
-from onnx_remat.problem import Schedule
 
 
 def lowered(view: Viewless, plan: Plan, budget: int, work: int, deadline: Deadline) -> Plan:

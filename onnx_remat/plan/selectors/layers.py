@@ -20,10 +20,10 @@ from itertools import pairwise
 
 import numpy as np
 
-from onnx_remat.donation import after_readers
-from onnx_remat.ort.simulate.buffers import simulate
+from onnx_remat.memory.buffers import simulate
+from onnx_remat.memory.donation import after_readers
+from onnx_remat.memory.problem import Flags, Floats, Ints, Longs, Problem, Schedule
 from onnx_remat.plan.selectors.materialize import materialize, split_step
-from onnx_remat.problem import Flags, Floats, Ints, Longs, Problem, Schedule
 
 _KEPT, _KEPT_OPS = 6, 600  # layers and ops of a small problem, at least: thin layers are dropped several at a time
 _LEAST = 2  # times as many layers as are kept, from which on it is worth it

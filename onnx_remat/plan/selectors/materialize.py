@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from onnx_remat.compiled import compiled, inlined
-from onnx_remat.problem import BACKWARD, Flags, Ints, Problem, Schedule
+from onnx_remat.memory.problem import BACKWARD, Flags, Ints, Problem, Schedule
+from onnx_remat.process.compiled import compiled, inlined
 
 
 def split_step(problem: Problem, base_order: Ints) -> int:

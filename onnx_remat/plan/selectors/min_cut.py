@@ -19,12 +19,12 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from onnx_remat.ort.simulate.buffers import simulate
+from onnx_remat.memory.buffers import simulate
+from onnx_remat.memory.problem import Flags, Ints, Problem, Schedule
 from onnx_remat.plan.flow import Network, arcs
 from onnx_remat.plan.request import Request, register
 from onnx_remat.plan.search.plans import cheapest_within
 from onnx_remat.plan.selectors.materialize import materialize, split_step
-from onnx_remat.problem import Flags, Ints, Problem, Schedule
 
 _CLOSER = 5  # prices looked at between the two that a budget lies between
 _PRICES = np.geomspace(1e-4, 1e2, 25)  # bytes against cost, both as fractions of their totals

@@ -22,12 +22,12 @@ from collections.abc import Iterator
 import networkx as nx
 import numpy as np
 
+from onnx_remat.memory.problem import Ints, Longs, Problem, Schedule
 from onnx_remat.plan.request import Request, register
 from onnx_remat.plan.search.core import Viewless, viewless
 from onnx_remat.plan.search.plans import cheapest_within
 from onnx_remat.plan.selectors.division import Closed, divide
 from onnx_remat.plan.selectors.materialize import materialize, split_step
-from onnx_remat.problem import Ints, Longs, Problem, Schedule
 
 _MOST_TERMS = 300  # max-terms tried
 _MOST_SPANS = 2000  # splitting vertices of one set between which spans are listed

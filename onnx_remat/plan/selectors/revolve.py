@@ -17,11 +17,11 @@ from functools import cache
 
 import numpy as np
 
+from onnx_remat.memory.problem import FORWARD, Flags, Ints, Longs, Problem, Schedule, check_schedule
 from onnx_remat.plan.request import Request, register
 from onnx_remat.plan.search.plans import Plan, best_of, priced
 from onnx_remat.plan.selectors.materialize import split_step
 from onnx_remat.plan.selectors.sqrt_n import crossing, segment_cuts
-from onnx_remat.problem import FORWARD, Flags, Ints, Longs, Problem, Schedule, check_schedule
 
 _BLOCKS = (512, 64, 32, 16, 8)
 _SLOTS = 48  # checkpoints, at most

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from onnx_remat.memory.problem import Ints, Problem, Schedule
 from onnx_remat.plan.request import Request, register, silent
 from onnx_remat.plan.search.core import Viewless, viewless
 from onnx_remat.plan.search.effort import allowance
@@ -40,7 +41,6 @@ from onnx_remat.plan.selectors.layers import layered
 from onnx_remat.plan.selectors.min_cut import cut_seeds
 from onnx_remat.plan.selectors.revolve import recursive_plans
 from onnx_remat.plan.selectors.sqrt_n import segment_seeds
-from onnx_remat.problem import Ints, Problem, Schedule
 from onnx_remat.units import format_bytes
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from onnx_remat.errors import OnnxRematError
 from onnx_remat.ort.libraries import load_cuda
-from onnx_remat.run.cuda_memory import Block
+from onnx_remat.session.cuda_memory import Block
 from tests.support.fake_cuda.here import Books
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from onnx_remat.errors import OnnxRematError
-from onnx_remat.run.session import Session
-from onnx_remat.run.training import Loop
+from onnx_remat.session.session import Session
+from onnx_remat.session.training import Loop
 from tests.support.fake_cuda.here import Books
 
 

@@ -1,0 +1,137 @@
+"""What a graph takes as it is, and how low a budget can go, without planning one."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+from typing import Unpack
+
+from onnx_remat.errors import BudgetInfeasibleError
+from onnx_remat.findings.show import modules, trace
+from onnx_remat.ir import model_io, phases
+from onnx_remat.options import PlanningOptions
+from onnx_remat.ort.peaks import Peak, Reserves, describe, reserves
+from onnx_remat.rewrite.fit import make_plan
+from onnx_remat.rewrite.pipeline import begin
+from onnx_remat.rewrite.report import TRAINING, headed
+from onnx_remat.session.foreseen import Footprint
+from onnx_remat.units import format_bytes, table
+
+SCHEMA = "onnx-remat/estimate/1"
+"""Version of the JSON layout: the number rises when a field changes its meaning or goes away."""
+
+_FIRST_LOOK = 1.0  # seconds of a slow core
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What a graph takes, in bytes.
+
+    Attributes
+    ----------
+    peak : Peak
+        Of the graph as ONNX Runtime executes it by default, and its parts; where the budget is for a plain session, at
+        the optimisation level at which it takes most.
+    loop : Footprint or None
+        What training with `session.training.Loop` takes of the machine; None where it cannot open such a step.
+    arena : Reserves
+        With ONNX Runtime's arena.
+    run_by : str
+        What a budget covers, see `Options.run_by`.
+    covered : int
+        As much of that as the graph takes as it is: a budget of 100 %.
+    impossible_below : int
+        No budget below this can be kept, by any plan (`bounds.lower_bound`).
+    first_look : int
+        The lowest budget that a first look finds a plan for; planning may find a lower one. Like `impossible_below` at
+        most `covered`, which the graph keeps as it is.
+    by_module : Frame
+        The peak by module.
+    nodes : int
+    notes : tuple of str
+        What the reader should know besides.
+    """
+
+    peak: Peak
+    loop: Footprint | None
+    arena: Reserves
+    run_by: str
+    covered: int
+    impossible_below: int
+    first_look: int
+    by_module: modules.Frame
+    nodes: int
+    notes: tuple[str, ...]
+
+    def to_json(self) -> str:
+        """The estimate as a JSON object."""
+        return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=2)
+
+    def to_text(self) -> str:
+        """The peak, its parts, its flame graph by module, and the lowest budgets."""
+        by_loop = self.run_by == "loop"
+        session = [(label, format_bytes(getattr(self.peak, field))) for label, field in headed(self.run_by)]
+        session.append(("  with ONNX Runtime's arena", format_bytes(self.arena.held)))
+        training = [(label, format_bytes(getattr(self.loop, field))) for label, field in TRAINING if self.loop]
+        what = "training takes" if by_loop else "peak"
+        whose = "of a plain session's tensors, " if by_loop else ""
+        covers = "all that training by Loop takes" if self.run_by == "loop" else "the sum of tensors (run_by='session')"
+        return "\n".join([
+            f"{what} {format_bytes(self.covered)}, {self.nodes} nodes",
+            "",
+            *table([*training, *session] if by_loop else [*session, *training]),
+            "",
+            f"the peak {whose}at {self.peak.at}:",
+            *modules.flame_text(self.by_module),
+            "",
+            f"a budget covers {covers}: {format_bytes(self.covered)} as it is",
+            *self._lowest(),
+            *(f"note: {note}" for note in self.notes),
+        ])  # fmt: skip
+
+    def _lowest(self) -> list[str]:
+        total, bound, found = self.covered, self.impossible_below, self.first_look
+        if bound >= total:
+            return ["this is as low as it goes: no plan, whatever it recomputes, needs less"]
+        proved = f"impossible: any budget below {format_bytes(bound)}, whatever is recomputed"
+        if found >= total:
+            return [proved, f"a first look finds no plan for less than {format_bytes(total)}; planning may"]
+        share = f"{found / total:.0%} of what it takes as it is"
+        return [proved, f"a first look finds a plan for {format_bytes(found)}, {share}: budget='{found}B'"]
+
+
+def estimate(model: model_io.Model, **options: Unpack[PlanningOptions]) -> Estimate:
+    """What a graph takes as it is, and how low a budget can go; nothing is written.
+
+    Parameters
+    ----------
+    model : path, bytes, onnx.ModelProto or model_io.Source
+        Any graph: a training step, or one for inference.
+    **options
+        Fields of `Options`.
+
+    Raises
+    ------
+    UsageError, ModelError, ShapeError
+        The arguments or the model are not usable.
+    """
+    job = begin(model, "100%", {**options, "effort": _FIRST_LOOK})
+    goal, executed = job.goal, max(job.by_level.values(), key=lambda each: each.timeline().peak)
+    timeline = executed.timeline()
+    job.options.progress("first look", 0.0)
+    try:
+        make_plan(job.compiled, replace(goal, allowed=0), 0, job.options, job.deadline)
+    except BudgetInfeasibleError as refusal:
+        lowest, bound = refusal.best_peak_bytes - goal.books, refusal.lower_bound_bytes - goal.books
+    step = trace.trace(executed, {})
+    by_module = modules.held_by_module(
+        [(buffer.value, buffer.bytes) for buffer in step.held_at(step.peak_step)],
+        [(name, size) for name, _, size in step.residents],
+        modules.modules(job.compiled.graph.model),
+        step.steps[step.peak_step].workspace if step.steps else 0,
+    )
+    return Estimate(
+        describe(executed, timeline), job.trained, reserves(executed, timeline), goal.run_by(), goal.allowed,
+        job.impossible_below(bound), min(goal.budget(lowest), goal.allowed), by_module,
+        job.compiled.graph.n_nodes(), phases.note(job.compiled.problem.phase.tolist()),
+    )  # fmt: skip

@@ -1,0 +1,293 @@
+"""Why a rewritten file recomputes what it does: what would be held if it did not, by module."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+
+import numpy as np
+import onnx
+
+from onnx_remat.errors import ModelError
+from onnx_remat.findings.show import modules, trace
+from onnx_remat.ir import model_io
+from onnx_remat.ir.graph import Graph, Op
+from onnx_remat.ir.shapes import DIMS_KEY, TAG, UNSEEN
+from onnx_remat.options import Options
+from onnx_remat.ort import runtime
+from onnx_remat.ort.executed import Executed, as_executed
+from onnx_remat.ort.kernels import costs
+from onnx_remat.session.foreseen import foresee
+from onnx_remat.units import check_dims, format_bytes, table
+from onnx_remat.write.decided import (
+    BUDGET_KEY,
+    CONTROL_KEY,
+    EDGES_KEY,
+    MOVES_KEY,
+    PROVIDER_KEY,
+    RECOMPUTE_KEY,
+    RUN_BY_KEY,
+    listed,
+)
+
+SCHEMA = "onnx-remat/explain/1"
+"""Version of the JSON layout: the number rises when a field changes its meaning or goes away."""
+
+_MOST_ROWS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Recomputed:
+    """What is recomputed of one module.
+
+    Attributes
+    ----------
+    module : str
+    times : int
+        Nodes that run again.
+    seconds : float
+        Time that takes, by the roofline of the preset costs.
+    bytes : int
+        Their results, which are dropped in the meantime.
+    spared : int
+        How many of these bytes are not held at the op where the step would peak if it kept all.
+    ops : mapping of str to int
+        How many of them are of which op.
+    """
+
+    module: str
+    times: int
+    seconds: float
+    bytes: int
+    spared: int
+    ops: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Why a file is as it is; sizes in bytes.
+
+    Attributes
+    ----------
+    run_by : str
+        What the budget covers, see `Options.run_by`.
+    budget, original_peak : int
+        What the file was written for, and what the original's tensors peak at by default.
+    trained : int or None
+        What training by a loop takes with the file, where the budget is for that and it can be foreseen here.
+    peak, peak_at : int, str
+        Of the file's own nodes in a plain session, one after the other, and the op that runs then.
+    kept_peak, kept_at : int, str
+        The same if every result that is recomputed stayed where it was first made, in the same order.
+    control_edges : int
+        Edges that do nothing but enforce the order.
+    extra_seconds : float
+        What recomputing costs of a step that takes 1 without it, by the roofline.
+    recomputed : tuple of Recomputed
+        By module; what spares most first.
+    by_module : Frame
+        The peak by module.
+    moved, moved_bytes : int
+        Values that are moved to the host and back, once per move, and their bytes, each way.
+    """
+
+    run_by: str
+    budget: int
+    original_peak: int
+    trained: int | None
+    peak: int
+    peak_at: str
+    kept_peak: int
+    kept_at: str
+    control_edges: int
+    extra_seconds: float
+    recomputed: tuple[Recomputed, ...]
+    by_module: modules.Frame
+    moved: int = 0
+    moved_bytes: int = 0
+
+    def to_json(self) -> str:
+        """The explanation as a JSON object."""
+        return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=2)
+
+    def to_text(self) -> str:
+        """What the order saves, what recomputing saves on top, by module, and the flame graph of the peak."""
+        by_loop = self.run_by == "loop"
+        peaks = [
+            ("the original, as ONNX Runtime executes it", format_bytes(self.original_peak)),
+            ("in this file's order, nothing recomputed", format_bytes(self.kept_peak)),
+            ("in this file's order, as it is", format_bytes(self.peak)),
+        ]
+        budget, lines = format_bytes(self.budget), []
+        if not by_loop:
+            peaks.append(("its budget", budget))
+        elif self.trained is not None:
+            lines = [f"training by Loop takes {format_bytes(self.trained)}, budget {budget}", ""]
+        else:
+            lines = [f"budget {budget}, for all that training by Loop takes", ""]
+        head = "tensors in a plain session, which this budget is not for" if by_loop else "peak of tensors"
+        lines += [*table([(head, ""), *((f"  {what}", size) for what, size in peaks)]), ""]
+        if self.moved:
+            size = format_bytes(self.moved_bytes)
+            lines += [f"{self.moved} times a value is moved to the host and back, {size} each way", ""]
+        if not self.recomputed:
+            lines.append(f"nothing is recomputed: {self.control_edges} control edges enforce another order")
+        else:
+            times, spared = sum(r.times for r in self.recomputed), sum(r.spared for r in self.recomputed)
+            lines += [
+                f"{times} nodes run again, +{self.extra_seconds:.1%} compute by the roofline. If their results were",
+                f"kept instead, the peak would be {format_bytes(self.kept_peak)}, at {self.kept_at}; "
+                f"{format_bytes(spared)} of that are such results:",
+                *_recomputed_rows(self.recomputed),
+                "",
+                f"{self.control_edges} control edges enforce the order.",
+            ]
+        whose = "of a plain session's tensors, " if by_loop else ""
+        return "\n".join([*lines, "", f"the peak {whose}at {self.peak_at}:", *modules.flame_text(self.by_module)])
+
+
+def _recomputed_rows(recomputed: Sequence[Recomputed]) -> list[str]:
+    rows = [("  module", "spares", "results", "nodes", "most of them")]
+    for each in recomputed[:_MOST_ROWS]:
+        ops = ", ".join(f"{count} {op}" for op, count in list(each.ops.items())[:3])
+        rows.append((f"  {each.module}", format_bytes(each.spared), format_bytes(each.bytes), str(each.times), ops))
+    if rest := recomputed[_MOST_ROWS:]:
+        spared, made = sum(r.spared for r in rest), sum(r.bytes for r in rest)
+        times = str(sum(r.times for r in rest))
+        rows.append((f"  {len(rest)} more", format_bytes(spared), format_bytes(made), times, ""))
+    return table(rows)
+
+
+def explain(path: model_io.Model, dims: Mapping[str, int] | None = None) -> Explanation:
+    """Explain a file that `rewrite_model` made.
+
+    Parameters
+    ----------
+    path : path, bytes, onnx.ModelProto or model_io.Source
+        The file, or the model that was read from it.
+    dims : mapping of str to int, optional
+        Sizes of symbolic dimensions; by default those it was planned for.
+
+    Raises
+    ------
+    ModelError
+        The file is no model, or does not say what was planned: it was not rewritten, or a tool dropped its metadata.
+    """
+    source = model_io.load(path)
+    notes = {p.key: p.value for p in source.model.metadata_props}
+    try:
+        budget, before = int(notes[BUDGET_KEY]), int(notes[TAG + "original_peak_bytes"])
+        edges, moved = listed(notes[EDGES_KEY]), listed(notes.get(MOVES_KEY, "[]"))
+        dims = dict(dims) if dims else check_dims(json.loads(notes[DIMS_KEY]))
+    except (KeyError, ValueError, RecursionError) as error:
+        raise ModelError(
+            f"{model_io.name_of(path)} does not say what was planned: it was not rewritten, or a "
+            "tool dropped or damaged its metadata"
+        ) from error
+    preparation = Options(dims=dims).preparation()
+    executed = as_executed(source.model, source.folder, "disable", preparation)
+    covers, trained = notes.get(RUN_BY_KEY, "session"), None
+    if covers == "loop" and runtime.available() and PROVIDER_KEY not in notes:
+        trained = foresee(as_executed(source.model, source.folder, "all", replace(preparation, fixed=True))).total
+    found = _explanation(source.model, executed, covers, budget, before, trained, len(edges))
+    tensors = executed.compiled.tensors
+    back = [tensors[name].nbytes for name in moved if name in tensors]
+    return replace(found, moved=len(back), moved_bytes=sum(back))
+
+
+def _explanation(
+    model: onnx.ModelProto, executed: Executed, run_by: str, budget: int, before: int, trained: int | None, edges: int
+) -> Explanation:
+    graph, tensors = executed.compiled.graph, executed.compiled.tensors
+    timeline = executed.timeline()
+    seconds = costs.price(graph, tensors, executed.compiled.kernels, executed.compiled.kernels.costs)
+    gaps = _gaps(graph, executed.order.order)
+    dropped = _dropped(executed, gaps)
+    sizes = {op: sum(tensors[n].nbytes for n in graph.ops[op].writes if n in dropped) for op in gaps}
+    held = timeline.step_bytes.astype(np.int64)
+    kept = held.copy()
+    for clone, (first, last) in gaps.items():
+        kept[first:last] += sizes[clone]
+    worst = int(np.argmax(kept))
+    found: dict[str, list[int]] = {}
+    for clone in gaps:
+        found.setdefault(modules.module_of(graph.ops[clone].node) or modules.NOWHERE, []).append(clone)
+    recomputed = []
+    for module, ops in found.items():
+        kinds: dict[str, int] = {}
+        for clone in ops:
+            kinds[graph.ops[clone].node.op_type] = kinds.get(graph.ops[clone].node.op_type, 0) + 1
+        spared = sum(sizes[clone] for clone in ops if gaps[clone][0] <= worst < gaps[clone][1])
+        kinds = dict(sorted(kinds.items(), key=lambda item: (-item[1], item[0])))
+        made, spent = sum(sizes[clone] for clone in ops), sum(float(seconds[clone]) for clone in ops)
+        recomputed.append(Recomputed(module, len(ops), spent, made, spared, kinds))
+    again = sum(each.seconds for each in recomputed)
+    step = trace.trace(executed, {})
+    by_module = modules.held_by_module(
+        [(buffer.value, buffer.bytes) for buffer in step.held_at(step.peak_step)],
+        [(name, size) for name, _, size in step.residents],
+        modules.modules(model),
+        step.steps[step.peak_step].workspace if step.steps else 0,
+    )
+    once = sum(float(seconds[op.index]) for op in graph.ops if not _is_helper(op.node)) - again
+    kept_at, peak_at = _label(executed, worst), _label(executed, timeline.peak_step)
+    return Explanation(
+        run_by, budget, before, trained, timeline.peak, peak_at, int(kept[worst]), kept_at, edges,
+        again / once if once else 0.0,
+        tuple(sorted(recomputed, key=lambda r: (-r.spared, -r.bytes, r.module))), by_module,
+    )  # fmt: skip
+
+
+def _is_helper(node: onnx.NodeProto) -> bool:
+    """Is it what a control edge or a buffer of its own is made of? The original, of which shares are, has none."""
+    named = node.name.startswith(TAG) or any(name.startswith(UNSEEN) for name in node.input)
+    return named or any(prop.key == CONTROL_KEY for prop in node.metadata_props)
+
+
+def _gaps(graph: Graph, order: Sequence[int]) -> dict[int, tuple[int, int]]:
+    """Of every recomputed op: the steps, from the first up to the last, in which none of its results is held.
+
+    From the last op that reads its previous run's results up to the op itself.
+    """
+    step = {op: number for number, op in enumerate(order)}
+    readers = graph.consumers()
+    runs: dict[str, list[int]] = {}
+    for op in graph.ops:
+        again = next((p.value for p in op.node.metadata_props if p.key == RECOMPUTE_KEY), None)
+        runs.setdefault(again if again is not None else op.label, []).append(op.index)
+    gaps = {}
+    for ops in runs.values():
+        ops.sort(key=lambda op: step[op])
+        for previous, clone in itertools.pairwise(ops):
+            last = max((step[r] for name in graph.ops[previous].writes for r in readers[name]), default=step[previous])
+            gaps[clone] = (last + 1, max(last + 1, step[clone]))
+    return gaps
+
+
+def _dropped(executed: Executed, clones: Collection[int]) -> set[str]:
+    """Values with a buffer of their own that the rest of the step reads, itself or through a view.
+
+    Of clones, what only other clones read would be wanted by nobody if these were kept.
+    """
+    problem, graph = executed.compiled.problem, executed.compiled.graph
+    life, root = problem.lifetimes, problem.lifetimes.root
+    skipped = {op.index for op, value in _made(graph) if root[value] != value} | set(clones)
+    return {
+        name
+        for number, name in enumerate(graph.values)
+        if root[number] == number
+        and not skipped.issuperset(life.readers[life.reader_ptr[number] : life.reader_ptr[number + 1]])
+    }
+
+
+def _made(graph: Graph) -> list[tuple[Op, int]]:
+    """Every op and value that it makes, values by number."""
+    number = {name: i for i, name in enumerate(graph.values)}
+    return [(op, number[name]) for op in graph.ops for name in op.writes]
+
+
+def _label(executed: Executed, number: int) -> str:
+    op = executed.compiled.graph.ops[executed.order.order[number]]
+    return f"{op.node.op_type} {op.label}"

@@ -1,0 +1,151 @@
+"""Where the values of a step lie while `session.session.Session` runs it: address over time, and what lies idle."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from onnx_remat.findings.show import trace
+from onnx_remat.ir import phases
+from onnx_remat.ir.graph import INPUT
+from onnx_remat.session.binding import least, lifetimes
+from onnx_remat.session.opening import lay_out
+
+if TYPE_CHECKING:
+    from onnx_remat.ort.executed import Executed
+    from onnx_remat.rewrite.pipeline import Result
+    from onnx_remat.session.foreseen import Footprint
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Bytes from `offset` to `offset` + `bytes`, taken (or free, then without a `value`) from step `start` to `end`."""
+
+    value: str
+    section: str
+    offset: int
+    bytes: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Slab:
+    """A step's slab.
+
+    Attributes
+    ----------
+    blocks : tuple of Block
+        Values, in order of execution.
+    gaps : tuple of Block
+        Stretches that stay free for the most bytes and steps, the largest first.
+    steps : tuple of trace.Step
+        Nodes that run, and how many bytes of the slab are in use meanwhile.
+    busiest : int
+        First step at which the most bytes are in use.
+    inputs : tuple of (str, int)
+        What lies outside the slab by name, in bytes: state and batch.
+    """
+
+    blocks: tuple[Block, ...]
+    gaps: tuple[Block, ...]
+    steps: tuple[trace.Step, ...]
+    busiest: int
+    inputs: tuple[tuple[str, int], ...]
+
+    def held_at(self, step: int) -> list[Block]:
+        """Values that lie in the slab while `step` runs, largest first."""
+        alive = [b for b in self.blocks if b.start <= step <= b.end]
+        return sorted(alive, key=lambda b: (-b.bytes, b.start, b.value))
+
+
+def before(result: Result) -> Slab:
+    """The original's slab."""
+    return slab(result.original, trace.sections(result))
+
+
+def after(result: Result) -> Slab:
+    """The rewritten model's slab."""
+    return slab(result.executed, trace.sections(result))
+
+
+def slab(executed: Executed, section_of: Mapping[str, str], gaps: int = 3) -> Slab:
+    """Lay a step out; `section_of` maps names of values to the section of the op that makes them."""
+    outputs = [value.name for value in executed.compiled.graph.model.graph.output]
+    arranged = lay_out(executed, outputs, donate=True, least=least(executed.compiled.kernels))
+    placements = arranged.binding.placements
+    start, end = lifetimes(arranged.program, [p.name for p in placements])
+    phase, sections, of_step = phases.NAMES[0], {}, []
+    for step in arranged.program.steps:
+        found = next((section_of[name] for name in step.writes if name in section_of), phase)
+        phase = phase if found == trace.RECOMPUTE else found
+        sections.update(dict.fromkeys(step.writes, found))
+        of_step.append(found)
+    # An op that writes in place takes its input's memory over: that is the result's from this op on.
+    taken = {(p.offset, start[p.name]) for p in placements if p.nbytes}
+    blocks = tuple(
+        Block(p.name, sections[p.name], p.offset, p.nbytes, first, last - (last > first and (p.offset, last) in taken))
+        for p in placements
+        for first, last in [(start[p.name], end[p.name])]
+    )
+    used = _in_use(blocks, len(of_step))
+    steps = tuple(
+        trace.Step(step.label, step.node.op_type, section, size, 0)
+        for step, section, size in zip(arranged.program.steps, of_step, used, strict=True)
+    )
+    compiled = arranged.compiled
+    inputs = tuple((n, compiled.tensors[n].nbytes) for n, v in compiled.graph.values.items() if v.kind == INPUT)
+    largest = _gaps(blocks, len(steps), arranged.binding.height)[:gaps]
+    return Slab(blocks, largest, steps, used.index(max(used)) if used else 0, inputs)
+
+
+def _in_use(blocks: tuple[Block, ...], steps: int) -> list[int]:
+    """Bytes that values take at each step."""
+    change = [0] * (steps + 1)
+    for block in blocks:
+        change[block.start] += block.bytes
+        change[block.end + 1] -= block.bytes
+    return list(itertools.accumulate(change[:-1]))
+
+
+def _gaps(blocks: tuple[Block, ...], steps: int, height: int) -> tuple[Block, ...]:
+    """Free rectangles that no neighbour in time continues, the largest product of bytes and steps first."""
+    begins: dict[int, list[Block]] = {}
+    ends: dict[int, list[Block]] = {}
+    for block in blocks:
+        begins.setdefault(block.start, []).append(block)
+        ends.setdefault(block.end + 1, []).append(block)
+    alive: dict[str, Block] = {}
+    since: dict[tuple[int, int], int] = {}
+    found = []
+    for step in range(steps + 1):
+        if step < steps and step and step not in begins and step not in ends:
+            continue
+        for block in ends.get(step, ()):
+            alive.pop(block.value, None)
+        alive.update((block.value, block) for block in begins.get(step, ()))
+        free = _free(list(alive.values()), height) if step < steps else []
+        for low, high in [gap for gap in since if gap not in free]:
+            found.append(Block("", "", low, high - low, since.pop((low, high)), step - 1))
+        for gap in free:
+            since.setdefault(gap, step)
+    return tuple(sorted(found, key=lambda b: (-b.bytes * (b.end - b.start + 1), b.start, b.offset)))
+
+
+def _free(alive: list[Block], height: int) -> list[tuple[int, int]]:
+    free, at = [], 0
+    for block in sorted(alive, key=lambda b: b.offset):
+        if block.offset > at:
+            free.append((at, block.offset))
+        at = max(at, block.offset + block.bytes)
+    return [*free, (at, height)] if at < height else free
+
+
+def rest(footprint: Footprint) -> tuple[tuple[str, int], ...]:
+    """What training takes besides the slab, by name, in bytes."""
+    return (
+        ("inputs and state", footprint.inputs), ("weights", footprint.weights), ("workspace", footprint.workspace),
+        ("ONNX Runtime's bookkeeping", footprint.books),
+    )  # fmt: skip

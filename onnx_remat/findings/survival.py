@@ -1,0 +1,237 @@
+"""Has another tool undone a rewritten file? Counts what is left of the plan, simulates the file, and runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import onnx
+
+from onnx_remat import files
+from onnx_remat.errors import ModelError
+from onnx_remat.ir import model_io
+from onnx_remat.ir.body import into_body
+from onnx_remat.ir.shapes import DIMS_KEY
+from onnx_remat.ir.training_ops import check_ops
+from onnx_remat.measure import processes
+from onnx_remat.options import Options
+from onnx_remat.ort import runtime
+from onnx_remat.ort.executed import as_executed
+from onnx_remat.ort.kernels.registry import PROVIDERS
+from onnx_remat.ort.moves import UP
+from onnx_remat.session.foreseen import foresee
+from onnx_remat.units import check_dims, format_bytes, parse_budget
+from onnx_remat.write.decided import (
+    BUDGET_KEY,
+    CLONES_KEY,
+    EDGES_KEY,
+    MOVES_KEY,
+    PROVIDER_KEY,
+    RUN_BY_KEY,
+    WORKSPACE_KEY,
+    listed,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Survival:
+    """What is left of a plan in a file.
+
+    Attributes
+    ----------
+    recomputed, control_edges : int
+        Recomputed nodes and control edges that were written.
+    recomputed_lost, control_edges_lost : tuple of str
+        Results of those that no node of the file makes any more: merged away, folded or fused. An edge is lost as well
+        where its axes are a constant: it then waits for nothing.
+    budget : int
+        Bytes the file was written for.
+    peaks_by_level : dict of str to int
+        Simulated peak in bytes per graph optimisation level.
+    running_by_level : dict of str to int
+        Recomputed nodes that ONNX Runtime runs by themselves, per level; others are merged or fused into their readers.
+    measured : int or None
+        Peak of tensors in bytes of a run at the default level, None where there was none.
+    trained : int or None
+        Bytes that training by `session.session.Session` takes, foreseen, where the budget covers that.
+    beyond : int
+        What the process had resident besides at that peak, foreseen (`processes.beyond_tensors`), in bytes.
+    moved : int
+        Moves to the host and back that were written.
+    moved_lost : tuple of str
+        Results of those that no copy from the host makes any more.
+    """
+
+    recomputed: int
+    control_edges: int
+    recomputed_lost: tuple[str, ...]
+    control_edges_lost: tuple[str, ...]
+    budget: int
+    peaks_by_level: Mapping[str, int]
+    running_by_level: Mapping[str, int]
+    measured: int | None
+    trained: int | None = None
+    beyond: int = 0
+    moved: int = 0
+    moved_lost: tuple[str, ...] = ()
+
+    @property
+    def kept(self) -> bool:
+        """Does the file keep its budget, simulated and, if it was run, measured?"""
+        if self.trained is not None:
+            return self.trained <= self.budget
+        return max(self.peaks_by_level.values()) <= self.budget and (self.measured or 0) <= self.budget
+
+    @property
+    def lost(self) -> bool:
+        """Does it exceed its budget, beyond doubt?
+
+        Neither kept nor lost is what is above the budget by less than measuring can resolve.
+        """
+        if self.trained is not None:
+            return self.trained > self.budget
+        measured = (self.measured or 0) > self.budget + processes.RESOLUTION
+        return max(self.peaks_by_level.values()) > self.budget or measured
+
+    def to_text(self) -> str:
+        """For people: one line per finding, the verdict last."""
+        parts = [
+            ("recomputed nodes", self.recomputed, self.recomputed_lost),
+            ("control edges", self.control_edges, self.control_edges_lost),
+        ]
+        if self.moved:
+            parts.append(("moves to the host and back", self.moved, self.moved_lost))
+        lines = [
+            f"{len(lost)} of {count} {what} were merged away, e.g. {lost[0]}"
+            if lost
+            else f"all {count} {what} are in place"
+            for what, count, lost in parts
+        ]
+        if len(self.running_by_level) == len(runtime.LEVELS):
+            lines += [
+                f"ONNX Runtime at level {level!r} runs {running} of the recomputed, "
+                f"simulated peak {format_bytes(self.peaks_by_level[level])}"
+                for level, running in self.running_by_level.items()
+            ]
+        else:
+            why = "another runs it" if runtime.available() else "onnxruntime is not installed"
+            (simulated,) = self.peaks_by_level.values()
+            lines.append(f"simulated peak {format_bytes(simulated)}, without graph optimisations: {why}")
+        if self.measured is None:
+            lines.append("it was not run")
+        else:
+            peak, beyond = format_bytes(self.measured), format_bytes(self.beyond)
+            lines.append(f"it runs: measured peak {peak} of tensors (pages and bookkeeping besides: {beyond})")
+        if self.trained is not None:
+            lines.append(f"training by Session or Loop takes {format_bytes(self.trained)}, as foreseen")
+        budget = format_bytes(self.budget)
+        if self.kept or self.lost:
+            lines.append(f"it {'keeps' if self.kept else 'no longer keeps'} its budget of {budget}")
+        else:
+            over = format_bytes((self.measured or 0) - self.budget)
+            lines.append(
+                f"whether it keeps its budget of {budget} cannot be told: simulated it does, measured it is {over} "
+                f"above, and two measurements differ by {format_bytes(processes.RESOLUTION)}"
+            )
+        return "\n".join(lines)
+
+
+def check(
+    path: model_io.Model,
+    dims: Mapping[str, int] | None = None,
+    run: bool = True,
+    provider: str | None = None,
+    python: str = sys.executable,
+) -> Survival:
+    """Compare a file with what was recorded in it when it was written.
+
+    Parameters
+    ----------
+    path : path, bytes, onnx.ModelProto or model_io.Source
+        A file that `rewrite_model` made, or what some tool made of it; or the model that was read from it.
+    dims : mapping of str to int, optional
+        Sizes of symbolic dimensions; by default those it was planned for.
+    run : bool
+        Also run it, where ONNX Runtime is installed: a tool may leave a file that loads and then fails.
+    provider : str, optional
+        One of `registry.PROVIDERS`; by default the one it was planned for.
+    python : str
+        Interpreter whose ONNX Runtime is to run it, see `processes`. One of another environment is not asked what it
+        makes of the file, which is simulated as it is.
+
+    Raises
+    ------
+    ModelError
+        The file is no model, or does not say what was planned: it was not rewritten, or a tool dropped its metadata.
+    VerificationError
+        It fails when it is run.
+    """
+    source = model_io.load(path)
+    notes = {p.key: p.value for p in source.model.metadata_props}
+    try:
+        budget, clones, edges = int(notes[BUDGET_KEY]), listed(notes[CLONES_KEY]), listed(notes[EDGES_KEY])
+        moved = listed(notes.get(MOVES_KEY, "[]"))
+        dims = dict(dims) if dims else check_dims(json.loads(notes[DIMS_KEY]))
+        parse_budget(budget)
+        provider = provider or notes.get(PROVIDER_KEY, "cpu")
+        if provider not in PROVIDERS:
+            raise ValueError(provider)
+        space = int(notes[WORKSPACE_KEY]) if provider != "cpu" and WORKSPACE_KEY in notes else None
+    except (KeyError, ValueError, RecursionError) as error:
+        raise ModelError(
+            f"{model_io.name_of(path)} does not say what was planned: it was not rewritten, or a "
+            "tool dropped or damaged its metadata"
+        ) from error
+    options = Options(provider=provider, dims=dims, cudnn_workspace=space)
+    if here := python == sys.executable:
+        check_ops(source.model)
+    levels = runtime.LEVELS if runtime.available() and here else ("disable",)
+    made = {name: node for node in source.model.graph.node for name in node.output}
+    executed = {level: as_executed(source.model, source.folder, level, options.preparation()) for level in levels}
+    runs = {level: what.compiled.graph.producer() for level, what in executed.items()}
+    beyond, measured = 0, None
+    if run and (not here or _can_run(options)):
+        beyond = processes.beyond_tensors(list(executed.values())[-1])
+        with files.scratch() as home:
+            file = _file_of(path, source, home)
+            resident = partial(processes.measure, file, dims=dims, provider=provider, python=python)
+            measured = processes.peak_under(budget + beyond, resident) - beyond
+    return Survival(
+        len(clones),
+        len(edges),
+        tuple(name for name in clones if name not in made),
+        tuple(name for name in edges if not _waits(name, made)),
+        budget,
+        {level: what.timeline().peak for level, what in executed.items()},
+        {level: sum(name in made_there for name in clones) for level, made_there in runs.items()},
+        measured,
+        foresee(executed["all"]).total if "all" in executed and notes.get(RUN_BY_KEY) == "loop" else None,
+        beyond,
+        len(moved),
+        tuple(name for name in moved if name not in made or made[name].op_type != UP),
+    )
+
+
+def _file_of(given: model_io.Model, source: model_io.Source, home: Path) -> Path:
+    """The file that was given, or one in `home` with what was given instead."""
+    if isinstance(given, str | os.PathLike):
+        return Path(given)
+    model_io.save(into_body(source.model) if source.in_body else source.model, home / "model.onnx", source.folder)
+    return home / "model.onnx"
+
+
+def _can_run(options: Options) -> bool:
+    return runtime.available() and runtime.has_device(options.kernels().execution_providers[0])
+
+
+def _waits(edge: str, made: Mapping[str, onnx.NodeProto]) -> bool:
+    """Is there a node that makes `edge` and reads axes that another computes?"""
+    if edge not in made or len(made[edge].input) < 2:
+        return False
+    axes = made[edge].input[1]
+    return axes in made and made[axes].op_type != "Constant"

@@ -1,0 +1,214 @@
+"""The curve of peak against extra compute: many budgets, one rewritten model each, the best of them at every peak."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from typing import Unpack
+
+import numpy as np
+
+from onnx_remat.errors import BudgetInfeasibleError, OnnxRematError, UsageError
+from onnx_remat.ir.model_io import Model
+from onnx_remat.options import PlanningOptions
+from onnx_remat.plan.selectors import Progress, silent
+from onnx_remat.process.worker import QUIET
+from onnx_remat.rewrite.goal import smallest_budget
+from onnx_remat.rewrite.pipeline import Result, rewrite, rewrite_model
+from onnx_remat.units import format_bytes, table
+
+SCHEMA = "onnx-remat/sweep/1"
+"""Version of the JSON layout: the number rises when a field changes its meaning or goes away."""
+
+
+MOST_POINTS = 10_000
+"""Budgets of a sweep at most: each takes the time of a plan."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One rewritten model: the budget it was made for and what it takes of that (bytes), and the price of it."""
+
+    budget: int
+    peak: int
+    extra_compute: float
+    recomputed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """What every peak costs.
+
+    Attributes
+    ----------
+    original_peak, lower_bound : int
+        Bytes of what a budget covers (`Options.run_by`): of the original, and what no schedule gets below.
+    points : tuple of Point
+        From the highest peak to the lowest; extra compute never falls.
+    knee : int
+        The point after which memory gets dear: farthest from the line between the curve's ends, both axes scaled to 1
+        (Satopää et al. 2011).
+    missed : tuple of int
+        Budgets, in bytes, for which no file was found.
+    """
+
+    original_peak: int
+    lower_bound: int
+    points: tuple[Point, ...]
+    knee: int
+    missed: tuple[int, ...] = ()
+
+    def to_json(self) -> str:
+        """The curve as a JSON object."""
+        return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=2)
+
+    def to_text(self) -> str:
+        """The curve as a table, the knee marked."""
+        top = self.original_peak or 1
+        rows = [
+            (format_bytes(p.peak), f"{p.peak / top:.1%}", f"{p.extra_compute:+.2%}", str(p.recomputed))
+            for p in self.points
+        ]
+        lines = table([("peak", "of original", "extra compute", "recomputed"), *rows])
+        if self.points:
+            lines[1 + self.knee] += "  <- knee"
+        lines.append(f"no schedule peaks below {format_bytes(self.lower_bound)}")
+        if self.missed:
+            lines.append("no file was found for " + ", ".join(map(format_bytes, self.missed)))
+        return "\n".join(lines)
+
+
+def sweep(model: Model, points: int = 10, jobs: int = 1, **options: Unpack[PlanningOptions]) -> Curve:
+    """Rewrite a model for budgets spread from its own peak down to the lowest that is found.
+
+    Parameters
+    ----------
+    model : path, bytes or onnx.ModelProto
+        A training graph.
+    points : int
+        How many budgets; each takes the time of a plan.
+    jobs : int
+        Processes that plan at the same time, with a budget each. The curve is the same where `effort` limits planning.
+        A script that asks for several needs the line ``if __name__ == "__main__":``.
+    **options
+        Fields of `Options`.
+
+    Returns
+    -------
+    Curve
+        Peaks are what a budget covers: by default, all that training with `session.training.Loop` takes of the machine.
+
+    Raises
+    ------
+    UsageError
+        Fewer than two points, or more than `MOST_POINTS`; fewer than one job.
+    OnnxRematError
+        As `rewrite_model`, infeasible budgets apart.
+
+    Examples
+    --------
+    >>> from sample_models.chain import chain
+    >>> curve = sweep(chain(16, 1024, 64), 3, effort=0.5)
+    >>> [p.extra_compute for p in curve.points] == sorted(p.extra_compute for p in curve.points)
+    True
+    """
+    if not 2 <= points <= MOST_POINTS:
+        raise UsageError(f"a sweep has 2 to {MOST_POINTS} points, not {points}")
+    if jobs < 1:
+        raise UsageError(f"jobs= is a number of processes from 1 on, not {jobs}")
+    progress = options.pop("progress", silent)
+    original = rewrite_model(model, "100%", **options)
+    top, books = original.report.budget, original.report.books()
+    floor = original.report.lower_bound + books
+    found, missed = [_point(original)], []
+    least = smallest_budget(original.report.lower_bound, books)
+    lowest = _lowest(model, least, {**options, "progress": named("lowest peak", progress)})
+    budgets = np.linspace(top, lowest, points + 1, dtype=np.int64).tolist()[1:]
+    for budget, (point, bound) in zip(budgets, _tried(model, budgets, jobs, options, progress), strict=True):
+        if point is None:
+            missed.append(budget)
+        else:
+            floor = max(floor, bound + books)
+            found.append(point)
+    front = _front(found)
+    return Curve(top, floor, front, _knee(front), tuple(missed))
+
+
+_Tried = tuple[Point | None, int]
+"""What a budget gave, nothing where no file was found; and the bytes that no schedule gets below."""
+
+
+def _try(model: Model, budget: int, options: PlanningOptions) -> _Tried:
+    try:
+        result = rewrite(model, budget, options, advise=False)
+    except BudgetInfeasibleError:
+        return None, 0
+    return _point(result), result.report.lower_bound
+
+
+def _quietly() -> None:
+    os.environ.update(QUIET)
+
+
+def _tried(
+    model: Model, budgets: Sequence[int], jobs: int, options: PlanningOptions, progress: Progress
+) -> Iterator[_Tried]:
+    """What each budget gave, in their order."""
+    names = [f"budget {number} of {len(budgets)}" for number in range(1, len(budgets) + 1)]
+    if jobs == 1:
+        for name, budget in zip(names, budgets, strict=True):
+            yield _try(model, budget, {**options, "progress": named(name, progress)})
+        return
+    # Spawned, not forked: onnxruntime and numba have threads that a copy of this process would not have.
+    pool = ProcessPoolExecutor(min(jobs, len(budgets)), get_context("spawn"), _quietly)
+    try:
+        work = [pool.submit(_try, model, budget, options) for budget in budgets]
+        for name, each in zip(names, work, strict=True):
+            progress(name, 0.0)
+            yield each.result()
+    except BrokenProcessPool as error:
+        raise OnnxRematError("a process of the sweep was killed, of memory perhaps: ask for a smaller jobs=") from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def named(what: str, progress: Progress) -> Progress:
+    """`progress`, told besides what the stages are of."""
+    return lambda stage, fraction: progress(f"{what}: {stage}", fraction)
+
+
+def _lowest(model: Model, least: int, options: PlanningOptions) -> int:
+    """The lowest budget, in bytes, that the selector keeps; found by asking for the `least` that could be."""
+    try:
+        return rewrite(model, least, options, advise=False).report.covered()[1]
+    except BudgetInfeasibleError as error:
+        return smallest_budget(int(error.best_peak_bytes * 1.005))
+
+
+def _point(result: Result) -> Point:
+    report = result.report
+    return Point(report.budget, report.covered()[1], report.extra_compute, report.recomputed)
+
+
+def _front(found: Sequence[Point]) -> tuple[Point, ...]:
+    """The points no other point beats on both counts, from the highest peak down."""
+    front: list[Point] = []
+    for point in sorted(found, key=lambda p: (p.extra_compute, p.peak)):
+        if not front or point.peak < front[-1].peak:
+            front.append(point)
+    return tuple(front)
+
+
+def _knee(front: Sequence[Point]) -> int:
+    compute = np.array([p.extra_compute for p in front])
+    peak = np.array([p.peak for p in front], np.float64)
+    across, down = np.ptp(compute), np.ptp(peak)
+    if not across or not down:
+        return len(front) - 1  # memory costs nothing here: the lowest peak
+    # Below the line from the first point (0, 1) to the last (1, 0), by how much.
+    return int(np.argmax(1 - (compute - compute[0]) / across - (peak - peak[-1]) / down))

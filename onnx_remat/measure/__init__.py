@@ -1,0 +1,1 @@
+"""Measured runs in fresh processes, seconds per op, and the checks of a written file."""

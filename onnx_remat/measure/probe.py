@@ -1,0 +1,245 @@
+"""The measured process: reads a job (JSON) from stdin and prints what it saw.
+
+Started by `processes` only; it imports as little as it can, because everything it imports is resident memory, and
+nothing that another environment may lack.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from onnx_remat.session.heap import trim
+
+Job = dict[str, Any]
+
+_LEVELS = {"disable": "ORT_DISABLE_ALL", "basic": "ORT_ENABLE_BASIC", "all": "ORT_ENABLE_ALL"}
+
+
+def main() -> None:
+    """Do the job and print a JSON object."""
+    job = json.load(sys.stdin)
+    tasks = {"measure": measure, "race": race, "profile": profile, "train": train, "by_session": by_session}
+    work = tasks[job.pop("task")]
+    print(json.dumps(work(job)))
+
+
+def new_session(job: Job, path: str, default: bool, entries: Mapping[str, str] | None = None) -> Any:
+    """A session on a model; `default` keeps the arena and, unless the job says
+    otherwise, the memory patterns, `entries` are more of its settings."""
+    import onnxruntime as ort  # noqa: TID251 - this is processes.py's other half, in a process of its own
+
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    options.graph_optimization_level = getattr(ort.GraphOptimizationLevel, _LEVELS[job["level"]])
+    options.enable_cpu_mem_arena = default
+    options.enable_mem_pattern = default and job.get("patterns", True)
+    options.intra_op_num_threads = job["threads"]
+    if job.get("optimized"):
+        options.optimized_model_filepath = job["optimized"]
+        # Weights apart: one file holds 2 GiB at most. The runtime wants a bare name, beside the model.
+        options.add_session_config_entry("session.optimized_model_external_initializers_file_name", "optimized.bin")
+        options.add_session_config_entry("session.optimized_model_external_initializers_min_size_in_bytes", "1024")
+    if job.get("profile"):
+        options.enable_profiling = True
+        options.profile_file_prefix = job["profile"]
+    if job.get("patient"):  # idle threads sleep: not for timing, kind to a busy machine
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    if job.get("statistics"):
+        options.add_session_config_entry("session.collect_node_memory_stats_to_file", job["statistics"])
+    for key, value in (entries or {}).items():
+        options.add_session_config_entry(key, value)
+    providers: list[Any] = list(job["providers"])
+    if job["device"] != "cpu":
+        from onnx_remat.ort import libraries
+        from onnx_remat.session import device
+
+        libraries.load_cuda()
+        providers[0] = (providers[0], device.provider_options(job.get("gpu_limit", 0)))
+    session = ort.InferenceSession(path, options, providers=providers)
+    if session.get_providers()[0] != job["providers"][0]:  # it falls back to the CPU without a word
+        raise RuntimeError(f"no {job['providers'][0]} here: its driver or its libraries are missing")
+    return session
+
+
+def race(job: Job) -> Job:
+    """Times of steps of two models taken in turns, so that whatever else the machine does hits both alike."""
+    # The threads of a session go on spinning after its step: they would take the cores from the other's.
+    still = {"session.force_spinning_stop": "1"}
+    sessions = [new_session(job, path, default=True, entries=still) for path in (job["path"], job["rival"])]
+    feeds = random_feeds(sessions[0], job["dims"])
+    for session in sessions:
+        session.run(None, feeds)
+    times = [[_timed(session, feeds) for session in sessions] for _ in range(job["runs"])]
+    return {"seconds": [[pair[i] for pair in times] for i in (0, 1)]}
+
+
+def measure(job: Job) -> Job:
+    """Peak memory of one model, and on demand its outputs and a profile."""
+    import numpy as np
+
+    session = new_session(job, job["path"], default=False)
+    feeds = random_feeds(session, job["dims"], job["feeds"])
+    # The first run also faults in code and thread stacks, which are not the step's memory.
+    session.run(None, feeds)
+    if job["default"]:
+        session = new_session(job, job["path"], default=True)
+        trim()
+    held = sum(array.nbytes for array in feeds.values()) + initializer_bytes(job["optimized"])
+    before = reset_peak()
+    outputs = session.run(None, feeds)
+    if job["outputs"]:
+        names = [value.name for value in session.get_outputs()]
+        np.savez(job["outputs"], **{f"{i}:{names[i]}": made for i, made in enumerate(outputs)})
+    del outputs
+    for _ in range(job["steps"] - 1):
+        session.run(None, feeds)
+    rise = resident("VmHWM") - before
+    profile = session.end_profiling() if job["profile"] else ""
+    return {"peak_bytes": held + rise, "profile": profile}
+
+
+def by_session(job: Job) -> Job:
+    """Outputs of a step that our `Session` runs, twice on the feeds of `measure`, state in place.
+
+    Also names the inputs that were written over though no output renews them.
+    """
+    import numpy as np
+
+    from onnx_remat.session.session import Session
+
+    feeds = random_feeds(new_session(job, job["path"], default=False), job["dims"], job["feeds"])
+    with Session(
+        job["path"], job["provider"], dims=job["dims"], donate=job["donate"], threads=job["threads"], level=job["level"]
+    ) as session:
+        for path in job["outputs"]:
+            given = {name: array.copy() for name, array in feeds.items()}
+            made = session.run(given)
+            named: Any = {f"{i}:{name}": array for i, (name, array) in enumerate(made.items())}
+            np.savez(path, **named)
+            renewed = session.donated.values()
+            changed = [n for n, a in given.items() if n not in renewed and a.tobytes() != feeds[n].tobytes()]
+    return {"changed": changed}
+
+
+def profile(job: Job) -> Job:
+    """Steps under ONNX Runtime's profiler; its first step is a warm-up that readers should leave out."""
+    session = new_session(job, job["path"], default=True)
+    feeds = random_feeds(session, job["dims"])
+    for _ in range(job["steps"] + 1):
+        session.run(None, feeds)
+    return {"profile": session.end_profiling()}
+
+
+def train(job: Job) -> Job:
+    """Train for some steps; see `onnx_remat.session.training`. Peak over the steps, and the loss of each."""
+    from onnx_remat.session.training import Loop, initial_state
+
+    session = new_session(job, job["path"], default=job["default"])
+    state = initial_state(session, job["dims"], job["state"])
+    held = sum(array.nbytes for array in state.values()) + initializer_bytes(job["optimized"])
+    loop = Loop(session, state, job["loss"], device=job["device"])
+    del state
+    # The first steps also fault in code and thread stacks, and scatter small blocks over the heap till it stops growing
+    # (about 1 MB, ten steps): none of that is the step's memory.
+    warm = max(1, min(10, job["steps"] // 3))
+    losses = [loop.step() for _ in range(warm)]
+    before = reset_peak()
+    losses += [loop.step() for _ in range(job["steps"] - warm)]
+    rise = resident("VmHWM") - before
+    driver = 0
+    if job["device"] != "cpu":
+        from onnx_remat.session import device
+
+        driver = device.held_by_this_process()
+    return {"peak_bytes": held + rise, "losses": losses, "driver_bytes": driver}
+
+
+FEEDS = ("plain", "wide", "hostile")
+"""Kinds of random feeds: numbers that suit a training step; a wide range, with denormals and zeros of both signs; and
+that with NaN and infinities, in inputs that no output renews: weights would spread them everywhere."""
+
+
+def random_feeds(session: Any, dims: dict[str, int], how: str = FEEDS[0]) -> dict[str, Any]:
+    """Inputs of a step: floats of a kind in `FEEDS`, plain ones positive where a name says variance.
+
+    Integer inputs are 0 or 1, ids that every vocabulary and every set of classes has.
+    """
+    import numpy as np
+
+    generator = np.random.default_rng(0)
+    renewed = [value.name for value in session.get_outputs()]
+    feeds = {}
+    for value in session.get_inputs():
+        shape = [d if isinstance(d, int) else dims.get(d, 1) for d in value.shape]
+        kind = value.type.removeprefix("tensor(").removesuffix(")")
+        if kind in _FLOATS:
+            array = np.abs(generator.standard_normal(shape, np.float32) * 0.05) + 0.01
+            sign = 1.0 if any(part in value.name for part in _POSITIVE) else generator.choice([-1.0, 1.0], size=shape)
+            if how != FEEDS[0]:
+                array = _odd(array, generator, how == "hostile" and f"new.{value.name}" not in renewed)
+            feeds[value.name] = np.asarray(array * sign, dtype=_FLOATS[kind])
+        elif kind == "bool":
+            feeds[value.name] = generator.integers(0, 2, shape).astype(bool)
+        else:
+            feeds[value.name] = np.asarray(generator.integers(0, 2, shape), dtype=kind)
+    return feeds
+
+
+def _odd(array: Any, generator: Any, with_nan: bool) -> Any:
+    """Positive numbers of a wide range, a tenth of them zeros and denormals; a few of them NaN and infinite."""
+    import numpy as np
+
+    array = array * generator.choice(np.array([0.1, 1, 30, 300], np.float32), array.shape)
+    some = generator.random(array.shape)
+    array = np.where(some < 0.1, generator.choice(np.array([0, 0, 1e-40], np.float32), array.shape), array)
+    if with_nan:
+        array = np.where(some > 0.998, generator.choice(np.array([np.nan, np.inf], np.float32), array.shape), array)
+    return array
+
+
+_POSITIVE = ("var", "_sq", ".nu", "second_moment", "learning_rate")
+"""Parts of the names of inputs that are never negative: BatchNorm's variance, Adam's second moment."""
+
+_FLOATS = {"float": "float32", "double": "float64", "float16": "float16"}
+
+
+def initializer_bytes(path: str) -> int:
+    """Bytes of the initializers stored in a file: they are resident before the run starts."""
+    import onnx
+
+    from onnx_remat.ir.dtypes import tensor_bytes
+
+    graph = onnx.load(path, load_external_data=False).graph
+    constants = [a.t for n in graph.node if n.op_type == "Constant" for a in n.attribute if a.name == "value"]
+    return sum(tensor_bytes(t.data_type, t.dims) for t in [*graph.initializer, *constants])
+
+
+def reset_peak() -> int:
+    """Reset the kernel's high-water mark of this process; returns bytes resident now."""
+    now = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    return now
+
+
+def resident(field: str) -> int:
+    """``VmRSS`` (now) or ``VmHWM`` (highest since the last reset) of this process, in bytes."""
+    status = Path("/proc/self/status")
+    for line in status.read_text().splitlines() if status.exists() else ():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"the system does not say {field} of a process: peaks can be measured on Linux only")
+
+
+def _timed(session: Any, feeds: dict[str, Any]) -> float:
+    start = time.perf_counter()
+    session.run(None, feeds)
+    return time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    main()

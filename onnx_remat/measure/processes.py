@@ -1,0 +1,368 @@
+"""Peaks, times and losses of models as ONNX Runtime runs them, each in a fresh process (`onnx_remat.measure.probe`).
+
+One run's memory would hide another's in the same process. Everywhere here, `python` is the interpreter of that process:
+one of another environment runs models on that environment's ONNX Runtime, onnxruntime-training's for instance. Of
+onnx_remat it needs nothing installed, of others onnx and numpy.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from onnx_remat import files
+from onnx_remat.errors import UsageError, VerificationError
+from onnx_remat.ort.executed import Executed
+from onnx_remat.ort.kernels.registry import kernels_of
+from onnx_remat.process.worker import QUIET
+from onnx_remat.session.heap import ALIGNMENT
+
+RESOLUTION = 1 << 19
+"""Bytes by which measured peaks of one file differ between processes: what threads and the heap keep for themselves."""
+
+_BOOKS_PER_NODE = 126
+"""Bytes of small blocks that ONNX Runtime holds per node at the peak of a step, values below `LARGE_BLOCK` not counted.
+
+Counted with a hook of malloc on thirteen steps of 134 to 4,742 nodes (1.31.1): 99 to 263, half of them 123 to 136.
+"""
+
+
+def beyond_tensors(executed: Executed) -> int:
+    """Bytes by which the resident memory of a measured process exceeds its tensors at the peak, foreseen.
+
+    `measure` has every block of `LARGE_BLOCK` bytes or more taken from the system by itself, so that it goes back when
+    it is freed. Such a block takes whole pages, and its header is in the first of them: a value of 64 kB, 68 kB. To
+    that come ONNX Runtime's books for the step. Neither is a tensor, and neither is there where values lie in one slab.
+    """
+    timeline = executed.timeline()
+    page = mmap.PAGESIZE
+    whole = -(-(timeline.size + ALIGNMENT) // page) * page
+    excess = np.where(timeline.size >= LARGE_BLOCK, whole - timeline.size, 0)
+    steps = len(timeline.step_bytes)
+    change = np.zeros(steps + 1, np.int64)
+    np.add.at(change, timeline.start, excess)
+    np.add.at(change, timeline.end + 1, -excess)
+    resident = timeline.step_bytes + np.cumsum(change)[:steps]
+    return int(resident.max(initial=timeline.peak)) - timeline.peak + _BOOKS_PER_NODE * steps
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What a fresh process saw of one model.
+
+    Attributes
+    ----------
+    peak_bytes : int
+        Inputs, initializers and the largest rise of resident memory over the runs.
+    executed : tuple of str
+        Node names in the order they ran; empty when not asked for.
+    """
+
+    peak_bytes: int
+    executed: tuple[str, ...]
+
+
+def measure(
+    path: Path,
+    level: str = "all",
+    *,
+    default: bool = False,
+    patterns: bool = True,
+    steps: int = 1,
+    outputs: Path | None = None,
+    dims: Mapping[str, int] | None = None,
+    threads: int = 0,
+    trace: bool = False,
+    feeds: str = "plain",
+    provider: str = "cpu",
+    python: str = sys.executable,
+) -> Measurement:
+    """Run a model in a fresh process and read its peak memory, step times and executed order.
+
+    Session and inputs are built and the model runs once, so that code and threads are in place; the kernel's
+    high-water mark of the process is reset and the model runs `steps` times. The rise of resident memory, plus
+    inputs and initializers, is the peak. Linux only.
+
+    Parameters
+    ----------
+    path : Path
+        An ONNX file.
+    level : str
+        One of `LEVELS`.
+    default : bool
+        Keep the CPU memory arena and memory patterns that sessions have by default: the process then holds what the
+        allocator keeps in reserve besides. Otherwise every buffer goes back to the system and the figure is the
+        plan's own.
+    patterns : bool
+        Of the two, keep memory patterns too; `session_options()` does not.
+    steps : int
+        Runs over which the peak is taken.
+    outputs : Path, optional
+        Where to store the outputs of the first run (``.npz``).
+    dims : mapping, optional
+        Sizes of symbolic dimensions.
+    threads : int
+        Intra-op threads, 0 for ONNX Runtime's default.
+    feeds : str
+        One of `probe.FEEDS`.
+    trace : bool
+        Also read the executed order from a profile.
+    provider : str
+        One of `registry.PROVIDERS`; of a device's own memory this sees nothing, `train` does.
+
+    Raises
+    ------
+    VerificationError
+        The process failed: the message is the last line of its error.
+    """
+    with files.scratch() as scratch:
+        answer = _probe(python, "measure", {
+            "path": str(path), "level": level, "default": default, "patterns": patterns, "steps": steps,
+            "dims": dict(dims or {}), "threads": threads, "outputs": str(outputs or ""), "feeds": feeds,
+            "optimized": str(scratch / "optimized.onnx"),
+            "profile": str(scratch / "profile") if trace else "", **session_job(provider),
+        })  # fmt: skip
+        executed = _executed(Path(answer["profile"])) if trace else ()
+    return Measurement(answer["peak_bytes"], executed)
+
+
+def by_session(
+    path: Path,
+    outputs: Sequence[Path],
+    level: str = "all",
+    *,
+    dims: Mapping[str, int] | None = None,
+    donate: bool | Mapping[str, str] = True,
+    threads: int = 0,
+    provider: str = "cpu",
+) -> tuple[str, ...]:
+    """Run a step by `session.session.Session` in a fresh process on the feeds of `measure`, once per file of `outputs`.
+
+    Returns
+    -------
+    tuple of str
+        Inputs that were written over though no output renews them.
+
+    Raises
+    ------
+    VerificationError
+        The process failed: the message is the last line of its error.
+    """
+    answer = _probe(sys.executable, "by_session", {
+        "path": str(path), "outputs": [str(path) for path in outputs], "level": level, "dims": dict(dims or {}),
+        "donate": donate if isinstance(donate, bool) else dict(donate), "threads": threads, "provider": provider,
+        "feeds": "plain", **session_job(provider),
+    })  # fmt: skip
+    return tuple(answer["changed"])
+
+
+def peak_under(budget: int, measured: Callable[[], Measurement]) -> int:
+    """The peak that `measured` finds; asked once more if above `budget`, since whatever disturbs a run only adds."""
+    peak = measured().peak_bytes
+    return peak if peak <= budget else min(peak, measured().peak_bytes)
+
+
+def race(
+    path: Path,
+    rival: Path,
+    *,
+    level: str = "all",
+    runs: int = 9,
+    dims: Mapping[str, int] | None = None,
+    threads: int = 0,
+    provider: str = "cpu",
+    python: str = sys.executable,
+) -> tuple[float, float]:
+    """Median seconds of one step of two models, steps taken in turns in one fresh process, default session options."""
+    job = {
+        "path": str(path), "rival": str(rival), "level": level, "runs": runs, "dims": dict(dims or {}),
+        "threads": threads, **session_job(provider),
+    }  # fmt: skip
+    first, second = _probe(python, "race", job)["seconds"]
+    return statistics.median(first), statistics.median(second)
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """How `train` trains: see `onnx_remat.session.training` and `benchmark`."""
+
+    steps: int
+    loss: str
+    dims: Mapping[str, int]
+    state: str = ""
+    level: str = "all"
+    threads: int = 0
+    provider: str = "cpu"
+    python: str = sys.executable
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What a fresh process saw while training: peak in bytes, the loss of every step; `driver_bytes` is what the CUDA
+    driver counted to the process (its context included), to check the peak against."""
+
+    peak_bytes: int
+    losses: tuple[float, ...]
+    driver_bytes: int = 0
+
+
+def train(path: Path, how: Training) -> Trained:
+    """Train a model in a fresh process, arena off on the CPU; on CUDA the peak is bisected (see `session.device`).
+
+    Raises
+    ------
+    VerificationError
+        The process failed: the message is the last line of its error.
+    """
+    job: dict[str, Any] = {
+        "path": str(path),
+        "default": False,
+        "patient": True,
+        **asdict(how),
+        **session_job(how.provider),
+    }
+    with files.scratch() as scratch:
+        job["optimized"] = str(scratch / "optimized.onnx")
+        answer = _probe(how.python, "train", job)
+        peak = answer["peak_bytes"]
+        if job["device"] != "cpu":
+            from onnx_remat.memory.arena import MOST_STEPS
+            from onnx_remat.session import device
+
+            # Outputs that are fed back leave gaps in the arena, which grows for dozens of steps.
+            short = job | {"steps": min(how.steps, MOST_STEPS)}
+            peak = device.smallest_limit(lambda limit: _runs_within(short, limit), device.total_memory())
+    return Trained(peak, tuple(answer["losses"]), answer["driver_bytes"])
+
+
+def _runs_within(job: dict[str, Any], limit: int) -> bool:
+    """Does a training run keep a limit of device memory? Failures other than for lack of memory are raised."""
+    from onnx_remat.session.device import OUT_OF_MEMORY
+
+    try:
+        _probe(job["python"], "train", job | {"gpu_limit": limit})
+    except VerificationError as error:
+        if any(sign in str(error) for sign in OUT_OF_MEMORY):
+            return False
+        raise
+    return True
+
+
+def profile(
+    path: Path,
+    level: str,
+    *,
+    steps: int,
+    dims: Mapping[str, int] | None = None,
+    threads: int = 0,
+    provider: str = "cpu",
+    python: str = sys.executable,
+) -> tuple[list[dict[str, Any]], str]:
+    """Events of ONNX Runtime's profiler over a warm-up and `steps` steps, and its node memory statistics (CSV)."""
+    with files.scratch() as scratch:
+        statistics_file = scratch / "statistics.csv"
+        answer = _probe(python, "profile", {
+            "path": str(path), "level": level, "steps": steps, "dims": dict(dims or {}), "threads": threads,
+            "profile": str(scratch / "profile"), "statistics": str(statistics_file),
+            **session_job(provider),
+        })  # fmt: skip
+        table = statistics_file.read_text() if statistics_file.exists() else ""
+        return json.loads(Path(answer["profile"]).read_text()), table
+
+
+def session_job(provider: str) -> dict[str, Any]:
+    """The part of a job that says where its sessions run."""
+    kernels = kernels_of(provider)
+    return {"providers": kernels.execution_providers, "device": kernels.device}
+
+
+# The environment in which glibc gives freed blocks back to the system. It would keep those of up to 32 MB in its heap
+# otherwise, and resident memory would not fall. DenseNet-121 has thousands below 64 kB; each block above the threshold
+# takes whole pages.
+LARGE_BLOCK = 16384
+GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": str(LARGE_BLOCK), "MALLOC_TRIM_THRESHOLD_": str(LARGE_BLOCK)}
+
+# Without a search path for modules: that of this environment would hide the other's own numpy and onnx.
+_CHILD = """
+import importlib.util, os, sys
+try:
+    import resource
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    if soft == resource.RLIM_INFINITY:
+        resource.setrlimit(resource.RLIMIT_DATA, (machine, hard))
+except (ImportError, OSError, ValueError):
+    pass  # a system without such limits
+spec = importlib.util.spec_from_file_location("onnx_remat", sys.argv[1] + "/__init__.py")
+sys.modules["onnx_remat"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(sys.modules["onnx_remat"])
+from onnx_remat.measure.probe import main
+main()
+"""
+
+
+@cache
+def _check_interpreter(python: str) -> None:
+    """Raise UsageError where `python` is no Python: some other program may print nothing, or print for ever."""
+    try:
+        with subprocess.Popen(
+            [python, "-c", "print('a Python')"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        ) as process:  # fmt: skip
+            assert process.stdout is not None
+            said = process.stdout.read(len("a Python"))
+            process.kill()
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{python!r} is no Python interpreter: {getattr(error, 'strerror', error)}") from error
+    if said != b"a Python":
+        raise UsageError(f"{python!r} is no Python interpreter: it does not run Python")
+
+
+SECONDS = 3600.0
+"""A process that takes longer is ended: a Loop may have no end. It gets no more memory than the machine has."""
+
+
+def _probe(python: str, task: str, job: dict[str, Any]) -> dict[str, Any]:
+    if python != sys.executable:
+        _check_interpreter(python)
+    # Each kernel on a device is waited for, or a profile would show how long it takes to start them.
+    waiting = {"CUDA_LAUNCH_BLOCKING": "1"} if task == "profile" and job["device"] != "cpu" else {}
+    try:
+        done = subprocess.run(
+            [python, "-c", _CHILD, str(Path(__file__).parents[1])],
+            input=json.dumps({"task": task, **job}), env=os.environ | QUIET | GIVES_BACK | waiting,
+            capture_output=True, text=True, check=False, timeout=SECONDS,
+        )  # fmt: skip
+    except OSError as error:
+        raise UsageError(f"{python!r} is no Python interpreter: {error.strerror}") from error
+    except subprocess.TimeoutExpired:
+        raise VerificationError(
+            f"running {Path(job['path']).name} did not come to an end in {SECONDS:.0f} seconds, the limit"
+        ) from None
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines() or ["killed (out of memory?)"]
+        raise VerificationError(f"running {Path(job['path']).name} failed: {lines[-1]}")
+    try:
+        answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, ValueError) as error:
+        raise VerificationError(f"running {Path(job['path']).name} failed: no answer came back") from error
+    return answer
+
+
+def _executed(profile: Path) -> tuple[str, ...]:
+    """Node names of the first run in a profile, in the order they started."""
+    events = json.loads(profile.read_text())
+    runs = [e for e in events if e.get("cat") == "Node" and e["name"].endswith("_kernel_time")]
+    names = [e["name"].removesuffix("_kernel_time") for e in sorted(runs, key=lambda e: e["ts"])]
+    return tuple(dict.fromkeys(names))

@@ -1,0 +1,171 @@
+"""Measured seconds and scratch memory per op, in the layout of ONNX Runtime's own profiles, for ``--costs``."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx
+
+from onnx_remat import files
+from onnx_remat.errors import UsageError
+from onnx_remat.ir import model_io, shapes
+from onnx_remat.measure import processes
+from onnx_remat.ort import runtime
+
+Event = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """One event per node and graph optimisation level.
+
+    ``dur`` (microseconds) is the median over all steps, less the profiler's own share: what all nodes take together is
+    what a step takes without it.
+    """
+
+    events: tuple[Event, ...]
+    runs: int
+    steps: int
+
+    def to_json(self) -> str:
+        """A list of events as ONNX Runtime writes it, readable by ``--costs`` and by chrome://tracing."""
+        return json.dumps(list(self.events), indent=0) + "\n"
+
+    def to_text(self, rows: int = 10) -> str:
+        """The op types that take the most time, as ONNX Runtime executes the model by default."""
+        by_type: dict[str, list[float]] = defaultdict(list)
+        for event in self.events:
+            if event["pid"] == LEVELS[-1]:
+                by_type[event["args"]["op_name"]].append(event["dur"] * 1e-3)
+        total = sum(map(sum, by_type.values()))
+        ranked = sorted(by_type.items(), key=lambda item: (-sum(item[1]), item[0]))
+        count = sum(map(len, by_type.values()))
+        lines = [f"{total:.2f} ms in {count} ops, medians of {self.runs} x {self.steps} steps"]
+        lines += [f"{sum(t):>9.3f} ms  {sum(t) / total:>6.1%}  {len(t):>5} x {name}" for name, t in ranked[:rows]]
+        return "\n".join(lines)
+
+
+LEVELS = ("disable", "all")
+"""Graph optimisation levels profiled: a plan needs times of the file's own ops, a prediction those of fused ones."""
+
+
+def profile(
+    path: str | Path,
+    dims: Mapping[str, int] | None = None,
+    runs: int = 5,
+    steps: int = 5,
+    threads: int = 0,
+    provider: str = "cpu",
+    python: str = sys.executable,
+) -> Profile:
+    """Profile a model in fresh processes.
+
+    Parameters
+    ----------
+    path : path
+        An ONNX file.
+    dims : mapping, optional
+        Sizes of symbolic dimensions.
+    runs, steps : int
+        Processes per optimisation level, and steps in each after one to warm up.
+    threads : int
+        Intra-op threads, 0 for ONNX Runtime's default.
+    provider : str
+        One of `registry.PROVIDERS`.
+    python : str
+        Interpreter whose ONNX Runtime is to run it, see `processes`.
+
+    Raises
+    ------
+    UsageError
+        `runs` or `steps` is not positive, or `dims` names a dimension that the model has not.
+    ShapeError
+        A symbolic dimension is not bound.
+    VerificationError
+        The model does not run.
+    """
+    if runs < 1 or steps < 1:
+        raise UsageError("a profile needs at least one run of one step")
+    shapes.check_dims(model_io.load(path).model, dims or {})  # a dimension left open would be measured as 1
+    how: dict[str, Any] = {"dims": dims, "threads": threads, "provider": provider, "python": python}
+    with runtime.as_step(path) as step:
+        return Profile(
+            tuple(event for level in LEVELS for event in _events(step, level, runs, steps, how)), runs, steps
+        )
+
+
+def _events(path: Path, level: str, runs: int, steps: int, how: Mapping[str, Any]) -> Iterator[Event]:
+    """One event per node, at a level."""
+    seen: dict[str, list[Event]] = defaultdict(list)
+    scratch: dict[str, int] = {}
+    for _ in range(runs):
+        found, statistics_text = processes.profile(path, level, steps=steps, **how)
+        for key, all_steps in _by_node(found).items():
+            seen[key] += all_steps[-steps:]
+        scratch |= _workspace(statistics_text)
+    medians = [statistics.median(e["dur"] for e in same) for same in seen.values()]
+    step = min(processes.race(path, path, level=level, runs=runs * steps, **how))
+    surcharge = max(0.0, sum(medians) - 1e6 * step) / max(1, len(medians))
+    now = 0.0
+    for same, median in zip(seen.values(), medians, strict=True):
+        name = same[0]["name"].removesuffix(_KERNEL)
+        event = _event(same[0], max(_SHORTEST, median - surcharge), level, now, scratch.get(name, 0))
+        now += event["dur"]
+        yield event
+
+
+_KERNEL = "_kernel_time"
+
+_SHORTEST = 0.1
+"""Microseconds any node takes at least."""
+
+
+def _by_node(events: list[Event]) -> dict[str, list[Event]]:
+    """Kernel events by node, in the order nodes ran; a node's events in the order of steps."""
+    kernels = [e for e in events if e.get("cat") == "Node" and e["name"].endswith(_KERNEL)]
+    nodes: dict[str, list[Event]] = defaultdict(list)
+    for event in sorted(kernels, key=lambda e: float(e["ts"])):
+        nodes[f"{event['name']}#{event['args'].get('node_index')}"].append(event)
+    return nodes
+
+
+def _event(first: Event, dur: float, level: str, start: float, workspace: int) -> Event:
+    """One event for a node: its time, and what ``--costs`` looks it up by."""
+    arguments = first["args"]
+    return {
+        "cat": "Node", "ph": "X", "pid": level, "tid": 0, "name": first["name"], "ts": round(start, 3),
+        "dur": round(dur, 3),
+        "args": {
+            "op_name": arguments["op_name"], "input_type_shape": arguments["input_type_shape"],
+            "output_size": arguments.get("output_size", "0"), "workspace_bytes": workspace,
+        },
+    }  # fmt: skip
+
+
+def node_seconds(threads: int = 0, nodes: int = 1000, provider: str = "cpu", python: str = sys.executable) -> float:
+    """Seconds ONNX Runtime takes to get to one more node and run it, where there is next to nothing to compute."""
+    names = [f"v{i}" for i in range(nodes + 1)]
+    chain = [onnx.helper.make_node("Neg", [a], [b]) for a, b in itertools.pairwise(names)]
+    ends = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1]) for name in (names[0], names[-1])]
+    graph = onnx.helper.make_graph(chain, "chain", ends[:1], ends[1:])
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 20)], ir_version=9)
+    with files.scratch() as scratch:
+        path = scratch / "chain.onnx"
+        onnx.save(model, path)
+        how: dict[str, Any] = {"threads": threads, "provider": provider, "python": python}
+        return min(processes.race(path, path, level="disable", runs=25, **how)) / nodes
+
+
+def _workspace(text: str) -> dict[str, int]:
+    """Temporary allocations in bytes by node name, from ONNX Runtime's node memory statistics."""
+    rows = csv.DictReader(text.splitlines())
+    return {row["#name"].rpartition("_")[0]: int(row["total_temp_allocations"]) for row in rows}

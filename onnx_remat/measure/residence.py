@@ -1,0 +1,146 @@
+"""What training by a session of ours takes of the machine's memory, as the operating system counts it.
+
+`measure` starts ``python -m onnx_remat.measure.residence``: a fresh process, the C library as it is, no variable set.
+The figure is its high-water mark, from before the session and the state exist to after the last step, less what the
+interpreter, the libraries and a session of one node take. Linux only: elsewhere there is no such mark to reset.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from onnx_remat import files
+from onnx_remat.errors import VerificationError
+from onnx_remat.session.opening import Array
+
+
+@dataclass(frozen=True, slots=True)
+class Residence:
+    """Bytes that one process took for some steps, and of what they are.
+
+    Attributes
+    ----------
+    total : int
+        The most that was resident at once.
+    inputs : int
+        State and batch.
+    weights, slab, live, workspace : int
+        As of `session.Session`.
+    nodes, donated, not_donated : int
+        Counts.
+    """
+
+    total: int
+    inputs: int
+    weights: int
+    slab: int
+    live: int
+    workspace: int
+    nodes: int
+    donated: int
+    not_donated: int
+
+
+def available() -> bool:
+    """Can this machine tell what a process took at most?"""
+    return Path("/proc/self/clear_refs").exists()
+
+
+def measure(path: Path, dims: Mapping[str, int] | None = None, steps: int = 3, fuse: bool = True) -> Residence:
+    """Train for some steps in a fresh process, new state over the old.
+
+    Parameters
+    ----------
+    path : Path
+        A training step.
+    dims : mapping of str to int, optional
+        Sizes of symbolic dimensions.
+    steps : int
+    fuse : bool
+        As `session.Session` has it.
+
+    Raises
+    ------
+    VerificationError
+        The process failed.
+    """
+    with files.scratch() as home:
+        job = {"path": str(path.resolve()), "warm": str(one_node(home)), "dims": dict(dims or {}), "steps": steps,
+               "fuse": fuse}  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "onnx_remat.measure.residence"], input=json.dumps(job), capture_output=True,
+            text=True, check=False, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        )  # fmt: skip
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        raise VerificationError(f"training in a fresh process failed: {lines[-1][:300]}")
+    return Residence(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def state_for(arrays: tuple[Array, ...]) -> dict[str, Any]:
+    """Random values: small floats, and integers that every vocabulary has."""
+    generator = np.random.default_rng(0)
+    state: dict[str, Any] = {}
+    for array in arrays:
+        state[array.name] = np.empty(array.shape, array.dtype_name)
+        if array.dtype_name.startswith("float"):
+            for part in _parts(state[array.name]):
+                part[...] = 0.1 * generator.random(part.shape, np.float32) + 0.01
+        else:
+            state[array.name][...] = generator.integers(0, 2, array.shape, np.uint8)
+    return state
+
+
+def _parts(array: Any) -> list[Any]:
+    """Views of an array, a megabyte or so each: what makes its values must not count as memory of training."""
+    flat = array.reshape(-1)
+    return [flat[at : at + (1 << 18)] for at in range(0, flat.size, 1 << 18)]
+
+
+def one_node(home: Path) -> Path:
+    """A model of one node in a folder: what any session takes."""
+    import onnx
+    from onnx import TensorProto, helper
+
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [4]) for name in "xy")
+    graph = helper.make_graph([helper.make_node("Neg", ["x"], ["y"])], "warm", [x], [y])
+    path = home / "warm.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8), path)
+    return path
+
+
+def main() -> None:
+    """Do the job on standard input and print a JSON object."""
+    from onnx_remat.measure.probe import reset_peak, resident
+    from onnx_remat.session.heap import trim
+    from onnx_remat.session.session import Session
+
+    job = json.load(sys.stdin)
+    with Session(job["warm"]) as session:
+        session.run(state_for(session.inputs))
+    trim()
+    base = reset_peak()
+    session = Session(job["path"], donate=True, dims=job["dims"], fuse=job["fuse"])
+    state = state_for(session.inputs)
+    for _ in range(job["steps"]):
+        session.execute(state)
+    found = Residence(
+        total=resident("VmHWM") - base, inputs=sum(array.nbytes for array in state.values()),
+        weights=session.weight_bytes, slab=session.slab_bytes, live=session.live_bytes,
+        workspace=session.workspace_bytes, nodes=session.node_count, donated=len(session.donated),
+        not_donated=len(session.not_donated),
+    )  # fmt: skip
+    print(json.dumps(asdict(found)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,273 @@
+"""Lifetimes and sizes -> offsets in one slab: a static memory plan.
+
+Each buffer is a rectangle: how long it lives is given, how high it lies is free. No two may meet; the pile is to be
+as low as it can be::
+
+    bytes
+      ^   +---------+  +-----------+      <- height: what the slab takes
+      |   |    c    |  |     e     |
+      |   +----+----+--+--+--------+
+      |   | b  |    |  d  |               the gap left of d is waste: nothing that lives
+      |   +----+----+-----+------+        then is small enough for it
+      |   |         a            |
+      0   +----------------------+------> steps
+          lower of a             upper of a
+
+No pile is lower than the largest sum of sizes that live at once, and every stage stops when it gets there:
+
+1. *Greedy*: place buffer by buffer, longest or largest or busiest first, into a gap that is free all its lifetime.
+2. *Local search*: what lies at the top of the best pile so far is placed earlier, and the order is tried again.
+3. *Tree search* (see `layout_search`): from the bottom up, which buffer lies next on the lowest ledge? It is asked
+   for a height between the bound and the best so far.
+
+Stages 2 and 3 take turns, a fixed amount of work each, until the effort or the time is used up. Finding the lowest pile
+is NP-hard (dynamic storage allocation; Garey and Johnson, SR2), and the order of work depends on the input alone: the
+same input with the same effort gives the same layout.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from onnx_remat.memory import layout_search
+from onnx_remat.memory.problem import Longs
+from onnx_remat.process.compiled import compiled
+
+ALIGNMENT = 64
+"""Bytes: offsets are multiples of it, as ONNX Runtime's own allocator aligns for vector instructions."""
+
+EFFORT = 20
+"""Turns of search unless the caller says otherwise; a turn takes about a third of a second."""
+
+_WORK = 100_000_000  # steps of an inner loop, about a nanosecond each: what one stage does in its turn
+_GREEDY_WORK = 1_000_000_000  # the same for the greedy start, but for the first orders
+_FEWEST_ORDERS = 3
+_REACH = (0.0, 0.5, 0.75, 0.0, 0.9, 0.25)  # heights that the tree search asks for, from the bound (0) to the best (1)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where each buffer lies in a slab.
+
+    Attributes
+    ----------
+    offsets : int64 (n_buffers,)
+        First byte of each buffer, a multiple of the alignment.
+    height : int
+        Bytes of the slab.
+    lower_bound : int
+        Largest sum of sizes (rounded up to the alignment) that live at once: no slab is smaller.
+    optimal : bool
+        Whether no smaller slab exists: the bound is reached, or all smaller ones were searched.
+    turns : int
+        Turns of search that were taken.
+    """
+
+    offsets: Longs
+    height: int
+    lower_bound: int
+    optimal: bool
+    turns: int
+
+
+def solve(
+    lower: ArrayLike,
+    upper: ArrayLike,
+    size: ArrayLike,
+    *,
+    alignment: int = ALIGNMENT,
+    effort: int = EFFORT,
+    time_limit: float | None = None,
+) -> Layout:
+    """Find offsets such that no two buffers that live at once share a byte.
+
+    Parameters
+    ----------
+    lower, upper : int (n_buffers,)
+        A buffer lives in the half-open interval [lower, upper).
+    size : int (n_buffers,)
+        Bytes, rounded up to the alignment.
+    alignment : int
+        Bytes that every offset is a multiple of.
+    effort : int
+        Turns of search after the greedy start, none if 0.
+    time_limit : float, optional
+        Seconds after which no further turn begins. Where it cuts in, the layout depends on the machine.
+
+    Raises
+    ------
+    ValueError
+        If the arrays differ in length, a lifetime is empty, a size is negative or the alignment is not positive.
+
+    Examples
+    --------
+    >>> solve([0, 1, 2], [2, 3, 4], [64, 128, 64]).offsets.tolist()
+    [128, 0, 128]
+    """
+    began = time.monotonic()
+    start, stop, units = _checked(lower, upper, size, alignment)
+    # Buffers of no bytes lie anywhere; the rest is counted in units of the alignment.
+    real = np.flatnonzero(units)
+    offsets = np.zeros(len(units), np.int64)
+    if not len(real):
+        return Layout(offsets, 0, 0, True, 0)
+    start, stop, units = start[real], stop[real], units[real]
+    first, last, live = layout_search.sections(start, stop, units)
+    bound = int(live.max())
+    best, order, height = _greedy(first, last, units, live)
+    proven, turn = bound, 0
+    tree = layout_search.Tree.of(first, last, units)
+    while turn < effort and height > proven and (time_limit is None or time.monotonic() - began < time_limit):
+        found, order, at = _improve(order, best, first, last, units, height, proven, _WORK, turn)
+        if at < height:
+            best, height = found.copy(), int(at)
+        if tree is not None and height > proven:
+            target = int(proven + _REACH[turn % len(_REACH)] * (height - 1 - proven))
+            answer = tree.search(target, turn, _WORK)
+            if answer.offsets is not None:
+                best, order = answer.offsets, np.argsort(answer.offsets, kind="stable")
+                height = int((best + units).max())
+            elif answer.impossible:
+                proven = target + 1
+        turn += 1
+    offsets[real] = best * alignment
+    return Layout(offsets, height * alignment, bound * alignment, height <= proven, turn)
+
+
+def load_compiled() -> None:
+    """Load, or compile at first use, all that `solve` may need, so that no time limit pays for it."""
+    first, last, size = np.zeros(1, np.int64), np.ones(1, np.int64), np.ones(1, np.int64)
+    offsets, order, _ = _greedy(first, last, size, size)
+    _improve(order, offsets, first, last, size, 2, 1, 1, 0)
+    tree = layout_search.Tree.of(first, last, size)
+    assert tree is not None
+    tree.search(1, 0, 1)
+
+
+def _checked(lower: ArrayLike, upper: ArrayLike, size: ArrayLike, alignment: int) -> tuple[Longs, Longs, Longs]:
+    """The arrays as int64, sizes in units of the alignment."""
+    start, stop, nbytes = (np.asarray(column, np.int64) for column in (lower, upper, size))
+    if not start.shape == stop.shape == nbytes.shape or start.ndim != 1:
+        raise ValueError(
+            f"lower, upper and size must be flat and equally long, not {start.shape, stop.shape, nbytes.shape}"
+        )
+    if alignment < 1:
+        raise ValueError(f"alignment must be at least 1, not {alignment}")
+    for wrong, what in ((start >= stop, "an empty lifetime"), (nbytes < 0, "a negative size")):
+        if wrong.any():
+            raise ValueError(f"buffer {int(np.argmax(wrong))} has {what}")
+    return start, stop, -(-nbytes // alignment)
+
+
+def _greedy(first: Longs, last: Longs, size: Longs, live: Longs) -> tuple[Longs, Longs, int]:
+    """The best of several orders and two ways to choose a gap: offsets, order, height."""
+    lasts = last - first
+    pressure = layout_search.highest(first, last, live)
+    keys = [
+        (-size, -lasts),
+        (-lasts, -size),
+        (-size, -lasts * size),
+        (-size, -lasts, -pressure),
+        (-size, first),
+        (first, -size),
+    ]
+    bound, height = int(live.max()), int(size.sum()) + 1
+    best = chosen = np.empty(0, np.int64)
+    tries = [(key, tightest) for key in keys for tightest in (True, False)]
+    for key, tightest in tries[: max(_FEWEST_ORDERS, _GREEDY_WORK // len(size) ** 2)]:
+        order = np.lexsort(key)
+        offsets, at = place(order, first, last, size, tightest, height)
+        if at < height:
+            best, chosen, height = offsets, order, int(at)
+        if height == bound:
+            break
+    return best, chosen, height
+
+
+@compiled
+def place(order, first, last, size, tightest, limit):  # type: ignore[no-untyped-def]
+    """Place buffers one by one into the tightest or the lowest gap; give up at the height `limit`.
+
+    Returns
+    -------
+    offsets, height
+    """
+    n = len(order)
+    offsets = np.zeros(n, np.int64)
+    pile = np.empty((4, n), np.int64)  # of what is placed, by offset: offset, top, first, last
+    height = np.int64(0)
+    for k in range(n):
+        b = order[k]
+        a, z, bytes_ = first[b], last[b], size[b]
+        top, at, slack = np.int64(0), np.int64(-1), np.int64(1) << 62
+        for i in range(k):
+            if pile[2, i] < z and a < pile[3, i]:
+                gap = pile[0, i] - top
+                if bytes_ <= gap < slack + bytes_:
+                    at, slack = top, gap - bytes_
+                    if not tightest or slack == 0:
+                        break
+                top = max(top, pile[1, i])
+        if at < 0:
+            at = top
+        offsets[b] = at
+        height = max(height, at + bytes_)
+        if height >= limit:
+            return offsets, height
+        rank, above = 0, k  # the first place from `at` on: NumPy's own search takes longer to compile than all of this
+        while rank < above:
+            middle = (rank + above) // 2
+            if pile[0, middle] < at:
+                rank = middle + 1
+            else:
+                above = middle
+        for row in range(4):
+            for j in range(k, rank, -1):
+                pile[row, j] = pile[row, j - 1]
+        pile[0, rank], pile[1, rank], pile[2, rank], pile[3, rank] = at, at + bytes_, a, z
+    return offsets, height
+
+
+@compiled
+def _improve(order, offsets, first, last, size, height, target, work, seed):  # type: ignore[no-untyped-def]
+    """Move what lies at the top to an earlier place of the order, again and again, and keep what is not worse.
+
+    Returns
+    -------
+    offsets, order, height
+        The best found; the arguments themselves where nothing is better.
+    """
+    n = len(order)
+    state = np.uint64(seed * 2 + 1) * np.uint64(0x9E3779B97F4A7C15)
+    best, chosen = offsets, order
+    done = 0
+    while done < work and height > target:
+        done += n * n // 4 + n
+        trial = chosen.copy()
+        state ^= state << np.uint64(13)
+        state ^= state >> np.uint64(7)
+        state ^= state << np.uint64(17)
+        tightest = (state >> np.uint64(33)) & np.uint64(3) != np.uint64(0)
+        moved = 0
+        for k in range(n):
+            b = chosen[k]
+            state ^= state << np.uint64(13)
+            state ^= state >> np.uint64(7)
+            state ^= state << np.uint64(17)
+            at_top = best[b] + size[b] >= height
+            if k > 0 and (at_top or (state >> np.uint64(20)) % np.uint64(n) < np.uint64(2)):
+                to = np.int64((state >> np.uint64(11)) % np.uint64(k))
+                for i in range(k, to, -1):
+                    trial[i] = trial[i - 1]
+                trial[to] = b
+                moved += 1
+        if not moved:
+            continue
+        found, at = place(trial, first, last, size, tightest, height + 1)
+        if at <= height:
+            best, chosen, height = found, trial, at
+    return best, chosen, height

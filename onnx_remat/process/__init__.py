@@ -1,0 +1,1 @@
+"""Other processes, and compiled code: the worker for native libraries, numba's cache."""

@@ -1,0 +1,494 @@
+"""Plan, write, and look at what ONNX Runtime would make of the file, until that keeps the budget."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+
+from onnx_remat.errors import BudgetInfeasibleError, ModelError, VerificationError
+from onnx_remat.memory import buffers
+from onnx_remat.memory.donation import after_readers
+from onnx_remat.memory.problem import Schedule, check_schedule
+from onnx_remat.options import Options
+from onnx_remat.ort import moves, runtime
+from onnx_remat.ort.executed import Executed, as_executed
+from onnx_remat.ort.kernels import costs
+from onnx_remat.ort.peaks import held
+from onnx_remat.ort.prepare import Compiled, computed
+from onnx_remat.plan import selectors
+from onnx_remat.plan.request import Deadline
+from onnx_remat.rewrite.goal import MARGIN, Goal
+from onnx_remat.session.foreseen import Footprint, foresee
+from onnx_remat.session.opening import workspace
+from onnx_remat.units import format_bytes
+from onnx_remat.version import __version__
+from onnx_remat.write import private_buffers
+from onnx_remat.write.decided import Rewritten
+from onnx_remat.write.realize import realize, settle
+from onnx_remat.write.rounding import Direct
+
+_log = logging.getLogger(__name__)
+
+_WARM = 0.97  # of the target: steps above this count as peaks when looking for buffers shared to no good
+_ANYTIME = ("search", "auto", "exact")  # selectors that use the time they are given
+_EASE = 1.02  # of the lowest budget found: a search for just that would have to be as lucky again
+_MORE = 2.0  # times the effort: what a refusal advises to try
+_CLOSE = 0.98  # of a target that was too large: one that is not too large and this near is good enough
+_UNSEEN = 0.004  # of what a loop takes: networks of up to 3,600 nodes took at most 0.3 % more than foreseen
+_LATE = 1.0  # seconds that an answer may come late rather than not at all
+_TIMES = 2.0  # as much again as is missing: what a refusal for lack of time advises to give
+_AFTER = 1.3  # times as long as a file took: with what follows the last one
+_RUN_AGAIN = 0.14  # of a graph's nodes: how many more a file may be expected to have
+_PLANS = 6  # plans made when the written file misses the budget that the plan kept
+_FIRST_SHARE = 0.75  # of the clock for the first plan, where nothing else bounds it: its file may miss the budget
+_SIDE_BY_SIDE = 2  # optimisation levels that ONNX Runtime is asked about at a time
+_GOING_ON = 0.5  # of the effort for each after the first: they start from the plans before
+
+
+Stage = Callable[[str], AbstractContextManager[None]]
+"""Entered around each stage of the work, by its name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A schedule that keeps a budget, and what it was made from."""
+
+    compiled: Compiled
+    schedule: Schedule
+    timeline: buffers.Timeline
+    budget: int
+    extra_compute: float
+    lower_bound: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """A plan, the file it became, and what ONNX Runtime makes of that, by optimisation level.
+
+    `trained` is what a loop takes with it, where the budget is for a loop.
+    """
+
+    plan: Plan
+    written: Rewritten
+    executed: Mapping[str, Executed]
+    trained: Footprint | None = None
+
+
+def make_plan(
+    compiled: Compiled,
+    goal: Goal,
+    target: int,
+    options: Options,
+    deadline: Deadline,
+    known_plans: tuple[Schedule, ...] = (),
+) -> Plan:
+    """The selector's plan for a peak of `target` bytes; Refusal where neither it nor a first look finds one.
+
+    `known_plans` are starting points, see `request.Request.known`.
+    """
+    floor = goal.floor(compiled.problem)
+    proved = floor > target
+    plan = None
+    if not proved:
+        plan = _selected(compiled, goal, target, options, deadline, known=known_plans)
+        if plan.timeline.peak <= target:
+            return plan
+    look = first_look(compiled, goal, options, deadline)
+    if look.timeline.peak <= target and not proved:
+        return look
+    best, n_ops = plan or look, compiled.problem.n_ops
+    lowest = best.timeline.peak + goal.per_node * (len(best.schedule.order) - n_ops)
+    found = goal.budget(lowest)
+    raise Refusal(
+        _refused(goal, target, floor, lowest, options),
+        0 if found >= goal.taken or proved else int(found * _EASE),
+        "" if proved else _lower(options),
+        "" if proved else _no_lower(goal.budget(floor)),
+        lowest + goal.books, floor + goal.books, look, found if proved and found < goal.taken else 0,
+    )  # fmt: skip
+
+
+def first_look(compiled: Compiled, goal: Goal, options: Options, deadline: Deadline) -> Plan:
+    """The lowest plan that the selector finds at once: the same whatever the budget is."""
+    return _selected(compiled, goal, 0, options, deadline, work=1, use_time=False)
+
+
+def _selected(compiled: Compiled, goal: Goal, target: int, options: Options, deadline: Deadline, **more: Any) -> Plan:
+    """The selector's answer, above the target or not; `more` are fields of `request.Request`."""
+    order = moves.adjoined(compiled.problem, compiled.default_order().order).order
+    baseline = Schedule(tuple(after_readers(compiled.problem, order).tolist()))
+    # Plans are made against liveness: the file keeps the runtime from sharing buffers where that costs memory.
+    whole = compiled.problem if goal.own is None else goal.own
+    problem = replace(whole, poolable=np.zeros(whole.n_values, np.bool_))
+    if goal.by_loop:  # the slab does not shrink while a kernel has its workspace: the largest lies alongside
+        apart, alone = workspace(compiled)[0], moves.beside(compiled)
+        problem = replace(problem, workspace=alone, base_bytes=problem.base_bytes + apart, hold_unread=False)
+    numbers = {name: i for i, name in enumerate(compiled.graph.values)}
+    request = selectors.Request(
+        problem,
+        target,
+        baseline,
+        effort=options.work_seconds(),
+        deadline=deadline,
+        progress=options.progress,
+        checkpoints=tuple(numbers[computed(name, numbers, "checkpoints")] for name in options.checkpoints),
+        anchors=tuple(op.index for op in compiled.graph.ops if op.node.op_type in costs.MATRIX_OPS),
+        **{"use_time": options.effort is None, **more},
+    )
+    schedule = moves.adjoined(problem, selectors.get(options.selector)(request).order, target)
+    schedule = settle(compiled, problem, schedule, target)
+    check_schedule(problem, schedule)
+    timeline = buffers.simulate(problem, schedule)
+    extra, floor = schedule.overhead(compiled.problem), goal.floor(compiled.problem)
+    return Plan(compiled, schedule, timeline, goal.allowed, extra, floor)
+
+
+class Refusal(BudgetInfeasibleError):
+    """No plan or no file: why, and what is needed to say which budget to ask for.
+
+    Attributes
+    ----------
+    why : str
+        The first half of the message.
+    candidate : int
+        A budget in bytes, a little above the lowest that was found; 0 where none is less than the original takes.
+    lower : str
+        A setting that may go lower; may be empty.
+    below : str
+        Below what there is no plan; may be empty.
+    look : Plan
+        The lowest plan of a first look, the same whatever the budget is.
+    looked : int
+        A budget in bytes for which the first look finds a plan, or a file once it was written; 0 where it finds none
+        for less than the original takes.
+    """
+
+    def __init__(
+        self, why: str, candidate: int, lower: str, below: str, best_peak_bytes: int, lower_bound_bytes: int,
+        look: Plan, looked: int = 0,
+    ) -> None:  # fmt: skip
+        self.why, self.candidate, self.lower, self.below = why, candidate, lower, below
+        self.look, self.looked = look, looked
+        super().__init__(self._text(candidate or looked), best_peak_bytes, lower_bound_bytes)
+
+    def naming(self, budget: int, taken: int = 0) -> BudgetInfeasibleError:
+        """The same error with that budget as the one to ask for; 0 for none but `taken`, what the original takes."""
+        return BudgetInfeasibleError(self._text(budget, taken), self.best_peak_bytes, self.lower_bound_bytes)
+
+    def _text(self, budget: int, taken: int = 0) -> str:
+        if budget:
+            eased = (
+                f", {_EASE - 1:.0%} above that)" if budget == self.candidate else "), for which a first look finds one"
+            )
+            advice = f"try budget={budget} ({format_bytes(budget)}{eased}"
+            advice += f", or {self.lower} to go lower" if self.lower else ""
+        elif self.lower:
+            advice = f"try {self.lower}"
+        else:
+            advice = "a first look finds none that takes less than the model as it is"
+            advice += f": try budget={taken} ({format_bytes(taken)})" if taken else ""
+        return "; ".join(filter(None, (self.why, advice, self.below)))
+
+
+def _refused(goal: Goal, target: int, floor: int, lowest: int, options: Options) -> str:
+    """Why there is no plan: proved, or not found in the time given; `Refusal` adds what to try next.
+
+    Settings are named as in Python, ``budget=52000000``; the command line makes flags of them.
+    """
+    allowed, least, found = goal.allowed, goal.budget(floor), goal.budget(lowest)
+    if floor > target:
+        books = f"{format_bytes(goal.books)} of ONNX Runtime's own bookkeeping, " if goal.books else ""
+        return (
+            f"budget {format_bytes(allowed)} is impossible: below {format_bytes(least)} ({format_bytes(floor)} of "
+            f"tensors, {books}{MARGIN:.0%} kept free) there is no plan, which is proved"
+        )
+    within = f" with {options.bounded_by()}" if options.selector in _ANYTIME else ""
+    finds = f"the lowest that selector {options.selector!r} finds is {format_bytes(found)}"
+    if found >= goal.taken:
+        finds = f"selector {options.selector!r} finds nothing lower than the model as it is"
+    return f"no plan found for budget {format_bytes(allowed)}{within}: {finds}"
+
+
+def _lower(options: Options) -> str:
+    """Settings that may go lower."""
+    return options.bounded_by(_MORE) if options.selector in _ANYTIME else "selector='auto'"
+
+
+def _no_lower(least: int) -> str:
+    return f"below {format_bytes(least)} there is no plan at all"
+
+
+def fit(
+    compiled: Compiled,
+    original: Executed,
+    goal: Goal,
+    folder: Path | None,
+    options: Options,
+    stage: Stage,
+    deadline: Deadline,
+    reserve: float,
+    known: tuple[Schedule, ...] = (),
+) -> Fitted:
+    """A plan and a file within the budget: the best that the selector finds, else those of a first look.
+
+    Raises
+    ------
+    Refusal
+        Neither keeps the budget. It says what the file of the first look takes, which is the same for every budget: so
+        that one is a budget to ask for.
+    """
+    direct = Direct.of(compiled)
+    try:
+        return _search(compiled, original, goal, folder, options, stage, deadline, reserve, known, direct)
+    except Refusal as refusal:
+        if deadline.ends_within(reserve):
+            raise
+        look, alone = refusal.look, replace(direct, values=set())
+        worst, made = _write_out(look, goal, look.timeline.peak, original, folder, options, stage, deadline, alone)
+        if worst <= goal.allowed:
+            found = _at_other_levels(made.written.model, made.executed, folder, options, stage, deadline, reserve)
+            return replace(made, executed=found)
+        refusal.looked = worst if worst < goal.taken else 0
+        raise
+
+
+def _search(
+    compiled: Compiled,
+    original: Executed,
+    goal: Goal,
+    folder: Path | None,
+    options: Options,
+    stage: Stage,
+    deadline: Deadline,
+    reserve: float,
+    known: tuple[Schedule, ...],
+    direct: Direct,
+) -> Fitted:
+    """Plan, write, and see what ONNX Runtime would make of the file, until that is within the budget.
+
+    Where the file as executed exceeds the budget, the plan is made anew for a tighter target. What the arena adds, or
+    what the runtime's fusions spare a slab, is no simple function of the target: where the budget covers these, the
+    best is looked for between the last target that was too large and the first that was not. No plan is begun whose
+    file could not be simulated before `deadline`: each leaves the time that the file before took to write and simulate,
+    `reserve` seconds at first.
+    """
+    allowed = goal.allowed
+    target, good, failed = _first_target(compiled, goal), 0, 0
+    peaks: list[int] = []
+    plans: tuple[Schedule, ...] = ()
+    best: Fitted | None = None
+    _check_time(compiled, goal, options, deadline, reserve)
+    for _ in range(_PLANS):
+        if plans and deadline.ends_within(reserve):
+            break
+        with stage("plan"):
+            try:
+                share = 1.0 if plans or options.effort is not None else _FIRST_SHARE
+                less = replace(options, effort=options.work_seconds() * _GOING_ON) if plans else options
+                plan = make_plan(compiled, goal, target, less, deadline.sooner(reserve, share), (*known, *plans))
+                plans = (*plans, plan.schedule)
+            except BudgetInfeasibleError:
+                if not plans and target < goal.target():  # no wonder
+                    target = goal.target()
+                    continue
+                if not plans:
+                    raise
+                break
+        began = time.monotonic()
+        worst, made = _write_out(plan, goal, target, original, folder, options, stage, deadline, direct)
+        reserve = _AFTER * (time.monotonic() - began)
+        peaks.append(worst)
+        _log.info(
+            "target %s: plan of %s at +%.1f %% compute, file takes %s of %s", format_bytes(target),
+            format_bytes(plan.timeline.peak), 100 * plan.extra_compute, format_bytes(worst), format_bytes(allowed),
+        )  # fmt: skip
+        if worst > allowed:  # ask for less by what the file took more, and for less than would give this plan again
+            failed = min(target, plan.timeline.peak)
+            over = worst - allowed if goal.by_loop else int(target * (1 - allowed / worst * 0.998))
+            target = (good + failed) // 2 if good else min(target - over, failed - 1)
+        else:
+            good = target
+            if best is None or plan.extra_compute < best.plan.extra_compute:
+                best = made
+            unused = allowed - worst
+            if plan.extra_compute <= 0:  # there is nothing to gain from a larger target
+                break
+            if unused <= allowed * MARGIN if goal.by_loop else not (options.arena and failed):
+                break
+            target = (good + failed) // 2 if failed else target + unused
+        if good > failed * _CLOSE > 0:
+            break
+    if best is not None:
+        found = _at_other_levels(best.written.model, best.executed, folder, options, stage, deadline, reserve)
+        return replace(best, executed=found)
+    lowest, holds = min(peaks), " with its arena" if options.arena else ""
+    raise Refusal(
+        f"no file found that ONNX Runtime runs under budget {format_bytes(allowed)}{holds}: plans keep it, but the "
+        f"best file takes {format_bytes(lowest)}",
+        int(lowest * _EASE) if lowest < goal.taken else 0, "", _no_lower(goal.budget(plan.lower_bound)),
+        lowest, plan.lower_bound + goal.books, first_look(compiled, goal, options, deadline),
+    )  # fmt: skip
+
+
+def _first_target(compiled: Compiled, goal: Goal) -> int:
+    """The peak to plan for at first: lower where the books of nodes that run again will be more than the margin."""
+    books = int(_RUN_AGAIN * goal.per_node * compiled.problem.n_ops)
+    margin = int(MARGIN * goal.allowed)
+    if books < 2 * margin:
+        return goal.target()
+    lowered = goal.target() - books + margin
+    return lowered if lowered > goal.floor(compiled.problem) else goal.target()
+
+
+def _check_time(compiled: Compiled, goal: Goal, options: Options, deadline: Deadline, reserve: float) -> None:
+    """Raise an error where the limit is over before a file could be written and simulated, with no time to plan it."""
+    late = reserve - deadline.left()
+    if late <= _LATE:
+        return
+    enough = 5 * math.ceil((options.time_limit + _TIMES * late) / 5)
+    raise BudgetInfeasibleError(
+        f"time_limit={options.time_limit:g} is too short for a file of {compiled.graph.n_nodes()} nodes: to write it "
+        f"and to ask ONNX Runtime about it takes about {reserve:.0f} s by itself, at this machine's present pace; "
+        f"try time_limit={enough}",
+        goal.taken, goal.floor(compiled.problem) + goal.books,
+    )  # fmt: skip
+
+
+def _write_out(
+    plan: Plan,
+    goal: Goal,
+    target: int,
+    original: Executed,
+    folder: Path | None,
+    options: Options,
+    stage: Stage,
+    deadline: Deadline,
+    direct: Direct,
+) -> tuple[int, Fitted]:
+    """Write a plan and simulate the file; the most it holds, and all of it.
+
+    A session of ours opens it at the last level alone, any other at the one that its user chooses: then it is the most
+    at any level.
+
+    Where it exceeds the budget, the values that share buffers to no good are made private, as long as there are any;
+    against gaps in the arena that is no help.
+    """
+    before_peak = original.timeline().peak
+    unrolled = private_buffers.unroll(plan.compiled.problem, plan.schedule)
+    steps = unrolled.step
+    private: set[int] = set()
+    # A session of ours shares no buffers that it should not: nothing needs to be private then.
+    exposed: set[int] = set(range(len(plan.schedule.order))) if goal.by_loop else set()
+    while True:
+        with stage("rewrite"):
+            written = _write(plan, goal, target, before_peak, private, exposed, direct.values, options.dims)
+        with stage("simulate result"):
+            rounded = direct.differing(written, unrolled)
+            if not direct.values.issuperset(rounded):
+                direct.values.update(rounded)
+                continue
+            written = replace(written, rounded=rounded)
+            executed = _as_written(written.model, folder, options, levels()[-1:] if goal.by_loop else levels())
+            if goal.by_loop:
+                trained = foresee(executed[levels()[-1]], max(deadline.left(), 0.0))
+                return int(trained.total * (1 + _UNSEEN)), Fitted(plan, written, executed, trained)
+            timelines = {level: what.timeline() for level, what in executed.items()}
+        worst = max(timeline.peak for timeline in timelines.values())
+        so_far = len(private) + len(exposed)
+        if worst > plan.budget:
+            warm = int(target * _WARM)
+            idle = {i for what in executed.values() for i in _idle_sharers(what, warm, written)}
+            exposed |= {int(steps[i]) for i in idle & private}
+            private |= idle
+        if len(private) + len(exposed) == so_far:
+            if options.arena:
+                worst = max(worst, *(held(executed[level], timelines[level]) for level in executed))
+            return worst, Fitted(plan, written, executed)
+
+
+def levels() -> tuple[str, ...]:
+    """Optimisation levels at which files can be simulated here."""
+    return runtime.LEVELS if runtime.available() else ("disable",)
+
+
+def _as_written(
+    model: onnx.ModelProto, folder: Path | None, options: Options, levels: Sequence[str]
+) -> dict[str, Executed]:
+    """A written model as ONNX Runtime executes it, per optimisation level."""
+    try:
+        if runtime.available() and runtime.is_large(model) and not options.preparation().fixed:  # it is not asked
+            return dict.fromkeys(levels, as_executed(model, folder, "all", options.preparation()))
+        with ThreadPoolExecutor(_SIDE_BY_SIDE) as pool:  # ONNX Runtime is asked in processes of its own
+            asked = pool.map(lambda level: as_executed(model, folder, level, options.preparation()), levels)
+            return dict(zip(levels, asked, strict=True))
+    except ModelError as error:
+        raise VerificationError(f"the rewritten model is not usable: {error}") from error
+
+
+def _at_other_levels(
+    model: onnx.ModelProto,
+    executed: Mapping[str, Executed],
+    folder: Path | None,
+    options: Options,
+    stage: Stage,
+    deadline: Deadline,
+    seconds: float,
+) -> dict[str, Executed]:
+    """What is known of a written model with the levels that are missing; of the first alone without the `seconds`."""
+    missing = [level for level in levels() if level not in executed]
+    if not missing:
+        return dict(executed)
+    if deadline.ends_within(seconds) or runtime.is_large(model):
+        missing = missing[:1]
+    with stage("simulate result"):
+        found = {**executed, **_as_written(model, folder, options, missing)}
+    return {level: found[level] for level in levels() if level in found}
+
+
+def _idle_sharers(what: Executed, limit: int, written: Rewritten) -> set[int]:
+    """Occurrences to be made private, so that the file as executed holds no dead buffer through steps above `limit`.
+
+    Each would leave its place to another: those who follow are found here, not by asking ONNX Runtime again for each.
+    """
+    number = {name: i for i, name in enumerate(written.occurrences)}
+    names = list(what.compiled.graph.values)
+    unrolled = private_buffers.unroll(what.compiled.problem, what.order)
+    ours = [names[v] in number for v in unrolled.source.tolist()]
+    can_hide = np.zeros(len(what.order.order), np.bool_)
+    can_hide[unrolled.step[ours]] = True
+    found = private_buffers.choose_private(unrolled, limit, 0, can_hide).leaders
+    return {number[names[unrolled.source[i]]] for i in found if ours[i]}
+
+
+def _write(
+    plan: Plan,
+    goal: Goal,
+    limit: int,
+    before_peak: int,
+    private: Set[int],
+    exposed: Set[int],
+    direct: Set[str],
+    dims: Mapping[str, int],
+) -> Rewritten:
+    metadata = {
+        "version": __version__,
+        "budget_bytes": str(plan.budget),
+        "original_peak_bytes": str(before_peak),
+        "planned_peak_bytes": str(plan.timeline.peak),
+        "dims": json.dumps(dict(dims)),
+        "run_by": goal.run_by(),
+    }
+    if (kernels := plan.compiled.kernels).device != "cpu":
+        metadata |= {"provider": kernels.name, "cudnn_workspace_bytes": str(kernels.library_workspace)}
+    return realize(plan.compiled, plan.schedule, limit, metadata, private, exposed, direct)

@@ -1,0 +1,96 @@
+"""Recompute against bandwidth: plans that move values to the host's memory and back, where that is the less of the two.
+
+First comes a plan that moves nothing. What it holds at its peak, and what it computes again at a higher price than a
+move has, are the values worth moving: the next plan may, and starts from the one before. That is repeated while it
+gets better.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from onnx_remat.errors import BudgetInfeasibleError
+from onnx_remat.memory.problem import Schedule
+from onnx_remat.options import Options
+from onnx_remat.ort.executed import Executed
+from onnx_remat.ort.moves import adjoined, carried, movable, split, worth_moving
+from onnx_remat.ort.prepare import Compiled
+from onnx_remat.ort.renewed import taking_over, with_donations
+from onnx_remat.plan.request import Deadline
+from onnx_remat.rewrite.fit import Fitted, Stage, fit, make_plan
+from onnx_remat.rewrite.goal import Goal
+
+_ROUNDS = 3  # plans that may move values
+_SHARE = 0.4  # of the clock for a plan that moves nothing, and of what is left for each after it
+_EASE = 1.02  # of the lowest budget that was found: what a plan to start from is asked to keep
+_LOOK = 0.25  # of the effort for that plan
+
+
+def fit_with_moves(
+    compiled: Compiled,
+    original: Executed,
+    goal: Goal,
+    folder: Path | None,
+    options: Options,
+    stage: Stage,
+    deadline: Deadline,
+    reserve: float,
+) -> Fitted:
+    """`fit.fit` among plans that may move values to the host and back, and those that do not; the one that takes least.
+
+    Raises
+    ------
+    BudgetInfeasibleError
+        Neither kind was found.
+    """
+    link, moving = options.link(), goal.floor_of_moves(compiled.problem)
+    best: Fitted | None = None
+    refusal: BudgetInfeasibleError | None = None
+    try:
+        best = fit(compiled, original, goal, folder, options, stage, deadline.sooner(reserve, _SHARE), reserve)
+        start = best.plan.compiled, best.plan.schedule
+    except BudgetInfeasibleError as error:
+        refusal = error
+        start = compiled, _lowest(compiled, goal, error, options, deadline.sooner(reserve, _SHARE))
+    before: set[str] = set()
+    for turn in range(_ROUNDS):
+        if turn and deadline.ends_within(reserve):
+            break
+        names = set(worth_moving(*start, link, at_any_price=best is None))
+        if turn and best is None:  # nothing less will do
+            names.update(movable(compiled))
+        if not names or names == before:
+            break
+        before = names
+        larger = with_donations(split(compiled, names, link))
+        known = carried(start[1].order, start[0], larger)
+        its = replace(goal, own=taking_over(larger), fused=None, moving=moving)
+        clock = deadline.sooner(reserve, _SHARE)
+        try:
+            found = fit(larger, original, its, folder, options, stage, clock, reserve, (known,))
+        except BudgetInfeasibleError as error:
+            if best is not None:
+                break
+            refusal, start = error, (larger, known)
+            continue
+        if best is not None and found.plan.extra_compute >= best.plan.extra_compute:
+            break
+        best, start = found, (larger, found.plan.schedule)
+    if best is None:
+        assert refusal is not None
+        raise refusal
+    return best
+
+
+def _lowest(
+    compiled: Compiled, goal: Goal, error: BudgetInfeasibleError, options: Options, deadline: Deadline
+) -> Schedule:
+    """A plan as low as they were found without moves."""
+    allowed = goal.budget(int((error.best_peak_bytes - goal.books) * _EASE))
+    within = replace(goal, allowed=allowed)
+    less = replace(options, effort=options.work_seconds() * _LOOK)
+    try:
+        return make_plan(compiled, within, within.target(), less, deadline).schedule
+    except BudgetInfeasibleError:
+        return adjoined(compiled.problem, compiled.default_order().order)

@@ -1,0 +1,416 @@
+"""The stages, top to bottom: load, compile, simulate the original, plan, rewrite, simulate the result, verify."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Unpack
+
+import onnx
+
+from onnx_remat import files
+from onnx_remat.errors import ModelError, UsageError
+from onnx_remat.ir import model_io, phases, shapes
+from onnx_remat.ir.body import check_fits, into_body
+from onnx_remat.measure import verify
+from onnx_remat.measure.processes import beyond_tensors
+from onnx_remat.memory.buffers import Timeline
+from onnx_remat.options import Options, PlanningOptions, parse_options
+from onnx_remat.ort.executed import Executed, as_executed
+from onnx_remat.ort.moves import moved
+from onnx_remat.ort.peaks import describe, held, reserves
+from onnx_remat.ort.prepare import Compiled, prepare
+from onnx_remat.ort.renewed import taking_over, with_donations
+from onnx_remat.plan.cost_bounds import cost_lower_bound
+from onnx_remat.plan.request import Deadline
+from onnx_remat.rewrite.first_use import PLANNER, REPORTER, SIMULATOR, FirstUse, first_use
+from onnx_remat.rewrite.fit import Fitted, Plan, Refusal, fit, levels, make_plan
+from onnx_remat.rewrite.goal import Goal
+from onnx_remat.rewrite.notes import MOVES, on_device, rounding, unseen, warnings, worst_level
+from onnx_remat.rewrite.offload import fit_with_moves
+from onnx_remat.rewrite.report import Report
+from onnx_remat.session.foreseen import BOOKS_BYTES_PER_NODE, Footprint, foresee
+from onnx_remat.session.opening import check_openable
+from onnx_remat.units import Budget, parse_budget
+from onnx_remat.write.decided import Rewritten
+
+_LOOKS = {True: 3.0, False: 4.0}  # times as long as simulating the original: a file, for a loop or at every level
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A rewritten model and the report on it.
+
+    Attributes
+    ----------
+    model : onnx.ModelProto
+    report : Report
+    folder : Path or None
+        Where the model's external data lies.
+    compiled : Compiled
+        The original as it was planned.
+    original, executed : Executed
+        The original and the rewritten model as ONNX Runtime executes them by default.
+    recomputed : tuple of str
+        Labels of the recomputed nodes, one entry per extra run.
+    """
+
+    model: onnx.ModelProto
+    report: Report
+    folder: Path | None
+    compiled: Compiled
+    original: Executed
+    executed: Executed
+    recomputed: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        """The verdict: a whole model would fill a screen."""
+        return f"<Result: {self.report.verdict()}>"
+
+    def save(self, path: str | os.PathLike[str], force: bool = False) -> None:
+        """Write the model atomically; external data files are carried along. See `model_io.save`."""
+        model_io.save(self.model, files.check_target(path, None, force), self.folder, force)
+
+
+def plan_model(model: model_io.Model, budget: str | int | Budget, **options: Unpack[PlanningOptions]) -> Plan:
+    """Plan a model without rewriting it.
+
+    Parameters
+    ----------
+    model : path, bytes, onnx.ModelProto or model_io.Source
+        A training graph.
+    budget : str, int or Budget
+        Memory to take at most, see `parse_budget` and `Options.run_by`; percentages are of what the original takes.
+    **options
+        Fields of `Options`.
+
+    Returns
+    -------
+    Plan
+        Its schedule's simulated peak is at most what the budget leaves to a plan.
+
+    Raises
+    ------
+    BudgetInfeasibleError
+        No plan was found under the budget.
+    OnnxRematError
+        As `rewrite_model`.
+    """
+    with first_use() as kernels:
+        job = begin(model, budget, options, kernels)
+        if job.options.offload:
+            raise UsageError("offload: plans with moves are rewrite_model's")
+        job.compile(kernels, PLANNER)
+    try:
+        return make_plan(job.compiled, job.goal, job.goal.target(), job.options, job.deadline)
+    except Refusal as refusal:
+        raise refusal.naming(refusal.candidate or refusal.looked) from None
+
+
+def rewrite_model(model: model_io.Model, budget: str | int | Budget, **options: Unpack[PlanningOptions]) -> Result:
+    """Rewrite a training graph so that training with it takes at most a budget on stock ONNX Runtime.
+
+    Parameters
+    ----------
+    model : path, bytes, onnx.ModelProto or model_io.Source
+        A training graph: forward, loss, backward, often the optimizer update.
+    budget : str, int or Budget
+        ``"4GB"``, ``"3.5GiB"``, ``"80%"`` of what the original takes, or bytes; `Options.run_by` says of what.
+    **options
+        Fields of `Options`: `run_by`, `selector`, `dims`, `loss`, `keep`, `checkpoints`, `allow_recompute`,
+        `time_limit`, `effort`, `costs`, `verify` ("none", "check" or "run"), `progress`.
+
+    Returns
+    -------
+    Result
+        ``.model``, ``.report`` and ``.save(path)``.
+
+    Raises
+    ------
+    UsageError, ModelError, ShapeError
+        The arguments or the model are not usable.
+    BudgetInfeasibleError
+        No plan was found under the budget; the error carries the smallest peak found and a lower bound.
+    VerificationError
+        The rewritten model is not what was promised.
+
+    Examples
+    --------
+    >>> from sample_models.chain import chain
+    >>> result = rewrite_model(chain(16, 1024, 64), budget="70%", effort=1.0)
+    >>> result.report.after.total <= result.report.budget
+    True
+    """
+    return rewrite(model, budget, options)
+
+
+def rewrite(model: model_io.Model, budget: str | int | Budget, options: PlanningOptions, advise: bool = True) -> Result:
+    """As `rewrite_model`; without `advise`, a refusal names a budget that was not tried, but comes sooner."""
+    with first_use() as kernels:
+        job = begin(model, budget, options, kernels)
+        if job.keeps_already():
+            return _unchanged(job)
+        job.compile(kernels, PLANNER + REPORTER if job.options.arena else PLANNER)
+        reserve = _LOOKS[job.goal.by_loop] * job.clock.seconds["simulate original"]
+        fitting = fit_with_moves if job.options.offload else fit
+
+        def within(goal: Goal) -> Fitted:
+            stage = job.clock.stage
+            return fitting(job.compiled, job.original, goal, job.folder, job.options, stage, job.deadline, reserve)
+
+        try:
+            fitted = within(job.goal)
+        except Refusal as refusal:
+            budget = _to_ask_for(refusal, job, within) if advise else refusal.candidate
+            raise refusal.naming(budget, 0 if job.options.arena else job.goal.taken) from None
+        job.compile(kernels, REPORTER)
+    written, final = fitted.written, list(fitted.executed.values())[-1]
+    with job.clock.stage("verify"):
+        measured = _verify(job, written, fitted.executed)
+    report = _report(job, fitted, measured)
+    asked = _as_asked(written.model, job.options)
+    return Result(asked, report, job.folder, job.compiled, job.original, final, tuple(written.recomputed))
+
+
+_ASKED = 2  # budgets tried before a refusal names one
+
+
+def _to_ask_for(refusal: Refusal, job: Job, within: Callable[[Goal], Fitted]) -> int:
+    """A budget that a file was found for: a little above the lowest plan, or what the file of a first look takes.
+
+    0 where neither is less than the original takes. A search by the clock may end otherwise another time, and there is
+    no time for a second one: then only the first look counts.
+    """
+    found, again = refusal.looked, refusal
+    for _ in range(_ASKED if job.options.effort is not None else 0):
+        candidate = again.candidate
+        if not 0 < candidate < min(found or job.goal.taken, job.goal.taken):
+            break
+        try:
+            within(replace(job.goal, allowed=candidate))
+            return candidate
+        except Refusal as error:
+            again = error
+    return found
+
+
+def _verify(job: Job, written: Rewritten, executed: Mapping[str, Executed]) -> verify.Measured | None:
+    """Check the written file as far as was asked for; what was measured, if it was run."""
+    plain, options = executed["disable"], job.options
+    if options.verify != "none":
+        verify.check(job.compiled.graph.model, written.model, plain.compiled.graph)
+    if options.verify != "run":
+        return None
+    order = [plain.compiled.graph.ops[i].node.name for i in plain.order.order]
+    # A budget for a loop promises nothing of a plain session: there the file takes what was simulated.
+    simulated = max(each.timeline().peak for each in executed.values())
+    limit = simulated if job.goal.by_loop else job.goal.allowed
+    return verify.run(
+        job.compiled, written.model, job.folder, dict(options.dims), limit, order, options.arena, written.rounded,
+        trained=job.goal.allowed if job.goal.by_loop else None,
+        beyond=(beyond_tensors(job.original), beyond_tensors(list(executed.values())[-1])), body=not options.patterns,
+    )  # fmt: skip
+
+
+def _report(job: Job, fitted: Fitted, measured: verify.Measured | None) -> Report:
+    """What was done and what it takes, of the original and of the file as ONNX Runtime runs it by default."""
+    plan, written, executed = fitted.plan, fitted.written, fitted.executed
+    compiled, original, final = job.compiled, job.original, list(executed.values())[-1]
+    after = final.timeline()
+    with job.clock.stage("bound"):
+        problem, allowed = job.goal.bounded(compiled.problem)
+        until = job.deadline.passed
+        at_least = 0.0 if job.options.offload else cost_lower_bound(problem, allowed, None, until, job.goal.per_node)
+        if at_least > plan.extra_compute:  # what is fused has fewer values than the nodes that the bound is for
+            at_least = 0.0
+    with job.clock.stage("arena"):
+        arenas = reserves(original, job.before), reserves(final, after)
+    return Report(
+        selector=job.options.selector,
+        budget=job.goal.allowed,
+        before=describe(original, job.before),
+        after=describe(final, after),
+        peaks_by_level={level: each.timeline().peak for level, each in executed.items()},
+        lower_bound=plan.lower_bound,
+        impossible_below=job.impossible_below(plan.lower_bound),
+        extra_compute=plan.extra_compute,
+        extra_compute_bound=at_least,
+        moved=moved(plan.compiled, plan.schedule),
+        recomputed=len(written.recomputed),
+        control_edges=written.control_edges,
+        private_values=written.private_values,
+        nodes_before=compiled.graph.n_nodes(),
+        nodes_after=compiled.graph.n_nodes() + written.nodes_added,
+        seconds=job.clock.seconds,
+        arena_before=arenas[0],
+        arena_after=arenas[1],
+        measured=measured,
+        notes=(
+            *unseen(original.emulated or final.emulated, compiled.graph.model),
+            *rounding(written.rounded),
+            *phases.note(compiled.problem.phase.tolist()),
+            *on_device(compiled),
+            *((MOVES,) if written.moved else ()),
+        ),
+        warnings=warnings(compiled, written.model),
+        run_by=job.goal.run_by(),
+        cut_short=job.deadline.cut_short,
+        loop_before=job.trained,
+        loop_after=fitted.trained or _as_trained(final, written.model),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What planning starts from.
+
+    `before` is the original's simulated timeline by default, `by_level` the original at each level that the budget is
+    for, `trained` what a loop takes with it.
+    """
+
+    options: Options
+    folder: Path | None
+    compiled: Compiled
+    original: Executed
+    before: Timeline
+    by_level: Mapping[str, Executed]
+    trained: Footprint | None
+    goal: Goal
+    clock: _Stopwatch
+    deadline: Deadline
+
+    def compile(self, kernels: FirstUse, groups: tuple[str, ...]) -> None:
+        """See to it that some kernels are compiled; a first use is none of the time limit's."""
+        self.options.progress("compile", 0.0)
+        seconds = kernels.compile(groups)
+        self.clock.waited(seconds)
+        self.deadline.later(seconds)
+
+    def impossible_below(self, floor: int) -> int:
+        """No budget below this is kept where no plan peaks below `floor`; what the original takes is kept by itself."""
+        return min(self.goal.budget(floor), self.goal.taken)
+
+    def keeps_already(self) -> bool:
+        """Is the original itself within the budget?"""
+        allowed = self.goal.allowed
+        if self.goal.by_loop:
+            return self.trained is not None and self.trained.total <= allowed
+        timelines = ((each, each.timeline()) for each in self.by_level.values())
+        return all(
+            timeline.peak <= allowed and not (self.options.arena and held(each, timeline) > allowed)
+            for each, timeline in timelines
+        )
+
+
+def begin(
+    model: model_io.Model, budget: str | int | Budget, given: PlanningOptions, kernels: FirstUse | None = None
+) -> Job:
+    """Check the arguments, load and compile the model, and simulate the original; `kernels` know what is compiled."""
+    parsed, options = parse_budget(budget), parse_options(given)
+    clock = _Stopwatch(options.progress)
+    with clock.stage("load"):
+        source = model_io.load(model)
+        if not options.patterns:
+            check_fits(source.model)
+        compiled = prepare(source.model, options.preparation())
+        options = replace(options, dims=shapes.all_dims(compiled.tensors, options.dims))
+    clock.waited((kernels or FirstUse()).compile(SIMULATOR))
+    deadline = Deadline(options.time_limit)
+    with clock.stage("simulate original"):
+        original = as_executed(compiled.graph.model, source.folder, "all", options.preparation(), compiled)
+        before = original.timeline()
+    by_level = {"all": original}
+    if options.run_by == "session":  # at every level, so that a percentage is of what it takes at the worst of them
+        with clock.stage("simulate result"):
+            by_level = _at_every_level(original, compiled, source.folder, options)
+        taken = max(each.timeline().peak for each in by_level.values())
+        goal, trained = Goal(parsed.resolve(taken), taken=taken), _as_trained(original, source.model)
+    else:
+        try:
+            check_openable(source.model)
+            trained = foresee(original)
+        except ModelError as error:
+            raise ModelError(f"{error}; run_by='session' plans for onnxruntime's own") from None
+        compiled = with_donations(compiled)
+        fused, own = taking_over(with_donations(original.compiled)), taking_over(compiled)
+        per_node = BOOKS_BYTES_PER_NODE if compiled.kernels.device == "cpu" else 0
+        goal = Goal(
+            parsed.resolve(trained.total), True, trained.books, per_node, trained.total, trained.workspace, fused, own
+        )
+    return Job(options, source.folder, compiled, original, before, by_level, trained, goal, clock, deadline)
+
+
+def _at_every_level(
+    original: Executed, compiled: Compiled, folder: Path | None, options: Options
+) -> dict[str, Executed]:
+    """The original as ONNX Runtime executes it at each level, where it is asked; `original` is that by default."""
+    model, stated = compiled.graph.model, options.preparation()
+    if original.emulated:
+        return {"all": original}
+    others = {level: as_executed(model, folder, level, stated, compiled) for level in levels() if level != "all"}
+    return {**others, "all": original}
+
+
+def _as_asked(model: onnx.ModelProto, options: Options) -> onnx.ModelProto:
+    """The model as it is written: in a body, where no memory patterns are wanted."""
+    return model if options.patterns else into_body(model)
+
+
+def _as_trained(executed: Executed, model: onnx.ModelProto) -> Footprint | None:
+    """What a loop takes; nothing where a session cannot open such a step."""
+    try:
+        check_openable(model)
+        return foresee(executed)
+    except ModelError:
+        return None
+
+
+def _unchanged(job: Job) -> Result:
+    """The original as it is: it keeps the budget already."""
+    compiled, original, clock = job.compiled, job.original, job.clock
+    timeline = job.before
+    peak, floor, nodes = describe(original, timeline), job.goal.floor(compiled.problem), compiled.graph.n_nodes()
+    with clock.stage("arena"):
+        taken = reserves(original, timeline)
+    peaks = {level: each.timeline().peak for level, each in job.by_level.items()}
+    report = Report(
+        selector=job.options.selector, budget=job.goal.allowed, before=peak, after=peak, peaks_by_level=peaks,
+        lower_bound=floor, impossible_below=job.impossible_below(floor), extra_compute=0.0, extra_compute_bound=0.0,
+        recomputed=0, control_edges=0, private_values=0, nodes_before=nodes, nodes_after=nodes,
+        seconds=clock.seconds, arena_before=taken, arena_after=taken,
+        notes=(
+            "the original keeps this budget already: OUT is the original, "
+            + ("unchanged" if job.options.patterns else "in the body of an If"),
+            *worst_level(peaks, peak.total),
+            *phases.note(compiled.problem.phase.tolist()),
+            *on_device(compiled),
+        ),
+        warnings=warnings(compiled, compiled.graph.model),
+        run_by=job.goal.run_by(), loop_before=job.trained, loop_after=job.trained,
+    )  # fmt: skip
+    return Result(_as_asked(compiled.graph.model, job.options), report, job.folder, compiled, original, original, ())
+
+
+class _Stopwatch:
+    """Seconds per stage, summed over repeats; also tells the progress callback which stage runs."""
+
+    def __init__(self, progress: Callable[[str, float], None]) -> None:
+        self.seconds: dict[str, float] = {}
+        self._progress = progress
+
+    def waited(self, seconds: float) -> None:
+        """Count seconds that a first use took to compile, if it is one."""
+        if seconds:
+            self.seconds["compile"] = self.seconds.get("compile", 0.0) + seconds
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        self._progress(name, 0.0)
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+        self._progress(name, 1.0)

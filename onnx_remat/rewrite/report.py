@@ -1,0 +1,219 @@
+"""What was done, for people and for programs: one verdict line, a before/after table, JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from onnx_remat.measure.verify import Measured
+from onnx_remat.ort.moves import Moved
+from onnx_remat.ort.peaks import Peak, Reserves
+from onnx_remat.session.foreseen import Footprint
+from onnx_remat.units import format_bytes, table
+
+SCHEMA = "onnx-remat/report/1"
+"""Version of the JSON layout: the number rises when a field changes its meaning or goes away."""
+
+
+TRAINING = (
+    ("training by Loop takes", "total"), ("  inputs and state", "inputs"), ("  weights", "weights"), ("  slab", "slab"),
+    ("  workspace", "workspace"), ("  ONNX Runtime's bookkeeping", "books"),
+)  # fmt: skip
+"""Rows of a table, and the fields of a `Footprint` that they show."""
+
+TENSORS = (
+    ("  inputs", "inputs"), ("  weights and constants", "weights"), ("  activations", "activations"),
+    ("  outputs", "outputs"), ("  workspace", "workspace"),
+)  # fmt: skip
+"""The same of a `Peak`, without its total."""
+
+
+def headed(run_by: str) -> tuple[tuple[str, str], ...]:
+    """`TENSORS` under a head that says whose they are, where the budget is not for them."""
+    return ("tensors in a plain session" if run_by == "loop" else "peak", "total"), *TENSORS
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Everything a run has to say.
+
+    Attributes
+    ----------
+    selector : str
+    budget : int
+        Bytes asked for.
+    before, after : Peak
+        Simulated peaks of the original and of the rewritten model as ONNX Runtime executes them by default.
+    peaks_by_level : mapping
+        Simulated peak of the rewritten model per graph optimisation level; of some where the time limit left no time.
+    lower_bound : int
+        No schedule of this graph peaks below this many bytes of tensors.
+    impossible_below : int
+        No budget below this can be kept, by any plan.
+    extra_compute : float
+        Recomputed work as a fraction of one plain step: 0.25 means 25 % more.
+    extra_compute_bound : float
+        No schedule of this graph's nodes within the budget recomputes less: in any order, with any number of
+        recomputes. (What ONNX Runtime fuses away is in no schedule.)
+    recomputed, control_edges, private_values, nodes_before, nodes_after : int
+        Nodes recomputed, edges added to pin the order (a node each), values given a buffer of their own, node counts.
+    seconds : mapping
+        Time each stage took.
+    arena_before, arena_after : Reserves
+        What the arena adds to either peak.
+    measured : Measured or None
+    notes : tuple of str
+        What the reader should know besides.
+    warnings : tuple of str
+        What in the original keeps its results from being the same in every run.
+    run_by : str
+        What the budget covers, see `Options.run_by`.
+    cut_short : bool
+        Whether the clock cut planning or its bound short (`Options.time_limit`): another run may find another plan.
+    moved : Moved or None
+        What is moved to the host and back, which `extra_compute` includes; None where nothing is. Bounds know no
+        moves: where they were allowed, `extra_compute_bound` is 0.
+    loop_before, loop_after : Footprint or None
+        What training with `session.training.Loop` takes of the machine's memory; None where it cannot open the step.
+    """
+
+    selector: str
+    budget: int
+    before: Peak
+    after: Peak
+    peaks_by_level: Mapping[str, int]
+    lower_bound: int
+    impossible_below: int
+    extra_compute: float
+    extra_compute_bound: float
+    recomputed: int
+    control_edges: int
+    private_values: int
+    nodes_before: int
+    nodes_after: int
+    seconds: Mapping[str, float]
+    arena_before: Reserves
+    arena_after: Reserves
+    measured: Measured | None = None
+    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    run_by: str = "session"
+    cut_short: bool = False
+    moved: Moved | None = None
+    loop_before: Footprint | None = None
+    loop_after: Footprint | None = None
+
+    def covered(self) -> tuple[int, int]:
+        """What the budget covers, of the original and of the result, in bytes."""
+        if loops := self.loops():
+            return loops[0].total, loops[1].total
+        return self.before.total, self.after.total
+
+    def loops(self) -> tuple[Footprint, Footprint] | None:
+        """What training with the original and with the result takes, where the budget covers that."""
+        if self.run_by == "loop" and self.loop_before and self.loop_after:
+            return self.loop_before, self.loop_after
+        return None
+
+    def books(self) -> int:
+        """Bytes of what the budget covers that no plan changes, reckoned for the original."""
+        return self.loop_before.books if self.run_by == "loop" and self.loop_before else 0
+
+    def helpers(self) -> int:
+        """Nodes that were added besides recomputes and control edges: what an edge waits through, private buffers."""
+        copies = 2 * len(self.moved.values) if self.moved else 0
+        return self.nodes_after - self.nodes_before - self.recomputed - self.control_edges - copies
+
+    def verdict(self) -> str:
+        """One line: what was reached, at what price."""
+        gap = max(0.0, self.extra_compute - self.extra_compute_bound)
+        room = f"at most {100 * gap:.1f} points above any possible plan" if gap >= 5e-4 else "the least possible"
+        if self.moved:
+            room = f"+{self.moved.share:.1%} of it to move {format_bytes(self.moved.nbytes)} to the host and back"
+        before, after = self.covered()
+        saved = 1 - after / before if before else 0.0
+        change = f"-{saved:.1%}" if after != before else "unchanged"
+        what = "training takes" if self.run_by == "loop" else "peak"
+        unresolved = self.measured.unresolved if self.measured and self.run_by != "loop" else 0
+        kept = f"kept by simulation, measured {format_bytes(unresolved)} above it" if unresolved else "kept"
+        return (
+            f"{what} {format_bytes(before)} -> {format_bytes(after)} ({change}), "
+            f"budget {format_bytes(self.budget)} {kept}, +{self.extra_compute:.1%} compute, {room}"
+        )
+
+    def to_json(self) -> str:
+        """The report as a JSON object; docs/reference/report-json.md explains its fields."""
+        return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=2)
+
+    def to_text(self, verbose: bool = False) -> str:
+        """The verdict and the before/after table; with `verbose` also the values at the peaks and the timings."""
+        lines = [self.verdict(), "", *table(self._rows())]
+        if self.measured:
+            lines += ["", *self._measured_lines(self.measured)]
+        lines += [f"note: {note}" for note in self.notes]
+        if self.cut_short:
+            lines.append("note: the time limit cut planning short: another run may plan otherwise; effort=N repeats")
+        if verbose:
+            for title, peak in (("before", self.before), ("after", self.after)):
+                lines += ["", f"largest values at the peak {title} (at {peak.at}):"]
+                lines += [f"  {format_bytes(h.bytes):>9}  {h.value} ({h.op_type})" for h in peak.top]
+            lines += ["", "seconds: " + ", ".join(f"{stage} {s:.2f}" for stage, s in self.seconds.items())]
+        return "\n".join(lines)
+
+    def _rows(self) -> list[tuple[str, str, str]]:
+        session = self._sides(self.before, self.after, headed(self.run_by))
+        session += self._sides(
+            self.arena_before,
+            self.arena_after,
+            (("  with ONNX Runtime's arena", "held"), ("    outputs fed back", "held_fed_back")),
+        )
+        training = self._sides(self.loop_before, self.loop_after, TRAINING)
+        rows = [("", "before", "after")]
+        rows += [*training, *session] if self.run_by == "loop" else [*session, *training]
+        rows += [
+            ("extra compute", "", f"+{self.extra_compute:.2%}"),
+            ("  of any plan, at least", "", f"+{self.extra_compute_bound:.2%}"),
+            ("nodes", str(self.nodes_before), str(self.nodes_after)),
+            ("  recomputed", "", str(self.recomputed)),
+            *self._move_rows(),
+            ("  control edges", "", str(self.control_edges)),
+            ("  helpers of edges and buffers", "", str(self.helpers())),
+            ("values with own buffers", "", str(self.private_values)),
+            ("smallest possible budget", "", f">= {format_bytes(self.impossible_below)}"),
+        ]
+        return rows
+
+    def _move_rows(self) -> list[tuple[str, str, str]]:
+        if self.moved is None:
+            return []
+        host = self.loop_after.on_host if self.loop_after else 0
+        rows = [("  copies to the host and back", "", str(2 * len(self.moved.values)))]
+        rows += [("    bytes moved, each way", "", format_bytes(self.moved.nbytes))]
+        return [*rows, ("    the host keeps at most", "", format_bytes(host))]
+
+    @staticmethod
+    def _sides(before: object, after: object, fields: tuple[tuple[str, str], ...]) -> list[tuple[str, str, str]]:
+        """One row per field, in bytes; none where a side is missing."""
+        if before is None or after is None:
+            return []
+        return [
+            (label, format_bytes(getattr(before, field)), format_bytes(getattr(after, field)))
+            for label, field in fields
+        ]
+
+    def _measured_lines(self, m: Measured) -> list[str]:
+        rows = [("measured", "before", "after")]
+        if m.trained_before is not None and m.trained_after is not None:
+            rows.append(("training takes", format_bytes(m.trained_before), format_bytes(m.trained_after)))
+        rows += [
+            ("tensors in a plain session", format_bytes(m.before), format_bytes(m.after)),
+            ("  pages and bookkeeping besides", format_bytes(m.before_beyond), format_bytes(m.after_beyond)),
+            ("held with allocator reserves", format_bytes(m.before_default), format_bytes(m.after_default)),
+            *([("with session_options()", "", format_bytes(m.after_arena))] if m.after_arena is not None else []),
+            ("step", f"{m.before_seconds * 1e3:.1f} ms", f"{m.after_seconds * 1e3:.1f} ms"),
+        ]
+        order = "as planned" if m.order_kept else "NOT as planned"
+        if m.unresolved:
+            rows.append(("over the budget, within what can be measured", "", format_bytes(m.unresolved)))
+        return [*table(rows), f"outputs {m.outputs_equal}; executed order {order}"]

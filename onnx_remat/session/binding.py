@@ -1,0 +1,363 @@
+"""Where every large value of a step lies: one slab, and new state on top of the old.
+
+With all its large values bound to memory of ours, ONNX Runtime shares nothing by itself: lifetimes, and so what may
+share an address, follow from the order in which the nodes run. A value lives from the node that makes it to the last
+that reads it or a view of it; a graph output to the end. Two values may share an address
+
+* if their lifetimes do not meet;
+* or if one is made by the last node that reads the other, at the same address exactly, by a kernel that was measured to
+  be safe so (`kernels.in_place`).
+
+New state may lie in the memory of the old one under the same rule: every node that reads the old value, or a view of
+it, runs before the one that makes the new.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from onnx import TensorProto
+
+from onnx_remat.ir.dtypes import bits
+from onnx_remat.ir.shapes import Tensor
+from onnx_remat.memory import layout
+from onnx_remat.memory.problem import Longs
+from onnx_remat.ort.kernels.base import Kernels, key
+from onnx_remat.ort.kernels.in_place import may_overwrite
+from onnx_remat.ort.moves import DOWN, UP
+from onnx_remat.session.private_copy import Step, as_run
+
+LEAST = 4096
+"""Bytes from which on a value is bound; smaller ones stay with ONNX Runtime, but for graph outputs."""
+
+
+_DEVICE_ALIGNMENT = 256  # what ONNX Runtime's arena gives, and cudaMalloc
+
+
+def least(kernels: Kernels) -> int:
+    """Bytes from which on values are bound: on a device all are, or small ones would break up what kernels work in."""
+    return LEAST if kernels.device == "cpu" else 1
+
+
+EFFORT = 4
+"""Turns of search for the layout, a third of a second each; none is taken where the first one is as low as can be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A step as it runs, with what the layout needs to know of its values.
+
+    Attributes
+    ----------
+    steps : tuple of Step
+        In execution order.
+    tensors : mapping of str to Tensor
+    inputs : tuple of str
+        Graph inputs.
+    outputs : tuple of str
+        Graph outputs.
+    root : mapping of str to str
+        Value whose memory each value lies in, for views; others are left out.
+    kernels : Kernels
+    on_host : frozenset of str
+        Values that lie in host memory although the step runs on a device, and small ones that may.
+    """
+
+    steps: tuple[Step, ...]
+    tensors: Mapping[str, Tensor]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    root: Mapping[str, str]
+    kernels: Kernels
+    on_host: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A value's place in the slab."""
+
+    name: str
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """What is bound where.
+
+    Attributes
+    ----------
+    placements : tuple of Placement
+    height : int
+        Bytes of the slab.
+    live : int
+        The most bytes of bound values that are alive at once: no slab can be smaller.
+    donated : mapping of str to str
+        Input in whose memory an output lies.
+    not_donated : mapping of str to str
+        Why an output that was to be donated is not.
+    """
+
+    placements: tuple[Placement, ...]
+    height: int
+    live: int
+    donated: Mapping[str, str]
+    not_donated: Mapping[str, str]
+
+
+def program(
+    steps: Sequence[Step],
+    tensors: Mapping[str, Tensor],
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    kernels: Kernels,
+    opset: int = 20,
+) -> Program:
+    """Tell views from values that own their memory. A view that is a graph output is a copy, and owns its own."""
+    root: dict[str, str] = {}
+    for step in steps:
+        for slot, out in kernels.aliases(step.node):
+            if out < len(step.node.output) and slot < len(step.node.input):
+                name, viewed = step.node.output[out], step.node.input[slot]
+                if name and viewed and name not in outputs:
+                    root[name] = root.get(viewed, viewed)
+    on_host = _on_host(steps, tensors, kernels, opset, inputs) if kernels.device != "cpu" else frozenset()
+    return Program(tuple(steps), tensors, tuple(inputs), tuple(outputs), root, kernels, on_host)
+
+
+def _on_host(
+    steps: Sequence[Step], tensors: Mapping[str, Tensor], kernels: Kernels, opset: int, inputs: Sequence[str]
+) -> frozenset[str]:
+    """What nodes without a kernel on the device make, and what those that have one leave in host memory.
+
+    Nodes that compute shapes from such values run on the host as well, by rules of the runtime's own. Of a small value
+    that is made of nothing else it is not asked: it is taken for one of the host's, and stays with the runtime.
+    """
+    found: set[str] = set()
+    made = set(inputs)
+    for step in steps:
+        first = tensors[step.node.input[0]].dtype if step.node.input and step.node.input[0] else 0
+        computed = [name for name in step.reads if name in made]
+        shapes = bool(computed) and found.issuperset(computed)
+        slots = kernels.host_outputs.get(key(step.node), ())
+        for slot, name in enumerate(step.node.output):
+            small = name and tensors[name].nbytes < LEAST
+            if name and (slot in slots or (shapes and small) or kernels.on_host(step.node, first, opset)):
+                found.add(name)
+        made.update(step.writes)
+    return frozenset(found)
+
+
+def readers(program: Program) -> dict[str, list[int]]:
+    """Steps that read each value or a view of it, in execution order, by the value that owns the memory."""
+    found: dict[str, list[int]] = {}
+    for i, step in enumerate(program.steps):
+        for name in dict.fromkeys(program.root.get(name, name) for name in step.reads):
+            found.setdefault(name, []).append(i)
+    return found
+
+
+def waiting(program: Program, pairs: Mapping[str, str]) -> Program:
+    """The same program with each renewing step moved behind the last reader of what it renews, where that is possible.
+
+    Parameters
+    ----------
+    pairs : mapping of str to str
+        Input that each output renews.
+    """
+    makers = {name: i for i, step in enumerate(program.steps) for name in step.writes}
+    read_at = readers(program)
+    moved: dict[int, int] = {}
+    for output, name in pairs.items():
+        maker = makers.get(output, -1)
+        last = max((i for i in read_at.get(name, ()) if i != maker), default=-1)
+        results = () if maker < 0 else program.steps[maker].writes
+        first_use = min((i for made in results for i in read_at.get(made, ())), default=len(program.steps))
+        if 0 <= maker < last < first_use:
+            moved[maker] = max(last, moved.get(maker, -1))
+    behind: dict[int, list[int]] = {}
+    for maker, last in moved.items():
+        behind.setdefault(last, []).append(maker)
+    order: list[int] = []
+    for i in range(len(program.steps)):
+        pending = [i] if i not in moved else []
+        while pending:
+            order.append(pending.pop(0))
+            pending += sorted(behind.get(order[-1], ()))
+    steps = as_run([program.steps[i] for i in order])
+    return replace(program, steps=tuple(steps))
+
+
+def donations(program: Program, pairs: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Which outputs may lie in the memory of the inputs they renew, and why the others may not.
+
+    Parameters
+    ----------
+    pairs : mapping of str to str
+        Input that each output renews.
+
+    Returns
+    -------
+    donated, not_donated : dict of str to str
+        Input by output, and reason by output.
+    """
+    makers = {name: i for i, step in enumerate(program.steps) for name in step.writes}
+    read_at = readers(program)
+    donated: dict[str, str] = {}
+    refused: dict[str, str] = {}
+    for output, name in pairs.items():
+        reason = _unsafe(program, output, name, makers.get(output, -1), read_at.get(name, []))
+        if not reason and name in donated.values():
+            reason = f"{name!r} is renewed by another output too"
+        if reason:
+            refused[output] = reason
+        else:
+            donated[output] = name
+    return donated, refused
+
+
+def _unsafe(program: Program, output: str, name: str, maker: int, read_at: Sequence[int]) -> str:
+    """Why `output` must not lie where input `name` does; nothing where it may."""
+    if name not in program.inputs:
+        return f"there is no input {name!r}"
+    if maker < 0:
+        return "no node makes it"
+    new, old = program.tensors[output], program.tensors[name]
+    if name in program.outputs:
+        return f"{name!r} is itself an output"
+    if (new.dtype, new.shape) != (old.dtype, old.shape):
+        return f"it is not of the type and shape of {name!r}"
+    if not is_plain(new):
+        return "its type is not stored as a plain array"
+    if late := [i for i in read_at if i > maker]:
+        return f"node {program.steps[late[-1]].label!r} reads {name!r} after it is renewed"
+    if maker in read_at and not overwrites_safely(program, maker, output, name):
+        step = program.steps[maker]
+        return f"node {step.label!r} ({step.node.op_type}) reads {name!r} while it writes"
+    return ""
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Is it an array of elements of whole bytes?"""
+    return tensor.dtype not in (TensorProto.UNDEFINED, TensorProto.STRING) and bits(tensor.dtype) % 8 == 0
+
+
+def overwrites_safely(program: Program, at: int, made: str, read: str) -> bool:
+    """May step `at` write `made` exactly where `read` lies, which it reads itself?"""
+    step, new = program.steps[at], program.tensors[made]
+    if read in (program.root.get(name, name) for name in step.captured):
+        return False
+    if step.plain is not None:
+        old = program.tensors[read]
+        alike = (old.dtype, math.prod(old.shape)) == (new.dtype, math.prod(new.shape))
+        return alike and all(slot in step.plain for slot, name in enumerate(step.node.input) if name == read)
+    out = list(step.node.output).index(made)
+    return all(
+        (program.tensors[name].dtype, program.tensors[name].shape) == (new.dtype, new.shape)
+        and may_overwrite(program.kernels, step.node, slot, out, new.dtype)
+        for slot, name in enumerate(step.node.input)
+        if name and program.root.get(name, name) == read
+    )
+
+
+def bindable(program: Program, least: int = LEAST) -> list[str]:
+    """Values that own memory and are bound: graph outputs that a node makes, and others of `least` bytes or more."""
+    return [
+        name
+        for step in program.steps
+        for name in step.writes
+        if name not in program.root
+        and name not in program.on_host
+        and is_plain(program.tensors[name])
+        and program.tensors[name].nbytes >= (1 if name in program.outputs else least)
+    ]
+
+
+def bind(program: Program, pairs: Mapping[str, str], least: int = LEAST, seconds: float | None = None) -> Binding:
+    """Place every bindable value: donated outputs in their inputs' memory, all others in one slab.
+
+    Parameters
+    ----------
+    program : Program
+    pairs : mapping of str to str
+        Input that each output to be donated renews.
+    least : int
+        Bytes from which on values are bound.
+    seconds : float, optional
+        That the search for a low slab may take at most.
+    """
+    donated, refused = donations(program, pairs)
+    names = [name for name in bindable(program, least) if name not in donated]
+    start, end = lifetimes(program, names)
+    group = _taken_over(program, names, start, end)
+    heads = list(dict.fromkeys(group.values()))
+    number = {head: i for i, head in enumerate(heads)}
+    lower = np.array([start[head] for head in heads], np.int64)
+    upper = lower.copy()
+    for name, head in group.items():
+        upper[number[head]] = max(upper[number[head]], end[name] + 1)
+    size = np.array([program.tensors[head].nbytes for head in heads], np.int64)
+    offsets, height, live = _lay_out(lower, upper, size, least < LEAST, seconds)
+    placements = tuple(Placement(n, int(offsets[number[group[n]]]), program.tensors[n].nbytes) for n in names)
+    return Binding(placements, height, live, donated, refused)
+
+
+def _lay_out(lower: Longs, upper: Longs, size: Longs, apart: bool, seconds: float | None) -> tuple[Longs, int, int]:
+    """Offsets, height and the most that is alive at once; small values `apart`, above the others, and not searched for.
+
+    There are thousands of them on a device, and all together they are a small fraction of the slab.
+    """
+    if not apart:
+        found = layout.solve(lower, upper, size, effort=EFFORT, time_limit=seconds)
+        return found.offsets, found.height, found.lower_bound
+    small = size < LEAST
+    below = layout.solve(
+        lower[~small], upper[~small], size[~small], alignment=_DEVICE_ALIGNMENT, effort=EFFORT, time_limit=seconds
+    )
+    above = layout.solve(lower[small], upper[small], size[small], alignment=_DEVICE_ALIGNMENT, effort=0)
+    offsets = np.zeros(len(size), np.int64)
+    offsets[~small], offsets[small] = below.offsets, above.offsets + below.height
+    return offsets, below.height + above.height, below.lower_bound + above.lower_bound
+
+
+def lifetimes(program: Program, names: Sequence[str]) -> tuple[dict[str, int], dict[str, int]]:
+    """First and last step of each value; the last step of graph outputs is the last of all."""
+    read_at = readers(program)
+    makers = {name: i for i, step in enumerate(program.steps) for name in step.writes}
+    last = len(program.steps) - 1
+    start = {name: makers[name] for name in names}
+    end = {n: last if n in program.outputs else max(read_at.get(n, [start[n]])) for n in names}
+    return start, end
+
+
+def kept_on_host(program: Program) -> int:
+    """The most bytes that the host keeps at once of values that are moved there (`ort.moves`)."""
+    back = {step.node.input[0] for step in program.steps if step.node.op_type == UP}
+    homes = [s.node.output[0] for s in program.steps if s.node.op_type == DOWN and s.node.output[0] in back]
+    start, end = lifetimes(program, homes)
+    change = np.zeros(len(program.steps) + 1, np.int64)
+    for name in homes:
+        change[start[name]] += program.tensors[name].nbytes
+        change[end[name] + 1] -= program.tensors[name].nbytes
+    return int(np.cumsum(change).max(initial=0))
+
+
+def _taken_over(
+    program: Program, names: Sequence[str], start: Mapping[str, int], end: Mapping[str, int]
+) -> dict[str, str]:
+    """For each value the first of the chain of values that take over one another's memory."""
+    head = {}
+    taken: set[str] = set()
+    for name in names:  # in execution order, so that what is taken over has its head already
+        head[name] = name
+        at = start[name]
+        for read in dict.fromkeys(program.root.get(n, n) for n in program.steps[at].reads):
+            dies = read in head and end[read] == at and read not in taken and read not in program.outputs
+            if dies and overwrites_safely(program, at, name, read):
+                head[name] = head[read]
+                taken.add(read)
+                break
+    return head

@@ -1,0 +1,221 @@
+"""The two ways of a `training.Loop` to run a step: state renewed in place, or outputs fed back as inputs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from onnx_remat.errors import UsageError
+from onnx_remat.ir.naming import gradient_sums, gradients, renewals
+from onnx_remat.session.heap import ALIGNMENT, keep_trimmed, reserve
+from onnx_remat.session.interface import Arrays, Formal, check_loss, check_state, checked, formal, overridable
+from onnx_remat.session.opening import Array
+from onnx_remat.session.session import Session
+
+
+def _left_to_apply(outputs: Iterable[str], state: Container[str], renewed: Iterable[str]) -> dict[str, str]:
+    """Parameter of each gradient that the model leaves to the caller to apply."""
+    done = set(renewed)
+    return {name: target for name, target in gradients(outputs).items() if target in state and target not in done}
+
+
+class InPlace:
+    """Steps of a `Session`: state lies in one block of memory, and is renewed there."""
+
+    def __init__(
+        self, session: Session, state: Mapping[str, npt.NDArray[Any]], loss: str, rate: float, copy: bool
+    ) -> None:
+        self._session, self._loss, self._rate = session, loss, rate
+        self.donated, self.not_donated = session.donated, session.not_donated
+        self.formals = {a.name: Formal(a.dtype_name, a.shape) for a in session.inputs}
+        outputs = {a.name: Formal(a.dtype_name, a.shape) for a in session.outputs}
+        given = checked(self.formals, state)
+        self._arrays = _filled(_block([a for a in session.inputs if a.name in state]), given) if copy else dict(given)
+        if missing := [name for name in self.formals if name not in state and name not in session.defaults]:
+            raise UsageError(f"no value for input {missing[0]!r}")
+        check_loss(outputs, loss)
+        renewed = renewals(state, outputs)
+        self._copied = {output: name for output, name in renewed.items() if output not in session.donated}
+        self._gradients = _left_to_apply(outputs, state, renewed.values())
+        if not copy:
+            _check_trainable(self._arrays, {*renewed.values(), *self._gradients.values()})
+
+    def feed(self, batch: Mapping[str, npt.NDArray[Any]]) -> None:
+        check_state(self.formals, batch)
+        for name, array in batch.items():
+            np.copyto(self._arrays[name], array)
+
+    def step(self) -> float:
+        self._session.execute(self._arrays)
+        made = self._session.results(copy=False)
+        loss = float(made[self._loss].item())
+        for output, name in self._copied.items():
+            np.copyto(self._arrays[name], made[output])
+        for output, name in self._gradients.items():
+            gradient = made[output]  # in the slab: nobody else reads it any more
+            np.multiply(gradient, self._rate, out=gradient)
+            np.subtract(self._arrays[name], gradient, out=self._arrays[name])
+        return loss
+
+    def arrays(self) -> Arrays:
+        return self._arrays
+
+
+class OnDevice:
+    """Steps of a `Session` on a device: state lies there from the first step on, and is renewed there."""
+
+    def __init__(self, session: Session, state: Mapping[str, npt.NDArray[Any]], loss: str, rate: float) -> None:
+        assert session.device is not None
+        self._session, self._device, self._loss, self._rate = session, session.device, loss, rate
+        self.donated, self.not_donated = session.donated, session.not_donated
+        self.formals = {a.name: Formal(a.dtype_name, a.shape) for a in session.inputs}
+        outputs = {a.name: Formal(a.dtype_name, a.shape) for a in session.outputs}
+        check_state(self.formals, state)
+        check_loss(outputs, loss)
+        renewed = renewals(state, outputs)
+        self._copied = {output: name for output, name in renewed.items() if output not in session.donated}
+        self._gradients = _left_to_apply(outputs, state, renewed.values())
+        for name in state:  # one by one, as a mapping may read them from a file
+            self.feed({name: state[name]})
+        if missing := self._device.unfed():
+            raise UsageError(f"no value for input {missing[0]!r}")
+
+    def feed(self, batch: Mapping[str, npt.NDArray[Any]]) -> None:
+        check_state(self.formals, batch)
+        self._device.feed({name: np.asarray(array) for name, array in batch.items()})
+
+    def step(self) -> float:
+        self._session.execute({})
+        made = self._session.fetch([self._loss, *self._copied, *self._gradients])
+        self._device.feed({name: made[output] for output, name in self._copied.items()})
+        for output, name in self._gradients.items():
+            old = self._device.read(name)
+            self._device.feed({name: np.asarray(old - self._rate * made[output], old.dtype)})
+        return float(made[self._loss].item())
+
+    def arrays(self) -> Arrays:
+        arrays = {name: self._device.read(name) for name in self.formals}
+        for array in arrays.values():
+            array.flags.writeable = False
+        return arrays
+
+
+def _block(inputs: Sequence[Array]) -> Arrays:
+    """Arrays for some inputs that lie in one block of memory, one after the other, without values yet."""
+    ends = list(itertools.accumulate(-(-each.nbytes // ALIGNMENT) * ALIGNMENT for each in inputs))
+    block = reserve(ends[-1] if ends else 0)
+    places = zip(inputs, [0, *ends], strict=False)
+    return {a.name: block[at : at + a.nbytes].view(a.dtype_name).reshape(a.shape) for a, at in places}
+
+
+def _filled(places: Arrays, arrays: Iterable[tuple[str, npt.NDArray[Any]]]) -> Arrays:
+    """The places by the names and in the order of some arrays, with the values of these."""
+    filled = {}
+    for name, array in arrays:
+        np.copyto(places[name], array)
+        filled[name] = places[name]
+    return filled
+
+
+def _check_trainable(arrays: Arrays, renewed: Container[str]) -> None:
+    """UsageError unless all arrays can be written, and none that is renewed lies in another's memory."""
+    for name, array in arrays.items():
+        if not (array.flags.c_contiguous and array.flags.writeable):
+            raise UsageError(f"the array of {name!r} is not contiguous or cannot be written: pass copy=True")
+    spans = sorted((a.ctypes.data, a.ctypes.data + a.nbytes, name) for name, a in arrays.items() if a.nbytes)
+    for (_, end, name), (begin, _, other) in itertools.pairwise(spans):
+        if begin < end and (name in renewed or other in renewed):
+            raise UsageError(f"the arrays of {name!r} and {other!r} share memory: pass copy=True")
+
+
+class FedBack:
+    """Steps of onnxruntime's own session: each one's outputs are the next one's inputs."""
+
+    def __init__(
+        self, session: Any, state: Mapping[str, npt.NDArray[Any]], loss: str, rate: float, device: str
+    ) -> None:
+        from onnxruntime import OrtValue
+
+        self._session, self._loss, self._rate, self._device = session, loss, rate, device
+        self.donated: Mapping[str, str] = {}
+        self.formals = {value.name: formal(value) for value in session.get_inputs()}
+        given = checked(self.formals | overridable(session), state)
+        self._values = {name: OrtValue.ortvalue_from_numpy(array, device, 0) for name, array in given}
+        if missing := [name for name in self.formals if name not in state]:
+            raise UsageError(f"no value for input {missing[0]!r}")
+        self.formals |= overridable(session)
+        outputs = {value.name: formal(value) for value in session.get_outputs()}
+        check_loss(outputs, loss)
+        self._outputs = list(outputs)
+        self._renews = renewals(state, self._outputs)
+        reason = "a session of onnxruntime's own runs the step"
+        self.not_donated: Mapping[str, str] = dict.fromkeys(self._renews, reason)
+        self._gradients = _left_to_apply(self._outputs, state, self._renews.values())
+        self._sums = gradient_sums(state)
+        self._own: dict[str, npt.NDArray[Any]] = {}  # state on the CPU, bound once a step has renewed it
+        self._binding = session.io_binding()
+        for name, value in self._values.items():
+            self._binding.bind_ortvalue_input(name, value)
+
+    def feed(self, batch: Mapping[str, npt.NDArray[Any]]) -> None:
+        from onnxruntime import OrtValue
+
+        check_state(self.formals, batch)
+        for name, array in batch.items():
+            self._own.pop(name, None)
+            self._bind(name, OrtValue.ortvalue_from_numpy(np.array(array, order="C"), self._device, 0))
+
+    def step(self) -> float:
+        keep_trimmed()
+        for name in self._outputs:
+            # Unallocated: the runtime makes each output when it is computed, as it does without binding.
+            self._binding.bind_output(name, "cpu" if name == self._loss else self._device)
+        self._session.run_with_iobinding(self._binding)
+        made = dict(zip(self._outputs, self._binding.get_outputs(), strict=True))
+        loss = float(made[self._loss].numpy().item())
+        for output, name in self._renews.items():
+            self._renew(name, made.pop(output))
+        for output, name in self._gradients.items():
+            self._descend(name, made.pop(output))
+        for total, name in self._sums.items():
+            self._descend(name, self._values[total])
+        self._binding.clear_binding_outputs()  # only now: up to 1.28 the values lie in the binding's own list
+        return loss
+
+    def arrays(self) -> Arrays:
+        arrays = {name: value.numpy() for name, value in self._values.items()}
+        for array in arrays.values():
+            array.flags.writeable = False
+        return arrays
+
+    def _bind(self, name: str, value: Any) -> None:
+        self._values[name] = value
+        self._binding.bind_ortvalue_input(name, value)
+
+    def _renew(self, name: str, value: Any) -> None:
+        """Let the next step read what this one put out: on CUDA as it is, on the CPU from memory of the loop's own.
+
+        An output stays where ONNX Runtime's arena put it, and keeps gaps around it that fit nothing: training would
+        hold up to a third more. Arrays that the caller gave are left alone.
+        """
+        from onnxruntime import OrtValue
+
+        if self._device != "cpu":
+            self._bind(name, value)
+            return
+        if name in self._own:
+            np.copyto(self._own[name], value.numpy())
+            return
+        self._own[name] = np.array(value.numpy(), order="C")
+        self._bind(name, OrtValue.ortvalue_from_numpy(self._own[name], "cpu", 0))
+
+    def _descend(self, name: str, gradient: Any) -> None:
+        from onnxruntime import OrtValue
+
+        old = self._values[name].numpy()
+        moved = np.asarray(old - self._rate * gradient.numpy(), old.dtype)
+        self._bind(name, OrtValue.ortvalue_from_numpy(moved, self._device, 0))

@@ -1,0 +1,80 @@
+"""How a session of ours loads the private copy of a step; nothing here imports onnx, which takes memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from onnx_remat.errors import ModelError
+from onnx_remat.fuse import library
+from onnx_remat.session import fusing, scratch
+
+
+def load(path: Path, providers: Sequence[Any], threads: int = 0, pool: int = 0, save_to: Path | None = None) -> Any:
+    """ONNX Runtime's session on a private copy: no optimisations, nodes in the file's order.
+
+    Where a file with kernels lies beside it (`fusing.kernels_of`), its fused nodes find them.
+
+    Parameters
+    ----------
+    path : Path
+    providers : sequence
+        Execution providers, as ``onnxruntime.InferenceSession`` takes them.
+    threads : int
+        Threads of one op; 0 leaves it to ONNX Runtime.
+    pool : int
+        Bytes of the pool for scratch memory, see `scratch`; 0 for none.
+    save_to : Path, optional
+        Where to write the graph as it was loaded.
+
+    Raises
+    ------
+    ModelError
+        ONNX Runtime cannot load it.
+    """
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.execution_mode = onnxruntime.ExecutionMode.ORT_SEQUENTIAL
+    options.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED
+    options.enable_mem_pattern = False
+    options.enable_cpu_mem_arena = False
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 3
+    # Every bound value is an output: each DequantizeLinear that is read at all would be duplicated.
+    options.add_session_config_entry("session.disable_quant_qdq", "1")
+    if pool:
+        scratch.use_pool(options, pool)
+    if save_to is not None:
+        options.optimized_model_filepath = str(save_to)
+        options.log_severity_level = 4
+        options.add_session_config_entry("session.disable_prepacking", "1")  # it is not to run
+    kernels = fusing.kernels_of(path)
+    if kernels.exists():
+        library.register(options)
+    try:
+        with fusing.offered(kernels) if kernels.exists() else nullcontext():
+            return onnxruntime.InferenceSession(str(path), options, providers=list(providers))
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(f"onnxruntime cannot load the step: {first_line(error)}") from error
+
+
+def first_line(error: Exception) -> str:
+    """What ONNX Runtime complains of, in one line."""
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return line[:300]
+
+
+def load_and_save(_: bytes, path: str, target: str, providers: Sequence[str]) -> tuple[None, bytes]:
+    """The part of `private_copy.as_loaded` that loads the copy: for the process of its own (`worker`)."""
+    from onnx_remat.ort import libraries, runtime
+
+    if providers[0] not in runtime.HOST:
+        libraries.load_cuda()
+    load(Path(path), providers, save_to=Path(target))
+    return None, b""

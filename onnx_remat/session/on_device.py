@@ -1,0 +1,144 @@
+"""Memory of a CUDA device for `session.Session`: one block, in which the slab lies and the inputs one after the other.
+
+The driver hands out pieces of two megabytes: hundreds of inputs, each an allocation of its own, would take some hundred
+megabytes more than they have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from onnx_remat.errors import ModelError, UsageError
+from onnx_remat.ort import libraries
+from onnx_remat.session.cuda_memory import Block
+from onnx_remat.session.device import provider_options
+from onnx_remat.session.opening import NUMPY, Array, Opened
+
+_UNIT = 256  # what ONNX Runtime rounds every request up to
+
+
+def providers(names: Sequence[str], limit: int, graph: bool = False) -> list[Any]:
+    """What to make a session with: the device's arena takes what is asked, up to `limit` bytes unless 0.
+
+    With `graph` the second step is captured in a CUDA graph, and all after it replay that. CUDA's libraries are loaded
+    here, if they are not yet. cuDNN is left to guess the best way to compute a convolution: that was a quarter faster
+    than what onnxruntime finds when it tries them all, which takes seconds besides (ResNet-50 on an H100).
+    """
+    libraries.load_cuda()
+    options = (
+        provider_options(limit)
+        | {"cudnn_conv_algo_search": "HEURISTIC"}
+        | ({"enable_cuda_graph": "1"} if graph else {})
+    )
+    return [(names[0], options), *names[1:]]
+
+
+def check_capturable(step: Opened, loose: Sequence[str]) -> None:
+    """UsageError where a graph of a step would not do what the step does."""
+    why = ""
+    if step.random:
+        why = f"node {step.random!r} would draw the same random numbers in every step"
+    elif loose:
+        why = f"output {loose[0]!r} does not lie in the slab"
+    elif step.on_host:
+        why = "values are moved to the host and back, which no graph can hold"
+    elif step.defaults:
+        why = f"input {step.defaults[0]!r} has a default value, which no graph could tell from another"
+    if why:
+        raise UsageError(f"cuda_graph: {why}")
+
+
+def check_provider(session: Any, name: str) -> None:
+    """ModelError where onnxruntime fell back to the CPU, which it does without a word."""
+    if session.get_providers()[0] != name:
+        raise ModelError(f"onnxruntime makes no {name} session here: see what it says of its libraries")
+
+
+def rounded(nbytes: int) -> int:
+    """Bytes that an arena hands out for so many."""
+    return -(-max(nbytes, 1) // _UNIT) * _UNIT
+
+
+def scratch_limit(step: Opened, total: int) -> int:
+    """What of `total` bytes is left to the session's own arena; UsageError where nothing is."""
+    apart = rounded(step.slab) + sum(rounded(array.nbytes) for array in step.inputs)
+    if total <= apart:
+        raise UsageError(f"memory limit {total} is below the {apart} bytes of the slab and the inputs alone")
+    return total - apart
+
+
+class OnDevice:
+    """The slab and the inputs of an opened step in a device's memory, and what is bound there.
+
+    Parameters
+    ----------
+    binding : onnxruntime.IOBinding
+        Of the session that runs the step.
+    step : Opened
+    device : str
+        As ``OrtValue`` names it.
+    """
+
+    def __init__(self, binding: Any, step: Opened, device: str) -> None:
+        self._binding, self._step, self._device = binding, step, device
+        self._formals = {array.name: array for array in step.inputs}
+        self._offsets, end = {}, rounded(step.slab)
+        for array in step.inputs:
+            self._offsets[array.name] = end
+            end += rounded(array.nbytes)
+        self._block = Block(end)
+        self._fed: set[str] = set()
+        for name in self._formals:
+            if name not in step.defaults:
+                self._bind_input(name)
+        renewed = {name: output for output, name in step.donated.items()}
+        self._bound = [place.name for place in step.places]
+        for place in step.places:
+            self._bind_output(place, self._block.address + place.offset)
+        for name, output in renewed.items():
+            self._bind_output(Array(output, self._formals[name].dtype, self._formals[name].shape), self.address(name))
+            self._bound.append(output)
+
+    def _bind_input(self, name: str) -> None:
+        formal = self._formals[name]
+        kind = _element_type(formal.dtype)
+        self._binding.bind_input(name, self._device, 0, kind, formal.shape, self.address(name))
+
+    def _bind_output(self, array: Array, address: int) -> None:
+        self._binding.bind_output(array.name, self._device, 0, _element_type(array.dtype), array.shape, address)
+
+    def address(self, name: str) -> int:
+        """Where an input lies."""
+        return self._block.address + self._offsets[name]
+
+    def feed(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Copy arrays to where the inputs of these names lie: all of their types and shapes."""
+        for name, array in arrays.items():
+            self._block.write(self._offsets[name], array)
+            if name in self._step.defaults and name not in self._fed:
+                self._bind_input(name)
+            self._fed.add(name)
+
+    def unfed(self) -> list[str]:
+        """Inputs that must have a value, and have none yet."""
+        return [name for name in self._formals if name not in self._fed and name not in self._step.defaults]
+
+    def read(self, name: str) -> npt.NDArray[Any]:
+        """A copy of an input as it is now."""
+        formal = self._formals[name]
+        array = np.empty(formal.shape, formal.dtype_name)
+        self._block.read(self._offsets[name], array)
+        return array
+
+    def outputs(self, loose: Sequence[str], wanted: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
+        """Copies of outputs of the last run, of which onnxruntime allocated the `loose` ones."""
+        values = dict(zip([*self._bound, *loose], self._binding.get_outputs(), strict=True))
+        return {name: values[name].numpy() for name in wanted}
+
+
+def _element_type(dtype: int) -> Any:
+    return np.dtype(NUMPY[dtype]).type if dtype in NUMPY else dtype

@@ -1,0 +1,433 @@
+"""What a `Session` needs to know of a step, found out in a process of its own.
+
+Planning takes memory: the model as Python sees it, compiled kernels, ONNX Runtime while it optimises. None of it stays
+with whoever trains: `open_step` starts ``python -m onnx_remat.measure.opening_process``, which leaves two files, the
+model to load and what to bind where, and ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from onnx_remat import errors
+from onnx_remat.errors import ModelError, UsageError
+from onnx_remat.process.worker import QUIET
+from onnx_remat.session import fusing
+from onnx_remat.session.fusing import NOT_TRIED, Fused
+
+if TYPE_CHECKING:
+    import onnx
+
+    from onnx_remat.fuse.ir import Kernel
+    from onnx_remat.ort.executed import Executed
+    from onnx_remat.ort.prepare import Compiled
+    from onnx_remat.session.binding import Binding, Program
+
+Donate = bool | Mapping[str, str]
+"""Which outputs renew which inputs in place: none, all by their names, or those of the mapping, input by output."""
+
+
+NUMPY = {
+    1: "float32", 2: "uint8", 3: "int8", 4: "uint16", 5: "int16", 6: "int32", 7: "int64", 9: "bool",
+    10: "float16", 11: "float64", 12: "uint32", 13: "uint64", 14: "complex64", 15: "complex128",
+}  # fmt: skip
+"""numpy's types by ``onnx.TensorProto``'s numbers."""
+
+BY_BITS = {16: "uint16", 17: "uint8", 18: "uint8", 19: "uint8", 20: "uint8", 24: "uint8"}
+"""Stand-ins for types that numpy lacks (bfloat16, the float8s): arrays of their bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Array:
+    """An input or output: its name, element type (``onnx.TensorProto``; 0 if it is no tensor), and shape."""
+
+    name: str
+    dtype: int
+    shape: tuple[int, ...]
+
+    @property
+    def dtype_name(self) -> str:
+        """numpy's name of the element type; empty where it has none."""
+        return NUMPY.get(self.dtype) or BY_BITS.get(self.dtype, "")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return int(np.dtype(self.dtype_name).itemsize * np.prod(self.shape, dtype=np.int64))
+
+
+@dataclass(frozen=True, slots=True)
+class Place(Array):
+    """A value bound to the slab."""
+
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """All that a `Session` needs besides the model to load.
+
+    Attributes
+    ----------
+    inputs : tuple of Array
+        Graph inputs; those in `defaults` need not be fed.
+    defaults : tuple of str
+    outputs : tuple of Array
+        Graph outputs.
+    places : tuple of Place
+    slab, live : int
+        Bytes of the slab, and the most of them in use at once.
+    weights : int
+        Bytes of initializers.
+    workspace : int
+        Most bytes of scratch memory at once; `pool` of them stay, see `scratch`.
+    pool : int
+    donated, not_donated : mapping of str to str
+        See `binding.Binding`.
+    nodes : int
+        Nodes of the model to load.
+    execution_providers : tuple of str
+        What ONNX Runtime is to run it with.
+    random : str
+        A node that draws random numbers, if there is one.
+    on_host : int
+        Most bytes that the host keeps at once of what is moved there.
+    fused : Fused
+    """
+
+    inputs: tuple[Array, ...]
+    defaults: tuple[str, ...]
+    outputs: tuple[Array, ...]
+    places: tuple[Place, ...]
+    slab: int
+    live: int
+    weights: int
+    workspace: int
+    pool: int
+    donated: Mapping[str, str]
+    not_donated: Mapping[str, str]
+    nodes: int
+    execution_providers: tuple[str, ...]
+    random: str
+    on_host: int
+    fused: Fused
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """How a step is to be opened; see `Session`.
+
+    `least`: bytes from which on values are bound; 0 for the default. `secret`: under which fused nodes name their
+    kernels; 0 for a step that is not fused.
+    """
+
+    provider: str = "cpu"
+    dims: Mapping[str, int] = field(default_factory=dict)
+    donate: Donate = False
+    level: str = "all"
+    check: bool = False
+    least: int = 0
+    secret: int = 0
+
+
+def open_step(path: Path, target: Path, wish: Wish) -> Opened:
+    """Plan where the values of a step lie, in a process of its own.
+
+    Parameters
+    ----------
+    path : Path
+        The step, an ONNX file.
+    target : Path
+        Where to write the model to load.
+    wish : Wish
+
+    Raises
+    ------
+    OnnxRematError
+        The step cannot be opened, and why.
+    """
+    job = {"path": str(path), "target": str(target), "wish": asdict(wish)}
+    paths = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
+    environment = os.environ | QUIET | {"PYTHONPATH": paths}
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "onnx_remat.measure.opening_process"], input=json.dumps(job), env=environment,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        raise ModelError(f"{path.name} could not be opened: {lines[-1]}")
+    answer = json.loads(done.stdout.splitlines()[-1])
+    if "error" in answer:
+        kind = getattr(errors, answer["kind"], ModelError)
+        raise (ModelError if kind is errors.BudgetInfeasibleError else kind)(answer["error"])
+    return _read(answer["opened"])
+
+
+def _read(answer: Mapping[str, Any]) -> Opened:
+    def arrays(entries: list[Mapping[str, Any]]) -> tuple[Array, ...]:
+        return tuple(Array(e["name"], e["dtype"], tuple(e["shape"])) for e in entries)
+
+    places = tuple(Place(e["name"], e["dtype"], tuple(e["shape"]), e["offset"]) for e in answer["places"])
+    given = dict(answer) | {"inputs": arrays(answer["inputs"]), "outputs": arrays(answer["outputs"]), "places": places}
+    return Opened(**given | {"defaults": tuple(answer["defaults"]), "fused": Fused(**answer["fused"])})
+
+
+@dataclass(frozen=True, slots=True)
+class Arranged:
+    """A step as it will run, what is bound where, and of what.
+
+    `constants` it has besides its weights; `kernels` are those of its fused nodes, by handle.
+    """
+
+    compiled: Compiled
+    program: Program
+    binding: Binding
+    weights: int
+    constants: tuple[onnx.TensorProto, ...] = ()
+    kernels: tuple[Kernel, ...] = ()
+    fused: Fused = NOT_TRIED
+
+
+def check_openable(model: onnx.ModelProto) -> None:
+    """ModelError where no session of ours can hold what a model has."""
+    from onnx import TensorProto
+
+    from onnx_remat.ir import model_io
+    from onnx_remat.ort import runtime
+
+    if model_io.weight_bytes(model) > runtime.MOST_WEIGHTS:
+        raise ModelError("a session opens models of up to 512 MiB of weights in the file: make them inputs")
+    for value in (*model.graph.input, *model.graph.output):
+        kind = value.type
+        if not kind.HasField("tensor_type") or kind.tensor_type.elem_type == TensorProto.STRING:
+            raise ModelError(f"a session cannot open this model: {value.name!r} is no tensor of numbers")
+
+
+def arrange(path: Path, target: Path, wish: Wish) -> Arranged:
+    """Let ONNX Runtime optimise a step, choose the order of its nodes, lay out their values, and write what to load.
+
+    What ONNX Runtime has once it has loaded that file is compared with what was laid out, and laid out in its stead
+    where it is something else.
+
+    Raises
+    ------
+    OnnxRematError
+        The step cannot be opened, and why.
+    """
+    import onnx
+
+    from onnx_remat.ir import external_data, model_io
+    from onnx_remat.ir.opsets import opset_of
+    from onnx_remat.ort import placement, runtime
+    from onnx_remat.ort.executed import as_optimized, executed_as_it_lies
+    from onnx_remat.ort.kernels.registry import kernels_of
+    from onnx_remat.ort.prepare import Preparation
+    from onnx_remat.session import binding, private_copy
+
+    source = model_io.load(path)
+    check_openable(source.model)
+    kernels = kernels_of(wish.provider)
+    if not runtime.has_device(kernels.execution_providers[0]):
+        raise ModelError(
+            f"onnxruntime makes no {kernels.execution_providers[0]} session here: that takes onnxruntime-gpu, its CUDA "
+            "libraries and a device"
+        )
+    if old := placement.too_old(kernels, opset_of(source.model), runtime.installed()):
+        raise ModelError(f"a session cannot train well here: {old}")
+    stated = Preparation(kernels, dims=_all_dims(source.model, wish.dims), fixed=True)
+    executed = as_optimized(source.model, source.folder, wish.level, stated)
+    outputs = [value.name for value in source.model.graph.output]
+    least = wish.least or binding.least(kernels)
+    different = ""
+    for _ in range(_LOADS):
+        made = lay_out(executed, outputs, wish.donate, least)
+        made = replace(made, fused=Fused(len(made.program.steps)))
+        model = made.compiled.graph.model
+        for each in _candidates(made, least, wish.secret):
+            bound = [place.name for place in each.binding.placements]
+            copy = private_copy.copy_of(model, each.program.steps, bound, each.constants)
+            if source.folder is not None:
+                external_data.link(copy, source.folder, target.parent)
+            onnx.save(copy, target)
+            beside = fusing.kernels_of(target)
+            beside.unlink(missing_ok=True)
+            if each.kernels:
+                fusing.write(each.kernels, wish.secret, beside)
+            loaded = private_copy.as_loaded(copy, target, kernels.execution_providers)
+            different = private_copy.difference(copy, loaded)
+            if not different:
+                return each
+        del loaded.graph.output[:]
+        loaded.graph.output.extend(model.graph.output)
+        executed = executed_as_it_lies(loaded, stated)
+    raise ModelError(
+        f"a session cannot open this model: onnxruntime changes it whenever it loads it ({different}); run it with "
+        "onnxruntime's own session"
+    )
+
+
+_LOADS = 4
+"""How often a step is laid out anew, as ONNX Runtime has it once it has loaded it."""
+
+
+def _candidates(made: Arranged, least: int, secret: int) -> Iterator[Arranged]:
+    """A laid out step fused, if it can be, and then, should ONNX Runtime change that when it loads it, as it is."""
+    from onnx_remat.fuse import kernels
+    from onnx_remat.ir.opsets import opset_of
+
+    if secret:
+        why_not = kernels.why_not()
+        if not why_not:
+            model = made.compiled.graph.model
+            constants = fusing.numbers(model.graph, made.constants)
+            laid = fusing.fused(made.program, made.binding, opset_of(model), constants, least, secret)
+            if isinstance(laid, fusing.Laid):
+                told = replace(made.fused, kernels=len(laid.kernels))
+                yield replace(made, program=laid.program, binding=laid.binding, kernels=laid.kernels, fused=told)
+                why_not = "onnxruntime changes it when it loads it"
+            else:
+                why_not = laid.why_not
+        made = replace(made, fused=replace(made.fused, why_not=why_not))
+    yield made
+
+
+def lay_out(
+    executed: Executed, outputs: Sequence[str], donate: Donate, least: int, seconds: float | None = None
+) -> Arranged:
+    """Where the values of a step lie that ONNX Runtime has optimised already.
+
+    Parameters
+    ----------
+    executed : Executed
+    outputs : sequence of str
+        Graph outputs, in the original's order.
+    donate : bool or mapping of str to str
+        Which outputs renew which inputs in place.
+    least : int
+        Bytes from which on a value is bound.
+    seconds : float, optional
+        That the search for a low slab may take at most.
+
+    Raises
+    ------
+    ModelError
+        ONNX Runtime has not optimised it: it cannot run the step, or was not asked.
+    """
+    from onnx_remat.ir.graph import INITIALIZER
+    from onnx_remat.ir.opsets import opset_of
+    from onnx_remat.session import binding, private_copy
+
+    if executed.emulated:
+        raise ModelError(f"a session cannot open this model: {executed.emulated}")
+    compiled = executed.compiled
+    stored = {name for name, value in compiled.graph.values.items() if value.kind == INITIALIZER}
+    inputs = [value.name for value in compiled.graph.model.graph.input if value.name not in stored]
+    pairs = _pairs(donate, inputs, list(outputs))
+    ops, opset = [compiled.graph.ops[i] for i in executed.order.order], opset_of(compiled.graph.model)
+    free = private_copy.without_control_edges(ops, compiled.graph.model, compiled.tensors)
+    lean, constants = private_copy.without_sizes(free, compiled.graph.model, compiled.tensors)
+    steps = private_copy.as_run(private_copy.moved_when_due(lean, compiled.kernels))
+    program = binding.waiting(binding.program(steps, compiled.tensors, inputs, outputs, compiled.kernels, opset), pairs)
+    weights = sum(compiled.tensors[name].nbytes for name in stored)
+    return Arranged(compiled, program, binding.bind(program, pairs, least, seconds), weights, constants)
+
+
+def workspace(compiled: Compiled) -> tuple[int, int]:
+    """Bytes of scratch memory that a session takes at most, and how many of them it keeps, in a pool.
+
+    A kernel that takes its own by ``malloc`` takes it besides the pool. Where nodes have bodies there is none: their
+    values would lie in it for as long as they live, and leave gaps. On a device the session's own arena keeps it all.
+    """
+    from onnx_remat.ort.kernels.base import key
+    from onnx_remat.session import device_scratch, scratch
+
+    if compiled.kernels.device != "cpu":
+        return device_scratch.workspace(compiled, compiled.graph.ops), 0
+    asked = malloced = 0
+    for op, blocks in zip(compiled.graph.ops, compiled.table.workspace, strict=True):
+        if key(op.node) in compiled.kernels.by_malloc:
+            malloced = max(malloced, sum(blocks))
+        else:
+            asked = max(asked, sum(-(-block // scratch.UNIT) * scratch.UNIT for block in blocks))
+    bodies = any(attribute.HasField("g") for op in compiled.graph.ops for attribute in op.node.attribute)
+    pool = 0 if bodies else scratch.pool_size(asked)
+    return (pool + malloced if pool else max(asked, malloced)), pool
+
+
+def plan(path: Path, target: Path, wish: Wish) -> Opened:
+    """`open_step` in this process, which compares nothing."""
+    from onnx_remat.ir.op_semantics import semantics
+    from onnx_remat.ort import runtime
+    from onnx_remat.session import binding, private_copy, replay
+
+    made = arrange(path, target, wish)
+    program, bound, tensors, model = made.program, made.binding, made.compiled.tensors, made.compiled.graph.model
+    order = runtime.order_by_priority(*private_copy.edges(program.steps))
+    replay.check(program, bound, order, wish.least or binding.least(made.compiled.kernels))
+    taken, pool = workspace(made.compiled)
+    fed = [value.name for value in model.graph.input]
+
+    def arrays(names: Sequence[str]) -> tuple[Array, ...]:
+        return tuple(Array(name, tensors[name].dtype, tensors[name].shape) for name in names)
+
+    return Opened(
+        inputs=arrays(fed),
+        defaults=tuple(name for name in fed if name not in program.inputs),
+        outputs=arrays(program.outputs),
+        places=tuple(
+            Place(p.name, tensors[p.name].dtype, tensors[p.name].shape, p.offset) for p in bound.placements
+        ),
+        slab=bound.height,
+        live=bound.live,
+        weights=made.weights,
+        workspace=taken,
+        pool=pool,
+        donated=bound.donated,
+        not_donated=bound.not_donated,
+        nodes=len(program.steps),
+        execution_providers=made.compiled.kernels.execution_providers,
+        random=next((s.label for s in program.steps if semantics(s.node.domain, s.node.op_type).random), ""),
+        on_host=binding.kept_on_host(program),
+        fused=made.fused,
+    )  # fmt: skip
+
+
+def _all_dims(model: Any, dims: Mapping[str, int]) -> dict[str, int]:
+    """`dims`, else what a file was planned for, and what follows for other symbolic dimensions.
+
+    UsageError where one is missing or unknown.
+    """
+    from onnx_remat.ir import graph, shapes
+    from onnx_remat.ort.shape_askers import SHAPE_ASKERS
+
+    dims = shapes.planned_dims(model) | dict(dims)
+    try:
+        return shapes.all_dims(shapes.infer(graph.build(model), dims, askers=SHAPE_ASKERS), dims)
+    except errors.ShapeError as error:
+        if "symbolic dimensions are not bound" not in str(error):
+            raise
+        missing = str(error).partition(": ")[2].partition(";")[0]
+        example = ", ".join(f"{name!r}: N" for name in missing.split(", "))
+        raise UsageError(f"symbolic dimensions are not bound: pass dims={{{example}}}") from None
+
+
+def _pairs(donate: Donate, inputs: list[str], outputs: list[str]) -> dict[str, str]:
+    from onnx_remat.ir.naming import renewals
+
+    if isinstance(donate, bool):
+        return renewals(inputs, outputs) if donate else {}
+    for output, name in donate.items():
+        if output not in outputs:
+            raise UsageError(f"donate: the model has no output {output!r}")
+        if name not in inputs:
+            raise UsageError(f"donate: the model has no input {name!r}")
+    return dict(donate)

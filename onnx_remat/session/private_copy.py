@@ -1,0 +1,326 @@
+"""The copy of a step that a `Session` loads: control edges taken out, nodes in the order they shall run.
+
+ONNX Runtime's default order needs control edges to hold. A copy that never leaves the process needs none: with its
+optimisations off and ``ExecutionOrder.PRIORITY_BASED``, ONNX Runtime runs the nodes as they lie in the file.
+
+It changes some graphs whenever it loads them, though: it puts casts around ops that have no half-precision kernel,
+drops casts that meet, duplicates a DequantizeLinear that is read twice, inlines functions. A layout is right for one
+order of one graph, so `difference` compares the graph `as_loaded` with the copy.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx
+from onnx import TensorProto
+
+from onnx_remat import files
+from onnx_remat.fuse.library import DOMAIN as FUSED_DOMAIN
+from onnx_remat.ir import graph, shape_arithmetic
+from onnx_remat.ir.body import bodies, rename_captures
+from onnx_remat.ir.op_semantics import semantics
+from onnx_remat.ir.opsets import canonical
+from onnx_remat.ir.shapes import Tensor
+from onnx_remat.memory.order import priority_order
+from onnx_remat.ort import runtime
+from onnx_remat.ort.kernels.base import Kernels
+from onnx_remat.ort.moves import DOWN, UP
+from onnx_remat.process.worker import ask
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One node as it will run.
+
+    Attributes
+    ----------
+    node : onnx.NodeProto
+        Its inputs and outputs by slot.
+    captured : tuple of str
+        Outer values that its bodies read.
+    plain : frozenset of int, optional
+        Of a fused node, the input slots that its kernel reads element by element, see `fuse.nodes`.
+    """
+
+    node: onnx.NodeProto
+    captured: tuple[str, ...] = ()
+    plain: frozenset[int] | None = None
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Every value it depends on, absent inputs left out."""
+        return tuple(name for name in (*self.node.input, *self.captured) if name)
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """Every value it makes, absent outputs left out."""
+        return tuple(name for name in self.node.output if name)
+
+    @property
+    def label(self) -> str:
+        """How messages call it."""
+        return plain_name(self.node.name) or f"{self.node.op_type}->{next(iter(self.writes), '?')}"
+
+
+def without_control_edges(ops: Sequence[graph.Op], model: onnx.ModelProto, tensors: Mapping[str, Tensor]) -> list[Step]:
+    """The nodes of a graph, in the order of `ops`, with nothing left that only pins their order.
+
+    An Unsqueeze by no axes returns its input as it is, and so does a Concat of it and a vector of no entries (see
+    `write.barriers`): readers read that input. What then nobody reads, of the ops that compute such vectors, is left
+    out. Graph outputs stay.
+
+    Parameters
+    ----------
+    ops : sequence of Op
+        In execution order.
+    model : onnx.ModelProto
+        The model they are of; it is not changed.
+    tensors : mapping of str to Tensor
+        Shapes of its values.
+    """
+    kept = {value.name for value in model.graph.output}
+    instead: dict[str, str] = {}
+    steps: list[Step] = []
+    for op in ops:
+        name = next(iter(op.writes))
+        if _changes_nothing(op, tensors) and name not in kept:
+            instead[name] = instead.get(op.inputs[0], op.inputs[0])
+        else:
+            steps.append(_reading(op, instead))
+    return _without_unread(steps, kept)
+
+
+def _changes_nothing(op: graph.Op, tensors: Mapping[str, Tensor]) -> bool:
+    """Is it an Unsqueeze by a vector of no axes, or a Concat of a vector and one of no entries?"""
+    if op.node.op_type not in ("Unsqueeze", "Concat") or op.node.domain or len(op.inputs) != 2:
+        return False
+    first, second = (tensors[name] for name in op.inputs)
+    vector = len(first.shape) == 1 or op.node.op_type == "Unsqueeze"
+    return second.shape == (0,) and vector and first.dtype != TensorProto.UNDEFINED
+
+
+def _reading(op: graph.Op, instead: Mapping[str, str]) -> Step:
+    node = onnx.NodeProto()
+    node.CopyFrom(op.node)
+    node.input[:] = [instead.get(name, name) for name in node.input]
+    rename_captures(node, {name: instead[name] for name in op.captured if name in instead})
+    return Step(node, tuple(instead.get(name, name) for name in op.captured))
+
+
+def _without_unread(steps: list[Step], kept: Iterable[str]) -> list[Step]:
+    """`steps` less the ops that computed axes for nobody else."""
+    wanted = set(kept)
+    left = []
+    for step in reversed(steps):
+        small = step.node.op_type in ("Size", "Mul", "Shape", "Slice", "Unsqueeze") and not step.node.domain
+        if small and not wanted.intersection(step.writes):
+            continue
+        wanted.update(step.reads)
+        left.append(step)
+    return left[::-1]
+
+
+_EXACT = {
+    "Add", "And", "Cast", "Concat", "Div", "Equal", "Gather", "Greater", "GreaterOrEqual", "Identity", "Less",
+    "LessOrEqual", "Max", "Min", "Mul", "Neg", "Not", "Or", "Range", "ReduceMax", "ReduceMin", "ReduceProd",
+    "ReduceSum", "Reshape", "Shape", "Size", "Slice", "Squeeze", "Sub", "Transpose", "Unsqueeze", "Where",
+}  # fmt: skip
+"""Ops on sizes whose results are the same to the last bit whoever computes them."""
+
+_EXACT_OF_INTEGERS = {"Range", "ReduceProd", "ReduceSum"}  # of floats the order of steps shows in the last bit
+
+
+def without_sizes(
+    steps: Sequence[Step], model: onnx.ModelProto, tensors: Mapping[str, Tensor]
+) -> tuple[list[Step], tuple[onnx.TensorProto, ...]]:
+    """`steps` less what only computes with sizes, all of which are known here, and the results that others read.
+
+    A step whose batch was left open measures what it is given. On a device each such number is computed on the host,
+    which waits for it.
+    """
+    opsets = {entry.domain: entry.version for entry in model.opset_import}
+    fed, kept = ({value.name for value in values} for values in (model.graph.input, model.graph.output))
+    data = {each.name: each for each in model.graph.initializer if each.name not in fed and _is_small(each)}
+    given = set(data)
+
+    def shape_of(name: str) -> tuple[int, ...] | None:
+        found = tensors.get(name)
+        return found.shape if found is not None and found.dtype != TensorProto.UNDEFINED else None
+
+    left = []
+    for step in steps:
+        made = {tensors[name].dtype for name in step.writes}
+        rounds = step.node.op_type in _EXACT_OF_INTEGERS and not made <= {TensorProto.INT32, TensorProto.INT64}
+        copied = step.node.op_type in ("MemcpyFromHost", "MemcpyToHost")  # a weight lies where it is read
+        exact = copied or (step.node.op_type in _EXACT and not rounds)
+        if exact and not step.captured and kept.isdisjoint(step.writes):
+            node = onnx.helper.make_node("Identity", step.reads, step.writes) if copied else step.node
+            shape_arithmetic.compute(node, shape_of, data, opsets)
+        if not any(name in data for name in step.writes):
+            left.append(step)
+    read = {name for step in left for name in step.reads}
+    return left, tuple(found for name, found in data.items() if name in read and name not in given)
+
+
+def _is_small(weight: onnx.TensorProto) -> bool:
+    return math.prod(weight.dims) <= shape_arithmetic.MOST and weight.data_location != TensorProto.EXTERNAL
+
+
+def moved_when_due(steps: Sequence[Step], kernels: Kernels) -> list[Step]:
+    """`steps` with what is moved to the host copied down as soon as it is made, and up as late as it is read.
+
+    No control edge says so: one would pass through the host's copy, on the device.
+    """
+    down = {step.node.output[0]: step for step in steps if step.node.op_type == DOWN}
+    late: dict[str, Step] = {}  # copies up of what was copied down, and views of them
+    for step in steps:
+        (first, *_), viewed = step.node.input or ("",), {slot for slot, _ in kernels.aliases(step.node)}
+        if (step.node.op_type == UP and first in down) or (0 in viewed and first in late):
+            late[step.node.output[0]] = step
+    read = {step.node.input[0] for step in late.values()}
+    made = {name for step in steps for name in step.writes}
+    early: dict[str, list[Step]] = {}
+    for name, step in down.items():
+        if name in read and step.node.input[0] in made:
+            early.setdefault(step.node.input[0], []).append(step)
+    waiting = {id(step) for step in (*late.values(), *(step for each in early.values() for step in each))}
+    result: list[Step] = []
+    done: set[int] = set()
+
+    def take(step: Step) -> None:
+        done.add(id(step))
+        for name in step.reads:
+            name = down[name].node.input[0] if name in down else name
+            if name in late and id(late[name]) not in done:
+                take(late[name])
+        result.append(step)
+        for name in step.writes:
+            result.extend(early.get(name, ()))
+
+    for step in steps:
+        if id(step) not in waiting:
+            take(step)
+    left = (step for step in late.values() if id(step) not in done)  # graph outputs, if any
+    for step in left:
+        take(step)
+    return result
+
+
+def edges(steps: Sequence[Step]) -> tuple[list[list[int]], list[bool]]:
+    """For each step the steps whose values it reads, and whether it is a Shape or a Size."""
+    maker = {name: i for i, step in enumerate(steps) for name in step.writes}
+    producers = [[maker[name] for name in step.reads if name in maker] for step in steps]
+    return producers, [step.node.op_type in ("Shape", "Size") and not step.node.domain for step in steps]
+
+
+def as_run(steps: Sequence[Step]) -> list[Step]:
+    """`steps` in the order ONNX Runtime takes them from a file in which they lie in this order."""
+    return [steps[i] for i in priority_order(*edges(steps))]
+
+
+def copy_of(
+    model: onnx.ModelProto, steps: Sequence[Step], bound: Iterable[str], constants: Iterable[onnx.TensorProto] = ()
+) -> onnx.ModelProto:
+    """The model to load: `steps` as they lie, and the values named in `bound` as graph outputs besides the model's own.
+
+    `constants` are known besides its weights.
+
+    Names of nodes become their positions. What only readers of a file need is left out; the runtime keeps all of it.
+    """
+    source = model.graph
+    copy = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import)
+    copy.graph.name = "step"
+    for field in ("input", "output", "initializer", "sparse_initializer"):
+        getattr(copy.graph, field).extend(getattr(source, field))
+    copy.graph.initializer.extend(constants)
+    copy.graph.node.extend(node for node in source.node if graph.is_constant(node))
+    stated: dict[str, None] = {}
+    for i, step in enumerate(steps):
+        node = copy.graph.node.add()
+        node.CopyFrom(step.node)
+        node.name = named(i, plain_name(step.node.name))
+        node.ClearField("doc_string")
+        node.ClearField("metadata_props")
+        if semantics(node.domain, node.op_type).stated:
+            stated |= dict.fromkeys(step.writes)
+    own = {value.name for value in source.output}
+    copy.graph.output.extend(onnx.ValueInfoProto(name=name) for name in bound if name not in own)
+    copy.graph.value_info.extend(value for value in source.value_info if value.name in stated)
+    if any(step.plain is not None for step in steps):
+        copy.opset_import.append(onnx.helper.make_opsetid(FUSED_DOMAIN, 1))
+    return copy
+
+
+def as_loaded(copy: onnx.ModelProto, path: Path, providers: Sequence[str]) -> onnx.ModelProto:
+    """The graph that ONNX Runtime has once it has loaded a private copy, weights included.
+
+    Parameters
+    ----------
+    copy : onnx.ModelProto
+    path : Path
+        Where the copy was written.
+    providers : sequence of str
+
+    Raises
+    ------
+    ModelError
+        ONNX Runtime cannot load it.
+    """
+    with files.scratch() as folder:
+        target = str(folder / "loaded.onnx")
+        ask(
+            "ONNX Runtime", "onnx_remat.session.loading:load_and_save", runtime.limit(copy, providers[0]),
+            path=str(path), target=target, providers=[*providers],
+        )  # fmt: skip
+        return onnx.load(target, load_external_data=False)
+
+
+def difference(planned: onnx.ModelProto, loaded: onnx.ModelProto) -> str:
+    """The first node in which two graphs differ, for a message; nothing where they are the same.
+
+    Nodes are compared by name: op, inputs, outputs, and the nodes of their bodies. Their order in the two files is of
+    no account, since ONNX Runtime saves a graph in another order than it runs it in.
+    """
+    made = {node.name: node for node in loaded.graph.node}
+    for node in planned.graph.node:
+        if graph.is_constant(node):
+            continue  # an initializer once it is loaded
+        other = made.pop(node.name, None)
+        if other is None or _facts(node) != _facts(other):
+            return f"node {plain_name(node.name)!r} ({node.op_type}) is {'gone' if other is None else 'another'}"
+    if made:
+        name, node = next(iter(made.items()))
+        return f"node {plain_name(name)!r} ({node.op_type}) is new"
+    return ""
+
+
+def _facts(node: onnx.NodeProto) -> tuple[Any, ...]:
+    inputs, outputs = (_without_absent(names) for names in (node.input, node.output))
+    inner = [sorted(map(_facts, body.node), key=repr) for body in bodies(node)]
+    return canonical(node.domain), node.op_type, inputs, outputs, inner
+
+
+def _without_absent(names: Sequence[str]) -> tuple[str, ...]:
+    """Names of slots, less the empty ones at the end, which mean nothing."""
+    last = max((i for i, name in enumerate(names) if name), default=-1)
+    return tuple(names[: last + 1])
+
+
+def named(position: int, name: str) -> str:
+    """What a node of a private copy is called: its position, and its name in the step."""
+    return f"{position}:{name}"
+
+
+def plain_name(name: str) -> str:
+    """A node's name in the step.
+
+    >>> plain_name(named(7, "fc1/MatMul")), plain_name("InsertedPrecisionFreeCast_x")
+    ('fc1/MatMul', 'InsertedPrecisionFreeCast_x')
+    """
+    return re.sub(r"^\d+:", "", name)

@@ -1,0 +1,375 @@
+"""A session that owns its addresses: every large value of a step lies where it was planned to, in one slab.
+
+onnxruntime's own session asks an allocator for each value, and holds up to several times what the values need. Here
+each is bound to its place once, when the step is opened; running it allocates nothing large.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from onnx_remat import files
+from onnx_remat.errors import ModelError, UsageError
+from onnx_remat.fuse import library
+from onnx_remat.session import heap, loading, on_device
+from onnx_remat.session.device import OUT_OF_MEMORY
+from onnx_remat.session.on_device import OnDevice
+from onnx_remat.session.opening import BY_BITS, NUMPY, Array, Donate, Opened, Wish, open_step
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+
+class Session:
+    """A training step, opened to run with all its large values in one slab.
+
+    Parameters
+    ----------
+    model : path, bytes, onnx.ModelProto or Result
+        Any step file, rewritten or not.
+    provider : str
+        ``"cpu"``, or ``"cuda"``: slab and inputs lie on the device, arrays that are fed are copied there.
+    dims : mapping of str to int, optional
+        Sizes of symbolic dimensions; all must be known, and every run is of these sizes.
+    donate : bool or mapping of str to str
+        Outputs that are written over the inputs they renew: none, all ``new.<name>`` and ``newbuf.<name>``, or those
+        of a mapping, input by output. `run` then changes the arrays that are fed.
+    threads : int
+        Threads of one op; 0 leaves it to onnxruntime.
+    level : str
+        Optimisations that onnxruntime makes first: ``"all"``, ``"basic"`` or ``"disable"``.
+    memory_limit : int
+        Bytes of the device that all of it may take together: slab, inputs, weights and scratch memory; 0 for no limit.
+    cuda_graph : bool
+        Capture the step in a CUDA graph when it is opened, on inputs of zeros, and replay that: the host then starts
+        one graph a step instead of every kernel. Refused where a step draws random numbers.
+    check : bool
+        First run the step on random values, here and by onnxruntime's own session, each in a process of its own, and
+        compare every output: to the last bit at level "disable", to rounding at the others. It takes the memory of
+        onnxruntime's own session for that long, and a few seconds.
+    fuse : bool
+        On the CPU, compute runs of elementwise nodes by one compiled kernel each, to the same bits; not at level
+        ``"disable"``. The slab is never larger for it.
+
+    Attributes
+    ----------
+    inputs, outputs : tuple of Array
+        Name, element type (``onnx.TensorProto``) and shape of each.
+    donated : mapping of str to str
+        Outputs that are written over an input, and that input.
+    not_donated : mapping of str to str
+        Outputs that were to be and are not, and why; `run` returns them like any other.
+    slab_bytes : int
+        Bytes of the slab; `live_bytes` of them are in use at once, at most.
+    node_count, unfused_node_count : int
+        Nodes that run, and that would run unfused.
+    kernel_count : int
+        Fused kernels among the nodes that run.
+    not_fused : str
+        Why the step runs unfused although `fuse` was asked for, or nothing.
+
+    Raises
+    ------
+    UsageError
+        An argument is malformed, or a symbolic dimension has no size.
+    ModelError
+        The model cannot be loaded, or the order in which onnxruntime would run it is not the one planned for.
+    VerificationError
+        With `check`: an output differs from what onnxruntime's own session computes.
+
+    Examples
+    --------
+    >>> from sample_models.chain import chain
+    >>> with Session(chain(4, 64, 8)) as session:
+    ...     made = session.run({array.name: np.ones(array.shape, np.float32) for array in session.inputs})
+    >>> sorted(made) == sorted(array.name for array in session.outputs)
+    True
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        provider: str = "cpu",
+        *,
+        dims: Mapping[str, int] | None = None,
+        donate: Donate = False,
+        threads: int = 0,
+        level: str = "all",
+        memory_limit: int = 0,
+        cuda_graph: bool = False,
+        check: bool = False,
+        fuse: bool = True,
+    ) -> None:
+        if provider not in ("cpu", "cuda"):
+            raise UsageError(f"provider {provider!r}: sessions run on 'cpu' and 'cuda'")
+        if (memory_limit or cuda_graph) and provider == "cpu":
+            raise UsageError("memory_limit and cuda_graph are for a device: not with provider 'cpu'")
+        if level not in ("disable", "basic", "all"):
+            raise UsageError(f"level must be one of disable, basic, all, not {level!r}")
+        heap.give_back_large_blocks()
+        is_path = isinstance(model, str | os.PathLike)
+        self._again = (os.fspath(model) if is_path else None, provider, dict(dims or {}), donate, threads, level,
+                       memory_limit, cuda_graph, fuse)  # fmt: skip
+        with files.scratch() as folder:
+            path, target = _as_file(model, folder), folder / "private.onnx"
+            wanted = fuse and provider == "cpu" and level != "disable"
+            lacking = _why_not_fused() if wanted else ""
+            if lacking:
+                warnings.warn(f"steps run unfused, which takes longer: {lacking}", stacklevel=2)
+            secret = library.new_secret() if wanted and not lacking else 0
+            self._step = open_step(path, target, Wish(provider, dims or {}, donate, level, check, secret=secret))
+            self._lacking = lacking
+            if cuda_graph:
+                on_device.check_capturable(self._step, _loose(self._step))
+            providers: list[Any] = list(self._step.execution_providers)
+            if provider != "cpu":
+                limit = on_device.scratch_limit(self._step, memory_limit) if memory_limit else 0
+                providers = on_device.providers(providers, limit, cuda_graph)
+            self._session: Any = loading.load(target, providers, threads, self._step.pool)
+            self._binding: Any = self._session.io_binding()
+            self._device: OnDevice | None = None
+            if provider != "cpu":
+                on_device.check_provider(self._session, self._step.execution_providers[0])
+                self._device = OnDevice(self._binding, self._step, provider)
+        self._slab = heap.reserve(self._step.slab if self._device is None else 0)
+        self._views: Arrays = {}
+        self._bound: dict[str, tuple[int, Any]] = {}  # address and array of each input, kept alive while bound
+        self._loose = _loose(self._step)
+        self._bind_outputs(self._step)
+        self._formals = {array.name: array for array in self._step.inputs}
+        if cuda_graph:
+            self._run()
+        heap.trim()
+
+    inputs = property(lambda self: self._step.inputs)
+    outputs = property(lambda self: self._step.outputs)
+    defaults = property(lambda self: self._step.defaults)
+    donated = property(lambda self: self._step.donated)
+    not_donated = property(lambda self: self._step.not_donated)
+    slab_bytes = property(lambda self: self._step.slab)
+    live_bytes = property(lambda self: self._step.live)
+    weight_bytes = property(lambda self: self._step.weights)
+    workspace_bytes = property(lambda self: self._step.workspace)
+    node_count = property(lambda self: self._step.nodes)
+    unfused_node_count = property(lambda self: self._step.fused.nodes)
+    kernel_count = property(lambda self: self._step.fused.kernels)
+    not_fused = property(lambda self: self._lacking or self._step.fused.why_not)
+
+    def run(self, feeds: Mapping[str, Any], *, copy: bool = True) -> Arrays:
+        """Run the step once.
+
+        Parameters
+        ----------
+        feeds : mapping of str to array
+            A value for every input, of its type and shape. Inputs in `donated` must be arrays that can be written.
+        copy : bool
+            Return copies. Otherwise arrays are views of the slab: the next run overwrites them.
+
+        Returns
+        -------
+        dict of str to array
+            Every output; a donated one is the array that was fed, which holds the new value now.
+
+        Raises
+        ------
+        UsageError
+            An input is missing, unknown, or of another type or shape; nothing was run.
+        ModelError
+            onnxruntime failed midway: donated inputs may be half renewed.
+        """
+        self.execute(feeds)
+        made = self.results(copy=copy)
+        return {array.name: made[array.name] for array in self.outputs}
+
+    def execute(self, feeds: Mapping[str, Any]) -> None:
+        """Run the step once and leave the results where they lie; see `results`."""
+        self._bind_inputs(feeds)
+        heap.keep_trimmed()
+        self._run()
+
+    def _run(self) -> None:
+        for name in self._loose:
+            self._binding.bind_output(name)
+        try:
+            self._session.run_with_iobinding(self._binding)
+        except Exception as error:
+            full = any(sign in str(error) for sign in OUT_OF_MEMORY)
+            hint = "; the device is full: raise memory_limit, or plan with a larger cudnn_workspace=" if full else ""
+            raise ModelError(
+                f"onnxruntime failed in the middle of the step: {loading.first_line(error)}{hint}"
+            ) from error
+
+    def results(self, *, copy: bool = True) -> Arrays:
+        """Outputs of the last run by name, the donated ones among them as the arrays that were fed."""
+        if self._device is not None:
+            return self._from_device(self._device)
+        made = {name: view.copy() if copy else view for name, view in self._views.items()}
+        if self._loose:
+            loose = self._binding.get_outputs()[-len(self._loose) :]
+            made |= {name: np.array(value.numpy()) for name, value in zip(self._loose, loose, strict=True)}
+        return made | {output: self._bound[name][1] for output, name in self.donated.items()}
+
+    @property
+    def device(self) -> OnDevice | None:
+        """Where inputs lie between runs; None on the CPU, where the arrays that are fed are the inputs."""
+        return self._device
+
+    def fetch(self, names: Sequence[str]) -> Arrays:
+        """Copies of some outputs of the last run on a device, none of them donated."""
+        if self._device is None:
+            raise UsageError("fetch is for sessions on a device: results returns what lies in the slab")
+        return self._device.outputs(self._loose, names)
+
+    def _from_device(self, device: OnDevice) -> Arrays:
+        made = self.fetch([array.name for array in self.outputs if array.name not in self.donated])
+        for output, name in self.donated.items():
+            made[output] = device.read(name)
+            if name in self._bound:
+                np.copyto(self._bound[name][1], made[output])
+                made[output] = self._bound[name][1]
+        return made
+
+    def close(self) -> None:
+        """Give back the slab and onnxruntime's session; views of the slab must not be used any more."""
+        self._binding = self._session = self._device = None
+        self._views, self._bound = {}, {}
+        self._slab = np.empty(0, np.uint8)
+        heap.trim()
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self.close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._again[0] is None:
+            raise UsageError("only a session that was opened by a path can be pickled: save the model first")
+        return _reopen, self._again
+
+    def _bind_outputs(self, step: Opened) -> None:
+        """Bind what lies in the slab."""
+        base = self._slab.ctypes.data
+        outputs = {array.name for array in step.outputs}
+        for place in step.places if self._device is None else ():
+            kind: Any = _element_type(place.dtype)
+            self._binding.bind_output(place.name, "cpu", 0, kind, place.shape, base + place.offset)
+            if place.name in outputs:
+                dtype = np.dtype(place.dtype_name)
+                data = self._slab[place.offset : place.offset + dtype.itemsize * int(np.prod(place.shape))]
+                self._views[place.name] = data.view(dtype).reshape(place.shape)
+
+    def _bind_inputs(self, feeds: Mapping[str, Any]) -> None:
+        if self._session is None:
+            raise UsageError("the session is closed")
+        for name in feeds:
+            if name not in self._formals:
+                raise UsageError(f"the model has no input {name!r}: it has {', '.join(self._formals)}")
+        missing = [name for name in self._formals if name not in feeds and name not in self._step.defaults]
+        if self._device is not None:
+            missing = [name for name in self._device.unfed() if name not in feeds]
+        if missing:
+            raise UsageError(f"no value for input {missing[0]!r}")
+        if self._device is None and not feeds.keys() >= self._bound.keys():  # one that may be left out was fed before
+            self._binding.clear_binding_inputs()
+            self._bound = {}
+        renewed = {name: output for output, name in self.donated.items()}
+        if self._device is not None:
+            given = {n: _checked(self._formals[n], value, n in renewed) for n, value in feeds.items()}
+            self._device.feed(given)
+            self._bound |= {name: (0, array) for name, array in given.items() if name in renewed}
+            return
+        new = {name: value for name, value in feeds.items() if self._bound.get(name, (0, None))[1] is not value}
+        arrays = {name: _checked(self._formals[name], value, name in renewed) for name, value in new.items()}
+        for name, array in arrays.items():
+            formal, address = self._formals[name], array.ctypes.data
+            if name in self._bound and self._bound[name][0] == address:
+                self._bound[name] = address, array
+                continue
+            kind = _element_type(formal.dtype)
+            self._binding.bind_input(name, "cpu", 0, kind, formal.shape, address)
+            self._bound[name] = address, array
+            if name in renewed:
+                self._binding.bind_output(renewed[name], "cpu", 0, kind, formal.shape, address)
+
+
+def seed_draws(seed: int) -> None:
+    """Seed the random ops, of sessions opened from now on, that have no seed of their own."""
+    import onnxruntime
+
+    onnxruntime.set_seed(seed)
+
+
+def _why_not_fused() -> str:
+    """Why no step can have fused kernels in this process, or nothing."""
+    import onnxruntime
+
+    installed = tuple(int(part) for part in re.findall(r"\d+", onnxruntime.__version__)[:2])
+    if installed < library.OLDEST_RUNTIME:
+        oldest = ".".join(map(str, library.OLDEST_RUNTIME))
+        return f"kernels have the bits of onnxruntime {oldest} and newer, not of {onnxruntime.__version__}"
+    return library.why_not()
+
+
+def _reopen(
+    path: str, provider: str, dims: Mapping[str, int], donate: Donate, threads: int, level: str, limit: int,
+    graph: bool, fuse: bool,
+) -> Session:  # fmt: skip
+    return Session(
+        path, provider, dims=dims, donate=donate, threads=threads, level=level, memory_limit=limit, cuda_graph=graph,
+        fuse=fuse,
+    )  # fmt: skip
+
+
+def _as_file(model: Any, folder: Path) -> Path:
+    """The model as a file, in `folder` unless it is one."""
+    if isinstance(model, str | os.PathLike):
+        return files.resolved(model)
+    if isinstance(model, bytes):
+        path = folder / "model.onnx"
+        path.write_bytes(model)
+        return path
+    from onnx_remat.ort import runtime
+
+    if hasattr(model, "report") and hasattr(model, "folder"):
+        return runtime.write_beside(model.model, model.folder, folder)
+    if hasattr(model, "SerializeToString"):
+        return runtime.write_beside(model, None, folder)
+    raise UsageError(f"a session opens a path, bytes, an onnx.ModelProto or a Result, not {type(model).__name__}")
+
+
+def _loose(step: Opened) -> list[str]:
+    """The outputs that onnxruntime allocates: empty ones, inputs, weights."""
+    bound = {place.name for place in step.places}.union(step.donated)
+    return [array.name for array in step.outputs if array.name not in bound]
+
+
+def _element_type(dtype: int) -> Any:
+    """What ``bind_output`` takes: numpy's type, or onnx's number where numpy has none."""
+    return np.dtype(NUMPY[dtype]).type if dtype in NUMPY else dtype
+
+
+def _checked(formal: Array, value: Any, writable: bool) -> npt.NDArray[Any]:
+    """`value` as an array that can be bound to an input as it is."""
+    dtype = np.dtype(formal.dtype_name)
+    array = value if isinstance(value, np.ndarray) else np.asarray(value, dtype)
+    if array.dtype != dtype and not (formal.dtype in BY_BITS and array.dtype.itemsize == dtype.itemsize):
+        raise UsageError(f"input {formal.name!r} is of type {dtype}, not {array.dtype}")
+    if array.shape != formal.shape:
+        raise UsageError(f"input {formal.name!r} is of shape {list(formal.shape)}, not {list(array.shape)}")
+    if writable and not (isinstance(value, np.ndarray) and array.flags.c_contiguous and array.flags.writeable):
+        raise UsageError(f"input {formal.name!r} is renewed in place: feed a contiguous array that can be written")
+    return array if array.flags.c_contiguous else np.ascontiguousarray(array)

@@ -1,0 +1,165 @@
+"""`onnx-remat check`: a file as it was written passes; one whose recomputes another tool merged does not."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import onnx
+import pytest
+
+import onnx_remat
+from onnx_remat.app.cli import main
+from onnx_remat.errors import ModelError, VerificationError
+from onnx_remat.findings import survival
+from onnx_remat.findings.explain import explain
+from onnx_remat.findings.survival import Survival, check
+from onnx_remat.measure import processes
+from onnx_remat.options import Options
+from onnx_remat.ort import runtime
+from tests.support.graphs import mlp
+
+pytest.importorskip("onnxruntime")
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    path = tmp_path_factory.mktemp("check") / "small.onnx"
+    model = mlp(layers=12, batch=2048, width=32, dims="batch")
+    onnx_remat.rewrite_model(model, "40%", effort=1.0, run_by="session", dims={"batch": 2048}).save(path)
+    return path
+
+
+def merged(model: onnx.ModelProto) -> onnx.ModelProto:
+    """What a tool makes of it that removes Unsqueezes by no axes and then merges equal nodes."""
+    rename: dict[str, str] = {}
+    seen: dict[bytes, onnx.NodeProto] = {}
+    kept = []
+    for node in model.graph.node:
+        node.input[:] = [rename.get(name, name) for name in node.input]
+        if node.op_type == "Unsqueeze" and "__after" in node.output[0]:
+            rename[node.output[0]] = node.input[0]
+            continue
+        twin = onnx.NodeProto()
+        twin.CopyFrom(node)
+        for field in ("name", "output", "metadata_props"):
+            twin.ClearField(field)
+        first = seen.setdefault(twin.SerializeToString(deterministic=True), node)
+        if first is node:
+            kept.append(node)
+        else:
+            rename |= dict(zip(node.output, first.output, strict=False))
+    del model.graph.node[:]
+    model.graph.node.extend(kept)
+    return model
+
+
+def test_a_file_as_written_keeps_its_budget(small, capsys):
+    found = check(small)
+    assert found.kept and found.recomputed > 0 and found.control_edges > 0
+    assert not found.recomputed_lost and not found.control_edges_lost
+    assert 0 < found.measured <= found.budget
+    assert found.running_by_level == dict.fromkeys(runtime.LEVELS, found.recomputed)
+    assert main(["check", str(small)]) == 0
+    out = capsys.readouterr().out
+    assert "keeps its budget" in out and "it runs: measured peak" in out
+
+
+@pytest.mark.parametrize(
+    ("simulated", "measured", "words", "code"),
+    [
+        (900_000, 1_000_000, "it keeps its budget", 0),
+        (900_000, 1_000_001, "cannot be told", 0),
+        (900_000, 1_000_001 + processes.RESOLUTION, "it no longer keeps", 5),
+        (1_000_001, 900_000, "it no longer keeps", 5),
+        (1_000_001, None, "it no longer keeps", 5),
+        (900_000, None, "it keeps its budget", 0),
+    ],
+)
+def test_kept_means_at_most_the_budget(simulated, measured, words, code, monkeypatch, capsys):
+    """Not half a megabyte more: what lies within what measuring resolves is said to."""
+    found = Survival(1, 1, (), (), 1_000_000, {"disable": simulated}, {"disable": 1}, measured)
+    assert found.kept == (words == "it keeps its budget") and found.lost == (code == 5)
+    monkeypatch.setattr(survival, "check", lambda *_, **__: found)
+    assert main(["check", "some.onnx"]) == code
+    assert words in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_merged_recomputes_are_named_and_cost_the_budget(small, tmp_path, capsys):
+    path = tmp_path / "merged.onnx"
+    onnx.save(merged(onnx.load(small)), path)
+    found = check(path)
+    assert 0 < len(found.recomputed_lost) <= found.recomputed and not found.kept
+    assert max(found.running_by_level.values()) <= found.recomputed - len(found.recomputed_lost)
+    assert main(["check", str(path), "--no-run"]) == 5
+    out = capsys.readouterr().out
+    assert f"{len(found.recomputed_lost)} of {found.recomputed} recomputed nodes were merged away" in out
+    assert "no longer keeps its budget" in out
+
+
+def test_an_edge_whose_axes_were_folded_waits_no_more(small, tmp_path):
+    """The Unsqueeze is still there, and passes its value on at any time."""
+    model = onnx.load(small)
+    tokens = [node for node in model.graph.node if "unseen_axes_after" in node.output[0]]
+    for token in tokens[:2]:
+        model.graph.initializer.append(onnx.helper.make_tensor(token.output[0], onnx.TensorProto.INT64, [0], []))
+        model.graph.node.remove(token)
+    path = tmp_path / "folded.onnx"
+    path.write_bytes(model.SerializeToString())
+    assert len(check(path, run=False).control_edges_lost) >= 2
+
+
+def test_a_file_that_loads_and_then_fails_is_told(small, tmp_path, capsys):
+    """As some tools leave it: a control edge's Unsqueeze that does not suit what it passes on."""
+    model = onnx.load(small)
+    token = [node for node in model.graph.node if "unseen_axes_after" in node.output[0]][-1]
+    next(a for a in token.attribute if a.name == "end").i = 2
+    path = tmp_path / "broken.onnx"
+    path.write_bytes(model.SerializeToString())
+    assert check(path, run=False).kept
+    with pytest.raises(VerificationError, match=r"running broken\.onnx failed"):
+        check(path)
+    assert main(["check", str(path)]) == 5
+    assert "failed" in capsys.readouterr().err
+
+
+def test_what_was_not_run_is_not_called_run(small, capsys, monkeypatch):
+    assert check(small, run=False).to_text().splitlines()[-2] == "it was not run"
+    monkeypatch.setattr(runtime, "available", lambda: False)
+    assert main(["check", str(small)]) == 0
+    out = capsys.readouterr().out
+    assert "onnxruntime is not installed" in out and "it runs" not in out and "keeps its budget" in out
+
+
+def test_a_file_planned_for_another_provider_is_checked_as_that(tmp_path, monkeypatch):
+    """Nobody has to say it again: the CPU would keep other values, and run what the file was not planned for."""
+    asked: list[Options] = []
+    monkeypatch.setattr(survival, "_can_run", lambda options: bool(asked.append(options)))
+    path = tmp_path / "cuda.onnx"
+    onnx_remat.rewrite_model(mlp(), "90%", provider="cuda", run_by="session", effort=1).save(path)
+    check(path)
+    check(path, provider="cpu")
+    assert [options.provider for options in asked] == ["cuda", "cpu"]
+    model = onnx.load(path)
+    next(p for p in model.metadata_props if p.key.endswith(".provider")).value = "other"
+    onnx.save(model, path)
+    with pytest.raises(ModelError, match="damaged its metadata"):
+        check(path)
+
+
+def test_files_that_say_nothing_of_a_plan_are_refused(tmp_path):
+    path = tmp_path / "plain.onnx"
+    onnx.save(mlp(), path)
+    with pytest.raises(ModelError, match="does not say what was planned"):
+        check(path)
+
+
+@pytest.mark.parametrize("command", [check, explain])
+def test_a_model_in_memory_is_as_good_as_its_file(command, small):
+    model = onnx.load(small)
+    found, of_file = command(model), command(small)
+    if isinstance(found, Survival):  # two runs of it need not measure the same page for page
+        found, of_file = (dataclasses.replace(each, measured=each.measured is not None) for each in (found, of_file))
+    assert found == of_file
+    with pytest.raises(ModelError) as caught:
+        command(mlp())
+    assert str(caught.value).startswith("the model does not say what was planned: it was not rewritten")

@@ -1,0 +1,137 @@
+"""``onnx-remat sweep`` and ``onnx-remat profile``: curves that are monotone, profiles that ``--costs`` reads."""
+
+from __future__ import annotations
+
+import json
+
+import onnx
+import pytest
+
+from onnx_remat.app import cli
+from onnx_remat.findings.sweep import Point, _front, _knee, sweep
+from onnx_remat.ir import model_io
+from onnx_remat.ir.body import into_body
+from onnx_remat.measure.profiling import profile
+from onnx_remat.ort import runtime
+from onnx_remat.ort.kernels import costs
+from onnx_remat.ort.kernels.cpu import CPU
+from onnx_remat.ort.prepare import Preparation, prepare
+from sample_models.chain import chain
+from tests.support.graphs import mlp
+
+
+@pytest.fixture(scope="module")
+def curve():
+    return sweep(mlp(layers=6, batch=256, width=32), 5, effort=0.2, run_by="session")
+
+
+def test_a_curve_is_monotone_and_its_knee_lies_on_it(curve):
+    peaks = [p.peak for p in curve.points]
+    compute = [p.extra_compute for p in curve.points]
+    assert len(peaks) >= 3 and peaks == sorted(set(peaks), reverse=True) and compute == sorted(set(compute))
+    assert all(p.peak <= p.budget <= curve.original_peak for p in curve.points)
+    assert peaks[-1] >= curve.lower_bound
+    assert curve.to_text().splitlines()[1 + curve.knee].endswith("knee")
+
+
+@pytest.mark.slow
+def test_several_processes_find_the_same_curve(curve):
+    assert sweep(mlp(layers=6, batch=256, width=32), 5, jobs=2, effort=0.2, run_by="session") == curve
+
+
+def test_front_and_knee_by_hand():
+    points = [Point(0, peak, compute, 0) for peak, compute in ((100, 0), (40, 0.01), (60, 0.02), (30, 0.2), (30, 0.3))]
+    front = _front(points)
+    assert [p.peak for p in front] == [100, 40, 30]
+    assert _knee(front) == 1
+    assert _knee(front[:1]) == 0
+
+
+def test_sweep_command_writes_json_and_a_picture(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    model, picture = tmp_path / "in.onnx", tmp_path / "curve.png"
+    onnx.save(mlp(layers=4, batch=128, width=16), model)
+    flags = ["--points", "2", "--effort", "0.1s", "--plot", str(picture)]
+    assert cli.main(["sweep", str(model), *flags, "--json", "-"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["schema"] == "onnx-remat/sweep/1" and data["points"][0]["extra_compute"] == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["sweep"], 2, "IN"),
+        (["sweep", "in.onnx", "--points", "1"], 2, "has 2 to 10000 points"),
+        (["sweep", "in.onnx", "--jobs", "0"], 2, "processes from 1 on, not 0"),
+        (["sweep", "nowhere.onnx"], 4, "nowhere.onnx"),
+        (["sweep", "in.onnx", "--plot", "x.html"], 2, ".png"),
+        (["profile", "in.onnx"], 2, "OUT"),
+        (["profile", "in.onnx", "out.json", "--runs", "0"], 2, "at least one"),
+        (["profile", "in.onnx", "in.onnx"], 2, "in.onnx"),
+    ],
+)
+def test_refusals_are_one_line(arguments, code, message, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    onnx.save(mlp(layers=2, batch=8, width=4), "in.onnx")
+    assert cli.main(arguments) == code
+    out, err = capsys.readouterr()
+    assert message in err and len(err.splitlines()) == 1 and not out
+    assert err.startswith(f"onnx-remat {arguments[0]}: error: ")
+
+
+def test_profile_without_onnxruntime_says_what_to_install(tmp_path, capsys, monkeypatch):
+    onnx.save(mlp(layers=2, batch=8, width=4), tmp_path / "in.onnx")
+    monkeypatch.setattr(runtime, "available", lambda: False)
+    assert cli.main(["profile", str(tmp_path / "in.onnx"), str(tmp_path / "out.json")]) == 4
+    assert "onnxruntime is not installed: pip install" in capsys.readouterr().err
+
+
+def test_a_sweep_tells_which_budget_it_is_at():
+    stages = []
+    sweep(
+        mlp(layers=4, batch=128, width=16),
+        2,
+        effort=0.1,
+        run_by="session",
+        progress=lambda stage, _: stages.append(stage),
+    )
+    told = [stage.partition(":")[0] for stage in stages]
+    assert list(dict.fromkeys(told)) == ["lowest peak", "budget 1 of 2", "budget 2 of 2"]
+
+
+def test_a_profile_has_every_op_and_prices_a_model_by_it(tmp_path):
+    model, written = tmp_path / "in.onnx", tmp_path / "profile.json"
+    onnx.save(mlp(layers=3, batch=64, width=16), model)
+    found = profile(model, runs=1, steps=2, threads=1)
+    written.write_text(found.to_json())
+    compiled = prepare(onnx.load(model), Preparation(CPU))
+    plain = [e for e in found.events if e["pid"] == "disable"]
+    assert sorted(e["name"] for e in plain) == sorted(op.label + "_kernel_time" for op in compiled.graph.ops)
+    assert all(e["dur"] > 0 for e in plain)
+    by_key = costs._read_profile(str(written))
+    prices = costs.price(compiled.graph, compiled.tensors, CPU, str(written))
+    assert all(price in by_key.values() for price in prices)
+
+
+def test_a_profile_carries_the_scratch_memory_the_runtime_reports(tmp_path):
+    from onnx import TensorProto, helper
+
+    where = helper.make_node("Where", ["c", "x", "y"], ["z"], name="pick")
+    graph = helper.make_graph(
+        [where], "g", [helper.make_tensor_value_info("c", TensorProto.BOOL, [64, 1]),
+        *(helper.make_tensor_value_info(n, TensorProto.FLOAT, [64, 64]) for n in "xy")],
+        [helper.make_tensor_value_info("z", TensorProto.FLOAT, [64, 64])],
+    )  # fmt: skip
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), tmp_path / "w.onnx")
+    found = profile(tmp_path / "w.onnx", runs=1, steps=1, threads=1)
+    assert [e["args"]["workspace_bytes"] for e in found.events if e["pid"] == "disable"] == [2 * 64 * 64 * 4]
+
+
+def test_a_profile_is_of_the_step_in_a_body(tmp_path):
+    pytest.importorskip("onnxruntime")
+    path = tmp_path / "body.onnx"
+    model_io.save(into_body(chain(3, 16, 8)), path, None)
+    for level in ("disable", "all"):
+        ran = {e["args"]["op_name"] for e in profile(path, runs=1, steps=1).events if e["pid"] == level}
+        assert ran and not ran & {"If", "SequenceLength", "Greater"}

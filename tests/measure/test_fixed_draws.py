@@ -1,0 +1,127 @@
+"""Models with random ops: outputs can be compared once both sides draw the same."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import TensorProto, parser
+
+from onnx_remat.app import cli
+from onnx_remat.ir import graph, shapes
+from onnx_remat.measure.fixed_draws import race_warnings, random_nodes, without_chance
+from onnx_remat.ort import runtime
+from onnx_remat.ort.kernels.cpu import CPU
+from tests.support.graphs import mlp
+
+MODEL = """
+<ir_version: 10, opset_import: ["" : 20]>
+step (float[64, 8] x, float[64, 8] g) => (float[64, 8] y, float[64, 8] dx, float[64, 8] noise, float[64, 8] coin)
+<float ratio = {0.25}, bool train = {1}> {
+    y, mask = Dropout <seed = 3> (x, ratio, train)
+    kept = Cast <to = 1> (mask)
+    dx = Mul (g, kept)
+    noise = RandomNormalLike (x)
+    half = Sigmoid (noise)
+    coin = Bernoulli (half)
+}
+"""
+
+
+@pytest.fixture
+def feeds() -> dict[str, np.ndarray]:
+    generator = np.random.default_rng(0)
+    return {name: generator.standard_normal((64, 8)).astype(np.float32) for name in ("x", "g")}
+
+
+def test_draws_are_fixed_and_still_random(feeds):
+    model = parser.parse_model(MODEL)
+    model.graph.node[0].output[1] = model.graph.node[1].input[0] = "y.mask"  # a name that is easily made up, too
+    settled = without_chance(model, shapes.infer(graph.build(model), {}))
+    onnx.checker.check_model(settled)
+    assert [node.op_type for node in random_nodes(model)] == ["Dropout", "RandomNormalLike", "Bernoulli"]
+    assert not random_nodes(settled)
+    first, second = runtime.outputs(settled, feeds), runtime.outputs(settled, feeds)
+    assert all(np.array_equal(first[name], second[name]) for name in first)
+    mask = first["dx"] != 0
+    assert 0.65 < mask.mean() < 0.85
+    assert np.array_equal(first["y"], feeds["x"] * mask / np.float32(0.75))
+    assert abs(first["noise"].mean()) < 0.3
+    assert 0.8 < first["noise"].std() < 1.2
+    assert set(np.unique(first["coin"])) == {0, 1}
+
+
+SCATTER = """
+<ir_version: 9, opset_import: ["" : 20]>
+step (float[2, 1024] x, int64[1024, 1] i, float[1024, 1024] u) => (float[2, 1024] y) {
+    y = ScatterND <reduction = "add"> (x, i, u)
+}
+"""
+
+
+def scatter(reduction: str = "add", indices: list[int] | None = None) -> onnx.ModelProto:
+    model = parser.parse_model(SCATTER)
+    model.graph.node[0].attribute[0].s = reduction.encode()
+    if indices is not None:
+        del model.graph.input[1]
+        model.graph.initializer.append(onnx.numpy_helper.from_array(np.array(indices)[:, None], "i"))
+    return model
+
+
+def test_sums_that_race_are_told():
+    (line,) = race_warnings(scatter(), CPU)
+    assert "ScatterND sums into 'y'" in line and "23396" in line and "\n" not in line
+    assert race_warnings(scatter("max", [0, 0]), CPU) and race_warnings(scatter("mul", [1, -1]), CPU)
+    assert not race_warnings(scatter("none"), CPU) and not race_warnings(scatter("add", [1, 0]), CPU)
+    inner = scatter().graph
+    del inner.input[:]
+    nested = onnx.helper.make_node("If", ["c"], ["y"], then_branch=inner, else_branch=inner)
+    assert (
+        "in 1 more nodes"
+        in race_warnings(onnx.helper.make_model(onnx.helper.make_graph([nested], "g", [], [])), CPU)[0]
+    )
+
+
+def test_one_thread_does_not_race():
+    """What `verify` and the warning rely on. That several threads do race, no test can insist on."""
+    generator = np.random.default_rng(0)
+    feeds = {"x": np.zeros((2, 1024), np.float32), "i": generator.integers(0, 2, (1024, 1))}
+    feeds["u"] = generator.standard_normal((1024, 1024)).astype(np.float32)
+    options = runtime.session_options()
+    options.intra_op_num_threads = 1
+    session = onnxruntime.InferenceSession(scatter().SerializeToString(), options, providers=["CPUExecutionProvider"])
+    first, *others = (session.run(None, feeds)[0] for _ in range(5))
+    assert all(np.array_equal(first, other) for other in others)
+    exact = np.stack([feeds["u"][feeds["i"][:, 0] == row].astype(np.float64).sum(0) for row in (0, 1)])
+    assert np.abs(first - exact).max() < 1e-4
+
+
+def test_a_step_that_races_is_verified_on_one_thread_and_warned_of(tmp_path, capsys):
+    step = mlp(layers=6, batch=1024, width=64)
+    picks = onnx.helper.make_node("ScatterND", ["table", "i", "aa0"], ["sums"], name="sums", reduction="add")
+    step.graph.node.append(picks)
+    step.graph.input.append(onnx.helper.make_tensor_value_info("table", TensorProto.FLOAT, [2, 64]))
+    step.graph.input.append(onnx.helper.make_tensor_value_info("i", TensorProto.INT64, [1024, 1]))
+    step.graph.output.append(onnx.helper.make_tensor_value_info("sums", TensorProto.FLOAT, [2, 64]))
+    onnx.save(step, tmp_path / "in.onnx")
+    flags = [
+        "--for",
+        "session",
+        "--budget",
+        "80%",
+        "--effort",
+        "0.3",
+        "--verify",
+        "run",
+        "--json",
+        str(tmp_path / "r.json"),
+    ]
+    assert cli.main([str(tmp_path / "in.onnx"), str(tmp_path / "out.onnx"), *flags]) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("onnx-remat: warning: ScatterND sums into 'sums'")
+    told = json.loads((tmp_path / "r.json").read_text())
+    assert told["warnings"] == [line.removeprefix("onnx-remat: warning: ")]
+    assert told["measured"]["outputs_equal"] == "bitwise equal on one thread"

@@ -1,0 +1,57 @@
+"""ONNX Runtime crashes and hangs in its own process only."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from onnx_remat.errors import ModelError
+from onnx_remat.ort import runtime
+from onnx_remat.process import worker
+from tests.support.graphs import mlp
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    """Make the process run other code."""
+
+    def start(code: str) -> None:
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        monkeypatch.setattr(worker, "_child", lambda: subprocess.Popen([sys.executable, "-c", code], **pipes))
+
+    return start
+
+
+def test_a_crash_is_a_model_error_that_names_the_signal(stand_in):
+    stand_in("import os; input(); os.kill(os.getpid(), 11)")
+    with pytest.raises(ModelError, match=r"crashed on the model \(SIGSEGV\)"):
+        runtime.optimized(mlp(), None, "all")
+
+
+def test_a_hang_is_given_up(stand_in, monkeypatch):
+    monkeypatch.setattr(runtime, "_SECONDS", 0.02)
+    stand_in("import time; time.sleep(600)")
+    with pytest.raises(ModelError, match="did not come to an end"):
+        runtime.optimized(mlp(), None, "all")
+
+
+def test_the_next_question_starts_a_new_process():
+    plain = runtime.optimized(mlp(), None, "basic")
+    running = worker._child()
+    running.kill()
+    running.wait()
+    assert runtime.optimized(mlp(), None, "basic") == plain
+    assert worker._child() is not running
+
+
+def test_answers_come_from_one_process_and_errors_leave_it_running():
+    runtime.optimized(mlp(), None, "all")
+    running = worker._child()
+    broken = mlp()
+    broken.graph.node[0].op_type = "NoSuchOp"
+    with pytest.raises(ModelError, match="NoSuchOp"):
+        runtime.optimized(broken, None, "all")
+    assert runtime.infer_shapes(mlp(), [mlp().graph.node[0].output[0]])
+    assert worker._child() is running

@@ -1,0 +1,143 @@
+"""The time limit is a wall clock; effort is an amount of work."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import time
+
+import pytest
+
+import onnx_remat
+from onnx_remat.memory import buffers
+from onnx_remat.options import parse_options
+from onnx_remat.plan import request as contract
+from onnx_remat.plan.request import Deadline, Request
+from onnx_remat.plan.search import plans
+from onnx_remat.plan.search.loading import unload
+from onnx_remat.rewrite import fit, pipeline
+from sample_models.chain import chain
+from tests.support import planner_problems
+
+
+class Clock:
+    """Stands still but where a test lets time pass."""
+
+    def __init__(self) -> None:
+        self.seconds = 100.0
+
+    def monotonic(self) -> float:
+        return self.seconds
+
+    perf_counter = monotonic
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(contract, "time", clock)
+    monkeypatch.setattr(fit, "time", clock)
+    return clock
+
+
+def test_a_deadline_notes_whether_it_cut_anything(clock):
+    deadline = Deadline(5.0)
+    clock.seconds += 4.0
+    assert not deadline.passed() and not deadline.cut_short
+    clock.seconds += 1.0
+    assert not deadline.cut_short  # nobody has asked: nothing was left undone
+    assert deadline.passed() and deadline.cut_short
+
+
+def test_an_earlier_deadline_leaves_a_fifth_at_least_and_cuts_for_the_whole(clock):
+    whole = Deadline(10.0)
+    assert whole.sooner(2.0).left() == 8.0
+    part = whole.sooner(9.0)
+    assert part.left() == 2.0
+    clock.seconds += 2.0
+    assert part.passed() and whole.cut_short and not whole.passed()
+    assert Deadline().sooner(3.0).left() == math.inf
+
+
+def test_compiled_code_is_told():
+    deadline = Deadline(0.05)
+    with deadline.flag() as up:
+        assert up[0] == 0
+        while not up[0]:
+            time.sleep(0.01)
+    assert deadline.cut_short
+
+
+def test_an_annealing_without_end_ends_with_the_limit(monkeypatch):
+    def endless(state, *rest):
+        while not rest[-1][0]:
+            time.sleep(0.01)
+        return unload(state), False
+
+    monkeypatch.setattr(plans, "anneal", endless)
+    limit, began = 2.0, time.monotonic()
+    try:
+        cut = onnx_remat.rewrite_model(chain(16, 1024, 64), "70%", time_limit=limit, verify="none").report.cut_short
+    except onnx_remat.BudgetInfeasibleError:  # nothing found without annealing: refused, in time too
+        cut = True
+    assert cut
+    assert time.monotonic() - began < limit + 2
+
+
+def test_no_plan_is_begun_after_the_limit(monkeypatch, clock):
+    """Every file misses the budget, and every plan takes a second: of six, three are made in 2.5 s."""
+    model, made = chain(16, 1024, 64), []
+    plan = onnx_remat.plan_model(model, "90%", selector="sqrt_n")
+
+    def slow(*_):
+        made.append(clock.seconds)
+        clock.seconds += 1.0
+        return plan
+
+    monkeypatch.setattr(fit, "make_plan", slow)
+    monkeypatch.setattr(fit, "_write_out", lambda plan, goal, *_: (goal.allowed + 1, None))
+    with pytest.raises(onnx_remat.BudgetInfeasibleError, match="no file found"):
+        onnx_remat.rewrite_model(model, "90%", time_limit=2.5)
+    assert made == [100.0, 101.0, 102.0]
+
+
+def test_effort_alone_sets_no_clock():
+    assert parse_options({"effort": 2}).time_limit == math.inf
+    assert parse_options({"effort": "2s"}).work_seconds() == 2.0
+    both = parse_options({"effort": 20, "time_limit": 3})
+    assert (both.time_limit, both.work_seconds()) == (3.0, 20.0)
+    assert parse_options({"time_limit": 3}).work_seconds() == 3.0
+
+
+def test_a_limit_too_short_to_write_a_file_is_refused_at_once(monkeypatch, clock):
+    """Simulating the original takes four seconds, so a file is expected to take twelve: ten are too few."""
+    seen = pipeline.as_executed
+
+    def slow(*arguments):
+        clock.seconds += 4.0
+        return seen(*arguments)
+
+    monkeypatch.setattr(pipeline, "as_executed", slow)
+    monkeypatch.setattr(pipeline, "time", clock)
+    monkeypatch.setattr(fit, "make_plan", lambda *_: pytest.fail("planned, though no file could be written in time"))
+    with pytest.raises(
+        onnx_remat.BudgetInfeasibleError, match=r"time_limit=10 is too short for a file of \d+ nodes"
+    ) as no:
+        onnx_remat.rewrite_model(chain(16, 1024, 64), "70%", time_limit=10)
+    assert no.value.best_peak_bytes > no.value.lower_bound_bytes > 0
+
+
+def test_a_plan_that_missed_is_mended_rather_than_made_anew(monkeypatch):
+    """Under a clock the search goes on from a plan for a larger budget, and leaves the seeds alone."""
+    search = importlib.import_module("onnx_remat.plan.selectors.search")
+    problem = planner_problems.chain(40)
+    most = buffers.simulate(problem, planner_problems.baseline(problem)).peak
+
+    def asked(budget, known=()):
+        baseline = planner_problems.baseline(problem)
+        return Request(problem, budget, baseline, known=known, deadline=Deadline(2.0), use_time=True, effort=0.5)
+
+    first = search.find(asked(most * 6 // 10))
+    assert most // 2 < first.peak <= most * 6 // 10
+    monkeypatch.setattr(search, "seeds", lambda *_: pytest.fail("made anew"))
+    assert search.find(asked(most // 2, (first.schedule,))).peak <= most // 2

@@ -1,0 +1,258 @@
+"""Values that are moved to the host and back: plans that may, the files they become, and who moves when."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import onnx
+import pytest
+from onnx import helper
+
+from onnx_remat import rewrite_model
+from onnx_remat.errors import BudgetInfeasibleError, UsageError
+from onnx_remat.findings.explain import explain
+from onnx_remat.findings.survival import check
+from onnx_remat.ir import graph
+from onnx_remat.measure import verify
+from onnx_remat.memory.buffers import simulate
+from onnx_remat.memory.problem import Schedule, check_schedule
+from onnx_remat.options import parse_options
+from onnx_remat.ort import moves
+from onnx_remat.ort.kernels.registry import kernels_of
+from onnx_remat.ort.prepare import Compiled, Preparation, prepare
+from onnx_remat.rewrite.pipeline import plan_model
+from onnx_remat.session import private_copy
+from onnx_remat.session.private_copy import Step
+from onnx_remat.units import format_bytes
+from onnx_remat.write.decided import MOVES_KEY
+from onnx_remat.write.realize import realize
+from tests.support.graphs import mlp, model_of
+
+make = helper.make_node
+LINK = moves.Link(1e12)
+DEVICE = {"provider": "cuda", "run_by": "loop", "effort": 1.0}
+FAST = "100TB"  # a second: moves take no time but that to start them
+
+
+def net(layers: int = 12) -> onnx.ModelProto:
+    return mlp(layers=layers, batch=4096, width=64)
+
+
+def prepared(model: onnx.ModelProto, names: list[str] | None = None) -> Compiled:
+    compiled = prepare(model, Preparation(kernels_of("cuda")))
+    return compiled if names is None else moves.split(compiled, names, LINK)
+
+
+@pytest.fixture(scope="module")
+def moved():
+    """A step rewritten to half of what it takes, with moves that cost next to nothing, and without."""
+    model = mlp(layers=12, batch=8192, width=256)
+    free = rewrite_model(model, "50%", offload=True, host_bandwidth=FAST, costs="t4", **DEVICE)
+    return model, free, rewrite_model(model, "50%", costs="t4", **DEVICE)
+
+
+def test_what_is_cheaper_to_move_is_moved(moved):
+    _, free, plain = moved
+    report = free.report
+    assert report.loop_after.total <= report.budget
+    assert report.extra_compute < plain.report.extra_compute
+    assert plain.report.moved is None and report.moved is not None
+    assert report.moved.share <= report.extra_compute
+    nodes = Counter(node.op_type for node in free.model.graph.node)
+    assert nodes[moves.DOWN] == nodes[moves.UP] == len(report.moved.values) > 0
+    listed = {p.key: p.value for p in free.model.metadata_props}
+    assert len(json.loads(listed[MOVES_KEY])) == len(report.moved.values)
+    assert report.helpers() >= 0 and "to move" in report.verdict() and "the host keeps at most" in report.to_text()
+
+
+def test_what_the_host_keeps_and_what_crosses_add_up(moved):
+    _, free, _ = moved
+    assert free.report.moved.nbytes == len(free.report.moved.values) * 4 * 8192 * 256
+    assert 0 < free.report.loop_after.on_host <= free.report.moved.nbytes
+
+
+def test_outputs_are_equal_to_the_last_bit_on_the_cpu(moved, tmp_path):
+    """Copies between device and host change nothing, and on the CPU nothing happens."""
+    model, free, _ = moved
+    onnx.save(model, tmp_path / "before.onnx")
+    free.save(tmp_path / "after.onnx")
+    assert verify.bitwise(tmp_path / "before.onnx", tmp_path / "after.onnx").startswith("bitwise equal")
+
+
+def test_the_same_call_writes_the_same_file(moved):
+    model, free, _ = moved
+    again = rewrite_model(model, "50%", offload=True, host_bandwidth=FAST, costs="t4", **DEVICE)
+    assert again.model.SerializeToString() == free.model.SerializeToString()
+
+
+def test_a_slow_link_is_not_used_where_recompute_does_it(moved):
+    model, _, plain = moved
+    result = rewrite_model(model, "50%", offload=True, host_bandwidth="1MB", costs="t4", **DEVICE)
+    assert result.report.moved is None
+    assert result.report.extra_compute == plain.report.extra_compute
+
+
+def test_budgets_below_any_recompute_are_kept():
+    model = mlp(layers=12, batch=8192, width=256)
+    with pytest.raises(BudgetInfeasibleError, match="impossible"):
+        rewrite_model(model, "33%", **DEVICE)
+    result = rewrite_model(model, "33%", offload=True, **DEVICE)
+    assert result.report.loop_after.total <= result.report.budget and result.report.moved
+    with pytest.raises(BudgetInfeasibleError, match=r"impossible.*proved"):
+        rewrite_model(model, "20%", offload=True, **DEVICE)
+
+
+def test_a_budget_that_is_kept_already_moves_nothing():
+    result = rewrite_model(net(), "100%", offload=True, host_bandwidth=FAST, **DEVICE)
+    assert result.report.moved is None and result.report.extra_compute == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"offload": True}, "provider='cuda', run_by='loop'"),
+        ({"offload": True, "provider": "cuda"}, "provider='cuda', run_by='loop'"),
+        ({"host_bandwidth": "1GB", "provider": "cuda", "run_by": "loop"}, "is for offload=True"),
+        ({"offload": True, "provider": "cuda", "run_by": "loop", "costs": "cpu"}, "state host_bandwidth="),
+        ({"offload": "yes", "provider": "cuda", "run_by": "loop"}, "True or False"),
+        ({"offload": True, "provider": "cuda", "run_by": "loop", "host_bandwidth": "fast"}, "no number of bytes"),
+        ({"offload": True, "provider": "cuda", "run_by": "loop", "host_bandwidth": "50%"}, "no number of bytes"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(given, words):
+    with pytest.raises(UsageError, match=words):
+        parse_options(given)
+
+
+def test_a_plan_alone_has_no_moves():
+    with pytest.raises(UsageError, match="rewrite_model"):
+        plan_model(net(), "50%", offload=True, **DEVICE)
+
+
+def test_a_plan_that_moves_nothing_is_what_it_was():
+    """Split and adjoined, the order runs the same ops, holds as much at its peak, and costs nothing more."""
+    plain = prepared(net())
+    names = moves.movable(plain)
+    split = prepared(net(), names)
+    assert len(split.graph.ops) == len(plain.graph.ops) + len(names) > len(plain.graph.ops)
+    order = plain.default_order()
+    carried = moves.carried(order.order, plain, split)
+    check_schedule(split.problem, carried)
+    assert carried.late_moves(split.problem) == [] and carried.overhead(split.problem) == 0
+    back = moves.carried(carried.order, split, plain)
+    assert back == order
+
+
+def test_what_runs_again_is_moved_instead_and_what_that_needed_does_not_run():
+    """h is computed again from a, which is computed again for nothing else: one move, and neither runs twice."""
+    nodes = [
+        make("Exp", ["x"], ["a"], name="a"),
+        make("Neg", ["a"], ["h"], name="h"),
+        make("Exp", ["h"], ["y"], name="y"),
+        make("Mul", ["y", "h"], ["z"], name="z"),
+    ]
+    for node in nodes:
+        node.metadata_props.add(key="phase", value="backward" if node.name == "z" else "forward")
+    model = model_of(nodes, {"x": [256, 256]}, {"z": [256, 256]})
+    plain, split = prepared(model), prepared(model, ["h"])
+    carried = moves.carried((0, 1, 2, 0, 1, 3), plain, split)
+    labels = [split.graph.ops[op].node.op_type for op in carried.order]
+    assert labels == ["Exp", "Neg", "Move", "Exp", "Move", "Mul"]
+    nbytes = 4 * 256 * 256
+    assert carried.overhead(split.problem) == pytest.approx(LINK.seconds(nbytes) / plain.problem.cost.sum())
+    found = moves.moved(split, carried)
+    assert (found.values, found.nbytes) == (("h",), nbytes)
+    assert found.share == pytest.approx(carried.overhead(split.problem))
+
+
+@pytest.fixture
+def read_thrice() -> tuple[onnx.ModelProto, Compiled]:
+    """`a` may be moved, and is read by the next op and by the last two; `s` has nothing to do with it."""
+    ops = ["Neg x > a", "Exp a > b", "Neg b > c", "Exp x > s", "Mul c a > d", "Mul d a > e", "Add e s > y"]
+    parts = [op.replace(">", "").split() for op in ops]
+    nodes = [make(kind, reads, [made], name=made) for kind, *reads, made in parts]
+    model = model_of(nodes, {"x": [256, 256]}, {"y": [256, 256]})
+    return model, prepared(model, ["a"])
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_every_move_is_a_copy_down_where_the_value_was_made_and_one_up_where_it_is_read(late, read_thrice):
+    """Back twice; three times, where an op comes between the value and its first move."""
+    model, split = read_thrice
+    number = {op.label if not moves.is_move(op) else "move": op.index for op in split.graph.ops}
+    words = "a s move b c move d move e y" if late else "a move s b c move d move e y"
+    order = Schedule(tuple(number[word] for word in words.split()))
+    check_schedule(split.problem, order)
+    assert order.late_moves(split.problem) == ([number["move"]] if late else [])
+    again = 3 if late else 2
+    written = realize(split, order, 1 << 30, {})
+    assert (written.moved, written.recomputed) == (("a",) * again, ())
+    assert moves.moved(split, order).nbytes == again * 4 * 256 * 256
+    nodes = list(written.model.graph.node)
+    kinds = [node.op_type for node in nodes if node.op_type in (moves.DOWN, moves.UP)]
+    assert kinds == [moves.DOWN, moves.UP] * again
+    maker = {name: node for node in nodes for name in node.output}
+    readers = [node for node in nodes if node.name in ("b", "d", "e")]
+    came_back = [any(maker[name].op_type == moves.UP for name in node.input if name in maker) for node in readers]
+    assert came_back == [late, True, True]
+    verify.check(model, written.model, graph.build(written.model))
+
+
+def test_moves_join_their_ops_where_that_keeps_the_limit():
+    split = prepared(net(), ["a0", "a1"])
+    problem = split.problem
+    order = list(moves.adjoined(problem, split.default_order().order).order)
+    late = Schedule(tuple(order)).late_moves(problem)
+    assert late == [] and sorted(order) == list(range(problem.n_ops))
+    peak = simulate(problem, order).peak
+    assert moves.adjoined(problem, order, peak).order == tuple(order)
+
+
+def test_a_session_copies_down_at_once_and_up_when_it_is_read():
+    """Whatever the order in the file; a view of what comes back waits with it."""
+    kinds = kernels_of("cuda")
+    steps = [
+        Step(make("Exp", ["x"], ["v"])),
+        Step(make("Neg", ["v"], ["w"])),
+        Step(make(moves.DOWN, ["v"], ["home"])),
+        Step(make(moves.UP, ["home"], ["back"])),
+        Step(make("Reshape", ["back", "shape"], ["view"])),
+        Step(make("Exp", ["w"], ["y"])),
+        Step(make("Mul", ["y", "view"], ["z"])),
+    ]
+    found = [step.node.op_type for step in private_copy.moved_when_due(steps, kinds)]
+    assert found == ["Exp", moves.DOWN, "Neg", "Exp", moves.UP, "Reshape", "Mul"]
+    others = [step for step in steps if step.node.op_type not in (moves.DOWN, moves.UP, "Reshape")]
+    assert private_copy.moved_when_due(others, kinds) == others
+
+
+def test_copies_of_the_runtimes_own_stay_where_they_are():
+    """What a node on the host makes comes up at once, as ONNX Runtime has it."""
+    steps = [
+        Step(make("Exp", ["x"], ["v"])),
+        Step(make(moves.DOWN, ["v"], ["home"])),
+        Step(make("Acos", ["home"], ["there"])),
+        Step(make(moves.UP, ["there"], ["back"])),
+        Step(make("Neg", ["v"], ["w"])),
+        Step(make("Mul", ["w", "back"], ["z"])),
+    ]
+    assert private_copy.moved_when_due(steps, kernels_of("cuda")) == steps
+
+
+def test_the_other_commands_know_of_moves(moved, tmp_path):
+    """`explain` counts them, `check` misses those that a tool took out."""
+    _, free, _ = moved
+    path = tmp_path / "moved.onnx"
+    free.save(path)
+    count = len(free.report.moved.values)
+    text = explain(path).to_text()
+    assert f"{count} times a value is moved to the host and back, {format_bytes(free.report.moved.nbytes)} each" in text
+    found = check(path, run=False, provider="cuda")
+    assert (found.moved, found.moved_lost) == (count, ())
+    assert f"all {count} moves to the host and back are in place" in found.to_text()
+    model = onnx.load(path)
+    copy = next(node for node in model.graph.node if node.op_type == moves.UP)
+    copy.op_type = "Identity"
+    onnx.save(model, path)
+    assert check(path, run=False, provider="cuda").moved_lost == (copy.output[0],)

@@ -1,0 +1,59 @@
+"""Bounds for a loop: results may lie over what they are made of, which ONNX Runtime's own allocation seldom does."""
+
+from __future__ import annotations
+
+import math
+
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from onnx_remat.rewrite import pipeline
+from onnx_remat.rewrite.pipeline import begin, rewrite_model
+from sample_models import chain as sample
+
+ENTRIES = 1 << 20
+make = helper.make_node
+
+
+def chain(length: int) -> onnx.ModelProto:
+    """Products with a number, each of which may lie over the one before."""
+    nodes = [make("Mul", [f"t{i - 1}" if i else "x", "k"], [f"t{i}"], name=f"n{i}") for i in range(length)]
+    nodes.append(make("ReduceSum", [f"t{length - 1}"], ["loss"], keepdims=0))
+    value = helper.make_tensor_value_info
+    inputs = [value("x", TensorProto.FLOAT, [ENTRIES]), value("k", TensorProto.FLOAT, [1])]
+    graph = helper.make_graph(nodes, "chain", inputs, [value("loss", TensorProto.FLOAT, [])])
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+
+
+def test_no_bound_is_above_what_a_loop_takes():
+    job = begin(chain(8), "100%", {"run_by": "loop"})
+    assert job.trained.live <= 4 * ENTRIES + 64  # one buffer for all of them
+    assert job.impossible_below(job.goal.floor(job.compiled.problem)) <= job.trained.total
+    assert job.goal.floor(job.compiled.problem) <= 2 * 4 * ENTRIES + 64  # the input, and that buffer
+
+
+def test_a_sum_of_tensors_is_bounded_as_before():
+    job = begin(chain(8), "100%", {"run_by": "session"})
+    assert job.goal.floor(job.compiled.problem) >= 3 * 4 * ENTRIES
+
+
+def test_what_is_as_low_as_it_goes_is_said_to_be():
+    report = rewrite_model(chain(8), "100%", effort=0.1).report
+    assert report.impossible_below <= report.after.total + 5_000_000
+
+
+@pytest.mark.parametrize("budget", ["80%", "60%", "50%"])
+def test_the_bound_for_a_loop_leaves_the_books_and_the_workspace_out(budget):
+    """On a chain it is all but the plan; what no schedule can use would let it do with less."""
+    report = rewrite_model(sample.chain(64, 512, 512), budget, run_by="loop", effort=2.0).report
+    assert 0 <= report.extra_compute - report.extra_compute_bound <= 0.01
+    assert report.extra_compute > 0.02
+
+
+def test_a_bound_that_the_file_itself_disproves_is_none(monkeypatch):
+    """Where ONNX Runtime fuses nodes, a file may keep a budget that its nodes one by one could not."""
+    monkeypatch.setattr(pipeline, "cost_lower_bound", lambda *_, **__: math.inf)
+    report = rewrite_model(sample.chain(16, 256, 256), "70%", run_by="loop", effort=0.5).report
+    assert report.extra_compute_bound == 0 < report.extra_compute
+    assert "points above any possible plan" in report.verdict()

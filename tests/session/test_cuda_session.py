@@ -1,0 +1,175 @@
+"""`Session` and `Loop` on the fake device: one slab, state in place, and no more memory than was foreseen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper
+
+import onnx_remat
+from onnx_remat.errors import UsageError
+from onnx_remat.memory import arena
+from onnx_remat.session import device_scratch
+from tests.support.fake_cuda import here, run
+from tests.support.graphs import mlp, model_of
+
+needs_device = pytest.mark.skipif(bool(here.why_not()), reason=here.why_not())
+SPACE = 1 << 20
+
+
+def trained(path: Path, *limits: int) -> list[dict[str, Any]]:
+    job = {"path": str(path), "limits": limits}
+    return list(here.ask("tests.support.fake_cuda.session", job, workspace_forward=SPACE, workspace_data=SPACE))
+
+
+@pytest.fixture(scope="module")
+def step(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, onnx_remat.Report]:
+    """A step rewritten to 60 % of what training with it takes of a device."""
+    path = tmp_path_factory.mktemp("step") / "small.onnx"
+    model = mlp(layers=12, batch=8192, width=64)
+    result = onnx_remat.rewrite_model(model, "60%", provider="cuda", run_by="loop", effort=1.0)
+    result.save(path)
+    return path, result.report
+
+
+@needs_device
+def test_training_takes_what_was_foreseen_and_no_more(step):
+    """It runs within the limit foreseen, which is within the budget, and not within 1 % less."""
+    path, report = step
+    foreseen = report.loop_after.total
+    assert foreseen <= report.budget < report.loop_before.total
+    free, enough, little, none = trained(path, 0, foreseen, int(foreseen * 0.99) - 1, 1000)
+    assert free["donated"] > 0 and free["not_donated"] == {}
+    for found in (free, enough):
+        assert all(made["peak"] <= foreseen and made["waits"] <= 3 for made in found["steps"])
+        assert len({made["peak"] for made in found["steps"]}) == 1
+    full = "the device is full: raise memory_limit, or plan with a larger cudnn_workspace="
+    assert full in little["error"] or "is below" in little["error"]
+    assert "bytes of the slab and the inputs alone" in none["error"]
+
+
+@needs_device
+def test_a_step_is_captured_in_a_graph_and_replayed(step):
+    """Nothing in it stops the host or allocates, which the fake device refuses while a graph is captured."""
+    job = {"path": str(step[0]), "limits": [0], "graph": True}
+    (found,) = here.ask("tests.support.fake_cuda.session", job)
+    assert "error" not in found, found
+    assert [(made["captures"], made["replays"], made["waits"]) for made in found["steps"]] == [(0, 1, 1)] * 3
+
+
+@needs_device
+def test_a_step_of_any_batch_waits_no_more_and_is_captured_as_well(tmp_path):
+    """Sizes are known when it is opened: no node that computes with them is left on the host."""
+    path = tmp_path / "free.onnx"
+    model = mlp(layers=12, width=64, dims="batch")
+    result = onnx_remat.rewrite_model(model, "60%", provider="cuda", run_by="loop", effort=1.0, dims={"batch": 8192})
+    result.save(path)
+    job = {"path": str(path), "limits": [0, result.report.loop_after.total], "dims": {"batch": 8192}}
+    for graph, most in ((False, 3), (True, 1)):
+        for found in here.ask("tests.support.fake_cuda.session", job | {"graph": graph}):
+            assert "error" not in found, found
+            assert all(made["waits"] <= most for made in found["steps"])
+
+
+@needs_device
+def test_a_block_is_larger_than_a_kernel_could_fill():
+    """More than 2^31 bytes: what lies beyond them is written and read as anything else."""
+    job = {"bytes": 3 << 30, "offset": (3 << 30) - 4000}
+    assert here.ask("tests.support.fake_cuda.block", job) == {"same": True, "zero": True, "live": [3 << 30, 0]}
+
+
+@needs_device
+def test_a_block_that_does_not_fit_is_refused():
+    (found,) = here.ask("tests.support.fake_cuda.block", {"bytes": 1 << 40, "offset": 0}).values()
+    assert found == "the CUDA device could not allocate 1099511627776 bytes: fake"
+
+
+@needs_device
+def test_a_step_that_draws_random_numbers_is_not_captured(tmp_path):
+    nodes = [
+        helper.make_node("Dropout", ["w", "half", "on"], ["d"], name="drop"),
+        helper.make_node("ReduceMean", ["d"], ["loss"], name="mean", keepdims=0),
+    ]
+    given = {"half": np.array(0.5, np.float32), "on": np.array(True)}
+    onnx.save(model_of(nodes, {"w": [64, 64]}, {"loss": []}, given), tmp_path / "drop.onnx")
+    job = {"path": str(tmp_path / "drop.onnx"), "limits": [0], "graph": True}
+    (found,) = here.ask("tests.support.fake_cuda.session", job)
+    assert found["error"].startswith("cuda_graph: node") and "the same random numbers" in found["error"]
+
+
+@needs_device
+def test_an_original_is_opened_as_well(tmp_path):
+    path = tmp_path / "original.onnx"
+    onnx.save(mlp(layers=3, batch=256, width=32), path)
+    (found,) = trained(path, 0)
+    assert found["donated"] > 0 and found["steps"][0]["waits"] <= 3
+
+
+@needs_device
+@pytest.mark.parametrize(("strategy", "row"), [("kSameAsRequested", "limit"), ("kNextPowerOfTwo", "held")])
+def test_the_arena_of_a_stock_session_is_foreseen(strategy, row, step, tmp_path):
+    """What the report says of an arena is what it takes on the device."""
+    result = onnx_remat.rewrite_model(mlp(layers=12, batch=2048, width=32), "60%", provider="cuda", effort=1.0)
+    result.save(tmp_path / "small.onnx")
+    took = run.run_step(tmp_path / "small.onnx", "ORT_ENABLE_ALL", {"arena_extend_strategy": strategy}).held
+    inputs = result.report.after.inputs if row == "limit" else 0
+    assert took == pytest.approx(getattr(result.report.arena_after, row) + inputs, rel=0.01)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_an_arena_for_workspace_follows_the_rules_of_the_other(seed):
+    """Without kernels off the stream it is the arena that `memory` emulates, written a second time."""
+    draw = np.random.default_rng(seed)
+    asked = [[int(n) for n in draw.integers(1, 1 << 20, draw.integers(0, 3))] for _ in range(40)]
+    sizes = [n for blocks in asked for n in blocks]
+    numbers = iter(range(len(sizes)))
+    events: list[int] = []
+    for blocks in asked:
+        ours = [next(numbers) for _ in blocks]
+        events += [*ours, *(~i for i in ours)]
+    owner = np.full(len(sizes), -1, np.int32)
+    requests = arena.Requests(np.array(events, np.int32), np.array(sizes, np.int64), owner)
+    wanted = arena.run(requests, doubling=False, steps=3).reserved
+    found = device_scratch.reserved([device_scratch.Asked(blocks) for blocks in asked])
+    assert found == pytest.approx(wanted, rel=0.1)  # of equal chunks either may take another region's
+    assert device_scratch.reserved([device_scratch.Asked(blocks, off_stream=True) for blocks in asked]) == found
+
+
+def test_a_device_that_is_not_there_is_named(step_file):
+    with pytest.raises(onnx_remat.OnnxRematError, match="onnxruntime makes no CUDAExecutionProvider session here"):
+        onnx_remat.Session(step_file, "cuda")
+
+
+def test_what_is_asked_of_a_device_alone(step_file):
+    with pytest.raises(UsageError, match="memory_limit and cuda_graph are for a device"):
+        onnx_remat.Session(step_file, memory_limit=1 << 30)
+    with pytest.raises(UsageError, match="memory_limit and cuda_graph are for a device"):
+        onnx_remat.Session(step_file, cuda_graph=True)
+    with pytest.raises(UsageError, match="sessions run on 'cpu' and 'cuda'"):
+        onnx_remat.Session(step_file, "rocm")
+
+
+@pytest.fixture
+def step_file(tmp_path: Path) -> Path:
+    onnx.save(mlp(layers=2, batch=8, width=4), tmp_path / "step.onnx")
+    return tmp_path / "step.onnx"
+
+
+@needs_device
+def test_values_are_moved_to_the_host_and_take_nothing_of_the_device(tmp_path):
+    """It runs within what was foreseen; the host waits once more for each value that comes back."""
+    path = tmp_path / "moved.onnx"
+    model = mlp(layers=12, batch=8192, width=256)
+    options = {"provider": "cuda", "run_by": "loop", "effort": 1.0, "costs": "t4"}
+    result = onnx_remat.rewrite_model(model, "50%", offload=True, host_bandwidth="100TB", **options)
+    result.save(path)
+    copies = len(result.report.moved.values)
+    (found,) = trained(path, result.report.loop_after.total)
+    assert all(made["peak"] <= result.report.loop_after.total for made in found["steps"])
+    assert [made["waits"] <= 3 + copies for made in found["steps"]] == [True] * len(found["steps"])
+    (found,) = here.ask("tests.support.fake_cuda.session", {"path": str(path), "limits": [0], "graph": True})
+    assert found["error"] == "cuda_graph: values are moved to the host and back, which no graph can hold"

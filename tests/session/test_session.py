@@ -1,0 +1,339 @@
+"""`Session`: the same bits as onnxruntime's own, out of one slab."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+import onnx_remat
+from onnx_remat import ModelError, Session, UsageError, rewrite_model
+from tests.support.graphs import feeds_for, mlp, model_of, run_model, same_bits
+
+pytest.importorskip("onnxruntime")
+
+SAMPLE = Path(__file__).parents[2] / "sample_models" / "residual_cnn.onnx"
+N = [64, 64]
+
+
+def make(op, inputs, outputs, **attributes):
+    return helper.make_node(op, inputs, outputs, name=outputs[0], **attributes)
+
+
+def outputs_of(model, feeds, level="all"):
+    return dict(zip([v.name for v in model.graph.output], run_model(model, feeds, level, threads=0), strict=True))
+
+
+def assert_same(found, wanted):
+    assert list(found) == list(wanted)
+    assert same_bits(found.values(), wanted.values())
+
+
+@pytest.mark.parametrize("level", ["all", "disable"])
+def test_a_step_as_exported_gives_the_same_bits(level):
+    model = onnx.load(SAMPLE)
+    feeds = feeds_for(model)
+    wanted = outputs_of(model, feeds, level)
+    with Session(SAMPLE, level=level) as session:
+        for _ in range(2):
+            assert_same(session.run(feeds), wanted)
+        assert session.live_bytes <= session.slab_bytes
+
+
+def test_a_rewritten_step_is_opened_from_its_result():
+    model = mlp(layers=6, batch=512, width=64)
+    result = rewrite_model(model, "75%", effort=0.5, run_by="session")
+    feeds = feeds_for(model)
+    with Session(result) as session:
+        assert_same(session.run(feeds), outputs_of(result.model, feeds))
+        rewritten = session.slab_bytes
+    with Session(model) as session:
+        assert rewritten < session.slab_bytes
+
+
+def test_results_are_copies_unless_asked_for():
+    model = mlp(layers=2, batch=64, width=64)
+    first, second = feeds_for(model, 0), feeds_for(model, 1)
+    with Session(model.SerializeToString()) as session:
+        copies, views = session.run(first), session.run(first, copy=False)
+        wanted = outputs_of(model, first)
+        assert_same(copies, wanted)
+        assert_same(views, wanted)
+        session.run(second)
+        assert_same(copies, wanted)
+        assert_same(views, outputs_of(model, second))
+
+
+def test_renewed_state_is_written_over_what_is_fed():
+    model = mlp(layers=2, batch=64, width=64)
+    feeds = feeds_for(model)
+    wanted = outputs_of(model, feeds)
+    with Session(model, donate=True) as session:
+        assert (dict(session.donated), dict(session.not_donated)) == ({"new.w0": "w0", "new.w1": "w1"}, {})
+        found = session.run(feeds)
+    assert_same(found, wanted)
+    assert found["new.w0"] is feeds["w0"]
+    with Session(model, donate={"new.w1": "w1"}) as session:
+        assert dict(session.donated) == {"new.w1": "w1"}
+
+
+def odd_step():
+    """Every kind of output: views, copies, scalars, empty ones, twice-read, unread, inputs and weights as they are."""
+    nodes = [
+        make("Exp", ["x"], ["a"]),
+        make("Reshape", ["a", "flat"], ["view"]),
+        make("Identity", ["view"], ["view of view"]),
+        make("Sqrt", ["a"], ["unread"]),
+        make("ReduceMean", ["a"], ["scalar"], keepdims=0),
+        make("Slice", ["x", "start", "start"], ["empty"]),
+        make("TopK", ["a", "k"], ["top", "where"]),
+        make("Cast", ["top"], ["half"], to=TensorProto.FLOAT16),
+        make("Greater", ["a", "x"], ["mask"]),
+        make("Add", ["view of view", "view"], ["b"]),
+    ]
+    outputs = {
+        "view": [4096], "scalar": [], "empty": [0, 64], "half": (TensorProto.FLOAT16, [64, 32]),
+        "where": (TensorProto.INT64, [64, 32]), "mask": (TensorProto.BOOL, N), "b": [4096], "x": N,
+        "weight": [64], "view of view": [4096],
+    }  # fmt: skip
+    constants = {
+        "flat": np.array([-1]), "start": np.array([0]), "k": np.array([32]), "weight": np.arange(64, dtype=np.float32),
+    }  # fmt: skip
+    return model_of(nodes, {"x": N}, outputs, constants)
+
+
+@pytest.mark.parametrize("level", ["all", "disable"])
+def test_odd_outputs(level):
+    model = odd_step()
+    feeds = feeds_for(model)
+    with Session(model, level=level) as session:
+        for _ in range(2):
+            assert_same(session.run(feeds), outputs_of(model, feeds, level))
+
+
+def body(nodes, inputs, outputs):
+    def typed(named):
+        return [helper.make_tensor_value_info(name, *kind) for name, kind in named.items()]
+
+    return helper.make_graph(nodes, "body", typed(inputs), typed(outputs))
+
+
+def control_flow_step():
+    """An If that captures, a Loop and a Scan, between large values."""
+    tensor, count, flag = (TensorProto.FLOAT, N), (TensorProto.INT64, []), (TensorProto.BOOL, [])
+    then = body([make("Mul", ["a", "x"], ["t"])], {}, {"t": tensor})
+    other = body([make("Identity", ["a"], ["o"])], {}, {"o": tensor})
+    turn = body(
+        [make("Identity", ["go"], ["go_on"]), make("Add", ["carried", "a"], ["next"])],
+        {"i": count, "go": flag, "carried": tensor}, {"go_on": flag, "next": tensor},
+    )  # fmt: skip
+    row = (TensorProto.FLOAT, [64])
+    scan = body(
+        [make("Add", ["state", "slice"], ["state2"]), make("Identity", ["state2"], ["sum"])],
+        {"state": row, "slice": row}, {"state2": row, "sum": row},
+    )  # fmt: skip
+    nodes = [
+        make("Exp", ["x"], ["a"]),
+        make("If", ["which"], ["b"], then_branch=then, else_branch=other),
+        make("Loop", ["n", "", "b"], ["c"], body=turn),
+        make("Scan", ["zero", "c"], ["last", "sums"], body=scan, num_scan_inputs=1),
+        make("Sub", ["sums", "a"], ["y"]),
+    ]
+    constants = {"n": np.array(3), "zero": np.zeros(64, np.float32)}
+    return model_of(nodes, {"x": N, "which": (TensorProto.BOOL, [])}, {"y": N, "b": N, "last": [64]}, constants)
+
+
+@pytest.mark.parametrize("which", [True, False])
+def test_bodies_stay_with_onnxruntime(which):
+    model = control_flow_step()
+    feeds = feeds_for(model) | {"which": np.array(which)}
+    with Session(model) as session:
+        assert_same(session.run(feeds), outputs_of(model, feeds))
+        flipped = feeds | {"which": np.array(not which)}
+        assert_same(session.run(flipped), outputs_of(model, flipped))
+
+
+def test_strings_and_sequences_stay_with_onnxruntime():
+    nodes = [
+        make("Exp", ["x"], ["a"]),
+        make("SequenceConstruct", ["a", "x"], ["pair"]),
+        make("ConcatFromSequence", ["pair"], ["both"], axis=0),
+        make("Cast", ["i"], ["text"], to=TensorProto.STRING),
+        make("Cast", ["text"], ["back"], to=TensorProto.INT64),
+    ]
+    model = model_of(nodes, {"x": N, "i": (TensorProto.INT64, N)}, {"both": [128, 64], "back": (TensorProto.INT64, N)})
+    feeds = feeds_for(model)
+    with Session(model) as session:
+        assert_same(session.run(feeds), outputs_of(model, feeds))
+
+
+def test_strings_cannot_be_fed():
+    words = (TensorProto.STRING, [2])
+    with pytest.raises(ModelError, match="'words' is no tensor of numbers"):
+        Session(model_of([make("Identity", ["words"], ["same"])], {"words": words}, {"same": words}))
+
+
+def test_symbolic_dimensions_are_bound_at_opening():
+    model = mlp(layers=2, width=64, dims="batch")
+    with pytest.raises(UsageError, match=r"not bound: pass dims=\{'batch': N\}"):
+        Session(model)
+    with pytest.raises(UsageError, match="no symbolic dimension 'bach': it has batch; did you mean 'batch'"):
+        Session(model, dims={"bach": 128})
+    feeds = feeds_for(model, batch=128)
+    with Session(model, dims={"batch": 128}) as session:
+        assert_same(session.run(feeds), outputs_of(model, feeds))
+        with pytest.raises(UsageError, match=r"input 'x' is of shape \[128, 64\], not \[64, 64\]"):
+            session.run(feeds_for(model, batch=64))
+
+
+@pytest.fixture(scope="module")
+def opened():
+    model = mlp(layers=2, batch=64, width=64)
+    return Session(model, donate=True), feeds_for(model)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": np.zeros(3)}, "the model has no input 'q': it has x, t, w0, w1"),
+        ({"x": None}, "no value for input 'x'"),
+        ({"x": np.zeros([64, 64])}, "input 'x' is of type float32, not float64"),
+        ({"x": np.zeros([64, 63], np.float32)}, r"input 'x' is of shape \[64, 64\], not \[64, 63\]"),
+        ({"w0": np.zeros([64, 128], np.float32)[:, ::2]}, "'w0' is renewed in place: feed a contiguous array"),
+        ({"w0": np.broadcast_to(np.float32(0), [64, 64])}, "'w0' is renewed in place: feed a contiguous array"),
+    ],
+)
+def test_feeds_are_checked_before_anything_runs(opened, change, message):
+    session, feeds = opened
+    wrong = {name: value for name, value in (feeds | change).items() if value is not None}
+    before = {name: array.copy() for name, array in feeds.items()}
+    with pytest.raises(UsageError, match=message):
+        session.run(wrong)
+    assert same_bits(before.values(), feeds.values())
+
+
+def test_an_input_with_a_default_may_be_left_out_again():
+    model = model_of([make("Mul", ["x", "s"], ["y"])], {"x": N, "s": [64]}, {"y": N}, {"s": np.full(64, 2, np.float32)})
+    x, s = np.ones(N, np.float32), np.full(64, 3, np.float32)
+    with Session(model) as session:
+        found = [session.run(feeds)["y"][0, 0] for feeds in ({"x": x}, {"x": x, "s": s}, {"x": x})]
+    assert found == [2, 3, 2]
+
+
+def test_arguments_are_checked(tmp_path):
+    with pytest.raises(UsageError, match="provider 'tpu'"):
+        Session(SAMPLE, provider="tpu")
+    with pytest.raises(UsageError, match="level must be one of"):
+        Session(SAMPLE, level="most")
+    with pytest.raises(UsageError, match="not int"):
+        Session(3)
+    with pytest.raises(ModelError, match="cannot read"):
+        Session(tmp_path / "missing.onnx")
+    with pytest.raises(UsageError, match="donate: the model has no output 'new'"):
+        Session(SAMPLE, donate={"new": "old"})
+
+
+def test_a_session_opened_by_path_is_picklable(tmp_path):
+    model = mlp(layers=2, batch=64, width=64)
+    onnx.save(model, tmp_path / "m.onnx")
+    feeds = feeds_for(model)
+    with Session(tmp_path / "m.onnx", level="basic") as session:
+        again = pickle.loads(pickle.dumps(session))
+        assert_same(again.run(feeds), session.run(feeds))
+        again.close()
+    with Session(model) as session, pytest.raises(UsageError, match="opened by a path"):
+        pickle.dumps(session)
+
+
+def test_a_closed_session_says_so():
+    model = mlp(layers=2, batch=64, width=64)
+    session = Session(model)
+    session.close()
+    with pytest.raises(UsageError, match="closed"):
+        session.run(feeds_for(model))
+    session.close()
+
+
+def test_a_node_that_fails_is_named():
+    model = model_of(
+        [make("Exp", ["x"], ["a"]), make("Gather", ["a", "i"], ["y"])],
+        {"x": N, "i": (TensorProto.INT64, [2])}, {"y": [2, 64]},
+    )  # fmt: skip
+    with Session(model) as session:
+        with pytest.raises(ModelError, match="in the middle of the step"):
+            session.run({"x": np.ones(N, np.float32), "i": np.array([0, 64])})
+        assert session.run({"x": np.ones(N, np.float32), "i": np.array([0, 63])})["y"].shape == (2, 64)
+
+
+def test_another_order_is_refused(monkeypatch, tmp_path):
+    from onnx_remat.ort import runtime
+    from onnx_remat.session import opening
+
+    onnx.save(mlp(layers=2, batch=64, width=64), tmp_path / "m.onnx")
+    right = runtime.order_by_priority
+    monkeypatch.setattr(runtime, "order_by_priority", lambda *edges: right(*edges)[::-1])
+    with pytest.raises(ModelError, match="would run 'mean' at step 0"):
+        opening.plan(tmp_path / "m.onnx", tmp_path / "out.onnx", opening.Wish(level="disable"))
+
+
+def test_the_package_offers_it():
+    assert onnx_remat.Session is Session
+
+
+def open_step():
+    """A sum divided by the number of entries, whatever the batch, and the shape of a value that is computed."""
+    nodes = [
+        make("Mul", ["x", "w"], ["y"]),
+        make("Shape", ["y"], ["shape"]),
+        make("Size", ["y"], ["count"]),
+        make("Gather", ["shape", "zero"], ["rows"]),
+        make("Cast", ["count"], ["number"], to=onnx.TensorProto.FLOAT),
+        make("Unsqueeze", ["rows", "axis"], ["row"]),
+        make("Concat", ["row", "rest"], ["wanted"], axis=0),
+        make("Reshape", ["y", "wanted"], ["flat"]),
+        make("ReduceSum", ["flat"], ["sum"], keepdims=0),
+        make("Div", ["sum", "number"], ["loss"]),
+    ]
+    given = {"zero": np.array(0), "axis": np.array([0]), "rest": np.array([-1])}
+    return model_of(nodes, {"x": ["batch", 3, 4], "w": [3, 4]}, {"loss": []}, given)
+
+
+@pytest.mark.parametrize("level", ["disable", "all"])
+def test_nothing_is_computed_from_sizes_that_are_known(level):
+    model = open_step()
+    feeds = {"x": np.arange(60, dtype=np.float32).reshape(5, 3, 4), "w": np.ones((3, 4), np.float32)}
+    with Session(model, dims={"batch": 5}, level=level) as session:
+        assert session.node_count <= 4  # Mul, Reshape, ReduceSum, Div
+        assert_same(session.run(feeds), outputs_of(model, feeds, level))
+
+
+def test_a_size_that_is_an_output_is_still_made():
+    nodes = [
+        make("Shape", ["x"], ["shape"]), make("Gather", ["shape", "zero"], ["rows"]),
+        make("ReduceSum", ["x"], ["loss"], keepdims=0),
+    ]  # fmt: skip
+    model = model_of(nodes, {"x": ["batch", 4]}, {"rows": [], "loss": []}, {"zero": np.array(0)})
+    model.graph.output[0].type.tensor_type.elem_type = onnx.TensorProto.INT64
+    with Session(model, dims={"batch": 3}) as session:
+        assert session.run({"x": np.ones((3, 4), np.float32)})["rows"] == 3
+
+
+def test_a_file_is_opened_with_the_sizes_it_was_planned_for():
+    model = onnx.parser.parse_model(
+        '<ir_version: 9, opset_import: ["" : 20]> g (float[batch, 4] x) => (float[batch, 4] y) { y = Tanh(x) }'
+    )
+    planned = onnx.ModelProto()
+    planned.CopyFrom(model)
+    onnx.helper.set_model_props(planned, {"onnx_remat.dims": '{"batch": 8, "gone": 2}'})
+    for dims, batch in ((None, 8), ({"batch": 3}, 3)):
+        with Session(planned, dims=dims) as session:
+            assert session.run({"x": np.ones((batch, 4), np.float32)})["y"].shape == (batch, 4)
+    with pytest.raises(UsageError, match="pass dims="):
+        Session(model)
+    planned.metadata_props[0].value = "{"
+    with pytest.raises(UsageError, match="pass dims="):
+        Session(planned)
