@@ -46,3 +46,12 @@ def batch(index: int) -> str:
     'input.0'
     """
     return f"input.{index}"
+
+
+def outside(index: int) -> str:
+    """Input for a tensor that only the user's code holds, number `index`.
+
+    >>> outside(0)
+    'outside.0'
+    """
+    return f"outside.{index}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -88,4 +89,13 @@ def export_training_step(
     """
     recipe = Recipe(clip_norm, clip_value, accumulate, average, None if scaler is None else Scaling.of(scaler))
     step = step_of(model, example_inputs, loss, optim.each(optimizer), recipe)
-    return export(step, opset, dynamic_dims or {}, check, loss_in_parts.checked(loss_parts))
+    made, outside = export(step, opset, dynamic_dims or {}, check, loss_in_parts.checked(loss_parts))
+    if outside:
+        first = next(iter(outside.values())).told
+        others = f", and {len(outside) - 1} more" if len(outside) > 1 else ""
+        warnings.warn(
+            f"{first}{others}: constants of the file, since the model does not hold them; should they change, make "
+            "them buffers of the model (register_buffer), or what they belong to a part of it",
+            stacklevel=2,
+        )
+    return made

@@ -26,6 +26,7 @@ from .arrays import view
 from .batch import Batch
 from .export import export, step_of
 from .initial import initial_feeds
+from .outside import Outside, memory, shares_memory
 from .recipe import Recipe, Scaling
 from .trace import Loss, Step
 from .unchanged import Facts, Setting
@@ -78,7 +79,12 @@ class Budgeted:
     """
 
     def __init__(
-        self, step: Step, users: tuple[torch.optim.Optimizer, ...], written: Written, report: Report | None
+        self,
+        step: Step,
+        users: tuple[torch.optim.Optimizer, ...],
+        outside: Mapping[str, Outside],
+        written: Written,
+        report: Report | None,
     ) -> None:
         self.report = report
         self._optimizers, self._model, self._written = users, step.model, written
@@ -99,6 +105,11 @@ class Budgeted:
         self._own = {n: array for n, array in first.items() if n not in held and n in wanted}
         self._wanted = [name for name in held if name in wanted]
         self._numbers = [name for _, _, name in self._counts()]
+        self._outside = {name: one for name, one in outside.items() if name in wanted}
+        buffers = self._places(self._renewed() & step.buffers.keys())
+        for one in self._outside.values():
+            if memory(one.alias) in buffers:
+                raise shares_memory(one.told, f"buffer {buffers[memory(one.alias)]}")
         self._bound: dict[str, _Layout] = {}
         self._failed = ""
 
@@ -124,7 +135,7 @@ class Budgeted:
         for name, (optimizer_, group, key) in self._settings.items():
             if name in self._own:
                 self._own[name][...] = float(self._optimizers[optimizer_].param_groups[group][key])
-        feeds = self._arrays | self._own | given
+        feeds = self._arrays | self._own | self._read_outside() | given
         self._failed = "interrupted"
         try:
             self._session.execute(feeds)
@@ -153,7 +164,7 @@ class Budgeted:
         """Give back all memory but the module's and the optimizer's."""
         self._session.close()
         self._written.folder.cleanup()
-        self._arrays, self._bound = {}, {}
+        self._arrays, self._bound, self._outside = {}, {}, {}
         self._failed = "closed"
 
     def __enter__(self) -> Budgeted:
@@ -239,6 +250,21 @@ class Budgeted:
             if name not in counts:
                 raise UsageError(f"{name} is gone from the optimizer: make a new step")
             self._own[name][...] = counts[name]
+
+    def _read_outside(self) -> dict[str, np.ndarray]:
+        """Arrays of the tensors outside, as they are now: copies where a step would change them while it reads them."""
+        renewed = self._places(self._renewed()) if self._outside else {}
+        made = {}
+        for name, one in self._outside.items():
+            tensor = one.current()
+            array = view(tensor.contiguous().resolve_conj().resolve_neg())
+            made[name] = array.copy() if memory(tensor) in renewed else array
+        return made
+
+    def _places(self, inputs: Iterable[str]) -> dict[int, str]:
+        """Names of some of the tensors that are trained, by their memory."""
+        current = self._current()
+        return {memory(current[name]): name for name in inputs if name in current}
 
     def _renewed(self) -> set[str]:
         """Inputs that a step gives new values, in place."""
@@ -382,12 +408,12 @@ def budgeted(
     twins = tuple(_with_rates(user, parameters) for user in users)
     step = step_of(model, batch, loss, twins, recipe)
     written = Written(tempfile.TemporaryDirectory(prefix="onnx-remat-"), dynamic_dims or {})
-    proto = export(step, OPSET, written.dynamic, check, loss_in_parts.checked(loss_parts))
+    proto, outside = export(step, OPSET, written.dynamic, check, loss_in_parts.checked(loss_parts), feed=True)
     _check_kernels(proto)
     if budget is None:
         onnx.save(proto, written.path)
-        return Budgeted(step, users, written, None)
+        return Budgeted(step, users, outside, written, None)
     sizes: PlanningOptions = {"dims": written.sizes(step.batch)} if written.dynamic else {}
     result = rewrite_model(proto, budget, **(sizes | (planning or {})))
     result.save(written.path)
-    return Budgeted(step, users, written, result.report)
+    return Budgeted(step, users, outside, written, result.report)

@@ -18,6 +18,7 @@ from .. import check as checking
 from . import optim, updates, verify
 from .batch import Batch
 from .lower import finish, lower
+from .outside import Outside
 from .recipe import Recipe
 from .refusals import check_modules
 from .trace import Loss, Step, trace
@@ -59,11 +60,19 @@ def step_of(
 
 
 def export(
-    step: Step, opset: int, dynamic: Mapping[str, Mapping[int, str]], check: bool, loss_parts: int | None = None
-) -> onnx.ModelProto:
-    """The step as a model; see `export_training_step`."""
+    step: Step,
+    opset: int,
+    dynamic: Mapping[str, Mapping[int, str]],
+    check: bool,
+    loss_parts: int | None = None,
+    feed: bool = False,
+) -> tuple[onnx.ModelProto, Mapping[str, Outside]]:
+    """The step as a model, see `export_training_step`, and tensors outside it, by name: inputs with `feed`."""
     step.batch.check_dimensions(dynamic)
-    made = lower(trace(step, dynamic, opset), step.inputs, opset, dynamic, loss_parts)
+    traced = trace(step, dynamic, opset, feed)
+    if feed:
+        step = replace(step, outside={name: one.alias for name, one in traced.outside.items()})
+    made = lower(traced, step.inputs, opset, dynamic, loss_parts)
     if check:
         found = verify.step(made, step)
         if dynamic:
@@ -74,4 +83,4 @@ def export(
         proto.metadata_props.add(key=INITIAL_KEY, value=json.dumps(scalars))
     if check:
         checking.record(proto, found)
-    return proto
+    return proto, traced.outside

@@ -75,6 +75,7 @@ __all__ = [
     "setup_stacktrace_preservation_hooks",
     "traceback",
     "unvalidated",
+    "was_changed",
     "without_checkpoints",
     "without_replicas",
     "without_translation",
@@ -97,6 +98,12 @@ def hooks_left_out(held: torch.Tensor | torch.optim.Optimizer) -> bool:
     of_parameter = ("_post_accumulate_grad_hooks",)
     of_optimizer = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     return any(getattr(held, n, None) for n in (of_parameter if isinstance(held, torch.Tensor) else of_optimizer))
+
+
+def was_changed(tensor: FunctionalTensor) -> bool:
+    """Is what a tensor of a trace stands for changed in place, by itself or by way of a view?"""
+    changed: Callable[[torch.Tensor], bool] = torch._functionalize_has_data_mutation  # type: ignore[attr-defined]
+    return changed(tensor.elem)
 
 
 def without_translation(opset: int) -> dict[Any, Callable[..., Any]]:

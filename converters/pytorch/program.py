@@ -6,7 +6,7 @@ wants already: flat, functional, in the operators it knows. It only has to be sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -16,10 +16,9 @@ from torch.export.graph_signature import ExportGraphSignature, InputKind, InputS
 from torch.export.graph_signature import TensorArgument as Argument
 from torch.fx import GraphModule, Node
 
+from .outside import Lift
 from .private_torch import (
-    FunctionalTensor,
     FunctionalTensorMode,
-    TorchDispatchMode,
     compiling,
     dispatch_functionalize,
     make_fx,
@@ -31,11 +30,11 @@ from .rules import decompositions
 _untranslated = cache(without_translation)
 
 
-def capture(function: Callable[..., Any], fakes: Sequence[torch.Tensor], opset: int) -> GraphModule:
-    """Trace a function of tensors without data into a functional graph of operators."""
+def capture(function: Callable[..., Any], fakes: Sequence[torch.Tensor], opset: int, lift: Lift) -> GraphModule:
+    """Trace a function of tensors without data into a functional graph of operators; `lift` sees the other tensors."""
 
     def lifted(*values: torch.Tensor) -> Any:
-        with _Lift(), compiling():  # models ask whether they are being exported
+        with lift, compiling():  # models ask whether they are being exported
             return function(*values)
 
     module = make_fx(
@@ -70,18 +69,20 @@ def _keep_digits(module: GraphModule) -> None:
             node.args = tuple(made if slot in numbers else value for slot, value in enumerate(node.args))
 
 
-class _Lift(TorchDispatchMode):
-    """Tensors that are no inputs take part like inputs: what is made of them may be changed in place."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        args, kwargs = pytree.tree_map_only(torch.Tensor, _functional, (args, kwargs or {}))
-        return func(*args, **kwargs)
-
-
-def _functional(value: torch.Tensor) -> torch.Tensor:
-    return value if isinstance(value, FunctionalTensor) else FunctionalTensor.to_functional(value)
+def make_inputs(module: GraphModule, constants: Mapping[str, torch.Tensor], place: int) -> None:
+    """Make inputs of constants of a captured graph: by name, at this place among the inputs."""
+    graph = module.graph
+    following = [node for node in graph.nodes if node.op == "placeholder"][place:]
+    first = following[0] if following else next(node for node in graph.nodes if node.op != "placeholder")
+    reads = [(node, getattr(module, str(node.target))) for node in graph.find_nodes(op="get_attr")]
+    for index, tensor in enumerate(constants.values()):
+        with graph.inserting_before(first):
+            made = graph.placeholder(f"outside_{index}")
+        made.meta = {"val": tensor}
+        for node, value in reads:
+            if value is tensor:
+                node.replace_all_uses_with(made)
+                graph.erase_node(node)
 
 
 class _Final(ExportedProgram):

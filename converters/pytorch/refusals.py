@@ -76,13 +76,17 @@ def refusal(error: Exception, model: torch.nn.Module) -> ConversionError:
         return ConversionError(f"{text}{at} makes complex numbers, which no step can hold: {_COMPLEX}")
     if "_linalg_check_errors" in text:
         return ConversionError(f"linear algebra that may fail (inv, solve, cholesky) is in the step{at}: {_NOWHERE}")
-    if text.startswith("cannot find Parameter"):
-        return ConversionError(
-            f"a parameter is read that the step does not have{at}: one taken out of its module before the step is to "
-            "be read inside, as model.get_parameter(...) or an attribute of the module; a loss with parameters of its "
-            "own is to be a part of the model (model.loss = loss) before the optimizer is made, or frozen"
-        )
     return ConversionError(f"the step cannot be traced{at}: {kind}: {text[:300]}")
+
+
+def kept_parameter(at: str) -> ConversionError:
+    """A tensor is read that requires a gradient, and is not in the step."""
+    return ConversionError(
+        f"a parameter is read that the step does not have{at}: one taken out of its module before the step is to "
+        "be read inside, as model.get_parameter(...) or an attribute of the module; a loss with parameters of its "
+        "own is to be a part of the model (model.loss = loss) before the optimizer is made, or frozen; a network that "
+        "is not trained is to be frozen, too, or called under torch.no_grad()"
+    )
 
 
 def untranslated(error: Exception, graph: torch.fx.Graph, lines: Mapping[str, str]) -> ConversionError:
@@ -131,21 +135,27 @@ def where(error: BaseException, model: torch.nn.Module) -> str:
         owner = frame.f_locals.get("self")
         if isinstance(owner, torch.nn.Module) and names.get(id(owner)):
             module = f" in module {names[id(owner)]!r}"
-        file = frame.f_code.co_filename
-        if not file.startswith((_TORCH, _OURS, "<")):
-            line = _line(file, number)
+        if is_users(frame):
+            line = _line(frame.f_code.co_filename, number)
     return module + line
 
 
 def here() -> str:
     """The line of the user's code that is running an operator now, in words."""
+    return next((_line(frame.f_code.co_filename, number) for frame, number in running() if is_users(frame)), "")
+
+
+def running() -> Iterator[tuple[FrameType, int]]:
+    """Frames of what the step runs now, from the innermost outwards, and the line of each."""
     for frame, number in traceback.walk_stack(None):
-        file = frame.f_code.co_filename
-        if file == _CALLER:
+        if frame.f_code.co_filename == _CALLER:
             break
-        if not file.startswith((_TORCH, _OURS, "<")):
-            return _line(file, number)
-    return ""
+        yield frame, number
+
+
+def is_users(frame: FrameType) -> bool:
+    """Is it the user's code?"""
+    return not frame.f_code.co_filename.startswith((_TORCH, _OURS, "<"))
 
 
 def _line(file: str, number: int) -> str:

@@ -19,6 +19,7 @@ import torch
 
 from onnx_remat.errors import ConversionError
 
+from .outside import Seen
 from .private_torch import FakeTensor, TorchDispatchMode, compiling, computed_now, pytree, traceback
 from .refusals import here
 from .rules.composites import Composites
@@ -35,11 +36,12 @@ limit, for which the largest does not do."""
 
 
 class _Listing(TorchDispatchMode):
-    """Lists what is called, in order."""
+    """Lists what is called, in order, and what it reads of tensors with data."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[_Call] = []
+        self.seen = Seen(set(), set())
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -50,9 +52,22 @@ class _Listing(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         leaves = pytree.tree_leaves((args, kwargs or {}))
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor) and not isinstance(leaf, FakeTensor):
+                self.seen.add(leaf)
         module = str((traceback.current_meta.get("custom") or {}).get("module", ""))
         self.calls.append((str(func), " ".join(map(_told, leaves)), module, here()))
+        if func._schema.is_mutable:  # not the user's own tensors
+            args, kwargs = pytree.tree_map_only(torch.Tensor, _apart, (args, kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+
+def _apart(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of a tensor with data."""
+    if isinstance(tensor, FakeTensor):
+        return tensor
+    with computed_now():
+        return tensor.detach().clone()
 
 
 _FEW = 64
@@ -90,8 +105,10 @@ def _drawing(word: int) -> Iterator[None]:
         np.random.set_state(numpys)  # noqa: NPY002
 
 
-def check(forward: Callable[[TorchDispatchMode], object], model: torch.nn.Module) -> None:
+def check(forward: Callable[[TorchDispatchMode], object], model: torch.nn.Module) -> Seen:
     """Run a forward pass several times, on tensors without data.
+
+    What the last run read of tensors with data is returned.
 
     Parameters
     ----------
@@ -113,6 +130,7 @@ def check(forward: Callable[[TorchDispatchMode], object], model: torch.nn.Module
             with _drawing(word), compiling(), Composites(listing):
                 forward(listing)
             runs.append(listing.calls)
+            seen = listing.seen
     finally:
         for owner, own in before:
             vars(owner).update(own)
@@ -132,3 +150,4 @@ def check(forward: Callable[[TorchDispatchMode], object], model: torch.nn.Module
                 "it keeps (a counter), and a graph holds one decision for ever; decide with tensors, "
                 "x * (torch.rand(()) < p) for instance, or switch it off in training"
             )
+    return seen

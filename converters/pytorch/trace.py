@@ -18,6 +18,7 @@ from .. import names
 from . import optim, repeated, updates
 from .batch import Batch
 from .decisions import Recorder
+from .outside import Lift, Outside, Seen, outside
 from .private_torch import (
     ConstantSource,
     DimDynamic,
@@ -33,7 +34,7 @@ from .private_torch import (
     without_checkpoints,
     without_replicas,
 )
-from .program import capture
+from .program import capture, make_inputs
 from .recipe import Recipe
 from .refusals import complex_input, complex_numbers, one_size, refusal
 from .rules.composites import Composites
@@ -62,6 +63,8 @@ class Step:
         Of the optimizers: before the step.
     settings : dict of str to torch.Tensor
         Of the optimizers: learning rates and weight decays that are inputs; see `rates`.
+    outside : dict of str to torch.Tensor
+        Tensors that only the user's code holds, where they are inputs; known once the step is traced.
     """
 
     model: torch.nn.Module
@@ -74,6 +77,7 @@ class Step:
     optimizers: tuple[torch.optim.Optimizer, ...] = ()
     state: updates.State = field(default_factory=dict)
     settings: dict[str, torch.Tensor] = field(default_factory=dict)
+    outside: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def inputs(self) -> dict[str, torch.Tensor]:
@@ -82,7 +86,8 @@ class Step:
         parameters = {name: p.detach() for name, p in self.model.named_parameters()}
         state = {names.state(n, slot): value for n, pieces in self.state.items() for slot, value in pieces.items()}
         batch = dict(zip(self.batch.names, self.batch.tensors, strict=True))
-        return parameters | self.buffers | state | self.recipe.state(self.trainable) | self.rates | batch
+        own = parameters | self.buffers | state | self.recipe.state(self.trainable) | self.rates
+        return own | self.outside | batch
 
     @property
     def rates(self) -> dict[str, torch.Tensor]:
@@ -289,16 +294,21 @@ class Trace:
         How many values follow them, for the check alone; see `decisions`.
     lines : mapping of str to str
         By operator, the line of the user's code that ran it first.
+    outside : mapping of str to Outside
+        Tensors outside the step that it reads, by the name each has as an input; constants, where `trace` feeds none.
     """
 
     graph: torch.fx.GraphModule
     outputs: tuple[str, ...]
     watched: int
     lines: Mapping[str, str]
+    outside: Mapping[str, Outside]
 
 
-def trace(step: Step, dynamic: Mapping[str, Mapping[int, str]], opset: int) -> Trace:
+def trace(step: Step, dynamic: Mapping[str, Mapping[int, str]], opset: int, feed: bool = False) -> Trace:
     """Trace a step into operators that can be translated to this opset.
+
+    With `feed`, tensors outside the step are inputs, before the batch.
 
     Raises
     ------
@@ -326,21 +336,28 @@ def trace(step: Step, dynamic: Mapping[str, Mapping[int, str]], opset: int) -> T
         return [*made.values(), *recorder.seen]
 
     _, fakes = _fakes(inputs, dynamic)
-    with traceback.preserve_node_meta(), eager_kernels():
-        try:
-            graph = capture(flat, fakes, opset)
-        except ConversionError:
-            raise
-        except Exception as error:
-            raise refusal(error, step.model) from error
-    _check_repeated(step, inputs)
+    lift = Lift()
+    try:
+        with traceback.preserve_node_meta(), eager_kernels():
+            graph = capture(flat, fakes, opset, lift)
+        again = _check_repeated(step, inputs)
+    except ConversionError:
+        raise
+    except Exception as error:
+        raise refusal(error, step.model) from error
     _check_open(dict(zip(inputs, fakes, strict=True)), step.batch, dynamic)
     _share_paths(graph.graph)
     for node in graph.graph.nodes:  # inputs are checked before
         if isinstance(value := node.meta.get("val"), torch.Tensor) and value.is_complex():
             raise complex_numbers(node)
     (made,) = next(node for node in graph.graph.nodes if node.op == "output").args
-    return Trace(graph, tuple(outputs), len(made) - len(outputs), lines)
+    held = {id(getattr(graph, str(node.target))) for node in graph.graph.find_nodes(op="get_attr")}
+    kept = [one for read, one in outside(lift.reads.values(), again, step.trainable) if id(read.alias) in held]
+    named = {names.outside(index): one for index, one in enumerate(kept)}
+    if feed:
+        place = len(inputs) - len(step.batch.names)
+        make_inputs(graph, {name: one.alias for name, one in named.items()}, place)
+    return Trace(graph, tuple(outputs), len(made) - len(outputs), lines, named)
 
 
 def _fakes(
@@ -369,15 +386,15 @@ def _check_buffers(buffers: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> 
             )
 
 
-def _check_repeated(step: Step, inputs: Mapping[str, torch.Tensor]) -> None:
-    """Raise ConversionError where Python decides otherwise in another run."""
+def _check_repeated(step: Step, inputs: Mapping[str, torch.Tensor]) -> Seen:
+    """What another run reads of tensors with data; raise ConversionError where Python decides otherwise in it."""
     mode, fakes = _fakes(inputs, {})
     given = {
         name: fake.requires_grad_() if name in step.trainable else fake
         for name, fake in zip(inputs, fakes, strict=True)
     }
     with traceback.preserve_node_meta(), eager_kernels(), mode:
-        repeated.check(lambda watch: step.forward(given, watch), step.model)
+        return repeated.check(lambda watch: step.forward(given, watch), step.model)
 
 
 def _check_open(traced: Mapping[str, torch.Tensor], batch: Batch, dynamic: Mapping[str, Mapping[int, str]]) -> None:

@@ -103,7 +103,8 @@ class _Run:
 
 def _run(model: ir.Model, feeds: dict[str, np.ndarray]) -> tuple[default_level.Plain, _Run]:
     """What the model makes without optimisations."""
-    narrow = frozenset(str(v.name) for node in model.graph for v in node.outputs if v.dtype == NARROW)
+    values = [*model.graph.inputs, *(value for node in model.graph for value in node.outputs)]
+    narrow = frozenset(str(value.name) for value in values if value.dtype == NARROW)
     if narrow:
         model, feeds = widened(model), {name: wide(feed) for name, feed in feeds.items()}
     proto = default_level.seeded(ir.to_proto(model))

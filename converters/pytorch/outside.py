@@ -1,0 +1,221 @@
+"""Tensors outside the step: a teacher network's, an average of the weights, the weights of classes in a loss.
+
+The step reads them, and neither the module nor the optimizer nor the batch holds them. What changes them is not in the
+step, so that it has to read them anew each time, or say that it does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.weak import TensorWeakRef
+
+from onnx_remat.errors import ConversionError, UsageError
+
+from .private_torch import FakeTensor, FunctionalTensor, TorchDispatchMode, computed_now, pytree, traceback, was_changed
+from .refusals import here, is_users, kept_parameter, running
+
+_FRESH = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
+"""What ``torch.tensor(...)`` calls: its tensor is new in every run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A tensor with data that a step reads.
+
+    Attributes
+    ----------
+    tensor : torch.Tensor
+        The user's own.
+    alias : torch.Tensor
+        The same memory, which requires no gradient.
+    stand_in : torch.Tensor
+        In the trace.
+    told : str
+        Which it is, for the user.
+    forward, fresh : bool
+        Was it read in the forward pass; did ``torch.tensor(...)`` make it?
+    """
+
+    tensor: torch.Tensor
+    alias: torch.Tensor
+    stand_in: FunctionalTensor
+    told: str
+    forward: bool
+    fresh: bool
+
+
+class Lift(TorchDispatchMode):
+    """Tensors that are no inputs take part like inputs: what is made of them may be changed in place.
+
+    Attributes
+    ----------
+    reads : dict of int to Read
+        By identity of the tensor.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads: dict[int, Read] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        def lifted(value: torch.Tensor) -> torch.Tensor:
+            if isinstance(value, FunctionalTensor):
+                return value
+            if isinstance(value, FakeTensor):
+                return FunctionalTensor.to_functional(value)
+            return self._read(value, func in _FRESH).stand_in
+
+        args, kwargs = pytree.tree_map_only(torch.Tensor, lifted, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def _read(self, tensor: torch.Tensor, fresh: bool) -> Read:
+        found = self.reads.get(id(tensor))
+        if tensor.requires_grad and not fresh and torch.is_grad_enabled():
+            raise kept_parameter(here())
+        if found is None:
+            with computed_now():
+                alias = tensor.detach()
+            phase = (traceback.current_meta.get("custom") or {}).get("phase")
+            told = "" if fresh else f"{_called(tensor)} of shape {list(tensor.shape)}, read{here()}"
+            stand_in = FunctionalTensor.to_functional(alias)
+            found = self.reads[id(tensor)] = Read(tensor, alias, stand_in, told, phase == "forward", fresh)
+        return found
+
+
+@dataclass(slots=True)
+class Seen:
+    """What a run reads of tensors with data: identities, and addresses of their memory."""
+
+    objects: set[int]
+    memory: set[int]
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """One more."""
+        self.objects.add(id(tensor))
+        self.memory.add(memory(tensor))
+
+
+@dataclass(frozen=True, slots=True)
+class Outside:
+    """A tensor outside the step.
+
+    Attributes
+    ----------
+    told : str
+        Which it is, for the user.
+    alias : torch.Tensor
+        Its memory at the conversion.
+    now : callable
+        The tensor itself; None where nobody holds it any more, so that another has taken its place.
+    """
+
+    told: str
+    alias: torch.Tensor
+    now: Callable[[], torch.Tensor | None]
+
+    def current(self) -> torch.Tensor:
+        """The tensor as it is now.
+
+        Raises
+        ------
+        UsageError
+            It is gone, or of another form.
+        """
+        tensor, form = self.now(), (self.alias.shape, self.alias.dtype, self.alias.device, self.alias.layout)
+        if tensor is None:
+            raise UsageError(
+                f"{self.told}, was replaced or is gone since the step was made: change it in place, "
+                "tensor.copy_(new), or make a new step"
+            )
+        if (tensor.shape, tensor.dtype, tensor.device, tensor.layout) != form:
+            raise UsageError(
+                f"{self.told}, is now {tensor.dtype} of shape {list(tensor.shape)} on {tensor.device}: make a new step"
+            )
+        return tensor
+
+
+def outside(reads: Iterable[Read], again: Seen, trained: Mapping[str, torch.Tensor]) -> list[tuple[Read, Outside]]:
+    """Those of a trace's reads that outlast it.
+
+    Parameters
+    ----------
+    reads
+        Of the trace, whose tensors are still held.
+    again
+        What another forward pass read. Memory that both read was there before them. Of what the backward pass and the
+        update read, which do not run again, only what ``torch.tensor(...)`` makes is taken for new.
+    trained
+        Parameters that the step renews, by name.
+
+    Raises
+    ------
+    ConversionError
+        The step changes one.
+    """
+    made: list[tuple[Read, Outside]] = []
+    names = {memory(parameter): name for name, parameter in trained.items()}
+    for read in reads:
+        new = memory(read.tensor) not in again.memory if read.forward else read.fresh
+        if new or not read.tensor.numel():
+            continue
+        told = read.told or f"a tensor of shape {list(read.tensor.shape)}"
+        if was_changed(read.stand_in):
+            raise ConversionError(
+                f"{told}, is changed by the step, which does not hold it: make it a buffer of the model "
+                "(register_buffer), what it belongs to a part of the model, or change it between steps; a network that "
+                "is read only is to be in eval mode"
+            )
+        if (name := names.get(memory(read.tensor))) is not None:
+            raise shares_memory(told, f"parameter {name}")
+        lasts = id(read.tensor) in again.objects
+        made.append(
+            (read, Outside(told, read.alias, TensorWeakRef(read.tensor) if lasts else partial(_same, read.alias)))
+        )
+    return made
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor."""
+    return tensor
+
+
+def shares_memory(told: str, whose: str) -> ConversionError:
+    """A tensor outside the step is memory of a tensor that the step renews."""
+    return ConversionError(
+        f"{told}, is memory of {whose}, which the step renews: read it through the module, or read a copy (clone)"
+    )
+
+
+def memory(tensor: torch.Tensor) -> int:
+    """Where a tensor's memory begins, whatever part of it the tensor is; nowhere for one without any."""
+    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else id(tensor)
+
+
+def _called(tensor: torch.Tensor) -> str:
+    """What the user's code calls a tensor: its path in a network, or its variable."""
+    inner: torch.nn.Module | None = None
+    path, owner, variable = "", "", ""
+    for frame, _ in running():
+        local, own = frame.f_locals, frame.f_locals.get("self")
+        if isinstance(own, torch.nn.Module):
+            if inner is None:
+                held = (own._parameters, own._buffers, vars(own))
+                path = next((n for each in held for n, value in each.items() if value is tensor), "")
+                inner = own if path else None
+                owner = type(own).__name__
+            elif own is not inner:
+                prefix = next((n for n, module in own.named_modules() if module is inner), "")
+                if prefix:
+                    inner, path, owner = own, f"{prefix}.{path}", type(own).__name__
+        if not variable and is_users(frame):
+            variable = next((n for each in (local, frame.f_globals) for n, v in each.items() if v is tensor), "")
+    if path:
+        return f"{path} of a {owner}"
+    return f"tensor {variable}" if variable else "a tensor"
