@@ -214,7 +214,14 @@ def updated(
     for name, copy in copies.items():
         copy.grad = gradients[name].detach()
     before = _kept(other)
-    with numbers_stay_tensors(other, settings.values()):
+    double = any(copy.dtype == torch.float64 for copy in copies.values())
+    stored = [
+        (value, state[name][slot].dtype)
+        for name, slots in pieces.items()
+        for slot, value in slots.items()
+        if double and value.dtype != state[name][slot].dtype
+    ]
+    with numbers_stay_tensors(other, settings.values(), stored):
         step(other)
     for name, value in _kept(other).items():
         if name not in before or not (before[name] is value or _same(before[name], value)):
@@ -252,7 +259,11 @@ def _same(before: Any, after: Any) -> bool:
 
 
 @contextmanager
-def numbers_stay_tensors(optimizer: torch.optim.Optimizer, settings: Iterable[torch.Tensor] = ()) -> Iterator[None]:
+def numbers_stay_tensors(
+    optimizer: torch.optim.Optimizer,
+    settings: Iterable[torch.Tensor] = (),
+    stored: Iterable[tuple[torch.Tensor, torch.dtype]] = (),
+) -> Iterator[None]:
     """In the module of the optimizer's step ``min``, ``max`` and ``math`` take tensors; see `_Scalars`."""
     space = inspect.unwrap(type(optimizer).step).__globals__
     stand_ins = {"min": _choice(min, torch.minimum), "max": _choice(max, torch.maximum), "math": _Math()}
@@ -260,7 +271,7 @@ def numbers_stay_tensors(optimizer: torch.optim.Optimizer, settings: Iterable[to
     usable = {n: v for n, v in stand_ins.items() if before.get(n, math) is math}  # not a function of the user's own
     space.update(usable)
     try:
-        with WithoutBfloat16(), _Scalars(type(optimizer).__qualname__, settings):
+        with WithoutBfloat16(), _Scalars(type(optimizer).__qualname__, settings, stored):
             yield
     finally:
         for name in usable:
@@ -314,17 +325,27 @@ class WithoutBfloat16(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+_IN_PLACE = {f"{name}_" for name in ("add", "sub", "mul", "div")} | {
+    f"__i{n}__" for n in ("add", "sub", "mul", "truediv")
+}
+"""Methods that change a number in place, as torch calls them."""
+
+
 class _Scalars(TorchFunctionMode):
     """Lets tensors stand where a step works with Python numbers.
 
     Numbers taken out of tensors stay tensors. Settings that are inputs are taken for other than zero, which torch's
-    optimizers ask of them before they do what comes to nothing with zero.
+    optimizers ask of them before they do what comes to nothing with zero. `stored` tensors, which are wider
+    than the user's own, are changed in place as these are: the product of NAdam's momenta is float32 in a float64 step.
     """
 
-    def __init__(self, kind: str, settings: Iterable[torch.Tensor]) -> None:
+    def __init__(
+        self, kind: str, settings: Iterable[torch.Tensor], stored: Iterable[tuple[torch.Tensor, torch.dtype]]
+    ) -> None:
         super().__init__()
         self._kind = kind
         self._settings = list(settings)
+        self._stored = {id(tensor): (tensor, dtype) for tensor, dtype in stored}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -343,12 +364,20 @@ class _Scalars(TorchFunctionMode):
         kinds = (torch.Tensor, float) if wide else torch.Tensor  # torch's exporter would round a number to float32
         factor = next((kwargs.pop(k) for k in ("value", "alpha") if isinstance(kwargs.get(k), kinds)), None)
         if factor is None:
+            if func.__name__ in _IN_PLACE and id(args[0]) in self._stored:
+                return self._changed(func, args)
             return func(*args, **kwargs)
         first, *rest = args
         change = rest[0] / rest[1] if "addcdiv" in func.__name__ else rest[0] * rest[1] if len(rest) > 1 else rest[0]
         by = change * factor
         sign = -1 if "sub" in func.__name__ else 1
         return first.add_(sign * by) if func.__name__.endswith("_") else first + sign * by
+
+    def _changed(self, func: Any, args: tuple[Any, ...]) -> torch.Tensor:
+        """What torch makes of a number in place: it computes in the type that the number has."""
+        tensor, dtype = self._stored[id(args[0])]
+        rest = (value.to(dtype) if isinstance(value, torch.Tensor) else value for value in args[1:])
+        return tensor.copy_(func(tensor.to(dtype), *rest))
 
 
 def _line() -> str:

@@ -417,11 +417,13 @@ def test_buffers_that_change_their_form_are_refused(before, after):
         budgeted(model, nn.functional.mse_loss, optimizer, (torch.randn(8, 6), torch.randn(8, 2)))
 
 
-def test_float64_is_as_exact_as_torch():
+@pytest.mark.parametrize("kind", ["AdamW", "NAdam", "RAdam", "Adadelta"])
+def test_float64_is_as_exact_as_torch(kind):
+    """NAdam keeps the product of its momenta in float32 all the same."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)).double()
     other, batch = copy.deepcopy(model), (torch.randn(16, 6).double(), torch.randn(16, 2).double())
-    mine, theirs = (torch.optim.AdamW(each.parameters(), 1e-2) for each in (model, other))
+    mine, theirs = (getattr(torch.optim, kind)(each.parameters(), 1e-2) for each in (model, other))
     schedules = [torch.optim.lr_scheduler.ExponentialLR(each, 0.9) for each in (mine, theirs)]
     with budgeted(model, nn.functional.mse_loss, mine, batch) as step:
         for _ in range(3):
