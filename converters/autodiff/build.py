@@ -13,6 +13,7 @@ from onnx_remat.errors import ConversionError
 from .. import names, optimizers
 from ..after_loss import make_late
 from ..loss_in_parts import in_parts
+from ..safe_forms import read_masks
 from ..simplify import simplify
 from ..softmax_gradients import add_to_softmax
 from . import finite_differences, prepare
@@ -126,6 +127,7 @@ def add_backward(
     add_to_softmax(model)
     in_parts(model, None)
     make_late(model)
+    read_masks(model)
     plain = _finished(model)
     found = finite_differences.check(
         plain, [str(p.name) for p in parameters], held, dict(example_inputs or {})

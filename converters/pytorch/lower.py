@@ -20,6 +20,7 @@ from ..after_loss import make_late
 from ..autodiff.scattering import add_in_order
 from ..loss_in_parts import in_parts
 from ..masks import mask_once
+from ..safe_forms import read_masks
 from ..simplify import simplify
 from ..softmax_gradients import add_to_softmax
 from ..weight_gradients import multiply_out
@@ -142,6 +143,7 @@ def finish(model: ir.Model, batch: int, gradients: bool = True) -> None:
         if str(value.name).startswith(off):
             value.name = f"backward.{index}.{value.name}"
     common.RemoveUnusedNodesPass()(model)
+    read_masks(model)  # some were watched
     first = len(graph.inputs) - batch
     state, rest = list(graph.inputs[:first]), list(graph.inputs[first:])
     renewed = {value.name for value in graph.outputs}

@@ -17,6 +17,7 @@ import onnx
 from onnx import helper, numpy_helper
 
 from onnx_remat.ir.graph import Graph
+from onnx_remat.ir.op_semantics import semantics
 from onnx_remat.ir.opsets import opset_of
 from onnx_remat.ir.shapes import Tensor
 
@@ -97,6 +98,13 @@ SHARED_STATISTICS = Bug(
     "both are made one, so that what reads the other reads the new statistics",
     "make the running statistics inputs, or put out the new ones",
 )
+LOST_DROPOUT = Bug(
+    "EliminateDropout",
+    "basic",
+    "1.19 to 1.32",
+    "drops in training, and nobody reads its mask: it is taken out like one of inference, so that nothing is dropped",
+    "read the mask: Where(mask, output, 0)",
+)
 MISCOUNTED_PADS = Bug(
     "",
     "disable",
@@ -107,7 +115,7 @@ MISCOUNTED_PADS = Bug(
 )
 BUGS = (
     TRANSPOSED_BY_VECTOR, PADDED_MAXIMUM, PADDED_AVERAGE, IDLE_TRANSPOSE, LOST_STATISTICS, SHARED_STATISTICS,
-    MISCOUNTED_PADS,
+    LOST_DROPOUT, MISCOUNTED_PADS,
 )  # fmt: skip
 
 
@@ -215,6 +223,23 @@ class _Scope:
         """Does it change no more than type and scale?"""
         return len(node.input) == 1 or self.ranks.get(node.input[1]) == 0
 
+    def fixed(self, name: str) -> bool:
+        """Is a value an input, a constant, or computed from constants alone (no random numbers among them)?"""
+        if self.maker(name, through=("Identity",)) is None:
+            return True
+        waiting, seen = [name], {name}
+        while waiting:
+            name = waiting.pop()
+            node = self.makers.get(name)
+            if node is None and name not in self.constants:
+                return False
+            if node is not None and semantics(node.domain, node.op_type).random:
+                return False
+            new = {other for other in (node.input if node is not None else ()) if other} - seen
+            seen |= new
+            waiting += new
+        return True
+
     def constant(self, name: str) -> np.ndarray | None:
         tensor = self.constants.get(name)
         return None if tensor is None or tensor.data_location else numpy_helper.to_array(tensor)
@@ -310,6 +335,18 @@ def _lost_statistics(node: onnx.NodeProto, scope: _Scope) -> bool:
     return alone and any(node.output[1:]) and scope.ranks.get(node.input[0], 3) == 3
 
 
+def _lost_dropout(node: onnx.NodeProto, scope: _Scope) -> bool:
+    """Only what one other node feeds is taken out; operators on constants are none, for they are computed before."""
+    if len(node.input) < 3 or not node.input[2] or (len(node.output) > 1 and scope.reads[node.output[1]]):
+        return False
+    training = scope.constant(node.input[2])
+    if training is not None and not training.any():
+        return False
+    if any(value.name == node.output[0] for value in scope.graph.output):
+        return False
+    return sum(not scope.fixed(name) for name in node.input if name) == 1
+
+
 _SHARED = 8  # elements of the largest constants that ConstantSharing makes one
 
 
@@ -355,6 +392,7 @@ _PATTERNS: dict[str, tuple[tuple[Bug, Callable[[onnx.NodeProto, _Scope], bool]],
     "Transpose": ((IDLE_TRANSPOSE, _idle_after),),
     "Gemm": ((IDLE_TRANSPOSE, _idle_before),),
     "Add": ((IDLE_TRANSPOSE, _idle_in_sum),),
+    "Dropout": ((LOST_DROPOUT, _lost_dropout),),
     "LayerNormalization": ((LOST_STATISTICS, _lost_statistics),),
     "BatchNormalization": ((SHARED_STATISTICS, _shared_statistics),),
 }

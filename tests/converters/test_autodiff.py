@@ -580,3 +580,11 @@ def test_a_sequence_of_nothing_is_refused_by_its_reader() -> None:
     )
     with pytest.raises(ConversionError, match="no gradient rule for op ConcatFromSequence"):
         add_backward(forward, "mse", wrt=["x"])
+
+
+def test_dropouts_behind_frozen_layers_drop():
+    forward = model("h = MatMul(x, w0)\nr = Tanh(h)\nd = Dropout(r, ratio)\ny = MatMul(d, w1)",
+                    weights((3, 64), (64, 4)) | {"ratio": np.float32(0.5)})  # fmt: skip
+    step = add_backward(forward, "mse", training=True, frozen=["w0"], check=False)
+    feeds = initial_inputs(forward, step) | {"x": np.ones((4, 3), np.float32), "target": np.ones((4, 4), np.float32)}
+    assert len({float(runtime.outputs(step, feeds, "all")["loss"]) for _ in range(4)}) == 4

@@ -665,3 +665,13 @@ def test_micro_batches_and_a_scaler_within_a_budget():
         close(ours, theirs, 1e-4)
     for name, tensor in zip("ab", (mine, other), strict=True):
         assert {int(pieces["step"]) for pieces in tensor.state.values()} == {3}, name
+
+
+def test_dropouts_behind_frozen_layers_drop():
+    """No gradient needs their masks, and ONNX Runtime leaves out a Dropout whose mask nobody reads."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Dropout(0.5), nn.Linear(64, 2))
+    model[0].requires_grad_(False)
+    batch = torch.randn(8, 6), torch.randn(8, 2)
+    with budgeted(model, nn.functional.mse_loss, torch.optim.SGD(model.parameters(), 0.0), batch) as step:
+        assert len({step(batch) for _ in range(4)}) == 4

@@ -93,3 +93,26 @@ def test_sums_of_many_rows_are_taken_in_stages(shape, axes, staged):
     for level in ("disable", "all"):
         off = np.abs(runtime.outputs(written, {"x": fed}, level)["y"] - exact).max() / np.abs(exact).max()
         assert off < 5e-7 if staged else off < 1e-4
+
+
+@pytest.mark.parametrize("mask", ["", ", m"])
+@pytest.mark.parametrize("mode", ["{1}", "{0}"])
+def test_masks_of_dropouts_are_read(mask, mode):
+    """Or ONNX Runtime takes a Dropout in training for one of inference."""
+    from onnx_remat.converters.safe_forms import read_masks
+
+    model = onnx.parser.parse_model(
+        f"""<ir_version: 9, opset_import: ["" : 20]> g (float16[1000] x) => (float16[1000] y)
+        <float r = {{0.5}}, bool t = {mode}> {{ h = Cos (x)  d{mask} = Dropout (h, r, t)  y = Neg (d) }}"""
+    )
+    made = ir.from_proto(onnx.shape_inference.infer_shapes(model))
+    read_masks(made)
+    read_masks(made)  # it has a reader now
+    written = ir.to_proto(made)
+    onnx.checker.check_model(written, full_check=True)
+    drops = mode == "{1}"
+    assert [node.op_type for node in written.graph.node] == ["Cos", "Dropout", *["Where"] * drops, "Neg"]
+    assert bool(known_bugs.find(model)) == drops and known_bugs.find(written) == ()
+    for level in ("disable", "all"):
+        found = runtime.outputs(written, {"x": np.zeros(1000, np.float16)}, level)["y"]
+        assert set(found.tolist()) == ({0.0, -2.0} if drops else {-1.0})
