@@ -105,7 +105,8 @@ def with_stand_ins(model: onnx.ModelProto, as_runtime: bool = False) -> onnx.Mod
     model : onnx.ModelProto
         Returned as it is where nothing needs a stand-in.
     as_runtime : bool
-        Stand in for ops only where the training build infers shapes by itself.
+        Stand in for ops only where the training build infers shapes by itself, and for none in bodies (If, Loop, Scan),
+        of which nobody can be asked.
 
     Examples
     --------
@@ -114,13 +115,21 @@ def with_stand_ins(model: onnx.ModelProto, as_runtime: bool = False) -> onnx.Mod
     >>> [node.op_type for node in with_stand_ins(onnx.parser.parse_model(text)).graph.node]
     ['Identity']
     """
-    if first_training_op(model) is None and not any(node.domain == _NCHWC for node in model.graph.node):
+    bodies = [] if as_runtime else [body for node in model.graph.node for body in _bodies(node)]
+    within = any(map(_holds_one, bodies))
+    alone = first_training_op(model) is None and not any(node.domain == _NCHWC for node in model.graph.node)
+    if alone and not within:
         return model
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
-    del copy.graph.node[:]
     opset, padded = opset_of(model), _padded_channels(model.graph)
-    for node in model.graph.node:
+    for body in [body for node in copy.graph.node for body in _bodies(node)] if within else ():
+        _stand_in_body(body, opset)
+    if alone:
+        return copy
+    nodes = list(copy.graph.node)
+    del copy.graph.node[:]
+    for node in nodes:
         kind = (node.domain, node.op_type)
         skipped = as_runtime and (kind in _UNTOLD or kind in _FORWARD)
         if node.op_type == "ReorderInput" and node.output[0] in padded:
@@ -128,6 +137,27 @@ def with_stand_ins(model: onnx.ModelProto, as_runtime: bool = False) -> onnx.Mod
         else:
             copy.graph.node.extend([node] if skipped else _stand_in(node, opset))
     return copy
+
+
+def _bodies(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
+    for attribute in node.attribute:
+        if attribute.type == onnx.AttributeProto.GRAPH:
+            yield attribute.g
+        yield from attribute.graphs
+
+
+def _holds_one(body: onnx.GraphProto) -> bool:
+    """Is one of the operators above in a body, or in the bodies in it?"""
+    return any(is_pure_contrib(node.domain, node.op_type) or any(map(_holds_one, _bodies(node))) for node in body.node)
+
+
+def _stand_in_body(body: onnx.GraphProto, opset: int) -> None:
+    nodes = list(body.node)
+    for inner in (inner for node in nodes for inner in _bodies(node)):
+        _stand_in_body(inner, opset)
+    made = [stand_in for node in nodes for stand_in in _stand_in(node, opset)]
+    del body.node[:]
+    body.node.extend(made)
 
 
 def _padded_channels(graph: onnx.GraphProto) -> dict[str, int]:

@@ -272,3 +272,20 @@ def artifacts(name: str, folder: Path) -> Path:
     script = Path(__file__).parents[2] / "scripts" / "ort_training_models.py"
     subprocess.run([PYTHON, script, folder, name], check=True, capture_output=True)
     return folder / name
+
+
+def test_values_behind_bodies_with_fused_products_are_sized() -> None:
+    """ONNX Runtime makes such bodies of attention with a linear state, and tells no shapes that follow from them."""
+    text = """<ir_version: 9, opset_import: ["" : 20, "com.microsoft" : 1]>
+        g (float[4, 5, 3] x, float[3, 3] w) => (y, z) {
+            s, y = Scan <num_scan_inputs = 1, body = b (float[5, 3] before, float[5, 3] part) => (after, made) {
+                t = com.microsoft.FusedMatMul <transB = 1> (part, w)  after = Add (before, t)
+                u = com.microsoft.FusedMatMul <transA = 1> (part, t)  made = Neg (u) }> (zeros, x)
+            z = Neg (s)
+        }"""
+    model = onnx.parser.parse_model(
+        text.replace("(y, z)", "(y, z) <float[5, 3] zeros = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}>")
+    )
+    found = infer(build(model))
+    assert (found["y"].shape, found["z"].shape) == ((4, 3, 3), (5, 3))
+    assert model.graph.node[0].attribute[1].g.node[0].op_type == "FusedMatMul"
