@@ -28,6 +28,7 @@ from onnx_remat.errors import UsageError
 from .autodiff.dims import Dim, Dims, dims, sizes
 from .autodiff.tape import Tape
 from .emit import Phase
+from .rowwise import ELEMENTWISE, REDUCE, RESHAPE, axes, number
 from .simplify import replace
 
 _LEAST_BYTES = 1 << 26
@@ -35,15 +36,8 @@ _LEAST_BYTES = 1 << 26
 _MOST = 16
 """Parts unless asked for more."""
 
-_ELEMENTWISE = {
-    "Abs", "Add", "And", "Cast", "Clip", "Div", "Equal", "Exp", "Greater", "GreaterOrEqual", "Identity", "Less",
-    "LessOrEqual", "Log", "Max", "Min", "Mul", "Neg", "Not", "Or", "Pow", "Reciprocal", "Relu", "Sigmoid", "Sqrt",
-    "Sub", "Sum", "Tanh", "Where", "Xor",
-}  # fmt: skip
 _ALONG_ROWS = {"Softmax", "LogSoftmax"}
 _BY_INDEX = {"GatherElements", "ScatterElements"}
-_REDUCE = {"ReduceSum", "ReduceMax", "ReduceMin", "ReduceMean", "ReduceLogSumExp", "ReduceProd"}
-_RESHAPE = {"Reshape", "Squeeze", "Unsqueeze"}
 _PRODUCTS = {"Gemm", "MatMul"}
 
 
@@ -88,7 +82,7 @@ def _parts(node: ir.Node, wanted: int | None) -> int:
         return 1
     x, matrix, made = node.inputs[0], node.inputs[1], node.outputs[0]
     flat = all(v is not None and v.shape is not None and v.shape.rank() == 2 for v in (x, matrix, made))
-    if not flat or x is None or _number(node, "transA", 0):
+    if not flat or x is None or number(node, "transA", 0):
         return 1
     (rows, classes), depth = dims(made), dims(x)[1]
     if not (isinstance(classes, int) and isinstance(depth, int)) or made.dtype is None:
@@ -221,26 +215,26 @@ def _by_rows(node: ir.Node, rows: Dim, inside: set[ir.Value]) -> bool:
     if not 1 <= len(shape) <= 2 or shape[0] != rows:
         return False
     rank = len(shape)
-    if op in _ELEMENTWISE:
+    if op in ELEMENTWISE:
         return all(v is None or len(dims(v)) < rank or dims(v)[0] in (rows, 1) for v in node.inputs) and not any(
             v in inside and len(dims(v)) < rank for v in node.inputs if v is not None
         )
     if op in _ALONG_ROWS:
-        return rank > 1 and _number(node, "axis", -1) % rank != 0
+        return rank > 1 and number(node, "axis", -1) % rank != 0
     if op in _BY_INDEX:
         rowed = all(v is not None and dims(v)[:1] == (rows,) for v in node.inputs)
-        return rowed and rank > 1 and _number(node, "axis", 0) % rank != 0
-    if op in _REDUCE:
-        axes = _axes(node)
-        return axes is not None and node.inputs[0] in inside and 0 not in axes
-    if op in _RESHAPE:
+        return rowed and rank > 1 and number(node, "axis", 0) % rank != 0
+    if op in REDUCE:
+        over = axes(node)
+        return over is not None and node.inputs[0] in inside and 0 not in over
+    if op in RESHAPE:
         first = node.inputs[0]
         if first not in inside or not all(isinstance(d, int) for d in shape[1:]):
             return False
         return dims(first)[0] == rows or (len(dims(first)) > 2 and dims(first)[-1] == shape[-1] and rank == 2)
     if op in _PRODUCTS:
         x, matrix, *more = node.inputs
-        plain = rank == 2 and x in inside and matrix not in inside and not _number(node, "transA", 0)
+        plain = rank == 2 and x in inside and matrix not in inside and not number(node, "transA", 0)
         return plain and all(v is None or len(dims(v)) < 2 or dims(v)[0] == 1 for v in more)
     return False
 
@@ -260,8 +254,8 @@ def _folds(node: ir.Node, rows: Dim, inside: set[ir.Value]) -> bool:
     if not folded or any(dims(v) != dims(made) or len(dims(v)) < 3 for v in folded):
         return False
     alone = all(v is None or v in inside or all(d == 1 for d in dims(v)) for v in node.inputs)
-    last = _number(node, "axis", -1) in (-1, len(dims(made)) - 1)
-    return alone and (node.op_type in _ELEMENTWISE or (node.op_type in _ALONG_ROWS and last))
+    last = number(node, "axis", -1) in (-1, len(dims(made)) - 1)
+    return alone and (node.op_type in ELEMENTWISE or (node.op_type in _ALONG_ROWS and last))
 
 
 def _adds_rows(node: ir.Node, rows: Dim) -> bool:
@@ -269,31 +263,14 @@ def _adds_rows(node: ir.Node, rows: Dim) -> bool:
     if node.domain or any(_unknown(v) for v in node.inputs):
         return False
     if node.op_type == "ReduceSum":
-        axes = _axes(node)
-        return axes == [0] and dims(node.inputs[0])[:1] == (rows,) and len(dims(node.inputs[0])) == 2  # type: ignore[arg-type]
-    if node.op_type != "Gemm" or not _number(node, "transA", 0) or _number(node, "transB", 0) or len(node.inputs) > 2:
+        return axes(node) == [0] and dims(node.inputs[0])[:1] == (rows,) and len(dims(node.inputs[0])) == 2  # type: ignore[arg-type]
+    if node.op_type != "Gemm" or not number(node, "transA", 0) or number(node, "transB", 0) or len(node.inputs) > 2:
         return False
     return all(v is not None and dims(v)[:1] == (rows,) for v in node.inputs)
 
 
 def _unknown(value: ir.Value | None) -> bool:
     return value is not None and sizes(value) is None
-
-
-def _axes(node: ir.Node) -> list[int] | None:
-    """The axes of a reduction, counted from the first; None where they are not stated."""
-    source = node.inputs[0]
-    if source is None or source.shape is None:
-        return None
-    stated = node.attributes["axes"].as_ints() if "axes" in node.attributes else None
-    if stated is None and len(node.inputs) > 1 and node.inputs[1] is not None:
-        known = node.inputs[1].const_value
-        stated = None if known is None or node.inputs[1].is_graph_input() else known.numpy().tolist()
-    return None if stated is None else [int(a) % len(dims(source)) for a in stated]
-
-
-def _number(node: ir.Node, name: str, default: int) -> int:
-    return node.attributes[name].as_int() if name in node.attributes else default
 
 
 def _divide(tape: Tape, region: _Region, count: int) -> None:
@@ -331,9 +308,9 @@ def _rowed(node: ir.Node, rows: Dim, inside: Collection[ir.Value]) -> Iterator[i
             continue
         if dims(value)[:1] != (rows,):
             continue
-        whole = node.op_type in _ELEMENTWISE and len(dims(value)) < rank
-        matrix = node.op_type in _PRODUCTS and not _number(node, "transA", 0) and slot > 0
-        stated = node.op_type in _REDUCE | _RESHAPE and slot > 0
+        whole = node.op_type in ELEMENTWISE and len(dims(value)) < rank
+        matrix = node.op_type in _PRODUCTS and not number(node, "transA", 0) and slot > 0
+        stated = node.op_type in REDUCE | RESHAPE and slot > 0
         if not (whole or matrix or stated):
             yield value
 
@@ -385,7 +362,7 @@ def _write(
     if len(shape) > 2:  # the rows of a part are counted along one axis throughout
         shape = (region.rows, shape[-1])
         attributes |= {"axis": ir.AttrInt64("axis", -1)} if "axis" in attributes else {}
-    if op_type in _RESHAPE:
+    if op_type in RESHAPE:
         op_type, attributes = "Reshape", {}
         rest: Dims = shape[1:]
         inputs = [inputs[0], tape.ints(-1, *(int(d) for d in rest))]

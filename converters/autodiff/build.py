@@ -12,6 +12,7 @@ from onnx_remat.errors import ConversionError
 
 from .. import names, optimizers
 from ..after_loss import make_late
+from ..attention_in_parts import attention_in_parts
 from ..loss_in_parts import in_parts
 from ..safe_forms import read_masks
 from ..simplify import simplify
@@ -126,6 +127,7 @@ def add_backward(
     simplify(model)
     add_to_softmax(model)
     in_parts(model, None)
+    attention_in_parts(model)
     make_late(model)
     read_masks(model)
     plain = _finished(model)

@@ -22,6 +22,7 @@ from onnx_remat.ort import runtime
 from .. import check as comparison
 from .. import default_level
 from ..after_loss import make_late
+from ..attention_in_parts import attention_in_parts
 from ..autodiff.finite_differences import in_float64
 from ..autodiff.scattering import add_in_order
 from ..emit import Emitter
@@ -178,6 +179,7 @@ def _build(step: Step, unroll: int, opset: int) -> ir.Model:
     multiply_out(model)
     simplify(model)
     add_to_softmax(model)
+    attention_in_parts(model)
     make_late(model)
     return model
 

@@ -13,7 +13,7 @@ require("torch", "onnx_ir", "onnxruntime", "torch", "onnxscript")
 import onnx
 import torch
 
-from .. import loss_in_parts
+from .. import attention_in_parts, loss_in_parts
 from . import optim
 from .budgeted import Budgeted, budgeted
 from .export import export, step_of
@@ -38,6 +38,7 @@ def export_training_step(
     opset: int = 20,
     dynamic_dims: Mapping[str, Mapping[int, str]] | None = None,
     loss_parts: int | None = None,
+    attention_parts: int | None = None,
     check: bool = True,
 ) -> onnx.ModelProto:
     """Forward, loss, backward and update of a module as one ONNX graph, checked against torch.
@@ -72,6 +73,10 @@ def export_training_step(
     loss_parts : int, optional
         Parts of the rows in which a loss over many classes is computed, one after the other, so that the logits never
         all exist at once; 1 for none. By default chosen for logits of 64 MiB or more of sizes that are fixed.
+    attention_parts : int, optional
+        Parts of texts and heads in which each attention is computed, one after the other, in the backward pass from its
+        queries and keys again, so that its scores never all exist at once; 1 for none. By default chosen for scores of
+        16 MiB or more of sizes that are fixed.
     check : bool
         Run the step on ONNX Runtime and compare loss, gradients, buffers and update with torch's.
 
@@ -89,7 +94,8 @@ def export_training_step(
     """
     recipe = Recipe(clip_norm, clip_value, accumulate, average, None if scaler is None else Scaling.of(scaler))
     step = step_of(model, example_inputs, loss, optim.each(optimizer), recipe)
-    made, outside = export(step, opset, dynamic_dims or {}, check, loss_in_parts.checked(loss_parts))
+    parts = loss_in_parts.checked(loss_parts), attention_in_parts.checked(attention_parts)
+    made, outside = export(step, opset, dynamic_dims or {}, check, *parts)
     if outside:
         first = next(iter(outside.values())).told
         others = f", and {len(outside) - 1} more" if len(outside) > 1 else ""

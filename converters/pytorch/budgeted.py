@@ -20,7 +20,7 @@ from onnx_remat.session import heap
 from onnx_remat.session.session import Session
 from onnx_remat.units import parse_budget
 
-from .. import loss_in_parts, names
+from .. import attention_in_parts, loss_in_parts, names
 from . import optim, updates
 from .arrays import view
 from .batch import Batch
@@ -357,6 +357,7 @@ def budgeted(
     scaler: torch.amp.GradScaler | None = None,
     dynamic_dims: Mapping[str, Mapping[int, str]] | None = None,
     loss_parts: int | None = None,
+    attention_parts: int | None = None,
     check: bool = True,
     planning: PlanningOptions | None = None,
 ) -> Budgeted:
@@ -374,7 +375,7 @@ def budgeted(
     dynamic_dims : mapping of str to mapping of int to str, optional
         As of `export_training_step`: dimensions of batches that may be smaller than the example's. The budget is
         planned for the example; with the first batch of another size the step is opened anew, which takes seconds.
-    loss_parts : int, optional
+    loss_parts, attention_parts : int, optional
         As of `export_training_step`.
     check : bool
         Compare the step with torch's own first, which once takes about twice the memory of a step of torch's.
@@ -408,7 +409,8 @@ def budgeted(
     twins = tuple(_with_rates(user, parameters) for user in users)
     step = step_of(model, batch, loss, twins, recipe)
     written = Written(tempfile.TemporaryDirectory(prefix="onnx-remat-"), dynamic_dims or {})
-    proto, outside = export(step, OPSET, written.dynamic, check, loss_in_parts.checked(loss_parts), feed=True)
+    parts = loss_in_parts.checked(loss_parts), attention_in_parts.checked(attention_parts)
+    proto, outside = export(step, OPSET, written.dynamic, check, *parts, feed=True)
     _check_kernels(proto)
     if budget is None:
         onnx.save(proto, written.path)

@@ -65,6 +65,7 @@ def export(
     dynamic: Mapping[str, Mapping[int, str]],
     check: bool,
     loss_parts: int | None = None,
+    attention_parts: int | None = None,
     feed: bool = False,
 ) -> tuple[onnx.ModelProto, Mapping[str, Outside]]:
     """The step as a model, see `export_training_step`, and tensors outside it, by name: inputs with `feed`."""
@@ -72,7 +73,7 @@ def export(
     traced = trace(step, dynamic, opset, feed)
     if feed:
         step = replace(step, outside={name: one.alias for name, one in traced.outside.items()})
-    made = lower(traced, step.inputs, opset, dynamic, loss_parts)
+    made = lower(traced, step.inputs, opset, dynamic, loss_parts, attention_parts)
     if check:
         found = verify.step(made, step)
         if dynamic:

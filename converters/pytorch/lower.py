@@ -17,6 +17,7 @@ from onnx_remat.errors import ConversionError
 from .. import names
 from ..activations import multiply_again
 from ..after_loss import make_late
+from ..attention_in_parts import attention_in_parts
 from ..autodiff.scattering import add_in_order
 from ..loss_in_parts import in_parts
 from ..masks import mask_once
@@ -41,6 +42,7 @@ def lower(
     opset: int,
     dynamic: Mapping[str, Mapping[int, str]],
     loss_parts: int | None = None,
+    attention_parts: int | None = None,
 ) -> ir.Model:
     """Translate every operator; inputs and outputs get the names given, every node its phase.
 
@@ -77,6 +79,9 @@ def lower(
     simplify(model)
     mask_once(model)
     in_parts(model, loss_parts)
+    _inherit(model.graph)
+    passing = [value for value in model.graph.outputs if str(value.name).startswith(_WATCHED)]
+    attention_in_parts(model, attention_parts, passing)
     multiply_again(model)
     make_late(model)
     _inherit(model.graph)

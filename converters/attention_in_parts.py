@@ -1,0 +1,359 @@
+"""Attention, a few heads at a time: scores need neither all exist at once nor stay for the gradient.
+
+What lies between the product that makes the scores and those that read them is computed for each head of each text by
+itself, forward and backward alike. So it is written once for each part of the texts and heads, and the backward pass
+makes the scores of a part again, from queries and keys, instead of reading those of the forward pass::
+
+    forward     q1, k1, v1 -> scores -> softmax -> output 1 -+
+                q2, k2, v2 -> scores -> softmax -> output 2 -+-> Concat
+
+    backward    output's gradient --waits--> q1, k1 -> scores -> softmax -> gradients of q1, k1, v1 -+
+                                  +--waits--> q2, k2 -> scores -> softmax -> gradients of q2, k2, v2 -+-> Concats
+
+No sum goes across parts, so the numbers are the same. Each part of the backward pass waits for the one before it, and
+the first for the gradient of the output: ONNX Runtime's order might else begin with the scores of all parts. To make
+scores again instead of keeping them is FlashAttention's idea (Dao et al., NeurIPS 2022), whose kernels go further: they
+never hold all scores of one head.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes import common
+
+from onnx_remat.errors import UsageError
+
+from .attention_regions import ENTRY_BY_ENTRY, STACKED, Region, Shape, find, is_forward, known, static
+from .autodiff.tape import Tape
+from .autodiff.tape import number as scalar
+from .emit import Phase
+from .rowwise import RESHAPE
+from .simplify import replace
+
+_LEAST_BYTES = 1 << 24
+"""Of the scores of an attention: below these none is taken apart unless asked for."""
+_PART_BYTES = 1 << 23
+"""Of a part's scores."""
+_MOST = 8
+"""Parts, about, unless asked for more."""
+_WORTH = 2
+"""Scores have more entries, in rows and in columns, than so many times what each is a product of."""
+
+
+def checked(given: int | None) -> int | None:
+    """The argument, checked; UsageError where it is no number of parts."""
+    if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
+        raise UsageError(f"attention_parts must be a whole number of 1 or more, not {given!r}")
+    return given
+
+
+def attention_in_parts(model: ir.Model, wanted: int | None = None, watched: Collection[ir.Value] = ()) -> None:
+    """Rewrite, in place, each attention of a step to take its heads in parts, one after the other.
+
+    Parameters
+    ----------
+    model : onnx_ir.Model
+        A training step; attentions of open sizes, or whose scores others read, are left as they are.
+    wanted : int or None
+        So many parts of each attention, or the least more that make each part some heads of one text or all heads of
+        some; 1 leaves all attentions alone. None chooses: scores of 16 MiB or more, in parts of at most 8 MiB, or in
+        about 8 parts if these would be more.
+    watched : collection of onnx_ir.Value
+        Outputs of the graph that are not to stay.
+    """
+    graph = model.graph
+    if wanted == 1:
+        return
+    place = {node: index for index, node in enumerate(graph)}
+    found: list[tuple[Region, tuple[tuple[int, int], ...]]] = []
+    taken: set[ir.Node] = set()
+    for node in graph:
+        heads = _heads(node, wanted) if node not in taken else None
+        region = find(place, node, watched) if heads is not None else None
+        if region is not None and heads is not None and taken.isdisjoint(region.nodes):
+            taken.update(region.nodes)
+            found.append((region, ranges(region.factors, heads)))
+    tape = Tape(graph)
+    for region, parts in found:
+        if len(parts) > 1:
+            _divide(tape, region, place, parts)
+    if found:
+        common.RemoveUnusedNodesPass()(model)
+        graph.sort()
+
+
+def _heads(node: ir.Node, wanted: int | None) -> int | None:
+    """How many matrices a part has, at most, of the scores that a node makes; None where it makes none worth it."""
+    if node.domain or node.op_type != "MatMul" or not is_forward(node):
+        return None
+    left, made, dtype = static(node.inputs[0]), static(node.outputs[0]), node.outputs[0].dtype
+    if left is None or made is None or len(made) < 3 or len(left) < 2 or dtype is None:
+        return None
+    count = math.prod(made[:-2])
+    if count < 2 or min(made[-2:]) <= _WORTH * left[-1]:
+        return None
+    if wanted is not None:
+        return math.ceil(count / wanted)
+    total = math.prod(made) * dtype.itemsize
+    if total < _LEAST_BYTES:
+        return None
+    return math.ceil(count / min(math.ceil(total / _PART_BYTES), _MOST))
+
+
+def ranges(factors: Shape, most: int) -> tuple[tuple[int, int], ...]:
+    """Ranges of at most so many matrices (one at least), each a box: entries of one axis, all of those after it.
+
+    >>> ranges((2, 4), 3), ranges((4, 2), 5)
+    (((0, 2), (2, 4), (4, 6), (6, 8)), ((0, 4), (4, 8)))
+    """
+    tails = [math.prod(factors[axis + 1 :]) for axis in range(len(factors))]
+    axis = next(axis for axis, tail in enumerate(tails) if tail <= max(most, 1))
+    size, tail = factors[axis], tails[axis]
+    pieces = math.ceil(size / max(most // tail, 1))
+    lengths = [size // pieces + (piece < size % pieces) for piece in range(pieces)]
+    found, begin = [], 0
+    for length in lengths * math.prod(factors[:axis]):
+        found.append((begin, begin + length * tail))
+        begin += length * tail
+    return tuple(found)
+
+
+def _box(sizes: Shape, begin: int, end: int) -> list[tuple[int, int]]:
+    """A range of matrices along each of the axes that count them.
+
+    >>> _box((2, 4), 4, 6), _box((2, 4), 0, 8), _box((8,), 4, 6)
+    ([(1, 2), (0, 2)], [(0, 2), (0, 4)], [(4, 6)])
+    """
+    found = []
+    for axis, size in enumerate(sizes):
+        tail = math.prod(sizes[axis + 1 :])
+        first = begin // tail % size
+        found.append((first, first + (end - 1) // tail - begin // tail + 1))
+    return found
+
+
+def _divide(tape: Tape, region: Region, place: Mapping[ir.Node, int], parts: Sequence[tuple[int, int]]) -> None:
+    """Write a region's nodes once for each part, and put what they make together again."""
+    stored: list[dict[ir.Value, ir.Value]] = []
+    made = region.made(region.forward)
+    nodes = _run(region, region.forward, place, frozenset())
+    with tape.ahead_of(region.forward[-1], "forward"):
+        for begin, end in parts:
+            part = _Part(tape, region, "forward", begin, end, {})
+            part.write(nodes)
+            stored.append(part.known)
+        _put_together(tape, region, made, stored)
+    if not region.backward:
+        return
+    kept, made = _kept(region), region.made(region.backward)
+    nodes = _run(region, region.backward, place, kept)
+    waiting = _sources(region, nodes)
+    trigger: Sequence[ir.Value] = _late(region)
+    early = frozenset(waiting.difference(trigger))
+    written: list[dict[ir.Value, ir.Value]] = []
+    with tape.ahead_of(region.backward[-1], "backward"):
+        for index, (begin, end) in enumerate(parts):
+            known = {value: stored[index][value] for value in kept}
+            never = _never(tape, trigger) if trigger else None
+            part = _Part(tape, region, "backward", begin, end, known, never, waiting if written else early)
+            part.write(nodes)
+            written.append(part.known)
+            trigger = [part.known[value] for value in made]
+        _put_together(tape, region, made, written)
+
+
+def _kept(region: Region) -> frozenset[ir.Value]:
+    """What of the forward pass is not made again: what was drawn, and what is one number a row."""
+    return frozenset(
+        value for node in region.forward for index, value in enumerate(node.outputs)
+        if not region.stack.is_wide(value) or (node.op_type == "Dropout" and index == 1)
+    )  # fmt: skip
+
+
+def _run(
+    region: Region, side: Iterable[ir.Node], place: Mapping[ir.Node, int], kept: Collection[ir.Value]
+) -> list[ir.Node]:
+    """The nodes of one pass, and those of the region that they need but for what is kept, in order."""
+    own = set(region.nodes)
+    run = dict.fromkeys(side)
+    todo = list(run)
+    while todo:
+        for value in todo.pop().inputs:
+            maker = value.producer() if value is not None and value not in kept else None
+            if maker is not None and maker in own and maker not in run:
+                run[maker] = None
+                todo.append(maker)
+    return sorted(run, key=place.__getitem__)
+
+
+def _sources(region: Region, nodes: Iterable[ir.Node]) -> frozenset[ir.Value]:
+    """What makes wide products wait when it does: one operand of each."""
+    forming = set(region.forming)
+    found = set()
+    for node in nodes:
+        if node.op_type != "MatMul" or not region.stack.is_wide(node.outputs[0]):
+            continue
+        source = node.inputs[0]
+        while source is not None and (maker := source.producer()) is not None and maker in forming:
+            source = maker.inputs[0]
+        if source is not None:
+            found.add(source)
+    return frozenset(found)
+
+
+def _late(region: Region) -> list[ir.Value]:
+    """What the backward pass of an attention reads that was made in the backward pass: the gradient of its output."""
+    own = set(region.nodes)
+    inputs = (value for node in (*region.forming, *region.backward) for value in node.inputs)
+    makers = {value: value.producer() for value in inputs if value is not None}
+    return [
+        value for value, maker in makers.items()
+        if maker is not None and maker not in own and not is_forward(maker) and region.stack.lead(static(value))
+    ]  # fmt: skip
+
+
+def _never(tape: Tape, values: Sequence[ir.Value]) -> ir.Value:
+    """False, once all these are computed; see `after_loss`."""
+    entries = [tape.op("GatherND", v, tape.ints(*[0] * len(known(v))), shape=()) for v in reversed(values)]
+    assert entries[0].dtype is not None
+    alike = [tape.cast(entry, entries[0].dtype) for entry in entries]
+    total = tape.op("Sum", *alike, shape=()) if len(alike) > 1 else alike[0]
+    some = tape.op("Cast", total, shape=(), dtype=ir.DataType.BOOL, to=int(ir.DataType.BOOL))
+    return tape.op("Xor", some, some, shape=())
+
+
+def _put_together(
+    tape: Tape, region: Region, made: Iterable[ir.Value], parts: Sequence[Mapping[ir.Value, ir.Value]]
+) -> None:
+    """Readers of a value read its parts, one after the other."""
+    for value in made:
+        shape = known(value)
+        rest = shape[region.stack.lead(shape) :]
+        pieces = [part[value] for part in parts]
+        flat = [tape.reshape(piece, (math.prod(known(piece)) // math.prod(rest), *rest)) for piece in pieces]
+        whole = tape.op("Concat", *flat, shape=(region.stack.count, *rest), axis=0)
+        replace(value, tape.reshape(whole, shape))
+
+
+@dataclass(slots=True)
+class _Part:
+    """One part of a region in one pass.
+
+    Attributes
+    ----------
+    tape : Tape
+    region : Region
+    phase : str
+    begin, end : int
+        The range of matrices.
+    known : dict of onnx_ir.Value to onnx_ir.Value
+        Values' parts, as far as they are written; grows.
+    never : onnx_ir.Value, optional
+        False once the part may begin.
+    waiting : frozenset of onnx_ir.Value
+        Operands from outside that wait for it.
+    """
+
+    tape: Tape
+    region: Region
+    phase: Phase
+    begin: int
+    end: int
+    known: dict[ir.Value, ir.Value]
+    never: ir.Value | None = None
+    waiting: frozenset[ir.Value] = frozenset()
+    slices: dict[tuple[ir.Value, tuple[tuple[int, int, int], ...]], ir.Value] = field(default_factory=dict)
+
+    def write(self, nodes: Iterable[ir.Node]) -> None:
+        """Write nodes for this part."""
+        for node in nodes:
+            inputs = [self._operand(node, slot, value) for slot, value in enumerate(node.inputs)]
+            again = node.op_type == "Dropout" and self.phase == "backward"
+            made = (self._drop_again(node, inputs),) if again else self._write(node, inputs)
+            for value, part in zip(node.outputs, made, strict=False):
+                self.known[value] = part
+            self._label(node, made[0])
+
+    def _write(self, node: ir.Node, inputs: Sequence[ir.Value | None]) -> tuple[ir.Value, ...]:
+        op_type, attributes = node.op_type, dict(node.attributes)
+        shapes = [self._shape(value) for value in node.outputs]
+        if op_type in RESHAPE:
+            op_type, attributes = "Reshape", {}
+        if op_type in ("Reshape", "Expand"):
+            inputs = [inputs[0], self.tape.ints(*shapes[0])]
+        made = self.tape.many(op_type, *inputs, outputs=len(shapes), **attributes)  # type: ignore[arg-type]
+        for part, shape, value in zip(made, shapes, node.outputs, strict=True):
+            part.shape, part.type = ir.Shape(shape), value.type
+        return made
+
+    def _drop_again(self, node: ir.Node, inputs: Sequence[ir.Value | None]) -> ir.Value:
+        """What a Dropout makes, by what it drew and as its kernel computes it: see `onnx_remat.ir.dropout`."""
+        x, mask, ratio = inputs[0], self.known[node.outputs[1]], node.inputs[1] if len(node.inputs) > 1 else None
+        assert x is not None and x.dtype is not None
+        kept = np.float32(1) - np.float32(0.5 if ratio is None else scalar(ratio))
+        scaled = self.tape.mul(x, self.tape.cast(mask, x.dtype))
+        return self.tape.op("Div", scaled, self.tape.scalar(float(kept), x), shape=known(x))
+
+    def _shape(self, value: ir.Value) -> Shape:
+        """A part's."""
+        shape = known(value)
+        lead = self.region.stack.lead(shape)
+        assert lead is not None
+        return (*(end - begin for begin, end in _box(shape[:lead], self.begin, self.end)), *shape[lead:])
+
+    def _operand(self, node: ir.Node, slot: int, value: ir.Value | None) -> ir.Value | None:
+        """What a node reads in this part: a value's part where it has one, the same as in all parts otherwise."""
+        if value is None or value in self.known:
+            return None if value is None else self.known[value]
+        shape, lead = known(value), self.region.stack.lead
+        if node.op_type in ENTRY_BY_ENTRY or node.op_type == "MatMul":
+            made = known(node.outputs[0])
+            sizes = made[: lead(made)]
+            missing = len(made) - len(shape)
+            axes = {
+                axis - missing: limits for axis, limits in enumerate(_box(sizes, self.begin, self.end))
+                if axis >= missing and shape[axis - missing] == sizes[axis]
+            }  # fmt: skip
+        elif slot == 0 or node.op_type in STACKED:
+            axes = dict(enumerate(_box(shape[: lead(shape)], self.begin, self.end)))
+        else:
+            axes = {}
+        cut = tuple((axis, *limits) for axis, limits in axes.items() if limits != (0, shape[axis]))
+        if (value, cut) not in self.slices:
+            part = self._slice(value, cut) if cut else value
+            if self.never is not None and value in self.waiting:
+                part = self.tape.select(self.never, part, part)
+            if part is not value:
+                self._label(node, part)
+            self.slices[value, cut] = part
+        return self.slices[value, cut]
+
+    def _slice(self, value: ir.Value, cut: Sequence[tuple[int, int, int]]) -> ir.Value:
+        """Entries of some axes, in the backward pass counted from their ends.
+
+        ONNX Runtime would else take slices of both passes for one, and hold that of the forward pass until then.
+        """
+        shape = list(known(value))
+        starts, ends = [begin for _, begin, _ in cut], [end for _, _, end in cut]
+        if self.phase == "backward":
+            starts = [begin - shape[axis] for axis, begin, _ in cut]
+            ends = [end - shape[axis] if end < shape[axis] else _WITHOUT_END for axis, _, end in cut]
+        for axis, begin, end in cut:
+            shape[axis] = end - begin
+        axes = [axis for axis, _, _ in cut]
+        ints = self.tape.ints
+        return self.tape.op("Slice", value, ints(*starts), ints(*ends), ints(*axes), shape=tuple(shape))
+
+    def _label(self, node: ir.Node, made: ir.Value) -> None:
+        """What is made for a node is of its module."""
+        maker = made.producer()
+        assert maker is not None
+        maker.metadata_props.update({key: text for key, text in node.metadata_props.items() if key != "phase"})
+
+
+_WITHOUT_END = 2**63 - 1
