@@ -34,11 +34,11 @@ HEADS = ("model", "runner", "memory, MB", "of eager", "ms a step", "of eager", "
 
 
 class Runner:
-    """A process that takes a step when it is told to."""
+    """A process, a module's child, that takes a step when it is told to."""
 
-    def __init__(self, name: str, kind: str, what: str) -> None:
+    def __init__(self, name: str, kind: str, what: str, module: str = "scripts.race") -> None:
         self.name, self.times = name, list[float]()
-        command = [sys.executable, "-m", "scripts.race", "--child", kind, what]
+        command = [sys.executable, "-m", module, "--child", kind, what]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.memory = int(self._answer())
 
@@ -61,13 +61,8 @@ class Runner:
 
 def torch_step(name: str, compiled: bool) -> tuple[Callable[[], None], int]:
     """A step of a case, and the bytes it takes of the machine."""
-    import gc
-
     import torch
-    from torch.utils import _pytree as pytree
 
-    from onnx_remat.measure.probe import reset_peak, resident
-    from onnx_remat.session.heap import trim
     from scripts import torch_models
     from scripts.compiled_step import arguments
 
@@ -78,10 +73,22 @@ def torch_step(name: str, compiled: bool) -> tuple[Callable[[], None], int]:
     positional, named, target = arguments(case.batch)
     assert case.loss is not None
     of_loss = case.loss
+    return steps_of(lambda: of_loss(called(*positional, **named), target).backward(), model, optimizer, case.batch)
+
+
+def steps_of(backward: Callable[[], None], model: Any, optimizer: Any, batch: Any) -> tuple[Callable[[], None], int]:
+    """A step of PyTorch's around a forward and backward pass, and the bytes it takes of the machine."""
+    import gc
+
+    import torch
+    from torch.utils import _pytree as pytree
+
+    from onnx_remat.measure.probe import reset_peak, resident
+    from onnx_remat.session.heap import trim
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
-        of_loss(called(*positional, **named), target).backward()
+        backward()
         optimizer.step()
 
     for _ in range(_WARM):
@@ -91,7 +98,7 @@ def torch_step(name: str, compiled: bool) -> tuple[Callable[[], None], int]:
     trim()
     between = reset_peak()
     step()
-    state = pytree.tree_leaves([optimizer.state_dict()["state"], case.batch])
+    state = pytree.tree_leaves([optimizer.state_dict()["state"], batch])
     tensors = [*model.parameters(), *model.buffers(), *(x for x in state if isinstance(x, torch.Tensor))]
     held = sum(x.numel() * x.element_size() for x in tensors)
     return step, resident("VmHWM") - between + held
