@@ -227,7 +227,7 @@ def _by_matrix(node: ir.Node, stack: Stack, inside: Collection[ir.Value]) -> boo
         if op == "MatMul" and (lead > rank - 2 or any(len(shape) < 2 for shape in read if shape is not None)):
             return False
         stacks = [known(v) for v in node.inputs if v is not None and v in inside]
-        return all(len(shape) == rank and shape[:lead] == axes_of_stack for shape in stacks)
+        return all(((1,) * (rank - len(shape)) + shape)[:lead] == axes_of_stack for shape in stacks)
     own = stack.lead(first)
     if own is None or (op not in STACKED and any(v in inside for v in node.inputs[1:])):
         return False

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 
 import numpy as np
 import onnx
@@ -181,6 +184,115 @@ def test_scores_that_others_read_are_left_alone():
     example = batch()
     made = export_training_step(Watched(eager=True), example, F.mse_loss, attention_parts=4)
     assert scores(made) == [TEXTS * HEADS]
+
+
+def weights(q, k, bent=lambda scores: scores):
+    return F.softmax(bent(q @ k.transpose(2, 3)), -1)
+
+
+def ends_early(p, v):
+    made = p @ v
+    return p @ torch.tanh(made + made.mean())
+
+
+MIXED = {
+    "heads mixed before": lambda q, k, v: (
+        weights(q, k, lambda s: torch.einsum("bhts,hg->bgts", s, torch.eye(4) + 1)) @ v
+    ),
+    "heads mixed after": lambda q, k, v: torch.einsum("bhts,hg->bgts", weights(q, k), torch.eye(4) + 1) @ v,
+    "another text": lambda q, k, v: weights(q, k, lambda s: s.flip(0)) @ v,
+    "another head": lambda q, k, v: weights(q, k, lambda s: s.roll(1, 1)) @ v,
+    "softmax over heads": lambda q, k, v: F.softmax(q @ k.transpose(2, 3), 1) @ v,
+    "the largest of all heads": lambda q, k, v: weights(q, k, lambda s: s * s.amax((1,), keepdim=True)) @ v,
+    "axes swapped": lambda q, k, v: weights(q, k, lambda s: s.transpose(0, 1)).transpose(0, 1) @ v,
+    "values of all heads' results": lambda q, k, v: ends_early(weights(q, k), v),
+}
+ALONE = {
+    "over columns": lambda q, k, v: F.softmax(q @ k.transpose(2, 3), -2) @ v,
+    "turned": lambda q, k, v: weights(q, k).transpose(2, 3) @ v,
+    "counted otherwise": lambda q, k, v: weights(
+        q, k, lambda s: s.reshape(HEADS, TEXTS, TOKENS, TOKENS)).reshape(TEXTS, HEADS, TOKENS, TOKENS) @ v,
+    "normalized first": lambda q, k, v: weights(q, k, lambda s: s - s.mean((2, 3), keepdim=True)) @ v,
+    "clamped": lambda q, k, v: weights(q, k, lambda s: s.clamp(-0.5, 0.5).relu()) @ v,
+    "exponentials": lambda q, k, v: (s := q @ k.transpose(2, 3), (s - s.logsumexp(-1, keepdim=True)).exp())[1] @ v,
+    "no gradient of scores": lambda q, k, v: weights(q, k).detach() @ v,
+}  # fmt: skip
+
+
+class Written(Attention):
+    """An attention by its formula."""
+
+    def __init__(self, formula):
+        super().__init__(eager=True)
+        self.formula = formula
+
+    def by_hand(self, q, k, v, mask):
+        return self.formula(q, k, v)
+
+
+@pytest.mark.parametrize("formula", MIXED.values(), ids=MIXED)
+def test_scores_of_heads_that_depend_on_one_another_are_left_alone(formula):
+    one, many = (export_training_step(Written(formula), batch(), F.mse_loss, attention_parts=n) for n in (1, 4))
+    assert len(one.graph.node) == len(many.graph.node)
+
+
+@pytest.mark.parametrize("formula", ALONE.values(), ids=ALONE)
+def test_heads_that_are_computed_alone_otherwise(formula):
+    """Bit for bit, with more nodes."""
+    model, example = Written(formula), batch()
+    one, many = (export_training_step(model, example, F.mse_loss, attention_parts=n) for n in (1, 3))
+    assert len(many.graph.node) > 1.5 * len(one.graph.node)
+    feeds = initial_feeds(one, model) | {f"input.{i}": value.numpy() for i, value in enumerate(example)}
+    expected, made = (runtime.outputs(step, feeds) for step in (one, many))
+    for name in expected:
+        np.testing.assert_array_equal(made[name], expected[name], err_msg=name)
+
+
+def test_a_jax_step_gets_its_attention_in_parts():
+    """16 MiB of scores, two heads of 4 MiB in a part; the converter compares with JAX by itself."""
+    jax = pytest.importorskip("jax")
+    pytest.importorskip("optax")
+    from onnx_remat.converters import jax as converter
+
+    def loss(params, x):
+        q, k, v = ((x @ params[name]).reshape(1, 1024, HEADS, WIDTH) for name in "qkv")
+        return (jax.nn.dot_product_attention(q, k, v, is_causal=True) ** 2).mean()
+
+    rng = np.random.default_rng(0)
+    params = {name: rng.standard_normal((16, 16)).astype(np.float32) for name in "qkv"}
+    made = converter.export_training_step(loss, params, rng.standard_normal((1, 1024, 16)).astype(np.float32))
+    shapes = {v.name: [d.dim_value for d in v.type.tensor_type.shape.dim] for v in made.graph.value_info}
+    whole = [shapes[n.output[0]] for n in made.graph.node if n.op_type == "Exp"]
+    assert [math.prod(shape) for shape in whole] == [2 * 1024**2] * 4
+
+
+SEEDED = """
+import hashlib, torch
+from onnx_remat.converters.pytorch import export_training_step
+from torch import nn
+import torch.nn.functional as F
+torch.manual_seed(0)
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(16, 16) for _ in range(3))
+    def forward(self, x):
+        q, k, v = (f(x).unflatten(-1, (4, 4)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=0.1)
+x = torch.randn(2, 24, 16)
+made = export_training_step(Net(), (x, torch.randn(2, 4, 24, 4)), F.mse_loss, attention_parts=3, check=False)
+print(hashlib.sha256(made.SerializeToString(deterministic=True)).hexdigest())
+"""
+
+
+def test_the_file_is_the_same_every_time():
+    made = {
+        subprocess.run(
+            [sys.executable, "-c", SEEDED], env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True, check=True
+        ).stdout
+        for seed in "01"
+    }
+    assert len(made) == 1
 
 
 def test_small_scores_heads_too_wide_and_one_part_are_left_alone():
