@@ -50,6 +50,9 @@ class Options:
     patterns : bool
         May sessions make memory patterns, as they do by default? If not, the step is written into a body in which none
         are made (see `ir.body`): for sessions whose options are not yours to set.
+    fuse : bool
+        For ``run_by="loop"``: count what training takes with elementwise nodes fused, as `session.session.Session` and
+        `session.training.Loop` run them. If not, open them with ``fuse=False`` too, or they take less than counted.
     time_limit : float
         Seconds of the wall clock for all but loading the file, compiling at a first use and `verify` "run". Where it
         cuts planning short, the report says so, and another run may find another plan.
@@ -81,6 +84,7 @@ class Options:
     run_by: str | None = None
     arena: bool = False
     patterns: bool = True
+    fuse: bool = True
     time_limit: float = 120.0
     effort: float | None = 30.0
     costs: str = ""
@@ -147,6 +151,7 @@ class PlanningOptions(TypedDict, total=False):
     run_by: str | None
     arena: bool
     patterns: bool
+    fuse: bool
     time_limit: float
     effort: float | None
     costs: str
@@ -187,7 +192,7 @@ def _checked(name: str, value: object) -> object:
         if value is not None and not callable(value):
             raise UsageError(f"progress must be a function of a stage and a fraction, not {value!r:.100}")
         return value or selectors.silent
-    if name in ("arena", "patterns", "offload") and not isinstance(value, bool):
+    if name in ("arena", "patterns", "fuse", "offload") and not isinstance(value, bool):
         raise UsageError(f"{name} must be True or False, not {value!r:.100}")
     return value
 

@@ -95,6 +95,11 @@ def add_planning_flags(parser: argparse.ArgumentParser, time_limit: str = "30s")
         "whose options are not yours to set, which would take up to twice the plan",
     )  # fmt: skip
     planning.add_argument(
+        "--no-fuse", dest="fuse", action="store_false",
+        help="for --for loop: count what training takes with every node a kernel of its own, as Session(fuse=False) "
+        "and Loop(fuse=False) run them, not with elementwise nodes fused",
+    )  # fmt: skip
+    planning.add_argument(
         "--time-limit", metavar="TIME",
         help=f"seconds of the clock, once loaded, to plan and write in (default: --effort {time_limit}, cut at 4 x)",
     )  # fmt: skip
@@ -166,6 +171,7 @@ def planning_options(arguments: argparse.Namespace) -> PlanningOptions:
         "run_by": arguments.run_by,
         "arena": arguments.arena,
         "patterns": arguments.patterns,
+        "fuse": arguments.fuse,
     }
     if arguments.effort is not None:
         options["effort"] = parse_duration(arguments.effort)
@@ -192,8 +198,8 @@ FLAGS: Mapping[str, str] = {
         "keep", "loss", "offload", "provider", "selector", "time_limit", "verify",
     )
 } | {
-    "checkpoints": "--checkpoint", "dims": "--dim", "patterns": "--no-patterns", "python": "--runtime",
-    "run_by": "--for",
+    "checkpoints": "--checkpoint", "dims": "--dim", "fuse": "--no-fuse", "patterns": "--no-patterns",
+    "python": "--runtime", "run_by": "--for",
 }  # fmt: skip
 """Flags by the arguments in Python that they are; messages name the arguments, each with an equals sign behind it."""
 

@@ -19,7 +19,9 @@ from onnx_remat.options import Options
 from onnx_remat.ort import runtime
 from onnx_remat.ort.executed import Executed, as_executed
 from onnx_remat.ort.kernels import costs
-from onnx_remat.session.foreseen import foresee
+from onnx_remat.session import foreseen
+from onnx_remat.session.opening import Arranged
+from onnx_remat.session.private_copy import Step
 from onnx_remat.units import check_dims, format_bytes, table
 from onnx_remat.write.decided import (
     BUDGET_KEY,
@@ -66,6 +68,28 @@ class Recomputed:
 
 
 @dataclass(frozen=True, slots=True)
+class Kernel:
+    """Nodes that run as one kernel.
+
+    Attributes
+    ----------
+    module : str
+        That of most of them.
+    nodes : tuple of str
+        Their labels, in the order of the step.
+    ops : mapping of str to int
+        How many of them are of which op.
+    unbuffered : int
+        Bytes of the values that are made and read within, and so have no buffer.
+    """
+
+    module: str
+    nodes: tuple[str, ...]
+    ops: Mapping[str, int]
+    unbuffered: int
+
+
+@dataclass(frozen=True, slots=True)
 class Explanation:
     """Why a file is as it is; sizes in bytes.
 
@@ -91,6 +115,10 @@ class Explanation:
         The peak by module.
     moved, moved_bytes : int
         Values that are moved to the host and back, once per move, and their bytes, each way.
+    fused : tuple of Kernel
+        Kernels of several nodes that a loop runs the file with, here; what spares most buffers first.
+    not_fused : str
+        Why it runs none, or nothing.
     """
 
     run_by: str
@@ -107,6 +135,8 @@ class Explanation:
     by_module: modules.Frame
     moved: int = 0
     moved_bytes: int = 0
+    fused: tuple[Kernel, ...] = ()
+    not_fused: str = ""
 
     def to_json(self) -> str:
         """The explanation as a JSON object."""
@@ -145,6 +175,7 @@ class Explanation:
                 f"{self.control_edges} control edges enforce the order.",
             ]
         whose = "of a plain session's tensors, " if by_loop else ""
+        lines += _fused_rows(self.fused, self.not_fused)
         return "\n".join([*lines, "", f"the peak {whose}at {self.peak_at}:", *modules.flame_text(self.by_module)])
 
 
@@ -158,6 +189,46 @@ def _recomputed_rows(recomputed: Sequence[Recomputed]) -> list[str]:
         times = str(sum(r.times for r in rest))
         rows.append((f"  {len(rest)} more", format_bytes(spared), format_bytes(made), times, ""))
     return table(rows)
+
+
+def _fused_rows(fused: Sequence[Kernel], not_fused: str) -> list[str]:
+    """What a loop runs as one kernel each, or why it does not; nothing of files for plain sessions."""
+    if not fused:
+        return ["", f"a loop runs this file with nothing fused here: {not_fused}"] if not_fused else []
+    total = format_bytes(sum(each.unbuffered for each in fused))
+    rows = [("  module", "no buffer", "nodes", "from", "most of them")]
+    for each in fused[:_MOST_ROWS]:
+        ops = ", ".join(f"{count} {op}" for op, count in list(each.ops.items())[:3])
+        rows.append((f"  {each.module}", format_bytes(each.unbuffered), str(len(each.nodes)), each.nodes[0], ops))
+    if rest := fused[_MOST_ROWS:]:
+        nodes, size = sum(len(each.nodes) for each in rest), sum(each.unbuffered for each in rest)
+        rows.append((f"  {len(rest)} more", format_bytes(size), str(nodes), "", ""))
+    nodes = sum(len(each.nodes) for each in fused)
+    head = f"a loop runs {nodes} nodes as {len(fused)} fused kernels; values of {total} are made and read within them,"
+    return ["", head, "without a buffer:", *table(rows)]
+
+
+def _kernels(arranged: Arranged) -> tuple[Kernel, ...]:
+    """The fused kernels of a step that is laid out."""
+    made_by = {step.node.output[0]: step for step in arranged.program.steps if step.plain is not None}
+    found = []
+    for name, members in arranged.members.items():
+        outside = set(made_by[name].writes)
+        inner = [value for member in members for value in member.writes if value not in outside]
+        homes, ops = ([kind(member) for member in members] for kind in (_module, _op))
+        counted = sorted({op: ops.count(op) for op in ops}.items(), key=lambda item: (-item[1], item[0]))
+        size = sum(arranged.compiled.tensors[value].nbytes for value in inner)
+        module = max(dict.fromkeys(homes), key=homes.count)
+        found.append(Kernel(module, tuple(member.label for member in members), dict(counted), size))
+    return tuple(sorted(found, key=lambda each: (-each.unbuffered, -len(each.nodes), each.nodes)))
+
+
+def _module(step: Step) -> str:
+    return modules.module_of(step.node) or modules.NOWHERE
+
+
+def _op(step: Step) -> str:
+    return step.node.op_type
 
 
 def explain(path: model_io.Model, dims: Mapping[str, int] | None = None) -> Explanation:
@@ -188,13 +259,17 @@ def explain(path: model_io.Model, dims: Mapping[str, int] | None = None) -> Expl
         ) from error
     preparation = Options(dims=dims).preparation()
     executed = as_executed(source.model, source.folder, "disable", preparation)
-    covers, trained = notes.get(RUN_BY_KEY, "session"), None
+    covers, trained, not_fused = notes.get(RUN_BY_KEY, "session"), None, ""
+    kernels: tuple[Kernel, ...] = ()
     if covers == "loop" and runtime.available() and PROVIDER_KEY not in notes:
-        trained = foresee(as_executed(source.model, source.folder, "all", replace(preparation, fixed=True))).total
+        optimized = as_executed(source.model, source.folder, "all", replace(preparation, fixed=True))
+        arranged = foreseen.as_run(optimized)
+        trained, kernels = foreseen.footprint(arranged).total, _kernels(arranged)
+        not_fused = arranged.fused.why_not
     found = _explanation(source.model, executed, covers, budget, before, trained, len(edges))
     tensors = executed.compiled.tensors
     back = [tensors[name].nbytes for name in moved if name in tensors]
-    return replace(found, moved=len(back), moved_bytes=sum(back))
+    return replace(found, moved=len(back), moved_bytes=sum(back), fused=kernels, not_fused=not_fused)
 
 
 def _explanation(

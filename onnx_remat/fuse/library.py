@@ -36,6 +36,14 @@ def find() -> tuple[Path | None, str]:
     return folder / name, ""
 
 
+def too_old(installed: Sequence[int]) -> str:
+    """Why kernels lack the bits of an ONNX Runtime of that version, or nothing."""
+    if tuple(installed[:2]) >= OLDEST_RUNTIME:
+        return ""
+    oldest, found = (".".join(map(str, version)) for version in (OLDEST_RUNTIME, installed))
+    return f"kernels have the bits of onnxruntime {oldest} and newer, not of {found}"
+
+
 def why_not() -> str:
     """Why fused nodes cannot run in this process, or nothing."""
     path, reason = find()

@@ -21,14 +21,14 @@ class FusedNode:
     Attributes
     ----------
     node : onnx.NodeProto
-    members : int
-        Nodes that it stands for.
+    members : tuple of int
+        Places of the steps that it stands for.
     plain : frozenset of int
         Input slots that the kernel reads element by element: an output may lie exactly where such an input does.
     """
 
     node: onnx.NodeProto
-    members: int
+    members: tuple[int, ...]
     plain: frozenset[int]
 
 
@@ -88,6 +88,5 @@ def _node(group: Group, handle: int, secret: int) -> FusedNode:
         OP, group.reads, group.makes, name, domain=DOMAIN, secret=secret, handle=handle
     )  # fmt: skip
     slots = enumerate(group.reads)
-    return FusedNode(
-        node, len(group.members), frozenset(slot for slot, n in slots if groups.plainly_read(group.members, n))
-    )
+    plain = frozenset(slot for slot, n in slots if groups.plainly_read(group.members, n))
+    return FusedNode(node, tuple(member.at for member in group.members), plain)

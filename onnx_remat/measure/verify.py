@@ -111,6 +111,7 @@ def run(
     trained: int | None = None,
     beyond: tuple[int, int] = (0, 0),
     body: bool = False,
+    fuse: bool = True,
 ) -> Measured:
     """Run both models in fresh processes: outputs, executed order, measured peaks, step times.
 
@@ -119,7 +120,8 @@ def run(
     rounded in one of the two files only, outputs need not be equal to the last bit. Where ops draw random numbers,
     outputs are compared with the draws fixed. `trained` is a budget for all that training takes. `beyond` is taken off
     the measured peaks: `processes.beyond_tensors` of original and result. With `body` the file is the result in a body
-    (`ir.body`): what default options make of that is measured, and its outputs are compared.
+    (`ir.body`): what default options make of that is measured, and its outputs are compared. `fuse`: training is
+    measured with elementwise nodes fused.
 
     Raises
     ------
@@ -155,7 +157,7 @@ def run(
             session(equals["after"], dims, level="disable")
             session(equals["after"], dims, known={"all": home / "after.npz", "disable": plain})
         if trained is not None and residence.available():
-            taken = {name: residence.measure(path, dims).total for name, path in paths.items()}
+            taken = {name: residence.measure(path, dims, fuse=fuse).total for name, path in paths.items()}
     if trained is not None and taken and taken["after"] > trained:
         raise VerificationError(
             f"training was seen to take {format_bytes(taken['after'])}, more than was foreseen and the budget "

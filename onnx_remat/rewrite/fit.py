@@ -401,7 +401,7 @@ def _write_out(
             written = replace(written, rounded=rounded)
             executed = _as_written(written.model, folder, options, levels()[-1:] if goal.by_loop else levels())
             if goal.by_loop:
-                trained = foresee(executed[levels()[-1]], max(deadline.left(), 0.0))
+                trained = foresee(executed[levels()[-1]], max(deadline.left(), 0.0), options.fuse)
                 return int(trained.total * (1 + _UNSEEN)), Fitted(plan, written, executed, trained)
             timelines = {level: what.timeline() for level, what in executed.items()}
         worst = max(timeline.peak for timeline in timelines.values())

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from onnx_remat.fuse.ops import OPS
+from onnx_remat.ir.graph import Graph
 from onnx_remat.memory.problem import Problem
 from onnx_remat.plan import bounds
 
@@ -34,6 +36,8 @@ class Goal:
     fused, own : problem.Problem or None
         The original as ONNX Runtime's default optimisations make it, and as it is, for a session of ours, in which
         results may lie over what they are made of; None for any other.
+    unbuffered : problem.Problem or None
+        `own` less what fused kernels may need no buffer for, where they are counted; `fused` is without that, too.
     moving : int or None
         Bytes below which no plan goes though it may move any value to the host; None where none may be moved.
     """
@@ -46,13 +50,14 @@ class Goal:
     workspace: int = 0
     fused: Problem | None = None
     own: Problem | None = None
+    unbuffered: Problem | None = None
     moving: int | None = None
 
     def floor(self, problem: Problem) -> int:
         """Bytes that no plan peaks below. What is fused has no values in between: then both graphs say how low."""
         if self.moving is not None:
             return self.moving
-        problem = problem if self.own is None else self.own
+        problem = self.unbuffered or self.own or problem
         floor = bounds.lower_bound(problem)
         if self.fused is None:
             return floor
@@ -73,7 +78,8 @@ class Goal:
         if not self.by_loop or self.own is None:
             return problem, self.allowed
         apart = min(self.workspace, int(self.own.workspace.max(initial=0)))
-        alone = replace(self.own, workspace=np.zeros_like(self.own.workspace), base_bytes=self.own.base_bytes + apart)
+        own = self.unbuffered or self.own
+        alone = replace(own, workspace=np.minimum(own.workspace, 0), base_bytes=own.base_bytes + apart)
         return alone, self.allowed - self.books
 
     def run_by(self) -> str:
@@ -87,6 +93,26 @@ class Goal:
     def budget(self, peak: int) -> int:
         """The least budget that plans with this peak keep."""
         return int(peak / (1 - MARGIN)) + 2 + self.books
+
+
+def without_inner(problem: Problem, graph: Graph) -> Problem:
+    """A problem that no session which fuses can take less for: its bounds hold whatever is fused.
+
+    A value that elementwise nodes make and others of them read may lie within a kernel, without a buffer. What a kernel
+    leaves to others may lie over any of its inputs, so that a node's result is not counted while it is made.
+    """
+    life = problem.lifetimes
+    can = np.array([not op.node.domain and op.node.op_type in OPS for op in graph.ops], np.bool_)
+    nbytes, workspace = problem.nbytes.copy(), problem.workspace.copy()
+    for op in np.flatnonzero(can).tolist():
+        for value in problem.outputs(op):
+            readers = life.readers[life.reader_ptr[value] : life.reader_ptr[value + 1]]
+            if life.root[value] == value and can[readers].any():
+                nbytes[value] = 0
+    smaller = replace(problem, nbytes=nbytes)
+    for op in np.flatnonzero(can).tolist():
+        workspace[op] -= bounds.writes(smaller, op)
+    return replace(smaller, workspace=workspace)
 
 
 def smallest_budget(peak: int, books: int = 0) -> int:

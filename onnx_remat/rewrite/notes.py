@@ -12,6 +12,7 @@ from onnx_remat.measure import fixed_draws
 from onnx_remat.ort import known_bugs, placement, runtime
 from onnx_remat.ort.executed import whom_to_ask
 from onnx_remat.ort.prepare import Compiled
+from onnx_remat.session.foreseen import Footprint
 from onnx_remat.units import format_bytes
 
 MOVES = (
@@ -43,6 +44,19 @@ def on_device(compiled: Compiled) -> tuple[str, ...]:
             "kernels and, where ONNX Runtime is installed, against the graph that its CPU provider makes"
         )
     return (checked, *placement.notes(compiled))
+
+
+def fusing(trained: Footprint | None, budget: int) -> tuple[str, ...]:
+    """Whether a budget for a loop was kept with fused kernels, and what that means where there are none."""
+    if trained is None or not trained.kernels:
+        why = f": {trained.not_fused}" if trained and trained.not_fused else ""
+        return (f"training is counted with nothing fused{why}",) if trained else ()
+    above = trained.unfused > budget
+    return (
+        "training is counted with elementwise nodes fused, as Session and Loop run them on this machine; where they "
+        f"cannot, or with fuse=False, it takes {format_bytes(trained.unfused)}"
+        + (", above the budget: plan with fuse=False for such machines" if above else ""),
+    )
 
 
 def unseen(emulated: str, source: onnx.ModelProto) -> tuple[str, ...]:

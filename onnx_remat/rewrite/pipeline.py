@@ -29,11 +29,12 @@ from onnx_remat.plan.cost_bounds import cost_lower_bound
 from onnx_remat.plan.request import Deadline
 from onnx_remat.rewrite.first_use import PLANNER, REPORTER, SIMULATOR, FirstUse, first_use
 from onnx_remat.rewrite.fit import Fitted, Plan, Refusal, fit, levels, make_plan
-from onnx_remat.rewrite.goal import Goal
-from onnx_remat.rewrite.notes import MOVES, on_device, rounding, unseen, warnings, worst_level
+from onnx_remat.rewrite.goal import Goal, without_inner
+from onnx_remat.rewrite.notes import MOVES, fusing, on_device, rounding, unseen, warnings, worst_level
 from onnx_remat.rewrite.offload import fit_with_moves
 from onnx_remat.rewrite.report import Report
 from onnx_remat.session.foreseen import BOOKS_BYTES_PER_NODE, Footprint, foresee
+from onnx_remat.session.fusing import why_not as why_not_fused
 from onnx_remat.session.opening import check_openable
 from onnx_remat.units import Budget, parse_budget
 from onnx_remat.write.decided import Rewritten
@@ -213,6 +214,7 @@ def _verify(job: Job, written: Rewritten, executed: Mapping[str, Executed]) -> v
         job.compiled, written.model, job.folder, dict(options.dims), limit, order, options.arena, written.rounded,
         trained=job.goal.allowed if job.goal.by_loop else None,
         beyond=(beyond_tensors(job.original), beyond_tensors(list(executed.values())[-1])), body=not options.patterns,
+        fuse=options.fuse,
     )  # fmt: skip
 
 
@@ -255,12 +257,13 @@ def _report(job: Job, fitted: Fitted, measured: verify.Measured | None) -> Repor
             *phases.note(compiled.problem.phase.tolist()),
             *on_device(compiled),
             *((MOVES,) if written.moved else ()),
+            *(fusing(fitted.trained, job.goal.allowed) if job.goal.by_loop else ()),
         ),
         warnings=warnings(compiled, written.model),
         run_by=job.goal.run_by(),
         cut_short=job.deadline.cut_short,
         loop_before=job.trained,
-        loop_after=fitted.trained or _as_trained(final, written.model),
+        loop_after=fitted.trained or _as_trained(final, written.model, job.options.fuse),
     )
 
 
@@ -328,19 +331,23 @@ def begin(
         with clock.stage("simulate result"):
             by_level = _at_every_level(original, compiled, source.folder, options)
         taken = max(each.timeline().peak for each in by_level.values())
-        goal, trained = Goal(parsed.resolve(taken), taken=taken), _as_trained(original, source.model)
+        goal, trained = Goal(parsed.resolve(taken), taken=taken), _as_trained(original, source.model, options.fuse)
     else:
         try:
             check_openable(source.model)
-            trained = foresee(original)
+            trained = foresee(original, fuse=options.fuse)
         except ModelError as error:
             raise ModelError(f"{error}; run_by='session' plans for onnxruntime's own") from None
         compiled = with_donations(compiled)
         fused, own = taking_over(with_donations(original.compiled)), taking_over(compiled)
         per_node = BOOKS_BYTES_PER_NODE if compiled.kernels.device == "cpu" else 0
+        unbuffered = None
+        if options.fuse and not why_not_fused(options.provider):
+            fused, unbuffered = without_inner(fused, original.compiled.graph), without_inner(own, compiled.graph)
         goal = Goal(
-            parsed.resolve(trained.total), True, trained.books, per_node, trained.total, trained.workspace, fused, own
-        )
+            parsed.resolve(trained.total), True, trained.books, per_node, trained.total, trained.workspace, fused, own,
+            unbuffered,
+        )  # fmt: skip
     return Job(options, source.folder, compiled, original, before, by_level, trained, goal, clock, deadline)
 
 
@@ -360,11 +367,11 @@ def _as_asked(model: onnx.ModelProto, options: Options) -> onnx.ModelProto:
     return model if options.patterns else into_body(model)
 
 
-def _as_trained(executed: Executed, model: onnx.ModelProto) -> Footprint | None:
+def _as_trained(executed: Executed, model: onnx.ModelProto, fuse: bool) -> Footprint | None:
     """What a loop takes; nothing where a session cannot open such a step."""
     try:
         check_openable(model)
-        return foresee(executed)
+        return foresee(executed, fuse=fuse)
     except ModelError:
         return None
 
@@ -388,6 +395,7 @@ def _unchanged(job: Job) -> Result:
             *worst_level(peaks, peak.total),
             *phases.note(compiled.problem.phase.tolist()),
             *on_device(compiled),
+            *(fusing(job.trained, job.goal.allowed) if job.goal.by_loop else ()),
         ),
         warnings=warnings(compiled, compiled.graph.model),
         run_by=job.goal.run_by(), loop_before=job.trained, loop_after=job.trained,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 
 from onnx_remat.measure.verify import Measured
@@ -21,6 +21,12 @@ TRAINING = (
     ("  workspace", "workspace"), ("  ONNX Runtime's bookkeeping", "books"),
 )  # fmt: skip
 """Rows of a table, and the fields of a `Footprint` that they show."""
+
+NODES = (
+    ("nodes that Loop runs", "nodes"), ("  of them fused kernels", "kernels"),
+    ("  with nothing fused", "unfused_nodes"),
+)  # fmt: skip
+"""The same of a `Footprint`'s counts."""
 
 TENSORS = (
     ("  inputs", "inputs"), ("  weights and constants", "weights"), ("  activations", "activations"),
@@ -168,7 +174,8 @@ class Report:
             self.arena_after,
             (("  with ONNX Runtime's arena", "held"), ("    outputs fed back", "held_fed_back")),
         )
-        training = self._sides(self.loop_before, self.loop_after, TRAINING)
+        unfused = (("  the same with nothing fused", "unfused"),)
+        training = self._sides(self.loop_before, self.loop_after, (*TRAINING, *unfused))
         rows = [("", "before", "after")]
         rows += [*training, *session] if self.run_by == "loop" else [*session, *training]
         rows += [
@@ -179,6 +186,7 @@ class Report:
             *self._move_rows(),
             ("  control edges", "", str(self.control_edges)),
             ("  helpers of edges and buffers", "", str(self.helpers())),
+            *self._sides(self.loop_before, self.loop_after, NODES, str),
             ("values with own buffers", "", str(self.private_values)),
             ("smallest possible budget", "", f">= {format_bytes(self.impossible_below)}"),
         ]
@@ -193,14 +201,13 @@ class Report:
         return [*rows, ("    the host keeps at most", "", format_bytes(host))]
 
     @staticmethod
-    def _sides(before: object, after: object, fields: tuple[tuple[str, str], ...]) -> list[tuple[str, str, str]]:
-        """One row per field, in bytes; none where a side is missing."""
+    def _sides(
+        before: object, after: object, fields: tuple[tuple[str, str], ...], told: Callable[[int], str] = format_bytes
+    ) -> list[tuple[str, str, str]]:
+        """One row per field, in bytes unless `told` otherwise; none where a side is missing."""
         if before is None or after is None:
             return []
-        return [
-            (label, format_bytes(getattr(before, field)), format_bytes(getattr(after, field)))
-            for label, field in fields
-        ]
+        return [(label, told(getattr(before, field)), told(getattr(after, field))) for label, field in fields]
 
     def _measured_lines(self, m: Measured) -> list[str]:
         rows = [("measured", "before", "after")]

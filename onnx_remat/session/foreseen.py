@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from onnx_remat.ir.graph import INITIALIZER, INPUT
 from onnx_remat.memory import arena
 from onnx_remat.ort.executed import Executed
 from onnx_remat.session import device_scratch
 from onnx_remat.session.binding import kept_on_host, least
-from onnx_remat.session.opening import Arranged, lay_out, workspace
+from onnx_remat.session.fusing import UNFUSED
+from onnx_remat.session.opening import Arranged, as_fused, lay_out, workspace
 
 BOOKS_BYTES = 3_400_000
 """What a session takes whatever its graph, over a session of one node; see `books`."""
 
 BOOKS_BYTES_PER_NODE = 5_850
 """What it takes for each node."""
+
+BOOKS_BYTES_PER_KERNEL = 1_500
+"""What it takes besides for each node that is a fused kernel: machine code, and a description of its inputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,14 @@ class Footprint:
         Why the other ones do not.
     on_host : int
         The most bytes that the host keeps at once of what is moved there; the parts and `total` are without them.
+    nodes, unfused_nodes : int
+        Nodes that run, and that would run with nothing fused.
+    kernels : int
+        Nodes among them that are fused kernels.
+    unfused : int
+        What training takes in all where nothing is fused: on machines without these kernels, or with ``fuse=False``.
+    not_fused : str
+        Why nothing is fused here, or nothing.
     """
 
     inputs: int
@@ -54,6 +66,11 @@ class Footprint:
     donated: int
     not_donated: Mapping[str, str]
     on_host: int = 0
+    nodes: int = 0
+    unfused_nodes: int = 0
+    kernels: int = 0
+    unfused: int = 0
+    not_fused: str = ""
 
     @property
     def total(self) -> int:
@@ -64,14 +81,14 @@ TABLES_BYTES = 16_384
 """What kernels take on a device that no rule states: tables of pointers."""
 
 
-def books(nodes: int) -> int:
-    """Bytes that a session takes for a graph of so many nodes, small values included.
+def books(nodes: int, kernels: int = 0) -> int:
+    """Bytes that a session takes for a graph of so many nodes, some of them fused kernels, small values included.
 
     A line over what fifteen graphs of 149 to 10,257 nodes were seen to take, rewritten to 60 % (``python -m
     scripts.resident``, onnxruntime 1.32.0, two threads): none took more, those of few nodes up to 3.2 MB less. On
     Python 3.13 the same file was seen to take 0.5 MB more than on 3.11.
     """
-    return BOOKS_BYTES + BOOKS_BYTES_PER_NODE * nodes
+    return BOOKS_BYTES + BOOKS_BYTES_PER_NODE * nodes + BOOKS_BYTES_PER_KERNEL * kernels
 
 
 def device_workspace(arranged: Arranged) -> int:
@@ -89,8 +106,10 @@ def rounding(arranged: Arranged) -> int:
     return sum(-nbytes % arena.UNIT for nbytes in (arranged.binding.height, *stored))
 
 
-def foresee(executed: Executed, seconds: float | None = None) -> Footprint:
+def foresee(executed: Executed, seconds: float | None = None, fuse: bool = True) -> Footprint:
     """What training takes with a step that ONNX Runtime runs as `executed`.
+
+    Counted is what a session does that this environment opens: with fused kernels where it has them.
 
     Parameters
     ----------
@@ -98,24 +117,44 @@ def foresee(executed: Executed, seconds: float | None = None) -> Footprint:
         The step as it is optimised by default.
     seconds : float, optional
         That the search for a low slab may take at most; with more of them training may take less than this says.
+    fuse : bool
+        As `session.session.Session` has it.
 
     Raises
     ------
     ModelError
         A session cannot open such a step.
     """
-    outputs = [value.name for value in executed.compiled.graph.model.graph.output]
-    arranged = lay_out(executed, outputs, donate=True, least=least(executed.compiled.kernels), seconds=seconds)
-    compiled, bound = arranged.compiled, arranged.binding
+    return footprint(as_run(executed, seconds, fuse))
+
+
+def as_run(executed: Executed, seconds: float | None = None, fuse: bool = True) -> Arranged:
+    """The step that a loop runs, as `foresee` takes it."""
+    outputs, smallest = [v.name for v in executed.compiled.graph.model.graph.output], least(executed.compiled.kernels)
+    plain = lay_out(executed, outputs, donate=True, least=smallest, seconds=seconds)
+    if not fuse:
+        return replace(plain, fused=replace(plain.fused, why_not=UNFUSED))
+    return as_fused(plain, smallest, seconds=seconds)
+
+
+def footprint(arranged: Arranged) -> Footprint:
+    """What training takes with a step that is laid out."""
+    compiled, bound, fused = arranged.compiled, arranged.binding, arranged.fused
     device = compiled.kernels.device != "cpu"
-    return Footprint(
+    found = Footprint(
         inputs=sum(compiled.tensors[name].nbytes for name, v in compiled.graph.values.items() if v.kind == INPUT),
         weights=arranged.weights,
         slab=bound.height,
         workspace=device_workspace(arranged) if device else workspace(compiled)[0],
-        books=rounding(arranged) + TABLES_BYTES if device else books(len(arranged.program.steps)),
+        books=rounding(arranged) + TABLES_BYTES if device else books(len(arranged.program.steps), fused.kernels),
         live=bound.live,
         donated=len(bound.donated),
         not_donated=bound.not_donated,
         on_host=kept_on_host(arranged.program),
+        nodes=len(arranged.program.steps),
+        unfused_nodes=fused.nodes,
+        kernels=fused.kernels,
+        not_fused=fused.why_not,
     )
+    more = fused.slab - found.slab + (0 if device else books(fused.nodes) - found.books)
+    return replace(found, unfused=found.total + more)

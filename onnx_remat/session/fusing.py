@@ -19,19 +19,31 @@ if TYPE_CHECKING:
 
     from onnx_remat.fuse.ir import Kernel
     from onnx_remat.session.binding import Binding, Program
+    from onnx_remat.session.private_copy import Step
 
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """What became of a step: nodes before, kernels, and why it runs unfused, if it does."""
+    """What became of a step: nodes before, kernels, and why it runs unfused, if it does; `slab` bytes it takes then."""
 
     nodes: int
     kernels: int = 0
     why_not: str = ""
+    slab: int = 0
 
 
-NOT_TRIED = Fused(0)
-"""Of a step that was laid out and not opened."""
+UNFUSED = "fuse=False"
+"""Why a step runs unfused that was asked to."""
+
+
+def why_not(provider: str) -> str:
+    """Why sessions that this environment opens with a provider run unfused, or nothing."""
+    from onnx_remat.fuse import kernels, library
+    from onnx_remat.ort import runtime
+
+    if provider != "cpu":
+        return f"provider {provider!r}: kernels are compiled for the CPU"
+    return library.too_old(runtime.installed()) or library.why_not() or kernels.why_not()
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +55,25 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Laid:
-    """A step with fused nodes: as it runs, what is bound where, and its kernels by handle."""
+    """A step with fused nodes: as it runs, what is bound where, and its kernels by handle.
+
+    `members`: the steps that each kernel computes, by the first value that it makes.
+    """
 
     program: Program
     binding: Binding
     kernels: tuple[Kernel, ...]
+    members: Mapping[str, tuple[Step, ...]]
 
 
 def fused(
-    program: Program, bound: Binding, opset: int, constants: Mapping[str, float], least: int, secret: int
+    program: Program,
+    bound: Binding,
+    opset: int,
+    constants: Mapping[str, float],
+    least: int,
+    secret: int,
+    seconds: float | None = None,
 ) -> Laid | Refused:
     """A laid out step with fused nodes, laid out anew; or why it is to run as it is.
 
@@ -67,6 +89,8 @@ def fused(
         Bytes from which on a value is bound.
     secret : int
         Under which nodes name their kernels.
+    seconds : float, optional
+        That the search for a low slab may take at most.
     """
     from onnx_remat.fuse.groups import Schedule
     from onnx_remat.fuse.nodes import FusedNode, fuse
@@ -94,12 +118,17 @@ def fused(
         ]
     )
     again = binding.program(steps, tensors, program.inputs, program.outputs, program.kernels, opset)
-    laid = binding.bind(again, bound.donated, least)
+    laid = binding.bind(again, bound.donated, least, seconds)
     if laid.donated != bound.donated:
         return Refused("less of its state could be renewed in place")
     if laid.height > bound.height:
         return Refused(f"its slab would take {laid.height} bytes, not {bound.height}")
-    return Laid(again, replace(laid, not_donated=bound.not_donated), found.kernels)
+    members = {
+        each.node.output[0]: tuple(program.steps[at] for at in each.members)
+        for each in found.order
+        if isinstance(each, FusedNode)
+    }
+    return Laid(again, replace(laid, not_donated=bound.not_donated), found.kernels, members)
 
 
 _NUMBERS = (1, 6, 7, 11)  # float32, int32, int64, float64

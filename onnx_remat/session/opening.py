@@ -22,7 +22,7 @@ from onnx_remat import errors
 from onnx_remat.errors import ModelError, UsageError
 from onnx_remat.process.worker import QUIET
 from onnx_remat.session import fusing
-from onnx_remat.session.fusing import NOT_TRIED, Fused
+from onnx_remat.session.fusing import Fused
 
 if TYPE_CHECKING:
     import onnx
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from onnx_remat.ort.executed import Executed
     from onnx_remat.ort.prepare import Compiled
     from onnx_remat.session.binding import Binding, Program
+    from onnx_remat.session.private_copy import Step
 
 Donate = bool | Mapping[str, str]
 """Which outputs renew which inputs in place: none, all by their names, or those of the mapping, input by output."""
@@ -185,7 +186,8 @@ def _read(answer: Mapping[str, Any]) -> Opened:
 class Arranged:
     """A step as it will run, what is bound where, and of what.
 
-    `constants` it has besides its weights; `kernels` are those of its fused nodes, by handle.
+    `constants` it has besides its weights; `kernels` are those of its fused nodes, by handle, and `members` the steps
+    that each stands for, by the first value that it makes.
     """
 
     compiled: Compiled
@@ -194,7 +196,8 @@ class Arranged:
     weights: int
     constants: tuple[onnx.TensorProto, ...] = ()
     kernels: tuple[Kernel, ...] = ()
-    fused: Fused = NOT_TRIED
+    members: Mapping[str, tuple[Step, ...]] = field(default_factory=dict)
+    fused: Fused = field(default_factory=lambda: Fused(0))
 
 
 def check_openable(model: onnx.ModelProto) -> None:
@@ -250,7 +253,6 @@ def arrange(path: Path, target: Path, wish: Wish) -> Arranged:
     different = ""
     for _ in range(_LOADS):
         made = lay_out(executed, outputs, wish.donate, least)
-        made = replace(made, fused=Fused(len(made.program.steps)))
         model = made.compiled.graph.model
         for each in _candidates(made, least, wish.secret):
             bound = [place.name for place in each.binding.placements]
@@ -281,23 +283,44 @@ _LOADS = 4
 
 def _candidates(made: Arranged, least: int, secret: int) -> Iterator[Arranged]:
     """A laid out step fused, if it can be, and then, should ONNX Runtime change that when it loads it, as it is."""
-    from onnx_remat.fuse import kernels
-    from onnx_remat.ir.opsets import opset_of
-
     if secret:
-        why_not = kernels.why_not()
+        other = as_fused(made, least, secret)
+        why_not = other.fused.why_not
         if not why_not:
-            model = made.compiled.graph.model
-            constants = fusing.numbers(model.graph, made.constants)
-            laid = fusing.fused(made.program, made.binding, opset_of(model), constants, least, secret)
-            if isinstance(laid, fusing.Laid):
-                told = replace(made.fused, kernels=len(laid.kernels))
-                yield replace(made, program=laid.program, binding=laid.binding, kernels=laid.kernels, fused=told)
-                why_not = "onnxruntime changes it when it loads it"
-            else:
-                why_not = laid.why_not
+            yield other
+            why_not = "onnxruntime changes it when it loads it"
         made = replace(made, fused=replace(made.fused, why_not=why_not))
     yield made
+
+
+def as_fused(made: Arranged, least: int, secret: int = 0, seconds: float | None = None) -> Arranged:
+    """A laid out step with its elementwise nodes fused, or the same step and why it is to run as it is.
+
+    What a session does when it opens a step, and what predicts it: both have the same step from here.
+
+    Parameters
+    ----------
+    made : Arranged
+    least : int
+        Bytes from which on a value is bound.
+    secret : int
+        Under which nodes name their kernels; 0 for a step that nobody loads.
+    seconds : float, optional
+        That the search for a low slab may take at most.
+    """
+    from onnx_remat.ir.opsets import opset_of
+
+    model, why_not = made.compiled.graph.model, fusing.why_not(made.compiled.kernels.name)
+    if not why_not:
+        constants = fusing.numbers(model.graph, made.constants)
+        laid = fusing.fused(made.program, made.binding, opset_of(model), constants, least, secret, seconds)
+        if isinstance(laid, fusing.Laid):
+            return replace(
+                made, program=laid.program, binding=laid.binding, kernels=laid.kernels, members=laid.members,
+                fused=replace(made.fused, kernels=len(laid.kernels)),
+            )  # fmt: skip
+        why_not = laid.why_not
+    return replace(made, fused=replace(made.fused, why_not=why_not))
 
 
 def lay_out(
@@ -338,7 +361,10 @@ def lay_out(
     steps = private_copy.as_run(private_copy.moved_when_due(lean, compiled.kernels))
     program = binding.waiting(binding.program(steps, compiled.tensors, inputs, outputs, compiled.kernels, opset), pairs)
     weights = sum(compiled.tensors[name].nbytes for name in stored)
-    return Arranged(compiled, program, binding.bind(program, pairs, least, seconds), weights, constants)
+    bound = binding.bind(program, pairs, least, seconds)
+    return Arranged(
+        compiled, program, bound, weights, constants, fused=Fused(len(program.steps), slab=bound.height)
+    )  # fmt: skip
 
 
 def workspace(compiled: Compiled) -> tuple[int, int]:

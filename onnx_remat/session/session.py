@@ -317,11 +317,8 @@ def _why_not_fused() -> str:
     """Why no step can have fused kernels in this process, or nothing."""
     import onnxruntime
 
-    installed = tuple(int(part) for part in re.findall(r"\d+", onnxruntime.__version__)[:2])
-    if installed < library.OLDEST_RUNTIME:
-        oldest = ".".join(map(str, library.OLDEST_RUNTIME))
-        return f"kernels have the bits of onnxruntime {oldest} and newer, not of {onnxruntime.__version__}"
-    return library.why_not()
+    installed = [int(part) for part in re.findall(r"\d+", onnxruntime.__version__)[:3]]
+    return library.too_old(installed) or library.why_not()
 
 
 def _reopen(

@@ -1,0 +1,150 @@
+"""What training takes is predicted of the step as a session runs it: fused where kernels run, unfused elsewhere."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper
+from tests.run.test_fused_session import adam
+
+import onnx_remat
+from onnx_remat.app import cli
+from onnx_remat.errors import UsageError
+from onnx_remat.findings.explain import explain
+from onnx_remat.fuse import kernels, library
+from onnx_remat.ir import model_io, shapes
+from onnx_remat.options import Options
+from onnx_remat.ort.executed import as_executed
+from onnx_remat.ort.renewed import taking_over, with_donations
+from onnx_remat.rewrite.goal import Goal, without_inner
+from onnx_remat.session.foreseen import Footprint, foresee
+from onnx_remat.session.session import Session
+from sample_models.chain import chain
+from tests.support.fusing import why_not
+from tests.support.graphs import mlp, model_of
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "none")
+PARTS = ("inputs", "weights", "slab", "workspace", "books")
+SAMPLES = Path(onnx_remat.__file__).parents[1] / "sample_models"
+
+
+def half() -> onnx.ModelProto:
+    """Half precision: ONNX Runtime puts casts around what has no kernel of it, and fuses less."""
+    node = helper.make_node
+    nodes = [
+        node("MatMul", ["x", "w"], ["h"]), node("Mul", ["h", "h"], ["h2"]), node("Add", ["h2", "h"], ["h3"]),
+        node("Relu", ["h3"], ["h4"]), node("Sqrt", ["h4"], ["h5"]), node("Sub", ["h5", "h"], ["y"]),
+    ]  # fmt: skip
+    shapes = {"x": [64, 96], "w": [96, 64], "y": [64, 64]}
+    kinds = {name: (onnx.TensorProto.FLOAT16, shape) for name, shape in shapes.items()}
+    return model_of(nodes, {name: kinds[name] for name in "xw"}, {"y": kinds["y"]})
+
+
+MODELS = {
+    "adam": adam,
+    "chain": lambda: chain(6, 128, 64),
+    "half": half,
+    "mlp": lambda: mlp(layers=4, batch=512, width=64),
+    **{path.stem: path.as_posix for path in (SAMPLES / "attention_stack.onnx", SAMPLES / "residual_cnn.onnx")},
+}
+SLOW = {path.stem: path.as_posix for path in sorted((SAMPLES / "converted").glob("*.onnx"))}
+
+
+def predicted(model: model_io.Model, fuse: bool = True) -> Footprint:
+    source = model_io.load(model)
+    options = Options(dims=shapes.planned_dims(source.model), run_by="loop")
+    return foresee(as_executed(source.model, source.folder, "all", options.preparation()), fuse=fuse)
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+@pytest.mark.parametrize("name", [*MODELS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_the_slab_of_a_session_is_the_predicted_one(name, fuse, tmp_path):
+    model = (MODELS | SLOW)[name]()
+    told = predicted(model, fuse)
+    with Session(model, donate=True, fuse=fuse) as opened:
+        assert (told.slab, told.live) == (opened.slab_bytes, opened.live_bytes)
+        assert (told.nodes, told.kernels) == (opened.node_count, opened.kernel_count)
+        assert told.unfused_nodes == opened.unfused_node_count and told.donated == len(opened.donated)
+    assert bool(told.kernels) == fuse and told.total <= told.unfused
+    assert told.not_fused == ("" if fuse else "fuse=False")
+
+
+def test_rewritten_steps_are_predicted_as_they_run():
+    result = onnx_remat.rewrite_model(mlp(layers=6, batch=4096, width=32), "80%", effort=0.5)
+    with Session(result, donate=True) as opened:
+        assert result.report.loop_after.slab == opened.slab_bytes
+        assert result.report.loop_after.kernels == opened.kernel_count > 1
+
+
+def test_what_is_unfused_here_is_predicted_unfused(monkeypatch):
+    monkeypatch.setattr(library, "why_not", lambda: "there is no C compiler")
+    result = onnx_remat.rewrite_model(adam(), "100%")
+    taken = result.report.loop_before
+    assert not taken.kernels and taken.total == taken.unfused == predicted(adam(), fuse=False).total
+    assert "training is counted with nothing fused: there is no C compiler" in result.report.to_text()
+    monkeypatch.undo()
+    monkeypatch.setattr(kernels, "why_not", lambda: "llvmlite is not installed")
+    assert predicted(adam()).not_fused == "llvmlite is not installed"
+    monkeypatch.undo()
+    monkeypatch.setattr("onnx_remat.ort.runtime.installed", lambda: (1, 19, 2))
+    assert "1.22 and newer, not of 1.19.2" in predicted(adam()).not_fused
+
+
+def test_the_report_says_which_it_counts(tmp_path, capsys):
+    onnx.save(adam(), tmp_path / "in.onnx")
+    found = {}
+    for flags in ([], ["--no-fuse"]):
+        told = tmp_path / "report.json"
+        assert not cli.main([str(tmp_path / "in.onnx"), str(tmp_path / "out.onnx"), "--budget", "100%", "--force",
+                             "--json", str(told), *flags])  # fmt: skip
+        found[bool(flags)] = json.loads(told.read_text())["loop_after"]
+        text = capsys.readouterr().out
+        assert "nodes that Loop runs" in text and "the same with nothing fused" in text
+        assert ("counted with nothing fused: --no-fuse" if flags else "or with --no-fuse, it takes") in text
+    assert found[False]["kernels"] > 2 and not found[True]["kernels"] and found[True]["not_fused"] == "fuse=False"
+    parts = {flag: sum(told[part] for part in PARTS) for flag, told in found.items()}
+    assert parts[True] == found[True]["unfused"] == found[False]["unfused"] > parts[False]
+    with pytest.raises(UsageError, match="fuse must be True or False"):
+        onnx_remat.rewrite_model(adam(), "100%", fuse="no")
+
+
+def test_explain_names_the_groups(tmp_path):
+    onnx_remat.rewrite_model(mlp(layers=6, batch=4096, width=32), "80%", effort=0.5).save(tmp_path / "small.onnx")
+    found = explain(tmp_path / "small.onnx")
+    with Session(tmp_path / "small.onnx", donate=True) as opened:
+        assert len(found.fused) == opened.kernel_count
+        inside = sum(len(each.nodes) for each in found.fused)
+        assert opened.unfused_node_count - inside + opened.kernel_count >= opened.node_count
+    assert all(len(each.nodes) == sum(each.ops.values()) > 1 for each in found.fused)
+    assert found.fused[0].nodes[0] in found.to_text() and not found.not_fused
+
+
+def masked() -> onnx.ModelProto:
+    """Unfused a mask lies beside two values as large as the output, fused only they do."""
+    node = helper.make_node
+    nodes = [
+        node("Transpose", ["x"], ["h"]), node("Neg", ["h"], ["n"]), node("Greater", ["h", "n"], ["on"]),
+        node("Where", ["on", "h", "n"], ["y"]),
+    ]  # fmt: skip
+    return model_of(nodes, {"x": [256, 256]}, {"y": [256, 256]})
+
+
+@pytest.mark.parametrize("make", [masked, adam, lambda: chain(6, 128, 64), lambda: mlp(layers=4, batch=512, width=64)])
+def test_bounds_hold_for_fused_steps(make):
+    source = model_io.load(make())
+    executed = as_executed(source.model, source.folder, "all", Options(run_by="loop").preparation())
+    told, compiled = foresee(executed), with_donations(executed.compiled)
+    own = taking_over(compiled)
+    inner = without_inner(own, compiled.graph)
+    goal = Goal(0, True, fused=inner, own=own, unbuffered=inner)
+    resident = own.base_bytes
+    small = 4096 * own.n_values  # those that stay with ONNX Runtime
+    assert goal.floor(own) - resident <= told.live + told.workspace + small
+    floor = replace(goal, fused=own, unbuffered=None).floor(own) - resident
+    assert make is not masked or told.live < floor
+    assert np.array_equal(own.nbytes >= inner.nbytes, np.ones(own.n_values, np.bool_))
