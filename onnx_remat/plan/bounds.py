@@ -43,7 +43,8 @@ def lower_bound(problem: Problem) -> int:
     needs = _needs(problem)
     floor = _floor(problem, needs)
     game = _Game.of(problem)
-    for op in sorted(range(problem.n_ops), key=lambda op: (-needs[op], op))[:_OPS]:
+    traced = [op for op in range(problem.n_ops) if needs[op] >= 0]  # nothing is known of the others, see Goal.outside
+    for op in sorted(traced, key=lambda op: (-needs[op], op))[:_OPS]:
         floor = max(floor, problem.base_bytes + game.lowest(op))
     return floor
 

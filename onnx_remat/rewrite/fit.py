@@ -84,6 +84,10 @@ class Fitted:
     executed: Mapping[str, Executed]
     trained: Footprint | None = None
 
+    def extra(self) -> tuple[float, float]:
+        """What of two files is better: less time as it runs, where that is known, then less extra compute."""
+        return self.trained.seconds if self.trained else 0.0, self.plan.extra_compute
+
 
 def make_plan(
     compiled: Compiled,
@@ -131,6 +135,8 @@ def _selected(compiled: Compiled, goal: Goal, target: int, options: Options, dea
     # Plans are made against liveness: the file keeps the runtime from sharing buffers where that costs memory.
     whole = compiled.problem if goal.own is None else goal.own
     problem = replace(whole, poolable=np.zeros(whole.n_values, np.bool_))
+    if goal.cost is not None:
+        problem = replace(problem, cost=goal.cost)
     if goal.by_loop:  # the slab does not shrink while a kernel has its workspace: the largest lies alongside
         apart, alone = workspace(compiled)[0], moves.beside(compiled)
         problem = replace(problem, workspace=alone, base_bytes=problem.base_bytes + apart, hold_unread=False)
@@ -319,7 +325,7 @@ def _search(
             target = (good + failed) // 2 if good else min(target - over, failed - 1)
         else:
             good = target
-            if best is None or plan.extra_compute < best.plan.extra_compute:
+            if best is None or made.extra() < best.extra():
                 best = made
             unused = allowed - worst
             if plan.extra_compute <= 0:  # there is nothing to gain from a larger target
@@ -329,6 +335,8 @@ def _search(
             target = (good + failed) // 2 if failed else target + unused
         if good > failed * _CLOSE > 0:
             break
+    if best is not None and goal.cost is not None and best.plan.extra_compute > 0 and not deadline.ends_within(reserve):
+        best = _unlike(best, goal, good, original, folder, options, stage, deadline, reserve, (*known, *plans), direct)
     if best is not None:
         found = _at_other_levels(best.written.model, best.executed, folder, options, stage, deadline, reserve)
         return replace(best, executed=found)
@@ -339,6 +347,35 @@ def _search(
         int(lowest * _EASE) if lowest < goal.taken else 0, "", _no_lower(goal.budget(plan.lower_bound)),
         lowest, plan.lower_bound + goal.books, first_look(compiled, goal, options, deadline),
     )  # fmt: skip
+
+
+def _unlike(
+    best: Fitted,
+    goal: Goal,
+    target: int,
+    original: Executed,
+    folder: Path | None,
+    options: Options,
+    stage: Stage,
+    deadline: Deadline,
+    reserve: float,
+    known: tuple[Schedule, ...],
+    direct: Direct,
+) -> Fitted:
+    """The better file of the best and of one planned with the price of every node by itself, each timed as it runs.
+
+    A price cannot say what a recompute costs beside its readers before there is an order that decides what is fused.
+    """
+    with stage("plan"):
+        try:
+            less, apart = replace(options, effort=options.work_seconds() * _GOING_ON), replace(goal, cost=None)
+            plan = make_plan(best.plan.compiled, apart, target, less, deadline.sooner(reserve, 1.0), known)
+        except BudgetInfeasibleError:
+            return best
+    if plan.schedule == best.plan.schedule:
+        return best
+    taken, other = _write_out(plan, goal, target, original, folder, options, stage, deadline, direct)
+    return other if taken <= goal.allowed and other.extra() < best.extra() else best
 
 
 def _first_target(compiled: Compiled, goal: Goal) -> int:
@@ -401,7 +438,8 @@ def _write_out(
             written = replace(written, rounded=rounded)
             executed = _as_written(written.model, folder, options, levels()[-1:] if goal.by_loop else levels())
             if goal.by_loop:
-                trained = foresee(executed[levels()[-1]], max(deadline.left(), 0.0), options.fuse)
+                left = max(deadline.left(), 0.0)
+                trained = foresee(executed[levels()[-1]], left, options.fuse, options.costs)
                 return int(trained.total * (1 + _UNSEEN)), Fitted(plan, written, executed, trained)
             timelines = {level: what.timeline() for level, what in executed.items()}
         worst = max(timeline.peak for timeline in timelines.values())

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from onnx_remat.fuse.ops import OPS
+from onnx_remat.fuse.ops import OPS, VIEWS
 from onnx_remat.ir.graph import Graph
-from onnx_remat.memory.problem import Problem
+from onnx_remat.memory.problem import Flags, Floats, Problem
 from onnx_remat.plan import bounds
 
 MARGIN = 0.01
@@ -36,8 +37,11 @@ class Goal:
     fused, own : problem.Problem or None
         The original as ONNX Runtime's default optimisations make it, and as it is, for a session of ours, in which
         results may lie over what they are made of; None for any other.
-    unbuffered : problem.Problem or None
-        `own` less what fused kernels may need no buffer for, where they are counted; `fused` is without that, too.
+    outside : problem.Problem or None
+        `own` for bounds that hold whatever is fused, where kernels are counted, see `outside_kernels`; then `fused` is
+        such a problem, too.
+    cost : array of float or None
+        What each op costs where it runs again, for the search, where kernels are fused; None: as the problem has it.
     moving : int or None
         Bytes below which no plan goes though it may move any value to the host; None where none may be moved.
     """
@@ -50,14 +54,15 @@ class Goal:
     workspace: int = 0
     fused: Problem | None = None
     own: Problem | None = None
-    unbuffered: Problem | None = None
+    outside: Problem | None = None
+    cost: Floats | None = None
     moving: int | None = None
 
     def floor(self, problem: Problem) -> int:
         """Bytes that no plan peaks below. What is fused has no values in between: then both graphs say how low."""
         if self.moving is not None:
             return self.moving
-        problem = self.unbuffered or self.own or problem
+        problem = self.outside or self.own or problem
         floor = bounds.lower_bound(problem)
         if self.fused is None:
             return floor
@@ -78,7 +83,7 @@ class Goal:
         if not self.by_loop or self.own is None:
             return problem, self.allowed
         apart = min(self.workspace, int(self.own.workspace.max(initial=0)))
-        own = self.unbuffered or self.own
+        own = self.outside or self.own
         alone = replace(own, workspace=np.minimum(own.workspace, 0), base_bytes=own.base_bytes + apart)
         return alone, self.allowed - self.books
 
@@ -95,24 +100,51 @@ class Goal:
         return int(peak / (1 - MARGIN)) + 2 + self.books
 
 
-def without_inner(problem: Problem, graph: Graph) -> Problem:
-    """A problem that no session which fuses can take less for: its bounds hold whatever is fused.
+LEAST_SHARE = 0.05
+"""Of an elementwise node's time, what is left where all it reads and writes stays within a kernel: arithmetic."""
 
-    A value that elementwise nodes make and others of them read may lie within a kernel, without a buffer. What a kernel
-    leaves to others may lie over any of its inputs, so that a node's result is not counted while it is made.
+
+def fused_cost(problem: Problem, graph: Graph) -> Floats:
+    """What every op costs where it runs again beside elementwise readers, so that one kernel computes both.
+
+    Of its time by itself the share of bytes that are still read and written: not those of values that elementwise nodes
+    make and such nodes read, and no result that such nodes alone read.
     """
-    life = problem.lifetimes
-    can = np.array([not op.node.domain and op.node.op_type in OPS for op in graph.ops], np.bool_)
-    nbytes, workspace = problem.nbytes.copy(), problem.workspace.copy()
+    life, cost, can = problem.lifetimes, problem.cost.copy(), _elementwise(graph)
     for op in np.flatnonzero(can).tolist():
+        moved = left = 0
+        for value in dict.fromkeys(problem.inputs(op)):
+            maker, nbytes = life.maker[life.root[value]], int(problem.nbytes[value])
+            moved += nbytes
+            left += nbytes if maker < 0 or not can[maker] else 0
         for value in problem.outputs(op):
             readers = life.readers[life.reader_ptr[value] : life.reader_ptr[value + 1]]
-            if life.root[value] == value and can[readers].any():
-                nbytes[value] = 0
-    smaller = replace(problem, nbytes=nbytes)
-    for op in np.flatnonzero(can).tolist():
-        workspace[op] -= bounds.writes(smaller, op)
-    return replace(smaller, workspace=workspace)
+            moved += int(problem.nbytes[value])
+            left += int(problem.nbytes[value]) if problem.is_output[value] or not can[readers].all() else 0
+        if moved:
+            cost[op] *= max(left / moved, LEAST_SHARE)
+    return cost
+
+
+def outside_kernels(problem: Problem, graph: Graph) -> Problem:
+    """A problem whose bounds hold for any session that fuses, whatever it fuses.
+
+    While a kernel runs, values that it makes and reads itself have no buffer, and its results may lie over any of its
+    inputs: nothing is counted while a node runs that may be in one. While any other node runs, every kernel has run or
+    has not, and what is allocated is what it would be if the nodes of each ran one after the other.
+    """
+    workspace = problem.workspace.copy()
+    workspace[_elementwise(graph) | _named(graph, VIEWS)] = -int(problem.nbytes.sum())
+    return replace(problem, workspace=workspace)
+
+
+def _elementwise(graph: Graph) -> Flags:
+    """Ops that may be in a fused kernel, whatever their types."""
+    return _named(graph, OPS)
+
+
+def _named(graph: Graph, names: Collection[str]) -> Flags:
+    return np.array([not op.node.domain and op.node.op_type in names for op in graph.ops], np.bool_)
 
 
 def smallest_budget(peak: int, books: int = 0) -> int:

@@ -29,7 +29,7 @@ from onnx_remat.plan.cost_bounds import cost_lower_bound
 from onnx_remat.plan.request import Deadline
 from onnx_remat.rewrite.first_use import PLANNER, REPORTER, SIMULATOR, FirstUse, first_use
 from onnx_remat.rewrite.fit import Fitted, Plan, Refusal, fit, levels, make_plan
-from onnx_remat.rewrite.goal import Goal, without_inner
+from onnx_remat.rewrite.goal import Goal, fused_cost, outside_kernels
 from onnx_remat.rewrite.notes import MOVES, fusing, on_device, rounding, unseen, warnings, worst_level
 from onnx_remat.rewrite.offload import fit_with_moves
 from onnx_remat.rewrite.report import Report
@@ -263,7 +263,7 @@ def _report(job: Job, fitted: Fitted, measured: verify.Measured | None) -> Repor
         run_by=job.goal.run_by(),
         cut_short=job.deadline.cut_short,
         loop_before=job.trained,
-        loop_after=fitted.trained or _as_trained(final, written.model, job.options.fuse),
+        loop_after=fitted.trained or _as_trained(final, written.model, job.options),
     )
 
 
@@ -331,22 +331,23 @@ def begin(
         with clock.stage("simulate result"):
             by_level = _at_every_level(original, compiled, source.folder, options)
         taken = max(each.timeline().peak for each in by_level.values())
-        goal, trained = Goal(parsed.resolve(taken), taken=taken), _as_trained(original, source.model, options.fuse)
+        goal, trained = Goal(parsed.resolve(taken), taken=taken), _as_trained(original, source.model, options)
     else:
         try:
             check_openable(source.model)
-            trained = foresee(original, fuse=options.fuse)
+            trained = foresee(original, fuse=options.fuse, costs=options.costs)
         except ModelError as error:
             raise ModelError(f"{error}; run_by='session' plans for onnxruntime's own") from None
         compiled = with_donations(compiled)
         fused, own = taking_over(with_donations(original.compiled)), taking_over(compiled)
         per_node = BOOKS_BYTES_PER_NODE if compiled.kernels.device == "cpu" else 0
-        unbuffered = None
+        outside = cost = None
         if options.fuse and not why_not_fused(options.provider):
-            fused, unbuffered = without_inner(fused, original.compiled.graph), without_inner(own, compiled.graph)
+            fused, outside = outside_kernels(fused, original.compiled.graph), outside_kernels(own, compiled.graph)
+            cost = fused_cost(own, compiled.graph)
         goal = Goal(
             parsed.resolve(trained.total), True, trained.books, per_node, trained.total, trained.workspace, fused, own,
-            unbuffered,
+            outside, cost,
         )  # fmt: skip
     return Job(options, source.folder, compiled, original, before, by_level, trained, goal, clock, deadline)
 
@@ -367,11 +368,11 @@ def _as_asked(model: onnx.ModelProto, options: Options) -> onnx.ModelProto:
     return model if options.patterns else into_body(model)
 
 
-def _as_trained(executed: Executed, model: onnx.ModelProto, fuse: bool) -> Footprint | None:
+def _as_trained(executed: Executed, model: onnx.ModelProto, options: Options) -> Footprint | None:
     """What a loop takes; nothing where a session cannot open such a step."""
     try:
         check_openable(model)
-        return foresee(executed, fuse=fuse)
+        return foresee(executed, fuse=options.fuse, costs=options.costs)
     except ModelError:
         return None
 

@@ -122,6 +122,12 @@ class Report:
             return self.loop_before, self.loop_after
         return None
 
+    def extra_time(self) -> float | None:
+        """How much longer a step takes than one of the original, by the costs, both as a loop runs them here."""
+        if not self.loop_before or not self.loop_after or not self.loop_before.seconds:
+            return None
+        return self.loop_after.seconds / self.loop_before.seconds - 1
+
     def books(self) -> int:
         """Bytes of what the budget covers that no plan changes, reckoned for the original."""
         return self.loop_before.books if self.run_by == "loop" and self.loop_before else 0
@@ -181,6 +187,7 @@ class Report:
         rows += [
             ("extra compute", "", f"+{self.extra_compute:.2%}"),
             ("  of any plan, at least", "", f"+{self.extra_compute_bound:.2%}"),
+            *([("  of a step by Loop", "", f"{extra:+.2%}")] if (extra := self.extra_time()) is not None else []),
             ("nodes", str(self.nodes_before), str(self.nodes_after)),
             ("  recomputed", "", str(self.recomputed)),
             *self._move_rows(),

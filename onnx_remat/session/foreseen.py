@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from onnx_remat.ir.graph import INITIALIZER, INPUT
 from onnx_remat.memory import arena
 from onnx_remat.ort.executed import Executed
+from onnx_remat.ort.kernels import costs as prices
 from onnx_remat.session import device_scratch
 from onnx_remat.session.binding import kept_on_host, least
 from onnx_remat.session.fusing import UNFUSED
@@ -55,6 +56,8 @@ class Footprint:
         What training takes in all where nothing is fused: on machines without these kernels, or with ``fuse=False``.
     not_fused : str
         Why nothing is fused here, or nothing.
+    seconds : float
+        What the nodes that run take together, by `Options.costs`; a fused kernel counts the bytes it reads and writes.
     """
 
     inputs: int
@@ -71,6 +74,7 @@ class Footprint:
     kernels: int = 0
     unfused: int = 0
     not_fused: str = ""
+    seconds: float = 0.0
 
     @property
     def total(self) -> int:
@@ -106,7 +110,7 @@ def rounding(arranged: Arranged) -> int:
     return sum(-nbytes % arena.UNIT for nbytes in (arranged.binding.height, *stored))
 
 
-def foresee(executed: Executed, seconds: float | None = None, fuse: bool = True) -> Footprint:
+def foresee(executed: Executed, seconds: float | None = None, fuse: bool = True, costs: str = "") -> Footprint:
     """What training takes with a step that ONNX Runtime runs as `executed`.
 
     Counted is what a session does that this environment opens: with fused kernels where it has them.
@@ -119,13 +123,15 @@ def foresee(executed: Executed, seconds: float | None = None, fuse: bool = True)
         That the search for a low slab may take at most; with more of them training may take less than this says.
     fuse : bool
         As `session.session.Session` has it.
+    costs : str
+        See `Options`.
 
     Raises
     ------
     ModelError
         A session cannot open such a step.
     """
-    return footprint(as_run(executed, seconds, fuse))
+    return footprint(as_run(executed, seconds, fuse), costs)
 
 
 def as_run(executed: Executed, seconds: float | None = None, fuse: bool = True) -> Arranged:
@@ -137,7 +143,31 @@ def as_run(executed: Executed, seconds: float | None = None, fuse: bool = True) 
     return as_fused(plain, smallest, seconds=seconds)
 
 
-def footprint(arranged: Arranged) -> Footprint:
+def step_seconds(arranged: Arranged, costs: str = "") -> float:
+    """What the nodes of a step take together; `costs` as `Options` has them.
+
+    A fused kernel takes the time of its members, times what its roofline is of theirs: of values made and read within
+    it nothing is written or read, and one kernel is started.
+    """
+    compiled, tensors = arranged.compiled, arranged.compiled.tensors
+    name = costs or compiled.kernels.costs
+    device = prices.PRESETS.get(name, prices.PRESETS["cpu"])
+    seconds = prices.price(compiled.graph, tensors, compiled.kernels, name)
+    maker = {name: op for op in compiled.graph.ops for name in op.writes}
+    total = 0.0
+    for step in arranged.program.steps:
+        made = step.writes[0] if step.writes else ""
+        if step.plain is None:
+            total += seconds[maker[made].index] if made in maker else 0.0
+            continue
+        members = [maker[member.writes[0]] for member in arranged.members[made]]
+        apart = sum(prices.roofline(op, tensors, compiled.kernels, device) for op in members)
+        together = prices.fused(members, (*step.reads, *step.writes), tensors, device)
+        total += sum(seconds[op.index] for op in members) * together / apart
+    return total
+
+
+def footprint(arranged: Arranged, costs: str = "") -> Footprint:
     """What training takes with a step that is laid out."""
     compiled, bound, fused = arranged.compiled, arranged.binding, arranged.fused
     device = compiled.kernels.device != "cpu"
@@ -155,6 +185,7 @@ def footprint(arranged: Arranged) -> Footprint:
         unfused_nodes=fused.nodes,
         kernels=fused.kernels,
         not_fused=fused.why_not,
+        seconds=step_seconds(arranged, costs),
     )
     more = fused.slab - found.slab + (0 if device else books(fused.nodes) - found.books)
     return replace(found, unfused=found.total + more)

@@ -6,7 +6,6 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import onnx
 import pytest
 from onnx import helper
@@ -20,8 +19,11 @@ from onnx_remat.fuse import kernels, library
 from onnx_remat.ir import model_io, shapes
 from onnx_remat.options import Options
 from onnx_remat.ort.executed import as_executed
+from onnx_remat.ort.kernels import costs
+from onnx_remat.ort.prepare import prepare
 from onnx_remat.ort.renewed import taking_over, with_donations
-from onnx_remat.rewrite.goal import Goal, without_inner
+from onnx_remat.rewrite.fit import Fitted
+from onnx_remat.rewrite.goal import Goal, fused_cost, outside_kernels
 from onnx_remat.session.foreseen import Footprint, foresee
 from onnx_remat.session.session import Session
 from sample_models.chain import chain
@@ -140,11 +142,49 @@ def test_bounds_hold_for_fused_steps(make):
     executed = as_executed(source.model, source.folder, "all", Options(run_by="loop").preparation())
     told, compiled = foresee(executed), with_donations(executed.compiled)
     own = taking_over(compiled)
-    inner = without_inner(own, compiled.graph)
-    goal = Goal(0, True, fused=inner, own=own, unbuffered=inner)
+    inner = outside_kernels(own, compiled.graph)
+    goal = Goal(0, True, fused=inner, own=own, outside=inner)
     resident = own.base_bytes
     small = 4096 * own.n_values  # those that stay with ONNX Runtime
     assert goal.floor(own) - resident <= told.live + told.workspace + small
-    floor = replace(goal, fused=own, unbuffered=None).floor(own) - resident
+    floor = replace(goal, fused=own, outside=None).floor(own) - resident
     assert make is not masked or told.live < floor
-    assert np.array_equal(own.nbytes >= inner.nbytes, np.ones(own.n_values, np.bool_))
+
+
+def test_a_kernel_takes_the_time_of_what_it_reads_and_writes():
+    device = costs.PRESETS["cpu"]
+    one, other = predicted(masked()), predicted(masked(), fuse=False)
+    size = 256 * 256 * 4
+    copied, started = 2 * size / device.bandwidth, device.overhead
+    # Neg, Greater and Where: unfused each reads and writes all of its own, a mask of a byte for four among it.
+    apart = (2 * size) + (2 * size + size // 4) + (3 * size + size // 4)
+    assert other.seconds == pytest.approx(copied + apart / device.bandwidth + 4 * started)
+    assert one.seconds == pytest.approx(2 * copied + 2 * started)
+
+
+def test_what_runs_again_within_a_kernel_costs_the_bytes_that_cross_its_border():
+    source = model_io.load(masked())
+    compiled = prepare(source.model, Options(run_by="loop").preparation())
+    share = dict(zip([op.node.op_type for op in compiled.graph.ops],
+                     fused_cost(compiled.problem, compiled.graph) / compiled.problem.cost, strict=True))  # fmt: skip
+    assert share["Transpose"] == 1
+    assert share["Neg"] == pytest.approx(1 / 2)  # reads h, and leaves what Where and Greater read alone
+    assert share["Greater"] == pytest.approx(4 / 9) and share["Where"] == pytest.approx(8 / 13)
+
+
+def test_the_report_says_how_much_longer_a_step_takes():
+    report = onnx_remat.rewrite_model(mlp(layers=6, batch=4096, width=32), "75%", effort=0.5).report
+    after, before = report.loop_after.seconds, report.loop_before.seconds
+    assert report.extra_time() == pytest.approx(after / before - 1) and after > 0
+    assert f"of a step by Loop                       {report.extra_time():+.2%}".split() == [
+        word for line in report.to_text().splitlines() if "of a step by Loop" in line for word in line.split()
+    ]
+
+
+def test_of_two_files_the_one_that_runs_faster_is_better():
+    report = onnx_remat.rewrite_model(adam(), "100%").report
+    plan = onnx_remat.plan_model(adam(), "100%")
+    slow, fast = (replace(report.loop_before, seconds=seconds) for seconds in (2.0, 1.0))
+    more = replace(plan, extra_compute=0.5)
+    assert Fitted(more, None, {}, fast).extra() < Fitted(plan, None, {}, slow).extra()
+    assert Fitted(plan, None, {}).extra() < Fitted(more, None, {}).extra()

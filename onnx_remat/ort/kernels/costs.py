@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -109,6 +109,12 @@ def roofline(op: Op, tensors: Mapping[str, Tensor], kernels: Kernels, device: De
     if dropout.is_draw(op):
         outputs += inputs[:1]  # the Dropout writes its result, too
     return max(flops(op, tensors) / device.flops, _moved(op, inputs, outputs) / device.bandwidth) + device.overhead
+
+
+def fused(members: Sequence[Op], ends: Iterable[str], tensors: Mapping[str, Tensor], device: Device) -> float:
+    """The roofline of ops that one kernel computes: all they compute, and the bytes it reads and writes, its `ends`."""
+    moved = sum(tensors[name].nbytes for name in ends)
+    return max(sum(flops(op, tensors) for op in members) / device.flops, moved / device.bandwidth) + device.overhead
 
 
 def _moved(op: Op, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> float:
