@@ -5,9 +5,9 @@
 transformers' GPT-2 and Llama (grouped queries, rotary positions), two layers of 256 with heads of 64, 2,048 tokens in
 texts of a length, SGD. Runners, as in `scripts.race` each in a process of its own, steps taken in turns: PyTorch eager
 with its fused attention and with attention op by op; the exported step by `session.training.Loop` with attention in
-parts (*ours*) and whole (``attention_parts=1``, *ours before*), as it is and rewritten to a budget, 60 % of what the step
-in parts takes. *Predicted* is what `onnx_remat` says that training takes, *measured* what the operating system counted,
-*plan* the clock's seconds to rewrite, *compute* what the rewrite adds. A time is that of the fastest step.
+parts (*ours*) and whole (``attention_parts=1``, *ours before*), as it is and rewritten to a budget, 60 % of what the
+step in parts takes. *Predicted* is what `onnx_remat` says that training takes, *measured* what the operating system
+counted, *plan* the clock's seconds to rewrite, *compute* what the rewrite adds. A time is that of the fastest step.
 """
 
 from __future__ import annotations

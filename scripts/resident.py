@@ -174,7 +174,7 @@ def row(graph: Path, budget: str, effort: float, steps: int, loss: str, turns: i
             limit, compute = result.report.budget, result.report.extra_compute
         found = measure(path, steps=steps)
         ratios = in_child("race", str(path.resolve()), str(graph.resolve()), loss, turns) if turns else ()
-    kept = books(found.nodes)
+    kept = books(found.nodes, found.kernels)
     foreseen = found.inputs + found.weights + found.slab + found.workspace + kept
     parts = (limit, found.total, foreseen, found.inputs, found.slab, found.live, kept)
     donated = f"{found.donated} of {found.donated + found.not_donated}"

@@ -35,7 +35,7 @@ class Residence:
         State and batch.
     weights, slab, live, workspace : int
         As of `session.Session`.
-    nodes, donated, not_donated : int
+    nodes, kernels, donated, not_donated : int
         Counts.
     """
 
@@ -46,6 +46,7 @@ class Residence:
     live: int
     workspace: int
     nodes: int
+    kernels: int
     donated: int
     not_donated: int
 
@@ -136,8 +137,8 @@ def main() -> None:
     found = Residence(
         total=resident("VmHWM") - base, inputs=sum(array.nbytes for array in state.values()),
         weights=session.weight_bytes, slab=session.slab_bytes, live=session.live_bytes,
-        workspace=session.workspace_bytes, nodes=session.node_count, donated=len(session.donated),
-        not_donated=len(session.not_donated),
+        workspace=session.workspace_bytes, nodes=session.node_count, kernels=session.kernel_count,
+        donated=len(session.donated), not_donated=len(session.not_donated),
     )  # fmt: skip
     print(json.dumps(asdict(found)))
 

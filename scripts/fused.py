@@ -1,0 +1,122 @@
+"""What fusing elementwise nodes does to a step, and what counting it does to a plan.
+
+    python -m scripts.fused sample_models/*.onnx FOLDER/*.onnx --budget 60% --save fused
+
+Each graph is opened by `Session` with its elementwise nodes fused and unfused: *nodes* that run, *kernels* among them,
+seconds to *compile* them all with nothing kept on the disk, *slab*, whether all outputs of three steps have the same
+*bits*, and the *time* of a fused step over that of an unfused one, medians of steps taken in turns. Then it is
+rewritten to the budget, a share of what it takes fused, twice: with every node counted by itself (``fuse=False``) and
+with kernels counted. *again* is what each plan computes again, *step* the time of its file over that of the original,
+all three fused, in turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from onnx_remat.errors import BudgetInfeasibleError
+from onnx_remat.fuse import kernels
+from onnx_remat.ir import model_io, shapes
+from onnx_remat.measure.residence import state_for
+from onnx_remat.options import Options
+from onnx_remat.ort.executed import as_executed
+from onnx_remat.rewrite.pipeline import rewrite_model
+from onnx_remat.session.foreseen import as_run, footprint
+from onnx_remat.session.session import Session
+from onnx_remat.units import parse_budget
+from scripts import results
+
+HEADS = (
+    "graph", "nodes", "fused", "kernels", "compile, s", "slab, MB", "fused", "bits", "time, fused", "budget, MB",
+    "again, counted unfused", "step", "again, counted fused", "step",
+)  # fmt: skip
+
+
+def in_turns(sessions: Sequence[Session], turns: int) -> list[float]:
+    """Median time of a step of each session over that of the first."""
+    states = [state_for(session.inputs) for session in sessions]
+    times: list[list[float]] = [[] for _ in sessions]
+    for _ in range(turns + 1):
+        for session, state, taken in zip(sessions, states, times, strict=True):
+            start = time.perf_counter()
+            session.execute(state)
+            taken.append(time.perf_counter() - start)
+    medians = [statistics.median(taken[1:]) for taken in times]
+    return [median / medians[0] for median in medians]
+
+
+def same_bits(one: Session, other: Session, steps: int = 3) -> bool:
+    """Whether two sessions give the same outputs to the bit, each step's new state fed to the next."""
+    states = [state_for(session.inputs) for session in (one, other)]
+    for _ in range(steps):
+        first, second = (session.run(state) for session, state in zip((one, other), states, strict=True))
+        if any(array.tobytes() != second[name].tobytes() for name, array in first.items()):
+            return False
+    return True
+
+
+def row(path: Path, budget: str, effort: float, turns: int) -> tuple[str, ...]:
+    """One line of the table."""
+    source = model_io.load(path)
+    options = Options(dims=shapes.planned_dims(source.model), run_by="loop")
+    arranged = as_run(as_executed(source.model, source.folder, "all", options.preparation()))
+    with tempfile.TemporaryDirectory(prefix="onnx-remat-") as folder:
+        start = time.perf_counter()
+        kernels.compiled([kernel.text for kernel in arranged.kernels], Path(folder))
+        seconds = time.perf_counter() - start
+        with Session(path, donate=True) as one, Session(path, donate=True, fuse=False) as other:
+            random = any("Random" in node.op_type or node.op_type == "Dropout" for node in source.model.graph.node)
+            bits = "random" if random else "same" if same_bits(one, other) else "DIFFERENT"
+            _, faster = in_turns([other, one], turns)
+            counts = (other.node_count, one.node_count, one.kernel_count)
+            slabs = (other.slab_bytes, one.slab_bytes)
+            allowed = parse_budget(budget).resolve(footprint(arranged).total)
+            files, again = [path], []
+            for fuse in (False, True):
+                try:
+                    result = rewrite_model(source, allowed, effort=effort, run_by="loop", fuse=fuse)
+                    result.save(Path(folder) / f"{fuse}.onnx")
+                    files.append(Path(folder) / f"{fuse}.onnx")
+                    again.append(f"{result.report.extra_compute:+.1%}")
+                except BudgetInfeasibleError:
+                    again.append("none found")
+        sessions = [Session(file, donate=True) for file in files]
+        ratios = [f"{ratio:.3f}" for ratio in in_turns(sessions, turns)[1:]]
+        for session in sessions:
+            session.close()
+    steps = [ratios.pop(0) if each != "none found" else "" for each in again]
+    return (
+        path.stem, *map(str, counts), f"{seconds:.2f}", *(f"{slab / 1e6:.1f}" for slab in slabs), bits, f"{faster:.3f}",
+        f"{allowed / 1e6:.1f}", again[0], steps[0], again[1], steps[1],
+    )  # fmt: skip
+
+
+def rows(paths: Sequence[Path], budget: str, effort: float, turns: int) -> Iterator[tuple[str, ...]]:
+    """The lines of the table."""
+    for path in paths:
+        yield row(path, budget, effort, turns)
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("graphs", nargs="+", type=Path, metavar="FILE")
+    parser.add_argument("--budget", default="60%", help="of what the original takes, fused")
+    parser.add_argument("--effort", type=float, default=3.0, help="of each plan, see onnx-remat --effort")
+    parser.add_argument("--turns", type=int, default=9, help="steps timed on either side")
+    parser.add_argument("--save", default="", metavar="NAME", help="of the table in docs/results/data")
+    arguments = parser.parse_args()
+    print(" | ".join(HEADS), flush=True)
+    found = results.printed(rows(arguments.graphs, arguments.budget, arguments.effort, arguments.turns))
+    if arguments.save:
+        command = f"python -m scripts.fused --budget {arguments.budget} --effort {arguments.effort:g} FILES"
+        results.save(arguments.save, results.Table(command, HEADS, found))
+
+
+if __name__ == "__main__":
+    main()
