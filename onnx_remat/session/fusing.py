@@ -32,6 +32,9 @@ class Fused:
     slab: int = 0
 
 
+MOST_NODES = 20_000
+"""Of a step that is fused: groups are found in time that grows with the square of its nodes, some 10 s here."""
+
 UNFUSED = "fuse=False"
 """Why a step runs unfused that was asked to."""
 
@@ -96,6 +99,8 @@ def fused(
     from onnx_remat.fuse.nodes import FusedNode, fuse
     from onnx_remat.session import binding, private_copy
 
+    if len(program.steps) > MOST_NODES:
+        return Refused(f"it has over {MOST_NODES} nodes")
     tensors = program.tensors
     counted = {n: tensors[n].nbytes for n in binding.bindable(program, least) if n not in bound.donated}
     schedule = Schedule(

@@ -24,6 +24,7 @@ from onnx_remat.ort.prepare import prepare
 from onnx_remat.ort.renewed import taking_over, with_donations
 from onnx_remat.rewrite.fit import Fitted
 from onnx_remat.rewrite.goal import Goal, fused_cost, outside_kernels
+from onnx_remat.session import fusing
 from onnx_remat.session.foreseen import Footprint, foresee
 from onnx_remat.session.session import Session
 from sample_models.chain import chain
@@ -95,6 +96,12 @@ def test_what_is_unfused_here_is_predicted_unfused(monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr("onnx_remat.ort.runtime.installed", lambda: (1, 19, 2))
     assert "1.22 and newer, not of 1.19.2" in predicted(adam()).not_fused
+
+
+def test_of_a_huge_step_nothing_is_fused(monkeypatch):
+    monkeypatch.setattr(fusing, "MOST_NODES", 10)
+    told = predicted(adam())
+    assert told.not_fused == "it has over 10 nodes" and not told.kernels and told.total == told.unfused
 
 
 def test_the_report_says_which_it_counts(tmp_path, capsys):
