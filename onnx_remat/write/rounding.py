@@ -226,7 +226,8 @@ class _Numbered:
     def _add(self, node: onnx.NodeProto) -> None:
         read = tuple(self._of(name) for name in node.input)
         in_half = any(name in self._half for name in node.input)
-        near = in_half or any(name in self._near or name.startswith(INSERTED) for name in node.input)
+        captured = _captured(node)
+        near = in_half or any(name in self._near or name.startswith(INSERTED) for name in (*node.input, *captured))
         to = next((a.i for a in node.attribute if a.name == "to"), 0) if node.op_type == "Cast" else 0
         plain = [name.removeprefix(INSERTED) for name in node.output]
         if to == _HALF:
@@ -244,16 +245,18 @@ class _Numbered:
         else:
             if asks := node.op_type in ("Shape", "Size"):
                 read = tuple(self._terms.unrounded(number) for number in read)
-            inside = tuple(self._of(name) for name in _captured(node))
+            inside = tuple(self._of(name) for name in captured)
             drawn = plain[0] if not node.input else ""
+            halves = _halves_of_body(node)
             for i, name in enumerate(node.output):
-                how = (node.domain, _attributes(node), i, in_half and not asks, inside, drawn)
+                half = in_half and not asks if halves is None else i in halves
+                how = (node.domain, _attributes(node), i, half, inside, drawn)
                 number = self._terms.number(_Term(node.op_type, how, read))
                 expected = self._as_original(plain[i], number)
                 if number != expected and (near or name.startswith(INSERTED)):
                     self._blame(node, plain[i])
-                self._set(name, expected, in_half and not asks, near and not asks)
-                if in_half:
+                self._set(name, expected, half, half or (near and not asks))
+                if half:
                     self._terms.exact.add(number)
         for name, bare in zip(node.output, plain, strict=True):
             if to != _HALF or bare not in self.raw:
@@ -310,6 +313,15 @@ def _attributes(node: onnx.NodeProto) -> tuple[tuple[str, bytes], ...]:
     """All but bodies, whose text says how outer values are called."""
     stated = [a for a in node.attribute if a.type not in (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS)]
     return tuple(sorted((a.name, a.SerializeToString(deterministic=True)) for a in stated))
+
+
+def _halves_of_body(node: onnx.NodeProto) -> set[int] | None:
+    """Which outputs of an If, a Loop or a Scan are of half precision; None for a node without bodies."""
+    bodies = [a.g for a in node.attribute if a.type == onnx.AttributeProto.GRAPH]
+    if not bodies:
+        return None
+    made = list(bodies[0].output)[1 if node.op_type == "Loop" else 0 :]  # a Loop's first says whether it goes on
+    return {i for i, value in enumerate(made) if value.type.tensor_type.elem_type == _HALF}
 
 
 def _captured(node: onnx.NodeProto) -> list[str]:

@@ -11,6 +11,7 @@ import pytest
 from onnx import helper
 
 from onnx_remat import rewrite_model
+from onnx_remat.ir.body import rename_captures
 from onnx_remat.memory.buffers import simulate
 from onnx_remat.memory.problem import Schedule
 from onnx_remat.ort import runtime
@@ -148,3 +149,40 @@ def test_a_rounding_that_comes_back_is_found() -> None:
     origin = {name: name for name in ("x", "t", "r", "z")}
     assert differing(loaded[0], loaded[0], origin) == ()
     assert set(differing(loaded[0], loaded[1], origin)) == {"t", "r"}
+
+
+BRANCH = "If<then_branch = a () => (KIND[4,4] t) { t = Sin(V) }, else_branch = b () => (KIND[4,4] e) { e = Neg(V) }>(c)"
+HALF_BRANCH = BRANCH.replace("KIND", "float16").replace("V", "h")
+LOOP = """Loop<body = l (int64 i, bool on, float[4,4] s) => (bool go, float[4,4] sum, float16[4,4] each) {
+        go = Identity(on)  sum = Add(s, f)  each = Cast<to = 10>(sum) }>(two, "", y)"""
+
+
+@pytest.mark.parametrize(
+    "lines, at, changes",
+    [
+        ("f = Cast<to = 1>(h)  z = " + BRANCH.replace("KIND", "float").replace("V", "f"), "h", True),
+        ("f = Cast<to = 1>(h)  z, every = " + LOOP, "h", True),
+        ("i = " + HALF_BRANCH + "  j = Tanh(i)  z = Cast<to = 1>(j)", "i", False),
+        ("i = " + HALF_BRANCH + "  z = Cast<to = 1>(i)", "h", False),
+    ],
+    ids=["a branch reads it", "a loop reads it", "a branch makes it", "a branch reads and makes it"],
+)
+def test_a_rounding_that_a_body_sees_is_found(lines: str, at: str, changes: bool) -> None:
+    """Said to differ where bits differ, and only there: a body that reads an outer value, or makes one in float16."""
+    text = f"""<ir_version: 8, opset_import: ["" : 17]> g (float16[4,4] x, float[4,4] y, bool c, int64[n] none)
+        => (float[4,4] z) <int64 two = {{2}}> {{ h = Mul(x, x)  {lines} }}"""
+    before, after = onnx.parser.parse_model(text), onnx.parser.parse_model(text)
+    for model in (before, after):
+        model.graph.input[3].name = "onnx_remat.unseen_axes"
+    place = next(i for i, node in enumerate(after.graph.node) if at in node.output)
+    for node in after.graph.node[place + 1 :]:
+        node.input[:] = [f"{at}__after" if name == at else name for name in node.input]
+        rename_captures(node, {at: f"{at}__after"})
+    helper_node = helper.make_node("Unsqueeze", [at, "onnx_remat.unseen_axes"], [f"{at}__after"])
+    after.graph.node.insert(place + 1, helper_node)
+    feeds = {**feeds_for(before, n=0), "c": np.array(True)}
+    assert same_bits(run_model(before, feeds), run_model(after, feeds)) != changes
+    loaded = [runtime.optimized(model, None, "disable") for model in (before, after)]
+    origin = {name: name for name in ("x", "y", "c", *(name for node in before.graph.node for name in node.output))}
+    assert differing(loaded[0], loaded[0], origin) == ()
+    assert set(differing(loaded[0], loaded[1], origin)) == ({"f", "h"} if changes else set())
