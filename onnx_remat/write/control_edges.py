@@ -84,8 +84,8 @@ def choose_pins(
         The graph and the order wanted.
     heavy : bool (n_steps,)
         From `heavy_steps`.
-    pinnable : bool (n_ops,)
-        Ops with an input that a control edge can pass through.
+    pinnable : bool (n_steps,)
+        Steps with an input that a control edge can pass through.
     foldable : bool (n_ops,)
         Ops that depend on no graph input: the runtime computes them when it loads the file, if it can.
     can_trigger : bool (n_ops,)
@@ -110,7 +110,7 @@ def choose_pins(
         folds[step] = foldable[op] and all(folds[m] for m in makers if m >= 0)
         identity: tuple[object, ...] = (op, *(identity_of[m] if m >= 0 else m for m in makers))
         out_of_order = reached[step] < last_heavy
-        if heavy[step] and (out_of_order or folds[step] or identity in seen) and pinnable[op] and last_run >= 0:
+        if heavy[step] and (out_of_order or folds[step] or identity in seen) and pinnable[step] and last_run >= 0:
             pins.append(Pin(last_heavy if out_of_order else last_run, step))
             reached[step] = max(reached[step], reached[pins[-1].after])
             folds[step] = False

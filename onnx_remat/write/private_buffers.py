@@ -85,7 +85,7 @@ def unroll(problem: Problem, schedule: Schedule) -> Unrolled:
         out_ptr.append(len(out_values))
     origin = np.concatenate([np.arange(base), np.asarray(source, np.int64)]).astype(np.int32)
     first_time = np.ones(len(origin), np.bool_)
-    first_time[base:] = ~_repeated(np.asarray(source, np.int32))
+    first_time[base:] = ~repeated(np.asarray(source, np.int32))
     donates = problem.donates[origin] if len(problem.donates) else problem.donates
     donates[:base] = -1
     order = schedule.array()
@@ -106,7 +106,7 @@ def unroll(problem: Problem, schedule: Schedule) -> Unrolled:
         inplace_ptr=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
         inplace_slots=np.concatenate([*picks, np.zeros(0, np.int32)]).astype(np.int32),
         droppable=np.asarray(drops, np.int8),
-        workspace=problem.workspace[order] + np.where(_repeated(order), problem.rerun_workspace[order], 0),
+        workspace=problem.workspace[order] + np.where(repeated(order), problem.rerun_workspace[order], 0),
         rerun_workspace=np.zeros(len(order), np.int64),
         cost=problem.cost[order],
         recomputable=problem.recomputable[order],
@@ -118,7 +118,7 @@ def unroll(problem: Problem, schedule: Schedule) -> Unrolled:
     return Unrolled(unrolled, base, np.asarray(source, np.int32), np.asarray(steps, np.int32))
 
 
-def _repeated(numbers: Ints) -> Flags:
+def repeated(numbers: Ints) -> Flags:
     """Which entries occurred before."""
     again = np.ones(len(numbers), np.bool_)
     again[np.unique(numbers, return_index=True)[1]] = False

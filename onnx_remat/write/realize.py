@@ -17,7 +17,7 @@ from onnx_remat.ort.moves import is_move
 from onnx_remat.ort.prepare import Compiled
 from onnx_remat.write.control_edges import choose_pins, heavy_steps, light_limit, pin_slot, unsqueezable
 from onnx_remat.write.decided import Decisions, Rewritten
-from onnx_remat.write.private_buffers import choose_private, unroll
+from onnx_remat.write.private_buffers import choose_private, repeated, unroll
 from onnx_remat.write.writer import rewrite
 
 
@@ -64,16 +64,19 @@ def realize(
     slots = [
         None if is_move(op) else pin_slot(graph, tensors, op, fused, direct, on_host[op.index]) for op in graph.ops
     ]
-    # A draw is written as one Dropout with its product, through the product's input: it waits where that can.
-    unpinned = {name for op in graph.ops if is_product(op) and slots[op.index] is None for name in op.inputs}
-    slots = [None if is_draw(op) and op.outputs[0] in unpinned else slots[op.index] for op in graph.ops]
-    pinnable = np.array([slot is not None for slot in slots], np.bool_)
+    # A draw and the first product are written as one Dropout, which waits through what both read, or not at all: its
+    # mask is there only after it. A product made again waits through the mask.
+    stuck = {op.inputs[1] for op in graph.ops if is_product(op) and slots[op.index] != 0}
+    slots = [slots[op.index] if stuck.isdisjoint(_mask(op)) else None for op in graph.ops]
+    products = np.array([is_product(op) for op in graph.ops], np.bool_)
+    able = np.array([slot is not None for slot in slots], np.bool_)
+    pinnable = able[schedule.array()] | (products[schedule.array()] & repeated(schedule.array()))
     tensor = np.array([unsqueezable(tensors[op.writes[0]].dtype) for op in graph.ops], np.bool_)
     plain = np.array([direct.isdisjoint(op.writes) for op in graph.ops], np.bool_)
     triggers = ~absorbed & tensor & ~moves & plain
     pins = choose_pins(problem, schedule, heavy, pinnable, compiled.table.foldable, triggers)
     stated = np.array([semantics(op.node.domain, op.node.op_type).stated for op in graph.ops], np.bool_)
-    can_hide = (pinnable & ~stated)[schedule.array()]
+    can_hide = pinnable & ~stated[schedule.array()]
     can_hide[list(exposed)] = False
     sharing = choose_private(unrolled, limit, light, can_hide, sorted(private))
     dropped = np.flatnonzero(unrolled.dropped & plain[schedule.array()[unrolled.step]]).tolist()
@@ -89,6 +92,11 @@ def realize(
         frozenset(views_made),
     )
     return rewrite(graph, tensors, decisions, metadata)
+
+
+def _mask(op: Op) -> tuple[str, ...]:
+    """The mask of a split Dropout, of either of its parts; none of other ops."""
+    return op.outputs[:1] if is_draw(op) else op.inputs[1:2] if is_product(op) else ()
 
 
 _TRIES = 300  # single moves priced when moving all of them at once does not fit

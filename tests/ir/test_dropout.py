@@ -109,6 +109,30 @@ def test_a_product_made_again_is_the_kernels_to_the_last_bit(ratio: float, dtype
     assert (before["dx"] != 0).mean() == pytest.approx(1 - ratio, abs=0.02)
 
 
+@pytest.mark.parametrize("again", [False, True], ids=["once", "made again"])
+@pytest.mark.parametrize("direct", [(), ("a",), ("mask",), ("a", "mask")], ids="-".join)
+def test_a_dropout_does_not_wait_for_its_own_mask(direct: tuple[str, ...], again: bool) -> None:
+    """Not where nothing may pass through what it reads, either; its product made again waits all the same."""
+    step = model()
+    compiled = compiled_of(step)
+    number = {op.node.op_type: op.index for op in compiled.graph.ops}
+    order = [op for op in range(compiled.problem.n_ops) if op != number["Cast"]]
+    order.insert(order.index(number["DropoutProduct"]) + 1, number["Cast"])
+    if again:
+        order.insert(order.index(number["Mul"]), number["DropoutProduct"])  # right before `late`
+    schedule = Schedule(tuple(order))
+    check_schedule(compiled.problem, schedule)
+    for private in range(len(order)):
+        written = realize(compiled, schedule, 10**9, {}, private=[private], direct=direct)
+        graph.build(written.model)  # nobody reads what is made only later
+        feeds = {name: np.full((512, 64), 0.5, np.float32) for name in "xg"}
+        before, after = (runtime.outputs(m, feeds, "disable") for m in (step, written.model))
+        assert all(before[name].tobytes() == after[name].tobytes() for name in before)
+        if again:
+            cast = next(node for node in written.model.graph.node if "y__mask1" in node.output)
+            assert cast.input[0].startswith("mask__after")
+
+
 def test_draws_go_where_their_products_are() -> None:
     compiled = compiled_of(model())
     (pair,) = dropout.pairs(compiled.graph)
