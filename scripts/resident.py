@@ -159,7 +159,7 @@ def row(graph: Path, budget: str, effort: float, steps: int, loss: str, turns: i
     """One line of the table; without a budget the step runs as it is."""
     from onnx_remat.errors import BudgetInfeasibleError
     from onnx_remat.measure.residence import measure
-    from onnx_remat.session.foreseen import books
+    from onnx_remat.session.bookkeeping import books
 
     with tempfile.TemporaryDirectory(prefix="onnx-remat-") as scratch:
         path, limit, compute = graph, 0, 0.0

@@ -33,7 +33,8 @@ from onnx_remat.rewrite.goal import Goal, fused_cost, outside_kernels
 from onnx_remat.rewrite.notes import MOVES, fusing, on_device, rounding, unseen, warnings, worst_level
 from onnx_remat.rewrite.offload import fit_with_moves
 from onnx_remat.rewrite.report import Report
-from onnx_remat.session.foreseen import BOOKS_BYTES_PER_NODE, Footprint, foresee
+from onnx_remat.session.bookkeeping import BOOKS_BYTES_PER_NODE
+from onnx_remat.session.foreseen import Footprint, foresee
 from onnx_remat.session.fusing import why_not as why_not_fused
 from onnx_remat.session.opening import check_openable
 from onnx_remat.units import Budget, parse_budget

@@ -11,17 +11,9 @@ from onnx_remat.ort.executed import Executed
 from onnx_remat.ort.kernels import costs as prices
 from onnx_remat.session import device_scratch
 from onnx_remat.session.binding import kept_on_host, least
+from onnx_remat.session.bookkeeping import books
 from onnx_remat.session.fusing import UNFUSED
 from onnx_remat.session.opening import Arranged, as_fused, lay_out, workspace
-
-BOOKS_BYTES = 3_400_000
-"""What a session takes whatever its graph, over a session of one node; see `books`."""
-
-BOOKS_BYTES_PER_NODE = 5_850
-"""What it takes for each node."""
-
-BOOKS_BYTES_PER_KERNEL = 1_500
-"""What it takes besides for each node that is a fused kernel: machine code, and a description of its inputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,16 +75,6 @@ class Footprint:
 
 TABLES_BYTES = 16_384
 """What kernels take on a device that no rule states: tables of pointers."""
-
-
-def books(nodes: int, kernels: int = 0) -> int:
-    """Bytes that a session takes for a graph of so many nodes, some of them fused kernels, small values included.
-
-    A line over what fifteen graphs of 149 to 10,257 nodes were seen to take, rewritten to 60 % (``python -m
-    scripts.resident``, onnxruntime 1.32.0, two threads): none took more, those of few nodes up to 3.2 MB less. On
-    Python 3.13 the same file was seen to take 0.5 MB more than on 3.11.
-    """
-    return BOOKS_BYTES + BOOKS_BYTES_PER_NODE * nodes + BOOKS_BYTES_PER_KERNEL * kernels
 
 
 def device_workspace(arranged: Arranged) -> int:

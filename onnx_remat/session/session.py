@@ -58,7 +58,7 @@ class Session:
         onnxruntime's own session for that long, and a few seconds.
     fuse : bool
         On the CPU, compute runs of elementwise nodes by one compiled kernel each, to the same bits; not at level
-        ``"disable"``. The slab is never larger for it.
+        ``"disable"``. It never takes more memory for it.
 
     Attributes
     ----------

@@ -14,7 +14,7 @@ from onnx_remat.findings.survival import check
 from onnx_remat.findings.sweep import sweep
 from onnx_remat.measure import residence
 from onnx_remat.options import parse_options
-from onnx_remat.session.foreseen import books
+from onnx_remat.session.bookkeeping import books
 from tests.support.graphs import feeds_for, mlp, model_of, run_model, same_bits
 
 pytest.importorskip("onnxruntime")
@@ -89,7 +89,7 @@ def test_verification_measures_training_and_refuses_what_takes_more(monkeypatch)
     assert report.measured.trained_after <= report.budget < report.measured.trained_before
     assert "training takes" in report.to_text().partition("measured")[2]
     assert "bitwise" in report.measured.outputs_equal
-    monkeypatch.setattr("onnx_remat.session.foreseen.BOOKS_BYTES", -10_000_000)
+    monkeypatch.setattr("onnx_remat.session.bookkeeping.BOOKS_BYTES", -10_000_000)
     with pytest.raises(VerificationError, match="training was seen to take"):
         onnx_remat.rewrite_model(model, "70%", verify="run", **QUICK)
 
