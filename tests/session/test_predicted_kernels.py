@@ -9,7 +9,6 @@ from pathlib import Path
 import onnx
 import pytest
 from onnx import helper
-from tests.run.test_fused_session import adam
 
 import onnx_remat
 from onnx_remat.app import cli
@@ -28,6 +27,7 @@ from onnx_remat.session import fusing
 from onnx_remat.session.foreseen import Footprint, foresee
 from onnx_remat.session.session import Session
 from sample_models.chain import chain
+from tests.session.test_fused_session import adam
 from tests.support.fusing import why_not
 from tests.support.graphs import mlp, model_of
 
