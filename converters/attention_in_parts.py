@@ -133,7 +133,7 @@ def _box(sizes: Shape, begin: int, end: int) -> list[tuple[int, int]]:
     for axis, size in enumerate(sizes):
         tail = math.prod(sizes[axis + 1 :])
         first = begin // tail % size
-        found.append((first, first + (end - 1) // tail - begin // tail + 1))
+        found.append((first, first + min((end - 1) // tail - begin // tail + 1, size)))
     return found
 
 

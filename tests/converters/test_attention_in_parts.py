@@ -142,6 +142,12 @@ def test_parts_are_some_heads_of_one_text_or_texts_whole(parts, wanted):
     compared(Attention(), batch(), parts, wanted)
 
 
+@pytest.mark.parametrize("shape", [(6, 1, TOKENS, TOKENS), (HEADS, 1, TOKENS)], ids=str)
+def test_a_part_of_several_texts(shape, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "TEXTS", 6)
+    compared(Attention(), batch(torch.rand(shape) > 0.3), parts=3, wanted=(8, 8, 8))
+
+
 @pytest.mark.parametrize("eager", [False, True])
 def test_dropout_of_scores_keeps_what_was_drawn_and_nothing_else(eager):
     """The converter compares with torch, given the masks that were drawn."""
