@@ -89,6 +89,29 @@ class Fitted:
         return self.trained.seconds if self.trained else 0.0, self.plan.extra_compute
 
 
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What all plans of a rewrite share.
+
+    Attributes
+    ----------
+    original : Executed
+        The original as ONNX Runtime executes it by default.
+    folder : Path or None
+        Where the model's external data lies.
+    options : Options
+    stage : callable
+        Entered around each stage.
+    deadline : Deadline
+    """
+
+    original: Executed
+    folder: Path | None
+    options: Options
+    stage: Stage
+    deadline: Deadline
+
+
 def make_plan(
     compiled: Compiled,
     goal: Goal,
@@ -235,17 +258,7 @@ def _no_lower(least: int) -> str:
     return f"below {format_bytes(least)} there is no plan at all"
 
 
-def fit(
-    compiled: Compiled,
-    original: Executed,
-    goal: Goal,
-    folder: Path | None,
-    options: Options,
-    stage: Stage,
-    deadline: Deadline,
-    reserve: float,
-    known: tuple[Schedule, ...] = (),
-) -> Fitted:
+def fit(compiled: Compiled, goal: Goal, work: Work, reserve: float, known: tuple[Schedule, ...] = ()) -> Fitted:
     """A plan and a file within the budget: the best that the selector finds, else those of a first look.
 
     Raises
@@ -256,30 +269,21 @@ def fit(
     """
     direct = Direct.of(compiled)
     try:
-        return _search(compiled, original, goal, folder, options, stage, deadline, reserve, known, direct)
+        return _search(compiled, goal, work, reserve, known, direct)
     except Refusal as refusal:
-        if deadline.ends_within(reserve):
+        if work.deadline.ends_within(reserve):
             raise
         look, alone = refusal.look, replace(direct, values=set())
-        worst, made = _write_out(look, goal, look.timeline.peak, original, folder, options, stage, deadline, alone)
+        worst, made = _write_out(look, goal, look.timeline.peak, work, alone)
         if worst <= goal.allowed:
-            found = _at_other_levels(made.written.model, made.executed, folder, options, stage, deadline, reserve)
+            found = _at_other_levels(made, work, reserve)
             return replace(made, executed=found)
         refusal.looked = worst if worst < goal.taken else 0
         raise
 
 
 def _search(
-    compiled: Compiled,
-    original: Executed,
-    goal: Goal,
-    folder: Path | None,
-    options: Options,
-    stage: Stage,
-    deadline: Deadline,
-    reserve: float,
-    known: tuple[Schedule, ...],
-    direct: Direct,
+    compiled: Compiled, goal: Goal, work: Work, reserve: float, known: tuple[Schedule, ...], direct: Direct
 ) -> Fitted:
     """Plan, write, and see what ONNX Runtime would make of the file, until that is within the budget.
 
@@ -289,7 +293,7 @@ def _search(
     file could not be simulated before `deadline`: each leaves the time that the file before took to write and simulate,
     `reserve` seconds at first.
     """
-    allowed = goal.allowed
+    allowed, options, deadline = goal.allowed, work.options, work.deadline
     target, good, failed = _first_target(compiled, goal), 0, 0
     peaks: list[int] = []
     plans: tuple[Schedule, ...] = ()
@@ -298,7 +302,7 @@ def _search(
     for _ in range(_PLANS):
         if plans and deadline.ends_within(reserve):
             break
-        with stage("plan"):
+        with work.stage("plan"):
             try:
                 share = 1.0 if plans or options.effort is not None else _FIRST_SHARE
                 less = replace(options, effort=options.work_seconds() * _GOING_ON) if plans else options
@@ -312,7 +316,7 @@ def _search(
                     raise
                 break
         began = time.monotonic()
-        worst, made = _write_out(plan, goal, target, original, folder, options, stage, deadline, direct)
+        worst, made = _write_out(plan, goal, target, work, direct)
         reserve = _AFTER * (time.monotonic() - began)
         peaks.append(worst)
         _log.info(
@@ -336,10 +340,9 @@ def _search(
         if good > failed * _CLOSE > 0:
             break
     if best is not None and goal.cost is not None and best.plan.extra_compute > 0 and not deadline.ends_within(reserve):
-        best = _unlike(best, goal, good, original, folder, options, stage, deadline, reserve, (*known, *plans), direct)
+        best = _unlike(best, goal, good, work, reserve, (*known, *plans), direct)
     if best is not None:
-        found = _at_other_levels(best.written.model, best.executed, folder, options, stage, deadline, reserve)
-        return replace(best, executed=found)
+        return replace(best, executed=_at_other_levels(best, work, reserve))
     lowest, holds = min(peaks), " with its arena" if options.arena else ""
     raise Refusal(
         f"no file found that ONNX Runtime runs under budget {format_bytes(allowed)}{holds}: plans keep it, but the "
@@ -350,31 +353,22 @@ def _search(
 
 
 def _unlike(
-    best: Fitted,
-    goal: Goal,
-    target: int,
-    original: Executed,
-    folder: Path | None,
-    options: Options,
-    stage: Stage,
-    deadline: Deadline,
-    reserve: float,
-    known: tuple[Schedule, ...],
-    direct: Direct,
+    best: Fitted, goal: Goal, target: int, work: Work, reserve: float, known: tuple[Schedule, ...], direct: Direct
 ) -> Fitted:
     """The better file of the best and of one planned with the price of every node by itself, each timed as it runs.
 
     A price cannot say what a recompute costs beside its readers before there is an order that decides what is fused.
     """
-    with stage("plan"):
+    less = replace(work.options, effort=work.options.work_seconds() * _GOING_ON)
+    with work.stage("plan"):
         try:
-            less, apart = replace(options, effort=options.work_seconds() * _GOING_ON), replace(goal, cost=None)
-            plan = make_plan(best.plan.compiled, apart, target, less, deadline.sooner(reserve, 1.0), known)
+            clock = work.deadline.sooner(reserve, 1.0)
+            plan = make_plan(best.plan.compiled, replace(goal, cost=None), target, less, clock, known)
         except BudgetInfeasibleError:
             return best
     if plan.schedule == best.plan.schedule:
         return best
-    taken, other = _write_out(plan, goal, target, original, folder, options, stage, deadline, direct)
+    taken, other = _write_out(plan, goal, target, work, direct)
     return other if taken <= goal.allowed and other.extra() < best.extra() else best
 
 
@@ -402,17 +396,7 @@ def _check_time(compiled: Compiled, goal: Goal, options: Options, deadline: Dead
     )  # fmt: skip
 
 
-def _write_out(
-    plan: Plan,
-    goal: Goal,
-    target: int,
-    original: Executed,
-    folder: Path | None,
-    options: Options,
-    stage: Stage,
-    deadline: Deadline,
-    direct: Direct,
-) -> tuple[int, Fitted]:
+def _write_out(plan: Plan, goal: Goal, target: int, work: Work, direct: Direct) -> tuple[int, Fitted]:
     """Write a plan and simulate the file; the most it holds, and all of it.
 
     A session of ours opens it at the last level alone, any other at the one that its user chooses: then it is the most
@@ -421,24 +405,24 @@ def _write_out(
     Where it exceeds the budget, the values that share buffers to no good are made private, as long as there are any;
     against gaps in the arena that is no help.
     """
-    before_peak = original.timeline().peak
+    options, before_peak = work.options, work.original.timeline().peak
     unrolled = private_buffers.unroll(plan.compiled.problem, plan.schedule)
     steps = unrolled.step
     private: set[int] = set()
     # A session of ours shares no buffers that it should not: nothing needs to be private then.
     exposed: set[int] = set(range(len(plan.schedule.order))) if goal.by_loop else set()
     while True:
-        with stage("rewrite"):
+        with work.stage("rewrite"):
             written = _write(plan, goal, target, before_peak, private, exposed, direct.values, options.dims)
-        with stage("simulate result"):
+        with work.stage("simulate result"):
             rounded = direct.differing(written, unrolled)
             if not direct.values.issuperset(rounded):
                 direct.values.update(rounded)
                 continue
             written = replace(written, rounded=rounded)
-            executed = _as_written(written.model, folder, options, levels()[-1:] if goal.by_loop else levels())
+            executed = _as_written(written.model, work, levels()[-1:] if goal.by_loop else levels())
             if goal.by_loop:
-                left = max(deadline.left(), 0.0)
+                left = max(work.deadline.left(), 0.0)
                 trained = foresee(executed[levels()[-1]], left, options.fuse, options.costs)
                 return int(trained.total * (1 + _UNSEEN)), Fitted(plan, written, executed, trained)
             timelines = {level: what.timeline() for level, what in executed.items()}
@@ -460,37 +444,29 @@ def levels() -> tuple[str, ...]:
     return runtime.LEVELS if runtime.available() else ("disable",)
 
 
-def _as_written(
-    model: onnx.ModelProto, folder: Path | None, options: Options, levels: Sequence[str]
-) -> dict[str, Executed]:
+def _as_written(model: onnx.ModelProto, work: Work, levels: Sequence[str]) -> dict[str, Executed]:
     """A written model as ONNX Runtime executes it, per optimisation level."""
+    folder, preparation = work.folder, work.options.preparation()
     try:
-        if runtime.available() and runtime.is_large(model) and not options.preparation().fixed:  # it is not asked
-            return dict.fromkeys(levels, as_executed(model, folder, "all", options.preparation()))
+        if runtime.available() and runtime.is_large(model) and not preparation.fixed:  # it is not asked
+            return dict.fromkeys(levels, as_executed(model, folder, "all", preparation))
         with ThreadPoolExecutor(_SIDE_BY_SIDE) as pool:  # ONNX Runtime is asked in processes of its own
-            asked = pool.map(lambda level: as_executed(model, folder, level, options.preparation()), levels)
+            asked = pool.map(lambda level: as_executed(model, folder, level, preparation), levels)
             return dict(zip(levels, asked, strict=True))
     except ModelError as error:
         raise VerificationError(f"the rewritten model is not usable: {error}") from error
 
 
-def _at_other_levels(
-    model: onnx.ModelProto,
-    executed: Mapping[str, Executed],
-    folder: Path | None,
-    options: Options,
-    stage: Stage,
-    deadline: Deadline,
-    seconds: float,
-) -> dict[str, Executed]:
+def _at_other_levels(made: Fitted, work: Work, seconds: float) -> dict[str, Executed]:
     """What is known of a written model with the levels that are missing; of the first alone without the `seconds`."""
+    model, executed = made.written.model, made.executed
     missing = [level for level in levels() if level not in executed]
     if not missing:
         return dict(executed)
-    if deadline.ends_within(seconds) or runtime.is_large(model):
+    if work.deadline.ends_within(seconds) or runtime.is_large(model):
         missing = missing[:1]
-    with stage("simulate result"):
-        found = {**executed, **_as_written(model, folder, options, missing)}
+    with work.stage("simulate result"):
+        found = {**executed, **_as_written(model, work, missing)}
     return {level: found[level] for level in levels() if level in found}
 
 

@@ -8,17 +8,15 @@ gets better.
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 from onnx_remat.errors import BudgetInfeasibleError
 from onnx_remat.memory.problem import Schedule
 from onnx_remat.options import Options
-from onnx_remat.ort.executed import Executed
 from onnx_remat.ort.moves import adjoined, carried, movable, split, worth_moving
 from onnx_remat.ort.prepare import Compiled
 from onnx_remat.ort.renewed import taking_over, with_donations
 from onnx_remat.plan.request import Deadline
-from onnx_remat.rewrite.fit import Fitted, Stage, fit, make_plan
+from onnx_remat.rewrite.fit import Fitted, Work, fit, make_plan
 from onnx_remat.rewrite.goal import Goal
 
 _ROUNDS = 3  # plans that may move values
@@ -27,16 +25,7 @@ _EASE = 1.02  # of the lowest budget that was found: what a plan to start from i
 _LOOK = 0.25  # of the effort for that plan
 
 
-def fit_with_moves(
-    compiled: Compiled,
-    original: Executed,
-    goal: Goal,
-    folder: Path | None,
-    options: Options,
-    stage: Stage,
-    deadline: Deadline,
-    reserve: float,
-) -> Fitted:
+def fit_with_moves(compiled: Compiled, goal: Goal, work: Work, reserve: float) -> Fitted:
     """`fit.fit` among plans that may move values to the host and back, and those that do not; the one that takes least.
 
     Raises
@@ -44,11 +33,12 @@ def fit_with_moves(
     BudgetInfeasibleError
         Neither kind was found.
     """
+    options, deadline = work.options, work.deadline
     link, moving = options.link(), goal.floor_of_moves(compiled.problem)
     best: Fitted | None = None
     refusal: BudgetInfeasibleError | None = None
     try:
-        best = fit(compiled, original, goal, folder, options, stage, deadline.sooner(reserve, _SHARE), reserve)
+        best = fit(compiled, goal, replace(work, deadline=deadline.sooner(reserve, _SHARE)), reserve)
         start = best.plan.compiled, best.plan.schedule
     except BudgetInfeasibleError as error:
         refusal = error
@@ -66,9 +56,9 @@ def fit_with_moves(
         larger = with_donations(split(compiled, names, link))
         known = carried(start[1].order, start[0], larger)
         its = replace(goal, own=taking_over(larger), fused=None, moving=moving)
-        clock = deadline.sooner(reserve, _SHARE)
+        rest = replace(work, deadline=deadline.sooner(reserve, _SHARE))
         try:
-            found = fit(larger, original, its, folder, options, stage, clock, reserve, (known,))
+            found = fit(larger, its, rest, reserve, (known,))
         except BudgetInfeasibleError as error:
             if best is not None:
                 break

@@ -28,7 +28,7 @@ from onnx_remat.ort.renewed import taking_over, with_donations
 from onnx_remat.plan.cost_bounds import cost_lower_bound
 from onnx_remat.plan.request import Deadline
 from onnx_remat.rewrite.first_use import PLANNER, REPORTER, SIMULATOR, FirstUse, first_use
-from onnx_remat.rewrite.fit import Fitted, Plan, Refusal, fit, levels, make_plan
+from onnx_remat.rewrite.fit import Fitted, Plan, Refusal, Work, fit, levels, make_plan
 from onnx_remat.rewrite.goal import Goal, fused_cost, outside_kernels
 from onnx_remat.rewrite.notes import MOVES, fusing, on_device, rounding, unseen, warnings, worst_level
 from onnx_remat.rewrite.offload import fit_with_moves
@@ -159,10 +159,10 @@ def rewrite(model: model_io.Model, budget: str | int | Budget, options: Planning
         job.compile(kernels, PLANNER + REPORTER if job.options.arena else PLANNER)
         reserve = _LOOKS[job.goal.by_loop] * job.clock.seconds["simulate original"]
         fitting = fit_with_moves if job.options.offload else fit
+        work = Work(job.original, job.folder, job.options, job.clock.stage, job.deadline)
 
         def within(goal: Goal) -> Fitted:
-            stage = job.clock.stage
-            return fitting(job.compiled, job.original, goal, job.folder, job.options, stage, job.deadline, reserve)
+            return fitting(job.compiled, goal, work, reserve)
 
         try:
             fitted = within(job.goal)
