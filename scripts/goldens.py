@@ -18,6 +18,7 @@ import json
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -98,22 +99,25 @@ def texts() -> Iterator[tuple[str, Any]]:
     """Every refusal of the command line: exit code and text."""
     for words in REFUSED:
         said = io.StringIO()
-        given = ["/tmp/goldens-out.onnx" if word == "OUT" else word for word in words]
-        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            contextlib.redirect_stderr(said),
+            contextlib.redirect_stdout(said),
+        ):
+            given = [f"{folder}/out.onnx" if word == "OUT" else word for word in words]
             try:
                 code: object = cli.main(given)
             except SystemExit as end:
                 code = end.code
         yield (
             f"$ onnx-remat {' '.join(_plain(word) for word in words)}",
-            {"code": code, "said": _plain(said.getvalue())},
+            {"code": code, "said": _plain(said.getvalue().replace(folder, ""))},
         )
-        Path("/tmp/goldens-out.onnx").unlink(missing_ok=True)
 
 
 def _plain(said: str) -> str:
     """A text without folders and measured seconds."""
-    return re.sub(r"\d[\d.]* s\b", "N s", said.replace(str(SAMPLES.parent) + os.sep, "").replace("/tmp/", ""))
+    return re.sub(r"\d[\d.]* s\b", "N s", said.replace(str(SAMPLES.parent) + os.sep, ""))
 
 
 def _short(entry: Any) -> str:
