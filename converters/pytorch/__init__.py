@@ -100,8 +100,8 @@ def export_training_step(
         first = next(iter(outside.values())).told
         others = f", and {len(outside) - 1} more" if len(outside) > 1 else ""
         warnings.warn(
-            f"{first}{others}: constants of the file, since the model does not hold them; should they change, make "
-            "them buffers of the model (register_buffer), or what they belong to a part of it",
+            f"{first}{others}: constants of the file, because the model does not hold them; if they change between "
+            "steps, make them buffers of the model (register_buffer)",
             stacklevel=2,
         )
     return made

@@ -1,7 +1,7 @@
 """Tensors outside the step: a teacher network's, an average of the weights, the weights of classes in a loss.
 
-The step reads them, and neither the module nor the optimizer nor the batch holds them. What changes them is not in the
-step, so that it has to read them anew each time, or say that it does not.
+The step reads them, but neither the module nor the optimizer nor the batch holds them. The user's code may change them
+between steps, so every step reads them again, or a warning says that it does not.
 """
 
 from __future__ import annotations
@@ -168,9 +168,8 @@ def outside(reads: Iterable[Read], again: Seen, trained: Mapping[str, torch.Tens
         told = read.told or f"a tensor of shape {list(read.tensor.shape)}"
         if was_changed(read.stand_in):
             raise ConversionError(
-                f"{told}, is changed by the step, which does not hold it: make it a buffer of the model "
-                "(register_buffer), what it belongs to a part of the model, or change it between steps; a network that "
-                "is read only is to be in eval mode"
+                f"{told}, is changed by the step, but the model does not hold it: make it a buffer of the model "
+                "(register_buffer) or change it between steps; put a network that is only read into eval mode"
             )
         if (name := names.get(memory(read.tensor))) is not None:
             raise shares_memory(told, f"parameter {name}")

@@ -53,9 +53,9 @@ def fusing(trained: Footprint | None, budget: int) -> tuple[str, ...]:
         return (f"training is counted with nothing fused{why}",) if trained else ()
     above = trained.unfused > budget
     return (
-        "training is counted with elementwise nodes fused, as Session and Loop run them on this machine; where they "
-        f"cannot, or with fuse=False, it takes {format_bytes(trained.unfused)}"
-        + (", above the budget: plan with fuse=False for such machines" if above else ""),
+        "training is counted with elementwise nodes fused, as Session and Loop run them on this machine; on machines "
+        f"without these kernels, or with fuse=False, it takes {format_bytes(trained.unfused)}"
+        + (", above the budget: for such machines plan with fuse=False" if above else ""),
     )
 
 
