@@ -18,6 +18,7 @@ from onnx_remat.errors import UsageError
 from onnx_remat.findings.show import draw, page, slab, snapshot, trace
 from onnx_remat.rewrite.pipeline import rewrite_model
 from onnx_remat.units import format_bytes
+from sample_models.chain import chain
 from tests.support.graphs import mlp
 
 
@@ -46,6 +47,15 @@ def test_slabs_say_what_the_report_says(for_loop):
         assert max(step.bytes for step in laid.steps) == laid.steps[laid.busiest].bytes == most
         assert 0 <= taken.live - most < ALIGNMENT * len(held)
         assert sum(size for _, size in laid.inputs) == taken.inputs
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+def test_a_slab_is_drawn_fused_where_it_is_counted_fused(fuse):
+    pytest.importorskip("onnxruntime")
+    result = rewrite_model(chain(16, 1024, 256), "60%", effort=0.2, fuse=fuse)
+    for laid, taken in zip((slab.before(result), slab.after(result)), result.report.loops(), strict=True):
+        assert max(block.offset + block.bytes for block in laid.blocks) == taken.slab
+        assert len(laid.steps) == taken.nodes
 
 
 def test_values_of_a_slab_never_overlap(for_loop):

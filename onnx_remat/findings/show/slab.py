@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from onnx_remat.findings.show import trace
 from onnx_remat.ir import phases
 from onnx_remat.ir.graph import INPUT
-from onnx_remat.session.binding import least, lifetimes
-from onnx_remat.session.opening import lay_out
+from onnx_remat.session import foreseen
+from onnx_remat.session.binding import lifetimes
 
 if TYPE_CHECKING:
     from onnx_remat.ort.executed import Executed
@@ -63,18 +63,22 @@ class Slab:
 
 def before(result: Result) -> Slab:
     """The original's slab."""
-    return slab(result.original, trace.sections(result))
+    return slab(result.original, trace.sections(result), _fused(result.report.loop_before))
 
 
 def after(result: Result) -> Slab:
     """The rewritten model's slab."""
-    return slab(result.executed, trace.sections(result))
+    return slab(result.executed, trace.sections(result), _fused(result.report.loop_after))
 
 
-def slab(executed: Executed, section_of: Mapping[str, str], gaps: int = 3) -> Slab:
+def _fused(footprint: Footprint | None) -> bool:
+    """Does the figure that is drawn count fused kernels?"""
+    return footprint is not None and footprint.kernels > 0
+
+
+def slab(executed: Executed, section_of: Mapping[str, str], fuse: bool, gaps: int = 3) -> Slab:
     """Lay a step out; `section_of` maps names of values to the section of the op that makes them."""
-    outputs = [value.name for value in executed.compiled.graph.model.graph.output]
-    arranged = lay_out(executed, outputs, donate=True, least=least(executed.compiled.kernels))
+    arranged = foreseen.as_run(executed, fuse=fuse)
     placements = arranged.binding.placements
     start, end = lifetimes(arranged.program, [p.name for p in placements])
     phase, sections, of_step = phases.NAMES[0], {}, []
