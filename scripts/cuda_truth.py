@@ -125,7 +125,7 @@ def _line(path: Path, small: Path, budget: int, foreseen: Executed, level: str) 
         foreseen.compiled.tensors[value.name].nbytes for value in foreseen.compiled.graph.model.graph.input
     )
     return Line(
-        path.stem, level, budget, foreseen.timeline().peak, after.peak + weights, _in_order(foreseen, after),
+        path.stem, level, budget, foreseen.timeline.peak, after.peak + weights, _in_order(foreseen, after),
         (before.waits, after.waits), (_memcpy(before), _memcpy(after)),
     )  # fmt: skip
 
@@ -152,7 +152,7 @@ def _in_order(foreseen: Executed, ran: run.Step) -> bool:
     compiled = foreseen.compiled
     ops = [compiled.graph.ops[i] for i in foreseen.order.order]
     ops = [op for op in ops if not compiled.kernels.aliases(op.node)]
-    least = LARGE * foreseen.timeline().peak
+    least = LARGE * foreseen.timeline.peak
     large = [op.node.name for op in ops if any(compiled.tensors[name].nbytes >= least for name in op.writes)]
     names = {name for name, _, _ in ran.order} & set(large)
     return [n for n in large if n in names] == [n for n, _, _ in ran.order if n in names]

@@ -98,7 +98,7 @@ def main() -> None:
     print("| network | memory | as it is | at up to +20 % | 10x as deep | published |")
     print("| --- | --- | --- | --- | --- | --- |", flush=True)
     for family in FAMILIES:
-        allowed = as_executed(family.build(family.depth), None, "all", Preparation(CPU)).timeline().peak
+        allowed = as_executed(family.build(family.depth), None, "all", Preparation(CPU)).timeline.peak
         prices = Prices(family, allowed, given.time_limit)
         depth = deepest(prices, 0.2)
         tenfold = prices[10 * family.depth]
@@ -109,7 +109,7 @@ def main() -> None:
     print("\n| chain of n | as it is, activations | lowest | lowest / sqrt(n) |\n| --- | --- | --- | --- |", flush=True)
     for n in map(int, given.lengths.split(",")):
         model = chain.chain(n, 64, 1024)
-        plain = as_executed(model, None, "all", Preparation(CPU)).timeline().peak / (64 * 1024 * 4)
+        plain = as_executed(model, None, "all", Preparation(CPU)).timeline.peak / (64 * 1024 * 4)
         least = lowest(n, given.time_limit)
         print(f"| {n} | {plain:.1f} | {least:.1f} | {least / n**0.5:.2f} |", flush=True)
 

@@ -116,8 +116,8 @@ def estimate(model: model_io.Model, **options: Unpack[PlanningOptions]) -> Estim
         The arguments or the model are not usable.
     """
     job = begin(model, "100%", {**options, "effort": _FIRST_LOOK})
-    goal, executed = job.goal, max(job.by_level.values(), key=lambda each: each.timeline().peak)
-    timeline = executed.timeline()
+    goal, executed = job.goal, max(job.by_level.values(), key=lambda each: each.timeline.peak)
+    timeline = executed.timeline
     job.options.progress("first look", 0.0)
     try:
         make_plan(job.compiled, replace(goal, allowed=0), 0, job.options, job.deadline)

@@ -276,7 +276,7 @@ def _explanation(
     model: onnx.ModelProto, executed: Executed, run_by: str, budget: int, before: int, trained: int | None, edges: int
 ) -> Explanation:
     graph, tensors = executed.compiled.graph, executed.compiled.tensors
-    timeline = executed.timeline()
+    timeline = executed.timeline
     seconds = costs.price(graph, tensors, executed.compiled.kernels, executed.compiled.kernels.costs)
     gaps = _gaps(graph, executed.order.order)
     dropped = _dropped(executed, gaps)

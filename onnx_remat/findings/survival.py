@@ -21,7 +21,7 @@ from onnx_remat.ir.training_ops import check_ops
 from onnx_remat.measure import processes
 from onnx_remat.options import Options
 from onnx_remat.ort import runtime
-from onnx_remat.ort.executed import as_executed
+from onnx_remat.ort.executed import at_levels
 from onnx_remat.ort.kernels.registry import PROVIDERS
 from onnx_remat.ort.moves import UP
 from onnx_remat.session.foreseen import foresee
@@ -192,7 +192,7 @@ def check(
         check_ops(source.model)
     levels = runtime.LEVELS if runtime.available() and here else ("disable",)
     made = {name: node for node in source.model.graph.node for name in node.output}
-    executed = {level: as_executed(source.model, source.folder, level, options.preparation()) for level in levels}
+    executed = at_levels(source.model, source.folder, levels, options.preparation())
     runs = {level: what.compiled.graph.producer() for level, what in executed.items()}
     beyond, measured = 0, None
     if run and (not here or _can_run(options)):
@@ -207,7 +207,7 @@ def check(
         tuple(name for name in clones if name not in made),
         tuple(name for name in edges if not _waits(name, made)),
         budget,
-        {level: what.timeline().peak for level, what in executed.items()},
+        {level: what.timeline.peak for level, what in executed.items()},
         {level: sum(name in made_there for name in clones) for level, made_there in runs.items()},
         measured,
         foresee(executed["all"]).total if "all" in executed and notes.get(RUN_BY_KEY) == "loop" else None,

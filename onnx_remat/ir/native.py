@@ -5,7 +5,9 @@ The functions that start with ``do_`` run there.
 
 from __future__ import annotations
 
+import hashlib
 import re
+import threading
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any
@@ -39,12 +41,25 @@ def infer_types(model: onnx.ModelProto, data_prop: bool = True, strict: bool = F
     ModelError
         The model contradicts itself, or costs more than the limit.
     """
-    data = model.SerializeToString()
-    _, made = worker.ask(
-        _ONNX, "onnx_remat.ir.native:do_infer", limit(len(model.graph.node), len(data)), data,
-        data_prop=data_prop, strict=strict,
-    )  # fmt: skip
+    data = model.SerializeToString(deterministic=True)
+    key = hashlib.sha256(data).digest(), data_prop, strict
+    with _asking:
+        made = _inferred.pop(key, b"")
+        if not made:
+            _, made = worker.ask(
+                _ONNX, "onnx_remat.ir.native:do_infer", limit(len(model.graph.node), len(data)), data,
+                data_prop=data_prop, strict=strict,
+            )  # fmt: skip
+        _inferred[key] = made
+        while len(_inferred) > _REMEMBERED:
+            del _inferred[next(iter(_inferred))]
     return stated(onnx.GraphProto.FromString(made))
+
+
+_REMEMBERED = 4
+_inferred: dict[tuple[bytes, bool, bool], bytes] = {}
+"""The latest answers of `infer_types`: a file is asked about once, though each optimisation level needs its types."""
+_asking = threading.Lock()
 
 
 def do_infer(data: bytes, data_prop: bool, strict: bool) -> tuple[None, bytes]:

@@ -45,7 +45,7 @@ def beyond_tensors(executed: Executed) -> int:
     it is freed. Such a block takes whole pages, and its header is in the first of them: a value of 64 kB, 68 kB. To
     that come ONNX Runtime's books for the step. Neither is a tensor, and neither is there where values lie in one slab.
     """
-    timeline = executed.timeline()
+    timeline = executed.timeline
     page = mmap.PAGESIZE
     whole = -(-(timeline.size + ALIGNMENT) // page) * page
     excess = np.where(timeline.size >= LARGE_BLOCK, whole - timeline.size, 0)

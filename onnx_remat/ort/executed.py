@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import onnx
@@ -17,7 +20,7 @@ from onnx_remat.ort.kernels.base import Kernels
 from onnx_remat.ort.prepare import Compiled, Preparation, prepare_for_simulation
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Executed:
     """A model as ONNX Runtime will execute it: its optimised graph and the order of its nodes.
 
@@ -28,6 +31,7 @@ class Executed:
     order: Schedule
     emulated: str = ""
 
+    @cached_property
     def timeline(self) -> buffers.Timeline:
         """Its buffers, simulated."""
         return buffers.simulate(self.compiled.problem, self.order)
@@ -44,8 +48,37 @@ _MANY_NODES = (
 )
 
 
+_AT_A_TIME = 2  # optimisation levels that ONNX Runtime is asked about
+
+
+def at_levels(
+    model: onnx.ModelProto,
+    folder: Path | None,
+    levels: Sequence[str],
+    stated: Preparation,
+    known: Compiled | None = None,
+) -> dict[str, Executed]:
+    """Return what ONNX Runtime makes of a model at several optimisation levels; see `as_executed`."""
+    if not _is_asked(model, stated):
+        return dict.fromkeys(levels, as_executed(model, folder, "all", stated, known))
+    shown = shapes.declared(model) if set(levels) != {"disable"} and _is_shown_whole(model, stated) else None
+    with ThreadPoolExecutor(_AT_A_TIME) as pool:  # ONNX Runtime is asked in a process of its own
+        asked = pool.map(lambda level: as_executed(model, folder, level, stated, known, shown), levels)
+        return dict(zip(levels, asked, strict=True))
+
+
+def _is_asked(model: onnx.ModelProto, stated: Preparation) -> bool:
+    """Whether ONNX Runtime is asked about a model: not where that takes too long, unless a session of ours needs it."""
+    return runtime.available() and (stated.fixed or not runtime.is_large(model))
+
+
 def as_executed(
-    model: onnx.ModelProto, folder: Path | None, level: str, stated: Preparation, known: Compiled | None = None
+    model: onnx.ModelProto,
+    folder: Path | None,
+    level: str,
+    stated: Preparation,
+    known: Compiled | None = None,
+    shown: onnx.ModelProto | None = None,
 ) -> Executed:
     """What ONNX Runtime makes of a model at an optimisation level; emulated from the file where it is not installed.
 
@@ -60,6 +93,8 @@ def as_executed(
         Its dims may name more dimensions than the model has.
     known : Compiled, optional
         The model as `prepare` has it.
+    shown : onnx.ModelProto, optional
+        The model as `shapes.declared` has it, where that is known already.
 
     Raises
     ------
@@ -68,10 +103,10 @@ def as_executed(
     """
     if level == "disable" or not runtime.available():
         return _emulated(model, stated, "", known)
-    if runtime.is_large(model) and not stated.fixed:  # a session of ours needs its answer
+    if not _is_asked(model, stated):
         return _emulated(model, stated, _MANY_NODES, known)
     try:
-        return as_optimized(model, folder, level, stated)
+        return as_optimized(model, folder, level, stated, shown)
     except ModelError as error:
         if not _has_custom_ops(model):
             raise
@@ -81,7 +116,13 @@ def as_executed(
         return _emulated(model, stated, _CUSTOM_OPS, known)
 
 
-def as_optimized(model: onnx.ModelProto, folder: Path | None, level: str, stated: Preparation) -> Executed:
+def as_optimized(
+    model: onnx.ModelProto,
+    folder: Path | None,
+    level: str,
+    stated: Preparation,
+    shown: onnx.ModelProto | None = None,
+) -> Executed:
     """What ONNX Runtime makes of a model at an optimisation level, as it says itself, at level "disable" too.
 
     Whatever the level, it puts casts around ops that have no half-precision kernel and inlines functions.
@@ -92,14 +133,23 @@ def as_optimized(model: onnx.ModelProto, folder: Path | None, level: str, stated
         ONNX Runtime cannot load the model.
     """
     providers, without = whom_to_ask(stated.kernels)
-    in_floats = providers != stated.kernels.execution_providers and halves.has_halves(model)
-    if in_floats or model_io.weight_bytes(model) > runtime.MOST_WEIGHTS:
-        optimized = _optimized_without_weights(model, stated, level, in_floats)
+    if not _is_shown_whole(model, stated):
+        optimized = _optimized_without_weights(model, stated, level, _in_floats(model, stated))
     else:
-        optimized = runtime.optimized(shapes.declared(model), folder, level, providers, without, stated.told)
+        optimized = runtime.optimized(shown or shapes.declared(model), folder, level, providers, without, stated.told)
     executed = executed_as_it_lies(optimized, stated)
     # With optimisations off, nodes are saved as the file has them, not as they run.
     return replace(executed, order=executed.compiled.default_order()) if level == "disable" else executed
+
+
+def _is_shown_whole(model: onnx.ModelProto, stated: Preparation) -> bool:
+    """Whether ONNX Runtime is asked about a model as it is: with all its weights, and in its own types."""
+    return not _in_floats(model, stated) and model_io.weight_bytes(model) <= runtime.MOST_WEIGHTS
+
+
+def _in_floats(model: onnx.ModelProto, stated: Preparation) -> bool:
+    """Whether the CPU, asked in a device's stead, is shown half-precision values as float32."""
+    return whom_to_ask(stated.kernels)[0] != stated.kernels.execution_providers and halves.has_halves(model)
 
 
 def executed_as_it_lies(model: onnx.ModelProto, stated: Preparation) -> Executed:

@@ -7,7 +7,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from onnx_remat.memory.donation import after_readers
 from onnx_remat.memory.problem import Schedule, check_schedule
 from onnx_remat.options import Options
 from onnx_remat.ort import moves, runtime
-from onnx_remat.ort.executed import Executed, as_executed
+from onnx_remat.ort.executed import Executed, at_levels
 from onnx_remat.ort.kernels import costs
 from onnx_remat.ort.peaks import held
 from onnx_remat.ort.prepare import Compiled, computed
@@ -52,7 +51,6 @@ _AFTER = 1.3  # times as long as a file took: with what follows the last one
 _RUN_AGAIN = 0.14  # of a graph's nodes: how many more a file may be expected to have
 _PLANS = 6  # plans made when the written file misses the budget that the plan kept
 _FIRST_SHARE = 0.75  # of the clock for the first plan, where nothing else bounds it: its file may miss the budget
-_SIDE_BY_SIDE = 2  # optimisation levels that ONNX Runtime is asked about at a time
 _GOING_ON = 0.5  # of the effort for each after the first: they start from the plans before
 
 
@@ -405,7 +403,7 @@ def _write_out(plan: Plan, goal: Goal, target: int, work: Work, direct: Direct) 
     Where it exceeds the budget, the values that share buffers to no good are made private, as long as there are any;
     against gaps in the arena that is no help.
     """
-    options, before_peak = work.options, work.original.timeline().peak
+    options, before_peak = work.options, work.original.timeline.peak
     unrolled = private_buffers.unroll(plan.compiled.problem, plan.schedule)
     steps = unrolled.step
     private: set[int] = set()
@@ -425,7 +423,7 @@ def _write_out(plan: Plan, goal: Goal, target: int, work: Work, direct: Direct) 
                 left = max(work.deadline.left(), 0.0)
                 trained = foresee(executed[levels()[-1]], left, options.fuse, options.costs)
                 return int(trained.total * (1 + _UNSEEN)), Fitted(plan, written, executed, trained)
-            timelines = {level: what.timeline() for level, what in executed.items()}
+            timelines = {level: what.timeline for level, what in executed.items()}
         worst = max(timeline.peak for timeline in timelines.values())
         so_far = len(private) + len(exposed)
         if worst > plan.budget:
@@ -446,13 +444,8 @@ def levels() -> tuple[str, ...]:
 
 def _as_written(model: onnx.ModelProto, work: Work, levels: Sequence[str]) -> dict[str, Executed]:
     """A written model as ONNX Runtime executes it, per optimisation level."""
-    folder, preparation = work.folder, work.options.preparation()
     try:
-        if runtime.available() and runtime.is_large(model) and not preparation.fixed:  # it is not asked
-            return dict.fromkeys(levels, as_executed(model, folder, "all", preparation))
-        with ThreadPoolExecutor(_SIDE_BY_SIDE) as pool:  # ONNX Runtime is asked in processes of its own
-            asked = pool.map(lambda level: as_executed(model, folder, level, preparation), levels)
-            return dict(zip(levels, asked, strict=True))
+        return at_levels(model, work.folder, levels, work.options.preparation())
     except ModelError as error:
         raise VerificationError(f"the rewritten model is not usable: {error}") from error
 

@@ -20,7 +20,7 @@ from onnx_remat.measure import verify
 from onnx_remat.measure.processes import beyond_tensors
 from onnx_remat.memory.buffers import Timeline
 from onnx_remat.options import Options, PlanningOptions, parse_options
-from onnx_remat.ort.executed import Executed, as_executed
+from onnx_remat.ort.executed import Executed, as_executed, at_levels
 from onnx_remat.ort.moves import moved
 from onnx_remat.ort.peaks import describe, held, reserves
 from onnx_remat.ort.prepare import Compiled, prepare
@@ -209,7 +209,7 @@ def _verify(job: Job, written: Rewritten, executed: Mapping[str, Executed]) -> v
         return None
     order = [plain.compiled.graph.ops[i].node.name for i in plain.order.order]
     # A budget for a loop promises nothing of a plain session: there the file takes what was simulated.
-    simulated = max(each.timeline().peak for each in executed.values())
+    simulated = max(each.timeline.peak for each in executed.values())
     limit = simulated if job.goal.by_loop else job.goal.allowed
     return verify.run(
         job.compiled, written.model, job.folder, dict(options.dims), limit, order, options.arena, written.rounded,
@@ -223,7 +223,7 @@ def _report(job: Job, fitted: Fitted, measured: verify.Measured | None) -> Repor
     """What was done and what it takes, of the original and of the file as ONNX Runtime runs it by default."""
     plan, written, executed = fitted.plan, fitted.written, fitted.executed
     compiled, original, final = job.compiled, job.original, list(executed.values())[-1]
-    after = final.timeline()
+    after = final.timeline
     with job.clock.stage("bound"):
         problem, allowed = job.goal.bounded(compiled.problem)
         until = job.deadline.passed
@@ -237,7 +237,7 @@ def _report(job: Job, fitted: Fitted, measured: verify.Measured | None) -> Repor
         budget=job.goal.allowed,
         before=describe(original, job.before),
         after=describe(final, after),
-        peaks_by_level={level: each.timeline().peak for level, each in executed.items()},
+        peaks_by_level={level: each.timeline.peak for level, each in executed.items()},
         lower_bound=plan.lower_bound,
         impossible_below=job.impossible_below(plan.lower_bound),
         extra_compute=plan.extra_compute,
@@ -303,7 +303,7 @@ class Job:
         allowed = self.goal.allowed
         if self.goal.by_loop:
             return self.trained is not None and self.trained.total <= allowed
-        timelines = ((each, each.timeline()) for each in self.by_level.values())
+        timelines = ((each, each.timeline) for each in self.by_level.values())
         return all(
             timeline.peak <= allowed and not (self.options.arena and held(each, timeline) > allowed)
             for each, timeline in timelines
@@ -326,12 +326,12 @@ def begin(
     deadline = Deadline(options.time_limit)
     with clock.stage("simulate original"):
         original = as_executed(compiled.graph.model, source.folder, "all", options.preparation(), compiled)
-        before = original.timeline()
+        before = original.timeline
     by_level = {"all": original}
     if options.run_by == "session":  # at every level, so that a percentage is of what it takes at the worst of them
         with clock.stage("simulate result"):
             by_level = _at_every_level(original, compiled, source.folder, options)
-        taken = max(each.timeline().peak for each in by_level.values())
+        taken = max(each.timeline.peak for each in by_level.values())
         goal, trained = Goal(parsed.resolve(taken), taken=taken), _as_trained(original, source.model, options)
     else:
         try:
@@ -357,11 +357,10 @@ def _at_every_level(
     original: Executed, compiled: Compiled, folder: Path | None, options: Options
 ) -> dict[str, Executed]:
     """The original as ONNX Runtime executes it at each level, where it is asked; `original` is that by default."""
-    model, stated = compiled.graph.model, options.preparation()
     if original.emulated:
         return {"all": original}
-    others = {level: as_executed(model, folder, level, stated, compiled) for level in levels() if level != "all"}
-    return {**others, "all": original}
+    others = [level for level in levels() if level != "all"]
+    return {**at_levels(compiled.graph.model, folder, others, options.preparation(), compiled), "all": original}
 
 
 def _as_asked(model: onnx.ModelProto, options: Options) -> onnx.ModelProto:
@@ -385,7 +384,7 @@ def _unchanged(job: Job) -> Result:
     peak, floor, nodes = describe(original, timeline), job.goal.floor(compiled.problem), compiled.graph.n_nodes()
     with clock.stage("arena"):
         taken = reserves(original, timeline)
-    peaks = {level: each.timeline().peak for level, each in job.by_level.items()}
+    peaks = {level: each.timeline.peak for level, each in job.by_level.items()}
     report = Report(
         selector=job.options.selector, budget=job.goal.allowed, before=peak, after=peak, peaks_by_level=peaks,
         lower_bound=floor, impossible_below=job.impossible_below(floor), extra_compute=0.0, extra_compute_bound=0.0,

@@ -64,7 +64,7 @@ def test_random_steps_are_rewritten_and_keep_every_promise(pytestconfig):
         emulated = as_executed(result.model, None, "disable", Preparation(CPU))
         labels = [emulated.compiled.graph.ops[i].node.name for i in emulated.order.order]
         assert only(executed, labels) == [name for name in labels if name in set(executed)]
-        timeline = emulated.timeline()
+        timeline = emulated.timeline
         assert max(naive_steps(emulated.compiled.problem, list(emulated.order.order))) == timeline.peak
         done.append(result.report.recomputed)
 

@@ -74,7 +74,7 @@ def test_whole_pages_are_no_tensors(tmp_path):
     path = tmp_path / "many.onnx"
     onnx.save(model, path)
     executed = as_executed(model, None, "all", Preparation(CPU))
-    beyond, peak = processes.beyond_tensors(executed), executed.timeline().peak
+    beyond, peak = processes.beyond_tensors(executed), executed.timeline.peak
     assert count * mmap.PAGESIZE <= beyond <= count * (mmap.PAGESIZE + 200)
     resident = processes.peak_under(peak + beyond, partial(processes.measure, path))
     assert resident - peak > processes.RESOLUTION

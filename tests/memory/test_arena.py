@@ -195,7 +195,7 @@ def foreseen(name: str, doubling: bool, how: str) -> int:
     """Bytes of the arena's regions, as `observe` should find them."""
     source = model_io.load(SAMPLES / f"{name}.onnx")
     executed = as_executed(source.model, source.folder, "all", Preparation(CPU))
-    timeline, values = executed.timeline(), executed.compiled.graph.values
+    timeline, values = executed.timeline, executed.compiled.graph.values
     inputs = [name for name, value in values.items() if value.kind == INPUT]
     renewed = renewals(inputs, [name for name, value in values.items() if value.is_output])
     kept = np.array([how == "fed back" and name in renewed for name in values])
@@ -251,7 +251,7 @@ def test_workspace_is_asked_for_before_outputs_by_some_kernels_and_after_by_othe
         g ({inputs}) => ({outputs}) {{ {outputs} = {node} }}""")
     onnx.save(model, path := tmp_path / "one.onnx")
     executed = as_executed(model, None, "all", Preparation(CPU))
-    asked = requests(executed, executed.timeline())
+    asked = requests(executed, executed.timeline)
     sizes = [-(-int(asked.size[b]) // 256) * 256 for b in asked.events if b >= 0]
     regions = observe(path, False, "plain", steps=1)[1]
     if "Einsum" in node:  # of which the rule knows but one block, large enough for all
@@ -263,7 +263,7 @@ def test_workspace_is_asked_for_before_outputs_by_some_kernels_and_after_by_othe
 def test_reserves_count_weights_and_inputs() -> None:
     source = model_io.load(SAMPLES / "chain.onnx")
     executed = as_executed(source.model, source.folder, "disable", Preparation(CPU))
-    timeline = executed.timeline()
+    timeline = executed.timeline
     found = reserves(executed, timeline)
     assert timeline.peak < found.held < found.held_fed_back
     assert timeline.peak - executed.compiled.problem.base_bytes <= found.limit <= found.limit_fed_back
@@ -285,7 +285,7 @@ def test_a_budget_that_covers_the_arena() -> None:
 
 def test_an_original_whose_arena_exceeds_the_budget_is_planned() -> None:
     model = chain(16, 4096, 64)
-    budget = int(as_executed(model, None, "all", Preparation(CPU)).timeline().peak * 1.01)
+    budget = int(as_executed(model, None, "all", Preparation(CPU)).timeline.peak * 1.01)
     assert rewrite_model(model, budget, effort=1.0, run_by="session").report.notes
     report = rewrite_model(model, budget, effort=1.0, arena=True).report
     assert report.arena_after.held <= budget < report.arena_before.held

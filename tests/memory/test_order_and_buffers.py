@@ -53,7 +53,7 @@ def test_emulated_order_and_peak_follow_the_file(seed, tmp_path):
     measured = processes.measure(path, "disable", trace=True)
     emulated = as_executed(model, None, "disable", Preparation(CPU))
     assert tuple(emulated.compiled.graph.ops[i].label for i in emulated.order.order) == measured.executed
-    assert emulated.timeline().peak == pytest.approx(measured.peak_bytes, rel=0.03)
+    assert emulated.timeline.peak == pytest.approx(measured.peak_bytes, rel=0.03)
 
 
 def test_default_order_takes_the_highest_leaf_first():
@@ -94,7 +94,7 @@ def test_a_private_value_gets_its_own_buffer_in_the_runtime(tmp_path):
         path = tmp_path / f"{hidden}.onnx"
         onnx.save(model, path)
         measured = processes.measure(path, "disable").peak_bytes
-        simulated = as_executed(model, None, "disable", Preparation(CPU)).timeline().peak
+        simulated = as_executed(model, None, "disable", Preparation(CPU)).timeline.peak
         assert simulated == pytest.approx(measured, rel=0.03)
         return measured
 
@@ -121,7 +121,7 @@ def test_values_in_the_blocked_layout_share_buffers(tmp_path):
     simulated = as_executed(model, None, "all", Preparation(CPU))
     assert "ReorderInput" in {op.node.op_type for op in simulated.compiled.graph.ops}
     measured = processes.measure(tmp_path / "a.onnx", "all").peak_bytes
-    assert simulated.timeline().peak == pytest.approx(measured, abs=600_000)
+    assert simulated.timeline.peak == pytest.approx(measured, abs=600_000)
     assert measured > 4 * (4 * np.prod(size) + np.prod(wide))  # the two of the Concat are still there
 
 

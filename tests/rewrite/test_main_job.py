@@ -66,7 +66,7 @@ def test_verify_run_reports_order_and_outputs(mlp_path):
 @pytest.mark.parametrize("path", SAMPLES, ids=lambda p: p.stem)
 def test_keep_all_never_makes_it_worse(path):
     """Asked for the impossible, it names the lowest it reaches; asked for that, the file as executed keeps it."""
-    original = as_executed(onnx.load(path), None, "all", Preparation(CPU)).timeline().peak
+    original = as_executed(onnx.load(path), None, "all", Preparation(CPU)).timeline.peak
     with pytest.raises(BudgetInfeasibleError) as caught:
         onnx_remat.rewrite_model(path, "20%", selector="keep_all", **LIMIT)
     assert caught.value.best_peak_bytes <= original

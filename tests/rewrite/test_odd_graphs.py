@@ -798,6 +798,6 @@ def test_memory_within_bodies_is_counted(kind, tmp_path):
     model = wide_body(kind)
     onnx.save(model, tmp_path / "m.onnx")
     executed = as_executed(model, None, "disable", Preparation(CPU))
-    timeline = executed.timeline()
+    timeline = executed.timeline
     assert executed.compiled.graph.ops[executed.order.order[timeline.peak_step]].label == kind
     assert timeline.peak == pytest.approx(processes.measure(tmp_path / "m.onnx", "disable").peak_bytes, rel=0.03)

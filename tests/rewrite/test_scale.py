@@ -42,7 +42,7 @@ def test_a_chain_peaks_at_exactly_the_documented_bytes(n):
     timeline = simulate(compiled.problem, compiled.default_order())
     assert timeline.peak == peak_bytes(n, WIDTH, BATCH)
     executed = as_executed(chain(n, WIDTH, BATCH), None, "disable", Preparation(CPU))
-    assert executed.timeline().peak == timeline.peak
+    assert executed.timeline.peak == timeline.peak
 
 
 def test_a_chain_has_one_order_only():
@@ -125,7 +125,7 @@ def rewritten(data: bytes) -> tuple[int, int]:
     before = simulate(compiled.problem, order).peak
     written = realize(compiled, order, before, {})
     executed = as_executed(written.model, None, "disable", options)
-    return before, executed.timeline().peak
+    return before, executed.timeline.peak
 
 
 def test_time_grows_with_the_number_of_nodes(capsys):
@@ -148,7 +148,7 @@ def test_graphs_that_the_runtime_takes_minutes_to_load_are_planned_from_the_file
     """It is not asked, the report says so, and what is written keeps the budget when it is asked after all."""
     pytest.importorskip("onnxruntime")
     model = deep(20)
-    plainly = as_executed(model, None, "disable", Preparation(CPU)).timeline().peak
+    plainly = as_executed(model, None, "disable", Preparation(CPU)).timeline.peak
     with monkeypatch.context() as patch:
         patch.setattr(runtime, "MOST_NODES", 100)
         patch.setattr(runtime, "optimized", lambda *_: pytest.fail("asked"))
@@ -157,7 +157,7 @@ def test_graphs_that_the_runtime_takes_minutes_to_load_are_planned_from_the_file
     assert report.before.total == plainly and len(set(report.peaks_by_level.values())) == 1
     assert any("was not asked" in note for note in report.notes)
     assert report.recomputed > 0
-    assert as_executed(result.model, None, "all", Preparation(CPU)).timeline().peak <= report.budget
+    assert as_executed(result.model, None, "all", Preparation(CPU)).timeline.peak <= report.budget
 
 
 def test_a_loop_may_have_such_a_graph(monkeypatch):

@@ -171,6 +171,6 @@ def test_half_precision_is_foreseen_as_the_device_optimises_it(level, tmp_path):
     foreseen = as_executed(model, None, level, Options(provider="cuda").preparation())
     assert not foreseen.emulated
     ran = run.run_step(saved(model, tmp_path), LEVELS[("disable", "basic", "all").index(level)])
-    assert foreseen.timeline().peak == pytest.approx(ran.peak, abs=4096)
+    assert foreseen.timeline.peak == pytest.approx(ran.peak, abs=4096)
     kinds = [foreseen.compiled.graph.ops[i].node.op_type for i in foreseen.order.order]
     assert sorted(kinds) == sorted(op for _, op, _ in ran.order)

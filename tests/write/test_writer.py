@@ -307,7 +307,7 @@ def test_any_schedule_keeps_its_peak(seed, layers, share):
     unrolled = unroll(written.compiled.problem, written.schedule)
     shared = simulate(unrolled.problem, range(unrolled.problem.n_ops)).peak
     assert shared == simulate(written.compiled.problem, written.schedule).peak
-    executed = as_executed(written.model, None, "disable", STATED).timeline().peak
+    executed = as_executed(written.model, None, "disable", STATED).timeline.peak
     assert executed <= max(shared, written.limit) * 1.01 + 48 * written.result.nodes_added
 
 

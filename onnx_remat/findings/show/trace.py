@@ -83,7 +83,7 @@ def trace(executed: Executed, section_of: Mapping[str, str]) -> Trace:
 
     Control edges, and ops that ONNX Runtime's optimiser made up, belong to the phase they run in.
     """
-    compiled, timeline = executed.compiled, executed.timeline()
+    compiled, timeline = executed.compiled, executed.timeline
     names = list(compiled.graph.values)
     steps, phase = [], phases.NAMES[0]
     for number, index in enumerate(executed.order.order):
