@@ -24,6 +24,7 @@ from onnx_remat.process import worker
 from tests.support import hostile
 from tests.support.graphs import mlp
 from tests.support.hostile import ANSWERED, REFUSED, Change, Hostile, typed
+from tests.support.pace import slowness
 
 pytest.importorskip("onnxruntime")
 node, INT64, BOOL = helper.make_node, TensorProto.INT64, TensorProto.BOOL
@@ -354,7 +355,7 @@ def everything(folder: Path) -> dict[str, object]:
 COMMAND = ["bad.onnx", "sub/out.onnx", "--for", "session", "--budget", "95%", "--selector", "keep_all"]
 COMMAND += ["--effort", "100ms", "--dry-run", "-q"]
 SECONDS, MEMORY = 10.0, 10**9
-"""What a file may cost: seconds of computing, and bytes, of this process and of the one that reads."""
+"""What a file may cost: seconds of computing on an idle core, and bytes, of this process and of the one that reads."""
 
 
 def reader() -> Path | None:
@@ -409,7 +410,7 @@ def test_hostile_files_are_refused(row, home, capsys, monkeypatch, pytestconfig)
     assert len(line) < 800
     assert row.message in err
     assert everything(home.parent) == before
-    assert took < SECONDS and held < MEMORY
+    assert held < MEMORY and (took < SECONDS or took < SECONDS * slowness())
 
 
 def test_a_flat_vector_of_parameters_costs_nothing(home, monkeypatch):
