@@ -1,7 +1,7 @@
 """Defects found under attack, asked for by the command line and the documented Python alone.
 
-They import nothing of the package, so that `python -m scripts.defects` can run them on any commit's code: each fails on
-the code that had the defect. Every command gets two gigabytes and a minute.
+They import nothing of the package, so that they run on any commit's code: each fails on the code that had the defect.
+Every command gets two gigabytes and a minute.
 """
 
 from __future__ import annotations
