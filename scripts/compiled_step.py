@@ -48,7 +48,7 @@ def main() -> None:
 
     def step() -> None:
         case.model.zero_grad(set_to_none=True)
-        positional, named, target = arguments(case.batch)
+        positional, named, target = case.arguments()
         assert case.loss is not None
         case.loss(compiled(*positional, **named), target).backward()
 
@@ -71,13 +71,6 @@ def allocated(profiler: Any) -> int:
     """Most bytes handed out at once, beyond what was at the start of a profile."""
     events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
     return max(itertools.accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())), default=0)
-
-
-def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-    """What the model takes by position and by name, and the target of the loss."""
-    if isinstance(batch, Mapping):
-        return (), {name: value for name, value in batch.items() if name != "labels"}, batch["labels"]
-    return tuple(batch[:-1]), {}, batch[-1]
 
 
 def _tensors(batch: Any) -> list[Any]:

@@ -248,7 +248,6 @@ def torch_step(name: str, batch: int, compiled: bool) -> Callable[[], float]:
     from torch.utils import _pytree as pytree
 
     from scripts import torch_models
-    from scripts.compiled_step import arguments
 
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     torch.manual_seed(0)
@@ -259,7 +258,7 @@ def torch_step(name: str, batch: int, compiled: bool) -> Callable[[], float]:
     def wide(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.repeat(-(-batch // len(tensor)), *[1] * (tensor.dim() - 1))[:batch].cuda()
 
-    positional, named, target = arguments(pytree.tree_map(wide, case.batch))
+    positional, named, target = case.arguments(pytree.tree_map(wide, case.batch))
     of_loss, called = case.loss, torch.compile(model) if compiled else model
     assert of_loss is not None
 

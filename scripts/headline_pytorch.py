@@ -60,7 +60,7 @@ def partitioned(case: torch_models.Case, budget: float) -> tuple[Problem, Schedu
         kept["joint"], kept["halves"] = joint.graph, halves
         return halves
 
-    positional, named, target = compiled_step.arguments(case.batch)
+    positional, named, target = case.arguments()
 
     def step(parameters: Any, data: Any, named_data: Any, target: Any) -> torch.Tensor:
         made = torch.func.functional_call(case.model, dict(zip(names, parameters, strict=True)), data, named_data)

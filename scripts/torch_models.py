@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -36,6 +36,13 @@ class Case:
     loss: Callable[[Any, Any], torch.Tensor] | None = F.cross_entropy
     options: dict[str, Any] = field(default_factory=dict)
     optimizer: Callable[[Any], torch.optim.Optimizer] = SGD
+
+    def arguments(self, batch: Any = None) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+        """What the model takes by position and by name, and the target of the loss; of another batch, if given one."""
+        batch = self.batch if batch is None else batch
+        if isinstance(batch, Mapping):
+            return (), {name: value for name, value in batch.items() if name != "labels"}, batch["labels"]
+        return tuple(batch[:-1]), {}, batch[-1]
 
 
 def builder(make: Callable[[], Case]) -> Callable[[], onnx.ModelProto]:

@@ -1,9 +1,7 @@
 """Attention in parts against PyTorch's: memory and time of training steps at several lengths of texts.
 
-    python -m scripts.attention --save attention
-
 transformers' GPT-2 and Llama (grouped queries, rotary positions), two layers of 256 with heads of 64, 2,048 tokens in
-texts of a length, SGD. Runners, as in `scripts.race` each in a process of its own, steps taken in turns: PyTorch eager
+texts of a length, SGD. Runners, as in `race` each in a process of its own, steps taken in turns: PyTorch eager
 with its fused attention and with attention op by op; the exported step by `session.training.Loop` with attention in
 parts (*ours*) and whole (``attention_parts=1``, *ours before*), as it is and rewritten to a budget, 60 % of what the
 step in parts takes. *Predicted* is what `onnx_remat` says that training takes, *measured* what the operating system
@@ -12,20 +10,17 @@ counted, *plan* the clock's seconds to rewrite, *compute* what the rewrite adds.
 
 from __future__ import annotations
 
-import argparse
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from scripts import results
-from scripts.race import Runner, our_step, steps_of
+from scripts.child import in_turns
+from scripts.tables.race import our_step, steps_of
 
 TOKENS, WORDS, WIDTH, LAYERS = 2048, 1024, 256, 2
-LENGTHS = (512, 1024, 2048)
+ITEMS = tuple(f"{model}:{length}" for length in (512, 1024, 2048) for model in ("gpt2", "llama"))
 HEADS = ("model", "tokens", "runner", "nodes", "predicted, MB", "measured, MB", "of fused", "ms a step", "of fused",
          "plan, s", "compute")  # fmt: skip
 FUSED, BY_OP = "PyTorch, fused", "PyTorch, op by op"
@@ -52,12 +47,11 @@ def language_model(name: str, length: int, attention: str) -> tuple[Any, dict[st
     return model.train(), {"input_ids": words, "labels": words}
 
 
-def torch_step(what: str) -> tuple[Callable[[], None], int]:
-    """A step of PyTorch's, and the bytes that it takes."""
+def torch_step(name: str, length: int, attention: str) -> tuple[int, Callable[[], None]]:
+    """The bytes that a step of PyTorch's takes, and the step."""
     import torch
 
-    name, length, attention = what.split(":")
-    model, batch = language_model(name, int(length), attention)
+    model, batch = language_model(name, length, attention)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
     def backward() -> None:
@@ -77,16 +71,20 @@ def exported(name: str, length: int, path: Path, parts: int | None) -> None:
     onnx.save(export_training_step(model, batch, None, optimizer, attention_parts=parts), path)
 
 
-def rows_of(name: str, length: int, budget: str, turns: int, effort: float) -> Iterator[tuple[str, ...]]:
+def rows(item: str, *, budget: str = "60%", effort: float = 5.0, turns: int = 5) -> Iterator[tuple[str, ...]]:
     """The rows of one model and length."""
     from onnx_remat.errors import BudgetInfeasibleError
     from onnx_remat.rewrite.pipeline import rewrite_model
 
+    name, length = item.partition(":")[0], int(item.partition(":")[2])
     refused: list[tuple[str, ...]] = []
-    jobs = [(FUSED, "torch", f"{name}:{length}:sdpa"), (BY_OP, "torch", f"{name}:{length}:eager")]
+    jobs: list[tuple[Any, ...]] = [
+        (FUSED, torch_step, name, length, "sdpa"),
+        (BY_OP, torch_step, name, length, "eager"),
+    ]
     said: dict[str, tuple[str, str, str, str]] = {}
     limit = 0
-    with tempfile.TemporaryDirectory(prefix="onnx-remat-") as home, ExitStack() as stack:
+    with tempfile.TemporaryDirectory(prefix="onnx-remat-") as home:
         for runner, parts in (("ours", None), ("ours before", 1)):
             path = Path(home) / f"{parts}.onnx"
             exported(name, length, path, parts)
@@ -94,7 +92,7 @@ def rows_of(name: str, length: int, budget: str, turns: int, effort: float) -> I
             whole = report.covered()[0]
             limit = limit or int(whole * float(budget.rstrip("%")) / 100)
             said[runner] = str(report.nodes_before), f"{whole / 1e6:.0f}", "", ""
-            jobs.append((runner, "file", str(path)))
+            jobs.append((runner, our_step, str(path)))
             start, rewritten = time.perf_counter(), f"{runner}, rewritten"
             try:
                 result = rewrite_model(path, limit, effort=effort, time_limit=600, run_by="loop")
@@ -106,58 +104,14 @@ def rows_of(name: str, length: int, budget: str, turns: int, effort: float) -> I
             predicted = f"{result.report.covered()[1] / 1e6:.0f}"
             compute = f"{result.report.extra_compute:+.1%}"
             said[rewritten] = str(result.report.nodes_after), predicted, f"{seconds:.0f}", compute
-            jobs.append((rewritten, "file", str(small)))
-        runners = []
-        for job in jobs:
-            runners.append(Runner(*job, module="scripts.attention"))
-            stack.callback(runners[-1].close)
-        for _ in range(turns):
-            for each in runners:
-                each.step()
+            jobs.append((rewritten, our_step, str(small)))
+        runners = in_turns(jobs, turns)
     first = runners[0]
     for each in runners:
         nodes, predicted, plan, compute = said.get(each.name, ("", "", "", ""))
         yield (
-            name, str(length), each.name, nodes, predicted, f"{each.memory / 1e6:.0f}",
-            f"{each.memory / first.memory:.2f}", f"{1000 * min(each.times):.0f}",
+            name, str(length), each.name, nodes, predicted, f"{each.first / 1e6:.0f}",
+            f"{each.first / first.first:.2f}", f"{1000 * min(each.times):.0f}",
             f"{min(each.times) / min(first.times):.2f}", plan, compute,
         )  # fmt: skip
     yield from refused
-
-
-def child(kind: str, what: str) -> None:
-    """Say how much memory a step takes; then, for every line read, take one and say how long it took."""
-    step, taken = our_step(what) if kind == "file" else torch_step(what)
-    print(taken, flush=True)
-    for _ in sys.stdin:
-        start = time.perf_counter()
-        step()
-        print(time.perf_counter() - start, flush=True)
-
-
-def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", action="append", choices=("gpt2", "llama"), help="only this one (repeat)")
-    parser.add_argument("--length", action="append", type=int, help="only texts of so many tokens (repeat)")
-    parser.add_argument("--budget", default="60%", help="of what the step in parts takes")
-    parser.add_argument("--effort", type=float, default=5.0)
-    parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--save", default="", metavar="NAME", help="of the table in docs/results/data")
-    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.child:
-        child(*arguments.child)
-        return
-    rows: list[tuple[str, ...]] = []
-    for length in arguments.length or LENGTHS:
-        for model in arguments.model or ("gpt2", "llama"):
-            found = rows_of(model, length, arguments.budget, arguments.turns, arguments.effort)
-            rows += results.printed(found)
-            if arguments.save:
-                command = f"python -m scripts.attention --effort {arguments.effort:g} --turns {arguments.turns}"
-                results.save(arguments.save, results.Table(command, HEADS, tuple(rows)))
-
-
-if __name__ == "__main__":
-    main()

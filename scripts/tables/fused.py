@@ -1,7 +1,5 @@
 """What fusing elementwise nodes does to a step, and what counting it does to a plan.
 
-    python -m scripts.fused sample_models/*.onnx FOLDER/*.onnx --budget 60% --save fused
-
 Each graph is opened by `Session` with its elementwise nodes fused and unfused: *nodes* that run, *kernels* among them,
 seconds to *compile* them all with nothing kept on the disk, *slab*, whether all outputs of three steps have the same
 *bits*, and the *time* of a fused step over that of an unfused one, medians of steps taken in turns. Then it is
@@ -12,7 +10,6 @@ all three fused, in turns.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 import time
@@ -29,7 +26,6 @@ from onnx_remat.rewrite.pipeline import rewrite_model
 from onnx_remat.session.foreseen import as_run, footprint
 from onnx_remat.session.session import Session
 from onnx_remat.units import parse_budget
-from scripts import results
 
 HEADS = (
     "graph", "nodes", "fused", "kernels", "compile, s", "slab, MB", "fused", "bits", "time, fused", "budget, MB",
@@ -60,8 +56,9 @@ def same_bits(one: Session, other: Session, steps: int = 3) -> bool:
     return True
 
 
-def row(path: Path, budget: str, effort: float, turns: int) -> tuple[str, ...]:
-    """One line of the table."""
+def rows(file: str, *, budget: str = "60%", effort: float = 3.0, turns: int = 9) -> Iterator[tuple[str, ...]]:
+    """The row of one graph; `turns` steps are timed on either side."""
+    path = Path(file)
     source = model_io.load(path)
     options = Options(dims=shapes.planned_dims(source.model), run_by="loop")
     arranged = as_run(as_executed(source.model, source.folder, "all", options.preparation()))
@@ -90,33 +87,7 @@ def row(path: Path, budget: str, effort: float, turns: int) -> tuple[str, ...]:
         for session in sessions:
             session.close()
     steps = [ratios.pop(0) if each != "none found" else "" for each in again]
-    return (
+    yield (
         path.stem, *map(str, counts), f"{seconds:.2f}", *(f"{slab / 1e6:.1f}" for slab in slabs), bits, f"{faster:.3f}",
         f"{allowed / 1e6:.1f}", again[0], steps[0], again[1], steps[1],
     )  # fmt: skip
-
-
-def rows(paths: Sequence[Path], budget: str, effort: float, turns: int) -> Iterator[tuple[str, ...]]:
-    """The lines of the table."""
-    for path in paths:
-        yield row(path, budget, effort, turns)
-
-
-def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("graphs", nargs="+", type=Path, metavar="FILE")
-    parser.add_argument("--budget", default="60%", help="of what the original takes, fused")
-    parser.add_argument("--effort", type=float, default=3.0, help="of each plan, see onnx-remat --effort")
-    parser.add_argument("--turns", type=int, default=9, help="steps timed on either side")
-    parser.add_argument("--save", default="", metavar="NAME", help="of the table in docs/results/data")
-    arguments = parser.parse_args()
-    print(" | ".join(HEADS), flush=True)
-    found = results.printed(rows(arguments.graphs, arguments.budget, arguments.effort, arguments.turns))
-    if arguments.save:
-        command = f"python -m scripts.fused --budget {arguments.budget} --effort {arguments.effort:g} FILES"
-        results.save(arguments.save, results.Table(command, HEADS, found))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,5 @@
 """What a rewritten file takes in a session whose options are all at their defaults, with and without memory patterns.
 
-    python -m scripts.patterns sample_models/*.onnx --budget 60% --save patterns
-
 Each graph is rewritten for onnxruntime's session, once as it is and once with ``--no-patterns``, and run for some steps
 in fresh processes. *default* is what the first file takes under default options, *session_options* the same under
 `onnx_remat.session_options()`, *no patterns* the second file under default options. *time* is a step of the second file
@@ -10,16 +8,14 @@ over one of the first, both under default options, taken in turns; *equal* is wh
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from scripts.child import call
 
 HEADS = ("graph", "budget", "default", "session_options", "no patterns", "time", "equal")
 
@@ -98,58 +94,19 @@ def compared(first: str, second: str, steps: int) -> tuple[float, bool]:
     return statistics.median(ratios), equal
 
 
-def in_child(what: str, *given: Any) -> Any:
-    """`taken` or `compared` in a fresh process."""
-    command = [sys.executable, "-m", "scripts.patterns", "--child", json.dumps([what, *given])]
-    root = Path(__file__).parents[1]
-    return json.loads(
-        subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=root).stdout.splitlines()[-1]
-    )
-
-
-def row(graph: Path, budget: str, effort: float, steps: int) -> tuple[str, ...]:
-    """One line of the table."""
+def rows(file: str, *, budget: str = "60%", effort: float = 3.0, steps: int = 10) -> Iterator[tuple[str, ...]]:
+    """The row of one graph."""
     from onnx_remat.ir.body import into_body
     from onnx_remat.ir.model_io import save
     from onnx_remat.rewrite.pipeline import rewrite_model
 
+    graph = Path(file)
     result = rewrite_model(graph, budget, effort=effort, time_limit=600, run_by="session")
     with tempfile.TemporaryDirectory(prefix="onnx-remat-") as home:
         plain, body = f"{home}/plain.onnx", f"{home}/body.onnx"
         result.save(plain)
         save(into_body(result.model), body, result.folder)
-        bytes_ = in_child("taken", plain, True, steps), in_child("taken", plain, False, steps)
-        alone, (ratio, equal) = in_child("taken", body, True, steps), in_child("compared", plain, body, steps)
+        bytes_ = [call(taken, plain, default, steps).answer for default in (True, False)]
+        alone, (ratio, equal) = call(taken, body, True, steps).answer, call(compared, plain, body, steps).answer
     figures = (result.report.budget, *bytes_, alone)
-    return (graph.stem, *(f"{figure / 1e6:.1f}" for figure in figures), f"{ratio:.3f}", "yes" if equal else "no")
-
-
-def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("graphs", nargs="*", type=Path)
-    parser.add_argument("--budget", default="60%")
-    parser.add_argument("--effort", type=float, default=3.0, help="of each plan, see onnx-remat --effort")
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--save", default="", metavar="NAME", help="of the table in docs/results/data")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.child:
-        what, *given = json.loads(arguments.child)
-        work: dict[str, Callable[..., Any]] = {"taken": taken, "compared": compared}
-        print(json.dumps(work[what](*given)))
-        return
-    from scripts import results
-
-    rows = []
-    print("| " + " | ".join(HEADS) + " |\n" + "| --- " * len(HEADS) + "|", flush=True)
-    for graph in arguments.graphs:
-        rows.append(row(graph, arguments.budget, arguments.effort, arguments.steps))
-        print("| " + " | ".join(rows[-1]) + " |", flush=True)
-    if arguments.save:
-        command = f"python -m scripts.patterns FOLDER/*.onnx --budget {arguments.budget} --effort {arguments.effort:g}"
-        results.save(arguments.save, results.Table(command, HEADS, tuple(rows)))
-
-
-if __name__ == "__main__":
-    main()
+    yield (graph.stem, *(f"{figure / 1e6:.1f}" for figure in figures), f"{ratio:.3f}", "yes" if equal else "no")

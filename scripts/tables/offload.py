@@ -1,0 +1,52 @@
+"""What moving values to the host is worth: plans for a CUDA device with moves and without, by the speed of the link.
+
+Budgets are of what training by `Loop` takes. *Compute* is what a step takes longer by the device's roofline, copies
+included; the column beside it says how much of that the copies are. *deep_mlp*, unless
+a file is named, is the step of a perceptron of 48 layers of 2048 units, on 8192 rows. Nothing is run: no device is
+needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import onnx
+
+from onnx_remat.errors import BudgetInfeasibleError
+from onnx_remat.options import PlanningOptions
+from onnx_remat.rewrite.pipeline import rewrite_model
+from onnx_remat.units import format_bytes
+from sample_models import deep_mlp
+
+ITEMS = ("deep_mlp",)
+HEADS = ("graph", "budget", "link, a second", "compute", "of it copies", "moved", "runs again")
+
+
+def row(name: str, model: onnx.ModelProto | Path, budget: str, link: str, options: PlanningOptions) -> tuple[str, ...]:
+    """One plan; `link` is empty for one that moves nothing."""
+    more: PlanningOptions = {"offload": True, "host_bandwidth": link} if link else {}
+    try:
+        report = rewrite_model(model, budget, **options | more).report
+    except BudgetInfeasibleError as error:
+        proved = "impossible" if "proved" in str(error) else "no plan found"
+        return name, budget, link or "none", proved, "", "", ""
+    moved = report.moved
+    return (
+        name, f"{budget} ({format_bytes(report.budget)})", link or "none", f"+{report.extra_compute:.1%}",
+        f"+{moved.share:.1%}" if moved else "", format_bytes(moved.nbytes) if moved else "", str(report.recomputed),
+    )  # fmt: skip
+
+
+def rows(
+    item: str, *, budgets: str = "50%,35%,30%", links: str = "25GB,450GB", costs: str = "t4", effort: float = 10.0
+) -> Iterator[tuple[str, ...]]:
+    """The rows of one step."""
+    options: PlanningOptions = {
+        "provider": "cuda", "run_by": "loop", "effort": effort, "costs": costs, "verify": "none",
+    }  # fmt: skip
+    path = Path(item)
+    model = deep_mlp.build(depth=48, width=2048, batch=8192, features=2048) if item in ITEMS else path
+    for budget in budgets.split(","):
+        for link in ("", *links.split(",")):
+            yield row(path.stem, model, budget, link, options)
