@@ -7,13 +7,14 @@ interpreter and libraries included; *cpu* the seconds of all its threads; *wall*
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,16 @@ def in_turns(jobs: Sequence[tuple[Any, ...]], turns: int) -> list[Stepper]:
             for each in made:
                 each.step()
     return made
+
+
+def command(*words: str) -> tuple[int, str]:
+    """Exit code and output of onnx-remat, in this process."""
+    from onnx_remat.app.cli import main as onnx_remat
+
+    said = io.StringIO()
+    with redirect_stdout(said), redirect_stderr(said):
+        code = onnx_remat(list(words))
+    return code, said.getvalue().strip()
 
 
 def _command(how: str, function: Callable[..., Any], arguments: Sequence[Any]) -> list[str]:

@@ -16,7 +16,7 @@ def books(nodes: int, kernels: int = 0) -> int:
     """Bytes that a session takes for a graph of so many nodes, some of them fused kernels, small values included.
 
     A line over what fifteen graphs of 149 to 10,257 nodes were seen to take, rewritten to 60 % (``python -m
-    scripts.resident``, onnxruntime 1.32.0, two threads): none took more, those of few nodes up to 3.2 MB less. On
+    scripts.bench resident``, onnxruntime 1.32.0, two threads): none took more, those of few nodes up to 3.2 MB less. On
     Python 3.13 the same file was seen to take 0.5 MB more than on 3.11.
     """
     return BOOKS_BYTES + BOOKS_BYTES_PER_NODE * nodes + BOOKS_BYTES_PER_KERNEL * kernels

@@ -20,8 +20,8 @@ from torch import nn
 from onnx_remat.errors import ConversionError
 from onnx_remat.ort import runtime
 from onnx_remat.session.training import Loop
-from scripts import optimizers
-from scripts.optimizers import CASES, STEPS, Case, batches, feeds, follow, net
+from tests.support import optimizers
+from tests.support.optimizers import CASES, STEPS, Case, batches, feeds, follow, net
 
 mse = nn.functional.mse_loss
 

@@ -77,7 +77,8 @@ def test_python_commands_name_files_that_are_there_and_flags_that_they_have(comm
         files = [ROOT / arguments[0]]
     assert files and files[0].exists(), command
     source = files[0].read_text(encoding="utf-8") + '"--help"'
-    if arguments[1:2] == ["scripts.bench"] and arguments[2] not in ("--list", "TABLE"):  # an option for each keyword of a table
+    if arguments[1:2] == ["scripts.bench"] and arguments[2] not in ("--list", "TABLE"):
+        # a table's keywords are its options
         table = ROOT / "scripts" / "tables" / f"{arguments[2].replace('-', '_')}.py"
         keywords = re.findall(r"[(,]\s*(\w+): \w+ = ", table.read_text(encoding="utf-8"))
         source += "".join(f'"--{word.replace("_", "-")}"' for word in keywords)

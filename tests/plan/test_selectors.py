@@ -28,11 +28,11 @@ from onnx_remat.plan.selectors import Request, get, materialize, names
 from onnx_remat.plan.selectors.exact import solve
 from onnx_remat.plan.selectors.materialize import _sort, split_step
 from onnx_remat.plan.selectors.revolve import table
-from scripts.chains import optimum
 from tests.support.planner_problems import (
     baseline,
     build,
     chain,
+    chain_optimum,
     cheapest,
     liveness_only,
     problems,
@@ -113,7 +113,7 @@ def test_chain_of_32_fits_small_budgets(budget: int) -> None:
 @pytest.mark.parametrize(("n", "slots"), [(16, 0), (64, 1), (64, 4), (200, 7)])
 def test_chains_are_within_a_twentieth_of_the_optimum(n: int, slots: int) -> None:
     """Values are recomputed as often as dynamic programming says that it takes."""
-    problem, known = chain(n), optimum(n, slots)
+    problem, known = chain(n), chain_optimum(n, slots)
     check_schedule(problem, known)
     found = planned("search", problem, simulate(problem, known).peak)
     assert simulate(problem, found).peak <= simulate(problem, known).peak

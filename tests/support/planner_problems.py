@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from onnx_remat.memory.donation import after_readers, donatable
 from onnx_remat.memory.problem import BACKWARD, FORWARD, Problem, Schedule, check_schedule
+from onnx_remat.plan.selectors.revolve import table
 
 
 def build(
@@ -267,3 +268,11 @@ def cheapest(problem: Problem, budget: int, fixed_order: bool = True) -> float |
                     pushed += 1
                     heapq.heappush(queue, (price, pushed, *state))
     return None
+
+
+def chain_optimum(n: int, slots: int) -> Schedule:
+    """The plan that dynamic programming finds, in ops of a `chain`."""
+    order: list[int] = []
+    for first, end in table(n, slots).stages(n, slots):
+        order += range(first, end) if first < end else [2 * n - 1 - first]
+    return Schedule(tuple(order))

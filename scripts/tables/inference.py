@@ -1,13 +1,12 @@
 """Peaks of inference graphs before and after a rewrite to the lowest budget that is found, measured.
 
-python -m scripts.inference_peaks [NAME ...] writes docs/results/data/inference.json; python -m scripts.results puts the
-table into its page.
+The graphs are a U-Net, super-resolution, a DenseNet block, the first pass of a language model, and one of the onnx
+wheel's models without weights.
 """
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import onnx
@@ -20,7 +19,6 @@ from onnx_remat.errors import BudgetInfeasibleError
 from onnx_remat.findings.estimate import estimate
 from onnx_remat.measure import processes
 from onnx_remat.units import format_bytes
-from scripts.results import Table, save
 
 _EASIER = 1.05  # times the last budget, where no plan was found for it
 _TRIES = 5
@@ -165,8 +163,13 @@ GRAPHS: dict[str, Callable[[], onnx.ModelProto]] = {
 }
 
 
-def row(name: str, effort: float) -> tuple[str, ...]:
+ITEMS = tuple(GRAPHS)
+HEADS = ("graph", "no plan below", "measured before", "measured after", "", "compute", "recomputed")
+
+
+def rows(name: str, *, effort: float = 5.0) -> Iterator[tuple[str, ...]]:
     """Rewrite one graph to the lowest budget that is found in a few tries, run both, and put it in a row."""
+    torch.manual_seed(0)
     model = GRAPHS[name]()
     known = estimate(model, run_by="session")
     budget = min(known.first_look, known.peak.total - 1)
@@ -180,9 +183,10 @@ def row(name: str, effort: float) -> tuple[str, ...]:
         report = rewrite_model(model, "100%", effort=effort, run_by="session", verify="run").report
     found = report.measured
     if found is None:  # no lower budget was found: the graph stays as it is
-        return name, format_bytes(known.impossible_below), format_bytes(_measured(model)), "as it is", "", "", ""
+        yield name, format_bytes(known.impossible_below), format_bytes(_measured(model)), "as it is", "", "", ""
+        return
     assert "bitwise equal" in found.outputs_equal, name
-    return (
+    yield (
         name, format_bytes(known.impossible_below), format_bytes(found.before), format_bytes(found.after),
         f"{found.after / found.before - 1:+.1%}", f"+{report.extra_compute:.1%}", str(report.recomputed),
     )  # fmt: skip
@@ -192,21 +196,3 @@ def _measured(model: onnx.ModelProto) -> int:
     with files.scratch() as folder:
         onnx.save(model, folder / "model.onnx")
         return processes.measure(folder / "model.onnx").peak_bytes
-
-
-def main() -> None:
-    """Measure the graphs that are named, all by default."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--effort", type=float, default=5.0)
-    given = parser.parse_args()
-    torch.manual_seed(0)
-    heads = ("graph", "no plan below", "measured before", "measured after", "", "compute", "recomputed")
-    rows = []
-    for name in GRAPHS:
-        rows.append(row(name, given.effort))
-        print(" | ".join(rows[-1]), flush=True)
-    save("inference", Table("python -m scripts.inference_peaks", heads, tuple(rows)))
-
-
-if __name__ == "__main__":
-    main()

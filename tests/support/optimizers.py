@@ -1,17 +1,7 @@
-"""Optimizers whose steps the PyTorch converter traces: twenty steps of a small network beside torch itself.
-
-    python -m scripts.optimizers [--save]
-
-One row per optimizer: the largest difference of a parameter from torch's after twenty steps, relative to the largest
-weight; how many pieces of state are renewed in place by our session, of how many; nodes; and the step's time relative
-to plain SGD's, steps in turns. With ``--save`` the table goes to docs/results/data, see `scripts.results`.
-"""
+"""Optimizers whose steps the PyTorch converter traces, and twenty steps of a small network beside torch itself."""
 
 from __future__ import annotations
 
-import argparse
-import statistics
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +14,6 @@ from torch import nn
 
 from onnx_remat.session.session import Session
 from onnx_remat.session.training import Loop
-from scripts.results import Table, save
 
 STEPS = 20
 
@@ -170,44 +159,3 @@ def feeds(x: torch.Tensor, y: torch.Tensor) -> dict[str, np.ndarray]:
 
 def _relative(found: np.ndarray, expected: torch.Tensor) -> float:
     return float(np.abs(found - expected.detach().numpy()).max() / expected.detach().abs().max())
-
-
-def in_turns(loops: Mapping[str, Loop], turns: int) -> dict[str, float]:
-    """Median time of a step by name."""
-    taken: dict[str, list[float]] = {name: [] for name in loops}
-    for _ in range(turns):
-        for name, loop in loops.items():
-            start = time.perf_counter()
-            loop.step()
-            taken[name].append(time.perf_counter() - start)
-    return {name: statistics.median(times) for name, times in taken.items()}
-
-
-HEADS = ("optimizer", "worst difference", "in place", "nodes", "step time")
-
-
-def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--save", action="store_true")
-    parser.add_argument("--only", default="", help="those whose name has this in it")
-    arguments = parser.parse_args()
-    found = {}
-    for name, case in ((n, c) for n, c in CASES.items() if arguments.only in n):
-        found[name] = follow(case)
-        print(f"{name}: {max(found[name].error, found[name].average_error):.1e}", flush=True)
-    times = in_turns({name: outcome.loop for name, outcome in found.items()}, 200)
-    rows = []
-    for name, outcome in found.items():
-        donated, left = len(outcome.loop.donated), len(outcome.loop.not_donated)
-        error = f"{max(outcome.error, outcome.average_error):.1e}"
-        time_ratio = f"{times[name] / next(iter(times.values())):.2f}"
-        rows.append((name, error, f"{donated} of {donated + left}", str(len(outcome.step.graph.node)), time_ratio))
-    table = Table("python -m scripts.optimizers --save", HEADS, tuple(rows))
-    print(table.to_markdown())
-    if arguments.save:
-        save("optimizers", table)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,18 +1,14 @@
 """What a run of onnx-remat takes on huge models: weights over 2 GiB, a file near 2 GB, 100,000 nodes, a million.
 
-    python -m scripts.huge FOLDER [external inline nodes million] [--budget 60%] [--save NAME]
-
-Seconds of the whole command, and the highest resident memory of its process. FOLDER needs 6 GB; a million nodes need
+Seconds of the whole command, and the highest resident memory of its process. The folder, a temporary one unless it is
+named, needs 6 GB, and keeps the files; a million nodes need
 18 GB of memory and ten minutes. Budgets are of the sum of tensors, since ONNX Runtime is not asked about so many nodes
 then.
 """
 
 from __future__ import annotations
 
-import argparse
-import subprocess
-import sys
-import time
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,7 +16,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from scripts.results import Table, printed, save
+from scripts.child import call, command
 from tests.rewrite.test_scale import deep
 
 WIDTH = 4096
@@ -99,49 +95,22 @@ def _deep(path: Path, count: int) -> Path:
 
 
 KINDS = {"external": external, "inline": inline, "nodes": nodes, "million": million}
-_HEADS = ("file", "nodes", "bytes", "peak", "seconds", "resident")
+ITEMS = tuple(KINDS)
+HEADS = ("file", "nodes", "bytes", "peak", "seconds", "resident")
 
 
-def row(made: Path, out: Path, budget: str) -> tuple[str, ...]:
+def rows(kind: str, *, folder: str = "", budget: str = "60%") -> Iterator[tuple[str, ...]]:
     """One run of the command."""
-    start = time.perf_counter()
-    command = [
-        sys.executable, "-c",
-        "import resource, sys; from onnx_remat.app.cli import main; code = main(sys.argv[1:]); "
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss); sys.exit(code)",
-        str(made), str(out), "--budget", budget, "--for", "session", "--force",
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    seconds = time.perf_counter() - start
-    if done.returncode:
-        return (made.stem, "", "", done.stderr.strip(), f"{seconds:.0f}", "")
-    lines = done.stdout.strip().splitlines()
-    size = sum(path.stat().st_size for path in (made, made.with_suffix(".bin")) if path.exists())
-    count = len(onnx.load(str(made), load_external_data=False).graph.node)
-    resident = int(lines[-1]) * 1024
-    return (made.stem, f"{count:,}", f"{size / 1e9:.2f} GB", lines[0].partition(",")[0], f"{seconds:.0f}",
-            f"{resident / 1e9:.1f} GB")  # fmt: skip
-
-
-def main() -> None:
-    """Make, run, report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("kinds", nargs="*", default=list(KINDS))
-    parser.add_argument("--budget", default="60%")
-    parser.add_argument("--save", default="", metavar="NAME", help="also write docs/results/data/NAME.json")
-    given = parser.parse_args()
-
-    def rows() -> Iterator[tuple[str, ...]]:
-        for kind in given.kinds:
-            made = given.folder / f"{kind}.onnx"
-            yield row(made if made.exists() else KINDS[kind](given.folder), given.folder / "out.onnx", given.budget)
-
-    seen = printed(rows())
-    if given.save:
-        command = f"python -m scripts.huge FOLDER {' '.join(given.kinds)} --budget {given.budget} --save {given.save}"
-        save(given.save, Table(command, _HEADS, seen))
-
-
-if __name__ == "__main__":
-    main()
+    with tempfile.TemporaryDirectory(prefix="onnx-remat-") as scratch:
+        home = Path(folder or scratch)
+        made = home / f"{kind}.onnx"
+        made = made if made.exists() else KINDS[kind](home)
+        ran = call(command, str(made), str(home / "out.onnx"), "--budget", budget, "--for", "session", "--force")
+        size = sum(path.stat().st_size for path in (made, made.with_suffix(".bin")) if path.exists())
+        count = len(onnx.load(str(made), load_external_data=False).graph.node)
+    code, said = ran.answer
+    if code:
+        yield (kind, "", "", said, f"{ran.wall:.0f}", "")
+        return
+    peak = said.splitlines()[0].partition(",")[0]
+    yield (kind, f"{count:,}", f"{size / 1e9:.2f} GB", peak, f"{ran.wall:.0f}", f"{ran.memory / 1e9:.1f} GB")

@@ -1,9 +1,7 @@
 """How good a plan is after how many seconds: the search run under growing limits, and a table and a picture of it.
 
-    python -m scripts.anytime sample_models/*.onnx graphs/*.json --budget 60% --plot anytime.png
-    python -m scripts.anytime --scale 10000 --limits 1,4,15
-
-Graphs are ONNX files, or published graphs as for `scripts.bench_planner` (their order is fixed). Each limit is
+Graphs are ONNX files, published graphs as for `scripts.bench_planner` (their order is fixed), or numbers of ops of a
+synthetic one. ``--plot FILE`` draws a picture of all graphs. Each limit is
 a run of its own, from the start, so that an entry is what a user gets who asks for it; the seconds are those it took.
 Loading and compiling are left out. Printed per graph: seconds to the first plan that keeps the budget, and to one whose
 extra compute is within 5 % and 1 % of that under the largest limit.
@@ -11,7 +9,6 @@ extra compute is within 5 % and 1 % of that under the largest limit.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -25,11 +22,11 @@ from onnx_remat.memory.problem import Problem, Schedule
 from onnx_remat.ort.kernels.registry import kernels_of
 from onnx_remat.ort.prepare import Preparation, prepare
 from onnx_remat.plan.request import Deadline, Request, get
-from onnx_remat.units import parse_budget, table
+from onnx_remat.units import parse_budget
 from scripts import bench_planner
-from scripts.results import Table, save
 
-LIMITS = "0.5,1,2,4,8,15,30,60"
+LIMITS = (1.0, 4.0, 15.0, 60.0)
+HEADS = ("graph", "ops", "first plan, s", "within 5 %", "within 1 %", f"after {LIMITS[-1]:g} s", "late, s")
 WITHIN = 0.05, 0.01
 
 
@@ -112,30 +109,16 @@ def draw(curves: dict[str, list[Entry]], path: Path) -> None:
     figure.savefig(path)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("graphs", nargs="*", type=Path, metavar="FILE", help=".onnx or .json")
-    parser.add_argument("--scale", default="", help="sizes of synthetic graphs, e.g. 1000,10000")
-    parser.add_argument("--budget", default="60%", help="of each graph's own peak (default 60%%)")
-    parser.add_argument("--limits", default=LIMITS, help=f"seconds, growing (default {LIMITS})")
-    parser.add_argument("--plot", type=Path, help="picture to draw")
-    parser.add_argument("--save", action="store_true", help="also write docs/results/data/anytime.json")
-    given = parser.parse_args(arguments)
-    limits = sorted(float(limit) for limit in given.limits.split(","))
+_CURVES: dict[str, list[Entry]] = {}
+"""Of this run, for the picture."""
+
+
+def rows(item: str, *, budget: str = "60%", plot: str = "") -> Iterator[tuple[str, ...]]:
+    """The row of one graph."""
     for _ in curve(synthetic(64), "60%", [1.0]):
         pass  # compiles what is compiled
-    graphs = [*map(load, given.graphs), *(synthetic(int(size)) for size in given.scale.split(",") if size)]
-    curves = {graph.name: list(curve(graph, given.budget, limits)) for graph in graphs}
-    head = ("graph", "ops", "first plan, s", "within 5 %", "within 1 %", f"after {limits[-1]:g} s", "late, s")
-    lines = tuple(row(graph, curves[graph.name]) for graph in graphs)
-    print("\n".join(table([head, *lines])))
-    if given.save:
-        save("anytime", Table(f"python -m scripts.anytime FILE... --limits {given.limits} --save", head, lines))
-    if given.plot:
-        draw(curves, given.plot)
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    graph = synthetic(int(item)) if item.isdigit() else load(Path(item))
+    _CURVES[graph.name] = list(curve(graph, budget, LIMITS))
+    if plot:
+        draw(_CURVES, Path(plot))
+    yield row(graph, _CURVES[graph.name])
