@@ -38,7 +38,7 @@ def main() -> None:
     import torch
     import torch._functorch.config as functorch_config
 
-    from scripts import torch_models
+    from sample_models.networks import torch_models
 
     name, budget = sys.argv[1], float(sys.argv[2])
     torch.manual_seed(0)

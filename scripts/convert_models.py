@@ -34,7 +34,7 @@ from onnx_remat.errors import OnnxRematError
 from onnx_remat.measure import processes, verify
 from onnx_remat.rewrite.pipeline import rewrite_model
 from onnx_remat.units import format_bytes
-from scripts import autodiff_models, jax_models, torch_models
+from sample_models.networks import forward_models, jax_models, torch_models
 
 Export: TypeAlias = Callable[[], onnx.ModelProto]
 Builder: TypeAlias = Callable[[], Export]
@@ -55,10 +55,10 @@ for _name, _make in torch_models.MODELS.items():
     BUILDERS[_name, "pytorch"] = partial(torch_models.builder, _make)
 for _name, _case in jax_models.MODELS.items():
     BUILDERS[_name, "jax"] = partial(jax_models.builder, _case)
-for _name in autodiff_models.TORCH:
-    BUILDERS[_name, "autodiff"] = partial(autodiff_models.exported, torch_models.MODELS[_name])
-for _name in autodiff_models.LIGHT:
-    BUILDERS[f"light_{_name}", "autodiff"] = partial(autodiff_models.light, _name)
+for _name in forward_models.TORCH:
+    BUILDERS[_name, "autodiff"] = partial(forward_models.exported, torch_models.MODELS[_name])
+for _name in forward_models.LIGHT:
+    BUILDERS[f"light_{_name}", "autodiff"] = partial(forward_models.light, _name)
 
 
 @dataclass(frozen=True, slots=True)

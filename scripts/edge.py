@@ -6,8 +6,9 @@
     python -m scripts.edge heap --steps 4 --save elsewhere-heap
     python -m scripts.edge largest 5:0 6:0 14:1600MB --save elsewhere-largest
 
-*make* writes the three steps of `scripts.edge_models` to examples/javascript/steps, where the page looks for them: as
-exported, rewritten to half the sum of their tensors, the initial values, and a list with what is known of them.
+*make* writes the three steps of `sample_models.networks.page_models` to examples/javascript/steps, where the page looks
+for them: as exported, rewritten to half the sum of their tensors, the initial values, and a list with what is known of
+them.
 *losses* trains both files of each in Node (native kernels and WebAssembly), in Chromium, and with the C++ example where
 it is told of ONNX Runtime's headers, and compares the losses with those of Python's onnxruntime; it also compares which
 nodes run, in which order. *heap* says how large WebAssembly's heap is: in Chromium as it grew, and the smallest limit
@@ -63,7 +64,7 @@ class Step:
 
 
 def exported(model: Any, check: bool = True) -> tuple[onnx.ModelProto, dict[str, Any]]:
-    """The step of one of `scripts.edge_models`, and its initial values."""
+    """The step of one of `sample_models.networks.page_models`, and its initial values."""
     from onnx_remat.converters.pytorch import export_training_step, initial_feeds
 
     case = model.case
@@ -76,7 +77,7 @@ def make(folder: Path, budget: str, effort: float, names: list[str]) -> None:
     """Write the files of the named models, and their list."""
     from onnx_remat import rewrite_model
     from onnx_remat.session import state_file
-    from scripts.edge_models import MODELS
+    from sample_models.networks.page_models import MODELS
 
     folder.mkdir(parents=True, exist_ok=True)
     entries = []
@@ -171,7 +172,7 @@ def largest(heap: int, sizes: list[str], effort: float, steps: int) -> Iterator[
     from onnx_remat.errors import BudgetInfeasibleError
     from onnx_remat.rewrite.pipeline import rewrite_model
     from onnx_remat.session import state_file
-    from scripts.edge_models import transformer
+    from sample_models.networks.page_models import transformer
 
     for size in sizes:
         blocks, _, budget = size.partition(":")

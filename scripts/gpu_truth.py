@@ -19,7 +19,7 @@ state over the old, and in the same captured in a CUDA graph. TF32 is off for th
 after the steps, less what it says of a process that has done a product and a convolution: none gives anything back
 before it ends, so that is the most it took. *Least limit* is the smallest `memory_limit` that training runs under, in
 steps of 32 MiB from the one foreseen. *Time* is the median of steps, each with its loss read. PyTorch's models are
-those of `scripts.torch_models`, with a batch of the same size; both may use TF32.
+those of `sample_models.networks.torch_models`, with a batch of the same size; both may use TF32.
 """
 
 from __future__ import annotations
@@ -247,7 +247,7 @@ def torch_step(name: str, batch: int, compiled: bool) -> Callable[[], float]:
     import torch
     from torch.utils import _pytree as pytree
 
-    from scripts import torch_models
+    from sample_models.networks import torch_models
 
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     torch.manual_seed(0)

@@ -24,8 +24,9 @@ from onnx_remat.memory import buffers
 from onnx_remat.memory.problem import Problem, Schedule
 from onnx_remat.ort.kernels.costs import Device
 from onnx_remat.plan import bounds, selectors
-from scripts import fx_problems, nas_models
-from scripts.torch_models import _import_torchvision
+from sample_models.networks import nas_models
+from sample_models.networks.torch_models import import_torchvision
+from scripts import fx_problems
 
 RTX_2080_TI = Device(13.45e12, 616e9, 5e-6)
 
@@ -67,7 +68,7 @@ def build(name: str, row: Published) -> Problem:
     if name in nas_models.GENOTYPES:
         model = nas_models.build(name)
     else:
-        model = getattr(_import_torchvision().models, name)(weights=None, **options)
+        model = getattr(import_torchvision().models, name)(weights=None, **options)
     model.train()
     fx_problems.drop_running_statistics(model)
     for module in model.modules():

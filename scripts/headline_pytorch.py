@@ -41,7 +41,8 @@ from onnx_remat.memory.problem import Problem, Schedule, check_schedule
 from onnx_remat.ort.kernels.costs import PRESETS
 from onnx_remat.rewrite.pipeline import rewrite_model
 from onnx_remat.units import format_bytes
-from scripts import compiled_step, fx_problems, torch_models
+from sample_models.networks import torch_models
+from scripts import compiled_step, fx_problems
 from scripts.headline_feng_huang import plan
 
 MODELS = ("mlp", "resnet18", "unet", "gpt2-4-half")

@@ -46,7 +46,7 @@ def convolutional(rng: random.Random) -> onnx.ModelProto:
     import torch
     from torch import nn
 
-    from scripts.hand.images import conv
+    from sample_models.networks.hand.images import conv
 
     widths = [3, *(rng.choice((4, 8, 16)) for _ in range(rng.randint(2, 6)))]
     layers: list[nn.Module] = [conv(a, b, rng.choice((1, 3))) for a, b in itertools.pairwise(widths)]
@@ -59,7 +59,7 @@ def residual(rng: random.Random) -> onnx.ModelProto:
     import torch
     from torch import nn
 
-    from scripts.hand.images import Residual, conv
+    from sample_models.networks.hand.images import Residual, conv
 
     width = rng.choice((8, 16))
     layers: list[nn.Module] = [conv(3, width)]
@@ -76,7 +76,7 @@ def dense(rng: random.Random) -> onnx.ModelProto:
     import torch
     from torch import nn
 
-    from scripts.hand.images import conv
+    from sample_models.networks.hand.images import conv
 
     class Dense(nn.Module):
         def __init__(self, width: int, layers: int, growth: int) -> None:
@@ -123,7 +123,7 @@ def flax(rng: random.Random) -> onnx.ModelProto:
     import jax
     import optax
 
-    from scripts.jax_models import Residual, classifier
+    from sample_models.networks.jax_models import Residual, classifier
 
     widths, blocks = [rng.choice((4, 8, 16)) for _ in range(rng.randint(1, 4))], rng.randint(0, 2)
 
@@ -146,9 +146,9 @@ def timm(rng: random.Random) -> onnx.ModelProto:
     """One of timm's at 32 pixels."""
     import torch
 
-    from scripts.zoo import torchvision_operators
+    from sample_models.networks.torch_models import declare_torchvision
 
-    torchvision_operators()
+    declare_torchvision()  # timm imports it
     import timm
 
     name = rng.choice(TIMM)

@@ -21,7 +21,7 @@ Export = Callable[[], onnx.ModelProto]
 
 def torch_models() -> Any:
     """The table of PyTorch models, imported when one is asked for."""
-    from scripts import torch_models
+    from sample_models.networks import torch_models
 
     return torch_models
 
@@ -39,26 +39,26 @@ def images(model: Any, batch: int, size: int, classes: int = 10) -> Any:
     """A classifier of random images."""
     import torch
 
-    from scripts.torch_models import Case
+    from sample_models.networks.torch_models import Case
 
     return Case(model.train(), (torch.randn(batch, 3, size, size), torch.randint(0, classes, (batch,))))
 
 
 def resnet() -> Any:
     """ResNet-18 (He et al. 2016) on 8 images of 64 x 64."""
-    models = torch_models()._import_torchvision().models
+    models = torch_models().import_torchvision().models
     return images(models.resnet18(num_classes=10), 8, 64)
 
 
 def densenet() -> Any:
     """DenseNet (Huang et al. 2017): four blocks of three layers that grow by 12."""
-    models = torch_models()._import_torchvision().models
+    models = torch_models().import_torchvision().models
     return images(models.DenseNet(12, (3, 3, 3, 3), 24, num_classes=10), 8, 64)
 
 
 def vit() -> Any:
     """A vision transformer (Dosovitskiy et al. 2021) of three layers, 8 x 8 patches."""
-    models = torch_models()._import_torchvision().models
+    models = torch_models().import_torchvision().models
     net = models.VisionTransformer(
         image_size=64, patch_size=8, num_layers=3, num_heads=4, hidden_dim=96, mlp_dim=384, num_classes=10
     )
@@ -69,7 +69,7 @@ def unet() -> Any:
     """A U-Net (Ronneberger et al. 2015) of three levels with BatchNorm, on 2 images of 64 x 64."""
     import torch
 
-    from scripts.torch_models import Case, UNet
+    from sample_models.networks.torch_models import Case, UNet
 
     return Case(UNet([8, 16, 32], 4), (torch.randn(2, 3, 64, 64), torch.randint(0, 4, (2, 64, 64))))
 
@@ -79,9 +79,9 @@ def language(kind: str) -> Any:
     import torch
     import torch.nn.functional as F
 
-    from scripts.torch_models import Case
+    from sample_models.networks.torch_models import Case
 
-    transformers, size = torch_models()._import_transformers(), {"vocab_size": 512}
+    transformers, size = torch_models().import_transformers(), {"vocab_size": 512}
     if kind == "gpt2":
         drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
         config = transformers.GPT2Config(
@@ -110,7 +110,7 @@ def flax_resnet() -> onnx.ModelProto:
     """A ResNet in Flax, channels last, BatchNorm with running statistics, SGD with momentum from optax."""
     import optax
 
-    from scripts import jax_models
+    from sample_models.networks import jax_models
 
     case = jax_models.classifier(jax_models.ResNet((2, 2, 2), 16, 10), (8, 64, 64, 3), 10)
     return case.export(optax.sgd(0.05, momentum=0.9))
@@ -120,7 +120,7 @@ def flax_gpt() -> onnx.ModelProto:
     """A GPT in Flax: one block over stacked weights by `jax.lax.scan`, unrolled; AdamW from optax."""
     import optax
 
-    from scripts import jax_models
+    from sample_models.networks import jax_models
 
     case = jax_models.language_model(jax_models.GPT(512, 3, 96, 4, scanned=True), 4, 64)
     return case.export(optax.adamw(1e-3))

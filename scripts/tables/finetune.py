@@ -27,7 +27,7 @@ HEADS = ("batch", "eager, MB", "checkpointed, MB", "ours, MB", "in the budget, M
 
 def by_torch(batch: int, checkpointed: bool) -> int:
     """Bytes that a step of PyTorch's takes of this process."""
-    from scripts import torch_models
+    from sample_models.networks import torch_models
     from scripts.tables.race import torch_step
 
     def case() -> torch_models.Case:
@@ -43,7 +43,7 @@ def by_torch(batch: int, checkpointed: bool) -> int:
 
 def export(path: Path) -> None:
     """The step with its batch left open, its loss in parts."""
-    from scripts import torch_models
+    from sample_models.networks import torch_models
 
     case = replace(torch_models.gpt2(12, batch=2), optimizer=torch_models.MODELS[NAME]().optimizer)
     free = {"dynamic_dims": {key: {0: "batch"} for key in case.batch}, "loss_parts": 8}

@@ -31,7 +31,7 @@ def torch_step(name: str, compiled: bool) -> tuple[int, Callable[[], None]]:
     """The bytes that a step of a case takes of the machine, and the step."""
     import torch
 
-    from scripts import torch_models
+    from sample_models.networks import torch_models
 
     torch.manual_seed(0)
     case = torch_models.MODELS[name]()
@@ -97,7 +97,7 @@ def rows(
 
     from onnx_remat.errors import BudgetInfeasibleError
     from onnx_remat.rewrite.pipeline import rewrite_model
-    from scripts import torch_models
+    from sample_models.networks import torch_models
 
     compute, refused = {"ours": ""}, []
     with tempfile.TemporaryDirectory(prefix="onnx-remat-") as home:

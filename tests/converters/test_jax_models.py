@@ -15,7 +15,7 @@ from onnx_remat import rewrite_model
 from onnx_remat.errors import ConversionError
 from onnx_remat.ir import phases
 from onnx_remat.ort import runtime
-from scripts import jax_models as zoo
+from sample_models.networks import jax_models as zoo
 from tests.support.graphs import feeds_for, run_model, same_bits
 
 OPTIMIZERS = {"sgd": optax.sgd(0.1, momentum=0.9), "adamw": optax.adamw(3e-3)}

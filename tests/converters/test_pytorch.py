@@ -19,8 +19,8 @@ from onnx_remat import rewrite_model  # noqa: E402
 from onnx_remat.converters import check  # noqa: E402
 from onnx_remat.errors import ConversionError, ModelError  # noqa: E402
 from onnx_remat.ort import runtime  # noqa: E402
-from scripts import autodiff_models  # noqa: E402
-from scripts.torch_models import Case  # noqa: E402
+from sample_models.networks import forward_models  # noqa: E402
+from sample_models.networks.torch_models import Case  # noqa: E402
 from tests.support import torch_battery  # noqa: E402
 
 
@@ -422,7 +422,7 @@ def test_a_wrong_rule_is_caught(monkeypatch):
 
 
 def test_add_backward_is_compared_with_torch_in_float32():
-    known = checked(autodiff_models.exported(lambda: Case(net(), batch()))())
+    known = checked(forward_models.exported(lambda: Case(net(), batch()))())
     assert float(known["in_float64"]) < 1e-6
     assert float(known["error"]) < 1e-5
     assert float(known["exact_error"]) < 1e-5
@@ -434,7 +434,7 @@ def test_what_rounding_decides_torch_decides_alike():
     x, target = torch.randn(64, 4), torch.randint(0, 3, (64,))
 
     def gradients(decided=None):
-        return autodiff_models._gradients(Case(model, ()), [x], target, torch.float64, decided)
+        return forward_models._gradients(Case(model, ()), [x], target, torch.float64, decided)
 
     with torch.no_grad():
         model[0].bias[0] += 1e-5 - model[0](x)[0, 0]  # an entry by a hair above zero

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
-from scripts import results, zoo_table
+import pytest
+
+from tests.docs.test_pages import ROOT
+
+pytest.importorskip("onnxscript")
 
 CONVERTED = {"parameters": 10, "nodes": 5, "error": "2.0e-06", "before": 200, "loss_error": 1e-7}
 LINES = [
@@ -20,14 +26,18 @@ LINES = [
 ]
 
 
-def test_counts_and_cells_follow_from_the_lines(tmp_path, monkeypatch):
-    monkeypatch.setattr(results, "DATA", tmp_path)
-    zoo_table.keep(LINES, "command")
-    counts = json.loads((tmp_path / "zoo-counts.json").read_text())["rows"]
-    assert counts[0] == ["hand", "3", "3 (100.0 %)", "2.0e-06", "1", "1", "1", "3"]
-    assert counts[-1] == ["all", "4", "3 (75.0 %)", "2.0e-06", "1", "1", "1", "3"]
-    rows = {row[0]: row[3:] for row in json.loads((tmp_path / "zoo.json").read_text())["rows"]}
-    assert rows["hand:kept"][:4] == ["2.0e-06", "59.0 %", "+5.0 %", "1.0e-07"]
-    assert rows["hand:proved"][1] == "proved: none below 75 %"
-    assert rows["hand:sought"][1] == "not found, none below 45 %"
-    assert rows["other:no"] == ["no", "", "", "", "at timm/a.py:3 `x`"]
+def test_counts_and_cells_follow_from_the_lines(tmp_path):
+    """Of a journal, from which the table is printed without measuring anything."""
+    key, journal = json.dumps(["scripts.tables.zoo", {}]), tmp_path / "lines.jsonl"
+    entries = ({"key": key, "item": line["network"], "found": [line]} for line in LINES)
+    journal.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    command = [sys.executable, "-m", "scripts.bench", "zoo", *(line["network"] for line in LINES)]
+    done = subprocess.run([*command, "--journal", journal], cwd=ROOT, capture_output=True, text=True, check=True)
+    cells = [[cell.strip() for cell in line[1:-1].split("|")] for line in done.stdout.splitlines() if line[:1] == "|"]
+    rows = {row[0]: row[1:] for row in cells}
+    assert rows["hand"] == ["3", "3 (100.0 %)", "2.0e-06", "1", "1", "1", "3"]
+    assert rows["all"] == ["4", "3 (75.0 %)", "2.0e-06", "1", "1", "1", "3"]
+    assert rows["hand:kept"][2:6] == ["2.0e-06", "59.0 %", "+5.0 %", "1.0e-07"]
+    assert rows["hand:proved"][3] == "proved: none below 75 %"
+    assert rows["hand:sought"][3] == "not found, none below 45 %"
+    assert rows["other:no"][2] == "no" and rows["other:no"][-1] == "at timm/a.py:3 `x`"

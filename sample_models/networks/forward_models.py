@@ -19,7 +19,7 @@ from onnx_remat.converters.pytorch.trace import eager_kernels
 from onnx_remat.converters import check, names
 from onnx_remat.errors import ConversionError
 from onnx_remat.ort import runtime
-from scripts import torch_models
+from sample_models.networks import torch_models
 
 LIGHT = {
     "bvlc_alexnet": 128, "densenet121": 4, "inception_v1": 8, "inception_v2": 4, "resnet50": 4, "shufflenet": 8,

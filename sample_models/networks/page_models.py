@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from scripts.torch_models import Case
+from sample_models.networks.torch_models import Case
 
 
 @dataclass(frozen=True, slots=True)

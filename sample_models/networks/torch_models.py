@@ -4,7 +4,7 @@ Only then can half the memory of a step go: weights, their gradients and their n
 the model at its own size would take minutes a step on a CPU, ``-half`` has half its width (and for texts a vocabulary
 of 8192) at full depth.
 
-    python -m scripts.torch_models resnet18 resnet18.onnx
+    python -m sample_models.networks.torch_models resnet18 resnet18.onnx
 
 writes the step of one with the size of its batch left open, as ``batch``.
 """
@@ -12,7 +12,7 @@ writes the step of one with the size of its batch left open, as ``batch``.
 from __future__ import annotations
 
 import contextlib
-import sys
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -55,6 +55,17 @@ def builder(make: Callable[[], Case]) -> Callable[[], onnx.ModelProto]:
     return lambda: export_training_step(case.model, case.batch, case.loss, optimizer, **case.options)
 
 
+def of_any_batch(make: Callable[[], Case]) -> Callable[[], Case]:
+    """The same with the size of the batch left open, as ``batch``."""
+
+    def case() -> Case:
+        made = make()
+        inputs = made.batch if isinstance(made.batch, dict) else [f"input.{slot}" for slot in range(len(made.batch))]
+        return replace(made, options=made.options | {"dynamic_dims": {key: {0: "batch"} for key in inputs}})
+
+    return case
+
+
 def mlp() -> Case:
     """Eight layers of 512 with GELU."""
     layers = [m for _ in range(8) for m in (nn.Linear(512, 512), nn.GELU())]
@@ -85,7 +96,7 @@ def vit_b() -> Case:
 
 def vit_b_half() -> Case:
     """Twelve layers of 384, that is ViT-S/16."""
-    model = _import_torchvision().models.VisionTransformer(224, 16, 12, 6, 384, 1536, num_classes=1000)
+    model = import_torchvision().models.VisionTransformer(224, 16, 12, 6, 384, 1536, num_classes=1000)
     return Case(_with_head(model).train(), _images(8, (3, 224, 224), 1000))
 
 
@@ -99,7 +110,7 @@ def gpt2(
     layers: int, width: int = 768, words: int = 50257, batch: int = 2, length: int = 128, dropout: float = 0.0
 ) -> Case:
     """GPT-2, without dropout unless asked for."""
-    library = _import_transformers()
+    library = import_transformers()
     config = library.GPT2Config(
         n_layer=layers, n_embd=width, n_head=width // 64, vocab_size=words, resid_pdrop=dropout,
         embd_pdrop=dropout, attn_pdrop=dropout, use_cache=False, bos_token_id=None, eos_token_id=None,
@@ -109,7 +120,7 @@ def gpt2(
 
 def bert(width: int = 768, words: int = 30522, batch: int = 8, length: int = 128, dropout: float = 0.0) -> Case:
     """BERT base as a masked language model, without dropout unless asked for."""
-    library = _import_transformers()
+    library = import_transformers()
     config = library.BertConfig(
         hidden_size=width, num_attention_heads=width // 64, intermediate_size=4 * width, vocab_size=words,
         hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
@@ -119,7 +130,7 @@ def bert(width: int = 768, words: int = 30522, batch: int = 8, length: int = 128
 
 def llama() -> Case:
     """Eight layers of 512 with grouped-query attention, rotary positions, RMSNorm and SwiGLU."""
-    library = _import_transformers()
+    library = import_transformers()
     config = library.LlamaConfig(
         vocab_size=8192, hidden_size=512, intermediate_size=1376, num_hidden_layers=8, num_attention_heads=8,
         num_key_value_heads=4, max_position_embeddings=512, use_cache=False,
@@ -129,7 +140,7 @@ def llama() -> Case:
 
 def t5() -> Case:
     """T5 of three layers of 128 on either side, without dropout: hundreds of small arrays."""
-    library = _import_transformers()
+    library = import_transformers()
     config = library.T5Config(
         d_model=128, d_kv=32, d_ff=256, num_layers=3, num_heads=4, vocab_size=1000, dropout_rate=0.0, use_cache=False,
         decoder_start_token_id=0,
@@ -229,38 +240,31 @@ def _language(model: nn.Module, words: int, batch: int, length: int) -> Case:
     )
 
 
-def _import_torchvision() -> Any:
-    """Import torchvision, also one built for CUDA beside a torch for the CPU: it still builds classifiers."""
+@functools.cache
+def declare_torchvision() -> None:
+    """Declare what a torchvision that is built for CUDA asks for beside a torch for the CPU, before it is imported."""
     if torch.version.cuda is None:  # where its own operators load, declaring them twice would end the process
         with contextlib.suppress(RuntimeError):  # declared already
             for name in ("nms", "qnms"):
                 torch.library.define(f"torchvision::{name}", "(Tensor boxes, Tensor scores, float threshold) -> Tensor")
+
+
+def import_torchvision() -> Any:
+    """Import torchvision, also one built for CUDA beside a torch for the CPU: it still builds classifiers."""
+    declare_torchvision()
     import torchvision
 
     return torchvision
 
 
-def _import_transformers() -> Any:
-    _import_torchvision()  # transformers imports it where it is installed
+def import_transformers() -> Any:
+    import_torchvision()  # transformers imports it where it is installed
     import transformers
 
     return transformers
 
 
 def _torchvision(name: str, batch: int, size: int) -> Case:
-    torchvision = _import_torchvision()
+    torchvision = import_torchvision()
 
     return Case(getattr(torchvision.models, name)(num_classes=1000).train(), _images(batch, (3, size, size), 1000))
-
-
-def main() -> None:
-    """Write a step whose batch may be of any size."""
-    name, path = sys.argv[1:]
-    case = MODELS[name]()
-    inputs = case.batch if isinstance(case.batch, dict) else [f"input.{slot}" for slot in range(len(case.batch))]
-    free = {"dynamic_dims": {key: {0: "batch"} for key in inputs}}
-    onnx.save(builder(lambda: replace(case, options=case.options | free))(), path)
-
-
-if __name__ == "__main__":
-    main()

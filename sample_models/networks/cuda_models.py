@@ -1,6 +1,6 @@
-"""Ten training steps from PyTorch, small enough to plan in seconds, for `scripts.cuda_truth`.
+"""Ten training steps from PyTorch, small enough to plan in seconds, for a device that is a fake.
 
-    python -m scripts.cuda_models FOLDER
+    python -m sample_models.networks.cuda_models FOLDER
 
 writes those that FOLDER lacks. `half` trains in half precision as one does on a GPU: autocast to float16, weights in
 float32, and a loss that is scaled by 1024 so that small gradients do not vanish; the update divides by it again.
@@ -8,9 +8,7 @@ float32, and a loss that is scaled by 1024 so that small gradients do not vanish
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import onnx
@@ -18,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from scripts.torch_models import UNet, _import_torchvision
+from sample_models.networks.torch_models import UNet, import_torchvision
 
 SCALE = 1024.0
 
@@ -97,12 +95,12 @@ def _tokens() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _vision(name: str, side: int, batch: int = 16, **settings: Any) -> Callable[[], tuple[nn.Module, Any]]:
-    made = lambda: getattr(_import_torchvision().models, name)(num_classes=10, **settings)  # noqa: E731
+    made = lambda: getattr(import_torchvision().models, name)(num_classes=10, **settings)  # noqa: E731
     return lambda: (made(), _images(side, batch))
 
 
 def _transformer() -> tuple[nn.Module, Any]:
-    model = _import_torchvision().models.VisionTransformer(64, 8, 4, 4, 128, 512, num_classes=10)
+    model = import_torchvision().models.VisionTransformer(64, 8, 4, 4, 128, 512, num_classes=10)
     nn.init.normal_(model.heads.head.weight, std=0.02)  # zeros give what is below no gradient
     return model, _images(64)
 
@@ -135,19 +133,3 @@ def step(name: str) -> onnx.ModelProto:
         return export_training_step(model, batch, F.cross_entropy, torch.optim.SGD(model.parameters(), 0.1))
     scaled = lambda output, target: F.cross_entropy(output, target) * SCALE  # noqa: E731
     return export_training_step(model, batch, scaled, Unscaled(model.parameters(), 0.1))
-
-
-def main() -> None:
-    """Write them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    folder = parser.parse_args().folder
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in STEPS:
-        if not (path := folder / f"torch_{name}.onnx").exists():
-            onnx.save(step(name), path)
-            print(path, flush=True)
-
-
-if __name__ == "__main__":
-    main()
