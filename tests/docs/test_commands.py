@@ -89,13 +89,13 @@ def test_python_commands_name_files_that_are_there_and_flags_that_they_have(comm
 def test_commands_are_found():
     """The two above look at something: README's table of commands, at least."""
     assert any(command.startswith("onnx-remat sweep") for command in OURS)
-    assert any("scripts.evaluate" in command or "scripts/evaluate" in command for command in MODULES)
+    assert any("scripts.bench samples" in command for command in MODULES)
 
 
 def test_a_flag_that_does_not_exist_is_found():
     with pytest.raises(AssertionError, match="--no-such-flag"):
         test_python_commands_name_files_that_are_there_and_flags_that_they_have(
-            "python scripts/evaluate.py --no-such-flag"
+            "python -m scripts.bench samples --no-such-flag"
         )
 
 

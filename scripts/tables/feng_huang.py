@@ -1,7 +1,5 @@
 """Feng & Huang (CVPR 2021, arXiv:1808.00079): memory cut off by gradient checkpointing and its time, theirs and ours.
 
-    python -m scripts.headline_feng_huang
-
 Same networks, same batch sizes as their benchmark, counted as they count: intermediate tensors (activations and their
 gradients, the batch included), without weights and weight gradients. Their figures were measured on an RTX 2080 Ti;
 ours are planned on the step as PyTorch traces it, sizes exact, time by a roofline of the same card, and are asked to
@@ -12,8 +10,8 @@ repository runs.
 
 from __future__ import annotations
 
-import argparse
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,28 +93,23 @@ def plan(problem: Problem, target: int, seconds: float) -> tuple[int, float]:
     return buffers.simulate(problem, schedule).peak, schedule.overhead(problem)
 
 
-def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--net", action="append", choices=sorted(TABLE), help="only this one (repeat)")
-    parser.add_argument("--time-limit", type=float, default=20.0, help="seconds per plan")
-    given = parser.parse_args()
-    print("| network, batch | ops | before | published: cut, time | ours: cut, time | at most | planning |")
-    print("| --- | --- | --- | --- | --- | --- | --- |", flush=True)
-    for name, row in TABLE.items():
-        if given.net and name not in given.net:
-            continue
-        problem = build(name, row)
-        before = buffers.simulate(problem, range(problem.n_ops)).peak
-        start = time.perf_counter()
-        peak, extra = plan(problem, int(before * (1 - row.cut)), given.time_limit)
-        spent = time.perf_counter() - start
-        most = 1 - bounds.lower_bound(problem) / before
-        print(
-            f"| {name}, {row.batch} | {problem.n_ops} | {before / 2**20:.0f} MiB | {row.cut:.0%}, +{row.time:.0%} "
-            f"| {1 - peak / before:.1%}, +{extra:.1%} | {most:.0%} | {spent:.0f} s |", flush=True,
-        )  # fmt: skip
+ITEMS = tuple(TABLE)
+HEADS = (
+    "network, batch", "ops", "before", "published: cut, time", "ours: cut, time", "at most", "planning",
+)  # fmt: skip
 
 
-if __name__ == "__main__":
-    main()
+def rows(name: str, *, effort: float = 3.0) -> Iterator[tuple[str, ...]]:
+    """The row of one network."""
+    known = TABLE[name]
+    problem = build(name, known)
+    before = buffers.simulate(problem, range(problem.n_ops)).peak
+    start = time.perf_counter()
+    peak, extra = plan(problem, int(before * (1 - known.cut)), effort)
+    spent = time.perf_counter() - start
+    most = 1 - bounds.lower_bound(problem) / before
+    yield (
+        f"{name}, {known.batch}", str(problem.n_ops), f"{before / 2**20:.0f} MiB",
+        f"{known.cut:.0%}, +{known.time:.0%}",
+        f"{1 - peak / before:.1%}, +{extra:.1%}", f"{most:.0%}", f"{spent:.0f} s",
+    )  # fmt: skip

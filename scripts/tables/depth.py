@@ -1,19 +1,16 @@
 """openai/gradient-checkpointing: how much deeper a network fits in the same memory, and growth with the square root.
 
-    python -m scripts.headline_depth
-
 They report models "more than 10x larger" at 20 % more time, and memory that grows with sqrt(n) instead of n. Here: a
 network of some depth sets the memory, its whole step as ONNX Runtime executes it; then the deepest network whose
-rewritten step keeps that peak for up to 20 % extra compute, and what ten times the depth takes. Second table: the
-lowest peak of a chain of n layers, in units of one activation.
+rewritten step keeps that peak for up to 20 % extra compute, and what ten times the depth takes. An item that is a
+number is the length of a chain: its peak as it is, the lowest, and that over the root of the length, in activations.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import onnx
@@ -28,7 +25,7 @@ from onnx_remat.rewrite.pipeline import plan_model, rewrite_model
 from onnx_remat.units import format_bytes
 from sample_models import chain, deep_mlp, residual_cnn
 
-PUBLISHED = "more than 10x at +20 %"
+HEADS = ("network", "memory", "as it is", "deepest at up to +20 %", "10x as deep")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +53,7 @@ class Prices:
     def __getitem__(self, depth: int) -> float:
         if depth not in self.known:
             try:
-                result = rewrite_model(self.family.build(depth), self.allowed, effort=self.seconds)
+                result = rewrite_model(self.family.build(depth), self.allowed, effort=self.seconds, run_by="session")
                 self.known[depth] = result.report.extra_compute
             except BudgetInfeasibleError:
                 self.known[depth] = math.inf
@@ -83,36 +80,28 @@ def lowest(n: int, seconds: float) -> float:
     model = chain.chain(n, width, batch)
     floor = lower_bound(prepare(model, Preparation(CPU)).problem)
     try:
-        peak = plan_model(model, smallest_budget(floor), effort=seconds).timeline.peak
+        peak = plan_model(model, smallest_budget(floor), effort=seconds, run_by="session").timeline.peak
     except BudgetInfeasibleError as error:
         peak = error.best_peak_bytes
     return peak / (width * batch * 4)
 
 
-def main() -> None:
-    """Print both tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--time-limit", type=float, default=5.0, help="seconds per plan")
-    parser.add_argument("--lengths", default="16,64,256", help="lengths of the chains")
-    given = parser.parse_args()
-    print("| network | memory | as it is | at up to +20 % | 10x as deep | published |")
-    print("| --- | --- | --- | --- | --- | --- |", flush=True)
-    for family in FAMILIES:
-        allowed = as_executed(family.build(family.depth), None, "all", Preparation(CPU)).timeline.peak
-        prices = Prices(family, allowed, given.time_limit)
-        depth = deepest(prices, 0.2)
-        tenfold = prices[10 * family.depth]
-        deep = f"{depth} = {depth / family.depth:.1f}x at +{prices[depth]:.1%}"
-        ten = "not reached" if tenfold == math.inf else f"+{tenfold:.1%}"
-        cells = (family.name, format_bytes(allowed), family.depth, deep, ten, PUBLISHED)
-        print("| " + " | ".join(map(str, cells)) + " |", flush=True)
-    print("\n| chain of n | as it is, activations | lowest | lowest / sqrt(n) |\n| --- | --- | --- | --- |", flush=True)
-    for n in map(int, given.lengths.split(",")):
-        model = chain.chain(n, 64, 1024)
-        plain = as_executed(model, None, "all", Preparation(CPU)).timeline.peak / (64 * 1024 * 4)
-        least = lowest(n, given.time_limit)
-        print(f"| {n} | {plain:.1f} | {least:.1f} | {least / n**0.5:.2f} |", flush=True)
+ITEMS = tuple(family.name for family in FAMILIES)
 
 
-if __name__ == "__main__":
-    main()
+def rows(item: str, *, effort: float = 3.0) -> Iterator[tuple[str, ...]]:
+    """The row of one family, or of a chain."""
+    if item.isdigit():
+        n = int(item)
+        plain = as_executed(chain.chain(n, 64, 1024), None, "all", Preparation(CPU)).timeline.peak / (64 * 1024 * 4)
+        least = lowest(n, effort)
+        yield f"chain of {n}", f"{plain:.1f}", f"{least:.1f}", f"{least / n**0.5:.2f}", ""
+        return
+    family = next(each for each in FAMILIES if each.name == item)
+    allowed = as_executed(family.build(family.depth), None, "all", Preparation(CPU)).timeline.peak
+    prices = Prices(family, allowed, effort)
+    depth = deepest(prices, 0.2)
+    tenfold = prices[10 * family.depth]
+    deep = f"{depth} = {depth / family.depth:.1f}x at +{prices[depth]:.1%}"
+    ten = "not reached" if tenfold == math.inf else f"+{tenfold:.1%}"
+    yield family.name, format_bytes(allowed), str(family.depth), deep, ten
