@@ -30,9 +30,11 @@ from typing import Any
 import onnx
 
 from onnx_remat.units import parse_size
-from scripts import edge_env, edge_places, results
+from scripts import results
+from tests.support import elsewhere
+from tests.support.elsewhere import places
 
-STEPS = edge_env.FOLDER / "steps"
+STEPS = elsewhere.FOLDER / "steps"
 FILES = {"before": "as exported", "after": "rewritten"}
 LOSSES = (
     "step",
@@ -116,26 +118,26 @@ def feeds_of(step: Step, folder: Path) -> dict[str, Any]:
 
 def losses(folder: Path, steps: int, headers: Path | None) -> Iterator[tuple[str, ...]]:
     """Lines of the table of losses: the largest difference to Python's over its largest loss, "=" if none."""
-    chromium = edge_env.browser()
+    chromium = elsewhere.chromium()
     with tempfile.TemporaryDirectory(prefix="onnx-remat-") as home:
-        program = edge_places.build_cpp(headers, Path(home)) if headers else None
+        program = places.build_cpp(headers, Path(home)) if headers else None
         for step in listed(folder):
             feeds, state = feeds_of(step, folder), folder / step.state
-            first: list[edge_places.Run | None] = []
+            first: list[places.Run | None] = []
             for file, name in FILES.items():
                 path = folder / getattr(step, file)
-                wanted = edge_places.in_python(path, feeds, steps)
-                here, there = edge_places.executed(path, feeds, state)
+                wanted = places.in_python(path, feeds, steps)
+                here, there = places.executed(path, feeds, state)
                 found = [
-                    edge_places.in_node(path, state, steps),
-                    edge_places.in_node(path, state, steps, "--wasm"),
-                    edge_places.in_browser(chromium, path, state, steps) if chromium else None,
-                    edge_places.in_cpp(program, path, state, steps) if program else None,
+                    places.in_node(path, state, steps),
+                    places.in_node(path, state, steps, "--wasm"),
+                    places.in_browser(chromium, path, state, steps) if chromium else None,
+                    places.in_cpp(program, path, state, steps) if program else None,
                 ]
-                cells = [_shown(edge_places.difference(run.losses, wanted.losses)) if run else "" for run in found]
-                first, places = first or [wanted, *found], [wanted, *found]
-                pairs = [(a.losses, b.losses) for a, b in zip(places, first, strict=True) if a and b]
-                apart = max(edge_places.difference(*pair) for pair in pairs)
+                cells = [_shown(places.difference(run.losses, wanted.losses)) if run else "" for run in found]
+                first, everywhere = first or [wanted, *found], [wanted, *found]
+                pairs = [(a.losses, b.losses) for a, b in zip(everywhere, first, strict=True) if a and b]
+                apart = max(places.difference(*pair) for pair in pairs)
                 order = "same" if here == there else _differs(here, there)
                 yield step.name, name, str(len(there)), order, *cells, "" if file == "before" else _shown(apart)
 
@@ -150,13 +152,13 @@ def _differs(here: list[str], there: list[str]) -> str:
 
 def heaps(folder: Path, steps: int) -> Iterator[tuple[str, ...]]:
     """Lines of the table of heaps."""
-    chromium = edge_env.browser()
+    chromium = elsewhere.chromium()
     for step in listed(folder):
         whole = 0
         for file, name in FILES.items():
             path, state = folder / getattr(step, file), folder / step.state
-            grown = edge_places.in_browser(chromium, path, state, steps).heap
-            least = edge_places.smallest_heap(path, state, grown)
+            grown = places.in_browser(chromium, path, state, steps).heap
+            least = places.smallest_heap(path, state, grown)
             whole = whole or least
             last = ("", "") if file == "before" else (f"{least / whole:.0%}", f"{step.compute:+.1%}")
             budget = f"{step.budget / 1e6:.1f}" if file == "after" else ""
@@ -192,7 +194,7 @@ def largest(heap: int, sizes: list[str], effort: float, steps: int) -> Iterator[
             onnx.save(written, path)
             state_file.write(state, feeds)
             start = time.perf_counter()
-            kept = edge_places.fits(path, state, heap, steps)
+            kept = places.fits(path, state, heap, steps)
             seconds = f"{time.perf_counter() - start:.0f}" if kept else ""
         plan = _mb(report.budget), _mb(report.after.total), f"{report.extra_compute:+.1%}"
         planned = plan if rewritten else ("as exported", _mb(report.before.total), "")
@@ -227,7 +229,7 @@ def main() -> None:
     if given.what == "make":
         make(given.folder, given.budget, given.effort, given.models.split(","))
         return
-    if why := edge_env.missing():
+    if why := elsewhere.missing():
         sys.exit(why)
     command = f"python -m scripts.edge {given.what}"
     if given.what == "losses":

@@ -13,16 +13,17 @@ import pytest
 
 from onnx_remat import rewrite_model
 from onnx_remat.session import state_file
-from scripts import edge_browser, edge_env, edge_places
+from tests.support import elsewhere
+from tests.support.elsewhere import browser, places
 from tests.support.graphs import feeds_for, mlp
 
 STEPS, WIDTH, BATCH = 5, 128, 4096
-EXAMPLES = edge_env.FOLDER.parent
+EXAMPLES = elsewhere.FOLDER.parent
 WRITTEN = [path for folder in ("javascript", "cpp") for path in (EXAMPLES / folder).glob("*.*")]
 HEADERS = Path(os.environ.get("ONNXRUNTIME_HEADERS", "/usr/include/onnxruntime"))
 
-javascript = pytest.mark.skipif(bool(edge_env.missing()), reason=edge_env.missing())
-chromium = pytest.mark.skipif(not edge_env.browser(), reason="no Chromium")
+javascript = pytest.mark.skipif(bool(elsewhere.missing()), reason=elsewhere.missing())
+chromium = pytest.mark.skipif(not elsewhere.chromium(), reason="no Chromium")
 
 
 def step():
@@ -52,11 +53,11 @@ def steps(tmp_path_factory):
 
 
 def wanted(folder, file):
-    return edge_places.in_python(folder / file, feeds_for(step()), STEPS).losses
+    return places.in_python(folder / file, feeds_for(step()), STEPS).losses
 
 
 def node(folder, file, *flags, count=STEPS):
-    return edge_places.in_node(folder / file, folder / "state.safetensors", count, *flags)
+    return places.in_node(folder / file, folder / "state.safetensors", count, *flags)
 
 
 def test_the_examples_are_short():
@@ -66,9 +67,9 @@ def test_the_examples_are_short():
 
 @javascript
 def test_the_packages_are_those_that_the_example_asks_for():
-    asked = json.loads((edge_env.FOLDER / "package.json").read_text())["dependencies"]
-    assert set(asked) == set(edge_env.PACKAGES)
-    for name, version in edge_env.installed().items():
+    asked = json.loads((elsewhere.FOLDER / "package.json").read_text())["dependencies"]
+    assert set(asked) == set(elsewhere.PACKAGES)
+    for name, version in elsewhere.installed().items():
         low, high = (tuple(map(int, bound.lstrip("<>=").split("."))) for bound in asked[name].split())
         assert low <= tuple(map(int, version.split("."))) < high
 
@@ -78,13 +79,13 @@ def test_the_packages_are_those_that_the_example_asks_for():
 def test_node_trains_to_the_same_losses(steps, file):
     found, losses = node(steps, file).losses, wanted(steps, file)
     assert len(found) == STEPS and found[-1] < found[0]
-    assert edge_places.difference(found, losses) < 1e-6
+    assert places.difference(found, losses) < 1e-6
 
 
 @javascript
 def test_webassembly_trains_to_the_same_losses_in_a_smaller_heap(steps):
     before, after = node(steps, "before.onnx", "--wasm", count=1), node(steps, "after.onnx", "--wasm")
-    assert edge_places.difference(after.losses, wanted(steps, "after.onnx")) < 1e-5
+    assert places.difference(after.losses, wanted(steps, "after.onnx")) < 1e-5
     assert after.heap < 0.75 * before.heap
 
 
@@ -99,10 +100,9 @@ def test_steps_leave_nothing_behind_in_the_heap(steps):
 @javascript
 @pytest.mark.slow
 def test_a_heap_with_a_limit_is_enough_for_the_rewritten_file_alone(steps):
-    limit = 45 * edge_places.MIB
+    limit = 45 * places.MIB
     fit = [
-        edge_places.fits(steps / file, steps / "state.safetensors", limit, steps=1)
-        for file in ("before.onnx", "after.onnx")
+        places.fits(steps / file, steps / "state.safetensors", limit, steps=1) for file in ("before.onnx", "after.onnx")
     ]
     assert fit == [False, True]
 
@@ -113,14 +113,14 @@ def test_a_value_that_is_missing_is_named(steps, tmp_path):
     del feeds["w3"]
     state_file.write(tmp_path / "state.safetensors", feeds)
     with pytest.raises(subprocess.CalledProcessError) as failed:
-        edge_places.in_node(steps / "after.onnx", tmp_path / "state.safetensors", 1)
+        places.in_node(steps / "after.onnx", tmp_path / "state.safetensors", 1)
     assert "no value for the input w3" in failed.value.stderr
 
 
 @javascript
 @chromium
 def test_a_browser_trains_to_the_losses_of_webassembly_in_node(steps):
-    found = edge_places.in_browser(edge_env.browser(), steps / "after.onnx", steps / "state.safetensors", STEPS)
+    found = places.in_browser(elsewhere.chromium(), steps / "after.onnx", steps / "state.safetensors", STEPS)
     assert found == node(steps, "after.onnx", "--wasm")
 
 
@@ -129,7 +129,7 @@ def test_a_browser_trains_to_the_losses_of_webassembly_in_node(steps):
 @pytest.mark.slow
 def test_the_page_trains_both_files_and_shows_their_heaps(steps, tmp_path):
     pictures = {"light": tmp_path / "light.png", "dark": tmp_path / "dark.png"}
-    found = edge_browser.page(edge_env.browser(), steps, "mlp", pictures, STEPS)
+    found = browser.page(elsewhere.chromium(), steps, "mlp", pictures, STEPS)
     assert found["status"].startswith(f"Step {STEPS} of {STEPS}: loss ")
     before, after = (float(text.removesuffix(" MB")) for text in found["heaps"])
     assert 0 < after < 0.75 * before
@@ -144,13 +144,13 @@ def test_the_page_trains_both_files_and_shows_their_heaps(steps, tmp_path):
 @pytest.mark.slow
 def test_a_failure_in_the_browser_is_told(steps):
     with pytest.raises(RuntimeError, match=r"missing\.onnx.*404"):
-        edge_places.in_browser(edge_env.browser(), steps / "missing.onnx", steps / "state.safetensors", 1)
+        places.in_browser(elsewhere.chromium(), steps / "missing.onnx", steps / "state.safetensors", 1)
 
 
 @javascript
 @pytest.mark.slow
 def test_webassembly_runs_the_planned_nodes_in_the_planned_order(steps):
-    here, there = edge_places.executed(steps / "after.onnx", feeds_for(step()), steps / "state.safetensors")
+    here, there = places.executed(steps / "after.onnx", feeds_for(step()), steps / "state.safetensors")
     assert len(here) > 100 and here == there
 
 
@@ -158,6 +158,6 @@ def test_webassembly_runs_the_planned_nodes_in_the_planned_order(steps):
                     "libonnxruntime-dev has them, or set ONNXRUNTIME_HEADERS")  # fmt: skip
 @pytest.mark.slow
 def test_cpp_trains_to_the_same_losses(steps, tmp_path):
-    program = edge_places.build_cpp(HEADERS, tmp_path)
-    found = edge_places.in_cpp(program, steps / "after.onnx", steps / "state.safetensors", STEPS)
-    assert edge_places.difference(found.losses, wanted(steps, "after.onnx")) == 0
+    program = places.build_cpp(HEADERS, tmp_path)
+    found = places.in_cpp(program, steps / "after.onnx", steps / "state.safetensors", STEPS)
+    assert places.difference(found.losses, wanted(steps, "after.onnx")) == 0

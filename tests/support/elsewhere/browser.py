@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from scripts.edge_env import FOLDER
+from tests.support.elsewhere import FOLDER
 
 SECONDS = 300.0
 _FLAGS = (

@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from scripts import edge_browser
-from scripts.edge_env import FOLDER
+from tests.support.elsewhere import FOLDER, browser
 
 MIB = 2**20
 _SECONDS = 1800.0
@@ -54,7 +53,7 @@ def in_node(model: Path, state: Path, steps: int, *flags: str) -> Run:
 
 def in_browser(chromium: str, model: Path, state: Path, steps: int) -> Run:
     """Train with examples/javascript/worker.mjs; the files lie in one folder."""
-    found = edge_browser.train(chromium, model.parent, model.name, state.name, steps)
+    found = browser.train(chromium, model.parent, model.name, state.name, steps)
     return Run(tuple(found["losses"]), found["heap"])
 
 
