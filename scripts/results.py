@@ -1,7 +1,7 @@
 """The tables of the results pages: committed as JSON by the commands that measure them, put into the pages from there.
 
 python -m scripts.results writes every table between the marks ``<!-- table NAME -->`` and ``<!-- end -->`` of
-docs/results/*.md anew, from docs/results/data/NAME.json.
+docs/results/*.md anew, from docs/results/data/NAME.json; with ``--check`` it says which pages that would change.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -51,27 +52,38 @@ def printed(rows: Iterable[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
     return tuple(seen)
 
 
-def load(name: str) -> Table:
-    """The table in docs/results/data/NAME.json."""
-    found = json.loads((DATA / f"{name}.json").read_text(encoding="utf-8"))
+def load(name: str, data: Path = DATA) -> Table:
+    """The table in docs/results/data/NAME.json, or in another folder."""
+    found = json.loads((data / f"{name}.json").read_text(encoding="utf-8"))
     return Table(found["command"], tuple(found["heads"]), tuple(map(tuple, found["rows"])), found["version"])
 
 
-def rendered(page: str) -> str:
+def rendered(page: str, data: Path = DATA) -> str:
     """A page with its tables as their JSON has them."""
 
     def table(mark: re.Match[str]) -> str:
         name = mark["name"]
-        return f"<!-- table {name} -->\n{load(name).to_markdown()}\n<!-- end -->"
+        return f"<!-- table {name} -->\n{load(name, data).to_markdown()}\n<!-- end -->"
 
     return re.sub(_MARKED, table, page)
 
 
 def main() -> None:
-    """Render all pages."""
-    argparse.ArgumentParser(description=__doc__).parse_args()
-    for path in sorted(PAGES.glob("*.md")):
-        path.write_text(rendered(path.read_text(encoding="utf-8")), encoding="utf-8")
+    """Render all pages, or check that they are."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="change nothing; 1 where a page is not as its tables are")
+    parser.add_argument("--pages", type=Path, default=PAGES, help="folder (default: docs/results)")
+    given = parser.parse_args()
+    stale = []
+    for path in sorted(given.pages.glob("*.md")):
+        text = path.read_text(encoding="utf-8")
+        made = rendered(text, given.pages / "data")
+        if made != text:
+            stale.append(path.name)
+            if not given.check:
+                path.write_text(made, encoding="utf-8")
+    if given.check and stale:
+        sys.exit(f"{', '.join(stale)}: run python -m scripts.results")
 
 
 if __name__ == "__main__":
