@@ -23,7 +23,7 @@ import onnx_remat
 from onnx_remat.errors import OnnxRematError
 from onnx_remat.findings.survival import check
 from onnx_remat.measure.processes import GIVES_BACK
-from onnx_remat.process.worker import QUIET
+from onnx_remat.process.child import QUIET
 from scripts.results import Table, save
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -17,7 +17,7 @@ from onnx_remat import files
 from onnx_remat.app.flags import FLAGS, in_flags
 from onnx_remat.errors import MissingExtraError, OnnxRematError, UsageError
 from onnx_remat.ir import model_io
-from onnx_remat.process.worker import QUIET
+from onnx_remat.process.child import QUIET
 
 from ..extras import require
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from onnx_remat import files
 from onnx_remat.app import completion, streams
 from onnx_remat.errors import OnnxRematError, UsageError, did_you_mean
-from onnx_remat.process.worker import QUIET
+from onnx_remat.process.child import QUIET
 
 if TYPE_CHECKING:
     from onnx_remat.ir.model_io import Source

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import os
-import pickle
-import subprocess
-import sys
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 import onnx
 
-from onnx_remat import errors
 from onnx_remat.distributed.flat import kind_of, layout_of
 from onnx_remat.distributed.sharding import Piece, Shard, Sharding
-from onnx_remat.errors import BudgetInfeasibleError, ModelError, OnnxRematError, UsageError
+from onnx_remat.errors import BudgetInfeasibleError, ModelError, UsageError
 from onnx_remat.ir import model_io
-from onnx_remat.process.worker import QUIET
+from onnx_remat.process import child
 
 if TYPE_CHECKING:
     from onnx_remat.options import PlanningOptions
@@ -163,40 +159,19 @@ def prepare_apart(step: model_io.Model, budget: str | int | None, **options: Any
     if "progress" in options:
         raise UsageError("progress is not told from the process that plans: leave it out, or pass what prepare makes")
     given = os.fspath(step) if isinstance(step, str | os.PathLike) else model_io.load(step).model.SerializeToString()
-    job = pickle.dumps((given, budget, options))
-    environment = os.environ | QUIET | {"PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "onnx_remat.distributed.parts"], input=job, env=environment, capture_output=True,
-        check=False,
-    )  # fmt: skip
-    if done.returncode:
-        lines = done.stderr.decode(errors="replace").strip().splitlines() or [f"exit status {done.returncode}"]
-        raise ModelError(f"the step could not be prepared: {lines[-1]}")
-    kind, message, parts = pickle.loads(done.stdout)
-    if kind:
-        found = getattr(errors, kind, OnnxRematError)
-        raise found(message) if found is not BudgetInfeasibleError else found(message, *parts)
-    gradients, update, shards, foreseen, recompute = parts
-    shards = tuple(Shard(model, {n: Piece(*piece) for n, piece in pieces.items()}) for model, pieces in shards)
-    return Parts(gradients, update, shards, foreseen, recompute)
-
-
-def main() -> None:
-    """Do the job on standard input, see `prepare_apart`."""
-    step, budget, options = pickle.loads(sys.stdin.buffer.read())
-    answer: tuple[str, str, object]
     try:
-        made = prepare(step, budget, **options)
-        shards = [
-            (shard.model, {n: (p.start, p.stop, p.size) for n, p in shard.pieces.items()}) for shard in made.shards
-        ]
-        answer = "", "", (made.gradients, made.update, shards, made.foreseen, made.recompute)
-    except BudgetInfeasibleError as error:
-        answer = type(error).__name__, str(error), (error.best_peak_bytes, error.lower_bound_bytes)
-    except OnnxRematError as error:
-        answer = type(error).__name__, str(error), None
-    sys.stdout.buffer.write(pickle.dumps(answer))
+        made = child.call(
+            "onnx_remat.distributed.parts:prepared", {"step": given, "budget": budget, "options": options}
+        )
+    except child.Failed as failed:
+        raise failed.error() or ModelError(f"the step could not be prepared: {failed}") from None
+    shards = tuple(
+        Shard(shard["model"], {name: Piece(**piece) for name, piece in shard["pieces"].items()})
+        for shard in made["shards"]
+    )
+    return Parts(**made | {"shards": shards})
 
 
-if __name__ == "__main__":
-    main()
+def prepared(step: str | bytes, budget: str | int | None, options: Mapping[str, Any]) -> dict[str, Any]:
+    """`prepare`, for another process."""
+    return asdict(prepare(step, budget, **options))

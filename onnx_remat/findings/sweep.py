@@ -5,19 +5,19 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from multiprocessing import get_context
-from typing import Unpack
+from queue import SimpleQueue
+from typing import Any, Unpack
 
 import numpy as np
 
 from onnx_remat.errors import BudgetInfeasibleError, OnnxRematError, UsageError
-from onnx_remat.ir.model_io import Model
+from onnx_remat.ir.model_io import Model, load
 from onnx_remat.options import PlanningOptions
 from onnx_remat.plan.selectors import Progress, silent
-from onnx_remat.process.worker import QUIET
+from onnx_remat.process.child import Child, Failed
 from onnx_remat.rewrite.goal import smallest_budget
 from onnx_remat.rewrite.pipeline import Result, rewrite, rewrite_model
 from onnx_remat.units import format_bytes, table
@@ -94,7 +94,6 @@ def sweep(model: Model, points: int = 10, jobs: int = 1, **options: Unpack[Plann
         How many budgets; each takes the time of a plan.
     jobs : int
         Processes that plan at the same time, with a budget each. The curve is the same where `effort` limits planning.
-        A script that asks for several needs the line ``if __name__ == "__main__":``.
     **options
         Fields of `Options`.
 
@@ -151,8 +150,10 @@ def _try(model: Model, budget: int, options: PlanningOptions) -> _Tried:
     return _point(result), result.report.lower_bound
 
 
-def _quietly() -> None:
-    os.environ.update(QUIET)
+def tried(model: str | bytes, budget: int, options: PlanningOptions) -> tuple[dict[str, Any] | None, int]:
+    """What a budget gave, for another process."""
+    point, bound = _try(model, budget, options)
+    return None if point is None else asdict(point), bound
 
 
 def _tried(
@@ -164,17 +165,33 @@ def _tried(
         for name, budget in zip(names, budgets, strict=True):
             yield _try(model, budget, {**options, "progress": named(name, progress)})
         return
-    # Spawned, not forked: onnxruntime and numba have threads that a copy of this process would not have.
-    pool = ProcessPoolExecutor(min(jobs, len(budgets)), get_context("spawn"), _quietly)
-    try:
-        work = [pool.submit(_try, model, budget, options) for budget in budgets]
-        for name, each in zip(names, work, strict=True):
-            progress(name, 0.0)
-            yield each.result()
-    except BrokenProcessPool as error:
-        raise OnnxRematError("a process of the sweep was killed, of memory perhaps: ask for a smaller jobs=") from error
-    finally:
-        pool.shutdown(cancel_futures=True)
+    given = os.fspath(model) if isinstance(model, str | os.PathLike) else load(model).model.SerializeToString()
+    idle: SimpleQueue[Child] = SimpleQueue()
+
+    def by_another(budget: int) -> _Tried:
+        child = idle.get()
+        try:
+            job = {"model": given, "budget": budget, "options": options}
+            point, bound = child.call("onnx_remat.findings.sweep:tried", job)
+        finally:
+            idle.put(child)
+        return point and Point(**point), bound
+
+    with ThreadPoolExecutor(min(jobs, len(budgets))) as pool, ExitStack() as ended:
+        for _ in range(min(jobs, len(budgets))):
+            idle.put(ended.enter_context(Child()))
+        ended.callback(pool.shutdown, wait=False, cancel_futures=True)
+        work = [pool.submit(by_another, budget) for budget in budgets]
+        try:
+            for name, each in zip(names, work, strict=True):
+                progress(name, 0.0)
+                yield each.result()
+        except Failed as failed:
+            if failed.how != "died":
+                raise failed.error() or failed from None
+            raise OnnxRematError(
+                "a process of the sweep was killed, of memory perhaps: ask for a smaller jobs="
+            ) from None
 
 
 def named(what: str, progress: Progress) -> Progress:

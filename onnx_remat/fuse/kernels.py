@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import stat
 import struct
-import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from onnx_remat.errors import ModelError
+from onnx_remat.process.child import Child, Failed
 
 ALIGNMENT = 64
 
@@ -67,7 +66,8 @@ def compiled(texts: Sequence[str], folder: Path | None = None) -> list[bytes]:
         found[text] = _compile(text)
         _keep(folder, wanted[text], found[text])
     if helper is not None:
-        helper.wait()
+        with helper, contextlib.suppress(Failed):  # what it leaves undone is compiled here
+            helper.answer()
         for text in share:
             code = _kept(folder, wanted[text])
             found[text] = _compile(text) if code is None else code
@@ -154,20 +154,20 @@ def _compile(text: str) -> bytes:
     return link(machine.emit_object(module))
 
 
-def _other_process(texts: Sequence[str], folder: Path) -> subprocess.Popen[str] | None:
+def _other_process(texts: Sequence[str], folder: Path) -> Child | None:
     """A process that compiles texts and leaves their code in a folder."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)}
     try:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "onnx_remat.fuse.kernels"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL, text=True, env=environment,
-        )  # fmt: skip
-        assert process.stdin is not None
-        json.dump({"folder": str(folder), "texts": list(texts)}, process.stdin)
-        process.stdin.close()
+        child = Child()
     except OSError:
         return None
-    return process
+    child.begin("onnx_remat.fuse.kernels:compile_into", {"texts": texts, "folder": folder}, last=True)
+    return child
+
+
+def compile_into(texts: Sequence[str], folder: str) -> None:
+    """Compile texts for another process, and leave their code in a folder."""
+    for text in texts:
+        _keep(Path(folder), _key(text), _compile(text))
 
 
 # ---- an object file as one block of code ----
@@ -230,18 +230,3 @@ def _relocate(
             raise ModelError(f"a kernel cannot be linked: it refers to {called or 'a section'!r} (relocation {kind})")
         place = base[table[7]] + where
         struct.pack_into(_RELATIVE[kind], image, place, base[home] + value + addend - place)
-
-
-def main() -> None:
-    """Compile the texts that standard input names, for another process."""
-    job = json.load(sys.stdin)
-    _compile_all(job["texts"], Path(job["folder"]))
-
-
-def _compile_all(texts: Iterable[str], folder: Path) -> None:
-    for text in texts:
-        _keep(folder, _key(text), _compile(text))
-
-
-if __name__ == "__main__":
-    main()

@@ -17,6 +17,7 @@ from onnx import TypeProto, inliner, shape_inference
 
 from onnx_remat.errors import ModelError
 from onnx_remat.process import worker
+from onnx_remat.process.child import Limit
 
 _SECONDS, _NODES_PER_SECOND = 5.0, 2000  # measured: inference takes 25 microseconds per node, here
 _BYTES, _COPIES = 768 * 2**20, 64  # memory for any model, and per byte of it
@@ -28,9 +29,9 @@ REFUSALS = (
 )  # fmt: skip
 
 
-def limit(nodes: int, size: int) -> worker.Limit:
+def limit(nodes: int, size: int) -> Limit:
     """What a model of so many nodes and bytes may cost to read."""
-    return worker.Limit(_SECONDS + nodes / _NODES_PER_SECOND, _BYTES + _COPIES * size)
+    return Limit(_SECONDS + nodes / _NODES_PER_SECOND, _BYTES + _COPIES * size)
 
 
 def infer_types(model: onnx.ModelProto, data_prop: bool = True, strict: bool = False) -> Types:

@@ -1,13 +1,11 @@
-"""The measured process: reads a job (JSON) from stdin and prints what it saw.
+"""What the measured process does with a job, and what it saw.
 
-Started by `processes` only; it imports as little as it can, because everything it imports is resident memory, and
-nothing that another environment may lack.
+Called by `processes` only, in a `child`; it imports as little as it can, because everything it imports is resident
+memory, and nothing that another environment may lack.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,14 +16,6 @@ from onnx_remat.session.heap import trim
 Job = dict[str, Any]
 
 _LEVELS = {"disable": "ORT_DISABLE_ALL", "basic": "ORT_ENABLE_BASIC", "all": "ORT_ENABLE_ALL"}
-
-
-def main() -> None:
-    """Do the job and print a JSON object."""
-    job = json.load(sys.stdin)
-    tasks = {"measure": measure, "race": race, "profile": profile, "train": train, "by_session": by_session}
-    work = tasks[job.pop("task")]
-    print(json.dumps(work(job)))
 
 
 def new_session(job: Job, path: str, default: bool, entries: Mapping[str, str] | None = None) -> Any:
@@ -239,7 +229,3 @@ def _timed(session: Any, feeds: dict[str, Any]) -> float:
     start = time.perf_counter()
     session.run(None, feeds)
     return time.perf_counter() - start
-
-
-if __name__ == "__main__":
-    main()

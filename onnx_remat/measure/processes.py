@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import mmap
-import os
 import statistics
 import subprocess
 import sys
@@ -25,7 +24,8 @@ from onnx_remat import files
 from onnx_remat.errors import UsageError, VerificationError
 from onnx_remat.ort.executed import Executed
 from onnx_remat.ort.kernels.registry import kernels_of
-from onnx_remat.process.worker import QUIET
+from onnx_remat.process import child
+from onnx_remat.process.child import QUIET, Limit
 from onnx_remat.session.heap import ALIGNMENT
 
 RESOLUTION = 1 << 19
@@ -293,24 +293,6 @@ def session_job(provider: str) -> dict[str, Any]:
 LARGE_BLOCK = 16384
 GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": str(LARGE_BLOCK), "MALLOC_TRIM_THRESHOLD_": str(LARGE_BLOCK)}
 
-# Without a search path for modules: that of this environment would hide the other's own numpy and onnx.
-_CHILD = """
-import importlib.util, os, sys
-try:
-    import resource
-    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    if soft == resource.RLIM_INFINITY:
-        resource.setrlimit(resource.RLIMIT_DATA, (machine, hard))
-except (ImportError, OSError, ValueError):
-    pass  # a system without such limits
-spec = importlib.util.spec_from_file_location("onnx_remat", sys.argv[1] + "/__init__.py")
-sys.modules["onnx_remat"] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(sys.modules["onnx_remat"])
-from onnx_remat.measure.probe import main
-main()
-"""
-
 
 @cache
 def _check_interpreter(python: str) -> None:
@@ -338,25 +320,18 @@ def _probe(python: str, task: str, job: dict[str, Any]) -> dict[str, Any]:
         _check_interpreter(python)
     # Each kernel on a device is waited for, or a profile would show how long it takes to start them.
     waiting = {"CUDA_LAUNCH_BLOCKING": "1"} if task == "profile" and job["device"] != "cpu" else {}
+    limit = Limit(SECONDS, clock=True)
     try:
-        done = subprocess.run(
-            [python, "-c", _CHILD, str(Path(__file__).parents[1])],
-            input=json.dumps({"task": task, **job}), env=os.environ | QUIET | GIVES_BACK | waiting,
-            capture_output=True, text=True, check=False, timeout=SECONDS,
-        )  # fmt: skip
+        answer: dict[str, Any] = child.call(
+            f"onnx_remat.measure.probe:{task}", {"job": job}, limit, QUIET | GIVES_BACK | waiting, python
+        )
     except OSError as error:
         raise UsageError(f"{python!r} is no Python interpreter: {error.strerror}") from error
-    except subprocess.TimeoutExpired:
-        raise VerificationError(
-            f"running {Path(job['path']).name} did not come to an end in {SECONDS:.0f} seconds, the limit"
-        ) from None
-    if done.returncode != 0:
-        lines = done.stderr.strip().splitlines() or ["killed (out of memory?)"]
-        raise VerificationError(f"running {Path(job['path']).name} failed: {lines[-1]}")
-    try:
-        answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    except (IndexError, ValueError) as error:
-        raise VerificationError(f"running {Path(job['path']).name} failed: no answer came back") from error
+    except child.Failed as failed:
+        why = f"failed: {failed.line or 'killed (out of memory?)'}"
+        if failed.how == "time":
+            why = f"did not come to an end in {SECONDS:.0f} seconds, the limit"
+        raise VerificationError(f"running {Path(job['path']).name} {why}") from None
     return answer
 
 

@@ -1,16 +1,12 @@
 """What training by a session of ours takes of the machine's memory, as the operating system counts it.
 
-`measure` starts ``python -m onnx_remat.measure.residence``: a fresh process, the C library as it is, no variable set.
+`measure` trains in a fresh process (`child`), the C library as it is, no variable set.
 The figure is its high-water mark, from before the session and the state exist to after the last step, less what the
 interpreter, the libraries and a session of one node take. Linux only: elsewhere there is no such mark to reset.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +16,7 @@ import numpy as np
 
 from onnx_remat import files
 from onnx_remat.errors import VerificationError
+from onnx_remat.process import child
 from onnx_remat.session.opening import Array
 
 
@@ -75,16 +72,11 @@ def measure(path: Path, dims: Mapping[str, int] | None = None, steps: int = 3, f
         The process failed.
     """
     with files.scratch() as home:
-        job = {"path": str(path.resolve()), "warm": str(one_node(home)), "dims": dict(dims or {}), "steps": steps,
-               "fuse": fuse}  # fmt: skip
-        done = subprocess.run(
-            [sys.executable, "-P", "-m", "onnx_remat.measure.residence"], input=json.dumps(job), capture_output=True,
-            text=True, check=False, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        )  # fmt: skip
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-        raise VerificationError(f"training in a fresh process failed: {lines[-1][:300]}")
-    return Residence(**json.loads(done.stdout.splitlines()[-1]))
+        job = {"path": path.resolve(), "warm": one_node(home), "dims": dims or {}, "steps": steps, "fuse": fuse}
+        try:
+            return Residence(**child.call("onnx_remat.measure.residence:taken", job, variables={}))
+        except child.Failed as failed:
+            raise VerificationError(f"training in a fresh process failed: {str(failed)[:300]}") from None
 
 
 def state_for(arrays: tuple[Array, ...]) -> dict[str, Any]:
@@ -119,20 +111,19 @@ def one_node(home: Path) -> Path:
     return path
 
 
-def main() -> None:
-    """Do the job on standard input and print a JSON object."""
+def taken(path: str, warm: str, dims: Mapping[str, int], steps: int, fuse: bool) -> dict[str, int]:
+    """What `measure` returns, of this process, which does nothing else."""
     from onnx_remat.measure.probe import reset_peak, resident
     from onnx_remat.session.heap import trim
     from onnx_remat.session.session import Session
 
-    job = json.load(sys.stdin)
-    with Session(job["warm"]) as session:
+    with Session(warm) as session:
         session.run(state_for(session.inputs))
     trim()
     base = reset_peak()
-    session = Session(job["path"], donate=True, dims=job["dims"], fuse=job["fuse"])
+    session = Session(path, donate=True, dims=dims, fuse=fuse)
     state = state_for(session.inputs)
-    for _ in range(job["steps"]):
+    for _ in range(steps):
         session.execute(state)
     found = Residence(
         total=resident("VmHWM") - base, inputs=sum(array.nbytes for array in state.values()),
@@ -140,8 +131,4 @@ def main() -> None:
         workspace=session.workspace_bytes, nodes=session.node_count, kernels=session.kernel_count,
         donated=len(session.donated), not_donated=len(session.not_donated),
     )  # fmt: skip
-    print(json.dumps(asdict(found)))
-
-
-if __name__ == "__main__":
-    main()
+    return asdict(found)

@@ -238,7 +238,7 @@ def bitwise(before: Path, after: Path, dims: Mapping[str, int] | None = None, ex
 
 
 def session(
-    path: Path,
+    path: str | Path,
     dims: Mapping[str, int] | None = None,
     *,
     level: str = "all",
@@ -257,7 +257,7 @@ def session(
     VerificationError
         An output differs, or an input was written over that no output renews.
     """
-    source = model_io.load(path)
+    path, source = Path(path), model_io.load(path)
     kernels = kernels_of(provider)
     with files.scratch() as home:
         if fixed_draws.random_nodes(source.model):

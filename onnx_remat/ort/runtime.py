@@ -19,7 +19,8 @@ from onnx_remat.errors import ModelError, OnnxRematError
 from onnx_remat.ir import external_data, model_io
 from onnx_remat.ir.body import unshadow
 from onnx_remat.ort import libraries
-from onnx_remat.process.worker import Limit, ask
+from onnx_remat.process.child import Limit
+from onnx_remat.process.worker import ask
 
 _SECONDS, _NODES_PER_SECOND = 15.0, 1000  # of computing: symbolic inference may run for ever on a contradictory model
 _BYTES, _COPIES = 2 * 2**30, 8  # memory for any model, and per byte of it and its weights
@@ -161,7 +162,6 @@ def _restore_defaults(made: onnx.ModelProto, model: onnx.ModelProto) -> None:
 
 
 def load_and_optimize(
-    _: bytes,
     source: str,
     target: str,
     level: str,

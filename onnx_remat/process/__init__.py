@@ -1,1 +1,1 @@
-"""Other processes, and compiled code: the worker for native libraries, numba's cache."""
+"""Other processes, and compiled code: functions that they call, the worker for native libraries, numba's cache."""

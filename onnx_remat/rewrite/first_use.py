@@ -3,16 +3,13 @@
 Numba compiles in one thread, with the interpreter's lock held. So the slowest kernels are compiled in processes of
 their own, while this one loads the model and simulates the original, and those of the end while it plans; all of it
 comes off the disk from then on.
-``python -m onnx_remat.rewrite.first_use NAME...`` compiles some groups.
 """
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -25,7 +22,7 @@ from onnx_remat.plan.request import Deadline
 from onnx_remat.plan.search import anneal, orders, plans
 from onnx_remat.plan.search.core import viewless
 from onnx_remat.plan.selectors.materialize import inserted, materialize
-from onnx_remat.process import worker
+from onnx_remat.process.child import Child
 from onnx_remat.process.compiled import is_compiled
 from onnx_remat.write import private_buffers
 
@@ -107,13 +104,14 @@ class FirstUse:
     """Which kernels are compiled by whom; `compile` takes no time where they are on the disk."""
 
     def __init__(self) -> None:
-        self.children: dict[str, subprocess.Popen[bytes]] = {}
+        self.children: dict[str, Child] = {}
 
     def begin(self) -> None:
         """Compile the planner's groups in processes of their own, as many as there are cores beside this one's."""
         for share in _SHARES[: (os.cpu_count() or 1) - 1]:
             if missing := [name for name in share if not is_compiled(_GROUPS[name].last)]:
-                child = worker.spawn("onnx_remat.rewrite.first_use", *missing, stdin=subprocess.DEVNULL)
+                child = Child()
+                child.begin("onnx_remat.rewrite.first_use:compile_groups", {"names": missing}, last=True)
                 self.children |= dict.fromkeys(missing, child)
 
     def compile(self, names: tuple[str, ...]) -> float:
@@ -121,7 +119,7 @@ class FirstUse:
         began = time.monotonic()
         missing = [name for name in names if not is_compiled(_GROUPS[name].last)]
         for name in sorted(missing, key=self.children.__contains__):
-            while name in self.children and not is_compiled(_GROUPS[name].last) and self.children[name].poll() is None:
+            while name in self.children and not is_compiled(_GROUPS[name].last) and not self.children[name].done():
                 time.sleep(_TICK)
             if not is_compiled(_GROUPS[name].last):  # nobody did, or it failed, or what it made cannot be kept
                 _GROUPS[name].call()
@@ -130,8 +128,7 @@ class FirstUse:
     def end(self) -> None:
         """End what is still compiling: it is not needed after all."""
         for child in self.children.values():
-            child.kill()
-            child.wait()
+            child.end(0)
 
 
 @contextmanager
@@ -145,6 +142,7 @@ def first_use() -> Iterator[FirstUse]:
         use.end()
 
 
-if __name__ == "__main__":
-    for _name in sys.argv[1:]:
-        _GROUPS[_name].call()
+def compile_groups(names: Sequence[str]) -> None:
+    """Compile some groups, and leave them on the disk."""
+    for name in names:
+        _GROUPS[name].call()

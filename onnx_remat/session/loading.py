@@ -70,7 +70,7 @@ def first_line(error: Exception) -> str:
     return line[:300]
 
 
-def load_and_save(_: bytes, path: str, target: str, providers: Sequence[str]) -> tuple[None, bytes]:
+def load_and_save(path: str, target: str, providers: Sequence[str]) -> tuple[None, bytes]:
     """The part of `private_copy.as_loaded` that loads the copy: for the process of its own (`worker`)."""
     from onnx_remat.ort import libraries, runtime
 

@@ -1,16 +1,12 @@
 """What a `Session` needs to know of a step, found out in a process of its own.
 
 Planning takes memory: the model as Python sees it, compiled kernels, ONNX Runtime while it optimises. None of it stays
-with whoever trains: `open_step` starts ``python -m onnx_remat.measure.opening_process``, which leaves two files, the
-model to load and what to bind where, and ends.
+with whoever trains: `open_step` starts a process (`child`) that leaves the model to load, says what to bind where, and
+ends.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -20,7 +16,7 @@ import numpy as np
 
 from onnx_remat import errors
 from onnx_remat.errors import ModelError, UsageError
-from onnx_remat.process.worker import QUIET
+from onnx_remat.process.child import Child, Failed
 from onnx_remat.session import fusing
 from onnx_remat.session.fusing import Fused
 
@@ -156,21 +152,25 @@ def open_step(path: Path, target: Path, wish: Wish) -> Opened:
     OnnxRematError
         The step cannot be opened, and why.
     """
-    job = {"path": str(path), "target": str(target), "wish": asdict(wish)}
-    paths = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
-    environment = os.environ | QUIET | {"PYTHONPATH": paths}
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "onnx_remat.measure.opening_process"], input=json.dumps(job), env=environment,
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-        raise ModelError(f"{path.name} could not be opened: {lines[-1]}")
-    answer = json.loads(done.stdout.splitlines()[-1])
-    if "error" in answer:
-        kind = getattr(errors, answer["kind"], ModelError)
-        raise (ModelError if kind is errors.BudgetInfeasibleError else kind)(answer["error"])
-    return _read(answer["opened"])
+    try:
+        with Child() as process:
+            if wish.check:
+                process.call(_CHECK, {"path": path, "dims": wish.dims, "level": wish.level, "donate": wish.donate,
+                                      "provider": wish.provider})  # fmt: skip
+            job = {"path": path, "target": target, "wish": asdict(wish)}
+            return _read(process.call("onnx_remat.session.opening:planned", job, last=True))
+    except Failed as failed:
+        error = failed.error() or ModelError(f"{path.name} could not be opened: {failed}")
+        raise (ModelError(str(error)) if isinstance(error, errors.BudgetInfeasibleError) else error) from None
+
+
+_CHECK = "onnx_remat.measure.verify:session"
+"""What `Wish.check` asks for. By name: it compares two sessions, and so lies above the room of either."""
+
+
+def planned(path: str, target: str, wish: Mapping[str, Any]) -> dict[str, Any]:
+    """`plan`, for another process."""
+    return asdict(plan(Path(path), Path(target), Wish(**wish)))
 
 
 def _read(answer: Mapping[str, Any]) -> Opened:

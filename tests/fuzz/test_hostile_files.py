@@ -360,7 +360,7 @@ SECONDS, MEMORY = 10.0, 10**9
 
 def reader() -> Path | None:
     """What the system says of the process that reads, where it lives."""
-    return Path(f"/proc/{worker._running[1].pid}") if worker._running and worker._running[1].poll() is None else None
+    return Path(f"/proc/{worker._running[1].process.pid}") if worker._running and worker._running[1].lives() else None
 
 
 def computed() -> float:
@@ -428,5 +428,5 @@ def test_whoever_reads_never_took_a_gigabyte():
     """After all the others: the high-water marks of this process's reader."""
     worker.start()
     assert worker._running is not None
-    status = Path(f"/proc/{worker._running[1].pid}/status").read_text()
+    status = Path(f"/proc/{worker._running[1].process.pid}/status").read_text()
     assert int(status.partition("VmHWM:")[2].split()[0]) < 2**20

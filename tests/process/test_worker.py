@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
 
 from onnx_remat.errors import ModelError
 from onnx_remat.ort import runtime
-from onnx_remat.process import worker
+from onnx_remat.process import child, worker
 from tests.support.graphs import mlp
 
 
@@ -18,8 +17,8 @@ def stand_in(monkeypatch):
     """Make the process run other code."""
 
     def start(code: str) -> None:
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        monkeypatch.setattr(worker, "_child", lambda: subprocess.Popen([sys.executable, "-c", code], **pipes))
+        monkeypatch.setattr(child, "_command", lambda _: [sys.executable, "-c", code])
+        monkeypatch.setattr(worker, "_running", None)
 
     return start
 
@@ -40,8 +39,8 @@ def test_a_hang_is_given_up(stand_in, monkeypatch):
 def test_the_next_question_starts_a_new_process():
     plain = runtime.optimized(mlp(), None, "basic")
     running = worker._child()
-    running.kill()
-    running.wait()
+    running.process.kill()
+    running.process.wait()
     assert runtime.optimized(mlp(), None, "basic") == plain
     assert worker._child() is not running
 

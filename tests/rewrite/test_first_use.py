@@ -77,8 +77,8 @@ def test_what_is_not_needed_after_all_is_ended(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     with first_use.first_use() as use:
         [child] = {*use.children.values()}  # two cores: one process beside this one
-        assert child.poll() is None
-    assert child.returncode < 0
+        assert child.lives()
+    assert child.process.returncode < 0
 
 
 def test_nothing_is_started_where_all_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
