@@ -4,12 +4,47 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
+
+from onnx_remat.messages import NO_VALUE, Message
 
 
 class OnnxRematError(Exception):
-    """Base of every error that is the input's, the budget's or the environment's, never a bug of ours."""
+    """Base of every error that is the input's, the budget's or the environment's, never a bug of ours.
+
+    Parameters
+    ----------
+    text : str
+        One line for the user: a template for `messages.Message` where parts follow.
+    *parts : object
+        What is filled in. Settings among them are data: their text is Python's, the command line writes its flags.
+    **of_python
+        Of the exception of Python's that it is besides: an ImportError's `name`.
+
+    Examples
+    --------
+    >>> from onnx_remat.messages import Setting
+    >>> error = UsageError("try {}, or less", Setting("effort", 60))
+    >>> print(error, error.settings)
+    try effort=60, or less {'effort': 60}
+    """
 
     exit_code = 4
+
+    def __init__(self, text: str = "", *parts: object, **of_python: Any) -> None:
+        super().__init__(Message(text, *parts) if parts else text, **of_python)
+
+    @property
+    def message(self) -> str:
+        """The text, a `Message` where it names settings."""
+        text: str = self.args[0]
+        return text
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """Settings that the text names with a value; the last one of a name counts."""
+        found = self.message.settings() if isinstance(self.message, Message) else ()
+        return {each.name: each.value for each in found if each.value is not NO_VALUE}
 
 
 class UsageError(OnnxRematError, ValueError):

@@ -9,12 +9,14 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onnx_remat import files
 from onnx_remat.app import completion, streams
 from onnx_remat.errors import OnnxRematError, UsageError, did_you_mean
+from onnx_remat.messages import NO_VALUE, Message, Setting, number
 from onnx_remat.process.child import QUIET
 
 if TYPE_CHECKING:
@@ -203,6 +205,7 @@ FLAGS: Mapping[str, str] = {
 }  # fmt: skip
 """Flags by the arguments in Python that they are; messages name the arguments, each with an equals sign behind it."""
 
+_PLAIN = re.compile(r"[\w./%:+-]+")  # needs no quotes in a shell
 _QUOTED = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|"""
 _ARGUMENT = re.compile(rf"(?<![\w'\"/.=-])(\w+)=(\{{[^{{}}]*\}}|{_QUOTED}[\w.+-]*\w)?")
 _DIM = re.compile(r"['\"]([^'\"]*)['\"]: (\w+)")
@@ -231,12 +234,27 @@ def in_flags(text: str, flags: Mapping[str, str] = FLAGS) -> str:
             value = value[1:-1]
         return f"{flag} {value}{_UNITS.get(name, '') if re.fullmatch(r'[0-9.]+', value) else ''}"
 
+    if isinstance(text, Message):
+        return text.spelled(lambda setting: _as_flag(setting, flags))
     return _ARGUMENT.sub(as_flag, text)
+
+
+def _as_flag(setting: Setting, flags: Mapping[str, str]) -> str:
+    name, value = setting.name, setting.value
+    if (flag := flags.get(name)) is None:
+        return str(setting)
+    if isinstance(value, bool) or value is NO_VALUE:
+        return flag
+    if isinstance(value, Mapping):
+        return " ".join(f"{flag} {dim}={size}" for dim, size in value.items())
+    if isinstance(value, Real):
+        return f"{flag} {number(value)}{_UNITS.get(name, '')}"
+    return f"{flag} {value}" if _PLAIN.fullmatch(str(value)) else f"{flag} {value!r}"
 
 
 def said(error: OnnxRematError) -> str:
     """An error in one line, its advice as flags."""
-    return in_flags(" ".join(str(error).split()))
+    return " ".join(in_flags(error.message).split())
 
 
 def guarded(name: str, command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> int:

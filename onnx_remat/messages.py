@@ -1,0 +1,107 @@
+"""Texts that name settings: as Python writes them, ``budget=5000000``, or as another front does, ``--budget 5000000B``.
+
+A text is a template and its parts, as in `str.format`; a `Setting` among them is data until a front writes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from numbers import Integral, Real
+
+
+class Word(str):
+    """What stands for a value that the reader has to choose: ``N``, ``PYTHON``."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        """The word itself, without quotes."""
+        return str(self)
+
+
+NO_VALUE = Word()
+"""Of a setting that is named without a value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """An argument in a message, by its name in Python, with or without a value; its text is Python's.
+
+    >>> print(Setting("effort", 60.0), Setting("costs", "no.json"), Setting("keep"), Setting("jobs", Word("N")))
+    effort=60 costs='no.json' keep= jobs=N
+    """
+
+    name: str
+    value: object = NO_VALUE
+
+    def __str__(self) -> str:
+        """As in a call."""
+        if isinstance(self.value, Real) and not isinstance(self.value, bool):
+            return f"{self.name}={number(self.value)}"
+        return f"{self.name}={self.value!r}"
+
+
+def number(value: Real) -> str:
+    """A number without digits that say nothing.
+
+    >>> number(60.0), number(5_000_000)
+    ('60', '5000000')
+    """
+    return f"{value:d}" if isinstance(value, Integral) else f"{float(value):g}"
+
+
+class Message(str):
+    """A text, the settings in it written as Python does; `spelled` writes them otherwise.
+
+    >>> text = Message("try {} ({})", Setting("budget", 5_000_000), "5.0 MB")
+    >>> print(text, "|", text.spelled(lambda setting: f"--{setting.name} {setting.value}B"))
+    try budget=5000000 (5.0 MB) | try --budget 5000000B (5.0 MB)
+
+    Parameters
+    ----------
+    template : str
+        As for `str.format` where parts follow; else the text.
+    *parts : object
+        Settings, messages and anything else.
+    """
+
+    template: str
+    parts: tuple[object, ...]
+
+    def __new__(cls, template: str, *parts: object) -> Message:
+        """Fill in the parts."""
+        made = super().__new__(cls, template.format(*parts) if parts else template)
+        made.template, made.parts = template, parts
+        return made
+
+    def spelled(self, write: Callable[[Setting], str]) -> str:
+        """The text with every setting as `write` writes it."""
+        if not self.parts:
+            return str(self)
+        return self.template.format(
+            *(write(part) if isinstance(part, Setting) else spelled(part, write) for part in self.parts)
+        )
+
+    def settings(self) -> Iterator[Setting]:
+        """The settings, in their order in the text."""
+        for part in self.parts:
+            if isinstance(part, Setting):
+                yield part
+            elif isinstance(part, Message):
+                yield from part.settings()
+
+
+def spelled(text: object, write: Callable[[Setting], str]) -> str:
+    """Any text with the settings of messages as `write` writes them."""
+    return text.spelled(write) if isinstance(text, Message) else str(text)
+
+
+def joined(separator: str, pieces: Iterable[str]) -> Message:
+    """`str.join` of texts that may be messages.
+
+    >>> print(joined("; ", ["no plan", Message("try {}", Setting("effort", 60))]))
+    no plan; try effort=60
+    """
+    parts = tuple(pieces)
+    return Message(separator.join(["{}"] * len(parts)), *parts)
