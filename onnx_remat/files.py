@@ -18,6 +18,7 @@ from functools import cache
 from pathlib import Path
 
 from onnx_remat.errors import ModelError, UsageError
+from onnx_remat.messages import Setting
 
 PathLike = str | os.PathLike[str]
 
@@ -99,7 +100,7 @@ def _check_path(path: Path, source: PathLike | None, force: bool) -> None:
 
 
 def _taken(path: Path) -> UsageError:
-    return UsageError(f"{path} exists: pass force=True to replace it")
+    return UsageError("{} exists: pass {} to replace it", path, Setting("force", True))
 
 
 def write_text(text: str, target: PathLike, force: bool = True) -> None:

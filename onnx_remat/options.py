@@ -11,6 +11,7 @@ from typing import TypedDict
 
 from onnx_remat.errors import UsageError, did_you_mean
 from onnx_remat.measure import verify
+from onnx_remat.messages import Setting
 from onnx_remat.ort import runtime
 from onnx_remat.ort.kernels.base import Kernels
 from onnx_remat.ort.kernels.costs import PRESETS
@@ -98,9 +99,10 @@ class Options:
         """How much planning may try, in seconds of a slow core."""
         return self.time_limit if self.effort is None else self.effort
 
-    def bounded_by(self, times: float = 1.0) -> str:
-        """The setting that bounds planning, and so many times its value, as in Python."""
-        return f"time_limit={times * self.time_limit:g}" if self.effort is None else f"effort={times * self.effort:g}"
+    def bounded_by(self, times: float = 1.0) -> Setting:
+        """The setting that bounds planning, with so many times its value."""
+        name, value = ("time_limit", self.time_limit) if self.effort is None else ("effort", self.effort)
+        return Setting(name, float(times * value))
 
     def preparation(self) -> Preparation:
         """What of these the model is compiled with."""
@@ -115,9 +117,8 @@ class Options:
         if self.host_bandwidth is not None:
             found = _bytes(self.host_bandwidth)
             if not found:
-                raise UsageError(
-                    f"host_bandwidth={self.host_bandwidth!r:.100} is no number of bytes in a second: write e.g. 25GB"
-                )
+                given = Setting("host_bandwidth", self.host_bandwidth)
+                raise UsageError("{} is no number of bytes in a second: write e.g. 25GB", given)
             return Link(float(found))
         known = PRESETS.get(self.costs) or PRESETS[self.kernels().costs]
         return Link(known.host)
@@ -126,7 +127,8 @@ class Options:
         """The facts about the provider's kernels; UsageError where there are none."""
         space = None if self.cudnn_workspace is None else _bytes(self.cudnn_workspace)
         if space is None and self.cudnn_workspace is not None:
-            raise UsageError(f"cudnn_workspace={self.cudnn_workspace!r:.100} is not a size in bytes: write e.g. 64MiB")
+            given = Setting("cudnn_workspace", self.cudnn_workspace)
+            raise UsageError("{} is not a size in bytes: write e.g. 64MiB", given)
         return kernels_of(self.provider, space)
 
 
@@ -200,7 +202,7 @@ def _checked(name: str, value: object) -> object:
 def of_sessions(given: PlanningOptions, what: str) -> None:
     """Make the budget one of a session; UsageError where it is meant for a loop, which `what` does not measure."""
     if given.get("run_by") not in (None, "session"):
-        raise UsageError(f"{what} measures onnxruntime's own sessions: leave run_by= out")
+        raise UsageError("{} measures onnxruntime's own sessions: leave {} out", what, Setting("run_by"))
     given["run_by"] = "session"
 
 
@@ -228,7 +230,8 @@ def parse_options(given: PlanningOptions) -> Options:
         options = replace(options, run_by="session" if options.arena or options.provider != "cpu" else "loop")
     options.kernels()
     if options.verify == "run" and options.provider != "cpu":
-        raise UsageError(f"verify='run' measures the CPU's memory: not with provider={options.provider!r}")
+        run, provider = Setting("verify", "run"), Setting("provider", options.provider)
+        raise UsageError("{} measures the CPU's memory: not with {}", run, provider)
     if options.verify not in verify.MODES:
         raise UsageError(f"verify must be one of {', '.join(verify.MODES)}, not {options.verify!r}")
     if options.run_by not in RUN_BY:
@@ -237,16 +240,20 @@ def parse_options(given: PlanningOptions) -> Options:
         if not runtime.available():
             raise UsageError(
                 "what training takes cannot be foreseen without onnxruntime: pip install 'onnx-remat[cpu]', or plan "
-                "for a session on another machine with run_by='session'"
+                "for a session on another machine with {}",
+                Setting("run_by", "session"),
             )
         if options.arena:
             raise UsageError(
-                "arena=True is for run_by='session': a loop of ours keeps no values in ONNX Runtime's arena"
+                "{} is for {}: a loop of ours keeps no values in ONNX Runtime's arena",
+                Setting("arena", True),
+                Setting("run_by", "session"),
             )
     _check_offload(options)
     selectors.get(options.selector)
     if options.checkpoints and options.selector != "collection":
-        raise UsageError(f"checkpoints= is for selector='collection': {options.selector!r} chooses by itself")
+        collection = Setting("selector", "collection")
+        raise UsageError("{} is for {}: {!r} chooses by itself", Setting("checkpoints"), collection, options.selector)
     if options.verify == "run":
         runtime.import_runtime()
     return options
@@ -256,10 +263,16 @@ def _check_offload(options: Options) -> None:
     """Values are moved by a session of ours alone, where there is somewhere to move them."""
     if options.offload and (options.kernels().device == "cpu" or options.run_by != "loop"):
         raise UsageError(
-            "offload=True moves values out of a device's memory, in a session of ours: for provider='cuda', "
-            "run_by='loop'"
+            "{} moves values out of a device's memory, in a session of ours: for {}, {}",
+            Setting("offload", True),
+            Setting("provider", "cuda"),
+            Setting("run_by", "loop"),
         )
     if options.host_bandwidth is not None and not options.offload:
-        raise UsageError("host_bandwidth= is for offload=True")
+        raise UsageError("{} is for {}", Setting("host_bandwidth"), Setting("offload", True))
     if options.offload and options.link().bandwidth <= 0:
-        raise UsageError(f"costs={options.costs!r} has no other memory to move values to: state host_bandwidth=")
+        raise UsageError(
+            "{} has no other memory to move values to: state {}",
+            Setting("costs", options.costs),
+            Setting("host_bandwidth"),
+        )

@@ -9,6 +9,7 @@ from typing import Unpack
 from onnx_remat.errors import BudgetInfeasibleError
 from onnx_remat.findings.show import modules, trace
 from onnx_remat.ir import model_io, phases
+from onnx_remat.messages import Message, Setting, joined
 from onnx_remat.options import PlanningOptions
 from onnx_remat.ort.peaks import Peak, Reserves, describe, reserves
 from onnx_remat.rewrite.fit import make_plan
@@ -75,8 +76,9 @@ class Estimate:
         training = [(label, format_bytes(getattr(self.loop, field))) for label, field in TRAINING if self.loop]
         what = "training takes" if by_loop else "peak"
         whose = "of a plain session's tensors, " if by_loop else ""
-        covers = "all that training by Loop takes" if self.run_by == "loop" else "the sum of tensors (run_by='session')"
-        return "\n".join([
+        session_of = Message("the sum of tensors ({})", Setting("run_by", "session"))
+        covers = "all that training by Loop takes" if by_loop else session_of
+        return joined("\n", [
             f"{what} {format_bytes(self.covered)}, {self.nodes} nodes",
             "",
             *table([*training, *session] if by_loop else [*session, *training]),
@@ -84,9 +86,9 @@ class Estimate:
             f"the peak {whose}at {self.peak.at}:",
             *modules.flame_text(self.by_module),
             "",
-            f"a budget covers {covers}: {format_bytes(self.covered)} as it is",
+            Message("a budget covers {}: {} as it is", covers, format_bytes(self.covered)),
             *self._lowest(),
-            *(f"note: {note}" for note in self.notes),
+            *(Message("note: {}", note) for note in self.notes),
         ])  # fmt: skip
 
     def _lowest(self) -> list[str]:
@@ -97,7 +99,8 @@ class Estimate:
         if found >= total:
             return [proved, f"a first look finds no plan for less than {format_bytes(total)}; planning may"]
         share = f"{found / total:.0%} of what it takes as it is"
-        return [proved, f"a first look finds a plan for {format_bytes(found)}, {share}: budget='{found}B'"]
+        asked = Setting("budget", f"{found}B")
+        return [proved, Message("a first look finds a plan for {}, {}: {}", format_bytes(found), share, asked)]
 
 
 def estimate(model: model_io.Model, **options: Unpack[PlanningOptions]) -> Estimate:

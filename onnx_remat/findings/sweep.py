@@ -15,6 +15,7 @@ import numpy as np
 
 from onnx_remat.errors import BudgetInfeasibleError, OnnxRematError, UsageError
 from onnx_remat.ir.model_io import Model, load
+from onnx_remat.messages import Setting
 from onnx_remat.options import PlanningOptions
 from onnx_remat.plan.selectors import Progress, silent
 from onnx_remat.process.child import Child, Failed
@@ -119,7 +120,7 @@ def sweep(model: Model, points: int = 10, jobs: int = 1, **options: Unpack[Plann
     if not 2 <= points <= MOST_POINTS:
         raise UsageError(f"a sweep has 2 to {MOST_POINTS} points, not {points}")
     if jobs < 1:
-        raise UsageError(f"jobs= is a number of processes from 1 on, not {jobs}")
+        raise UsageError("{} is a number of processes from 1 on, not {}", Setting("jobs"), jobs)
     progress = options.pop("progress", silent)
     original = rewrite_model(model, "100%", **options)
     top, books = original.report.budget, original.report.books()
@@ -189,9 +190,8 @@ def _tried(
         except Failed as failed:
             if failed.how != "died":
                 raise failed.error() or failed from None
-            raise OnnxRematError(
-                "a process of the sweep was killed, of memory perhaps: ask for a smaller jobs="
-            ) from None
+            why = "a process of the sweep was killed, of memory perhaps: ask for a smaller {}"
+            raise OnnxRematError(why, Setting("jobs")) from None
 
 
 def named(what: str, progress: Progress) -> Progress:

@@ -13,6 +13,7 @@ from typing import Any
 from onnx_remat.errors import ModelError
 from onnx_remat.fuse import build
 from onnx_remat.fuse.kernels import cache_folder
+from onnx_remat.messages import Setting
 
 DOMAIN = "onnx_remat"
 OP = "Fused"
@@ -83,7 +84,9 @@ def offered(secret: int, code: bytes, kernels: Sequence[Sequence[int]]) -> Itera
         return
     library = _loaded()
     if library.fused_open(secret, code, len(code), len(kernels)):
-        raise ModelError("the system gives no memory for fused kernels that may be executed: pass fuse=False")
+        raise ModelError(
+            "the system gives no memory for fused kernels that may be executed: pass {}", Setting("fuse", False)
+        )
     try:
         for handle, numbers in enumerate(kernels):
             if library.fused_add(secret, handle, (ctypes.c_int64 * len(numbers))(*numbers), len(numbers)):

@@ -15,6 +15,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from onnx_remat.errors import ModelError
+from onnx_remat.messages import Setting
 
 BODY_KEY = "onnx_remat.body"
 """Model metadata: the graph is one ``If`` whose then-branch is the step."""
@@ -23,6 +24,7 @@ _OWN = "onnx_remat.body."
 """Prefix of names made here; outputs are made in the body as their name behind it."""
 
 _OLDEST = 11  # opset: sequences
+_UNWANTED = Setting("patterns", False)  # what asks for a body
 
 
 def bodies(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
@@ -112,21 +114,17 @@ def check_fits(model: onnx.ModelProto) -> None:
     """
     opset = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), None)
     if opset is None:
-        raise ModelError(f"patterns=False needs opset {_OLDEST} of ONNX's own ops, which the model does not import")
+        raise ModelError("{} needs opset {} of ONNX's own ops, which the model does not import", _UNWANTED, _OLDEST)
     if opset < _OLDEST:
-        raise ModelError(f"patterns=False needs opset {_OLDEST}: convert the model from opset {opset} first")
+        raise ModelError("{} needs opset {}: convert the model from opset {} first", _UNWANTED, _OLDEST, opset)
     if odd := next((name for name in names_in(model.graph) if name.startswith(_OWN)), None):
-        raise ModelError(
-            f"patterns=False: the name {odd!r} is needed for the body; rename it, or leave patterns=False out"
-        )
+        raise ModelError("{0}: the name {1!r} is needed for the body; rename it, or leave {0} out", _UNWANTED, odd)
     outputs = _made_outputs(model.graph)
     if not outputs:
-        raise ModelError("patterns=False: every output is an input or a constant, so that a body would make nothing")
+        raise ModelError("{}: every output is an input or a constant, so that a body would make nothing", _UNWANTED)
     for value in outputs:
         if not value.type.tensor_type.elem_type:
-            raise ModelError(
-                f"patterns=False: output {value.name!r} is no tensor of a known type; leave patterns=False out"
-            )
+            raise ModelError("{0}: output {1!r} is no tensor of a known type; leave {0} out", _UNWANTED, value.name)
 
 
 def into_body(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -178,8 +176,9 @@ def out_of_body(model: onnx.ModelProto) -> onnx.ModelProto:
         return model
     if (step := _step_in(model)) is None:
         raise ModelError(
-            "by its metadata the step is in the body of an If (patterns=False), but the graph is not as onnx-remat "
-            "wrote it: rewrite the original again, and let other tools have it before"
+            "by its metadata the step is in the body of an If ({}), but the graph is not as onnx-remat "
+            "wrote it: rewrite the original again, and let other tools have it before",
+            _UNWANTED,
         )
     made = _frame(model)
     made.graph.node.extend(step.node[1:])

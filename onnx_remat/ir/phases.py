@@ -10,6 +10,7 @@ from onnx_remat.errors import ModelError, UsageError, did_you_mean
 from onnx_remat.ir.graph import INPUT, NODE, Graph, Op
 from onnx_remat.ir.shapes import Tensor
 from onnx_remat.memory.problem import BACKWARD, FORWARD, OPTIMIZER
+from onnx_remat.messages import Setting
 
 LABELS = {"forward": FORWARD, "backward": BACKWARD, "optimizer": OPTIMIZER}
 NAMES = tuple(LABELS)
@@ -47,9 +48,9 @@ def split(graph: Graph, tensors: Mapping[str, Tensor], loss: str | None = None) 
     if not graph.ops:
         raise ModelError("the graph has no nodes: there is nothing to plan")
     if loss is not None and loss not in graph.values:
-        raise UsageError(f"loss=: there is no value {loss!r}{did_you_mean(loss, graph.values)}")
+        raise UsageError("{}: there is no value {!r}{}", Setting("loss"), loss, did_you_mean(loss, graph.values))
     if loss is not None and graph.values[loss].kind != NODE:
-        raise UsageError(f"loss=: {loss!r} is an {graph.values[loss].kind}, no node makes it")
+        raise UsageError("{}: {!r} is an {}, no node makes it", Setting("loss"), loss, graph.values[loss].kind)
     labels = [_label(op) for op in graph.ops]
     if loss is None and None not in labels:
         phases = [label for label in labels if label is not None]
@@ -80,8 +81,9 @@ def find_loss(graph: Graph, tensors: Mapping[str, Tensor]) -> str | None:
     if len(ancestors(graph, scalars)) == len(graph.ops):  # nothing follows them: there is no backward section
         return None
     raise ModelError(
-        f"which output is the loss is not clear (several scalar outputs could be it: {', '.join(scalars[:5])}): "
-        "name it with loss="
+        "which output is the loss is not clear (several scalar outputs could be it: {}): name it with {}",
+        ", ".join(scalars[:5]),
+        Setting("loss"),
     )
 
 

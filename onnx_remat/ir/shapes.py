@@ -18,6 +18,7 @@ from onnx_remat.ir.graph import Graph
 from onnx_remat.ir.model_io import without_weights
 from onnx_remat.ir.op_semantics import is_elementwise, nearest_op
 from onnx_remat.ir.training_ops import with_stand_ins
+from onnx_remat.messages import Message, Setting, Word
 from onnx_remat.units import check_dims as check_sizes
 
 Dim: TypeAlias = int | str | None
@@ -162,8 +163,8 @@ def check_dims(model: onnx.ModelProto, dims: Mapping[str, int], derived: bool = 
         raise UsageError(f"the model has no symbolic dimension {unknown[0]!r}: {have}{hint}")
     of_inputs = {d.dim_param for value in model.graph.input for d in value.type.tensor_type.shape.dim}
     if open_symbols := [s for s in symbols if s not in dims and s in of_inputs]:
-        example = ", ".join(f"{s!r}: N" for s in open_symbols)
-        raise ShapeError(f"symbolic dimensions are not bound: {', '.join(open_symbols)}; pass dims={{{example}}}")
+        sizes = Setting("dims", dict.fromkeys(open_symbols, Word("N")))
+        raise ShapeError("symbolic dimensions are not bound: {}; pass {}", ", ".join(open_symbols), sizes)
 
 
 def planned_dims(model: onnx.ModelProto) -> dict[str, int]:
@@ -426,5 +427,5 @@ def _cannot_size(graph: Graph, missing: list[str], types: Mapping[str, TypeProto
     lacking = [package for package in ("onnxruntime", "sympy") if find_spec(package) is None]
     advice = f", or install {' and '.join(lacking)} for symbolic inference" if lacking else ""
     if _symbols(graph.model):
-        advice = f", bind its symbolic dimensions with dims={advice}"
-    return f"the shape of value {name!r}, {where}, cannot be told{more}: add value_info for it{advice}"
+        advice = Message(", bind its symbolic dimensions with {}{}", Setting("dims"), advice)
+    return Message("the shape of value {!r}, {}, cannot be told{}: add value_info for it{}", name, where, more, advice)

@@ -18,6 +18,7 @@ from onnx import TensorProto, helper
 
 from onnx_remat.errors import ModelError
 from onnx_remat.ir.opsets import opset_of
+from onnx_remat.messages import Setting, Word
 
 _MS: Final = "com.microsoft"
 _NCHWC: Final = "com.microsoft.nchwc"
@@ -92,8 +93,11 @@ def check_ops(model: onnx.ModelProto) -> None:
     """Raise a ModelError that says how to run a model that stock ONNX Runtime cannot."""
     if node := first_training_op(model):
         raise ModelError(
-            f"node {node.name or node.output[0]!r} ({node.op_type}) is an op of onnxruntime-training, which ONNX "
-            "Runtime has not: python=PYTHON names the interpreter of an environment that has it"
+            "node {!r} ({}) is an op of onnxruntime-training, which ONNX Runtime has not: {} names the interpreter of "
+            "an environment that has it",
+            node.name or node.output[0],
+            node.op_type,
+            Setting("python", Word("PYTHON")),
         )
 
 

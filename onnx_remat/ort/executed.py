@@ -15,6 +15,7 @@ from onnx_remat.ir import model_io, shapes
 from onnx_remat.ir.opsets import STANDARD_DOMAINS
 from onnx_remat.memory import buffers
 from onnx_remat.memory.problem import Schedule
+from onnx_remat.messages import Message, Setting
 from onnx_remat.ort import halves, runtime
 from onnx_remat.ort.kernels.base import Kernels
 from onnx_remat.ort.prepare import Compiled, Preparation, prepare_for_simulation
@@ -111,8 +112,8 @@ def as_executed(
         if not _has_custom_ops(model):
             raise
         if stated.must_load:
-            hint = "verify='none' plans from the file alone, for a runtime that has these ops"
-            raise ModelError(f"{error} ({hint})") from error
+            hint = Message("{} plans from the file alone, for a runtime that has these ops", Setting("verify", "none"))
+            raise ModelError("{} ({})", error.message, hint) from error
         return _emulated(model, stated, _CUSTOM_OPS, known)
 
 

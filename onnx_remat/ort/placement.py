@@ -6,6 +6,7 @@ from onnx import TensorProto
 
 from onnx_remat.ir.graph import Op
 from onnx_remat.ir.opsets import opset_of
+from onnx_remat.messages import Message, Setting
 from onnx_remat.ort import runtime
 from onnx_remat.ort.kernels.base import Kernels
 from onnx_remat.ort.prepare import Compiled
@@ -70,9 +71,12 @@ def notes(compiled: Compiled) -> tuple[str, ...]:
         lines.append(old)
     if libraries:
         lines.append(
-            f"every convolution is allowed {format_bytes(kernels.library_workspace)} of cuDNN workspace "
-            "(cudnn_workspace=): a margin, not a measurement; set the provider option "
-            "cudnn_conv_use_max_workspace=0, which holds it to 32 MiB"
+            Message(
+                "every convolution is allowed {} of cuDNN workspace ({}): a margin, not a measurement; set the "
+                "provider option cudnn_conv_use_max_workspace=0, which holds it to 32 MiB",
+                format_bytes(kernels.library_workspace),
+                Setting("cudnn_workspace"),
+            )
         )
     if norms := [op.label for op in compiled.graph.ops if op.anew and op.node.op_type == "BatchNormalization"]:
         more = f" (and {len(norms) - 1} more)" if len(norms) > 1 else ""

@@ -15,6 +15,7 @@ from onnx_remat.ir.shapes import Tensor
 from onnx_remat.ir.training_ops import first_training_op
 from onnx_remat.memory.order import default_order, sizes_first
 from onnx_remat.memory.problem import Problem, Schedule
+from onnx_remat.messages import Setting
 from onnx_remat.ort.compile import OpTable, compile_problem, tabulate
 from onnx_remat.ort.kernels import costs
 from onnx_remat.ort.kernels.base import Kernels
@@ -143,15 +144,16 @@ def _check_overwritten(ir: Graph) -> None:
 def _check_allowed(ir: Graph, allow: Sequence[str]) -> None:
     """Each entry of `allow` must be an op of the model."""
     have = list(dict.fromkeys(f"{op.node.domain}::{op.node.op_type}" for op in ir.ops))
+    setting = Setting("allow_recompute")
     for name in allow:
         if "::" not in name:
-            raise UsageError(f"allow_recompute=: {name!r} is not DOMAIN::OP, e.g. com.example::MyOp")
+            raise UsageError("{}: {!r} is not DOMAIN::OP, e.g. com.example::MyOp", setting, name)
         if name not in have:
-            raise UsageError(f"allow_recompute=: the model has no op {name!r}{did_you_mean(name, have)}")
+            raise UsageError("{}: the model has no op {!r}{}", setting, name, did_you_mean(name, have))
 
 
 def computed(name: str, names: Collection[str], argument: str) -> str:
     """`name` if it is one of `names`, values that nodes compute; UsageError with the nearest match otherwise."""
     if name in names:
         return name
-    raise UsageError(f"{argument}=: no node makes a value {name!r}{did_you_mean(name, names)}")
+    raise UsageError("{}: no node makes a value {!r}{}", Setting(argument), name, did_you_mean(name, names))

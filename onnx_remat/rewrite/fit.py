@@ -19,6 +19,7 @@ from onnx_remat.errors import BudgetInfeasibleError, ModelError, VerificationErr
 from onnx_remat.memory import buffers
 from onnx_remat.memory.donation import after_readers
 from onnx_remat.memory.problem import Schedule, check_schedule
+from onnx_remat.messages import Message, Setting, joined
 from onnx_remat.options import Options
 from onnx_remat.ort import moves, runtime
 from onnx_remat.ort.executed import Executed, at_levels
@@ -138,7 +139,7 @@ def make_plan(
     raise Refusal(
         _refused(goal, target, floor, lowest, options),
         0 if found >= goal.taken or proved else int(found * _EASE),
-        "" if proved else _lower(options),
+        None if proved else _lower(options),
         "" if proved else _no_lower(goal.budget(floor)),
         lowest + goal.books, floor + goal.books, look, found if proved and found < goal.taken else 0,
     )  # fmt: skip
@@ -190,8 +191,8 @@ class Refusal(BudgetInfeasibleError):
         The first half of the message.
     candidate : int
         A budget in bytes, a little above the lowest that was found; 0 where none is less than the original takes.
-    lower : str
-        A setting that may go lower; may be empty.
+    lower : Setting or None
+        What may go lower.
     below : str
         Below what there is no plan; may be empty.
     look : Plan
@@ -202,7 +203,7 @@ class Refusal(BudgetInfeasibleError):
     """
 
     def __init__(
-        self, why: str, candidate: int, lower: str, below: str, best_peak_bytes: int, lower_bound_bytes: int,
+        self, why: str, candidate: int, lower: Setting | None, below: str, best_peak_bytes: int, lower_bound_bytes: int,
         look: Plan, looked: int = 0,
     ) -> None:  # fmt: skip
         self.why, self.candidate, self.lower, self.below = why, candidate, lower, below
@@ -213,26 +214,24 @@ class Refusal(BudgetInfeasibleError):
         """The same error with that budget as the one to ask for; 0 for none but `taken`, what the original takes."""
         return BudgetInfeasibleError(self._text(budget, taken), self.best_peak_bytes, self.lower_bound_bytes)
 
-    def _text(self, budget: int, taken: int = 0) -> str:
+    def _text(self, budget: int, taken: int = 0) -> Message:
         if budget:
             eased = (
                 f", {_EASE - 1:.0%} above that)" if budget == self.candidate else "), for which a first look finds one"
             )
-            advice = f"try budget={budget} ({format_bytes(budget)}{eased}"
-            advice += f", or {self.lower} to go lower" if self.lower else ""
+            advice = Message("try {} ({}{}", Setting("budget", budget), format_bytes(budget), eased)
+            advice = Message("{}, or {} to go lower", advice, self.lower) if self.lower else advice
         elif self.lower:
-            advice = f"try {self.lower}"
+            advice = Message("try {}", self.lower)
         else:
-            advice = "a first look finds none that takes less than the model as it is"
-            advice += f": try budget={taken} ({format_bytes(taken)})" if taken else ""
-        return "; ".join(filter(None, (self.why, advice, self.below)))
+            advice = Message("a first look finds none that takes less than the model as it is")
+            if taken:
+                advice = Message("{}: try {} ({})", advice, Setting("budget", taken), format_bytes(taken))
+        return joined("; ", filter(None, (self.why, advice, self.below)))
 
 
 def _refused(goal: Goal, target: int, floor: int, lowest: int, options: Options) -> str:
-    """Why there is no plan: proved, or not found in the time given; `Refusal` adds what to try next.
-
-    Settings are named as in Python, ``budget=52000000``; the command line makes flags of them.
-    """
+    """Why there is no plan: proved, or not found in the time given; `Refusal` adds what to try next."""
     allowed, least, found = goal.allowed, goal.budget(floor), goal.budget(lowest)
     if floor > target:
         books = f"{format_bytes(goal.books)} of ONNX Runtime's own bookkeeping, " if goal.books else ""
@@ -240,16 +239,16 @@ def _refused(goal: Goal, target: int, floor: int, lowest: int, options: Options)
             f"budget {format_bytes(allowed)} is impossible: below {format_bytes(least)} ({format_bytes(floor)} of "
             f"tensors, {books}{MARGIN:.0%} kept free) there is no plan, which is proved"
         )
-    within = f" with {options.bounded_by()}" if options.selector in _ANYTIME else ""
+    within = Message(" with {}", options.bounded_by()) if options.selector in _ANYTIME else ""
     finds = f"the lowest that selector {options.selector!r} finds is {format_bytes(found)}"
     if found >= goal.taken:
         finds = f"selector {options.selector!r} finds nothing lower than the model as it is"
-    return f"no plan found for budget {format_bytes(allowed)}{within}: {finds}"
+    return Message("no plan found for budget {}{}: {}", format_bytes(allowed), within, finds)
 
 
-def _lower(options: Options) -> str:
-    """Settings that may go lower."""
-    return options.bounded_by(_MORE) if options.selector in _ANYTIME else "selector='auto'"
+def _lower(options: Options) -> Setting:
+    """The setting that may go lower."""
+    return options.bounded_by(_MORE) if options.selector in _ANYTIME else Setting("selector", "auto")
 
 
 def _no_lower(least: int) -> str:
@@ -345,7 +344,7 @@ def _search(
     raise Refusal(
         f"no file found that ONNX Runtime runs under budget {format_bytes(allowed)}{holds}: plans keep it, but the "
         f"best file takes {format_bytes(lowest)}",
-        int(lowest * _EASE) if lowest < goal.taken else 0, "", _no_lower(goal.budget(plan.lower_bound)),
+        int(lowest * _EASE) if lowest < goal.taken else 0, None, _no_lower(goal.budget(plan.lower_bound)),
         lowest, plan.lower_bound + goal.books, first_look(compiled, goal, options, deadline),
     )  # fmt: skip
 
@@ -387,9 +386,12 @@ def _check_time(compiled: Compiled, goal: Goal, options: Options, deadline: Dead
         return
     enough = 5 * math.ceil((options.time_limit + _TIMES * late) / 5)
     raise BudgetInfeasibleError(
-        f"time_limit={options.time_limit:g} is too short for a file of {compiled.graph.n_nodes()} nodes: to write it "
-        f"and to ask ONNX Runtime about it takes about {reserve:.0f} s by itself, at this machine's present pace; "
-        f"try time_limit={enough}",
+        Message(
+            "{} is too short for a file of {} nodes: to write it and to ask ONNX Runtime about it takes about {:.0f} s "
+            "by itself, at this machine's present pace; try {}",
+            Setting("time_limit", options.time_limit), compiled.graph.n_nodes(), reserve,
+            Setting("time_limit", enough),
+        ),
         goal.taken, goal.floor(compiled.problem) + goal.books,
     )  # fmt: skip
 
@@ -447,7 +449,7 @@ def _as_written(model: onnx.ModelProto, work: Work, levels: Sequence[str]) -> di
     try:
         return at_levels(model, work.folder, levels, work.options.preparation())
     except ModelError as error:
-        raise VerificationError(f"the rewritten model is not usable: {error}") from error
+        raise VerificationError("the rewritten model is not usable: {}", error.message) from error
 
 
 def _at_other_levels(made: Fitted, work: Work, seconds: float) -> dict[str, Executed]:

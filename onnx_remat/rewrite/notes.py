@@ -9,6 +9,7 @@ import onnx
 from onnx_remat.ir import model_io
 from onnx_remat.ir.training_ops import first_training_op
 from onnx_remat.measure import fixed_draws
+from onnx_remat.messages import Message, Setting
 from onnx_remat.ort import known_bugs, placement, runtime
 from onnx_remat.ort.executed import whom_to_ask
 from onnx_remat.ort.prepare import Compiled
@@ -49,14 +50,15 @@ def on_device(compiled: Compiled) -> tuple[str, ...]:
 def fusing(trained: Footprint | None, budget: int) -> tuple[str, ...]:
     """Whether a budget for a loop was kept with fused kernels, and what that means where there are none."""
     if trained is None or not trained.kernels:
-        why = f": {trained.not_fused}" if trained and trained.not_fused else ""
-        return (f"training is counted with nothing fused{why}",) if trained else ()
+        why = Message(": {}", trained.not_fused) if trained and trained.not_fused else ""
+        return (Message("training is counted with nothing fused{}", why),) if trained else ()
     above = trained.unfused > budget
-    return (
+    unfused = Setting("fuse", False)
+    plain = Message(
         "training is counted with elementwise nodes fused, as Session and Loop run them on this machine; on machines "
-        f"without these kernels, or with fuse=False, it takes {format_bytes(trained.unfused)}"
-        + (", above the budget: for such machines plan with fuse=False" if above else ""),
-    )
+        "without these kernels, or with {}, it takes {}", unfused, format_bytes(trained.unfused),
+    )  # fmt: skip
+    return (Message("{}, above the budget: for such machines plan with {}", plain, unfused) if above else plain,)
 
 
 def unseen(emulated: str, source: onnx.ModelProto) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from onnx_remat.ir.body import check_fits, into_body
 from onnx_remat.measure import verify
 from onnx_remat.measure.processes import beyond_tensors
 from onnx_remat.memory.buffers import Timeline
+from onnx_remat.messages import Setting
 from onnx_remat.options import Options, PlanningOptions, parse_options
 from onnx_remat.ort.executed import Executed, as_executed, at_levels
 from onnx_remat.ort.moves import moved
@@ -338,7 +339,8 @@ def begin(
             check_openable(source.model)
             trained = foresee(original, fuse=options.fuse, costs=options.costs)
         except ModelError as error:
-            raise ModelError(f"{error}; run_by='session' plans for onnxruntime's own") from None
+            session = Setting("run_by", "session")
+            raise ModelError("{}; {} plans for onnxruntime's own", error.message, session) from None
         compiled = with_donations(compiled)
         fused, own = taking_over(with_donations(original.compiled)), taking_over(compiled)
         per_node = BOOKS_BYTES_PER_NODE if compiled.kernels.device == "cpu" else 0

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 
 from onnx_remat.measure.verify import Measured
+from onnx_remat.messages import Message, Setting, Word, joined
 from onnx_remat.ort.moves import Moved
 from onnx_remat.ort.peaks import Peak, Reserves
 from onnx_remat.session.foreseen import Footprint
@@ -163,15 +164,16 @@ class Report:
         lines = [self.verdict(), "", *table(self._rows())]
         if self.measured:
             lines += ["", *self._measured_lines(self.measured)]
-        lines += [f"note: {note}" for note in self.notes]
+        lines += [Message("note: {}", note) for note in self.notes]
         if self.cut_short:
-            lines.append("note: the time limit cut planning short: another run may plan otherwise; effort=N repeats")
+            cut = "note: the time limit cut planning short: another run may plan otherwise; {} repeats"
+            lines.append(Message(cut, Setting("effort", Word("N"))))
         if verbose:
             for title, peak in (("before", self.before), ("after", self.after)):
                 lines += ["", f"largest values at the peak {title} (at {peak.at}):"]
                 lines += [f"  {format_bytes(h.bytes):>9}  {h.value} ({h.op_type})" for h in peak.top]
             lines += ["", "seconds: " + ", ".join(f"{stage} {s:.2f}" for stage, s in self.seconds.items())]
-        return "\n".join(lines)
+        return joined("\n", lines)
 
     def _rows(self) -> list[tuple[str, str, str]]:
         session = self._sides(self.before, self.after, headed(self.run_by))

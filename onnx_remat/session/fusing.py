@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from onnx_remat.messages import Message, Setting
+
 if TYPE_CHECKING:
     import onnx
 
@@ -35,7 +37,7 @@ class Fused:
 MOST_NODES = 20_000
 """Of a step that is fused: groups are found in time that grows with the square of its nodes, some 10 s here."""
 
-UNFUSED = "fuse=False"
+UNFUSED = Message("{}", Setting("fuse", False))
 """Why a step runs unfused that was asked to."""
 
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from onnx_remat import errors
 from onnx_remat.errors import ModelError, UsageError
+from onnx_remat.messages import Setting
 from onnx_remat.process.child import Child, Failed
 from onnx_remat.session import fusing
 from onnx_remat.session.fusing import Fused
@@ -439,11 +440,10 @@ def _all_dims(model: Any, dims: Mapping[str, int]) -> dict[str, int]:
     try:
         return shapes.all_dims(shapes.infer(graph.build(model), dims, askers=SHAPE_ASKERS), dims)
     except errors.ShapeError as error:
-        if "symbolic dimensions are not bound" not in str(error):
+        if "dims" not in error.settings:
             raise
-        missing = str(error).partition(": ")[2].partition(";")[0]
-        example = ", ".join(f"{name!r}: N" for name in missing.split(", "))
-        raise UsageError(f"symbolic dimensions are not bound: pass dims={{{example}}}") from None
+        missing = Setting("dims", error.settings["dims"])
+        raise UsageError("symbolic dimensions are not bound: pass {}", missing) from None
 
 
 def _pairs(donate: Donate, inputs: list[str], outputs: list[str]) -> dict[str, str]:

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from onnx_remat import files
 from onnx_remat.errors import ModelError, UsageError
 from onnx_remat.fuse import library
+from onnx_remat.messages import Message, Setting
 from onnx_remat.session import heap, loading, on_device
 from onnx_remat.session.device import OUT_OF_MEMORY
 from onnx_remat.session.on_device import OnDevice
@@ -203,9 +204,12 @@ class Session:
             self._session.run_with_iobinding(self._binding)
         except Exception as error:
             full = any(sign in str(error) for sign in OUT_OF_MEMORY)
-            hint = "; the device is full: raise memory_limit, or plan with a larger cudnn_workspace=" if full else ""
+            hint = ""
+            if full:
+                space = Setting("cudnn_workspace")
+                hint = Message("; the device is full: raise memory_limit, or plan with a larger {}", space)
             raise ModelError(
-                f"onnxruntime failed in the middle of the step: {loading.first_line(error)}{hint}"
+                "onnxruntime failed in the middle of the step: {}{}", loading.first_line(error), hint
             ) from error
 
     def results(self, *, copy: bool = True) -> Arrays:

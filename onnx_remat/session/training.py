@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from onnx_remat.errors import UsageError
 from onnx_remat.ir.naming import gradient_sums, gradients, renewals
+from onnx_remat.messages import Setting, Word
 from onnx_remat.session import heap, state_file
 from onnx_remat.session.engines import FedBack, InPlace, OnDevice
 from onnx_remat.session.interface import DTYPES, Arrays, check_state
@@ -194,8 +195,8 @@ def initial_state(session: Any, dims: Mapping[str, int], path: str | os.PathLike
         kind = value.type.removeprefix("tensor(").removesuffix(")")
         dtype = np.dtype(DTYPES.get(kind, kind))
         if unknown := [d for d in value.shape if not isinstance(d, int) and d not in dims]:
-            sizes = ", ".join(f"{d!r}: N" for d in unknown)
-            raise UsageError(f"input {value.name!r} has dimensions of any size: pass dims={{{sizes}}}")
+            sizes = Setting("dims", dict.fromkeys(unknown, Word("N")))
+            raise UsageError("input {!r} has dimensions of any size: pass {}", value.name, sizes)
         shape = tuple(d if isinstance(d, int) else dims[d] for d in value.shape)
         if value.name == _RESET:
             state[value.name] = np.ones(shape, dtype)

@@ -14,6 +14,7 @@ from onnx_remat.ir.graph import Graph, Op
 from onnx_remat.ir.naming import renewals
 from onnx_remat.ir.op_semantics import semantics
 from onnx_remat.ir.shapes import Tensor
+from onnx_remat.messages import Setting
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class Step:
         if loss is not None and not (loss in graph.values and graph.values[loss].is_output):
             raise UsageError(f"the model has no output {loss!r} to take as the loss")
         if (found := loss or phases.find_loss(graph, tensors)) is None:
-            raise ModelError("the step cannot be split: no output is a loss; name it with loss=")
+            raise ModelError("the step cannot be split: no output is a loss; name it with {}", Setting("loss"))
         stored = {tensor.name for tensor in graph.model.graph.initializer}
         inputs = [value.name for value in graph.model.graph.input if value.name not in stored]
         forward = phases.ancestors(graph, [found])

@@ -15,6 +15,7 @@ from onnx_remat.errors import UsageError
 from onnx_remat.ir import dropout
 from onnx_remat.ir.graph import Graph, Op, attributes, blames_the_node
 from onnx_remat.ir.shapes import Tensor
+from onnx_remat.messages import Setting
 from onnx_remat.ort.kernels.base import Kernels
 
 
@@ -183,18 +184,18 @@ _MOST = 2**28  # bytes of a profile
 
 def _read_profile(path: str) -> dict[_ProfileKey, float]:
     """Median seconds by op, input types and shapes."""
-    presets = ", ".join(PRESETS)
+    given, presets = Setting("costs", path), ", ".join(PRESETS)
     if "\0" in path:
-        raise UsageError(f"costs={path!r} has a zero byte in its name")
+        raise UsageError("{} has a zero byte in its name", given)
     if Path(path).exists() and not Path(path).is_file():  # a device may never end
-        raise UsageError(f"costs={path!r} is neither a preset ({presets}) nor a regular file")
+        raise UsageError("{} is neither a preset ({}) nor a regular file", given, presets)
     try:
         with Path(path).open("rb") as stream:
             text = stream.read(_MOST + 1)
     except OSError as error:
-        raise UsageError(f"costs={path!r} is neither a preset ({presets}) nor a readable file") from error
+        raise UsageError("{} is neither a preset ({}) nor a readable file", given, presets) from error
     if len(text) > _MOST:
-        raise UsageError(f"costs={path!r}: larger than {_MOST >> 20} MiB: no profile of ONNX Runtime")
+        raise UsageError("{}: larger than {} MiB: no profile of ONNX Runtime", given, _MOST >> 20)
     seconds: dict[_ProfileKey, list[float]] = {}
     try:
         for event in json.loads(text):
@@ -208,5 +209,5 @@ def _read_profile(path: str) -> dict[_ProfileKey, float]:
                     raise ValueError("no duration")
                 seconds.setdefault((arguments["op_name"], read), []).append(took)
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
-        raise UsageError(f"costs={path!r}: not a JSON profile of ONNX Runtime") from error
+        raise UsageError("{}: not a JSON profile of ONNX Runtime", given) from error
     return {key: statistics.median(times) for key, times in seconds.items()}
