@@ -70,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
         if given.values:
             np.savez(given.values, **initial_inputs(given.forward, step, optimizer))  # type: ignore[arg-type]
     except OnnxRematError as error:
-        print(f"error: {in_flags(str(error), _FLAGS)}", file=sys.stderr)
+        print(f"error: {in_flags(error.message, _FLAGS)}", file=sys.stderr)
         return error.exit_code
     if given.training and not _has_modes(model_io.load(given.forward).model):
         print(

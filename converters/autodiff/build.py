@@ -9,6 +9,7 @@ import onnx
 import onnx_ir as ir
 
 from onnx_remat.errors import ConversionError
+from onnx_remat.messages import Setting
 
 from .. import names, optimizers
 from ..after_loss import make_late
@@ -91,7 +92,8 @@ def add_backward(
     chosen = prepare.select(model.graph, wrt, frozen)
     if not chosen:
         raise ConversionError(
-            "there is nothing to differentiate by: no initializer looks like a weight; name some with wrt="
+            "there is nothing to differentiate by: no initializer looks like a weight; name some with {}",
+            Setting("wrt"),
         )
     buffers = [v for v in prepare.running_statistics(model.graph) if v not in chosen]
     held: dict[str, np.ndarray] = {}
@@ -193,13 +195,18 @@ def _loss(tape: Tape, graph: ir.Graph, loss: str | losses.Loss | None) -> tuple[
     name = loss or ("loss" if "loss" in outputs else next(iter(outputs)))
     if loss is None and name != "loss" and len(outputs) > 1:
         raise ConversionError(
-            f"no loss: name the output that is one, or add cross_entropy or mse, with loss= ({', '.join(outputs)})"
+            "no loss: name the output that is one, or add cross_entropy or mse, with {} ({})",
+            Setting("loss"),
+            ", ".join(outputs),
         )
     scalar = outputs[str(name)]
     shape = dims_of(scalar)
     if any(d != 1 for d in shape):
         raise ConversionError(
-            f"output {scalar.name!r} has shape {list(shape)}, and a loss is a scalar: add one with loss="
+            "output {!r} has shape {}, and a loss is a scalar: add one with {}",
+            scalar.name,
+            list(shape),
+            Setting("loss"),
         )
     if scalar.dtype is None or not scalar.dtype.is_floating_point():
         raise ConversionError(f"the loss {scalar.name!r} is {scalar.dtype}, not floating point")

@@ -7,6 +7,7 @@ from typing import TypeAlias
 import onnx_ir as ir
 
 from onnx_remat.errors import ConversionError
+from onnx_remat.messages import Setting
 
 Dim: TypeAlias = int | str
 Dims: TypeAlias = tuple[Dim, ...]
@@ -23,7 +24,8 @@ def dims(value: ir.Value) -> Dims:
     if value.shape is None:
         node = value.producer()
         made = f"made by {node.op_type} node {node.name!r}" if node else "a graph input"
-        raise ConversionError(f"the shape of {value.name!r} ({made}) is unknown: fix the symbolic sizes with dims=")
+        fix = "the shape of {!r} ({}) is unknown: fix the symbolic sizes with {}"
+        raise ConversionError(fix, value.name, made, Setting("dims"))
     return tuple(d if isinstance(d, int) else str(d.value) for d in value.shape)
 
 

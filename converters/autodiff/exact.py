@@ -11,6 +11,7 @@ from onnx.reference import ReferenceEvaluator
 from threadpoolctl import ThreadpoolController
 
 from onnx_remat.errors import ConversionError
+from onnx_remat.messages import Message, Setting
 
 from .exact_ops import OPS
 
@@ -33,7 +34,7 @@ class Evaluator:
         try:
             self._reference = ReferenceEvaluator(model, new_ops=OPS)
         except Exception as error:
-            raise ConversionError(f"the gradients cannot be checked in float64: {_line(error)}; {_HINT}") from error
+            raise ConversionError("the gradients cannot be checked in float64: {}; {}", _line(error), _HINT) from error
         self._threads = ThreadpoolController()
         nodes = self._reference.rt_nodes_
         last = {name: i for i, node in enumerate(nodes) for name in node.input}
@@ -75,7 +76,7 @@ class Evaluator:
         return {name: values[name] for name in self._reference.output_names}
 
 
-_HINT = "check=False skips the check"
+_HINT = Message("{} skips the check", Setting("check", False))
 
 
 def _line(error: Exception) -> str:

@@ -18,6 +18,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
 from onnx_remat.errors import ConversionError
+from onnx_remat.messages import Setting
 
 from .. import default_level, names
 from ..check import note
@@ -31,6 +32,7 @@ PRECISION = 5e-2
 """Largest accepted error of an output on ONNX Runtime, in float32, in norm: kinks and cancellation are not faults."""
 
 _CHANGE, _LARGEST = 5e6, 1e-7  # of the loss, in its rounding errors; of parameters, in `_Line._boldest`
+_OTHERWISE = Setting("example_inputs"), Setting("check", False)  # what to give where the check cannot tell
 _FACTORS = (1, 0.1, 10, 100, 1000)  # tried in turn
 _BOLDEST = 0.1  # largest change of a parameter in a direction, of its own size
 _EPSILON = np.finfo(np.float64).eps
@@ -98,7 +100,7 @@ def check(
     loss = float(made[names.LOSS].reshape(()))
     gradients = {p: made[names.gradient(p)] for p in parameters}
     if not np.isfinite(loss):
-        raise ConversionError(f"the loss is {loss} on the check's inputs: give example_inputs= or check=False")
+        raise ConversionError("the loss is {} on the check's inputs: give {} or {}", loss, *_OTHERWISE)
     if bad := [p for p, g in gradients.items() if not np.isfinite(g).all()]:
         raise ConversionError(f"the gradient by {bad[0]!r} is not finite on the check's inputs; nothing was written")
     line = _Line(Evaluator(_loss_only(wide)), step_in_full, exact, gradients, loss)
@@ -206,22 +208,25 @@ class _Line:
             seen += slopes if min(map(abs, slopes)) > self.noise / (epsilon * _PLAIN) else [0.0]
         if max(seen) - min(seen) < _PLAIN * max(map(abs, seen)):
             return self._wrong(seed, _FACTORS[-1], "and they are next to zero")
-        return ConversionError(f"{why}: give example_inputs= or check=False")
+        return ConversionError("{}: give {} or {}", why, *_OTHERWISE)
 
     def _wrong(self, seed: int, factor: float, how: str) -> ConversionError:
         """What to say of wrong gradients: the parameter to blame is found by halving, unless rounding is."""
         suspects = list(self._gradients)
         if self._lost(seed) > _PLAIN * abs(self._off(suspects, seed, factor)):
             return ConversionError(
-                "rounding decides about the gradients on the check's inputs: give example_inputs= or check=False"
+                "rounding decides about the gradients on the check's inputs: give {} or {}", *_OTHERWISE
             )
         while len(suspects) > 1:
             halves = suspects[: len(suspects) // 2], suspects[len(suspects) // 2 :]
             worse = [abs(self._off(half, seed, factor)) for half in halves]
             suspects = halves[1] if worse[1] > worse[0] else halves[0]
         return ConversionError(
-            f"the gradients are wrong: along a random direction the loss changes {how}, that by {suspects[0]!r} for "
-            "one; nothing was written (check=False skips this check)"
+            "the gradients are wrong: along a random direction the loss changes {}, that by {!r} for one; nothing was "
+            "written ({} skips this check)",
+            how,
+            suspects[0],
+            Setting("check", False),
         )
 
     def _lost(self, seed: int) -> float:
@@ -280,8 +285,10 @@ def _precision(outputs: Mapping[str, np.ndarray], exact: Mapping[str, np.ndarray
         error = float(np.linalg.norm(value - exact[name])) / max(norms[name], least)
         if not error <= PRECISION:
             raise ConversionError(
-                f"ONNX Runtime's float32 is off by {error:.2g} relative in {name} on the check's inputs: give other "
-                "example_inputs= or check=False"
+                "ONNX Runtime's float32 is off by {:.2g} relative in {} on the check's inputs: give other {} or {}",
+                error,
+                name,
+                *_OTHERWISE,
             )
         worst = max(worst, error)
     return worst

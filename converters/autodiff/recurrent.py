@@ -11,6 +11,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_remat.errors import ConversionError
+from onnx_remat.messages import Message, Setting
 
 from ..simplify import replace
 from .dims import Dims, dims
@@ -117,7 +118,7 @@ def _unroll(t: Tape, node: ir.Node) -> None:
     given = list(options.get("activations", wanted))
     known = given == wanted or (node.op_type == "RNN" and all(name in ("Tanh", "Relu", "Sigmoid") for name in given))
     rare = {
-        "its length must be known: fix it with dims=": not isinstance(length, int),
+        Message("its length must be known: fix it with {}", Setting("dims")): not isinstance(length, int),
         "sequences of different lengths are not supported": lengths is not None,
         "peepholes are not supported": peepholes is not None,
         "clipping is not supported": "clip" in options,
@@ -126,7 +127,7 @@ def _unroll(t: Tape, node: ir.Node) -> None:
         f"activations {given} are not supported": not known,
     }
     for why in (why for why, found in rare.items() if found):
-        raise ConversionError(f"no gradient for {node.op_type} node {node.name!r}: {why}")
+        raise ConversionError("no gradient for {} node {!r}: {}", node.op_type, node.name, why)
     assert isinstance(length, int) and w is not None and r is not None
     hidden, count = int(dims(r)[2]), _GATES[node.op_type]
     sequences, lasts, cells = [], [], []

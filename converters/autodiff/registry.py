@@ -11,6 +11,7 @@ import onnx
 import onnx_ir as ir
 
 from onnx_remat.errors import ConversionError
+from onnx_remat.messages import Message, Setting
 
 from .constants import static
 from .dims import Dims, dims
@@ -107,7 +108,8 @@ class Step:
         """The shape of an input, which must be known before the run."""
         shape = self.shape(slot)
         if symbols := [d for d in shape if isinstance(d, str)]:
-            self.refuse(f"the size {symbols[0]!r} of input {slot} must be known: fix it with dims=")
+            fix = Setting("dims")
+            self.refuse(Message("the size {!r} of input {} must be known: fix it with {}", symbols[0], slot, fix))
         return tuple(int(d) for d in shape)
 
     def axis(self, name: str = "axis", rank: int | None = None) -> int:
@@ -116,7 +118,7 @@ class Step:
         return value % (len(self.shape()) if rank is None else rank)
 
     def refuse(self, why: str) -> NoReturn:
-        raise ConversionError(f"no gradient for {self.node.op_type} node {self.node.name!r}: {why}")
+        raise ConversionError("no gradient for {} node {!r}: {}", self.node.op_type, self.node.name, why)
 
 
 Rule: TypeAlias = Callable[[Step], Grads]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
+from onnx_remat.messages import Message, Setting
+
 from .constants import static
 from .dims import dims
 from .registry import Grads, Step, rule
@@ -139,7 +141,7 @@ def resize(s: Step) -> Grads:
             if old == new or _kept(s, axis):
                 continue
             if not isinstance(old, int) or not isinstance(new, int):
-                s.refuse(f"the sizes of axis {axis} must be known: fix {old!r} with dims=")
+                s.refuse(Message("the sizes of axis {} must be known: fix {!r} with {}", axis, old, Setting("dims")))
             matrix = _axis_matrix(s, axis, old, new)
             shape = dims(g)
             if _repeats(matrix):

@@ -10,6 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_remat.errors import ConversionError
+from onnx_remat.messages import Setting
 
 from ..emit import Attribute, Emitter, Phase
 from .dims import Dim, Dims, broadcast, dims, is_static, reduced_axes, size
@@ -197,7 +198,8 @@ class Tape(Emitter):
                 self._lengths[symbol] = self.op("ReduceProd", factors, shape=(1,), keepdims=1)
         if symbol not in self._lengths:
             if symbol not in self._sources:
-                raise ConversionError(f"the size {symbol!r} cannot be told during a run: fix symbolic sizes with dims=")
+                fix = "the size {!r} cannot be told during a run: fix symbolic sizes with {}"
+                raise ConversionError(fix, symbol, Setting("dims"))
             value, axis = self._sources[symbol]
             with self.labelled("forward"):
                 self._lengths[symbol] = self.op(
