@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from onnx_remat import files
 from onnx_remat.app import completion, streams
 from onnx_remat.errors import OnnxRematError, UsageError, did_you_mean
-from onnx_remat.messages import NO_VALUE, Message, Setting, number
+from onnx_remat.messages import NO_VALUE, Setting, number, spelled
 from onnx_remat.process.child import QUIET
 
 if TYPE_CHECKING:
@@ -203,40 +203,25 @@ FLAGS: Mapping[str, str] = {
     "checkpoints": "--checkpoint", "dims": "--dim", "fuse": "--no-fuse", "patterns": "--no-patterns",
     "python": "--runtime", "run_by": "--for",
 }  # fmt: skip
-"""Flags by the arguments in Python that they are; messages name the arguments, each with an equals sign behind it."""
+"""Flags by the arguments in Python that they are."""
 
 _PLAIN = re.compile(r"[\w./%:+-]+")  # needs no quotes in a shell
-_QUOTED = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|"""
-_ARGUMENT = re.compile(rf"(?<![\w'\"/.=-])(\w+)=(\{{[^{{}}]*\}}|{_QUOTED}[\w.+-]*\w)?")
-_DIM = re.compile(r"['\"]([^'\"]*)['\"]: (\w+)")
 _UNITS = {"budget": "B", "time_limit": "s"}
 
 
 def in_flags(text: str, flags: Mapping[str, str] = FLAGS) -> str:
-    """A message with the command line's flags in place of Python's arguments.
+    """A message with its settings as the command line's flags; any other text as it is.
 
-    >>> in_flags("pass dims={'batch': N, 'length': N}, or leave patterns=False out")
+    >>> from onnx_remat.messages import Message, Word
+    >>> setting = Setting("dims", {"batch": Word("N"), "length": Word("N")})
+    >>> in_flags(Message("pass {}, or leave {} out", setting, Setting("patterns", False)))
     'pass --dim batch=N --dim length=N, or leave --no-patterns out'
 
-    >>> in_flags("try budget=5000000 (5.0 MB), time_limit=60; or selector='auto'")
-    'try --budget 5000000B (5.0 MB), --time-limit 60s; or --selector auto'
+    >>> settings = Setting("budget", 5_000_000), Setting("time_limit", 60.0), Setting("selector", "auto")
+    >>> in_flags(Message("try {}, {}; or {}", *settings))
+    'try --budget 5000000B, --time-limit 60s; or --selector auto'
     """
-
-    def as_flag(found: re.Match[str]) -> str:
-        name, value = found[1], found[2] or ""
-        if (flag := flags.get(name)) is None:
-            return found[0]
-        if name == "dims":
-            return " ".join(f"{flag} {dim}={size}" for dim, size in _DIM.findall(value)) or flag
-        if value in ("", "True", "False"):
-            return flag
-        if re.fullmatch(r"""(['"])[\w./%:+-]+\1""", value):  # words need no quotes in a shell either
-            value = value[1:-1]
-        return f"{flag} {value}{_UNITS.get(name, '') if re.fullmatch(r'[0-9.]+', value) else ''}"
-
-    if isinstance(text, Message):
-        return text.spelled(lambda setting: _as_flag(setting, flags))
-    return _ARGUMENT.sub(as_flag, text)
+    return spelled(text, lambda setting: _as_flag(setting, flags))
 
 
 def _as_flag(setting: Setting, flags: Mapping[str, str]) -> str:
