@@ -14,7 +14,7 @@ import numpy as np
 import onnx
 
 from onnx_remat import files
-from onnx_remat.app.flags import FLAGS, in_flags
+from onnx_remat.app.flags import in_flags
 from onnx_remat.errors import MissingExtraError, OnnxRematError, UsageError
 from onnx_remat.ir import model_io
 from onnx_remat.process.child import QUIET
@@ -31,8 +31,8 @@ from .. import optimizers
 from .build import add_backward, initial_inputs
 from .loss import NAMED
 
-_FLAGS = {**FLAGS, "example_inputs": "--example", "check": "--no-check", "wrt": "--wrt"}
-"""Flags by the arguments of `add_backward` that they are."""
+_FLAGS = {"example_inputs": "--example", "check": "--no-check", "wrt": "--wrt"}
+"""Flags by the arguments of `add_backward` that they are, those apart that planning has too."""
 
 Factory: TypeAlias = Callable[..., optimizers.Optimizer]
 OPTIMIZERS: dict[str, Factory] = {"sgd": optimizers.SGD, "adam": optimizers.Adam, "adamw": optimizers.AdamW}

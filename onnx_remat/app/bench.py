@@ -17,7 +17,7 @@ from onnx import TensorProto
 from onnx_remat import files
 from onnx_remat.app.flags import (
     Parser,
-    add_planning_flags,
+    add_flags,
     add_runtime_flag,
     check_files,
     guarded,
@@ -306,8 +306,7 @@ def build_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--markdown", action="store_true", help="print one line of a Markdown table per graph")
     parser.add_argument("--json", metavar="PATH|-", help="also write the results as JSON (- is standard output)")
-    add_planning_flags(parser, time_limit="10s")
-    parser.set_defaults(costs=None)
+    add_flags(parser, effort="10s")
     return parser
 
 

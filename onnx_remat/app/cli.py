@@ -14,8 +14,7 @@ from onnx_remat import files
 from onnx_remat.app import commands, completion, streams
 from onnx_remat.app.flags import (
     Parser,
-    add_offload_flags,
-    add_planning_flags,
+    add_flags,
     check_files,
     guarded,
     in_flags,
@@ -67,7 +66,7 @@ COMMANDS = ("estimate", "explain", "sweep", "profile", "check", "split")
 
 def build_parser() -> argparse.ArgumentParser:
     """The arguments, documented."""
-    from onnx_remat.measure.verify import MODES
+    from onnx_remat.options import CHECKING, MOVING
     from onnx_remat.plan.request import summary
 
     described = "\n".join(f"  {name:<12} {summary(name)}" for name in selector_names())
@@ -88,11 +87,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="memory that training is to take at most, see --for: 4GB (10^9), 3.5GiB (2^30), 123456789B, or 80%% of "
         "what the original takes",
     )  # fmt: skip
-    checking = parser.add_argument_group("checking and reporting")
-    checking.add_argument(
-        "--verify", default="check", choices=MODES,
-        help="check (default): validity, interface, order, simulated peak; run: also run both and compare; none",
-    )  # fmt: skip
+    checking = add_flags(parser, CHECKING)
     checking.add_argument("--dry-run", action="store_true", help="report, but write nothing")
     checking.add_argument("--json", metavar="PATH|-", help="also write the report as JSON (- is standard output)")
     checking.add_argument(
@@ -108,8 +103,8 @@ def build_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     loudness.add_argument("-q", "--quiet", action="store_true", help="print errors only")
     parser.add_argument("--version", action="version", version=f"onnx-remat {__version__}")
-    add_planning_flags(parser)
-    add_offload_flags(parser)
+    add_flags(parser)
+    add_flags(parser, MOVING)
     return parser
 
 
@@ -154,7 +149,7 @@ def _run(arguments: argparse.Namespace) -> int:
         show.check(path)
     reports = [("--json", arguments.json), *(("--plot", path) for path in arguments.plot)]
     progress = Progress(quiet=arguments.quiet)
-    options["verify"], options["progress"] = arguments.verify, progress
+    options["progress"] = progress
     try:
         progress("load", 0.0)
         source = model_io.load(arguments.input)

@@ -9,8 +9,8 @@ from dataclasses import replace
 from onnx_remat import files
 from onnx_remat.app.flags import (
     Parser,
-    add_planning_flags,
-    add_provider_flag,
+    add_flag,
+    add_flags,
     add_runtime_flag,
     check_files,
     in_flags,
@@ -20,6 +20,8 @@ from onnx_remat.app.progress import Progress
 from onnx_remat.app.streams import say
 from onnx_remat.errors import UsageError
 from onnx_remat.ir import model_io
+
+_PLANNED_SIZE = "size of a symbolic dimension (default: what it was planned for)"
 
 
 def estimate(arguments: Sequence[str]) -> int:
@@ -33,7 +35,7 @@ def estimate(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("input", metavar="IN", help="any graph: a training step, or one for inference")
     parser.add_argument("--json", metavar="PATH|-", help="also write the estimate as JSON (- is standard output)")
-    add_planning_flags(parser)
+    add_flags(parser)
     given = parser.parse_args(arguments)
     options, progress = planning_options(given), Progress()
     options["progress"] = progress
@@ -57,11 +59,11 @@ def explain(arguments: Sequence[str]) -> int:
         description="What a rewritten file recomputes and why, and what makes its peak, by module.",
     )
     parser.add_argument("file", metavar="FILE", help="a model that onnx-remat wrote")
-    _add_dims_of_plan(parser)
+    add_flag(parser, "dims", _PLANNED_SIZE)
     parser.add_argument("--json", metavar="PATH|-", help="also write it as JSON (- is standard output)")
     given = parser.parse_args(arguments)
     check_files({given.file: model_io.load(given.file)}, None, [("--json", given.json)])
-    found = run(given.file, parse_dims(given.dim))
+    found = run(given.file, parse_dims(given.dims or []))
     return _report(found.to_text(), found.to_json(), given.json)
 
 
@@ -93,7 +95,7 @@ def sweep(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--lowest", action="store_true", help="only look for the lowest budget there is a file for, and what is proved"
     )
-    add_planning_flags(parser, time_limit="10s")
+    add_flags(parser, effort="10s")
     parser.add_argument("--json", metavar="PATH|-", help="also write the curve as JSON (- is standard output)")
     parser.add_argument("--plot", metavar="PATH", help=f"also draw it: {', '.join(show.IMAGES)}")
     given = parser.parse_args(arguments)
@@ -134,12 +136,12 @@ def profile(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("input", metavar="IN", help="training graph")
     parser.add_argument("output", metavar="OUT", help="where to write the profile (JSON, ONNX Runtime's own layout)")
-    parser.add_argument("--dim", action="append", default=[], metavar="NAME=N", help="size of a symbolic dimension")
+    add_flag(parser, "dims", "size of a symbolic dimension")
     parser.add_argument("--runs", type=int, default=5, metavar="N", help="fresh processes (default 5)")
     parser.add_argument("--steps", type=int, default=5, metavar="N", help="steps in each (default 5)")
     parser.add_argument("--threads", type=int, default=0, metavar="N", help="intra-op threads (default: the runtime's)")
     parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
-    add_provider_flag(parser)
+    add_flag(parser, "provider", default="cpu", provider="cpu")
     add_runtime_flag(parser)
     given = parser.parse_args(arguments)
     target = files.check_target(given.output, given.input, given.force)
@@ -149,7 +151,7 @@ def profile(arguments: Sequence[str]) -> int:
         runtime.import_runtime()
         check_ops(source.model)
     result = run(
-        given.input, dims=parse_dims(given.dim), runs=given.runs, steps=given.steps, threads=given.threads,
+        given.input, dims=parse_dims(given.dims or []), runs=given.runs, steps=given.steps, threads=given.threads,
         provider=given.provider, python=given.runtime,
     )  # fmt: skip
     with files.together():
@@ -171,22 +173,16 @@ def check(arguments: Sequence[str]) -> int:
         "and runs a step of it; exits with 5 where it no longer runs or no longer keeps its budget.",
     )
     parser.add_argument("file", metavar="FILE", help="a rewritten model, or what another tool made of it")
-    _add_dims_of_plan(parser)
+    add_flag(parser, "dims", _PLANNED_SIZE)
     parser.add_argument("--no-run", action="store_true", help="do not run a step of it")
-    add_provider_flag(parser, None, "the one it was planned for")
+    add_flag(parser, "provider", provider="the one it was planned for")
     add_runtime_flag(parser)
     given = parser.parse_args(arguments)
-    found = run(given.file, parse_dims(given.dim), run=not given.no_run, provider=given.provider, python=given.runtime)
+    found = run(
+        given.file, parse_dims(given.dims or []), run=not given.no_run, provider=given.provider, python=given.runtime
+    )
     say(found.to_text())
     return VerificationError.exit_code if found.lost else 0
-
-
-def _add_dims_of_plan(parser: Parser) -> None:
-    """The flag of commands that read a rewritten file, which says what it was planned for."""
-    parser.add_argument(
-        "--dim", action="append", default=[], metavar="NAME=N",
-        help="size of a symbolic dimension (default: what it was planned for)",
-    )  # fmt: skip
 
 
 def split(arguments: Sequence[str]) -> int:
@@ -207,15 +203,15 @@ def split(arguments: Sequence[str]) -> int:
         "--accumulate", action="store_true",
         help="let GRADIENTS add to sums, new.grad.<name> from grad.<name>: what onnx_remat.distributed trains with",
     )  # fmt: skip
-    parser.add_argument("--loss", metavar="NAME", help="the loss, where it is not clear")
-    parser.add_argument("--dim", action="append", default=[], metavar="NAME=N", help="size of a symbolic dimension")
+    add_flag(parser, "loss", "the loss, where it is not clear")
+    add_flag(parser, "dims", "size of a symbolic dimension")
     parser.add_argument("--force", action="store_true", help="replace files that exist")
     given = parser.parse_args(arguments)
     stem = given.input.removesuffix(".onnx")
     paths = given.gradients or f"{stem}.gradients.onnx", given.update or f"{stem}.update.onnx"
     source = model_io.load(given.input)
     check_files({given.input: source}, None, [("GRADIENTS", paths[0]), ("UPDATE", paths[1])])
-    found = split_step(source, loss=given.loss, dims=parse_dims(given.dim) or None)
+    found = split_step(source, loss=given.loss, dims=parse_dims(given.dims or []) or None)
     if given.accumulate:
         found = Split(accumulating(found.gradients), found.update, found.parameters, found.folder)
     found.save(*paths, force=given.force)

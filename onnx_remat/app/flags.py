@@ -9,9 +9,11 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from onnx_remat import files
 from onnx_remat.app import completion, streams
@@ -55,84 +57,41 @@ class Parser(argparse.ArgumentParser):
 _NUMBER, _UNIT = re.compile(r"\d+(\.\d+)?"), re.compile(r"(?i)[kmgt]?i?b|%|s|min|h")
 
 
-def add_planning_flags(parser: argparse.ArgumentParser, time_limit: str = "30s") -> None:
-    """The flags that say how to plan; `planning_options` reads them."""
-    from onnx_remat.ort.kernels.costs import PRESETS
+Flags: TypeAlias = argparse._ActionsContainer
+"""Where flags go: a parser, or a group of one."""
 
-    planning = parser.add_argument_group("planning")
+
+def add_flag(flags: Flags, name: str, help: str | None = None, default: object = None, **filled: str) -> None:
+    """Add the flag of an option as `Options` states it, with another help perhaps; `filled` is for its braces.
+
+    The option is `default` where the flag is not given; None leaves it out.
+    """
+    from onnx_remat.options import OPTIONS, Options
+
+    option, usual = OPTIONS[name], Options.__dataclass_fields__[name].default
+    more: dict[str, Any] = {"metavar": option.metavar, "choices": option.choices}
+    if isinstance(usual, bool):
+        more = {"action": "store_false" if usual else "store_true"}
+    elif option.repeat:
+        more |= {"action": "append"}
+    flags.add_argument(option.flag, dest=name, default=default, help=(help or option.help).format(**filled), **more)
+
+
+def add_flags(parser: argparse.ArgumentParser, group: str = "planning", effort: str = "30s") -> Flags:
+    """Add a group with the flags of all options that are of it; `planning_options` reads them.
+
+    `effort` is what the command takes where neither it nor a time limit is given.
+    """
+    from onnx_remat.options import OPTIONS
+
     where = "described below" if parser.prog == "onnx-remat" else "onnx-remat -h describes them"
-    add_provider_flag(planning)
-    planning.add_argument(
-        "--selector", default="auto", metavar="NAME",
-        help=f"how to plan (default auto): {', '.join(selector_names())}; {where}",
-    )  # fmt: skip
-    planning.add_argument(
-        "--dim", action="append", default=[], metavar="NAME=N", help="size of a symbolic dimension (repeat)"
-    )
-    planning.add_argument("--loss", metavar="NAME", help="the loss, where nodes are unlabelled and it is not clear")
-    planning.add_argument(
-        "--keep", action="append", default=[], metavar="NAME", help="a value never to recompute (repeat)"
-    )
-    planning.add_argument(
-        "--checkpoint", action="append", default=[], metavar="NAME",
-        help="a value that selector collection keeps; it recomputes the rest of the forward pass (repeat)",
-    )  # fmt: skip
-    planning.add_argument(
-        "--allow-recompute", action="append", default=[], metavar="DOMAIN::OP",
-        help="a custom op that is pure, so that it may be recomputed (repeat)",
-    )  # fmt: skip
-    planning.add_argument(
-        "--for", dest="run_by", choices=("loop", "session"),
-        help="what trains with the file, and so what the budget covers: loop, onnx_remat.training.Loop or "
-        "onnx_remat.Session, all that training takes of the machine's memory (default on the CPU); session, "
-        "onnxruntime's own, the sum of tensors (default on CUDA)",
-    )  # fmt: skip
-    planning.add_argument(
-        "--arena", action="store_true",
-        help="let the budget also cover what ONNX Runtime's arena adds with onnx_remat.session_options(), as foreseen",
-    )  # fmt: skip
-    planning.add_argument(
-        "--no-patterns", dest="patterns", action="store_false",
-        help="write the step into the body of an If, in which ONNX Runtime makes no memory patterns: for sessions "
-        "whose options are not yours to set, which would take up to twice the plan",
-    )  # fmt: skip
-    planning.add_argument(
-        "--no-fuse", dest="fuse", action="store_false",
-        help="for --for loop: count what training takes with every node a kernel of its own, as Session(fuse=False) "
-        "and Loop(fuse=False) run them, not with elementwise nodes fused",
-    )  # fmt: skip
-    planning.add_argument(
-        "--time-limit", metavar="TIME",
-        help=f"seconds of the clock, once loaded, to plan and write in (default: --effort {time_limit}, cut at 4 x)",
-    )  # fmt: skip
-    planning.add_argument(
-        "--effort", metavar="N",
-        help="how much to try instead, in seconds of a slow core: the same plan on any machine, however busy",
-    )  # fmt: skip
-    parser.set_defaults(default_time_limit=time_limit, offload=False, host_bandwidth=None)
-    planning.add_argument(
-        "--costs", metavar="PRESET|FILE",
-        help=f"seconds per op: {', '.join(PRESETS)} (default cpu, or a100 for --provider cuda), or a profile JSON "
-        "written by ONNX Runtime",
-    )  # fmt: skip
-    planning.add_argument(
-        "--cudnn-workspace", metavar="SIZE",
-        help="for --provider cuda: bytes to allow for what cuDNN takes in a convolution (default 32MiB)",
-    )  # fmt: skip
-
-
-def add_offload_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags that say whether values may be moved to the host; `planning_options` reads them."""
-    offload = parser.add_argument_group("moving values to the host")
-    offload.add_argument(
-        "--offload", action="store_true",
-        help="move values to the host's memory and back where that takes less time than to compute them again, and "
-        "where no budget could be kept otherwise: for --provider cuda --for loop",
-    )  # fmt: skip
-    offload.add_argument(
-        "--host-bandwidth", metavar="SIZE",
-        help="bytes that cross to the host in a second, or back (default: 25GB, or what --costs says of the device)",
-    )  # fmt: skip
+    filled = {"provider": "cpu", "selectors": f"{', '.join(selector_names())}; {where}", "effort": effort}
+    flags = parser.add_argument_group(group)
+    for name, option in OPTIONS.items():
+        if option.flag and option.group == group:
+            add_flag(flags, name, **filled)
+    parser.set_defaults(default_effort=effort)
+    return flags
 
 
 def selector_names() -> list[str]:
@@ -140,14 +99,6 @@ def selector_names() -> list[str]:
     from onnx_remat.plan import selectors
 
     return sorted(selectors.names(), key=lambda name: (name != "auto", name != "search"))
-
-
-def add_provider_flag(parser: argparse._ActionsContainer, default: str | None = "cpu", told: str = "cpu") -> None:
-    """The flag that says which of ONNX Runtime's execution providers runs the models; `told`: the default in words."""
-    from onnx_remat.ort.kernels.registry import PROVIDERS
-
-    said = f"execution provider that runs the model (default {told})"
-    parser.add_argument("--provider", default=default, choices=PROVIDERS, help=said)
 
 
 def add_runtime_flag(parser: argparse.ArgumentParser) -> None:
@@ -159,58 +110,35 @@ def add_runtime_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def planning_options(arguments: argparse.Namespace) -> PlanningOptions:
-    """Fields of `Options` from the flags of `add_planning_flags`."""
-    from onnx_remat.units import parse_dims, parse_duration
+    """Fields of `Options` from the flags of `add_flags` that were given."""
+    from onnx_remat.options import OPTIONS, PlanningOptions
+    from onnx_remat.units import parse_duration
 
-    options: PlanningOptions = {
-        "provider": arguments.provider,
-        "selector": arguments.selector,
-        "dims": parse_dims(arguments.dim),
-        "loss": arguments.loss,
-        "keep": tuple(arguments.keep),
-        "checkpoints": tuple(arguments.checkpoint),
-        "allow_recompute": tuple(arguments.allow_recompute),
-        "run_by": arguments.run_by,
-        "arena": arguments.arena,
-        "patterns": arguments.patterns,
-        "fuse": arguments.fuse,
-    }
-    if arguments.effort is not None:
-        options["effort"] = parse_duration(arguments.effort)
-    if arguments.time_limit is not None:
-        options["time_limit"] = parse_duration(arguments.time_limit)
-    elif arguments.effort is None:  # the clock leaves room for a busy machine
-        effort = parse_duration(arguments.default_time_limit)
+    options = PlanningOptions()
+    for name, option in OPTIONS.items():
+        if (given := getattr(arguments, name, None)) is not None:
+            value = option.check(name, option.parse(given) if option.parse else given)
+            options[name] = value  # type: ignore[literal-required]
+    if "effort" not in options and "time_limit" not in options:  # the clock leaves room for a busy machine
+        effort = parse_duration(arguments.default_effort)
         options["effort"], options["time_limit"] = effort, 4 * effort
-    if arguments.cudnn_workspace is not None:
-        options["cudnn_workspace"] = arguments.cudnn_workspace
-    if arguments.offload:
-        options["offload"] = True
-    if arguments.host_bandwidth is not None:
-        options["host_bandwidth"] = arguments.host_bandwidth
-    if arguments.costs is not None:
-        options["costs"] = arguments.costs
     return options
 
 
-FLAGS: Mapping[str, str] = {
-    name: "--" + name.replace("_", "-")
-    for name in (
-        "allow_recompute", "arena", "budget", "costs", "cudnn_workspace", "effort", "force", "host_bandwidth", "jobs",
-        "keep", "loss", "offload", "provider", "selector", "time_limit", "verify",
-    )
-} | {
-    "checkpoints": "--checkpoint", "dims": "--dim", "fuse": "--no-fuse", "patterns": "--no-patterns",
-    "python": "--runtime", "run_by": "--for",
-}  # fmt: skip
-"""Flags by the arguments in Python that they are."""
+@cache
+def flag_names() -> Mapping[str, str]:
+    """Flags by the arguments in Python that they are."""
+    from onnx_remat.options import OPTIONS
+
+    others = {"budget": "--budget", "force": "--force", "jobs": "--jobs", "python": "--runtime"}
+    return {name: option.flag for name, option in OPTIONS.items() if option.flag} | others
+
 
 _PLAIN = re.compile(r"[\w./%:+-]+")  # needs no quotes in a shell
-_UNITS = {"budget": "B", "time_limit": "s"}
 
 
-def in_flags(text: str, flags: Mapping[str, str] = FLAGS) -> str:
-    """A message with its settings as the command line's flags; any other text as it is.
+def in_flags(text: str, others: Mapping[str, str] = MappingProxyType({})) -> str:
+    """A message with its settings as the command line's flags, and `others`; any other text as it is.
 
     >>> from onnx_remat.messages import Message, Word
     >>> setting = Setting("dims", {"batch": Word("N"), "length": Word("N")})
@@ -221,19 +149,22 @@ def in_flags(text: str, flags: Mapping[str, str] = FLAGS) -> str:
     >>> in_flags(Message("try {}, {}; or {}", *settings))
     'try --budget 5000000B, --time-limit 60s; or --selector auto'
     """
-    return spelled(text, lambda setting: _as_flag(setting, flags))
+    return spelled(text, lambda setting: _as_flag(setting, others))
 
 
-def _as_flag(setting: Setting, flags: Mapping[str, str]) -> str:
+def _as_flag(setting: Setting, others: Mapping[str, str]) -> str:
+    from onnx_remat.options import OPTIONS
+
     name, value = setting.name, setting.value
-    if (flag := flags.get(name)) is None:
+    if (flag := others.get(name) or flag_names().get(name)) is None:
         return str(setting)
     if isinstance(value, bool) or value is NO_VALUE:
         return flag
     if isinstance(value, Mapping):
         return " ".join(f"{flag} {dim}={size}" for dim, size in value.items())
     if isinstance(value, Real):
-        return f"{flag} {number(value)}{_UNITS.get(name, '')}"
+        unit = "B" if name == "budget" else OPTIONS[name].unit if name in OPTIONS else ""
+        return f"{flag} {number(value)}{unit}"
     return f"{flag} {value}" if _PLAIN.fullmatch(str(value)) else f"{flag} {value!r}"
 
 

@@ -14,7 +14,7 @@ import pytest
 
 import onnx_remat
 from onnx_remat.app import bench, cli
-from onnx_remat.app.flags import FLAGS, in_flags
+from onnx_remat.app.flags import flag_names, in_flags
 from onnx_remat.errors import OnnxRematError, UsageError
 from onnx_remat.findings.estimate import estimate
 from onnx_remat.findings.sweep import sweep
@@ -25,17 +25,17 @@ from tests.support.graphs import mlp
 
 ROOT = Path(onnx_remat.__file__).parent
 COMMANDS = {"cli.py", "commands.py", "flags.py", "completion.py"}
-OF_COMMANDS = ("add_argument", "Parser", "check_files")
+OF_COMMANDS = ("_option", "add_argument", "Parser", "check_files")
 
 
 def test_every_option_has_a_flag_that_the_command_line_takes(capsys):
-    assert {field.name for field in fields(Options)} - {"progress"} <= set(FLAGS)
+    assert {field.name for field in fields(Options)} - {"progress"} <= set(flag_names())
     taken = set()
     for help_of in ([], ["sweep"], ["check"]):
         with pytest.raises(SystemExit):
             cli.main([*help_of, "--help"])
         taken |= set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
-    assert set(FLAGS.values()) <= taken
+    assert set(flag_names().values()) <= taken
 
 
 def messages(file: Path) -> list[tuple[int, str]]:
@@ -68,7 +68,7 @@ def test_what_python_calls_names_no_flag():
 
 def test_what_is_said_names_settings_as_data():
     """A setting in a text of its own would stay in Python's words on the command line."""
-    named = re.compile(rf"(?<![\w.'/-])({'|'.join([*FLAGS, 'example_inputs', 'check', 'wrt'])})=(?!=)")
+    named = re.compile(rf"(?<![\w.'/-])({'|'.join([*flag_names(), 'example_inputs', 'check', 'wrt'])})=(?!=)")
     autodiff = ROOT.parent / "converters" / "autodiff"
     found = [
         f"{file}:{line}: {text}"
@@ -126,7 +126,7 @@ def test_a_message_in_both_fronts(case, tmp_path, capsys):
     code = cli.main([str(tmp_path / "in.onnx"), str(tmp_path / "out.onnx"), "--budget", "90%", *flags.split()])
     shown = capsys.readouterr().err
     assert code == caught.value.exit_code and typed in shown
-    assert not [name for name in FLAGS if f"{name}=" in shown]
+    assert not [name for name in flag_names() if f"{name}=" in shown]
 
 
 def test_which_loss_is_asked_for_in_both_fronts(tmp_path, capsys):
