@@ -21,6 +21,7 @@ from onnx_remat.findings.sweep import sweep
 from onnx_remat.messages import Message, Setting, Word
 from onnx_remat.options import Options
 from onnx_remat.split import split_step
+from scripts import options
 from tests.support.graphs import mlp
 
 ROOT = Path(onnx_remat.__file__).parent
@@ -36,6 +37,11 @@ def test_every_option_has_a_flag_that_the_command_line_takes(capsys):
             cli.main([*help_of, "--help"])
         taken |= set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
     assert set(flag_names().values()) <= taken
+
+
+def test_the_guide_lists_every_option():
+    page = options.PAGE.read_text(encoding="utf-8")
+    assert options.rendered(page) == page and "| `--costs" in page, "python -m scripts.options"
 
 
 def messages(file: Path) -> list[tuple[int, str]]:
