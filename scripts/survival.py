@@ -21,7 +21,7 @@ from pathlib import Path
 
 import onnx_remat
 from onnx_remat.errors import OnnxRematError
-from onnx_remat.findings.survival import check
+from onnx_remat.findings.check import check
 from onnx_remat.measure.processes import GIVES_BACK
 from onnx_remat.process.child import QUIET
 from scripts.results import Table, save

@@ -164,7 +164,7 @@ def profile(arguments: Sequence[str]) -> int:
 def check(arguments: Sequence[str]) -> int:
     """Has another tool undone a rewritten file? 5 where it no longer keeps its budget, 0 where nothing shows that."""
     from onnx_remat.errors import VerificationError
-    from onnx_remat.findings.survival import check as run
+    from onnx_remat.findings.check import check as run
     from onnx_remat.units import parse_dims
 
     parser = Parser(

@@ -11,8 +11,8 @@ from onnx import helper
 
 from onnx_remat import rewrite_model
 from onnx_remat.errors import BudgetInfeasibleError, UsageError
+from onnx_remat.findings.check import check
 from onnx_remat.findings.explain import explain
-from onnx_remat.findings.survival import check
 from onnx_remat.ir import graph
 from onnx_remat.measure import verify
 from onnx_remat.memory.buffers import simulate

@@ -10,7 +10,7 @@ from onnx import helper
 
 import onnx_remat
 from onnx_remat.errors import BudgetInfeasibleError, UsageError, VerificationError
-from onnx_remat.findings.survival import check
+from onnx_remat.findings.check import check
 from onnx_remat.findings.sweep import sweep
 from onnx_remat.measure import residence
 from onnx_remat.options import parse_options

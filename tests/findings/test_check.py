@@ -10,9 +10,8 @@ import pytest
 import onnx_remat
 from onnx_remat.app.cli import main
 from onnx_remat.errors import ModelError, VerificationError
-from onnx_remat.findings import survival
+from onnx_remat.findings.check import Survival, check
 from onnx_remat.findings.explain import explain
-from onnx_remat.findings.survival import Survival, check
 from onnx_remat.measure import processes
 from onnx_remat.options import Options
 from onnx_remat.ort import runtime
@@ -79,7 +78,7 @@ def test_kept_means_at_most_the_budget(simulated, measured, words, code, monkeyp
     """Not half a megabyte more: what lies within what measuring resolves is said to."""
     found = Survival(1, 1, (), (), 1_000_000, {"disable": simulated}, {"disable": 1}, measured)
     assert found.kept == (words == "it keeps its budget") and found.lost == (code == 5)
-    monkeypatch.setattr(survival, "check", lambda *_, **__: found)
+    monkeypatch.setattr("onnx_remat.findings.check.check", lambda *_, **__: found)
     assert main(["check", "some.onnx"]) == code
     assert words in capsys.readouterr().out.splitlines()[-1]
 
@@ -133,7 +132,7 @@ def test_what_was_not_run_is_not_called_run(small, capsys, monkeypatch):
 def test_a_file_planned_for_another_provider_is_checked_as_that(tmp_path, monkeypatch):
     """Nobody has to say it again: the CPU would keep other values, and run what the file was not planned for."""
     asked: list[Options] = []
-    monkeypatch.setattr(survival, "_can_run", lambda options: bool(asked.append(options)))
+    monkeypatch.setattr("onnx_remat.findings.check._can_run", lambda options: bool(asked.append(options)))
     path = tmp_path / "cuda.onnx"
     onnx_remat.rewrite_model(mlp(), "90%", provider="cuda", run_by="session", effort=1).save(path)
     check(path)
