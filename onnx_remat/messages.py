@@ -1,13 +1,17 @@
-"""Texts that name settings: as Python writes them, ``budget=5000000``, or as another front does, ``--budget 5000000B``.
+"""What users read: texts that name settings, and findings, as text and as JSON.
 
-A text is a template and its parts, as in `str.format`; a `Setting` among them is data until a front writes it.
+A text is a template and its parts, as in `str.format`; a `Setting` among them is data until a front writes it: Python
+writes ``budget=5000000``, the command line ``--budget 5000000B``.
 """
 
 from __future__ import annotations
 
+import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from numbers import Integral, Real
+from typing import Any, ClassVar
 
 
 class Word(str):
@@ -105,3 +109,27 @@ def joined(separator: str, pieces: Iterable[str]) -> Message:
     """
     parts = tuple(pieces)
     return Message(separator.join(["{}"] * len(parts)), *parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding(ABC):
+    """What was found out: a record whose fields are the keys of its JSON."""
+
+    schema: ClassVar[str]
+    """Name and version of the JSON layout: the number rises when a field changes its meaning or goes away."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The schema and the fields."""
+        return {"schema": self.schema, **asdict(self)}
+
+    def to_json(self) -> str:
+        """The finding as a JSON object."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    @abstractmethod
+    def lines(self) -> list[str]:
+        """The finding for people, line by line."""
+
+    def to_text(self) -> str:
+        """The finding for people."""
+        return joined("\n", self.lines())

@@ -8,9 +8,9 @@ import platform
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Unpack
+from typing import ClassVar, Unpack
 
 from onnx import TensorProto
 
@@ -30,13 +30,12 @@ from onnx_remat.ir import model_io
 from onnx_remat.ir.training_ops import check_ops
 from onnx_remat.measure import processes
 from onnx_remat.measure.profiling import node_seconds, profile
+from onnx_remat.messages import Finding
 from onnx_remat.options import PlanningOptions, of_sessions
 from onnx_remat.ort import runtime
 from onnx_remat.ort.kernels.registry import kernels_of
 from onnx_remat.rewrite.pipeline import Result, rewrite, rewrite_model
 from onnx_remat.units import format_bytes, parse_budget, table
-
-SCHEMA = "onnx-remat/bench/1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +57,7 @@ class Side:
 
 
 @dataclass(frozen=True, slots=True)
-class Benchmark:
+class Benchmark(Finding):
     """Both models trained on the same data.
 
     Attributes
@@ -82,6 +81,8 @@ class Benchmark:
         As `Report.warnings`.
     """
 
+    schema: ClassVar[str] = "onnx-remat/bench/1"
+
     model: str
     budget: int
     provider: str
@@ -94,11 +95,7 @@ class Benchmark:
     loss_distance: float
     warnings: tuple[str, ...] = ()
 
-    def to_json(self) -> str:
-        """The benchmark as a JSON object."""
-        return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=2)
-
-    def to_text(self) -> str:
+    def lines(self) -> list[str]:
         """A table of both sides, the overheads and some of the losses."""
         a, b = self.original, self.rewritten
         rows = [
@@ -123,7 +120,7 @@ class Benchmark:
             f"within {self.loss_distance:.1e} of each other with default options",
             f"{self.provider}, {self.machine}",
         ]
-        return "\n".join(lines)
+        return lines
 
 
 def benchmark(
@@ -368,6 +365,6 @@ def _run(arguments: Sequence[str]) -> int:
         spread = statistics.median(abs(r.measured_overhead - r.predicted_overhead) for r in found)
         say(f"\n{machine()}; predicted step time off by {100 * spread:.1f} points in the median")
     if given.json:
-        text = json.dumps([{"schema": SCHEMA, **asdict(r)} for r in found], indent=2)
+        text = json.dumps([r.to_dict() for r in found], indent=2)
         say(text) if given.json == "-" else files.write_text(text + "\n", given.json)
     return refused

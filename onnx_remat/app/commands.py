@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from onnx_remat import files
 from onnx_remat.app.flags import (
@@ -20,6 +21,7 @@ from onnx_remat.app.progress import Progress
 from onnx_remat.app.streams import say
 from onnx_remat.errors import UsageError
 from onnx_remat.ir import model_io
+from onnx_remat.messages import Finding
 
 _PLANNED_SIZE = "size of a symbolic dimension (default: what it was planned for)"
 
@@ -46,7 +48,7 @@ def estimate(arguments: Sequence[str]) -> int:
         found = replace(found, notes=tuple(map(in_flags, found.notes)))
     finally:
         progress.clear()
-    return _report(in_flags(found.to_text()), found.to_json(), given.json)
+    return _report(found, given.json)
 
 
 def explain(arguments: Sequence[str]) -> int:
@@ -64,25 +66,28 @@ def explain(arguments: Sequence[str]) -> int:
     given = parser.parse_args(arguments)
     check_files({given.file: model_io.load(given.file)}, None, [("--json", given.json)])
     found = run(given.file, parse_dims(given.dims or []))
-    return _report(found.to_text(), found.to_json(), given.json)
+    return _report(found, given.json)
 
 
-def _report(text: str, as_json: str, path: str | None) -> int:
-    """Print a finding, as JSON where `path` is ``-``, and write it to any other path."""
+def _report(
+    found: Finding, path: str | None, plot: str | None = None, draw: Callable[[str], None] | None = None
+) -> int:
+    """Print a finding, as JSON where `path` is ``-``, write that to any other path, and draw it where that is asked."""
     with files.together():
+        if plot and draw:
+            draw(plot)
         if path not in (None, "-"):
-            files.write_text(as_json + "\n", path)
-        say(as_json if path == "-" else text)
-    if path not in (None, "-"):
-        say(f"\nwrote {path}")
+            files.write_text(found.to_json() + "\n", path)
+        say(found.to_json() if path == "-" else in_flags(found.to_text()))
+    if (written := [each for each in (path, plot) if each]) and path != "-":
+        say(f"\nwrote {', '.join(written)}")
     return 0
 
 
 def sweep(arguments: Sequence[str]) -> int:
     """Print, and on demand draw, what every peak costs."""
     from onnx_remat.findings import show
-    from onnx_remat.findings.lowest import Lowest, lowest_budget
-    from onnx_remat.findings.sweep import Curve
+    from onnx_remat.findings.lowest import lowest_budget
     from onnx_remat.findings.sweep import sweep as run
 
     parser = Parser(
@@ -105,22 +110,19 @@ def sweep(arguments: Sequence[str]) -> int:
         show.check(given.plot, show.IMAGES)
     options, progress = planning_options(given), Progress()
     options["progress"] = progress
+    found: Finding
+    draw = None
     try:
         source = model_io.load(given.input)
         check_files({given.input: source}, None, [("--json", given.json), ("--plot", given.plot)], given.costs)
-        curve: Curve | Lowest
-        curve = lowest_budget(source, **options) if given.lowest else run(source, given.points, given.jobs, **options)
+        if given.lowest:
+            found = lowest_budget(source, **options)
+        else:
+            found = curve = run(source, given.points, given.jobs, **options)
+            draw = partial(show.draw_curve, curve)
     finally:
         progress.clear()
-    with files.together():
-        if isinstance(curve, Curve) and given.plot:
-            show.draw_curve(curve, given.plot)
-        if given.json not in (None, "-"):
-            files.write_text(curve.to_json() + "\n", given.json)
-        say(curve.to_json() if given.json == "-" else curve.to_text())
-    if (written := [path for path in (given.json, given.plot) if path]) and given.json != "-":
-        say(f"\nwrote {', '.join(written)}")
-    return 0
+    return _report(found, given.json, given.plot, draw)
 
 
 def profile(arguments: Sequence[str]) -> int:

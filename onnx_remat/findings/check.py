@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 import onnx
 
@@ -19,6 +20,7 @@ from onnx_remat.ir.body import into_body
 from onnx_remat.ir.shapes import DIMS_KEY
 from onnx_remat.ir.training_ops import check_ops
 from onnx_remat.measure import processes
+from onnx_remat.messages import Finding
 from onnx_remat.options import Options
 from onnx_remat.ort import runtime
 from onnx_remat.ort.executed import at_levels
@@ -39,7 +41,7 @@ from onnx_remat.write.decided import (
 
 
 @dataclass(frozen=True, slots=True)
-class Survival:
+class Survival(Finding):
     """What is left of a plan in a file.
 
     Attributes
@@ -66,6 +68,8 @@ class Survival:
     moved_lost : tuple of str
         Results of those that no copy from the host makes any more.
     """
+
+    schema: ClassVar[str] = "onnx-remat/check/1"
 
     recomputed: int
     control_edges: int
@@ -98,8 +102,8 @@ class Survival:
         measured = (self.measured or 0) > self.budget + processes.RESOLUTION
         return max(self.peaks_by_level.values()) > self.budget or measured
 
-    def to_text(self) -> str:
-        """For people: one line per finding, the verdict last."""
+    def lines(self) -> list[str]:
+        """What is left, what it takes, the verdict last."""
         parts = [
             ("recomputed nodes", self.recomputed, self.recomputed_lost),
             ("control edges", self.control_edges, self.control_edges_lost),
@@ -138,7 +142,7 @@ class Survival:
                 f"whether it keeps its budget of {budget} cannot be told: simulated it does, measured it is {over} "
                 f"above, and two measurements differ by {format_bytes(processes.RESOLUTION)}"
             )
-        return "\n".join(lines)
+        return lines
 
 
 def check(

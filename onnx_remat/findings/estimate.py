@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, replace
-from typing import Unpack
+from dataclasses import dataclass, replace
+from typing import ClassVar, Unpack
 
 from onnx_remat.errors import BudgetInfeasibleError
 from onnx_remat.findings.show import modules, trace
 from onnx_remat.ir import model_io, phases
-from onnx_remat.messages import Message, Setting, joined
+from onnx_remat.messages import Finding, Message, Setting
 from onnx_remat.options import PlanningOptions
 from onnx_remat.ort.peaks import Peak, Reserves, describe, reserves
 from onnx_remat.rewrite.fit import make_plan
@@ -18,14 +17,11 @@ from onnx_remat.rewrite.report import TRAINING, headed
 from onnx_remat.session.foreseen import Footprint
 from onnx_remat.units import format_bytes, table
 
-SCHEMA = "onnx-remat/estimate/1"
-"""Version of the JSON layout: the number rises when a field changes its meaning or goes away."""
-
 _FIRST_LOOK = 1.0  # seconds of a slow core
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
+class Estimate(Finding):
     """What a graph takes, in bytes.
 
     Attributes
@@ -53,6 +49,8 @@ class Estimate:
         What the reader should know besides.
     """
 
+    schema: ClassVar[str] = "onnx-remat/estimate/1"
+
     peak: Peak
     loop: Footprint | None
     arena: Reserves
@@ -64,11 +62,7 @@ class Estimate:
     nodes: int
     notes: tuple[str, ...]
 
-    def to_json(self) -> str:
-        """The estimate as a JSON object."""
-        return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=2)
-
-    def to_text(self) -> str:
+    def lines(self) -> list[str]:
         """The peak, its parts, its flame graph by module, and the lowest budgets."""
         by_loop = self.run_by == "loop"
         session = [(label, format_bytes(getattr(self.peak, field))) for label, field in headed(self.run_by)]
@@ -78,7 +72,7 @@ class Estimate:
         whose = "of a plain session's tensors, " if by_loop else ""
         session_of = Message("the sum of tensors ({})", Setting("run_by", "session"))
         covers = "all that training by Loop takes" if by_loop else session_of
-        return joined("\n", [
+        return [
             f"{what} {format_bytes(self.covered)}, {self.nodes} nodes",
             "",
             *table([*training, *session] if by_loop else [*session, *training]),
@@ -89,7 +83,7 @@ class Estimate:
             Message("a budget covers {}: {} as it is", covers, format_bytes(self.covered)),
             *self._lowest(),
             *(Message("note: {}", note) for note in self.notes),
-        ])  # fmt: skip
+        ]
 
     def _lowest(self) -> list[str]:
         total, bound, found = self.covered, self.impossible_below, self.first_look

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 import onnx
@@ -15,6 +16,7 @@ from onnx_remat.findings.show import modules, trace
 from onnx_remat.ir import model_io
 from onnx_remat.ir.graph import Graph, Op
 from onnx_remat.ir.shapes import DIMS_KEY, TAG, UNSEEN
+from onnx_remat.messages import Finding
 from onnx_remat.options import Options
 from onnx_remat.ort import runtime
 from onnx_remat.ort.executed import Executed, as_executed
@@ -33,9 +35,6 @@ from onnx_remat.write.decided import (
     RUN_BY_KEY,
     listed,
 )
-
-SCHEMA = "onnx-remat/explain/1"
-"""Version of the JSON layout: the number rises when a field changes its meaning or goes away."""
 
 _MOST_ROWS = 20
 
@@ -90,7 +89,7 @@ class Kernel:
 
 
 @dataclass(frozen=True, slots=True)
-class Explanation:
+class Explanation(Finding):
     """Why a file is as it is; sizes in bytes.
 
     Attributes
@@ -121,6 +120,8 @@ class Explanation:
         Why it runs none, or nothing.
     """
 
+    schema: ClassVar[str] = "onnx-remat/explain/1"
+
     run_by: str
     budget: int
     original_peak: int
@@ -138,11 +139,7 @@ class Explanation:
     fused: tuple[Kernel, ...] = ()
     not_fused: str = ""
 
-    def to_json(self) -> str:
-        """The explanation as a JSON object."""
-        return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=2)
-
-    def to_text(self) -> str:
+    def lines(self) -> list[str]:
         """What the order saves, what recomputing saves on top, by module, and the flame graph of the peak."""
         by_loop = self.run_by == "loop"
         peaks = [
@@ -176,7 +173,7 @@ class Explanation:
             ]
         whose = "of a plain session's tensors, " if by_loop else ""
         lines += _fused_rows(self.fused, self.not_fused)
-        return "\n".join([*lines, "", f"the peak {whose}at {self.peak_at}:", *modules.flame_text(self.by_module)])
+        return [*lines, "", f"the peak {whose}at {self.peak_at}:", *modules.flame_text(self.by_module)]
 
 
 def _recomputed_rows(recomputed: Sequence[Recomputed]) -> list[str]:

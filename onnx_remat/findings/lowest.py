@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import math
-from dataclasses import asdict, dataclass
-from typing import Unpack
+from dataclasses import dataclass
+from typing import ClassVar, Unpack
 
 from onnx_remat.errors import BudgetInfeasibleError
 from onnx_remat.findings.sweep import named
 from onnx_remat.ir.model_io import Model
+from onnx_remat.messages import Finding
 from onnx_remat.options import PlanningOptions
 from onnx_remat.plan.selectors import silent
 from onnx_remat.rewrite.goal import smallest_budget
 from onnx_remat.rewrite.pipeline import rewrite
 from onnx_remat.units import format_bytes
-
-SCHEMA = "onnx-remat/lowest/1"
-"""Version of the JSON layout: the number rises when a field changes its meaning or goes away."""
 
 _TRIES = 8  # budgets asked for; each halves the gap, or does better
 _CLOSE = 1.01  # budgets within a percent are one
@@ -25,7 +22,7 @@ _EASE = 1.01  # above a peak that a refusal names: a search for just that would 
 
 
 @dataclass(frozen=True, slots=True)
-class Lowest:
+class Lowest(Finding):
     """The lowest budget found, and the highest that is proved impossible; all but the last two in bytes.
 
     Attributes
@@ -46,6 +43,8 @@ class Lowest:
         Budgets asked for.
     """
 
+    schema: ClassVar[str] = "onnx-remat/lowest/1"
+
     original_peak: int
     budget: int
     peak: int
@@ -55,11 +54,7 @@ class Lowest:
     extra_compute: float
     tries: int
 
-    def to_json(self) -> str:
-        """The fields as a JSON object."""
-        return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=2)
-
-    def to_text(self) -> str:
+    def lines(self) -> list[str]:
         """What was found, what is proved, and what lies between."""
         share = self.budget / (self.original_peak or 1)
         lines = [
@@ -70,7 +65,7 @@ class Lowest:
         ]
         if missed := [budget for budget in self.missed if budget >= self.impossible]:
             lines.append("in between no file was found for " + ", ".join(map(format_bytes, sorted(missed))))
-        return "\n".join(lines)
+        return lines
 
 
 def lowest_budget(model: Model, **options: Unpack[PlanningOptions]) -> Lowest:

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from queue import SimpleQueue
-from typing import Any, Unpack
+from typing import Any, ClassVar, Unpack
 
 import numpy as np
 
 from onnx_remat.errors import BudgetInfeasibleError, OnnxRematError, UsageError
 from onnx_remat.ir.model_io import Model, load
-from onnx_remat.messages import Setting
+from onnx_remat.messages import Finding, Setting
 from onnx_remat.options import PlanningOptions
 from onnx_remat.plan.selectors import Progress, silent
 from onnx_remat.process.child import Child, Failed
 from onnx_remat.rewrite.goal import smallest_budget
 from onnx_remat.rewrite.pipeline import Result, rewrite, rewrite_model
 from onnx_remat.units import format_bytes, table
-
-SCHEMA = "onnx-remat/sweep/1"
-"""Version of the JSON layout: the number rises when a field changes its meaning or goes away."""
-
 
 MOST_POINTS = 10_000
 """Budgets of a sweep at most: each takes the time of a plan."""
@@ -42,7 +37,7 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True)
-class Curve:
+class Curve(Finding):
     """What every peak costs.
 
     Attributes
@@ -58,17 +53,15 @@ class Curve:
         Budgets, in bytes, for which no file was found.
     """
 
+    schema: ClassVar[str] = "onnx-remat/sweep/1"
+
     original_peak: int
     lower_bound: int
     points: tuple[Point, ...]
     knee: int
     missed: tuple[int, ...] = ()
 
-    def to_json(self) -> str:
-        """The curve as a JSON object."""
-        return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=2)
-
-    def to_text(self) -> str:
+    def lines(self) -> list[str]:
         """The curve as a table, the knee marked."""
         top = self.original_peak or 1
         rows = [
@@ -81,7 +74,7 @@ class Curve:
         lines.append(f"no schedule peaks below {format_bytes(self.lower_bound)}")
         if self.missed:
             lines.append("no file was found for " + ", ".join(map(format_bytes, self.missed)))
-        return "\n".join(lines)
+        return lines
 
 
 def sweep(model: Model, points: int = 10, jobs: int = 1, **options: Unpack[PlanningOptions]) -> Curve:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from typing import ClassVar
 
 from onnx_remat.measure.verify import Measured
-from onnx_remat.messages import Message, Setting, Word, joined
+from onnx_remat.messages import Finding, Message, Setting, Word, joined
 from onnx_remat.ort.moves import Moved
 from onnx_remat.ort.peaks import Peak, Reserves
 from onnx_remat.session.foreseen import Footprint
 from onnx_remat.units import format_bytes, table
-
-SCHEMA = "onnx-remat/report/1"
-"""Version of the JSON layout: the number rises when a field changes its meaning or goes away."""
-
 
 TRAINING = (
     ("training by Loop takes", "total"), ("  inputs and state", "inputs"), ("  weights", "weights"), ("  slab", "slab"),
@@ -42,7 +38,7 @@ def headed(run_by: str) -> tuple[tuple[str, str], ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class Report(Finding):
     """Everything a run has to say.
 
     Attributes
@@ -84,6 +80,8 @@ class Report:
     loop_before, loop_after : Footprint or None
         What training with `session.training.Loop` takes of the machine's memory; None where it cannot open the step.
     """
+
+    schema: ClassVar[str] = "onnx-remat/report/1"
 
     selector: str
     budget: int
@@ -155,12 +153,8 @@ class Report:
             f"budget {format_bytes(self.budget)} {kept}, +{self.extra_compute:.1%} compute, {room}"
         )
 
-    def to_json(self) -> str:
-        """The report as a JSON object; docs/reference/report-json.md explains its fields."""
-        return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=2)
-
-    def to_text(self, verbose: bool = False) -> str:
-        """The verdict and the before/after table; with `verbose` also the values at the peaks and the timings."""
+    def lines(self) -> list[str]:
+        """The verdict and the before/after table."""
         lines = [self.verdict(), "", *table(self._rows())]
         if self.measured:
             lines += ["", *self._measured_lines(self.measured)]
@@ -168,12 +162,18 @@ class Report:
         if self.cut_short:
             cut = "note: the time limit cut planning short: another run may plan otherwise; {} repeats"
             lines.append(Message(cut, Setting("effort", Word("N"))))
-        if verbose:
-            for title, peak in (("before", self.before), ("after", self.after)):
-                lines += ["", f"largest values at the peak {title} (at {peak.at}):"]
-                lines += [f"  {format_bytes(h.bytes):>9}  {h.value} ({h.op_type})" for h in peak.top]
-            lines += ["", "seconds: " + ", ".join(f"{stage} {s:.2f}" for stage, s in self.seconds.items())]
-        return joined("\n", lines)
+        return lines
+
+    def to_text(self, verbose: bool = False) -> str:
+        """The verdict and the before/after table; with `verbose` also the values at the peaks and the timings."""
+        return joined("\n", [*self.lines(), *(self._details() if verbose else ())])
+
+    def _details(self) -> list[str]:
+        lines = []
+        for title, peak in (("before", self.before), ("after", self.after)):
+            lines += ["", f"largest values at the peak {title} (at {peak.at}):"]
+            lines += [f"  {format_bytes(h.bytes):>9}  {h.value} ({h.op_type})" for h in peak.top]
+        return [*lines, "", "seconds: " + ", ".join(f"{stage} {s:.2f}" for stage, s in self.seconds.items())]
 
     def _rows(self) -> list[tuple[str, str, str]]:
         session = self._sides(self.before, self.after, headed(self.run_by))
