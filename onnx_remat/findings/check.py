@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Mapping
@@ -14,30 +13,18 @@ from typing import ClassVar
 import onnx
 
 from onnx_remat import files
-from onnx_remat.errors import ModelError
 from onnx_remat.ir import model_io
 from onnx_remat.ir.body import into_body
-from onnx_remat.ir.shapes import DIMS_KEY
 from onnx_remat.ir.training_ops import check_ops
 from onnx_remat.measure import processes
 from onnx_remat.messages import Finding
 from onnx_remat.options import Options
 from onnx_remat.ort import runtime
 from onnx_remat.ort.executed import at_levels
-from onnx_remat.ort.kernels.registry import PROVIDERS
 from onnx_remat.ort.moves import UP
 from onnx_remat.session.foreseen import foresee
-from onnx_remat.units import check_dims, format_bytes, parse_budget
-from onnx_remat.write.decided import (
-    BUDGET_KEY,
-    CLONES_KEY,
-    EDGES_KEY,
-    MOVES_KEY,
-    PROVIDER_KEY,
-    RUN_BY_KEY,
-    WORKSPACE_KEY,
-    listed,
-)
+from onnx_remat.units import format_bytes
+from onnx_remat.write.decided import planned
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,22 +163,10 @@ def check(
         It fails when it is run.
     """
     source = model_io.load(path)
-    notes = {p.key: p.value for p in source.model.metadata_props}
-    try:
-        budget, clones, edges = int(notes[BUDGET_KEY]), listed(notes[CLONES_KEY]), listed(notes[EDGES_KEY])
-        moved = listed(notes.get(MOVES_KEY, "[]"))
-        dims = dict(dims) if dims else check_dims(json.loads(notes[DIMS_KEY]))
-        parse_budget(budget)
-        provider = provider or notes.get(PROVIDER_KEY, "cpu")
-        if provider not in PROVIDERS:
-            raise ValueError(provider)
-        space = int(notes[WORKSPACE_KEY]) if provider != "cpu" and WORKSPACE_KEY in notes else None
-    except (KeyError, ValueError, RecursionError) as error:
-        raise ModelError(
-            f"{model_io.name_of(path)} does not say what was planned: it was not rewritten, or a "
-            "tool dropped or damaged its metadata"
-        ) from error
-    options = Options(provider=provider, dims=dims, cudnn_workspace=space)
+    plan = planned(source.model, model_io.name_of(path))
+    sizes, provider = dict(dims or plan.dims), provider or plan.provider
+    space = plan.workspace if provider != "cpu" else None
+    options = Options(provider=provider, dims=sizes, cudnn_workspace=space)
     if here := python == sys.executable:
         check_ops(source.model)
     levels = runtime.LEVELS if runtime.available() and here else ("disable",)
@@ -203,21 +178,21 @@ def check(
         beyond = processes.beyond_tensors(list(executed.values())[-1])
         with files.scratch() as home:
             file = _file_of(path, source, home)
-            resident = partial(processes.measure, file, dims=dims, provider=provider, python=python)
-            measured = processes.peak_under(budget + beyond, resident) - beyond
+            resident = partial(processes.measure, file, dims=sizes, provider=provider, python=python)
+            measured = processes.peak_under(plan.budget + beyond, resident) - beyond
     return Survival(
-        len(clones),
-        len(edges),
-        tuple(name for name in clones if name not in made),
-        tuple(name for name in edges if not _waits(name, made)),
-        budget,
+        len(plan.recomputed),
+        len(plan.control_edges),
+        tuple(name for name in plan.recomputed if name not in made),
+        tuple(name for name in plan.control_edges if not _waits(name, made)),
+        plan.budget,
         {level: what.timeline.peak for level, what in executed.items()},
-        {level: sum(name in made_there for name in clones) for level, made_there in runs.items()},
+        {level: sum(name in made_there for name in plan.recomputed) for level, made_there in runs.items()},
         measured,
-        foresee(executed["all"]).total if "all" in executed and notes.get(RUN_BY_KEY) == "loop" else None,
+        foresee(executed["all"]).total if "all" in executed and plan.run_by == "loop" else None,
         beyond,
-        len(moved),
-        tuple(name for name in moved if name not in made or made[name].op_type != UP),
+        len(plan.moved),
+        tuple(name for name in plan.moved if name not in made or made[name].op_type != UP),
     )
 
 

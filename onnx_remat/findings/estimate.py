@@ -120,13 +120,7 @@ def estimate(model: model_io.Model, **options: Unpack[PlanningOptions]) -> Estim
         make_plan(job.compiled, replace(goal, allowed=0), 0, job.options, job.deadline)
     except BudgetInfeasibleError as refusal:
         lowest, bound = refusal.best_peak_bytes - goal.books, refusal.lower_bound_bytes - goal.books
-    step = trace.trace(executed, {})
-    by_module = modules.held_by_module(
-        [(buffer.value, buffer.bytes) for buffer in step.held_at(step.peak_step)],
-        [(name, size) for name, _, size in step.residents],
-        modules.modules(job.compiled.graph.model),
-        step.steps[step.peak_step].workspace if step.steps else 0,
-    )
+    by_module = trace.peak_by_module(executed, job.compiled.graph.model)
     return Estimate(
         describe(executed, timeline), job.trained, reserves(executed, timeline), goal.run_by(), goal.allowed,
         job.impossible_below(bound), min(goal.budget(lowest), goal.allowed), by_module,

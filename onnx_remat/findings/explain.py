@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import json
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
 import onnx
 
-from onnx_remat.errors import ModelError
 from onnx_remat.findings.show import modules, trace
 from onnx_remat.ir import model_io
 from onnx_remat.ir.graph import Graph, Op
-from onnx_remat.ir.shapes import DIMS_KEY, TAG, UNSEEN
+from onnx_remat.ir.shapes import TAG, UNSEEN
 from onnx_remat.messages import Finding
 from onnx_remat.options import Options
 from onnx_remat.ort import runtime
@@ -23,18 +22,8 @@ from onnx_remat.ort.executed import Executed, as_executed
 from onnx_remat.ort.kernels import costs
 from onnx_remat.session import foreseen
 from onnx_remat.session.opening import Arranged
-from onnx_remat.session.private_copy import Step
-from onnx_remat.units import check_dims, format_bytes, table
-from onnx_remat.write.decided import (
-    BUDGET_KEY,
-    CONTROL_KEY,
-    EDGES_KEY,
-    MOVES_KEY,
-    PROVIDER_KEY,
-    RECOMPUTE_KEY,
-    RUN_BY_KEY,
-    listed,
-)
+from onnx_remat.units import format_bytes, table
+from onnx_remat.write.decided import CONTROL_KEY, RECOMPUTE_KEY, Planned, planned
 
 _MOST_ROWS = 20
 
@@ -179,13 +168,22 @@ class Explanation(Finding):
 def _recomputed_rows(recomputed: Sequence[Recomputed]) -> list[str]:
     rows = [("  module", "spares", "results", "nodes", "most of them")]
     for each in recomputed[:_MOST_ROWS]:
-        ops = ", ".join(f"{count} {op}" for op, count in list(each.ops.items())[:3])
-        rows.append((f"  {each.module}", format_bytes(each.spared), format_bytes(each.bytes), str(each.times), ops))
+        sizes = format_bytes(each.spared), format_bytes(each.bytes)
+        rows.append((f"  {each.module}", *sizes, str(each.times), _most_of(each.ops)))
     if rest := recomputed[_MOST_ROWS:]:
         spared, made = sum(r.spared for r in rest), sum(r.bytes for r in rest)
         times = str(sum(r.times for r in rest))
         rows.append((f"  {len(rest)} more", format_bytes(spared), format_bytes(made), times, ""))
     return table(rows)
+
+
+def _most_of(ops: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {op}" for op, count in list(ops.items())[:3])
+
+
+def _counted(ops: Iterable[str]) -> dict[str, int]:
+    """How many there are of each, the most first."""
+    return dict(sorted(Counter(ops).items(), key=lambda item: (-item[1], item[0])))
 
 
 def _fused_rows(fused: Sequence[Kernel], not_fused: str) -> list[str]:
@@ -195,8 +193,8 @@ def _fused_rows(fused: Sequence[Kernel], not_fused: str) -> list[str]:
     total = format_bytes(sum(each.unbuffered for each in fused))
     rows = [("  module", "no buffer", "nodes", "from", "most of them")]
     for each in fused[:_MOST_ROWS]:
-        ops = ", ".join(f"{count} {op}" for op, count in list(each.ops.items())[:3])
-        rows.append((f"  {each.module}", format_bytes(each.unbuffered), str(len(each.nodes)), each.nodes[0], ops))
+        counts = format_bytes(each.unbuffered), str(len(each.nodes))
+        rows.append((f"  {each.module}", *counts, each.nodes[0], _most_of(each.ops)))
     if rest := fused[_MOST_ROWS:]:
         nodes, size = sum(len(each.nodes) for each in rest), sum(each.unbuffered for each in rest)
         rows.append((f"  {len(rest)} more", format_bytes(size), str(nodes), "", ""))
@@ -212,20 +210,12 @@ def _kernels(arranged: Arranged) -> tuple[Kernel, ...]:
     for name, members in arranged.members.items():
         outside = set(made_by[name].writes)
         inner = [value for member in members for value in member.writes if value not in outside]
-        homes, ops = ([kind(member) for member in members] for kind in (_module, _op))
-        counted = sorted({op: ops.count(op) for op in ops}.items(), key=lambda item: (-item[1], item[0]))
+        homes = [modules.module_of(member.node) or modules.NOWHERE for member in members]
+        ops = _counted(member.node.op_type for member in members)
         size = sum(arranged.compiled.tensors[value].nbytes for value in inner)
         module = max(dict.fromkeys(homes), key=homes.count)
-        found.append(Kernel(module, tuple(member.label for member in members), dict(counted), size))
+        found.append(Kernel(module, tuple(member.label for member in members), ops, size))
     return tuple(sorted(found, key=lambda each: (-each.unbuffered, -len(each.nodes), each.nodes)))
-
-
-def _module(step: Step) -> str:
-    return modules.module_of(step.node) or modules.NOWHERE
-
-
-def _op(step: Step) -> str:
-    return step.node.op_type
 
 
 def explain(path: model_io.Model, dims: Mapping[str, int] | None = None) -> Explanation:
@@ -244,34 +234,23 @@ def explain(path: model_io.Model, dims: Mapping[str, int] | None = None) -> Expl
         The file is no model, or does not say what was planned: it was not rewritten, or a tool dropped its metadata.
     """
     source = model_io.load(path)
-    notes = {p.key: p.value for p in source.model.metadata_props}
-    try:
-        budget, before = int(notes[BUDGET_KEY]), int(notes[TAG + "original_peak_bytes"])
-        edges, moved = listed(notes[EDGES_KEY]), listed(notes.get(MOVES_KEY, "[]"))
-        dims = dict(dims) if dims else check_dims(json.loads(notes[DIMS_KEY]))
-    except (KeyError, ValueError, RecursionError) as error:
-        raise ModelError(
-            f"{model_io.name_of(path)} does not say what was planned: it was not rewritten, or a "
-            "tool dropped or damaged its metadata"
-        ) from error
-    preparation = Options(dims=dims).preparation()
+    plan = planned(source.model, model_io.name_of(path))
+    preparation = Options(dims=dims or plan.dims).preparation()
     executed = as_executed(source.model, source.folder, "disable", preparation)
-    covers, trained, not_fused = notes.get(RUN_BY_KEY, "session"), None, ""
+    trained, not_fused = None, ""
     kernels: tuple[Kernel, ...] = ()
-    if covers == "loop" and runtime.available() and PROVIDER_KEY not in notes:
+    if plan.run_by == "loop" and runtime.available() and plan.provider == "cpu":
         optimized = as_executed(source.model, source.folder, "all", replace(preparation, fixed=True))
         arranged = foreseen.as_run(optimized)
         trained, kernels = foreseen.footprint(arranged).total, _kernels(arranged)
         not_fused = arranged.fused.why_not
-    found = _explanation(source.model, executed, covers, budget, before, trained, len(edges))
+    found = _explanation(source.model, executed, plan, trained)
     tensors = executed.compiled.tensors
-    back = [tensors[name].nbytes for name in moved if name in tensors]
+    back = [tensors[name].nbytes for name in plan.moved if name in tensors]
     return replace(found, moved=len(back), moved_bytes=sum(back), fused=kernels, not_fused=not_fused)
 
 
-def _explanation(
-    model: onnx.ModelProto, executed: Executed, run_by: str, budget: int, before: int, trained: int | None, edges: int
-) -> Explanation:
+def _explanation(model: onnx.ModelProto, executed: Executed, plan: Planned, trained: int | None) -> Explanation:
     graph, tensors = executed.compiled.graph, executed.compiled.tensors
     timeline = executed.timeline
     seconds = costs.price(graph, tensors, executed.compiled.kernels, executed.compiled.kernels.costs)
@@ -288,27 +267,17 @@ def _explanation(
         found.setdefault(modules.module_of(graph.ops[clone].node) or modules.NOWHERE, []).append(clone)
     recomputed = []
     for module, ops in found.items():
-        kinds: dict[str, int] = {}
-        for clone in ops:
-            kinds[graph.ops[clone].node.op_type] = kinds.get(graph.ops[clone].node.op_type, 0) + 1
+        kinds = _counted(graph.ops[clone].node.op_type for clone in ops)
         spared = sum(sizes[clone] for clone in ops if gaps[clone][0] <= worst < gaps[clone][1])
-        kinds = dict(sorted(kinds.items(), key=lambda item: (-item[1], item[0])))
         made, spent = sum(sizes[clone] for clone in ops), sum(float(seconds[clone]) for clone in ops)
         recomputed.append(Recomputed(module, len(ops), spent, made, spared, kinds))
     again = sum(each.seconds for each in recomputed)
-    step = trace.trace(executed, {})
-    by_module = modules.held_by_module(
-        [(buffer.value, buffer.bytes) for buffer in step.held_at(step.peak_step)],
-        [(name, size) for name, _, size in step.residents],
-        modules.modules(model),
-        step.steps[step.peak_step].workspace if step.steps else 0,
-    )
     once = sum(float(seconds[op.index]) for op in graph.ops if not _is_helper(op.node)) - again
     kept_at, peak_at = _label(executed, worst), _label(executed, timeline.peak_step)
     return Explanation(
-        run_by, budget, before, trained, timeline.peak, peak_at, int(kept[worst]), kept_at, edges,
-        again / once if once else 0.0,
-        tuple(sorted(recomputed, key=lambda r: (-r.spared, -r.bytes, r.module))), by_module,
+        plan.run_by, plan.budget, plan.original_peak, trained, timeline.peak, peak_at, int(kept[worst]), kept_at,
+        len(plan.control_edges), again / once if once else 0.0,
+        tuple(sorted(recomputed, key=lambda r: (-r.spared, -r.bytes, r.module))), trace.peak_by_module(executed, model),
     )  # fmt: skip
 
 

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx
 
-from onnx_remat.ir.shapes import TAG
+from onnx_remat.errors import ModelError
+from onnx_remat.ir.shapes import DIMS_KEY, TAG
 from onnx_remat.memory.problem import Ints, Schedule
+from onnx_remat.ort.kernels.registry import PROVIDERS
+from onnx_remat.units import check_dims, parse_budget
 from onnx_remat.write.control_edges import Pin
 from onnx_remat.write.private_buffers import Unrolled
 
 RECOMPUTE_KEY = TAG + "recompute_of"
 CONTROL_KEY = TAG + "control_edge"
-BUDGET_KEY = TAG + "budget_bytes"
+BUDGET_KEY, PEAK_KEY = TAG + "budget_bytes", TAG + "original_peak_bytes"
 RUN_BY_KEY, PROVIDER_KEY = TAG + "run_by", TAG + "provider"
 WORKSPACE_KEY = TAG + "cudnn_workspace_bytes"
 CLONES_KEY, EDGES_KEY = TAG + "recomputed", TAG + "control_edges"
@@ -90,7 +93,60 @@ class Decisions:
     views: Collection[str]
 
 
-def listed(text: str) -> list[str]:
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """What a rewritten file says in its metadata.
+
+    Attributes
+    ----------
+    budget, original_peak : int
+        Bytes that it was written for, and at which the original's tensors peak.
+    recomputed, control_edges, moved : sequence of str
+        First results of the recomputed nodes and of the control edges' Unsqueezes, and values brought back.
+    dims : mapping of str to int
+        Sizes of symbolic dimensions.
+    run_by, provider : str
+        As in `Options`.
+    workspace : int or None
+        Bytes allowed for a library's scratch, where it was planned for a device.
+    """
+
+    budget: int
+    original_peak: int
+    recomputed: Sequence[str]
+    control_edges: Sequence[str]
+    moved: Sequence[str]
+    dims: Mapping[str, int]
+    run_by: str
+    provider: str
+    workspace: int | None
+
+
+def planned(model: onnx.ModelProto, name: str) -> Planned:
+    """Read what a file was planned for; `name` is what a message calls it.
+
+    Raises
+    ------
+    ModelError
+        It does not say so: it was not rewritten, or a tool dropped or damaged its metadata.
+    """
+    notes = {prop.key: prop.value for prop in model.metadata_props}
+    try:
+        budget, provider = parse_budget(int(notes[BUDGET_KEY])).bytes, notes.get(PROVIDER_KEY, "cpu")
+        if budget is None or provider not in PROVIDERS:
+            raise ValueError(provider)
+        return Planned(
+            budget, int(notes[PEAK_KEY]), _listed(notes[CLONES_KEY]), _listed(notes[EDGES_KEY]),
+            _listed(notes.get(MOVES_KEY, "[]")), check_dims(json.loads(notes[DIMS_KEY])),
+            notes.get(RUN_BY_KEY, "session"), provider, int(notes[WORKSPACE_KEY]) if WORKSPACE_KEY in notes else None,
+        )  # fmt: skip
+    except (KeyError, ValueError, RecursionError) as error:
+        raise ModelError(
+            f"{name} does not say what was planned: it was not rewritten, or a tool dropped or damaged its metadata"
+        ) from error
+
+
+def _listed(text: str) -> list[str]:
     """The names that one of these keys lists; ValueError for anything else."""
     names = json.loads(text)
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):

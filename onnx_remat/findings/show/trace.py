@@ -6,11 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from onnx_remat.findings.show import modules
 from onnx_remat.ir import phases
 from onnx_remat.ir.graph import INITIALIZER, INPUT
 from onnx_remat.write.decided import RECOMPUTE_KEY
 
 if TYPE_CHECKING:
+    import onnx
+
     from onnx_remat.ort.executed import Executed
     from onnx_remat.rewrite.pipeline import Result
 
@@ -102,6 +105,17 @@ def trace(executed: Executed, section_of: Mapping[str, str]) -> Trace:
         if value.kind in (INPUT, INITIALIZER)
     )
     return Trace(tuple(steps), buffers, residents, timeline.peak, timeline.peak_step)
+
+
+def peak_by_module(executed: Executed, model: onnx.ModelProto) -> modules.Frame:
+    """Flame graph of what an execution holds at its peak, by the modules that nodes of `model` name."""
+    step = trace(executed, {})
+    return modules.held_by_module(
+        [(buffer.value, buffer.bytes) for buffer in step.held_at(step.peak_step)],
+        [(name, size) for name, _, size in step.residents],
+        modules.modules(model),
+        step.steps[step.peak_step].workspace if step.steps else 0,
+    )
 
 
 def sections(result: Result) -> dict[str, str]:
