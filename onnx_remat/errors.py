@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable
 from typing import Any
 
-from onnx_remat.messages import NO_VALUE, Message
+from onnx_remat.messages import Message
 
 
 class OnnxRematError(Exception):
@@ -44,7 +44,7 @@ class OnnxRematError(Exception):
     def settings(self) -> dict[str, object]:
         """Settings that the text names with a value; the last one of a name counts."""
         found = self.message.settings() if isinstance(self.message, Message) else ()
-        return {each.name: each.value for each in found if each.value is not NO_VALUE}
+        return {each.name: each.value for each in found if each.has_value}
 
 
 class UsageError(OnnxRematError, ValueError):

@@ -24,10 +24,6 @@ class Word(str):
         return str(self)
 
 
-NO_VALUE = Word()
-"""Of a setting that is named without a value."""
-
-
 @dataclass(frozen=True, slots=True)
 class Setting:
     """An argument in a message, by its name in Python, with or without a value; its text is Python's.
@@ -37,7 +33,12 @@ class Setting:
     """
 
     name: str
-    value: object = NO_VALUE
+    value: object = Word()
+
+    @property
+    def has_value(self) -> bool:
+        """Is there more to it than its name?"""
+        return not isinstance(self.value, Word) or bool(self.value)
 
     def __str__(self) -> str:
         """As in a call."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from onnx_remat import files
 from onnx_remat.app import completion, streams
 from onnx_remat.errors import OnnxRematError, UsageError, did_you_mean
-from onnx_remat.messages import NO_VALUE, Setting, number, spelled
+from onnx_remat.messages import Setting, number, spelled
 from onnx_remat.process.child import QUIET
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ def _as_flag(setting: Setting, others: Mapping[str, str]) -> str:
     name, value = setting.name, setting.value
     if (flag := others.get(name) or flag_names().get(name)) is None:
         return str(setting)
-    if isinstance(value, bool) or value is NO_VALUE:
+    if isinstance(value, bool) or not setting.has_value:
         return flag
     if isinstance(value, Mapping):
         return " ".join(f"{flag} {dim}={size}" for dim, size in value.items())

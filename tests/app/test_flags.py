@@ -205,9 +205,9 @@ def test_a_setting_in_both_fronts(setting, python, typed):
 
 def test_messages_survive_what_texts_do():
     """Reports are copied on their way to JSON, errors are sent between processes."""
-    error = UsageError("{} {{}}; {}", Setting("effort", 3), Message("or {}", Setting("effort", 60)))
+    error = UsageError("{} {{}}; {}", Setting("effort", 3), Message("{} or {}", Setting("keep"), Setting("effort", 60)))
     for again in (pickle.loads(pickle.dumps(error)), copy.deepcopy(error)):
-        assert str(again) == "effort=3 {}; or effort=60" and again.settings == {"effort": 60}
-        assert in_flags(again.message) == "--effort 3 {}; or --effort 60"
-    assert json.dumps(error.message) == '"effort=3 {}; or effort=60"'
+        assert str(again) == "effort=3 {}; keep= or effort=60" and again.settings == {"effort": 60}
+        assert in_flags(again.message) == "--effort 3 {}; --keep or --effort 60"
+    assert json.dumps(error.message) == '"effort=3 {}; keep= or effort=60"'
     assert UsageError("a {brace}").settings == {} and str(UsageError("a {brace}")) == "a {brace}"
