@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from .after_loss import AfterLoss
-from .autodiff.dims import dims
+from .dims import dims
 
 
 def multiply_again(model: ir.Model) -> None:

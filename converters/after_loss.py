@@ -8,8 +8,8 @@ import numpy as np
 import onnx_ir as ir
 
 from . import names
-from .autodiff.dims import dims, is_static
-from .autodiff.tape import Tape
+from .dims import dims, is_static
+from .tape import Tape
 
 _LARGE = 4096
 """Elements of the largest constant that may be there for good."""

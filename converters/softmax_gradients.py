@@ -11,7 +11,7 @@ import onnx_ir as ir
 from onnx_ir.passes import common
 
 from .after_loss import AfterLoss
-from .autodiff.dims import Dims, broadcast, dims
+from .dims import Dims, broadcast, dims
 from .simplify import replace
 
 

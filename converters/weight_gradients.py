@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from .autodiff.dims import dims, is_static
 from .autodiff.rules_conv import Geometry, by_entry, weight_gradient_by_entry
-from .autodiff.tape import Tape
+from .dims import dims, is_static
 from .simplify import replace
+from .tape import Tape
 
 
 def multiply_out(model: ir.Model) -> None:

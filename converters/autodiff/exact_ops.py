@@ -14,7 +14,7 @@ import numpy as np
 import onnx
 from onnx.reference.op_run import OpRun
 
-from .resizing import axis_matrix
+from ..resizing import axis_matrix
 
 Index: TypeAlias = tuple[Any, ...]
 

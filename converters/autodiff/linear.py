@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from ..dims import dims
 from ..simplify import replace
-from .dims import dims
-from .tape import Tape
+from ..tape import Tape
 
 
 def into_gemm(t: Tape, graph: ir.Graph) -> None:

@@ -9,9 +9,9 @@ import onnx_ir as ir
 
 from onnx_remat.errors import ConversionError
 
-from .dims import Dims, dims
+from ..dims import Dims, dims
+from ..tape import Tape
 from .registry import Grads, Step, rule
-from .tape import Tape
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from .dims import dims
-from .tape import Tape
+from ..dims import dims
+from ..tape import Tape
 
 _STRETCHES = "onnx_remat.stretches"
 """Value metadata (in memory): the `Stretches` that a padded adjoint, or a sum of such, consists of."""

@@ -21,12 +21,12 @@ from onnx_remat.ir.model_io import without_weights
 from onnx_remat.ir.opsets import opset_of
 from onnx_remat.ort import runtime
 
+from ..tape import Tape
 from .constants import fold, static
 from .registry import NO_GRADIENT
 from .rules import RULES
 from .rules_norm import BATCH_STATISTICS
 from .sequences import unpack_sequences
-from .tape import Tape
 
 OLDEST, UPGRADED = 18, 20
 """Opsets below the first (axes of reductions were attributes) are converted to the second."""

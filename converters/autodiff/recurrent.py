@@ -13,9 +13,9 @@ import onnx_ir as ir
 from onnx_remat.errors import ConversionError
 from onnx_remat.messages import Message, Setting
 
+from ..dims import Dims, dims
 from ..simplify import replace
-from .dims import Dims, dims
-from .tape import Tape
+from ..tape import Tape
 
 _GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
 _ACTIVATIONS = {"RNN": ("Tanh",), "GRU": ("Sigmoid", "Tanh"), "LSTM": ("Sigmoid", "Tanh", "Tanh")}

@@ -13,10 +13,10 @@ import onnx_ir as ir
 from onnx_remat.errors import ConversionError
 from onnx_remat.messages import Message, Setting
 
+from ..dims import Dims, dims
+from ..tape import Tape
 from .constants import static
-from .dims import Dims, dims
 from .parts import accumulate
-from .tape import Tape
 
 Grads: TypeAlias = dict[int, Callable[[], ir.Value | None]]
 """By input slot, how to append that input's adjoint (None: nothing flows); called only where somebody wants it."""

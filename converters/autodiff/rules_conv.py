@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from .dims import Dims, dims, is_static, size
+from ..dims import Dims, dims, is_static, size
+from ..tape import Tape
 from .registry import Grads, Step, rule
-from .tape import Tape
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,9 @@ from typing import TypeAlias
 import numpy as np
 import onnx_ir as ir
 
-from .dims import dims
+from ..dims import dims
+from ..tape import Tape, number
 from .registry import Grads, Step, rule
-from .tape import Tape, number
 
 
 @rule("Identity")

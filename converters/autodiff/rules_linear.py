@@ -6,10 +6,10 @@ from functools import partial
 
 import onnx_ir as ir
 
-from .dims import Dim, Dims, broadcast, dims
+from ..dims import Dim, Dims, broadcast, dims
+from ..tape import Tape
 from .exact_ops import affine_points
 from .registry import Grads, Step, rule
-from .tape import Tape
 
 
 @rule("MatMul")

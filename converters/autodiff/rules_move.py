@@ -7,11 +7,11 @@ from functools import partial
 import numpy as np
 import onnx_ir as ir
 
+from ..dims import Dims, dims
+from ..tape import Tape
 from .constants import static
-from .dims import Dims, dims
 from .parts import place
 from .registry import Grads, Step, rule
-from .tape import Tape
 
 
 @rule("TopK")

@@ -7,9 +7,9 @@ from functools import cache
 
 import onnx_ir as ir
 
-from .dims import dims
+from ..dims import dims
+from ..tape import Tape
 from .registry import Grads, Step, rule
-from .tape import Tape
 
 BATCH_STATISTICS = "onnx_remat.batch_statistics"
 """Node metadata (in memory) of a BatchNormalization whose mean and variance inputs are its own input's."""

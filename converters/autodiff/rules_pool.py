@@ -7,10 +7,10 @@ import onnx_ir as ir
 
 from onnx_remat.messages import Message, Setting
 
+from ..dims import dims
+from ..resizing import axis_matrix
 from .constants import static
-from .dims import dims
 from .registry import Grads, Step, rule
-from .resizing import axis_matrix
 from .rules_conv import Geometry, geometry, input_gradient
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from .dims import dims
+from ..dims import dims
 from .registry import Grads, Step, rule
 
 

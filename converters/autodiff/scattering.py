@@ -12,9 +12,9 @@ from collections.abc import Iterator
 import numpy as np
 import onnx_ir as ir
 
+from ..dims import dims
 from ..simplify import replace
-from .dims import dims
-from .tape import Tape
+from ..tape import Tape
 
 
 def add_in_order(model: ir.Model) -> None:

@@ -12,8 +12,8 @@ import onnx_ir as ir
 from onnx_remat.errors import ConversionError
 from onnx_remat.messages import Setting
 
-from ..emit import Attribute, Emitter, Phase
 from .dims import Dim, Dims, broadcast, dims, is_static, reduced_axes, size
+from .emit import Attribute, Emitter, Phase
 
 
 class Tape(Emitter):
