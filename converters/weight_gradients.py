@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from .autodiff.rules_conv import Geometry, by_entry, weight_gradient_by_entry
+from .convolutions import Geometry, by_entry, weight_gradient_by_entry
 from .dims import dims, is_static
 from .simplify import replace
 from .tape import Tape
@@ -14,7 +14,7 @@ def multiply_out(model: ir.Model) -> None:
     """Rewrite, in place, backward convolutions whose kernel is as large as an image into one product per entry made.
 
     Such a convolution correlates a convolution's input with its output's gradient, batch and channels swapped in both.
-    ONNX Runtime takes two to ten times as long for it as for the products (see `rules_conv.weight_gradient`). What it
+    ONNX Runtime takes two to ten times as long for it as for the products (see `convolutions.weight_gradient`). What it
     makes beyond the window, where strides leave entries of the input unread, is sliced off by its reader, and not made.
     Transposes are left to `simplify`.
     """

@@ -7,11 +7,12 @@ import onnx_ir as ir
 
 from onnx_remat.messages import Message, Setting
 
+from ..convolutions import Geometry, input_gradient
 from ..dims import dims
 from ..resizing import axis_matrix
 from .constants import static
 from .registry import Grads, Step, rule
-from .rules_conv import Geometry, geometry, input_gradient
+from .rules_conv import geometry
 
 
 @rule("MaxPool")

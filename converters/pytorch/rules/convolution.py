@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ...autodiff.rules_conv import LEAST_PIXELS
+from ...convolutions import LEAST_PIXELS
 from . import onnx
 from .registry import rule
 from .sums import sum_by_channel
