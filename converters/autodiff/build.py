@@ -12,13 +12,14 @@ from onnx_remat.errors import ConversionError
 from onnx_remat.messages import Setting
 
 from .. import names, optimizers
-from ..after_loss import make_late
-from ..attention_in_parts import attention_in_parts
 from ..dims import dims as dims_of
-from ..loss_in_parts import in_parts
-from ..safe_forms import read_masks
-from ..simplify import simplify
-from ..softmax_gradients import add_to_softmax
+from ..passes.after_loss import make_late
+from ..passes.attention_in_parts import attention_in_parts
+from ..passes.loss_in_parts import in_parts
+from ..passes.safe_forms import read_masks
+from ..passes.scattering import add_in_order
+from ..passes.simplify import simplify
+from ..passes.softmax_gradients import add_to_softmax
 from ..tape import Tape
 from . import finite_differences, prepare
 from . import loss as losses
@@ -26,7 +27,6 @@ from .linear import into_gemm
 from .prepare import Source
 from .recurrent import unroll
 from .registry import differentiate
-from .scattering import add_in_order
 
 
 def add_backward(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from ..dims import dims
-from ..simplify import replace
+from ..passes.simplify import replace
 from ..tape import Tape
 
 

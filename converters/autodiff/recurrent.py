@@ -14,7 +14,7 @@ from onnx_remat.errors import ConversionError
 from onnx_remat.messages import Message, Setting
 
 from ..dims import Dims, dims
-from ..simplify import replace
+from ..passes.simplify import replace
 from ..tape import Tape
 
 _GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}

@@ -21,14 +21,14 @@ from onnx_remat.ort import runtime
 
 from .. import check as comparison
 from .. import default_level
-from ..after_loss import make_late
-from ..attention_in_parts import attention_in_parts
 from ..autodiff.finite_differences import in_float64
-from ..autodiff.scattering import add_in_order
 from ..emit import Emitter
-from ..simplify import simplify
-from ..softmax_gradients import add_to_softmax
-from ..weight_gradients import multiply_out
+from ..passes.after_loss import make_late
+from ..passes.attention_in_parts import attention_in_parts
+from ..passes.scattering import add_in_order
+from ..passes.simplify import simplify
+from ..passes.softmax_gradients import add_to_softmax
+from ..passes.weight_gradients import multiply_out
 from . import control, elementwise, indexing, kernels, products, randoms, reductions, structure  # noqa: F401
 from .lower import Array, Lowering, Tensor
 from .step import Step, array, inputs_of, plain, trace

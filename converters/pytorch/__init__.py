@@ -13,7 +13,7 @@ require("torch", "onnx_ir", "onnxruntime", "torch", "onnxscript")
 import onnx
 import torch
 
-from .. import attention_in_parts, loss_in_parts
+from ..passes import attention_in_parts, loss_in_parts
 from . import optim
 from .budgeted import Budgeted, budgeted
 from .export import export, step_of

@@ -20,7 +20,8 @@ from onnx_remat.session import heap
 from onnx_remat.session.session import Session
 from onnx_remat.units import parse_budget
 
-from .. import attention_in_parts, loss_in_parts, names
+from .. import names
+from ..passes import attention_in_parts, loss_in_parts
 from . import optim, updates
 from .arrays import view
 from .batch import Batch

@@ -15,16 +15,16 @@ from onnxscript import opset20
 from onnx_remat.errors import ConversionError
 
 from .. import names
-from ..activations import multiply_again
-from ..after_loss import make_late
-from ..attention_in_parts import attention_in_parts
-from ..autodiff.scattering import add_in_order
-from ..loss_in_parts import in_parts
-from ..masks import mask_once
-from ..safe_forms import read_masks
-from ..simplify import simplify
-from ..softmax_gradients import add_to_softmax
-from ..weight_gradients import multiply_out
+from ..passes.activations import multiply_again
+from ..passes.after_loss import make_late
+from ..passes.attention_in_parts import attention_in_parts
+from ..passes.loss_in_parts import in_parts
+from ..passes.masks import mask_once
+from ..passes.safe_forms import read_masks
+from ..passes.scattering import add_in_order
+from ..passes.simplify import simplify
+from ..passes.softmax_gradients import add_to_softmax
+from ..passes.weight_gradients import multiply_out
 from .private_torch import remembering
 from .program import program
 from .refusals import untranslated

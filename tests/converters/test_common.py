@@ -7,9 +7,9 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from onnx_remat.converters.autodiff.scattering import add_in_order
 from onnx_remat.converters.emit import Emitter
-from onnx_remat.converters.simplify import simplify
+from onnx_remat.converters.passes.scattering import add_in_order
+from onnx_remat.converters.passes.simplify import simplify
 from onnx_remat.converters.widen import widened
 
 from onnx_remat.converters import check, optimizers

@@ -10,7 +10,7 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 from onnx_remat.converters.autodiff import add_backward
-from onnx_remat.converters.simplify import simplify
+from onnx_remat.converters.passes.simplify import simplify
 
 from onnx_remat.converters import default_level
 from onnx_remat.errors import ConversionError

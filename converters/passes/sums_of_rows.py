@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from .dims import sizes
+from ..dims import sizes
 
 _SCATTERS = ("ScatterElements", "ScatterND")
 

@@ -28,12 +28,12 @@ from onnx_ir.passes import common
 
 from onnx_remat.errors import UsageError
 
+from ..emit import Phase
+from ..tape import Tape
+from ..tape import number as scalar
 from .attention_regions import ENTRY_BY_ENTRY, STACKED, Region, Shape, find, is_forward, known, static
-from .emit import Phase
 from .rowwise import RESHAPE
 from .simplify import replace
-from .tape import Tape
-from .tape import number as scalar
 
 _LEAST_BYTES = 1 << 24
 """Of the scores of an attention: below these none is taken apart unless asked for."""

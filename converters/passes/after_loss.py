@@ -7,9 +7,9 @@ import math
 import numpy as np
 import onnx_ir as ir
 
-from . import names
-from .dims import dims, is_static
-from .tape import Tape
+from .. import names
+from ..dims import dims, is_static
+from ..tape import Tape
 
 _LARGE = 4096
 """Elements of the largest constant that may be there for good."""

@@ -10,8 +10,8 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common
 
+from ..dims import Dims, broadcast, dims
 from .after_loss import AfterLoss
-from .dims import Dims, broadcast, dims
 from .simplify import replace
 
 

@@ -25,11 +25,11 @@ from onnx_ir.passes import common
 
 from onnx_remat.errors import UsageError
 
-from .dims import Dim, Dims, dims, sizes
-from .emit import Phase
+from ..dims import Dim, Dims, dims, sizes
+from ..emit import Phase
+from ..tape import Tape
 from .rowwise import ELEMENTWISE, REDUCE, RESHAPE, axes, number
 from .simplify import replace
-from .tape import Tape
 
 _LEAST_BYTES = 1 << 26
 """Of logits: below these no loss is taken apart unless asked for."""

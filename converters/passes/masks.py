@@ -9,10 +9,10 @@ from onnx_ir.passes import common
 
 from onnx_remat.ort import runtime
 
-from .dims import Dims, dims, is_static, size
+from ..dims import Dims, dims, is_static, size
+from ..tape import Tape
 from .simplify import replace
 from .sums_of_rows import filled_with
-from .tape import Tape
 
 _MOST = 1 << 24
 """Elements of the largest mask that is computed to be looked at."""

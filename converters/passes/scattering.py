@@ -13,8 +13,8 @@ import numpy as np
 import onnx_ir as ir
 
 from ..dims import dims
-from ..simplify import replace
 from ..tape import Tape
+from .simplify import replace
 
 
 def add_in_order(model: ir.Model) -> None:

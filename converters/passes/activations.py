@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from ..dims import dims
 from .after_loss import AfterLoss
-from .dims import dims
 
 
 def multiply_again(model: ir.Model) -> None:

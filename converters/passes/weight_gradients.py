@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from .convolutions import Geometry, by_entry, weight_gradient_by_entry
-from .dims import dims, is_static
+from ..convolutions import Geometry, by_entry, weight_gradient_by_entry
+from ..dims import dims, is_static
+from ..tape import Tape
 from .simplify import replace
-from .tape import Tape
 
 
 def multiply_out(model: ir.Model) -> None:

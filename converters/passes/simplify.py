@@ -13,7 +13,7 @@ from onnx_ir.passes import common
 
 from onnx_remat.ir.op_semantics import semantics
 
-from .dims import broadcast, sizes
+from ..dims import broadcast, sizes
 from .safe_forms import write_safely
 from .side_by_side import constant, side_by_side
 from .sums_of_rows import scatter_into

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
+from ..tape import number as scalar
 from .rowwise import ELEMENTWISE, REDUCE, RESHAPE, axes, number
-from .tape import number as scalar
 
 Shape = tuple[int, ...]
 

@@ -1,0 +1,1 @@
+"""Passes: rewrites of a training step, one file each."""
