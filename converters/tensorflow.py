@@ -21,9 +21,10 @@ import onnx
 from onnx_remat.errors import ConversionError
 from onnx_remat.ort import runtime
 
-from . import check as comparison
-from . import default_level, names, optimizers
+from . import names, optimizers
 from .autodiff import add_backward
+from .checks import agreement as comparison
+from .checks import default_level
 
 Loss = Callable[[Any, Any], Any]
 

@@ -65,9 +65,7 @@ def make(folder: Path) -> None:
 
 
 def write(place: Path, step: Any, feeds: Feeds) -> None:
-    from onnx_remat.converters.autodiff import finite_differences
-
-    from onnx_remat.converters import default_level
+    from onnx_remat.converters.checks import default_level, finite_differences
 
     step = default_level.seeded(step)
     (place / "step.onnx").write_bytes(step.SerializeToString())

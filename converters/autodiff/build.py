@@ -12,6 +12,7 @@ from onnx_remat.errors import ConversionError
 from onnx_remat.messages import Setting
 
 from .. import names, optimizers
+from ..checks import finite_differences
 from ..dims import dims as dims_of
 from ..passes.after_loss import make_late
 from ..passes.attention_in_parts import attention_in_parts
@@ -21,8 +22,8 @@ from ..passes.scattering import add_in_order
 from ..passes.simplify import simplify
 from ..passes.softmax_gradients import add_to_softmax
 from ..tape import Tape
-from . import finite_differences, prepare
 from . import loss as losses
+from . import prepare
 from .linear import into_gemm
 from .prepare import Source
 from .recurrent import unroll

@@ -6,9 +6,9 @@ from functools import partial
 
 import onnx_ir as ir
 
+from ..checks.exact_ops import affine_points
 from ..dims import Dim, Dims, broadcast, dims
 from ..tape import Tape
-from .exact_ops import affine_points
 from .registry import Grads, Step, rule
 
 

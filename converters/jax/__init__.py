@@ -19,9 +19,9 @@ from onnx_ir.passes import common
 from onnx_remat.errors import ConversionError
 from onnx_remat.ort import runtime
 
-from .. import check as comparison
-from .. import default_level
-from ..autodiff.finite_differences import in_float64
+from ..checks import agreement as comparison
+from ..checks import default_level
+from ..checks.finite_differences import in_float64
 from ..emit import Emitter
 from ..passes.after_loss import make_late
 from ..passes.attention_in_parts import attention_in_parts

@@ -16,7 +16,7 @@ from jax.interpreters import partial_eval
 from onnx_remat.errors import ConversionError
 
 from .. import names
-from ..check import TOLERANCE
+from ..checks.agreement import TOLERANCE
 from . import kernels
 from .lower import OPTIMIZER_SCOPE
 

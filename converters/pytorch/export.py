@@ -14,7 +14,7 @@ import torch
 from onnx_remat.errors import ConversionError
 from onnx_remat.ir.shapes import INITIAL_KEY
 
-from .. import check as checking
+from ..checks import agreement as checking
 from . import optim, updates, verify
 from .batch import Batch
 from .lower import finish, lower

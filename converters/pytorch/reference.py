@@ -13,7 +13,8 @@ import torch
 from onnx_remat.errors import ConversionError
 from onnx_remat.session import heap
 
-from .. import check, names
+from .. import names
+from ..checks import agreement as check
 from . import updates
 from .arrays import array, tensor
 from .decisions import Replay

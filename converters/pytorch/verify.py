@@ -13,8 +13,10 @@ import onnx_ir as ir
 from onnx_remat.errors import ConversionError
 from onnx_remat.session import heap
 
-from .. import check, default_level, names
-from ..widen import NARROW, wide, widened
+from .. import names
+from ..checks import agreement as check
+from ..checks import default_level
+from ..checks.widen import NARROW, wide, widened
 from . import reference
 from .arrays import array
 from .lower import watched

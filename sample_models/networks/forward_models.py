@@ -11,12 +11,13 @@ import numpy as np
 import onnx
 import torch
 from onnx_remat.converters.autodiff import add_backward, initial_inputs
-from onnx_remat.converters.autodiff.finite_differences import in_float64
+from onnx_remat.converters.checks import agreement as check
+from onnx_remat.converters.checks.finite_differences import in_float64
 from onnx_remat.converters.optimizers import SGD
 from onnx_remat.converters.pytorch.decisions import Replay
 from onnx_remat.converters.pytorch.trace import eager_kernels
 
-from onnx_remat.converters import check, names
+from onnx_remat.converters import names
 from onnx_remat.errors import ConversionError
 from onnx_remat.ort import runtime
 from sample_models.networks import torch_models

@@ -12,9 +12,9 @@ import onnx_ir as ir
 import pytest
 from onnx import TensorProto, helper
 from onnx_remat.converters.autodiff import add_backward
-from onnx_remat.converters.autodiff.exact import Evaluator
-from onnx_remat.converters.autodiff.finite_differences import widened
 from onnx_remat.converters.autodiff.registry import RULES
+from onnx_remat.converters.checks.exact import Evaluator
+from onnx_remat.converters.checks.finite_differences import widened
 
 from onnx_remat.ort import runtime
 

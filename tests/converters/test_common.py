@@ -7,12 +7,13 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+from onnx_remat.converters.checks import agreement as check
+from onnx_remat.converters.checks.widen import widened
 from onnx_remat.converters.emit import Emitter
 from onnx_remat.converters.passes.scattering import add_in_order
 from onnx_remat.converters.passes.simplify import simplify
-from onnx_remat.converters.widen import widened
 
-from onnx_remat.converters import check, optimizers
+from onnx_remat.converters import optimizers
 from onnx_remat.errors import ConversionError
 from onnx_remat.ort import runtime
 

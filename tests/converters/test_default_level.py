@@ -10,9 +10,9 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 from onnx_remat.converters.autodiff import add_backward
+from onnx_remat.converters.checks import default_level
 from onnx_remat.converters.passes.simplify import simplify
 
-from onnx_remat.converters import default_level
 from onnx_remat.errors import ConversionError
 from onnx_remat.ort import known_bugs, runtime
 

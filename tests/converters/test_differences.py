@@ -14,8 +14,9 @@ import onnx
 import onnx_ir as ir
 import pytest
 from onnx import TensorProto, helper
-from onnx_remat.converters.autodiff import add_backward, finite_differences
-from onnx_remat.converters.autodiff.exact import Evaluator
+from onnx_remat.converters.autodiff import add_backward
+from onnx_remat.converters.checks import finite_differences
+from onnx_remat.converters.checks.exact import Evaluator
 
 from onnx_remat.ort import runtime
 

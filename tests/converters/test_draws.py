@@ -12,11 +12,11 @@ pytest.importorskip("torch")
 pytest.importorskip("onnxscript")
 
 import torch
+from onnx_remat.converters.checks import default_level
 from onnx_remat.converters.pytorch import export_training_step
 from torch import nn
 from torch.nn import functional as F
 
-from onnx_remat.converters import default_level
 from onnx_remat.errors import ConversionError
 from onnx_remat.measure import fixed_draws
 from onnx_remat.ort import runtime

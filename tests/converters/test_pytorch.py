@@ -10,13 +10,13 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("onnxscript")
 
 import torch.nn.functional as F  # noqa: E402
+from onnx_remat.converters.checks import agreement as check  # noqa: E402
 from onnx_remat.converters.pytorch import export_training_step, initial_feeds  # noqa: E402
 from onnx_remat.converters.pytorch.decisions import Recorder  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential  # noqa: E402
 
 from onnx_remat import rewrite_model  # noqa: E402
-from onnx_remat.converters import check  # noqa: E402
 from onnx_remat.errors import ConversionError, ModelError  # noqa: E402
 from onnx_remat.ort import runtime  # noqa: E402
 from sample_models.networks import forward_models  # noqa: E402
@@ -139,7 +139,7 @@ def test_a_learning_rate_that_is_a_tensor_is_an_input(kind, of_its_own):
 
 
 def test_the_file_says_how_many_outputs_rounding_decides(monkeypatch):
-    monkeypatch.setattr("onnx_remat.converters.check.EXPECTED", 0.0)
+    monkeypatch.setattr("onnx_remat.converters.checks.agreement.EXPECTED", 0.0)
     normed = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 10)]
     without = [nn.Conv2d(3, 8, 3, bias=False), *normed[1:]]
     found = [checked(export_training_step(nn.Sequential(*m), batch(), F.cross_entropy)) for m in (normed, without)]

@@ -20,8 +20,9 @@ import onnx_ir.passes.common as passes
 from onnx_remat.errors import ConversionError
 from onnx_remat.messages import Setting
 
-from .. import default_level, names
-from ..check import note
+from .. import names
+from . import default_level
+from .agreement import note
 from .exact import Evaluator
 
 DIRECTIONS = 2

@@ -19,7 +19,8 @@ from onnx_remat.measure import fixed_draws
 from onnx_remat.ort import known_bugs, runtime
 from onnx_remat.session import heap
 
-from . import check, names
+from .. import names
+from . import agreement as check
 
 _UNKNOWN = "pass check=False and run the step with ORT_DISABLE_ALL"
 _DRAWS, _ULPS = 3, 8  # samples of noise; kernels that sum thousands of products differ by several rounding errors

@@ -1,0 +1,1 @@
+"""Checks: does a converted step compute what its source computes?"""
