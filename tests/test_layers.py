@@ -22,7 +22,7 @@ _LINT = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_im
 
 
 def lint(folder: Path) -> subprocess.CompletedProcess[str]:
-    """Hold the package in a folder against the contracts in its pyproject.toml."""
+    """Hold the packages in a folder against the contracts in its pyproject.toml."""
     environment = os.environ | {"PYTHONPATH": str(folder)}
     return subprocess.run(
         [sys.executable, "-c", _LINT], cwd=folder, env=environment, capture_output=True, text=True, check=False
@@ -30,7 +30,8 @@ def lint(folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def copied(folder: Path) -> Path:
-    shutil.copytree(ROOT / "onnx_remat", folder / "onnx_remat", ignore=shutil.ignore_patterns("__pycache__"))
+    for package in ("onnx_remat", "converters"):
+        shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", folder)
     return folder
 
@@ -43,28 +44,44 @@ def test_imports_go_down():
 @pytest.mark.parametrize(
     ("module", "line", "named"),
     [
-        ("ir/graph.py", "from onnx_remat.ort import runtime", "onnx_remat.ir.graph -> onnx_remat.ort.runtime"),
-        ("plan/flow.py", "def f():\n    import onnx_remat.rewrite.fit", "onnx_remat.plan.flow -> onnx_remat.rewrite"),
-        ("ort/kernels/base.py", "from onnx_remat.ort.kernels import cpu", "onnx_remat.ort.kernels.base -> "),
-        ("plan/bounds.py", "from onnx_remat.plan.search import core", "onnx_remat.plan.bounds -> "),
-        ("write/extra.py", "from onnx_remat.plan import flow", "onnx_remat.write.extra -> onnx_remat.plan.flow"),
+        (
+            "onnx_remat/ir/graph.py",
+            "from onnx_remat.ort import runtime",
+            "onnx_remat.ir.graph -> onnx_remat.ort.runtime",
+        ),
+        (
+            "onnx_remat/plan/flow.py",
+            "def f():\n    import onnx_remat.rewrite.fit",
+            "onnx_remat.plan.flow -> onnx_remat.rewrite",
+        ),
+        ("onnx_remat/ort/kernels/base.py", "from onnx_remat.ort.kernels import cpu", "onnx_remat.ort.kernels.base -> "),
+        ("onnx_remat/plan/bounds.py", "from onnx_remat.plan.search import core", "onnx_remat.plan.bounds -> "),
+        (
+            "onnx_remat/write/extra.py",
+            "from onnx_remat.plan import flow",
+            "onnx_remat.write.extra -> onnx_remat.plan.flow",
+        ),
+        ("converters/tape.py", "from .passes import simplify", "converters.tape -> converters.passes.simplify"),
+        ("converters/passes/masks.py", "from ..autodiff import loss", "converters.passes.masks -> converters.autodiff"),
+        ("converters/jax/step.py", "from ..pytorch import arrays", "converters.jax.step -> converters.pytorch.arrays"),
     ],
 )
 def test_an_import_that_goes_up_or_sideways_is_named(module, line, named, tmp_path):
-    path = copied(tmp_path) / "onnx_remat" / module
+    path = copied(tmp_path) / module
     path.write_text((path.read_text() if path.exists() else "") + f"\n\n{line}\n")
     found = lint(tmp_path)
     assert found.returncode == 1 and named in found.stdout
 
 
-def test_a_new_room_must_be_placed(tmp_path):
-    (copied(tmp_path) / "onnx_remat" / "attic.py").write_text("")
+@pytest.mark.parametrize("package", ["onnx_remat", "converters"])
+def test_a_new_room_must_be_placed(package, tmp_path):
+    (copied(tmp_path) / package / "attic.py").write_text("")
     found = lint(tmp_path)
     assert found.returncode == 1 and "attic" in found.stdout
 
 
 def test_no_circles():
-    graph = grimp.build_graph("onnx_remat", cache_dir=None)
+    graph = grimp.build_graph("onnx_remat", "converters", cache_dir=None)
     edges = [(module, other) for module in graph.modules for other in graph.find_modules_directly_imported_by(module)]
     assert len(edges) > 300
     assert [sorted(c) for c in nx.strongly_connected_components(nx.DiGraph(edges)) if len(c) > 1] == []
