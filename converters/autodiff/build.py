@@ -14,13 +14,13 @@ from onnx_remat.messages import Setting
 from .. import names, optimizers
 from ..checks import finite_differences
 from ..dims import dims as dims_of
-from ..passes.after_loss import make_late
+from ..passes.add_in_order import add_in_order
+from ..passes.add_to_softmax import add_to_softmax
 from ..passes.attention_in_parts import attention_in_parts
-from ..passes.loss_in_parts import in_parts
-from ..passes.safe_forms import read_masks
-from ..passes.scattering import add_in_order
+from ..passes.loss_in_parts import loss_in_parts
+from ..passes.read_masks import read_masks
 from ..passes.simplify import simplify
-from ..passes.softmax_gradients import add_to_softmax
+from ..passes.sink_constants import sink_constants
 from ..tape import Tape
 from . import loss as losses
 from . import prepare
@@ -129,9 +129,9 @@ def add_backward(
     add_in_order(model)
     simplify(model)
     add_to_softmax(model)
-    in_parts(model, None)
+    loss_in_parts(model, None)
     attention_in_parts(model)
-    make_late(model)
+    sink_constants(model)
     read_masks(model)
     plain = _finished(model)
     found = finite_differences.check(

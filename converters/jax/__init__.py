@@ -23,12 +23,12 @@ from ..checks import agreement as comparison
 from ..checks import default_level
 from ..checks.finite_differences import in_float64
 from ..emit import Emitter
-from ..passes.after_loss import make_late
+from ..passes.add_in_order import add_in_order
+from ..passes.add_to_softmax import add_to_softmax
 from ..passes.attention_in_parts import attention_in_parts
-from ..passes.scattering import add_in_order
+from ..passes.multiply_weight_gradients import multiply_weight_gradients
 from ..passes.simplify import simplify
-from ..passes.softmax_gradients import add_to_softmax
-from ..passes.weight_gradients import multiply_out
+from ..passes.sink_constants import sink_constants
 from . import control, elementwise, indexing, kernels, products, randoms, reductions, structure  # noqa: F401
 from .lower import Array, Lowering, Tensor
 from .step import Step, array, inputs_of, plain, trace
@@ -176,11 +176,11 @@ def _build(step: Step, unroll: int, opset: int) -> ir.Model:
     nodes = sorted(graph, key=lambda node: _PHASES.index(node.metadata_props["phase"]))
     graph.remove(nodes)
     graph.extend(nodes)
-    multiply_out(model)
+    multiply_weight_gradients(model)
     simplify(model)
     add_to_softmax(model)
     attention_in_parts(model)
-    make_late(model)
+    sink_constants(model)
     return model
 
 

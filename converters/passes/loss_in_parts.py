@@ -48,7 +48,7 @@ def checked(given: int | None) -> int | None:
     return given
 
 
-def in_parts(model: ir.Model, wanted: int | None) -> None:
+def loss_in_parts(model: ir.Model, wanted: int | None) -> None:
     """Rewrite, in place, each loss over many classes to take so many parts of the rows one after the other.
 
     Parameters

@@ -14,9 +14,9 @@ from onnx_ir.passes import common
 from onnx_remat.ir.op_semantics import semantics
 
 from ..dims import broadcast, sizes
-from .safe_forms import write_safely
-from .side_by_side import constant, side_by_side
-from .sums_of_rows import scatter_into
+from .concat_padded_sums import concat_padded_sums, constant
+from .scatter_into import scatter_into
+from .write_safely import write_safely
 
 _BROADCASTING = {
     "Add", "Sub", "Mul", "Div", "Pow", "Mod", "Max", "Min", "Sum", "Where", "And", "Or", "Xor", "Equal", "Less",
@@ -36,7 +36,7 @@ def simplify(model: ir.Model) -> None:
     Transpose that a product of matrices can take in or be; what is computed twice or not at all. A Size becomes a
     product of what Shape says, a sum of what is padded to lie side by side a Concat, and what is scattered into zeros
     and added to something is scattered into that. Phase labels stay with the nodes.
-    What ONNX Runtime's optimisations would compute wrongly takes another form: `safe_forms`.
+    What ONNX Runtime's optimisations would compute wrongly takes another form: `write_safely`.
     """
     write_safely(model)
     for rewrite in (
@@ -53,7 +53,7 @@ def simplify(model: ir.Model) -> None:
         for node in model.graph:
             rewrite(node)
     common.RemoveUnusedNodesPass()(model)  # what nobody needs is no reader of what follows
-    for rewrite in (side_by_side, scatter_into):
+    for rewrite in (concat_padded_sums, scatter_into):
         for node in model.graph:
             rewrite(node)
     common.RemoveUnusedNodesPass()(model)

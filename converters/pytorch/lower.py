@@ -15,16 +15,16 @@ from onnxscript import opset20
 from onnx_remat.errors import ConversionError
 
 from .. import names
-from ..passes.activations import multiply_again
-from ..passes.after_loss import make_late
+from ..passes.add_in_order import add_in_order
+from ..passes.add_to_softmax import add_to_softmax
 from ..passes.attention_in_parts import attention_in_parts
-from ..passes.loss_in_parts import in_parts
-from ..passes.masks import mask_once
-from ..passes.safe_forms import read_masks
-from ..passes.scattering import add_in_order
+from ..passes.loss_in_parts import loss_in_parts
+from ..passes.multiply_weight_gradients import multiply_weight_gradients
+from ..passes.read_masks import read_masks
+from ..passes.recompute_silu import recompute_silu
+from ..passes.shorten_masked_softmax import shorten_masked_softmax
 from ..passes.simplify import simplify
-from ..passes.softmax_gradients import add_to_softmax
-from ..passes.weight_gradients import multiply_out
+from ..passes.sink_constants import sink_constants
 from .private_torch import remembering
 from .program import program
 from .refusals import untranslated
@@ -73,17 +73,17 @@ def lower(
     outputs = [*trace.outputs, *(f"{_WATCHED}{index}" for index in range(trace.watched))]
     _interface(model.graph, list(inputs), outputs)
     common.ShapeInferencePass()(model)
-    multiply_out(model)
+    multiply_weight_gradients(model)
     add_in_order(model)
     add_to_softmax(model)
     simplify(model)
-    mask_once(model)
-    in_parts(model, loss_parts)
+    shorten_masked_softmax(model)
+    loss_in_parts(model, loss_parts)
     _inherit(model.graph)
     passing = [value for value in model.graph.outputs if str(value.name).startswith(_WATCHED)]
     attention_in_parts(model, attention_parts, passing)
-    multiply_again(model)
-    make_late(model)
+    recompute_silu(model)
+    sink_constants(model)
     _inherit(model.graph)
     return model
 

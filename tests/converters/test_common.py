@@ -10,7 +10,7 @@ import pytest
 from onnx_remat.converters.checks import agreement as check
 from onnx_remat.converters.checks.widen import widened
 from onnx_remat.converters.emit import Emitter
-from onnx_remat.converters.passes.scattering import add_in_order
+from onnx_remat.converters.passes.add_in_order import add_in_order
 from onnx_remat.converters.passes.simplify import simplify
 
 from onnx_remat.converters import optimizers

@@ -34,7 +34,7 @@ def outputs(model: onnx.ModelProto) -> np.ndarray:
     ("pads", "evened"), [([0, 0, 1, 1], True), ([1, 0, 1, 2], True), ([1, 1, 1, 1], False), ([1, 0, 0, 0], False)]
 )
 def test_uneven_pads_become_even_and_a_slice(pads, evened):
-    from onnx_remat.converters.passes.safe_forms import write_safely
+    from onnx_remat.converters.passes.write_safely import write_safely
 
     model = transposed(pads)
     made = ir.from_proto(model)
@@ -50,7 +50,7 @@ def test_uneven_pads_become_even_and_a_slice(pads, evened):
     ("pads", "apart"), [([1, 0, 1, 0], True), ([0, 0, 1, 1], True), ([1, 1, 1, 1], False), ([0, 1, 0, 1], False)]
 )
 def test_pads_that_would_be_miscounted_are_a_node_of_their_own(pads, apart):
-    from onnx_remat.converters.passes.safe_forms import write_safely
+    from onnx_remat.converters.passes.write_safely import write_safely
 
     info = helper.make_tensor_value_info
     node = helper.make_node("AveragePool", ["x"], ["y"], "pool", kernel_shape=[3, 3], pads=pads, count_include_pad=1)
@@ -74,7 +74,7 @@ def test_pads_that_would_be_miscounted_are_a_node_of_their_own(pads, apart):
 )  # fmt: skip
 def test_sums_of_many_rows_are_taken_in_stages(shape, axes, staged):
     """A prime number of rows has no blocks."""
-    from onnx_remat.converters.passes.safe_forms import write_safely
+    from onnx_remat.converters.passes.write_safely import write_safely
 
     info = helper.make_tensor_value_info
     node = helper.make_node("ReduceSum", ["x", "axes"], ["y"], "sum", keepdims=0)
@@ -99,7 +99,7 @@ def test_sums_of_many_rows_are_taken_in_stages(shape, axes, staged):
 @pytest.mark.parametrize("mode", ["{1}", "{0}"])
 def test_masks_of_dropouts_are_read(mask, mode):
     """Or ONNX Runtime takes a Dropout in training for one of inference."""
-    from onnx_remat.converters.passes.safe_forms import read_masks
+    from onnx_remat.converters.passes.read_masks import read_masks
 
     model = onnx.parser.parse_model(
         f"""<ir_version: 9, opset_import: ["" : 20]> g (float16[1000] x) => (float16[1000] y)

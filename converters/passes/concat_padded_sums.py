@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 
 
-def side_by_side(node: ir.Node) -> None:
+def concat_padded_sums(node: ir.Node) -> None:
     """A sum of parts, each padded with zeros to the whole and none over another, is their Concat.
 
     The gradient of what was split is such a sum: as many tensors like the whole as there are parts, written and read.

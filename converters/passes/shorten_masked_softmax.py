@@ -11,14 +11,14 @@ from onnx_remat.ort import runtime
 
 from ..dims import Dims, dims, is_static, size
 from ..tape import Tape
+from .scatter_into import filled_with
 from .simplify import replace
-from .sums_of_rows import filled_with
 
 _MOST = 1 << 24
 """Elements of the largest mask that is computed to be looked at."""
 
 
-def mask_once(model: ir.Model) -> None:
+def shorten_masked_softmax(model: ir.Model) -> None:
     """Rewrite, in place, ``where(all(x == -inf), 0, softmax(x))``.
 
     Where `x` is a sum with a mask that depends on no input and leaves something of every row, it is the softmax: scores

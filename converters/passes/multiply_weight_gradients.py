@@ -10,7 +10,7 @@ from ..tape import Tape
 from .simplify import replace
 
 
-def multiply_out(model: ir.Model) -> None:
+def multiply_weight_gradients(model: ir.Model) -> None:
     """Rewrite, in place, backward convolutions whose kernel is as large as an image into one product per entry made.
 
     Such a convolution correlates a convolution's input with its output's gradient, batch and channels swapped in both.

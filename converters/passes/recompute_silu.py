@@ -8,7 +8,7 @@ from ..dims import dims
 from .after_loss import AfterLoss
 
 
-def multiply_again(model: ir.Model) -> None:
+def recompute_silu(model: ir.Model) -> None:
     """The backward pass makes ``x * sigmoid(x)`` anew from both, where it holds them anyway.
 
     torch holds `x` and the product and computes the sigmoid again. ONNX Runtime's default optimisations would see that

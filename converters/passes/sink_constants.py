@@ -1,0 +1,63 @@
+"""Large constants of the backward pass, made once the loss is known."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import onnx_ir as ir
+
+from ..dims import dims, is_static
+from .after_loss import AfterLoss
+
+_LARGE = 4096
+"""Elements of the largest constant that may be there for good."""
+
+
+def sink_constants(model: ir.Model) -> None:
+    """Large constants of the backward pass are made in the run, where they can be let go of.
+
+    A file says how to make them: one number, repeated. ONNX Runtime's default optimisations compute what depends on no
+    input when they open the file, and hold it as long as the session lives: the zeros that gradients of embeddings are
+    added to, as large as the embeddings.
+    """
+    after = AfterLoss(model.graph)
+    tape, made = after.tape, dict[tuple[ir.DataType, float], ir.Value]()
+    for node in filter(_is_large, after.nodes):
+        fill, dtype = _fill(node), node.outputs[0].dtype
+        assert dtype is not None
+        key, never = (dtype, fill), after.never()
+        if key not in made:
+            with tape.ahead_of(after.nodes[0], "backward"):
+                number = tape.cast(never, dtype)
+                made[key] = number if not fill else tape.add(number, tape.constant(np.asarray(fill, dtype.numpy())))
+        shape = tape.ints(*(int(d) for d in dims(node.outputs[0]))) if node.op_type != "Expand" else node.inputs[1]
+        node.op_type = "Expand"
+        node.attributes.clear()
+        node.resize_inputs(2)
+        node.replace_input_with(0, made[key])
+        node.replace_input_with(1, shape)
+
+
+def _is_large(node: ir.Node) -> bool:
+    """Does it repeat one number very often, in a shape that is known?"""
+    if node.domain or node.op_type not in ("Expand", "ConstantOfShape") or node.outputs[0].shape is None:
+        return False
+    shape, source = dims(node.outputs[0]), node.inputs[0]
+    if not is_static(shape) or math.prod(int(d) for d in shape) <= _LARGE or source is None:
+        return False
+    target = node.inputs[1] if node.op_type == "Expand" else source
+    fixed = target is not None and target.const_value is not None and not target.is_graph_input()
+    if node.op_type == "ConstantOfShape":
+        return fixed
+    known = source.const_value if not source.is_graph_input() else None
+    return fixed and known is not None and known.size == 1
+
+
+def _fill(node: ir.Node) -> float:
+    """The number that is repeated."""
+    if node.op_type == "Expand":
+        assert node.inputs[0] is not None and node.inputs[0].const_value is not None
+        return float(node.inputs[0].const_value.numpy().reshape(-1)[0])
+    value = node.attributes["value"].as_tensor().numpy() if "value" in node.attributes else np.zeros(1, np.float32)
+    return float(value.reshape(-1)[0])
