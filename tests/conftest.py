@@ -4,14 +4,28 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import onnx
 import pytest
 
 import onnx_remat
 from onnx_remat.process.compiled import build
+from onnx_remat.session import opening
 from tests.support.graphs import mlp
+from tests.support.warm import Opener
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm_opener() -> Iterator[None]:
+    """Sessions that tests open are planned in processes forked from one that is warm."""
+    opener = Opener()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(opening, "subprocess", SimpleNamespace(run=opener.run))
+        yield
+    opener.end()
 
 
 @pytest.fixture(scope="session")
