@@ -47,9 +47,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Compile the kernels once, before the workers start: each would compile all of them by itself."""
+    """Compile the kernels once, before workers start: each would compile all of them by itself."""
     package = Path(onnx_remat.__file__).parent
-    if not hasattr(session.config, "workerinput") and not any(package.rglob(f"*_{build(package)}-*.nbi")):
+    controls = getattr(session.config.option, "numprocesses", None) and not hasattr(session.config, "workerinput")
+    if controls and not any(package.rglob(f"*_{build(package)}-*.nbi")):
         subprocess.run([sys.executable, "-c", _COMPILES], cwd=session.config.rootpath, check=True)
 
 
