@@ -130,7 +130,7 @@ def measure(
         answer = _probe(python, "measure", {
             "path": str(path), "level": level, "default": default, "patterns": patterns, "steps": steps,
             "dims": dict(dims or {}), "threads": threads, "outputs": str(outputs or ""), "feeds": feeds,
-            "optimized": str(scratch / "optimized.onnx"),
+            "optimized": str(scratch / "optimized.onnx"), "patient": True,
             "profile": str(scratch / "profile") if trace else "", **session_job(provider),
         })  # fmt: skip
         executed = _executed(Path(answer["profile"])) if trace else ()
