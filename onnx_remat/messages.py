@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from numbers import Integral, Real
 from typing import Any, ClassVar
@@ -110,6 +110,45 @@ def joined(separator: str, pieces: Iterable[str]) -> Message:
     """
     parts = tuple(pieces)
     return Message(separator.join(["{}"] * len(parts)), *parts)
+
+
+def to_data(text: str) -> dict[str, Any]:
+    """A text that may be a message as what JSON has, for another process; `from_data` reads it.
+
+    >>> text = Message("try {}, {{or less}}", Setting("dims", {"batch": Word("N")}))
+    >>> print(from_data(to_data(text)), from_data(to_data(text)) == text)
+    try dims={'batch': N}, {or less} True
+    """
+    found: list[Setting] = []
+
+    def mark(setting: Setting) -> str:
+        found.append(setting)
+        return _MARK
+
+    pieces = spelled(text, mark).split(_MARK)
+    return {"pieces": pieces, "settings": [[setting.name, _packed(setting.value)] for setting in found]}
+
+
+def from_data(data: Mapping[str, Any]) -> str:
+    """The text that `to_data` was given."""
+    pieces = [piece.replace("{", "{{").replace("}", "}}") for piece in data["pieces"]]
+    settings = [Setting(name, _unpacked(value)) for name, value in data["settings"]]
+    return Message("{}".join(pieces), *settings) if settings else str(data["pieces"][0])
+
+
+_MARK = "\0"  # control characters of names are spelt out in every message
+
+
+def _packed(value: object) -> Any:
+    if isinstance(value, Word):
+        return {"word": str(value)}
+    return {"of": {name: _packed(each) for name, each in value.items()}} if isinstance(value, Mapping) else value
+
+
+def _unpacked(value: Any) -> object:
+    if not isinstance(value, Mapping):
+        return value
+    return Word(value["word"]) if "word" in value else {name: _unpacked(each) for name, each in value["of"].items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ from typing import IO, Any, Literal, Self
 
 from onnx_remat import errors
 from onnx_remat.errors import BudgetInfeasibleError, OnnxRematError
+from onnx_remat.messages import from_data, to_data
 
 QUIET = {"ORT_DISABLE_TELEMETRY": "1"}
 """ONNX Runtime calls home from 1.29 on; not out of processes of ours, where that also takes memory and time."""
@@ -171,7 +172,7 @@ class Child:
             lines = self._said.decode(errors="replace").strip().splitlines()
             raise Failed("died", line=lines[-1] if lines else "", cause=_cause(status))
         if "error" in reply:
-            raise Failed(**reply["error"])
+            raise Failed(**reply["error"] | {"message": from_data(reply["error"]["message"])})
         return reply["result"]
 
     def call(self, task: str, job: Mapping[str, Any], limit: Limit | None = None, last: bool = False) -> Any:
@@ -364,7 +365,8 @@ def _described(error: Exception) -> dict[str, Any]:
         figures = [error.best_peak_bytes, error.lower_bound_bytes]
     line = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
     how = "memory" if isinstance(error, MemoryError) else "raised"
-    return {"how": how, "line": line, "kind": kind, "message": str(error), "figures": figures}
+    text = error.message if isinstance(error, OnnxRematError) and error.args else str(error)
+    return {"how": how, "line": line, "kind": kind, "message": to_data(text), "figures": figures}
 
 
 @contextmanager

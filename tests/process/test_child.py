@@ -11,7 +11,8 @@ import time
 import numpy as np
 import pytest
 
-from onnx_remat.errors import BudgetInfeasibleError, ShapeError
+from onnx_remat.errors import BudgetInfeasibleError, ShapeError, UsageError
+from onnx_remat.messages import Setting, Word
 from onnx_remat.process import child
 from onnx_remat.process.child import Child, Failed, Limit, call
 
@@ -42,6 +43,8 @@ def raising(how):
             pass
 
         raise Refusal("too little", 7, 5)
+    if how == "setting":
+        raise UsageError("pass {}, or less than {}", Setting("dims", {"batch": Word("N")}), Setting("effort", 60))
     if how == "shape":
         raise ShapeError("no size")
     if how == "memory":
@@ -102,6 +105,12 @@ def test_errors_of_ours_come_back_as_what_they_are():
     failed = failure("raising", {"how": "shape"})
     assert type(failed.error()) is ShapeError
     assert str(failed) == "onnx_remat.errors.ShapeError: no size"
+
+
+def test_settings_in_errors_of_ours_come_back_as_data():
+    error = failure("raising", {"how": "setting"}).error()
+    assert str(error) == "pass dims={'batch': N}, or less than effort=60"
+    assert error.settings == {"dims": {"batch": "N"}, "effort": 60}
 
 
 def test_other_errors_are_told_by_their_last_line():
