@@ -76,7 +76,8 @@ def scores(model: onnx.ModelProto, tokens: int = TOKENS) -> list[int]:
 def compared(model, example, parts=3, wanted=(2, 2, 2, 2), **settings):
     """The step in one part and in several, on a batch that neither has seen: equal to the last bit."""
     torch.manual_seed(0)
-    one, many = (export_training_step(model, example, F.mse_loss, attention_parts=n, **settings) for n in (1, parts))
+    one = export_training_step(model, example, F.mse_loss, attention_parts=1, check=False, **settings)
+    many = export_training_step(model, example, F.mse_loss, attention_parts=parts, **settings)  # compared with torch
     assert scores(one) == [TEXTS * HEADS]
     assert scores(many) == [*wanted, *wanted], "each once forward, once backward"
     feeds = initial_feeds(one, model)
@@ -238,7 +239,9 @@ class Written(Attention):
 
 @pytest.mark.parametrize("formula", MIXED.values(), ids=MIXED)
 def test_scores_of_heads_that_depend_on_one_another_are_left_alone(formula):
-    one, many = (export_training_step(Written(formula), batch(), F.mse_loss, attention_parts=n) for n in (1, 4))
+    one, many = (
+        export_training_step(Written(formula), batch(), F.mse_loss, attention_parts=n, check=False) for n in (1, 4)
+    )
     assert len(one.graph.node) == len(many.graph.node)
 
 
@@ -246,7 +249,7 @@ def test_scores_of_heads_that_depend_on_one_another_are_left_alone(formula):
 def test_heads_that_are_computed_alone_otherwise(formula):
     """Bit for bit, with more nodes."""
     model, example = Written(formula), batch()
-    one, many = (export_training_step(model, example, F.mse_loss, attention_parts=n) for n in (1, 3))
+    one, many = (export_training_step(model, example, F.mse_loss, attention_parts=n, check=n > 1) for n in (1, 3))
     assert len(many.graph.node) > 1.5 * len(one.graph.node)
     feeds = initial_feeds(one, model) | {f"input.{i}": value.numpy() for i, value in enumerate(example)}
     expected, made = (runtime.outputs(step, feeds) for step in (one, many))
@@ -303,10 +306,11 @@ def test_the_file_is_the_same_every_time():
 
 def test_small_scores_heads_too_wide_and_one_part_are_left_alone():
     model, example = Attention(is_causal=True), batch()
-    steps = [export_training_step(model, example, F.mse_loss, attention_parts=n) for n in (1, None)]
+    steps = [export_training_step(model, example, F.mse_loss, attention_parts=n, check=False) for n in (1, None)]
     assert steps[0].SerializeToString() == steps[1].SerializeToString()
     short = batch(tokens=2 * WIDTH)
-    assert scores(export_training_step(model, short, F.mse_loss, attention_parts=4), 2 * WIDTH) == [TEXTS * HEADS]
+    made = export_training_step(model, short, F.mse_loss, attention_parts=4, check=False)
+    assert scores(made, 2 * WIDTH) == [TEXTS * HEADS]
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 2.5, True, "4"])

@@ -67,10 +67,10 @@ def parts(model: onnx.ModelProto) -> int:
 @pytest.mark.parametrize("loss", [F.cross_entropy, smooth, with_padding, with_z])
 @pytest.mark.parametrize("settings", [{}, {"tied": False, "bias": True}, {"cap": 5.0}], ids=str)
 def test_the_numbers_are_those_of_one_part(settings, loss):
-    """The converter compares both with torch; here with one another, on a batch that neither has seen."""
+    """The converter compares four parts with torch; here with one, on a batch that neither has seen."""
     torch.manual_seed(0)
     model, example = Language(**settings), batch()
-    one, four = (export_training_step(model, example, loss, loss_parts=n) for n in (1, 4))
+    one, four = (export_training_step(model, example, loss, loss_parts=n, check=n > 1) for n in (1, 4))
     assert (parts(one), parts(four)) == (1, 4)
     words, target = batch()
     feeds = initial_feeds(one, model) | {"input.0": words.numpy(), "input.1": target.numpy()}
