@@ -637,7 +637,7 @@ def test_refusals_say_why():
 
 def deep():
     torch.manual_seed(0)
-    layers = [layer for _ in range(3) for layer in (nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16), nn.GELU())]
+    layers = [layer for _ in range(2) for layer in (nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16), nn.GELU())]
     return nn.Sequential(*layers, nn.Linear(16, 5))
 
 

@@ -2,12 +2,13 @@
 
 Each is a process of its own still: what a test changes in its own process does not reach it, its memory goes with it,
 and it may crash. `Opener.run` takes the place of `subprocess.run` in `opening.open_step`; ``python -m
-tests.support.warm FD`` is the process that forks. Processes that tests start themselves, and those where the
-environment was changed, open sessions in fresh ones as users do.
+tests.support.warm FD`` is the process that forks. Processes that tests start themselves, and those for whose libraries
+the environment was changed, open sessions in fresh ones as users do.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -27,18 +28,19 @@ class Opener:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._environment = _environment()
+        self._began_with = _of_libraries()
         self._forks: tuple[subprocess.Popen[bytes], socket.socket] | None = None
 
     def run(self, command: list[str], **how: Any) -> subprocess.CompletedProcess[str]:
         """Run the opening process as `subprocess.run` would."""
-        if not hasattr(socket, "SOCK_SEQPACKET") or _environment() != self._environment:
+        if not hasattr(socket, "SOCK_SEQPACKET") or _of_libraries() != self._began_with:
             return subprocess.run(command, **how)
         with self._lock, tempfile.TemporaryFile("w+") as job, _file() as out, _file() as err:
             job.write(how["input"])
             job.seek(0)
             try:
-                socket.send_fds(self._started(), [os.fsencode(Path.cwd())], [job.fileno(), out.fileno(), err.fileno()])
+                here = json.dumps({"folder": str(Path.cwd()), "environment": how["env"]}).encode()
+                socket.send_fds(self._started(), [here], [job.fileno(), out.fileno(), err.fileno()])
                 answer = self._started().recv(64)
             except BaseException:  # an interrupt: the answer to this request must not be taken for the next one's
                 self._forks = None
@@ -69,9 +71,10 @@ class Opener:
             self._forks = None
 
 
-def _environment() -> dict[str, str]:
-    """All but what pytest renews for every test, and the path, which is given anew."""
-    return {name: value for name, value in os.environ.items() if name not in ("PYTEST_CURRENT_TEST", "PYTHONPATH")}
+def _of_libraries() -> dict[str, str]:
+    """What libraries read of the environment when they are loaded."""
+    read = ("GLIBC_", "LD_", "MALLOC_", "NUMBA_", "OMP_", "ORT_", "PYTHONHASHSEED")
+    return {name: value for name, value in os.environ.items() if name.startswith(read)}
 
 
 def _file() -> IO[str]:
@@ -135,13 +138,16 @@ def _serve(requests: socket.socket) -> None:
     from onnx_remat.measure import opening_process
 
     while True:
-        folder, files, *_ = socket.recv_fds(requests, 1 << 16, 3)
-        if not folder:
+        message, files, *_ = socket.recv_fds(requests, 1 << 18, 3)
+        if not message:
             return
         child = os.fork()
         if not child:
             requests.close()
-            os.chdir(folder)
+            here = json.loads(message)
+            os.environ.clear()
+            os.environ.update(here["environment"])
+            os.chdir(here["folder"])
             _become(files, opening_process.main)
         for file in files:
             os.close(file)
