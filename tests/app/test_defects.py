@@ -329,9 +329,9 @@ def test_a_flat_vector_of_parameters_costs_nothing():
         model.graph.input.append(helper.make_tensor_value_info(name, FLOAT, [size]))
     model.graph.output.append(helper.make_tensor_value_info("new.flat", FLOAT, [size]))
     model.graph.node.append(make("Sub", ["flat", "flat.gradient"], ["new.flat"], name="renew"))
-    start = time.monotonic()
+    start = os.times()
     assert rewrite(model, "--dry-run", "--selector", "keep_all", budget="100%").returncode == 0
-    assert time.monotonic() - start < 30
+    assert os.times().children_user - start.children_user < 30
 
 
 def doubling(model: onnx.ModelProto) -> None:

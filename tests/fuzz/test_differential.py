@@ -21,11 +21,11 @@ _FEW, _SECONDS = 12, 25.0
 
 
 def test_results_do_what_their_originals_do(pytestconfig):
-    steps, start, files = pytestconfig.getoption("--fuzz"), time.monotonic(), 0
+    steps, start, files = pytestconfig.getoption("--fuzz"), time.process_time(), 0
     coverage: Coverage = Counter()
     for seed in range(steps or _FEW):
         files += try_step(seed, coverage)
-        if not steps and time.monotonic() - start > _SECONDS:
+        if not steps and time.process_time() - start > _SECONDS:
             break
     assert files >= 2
     assert {role for _, role in coverage} >= {"recomputed", "moved", "private"}

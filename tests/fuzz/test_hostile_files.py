@@ -10,7 +10,6 @@ import itertools
 import json
 import os
 import resource
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx_remat.app.cli import main
 from onnx_remat.process import worker
 from tests.support import hostile
+from tests.support.computing import computed, reader
 from tests.support.graphs import mlp
 from tests.support.hostile import ANSWERED, REFUSED, Change, Hostile, typed
 from tests.support.pace import slowness
@@ -356,19 +356,6 @@ COMMAND = ["bad.onnx", "sub/out.onnx", "--for", "session", "--budget", "95%", "-
 COMMAND += ["--effort", "100ms", "--dry-run", "-q"]
 SECONDS, MEMORY = 10.0, 10**9
 """What a file may cost: seconds of computing on an idle core, and bytes, of this process and of the one that reads."""
-
-
-def reader() -> Path | None:
-    """What the system says of the process that reads, where it lives."""
-    return Path(f"/proc/{worker._running[1].process.pid}") if worker._running and worker._running[1].lives() else None
-
-
-def computed() -> float:
-    """Seconds that this process, the one that reads and those before it have computed."""
-    ended, live = resource.getrusage(resource.RUSAGE_CHILDREN), 0
-    if there := reader():
-        live = sum(map(int, (there / "stat").read_text().rpartition(")")[2].split()[11:13]))
-    return time.process_time() + ended.ru_utime + ended.ru_stime + live / os.sysconf("SC_CLK_TCK")
 
 
 def memory(process: Path, field: str) -> int:
