@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import onnx
 import pytest
@@ -15,17 +14,16 @@ import onnx_remat
 from onnx_remat.process.compiled import build
 from onnx_remat.session import opening
 from tests.support.graphs import mlp
-from tests.support.warm import Opener
+from tests.support.warm import FORKS, WarmChild
 
 
 @pytest.fixture(scope="session", autouse=True)
 def warm_opener() -> Iterator[None]:
     """Sessions that tests open are planned in processes forked from one that is warm."""
-    opener = Opener()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(opening, "subprocess", SimpleNamespace(run=opener.run))
+        patch.setattr(opening, "Child", WarmChild)
         yield
-    opener.end()
+    FORKS.end()
 
 
 @pytest.fixture(scope="session")

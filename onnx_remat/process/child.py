@@ -123,15 +123,17 @@ class Child:
         environment = os.environ | variables
         if not python:
             environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)  # noqa: PTH109
-        self.process = subprocess.Popen(
-            [*_command(python), *imports], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            env=environment,
-        )  # fmt: skip
+        self.process = self._started([*_command(python), *imports], environment)
         self._said = b""
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
         self._replies: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._limit: Limit | None = None
+
+    def _started(self, command: list[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+        )
 
     def begin(self, task: str, job: Mapping[str, Any], limit: Limit | None = None, last: bool = False) -> None:
         """Let the process call a function, ``module:name``, with the arguments of `job`; wait for nothing.

@@ -1,157 +1,182 @@
-"""Opening processes forked from one that has imported what they need: a fresh Python imports for more than a second.
+"""Processes forked from one that has imported what opening a session needs: a fresh Python imports for over a second.
 
 Each is a process of its own still: what a test changes in its own process does not reach it, its memory goes with it,
-and it may crash. `Opener.run` takes the place of `subprocess.run` in `opening.open_step`; ``python -m
-tests.support.warm FD`` is the process that forks. Processes that tests start themselves, and those for whose libraries
-the environment was changed, open sessions in fresh ones as users do.
+and it may crash. `WarmChild` takes the place of `child.Child` in `opening.open_step`; ``python -m tests.support.warm
+FD`` is the process that forks. Processes that tests start themselves, and those where what libraries read of the
+environment was changed, open sessions in fresh ones as users do.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from onnx_remat.process import worker
-
-
-class Opener:
-    """The process that forks, started when it is first needed."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._began_with = _of_libraries()
-        self._forks: tuple[subprocess.Popen[bytes], socket.socket] | None = None
-
-    def run(self, command: list[str], **how: Any) -> subprocess.CompletedProcess[str]:
-        """Run the opening process as `subprocess.run` would."""
-        if not hasattr(socket, "SOCK_SEQPACKET") or _of_libraries() != self._began_with:
-            return subprocess.run(command, **how)
-        with self._lock, tempfile.TemporaryFile("w+") as job, _file() as out, _file() as err:
-            job.write(how["input"])
-            job.seek(0)
-            try:
-                here = json.dumps({"folder": str(Path.cwd()), "environment": how["env"]}).encode()
-                socket.send_fds(self._started(), [here], [job.fileno(), out.fileno(), err.fileno()])
-                answer = self._started().recv(64)
-            except BaseException:  # an interrupt: the answer to this request must not be taken for the next one's
-                self._forks = None
-                raise
-            assert answer, "the process that forks has gone"
-            out.seek(0)
-            err.seek(0)
-            return subprocess.CompletedProcess(command, int(answer), out.read(), err.read())
-
-    def _started(self) -> socket.socket:
-        if self._forks is None:
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            paths = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
-            child = subprocess.Popen(
-                [sys.executable, "-P", "-m", "tests.support.warm", str(theirs.fileno())], pass_fds=[theirs.fileno()],
-                env=os.environ | worker.QUIET | {"PYTHONPATH": paths},
-            )  # fmt: skip
-            theirs.close()
-            self._forks = child, ours
-        return self._forks[1]
-
-    def end(self) -> None:
-        """End the process that forks."""
-        if self._forks is not None:
-            child, ours = self._forks
-            ours.close()
-            child.wait()
-            self._forks = None
+from onnx_remat.process import child
+from onnx_remat.process.child import Child
 
 
-def _of_libraries() -> dict[str, str]:
+def _of_libraries(environment: Mapping[str, str]) -> dict[str, str]:
     """What libraries read of the environment when they are loaded."""
     read = ("GLIBC_", "LD_", "MALLOC_", "NUMBA_", "OMP_", "ORT_", "PYTHONHASHSEED")
-    return {name: value for name, value in os.environ.items() if name.startswith(read)}
-
-
-def _file() -> IO[str]:
-    return tempfile.TemporaryFile("w+")
+    return {name: value for name, value in environment.items() if name.startswith(read) and name not in child.QUIET}
 
 
 class Forked:
-    """A worker that is forked: as much of `subprocess.Popen` as `worker` uses."""
+    """As much of `subprocess.Popen` as `Child` uses, of a process that another one has forked."""
 
-    def __init__(self) -> None:
-        (read, self_in), (self_out, write) = os.pipe(), os.pipe()
-        self.pid = os.fork()
-        if not self.pid:
-            os.close(self_in)
-            os.close(self_out)
-            _become([read, write], worker.main)
-        os.close(read)
-        os.close(write)
-        self.stdin, self.stdout = os.fdopen(self_in, "wb"), os.fdopen(self_out, "rb")
+    def __init__(self, pid: int, ends: socket.socket, stdin: int, stdout: int, stderr: int) -> None:
+        self.pid, self._ends = pid, ends
+        self.stdin, self.stdout, self.stderr = os.fdopen(stdin, "wb"), os.fdopen(stdout, "rb"), os.fdopen(stderr, "rb")
         self._status: int | None = None
 
     def poll(self) -> int | None:
         """Its exit status, None while it runs."""
-        return self._ended(os.WNOHANG)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self._status
 
     def wait(self, timeout: float | None = None) -> int:
-        """Its exit status; it is about to end."""
-        status = self._ended(0)
-        assert status is not None
-        return status
+        """Its exit status."""
+        if self._status is None:
+            self._ends.settimeout(timeout)
+            try:
+                self._status = int(self._ends.recv(64))
+            except (TimeoutError, BlockingIOError):
+                raise subprocess.TimeoutExpired("a fork", timeout or 0) from None
+        return self._status
 
     def kill(self) -> None:
         """End it."""
-        os.kill(self.pid, 9)
-
-    def _ended(self, how: int) -> int | None:
-        if self._status is None:
-            pid, status = os.waitpid(self.pid, how)
-            self._status = os.waitstatus_to_exitcode(status) if pid else None
-        return self._status
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, 9)
 
 
-def _become(files: list[int], main: Callable[[], None]) -> None:
-    """Run `main` in this process, which was forked, with some files as its standard ones, and end."""
-    status = 1
+class Forks:
+    """The process that forks, started when it is first needed."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._libraries = _of_libraries(os.environ)
+        self._running: tuple[subprocess.Popen[bytes], socket.socket] | None = None
+
+    def can(self, environment: Mapping[str, str]) -> bool:
+        """Whether libraries would find in a fork the environment that they find in a fresh process."""
+        return hasattr(socket, "SOCK_SEQPACKET") and _of_libraries(environment) == self._libraries
+
+    def fork(self, environment: Mapping[str, str]) -> Forked:
+        """A process that answers requests as `child.main` does."""
+        here = json.dumps({"folder": str(Path.cwd()), "environment": dict(environment)}).encode()
+        (read, stdin), (stdout, write), (errors, said) = os.pipe(), os.pipe(), os.pipe()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with self._lock:
+            socket.send_fds(self._started(), [here], [read, write, said, theirs.fileno()])
+        for file in (read, write, said):
+            os.close(file)
+        theirs.close()
+        return Forked(int(ours.recv(64)), ours, stdin, stdout, errors)
+
+    def _started(self) -> socket.socket:
+        if self._running is None:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            paths = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "tests.support.warm", str(theirs.fileno())], pass_fds=[theirs.fileno()],
+                env=os.environ | child.QUIET | {"PYTHONPATH": paths},
+            )  # fmt: skip
+            theirs.close()
+            self._running = process, ours
+        return self._running[1]
+
+    def end(self) -> None:
+        """End the process that forks."""
+        if self._running is not None:
+            process, ours = self._running
+            ours.close()
+            process.wait()
+            self._running = None
+
+
+FORKS = Forks()
+
+
+class WarmChild(Child):
+    """A `Child` that is forked where it can be."""
+
+    def _started(self, command: list[str], environment: Mapping[str, str]) -> Any:
+        return FORKS.fork(environment) if FORKS.can(environment) else super()._started(command, environment)
+
+
+def _become(files: list[int]) -> None:
+    """Answer requests in this process, which was forked, with some files as its standard ones, and end."""
     try:
         for standard, file in enumerate(files):
             os.dup2(file, standard)
-        main()
-        sys.stdout.flush()
-        status = 0
+            os.close(file)
+        sys.argv = ["fork"]
+        child.main()
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
     finally:
-        os._exit(status)
+        os._exit(1)
+
+
+def _forked_here(_child: Child, _command: list[str], _environment: Mapping[str, str]) -> Any:
+    """A process that a fork starts in its turn: a fork of it."""
+    (read, stdin), (stdout, write), (errors, said) = os.pipe(), os.pipe(), os.pipe()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pid = os.fork()
+    if not pid:
+        for file in (stdin, stdout, errors):
+            os.close(file)
+        _become([read, write, said])
+    for file in (read, write, said):
+        os.close(file)
+    _tell(pid, theirs)
+    return Forked(pid, ours, stdin, stdout, errors)
+
+
+def _tell(pid: int, whom: socket.socket) -> None:
+    """Wait for a process in a thread, and tell its exit status."""
+
+    def wait() -> None:
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        with contextlib.suppress(OSError):
+            whom.send(str(status).encode())
+        whom.close()
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def _serve(requests: socket.socket) -> None:
-    """Fork an opening process for every request, and say with which status it ended."""
-    from onnx_remat.measure import opening_process
-
+    """Fork a process for every request; tell its number, and later how it ended."""
     while True:
-        message, files, *_ = socket.recv_fds(requests, 1 << 18, 3)
+        message, files, *_ = socket.recv_fds(requests, 1 << 17, 4)
         if not message:
             return
-        child = os.fork()
-        if not child:
+        here = json.loads(message)
+        ends = socket.socket(fileno=files.pop())
+        pid = os.fork()
+        if not pid:
             requests.close()
-            here = json.loads(message)
+            ends.close()
+            os.chdir(here["folder"])
             os.environ.clear()
             os.environ.update(here["environment"])
-            os.chdir(here["folder"])
-            _become(files, opening_process.main)
+            _become(files)
         for file in files:
             os.close(file)
-        requests.send(str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])).encode())
+        ends.send(str(pid).encode())
+        _tell(pid, ends)
 
 
 def _warm_up() -> None:
@@ -164,6 +189,6 @@ def _warm_up() -> None:
 
 
 if __name__ == "__main__":
-    worker.spawn = lambda *_, **__: Forked()  # type: ignore[assignment]
+    child.Child._started = _forked_here  # type: ignore[method-assign]
     _warm_up()
     _serve(socket.socket(fileno=int(sys.argv[1])))
