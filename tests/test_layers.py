@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -82,6 +83,20 @@ def test_a_new_room_must_be_placed(package, tmp_path):
     (copied(tmp_path) / package / "attic.py").write_text("")
     found = lint(tmp_path)
     assert found.returncode == 1 and "attic" in found.stdout
+
+
+def test_names_of_functions_for_other_processes_go_down(tmp_path):
+    """A process calls ``module:function``: these must not go up either, but for the one that compares two sessions."""
+    named = []
+    for path in sorted((copied(tmp_path) / "onnx_remat").rglob("*.py")):
+        module = path.relative_to(tmp_path).with_suffix("").as_posix().replace("/", ".")
+        tasks = set(re.findall(r'"(onnx_remat[.\w]*):\w+"', path.read_text())) - {module}
+        named += [(module, task) for task in sorted(tasks)]
+        path.write_text(path.read_text() + "".join(f"\n\nimport {task}\n" for task in sorted(tasks)))
+    assert ("onnx_remat.session.private_copy", "onnx_remat.session.loading") in named
+    found = lint(tmp_path)
+    up = set(re.findall(r"- (onnx_remat[.\w]* -> onnx_remat[.\w]*)", found.stdout))
+    assert up == {"onnx_remat.session.opening -> onnx_remat.measure.verify"}, found.stdout
 
 
 def test_no_circles():

@@ -60,6 +60,7 @@ class Limit:
         return self.seconds if self.clock else 10 * self.seconds
 
 
+@dataclass(eq=False)
 class Failed(Exception):
     """A process that has no answer.
 
@@ -69,7 +70,8 @@ class Failed(Exception):
         ``"raised"``: the function raised an error; ``"memory"``: for lack of memory; ``"time"``: the limit was hit;
         ``"died"``: the process ended.
     line : str
-        The last line of the traceback, or the last that a process printed before it died; also the exception's text.
+        The last line of the traceback, or the last that a process printed before it died.
+        It is the exception's text, `cause` where there is none.
     kind, message : str
         Class and text of the error. The class of one of ours is in `errors`.
     cause : str
@@ -78,19 +80,15 @@ class Failed(Exception):
         More arguments of an error of ours.
     """
 
-    def __init__(
-        self,
-        how: Literal["raised", "memory", "time", "died"],
-        line: str = "",
-        kind: str = "",
-        message: str = "",
-        cause: str = "",
-        figures: Sequence[int] = (),
-    ) -> None:
-        super().__init__(line or cause)
-        self.how, self.line, self.kind, self.message, self.cause, self.figures = (
-            how, line, kind, message, cause, figures,
-        )  # fmt: skip
+    how: Literal["raised", "memory", "time", "died"]
+    line: str = ""
+    kind: str = ""
+    message: str = ""
+    cause: str = ""
+    figures: Sequence[int] = ()
+
+    def __str__(self) -> str:
+        return self.line or self.cause
 
     def error(self) -> OnnxRematError | None:
         """The error of ours that the function raised, if it was one."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import onnx
 import pytest
 
 from onnx_remat.app import cli
-from onnx_remat.findings.sweep import Point, _front, _knee, sweep
+from onnx_remat.errors import OnnxRematError, UsageError
+from onnx_remat.findings.sweep import Point, _front, _knee, _tried, sweep
 from onnx_remat.ir import model_io
 from onnx_remat.ir.body import into_body
 from onnx_remat.measure.profiling import profile
@@ -16,6 +18,8 @@ from onnx_remat.ort import runtime
 from onnx_remat.ort.kernels import costs
 from onnx_remat.ort.kernels.cpu import CPU
 from onnx_remat.ort.prepare import Preparation, prepare
+from onnx_remat.plan.selectors import silent
+from onnx_remat.process import child
 from sample_models.chain import chain
 from tests.support.graphs import mlp
 
@@ -135,3 +139,11 @@ def test_a_profile_is_of_the_step_in_a_body(tmp_path):
     for level in ("disable", "all"):
         ran = {e["args"]["op_name"] for e in profile(path, runs=1, steps=1).events if e["pid"] == level}
         assert ran and not ran & {"If", "SequenceLength", "Greater"}
+
+
+def test_processes_of_a_sweep_that_die_or_refuse_end_it(monkeypatch):
+    with pytest.raises(UsageError, match="unknown selector 'none'"):
+        [*_tried(mlp(), [1, 2, 3], 2, {"selector": "none"}, silent)]
+    monkeypatch.setattr(child, "_command", lambda _: [sys.executable, "-c", "input()"])
+    with pytest.raises(OnnxRematError, match="a process of the sweep was killed, of memory perhaps"):
+        [*_tried(mlp(), [1, 2, 3], 2, {}, silent)]
