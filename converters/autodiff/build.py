@@ -14,13 +14,7 @@ from onnx_remat.messages import Setting
 from .. import names, optimizers
 from ..checks import finite_differences
 from ..dims import dims as dims_of
-from ..passes.add_in_order import add_in_order
-from ..passes.add_to_softmax import add_to_softmax
-from ..passes.attention_in_parts import attention_in_parts
-from ..passes.loss_in_parts import loss_in_parts
-from ..passes.read_masks import read_masks
-from ..passes.simplify import simplify
-from ..passes.sink_constants import sink_constants
+from ..passes import order
 from ..tape import Tape
 from . import loss as losses
 from . import prepare
@@ -101,7 +95,7 @@ def add_backward(
     parameter_names = [_as_input(model.graph, value, held) for value in chosen]
     buffer_names = [_as_input(model.graph, value, held) for value in buffers]
     model = prepare.infer_shapes(model, dims or {})
-    simplify(model)
+    order.FORWARD.run(model)
     graph = model.graph
     inputs = {str(value.name): value for value in graph.inputs}
     batch = [value for name, value in inputs.items() if name not in {*parameter_names, *buffer_names}]
@@ -126,13 +120,7 @@ def add_backward(
         {names.LOSS: graph.outputs[0]}
         | {names.gradient(str(p.name)): g for p, g in zip(parameters, gradients, strict=True)} | statistics | kept,
     )  # fmt: skip
-    add_in_order(model)
-    simplify(model)
-    add_to_softmax(model)
-    loss_in_parts(model, None)
-    attention_in_parts(model)
-    sink_constants(model)
-    read_masks(model)
+    order.DIFFERENTIATED.run(model)
     plain = _finished(model)
     found = finite_differences.check(
         plain, [str(p.name) for p in parameters], held, dict(example_inputs or {})

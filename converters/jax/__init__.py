@@ -23,12 +23,7 @@ from ..checks import agreement as comparison
 from ..checks import default_level
 from ..checks.finite_differences import in_float64
 from ..emit import Emitter
-from ..passes.add_in_order import add_in_order
-from ..passes.add_to_softmax import add_to_softmax
-from ..passes.attention_in_parts import attention_in_parts
-from ..passes.multiply_weight_gradients import multiply_weight_gradients
-from ..passes.simplify import simplify
-from ..passes.sink_constants import sink_constants
+from ..passes import order
 from . import control, elementwise, indexing, kernels, products, randoms, reductions, structure  # noqa: F401
 from .lower import Array, Lowering, Tensor
 from .step import Step, array, inputs_of, plain, trace
@@ -169,18 +164,14 @@ def _build(step: Step, unroll: int, opset: int) -> ir.Model:
             graph.outputs.append(_output(low, name, result))
     model = ir.Model(graph, ir_version=10, producer_name="onnx-remat")
     common.RemoveUnusedNodesPass()(model)
-    add_in_order(model)
+    order.JAX_LOWERED.run(model)
     _label(graph, [value for value, phase in zip(graph.outputs, step.outputs.values(), strict=True)
                    if phase == "forward"])  # fmt: skip
     graph.sort()
     nodes = sorted(graph, key=lambda node: _PHASES.index(node.metadata_props["phase"]))
     graph.remove(nodes)
     graph.extend(nodes)
-    multiply_weight_gradients(model)
-    simplify(model)
-    add_to_softmax(model)
-    attention_in_parts(model)
-    sink_constants(model)
+    order.JAX.run(model)
     return model
 
 

@@ -14,9 +14,11 @@ import onnx_ir as ir
 
 from ..dims import dims
 from ..tape import Tape
+from .base import Fact, rewrite
 from .simplify import replace
 
 
+@rewrite(requires=[Fact.SHAPES], ensures=[Fact.ORDERED], breaks=[Fact.LEAN])
 def add_in_order(model: ir.Model) -> None:
     """Rewrite, in place, every ScatterND with a reduction whose indices may repeat."""
     for tape in list(_tapes(Tape(model.graph))):

@@ -12,6 +12,7 @@ from onnx_ir.passes import common
 
 from ..dims import Dims, broadcast, dims
 from .after_loss import AfterLoss
+from .base import Fact, rewrite
 from .simplify import replace
 
 
@@ -36,6 +37,7 @@ class _Scattered:
     factor: ir.Value | None
 
 
+@rewrite(requires=[Fact.SHAPES, Fact.STATED], ensures=[Fact.SOFTMAX])
 def add_to_softmax(model: ir.Model) -> None:
     """Add the one entry of each row of `m` to the rest where ``m - p * sum(m)`` or ``m + p`` is computed, in place.
 

@@ -32,6 +32,7 @@ from ..emit import Phase
 from ..tape import Tape
 from ..tape import number as scalar
 from .attention_regions import ENTRY_BY_ENTRY, STACKED, Region, Shape, find, is_forward, known, static
+from .base import Fact, rewrite
 from .rowwise import RESHAPE
 from .simplify import replace
 
@@ -52,7 +53,8 @@ def checked(given: int | None) -> int | None:
     return given
 
 
-def attention_in_parts(model: ir.Model, wanted: int | None = None, watched: Collection[ir.Value] = ()) -> None:
+@rewrite(requires=[Fact.SHAPES, Fact.PHASES, Fact.LEAN])
+def attention_in_parts(model: ir.Model, wanted: int | None = None, watched: Collection[str] = ()) -> None:
     """Rewrite, in place, each attention of a step to take its heads in parts, one after the other.
 
     Parameters
@@ -63,7 +65,7 @@ def attention_in_parts(model: ir.Model, wanted: int | None = None, watched: Coll
         So many parts of each attention, or the least more that make each part some heads of one text or all heads of
         some; 1 leaves all attentions alone. None chooses: scores of 16 MiB or more, in parts of at most 8 MiB, or in
         about 8 parts if these would be more.
-    watched : collection of onnx_ir.Value
+    watched : collection of str
         Outputs of the graph that are not to stay.
     """
     graph = model.graph

@@ -115,7 +115,7 @@ def is_forward(node: ir.Node) -> bool:
     return node.metadata_props.get("phase") == "forward"
 
 
-def find(place: Mapping[ir.Node, int], scores: ir.Node, watched: Collection[ir.Value]) -> Region | None:
+def find(place: Mapping[ir.Node, int], scores: ir.Node, watched: Collection[str]) -> Region | None:
     """The attention that a product of the forward pass makes the scores of.
 
     Parameters
@@ -124,7 +124,7 @@ def find(place: Mapping[ir.Node, int], scores: ir.Node, watched: Collection[ir.V
         All nodes of the graph, in order, with their positions.
     scores : onnx_ir.Node
         A MatMul whose result's sizes are known.
-    watched : collection of onnx_ir.Value
+    watched : collection of str
         Outputs of the graph that are not to stay, which may be wide.
 
     Returns
@@ -156,7 +156,7 @@ def find(place: Mapping[ir.Node, int], scores: ir.Node, watched: Collection[ir.V
     return region
 
 
-def _grow(scores: ir.Node, stack: Stack, watched: Collection[ir.Value]) -> set[ir.Node] | None:
+def _grow(scores: ir.Node, stack: Stack, watched: Collection[str]) -> set[ir.Node] | None:
     """The nodes reached from scores that compute each matrix by itself, up to products that are no scores any more."""
     nodes: set[ir.Node] = set()
     inside: set[ir.Value] = set()
@@ -171,7 +171,7 @@ def _grow(scores: ir.Node, stack: Stack, watched: Collection[ir.Value]) -> set[i
             wide = stack.is_wide(value)
             if node.op_type == "MatMul" and not wide:
                 continue
-            if wide and value.is_graph_output() and value not in watched:
+            if wide and value.is_graph_output() and value.name not in watched:
                 return None
             inside.add(value)
             for user, _ in value.uses():

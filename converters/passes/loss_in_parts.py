@@ -28,6 +28,7 @@ from onnx_remat.errors import UsageError
 from ..dims import Dim, Dims, dims, sizes
 from ..emit import Phase
 from ..tape import Tape
+from .base import Fact, rewrite
 from .rowwise import ELEMENTWISE, REDUCE, RESHAPE, axes, number
 from .simplify import replace
 
@@ -48,7 +49,8 @@ def checked(given: int | None) -> int | None:
     return given
 
 
-def loss_in_parts(model: ir.Model, wanted: int | None) -> None:
+@rewrite(requires=[Fact.SHAPES, Fact.LEAN])
+def loss_in_parts(model: ir.Model, wanted: int | None = None) -> None:
     """Rewrite, in place, each loss over many classes to take so many parts of the rows one after the other.
 
     Parameters

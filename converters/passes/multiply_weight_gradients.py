@@ -7,9 +7,11 @@ import onnx_ir as ir
 from ..convolutions import Geometry, by_entry, weight_gradient_by_entry
 from ..dims import dims, is_static
 from ..tape import Tape
+from .base import Fact, rewrite
 from .simplify import replace
 
 
+@rewrite(requires=[Fact.SHAPES], breaks=[Fact.LEAN])
 def multiply_weight_gradients(model: ir.Model) -> None:
     """Rewrite, in place, backward convolutions whose kernel is as large as an image into one product per entry made.
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
+from .base import Fact, rewrite
 
+
+@rewrite(requires=[Fact.SHAPES], ensures=[Fact.MASKS])
 def read_masks(model: ir.Model) -> None:
     """Let every Dropout in training have a reader of its mask, in place, once the step is whole.
 

@@ -6,8 +6,10 @@ import onnx_ir as ir
 
 from ..dims import dims
 from .after_loss import AfterLoss
+from .base import Fact, rewrite
 
 
+@rewrite(requires=[Fact.SHAPES, Fact.LEAN])
 def recompute_silu(model: ir.Model) -> None:
     """The backward pass makes ``x * sigmoid(x)`` anew from both, where it holds them anyway.
 

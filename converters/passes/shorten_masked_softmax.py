@@ -11,6 +11,7 @@ from onnx_remat.ort import runtime
 
 from ..dims import Dims, dims, is_static, size
 from ..tape import Tape
+from .base import Fact, rewrite
 from .scatter_into import filled_with
 from .simplify import replace
 
@@ -18,6 +19,7 @@ _MOST = 1 << 24
 """Elements of the largest mask that is computed to be looked at."""
 
 
+@rewrite(requires=[Fact.SHAPES, Fact.STATED])
 def shorten_masked_softmax(model: ir.Model) -> None:
     """Rewrite, in place, ``where(all(x == -inf), 0, softmax(x))``.
 

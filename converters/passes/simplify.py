@@ -14,9 +14,9 @@ from onnx_ir.passes import common
 from onnx_remat.ir.op_semantics import semantics
 
 from ..dims import broadcast, sizes
+from .base import Fact, rewrite
 from .concat_padded_sums import concat_padded_sums, constant
 from .scatter_into import scatter_into
-from .write_safely import write_safely
 
 _BROADCASTING = {
     "Add", "Sub", "Mul", "Div", "Pow", "Mod", "Max", "Min", "Sum", "Where", "And", "Or", "Xor", "Equal", "Less",
@@ -27,6 +27,7 @@ _APART = "onnx_remat.draw"
 _FLOATS = {ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
 
 
+@rewrite(requires=[Fact.SHAPES, Fact.STATED], ensures=[Fact.LEAN])
 def simplify(model: ir.Model) -> None:
     """Rewrite a model in place into one that computes the same with fewer nodes.
 
@@ -36,10 +37,8 @@ def simplify(model: ir.Model) -> None:
     Transpose that a product of matrices can take in or be; what is computed twice or not at all. A Size becomes a
     product of what Shape says, a sum of what is padded to lie side by side a Concat, and what is scattered into zeros
     and added to something is scattered into that. Phase labels stay with the nodes.
-    What ONNX Runtime's optimisations would compute wrongly takes another form: `write_safely`.
     """
-    write_safely(model)
-    for rewrite in (
+    for change in (
         _count,
         _unreduce,
         _skip,
@@ -51,11 +50,11 @@ def simplify(model: ir.Model) -> None:
         _turn_product,
     ):
         for node in model.graph:
-            rewrite(node)
+            change(node)
     common.RemoveUnusedNodesPass()(model)  # what nobody needs is no reader of what follows
-    for rewrite in (concat_padded_sums, scatter_into):
+    for change in (concat_padded_sums, scatter_into):
         for node in model.graph:
-            rewrite(node)
+            change(node)
     common.RemoveUnusedNodesPass()(model)
     common.DeduplicateInitializersPass()(model)
     draws = [node for node in model.graph if semantics(node.domain, node.op_type).random]

@@ -9,11 +9,13 @@ import onnx_ir as ir
 
 from ..dims import dims, is_static
 from .after_loss import AfterLoss
+from .base import Fact, rewrite
 
 _LARGE = 4096
 """Elements of the largest constant that may be there for good."""
 
 
+@rewrite(requires=[Fact.SHAPES], ensures=[Fact.LATE], breaks=[Fact.STATED])
 def sink_constants(model: ir.Model) -> None:
     """Large constants of the backward pass are made in the run, where they can be let go of.
 

@@ -9,6 +9,8 @@ import onnx_ir as ir
 
 from onnx_remat.ort.known_bugs import miscounts_pads
 
+from .base import Fact, rewrite
+
 _POOLS = ("MaxPool", "AveragePool")
 _MANY = 2048  # rows from which on a sum of them is taken in stages
 _FEW = 16  # rows that are worth a stage
@@ -17,6 +19,7 @@ _AXES_ARE_INPUTS = {"ReduceSum": 13, "ReduceMean": 18}
 """The opset from which on a reduction takes its axes as an input."""
 
 
+@rewrite(requires=[Fact.SHAPES], ensures=[Fact.SAFE], breaks=[Fact.LEAN])
 def write_safely(model: ir.Model) -> None:
     """Rewrite, in place, products and pools that ONNX Runtime's default optimisations get wrong.
 

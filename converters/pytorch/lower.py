@@ -15,16 +15,7 @@ from onnxscript import opset20
 from onnx_remat.errors import ConversionError
 
 from .. import names
-from ..passes.add_in_order import add_in_order
-from ..passes.add_to_softmax import add_to_softmax
-from ..passes.attention_in_parts import attention_in_parts
-from ..passes.loss_in_parts import loss_in_parts
-from ..passes.multiply_weight_gradients import multiply_weight_gradients
-from ..passes.read_masks import read_masks
-from ..passes.recompute_silu import recompute_silu
-from ..passes.shorten_masked_softmax import shorten_masked_softmax
-from ..passes.simplify import simplify
-from ..passes.sink_constants import sink_constants
+from ..passes import order
 from .private_torch import remembering
 from .program import program
 from .refusals import untranslated
@@ -73,18 +64,13 @@ def lower(
     outputs = [*trace.outputs, *(f"{_WATCHED}{index}" for index in range(trace.watched))]
     _interface(model.graph, list(inputs), outputs)
     common.ShapeInferencePass()(model)
-    multiply_weight_gradients(model)
-    add_in_order(model)
-    add_to_softmax(model)
-    simplify(model)
-    shorten_masked_softmax(model)
-    loss_in_parts(model, loss_parts)
-    _inherit(model.graph)
-    passing = [value for value in model.graph.outputs if str(value.name).startswith(_WATCHED)]
-    attention_in_parts(model, attention_parts, passing)
-    recompute_silu(model)
-    sink_constants(model)
-    _inherit(model.graph)
+    order.PYTORCH.run(
+        model,
+        {
+            "loss_in_parts": {"wanted": loss_parts},
+            "attention_in_parts": {"wanted": attention_parts, "watched": watched(outputs)},
+        },
+    )
     return model
 
 
@@ -148,7 +134,7 @@ def finish(model: ir.Model, batch: int, gradients: bool = True) -> None:
         if str(value.name).startswith(off):
             value.name = f"backward.{index}.{value.name}"
     common.RemoveUnusedNodesPass()(model)
-    read_masks(model)  # some were watched
+    order.PYTORCH_OUTPUTS.run(model)
     first = len(graph.inputs) - batch
     state, rest = list(graph.inputs[:first]), list(graph.inputs[first:])
     renewed = {value.name for value in graph.outputs}
@@ -162,14 +148,6 @@ def _label(graph: ir.Graph) -> None:
         label = source.meta.get("custom", {}) if source is not None else {}
         node.metadata_props.clear()
         node.metadata_props.update({key: label[key] for key in ("phase", "module") if label.get(key)})
-
-
-def _inherit(graph: ir.Graph) -> None:
-    """Nodes that were made on the way are of the phase of their first reader, or of what they read."""
-    for node in reversed(graph):
-        if "phase" not in node.metadata_props:
-            readers = [user.metadata_props["phase"] for value in node.outputs for user, _ in value.uses()]
-            node.metadata_props["phase"] = "forward" if "forward" in readers else "backward"
 
 
 def _interface(graph: ir.Graph, inputs: Sequence[str], outputs: Sequence[str]) -> None:

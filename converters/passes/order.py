@@ -1,0 +1,96 @@
+"""The passes of every source of training graphs, in the order in which they run."""
+
+from __future__ import annotations
+
+from .add_in_order import add_in_order
+from .add_to_softmax import add_to_softmax
+from .attention_in_parts import attention_in_parts
+from .base import Fact, Order
+from .inherit_phases import inherit_phases
+from .loss_in_parts import loss_in_parts
+from .multiply_weight_gradients import multiply_weight_gradients
+from .read_masks import read_masks
+from .recompute_silu import recompute_silu
+from .shorten_masked_softmax import shorten_masked_softmax
+from .simplify import simplify
+from .sink_constants import sink_constants
+from .write_safely import write_safely
+
+_MADE = frozenset({Fact.SHAPES, Fact.STATED})
+_DONE = frozenset(Fact) - {Fact.STATED}
+"""What holds of a converted step."""
+
+PYTORCH = Order(
+    given=_MADE,
+    passes=(
+        multiply_weight_gradients,
+        add_in_order,
+        add_to_softmax,  # of the losses of torch's exporter it knows fewer once they are simplified
+        write_safely,
+        simplify,
+        shorten_masked_softmax,
+        loss_in_parts,
+        inherit_phases,
+        attention_in_parts,
+        recompute_silu,
+        sink_constants,
+    ),
+    promised=_DONE - {Fact.MASKS},
+)
+"""Of what torch's exporter writes."""
+
+PYTORCH_OUTPUTS = Order(given=PYTORCH.promised, passes=(read_masks,), promised=_DONE)
+"""Once only the outputs of the step are left: those that the check watches may read a mask."""
+
+JAX_LOWERED = Order(given=_MADE, passes=(add_in_order,), promised=_MADE | {Fact.ORDERED})
+"""Of lowered primitives, before phases are told apart."""
+
+JAX = Order(
+    given=JAX_LOWERED.promised | {Fact.PHASES, Fact.MASKS},  # JAX has no Dropout: it draws its masks
+    passes=(
+        multiply_weight_gradients,
+        write_safely,
+        simplify,
+        add_to_softmax,
+        attention_in_parts,
+        sink_constants,
+    ),
+    promised=_DONE,
+)
+"""Of the labelled step."""
+
+FORWARD = Order(
+    given=_MADE | {Fact.PHASES},
+    passes=(
+        write_safely,
+        simplify,
+    ),
+    promised=_MADE | {Fact.PHASES, Fact.LEAN, Fact.SAFE},
+)
+"""Of a forward model, before it is differentiated."""
+
+DIFFERENTIATED = Order(
+    given=_MADE | {Fact.PHASES},
+    passes=(
+        add_in_order,
+        write_safely,
+        simplify,
+        add_to_softmax,
+        loss_in_parts,
+        attention_in_parts,
+        sink_constants,
+        read_masks,
+    ),
+    promised=_DONE,
+)
+"""Of a forward model and its gradient."""
+
+ORDERS = {
+    "pytorch": PYTORCH,
+    "pytorch, outputs": PYTORCH_OUTPUTS,
+    "jax, lowered": JAX_LOWERED,
+    "jax": JAX,
+    "onnx, forward": FORWARD,
+    "onnx, differentiated": DIFFERENTIATED,
+}
+"""All of them, by name."""
