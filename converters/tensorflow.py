@@ -24,7 +24,7 @@ from onnx_remat.ort import runtime
 from . import names, optimizers
 from .autodiff import add_backward
 from .checks import agreement as comparison
-from .checks import default_level
+from .checks import default_level, tolerances
 
 Loss = Callable[[Any, Any], Any]
 
@@ -94,7 +94,7 @@ def export_training_step(
         expected = _expected(tf, traced, feeds, forward.trained, keep)
         # A gradient that is zero but for rounding (of the bias of attention's keys) is told by the size of the others.
         gradients = [names.gradient(n) for n in forward.trained]
-        rounding = 1e-6 * max(float(np.abs(expected[n]).max(initial=0)) for n in gradients)
+        rounding = tolerances.VANISHING_GRADIENT * max(float(np.abs(expected[n]).max(initial=0)) for n in gradients)
         feeds = {n: a for n, a in feeds.items() if n in given}
         outputs = runtime.outputs(plain, feeds)
         found = comparison.compare(outputs, expected, noise=dict.fromkeys(gradients, rounding))

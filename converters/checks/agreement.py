@@ -10,11 +10,7 @@ import onnx
 
 from onnx_remat.errors import ConversionError
 
-TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "float16": 2e-2, "bfloat16": 5e-2}
-"""Largest relative error accepted by dtype: rounding differs between kernels, wrong arithmetic is far above."""
-
-EXPECTED = 1e-5
-"""Relative error in float32 above which converters also measure how far step and framework are from float64."""
+from . import tolerances
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +40,7 @@ class Check:
 def compare(
     outputs: Mapping[str, np.ndarray],
     expected: Mapping[str, np.ndarray],
-    tolerance: Mapping[str, float] = TOLERANCE,
+    tolerance: Mapping[str, float] = tolerances.BY_DTYPE,
     noise: Mapping[str, float] | None = None,
 ) -> Check:
     """Compare a step's outputs with the framework's.
@@ -56,7 +52,8 @@ def compare(
         Largest accepted relative error by dtype name; dtypes not in it must be equal.
     noise : mapping of str to float, optional
         How much the framework's own output moves, at most, when its inputs move by a rounding error. An output within
-        `SLACK` times its noise passes, too; where noise or error is above the tolerance, it counts as undetermined.
+        `tolerances.NOISE_FACTOR` times its noise passes, too; where noise or error is above the tolerance, it counts
+        as undetermined.
 
     Raises
     ------
@@ -103,7 +100,7 @@ def differences(
         error = found.errors[name] = relative_error(value, answer)
         allowed = tolerance.get(value.dtype.name, 0.0)
         own = relative_noise(answer, noise.get(name, 0.0))
-        if allowed > 0 and max(own, error) > allowed and error <= SLACK * own:
+        if allowed > 0 and max(own, error) > allowed and error <= tolerances.NOISE_FACTOR * own:
             found.undetermined.append(name)
         elif not error <= allowed:
             found.wrong.append(name)
@@ -113,7 +110,7 @@ def differences(
 def agreed(
     outputs: Mapping[str, np.ndarray],
     expected: Mapping[str, np.ndarray],
-    tolerance: Mapping[str, float] = TOLERANCE,
+    tolerance: Mapping[str, float] = tolerances.BY_DTYPE,
     noise: Mapping[str, float] | None = None,
 ) -> Compared:
     """Compare as `compare` does, which all outputs pass, be they decided by rounding or not.
@@ -157,10 +154,6 @@ def exactly(
 def is_float(value: np.ndarray) -> bool:
     """Is it real floating point, bfloat16 included?"""
     return value.dtype.kind == "f" or value.dtype.name == "bfloat16"
-
-
-SLACK = 16.0
-"""How far an output that rounding decides may be from the framework's, in units of the framework's own noise."""
 
 
 def relative_noise(expected: np.ndarray, noise: float) -> float:

@@ -21,9 +21,9 @@ from onnx_remat.session import heap
 
 from .. import names
 from . import agreement as check
+from . import tolerances
 
 _UNKNOWN = "pass check=False and run the step with ORT_DISABLE_ALL"
-_DRAWS, _ULPS = 3, 8  # samples of noise; kernels that sum thousands of products differ by several rounding errors
 
 
 def seeded(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -61,7 +61,7 @@ def compare(
     model: onnx.ModelProto,
     feeds: Mapping[str, np.ndarray],
     plain: Mapping[str, np.ndarray],
-    tolerance: Mapping[str, float] = check.TOLERANCE,
+    tolerance: Mapping[str, float] = tolerances.BY_DTYPE,
     drawn: Mapping[str, np.ndarray] | None = None,
 ) -> None:
     """Run a step with default optimisations, and compare every output with the step run without them.
@@ -137,7 +137,7 @@ def _moved_by_rounding(
     """How far each output moves, at most, when float inputs move by as much as kernels round: in 1, 2... samples."""
     generator = np.random.default_rng(0)
     largest: dict[str, float] = {}
-    for _ in range(_DRAWS):
+    for _ in range(tolerances.NOISE_SAMPLES):
         moved = {name: _nudged(value, generator) for name, value in feeds.items()}
         made = changes(runtime.outputs(model, {**moved, **drawn}), moved)
         for name, value in changes({name: plain[name] for name in made}, feeds).items():
@@ -151,5 +151,5 @@ def _moved_by_rounding(
 def _nudged(value: np.ndarray, generator: np.random.Generator) -> np.ndarray:
     if not check.is_float(value):
         return value
-    by = _ULPS * _epsilon(value) * generator.uniform(-1, 1, value.shape)
+    by = tolerances.NOISE_ULPS * _epsilon(value) * generator.uniform(-1, 1, value.shape)
     return np.asarray(value.astype(np.float64) * (1 + by), value.dtype)

@@ -21,16 +21,11 @@ from onnx_remat.errors import ConversionError
 from onnx_remat.messages import Setting
 
 from .. import names
-from . import default_level
+from . import default_level, tolerances
 from .agreement import note
 from .exact import Evaluator
 
 DIRECTIONS = 2
-TOLERANCE = 1e-6
-"""Largest accepted difference, relative to the change that parameters of these gradients' size make at random."""
-
-PRECISION = 5e-2
-"""Largest accepted error of an output on ONNX Runtime, in float32, in norm: kinks and cancellation are not faults."""
 
 _CHANGE, _LARGEST = 5e6, 1e-7  # of the loss, in its rounding errors; of parameters, in `_Line._boldest`
 _OTHERWISE = Setting("example_inputs"), Setting("check", False)  # what to give where the check cannot tell
@@ -40,10 +35,6 @@ _EPSILON = np.finfo(np.float64).eps
 _ROUNDING, _SLACK = 8 * _EPSILON, 4  # of the loss, at least; times what the loss is seen to jitter
 _JITTERS = 3  # times that the loss is seen to jitter
 _NARROW = 10 * np.finfo(np.float32).eps / _EPSILON  # of float32, in those of float64; kernels add up as they like
-_NIL = 1e-4  # of the largest gradient: below, float32 need not get it right
-_UNSEEN = 1e-3  # of the change: more must not be left to rounding
-_UNTOLD = 1e-4  # of the loss' change: a parameter with a smaller share of it is not tested
-_PLAIN = 0.1  # relative difference of slopes that are the same, and rounding's share in them
 _SIZE = 2  # of symbolic dimensions in a made-up batch
 _ENTROPY = 0x6F6E6E782D72656D6174
 _FEEDS, _JITTER, _DIRECTION = 0, 1, 2  # purposes of random numbers
@@ -88,9 +79,9 @@ def check(
     Raises
     ------
     ConversionError
-        Gradients are not finite, or differ from the differences beyond `TOLERANCE` (the parameter is named), the step
-        cannot be evaluated in float64, its outputs on ONNX Runtime differ beyond `PRECISION`, or its default
-        optimisations compute something else.
+        Gradients are not finite, or differ from the differences beyond `tolerances.DIFFERENCE` (the parameter is
+        named), the step cannot be evaluated in float64, its outputs on ONNX Runtime differ beyond
+        `tolerances.PRECISION`, or its default optimisations compute something else.
     """
     settled = ir.from_proto(default_level.seeded(step))
     feeds = make_feeds(step, values, example_inputs, _random(_FEEDS, 0))
@@ -177,7 +168,7 @@ class _Line:
 
     def untold(self) -> tuple[str, ...]:
         """Parameters that move the loss too little, by their gradients, for an error in them to show."""
-        return tuple(p for p, share in self._shares.items() if share < _UNTOLD * self._scale)
+        return tuple(p for p, share in self._shares.items() if share < tolerances.UNTESTED_SHARE * self._scale)
 
     def error(self, seed: int) -> float:
         """The relative difference along a direction through all parameters; raises where it is too large."""
@@ -186,12 +177,12 @@ class _Line:
         found: list[tuple[float, float, float]] = []
         for factor in _FACTORS:
             error, rounding = self._difference(seed, factor)
-            if error <= TOLERANCE and rounding <= _UNSEEN:
+            if error <= tolerances.DIFFERENCE and rounding <= tolerances.ROUNDING_SHARE:
                 return error
             found.append((error, rounding, factor))
-        if within := [error for error, rounding, _ in found if error <= rounding <= _UNSEEN]:
+        if within := [error for error, rounding, _ in found if error <= rounding <= tolerances.ROUNDING_SHARE]:
             return min(within)
-        if found[-1][1] > _UNSEEN:
+        if found[-1][1] > tolerances.ROUNDING_SHARE:
             raise self._unseen(seed, "all gradients are too small on the check's inputs to show in the loss")
         least, _, best = min(found)
         raise self._wrong(seed, best, f"otherwise than they say, by {least:.2g} relative")
@@ -206,15 +197,15 @@ class _Line:
         for factor in _FACTORS[-2:]:
             sides, predicted, epsilon = self._sides(list(self._gradients), seed, factor)
             slopes = [side / epsilon - predicted for side in sides]
-            seen += slopes if min(map(abs, slopes)) > self.noise / (epsilon * _PLAIN) else [0.0]
-        if max(seen) - min(seen) < _PLAIN * max(map(abs, seen)):
+            seen += slopes if min(map(abs, slopes)) > self.noise / (epsilon * tolerances.SAME_SLOPE) else [0.0]
+        if max(seen) - min(seen) < tolerances.SAME_SLOPE * max(map(abs, seen)):
             return self._wrong(seed, _FACTORS[-1], "and they are next to zero")
         return ConversionError("{}: give {} or {}", why, *_OTHERWISE)
 
     def _wrong(self, seed: int, factor: float, how: str) -> ConversionError:
         """What to say of wrong gradients: the parameter to blame is found by halving, unless rounding is."""
         suspects = list(self._gradients)
-        if self._lost(seed) > _PLAIN * abs(self._off(suspects, seed, factor)):
+        if self._lost(seed) > tolerances.SAME_SLOPE * abs(self._off(suspects, seed, factor)):
             return ConversionError(
                 "rounding decides about the gradients on the check's inputs: give {} or {}", *_OTHERWISE
             )
@@ -274,17 +265,17 @@ def _precision(outputs: Mapping[str, np.ndarray], exact: Mapping[str, np.ndarray
 
     `noise` is what float64 may round the loss by; a loss that is near zero is measured by what float32 may.
 
-    Raises ConversionError beyond `PRECISION`.
+    Raises ConversionError beyond `tolerances.PRECISION`.
     """
     norms = {name: float(np.linalg.norm(value)) for name, value in exact.items()}
     largest = max((norm for name, norm in norms.items() if name.startswith(names.gradient(""))), default=0.0)
     worst = 0.0
     for name, value in outputs.items():
-        least = _NIL * largest if name.startswith(names.gradient("")) else 1e-30
+        least = tolerances.NEGLIGIBLE_GRADIENT * largest if name.startswith(names.gradient("")) else 1e-30
         if name == names.LOSS:
-            least = _NARROW * noise / PRECISION
+            least = _NARROW * noise / tolerances.PRECISION
         error = float(np.linalg.norm(value - exact[name])) / max(norms[name], least)
-        if not error <= PRECISION:
+        if not error <= tolerances.PRECISION:
             raise ConversionError(
                 "ONNX Runtime's float32 is off by {:.2g} relative in {} on the check's inputs: give other {} or {}",
                 error,

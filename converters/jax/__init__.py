@@ -20,7 +20,7 @@ from onnx_remat.errors import ConversionError
 from onnx_remat.ort import runtime
 
 from ..checks import agreement as comparison
-from ..checks import default_level
+from ..checks import default_level, tolerances
 from ..checks.finite_differences import in_float64
 from ..emit import Emitter
 from ..passes import order
@@ -113,8 +113,8 @@ def convert(step: Step, unroll: int = 64, opset: int = 20) -> onnx.ModelProto:
 def verify(model: onnx.ModelProto, step: Step, tolerance: Mapping[str, float] | None = None) -> comparison.Check:
     """Compare a step's model with JAX on the first values.
 
-    Where they are further apart than `check.EXPECTED`, the model is also computed in float64, if it can be: XLA itself
-    takes minutes for convolutions in float64, which it has no kernel for.
+    Where they are further apart than `tolerances.EXACT_ABOVE`, the model is also computed in float64, if it can be: XLA
+    itself takes minutes for convolutions in float64, which it has no kernel for.
 
     Raises
     ------
@@ -129,7 +129,7 @@ def verify(model: onnx.ModelProto, step: Step, tolerance: Mapping[str, float] | 
     except ConversionError:
         found = comparison.compare(made, expected, tolerance, step.noise(expected))
     default_level.compare(model, step.feeds(), made, tolerance)
-    if found.error > comparison.EXPECTED and tolerance["float32"] == comparison.TOLERANCE["float32"]:
+    if found.error > tolerances.EXACT_ABOVE and tolerances.is_single(tolerance):
         with suppress(ConversionError):
             found = comparison.exactly(found, made, expected, in_float64(model, step.feeds()))
     return found

@@ -16,14 +16,12 @@ from jax.interpreters import partial_eval
 from onnx_remat.errors import ConversionError
 
 from .. import names
-from ..checks.agreement import TOLERANCE
+from ..checks import tolerances
 from . import kernels
 from .lower import OPTIMIZER_SCOPE
 
 Path = tuple[str, ...]
 Leaves = Sequence[tuple[Path, tuple[int, ...]]]
-
-_DRAWS, _ULPS = 3, 8  # kernels that sum thousands of products differ by several rounding errors
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +57,7 @@ class Step:
         generator = np.random.default_rng(0)
         floats = [name for name, value in expected.items() if jnp.issubdtype(value.dtype, jnp.floating)]
         largest = dict.fromkeys(floats, 0.0)
-        for _ in range(_DRAWS):
+        for _ in range(tolerances.NOISE_SAMPLES):
             made = self._run([_nudged(value, generator) for value in self.inputs.values()])
             for name in floats:
                 moved = np.abs(made[name].astype(np.float64) - expected[name].astype(np.float64))
@@ -73,9 +71,7 @@ class Step:
 
     def tolerance(self) -> dict[str, float]:
         """Relative error to accept by output dtype: the least precise float inside decides for all wider ones."""
-        inside = {dtype.name for dtype in _dtypes(self.jaxpr.jaxpr)} & set(TOLERANCE)
-        coarsest = max((TOLERANCE[name] for name in inside), default=0.0)
-        return {name: max(least, coarsest) for name, least in TOLERANCE.items()}
+        return tolerances.allowed({dtype.name for dtype in _dtypes(self.jaxpr.jaxpr)})
 
     def feeds(self) -> dict[str, np.ndarray]:
         """The first inputs as ONNX Runtime takes them."""
@@ -86,7 +82,7 @@ def _nudged(value: Any, generator: np.random.Generator) -> Any:
     """`value` with every float moved by a few of its dtype's rounding errors."""
     if kernels.is_key(value) or not jnp.issubdtype(value.dtype, jnp.floating):
         return value
-    epsilon = _ULPS * float(jnp.finfo(value.dtype).eps)
+    epsilon = tolerances.NOISE_ULPS * float(jnp.finfo(value.dtype).eps)
     factor = 1 + epsilon * generator.uniform(-1, 1, value.shape)
     return jnp.asarray(np.asarray(value, np.float64) * factor, value.dtype)
 

@@ -15,7 +15,7 @@ from onnx_remat.session import heap
 
 from .. import names
 from ..checks import agreement as check
-from ..checks import default_level
+from ..checks import default_level, tolerances
 from ..checks.widen import NARROW, wide, widened
 from . import reference
 from .arrays import array
@@ -68,8 +68,7 @@ def step(made: ir.Model, traced: Step) -> check.Check:
         except ConversionError:
             noise = reference.moved(traced, seen, tolerance, expected, noise)
             result = check.compare(made_here, expected, tolerance, noise)
-    single = tolerance["float32"] == check.TOLERANCE["float32"]
-    if single and result.error > check.EXPECTED and (answer := exact()) is not None:
+    if tolerances.is_single(tolerance) and result.error > tolerances.EXACT_ABOVE and (answer := exact()) is not None:
         result = check.exactly(result, made_here, expected, answer)
     if traced.optimizers:
         updated = {name: found[name] for name in found if name in of_update}
@@ -82,8 +81,7 @@ def step(made: ir.Model, traced: Step) -> check.Check:
 def _tolerance(model: ir.Model) -> dict[str, float]:
     """What is computed in a narrow type is as inexact when it is put out in a wide one (autocast)."""
     kinds = {value.dtype.name.lower() for node in model.graph for value in node.outputs if value.dtype is not None}
-    least = max((check.TOLERANCE[kind] for kind in ("float16", "bfloat16") if kind in kinds), default=0.0)
-    return {kind: max(allowed, least) for kind, allowed in check.TOLERANCE.items()}
+    return tolerances.allowed(kinds & {"float16", "bfloat16"})
 
 
 @dataclass(frozen=True, slots=True)

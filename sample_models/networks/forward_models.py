@@ -12,6 +12,7 @@ import onnx
 import torch
 from onnx_remat.converters.autodiff import add_backward, initial_inputs
 from onnx_remat.converters.checks import agreement as check
+from onnx_remat.converters.checks import tolerances
 from onnx_remat.converters.checks.finite_differences import in_float64
 from onnx_remat.converters.optimizers import SGD
 from onnx_remat.converters.pytorch.decisions import Replay
@@ -203,7 +204,7 @@ def _gradients(
     model.to(dtype)
     model.zero_grad()
     values = iter(decided or ())
-    watch = nullcontext() if decided is None else Replay(values, check.TOLERANCE)
+    watch = nullcontext() if decided is None else Replay(values, tolerances.BY_DTYPE)
     with eager_kernels():
         with watch:
             scores = _Scores(model)(*(x.to(dtype) if x.is_floating_point() else x for x in inputs))

@@ -15,7 +15,7 @@ import onnx_ir as ir
 import pytest
 from onnx import TensorProto, helper
 from onnx_remat.converters.autodiff import add_backward
-from onnx_remat.converters.checks import finite_differences
+from onnx_remat.converters.checks import finite_differences, tolerances
 from onnx_remat.converters.checks.exact import Evaluator
 
 from onnx_remat.ort import runtime
@@ -28,7 +28,7 @@ def check(step: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> None:
     parameters = [o.name.removeprefix(PREFIX) for o in step.graph.output if o.name.startswith(PREFIX)]
     assert parameters
     found = finite_differences.check(step, parameters, {}, feeds)
-    assert found.differences <= finite_differences.TOLERANCE
+    assert found.differences <= tolerances.DIFFERENCE
 
 
 def some(names: list[str], config: pytest.Config, few: int) -> list[str]:

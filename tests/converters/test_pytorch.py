@@ -139,7 +139,7 @@ def test_a_learning_rate_that_is_a_tensor_is_an_input(kind, of_its_own):
 
 
 def test_the_file_says_how_many_outputs_rounding_decides(monkeypatch):
-    monkeypatch.setattr("onnx_remat.converters.checks.agreement.EXPECTED", 0.0)
+    monkeypatch.setattr("onnx_remat.converters.checks.tolerances.EXACT_ABOVE", 0.0)
     normed = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 10)]
     without = [nn.Conv2d(3, 8, 3, bias=False), *normed[1:]]
     found = [checked(export_training_step(nn.Sequential(*m), batch(), F.cross_entropy)) for m in (normed, without)]
