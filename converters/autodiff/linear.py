@@ -5,8 +5,8 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from ..dims import dims
-from ..passes.simplify import replace
 from ..tape import Tape
+from ..values import replace
 
 
 def into_gemm(t: Tape, graph: ir.Graph) -> None:

@@ -14,8 +14,8 @@ from onnx_remat.errors import ConversionError
 from onnx_remat.messages import Message, Setting
 
 from ..dims import Dims, dims
-from ..passes.simplify import replace
 from ..tape import Tape
+from ..values import replace
 
 _GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
 _ACTIVATIONS = {"RNN": ("Tanh",), "GRU": ("Sigmoid", "Tanh"), "LSTM": ("Sigmoid", "Tanh", "Tanh")}

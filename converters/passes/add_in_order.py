@@ -14,8 +14,8 @@ import onnx_ir as ir
 
 from ..dims import dims
 from ..tape import Tape
+from ..values import replace
 from .base import Fact, rewrite
-from .simplify import replace
 
 
 @rewrite(requires=[Fact.SHAPES], ensures=[Fact.ORDERED], breaks=[Fact.LEAN])

@@ -11,9 +11,9 @@ import onnx_ir as ir
 from onnx_ir.passes import common
 
 from ..dims import Dims, broadcast, dims
+from ..values import replace
 from .after_loss import AfterLoss
 from .base import Fact, rewrite
-from .simplify import replace
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,10 +31,10 @@ from onnx_remat.errors import UsageError
 from ..emit import Phase
 from ..tape import Tape
 from ..tape import number as scalar
-from .attention_regions import ENTRY_BY_ENTRY, STACKED, Region, Shape, find, is_forward, known, static
+from ..values import replace, static
+from .attention_regions import ENTRY_BY_ENTRY, STACKED, Region, Shape, find, is_forward, known
 from .base import Fact, rewrite
 from .rowwise import RESHAPE
-from .simplify import replace
 
 _LEAST_BYTES = 1 << 24
 """Of the scores of an attention: below these none is taken apart unless asked for."""

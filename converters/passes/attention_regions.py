@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from ..tape import number as scalar
+from ..values import static
 from .rowwise import ELEMENTWISE, REDUCE, RESHAPE, axes, number
 
 Shape = tuple[int, ...]
@@ -94,13 +95,6 @@ class Region:
             v for node in nodes for v in node.outputs
             if v.is_graph_output() or any(user not in own for user, _ in v.uses())
         ]  # fmt: skip
-
-
-def static(value: ir.Value | None) -> Shape | None:
-    """The shape, where every size is known."""
-    if value is None or value.shape is None or not value.shape.is_static():
-        return None
-    return tuple(value.shape.numpy())
 
 
 def known(value: ir.Value) -> Shape:

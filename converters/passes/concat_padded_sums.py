@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 import onnx_ir as ir
 
+from ..values import constant
+
 
 def concat_padded_sums(node: ir.Node) -> None:
     """A sum of parts, each padded with zeros to the whole and none over another, is their Concat.
@@ -61,9 +63,3 @@ def _padded(value: ir.Value | None) -> tuple[int, int, int, ir.Value] | None:
         return None
     begin = int(pads[axes[0]])
     return axes[0], begin, begin + size, source
-
-
-def constant(value: ir.Value | None) -> np.ndarray | None:
-    """What a value is, where the file states it."""
-    known = value.const_value if value is not None and not value.is_graph_input() else None
-    return known.numpy() if known is not None else None

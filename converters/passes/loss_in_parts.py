@@ -28,9 +28,9 @@ from onnx_remat.errors import UsageError
 from ..dims import Dim, Dims, dims, sizes
 from ..emit import Phase
 from ..tape import Tape
+from ..values import replace
 from .base import Fact, rewrite
 from .rowwise import ELEMENTWISE, REDUCE, RESHAPE, axes, number
-from .simplify import replace
 
 _LEAST_BYTES = 1 << 26
 """Of logits: below these no loss is taken apart unless asked for."""

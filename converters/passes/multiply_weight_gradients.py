@@ -7,8 +7,8 @@ import onnx_ir as ir
 from ..convolutions import Geometry, by_entry, weight_gradient_by_entry
 from ..dims import dims, is_static
 from ..tape import Tape
+from ..values import replace
 from .base import Fact, rewrite
-from .simplify import replace
 
 
 @rewrite(requires=[Fact.SHAPES], breaks=[Fact.LEAN])

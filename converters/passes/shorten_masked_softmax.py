@@ -11,9 +11,9 @@ from onnx_remat.ort import runtime
 
 from ..dims import Dims, dims, is_static, size
 from ..tape import Tape
+from ..values import replace
 from .base import Fact, rewrite
 from .scatter_into import filled_with
-from .simplify import replace
 
 _MOST = 1 << 24
 """Elements of the largest mask that is computed to be looked at."""

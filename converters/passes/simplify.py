@@ -14,8 +14,9 @@ from onnx_ir.passes import common
 from onnx_remat.ir.op_semantics import semantics
 
 from ..dims import broadcast, sizes
+from ..values import constant, replace, static
 from .base import Fact, rewrite
-from .concat_padded_sums import concat_padded_sums, constant
+from .concat_padded_sums import concat_padded_sums
 from .scatter_into import scatter_into
 
 _BROADCASTING = {
@@ -87,7 +88,7 @@ def _unreduce(node: ir.Node) -> None:
     if node.domain or node.op_type not in _OF_ONE:
         return
     source, result = node.inputs[0], node.outputs[0]
-    shapes = _static(source), _static(result)
+    shapes = static(source), static(result)
     if source is None or shapes[0] is None or shapes[1] is None or 0 in shapes[0]:
         return
     if math.prod(shapes[0]) == math.prod(shapes[1]):
@@ -105,22 +106,10 @@ def _skip(node: ir.Node) -> None:
             replace(node.outputs[0], source)
 
 
-def replace(value: ir.Value, by: ir.Value) -> None:
-    """Readers of `value` read `by`; an output of the graph becomes `by` where that is a node's own."""
-    if value.is_graph_output() and (by.is_graph_output() or by.producer() is None):
-        for user, index in list(value.uses()):
-            user.replace_input_with(index, by)
-    else:
-        if value.is_graph_output():
-            value.name, by.name = by.name, value.name
-        value.replace_all_uses_with(by, replace_graph_outputs=True)
-
-
 def _same_shape(node: ir.Node) -> ir.Value | None:
     source = node.inputs[0]
     assert source is not None
-    static = _static(source) is not None and _static(source) == _static(node.outputs[0])
-    return source if static else None
+    return source if static(source) is not None and static(source) == static(node.outputs[0]) else None
 
 
 def _identity(node: ir.Node) -> ir.Value | None:
@@ -157,8 +146,8 @@ def _neutral_element(element: float, commutes: bool) -> Callable[[ir.Node], ir.V
         for value, other in [(first, second), (second, first)] if commutes else [(first, second)]:
             known = constant(other)
             if known is not None and known.size == 1 and float(known.item()) == element:
-                shape = _static(value)
-                return value if shape is not None and shape == _static(node.outputs[0]) else None
+                shape = static(value)
+                return value if shape is not None and shape == static(node.outputs[0]) else None
         return None
 
     return source
@@ -172,8 +161,8 @@ def _chosen(node: ir.Node) -> ir.Value | None:
     if known is None or known.size != 1:
         return None
     value = first if known.item() else second
-    shape = _static(value)
-    return value if shape is not None and shape == _static(node.outputs[0]) else None
+    shape = static(value)
+    return value if shape is not None and shape == static(node.outputs[0]) else None
 
 
 _NEUTRAL: dict[str, Callable[[ir.Node], ir.Value | None]] = {
@@ -217,7 +206,7 @@ def _fuse_chain(node: ir.Node) -> None:
         if begun is not None and (known := sizes(begun)) is not None and known == sizes(node.outputs[0]):
             replace(node.outputs[0], begun)
             return
-        shape = _static(node.outputs[0])
+        shape = static(node.outputs[0])
         if shape is not None and before.inputs[0] is not None:
             _to_reshape(node, before.inputs[0], shape)
             _skip(node)
@@ -243,11 +232,11 @@ def _expand_later(node: ir.Node) -> None:
     """Arithmetic of an expanded value with numbers, or with what is as narrow, is done before it is expanded."""
     if node.domain or node.op_type not in _BROADCASTING - {"PRelu"} or not node.inputs:  # its slope is no wider
         return
-    result, made = _static(node.outputs[0]), node.outputs[0]
+    result, made = static(node.outputs[0]), node.outputs[0]
     sources = [_unexpanded(value) for value in node.inputs]
     if result is None or made.is_graph_output() or all(a is b for a, b in zip(sources, node.inputs, strict=True)):
         return
-    narrow = _broadcast([_static(value) for value in sources])
+    narrow = _broadcast([static(value) for value in sources])
     if narrow is None or math.prod(narrow) >= math.prod(result) or 0 in result:
         return
     assert node.graph is not None
@@ -270,9 +259,9 @@ def _expand_later(node: ir.Node) -> None:
 def _unexpanded(value: ir.Value | None) -> ir.Value | None:
     """What a value is expanded from; itself where it is not."""
     before = value.producer() if value is not None else None
-    if before is None or before.domain or before.op_type != "Expand" or _static(value) is None:
+    if before is None or before.domain or before.op_type != "Expand" or static(value) is None:
         return value
-    return before.inputs[0] if _static(before.inputs[0]) is not None else value
+    return before.inputs[0] if static(before.inputs[0]) is not None else value
 
 
 def _absorb_expand(node: ir.Node) -> None:
@@ -296,9 +285,9 @@ def _absorb_batch(node: ir.Node) -> None:
     """A product of matrices multiplies one matrix by a batch of them: it need not be repeated."""
     if node.domain or node.op_type != "MatMul":
         return
-    result = _static(node.outputs[0])
+    result = static(node.outputs[0])
     for index, value in enumerate(node.inputs):
-        other = _static(node.inputs[1 - index])
+        other = static(node.inputs[1 - index])
         if result is None or other is None or other[:-2] != result[:-2] or value is None:
             continue
         if (found := _repeated(value)) is None:
@@ -308,7 +297,7 @@ def _absorb_batch(node: ir.Node) -> None:
             turn = ir.node("Transpose", [single], {"perm": [1, 0]}, metadata_props=dict(node.metadata_props))
             made = turn.outputs[0]
             made.name, turn.name = f"{value.name}.single", f"node.{value.name}.single"
-            made.shape, made.type = ir.Shape([*reversed(_static(single) or ())]), single.type
+            made.shape, made.type = ir.Shape([*reversed(static(single) or ())]), single.type
             assert node.graph is not None
             node.graph.insert_before(node, turn)
             single = made
@@ -319,8 +308,8 @@ def _repeated(value: ir.Value) -> tuple[ir.Value, bool] | None:
     """The matrix that every matrix of a batch is, and whether it is transposed there."""
     turned = False
     while (before := value.producer()) is not None and before.inputs and before.inputs[0] is not None:
-        source, shape = before.inputs[0], _static(value)
-        of_source = _static(source)
+        source, shape = before.inputs[0], static(value)
+        of_source = static(source)
         if shape is None or of_source is None or len(shape) < 3 or len(of_source) < 2:
             return None
         rank, perm = len(shape), _perm(before) if before.op_type == "Transpose" else None
@@ -399,10 +388,3 @@ def _perm(node: ir.Node) -> list[int] | None:
         return [int(i) for i in node.attributes["perm"].as_ints()]
     rank = node.outputs[0].shape.rank() if node.outputs[0].shape is not None else None
     return list(range(rank))[::-1] if rank is not None else None
-
-
-def _static(value: ir.Value | None) -> tuple[int, ...] | None:
-    """The shape, where every dimension is a number."""
-    if value is None or value.shape is None or not value.shape.is_static():
-        return None
-    return value.shape.numpy()
