@@ -47,7 +47,7 @@ def prepared(model: onnx.ModelProto, names: list[str] | None = None) -> Compiled
 @pytest.fixture(scope="module")
 def moved():
     """A step rewritten to half of what it takes, with moves that cost next to nothing, and without."""
-    model = mlp(layers=12, batch=8192, width=256)
+    model = mlp(layers=12, batch=4096, width=128)
     free = rewrite_model(model, "50%", offload=True, host_bandwidth=FAST, costs="t4", **DEVICE)
     return model, free, rewrite_model(model, "50%", costs="t4", **DEVICE)
 
@@ -68,7 +68,7 @@ def test_what_is_cheaper_to_move_is_moved(moved):
 
 def test_what_the_host_keeps_and_what_crosses_add_up(moved):
     _, free, _ = moved
-    assert free.report.moved.nbytes == len(free.report.moved.values) * 4 * 8192 * 256
+    assert free.report.moved.nbytes == len(free.report.moved.values) * 4 * 4096 * 128
     assert 0 < free.report.loop_after.on_host <= free.report.moved.nbytes
 
 
