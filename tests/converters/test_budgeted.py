@@ -564,7 +564,7 @@ def taken(budget, planning):
 
 @pytest.mark.skipif(not residence.available(), reason="Linux alone tells the most that was resident")
 def test_the_budget_is_kept():
-    used, budget, before = taken("60%", {"effort": 2})
+    used, budget, before = taken("60%", {"effort": 0.3})
     assert used <= budget < 0.61 * before
 
 
