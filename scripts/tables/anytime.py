@@ -23,7 +23,7 @@ from onnx_remat.ort.kernels.registry import kernels_of
 from onnx_remat.ort.prepare import Preparation, prepare
 from onnx_remat.plan.request import Deadline, Request, get
 from onnx_remat.units import parse_budget
-from scripts import bench_planner
+from tests.support import published
 
 LIMITS = (1.0, 4.0, 15.0, 60.0)
 HEADS = ("graph", "ops", "first plan, s", "within 5 %", "within 1 %", f"after {LIMITS[-1]:g} s", "late, s")
@@ -52,7 +52,7 @@ class Entry:
 def load(path: Path) -> Graph:
     """A graph of either kind."""
     if path.suffix == ".json":
-        problem, _ = bench_planner.load(path)
+        problem, _ = published.load(path)
         return Graph(path.stem, problem, Schedule(tuple(range(problem.n_ops))), True)
     kernels = kernels_of("cpu", None)
     compiled = prepare(model_io.load(path).model, Preparation(kernels, {}, (), (), None, kernels.costs))
@@ -61,8 +61,8 @@ def load(path: Path) -> Graph:
 
 
 def synthetic(n_ops: int) -> Graph:
-    """A graph of `bench_planner.synthetic`, in any order."""
-    problem = bench_planner.synthetic(n_ops)
+    """A graph of `published.synthetic`, in any order."""
+    problem = published.synthetic(n_ops)
     return Graph(f"blocks_{n_ops}", problem, Schedule(tuple(range(problem.n_ops))), False)
 
 

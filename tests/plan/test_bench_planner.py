@@ -12,6 +12,7 @@ from onnx_remat.errors import UsageError
 from onnx_remat.memory.buffers import simulate
 from onnx_remat.memory.problem import Schedule, check_schedule
 from scripts import bench_planner
+from tests.support.published import load, synthetic
 
 BEST = bench_planner.Best(12.5, 1)
 
@@ -36,7 +37,7 @@ def graphs(tmp_path: Path) -> Path:
 def test_records_are_simulated_and_within_the_budget(graphs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench_planner.main(["--graphs", str(graphs), "--budget", "0.8", "--time-limit", "0.1", "--json", "-"]) == 0
     (record,) = json.loads(capsys.readouterr().out)
-    problem, base_peak = bench_planner.load(graphs / "tiny.json")
+    problem, base_peak = load(graphs / "tiny.json")
     assert simulate(problem, range(8)).peak == base_peak
     assert simulate(problem, record["schedule"]).peak == record["peak"] <= 0.8 * base_peak
     assert list(dict.fromkeys(record["schedule"])) == list(range(8))
@@ -49,7 +50,7 @@ def test_best_known_is_read_from_the_graphs_own_table(graphs: Path) -> None:
 
 
 def test_synthetic_graphs_are_training_shaped() -> None:
-    problem = bench_planner.synthetic(64)
+    problem = synthetic(64)
     peak = simulate(problem, range(64)).peak
     assert peak > problem.nbytes.max() * 4
     record = bench_planner.plan("blocks", problem, peak, 0.6, "search", 0.2)
@@ -77,7 +78,7 @@ def test_pytorchs_partitioner_answers_as_a_peer(name: str, graphs: Path, capsys:
     arguments = ["--graphs", str(graphs), "--budget", "0.8", "--selector", name, "--json", "-"]
     assert bench_planner.main(arguments) == 0
     (record,) = json.loads(capsys.readouterr().out)
-    problem, _ = bench_planner.load(graphs / "tiny.json")
+    problem, _ = load(graphs / "tiny.json")
     check_schedule(problem, Schedule(tuple(record["schedule"])))
 
 

@@ -16,8 +16,8 @@ from onnx_remat.plan.selectors import Request, get
 from onnx_remat.plan.selectors.division import divide
 from onnx_remat.plan.selectors.materialize import split_step
 from onnx_remat.plan.selectors.optimal_dag import every_set, forward_tree, lightest, max_terms, spans_of
-from scripts.bench_planner import problem_of
 from tests.support.planner_problems import baseline, chain
+from tests.support.published import problem_of
 
 
 def training(sizes: list[int], edges: list[tuple[int, int]]) -> Problem:
