@@ -18,7 +18,6 @@ from onnx_remat.process import child
 
 if TYPE_CHECKING:
     from onnx_remat.options import PlanningOptions
-    from onnx_remat.session.foreseen import Footprint
 
 
 ENGINE_BYTES = 6_000_000
@@ -86,7 +85,7 @@ def prepare(
         No plan was found under the budget.
     """
     from onnx_remat.options import parse_options
-    from onnx_remat.rewrite.pipeline import rewrite_model
+    from onnx_remat.rewrite.pipeline import begin
     from onnx_remat.split import accumulating, split_step
     from onnx_remat.units import format_bytes, parse_budget
 
@@ -104,13 +103,13 @@ def prepare(
         return Parts(summing.SerializeToString(), update, shards)
     model = sharding.model(_busiest(sharding)) if sharding else parts.update
     rest = ENGINE_BYTES + (_of_the_update(model, summing) if model is not None else 0)
-    original = _taken(summing, options)
-    allowed = parse_budget(budget).resolve(original.total + rest)
     planning: PlanningOptions = {**options, "run_by": "loop"}
+    planner = begin(summing, planning)
+    allowed = parse_budget(budget).resolve(planner.memory.original_bytes + rest)
     try:
         if allowed <= rest:
             raise BudgetInfeasibleError("nothing is left", rest, rest)
-        result = rewrite_model(summing, allowed - rest, **planning)
+        result = planner.rewrite(allowed - rest)
     except BudgetInfeasibleError as error:
         raise BudgetInfeasibleError(
             f"of the {format_bytes(allowed)} of a rank, {format_bytes(rest)} are for the update, its state and the "
@@ -129,24 +128,17 @@ def _busiest(sharding: Sharding) -> int:
     return max(range(sharding.ranks), key=lambda rank: (len(sharding.pieces(rank)), -rank))
 
 
-def _taken(model: onnx.ModelProto, options: PlanningOptions) -> Footprint:
-    from onnx_remat.rewrite.pipeline import rewrite_model
-
-    planning: PlanningOptions = {**options, "run_by": "loop"}
-    found = rewrite_model(model, "100%", **planning).report.loop_before
-    assert found is not None
-    return found
-
-
 def _of_the_update(update: onnx.ModelProto, summing: onnx.ModelProto) -> int:
     """What the update takes besides the step: optimizer state, its slab, and what ONNX Runtime keeps for it.
 
     Parameters and gradients are the step's own inputs, or slices of them.
     """
-    found = _taken(update, {"effort": 0.5})
+    from onnx_remat.rewrite.pipeline import begin
+
+    found = begin(update, {"run_by": "loop"}).memory.original_bytes
     shared = {value.name for value in summing.graph.input}
     both = [value for value in update.graph.input if value.name in shared]
-    return found.total - sum(_nbytes(value) for value in both)
+    return found - sum(_nbytes(value) for value in both)
 
 
 def _nbytes(value: onnx.ValueInfoProto) -> int:

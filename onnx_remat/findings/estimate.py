@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Unpack
 
-from onnx_remat.errors import BudgetInfeasibleError
 from onnx_remat.findings.show import modules, trace
 from onnx_remat.ir import model_io, phases
 from onnx_remat.messages import Finding, Message, Setting
 from onnx_remat.options import PlanningOptions
 from onnx_remat.ort.peaks import Peak, Reserves, describe, reserves
-from onnx_remat.rewrite.fit import make_plan
+from onnx_remat.rewrite.accounting import Goal
+from onnx_remat.rewrite.fit import first_look, lowest_peak
 from onnx_remat.rewrite.pipeline import begin
 from onnx_remat.rewrite.report import TRAINING, headed
 from onnx_remat.session.foreseen import Footprint
@@ -112,17 +112,15 @@ def estimate(model: model_io.Model, **options: Unpack[PlanningOptions]) -> Estim
     UsageError, ModelError, ShapeError
         The arguments or the model are not usable.
     """
-    job = begin(model, "100%", {**options, "effort": _FIRST_LOOK})
-    goal, executed = job.goal, max(job.by_level.values(), key=lambda each: each.timeline.peak)
-    timeline = executed.timeline
-    job.options.progress("first look", 0.0)
-    try:
-        make_plan(job.compiled, replace(goal, allowed=0), 0, job.options, job.deadline)
-    except BudgetInfeasibleError as refusal:
-        lowest, bound = refusal.best_peak_bytes - goal.books, refusal.lower_bound_bytes - goal.books
-    by_module = trace.peak_by_module(executed, job.compiled.graph.model)
+    planner = begin(model, {**options, "effort": _FIRST_LOOK})
+    memory, executed = planner.memory, max(planner.by_level.values(), key=lambda each: each.timeline.peak)
+    planner.options.progress("first look", 0.0)
+    look = first_look(Goal(0, memory), planner.options, planner.deadline)
+    lowest = memory.budget(lowest_peak(look, memory))
+    compiled = memory.compiled
     return Estimate(
-        describe(executed, timeline), job.trained, reserves(executed, timeline), goal.run_by(), goal.allowed,
-        job.impossible_below(bound), min(goal.budget(lowest), goal.allowed), by_module,
-        job.compiled.graph.n_nodes(), phases.note(job.compiled.problem.phase.tolist()),
+        describe(executed, executed.timeline), planner.trained, reserves(executed, executed.timeline), memory.run_by,
+        memory.original_bytes, planner.impossible_below(memory.floor), min(lowest, memory.original_bytes),
+        trace.peak_by_module(executed, compiled.graph.model), compiled.graph.n_nodes(),
+        phases.note(compiled.problem.phase.tolist()),
     )  # fmt: skip

@@ -12,8 +12,8 @@ from onnx_remat.ir.model_io import Model
 from onnx_remat.messages import Finding
 from onnx_remat.options import PlanningOptions
 from onnx_remat.plan.selectors import silent
-from onnx_remat.rewrite.goal import smallest_budget
-from onnx_remat.rewrite.pipeline import rewrite
+from onnx_remat.rewrite.accounting import smallest_budget
+from onnx_remat.rewrite.pipeline import begin
 from onnx_remat.units import format_bytes
 
 _TRIES = 8  # budgets asked for; each halves the gap, or does better
@@ -91,15 +91,16 @@ def lowest_budget(model: Model, **options: Unpack[PlanningOptions]) -> Lowest:
     True
     """
     progress = options.pop("progress", silent)
-    report = rewrite(model, "100%", options).report
+    planner = begin(model, options)
+    report = planner.rewrite("100%").report
     top, books, bound = report.budget, report.books(), report.lower_bound
     impossible = smallest_budget(bound, books)
     budget, missed, tries = impossible, [impossible - 1], 0
     while tries < _TRIES and report.budget > _CLOSE * max(missed):
         tries += 1
-        watched: PlanningOptions = {**options, "progress": named(f"try {tries} of {_TRIES} at most", progress)}
+        watched = named(f"try {tries} of {_TRIES} at most", progress)
         try:
-            report = rewrite(model, budget, watched, advise=False).report
+            report = planner.rewrite(budget, advise=False, progress=watched).report
         except BudgetInfeasibleError as error:
             missed.append(budget)
             budget = int(smallest_budget(error.best_peak_bytes) * _EASE)

@@ -18,8 +18,8 @@ from onnx_remat.messages import Finding, Setting
 from onnx_remat.options import PlanningOptions
 from onnx_remat.plan.selectors import Progress, silent
 from onnx_remat.process.child import Child, Failed
-from onnx_remat.rewrite.goal import smallest_budget
-from onnx_remat.rewrite.pipeline import Result, rewrite, rewrite_model
+from onnx_remat.rewrite.accounting import smallest_budget
+from onnx_remat.rewrite.pipeline import Planner, Result, begin
 from onnx_remat.units import format_bytes, table
 
 MOST_POINTS = 10_000
@@ -115,14 +115,21 @@ def sweep(model: Model, points: int = 10, jobs: int = 1, **options: Unpack[Plann
     if jobs < 1:
         raise UsageError("{} is a number of processes from 1 on, not {}", Setting("jobs"), jobs)
     progress = options.pop("progress", silent)
-    original = rewrite_model(model, "100%", **options)
+    planner = begin(model, options)
+    original = planner.rewrite("100%")
     top, books = original.report.budget, original.report.books()
     floor = original.report.lower_bound + books
     found, missed = [_point(original)], []
     least = smallest_budget(original.report.lower_bound, books)
-    lowest = _lowest(model, least, {**options, "progress": named("lowest peak", progress)})
+    lowest = _lowest(planner, least, named("lowest peak", progress))
     budgets = np.linspace(top, lowest, points + 1, dtype=np.int64).tolist()[1:]
-    for budget, (point, bound) in zip(budgets, _tried(model, budgets, jobs, options, progress), strict=True):
+    names = [f"budget {number} of {len(budgets)}" for number in range(1, len(budgets) + 1)]
+    found_for: Iterator[_Tried]
+    if jobs == 1:
+        found_for = (_try(planner, budget, named(name, progress)) for name, budget in zip(names, budgets, strict=True))
+    else:
+        found_for = _tried_apart(model, budgets, jobs, options, names, progress)
+    for budget, (point, bound) in zip(budgets, found_for, strict=True):
         if point is None:
             missed.append(budget)
         else:
@@ -136,9 +143,9 @@ _Tried = tuple[Point | None, int]
 """What a budget gave, nothing where no file was found; and the bytes that no schedule gets below."""
 
 
-def _try(model: Model, budget: int, options: PlanningOptions) -> _Tried:
+def _try(planner: Planner, budget: int, progress: Progress = silent) -> _Tried:
     try:
-        result = rewrite(model, budget, options, advise=False)
+        result = planner.rewrite(budget, advise=False, progress=progress)
     except BudgetInfeasibleError:
         return None, 0
     return _point(result), result.report.lower_bound
@@ -146,19 +153,14 @@ def _try(model: Model, budget: int, options: PlanningOptions) -> _Tried:
 
 def tried(model: str | bytes, budget: int, options: PlanningOptions) -> tuple[dict[str, Any] | None, int]:
     """What a budget gave, for another process."""
-    point, bound = _try(model, budget, options)
+    point, bound = _try(begin(model, options), budget)
     return None if point is None else asdict(point), bound
 
 
-def _tried(
-    model: Model, budgets: Sequence[int], jobs: int, options: PlanningOptions, progress: Progress
+def _tried_apart(
+    model: Model, budgets: Sequence[int], jobs: int, options: PlanningOptions, names: Sequence[str], progress: Progress
 ) -> Iterator[_Tried]:
-    """What each budget gave, in their order."""
-    names = [f"budget {number} of {len(budgets)}" for number in range(1, len(budgets) + 1)]
-    if jobs == 1:
-        for name, budget in zip(names, budgets, strict=True):
-            yield _try(model, budget, {**options, "progress": named(name, progress)})
-        return
+    """Rewrite to each budget in processes of their own; what each gave, in their order."""
     given = os.fspath(model) if isinstance(model, str | os.PathLike) else load(model).model.SerializeToString()
     idle: SimpleQueue[Child] = SimpleQueue()
 
@@ -192,10 +194,10 @@ def named(what: str, progress: Progress) -> Progress:
     return lambda stage, fraction: progress(f"{what}: {stage}", fraction)
 
 
-def _lowest(model: Model, least: int, options: PlanningOptions) -> int:
+def _lowest(planner: Planner, least: int, progress: Progress) -> int:
     """The lowest budget, in bytes, that the selector keeps; found by asking for the `least` that could be."""
     try:
-        return rewrite(model, least, options, advise=False).report.covered()[1]
+        return planner.rewrite(least, advise=False, progress=progress).report.covered()[1]
     except BudgetInfeasibleError as error:
         return smallest_budget(int(error.best_peak_bytes * 1.005))
 

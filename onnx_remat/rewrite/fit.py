@@ -24,13 +24,11 @@ from onnx_remat.options import Options
 from onnx_remat.ort import moves, runtime
 from onnx_remat.ort.executed import Executed, at_levels
 from onnx_remat.ort.kernels import costs
-from onnx_remat.ort.peaks import held
 from onnx_remat.ort.prepare import Compiled, computed
 from onnx_remat.plan import selectors
 from onnx_remat.plan.request import Deadline
-from onnx_remat.rewrite.goal import MARGIN, Goal
-from onnx_remat.session.foreseen import Footprint, foresee
-from onnx_remat.session.opening import workspace
+from onnx_remat.rewrite.accounting import MARGIN, Accounting, Goal, levels
+from onnx_remat.session.foreseen import Footprint
 from onnx_remat.units import format_bytes
 from onnx_remat.version import __version__
 from onnx_remat.write import private_buffers
@@ -45,7 +43,6 @@ _ANYTIME = ("search", "auto", "exact")  # selectors that use the time they are g
 _EASE = 1.02  # of the lowest budget found: a search for just that would have to be as lucky again
 _MORE = 2.0  # times the effort: what a refusal advises to try
 _CLOSE = 0.98  # of a target that was too large: one that is not too large and this near is good enough
-_UNSEEN = 0.004  # of what a loop takes: networks of up to 3,600 nodes took at most 0.3 % more than foreseen
 _LATE = 1.0  # seconds that an answer may come late rather than not at all
 _TIMES = 2.0  # as much again as is missing: what a refusal for lack of time advises to give
 _AFTER = 1.3  # times as long as a file took: with what follows the last one
@@ -112,7 +109,6 @@ class Work:
 
 
 def make_plan(
-    compiled: Compiled,
     goal: Goal,
     target: int,
     options: Options,
@@ -123,45 +119,43 @@ def make_plan(
 
     `known_plans` are starting points, see `request.Request.known`.
     """
-    floor = goal.floor(compiled.problem)
-    proved = floor > target
+    memory = goal.memory
+    proved = memory.floor > target
     plan = None
     if not proved:
-        plan = _selected(compiled, goal, target, options, deadline, known=known_plans)
+        plan = _selected(goal, target, options, deadline, known=known_plans)
         if plan.timeline.peak <= target:
             return plan
-    look = first_look(compiled, goal, options, deadline)
+    look = first_look(goal, options, deadline)
     if look.timeline.peak <= target and not proved:
         return look
-    best, n_ops = plan or look, compiled.problem.n_ops
-    lowest = best.timeline.peak + goal.per_node * (len(best.schedule.order) - n_ops)
-    found = goal.budget(lowest)
+    lowest = lowest_peak(plan or look, memory)
+    found = memory.budget(lowest)
     raise Refusal(
-        _refused(goal, target, floor, lowest, options),
-        0 if found >= goal.taken or proved else int(found * _EASE),
+        _refused(goal, target, lowest, options),
+        0 if found >= memory.original_bytes or proved else int(found * _EASE),
         None if proved else _lower(options),
-        "" if proved else _no_lower(goal.budget(floor)),
-        lowest + goal.books, floor + goal.books, look, found if proved and found < goal.taken else 0,
+        "" if proved else _no_lower(memory.budget(memory.floor)),
+        lowest + memory.bookkeeping, memory.floor + memory.bookkeeping, look,
+        found if proved and found < memory.original_bytes else 0,
     )  # fmt: skip
 
 
-def first_look(compiled: Compiled, goal: Goal, options: Options, deadline: Deadline) -> Plan:
+def lowest_peak(plan: Plan, memory: Accounting) -> int:
+    """Return a plan's peak with the bookkeeping of the nodes that it runs again."""
+    return plan.timeline.peak + memory.bookkeeping_per_node * (len(plan.schedule.order) - plan.compiled.problem.n_ops)
+
+
+def first_look(goal: Goal, options: Options, deadline: Deadline) -> Plan:
     """The lowest plan that the selector finds at once: the same whatever the budget is."""
-    return _selected(compiled, goal, 0, options, deadline, work=1, use_time=False)
+    return _selected(goal, 0, options, deadline, work=1, use_time=False)
 
 
-def _selected(compiled: Compiled, goal: Goal, target: int, options: Options, deadline: Deadline, **more: Any) -> Plan:
+def _selected(goal: Goal, target: int, options: Options, deadline: Deadline, **more: Any) -> Plan:
     """The selector's answer, above the target or not; `more` are fields of `request.Request`."""
+    compiled, problem = goal.memory.compiled, goal.memory.planned()
     order = moves.adjoined(compiled.problem, compiled.default_order().order).order
     baseline = Schedule(tuple(after_readers(compiled.problem, order).tolist()))
-    # Plans are made against liveness: the file keeps the runtime from sharing buffers where that costs memory.
-    whole = compiled.problem if goal.own is None else goal.own
-    problem = replace(whole, poolable=np.zeros(whole.n_values, np.bool_))
-    if goal.cost is not None:
-        problem = replace(problem, cost=goal.cost)
-    if goal.by_loop:  # the slab does not shrink while a kernel has its workspace: the largest lies alongside
-        apart, alone = workspace(compiled)[0], moves.beside(compiled)
-        problem = replace(problem, workspace=alone, base_bytes=problem.base_bytes + apart, hold_unread=False)
     numbers = {name: i for i, name in enumerate(compiled.graph.values)}
     request = selectors.Request(
         problem,
@@ -178,8 +172,8 @@ def _selected(compiled: Compiled, goal: Goal, target: int, options: Options, dea
     schedule = settle(compiled, problem, schedule, target)
     check_schedule(problem, schedule)
     timeline = buffers.simulate(problem, schedule)
-    extra, floor = schedule.overhead(compiled.problem), goal.floor(compiled.problem)
-    return Plan(compiled, schedule, timeline, goal.allowed, extra, floor)
+    extra = schedule.overhead(compiled.problem)
+    return Plan(compiled, schedule, timeline, goal.allowed, extra, goal.memory.floor)
 
 
 class Refusal(BudgetInfeasibleError):
@@ -230,18 +224,19 @@ class Refusal(BudgetInfeasibleError):
         return joined("; ", filter(None, (self.why, advice, self.below)))
 
 
-def _refused(goal: Goal, target: int, floor: int, lowest: int, options: Options) -> str:
+def _refused(goal: Goal, target: int, lowest: int, options: Options) -> str:
     """Why there is no plan: proved, or not found in the time given; `Refusal` adds what to try next."""
-    allowed, least, found = goal.allowed, goal.budget(floor), goal.budget(lowest)
+    allowed, memory, floor = goal.allowed, goal.memory, goal.memory.floor
+    least, found = memory.budget(floor), memory.budget(lowest)
     if floor > target:
-        books = f"{format_bytes(goal.books)} of ONNX Runtime's own bookkeeping, " if goal.books else ""
+        kept = f"{format_bytes(memory.bookkeeping)} of ONNX Runtime's own bookkeeping, " if memory.bookkeeping else ""
         return (
             f"budget {format_bytes(allowed)} is impossible: below {format_bytes(least)} ({format_bytes(floor)} of "
-            f"tensors, {books}{MARGIN:.0%} kept free) there is no plan, which is proved"
+            f"tensors, {kept}{MARGIN:.0%} kept free) there is no plan, which is proved"
         )
     within = Message(" with {}", options.bounded_by()) if options.selector in _ANYTIME else ""
     finds = f"the lowest that selector {options.selector!r} finds is {format_bytes(found)}"
-    if found >= goal.taken:
+    if found >= memory.original_bytes:
         finds = f"selector {options.selector!r} finds nothing lower than the model as it is"
     return Message("no plan found for budget {}{}: {}", format_bytes(allowed), within, finds)
 
@@ -255,7 +250,7 @@ def _no_lower(least: int) -> str:
     return f"below {format_bytes(least)} there is no plan at all"
 
 
-def fit(compiled: Compiled, goal: Goal, work: Work, reserve: float, known: tuple[Schedule, ...] = ()) -> Fitted:
+def fit(goal: Goal, work: Work, reserve: float, known: tuple[Schedule, ...] = ()) -> Fitted:
     """A plan and a file within the budget: the best that the selector finds, else those of a first look.
 
     Raises
@@ -264,9 +259,9 @@ def fit(compiled: Compiled, goal: Goal, work: Work, reserve: float, known: tuple
         Neither keeps the budget. It says what the file of the first look takes, which is the same for every budget: so
         that one is a budget to ask for.
     """
-    direct = Direct.of(compiled)
+    direct = Direct.of(goal.memory.compiled)
     try:
-        return _search(compiled, goal, work, reserve, known, direct)
+        return _search(goal, work, reserve, known, direct)
     except Refusal as refusal:
         if work.deadline.ends_within(reserve):
             raise
@@ -275,13 +270,11 @@ def fit(compiled: Compiled, goal: Goal, work: Work, reserve: float, known: tuple
         if worst <= goal.allowed:
             found = _at_other_levels(made, work, reserve)
             return replace(made, executed=found)
-        refusal.looked = worst if worst < goal.taken else 0
+        refusal.looked = worst if worst < goal.memory.original_bytes else 0
         raise
 
 
-def _search(
-    compiled: Compiled, goal: Goal, work: Work, reserve: float, known: tuple[Schedule, ...], direct: Direct
-) -> Fitted:
+def _search(goal: Goal, work: Work, reserve: float, known: tuple[Schedule, ...], direct: Direct) -> Fitted:
     """Plan, write, and see what ONNX Runtime would make of the file, until that is within the budget.
 
     Where the file as executed exceeds the budget, the plan is made anew for a tighter target. What the arena adds, or
@@ -290,12 +283,12 @@ def _search(
     file could not be simulated before `deadline`: each leaves the time that the file before took to write and simulate,
     `reserve` seconds at first.
     """
-    allowed, options, deadline = goal.allowed, work.options, work.deadline
-    target, good, failed = _first_target(compiled, goal), 0, 0
+    allowed, memory, options, deadline = goal.allowed, goal.memory, work.options, work.deadline
+    target, good, failed = _first_target(goal), 0, 0
     peaks: list[int] = []
     plans: tuple[Schedule, ...] = ()
     best: Fitted | None = None
-    _check_time(compiled, goal, options, deadline, reserve)
+    _check_time(goal, options, deadline, reserve)
     for _ in range(_PLANS):
         if plans and deadline.ends_within(reserve):
             break
@@ -303,7 +296,7 @@ def _search(
             try:
                 share = 1.0 if plans or options.effort is not None else _FIRST_SHARE
                 less = replace(options, effort=options.work_seconds() * _GOING_ON) if plans else options
-                plan = make_plan(compiled, goal, target, less, deadline.sooner(reserve, share), (*known, *plans))
+                plan = make_plan(goal, target, less, deadline.sooner(reserve, share), (*known, *plans))
                 plans = (*plans, plan.schedule)
             except BudgetInfeasibleError:
                 if not plans and target < goal.target():  # no wonder
@@ -322,8 +315,7 @@ def _search(
         )  # fmt: skip
         if worst > allowed:  # ask for less by what the file took more, and for less than would give this plan again
             failed = min(target, plan.timeline.peak)
-            over = worst - allowed if goal.by_loop else int(target * (1 - allowed / worst * 0.998))
-            target = (good + failed) // 2 if good else min(target - over, failed - 1)
+            target = (good + failed) // 2 if good else min(memory.tighter(target, worst, allowed), failed - 1)
         else:
             good = target
             if best is None or made.extra() < best.extra():
@@ -331,28 +323,29 @@ def _search(
             unused = allowed - worst
             if plan.extra_compute <= 0:  # there is nothing to gain from a larger target
                 break
-            if unused <= allowed * MARGIN if goal.by_loop else not (options.arena and failed):
+            if memory.is_used_up(unused, allowed, missed=failed > 0):
                 break
             target = (good + failed) // 2 if failed else target + unused
         if good > failed * _CLOSE > 0:
             break
-    if best is not None and goal.cost is not None and best.plan.extra_compute > 0 and not deadline.ends_within(reserve):
-        best = _unlike(best, goal, good, work, reserve, (*known, *plans), direct)
+    plain = memory.priced_alone()
+    if best is not None and plain and best.plan.extra_compute > 0 and not deadline.ends_within(reserve):
+        best = _unlike(best, Goal(allowed, plain), good, work, reserve, (*known, *plans), direct)
     if best is not None:
         return replace(best, executed=_at_other_levels(best, work, reserve))
     lowest, holds = min(peaks), " with its arena" if options.arena else ""
     raise Refusal(
         f"no file found that ONNX Runtime runs under budget {format_bytes(allowed)}{holds}: plans keep it, but the "
         f"best file takes {format_bytes(lowest)}",
-        int(lowest * _EASE) if lowest < goal.taken else 0, None, _no_lower(goal.budget(plan.lower_bound)),
-        lowest, plan.lower_bound + goal.books, first_look(compiled, goal, options, deadline),
+        int(lowest * _EASE) if lowest < memory.original_bytes else 0, None, _no_lower(memory.budget(plan.lower_bound)),
+        lowest, plan.lower_bound + memory.bookkeeping, first_look(goal, options, deadline),
     )  # fmt: skip
 
 
 def _unlike(
     best: Fitted, goal: Goal, target: int, work: Work, reserve: float, known: tuple[Schedule, ...], direct: Direct
 ) -> Fitted:
-    """The better file of the best and of one planned with the price of every node by itself, each timed as it runs.
+    """The better file of the best and of one for `goal`, which prices every node by itself, each timed as it runs.
 
     A price cannot say what a recompute costs beside its readers before there is an order that decides what is fused.
     """
@@ -360,7 +353,7 @@ def _unlike(
     with work.stage("plan"):
         try:
             clock = work.deadline.sooner(reserve, 1.0)
-            plan = make_plan(best.plan.compiled, replace(goal, cost=None), target, less, clock, known)
+            plan = make_plan(goal, target, less, clock, known)
         except BudgetInfeasibleError:
             return best
     if plan.schedule == best.plan.schedule:
@@ -369,17 +362,18 @@ def _unlike(
     return other if taken <= goal.allowed and other.extra() < best.extra() else best
 
 
-def _first_target(compiled: Compiled, goal: Goal) -> int:
-    """The peak to plan for at first: lower where the books of nodes that run again will be more than the margin."""
-    books = int(_RUN_AGAIN * goal.per_node * compiled.problem.n_ops)
+def _first_target(goal: Goal) -> int:
+    """The peak to plan for at first: lower where bookkeeping of nodes that run again will be more than the margin."""
+    memory = goal.memory
+    bookkeeping = int(_RUN_AGAIN * memory.bookkeeping_per_node * memory.compiled.problem.n_ops)
     margin = int(MARGIN * goal.allowed)
-    if books < 2 * margin:
+    if bookkeeping < 2 * margin:
         return goal.target()
-    lowered = goal.target() - books + margin
-    return lowered if lowered > goal.floor(compiled.problem) else goal.target()
+    lowered = goal.target() - bookkeeping + margin
+    return lowered if lowered > memory.floor else goal.target()
 
 
-def _check_time(compiled: Compiled, goal: Goal, options: Options, deadline: Deadline, reserve: float) -> None:
+def _check_time(goal: Goal, options: Options, deadline: Deadline, reserve: float) -> None:
     """Raise an error where the limit is over before a file could be written and simulated, with no time to plan it."""
     late = reserve - deadline.left()
     if late <= _LATE:
@@ -389,10 +383,10 @@ def _check_time(compiled: Compiled, goal: Goal, options: Options, deadline: Dead
         Message(
             "{} is too short for a file of {} nodes: to write it and to ask ONNX Runtime about it takes about {:.0f} s "
             "by itself, at this machine's present pace; try {}",
-            Setting("time_limit", options.time_limit), compiled.graph.n_nodes(), reserve,
+            Setting("time_limit", options.time_limit), goal.memory.compiled.graph.n_nodes(), reserve,
             Setting("time_limit", enough),
         ),
-        goal.taken, goal.floor(compiled.problem) + goal.books,
+        goal.memory.original_bytes, goal.memory.floor + goal.memory.bookkeeping,
     )  # fmt: skip
 
 
@@ -405,12 +399,11 @@ def _write_out(plan: Plan, goal: Goal, target: int, work: Work, direct: Direct) 
     Where it exceeds the budget, the values that share buffers to no good are made private, as long as there are any;
     against gaps in the arena that is no help.
     """
-    options, before_peak = work.options, work.original.timeline.peak
+    options, memory, before_peak = work.options, goal.memory, work.original.timeline.peak
     unrolled = private_buffers.unroll(plan.compiled.problem, plan.schedule)
     steps = unrolled.step
     private: set[int] = set()
-    # A session of ours shares no buffers that it should not: nothing needs to be private then.
-    exposed: set[int] = set(range(len(plan.schedule.order))) if goal.by_loop else set()
+    exposed: set[int] = set() if memory.shares_buffers else set(range(len(plan.schedule.order)))
     while True:
         with work.stage("rewrite"):
             written = _write(plan, goal, target, before_peak, private, exposed, direct.values, options.dims)
@@ -420,28 +413,16 @@ def _write_out(plan: Plan, goal: Goal, target: int, work: Work, direct: Direct) 
                 direct.values.update(rounded)
                 continue
             written = replace(written, rounded=rounded)
-            executed = _as_written(written.model, work, levels()[-1:] if goal.by_loop else levels())
-            if goal.by_loop:
-                left = max(work.deadline.left(), 0.0)
-                trained = foresee(executed[levels()[-1]], left, options.fuse, options.costs)
-                return int(trained.total * (1 + _UNSEEN)), Fitted(plan, written, executed, trained)
-            timelines = {level: what.timeline for level, what in executed.items()}
-        worst = max(timeline.peak for timeline in timelines.values())
+            executed = _as_written(written.model, work, memory.levels())
+            taken, trained = memory.taken(executed, max(work.deadline.left(), 0.0))
         so_far = len(private) + len(exposed)
-        if worst > plan.budget:
+        if memory.shares_buffers and taken > plan.budget:
             warm = int(target * _WARM)
             idle = {i for what in executed.values() for i in _idle_sharers(what, warm, written)}
             exposed |= {int(steps[i]) for i in idle & private}
             private |= idle
         if len(private) + len(exposed) == so_far:
-            if options.arena:
-                worst = max(worst, *(held(executed[level], timelines[level]) for level in executed))
-            return worst, Fitted(plan, written, executed)
-
-
-def levels() -> tuple[str, ...]:
-    """Optimisation levels at which files can be simulated here."""
-    return runtime.LEVELS if runtime.available() else ("disable",)
+            return max(taken, memory.arena_bytes(executed)), Fitted(plan, written, executed, trained)
 
 
 def _as_written(model: onnx.ModelProto, work: Work, levels: Sequence[str]) -> dict[str, Executed]:
@@ -496,7 +477,7 @@ def _write(
         "original_peak_bytes": str(before_peak),
         "planned_peak_bytes": str(plan.timeline.peak),
         "dims": json.dumps(dict(dims)),
-        "run_by": goal.run_by(),
+        "run_by": goal.memory.run_by,
     }
     if (kernels := plan.compiled.kernels).device != "cpu":
         metadata |= {"provider": kernels.name, "cudnn_workspace_bytes": str(kernels.library_workspace)}

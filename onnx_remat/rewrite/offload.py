@@ -13,11 +13,10 @@ from onnx_remat.errors import BudgetInfeasibleError
 from onnx_remat.memory.problem import Schedule
 from onnx_remat.options import Options
 from onnx_remat.ort.moves import adjoined, carried, movable, split, worth_moving
-from onnx_remat.ort.prepare import Compiled
-from onnx_remat.ort.renewed import taking_over, with_donations
+from onnx_remat.ort.renewed import with_donations
 from onnx_remat.plan.request import Deadline
+from onnx_remat.rewrite.accounting import Goal, LoopMemory
 from onnx_remat.rewrite.fit import Fitted, Work, fit, make_plan
-from onnx_remat.rewrite.goal import Goal
 
 _ROUNDS = 3  # plans that may move values
 _SHARE = 0.4  # of the clock for a plan that moves nothing, and of what is left for each after it
@@ -25,7 +24,7 @@ _EASE = 1.02  # of the lowest budget that was found: what a plan to start from i
 _LOOK = 0.25  # of the effort for that plan
 
 
-def fit_with_moves(compiled: Compiled, goal: Goal, work: Work, reserve: float) -> Fitted:
+def fit_with_moves(goal: Goal, work: Work, reserve: float) -> Fitted:
     """`fit.fit` among plans that may move values to the host and back, and those that do not; the one that takes least.
 
     Raises
@@ -34,15 +33,17 @@ def fit_with_moves(compiled: Compiled, goal: Goal, work: Work, reserve: float) -
         Neither kind was found.
     """
     options, deadline = work.options, work.deadline
-    link, moving = options.link(), goal.floor_of_moves(compiled.problem)
+    memory, link = goal.memory, options.link()
+    assert isinstance(memory, LoopMemory), "offload is a loop's, see Options"
+    compiled = memory.compiled
     best: Fitted | None = None
     refusal: BudgetInfeasibleError | None = None
     try:
-        best = fit(compiled, goal, replace(work, deadline=deadline.sooner(reserve, _SHARE)), reserve)
+        best = fit(goal, replace(work, deadline=deadline.sooner(reserve, _SHARE)), reserve)
         start = best.plan.compiled, best.plan.schedule
     except BudgetInfeasibleError as error:
         refusal = error
-        start = compiled, _lowest(compiled, goal, error, options, deadline.sooner(reserve, _SHARE))
+        start = compiled, _lowest(goal, error, options, deadline.sooner(reserve, _SHARE))
     before: set[str] = set()
     for turn in range(_ROUNDS):
         if turn and deadline.ends_within(reserve):
@@ -55,10 +56,10 @@ def fit_with_moves(compiled: Compiled, goal: Goal, work: Work, reserve: float) -
         before = names
         larger = with_donations(split(compiled, names, link))
         known = carried(start[1].order, start[0], larger)
-        its = replace(goal, own=taking_over(larger), fused=None, moving=moving)
+        its = replace(goal, memory=memory.with_moves(larger))
         rest = replace(work, deadline=deadline.sooner(reserve, _SHARE))
         try:
-            found = fit(larger, its, rest, reserve, (known,))
+            found = fit(its, rest, reserve, (known,))
         except BudgetInfeasibleError as error:
             if best is not None:
                 break
@@ -73,14 +74,13 @@ def fit_with_moves(compiled: Compiled, goal: Goal, work: Work, reserve: float) -
     return best
 
 
-def _lowest(
-    compiled: Compiled, goal: Goal, error: BudgetInfeasibleError, options: Options, deadline: Deadline
-) -> Schedule:
+def _lowest(goal: Goal, error: BudgetInfeasibleError, options: Options, deadline: Deadline) -> Schedule:
     """A plan as low as they were found without moves."""
-    allowed = goal.budget(int((error.best_peak_bytes - goal.books) * _EASE))
+    compiled, kept = goal.memory.compiled, goal.memory.bookkeeping
+    allowed = goal.memory.budget(int((error.best_peak_bytes - kept) * _EASE))
     within = replace(goal, allowed=allowed)
     less = replace(options, effort=options.work_seconds() * _LOOK)
     try:
-        return make_plan(compiled, within, within.target(), less, deadline).schedule
+        return make_plan(within, within.target(), less, deadline).schedule
     except BudgetInfeasibleError:
         return adjoined(compiled.problem, compiled.default_order().order)

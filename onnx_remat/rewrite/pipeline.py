@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Unpack
 
 import onnx
@@ -18,30 +19,24 @@ from onnx_remat.ir import model_io, phases, shapes
 from onnx_remat.ir.body import check_fits, into_body
 from onnx_remat.measure import verify
 from onnx_remat.measure.processes import beyond_tensors
-from onnx_remat.memory.buffers import Timeline
 from onnx_remat.messages import Setting
 from onnx_remat.options import Options, PlanningOptions, parse_options
 from onnx_remat.ort.executed import Executed, as_executed, at_levels
 from onnx_remat.ort.moves import moved
-from onnx_remat.ort.peaks import describe, held, reserves
+from onnx_remat.ort.peaks import describe, reserves
 from onnx_remat.ort.prepare import Compiled, prepare
-from onnx_remat.ort.renewed import taking_over, with_donations
 from onnx_remat.plan.cost_bounds import cost_lower_bound
 from onnx_remat.plan.request import Deadline
+from onnx_remat.rewrite.accounting import Accounting, Goal, LoopMemory, SessionMemory, levels
 from onnx_remat.rewrite.first_use import PLANNER, REPORTER, SIMULATOR, FirstUse, first_use
-from onnx_remat.rewrite.fit import Fitted, Plan, Refusal, Work, fit, levels, make_plan
-from onnx_remat.rewrite.goal import Goal, fused_cost, outside_kernels
-from onnx_remat.rewrite.notes import MOVES, fusing, on_device, rounding, unseen, warnings, worst_level
+from onnx_remat.rewrite.fit import Fitted, Plan, Refusal, Work, fit, make_plan
+from onnx_remat.rewrite.notes import MOVES, on_device, rounding, unseen, warnings, worst_level
 from onnx_remat.rewrite.offload import fit_with_moves
 from onnx_remat.rewrite.report import Report
-from onnx_remat.session.bookkeeping import BOOKS_BYTES_PER_NODE
 from onnx_remat.session.foreseen import Footprint, foresee
-from onnx_remat.session.fusing import why_not as why_not_fused
 from onnx_remat.session.opening import check_openable
 from onnx_remat.units import Budget, parse_budget
 from onnx_remat.write.decided import Rewritten
-
-_LOOKS = {True: 3.0, False: 4.0}  # times as long as simulating the original: a file, for a loop or at every level
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,13 +98,15 @@ def plan_model(model: model_io.Model, budget: str | int | Budget, **options: Unp
     OnnxRematError
         As `rewrite_model`.
     """
+    asked = parse_budget(budget)
     with first_use() as kernels:
-        job = begin(model, budget, options, kernels)
-        if job.options.offload:
+        planner = begin(model, options, kernels)
+        if planner.options.offload:
             raise UsageError("offload: plans with moves are rewrite_model's")
+        job = planner.job(asked, planner.deadline)
         job.compile(kernels, PLANNER)
     try:
-        return make_plan(job.compiled, job.goal, job.goal.target(), job.options, job.deadline)
+        return make_plan(job.goal, job.goal.target(), planner.options, job.deadline)
     except Refusal as refusal:
         raise refusal.naming(refusal.candidate or refusal.looked) from None
 
@@ -153,30 +150,39 @@ def rewrite_model(model: model_io.Model, budget: str | int | Budget, **options: 
 
 def rewrite(model: model_io.Model, budget: str | int | Budget, options: PlanningOptions, advise: bool = True) -> Result:
     """As `rewrite_model`; without `advise`, a refusal names a budget that was not tried, but comes sooner."""
+    asked = parse_budget(budget)
     with first_use() as kernels:
-        job = begin(model, budget, options, kernels)
-        if job.keeps_already():
-            return _unchanged(job)
-        job.compile(kernels, PLANNER + REPORTER if job.options.arena else PLANNER)
-        reserve = _LOOKS[job.goal.by_loop] * job.clock.seconds["simulate original"]
-        fitting = fit_with_moves if job.options.offload else fit
-        work = Work(job.original, job.folder, job.options, job.clock.stage, job.deadline)
+        planner = begin(model, options, kernels)
+        return _rewrite(planner.job(asked, planner.deadline), kernels, advise)
 
-        def within(goal: Goal) -> Fitted:
-            return fitting(job.compiled, goal, work, reserve)
 
-        try:
-            fitted = within(job.goal)
-        except Refusal as refusal:
-            budget = _to_ask_for(refusal, job, within) if advise else refusal.candidate
-            raise refusal.naming(budget, 0 if job.options.arena else job.goal.taken) from None
-        job.compile(kernels, REPORTER)
+def _rewrite(job: Job, kernels: FirstUse, advise: bool) -> Result:
+    planner, memory = job.planner, job.goal.memory
+    options = planner.options
+    if planner.keeps(job.goal.allowed):
+        return _unchanged(job)
+    job.compile(kernels, PLANNER + REPORTER if options.arena else PLANNER)
+    reserve = memory.simulations * planner.seconds["simulate original"]
+    fitting = fit_with_moves if options.offload else fit
+    work = Work(planner.original, planner.folder, options, job.clock.stage, job.deadline)
+
+    def within(goal: Goal) -> Fitted:
+        return fitting(goal, work, reserve)
+
+    try:
+        fitted = within(job.goal)
+    except Refusal as refusal:
+        budget = _to_ask_for(refusal, job, within) if advise else refusal.candidate
+        raise refusal.naming(budget, 0 if options.arena else memory.original_bytes) from None
+    job.compile(kernels, REPORTER)
     written, final = fitted.written, list(fitted.executed.values())[-1]
     with job.clock.stage("verify"):
         measured = _verify(job, written, fitted.executed)
     report = _report(job, fitted, measured)
-    asked = _as_asked(written.model, job.options)
-    return Result(asked, report, job.folder, job.compiled, job.original, final, tuple(written.recomputed))
+    asked = _as_asked(written.model, options)
+    return Result(
+        asked, report, planner.folder, memory.compiled, planner.original, final, tuple(written.recomputed)
+    )  # fmt: skip
 
 
 _ASKED = 2  # budgets tried before a refusal names one
@@ -189,9 +195,10 @@ def _to_ask_for(refusal: Refusal, job: Job, within: Callable[[Goal], Fitted]) ->
     no time for a second one: then only the first look counts.
     """
     found, again = refusal.looked, refusal
-    for _ in range(_ASKED if job.options.effort is not None else 0):
+    most = job.goal.memory.original_bytes
+    for _ in range(_ASKED if job.planner.options.effort is not None else 0):
         candidate = again.candidate
-        if not 0 < candidate < min(found or job.goal.taken, job.goal.taken):
+        if not 0 < candidate < min(found or most, most):
             break
         try:
             within(replace(job.goal, allowed=candidate))
@@ -203,44 +210,46 @@ def _to_ask_for(refusal: Refusal, job: Job, within: Callable[[Goal], Fitted]) ->
 
 def _verify(job: Job, written: Rewritten, executed: Mapping[str, Executed]) -> verify.Measured | None:
     """Check the written file as far as was asked for; what was measured, if it was run."""
-    plain, options = executed["disable"], job.options
+    planner, compiled = job.planner, job.goal.memory.compiled
+    plain, options = executed["disable"], planner.options
     if options.verify != "none":
-        verify.check(job.compiled.graph.model, written.model, plain.compiled.graph)
+        verify.check(compiled.graph.model, written.model, plain.compiled.graph)
     if options.verify != "run":
         return None
     order = [plain.compiled.graph.ops[i].node.name for i in plain.order.order]
     # A budget for a loop promises nothing of a plain session: there the file takes what was simulated.
+    by_loop = isinstance(job.goal.memory, LoopMemory)
     simulated = max(each.timeline.peak for each in executed.values())
-    limit = simulated if job.goal.by_loop else job.goal.allowed
     return verify.run(
-        job.compiled, written.model, job.folder, dict(options.dims), limit, order, options.arena, written.rounded,
-        trained=job.goal.allowed if job.goal.by_loop else None,
-        beyond=(beyond_tensors(job.original), beyond_tensors(list(executed.values())[-1])), body=not options.patterns,
-        fuse=options.fuse,
+        compiled, written.model, planner.folder, dict(options.dims), simulated if by_loop else job.goal.allowed, order,
+        options.arena, written.rounded, trained=job.goal.allowed if by_loop else None,
+        beyond=(beyond_tensors(planner.original), beyond_tensors(list(executed.values())[-1])),
+        body=not options.patterns, fuse=options.fuse,
     )  # fmt: skip
 
 
 def _report(job: Job, fitted: Fitted, measured: verify.Measured | None) -> Report:
     """What was done and what it takes, of the original and of the file as ONNX Runtime runs it by default."""
     plan, written, executed = fitted.plan, fitted.written, fitted.executed
-    compiled, original, final = job.compiled, job.original, list(executed.values())[-1]
+    planner, memory = job.planner, job.goal.memory
+    options, compiled, original, final = planner.options, memory.compiled, planner.original, list(executed.values())[-1]
     after = final.timeline
     with job.clock.stage("bound"):
-        problem, allowed = job.goal.bounded(compiled.problem)
-        until = job.deadline.passed
-        at_least = 0.0 if job.options.offload else cost_lower_bound(problem, allowed, None, until, job.goal.per_node)
+        problem, allowed = memory.bounded(job.goal.allowed)
+        until, per_node = job.deadline.passed, memory.bookkeeping_per_node
+        at_least = 0.0 if options.offload else cost_lower_bound(problem, allowed, None, until, per_node)
         if at_least > plan.extra_compute:  # what is fused has fewer values than the nodes that the bound is for
             at_least = 0.0
     with job.clock.stage("arena"):
-        arenas = reserves(original, job.before), reserves(final, after)
+        arenas = reserves(original, original.timeline), reserves(final, after)
     return Report(
-        selector=job.options.selector,
+        selector=options.selector,
         budget=job.goal.allowed,
-        before=describe(original, job.before),
+        before=describe(original, original.timeline),
         after=describe(final, after),
         peaks_by_level={level: each.timeline.peak for level, each in executed.items()},
         lower_bound=plan.lower_bound,
-        impossible_below=job.impossible_below(plan.lower_bound),
+        impossible_below=planner.impossible_below(plan.lower_bound),
         extra_compute=plan.extra_compute,
         extra_compute_bound=at_least,
         moved=moved(plan.compiled, plan.schedule),
@@ -259,63 +268,94 @@ def _report(job: Job, fitted: Fitted, measured: verify.Measured | None) -> Repor
             *phases.note(compiled.problem.phase.tolist()),
             *on_device(compiled),
             *((MOVES,) if written.moved else ()),
-            *(fusing(fitted.trained, job.goal.allowed) if job.goal.by_loop else ()),
+            *memory.notes(fitted.trained, job.goal.allowed),
         ),
         warnings=warnings(compiled, written.model),
-        run_by=job.goal.run_by(),
+        run_by=memory.run_by,
         cut_short=job.deadline.cut_short,
-        loop_before=job.trained,
-        loop_after=fitted.trained or _as_trained(final, written.model, job.options),
+        loop_before=planner.trained,
+        loop_after=fitted.trained or _as_trained(final, written.model, options),
     )
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """What planning starts from.
+class Planner:
+    """A model that is loaded, compiled and simulated, for any number of budgets; see `begin`.
 
-    `before` is the original's simulated timeline by default, `by_level` the original at each level that the budget is
-    for, `trained` what a loop takes with it.
+    Attributes
+    ----------
+    options : Options
+    folder : Path or None
+        Where the model's external data lies.
+    memory : Accounting
+        What budgets cover, and the model as it is planned.
+    original : Executed
+        The model as ONNX Runtime executes it by default; `by_level` at each level that budgets are for.
+    trained : Footprint or None
+        What a loop takes with it; None where it cannot open the model.
+    seconds : mapping of str to float
+        Time that each stage took so far.
+    deadline : Deadline
+        Of the first budget: simulating the original counts.
     """
 
     options: Options
     folder: Path | None
-    compiled: Compiled
+    memory: Accounting
     original: Executed
-    before: Timeline
     by_level: Mapping[str, Executed]
     trained: Footprint | None
+    seconds: Mapping[str, float]
+    deadline: Deadline
+
+    def rewrite(
+        self, budget: str | int | Budget, advise: bool = True, progress: Callable[[str, float], None] | None = None
+    ) -> Result:
+        """Rewrite the model to a budget; `advise` as in `rewrite`, errors as `rewrite_model`."""
+        planner = self if progress is None else replace(self, options=replace(self.options, progress=progress))
+        with first_use() as kernels:
+            return _rewrite(planner.job(parse_budget(budget), Deadline(self.options.time_limit)), kernels, advise)
+
+    def job(self, budget: Budget, deadline: Deadline) -> Job:
+        """Return the job of keeping a budget."""
+        goal = Goal(budget.resolve(self.memory.original_bytes), self.memory)
+        return Job(self, goal, _Stopwatch(self.options.progress, self.seconds), deadline)
+
+    def impossible_below(self, floor: int) -> int:
+        """No budget below this is kept where no plan peaks below `floor`; what the original takes is kept by itself."""
+        return min(self.memory.budget(floor), self.memory.original_bytes)
+
+    def keeps(self, budget: int) -> bool:
+        """Return whether the original itself is within a budget."""
+        return max(self.memory.original_bytes, self.memory.arena_bytes(self.by_level)) <= budget
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One budget for a model."""
+
+    planner: Planner
     goal: Goal
     clock: _Stopwatch
     deadline: Deadline
 
     def compile(self, kernels: FirstUse, groups: tuple[str, ...]) -> None:
         """See to it that some kernels are compiled; a first use is none of the time limit's."""
-        self.options.progress("compile", 0.0)
+        self.planner.options.progress("compile", 0.0)
         seconds = kernels.compile(groups)
         self.clock.waited(seconds)
         self.deadline.later(seconds)
 
-    def impossible_below(self, floor: int) -> int:
-        """No budget below this is kept where no plan peaks below `floor`; what the original takes is kept by itself."""
-        return min(self.goal.budget(floor), self.goal.taken)
 
-    def keeps_already(self) -> bool:
-        """Is the original itself within the budget?"""
-        allowed = self.goal.allowed
-        if self.goal.by_loop:
-            return self.trained is not None and self.trained.total <= allowed
-        timelines = ((each, each.timeline) for each in self.by_level.values())
-        return all(
-            timeline.peak <= allowed and not (self.options.arena and held(each, timeline) > allowed)
-            for each, timeline in timelines
-        )
+def begin(model: model_io.Model, given: PlanningOptions, kernels: FirstUse | None = None) -> Planner:
+    """Check the options, load and compile a model, and simulate it; `kernels` know what is compiled.
 
-
-def begin(
-    model: model_io.Model, budget: str | int | Budget, given: PlanningOptions, kernels: FirstUse | None = None
-) -> Job:
-    """Check the arguments, load and compile the model, and simulate the original; `kernels` know what is compiled."""
-    parsed, options = parse_budget(budget), parse_options(given)
+    Raises
+    ------
+    OnnxRematError
+        As `rewrite_model`, budgets apart.
+    """
+    options = parse_options(given)
     clock = _Stopwatch(options.progress)
     with clock.stage("load"):
         source = model_io.load(model)
@@ -327,13 +367,14 @@ def begin(
     deadline = Deadline(options.time_limit)
     with clock.stage("simulate original"):
         original = as_executed(compiled.graph.model, source.folder, "all", options.preparation(), compiled)
-        before = original.timeline
+        _ = original.timeline  # simulated within the stage
     by_level = {"all": original}
+    memory: Accounting
     if options.run_by == "session":  # at every level, so that a percentage is of what it takes at the worst of them
         with clock.stage("simulate result"):
             by_level = _at_every_level(original, compiled, source.folder, options)
-        taken = max(each.timeline.peak for each in by_level.values())
-        goal, trained = Goal(parsed.resolve(taken), taken=taken), _as_trained(original, source.model, options)
+        trained = _as_trained(original, source.model, options)
+        memory = SessionMemory(compiled, max(each.timeline.peak for each in by_level.values()), arena=options.arena)
     else:
         try:
             check_openable(source.model)
@@ -341,18 +382,8 @@ def begin(
         except ModelError as error:
             session = Setting("run_by", "session")
             raise ModelError("{}; {} plans for onnxruntime's own", error.message, session) from None
-        compiled = with_donations(compiled)
-        fused, own = taking_over(with_donations(original.compiled)), taking_over(compiled)
-        per_node = BOOKS_BYTES_PER_NODE if compiled.kernels.device == "cpu" else 0
-        outside = cost = None
-        if options.fuse and not why_not_fused(options.provider):
-            fused, outside = outside_kernels(fused, original.compiled.graph), outside_kernels(own, compiled.graph)
-            cost = fused_cost(own, compiled.graph)
-        goal = Goal(
-            parsed.resolve(trained.total), True, trained.books, per_node, trained.total, trained.workspace, fused, own,
-            outside, cost,
-        )  # fmt: skip
-    return Job(options, source.folder, compiled, original, before, by_level, trained, goal, clock, deadline)
+        memory = LoopMemory.of(original, compiled, trained, options)
+    return Planner(options, source.folder, memory, original, by_level, trained, clock.seconds, deadline)
 
 
 def _at_every_level(
@@ -381,36 +412,38 @@ def _as_trained(executed: Executed, model: onnx.ModelProto, options: Options) ->
 
 def _unchanged(job: Job) -> Result:
     """The original as it is: it keeps the budget already."""
-    compiled, original, clock = job.compiled, job.original, job.clock
-    timeline = job.before
-    peak, floor, nodes = describe(original, timeline), job.goal.floor(compiled.problem), compiled.graph.n_nodes()
+    planner, memory, clock = job.planner, job.goal.memory, job.clock
+    options, compiled, original, trained = planner.options, memory.compiled, planner.original, planner.trained
+    peak, nodes = describe(original, original.timeline), compiled.graph.n_nodes()
     with clock.stage("arena"):
-        taken = reserves(original, timeline)
-    peaks = {level: each.timeline.peak for level, each in job.by_level.items()}
+        taken = reserves(original, original.timeline)
+    peaks = {level: each.timeline.peak for level, each in planner.by_level.items()}
     report = Report(
-        selector=job.options.selector, budget=job.goal.allowed, before=peak, after=peak, peaks_by_level=peaks,
-        lower_bound=floor, impossible_below=job.impossible_below(floor), extra_compute=0.0, extra_compute_bound=0.0,
-        recomputed=0, control_edges=0, private_values=0, nodes_before=nodes, nodes_after=nodes,
+        selector=options.selector, budget=job.goal.allowed, before=peak, after=peak, peaks_by_level=peaks,
+        lower_bound=memory.floor, impossible_below=planner.impossible_below(memory.floor), extra_compute=0.0,
+        extra_compute_bound=0.0, recomputed=0, control_edges=0, private_values=0, nodes_before=nodes, nodes_after=nodes,
         seconds=clock.seconds, arena_before=taken, arena_after=taken,
         notes=(
             "the original keeps this budget already: OUT is the original, "
-            + ("unchanged" if job.options.patterns else "in the body of an If"),
+            + ("unchanged" if options.patterns else "in the body of an If"),
             *worst_level(peaks, peak.total),
             *phases.note(compiled.problem.phase.tolist()),
             *on_device(compiled),
-            *(fusing(job.trained, job.goal.allowed) if job.goal.by_loop else ()),
+            *memory.notes(trained, job.goal.allowed),
         ),
         warnings=warnings(compiled, compiled.graph.model),
-        run_by=job.goal.run_by(), loop_before=job.trained, loop_after=job.trained,
+        run_by=memory.run_by, loop_before=trained, loop_after=trained,
     )  # fmt: skip
-    return Result(_as_asked(compiled.graph.model, job.options), report, job.folder, compiled, original, original, ())
+    return Result(_as_asked(compiled.graph.model, options), report, planner.folder, compiled, original, original, ())
 
 
 class _Stopwatch:
     """Seconds per stage, summed over repeats; also tells the progress callback which stage runs."""
 
-    def __init__(self, progress: Callable[[str, float], None]) -> None:
-        self.seconds: dict[str, float] = {}
+    def __init__(
+        self, progress: Callable[[str, float], None], seconds: Mapping[str, float] = MappingProxyType({})
+    ) -> None:
+        self.seconds = dict(seconds)
         self._progress = progress
 
     def waited(self, seconds: float) -> None:

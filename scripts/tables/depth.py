@@ -20,7 +20,7 @@ from onnx_remat.ort.executed import as_executed
 from onnx_remat.ort.kernels.cpu import CPU
 from onnx_remat.ort.prepare import Preparation, prepare
 from onnx_remat.plan.bounds import lower_bound
-from onnx_remat.rewrite.goal import smallest_budget
+from onnx_remat.rewrite.accounting import smallest_budget
 from onnx_remat.rewrite.pipeline import plan_model, rewrite_model
 from onnx_remat.units import format_bytes
 from sample_models import chain, deep_mlp, residual_cnn

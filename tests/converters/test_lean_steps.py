@@ -44,10 +44,10 @@ def language(weight=None, **loss) -> onnx.ModelProto:
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_a_cross_entropy_takes_two_matrices_as_large_as_its_logits_at_most(reduction):
-    job = begin(language(reduction=reduction), "100%", {"run_by": "loop"})
+    planner = begin(language(reduction=reduction), {"run_by": "loop"})
     state = 2 * (2 * WORDS * WIDTH + WORDS) * 4  # parameters and gradients
-    assert job.trained.weights < LOGITS / 8  # no zeros are held
-    assert job.trained.live <= 2 * LOGITS + state
+    assert planner.trained.weights < LOGITS / 8  # no zeros are held
+    assert planner.trained.live <= 2 * LOGITS + state
 
 
 def test_the_gradient_is_computed_after_the_loss_that_reads_the_same_logarithms():
@@ -78,7 +78,7 @@ def test_gradients_of_every_kind_of_cross_entropy_are_torchs(shape, extra):
 def test_zeros_that_an_embeddings_gradient_is_added_to_are_not_held():
     model = nn.Sequential(nn.Embedding(WORDS, 64), nn.Linear(64, 1))
     made = export_training_step(model, (torch.randint(0, WORDS, (32,)), torch.randn(32, 1)), F.mse_loss)
-    weights = begin(made, "100%", {"run_by": "loop"}).trained.weights
+    weights = begin(made, {"run_by": "loop"}).trained.weights
     assert weights < WORDS * 64 * 4 / 8
 
 
@@ -105,10 +105,10 @@ def test_silu_is_held_in_two_parts():
     rows, width, wide, layers = 64, 8, 4096, 6
     model = nn.Sequential(*[Gated(width, wide) for _ in range(layers)])
     made = export_training_step(model, (torch.randn(rows, width), torch.randn(rows, width)), F.mse_loss)
-    job = begin(made, "100%", {"run_by": "loop"})
+    planner = begin(made, {"run_by": "loop"})
     one, weights = rows * wide * 4, 3 * width * wide * 4 * layers
     # per layer: the gate, its sigmoid, the other branch, their product; and what the last layer's backward pass makes
-    assert job.trained.live <= (4 * layers + 3) * one + 2 * weights
+    assert planner.trained.live <= (4 * layers + 3) * one + 2 * weights
 
 
 class Attention(nn.Module):

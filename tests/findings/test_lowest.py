@@ -11,7 +11,7 @@ import onnx_remat
 from onnx_remat.app import cli
 from onnx_remat.errors import BudgetInfeasibleError
 from onnx_remat.findings import lowest
-from onnx_remat.rewrite.goal import smallest_budget
+from onnx_remat.rewrite.accounting import smallest_budget
 from sample_models.chain import chain
 
 
@@ -19,7 +19,7 @@ def world(monkeypatch, least: int, hint: float, bound: int = 900, books: int = 1
     """Every budget from `least` on is kept; a refusal names `hint` times that. The budgets that are asked for."""
     asked: list[int] = []
 
-    def rewrite(_, budget, *_options, **__):
+    def rewrite(budget, **_):
         budget = top if budget == "100%" else budget
         asked.append(budget)
         if budget < least:
@@ -29,7 +29,7 @@ def world(monkeypatch, least: int, hint: float, bound: int = 900, books: int = 1
         )
         return SimpleNamespace(report=report)
 
-    monkeypatch.setattr(lowest, "rewrite", rewrite)
+    monkeypatch.setattr(lowest, "begin", lambda *_: SimpleNamespace(rewrite=rewrite))
     return asked
 
 

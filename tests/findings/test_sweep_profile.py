@@ -10,7 +10,7 @@ import pytest
 
 from onnx_remat.app import cli
 from onnx_remat.errors import OnnxRematError, UsageError
-from onnx_remat.findings.sweep import Point, _front, _knee, _tried, sweep
+from onnx_remat.findings.sweep import Point, _front, _knee, _tried_apart, sweep
 from onnx_remat.ir import model_io
 from onnx_remat.ir.body import into_body
 from onnx_remat.measure.profiling import profile
@@ -143,7 +143,7 @@ def test_a_profile_is_of_the_step_in_a_body(tmp_path):
 
 def test_processes_of_a_sweep_that_die_or_refuse_end_it(monkeypatch):
     with pytest.raises(UsageError, match="unknown selector 'none'"):
-        [*_tried(mlp(), [1, 2, 3], 2, {"selector": "none"}, silent)]
+        [*_tried_apart(mlp(), [1, 2, 3], 2, {"selector": "none"}, ["a", "b", "c"], silent)]
     monkeypatch.setattr(child, "_command", lambda _: [sys.executable, "-c", "input()"])
     with pytest.raises(OnnxRematError, match="a process of the sweep was killed, of memory perhaps"):
-        [*_tried(mlp(), [1, 2, 3], 2, {}, silent)]
+        [*_tried_apart(mlp(), [1, 2, 3], 2, {}, ["a", "b", "c"], silent)]

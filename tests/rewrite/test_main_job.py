@@ -16,7 +16,7 @@ from onnx_remat.ort import runtime
 from onnx_remat.ort.executed import as_executed
 from onnx_remat.ort.kernels.cpu import CPU
 from onnx_remat.ort.prepare import Preparation
-from onnx_remat.rewrite.goal import smallest_budget
+from onnx_remat.rewrite.accounting import smallest_budget
 from onnx_remat.units import format_bytes
 from onnx_remat.write.decided import CLONES_KEY, EDGES_KEY
 from tests.support.graphs import SAMPLES, feeds_for, mlp, run_model, same_bits

@@ -27,15 +27,15 @@ def chain(length: int) -> onnx.ModelProto:
 
 
 def test_no_bound_is_above_what_a_loop_takes():
-    job = begin(chain(8), "100%", {"run_by": "loop"})
-    assert job.trained.live <= 4 * ENTRIES + 64  # one buffer for all of them
-    assert job.impossible_below(job.goal.floor(job.compiled.problem)) <= job.trained.total
-    assert job.goal.floor(job.compiled.problem) <= 2 * 4 * ENTRIES + 64  # the input, and that buffer
+    planner = begin(chain(8), {"run_by": "loop"})
+    assert planner.trained.live <= 4 * ENTRIES + 64  # one buffer for all of them
+    assert planner.impossible_below(planner.memory.floor) <= planner.trained.total
+    assert planner.memory.floor <= 2 * 4 * ENTRIES + 64  # the input, and that buffer
 
 
 def test_a_sum_of_tensors_is_bounded_as_before():
-    job = begin(chain(8), "100%", {"run_by": "session"})
-    assert job.goal.floor(job.compiled.problem) >= 3 * 4 * ENTRIES
+    planner = begin(chain(8), {"run_by": "session"})
+    assert planner.memory.floor >= 3 * 4 * ENTRIES
 
 
 def test_what_is_as_low_as_it_goes_is_said_to_be():

@@ -21,8 +21,8 @@ from onnx_remat.ort.executed import as_executed
 from onnx_remat.ort.kernels import costs
 from onnx_remat.ort.prepare import prepare
 from onnx_remat.ort.renewed import taking_over, with_donations
+from onnx_remat.rewrite.accounting import LoopMemory, fused_cost, outside_kernels
 from onnx_remat.rewrite.fit import Fitted
-from onnx_remat.rewrite.goal import Goal, fused_cost, outside_kernels
 from onnx_remat.session import fusing
 from onnx_remat.session.foreseen import Footprint, foresee
 from onnx_remat.session.session import Session
@@ -150,11 +150,11 @@ def test_bounds_hold_for_fused_steps(make):
     told, compiled = foresee(executed), with_donations(executed.compiled)
     own = taking_over(compiled)
     inner = outside_kernels(own, compiled.graph)
-    goal = Goal(0, True, fused=inner, own=own, outside=inner)
+    memory = LoopMemory(compiled, 0, options=Options(run_by="loop"), own=own, fused=inner, outside=inner)
     resident = own.base_bytes
     small = 4096 * own.n_values  # those that stay with ONNX Runtime
-    assert goal.floor(own) - resident <= told.live + told.workspace + small
-    floor = replace(goal, fused=own, outside=None).floor(own) - resident
+    assert memory.floor - resident <= told.live + told.workspace + small
+    floor = replace(memory, fused=own, outside=None).floor - resident
     assert make is not masked or told.live < floor
 
 

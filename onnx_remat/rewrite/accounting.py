@@ -1,0 +1,332 @@
+"""What a budget covers, the part of it that is left to a plan, and the bytes that no plan can go below.
+
+Two things can be budgeted: all that training with `session.training.Loop` takes of the machine (`LoopMemory`), and the
+tensors of a session of ONNX Runtime's own (`SessionMemory`). Everything that differs between them is stated here.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import ClassVar
+
+import numpy as np
+
+from onnx_remat.fuse.ops import OPS, VIEWS
+from onnx_remat.ir.graph import Graph
+from onnx_remat.memory.problem import Flags, Floats, Problem
+from onnx_remat.options import Options
+from onnx_remat.ort import moves, runtime
+from onnx_remat.ort.executed import Executed
+from onnx_remat.ort.peaks import held
+from onnx_remat.ort.prepare import Compiled
+from onnx_remat.ort.renewed import taking_over, with_donations
+from onnx_remat.plan import bounds
+from onnx_remat.rewrite.notes import fusing
+from onnx_remat.session.bookkeeping import BOOKS_BYTES_PER_NODE
+from onnx_remat.session.foreseen import Footprint, foresee
+from onnx_remat.session.fusing import why_not as why_not_fused
+from onnx_remat.session.opening import workspace
+
+MARGIN = 0.01
+"""Fraction of the budget kept free for what no plan shows: allocator rounding and the runtime's own bookkeeping."""
+
+_UNPREDICTED = 0.004  # of what a loop takes: networks of up to 3,600 nodes took at most 0.3 % more than predicted
+_OVERSHOOT_EASE = 0.998  # of the target that would just do: a file seldom shrinks quite as much as its plan
+
+
+def levels() -> tuple[str, ...]:
+    """Return the optimisation levels at which files can be simulated here."""
+    return runtime.LEVELS if runtime.available() else ("disable",)
+
+
+@dataclass(frozen=True)
+class Accounting(ABC):
+    """What a budget covers; all figures in bytes.
+
+    Attributes
+    ----------
+    compiled : Compiled
+        The original as it is planned.
+    original_bytes : int
+        What the original takes of it.
+    bookkeeping : int
+        What no plan changes: what a session keeps for its graph, reckoned for the original.
+    bookkeeping_per_node : int
+        More of that for every node that runs again.
+    """
+
+    compiled: Compiled
+    original_bytes: int
+    bookkeeping: int = 0
+    bookkeeping_per_node: int = 0
+
+    run_by: ClassVar[str]
+    """As `Options.run_by` has it."""
+    shares_buffers: ClassVar[bool]
+    """Whether ONNX Runtime chooses which values share a buffer, so that some are given one of their own."""
+    simulations: ClassVar[float]
+    """How many times as long as simulating the original it takes to write a file and to simulate it."""
+
+    def target(self, budget: int) -> int:
+        """Return the peak that plans are made for: the budget less its margin and the bookkeeping."""
+        return int((budget - self.bookkeeping) * (1 - MARGIN))
+
+    def budget(self, peak: int) -> int:
+        """Return the least budget that plans with this peak keep."""
+        return smallest_budget(peak, self.bookkeeping)
+
+    @cached_property
+    @abstractmethod
+    def floor(self) -> int:
+        """Bytes that no plan peaks below."""
+
+    @abstractmethod
+    def planned(self) -> Problem:
+        """Return the problem that selectors solve."""
+
+    @abstractmethod
+    def bounded(self, budget: int) -> tuple[Problem, int]:
+        """Return the problem a bound on extra compute holds for, and the bytes that its schedules may peak at."""
+
+    @abstractmethod
+    def levels(self) -> tuple[str, ...]:
+        """Return the optimisation levels at which a file has to keep the budget."""
+
+    @abstractmethod
+    def taken(self, executed: Mapping[str, Executed], seconds: float | None = None) -> tuple[int, Footprint | None]:
+        """Return what a file takes, given its graph by level; and, for a loop, what that consists of."""
+
+    @abstractmethod
+    def tighter(self, target: int, taken: int, budget: int) -> int:
+        """Return the target to plan for after a file took more than the budget."""
+
+    @abstractmethod
+    def is_used_up(self, unused: int, budget: int, missed: bool) -> bool:
+        """Return whether a larger target cannot use the bytes left; `missed`: one was too large already."""
+
+    def arena_bytes(self, executed: Mapping[str, Executed]) -> int:
+        """Return what a file takes with ONNX Runtime's arena, where the budget covers that; else 0."""
+        return 0
+
+    def priced_alone(self) -> Accounting | None:
+        """Return the same with the price of every node by itself, where nodes are priced as parts of kernels."""
+        return None
+
+    def notes(self, trained: Footprint | None, budget: int) -> tuple[str, ...]:
+        """Return what a report says of the way it was counted."""
+        return ()
+
+
+@dataclass(frozen=True)
+class SessionMemory(Accounting):
+    """The tensors of a session of ONNX Runtime's own, at its worst optimisation level.
+
+    `arena`: the arena is covered, too.
+    """
+
+    arena: bool = False
+
+    run_by = "session"
+    shares_buffers = True
+    simulations = 4.0
+
+    @cached_property
+    def floor(self) -> int:
+        return bounds.lower_bound(self.compiled.problem)
+
+    def planned(self) -> Problem:
+        """Plans are made against liveness: the file keeps the runtime from sharing buffers where that costs memory."""
+        problem = self.compiled.problem
+        return replace(problem, poolable=np.zeros(problem.n_values, np.bool_))
+
+    def bounded(self, budget: int) -> tuple[Problem, int]:
+        return self.compiled.problem, budget
+
+    def levels(self) -> tuple[str, ...]:
+        return levels()
+
+    def taken(self, executed: Mapping[str, Executed], seconds: float | None = None) -> tuple[int, None]:
+        return max(each.timeline.peak for each in executed.values()), None
+
+    def arena_bytes(self, executed: Mapping[str, Executed]) -> int:
+        return max(held(each, each.timeline) for each in executed.values()) if self.arena else 0
+
+    def tighter(self, target: int, taken: int, budget: int) -> int:
+        return target - int(target * (1 - budget / taken * _OVERSHOOT_EASE))
+
+    def is_used_up(self, unused: int, budget: int, missed: bool) -> bool:
+        return not (self.arena and missed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopMemory(Accounting):
+    """All that training with `session.training.Loop` takes of the machine.
+
+    Attributes
+    ----------
+    options : Options
+    own, fused : Problem
+        The original as it is, and as ONNX Runtime's default optimisations make it, for a session of ours, in which
+        results may lie over what they are made of. `fused` is None for plans with moves.
+    workspace : int
+        The part of `original_bytes` that is its kernels' workspace, where it lies alongside all else.
+    outside : Problem or None
+        `own` for bounds that hold whatever is fused, where kernels are counted, see `outside_kernels`; then `fused` is
+        such a problem, too.
+    cost : array of float or None
+        What each op costs where it runs again, for the search, where kernels are fused; None: as the problem has it.
+    moving : int or None
+        Bytes below which no plan goes though it may move any value to the host; None where none may be moved.
+    """
+
+    options: Options
+    own: Problem
+    fused: Problem | None = None
+    workspace: int = 0
+    outside: Problem | None = None
+    cost: Floats | None = None
+    moving: int | None = None
+
+    run_by = "loop"
+    shares_buffers = False
+    simulations = 3.0
+
+    @classmethod
+    def of(cls, original: Executed, compiled: Compiled, trained: Footprint, options: Options) -> LoopMemory:
+        """Return the accounting of a step; `original` and `compiled` are without donations."""
+        compiled = with_donations(compiled)
+        fused, own = taking_over(with_donations(original.compiled)), taking_over(compiled)
+        per_node = BOOKS_BYTES_PER_NODE if compiled.kernels.device == "cpu" else 0
+        outside = cost = None
+        if options.fuse and not why_not_fused(options.provider):
+            fused, outside = outside_kernels(fused, original.compiled.graph), outside_kernels(own, compiled.graph)
+            cost = fused_cost(own, compiled.graph)
+        return cls(
+            compiled, trained.total, trained.books, per_node, options=options, workspace=trained.workspace,
+            own=own, fused=fused, outside=outside, cost=cost,
+        )  # fmt: skip
+
+    def with_moves(self, compiled: Compiled) -> LoopMemory:
+        """Return the accounting of plans that may move values to the host, `compiled` with what that adds."""
+        floor = bounds.working_set(self.own)
+        floor = floor if self.fused is None else min(floor, bounds.working_set(self.fused))
+        moving = floor if self.moving is None else self.moving
+        return replace(self, compiled=compiled, own=taking_over(compiled), fused=None, moving=moving)
+
+    @cached_property
+    def floor(self) -> int:
+        """What is fused has no values in between: then both graphs say how low plans go."""
+        if self.moving is not None:
+            return self.moving
+        problem = self.outside or self.own
+        floor = bounds.lower_bound(problem)
+        if self.fused is None:
+            return floor
+        above = bounds.lower_bound(self.fused) - self.fused.base_bytes
+        return min(problem.base_bytes, self.fused.base_bytes) + min(floor - problem.base_bytes, above)
+
+    def planned(self) -> Problem:
+        """The slab does not shrink while a kernel has its workspace: the largest lies alongside it throughout."""
+        problem, apart = self.own, workspace(self.compiled)[0]
+        return replace(
+            problem,
+            poolable=np.zeros(problem.n_values, np.bool_),
+            cost=problem.cost if self.cost is None else self.cost,
+            workspace=moves.beside(self.compiled),
+            base_bytes=problem.base_bytes + apart,
+            hold_unread=False,
+        )
+
+    def bounded(self, budget: int) -> tuple[Problem, int]:
+        """The bookkeeping is not a schedule's to use, and the largest workspace lies alongside the slab throughout."""
+        own = self.own
+        apart = min(self.workspace, int(own.workspace.max(initial=0)))
+        own = self.outside or own
+        alone = replace(own, workspace=np.minimum(own.workspace, 0), base_bytes=own.base_bytes + apart)
+        return alone, budget - self.bookkeeping
+
+    def levels(self) -> tuple[str, ...]:
+        return levels()[-1:]
+
+    def taken(self, executed: Mapping[str, Executed], seconds: float | None = None) -> tuple[int, Footprint]:
+        trained = foresee(executed[levels()[-1]], seconds, self.options.fuse, self.options.costs)
+        return int(trained.total * (1 + _UNPREDICTED)), trained
+
+    def priced_alone(self) -> LoopMemory | None:
+        return None if self.cost is None else replace(self, cost=None)
+
+    def tighter(self, target: int, taken: int, budget: int) -> int:
+        return target - (taken - budget)
+
+    def is_used_up(self, unused: int, budget: int, missed: bool) -> bool:
+        return unused <= budget * MARGIN
+
+    def notes(self, trained: Footprint | None, budget: int) -> tuple[str, ...]:
+        return fusing(trained, budget)
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """A budget in bytes, and what it covers."""
+
+    allowed: int
+    memory: Accounting
+
+    def target(self) -> int:
+        """Return the peak that plans are made for."""
+        return self.memory.target(self.allowed)
+
+
+def smallest_budget(peak: int, bookkeeping: int = 0) -> int:
+    """Return the least budget that plans with this peak keep: the peak, its margin, and what no plan changes."""
+    return int(peak / (1 - MARGIN)) + 2 + bookkeeping
+
+
+LEAST_SHARE = 0.05
+"""Of an elementwise node's time, what is left where all it reads and writes stays within a kernel: arithmetic."""
+
+
+def fused_cost(problem: Problem, graph: Graph) -> Floats:
+    """What every op costs where it runs again beside elementwise readers, so that one kernel computes both.
+
+    Of its time by itself the share of bytes that are still read and written: not those of values that elementwise nodes
+    make and such nodes read, and no result that such nodes alone read.
+    """
+    life, cost, can = problem.lifetimes, problem.cost.copy(), _elementwise(graph)
+    for op in np.flatnonzero(can).tolist():
+        moved = left = 0
+        for value in dict.fromkeys(problem.inputs(op)):
+            maker, nbytes = life.maker[life.root[value]], int(problem.nbytes[value])
+            moved += nbytes
+            left += nbytes if maker < 0 or not can[maker] else 0
+        for value in problem.outputs(op):
+            readers = life.readers[life.reader_ptr[value] : life.reader_ptr[value + 1]]
+            moved += int(problem.nbytes[value])
+            left += int(problem.nbytes[value]) if problem.is_output[value] or not can[readers].all() else 0
+        if moved:
+            cost[op] *= max(left / moved, LEAST_SHARE)
+    return cost
+
+
+def outside_kernels(problem: Problem, graph: Graph) -> Problem:
+    """A problem whose bounds hold for any session that fuses, whatever it fuses.
+
+    While a kernel runs, values that it makes and reads itself have no buffer, and its results may lie over any of its
+    inputs: nothing is counted while a node runs that may be in one. While any other node runs, every kernel has run or
+    has not, and what is allocated is what it would be if the nodes of each ran one after the other.
+    """
+    workspace = problem.workspace.copy()
+    workspace[_elementwise(graph) | _named(graph, VIEWS)] = -int(problem.nbytes.sum())
+    return replace(problem, workspace=workspace)
+
+
+def _elementwise(graph: Graph) -> Flags:
+    """Ops that may be in a fused kernel, whatever their types."""
+    return _named(graph, OPS)
+
+
+def _named(graph: Graph, names: Collection[str]) -> Flags:
+    return np.array([not op.node.domain and op.node.op_type in names for op in graph.ops], np.bool_)
