@@ -35,7 +35,7 @@ from onnx_remat.errors import OnnxRematError
 from onnx_remat.options import Options
 from onnx_remat.ort.executed import Executed, as_executed
 from onnx_remat.rewrite.pipeline import rewrite_model
-from onnx_remat.session.foreseen import foresee
+from onnx_remat.session.prediction import foresee
 from onnx_remat.write.decided import BUDGET_KEY
 from scripts.results import Table, save
 from tests.support.fake_cuda import here, run

@@ -22,7 +22,7 @@ from onnx_remat.options import Options
 from onnx_remat.ort import runtime
 from onnx_remat.ort.executed import at_levels
 from onnx_remat.ort.moves import UP
-from onnx_remat.session.foreseen import foresee
+from onnx_remat.session.prediction import foresee
 from onnx_remat.units import format_bytes
 from onnx_remat.write.decided import planned
 

@@ -14,7 +14,7 @@ from onnx_remat.rewrite.accounting import Goal
 from onnx_remat.rewrite.fit import first_look, lowest_peak
 from onnx_remat.rewrite.pipeline import begin
 from onnx_remat.rewrite.report import TRAINING, headed
-from onnx_remat.session.foreseen import Footprint
+from onnx_remat.session.prediction import Footprint
 from onnx_remat.units import format_bytes, table
 
 _FIRST_LOOK = 1.0  # seconds of a slow core

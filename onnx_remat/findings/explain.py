@@ -20,7 +20,7 @@ from onnx_remat.options import Options
 from onnx_remat.ort import runtime
 from onnx_remat.ort.executed import Executed, as_executed
 from onnx_remat.ort.kernels import costs
-from onnx_remat.session import foreseen
+from onnx_remat.session import prediction
 from onnx_remat.session.opening import Arranged
 from onnx_remat.units import format_bytes, table
 from onnx_remat.write.decided import CONTROL_KEY, RECOMPUTE_KEY, Planned, planned
@@ -241,8 +241,8 @@ def explain(path: model_io.Model, dims: Mapping[str, int] | None = None) -> Expl
     kernels: tuple[Kernel, ...] = ()
     if plan.run_by == "loop" and runtime.available() and plan.provider == "cpu":
         optimized = as_executed(source.model, source.folder, "all", replace(preparation, fixed=True))
-        arranged = foreseen.as_run(optimized)
-        trained, kernels = foreseen.footprint(arranged).total, _kernels(arranged)
+        arranged = prediction.as_run(optimized)
+        trained, kernels = prediction.footprint(arranged).total, _kernels(arranged)
         not_fused = arranged.fused.why_not
     found = _explanation(source.model, executed, plan, trained)
     tensors = executed.compiled.tensors

@@ -26,9 +26,9 @@ from onnx_remat.ort.renewed import taking_over, with_donations
 from onnx_remat.plan import bounds
 from onnx_remat.rewrite.notes import fusing
 from onnx_remat.session.bookkeeping import BOOKS_BYTES_PER_NODE
-from onnx_remat.session.foreseen import Footprint, foresee
 from onnx_remat.session.fusing import why_not as why_not_fused
 from onnx_remat.session.opening import workspace
+from onnx_remat.session.prediction import Footprint, foresee
 
 MARGIN = 0.01
 """Fraction of the budget kept free for what no plan shows: allocator rounding and the runtime's own bookkeeping."""

@@ -28,7 +28,7 @@ from onnx_remat.ort.prepare import Compiled, computed
 from onnx_remat.plan import selectors
 from onnx_remat.plan.request import Deadline
 from onnx_remat.rewrite.accounting import MARGIN, Accounting, Goal, levels
-from onnx_remat.session.foreseen import Footprint
+from onnx_remat.session.prediction import Footprint
 from onnx_remat.units import format_bytes
 from onnx_remat.version import __version__
 from onnx_remat.write import private_buffers

@@ -13,7 +13,7 @@ from onnx_remat.messages import Message, Setting
 from onnx_remat.ort import known_bugs, placement, runtime
 from onnx_remat.ort.executed import whom_to_ask
 from onnx_remat.ort.prepare import Compiled
-from onnx_remat.session.foreseen import Footprint
+from onnx_remat.session.prediction import Footprint
 from onnx_remat.units import format_bytes
 
 MOVES = (

@@ -10,7 +10,7 @@ from onnx_remat.measure.verify import Measured
 from onnx_remat.messages import Finding, Message, Setting, Word, joined
 from onnx_remat.ort.moves import Moved
 from onnx_remat.ort.peaks import Peak, Reserves
-from onnx_remat.session.foreseen import Footprint
+from onnx_remat.session.prediction import Footprint
 from onnx_remat.units import format_bytes, table
 
 TRAINING = (

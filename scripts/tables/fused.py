@@ -23,7 +23,7 @@ from onnx_remat.measure.residence import state_for
 from onnx_remat.options import Options
 from onnx_remat.ort.executed import as_executed
 from onnx_remat.rewrite.pipeline import rewrite_model
-from onnx_remat.session.foreseen import as_run, footprint
+from onnx_remat.session.prediction import as_run, footprint
 from onnx_remat.session.session import Session
 from onnx_remat.units import parse_budget
 

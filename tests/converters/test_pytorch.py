@@ -220,7 +220,7 @@ def test_resizing_scatters_nothing_and_keeps_nothing_the_size_of_a_batch(mode):
     from onnx_remat.ort.executed import as_executed
     from onnx_remat.ort.kernels.cpu import CPU
     from onnx_remat.ort.prepare import Preparation
-    from onnx_remat.session.foreseen import foresee
+    from onnx_remat.session.prediction import foresee
 
     first = nn.Conv2d(3, 4, 3)
     step = export_training_step(

@@ -24,7 +24,7 @@ from onnx_remat.ort.renewed import taking_over, with_donations
 from onnx_remat.rewrite.accounting import LoopMemory, fused_cost, outside_kernels
 from onnx_remat.rewrite.fit import Fitted
 from onnx_remat.session import fusing
-from onnx_remat.session.foreseen import Footprint, foresee
+from onnx_remat.session.prediction import Footprint, foresee
 from onnx_remat.session.session import Session
 from sample_models.chain import chain
 from tests.session.test_fused_session import adam

@@ -15,7 +15,7 @@ from onnx_remat.units import format_bytes
 if TYPE_CHECKING:
     from onnx_remat.findings.sweep import Curve
     from onnx_remat.rewrite.pipeline import Result
-    from onnx_remat.session.foreseen import Footprint
+    from onnx_remat.session.prediction import Footprint
 
 COLOURS = {
     "resident": "#c3c7cc", "forward": "#4e79a7", "backward": "#f28e2b", "optimizer": "#59a14f", "recompute": "#b5179e",

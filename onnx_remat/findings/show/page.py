@@ -19,7 +19,7 @@ from onnx_remat.version import __version__
 
 if TYPE_CHECKING:
     from onnx_remat.rewrite.pipeline import Result
-    from onnx_remat.session.foreseen import Footprint
+    from onnx_remat.session.prediction import Footprint
 
 _PLACE = "/*DATA*/null"
 

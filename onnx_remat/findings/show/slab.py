@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 from onnx_remat.findings.show import trace
 from onnx_remat.ir import phases
 from onnx_remat.ir.graph import INPUT
-from onnx_remat.session import foreseen
+from onnx_remat.session import prediction
 from onnx_remat.session.binding import lifetimes
 
 if TYPE_CHECKING:
     from onnx_remat.ort.executed import Executed
     from onnx_remat.rewrite.pipeline import Result
-    from onnx_remat.session.foreseen import Footprint
+    from onnx_remat.session.prediction import Footprint
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ def _fused(footprint: Footprint | None) -> bool:
 
 def slab(executed: Executed, section_of: Mapping[str, str], fuse: bool, gaps: int = 3) -> Slab:
     """Lay a step out; `section_of` maps names of values to the section of the op that makes them."""
-    arranged = foreseen.as_run(executed, fuse=fuse)
+    arranged = prediction.as_run(executed, fuse=fuse)
     placements = arranged.binding.placements
     start, end = lifetimes(arranged.program, [p.name for p in placements])
     phase, sections, of_step = phases.NAMES[0], {}, []
