@@ -45,10 +45,10 @@ import numpy as np
 import onnx
 
 from onnx_remat.errors import OnnxRematError
-from onnx_remat.session import opening
+from onnx_remat.session import plan_session
 from onnx_remat.session import session as session_module
 from onnx_remat.session.interface import DTYPES
-from onnx_remat.session.opening import Wish
+from onnx_remat.session.plan_session import Wish
 from onnx_remat.session.session import Session
 
 PLANS = "plans.json"
@@ -196,7 +196,7 @@ def stock_step(path: Path, dims: Mapping[str, int]) -> Callable[[], float]:
     import onnxruntime
 
     from onnx_remat.measure.residence import state_for
-    from onnx_remat.session.opening import Array
+    from onnx_remat.session.plan_session import Array
     from onnx_remat.session.training import Loop
 
     options = onnxruntime.SessionOptions()
@@ -221,10 +221,10 @@ def our_step(path: Path, dims: Mapping[str, int], graph: bool, limit: int = 0) -
 
 
 def kept(path: Path, target: Path, wish: Any) -> Any:
-    """`opening.open_step`, whose result is kept beside the file: it takes longer than all the steps here."""
+    """`plan_session.open_step`, whose result is kept beside the file: it takes longer than all the steps here."""
     model, opened = path.with_suffix(".private"), path.with_suffix(".opened")
     if not opened.exists():
-        found = opening.open_step(path, target, wish)
+        found = plan_session.open_step(path, target, wish)
         shutil.copyfile(target, model)
         opened.write_bytes(pickle.dumps(found))
     shutil.copyfile(model, target)

@@ -12,7 +12,7 @@ import pytest
 
 import onnx_remat
 from onnx_remat.process.compiled import build
-from onnx_remat.session import opening
+from onnx_remat.session import plan_session
 from tests.support.graphs import mlp
 from tests.support.warm import FORKS, WarmChild
 
@@ -21,7 +21,7 @@ from tests.support.warm import FORKS, WarmChild
 def warm_opener() -> Iterator[None]:
     """Sessions that tests open are planned in processes forked from one that is warm."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(opening, "Child", WarmChild)
+        patch.setattr(plan_session, "Child", WarmChild)
         yield
     FORKS.end()
 

@@ -96,7 +96,7 @@ def test_names_of_functions_for_other_processes_go_down(tmp_path):
     assert ("onnx_remat.session.private_copy", "onnx_remat.session.loading") in named
     found = lint(tmp_path)
     up = set(re.findall(r"- (onnx_remat[.\w]* -> onnx_remat[.\w]*)", found.stdout))
-    assert up == {"onnx_remat.session.opening -> onnx_remat.measure.verify"}, found.stdout
+    assert up == {"onnx_remat.session.plan_session -> onnx_remat.measure.verify"}, found.stdout
 
 
 def test_no_circles():

@@ -21,7 +21,7 @@ from onnx_remat.ort import runtime
 from onnx_remat.ort.executed import Executed, as_executed
 from onnx_remat.ort.kernels import costs
 from onnx_remat.session import prediction
-from onnx_remat.session.opening import Arranged
+from onnx_remat.session.plan_session import Arranged
 from onnx_remat.units import format_bytes, table
 from onnx_remat.write.decided import CONTROL_KEY, RECOMPUTE_KEY, Planned, planned
 

@@ -27,7 +27,7 @@ from onnx_remat.plan import bounds
 from onnx_remat.rewrite.notes import fusing
 from onnx_remat.session.bookkeeping import BOOKS_BYTES_PER_NODE
 from onnx_remat.session.fusing import why_not as why_not_fused
-from onnx_remat.session.opening import workspace
+from onnx_remat.session.plan_session import workspace
 from onnx_remat.session.prediction import Footprint, foresee
 
 MARGIN = 0.01

@@ -33,7 +33,7 @@ from onnx_remat.rewrite.fit import Fitted, Plan, Refusal, Work, fit, make_plan
 from onnx_remat.rewrite.notes import MOVES, on_device, rounding, unseen, warnings, worst_level
 from onnx_remat.rewrite.offload import fit_with_moves
 from onnx_remat.rewrite.report import Report
-from onnx_remat.session.opening import check_openable
+from onnx_remat.session.plan_session import check_openable
 from onnx_remat.session.prediction import Footprint, foresee
 from onnx_remat.units import Budget, parse_budget
 from onnx_remat.write.decided import Rewritten

@@ -13,7 +13,7 @@ from onnx_remat.errors import UsageError
 from onnx_remat.ir.naming import gradient_sums, gradients, renewals
 from onnx_remat.session.heap import ALIGNMENT, keep_trimmed, reserve
 from onnx_remat.session.interface import Arrays, Formal, check_loss, check_state, checked, formal, overridable
-from onnx_remat.session.opening import Array
+from onnx_remat.session.plan_session import Array
 from onnx_remat.session.session import Session
 
 

@@ -16,7 +16,7 @@ from onnx_remat.errors import ModelError, UsageError
 from onnx_remat.ort import libraries
 from onnx_remat.session.cuda_memory import Block
 from onnx_remat.session.device import provider_options
-from onnx_remat.session.opening import NUMPY, Array, Opened
+from onnx_remat.session.plan_session import NUMPY, Array, Opened
 
 _UNIT = 256  # what ONNX Runtime rounds every request up to
 

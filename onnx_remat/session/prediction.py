@@ -13,7 +13,7 @@ from onnx_remat.session import device_scratch
 from onnx_remat.session.binding import kept_on_host, least
 from onnx_remat.session.bookkeeping import books
 from onnx_remat.session.fusing import UNFUSED
-from onnx_remat.session.opening import Arranged, as_fused, lay_out, workspace
+from onnx_remat.session.plan_session import Arranged, as_fused, lay_out, workspace
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Footprint:
     slab : int
         The one allocation in which all large values lie.
     workspace : int
-        The most that kernels take while they run, see `opening.workspace`.
+        The most that kernels take while they run, see `plan_session.workspace`.
     books : int
         What ONNX Runtime keeps for the graph, and small values.
     live : int

@@ -25,7 +25,7 @@ from onnx_remat.messages import Message, Setting
 from onnx_remat.session import heap, loading, on_device
 from onnx_remat.session.device import OUT_OF_MEMORY
 from onnx_remat.session.on_device import OnDevice
-from onnx_remat.session.opening import BY_BITS, NUMPY, Array, Donate, Opened, Wish, open_step
+from onnx_remat.session.plan_session import BY_BITS, NUMPY, Array, Donate, Opened, Wish, open_step
 
 Arrays = dict[str, npt.NDArray[Any]]
 

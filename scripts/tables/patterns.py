@@ -39,7 +39,7 @@ def feeds_of(session: Any) -> dict[str, Any]:
 
     from onnx_remat.measure.residence import state_for
     from onnx_remat.session.interface import formal
-    from onnx_remat.session.opening import Array
+    from onnx_remat.session.plan_session import Array
 
     formals = ((value.name, formal(value)) for value in session.get_inputs())
     arrays = (

@@ -8,7 +8,7 @@ import pytest
 from onnx import helper, numpy_helper
 
 from onnx_remat import ModelError, Session
-from onnx_remat.session import opening, private_copy
+from onnx_remat.session import plan_session, private_copy
 from tests.support.graphs import run_model, same_bits
 from tests.support.outcomes import everything_bound
 
@@ -126,7 +126,7 @@ def test_a_graph_that_changes_at_every_load_is_refused(monkeypatch, tmp_path):
 
     monkeypatch.setattr(private_copy, "as_loaded", restless)
     with pytest.raises(ModelError, match=r"changes it whenever it loads it \(node 'new3' \(Neg\) is new\)"):
-        opening.plan(tmp_path / "model.onnx", tmp_path / "copy.onnx", opening.Wish())
+        plan_session.plan(tmp_path / "model.onnx", tmp_path / "copy.onnx", plan_session.Wish())
     assert len(seen) == 4
 
 

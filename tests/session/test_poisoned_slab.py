@@ -8,9 +8,9 @@ import numpy as np
 import onnx
 import pytest
 
-from onnx_remat.session import opening
+from onnx_remat.session import plan_session
 from onnx_remat.session.binding import lifetimes
-from onnx_remat.session.opening import Wish
+from onnx_remat.session.plan_session import Wish
 from tests.support import poisoned
 from tests.support.graphs import feeds_for, mlp, run_model
 from tests.support.outcomes import RIGHT, WRONG
@@ -30,8 +30,8 @@ def test_a_right_layout_reads_no_dead_byte(step):
 
 
 def test_every_two_values_that_are_alive_at_once_show_when_they_share_memory(step, monkeypatch):
-    arrange, wrong, tried = opening.arrange, 0, 0
-    monkeypatch.setattr(opening, "arrange", lambda *args: shared(arrange(*args), tried))
+    arrange, wrong, tried = plan_session.arrange, 0, 0
+    monkeypatch.setattr(plan_session, "arrange", lambda *args: shared(arrange(*args), tried))
     model, feeds, _ = step
     plain = run_model(model, feeds, "disable")  # a small gradient shows in the last bits alone
     wanted = dict(zip([v.name for v in model.graph.output], plain, strict=True))

@@ -13,7 +13,7 @@ from onnx_remat.errors import ModelError
 from onnx_remat.ir import graph, shapes
 from onnx_remat.memory.layout import ALIGNMENT
 from onnx_remat.ort.kernels.cpu import CPU
-from onnx_remat.session import opening, private_copy
+from onnx_remat.session import plan_session, private_copy
 from onnx_remat.session.binding import LEAST, Placement, bind, donations, lifetimes, program, waiting
 from onnx_remat.session.replay import check
 from tests.support.graphs import mlp, model_of
@@ -25,7 +25,7 @@ pytest.importorskip("onnxruntime")
 def arranged(tmp_path_factory):
     path = tmp_path_factory.mktemp("replay") / "mlp.onnx"
     onnx.save(mlp(layers=3, batch=128, width=64), path)
-    return opening.arrange(path, path.with_name("copy.onnx"), opening.Wish(donate=True, level="disable"))
+    return plan_session.arrange(path, path.with_name("copy.onnx"), plan_session.Wish(donate=True, level="disable"))
 
 
 def small_program(nodes, inputs, outputs, initializers=()):

@@ -271,13 +271,13 @@ def test_a_node_that_fails_is_named():
 
 def test_another_order_is_refused(monkeypatch, tmp_path):
     from onnx_remat.ort import runtime
-    from onnx_remat.session import opening
+    from onnx_remat.session import plan_session
 
     onnx.save(mlp(layers=2, batch=64, width=64), tmp_path / "m.onnx")
     right = runtime.order_by_priority
     monkeypatch.setattr(runtime, "order_by_priority", lambda *edges: right(*edges)[::-1])
     with pytest.raises(ModelError, match="would run 'mean' at step 0"):
-        opening.plan(tmp_path / "m.onnx", tmp_path / "out.onnx", opening.Wish(level="disable"))
+        plan_session.plan(tmp_path / "m.onnx", tmp_path / "out.onnx", plan_session.Wish(level="disable"))
 
 
 def test_the_package_offers_it():

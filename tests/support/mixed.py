@@ -16,7 +16,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from onnx_remat.session.opening import Wish
+from onnx_remat.session.plan_session import Wish
 from tests.support import poisoned
 from tests.support.outcomes import LEVELS, ROUNDING, Outcome, rewrite_outcome, session_outcome, stock
 from tests.support.steps import MATRIX, SIDE, TABLE, Steps

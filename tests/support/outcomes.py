@@ -24,9 +24,9 @@ from onnx import TensorProto
 import onnx_remat
 from onnx_remat import errors
 from onnx_remat.options import PlanningOptions
-from onnx_remat.session import opening
+from onnx_remat.session import plan_session
 from onnx_remat.session import session as sessions
-from onnx_remat.session.opening import BY_BITS
+from onnx_remat.session.plan_session import BY_BITS
 from tests.support.graphs import session_of
 
 LEVELS = ("disable", "basic", "all")
@@ -64,8 +64,8 @@ class Outcome:
 def everything_bound() -> Iterator[None]:
     """Sessions that are opened within the block plan in this process, and have every value in their slab."""
 
-    def in_this_process(path: Path, target: Path, wish: opening.Wish) -> opening.Opened:
-        return opening.plan(path, target, replace(wish, least=1))
+    def in_this_process(path: Path, target: Path, wish: plan_session.Wish) -> plan_session.Opened:
+        return plan_session.plan(path, target, replace(wish, least=1))
 
     with mock.patch.object(sessions, "open_step", in_this_process):
         yield

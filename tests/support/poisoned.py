@@ -21,10 +21,10 @@ from onnx import helper, numpy_helper
 from onnx_remat import errors
 from onnx_remat.fuse import library
 from onnx_remat.ir import graph
-from onnx_remat.session import binding, fusing, opening
+from onnx_remat.session import binding, fusing, plan_session
 from onnx_remat.session.binding import Binding, Program
 from onnx_remat.session.heap import reserve
-from onnx_remat.session.opening import BY_BITS, NUMPY, Arranged, Wish
+from onnx_remat.session.plan_session import BY_BITS, NUMPY, Arranged, Wish
 from onnx_remat.session.private_copy import Step
 from tests.support.outcomes import REFUSED, RIGHT, ROUNDING, WRONG, Feeds, Outcome, difference
 
@@ -72,7 +72,7 @@ def outputs(path: Path, wish: Wish, feeds: Mapping[str, np.ndarray]) -> dict[str
     """
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "copy.onnx"
-        made = opening.arrange(path, target, wish)
+        made = plan_session.arrange(path, target, wish)
         for linked in [file for file in Path(folder).iterdir() if file.stat().st_nlink > 1]:  # onnx reads none of these
             data = linked.read_bytes()
             linked.unlink()

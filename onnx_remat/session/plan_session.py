@@ -159,7 +159,7 @@ def open_step(path: Path, target: Path, wish: Wish) -> Opened:
                 process.call(_CHECK, {"path": path, "dims": wish.dims, "level": wish.level, "donate": wish.donate,
                                       "provider": wish.provider})  # fmt: skip
             job = {"path": path, "target": target, "wish": asdict(wish)}
-            return _read(process.call("onnx_remat.session.opening:planned", job, last=True))
+            return _read(process.call("onnx_remat.session.plan_session:planned", job, last=True))
     except Failed as failed:
         error = failed.error() or ModelError(f"{path.name} could not be opened: {failed}")
         raise (ModelError(str(error)) if isinstance(error, errors.BudgetInfeasibleError) else error) from None
