@@ -93,7 +93,7 @@ def test_names_of_functions_for_other_processes_go_down(tmp_path):
         tasks = set(re.findall(r'"(onnx_remat[.\w]*):\w+"', path.read_text())) - {module}
         named += [(module, task) for task in sorted(tasks)]
         path.write_text(path.read_text() + "".join(f"\n\nimport {task}\n" for task in sorted(tasks)))
-    assert ("onnx_remat.session.private_copy", "onnx_remat.session.loading") in named
+    assert ("onnx_remat.session.lean_graph", "onnx_remat.session.loading") in named
     found = lint(tmp_path)
     up = set(re.findall(r"- (onnx_remat[.\w]* -> onnx_remat[.\w]*)", found.stdout))
     assert up == {"onnx_remat.session.plan_session -> onnx_remat.measure.verify"}, found.stdout

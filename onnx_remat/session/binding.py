@@ -28,7 +28,7 @@ from onnx_remat.memory.problem import Longs
 from onnx_remat.ort.kernels.base import Kernels, key
 from onnx_remat.ort.kernels.in_place import may_overwrite
 from onnx_remat.ort.moves import DOWN, UP
-from onnx_remat.session.private_copy import Step, as_run
+from onnx_remat.session.lean_graph import Step, as_run
 
 LEAST = 4096
 """Bytes from which on a value is bound; smaller ones stay with ONNX Runtime, but for graph outputs."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from onnx_remat.fuse.ir import Kernel
     from onnx_remat.session.binding import Binding, Program
-    from onnx_remat.session.private_copy import Step
+    from onnx_remat.session.lean_graph import Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ def fused(
     """
     from onnx_remat.fuse.groups import Schedule
     from onnx_remat.fuse.nodes import FusedNode, fuse
-    from onnx_remat.session import binding, private_copy
+    from onnx_remat.session import binding, lean_graph
     from onnx_remat.session.bookkeeping import books
 
     if len(program.steps) > MOST_NODES:
@@ -119,9 +119,9 @@ def fused(
     found = fuse(schedule, secret)
     if not found.kernels:
         return Refused("no two of its nodes can be fused")
-    steps = private_copy.as_run(
+    steps = lean_graph.as_run(
         [
-            private_copy.Step(each.node, plain=each.plain) if isinstance(each, FusedNode) else program.steps[each]
+            lean_graph.Step(each.node, plain=each.plain) if isinstance(each, FusedNode) else program.steps[each]
             for each in found.order
         ]
     )

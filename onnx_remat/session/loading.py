@@ -71,7 +71,7 @@ def first_line(error: Exception) -> str:
 
 
 def load_and_save(path: str, target: str, providers: Sequence[str]) -> tuple[None, bytes]:
-    """The part of `private_copy.as_loaded` that loads the copy: for the process of its own (`worker`)."""
+    """The part of `lean_graph.as_loaded` that loads the copy: for the process of its own (`worker`)."""
     from onnx_remat.ort import libraries, runtime
 
     if providers[0] not in runtime.HOST:

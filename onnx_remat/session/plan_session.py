@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from onnx_remat.ort.executed import Executed
     from onnx_remat.ort.prepare import Compiled
     from onnx_remat.session.binding import Binding, Program
-    from onnx_remat.session.private_copy import Step
+    from onnx_remat.session.lean_graph import Step
 
 Donate = bool | Mapping[str, str]
 """Which outputs renew which inputs in place: none, all by their names, or those of the mapping, input by output."""
@@ -235,7 +235,7 @@ def arrange(path: Path, target: Path, wish: Wish) -> Arranged:
     from onnx_remat.ort.executed import as_optimized, executed_as_it_lies
     from onnx_remat.ort.kernels.registry import kernels_of
     from onnx_remat.ort.prepare import Preparation
-    from onnx_remat.session import binding, private_copy
+    from onnx_remat.session import binding, lean_graph
 
     source = model_io.load(path)
     check_openable(source.model)
@@ -257,7 +257,7 @@ def arrange(path: Path, target: Path, wish: Wish) -> Arranged:
         model = made.compiled.graph.model
         for each in _candidates(made, least, wish.secret):
             bound = [place.name for place in each.binding.placements]
-            copy = private_copy.copy_of(model, each.program.steps, bound, each.constants)
+            copy = lean_graph.copy_of(model, each.program.steps, bound, each.constants)
             if source.folder is not None:
                 external_data.link(copy, source.folder, target.parent)
             onnx.save(copy, target)
@@ -265,8 +265,8 @@ def arrange(path: Path, target: Path, wish: Wish) -> Arranged:
             beside.unlink(missing_ok=True)
             if each.kernels:
                 fusing.write(each.kernels, wish.secret, beside)
-            loaded = private_copy.as_loaded(copy, target, kernels.execution_providers)
-            different = private_copy.difference(copy, loaded)
+            loaded = lean_graph.as_loaded(copy, target, kernels.execution_providers)
+            different = lean_graph.difference(copy, loaded)
             if not different:
                 return each
         del loaded.graph.output[:]
@@ -348,7 +348,7 @@ def lay_out(
     """
     from onnx_remat.ir.graph import INITIALIZER
     from onnx_remat.ir.opsets import opset_of
-    from onnx_remat.session import binding, private_copy
+    from onnx_remat.session import binding, lean_graph
 
     if executed.emulated:
         raise ModelError(f"a session cannot open this model: {executed.emulated}")
@@ -357,9 +357,9 @@ def lay_out(
     inputs = [value.name for value in compiled.graph.model.graph.input if value.name not in stored]
     pairs = _pairs(donate, inputs, list(outputs))
     ops, opset = [compiled.graph.ops[i] for i in executed.order.order], opset_of(compiled.graph.model)
-    free = private_copy.without_control_edges(ops, compiled.graph.model, compiled.tensors)
-    lean, constants = private_copy.without_sizes(free, compiled.graph.model, compiled.tensors)
-    steps = private_copy.as_run(private_copy.moved_when_due(lean, compiled.kernels))
+    free = lean_graph.without_control_edges(ops, compiled.graph.model, compiled.tensors)
+    lean, constants = lean_graph.without_sizes(free, compiled.graph.model, compiled.tensors)
+    steps = lean_graph.as_run(lean_graph.moved_when_due(lean, compiled.kernels))
     program = binding.waiting(binding.program(steps, compiled.tensors, inputs, outputs, compiled.kernels, opset), pairs)
     weights = sum(compiled.tensors[name].nbytes for name in stored)
     bound = binding.bind(program, pairs, least, seconds)
@@ -394,11 +394,11 @@ def plan(path: Path, target: Path, wish: Wish) -> Opened:
     """`open_step` in this process, which compares nothing."""
     from onnx_remat.ir.op_semantics import semantics
     from onnx_remat.ort import runtime
-    from onnx_remat.session import binding, private_copy, replay
+    from onnx_remat.session import binding, lean_graph, replay
 
     made = arrange(path, target, wish)
     program, bound, tensors, model = made.program, made.binding, made.compiled.tensors, made.compiled.graph.model
-    order = runtime.order_by_priority(*private_copy.edges(program.steps))
+    order = runtime.order_by_priority(*lean_graph.edges(program.steps))
     replay.check(program, bound, order, wish.least or binding.least(made.compiled.kernels))
     taken, pool = workspace(made.compiled)
     fed = [value.name for value in model.graph.input]

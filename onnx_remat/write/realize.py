@@ -53,7 +53,7 @@ def realize(
     schedule = adjoined(graph, problem, schedule)
     direct = unsqueezed_badly(graph, tensors).union(direct)
     absorbed = np.array([_is_absorbed(compiled, op) for op in graph.ops], np.bool_)
-    moves = np.array([is_move(op) for op in graph.ops], np.bool_)  # run when due: `session.private_copy`
+    moves = np.array([is_move(op) for op in graph.ops], np.bool_)  # run when due: `session.lean_graph`
     fused = {name for op in graph.ops if absorbed[op.index] for name in op.writes}
     unrolled = unroll(problem, schedule)
     light = light_limit(problem, schedule, limit)

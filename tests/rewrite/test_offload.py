@@ -22,8 +22,8 @@ from onnx_remat.ort import moves
 from onnx_remat.ort.kernels.registry import kernels_of
 from onnx_remat.ort.prepare import Compiled, Preparation, prepare
 from onnx_remat.rewrite.pipeline import plan_model
-from onnx_remat.session import private_copy
-from onnx_remat.session.private_copy import Step
+from onnx_remat.session import lean_graph
+from onnx_remat.session.lean_graph import Step
 from onnx_remat.units import format_bytes
 from onnx_remat.write.decided import MOVES_KEY
 from onnx_remat.write.realize import realize
@@ -221,10 +221,10 @@ def test_a_session_copies_down_at_once_and_up_when_it_is_read():
         Step(make("Exp", ["w"], ["y"])),
         Step(make("Mul", ["y", "view"], ["z"])),
     ]
-    found = [step.node.op_type for step in private_copy.moved_when_due(steps, kinds)]
+    found = [step.node.op_type for step in lean_graph.moved_when_due(steps, kinds)]
     assert found == ["Exp", moves.DOWN, "Neg", "Exp", moves.UP, "Reshape", "Mul"]
     others = [step for step in steps if step.node.op_type not in (moves.DOWN, moves.UP, "Reshape")]
-    assert private_copy.moved_when_due(others, kinds) == others
+    assert lean_graph.moved_when_due(others, kinds) == others
 
 
 def test_copies_of_the_runtimes_own_stay_where_they_are():
@@ -237,7 +237,7 @@ def test_copies_of_the_runtimes_own_stay_where_they_are():
         Step(make("Neg", ["v"], ["w"])),
         Step(make("Mul", ["w", "back"], ["z"])),
     ]
-    assert private_copy.moved_when_due(steps, kernels_of("cuda")) == steps
+    assert lean_graph.moved_when_due(steps, kernels_of("cuda")) == steps
 
 
 def test_the_other_commands_know_of_moves(moved, tmp_path):

@@ -192,11 +192,11 @@ def test_the_same_step_has_the_same_kernels_and_never_takes_more(tmp_path, monke
 
 
 def test_where_the_runtime_changes_the_fused_step_it_runs_unfused(tmp_path, monkeypatch):
-    from onnx_remat.session import private_copy
+    from onnx_remat.session import lean_graph
 
-    right = private_copy.difference
+    right = lean_graph.difference
     monkeypatch.setattr(
-        private_copy, "difference",
+        lean_graph, "difference",
         lambda planned, loaded: "changed" if any(n.op_type == "Fused" for n in planned.graph.node)
         else right(planned, loaded),
     )  # fmt: skip

@@ -8,7 +8,7 @@ import pytest
 from onnx import helper, numpy_helper
 
 from onnx_remat import ModelError, Session
-from onnx_remat.session import plan_session, private_copy
+from onnx_remat.session import lean_graph, plan_session
 from tests.support.graphs import run_model, same_bits
 from tests.support.outcomes import everything_bound
 
@@ -115,16 +115,16 @@ def test_inputs_with_a_default_need_not_be_fed(ir_version, level):
 def test_a_graph_that_changes_at_every_load_is_refused(monkeypatch, tmp_path):
     model = onnx.parser.parse_model(HEAD + "g (float[4,5] x) => (float[4,5] y) { t = Neg(x)  y = Tanh(t) }")
     onnx.save(model, tmp_path / "model.onnx")
-    real = private_copy.as_loaded
+    real = lean_graph.as_loaded
     seen = []
 
     def restless(copy, *args):
         loaded = real(copy, *args)
         loaded.graph.node.add().CopyFrom(helper.make_node("Neg", ["x"], [f"n{len(seen)}"], name=f"new{len(seen)}"))
-        seen.append(private_copy.difference(copy, loaded))
+        seen.append(lean_graph.difference(copy, loaded))
         return loaded
 
-    monkeypatch.setattr(private_copy, "as_loaded", restless)
+    monkeypatch.setattr(lean_graph, "as_loaded", restless)
     with pytest.raises(ModelError, match=r"changes it whenever it loads it \(node 'new3' \(Neg\) is new\)"):
         plan_session.plan(tmp_path / "model.onnx", tmp_path / "copy.onnx", plan_session.Wish())
     assert len(seen) == 4
@@ -138,14 +138,14 @@ def test_differences_between_graphs_are_found():
         return model
 
     planned = graph("g (float[4] x, bool c) => (float[4] y) { t = Neg(x)  y = Add(t, x) }")
-    assert not private_copy.difference(planned, planned)
+    assert not lean_graph.difference(planned, planned)
     other = graph("g (float[4] x, bool c) => (float[4] y) { t = Neg(x)  y = Add(x, x) }")
-    assert private_copy.difference(planned, other) == "node 'y' (Add) is another"
+    assert lean_graph.difference(planned, other) == "node 'y' (Add) is another"
     other = graph("g (float[4] x, bool c) => (float[4] y) { y = Add(x, x) }")
-    assert private_copy.difference(planned, other) == "node 't' (Neg) is gone"
+    assert lean_graph.difference(planned, other) == "node 't' (Neg) is gone"
     other = graph("g (float[4] x, bool c) => (float[4] y) { t = Neg(x)  y = Add(t, x)  z = Neg(t) }")
-    assert private_copy.difference(planned, other) == "node 'z' (Neg) is new"
+    assert lean_graph.difference(planned, other) == "node 'z' (Neg) is new"
     body = """g (float[4] x, bool c) => (float[4] y) {
         y = If(c) <then_branch = a () => (float[4] p) { p = %s(x) },
                    else_branch = b () => (float[4] q) { q = Neg(x) }> }"""
-    assert private_copy.difference(graph(body % "Abs"), graph(body % "Neg")) == "node 'y' (If) is another"
+    assert lean_graph.difference(graph(body % "Abs"), graph(body % "Neg")) == "node 'y' (If) is another"

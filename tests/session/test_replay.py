@@ -13,7 +13,7 @@ from onnx_remat.errors import ModelError
 from onnx_remat.ir import graph, shapes
 from onnx_remat.memory.layout import ALIGNMENT
 from onnx_remat.ort.kernels.cpu import CPU
-from onnx_remat.session import plan_session, private_copy
+from onnx_remat.session import lean_graph, plan_session
 from onnx_remat.session.binding import LEAST, Placement, bind, donations, lifetimes, program, waiting
 from onnx_remat.session.replay import check
 from tests.support.graphs import mlp, model_of
@@ -31,7 +31,7 @@ def arranged(tmp_path_factory):
 def small_program(nodes, inputs, outputs, initializers=()):
     """A program of nodes in file order, as a session would see it."""
     built = graph.build(model_of(nodes, inputs, outputs, initializers))
-    steps = [private_copy.Step(op.node, op.captured) for op in built.ops]
+    steps = [lean_graph.Step(op.node, op.captured) for op in built.ops]
     return program(steps, shapes.infer(built), list(inputs), list(outputs), CPU)
 
 
@@ -234,6 +234,6 @@ def test_control_edges_are_left_out():
         nodes, {"x": N}, {"b": N, "c": [64, 1, 64]}, {"empty": np.zeros(0, np.int64), "one": np.array([1])}
     )
     built = graph.build(model)
-    steps = private_copy.without_control_edges(built.ops, model, shapes.infer(built))
+    steps = lean_graph.without_control_edges(built.ops, model, shapes.infer(built))
     found = [(step.node.op_type, step.reads) for step in steps]
     assert found == [("Exp", ("x",)), ("Sqrt", ("x",)), ("Unsqueeze", ("a", "one"))]

@@ -24,8 +24,8 @@ from onnx_remat.ir import graph
 from onnx_remat.session import binding, fusing, plan_session
 from onnx_remat.session.binding import Binding, Program
 from onnx_remat.session.heap import reserve
+from onnx_remat.session.lean_graph import Step
 from onnx_remat.session.plan_session import BY_BITS, NUMPY, Arranged, Wish
-from onnx_remat.session.private_copy import Step
 from tests.support.outcomes import REFUSED, RIGHT, ROUNDING, WRONG, Feeds, Outcome, difference
 
 POISON = 0xFF
