@@ -18,9 +18,12 @@ from onnx_remat.errors import UsageError
 from onnx_remat.ir.naming import gradient_sums, gradients, renewals
 from onnx_remat.messages import Setting, Word
 from onnx_remat.session import heap, state_file
-from onnx_remat.session.engines import FedBack, InPlace, OnDevice
 from onnx_remat.session.interface import DTYPES, Arrays, check_state
+from onnx_remat.session.runners import DeviceRunner, FeedbackRunner, InPlaceRunner
 from onnx_remat.session.session import Session
+
+Runner = FeedbackRunner | InPlaceRunner | DeviceRunner
+"""How a loop runs its steps."""
 
 _RESET = "lazy_reset_grad"
 """The input that makes onnxruntime-training begin its sums of gradients anew."""
@@ -80,21 +83,23 @@ class Loop:
         if hasattr(model, "io_binding"):
             if not copy:
                 raise UsageError("copy=False needs a session of onnx-remat's: pass the model's path")
-            self._engine: FedBack | InPlace | OnDevice = FedBack(model, state, loss, rate, device)
+            self._runner: FeedbackRunner | InPlaceRunner | DeviceRunner = FeedbackRunner(
+                model, state, loss, rate, device
+            )
         else:
             session = model if isinstance(model, Session) else Session(model, device, dims=dims, donate=True, fuse=fuse)
             if device != ("cpu" if session.device is None else "cuda"):
                 raise UsageError(f"device {device!r}: the session runs on another")
             if session.device is None:
-                self._engine = InPlace(session, state, loss, rate, copy)
+                self._runner = InPlaceRunner(session, state, loss, rate, copy)
             elif not copy:
                 raise UsageError("copy=False trains the arrays of `state` where they lie: not on a device")
             else:
-                self._engine = OnDevice(session, state, loss, rate)
+                self._runner = DeviceRunner(session, state, loss, rate)
         heap.trim_soon()
         self._failed = ""
-        self.donated: Mapping[str, str] = self._engine.donated
-        self.not_donated: Mapping[str, str] = self._engine.not_donated
+        self.donated: Mapping[str, str] = self._runner.donated
+        self.not_donated: Mapping[str, str] = self._runner.not_donated
 
     def step(self, batch: Mapping[str, npt.NDArray[Any]] | None = None) -> float:
         """Run one step, on a batch (arrays by input name, copied) or on the one before; returns its loss.
@@ -108,10 +113,10 @@ class Loop:
         """
         if self._failed:
             raise UsageError(f"an earlier step failed midway ({self._failed}): load or restore the state first")
-        self._engine.feed(batch or {})
+        self._runner.feed(batch or {})
         self._failed = "interrupted"
         try:
-            loss = self._engine.step()
+            loss = self._runner.step()
         except Exception as error:
             self._failed = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
             raise
@@ -121,14 +126,14 @@ class Loop:
     def state(self) -> Arrays:
         """Copies of all inputs as they are now."""
         heap.trim_soon()
-        return {name: array.copy() for name, array in self._engine.arrays().items()}
+        return {name: array.copy() for name, array in self._runner.arrays().items()}
 
     def view(self, name: str) -> npt.NDArray[Any]:
         """An input as it is now, which may be read at any time between steps but not written.
 
         Opened from a model or given a `Session`, later steps show in the same array.
         """
-        arrays = self._engine.arrays()
+        arrays = self._runner.arrays()
         if name not in arrays:
             raise UsageError(f"the model has no input {name!r}: it has {', '.join(arrays)}")
         view = arrays[name].view()
@@ -137,12 +142,12 @@ class Loop:
 
     def restore(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
         """Go on from other values of all inputs, as `state` returned them."""
-        arrays = self._engine.arrays()
-        check_state(self._engine.formals, state)
+        arrays = self._runner.arrays()
+        check_state(self._runner.formals, state)
         if missing := [name for name in arrays if name not in state]:
             raise UsageError(f"no value for input {missing[0]!r}")
         self._failed = "interrupted"
-        self._engine.feed(state)
+        self._runner.feed(state)
         heap.trim_soon()
         self._failed = ""
 
@@ -153,7 +158,7 @@ class Loop:
         """
         if self._failed:
             raise UsageError(f"an earlier step failed midway ({self._failed}): this state is not worth saving")
-        state_file.write(path, self._engine.arrays())
+        state_file.write(path, self._runner.arrays())
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Go on from what `save` wrote.
@@ -165,14 +170,14 @@ class Loop:
         ModelError
             The file is missing or damaged.
         """
-        arrays = self._engine.arrays()
+        arrays = self._runner.arrays()
         kinds = state_file.kinds_of(arrays)
         state_file.check(path, kinds)
         self._failed = "interrupted"
         places = ((name, a if a.flags.writeable else np.empty_like(a, order="C")) for name, a in arrays.items())
         for name, array in state_file.read_each(path, kinds, places):
             if array is not arrays[name]:
-                self._engine.feed({name: array})
+                self._runner.feed({name: array})
         heap.trim_soon()
         self._failed = ""
 

@@ -23,7 +23,7 @@ def _left_to_apply(outputs: Iterable[str], state: Container[str], renewed: Itera
     return {name: target for name, target in gradients(outputs).items() if target in state and target not in done}
 
 
-class InPlace:
+class InPlaceRunner:
     """Steps of a `Session`: state lies in one block of memory, and is renewed there."""
 
     def __init__(
@@ -65,7 +65,7 @@ class InPlace:
         return self._arrays
 
 
-class OnDevice:
+class DeviceRunner:
     """Steps of a `Session` on a device: state lies there from the first step on, and is renewed there."""
 
     def __init__(self, session: Session, state: Mapping[str, npt.NDArray[Any]], loss: str, rate: float) -> None:
@@ -132,7 +132,7 @@ def _check_trainable(arrays: Arrays, renewed: Container[str]) -> None:
             raise UsageError(f"the arrays of {name!r} and {other!r} share memory: pass copy=True")
 
 
-class FedBack:
+class FeedbackRunner:
     """Steps of onnxruntime's own session: each one's outputs are the next one's inputs."""
 
     def __init__(
