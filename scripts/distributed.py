@@ -253,7 +253,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--save", action="store_true", help="write the tables to docs/results/data")
     arguments = parser.parse_args()
-    from onnx_remat.measure.residence import one_node
+    from onnx_remat.measure.training_memory import one_node
 
     with tempfile.TemporaryDirectory(prefix="onnx-remat-") as scratch:
         runs = Runs(Path(scratch), arguments.steps, str(one_node(Path(scratch))))

@@ -106,7 +106,7 @@ def listed(folder: Path) -> list[Step]:
 
 def feeds_of(step: Step, folder: Path) -> dict[str, Any]:
     """The initial values of a step."""
-    from onnx_remat.measure.residence import state_for
+    from onnx_remat.measure.training_memory import state_for
     from onnx_remat.session import state_file
     from onnx_remat.session.session import Session
 

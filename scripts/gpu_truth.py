@@ -122,7 +122,7 @@ def numbers(folder: Path, plans: list[Plan]) -> Iterator[tuple[str, ...]]:
     """The rows of one step; see the module."""
     import onnxruntime
 
-    from onnx_remat.measure.residence import state_for
+    from onnx_remat.measure.training_memory import state_for
     from onnx_remat.ort.libraries import load_cuda
 
     load_cuda()
@@ -195,7 +195,7 @@ def stock_step(path: Path, dims: Mapping[str, int]) -> Callable[[], float]:
     """A step of a file by onnxruntime's own session as it comes."""
     import onnxruntime
 
-    from onnx_remat.measure.residence import state_for
+    from onnx_remat.measure.training_memory import state_for
     from onnx_remat.session.plan_session import Array
     from onnx_remat.session.training import Loop
 
@@ -213,7 +213,7 @@ def stock_step(path: Path, dims: Mapping[str, int]) -> Callable[[], float]:
 
 def our_step(path: Path, dims: Mapping[str, int], graph: bool, limit: int = 0) -> tuple[Session, Callable[[], float]]:
     """A step of a file by a `Session`."""
-    from onnx_remat.measure.residence import state_for
+    from onnx_remat.measure.training_memory import state_for
     from onnx_remat.session.training import Loop
 
     session = Session(path, "cuda", donate=True, dims=dims, cuda_graph=graph, memory_limit=limit)

@@ -16,7 +16,7 @@ from onnx_remat.ir import model_io, native, shapes
 from onnx_remat.ir.body import into_body
 from onnx_remat.ir.graph import Graph, build
 from onnx_remat.ir.shapes import Tensor
-from onnx_remat.measure import fixed_draws, processes, residence
+from onnx_remat.measure import fixed_draws, processes, training_memory
 from onnx_remat.measure.probe import FEEDS
 from onnx_remat.ort import runtime
 from onnx_remat.ort.kernels.registry import kernels_of
@@ -43,7 +43,7 @@ class Measured:
     to cover that; the seconds are medians of steps with default options. `unresolved` is by how much `after` or
     `after_arena` exceeds the budget, where that is less than two measurements of one file differ by: such a run
     neither shows that the budget is kept nor that it is not. `trained_before` and `trained_after` are all that training
-    by `session.Session` takes, see `residence`, where the budget covers that.
+    by `session.Session` takes, see `training_memory`, where the budget covers that.
     """
 
     before: int
@@ -156,8 +156,8 @@ def run(
         if trained is not None:
             session(equals["after"], dims, level="disable")
             session(equals["after"], dims, known={"all": home / "after.npz", "disable": plain})
-        if trained is not None and residence.available():
-            taken = {name: residence.measure(path, dims, fuse=fuse).total for name, path in paths.items()}
+        if trained is not None and training_memory.available():
+            taken = {name: training_memory.measure(path, dims, fuse=fuse).total for name, path in paths.items()}
     if trained is not None and taken and taken["after"] > trained:
         raise VerificationError(
             f"training was seen to take {format_bytes(taken['after'])}, more than was foreseen and the budget "

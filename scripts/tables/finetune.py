@@ -16,7 +16,7 @@ from pathlib import Path
 import onnx
 
 from onnx_remat.errors import BudgetInfeasibleError
-from onnx_remat.measure import residence
+from onnx_remat.measure import training_memory
 from onnx_remat.rewrite.pipeline import rewrite_model
 from scripts.child import call
 
@@ -56,11 +56,11 @@ def rows(batch: str, *, budget: str = "2GB", effort: float = 30.0) -> Iterator[t
     torchs = (f"{call(by_torch, int(batch), checkpointed).answer / 1e6:,.0f}" for checkpointed in (False, True))
     with tempfile.TemporaryDirectory(prefix="onnx-remat-") as home:
         export(path := Path(home) / "step.onnx")
-        plain = residence.measure(path, dims).total
+        plain = training_memory.measure(path, dims).total
         try:
             result = rewrite_model(path, budget, dims=dims, effort=effort, time_limit=600)
             result.save(small := Path(home) / "small.onnx", force=True)
-            taken = f"{residence.measure(small, dims).total / 1e6:,.0f}"
+            taken = f"{training_memory.measure(small, dims).total / 1e6:,.0f}"
             compute = f"{result.report.extra_compute:+.1%}"
         except BudgetInfeasibleError as error:
             taken, compute = "", str(error).partition(";")[0]

@@ -19,7 +19,7 @@ from pathlib import Path
 from onnx_remat.errors import BudgetInfeasibleError
 from onnx_remat.fuse import kernels
 from onnx_remat.ir import model_io, shapes
-from onnx_remat.measure.residence import state_for
+from onnx_remat.measure.training_memory import state_for
 from onnx_remat.options import Options
 from onnx_remat.ort.executed import as_executed
 from onnx_remat.rewrite.pipeline import rewrite_model

@@ -16,7 +16,7 @@ from pathlib import Path
 import onnx
 
 from onnx_remat.app.bench import largest, max_batch
-from onnx_remat.measure import residence
+from onnx_remat.measure import training_memory
 from onnx_remat.rewrite.pipeline import rewrite_model
 from onnx_remat.units import parse_budget
 from scripts.child import call
@@ -51,7 +51,7 @@ def rows(item: str, *, dim: str = "batch", effort: float = 3.0, steps: int = 10)
         plain, small = max_batch(model, f"{budget}B", dim, effort=effort)
         result = rewrite_model(model, budget, dims={dim: small}, effort=effort)
         result.save(path := Path(home) / "small.onnx")
-        resident = residence.measure(path, {dim: small}, steps).total
+        resident = training_memory.measure(path, {dim: small}, steps).total
     times = f"{small / stock:.1f}" if stock else ""
     yield (
         model.stem, f"{budget / 1e6:.0f}", str(stock), str(plain), str(small), times, f"{resident / 1e6:.1f}",

@@ -37,7 +37,7 @@ def feeds_of(session: Any) -> dict[str, Any]:
     import numpy as np
     from onnx.helper import np_dtype_to_tensor_dtype
 
-    from onnx_remat.measure.residence import state_for
+    from onnx_remat.measure.training_memory import state_for
     from onnx_remat.session.interface import formal
     from onnx_remat.session.plan_session import Array
 
@@ -53,13 +53,16 @@ def feeds_of(session: Any) -> dict[str, Any]:
 
 def warmed() -> int:
     """Bytes that this process has resident once it has run a session of one node; peaks count from here."""
-    from onnx_remat.measure import residence
+    from onnx_remat.measure import training_memory
     from onnx_remat.measure.probe import reset_peak
     from onnx_remat.session.heap import trim
     from onnx_remat.session.session import Session
 
-    with tempfile.TemporaryDirectory(prefix="onnx-remat-") as home, Session(residence.one_node(Path(home))) as warm:
-        warm.run(residence.state_for(warm.inputs))
+    with (
+        tempfile.TemporaryDirectory(prefix="onnx-remat-") as home,
+        Session(training_memory.one_node(Path(home))) as warm,
+    ):
+        warm.run(training_memory.state_for(warm.inputs))
     trim()
     return int(reset_peak())
 

@@ -7,9 +7,9 @@ threads as cores.
 
 *Memory* is resident: for PyTorch parameters, optimizer state and batch, and the process's high-water mark over a step
 less what is resident between steps, when gradients are gone and the heap is trimmed (what Inductor leaves behind does
-not count); for ours all of `measure.residence`, its bookkeeping and state included. *Time* is that of the fastest step
-of each, and its ratio to PyTorch eager's fastest: on a machine that others use too, a slower step says more of them.
-Linux only.
+not count); for ours all of `measure.training_memory`, its bookkeeping and state included. *Time* is that of the fastest
+step of each, and its ratio to PyTorch eager's fastest: on a machine that others use too, a slower step says more of
+them. Linux only.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def steps_of(backward: Callable[[], None], model: Any, optimizer: Any, batch: An
 
 def our_step(path: str) -> tuple[int, Callable[[], None]]:
     """The same of a file; the memory is of another process, which does nothing else."""
-    from onnx_remat.measure.residence import measure, state_for
+    from onnx_remat.measure.training_memory import measure, state_for
     from onnx_remat.session.session import Session
     from onnx_remat.session.training import Loop
 

@@ -29,7 +29,7 @@ def race(path: str, original: str, loss: str, steps: int) -> tuple[float, float]
     """Time of a step by `Session` over that by onnxruntime's own session, of the same file and of another, in turns."""
     import onnxruntime
 
-    from onnx_remat.measure.residence import state_for
+    from onnx_remat.measure.training_memory import state_for
     from onnx_remat.ort.runtime import session_options
     from onnx_remat.session.session import Session
     from onnx_remat.session.training import Loop
@@ -61,7 +61,7 @@ def rows(
 ) -> Iterator[tuple[str, ...]]:
     """The row of one graph."""
     from onnx_remat.errors import BudgetInfeasibleError
-    from onnx_remat.measure.residence import measure
+    from onnx_remat.measure.training_memory import measure
     from onnx_remat.session.bookkeeping import books
 
     file, _, own = item.partition("=")

@@ -26,7 +26,7 @@ def from_checkpoint(path: str, checkpoint: str, way: str, loss: str, steps: int)
     import numpy as np
 
     from onnx_remat.measure.probe import reset_peak, resident
-    from onnx_remat.measure.residence import one_node, state_for
+    from onnx_remat.measure.training_memory import one_node, state_for
     from onnx_remat.session.heap import trim
     from onnx_remat.session.session import Session
     from onnx_remat.session.training import Loop
@@ -62,7 +62,7 @@ def save_checkpoint(path: str, checkpoint: str, way: str) -> tuple[int, int]:
     """Write random state of a step to a file; how many arrays, and their bytes."""
     import numpy as np
 
-    from onnx_remat.measure.residence import state_for
+    from onnx_remat.measure.training_memory import state_for
     from onnx_remat.session.session import Session
 
     with Session(path) as session:

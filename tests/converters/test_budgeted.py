@@ -20,7 +20,7 @@ from onnx_remat.converters.pytorch.unchanged import Facts
 from torch import nn
 
 from onnx_remat.errors import BudgetInfeasibleError, ConversionError, UsageError
-from onnx_remat.measure import residence
+from onnx_remat.measure import training_memory
 
 cross_entropy = nn.functional.cross_entropy
 
@@ -562,7 +562,7 @@ def taken(budget, planning):
     return [int(word) for word in done.stdout.split()]
 
 
-@pytest.mark.skipif(not residence.available(), reason="Linux alone tells the most that was resident")
+@pytest.mark.skipif(not training_memory.available(), reason="Linux alone tells the most that was resident")
 def test_the_budget_is_kept():
     used, budget, before = taken("60%", {"effort": 0.3})
     assert used <= budget < 0.61 * before

@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 import pytest
 
-from onnx_remat.measure.residence import available, one_node
+from onnx_remat.measure.training_memory import available, one_node
 from onnx_remat.training import Loop
 from tests.support.adam import adam, first_state, shared_batches
 from tests.support.graphs import same_bits

@@ -14,12 +14,12 @@ import onnx
 import pytest
 from onnx import helper
 
-from onnx_remat.measure import residence
+from onnx_remat.measure import training_memory
 from onnx_remat.rewrite import pipeline
 from onnx_remat.session.training import Loop
 from tests.support.graphs import feeds_for, mlp, model_of, same_bits
 
-pytestmark = pytest.mark.skipif(not residence.available(), reason="resident memory is read from /proc")
+pytestmark = pytest.mark.skipif(not training_memory.available(), reason="resident memory is read from /proc")
 
 CHILD = """
 import gc, json, sys
@@ -27,7 +27,7 @@ from pathlib import Path
 import numpy as np
 from onnx_remat.session.heap import trim
 from onnx_remat.measure.probe import reset_peak, resident
-from onnx_remat.measure.residence import one_node
+from onnx_remat.measure.training_memory import one_node
 from onnx_remat.session.session import Session
 from onnx_remat.session.training import Loop
 

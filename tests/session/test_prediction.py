@@ -12,7 +12,7 @@ import onnx_remat
 from onnx_remat.errors import BudgetInfeasibleError, UsageError, VerificationError
 from onnx_remat.findings.check import check
 from onnx_remat.findings.sweep import sweep
-from onnx_remat.measure import residence
+from onnx_remat.measure import training_memory
 from onnx_remat.options import parse_options
 from onnx_remat.session.bookkeeping import books
 from tests.support.graphs import feeds_for, mlp, model_of, run_model, same_bits
@@ -69,11 +69,11 @@ def test_what_nobody_reads_is_freed_at_once_in_a_slab():
     assert onnx_remat.rewrite_model(model, "80%", **QUICK).report.loop_after.slab < 8 * 2**20
 
 
-@pytest.mark.skipif(not residence.available(), reason="resident memory is read from /proc")
+@pytest.mark.skipif(not training_memory.available(), reason="resident memory is read from /proc")
 def test_the_machine_takes_what_was_foreseen(result, tmp_path):
     result.save(tmp_path / "small.onnx")
-    fused = residence.measure(tmp_path / "small.onnx", steps=10)
-    found = residence.measure(tmp_path / "small.onnx", steps=10, fuse=False)
+    fused = training_memory.measure(tmp_path / "small.onnx", steps=10)
+    found = training_memory.measure(tmp_path / "small.onnx", steps=10, fuse=False)
     assert fused.total < found.total + 1e6
     assert max(found.total, fused.total) <= result.report.budget
     # What ONNX Runtime keeps for a graph is foreseen from above, and differs by a few megabytes between machines.
@@ -82,7 +82,7 @@ def test_the_machine_takes_what_was_foreseen(result, tmp_path):
     assert after.total - 6e6 < fused.total < after.total + 1e6
 
 
-@pytest.mark.skipif(not residence.available(), reason="resident memory is read from /proc")
+@pytest.mark.skipif(not training_memory.available(), reason="resident memory is read from /proc")
 def test_verification_measures_training_and_refuses_what_takes_more(monkeypatch):
     model = mlp(layers=12, batch=16384, width=32)
     report = onnx_remat.rewrite_model(model, "70%", verify="run", **QUICK).report

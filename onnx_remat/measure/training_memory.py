@@ -21,7 +21,7 @@ from onnx_remat.session.plan_session import Array
 
 
 @dataclass(frozen=True, slots=True)
-class Residence:
+class TrainingMemory:
     """Bytes that one process took for some steps, and of what they are.
 
     Attributes
@@ -53,7 +53,7 @@ def available() -> bool:
     return Path("/proc/self/clear_refs").exists()
 
 
-def measure(path: Path, dims: Mapping[str, int] | None = None, steps: int = 3, fuse: bool = True) -> Residence:
+def measure(path: Path, dims: Mapping[str, int] | None = None, steps: int = 3, fuse: bool = True) -> TrainingMemory:
     """Train for some steps in a fresh process, new state over the old.
 
     Parameters
@@ -74,7 +74,7 @@ def measure(path: Path, dims: Mapping[str, int] | None = None, steps: int = 3, f
     with files.scratch() as home:
         job = {"path": path.resolve(), "warm": one_node(home), "dims": dims or {}, "steps": steps, "fuse": fuse}
         try:
-            return Residence(**child.call("onnx_remat.measure.residence:taken", job, variables={}))
+            return TrainingMemory(**child.call("onnx_remat.measure.training_memory:taken", job, variables={}))
         except child.Failed as failed:
             raise VerificationError(f"training in a fresh process failed: {str(failed)[:300]}") from None
 
@@ -125,7 +125,7 @@ def taken(path: str, warm: str, dims: Mapping[str, int], steps: int, fuse: bool)
     state = state_for(session.inputs)
     for _ in range(steps):
         session.execute(state)
-    found = Residence(
+    found = TrainingMemory(
         total=resident("VmHWM") - base, inputs=sum(array.nbytes for array in state.values()),
         weights=session.weight_bytes, slab=session.slab_bytes, live=session.live_bytes,
         workspace=session.workspace_bytes, nodes=session.node_count, kernels=session.kernel_count,
