@@ -48,7 +48,7 @@ from onnx_remat.errors import OnnxRematError
 from onnx_remat.session import plan_session
 from onnx_remat.session import session as session_module
 from onnx_remat.session.interface import DTYPES
-from onnx_remat.session.plan_session import Wish
+from onnx_remat.session.plan_session import SessionRequest
 from onnx_remat.session.session import Session
 
 PLANS = "plans.json"
@@ -220,11 +220,11 @@ def our_step(path: Path, dims: Mapping[str, int], graph: bool, limit: int = 0) -
     return session, Loop(session, state_for(session.inputs), device="cuda").step
 
 
-def kept(path: Path, target: Path, wish: Any) -> Any:
+def kept(path: Path, target: Path, request: Any) -> Any:
     """`plan_session.open_step`, whose result is kept beside the file: it takes longer than all the steps here."""
     model, opened = path.with_suffix(".private"), path.with_suffix(".opened")
     if not opened.exists():
-        found = plan_session.open_step(path, target, wish)
+        found = plan_session.open_step(path, target, request)
         shutil.copyfile(target, model)
         opened.write_bytes(pickle.dumps(found))
     shutil.copyfile(model, target)
@@ -236,7 +236,11 @@ def open_all(folder: Path) -> None:
 
     def one(each: Plan) -> None:
         with tempfile.TemporaryDirectory() as home:
-            kept((folder / each.path).resolve(), Path(home) / "private.onnx", Wish("cuda", dict(each.dims), True))
+            kept(
+                (folder / each.path).resolve(),
+                Path(home) / "private.onnx",
+                SessionRequest("cuda", dict(each.dims), True),
+            )
 
     with ThreadPoolExecutor((os.cpu_count() or 2) // 2) as pool:
         list(pool.map(one, known(folder)))

@@ -21,7 +21,7 @@ from onnx_remat.ort import runtime
 from onnx_remat.ort.executed import Executed, as_executed
 from onnx_remat.ort.kernels import costs
 from onnx_remat.session import prediction
-from onnx_remat.session.plan_session import Arranged
+from onnx_remat.session.plan_session import SlabLayout
 from onnx_remat.units import format_bytes, table
 from onnx_remat.write.decided import CONTROL_KEY, RECOMPUTE_KEY, Planned, planned
 
@@ -203,7 +203,7 @@ def _fused_rows(fused: Sequence[Kernel], not_fused: str) -> list[str]:
     return ["", head, "without a buffer:", *table(rows)]
 
 
-def _kernels(arranged: Arranged) -> tuple[Kernel, ...]:
+def _kernels(arranged: SlabLayout) -> tuple[Kernel, ...]:
     """The fused kernels of a step that is laid out."""
     made_by = {step.node.output[0]: step for step in arranged.program.steps if step.plain is not None}
     found = []

@@ -16,7 +16,7 @@ from onnx_remat.errors import ModelError, UsageError
 from onnx_remat.ort import libraries
 from onnx_remat.session.cuda_memory import Block
 from onnx_remat.session.device import provider_options
-from onnx_remat.session.plan_session import NUMPY, Array, Opened
+from onnx_remat.session.plan_session import NUMPY, Array, SessionPlan
 
 _UNIT = 256  # what ONNX Runtime rounds every request up to
 
@@ -37,7 +37,7 @@ def providers(names: Sequence[str], limit: int, graph: bool = False) -> list[Any
     return [(names[0], options), *names[1:]]
 
 
-def check_capturable(step: Opened, loose: Sequence[str]) -> None:
+def check_capturable(step: SessionPlan, loose: Sequence[str]) -> None:
     """UsageError where a graph of a step would not do what the step does."""
     why = ""
     if step.random:
@@ -63,7 +63,7 @@ def rounded(nbytes: int) -> int:
     return -(-max(nbytes, 1) // _UNIT) * _UNIT
 
 
-def scratch_limit(step: Opened, total: int) -> int:
+def scratch_limit(step: SessionPlan, total: int) -> int:
     """What of `total` bytes is left to the session's own arena; UsageError where nothing is."""
     apart = rounded(step.slab) + sum(rounded(array.nbytes) for array in step.inputs)
     if total <= apart:
@@ -78,12 +78,12 @@ class OnDevice:
     ----------
     binding : onnxruntime.IOBinding
         Of the session that runs the step.
-    step : Opened
+    step : SessionPlan
     device : str
         As ``OrtValue`` names it.
     """
 
-    def __init__(self, binding: Any, step: Opened, device: str) -> None:
+    def __init__(self, binding: Any, step: SessionPlan, device: str) -> None:
         self._binding, self._step, self._device = binding, step, device
         self._formals = {array.name: array for array in step.inputs}
         self._offsets, end = {}, rounded(step.slab)

@@ -71,7 +71,7 @@ class Place(Array):
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class SessionPlan:
     """All that a `Session` needs besides the model to load.
 
     Attributes
@@ -121,7 +121,7 @@ class Opened:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class SessionRequest:
     """How a step is to be opened; see `Session`.
 
     `least`: bytes from which on values are bound; 0 for the default. `secret`: under which fused nodes name their
@@ -137,7 +137,7 @@ class Wish:
     secret: int = 0
 
 
-def open_step(path: Path, target: Path, wish: Wish) -> Opened:
+def open_step(path: Path, target: Path, request: SessionRequest) -> SessionPlan:
     """Plan where the values of a step lie, in a process of its own.
 
     Parameters
@@ -146,7 +146,7 @@ def open_step(path: Path, target: Path, wish: Wish) -> Opened:
         The step, an ONNX file.
     target : Path
         Where to write the model to load.
-    wish : Wish
+    request : SessionRequest
 
     Raises
     ------
@@ -155,10 +155,10 @@ def open_step(path: Path, target: Path, wish: Wish) -> Opened:
     """
     try:
         with Child() as process:
-            if wish.check:
-                process.call(_CHECK, {"path": path, "dims": wish.dims, "level": wish.level, "donate": wish.donate,
-                                      "provider": wish.provider})  # fmt: skip
-            job = {"path": path, "target": target, "wish": asdict(wish)}
+            if request.check:
+                process.call(_CHECK, {"path": path, "dims": request.dims, "level": request.level, "donate": request.donate,
+                                      "provider": request.provider})  # fmt: skip
+            job = {"path": path, "target": target, "request": asdict(request)}
             return _read(process.call("onnx_remat.session.plan_session:planned", job, last=True))
     except Failed as failed:
         error = failed.error() or ModelError(f"{path.name} could not be opened: {failed}")
@@ -166,25 +166,25 @@ def open_step(path: Path, target: Path, wish: Wish) -> Opened:
 
 
 _CHECK = "onnx_remat.measure.verify:session"
-"""What `Wish.check` asks for. By name: it compares two sessions, and so lies above the room of either."""
+"""What `SessionRequest.check` asks for. By name: it compares two sessions, and so lies above the room of either."""
 
 
-def planned(path: str, target: str, wish: Mapping[str, Any]) -> dict[str, Any]:
+def planned(path: str, target: str, request: Mapping[str, Any]) -> dict[str, Any]:
     """`plan`, for another process."""
-    return asdict(plan(Path(path), Path(target), Wish(**wish)))
+    return asdict(plan(Path(path), Path(target), SessionRequest(**request)))
 
 
-def _read(answer: Mapping[str, Any]) -> Opened:
+def _read(answer: Mapping[str, Any]) -> SessionPlan:
     def arrays(entries: list[Mapping[str, Any]]) -> tuple[Array, ...]:
         return tuple(Array(e["name"], e["dtype"], tuple(e["shape"])) for e in entries)
 
     places = tuple(Place(e["name"], e["dtype"], tuple(e["shape"]), e["offset"]) for e in answer["places"])
     given = dict(answer) | {"inputs": arrays(answer["inputs"]), "outputs": arrays(answer["outputs"]), "places": places}
-    return Opened(**given | {"defaults": tuple(answer["defaults"]), "fused": Fused(**answer["fused"])})
+    return SessionPlan(**given | {"defaults": tuple(answer["defaults"]), "fused": Fused(**answer["fused"])})
 
 
 @dataclass(frozen=True, slots=True)
-class Arranged:
+class SlabLayout:
     """A step as it will run, what is bound where, and of what.
 
     `constants` it has besides its weights; `kernels` are those of its fused nodes, by handle, and `members` the steps
@@ -216,7 +216,7 @@ def check_openable(model: onnx.ModelProto) -> None:
             raise ModelError(f"a session cannot open this model: {value.name!r} is no tensor of numbers")
 
 
-def arrange(path: Path, target: Path, wish: Wish) -> Arranged:
+def arrange(path: Path, target: Path, request: SessionRequest) -> SlabLayout:
     """Let ONNX Runtime optimise a step, choose the order of its nodes, lay out their values, and write what to load.
 
     What ONNX Runtime has once it has loaded that file is compared with what was laid out, and laid out in its stead
@@ -239,7 +239,7 @@ def arrange(path: Path, target: Path, wish: Wish) -> Arranged:
 
     source = model_io.load(path)
     check_openable(source.model)
-    kernels = kernels_of(wish.provider)
+    kernels = kernels_of(request.provider)
     if not runtime.has_device(kernels.execution_providers[0]):
         raise ModelError(
             f"onnxruntime makes no {kernels.execution_providers[0]} session here: that takes onnxruntime-gpu, its CUDA "
@@ -247,15 +247,15 @@ def arrange(path: Path, target: Path, wish: Wish) -> Arranged:
         )
     if old := placement.too_old(kernels, opset_of(source.model), runtime.installed()):
         raise ModelError(f"a session cannot train well here: {old}")
-    stated = Preparation(kernels, dims=_all_dims(source.model, wish.dims), fixed=True)
-    executed = as_optimized(source.model, source.folder, wish.level, stated)
+    stated = Preparation(kernels, dims=_all_dims(source.model, request.dims), fixed=True)
+    executed = as_optimized(source.model, source.folder, request.level, stated)
     outputs = [value.name for value in source.model.graph.output]
-    least = wish.least or binding.least(kernels)
+    least = request.least or binding.least(kernels)
     different = ""
     for _ in range(_LOADS):
-        made = lay_out(executed, outputs, wish.donate, least)
+        made = lay_out(executed, outputs, request.donate, least)
         model = made.compiled.graph.model
-        for each in _candidates(made, least, wish.secret):
+        for each in _candidates(made, least, request.secret):
             bound = [place.name for place in each.binding.placements]
             copy = lean_graph.copy_of(model, each.program.steps, bound, each.constants)
             if source.folder is not None:
@@ -264,7 +264,7 @@ def arrange(path: Path, target: Path, wish: Wish) -> Arranged:
             beside = fusing.kernels_of(target)
             beside.unlink(missing_ok=True)
             if each.kernels:
-                fusing.write(each.kernels, wish.secret, beside)
+                fusing.write(each.kernels, request.secret, beside)
             loaded = lean_graph.as_loaded(copy, target, kernels.execution_providers)
             different = lean_graph.difference(copy, loaded)
             if not different:
@@ -282,7 +282,7 @@ _LOADS = 4
 """How often a step is laid out anew, as ONNX Runtime has it once it has loaded it."""
 
 
-def _candidates(made: Arranged, least: int, secret: int) -> Iterator[Arranged]:
+def _candidates(made: SlabLayout, least: int, secret: int) -> Iterator[SlabLayout]:
     """A laid out step fused, if it can be, and then, should ONNX Runtime change that when it loads it, as it is."""
     if secret:
         other = as_fused(made, least, secret)
@@ -294,14 +294,14 @@ def _candidates(made: Arranged, least: int, secret: int) -> Iterator[Arranged]:
     yield made
 
 
-def as_fused(made: Arranged, least: int, secret: int = 0, seconds: float | None = None) -> Arranged:
+def as_fused(made: SlabLayout, least: int, secret: int = 0, seconds: float | None = None) -> SlabLayout:
     """A laid out step with its elementwise nodes fused, or the same step and why it is to run as it is.
 
     What a session does when it opens a step, and what predicts it: both have the same step from here.
 
     Parameters
     ----------
-    made : Arranged
+    made : SlabLayout
     least : int
         Bytes from which on a value is bound.
     secret : int
@@ -326,7 +326,7 @@ def as_fused(made: Arranged, least: int, secret: int = 0, seconds: float | None 
 
 def lay_out(
     executed: Executed, outputs: Sequence[str], donate: Donate, least: int, seconds: float | None = None
-) -> Arranged:
+) -> SlabLayout:
     """Where the values of a step lie that ONNX Runtime has optimised already.
 
     Parameters
@@ -363,7 +363,7 @@ def lay_out(
     program = binding.waiting(binding.program(steps, compiled.tensors, inputs, outputs, compiled.kernels, opset), pairs)
     weights = sum(compiled.tensors[name].nbytes for name in stored)
     bound = binding.bind(program, pairs, least, seconds)
-    return Arranged(
+    return SlabLayout(
         compiled, program, bound, weights, constants, fused=Fused(len(program.steps), slab=bound.height)
     )  # fmt: skip
 
@@ -390,23 +390,23 @@ def workspace(compiled: Compiled) -> tuple[int, int]:
     return (pool + malloced if pool else max(asked, malloced)), pool
 
 
-def plan(path: Path, target: Path, wish: Wish) -> Opened:
+def plan(path: Path, target: Path, request: SessionRequest) -> SessionPlan:
     """`open_step` in this process, which compares nothing."""
     from onnx_remat.ir.op_semantics import semantics
     from onnx_remat.ort import runtime
     from onnx_remat.session import binding, lean_graph, replay
 
-    made = arrange(path, target, wish)
+    made = arrange(path, target, request)
     program, bound, tensors, model = made.program, made.binding, made.compiled.tensors, made.compiled.graph.model
     order = runtime.order_by_priority(*lean_graph.edges(program.steps))
-    replay.check(program, bound, order, wish.least or binding.least(made.compiled.kernels))
+    replay.check(program, bound, order, request.least or binding.least(made.compiled.kernels))
     taken, pool = workspace(made.compiled)
     fed = [value.name for value in model.graph.input]
 
     def arrays(names: Sequence[str]) -> tuple[Array, ...]:
         return tuple(Array(name, tensors[name].dtype, tensors[name].shape) for name in names)
 
-    return Opened(
+    return SessionPlan(
         inputs=arrays(fed),
         defaults=tuple(name for name in fed if name not in program.inputs),
         outputs=arrays(program.outputs),

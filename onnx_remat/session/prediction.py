@@ -13,7 +13,7 @@ from onnx_remat.session import device_scratch
 from onnx_remat.session.binding import kept_on_host, least
 from onnx_remat.session.bookkeeping import books
 from onnx_remat.session.fusing import UNFUSED
-from onnx_remat.session.plan_session import Arranged, as_fused, lay_out, workspace
+from onnx_remat.session.plan_session import SlabLayout, as_fused, lay_out, workspace
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ TABLES_BYTES = 16_384
 """What kernels take on a device that no rule states: tables of pointers."""
 
 
-def device_workspace(arranged: Arranged) -> int:
+def device_workspace(arranged: SlabLayout) -> int:
     """What a session's arena takes on a device, where all values but those of the host lie in the slab."""
     compiled = arranged.compiled
     by_maker = {name: op for op in compiled.graph.ops for name in op.writes}
@@ -85,7 +85,7 @@ def device_workspace(arranged: Arranged) -> int:
     return device_scratch.workspace(compiled, ops)
 
 
-def rounding(arranged: Arranged) -> int:
+def rounding(arranged: SlabLayout) -> int:
     """What every request for an input, a weight and the slab is rounded up by, on a device."""
     compiled = arranged.compiled
     stored = [compiled.tensors[n].nbytes for n, v in compiled.graph.values.items() if v.kind in (INPUT, INITIALIZER)]
@@ -116,7 +116,7 @@ def foresee(executed: Executed, seconds: float | None = None, fuse: bool = True,
     return footprint(as_run(executed, seconds, fuse), costs)
 
 
-def as_run(executed: Executed, seconds: float | None = None, fuse: bool = True) -> Arranged:
+def as_run(executed: Executed, seconds: float | None = None, fuse: bool = True) -> SlabLayout:
     """The step that a loop runs, as `foresee` takes it."""
     outputs, smallest = [v.name for v in executed.compiled.graph.model.graph.output], least(executed.compiled.kernels)
     plain = lay_out(executed, outputs, donate=True, least=smallest, seconds=seconds)
@@ -125,7 +125,7 @@ def as_run(executed: Executed, seconds: float | None = None, fuse: bool = True) 
     return as_fused(plain, smallest, seconds=seconds)
 
 
-def step_seconds(arranged: Arranged, costs: str = "") -> float:
+def step_seconds(arranged: SlabLayout, costs: str = "") -> float:
     """What the nodes of a step take together; `costs` as `Options` has them.
 
     A fused kernel takes the time of its members, times what its roofline is of theirs: of values made and read within
@@ -149,7 +149,7 @@ def step_seconds(arranged: Arranged, costs: str = "") -> float:
     return total
 
 
-def footprint(arranged: Arranged, costs: str = "") -> Footprint:
+def footprint(arranged: SlabLayout, costs: str = "") -> Footprint:
     """What training takes with a step that is laid out."""
     compiled, bound, fused = arranged.compiled, arranged.binding, arranged.fused
     device = compiled.kernels.device != "cpu"

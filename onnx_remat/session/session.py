@@ -25,7 +25,7 @@ from onnx_remat.messages import Message, Setting
 from onnx_remat.session import heap, loading, on_device
 from onnx_remat.session.device import OUT_OF_MEMORY
 from onnx_remat.session.on_device import OnDevice
-from onnx_remat.session.plan_session import BY_BITS, NUMPY, Array, Donate, Opened, Wish, open_step
+from onnx_remat.session.plan_session import BY_BITS, NUMPY, Array, Donate, SessionPlan, SessionRequest, open_step
 
 Arrays = dict[str, npt.NDArray[Any]]
 
@@ -127,7 +127,9 @@ class Session:
             if lacking:
                 warnings.warn(f"steps run unfused, which takes longer: {lacking}", stacklevel=2)
             secret = library.new_secret() if wanted and not lacking else 0
-            self._step = open_step(path, target, Wish(provider, dims or {}, donate, level, check, secret=secret))
+            self._step = open_step(
+                path, target, SessionRequest(provider, dims or {}, donate, level, check, secret=secret)
+            )
             self._lacking = lacking
             if cuda_graph:
                 on_device.check_capturable(self._step, _loose(self._step))
@@ -264,7 +266,7 @@ class Session:
             raise UsageError("only a session that was opened by a path can be pickled: save the model first")
         return _reopen, self._again
 
-    def _bind_outputs(self, step: Opened) -> None:
+    def _bind_outputs(self, step: SessionPlan) -> None:
         """Bind what lies in the slab."""
         base = self._slab.ctypes.data
         outputs = {array.name for array in step.outputs}
@@ -352,7 +354,7 @@ def _as_file(model: Any, folder: Path) -> Path:
     raise UsageError(f"a session opens a path, bytes, an onnx.ModelProto or a Result, not {type(model).__name__}")
 
 
-def _loose(step: Opened) -> list[str]:
+def _loose(step: SessionPlan) -> list[str]:
     """The outputs that onnxruntime allocates: empty ones, inputs, weights."""
     bound = {place.name for place in step.places}.union(step.donated)
     return [array.name for array in step.outputs if array.name not in bound]

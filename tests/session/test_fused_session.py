@@ -118,7 +118,7 @@ def test_a_fused_step_reads_nothing_that_is_dead(tmp_path):
         feeds = feeds_of(opened)
         wanted = opened.run({name: array.copy() for name, array in feeds.items()})
     secret = library.new_secret()
-    found = poisoned.outputs(path, plan_session.Wish(donate=True, secret=secret), feeds)
+    found = poisoned.outputs(path, plan_session.SessionRequest(donate=True, secret=secret), feeds)
     for name, array in wanted.items():
         np.testing.assert_array_equal(bits(found[name]), bits(array), name)
 
@@ -172,7 +172,7 @@ def test_a_file_with_a_fused_node_is_refused():
 def test_the_same_step_has_the_same_kernels_and_never_takes_more(tmp_path, monkeypatch):
     path = tmp_path / "adam.onnx"
     onnx.save(adam(), path)
-    made = plan_session.arrange(path, tmp_path / "copy.onnx", plan_session.Wish(donate=True))
+    made = plan_session.arrange(path, tmp_path / "copy.onnx", plan_session.SessionRequest(donate=True))
 
     def fused():
         return fusing.fused(made.program, made.binding, 17, {}, binding.LEAST, 1)
@@ -202,6 +202,6 @@ def test_where_the_runtime_changes_the_fused_step_it_runs_unfused(tmp_path, monk
     )  # fmt: skip
     path = tmp_path / "adam.onnx"
     onnx.save(adam(), path)
-    made = plan_session.arrange(path, tmp_path / "copy.onnx", plan_session.Wish(secret=5))
+    made = plan_session.arrange(path, tmp_path / "copy.onnx", plan_session.SessionRequest(secret=5))
     assert not made.kernels and made.fused.why_not == "onnxruntime changes it when it loads it"
     assert not fusing.kernels_of(tmp_path / "copy.onnx").exists()

@@ -126,7 +126,7 @@ def test_a_graph_that_changes_at_every_load_is_refused(monkeypatch, tmp_path):
 
     monkeypatch.setattr(lean_graph, "as_loaded", restless)
     with pytest.raises(ModelError, match=r"changes it whenever it loads it \(node 'new3' \(Neg\) is new\)"):
-        plan_session.plan(tmp_path / "model.onnx", tmp_path / "copy.onnx", plan_session.Wish())
+        plan_session.plan(tmp_path / "model.onnx", tmp_path / "copy.onnx", plan_session.SessionRequest())
     assert len(seen) == 4
 
 

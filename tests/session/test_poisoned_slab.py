@@ -10,7 +10,7 @@ import pytest
 
 from onnx_remat.session import plan_session
 from onnx_remat.session.binding import lifetimes
-from onnx_remat.session.plan_session import Wish
+from onnx_remat.session.plan_session import SessionRequest
 from tests.support import poisoned
 from tests.support.graphs import feeds_for, mlp, run_model
 from tests.support.outcomes import RIGHT, WRONG
@@ -26,7 +26,7 @@ def step():
 
 
 def test_a_right_layout_reads_no_dead_byte(step):
-    assert poisoned.outcome(step[0], Wish(donate=True), *step[1:]).kind == RIGHT
+    assert poisoned.outcome(step[0], SessionRequest(donate=True), *step[1:]).kind == RIGHT
 
 
 def test_every_two_values_that_are_alive_at_once_show_when_they_share_memory(step, monkeypatch):
@@ -36,7 +36,7 @@ def test_every_two_values_that_are_alive_at_once_show_when_they_share_memory(ste
     plain = run_model(model, feeds, "disable")  # a small gradient shows in the last bits alone
     wanted = dict(zip([v.name for v in model.graph.output], plain, strict=True))
     for tried in range(0, 200, 20):  # noqa: B007 - read by the layout above
-        wrong += poisoned.outcome(model, Wish(level="disable", donate=True), feeds, wanted).kind == WRONG
+        wrong += poisoned.outcome(model, SessionRequest(level="disable", donate=True), feeds, wanted).kind == WRONG
     assert wrong == 10
 
 
@@ -63,6 +63,6 @@ def test_a_value_read_behind_its_end_shows(tmp_path, monkeypatch):
         start, end = ends(program, names)
         return start, end | {"a": 1} if "a" in end else end
 
-    assert poisoned.outcome(model, Wish(level="disable"), feeds, wanted).kind == RIGHT
+    assert poisoned.outcome(model, SessionRequest(level="disable"), feeds, wanted).kind == RIGHT
     monkeypatch.setattr(poisoned.binding, "lifetimes", shorter)
-    assert poisoned.outcome(model, Wish(level="disable"), feeds, wanted).kind == WRONG
+    assert poisoned.outcome(model, SessionRequest(level="disable"), feeds, wanted).kind == WRONG

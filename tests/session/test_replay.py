@@ -25,7 +25,9 @@ pytest.importorskip("onnxruntime")
 def arranged(tmp_path_factory):
     path = tmp_path_factory.mktemp("replay") / "mlp.onnx"
     onnx.save(mlp(layers=3, batch=128, width=64), path)
-    return plan_session.arrange(path, path.with_name("copy.onnx"), plan_session.Wish(donate=True, level="disable"))
+    return plan_session.arrange(
+        path, path.with_name("copy.onnx"), plan_session.SessionRequest(donate=True, level="disable")
+    )
 
 
 def small_program(nodes, inputs, outputs, initializers=()):

@@ -277,7 +277,7 @@ def test_another_order_is_refused(monkeypatch, tmp_path):
     right = runtime.order_by_priority
     monkeypatch.setattr(runtime, "order_by_priority", lambda *edges: right(*edges)[::-1])
     with pytest.raises(ModelError, match="would run 'mean' at step 0"):
-        plan_session.plan(tmp_path / "m.onnx", tmp_path / "out.onnx", plan_session.Wish(level="disable"))
+        plan_session.plan(tmp_path / "m.onnx", tmp_path / "out.onnx", plan_session.SessionRequest(level="disable"))
 
 
 def test_the_package_offers_it():

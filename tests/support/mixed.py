@@ -16,7 +16,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from onnx_remat.session.plan_session import Wish
+from onnx_remat.session.plan_session import SessionRequest
 from tests.support import poisoned
 from tests.support.outcomes import LEVELS, ROUNDING, Outcome, rewrite_outcome, session_outcome, stock
 from tests.support.steps import MATRIX, SIDE, TABLE, Steps
@@ -252,9 +252,9 @@ def judge(graph: Mixed, seed: int) -> str | dict[str, Outcome]:
                 model, level, feeds, expected[level], OUTLIERS, donate=bool(seed % 2)
             )
         level = LEVELS[seed % len(LEVELS)]
-        wish = Wish(level=level, donate=bool(seed % 2))
+        request = SessionRequest(level=level, donate=bool(seed % 2))
         with contextlib.suppress(poisoned.UnpoisonableError):
-            found["poisoned slab"] = poisoned.outcome(model, wish, feeds, expected[level][0], OUTLIERS)
+            found["poisoned slab"] = poisoned.outcome(model, request, feeds, expected[level][0], OUTLIERS)
     return found
 
 

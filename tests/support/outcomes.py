@@ -64,8 +64,8 @@ class Outcome:
 def everything_bound() -> Iterator[None]:
     """Sessions that are opened within the block plan in this process, and have every value in their slab."""
 
-    def in_this_process(path: Path, target: Path, wish: plan_session.Wish) -> plan_session.Opened:
-        return plan_session.plan(path, target, replace(wish, least=1))
+    def in_this_process(path: Path, target: Path, request: plan_session.SessionRequest) -> plan_session.SessionPlan:
+        return plan_session.plan(path, target, replace(request, least=1))
 
     with mock.patch.object(sessions, "open_step", in_this_process):
         yield

@@ -25,7 +25,7 @@ from onnx_remat.session import binding, fusing, plan_session
 from onnx_remat.session.binding import Binding, Program
 from onnx_remat.session.heap import reserve
 from onnx_remat.session.lean_graph import Step
-from onnx_remat.session.plan_session import BY_BITS, NUMPY, Arranged, Wish
+from onnx_remat.session.plan_session import BY_BITS, NUMPY, SessionRequest, SlabLayout
 from tests.support.outcomes import REFUSED, RIGHT, ROUNDING, WRONG, Feeds, Outcome, difference
 
 POISON = 0xFF
@@ -40,7 +40,11 @@ class UnpoisonableError(Exception):
 
 
 def outcome(
-    model: onnx.ModelProto | Path, wish: Wish, feeds: Feeds, expected: Mapping[str, Any], outliers: float = 0.0
+    model: onnx.ModelProto | Path,
+    request: SessionRequest,
+    feeds: Feeds,
+    expected: Mapping[str, Any],
+    outliers: float = 0.0,
 ) -> Outcome:
     """Compare what a poisoned slab gives with what stock ONNX Runtime does, every value in the slab.
 
@@ -52,18 +56,18 @@ def outcome(
         path = model if isinstance(model, Path) else Path(folder) / "model.onnx"
         if isinstance(model, onnx.ModelProto):
             onnx.save(model, path)
-        fused = wish.level != "disable" and not library.why_not()
-        wish = replace(wish, least=1, secret=library.new_secret() if fused else 0)
+        fused = request.level != "disable" and not library.why_not()
+        request = replace(request, least=1, secret=library.new_secret() if fused else 0)
         try:
-            made = outputs(path, wish, {name: np.array(value) for name, value in feeds.items()})
+            made = outputs(path, request, {name: np.array(value) for name, value in feeds.items()})
         except errors.OnnxRematError as error:
             return Outcome(REFUSED, str(error))
     wanted = {name: value for name, value in expected.items() if name in made}
-    found = difference(made, wanted, 0.0 if wish.level == "disable" else ROUNDING, outliers)
+    found = difference(made, wanted, 0.0 if request.level == "disable" else ROUNDING, outliers)
     return Outcome(WRONG, found) if found else Outcome(RIGHT)
 
 
-def outputs(path: Path, wish: Wish, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def outputs(path: Path, request: SessionRequest, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Run a step in a poisoned slab; every output that a node makes, by name. Donated feeds are changed.
 
     Raises
@@ -72,7 +76,7 @@ def outputs(path: Path, wish: Wish, feeds: Mapping[str, np.ndarray]) -> dict[str
     """
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "copy.onnx"
-        made = plan_session.arrange(path, target, wish)
+        made = plan_session.arrange(path, target, request)
         for linked in [file for file in Path(folder).iterdir() if file.stat().st_nlink > 1]:  # onnx reads none of these
             data = linked.read_bytes()
             linked.unlink()
@@ -81,7 +85,7 @@ def outputs(path: Path, wish: Wish, feeds: Mapping[str, np.ndarray]) -> dict[str
             return _poisoned(made, onnx.load(target), feeds)
 
 
-def _poisoned(made: Arranged, copy: onnx.ModelProto, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _poisoned(made: SlabLayout, copy: onnx.ModelProto, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     program, bound = made.program, made.binding
     if odd := [n for step in program.steps for n in step.writes if not binding.is_plain(program.tensors[n])]:
         raise UnpoisonableError(f"{odd[0]!r} is no plain tensor")
