@@ -38,7 +38,7 @@ MOST_RANK = 16
 
 
 class Runs(Protocol):
-    """A node as it will run, see `session.lean_graph.Step`."""
+    """A node as it will run, see `session.lean_graph.LeanNode`."""
 
     @property
     def node(self) -> onnx.NodeProto: ...

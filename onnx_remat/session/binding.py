@@ -28,7 +28,7 @@ from onnx_remat.memory.problem import Longs
 from onnx_remat.ort.kernels.base import Kernels, key
 from onnx_remat.ort.kernels.in_place import may_overwrite
 from onnx_remat.ort.moves import DOWN, UP
-from onnx_remat.session.lean_graph import Step, as_run
+from onnx_remat.session.lean_graph import LeanNode, as_run
 
 LEAST = 4096
 """Bytes from which on a value is bound; smaller ones stay with ONNX Runtime, but for graph outputs."""
@@ -52,7 +52,7 @@ class Program:
 
     Attributes
     ----------
-    steps : tuple of Step
+    steps : tuple of LeanNode
         In execution order.
     tensors : mapping of str to Tensor
     inputs : tuple of str
@@ -66,7 +66,7 @@ class Program:
         Values that lie in host memory although the step runs on a device, and small ones that may.
     """
 
-    steps: tuple[Step, ...]
+    steps: tuple[LeanNode, ...]
     tensors: Mapping[str, Tensor]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
@@ -109,7 +109,7 @@ class Binding:
 
 
 def program(
-    steps: Sequence[Step],
+    steps: Sequence[LeanNode],
     tensors: Mapping[str, Tensor],
     inputs: Sequence[str],
     outputs: Sequence[str],
@@ -129,7 +129,7 @@ def program(
 
 
 def _on_host(
-    steps: Sequence[Step], tensors: Mapping[str, Tensor], kernels: Kernels, opset: int, inputs: Sequence[str]
+    steps: Sequence[LeanNode], tensors: Mapping[str, Tensor], kernels: Kernels, opset: int, inputs: Sequence[str]
 ) -> frozenset[str]:
     """What nodes without a kernel on the device make, and what those that have one leave in host memory.
 

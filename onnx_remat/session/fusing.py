@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from onnx_remat.fuse.ir import Kernel
     from onnx_remat.session.binding import Binding, Program
-    from onnx_remat.session.lean_graph import Step
+    from onnx_remat.session.lean_graph import LeanNode
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Laid:
     program: Program
     binding: Binding
     kernels: tuple[Kernel, ...]
-    members: Mapping[str, tuple[Step, ...]]
+    members: Mapping[str, tuple[LeanNode, ...]]
 
 
 def fused(
@@ -121,7 +121,7 @@ def fused(
         return Refused("no two of its nodes can be fused")
     steps = lean_graph.as_run(
         [
-            lean_graph.Step(each.node, plain=each.plain) if isinstance(each, FusedNode) else program.steps[each]
+            lean_graph.LeanNode(each.node, plain=each.plain) if isinstance(each, FusedNode) else program.steps[each]
             for each in found.order
         ]
     )

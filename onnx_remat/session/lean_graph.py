@@ -35,7 +35,7 @@ from onnx_remat.process.worker import ask
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class LeanNode:
     """One node as it will run.
 
     Attributes
@@ -68,7 +68,9 @@ class Step:
         return plain_name(self.node.name) or f"{self.node.op_type}->{next(iter(self.writes), '?')}"
 
 
-def without_control_edges(ops: Sequence[graph.Op], model: onnx.ModelProto, tensors: Mapping[str, Tensor]) -> list[Step]:
+def without_control_edges(
+    ops: Sequence[graph.Op], model: onnx.ModelProto, tensors: Mapping[str, Tensor]
+) -> list[LeanNode]:
     """The nodes of a graph, in the order of `ops`, with nothing left that only pins their order.
 
     An Unsqueeze by no axes returns its input as it is, and so does a Concat of it and a vector of no entries (see
@@ -86,7 +88,7 @@ def without_control_edges(ops: Sequence[graph.Op], model: onnx.ModelProto, tenso
     """
     kept = {value.name for value in model.graph.output}
     instead: dict[str, str] = {}
-    steps: list[Step] = []
+    steps: list[LeanNode] = []
     for op in ops:
         name = next(iter(op.writes))
         if _changes_nothing(op, tensors) and name not in kept:
@@ -105,15 +107,15 @@ def _changes_nothing(op: graph.Op, tensors: Mapping[str, Tensor]) -> bool:
     return second.shape == (0,) and vector and first.dtype != TensorProto.UNDEFINED
 
 
-def _reading(op: graph.Op, instead: Mapping[str, str]) -> Step:
+def _reading(op: graph.Op, instead: Mapping[str, str]) -> LeanNode:
     node = onnx.NodeProto()
     node.CopyFrom(op.node)
     node.input[:] = [instead.get(name, name) for name in node.input]
     rename_captures(node, {name: instead[name] for name in op.captured if name in instead})
-    return Step(node, tuple(instead.get(name, name) for name in op.captured))
+    return LeanNode(node, tuple(instead.get(name, name) for name in op.captured))
 
 
-def _without_unread(steps: list[Step], kept: Iterable[str]) -> list[Step]:
+def _without_unread(steps: list[LeanNode], kept: Iterable[str]) -> list[LeanNode]:
     """`steps` less the ops that computed axes for nobody else."""
     wanted = set(kept)
     left = []
@@ -137,8 +139,8 @@ _EXACT_OF_INTEGERS = {"Range", "ReduceProd", "ReduceSum"}  # of floats the order
 
 
 def without_sizes(
-    steps: Sequence[Step], model: onnx.ModelProto, tensors: Mapping[str, Tensor]
-) -> tuple[list[Step], tuple[onnx.TensorProto, ...]]:
+    steps: Sequence[LeanNode], model: onnx.ModelProto, tensors: Mapping[str, Tensor]
+) -> tuple[list[LeanNode], tuple[onnx.TensorProto, ...]]:
     """`steps` less what only computes with sizes, all of which are known here, and the results that others read.
 
     A step whose batch was left open measures what it is given. On a device each such number is computed on the host,
@@ -172,28 +174,28 @@ def _is_small(weight: onnx.TensorProto) -> bool:
     return math.prod(weight.dims) <= shape_arithmetic.MOST and weight.data_location != TensorProto.EXTERNAL
 
 
-def moved_when_due(steps: Sequence[Step], kernels: Kernels) -> list[Step]:
+def moved_when_due(steps: Sequence[LeanNode], kernels: Kernels) -> list[LeanNode]:
     """`steps` with what is moved to the host copied down as soon as it is made, and up as late as it is read.
 
     No control edge says so: one would pass through the host's copy, on the device.
     """
     down = {step.node.output[0]: step for step in steps if step.node.op_type == DOWN}
-    late: dict[str, Step] = {}  # copies up of what was copied down, and views of them
+    late: dict[str, LeanNode] = {}  # copies up of what was copied down, and views of them
     for step in steps:
         (first, *_), viewed = step.node.input or ("",), {slot for slot, _ in kernels.aliases(step.node)}
         if (step.node.op_type == UP and first in down) or (0 in viewed and first in late):
             late[step.node.output[0]] = step
     read = {step.node.input[0] for step in late.values()}
     made = {name for step in steps for name in step.writes}
-    early: dict[str, list[Step]] = {}
+    early: dict[str, list[LeanNode]] = {}
     for name, step in down.items():
         if name in read and step.node.input[0] in made:
             early.setdefault(step.node.input[0], []).append(step)
     waiting = {id(step) for step in (*late.values(), *(step for each in early.values() for step in each))}
-    result: list[Step] = []
+    result: list[LeanNode] = []
     done: set[int] = set()
 
-    def take(step: Step) -> None:
+    def take(step: LeanNode) -> None:
         done.add(id(step))
         for name in step.reads:
             name = down[name].node.input[0] if name in down else name
@@ -212,20 +214,20 @@ def moved_when_due(steps: Sequence[Step], kernels: Kernels) -> list[Step]:
     return result
 
 
-def edges(steps: Sequence[Step]) -> tuple[list[list[int]], list[bool]]:
+def edges(steps: Sequence[LeanNode]) -> tuple[list[list[int]], list[bool]]:
     """For each step the steps whose values it reads, and whether it is a Shape or a Size."""
     maker = {name: i for i, step in enumerate(steps) for name in step.writes}
     producers = [[maker[name] for name in step.reads if name in maker] for step in steps]
     return producers, [step.node.op_type in ("Shape", "Size") and not step.node.domain for step in steps]
 
 
-def as_run(steps: Sequence[Step]) -> list[Step]:
+def as_run(steps: Sequence[LeanNode]) -> list[LeanNode]:
     """`steps` in the order ONNX Runtime takes them from a file in which they lie in this order."""
     return [steps[i] for i in priority_order(*edges(steps))]
 
 
 def copy_of(
-    model: onnx.ModelProto, steps: Sequence[Step], bound: Iterable[str], constants: Iterable[onnx.TensorProto] = ()
+    model: onnx.ModelProto, steps: Sequence[LeanNode], bound: Iterable[str], constants: Iterable[onnx.TensorProto] = ()
 ) -> onnx.ModelProto:
     """The model to load: `steps` as they lie, and the values named in `bound` as graph outputs besides the model's own.
 

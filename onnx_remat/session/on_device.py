@@ -71,7 +71,7 @@ def scratch_limit(step: SessionPlan, total: int) -> int:
     return total - apart
 
 
-class OnDevice:
+class DeviceMemory:
     """The slab and the inputs of an opened step in a device's memory, and what is bound there.
 
     Parameters

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from onnx_remat.ort.executed import Executed
     from onnx_remat.ort.prepare import Compiled
     from onnx_remat.session.binding import Binding, Program
-    from onnx_remat.session.lean_graph import Step
+    from onnx_remat.session.lean_graph import LeanNode
 
 Donate = bool | Mapping[str, str]
 """Which outputs renew which inputs in place: none, all by their names, or those of the mapping, input by output."""
@@ -156,8 +156,8 @@ def open_step(path: Path, target: Path, request: SessionRequest) -> SessionPlan:
     try:
         with Child() as process:
             if request.check:
-                process.call(_CHECK, {"path": path, "dims": request.dims, "level": request.level, "donate": request.donate,
-                                      "provider": request.provider})  # fmt: skip
+                compared = {"dims": request.dims, "level": request.level, "donate": request.donate}
+                process.call(_CHECK, {"path": path, "provider": request.provider, **compared})
             job = {"path": path, "target": target, "request": asdict(request)}
             return _read(process.call("onnx_remat.session.plan_session:planned", job, last=True))
     except Failed as failed:
@@ -197,7 +197,7 @@ class SlabLayout:
     weights: int
     constants: tuple[onnx.TensorProto, ...] = ()
     kernels: tuple[Kernel, ...] = ()
-    members: Mapping[str, tuple[Step, ...]] = field(default_factory=dict)
+    members: Mapping[str, tuple[LeanNode, ...]] = field(default_factory=dict)
     fused: Fused = field(default_factory=lambda: Fused(0))
 
 

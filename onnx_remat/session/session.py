@@ -24,7 +24,7 @@ from onnx_remat.fuse import library
 from onnx_remat.messages import Message, Setting
 from onnx_remat.session import heap, loading, on_device
 from onnx_remat.session.device import OUT_OF_MEMORY
-from onnx_remat.session.on_device import OnDevice
+from onnx_remat.session.on_device import DeviceMemory
 from onnx_remat.session.plan_session import BY_BITS, NUMPY, Array, Donate, SessionPlan, SessionRequest, open_step
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -139,10 +139,10 @@ class Session:
                 providers = on_device.providers(providers, limit, cuda_graph)
             self._session: Any = loading.load(target, providers, threads, self._step.pool)
             self._binding: Any = self._session.io_binding()
-            self._device: OnDevice | None = None
+            self._device: DeviceMemory | None = None
             if provider != "cpu":
                 on_device.check_provider(self._session, self._step.execution_providers[0])
-                self._device = OnDevice(self._binding, self._step, provider)
+                self._device = DeviceMemory(self._binding, self._step, provider)
         self._slab = heap.reserve(self._step.slab if self._device is None else 0)
         self._views: Arrays = {}
         self._bound: dict[str, tuple[int, Any]] = {}  # address and array of each input, kept alive while bound
@@ -225,7 +225,7 @@ class Session:
         return made | {output: self._bound[name][1] for output, name in self.donated.items()}
 
     @property
-    def device(self) -> OnDevice | None:
+    def device(self) -> DeviceMemory | None:
         """Where inputs lie between runs; None on the CPU, where the arrays that are fed are the inputs."""
         return self._device
 
@@ -235,7 +235,7 @@ class Session:
             raise UsageError("fetch is for sessions on a device: results returns what lies in the slab")
         return self._device.outputs(self._loose, names)
 
-    def _from_device(self, device: OnDevice) -> Arrays:
+    def _from_device(self, device: DeviceMemory) -> Arrays:
         made = self.fetch([array.name for array in self.outputs if array.name not in self.donated])
         for output, name in self.donated.items():
             made[output] = device.read(name)

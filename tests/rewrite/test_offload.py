@@ -23,7 +23,7 @@ from onnx_remat.ort.kernels.registry import kernels_of
 from onnx_remat.ort.prepare import Compiled, Preparation, prepare
 from onnx_remat.rewrite.pipeline import plan_model
 from onnx_remat.session import lean_graph
-from onnx_remat.session.lean_graph import Step
+from onnx_remat.session.lean_graph import LeanNode
 from onnx_remat.units import format_bytes
 from onnx_remat.write.decided import MOVES_KEY
 from onnx_remat.write.realize import realize
@@ -213,13 +213,13 @@ def test_a_session_copies_down_at_once_and_up_when_it_is_read():
     """Whatever the order in the file; a view of what comes back waits with it."""
     kinds = kernels_of("cuda")
     steps = [
-        Step(make("Exp", ["x"], ["v"])),
-        Step(make("Neg", ["v"], ["w"])),
-        Step(make(moves.DOWN, ["v"], ["home"])),
-        Step(make(moves.UP, ["home"], ["back"])),
-        Step(make("Reshape", ["back", "shape"], ["view"])),
-        Step(make("Exp", ["w"], ["y"])),
-        Step(make("Mul", ["y", "view"], ["z"])),
+        LeanNode(make("Exp", ["x"], ["v"])),
+        LeanNode(make("Neg", ["v"], ["w"])),
+        LeanNode(make(moves.DOWN, ["v"], ["home"])),
+        LeanNode(make(moves.UP, ["home"], ["back"])),
+        LeanNode(make("Reshape", ["back", "shape"], ["view"])),
+        LeanNode(make("Exp", ["w"], ["y"])),
+        LeanNode(make("Mul", ["y", "view"], ["z"])),
     ]
     found = [step.node.op_type for step in lean_graph.moved_when_due(steps, kinds)]
     assert found == ["Exp", moves.DOWN, "Neg", "Exp", moves.UP, "Reshape", "Mul"]
@@ -230,12 +230,12 @@ def test_a_session_copies_down_at_once_and_up_when_it_is_read():
 def test_copies_of_the_runtimes_own_stay_where_they_are():
     """What a node on the host makes comes up at once, as ONNX Runtime has it."""
     steps = [
-        Step(make("Exp", ["x"], ["v"])),
-        Step(make(moves.DOWN, ["v"], ["home"])),
-        Step(make("Acos", ["home"], ["there"])),
-        Step(make(moves.UP, ["there"], ["back"])),
-        Step(make("Neg", ["v"], ["w"])),
-        Step(make("Mul", ["w", "back"], ["z"])),
+        LeanNode(make("Exp", ["x"], ["v"])),
+        LeanNode(make(moves.DOWN, ["v"], ["home"])),
+        LeanNode(make("Acos", ["home"], ["there"])),
+        LeanNode(make(moves.UP, ["there"], ["back"])),
+        LeanNode(make("Neg", ["v"], ["w"])),
+        LeanNode(make("Mul", ["w", "back"], ["z"])),
     ]
     assert lean_graph.moved_when_due(steps, kernels_of("cuda")) == steps
 

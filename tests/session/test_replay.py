@@ -33,7 +33,7 @@ def arranged(tmp_path_factory):
 def small_program(nodes, inputs, outputs, initializers=()):
     """A program of nodes in file order, as a session would see it."""
     built = graph.build(model_of(nodes, inputs, outputs, initializers))
-    steps = [lean_graph.Step(op.node, op.captured) for op in built.ops]
+    steps = [lean_graph.LeanNode(op.node, op.captured) for op in built.ops]
     return program(steps, shapes.infer(built), list(inputs), list(outputs), CPU)
 
 

@@ -24,7 +24,7 @@ from onnx_remat.ir import graph
 from onnx_remat.session import binding, fusing, plan_session
 from onnx_remat.session.binding import Binding, Program
 from onnx_remat.session.heap import reserve
-from onnx_remat.session.lean_graph import Step
+from onnx_remat.session.lean_graph import LeanNode
 from onnx_remat.session.plan_session import BY_BITS, NUMPY, SessionRequest, SlabLayout
 from tests.support.outcomes import REFUSED, RIGHT, ROUNDING, WRONG, Feeds, Outcome, difference
 
@@ -127,7 +127,7 @@ def _poison(slab: Bytes, program: Program, bound: Binding, at: int) -> None:
 def _run(
     copy: onnx.ModelProto,
     program: Program,
-    step: Step,
+    step: LeanNode,
     memory: Mapping[str, Bytes],
     constants: Mapping[str, onnx.TensorProto],
 ) -> None:
