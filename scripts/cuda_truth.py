@@ -35,7 +35,7 @@ from onnx_remat.errors import OnnxRematError
 from onnx_remat.options import Options
 from onnx_remat.ort.executed import Executed, as_executed
 from onnx_remat.rewrite.pipeline import rewrite_model
-from onnx_remat.session.prediction import foresee
+from onnx_remat.session.prediction import predict
 from onnx_remat.write.decided import BUDGET_KEY
 from scripts.results import Table, save
 from tests.support.fake_cuda import here, run
@@ -136,7 +136,7 @@ def _session(path: Path, small: Path, budget: int, foreseen: Executed, level: st
     Its arena grows by what is asked and no more, so the most that it ever took is the smallest limit it runs under. It
     is opened again with the limit foreseen, and once more with 1 % less: that it must not bear.
     """
-    limit = foresee(foreseen).total
+    limit = predict(foreseen).total
     job = {"path": str(small.resolve()), "limits": [0, limit, int(limit * (1 - _OFF_SESSION)) - 1]}
     free, enough, little = here.ask("tests.support.fake_cuda.session", job, **_SETTINGS)
     if "error" in free or "error" in enough:

@@ -22,7 +22,7 @@ from onnx_remat.options import Options
 from onnx_remat.ort import runtime
 from onnx_remat.ort.executed import at_levels
 from onnx_remat.ort.moves import UP
-from onnx_remat.session.prediction import foresee
+from onnx_remat.session.prediction import predict
 from onnx_remat.units import format_bytes
 from onnx_remat.write.decided import planned
 
@@ -189,7 +189,7 @@ def check(
         {level: what.timeline.peak for level, what in executed.items()},
         {level: sum(name in made_there for name in plan.recomputed) for level, made_there in runs.items()},
         measured,
-        foresee(executed["all"]).total if "all" in executed and plan.run_by == "loop" else None,
+        predict(executed["all"]).total if "all" in executed and plan.run_by == "loop" else None,
         beyond,
         len(plan.moved),
         tuple(name for name in plan.moved if name not in made or made[name].op_type != UP),

@@ -145,7 +145,7 @@ def train(job: Job) -> Job:
     if job["device"] != "cpu":
         from onnx_remat.session import device
 
-        driver = device.held_by_this_process()
+        driver = device.driver_bytes()
     return {"peak_bytes": held + rise, "losses": losses, "driver_bytes": driver}
 
 

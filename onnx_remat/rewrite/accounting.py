@@ -25,10 +25,10 @@ from onnx_remat.ort.prepare import Compiled
 from onnx_remat.ort.renewed import taking_over, with_donations
 from onnx_remat.plan import bounds
 from onnx_remat.rewrite.notes import fusing
-from onnx_remat.session.bookkeeping import BOOKS_BYTES_PER_NODE
+from onnx_remat.session.bookkeeping import BYTES_PER_NODE
 from onnx_remat.session.fusing import why_not as why_not_fused
 from onnx_remat.session.plan_session import workspace
-from onnx_remat.session.prediction import Footprint, foresee
+from onnx_remat.session.prediction import Footprint, predict
 
 MARGIN = 0.01
 """Fraction of the budget kept free for what no plan shows: allocator rounding and the runtime's own bookkeeping."""
@@ -199,7 +199,7 @@ class LoopMemory(Accounting):
         """Return the accounting of a step; `original` and `compiled` are without donations."""
         compiled = with_donations(compiled)
         fused, own = taking_over(with_donations(original.compiled)), taking_over(compiled)
-        per_node = BOOKS_BYTES_PER_NODE if compiled.kernels.device == "cpu" else 0
+        per_node = BYTES_PER_NODE if compiled.kernels.device == "cpu" else 0
         outside = cost = None
         if options.fuse and not why_not_fused(options.provider):
             fused, outside = outside_kernels(fused, original.compiled.graph), outside_kernels(own, compiled.graph)
@@ -252,7 +252,7 @@ class LoopMemory(Accounting):
         return levels()[-1:]
 
     def taken(self, executed: Mapping[str, Executed], seconds: float | None = None) -> tuple[int, Footprint]:
-        trained = foresee(executed[levels()[-1]], seconds, self.options.fuse, self.options.costs)
+        trained = predict(executed[levels()[-1]], seconds, self.options.fuse, self.options.costs)
         return int(trained.total * (1 + _UNPREDICTED)), trained
 
     def priced_alone(self) -> LoopMemory | None:

@@ -34,7 +34,7 @@ from onnx_remat.rewrite.notes import MOVES, on_device, rounding, unseen, warning
 from onnx_remat.rewrite.offload import fit_with_moves
 from onnx_remat.rewrite.report import Report
 from onnx_remat.session.plan_session import check_openable
-from onnx_remat.session.prediction import Footprint, foresee
+from onnx_remat.session.prediction import Footprint, predict
 from onnx_remat.units import Budget, parse_budget
 from onnx_remat.write.decided import Rewritten
 
@@ -378,7 +378,7 @@ def begin(model: model_io.Model, given: PlanningOptions, kernels: FirstUse | Non
     else:
         try:
             check_openable(source.model)
-            trained = foresee(original, fuse=options.fuse, costs=options.costs)
+            trained = predict(original, fuse=options.fuse, costs=options.costs)
         except ModelError as error:
             session = Setting("run_by", "session")
             raise ModelError("{}; {} plans for onnxruntime's own", error.message, session) from None
@@ -405,7 +405,7 @@ def _as_trained(executed: Executed, model: onnx.ModelProto, options: Options) ->
     """What a loop takes; nothing where a session cannot open such a step."""
     try:
         check_openable(model)
-        return foresee(executed, fuse=options.fuse, costs=options.costs)
+        return predict(executed, fuse=options.fuse, costs=options.costs)
     except ModelError:
         return None
 

@@ -1,1 +1,1 @@
-"""Sessions of ours and the training loop: how a step is opened, laid out in one slab, bound and run."""
+"""`Session` and the training loop: how a step is opened, laid out in one slab, bound and run."""

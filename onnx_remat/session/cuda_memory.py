@@ -1,7 +1,7 @@
-"""A block of a CUDA device's memory, of exactly the size that is asked for.
+"""A block of a CUDA device's memory of exactly the requested size.
 
 onnxruntime's Python interface allocates on a device from an arena whose regions double, and its kernels fill at most
-2^31 elements. The CUDA runtime, which it has loaded by the time that a session exists, does neither.
+2^31 elements. The CUDA runtime, which onnxruntime has loaded by the time a session exists, has neither limitation.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _UP, _DOWN = 1, 2  # cudaMemcpyKind
 
 
 class Block:
-    """Bytes on the device, all of them zero at first; given back when nobody refers to it any more.
+    """Zero-initialised bytes on the device; freed when the object is no longer referenced.
 
     Parameters
     ----------
     nbytes : int
-        At least one is taken.
+        Size; at least one byte is allocated.
 
     Attributes
     ----------
@@ -36,26 +36,26 @@ class Block:
     Raises
     ------
     ModelError
-        The device has no so large block left, or there is no CUDA runtime in this process.
+        The device has no free block of this size, or this process has not loaded a CUDA runtime.
     """
 
     def __init__(self, nbytes: int) -> None:
         runtime, found, size = _runtime(), ctypes.c_void_p(), ctypes.c_size_t(max(nbytes, 1))
         _check(runtime.cudaMalloc(ctypes.byref(found), size), f"allocate {nbytes} bytes")
         self.address = int(found.value or 0)
-        weakref.finalize(self, runtime.cudaFree, found).atexit = False  # the process gives back all it has
+        weakref.finalize(self, runtime.cudaFree, found).atexit = False  # exiting frees it anyway
         _check(runtime.cudaMemset(found, 0, size), "clear its memory")
         _check(runtime.cudaDeviceSynchronize(), "clear its memory")
 
     def write(self, offset: int, array: npt.NDArray[Any]) -> None:
-        """Copy an array to so many bytes after the block's begin."""
+        """Copy an array to `offset` bytes after the start of the block."""
         array = np.ascontiguousarray(array)
         self._copy(self.address + offset, array.ctypes.data, array.nbytes, _UP)
-        # What is copied from ordinary memory may still be on its way, and sessions wait for their own stream alone.
+        # A copy from pageable memory may return before it has finished, and sessions wait for their own stream only.
         _check(_runtime().cudaDeviceSynchronize(), "copy to its memory")
 
     def read(self, offset: int, into: npt.NDArray[Any]) -> None:
-        """Fill a contiguous array with what lies there."""
+        """Fill a contiguous array with the bytes at `offset`."""
         self._copy(into.ctypes.data, self.address + offset, into.nbytes, _DOWN)
 
     def _copy(self, to: int, source: int, nbytes: int, kind: int) -> None:
@@ -68,7 +68,7 @@ class Block:
 
 @cache
 def _runtime() -> Any:
-    """The CUDA runtime that onnxruntime has loaded."""
+    """Return the CUDA runtime that onnxruntime has loaded."""
     maps = Path("/proc/self/maps")
     loaded = re.findall(r"/\S*libcudart[\w.-]*\.so[\d.]*", maps.read_text()) if maps.exists() else []
     if not loaded:

@@ -1,4 +1,4 @@
-"""Peaks on a CUDA device: the smallest memory limit under which training runs, and what the driver says beside it."""
+"""Peaks on a CUDA device: the smallest memory limit under which training runs, and the driver's own count."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from collections.abc import Callable
 from onnx_remat.errors import OnnxRematError
 
 RESOLUTION = 1 << 20
-"""Bytes to which a peak on the device is found."""
+"""Precision, in bytes, to which a peak on the device is found."""
 
 OUT_OF_MEMORY = ("Failed to allocate memory", "Available memory of", "CUDA out of memory", "CUDA failure 2")
-"""What ONNX Runtime's messages say when an arena is at its limit or the device is full."""
+"""Texts in ONNX Runtime's messages that mean that an arena is at its limit or the device is full."""
 
 
 def provider_options(limit: int) -> dict[str, str]:
-    """Options of the CUDA execution provider: an arena that grows by what is asked, up to `limit` bytes unless 0."""
+    """Return CUDA provider options: an arena that grows by the size of each request, up to `limit` bytes (0: none)."""
     options = {"arena_extend_strategy": "kSameAsRequested"}
     return options | {"gpu_mem_limit": str(limit)} if limit else options
 
 
 def smallest_limit(runs_within: Callable[[int], bool], most: int) -> int:
-    """Smallest limit, in bytes and to `RESOLUTION`, for which ``runs_within(limit)``; `most` is known to do.
+    """Return the smallest limit, in bytes and to `RESOLUTION`, for which ``runs_within(limit)``; it holds for `most`.
 
     >>> smallest_limit(lambda limit: limit >= 300_000_000, 1 << 30) - 300_000_000 < RESOLUTION
     True
@@ -42,8 +42,8 @@ def _nvml() -> object:
     return pynvml
 
 
-def held_by_this_process() -> int:
-    """Bytes of device memory the driver counts to this process on device 0, its CUDA context included."""
+def driver_bytes() -> int:
+    """Return the bytes that the driver counts to this process on device 0, its CUDA context included."""
     nvml = _nvml()
     handle = nvml.nvmlDeviceGetHandleByIndex(0)  # type: ignore[attr-defined]
     running = nvml.nvmlDeviceGetComputeRunningProcesses(handle)  # type: ignore[attr-defined]
@@ -51,6 +51,6 @@ def held_by_this_process() -> int:
 
 
 def total_memory() -> int:
-    """Bytes of memory of device 0."""
+    """Return the bytes of memory of device 0."""
     nvml = _nvml()
     return int(nvml.nvmlDeviceGetMemoryInfo(nvml.nvmlDeviceGetHandleByIndex(0)).total)  # type: ignore[attr-defined]

@@ -1,8 +1,8 @@
-"""What the arena of a session on a device takes where kernels have workspace there, and nothing else lies in it.
+"""Size of a session's arena on a device that contains kernel workspace and nothing else.
 
-The rules are those of `memory.arena`, with one more: a kernel that asks outside the stream
-(`Kernels.off_stream`) gets no chunk that the stream has used in this step. So two of a size may be needed where one
-would do. There are few chunks, hence lists.
+The rules are those of `memory.arena`, plus one: a kernel that allocates outside the stream (`Kernels.off_stream`) gets
+no chunk that the stream has used in this step. So the arena may need two chunks of a size where one would do. There
+are few chunks, hence lists.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from onnx_remat.ort.kernels.base import key
 from onnx_remat.ort.prepare import Compiled
 
 _STEPS = 3
-"""After which an arena grows no more: what is broken up in one step is missed in the next."""
+"""Number of steps after which the arena stops growing: a chunk that one step splits is missing in the next."""
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """Blocks of one kernel's workspace in bytes, and whether they are asked for outside the stream."""
+class Requests:
+    """Blocks of one kernel's workspace in bytes, and whether they are requested outside the stream."""
 
     blocks: Sequence[int]
     off_stream: bool = False
@@ -35,29 +35,29 @@ class _Chunk:
 
 
 def workspace(compiled: Compiled, ops: Iterable[Op]) -> int:
-    """`reserved` for the workspace of ops in the order they run, as their kernels' facts state it."""
+    """Return `reserved` for the workspace of `ops`, in the order they run, as their kernels' facts state it."""
     table, off = compiled.table.workspace, compiled.kernels.off_stream
-    return reserved([Asked(table[op.index], key(op.node) in off) for op in ops])
+    return reserved([Requests(table[op.index], key(op.node) in off) for op in ops])
 
 
-def reserved(asked: Sequence[Asked]) -> int:
-    """Bytes of all regions of an arena that grows by what is asked (``kSameAsRequested``).
+def reserved(requests: Sequence[Requests]) -> int:
+    """Return the bytes of all regions of an arena that grows by the size of each request (``kSameAsRequested``).
 
     Parameters
     ----------
-    asked : sequence of Asked
-        In the order of a step.
+    requests : sequence of Requests
+        One per kernel, in execution order.
 
     Examples
     --------
-    >>> reserved([Asked([1024]), Asked([2048]), Asked([256, 256])])
+    >>> reserved([Requests([1024]), Requests([2048]), Requests([256, 256])])
     3072
-    >>> reserved([Asked([2048]), Asked([1024, 1024], off_stream=True)])
+    >>> reserved([Requests([2048]), Requests([1024, 1024], off_stream=True)])
     4096
     """
     regions: list[list[_Chunk]] = []
     for _ in range(_STEPS):
-        for kernel in asked:
+        for kernel in requests:
             taken = [_take(regions, size, kernel.off_stream) for size in kernel.blocks if size]
             for chunk in taken:
                 chunk.free = True
@@ -89,7 +89,7 @@ def _take(regions: list[list[_Chunk]], size: int, off_stream: bool) -> _Chunk:
 
 
 def _merge(regions: list[list[_Chunk]]) -> None:
-    """Free neighbours become one, if the stream has used both or neither."""
+    """Merge adjacent free chunks if the stream has used both or neither."""
     for region in regions:
         for c in range(len(region) - 1, 0, -1):
             left, right = region[c - 1], region[c]

@@ -100,7 +100,7 @@ def fused(
     from onnx_remat.fuse.groups import Schedule
     from onnx_remat.fuse.nodes import FusedNode, fuse
     from onnx_remat.session import binding, lean_graph
-    from onnx_remat.session.bookkeeping import books
+    from onnx_remat.session.bookkeeping import bookkeeping_bytes
 
     if len(program.steps) > MOST_NODES:
         return Refused(f"it has over {MOST_NODES} nodes")
@@ -130,7 +130,7 @@ def fused(
     if laid.donated != bound.donated:
         return Refused("less of its state could be renewed in place")
     # A layout may miss its bound by a little, fused or not; what fewer nodes save of bookkeeping is more, by far.
-    saved = books(len(program.steps)) - books(len(steps), len(found.kernels))
+    saved = bookkeeping_bytes(len(program.steps)) - bookkeeping_bytes(len(steps), len(found.kernels))
     if laid.height > bound.height + saved // 2:
         return Refused(f"its slab would take {laid.height} bytes, not {bound.height}")
     members = {

@@ -1,4 +1,4 @@
-"""Memory of this process, from Python: pages of one's own, and what glibc keeps though nobody uses it."""
+"""Memory of this process, controlled from Python: private pages, and free memory that glibc keeps."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 ALIGNMENT = 64
-"""Of every address that is bound, in bytes: what ONNX Runtime aligns its own buffers to."""
+"""Alignment of every bound address in bytes, equal to that of ONNX Runtime's own buffers."""
 
 
 def reserve(nbytes: int) -> npt.NDArray[np.uint8]:
-    """Pages of one's own: they come when they are written to, and go when nobody refers to them any more."""
+    """Reserve private pages: they become resident when written to and are freed with the array."""
     if not nbytes:
         return np.empty(0, np.uint8)
     if sys.platform == "win32":
@@ -26,37 +26,38 @@ def reserve(nbytes: int) -> npt.NDArray[np.uint8]:
 
 
 def give_back_large_blocks() -> None:
-    """Let glibc, from now on, take blocks of 128 kB or more from the system and give them back when they are freed.
+    """Make glibc map blocks of 128 kB or more one by one, and return them to the system when they are freed.
 
-    That is how it starts. But with the first such block that is freed it begins to keep them, up to 32 MB each, in a
-    heap whose gaps fit nothing: of a ResNet's step, whose kernels need 9 MB of scratch memory at once, 28 MB more
-    stayed resident. Other C libraries are left alone.
+    glibc starts like this. But when the first such block is freed, it raises the threshold and keeps blocks of up to
+    32 MB in its heap, which fragments: a ResNet's step, whose kernels need 9 MB of scratch memory at once, kept 28 MB
+    more resident. Other C libraries are left alone.
     """
     if found := _of_c("mallopt"):
         found(_M_MMAP_THRESHOLD, _LARGE_BLOCK)
 
 
-_M_MMAP_THRESHOLD = -3  # of malloc.h
-_LARGE_BLOCK = 128 * 1024  # where it starts
+_M_MMAP_THRESHOLD = -3  # from malloc.h
+_LARGE_BLOCK = 128 * 1024  # glibc's initial threshold
 
 
 def trim() -> None:
-    """Give free memory of the C library's heap back to the system, where it can."""
+    """Return free memory of the C library's heap to the system, where the library can."""
     if found := _of_c("malloc_trim"):
         found(0)
 
 
 _due = 0.0
-"""When `keep_trimmed` is to act next, on the clock of `time.perf_counter`."""
+"""Time of the next trim by `keep_trimmed`, on the clock of `time.perf_counter`."""
 
 _SHARE = 1 / 400
+"""Share of the time that `keep_trimmed` may take."""
 
 
 def keep_trimmed() -> None:
-    """`trim` before a step, so often that it takes a quarter of a percent of the time, and whenever `trim_soon` says.
+    """Call `trim` before a step, at most for a quarter of a percent of the time, and once after each `trim_soon`.
 
-    glibc keeps blocks below 128 kB that are freed: of a checkpoint of many small arrays, which its owner drops once a
-    `Loop` has its copies, most would stay for as long as training takes. A trim takes about 0.4 ms.
+    glibc keeps freed blocks below 128 kB: when the owner of a checkpoint of many small arrays drops it after a `Loop`
+    has made its copies, most of that memory would stay resident during training. A trim takes about 0.4 ms.
     """
     global _due
     if (begun := time.perf_counter()) < _due:
@@ -67,12 +68,12 @@ def keep_trimmed() -> None:
 
 
 def trim_soon() -> None:
-    """Let the next `keep_trimmed` act: somebody was handed arrays, or gave some away, and may drop his own."""
+    """Make the next `keep_trimmed` trim: the caller received or passed in arrays and may drop them now."""
     global _due
     _due = 0.0
 
 
 @functools.cache
 def _of_c(name: str) -> Callable[..., int] | None:
-    """A function of the C library, where it has one of that name."""
+    """Return a function of the C library, None where it has none of that name."""
     return None if sys.platform == "win32" else getattr(ctypes.CDLL(None), name, None)

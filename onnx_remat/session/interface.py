@@ -1,4 +1,4 @@
-"""What a step model says of itself by the names, types and shapes of its inputs and outputs."""
+"""Names, types and shapes of a step model's inputs and outputs, and checks of arrays against them."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from onnx_remat.errors import UsageError, did_you_mean
 Arrays = dict[str, npt.NDArray[Any]]
 
 DTYPES = {"float": "float32", "double": "float64", "float16": "float16", "bool": "bool"}
-"""numpy's types by onnxruntime's names, where they differ."""
+"""numpy's type names by onnxruntime's, where they differ."""
 
 
 @dataclass(frozen=True, slots=True)
 class Formal:
-    """What an input or output must be: type (numpy's name, or empty if unknown) and shape (None where unknown)."""
+    """Type (numpy's name, empty if unknown) and shape (None where unknown) of an input or output."""
 
     dtype: str
     shape: tuple[int | None, ...] | None
 
 
 def check_state(formals: Mapping[str, Formal], arrays: Mapping[str, Any]) -> None:
-    """UsageError unless all arrays are inputs of the type and shape the model wants."""
+    """Raise UsageError unless every array is an input of the model, of its type and shape."""
     for _ in checked(formals, arrays):
         pass
 
 
 def checked(formals: Mapping[str, Formal], arrays: Mapping[str, Any]) -> Iterator[tuple[str, npt.NDArray[Any]]]:
-    """Name and array of one input after the other; UsageError where the next is not what the model wants.
+    """Yield name and array of one input after the other; UsageError where one does not fit the model.
 
-    Each is asked for once, when its turn comes: of a mapping that reads from a file, one array at a time is in memory.
+    Each array is read once, when its turn comes: a mapping that reads from a file has one array in memory at a time.
     """
     for name in arrays:
         if name not in formals:
@@ -54,6 +54,7 @@ def checked(formals: Mapping[str, Formal], arrays: Mapping[str, Any]) -> Iterato
 
 
 def check_loss(outputs: Mapping[str, Formal], loss: str) -> None:
+    """Raise UsageError unless `loss` names an output that is a single number."""
     if loss not in outputs:
         hint = did_you_mean(loss, outputs) or f": it has {', '.join(outputs)}"
         raise UsageError(f"the model has no output {loss!r} to take as the loss{hint}")
@@ -63,11 +64,12 @@ def check_loss(outputs: Mapping[str, Formal], loss: str) -> None:
 
 
 def overridable(session: Any) -> dict[str, Formal]:
+    """Return the inputs of onnxruntime's session that have a default value, by name."""
     return {value.name: formal(value) for value in session.get_overridable_initializers()}
 
 
 def formal(value: Any) -> Formal:
-    """An input or output of onnxruntime's session."""
+    """Return the type and shape of an input or output of onnxruntime's session."""
     kind = value.type.removeprefix("tensor(").removesuffix(")")
     try:
         dtype = np.dtype(DTYPES.get(kind, kind)).name

@@ -1,4 +1,4 @@
-"""How a session of ours loads the private copy of a step; nothing here imports onnx, which takes memory."""
+"""Load the lean graph of a step into ONNX Runtime; nothing here imports onnx, which takes memory."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from onnx_remat.session import fusing, scratch
 
 
 def load(path: Path, providers: Sequence[Any], threads: int = 0, pool: int = 0, save_to: Path | None = None) -> Any:
-    """ONNX Runtime's session on a private copy: no optimisations, nodes in the file's order.
+    """Open ONNX Runtime's session on a lean graph: no optimisations, nodes in the file's order.
 
-    Where a file with kernels lies beside it (`fusing.kernels_of`), its fused nodes find them.
+    Fused nodes find their kernels in the file that `fusing.kernels_of` names, if it exists.
 
     Parameters
     ----------
@@ -23,11 +23,11 @@ def load(path: Path, providers: Sequence[Any], threads: int = 0, pool: int = 0, 
     providers : sequence
         Execution providers, as ``onnxruntime.InferenceSession`` takes them.
     threads : int
-        Threads of one op; 0 leaves it to ONNX Runtime.
+        Intra-op threads; 0 for ONNX Runtime's default.
     pool : int
         Bytes of the pool for scratch memory, see `scratch`; 0 for none.
     save_to : Path, optional
-        Where to write the graph as it was loaded.
+        Where to write the graph as ONNX Runtime loaded it.
 
     Raises
     ------
@@ -44,7 +44,7 @@ def load(path: Path, providers: Sequence[Any], threads: int = 0, pool: int = 0, 
     options.enable_cpu_mem_arena = False
     options.intra_op_num_threads = threads
     options.log_severity_level = 3
-    # Every bound value is an output: each DequantizeLinear that is read at all would be duplicated.
+    # Every bound value is an output: ONNX Runtime would duplicate each DequantizeLinear that has a reader.
     options.add_session_config_entry("session.disable_quant_qdq", "1")
     if pool:
         scratch.use_pool(options, pool)
@@ -65,13 +65,13 @@ def load(path: Path, providers: Sequence[Any], threads: int = 0, pool: int = 0, 
 
 
 def first_line(error: Exception) -> str:
-    """What ONNX Runtime complains of, in one line."""
+    """Return ONNX Runtime's error in one line."""
     line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return line[:300]
 
 
 def load_and_save(path: str, target: str, providers: Sequence[str]) -> tuple[None, bytes]:
-    """The part of `lean_graph.as_loaded` that loads the copy: for the process of its own (`worker`)."""
+    """Load a lean graph and save it as loaded; runs in the worker process for `lean_graph.as_loaded`."""
     from onnx_remat.ort import libraries, runtime
 
     if providers[0] not in runtime.HOST:

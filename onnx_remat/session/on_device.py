@@ -1,7 +1,7 @@
-"""Memory of a CUDA device for `session.Session`: one block, in which the slab lies and the inputs one after the other.
+"""Memory of a CUDA device for `session.Session`: one block with the slab, then the inputs one after the other.
 
-The driver hands out pieces of two megabytes: hundreds of inputs, each an allocation of its own, would take some hundred
-megabytes more than they have.
+The driver allocates in units of two megabytes: hundreds of inputs with an allocation each would take some hundred
+megabytes more than their sizes.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from onnx_remat.session.cuda_memory import Block
 from onnx_remat.session.device import provider_options
 from onnx_remat.session.plan_session import NUMPY, Array, SessionPlan
 
-_UNIT = 256  # what ONNX Runtime rounds every request up to
+_UNIT = 256  # ONNX Runtime rounds up every request to a multiple of this
 
 
 def providers(names: Sequence[str], limit: int, graph: bool = False) -> list[Any]:
-    """What to make a session with: the device's arena takes what is asked, up to `limit` bytes unless 0.
+    """Return a session's execution providers: the device's arena grows by each request, up to `limit` bytes unless 0.
 
-    With `graph` the second step is captured in a CUDA graph, and all after it replay that. CUDA's libraries are loaded
-    here, if they are not yet. cuDNN is left to guess the best way to compute a convolution: that was a quarter faster
-    than what onnxruntime finds when it tries them all, which takes seconds besides (ResNet-50 on an H100).
+    With `graph`, the second step is captured in a CUDA graph, which all later steps replay. This loads CUDA's libraries
+    if they are not loaded yet. cuDNN chooses convolution algorithms by its heuristic: that was a quarter faster than
+    onnxruntime's exhaustive search, which also takes seconds (ResNet-50 on an H100).
     """
     libraries.load_cuda()
     options = (
@@ -38,41 +38,41 @@ def providers(names: Sequence[str], limit: int, graph: bool = False) -> list[Any
 
 
 def check_capturable(step: SessionPlan, loose: Sequence[str]) -> None:
-    """UsageError where a graph of a step would not do what the step does."""
+    """Raise UsageError where a CUDA graph would not compute what the step computes."""
     why = ""
     if step.random:
         why = f"node {step.random!r} would draw the same random numbers in every step"
     elif loose:
-        why = f"output {loose[0]!r} does not lie in the slab"
+        why = f"output {loose[0]!r} is not in the slab"
     elif step.on_host:
-        why = "values are moved to the host and back, which no graph can hold"
+        why = "values are moved to the host and back, which a graph cannot contain"
     elif step.defaults:
-        why = f"input {step.defaults[0]!r} has a default value, which no graph could tell from another"
+        why = f"input {step.defaults[0]!r} has a default value, which a graph would replay for every input"
     if why:
         raise UsageError(f"cuda_graph: {why}")
 
 
 def check_provider(session: Any, name: str) -> None:
-    """ModelError where onnxruntime fell back to the CPU, which it does without a word."""
+    """Raise ModelError where onnxruntime fell back to the CPU, which it does silently."""
     if session.get_providers()[0] != name:
-        raise ModelError(f"onnxruntime makes no {name} session here: see what it says of its libraries")
+        raise ModelError(f"onnxruntime makes no {name} session here: see its log for a library that it cannot load")
 
 
 def rounded(nbytes: int) -> int:
-    """Bytes that an arena hands out for so many."""
+    """Return the bytes that an arena allocates for a request of `nbytes`."""
     return -(-max(nbytes, 1) // _UNIT) * _UNIT
 
 
 def scratch_limit(step: SessionPlan, total: int) -> int:
-    """What of `total` bytes is left to the session's own arena; UsageError where nothing is."""
+    """Return the part of `total` bytes that is left to the session's arena; UsageError where nothing is left."""
     apart = rounded(step.slab) + sum(rounded(array.nbytes) for array in step.inputs)
     if total <= apart:
-        raise UsageError(f"memory limit {total} is below the {apart} bytes of the slab and the inputs alone")
+        raise UsageError(f"memory_limit {total} is below the {apart} bytes of the slab and the inputs: raise it")
     return total - apart
 
 
 class DeviceMemory:
-    """The slab and the inputs of an opened step in a device's memory, and what is bound there.
+    """The slab and the inputs of a step in a device's memory, bound to the session that runs it.
 
     Parameters
     ----------
@@ -80,7 +80,7 @@ class DeviceMemory:
         Of the session that runs the step.
     step : SessionPlan
     device : str
-        As ``OrtValue`` names it.
+        Name of the device, as in ``OrtValue``.
     """
 
     def __init__(self, binding: Any, step: SessionPlan, device: str) -> None:
@@ -112,11 +112,11 @@ class DeviceMemory:
         self._binding.bind_output(array.name, self._device, 0, _element_type(array.dtype), array.shape, address)
 
     def address(self, name: str) -> int:
-        """Where an input lies."""
+        """Return the address of an input."""
         return self._block.address + self._offsets[name]
 
     def feed(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Copy arrays to where the inputs of these names lie: all of their types and shapes."""
+        """Copy arrays, of the types and shapes of these inputs, to the addresses of the inputs."""
         for name, array in arrays.items():
             self._block.write(self._offsets[name], array)
             if name in self._step.defaults and name not in self._fed:
@@ -124,18 +124,18 @@ class DeviceMemory:
             self._fed.add(name)
 
     def unfed(self) -> list[str]:
-        """Inputs that must have a value, and have none yet."""
+        """Return the inputs that need a value and have none yet."""
         return [name for name in self._formals if name not in self._fed and name not in self._step.defaults]
 
     def read(self, name: str) -> npt.NDArray[Any]:
-        """A copy of an input as it is now."""
+        """Return a copy of an input's current value."""
         formal = self._formals[name]
         array = np.empty(formal.shape, formal.dtype_name)
         self._block.read(self._offsets[name], array)
         return array
 
     def outputs(self, loose: Sequence[str], wanted: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
-        """Copies of outputs of the last run, of which onnxruntime allocated the `loose` ones."""
+        """Return copies of outputs of the last run; onnxruntime allocated those in `loose`."""
         values = dict(zip([*self._bound, *loose], self._binding.get_outputs(), strict=True))
         return {name: values[name].numpy() for name in wanted}
 

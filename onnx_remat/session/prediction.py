@@ -1,4 +1,4 @@
-"""What training takes of the machine's memory with `session.session.Session` and `session.training.Loop`, foreseen."""
+"""Predict the memory that training with `session.session.Session` or `session.training.Loop` takes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from onnx_remat.ort.executed import Executed
 from onnx_remat.ort.kernels import costs as prices
 from onnx_remat.session import device_scratch
 from onnx_remat.session.binding import kept_on_host, least
-from onnx_remat.session.bookkeeping import books
+from onnx_remat.session.bookkeeping import bookkeeping_bytes
 from onnx_remat.session.fusing import UNFUSED
 from onnx_remat.session.plan_session import SlabLayout, as_fused, lay_out, workspace
 
@@ -27,29 +27,29 @@ class Footprint:
     weights : int
         Weights and constants in the file.
     slab : int
-        The one allocation in which all large values lie.
+        The one allocation that contains all large values.
     workspace : int
-        The most that kernels take while they run, see `plan_session.workspace`.
+        Largest scratch memory of a kernel, see `plan_session.workspace`.
     books : int
-        What ONNX Runtime keeps for the graph, and small values.
+        ONNX Runtime's bookkeeping for the graph, and small values.
     live : int
-        The most bytes of the slab's values that are alive at once: no slab is smaller.
+        Peak of live bytes in the slab: a lower bound on the slab's size.
     donated : int
-        Outputs that renew their input in place.
+        Number of outputs written in place of the input they renew.
     not_donated : mapping of str to str
-        Why the other ones do not.
+        Reason by output, for outputs that renew an input but are not written in place.
     on_host : int
-        The most bytes that the host keeps at once of what is moved there; the parts and `total` are without them.
+        Peak of bytes moved to the host; neither the other fields nor `total` include them.
     nodes, unfused_nodes : int
-        Nodes that run, and that would run with nothing fused.
+        Number of nodes that run, and of those that would run without fusion.
     kernels : int
-        Nodes among them that are fused kernels.
+        Number of fused kernels among the nodes that run.
     unfused : int
-        What training takes in all where nothing is fused: on machines without these kernels, or with ``fuse=False``.
+        Total without fusion: on machines without these kernels, or with ``fuse=False``.
     not_fused : str
-        Why nothing is fused here, or nothing.
+        Reason why no node is fused here; empty where some are.
     seconds : float
-        What the nodes that run take together, by `Options.costs`; a fused kernel counts the bytes it reads and writes.
+        Time of all nodes that run, by `Options.costs`; a fused kernel counts the bytes it reads and writes.
     """
 
     inputs: int
@@ -74,11 +74,11 @@ class Footprint:
 
 
 TABLES_BYTES = 16_384
-"""What kernels take on a device that no rule states: tables of pointers."""
+"""Bytes that kernels take on a device beyond every workspace rule: tables of pointers."""
 
 
 def device_workspace(arranged: SlabLayout) -> int:
-    """What a session's arena takes on a device, where all values but those of the host lie in the slab."""
+    """Return the size of a session's arena on a device, where the slab contains all values except the host's."""
     compiled = arranged.compiled
     by_maker = {name: op for op in compiled.graph.ops for name in op.writes}
     ops = [by_maker[name] for step in arranged.program.steps if (name := next(iter(step.writes), "")) in by_maker]
@@ -86,38 +86,38 @@ def device_workspace(arranged: SlabLayout) -> int:
 
 
 def rounding(arranged: SlabLayout) -> int:
-    """What every request for an input, a weight and the slab is rounded up by, on a device."""
+    """Return the bytes that a device adds when it rounds up the requests for inputs, weights and the slab."""
     compiled = arranged.compiled
     stored = [compiled.tensors[n].nbytes for n, v in compiled.graph.values.items() if v.kind in (INPUT, INITIALIZER)]
     return sum(-nbytes % arena.UNIT for nbytes in (arranged.binding.height, *stored))
 
 
-def foresee(executed: Executed, seconds: float | None = None, fuse: bool = True, costs: str = "") -> Footprint:
-    """What training takes with a step that ONNX Runtime runs as `executed`.
+def predict(executed: Executed, seconds: float | None = None, fuse: bool = True, costs: str = "") -> Footprint:
+    """Predict the memory that training takes with a step that ONNX Runtime runs as `executed`.
 
-    Counted is what a session does that this environment opens: with fused kernels where it has them.
+    The prediction is for a session opened in this environment: with fused kernels where they are available.
 
     Parameters
     ----------
     executed : Executed
-        The step as it is optimised by default.
+        The step as ONNX Runtime optimises it by default.
     seconds : float, optional
-        That the search for a low slab may take at most; with more of them training may take less than this says.
+        Limit on the search for a small slab; with a higher limit training may take less than predicted.
     fuse : bool
-        As `session.session.Session` has it.
+        See `session.session.Session`.
     costs : str
         See `Options`.
 
     Raises
     ------
     ModelError
-        A session cannot open such a step.
+        A session cannot open the step.
     """
     return footprint(as_run(executed, seconds, fuse), costs)
 
 
 def as_run(executed: Executed, seconds: float | None = None, fuse: bool = True) -> SlabLayout:
-    """The step that a loop runs, as `foresee` takes it."""
+    """Lay out the step as a loop runs it; arguments as of `predict`."""
     outputs, smallest = [v.name for v in executed.compiled.graph.model.graph.output], least(executed.compiled.kernels)
     plain = lay_out(executed, outputs, donate=True, least=smallest, seconds=seconds)
     if not fuse:
@@ -126,10 +126,10 @@ def as_run(executed: Executed, seconds: float | None = None, fuse: bool = True) 
 
 
 def step_seconds(arranged: SlabLayout, costs: str = "") -> float:
-    """What the nodes of a step take together; `costs` as `Options` has them.
+    """Return the time of all nodes of a step; `costs` as in `Options`.
 
-    A fused kernel takes the time of its members, times what its roofline is of theirs: of values made and read within
-    it nothing is written or read, and one kernel is started.
+    A fused kernel takes the time of its members, scaled by the ratio of its roofline to the sum of theirs: it neither
+    writes nor reads the values that are produced and consumed inside it, and it is launched once.
     """
     compiled, tensors = arranged.compiled, arranged.compiled.tensors
     name = costs or compiled.kernels.costs
@@ -150,15 +150,19 @@ def step_seconds(arranged: SlabLayout, costs: str = "") -> float:
 
 
 def footprint(arranged: SlabLayout, costs: str = "") -> Footprint:
-    """What training takes with a step that is laid out."""
+    """Return the memory that training takes with a step that is laid out."""
     compiled, bound, fused = arranged.compiled, arranged.binding, arranged.fused
     device = compiled.kernels.device != "cpu"
+    if device:
+        books = rounding(arranged) + TABLES_BYTES
+    else:
+        books = bookkeeping_bytes(len(arranged.program.steps), fused.kernels)
     found = Footprint(
         inputs=sum(compiled.tensors[name].nbytes for name, v in compiled.graph.values.items() if v.kind == INPUT),
         weights=arranged.weights,
         slab=bound.height,
         workspace=device_workspace(arranged) if device else workspace(compiled)[0],
-        books=rounding(arranged) + TABLES_BYTES if device else books(len(arranged.program.steps), fused.kernels),
+        books=books,
         live=bound.live,
         donated=len(bound.donated),
         not_donated=bound.not_donated,
@@ -169,5 +173,5 @@ def footprint(arranged: SlabLayout, costs: str = "") -> Footprint:
         not_fused=fused.why_not,
         seconds=step_seconds(arranged, costs),
     )
-    more = fused.slab - found.slab + (0 if device else books(fused.nodes) - found.books)
+    more = fused.slab - found.slab + (0 if device else bookkeeping_bytes(fused.nodes) - found.books)
     return replace(found, unfused=found.total + more)

@@ -1,7 +1,7 @@
-"""A `Binding` checked by replaying the step over addresses: independent of lifetimes and of how places were chosen.
+"""Check a `Binding` by replaying the step over addresses: independent of lifetimes and of the layout algorithm.
 
-Every byte belongs to the value last written there. A step may read only values whose bytes are all still theirs, and
-write over what it reads only where that is known to be safe; at the end every graph output must be whole.
+Every byte belongs to the value last written there. A node may read only values that still own all their bytes, and
+overwrite an input only where that is known to be safe; at the end every graph output must own all its bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _Range = tuple[int, int]
 
 
 class _Memory:
-    """Who owns which bytes: disjoint ranges in order of address."""
+    """Owner of every byte: disjoint ranges in order of address."""
 
     def __init__(self) -> None:
         self._ranges: list[tuple[int, int, str]] = []
@@ -28,7 +28,7 @@ class _Memory:
         self._ranges[first:last] = [(*place, name)]
 
     def owner_other_than(self, name: str, place: _Range) -> str | None:
-        """Who has taken bytes of `place` from `name`, if anybody has."""
+        """Return the value that has overwritten bytes of `name` in `place`, None if no value has."""
         if not place[1] > place[0]:
             return None
         first, last = self._overlapping(place)
@@ -47,7 +47,7 @@ class _Memory:
 
 
 def check(program: Program, binding: Binding, executed: Sequence[int], least: int) -> None:
-    """Raise ModelError unless the step, run in the order `executed`, reads and returns what it should.
+    """Raise ModelError unless the step, run in the order `executed`, reads and returns intact values.
 
     Parameters
     ----------
@@ -56,7 +56,7 @@ def check(program: Program, binding: Binding, executed: Sequence[int], least: in
     executed : sequence of int
         Positions in ``program.steps`` in the order ONNX Runtime runs them.
     least : int
-        Bytes from which on values must be bound.
+        Size in bytes from which on values must be bound.
     """
     _check_order(program, executed)
     where = _addresses(program, binding)
@@ -89,11 +89,11 @@ def _check_order(program: Program, executed: Sequence[int]) -> None:
     for at, (runs, wanted) in enumerate(itertools.zip_longest(executed, planned)):
         if runs != wanted:
             names = ["nothing more" if i not in planned else repr(program.steps[i].label) for i in (runs, wanted)]
-            raise ModelError(f"ONNX Runtime would run {names[0]} at step {at}, where the layout is for {names[1]}")
+            raise ModelError(f"ONNX Runtime would run {names[0]} at position {at}, but the layout expects {names[1]}")
 
 
 def _addresses(program: Program, binding: Binding) -> dict[str, _Range]:
-    """Range of each bound value: the slab's own first, then the donated inputs', one after the other."""
+    """Return the address range of each bound value: the slab first, then the donated inputs one after the other."""
     where: dict[str, _Range] = {}
     for placement in binding.placements:
         needed = program.tensors[placement.name].nbytes
@@ -117,7 +117,7 @@ def _addresses(program: Program, binding: Binding) -> dict[str, _Range]:
 
 
 def _check_writes(program: Program, at: int, reads: Sequence[str], where: dict[str, _Range]) -> None:
-    """What a step writes must not meet what else it writes, nor what it reads unless its kernel is safe so."""
+    """Raise ModelError where a node's output overlaps another output, or an input that its kernel cannot overwrite."""
     step = program.steps[at]
     writes = [name for name in step.writes if name in where]
     for i, name in enumerate(writes):

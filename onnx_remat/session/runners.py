@@ -1,4 +1,4 @@
-"""The two ways of a `training.Loop` to run a step: state renewed in place, or outputs fed back as inputs."""
+"""Runners of a `training.Loop`: state updated in place, on the host or on a device; or outputs fed back as inputs."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from onnx_remat.session.session import Session
 
 
 def _left_to_apply(outputs: Iterable[str], state: Container[str], renewed: Iterable[str]) -> dict[str, str]:
-    """Parameter of each gradient that the model leaves to the caller to apply."""
+    """Return the parameter of each gradient that the model leaves to the caller to apply."""
     done = set(renewed)
     return {name: target for name, target in gradients(outputs).items() if target in state and target not in done}
 
 
 class InPlaceRunner:
-    """Steps of a `Session`: state lies in one block of memory, and is renewed there."""
+    """Run steps with a `Session` on the CPU: one block of memory contains the state, and steps update it in place."""
 
     def __init__(
         self, session: Session, state: Mapping[str, npt.NDArray[Any]], loss: str, rate: float, copy: bool
@@ -56,7 +56,7 @@ class InPlaceRunner:
         for output, name in self._copied.items():
             np.copyto(self._arrays[name], made[output])
         for output, name in self._gradients.items():
-            gradient = made[output]  # in the slab: nobody else reads it any more
+            gradient = made[output]  # in the slab: it has no other readers now
             np.multiply(gradient, self._rate, out=gradient)
             np.subtract(self._arrays[name], gradient, out=self._arrays[name])
         return loss
@@ -66,7 +66,7 @@ class InPlaceRunner:
 
 
 class DeviceRunner:
-    """Steps of a `Session` on a device: state lies there from the first step on, and is renewed there."""
+    """Run steps with a `Session` on a device, which keeps the state; steps update it in place."""
 
     def __init__(self, session: Session, state: Mapping[str, npt.NDArray[Any]], loss: str, rate: float) -> None:
         assert session.device is not None
@@ -105,7 +105,7 @@ class DeviceRunner:
 
 
 def _block(inputs: Sequence[Array]) -> Arrays:
-    """Arrays for some inputs that lie in one block of memory, one after the other, without values yet."""
+    """Return uninitialised arrays for some inputs, one after the other in one block of memory."""
     ends = list(itertools.accumulate(-(-each.nbytes // ALIGNMENT) * ALIGNMENT for each in inputs))
     block = reserve(ends[-1] if ends else 0)
     places = zip(inputs, [0, *ends], strict=False)
@@ -113,7 +113,7 @@ def _block(inputs: Sequence[Array]) -> Arrays:
 
 
 def _filled(places: Arrays, arrays: Iterable[tuple[str, npt.NDArray[Any]]]) -> Arrays:
-    """The places by the names and in the order of some arrays, with the values of these."""
+    """Copy arrays into the places of their names; return these places in the order of the arrays."""
     filled = {}
     for name, array in arrays:
         np.copyto(places[name], array)
@@ -122,10 +122,10 @@ def _filled(places: Arrays, arrays: Iterable[tuple[str, npt.NDArray[Any]]]) -> A
 
 
 def _check_trainable(arrays: Arrays, renewed: Container[str]) -> None:
-    """UsageError unless all arrays can be written, and none that is renewed lies in another's memory."""
+    """Raise UsageError unless all arrays are writeable and no renewed array shares memory with another."""
     for name, array in arrays.items():
         if not (array.flags.c_contiguous and array.flags.writeable):
-            raise UsageError(f"the array of {name!r} is not contiguous or cannot be written: pass copy=True")
+            raise UsageError(f"the array of {name!r} is not contiguous or not writeable: pass copy=True")
     spans = sorted((a.ctypes.data, a.ctypes.data + a.nbytes, name) for name, a in arrays.items() if a.nbytes)
     for (_, end, name), (begin, _, other) in itertools.pairwise(spans):
         if begin < end and (name in renewed or other in renewed):
@@ -133,7 +133,7 @@ def _check_trainable(arrays: Arrays, renewed: Container[str]) -> None:
 
 
 class FeedbackRunner:
-    """Steps of onnxruntime's own session: each one's outputs are the next one's inputs."""
+    """Run steps with onnxruntime's own session: the outputs of each step are the inputs of the next."""
 
     def __init__(
         self, session: Any, state: Mapping[str, npt.NDArray[Any]], loss: str, rate: float, device: str
@@ -172,7 +172,7 @@ class FeedbackRunner:
     def step(self) -> float:
         keep_trimmed()
         for name in self._outputs:
-            # Unallocated: the runtime makes each output when it is computed, as it does without binding.
+            # No buffer: ONNX Runtime allocates each output when it is computed, as it does without binding.
             self._binding.bind_output(name, "cpu" if name == self._loss else self._device)
         self._session.run_with_iobinding(self._binding)
         made = dict(zip(self._outputs, self._binding.get_outputs(), strict=True))
@@ -197,10 +197,10 @@ class FeedbackRunner:
         self._binding.bind_ortvalue_input(name, value)
 
     def _renew(self, name: str, value: Any) -> None:
-        """Let the next step read what this one put out: on CUDA as it is, on the CPU from memory of the loop's own.
+        """Let the next step read an output of this one: on CUDA without a copy, on the CPU from the loop's own memory.
 
-        An output stays where ONNX Runtime's arena put it, and keeps gaps around it that fit nothing: training would
-        hold up to a third more. Arrays that the caller gave are left alone.
+        An output keeps its place in ONNX Runtime's arena and fragments it: training would take up to a third more. The
+        caller's arrays are not modified.
         """
         from onnxruntime import OrtValue
 

@@ -1,8 +1,8 @@
-"""One pool for the scratch memory of kernels, shared by all sessions of ours in this process.
+"""One pool for the scratch memory of kernels, shared by all `Session`s of this process.
 
-Kernels ask for scratch memory while they run and give it back. If the system gives it each time, it makes and zeroes
-the pages each time. If the C library keeps it, gaps form that fit nothing. Here ONNX Runtime's own arena keeps it, made
-at its first use as large as the largest scratch memory of a step: every kernel finds it empty, so all of it fits.
+Kernels allocate scratch memory while they run and free it. From the system, each allocation maps and zeroes its pages
+again. In the C library's heap, it fragments. Here it comes from ONNX Runtime's own arena, whose first region is as
+large as the largest scratch memory of a step: every kernel finds it empty, so every request fits.
 """
 
 from __future__ import annotations
@@ -10,24 +10,24 @@ from __future__ import annotations
 from typing import Any
 
 LEAST = 1 << 20
-"""Bytes of scratch memory from which on it is pooled."""
+"""Least scratch memory, in bytes, for which a pool is made."""
 
 UNIT = 256
-"""Bytes to a multiple of which the arena rounds every request up."""
+"""Bytes to a multiple of which the arena rounds up every request."""
 
 _registered = False
 
 
 def pool_size(nbytes: int) -> int:
-    """Bytes of a pool for `nbytes` of scratch memory and the small values of a step; 0 where none pays."""
+    """Return the size of a pool for `nbytes` of scratch memory and a step's small values; 0 where none pays off."""
     return nbytes + nbytes // 64 + (1 << 17) if nbytes >= LEAST else 0
 
 
 def use_pool(options: Any, nbytes: int) -> None:
     """Let a session with these ``SessionOptions`` take its scratch memory from the pool.
 
-    The first one of a process decides how large it is, `nbytes`; it grows by what a later one needs more, and stays
-    when sessions are closed.
+    The first session of a process sets the pool's size to `nbytes`; the pool grows where a later session needs more,
+    and is kept when sessions are closed.
     """
     import onnxruntime
 

@@ -1,7 +1,7 @@
-"""A session that owns its addresses: every large value of a step lies where it was planned to, in one slab.
+"""A session with planned addresses: one slab contains every large value of a step, each at its planned offset.
 
-onnxruntime's own session asks an allocator for each value, and holds up to several times what the values need. Here
-each is bound to its place once, when the step is opened; running it allocates nothing large.
+onnxruntime's own session allocates each value while it runs, and keeps up to several times the memory of the live
+values. `Session` binds each value to its offset once, when it opens the step; running the step allocates nothing large.
 """
 
 from __future__ import annotations
@@ -31,59 +31,59 @@ Arrays = dict[str, npt.NDArray[Any]]
 
 
 class Session:
-    """A training step, opened to run with all its large values in one slab.
+    """A training step that runs with all its large values in one slab.
 
     Parameters
     ----------
     model : path, bytes, onnx.ModelProto or Result
-        Any step file, rewritten or not.
+        Any training step, rewritten or not.
     provider : str
-        ``"cpu"``, or ``"cuda"``: slab and inputs lie on the device, arrays that are fed are copied there.
+        ``"cpu"``, or ``"cuda"``: slab and inputs are on the device, and `run` copies the arrays it is given there.
     dims : mapping of str to int, optional
-        Sizes of symbolic dimensions; all must be known, and every run is of these sizes.
+        Sizes of all symbolic dimensions; every run uses these sizes.
     donate : bool or mapping of str to str
-        Outputs that are written over the inputs they renew: none, all ``new.<name>`` and ``newbuf.<name>``, or those
-        of a mapping, input by output. `run` then changes the arrays that are fed.
+        Outputs to write in place of the inputs they renew: none, all ``new.<name>`` and ``newbuf.<name>``, or those
+        of a mapping from output to input. `run` then overwrites the arrays it is given for these inputs.
     threads : int
-        Threads of one op; 0 leaves it to onnxruntime.
+        Intra-op threads; 0 for onnxruntime's default.
     level : str
-        Optimisations that onnxruntime makes first: ``"all"``, ``"basic"`` or ``"disable"``.
+        Graph optimisations that onnxruntime applies first: ``"all"``, ``"basic"`` or ``"disable"``.
     memory_limit : int
-        Bytes of the device that all of it may take together: slab, inputs, weights and scratch memory; 0 for no limit.
+        Limit on the device memory of the whole session, in bytes: slab, inputs, weights and scratch memory; 0 for none.
     cuda_graph : bool
-        Capture the step in a CUDA graph when it is opened, on inputs of zeros, and replay that: the host then starts
-        one graph a step instead of every kernel. Refused where a step draws random numbers.
+        Capture the step in a CUDA graph when the session opens, on inputs of zeros, and replay it: the host then
+        launches one graph per step instead of every kernel. Refused for a step that draws random numbers.
     check : bool
-        First run the step on random values, here and by onnxruntime's own session, each in a process of its own, and
-        compare every output: to the last bit at level "disable", to rounding at the others. It takes the memory of
-        onnxruntime's own session for that long, and a few seconds.
+        First run the step on random values, with `Session` and with onnxruntime's own session, each in a separate
+        process, and compare every output: bit for bit at level "disable", within rounding at the others. This
+        temporarily takes the memory of onnxruntime's own session, and a few seconds.
     fuse : bool
-        On the CPU, compute runs of elementwise nodes by one compiled kernel each, to the same bits; not at level
-        ``"disable"``. It never takes more memory for it.
+        On the CPU, run groups of elementwise nodes as one compiled kernel each, with bit-identical results; not at
+        level ``"disable"``. Fusion never increases the memory.
 
     Attributes
     ----------
     inputs, outputs : tuple of Array
         Name, element type (``onnx.TensorProto``) and shape of each.
     donated : mapping of str to str
-        Outputs that are written over an input, and that input.
+        Input by the output that is written in its place.
     not_donated : mapping of str to str
-        Outputs that were to be and are not, and why; `run` returns them like any other.
+        Reason by output, for outputs of `donate` that are not written in place; `run` returns them like any other.
     slab_bytes : int
-        Bytes of the slab; `live_bytes` of them are in use at once, at most.
+        Size of the slab; at most `live_bytes` of it are live at once.
     node_count, unfused_node_count : int
-        Nodes that run, and that would run unfused.
+        Number of nodes that run, and of those that would run without fusion.
     kernel_count : int
-        Fused kernels among the nodes that run.
+        Number of fused kernels among the nodes that run.
     not_fused : str
-        Why the step runs unfused although `fuse` was asked for, or nothing.
+        Reason why the step runs unfused although `fuse` is True; empty where it is fused.
 
     Raises
     ------
     UsageError
         An argument is malformed, or a symbolic dimension has no size.
     ModelError
-        The model cannot be loaded, or the order in which onnxruntime would run it is not the one planned for.
+        The model cannot be loaded, or onnxruntime would run its nodes in another order than planned.
     VerificationError
         With `check`: an output differs from what onnxruntime's own session computes.
 
@@ -173,28 +173,28 @@ class Session:
         Parameters
         ----------
         feeds : mapping of str to array
-            A value for every input, of its type and shape. Inputs in `donated` must be arrays that can be written.
+            A value for every input, of its type and shape. Arrays of inputs in `donated` must be writeable.
         copy : bool
-            Return copies. Otherwise arrays are views of the slab: the next run overwrites them.
+            Return copies. Otherwise the arrays are views of the slab, which the next run overwrites.
 
         Returns
         -------
         dict of str to array
-            Every output; a donated one is the array that was fed, which holds the new value now.
+            Every output; a donated output is the array given for its input, which now contains the new value.
 
         Raises
         ------
         UsageError
-            An input is missing, unknown, or of another type or shape; nothing was run.
+            An input is missing, unknown, or of another type or shape; the step was not run.
         ModelError
-            onnxruntime failed midway: donated inputs may be half renewed.
+            onnxruntime failed during the step: some donated inputs may be renewed and others not.
         """
         self.execute(feeds)
         made = self.results(copy=copy)
         return {array.name: made[array.name] for array in self.outputs}
 
     def execute(self, feeds: Mapping[str, Any]) -> None:
-        """Run the step once and leave the results where they lie; see `results`."""
+        """Run the step once and leave the outputs in the slab; see `results`."""
         self._bind_inputs(feeds)
         heap.keep_trimmed()
         self._run()
@@ -210,12 +210,10 @@ class Session:
             if full:
                 space = Setting("cudnn_workspace")
                 hint = Message("; the device is full: raise memory_limit, or plan with a larger {}", space)
-            raise ModelError(
-                "onnxruntime failed in the middle of the step: {}{}", loading.first_line(error), hint
-            ) from error
+            raise ModelError("onnxruntime failed during the step: {}{}", loading.first_line(error), hint) from error
 
     def results(self, *, copy: bool = True) -> Arrays:
-        """Outputs of the last run by name, the donated ones among them as the arrays that were fed."""
+        """Return the outputs of the last run by name; a donated output is the array given for its input."""
         if self._device is not None:
             return self._from_device(self._device)
         made = {name: view.copy() if copy else view for name, view in self._views.items()}
@@ -226,13 +224,13 @@ class Session:
 
     @property
     def device(self) -> DeviceMemory | None:
-        """Where inputs lie between runs; None on the CPU, where the arrays that are fed are the inputs."""
+        """Device memory that keeps inputs between runs; None on the CPU, where the caller's arrays are the inputs."""
         return self._device
 
     def fetch(self, names: Sequence[str]) -> Arrays:
-        """Copies of some outputs of the last run on a device, none of them donated."""
+        """Return copies of some outputs of the last run on a device, none of them donated."""
         if self._device is None:
-            raise UsageError("fetch is for sessions on a device: results returns what lies in the slab")
+            raise UsageError("fetch is for sessions on a device: use results on the CPU")
         return self._device.outputs(self._loose, names)
 
     def _from_device(self, device: DeviceMemory) -> Arrays:
@@ -245,7 +243,7 @@ class Session:
         return made
 
     def close(self) -> None:
-        """Give back the slab and onnxruntime's session; views of the slab must not be used any more."""
+        """Free the slab and onnxruntime's session; views of the slab must not be used afterwards."""
         self._binding = self._session = self._device = None
         self._views, self._bound = {}, {}
         self._slab = np.empty(0, np.uint8)
@@ -263,11 +261,11 @@ class Session:
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._again[0] is None:
-            raise UsageError("only a session that was opened by a path can be pickled: save the model first")
+            raise UsageError("only a session opened from a path can be pickled: save the model first")
         return _reopen, self._again
 
     def _bind_outputs(self, step: SessionPlan) -> None:
-        """Bind what lies in the slab."""
+        """Bind the values in the slab to their addresses."""
         base = self._slab.ctypes.data
         outputs = {array.name for array in step.outputs}
         for place in step.places if self._device is None else ():
@@ -289,7 +287,7 @@ class Session:
             missing = [name for name in self._device.unfed() if name not in feeds]
         if missing:
             raise UsageError(f"no value for input {missing[0]!r}")
-        if self._device is None and not feeds.keys() >= self._bound.keys():  # one that may be left out was fed before
+        if self._device is None and not feeds.keys() >= self._bound.keys():  # an input with a default was given before
             self._binding.clear_binding_inputs()
             self._bound = {}
         renewed = {name: output for output, name in self.donated.items()}
@@ -313,14 +311,14 @@ class Session:
 
 
 def seed_draws(seed: int) -> None:
-    """Seed the random ops, of sessions opened from now on, that have no seed of their own."""
+    """Seed the random ops without a seed of their own in sessions opened from now on."""
     import onnxruntime
 
     onnxruntime.set_seed(seed)
 
 
 def _why_not_fused() -> str:
-    """Why no step can have fused kernels in this process, or nothing."""
+    """Return why no step can have fused kernels in this process; empty where steps can."""
     import onnxruntime
 
     installed = [int(part) for part in re.findall(r"\d+", onnxruntime.__version__)[:3]]
@@ -338,7 +336,7 @@ def _reopen(
 
 
 def _as_file(model: Any, folder: Path) -> Path:
-    """The model as a file, in `folder` unless it is one."""
+    """Return the path of the model; a model that is not a file is written to `folder`."""
     if isinstance(model, str | os.PathLike):
         return files.resolved(model)
     if isinstance(model, bytes):
@@ -355,18 +353,18 @@ def _as_file(model: Any, folder: Path) -> Path:
 
 
 def _loose(step: SessionPlan) -> list[str]:
-    """The outputs that onnxruntime allocates: empty ones, inputs, weights."""
+    """Return the outputs that onnxruntime allocates: empty ones, inputs, weights."""
     bound = {place.name for place in step.places}.union(step.donated)
     return [array.name for array in step.outputs if array.name not in bound]
 
 
 def _element_type(dtype: int) -> Any:
-    """What ``bind_output`` takes: numpy's type, or onnx's number where numpy has none."""
+    """Return the element type for ``bind_output``: numpy's, or onnx's number where numpy has none."""
     return np.dtype(NUMPY[dtype]).type if dtype in NUMPY else dtype
 
 
 def _checked(formal: Array, value: Any, writable: bool) -> npt.NDArray[Any]:
-    """`value` as an array that can be bound to an input as it is."""
+    """Return `value` as an array that can be bound to an input without a copy."""
     dtype = np.dtype(formal.dtype_name)
     array = value if isinstance(value, np.ndarray) else np.asarray(value, dtype)
     if array.dtype != dtype and not (formal.dtype in BY_BITS and array.dtype.itemsize == dtype.itemsize):
@@ -374,5 +372,5 @@ def _checked(formal: Array, value: Any, writable: bool) -> npt.NDArray[Any]:
     if array.shape != formal.shape:
         raise UsageError(f"input {formal.name!r} is of shape {list(formal.shape)}, not {list(array.shape)}")
     if writable and not (isinstance(value, np.ndarray) and array.flags.c_contiguous and array.flags.writeable):
-        raise UsageError(f"input {formal.name!r} is renewed in place: feed a contiguous array that can be written")
+        raise UsageError(f"input {formal.name!r} is renewed in place: pass a contiguous, writeable array")
     return array if array.flags.c_contiguous else np.ascontiguousarray(array)

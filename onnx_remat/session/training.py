@@ -1,7 +1,7 @@
-"""Training with a step model: each step's new state is the next one's state, by I/O binding.
+"""Training loop for a step model: the new state of each step is the state of the next, by I/O binding.
 
-Which output is the next value of which input stands in their names, see `ir.naming`; the batch is ``input.<i>`` or any
-input that no output renews.
+Names state which output is the next value of which input, see `ir.naming`; the batch is ``input.<i>`` or any input that
+no output renews.
 """
 
 from __future__ import annotations
@@ -26,44 +26,45 @@ Runner = FeedbackRunner | InPlaceRunner | DeviceRunner
 """How a loop runs its steps."""
 
 _RESET = "lazy_reset_grad"
-"""The input that makes onnxruntime-training begin its sums of gradients anew."""
+"""The input that makes onnxruntime-training reset its accumulated gradients."""
 
 
 class Loop:
-    """One model's training: call `step` again and again.
+    """Train one model: call `step` repeatedly.
 
-    Opened from a model, or given a `Session`, the loop renews state where it lies: ``new.w`` is written over ``w``, and
-    the two never exist at once. Given onnxruntime's own session, each step's outputs become the next one's inputs.
+    With a model or a `Session`, the loop updates state in place: ``new.w`` is written over ``w``, so the two never
+    exist at the same time. With onnxruntime's own session, the outputs of each step become the inputs of the next.
 
     Parameters
     ----------
     model : path, bytes, onnx.ModelProto, Result, Session or onnxruntime.InferenceSession
+        A training step, or a session that runs one.
     state : mapping of str to array
-        A value for every input, each asked for once: of ``numpy.load("state.npz")`` as it is, one array at a time is in
-        memory. Memory of arrays that the caller drops goes back to the system before the next step.
+        A value for every input. Each is read once, so that ``numpy.load("state.npz")`` has one array in memory at a
+        time. Memory of arrays that the caller drops returns to the system before the next step.
     loss : str
         The output that `step` returns, a single number.
     rate : float
-        Step size of plain SGD, for parameters of which the model gives the gradient only.
+        Step size of plain SGD, for parameters of which the model outputs only the gradient.
     device : str
-        Where state lives between steps, ``cpu`` or ``cuda``, and the step runs.
+        Device that runs the step and keeps the state between steps: ``cpu`` or ``cuda``.
     dims : mapping of str to int, optional
-        Sizes of symbolic dimensions, where the model is opened here; by default those it was planned for.
+        Sizes of symbolic dimensions, where `model` is not a session; by default those it was planned for.
     copy : bool
-        Train copies of the arrays in `state`. Otherwise these arrays themselves are trained: where the state is most of
-        what training takes, one cannot afford it twice. They must be contiguous and writable then.
+        Train copies of the arrays in `state`. If False, train these arrays themselves, which must be contiguous and
+        writeable: this saves memory where the state is most of what training takes.
     fuse : bool
-        As a `Session` has it, where the model is opened here.
+        See `Session`; for a `model` that is not a session.
 
     Attributes
     ----------
     donated, not_donated : mapping of str to str
-        Outputs that are written over the inputs they renew, by output; those that are not, and why.
+        Input by the output that is written in its place; reason by output, for those that are not written in place.
 
     Raises
     ------
     UsageError
-        State is missing, unknown, or of another type or shape; there is no such loss, or it is not a single number.
+        State is missing, unknown, or of another type or shape; or the loss does not exist or is not a single number.
     OnnxRematError
         The model cannot be opened, see `Session`.
     """
@@ -82,18 +83,18 @@ class Loop:
     ) -> None:
         if hasattr(model, "io_binding"):
             if not copy:
-                raise UsageError("copy=False needs a session of onnx-remat's: pass the model's path")
+                raise UsageError("copy=False needs an onnx_remat.Session: pass the model's path")
             self._runner: FeedbackRunner | InPlaceRunner | DeviceRunner = FeedbackRunner(
                 model, state, loss, rate, device
             )
         else:
             session = model if isinstance(model, Session) else Session(model, device, dims=dims, donate=True, fuse=fuse)
             if device != ("cpu" if session.device is None else "cuda"):
-                raise UsageError(f"device {device!r}: the session runs on another")
+                raise UsageError(f"device {device!r}: the session runs on another device")
             if session.device is None:
                 self._runner = InPlaceRunner(session, state, loss, rate, copy)
             elif not copy:
-                raise UsageError("copy=False trains the arrays of `state` where they lie: not on a device")
+                raise UsageError("copy=False trains the arrays of `state` in place: not possible on a device")
             else:
                 self._runner = DeviceRunner(session, state, loss, rate)
         heap.trim_soon()
@@ -102,14 +103,14 @@ class Loop:
         self.not_donated: Mapping[str, str] = self._runner.not_donated
 
     def step(self, batch: Mapping[str, npt.NDArray[Any]] | None = None) -> float:
-        """Run one step, on a batch (arrays by input name, copied) or on the one before; returns its loss.
+        """Run one step on a batch (arrays by input name, copied), or on the last batch again, and return its loss.
 
         Raises
         ------
         UsageError
-            The batch names an input that the model does not have, or does not fit it; or an earlier step failed.
+            The batch names an unknown input or does not fit the model; or an earlier step failed.
         ModelError
-            The step failed midway: some state is renewed and some is not. `load` or `restore` sets it right.
+            The step failed before its end: some state is renewed and some is not. Continue with `load` or `restore`.
         """
         if self._failed:
             raise UsageError(f"an earlier step failed midway ({self._failed}): load or restore the state first")
@@ -124,14 +125,14 @@ class Loop:
         return loss
 
     def state(self) -> Arrays:
-        """Copies of all inputs as they are now."""
+        """Return copies of the current values of all inputs."""
         heap.trim_soon()
         return {name: array.copy() for name, array in self._runner.arrays().items()}
 
     def view(self, name: str) -> npt.NDArray[Any]:
-        """An input as it is now, which may be read at any time between steps but not written.
+        """Return a read-only view of an input's current value, to read between steps.
 
-        Opened from a model or given a `Session`, later steps show in the same array.
+        With a model or a `Session`, later steps update the same array.
         """
         arrays = self._runner.arrays()
         if name not in arrays:
@@ -141,7 +142,7 @@ class Loop:
         return view
 
     def restore(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Go on from other values of all inputs, as `state` returned them."""
+        """Set all inputs to values that `state` returned, and continue from there."""
         arrays = self._runner.arrays()
         check_state(self._runner.formals, state)
         if missing := [name for name in arrays if name not in state]:
@@ -152,21 +153,21 @@ class Loop:
         self._failed = ""
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write all inputs as they are now to a safetensors file; training resumed from it gives the same bits.
+        """Write the current values of all inputs to a safetensors file; resumed training is bit-identical.
 
-        The state of a random generator inside onnxruntime (Dropout's) is not among them.
+        The file does not contain the state of random generators inside onnxruntime (Dropout's).
         """
         if self._failed:
-            raise UsageError(f"an earlier step failed midway ({self._failed}): this state is not worth saving")
+            raise UsageError(f"an earlier step failed midway ({self._failed}): load or restore the state before saving")
         state_file.write(path, self._runner.arrays())
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Go on from what `save` wrote.
+        """Read a state that `save` wrote, and continue from there.
 
         Raises
         ------
         UsageError
-            The file is not the state of this model; nothing is changed.
+            The file is not the state of this model; the current state is unchanged.
         ModelError
             The file is missing or damaged.
         """
@@ -183,12 +184,12 @@ class Loop:
 
 
 def initial_state(session: Any, dims: Mapping[str, int], path: str | os.PathLike[str] = "") -> Arrays:
-    """A first value for every input: from a file where it has one, else what its name and shape suggest.
+    """Return a first value for every input: from a file where it has one, else by the input's name and shape.
 
-    The file is an ``.npz``, or a checkpoint of onnxruntime-training, where that is installed.
+    The file is an ``.npz``, or a checkpoint of onnxruntime-training where that is installed.
 
-    Optimizer state, biases and running means start at zero, gains and running variances at one, weights normal with
-    variance 2 / fan-in; float data is normal, integer data 0 or 1, which every vocabulary and set of classes has.
+    Optimizer state, biases and running means start at zero, gains and running variances at one, weights are normal with
+    variance 2 / fan-in; float data is normal, integer data is 0 or 1, valid in every vocabulary and set of classes.
     """
     generator = np.random.default_rng(0)
     given = _read_state(path) if path else {}
@@ -201,7 +202,7 @@ def initial_state(session: Any, dims: Mapping[str, int], path: str | os.PathLike
         dtype = np.dtype(DTYPES.get(kind, kind))
         if unknown := [d for d in value.shape if not isinstance(d, int) and d not in dims]:
             sizes = Setting("dims", dict.fromkeys(unknown, Word("N")))
-            raise UsageError("input {!r} has dimensions of any size: pass {}", value.name, sizes)
+            raise UsageError("input {!r} has symbolic dimensions: pass {}", value.name, sizes)
         shape = tuple(d if isinstance(d, int) else dims[d] for d in value.shape)
         if value.name == _RESET:
             state[value.name] = np.ones(shape, dtype)

@@ -62,7 +62,7 @@ def rows(
     """The row of one graph."""
     from onnx_remat.errors import BudgetInfeasibleError
     from onnx_remat.measure.training_memory import measure
-    from onnx_remat.session.bookkeeping import books
+    from onnx_remat.session.bookkeeping import bookkeeping_bytes
 
     file, _, own = item.partition("=")
     graph, budget = Path(file), own or budget
@@ -80,7 +80,7 @@ def rows(
             limit, compute = result.report.budget, result.report.extra_compute
         found = measure(path, steps=steps)
         ratios = call(race, str(path.resolve()), str(graph.resolve()), loss, turns).answer if turns else ()
-    kept = books(found.nodes, found.kernels)
+    kept = bookkeeping_bytes(found.nodes, found.kernels)
     foreseen = found.inputs + found.weights + found.slab + found.workspace + kept
     parts = (limit, found.total, foreseen, found.inputs, found.slab, found.live, kept)
     donated = f"{found.donated} of {found.donated + found.not_donated}"

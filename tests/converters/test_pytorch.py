@@ -220,7 +220,7 @@ def test_resizing_scatters_nothing_and_keeps_nothing_the_size_of_a_batch(mode):
     from onnx_remat.ort.executed import as_executed
     from onnx_remat.ort.kernels.cpu import CPU
     from onnx_remat.ort.prepare import Preparation
-    from onnx_remat.session.prediction import foresee
+    from onnx_remat.session.prediction import predict
 
     first = nn.Conv2d(3, 4, 3)
     step = export_training_step(
@@ -228,7 +228,7 @@ def test_resizing_scatters_nothing_and_keeps_nothing_the_size_of_a_batch(mode):
         lambda made, target: F.mse_loss(F.interpolate(made.tanh(), scale_factor=2, mode=mode), target),
     )  # fmt: skip
     assert not {"GatherND", "ScatterElements", "ScatterND"} & {node.op_type for node in step.graph.node}
-    assert foresee(as_executed(step, None, "all", Preparation(CPU))).weights < 40_000  # of a batch of images: 590 kB
+    assert predict(as_executed(step, None, "all", Preparation(CPU))).weights < 40_000  # of a batch of images: 590 kB
     assert error(step) < 1e-5
 
 

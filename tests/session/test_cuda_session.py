@@ -49,7 +49,7 @@ def test_training_takes_what_was_foreseen_and_no_more(step):
         assert len({made["peak"] for made in found["steps"]}) == 1
     full = "the device is full: raise memory_limit, or plan with a larger cudnn_workspace="
     assert full in little["error"] or "is below" in little["error"]
-    assert "bytes of the slab and the inputs alone" in none["error"]
+    assert "bytes of the slab and the inputs: raise it" in none["error"]
 
 
 @needs_device
@@ -134,9 +134,9 @@ def test_an_arena_for_workspace_follows_the_rules_of_the_other(seed):
     owner = np.full(len(sizes), -1, np.int32)
     requests = arena.Requests(np.array(events, np.int32), np.array(sizes, np.int64), owner)
     wanted = arena.run(requests, doubling=False, steps=3).reserved
-    found = device_scratch.reserved([device_scratch.Asked(blocks) for blocks in asked])
+    found = device_scratch.reserved([device_scratch.Requests(blocks) for blocks in asked])
     assert found == pytest.approx(wanted, rel=0.1)  # of equal chunks either may take another region's
-    assert device_scratch.reserved([device_scratch.Asked(blocks, off_stream=True) for blocks in asked]) == found
+    assert device_scratch.reserved([device_scratch.Requests(blocks, off_stream=True) for blocks in asked]) == found
 
 
 def test_a_device_that_is_not_there_is_named(step_file):
@@ -172,4 +172,4 @@ def test_values_are_moved_to_the_host_and_take_nothing_of_the_device(tmp_path):
     assert all(made["peak"] <= result.report.loop_after.total for made in found["steps"])
     assert [made["waits"] <= 3 + copies for made in found["steps"]] == [True] * len(found["steps"])
     (found,) = here.ask("tests.support.fake_cuda.session", {"path": str(path), "limits": [0], "graph": True})
-    assert found["error"] == "cuda_graph: values are moved to the host and back, which no graph can hold"
+    assert found["error"] == "cuda_graph: values are moved to the host and back, which a graph cannot contain"

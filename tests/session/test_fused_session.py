@@ -13,7 +13,7 @@ from onnx_remat.errors import ModelError
 from onnx_remat.fuse import library
 from onnx_remat.session import binding, fusing, plan_session
 from onnx_remat.session import session as session_module
-from onnx_remat.session.bookkeeping import books
+from onnx_remat.session.bookkeeping import bookkeeping_bytes
 from onnx_remat.session.session import Session
 from onnx_remat.session.training import Loop
 from sample_models.chain import chain
@@ -182,7 +182,7 @@ def test_the_same_step_has_the_same_kernels_and_never_takes_more(tmp_path, monke
     nodes = [[step.node.SerializeToString() for step in each.program.steps] for each in (first, second)]
     assert nodes[0] == nodes[1]
     assert first.binding.height <= made.binding.height and first.binding.donated == made.binding.donated
-    bind, saved = binding.bind, books(len(made.program.steps)) - books(len(nodes[0]))
+    bind, saved = binding.bind, bookkeeping_bytes(len(made.program.steps)) - bookkeeping_bytes(len(nodes[0]))
     monkeypatch.setattr(binding, "bind", lambda *a: replace(bind(*a), height=made.binding.height + 64))
     assert fused().kernels == first.kernels  # fewer nodes save more than a layout that is a little higher
     monkeypatch.setattr(binding, "bind", lambda *a: replace(bind(*a), height=made.binding.height + saved))

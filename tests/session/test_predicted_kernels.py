@@ -24,7 +24,7 @@ from onnx_remat.ort.renewed import taking_over, with_donations
 from onnx_remat.rewrite.accounting import LoopMemory, fused_cost, outside_kernels
 from onnx_remat.rewrite.fit import Fitted
 from onnx_remat.session import fusing
-from onnx_remat.session.prediction import Footprint, foresee
+from onnx_remat.session.prediction import Footprint, predict
 from onnx_remat.session.session import Session
 from sample_models.chain import chain
 from tests.session.test_fused_session import adam
@@ -61,7 +61,7 @@ SLOW = {path.stem: path.as_posix for path in sorted((SAMPLES / "converted").glob
 def predicted(model: model_io.Model, fuse: bool = True) -> Footprint:
     source = model_io.load(model)
     options = Options(dims=shapes.planned_dims(source.model), run_by="loop")
-    return foresee(as_executed(source.model, source.folder, "all", options.preparation()), fuse=fuse)
+    return predict(as_executed(source.model, source.folder, "all", options.preparation()), fuse=fuse)
 
 
 @pytest.mark.parametrize("fuse", [True, False])
@@ -147,7 +147,7 @@ def masked() -> onnx.ModelProto:
 def test_bounds_hold_for_fused_steps(make):
     source = model_io.load(make())
     executed = as_executed(source.model, source.folder, "all", Options(run_by="loop").preparation())
-    told, compiled = foresee(executed), with_donations(executed.compiled)
+    told, compiled = predict(executed), with_donations(executed.compiled)
     own = taking_over(compiled)
     inner = outside_kernels(own, compiled.graph)
     memory = LoopMemory(compiled, 0, options=Options(run_by="loop"), own=own, fused=inner, outside=inner)

@@ -14,7 +14,7 @@ from onnx_remat.findings.check import check
 from onnx_remat.findings.sweep import sweep
 from onnx_remat.measure import training_memory
 from onnx_remat.options import parse_options
-from onnx_remat.session.bookkeeping import books
+from onnx_remat.session.bookkeeping import bookkeeping_bytes
 from tests.support.graphs import feeds_for, mlp, model_of, run_model, same_bits
 
 pytest.importorskip("onnxruntime")
@@ -50,7 +50,7 @@ def test_the_same_budget_costs_a_loop_no_more_compute_than_a_session():
     """A loop's slab holds no new weights, and no dead buffers."""
     model = mlp(layers=12, batch=32768, width=32)
     by_loop = onnx_remat.rewrite_model(model, "60%", **QUICK).report
-    tensors = by_loop.budget - books(by_loop.nodes_before)
+    tensors = by_loop.budget - bookkeeping_bytes(by_loop.nodes_before)
     by_session = onnx_remat.rewrite_model(model, tensors, run_by="session", **QUICK).report
     assert by_loop.extra_compute <= by_session.extra_compute + 0.01
 
@@ -89,7 +89,7 @@ def test_verification_measures_training_and_refuses_what_takes_more(monkeypatch)
     assert report.measured.trained_after <= report.budget < report.measured.trained_before
     assert "training takes" in report.to_text().partition("measured")[2]
     assert "bitwise" in report.measured.outputs_equal
-    monkeypatch.setattr("onnx_remat.session.bookkeeping.BOOKS_BYTES", -10_000_000)
+    monkeypatch.setattr("onnx_remat.session.bookkeeping.BYTES", -10_000_000)
     with pytest.raises(VerificationError, match="training was seen to take"):
         onnx_remat.rewrite_model(model, "70%", verify="run", **QUICK)
 
@@ -122,4 +122,6 @@ def test_a_curve_is_of_what_training_takes():
     model = mlp(layers=12, batch=32768, width=32)
     curve = sweep(model, 3, **QUICK)
     assert curve.original_peak == onnx_remat.rewrite_model(model, "100%").report.loop_before.total
-    assert books(0) < curve.lower_bound < curve.points[-1].peak < curve.points[0].peak <= curve.original_peak
+    assert (
+        bookkeeping_bytes(0) < curve.lower_bound < curve.points[-1].peak < curve.points[0].peak <= curve.original_peak
+    )
