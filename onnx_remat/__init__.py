@@ -37,7 +37,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Load the machinery on first use: importing the package stays light."""
+    """Import public names on first use, so that importing the package stays fast."""
     if name in ("plan_model", "rewrite_model"):
         from onnx_remat.rewrite import pipeline
 

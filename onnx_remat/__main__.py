@@ -1,11 +1,11 @@
 """The commands ``onnx-remat``, also as ``python -m onnx_remat``, and ``onnx-remat-bench``.
 
-This imports nothing before it can say that it was interrupted: what a command needs takes a second to import.
+Imports happen inside the functions, which report an interruption: the imports of a command take a second.
 """
 
 
 def main() -> int:
-    """Run ``onnx-remat``; returns the exit code."""
+    """Run ``onnx-remat`` and return the exit code."""
     try:
         from onnx_remat.app import cli
     except BaseException as error:
@@ -14,7 +14,7 @@ def main() -> int:
 
 
 def bench() -> int:
-    """Run ``onnx-remat-bench``; returns the exit code."""
+    """Run ``onnx-remat-bench`` and return the exit code."""
     try:
         from onnx_remat.app import bench
     except BaseException as error:
@@ -23,7 +23,7 @@ def bench() -> int:
 
 
 def _interrupted(name: str, error: BaseException) -> int:
-    """Say so and return 130 where an interruption is behind an error; raise it otherwise."""
+    """Report an interruption and return 130 where one caused `error`; re-raise any other error."""
     from onnx_remat.app import streams
 
     if not streams.is_interruption(error):

@@ -1,4 +1,4 @@
-"""Every way onnx-remat refuses, in one tree; each class carries its command-line exit code."""
+"""All errors that onnx-remat raises on purpose, in one class tree; each class has its command-line exit code."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from onnx_remat.messages import Message
 
 
 class OnnxRematError(Exception):
-    """Base of every error that is the input's, the budget's or the environment's, never a bug of ours.
+    """Base of every error caused by the input, the budget or the environment, never by a bug in onnx-remat.
 
     Parameters
     ----------
     text : str
-        One line for the user: a template for `messages.Message` where parts follow.
+        One line for the user; with `parts`, a template for `messages.Message`.
     *parts : object
-        What is filled in. Settings among them are data: their text is Python's, the command line writes its flags.
+        Values for the template. A `Setting` is data: its text is a Python argument, on the command line a flag.
     **of_python
-        Of the exception of Python's that it is besides: an ImportError's `name`.
+        Arguments of a second base class from Python, such as ImportError's `name`.
 
     Examples
     --------
@@ -36,13 +36,13 @@ class OnnxRematError(Exception):
 
     @property
     def message(self) -> str:
-        """The text, a `Message` where it names settings."""
+        """Text of the error, a `Message` where it names settings."""
         text: str = self.args[0]
         return text
 
     @property
     def settings(self) -> dict[str, object]:
-        """Settings that the text names with a value; the last one of a name counts."""
+        """Settings with a value in the text, by name; the last of a name counts."""
         found = self.message.settings() if isinstance(self.message, Message) else ()
         return {each.name: each.value for each in found if each.has_value}
 
@@ -61,9 +61,9 @@ class BudgetInfeasibleError(OnnxRematError):
     message : str
         One line for the user.
     best_peak_bytes : int
-        Least that any plan found takes of what the budget covers, in bytes.
+        Lowest peak of any plan found, in bytes of what the budget covers.
     lower_bound_bytes : int
-        No schedule of this graph can take less of it.
+        Lower bound on the peak of every schedule of this graph.
     """
 
     exit_code = 3
@@ -79,33 +79,33 @@ class ModelError(OnnxRematError):
 
 
 class ShapeError(ModelError):
-    """A value's size in bytes cannot be told."""
+    """The size of a value in bytes is unknown."""
 
 
 class VerificationError(OnnxRematError):
-    """The rewritten model is not what was promised; nothing was written."""
+    """The rewritten model fails its verification; nothing was written."""
 
     exit_code = 5
 
 
 class ConversionError(OnnxRematError):
-    """A framework's training step cannot be turned into standard ONNX, or came out wrong; nothing was written."""
+    """A framework's training step cannot be converted to standard ONNX, or its result is wrong; nothing was written."""
 
     exit_code = 6
 
 
 class RankLostError(OnnxRematError):
-    """Another process of a job has ended, or does not answer."""
+    """Another process of a distributed job has ended or does not respond."""
 
     exit_code = 7
 
 
 class MissingExtraError(OnnxRematError, ImportError):
-    """A package that an extra of ours brings is not installed; to Python it is an ImportError like others."""
+    """A package from one of onnx-remat's extras is not installed; also an ImportError."""
 
 
 def closest(name: str, names: Iterable[str]) -> str | None:
-    """The one of `names` most like `name`, None where none is like it.
+    """Return the closest match of `name` in `names`, None where none is close.
 
     >>> closest("bath", ["batch", "length"]), closest("bath", ["n"])
     ('batch', None)
@@ -114,7 +114,7 @@ def closest(name: str, names: Iterable[str]) -> str | None:
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """The end of a message about an unknown `name`: the nearest of `names`, or nothing.
+    """Return the end of a message about an unknown `name`: the closest of `names`, empty where none is close.
 
     >>> "no such dim" + did_you_mean("bath", ["batch", "length"])
     "no such dim; did you mean 'batch'?"

@@ -1,4 +1,4 @@
-"""Files on disk: what may be written where, writes that happen as a whole or not at all, scratch folders."""
+"""Files on disk: checks of output paths, atomic writes of one or several files, scratch folders."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ PathLike = str | os.PathLike[str]
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """A path that a command reads or writes; `role` completes the sentence "this path is ..."."""
+    """A path that a command reads or writes; messages read "`path` is `role`"."""
 
     path: PathLike
     role: str
 
 
 def check_uses(reads: Sequence[Use], writes: Sequence[Use]) -> None:
-    """Raise UsageError where a command would write over what it reads, or write two things to one place.
+    """Raise UsageError where a command would overwrite a file it reads, or write two outputs to one path.
 
-    Paths are the same if they lead to the same place (``..`` and links followed) or are names of one file (hard links).
+    Paths are the same if they resolve to the same path (``..`` and links followed) or are hard links of one file.
     """
     roles: dict[object, str] = {}
     for use in reads:
@@ -48,19 +48,19 @@ def check_uses(reads: Sequence[Use], writes: Sequence[Use]) -> None:
 
 
 def _places(path: PathLike) -> list[object]:
-    """What identifies a path: where it leads and, if that exists, the file itself."""
+    """Return the identities of a path: the resolved path and, if it exists, the file."""
     try:
         leads = Path(path).resolve()
         if not leads.exists():
             return [leads]
         status = leads.stat()
-    except (OSError, RuntimeError, ValueError):  # a loop of links, a zero byte: whoever opens it will say so
+    except (OSError, RuntimeError, ValueError):  # a loop of links, a zero byte: opening it will report that
         return [os.fspath(path)]
     return [leads, (status.st_dev, status.st_ino)]
 
 
 def resolved(path: PathLike) -> Path:
-    """Where a path leads; UsageError where links lead in a loop."""
+    """Return the resolved path; UsageError where links form a loop."""
     try:
         Path(path).stat()
     except OSError as error:
@@ -70,13 +70,13 @@ def resolved(path: PathLike) -> Path:
 
 
 def check_target(target: PathLike, source: PathLike | None, force: bool) -> Path:
-    """The path to write to; UsageError where that would destroy something or cannot work."""
+    """Return `target` as a path; UsageError where it cannot be written or would overwrite a file without `force`."""
     path = Path(target)
     if "\0" in str(path):
         raise UsageError(f"cannot write {str(path)!r}: its name has a zero byte")
     try:
         _check_path(path, source, force)
-        # Only writing shows whether one may: permissions, quotas and read-only disks all have a say.
+        # Only a write shows whether writing works: permissions, quotas and read-only disks all matter.
         handle, name = tempfile.mkstemp(prefix=_prefix(path), suffix=".tmp", dir=path.parent)
         os.close(handle)
         Path(name).unlink()
@@ -90,7 +90,7 @@ def _check_path(path: Path, source: PathLike | None, force: bool) -> None:
     if path.is_dir():
         raise UsageError(f"{path} is a directory: name a file to write")
     if not path.parent.is_dir():
-        raise UsageError(f"folder {path.parent} does not exist")
+        raise UsageError(f"folder {path.parent} does not exist: create it, or name another file")
     if source is not None:
         check_uses([Use(source, "the input")], [Use(path, "written")])
     if path.exists() and not path.is_file():
@@ -104,12 +104,12 @@ def _taken(path: Path) -> UsageError:
 
 
 def write_text(text: str, target: PathLike, force: bool = True) -> None:
-    """As `write_bytes`."""
+    """Write a text file, see `write_bytes`."""
     write_bytes(text.encode(), target, force)
 
 
 def write_bytes(data: bytes, target: PathLike, force: bool = True) -> None:
-    """Write a file all at once; ModelError when the disk cannot hold it, UsageError as `replacing`."""
+    """Write a file atomically; ModelError when the disk cannot store it, UsageError as in `replacing`."""
     path = Path(target)
     try:
         with replacing(resolved(path), force) as partial:
@@ -120,7 +120,7 @@ def write_bytes(data: bytes, target: PathLike, force: bool = True) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """A file that waits for its place; without `force` nobody else may have taken that."""
+    """A temporary file to be moved to `path`; without `force`, `path` must not exist by then."""
 
     partial: Path
     path: Path
@@ -128,12 +128,12 @@ class _Written:
     shared: bool
 
     def take_place(self) -> bool:
-        """Move to the place; True where nothing was there before.
+        """Move the file to `path`; return True where `path` is new.
 
         Raises
         ------
         UsageError
-            Another process was faster. A `shared` file may then be there with the same content.
+            Another process has created `path` meanwhile, unless the file is `shared` and the content is the same.
         """
         if self.force:
             new = not self.path.exists()
@@ -150,7 +150,7 @@ class _Written:
 
 
 def _claim(partial: Path, path: Path) -> None:
-    """Move a file to where nothing is, of several processes' files one alone; FileExistsError for all others."""
+    """Move a file to a path that does not exist: of several processes one succeeds, the others get FileExistsError."""
     try:
         os.link(partial, path)
     except FileExistsError:
@@ -164,7 +164,7 @@ def _claim(partial: Path, path: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Files that wait for their places; folders made for them."""
+    """Files to be moved to their paths together, and how to undo that."""
 
     ready: list[_Written]
     undo: ExitStack
@@ -175,7 +175,7 @@ _batch: ContextVar[_Batch | None] = ContextVar("_batch", default=None)
 
 @contextmanager
 def together() -> Iterator[None]:
-    """Files written in this block take their places when it ends well, one after the other; else none does."""
+    """Move the files written in this block to their paths when it ends without an error; else move none."""
     if _batch.get() is not None:
         yield
         return
@@ -186,7 +186,7 @@ def together() -> Iterator[None]:
             yield
         finally:
             _batch.reset(token)
-        # What nobody else may have first: who comes second then leaves nothing.
+        # Exclusive files first: a process that loses the race then leaves nothing behind.
         for written in sorted(batch.ready, key=lambda written: (written.force, written.shared)):
             if written.take_place():
                 undo.callback(written.path.unlink, missing_ok=True)
@@ -195,10 +195,10 @@ def together() -> Iterator[None]:
 
 @contextmanager
 def replacing(path: Path, force: bool = True, shared: bool = False) -> Iterator[Path]:
-    """A temporary file beside `path` that takes its place when the block ends well, and vanishes when it does not.
+    """Yield a temporary file next to `path`; move it to `path` when the block ends without an error, else delete it.
 
-    The place is taken when the surrounding `together` ends, if there is one; without `force` UsageError is raised where
-    something is there by then, unless the file is `shared` and that is the same.
+    The move happens when the surrounding `together` ends, if there is one. Without `force`, UsageError is raised where
+    `path` exists by then, unless the file is `shared` and the content is the same.
     """
     with together():
         batch = _batch.get()
@@ -218,7 +218,7 @@ def replacing(path: Path, force: bool = True, shared: bool = False) -> Iterator[
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and those above it, within `together`: they vanish when that does not end well."""
+    """Create a folder and its parents within `together`, which removes them when it ends with an error."""
     batch = _batch.get()
     assert batch is not None
     missing = [f for f in (folder, *folder.parents) if not f.exists()]
@@ -228,25 +228,25 @@ def make_folder(folder: Path) -> None:
 
 
 def _remove_empty(folder: Path) -> None:
-    with contextlib.suppress(OSError):  # something else was put there meanwhile
+    with contextlib.suppress(OSError):  # no longer empty
         folder.rmdir()
 
 
 def _prefix(path: Path) -> str:
-    """How the names of temporary files beside `path` start: names may have 255 bytes, a character takes up to 4."""
+    """Return the start of temporary file names next to `path`: names have up to 255 bytes, characters up to 4."""
     return f".{path.name[:40]}."
 
 
 _SCRATCH = "onnx-remat-run-"
-_STALE = 60.0  # seconds since a folder last changed after which no process is about to lock it
+_STALE = 60.0  # seconds after a folder's last change from which on no process is still about to lock it
 
 
 @contextmanager
 def scratch() -> Iterator[Path]:
-    """A folder for files of no lasting worth.
+    """Yield a folder for temporary files.
 
-    A process that is killed leaves its folder behind; the next one to need a folder removes it. Who uses a folder holds
-    a lock on it, which the system gives back however the process ends.
+    A killed process leaves its folder behind; the next process that needs one removes it. A process locks its folder,
+    and the system releases the lock however the process ends.
     """
     _sweep(tempfile.gettempdir())
     with tempfile.TemporaryDirectory(prefix=_SCRATCH, ignore_cleanup_errors=True) as name:
@@ -260,14 +260,14 @@ def scratch() -> Iterator[Path]:
 
 @cache
 def _sweep(folder: str) -> None:
-    """Remove folders that killed processes of this user left in `folder`; once per process."""
+    """Remove folders that killed processes of this user left in `folder`, once per process."""
     for stale in Path(folder).glob(_SCRATCH + "*"):
         try:
             status = stale.lstat()
             if status.st_uid != os.geteuid() or time.time() - status.st_mtime < _STALE:
                 continue
             lock = os.open(stale, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        except OSError:  # gone, or not ours after all
+        except OSError:  # removed meanwhile, or not a scratch folder
             continue
         try:
             if _locked(lock):
@@ -277,7 +277,7 @@ def _sweep(folder: str) -> None:
 
 
 def _locked(descriptor: int) -> bool:
-    """Lock an open file or folder; False where another process has."""
+    """Lock an open file or folder; return False where another process has locked it."""
     import fcntl
 
     try:

@@ -1,7 +1,7 @@
-"""What users read: texts that name settings, and findings, as text and as JSON.
+"""Texts for users that name settings, and findings as text and as JSON.
 
-A text is a template and its parts, as in `str.format`; a `Setting` among them is data until a front writes it: Python
-writes ``budget=5000000``, the command line ``--budget 5000000B``.
+A text is a template and its parts, as in `str.format`. A `Setting` among the parts stays data until it is shown: in
+Python as ``budget=5000000``, on the command line as ``--budget 5000000B``.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import Any, ClassVar
 
 
 class Word(str):
-    """What stands for a value that the reader has to choose: ``N``, ``PYTHON``."""
+    """A placeholder for a value that the reader chooses: ``N``, ``PYTHON``."""
 
     __slots__ = ()
 
     def __repr__(self) -> str:
-        """The word itself, without quotes."""
+        """Return the word without quotes."""
         return str(self)
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """An argument in a message, by its name in Python, with or without a value; its text is Python's.
+    """An argument in a message: its name in Python, with or without a value; its text is that of a Python call.
 
     >>> print(Setting("effort", 60.0), Setting("costs", "no.json"), Setting("keep"), Setting("jobs", Word("N")))
     effort=60 costs='no.json' keep= jobs=N
@@ -37,18 +37,18 @@ class Setting:
 
     @property
     def has_value(self) -> bool:
-        """Is there more to it than its name?"""
+        """Does it have a value?"""
         return not isinstance(self.value, Word) or bool(self.value)
 
     def __str__(self) -> str:
-        """As in a call."""
+        """Return ``name=value``, as in a call."""
         if isinstance(self.value, Real) and not isinstance(self.value, bool):
             return f"{self.name}={number(self.value)}"
         return f"{self.name}={self.value!r}"
 
 
 def number(value: Real) -> str:
-    """A number without digits that say nothing.
+    """Format a number without trailing zeros.
 
     >>> number(60.0), number(5_000_000)
     ('60', '5000000')
@@ -57,7 +57,7 @@ def number(value: Real) -> str:
 
 
 class Message(str):
-    """A text, the settings in it written as Python does; `spelled` writes them otherwise.
+    """A text with its settings written as Python arguments; `spelled` writes them in another form.
 
     >>> text = Message("try {} ({})", Setting("budget", 5_000_000), "5.0 MB")
     >>> print(text, "|", text.spelled(lambda setting: f"--{setting.name} {setting.value}B"))
@@ -66,22 +66,22 @@ class Message(str):
     Parameters
     ----------
     template : str
-        As for `str.format` where parts follow; else the text.
+        A template for `str.format`; without `parts`, the text itself.
     *parts : object
-        Settings, messages and anything else.
+        Settings, messages and any other values.
     """
 
     template: str
     parts: tuple[object, ...]
 
     def __new__(cls, template: str, *parts: object) -> Message:
-        """Fill in the parts."""
+        """Fill the parts into the template."""
         made = super().__new__(cls, template.format(*parts) if parts else template)
         made.template, made.parts = template, parts
         return made
 
     def spelled(self, write: Callable[[Setting], str]) -> str:
-        """The text with every setting as `write` writes it."""
+        """Return the text with every setting formatted by `write`."""
         if not self.parts:
             return str(self)
         return self.template.format(
@@ -89,7 +89,7 @@ class Message(str):
         )
 
     def settings(self) -> Iterator[Setting]:
-        """The settings, in their order in the text."""
+        """Yield the settings in the order of the text."""
         for part in self.parts:
             if isinstance(part, Setting):
                 yield part
@@ -98,12 +98,12 @@ class Message(str):
 
 
 def spelled(text: object, write: Callable[[Setting], str]) -> str:
-    """Any text with the settings of messages as `write` writes them."""
+    """Return any text, a message with its settings formatted by `write`."""
     return text.spelled(write) if isinstance(text, Message) else str(text)
 
 
 def joined(separator: str, pieces: Iterable[str]) -> Message:
-    """`str.join` of texts that may be messages.
+    """Join texts that may be messages, like `str.join`.
 
     >>> print(joined("; ", ["no plan", Message("try {}", Setting("effort", 60))]))
     no plan; try effort=60
@@ -113,7 +113,7 @@ def joined(separator: str, pieces: Iterable[str]) -> Message:
 
 
 def to_data(text: str) -> dict[str, Any]:
-    """A text that may be a message as what JSON has, for another process; `from_data` reads it.
+    """Return a text, which may be a message, as JSON data for another process; `from_data` reads it.
 
     >>> text = Message("try {}, {{or less}}", Setting("dims", {"batch": Word("N")}))
     >>> print(from_data(to_data(text)), from_data(to_data(text)) == text)
@@ -130,13 +130,13 @@ def to_data(text: str) -> dict[str, Any]:
 
 
 def from_data(data: Mapping[str, Any]) -> str:
-    """The text that `to_data` was given."""
+    """Return the text that was given to `to_data`."""
     pieces = [piece.replace("{", "{{").replace("}", "}}") for piece in data["pieces"]]
     settings = [Setting(name, _unpacked(value)) for name, value in data["settings"]]
     return Message("{}".join(pieces), *settings) if settings else str(data["pieces"][0])
 
 
-_MARK = "\0"  # control characters of names are spelt out in every message
+_MARK = "\0"  # never part of a message: control characters in names are escaped
 
 
 def _packed(value: object) -> Any:
@@ -153,23 +153,23 @@ def _unpacked(value: Any) -> object:
 
 @dataclass(frozen=True, slots=True)
 class Finding(ABC):
-    """What was found out: a record whose fields are the keys of its JSON."""
+    """A command's result: a record whose fields are the keys of its JSON."""
 
     schema: ClassVar[str]
-    """Name and version of the JSON layout: the number rises when a field changes its meaning or goes away."""
+    """Name and version of the JSON layout: the version increases when a field changes its meaning or is removed."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The schema and the fields."""
+        """Return the schema and the fields."""
         return {"schema": self.schema, **asdict(self)}
 
     def to_json(self) -> str:
-        """The finding as a JSON object."""
+        """Return the finding as a JSON object."""
         return json.dumps(self.to_dict(), indent=2)
 
     @abstractmethod
     def lines(self) -> list[str]:
-        """The finding for people, line by line."""
+        """Return the finding as lines of text."""
 
     def to_text(self) -> str:
-        """The finding for people."""
+        """Return the finding as text."""
         return joined("\n", self.lines())

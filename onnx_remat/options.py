@@ -1,4 +1,4 @@
-"""How to plan: the command line's flags, checked."""
+"""Options of planning, each with its check and its command-line flag."""
 
 from __future__ import annotations
 
@@ -22,38 +22,39 @@ from onnx_remat.plan import selectors
 from onnx_remat.units import check_dims, parse_dims, parse_duration, parse_size
 
 CHECKING, MOVING = "checking and reporting", "moving values to the host"
-"""Headings of flags that not all commands have."""
+"""Headings of flag groups that some commands lack."""
 
 RUN_BY = ("session", "loop")
 """Values of `Options.run_by`."""
 
 
 Check: TypeAlias = Callable[[str, object], object]
-"""Of a field's name and what was given: the value as `Options` has it. UsageError where it cannot be meant."""
+"""Takes a field's name and the given value; returns the value as `Options` stores it, or raises UsageError."""
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """What is stated of a field of `Options` besides its type and its default.
+    """Check, flag and help of a field of `Options`.
 
     Attributes
     ----------
     check : Check
     flag : str
-        Of the command line, "" for none. Where the default is True or False, it says the opposite and takes no value.
+        Command-line flag, "" for none. For a field that is a bool, the flag takes no value and negates the default.
     help : str
-        Of the flag. What stands in braces differs by command.
+        Help of the flag; text in braces is filled in by each command.
     metavar : str or None
-        What stands for the value.
+        Placeholder of the value in the help.
     choices : tuple of str or None
+        Values that the flag accepts; None for any.
     repeat : bool
         May the flag be given several times?
     parse : callable or None
-        What `check` takes, from the words of the command line; None: it takes these.
+        Converts the words of the command line to the argument of `check`; None passes them unchanged.
     unit : str
-        Stands behind a number on the command line, where a message writes it.
+        Unit after a number, where a message writes the flag.
     group : str
-        Under which heading the flag is listed.
+        Heading under which the help lists the flag.
     """
 
     check: Check
@@ -68,7 +69,7 @@ class Option:
 
 
 def _option(default: Any, check: Check, flag: str = "", help: str = "", **more: Any) -> Any:
-    """A field, and what `Option` states of it."""
+    """Return a dataclass field with its `Option` as metadata."""
     stated = {"option": Option(check, flag, help, **more)}
     return field(default_factory=dict, metadata=stated) if default == {} else field(default=default, metadata=stated)
 
@@ -118,10 +119,10 @@ def _callback(name: str, value: object) -> object:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How to plan: each option with its check and its flag, stated once.
+    """Options of planning, each stated once with its check and its flag.
 
-    `PlanningOptions` repeats names and types for type checkers; all else (flags, what messages call them, the table in
-    the guide) is derived from the fields.
+    `PlanningOptions` repeats names and types for type checkers; flags, their names in messages and the table in the
+    guide are derived from the fields.
     """
 
     provider: str = _option(
@@ -133,129 +134,137 @@ class Options:
     """Name of a registered selector, see `selectors`."""
 
     dims: Mapping[str, int] = _option(
-        {}, _sizes, "--dim", "size of a symbolic dimension (repeat)", metavar="NAME=N", repeat=True, parse=parse_dims
+        {},
+        _sizes,
+        "--dim",
+        "size of a symbolic dimension (repeatable)",
+        metavar="NAME=N",
+        repeat=True,
+        parse=parse_dims,
     )
     """Sizes of symbolic dimensions."""
 
     loss: str | None = _option(
-        None, _optional(_text), "--loss", "the loss, where nodes are unlabelled and it is not clear", metavar="NAME"
+        None, _optional(_text), "--loss", "name of the loss, if it cannot be inferred", metavar="NAME"
     )
-    """Value that is the loss, where nodes are unlabelled and it is not clear."""
+    """Name of the loss, where nodes have no phase labels and the loss cannot be inferred."""
 
     keep: Sequence[str] = _option(
-        (), _names, "--keep", "a value never to recompute (repeat)", metavar="NAME", repeat=True
+        (), _names, "--keep", "a value never to recompute (repeatable)", metavar="NAME", repeat=True
     )
     """Values never to recompute."""
 
     checkpoints: Sequence[str] = _option(
         (), _names, "--checkpoint",
-        "a value that selector collection keeps; it recomputes the rest of the forward pass (repeat)",
+        "a value to keep with selector collection, which recomputes the rest of the forward pass (repeatable)",
         metavar="NAME", repeat=True,
     )  # fmt: skip
     """Values that the selector `collection` keeps."""
 
     allow_recompute: Sequence[str] = _option(
         (), _names, "--allow-recompute",
-        "a custom op that is pure, so that it may be recomputed (repeat)", metavar="DOMAIN::OP", repeat=True,
+        "a custom op that is pure and so may be recomputed (repeatable)", metavar="DOMAIN::OP", repeat=True,
     )  # fmt: skip
-    """Custom ops, ``domain::op``, that are pure, so that they may be recomputed."""
+    """Custom ops, ``domain::op``, that are pure and so may be recomputed."""
 
     run_by: str | None = _option(
         None, _optional(_text), "--for",
-        "what trains with the file, and so what the budget covers: loop, onnx_remat.training.Loop or "
-        "onnx_remat.Session, all that training takes of the machine's memory (default on the CPU); session, "
-        "onnxruntime's own, the sum of tensors (default on CUDA)", choices=RUN_BY[::-1],
+        "what will train with the file, which decides what the budget covers. loop: onnx_remat.training.Loop or "
+        "onnx_remat.Session; the budget covers all memory that training takes (default on the CPU). session: "
+        "onnxruntime's own session; the budget covers the sum of tensors (default on CUDA)", choices=RUN_BY[::-1],
     )  # fmt: skip
-    """What trains with the file, and so what the budget covers: ``"loop"``, `session.training.Loop` or
-    `session.session.Session` (all that training takes of the machine's memory), or ``"session"``, onnxruntime's own
-    (the sum of tensors). None: a loop on the CPU, unless `arena` is asked for; a session on other providers."""
+    """What will train with the file, which decides what the budget covers. ``"loop"``: `session.training.Loop` or
+    `session.session.Session`; the budget covers all memory that training takes. ``"session"``: onnxruntime's own
+    session; the budget covers the sum of tensors. None: a loop on the CPU, unless `arena` is True; a session on other
+    providers."""
 
     arena: bool = _option(
         False, _switch, "--arena",
-        "let the budget also cover what ONNX Runtime's arena adds with onnx_remat.session_options(), as foreseen",
+        "make the budget also cover the predicted overhead of ONNX Runtime's arena with onnx_remat.session_options()",
     )  # fmt: skip
-    """The budget also covers what ONNX Runtime's arena takes besides the plan, with `session_options()`."""
+    """Does the budget also cover the predicted overhead of ONNX Runtime's arena with `session_options()`?"""
 
     patterns: bool = _option(
         True, _switch, "--no-patterns",
-        "write the step into the body of an If, in which ONNX Runtime makes no memory patterns: for sessions "
-        "whose options are not yours to set, which would take up to twice the plan",
+        "write the step into the body of an If, where ONNX Runtime makes no memory patterns: for sessions whose "
+        "options you cannot set, which would otherwise take up to twice the planned memory",
     )  # fmt: skip
-    """May sessions make memory patterns, as they do by default? If not, the step is written into a body in which none
-    are made (see `ir.body`): for sessions whose options are not yours to set."""
+    """May sessions make memory patterns, as they do by default? If False, the step is written into the body of an If,
+    where ONNX Runtime makes none (see `ir.body`): for sessions whose options you cannot set."""
 
     fuse: bool = _option(
         True, _switch, "--no-fuse",
-        "for --for loop: count what training takes with every node a kernel of its own, as Session(fuse=False) "
-        "and Loop(fuse=False) run them, not with elementwise nodes fused",
+        "for --for loop: predict training without fused elementwise kernels, as with Session(fuse=False) and "
+        "Loop(fuse=False)",
     )  # fmt: skip
-    """For ``run_by="loop"``: count what training takes with elementwise nodes fused, as `session.session.Session` and
-    `session.training.Loop` run them. If not, open them with ``fuse=False`` too, or they take less than counted."""
+    """For ``run_by="loop"``: predict training with fused elementwise kernels, as `session.session.Session` and
+    `session.training.Loop` run by default. If False, open them with ``fuse=False`` too: fused, they take less memory
+    than predicted."""
 
     time_limit: float = _option(
         120.0, _duration, "--time-limit",
-        "seconds of the clock, once loaded, to plan and write in (default: --effort {effort}, cut at 4 x)",
+        "wall-clock limit for planning and writing (default: --effort {effort}, and at most 4 times that)",
         metavar="TIME", unit="s",
     )  # fmt: skip
-    """Seconds of the wall clock for all but loading the file, compiling at a first use and `verify` "run". Where it
-    cuts planning short, the report says so, and another run may find another plan."""
+    """Wall-clock limit in seconds, which excludes loading the file, compilation at a first use and `verify` "run". If
+    it interrupts planning, the report says so, and another run may find another plan."""
 
     effort: float | None = _option(
         30.0, _optional(_duration), "--effort",
-        "how much to try instead, in seconds of a slow core: the same plan on any machine, however busy", metavar="N",
+        "amount of search, in seconds of a reference core; the same plan on every machine", metavar="N",
     )  # fmt: skip
-    """How much planning tries, in seconds of a slow core: the plan is the same on any machine. None, and where
-    `time_limit` alone is given: as much as `time_limit` seconds of one. Given alone, there is no limit."""
+    """Amount of search, in seconds of a reference core: the plan is the same on every machine. None, and where only
+    `time_limit` is given: `time_limit` seconds. Where only the effort is given, there is no time limit."""
 
     costs: str = _option(
         "", _text, "--costs",
-        f"seconds per op: {', '.join(PRESETS)} (default cpu, or a100 for --provider cuda), or a profile JSON "
-        "written by ONNX Runtime", metavar="PRESET|FILE",
+        f"source of the seconds per op: {', '.join(PRESETS)} (default cpu, or a100 for --provider cuda), or a "
+        "profile in ONNX Runtime's JSON", metavar="PRESET|FILE",
     )  # fmt: skip
-    """A preset of `costs.PRESETS`, or the path of a profile written by ONNX Runtime; "" for the provider's own."""
+    """A preset of `costs.PRESETS`, or the path of a profile by ONNX Runtime; "" for the provider's default."""
 
     cudnn_workspace: str | int | None = _option(
         None, _any, "--cudnn-workspace",
-        "for --provider cuda: bytes to allow for what cuDNN takes in a convolution (default 32MiB)", metavar="SIZE",
+        "for --provider cuda: workspace to reserve for a convolution by cuDNN (default 32MiB)", metavar="SIZE",
     )  # fmt: skip
-    """Bytes allowed for what cuDNN takes in a convolution (``"64MiB"``); None for the provider's own margin."""
+    """Workspace to reserve for a convolution by cuDNN (``"64MiB"``); None for the provider's default."""
 
     offload: bool = _option(
         False, _switch, "--offload",
-        "move values to the host's memory and back where that takes less time than to compute them again, and "
-        "where no budget could be kept otherwise: for --provider cuda --for loop", group=MOVING,
+        "move values to the host's memory and back where that takes less time than recomputing them, or where the "
+        "budget cannot be kept otherwise: for --provider cuda --for loop", group=MOVING,
     )  # fmt: skip
-    """May a plan for a device move values to the host's memory and back, where that takes less time than to compute
-    them again? For ``run_by="loop"``."""
+    """May a plan for a device move values to the host's memory and back, where that takes less time than recomputing
+    them? For ``run_by="loop"``."""
 
     host_bandwidth: str | int | None = _option(
         None, _any, "--host-bandwidth",
-        "bytes that cross to the host in a second, or back (default: 25GB, or what --costs says of the device)",
+        "bandwidth to the host and back, in bytes per second (default: 25GB, or that of the --costs preset)",
         metavar="SIZE", group=MOVING,
     )  # fmt: skip
-    """Bytes per second that cross to the host, or back (``"25GB"``); None for the device's preset, see `costs`."""
+    """Bandwidth to the host and back in bytes per second (``"25GB"``); None for that of the preset, see `costs`."""
 
     verify: str = _option(
         "check", _text, "--verify",
-        "check (default): validity, interface, order, simulated peak; run: also run both and compare; none",
+        "check (default): validity, interface, order, simulated peak; run: also run both models and compare; none",
         choices=verify.MODES, group=CHECKING,
     )  # fmt: skip
-    """One of `verify.MODES`: "none", "check" (the file alone), "run" (also both models, compared)."""
+    """One of `verify.MODES`: "none", "check" (of the file), "run" (also run both models and compare them)."""
 
     progress: selectors.Progress = _option(selectors.silent, _callback)  # noqa: RUF009 - a field
-    """Called with the stage and the fraction of it that is done."""
+    """Callback; its arguments are the name of a stage and the fraction of it that is done."""
 
     def work_seconds(self) -> float:
-        """How much planning may try, in seconds of a slow core."""
+        """Return the amount of search, in seconds of a reference core."""
         return self.time_limit if self.effort is None else self.effort
 
     def bounded_by(self, times: float = 1.0) -> Setting:
-        """The setting that bounds planning, with so many times its value."""
+        """Return the setting that bounds planning, with `times` its value."""
         name, value = ("time_limit", self.time_limit) if self.effort is None else ("effort", self.effort)
         return Setting(name, float(times * value))
 
     def preparation(self) -> Preparation:
-        """What of these the model is compiled with."""
+        """Return the options that compiling the model takes."""
         kernels = self.kernels()
         return Preparation(
             kernels, self.dims, self.allow_recompute, self.keep, self.loss, self.costs or kernels.costs,
@@ -263,27 +272,27 @@ class Options:
         )  # fmt: skip
 
     def link(self) -> Link:
-        """The way to the host, of the device that seconds are estimated for."""
+        """Return the link to the host, of the device that `costs` names."""
         if self.host_bandwidth is not None:
             found = _bytes(self.host_bandwidth)
             if not found:
                 given = Setting("host_bandwidth", self.host_bandwidth)
-                raise UsageError("{} is no number of bytes in a second: write e.g. 25GB", given)
+                raise UsageError("{} is not a bandwidth; use e.g. 25GB (bytes per second)", given)
             return Link(float(found))
         known = PRESETS.get(self.costs) or PRESETS[self.kernels().costs]
         return Link(known.host)
 
     def kernels(self) -> Kernels:
-        """The facts about the provider's kernels; UsageError where there are none."""
+        """Return the facts about the provider's kernels; UsageError for an unknown provider."""
         space = None if self.cudnn_workspace is None else _bytes(self.cudnn_workspace)
         if space is None and self.cudnn_workspace is not None:
             given = Setting("cudnn_workspace", self.cudnn_workspace)
-            raise UsageError("{} is not a size in bytes: write e.g. 64MiB", given)
+            raise UsageError("{} is not a size in bytes; use e.g. 64MiB", given)
         return kernels_of(self.provider, space)
 
 
 def _bytes(size: str | int) -> int | None:
-    """What a size with a unit says; None where it is none."""
+    """Parse a size with a unit; return None where it is malformed."""
     try:
         return parse_size(size)
     except UsageError:
@@ -315,18 +324,18 @@ class PlanningOptions(TypedDict, total=False):
 
 
 OPTIONS: Mapping[str, Option] = {each.name: each.metadata["option"] for each in fields(Options)}
-"""What the fields of `Options` state, by their names."""
+"""`Option` of each field of `Options`, by name."""
 
 
 def of_sessions(given: PlanningOptions, what: str) -> None:
-    """Make the budget one of a session; UsageError where it is meant for a loop, which `what` does not measure."""
+    """Set `run_by` to "session"; UsageError where it is "loop", which `what` does not measure."""
     if given.get("run_by") not in (None, "session"):
         raise UsageError("{} measures onnxruntime's own sessions: leave {} out", what, Setting("run_by"))
     given["run_by"] = "session"
 
 
 def parse_options(given: PlanningOptions) -> Options:
-    """Options from keyword arguments; UsageError for an unknown field, provider, selector or mode of verification.
+    """Return options from keyword arguments; UsageError for an unknown field, provider, selector or `verify` mode.
 
     >>> parse_options({"timelimit": 3})
     Traceback (most recent call last):
@@ -357,13 +366,13 @@ def parse_options(given: PlanningOptions) -> Options:
     if options.run_by == "loop":
         if not runtime.available():
             raise UsageError(
-                "what training takes cannot be foreseen without onnxruntime: pip install 'onnx-remat[cpu]', or plan "
-                "for a session on another machine with {}",
+                "the memory of training cannot be predicted without onnxruntime: pip install 'onnx-remat[cpu]', or "
+                "plan for onnxruntime's own session with {}",
                 Setting("run_by", "session"),
             )
         if options.arena:
             raise UsageError(
-                "{} is for {}: a loop of ours keeps no values in ONNX Runtime's arena",
+                "{} is for {}: a Loop keeps no values in ONNX Runtime's arena",
                 Setting("arena", True),
                 Setting("run_by", "session"),
             )
@@ -378,10 +387,10 @@ def parse_options(given: PlanningOptions) -> Options:
 
 
 def _check_offload(options: Options) -> None:
-    """Values are moved by a session of ours alone, where there is somewhere to move them."""
+    """Raise UsageError where `offload` does not apply: only a `Session` on a device moves values to the host."""
     if options.offload and (options.kernels().device == "cpu" or options.run_by != "loop"):
         raise UsageError(
-            "{} moves values out of a device's memory, in a session of ours: for {}, {}",
+            "{} moves values out of a device's memory, in onnx_remat.Session: use it with {}, {}",
             Setting("offload", True),
             Setting("provider", "cuda"),
             Setting("run_by", "loop"),
@@ -390,7 +399,7 @@ def _check_offload(options: Options) -> None:
         raise UsageError("{} is for {}", Setting("host_bandwidth"), Setting("offload", True))
     if options.offload and options.link().bandwidth <= 0:
         raise UsageError(
-            "{} has no other memory to move values to: state {}",
+            "{} has no bandwidth to the host: set {}",
             Setting("costs", options.costs),
             Setting("host_bandwidth"),
         )

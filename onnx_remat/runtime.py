@@ -1,4 +1,4 @@
-"""ONNX Runtime in a process of its own: the documented name of `onnx_remat.ort.runtime`."""
+"""ONNX Runtime in a separate process: the documented import path of `onnx_remat.ort.runtime`."""
 
 from onnx_remat.ort.runtime import outputs, session_options
 

@@ -1,4 +1,4 @@
-"""Pictures of a result: the documented name of `onnx_remat.findings.show`."""
+"""Plots of a result: the documented import path of `onnx_remat.findings.show`."""
 
 from onnx_remat.findings.show import draw
 

@@ -1,4 +1,4 @@
-"""Training with a step model: the documented name of `onnx_remat.session.training`."""
+"""Training loop for a step model: the documented import path of `onnx_remat.session.training`."""
 
 from onnx_remat.session.training import Loop, initial_state
 

@@ -1,4 +1,4 @@
-"""Text of sizes, dims and durations <-> numbers. SI and IEC units are taken literally: 1 GB = 10^9, 1 GiB = 2^30."""
+"""Parse and format sizes, dims and durations. SI and IEC units are literal: 1 GB = 10^9, 1 GiB = 2^30 bytes."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _SECONDS = {"ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Memory to take at most: bytes, or a fraction of what the original takes."""
+    """A memory limit: bytes, or a fraction of the memory that the original takes."""
 
     bytes: int | None = None
     fraction: float | None = None
 
     def resolve(self, original_peak: int) -> int:
-        """Bytes allowed, given the original's peak in bytes."""
+        """Return the limit in bytes, given the original's peak in bytes."""
         if self.bytes is not None:
             return self.bytes
         assert self.fraction is not None
@@ -39,7 +39,7 @@ class Budget:
 
 
 def parse_budget(text: str | int | Budget) -> Budget:
-    """Read a budget.
+    """Parse a budget.
 
     Parameters
     ----------
@@ -49,7 +49,7 @@ def parse_budget(text: str | int | Budget) -> Budget:
     Raises
     ------
     UsageError
-        When it is not a positive, finite size with a unit.
+        `text` is not a positive, finite size with a unit.
 
     Examples
     --------
@@ -83,7 +83,7 @@ def parse_budget(text: str | int | Budget) -> Budget:
 
 
 def _checked(budget: Budget) -> Budget:
-    """A budget made by hand, if it is one."""
+    """Return a `Budget` if its fields are valid; UsageError otherwise."""
     if budget.fraction is None and budget.bytes is not None:
         return parse_budget(budget.bytes)
     if budget.bytes is not None or not isinstance(budget.fraction, Real) or not 0 < budget.fraction < math.inf:
@@ -92,7 +92,7 @@ def _checked(budget: Budget) -> Budget:
 
 
 def _meant(text: str) -> str:
-    """What to write instead of a budget without a unit, or with half of one."""
+    """Suggest budgets in place of one without a unit, or with half of one."""
     if re.fullmatch(_NUMBER, text, re.IGNORECASE):
         number = float(text)
         share = f"{100 * number:g}%" if number <= 1 else f"{text}%"
@@ -113,7 +113,7 @@ def _number(match: re.Match[str], text: str) -> float:
 
 
 def parse_size(size: str | int) -> int:
-    """Bytes, from an int or from text with a unit; 0 is one.
+    """Parse a size in bytes from an int or from text with a unit; 0 is allowed.
 
     >>> parse_size("64MiB"), parse_size(0), parse_size("0B")
     (67108864, 0, 0)
@@ -127,7 +127,7 @@ def parse_size(size: str | int) -> int:
 
 
 def parse_duration(text: str | float | int) -> float:
-    """Seconds in ``"30s"``, ``"500ms"``, ``"2m"`` or a plain number.
+    """Parse a duration into seconds: ``"30s"``, ``"500ms"``, ``"2m"`` or a plain number.
 
     >>> parse_duration("2m"), parse_duration("500ms"), parse_duration(30)
     (120.0, 0.5, 30.0)
@@ -144,7 +144,7 @@ def parse_duration(text: str | float | int) -> float:
 
 
 def parse_dims(items: list[str] | tuple[str, ...]) -> dict[str, int]:
-    """Bindings of symbolic dimensions from ``NAME=VALUE`` texts.
+    """Parse sizes of symbolic dimensions from ``NAME=VALUE`` texts.
 
     >>> parse_dims(["batch=32", "seq=128"])
     {'batch': 32, 'seq': 128}
@@ -161,7 +161,7 @@ def parse_dims(items: list[str] | tuple[str, ...]) -> dict[str, int]:
 
 
 def check_dims(dims: object) -> dict[str, int]:
-    """Sizes of symbolic dimensions as a dict of ints, numpy's turned into Python's.
+    """Return sizes of symbolic dimensions as a dict of Python ints.
 
     >>> check_dims(None), check_dims({"batch": 32})
     ({}, {'batch': 32})
@@ -169,7 +169,7 @@ def check_dims(dims: object) -> dict[str, int]:
     Raises
     ------
     UsageError
-        Not a mapping of names to whole numbers of 0 or more.
+        `dims` is not a mapping of names to whole numbers of 0 or more.
     """
     if dims is None:
         return {}
@@ -182,7 +182,7 @@ def check_dims(dims: object) -> dict[str, int]:
 
 
 def format_bytes(size: int) -> str:
-    """A size as a person reads it, in the SI units the command line takes.
+    """Format a size for people, in the SI units of the command line.
 
     >>> format_bytes(0), format_bytes(999), format_bytes(123456789)
     ('0 B', '999 B', '123.5 MB')
@@ -196,7 +196,7 @@ def format_bytes(size: int) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """A duration as a person reads it.
+    """Format a duration for people.
 
     >>> format_seconds(7.4), format_seconds(187), format_seconds(7500)
     ('7 s', '3 min 07 s', '2 h 05 min')
@@ -210,7 +210,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table in plain text: the first column to the left, the others to the right.
+    """Format a table as lines of text: the first column aligned left, the others right.
 
     >>> table([("peak", "9 MB"), ("  inputs", "1.5 MB")])
     ['peak        9 MB', '  inputs  1.5 MB']

@@ -1,3 +1,3 @@
-"""The version, alone in its module so that everything may import it."""
+"""The version, in a module without imports so that every module may import it."""
 
 __version__ = "0.1.0"

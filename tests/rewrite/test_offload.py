@@ -116,8 +116,8 @@ def test_a_budget_that_is_kept_already_moves_nothing():
         ({"host_bandwidth": "1GB", "provider": "cuda", "run_by": "loop"}, "is for offload=True"),
         ({"offload": True, "provider": "cuda", "run_by": "loop", "costs": "cpu"}, "state host_bandwidth="),
         ({"offload": "yes", "provider": "cuda", "run_by": "loop"}, "True or False"),
-        ({"offload": True, "provider": "cuda", "run_by": "loop", "host_bandwidth": "fast"}, "no number of bytes"),
-        ({"offload": True, "provider": "cuda", "run_by": "loop", "host_bandwidth": "50%"}, "no number of bytes"),
+        ({"offload": True, "provider": "cuda", "run_by": "loop", "host_bandwidth": "fast"}, "not a bandwidth"),
+        ({"offload": True, "provider": "cuda", "run_by": "loop", "host_bandwidth": "50%"}, "not a bandwidth"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(given, words):

@@ -116,7 +116,7 @@ def overwritten_output():
 FAULTS = {
     "an order in which two nodes are exchanged": (lambda p, b: (p, b, [1, 0, *range(2, len(p.steps))]), "would run"),
     "an order that lacks a node": (lambda p, b: (p, b, range(len(p.steps) - 1)), "would run nothing more"),
-    "an order with a node too many": (lambda p, b: (p, b, [*range(len(p.steps)), 0]), "is for nothing more"),
+    "an order with a node too many": (lambda p, b: (p, b, [*range(len(p.steps)), 0]), "expects nothing more"),
     "an order with a node twice": (lambda p, b: (p, b, [0, 0, *range(1, len(p.steps) - 1)]), "would run"),
     "an order that is reversed": (lambda p, b: (p, b, range(len(p.steps))[::-1]), "would run"),
     "an offset below the slab": (lambda p, b: (p, moved(b, "z0", -ALIGNMENT), None), "'z0' does not lie in the slab"),
