@@ -1,4 +1,4 @@
-"""``onnx-remat-bench``: train the original and the rewritten model side by side, and hold predictions against it."""
+"""``onnx-remat-bench``: train the original and the rewritten model, and compare predictions with measurements."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from onnx_remat.app.flags import (
     add_runtime_flag,
     check_files,
     guarded,
+    one_line,
     planning_options,
-    said,
 )
 from onnx_remat.app.streams import complain, say
 from onnx_remat.errors import BudgetInfeasibleError, OnnxRematError, UsageError
@@ -40,9 +40,9 @@ from onnx_remat.units import format_bytes, parse_budget, table
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One model: its peak as simulated and as measured over training (bytes), seconds per step, loss of every step.
+    """One model: its simulated and its measured peak over training (bytes), seconds per step, loss of every step.
 
-    On CUDA, `driver_bytes` is what the driver counts to the process (NVML), its context included, as a second opinion.
+    On CUDA, `driver_bytes` is the driver's count for the process (NVML), its context included, as a second measurement.
     """
 
     predicted_peak: int
@@ -52,13 +52,13 @@ class Side:
     driver_bytes: int = 0
 
     def error(self) -> float:
-        """Predicted peak over measured, minus one."""
+        """Return the relative error of the predicted peak."""
         return self.predicted_peak / self.measured_peak - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Benchmark(Finding):
-    """Both models trained on the same data.
+    """Results of training both models on the same data.
 
     Attributes
     ----------
@@ -69,16 +69,16 @@ class Benchmark(Finding):
     original, rewritten : Side
         On CUDA, measured peaks are the smallest memory limits under which training runs.
     predicted_overhead : float
-        Extra time per step, as a fraction: recomputed ops by the costs that were planned with, and every other node
-        that was added at what ONNX Runtime takes to run a node that does nothing.
+        Extra time per step, as a fraction: recomputed ops at the costs of the plan, every other added node at the time
+        that ONNX Runtime takes to run an empty node.
     measured_overhead : float
-        The same by the clock: median over steps taken in turns.
+        The same measured: median over alternating steps of both models.
     exact : bool
         With graph optimisations off and one thread, are all losses equal to the last bit?
     loss_distance : float
-        With default options, the largest distance of two losses of a step, relative to the larger one.
+        With default options, the largest difference of a step's two losses, relative to the larger one.
     warnings : tuple of str
-        As `Report.warnings`.
+        See `Report.warnings`.
     """
 
     schema: ClassVar[str] = "onnx-remat/bench/1"
@@ -96,7 +96,7 @@ class Benchmark(Finding):
     warnings: tuple[str, ...] = ()
 
     def lines(self) -> list[str]:
-        """A table of both sides, the overheads and some of the losses."""
+        """Return a table of both models, the overheads and some of the losses."""
         a, b = self.original, self.rewritten
         rows = [
             ("", "original", "rewritten"),
@@ -133,32 +133,32 @@ def benchmark(
     python: str = sys.executable,
     **options: Unpack[PlanningOptions],
 ) -> Benchmark:
-    """Rewrite a model and train it and the original from the same state on the same batch.
+    """Rewrite a model, and train it and the original from the same state on the same batch.
 
     Parameters
     ----------
     model : Path
-        A training graph; see `onnx_remat.session.training` for how its state is fed back.
+        A training graph; `onnx_remat.session.training` describes how its state is fed back.
     budget : str
-        As `rewrite_model`.
+        See `rewrite_model`.
     steps : int
         Training steps, at least 2.
     state : str
-        ``.npz`` with first values of inputs, by name; or a checkpoint, where onnxruntime-training runs the models.
+        ``.npz`` with initial values of inputs by name; or a checkpoint, where onnxruntime-training runs the models.
     threads : int
         Intra-op threads, 0 for ONNX Runtime's default.
     python : str
-        Interpreter whose ONNX Runtime is to run the models, see `processes`. What that of this environment cannot load
-        is planned from the file alone.
+        Interpreter whose ONNX Runtime runs the models, see `processes`. A model that ONNX Runtime of this environment
+        cannot load is planned from the file alone.
     **options
-        Fields of `Options`; costs are profiled on `model` unless given. All runs are on its `provider`.
+        Fields of `Options`; without `costs`, `model` is profiled. All runs use `provider`.
 
     Raises
     ------
     UsageError
-        Fewer than two steps.
+        `steps` is below 2.
     OnnxRematError
-        As `rewrite_model`; ONNX Runtime has no such provider here; the model does not run.
+        As in `rewrite_model`; or ONNX Runtime lacks the provider; or the model does not run.
     """
     if steps < 2:
         raise UsageError("a benchmark needs at least 2 steps")
@@ -208,14 +208,14 @@ _FLOATS = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorPro
 
 
 def _loss(result: Result) -> str:
-    """The output that is the loss: by its name, or the only float without dimensions."""
+    """Return the output that is the loss: the one of that name, or the first float scalar."""
     outputs = {
         name: result.compiled.tensors[name] for name, value in result.compiled.graph.values.items() if value.is_output
     }
     scalars = [name for name, tensor in outputs.items() if tensor.shape in ((), (1,)) and tensor.dtype in _FLOATS]
     found = [name for name in scalars if name == "loss"] or scalars
     if not found:
-        raise UsageError("no output is a scalar: a benchmark needs the loss among the outputs")
+        raise UsageError("no output is a scalar: make the loss an output of the model")
     return found[0]
 
 
@@ -224,23 +224,23 @@ def _distance(first: Sequence[float], second: Sequence[float]) -> float:
 
 
 def machine() -> str:
-    """The processor and its cores, as a person would say it."""
+    """Return the processor's name and its number of cores, as text."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return f"{names[0]} x {len(names)}" if names else platform.processor() or platform.machine()
 
 
 def max_batch(model: Path, budget: str, dim: str, **options: Unpack[PlanningOptions]) -> tuple[int, int]:
-    """Largest size of a symbolic dimension at which a step keeps a budget, as it is and rewritten.
+    """Return the largest size of a symbolic dimension at which a step keeps a budget, as it is and rewritten.
 
-    Doubles until the budget is missed, then bisects; every probe of the rewritten model takes the time of a plan.
+    Doubles the size until the budget is missed, then bisects; each size of the rewritten model costs a plan.
 
     Raises
     ------
     UsageError
-        The budget is a percentage, or `dim` is no symbolic dimension.
+        The budget is a percentage, or `dim` is not a symbolic dimension.
     BudgetInfeasibleError
-        Not even 1 fits.
+        Size 1 does not fit.
     """
     allowed = parse_budget(budget).bytes
     if allowed is None:
@@ -265,7 +265,7 @@ def max_batch(model: Path, budget: str, dim: str, **options: Unpack[PlanningOpti
 
 
 def largest(holds: Callable[[int], bool], limit: int = 1 << 20, known: int = 0) -> int:
-    """Largest size up to `limit` for which `holds`, given that it holds for `known` and for all below a size if for it.
+    """Return the largest size up to `limit` for which `holds`, a monotonic predicate that holds for `known`.
 
     >>> largest(lambda size: size <= 37, 1000), largest(lambda size: False, 1000)
     (37, 0)
@@ -281,34 +281,34 @@ def largest(holds: Callable[[int], bool], limit: int = 1 << 20, known: int = 0) 
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The arguments, documented."""
+    """Return the parser of ``onnx-remat-bench``."""
     parser = Parser(
         prog="onnx-remat-bench",
-        description="Rewrite a training graph, train it and the original on stock ONNX Runtime, and compare: measured "
-        "peak, step time, losses, and how far the predictions were off. Budget and peaks are of onnxruntime's own "
-        "session, the sum of tensors (onnx-remat --for session).",
+        description="Rewrite a training graph, train it and the original on stock ONNX Runtime, and compare measured "
+        "peak, step time, losses, and the errors of the predictions. Budget and peaks are the sum of tensors in "
+        "onnxruntime's own session (onnx-remat --for session).",
     )
     parser.add_argument("input", metavar="IN", nargs="+", help="training graphs")
     parser.add_argument("--budget", required=True, metavar="SIZE", help="of tensors: 4GB, or 60%% of the original's")
     parser.add_argument("--steps", type=int, default=50, metavar="N", help="training steps (default 50)")
     parser.add_argument(
         "--state", default="", metavar="FILE",
-        help="first values of inputs: .npz by name, or a checkpoint of onnxruntime-training",
+        help="initial values of inputs: .npz by name, or a checkpoint of onnxruntime-training",
     )  # fmt: skip
     add_runtime_flag(parser)
     parser.add_argument("--threads", type=int, default=0, metavar="N", help="intra-op threads")
     parser.add_argument(
         "--max-batch", metavar="DIM",
-        help="instead find the largest size of this symbolic dimension that keeps the budget, as it is and rewritten",
+        help="instead find the largest size of this symbolic dimension that keeps the budget, original and rewritten",
     )  # fmt: skip
-    parser.add_argument("--markdown", action="store_true", help="print one line of a Markdown table per graph")
+    parser.add_argument("--markdown", action="store_true", help="print one row of a Markdown table per graph")
     parser.add_argument("--json", metavar="PATH|-", help="also write the results as JSON (- is standard output)")
     add_flags(parser, effort="10s")
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code."""
+    """Run the command and return the exit code."""
     return guarded("onnx-remat-bench", _run, sys.argv[1:] if arguments is None else arguments)
 
 
@@ -351,7 +351,7 @@ def _run(arguments: Sequence[str]) -> int:
         except OnnxRematError as error:
             if len(given.input) == 1:
                 raise
-            complain(f"onnx-remat-bench: error: {path}: {said(error)}")  # the others go on
+            complain(f"onnx-remat-bench: error: {path}: {one_line(error)}")  # continue with the other graphs
             refused = refused or error.exit_code
             continue
         found.append(result)

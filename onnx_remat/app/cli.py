@@ -1,4 +1,4 @@
-"""The command line: arguments -> pipeline -> report. No logic of its own."""
+"""Command line: arguments -> pipeline -> report, without logic of its own."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from onnx_remat.errors import UsageError, did_you_mean
 from onnx_remat.version import __version__
 
 _DESCRIPTION = """\
-Rewrite an ONNX graph so that it fits a memory budget on ONNX Runtime, for as little
-recomputation as possible: a training step with the same loss, gradients and new weights, or
-a graph for inference with the same outputs.
+Rewrite an ONNX graph so that it fits a memory budget on ONNX Runtime, with as little
+recomputation as possible. A rewritten training step computes the same loss, gradients and
+new weights, a rewritten inference graph the same outputs.
 
 three examples, from a checkout:
   onnx-remat estimate sample_models/attention_stack.onnx
@@ -37,35 +37,35 @@ three examples, from a checkout:
 
 commands (each has its own -h):
   onnx-remat [rewrite] IN OUT --budget SIZE   rewrite IN to a budget: this page
-  onnx-remat estimate IN                      what IN takes as it is, and how low a budget can go
-  onnx-remat explain OUT                      what a rewritten file recomputes, and why
-  onnx-remat sweep IN                         what every budget costs: memory against extra compute
-  onnx-remat profile IN OUT                   measured seconds per op, for --costs
-  onnx-remat check OUT                        has another tool undone a rewritten file?
-  onnx-remat split IN                         a step in two files: gradients, and the update
+  onnx-remat estimate IN                      show the memory of IN and the lowest possible budget
+  onnx-remat explain OUT                      show what a rewritten file recomputes, and why
+  onnx-remat sweep IN                         show memory against extra compute over many budgets
+  onnx-remat profile IN OUT                   measure seconds per op, for --costs
+  onnx-remat check OUT                        check whether another tool has undone a rewritten file
+  onnx-remat split IN                         split a step into two files: gradients, and the update
   onnx-remat-bench IN --budget SIZE           train original and rewritten model and compare them
 
 budgets:
   --budget 4GB                                kB, MB, GB are powers of ten, KiB, MiB, GiB of two
-  --budget 60% --verify run                   also run both and compare
-  --budget 2GiB --dim batch=32                a model with symbolic dims
-  --budget 50% --dry-run                      only say what it would cost
-  --budget 4GB --for session                  the tensors of a plain InferenceSession, not all that training takes"""
+  --budget 60% --verify run                   also run both models and compare their outputs
+  --budget 2GiB --dim batch=32                a model with symbolic dimensions
+  --budget 50% --dry-run                      report the cost, write nothing
+  --budget 4GB --for session                  cover the tensors of onnxruntime's own session, not all of training"""
 
 _EPILOG = """\
 selectors:
 {selectors}
 
-exit codes: 0 ok, 1 a bug of ours, 2 usage, 3 budget infeasible, 4 invalid or unsupported model or a
-package that is missing, 5 verification failed, 6 conversion failed (of converters), 7 a rank of a
-distributed job lost, 130 interrupted. On 2 to 6 and on 130 nothing is written."""
+exit codes: 0 ok, 1 internal error (a bug), 2 usage, 3 budget infeasible, 4 invalid or unsupported
+model or missing package, 5 verification failed, 6 conversion failed (converters), 7 a rank of a
+distributed job was lost, 130 interrupted. On 2 to 6 and on 130 nothing is written."""
 
 COMMANDS = ("estimate", "explain", "sweep", "profile", "check", "split")
 """Functions of `onnx_remat.app.commands`, called by their names."""
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The arguments, documented."""
+    """Return the parser of ``onnx-remat``."""
     from onnx_remat.options import CHECKING, MOVING
     from onnx_remat.plan.request import summary
 
@@ -84,22 +84,22 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("output", metavar="OUT", help="where to write the rewritten graph")
     parser.add_argument(
         "--budget", required=True, metavar="SIZE",
-        help="memory that training is to take at most, see --for: 4GB (10^9), 3.5GiB (2^30), 123456789B, or 80%% of "
-        "what the original takes",
+        help="upper limit on the memory of training, see --for: 4GB (10^9), 3.5GiB (2^30), 123456789B, or 80%% of "
+        "the memory of the original",
     )  # fmt: skip
     checking = add_flags(parser, CHECKING)
     checking.add_argument("--dry-run", action="store_true", help="report, but write nothing")
     checking.add_argument("--json", metavar="PATH|-", help="also write the report as JSON (- is standard output)")
     checking.add_argument(
         "--plot", action="append", default=[], metavar="PATH",
-        help="also draw the step, before and after: .png, .svg, .pdf; .html: a page to click in; "
-        ".pickle: a snapshot to open at pytorch.org/memory_viz (repeat)",
+        help="also plot the step before and after: .png, .svg, .pdf; .html: an interactive page; "
+        ".pickle: a snapshot for pytorch.org/memory_viz (repeatable)",
     )  # fmt: skip
     checking.add_argument("--force", action="store_true", help="replace OUT if it exists")
     loudness = checking.add_mutually_exclusive_group()
     loudness.add_argument(
         "-v", "--verbose", action="store_true",
-        help="also list the largest values at the peak, and log every plan that is tried",
+        help="also list the largest values at the peak, and log every plan tried",
     )  # fmt: skip
     loudness.add_argument("-q", "--quiet", action="store_true", help="print errors only")
     parser.add_argument("--version", action="version", version=f"onnx-remat {__version__}")
@@ -109,11 +109,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 _OBJECTS = 200_000
-"""Made, less those that are gone, before Python looks for ones that only refer to each other."""
+"""Threshold of net new objects at which Python collects reference cycles."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code."""
+    """Run the command and return the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if (words := completion.words()) is not None:
         given = words
@@ -132,8 +132,8 @@ def _rewrite(arguments: Sequence[str]) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    # A large graph is millions of objects, hardly any of them in a circle, and the command ends soon: to look for them
-    # takes time that it never gives back.
+    # A large graph is millions of objects, hardly any of them in a reference cycle, and the command ends soon:
+    # collecting them costs time without a benefit.
     gc.set_threshold(_OBJECTS)
     from onnx_remat.findings import show
     from onnx_remat.ir import model_io
@@ -165,7 +165,8 @@ def _run(arguments: argparse.Namespace) -> int:
             files.write_text(report.to_json() + "\n", arguments.json)
         for path in arguments.plot:
             show.draw(result, path)
-        # Before the files take their places: a report that cannot be given is a failure, and failures write nothing.
+        # Before the files are moved to their paths: a report that cannot be printed is a failure,
+        # and failures write nothing.
         for warning in () if arguments.quiet else report.warnings:
             streams.complain(f"onnx-remat: warning: {warning}")
         if arguments.json == "-":

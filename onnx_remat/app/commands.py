@@ -1,4 +1,4 @@
-"""The other commands: ``onnx-remat estimate``, ``explain``, ``sweep``, ``profile``, ``check`` and ``split``."""
+"""Subcommands ``onnx-remat estimate``, ``explain``, ``sweep``, ``profile``, ``check`` and ``split``."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from onnx_remat.errors import UsageError
 from onnx_remat.ir import model_io
 from onnx_remat.messages import Finding
 
-_PLANNED_SIZE = "size of a symbolic dimension (default: what it was planned for)"
+_PLANNED_SIZE = "size of a symbolic dimension (default: the size that the file was planned for)"
 
 
 def estimate(arguments: Sequence[str]) -> int:
-    """Print what a graph takes as it is, and how low a budget can go."""
+    """Print the memory that a graph takes, and the lowest possible budget."""
     from onnx_remat.findings.estimate import estimate as run
 
     parser = Parser(
         prog="onnx-remat estimate",
-        description="What IN takes as it is, its parts and modules, and how low a budget can go. Plans and writes "
+        description="Show the memory of IN by part and by module, and the lowest possible budget. Plans and writes "
         "nothing.",
     )
     parser.add_argument("input", metavar="IN", help="any graph: a training step, or one for inference")
@@ -58,11 +58,11 @@ def explain(arguments: Sequence[str]) -> int:
 
     parser = Parser(
         prog="onnx-remat explain",
-        description="What a rewritten file recomputes and why, and what makes its peak, by module.",
+        description="Show what a rewritten file recomputes and why, and the values live at its peak, by module.",
     )
     parser.add_argument("file", metavar="FILE", help="a model that onnx-remat wrote")
     add_flag(parser, "dims", _PLANNED_SIZE)
-    parser.add_argument("--json", metavar="PATH|-", help="also write it as JSON (- is standard output)")
+    parser.add_argument("--json", metavar="PATH|-", help="also write the explanation as JSON (- is standard output)")
     given = parser.parse_args(arguments)
     check_files({given.file: model_io.load(given.file)}, None, [("--json", given.json)])
     found = run(given.file, parse_dims(given.dims or []))
@@ -72,7 +72,7 @@ def explain(arguments: Sequence[str]) -> int:
 def _report(
     found: Finding, path: str | None, plot: str | None = None, draw: Callable[[str], None] | None = None
 ) -> int:
-    """Print a finding, as JSON where `path` is ``-``, write that to any other path, and draw it where that is asked."""
+    """Print a finding (as JSON for `path` ``-``), write its JSON to any other `path`, and draw it to `plot`."""
     with files.together():
         if plot and draw:
             draw(plot)
@@ -85,27 +85,28 @@ def _report(
 
 
 def sweep(arguments: Sequence[str]) -> int:
-    """Print, and on demand draw, what every peak costs."""
+    """Print, and draw with ``--plot``, the extra compute at many peaks."""
     from onnx_remat.findings import show
     from onnx_remat.findings.lowest import lowest_budget
     from onnx_remat.findings.sweep import sweep as run
 
     parser = Parser(
         prog="onnx-remat sweep",
-        description="What every peak costs: rewrites IN for a range of budgets and prints peak against extra compute.",
+        description="Rewrite IN for a range of budgets and show peak memory against extra compute.",
     )
     parser.add_argument("input", metavar="IN", help="training graph")
     parser.add_argument("--points", type=int, default=10, metavar="N", help="budgets to try (default 10)")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes that plan at once (default 1)")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes that plan in parallel (default 1)")
     parser.add_argument(
-        "--lowest", action="store_true", help="only look for the lowest budget there is a file for, and what is proved"
-    )
+        "--lowest", action="store_true",
+        help="only search for the lowest budget that a file keeps, and show the highest that is proved impossible",
+    )  # fmt: skip
     add_flags(parser, effort="10s")
     parser.add_argument("--json", metavar="PATH|-", help="also write the curve as JSON (- is standard output)")
-    parser.add_argument("--plot", metavar="PATH", help=f"also draw it: {', '.join(show.IMAGES)}")
+    parser.add_argument("--plot", metavar="PATH", help=f"also plot the curve: {', '.join(show.IMAGES)}")
     given = parser.parse_args(arguments)
     if given.plot and given.lowest:
-        raise UsageError("--lowest looks for one budget: there is no curve to --plot")
+        raise UsageError("--lowest finds one budget, not a curve: leave --plot out")
     if given.plot:
         show.check(given.plot, show.IMAGES)
     options, progress = planning_options(given), Progress()
@@ -126,7 +127,7 @@ def sweep(arguments: Sequence[str]) -> int:
 
 
 def profile(arguments: Sequence[str]) -> int:
-    """Measure seconds per op and write them in the form that ``--costs`` reads."""
+    """Measure seconds per op and write them in the format of ``--costs``."""
     from onnx_remat.ir.training_ops import check_ops
     from onnx_remat.measure.profiling import profile as run
     from onnx_remat.ort import runtime
@@ -134,7 +135,7 @@ def profile(arguments: Sequence[str]) -> int:
 
     parser = Parser(
         prog="onnx-remat profile",
-        description="Measure seconds (and scratch memory) per op of IN on ONNX Runtime, for --costs OUT.",
+        description="Measure seconds and workspace per op of IN on ONNX Runtime, for --costs OUT.",
     )
     parser.add_argument("input", metavar="IN", help="training graph")
     parser.add_argument("output", metavar="OUT", help="where to write the profile (JSON, ONNX Runtime's own layout)")
@@ -164,20 +165,20 @@ def profile(arguments: Sequence[str]) -> int:
 
 
 def check(arguments: Sequence[str]) -> int:
-    """Has another tool undone a rewritten file? 5 where it no longer keeps its budget, 0 where nothing shows that."""
+    """Check whether another tool has undone a rewritten file; return 5 where it no longer keeps its budget, else 0."""
     from onnx_remat.errors import VerificationError
     from onnx_remat.findings.check import check as run
     from onnx_remat.units import parse_dims
 
     parser = Parser(
         prog="onnx-remat check",
-        description="Has another tool undone a rewritten file? Counts what is left of the plan, simulates the file "
-        "and runs a step of it; exits with 5 where it no longer runs or no longer keeps its budget.",
+        description="Check whether another tool has undone a rewritten file: compare the file with its plan, simulate "
+        "it and run one step. Exits with 5 where it no longer runs or no longer keeps its budget.",
     )
-    parser.add_argument("file", metavar="FILE", help="a rewritten model, or what another tool made of it")
+    parser.add_argument("file", metavar="FILE", help="a rewritten model, possibly modified by another tool")
     add_flag(parser, "dims", _PLANNED_SIZE)
     parser.add_argument("--no-run", action="store_true", help="do not run a step of it")
-    add_flag(parser, "provider", provider="the one it was planned for")
+    add_flag(parser, "provider", provider="that of the plan")
     add_runtime_flag(parser)
     given = parser.parse_args(arguments)
     found = run(
@@ -188,24 +189,24 @@ def check(arguments: Sequence[str]) -> int:
 
 
 def split(arguments: Sequence[str]) -> int:
-    """Write a training step as two files: one that ends at the gradients, and the update."""
+    """Write a training step as two files: one that outputs the gradients, and the update."""
     from onnx_remat.ir.naming import NEW
     from onnx_remat.split import Split, accumulating, split_step
     from onnx_remat.units import parse_dims
 
     parser = Parser(
         prog="onnx-remat split",
-        description="Cut a training step in two: one that puts out the loss and grad.<name>, and the optimizer's "
-        "update. Run one after the other they compute the same, to the last bit.",
+        description="Split a training step in two: a step that outputs the loss and grad.<name>, and the optimizer's "
+        "update. Run one after the other, both are bit-identical to IN.",
     )
     parser.add_argument("input", metavar="IN", help="a whole training step: forward, loss, backward, update")
-    parser.add_argument("gradients", metavar="GRADIENTS", nargs="?", help="default: IN with .gradients.onnx at its end")
-    parser.add_argument("update", metavar="UPDATE", nargs="?", help="default: IN with .update.onnx at its end")
+    parser.add_argument("gradients", metavar="GRADIENTS", nargs="?", help="default: IN with suffix .gradients.onnx")
+    parser.add_argument("update", metavar="UPDATE", nargs="?", help="default: IN with suffix .update.onnx")
     parser.add_argument(
         "--accumulate", action="store_true",
-        help="let GRADIENTS add to sums, new.grad.<name> from grad.<name>: what onnx_remat.distributed trains with",
+        help="let GRADIENTS add to sums, new.grad.<name> from grad.<name>, as onnx_remat.distributed needs it",
     )  # fmt: skip
-    add_flag(parser, "loss", "the loss, where it is not clear")
+    add_flag(parser, "loss", "name of the loss, if it cannot be inferred")
     add_flag(parser, "dims", "size of a symbolic dimension")
     parser.add_argument("--force", action="store_true", help="replace files that exist")
     given = parser.parse_args(arguments)

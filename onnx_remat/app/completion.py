@@ -1,4 +1,4 @@
-"""Completion in shells, by argcomplete: a shell that was told of a command asks it for the next word.
+"""Shell completion by argcomplete: a shell in which a command is registered queries it for the next word.
 
 eval "$(register-python-argcomplete onnx-remat)"
 """
@@ -9,13 +9,13 @@ import argparse
 import os
 from collections.abc import Sequence
 
-_ASKED = "_ARGCOMPLETE"  # set by the shell: which word of the line is the command
-_COMMAND = 2  # the second one: `onnx-remat sweep`
+_QUERY = "_ARGCOMPLETE"  # set by the shell: index of the word that is the command
+_COMMAND = 2  # the second word: `onnx-remat sweep`
 
 
 def words() -> list[str] | None:
-    """What stands on the line after the command's name, the unfinished word left out; None where no shell asks."""
-    if _ASKED not in os.environ:
+    """Return the words after the command's name, without the unfinished one; None where no shell queries."""
+    if _QUERY not in os.environ:
         return None
     from argcomplete.lexers import split_line
 
@@ -24,18 +24,18 @@ def words() -> list[str] | None:
 
 
 def answer(parser: argparse.ArgumentParser, of_command: bool = False) -> None:
-    """Tell the shell what may come next and end the process; nothing where no shell asks."""
-    if _ASKED not in os.environ:
+    """Print the possible next words for the shell and exit; do nothing where no shell queries."""
+    if _QUERY not in os.environ:
         return
     import argcomplete
 
     if of_command:
-        os.environ[_ASKED] = str(_COMMAND)
+        os.environ[_QUERY] = str(_COMMAND)
     argcomplete.autocomplete(parser)
 
 
 def complete_first(action: argparse.Action, commands: Sequence[str]) -> None:
-    """Let a positional argument be one of the commands or a file."""
+    """Complete a positional argument by the commands and by files."""
 
     def completer(prefix: str, **_: object) -> list[str]:
         from argcomplete.completers import FilesCompleter

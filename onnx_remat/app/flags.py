@@ -1,4 +1,4 @@
-"""What the commands share: flags and what they mean, refusals."""
+"""Shared parts of the commands: flags, their conversion to options, error output."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 
 _SELDOM = (50_000, 20, 50)
-"""Thresholds of the garbage collector: it looks through every object of a large graph, and none of them is garbage."""
+"""Thresholds of the garbage collector: it scans every object of a large graph and finds no garbage."""
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are ours, and that shells may ask what comes next."""
+    """An argument parser that raises UsageError and answers completion queries of shells."""
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """As argparse's."""
+        """Parse arguments, as argparse does."""
         completion.answer(self, of_command=" " in self.prog)
         self._words = list(sys.argv[1:] if args is None else args)
         return super().parse_args(args, namespace)
@@ -43,7 +43,7 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(message + self._meant())
 
     def _meant(self) -> str:
-        """What was meant, where a flag is mistyped or a size lies in two words; nothing elsewhere."""
+        """Return a hint for a mistyped flag or a size split in two words; empty for any other error."""
         flags = list(self._option_string_actions)
         for before, word in itertools.pairwise(["", *self._words]):
             flag = word.partition("=")[0]
@@ -58,13 +58,13 @@ _NUMBER, _UNIT = re.compile(r"\d+(\.\d+)?"), re.compile(r"(?i)[kmgt]?i?b|%|s|min
 
 
 Flags: TypeAlias = argparse._ActionsContainer
-"""Where flags go: a parser, or a group of one."""
+"""Receiver of flags: a parser, or a group of one."""
 
 
 def add_flag(flags: Flags, name: str, help: str | None = None, default: object = None, **filled: str) -> None:
-    """Add the flag of an option as `Options` states it, with another help perhaps; `filled` is for its braces.
+    """Add the flag of an option in `Options`; `help` replaces its help, `filled` fills the braces in it.
 
-    The option is `default` where the flag is not given; None leaves it out.
+    Without the flag the option has the value `default`; None means that it is not set.
     """
     from onnx_remat.options import OPTIONS, Options
 
@@ -78,9 +78,9 @@ def add_flag(flags: Flags, name: str, help: str | None = None, default: object =
 
 
 def add_flags(parser: argparse.ArgumentParser, group: str = "planning", effort: str = "30s") -> Flags:
-    """Add a group with the flags of all options that are of it; `planning_options` reads them.
+    """Add the flags of all options in a group; `planning_options` reads them.
 
-    `effort` is what the command takes where neither it nor a time limit is given.
+    `effort` is the command's default where neither an effort nor a time limit is given.
     """
     from onnx_remat.options import OPTIONS
 
@@ -95,22 +95,22 @@ def add_flags(parser: argparse.ArgumentParser, group: str = "planning", effort: 
 
 
 def selector_names() -> list[str]:
-    """The default and ours first."""
+    """Return the names of selectors, the default and `search` first."""
     from onnx_remat.plan import selectors
 
     return sorted(selectors.names(), key=lambda name: (name != "auto", name != "search"))
 
 
 def add_runtime_flag(parser: argparse.ArgumentParser) -> None:
-    """The flag that says where models run."""
+    """Add the flag that chooses the interpreter that runs models."""
     parser.add_argument(
         "--runtime", default=sys.executable, metavar="PYTHON",
-        help="interpreter of another environment, whose ONNX Runtime is to run the models: onnxruntime-training's, say",
+        help="Python interpreter of another environment whose ONNX Runtime runs the models, e.g. onnxruntime-training",
     )  # fmt: skip
 
 
 def planning_options(arguments: argparse.Namespace) -> PlanningOptions:
-    """Fields of `Options` from the flags of `add_flags` that were given."""
+    """Return the fields of `Options` for the given flags of `add_flags`."""
     from onnx_remat.options import OPTIONS, PlanningOptions
     from onnx_remat.units import parse_duration
 
@@ -119,7 +119,7 @@ def planning_options(arguments: argparse.Namespace) -> PlanningOptions:
         if (given := getattr(arguments, name, None)) is not None:
             value = option.check(name, option.parse(given) if option.parse else given)
             options[name] = value  # type: ignore[literal-required]
-    if "effort" not in options and "time_limit" not in options:  # the clock leaves room for a busy machine
+    if "effort" not in options and "time_limit" not in options:  # headroom for a busy machine
         effort = parse_duration(arguments.default_effort)
         options["effort"], options["time_limit"] = effort, 4 * effort
     return options
@@ -127,7 +127,7 @@ def planning_options(arguments: argparse.Namespace) -> PlanningOptions:
 
 @cache
 def flag_names() -> Mapping[str, str]:
-    """Flags by the arguments in Python that they are."""
+    """Return flags by the names of their arguments in Python."""
     from onnx_remat.options import OPTIONS
 
     others = {"budget": "--budget", "force": "--force", "jobs": "--jobs", "python": "--runtime"}
@@ -138,7 +138,7 @@ _PLAIN = re.compile(r"[\w./%:+-]+")  # needs no quotes in a shell
 
 
 def in_flags(text: str, others: Mapping[str, str] = MappingProxyType({})) -> str:
-    """A message with its settings as the command line's flags, and `others`; any other text as it is.
+    """Return a message with its settings written as flags, `others` by those names; any other text unchanged.
 
     >>> from onnx_remat.messages import Message, Word
     >>> setting = Setting("dims", {"batch": Word("N"), "length": Word("N")})
@@ -168,21 +168,21 @@ def _as_flag(setting: Setting, others: Mapping[str, str]) -> str:
     return f"{flag} {value}" if _PLAIN.fullmatch(str(value)) else f"{flag} {value!r}"
 
 
-def said(error: OnnxRematError) -> str:
-    """An error in one line, its advice as flags."""
+def one_line(error: OnnxRematError) -> str:
+    """Return an error in one line, its settings written as flags."""
     return " ".join(in_flags(error.message).split())
 
 
 def guarded(name: str, command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> int:
-    """Run a command; a refusal is one line on standard error and its exit code."""
-    os.environ.update(QUIET)  # nothing is left in the home folder that nobody asked for
+    """Run a command and return its exit code; print an error as one line on standard error."""
+    os.environ.update(QUIET)  # ONNX Runtime's telemetry would write to the home folder
     streams.steady()
     gc.set_threshold(*_SELDOM)
     try:
         with streams.terminable():
             return command(arguments)
     except OnnxRematError as error:
-        streams.complain(f"{name}: error: {said(error)}")
+        streams.complain(f"{name}: error: {one_line(error)}")
         return error.exit_code
     except OSError as error:
         streams.complain(f"{name}: error: {error}")
@@ -209,20 +209,20 @@ def check_files(
     costs: str | None = None,
     **more: str,
 ) -> None:
-    """Raise UsageError unless every file that is written is one of its own.
+    """Raise UsageError where an output would overwrite an input or another output.
 
     Parameters
     ----------
     sources : mapping
-        The models that are read, by their paths.
+        The input models by path.
     out : str or None
-        Where the model goes, and its data files with it.
+        Path of the output model; its data files are written to the same folder.
     reports : sequence of (str, str or None)
-        Flags, and the paths to write to that they name; None and ``-`` are none.
+        Flags and the output paths that they name; None and ``-`` are not files.
     costs : str, optional
-        The flag's value.
+        Value of ``--costs``.
     more : str
-        Other paths that are read, by their flags.
+        Other input paths by flag.
     """
     from onnx_remat.ir import external_data
     from onnx_remat.ort.kernels.costs import PRESETS

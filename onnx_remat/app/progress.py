@@ -1,4 +1,4 @@
-"""What is being done, on a terminal: stage, time taken, the best plan so far, time left. Nothing elsewhere."""
+"""Progress on a terminal: stage, elapsed time, the best plan so far, time left. No output elsewhere."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.live import Live
 
-_PER_SECOND = 5  # redraws, so that the clock runs while nothing is reported
+_PER_SECOND = 5  # redraws, so that the elapsed time advances between calls
 
 
 class Progress:
-    """A callback for `Options.progress` that keeps one line of a terminal up to date, until `clear`.
+    """A callback for `Options.progress` that updates one line of a terminal until `clear`.
 
     Parameters
     ----------
     quiet : bool
-        Show nothing. Nothing is shown either where standard error is no terminal, or one that cannot rewrite a line.
+        Show nothing; also implied where standard error is not a terminal, or one that cannot rewrite a line.
     """
 
     def __init__(self, quiet: bool = False) -> None:
@@ -33,7 +33,7 @@ class Progress:
         self._live: Live | None = None
 
     def __call__(self, stage: str, fraction: float) -> None:
-        """Note that `stage` is being done, and which fraction of it is."""
+        """Show `stage` and the fraction of it that is done."""
         if not self._show:
             return
         if fraction <= self._fraction or fraction >= 1:  # another stage, or the next round of one
@@ -50,7 +50,7 @@ class Progress:
                 self._live.start()
 
     def clear(self) -> None:
-        """Take the line away."""
+        """Remove the line."""
         if self._live is not None:
             with contextlib.suppress(OSError):
                 self._live.stop()
@@ -63,7 +63,7 @@ class Progress:
         return Spinner("dots", Text(self.text(time.monotonic())))
 
     def text(self, now: float) -> str:
-        """The line at a time of the monotonic clock."""
+        """Return the line's text at time `now` of the monotonic clock."""
         parts = [self._stage, f"{format_seconds(now - self._began)} so far"]
         if 0 < self._fraction < 1:
             spent = now - self._since

@@ -1,4 +1,4 @@
-"""Standard output and standard error, whatever they are: closed, full, a pipe that nobody reads; and signals."""
+"""Standard output and standard error, even if closed, full, or a pipe without a reader; and signals."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from onnx_remat.errors import OnnxRematError
 
 
 def steady() -> None:
-    """See to it that the three standard streams are open and take any text.
+    """Open closed standard streams, and let them accept any text.
 
-    A file that is opened while one of them is closed gets its number, and what a library prints there ends up in it.
-    Names in models may hold any character: one that a stream cannot show is spelt out.
+    A file opened while a standard stream is closed gets that stream's descriptor, and output of libraries would end up
+    in the file. Names in models may contain any character: one that a stream cannot encode is escaped.
     """
     for descriptor in (0, 1, 2):
         try:
@@ -36,7 +36,7 @@ def steady() -> None:
 
 
 def _visible(text: str) -> str:
-    r"""A text without what would act on a terminal: names in files may hold any character.
+    r"""Escape the characters of a text that would control a terminal: names in files may contain any character.
 
     >>> print(_visible("node \x1b[2J \u202e"))
     node \x1b[2J \u202e
@@ -52,7 +52,7 @@ def _spelt(character: str) -> str:
 
 
 def is_interruption(error: BaseException) -> bool:
-    """Is a KeyboardInterrupt behind an error? A module in C that is interrupted at its import raises ImportError.
+    """Did a KeyboardInterrupt cause an error? An interrupted import of a C extension raises ImportError.
 
     >>> is_interruption(KeyboardInterrupt()), is_interruption(ImportError())
     (True, False)
@@ -64,30 +64,30 @@ def is_interruption(error: BaseException) -> bool:
 
 
 def interrupted(name: str) -> int:
-    """Say that a command was interrupted; returns its exit code."""
+    """Report that a command was interrupted and return its exit code."""
     complain(f"{name}: interrupted; nothing was written")
     return 130
 
 
 def say(text: str) -> None:
-    """Print a text on standard output, at once. Who has stopped reading is told no more.
+    """Print a text on standard output and flush it; do nothing where the reader of a pipe is gone.
 
     Raises
     ------
     OnnxRematError
-        It cannot be written: a full disk.
+        The text cannot be written, for example to a full disk.
     """
     try:
         print(_visible(text), flush=True)
     except OSError as error:
-        # What is left in the buffer would fail again at exit.
+        # Otherwise, flushing the rest of the buffer would fail again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):
             raise OnnxRematError(f"cannot write to standard output: {error.strerror}") from error
 
 
 def complain(text: str, end: str = "\n") -> None:
-    """Print a text on standard error, if anyone can hear it. A word of a megabyte is shortened."""
+    """Print a text on standard error where that is possible; words of more than 300 characters are shortened."""
     text = re.sub(r"\S{301,}", lambda word: f"{word[0][:200]}...{word[0][-50:]}", _visible(text))
     with contextlib.suppress(OSError):
         print(text, end=end, file=sys.stderr, flush=True)
@@ -98,14 +98,14 @@ def _nowhere() -> Any:
 
 
 class Terminated(BaseException):
-    """The process was told to end, by SIGTERM or SIGHUP."""
+    """The process received SIGTERM or SIGHUP."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
         self.number = number
 
     def die(self) -> int:
-        """End by the signal that was sent: who sent it sees that it worked."""
+        """End the process by the same signal, so that its sender sees that status."""
         signal.signal(self.number, signal.SIG_DFL)
         os.kill(os.getpid(), self.number)
         return 128 + self.number
@@ -113,9 +113,10 @@ class Terminated(BaseException):
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """Within the block, signals to end are exceptions: scratch folders vanish, child processes are ended.
+    """Raise `Terminated` on SIGTERM and SIGHUP within the block: scratch folders are removed, child processes ended.
 
-    Python prints and forgets what is raised where nobody can catch it, in a finalizer say: such a signal is sent again.
+    Python only prints an exception raised where none can be caught, in a finalizer for example: such a signal is sent
+    again.
     """
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -127,15 +128,15 @@ def terminable() -> Iterator[None]:
             forgets(unraisable)
             return
         number = signal.SIGINT if isinstance(error, KeyboardInterrupt) else error.number
-        threading.Timer(0.01, signal.raise_signal, [number]).start()  # at once it would be raised in here
+        threading.Timer(0.01, signal.raise_signal, [number]).start()  # later: now it would be raised in this hook
 
     forgets, sys.unraisablehook = sys.unraisablehook, again
 
     before = {}
     for name in ("SIGTERM", "SIGHUP"):
         number = getattr(signal, name, None)
-        with contextlib.suppress(ValueError):  # not in the main thread: not ours to handle
-            if number is not None and signal.getsignal(number) == signal.SIG_DFL:  # a nohup stays one
+        with contextlib.suppress(ValueError):  # raised outside the main thread, which handles signals
+            if number is not None and signal.getsignal(number) == signal.SIG_DFL:  # respect nohup
                 before[number] = signal.signal(number, end)
     try:
         yield
