@@ -1,4 +1,4 @@
-"""Has another tool undone a rewritten file? Counts what is left of the plan, simulates the file, and runs it."""
+"""Check whether another tool has undone a rewritten file: compare it with its plan, simulate it, and run it."""
 
 from __future__ import annotations
 
@@ -28,32 +28,33 @@ from onnx_remat.write.decided import planned
 
 
 @dataclass(frozen=True, slots=True)
-class Survival(Finding):
-    """What is left of a plan in a file.
+class CheckResult(Finding):
+    """Comparison of a file with the plan recorded in it.
 
     Attributes
     ----------
     recomputed, control_edges : int
-        Recomputed nodes and control edges that were written.
+        Number of recomputed nodes and of control edges in the plan.
     recomputed_lost, control_edges_lost : tuple of str
-        Results of those that no node of the file makes any more: merged away, folded or fused. An edge is lost as well
-        where its axes are a constant: it then waits for nothing.
+        Outputs of those that no node of the file produces now: merged, folded or fused away. An edge whose axes became
+        a constant is lost too: it orders nothing.
     budget : int
-        Bytes the file was written for.
+        Budget of the plan in bytes.
     peaks_by_level : dict of str to int
         Simulated peak in bytes per graph optimisation level.
     running_by_level : dict of str to int
-        Recomputed nodes that ONNX Runtime runs by themselves, per level; others are merged or fused into their readers.
+        Recomputed nodes that ONNX Runtime runs as separate nodes, per level; it merges the others or fuses them into
+        their readers.
     measured : int or None
-        Peak of tensors in bytes of a run at the default level, None where there was none.
+        Peak of tensors in bytes of a run at the default level; None where the file was not run.
     trained : int or None
-        Bytes that training by `session.session.Session` takes, foreseen, where the budget covers that.
+        Predicted bytes that training by `session.session.Session` takes, where the budget covers that.
     beyond : int
-        What the process had resident besides at that peak, foreseen (`processes.beyond_tensors`), in bytes.
+        Predicted resident bytes of the process beyond its tensors at that peak (`processes.beyond_tensors`).
     moved : int
-        Moves to the host and back that were written.
+        Number of moves to the host and back in the plan.
     moved_lost : tuple of str
-        Results of those that no copy from the host makes any more.
+        Outputs of those that no copy from the host produces now.
     """
 
     schema: ClassVar[str] = "onnx-remat/check/1"
@@ -73,16 +74,16 @@ class Survival(Finding):
 
     @property
     def kept(self) -> bool:
-        """Does the file keep its budget, simulated and, if it was run, measured?"""
+        """Does the file keep its budget, simulated and, where it was run, measured?"""
         if self.trained is not None:
             return self.trained <= self.budget
         return max(self.peaks_by_level.values()) <= self.budget and (self.measured or 0) <= self.budget
 
     @property
     def lost(self) -> bool:
-        """Does it exceed its budget, beyond doubt?
+        """Does the file certainly exceed its budget?
 
-        Neither kept nor lost is what is above the budget by less than measuring can resolve.
+        A measured excess below the resolution of measurements is neither `kept` nor `lost`.
         """
         if self.trained is not None:
             return self.trained > self.budget
@@ -90,7 +91,7 @@ class Survival(Finding):
         return max(self.peaks_by_level.values()) > self.budget or measured
 
     def lines(self) -> list[str]:
-        """What is left, what it takes, the verdict last."""
+        """Return the state of the plan, the memory, and the verdict."""
         parts = [
             ("recomputed nodes", self.recomputed, self.recomputed_lost),
             ("control edges", self.control_edges, self.control_edges_lost),
@@ -110,24 +111,24 @@ class Survival(Finding):
                 for level, running in self.running_by_level.items()
             ]
         else:
-            why = "another runs it" if runtime.available() else "onnxruntime is not installed"
+            why = "--runtime names another environment" if runtime.available() else "onnxruntime is not installed"
             (simulated,) = self.peaks_by_level.values()
             lines.append(f"simulated peak {format_bytes(simulated)}, without graph optimisations: {why}")
         if self.measured is None:
-            lines.append("it was not run")
+            lines.append("the file was not run")
         else:
             peak, beyond = format_bytes(self.measured), format_bytes(self.beyond)
-            lines.append(f"it runs: measured peak {peak} of tensors (pages and bookkeeping besides: {beyond})")
+            lines.append(f"the file runs: measured peak {peak} of tensors (plus {beyond} of pages and bookkeeping)")
         if self.trained is not None:
-            lines.append(f"training by Session or Loop takes {format_bytes(self.trained)}, as foreseen")
+            lines.append(f"training by Session or Loop takes {format_bytes(self.trained)} (predicted)")
         budget = format_bytes(self.budget)
         if self.kept or self.lost:
-            lines.append(f"it {'keeps' if self.kept else 'no longer keeps'} its budget of {budget}")
+            lines.append(f"the file {'keeps' if self.kept else 'no longer keeps'} its budget of {budget}")
         else:
             over = format_bytes((self.measured or 0) - self.budget)
             lines.append(
-                f"whether it keeps its budget of {budget} cannot be told: simulated it does, measured it is {over} "
-                f"above, and two measurements differ by {format_bytes(processes.RESOLUTION)}"
+                f"undecided whether the file keeps its budget of {budget}: the simulated peak does, the measured one "
+                f"is {over} above, within the resolution of measurements ({format_bytes(processes.RESOLUTION)})"
             )
         return lines
 
@@ -138,29 +139,29 @@ def check(
     run: bool = True,
     provider: str | None = None,
     python: str = sys.executable,
-) -> Survival:
-    """Compare a file with what was recorded in it when it was written.
+) -> CheckResult:
+    """Compare a file with the plan recorded in it.
 
     Parameters
     ----------
     path : path, bytes, onnx.ModelProto or model_io.Source
-        A file that `rewrite_model` made, or what some tool made of it; or the model that was read from it.
+        A file that `rewrite_model` wrote, possibly modified by another tool; or the model read from it.
     dims : mapping of str to int, optional
-        Sizes of symbolic dimensions; by default those it was planned for.
+        Sizes of symbolic dimensions; by default those of the plan.
     run : bool
-        Also run it, where ONNX Runtime is installed: a tool may leave a file that loads and then fails.
+        Also run the file, where ONNX Runtime is installed: a tool may leave a file that loads and then fails.
     provider : str, optional
-        One of `registry.PROVIDERS`; by default the one it was planned for.
+        One of `registry.PROVIDERS`; by default that of the plan.
     python : str
-        Interpreter whose ONNX Runtime is to run it, see `processes`. One of another environment is not asked what it
-        makes of the file, which is simulated as it is.
+        Interpreter whose ONNX Runtime runs the file, see `processes`. With another environment's interpreter, the file
+        is simulated without ONNX Runtime's optimisations.
 
     Raises
     ------
     ModelError
-        The file is no model, or does not say what was planned: it was not rewritten, or a tool dropped its metadata.
+        The file is not a model, or contains no plan: it was not rewritten, or a tool dropped its metadata.
     VerificationError
-        It fails when it is run.
+        The file fails when it is run.
     """
     source = model_io.load(path)
     plan = planned(source.model, model_io.name_of(path))
@@ -180,7 +181,7 @@ def check(
             file = _file_of(path, source, home)
             resident = partial(processes.measure, file, dims=sizes, provider=provider, python=python)
             measured = processes.peak_under(plan.budget + beyond, resident) - beyond
-    return Survival(
+    return CheckResult(
         len(plan.recomputed),
         len(plan.control_edges),
         tuple(name for name in plan.recomputed if name not in made),
@@ -197,7 +198,7 @@ def check(
 
 
 def _file_of(given: model_io.Model, source: model_io.Source, home: Path) -> Path:
-    """The file that was given, or one in `home` with what was given instead."""
+    """Return the path of the model; a model that is not a file is written to `home`."""
     if isinstance(given, str | os.PathLike):
         return Path(given)
     model_io.save(into_body(source.model) if source.in_body else source.model, home / "model.onnx", source.folder)
@@ -209,7 +210,7 @@ def _can_run(options: Options) -> bool:
 
 
 def _waits(edge: str, made: Mapping[str, onnx.NodeProto]) -> bool:
-    """Is there a node that makes `edge` and reads axes that another computes?"""
+    """Does a node produce `edge` and read axes that another node computes?"""
     if edge not in made or len(made[edge].input) < 2:
         return False
     axes = made[edge].input[1]

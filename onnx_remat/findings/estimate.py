@@ -1,4 +1,4 @@
-"""What a graph takes as it is, and how low a budget can go, without planning one."""
+"""Estimate the memory of a graph and the lowest possible budget, without a full plan."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ from onnx_remat.rewrite.report import TRAINING, headed
 from onnx_remat.session.prediction import Footprint
 from onnx_remat.units import format_bytes, table
 
-_FIRST_LOOK = 1.0  # seconds of a slow core
+_FIRST_LOOK = 1.0  # effort: seconds of a reference core
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate(Finding):
-    """What a graph takes, in bytes.
+    """Memory of a graph, in bytes.
 
     Attributes
     ----------
     peak : Peak
-        Of the graph as ONNX Runtime executes it by default, and its parts; where the budget is for a plain session, at
-        the optimisation level at which it takes most.
+        Peak and its parts as ONNX Runtime executes the graph by default; where the budget is for a plain session, at
+        the optimisation level with the highest peak.
     loop : Footprint or None
-        What training with `session.training.Loop` takes of the machine; None where it cannot open such a step.
+        Memory of training with `session.training.Loop`; None where a loop cannot open the step.
     arena : Reserves
-        With ONNX Runtime's arena.
+        Memory with ONNX Runtime's arena.
     run_by : str
-        What a budget covers, see `Options.run_by`.
+        The runner, which decides what a budget covers, see `Options.run_by`.
     covered : int
-        As much of that as the graph takes as it is: a budget of 100 %.
+        The memory of the unmodified graph that a budget covers: a budget of 100 %.
     impossible_below : int
-        No budget below this can be kept, by any plan (`bounds.lower_bound`).
+        Lower bound on every budget that any plan can keep (`bounds.lower_bound`).
     first_look : int
-        The lowest budget that a first look finds a plan for; planning may find a lower one. Like `impossible_below` at
-        most `covered`, which the graph keeps as it is.
+        The lowest budget that a first look finds a plan for; planning may find a lower one. Like `impossible_below`
+        at most `covered`, which the unmodified graph keeps.
     by_module : Frame
         The peak by module.
     nodes : int
     notes : tuple of str
-        What the reader should know besides.
+        Further notes for the reader.
     """
 
     schema: ClassVar[str] = "onnx-remat/estimate/1"
@@ -63,7 +63,7 @@ class Estimate(Finding):
     notes: tuple[str, ...]
 
     def lines(self) -> list[str]:
-        """The peak, its parts, its flame graph by module, and the lowest budgets."""
+        """Return the peak, its parts, its flame graph by module, and the lowest budgets."""
         by_loop = self.run_by == "loop"
         session = [(label, format_bytes(getattr(self.peak, field))) for label, field in headed(self.run_by)]
         session.append(("  with ONNX Runtime's arena", format_bytes(self.arena.held)))
@@ -71,7 +71,7 @@ class Estimate(Finding):
         what = "training takes" if by_loop else "peak"
         whose = "of a plain session's tensors, " if by_loop else ""
         session_of = Message("the sum of tensors ({})", Setting("run_by", "session"))
-        covers = "all that training by Loop takes" if by_loop else session_of
+        covers = "all memory of training by Loop" if by_loop else session_of
         return [
             f"{what} {format_bytes(self.covered)}, {self.nodes} nodes",
             "",
@@ -80,7 +80,7 @@ class Estimate(Finding):
             f"the peak {whose}at {self.peak.at}:",
             *modules.flame_text(self.by_module),
             "",
-            Message("a budget covers {}: {} as it is", covers, format_bytes(self.covered)),
+            Message("a budget covers {}: {} before rewriting", covers, format_bytes(self.covered)),
             *self._lowest(),
             *(Message("note: {}", note) for note in self.notes),
         ]
@@ -88,17 +88,17 @@ class Estimate(Finding):
     def _lowest(self) -> list[str]:
         total, bound, found = self.covered, self.impossible_below, self.first_look
         if bound >= total:
-            return ["this is as low as it goes: no plan, whatever it recomputes, needs less"]
-        proved = f"impossible: any budget below {format_bytes(bound)}, whatever is recomputed"
+            return ["this is optimal: no plan, whatever it recomputes, needs less"]
+        proved = f"impossible: any budget below {format_bytes(bound)}, whatever a plan recomputes"
         if found >= total:
-            return [proved, f"a first look finds no plan for less than {format_bytes(total)}; planning may"]
-        share = f"{found / total:.0%} of what it takes as it is"
-        asked = Setting("budget", f"{found}B")
-        return [proved, Message("a first look finds a plan for {}, {}: {}", format_bytes(found), share, asked)]
+            return [proved, f"a first look finds no plan below {format_bytes(total)}; full planning may"]
+        share = f"{found / total:.0%} of the original"
+        budget = Setting("budget", f"{found}B")
+        return [proved, Message("a first look finds a plan for {}, {}: {}", format_bytes(found), share, budget)]
 
 
 def estimate(model: model_io.Model, **options: Unpack[PlanningOptions]) -> Estimate:
-    """What a graph takes as it is, and how low a budget can go; nothing is written.
+    """Estimate the memory of a graph and the lowest possible budget; write nothing.
 
     Parameters
     ----------
@@ -110,7 +110,7 @@ def estimate(model: model_io.Model, **options: Unpack[PlanningOptions]) -> Estim
     Raises
     ------
     UsageError, ModelError, ShapeError
-        The arguments or the model are not usable.
+        An argument or the model is invalid.
     """
     planner = begin(model, {**options, "effort": _FIRST_LOOK})
     memory, executed = planner.memory, max(planner.by_level.values(), key=lambda each: each.timeline.peak)

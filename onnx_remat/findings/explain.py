@@ -1,4 +1,4 @@
-"""Why a rewritten file recomputes what it does: what would be held if it did not, by module."""
+"""Explain why a rewritten file recomputes its nodes: the memory they would keep live otherwise, by module."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ _MOST_ROWS = 20
 
 @dataclass(frozen=True, slots=True)
 class Recomputed:
-    """What is recomputed of one module.
+    """Recomputed nodes of one module.
 
     Attributes
     ----------
     module : str
     times : int
-        Nodes that run again.
+        Number of nodes that run again.
     seconds : float
-        Time that takes, by the roofline of the preset costs.
+        Their time, by the roofline of the preset costs.
     bytes : int
-        Their results, which are dropped in the meantime.
+        Size of their outputs, which are dropped and recomputed.
     spared : int
-        How many of these bytes are not held at the op where the step would peak if it kept all.
+        Bytes of these that are not live at the op where the step would peak without recomputation.
     ops : mapping of str to int
-        How many of them are of which op.
+        Number of recomputed nodes by op.
     """
 
     module: str
@@ -57,18 +57,18 @@ class Recomputed:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """Nodes that run as one kernel.
+    """Nodes that run as one fused kernel.
 
     Attributes
     ----------
     module : str
-        That of most of them.
+        Module of most of the nodes.
     nodes : tuple of str
-        Their labels, in the order of the step.
+        Their labels, in execution order.
     ops : mapping of str to int
-        How many of them are of which op.
+        Number of nodes by op.
     unbuffered : int
-        Bytes of the values that are made and read within, and so have no buffer.
+        Bytes of the values produced and consumed inside the kernel, which have no buffer.
     """
 
     module: str
@@ -79,34 +79,34 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Explanation(Finding):
-    """Why a file is as it is; sizes in bytes.
+    """Explanation of a rewritten file; sizes in bytes.
 
     Attributes
     ----------
     run_by : str
-        What the budget covers, see `Options.run_by`.
+        The runner, which decides what the budget covers, see `Options.run_by`.
     budget, original_peak : int
-        What the file was written for, and what the original's tensors peak at by default.
+        Budget of the file, and the default peak of the original's tensors.
     trained : int or None
-        What training by a loop takes with the file, where the budget is for that and it can be foreseen here.
+        Predicted memory of training by a loop, where the budget covers that and a prediction is possible here.
     peak, peak_at : int, str
-        Of the file's own nodes in a plain session, one after the other, and the op that runs then.
+        Peak of the file's nodes in a plain session without optimisations, and the op that runs at the peak.
     kept_peak, kept_at : int, str
-        The same if every result that is recomputed stayed where it was first made, in the same order.
+        The same in the same order if every recomputed value were kept instead.
     control_edges : int
-        Edges that do nothing but enforce the order.
+        Edges that only enforce the order.
     extra_seconds : float
-        What recomputing costs of a step that takes 1 without it, by the roofline.
+        Time of recomputation relative to the step without it, by the roofline.
     recomputed : tuple of Recomputed
-        By module; what spares most first.
+        One entry per module, by descending `spared`.
     by_module : Frame
         The peak by module.
     moved, moved_bytes : int
-        Values that are moved to the host and back, once per move, and their bytes, each way.
+        Number of moves to the host and back, and their bytes in each direction.
     fused : tuple of Kernel
-        Kernels of several nodes that a loop runs the file with, here; what spares most buffers first.
+        Fused kernels with which a loop runs the file here, by descending `unbuffered`.
     not_fused : str
-        Why it runs none, or nothing.
+        Reason why a loop runs no fused kernel; empty where it does.
     """
 
     schema: ClassVar[str] = "onnx-remat/explain/1"
@@ -129,12 +129,12 @@ class Explanation(Finding):
     not_fused: str = ""
 
     def lines(self) -> list[str]:
-        """What the order saves, what recomputing saves on top, by module, and the flame graph of the peak."""
+        """Return the effect of the order, that of recomputation by module, and the flame graph of the peak."""
         by_loop = self.run_by == "loop"
         peaks = [
             ("the original, as ONNX Runtime executes it", format_bytes(self.original_peak)),
-            ("in this file's order, nothing recomputed", format_bytes(self.kept_peak)),
-            ("in this file's order, as it is", format_bytes(self.peak)),
+            ("in this file's order, without recomputation", format_bytes(self.kept_peak)),
+            ("in this file's order, with recomputation", format_bytes(self.peak)),
         ]
         budget, lines = format_bytes(self.budget), []
         if not by_loop:
@@ -142,20 +142,20 @@ class Explanation(Finding):
         elif self.trained is not None:
             lines = [f"training by Loop takes {format_bytes(self.trained)}, budget {budget}", ""]
         else:
-            lines = [f"budget {budget}, for all that training by Loop takes", ""]
-        head = "tensors in a plain session, which this budget is not for" if by_loop else "peak of tensors"
+            lines = [f"budget {budget}, for all memory of training by Loop", ""]
+        head = "tensors in a plain session, which this budget does not cover" if by_loop else "peak of tensors"
         lines += [*table([(head, ""), *((f"  {what}", size) for what, size in peaks)]), ""]
         if self.moved:
             size = format_bytes(self.moved_bytes)
-            lines += [f"{self.moved} times a value is moved to the host and back, {size} each way", ""]
+            lines += [f"{self.moved} values are moved to the host and back, {size} in each direction", ""]
         if not self.recomputed:
-            lines.append(f"nothing is recomputed: {self.control_edges} control edges enforce another order")
+            lines.append(f"no node is recomputed: {self.control_edges} control edges enforce another order")
         else:
             times, spared = sum(r.times for r in self.recomputed), sum(r.spared for r in self.recomputed)
             lines += [
-                f"{times} nodes run again, +{self.extra_seconds:.1%} compute by the roofline. If their results were",
-                f"kept instead, the peak would be {format_bytes(self.kept_peak)}, at {self.kept_at}; "
-                f"{format_bytes(spared)} of that are such results:",
+                f"{times} nodes are recomputed, +{self.extra_seconds:.1%} compute by the roofline. If their outputs",
+                f"were kept instead, the peak would be {format_bytes(self.kept_peak)}, at {self.kept_at}; "
+                f"{format_bytes(spared)} of that are these outputs:",
                 *_recomputed_rows(self.recomputed),
                 "",
                 f"{self.control_edges} control edges enforce the order.",
@@ -166,7 +166,7 @@ class Explanation(Finding):
 
 
 def _recomputed_rows(recomputed: Sequence[Recomputed]) -> list[str]:
-    rows = [("  module", "spares", "results", "nodes", "most of them")]
+    rows = [("  module", "saved at peak", "outputs", "nodes", "most frequent ops")]
     for each in recomputed[:_MOST_ROWS]:
         sizes = format_bytes(each.spared), format_bytes(each.bytes)
         rows.append((f"  {each.module}", *sizes, str(each.times), _most_of(each.ops)))
@@ -182,16 +182,16 @@ def _most_of(ops: Mapping[str, int]) -> str:
 
 
 def _counted(ops: Iterable[str]) -> dict[str, int]:
-    """How many there are of each, the most first."""
+    """Count each op, most frequent first."""
     return dict(sorted(Counter(ops).items(), key=lambda item: (-item[1], item[0])))
 
 
 def _fused_rows(fused: Sequence[Kernel], not_fused: str) -> list[str]:
-    """What a loop runs as one kernel each, or why it does not; nothing of files for plain sessions."""
+    """Return the rows of a loop's fused kernels, or why it has none; empty for files for plain sessions."""
     if not fused:
-        return ["", f"a loop runs this file with nothing fused here: {not_fused}"] if not_fused else []
+        return ["", f"a loop runs this file without fused kernels here: {not_fused}"] if not_fused else []
     total = format_bytes(sum(each.unbuffered for each in fused))
-    rows = [("  module", "no buffer", "nodes", "from", "most of them")]
+    rows = [("  module", "no buffer", "nodes", "first node", "most frequent ops")]
     for each in fused[:_MOST_ROWS]:
         counts = format_bytes(each.unbuffered), str(len(each.nodes))
         rows.append((f"  {each.module}", *counts, each.nodes[0], _most_of(each.ops)))
@@ -199,12 +199,12 @@ def _fused_rows(fused: Sequence[Kernel], not_fused: str) -> list[str]:
         nodes, size = sum(len(each.nodes) for each in rest), sum(each.unbuffered for each in rest)
         rows.append((f"  {len(rest)} more", format_bytes(size), str(nodes), "", ""))
     nodes = sum(len(each.nodes) for each in fused)
-    head = f"a loop runs {nodes} nodes as {len(fused)} fused kernels; values of {total} are made and read within them,"
-    return ["", head, "without a buffer:", *table(rows)]
+    head = f"a loop runs {nodes} nodes as {len(fused)} fused kernels; {total} of values inside them need no buffer:"
+    return ["", head, *table(rows)]
 
 
 def _kernels(arranged: SlabLayout) -> tuple[Kernel, ...]:
-    """The fused kernels of a step that is laid out."""
+    """Return the fused kernels of a step that is laid out."""
     made_by = {step.node.output[0]: step for step in arranged.program.steps if step.plain is not None}
     found = []
     for name, members in arranged.members.items():
@@ -219,19 +219,19 @@ def _kernels(arranged: SlabLayout) -> tuple[Kernel, ...]:
 
 
 def explain(path: model_io.Model, dims: Mapping[str, int] | None = None) -> Explanation:
-    """Explain a file that `rewrite_model` made.
+    """Explain a file that `rewrite_model` wrote.
 
     Parameters
     ----------
     path : path, bytes, onnx.ModelProto or model_io.Source
-        The file, or the model that was read from it.
+        The file, or the model read from it.
     dims : mapping of str to int, optional
-        Sizes of symbolic dimensions; by default those it was planned for.
+        Sizes of symbolic dimensions; by default those of the plan.
 
     Raises
     ------
     ModelError
-        The file is no model, or does not say what was planned: it was not rewritten, or a tool dropped its metadata.
+        The file is not a model, or contains no plan: it was not rewritten, or a tool dropped its metadata.
     """
     source = model_io.load(path)
     plan = planned(source.model, model_io.name_of(path))
@@ -257,8 +257,7 @@ def _explanation(model: onnx.ModelProto, executed: Executed, plan: Planned, trai
     gaps = _gaps(graph, executed.order.order)
     dropped = _dropped(executed, gaps)
     sizes = {op: sum(tensors[n].nbytes for n in graph.ops[op].writes if n in dropped) for op in gaps}
-    held = timeline.step_bytes.astype(np.int64)
-    kept = held.copy()
+    kept = timeline.step_bytes.astype(np.int64)
     for clone, (first, last) in gaps.items():
         kept[first:last] += sizes[clone]
     worst = int(np.argmax(kept))
@@ -282,15 +281,15 @@ def _explanation(model: onnx.ModelProto, executed: Executed, plan: Planned, trai
 
 
 def _is_helper(node: onnx.NodeProto) -> bool:
-    """Is it what a control edge or a buffer of its own is made of? The original, of which shares are, has none."""
+    """Is it part of a control edge or of a private buffer? The original, the base of all shares, has no such node."""
     named = node.name.startswith(TAG) or any(name.startswith(UNSEEN) for name in node.input)
     return named or any(prop.key == CONTROL_KEY for prop in node.metadata_props)
 
 
 def _gaps(graph: Graph, order: Sequence[int]) -> dict[int, tuple[int, int]]:
-    """Of every recomputed op: the steps, from the first up to the last, in which none of its results is held.
+    """Return for each recomputed op the half-open range of positions in which its outputs are not live.
 
-    From the last op that reads its previous run's results up to the op itself.
+    The range begins after the last reader of the op's previous run, and ends at the op itself.
     """
     step = {op: number for number, op in enumerate(order)}
     readers = graph.consumers()
@@ -308,9 +307,9 @@ def _gaps(graph: Graph, order: Sequence[int]) -> dict[int, tuple[int, int]]:
 
 
 def _dropped(executed: Executed, clones: Collection[int]) -> set[str]:
-    """Values with a buffer of their own that the rest of the step reads, itself or through a view.
+    """Return the values with a buffer of their own that nodes other than clones read, directly or through a view.
 
-    Of clones, what only other clones read would be wanted by nobody if these were kept.
+    A clone's output that only other clones read would have no reader if their outputs were kept.
     """
     problem, graph = executed.compiled.problem, executed.compiled.graph
     life, root = problem.lifetimes, problem.lifetimes.root
@@ -324,7 +323,7 @@ def _dropped(executed: Executed, clones: Collection[int]) -> set[str]:
 
 
 def _made(graph: Graph) -> list[tuple[Op, int]]:
-    """Every op and value that it makes, values by number."""
+    """Return every pair of an op and the number of a value that it produces."""
     number = {name: i for i, name in enumerate(graph.values)}
     return [(op, number[name]) for op in graph.ops for name in op.writes]
 

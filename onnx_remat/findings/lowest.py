@@ -1,4 +1,4 @@
-"""The lowest budget there is a file for: the gap between what is found and what is proved impossible, narrowed."""
+"""Search for the lowest budget that a file keeps, between the lowest found and the highest proved impossible."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from onnx_remat.rewrite.accounting import smallest_budget
 from onnx_remat.rewrite.pipeline import begin
 from onnx_remat.units import format_bytes
 
-_TRIES = 8  # budgets asked for; each halves the gap, or does better
-_CLOSE = 1.01  # budgets within a percent are one
-_EASE = 1.01  # above a peak that a refusal names: a search for just that would have to be as lucky again
+_TRIES = 8  # budgets to plan for; each at least halves the gap
+_RESOLUTION = 1.01  # factor between budgets that count as equal
+_REFUSAL_HEADROOM = 1.01  # factor on the peak that a refusal names: another search may not find the same plan
 
 
 @dataclass(frozen=True, slots=True)
 class Lowest(Finding):
-    """The lowest budget found, and the highest that is proved impossible; all but the last two in bytes.
+    """The lowest budget found, and the highest that is proved impossible; all but the last two fields in bytes.
 
     Attributes
     ----------
     original_peak : int
-        What the original takes of what a budget covers.
+        Memory of the original that a budget covers.
     budget, peak : int
-        The lowest budget that a file was found for, and what that file takes of it.
+        The lowest budget with a file that keeps it, and the memory of that file.
     lower_bound : int
-        No schedule takes less.
+        Lower bound on the memory of every schedule.
     impossible : int
-        Every budget below this one is refused, and that is proved.
+        Every budget below this one is proved impossible.
     missed : tuple of int
-        Budgets that no file was found for, in the order they were tried.
+        Budgets for which no file was found, in the order they were tried.
     extra_compute : float
-        Of the file that keeps `budget`.
+        Extra compute of the file that keeps `budget`, as a fraction.
     tries : int
-        Budgets asked for.
+        Number of budgets tried.
     """
 
     schema: ClassVar[str] = "onnx-remat/lowest/1"
@@ -55,7 +55,7 @@ class Lowest(Finding):
     tries: int
 
     def lines(self) -> list[str]:
-        """What was found, what is proved, and what lies between."""
+        """Return the lowest budget found, the bound, and the budgets in between that were missed."""
         share = self.budget / (self.original_peak or 1)
         lines = [
             f"lowest budget found: {self.budget}B ({format_bytes(self.budget)}), {share:.1%} of the original's peak, "
@@ -64,24 +64,24 @@ class Lowest(Finding):
             f"no schedule takes less than {format_bytes(self.lower_bound)}",
         ]
         if missed := [budget for budget in self.missed if budget >= self.impossible]:
-            lines.append("in between no file was found for " + ", ".join(map(format_bytes, sorted(missed))))
+            lines.append("no file was found for budgets in between: " + ", ".join(map(format_bytes, sorted(missed))))
         return lines
 
 
 def lowest_budget(model: Model, **options: Unpack[PlanningOptions]) -> Lowest:
-    """Look for the lowest budget that a file keeps.
+    """Search for the lowest budget that a file keeps.
 
     Parameters
     ----------
     model : path, bytes or onnx.ModelProto
         A training graph.
     **options
-        Fields of `Options`; the effort, or the time limit, is for each budget that is asked for.
+        Fields of `Options`; the effort, or the time limit, applies to each budget that is tried.
 
     Raises
     ------
     OnnxRematError
-        As `rewrite_model`, infeasible budgets apart.
+        As in `rewrite_model`, except for infeasible budgets.
 
     Examples
     --------
@@ -96,18 +96,18 @@ def lowest_budget(model: Model, **options: Unpack[PlanningOptions]) -> Lowest:
     top, books, bound = report.budget, report.books(), report.lower_bound
     impossible = smallest_budget(bound, books)
     budget, missed, tries = impossible, [impossible - 1], 0
-    while tries < _TRIES and report.budget > _CLOSE * max(missed):
+    while tries < _TRIES and report.budget > _RESOLUTION * max(missed):
         tries += 1
         watched = named(f"try {tries} of {_TRIES} at most", progress)
         try:
             report = planner.rewrite(budget, advise=False, progress=watched).report
         except BudgetInfeasibleError as error:
             missed.append(budget)
-            budget = int(smallest_budget(error.best_peak_bytes) * _EASE)
+            budget = int(smallest_budget(error.best_peak_bytes) * _REFUSAL_HEADROOM)
         else:
             budget = report.budget
         if budget >= report.budget or budget <= max(missed):
-            budget = math.isqrt(max(missed) * report.budget)  # the middle, as a factor
+            budget = math.isqrt(max(missed) * report.budget)  # the geometric mean
     return Lowest(
         top, report.budget, report.covered()[1], bound + books, impossible, tuple(missed[1:]), report.extra_compute,
         tries,

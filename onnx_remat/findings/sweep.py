@@ -1,4 +1,4 @@
-"""The curve of peak against extra compute: many budgets, one rewritten model each, the best of them at every peak."""
+"""The curve of peak against extra compute: one rewritten model for each of many budgets, and their Pareto front."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from onnx_remat.rewrite.pipeline import Planner, Result, begin
 from onnx_remat.units import format_bytes, table
 
 MOST_POINTS = 10_000
-"""Budgets of a sweep at most: each takes the time of a plan."""
+"""Maximum number of budgets in a sweep: each takes the time of a plan."""
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One rewritten model: the budget it was made for and what it takes of that (bytes), and the price of it."""
+    """One rewritten model: its budget and its memory (bytes), its extra compute (a fraction) and recomputed nodes."""
 
     budget: int
     peak: int
@@ -38,17 +38,17 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Curve(Finding):
-    """What every peak costs.
+    """Extra compute as a function of the peak.
 
     Attributes
     ----------
     original_peak, lower_bound : int
-        Bytes of what a budget covers (`Options.run_by`): of the original, and what no schedule gets below.
+        Bytes of what a budget covers (`Options.run_by`): those of the original, and a lower bound for all schedules.
     points : tuple of Point
-        From the highest peak to the lowest; extra compute never falls.
+        From the highest peak to the lowest; extra compute never decreases.
     knee : int
-        The point after which memory gets dear: farthest from the line between the curve's ends, both axes scaled to 1
-        (Satopää et al. 2011).
+        Index of the point after which extra compute rises fastest: the farthest from the line between the curve's
+        ends, both axes scaled to 1 (Satopää et al. 2011).
     missed : tuple of int
         Budgets, in bytes, for which no file was found.
     """
@@ -62,7 +62,7 @@ class Curve(Finding):
     missed: tuple[int, ...] = ()
 
     def lines(self) -> list[str]:
-        """The curve as a table, the knee marked."""
+        """Return the curve as a table with the knee marked."""
         top = self.original_peak or 1
         rows = [
             (format_bytes(p.peak), f"{p.peak / top:.1%}", f"{p.extra_compute:+.2%}", str(p.recomputed))
@@ -78,30 +78,30 @@ class Curve(Finding):
 
 
 def sweep(model: Model, points: int = 10, jobs: int = 1, **options: Unpack[PlanningOptions]) -> Curve:
-    """Rewrite a model for budgets spread from its own peak down to the lowest that is found.
+    """Rewrite a model for budgets spread evenly from its own peak down to the lowest that is found.
 
     Parameters
     ----------
     model : path, bytes or onnx.ModelProto
         A training graph.
     points : int
-        How many budgets; each takes the time of a plan.
+        Number of budgets; each takes the time of a plan.
     jobs : int
-        Processes that plan at the same time, with a budget each. The curve is the same where `effort` limits planning.
+        Number of processes that plan in parallel. The curve does not depend on it where `effort` limits planning.
     **options
         Fields of `Options`.
 
     Returns
     -------
     Curve
-        Peaks are what a budget covers: by default, all that training with `session.training.Loop` takes of the machine.
+        Peaks are of the memory that a budget covers: by default, all that training with `session.training.Loop` takes.
 
     Raises
     ------
     UsageError
         Fewer than two points, or more than `MOST_POINTS`; fewer than one job.
     OnnxRematError
-        As `rewrite_model`, infeasible budgets apart.
+        As in `rewrite_model`, except for infeasible budgets.
 
     Examples
     --------
@@ -113,7 +113,7 @@ def sweep(model: Model, points: int = 10, jobs: int = 1, **options: Unpack[Plann
     if not 2 <= points <= MOST_POINTS:
         raise UsageError(f"a sweep has 2 to {MOST_POINTS} points, not {points}")
     if jobs < 1:
-        raise UsageError("{} is a number of processes from 1 on, not {}", Setting("jobs"), jobs)
+        raise UsageError("{} must be at least 1, not {}", Setting("jobs"), jobs)
     progress = options.pop("progress", silent)
     planner = begin(model, options)
     original = planner.rewrite("100%")
@@ -140,7 +140,7 @@ def sweep(model: Model, points: int = 10, jobs: int = 1, **options: Unpack[Plann
 
 
 _Tried = tuple[Point | None, int]
-"""What a budget gave, nothing where no file was found; and the bytes that no schedule gets below."""
+"""Result of one budget, None where no file was found; and the lower bound on all schedules in bytes."""
 
 
 def _try(planner: Planner, budget: int, progress: Progress = silent) -> _Tried:
@@ -185,12 +185,12 @@ def _tried_apart(
         except Failed as failed:
             if failed.how != "died":
                 raise failed.error() or failed from None
-            why = "a process of the sweep was killed, of memory perhaps: ask for a smaller {}"
+            why = "a process of the sweep was killed (out of memory?): use a smaller {}"
             raise OnnxRematError(why, Setting("jobs")) from None
 
 
 def named(what: str, progress: Progress) -> Progress:
-    """`progress`, told besides what the stages are of."""
+    """Return `progress` with the prefix `what` on every stage."""
     return lambda stage, fraction: progress(f"{what}: {stage}", fraction)
 
 
@@ -208,7 +208,7 @@ def _point(result: Result) -> Point:
 
 
 def _front(found: Sequence[Point]) -> tuple[Point, ...]:
-    """The points no other point beats on both counts, from the highest peak down."""
+    """Return the Pareto front: the points that no other point dominates, from the highest peak down."""
     front: list[Point] = []
     for point in sorted(found, key=lambda p: (p.extra_compute, p.peak)):
         if not front or point.peak < front[-1].peak:
@@ -221,6 +221,6 @@ def _knee(front: Sequence[Point]) -> int:
     peak = np.array([p.peak for p in front], np.float64)
     across, down = np.ptp(compute), np.ptp(peak)
     if not across or not down:
-        return len(front) - 1  # memory costs nothing here: the lowest peak
-    # Below the line from the first point (0, 1) to the last (1, 0), by how much.
+        return len(front) - 1  # compute does not grow: the lowest peak
+    # Distance below the line from the first point (0, 1) to the last (1, 0).
     return int(np.argmax(1 - (compute - compute[0]) / across - (peak - peak[-1]) / down))

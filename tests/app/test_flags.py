@@ -158,13 +158,13 @@ def test_patterns_in_both_fronts(tmp_path, capsys):
 
 
 def test_what_other_commands_refuse_in_both_fronts(tmp_path, capsys):
-    with pytest.raises(OnnxRematError, match=r"^jobs= is a number of processes"):
+    with pytest.raises(OnnxRematError, match=r"^jobs= must be at least 1"):
         sweep(mlp(), jobs=0)
     with pytest.raises(OnnxRematError, match=r"leave run_by= out"):
         bench.benchmark(tmp_path / "in.onnx", "90%", run_by="loop")
     onnx.save(mlp(), tmp_path / "in.onnx")
     assert cli.main(["sweep", str(tmp_path / "in.onnx"), "--jobs", "0"]) == 2
-    assert "error: --jobs is a number of processes from 1 on, not 0" in capsys.readouterr().err
+    assert "error: --jobs must be at least 1, not 0" in capsys.readouterr().err
     assert bench.main([str(tmp_path / "in.onnx"), "--budget", "90%", "--for", "loop"]) == 2
     assert "leave --for out" in capsys.readouterr().err
     (tmp_path / "out.onnx").touch()

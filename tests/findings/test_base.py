@@ -11,7 +11,7 @@ import pytest
 
 from onnx_remat.app.bench import Benchmark
 from onnx_remat.errors import ModelError
-from onnx_remat.findings.check import Survival
+from onnx_remat.findings.check import CheckResult
 from onnx_remat.findings.estimate import Estimate
 from onnx_remat.findings.explain import Explanation
 from onnx_remat.findings.lowest import Lowest
@@ -32,7 +32,7 @@ from onnx_remat.write.decided import (
     planned,
 )  # fmt: skip
 
-FINDINGS = (Benchmark, Curve, Estimate, Explanation, Lowest, Report, Survival)
+FINDINGS = (Benchmark, Curve, Estimate, Explanation, Lowest, Report, CheckResult)
 
 
 def test_every_finding_has_a_schema_of_its_own():

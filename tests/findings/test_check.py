@@ -10,7 +10,7 @@ import pytest
 import onnx_remat
 from onnx_remat.app.cli import main
 from onnx_remat.errors import ModelError, VerificationError
-from onnx_remat.findings.check import Survival, check
+from onnx_remat.findings.check import CheckResult, check
 from onnx_remat.findings.explain import explain
 from onnx_remat.measure import processes
 from onnx_remat.options import Options
@@ -60,24 +60,24 @@ def test_a_file_as_written_keeps_its_budget(small, capsys):
     assert found.running_by_level == dict.fromkeys(runtime.LEVELS, found.recomputed)
     assert main(["check", str(small)]) == 0
     out = capsys.readouterr().out
-    assert "keeps its budget" in out and "it runs: measured peak" in out
+    assert "keeps its budget" in out and "the file runs: measured peak" in out
 
 
 @pytest.mark.parametrize(
     ("simulated", "measured", "words", "code"),
     [
-        (900_000, 1_000_000, "it keeps its budget", 0),
-        (900_000, 1_000_001, "cannot be told", 0),
-        (900_000, 1_000_001 + processes.RESOLUTION, "it no longer keeps", 5),
-        (1_000_001, 900_000, "it no longer keeps", 5),
-        (1_000_001, None, "it no longer keeps", 5),
-        (900_000, None, "it keeps its budget", 0),
+        (900_000, 1_000_000, "the file keeps its budget", 0),
+        (900_000, 1_000_001, "undecided whether", 0),
+        (900_000, 1_000_001 + processes.RESOLUTION, "the file no longer keeps", 5),
+        (1_000_001, 900_000, "the file no longer keeps", 5),
+        (1_000_001, None, "the file no longer keeps", 5),
+        (900_000, None, "the file keeps its budget", 0),
     ],
 )
 def test_kept_means_at_most_the_budget(simulated, measured, words, code, monkeypatch, capsys):
     """Not half a megabyte more: what lies within what measuring resolves is said to."""
-    found = Survival(1, 1, (), (), 1_000_000, {"disable": simulated}, {"disable": 1}, measured)
-    assert found.kept == (words == "it keeps its budget") and found.lost == (code == 5)
+    found = CheckResult(1, 1, (), (), 1_000_000, {"disable": simulated}, {"disable": 1}, measured)
+    assert found.kept == (words == "the file keeps its budget") and found.lost == (code == 5)
     monkeypatch.setattr("onnx_remat.findings.check.check", lambda *_, **__: found)
     assert main(["check", "some.onnx"]) == code
     assert words in capsys.readouterr().out.splitlines()[-1]
@@ -122,7 +122,7 @@ def test_a_file_that_loads_and_then_fails_is_told(small, tmp_path, capsys):
 
 
 def test_what_was_not_run_is_not_called_run(small, capsys, monkeypatch):
-    assert check(small, run=False).to_text().splitlines()[-2] == "it was not run"
+    assert check(small, run=False).to_text().splitlines()[-2] == "the file was not run"
     monkeypatch.setattr(runtime, "available", lambda: False)
     assert main(["check", str(small)]) == 0
     out = capsys.readouterr().out
@@ -156,7 +156,7 @@ def test_files_that_say_nothing_of_a_plan_are_refused(tmp_path):
 def test_a_model_in_memory_is_as_good_as_its_file(command, small):
     model = onnx.load(small)
     found, of_file = command(model), command(small)
-    if isinstance(found, Survival):  # two runs of it need not measure the same page for page
+    if isinstance(found, CheckResult):  # two runs of it need not measure the same page for page
         found, of_file = (dataclasses.replace(each, measured=each.measured is not None) for each in (found, of_file))
     assert found == of_file
     with pytest.raises(ModelError) as caught:

@@ -59,7 +59,7 @@ def test_what_the_budget_covers_comes_first(step, small, for_loop):
     assert explain(path).trained == report.loop_after.total <= report.budget
     taken, budget = format_bytes(report.loop_after.total), format_bytes(report.budget)
     assert text[0] == f"training by Loop takes {taken}, budget {budget}"
-    assert text[2].startswith("tensors in a plain session, which this budget is not for")
+    assert text[2].startswith("tensors in a plain session, which this budget does not cover")
     assert explain(small[0]).trained is None and "training by Loop" not in explain(small[0]).to_text()
     estimated, tensors = estimate(step), estimate(step, run_by="session")
     assert estimated.to_text().startswith(f"training takes {format_bytes(estimated.loop.total)}, ")
@@ -189,7 +189,7 @@ def test_both_commands_print_text_or_json(step, small, tmp_path, monkeypatch, ca
     assert json.loads(capsys.readouterr().out)["schema"] == "onnx-remat/estimate/1"
     assert main(["explain", str(small[0]), "--json", "e.json"]) == 0
     out = capsys.readouterr().out
-    assert "nodes run again" in out and "layers" in out and out.endswith("\nwrote e.json\n")
+    assert "nodes are recomputed" in out and "layers" in out and out.endswith("\nwrote e.json\n")
     assert json.loads((tmp_path / "e.json").read_text())["schema"] == "onnx-remat/explain/1"
     assert main(["explain", "in.onnx"]) == 4
 

@@ -186,7 +186,7 @@ def test_commands_that_run_it_say_where_it_can_run(
     assert cli.main(["check", "small.onnx", "--runtime", "nowhere/python"]) == 2
     assert "'nowhere/python' is no Python interpreter" in capsys.readouterr().err
     assert cli.main(["check", "small.onnx", "--runtime", "nowhere/python", "--no-run"]) == 0
-    assert "without graph optimisations: another runs it" in capsys.readouterr().out
+    assert "without graph optimisations: --runtime names another environment" in capsys.readouterr().out
 
 
 def test_a_loop_descends_the_sums_that_the_model_leaves_in_its_inputs() -> None:
@@ -262,7 +262,7 @@ def test_the_order_is_the_emulated_one_there_and_profile_and_check_run_it(
     seen = processes.measure(small, "disable", dims=DIMS["transformer"], trace=True, python=PYTHON).executed
     assert list(seen) == [compiled.graph.ops[i].node.name for i in order]
     assert cli.main(["check", str(small), "--runtime", PYTHON]) == 0
-    assert "it runs: measured peak" in capsys.readouterr().out
+    assert "the file runs: measured peak" in capsys.readouterr().out
     flags = ["--dim", "batch=64", "--dim", "tokens=1024", "--runs", "1", "--steps", "1", "--runtime", PYTHON]
     assert cli.main(["profile", str(small), str(tmp_path / "p.json"), *flags]) == 0
 

@@ -247,7 +247,7 @@ def test_the_other_commands_know_of_moves(moved, tmp_path):
     free.save(path)
     count = len(free.report.moved.values)
     text = explain(path).to_text()
-    assert f"{count} times a value is moved to the host and back, {format_bytes(free.report.moved.nbytes)} each" in text
+    assert f"{count} values are moved to the host and back, {format_bytes(free.report.moved.nbytes)} in each" in text
     found = check(path, run=False, provider="cuda")
     assert (found.moved, found.moved_lost) == (count, ())
     assert f"all {count} moves to the host and back are in place" in found.to_text()
