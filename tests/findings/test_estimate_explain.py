@@ -67,7 +67,7 @@ def test_what_the_budget_covers_comes_first(step, small, for_loop):
 
 
 def test_a_tree_says_what_no_module_is(step, small):
-    assert "\n(no module): of nodes that do not say" in explain(small[0]).to_text()
+    assert "\n(no module): nodes that do not name" in explain(small[0]).to_text()
     assert modules.flame_text(modules.flame([("a", 1)], "peak"))[-1].endswith("a")
 
 
@@ -184,7 +184,7 @@ def test_both_commands_print_text_or_json(step, small, tmp_path, monkeypatch, ca
     onnx.save(step, "in.onnx")
     assert main(["estimate", "in.onnx"]) == 0
     out = capsys.readouterr().out
-    assert "held at the peak" in out and "impossible: any budget below" in out
+    assert "allocated at the peak" in out and "impossible: any budget below" in out
     assert main(["estimate", "in.onnx", "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out)["schema"] == "onnx-remat/estimate/1"
     assert main(["explain", str(small[0]), "--json", "e.json"]) == 0

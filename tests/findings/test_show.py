@@ -42,7 +42,7 @@ def data_of(path):
 
 def test_slabs_say_what_the_report_says(for_loop):
     for laid, taken in zip((slab.before(for_loop), slab.after(for_loop)), for_loop.report.loops(), strict=True):
-        held = laid.held_at(laid.busiest)
+        held = laid.live_at(laid.busiest)
         most = sum(block.bytes for block in held)
         assert max(step.bytes for step in laid.steps) == laid.steps[laid.busiest].bytes == most
         assert 0 <= taken.live - most < ALIGNMENT * len(held)
@@ -61,7 +61,7 @@ def test_a_slab_is_drawn_fused_where_it_is_counted_fused(fuse):
 def test_values_of_a_slab_never_overlap(for_loop):
     for laid in (slab.before(for_loop), slab.after(for_loop)):
         for step in range(len(laid.steps)):
-            alive = sorted((b.offset, b.offset + b.bytes) for b in laid.held_at(step))
+            alive = sorted((b.offset, b.offset + b.bytes) for b in laid.live_at(step))
             assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(alive))
 
 
@@ -82,9 +82,9 @@ def test_traces_say_what_the_report_says(result):
     for step, peak in ((trace.before(result), result.report.before), (trace.after(result), result.report.after)):
         assert step.peak == peak.total == max(op.bytes for op in step.steps)
         op = step.steps[step.peak_step]
-        held = sum(b.bytes for b in step.held_at(step.peak_step)) + op.workspace
+        held = sum(b.bytes for b in step.live_at(step.peak_step)) + op.workspace
         assert held + sum(size for _, _, size in step.residents) == step.peak
-        assert [b.value for b in step.held_at(step.peak_step)][:1] == [peak.top[0].value]
+        assert [b.value for b in step.live_at(step.peak_step)][:1] == [peak.top[0].value]
 
 
 def test_sections_follow_labels_structure_and_clones(result):

@@ -1,4 +1,4 @@
-"""Pictures of a result: what a step holds before and after, and the curve of peak against extra compute."""
+"""Plots of a result: the memory of a step before and after, and the curve of peak against extra compute."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 IMAGES = (".png", ".svg", ".pdf")
 KINDS = (*IMAGES, ".html", ".pickle")
-"""File name endings `draw` knows: pictures, a page to click in, a snapshot for pytorch.org/memory_viz."""
+"""Suffixes that `draw` supports: images, an interactive page, a snapshot for pytorch.org/memory_viz."""
 
 
 def check(path: str, kinds: tuple[str, ...] = KINDS) -> None:
-    """Raise before any work is done if `path` cannot be drawn: unknown ending, or matplotlib missing for a picture."""
+    """Raise before any work is done if `path` has an unknown suffix, or is an image and matplotlib is missing."""
     suffix = Path(path).suffix.lower()
     if suffix not in kinds:
         raise UsageError(f"cannot draw {path!r}: the name must end in {', '.join(kinds[:-1])} or {kinds[-1]}")
@@ -29,14 +29,14 @@ def check(path: str, kinds: tuple[str, ...] = KINDS) -> None:
 
 
 def draw(result: Result, path: str) -> None:
-    """Draw the memory of a step before and after, in the form that the ending of `path` asks for (see `KINDS`).
+    """Draw the memory of a step before and after, in the format of the suffix of `path` (see `KINDS`).
 
     Raises
     ------
     UsageError
-        Unknown ending.
+        The suffix is unknown.
     OnnxRematError
-        A picture is asked for and matplotlib is not installed.
+        `path` is an image and matplotlib is not installed.
     """
     check(path)
     _writer(Path(path).suffix.lower())(result, Path(path))
@@ -57,7 +57,7 @@ def _writer(suffix: str) -> Callable[[Result, Path], None]:
 
 
 def draw_curve(curve: Curve, path: str) -> None:
-    """Draw a sweep's curve as a picture (see `IMAGES`)."""
+    """Draw a sweep's curve as an image (see `IMAGES`)."""
     check(path, IMAGES)
     from onnx_remat.findings.show import figure
 

@@ -1,4 +1,4 @@
-"""Pictures by matplotlib: memory over the step, and the curve of peak against extra compute."""
+"""Images by matplotlib: memory over the step, and the curve of peak against extra compute."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 COLOURS = {
     "resident": "#c3c7cc", "forward": "#4e79a7", "backward": "#f28e2b", "optimizer": "#59a14f", "recompute": "#b5179e",
 }  # fmt: skip
-"""Of what is held throughout, and of the sections of a step."""
+"""Colours of resident memory and of the sections of a step."""
 
 _SHOWN = 8  # values named at each peak
-_NAME = 38  # characters of a name that fit beside the picture
+_NAME = 38  # characters of a name that fit next to the plot
 
 
 def import_matplotlib() -> None:
-    """Raise an error that says how to install matplotlib where it is missing."""
+    """Raise an error with the install command where matplotlib is missing."""
     import importlib.util
 
     if importlib.util.find_spec("matplotlib") is None:
@@ -37,7 +37,7 @@ def import_matplotlib() -> None:
 def write(result: Result, path: Path) -> None:
     """Draw the step before and after, one above the other on the same scales.
 
-    Where the budget covers training by a loop, that is the address of every value over time; else memory held.
+    Where the budget covers training by a loop, draw the address of every value over time; else allocated memory.
     """
     import_matplotlib()
     from matplotlib.figure import Figure
@@ -66,15 +66,15 @@ def write(result: Result, path: Path) -> None:
         if loops:
             laid = (slab.before, slab.after)[row](result)
             _addresses(axes, laid, loops[row], scale)
-            _slab_holdings(figure, laid, loops[row], corner)
+            _list_slab(figure, laid, loops[row], corner)
             length = max(length, len(laid.steps))
         else:
             step = (trace.before, trace.after)[row](result)
             _timeline(axes, step, scale)
-            _holdings(figure, step, corner)
+            _list_peak(figure, step, corner)
             length = max(length, len(step.steps))
         axes.axhline(report.budget / scale, color="#d62728", linestyle="--", linewidth=1.2)
-        axes.set_ylabel(f"{'address' if loops else 'memory held'} ({unit})")
+        axes.set_ylabel(f"{'address' if loops else 'memory allocated'} ({unit})")
         axes.spines[["top", "right"]].set_visible(False)
     for axes in figure.axes:
         axes.set_xlim(0, length)
@@ -87,22 +87,22 @@ def write(result: Result, path: Path) -> None:
 
 
 def _timeline(axes: Any, step: trace.Trace, scale: float) -> None:
-    """Bytes held while each op runs, one column per op in the colour of its section, on what is held throughout."""
-    held = [op.bytes / scale for op in step.steps]
+    """Draw the bytes allocated while each op runs, a column in the colour of its section, on top of resident memory."""
+    allocated = [op.bytes / scale for op in step.steps]
     base = sum(size for _, _, size in step.residents) / scale
     for section, first, last in _runs(step):
         # Columns from op `first` up to `last`, each one wide.
         axes.stairs(
-            held[first:last], range(first, last + 1), baseline=base, fill=True,
+            allocated[first:last], range(first, last + 1), baseline=base, fill=True,
             color=COLOURS[section], linewidth=0.5 if last - first == 1 else 0,
         )  # fmt: skip
-    axes.fill_between([0, len(held)], base, color=COLOURS["resident"], linewidth=0)
+    axes.fill_between([0, len(allocated)], base, color=COLOURS["resident"], linewidth=0)
     if step.steps:
         axes.plot(step.peak_step + 0.5, step.peak / scale, marker="v", color="black", markersize=6, clip_on=False)
 
 
 def _addresses(axes: Any, laid: slab.Slab, footprint: Footprint, scale: float) -> None:
-    """A rectangle per value, from its first to its last op, as high as it is large, on what is held throughout."""
+    """Draw a rectangle per value, from its first to its last op, as high as its size, on top of resident memory."""
     from matplotlib.collections import PolyCollection
 
     base = (footprint.total - footprint.slab) / scale
@@ -120,10 +120,10 @@ def _addresses(axes: Any, laid: slab.Slab, footprint: Footprint, scale: float) -
         axes.plot(laid.busiest + 0.5, base + footprint.slab / scale, marker="v", color="black", markersize=6)
 
 
-def _slab_holdings(figure: Any, laid: slab.Slab, footprint: Footprint, top: float) -> None:
-    """What lies in the slab where it is fullest, what is held besides, and what stays free the longest."""
-    held = laid.held_at(laid.busiest)
-    shown, more = held[:_SHOWN], held[_SHOWN:]
+def _list_slab(figure: Any, laid: slab.Slab, footprint: Footprint, top: float) -> None:
+    """List the values in the slab where it is fullest, the memory outside it, and the largest gap."""
+    live = laid.live_at(laid.busiest)
+    shown, more = live[:_SHOWN], live[_SHOWN:]
     lines = [(format_bytes(b.bytes), _shorten(b.value)) for b in shown]
     if more:
         lines.append((format_bytes(sum(b.bytes for b in more)), f"{len(more)} more"))
@@ -135,7 +135,7 @@ def _slab_holdings(figure: Any, laid: slab.Slab, footprint: Footprint, top: floa
 
 
 def _runs(step: trace.Trace) -> Sequence[tuple[str, int, int]]:
-    """Stretches of ops of the same section: (section, first, one past the last)."""
+    """Return runs of consecutive ops of the same section: (section, first, one past the last)."""
     runs: list[tuple[str, int, int]] = []
     for number, op in enumerate(step.steps):
         if runs and runs[-1][0] == op.section:
@@ -145,17 +145,17 @@ def _runs(step: trace.Trace) -> Sequence[tuple[str, int, int]]:
     return runs
 
 
-def _holdings(figure: Any, step: trace.Trace, top: float) -> None:
-    """What makes the peak, largest first, as a column of text that adds up to it."""
-    held = step.held_at(step.peak_step)
-    shown, rest = held[:_SHOWN], held[_SHOWN:]
+def _list_peak(figure: Any, step: trace.Trace, top: float) -> None:
+    """List the parts of the peak, largest first, as a column of text that adds up to it."""
+    live = step.live_at(step.peak_step)
+    shown, rest = live[:_SHOWN], live[_SHOWN:]
     lines = [(format_bytes(b.bytes), _shorten(b.value)) for b in shown]
     if rest:
         lines.append((format_bytes(sum(b.bytes for b in rest)), f"{len(rest)} more"))
     lines.append((format_bytes(sum(size for _, _, size in step.residents)), "inputs and weights"))
     if step.steps and step.steps[step.peak_step].workspace:
         lines.append((format_bytes(step.steps[step.peak_step].workspace), "workspace of the op"))
-    figure.text(0.655, top, "held at the peak (▼)", fontsize=9, fontweight="bold", va="top")
+    figure.text(0.655, top, "allocated at the peak (▼)", fontsize=9, fontweight="bold", va="top")
     text = "\n".join(f"{size:>9}  {name}" for size, name in lines)
     figure.text(0.655, top - 0.034, text, fontsize=7.6, family="monospace", va="top", linespacing=1.5)
 
@@ -198,13 +198,13 @@ def pareto(curve: Curve, path: Path) -> None:
 
 
 def _scale(size: float) -> tuple[float, str]:
-    """Bytes per unit, and the unit, that suit a size."""
+    """Return the number of bytes of a unit that suits a size, and the unit."""
     unit = format_bytes(int(size)).split()[1]
     return {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}[unit], unit
 
 
 def _save(figure: Any, path: Path) -> None:
-    """Write the picture, the same bytes for the same figure."""
+    """Write the image: the same bytes for the same figure."""
     import matplotlib
 
     picture = io.BytesIO()

@@ -1,4 +1,4 @@
-"""Memory by module: which part of a network a value belongs to, and a flame graph of the bytes in text."""
+"""Memory by module: the module of each value, and a flame graph of the bytes as text."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import onnx
 from onnx_remat.units import format_bytes
 
 NOWHERE = "(no module)"
-"""Of values whose nodes do not say where they come from."""
+"""Module name of values whose nodes do not name a module."""
 
-_SCOPES = "pkg.torch.onnx.name_scopes"  # what torch.onnx.export notes: modules from the outside in, then the op
+_SCOPES = "pkg.torch.onnx.name_scopes"  # metadata of torch.onnx.export: modules from the outside in, then the op
 _BAR = 24  # characters of the longest bar
-_LEAST = 0.02  # of the total: smaller branches are summed up
+_LEAST = 0.02  # fraction of the total: smaller branches are summed up
 
 
 def module_of(node: onnx.NodeProto) -> str:
-    """Dotted path of the module that a node comes from; "" where nothing says so.
+    """Return the dotted path of a node's module, "" where it is unknown.
 
-    Our converters note it as the metadata ``module``, torch.onnx.export as scopes; other exporters put it in front of
-    the node's name.
+    onnx-remat's converters write it as metadata ``module``, torch.onnx.export as scopes; other exporters use it as a
+    prefix of the node's name.
 
     >>> module_of(onnx.helper.make_node("Conv", [], [], name="/layer1/layer1.0/conv/Conv"))
     'layer1.layer1.0.conv'
@@ -40,21 +40,21 @@ def module_of(node: onnx.NodeProto) -> str:
 
 
 def modules(model: onnx.ModelProto) -> dict[str, str]:
-    """Module by the name of each value that a node of the model makes."""
+    """Return the module of each value that a node of the model produces, by name."""
     return {name: module_of(node) or NOWHERE for node in model.graph.node for name in node.output if name}
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A branch of the flame graph: what is held under a module, those inside it included.
+    """A frame of the flame graph: the bytes of a module and its submodules.
 
     Attributes
     ----------
     name : str
-        The module's path below its parent's.
+        The module's path relative to its parent.
     bytes : int
     inside : tuple of Frame
-        Largest first.
+        Submodules, largest first.
     """
 
     name: str
@@ -63,14 +63,14 @@ class Frame:
 
 
 def flame(held: Iterable[tuple[str, int]], name: str) -> Frame:
-    """The tree of bytes by module path; branches with one branch inside are one frame.
+    """Build the tree of bytes by module path; merge a frame with its only child.
 
     Parameters
     ----------
     held : iterable of (str, int)
         Dotted paths and bytes; paths may repeat.
     name : str
-        Of the whole.
+        Name of the root.
     """
     return _frame(name, [(path.split("."), size) for path, size in held if size])
 
@@ -85,7 +85,7 @@ def _frame(name: str, held: Sequence[tuple[Sequence[str], int]]) -> Frame:
 
 
 def _joined(frame: Frame) -> Frame:
-    """A frame that holds nothing of its own but one other is that one, under both names."""
+    """Merge a frame without bytes of its own with its only child, under both names."""
     if len(frame.inside) == 1 and frame.inside[0].bytes == frame.bytes:
         only = frame.inside[0]
         return Frame(f"{frame.name}.{only.name}", only.bytes, only.inside)
@@ -93,7 +93,7 @@ def _joined(frame: Frame) -> Frame:
 
 
 def flame_text(frame: Frame) -> list[str]:
-    """Lines: bytes, share of the whole, a bar, and the module, those inside indented; small branches summed up.
+    """Return lines of bytes, share of the total, a bar, and the module, indented by depth; small frames summed up.
 
     >>> print("\\n".join(flame_text(flame([("a.0", 3_000_000), ("a.1", 1_000_000)], "peak"))))
        4.0 MB  100%  ########################  peak
@@ -103,7 +103,7 @@ def flame_text(frame: Frame) -> list[str]:
     """
     lines = _lines(frame, max(1, frame.bytes), 0)
     if any(inner.name == NOWHERE for inner in frame.inside):
-        lines.append(f"{NOWHERE}: of nodes that do not say which they are of: often of the loss and the update")
+        lines.append(f"{NOWHERE}: nodes that do not name their module, often those of the loss and the update")
     return lines
 
 
@@ -123,20 +123,20 @@ def _line(name: str, size: int, whole: int, depth: int) -> str:
     return f"{format_bytes(size):>9}  {size / whole:4.0%}  {bar:<{_BAR}}  {'  ' * depth}{name}"
 
 
-def held_by_module(
+def memory_by_module(
     buffers: Iterable[tuple[str, int]], residents: Iterable[tuple[str, int]], of: Mapping[str, str], workspace: int
 ) -> Frame:
-    """Flame graph of what is held at one op.
+    """Return the flame graph of the memory allocated at one op.
 
     Parameters
     ----------
     buffers, residents : iterable of (str, int)
-        Names and bytes of values held there, and of inputs and weights.
+        Names and bytes of the values allocated there, and of inputs and weights.
     of : mapping of str to str
-        `modules` of the model that these are of.
+        `modules` of the model with these values.
     workspace : int
         Scratch memory of the op, in bytes.
     """
     held = [(of.get(name, NOWHERE), size) for name, size in buffers]
     held += [("inputs and weights", sum(size for _, size in residents)), ("workspace of the op", workspace)]
-    return flame(held, "held at the peak")
+    return flame(held, "allocated at the peak")

@@ -1,6 +1,6 @@
-"""A page to click in: both timelines, what is held at any op, what was recomputed. One file, no network.
+"""An interactive page: both timelines, the memory at any op, the recomputed ops. One file, without network access.
 
-Where the budget covers training by a loop, a timeline is the address of every value over time; else memory held.
+Where the budget covers training by a loop, a timeline is the address of every value over time; else allocated memory.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def write(result: Result, path: Path) -> None:
 
 
 def _data(result: Result) -> dict[str, Any]:
-    """What the page draws: the report's figures, both traces, the recomputed ops."""
+    """Return the page's data: the report's figures, both traces, the recomputed ops."""
     report, loops = result.report, result.report.loops()
     of = modules.modules(result.compiled.graph.model), modules.modules(result.model)
     drawn = (
@@ -64,14 +64,14 @@ def _data(result: Result) -> dict[str, Any]:
 
 
 def _trace(step: trace.Trace, of: Mapping[str, str]) -> dict[str, Any]:
-    """What a plain session holds; `of` gives the module of each value."""
+    """Return the data of a plain session's memory; `of` is the module of each value."""
     return _columns(step.steps, step.buffers, of) | {
         "peak": step.peak, "peakStep": step.peak_step, "residents": step.residents
     }  # fmt: skip
 
 
 def _slab(laid: slab.Slab, footprint: Footprint, of: Mapping[str, str]) -> dict[str, Any]:
-    """What a loop holds: values at their addresses in the slab, and all that lies outside it as residents."""
+    """Return the data of a loop's memory: values at their addresses in the slab, all other memory as residents."""
     outside = [(name, "input", size) for name, size in laid.inputs]
     outside += [(name, "throughout", size) for name, size in slab.rest(footprint)[1:]]
     return _columns(laid.steps, laid.blocks, of) | {
@@ -82,9 +82,9 @@ def _slab(laid: slab.Slab, footprint: Footprint, of: Mapping[str, str]) -> dict[
 
 
 def _columns(
-    steps: Sequence[trace.Step], held: Sequence[trace.Buffer | slab.Block], of: Mapping[str, str]
+    steps: Sequence[trace.TraceRow], held: Sequence[trace.Buffer | slab.Block], of: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Steps and what is held as columns, which are shorter in JSON than rows with keys."""
+    """Return ops and buffers as columns, which are shorter in JSON than rows with keys."""
     paths = [of.get(buffer.value, modules.NOWHERE) for buffer in held]
     number = {path: i for i, path in enumerate(dict.fromkeys(paths))}
     return {
@@ -103,7 +103,7 @@ def _columns(
 
 
 def _recomputed(result: Result) -> list[dict[str, Any]]:
-    """Ops that run more than once: how often again, seconds each as planned with, bytes they make."""
+    """Return the recomputed ops: number of recomputations, seconds of each by the plan's costs, output bytes."""
     again = Counter(result.recomputed)
     ops = {op.label: op for op in result.compiled.graph.ops}
     rows = [

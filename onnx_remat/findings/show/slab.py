@@ -1,4 +1,4 @@
-"""Where the values of a step lie while `session.session.Session` runs it: address over time, and what lies idle."""
+"""Layout of a step's values as `session.session.Session` runs it: address over time, and gaps in the slab."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Bytes from `offset` to `offset` + `bytes`, taken (or free, then without a `value`) from step `start` to `end`."""
+    """Bytes `offset` to `offset` + `bytes`, used (or free, then without a `value`) from position `start` to `end`."""
 
     value: str
     section: str
@@ -40,44 +40,44 @@ class Slab:
     blocks : tuple of Block
         Values, in order of execution.
     gaps : tuple of Block
-        Stretches that stay free for the most bytes and steps, the largest first.
-    steps : tuple of trace.Step
-        Nodes that run, and how many bytes of the slab are in use meanwhile.
+        Free regions with the largest product of bytes and duration, largest first.
+    steps : tuple of trace.TraceRow
+        Nodes that run, and the bytes of the slab live meanwhile.
     busiest : int
-        First step at which the most bytes are in use.
+        First position at which the most bytes are live.
     inputs : tuple of (str, int)
-        What lies outside the slab by name, in bytes: state and batch.
+        Names and bytes of state and batch, which are outside the slab.
     """
 
     blocks: tuple[Block, ...]
     gaps: tuple[Block, ...]
-    steps: tuple[trace.Step, ...]
+    steps: tuple[trace.TraceRow, ...]
     busiest: int
     inputs: tuple[tuple[str, int], ...]
 
-    def held_at(self, step: int) -> list[Block]:
-        """Values that lie in the slab while `step` runs, largest first."""
+    def live_at(self, step: int) -> list[Block]:
+        """Return the values live in the slab while `step` runs, largest first."""
         alive = [b for b in self.blocks if b.start <= step <= b.end]
         return sorted(alive, key=lambda b: (-b.bytes, b.start, b.value))
 
 
 def before(result: Result) -> Slab:
-    """The original's slab."""
+    """Return the original's slab."""
     return slab(result.original, trace.sections(result), _fused(result.report.loop_before))
 
 
 def after(result: Result) -> Slab:
-    """The rewritten model's slab."""
+    """Return the rewritten model's slab."""
     return slab(result.executed, trace.sections(result), _fused(result.report.loop_after))
 
 
 def _fused(footprint: Footprint | None) -> bool:
-    """Does the figure that is drawn count fused kernels?"""
+    """Does the prediction count fused kernels?"""
     return footprint is not None and footprint.kernels > 0
 
 
 def slab(executed: Executed, section_of: Mapping[str, str], fuse: bool, gaps: int = 3) -> Slab:
-    """Lay a step out; `section_of` maps names of values to the section of the op that makes them."""
+    """Lay out a step; `section_of` maps names of values to the section of the op that produces them."""
     arranged = prediction.as_run(executed, fuse=fuse)
     placements = arranged.binding.placements
     start, end = lifetimes(arranged.program, [p.name for p in placements])
@@ -87,7 +87,7 @@ def slab(executed: Executed, section_of: Mapping[str, str], fuse: bool, gaps: in
         phase = phase if found == trace.RECOMPUTE else found
         sections.update(dict.fromkeys(step.writes, found))
         of_step.append(found)
-    # An op that writes in place takes its input's memory over: that is the result's from this op on.
+    # An op that writes in place reuses its input's memory, which belongs to the output from this op on.
     taken = {(p.offset, start[p.name]) for p in placements if p.nbytes}
     blocks = tuple(
         Block(p.name, sections[p.name], p.offset, p.nbytes, first, last - (last > first and (p.offset, last) in taken))
@@ -96,7 +96,7 @@ def slab(executed: Executed, section_of: Mapping[str, str], fuse: bool, gaps: in
     )
     used = _in_use(blocks, len(of_step))
     steps = tuple(
-        trace.Step(step.label, step.node.op_type, section, size, 0)
+        trace.TraceRow(step.label, step.node.op_type, section, size, 0)
         for step, section, size in zip(arranged.program.steps, of_step, used, strict=True)
     )
     compiled = arranged.compiled
@@ -106,7 +106,7 @@ def slab(executed: Executed, section_of: Mapping[str, str], fuse: bool, gaps: in
 
 
 def _in_use(blocks: tuple[Block, ...], steps: int) -> list[int]:
-    """Bytes that values take at each step."""
+    """Return the live bytes at each position."""
     change = [0] * (steps + 1)
     for block in blocks:
         change[block.start] += block.bytes
@@ -115,7 +115,7 @@ def _in_use(blocks: tuple[Block, ...], steps: int) -> list[int]:
 
 
 def _gaps(blocks: tuple[Block, ...], steps: int, height: int) -> tuple[Block, ...]:
-    """Free rectangles that no neighbour in time continues, the largest product of bytes and steps first."""
+    """Return the free rectangles of maximal duration, by descending product of bytes and duration."""
     begins: dict[int, list[Block]] = {}
     ends: dict[int, list[Block]] = {}
     for block in blocks:
@@ -148,7 +148,7 @@ def _free(alive: list[Block], height: int) -> list[tuple[int, int]]:
 
 
 def rest(footprint: Footprint) -> tuple[tuple[str, int], ...]:
-    """What training takes besides the slab, by name, in bytes."""
+    """Return the parts of training's memory outside the slab: names and bytes."""
     return (
         ("inputs and state", footprint.inputs), ("weights", footprint.weights), ("workspace", footprint.workspace),
         ("ONNX Runtime's bookkeeping", footprint.books),

@@ -1,7 +1,7 @@
-"""Export of a step in the form PyTorch writes its CUDA memory snapshots in, for pytorch.org/memory_viz.
+"""Export of a step in the format of PyTorch's CUDA memory snapshots, for pytorch.org/memory_viz.
 
-Device 0 is the original, device 1 the rewritten model. Every buffer is a segment of its own, at an address of its own:
-that is what ONNX Runtime asks of the system when its arena is off. Frames name the value, its node and its phase.
+Device 0 is the original, device 1 the rewritten model. Every buffer is a separate segment at a unique address, as ONNX
+Runtime allocates without its arena. Frames name the value, its node and its phase.
 
 References
 ----------
@@ -30,7 +30,7 @@ def write(result: Result, path: Path) -> None:
 
 
 def snapshot(*traces: trace.Trace) -> dict[str, Any]:
-    """A snapshot with one device per trace."""
+    """Return a snapshot with one device per trace."""
     devices = [list(_events(each)) for each in traces]
     return {
         "segments": [s for device, events in enumerate(devices) for s in _left_over(device, events)],
@@ -40,7 +40,7 @@ def snapshot(*traces: trace.Trace) -> dict[str, Any]:
 
 
 def _events(step: trace.Trace) -> Iterator[dict[str, Any]]:
-    """Allocations and frees in the order they happen, each in a segment of its own."""
+    """Yield allocations and frees in order, each buffer in a separate segment."""
     starting: dict[int, list[int]] = {}
     ending: dict[int, list[int]] = {}
     for i, buffer in enumerate(step.buffers):
@@ -87,14 +87,14 @@ def _frame(value: str, number: int) -> dict[str, Any]:
 
 
 def _left_over(device: int, events: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The segments that are allocated after the last event."""
-    held: dict[int, dict[str, Any]] = {}
+    """Yield the segments that are still allocated after the last event."""
+    allocated: dict[int, dict[str, Any]] = {}
     for event in events:
         if event["action"] == "alloc":
-            held[event["addr"]] = event
+            allocated[event["addr"]] = event
         elif event["action"] == "free_completed":
-            del held[event["addr"]]
-    for address, event in held.items():
+            del allocated[event["addr"]]
+    for address, event in allocated.items():
         size = event["size"]
         block = {
             "address": address, "size": size, "requested_size": size, "state": "active_allocated",

@@ -1,4 +1,4 @@
-"""What one execution of a step holds, op by op and buffer by buffer, in the words a picture needs."""
+"""Memory trace of one execution of a step, op by op and buffer by buffer, for plots."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 RECOMPUTE = "recompute"
 SECTIONS = (*phases.NAMES, RECOMPUTE)
-"""What an op belongs to: the phases of a step, and ops run again."""
+"""Sections of a step: its phases, and recomputed ops."""
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """One op as it runs: bytes held meanwhile, of which `workspace` are its own scratch memory."""
+class TraceRow:
+    """One op as it runs, and the bytes allocated meanwhile, of which `workspace` are its own scratch memory."""
 
     label: str
     op_type: str
@@ -35,7 +35,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """Memory allocated for `value` at step `start` and given back after step `end`."""
+    """Memory allocated for `value` at position `start` and freed after position `end`."""
 
     value: str
     bytes: int
@@ -49,42 +49,42 @@ class Trace:
 
     Attributes
     ----------
-    steps : tuple of Step
+    steps : tuple of TraceRow
         In execution order.
     buffers : tuple of Buffer
         In order of allocation; `start` and `end` index `steps`.
     residents : tuple of (name, kind, bytes)
-        Graph inputs and initializers, held throughout.
+        Graph inputs and initializers, allocated throughout.
     peak, peak_step : int
-        Bytes, and the first step that reaches them.
+        Peak in bytes, and the first position that reaches it.
     """
 
-    steps: tuple[Step, ...]
+    steps: tuple[TraceRow, ...]
     buffers: tuple[Buffer, ...]
     residents: tuple[tuple[str, str, int], ...]
     peak: int
     peak_step: int
 
-    def held_at(self, step: int) -> list[Buffer]:
-        """Buffers allocated while `step` runs, largest first."""
+    def live_at(self, step: int) -> list[Buffer]:
+        """Return the buffers allocated while `step` runs, largest first."""
         alive = [b for b in self.buffers if b.start <= step <= b.end]
         return sorted(alive, key=lambda b: (-b.bytes, b.start, b.value))
 
 
 def before(result: Result) -> Trace:
-    """The original as executed by default."""
+    """Return the trace of the original as executed by default."""
     return trace(result.original, sections(result))
 
 
 def after(result: Result) -> Trace:
-    """The rewritten model as executed by default."""
+    """Return the trace of the rewritten model as executed by default."""
     return trace(result.executed, sections(result))
 
 
 def trace(executed: Executed, section_of: Mapping[str, str]) -> Trace:
-    """Spell out an execution; `section_of` maps names of values to the section of the op that makes them.
+    """Return the trace of an execution; `section_of` maps names of values to the section of the op that produces them.
 
-    Control edges, and ops that ONNX Runtime's optimiser made up, belong to the phase they run in.
+    Control edges, and ops added by ONNX Runtime's optimiser, belong to the phase they run in.
     """
     compiled, timeline = executed.compiled, executed.timeline
     names = list(compiled.graph.values)
@@ -94,7 +94,7 @@ def trace(executed: Executed, section_of: Mapping[str, str]) -> Trace:
         section = next((section_of[name] for name in op.writes if name in section_of), phase)
         phase = phase if section == RECOMPUTE else section
         workspace = int(compiled.problem.workspace[index])
-        steps.append(Step(op.label, op.node.op_type, section, int(timeline.step_bytes[number]), workspace))
+        steps.append(TraceRow(op.label, op.node.op_type, section, int(timeline.step_bytes[number]), workspace))
     buffers = tuple(
         Buffer(names[timeline.owner[b]], int(timeline.size[b]), int(timeline.start[b]), int(timeline.end[b]))
         for b in range(len(timeline.size))
@@ -108,10 +108,10 @@ def trace(executed: Executed, section_of: Mapping[str, str]) -> Trace:
 
 
 def peak_by_module(executed: Executed, model: onnx.ModelProto) -> modules.Frame:
-    """Flame graph of what an execution holds at its peak, by the modules that nodes of `model` name."""
+    """Return the flame graph of an execution's peak, by the modules that nodes of `model` name."""
     step = trace(executed, {})
-    return modules.held_by_module(
-        [(buffer.value, buffer.bytes) for buffer in step.held_at(step.peak_step)],
+    return modules.memory_by_module(
+        [(buffer.value, buffer.bytes) for buffer in step.live_at(step.peak_step)],
         [(name, size) for name, _, size in step.residents],
         modules.modules(model),
         step.steps[step.peak_step].workspace if step.steps else 0,
@@ -119,7 +119,7 @@ def peak_by_module(executed: Executed, model: onnx.ModelProto) -> modules.Frame:
 
 
 def sections(result: Result) -> dict[str, str]:
-    """Section by the name of a value: phases of the original's ops, and what the rewriter noted on its clones."""
+    """Return the section of each value by name: the phase of its op in the original, or recomputed."""
     found = {
         name: phases.NAMES[phase]
         for op, phase in zip(result.compiled.graph.ops, result.compiled.problem.phase.tolist(), strict=True)
