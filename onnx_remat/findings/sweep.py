@@ -152,7 +152,7 @@ def _try(planner: Planner, budget: int, progress: Progress = silent) -> _Tried:
 
 
 def tried(model: str | bytes, budget: int, options: PlanningOptions) -> tuple[dict[str, Any] | None, int]:
-    """What a budget gave, for another process."""
+    """Return the result of one budget as JSON data; runs in a child process."""
     point, bound = _try(begin(model, options), budget)
     return None if point is None else asdict(point), bound
 
@@ -160,7 +160,7 @@ def tried(model: str | bytes, budget: int, options: PlanningOptions) -> tuple[di
 def _tried_apart(
     model: Model, budgets: Sequence[int], jobs: int, options: PlanningOptions, names: Sequence[str], progress: Progress
 ) -> Iterator[_Tried]:
-    """Rewrite to each budget in processes of their own; what each gave, in their order."""
+    """Rewrite to each budget in child processes; yield the results in order."""
     given = os.fspath(model) if isinstance(model, str | os.PathLike) else load(model).model.SerializeToString()
     idle: SimpleQueue[Child] = SimpleQueue()
 
