@@ -72,6 +72,14 @@ def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
+def test_every_page_is_in_one_side_bar_of_at_most_fifteen():
+    pages = {page.relative_to(ROOT / "docs").as_posix() for page in PAGES if page.is_relative_to(ROOT / "docs")}
+    navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    tabs = [re.findall(r"- (\S+\.md)$", tab, re.M) for tab in re.split(r"(?m)^  - ", navigation)]
+    assert max(map(len, tabs)) <= 15
+    assert sorted(page for tab in tabs for page in tab) == sorted(pages)
+
+
 def test_the_site_builds_without_a_warning(tmp_path):
     pytest.importorskip("mkdocs")
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
