@@ -68,6 +68,32 @@ def test_the_tests_that_a_page_names_exist():
     assert [(path, name) for path, name in named_there if f"\ndef {name}(" not in (ROOT / path).read_text()] == []
 
 
+def test_the_modules_in_the_table_of_rooms_exist():
+    """In their room, or in the package where the cell names a room or a file; hatch_build.py lies beside it."""
+    table = (ROOT / "CONTRIBUTING.md").read_text().partition("## Where things live")[2].partition("House rules")[0]
+    places, room = [], ""
+    for line in re.findall(r"(?m)^\| (?:`|\(top| \|).+$", table):
+        first, _, modules = (cell.strip() for cell in line.strip("|").split("|"))
+        room = first.strip("`/") if first else room
+        room = "" if room.startswith("(top") else room
+        for name in re.findall(r"`([\w./]+)`", re.sub(r"\([^)]*\)", "", modules)):
+            folders = ROOT, ROOT / "onnx_remat", ROOT / "onnx_remat" / room
+            if not any((folder / f"{name}{end}").exists() for folder in folders for end in ("", ".py")):
+                places.append(f"{room}/{name}")
+    assert table.count("\n|") > 40
+    assert places == []
+
+
+def test_the_paths_that_contributing_names_exist():
+    text = (ROOT / "CONTRIBUTING.md").read_text().replace("<room>", "ort").replace("<name>", "cpu")
+    named_there = [name for name in re.findall(r"`(\w[\w./]*/[\w./]*)`", text) if "NAME" not in name]
+    rooms = ("onnx_remat", "converters", *(f"onnx_remat/{room}" for room in ("plan", "session", "ort", "findings")))
+    folders = ROOT, *(ROOT / room for room in rooms)
+    lost = [n for n in named_there if not any((at / f"{n}{end}").exists() for at in folders for end in ("", ".py"))]
+    assert len(named_there) > 60
+    assert lost == []
+
+
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
