@@ -1,6 +1,6 @@
-"""Train a CNN of which there is only a forward ONNX file, whatever framework it came from, within a budget.
+"""Train a CNN from a forward ONNX file of any framework, within a budget.
 
-The backward pass and the update are added to the graph itself. Needs onnx-remat[convert].
+`add_backward` appends the backward section and the update to the graph. Needs onnx-remat[convert].
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ BATCH, SIDE, WIDTH, CLASSES = 32, 24, 16, 4
 
 
 def forward(rng: np.random.Generator) -> onnx.ModelProto:
-    """Three convolutions with BatchNormalization, then the mean over the image: a file such as an exporter writes."""
+    """Three convolutions with BatchNormalization, then the mean over the image, as an exporter writes it."""
     layers, weights = "", {}
     for i, (into, value) in enumerate([(1, "image"), (WIDTH, "r0"), (WIDTH, "r1")]):
         layers += f"""
@@ -41,7 +41,7 @@ def forward(rng: np.random.Generator) -> onnx.ModelProto:
 
 
 def batch(rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """Stripes of four directions, in noise."""
+    """Stripes of four directions with noise."""
     target = rng.integers(0, CLASSES, BATCH)
     y, x = np.mgrid[:SIDE, :SIDE]
     waves = [np.sin(x), np.sin(y), np.sin(x + y), np.sin(x - y)]
@@ -62,7 +62,7 @@ def main() -> None:
     print(f"loss {losses[0]:.3f} at first, {np.mean(losses[-5:]):.3f} in the end")
 
     state = loop.state()
-    for tensor in model.graph.initializer:  # what was trained, back in the forward file
+    for tensor in model.graph.initializer:  # the trained weights, back into the forward file
         if tensor.name in state:
             tensor.CopyFrom(numpy_helper.from_array(state[tensor.name], tensor.name))
     onnx.save(model, "trained.onnx")

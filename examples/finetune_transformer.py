@@ -1,4 +1,4 @@
-"""Fine-tune a small transformer within 65 % of the memory that its step takes as it is.
+"""Fine-tune a small transformer within 65 % of the memory of its original step.
 
 A PyTorch model from a config, AdamW with a learning-rate schedule, evaluation, a checkpoint, and the trained weights
 back in the module. Needs onnx-remat[torch].
@@ -32,7 +32,7 @@ class Config:
 
 
 class Model(nn.Module):
-    """Predicts the next word at every place."""
+    """Predict the next word at every position."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -50,14 +50,14 @@ class Model(nn.Module):
 
 
 def batch(config: Config, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Texts that count upwards in steps of 1 to 3: the tokens, and the next one at every place."""
+    """Texts that count upwards in steps of 1 to 3: the tokens, and the next one at every position."""
     start, step = rng.integers(0, config.words, (config.batch, 1)), rng.integers(1, 4, (config.batch, 1))
     text = (start + step * np.arange(config.length + 1)) % config.words
     return text[:, :-1], text[:, 1:].reshape(-1)
 
 
 def evaluate(model: nn.Module, config: Config) -> float:
-    """The module's own loss, in PyTorch, on texts that it was not trained on."""
+    """The module's own loss, in PyTorch, on texts outside the training set."""
     tokens, target = map(torch.from_numpy, batch(config, np.random.default_rng(1)))
     with torch.no_grad():
         return float(nn.functional.cross_entropy(model(tokens), target))

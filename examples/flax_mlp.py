@@ -1,4 +1,4 @@
-"""Train a Flax model with an optax optimizer within a budget, and take the parameters back.
+"""Train a Flax model with an optax optimizer within a budget, and return the parameters to it.
 
 Needs onnx-remat[jax] and flax.
 """
@@ -19,7 +19,7 @@ BATCH, PLACES, WIDTH, CLASSES = 64, 32, 32, 8
 
 
 class Mixer(nn.Module):
-    """Two residual blocks over places and channels, then the mean."""
+    """Two residual blocks over positions and channels, then the mean."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -32,7 +32,7 @@ class Mixer(nn.Module):
 
 
 def batch(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Waves whose frequency is the class, in noise."""
+    """Waves with noise; the frequency is the class."""
     target = rng.integers(0, CLASSES, BATCH)
     phase = (target[:, None] + 1) * np.linspace(0, 2 * np.pi, PLACES) + rng.uniform(0, 6, (BATCH, 1))
     wave = np.stack([np.sin(phase), np.cos(phase)], -1) + 0.2 * rng.standard_normal((BATCH, PLACES, 2))

@@ -1,5 +1,5 @@
 // Trains a step written by onnx-remat with ONNX Runtime's C++ API:  ./train small.onnx state.safetensors [steps]
-// What a step puts out as new.<name> is the next step's <name>. CMakeLists.txt beside this file builds it.
+// Each output new.<name> is the next step's input <name>. CMakeLists.txt in this folder builds the program.
 #include <onnxruntime_cxx_api.h>
 
 #include <cstdint>

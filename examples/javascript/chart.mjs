@@ -1,4 +1,4 @@
-// What the page draws, as text: the curves of losses as parts of an SVG, the heaps as bars.
+// The page's charts as text: loss curves as parts of an SVG, heaps as bars.
 export const FILES = { before: "original", after: "rewritten" };
 export const megabytes = (bytes) => `${(bytes / 1e6).toFixed(1)} MB`;
 
@@ -30,7 +30,7 @@ export function lossCurves(seen, count) {
   return parts.join("");
 }
 
-/** A bar for the heap of either file; the rewritten one's has a mark at its budget. */
+/** A bar for each file's heap; the rewritten file's bar has a mark at its budget. */
 export function heapBars(seen, budget) {
   const most = Math.max(1, 1.1 * budget, ...Object.values(seen).map(({ heap }) => heap));
   const bars = Object.entries(FILES).map(([file, name]) => {

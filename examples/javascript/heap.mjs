@@ -1,10 +1,10 @@
-// How large the WebAssembly heap of onnxruntime-web is, and a limit to it. Import this before onnxruntime-web: it has no
-// option for either, but makes its heap with WebAssembly.Memory, which is watched here.
+// The size of onnxruntime-web's WebAssembly heap, and a limit on it. Import this before onnxruntime-web: it has no option for
+// either, but allocates its heap with WebAssembly.Memory, which this module replaces.
 
 const PAGE = 65536;
 const Memory = WebAssembly.Memory;
 let heap = null;
-let most = 65536 * PAGE; // 4 GiB, what onnxruntime-web asks for
+let most = 65536 * PAGE; // 4 GiB, the maximum that onnxruntime-web requests
 
 class Watched extends Memory {
   constructor(given) {
@@ -19,7 +19,7 @@ export function limitHeap(bytes) {
   most = bytes;
 }
 
-/** Bytes of the heap. It never shrinks: this is the most that was needed so far, and up to a fifth of room to grow. */
+/** Bytes of the heap. It never shrinks: this is the largest size needed so far, plus up to a fifth of room to grow. */
 export function heapBytes() {
   return heap ? heap.buffer.byteLength : 0;
 }

@@ -9,7 +9,7 @@ const TYPES = {
   U64: ["uint64", BigUint64Array], U8: ["uint8", Uint8Array], BOOL: ["bool", Uint8Array],
 };
 
-/** Tensors by name, from the bytes of a safetensors file: what `Loop.save` writes in Python. */
+/** Tensors by name, from the bytes of a safetensors file, as `Loop.save` writes it in Python. */
 export function readState(ort, buffer) {
   const start = 8 + Number(new DataView(buffer).getBigUint64(0, true));
   const { __metadata__, ...entries } = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 8, start - 8)));
@@ -22,7 +22,7 @@ export function readState(ort, buffer) {
   return state;
 }
 
-/** Steps of one session: what a step puts out as `new.<name>` is the next one's `<name>`. */
+/** Steps of one session: each output `new.<name>` is the next step's input `<name>`. */
 export class Loop {
   constructor(session, state) {
     const missing = session.inputNames.filter((name) => !(name in state));
@@ -31,7 +31,7 @@ export class Loop {
     this.feeds = Object.fromEntries(session.inputNames.map((name) => [name, state[name]]));
   }
 
-  /** Train on a batch (tensors by input name), or on the one before; returns the loss. */
+  /** Train on a batch (tensors by input name), or on the previous batch; returns the loss. */
   async step(batch = {}) {
     Object.assign(this.feeds, batch);
     const made = await this.session.run(this.feeds);

@@ -1,5 +1,5 @@
-// The page's part: one worker per training, a curve of the losses, a bar of the heap. The files come from steps/ beside
-// the page, or from ?steps=FOLDER; its index.json lists them.
+// The page: one worker per training, a loss curve and a bar for the heap. The files come from the folder steps/ next to the
+// page, or from ?steps=FOLDER; its index.json lists them.
 import { FILES, heapBars, lossCurves, megabytes } from "./chart.mjs";
 
 const { searchParams } = new URL(location.href);

@@ -1,6 +1,6 @@
 // Trains in Node:  node train.mjs small.onnx state.safetensors [--steps 20] [--wasm]
 // Native kernels (onnxruntime-node), or with --wasm those of the browser (onnxruntime-web). --heap BYTES limits the heap,
-// --profile prints every node as it ran, --json one line of JSON.
+// --profile prints every executed node, --json one line of JSON.
 import { readFile } from "node:fs/promises";
 import { parseArgs } from "node:util";
 import { heapBytes, limitHeap } from "./heap.mjs";

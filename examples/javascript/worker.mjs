@@ -1,4 +1,4 @@
-// Trains one file in a worker of its own, hence in a fresh WebAssembly heap, and reports every step to the page.
+// Trains one file in a separate worker, and so in a fresh WebAssembly heap, and reports every step to the page.
 import { heapBytes, limitHeap } from "./heap.mjs"; // before onnxruntime-web
 import { Loop, OPTIONS, readState } from "./loop.mjs";
 import * as ort from "./node_modules/onnxruntime-web/dist/ort.wasm.bundle.min.mjs";
