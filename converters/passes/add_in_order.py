@@ -1,8 +1,8 @@
-"""Sums into rows that ONNX Runtime gets right: ScatterElements instead of ScatterND.
+"""Scatter sums by ScatterElements instead of ScatterND, which loses terms in ONNX Runtime.
 
-Its CPU kernel for ScatterND shares the updates among threads, and where two threads add to one entry, one of the sums
-is lost: with 1024 updates of rows, two of them to the same row in different halves, that row is wrong in some runs.
-ScatterElements takes one update after the other.
+ONNX Runtime's CPU kernel for ScatterND divides the updates among threads. If two threads add to the same entry, one of
+the sums is lost: with 1024 updates of rows, two of them to the same row in different halves, that row is wrong in some
+runs. ScatterElements applies one update after the other.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def add_in_order(model: ir.Model) -> None:
 
 
 def _tapes(tape: Tape) -> Iterator[Tape]:
-    """Of a graph and of all bodies in it."""
+    """Yield a tape for a graph and for every body inside it."""
     yield tape
     for attribute in (a for node in tape.graph for a in node.attributes.values()):
         if attribute.type == ir.AttributeType.GRAPH:
@@ -47,7 +47,7 @@ def _rewrite(tape: Tape, node: ir.Node, reduction: str) -> None:
 
 
 def _apart(indices: ir.Value | None) -> bool:
-    """Is it known that no two updates go to the same place?"""
+    """Return whether constant indices show that no two updates write the same place."""
     if indices is None or indices.const_value is None or indices.is_graph_input():
         return False
     known = indices.const_value.numpy()
@@ -56,7 +56,7 @@ def _apart(indices: ir.Value | None) -> bool:
 
 
 def _elements(t: Tape, data: ir.Value, indices: ir.Value, updates: ir.Value, reduction: str) -> ir.Value:
-    """The places that indices name, numbered, are the rows of a matrix."""
+    """Append a ScatterElements over rows: each place that indices can name is one row of a matrix."""
     shape, where = dims(data), dims(indices)
     depth = where[-1]
     assert isinstance(depth, int)

@@ -1,4 +1,4 @@
-"""The gradient of the log-probability that a softmax gives each row's class, written without a matrix of zeros."""
+"""The gradient of cross entropy, through the softmax, without a matrix of zeros."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from .base import Fact, rewrite
 
 @dataclass(frozen=True, slots=True)
 class _Scattered:
-    """Zeros, but for one entry in each row along an axis.
+    """A tensor that is zero except for one entry in each row along an axis.
 
     Attributes
     ----------
     axis : int
     places : onnx_ir.Value
-        Where along the axis; its size there is 1. Elsewhere axes of one entry may be more or less.
+        Positions of the entries along the axis; size 1 on that axis. On other axes, axes of size 1 may be added or
+        missing.
     entries : onnx_ir.Value
-        What lies there.
+        Values of the entries.
     factor : onnx_ir.Value or None
-        The whole is multiplied by it; one number for each row.
+        Factor of the whole tensor, one number for each row.
     """
 
     axis: int
@@ -39,15 +40,15 @@ class _Scattered:
 
 @rewrite(requires=[Fact.SHAPES, Fact.STATED], ensures=[Fact.SOFTMAX])
 def add_to_softmax(model: ir.Model) -> None:
-    """Add the one entry of each row of `m` to the rest where ``m - p * sum(m)`` or ``m + p`` is computed, in place.
+    """Scatter, in place, the one nonzero entry of each row of `m` into the rest of ``m - p * sum(m)`` or ``m + p``.
 
-    That is how frameworks write the gradient of a cross entropy: `m` is the gradient of the probabilities' logarithms,
-    `p` the probabilities. A matrix of zeros, `m` and the difference are then as large as the logits each, and ONNX
-    Runtime computes the zeros when it opens the file and holds them for good. The sum has one term, so the numbers stay
-    the same to the last bit.
+    Frameworks write the gradient of cross entropy in this form: `m` is the gradient of the log-probabilities, `p` the
+    probabilities. A matrix of zeros, `m` and the difference are each as large as the logits, and ONNX Runtime computes
+    the zeros when it loads the file and keeps them allocated. ``sum(m)`` has one term, so the result stays the same to
+    the last bit.
 
-    The gradient waits for the loss, which ONNX Runtime would else compute at the end of the step, since nothing but the
-    user reads it, and hold the logarithms until then.
+    The gradient waits for the loss. Otherwise ONNX Runtime computes the loss at the end of the step, because no node
+    reads it, and the logarithms stay allocated until then.
     """
     if model.graph.opset_imports.get("", 0) < _ADDS:
         return
@@ -77,14 +78,14 @@ def add_to_softmax(model: ir.Model) -> None:
 
 
 _ADDS = 16
-"""The opset from which on ScatterElements adds."""
+"""First opset in which ScatterElements can add."""
 
 _KINDS = (ir.DataType.FLOAT, ir.DataType.DOUBLE)
-"""What it adds on ONNX Runtime's CPU."""
+"""Types for which ONNX Runtime's CPU kernel of ScatterElements can add."""
 
 
 def _differences(node: ir.Node) -> Iterator[tuple[ir.Value, ir.Value, ir.Value | None]]:
-    """What a node may be as ``m - rest * p`` or, without `p`, as ``m + rest``."""
+    """Yield (m, rest, p) for each reading of a node as ``m - rest * p``, or with p None as ``m + rest``."""
     if node.domain or node.op_type not in ("Sub", "Add"):
         return
     a, b = node.inputs
@@ -106,7 +107,7 @@ def _factors(product: ir.Value | None) -> Iterator[tuple[ir.Value, ir.Value]]:
 
 
 def _scattered(value: ir.Value | None) -> _Scattered | None:
-    """What a value is if it is zero but for one entry in each row."""
+    """Return a value as `_Scattered`; None if it is not zero except for one entry in each row."""
     node = value.producer() if value is not None and value.shape is not None else None
     if value is None or node is None or node.domain:
         return None
@@ -135,7 +136,7 @@ def _scattered(value: ir.Value | None) -> _Scattered | None:
 
 
 def _reshaped(source: ir.Value | None, shape: Dims) -> _Scattered | None:
-    """The same with axes of one entry taken out or put in."""
+    """Return a reshaped value as `_Scattered`, if only axes of size 1 were added or removed; None otherwise."""
     found = _scattered(source)
     if source is None or found is None or dims(source)[found.axis] == 1:
         return None
@@ -150,14 +151,14 @@ def _broadcasts(narrow: Dims, wide: Dims) -> bool:
 
 
 def is_zero(value: ir.Value) -> bool:
-    """Is it known to be zero everywhere?"""
+    """Return whether a value is known to be zero everywhere."""
     known = value.const_value if not value.is_graph_input() else None
     if known is not None:
         return not np.any(known.numpy())
     node = value.producer()
     if node is None or node.domain or node.op_type not in ("Expand", "ConstantOfShape", "Cast", "Sub"):
         return False
-    if node.op_type == "Sub":  # of an integer, which is never NaN: see `jax.lower`
+    if node.op_type == "Sub":  # x - x is 0 for an integer, which is never NaN: see `jax.lower`
         return node.inputs[0] is node.inputs[1] and value.dtype is not None and value.dtype.is_integer()
     if node.op_type != "ConstantOfShape":
         return node.inputs[0] is not None and is_zero(node.inputs[0])
@@ -165,7 +166,7 @@ def is_zero(value: ir.Value) -> bool:
 
 
 def _sums(value: ir.Value, m: ir.Value, axis: int) -> bool:
-    """Is a value the sum of `m` along an axis, which stays?"""
+    """Return whether a value is the sum of `m` along an axis, kept as an axis of size 1."""
     node = value.producer()
     if node is None or node.domain or node.op_type != "ReduceSum" or node.inputs[0] is not m:
         return False

@@ -1,4 +1,4 @@
-"""The part of a step after its loss, and how its nodes wait for it."""
+"""`AfterLoss`: the nodes of a step that follow its loss, and a value by which they wait for it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from ..tape import Tape
 
 
 class AfterLoss:
-    """The part of a step after its loss, which may be made to wait for it.
+    """The nodes of a step that follow its loss, and may wait for it.
 
-    Nodes wait by reading `never`, a scalar that is false whatever the loss is: ONNX Runtime does not know that.
+    A node waits by reading `never`, a scalar that is false whatever the loss is. ONNX Runtime cannot fold it away,
+    because it depends on the loss.
     """
 
     def __init__(self, graph: ir.Graph) -> None:
@@ -26,10 +27,10 @@ class AfterLoss:
             self.nodes = []
 
     def never(self) -> ir.Value:
-        """False, once the loss is known."""
+        """Return a scalar that is false and is computed from the loss."""
         if self._never is None:
             assert self._loss is not None
             with self.tape.ahead_of(self.nodes[0], "backward"):
-                some = self.tape.op("Cast", self._loss, shape=(), dtype=ir.DataType.BOOL, to=int(ir.DataType.BOOL))
-                self._never = self.tape.op("Xor", some, some, shape=())
+                nonzero = self.tape.op("Cast", self._loss, shape=(), dtype=ir.DataType.BOOL, to=int(ir.DataType.BOOL))
+                self._never = self.tape.op("Xor", nonzero, nonzero, shape=())
         return self._never

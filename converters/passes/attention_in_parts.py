@@ -1,8 +1,8 @@
-"""Attention, a few heads at a time: scores need neither all exist at once nor stay for the gradient.
+"""Attention, a few heads at a time: the scores never all exist at once, and none is kept for the gradient.
 
-What lies between the product that makes the scores and those that read them is computed for each head of each text by
-itself, forward and backward alike. So it is written once for each part of the texts and heads, and the backward pass
-makes the scores of a part again, from queries and keys, instead of reading those of the forward pass::
+The nodes between the product that makes the scores and the products that read them compute each head of each text
+separately, in the forward and the backward pass. The pass writes these nodes once for each part of the texts and heads.
+The backward pass recomputes the scores of a part from queries and keys, instead of reading those of the forward pass::
 
     forward     q1, k1, v1 -> scores -> softmax -> output 1 -+
                 q2, k2, v2 -> scores -> softmax -> output 2 -+-> Concat
@@ -10,10 +10,10 @@ makes the scores of a part again, from queries and keys, instead of reading thos
     backward    output's gradient --waits--> q1, k1 -> scores -> softmax -> gradients of q1, k1, v1 -+
                                   +--waits--> q2, k2 -> scores -> softmax -> gradients of q2, k2, v2 -+-> Concats
 
-No sum goes across parts, so the numbers are the same. Each part of the backward pass waits for the one before it, and
-the first for the gradient of the output: ONNX Runtime's order might else begin with the scores of all parts. To make
-scores again instead of keeping them is FlashAttention's idea (Dao et al., NeurIPS 2022), whose kernels go further: they
-never hold all scores of one head.
+No sum crosses parts, so the numbers are the same. Each part of the backward pass waits for the one before it, and the
+first for the gradient of the output; otherwise ONNX Runtime's order might begin with the scores of all parts. The
+recomputation of scores is FlashAttention's idea (Dao et al., NeurIPS 2022), whose kernels go further: they never store
+all scores of one head.
 """
 
 from __future__ import annotations
@@ -37,36 +37,36 @@ from .base import Fact, rewrite
 from .rowwise import RESHAPE
 
 _LEAST_BYTES = 1 << 24
-"""Of the scores of an attention: below these none is taken apart unless asked for."""
+"""Size of an attention's scores from which it is divided by default."""
 _PART_BYTES = 1 << 23
-"""Of a part's scores."""
+"""Size of the scores of one part, at most, by default."""
 _MOST = 8
-"""Parts, about, unless asked for more."""
+"""Approximate limit on the number of parts by default."""
 _WORTH = 2
-"""Scores have more entries, in rows and in columns, than so many times what each is a product of."""
+"""Only scores are divided whose rows and columns are longer than this many times the length of a query."""
 
 
 def checked(given: int | None) -> int | None:
-    """The argument, checked; UsageError where it is no number of parts."""
+    """Return the argument; raise UsageError unless it is a number of parts or None."""
     if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
-        raise UsageError(f"attention_parts must be a whole number of 1 or more, not {given!r}")
+        raise UsageError(f"attention_parts={given!r} is not a number of parts: use an integer of 1 or more")
     return given
 
 
 @rewrite(requires=[Fact.SHAPES, Fact.PHASES, Fact.LEAN])
 def attention_in_parts(model: ir.Model, wanted: int | None = None, watched: Collection[str] = ()) -> None:
-    """Rewrite, in place, each attention of a step to take its heads in parts, one after the other.
+    """Rewrite, in place, each attention of a step to process its heads in parts, one after the other.
 
     Parameters
     ----------
     model : onnx_ir.Model
-        A training step; attentions of open sizes, or whose scores others read, are left as they are.
+        A training step. Attentions with open sizes, or whose scores other nodes read, stay unchanged.
     wanted : int or None
-        So many parts of each attention, or the least more that make each part some heads of one text or all heads of
-        some; 1 leaves all attentions alone. None chooses: scores of 16 MiB or more, in parts of at most 8 MiB, or in
-        about 8 parts if these would be more.
+        Number of parts of each attention, rounded up until each part is some heads of one text or all heads of some
+        texts. 1 changes nothing. By default (None), attentions with scores of 16 MiB or more are divided into parts of
+        at most 8 MiB, or into about 8 parts if that would be more.
     watched : collection of str
-        Outputs of the graph that are not to stay.
+        Temporary outputs of the graph.
     """
     graph = model.graph
     if wanted == 1:
@@ -90,7 +90,8 @@ def attention_in_parts(model: ir.Model, wanted: int | None = None, watched: Coll
 
 
 def _heads(node: ir.Node, wanted: int | None) -> int | None:
-    """How many matrices a part has, at most, of the scores that a node makes; None where it makes none worth it."""
+    """Return the largest number of matrices in a part of the scores that a node makes; None if it is not worth
+    dividing."""
     if node.domain or node.op_type != "MatMul" or not is_forward(node):
         return None
     left, made, dtype = static(node.inputs[0]), static(node.outputs[0]), node.outputs[0].dtype
@@ -108,7 +109,7 @@ def _heads(node: ir.Node, wanted: int | None) -> int | None:
 
 
 def ranges(factors: Shape, most: int) -> tuple[tuple[int, int], ...]:
-    """Ranges of at most so many matrices (one at least), each a box: entries of one axis, all of those after it.
+    """Divide matrices into ranges of at most `most`, or 1, each a box: some entries of one axis, all of the later axes.
 
     >>> ranges((2, 4), 3), ranges((4, 2), 5)
     (((0, 2), (2, 4), (4, 6), (6, 8)), ((0, 4), (4, 8)))
@@ -126,7 +127,7 @@ def ranges(factors: Shape, most: int) -> tuple[tuple[int, int], ...]:
 
 
 def _box(sizes: Shape, begin: int, end: int) -> list[tuple[int, int]]:
-    """A range of matrices along each of the axes that count them.
+    """Return the range along each axis of a stack that a range of its matrices covers.
 
     >>> _box((2, 4), 4, 6), _box((2, 4), 0, 8), _box((8,), 4, 6)
     ([(1, 2), (0, 2)], [(0, 2), (0, 4)], [(4, 6)])
@@ -140,7 +141,7 @@ def _box(sizes: Shape, begin: int, end: int) -> list[tuple[int, int]]:
 
 
 def _divide(tape: Tape, region: Region, place: Mapping[ir.Node, int], parts: Sequence[tuple[int, int]]) -> None:
-    """Write a region's nodes once for each part, and put what they make together again."""
+    """Write a region's nodes once for each part, and concatenate their results."""
     stored: list[dict[ir.Value, ir.Value]] = []
     made = region.made(region.forward)
     nodes = _run(region, region.forward, place, frozenset())
@@ -170,7 +171,8 @@ def _divide(tape: Tape, region: Region, place: Mapping[ir.Node, int], parts: Seq
 
 
 def _kept(region: Region) -> frozenset[ir.Value]:
-    """What of the forward pass is not made again: what was drawn, and what is one number a row."""
+    """Return the values that the backward pass does not recompute: random masks, and values with one number for each
+    row."""
     return frozenset(
         value for node in region.forward for index, value in enumerate(node.outputs)
         if not region.stack.is_wide(value) or (node.op_type == "Dropout" and index == 1)
@@ -180,7 +182,7 @@ def _kept(region: Region) -> frozenset[ir.Value]:
 def _run(
     region: Region, side: Iterable[ir.Node], place: Mapping[ir.Node, int], kept: Collection[ir.Value]
 ) -> list[ir.Node]:
-    """The nodes of one pass, and those of the region that they need but for what is kept, in order."""
+    """Return the nodes of one pass and the nodes of the region that recompute their inputs except `kept`, in order."""
     own = set(region.nodes)
     run = dict.fromkeys(side)
     todo = list(run)
@@ -194,7 +196,7 @@ def _run(
 
 
 def _sources(region: Region, nodes: Iterable[ir.Node]) -> frozenset[ir.Value]:
-    """What makes wide products wait when it does: one operand of each."""
+    """Return one operand of each wide product: the product waits if this operand does."""
     forming = set(region.forming)
     found = set()
     for node in nodes:
@@ -209,7 +211,7 @@ def _sources(region: Region, nodes: Iterable[ir.Node]) -> frozenset[ir.Value]:
 
 
 def _late(region: Region) -> list[ir.Value]:
-    """What the backward pass of an attention reads that was made in the backward pass: the gradient of its output."""
+    """Return the values from outside that are computed in the backward pass: the gradient of the attention's output."""
     own = set(region.nodes)
     inputs = (value for node in (*region.forming, *region.backward) for value in node.inputs)
     makers = {value: value.producer() for value in inputs if value is not None}
@@ -220,19 +222,19 @@ def _late(region: Region) -> list[ir.Value]:
 
 
 def _never(tape: Tape, values: Sequence[ir.Value]) -> ir.Value:
-    """False, once all these are computed; see `after_loss`."""
+    """Return a scalar that is false and is computed from all of `values`; see `after_loss`."""
     entries = [tape.op("GatherND", v, tape.ints(*[0] * len(known(v))), shape=()) for v in reversed(values)]
     assert entries[0].dtype is not None
     alike = [tape.cast(entry, entries[0].dtype) for entry in entries]
     total = tape.op("Sum", *alike, shape=()) if len(alike) > 1 else alike[0]
-    some = tape.op("Cast", total, shape=(), dtype=ir.DataType.BOOL, to=int(ir.DataType.BOOL))
-    return tape.op("Xor", some, some, shape=())
+    nonzero = tape.op("Cast", total, shape=(), dtype=ir.DataType.BOOL, to=int(ir.DataType.BOOL))
+    return tape.op("Xor", nonzero, nonzero, shape=())
 
 
 def _put_together(
     tape: Tape, region: Region, made: Iterable[ir.Value], parts: Sequence[Mapping[ir.Value, ir.Value]]
 ) -> None:
-    """Readers of a value read its parts, one after the other."""
+    """Replace each value by the Concat of its parts."""
     for value in made:
         shape = known(value)
         rest = shape[region.stack.lead(shape) :]
@@ -254,11 +256,11 @@ class _Part:
     begin, end : int
         The range of matrices.
     known : dict of onnx_ir.Value to onnx_ir.Value
-        Values' parts, as far as they are written; grows.
+        The part of each value that is written so far; grows.
     never : onnx_ir.Value, optional
-        False once the part may begin.
+        A value that is false and available once the part may begin.
     waiting : frozenset of onnx_ir.Value
-        Operands from outside that wait for it.
+        Operands from outside that wait for `never`.
     """
 
     tape: Tape
@@ -272,7 +274,7 @@ class _Part:
     slices: dict[tuple[ir.Value, tuple[tuple[int, int, int], ...]], ir.Value] = field(default_factory=dict)
 
     def write(self, nodes: Iterable[ir.Node]) -> None:
-        """Write nodes for this part."""
+        """Append a copy of each node for this part."""
         for node in nodes:
             inputs = [self._operand(node, slot, value) for slot, value in enumerate(node.inputs)]
             again = node.op_type == "Dropout" and self.phase == "backward"
@@ -294,7 +296,7 @@ class _Part:
         return made
 
     def _drop_again(self, node: ir.Node, inputs: Sequence[ir.Value | None]) -> ir.Value:
-        """What a Dropout makes, by what it drew and as its kernel computes it: see `onnx_remat.ir.dropout`."""
+        """Recompute the result of a Dropout from its mask, in its kernel's arithmetic; see `onnx_remat.ir.dropout`."""
         x, mask, ratio = inputs[0], self.known[node.outputs[1]], node.inputs[1] if len(node.inputs) > 1 else None
         assert x is not None and x.dtype is not None
         kept = np.float32(1) - np.float32(0.5 if ratio is None else scalar(ratio))
@@ -302,14 +304,14 @@ class _Part:
         return self.tape.op("Div", scaled, self.tape.scalar(float(kept), x), shape=known(x))
 
     def _shape(self, value: ir.Value) -> Shape:
-        """A part's."""
+        """Return the shape of this part of a value."""
         shape = known(value)
         lead = self.region.stack.lead(shape)
         assert lead is not None
         return (*(end - begin for begin, end in _box(shape[:lead], self.begin, self.end)), *shape[lead:])
 
     def _operand(self, node: ir.Node, slot: int, value: ir.Value | None) -> ir.Value | None:
-        """What a node reads in this part: a value's part where it has one, the same as in all parts otherwise."""
+        """Return the operand of a node in this part: a part of the value, or the value itself if all parts share it."""
         if value is None or value in self.known:
             return None if value is None else self.known[value]
         shape, lead = known(value), self.region.stack.lead
@@ -336,9 +338,10 @@ class _Part:
         return self.slices[value, cut]
 
     def _slice(self, value: ir.Value, cut: Sequence[tuple[int, int, int]]) -> ir.Value:
-        """Entries of some axes, in the backward pass counted from their ends.
+        """Slice some axes of a value, in the backward pass with positions counted from the end.
 
-        ONNX Runtime would else take slices of both passes for one, and hold that of the forward pass until then.
+        Otherwise ONNX Runtime would merge the equal slices of both passes, and keep that of the forward pass until the
+        backward pass.
         """
         shape = list(known(value))
         starts, ends = [begin for _, begin, _ in cut], [end for _, _, end in cut]
@@ -352,7 +355,7 @@ class _Part:
         return self.tape.op("Slice", value, ints(*starts), ints(*ends), ints(*axes), shape=tuple(shape))
 
     def _label(self, node: ir.Node, made: ir.Value) -> None:
-        """What is made for a node is of its module."""
+        """Copy the metadata of a node, such as its module, to a node written for it."""
         maker = made.producer()
         assert maker is not None
         maker.metadata_props.update({key: text for key, text in node.metadata_props.items() if key != "phase"})

@@ -1,4 +1,4 @@
-"""Attentions in a step: the nodes that compute each matrix of a stack of scores by itself, in both passes.
+"""Find attentions in a step: nodes that compute each matrix of a stack of scores separately, in both passes.
 
 A *stack* is a tensor whose leading axes count matrices, texts times heads: (2, 4, n, m) and (8, n, m) are the same
 stack of eight. It is *wide* where a matrix has about as many entries as the scores of one head of one text.
@@ -22,15 +22,15 @@ Shape = tuple[int, ...]
 ENTRY_BY_ENTRY = ELEMENTWISE | {"IsInf", "IsNaN"}
 _ALONG = {"Softmax", "LogSoftmax"}
 STACKED = {"Concat", "GatherElements", "ScatterElements"}
-"""Ops of which every operand is a stack."""
+"""Ops whose operands are all stacks."""
 _EXPONENTIALS = {"Softmax", "LogSoftmax", "Exp"}
-"""One of these is in every attention; products of other stacks of matrices are none."""
+"""Every attention contains one of these, unlike other products of stacks of matrices."""
 _FORMING = {"Transpose", "Cast", "Mul", "Div", "Neg"} | RESHAPE
 
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """What a stack is, and what is wide.
+    """The definition of a stack, and of a wide one.
 
     Attributes
     ----------
@@ -42,7 +42,7 @@ class Stack:
     area: float
 
     def lead(self, shape: Shape | None) -> int | None:
-        """How many leading axes count the matrices; None of what is no stack.
+        """Return the number of leading axes that count the matrices; None if the shape is not a stack.
 
         >>> two_by_four = Stack(8, 128)
         >>> two_by_four.lead((2, 4, 16, 16)), two_by_four.lead((8, 16, 16)), two_by_four.lead((2, 1, 16, 16))
@@ -56,7 +56,7 @@ class Stack:
         return None
 
     def is_wide(self, value: ir.Value | None) -> bool:
-        """Is it as large as the scores?"""
+        """Return whether a value is as large as the scores."""
         shape = static(value)
         lead = self.lead(shape)
         return shape is not None and lead is not None and math.prod(shape[lead:]) > self.area
@@ -64,17 +64,17 @@ class Stack:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """An attention: the nodes between what its scores are made of and the products that read them.
+    """An attention: the nodes from the product that makes its scores to the products that read them.
 
     Attributes
     ----------
     stack : Stack
     forward, backward : tuple of onnx_ir.Node
-        Those of either pass, in order; the second is empty where nothing is differentiated.
+        Nodes of each pass, in order; `backward` is empty where the attention has no gradient.
     forming : tuple of onnx_ir.Node
-        Those that bring operands into form, in order, and may as well do so with a part.
+        Nodes that only rearrange operands, in order; each part can rearrange its own.
     factors : tuple of int
-        The axes that all ways of counting the matrices have in common: (2, 4) where some say 8 and others 2 by 4.
+        The common axes that count the matrices: (2, 4) where some values have 8 and others 2 by 4.
     """
 
     stack: Stack
@@ -85,11 +85,11 @@ class Region:
 
     @property
     def nodes(self) -> tuple[ir.Node, ...]:
-        """All of them."""
+        """All nodes of the attention."""
         return (*self.forward, *self.backward, *self.forming)
 
     def made(self, nodes: Iterable[ir.Node]) -> list[ir.Value]:
-        """Those results of some nodes that others read, in order."""
+        """Return the results of `nodes` that other nodes read, in order."""
         own = set(self.nodes)
         return [
             v for node in nodes for v in node.outputs
@@ -98,19 +98,19 @@ class Region:
 
 
 def known(value: ir.Value) -> Shape:
-    """The shape of a value whose every size is known."""
+    """Return the shape of a value of static shape."""
     shape = static(value)
     assert shape is not None, value.name
     return shape
 
 
 def is_forward(node: ir.Node) -> bool:
-    """Is it of the forward pass?"""
+    """Return whether a node belongs to the forward pass."""
     return node.metadata_props.get("phase") == "forward"
 
 
 def find(place: Mapping[ir.Node, int], scores: ir.Node, watched: Collection[str]) -> Region | None:
-    """The attention that a product of the forward pass makes the scores of.
+    """Find the attention whose scores a product of the forward pass makes.
 
     Parameters
     ----------
@@ -119,12 +119,13 @@ def find(place: Mapping[ir.Node, int], scores: ir.Node, watched: Collection[str]
     scores : onnx_ir.Node
         A MatMul whose result's sizes are known.
     watched : collection of str
-        Outputs of the graph that are not to stay, which may be wide.
+        Temporary outputs of the graph, which may be wide.
 
     Returns
     -------
     Region or None
-        None where others read what is wide, or what is computed of one matrix needs others, or this is no attention.
+        None if other nodes read a wide value, if a result for one matrix depends on other matrices, or if this is not
+        an attention.
     """
     made = known(scores.outputs[0])
     stack = Stack(math.prod(made[:-2]), math.prod(made[-2:]) / 2)
@@ -151,7 +152,8 @@ def find(place: Mapping[ir.Node, int], scores: ir.Node, watched: Collection[str]
 
 
 def _grow(scores: ir.Node, stack: Stack, watched: Collection[str]) -> set[ir.Node] | None:
-    """The nodes reached from scores that compute each matrix by itself, up to products that are no scores any more."""
+    """Return the nodes reached from the scores that compute each matrix separately, up to products that are not
+    wide."""
     nodes: set[ir.Node] = set()
     inside: set[ir.Value] = set()
     from_product: dict[ir.Value, bool] = {}
@@ -181,7 +183,7 @@ def _grow(scores: ir.Node, stack: Stack, watched: Collection[str]) -> set[ir.Nod
 
 
 def _is_from_product(value: ir.Value, stack: Stack, known: dict[ir.Value, bool]) -> bool:
-    """Is it wide, and made of a wide product, matrix by matrix?"""
+    """Return whether a value is wide and computed from a wide product, matrix by matrix."""
     if value not in known:
         known[value] = False
         node = value.producer()
@@ -194,7 +196,7 @@ def _is_from_product(value: ir.Value, stack: Stack, known: dict[ir.Value, bool])
 
 
 def _needed(nodes: Sequence[ir.Node], stack: Stack) -> list[ir.Node]:
-    """Of nodes in order, those that read or make what is wide, and those that these need."""
+    """Return the nodes that read or make wide values, and the nodes that those need, in order."""
     needed: set[ir.Node] = set()
     for node in reversed(nodes):
         wide = any(stack.is_wide(v) for v in (*node.inputs, *node.outputs))
@@ -204,9 +206,9 @@ def _needed(nodes: Sequence[ir.Node], stack: Stack) -> list[ir.Node]:
 
 
 def _by_matrix(node: ir.Node, stack: Stack, inside: Collection[ir.Value]) -> bool:
-    """Is each matrix that a node makes computed from the same one of what it reads, and from what is no stack?
+    """Return whether a node computes each matrix from the same matrix of its operands, and from values without a stack.
 
-    Values in `inside` are stacks; other operands may be one, or have axes of one entry in its place.
+    Values in `inside` are stacks. Other operands may be stacks too, or have axes of size 1 in their place.
     """
     op, made = node.op_type, static(node.outputs[0])
     lead = stack.lead(made)
@@ -246,7 +248,7 @@ def _by_matrix(node: ir.Node, stack: Stack, inside: Collection[ir.Value]) -> boo
 
 
 def _draws(node: ir.Node) -> bool:
-    """Does a Dropout drop a known share, by draws that no seed states?"""
+    """Return whether a Dropout drops a known share and has no seed."""
     _, ratio, training = (*node.inputs, None, None)[:3]
     share = scalar(ratio) if ratio is not None else 0.5
     trains = training is not None and scalar(training) == 1.0
@@ -254,7 +256,7 @@ def _draws(node: ir.Node) -> bool:
 
 
 def _forming(nodes: Sequence[ir.Node], stack: Stack) -> list[ir.Node]:
-    """Nodes that only bring into form what the others read."""
+    """Return the nodes that only rearrange operands of the others."""
     own = dict.fromkeys(nodes)
     todo = list(nodes)
     while todo:
@@ -264,7 +266,7 @@ def _forming(nodes: Sequence[ir.Node], stack: Stack) -> list[ir.Node]:
 
 
 def _chain(value: ir.Value | None, stack: Stack, own: Mapping[ir.Node, None]) -> list[ir.Node]:
-    """The nodes that form a value which nobody else reads; none that are mere views of what they read."""
+    """Return the nodes that rearrange a value with no other reader; exclude those that are mere views."""
     chain: dict[ir.Node, None] = {}
     while value is not None and not value.is_graph_output():
         node = value.producer()
@@ -285,7 +287,7 @@ def _chain(value: ir.Value | None, stack: Stack, own: Mapping[ir.Node, None]) ->
 
 
 def _factors(inside: Iterable[ir.Value], stack: Stack) -> Shape | None:
-    """The axes that all stacks have in common; None where they count the matrices in ways that do not go together."""
+    """Return the common axes of all stacks; None if they count the matrices in incompatible ways."""
     ends = {1, stack.count}
     for value in inside:
         shape = known(value)
@@ -298,7 +300,7 @@ def _factors(inside: Iterable[ir.Value], stack: Stack) -> Shape | None:
 
 
 def _waits(place: Mapping[ir.Node, int], side: Sequence[ir.Node], own: Collection[ir.Node]) -> bool:
-    """Does a pass of an attention need what others make of its results?"""
+    """Return whether nodes of one pass need a value that nodes outside compute from their results."""
     mine, inside = set(side), set(own)
     after: set[ir.Value] = set()
     for node in place:

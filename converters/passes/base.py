@@ -1,7 +1,8 @@
-"""`Pass`: a rewrite of a step with its contract; `Order`: passes one after the other, each contract kept.
+"""`Pass`: a rewrite of a step, with its contract; `Order`: a sequence of passes whose contracts hold.
 
-A contract names facts about a step: which a pass requires, which hold once it has run, and which it breaks. An order
-that runs a pass where a fact it requires does not hold, or ends without a fact it promises, cannot be made.
+A contract names facts about a step: those that the pass requires, those that hold after it, and those that it may
+break. The constructor of `Order` raises ValueError if a pass requires a fact that does not hold at its place, or if a
+promised fact does not hold at the end.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ import onnx_ir as ir
 
 
 class Fact(StrEnum):
-    """What may hold of a step."""
+    """A property of a step."""
 
     SHAPES = "every value has a shape"
     PHASES = "every node is labelled with its phase"
-    STATED = "constants are stated in the file, none is made in the run"
+    STATED = "the file states every constant; no node computes one"
     SAFE = "no form that ONNX Runtime computes wrongly"
-    LEAN = "nothing is computed twice, for nobody, or without effect"
-    ORDERED = "sums into rows keep every term"
-    SOFTMAX = "no gradient of a softmax holds a matrix of zeros"
+    LEAN = "no node is redundant, unused or without effect"
+    ORDERED = "scatter sums keep every term"
+    SOFTMAX = "no gradient of a softmax contains a matrix of zeros"
     LATE = "large constants of the backward pass wait for the loss"
     MASKS = "every Dropout in training has a reader of its mask"
 
@@ -37,7 +38,7 @@ class Pass:
     run : callable
         Takes the model, then options by keyword.
     requires, ensures, breaks : frozenset of Fact
-        What must hold before; what holds afterwards; what may no longer hold.
+        Facts that must hold before; that hold afterwards; that may no longer hold.
     """
 
     run: Callable[..., None]
@@ -55,14 +56,14 @@ class Pass:
 
     @property
     def summary(self) -> str:
-        """One sentence."""
+        """The first sentence of the function's docstring."""
         return " ".join((self.run.__doc__ or "").strip().partition("\n\n")[0].split())
 
 
 def rewrite(
     requires: Collection[Fact] = (), ensures: Collection[Fact] = (), breaks: Collection[Fact] = ()
 ) -> Callable[[Callable[..., None]], Pass]:
-    """Make a function the pass with this contract."""
+    """Return a decorator that makes a function the pass with this contract."""
     return lambda run: Pass(run, frozenset(requires), frozenset(ensures), frozenset(breaks))
 
 
@@ -73,15 +74,15 @@ class Order:
     Attributes
     ----------
     given : frozenset of Fact
-        What holds before the first.
+        Facts that hold before the first pass.
     passes : tuple of Pass
     promised : frozenset of Fact
-        What holds after the last.
+        Facts that hold after the last pass.
 
     Raises
     ------
     ValueError
-        A contract is not kept: the message names the passes and the fact.
+        A contract does not hold. The message names the passes and the fact.
     """
 
     given: frozenset[Fact]
@@ -89,22 +90,22 @@ class Order:
     promised: frozenset[Fact]
 
     def __post_init__(self) -> None:
-        held = set(self.given)
+        established = set(self.given)
         broken: dict[Fact, str] = {}
         for each in self.passes:
-            _check(f"{each.name} requires", each.requires, held, broken)
+            _check(f"{each.name} requires", each.requires, established, broken)
             broken |= dict.fromkeys(each.breaks, each.name)
-            held = held - each.breaks | each.ensures
-        _check("the order promises", self.promised, held, broken)
+            established = established - each.breaks | each.ensures
+        _check("the order promises", self.promised, established, broken)
 
     def run(self, model: ir.Model, options: Mapping[str, Mapping[str, Any]] | None = None) -> None:
-        """Run all passes on a model, in place, with options by the names of passes."""
+        """Run all passes on a model in place; `options` maps the name of a pass to its keyword arguments."""
         for each in self.passes:
             each(model, **(options or {}).get(each.name, {}))
 
 
-def _check(who: str, wanted: Iterable[Fact], held: Collection[Fact], broken: Mapping[Fact, str]) -> None:
+def _check(who: str, wanted: Iterable[Fact], established: Collection[Fact], broken: Mapping[Fact, str]) -> None:
     for fact in sorted(wanted):
-        if fact not in held:
+        if fact not in established:
             why = f"{broken[fact]} before it breaks that" if fact in broken else "no pass before it ensures that"
             raise ValueError(f"{who} {fact.name} ({fact}), and {why}")

@@ -1,4 +1,4 @@
-"""Sums of parts that lie side by side: what a framework writes for the gradient of a split."""
+"""Sums of padded parts, which frameworks write for the gradient of a split, as a Concat."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from ..values import constant
 
 
 def concat_padded_sums(node: ir.Node) -> None:
-    """A sum of parts, each padded with zeros to the whole and none over another, is their Concat.
+    """Rewrite, in place, a sum of parts that are padded with zeros and do not overlap into their Concat.
 
-    The gradient of what was split is such a sum: as many tensors like the whole as there are parts, written and read.
+    The gradient of a split is such a sum. It writes and reads one tensor of full size for each part.
     """
     result = node.outputs[0]
     if node.domain or node.op_type != "Add":
@@ -46,7 +46,7 @@ def _addends(node: ir.Node) -> Iterator[ir.Value | None]:
 
 
 def _padded(value: ir.Value | None) -> tuple[int, int, int, ir.Value] | None:
-    """Axis, begin, end and source of what is padded with zeros along one axis; None of anything else."""
+    """Return axis, begin, end and source of a value padded with zeros along one axis; None for any other value."""
     node = value.producer() if value is not None else None
     if value is None or node is None or node.domain or node.op_type != "Pad" or len(node.inputs) > 3:
         return None

@@ -1,4 +1,4 @@
-"""Phases of nodes that were made on the way."""
+"""Label the nodes that other passes added without a phase."""
 
 from __future__ import annotations
 

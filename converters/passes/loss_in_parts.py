@@ -1,16 +1,16 @@
-"""Losses over many classes, a few rows at a time: the logits of a language model need not all exist at once.
+"""Losses over many classes, a few rows at a time: the logits of a language model never all exist at once.
 
-From the product that makes the logits to the products that read their gradient everything is computed row by row, and
-where the loss's gradient does not depend on the loss, as with cross entropy, the rows need not wait for one another::
+All nodes from the product that makes the logits to the products that read their gradient compute each row separately.
+If the gradient does not depend on the value of the loss, as with cross entropy, no row waits for another::
 
     h [n, d] -+-> h[:m] --> logits --> softmax --> gradient -+--> h's gradient[:m]  -+-> Concat [n, d]
               |                                              +--> the matrix's gradient, so far
               +-> h[m:] --> logits --> softmax --> gradient -+--> h's gradient[m:]  -+
                                                              +--> the matrix's gradient
 
-No step computes more for it, but for one sum of the matrix's gradients for each part, which Gemm takes in. Fission of
-operators to save memory is MAGIS' (Chen et al., ASPLOS 2024); a fused linear layer and cross entropy in parts is Liger
-Kernel's (Hsu et al., 2024).
+The step computes nothing more except one sum of the matrix's gradients for each part, which Gemm includes. MAGIS (Chen
+et al., ASPLOS 2024) introduced the fission of operators to save memory; Liger Kernel (Hsu et al., 2024) has a fused
+linear layer and cross entropy in parts.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from .base import Fact, rewrite
 from .rowwise import ELEMENTWISE, REDUCE, RESHAPE, axes, number
 
 _LEAST_BYTES = 1 << 26
-"""Of logits: below these no loss is taken apart unless asked for."""
+"""Size of the logits from which a loss is divided by default."""
 _MOST = 16
-"""Parts unless asked for more."""
+"""Limit on the number of parts by default."""
 
 _ALONG_ROWS = {"Softmax", "LogSoftmax"}
 _BY_INDEX = {"GatherElements", "ScatterElements"}
@@ -43,24 +43,24 @@ _PRODUCTS = {"Gemm", "MatMul"}
 
 
 def checked(given: int | None) -> int | None:
-    """The argument, checked; UsageError where it is no number of parts."""
+    """Return the argument; raise UsageError unless it is a number of parts or None."""
     if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
-        raise UsageError(f"loss_parts must be a whole number of 1 or more, not {given!r}")
+        raise UsageError(f"loss_parts={given!r} is not a number of parts: use an integer of 1 or more")
     return given
 
 
 @rewrite(requires=[Fact.SHAPES, Fact.LEAN])
 def loss_in_parts(model: ir.Model, wanted: int | None = None) -> None:
-    """Rewrite, in place, each loss over many classes to take so many parts of the rows one after the other.
+    """Rewrite, in place, each loss over many classes to process its rows in parts, one after the other.
 
     Parameters
     ----------
     model : onnx_ir.Model
-        A training step; it is left as it is where a loss is not of this kind.
+        A training step. Losses of other kinds stay unchanged.
     wanted : int or None
-        Parts; 1 leaves all losses alone. None chooses: logits of 64 MiB or more, where the rows are more than the
-        entries that each is made of, in parts of about the size of the matrix. Open sizes are only taken apart where
-        `wanted` says so.
+        Number of parts; 1 changes nothing. By default (None), a loss is divided if its logits take 64 MiB or more and
+        there are more rows than entries in a row of the logits' input; each part is about as large as the matrix. A
+        loss with an open number of rows is divided only if `wanted` is given.
     """
     graph = model.graph
     if wanted == 1:
@@ -79,7 +79,7 @@ def loss_in_parts(model: ir.Model, wanted: int | None = None) -> None:
 
 
 def _parts(node: ir.Node, wanted: int | None) -> int:
-    """How many parts the rows of what a product makes are taken in: 1 for what is no matrix of logits."""
+    """Return the number of parts for the rows of a product's result; 1 if it is not a matrix of logits."""
     if node.domain or node.op_type not in _PRODUCTS or len(node.inputs) > 3:
         return 1
     x, matrix, made = node.inputs[0], node.inputs[1], node.outputs[0]
@@ -100,16 +100,17 @@ def _parts(node: ir.Node, wanted: int | None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Region:
-    """Nodes between logits and what reads their gradient, in order.
+    """The nodes from logits to the products that read their gradient.
 
     Attributes
     ----------
     rows : size of the first axis
-    nodes : those computed row by row
-    sums : of these, whose results are sums over all rows
-    made : values that others read, to be put side by side
-    loss : of these, what the loss is made of; None where it is not made here
-    never : what lets the gradient wait for the loss, see `after_loss`; each part waits for its own rows' losses
+    nodes : the nodes, which compute each row separately, in order
+    sums : the nodes among them whose results are sums over all rows
+    made : results that other nodes read, which become Concats of the parts
+    loss : the value in `made` from which the loss is computed; None if the region does not compute it
+    never : values by which the gradient waits for the loss, see `after_loss`; each part waits for the losses of its
+    rows
     """
 
     rows: Dim
@@ -121,7 +122,8 @@ class _Region:
 
 
 def _region(graph: ir.Graph, logits: ir.Node) -> _Region | None:
-    """What is computed row by row from logits; None where that does not end in products, or waits for all rows."""
+    """Return the region that computes each row from the logits; None if it ends without products, or waits for all
+    rows."""
     rows = dims(logits.outputs[0])[0]
     nodes, inside, ends, sums = _walk(graph, logits, rows)
     if not sums:
@@ -152,7 +154,8 @@ def _region(graph: ir.Graph, logits: ir.Node) -> _Region | None:
 def _walk(
     graph: ir.Graph, logits: ir.Node, rows: Dim
 ) -> tuple[list[ir.Node], set[ir.Value], set[ir.Node], set[ir.Node]]:
-    """Nodes computed row by row from logits, the values in between, and where it ends: all such nodes, and sums."""
+    """Return the nodes that compute each row from the logits, the values between them, the final nodes, and the
+    sums."""
     nodes, inside, ends, sums = [logits], {logits.outputs[0]}, set[ir.Node](), set[ir.Node]()
     for node in graph:
         if node is logits or inside.isdisjoint(node.inputs):
@@ -172,12 +175,12 @@ def _walk(
 
 
 def _is_never(node: ir.Node) -> bool:
-    """Does a node make what is false whatever it reads?"""
+    """Return whether the result of a node is false for every input."""
     return node.op_type == "Xor" and not node.domain and node.inputs[0] is node.inputs[1]
 
 
 def _tied(graph: ir.Graph, needed: set[ir.Node], never: frozenset[ir.Value]) -> set[ir.Node]:
-    """Nodes through which some that are needed wait for the loss."""
+    """Return the nodes by which needed nodes wait for the loss."""
     after, waiting = set(never), set[ir.Node]()
     for node in graph:
         if node not in needed and not after.isdisjoint(node.inputs):
@@ -194,7 +197,7 @@ def _tied(graph: ir.Graph, needed: set[ir.Node], never: frozenset[ir.Value]) -> 
 
 
 def _waits(graph: ir.Graph, kept: tuple[ir.Node, ...], never: frozenset[ir.Value]) -> bool:
-    """Does anything in between need what others make of all rows?"""
+    """Return whether a node of the region needs a value that nodes outside compute from all rows."""
     own, after = set(kept), set[ir.Value]()
     for node in graph:
         late = not after.isdisjoint(node.inputs)
@@ -209,7 +212,7 @@ def _waits(graph: ir.Graph, kept: tuple[ir.Node, ...], never: frozenset[ir.Value
 
 
 def _by_rows(node: ir.Node, rows: Dim, inside: set[ir.Value]) -> bool:
-    """Is a row of what a node makes computed from the same row of what it reads, and from what has no rows?"""
+    """Return whether a node computes each row from the same row of its operands, and from operands without rows."""
     made = node.outputs[0]
     if node.domain or len(node.outputs) != 1 or made.shape is None or any(_unknown(v) for v in node.inputs):
         return False
@@ -242,9 +245,9 @@ def _by_rows(node: ir.Node, rows: Dim, inside: set[ir.Value]) -> bool:
 
 
 def _folds(node: ir.Node, rows: Dim, inside: set[ir.Value]) -> bool:
-    """Are the rows only counted along several axes for a while, each staying as it is?
+    """Return whether a node works on rows that a Reshape temporarily distributes over several axes.
 
-    Models make logits of a batch of texts of so many tokens, scale or cast them, and lose the structure again.
+    Models reshape logits to texts and tokens, scale or cast them, and flatten them again.
     """
     made = node.outputs[0]
     if node.domain or len(node.outputs) != 1 or any(_unknown(v) for v in (*node.inputs, made)):
@@ -261,7 +264,7 @@ def _folds(node: ir.Node, rows: Dim, inside: set[ir.Value]) -> bool:
 
 
 def _adds_rows(node: ir.Node, rows: Dim) -> bool:
-    """Is what a node makes a sum over the rows of what it reads?"""
+    """Return whether the result of a node is a sum over the rows of its operands."""
     if node.domain or any(_unknown(v) for v in node.inputs):
         return False
     if node.op_type == "ReduceSum":
@@ -276,7 +279,7 @@ def _unknown(value: ir.Value | None) -> bool:
 
 
 def _divide(tape: Tape, region: _Region, count: int) -> None:
-    """Write a region's nodes once for each part, and put what they make together again."""
+    """Write a region's nodes once for each part, and concatenate or add up their results."""
     own = {v for node in region.nodes for v in node.outputs}
     read = {v: None for node in region.nodes for v in _rowed(node, region.rows, own) if v not in own}
     last, lengths = region.nodes[-1], _lengths(region.rows, count)
@@ -300,7 +303,7 @@ def _divide(tape: Tape, region: _Region, count: int) -> None:
 
 
 def _rowed(node: ir.Node, rows: Dim, inside: Collection[ir.Value]) -> Iterator[ir.Value]:
-    """What a node reads that has the rows; `inside` surely does."""
+    """Yield the operands of a node that have one entry for each row, among them those in `inside`."""
     rank = len(dims(node.outputs[0]))
     for slot, value in enumerate(node.inputs):
         if value is None:
@@ -324,7 +327,7 @@ def _lengths(rows: Dim, count: int) -> list[int] | None:
 
 
 def _split(tape: Tape, value: ir.Value, count: int, lengths: list[int] | None) -> tuple[ir.Value, ...]:
-    """A value's rows in parts."""
+    """Append a Split of a value's rows."""
     if lengths is None:
         made = tape.many("Split", value, outputs=count, axis=0, num_outputs=count)
     else:
@@ -343,7 +346,7 @@ def _write(
     so_far: dict[ir.Value, ir.Value],
     size: int | None,
 ) -> None:
-    """One node for one part; `known` are the parts of values, `so_far` the sums up to here."""
+    """Append a copy of a node for one part; `known` are the parts of values, `so_far` the sums of the earlier parts."""
     made = node.outputs[0]
     mine = set(_rowed(node, region.rows, known))
     inputs = [known[v] if v in mine else v for v in node.inputs]
@@ -361,7 +364,7 @@ def _write(
         so_far[made] = one
         return
     op_type, shape = node.op_type, dims(made)
-    if len(shape) > 2:  # the rows of a part are counted along one axis throughout
+    if len(shape) > 2:  # a part has its rows along one axis everywhere
         shape = (region.rows, shape[-1])
         attributes |= {"axis": ir.AttrInt64("axis", -1)} if "axis" in attributes else {}
     if op_type in RESHAPE:
@@ -374,11 +377,11 @@ def _write(
 
 
 def _never(tape: Tape, region: _Region, known: Mapping[ir.Value, ir.Value]) -> ir.Value:
-    """False, once the losses of a part's rows are known."""
+    """Return a scalar or vector that is false and is computed from the losses of a part's rows."""
     if region.loss is None:
         return tape.constant(np.asarray(False))
     part = known[region.loss]
-    some = tape.op("Cast", part, shape=(), dtype=ir.DataType.BOOL, to=int(ir.DataType.BOOL))
-    never = tape.op("Xor", some, some, shape=())
-    some.shape = never.shape = part.shape  # not that of `dims`: of an open size each part has its own
+    nonzero = tape.op("Cast", part, shape=(), dtype=ir.DataType.BOOL, to=int(ir.DataType.BOOL))
+    never = tape.op("Xor", nonzero, nonzero, shape=())
+    nonzero.shape = never.shape = part.shape  # not by `dims`: an open size differs from part to part
     return never

@@ -1,4 +1,4 @@
-"""Gradients of convolutions' weights that a framework wrote as convolutions, as products of matrices."""
+"""Weight gradients of convolutions, which frameworks write as convolutions, as matrix products."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .base import Fact, rewrite
 
 @rewrite(requires=[Fact.SHAPES], breaks=[Fact.LEAN])
 def multiply_weight_gradients(model: ir.Model) -> None:
-    """Rewrite, in place, backward convolutions whose kernel is as large as an image into one product per entry made.
+    """Rewrite, in place, backward convolutions whose kernel is as large as an image as one product per result entry.
 
-    Such a convolution correlates a convolution's input with its output's gradient, batch and channels swapped in both.
-    ONNX Runtime takes two to ten times as long for it as for the products (see `convolutions.weight_gradient`). What it
-    makes beyond the window, where strides leave entries of the input unread, is sliced off by its reader, and not made.
-    Transposes are left to `simplify`.
+    Such a convolution correlates the input of a forward convolution with the gradient of its output; batch and channels
+    are swapped in both. ONNX Runtime takes two to ten times as long for it as for the products (see
+    `convolutions.weight_gradient`). Where strides leave entries of the input unread, the result extends beyond the
+    window and its reader slices the rest off; the products do not compute that rest. `simplify` removes the Transposes.
     """
     tape = Tape(model.graph)
     for node in list(model.graph):
@@ -43,7 +43,8 @@ def multiply_weight_gradients(model: ir.Model) -> None:
 
 
 def _window(value: ir.Value) -> tuple[ir.Value, tuple[int, ...]]:
-    """What is left of a value after Slices that cut off the end of spatial axes, and its spatial sizes."""
+    """Follow the Slices that cut off the end of a value's spatial axes; return the last result and its spatial
+    sizes."""
     while not value.is_graph_output() and len(value.uses()) == 1:
         ((reader, _),) = value.uses()
         if reader.op_type != "Slice" or len(reader.inputs) < 4:
@@ -59,7 +60,7 @@ def _window(value: ir.Value) -> tuple[ir.Value, tuple[int, ...]]:
 
 
 def _geometry(node: ir.Node, kernel: tuple[int, ...]) -> Geometry | None:
-    """The convolution of which a node is the weights' gradient: strides and dilations change places."""
+    """Return the geometry of the convolution whose weight gradient a node is: strides and dilations are swapped."""
     rank = len(kernel)
     known = {name: attribute.value for name, attribute in node.attributes.items()}
     if not rank or known.get("group", 1) != 1 or known.get("auto_pad", "NOTSET") != "NOTSET":

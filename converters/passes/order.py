@@ -1,4 +1,4 @@
-"""The passes of every source of training graphs, in the order in which they run."""
+"""The order of passes for each source of training graphs."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from .write_safely import write_safely
 
 _MADE = frozenset({Fact.SHAPES, Fact.STATED})
 _DONE = frozenset(Fact) - {Fact.STATED}
-"""What holds of a converted step."""
+"""Facts that hold of a converted step."""
 
 PYTORCH = Order(
     given=_MADE,
     passes=(
         multiply_weight_gradients,
         add_in_order,
-        add_to_softmax,  # of the losses of torch's exporter it knows fewer once they are simplified
+        add_to_softmax,  # before `simplify`, after which it recognises fewer of the losses that torch's exporter writes
         write_safely,
         simplify,
         shorten_masked_softmax,
@@ -37,16 +37,16 @@ PYTORCH = Order(
     ),
     promised=_DONE - {Fact.MASKS},
 )
-"""Of what torch's exporter writes."""
+"""Passes over the graph that torch's exporter writes."""
 
 PYTORCH_OUTPUTS = Order(given=PYTORCH.promised, passes=(read_masks,), promised=_DONE)
-"""Once only the outputs of the step are left: those that the check watches may read a mask."""
+"""Passes that run once the watched outputs of the check are removed, since those may read a mask."""
 
 JAX_LOWERED = Order(given=_MADE, passes=(add_in_order,), promised=_MADE | {Fact.ORDERED})
-"""Of lowered primitives, before phases are told apart."""
+"""Passes over lowered primitives, before nodes have phases."""
 
 JAX = Order(
-    given=JAX_LOWERED.promised | {Fact.PHASES, Fact.MASKS},  # JAX has no Dropout: it draws its masks
+    given=JAX_LOWERED.promised | {Fact.PHASES, Fact.MASKS},  # JAX has no Dropout op: its models draw masks themselves
     passes=(
         multiply_weight_gradients,
         write_safely,
@@ -57,7 +57,7 @@ JAX = Order(
     ),
     promised=_DONE,
 )
-"""Of the labelled step."""
+"""Passes over the step once its nodes have phases."""
 
 FORWARD = Order(
     given=_MADE | {Fact.PHASES},
@@ -67,7 +67,7 @@ FORWARD = Order(
     ),
     promised=_MADE | {Fact.PHASES, Fact.LEAN, Fact.SAFE},
 )
-"""Of a forward model, before it is differentiated."""
+"""Passes over a forward model before differentiation."""
 
 DIFFERENTIATED = Order(
     given=_MADE | {Fact.PHASES},
@@ -83,7 +83,7 @@ DIFFERENTIATED = Order(
     ),
     promised=_DONE,
 )
-"""Of a forward model and its gradient."""
+"""Passes over a forward model and its backward pass."""
 
 ORDERS = {
     "pytorch": PYTORCH,
@@ -93,4 +93,4 @@ ORDERS = {
     "onnx, forward": FORWARD,
     "onnx, differentiated": DIFFERENTIATED,
 }
-"""All of them, by name."""
+"""All orders, by name."""

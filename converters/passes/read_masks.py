@@ -1,4 +1,4 @@
-"""Masks of Dropout that nobody reads, and ONNX Runtime's reading of them."""
+"""Give every Dropout in training mode a reader of its mask."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from .base import Fact, rewrite
 
 @rewrite(requires=[Fact.SHAPES], ensures=[Fact.MASKS])
 def read_masks(model: ir.Model) -> None:
-    """Let every Dropout in training have a reader of its mask, in place, once the step is whole.
+    """Add, in place, a reader of the mask of every Dropout in training mode.
 
-    A mask is for the gradient, and behind frozen layers there is none. ONNX Runtime then takes the Dropout for one of
-    inference, and leaves it out.
+    Only the gradient reads a mask, and a Dropout behind frozen layers has no gradient. ONNX Runtime removes a Dropout
+    whose mask is unused, as if it were in inference mode. The pass runs last, when no other pass can add or remove
+    readers.
     """
     for node in list(ir.traversal.RecursiveGraphIterator(model.graph)):
         if node.op_type != "Dropout" or node.domain or len(node.inputs) < 3 or node.inputs[2] is None:
@@ -31,7 +32,7 @@ def read_masks(model: ir.Model) -> None:
 
 
 def _drop_again(root: ir.Graph, node: ir.Node) -> None:
-    """What was dropped is zero already."""
+    """Set the dropped entries, which are zero already, to zero by the mask."""
     made, mask = node.outputs
     assert made.dtype is not None and node.graph is not None
     name = f"safe_forms.zero.{made.dtype.name.lower()}"

@@ -1,4 +1,4 @@
-"""SiLU as torch holds it for the backward pass: in two parts, not three."""
+"""Recompute the result of SiLU in the backward pass, so that two tensors are kept for it, not three."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from .base import Fact, rewrite
 
 @rewrite(requires=[Fact.SHAPES, Fact.LEAN])
 def recompute_silu(model: ir.Model) -> None:
-    """The backward pass makes ``x * sigmoid(x)`` anew from both, where it holds them anyway.
+    """Recompute ``x * sigmoid(x)`` in the backward pass where that pass reads `x` and ``sigmoid(x)`` anyway.
 
-    torch holds `x` and the product and computes the sigmoid again. ONNX Runtime's default optimisations would see that
-    it is computed twice; they do not see that a product is, with its factors in the other order.
+    torch keeps `x` and the product, and recomputes the sigmoid. ONNX Runtime's default optimisations would merge two
+    equal sigmoids into one. They do not merge two products whose factors are in opposite order, so the product is
+    recomputed with its factors swapped.
     """
     after = AfterLoss(model.graph)
     late = set(after.nodes)

@@ -1,4 +1,4 @@
-"""What ops compute entry by entry, and what the attributes of the others say of their axes."""
+"""Lists of elementwise ops, reductions and reshapes, and readers of their attributes."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ RESHAPE = {"Reshape", "Squeeze", "Unsqueeze"}
 
 
 def number(node: ir.Node, name: str, default: int) -> int:
-    """An attribute that is a whole number."""
+    """Return an integer attribute of a node, or `default`."""
     return node.attributes[name].as_int() if name in node.attributes else default
 
 
 def axes(node: ir.Node) -> list[int] | None:
-    """The axes of a reduction, counted from the first; None where they are not stated."""
+    """Return the axes of a reduction as non-negative numbers; None if the node does not state them."""
     source = node.inputs[0]
     if source is None or source.shape is None:
         return None

@@ -1,4 +1,4 @@
-"""Sums into rows: what is scattered into zeros and then added to something is scattered into that."""
+"""Scatter directly into a value, instead of into zeros that are then added to it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _SCATTERS = ("ScatterElements", "ScatterND")
 
 
 def scatter_into(node: ir.Node) -> None:
-    """Turn, in place, ``Add(x, Scatter(zeros, where, rows))`` into ``Scatter(x, where, rows)``, both adding.
+    """Rewrite, in place, ``Add(x, Scatter(zeros, where, rows))`` as ``Scatter(x, where, rows)``; both scatters add.
 
-    The gradient of a language model's embedding, for one, whose matrix makes the logits as well: the zeros and the sum
-    are each as large as the matrix, and the kernel scatters into its input's memory.
+    An example is the gradient of a language model's embedding whose matrix also makes the logits. The zeros and the sum
+    are each as large as that matrix, whereas the kernel of Scatter can write into the memory of its input.
     """
     if node.domain or node.op_type != "Add":
         return
@@ -36,7 +36,7 @@ def scatter_into(node: ir.Node) -> None:
 
 
 def filled_with(value: ir.Value | None, number: float) -> bool:
-    """Is every entry that number, also of a constant made as large as a batch is?"""
+    """Return whether every entry of a value is this number; the value may be a constant expanded to a batch's size."""
     if value is None or value.is_graph_input():
         return False
     node = value.producer()

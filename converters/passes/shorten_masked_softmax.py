@@ -1,4 +1,4 @@
-"""Softmax of rows that a mask may leave nothing of, as torch's attention computes it, in fewer passes."""
+"""Masked softmax, as torch's attention computes it, in fewer passes over the scores."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from .base import Fact, rewrite
 from .scatter_into import filled_with
 
 _MOST = 1 << 24
-"""Elements of the largest mask that is computed to be looked at."""
+"""Elements of the largest mask that the pass computes in order to inspect it."""
 
 
 @rewrite(requires=[Fact.SHAPES, Fact.STATED])
 def shorten_masked_softmax(model: ir.Model) -> None:
     """Rewrite, in place, ``where(all(x == -inf), 0, softmax(x))``.
 
-    Where `x` is a sum with a mask that depends on no input and leaves something of every row, it is the softmax: scores
-    that overflow to minus infinity all along a row then give NaN. Elsewhere all of a row is minus infinity where the
-    largest of it is: one pass, and no integers twice as large as the scores.
+    If `x` is a sum with a mask that depends on no input and has a finite entry in every row, the result is the softmax
+    alone. Scores that overflow to minus infinity along a whole row then give NaN. Otherwise the test compares the
+    maximum of each row with minus infinity: one pass over the scores, and no integers twice as large as the scores.
     """
     tape = Tape(model.graph)
     whole: dict[ir.Value, bool] = {}
@@ -54,11 +54,11 @@ def shorten_masked_softmax(model: ir.Model) -> None:
 
 
 _AXES_ARE_INPUTS = 18
-"""The opset from which on ReduceMax takes its axes as an input."""
+"""First opset in which ReduceMax takes its axes as an input."""
 
 
 def _all_lost(empty: ir.Value | None, x: ir.Value) -> bool:
-    """Does a value say of each row of `x` whether all of it is minus infinity?"""
+    """Return whether a value states for each row of `x` if all its entries are minus infinity."""
     chain = ["Cast", "ReduceMin", "Cast", "Equal"]
     for op_type in chain:
         node = empty.producer() if empty is not None else None
@@ -86,7 +86,7 @@ def _addends(x: ir.Value) -> list[ir.Value]:
 
 
 def _leaves_some(mask: ir.Value, known: dict[ir.Value, bool]) -> bool:
-    """Does a value depend on no input, and is something in each of its rows finite?"""
+    """Return whether a value depends on no input and has a finite entry in each row."""
     if mask not in known:
         made = _computed(mask)
         known[mask] = made is not None and made.ndim > 0 and bool(np.isfinite(made).any(-1).all())
@@ -94,20 +94,21 @@ def _leaves_some(mask: ir.Value, known: dict[ir.Value, bool]) -> bool:
 
 
 def _computed(value: ir.Value) -> np.ndarray | None:
-    """A value that depends on no input; None where it does, or is large.
+    """Return the array of a value that depends on no input; None if it depends on one, or is large.
 
-    Open sizes are taken for `_ANY`, if they only say how often something is repeated: then others repeat it as well.
+    An open size counts as `_ANY` if it only determines how often something is repeated, because the entries are then
+    the same for every size.
     """
     if value.shape is None or (size(_closed(dims(value))) or 0) > _MOST:
         return None
     nodes: dict[ir.Node, None] = {}
-    held: dict[str, np.ndarray] = {}
+    constants: dict[str, np.ndarray] = {}
     measured: set[ir.Value] = set()
     todo = [value]
     while todo:
         one = todo.pop()
         if one.const_value is not None and not one.is_graph_input():
-            held[str(one.name)] = one.const_value.numpy()
+            constants[str(one.name)] = one.const_value.numpy()
             continue
         node = one.producer()
         if node is None or node.domain or node.attributes.keys() & {"body", "then_branch", "else_branch"}:
@@ -115,20 +116,20 @@ def _computed(value: ir.Value) -> np.ndarray | None:
         if node.op_type == "Shape" and node.inputs[0] is not None and node.inputs[0].shape is not None:
             start, end = (node.attributes[a].as_int() if a in node.attributes else None for a in ("start", "end"))
             found = dims(node.inputs[0])[start:end]
-            held[str(one.name)] = np.array(_closed(found), np.int64)
+            constants[str(one.name)] = np.array(_closed(found), np.int64)
             measured.update([] if is_static(found) else [one])
         elif node not in nodes:
             nodes[node] = None
             todo += [source for source in node.inputs if source is not None]
     if not nodes:
-        return None if measured else held.get(str(value.name))
+        return None if measured else constants.get(str(value.name))
     graph = next(iter(nodes)).graph
     assert graph is not None
     run = [node for node in graph if node in nodes]
     if _is_of_sizes(value, run, measured):
         return None
     output = onnx.ValueInfoProto(name=str(value.name))
-    kept = [onnx.numpy_helper.from_array(array, name) for name, array in held.items()]
+    kept = [onnx.numpy_helper.from_array(array, name) for name, array in constants.items()]
     proto = onnx.helper.make_graph([ir.to_proto(node) for node in run], "mask", [], [output], kept)
     opset = onnx.helper.make_opsetid("", graph.opset_imports[""])
     return runtime.outputs(onnx.helper.make_model(proto, opset_imports=[opset], ir_version=10), {})[str(value.name)]
@@ -136,7 +137,7 @@ def _computed(value: ir.Value) -> np.ndarray | None:
 
 _ANY = 2
 _SHAPES = {"Expand": 1, "Reshape": 1, "ConstantOfShape": 0}
-"""The input of each op that says how large its result is, and nothing of what is in it."""
+"""The input of each op that determines the size of its result, but not its entries."""
 
 
 def _closed(shape: Dims) -> tuple[int, ...]:
@@ -144,7 +145,7 @@ def _closed(shape: Dims) -> tuple[int, ...]:
 
 
 def _is_of_sizes(value: ir.Value, run: list[ir.Node], measured: set[ir.Value]) -> bool:
-    """Does what is in a value follow from open sizes? `run` are the nodes that make it, in order."""
+    """Return whether the entries of a value depend on open sizes; `run` are the nodes that compute it, in order."""
     sizes = set(measured)
     for node in run:
         if any(source in sizes and _SHAPES.get(node.op_type) != slot for slot, source in enumerate(node.inputs)):

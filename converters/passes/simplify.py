@@ -1,4 +1,4 @@
-"""Lean graphs: what a framework's exporter writes and a step does not need, taken out."""
+"""Remove redundant nodes that exporters of frameworks write."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _FLOATS = {ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataTy
 
 @rewrite(requires=[Fact.SHAPES, Fact.STATED], ensures=[Fact.LEAN])
 def simplify(model: ir.Model) -> None:
-    """Rewrite a model in place into one that computes the same with fewer nodes.
+    """Rewrite a model, in place, to compute the same outputs with fewer nodes.
 
-    These go: Identity, and Cast, Transpose, Reshape, Expand, Slice, Concat, Sum and arithmetic that change nothing;
-    sums, means and the like over axes of one entry; chains of Transpose and of reshapes, which become one; an Expand
-    that its reader would broadcast anyway, also one of a matrix for a batch of them, or that may as well follow it; a
-    Transpose that a product of matrices can take in or be; what is computed twice or not at all. A Size becomes a
-    product of what Shape says, a sum of what is padded to lie side by side a Concat, and what is scattered into zeros
-    and added to something is scattered into that. Phase labels stay with the nodes.
+    The pass removes Identity, and each Cast, Transpose, Reshape, Expand, Slice, Concat, Sum and arithmetic node that
+    changes nothing; reductions over axes of size 1; an Expand whose reader broadcasts by itself (also a matrix expanded
+    to a batch of matrices), or that can follow its reader; a Transpose that a matrix product can include; and duplicate
+    or unused nodes. It merges chains of Transpose and of reshapes into one node each. A Size becomes a product of sizes
+    from Shape, a sum of padded parts that do not overlap becomes a Concat, and a value that is scattered into zeros and
+    then added is scattered directly. Nodes keep their phases.
     """
     for change in (
         _count,
@@ -52,14 +52,14 @@ def simplify(model: ir.Model) -> None:
     ):
         for node in model.graph:
             change(node)
-    common.RemoveUnusedNodesPass()(model)  # what nobody needs is no reader of what follows
+    common.RemoveUnusedNodesPass()(model)  # an unused node must not count as a reader below
     for change in (concat_padded_sums, scatter_into):
         for node in model.graph:
             change(node)
     common.RemoveUnusedNodesPass()(model)
     common.DeduplicateInitializersPass()(model)
     draws = [node for node in model.graph if semantics(node.domain, node.op_type).random]
-    for index, node in enumerate(draws):  # the pass below would take two draws of the same for one
+    for index, node in enumerate(draws):  # the pass below would merge two equal draws
         node.attributes[_APART] = ir.AttrInt64(_APART, index)
     common.CommonSubexpressionEliminationPass()(model)
     for node in draws:
@@ -68,7 +68,7 @@ def simplify(model: ir.Model) -> None:
 
 
 def _count(node: ir.Node) -> None:
-    """The number of entries is a product of sizes: ONNX Runtime folds a Shape when it is told the sizes, no Size."""
+    """Replace a Size by a product of sizes: ONNX Runtime folds a Shape of known sizes, but not a Size."""
     if node.domain or node.op_type != "Size" or node.inputs[0] is None:
         return
     made = node.outputs[0]
@@ -84,7 +84,7 @@ def _count(node: ir.Node) -> None:
 
 
 def _unreduce(node: ir.Node) -> None:
-    """A reduction that takes every entry by itself is a reshape."""
+    """Replace a reduction over axes of size 1 by a reshape."""
     if node.domain or node.op_type not in _OF_ONE:
         return
     source, result = node.inputs[0], node.outputs[0]
@@ -99,7 +99,7 @@ _OF_ONE = {"ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd"}
 
 
 def _skip(node: ir.Node) -> None:
-    """Readers of a node that changes nothing read its input."""
+    """Let readers of a node that changes nothing read its input."""
     if node.domain == "" and node.op_type in _NEUTRAL and len(node.outputs) == 1:
         source = _NEUTRAL[node.op_type](node)
         if source is not None and source.dtype == node.outputs[0].dtype:
@@ -122,7 +122,7 @@ def _transpose(node: ir.Node) -> ir.Value | None:
 
 
 def _whole(node: ir.Node) -> ir.Value | None:
-    """What is sliced from the first entry to wherever it ends."""
+    """Return the input of a Slice that covers every axis whole."""
     if len(node.inputs) < 3:
         return None
     starts, ends = constant(node.inputs[1]), constant(node.inputs[2])
@@ -154,7 +154,7 @@ def _neutral_element(element: float, commutes: bool) -> Callable[[ir.Node], ir.V
 
 
 def _chosen(node: ir.Node) -> ir.Value | None:
-    """What a Where with a constant condition, a single one, chooses."""
+    """Return the operand that a Where with a constant scalar condition selects."""
     condition, first, second = node.inputs
     assert condition is not None
     known = constant(condition)
@@ -189,7 +189,7 @@ _NEUTRAL: dict[str, Callable[[ir.Node], ir.Value | None]] = {
 
 
 def _fuse_chain(node: ir.Node) -> None:
-    """Transpose of Transpose, reshape of reshape: one."""
+    """Merge two successive Transposes, or two successive reshapes, into one node."""
     source = node.inputs[0] if node.inputs else None
     before = source.producer() if source is not None else None
     if before is None or node.domain or before.domain or source is None:
@@ -216,7 +216,7 @@ def _to_reshape(node: ir.Node, source: ir.Value, shape: tuple[int, ...]) -> None
     """Make a node the Reshape of `source` to a static shape."""
     assert node.graph is not None
     name = f"{node.outputs[0].name}.shape"
-    while name in node.graph.initializers:  # of an earlier run, for another node's value that had the name then
+    while name in node.graph.initializers:  # an earlier run of the pass may have given the name to another node's shape
         name += "'"
     target = ir.Value(name=name, const_value=ir.tensor(np.array(shape, np.int64)))
     target.shape, target.type = ir.Shape([len(shape)]), ir.TensorType(ir.DataType.INT64)
@@ -229,8 +229,8 @@ def _to_reshape(node: ir.Node, source: ir.Value, shape: tuple[int, ...]) -> None
 
 
 def _expand_later(node: ir.Node) -> None:
-    """Arithmetic of an expanded value with numbers, or with what is as narrow, is done before it is expanded."""
-    if node.domain or node.op_type not in _BROADCASTING - {"PRelu"} or not node.inputs:  # its slope is no wider
+    """Move an Expand behind arithmetic with scalars or with values as narrow as the one that is expanded."""
+    if node.domain or node.op_type not in _BROADCASTING - {"PRelu"} or not node.inputs:  # no slope may be wider
         return
     result, made = static(node.outputs[0]), node.outputs[0]
     sources = [_unexpanded(value) for value in node.inputs]
@@ -244,7 +244,7 @@ def _expand_later(node: ir.Node) -> None:
     for index, value in enumerate(sources):
         node.replace_input_with(index, value)
     made.shape = ir.Shape(narrow)
-    name = f"{made.name}.{math.prod(result)}"  # it may become narrower yet
+    name = f"{made.name}.{math.prod(result)}"  # a later rule may make it narrower still
     shape = ir.Value(name=f"{name}.shape", const_value=ir.tensor(np.array(result, np.int64)))
     shape.shape, shape.type = ir.Shape([len(result)]), ir.TensorType(ir.DataType.INT64)
     node.graph.register_initializer(shape)
@@ -257,7 +257,7 @@ def _expand_later(node: ir.Node) -> None:
 
 
 def _unexpanded(value: ir.Value | None) -> ir.Value | None:
-    """What a value is expanded from; itself where it is not."""
+    """Return the input of the Expand that makes a value; the value itself if no Expand makes it."""
     before = value.producer() if value is not None else None
     if before is None or before.domain or before.op_type != "Expand" or static(value) is None:
         return value
@@ -265,7 +265,7 @@ def _unexpanded(value: ir.Value | None) -> ir.Value | None:
 
 
 def _absorb_expand(node: ir.Node) -> None:
-    """An elementwise node broadcasts by itself what was expanded for it."""
+    """Remove an Expand before an elementwise node, which broadcasts by itself."""
     if node.domain or node.op_type not in _BROADCASTING:
         return
     result = sizes(node.outputs[0])
@@ -282,7 +282,7 @@ def _absorb_expand(node: ir.Node) -> None:
 
 
 def _absorb_batch(node: ir.Node) -> None:
-    """A product of matrices multiplies one matrix by a batch of them: it need not be repeated."""
+    """Remove the repetition of a matrix before a MatMul, which multiplies one matrix by a batch of matrices."""
     if node.domain or node.op_type != "MatMul":
         return
     result = static(node.outputs[0])
@@ -305,7 +305,7 @@ def _absorb_batch(node: ir.Node) -> None:
 
 
 def _repeated(value: ir.Value) -> tuple[ir.Value, bool] | None:
-    """The matrix that every matrix of a batch is, and whether it is transposed there."""
+    """Return the matrix that a batch repeats, and whether the batch has it transposed; None for any other batch."""
     turned = False
     while (before := value.producer()) is not None and before.inputs and before.inputs[0] is not None:
         source, shape = before.inputs[0], static(value)
@@ -324,7 +324,7 @@ def _repeated(value: ir.Value) -> tuple[ir.Value, bool] | None:
 
 
 def _fill(node: ir.Node) -> ir.Value:
-    """The one number that a ConstantOfShape repeats."""
+    """Return a constant with the number that a ConstantOfShape repeats."""
     assert node.graph is not None
     value = node.attributes["value"].as_tensor().numpy() if "value" in node.attributes else np.zeros(1, np.float32)
     made = ir.Value(name=f"{node.outputs[0].name}.fill", const_value=ir.tensor(value.reshape(())))
@@ -343,7 +343,7 @@ def _broadcast(shapes: list[tuple[int, ...] | None]) -> tuple[int, ...] | None:
 
 
 def _absorb_transpose(node: ir.Node) -> None:
-    """A product of two matrices takes transposed operands as they are: Gemm with transA, transB."""
+    """Replace a product with transposed operands by a Gemm with transA, transB."""
     if node.domain or node.op_type not in ("MatMul", "Gemm") or node.outputs[0].dtype not in _FLOATS:
         return
     if any(v is None or v.shape is None or v.shape.rank() != 2 for v in node.inputs[:2]):
@@ -359,7 +359,7 @@ def _absorb_transpose(node: ir.Node) -> None:
 
 
 def _turn_product(node: ir.Node) -> None:
-    """A transposed product of two matrices is the product of their transposes in the other order."""
+    """Replace a transposed product of two matrices by the product of their transposes in the opposite order."""
     if node.domain or node.op_type != "Transpose" or node.inputs[0] is None:
         return
     before = node.inputs[0].producer()

@@ -1,4 +1,4 @@
-"""Large constants of the backward pass, made once the loss is known."""
+"""Compute large constants of the backward pass after the loss, not when the file is loaded."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from .after_loss import AfterLoss
 from .base import Fact, rewrite
 
 _LARGE = 4096
-"""Elements of the largest constant that may be there for good."""
+"""Elements of the largest constant that may stay allocated for the whole session."""
 
 
 @rewrite(requires=[Fact.SHAPES], ensures=[Fact.LATE], breaks=[Fact.STATED])
 def sink_constants(model: ir.Model) -> None:
-    """Large constants of the backward pass are made in the run, where they can be let go of.
+    """Compute large constants of the backward pass during the run, so that ONNX Runtime can free them.
 
-    A file says how to make them: one number, repeated. ONNX Runtime's default optimisations compute what depends on no
-    input when they open the file, and hold it as long as the session lives: the zeros that gradients of embeddings are
-    added to, as large as the embeddings.
+    Such a constant is one number, repeated. ONNX Runtime's default optimisations fold every node that depends on no
+    input when they load the file, and the result stays allocated as long as the session. An example is the zeros to
+    which the gradients of an embedding are added: they are as large as the embedding.
     """
     after = AfterLoss(model.graph)
     tape, made = after.tape, dict[tuple[ir.DataType, float], ir.Value]()
@@ -42,7 +42,7 @@ def sink_constants(model: ir.Model) -> None:
 
 
 def _is_large(node: ir.Node) -> bool:
-    """Does it repeat one number very often, in a shape that is known?"""
+    """Return whether a node repeats one number into a large value of static shape."""
     if node.domain or node.op_type not in ("Expand", "ConstantOfShape") or node.outputs[0].shape is None:
         return False
     shape, source = dims(node.outputs[0]), node.inputs[0]
@@ -57,7 +57,7 @@ def _is_large(node: ir.Node) -> bool:
 
 
 def _fill(node: ir.Node) -> float:
-    """The number that is repeated."""
+    """Return the repeated number."""
     if node.op_type == "Expand":
         assert node.inputs[0] is not None and node.inputs[0].const_value is not None
         return float(node.inputs[0].const_value.numpy().reshape(-1)[0])

@@ -1,4 +1,5 @@
-"""Forms that ONNX Runtime computes right (see `onnx_remat.ort.known_bugs`), and on a device where it has one."""
+"""Forms that avoid known bugs of ONNX Runtime (see `onnx_remat.ort.known_bugs`) and that its devices have kernels
+for."""
 
 from __future__ import annotations
 
@@ -12,25 +13,25 @@ from onnx_remat.ort.known_bugs import miscounts_pads
 from .base import Fact, rewrite
 
 _POOLS = ("MaxPool", "AveragePool")
-_MANY = 2048  # rows from which on a sum of them is taken in stages
-_FEW = 16  # rows that are worth a stage
-_MOST = 2**15  # entries that one sum is good for: of so many it is off by 1e-6
+_MANY = 2048  # rows from which a sum over them is split into stages
+_FEW = 16  # rows from which a stage pays off
+_MOST = 2**15  # entries that one sum may have: its relative error is then about 1e-6
 _AXES_ARE_INPUTS = {"ReduceSum": 13, "ReduceMean": 18}
-"""The opset from which on a reduction takes its axes as an input."""
+"""First opset in which each reduction takes its axes as an input."""
 
 
 @rewrite(requires=[Fact.SHAPES], ensures=[Fact.SAFE], breaks=[Fact.LEAN])
 def write_safely(model: ir.Model) -> None:
-    """Rewrite, in place, products and pools that ONNX Runtime's default optimisations get wrong.
+    """Rewrite, in place, products, pools and sums that ONNX Runtime computes wrongly or inexactly.
 
-    A sum over thousands of rows, such as a bias's gradient, is taken in two stages, and so is the sum or mean of all of
-    a large tensor, such as a squared error: ONNX Runtime adds one after another. The mean of 16 million numbers is off
-    by 0.1 %, where torch's is by 1e-7.
+    A sum over thousands of rows, such as the gradient of a bias, becomes two sums in stages, and so does the sum or
+    mean of a large tensor, such as a squared error. ONNX Runtime adds the terms one after another: its mean of 16
+    million numbers is off by 0.1 %, torch's by 1e-7.
 
-    A product of a matrix by a vector becomes one by a column, between two views that cost nothing. A Pad that a pool
-    reads states its axes, which keeps the two apart (from opset 18 on); pads that an AveragePool would count wrongly
-    become such a Pad. Both are needed whether the pattern of a known
-    bug is there already or not: ONNX Runtime moves a Transpose past other nodes before it fuses it.
+    A product of a matrix and a vector becomes a product with a column, between two views that cost nothing. A Pad that
+    a pool reads states its axes, which prevents their fusion (from opset 18 on); pads that an AveragePool would count
+    wrongly become such a Pad. Both rewrites apply even where the pattern of the known bug is absent, because ONNX
+    Runtime moves a Transpose past other nodes before it fuses it.
     """
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
         if node.domain:
@@ -55,7 +56,7 @@ def _rank(value: ir.Value | None) -> int | None:
 
 
 def _by_column(root: ir.Graph, node: ir.Node) -> None:
-    """a v is (a V) without its last axis, where V is v as a column."""
+    """Rewrite ``a v`` as ``a V`` without its last axis, where V is v as a column."""
     vector, made, last = node.inputs[1], node.outputs[0], _axes(root, [-1])
     assert vector is not None and vector.shape is not None and node.graph is not None
     column = ir.node("Unsqueeze", [vector, last], metadata_props=dict(node.metadata_props))
@@ -76,7 +77,7 @@ def _by_column(root: ir.Graph, node: ir.Node) -> None:
 
 
 def _pad_apart(root: ir.Graph, node: ir.Node, opset: int) -> None:
-    """Pads that count are zeros like any other."""
+    """Replace pads that an AveragePool counts by a Pad with zeros."""
     pads = list(node.attributes["pads"].as_ints()) if "pads" in node.attributes else []
     counted, rounded_up = (
         name in node.attributes and node.attributes[name].as_int() for name in ("count_include_pad", "ceil_mode")
@@ -98,12 +99,12 @@ def _pad_apart(root: ir.Graph, node: ir.Node, opset: int) -> None:
 
 
 def _pad_evenly(root: ir.Graph, node: ir.Node) -> None:
-    """Pads [b, e] are pads [b, b] without the last e - b entries."""
+    """Replace pads [b, e] by pads [b, b] and a slice that removes the surplus entries at the end."""
     pads = list(node.attributes["pads"].as_ints()) if "pads" in node.attributes else []
     rank = len(pads) // 2
     over = [end - begin for begin, end in zip(pads[:rank], pads[rank:], strict=True)]
     stated = any(name in node.attributes for name in ("auto_pad", "output_padding", "output_shape"))
-    if not any(over) or min(over) < 0 or stated:  # nothing of ours is written with less at the end
+    if not any(over) or min(over) < 0 or stated:  # no converter writes fewer pads at the end
         return
     made, axes = node.outputs[0], [axis + 2 for axis, more in enumerate(over) if more]
     ends = _vector(root, "ends", [-over[axis - 2] for axis in axes])
@@ -124,7 +125,7 @@ def _pad_evenly(root: ir.Graph, node: ir.Node) -> None:
 
 
 def _is_total(node: ir.Node) -> bool:
-    """Is it over all axes, and are none of them kept?"""
+    """Return whether a reduction covers all axes and keeps none of them."""
     x, axes = node.inputs[0], node.inputs[1] if len(node.inputs) > 1 else None
     rank = _rank(x)
     if rank is None or "keepdims" not in node.attributes or node.attributes["keepdims"].as_int():
@@ -136,7 +137,7 @@ def _is_total(node: ir.Node) -> bool:
 
 
 def _total_in_stages(root: ir.Graph, node: ir.Node) -> None:
-    """Of rows first: those of a matrix of as many entries; where some axes are open, along the last that are not."""
+    """Reduce the rows of a matrix with as many entries first; with open axes, the last axes of known size."""
     x = node.inputs[0]
     assert x is not None and x.shape is not None and node.graph is not None
     if x.dtype not in (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16):
@@ -173,7 +174,7 @@ def _total_in_stages(root: ir.Graph, node: ir.Node) -> None:
 
 
 def _in_stages(root: ir.Graph, node: ir.Node) -> None:
-    """The sum over leading axes is that of the sums over blocks of them."""
+    """Rewrite a sum over leading axes as a sum of sums over blocks."""
     x, axes = (
         node.inputs[0],
         node.inputs[1].const_value if len(node.inputs) > 1 and node.inputs[1] is not None else None,
@@ -203,7 +204,7 @@ def _in_stages(root: ir.Graph, node: ir.Node) -> None:
 
 
 def _blocks(count: int) -> int | None:
-    """The divisor nearest to the square root of a large number, where there is one."""
+    """Return the divisor of a large number that is nearest to its square root; None if there is no suitable one."""
     if count < _MANY:
         return None
     return next((n for n in range(math.isqrt(count), _FEW - 1, -1) if not count % n), None)
@@ -226,7 +227,7 @@ def _axes(root: ir.Graph, axes: list[int]) -> ir.Value:
 
 
 def _vector(root: ir.Graph, what: str, axes: list[int]) -> ir.Value:
-    """A constant of these numbers, one for all that need it."""
+    """Return a constant with these numbers, shared by all its readers."""
     name = f"safe_forms.{what}.{'.'.join(map(str, axes))}"
     known = root.initializers.get(name)
     if known is None:
