@@ -1,4 +1,4 @@
-"""Compare a converted step's outputs with the framework's own, and say in the model how far apart they are."""
+"""Compare a converted step's outputs with the framework's, and record the error in the model's metadata."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from . import tolerances
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """How far a step's outputs are from the framework's.
+    """The error of a step's outputs against the framework's.
 
     Attributes
     ----------
     worst : str
         The output that differs most.
     error : float
-        Its relative error: largest difference over largest magnitude.
+        Relative error of that output: largest difference over largest magnitude.
     undetermined : tuple of str
-        Outputs that rounding alone decides (a gradient that is zero but for rounding), compared with that noise only.
+        Outputs that are rounding noise (such as a gradient that is zero in exact arithmetic); they are only compared
+        with the size of that noise.
     exact_error, framework_error : float, optional
-        Where the same step was computed in float64: the largest relative error, from that, of the step's outputs and
-        of the framework's. Where the first is no larger, `error` is the framework's own rounding.
+        Largest relative error of the step's outputs, and of the framework's, against the same step in float64, if that
+        was computed. If `exact_error` is not larger, `error` is the framework's own rounding.
     """
 
     worst: str
@@ -49,28 +50,29 @@ def compare(
     ----------
     outputs, expected : mapping of str to array
     tolerance : mapping of str to float
-        Largest accepted relative error by dtype name; dtypes not in it must be equal.
+        Largest accepted relative error by dtype name; outputs of other dtypes must be equal.
     noise : mapping of str to float, optional
-        How much the framework's own output moves, at most, when its inputs move by a rounding error. An output within
-        `tolerances.NOISE_FACTOR` times its noise passes, too; where noise or error is above the tolerance, it counts
+        Largest change of the framework's own output when its inputs change by a rounding error. An output within
+        `tolerances.NOISE_FACTOR` times its noise passes, too; if its noise or error is above the tolerance, it counts
         as undetermined.
 
     Raises
     ------
     ConversionError
-        Names the output that differs most beyond the tolerance of its dtype; or rounding alone decides all of them.
+        An output differs beyond the tolerance of its dtype (the message names the worst), or all outputs are rounding
+        noise.
     """
     found = agreed(outputs, expected, tolerance, noise)
     errors = found.errors
     determined = [name for name in errors if name not in found.undetermined]
     if not determined:
-        raise ConversionError("every output of the step is decided by rounding: nothing can be compared on this batch")
+        raise ConversionError("every output of the step is rounding noise on this batch: give another batch")
     worst = max(determined, key=lambda n: errors[n])
     return Check(worst, errors[worst], tuple(found.undetermined))
 
 
 def by(error: float) -> str:
-    """An error in words.
+    """Return an error in words.
 
     >>> by(0.25), by(float("inf"))
     ('by 0.25 relative', 'in shape, type or where it is not finite')
@@ -80,7 +82,7 @@ def by(error: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """Relative error of every output; those beyond tolerance, and those that rounding alone decides."""
+    """Relative error of every output; the outputs beyond tolerance, and those that are rounding noise."""
 
     errors: dict[str, float]
     wrong: list[str]
@@ -93,7 +95,7 @@ def differences(
     tolerance: Mapping[str, float],
     noise: Mapping[str, float],
 ) -> Compared:
-    """Compare outputs one by one; see `compare`."""
+    """Return the comparison of each output; see `compare`."""
     found = Compared({}, [], [])
     for name, value in outputs.items():
         answer = np.asarray(expected[name])
@@ -113,12 +115,12 @@ def agreed(
     tolerance: Mapping[str, float] = tolerances.BY_DTYPE,
     noise: Mapping[str, float] | None = None,
 ) -> Compared:
-    """Compare as `compare` does, which all outputs pass, be they decided by rounding or not.
+    """Compare as `compare` does, but accept outputs that are all rounding noise.
 
     Raises
     ------
     ConversionError
-        Names the output that differs most beyond the tolerance of its dtype.
+        An output differs beyond the tolerance of its dtype; the message names the worst.
     """
     if missing := sorted(set(outputs) ^ set(expected)):
         raise ConversionError(f"output {missing[0]!r} is on one side only: the step and the framework disagree")
@@ -139,7 +141,7 @@ def exactly(
     expected: Mapping[str, np.ndarray],
     exact: Mapping[str, np.ndarray],
 ) -> Check:
-    """Add how far a step's outputs and the framework's are from the same step in float64."""
+    """Add the errors of the step's outputs and of the framework's against the same step in float64."""
 
     def largest(answers: Mapping[str, np.ndarray]) -> float:
         return max(
@@ -152,18 +154,18 @@ def exactly(
 
 
 def is_float(value: np.ndarray) -> bool:
-    """Is it real floating point, bfloat16 included?"""
+    """Return whether an array is real floating point, bfloat16 included."""
     return value.dtype.kind == "f" or value.dtype.name == "bfloat16"
 
 
 def relative_noise(expected: np.ndarray, noise: float) -> float:
-    """Noise over largest magnitude, as `relative_error`: of zeros, the noise itself."""
+    """Return noise over largest magnitude, as `relative_error` does; for an array of zeros, the noise itself."""
     scale = float(np.abs(np.asarray(expected, np.float64)).max(initial=0.0)) if noise else 1.0
     return noise / scale if scale else noise
 
 
 def relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
-    """Largest difference over largest magnitude; infinite where shapes, dtypes or non-finite values differ.
+    """Return largest difference over largest magnitude; infinity if shapes, dtypes or non-finite values differ.
 
     >>> relative_error(np.array([1.0, 2.0]), np.array([1.0, 2.5]))
     0.2
@@ -182,15 +184,15 @@ def relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
 
 
 _WIDE = ("float32", "float64", "complex64", "complex128")
-"""Dtypes in which differences of what they hold are as good as exact."""
+"""Dtypes wide enough to compute differences of their values in."""
 
 
 def record(model: onnx.ModelProto, found: Check) -> None:
-    """Write into the model's metadata what was checked.
+    """Record the result of the check in the model's metadata.
 
-    ``check.error`` is the largest relative error, ``check.output`` the output it is of, ``check.undetermined`` the
-    number of outputs that rounding alone decides; where they are known, ``check.exact_error`` and
-    ``check.framework_error``.
+    ``check.error`` is the largest relative error, ``check.output`` the output with that error, ``check.undetermined``
+    the number of outputs that are rounding noise; ``check.exact_error`` and ``check.framework_error`` are added if they
+    are known.
     """
     known = {
         "check.error": f"{found.error:.2e}",
@@ -204,5 +206,5 @@ def record(model: onnx.ModelProto, found: Check) -> None:
 
 
 def note(model: onnx.ModelProto, facts: Mapping[str, str]) -> None:
-    """Add to the model's metadata."""
+    """Add entries to the model's metadata."""
     onnx.helper.set_model_props(model, {p.key: p.value for p in model.metadata_props} | dict(facts))

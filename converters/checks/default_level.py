@@ -1,7 +1,7 @@
-"""Compare what ONNX Runtime's default optimisations make of a step with the step run without them.
+"""Compare a step run with ONNX Runtime's default optimisations with the step run without them.
 
-Converters compare a step with the framework with optimisations off, where every node computes what it says. Some of
-the default ones compute something else: see `onnx_remat.ort.known_bugs`.
+Converters compare a step with the framework with optimisations off, so that every node computes what its op defines.
+Some default optimisations compute something else: see `onnx_remat.ort.known_bugs`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _UNKNOWN = "pass check=False and run the step with ORT_DISABLE_ALL"
 
 
 def seeded(model: onnx.ModelProto) -> onnx.ModelProto:
-    """A copy whose random nodes draw the same in the first run of every session."""
+    """Return a copy whose random nodes draw the same numbers in the first run of every session."""
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
     for index, node in enumerate(copy.graph.node):
@@ -38,13 +38,13 @@ def seeded(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def is_random(model: onnx.ModelProto) -> bool:
-    """Does any node draw random numbers?"""
+    """Return whether any node draws random numbers."""
     return any(semantics(node.domain, node.op_type).random for node in model.graph.node)
 
 
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """Outputs of a step run without optimisations, and what its random nodes drew; arrays by name."""
+    """Outputs of a step run without optimisations, and the draws of its random nodes; arrays by name."""
 
     outputs: dict[str, np.ndarray]
     drawn: dict[str, np.ndarray]
@@ -66,24 +66,25 @@ def compare(
 ) -> None:
     """Run a step with default optimisations, and compare every output with the step run without them.
 
-    Of an output ``new.<name>`` its change is compared: a parameter hardly moves in a step. Where they are apart, the
-    step is run again on inputs moved by some rounding errors: what moves as much is no fault.
+    For an output ``new.<name>`` the comparison is of its change, since a parameter hardly moves in a step. If outputs
+    differ, the step runs again on inputs changed by some rounding errors: a difference of the size of the resulting
+    change is not a fault.
 
     Parameters
     ----------
     model : onnx.ModelProto
     feeds, plain : mapping of str to array
-        A value for every input, and every output with optimisations off.
+        The value of every input, and every output with optimisations off.
     tolerance : mapping of str to float
         As in `check.compare`.
     drawn : mapping of str to array, optional
-        What random nodes drew in the run that `plain` is of. With other optimisations they draw something else, seeded
-        or not: their generators count calls, and a mask that nobody reads is not drawn alike.
+        The draws of random nodes in the run of `plain`. Under other optimisations the draws differ, even with a seed:
+        the generators count calls, and an unused mask is drawn differently.
 
     Raises
     ------
     ConversionError
-        They differ: ONNX Runtime computes the step wrongly.
+        An output differs: ONNX Runtime computes the step wrongly.
     """
     drawn = drawn or {}
     model = fixed_draws.with_draws_given(model, drawn) if drawn else model
@@ -93,7 +94,7 @@ def compare(
     steps = {name: rounding(plain[name]) for name in expected if _before(name, feeds) is not None}
     found = check.differences(made, expected, tolerance, steps)
     moved = _moved_by_rounding(model, feeds, plain, drawn) if found.wrong else iter(())
-    while found.wrong and (largest := next(moved, None)) is not None:  # a step takes long: one sample is often enough
+    while found.wrong and (largest := next(moved, None)) is not None:  # often one sample is enough
         noise = {name: max(largest.get(name, 0.0), steps.get(name, 0.0)) for name in expected}
         found = check.differences(made, expected, tolerance, noise)
     if found.wrong:
@@ -108,13 +109,13 @@ def compare(
 
 
 def _before(output: str, feeds: Mapping[str, np.ndarray]) -> np.ndarray | None:
-    """The value that an output renews, where it is of floating point."""
+    """Return the input that an output updates, if it is floating point; None otherwise."""
     old = feeds.get(output.removeprefix(names.new(""))) if output.startswith(names.new("")) else None
     return old if old is not None and check.is_float(old) else None
 
 
 def changes(outputs: Mapping[str, np.ndarray], feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Outputs, those that renew an input as what they add to it."""
+    """Return the outputs; of those that update an input, the change."""
     old = {name: _before(name, feeds) for name in outputs}
     return {name: value if (was := old[name]) is None else value - was for name, value in outputs.items()}
 
@@ -124,7 +125,7 @@ def _epsilon(value: np.ndarray) -> float:
 
 
 def rounding(value: np.ndarray) -> float:
-    """How far a value of this size is from the next."""
+    """Return the distance from values of this size to the next floating-point number."""
     return _epsilon(value) * float(np.abs(value.astype(np.float64)).max(initial=0.0))
 
 
@@ -134,7 +135,7 @@ def _moved_by_rounding(
     plain: Mapping[str, np.ndarray],
     drawn: Mapping[str, np.ndarray],
 ) -> Iterator[dict[str, float]]:
-    """How far each output moves, at most, when float inputs move by as much as kernels round: in 1, 2... samples."""
+    """Yield the largest change of each output over 1, 2, ... samples with float inputs changed by rounding errors."""
     generator = np.random.default_rng(0)
     largest: dict[str, float] = {}
     for _ in range(tolerances.NOISE_SAMPLES):

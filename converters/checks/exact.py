@@ -17,12 +17,12 @@ from .exact_ops import OPS
 
 
 class Evaluator:
-    """Runs a model on the reference implementation, holding a value only until its last reader.
+    """Run a model on the reference implementation, and free each value after its last reader.
 
     Parameters
     ----------
     model : onnx.ModelProto
-        Of standard ops, its floating-point values in float64.
+        A model of standard ops whose floating-point values are float64.
 
     Raises
     ------
@@ -38,7 +38,7 @@ class Evaluator:
         self._threads = ThreadpoolController()
         nodes = self._reference.rt_nodes_
         last = {name: i for i, node in enumerate(nodes) for name in node.input}
-        if any(node.need_context() for node in nodes):  # bodies capture values that are not among inputs
+        if any(node.need_context() for node in nodes):  # bodies capture values that are not inputs of the node
             last = {}
         kept = set(self._reference.output_names)
         self._done: list[list[str]] = [[] for _ in nodes]
@@ -47,14 +47,14 @@ class Evaluator:
                 self._done[i].append(name)
 
     def run(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Every output by name.
+        """Return every output by name.
 
         Raises
         ------
         ConversionError
-            A node fails; it is named.
+            A node fails; the message names it.
         """
-        with self._threads.limit(limits=1):  # on busy cores, threads of a product wait for one another a hundredfold
+        with self._threads.limit(limits=1):  # on busy cores, a product's threads wait far longer than they run
             return self._run(feeds)
 
     def _run(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -1,7 +1,8 @@
-"""Kernels for onnx's reference implementation, where its own will not do.
+"""Kernels that replace those of onnx's reference implementation.
 
-Its own loop over entries (windows, scatters, Resize), compute in float32 (Erf, Gelu, AffineGrid), or are wrong: LRN
-mixes up batch and channels, grouped ConvTranspose its weights, LpNormalization its axes; Pad cannot cut.
+The kernels of the reference implementation loop over entries (windows, scatters, Resize), compute in float32 (Erf,
+Gelu, AffineGrid), or are wrong: LRN confuses batch and channels, grouped ConvTranspose its weights, LpNormalization its
+axes; Pad does not support negative pads.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class Conv(_Op):
         if math.prod(windows.kernel) <= math.prod(windows.out):
             for offset, where in windows.by_offset():
                 part = split[where].reshape(n, group, -1, flat.shape[-1])
-                flat += np.ascontiguousarray(kernels[offset]) @ part  # as it lies, BLAS cannot take it
-        else:  # few large windows, as in the gradient of weights: window by window
+                flat += np.ascontiguousarray(kernels[offset]) @ part  # BLAS needs it contiguous
+        else:  # few large windows, as in the gradient of weights: one window at a time
             columns = kernels.reshape(group, kernels.shape[1], -1)
             for place, where in windows.by_place():
                 part = split[where].reshape(n, group, -1, 1)
@@ -91,7 +92,8 @@ class MaxPool(_Op):
 class AveragePool(_Op):
     def _run(self, x: np.ndarray, **how: Any) -> tuple[np.ndarray]:
         windows = _Windows(x, how["kernel_shape"], how)
-        # What counts: entries of the input, and its padding if asked for, but not what ceil_mode adds at the end.
+        # Windows count entries of the input, and its padding with count_include_pad, but not the rest that ceil_mode
+        # adds.
         counted = np.zeros((1, 1, *windows.padded.shape[2:]), x.dtype)
         padding = bool(how["count_include_pad"])
         inside = [slice(0, low + n + high) if padding else slice(low, low + n)
@@ -114,7 +116,7 @@ class LRN(_Op):
 
 class LogSoftmax(_Op):
     def _run(self, x: np.ndarray, axis: int = -1) -> tuple[np.ndarray]:
-        """The reference takes the logarithm of Softmax, which underflows."""
+        """LogSoftmax without underflow: the reference takes the logarithm of Softmax."""
         low = x - x.max(axis, keepdims=True)
         return (low - np.log(np.exp(low).sum(axis, keepdims=True)),)
 
@@ -155,7 +157,8 @@ class AffineGrid(_Op):
 
 
 def affine_points(lengths: Sequence[int], align_corners: int) -> np.ndarray:
-    """What AffineGrid multiplies its parameters with: every point's coordinates, the last axis' first, and 1."""
+    """Return the points that AffineGrid multiplies its parameters by: coordinates from the last axis to the first, then
+    1."""
     axes = []
     for n in lengths:
         step = 2 / (n if not align_corners else max(n - 1, 1))
@@ -188,7 +191,7 @@ class ScatterND(_Op):
 
 
 def _along(indices: np.ndarray, axis: int) -> Index:
-    """Positions that `indices` name along an axis, all others their own."""
+    """Return an index that takes `indices` along one axis and each entry's own position along the others."""
     where: list[Any] = list(np.ogrid[tuple(slice(n) for n in indices.shape)])
     where[axis] = indices
     return tuple(where)
@@ -210,7 +213,7 @@ class Pad(_Op):
     def _run(
         self, x: np.ndarray, pads: np.ndarray, value: np.ndarray | None = None, axes: Any = None, mode: str = "constant"
     ) -> tuple[np.ndarray]:
-        """Negative padding cuts off."""
+        """Pad an array; negative pads remove entries."""
         chosen = list(range(x.ndim)) if axes is None else [int(a) for a in axes]
         pairs = [(0, 0)] * x.ndim
         for axis, low, high in zip(chosen, pads[: len(chosen)], pads[len(chosen) :], strict=True):
@@ -223,7 +226,7 @@ class Pad(_Op):
 
 
 class Resize(_Op):
-    """Axis by axis, as products with matrices."""
+    """Resize one axis after the other, by products with matrices."""
 
     def _run(self, x: np.ndarray, *given: np.ndarray | None, **how: Any) -> tuple[np.ndarray]:
         attributes = {a.name: onnx.helper.get_attribute_value(a) for a in self.onnx_node.attribute}
@@ -232,7 +235,7 @@ class Resize(_Op):
         if attributes.get("coordinate_transformation_mode") == b"tf_crop_and_resize" or (
             attributes.pop("keep_aspect_ratio_policy", b"stretch") != b"stretch"
         ):
-            raise NotImplementedError("cropping and keeping the aspect ratio")
+            raise NotImplementedError("Resize with cropping or a kept aspect ratio")
         for index, axis in enumerate(listed):
             old = x.shape[axis]
             scale = float(scales[index]) if scales is not None and scales.size else None
@@ -244,7 +247,7 @@ class Resize(_Op):
 
 
 class _Windows:
-    """Where the windows of a convolution or pooling lie on an input [N, C, ...], padded as they need it.
+    """The windows of a convolution or pooling on an input [N, C, ...], and the padded input.
 
     Attributes
     ----------
@@ -252,7 +255,7 @@ class _Windows:
     kernel, out : tuple of int
         Spatial shape of a window, and of all windows.
     pads : list of pair of int
-        Padding by axis, without what rounding up adds.
+        Padding by axis, without the rest that ceil_mode adds.
     """
 
     def __init__(
@@ -279,18 +282,18 @@ class _Windows:
         self.padded = np.pad(x, [(0, 0), (0, 0), *rounded], constant_values=fill) if any(map(any, rounded)) else x
 
     def by_offset(self) -> Iterator[tuple[Index, Index]]:
-        """For each entry of a window, where all windows read it."""
+        """Yield, for each entry of a window, the index of the entries that all windows read there."""
         for offset in np.ndindex(*self.kernel):
             yield _within(*offset), _reads(offset, self.out, self._strides, self._dilations)
 
     def by_place(self) -> Iterator[tuple[Index, Index]]:
-        """For each window, what it reads."""
+        """Yield, for each window, the index of the entries that it reads."""
         for place in np.ndindex(*self.out):
             yield _within(*place), _reads(place, self.kernel, self._dilations, self._strides)
 
 
 def _reads(start: Sequence[int], count: Sequence[int], step: Sequence[int], unit: Sequence[int]) -> Index:
-    """By spatial axis, `count` entries `step` apart from `start` units of `unit`."""
+    """Return an index of `count` entries by spatial axis, `step` apart, from ``start * unit`` on."""
     every = zip(start, count, step, unit, strict=True)
     return _within(*(slice(a * u, a * u + (n - 1) * s + 1, s) for a, n, s, u in every))
 

@@ -1,10 +1,10 @@
-"""Gradients against central differences of the loss, in float64.
+"""Compare gradients with central differences of the loss, in float64.
 
-The step, all its floating point widened to float64, runs on `exact.Evaluator`; the loss' change along a random
-direction must be what the gradients say to 1e-6. A parameter's part of the direction is scaled by its own gradient, so
-that all contribute alike and an error in the smallest gradient shows as one in the largest does; where the loss
-disagrees, the parameter to blame is found by halving. The step is then run on ONNX Runtime in its own precision and
-compared with float64.
+The step, with all floating point widened to float64, runs on `exact.Evaluator`. The change of the loss along a random
+direction must equal the change that the gradients predict, to 1e-6. Each parameter's part of the direction is scaled by
+its own gradient: all contribute alike, and an error in the smallest gradient shows as much as one in the largest. If
+the loss disagrees, bisection finds the parameter with the wrong gradient. Then the step runs on ONNX Runtime in its own
+precision, and is compared with float64.
 """
 
 from __future__ import annotations
@@ -27,36 +27,36 @@ from .exact import Evaluator
 
 DIRECTIONS = 2
 
-_CHANGE, _LARGEST = 5e6, 1e-7  # of the loss, in its rounding errors; of parameters, in `_Line._boldest`
-_OTHERWISE = Setting("example_inputs"), Setting("check", False)  # what to give where the check cannot tell
+_CHANGE, _LARGEST = 5e6, 1e-7  # change of the loss, in its rounding errors; of parameters, as a share of `_largest`
+_OTHERWISE = Setting("example_inputs"), Setting("check", False)  # settings to name if the check is inconclusive
 _FACTORS = (1, 0.1, 10, 100, 1000)  # tried in turn
 _BOLDEST = 0.1  # largest change of a parameter in a direction, of its own size
 _EPSILON = np.finfo(np.float64).eps
-_ROUNDING, _SLACK = 8 * _EPSILON, 4  # of the loss, at least; times what the loss is seen to jitter
-_JITTERS = 3  # times that the loss is seen to jitter
-_NARROW = 10 * np.finfo(np.float32).eps / _EPSILON  # of float32, in those of float64; kernels add up as they like
-_SIZE = 2  # of symbolic dimensions in a made-up batch
+_ROUNDING, _SLACK = 8 * _EPSILON, 4  # least noise of the loss, relative; factor of the jitter measured
+_JITTERS = 3  # samples of the jitter of the loss
+_NARROW = 10 * np.finfo(np.float32).eps / _EPSILON  # rounding of float32, in that of float64; 10: orders of sums
+_SIZE = 2  # of symbolic dimensions in a generated batch
 _ENTROPY = 0x6F6E6E782D72656D6174
 _FEEDS, _JITTER, _DIRECTION = 0, 1, 2  # purposes of random numbers
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What the check saw.
+    """Results of the check.
 
     Attributes
     ----------
     differences : float
         Largest relative difference between the gradients and differences of the loss, in float64.
-    untold : tuple of str
-        Parameters whose gradients are too small, on the inputs checked, to change the loss.
+    untested : tuple of str
+        Parameters whose gradients are too small, on the inputs of the check, to change the loss.
     precision : float or None
-        Largest error, in norm, of an output as ONNX Runtime computes it in float32, against float64; None where the
-        step draws random numbers.
+        Largest error, in norm, of an output of ONNX Runtime in float32 against float64; None if the step draws random
+        numbers.
     """
 
     differences: float
-    untold: tuple[str, ...]
+    untested: tuple[str, ...]
     precision: float | None
 
 
@@ -66,22 +66,22 @@ def check(
     values: Mapping[str, np.ndarray],
     example_inputs: Mapping[str, np.ndarray],
 ) -> Found:
-    """Compare the gradients a step puts out with differences of its loss.
+    """Compare the gradients that a step outputs with finite differences of its loss.
 
     Parameters
     ----------
     step : onnx.ModelProto
-        Outputs ``loss`` and ``grad.<name>``.
+        A step with outputs ``loss`` and ``grad.<name>``.
     parameters : sequence of str
     values, example_inputs : mapping of str to array
-        Values of inputs, the second taking precedence; inputs in neither are made up.
+        Values of inputs; `example_inputs` takes precedence. `make_feeds` generates the others.
 
     Raises
     ------
     ConversionError
-        Gradients are not finite, or differ from the differences beyond `tolerances.DIFFERENCE` (the parameter is
-        named), the step cannot be evaluated in float64, its outputs on ONNX Runtime differ beyond
-        `tolerances.PRECISION`, or its default optimisations compute something else.
+        A gradient is not finite or differs from the finite differences by more than `tolerances.DIFFERENCE` (the
+        message names the parameter), the step cannot be evaluated in float64, its outputs on ONNX Runtime differ by
+        more than `tolerances.PRECISION`, or ONNX Runtime's default optimisations compute something else.
     """
     settled = ir.from_proto(default_level.seeded(step))
     feeds = make_feeds(step, values, example_inputs, _random(_FEEDS, 0))
@@ -103,23 +103,23 @@ def check(
     plain = default_level.run(narrow, single)
     precision = None if default_level.is_random(step) else _precision(plain.outputs, made, line.noise)
     default_level.compare(narrow, single, plain.outputs, drawn=plain.drawn)
-    return Found(worst, line.untold(), precision)
+    return Found(worst, line.untested(), precision)
 
 
 def record(model: onnx.ModelProto, found: Found) -> None:
-    """Write into a model's metadata what was checked.
+    """Record the result of the check in a model's metadata.
 
-    ``check.differences``, ``check.untold`` (how many gradients were too small to tell) and, where it ran on ONNX
-    Runtime, ``check.precision``; see `Found`.
+    Keys are ``check.differences``, ``check.untold`` (the number of gradients that were too small to check) and, if the
+    step ran on ONNX Runtime, ``check.precision``; see `Found`.
     """
-    known = {"check.differences": f"{found.differences:.2e}", "check.untold": str(len(found.untold))}
+    known = {"check.differences": f"{found.differences:.2e}", "check.untold": str(len(found.untested))}
     if found.precision is not None:
         known["check.precision"] = f"{found.precision:.2e}"
     note(model, known)
 
 
 class _Line:
-    """Differences of the loss along random directions against what the gradients say."""
+    """Compare differences of the loss along random directions with the gradients' predictions."""
 
     def __init__(
         self,
@@ -137,26 +137,26 @@ class _Line:
         self._scale = float(np.linalg.norm(list(self._shares.values())))
         self._direction: tuple[int, dict[str, np.ndarray]] = (-1, {})  # the last one: drawing is slow for large weights
         self.noise = max(_ROUNDING * max(abs(loss), 1e-3), _SLACK * self._jitter(loss))
-        # Kinks want small steps, rounding wants large ones.
+        # A small step avoids kinks, a large one drowns rounding.
         room = min(largest[p] / step for p, step in self._steps.items())
         self._epsilon = _LARGEST * room
         if self._scale:
             self._epsilon = min(self._epsilon, _CHANGE * self.noise / self._scale)
 
     def _jitter(self, loss: float) -> float:
-        """The most that the loss is off what the gradients say where parameters move by their own rounding errors.
+        """Return the largest error of the gradients' prediction when parameters change by their own rounding errors.
 
-        What a loss is rounded by does not follow from its size: one near zero may be the sum of large terms.
+        The rounding error of a loss does not follow from its size: a loss near zero may be a sum of large terms.
         """
         worst = 0.0
         for number in range(_JITTERS):
             rng = _random(_JITTER, number)
-            moved, told = {}, 0.0
+            moved, predicted = {}, 0.0
             for p, gradient in self._gradients.items():
                 at = self._at[p]
                 moved[p] = at + _EPSILON * rng.standard_normal(at.shape) * (abs(at) + self._steps[p])
-                told += float((gradient * (moved[p] - at)).sum())
-            worst = max(worst, abs(self._loss(moved) - loss - told))
+                predicted += float((gradient * (moved[p] - at)).sum())
+            worst = max(worst, abs(self._loss(moved) - loss - predicted))
         return worst
 
     def _drawn(self, seed: int) -> dict[str, np.ndarray]:
@@ -166,12 +166,13 @@ class _Line:
             self._direction = seed, drawn
         return self._direction[1]
 
-    def untold(self) -> tuple[str, ...]:
-        """Parameters that move the loss too little, by their gradients, for an error in them to show."""
+    def untested(self) -> tuple[str, ...]:
+        """Return the parameters whose gradients change the loss too little for an error in them to show."""
         return tuple(p for p, share in self._shares.items() if share < tolerances.UNTESTED_SHARE * self._scale)
 
     def error(self, seed: int) -> float:
-        """The relative difference along a direction through all parameters; raises where it is too large."""
+        """Return the relative difference along a direction through all parameters; raise ConversionError if it is too
+        large."""
         if not self._scale:
             raise self._unseen(seed, "every gradient is zero on the check's inputs")
         found: list[tuple[float, float, float]] = []
@@ -185,13 +186,13 @@ class _Line:
         if found[-1][1] > tolerances.ROUNDING_SHARE:
             raise self._unseen(seed, "all gradients are too small on the check's inputs to show in the loss")
         least, _, best = min(found)
-        raise self._wrong(seed, best, f"otherwise than they say, by {least:.2g} relative")
+        raise self._wrong(seed, best, f"differently than gradients predict, by {least:.2g} relative")
 
     def _unseen(self, seed: int, why: str) -> ConversionError:
-        """What to say of gradients that no difference can confirm: `why`, unless the loss does change.
+        """Return the error for gradients that no difference can confirm: `why`, unless the loss does change.
 
-        It does where it changes in proportion to the step, to either side alike, by far more than its rounding: neither
-        curvature nor a kink looks like that.
+        It does if its change is proportional to the step, equal on both sides, and far above its rounding: neither
+        curvature nor a kink behaves like that.
         """
         seen = []
         for factor in _FACTORS[-2:]:
@@ -199,11 +200,12 @@ class _Line:
             slopes = [side / epsilon - predicted for side in sides]
             seen += slopes if min(map(abs, slopes)) > self.noise / (epsilon * tolerances.SAME_SLOPE) else [0.0]
         if max(seen) - min(seen) < tolerances.SAME_SLOPE * max(map(abs, seen)):
-            return self._wrong(seed, _FACTORS[-1], "and they are next to zero")
+            return self._wrong(seed, _FACTORS[-1], "although all gradients are almost zero")
         return ConversionError("{}: give {} or {}", why, *_OTHERWISE)
 
     def _wrong(self, seed: int, factor: float, how: str) -> ConversionError:
-        """What to say of wrong gradients: the parameter to blame is found by halving, unless rounding is."""
+        """Return the error for wrong gradients: bisection finds the parameter, unless rounding explains the
+        difference."""
         suspects = list(self._gradients)
         if self._lost(seed) > tolerances.SAME_SLOPE * abs(self._off(suspects, seed, factor)):
             return ConversionError(
@@ -214,15 +216,16 @@ class _Line:
             worse = [abs(self._off(half, seed, factor)) for half in halves]
             suspects = halves[1] if worse[1] > worse[0] else halves[0]
         return ConversionError(
-            "the gradients are wrong: along a random direction the loss changes {}, that by {!r} for one; nothing was "
-            "written ({} skips this check)",
-            how,
+            "the gradient by {!r} is wrong: along a random direction the loss changes {}; nothing was written ({} "
+            "skips this check)",
             suspects[0],
+            how,
             Setting("check", False),
         )
 
     def _lost(self, seed: int) -> float:
-        """How far the slope that the gradients say along a direction moves with the inputs' own rounding errors."""
+        """Return the change of the gradients' slope along a direction when the inputs change by their own rounding
+        errors."""
         rng, drawn = _random(_JITTER, _JITTERS), self._drawn(seed)
         moved = {
             name: at + _EPSILON * rng.standard_normal(at.shape) * at if at.dtype.kind == "f" else at
@@ -232,17 +235,19 @@ class _Line:
         return abs(sum(float(((made[names.gradient(p)] - g) * drawn[p]).sum()) for p, g in self._gradients.items()))
 
     def _difference(self, seed: int, factor: float) -> tuple[float, float]:
-        """How far the gradients are off along a direction, and what rounding may add; relative to their size."""
+        """Return the error of the gradients along a direction, and the share of rounding in it; relative to their
+        size."""
         error = abs(self._off(list(self._gradients), seed, factor))
         return error / self._scale, self.noise / (factor * self._epsilon * self._scale)
 
     def _off(self, parameters: Sequence[str], seed: int, factor: float) -> float:
-        """The loss' slope, less what the gradients say, along the part of a direction that is some parameters'."""
+        """Return the loss's slope minus the gradients' prediction along the part of a direction in some parameters."""
         (up, down), predicted, epsilon = self._sides(parameters, seed, factor)
         return (up + down) / (2 * epsilon) - predicted
 
     def _sides(self, parameters: Sequence[str], seed: int, factor: float) -> tuple[tuple[float, float], float, float]:
-        """The loss' rise up to a point and beyond it, the slope that the gradients say, and the size of the step."""
+        """Return the rise of the loss before and after the point, the slope that the gradients predict, and the step
+        size."""
         drawn = self._drawn(seed)
         direction = {p: drawn[p] for p in parameters}
         predicted = sum(float((self._gradients[p] * d).sum()) for p, d in direction.items())
@@ -255,17 +260,17 @@ class _Line:
 
 
 def _largest(value: np.ndarray) -> float:
-    """The largest step of a parameter that is within reason."""
+    """Return the largest reasonable step of a parameter."""
     size = float(np.sqrt(np.mean(np.square(value)))) if value.size else 0.0
     return max(_BOLDEST * size, 1e-3 if value.ndim > 1 else _BOLDEST)  # biases and scales start at 0 and 1
 
 
 def _precision(outputs: Mapping[str, np.ndarray], exact: Mapping[str, np.ndarray], noise: float) -> float:
-    """Largest error of an output in norm, gradients that are nil but for rounding measured by the largest one.
+    """Return the largest error of an output in norm; that of a vanishing gradient is relative to the largest gradient.
 
-    `noise` is what float64 may round the loss by; a loss that is near zero is measured by what float32 may.
+    `noise` is the rounding error of the loss in float64; the error of a loss near zero is relative to that of float32.
 
-    Raises ConversionError beyond `tolerances.PRECISION`.
+    Raise ConversionError beyond `tolerances.PRECISION`.
     """
     norms = {name: float(np.linalg.norm(value)) for name, value in exact.items()}
     largest = max((norm for name, norm in norms.items() if name.startswith(names.gradient(""))), default=0.0)
@@ -287,7 +292,7 @@ def _precision(outputs: Mapping[str, np.ndarray], exact: Mapping[str, np.ndarray
 
 
 def _random(purpose: int, number: int) -> np.random.Generator:
-    """Numbers that are those of no model: many draw their weights from ``default_rng(0)``."""
+    """Return a generator with a seed of its own: many models draw their weights from ``default_rng(0)``."""
     return np.random.default_rng([_ENTROPY, purpose, number])
 
 
@@ -297,11 +302,12 @@ def make_feeds(
     example_inputs: Mapping[str, np.ndarray],
     rng: np.random.Generator,
 ) -> dict[str, np.ndarray]:
-    """A value for every input: an example, else the file's, else normal data, zeros and ones; symbolic sizes 2.
+    """Return a value for every input: the example, the file's value, or random data; symbolic sizes become 2.
 
-    Weights of the file whose entries are all the same stand for weights to come: they make all channels alike and
-    gradients vanish or explode. They are drawn at random (He et al. 2015); so are vectors of a value other than 0 and
-    1, around its root: a scale that undoes a variance of the same value.
+    Random data are normal for floating point, and zeros and ones for integers. Weights of the file whose entries are
+    all equal are placeholders: they would make all channels alike, and gradients vanish or explode. They are replaced
+    by random weights (He et al. 2015). A vector of one value other than 0 and 1 is replaced by random entries around
+    the root of that value, since a variance of that value would cancel a scale of that value.
     """
     given = {n: _varied(v, rng) if n not in example_inputs else v for n, v in {**values, **example_inputs}.items()}
     sizes: dict[str, int] = {}
@@ -334,7 +340,7 @@ def _varied(value: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 
 def widened(source: ir.Model, to: ir.DataType) -> onnx.ModelProto:
-    """A copy in which all floating point narrower than `to` is of that type."""
+    """Return a copy in which all floating point narrower than `to` is of that type."""
     model = source.clone()
     halves = [ir.DataType.FLOAT16, ir.DataType.BFLOAT16]
     narrow = halves if to == ir.DataType.FLOAT else [*halves, ir.DataType.FLOAT]
@@ -348,7 +354,7 @@ def widened(source: ir.Model, to: ir.DataType) -> onnx.ModelProto:
     for node in nodes:
         if node.op_type == "GroupNormalization" and (model.opset_imports[""] or 0) > 20:
             node.attributes["stash_type"] = ir.AttrInt64("stash_type", int(to))
-        if node.op_type == "ConstantOfShape" and "value" not in node.attributes:  # zeros of float32
+        if node.op_type == "ConstantOfShape" and "value" not in node.attributes:  # the default is zeros of float32
             node.attributes["value"] = ir.AttrTensor("value", ir.tensor(np.zeros(1, np.float32)))
         for name, attribute in list(node.attributes.items()):
             if attribute.type == ir.AttributeType.TENSOR and attribute.as_tensor().dtype in narrow:
@@ -359,7 +365,7 @@ def widened(source: ir.Model, to: ir.DataType) -> onnx.ModelProto:
 
 
 def in_float64(step: onnx.ModelProto, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Every output of a step, computed in float64 throughout."""
+    """Return every output of a step, computed in float64 throughout."""
     return Evaluator(widened(ir.from_proto(step), ir.DataType.DOUBLE)).run(_doubled(feeds))
 
 

@@ -1,4 +1,4 @@
-"""bfloat16 on ONNX Runtime's CPU, which has hardly a kernel for it: the same nodes in float32, rounded after each."""
+"""Models of bfloat16 as models of float32 that round after each node: ONNX Runtime's CPU has few bfloat16 kernels."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ NARROW, WIDE = ir.DataType.BFLOAT16, ir.DataType.FLOAT
 
 
 def widened(model: ir.Model) -> ir.Model:
-    """A copy for checks that takes and gives float32 wherever the model has bfloat16, and rounds as it would.
+    """Return a copy for checks that has float32 wherever the model has bfloat16, and rounds to bfloat16 after each
+    node.
 
-    A kernel that keeps float32 inside and rounds at its end gives these very numbers.
+    A bfloat16 kernel that computes in float32 and rounds its result gives the same numbers.
     """
     copy = model.clone()
     graph = copy.graph
     for value in [*graph.inputs, *graph.initializers.values()]:
         if value.dtype == NARROW:
-            value.type = ir.TensorType(WIDE)  # a new one: values share theirs
+            value.type = ir.TensorType(WIDE)  # a new object: values share their types
             if value.const_value is not None:
                 value.const_value = ir.tensor(value.const_value.numpy().astype(np.float32), name=value.name)
     for node in list(graph):
@@ -35,7 +36,7 @@ def widened(model: ir.Model) -> ir.Model:
 
 
 def _round(graph: ir.Graph, node: ir.Node, value: ir.Value) -> None:
-    """Readers of a value read it as bfloat16 would hold it."""
+    """Let readers of a value read it rounded to bfloat16."""
     value.type = ir.TensorType(WIDE)
     narrow = ir.node("Cast", [value], {"to": int(NARROW)})
     wide = ir.node("Cast", narrow.outputs, {"to": int(WIDE)})
@@ -49,7 +50,7 @@ def _round(graph: ir.Graph, node: ir.Node, value: ir.Value) -> None:
 
 
 def wide(value: np.ndarray) -> np.ndarray:
-    """float32 of a bfloat16 array; others as they are.
+    """Return a bfloat16 array as float32, and any other array unchanged.
 
     >>> wide(np.array([1.5], ml_dtypes.bfloat16)).dtype
     dtype('float32')

@@ -27,6 +27,7 @@ import onnx_ir as ir
 from onnx_ir.passes import common
 
 from onnx_remat.errors import UsageError
+from onnx_remat.messages import Setting
 
 from ..emit import Phase
 from ..tape import Tape
@@ -49,7 +50,7 @@ _WORTH = 2
 def checked(given: int | None) -> int | None:
     """Return the argument; raise UsageError unless it is a number of parts or None."""
     if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
-        raise UsageError(f"attention_parts={given!r} is not a number of parts: use an integer of 1 or more")
+        raise UsageError("{} is not a number of parts: use an integer of 1 or more", Setting("attention_parts", given))
     return given
 
 
