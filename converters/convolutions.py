@@ -1,6 +1,6 @@
-"""Convolutions as other converters write them too: how windows lie, and the gradients by input and weights.
+"""Convolutions and their gradients by input and weights, for all converters.
 
-Any number of spatial axes.
+All functions take any number of spatial axes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .tape import Tape
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """How windows lie on the input of a convolution (or pooling), axis by axis.
+    """The geometry of the windows of a convolution (or pooling), by axis.
 
     Attributes
     ----------
@@ -39,19 +39,20 @@ class Geometry:
 
     @property
     def extent(self) -> tuple[int, ...]:
-        """Input entries from a window's first to its last, inclusive."""
+        """Number of input entries from a window's first to its last, inclusive, by axis."""
         return tuple(d * (k - 1) + 1 for d, k in zip(self.dilations, self.kernel, strict=True))
 
 
 LEAST_PIXELS = 400
-"""Entries of an image from which the flipped convolution is the faster adjoint, measured on 4 to 96 squared, 16 to 512
-channels; it also needs no columns, which take as much memory as an image times the window's entries."""
+"""Entries of an image from which a convolution with the flipped kernel is the faster adjoint, measured on images of 4
+to 96 squared with 16 to 512 channels. It also needs no columns, which take the memory of an image times the entries of
+a window."""
 
 
 def input_gradient(t: Tape, g: ir.Value, w: ir.Value, shape: Dims, how: Geometry) -> ir.Value:
-    """Adjoint of a convolution's input of this shape: a transposed convolution of the output's.
+    """Return the adjoint of a convolution's input of this shape: a transposed convolution of the output's adjoint.
 
-    Of large images with strides of one it is the convolution with the kernel turned around.
+    For large images with strides of one, it is a convolution with the flipped kernel.
     """
     pads = [e - 1 - p for e, p in zip(how.extent * 2, how.begin + how.end, strict=True)]
     if all(stride == 1 for stride in how.strides) and min(pads) >= 0 and (size(shape[2:]) or 0) >= LEAST_PIXELS:
@@ -68,7 +69,7 @@ def input_gradient(t: Tape, g: ir.Value, w: ir.Value, shape: Dims, how: Geometry
             return t.op("ConvTranspose", g, w, shape=shape, pads=pads, **common, **extra)
     elif all(stride == 1 for stride in how.strides):
         return t.op("ConvTranspose", g, w, shape=shape, pads=[*how.begin, *how.end], **common)
-    # Without padding the transposed convolution covers what the windows read; cut and fill to the input's size.
+    # Without padding, the transposed convolution covers the entries that windows read; crop and pad it to the input.
     covered = tuple(f"covered.{t.fresh('window')}" for _ in spatial)
     whole = t.op("ConvTranspose", g, w, shape=(*shape[:2], *covered), **common)
     size_now = t.op("Shape", whole, shape=(how.rank,), dtype=ir.DataType.INT64, start=2)
@@ -79,7 +80,7 @@ def input_gradient(t: Tape, g: ir.Value, w: ir.Value, shape: Dims, how: Geometry
 
 
 def _turned(t: Tape, w: ir.Value, how: Geometry) -> ir.Value:
-    """A kernel with input and output channels swapped, group by group, and its entries in opposite order."""
+    """Return a kernel with its entries in reverse order, and input and output channels swapped in each group."""
     out, each, *kernel = dims(w)
     assert isinstance(out, int) and isinstance(each, int)
     spatial = range(2, 2 + how.rank)
@@ -97,7 +98,7 @@ def _turned(t: Tape, w: ir.Value, how: Geometry) -> ir.Value:
 
 
 def _unread(length: int, windows: int, how: Geometry, axis: int) -> int:
-    """Entries at the end of the padded input that no window reads."""
+    """Return the number of entries at the end of the padded input that no window reads."""
     covered = (windows - 1) * how.strides[axis] + how.extent[axis]
     return length + how.begin[axis] + how.end[axis] - covered
 
@@ -110,11 +111,11 @@ def conv(t: Tape, x: ir.Value, w: ir.Value, shape: Dims, how: Geometry) -> ir.Va
 
 
 def weight_gradient(t: Tape, x: ir.Value, g: ir.Value, shape: tuple[int, ...], how: Geometry) -> ir.Value:
-    """Adjoint of the weights of a convolution of `x`, from that of its output.
+    """Return the adjoint of the weights of a convolution of `x`, from the adjoint of its output.
 
-    In general a convolution of the input, its batch and channel axes swapped, with the output's adjoint as kernel:
-    strides and dilations change places. Windows of one entry need a matrix product only, and a product for each entry
-    is two to ten times faster than the convolution, whose kernel is as large as an image, where channels are many.
+    In general it is a convolution of the input, with batch and channel axes swapped, by the output's adjoint as kernel;
+    strides and dilations are swapped. Windows of one entry need only a matrix product. With many channels, one product
+    for each entry of the window is two to ten times faster than the convolution, whose kernel is as large as an image.
     """
     entries = size(how.kernel)
     assert entries is not None
@@ -143,7 +144,7 @@ def weight_gradient(t: Tape, x: ir.Value, g: ir.Value, shape: tuple[int, ...], h
 
 
 def by_entry(sizes: Dims, shape: tuple[int, ...], how: Geometry) -> bool:
-    """Is `weight_gradient_by_entry` the faster way, for weights of this shape and images of these sizes?"""
+    """Return whether `weight_gradient_by_entry` is faster, for weights of this shape and images of these sizes."""
     entries = size(how.kernel) or 0
     return entries <= _MOST_ENTRIES and how.group == 1 and shape[1] >= _LEAST_CHANNELS and is_static(sizes)
 
@@ -152,10 +153,11 @@ _MOST_ENTRIES, _LEAST_CHANNELS = 25, 16  # measured on 3 x 3 and 7 x 7 windows, 
 
 
 def weight_gradient_by_entry(t: Tape, x: ir.Value, g: ir.Value, shape: tuple[int, ...], how: Geometry) -> ir.Value:
-    """For each entry of the window, the product of the output's adjoint with what all windows read there."""
+    """Return the weights' adjoint as one product for each window entry: the output's adjoint by all inputs read
+    there."""
     rank, out = how.rank, [int(n) for n in dims(g)[2:]]
     spatial = range(1, 1 + rank)
-    last = t.transpose(x, [0, *range(2, 2 + rank), 1])  # channels last: what is read lies as the product wants it
+    last = t.transpose(x, [0, *range(2, 2 + rank), 1])  # channels last: the layout of the product's operand
     wide = dims(last)
     if any(how.begin + how.end):
         padded = tuple(int(wide[i]) + how.begin[i - 1] + how.end[i - 1] for i in spatial)
@@ -178,7 +180,7 @@ def weight_gradient_by_entry(t: Tape, x: ir.Value, g: ir.Value, shape: tuple[int
 
 
 def _swapped_output(spatial: Dims, out: Dims, how: Geometry) -> Dims:
-    """Spatial shape of the swapped convolution: the kernel's, or longer where windows leave entries unread."""
+    """Return the spatial shape of the swapped convolution: the kernel's, or longer if windows leave entries unread."""
     if not is_static(spatial) or not is_static(out):
         return tuple(f"at least {k}" for k in how.kernel)
     return tuple(

@@ -1,4 +1,4 @@
-"""Shapes as tuples of sizes and symbols, and what broadcasting makes of them."""
+"""Shapes as tuples of sizes and symbols, and their broadcasting."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Dims: TypeAlias = tuple[Dim, ...]
 
 
 def dims(value: ir.Value) -> Dims:
-    """Sizes and symbols of a value; symbols that read the same are the same size.
+    """Return the sizes and symbols of a value; equal symbols stand for equal sizes.
 
     Raises
     ------
     ConversionError
-        Not even the rank is known.
+        The rank is unknown.
     """
     if value.shape is None:
         node = value.producer()
@@ -30,7 +30,7 @@ def dims(value: ir.Value) -> Dims:
 
 
 def sizes(value: ir.Value | None) -> Dims | None:
-    """As `dims`, of a value whose every dimension has a size or a symbol; None of any other."""
+    """Return `dims` of a value if every dimension has a size or a symbol; None otherwise."""
     if value is None or value.shape is None or any(not isinstance(d, int) and d.value is None for d in value.shape):
         return None
     return dims(value)
@@ -45,7 +45,7 @@ def is_static(shape: Dims) -> bool:
 
 
 def size(shape: Dims) -> int | None:
-    """Number of elements, where every size is known.
+    """Return the number of elements; None if a size is unknown.
 
     >>> size((2, 3)), size(()), size(("batch", 3))
     (6, 1, None)
@@ -59,7 +59,7 @@ def size(shape: Dims) -> int | None:
 
 
 def broadcast(a: Dims, b: Dims) -> Dims:
-    """Shape of a binary op's output; of two different symbols, one of which may be 1, a symbol of its own.
+    """Return the shape of a binary op's output; two different symbols, either of which may be 1, give a new symbol.
 
     >>> broadcast((8, 1, "t"), (5, 1))
     (8, 5, 't')
@@ -80,7 +80,7 @@ def _wider(a: Dim, b: Dim) -> Dim:
 
 
 def reduced_axes(wide: Dims, narrow: Dims) -> list[int] | None:
-    """Axes of `wide` along which a value of shape `narrow` was broadcast; None where only a run can tell.
+    """Return the axes of `wide` along which a value of shape `narrow` was broadcast; None if they depend on the run.
 
     >>> reduced_axes((8, 5, 3), (5, 1))
     [0, 2]

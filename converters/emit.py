@@ -14,17 +14,17 @@ Attribute: TypeAlias = int | float | str | list[int] | list[float] | ir.DataType
 
 
 class Emitter:
-    """Appends nodes, and constants shared by content, at the end of a graph.
+    """Append nodes, and constants shared by content, to the end of a graph.
 
     Parameters
     ----------
     graph : onnx_ir.Graph
-        Grows in place.
+        The graph, which grows in place.
     phase : str
-        Label of the nodes that follow; see `labelled`.
+        Phase of the appended nodes; see `labelled`.
     within : Emitter, optional
-        The emitter of the graph around, where this graph is the body of a control-flow operator: names are unique
-        in both, constants stand in the outermost graph.
+        The emitter of the enclosing graph, if this graph is the body of a control-flow operator. Names are unique in
+        both; constants belong to the outermost graph.
 
     Examples
     --------
@@ -51,7 +51,7 @@ class Emitter:
 
     @contextmanager
     def labelled(self, phase: Phase) -> Iterator[None]:
-        """Label the nodes appended inside with another phase."""
+        """Give the nodes appended inside the context another phase."""
         outer, self.phase = self.phase, phase
         try:
             yield
@@ -66,7 +66,7 @@ class Emitter:
         name: str | None = None,
         **attributes: Attribute,
     ) -> ir.Value:
-        """Append a node with one output; `like` gives the output its shape and dtype, where they are known."""
+        """Append a node with one output, which takes shape and dtype, if known, from `like`."""
         (output,) = self.many(op_type, *inputs, outputs=1, name=name, **attributes)
         if like is not None:
             output.shape, output.type = like.shape, like.type
@@ -80,7 +80,7 @@ class Emitter:
         name: str | None = None,
         **attributes: Attribute,
     ) -> tuple[ir.Value, ...]:
-        """Append a node with several outputs; attributes are given by keyword, None inputs are left out."""
+        """Append a node with several outputs; attributes are keywords, and an input of None is absent."""
         node = ir.node(op_type, inputs, attributes or None, num_outputs=outputs, metadata_props={"phase": self.phase})
         for index, value in enumerate(node.outputs):
             value.name = (
@@ -93,7 +93,7 @@ class Emitter:
         return tuple(node.outputs)
 
     def constant(self, value: np.ndarray | np.generic) -> ir.Value:
-        """An initializer; equal constants are one."""
+        """Return an initializer; equal constants share one."""
         if self._root is not self:
             return self._root.constant(value)
         array = np.asarray(value)
@@ -107,12 +107,12 @@ class Emitter:
         return self._constants[key]
 
     def scalar(self, value: float, like: ir.Value) -> ir.Value:
-        """A scalar constant of another value's dtype."""
+        """Return a scalar constant with the dtype of `like`."""
         assert like.dtype is not None, like.name
         return self.constant(np.asarray(value, like.dtype.numpy()))
 
     def fresh(self, name: str) -> str:
-        """`name`, or a numbered variant of it that is not taken."""
+        """Return `name`, or a numbered variant of it that is unused."""
         if self._root is not self:
             return self._root.fresh(name)
         made = name

@@ -1,4 +1,4 @@
-"""Is what a converter needs installed? Asked before anything of it is imported."""
+"""Check that the packages of a converter are installed, before any of them is imported."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from onnx_remat.errors import MissingExtraError
 
 
 def require(extra: str, *packages: str) -> None:
-    """Raise MissingExtraError, which names the extra to install, where one of the packages is not there."""
+    """Raise MissingExtraError, which names the extra to install, if one of the packages is missing."""
     for package in packages:
         if find_spec(package) is None:
             raise MissingExtraError(f"{package} is not installed: pip install 'onnx-remat[{extra}]'", name=package)

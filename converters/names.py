@@ -1,7 +1,7 @@
-"""One naming for every converter's training graph.
+"""Names of inputs and outputs, the same in every converter's training graph.
 
-Inputs are parameters and buffers under the framework's own names, optimizer state, then the batch; outputs are the
-loss, then gradients (no optimizer) or new parameters and new state, then new buffers. A training loop feeds each
+Inputs are parameters and buffers under the framework's names, optimizer state, then the batch. Outputs are the loss,
+then gradients (without an optimizer) or new parameters and new state, then new buffers. A training loop feeds each
 `new.<name>` back as `<name>`.
 """
 
@@ -13,7 +13,7 @@ LOSS = "loss"
 
 
 def gradient(parameter: str) -> str:
-    """Output that holds a parameter's gradient.
+    """Return the name of the output with a parameter's gradient.
 
     >>> gradient("fc.weight")
     'grad.fc.weight'
@@ -22,7 +22,7 @@ def gradient(parameter: str) -> str:
 
 
 def new(name: str) -> str:
-    """Output that holds the next value of an input: a parameter, a buffer, an optimizer state.
+    """Return the name of the output with the next value of an input: a parameter, a buffer, an optimizer state.
 
     >>> new("fc.weight"), new(state("fc.weight", "exp_avg"))
     ('new.fc.weight', 'new.state.fc.weight.exp_avg')
@@ -31,7 +31,7 @@ def new(name: str) -> str:
 
 
 def state(parameter: str, slot: str) -> str:
-    """Input that holds one piece of optimizer state.
+    """Return the name of the input with one piece of optimizer state.
 
     >>> state("fc.weight", "momentum_buffer")
     'state.fc.weight.momentum_buffer'
@@ -40,7 +40,7 @@ def state(parameter: str, slot: str) -> str:
 
 
 def batch(index: int) -> str:
-    """Default name of the batch's input number `index`.
+    """Return the default name of input number `index` of the batch.
 
     >>> batch(0)
     'input.0'
@@ -49,7 +49,7 @@ def batch(index: int) -> str:
 
 
 def outside(index: int) -> str:
-    """Input for a tensor that only the user's code holds, number `index`.
+    """Return the name of input number `index` for tensors that only the user's code refers to.
 
     >>> outside(0)
     'outside.0'

@@ -1,4 +1,4 @@
-"""SGD, Adam and AdamW as ONNX nodes, with torch.optim's arithmetic, state names and defaults."""
+"""SGD, Adam and AdamW as ONNX nodes, with the arithmetic, state names and defaults of torch.optim."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from .emit import Emitter
 State = dict[str, ir.Value]
 
 Rate: TypeAlias = float | str
-"""A learning rate: a number, or the name of an input, a float32 scalar, that gives it at every step."""
+"""A learning rate: a number, or the name of a float32 scalar input that supplies it in every step."""
 
 
 class Optimizer(Protocol):
-    """What an optimizer must tell and do, parameter by parameter."""
+    """The interface of an optimizer, for one parameter at a time."""
 
     @property
     def lr(self) -> Rate: ...
 
     def slots(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """Shape of each piece of state of a parameter; all start at zero."""
+        """Return the shape of each piece of state of a parameter; all start at zero."""
         ...
 
     def update(self, emit: Emitter, parameter: ir.Value, gradient: ir.Value, state: State) -> tuple[ir.Value, State]:
-        """Append the update; returns the new parameter and the new state."""
+        """Append the update, and return the new parameter and the new state."""
         ...
 
 
@@ -45,8 +45,8 @@ class SGD:
     momentum, dampening, weight_decay : float
     nesterov, maximize : bool
 
-    The momentum buffer starts at zero where torch's starts at the first gradient; so that both agree, dampening
-    applies from the second step on in torch and is refused here together with momentum.
+    The momentum buffer starts at zero, whereas torch's starts at the first gradient. With dampening the two would
+    differ, because torch applies it from the second step on; momentum with dampening is therefore refused.
     """
 
     lr: Rate = 1e-3
@@ -58,7 +58,9 @@ class SGD:
 
     def __post_init__(self) -> None:
         if self.momentum and self.dampening:
-            raise ValueError("SGD with dampening is not supported: torch leaves it out of the first step only")
+            raise ValueError(
+                "SGD with dampening is not supported, as torch omits it in the first step: set it to 0"
+            )
 
     def slots(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         return {"momentum_buffer": shape} if self.momentum else {}
@@ -86,7 +88,7 @@ class Adam:
     eps, weight_decay : float
     amsgrad, maximize : bool
     decoupled : bool
-        Decay weights beside the step, not through the gradient (Loshchilov & Hutter 2019).
+        Decay weights directly, not through the gradient (Loshchilov & Hutter 2019).
     """
 
     lr: Rate = 1e-3
@@ -143,25 +145,25 @@ def AdamW(
 
 
 def append(graph: ir.Graph, optimizers: Mapping[str, Optimizer], batch_inputs: int) -> None:
-    """Turn a graph that puts out gradients into one that puts out new parameters and state.
+    """Turn a graph that outputs gradients into one that outputs new parameters and state.
 
-    Each output ``grad.<name>`` of a parameter in `optimizers` gives way to ``new.<name>`` and
-    ``new.state.<name>.<slot>``; inputs ``state.<name>.<slot>``, and learning rates that are inputs, join after the
-    parameters and buffers, before the batch.
+    Outputs ``new.<name>`` and ``new.state.<name>.<slot>`` replace each output ``grad.<name>`` of a parameter in
+    `optimizers`. Inputs ``state.<name>.<slot>``, and learning rates that are inputs, are added between parameters and
+    buffers, and the batch.
 
     Parameters
     ----------
     graph : onnx_ir.Graph
-        Changed in place; outputs in the order of `names`.
+        The graph, changed in place; its outputs are in the order of `names`.
     optimizers : mapping of str to Optimizer
-        By parameter name, so that groups may differ.
+        The optimizer of each parameter by name, so that groups may differ.
     batch_inputs : int
-        How many of the graph's last inputs are the batch.
+        Number of the graph's last inputs that are the batch.
 
     Raises
     ------
     ConversionError
-        A learning rate is to be an input of a name that the graph uses.
+        A learning rate has the name of a value of the graph.
     """
     emit = Emitter(graph, "optimizer")
     first_batch = len(graph.inputs) - batch_inputs
@@ -190,7 +192,7 @@ def append(graph: ir.Graph, optimizers: Mapping[str, Optimizer], batch_inputs: i
         states.extend(state.values())
     replaced = {names.gradient(name) for name in optimizers}
     kept = [value for value in graph.outputs if value.name not in replaced]
-    for name in replaced:  # no longer the interface: a name of its own, so that a later `grad.` output may not clash
+    for name in replaced:  # not an output any more: renamed, so that it cannot clash with a later `grad.` output
         gradients[name].name = emit.fresh(f"backward.{name}")
     graph.inputs[first_batch:first_batch] = states
     loss, others = kept[:1], kept[1:]
@@ -200,17 +202,17 @@ def append(graph: ir.Graph, optimizers: Mapping[str, Optimizer], batch_inputs: i
 def _rate_inputs(emit: Emitter, optimizers: Mapping[str, Optimizer]) -> list[ir.Value]:
     named = dict.fromkeys(optimizer.lr for optimizer in optimizers.values() if isinstance(optimizer.lr, str))
     if clash := next((name for name in named if emit.fresh(name) != name), None):
-        raise ConversionError(f"the learning rate is to be an input {clash!r}, but the graph has a value of that name")
+        raise ConversionError(f"the graph already has a value {clash!r}: choose another name for the learning rate")
     return [ir.Value(name=name, shape=ir.Shape(()), type=ir.TensorType(ir.DataType.FLOAT)) for name in named]
 
 
 def _rate(emit: Emitter, lr: Rate, like: ir.Value) -> ir.Value:
-    """The learning rate as a scalar of another value's dtype."""
+    """Return the learning rate as a scalar with the dtype of `like`."""
     return _cast(emit, _input(emit, lr), like) if isinstance(lr, str) else emit.scalar(lr, like)
 
 
 def _kept(emit: Emitter, lr: Rate, decay: float, like: ir.Value) -> ir.Value:
-    """1 - lr * decay as a scalar of another value's dtype."""
+    """Return 1 - lr * decay as a scalar with the dtype of `like`."""
     if not isinstance(lr, str):
         return emit.scalar(1 - lr * decay, like)
     rate = _input(emit, lr)  # float32: the difference from 1 would be lost in a narrower type
@@ -234,7 +236,7 @@ def _blend(emit: Emitter, old: ir.Value, new: ir.Value, keep: float) -> ir.Value
 
 
 def _correction(emit: Emitter, step: ir.Value, beta: float) -> ir.Value:
-    """1 - beta ** step."""
+    """Return 1 - beta ** step."""
     return emit("Sub", emit.scalar(1, step), emit("Pow", emit.scalar(beta, step), step, like=step), like=step)
 
 
@@ -248,7 +250,7 @@ def _cast(emit: Emitter, value: ir.Value, like: ir.Value) -> ir.Value:
 
 
 def initial_state(optimizers: Mapping[str, Optimizer], parameters: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Zeros for every state input of the parameters' optimizers, by input name."""
+    """Return zeros for every state input of the parameters' optimizers, by input name."""
     return {
         names.state(name, slot): np.zeros(shape, np.float32 if slot == "step" else parameters[name].dtype)
         for name, optimizer in optimizers.items()

@@ -12,21 +12,21 @@ from onnx_remat.ort import runtime
 
 
 def axis_matrix(attributes: Mapping[str, Any], opset: int, old: int, new: int, scale: float | None) -> np.ndarray:
-    """What Resize does along an axis: it is linear, so the runtime itself tells, asked for the unit vectors.
+    """Return the matrix of Resize along one axis. Resize is linear: the matrix is its result on the unit vectors.
 
     Parameters
     ----------
     attributes : mapping
-        Of the op, without ``axes`` and ``keep_aspect_ratio_policy``.
+        Attributes of the op, without ``axes`` and ``keep_aspect_ratio_policy``.
     opset, old, new : int
         Sizes of the axis before and after.
     scale : float or None
-        Where the op is given scales; None where it is given sizes.
+        The scale, if the op has scales as input; None if it has sizes.
 
     Returns
     -------
     array
-        Of shape [new, old].
+        The matrix, of shape [new, old].
     """
     by_scale = scale is not None
     node = onnx.helper.make_node(

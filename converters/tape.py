@@ -1,4 +1,4 @@
-"""`Tape`: an emitter that knows the shape of everything it emits, with the arithmetic gradient rules are written in."""
+"""`Tape`: an emitter that knows the shapes of its values, with the arithmetic for gradient rules."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from .emit import Attribute, Emitter, Phase
 
 
 class Tape(Emitter):
-    """Appends backward nodes to a graph.
+    """Append backward nodes to a graph.
 
-    An adjoint may be narrower than its value, as long as it broadcasts to it: the gradient of a mean, say, stays a
-    scalar until an op needs it wide.
+    An adjoint may be narrower than its value if it broadcasts to the value's shape. For example, the gradient of a mean
+    stays a scalar until an op needs its full shape.
 
     Parameters
     ----------
     graph : onnx_ir.Graph
-        Its values have shapes whose unknown sizes are named.
+        A graph whose values have shapes; their unknown sizes are symbols.
     within : Tape, optional
-        The tape of the graph around.
+        The tape of the enclosing graph.
     """
 
     def __init__(self, graph: ir.Graph, within: Tape | None = None) -> None:
@@ -49,7 +49,7 @@ class Tape(Emitter):
         dtype: ir.DataType | None = None,
         **attributes: Any,
     ) -> ir.Value:
-        """Append a node whose one output has this shape, and its first input's dtype unless another is given."""
+        """Append a node with one output of this shape; by default the output has the dtype of the first input."""
         (output,) = self.many(op_type, *inputs, outputs=1, **attributes)
         if dtype is None:
             assert inputs[0] is not None
@@ -60,7 +60,7 @@ class Tape(Emitter):
 
     @contextmanager
     def ahead_of(self, node: ir.Node, phase: Phase = "forward") -> Iterator[None]:
-        """Put the nodes emitted inside before another, as nodes of a phase."""
+        """Insert the nodes emitted inside the context before `node`, in a phase."""
         with self.labelled(phase):
             outer, self._before = self._before, node
             try:
@@ -92,7 +92,7 @@ class Tape(Emitter):
         return self._binary("Sub", a, b)
 
     def mul(self, a: ir.Value, b: ir.Value | float) -> ir.Value:
-        """Product; scalar constants are multiplied here and now."""
+        """Append a product; the product of two scalar constants is a constant."""
         if not isinstance(b, ir.Value):
             b = self.scalar(b, a)
         x, y = number(a), number(b)
@@ -116,7 +116,7 @@ class Tape(Emitter):
         return self._binary("Div", a, b)
 
     def unary(self, op_type: str, x: ir.Value, **attributes: Any) -> ir.Value:
-        """An elementwise op, or any that keeps shape and dtype."""
+        """Append an elementwise op, or any op that keeps shape and dtype."""
         return self.op(op_type, x, shape=dims(x), **attributes)
 
     def neg(self, x: ir.Value) -> ir.Value:
@@ -129,7 +129,7 @@ class Tape(Emitter):
         return self.op(op_type, a, b, shape=broadcast(dims(a), dims(b)), dtype=ir.DataType.BOOL)
 
     def select(self, condition: ir.Value, a: ir.Value, b: ir.Value) -> ir.Value:
-        """`a` where the condition holds, else `b`."""
+        """Append a Where: `a` where the condition holds, else `b`."""
         shape = broadcast(dims(condition), broadcast(dims(a), dims(b)))
         return self.op("Where", condition, a, b, shape=shape, dtype=a.dtype)
 
@@ -143,11 +143,11 @@ class Tape(Emitter):
     # Reductions and shapes.
 
     def ints(self, *values: int) -> ir.Value:
-        """A constant vector of int64."""
+        """Return a constant vector of int64."""
         return self.constant(np.asarray(values, np.int64))
 
     def reduce(self, op_type: str, x: ir.Value, axes: Sequence[int], keepdims: bool = True) -> ir.Value:
-        """ReduceSum, ReduceMean … over `axes`; nothing where there are none."""
+        """Append a reduction (ReduceSum, ReduceMean, ...) over `axes`; return `x` if there are no axes."""
         if not axes:
             return x
         shape = dims(x)
@@ -159,7 +159,8 @@ class Tape(Emitter):
         return self.reduce("ReduceSum", x, axes, keepdims)
 
     def shape_vector(self, shape: Dims) -> ir.Value:
-        """An int64 vector of a shape; symbols are read off the graph's inputs where they occur there."""
+        """Return a shape as an int64 vector; symbols are read from the shapes of the graph's inputs if they occur
+        there."""
         if is_static(shape):
             return self.ints(*(int(d) for d in shape))
         parts: list[ir.Value] = []
@@ -179,7 +180,7 @@ class Tape(Emitter):
         return self.op("Concat", *parts, shape=(len(shape),), axis=0)
 
     def product(self, shape: Sequence[Dim]) -> Dim:
-        """The product of sizes, a symbol where one of them is."""
+        """Return the product of sizes; a symbol if one of them is a symbol."""
         known = size(tuple(shape))
         if known is not None:
             return known
@@ -191,14 +192,14 @@ class Tape(Emitter):
         return symbol
 
     def length(self, symbol: str) -> ir.Value:
-        """The size a symbol stands for, an int64 vector of one."""
+        """Return the size that a symbol stands for, as an int64 vector of one entry."""
         if symbol in self._products and symbol not in self._lengths:
             with self.labelled("forward"):
                 factors = self.shape_vector(self._products[symbol])
                 self._lengths[symbol] = self.op("ReduceProd", factors, shape=(1,), keepdims=1)
         if symbol not in self._lengths:
             if symbol not in self._sources:
-                fix = "the size {!r} cannot be told during a run: fix symbolic sizes with {}"
+                fix = "the size {!r} cannot be computed during a run: fix symbolic sizes with {}"
                 raise ConversionError(fix, symbol, Setting("dims"))
             value, axis = self._sources[symbol]
             with self.labelled("forward"):
@@ -208,7 +209,7 @@ class Tape(Emitter):
         return self._lengths[symbol]
 
     def count(self, shape: Sequence[Dim], like: ir.Value) -> ir.Value:
-        """Product of sizes as a scalar of another value's dtype."""
+        """Return the product of sizes as a scalar with the dtype of `like`."""
         known = size(tuple(shape))
         if known is not None:
             return self.scalar(known, like)
@@ -225,7 +226,7 @@ class Tape(Emitter):
         return self.mul(made, float(total))
 
     def reshape(self, x: ir.Value, shape: Dims) -> ir.Value:
-        """Reshape to sizes of which symbols may be some; needs no run-time shape where one symbol at most is new."""
+        """Append a Reshape to sizes and symbols; with at most one new symbol it needs no shape computed in the run."""
         old = dims(x)
         if old == shape:
             return x
@@ -240,7 +241,7 @@ class Tape(Emitter):
         return self.op("Reshape", x, target, shape=shape)
 
     def expand(self, x: ir.Value, shape: Dims) -> ir.Value:
-        """Broadcast to a shape, if it is not that shape already."""
+        """Broadcast to a shape; return `x` if it has that shape already."""
         return x if dims(x) == shape else self.op("Expand", x, self.shape_vector(shape), shape=shape)
 
     def transpose(self, x: ir.Value, perm: Sequence[int]) -> ir.Value:
@@ -250,12 +251,12 @@ class Tape(Emitter):
         return self.op("Transpose", x, shape=tuple(shape[p] for p in perm), perm=list(perm))
 
     def swap_last(self, x: ir.Value) -> ir.Value:
-        """Transpose the last two axes."""
+        """Swap the last two axes."""
         rank = len(dims(x))
         return self.transpose(x, [*range(rank - 2), rank - 1, rank - 2])
 
     def unsqueeze(self, x: ir.Value, axes: Sequence[int]) -> ir.Value:
-        """Insert axes of size 1, counted in the result."""
+        """Insert axes of size 1 at these positions of the result."""
         if not axes:
             return x
         shape = list(dims(x))
@@ -268,7 +269,7 @@ class Tape(Emitter):
         return self.op("ConstantOfShape", self.shape_vector(shape), shape=shape, dtype=dtype, value=value)
 
     def slice(self, x: ir.Value, axis: int, start: int, length: int) -> ir.Value:
-        """`length` entries of one axis from `start` on."""
+        """Return `length` entries of one axis from `start` on."""
         shape = dims(x)
         if shape[axis] == length:
             return x
@@ -276,7 +277,8 @@ class Tape(Emitter):
         return self.op("Slice", x, self.ints(start), self.ints(start + length), self.ints(axis), shape=made)
 
     def unbroadcast(self, g: ir.Value, wide: Dims, narrow: Dims) -> ir.Value:
-        """Adjoint of an operand of shape `narrow` from one (or what broadcasts to one) of the result's shape `wide`."""
+        """Return the adjoint of an operand of shape `narrow` from `g`, which broadcasts to the result's shape
+        `wide`."""
         if wide == narrow:
             return g
         axes = reduced_axes(wide, narrow)
@@ -284,7 +286,7 @@ class Tape(Emitter):
             return self._unbroadcast_at_run_time(self.expand(g, wide), narrow)
         lead, missing = len(wide) - len(narrow), len(wide) - len(dims(g))
         have = (1,) * missing + dims(g)
-        # Along axes where g itself is still narrow, a sum is a multiplication.
+        # Along axes on which g has size 1, the sum is a multiplication by the length.
         repeats = [wide[axis] for axis in axes if have[axis] == 1 and wide[axis] != 1]
         if repeats:
             g = self.mul(g, self.count(repeats, g))
@@ -294,7 +296,7 @@ class Tape(Emitter):
         return g if len(dims(g)) <= len(narrow) else self.reshape(g, target)
 
     def _unbroadcast_at_run_time(self, g: ir.Value, narrow: Dims) -> ir.Value:
-        """Sum over the axes that turn out to be 1 in `narrow`."""
+        """Sum over the axes on which `narrow` has size 1 in the run."""
         rank, i64 = len(dims(g)), ir.DataType.INT64
         lead = rank - len(narrow)
         target = self.shape_vector((1,) * lead + narrow)
@@ -306,7 +308,7 @@ class Tape(Emitter):
 
 
 def number(value: ir.Value) -> float | None:
-    """The number a scalar constant holds, None for anything else."""
+    """Return the number in a scalar constant; None for any other value."""
     constant = value.const_value
     if constant is None or value.is_graph_input() or constant.size != 1 or len(constant.shape) != 0:
         return None

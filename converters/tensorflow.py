@@ -1,8 +1,7 @@
-"""TensorFlow: a training step of a Keras model or a tf.function, its forward pass by tf2onnx, its backward pass by
-`autodiff`.
+"""Training steps of Keras models and tf.functions: the forward pass by tf2onnx, the backward pass by `autodiff`.
 
-tf2onnx turns a graph with gradients into ops no runtime has, without an error; so only the forward pass and the loss
-go through it, with every variable as an input.
+tf2onnx converts a graph with gradients, without an error, into ops that no runtime has. Therefore it converts only the
+forward pass and the loss, with every variable as an input.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ import numpy as np
 import onnx
 
 from onnx_remat.errors import ConversionError
+from onnx_remat.messages import Setting
 from onnx_remat.ort import runtime
 
 from . import names, optimizers
@@ -39,37 +39,37 @@ def export_training_step(
     training: bool = True,
     check: bool = True,
 ) -> onnx.ModelProto:
-    """Export the training step of a Keras model, a tf.function or a callable tf.Module.
+    """Export the training step of a Keras model, a tf.function or a callable tf.Module as an ONNX graph.
 
     Parameters
     ----------
     model : keras.Model or callable
-        Keras 3 on the TensorFlow backend, built; or a function of tensors. A function's trainable variables are those
-        it reads; one that assigns variables is refused.
+        A built model of Keras 3 on the TensorFlow backend, or a function of tensors. The trainable variables of a
+        function are those that it reads. A function that assigns variables is refused.
     example_inputs : sequence of array
-        One batch: the model's inputs, then the target last where there is a `loss`. Shapes are fixed.
+        One batch: the model's inputs, and last the target if `loss` is given. The graph has these shapes.
     loss : callable, optional
-        ``loss(target, output)``, as Keras' losses are called; its mean is taken. Without it the model returns the loss.
+        ``loss(target, output)``, as in Keras. The step computes its mean. By default the model itself returns the loss.
     optimizer : Optimizer, optional
-        One of `onnx_remat.converters.optimizers`; without it gradients are put out.
+        An optimizer of `onnx_remat.converters.optimizers`. By default the step outputs gradients and updates nothing.
     opset : int
-        Of the forward export.
+        Opset of the forward export.
     training : bool
-        Run Keras layers in training mode, with new moving statistics as outputs. Random layers (Dropout) are refused
-        then.
+        Run Keras layers in training mode, with new moving statistics as outputs. Random layers, such as Dropout, are
+        then refused.
     check : bool
-        Compare loss, gradients and statistics with TensorFlow's own.
+        Compare loss, gradients and statistics with TensorFlow's.
 
     Returns
     -------
     onnx.ModelProto
-        Inputs and outputs as in `names`; Keras variables under their paths, others under their names.
+        The step, with inputs and outputs as in `names`: Keras variables have their paths, others their names.
 
     Raises
     ------
     ConversionError
-        TensorFlow or tf2onnx is missing, the model uses random layers or assigns variables, an op has no counterpart or
-        no gradient rule, or the step's numbers differ from TensorFlow's.
+        TensorFlow or tf2onnx is not installed, the model uses random layers or assigns variables, an op has no ONNX
+        counterpart or no gradient rule, or the step's results differ from TensorFlow's.
     """
     tf, convert = _import()
     batch = {names.batch(i): np.asarray(array) for i, array in enumerate(example_inputs)}
@@ -92,7 +92,8 @@ def export_training_step(
         feeds = forward.values | batch
         given = {value.name for value in plain.graph.input}
         expected = _expected(tf, traced, feeds, forward.trained, keep)
-        # A gradient that is zero but for rounding (of the bias of attention's keys) is told by the size of the others.
+        # A gradient may be pure rounding (that of the bias of attention's keys): the others give the scale of its
+        # noise.
         gradients = [names.gradient(n) for n in forward.trained]
         rounding = tolerances.VANISHING_GRADIENT * max(float(np.abs(expected[n]).max(initial=0)) for n in gradients)
         feeds = {n: a for n, a in feeds.items() if n in given}
@@ -108,16 +109,16 @@ def export_training_step(
 
 @dataclass(frozen=True, slots=True)
 class _Forward:
-    """A forward pass as a function of everything it reads.
+    """A forward pass as a function of all values that it reads.
 
     Attributes
     ----------
     values : dict of str to array
-        Variables by name, as they are now.
+        Current values of the variables by name.
     trained, after : list of str
-        Those to differentiate by, and those whose next value the step gives.
+        Variables to differentiate by, and variables whose next value is an output of the step.
     step : callable
-        Of all variables, then the batch, in order; gives the loss, then the next values.
+        Function of all variables, then the batch, in order; returns the loss, then the next values.
     """
 
     values: dict[str, np.ndarray]
@@ -130,10 +131,12 @@ def _of_keras(tf: Any, model: Any, batch: Sequence[str], loss: Loss | None, trai
     variables = {v.path: v for v in (*model.trainable_variables, *model.non_trainable_variables)}
     seeds = [path for path, v in variables.items() if not v.dtype.startswith(("float", "bfloat"))]
     if training and seeds:
-        raise ConversionError(f"random layers are not supported in training mode ({seeds[0]}); pass training=False")
+        raise ConversionError(
+            "random layers are not supported in training mode ({}): pass {}", seeds[0], Setting("training", False)
+        )
     trained = [v.path for v in model.trainable_variables]
-    held = [path for path in variables if path not in trained and path not in seeds]
-    values = {path: np.asarray(variables[path]) for path in (*trained, *held)}
+    statistics = [path for path in variables if path not in trained and path not in seeds]
+    values = {path: np.asarray(variables[path]) for path in (*trained, *statistics)}
 
     def step(*given: Any) -> tuple[Any, ...]:
         made = dict(zip((*values, *batch), given, strict=True))
@@ -141,14 +144,16 @@ def _of_keras(tf: Any, model: Any, batch: Sequence[str], loss: Loss | None, trai
         x, target = _split([made[name] for name in batch], loss)
         arguments = x[0] if len(x) == 1 else x
         output, after = model.stateless_call([made[path] for path in trained], fixed, arguments, training=training)
-        new = [a for a, v in zip(after, model.non_trainable_variables, strict=True) if training and v.path in held]
+        new = [
+            a for a, v in zip(after, model.non_trainable_variables, strict=True) if training and v.path in statistics
+        ]
         return _scalar(tf, output, target, loss), *(tf.identity(a) for a in new)
 
-    return _Forward(values, trained, held if training else [], step)
+    return _Forward(values, trained, statistics if training else [], step)
 
 
 def _of_function(tf: Any, function: Any, batch: Mapping[str, np.ndarray], loss: Loss | None) -> _Forward:
-    """The function's graph with inputs in place of the variables it reads."""
+    """Return the function's graph with inputs in place of the variables that it reads."""
     from tensorflow.python.framework.convert_to_constants import convert_variables_to_constants_v2
 
     x, _ = _split(list(batch.values()), loss)
@@ -157,8 +162,8 @@ def _of_function(tf: Any, function: Any, batch: Mapping[str, np.ndarray], loss: 
     definition = concrete.graph.as_graph_def()
     nodes = [*definition.node, *(node for inner in definition.library.function for node in inner.node_def)]
     if assigning := [node.name for node in nodes if node.op.startswith(("Assign", "ResourceApply", "ResourceScatter"))]:
-        raise ConversionError(f"the function assigns variables ({assigning[0]}): its state would be lost")
-    # Frozen, each variable is a constant under the name by which the graph captured it.
+        raise ConversionError(f"the function assigns variables ({assigning[0]}), whose state would be lost: assign them outside")
+    # In the frozen graph, each variable is a constant with the name of its capture.
     captured = {id(handle): inside.op.name for handle, inside in concrete.graph.captures}
     frozen = convert_variables_to_constants_v2(concrete, lower_control_flow=False)
     constants = {node.name for node in frozen.graph.as_graph_def().node if node.op == "Const"}
@@ -187,7 +192,7 @@ def _of_function(tf: Any, function: Any, batch: Mapping[str, np.ndarray], loss: 
 
 
 def _split(batch: list[Any], loss: Loss | None) -> tuple[list[Any], Any]:
-    """The model's inputs, and the target where there is a loss."""
+    """Return the model's inputs, and the target if there is a loss."""
     return (batch, None) if loss is None else (batch[:-1], batch[-1])
 
 
@@ -196,7 +201,7 @@ def _scalar(tf: Any, output: Any, target: Any, loss: Loss | None) -> Any:
 
 
 def _write_out_erfc(model: onnx.ModelProto) -> None:
-    """tf2onnx passes on Erfc, which ONNX does not have: 1 - Erf."""
+    """Replace Erfc, which tf2onnx writes but ONNX does not have, by 1 - Erf."""
     nodes = []
     for node in model.graph.node:
         if node.op_type != "Erfc":
@@ -224,7 +229,7 @@ def _import() -> tuple[Any, Any]:
 
 
 def _rename(model: onnx.ModelProto, inputs: Sequence[str], outputs: Sequence[str]) -> None:
-    """Give the graph's inputs (``arg<i>``) and outputs these names."""
+    """Rename the graph's inputs (``arg<i>``) and outputs."""
     graph = model.graph
     mapping = {value.name: inputs[int(value.name.removeprefix("arg"))] for value in graph.input}
     mapping |= {value.name: name for value, name in zip(graph.output, outputs, strict=True)}
@@ -238,7 +243,7 @@ def _rename(model: onnx.ModelProto, inputs: Sequence[str], outputs: Sequence[str
 def _expected(
     tf: Any, step: Callable[..., Any], feeds: Mapping[str, np.ndarray], trained: Sequence[str], keep: Sequence[str]
 ) -> dict[str, np.ndarray]:
-    """The step's outputs as TensorFlow computes them."""
+    """Return the step's outputs computed by TensorFlow."""
     given = {name: tf.constant(array) for name, array in feeds.items()}
     with tf.GradientTape() as tape:
         tape.watch([given[name] for name in trained])
