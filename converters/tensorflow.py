@@ -162,7 +162,7 @@ def _of_function(tf: Any, function: Any, batch: Mapping[str, np.ndarray], loss: 
     definition = concrete.graph.as_graph_def()
     nodes = [*definition.node, *(node for inner in definition.library.function for node in inner.node_def)]
     if assigning := [node.name for node in nodes if node.op.startswith(("Assign", "ResourceApply", "ResourceScatter"))]:
-        raise ConversionError(f"the function assigns variables ({assigning[0]}), whose state would be lost: assign them outside")
+        raise ConversionError(f"the function assigns variables ({assigning[0]}): their state would be lost")
     # In the frozen graph, each variable is a constant with the name of its capture.
     captured = {id(handle): inside.op.name for handle, inside in concrete.graph.captures}
     frozen = convert_variables_to_constants_v2(concrete, lower_control_flow=False)

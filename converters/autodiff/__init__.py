@@ -1,4 +1,4 @@
-"""Reverse-mode differentiation of ONNX models: any forward model into a training step in standard ops."""
+"""Reverse-mode differentiation of ONNX models: a forward model becomes a training step in standard ops."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _HOMES = {"CrossEntropy": "loss", "MeanSquaredError": "loss", "add_backward": "b
 
 
 def __getattr__(name: str) -> Any:
-    """Imported when asked for: the command line says in one line what is not installed."""
+    """Import on first access, so that the command line can report a missing package in one line."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     require("convert", "onnx_ir", "onnxruntime")

@@ -32,14 +32,14 @@ from .build import add_backward, initial_inputs
 from .loss import NAMED
 
 _FLAGS = {"example_inputs": "--example", "check": "--no-check", "wrt": "--wrt"}
-"""Flags by the arguments of `add_backward` that they are, those apart that planning has too."""
+"""Flag of each argument of `add_backward`, except those that planning has too."""
 
 Factory: TypeAlias = Callable[..., optimizers.Optimizer]
 OPTIMIZERS: dict[str, Factory] = {"sgd": optimizers.SGD, "adam": optimizers.Adam, "adamw": optimizers.AdamW}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line, and return the exit code."""
     os.environ.update(QUIET)
     parser = argparse.ArgumentParser(prog="python -m onnx_remat.converters.autodiff", description=__doc__)
     parser.add_argument("forward", type=Path, help="a forward model in standard ONNX ops")
@@ -47,14 +47,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--loss", help=f"{', '.join(NAMED)}, or the output that is the loss")
     parser.add_argument("--wrt", action="append", metavar="NAME", help="a parameter or pattern (repeat)")
     parser.add_argument("--frozen", action="append", default=[], metavar="NAME", help="not a parameter (repeat)")
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, help="put out new parameters, not gradients")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, help="output new parameters, not gradients")
     parser.add_argument(
         "--lr", type=_rate, default=1e-3, help="learning rate: a number, or the name of an input that gives it"
     )
     parser.add_argument("--training", action="store_true", help="BatchNormalization and Dropout in training mode")
     parser.add_argument("--dim", action="append", default=[], metavar="NAME=SIZE", help="fix a symbolic size (repeat)")
     parser.add_argument("--values", type=Path, metavar="NPZ", help="write the step's first parameters and state here")
-    parser.add_argument("--example", type=Path, metavar="NPZ", help="inputs to check on, by name; others are made up")
+    parser.add_argument(
+        "--example", type=Path, metavar="NPZ", help="inputs for the check, by name; others are generated"
+    )
     parser.add_argument("--no-check", action="store_true", help="do not compare gradients with finite differences")
     parser.add_argument("--force", action="store_true", help="overwrite OUT")
     given = parser.parse_args(arguments)
@@ -74,8 +76,8 @@ def main(arguments: list[str] | None = None) -> int:
         return error.exit_code
     if given.training and not _has_modes(model_io.load(given.forward).model):
         print(
-            "--training changed nothing: the file has no BatchNormalization or Dropout; exporters fold them away unless"
-            " told to keep training mode"
+            "--training changed nothing: the file has no BatchNormalization or Dropout; set the exporter to training"
+            " mode, or it removes them"
         )
     parameters = sum(value.name.startswith(("grad.", "new.")) for value in step.graph.output)
     print(f"{given.out}: {len(step.graph.node)} nodes, {parameters} gradients or new values")
@@ -83,12 +85,12 @@ def main(arguments: list[str] | None = None) -> int:
     if "check.differences" in known:
         print(f"gradients agree with differences of the loss, in float64, to {known['check.differences']}")
     if known.get("check.untold", "0") != "0":
-        print(f"{known['check.untold']} of them are too small, on the check's made-up data, for a fault to show")
+        print(f"{known['check.untold']} of them are too small, on the check's inputs, for an error to show")
     return 0
 
 
 def _has_modes(model: onnx.ModelProto) -> bool:
-    """Whether a forward model has ops that training mode changes."""
+    """Return whether a forward model has ops that training mode changes."""
     nodes = [*model.graph.node, *(node for function in model.functions for node in function.node)]
     return any(node.op_type in ("BatchNormalization", "Dropout") for node in nodes)
 
@@ -98,7 +100,7 @@ def _arrays(path: Path) -> dict[str, np.ndarray]:
         with np.load(path) as arrays:
             return dict(arrays)
     except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile) as error:
-        raise UsageError(f"--example {path}: not a readable .npz file") from error
+        raise UsageError(f"--example {path} is not a readable .npz file: save the inputs with numpy.savez") from error
 
 
 def _rate(text: str) -> optimizers.Rate:
@@ -111,7 +113,7 @@ def _rate(text: str) -> optimizers.Rate:
 def _size(text: str) -> tuple[str, int]:
     name, _, size = text.partition("=")
     if not name or not size.isdigit():
-        raise UsageError(f"--dim {text!r} is not NAME=SIZE")
+        raise UsageError(f"--dim {text!r} is not a size: use NAME=SIZE")
     return name, int(size)
 
 

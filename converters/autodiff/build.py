@@ -1,4 +1,4 @@
-"""`add_backward`: a forward model into a training step."""
+"""`add_backward`: turn a forward model into a training step."""
 
 from __future__ import annotations
 
@@ -37,49 +37,57 @@ def add_backward(
     check: bool = True,
     example_inputs: Mapping[str, np.ndarray] | None = None,
 ) -> onnx.ModelProto:
-    """Append backward nodes, and an optimizer's, to a forward ONNX model.
+    """Append the backward pass, and an optimizer's update, to a forward ONNX model.
 
-    Inputs of the result are the parameters (initializers of the forward model, under their names) and running
-    statistics, the optimizer's state, then the model's inputs and the loss' target; outputs are the loss, gradients or
-    new parameters and state, then new running statistics: see `onnx_remat.converters.names`.
+    By default the step computes the loss and the gradient of every weight. With `optimizer` it computes the new weights
+    and the new state of the optimizer instead. For example, ``add_backward("model.onnx", "cross_entropy",
+    optimizer=SGD(lr=0.1))`` returns a step that takes a batch and class numbers, and returns the loss and the updated
+    weights.
+
+    Inputs of the step are the parameters (initializers of the forward model, under their names) and running statistics,
+    the optimizer's state, then the model's inputs and the loss's target. Outputs are the loss, gradients or new
+    parameters and state, then new running statistics; see `onnx_remat.converters.names`.
 
     Parameters
     ----------
     forward_model : path or onnx.ModelProto
-        Standard ops only, any opset; older ones are converted. Recurrent ops are written out step by step.
+        A model of standard ops. Opsets below 18 are converted. Recurrent ops are unrolled over time.
     loss : str or CrossEntropy or MeanSquaredError, optional
-        ``"cross_entropy"``, ``"mse"``, or the name of the output that is the loss; by default the output called
-        ``loss``, else the only one.
+        ``"cross_entropy"``, ``"mse"``, a loss object, or the name of the output that is the loss. By default it is the
+        output called ``loss``, or the only output.
     wrt : sequence of str, optional
-        Parameters by name or pattern (``"*.weight"``): initializers, inputs, or values made of constants alone. By
-        default every initializer that looks like a weight, see `prepare.select`, and that the loss depends on.
+        Names or patterns (``"*.weight"``) of the parameters: initializers, inputs, or values computed from constants
+        alone. By default the parameters are all initializers that look like weights, see `prepare.select`, and
+        influence the loss.
     optimizer : Optimizer, optional
-        One of `onnx_remat.converters.optimizers`; without it gradients are put out.
+        An optimizer of `onnx_remat.converters.optimizers`. By default the step outputs gradients.
     training : bool
-        Put Dropout and BatchNormalization into training mode: batch statistics, running ones as inputs and outputs.
+        Set Dropout and BatchNormalization to training mode: the step uses the statistics of the batch, and has running
+        statistics as inputs and outputs.
     frozen : sequence of str
         Names or patterns of initializers that are not parameters.
     keep : sequence of str
-        Outputs of the forward model to put out as well, last.
+        Outputs of the forward model to keep, after all others.
     dims : mapping of str to int, optional
-        Symbolic sizes to fix.
+        Sizes for symbolic dimensions, by name.
     check : bool
-        Compare the gradients with differences of the loss along random directions, in float64, to 1e-6; then the
-        step as ONNX Runtime runs it with float64. What was found is in the result's metadata: `finite_differences`.
+        Compare the gradients with differences of the loss along random directions, in float64, to 1e-6. Then compare
+        the step on ONNX Runtime with float64. The step's metadata record the result; see `finite_differences`.
     example_inputs : mapping of str to array, optional
-        What to check on, for any of the result's inputs; by default the file's weights, normal data, zeros and ones
-        where integers are wanted.
+        Values for the check, for any input of the step. By default the check uses the file's weights, normal data, and
+        zeros and ones for integers.
 
     Returns
     -------
     onnx.ModelProto
-        In standard ops that stock ONNX Runtime runs, nodes labelled forward, backward or optimizer.
+        The step in standard ops, which stock ONNX Runtime runs. Each node has its phase: forward, backward or
+        optimizer.
 
     Raises
     ------
     ConversionError
-        An op without a gradient rule on the way from a parameter to the loss (named with its node), no scalar loss,
-        an integer parameter, no parameter the loss depends on, or gradients that fail the check.
+        An op between a parameter and the loss has no gradient rule (the message names op and node), there is no scalar
+        loss, a parameter is an integer, the loss depends on no parameter, or the gradients fail the check.
     """
     model = prepare.load(forward_model)
     if training:
@@ -87,13 +95,13 @@ def add_backward(
     chosen = prepare.select(model.graph, wrt, frozen)
     if not chosen:
         raise ConversionError(
-            "there is nothing to differentiate by: no initializer looks like a weight; name some with {}",
+            "no initializer looks like a weight, so there is no parameter: name some with {}",
             Setting("wrt"),
         )
     buffers = [v for v in prepare.running_statistics(model.graph) if v not in chosen]
-    held: dict[str, np.ndarray] = {}
-    parameter_names = [_as_input(model.graph, value, held) for value in chosen]
-    buffer_names = [_as_input(model.graph, value, held) for value in buffers]
+    stored: dict[str, np.ndarray] = {}
+    parameter_names = [_as_input(model.graph, value, stored) for value in chosen]
+    buffer_names = [_as_input(model.graph, value, stored) for value in buffers]
     model = prepare.infer_shapes(model, dims or {})
     order.FORWARD.run(model)
     graph = model.graph
@@ -109,13 +117,13 @@ def add_backward(
     after = prepare.use_batch_statistics(tape, graph)
     parameters = [inputs[name] for name in parameter_names]
     adjoints = differentiate(graph, tape, scalar, parameters)
-    _demote(graph, parameters, adjoints, held, explicit=wrt is not None)
+    _demote(graph, parameters, adjoints, stored, explicit=wrt is not None)
     parameters = [p for p in parameters if p in adjoints]
     with tape.labelled("backward"):
         gradients = [tape.expand(adjoints[p], dims_of(p)) for p in parameters]
     statistics = {names.new(str(b.name)): v for b, v in after.items() if b.is_graph_input()}
     graph.inputs[:] = [*parameters, *(inputs[n] for n in buffer_names), *batch, *targets]
-    _put_out(
+    _set_outputs(
         tape, graph,
         {names.LOSS: graph.outputs[0]}
         | {names.gradient(str(p.name)): g for p, g in zip(parameters, gradients, strict=True)} | statistics | kept,
@@ -123,7 +131,7 @@ def add_backward(
     order.DIFFERENTIATED.run(model)
     plain = _finished(model)
     found = finite_differences.check(
-        plain, [str(p.name) for p in parameters], held, dict(example_inputs or {})
+        plain, [str(p.name) for p in parameters], stored, dict(example_inputs or {})
     ) if check else None  # fmt: skip
     if optimizer is not None:
         optimizers.append(graph, {str(p.name): optimizer for p in parameters}, len(batch) + len(targets))
@@ -136,17 +144,17 @@ def add_backward(
 def initial_inputs(
     forward_model: Source, step: onnx.ModelProto, optimizer: optimizers.Optimizer | None = None
 ) -> dict[str, np.ndarray]:
-    """What the first step of a training loop starts from: parameters and statistics of the forward file, zero state.
+    """Return the inputs of the first training step: parameters and statistics of the forward file, and zero state.
 
     Parameters
     ----------
     forward_model, step, optimizer
-        As given to, and made by, `add_backward`.
+        Arguments and result of `add_backward`.
 
     Returns
     -------
     dict of str to array
-        A value for every input of the step but the batch.
+        A value for every input of the step except the batch.
     """
     graph = prepare.load(forward_model).graph
     wanted = [value.name for value in step.graph.input]
@@ -162,17 +170,17 @@ def initial_inputs(
     return made | {name: value for name, value in state.items() if name in wanted}
 
 
-def _as_input(graph: ir.Graph, value: ir.Value, held: dict[str, np.ndarray]) -> str:
+def _as_input(graph: ir.Graph, value: ir.Value, stored: dict[str, np.ndarray]) -> str:
     made, array = prepare.promote(graph, value)
     name = str(made.name)
     if array is not None:
-        held[name] = array
+        stored[name] = array
         graph.inputs.append(made)
     return name
 
 
 def _loss(tape: Tape, graph: ir.Graph, loss: str | losses.Loss | None) -> tuple[ir.Value, list[ir.Value]]:
-    """The scalar to differentiate, and the inputs added for it."""
+    """Return the scalar to differentiate, and the inputs added for it."""
     outputs = {str(value.name): value for value in graph.outputs}
     added = losses.NAMED.get(loss) if isinstance(loss, str) and loss not in outputs else loss
     if added is not None and not isinstance(added, str):
@@ -180,11 +188,11 @@ def _loss(tape: Tape, graph: ir.Graph, loss: str | losses.Loss | None) -> tuple[
         return scalar, [target]
     if isinstance(loss, str) and loss not in outputs:
         known = ", ".join([*losses.NAMED, *outputs])
-        raise ConversionError(f"loss: {loss!r} is neither a known loss nor an output; there are {known}")
+        raise ConversionError(f"loss: {loss!r} is neither a known loss nor an output: use one of {known}")
     name = loss or ("loss" if "loss" in outputs else next(iter(outputs)))
     if loss is None and name != "loss" and len(outputs) > 1:
         raise ConversionError(
-            "no loss: name the output that is one, or add cross_entropy or mse, with {} ({})",
+            "no output is called loss: name the one that is the loss, or add cross_entropy or mse, with {} ({})",
             Setting("loss"),
             ", ".join(outputs),
         )
@@ -206,10 +214,10 @@ def _demote(
     graph: ir.Graph,
     parameters: Sequence[ir.Value],
     adjoints: Mapping[ir.Value, ir.Value],
-    held: dict[str, np.ndarray],
+    stored: dict[str, np.ndarray],
     explicit: bool,
 ) -> None:
-    """Parameters without influence on the loss: constants again if nobody asked for them, an error otherwise."""
+    """Turn parameters without influence on the loss back into constants; raise ConversionError if `explicit`."""
     idle = [p for p in parameters if p not in adjoints]
     if len(idle) == len(parameters):
         raise ConversionError(f"the loss depends on no parameter (of {len(parameters)}, {idle[0].name!r} the first)")
@@ -217,18 +225,18 @@ def _demote(
         raise ConversionError(f"the loss does not depend on {idle[0].name!r}")
     for value in idle:
         graph.inputs.remove(value)
-        value.const_value = ir.tensor(held.pop(str(value.name)), name=value.name)
+        value.const_value = ir.tensor(stored.pop(str(value.name)), name=value.name)
         graph.register_initializer(value)
 
 
-def _put_out(tape: Tape, graph: ir.Graph, wanted: Mapping[str, ir.Value]) -> None:
-    """Make values the graph's outputs under these names."""
+def _set_outputs(tape: Tape, graph: ir.Graph, wanted: Mapping[str, ir.Value]) -> None:
+    """Make these values the graph's outputs, under these names."""
     for value in (v for node in graph for v in node.outputs):
         if value is not wanted.get(str(value.name), value):
             value.name = tape.fresh(f"forward.{value.name}")
     outputs: list[ir.Value] = []
     for name, value in wanted.items():
-        # An output has a name of its own, so an input, a constant or another output needs a copy.
+        # A value has one name, so an input, a constant or another output needs a copy.
         if value.producer() is None or any(value is other for other in outputs):
             value = tape.op("Identity", value, shape=dims_of(value))
         value.name = name
@@ -237,7 +245,7 @@ def _put_out(tape: Tape, graph: ir.Graph, wanted: Mapping[str, ir.Value]) -> Non
 
 
 def _finished(model: ir.Model) -> onnx.ModelProto:
-    """Serialized, shapes inferred, checked."""
+    """Return the model as a protobuf, checked by ONNX's checker."""
     proto = ir.to_proto(model)
     proto.producer_name = "onnx-remat"
     onnx.checker.check_model(proto)

@@ -1,4 +1,4 @@
-"""What is known before the run: values that follow from constants and static shapes."""
+"""Values that follow from constants and static shapes, computed before the run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LARGEST = 1 << 16  # elements: shapes, axes, masks of windows, never weights
 
 
 def static(value: ir.Value) -> np.ndarray | None:
-    """The value as an array if it follows from constants and static shapes; None otherwise, or where it is large."""
+    """Return a value that follows from constants and static shapes; None if it does not, or is large."""
     if value.is_graph_input():
         return None
     if value.const_value is not None:
@@ -26,19 +26,19 @@ def static(value: ir.Value) -> np.ndarray | None:
 
 
 def fold(model: ir.Model) -> bool:
-    """Make initializers, in place, of all constants and of what follows from them and from static shapes.
+    """Turn constants, and values that follow from them and from static shapes, into initializers, in place.
 
-    True where more than constants went.
+    Return True if this removed nodes other than Constant.
     """
     graph, found = model.graph, False
     for node in list(graph):
         known = {value: static(value) for value in node.outputs if value.uses()}
         if any(v.is_graph_output() for v in node.outputs) or not known:
             continue
-        held = {value: ir.tensor(array) for value, array in known.items() if array is not None}
-        if len(held) < len(known) or any(v.dtype != t.dtype or v.shape != t.shape for v, t in held.items()):
+        stored = {value: ir.tensor(array) for value, array in known.items() if array is not None}
+        if len(stored) < len(known) or any(v.dtype != t.dtype or v.shape != t.shape for v, t in stored.items()):
             continue
-        for value, tensor in held.items():
+        for value, tensor in stored.items():
             made = ir.Value(name=value.name, const_value=tensor, shape=value.shape, type=ir.TensorType(tensor.dtype))
             value.name = f"{value.name}.node"
             value.replace_all_uses_with(made)
@@ -70,8 +70,8 @@ def _evaluate(value: ir.Value) -> np.ndarray | None:
         return None
     try:
         made = _run(node, inputs)[value.index() or 0]
-        return None if isinstance(made, list) else made  # a sequence is no array
-    except Exception:  # the reference implementation has gaps; what it cannot tell is not known
+        return None if isinstance(made, list) else made  # a sequence is not an array
+    except Exception:  # the reference implementation has gaps: the value then stays unknown
         return None
 
 
@@ -92,7 +92,7 @@ def _of_shape(node: ir.Node) -> np.ndarray | None:
 
 
 def _run(node: ir.Node, inputs: list[np.ndarray | None]) -> list[np.ndarray]:
-    """One node in the reference implementation."""
+    """Return the outputs of one node on the reference implementation."""
     given = {f"i{k}": array for k, array in enumerate(inputs) if array is not None}
     proto = ir.to_proto(node)
     assert isinstance(proto, onnx.NodeProto)

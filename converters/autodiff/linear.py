@@ -1,4 +1,4 @@
-"""Linear layers of sequences as Gemm: the transposed weights, the product and the bias in one node."""
+"""Linear layers of sequences as Gemm: transposed weights, product and bias in one node."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..values import replace
 
 
 def into_gemm(t: Tape, graph: ir.Graph) -> None:
-    """Make, in place, MatMul by a matrix that is transposed for it, or to which a bias is added, a Gemm of rows."""
+    """Rewrite, in place, a MatMul by a transposed matrix, or with a bias, as a Gemm of rows."""
     for node in list(graph):
         if node.op_type != "MatMul" or node.domain:
             continue
@@ -35,7 +35,7 @@ def into_gemm(t: Tape, graph: ir.Graph) -> None:
 
 
 def _bias(product: ir.Node, shape: tuple[int | str, ...]) -> tuple[ir.Node, ir.Value | None]:
-    """The node that adds a vector to a product, and the vector; the product itself and None where there is none."""
+    """Return the node that adds a vector to a product, and the vector; or the product and None."""
     made = product.outputs[0]
     users = list(made.uses())
     if len(users) == 1 and users[0].node.op_type == "Add" and not made.is_graph_output():

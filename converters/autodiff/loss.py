@@ -1,4 +1,4 @@
-"""Losses that are added where a file has none, and the rules of ONNX's own loss ops."""
+"""Losses for files without one, and the gradient rules of ONNX's loss ops."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from onnx_remat.errors import ConversionError
 
 from ..dims import Dims, dims
 from ..tape import Tape
-from .registry import Grads, Step, rule
+from .registry import Grads, RuleInput, rule
 
 
 @dataclass(frozen=True, slots=True)
 class CrossEntropy:
-    """Mean cross-entropy between an output and class numbers, which become the input `target` (int64).
+    """Mean cross-entropy between an output and class numbers, the new input `target` (int64).
 
     Attributes
     ----------
     output : str, optional
-        The logits; by default the first output. Where a Softmax or LogSoftmax over the classes makes it, the logits
-        are that op's input.
+        Name of the logits; by default the first output. If a Softmax or LogSoftmax over the classes makes it, the
+        logits are that op's input.
     axis : int, optional
-        Where the classes lie; by default axis 1 of outputs with four axes or more (images), the last otherwise.
+        Axis of the classes; by default axis 1 of outputs with four axes or more (images), the last axis otherwise.
     ignore_index : int, optional
-        Class number of targets that do not count.
+        Class number of targets to ignore.
     target : str
     """
 
@@ -40,7 +40,9 @@ class CrossEntropy:
         scores = _output(graph, self.output)
         rank = len(dims(scores))
         if rank < 2:
-            raise ConversionError(f"cross-entropy needs an axis of classes, but output {scores.name!r} has rank {rank}")
+            raise ConversionError(
+                f"output {scores.name!r} has rank {rank} and no axis of classes for cross-entropy: name another output"
+            )
         axis = (self.axis if self.axis is not None else 1 if rank >= 4 else -1) % rank
         scores = _logits(scores, axis)
         shape = dims(scores)
@@ -48,7 +50,7 @@ class CrossEntropy:
         target = _input(t, self.target, kept, ir.DataType.INT64)
         labels = target
         if axis != 1:
-            # The op wants classes on axis 1: rows of classes, no copy where they lie last already.
+            # The op needs classes on axis 1: rows of classes need no copy if the classes are on the last axis.
             scores = t.transpose(scores, [*(i for i in range(rank) if i != axis), axis])
             rows = t.product(kept)
             scores = t.reshape(scores, (rows, shape[axis]))
@@ -58,7 +60,7 @@ class CrossEntropy:
 
 
 def _logits(scores: ir.Value, axis: int) -> ir.Value:
-    """What a Softmax along the axis was made of; also of rows, as opsets before 13 have it, where other axes are 1."""
+    """Return the input of a Softmax along the axis, or over rows (opsets before 13) if all other axes have size 1."""
     shape, node = dims(scores), scores.producer()
     flat = node is not None and node.op_type == "Reshape" and all(d == 1 for d in shape[2:]) and axis == 1
     if flat and node is not None and node.inputs[0] is not None:
@@ -100,9 +102,9 @@ def _output(graph: ir.Graph, name: str | None) -> ir.Value:
     outputs = {str(value.name): value for value in graph.outputs}
     found = outputs.get(name) if name else next(iter(outputs.values()), None)
     if found is None:
-        raise ConversionError(f"the model has no output {name!r} to put a loss on, only {', '.join(outputs)}")
+        raise ConversionError(f"the model has no output {name!r} for the loss: use one of {', '.join(outputs)}")
     if found.dtype is None or not found.dtype.is_floating_point():
-        raise ConversionError(f"output {found.name!r} is {found.dtype}: a loss needs floating point")
+        raise ConversionError(f"output {found.name!r} is {found.dtype}: choose a floating-point output for the loss")
     return found
 
 
@@ -112,16 +114,16 @@ def _input(t: Tape, name: str, shape: Dims, dtype: ir.DataType) -> ir.Value:
 
 @dataclass(frozen=True, slots=True)
 class _Picked:
-    """A classification loss in pieces.
+    """Parts of a classification loss.
 
     Attributes
     ----------
     rows : Value
-        Class numbers with an axis of 1 for the classes, 0 where ignored.
+        Class numbers, with an axis of size 1 for the classes; 0 for ignored targets.
     weight : Value or None
-        Weight of each target, shape of the targets; None where all are 1.
+        Weight of each target; None if all are 1.
     total : Value
-        What the sum is divided by: of 'mean' the sum of weights, else 1.
+        Divisor of the sum: for 'mean' the sum of weights, else 1.
     loss : Value
     """
 
@@ -131,8 +133,8 @@ class _Picked:
     loss: ir.Value
 
 
-def _pick(s: Step, log_probability: ir.Value) -> _Picked:
-    """Forward: minus the weighted mean, sum or each of the log-probabilities of the targets."""
+def _pick(s: RuleInput, log_probability: ir.Value) -> _Picked:
+    """Append the loss: minus the weighted mean, the sum, or each of the log-probabilities of the targets."""
     t, labels, reduction = s.t, s.x(1), s.attribute("reduction")
     shape, counted = dims(labels), None
     ignored = s.attribute("ignore_index")
@@ -159,8 +161,8 @@ def _pick(s: Step, log_probability: ir.Value) -> _Picked:
     return _Picked(rows, weight, total, t.neg(t.div(t.op("ReduceSum", weighted, shape=(), keepdims=0), total)))
 
 
-def _rate(s: Step, parts: _Picked) -> ir.Value:
-    """Adjoint of minus each target's log-probability, with the axis of classes; may be a scalar."""
+def _rate(s: RuleInput, parts: _Picked) -> ir.Value:
+    """Return the adjoint of minus each target's log-probability, with the axis of classes; it may be a scalar."""
     t = s.t
     rate = t.div(s.g, parts.total)
     if parts.weight is not None:
@@ -169,11 +171,11 @@ def _rate(s: Step, parts: _Picked) -> ir.Value:
 
 
 @rule("SoftmaxCrossEntropyLoss")
-def softmax_cross_entropy(s: Step) -> Grads:
-    """The op is taken apart, since ONNX Runtime would run it as a function with copies of its own."""
+def softmax_cross_entropy(s: RuleInput) -> Grads:
+    """Divide the op into simpler ones: ONNX Runtime would run it as a function with copies of its own."""
     t = s.t
     if len(s.adjoints) > 1 and s.adjoints[1] is not None:
-        s.refuse("the loss depends on its log-probabilities too")
+        s.refuse("the loss depends on its second output, the log-probabilities, too")
 
     def gradient() -> ir.Value:
         with t.ahead_of(s.node):
@@ -192,7 +194,7 @@ def softmax_cross_entropy(s: Step) -> Grads:
 
 
 @rule("NegativeLogLikelihoodLoss")
-def negative_log_likelihood(s: Step) -> Grads:
+def negative_log_likelihood(s: RuleInput) -> Grads:
     t = s.t
 
     def gradient() -> ir.Value:

@@ -1,4 +1,4 @@
-"""Adjoints that are zero but for one stretch of an axis: where several meet, they are joined, not padded and added."""
+"""Adjoints that are zero except for one stretch of an axis: several are concatenated, not padded and added."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from ..dims import dims
 from ..tape import Tape
 
 _STRETCHES = "onnx_remat.stretches"
-"""Value metadata (in memory): the `Stretches` that a padded adjoint, or a sum of such, consists of."""
+"""Key of value metadata (in memory): the `Stretches` of a padded adjoint, or of a sum of padded adjoints."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stretches:
-    """What an adjoint holds beside zeros: values by where they start along an axis, in order, none over another."""
+    """The nonzero stretches of an adjoint along an axis: start and value of each, in order, without overlap."""
 
     axis: int
     parts: tuple[tuple[int, ir.Value], ...]
 
 
 def place(t: Tape, g: ir.Value, axis: int, start: int, length: int) -> ir.Value:
-    """Zeros of `length` along an axis, with `g` from `start` on."""
+    """Return zeros of `length` along an axis, with `g` from `start` on."""
     return _padded(t, Stretches(axis, ((start, g),)), length)
 
 
 def accumulate(t: Tape, a: ir.Value, b: ir.Value) -> ir.Value:
-    """The sum of two adjoints of one value."""
+    """Return the sum of two adjoints of one value."""
     first, second = a.meta.get(_STRETCHES), b.meta.get(_STRETCHES)
     if first is None or second is None or first.axis != second.axis:
         return t.add(a, b)
@@ -36,7 +36,7 @@ def accumulate(t: Tape, a: ir.Value, b: ir.Value) -> ir.Value:
     gaps = [start - end for (start, _), end in zip(both.parts[1:], _ends(both), strict=False)]
     if any(gap < 0 for gap in gaps):
         return t.add(a, b)
-    if any(gaps):  # what fills them may come yet: this sum is then not needed
+    if any(gaps):  # later adjoints may fill the gaps, and make this sum unused
         made = t.add(a, b)
         made.meta[_STRETCHES] = both
         return made
@@ -50,7 +50,7 @@ def _ends(of: Stretches) -> list[int]:
 
 
 def _padded(t: Tape, of: Stretches, length: int) -> ir.Value:
-    """Stretches without gaps between them as one value, zeros around."""
+    """Return contiguous stretches as one value, surrounded by zeros."""
     start, g = of.parts[0]
     have = _ends(of)[-1] - start
     if len(of.parts) > 1:

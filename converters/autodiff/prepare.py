@@ -1,4 +1,4 @@
-"""A forward model made ready: one opset, no functions, weights as inputs, every shape named."""
+"""Prepare a forward model: one opset, no functions, weights as inputs, a shape for every value."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ OLDEST, UPGRADED = 18, 20
 
 Source = str | os.PathLike[str] | onnx.ModelProto
 
-_MASK = -1e4  # initializers with values at or below are masks, not weights
+_MASK = -1e4  # an initializer with a value at or below this is a mask, not a weight
 _CONTROLS = {"Resize": (1, 2), "Upsample": (1,), "Clip": (1, 2), "Dropout": (1, 2), "BatchNormalization": (3, 4)}
 _ARITHMETIC = ("Sub", "Mul", "Div", "Pow", "Max", "Min", "Where", "Equal", "Greater", "Less", "Mod")
 
 
 def load(source: Source) -> ir.Model:
-    """Read a forward model, bring it to an opset the rules are written for, and inline its functions.
+    """Read a forward model, convert it to an opset that the gradient rules support, and inline its functions.
 
     Raises
     ------
     ConversionError
-        The file is unreadable, invalid, or onnx cannot convert it.
+        The file is unreadable or invalid, or onnx cannot convert it.
     """
     try:
         proto = source if isinstance(source, onnx.ModelProto) else onnx.load(Path(source))
@@ -62,9 +62,9 @@ def load(source: Source) -> ir.Model:
         raise
     except Exception as error:
         raise ConversionError(
-            f"the forward model cannot be read or brought to opset {UPGRADED}: {_first_line(error)}"
+            f"the forward model cannot be read or converted to opset {UPGRADED}: {_first_line(error)}"
         ) from error
-    model.ir_version = max(model.ir_version, 9)  # weights of files before 4 had to be inputs
+    model.ir_version = max(model.ir_version, 9)  # IR versions before 4 require that weights are inputs
     passes.RemoveInitializersFromInputsPass()(model)
     for index, node in enumerate(model.graph):
         node.name = node.name or f"{node.op_type}.{index}"
@@ -74,7 +74,8 @@ def load(source: Source) -> ir.Model:
 
 
 def _slopes_by_channel(proto: onnx.ModelProto, opset: int) -> onnx.ModelProto:
-    """PRelu's slopes along the channels, as opsets before 7 mean them: onnx's converter leaves them on the last axis.
+    """Move PRelu's slopes to the channel axis, their axis before opset 7: onnx's converter leaves them on the last
+    axis.
 
     Raises
     ------
@@ -109,7 +110,7 @@ def _slopes_by_channel(proto: onnx.ModelProto, opset: int) -> onnx.ModelProto:
 
 
 def _check_known(node: onnx.NodeProto) -> None:
-    """Raise ConversionError for an op that is not in ONNX."""
+    """Raise ConversionError if an op is not in ONNX."""
     if not onnx.defs.has(node.op_type, node.domain):
         domain = f"{node.domain}." if node.domain else ""
         name = node.name or next(filter(None, node.output), "")
@@ -117,11 +118,11 @@ def _check_known(node: onnx.NodeProto) -> None:
 
 
 def _check(proto: onnx.ModelProto) -> None:
-    """Raise ConversionError unless a model is as ONNX defines it: onnx_ir trusts names, and mends what is missing."""
+    """Raise ConversionError unless a model is valid ONNX: onnx_ir itself trusts names and fills in missing values."""
     light = without_weights(proto)
     try:
-        build(light)  # says which node, and what to do
-        # The checker knows bodies; types that a graph leaves open are found later.
+        build(light)  # its error names the node and a remedy
+        # The checker handles bodies; type inference finds missing types later.
         light.graph.ClearField("value_info")
         for value in (*light.graph.input, *light.graph.output):
             value.type.CopyFrom(onnx.helper.make_tensor_type_proto(onnx.TensorProto.FLOAT, []))
@@ -135,7 +136,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _expanded(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """Ops without a rule that ONNX defines by others, written out."""
+    """Replace ops without a gradient rule by the ONNX functions that define them."""
     opset = opset_of(proto)
     wanted = []
     for op_type in dict.fromkeys(n.op_type for n in proto.graph.node if not n.domain):
@@ -148,7 +149,7 @@ def _expanded(proto: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def initial_values(graph: ir.Graph) -> Iterator[tuple[str, ir.Value]]:
-    """Values that may become parameters: initializers, and what nodes make of constants alone."""
+    """Yield the values that may become parameters: initializers, and values computed from constants alone."""
     yield from ((str(value.name), value) for value in graph.initializers.values())
     for node in graph:
         if not any(v is not None for v in node.inputs) or node.op_type == "ConstantOfShape":
@@ -156,16 +157,17 @@ def initial_values(graph: ir.Graph) -> Iterator[tuple[str, ir.Value]]:
 
 
 def select(graph: ir.Graph, wrt: Sequence[str] | None, frozen: Sequence[str]) -> list[ir.Value]:
-    """The parameters: those named in `wrt` (names or patterns), by default what looks like a weight.
+    """Return the parameters: values whose names match `wrt`, or by default all that look like weights.
 
-    By default all floating-point initializers but running statistics, masks (values of -10000 and below, or not
+    Those are all floating-point initializers except running statistics, masks (with values of -10000 and below, or not
     finite), scalars, one-element vectors that ops other than layers read, and settings such as the limits of Clip. A
-    ConstantOfShape of another value than 0 and 1 counts as an initializer: files without data hold weights so.
+    ConstantOfShape of a value other than 0 and 1 counts as an initializer, because files without data store weights in
+    this form.
 
     Raises
     ------
     ConversionError
-        A name fits nothing, or an integer.
+        A name matches nothing, or an integer.
     """
     if wrt is None:
         chosen = [value for _, value in initial_values(graph) if _is_weight(value)]
@@ -184,7 +186,7 @@ def select(graph: ir.Graph, wrt: Sequence[str] | None, frozen: Sequence[str]) ->
             if dtype is None or dtype.is_floating_point():
                 found[name] = candidates[name]
             elif exact:
-                raise ConversionError(f"wrt: {name!r} is {dtype}, and only floating point has gradients")
+                raise ConversionError(f"wrt: {name!r} is {dtype}, and only floating point has gradients: leave it out")
     return [value for name, value in found.items() if not _matches(name, frozen)]
 
 
@@ -199,19 +201,19 @@ def _is_weight(value: ir.Value) -> bool:
     uses = value.uses()
     if all(use.idx in _CONTROLS.get(use.node.op_type, ()) for use in uses):
         return False
-    held = value.const_value.numpy() if value.const_value is not None else filled(value)
-    if held is None or held.dtype.kind not in "fV" or not held.ndim:  # V: bfloat16 and its like
+    known = value.const_value.numpy() if value.const_value is not None else filled(value)
+    if known is None or known.dtype.kind not in "fV" or not known.ndim:  # V: bfloat16 and similar types
         return False
-    if node is not None and held.size and held.flat[0] in (0, 1):
+    if node is not None and known.size and known.flat[0] in (0, 1):
         return False
-    if held.size == 1:
+    if known.size == 1:
         return any(use.node.op_type not in _ARITHMETIC for use in uses)
-    array = held.astype(np.float32, copy=False)
+    array = known.astype(np.float32, copy=False)
     return bool(np.isfinite(array).all()) and float(array.min(initial=0)) > _MASK
 
 
 def promote(graph: ir.Graph, value: ir.Value) -> tuple[ir.Value, np.ndarray | None]:
-    """Turn a constant into an input; returns the input and the constant's value where it is held or easily made."""
+    """Turn a constant into an input; return the input, and the constant's value if it is stored or easily computed."""
     if value.is_graph_input():
         return value, None
     if value.is_initializer():
@@ -234,7 +236,7 @@ def promote(graph: ir.Graph, value: ir.Value) -> tuple[ir.Value, np.ndarray | No
 
 
 def filled(value: ir.Value) -> np.ndarray | None:
-    """What a value made of constants alone holds."""
+    """Return the array of a value computed from constants alone; None if it is not such a value."""
     node = value.producer()
     if node is not None and node.op_type == "ConstantOfShape":
         shape = static(node.inputs[0]) if node.inputs[0] is not None else None
@@ -244,31 +246,31 @@ def filled(value: ir.Value) -> np.ndarray | None:
 
 
 def infer_shapes(model: ir.Model, dims: Mapping[str, int]) -> ir.Model:
-    """Shapes and dtypes of all values, sizes in `dims` fixed, unknown sizes named.
+    """Infer shapes and dtypes of all values, with the sizes in `dims` fixed and unknown sizes named.
 
     Raises
     ------
     ConversionError
-        The model is inconsistent, or a size in `dims` is not in it.
+        The model is inconsistent, or has no size of a name in `dims`.
     """
     seen = {str(d.value) for v in model.graph.inputs for d in (v.shape or ()) if not isinstance(d, int)}
     if unknown := [name for name in dims if name not in seen]:
-        raise ConversionError(f"dims: no input has a size called {unknown[0]!r}; symbols are {sorted(seen)}")
+        raise ConversionError(f"dims: no input has a size called {unknown[0]!r}: use one of {sorted(seen)}")
     for value in (*model.graph.inputs, *(v for node in model.graph for v in node.outputs)):
         if value.shape is not None:
             value.shape = ir.Shape([d if isinstance(d, int) else dims.get(str(d.value), d) for d in value.shape])
     for node in model.graph:
-        # Declared shapes of outputs may say less, or other symbols, than inference does.
+        # Declared shapes of outputs may be less precise than inferred ones, or use other symbols.
         for value in node.outputs:
             if value.shape is not None and not value.shape.is_static():
                 value.shape = None
     proto = ir.to_proto(model)
     try:
         inferred = onnx.shape_inference.infer_shapes(proto, data_prop=True, strict_mode=True)
-    except Exception:  # strict mode stops at the first op it cannot infer; the rest may not need that op's shape
+    except Exception:  # strict mode stops at the first op that it cannot infer; the other ops may not need that shape
         inferred = onnx.shape_inference.infer_shapes(proto, data_prop=True)
     made = ir.from_proto(inferred)
-    # What is known now may tell the shapes of more.
+    # Values known now may determine further shapes.
     if unpack_sequences(made.graph) or (fold(made) and any(not _is_static(v) for n in made.graph for v in n.outputs)):
         return infer_shapes(made, {})
     proto = ir.to_proto(made)
@@ -282,11 +284,11 @@ def infer_shapes(model: ir.Model, dims: Mapping[str, int]) -> ir.Model:
     return made
 
 
-_PRIMES = (10007, 20011)  # sizes that no constant of a model has
+_PRIMES = (10007, 20011)  # sizes that are unlikely as constants of a model
 
 
 def _name_sizes(model: ir.Model) -> None:
-    """Call a size by the name it has in an input, where it is that in two inferences with other sizes for all names."""
+    """Name each size after the input size that it equals in two inferences with different values for all names."""
     values = [v for node in model.graph for v in node.outputs if v.shape is not None]
     names = sorted({str(d.value) for v in model.graph.inputs for d in v.shape or () if not isinstance(d, int)})
     if all(isinstance(d, int) or d.value in names for v in values for d in v.shape or ()):
@@ -325,7 +327,7 @@ def _unranked(proto: onnx.ModelProto) -> bool:
 
 
 def into_training(graph: ir.Graph) -> None:
-    """Let every Dropout drop, and every BatchNormalization use its batch's statistics."""
+    """Set every Dropout and every BatchNormalization to training mode, in place."""
     for node in graph:
         if node.op_type == "Dropout":
             yes = ir.Value(name=f"{node.name}.training", const_value=ir.tensor(np.asarray(True)))
@@ -344,7 +346,7 @@ def into_training(graph: ir.Graph) -> None:
 
 
 def running_statistics(graph: ir.Graph) -> list[ir.Value]:
-    """Running mean and variance of every BatchNormalization that trains."""
+    """Return running mean and variance of every BatchNormalization in training mode."""
     return list(dict.fromkeys(v for node in _trained(graph) for v in node.inputs[3:5] if v is not None))
 
 
@@ -359,14 +361,15 @@ def _trained(graph: ir.Graph) -> list[ir.Node]:
 
 
 def use_batch_statistics(t: Tape, graph: ir.Graph) -> dict[ir.Value, ir.Value]:
-    """Take training BatchNormalization apart: statistics of the batch, then the inference form.
+    """Divide each BatchNormalization in training mode into the statistics of the batch and the inference form.
 
-    That form is one kernel everywhere; the training form has none on CUDA, and keeps the statistics to itself.
+    The inference form has a kernel on every device. The training form has none on CUDA, and does not output the
+    statistics.
 
     Returns
     -------
     dict of Value to Value
-        The next running statistic for each.
+        The new value of each running statistic.
     """
     updated: dict[ir.Value, ir.Value] = {}
     for node in _trained(graph):

@@ -1,4 +1,4 @@
-"""LSTM, GRU and RNN step by step, in ops that have gradient rules."""
+"""LSTM, GRU and RNN unrolled over time into ops that have gradient rules."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _ACTIVATIONS = {"RNN": ("Tanh",), "GRU": ("Sigmoid", "Tanh"), "LSTM": ("Sigmoid"
 
 
 def unroll(t: Tape, graph: ir.Graph) -> None:
-    """Write out, in place, every recurrent node, as ONNX defines it; all sequences are as long as the input.
+    """Unroll every recurrent node, in place, by ONNX's definition; all sequences have the length of the input.
 
     Raises
     ------
     ConversionError
-        The length is not known, or the node uses something rare.
+        The length is unknown, or the node uses an unsupported option.
     """
     for node in list(graph):
         if node.op_type in _GATES and not node.domain:
@@ -38,20 +38,20 @@ def unroll(t: Tape, graph: ir.Graph) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Cell:
-    """One direction of a node.
+    """One direction of a recurrent node.
 
     Attributes
     ----------
     t : Tape
     inputs : list of Value
-        By step, what the input adds to all gates, [batch, gates * hidden], biases included.
+        By time step, the input's contribution to all gates, [batch, gates * hidden], biases included.
     r, bias : Value
-        Weights of the state, [gates * hidden, hidden], and the bias that goes with them, [gates * hidden].
+        Weights of the state, [gates * hidden, hidden], and their bias, [gates * hidden].
     hidden : int
     activation : str
-        Of RNN.
+        Activation of RNN.
     after_reset : bool
-        GRU's linear_before_reset: the state's product comes before it is reset.
+        GRU's linear_before_reset: the product of the state precedes its reset.
     """
 
     t: Tape
@@ -63,7 +63,7 @@ class _Cell:
     after_reset: bool
 
     def gates(self, x: ir.Value, count: int) -> tuple[ir.Value, ...]:
-        """Parts of what lies side by side, on the last axis."""
+        """Split a value into `count` equal parts of its last axis."""
         t, shape = self.t, dims(x)
         made = t.many("Split", x, t.ints(*[self.hidden] * count), outputs=count, axis=len(shape) - 1)
         for value in made:
@@ -159,7 +159,7 @@ def _unroll(t: Tape, node: ir.Node) -> None:
 
 
 def _pick(t: Tape, index: int, value: ir.Value) -> ir.Value:
-    """What belongs to one direction: they lie along the first axis."""
+    """Return the part of a value for one direction, an entry of the first axis."""
     shape = dims(value)
     if shape[0] == 1:
         return t.reshape(value, shape[1:])
@@ -167,7 +167,7 @@ def _pick(t: Tape, index: int, value: ir.Value) -> ir.Value:
 
 
 def _projected(t: Tape, x: ir.Value, w: ir.Value, bias: ir.Value | None) -> list[ir.Value]:
-    """The input through its weights, all steps in one product, then step by step."""
+    """Return the product of the input and its weights by time step, computed for all steps at once."""
     length, batch, features = dims(x)
     assert isinstance(length, int)
     rows, wide = t.product((length, batch)), dims(w)[0]

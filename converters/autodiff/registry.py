@@ -1,4 +1,4 @@
-"""Gradient rules by op, and what a rule sees: one `Step` back through one node."""
+"""Gradient rules by op, their argument `RuleInput`, and `differentiate`, which applies them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .constants import static
 from .parts import accumulate
 
 Grads: TypeAlias = dict[int, Callable[[], ir.Value | None]]
-"""By input slot, how to append that input's adjoint (None: nothing flows); called only where somebody wants it."""
+"""Function that appends the adjoint of each input, by slot; called only if needed, and None for a zero adjoint."""
 
 NO_GRADIENT = frozenset(
     {
@@ -29,21 +29,21 @@ NO_GRADIENT = frozenset(
         "RandomUniformLike", "Range", "Round", "Shape", "Sign", "Size", "Xor",
     }
 )  # fmt: skip
-"""Ops whose derivative is zero or does not exist: nothing flows through them."""
+"""Ops whose derivative is zero or does not exist; they pass no gradient on."""
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """One node on the way back.
+class RuleInput:
+    """A node and the adjoints of its outputs, from which a rule computes the adjoints of its inputs.
 
     Attributes
     ----------
     t : Tape
     node : onnx_ir.Node
     adjoints : tuple of Value or None
-        One per output of the node, None where the loss does not depend on it.
+        One for each output of the node; None if the loss does not depend on it.
     wanted : tuple of bool
-        Inputs that need an adjoint.
+        Whether each input needs an adjoint.
     opset : int
     """
 
@@ -55,14 +55,14 @@ class Step:
 
     @property
     def g(self) -> ir.Value:
-        """Adjoint of the first output; may be narrower, see `Tape`."""
+        """The adjoint of the first output, which may be narrower than the output; see `Tape`."""
         if self.adjoints[0] is None:
             self.refuse("the loss depends on an output other than the first")
         return self.adjoints[0]
 
     @property
     def full(self) -> ir.Value:
-        """Adjoint of the first output in that output's shape."""
+        """Return the adjoint of the first output, in that output's shape."""
         return self.t.expand(self.g, dims(self.y))
 
     @property
@@ -70,7 +70,7 @@ class Step:
         return self.node.outputs[0]
 
     def x(self, slot: int = 0) -> ir.Value:
-        """An input that is there."""
+        """Return an input that is present."""
         value = self.node.inputs[slot]
         assert value is not None, (self.node.op_type, slot)
         return value
@@ -87,7 +87,7 @@ class Step:
         return dtype
 
     def attribute(self, name: str, default: Any = None) -> Any:
-        """An attribute, its default in the operator's schema, or the default given."""
+        """Return an attribute, its default in the operator's schema, or `default`."""
         if name in self.node.attributes:
             return self.node.attributes[name].value
         schema = onnx.defs.get_schema(self.node.op_type, self.opset, self.node.domain)
@@ -98,14 +98,14 @@ class Step:
         return value.decode() if isinstance(value, bytes) else value
 
     def known(self, slot: int, what: str) -> np.ndarray:
-        """The value of an input that must be known before the run."""
+        """Return the array of an input, which must be known before the run."""
         found = static(self.x(slot))
         if found is None:
             self.refuse(f"its {what} is not a constant")
         return found
 
     def known_shape(self, slot: int = 0) -> tuple[int, ...]:
-        """The shape of an input, which must be known before the run."""
+        """Return the shape of an input, which must be known before the run."""
         shape = self.shape(slot)
         if symbols := [d for d in shape if isinstance(d, str)]:
             fix = Setting("dims")
@@ -113,7 +113,7 @@ class Step:
         return tuple(int(d) for d in shape)
 
     def axis(self, name: str = "axis", rank: int | None = None) -> int:
-        """An axis attribute, counted from the front."""
+        """Return an axis attribute as a non-negative number."""
         value: int = self.attribute(name)
         return value % (len(self.shape()) if rank is None else rank)
 
@@ -121,7 +121,7 @@ class Step:
         raise ConversionError("no gradient for {} node {!r}: {}", self.node.op_type, self.node.name, why)
 
 
-Rule: TypeAlias = Callable[[Step], Grads]
+Rule: TypeAlias = Callable[[RuleInput], Grads]
 RULES: dict[str, Rule] = {}
 
 
@@ -140,28 +140,28 @@ def rule(*op_types: str) -> Callable[[Rule], Rule]:
 def differentiate(
     graph: ir.Graph, tape: Tape, loss: ir.Value, parameters: Sequence[ir.Value]
 ) -> dict[ir.Value, ir.Value]:
-    """Append the backward nodes of a loss.
+    """Append the backward pass of a loss.
 
     Parameters
     ----------
     graph : onnx_ir.Graph
-        The forward graph, nodes in topological order.
+        The forward graph, with nodes in topological order.
     tape : Tape
-        Appends to it.
+        The tape of this graph.
     loss : Value
         A scalar.
     parameters : sequence of Value
-        What to differentiate by.
+        Values to differentiate by.
 
     Returns
     -------
     dict of Value to Value
-        Each parameter's adjoint, which may be narrower than it; parameters without influence are left out.
+        The adjoint of each parameter, which may be narrower than it; parameters without influence are absent.
 
     Raises
     ------
     ConversionError
-        A node on the way has no rule, or its rule refuses it.
+        A node between a parameter and the loss has no rule, or its rule refuses it.
     """
     nodes = list(graph)
     active = set(parameters)
@@ -181,7 +181,7 @@ def differentiate(
 
 
 def _reads(node: ir.Node) -> Iterator[ir.Value]:
-    """What a node reads, values captured by its bodies included."""
+    """Yield the inputs of a node, and the values captured by its bodies."""
     yield from (v for v in node.inputs if v is not None)
     for attribute in node.attributes.values():
         bodies = {ir.AttributeType.GRAPH: [attribute.value], ir.AttributeType.GRAPHS: attribute.value}
@@ -197,7 +197,7 @@ def _through(
         domain = f"{node.domain}." if node.domain else ""
         raise ConversionError(f"no gradient rule for op {domain}{node.op_type} (node {node.name!r})")
     wanted = tuple(v is not None and v in active for v in node.inputs)
-    step = Step(tape, node, incoming, wanted, opset)
+    step = RuleInput(tape, node, incoming, wanted, opset)
     grads = RULES[node.op_type](step)
     made = []
     for slot in (slot for slot, wants in enumerate(wanted) if wants):

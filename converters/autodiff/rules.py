@@ -1,4 +1,4 @@
-"""All gradient rules: importing this registers them."""
+"""All gradient rules: importing this module registers them."""
 
 from . import loss, rules_conv, rules_elementwise, rules_linear, rules_move, rules_norm, rules_pool, rules_reduce
 from .registry import RULES

@@ -1,4 +1,4 @@
-"""Gradient rules of convolutions, any number of spatial axes."""
+"""Gradient rules of convolutions with any number of spatial axes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import onnx_ir as ir
 from ..convolutions import Geometry, input_gradient, weight_gradient
 from ..convolutions import conv as forward
 from ..dims import dims
-from .registry import Grads, Step, rule
+from .registry import Grads, RuleInput, rule
 
 
-def geometry(s: Step, kernel: Sequence[int], group: int = 1) -> Geometry:
-    """Read a window op's attributes, automatic padding resolved."""
+def geometry(s: RuleInput, kernel: Sequence[int], group: int = 1) -> Geometry:
+    """Return the geometry in a window op's attributes, with automatic padding resolved."""
     rank = len(kernel)
     ones = (1,) * rank
     strides, dilations = tuple(s.attribute("strides") or ones), tuple(s.attribute("dilations") or ones)
@@ -28,7 +28,7 @@ def geometry(s: Step, kernel: Sequence[int], group: int = 1) -> Geometry:
 
 
 def _same_pads(
-    s: Step, kernel: tuple[int, ...], strides: tuple[int, ...], dilations: tuple[int, ...], mode: str
+    s: RuleInput, kernel: tuple[int, ...], strides: tuple[int, ...], dilations: tuple[int, ...], mode: str
 ) -> list[int]:
     begin, end = [], []
     for length, k, stride, d in zip(s.known_shape()[2:], kernel, strides, dilations, strict=True):
@@ -40,7 +40,7 @@ def _same_pads(
 
 
 @rule("Conv")
-def conv(s: Step) -> Grads:
+def conv(s: RuleInput) -> Grads:
     t, x, w = s.t, s.x(0), s.x(1)
     how = geometry(s, s.known_shape(1)[2:], s.attribute("group"))
     return {
@@ -51,8 +51,8 @@ def conv(s: Step) -> Grads:
 
 
 @rule("ConvTranspose")
-def conv_transpose(s: Step) -> Grads:
-    """The adjoint of a transposed convolution is the convolution with the same weights."""
+def conv_transpose(s: RuleInput) -> Grads:
+    """Return the adjoints of a transposed convolution; that of the input is the convolution with the same weights."""
     t, x, w = s.t, s.x(0), s.x(1)
     how = _transposed_geometry(s)
     return {
@@ -62,7 +62,7 @@ def conv_transpose(s: Step) -> Grads:
     }
 
 
-def _transposed_geometry(s: Step) -> Geometry:
+def _transposed_geometry(s: RuleInput) -> Geometry:
     kernel, mode = s.known_shape(1)[2:], s.attribute("auto_pad", "NOTSET")
     rank, group = len(kernel), s.attribute("group")
     asked = s.attribute("output_shape")
@@ -84,6 +84,6 @@ def _transposed_geometry(s: Step) -> Geometry:
     return Geometry(kernel, strides, dilations, tuple(begin), tuple(end), group)
 
 
-def _bias_gradient(s: Step) -> ir.Value:
+def _bias_gradient(s: RuleInput) -> ir.Value:
     axes = [i for i in range(len(dims(s.y))) if i != 1]
     return s.t.sum(s.full, axes, keepdims=False)

@@ -12,21 +12,21 @@ import onnx_ir as ir
 
 from ..dims import dims
 from ..tape import Tape, number
-from .registry import Grads, Step, rule
+from .registry import Grads, RuleInput, rule
 
 
 @rule("Identity")
-def identity(s: Step) -> Grads:
+def identity(s: RuleInput) -> Grads:
     return {0: lambda: s.g}
 
 
 @rule("Add", "Sub")
-def add(s: Step) -> Grads:
+def add(s: RuleInput) -> Grads:
     return {0: lambda: _to(s, s.g, 0), 1: lambda: s.t.mul(_to(s, s.g, 1), -1.0 if s.node.op_type == "Sub" else 1.0)}
 
 
 @rule("Mul")
-def mul(s: Step) -> Grads:
+def mul(s: RuleInput) -> Grads:
     t, a, b = s.t, s.x(0), s.x(1)
     if a is b:
         return {0: lambda: t.mul(t.mul(s.g, 2.0), a), 1: lambda: None}
@@ -34,13 +34,13 @@ def mul(s: Step) -> Grads:
 
 
 @rule("Div")
-def div(s: Step) -> Grads:
+def div(s: RuleInput) -> Grads:
     t, b = s.t, s.x(1)
     return {0: lambda: _to(s, t.div(s.g, b), 0), 1: lambda: _to(s, t.neg(t.mul(s.g, t.div(s.y, b))), 1)}
 
 
 @rule("Pow")
-def power(s: Step) -> Grads:
+def power(s: RuleInput) -> Grads:
     t, a, b = s.t, s.x(0), s.x(1)
 
     def base() -> ir.Value:
@@ -65,20 +65,20 @@ def power(s: Step) -> Grads:
 
 
 @rule("Sum")
-def variadic_sum(s: Step) -> Grads:
+def variadic_sum(s: RuleInput) -> Grads:
     return {slot: partial(_to, s, s.g, slot) for slot in range(len(s.node.inputs))}
 
 
 @rule("Mean")
-def variadic_mean(s: Step) -> Grads:
+def variadic_mean(s: RuleInput) -> Grads:
     count = len(s.node.inputs)
     share = s.t.mul(s.g, 1 / count)
     return {slot: partial(_to, s, share, slot) for slot in range(count)}
 
 
 @rule("Max", "Min")
-def extremum(s: Step) -> Grads:
-    """Ties share the gradient evenly, as in torch.maximum."""
+def extremum(s: RuleInput) -> Grads:
+    """Return the adjoints of Max and Min; ties share the gradient evenly, as in torch.maximum."""
     t, count = s.t, len(s.node.inputs)
     if count == 1:
         return {0: lambda: s.g}
@@ -95,7 +95,7 @@ def extremum(s: Step) -> Grads:
 
 
 @rule("Where")
-def where(s: Step) -> Grads:
+def where(s: RuleInput) -> Grads:
     t, condition = s.t, s.x(0)
     zero = t.scalar(0, s.x(1))
     return {
@@ -105,14 +105,14 @@ def where(s: Step) -> Grads:
 
 
 @rule("Clip")
-def clip(s: Step) -> Grads:
-    """1 where the value was kept, at the limits too, as in torch.clamp."""
+def clip(s: RuleInput) -> Grads:
+    """Return the adjoint of Clip: the gradient where the value was kept, also at the limits, as in torch.clamp."""
     t = s.t
     return {0: lambda: t.select(t.compare("Equal", s.x(), s.y), s.g, t.scalar(0, s.y))}
 
 
 @rule("PRelu")
-def prelu(s: Step) -> Grads:
+def prelu(s: RuleInput) -> Grads:
     t, x, slope = s.t, s.x(0), s.x(1)
     zero = t.scalar(0, x)
     positive = t.compare("Greater", x, zero)
@@ -123,13 +123,13 @@ def prelu(s: Step) -> Grads:
 
 
 @rule("Cast", "CastLike")
-def cast(s: Step) -> Grads:
+def cast(s: RuleInput) -> Grads:
     return {0: lambda: s.t.cast(s.g, s.dtype()), 1: lambda: None}
 
 
 @rule("Dropout")
-def dropout(s: Step) -> Grads:
-    """The mask the forward pass drew is kept; without one (inference) the gradient passes as it is."""
+def dropout(s: RuleInput) -> Grads:
+    """Return the adjoint of Dropout by the forward pass's mask; in inference mode the gradient is unchanged."""
     t = s.t
     training = s.known(2, "training mode") if s.has(2) else np.asarray(False)
     if not training:
@@ -152,13 +152,13 @@ def dropout(s: Step) -> Grads:
     return {0: gradient}
 
 
-def _to(s: Step, g: ir.Value, slot: int) -> ir.Value:
+def _to(s: RuleInput, g: ir.Value, slot: int) -> ir.Value:
     return s.t.unbroadcast(g, dims(s.y), s.shape(slot))
 
 
-# Unary ops: the derivative at x, given y = f(x) too, and the node for its attributes.
+# Derivatives of unary ops at x, given also y = f(x), and the node for its attributes.
 
-Slope: TypeAlias = Callable[[Step, Tape, ir.Value, ir.Value], ir.Value]
+Slope: TypeAlias = Callable[[RuleInput, Tape, ir.Value, ir.Value], ir.Value]
 
 
 def _one(t: Tape, x: ir.Value) -> ir.Value:
@@ -173,49 +173,49 @@ def _one_plus_square(t: Tape, x: ir.Value) -> ir.Value:
     return t.add(_one(t, x), t.mul(x, x))
 
 
-def _two_sided(s: Step, t: Tape, x: ir.Value, positive: ir.Value, negative: ir.Value) -> ir.Value:
+def _two_sided(s: RuleInput, t: Tape, x: ir.Value, positive: ir.Value, negative: ir.Value) -> ir.Value:
     return t.select(t.compare("Greater", x, t.scalar(0, x)), positive, negative)
 
 
-def _elu(s: Step, t: Tape, x: ir.Value, y: ir.Value) -> ir.Value:
-    """Below zero y = gamma (alpha e^x - alpha), so y' = y + gamma alpha; above, y' = gamma."""
+def _elu(s: RuleInput, t: Tape, x: ir.Value, y: ir.Value) -> ir.Value:
+    """Return the derivative: y + gamma alpha below zero, where y = gamma (alpha e^x - alpha); gamma above zero."""
     gamma, alpha = s.attribute("gamma", 1.0), s.attribute("alpha", 1.0)
     return _two_sided(s, t, x, t.scalar(gamma, x), t.add(y, t.scalar(gamma * alpha, x)))
 
 
-def _celu(s: Step, t: Tape, x: ir.Value, y: ir.Value) -> ir.Value:
+def _celu(s: RuleInput, t: Tape, x: ir.Value, y: ir.Value) -> ir.Value:
     alpha = s.attribute("alpha", 1.0)
     return _two_sided(s, t, x, _one(t, x), t.unary("Exp", t.mul(x, 1 / alpha)))
 
 
-def _hard_sigmoid(s: Step, t: Tape, x: ir.Value, y: ir.Value) -> ir.Value:
+def _hard_sigmoid(s: RuleInput, t: Tape, x: ir.Value, y: ir.Value) -> ir.Value:
     return _hard_sigmoid_slope(t, y, s.attribute("alpha"))
 
 
-def _hard_swish(s: Step, t: Tape, x: ir.Value, y: ir.Value) -> ir.Value:
+def _hard_swish(s: RuleInput, t: Tape, x: ir.Value, y: ir.Value) -> ir.Value:
     gate = t.unary("HardSigmoid", x, alpha=1 / 6, beta=0.5)
     return t.add(gate, t.mul(x, _hard_sigmoid_slope(t, gate, 1 / 6)))
 
 
 def _hard_sigmoid_slope(t: Tape, gate: ir.Value, alpha: float) -> ir.Value:
-    # The parabola gate (1 - gate) vanishes where the gate is shut or fully open, and only there.
+    # The parabola gate (1 - gate) vanishes exactly where the gate is 0 or 1.
     return t.mul(t.unary("Sign", t.mul(gate, t.sub(_one(t, gate), gate))), alpha)
 
 
-def _mish(s: Step, t: Tape, x: ir.Value, y: ir.Value) -> ir.Value:
-    """x tanh(softplus(x)): tanh + x (1 - tanh^2) sigmoid."""
+def _mish(s: RuleInput, t: Tape, x: ir.Value, y: ir.Value) -> ir.Value:
+    """Return the derivative of x tanh(softplus(x)): tanh + x (1 - tanh^2) sigmoid."""
     saturated = t.unary("Tanh", t.unary("Softplus", x))
     return t.add(saturated, t.mul(x, t.mul(_one_minus_square(t, saturated), t.unary("Sigmoid", x))))
 
 
-def _swish(s: Step, t: Tape, x: ir.Value, y: ir.Value) -> ir.Value:
+def _swish(s: RuleInput, t: Tape, x: ir.Value, y: ir.Value) -> ir.Value:
     alpha = s.attribute("alpha", 1.0)
     gate = t.unary("Sigmoid", t.mul(x, alpha))
     # gate + alpha x gate (1 - gate)
     return t.add(gate, t.mul(t.mul(y, alpha), t.sub(_one(t, x), gate)))
 
 
-def _gelu(s: Step, t: Tape, x: ir.Value, y: ir.Value) -> ir.Value:
+def _gelu(s: RuleInput, t: Tape, x: ir.Value, y: ir.Value) -> ir.Value:
     half = t.scalar(0.5, x)
     if s.attribute("approximate") == "tanh":
         root, cubic = math.sqrt(2 / math.pi), 0.044715
@@ -230,7 +230,7 @@ def _gelu(s: Step, t: Tape, x: ir.Value, y: ir.Value) -> ir.Value:
     return t.add(cumulative, t.mul(t.mul(x, 1 / math.sqrt(2 * math.pi)), density))
 
 
-def _thresholded_relu(s: Step, t: Tape, x: ir.Value, y: ir.Value) -> ir.Value:
+def _thresholded_relu(s: RuleInput, t: Tape, x: ir.Value, y: ir.Value) -> ir.Value:
     return t.cast(t.compare("Greater", x, t.scalar(s.attribute("alpha"), x)), s.dtype())
 
 
@@ -262,7 +262,7 @@ SLOPES: dict[str, Slope] = {
 }
 
 DIVISORS: dict[str, Slope] = {
-    # Ops whose derivative is a quotient: what to divide by.
+    # Divisors of ops whose derivative is a quotient.
     "Log": lambda s, t, x, y: x,
     "Sqrt": lambda s, t, x, y: t.mul(y, 2.0),
     "Softsign": lambda s, t, x, y: _squared(t, t.add(t.unary("Abs", x), _one(t, x))),
@@ -280,10 +280,10 @@ def _squared(t: Tape, x: ir.Value) -> ir.Value:
 
 
 @rule(*SLOPES)
-def unary(s: Step) -> Grads:
+def unary(s: RuleInput) -> Grads:
     return {0: lambda: s.t.mul(s.g, SLOPES[s.node.op_type](s, s.t, s.x(), s.y))}
 
 
 @rule(*DIVISORS)
-def unary_quotient(s: Step) -> Grads:
+def unary_quotient(s: RuleInput) -> Grads:
     return {0: lambda: s.t.div(s.g, DIVISORS[s.node.op_type](s, s.t, s.x(), s.y))}

@@ -9,14 +9,14 @@ import onnx_ir as ir
 from ..checks.exact_ops import affine_points
 from ..dims import Dim, Dims, broadcast, dims
 from ..tape import Tape
-from .registry import Grads, Step, rule
+from .registry import Grads, RuleInput, rule
 
 
 @rule("MatMul")
-def matmul(s: Step) -> Grads:
+def matmul(s: RuleInput) -> Grads:
     t, a, b = s.t, s.x(0), s.x(1)
     left, right = len(dims(a)) == 1, len(dims(b)) == 1
-    # As numpy: a vector on the left is a row, one on the right a column.
+    # As in numpy, a vector on the left is a row, and one on the right a column.
     row = t.unsqueeze(a, [0]) if left else a
     column = t.unsqueeze(b, [1]) if right else b
     g = s.full
@@ -46,7 +46,7 @@ def matmul(s: Step) -> Grads:
 
 
 def _rows(t: Tape, x: ir.Value) -> ir.Value:
-    """As a matrix of the last axis' vectors."""
+    """Return a value as a matrix whose rows are the vectors of the last axis."""
     shape = dims(x)
     return t.reshape(x, (t.product(shape[:-1]), shape[-1]))
 
@@ -57,7 +57,7 @@ def _product(t: Tape, a: ir.Value, b: ir.Value) -> ir.Value:
 
 
 @rule("Gemm")
-def gemm(s: Step) -> Grads:
+def gemm(s: RuleInput) -> Grads:
     t, a, b = s.t, s.x(0), s.x(1)
     alpha, beta = s.attribute("alpha", 1.0), s.attribute("beta", 1.0)
     flip_a, flip_b = s.attribute("transA", 0), s.attribute("transB", 0)
@@ -74,8 +74,9 @@ def gemm(s: Step) -> Grads:
 
 
 @rule("Einsum")
-def einsum(s: Step) -> Grads:
-    """The adjoint of one operand is the einsum of the output's adjoint with the other operands."""
+def einsum(s: RuleInput) -> Grads:
+    """Return the adjoints of Einsum: that of an operand is the einsum of the output's adjoint and the other
+    operands."""
     t = s.t
     equation = s.attribute("equation").replace(" ", "")
     if "." in equation:
@@ -96,15 +97,15 @@ def einsum(s: Step) -> Grads:
         wanted = "".join(c for c in terms[slot] if c in have)
         formula = ",".join(term for term, _ in given) + "->" + wanted
         made = t.op("Einsum", *(v for _, v in given), shape=tuple(lengths[c] for c in wanted), equation=formula)
-        # Letters that only this operand has were summed over: the same everywhere along them.
+        # Letters that only this operand has were summed over: its adjoint is constant along them.
         return t.unsqueeze(made, [i for i, c in enumerate(terms[slot]) if c not in have])
 
     return {slot: partial(gradient, slot) for slot in range(len(terms))}
 
 
 @rule("AffineGrid")
-def affine_grid(s: Step) -> Grads:
-    """The grid is a product of the parameters and constant points."""
+def affine_grid(s: RuleInput) -> Grads:
+    """Return the adjoint of AffineGrid, a product of the parameters and constant points."""
     t = s.t
 
     def gradient() -> ir.Value:
@@ -118,7 +119,7 @@ def affine_grid(s: Step) -> Grads:
 
 
 @rule("Softmax")
-def softmax(s: Step) -> Grads:
+def softmax(s: RuleInput) -> Grads:
     t, y = s.t, s.y
 
     def gradient() -> ir.Value:
@@ -129,6 +130,6 @@ def softmax(s: Step) -> Grads:
 
 
 @rule("LogSoftmax")
-def log_softmax(s: Step) -> Grads:
+def log_softmax(s: RuleInput) -> Grads:
     t = s.t
     return {0: lambda: t.sub(s.full, t.mul(t.unary("Exp", s.y), t.sum(s.full, [s.axis()])))}

@@ -11,29 +11,29 @@ from ..dims import Dims, dims
 from ..tape import Tape
 from .constants import static
 from .parts import place
-from .registry import Grads, Step, rule
+from .registry import Grads, RuleInput, rule
 
 
 @rule("TopK")
-def top_k(s: Step) -> Grads:
+def top_k(s: RuleInput) -> Grads:
     t = s.t
     return {0: lambda: scatter(t, s.shape(), s.node.outputs[1], s.full, s.axis())}
 
 
 @rule("GatherElements")
-def gather_elements(s: Step) -> Grads:
+def gather_elements(s: RuleInput) -> Grads:
     return {0: lambda: scatter(s.t, s.shape(), s.x(1), s.full, s.axis())}
 
 
 def scatter(t: Tape, shape: Dims, where: ir.Value, g: ir.Value, axis: int) -> ir.Value:
-    """Zeros to which `g` is added at the indices along one axis."""
+    """Return zeros to which `g` is added at the indices along one axis."""
     assert g.dtype is not None
     zeros = t.zeros(shape, g.dtype)
     return t.op("ScatterElements", zeros, where, g, shape=shape, axis=axis, reduction="add")
 
 
 @rule("ScatterElements")
-def scatter_elements(s: Step) -> Grads:
+def scatter_elements(s: RuleInput) -> Grads:
     t, where, axis, reduction = s.t, s.x(1), s.axis(), s.attribute("reduction", "none")
     if reduction not in ("none", "add"):
         s.refuse(f"reduction {reduction!r} is not supported")
@@ -51,7 +51,7 @@ def scatter_elements(s: Step) -> Grads:
 
 
 @rule("ScatterND")
-def scatter_nd(s: Step) -> Grads:
+def scatter_nd(s: RuleInput) -> Grads:
     t, where, reduction = s.t, s.x(1), s.attribute("reduction", "none")
     if reduction not in ("none", "add"):
         s.refuse(f"reduction {reduction!r} is not supported")
@@ -65,7 +65,7 @@ def scatter_nd(s: Step) -> Grads:
 
 
 @rule("GatherND")
-def gather_nd(s: Step) -> Grads:
+def gather_nd(s: RuleInput) -> Grads:
     t = s.t
     if s.attribute("batch_dims"):
         s.refuse("batch_dims is not supported")
@@ -75,7 +75,7 @@ def gather_nd(s: Step) -> Grads:
 
 
 @rule("Gather")
-def gather(s: Step) -> Grads:
+def gather(s: RuleInput) -> Grads:
     t, shape, axis = s.t, s.shape(), s.axis()
     where = s.x(1)
 
@@ -84,7 +84,7 @@ def gather(s: Step) -> Grads:
         length = shape[axis]
         if known is not None and known.ndim == 0 and isinstance(length, int):
             return place(t, t.unsqueeze(s.full, [axis]), axis, int(known) % length, length)
-        # Entries picked lie along one axis of the adjoint; ScatterElements adds one after the other where some repeat.
+        # The selected entries lie along one axis of the adjoint; ScatterElements adds repeated ones in order.
         count = len(dims(where))
         before, after = dims(s.y)[:axis], dims(s.y)[axis + count :]
         g = t.reshape(s.full, (*before, t.product(dims(where)), *after))
@@ -99,23 +99,23 @@ def gather(s: Step) -> Grads:
 
 
 @rule("Reshape", "Flatten", "Squeeze", "Unsqueeze")
-def reshape(s: Step) -> Grads:
+def reshape(s: RuleInput) -> Grads:
     return {0: lambda: s.t.reshape(s.full, s.shape())}
 
 
 @rule("Transpose")
-def transpose(s: Step) -> Grads:
+def transpose(s: RuleInput) -> Grads:
     perm = s.attribute("perm") or list(reversed(range(len(s.shape()))))
     return {0: lambda: s.t.transpose(s.full, [list(perm).index(i) for i in range(len(perm))])}
 
 
 @rule("Expand")
-def expand(s: Step) -> Grads:
+def expand(s: RuleInput) -> Grads:
     return {0: lambda: s.t.unbroadcast(s.g, dims(s.y), s.shape())}
 
 
 @rule("Concat")
-def concat(s: Step) -> Grads:
+def concat(s: RuleInput) -> Grads:
     t, axis = s.t, s.axis(rank=len(dims(s.y)))
     lengths = [s.shape(i)[axis] for i in range(len(s.node.inputs))]
 
@@ -137,7 +137,7 @@ def concat(s: Step) -> Grads:
 
 
 @rule("Split")
-def split(s: Step) -> Grads:
+def split(s: RuleInput) -> Grads:
     t = s.t
 
     def gradient() -> ir.Value:
@@ -151,8 +151,8 @@ def split(s: Step) -> Grads:
 
 
 @rule("Slice")
-def slice_(s: Step) -> Grads:
-    """Padding where start and length are known and steps are 1; otherwise by the indices that were read."""
+def slice_(s: RuleInput) -> Grads:
+    """Return the adjoint of Slice: a padding if starts and lengths are known and steps are 1, else a scatter."""
     t, shape = s.t, s.shape()
 
     def gradient() -> ir.Value:
@@ -177,8 +177,8 @@ def slice_(s: Step) -> Grads:
 
 
 @rule("Pad")
-def pad(s: Step) -> Grads:
-    """Constant padding is cut off again; other modes read entries several times."""
+def pad(s: RuleInput) -> Grads:
+    """Return the adjoint of Pad: a crop for constant padding, else a scatter, as entries are read several times."""
     t = s.t
 
     def gradient() -> ir.Value:
@@ -193,12 +193,12 @@ def pad(s: Step) -> Grads:
 
 
 @rule("SpaceToDepth")
-def space_to_depth(s: Step) -> Grads:
+def space_to_depth(s: RuleInput) -> Grads:
     return {0: lambda: s.t.op("DepthToSpace", s.full, shape=s.shape(), blocksize=s.attribute("blocksize"))}
 
 
 @rule("DepthToSpace")
-def depth_to_space(s: Step) -> Grads:
+def depth_to_space(s: RuleInput) -> Grads:
     t, block = s.t, s.attribute("blocksize")
     n, _, height, width = s.shape()
     channels = dims(s.y)[1]
@@ -213,18 +213,18 @@ def depth_to_space(s: Step) -> Grads:
 
 
 @rule("Tile")
-def moved(s: Step) -> Grads:
+def moved(s: RuleInput) -> Grads:
     return {0: lambda: by_indices(s)}
 
 
 @rule("Trilu")
-def trilu(s: Step) -> Grads:
+def trilu(s: RuleInput) -> Grads:
     k = s.node.inputs[1] if s.has(1) else None
     return {0: lambda: s.t.op("Trilu", s.full, k, shape=s.shape(), upper=s.attribute("upper"))}
 
 
-def by_indices(s: Step) -> ir.Value:
-    """Adjoint of any op that only moves entries: send each entry's number through it, and scatter by the numbers."""
+def by_indices(s: RuleInput) -> ir.Value:
+    """Return the adjoint of an op that only moves entries: apply the op to entry numbers, and scatter by them."""
     t, shape = s.t, s.shape()
     entries, rows = t.product(shape), t.product(dims(s.y))
     if isinstance(entries, int) and entries <= _MANY:
@@ -242,4 +242,4 @@ def by_indices(s: Step) -> ir.Value:
     return t.reshape(made, shape)
 
 
-_MANY = 4096  # numbers are counted during the run from here on
+_MANY = 4096  # from this many on, the run computes the entry numbers

@@ -9,15 +9,15 @@ import onnx_ir as ir
 
 from ..dims import dims
 from ..tape import Tape
-from .registry import Grads, Step, rule
+from .registry import Grads, RuleInput, rule
 
 BATCH_STATISTICS = "onnx_remat.batch_statistics"
-"""Node metadata (in memory) of a BatchNormalization whose mean and variance inputs are its own input's."""
+"""Node metadata (in memory) of a BatchNormalization whose mean and variance inputs are those of its own input."""
 
 
 @rule("BatchNormalization")
-def batch_normalization(s: Step) -> Grads:
-    """Inference form. With `BATCH_STATISTICS` the gradient through mean and variance is in slot 0 already."""
+def batch_normalization(s: RuleInput) -> Grads:
+    """Return the adjoints of the inference form; with `BATCH_STATISTICS`, slot 0 includes mean and variance."""
     t, x, scale, mean, variance = s.t, s.x(0), s.x(1), s.x(3), s.x(4)
     rank = len(dims(x))
     others = [0, *range(2, rank)]
@@ -50,7 +50,7 @@ def batch_normalization(s: Step) -> Grads:
             return t.mul(s.g, along(rate))
         count = t.count([dims(x)[i] for i in others], scale)
         share = t.neg(t.div(rate, count))
-        # rate (g - mean(g) - normal mean(g normal)); the last two terms are one kernel.
+        # rate (g - mean(g) - normal mean(g normal)); one kernel computes the last two terms.
         pull = t.op(
             "BatchNormalization", x, t.mul(share, to_scale()), t.mul(share, to_bias()), mean, variance,
             shape=dims(x), epsilon=epsilon,
@@ -62,8 +62,8 @@ def batch_normalization(s: Step) -> Grads:
 
 
 @rule("LayerNormalization")
-def layer_normalization(s: Step) -> Grads:
-    """Mean and inverse deviation are the op's own further outputs."""
+def layer_normalization(s: RuleInput) -> Grads:
+    """Return the adjoints by the op's further outputs, mean and inverse deviation."""
     t, node, rank = s.t, s.node, len(s.shape())
     axes = range(s.axis(), rank)
 
@@ -83,7 +83,7 @@ def layer_normalization(s: Step) -> Grads:
 
 
 @rule("RMSNormalization")
-def rms_normalization(s: Step) -> Grads:
+def rms_normalization(s: RuleInput) -> Grads:
     t, x = s.t, s.x()
     axes = range(s.attribute("axis", -1) % len(dims(x)), len(dims(x)))
 
@@ -100,9 +100,9 @@ def _inverse(t: Tape, variance: ir.Value, epsilon: float) -> ir.Value:
 
 
 def _affine(
-    s: Step, normal_and_inverse: Callable[[], tuple[ir.Value, ir.Value]], axes: Sequence[int], centred: bool
+    s: RuleInput, normal_and_inverse: Callable[[], tuple[ir.Value, ir.Value]], axes: Sequence[int], centred: bool
 ) -> Grads:
-    """y = normal(x) scale + bias, scale and bias broadcast."""
+    """Return the adjoints of y = normal(x) scale + bias, with scale and bias broadcast."""
     t = s.t
 
     def to_x() -> ir.Value:
@@ -117,7 +117,7 @@ def _affine(
 
 
 def _through(t: Tape, g: ir.Value, normal: ir.Value, inverse: ir.Value, axes: Sequence[int], centred: bool) -> ir.Value:
-    """inverse (g - mean(g) - normal mean(g normal)): the adjoint of x from that of its normal form."""
+    """Return inverse (g - mean(g) - normal mean(g normal)): the adjoint of x from that of its normal form."""
     pull = t.mul(normal, t.reduce("ReduceMean", t.mul(g, normal), axes))
     if centred:
         pull = t.add(pull, t.reduce("ReduceMean", g, axes))
@@ -125,8 +125,8 @@ def _through(t: Tape, g: ir.Value, normal: ir.Value, inverse: ir.Value, axes: Se
 
 
 @rule("InstanceNormalization", "GroupNormalization")
-def group_normalization(s: Step) -> Grads:
-    """Both see [N, groups, entries]: channels of an instance are groups of one."""
+def group_normalization(s: RuleInput) -> Grads:
+    """Return the adjoints on [N, groups, entries]; in InstanceNormalization each channel is a group."""
     t, x, scale = s.t, s.x(), s.x(1)
     shape = dims(x)
     channels = shape[1]
@@ -135,7 +135,7 @@ def group_normalization(s: Step) -> Grads:
     groups = s.attribute("num_groups", channels)
     each = channels // groups
     wide = (shape[0], groups, each, *shape[2:])
-    # Scale and bias as they broadcast to [N, groups, channels of each, ...].
+    # Scale and bias in a shape that broadcasts to [N, groups, channels of each, ...].
     affine = (groups, each, *(1 for _ in shape[2:]))
     axes = range(2, len(wide))
 
@@ -166,7 +166,7 @@ def group_normalization(s: Step) -> Grads:
 
 
 @rule("LpNormalization")
-def lp_normalization(s: Step) -> Grads:
+def lp_normalization(s: RuleInput) -> Grads:
     t, x, y, axis = s.t, s.x(), s.y, [s.axis()]
 
     def gradient() -> ir.Value:

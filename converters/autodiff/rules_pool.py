@@ -1,4 +1,4 @@
-"""Gradient rules of pooling, and of resizing, which is its adjoint in kind."""
+"""Gradient rules of pooling and resizing."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from ..convolutions import Geometry, input_gradient
 from ..dims import dims
 from ..resizing import axis_matrix
 from .constants import static
-from .registry import Grads, Step, rule
+from .registry import Grads, RuleInput, rule
 from .rules_conv import geometry
 
 
 @rule("MaxPool")
-def max_pool(s: Step) -> Grads:
-    """Back to where the maxima came from: the op's own second output."""
+def max_pool(s: RuleInput) -> Grads:
+    """Return the adjoint of MaxPool: a scatter to the positions of the maxima, the op's second output."""
     t, node = s.t, s.node
     if s.attribute("storage_order"):
         s.refuse("column-major indices are not supported")
@@ -42,7 +42,7 @@ def max_pool(s: Step) -> Grads:
 
 
 @rule("AveragePool")
-def average_pool(s: Step) -> Grads:
+def average_pool(s: RuleInput) -> Grads:
     how = geometry(s, s.attribute("kernel_shape"))
 
     def gradient() -> ir.Value:
@@ -51,8 +51,8 @@ def average_pool(s: Step) -> Grads:
     return {0: gradient}
 
 
-def _counts(s: Step, how: Geometry) -> np.ndarray:
-    """Entries each window averages over: one number, or one per window where they differ."""
+def _counts(s: RuleInput, how: Geometry) -> np.ndarray:
+    """Return the number of entries that windows average over: one number, or one for each window if they differ."""
     padded = bool(s.attribute("count_include_pad"))
     whole = np.asarray(float(np.prod(how.kernel)), s.dtype().numpy())
     if not s.attribute("ceil_mode") and (padded or not any(how.begin + how.end)):
@@ -68,8 +68,8 @@ def _counts(s: Step, how: Geometry) -> np.ndarray:
     return whole if (counts == whole).all() else counts
 
 
-def spread(s: Step, g: ir.Value, how: Geometry) -> ir.Value:
-    """Adjoint of the sums over windows of the first input."""
+def spread(s: RuleInput, g: ir.Value, how: Geometry) -> ir.Value:
+    """Return the adjoint of the sums over windows of the first input."""
     t, shape, out = s.t, s.shape(), dims(g)
     tiles = all(
         k == st and d == 1 and not b and not e and isinstance(n, int) and n == m * k
@@ -81,7 +81,7 @@ def spread(s: Step, g: ir.Value, how: Geometry) -> ir.Value:
         between = t.unsqueeze(g, [3 + 2 * i for i in range(how.rank)])
         wide = [part for m, k in zip(out[2:], how.kernel, strict=True) for part in (m, k)]
         return t.reshape(t.expand(between, (*out[:2], *wide)), shape)
-    # Channels are images of their own.
+    # Each channel is treated as an image.
     count = t.product(shape[:2])
     ones = t.constant(np.ones((1, 1, *how.kernel), s.dtype().numpy()))
     made = input_gradient(t, t.reshape(g, (count, 1, *out[2:])), ones, (count, 1, *shape[2:]), how)
@@ -89,12 +89,12 @@ def spread(s: Step, g: ir.Value, how: Geometry) -> ir.Value:
 
 
 @rule("GlobalAveragePool")
-def global_average_pool(s: Step) -> Grads:
+def global_average_pool(s: RuleInput) -> Grads:
     return {0: lambda: s.t.div(s.g, s.t.count(s.shape()[2:], s.g))}
 
 
 @rule("GlobalMaxPool")
-def global_max_pool(s: Step) -> Grads:
+def global_max_pool(s: RuleInput) -> Grads:
     t = s.t
 
     def gradient() -> ir.Value:
@@ -106,15 +106,15 @@ def global_max_pool(s: Step) -> Grads:
 
 
 @rule("LRN")
-def lrn(s: Step) -> Grads:
-    """y = x / d^beta, d = bias + alpha times the mean of squares over nearby channels."""
+def lrn(s: RuleInput) -> Grads:
+    """Return the adjoint of y = x / d^beta, where d = bias + alpha times the mean of squares over nearby channels."""
     t, x, y = s.t, s.x(), s.y
     alpha, beta, bias, width = (s.attribute(name) for name in ("alpha", "beta", "bias", "size"))
     n, channels, *spatial = s.shape()
     before, after = (width - 1) // 2, width - 1 - (width - 1) // 2
 
     def nearby(value: ir.Value, begin: int, end: int) -> ir.Value:
-        """Mean over `width` channels around each, missing ones counted as zero."""
+        """Return the mean over `width` channels around each; missing channels count as zero."""
         flat = t.reshape(value, (n, 1, channels, t.product(spatial)))
         made = t.op(
             "AveragePool", flat, shape=dims(flat), kernel_shape=[width, 1], pads=[begin, 0, end, 0],
@@ -132,8 +132,8 @@ def lrn(s: Step) -> Grads:
 
 
 @rule("Resize")
-def resize(s: Step) -> Grads:
-    """Linear and separable: back through the transpose of each axis' matrix, which the runtime itself tells."""
+def resize(s: RuleInput) -> Grads:
+    """Return the adjoint of Resize, which is linear and separable: products with each axis's transposed matrix."""
     t = s.t
 
     def gradient() -> ir.Value:
@@ -158,8 +158,8 @@ def resize(s: Step) -> Grads:
     return {0: gradient}
 
 
-def _kept(s: Step, axis: int) -> bool:
-    """Does the op leave an axis as it is, whatever its size?"""
+def _kept(s: RuleInput, axis: int) -> bool:
+    """Return whether the op leaves an axis unchanged, whatever its size."""
     axes = s.attribute("axes")
     if axes is not None:
         listed = [a % len(s.shape()) for a in axes]
@@ -171,13 +171,13 @@ def _kept(s: Step, axis: int) -> bool:
 
 
 def _repeats(matrix: np.ndarray) -> bool:
-    """Is every entry of the old axis repeated the same number of times, in order?"""
+    """Return whether the op repeats every entry of the old axis the same number of times, in order."""
     new, old = matrix.shape
     return new % old == 0 and np.array_equal(matrix, np.repeat(np.eye(old), new // old, axis=0))
 
 
-def _axis_matrix(s: Step, axis: int, old: int, new: int) -> np.ndarray:
-    """What Resize does along one axis, as a matrix [new, old]: the same op on the unit vectors."""
+def _axis_matrix(s: RuleInput, axis: int, old: int, new: int) -> np.ndarray:
+    """Return the matrix [new, old] of Resize along one axis: the same op on the unit vectors."""
     if s.attribute("coordinate_transformation_mode") == "tf_crop_and_resize":
         s.refuse("tf_crop_and_resize is not supported")
     scales = s.known(2, "scales") if s.has(2) else np.zeros(0, np.float32)

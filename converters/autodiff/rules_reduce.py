@@ -5,11 +5,11 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from ..dims import dims
-from .registry import Grads, Step, rule
+from .registry import Grads, RuleInput, rule
 
 
-def _axes(s: Step) -> list[int]:
-    """The axes a Reduce op reduces, counted from the front."""
+def _axes(s: RuleInput) -> list[int]:
+    """Return the axes of a Reduce op as non-negative numbers."""
     rank = len(s.shape())
     axes = s.known(1, "list of axes").reshape(-1).tolist() if s.has(1) else s.attribute("axes")
     if not axes:
@@ -17,20 +17,20 @@ def _axes(s: Step) -> list[int]:
     return sorted(a % rank for a in axes)
 
 
-def _spread(s: Step, value: ir.Value, axes: list[int]) -> ir.Value:
-    """A value of the output's shape, so that it broadcasts to the input."""
+def _spread(s: RuleInput, value: ir.Value, axes: list[int]) -> ir.Value:
+    """Reshape a value of the output's shape so that it broadcasts to the input."""
     if s.attribute("keepdims") or not dims(value):
         return value
     return s.t.unsqueeze(s.t.expand(value, dims(s.y)), axes)
 
 
 @rule("ReduceSum")
-def reduce_sum(s: Step) -> Grads:
+def reduce_sum(s: RuleInput) -> Grads:
     return {0: lambda: _spread(s, s.g, _axes(s))}
 
 
 @rule("ReduceMean")
-def reduce_mean(s: Step) -> Grads:
+def reduce_mean(s: RuleInput) -> Grads:
     def gradient() -> ir.Value:
         axes = _axes(s)
         return _spread(s, s.t.div(s.g, s.t.count([s.shape()[a] for a in axes], s.g)), axes)
@@ -39,8 +39,8 @@ def reduce_mean(s: Step) -> Grads:
 
 
 @rule("ReduceMax", "ReduceMin")
-def reduce_extremum(s: Step) -> Grads:
-    """Ties share the gradient evenly, as in torch.amax."""
+def reduce_extremum(s: RuleInput) -> Grads:
+    """Return the adjoint of ReduceMax and ReduceMin; ties share the gradient evenly, as in torch.amax."""
     t = s.t
 
     def gradient() -> ir.Value:
@@ -52,7 +52,7 @@ def reduce_extremum(s: Step) -> Grads:
 
 
 @rule("ReduceL1", "ReduceL2", "ReduceSumSquare", "ReduceLogSum", "ReduceLogSumExp")
-def reduce_norm(s: Step) -> Grads:
+def reduce_norm(s: RuleInput) -> Grads:
     t, x = s.t, s.x()
 
     def gradient() -> ir.Value:
@@ -70,7 +70,7 @@ def reduce_norm(s: Step) -> Grads:
 
 
 @rule("CumSum")
-def cumulative_sum(s: Step) -> Grads:
-    """The same from the other end."""
+def cumulative_sum(s: RuleInput) -> Grads:
+    """Return the adjoint of CumSum: a CumSum from the other end."""
     exclusive, reverse = s.attribute("exclusive"), 1 - s.attribute("reverse")
     return {0: lambda: s.t.op("CumSum", s.full, s.x(1), shape=s.shape(), exclusive=exclusive, reverse=reverse)}

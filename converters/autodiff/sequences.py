@@ -1,4 +1,4 @@
-"""Sequences that need not be any: gradient rules know tensors only."""
+"""Replace sequences by tensors: gradient rules handle tensors only."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from .constants import static
 
 
 def unpack_sequences(graph: ir.Graph) -> bool:
-    """Make Splits of sequences that are split off and only read at known places (torch.split); True if there are any.
+    """Replace SplitToSequence by Split if its parts are only read at known positions (torch.split); return whether any
+    was.
 
-    Shapes must be known, as far as they can be.
+    Call it after shape inference.
     """
     found = False
     for node in list(graph):

@@ -11,7 +11,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 from onnx_remat.converters.autodiff import CrossEntropy, MeanSquaredError, add_backward, initial_inputs
 from onnx_remat.converters.autodiff.__main__ import main
-from onnx_remat.converters.autodiff.registry import RULES, Grads, Step
+from onnx_remat.converters.autodiff.registry import RULES, Grads, RuleInput
 
 from onnx_remat.converters import optimizers
 from onnx_remat.errors import ConversionError
@@ -372,7 +372,7 @@ def test_the_check_finds_one_wrong_gradient_by_a_thousandth(
 ) -> None:
     right = RULES["BatchNormalization"]
 
-    def wrong(s: Step) -> Grads:
+    def wrong(s: RuleInput) -> Grads:
         grads, slot = right(s), 2 if at[0] == "b" else 1
         if s.x(slot).name == at:
             grads[slot] = (lambda honest: lambda: s.t.mul(honest(), 1.001))(grads[slot])
@@ -386,7 +386,7 @@ def test_the_check_finds_one_wrong_gradient_by_a_thousandth(
 def test_the_check_finds_a_gradient_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     right = RULES["BatchNormalization"]
 
-    def wrong(s: Step) -> Grads:
+    def wrong(s: RuleInput) -> Grads:
         grads = right(s)
         if s.x(2).name == "b3":
             grads[2] = lambda: s.t.zeros(s.shape(2), s.dtype())
@@ -474,7 +474,7 @@ BAD = {
     "no rule": (model("h = MatMul(x, w0)\ny = Det(h)", weights((3, 4))), {"loss": "y"}, "no gradient rule for op Det"),
     "custom op": (model("h = MatMul(x, w0)\ny = Erfc(h)", weights((3, 4))), {"loss": "mse"}, "op Erfc"),
     "not a scalar": (MLP, {}, r"output 'y' has shape \[4, 4\], and a loss is a scalar"),
-    "no loss": (model("a = Relu(x)\nb = MatMul(a, w0)", weights((3, 4)), outputs=("a", "b")), {}, "no loss: name"),
+    "no loss": (model("a = Relu(x)\nb = MatMul(a, w0)", weights((3, 4)), outputs=("a", "b")), {}, "no output is called loss: name"),
     "unknown loss": (MLP, {"loss": "hinge"}, "neither a known loss nor an output"),
     "integer parameter": (
         model("h = Gather(x, i)\ny = ReduceMean(h) keepdims=0", {"i": np.asarray([0, 1])}), {"wrt": ["i"]},
@@ -482,7 +482,7 @@ BAD = {
     ),
     "unknown parameter": (MLP, {"loss": "mse", "wrt": ["w00"]}, "no input or initializer is called 'w00'.*mean 'w0'"),
     "no influence": (IDLE, {"loss": "y", "wrt": ["w0"]}, "depends on no parameter"),
-    "nothing to train": (model("y = ReduceMean(x) keepdims=0"), {"loss": "y"}, "nothing to differentiate by"),
+    "nothing to train": (model("y = ReduceMean(x) keepdims=0"), {"loss": "y"}, "so there is no parameter: name"),
     "unknown size": (MLP, {"loss": "mse", "dims": {"n": 3}}, "no input has a size called 'n'"),
     "integer loss": (
         model("h = MatMul(x, w0)\ny = ArgMax(h) keepdims=0", weights((3, 1)), {"x": [1, 3]}, output_type=7),

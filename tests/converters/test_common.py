@@ -83,7 +83,7 @@ def test_a_learning_rate_by_name_is_an_input():
     batch = {"input.0": np.ones(3, np.float32)}
     moved = [1 - runtime.outputs(model, {**state, **batch, "rate": np.array(r, "f")})["new.w"] for r in (0, 0.01, 0.02)]
     np.testing.assert_allclose(moved, np.outer([0, 0.01, 0.02], np.full(3, 1.5)), atol=1e-6)
-    with pytest.raises(ConversionError, match=r"input 'input\.0', but the graph has a value of that name"):
+    with pytest.raises(ConversionError, match=r"the graph already has a value 'input\.0'"):
         optimizers.append(product_step(), {"w": optimizers.SGD("input.0")}, 1)
 
 
