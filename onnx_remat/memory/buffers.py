@@ -9,18 +9,18 @@ ONNX Runtime fixes its buffers when a session is made (allocation_planner.cc, ``
 4. a new buffer.
 
 A buffer is returned to the allocator only after the last reader of its *last* tenant, so rule 3 can keep memory
-through gaps where nothing in it is alive: peaks are above what plain liveness says. Graph inputs and outputs take no
-part in 2 and 3. A value that nobody reads always gets a new buffer, which later values may take over but which is
-otherwise never returned; to those that a schedule drops (`Problem.droppable`) the file gives a reader. What lies in a
-resident's memory (a view of a weight, a renewed weight that takes over the old one's place) has no buffer. Every rule
-is deterministic, hence emulated here::
+through gaps in which no tenant is live: peaks exceed those of plain liveness. Graph inputs and outputs take no part in
+rules 2 and 3. A value without a reader always gets a new buffer, which later values may reuse but which is otherwise
+never returned; the file gives a reader to those that a schedule drops (`Problem.droppable`). A value in a resident's
+memory (a view of a weight, or an updated weight that replaces the old one in place) has no buffer. Every rule is
+deterministic, hence emulated here::
 
     step             0    1    2    3    4    5
     op               a    b    c    d    e    f
     reads                 a    b    c    d    e
-    buffer 0         [a        ]         [e        ]      e is of a's shape: rule 3; the gap at step 2 stays allocated
+    buffer 0         [a        ]         [e        ]      e has a's shape: rule 3; the gap at step 2 stays allocated
     buffer 1              [b        ]
-    buffer 2                   [c   d         ]           d is made in place of c, which dies there: rule 2
+    buffer 2                   [c   d         ]           d is computed in place of c, which dies there: rule 2
     buffer 3                                  [f   >      a graph output: never returned
 """
 
@@ -34,19 +34,19 @@ import numpy as np
 from onnx_remat.memory.problem import IN_RESIDENT, Ints, Longs, Problem, Schedule
 from onnx_remat.process.compiled import compiled
 
-_RESIDENT = -1  # buffer number of what lies in a resident's memory: never allocated, freed or taken over
-_NEW = -2  # of what none of the buffers there are will do for
-_NEVER = -1  # last read of a buffer that nobody has read so far
+_RESIDENT = -1  # buffer number of a value in a resident's memory: never allocated, freed or reused
+_NEW = -2  # buffer number of a value that needs a new buffer
+_NEVER = -1  # last read of a buffer that no op has read so far
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """What one execution of a schedule holds.
+    """Memory of one execution of a schedule.
 
     Attributes
     ----------
     step_bytes : int64 (n_steps,)
-        Bytes held while each step runs: residents, buffers and the step's own workspace.
+        Bytes allocated while each step runs: residents, buffers and the step's own workspace.
     peak : int
         Largest of `step_bytes` (the residents alone when there is no step).
     peak_step : int
@@ -72,7 +72,7 @@ class Timeline:
 
 
 def simulate(problem: Problem, schedule: Schedule | Sequence[int]) -> Timeline:
-    """Price a schedule in bytes.
+    """Simulate the memory of a schedule.
 
     Parameters
     ----------
@@ -84,7 +84,7 @@ def simulate(problem: Problem, schedule: Schedule | Sequence[int]) -> Timeline:
     Returns
     -------
     Timeline
-        Bytes step by step, the peak, and the buffers behind it.
+        Bytes of every step, the peak, and the buffers.
     """
     order = schedule.array() if isinstance(schedule, Schedule) else np.asarray(schedule, np.int32)
     life = problem.lifetimes
@@ -98,16 +98,16 @@ def simulate(problem: Problem, schedule: Schedule | Sequence[int]) -> Timeline:
 
 @compiled
 def _occurrences(order, life):  # type: ignore[no-untyped-def]
-    """Number the results of all steps, in order of production, and say who reads which.
+    """Number the results (value instances) of all steps in order of production, and find their readers.
 
     Returns
     -------
     reads : int32 (n_reads,)
         Result that each input slot of each step reads, -1 for residents.
     uses : int32 (n_results,)
-        How often each result is read.
+        Number of reads of each result.
     first : bool (n_results,)
-        Whether it is its value's first.
+        Whether it is the first result of its value.
     """
     n_results, n_reads = 0, 0
     for op in order:
@@ -133,10 +133,10 @@ def _occurrences(order, life):  # type: ignore[no-untyped-def]
 
 @compiled
 def _assign_buffers(order, life, reads, uses, first):  # type: ignore[no-untyped-def]
-    """Give every result a buffer by the rules in the module's docstring.
+    """Assign a buffer to every result by the rules in the module's docstring.
 
-    One loop over the steps, longer than a function should be: its parts share ten arrays, and each call of compiled
-    code that takes them costs seconds of compiling.
+    The function is one long loop over the steps: its parts share ten arrays, and every compiled function that takes
+    them costs seconds of compiling.
 
     Returns
     -------
@@ -146,7 +146,7 @@ def _assign_buffers(order, life, reads, uses, first):  # type: ignore[no-untyped
     n_results, n_classes = len(uses), 0
     for c in life.shape_class:
         n_classes = max(n_classes, c + 1)
-    freed_head = np.full(n_classes, -1, np.int32)  # per class, a stack of dead buffers: head and links
+    freed_head = np.full(n_classes, -1, np.int32)  # per class, a stack of freed buffers: head and links
     freed_next = np.full(n_results, -1, np.int32)
     buffer_of = np.full(n_results, _RESIDENT, np.int32)
     start = np.empty(n_results, np.int32)
@@ -154,7 +154,7 @@ def _assign_buffers(order, life, reads, uses, first):  # type: ignore[no-untyped
     size = np.empty(n_results, np.int64)
     owner = np.empty(n_results, np.int32)
     kept = np.zeros(n_results, np.bool_)
-    pending = np.zeros(n_results, np.int32)  # reads still to come, over all tenants, plus one while it is being made
+    pending = np.zeros(n_results, np.int32)  # outstanding reads of all tenants, plus one while its op runs
     n_buffers = 0
     i, r = 0, 0  # first result and first read of the step
     for t in range(len(order)):
@@ -194,7 +194,7 @@ def _assign_buffers(order, life, reads, uses, first):  # type: ignore[no-untyped
                 pending[b] += uses[i + j] + 1
                 if dropped:
                     end[b] = t
-        for j in range(n_in + n_out):  # what was read, then what was made and nobody reads
+        for j in range(n_in + n_out):  # the inputs, then the outputs, some of which have no reader
             source = reads[r + j] if j < n_in else i + j - n_in
             b = buffer_of[source] if source >= 0 else _RESIDENT
             if b < 0:
@@ -218,16 +218,16 @@ def _assign_buffers(order, life, reads, uses, first):  # type: ignore[no-untyped
 
 @compiled
 def _bytes_over_time(order, life, start, end, size):  # type: ignore[no-untyped-def]
-    """Bytes of the buffers and the workspace of each step."""
+    """Return the bytes of the buffers and the workspace of each step."""
     step_bytes = np.zeros(len(order) + 1, np.int64)
     for b in range(len(start)):
         step_bytes[start[b]] += size[b]
         step_bytes[end[b] + 1] -= size[b]
     ran = np.zeros(len(life.workspace), np.bool_)
-    held = np.int64(0)
+    allocated = np.int64(0)
     for t in range(len(order)):
         op = order[t]
-        held += step_bytes[t]
-        step_bytes[t] = held + life.workspace[op] + (life.rerun_workspace[op] if ran[op] else 0)
+        allocated += step_bytes[t]
+        step_bytes[t] = allocated + life.workspace[op] + (life.rerun_workspace[op] if ran[op] else 0)
         ran[op] = True
     return step_bytes[:-1]

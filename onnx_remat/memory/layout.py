@@ -1,28 +1,28 @@
 """Lifetimes and sizes -> offsets in one slab: a static memory plan.
 
-Each buffer is a rectangle: how long it lives is given, how high it lies is free. No two may meet; the pile is to be
-as low as it can be::
+Each buffer is a rectangle: its lifetime is given, its offset is free. No two may overlap, and the layout should be as
+low as possible::
 
     bytes
-      ^   +---------+  +-----------+      <- height: what the slab takes
+      ^   +---------+  +-----------+      <- height: bytes of the slab
       |   |    c    |  |     e     |
       |   +----+----+--+--+--------+
-      |   | b  |    |  d  |               the gap left of d is waste: nothing that lives
-      |   +----+----+-----+------+        then is small enough for it
+      |   | b  |    |  d  |               the gap left of d is wasted: no buffer
+      |   +----+----+-----+------+        live then is small enough for it
       |   |         a            |
       0   +----------------------+------> steps
           lower of a             upper of a
 
-No pile is lower than the largest sum of sizes that live at once, and every stage stops when it gets there:
+No layout is lower than the largest sum of sizes live at once; every stage stops when it reaches this bound:
 
-1. *Greedy*: place buffer by buffer, longest or largest or busiest first, into a gap that is free all its lifetime.
-2. *Local search*: what lies at the top of the best pile so far is placed earlier, and the order is tried again.
-3. *Tree search* (see `layout_search`): from the bottom up, which buffer lies next on the lowest ledge? It is asked
-   for a height between the bound and the best so far.
+1. *Greedy*: place buffer by buffer, longest, largest or busiest first, into a gap that is free for its whole lifetime.
+2. *Local search*: move the buffers at the top of the best layout to earlier places of the order, and place again.
+3. *Tree search* (see `layout_search`): place buffers from the bottom up on the lowest ledge, for a target height
+   between the bound and the best so far.
 
-Stages 2 and 3 take turns, a fixed amount of work each, until the effort or the time is used up. Finding the lowest pile
-is NP-hard (dynamic storage allocation; Garey and Johnson, SR2), and the order of work depends on the input alone: the
-same input with the same effort gives the same layout.
+Stages 2 and 3 alternate, each for a fixed amount of work, until the effort or the time is used up. The problem (dynamic
+storage allocation) is NP-hard (Garey and Johnson, SR2). The sequence of work depends on the input alone: the same input
+with the same effort gives the same layout.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from onnx_remat.memory.problem import Longs
 from onnx_remat.process.compiled import compiled
 
 ALIGNMENT = 64
-"""Bytes: offsets are multiples of it, as ONNX Runtime's own allocator aligns for vector instructions."""
+"""Bytes: offsets are multiples, as ONNX Runtime's own allocator aligns for vector instructions."""
 
 EFFORT = 20
-"""Turns of search unless the caller says otherwise; a turn takes about a third of a second."""
+"""Default number of search turns; a turn takes about a third of a second."""
 
-_WORK = 100_000_000  # steps of an inner loop, about a nanosecond each: what one stage does in its turn
-_GREEDY_WORK = 1_000_000_000  # the same for the greedy start, but for the first orders
+_WORK = 100_000_000  # inner-loop iterations per stage and turn, about a nanosecond each
+_GREEDY_WORK = 1_000_000_000  # inner-loop iterations of the greedy start, beyond the first orders
 _FEWEST_ORDERS = 3
-_REACH = (0.0, 0.5, 0.75, 0.0, 0.9, 0.25)  # heights that the tree search asks for, from the bound (0) to the best (1)
+_REACH = (0.0, 0.5, 0.75, 0.0, 0.9, 0.25)  # target heights of the tree search, from the bound (0) to the best (1)
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where each buffer lies in a slab.
+    """Offsets of buffers in a slab.
 
     Attributes
     ----------
@@ -60,11 +60,11 @@ class Layout:
     height : int
         Bytes of the slab.
     lower_bound : int
-        Largest sum of sizes (rounded up to the alignment) that live at once: no slab is smaller.
+        Largest sum of sizes (rounded up to the alignment) live at once: no slab is smaller.
     optimal : bool
-        Whether no smaller slab exists: the bound is reached, or all smaller ones were searched.
+        Whether no smaller slab exists: the bound is reached, or a search ruled all smaller heights out.
     turns : int
-        Turns of search that were taken.
+        Turns of search that ran.
     """
 
     offsets: Longs
@@ -83,7 +83,7 @@ def solve(
     effort: int = EFFORT,
     time_limit: float | None = None,
 ) -> Layout:
-    """Find offsets such that no two buffers that live at once share a byte.
+    """Find offsets such that no two buffers live at the same time share a byte.
 
     Parameters
     ----------
@@ -96,7 +96,7 @@ def solve(
     effort : int
         Turns of search after the greedy start, none if 0.
     time_limit : float, optional
-        Seconds after which no further turn begins. Where it cuts in, the layout depends on the machine.
+        Seconds after which no further turn begins. If it takes effect, the layout depends on the machine.
 
     Raises
     ------
@@ -110,7 +110,7 @@ def solve(
     """
     began = time.monotonic()
     start, stop, units = _checked(lower, upper, size, alignment)
-    # Buffers of no bytes lie anywhere; the rest is counted in units of the alignment.
+    # Empty buffers may lie anywhere; the others are measured in units of the alignment.
     real = np.flatnonzero(units)
     offsets = np.zeros(len(units), np.int64)
     if not len(real):
@@ -139,7 +139,7 @@ def solve(
 
 
 def load_compiled() -> None:
-    """Load, or compile at first use, all that `solve` may need, so that no time limit pays for it."""
+    """Load, or compile at first use, every kernel that `solve` may need, outside any time limit."""
     first, last, size = np.zeros(1, np.int64), np.ones(1, np.int64), np.ones(1, np.int64)
     offsets, order, _ = _greedy(first, last, size, size)
     _improve(order, offsets, first, last, size, 2, 1, 1, 0)
@@ -149,7 +149,7 @@ def load_compiled() -> None:
 
 
 def _checked(lower: ArrayLike, upper: ArrayLike, size: ArrayLike, alignment: int) -> tuple[Longs, Longs, Longs]:
-    """The arrays as int64, sizes in units of the alignment."""
+    """Return the arrays as int64, sizes in units of the alignment."""
     start, stop, nbytes = (np.asarray(column, np.int64) for column in (lower, upper, size))
     if not start.shape == stop.shape == nbytes.shape or start.ndim != 1:
         raise ValueError(
@@ -164,7 +164,7 @@ def _checked(lower: ArrayLike, upper: ArrayLike, size: ArrayLike, alignment: int
 
 
 def _greedy(first: Longs, last: Longs, size: Longs, live: Longs) -> tuple[Longs, Longs, int]:
-    """The best of several orders and two ways to choose a gap: offsets, order, height."""
+    """Return offsets, order and height of the best of several orders and two ways to choose a gap."""
     lasts = last - first
     pressure = layout_search.highest(first, last, live)
     keys = [
@@ -190,56 +190,57 @@ def _greedy(first: Longs, last: Longs, size: Longs, live: Longs) -> tuple[Longs,
 
 @compiled
 def place(order, first, last, size, tightest, limit):  # type: ignore[no-untyped-def]
-    """Place buffers one by one into the tightest or the lowest gap; give up at the height `limit`.
+    """Place buffers one by one into the tightest or the lowest gap; stop as soon as the height reaches `limit`.
 
     Returns
     -------
     offsets, height
+        Of the buffers placed so far, if stopped.
     """
     n = len(order)
     offsets = np.zeros(n, np.int64)
-    pile = np.empty((4, n), np.int64)  # of what is placed, by offset: offset, top, first, last
+    placed = np.empty((4, n), np.int64)  # placed buffers, sorted by offset: offset, top, first, last
     height = np.int64(0)
     for k in range(n):
         b = order[k]
         a, z, bytes_ = first[b], last[b], size[b]
         top, at, slack = np.int64(0), np.int64(-1), np.int64(1) << 62
         for i in range(k):
-            if pile[2, i] < z and a < pile[3, i]:
-                gap = pile[0, i] - top
+            if placed[2, i] < z and a < placed[3, i]:
+                gap = placed[0, i] - top
                 if bytes_ <= gap < slack + bytes_:
                     at, slack = top, gap - bytes_
                     if not tightest or slack == 0:
                         break
-                top = max(top, pile[1, i])
+                top = max(top, placed[1, i])
         if at < 0:
             at = top
         offsets[b] = at
         height = max(height, at + bytes_)
         if height >= limit:
             return offsets, height
-        rank, above = 0, k  # the first place from `at` on: NumPy's own search takes longer to compile than all of this
+        rank, above = 0, k  # binary search by hand: np.searchsorted takes longer to compile than this whole function
         while rank < above:
             middle = (rank + above) // 2
-            if pile[0, middle] < at:
+            if placed[0, middle] < at:
                 rank = middle + 1
             else:
                 above = middle
         for row in range(4):
             for j in range(k, rank, -1):
-                pile[row, j] = pile[row, j - 1]
-        pile[0, rank], pile[1, rank], pile[2, rank], pile[3, rank] = at, at + bytes_, a, z
+                placed[row, j] = placed[row, j - 1]
+        placed[0, rank], placed[1, rank], placed[2, rank], placed[3, rank] = at, at + bytes_, a, z
     return offsets, height
 
 
 @compiled
 def _improve(order, offsets, first, last, size, height, target, work, seed):  # type: ignore[no-untyped-def]
-    """Move what lies at the top to an earlier place of the order, again and again, and keep what is not worse.
+    """Repeatedly move the buffers at the top to an earlier place of the order, and keep the result if it is not higher.
 
     Returns
     -------
     offsets, order, height
-        The best found; the arguments themselves where nothing is better.
+        The best found; the arguments themselves if nothing is better.
     """
     n = len(order)
     state = np.uint64(seed * 2 + 1) * np.uint64(0x9E3779B97F4A7C15)

@@ -1,4 +1,4 @@
-"""Says of a finished layout whether it is right; shares no code with what made it."""
+"""Validator of a finished slab layout; it shares no code with the layout search."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike
 
 
 def check_layout(lower: ArrayLike, upper: ArrayLike, size: ArrayLike, offsets: ArrayLike) -> None:
-    """Sweep over time and hold every buffer that begins against its neighbours in memory.
+    """Sweep over time and compare every buffer that starts with its neighbours in memory.
 
     Parameters
     ----------
@@ -21,7 +21,7 @@ def check_layout(lower: ArrayLike, upper: ArrayLike, size: ArrayLike, offsets: A
     Raises
     ------
     ValueError
-        If the arrays differ in length, an offset is negative, or two buffers, which are named, share a byte.
+        If the arrays differ in length, an offset is negative, or two live buffers share a byte; the message names them.
     """
     columns = (lower, upper, size, offsets)
     lowers, uppers, sizes, places = (np.asarray(column, np.int64).tolist() for column in columns)
@@ -29,13 +29,13 @@ def check_layout(lower: ArrayLike, upper: ArrayLike, size: ArrayLike, offsets: A
         raise ValueError(f"{len(places)} offsets for {len(lowers)} lifetimes")
     events = [(lowers[b], 1, b) for b in range(len(places)) if sizes[b] > 0]
     events += [(uppers[b], 0, b) for b in range(len(places)) if sizes[b] > 0]
-    alive: list[tuple[int, int]] = []  # (offset, buffer) of what lives now, in order of memory
+    alive: list[tuple[int, int]] = []  # (offset, buffer) of the live buffers, sorted by offset
     for when, begins, b in sorted(events):
         if not begins:
             alive.pop(bisect_left(alive, (places[b], b)))
             continue
         if places[b] < 0:
-            raise ValueError(f"buffer {b} lies at {places[b]}, below the slab")
+            raise ValueError(f"buffer {b} has the negative offset {places[b]}")
         at = bisect_left(alive, (places[b], b))
         for _, other in alive[max(0, at - 1) : at + 1]:
             if places[other] < places[b] + sizes[b] and places[b] < places[other] + sizes[other]:

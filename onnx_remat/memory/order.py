@@ -1,9 +1,9 @@
-"""The order in which ONNX Runtime executes a file, emulated.
+"""Emulation of the order in which ONNX Runtime executes a file.
 
 The default order is a depth-first search backwards from the leaves (nodes whose outputs no node reads): leaves are
 taken from the highest node index down, and at each node the producers of its inputs from the highest index down; a
 node runs when all its producers have run. (onnxruntime/core/graph: ``GraphViewer`` and ``Graph::ReverseDFSFrom``.)
-The index of a node is its position in the file, unless an optimisation made the node anew.
+The index of a node is its position in the file, unless an optimisation replaced the node.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from onnx_remat.process.compiled import compiled
 
 
 def default_order(producers: Sequence[Sequence[int]]) -> list[int]:
-    """Execution order of a graph under ``ExecutionOrder.DEFAULT``.
+    """Return the execution order of a graph under ``ExecutionOrder.DEFAULT``.
 
     Parameters
     ----------
@@ -43,7 +43,7 @@ def default_order(producers: Sequence[Sequence[int]]) -> list[int]:
 
 
 def sizes_first(order: Sequence[int], producers: Sequence[Sequence[int]], sizes: Sequence[bool]) -> list[int]:
-    """What the training build makes of the default order: each Shape and Size (`sizes`) right after its producer.
+    """Return the default order as the training build changes it: each Shape and Size (`sizes`) follows its producer.
 
     >>> sizes_first([0, 1, 2], [[], [0], [0]], [False, False, True])
     [0, 2, 1]
@@ -57,9 +57,9 @@ def sizes_first(order: Sequence[int], producers: Sequence[Sequence[int]], sizes:
 
 
 def priority_order(producers: Sequence[Sequence[int]], sizes: Sequence[bool]) -> list[int]:
-    """Execution order of a graph under ``ExecutionOrder.PRIORITY_BASED``: the file's, but for Shape and Size.
+    """Return the order under ``ExecutionOrder.PRIORITY_BASED``: the file's, except for Shape and Size.
 
-    Of the nodes whose producers have run, a Shape or Size is next (`sizes`), else the lowest node index.
+    Of the nodes whose producers have run, a Shape or Size (`sizes`) runs next, otherwise the lowest node index.
     (onnxruntime/core/graph: ``Graph::KahnsTopologicalSort`` with ``PriorityNodeCompare``.)
 
     >>> priority_order([[], [0], [0], [2]], [False, False, True, False])

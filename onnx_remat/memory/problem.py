@@ -1,7 +1,7 @@
-"""The planner's currency: a `Problem` (one graph as flat arrays), its `Lifetimes`, and a `Schedule` (an order of ops).
+"""The planner's data types: `Problem` (one graph as flat arrays), its `Lifetimes`, and `Schedule` (an order of ops).
 
-Whoever asks where a value lies and how long asks `Problem.lifetimes`: the simulator, the bounds, every selector. A new
-rule about lifetimes goes there; `tests/plan/test_lifetimes.py` holds all of them to it.
+`Problem.lifetimes` is the one table of where values lie and how long they live: the simulator, the bounds and every
+selector read it. A new rule about lifetimes goes there; `tests/plan/test_lifetimes.py` checks that all of them obey it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Flags: TypeAlias = npt.NDArray[np.bool_]
 
 FORWARD, BACKWARD, OPTIMIZER = 0, 1, 2
 OWN, IN_RESIDENT = -1, -2
-"""Where an output lies (`Lifetimes.place`), if not in the buffer of an input: in one of its own, in a resident's."""
+"""Values of `Lifetimes.place` for an output not in an input's buffer: in its own buffer, in a resident's memory."""
 
 
 @dataclass(frozen=True)
@@ -45,38 +45,38 @@ class Problem:
     shape_class : int32 (n_values,)
         Equal numbers mean equal shape and element size, -1 means never shared (unknown shape, string, non-tensor).
     poolable : bool (n_values,)
-        May take over, or be taken over from, a dead buffer of its class (ONNX Runtime leaves scalars out).
+        May reuse a freed buffer of its class, and leave its own for reuse (ONNX Runtime excludes scalars).
     alias_slot : int32 (n_slots,)
         Input slot (counted within the op) whose buffer this output must share (Reshape, ...), else -1.
     inplace_ptr, inplace_slots : int32 (n_slots + 1,), (n,)
-        Input slots whose buffer this output may take over when it dies here, in the order the runtime tries them.
+        Input slots whose buffer this output may reuse if the input dies here, in the order the runtime tries them.
     droppable : int8 (n_slots,)
-        Which occurrences of an output are dropped, that is freed right after their op, where nobody reads them:
-        none (0), the recomputed ones (1, optional outputs) or any (2). The others follow `hold_unread`.
+        Which unread occurrences of an output are dropped, that is freed right after their op: none (0), the recomputed
+        ones (1, optional outputs) or any (2). The others follow `hold_unread`.
     workspace : int64 (n_ops,)
-        Bytes of scratch memory alive only while the op runs.
+        Bytes of scratch memory allocated only while the op runs.
     rerun_workspace : int64 (n_ops,)
-        More of it, where the op is a recompute.
+        Additional workspace of a recompute of the op.
     cost : float64 (n_ops,)
         Seconds (or any unit; only ratios matter) of one execution.
     recomputable : bool (n_ops,)
-        False for random, stateful and opaque ops: they occur exactly once in every schedule.
+        False for random, stateful and opaque ops: each occurs exactly once in every schedule.
     phase : int8 (n_ops,)
         FORWARD, BACKWARD or OPTIMIZER.
     base_bytes : int
         Bytes of all resident values.
     hold_unread : bool
-        True where a value nobody reads stays allocated to the end of the step, as ONNX Runtime does;
-        False where it is freed right after its op, as the published benchmark graphs count.
+        True if an unread value stays allocated to the end of the step, as in ONNX Runtime; False if it is freed right
+        after its op, as the published benchmark graphs count.
     donates : int32 (n_values,) or empty
-        Resident whose memory each value takes over (a renewed weight that of the old one), or -1; empty: none does.
-        Such a value costs nothing. Its op runs once, after every op that reads the resident or a view of it.
+        Resident whose memory each value reuses (an updated weight that of the old one), or -1. Empty: no donations.
+        Such a value takes no memory. Its op runs once, after every op that reads the resident or a view of it.
     donee_may_read : bool (n_values,) or empty
-        Whether the op that makes such a value may itself read what it replaces: its kernel reads every element before
-        it writes there. Empty: none may.
+        Whether the op that makes such a value may itself read the resident it replaces: its kernel reads every element
+        before it overwrites it. Empty: none may.
     moves : bool (n_ops,) or empty
-        Ops that bring a value back from the host (`ort.moves`). The first time, right behind the op that makes the
-        value, they do nothing and cost nothing. Empty: none are.
+        Ops that copy a value back from the host (`ort.moves`). Their first occurrence, right after the op that makes
+        the value, does nothing and costs nothing. Empty: no moves.
     """
 
     in_ptr: Ints
@@ -105,12 +105,12 @@ class Problem:
 
     @cached_property
     def lifetimes(self) -> Lifetimes:
-        """Where values lie and what may run when; ValueError where a donation cannot be."""
+        """Where values lie and which ops precede which; ValueError if a donation is impossible."""
         return _lifetimes(self)
 
     @cached_property
     def _lists(self) -> tuple[list[list[int]], list[list[int]]]:
-        """What every op reads and writes: slices of arrays take longer than what is done with them."""
+        """Inputs and outputs of every op as lists: slicing an array takes longer than using the slice."""
         columns = (self.in_ptr, self.in_values), (self.out_ptr, self.out_values)
         reads, writes = ([of[a:b] for of in [v.tolist()] for a, b in pairwise(p.tolist())] for p, v in columns)
         return reads, writes
@@ -124,7 +124,7 @@ class Problem:
         return len(self.nbytes)
 
     def plain_cost(self) -> float:
-        """What one execution of every op costs, in the unit of `cost`; a move's first costs nothing."""
+        """Return the cost of one execution of every op, in the unit of `cost`; a move's first is free."""
         moves = float(self.cost[self.moves].sum()) if len(self.moves) else 0.0
         return float(self.cost.sum()) - moves
 
@@ -142,37 +142,38 @@ class Problem:
 
 
 class Lifetimes(NamedTuple):
-    """Per value of a problem: where it is born, who reads it, where it lies, how long; one record, as kernels take it.
+    """Per value of a problem: the op that makes it, its readers, its place and its size, as one record for kernels.
 
-    What depends on a schedule (which occurrence a step reads, which read is the last) is the simulator's.
+    The simulator determines everything that depends on a schedule: which occurrence a step reads, the last read.
 
     Attributes
     ----------
     in_ptr, in_values, out_ptr, out_values, shape_class, poolable, droppable, workspace, rerun_workspace, hold_unread
         As in `Problem`.
     maker : int32 (n_values,)
-        Op at which a value is born, -1 for residents.
+        Op that makes a value, -1 for residents.
     root : int32 (n_values,)
-        Value in whose buffer it lies, itself unless it is a view: mandatory aliases, followed to their end.
+        Value in whose buffer it lies, itself unless it is a view: chains of mandatory aliases are resolved.
     reader_ptr, readers : int32 (n_values + 1,), (n,)
         Ops that read each root or a view of it, ascending, each once.
     nbytes : int64 (n_values,)
-        Bytes a result of its own takes: nothing for residents and what lies in their memory.
+        Bytes of the value's own buffer: 0 for residents and values in their memory.
     least : int64 (n_values,)
-        Bytes that the buffer of a root surely takes: a view of it may be smaller.
+        Lower bound on the bytes of a root's buffer: a view of it may be smaller.
     kept : bool (n_values,)
-        Graph outputs: from their first occurrence to the end of the step.
+        Graph outputs: allocated from their first occurrence to the end of the step.
     place : int32 (n_slots,)
         Where an output lies: in the buffer of this input slot of its op, OWN, or IN_RESIDENT. The first occurrence of
-        a kept value that is not in a resident's has a buffer of its own in any case.
+        a kept value that is not in a resident's memory always has a buffer of its own.
     take_ptr, take : int32 (n_slots + 1,), (n,)
-        Input slots whose buffer an output takes over where it dies there, in the order the runtime tries them.
+        Input slots whose buffer an output reuses if the input dies there, in the order the runtime tries them.
     renewed_by : int32 (n_values,)
-        Op after which a resident holds another value, so that nobody may read it or a view of it; -1 for none.
+        Op that overwrites a resident with its new value: no op may read the old value or a view of it afterwards.
+        -1 for none.
     recomputable : bool (n_ops,)
         Ops that may occur more than once.
     next_ptr, next_ops : int32 (n_ops + 1,), (n,)
-        Ops whose first occurrence comes after that of each op, ascending: they read it, or renew what it reads.
+        Ops whose first occurrence must follow that of each op, ascending: they read its output, or overwrite its input.
     """
 
     in_ptr: Ints
@@ -211,14 +212,14 @@ class Schedule:
         return np.asarray(self.order, np.int32)
 
     def overhead(self, problem: Problem) -> float:
-        """Extra compute as a fraction of one plain execution of every op: 0.25 means 25 % more; moves are compute."""
+        """Return the extra compute as a fraction of one execution of every op: 0.25 means 25 % more; moves count."""
         total = problem.plain_cost()
         repeats = np.bincount(self.array(), minlength=problem.n_ops) - 1
         again = float(problem.cost @ repeats) + float(problem.cost[self.late_moves(problem)].sum())
         return again / total if total else 0.0
 
     def late_moves(self, problem: Problem) -> list[int]:
-        """Moves whose first occurrence is not right behind what makes their value: that one moves it, too."""
+        """Return the moves whose first occurrence copies, as it does not directly follow the maker of its value."""
         late: list[int] = []
         if not len(problem.moves):
             return late
@@ -233,8 +234,8 @@ class Schedule:
 def check_schedule(problem: Problem, schedule: Schedule, fixed_order: bool = False) -> None:
     """Raise ValueError unless `schedule` is one the rewriter could write.
 
-    Every op occurs; an op runs after every producer of what it reads, and before what it reads is renewed; ops that
-    must not be recomputed occur once. With `fixed_order` first occurrences keep the ops' numbering, too.
+    Every op occurs; an op runs after the producers of its inputs, and before an input is overwritten; ops that must not
+    be recomputed occur once. With `fixed_order`, first occurrences also follow the ops' numbering.
     """
     life = problem.lifetimes
     count = np.zeros(problem.n_ops, np.int64)
@@ -246,7 +247,7 @@ def check_schedule(problem: Problem, schedule: Schedule, fixed_order: bool = Fal
             if maker >= 0 and not count[maker]:
                 raise ValueError(f"step {step} runs op {op} before op {maker}, whose output it reads")
             if renewing >= 0 and renewing != op and count[renewing]:
-                raise ValueError(f"step {step} runs op {op} after op {renewing}, which renews what it reads")
+                raise ValueError(f"step {step} runs op {op} after op {renewing}, which overwrites its input")
         if fixed_order and op and not count[op - 1]:
             raise ValueError(f"step {step} runs op {op} before op {op - 1}, which comes first in the fixed order")
         count[op] += 1
@@ -257,27 +258,27 @@ def check_schedule(problem: Problem, schedule: Schedule, fixed_order: bool = Fal
 
 
 def _lifetimes(problem: Problem) -> Lifetimes:
-    """The table of a problem."""
+    """Compute the table of lifetimes of a problem."""
     n_ops, n_values, out_values = problem.n_ops, problem.n_values, problem.out_values
     reader = np.repeat(np.arange(n_ops, dtype=np.int32), np.diff(problem.in_ptr))
     writer = np.repeat(np.arange(n_ops, dtype=np.int32), np.diff(problem.out_ptr))
     maker = np.full(n_values, -1, np.int32)
     maker[out_values] = writer
     root = _roots(problem, writer)
-    reader_ptr, readers = _table(root[problem.in_values], reader, n_values, n_ops)
+    reader_ptr, readers = _csr(root[problem.in_values], reader, n_values, n_ops)
     donates = problem.donates if len(problem.donates) else np.full(n_values, -1, np.int32)
     donees = np.flatnonzero(donates >= 0)
     renewed_by = np.full(n_values, -1, np.int32)
     renewed_by[donates[donees]] = maker[donees]
     renewing = renewed_by[root[problem.in_values]]
-    _refuse_donations(problem, root, maker, donees, renewing == reader)
+    _check_donations(problem, root, maker, donees, renewing == reader)
     nbytes = problem.nbytes.copy()
     nbytes[problem.resident] = nbytes[donees] = 0
     least = nbytes.copy()
     np.minimum.at(least, root, nbytes)
     place = problem.alias_slot.copy()
     place[donates[out_values] >= 0] = IN_RESIDENT
-    take_ptr, take = _takers(problem, writer, place)
+    take_ptr, take = _in_place_inputs(problem, writer, place)
     recomputable = problem.recomputable.copy()
     recomputable[maker[donees]] = False
     source, waits = maker[problem.in_values], (renewing >= 0) & (renewing != reader)
@@ -287,12 +288,12 @@ def _lifetimes(problem: Problem) -> Lifetimes:
         problem.in_ptr, problem.in_values, problem.out_ptr, out_values, problem.shape_class, problem.poolable,
         problem.droppable, problem.workspace, problem.rerun_workspace, problem.hold_unread, maker, root, reader_ptr,
         readers, nbytes, least, problem.is_output & ~problem.resident, place, take_ptr, take, renewed_by, recomputable,
-        *_table(first, then, n_ops, n_ops),
+        *_csr(first, then, n_ops, n_ops),
     )  # fmt: skip
 
 
 def _roots(problem: Problem, writer: Ints) -> Ints:
-    """Value whose buffer each value lies in, following mandatory aliases only. Shape (n_values,)."""
+    """Return the value in whose buffer each value lies, following mandatory aliases only. Shape (n_values,)."""
     root = np.arange(problem.n_values, dtype=np.int32)
     slots = np.flatnonzero((problem.alias_slot >= 0) & ~problem.is_output[problem.out_values])
     viewed = problem.in_values[problem.in_ptr[writer[slots]] + problem.alias_slot[slots]]
@@ -302,8 +303,8 @@ def _roots(problem: Problem, writer: Ints) -> Ints:
     return root
 
 
-def _takers(problem: Problem, writer: Ints, place: Ints) -> tuple[Ints, Ints]:
-    """Per output slot the inputs it may take over: those of its shape class, unless it lies in a resident's memory."""
+def _in_place_inputs(problem: Problem, writer: Ints, place: Ints) -> tuple[Ints, Ints]:
+    """Per output slot, inputs of its shape class whose buffer it may reuse; none for one in a resident's memory."""
     slot = np.repeat(np.arange(len(problem.out_values)), np.diff(problem.inplace_ptr))
     wanted = problem.shape_class[problem.out_values[slot]]
     taken = problem.shape_class[problem.in_values[problem.in_ptr[writer[slot]] + problem.inplace_slots]]
@@ -312,27 +313,27 @@ def _takers(problem: Problem, writer: Ints, place: Ints) -> tuple[Ints, Ints]:
     return np.concatenate([[0], np.cumsum(count)]).astype(np.int32), problem.inplace_slots[fair]
 
 
-def _table(keys: Ints, entries: Ints, n_keys: int, n_entries: int) -> tuple[Ints, Ints]:
-    """Entries of each key as CSR arrays, ascending, each once."""
+def _csr(keys: Ints, entries: Ints, n_keys: int, n_entries: int) -> tuple[Ints, Ints]:
+    """Return the distinct entries of each key as CSR arrays, ascending."""
     pairs = np.unique(keys.astype(np.int64) * n_entries + entries)
     ptr = np.searchsorted(pairs, np.arange(n_keys + 1, dtype=np.int64) * n_entries).astype(np.int32)
     return ptr, (pairs % max(n_entries, 1)).astype(np.int32)
 
 
-def _refuse_donations(problem: Problem, root: Ints, maker: Ints, donees: npt.NDArray[np.int64], own: Flags) -> None:
-    """Raise ValueError unless every donation is to one value, of a resident, by an op that may write there."""
+def _check_donations(problem: Problem, root: Ints, maker: Ints, donees: npt.NDArray[np.int64], own: Flags) -> None:
+    """Raise ValueError unless each donation gives one resident to one value whose op may overwrite it."""
     if not len(donees):
         return
     onto = problem.donates[donees]
     if len(np.unique(onto)) < len(onto):
-        raise ValueError("two values take over the same resident")
+        raise ValueError("two values replace the same resident")
     if (~problem.resident[onto] | problem.is_output[onto]).any():
-        raise ValueError("a value takes over what is no resident, or a resident that is put out")
+        raise ValueError("a value replaces one that is not resident, or a resident that is a graph output")
     if (problem.resident[donees] | (root[donees] != donees)).any():
-        raise ValueError("a resident or a view takes over a resident")
+        raise ValueError("a resident or a view replaces a resident")
     by_own_op = np.zeros(problem.n_values, np.bool_)
     by_own_op[root[problem.in_values[own]]] = True
     may_read = problem.donee_may_read[donees] if len(problem.donee_may_read) else np.zeros(len(donees), np.bool_)
     if (by_own_op[onto] & ~may_read).any():
         value = int(donees[np.argmax(by_own_op[onto] & ~may_read)])
-        raise ValueError(f"op {int(maker[value])} reads what value {value} takes over, which its kernel must not")
+        raise ValueError(f"op {int(maker[value])} reads the resident that value {value} replaces: its kernel must not")

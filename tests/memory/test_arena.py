@@ -113,11 +113,11 @@ def test_agrees_with_a_slow_reference(drawn: tuple[Requests, list[bool]], doubli
     assert found == slow_run(requested, doubling, kept, count)
 
 
-def test_books_with_too_little_room_are_made_larger(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chunk_table_that_is_too_small_grows(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(0)
     one = step(rng.integers(1, 10_000, 60).tolist(), [*range(60), *(~rng.permutation(60)).tolist()])
     wide = run(one, doubling=False)
-    monkeypatch.setattr(arena, "_ROOM", 4)
+    monkeypatch.setattr(arena, "_FIRST_CAPACITY", 4)
     assert run(one, doubling=False) == wide and wide.reserved > 0
 
 

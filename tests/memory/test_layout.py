@@ -203,7 +203,7 @@ def test_the_validator_names_the_two_that_meet() -> None:
         check_layout([0, 1], [2, 4], [8, 8], [0, 7])
     with pytest.raises(ValueError, match="buffers 0 and 2 share memory at step 5"):  # one within the other
         check_layout([0, 0, 5], [9, 9, 6], [100, 1, 1], [0, 100, 50])
-    with pytest.raises(ValueError, match="below the slab"):
+    with pytest.raises(ValueError, match="negative offset"):
         check_layout([0], [1], [8], [-1])
     with pytest.raises(ValueError, match="1 offsets for 2 lifetimes"):
         check_layout([0, 1], [2, 4], [8, 8], [0])

@@ -247,7 +247,7 @@ def test_a_renewed_weight_costs_nothing_and_waits_for_views_of_the_old_one() -> 
     assert simulate(update(), [0, 2, 3, 1]).step_bytes.tolist() == [10, 10, 11, 19]
     assert simulate(problem, [0, 2, 3, 1]).step_bytes.tolist() == [10, 10, 11, 11]
     assert after_readers(problem, range(4)).tolist() == [0, 2, 3, 1]
-    with pytest.raises(ValueError, match="step 2 runs op 2 after op 1, which renews what it reads"):
+    with pytest.raises(ValueError, match="step 2 runs op 2 after op 1, which overwrites its input"):
         check_schedule(problem, Schedule((0, 1, 2, 3)))
     with pytest.raises(ValueError, match="step 4 runs op 0 after op 1"):
         check_schedule(problem, Schedule((0, 2, 3, 1, 0)))
@@ -258,7 +258,7 @@ def test_a_renewed_weight_costs_nothing_and_waits_for_views_of_the_old_one() -> 
 def test_pairs_that_cannot_be_are_left_out_with_the_reason() -> None:
     circle = donatable(update(reads_again=True), [(3, 0)])
     assert circle.accepted == ()
-    assert circle.reasons == {(3, 0): "somebody who reads the old value must run after its op"}
+    assert circle.reasons == {(3, 0): "a reader of the old value must run after the op that makes the new one"}
     reads_itself = build(ops=[([0], [1])], nbytes=[8, 8], outputs=[1], resident=[0])
     assert "its kernel reads" in donatable(reads_itself, [(1, 0)]).reasons[1, 0]
     assert donatable(replace(reads_itself, donee_may_read=np.array([False, True])), [(1, 0)]).accepted == ((1, 0),)
@@ -291,7 +291,7 @@ def test_a_pair_is_left_out_only_where_no_order_is_left(seed: int) -> None:
             except ValueError:
                 assert given.reasons
             else:
-                assert all("no place of its own" in why for why in given.reasons.values())
+                assert all("no fixed place" in why for why in given.reasons.values())
 
 
 def test_what_a_view_reads_beside_what_it_views_is_not_renewed_in_place() -> None:
@@ -300,7 +300,7 @@ def test_what_a_view_reads_beside_what_it_views_is_not_renewed_in_place() -> Non
     problem = build(ops=ops, nbytes=nbytes, outputs=[3, 4], resident=[0, 1])
     assert donatable(problem, [(4, 1)]).accepted == ((4, 1),)
     view = replace(problem, alias_slot=np.array([0, -1, -1], np.int32))
-    assert "an op reads it" in donatable(view, [(4, 1)]).reasons[4, 1]
+    assert "only makes views" in donatable(view, [(4, 1)]).reasons[4, 1]
 
 
 def test_every_occurrence_unrolled_lies_where_it_did() -> None:
