@@ -1,8 +1,8 @@
-"""Bytes that no schedule can peak below: what one op works on, and what it takes to bring that together.
+"""Lower bounds on the peak of any schedule: the working set of one op, and the memory needed to assemble it.
 
 References
 ----------
-Sethi: Complete register allocation problems, SIAM J. Comput. 4 (1975): pebble games, in which values may be made again.
+Sethi: Complete register allocation problems, SIAM J. Comput. 4 (1975): pebble games, in which values may be recomputed.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ import numpy as np
 
 from onnx_remat.memory.problem import IN_RESIDENT, Problem
 
-_OPS, _STATES = 4, 200  # ops whose inputs are traced back, and sets of values looked at for each
+_TRACED_OPS, _MOST_STATES = 4, 200  # ops whose inputs are traced back, and sets of values explored for each
 
 
 def lower_bound(problem: Problem) -> int:
-    """Bytes below which no schedule of the problem peaks.
+    """Return a lower bound on the peak of every schedule of the problem.
 
     Class: every valid schedule, any order, any number of recomputes, under the simulator's buffer rules. The larger of
 
-    - the *working-set floor*: when an op runs for the first time, the buffers it reads and those it writes are all
-      allocated; only an alias lets two live values share one, and only an in-place output joins an input. In the end
-      all graph outputs are held;
-    - the *pebbling bound*: what an op reads is allocated at one time. When the last of that was made, the rest was
-      allocated, and so was what the maker reads; this set, too, was allocated at one time, and so on back to the
-      residents. The way back that stays lowest is a bottleneck path over sets of values. The search for it is cut
-      short, which leaves the bound valid.
+    - the *working-set floor*: when an op runs for the first time, its input and output buffers are all allocated; only
+      an alias lets two live values share a buffer, and only an in-place output reuses an input's. At the end of the
+      step all graph outputs are allocated;
+    - the *pebbling bound*: all inputs of an op are allocated at the same time. When the last of them was made, the
+      others were allocated, and so were the inputs of its maker; this set was allocated at one time, too, and so on
+      back to the residents. The path back with the lowest peak is a bottleneck path over sets of values. The search
+      for it stops early, which leaves the bound valid.
 
     Parameters
     ----------
@@ -40,18 +40,19 @@ def lower_bound(problem: Problem) -> int:
     int
         Bytes, residents included.
     """
-    needs = _needs(problem)
+    needs = _working_sets(problem)
     floor = _floor(problem, needs)
-    game = _Game.of(problem)
-    traced = [op for op in range(problem.n_ops) if needs[op] >= 0]  # nothing is known of the others, see Goal.outside
-    for op in sorted(traced, key=lambda op: (-needs[op], op))[:_OPS]:
-        floor = max(floor, problem.base_bytes + game.lowest(op))
+    pebbles = _PebbleState.of(problem)
+    # Ops with negative needs take part of their memory outside the tensors (Goal.outside): nothing is known of them.
+    traced = [op for op in range(problem.n_ops) if needs[op] >= 0]
+    for op in sorted(traced, key=lambda op: (-needs[op], op))[:_TRACED_OPS]:
+        floor = max(floor, problem.base_bytes + pebbles.lowest(op))
     return floor
 
 
 def working_set(problem: Problem) -> int:
-    """The working-set floor of `lower_bound` by itself: it holds for plans that move values to the host as well."""
-    return _floor(problem, _needs(problem))
+    """Return only the working-set floor of `lower_bound`: it also holds for plans that move values to the host."""
+    return _floor(problem, _working_sets(problem))
 
 
 def _floor(problem: Problem, needs: list[int]) -> int:
@@ -59,21 +60,21 @@ def _floor(problem: Problem, needs: list[int]) -> int:
     return problem.base_bytes + max([int(life.nbytes[life.kept].sum()), *needs])
 
 
-def _needs(problem: Problem) -> list[int]:
-    """Bytes surely allocated while each op runs for the first time."""
+def _working_sets(problem: Problem) -> list[int]:
+    """Return a lower bound on the bytes allocated while each op runs for the first time."""
     return [_reads(problem, op) + writes(problem, op) + int(problem.workspace[op]) for op in range(problem.n_ops)]
 
 
 @dataclass(frozen=True, slots=True)
-class _Game:
-    """What is needed to make values: buffers by their root values, residents and empty ones left out.
+class _PebbleState:
+    """Pebble game over buffers, named by their root values; residents and empty buffers are left out.
 
     Attributes
     ----------
     size : list of int
-        Bytes each buffer surely takes.
-    beside : list of int
-        Bytes of it that are surely beside all that its maker reads: 0 where it may be made in place.
+        Lower bound on the bytes of each buffer.
+    additional : list of int
+        Lower bound on its bytes in addition to its maker's inputs: 0 if the output may be computed in place.
     maker : list of int
         Op that makes it.
     reads : list of frozenset of int
@@ -82,27 +83,27 @@ class _Game:
     """
 
     size: list[int]
-    beside: list[int]
+    additional: list[int]
     maker: list[int]
     reads: list[frozenset[int]]
     workspace: list[int]
 
     @classmethod
-    def of(cls, problem: Problem) -> _Game:
+    def of(cls, problem: Problem) -> _PebbleState:
         life = problem.lifetimes
-        beside = life.least.copy()
-        beside[life.out_values[np.diff(life.take_ptr) > 0]] = 0
+        additional = life.least.copy()
+        additional[life.out_values[np.diff(life.take_ptr) > 0]] = 0
         counts = (life.maker[life.root] >= 0) & (life.least[life.root] > 0)
         reads = [frozenset(int(life.root[v]) for v in problem.inputs(op) if counts[v]) for op in range(problem.n_ops)]
-        return cls(life.least.tolist(), beside.tolist(), life.maker.tolist(), reads, problem.workspace.tolist())
+        return cls(life.least.tolist(), additional.tolist(), life.maker.tolist(), reads, problem.workspace.tolist())
 
     def lowest(self, op: int) -> int:
-        """Bytes that are surely allocated at some time before `op` has all it reads."""
+        """Return a lower bound on the peak up to the moment when all inputs of `op` are allocated."""
         size, maker = self.size, self.maker
         start = self.reads[op]
         total, pushed = sum(size[v] for v in start), 0
         todo, done = [(total, total, pushed, start)], set[frozenset[int]]()
-        while len(done) < _STATES:
+        while len(done) < _MOST_STATES:
             most, total, _, here = heapq.heappop(todo)
             if not here:
                 return most
@@ -112,26 +113,26 @@ class _Game:
             for last in sorted({maker[v] for v in here}):
                 made = [v for v in here if maker[v] == last]
                 read = self.reads[last] - here
-                held = total + sum(size[v] for v in read) - sum(size[v] for v in made)
-                step = held + self.workspace[last] + sum(self.beside[v] for v in made)
+                live = total + sum(size[v] for v in read) - sum(size[v] for v in made)
+                step = live + self.workspace[last] + sum(self.additional[v] for v in made)
                 pushed += 1
-                heapq.heappush(todo, (max(most, step), held, pushed, here.difference(made) | read))
+                heapq.heappush(todo, (max(most, step), live, pushed, here.difference(made) | read))
         return todo[0][0]
 
 
 def _reads(problem: Problem, op: int) -> int:
-    """Bytes surely allocated for what `op` reads."""
+    """Return a lower bound on the bytes of the buffers that `op` reads."""
     life = problem.lifetimes
-    held: dict[int, int] = {}
+    least: dict[int, int] = {}
     for value in problem.inputs(op):
         shared = int(life.root[value])
         size = min(int(life.nbytes[shared]), int(life.nbytes[value]))
-        held[shared] = min(held.get(shared, size), size)
-    return sum(held.values())
+        least[shared] = min(least.get(shared, size), size)
+    return sum(least.values())
 
 
 def writes(problem: Problem, op: int) -> int:
-    """Bytes surely allocated for what `op` writes the first time, beside what it reads."""
+    """Return a lower bound on the bytes of the outputs of the first run of `op`, in addition to its inputs."""
     life = problem.lifetimes
     total = 0
     for k in range(problem.out_ptr[op], problem.out_ptr[op + 1]):

@@ -1,20 +1,20 @@
-"""Lower bounds on extra compute: what no schedule within a budget can stay below.
+"""Lower bounds on the extra compute of every schedule within a budget.
 
-When op v runs for the first time, a result that exists by then and is read later is either allocated or made
-again after v. Which results those are depends on the class of schedules:
+When op v runs for the first time, a result that was made earlier and is read later is either allocated or recomputed
+after v. The class of schedules determines these results:
 
-- *any order*: v's ancestors have run, its descendants have not, the rest is open;
-- *fixed order*: what stands before v in the order of first executions has run, the rest has not.
+- *any order*: v's ancestors have run, its descendants have not, the position of all other ops is undetermined;
+- *fixed order*: the ops before v in the order of first executions have run, all others have not.
 
-In both, any op may run again any number of times, anywhere. Two relaxations are taken at one op each:
+In both, any op may run again any number of times, anywhere. Two relaxations, each for a single op v:
 
-- the *knapsack*: drop what exceeds the budget where it costs least per byte (fractions allowed); of what is open
-  nothing is held;
-- the *priced cut*: what is made again needs its inputs, allocated or made again themselves, and what is open has
-  either run, so that what it made is held where it is still read, or has not, so that what it reads is. With a price
-  per byte this is a minimum cut (see `flow`), and the best price is the Lagrangian dual.
+- the *knapsack*: drop the bytes above the budget where that costs least per byte (fractions allowed); results of ops
+  with undetermined position take no memory;
+- the *priced cut*: a recomputed value needs its inputs, kept or recomputed; an op of undetermined position has either
+  run (its live outputs are allocated) or not (its inputs are). With a price per byte this is a minimum cut (see
+  `flow`), and the best price is the Lagrangian dual.
 
-The cut is taken at the ops where most bytes surely are allocated or made again.
+The cut is solved at the ops with the most bytes that must be allocated or recomputed later.
 
 References
 ----------
@@ -35,9 +35,9 @@ from onnx_remat.plan.bounds import lower_bound, writes
 from onnx_remat.plan.flow import Network, arcs
 from onnx_remat.process.compiled import compiled
 
-_WORK = 400_000_000  # places looked at; beyond it only every k-th op is a candidate, which leaves the bound valid
-_CUTS, _CUT_WORK = 48, 200_000  # ops the cut is taken at, and the size of all these graphs together
-_MOST_CUT_OPS = 20_000  # size of graph from which on it is left out
+_WORK = 400_000_000  # places visited; beyond it only every k-th op is a candidate, which leaves the bound valid
+_CUTS, _CUT_WORK = 48, 200_000  # number of ops to solve the cut at, and the total ops of these networks
+_MOST_CUT_OPS = 20_000  # ops of a graph above which the cut is skipped
 _PRICES = 16  # minimum cuts per op
 _FREE, _LIVE, _FORCED = 0, 1, 2
 
@@ -49,7 +49,7 @@ def cost_lower_bound(
     until: Callable[[], bool] = lambda: False,
     per_rerun: int = 0,
 ) -> float:
-    """Overhead below which no schedule within `budget` stays.
+    """Return a lower bound on the overhead of every schedule within `budget`.
 
     Class: every valid schedule, any order; with `first`, those whose first executions follow that order. Any
     number of recomputes anywhere.
@@ -61,16 +61,16 @@ def cost_lower_bound(
     budget : int
         Bytes of peak, residents included.
     first : sequence of int or None
-        Order of the first executions, where that is fixed.
+        Order of the first executions, if it is fixed.
     until : function
-        Whether to leave it at what is found; the bound is valid at any time.
+        Returns True to stop early; the bound is valid at any time.
     per_rerun : int
-        Bytes that every op that runs again takes throughout: what a runtime keeps for its node.
+        Bytes that every recomputed op takes throughout the step: a runtime's bookkeeping for its node.
 
     Returns
     -------
     float
-        As `Schedule.overhead` counts it; infinite where no schedule keeps the budget.
+        As `Schedule.overhead` counts it; infinite if no schedule meets the budget.
     """
     total = float(problem.cost.sum())
     if budget < lower_bound(problem):
@@ -93,27 +93,27 @@ def cost_lower_bound(
 
 
 class _Groups(NamedTuple):
-    """What occupies memory, by alias group, and who reads it, as kernels take it; cheapest per byte first.
+    """Alias groups (values that share a buffer) and their readers, as arrays for kernels; cheapest per byte first.
 
     Attributes
     ----------
-    size, maker, held : (n_groups,)
-        Bytes it surely takes, op that makes it, whether it is a graph output.
+    size, maker, kept : (n_groups,)
+        Lower bound on its bytes, op that makes it, whether it is a graph output.
     share : float64 (n_groups,)
-        Cost to make it again, of an op's several results each its part by size; infinite where impossible.
+        Cost to recompute it, split by size among an op's results; infinite if it must not be recomputed.
     read_ptr, readers : int32 (n_groups + 1,), (n,)
         Ops that read each group.
     fixed : int64 (n_ops,)
-        Bytes an op needs beside what it reads.
+        Bytes an op needs in addition to its inputs.
     position : int64 (n_ops,)
-        Places in the order of first executions; empty where the order is free.
+        Places in the order of first executions; empty if the order is free.
     down, up : CSR arrays
-        Ops that come after an op, as they read its results or renew what it reads; ops that come before it.
+        Ops that must follow an op, as they read its results or overwrite its inputs; ops that must precede it.
     """
 
     size: Longs
     maker: Ints
-    held: Flags
+    kept: Flags
     share: Floats
     read_ptr: Ints
     readers: Ints
@@ -125,7 +125,7 @@ class _Groups(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Space:
-    """A problem with its groups; `index`, int32 (n_values,), is each value's group, -1 for none."""
+    """A problem with its alias groups; `index`, int32 (n_values,), is each value's group, -1 for none."""
 
     problem: Problem
     groups: _Groups
@@ -133,7 +133,7 @@ class _Space:
 
     @property
     def places(self) -> int:
-        """Places looked at for one op."""
+        """Number of places visited for one op."""
         return self.problem.n_ops + 2 * len(self.groups.down[1]) + len(self.groups.readers) + len(self.groups.size)
 
     @classmethod
@@ -165,20 +165,21 @@ class _Space:
         return cls(problem, groups, index[life.root])
 
     def knapsacks(self, ops: Longs, room: int) -> tuple[Floats, Longs]:
-        """The knapsack bound at each of `ops`, in units of cost; bytes surely allocated then or made again later."""
+        """Return, at each of `ops`, the knapsack bound in units of cost, and bytes allocated or recomputed later."""
         return _knapsacks(ops, self.groups, room)  # type: ignore[no-any-return]
 
     def cut(self, op: int, room: int, per_rerun: int) -> float:
-        """The priced cut at `op`, in units of cost."""
+        """Return the bound of the priced cut at `op`, in units of cost."""
         before, after, state = _at(op, self.groups)
         excess = float(self.groups.fixed[op] + self.groups.size[state == _FORCED].sum()) - room
         return _dual(self._network(before, after, state, per_rerun), excess)
 
     def _network(self, before: Flags, after: Flags, state: Ints, per_rerun: int) -> Network:
-        """What may be held or made again at an op; by then the ops in `before` have run, those in `after` have not.
+        """Return the network of values to keep or recompute at an op before which `before` ran, and `after` did not.
 
-        Of every op there is a vertex for "it has not run yet" and one for "it runs from now on, then or again", the
-        sink or the source where that is known, and the same one for both where it may not run again.
+        Every op has one vertex for "it has not run yet" and one for "it runs from now on, for the first time or again".
+        A vertex whose answer is known is the sink or the source, and both are the same vertex for an op that must not
+        run again.
         """
         problem, groups, n_ops, n_groups = self.problem, self.groups, self.problem.n_ops, len(self.groups.size)
         ops, recomputable = np.arange(n_ops), problem.lifetimes.recomputable
@@ -186,8 +187,8 @@ class _Space:
         runs = np.where(recomputable & ~after, 2 + n_groups + ops, first)
         unknown, again = ~before & ~after, runs != first
         made = ~after[groups.maker] & (state != _FORCED)
-        kept = np.flatnonzero(made & ~groups.held)
-        outputs = np.flatnonzero(made & groups.held)
+        kept = np.flatnonzero(made & ~groups.kept)
+        outputs = np.flatnonzero(made & groups.kept)
         reader = np.repeat(ops, np.diff(problem.in_ptr))
         read = self.index[problem.in_values]
         wanted = np.zeros(n_groups + 1, np.bool_)  # the last: residents
@@ -211,9 +212,9 @@ class _Space:
 
 
 def _dual(network: Network, excess: float) -> float:
-    """Largest over the prices of ``cut(price) + price * excess``, `excess` being what is allocated in any case.
+    """Maximise ``cut(price) + price * excess`` over prices; `excess` is the bytes allocated in any case minus the room.
 
-    That is a concave function made of lines; the crossing of a rising and a falling one is the next price.
+    The function is concave and piecewise linear; the next price is where a rising and a falling line cross.
     """
     everything, dearest = float(network.sizes.sum()), float(network.costs.sum())
     if not everything:
@@ -241,7 +242,7 @@ def _dual(network: Network, excess: float) -> float:
 
 @compiled
 def _at(op, groups):  # type: ignore[no-untyped-def]
-    """At the first execution of `op`: ops surely run before, ops surely not, and the state of every group."""
+    """Return, at the first execution of `op`, the ops that have run, those that have not, and each group's state."""
     position, maker, readers = groups.position, groups.maker, groups.readers
     n = len(groups.fixed)
     done, todo = np.zeros(n, np.bool_), np.zeros(n, np.bool_)
@@ -269,7 +270,7 @@ def _at(op, groups):  # type: ignore[no-untyped-def]
     for g in range(len(maker)):
         if not done[maker[g]]:
             continue
-        if groups.held[g]:
+        if groups.kept[g]:
             state[g] = _FORCED
         for k in range(groups.read_ptr[g], groups.read_ptr[g + 1]):
             if readers[k] == op:
@@ -281,7 +282,7 @@ def _at(op, groups):  # type: ignore[no-untyped-def]
 
 @compiled
 def _knapsacks(ops, groups, room):  # type: ignore[no-untyped-def]
-    """Relaxed covering knapsack at each op, and its bytes; groups come cheapest per byte first."""
+    """Solve the relaxed covering knapsack at each op; return bounds and bytes. Groups come cheapest per byte first."""
     size, share = groups.size, groups.share
     result, most = np.zeros(len(ops), np.float64), np.zeros(len(ops), np.int64)
     for i in range(len(ops)):

@@ -1,7 +1,7 @@
-"""Minimum cuts that weigh bytes held against the cost of what runs again.
+"""Minimum cuts that trade bytes kept against the cost of recomputes.
 
-Two 0/1 variables, "this result is needed" and "this op runs again", make every term of that trade pairwise
-submodular, hence one cut: source -> what is needed -> the op that makes it -> the results which that one reads.
+With two kinds of 0/1 variables, "this result is needed" and "this op runs again", every term of the trade-off is
+pairwise submodular, so one minimum cut solves it: source -> needed result -> the op that makes it -> the op's inputs.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from ortools.graph.python import max_flow
 
 from onnx_remat.memory.problem import Flags, Floats, Ints
 
-_UNITS = 10**9  # the cost of all ops in integer capacities, rounded down
-_FOREVER = 10**15
+_COST_UNITS = 10**9  # integer capacity that stands for the cost of all ops; capacities are rounded down
+_UNLIMITED = 10**15  # capacity of an arc that no minimum cut contains
 
 
 def arcs(tails: ArrayLike, heads: ArrayLike) -> Ints:
-    """Arcs as `Network` has them, int32 (n, 2); one end may be the same of all.
+    """Return arcs as `Network` stores them, int32 (n, 2); either end may be one vertex for all arcs.
 
     >>> arcs(0, [2, 3]).tolist()
     [[0, 2], [0, 3]]
@@ -29,7 +29,7 @@ def arcs(tails: ArrayLike, heads: ArrayLike) -> Ints:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A minimum cut: its value (rounded down), the bytes held, the cost of what runs again, and which arcs that are."""
+    """A minimum cut: its value (rounded down), the bytes kept, the cost of the recomputes, and their arcs."""
 
     value: float
     size: float
@@ -39,35 +39,35 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """The arcs by kind; vertices are 0, the source, 1, the sink, and whatever numbers the caller gives.
+    """A flow network, its arcs by kind. Vertex 0 is the source, 1 the sink; the caller numbers the others.
 
     Attributes
     ----------
     certain : int32 (n, 2)
-        What follows from what: from the source to a result that is needed, from an op that runs to what it reads.
-    held : int32 (n_held, 2)
-        From a result to the op that makes it (1 where that must not run again): holding the result cuts it.
-    sizes : float64 (n_held,)
+        Implications, never cut: from the source to a needed result, from a recomputed op to its inputs.
+    kept : int32 (n_kept, 2)
+        From a result to the op that makes it, or to the sink if that must not run again: keeping the result cuts it.
+    sizes : float64 (n_kept,)
         Bytes of each such result.
     again : int32 (n_again, 2)
-        From an op to the sink, or to what says that it has not run before: running it again cuts it.
+        From an op to the sink, or to the vertex for "it has not run yet": recomputing the op cuts it.
     costs : float64 (n_again,)
         Cost of each such op.
     """
 
     certain: Ints
-    held: Ints
+    kept: Ints
     sizes: Floats
     again: Ints
     costs: Floats
 
     def cut(self, price: float, cost: float = 1.0) -> Cut:
-        """The least ``price * bytes held + cost * cost of the ops that run again``."""
-        scale = _UNITS / (float(self.costs.sum()) or 1.0)
-        tails, heads = np.concatenate([self.certain, self.held, self.again]).T
-        capacity = np.full(len(tails), _FOREVER, np.int64)
-        first, middle = len(self.certain), len(self.certain) + len(self.held)
-        capacity[first:middle] = np.minimum(self.sizes * price * scale, 0.01 * _FOREVER).astype(np.int64)
+        """Minimise ``price * bytes kept + cost * cost of the recomputed ops``."""
+        scale = _COST_UNITS / (float(self.costs.sum()) or 1.0)
+        tails, heads = np.concatenate([self.certain, self.kept, self.again]).T
+        capacity = np.full(len(tails), _UNLIMITED, np.int64)
+        first, middle = len(self.certain), len(self.certain) + len(self.kept)
+        capacity[first:middle] = np.minimum(self.sizes * price * scale, 0.01 * _UNLIMITED).astype(np.int64)
         capacity[middle:] = (self.costs * cost * scale).astype(np.int64)
         flow = max_flow.SimpleMaxFlow()
         flow.add_arcs_with_capacity(np.ascontiguousarray(tails), np.ascontiguousarray(heads), capacity)
@@ -75,7 +75,7 @@ class Network:
         near: Flags = np.zeros(int(max(tails.max(initial=1), heads.max(initial=1))) + 1, np.bool_)
         near[np.asarray(flow.get_source_side_min_cut(), np.int64)] = True
         near[0] = True
-        kept, again = (near[arcs[:, 0]] & ~near[arcs[:, 1]] for arcs in (self.held, self.again))
+        kept, again = (near[arcs[:, 0]] & ~near[arcs[:, 1]] for arcs in (self.kept, self.again))
         return Cut(
             flow.optimal_flow() / scale, float(self.sizes[kept].sum()), float(self.costs[again].sum()),
             np.flatnonzero(again).astype(np.int32),

@@ -1,9 +1,8 @@
-"""What a checkpoint selector is: a named function from a `Request` to a `Schedule`, kept in a registry.
+"""The contract of checkpoint selectors: a selector is a registered function from a `Request` to a `Schedule`.
 
-The contract, tested for every registered selector by one shared checker (`tests/plan/test_selectors.py`): the
-schedule is valid (`check_schedule`), the same request gives the same schedule, and nothing is claimed: peak
-and overhead are always re-simulated by the caller. A selector that cannot reach the budget returns the
-lowest-peak schedule it found.
+One shared checker (`tests/plan/test_selectors.py`) tests every registered selector: the schedule is valid
+(`check_schedule`), the same request gives the same schedule, and the selector states no peak or overhead: the caller
+simulates both. A selector that cannot reach the budget returns the lowest-peak schedule it found.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from onnx_remat.errors import UsageError, did_you_mean
 from onnx_remat.memory.problem import Longs, Problem, Schedule, check_schedule
 
 Progress = Callable[[str, float], None]
-"""Called with what is being done and the fraction of the work done so far (0 to 1)."""
+"""Called with the name of the current stage and the fraction of the work done so far (0 to 1)."""
 
 
 def silent(_stage: str, _fraction: float) -> None:
@@ -30,14 +29,14 @@ def silent(_stage: str, _fraction: float) -> None:
 
 
 class Deadline:
-    """A moment of the wall clock from which on work is cut short, and whether it has cut any.
+    """A point in wall-clock time after which work stops early, and a record of whether any did (`cut_short`).
 
     Parameters
     ----------
     seconds : float
         From now; infinite for no deadline.
     whole : Deadline, optional
-        The one that this is part of: what this cuts, that has cut too.
+        The enclosing deadline: when this one cuts work short, so does the enclosing one.
     """
 
     def __init__(self, seconds: float = math.inf, whole: Deadline | None = None) -> None:
@@ -46,32 +45,35 @@ class Deadline:
         self.cut_short = False
 
     def later(self, seconds: float) -> None:
-        """Put the moment off."""
+        """Postpone the deadline."""
         self._at += seconds
 
     def left(self) -> float:
-        """Seconds from now."""
+        """Return the seconds left."""
         return self._at - time.monotonic()
 
     def passed(self) -> bool:
-        """Whether time is up; whoever asks then leaves work undone, which is noted."""
+        """Whether time is up; if so, the caller is expected to leave work undone, and `cut_short` is set."""
         return self.ends_within(0.0)
 
     def ends_within(self, seconds: float) -> bool:
-        """Whether less time than this is left; whoever asks then leaves work undone, which is noted."""
+        """Whether at most `seconds` are left; if so, the caller leaves work undone, and `cut_short` is set."""
         if self.left() > seconds:
             return False
         self._note()
         return True
 
     def sooner(self, seconds: float, share: float = 1.0) -> Deadline:
-        """A share of the time left before some seconds for what comes after, which leave a fifth of it at least."""
+        """Return a nested deadline: `share` of the time left minus `seconds` reserved for later work.
+
+        The reserve takes at most four fifths of the time left.
+        """
         left = self.left()
         return Deadline(max(left - seconds, left / 5) * share, self)
 
     @contextmanager
     def flag(self) -> Iterator[Longs]:
-        """An array of one 0 that turns to 1 when time is up, for compiled code; such code lets other threads run."""
+        """Yield an array of one 0 that a timer thread sets to 1 when time is up, for compiled code without the GIL."""
         up = np.zeros(1, np.int64)
         if self._at == math.inf:
             yield up
@@ -108,28 +110,28 @@ class Request:
     baseline : Schedule
         The original order as the runtime executes it; no recompute. Valid: see `donation.after_readers`.
     fixed_order : bool
-        First occurrences must keep the ops' numbering (the rule of the published benchmark graphs), which then is to be
-        a valid order.
+        First occurrences must follow the ops' numbering (the rule of the published benchmark graphs), which must then
+        be a valid order.
     effort : float
-        Seconds of a slow core that the selector may take. They decide how much is tried, see `work`.
+        Amount of search, in seconds of a slow reference core, see `work`.
     work : int or None
-        Deterministic limit, in candidates tried. None derives it from `effort` and a fixed rate, so equal
-        requests give equal schedules on any machine, as long as the deadline cuts none short.
+        Deterministic limit, in candidates tried. None derives it from `effort` and a fixed rate, so equal requests give
+        equal schedules on any machine, unless the deadline cuts the search short.
     deadline : Deadline
-        When the selector is to answer with what it has.
+        When the selector must return its best plan so far.
     use_time : bool
-        Go on until the deadline, for as long as that finds better plans: equal requests may then give different ones.
+        Continue until the deadline for as long as that finds better plans: equal requests may then give different ones.
     seed : int
-        Of the pseudo-random moves.
+        Seed of the pseudo-random search.
     checkpoints : tuple of int
         Values to keep, for the selector `collection`.
     anchors : tuple of int
-        Ops whose results are dear, convolutions and matrix products, for the selector `speed`.
+        Ops whose results are expensive (convolutions and matrix products), for the selector `speed`.
     known : tuple of Schedule
-        Plans at hand already, made for smaller budgets say. `search` and `auto` never answer with a plan that
-        costs more than one of these that keeps the budget.
+        Known plans, made for smaller budgets say. `search` and `auto` never return a plan that costs more than one of
+        these that meets the budget.
     progress : Progress
-        Called now and then.
+        Called repeatedly during the search.
     """
 
     problem: Problem
@@ -153,37 +155,37 @@ _REGISTRY: dict[str, Selector] = {}
 
 
 def register(name: str) -> Callable[[Selector], Selector]:
-    """Decorator: make a selector known as `name`; its docstring's first line is shown by ``--help``.
+    """Decorator: register a selector as `name`; ``--help`` shows the first line of its docstring.
 
-    Asked for a fixed order, it raises ValueError rather than answer with a plan of another.
+    If the request fixes the order, the registered function raises ValueError for a plan in another order.
     """
 
     def add(selector: Selector) -> Selector:
         @functools.wraps(selector)
-        def held(request: Request) -> Schedule:
+        def checked(request: Request) -> Schedule:
             schedule = selector(request)
             if request.fixed_order:
                 check_schedule(request.problem, schedule, fixed_order=True)
             return schedule
 
-        _REGISTRY[name] = held
-        return held
+        _REGISTRY[name] = checked
+        return checked
 
     return add
 
 
 def names() -> list[str]:
-    """Registered selectors, in registration order."""
+    """Return the registered selectors, in registration order."""
     return list(_REGISTRY)
 
 
 def summary(name: str) -> str:
-    """First line of a selector's docstring."""
+    """Return the first line of a selector's docstring."""
     return (get(name).__doc__ or "").strip().splitlines()[0].rstrip(".")
 
 
 def get(name: str) -> Selector:
-    """The selector called `name`; UsageError with the nearest match when there is none."""
+    """Return the selector called `name`; raise UsageError with the nearest match if there is none."""
     if name in _REGISTRY:
         return _REGISTRY[name]
     hint = did_you_mean(name, _REGISTRY) or f": choose one of {', '.join(_REGISTRY)}"

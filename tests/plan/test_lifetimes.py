@@ -19,7 +19,7 @@ from onnx_remat.memory.problem import IN_RESIDENT, Ints, Lifetimes, Problem, Sch
 from onnx_remat.plan.bounds import lower_bound
 from onnx_remat.plan.cost_bounds import cost_lower_bound
 from onnx_remat.plan.search.anneal import anneal
-from onnx_remat.plan.search.core import viewless
+from onnx_remat.plan.search.core import liveness_model
 from onnx_remat.plan.search.loading import load
 from onnx_remat.plan.search.orders import list_schedules
 from onnx_remat.plan.search.state import State, empty_state
@@ -70,7 +70,7 @@ def bounds(subject: Problem, truth: Problem, seed: int) -> None:
 def intervals(subject: Problem, truth: Problem, seed: int) -> None:
     """The profile of an order under change is the simulator's, and no move makes an order that cannot be."""
     subject, truth = plain(subject), liveness_only(truth)
-    view = viewless(subject)
+    view = liveness_model(subject)
     order = view.contract(random_order(truth, np.random.default_rng(seed)))
     state = empty_state(view.core, order, 0)
     load(state, order)
@@ -85,7 +85,7 @@ def intervals(subject: Problem, truth: Problem, seed: int) -> None:
 
 def core(subject: Problem, truth: Problem, seed: int) -> None:
     """Without views and back: the result is an order that can be."""
-    view = viewless(subject)
+    view = liveness_model(subject)
     order = view.contract(random_order(truth, np.random.default_rng(seed)))
     state = empty_state(view.core, order, 0)
     load(state, order)

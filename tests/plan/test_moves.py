@@ -8,7 +8,7 @@ import numpy.typing as npt
 from onnx_remat.memory.buffers import simulate
 from onnx_remat.memory.problem import Problem
 from onnx_remat.plan.search.anneal import anneal
-from onnx_remat.plan.search.core import viewless
+from onnx_remat.plan.search.core import liveness_model
 from onnx_remat.plan.search.loading import load, unload
 from onnx_remat.plan.search.state import EXCESS, FIXED, State, empty_state
 from onnx_remat.plan.search.tuning import CHAIN, HOIST, HOISTED
@@ -54,7 +54,7 @@ def test_the_longest_move_has_room_in_its_log() -> None:
     seeds = np.arange(1, 2_000_000, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     _, kind, _, event, read = draws(seeds, 5)
     fit = (kind > 1 - HOIST) & ((event * len(order)).astype(int) == at) & ((read * (wide + 1)).astype(int) == 0)
-    state = empty_state(viewless(problem).core, order, 10**6)
+    state = empty_state(liveness_model(problem).core, order, 10**6)
     load(state, order)
     one_move(state, seeds[np.argmax(fit)])
     steps = state.events["op"][state.at[state.at >= 0]]
@@ -69,7 +69,7 @@ def test_an_order_that_repeats_the_widest_op_has_room() -> None:
     ops = [*(([], [v]) for v in range(wide)), ([*range(wide)], [wide]), ([wide], [wide + 1])]
     problem = build(ops, [1] * len(ops), [wide + 1], hold_unread=False)
     order = np.array([*range(wide), *[wide] * 600, wide + 1], np.int32)
-    state = empty_state(viewless(problem).core, order, 10**6)
+    state = empty_state(liveness_model(problem).core, order, 10**6)
     load(state, order)
     assert unload(state).tolist() == order.tolist() and is_true(state, problem)
 
@@ -84,7 +84,7 @@ def test_no_recompute_takes_the_place_of_its_ops_first_execution() -> None:
         ops, [2] * len(ops), [len(ops) - 1], cost=[1e-3 if n < op <= 2 * n else 1 for op in range(len(ops))]
     )
     order = np.arange(len(ops), dtype=np.int32)
-    state = empty_state(viewless(problem, fixed_order=True).core, order, n)
+    state = empty_state(liveness_model(problem, fixed_order=True).core, order, n)
     load(state, order)
     state.totals[FIXED] = state.events["pinned"][state.at[state.at >= 0]] = 1
     for seed in range(1, 100):

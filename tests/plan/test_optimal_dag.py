@@ -11,7 +11,7 @@ import pytest
 
 from onnx_remat.memory.buffers import simulate
 from onnx_remat.memory.problem import Problem, check_schedule
-from onnx_remat.plan.search.core import viewless
+from onnx_remat.plan.search.core import liveness_model
 from onnx_remat.plan.selectors import Request, get
 from onnx_remat.plan.selectors.division import divide
 from onnx_remat.plan.selectors.materialize import split_step
@@ -29,7 +29,7 @@ def training(sizes: list[int], edges: list[tuple[int, int]]) -> Problem:
 
 def tree_of(problem: Problem):  # type: ignore[no-untyped-def]
     order = np.arange(problem.n_ops, dtype=np.int32)
-    return forward_tree(viewless(problem), order, split_step(problem, order))
+    return forward_tree(liveness_model(problem), order, split_step(problem, order))
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -18,7 +18,7 @@ from onnx_remat.plan import request as contract
 from onnx_remat.plan.bounds import lower_bound
 from onnx_remat.plan.cost_bounds import cost_lower_bound
 from onnx_remat.plan.search.anneal import anneal
-from onnx_remat.plan.search.core import viewless
+from onnx_remat.plan.search.core import liveness_model
 from onnx_remat.plan.search.effort import allowance
 from onnx_remat.plan.search.loading import load
 from onnx_remat.plan.search.plans import annealed
@@ -293,7 +293,7 @@ def test_materialize_recomputes_once_just_before_use() -> None:
 def test_profile_under_change_is_the_simulators(problem: Problem, seed: int) -> None:
     """Whatever is put in and taken out, the profile is that of a simulation from scratch."""
     problem = liveness_only(problem)
-    view = viewless(problem)
+    view = liveness_model(problem)
     order = view.contract(random_order(problem, np.random.default_rng(seed)))
     state = empty_state(view.core, order, 0)
     load(state, order)

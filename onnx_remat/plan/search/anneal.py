@@ -1,8 +1,8 @@
-"""Simulated annealing over retention intervals: recomputes come, go and move, one interval at a time.
+"""Simulated annealing over retention intervals: a move adds, removes or shifts recomputes, one interval at a time.
 
-The energy is cost plus a multiplier times the bytes above the budget, summed over the steps. The multiplier
-follows the search (a Lagrangian): it rises while the order stays over the budget and falls while it stays
-below, so that the search keeps crossing the border where the cheapest plans are.
+The energy is the cost plus a multiplier times the bytes above the budget, summed over the steps. The multiplier adapts
+(as in a Lagrangian method): it rises while the order exceeds the budget and falls while it does not, so that the search
+keeps crossing the border of feasibility, where the cheapest plans are.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ from onnx_remat.process.compiled import compiled
 
 @compiled
 def anneal(s: State, rng, cost, floor, work, hot, cold, price, stop):  # type: ignore[no-untyped-def]
-    """Search from the order in `s`.
+    """Anneal from the order in `s`.
 
     Parameters
     ----------
     rng : uint64 (1,)
-        State of the generator.
+        State of the pseudo-random generator.
     cost : float
-        Of the order in `s`.
+        Cost of the order in `s`.
     floor : float
-        Cost at which to stop, as nothing is cheaper.
+        Cost at which to stop, as no order is cheaper.
     work : int
-        Limit, in profile places touched and their like.
+        Limit of work, see `tuning.WORK_PER_SECOND`.
     hot, cold : float
         Temperatures, in units of cost, at the start and the end.
     price : float
-        Cost of one byte above the budget for one step, at the start.
+        Initial multiplier: cost of one byte above the budget for one step.
     stop : int64 (1,)
         No move begins once it is not 0: another thread sets it when time is up.
 

@@ -1,8 +1,8 @@
-"""A `Problem` without its views: what the liveness search works on, and the way back to a schedule.
+"""Liveness model: a `Problem` without its views for the search, and the way back to a schedule.
 
-An op whose outputs all alias an input costs no memory: who reads a view reads the buffer behind it. Such ops
-are left out of the search and written again just before the first reader of each new result of what they
-view.
+An op whose outputs all alias an input takes no memory: a reader of a view reads the underlying buffer. The search omits
+such ops. In the schedule, each view is taken again just before its first reader after every recompute of the viewed
+value.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from onnx_remat.memory.problem import Flags, Floats, Ints, Longs, Problem
 
 
 class Core(NamedTuple):
-    """The arrays of the liveness model; ops and values keep the problem's numbers, views have no slots.
+    """Arrays of the liveness model; ops and values keep the problem's numbers, views have no slots.
 
     Attributes
     ----------
     in_ptr, in_values : int32
-        Buffers an op reads (their root values), each once, residents left out.
+        Buffers that an op reads (their root values), each once, without residents.
     out_ptr, out_values : int32
-        Values an op writes.
+        Values that an op writes.
     take_ptr, take : int32 (n_slots + 1,), (n,)
-        Inputs, as places in the op's list, that each output slot may be made in place of.
+        Inputs, as indices into the op's list, whose buffer each output slot may reuse.
     made_by : int32 (n_values,)
         Op that writes each value, -1 for residents and views.
-    held : bool (n_values,)
-        Graph outputs: kept from their first execution to the end.
+    kept : bool (n_values,)
+        Graph outputs: live from their first execution to the end.
     droppable : bool (n_values,)
         See `Problem.droppable`.
     workspace : int64 (n_ops,)
-        Of a recompute, which may take more than the first run.
+        Workspace of a recompute, which may take more than the first run.
     closed_ptr, closed : int32 (n_ops + 1,), (n,)
-        Ops after which an op must not run: they renew what it, or a view that it reads, needs.
+        Ops after which an op must not run: they overwrite an input of it, or of a view that it reads.
     """
 
     in_ptr: Ints
@@ -47,7 +47,7 @@ class Core(NamedTuple):
     take: Ints
     made_by: Ints
     nbytes: Longs
-    held: Flags
+    kept: Flags
     droppable: Flags
     workspace: Longs
     cost: Floats
@@ -58,42 +58,42 @@ class Core(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Viewless:
-    """A problem seen without its views.
+class LivenessModel:
+    """The liveness model of a problem: the problem without its views.
 
     Attributes
     ----------
     core : Core
-        What is searched.
+        Arrays that the search works on.
     ops : int32 (n,)
-        The ops that take part, ascending.
-    taken : _Taken
-        When the other ones run.
+        The ops of the model, ascending: all but views.
+    taken : _ViewDependencies
+        Dependencies that decide when the views run.
     """
 
     problem: Problem
     core: Core
     ops: Ints
     root: Ints
-    taken: _Taken
+    taken: _ViewDependencies
     fixed_order: bool
 
     def contract(self, order: Sequence[int] | Ints) -> Ints:
-        """`order` without views."""
+        """Return `order` without views."""
         part = np.zeros(self.problem.n_ops, np.bool_)
         part[self.ops] = True
         steps = np.asarray(order, np.int32)
         return steps[part[steps]]
 
     def expand(self, order: Sequence[int] | Ints) -> tuple[int, ...]:
-        """`order` with each view put back before the first reader of every result it is a view of."""
+        """Return `order` with each view inserted before its first reader after every run of the viewed value's op."""
         if len(self.ops) == self.problem.n_ops:
             return tuple(np.asarray(order).tolist())
         return _with_views(self.problem, self.contract(order), self.ops, self.taken, self.fixed_order)
 
 
-def viewless(problem: Problem, fixed_order: bool = False) -> Viewless:
-    """The liveness model of `problem`."""
+def liveness_model(problem: Problem, fixed_order: bool = False) -> LivenessModel:
+    """Return the liveness model of `problem`."""
     life = problem.lifetimes
     root, n_ops = life.root, problem.n_ops
     is_view = _views(problem)
@@ -107,7 +107,7 @@ def viewless(problem: Problem, fixed_order: bool = False) -> Viewless:
     for op in range(n_ops):
         if not is_view[op]:
             slots = [int(root[v]) for v in problem.inputs(op)]
-            needs = list(dict.fromkeys([*slots, *_through(problem, op)]))
+            needs = list(dict.fromkeys([*slots, *_other_view_inputs(problem, op)]))
             reads = [v for v in needs if made_by[v] >= 0]
             closed += sorted({int(life.renewed_by[v]) for v in needs} - {-1, op})
             in_values += reads
@@ -125,18 +125,18 @@ def viewless(problem: Problem, fixed_order: bool = False) -> Viewless:
         closed_ptr.append(len(closed))
     droppable = np.zeros(problem.n_values, np.bool_)
     droppable[problem.out_values[problem.droppable > 0]] = True
-    # A second result of an output that is read would be read in its place: such ops run once.
+    # Readers of a graph output would read a second result instead of the kept one: ops of such outputs run once.
     once = made_by[life.kept & (readers > 0)]
     recomputable = life.recomputable & ~is_view
     recomputable[once[once >= 0]] = False
-    recomputable &= ~_stuck(problem, is_view)
+    recomputable &= ~_behind_single_views(problem, is_view)
     core = Core(
         _ints(in_ptr), _ints(in_values), _ints(out_ptr), _ints(out_values), _ints(take_ptr), _ints(take),
         made_by, life.nbytes, life.kept, droppable, problem.workspace + problem.rerun_workspace, problem.cost,
         recomputable, problem.hold_unread, _ints(closed_ptr), _ints(closed),
     )  # fmt: skip
     ops = np.flatnonzero(~is_view).astype(np.int32)
-    return Viewless(problem, core, ops, root, _taken(problem, is_view), fixed_order)
+    return LivenessModel(problem, core, ops, root, _view_dependencies(problem, is_view), fixed_order)
 
 
 def _ints(numbers: list[int]) -> Ints:
@@ -144,9 +144,9 @@ def _ints(numbers: list[int]) -> Ints:
 
 
 def _views(problem: Problem) -> Flags:
-    """Ops that take part in no search: all they make are views.
+    """Return the ops that the search omits: all their outputs are views.
 
-    A view that nobody reads, of what is renewed, takes part: no reader would say when to take it.
+    An unread view of a resident that is overwritten is not omitted: it has no reader that determines its place.
     """
     life, n_ops = problem.lifetimes, problem.n_ops
     writer = np.repeat(np.arange(n_ops), np.diff(problem.out_ptr))
@@ -160,22 +160,22 @@ def _views(problem: Problem) -> Flags:
     return is_view
 
 
-def _through(problem: Problem, op: int) -> list[int]:
-    """What the views that `op` reads need beside what they view, a computed shape say."""
+def _other_view_inputs(problem: Problem, op: int) -> list[int]:
+    """Return the other inputs of the views that `op` reads, besides the viewed values: a computed shape, say."""
     root, made_by = problem.lifetimes.root, problem.lifetimes.maker
     found: list[int] = []
     todo = [v for v in problem.inputs(op) if root[v] != v]
     while todo:
         maker = int(made_by[todo.pop()])
         inputs = problem.inputs(maker)
-        found += [v for v in problem.outputs(maker) if root[v] == v]  # made along with a view: marks its op
+        found += [v for v in problem.outputs(maker) if root[v] == v]  # made by the same op as a view: stands for the op
         found += [int(root[v]) for v in inputs]
         todo += [v for v in inputs if root[v] != v]
     return found
 
 
-def _stuck(problem: Problem, is_view: Flags) -> Flags:
-    """Ops whose results are seen through a view that must not be taken again."""
+def _behind_single_views(problem: Problem, is_view: Flags) -> Flags:
+    """Return the ops with a result that is read through a view that must not be taken again."""
     stuck = np.zeros(problem.n_ops, np.bool_)
     life = problem.lifetimes
     for op in np.flatnonzero(is_view)[::-1].tolist():
@@ -185,13 +185,13 @@ def _stuck(problem: Problem, is_view: Flags) -> Flags:
     return stuck
 
 
-class _Taken(NamedTuple):
-    """Which views are taken when; all by op.
+class _ViewDependencies(NamedTuple):
+    """Dependencies of views, by op.
 
     Attributes
     ----------
-    views : ops that make the views it reads
-    behind : ops that make what it reads, for ops that are left out
+    views : the omitted ops that make the views it reads
+    behind : the makers of its inputs, for an omitted op
     again : whether it may run again
     """
 
@@ -200,22 +200,24 @@ class _Taken(NamedTuple):
     again: list[bool]
 
 
-def _taken(problem: Problem, is_view: Flags) -> _Taken:
+def _view_dependencies(problem: Problem, is_view: Flags) -> _ViewDependencies:
     made_by, left_out = problem.producer().tolist(), is_view.tolist()
     makers = [[made_by[v] for v in problem.inputs(op) if made_by[v] >= 0] for op in range(problem.n_ops)]
     views = [[maker for maker in some if left_out[maker]] for some in makers]
     behind = [some if left else [] for some, left in zip(makers, left_out, strict=True)]
-    return _Taken(views, behind, problem.recomputable.tolist())
+    return _ViewDependencies(views, behind, problem.recomputable.tolist())
 
 
-def _with_views(problem: Problem, order: Ints, ops: Ints, taken: _Taken, fixed_order: bool) -> tuple[int, ...]:
+def _with_views(
+    problem: Problem, order: Ints, ops: Ints, taken: _ViewDependencies, fixed_order: bool
+) -> tuple[int, ...]:
     stamp = [-1] * problem.n_ops  # step of each op's latest occurrence
     result: list[int] = []
     views = np.setdiff1d(np.arange(problem.n_ops), ops).tolist()
     next_view = 0
 
     def fresh(op: int) -> None:
-        """Take views again that `op` reads and that are older than what they view."""
+        """Take the views that `op` reads again if they are older than the viewed value."""
         for source in taken.views[op]:
             fresh(source)
             behind = max((stamp[maker] for maker in taken.behind[source]), default=-1)

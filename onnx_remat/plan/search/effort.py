@@ -1,5 +1,4 @@
-"""How much a selector may try: seconds become units of work at a fixed rate, so that plans are
-reproducible."""
+"""Amount of search: a fixed rate converts seconds into units of work, so that plans are reproducible."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ from onnx_remat.plan.search.tuning import LEAST_SHARE, SETUP_SECONDS, WORK_PER_C
 
 
 def allowance(request: Request) -> int:
-    """Work the request allows one lane of the search, in the units of `anneal`."""
+    """Return the work that the request allows one lane of the search, in the units of `anneal`."""
     if request.work is not None:
         return max(1, request.work) * WORK_PER_CANDIDATE
     seconds = max(LEAST_SHARE * request.effort, request.effort - SETUP_SECONDS * request.problem.n_ops)

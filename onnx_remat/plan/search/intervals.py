@@ -1,18 +1,16 @@
-"""Retention intervals under change: an order whose liveness profile is kept up to date as ops are put in and
-taken out.
+"""Incremental retention intervals: insert and remove executions in an order and update its liveness profile.
 
-Each value has a list of *touches*, its writes and reads in order of execution. Between two touches it is
-held if and only if the later one is a read, so a recompute splits an interval and a removed one joins two;
-each touch changes the profile over one range of steps. Steps live in an array with empty places between
-them, which take up new steps. The profile counts bytes against the budget, so that what is above zero is
-excess::
+Each value has a list of *touches*, its writes and reads in order of execution. Between two touches it is live if and
+only if the later one is a read, so a recompute splits an interval and its removal joins two; each touch changes the
+profile over one range of places. Steps lie in an array with empty places between them for new steps. The profile is the
+live bytes minus the budget, so that positive levels are excess::
 
     place         0   1   2   3   4   5   6   7           W write, R read: the touches of one value
-    event         a   .   b   .   c   .   d   .           an empty place carries what goes on past it
-    value of a    W---+---R---+---+---+---R               held until d reads it
-    put a in at 5:
+    event         a   .   b   .   c   .   d   .           the profile at an empty place counts the values live across it
+    value of a    W---+---R---+---+---+---R               live until d reads it
+    insert a at 5:
     event         a   .   b   .   c   a   d   .
-    value of a    W---+---R           W---R               the read of d now follows a write: c is relieved
+    value of a    W---+---R           W---R               d now reads the second write: the value is dead at c
 
 References
 ----------
@@ -30,8 +28,8 @@ from onnx_remat.process.compiled import inlined
 
 
 @inlined
-def _hold(s, low, high, delta):  # type: ignore[no-untyped-def]
-    """Hold `delta` bytes more from place `low` to place `high`, both included."""
+def _add_live(s, low, high, delta):  # type: ignore[no-untyped-def]
+    """Add `delta` live bytes from place `low` to place `high`, both included."""
     if high < low:
         return
     level = s.level[low : high + 1]
@@ -54,51 +52,51 @@ def ends(s, x):  # type: ignore[no-untyped-def]
 
 @inlined
 def place_of(s, x):  # type: ignore[no-untyped-def]
-    """Place of touch `x`."""
+    """Return the place of touch `x`."""
     return s.events[s.nodes[x].owner].place
 
 
 @inlined
 def _written(s, x, sign):  # type: ignore[no-untyped-def]
-    """Count (`sign` 1) or discount (-1) the write `x` as its neighbours stand."""
+    """Add (`sign` 1) or remove (-1) the bytes of write `x` in the profile, for its current neighbours."""
     value = s.values[s.nodes[x].value]
     p = place_of(s, x)
     first = s.nodes[x].before < 0
     high = p
-    if (value.held and first) or (ends(s, x) and s.totals[HOLD_UNREAD] and not (value.droppable and not first)):
+    if (value.kept and first) or (ends(s, x) and s.totals[HOLD_UNREAD] and not (value.droppable and not first)):
         high = len(s.at) - 1
-    _hold(s, p, high, sign * value.nbytes)
+    _add_live(s, p, high, sign * value.nbytes)
 
 
 @inlined
 def in_place(s, e):  # type: ignore[no-untyped-def]
-    """Set what event `e` saves by making outputs in place of inputs that end there."""
+    """Update the bytes that event `e` saves by in-place outputs over inputs that die there."""
     event = s.events[e]
     op = s.ops[event.op]
     start = op.slot + op.reads
     bonus = np.int64(0)
-    taken = np.int64(0)  # a bit for each input that an output before took
+    taken = np.int64(0)  # a bit for each input whose buffer an earlier output reuses
     for k in range(start, start + op.writes):
         y = event.node + k - op.slot
         made = s.values[s.nodes[y].value]
         first = s.nodes[y].before < 0
-        if made.held and first:
+        if made.kept and first:
             continue
         for j in range(s.take_ptr[k], s.take_ptr[k + 1]):
             x = event.node + s.take[j]
             bit = np.int64(1) << np.int64(min(s.take[j], 62))
-            if not taken & bit and not s.values[s.nodes[x].value].held and ends(s, x):
+            if not taken & bit and not s.values[s.nodes[x].value].kept and ends(s, x):
                 bonus += made.nbytes
                 taken |= bit
                 break
     if bonus != event.bonus:
-        _hold(s, event.place, event.place, event.bonus - bonus)
+        _add_live(s, event.place, event.place, event.bonus - bonus)
         event.bonus = bonus
 
 
 @inlined
 def touch_before(s, v, p):  # type: ignore[no-untyped-def]
-    """Last touch of value `v` before place `p`, -1 for none."""
+    """Return the last touch of value `v` before place `p`, -1 for none."""
     x = s.values[v].tail
     while x >= 0 and place_of(s, x) >= p:
         x = s.nodes[x].before
@@ -107,7 +105,7 @@ def touch_before(s, v, p):  # type: ignore[no-untyped-def]
 
 @inlined
 def _relink(s, x, joining):  # type: ignore[no-untyped-def]
-    """Put touch `x` into its value's list, or take it out, and keep the profile true."""
+    """Insert touch `x` into its value's list, or remove it, and update the profile."""
     nodes = s.nodes
     node = nodes[x]
     v = node.value
@@ -122,15 +120,15 @@ def _relink(s, x, joining):  # type: ignore[no-untyped-def]
         a, b = node.before, node.after
     a_written = a >= 0 and nodes[a].read == 0
     b_read = b >= 0 and nodes[b].read != 0
-    turns = b_read != (node.read != 0)  # what a is followed by changes between read and write
+    turns = b_read != (node.read != 0)  # whether the kind of the touch after a changes between read and write
     alters_a = a_written and turns
     alters_b = b >= 0 and not b_read and a < 0  # it was, or becomes, the first write
-    held = s.values[v].held
+    kept = s.values[v].kept
     size = s.values[v].nbytes
     for sign in (
         -1,
         1,
-    ):  # out with what was, in with what is; each callee called once, as compiling takes long
+    ):  # remove the old contributions, then add the new ones; one call site per callee, as compiling takes long
         for k in range(3):
             y = x if k == 0 else (a if k == 1 else b)
             if (k == 0 and joining == (sign > 0) and not node.read) or (k == 1 and alters_a) or (k == 2 and alters_b):
@@ -146,9 +144,9 @@ def _relink(s, x, joining):  # type: ignore[no-untyped-def]
                 nodes[b].before = left
             else:
                 s.values[v].tail = left
-    if a >= 0 and turns and not held:
-        # A read lengthens the interval up to itself; a write parts one that went on.
-        _hold(s, place_of(s, a) + 1, p, size if joining == (node.read != 0) else -size)
+    if a >= 0 and turns and not kept:
+        # A new read extends the interval up to itself; a new write splits an interval.
+        _add_live(s, place_of(s, a) + 1, p, size if joining == (node.read != 0) else -size)
     for k in range(2):
         if (a >= 0 and turns) if k == 0 else alters_b:
             in_place(s, nodes[a if k == 0 else b].owner)
@@ -156,7 +154,7 @@ def _relink(s, x, joining):  # type: ignore[no-untyped-def]
 
 @inlined
 def change(s, e, p, joining):  # type: ignore[no-untyped-def]
-    """Let event `e` run at the empty place `p`, or take it out of the order; it stays at hand."""
+    """Insert event `e` at the empty place `p`, or remove it from the order; a removed event can be inserted again."""
     event = s.events[e]
     op = s.ops[event.op]
     if joining:
@@ -175,7 +173,7 @@ def change(s, e, p, joining):  # type: ignore[no-untyped-def]
         return
     p = event.place
     s.totals[EXCESS] -= max(s.level[p], 0)
-    # What it saved by working in place was given back as its reads went; its own outputs' part goes here.
+    # Removing its reads already undid part of what it saved in place; this undoes the rest.
     s.level[p] -= IDLE - s.totals[BUDGET] + op.workspace - event.bonus
     event.bonus = 0
     s.at[p], event.place = -1, -1
@@ -188,7 +186,7 @@ def change(s, e, p, joining):  # type: ignore[no-untyped-def]
 
 @inlined
 def new_event(s, o):  # type: ignore[no-untyped-def]
-    """An unused event of op `o`, -1 if there is no room."""
+    """Return an unused event of op `o`, -1 if the capacity is exhausted."""
     op = s.ops[o]
     e = op.spare
     if e >= 0:
@@ -213,7 +211,7 @@ def new_event(s, o):  # type: ignore[no-untyped-def]
 
 @inlined
 def give_back(s, e):  # type: ignore[no-untyped-def]
-    """Hand an event that is not in the order back."""
+    """Return an event that is not in the order to the spare events of its op."""
     op = s.ops[s.events[e].op]
     s.events[e].link = op.spare
     op.spare = e
@@ -221,7 +219,7 @@ def give_back(s, e):  # type: ignore[no-untyped-def]
 
 @inlined
 def _carried(s, e):  # type: ignore[no-untyped-def]
-    """Level at an empty place right after event `e`."""
+    """Return the level at an empty place right after event `e`."""
     event = s.events[e]
     op = s.ops[event.op]
     level = s.level[event.place] + s.totals[BUDGET] - IDLE - op.workspace + event.bonus
@@ -231,7 +229,7 @@ def _carried(s, e):  # type: ignore[no-untyped-def]
         node = s.nodes[x]
         value = s.values[node.value]
         first = node.before < 0
-        if value.held and (node.read or first):
+        if value.kept and (node.read or first):
             continue
         if node.read or not s.totals[HOLD_UNREAD] or (value.droppable and not first):
             level -= value.nbytes
@@ -240,7 +238,7 @@ def _carried(s, e):  # type: ignore[no-untyped-def]
 
 @inlined
 def make_room(s, p):  # type: ignore[no-untyped-def]
-    """An empty place right before the event at place `p`, -1 if there is none; events move aside."""
+    """Return an empty place right before the event at place `p`, -1 if there is none; shifts events if necessary."""
     n = len(s.at)
     if p > 0 and s.at[p - 1] < 0:
         return p - 1

@@ -1,4 +1,4 @@
-"""Orders into states and back."""
+"""Conversion of orders to search states and back."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from onnx_remat.process.compiled import compiled, inlined
 
 @inlined
 def _appended(s, o, p):  # type: ignore[no-untyped-def]
-    """Let op `o` run at place `p`, after all that is there; the profile is left for later."""
+    """Append an event of op `o` at place `p`, after all existing ones; `load` computes the profile afterwards."""
     e = new_event(s, o)
     event, op = s.events[e], s.ops[o]
     s.at[p], event.place = e, p
@@ -30,30 +30,30 @@ def _appended(s, o, p):  # type: ignore[no-untyped-def]
 
 @compiled
 def load(s, order):  # type: ignore[no-untyped-def]
-    """Fill an empty state with `order`, evenly spread: `change` for each step, but the profile at once."""
+    """Fill an empty state with `order`, evenly spread: equals `change` for each step, but sums the profile once."""
     n, places = len(order), len(s.at)
     for i in range(n):
         _appended(s, np.int64(order[i]), (2 * i + 1) * places // (2 * n))
-    steps = np.zeros(places + 1, np.int64)  # differences of the profile from place to place
+    steps = np.zeros(places + 1, np.int64)  # differences of the profile between neighbouring places
     for x in range(s.totals[NODES]):
         node = s.nodes[x]
         value = s.values[node.value]
         p = place_of(s, x)
         low, high = p, p
         if node.read:
-            if value.held:
+            if value.kept:
                 continue
             low = place_of(s, node.before) + 1
-        elif (value.held and node.before < 0) or (
+        elif (value.kept and node.before < 0) or (
             ends(s, x) and s.totals[HOLD_UNREAD] and not (value.droppable and node.before >= 0)
         ):
             high = places - 1
         steps[low] += value.nbytes
         steps[high + 1] -= value.nbytes
-    held = np.int64(0)
+    live = np.int64(0)
     for p in range(places):
-        held += steps[p]
-        s.level[p] += held
+        live += steps[p]
+        s.level[p] += live
         s.totals[EXCESS] += max(s.level[p], 0)
     for e in range(s.totals[EVENTS]):
         in_place(s, e)
@@ -61,7 +61,7 @@ def load(s, order):  # type: ignore[no-untyped-def]
 
 @compiled
 def unload(s):  # type: ignore[no-untyped-def]
-    """The order in a state."""
+    """Return the order in a state."""
     order = np.empty(s.totals[COUNT], np.int32)
     i = 0
     for e in s.at:

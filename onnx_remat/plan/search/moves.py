@@ -1,8 +1,8 @@
-"""Moves on an order under change: put recomputes in, take them out, run events elsewhere.
+"""Neighbourhood moves of the annealing: insert recomputes, remove them, run events elsewhere.
 
-Each move logs the events it changes, as (event, place it left, or -1 where it came in), so that it can be
-undone. A move that turns out to be void returns an infinite cost. So would one that its log has no room for;
-`tuning.LOG` says why it has.
+Each move logs the events it changes, as (event, the place it left, or -1 if it was inserted), so that it can be undone.
+A move that turns out invalid returns an infinite cost, as would one that overflows its log; `tuning.LOG` says why none
+does.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from onnx_remat.process.compiled import inlined
 
 @inlined
 def draw(rng):  # type: ignore[no-untyped-def]
-    """Next number of an xorshift generator, uniform in [0, 1)."""
+    """Return the next number of an xorshift generator, uniform in [0, 1)."""
     x = rng[0]
     x ^= x << np.uint64(13)
     x ^= x >> np.uint64(7)
@@ -36,14 +36,14 @@ def draw(rng):  # type: ignore[no-untyped-def]
 
 @inlined
 def draw_small(rng):  # type: ignore[no-untyped-def]
-    """The third power of the next number: most are small. (Powers of numbers that vary take long to compile.)"""
+    """Return the cube of the next number: most are small. (Powers with a variable exponent take long to compile.)"""
     x = draw(rng)
     return x * x * x
 
 
 @inlined
 def undo(s, log, n):  # type: ignore[no-untyped-def]
-    """Take back the first `n` entries of a move's log, last one first."""
+    """Undo the first `n` entries of a move's log, the last one first."""
     for i in range(n - 1, -1, -1):
         e, p = log[i, 0], log[i, 1]
         change(s, e, p, p >= 0)
@@ -53,7 +53,7 @@ def undo(s, log, n):  # type: ignore[no-untyped-def]
 
 @inlined
 def _last_place(s, o):  # type: ignore[no-untyped-def]
-    """Place of the last event of op `o`, -1 for none."""
+    """Return the place of the last event of op `o`, -1 for none."""
     op = s.ops[o]
     p = np.int64(-1)
     if op.writes == 0:
@@ -69,7 +69,7 @@ def _last_place(s, o):  # type: ignore[no-untyped-def]
 
 @inlined
 def _timely(s, o, p):  # type: ignore[no-untyped-def]
-    """Whether op `o` may run right before place `p`: nothing it reads is renewed yet, nor is it too early to renew."""
+    """Whether op `o` may run right before place `p`: no input is overwritten yet, and it overwrites none too early."""
     op = s.ops[o]
     for k in range(op.bar, op.bar + op.closers + op.waits):
         other = _last_place(s, s.bars[k])
@@ -80,7 +80,7 @@ def _timely(s, o, p):  # type: ignore[no-untyped-def]
 
 @inlined
 def _insert(s, op, p, log, n):  # type: ignore[no-untyped-def]
-    """Run `op` right before the event at place `p`; returns its event or -1, and logs it."""
+    """Insert `op` right before the event at place `p` and log it; return its event, or -1 if it cannot run there."""
     if n == len(log) or not _timely(s, op, p):
         return -1
     e = new_event(s, op)
@@ -97,7 +97,7 @@ def _insert(s, op, p, log, n):  # type: ignore[no-untyped-def]
 
 @inlined
 def _spared(s, e, at_all):  # type: ignore[no-untyped-def]
-    """Whether `e` is a recompute whose results nobody reads or, unless `at_all`, only who finds an earlier one."""
+    """Whether the outputs of recompute `e` are unused; with `at_all` 0, an earlier copy for the readers also counts."""
     event = s.events[e]
     op = s.ops[event.op]
     if op.count < 2:
@@ -111,21 +111,21 @@ def _spared(s, e, at_all):  # type: ignore[no-untyped-def]
 
 @inlined
 def _useless(s, e):  # type: ignore[no-untyped-def]
-    """Whether `e` is a recompute whose results nobody reads."""
+    """Whether `e` is a recompute whose outputs have no reader."""
     return _spared(s, e, np.int64(1))
 
 
 @inlined
 def removable(s, e):  # type: ignore[no-untyped-def]
-    """Whether every read of the results of `e` finds an earlier result."""
+    """Whether `e` is a recompute whose outputs have no reader, or an earlier copy that the readers can use."""
     return _spared(s, e, np.int64(0))
 
 
 @inlined
 def remove(s, e, log, n):  # type: ignore[no-untyped-def]
-    """Take out `e`, then what nobody reads for want of it; returns the log's new length and the cost saved.
+    """Remove `e`, then the recomputes that become unused; return the log's new length and the cost saved.
 
-    That takes up to CHAIN entries: where the log may not have them, nothing is taken out, and the move is void.
+    The removal takes up to CHAIN entries: if the log might lack them, nothing is removed, and the move is invalid.
     """
     if n + CHAIN > len(log):
         return n, -np.inf
@@ -135,7 +135,7 @@ def remove(s, e, log, n):  # type: ignore[no-untyped-def]
     n += 1
     while done < n:
         f = log[done, 0]
-        if done > start and not (_useless(s, f) and removable(s, f)):  # another of its op went meanwhile
+        if done > start and not (_useless(s, f) and removable(s, f)):  # another event of its op was removed meanwhile
             n -= 1
             log[done, 0] = log[n, 0]
             continue
@@ -161,7 +161,7 @@ def remove(s, e, log, n):  # type: ignore[no-untyped-def]
 
 @inlined
 def _ready(s, op, p):  # type: ignore[no-untyped-def]
-    """Whether all that `op` reads is made before place `p`."""
+    """Whether all inputs of `op` are made before place `p`."""
     for k in range(s.ops[op].slot, s.ops[op].slot + s.ops[op].reads):  # noqa: SIM110 - compiled: no generators
         if touch_before(s, s.slots[k], p) < 0:
             return False
@@ -170,7 +170,7 @@ def _ready(s, op, p):  # type: ignore[no-untyped-def]
 
 @inlined
 def pick_read(s, rng, hot):  # type: ignore[no-untyped-def]
-    """A random read touch, if possible across a random step above the budget; -1 for none."""
+    """Return a random read touch, with `hot` preferably one across a random step above the budget; -1 for none."""
     p = -1
     if hot and s.totals[EXCESS] > 0:
         for _ in range(4 * TRIES):
@@ -192,9 +192,9 @@ def pick_read(s, rng, hot):  # type: ignore[no-untyped-def]
 
 @inlined
 def add(s, rng, x, log, n, deep, most_cost):  # type: ignore[no-untyped-def]
-    """Recompute the value read by touch `x` just before it, and dead inputs with it by chance.
+    """Recompute the value read by touch `x` just before it, and some of the inputs that are dead by then, at random.
 
-    Returns the log's new length (0: impossible, or dearer than `most_cost`) and the cost.
+    Return the log's new length (0: impossible, or more expensive than `most_cost`) and the cost.
     """
     node = s.nodes[x]
     p = s.events[node.owner].place
@@ -202,12 +202,12 @@ def add(s, rng, x, log, n, deep, most_cost):  # type: ignore[no-untyped-def]
     o = s.values[node.value].maker
     op = s.ops[o]
     last = s.nodes[node.before]
-    # Where nothing else reads it, it is put off, not run again.
+    # If the last run of the op has no other reader, this moves it instead of recomputing.
     free = last.read == 0 and not s.events[last.owner].pinned
     fair = free or (op.again and op.cost <= most_cost)
-    if not fair or s.values[node.value].held or start + 1 >= p:
+    if not fair or s.values[node.value].kept or start + 1 >= p:
         return 0, 0.0
-    # Sometimes earlier: right after an input's last use, which need not be held until then.
+    # Sometimes insert earlier: right after an input's last use, so that the input need not stay live.
     if op.reads > 0 and draw(rng) < EARLY:
         y = touch_before(s, s.slots[op.slot + int(draw(rng) * op.reads)], p)
         q = place_of(s, y) + 1
@@ -220,7 +220,7 @@ def add(s, rng, x, log, n, deep, most_cost):  # type: ignore[no-untyped-def]
         return 0, 0.0
     n += 1
     added = op.cost
-    most = first + 1 + int(LONGEST_ADDED * draw_small(rng))  # few moves are long: most long chains are turned down
+    most = first + 1 + int(LONGEST_ADDED * draw_small(rng))  # few moves are long: most long chains are rejected
     i = first
     while i < n:
         f = log[i, 0]
@@ -245,7 +245,7 @@ def add(s, rng, x, log, n, deep, most_cost):  # type: ignore[no-untyped-def]
                 if not s.events[g].pinned and _useless(s, g) and removable(s, g):
                     n, saved = remove(s, g, log, n)
                     added -= saved
-    for i in range(first, n):  # what must not recur was put off, or else the move is void
+    for i in range(first, n):  # an op that must run once must have been moved; otherwise the move is invalid
         made = s.ops[s.events[log[i, 0]].op]
         if log[i, 1] < 0 and made.again == 0 and made.count > 1:
             return n, np.inf
@@ -254,10 +254,10 @@ def add(s, rng, x, log, n, deep, most_cost):  # type: ignore[no-untyped-def]
 
 @inlined
 def shift(s, rng, e, log):  # type: ignore[no-untyped-def]
-    """Run `e` elsewhere: next to a neighbouring touch of what it reads or writes, or at a random step near.
+    """Run `e` elsewhere: next to a neighbouring touch of one of its values, or at a random step nearby.
 
-    In a fixed order not before the first of its op, whose place it would take. Returns the log's length (0: impossible;
-    undo it where the cost is infinite) and the change of cost.
+    In a fixed order it stays after the first event of its op. Return the log's length (0: impossible; undo the move if
+    the cost is infinite) and the change of cost.
     """
     o, p, node = s.events[e].op, s.events[e].place, s.events[e].node
     op = s.ops[o]
@@ -266,7 +266,7 @@ def shift(s, rng, e, log):  # type: ignore[no-untyped-def]
     q = -1
     kind = draw(rng)
     if touches == 0:
-        kind = 1.0  # it has no neighbours, and what is at `x` is another's, or nothing
+        kind = 1.0  # it has no touches: `x` belongs to another event, or to none
     if kind < 0.35:
         b = s.nodes[x].after
         if kind < 0.15 and b >= 0:
@@ -296,9 +296,9 @@ def shift(s, rng, e, log):  # type: ignore[no-untyped-def]
 
 @inlined
 def hoist(s, x, log, old):  # type: ignore[no-untyped-def]
-    """Run the reader `x` and what it needs right after the touch before it, so that the interval ends there.
+    """Run the reader `x`, and the ops it needs, right after the touch before it, so that the interval ends there.
 
-    `old`, int64 (HOISTED,), is scratch memory. Returns the log's length (0: impossible; undo it where the cost is
+    `old`, int64 (HOISTED,), is scratch memory. Return the log's length (0: impossible; undo the move if the cost is
     infinite) and the change of cost.
     """
     target = place_of(s, s.nodes[x].before) + 1
@@ -336,7 +336,7 @@ def hoist(s, x, log, old):  # type: ignore[no-untyped-def]
         old[j] = e
     n = np.int64(0)
     for i in range(count):
-        if old[i] == stop:  # it is there already
+        if old[i] == stop:  # it is already there
             return n, np.inf
         if _insert(s, s.events[old[i]].op, s.events[stop].place, log, n) < 0:
             return n, np.inf
@@ -344,7 +344,7 @@ def hoist(s, x, log, old):  # type: ignore[no-untyped-def]
     extra = 0.0
     for i in range(count):
         if s.events[old[i]].place < 0:
-            continue  # gone with another
+            continue  # removed together with another event
         extra += s.ops[s.events[old[i]].op].cost
         if not removable(s, old[i]):
             return n, np.inf
@@ -355,7 +355,7 @@ def hoist(s, x, log, old):  # type: ignore[no-untyped-def]
 
 @inlined
 def pick_event(s, rng, any_op):  # type: ignore[no-untyped-def]
-    """A random event, unless `any_op` if possible a recompute."""
+    """Return a random event; without `any_op`, a recompute if possible."""
     e = s.active[int(draw(rng) * s.totals[COUNT])]
     tries = 0
     while not any_op and tries < TRIES and (s.events[e].pinned or s.ops[s.events[e].op].count < 2):

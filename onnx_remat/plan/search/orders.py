@@ -9,12 +9,12 @@ from onnx_remat.plan.search.tuning import FEW_DESCENDANTS
 from onnx_remat.process.compiled import compiled, inlined
 
 EAGER_SHRINK, GREEDY, LEAVES_FIRST = 0, 1, 2
-_FIRST = 1 << 60  # more bytes than there are
+_FIRST = 1 << 60  # more bytes than any problem has
 
 
 @compiled
 def _descendants(ptr: Ints, nodes: Ints) -> Ints:
-    """Number of ops reachable from each op, counted up to a few."""
+    """Return the number of ops reachable from each op, counted up to FEW_DESCENDANTS + 1."""
     n = len(ptr) - 1
     result = np.zeros(n, np.int32)
     found = np.empty(FEW_DESCENDANTS + 1, np.int32)
@@ -36,7 +36,7 @@ def _descendants(ptr: Ints, nodes: Ints) -> Ints:
 
 @compiled
 def _buffers_read(life):  # type: ignore[no-untyped-def]
-    """Per input slot the buffer that its op reads there, each once; -1 for the others."""
+    """Return, per input slot, the buffer that its op reads there for the first time; -1 for repeats."""
     buffers = np.full(len(life.in_values), -1, np.int32)
     last = np.full(len(life.root), -1, np.int32)
     for op in range(len(life.in_ptr) - 1):
@@ -50,7 +50,7 @@ def _buffers_read(life):  # type: ignore[no-untyped-def]
 
 @inlined
 def _key(net, rank, few, mode):  # type: ignore[no-untyped-def]
-    """What a ready op is sorted by before its rank: those that go first come below all others."""
+    """Return the primary sort key of a ready op, before its rank; preferred ops have the lowest keys."""
     if mode == GREEDY:
         return net
     if net < 0 or (mode == LEAVES_FIRST and few <= FEW_DESCENDANTS):
@@ -60,7 +60,7 @@ def _key(net, rank, few, mode):  # type: ignore[no-untyped-def]
 
 @inlined
 def _push(heap, n, key, rank):  # type: ignore[no-untyped-def]
-    """Put a key and a rank into a binary heap of `n`; Python's own, of tuples, takes longer to compile."""
+    """Push a key and a rank onto a binary heap of `n`; numba compiles heapq on tuples more slowly."""
     i = n
     while i > 0:
         above = (i - 1) // 2
@@ -74,7 +74,7 @@ def _push(heap, n, key, rank):  # type: ignore[no-untyped-def]
 
 @inlined
 def _pop(heap, n):  # type: ignore[no-untyped-def]
-    """Take the least of `n` entries off the heap: its key and its rank."""
+    """Pop the least of `n` entries off the heap: its key and its rank."""
     found = heap[0, 0], heap[1, 0]
     n -= 1
     key, rank = heap[0, n], heap[1, n]
@@ -94,7 +94,7 @@ def _pop(heap, n):  # type: ignore[no-untyped-def]
 
 @compiled
 def _run(life, buffers, rank, few, mode):  # type: ignore[no-untyped-def]
-    """The list schedule of one mode; longer than a function should be, as its parts share most of its arrays."""
+    """Return the list schedule of one mode; one long function, as its parts share most of its arrays."""
     in_ptr, nbytes = life.in_ptr, life.nbytes
     n = len(in_ptr) - 1
     waiting = np.zeros(n, np.int32)
@@ -104,10 +104,10 @@ def _run(life, buffers, rank, few, mode):  # type: ignore[no-untyped-def]
     for v in range(len(nbytes)):
         if life.kept[v] or life.maker[life.root[v]] < 0:
             kept[life.root[v]] = True
-    left = np.empty(len(nbytes), np.int32)  # readers of a buffer still to come
+    left = np.empty(len(nbytes), np.int32)  # readers of a buffer that have not run yet
     for r in range(len(nbytes)):
         left[r] = life.reader_ptr[r + 1] - life.reader_ptr[r]
-    net = np.zeros(n, np.int64)  # bytes by which an op would change what is held, if it ran now
+    net = np.zeros(n, np.int64)  # change of the live bytes if the op ran now
     for op in range(n):
         for v in life.out_values[life.out_ptr[op] : life.out_ptr[op + 1]]:
             if life.root[v] == v:
@@ -119,7 +119,7 @@ def _run(life, buffers, rank, few, mode):  # type: ignore[no-untyped-def]
     op_of = np.empty(n, np.int32)
     for op in range(n):
         op_of[rank[op]] = op
-    # An entry is stale once its op has run or its net has changed: it has then been entered anew.
+    # An entry is stale once its op has run or its net has changed: a newer entry replaces it.
     heap, n_ready = np.empty((2, n + len(nbytes)), np.int64), 0
     for op in range(n):
         if waiting[op] == 0:
@@ -156,7 +156,7 @@ def _run(life, buffers, rank, few, mode):  # type: ignore[no-untyped-def]
 
 
 def list_schedules(problem: Problem, baseline: Ints) -> list[Ints]:
-    """Distinct greedy orders, ties broken by file position and by position in `baseline`."""
+    """Return distinct greedy orders, ties broken by file position and by position in `baseline`."""
     life = problem.lifetimes
     few, buffers = _descendants(life.next_ptr, life.next_ops), _buffers_read(life)
     file_rank = np.arange(problem.n_ops, dtype=np.int32)

@@ -1,5 +1,4 @@
-"""Candidate plans: an order with what the simulator says of it, and annealing from one order to a better
-one."""
+"""Candidate plans: orders with their simulated peak and cost, and annealing from one to a better one."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from onnx_remat.memory.buffers import simulate
 from onnx_remat.memory.problem import Ints, Problem, Schedule
 from onnx_remat.plan.request import Deadline, Request
 from onnx_remat.plan.search.anneal import anneal
-from onnx_remat.plan.search.core import Viewless
+from onnx_remat.plan.search.core import LivenessModel
 from onnx_remat.plan.search.loading import load
 from onnx_remat.plan.search.state import EXCESS, FIXED, State, empty_state
 from onnx_remat.plan.search.tuning import FIRST_PRICE, LANES
@@ -22,7 +21,7 @@ from onnx_remat.plan.search.tuning import FIRST_PRICE, LANES
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A schedule with what the simulator says of it."""
+    """A schedule with its simulated peak, its cost, and whether the peak exceeds the budget (`over`)."""
 
     schedule: Schedule
     over: bool
@@ -31,32 +30,32 @@ class Plan:
 
     @property
     def key(self) -> tuple[bool, float, float]:
-        """Sorts plans from best to worst: within the budget the cheaper, beyond it the lower."""
+        """Sort key, best first: within the budget by cost, above it by peak."""
         return (True, float(self.peak), self.cost) if self.over else (False, self.cost, float(self.peak))
 
 
 def priced(problem: Problem, order: Ints | tuple[int, ...], budget: int) -> Plan:
-    """`order` as a `Plan`."""
+    """Simulate `order` and return it as a `Plan`."""
     schedule = Schedule(tuple(np.asarray(order).tolist()))
     peak = simulate(problem, schedule).peak
     return Plan(schedule, peak > budget, float(problem.cost[schedule.array()].sum()), peak)
 
 
 def best_of(plans: list[Plan]) -> Plan:
-    """The first of the best."""
+    """Return the best plan, the first of equals."""
     return min(plans, key=lambda plan: plan.key)
 
 
 def cheapest_within(request: Request, schedules: Sequence[Schedule]) -> Schedule:
-    """Least overhead among those that meet the budget, else the lowest peak."""
+    """Return the schedule of least overhead among those within the budget, otherwise that of the lowest peak."""
     return best_of([priced(request.problem, schedule.order, request.budget) for schedule in schedules]).schedule
 
 
 _Job = TypeVar("_Job")
 
 
-def side_by_side(run: Callable[[_Job], Plan], jobs: Sequence[_Job]) -> list[Plan]:
-    """What `run` makes of each job, two at a time; the kernels let go of the interpreter's lock."""
+def in_parallel(run: Callable[[_Job], Plan], jobs: Sequence[_Job]) -> list[Plan]:
+    """Map `run` over jobs, `LANES` at a time; the kernels release the GIL."""
     if len(jobs) < 2:
         return [run(job) for job in jobs]
     with ThreadPoolExecutor(LANES) as pool:
@@ -71,19 +70,19 @@ class Heat:
     cold: float
 
 
-def fits(view: Viewless, plan: Plan, budget: int) -> bool:
-    """Whether a plan keeps a budget by liveness alone, which is what annealing sees."""
+def fits(view: LivenessModel, plan: Plan, budget: int) -> bool:
+    """Whether a plan meets a budget by liveness alone, the model that annealing uses."""
     return bool(_loaded(view, view.contract(plan.schedule.order), budget).totals[EXCESS] == 0)
 
 
-def _loaded(view: Viewless, order: Ints, budget: int) -> State:
+def _loaded(view: LivenessModel, order: Ints, budget: int) -> State:
     state = empty_state(view.core, order, budget - view.problem.base_bytes)
     load(state, order)
     return state
 
 
 def annealed(
-    view: Viewless,
+    view: LivenessModel,
     plan: Plan,
     budget: int,
     work: int,
@@ -93,9 +92,9 @@ def annealed(
     keep: bool = False,
     deadline: Deadline | None = None,
 ) -> Plan:
-    """What annealing makes of a plan, for better or worse; the plan itself once the deadline has passed.
+    """Anneal from a plan and return the result, better or worse; the plan itself if the deadline has passed.
 
-    The parameters are those of `improved`, but for the plan to start from.
+    The parameters are those of `improved`, except that the start is a plan.
     """
     order = view.contract(plan.schedule.order)
     if not len(order):
@@ -108,7 +107,7 @@ def annealed(
 
 
 def improved(
-    view: Viewless,
+    view: LivenessModel,
     order: Ints,
     budget: int,
     work: int,
@@ -118,21 +117,21 @@ def improved(
     keep: bool,
     deadline: Deadline,
 ) -> Ints:
-    """The order that annealing comes to.
+    """Anneal from an order and return the best order found.
 
     Parameters
     ----------
-    view : Viewless
-        The problem without its views.
+    view : LivenessModel
+        The liveness model.
     order : int32 (n,)
         Where to start, without views.
     budget : int
         Bytes, residents included.
     recompute : bool
-        False for reordering alone.
+        False to reorder only.
     keep : bool
-        Let first executions stay where they are. Where the view's order is fixed that is done anyway, and no recompute
-        comes before its op's first execution.
+        Pin first executions to their places. A model with a fixed order always does so, and then no recompute precedes
+        its op's first execution.
     """
     core = view.core
     state = _loaded(view, order, budget)

@@ -1,4 +1,4 @@
-"""The arrays of an order under change, as compiled code takes them."""
+"""The mutable search state: an order and its memory profile as arrays for compiled code."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ from onnx_remat.plan.search.tuning import PLACES_PER_STEP
 
 Records: TypeAlias = npt.NDArray[Any]
 
-IDLE = 1 << 60  # taken off the profile where no step is
-EXCESS, COUNT, EVENTS, NODES, BUDGET, HOLD_UNREAD, WORK, FIXED = range(8)  # places in `State.totals`
+IDLE = 1 << 60  # subtracted from the profile at empty places, so that they never exceed the budget
+EXCESS, COUNT, EVENTS, NODES, BUDGET, HOLD_UNREAD, WORK, FIXED = range(8)  # indices into `State.totals`
 
-# Records, not columns: compiled functions pass few arrays on, and what belongs together lies together. One
-# integer
-# type throughout, so that nothing is compiled twice.
+# Records instead of columns: compiled functions take few arrays, and the fields of a record share a cache line. One
+# integer type throughout, so that no function is compiled twice.
 _OP = np.dtype(
     [("slot", "i8"), ("reads", "i8"), ("writes", "i8"), ("spare", "i8"), ("count", "i8"), ("again", "i8"),
      ("workspace", "i8"), ("cost", "f8"), ("bar", "i8"), ("closers", "i8"), ("waits", "i8")], align=True
 )  # fmt: skip
-_VALUE = np.dtype([("nbytes", "i8"), ("maker", "i8"), ("tail", "i8"), ("held", "i8"), ("droppable", "i8")], align=True)
+_VALUE = np.dtype([("nbytes", "i8"), ("maker", "i8"), ("tail", "i8"), ("kept", "i8"), ("droppable", "i8")], align=True)
 _EVENT = np.dtype(
     [
         ("bonus", "i8"),
@@ -40,35 +39,35 @@ _NODE = np.dtype([("owner", "i8"), ("value", "i8"), ("before", "i8"), ("after", 
 
 
 class State(NamedTuple):
-    """An order under change. Events are executions of ops; nodes are their touches, reads first, then writes.
+    """A mutable order. Events are executions of ops; nodes are their touches of values, reads first, then writes.
 
     Attributes
     ----------
     at : int64 (n_places,)
         Event at each place, -1 for none.
     level : int64 (n_places,)
-        Bytes held there, less the budget; far below where no event is.
+        Live bytes at each place minus the budget; minus IDLE at an empty place.
     ops : records (n_ops,)
-        First slot, reads and writes; a list of spare events; occurrences; whether it may occur `again`;
-        workspace and cost; where its `bars` begin, and how many of the two kinds there are.
+        First slot, reads and writes; head of the list of spare events; occurrences; whether it may occur `again`;
+        workspace and cost; start of its `bars`, and their number by kind.
     values : records (n_values,)
         Size; op that makes it; last touch; see `Core` for the rest.
     events : records (n_events,)
-        Bytes saved by working in place; op, place (-1: not in the order), first node; next spare event;
-        place in `active`; whether it must stay where it is.
+        Bytes saved by in-place outputs; op, place (-1: not in the order), first node; next spare event; index in
+        `active`; whether it must stay in its place (`pinned`).
     nodes : records (n_nodes,)
-        Event, value, neighbours in the value's list, whether it is a read.
+        Event, value, neighbours in the value's list of touches, whether it is a read.
     slots : int64
-        Values each op reads and writes.
+        Values that each op reads and writes.
     take_ptr, take : int64
-        Per slot, places among the op's reads of what it may be made in place of.
+        Per output slot, indices among the op's reads of the inputs whose buffer it may reuse.
     bars : int64
-        Per op, those that it must not run after (`closers`), then those that must not run after it (`waits`).
+        Per op, the ops that it must not run after (`closers`), then the ops that must not run after it (`waits`).
     active : int64 (n_events,)
         The events in the order, unsorted.
     totals : int64 (8,)
-        Excess; events in the order; events and nodes handed out; budget; whether unread values are held;
-        work done; whether first occurrences keep their order.
+        Excess; events in the order; events and nodes allocated; budget; whether unread values stay allocated; work
+        done; whether first occurrences keep their order.
     """
 
     at: Longs
@@ -86,7 +85,7 @@ class State(NamedTuple):
 
 
 def empty_state(core: Core, order: Ints, budget: int) -> State:
-    """A state with no event in it and room for those of `order` and for moves; `budget` excludes the residents."""
+    """Return a state without events, with capacity for those of `order` and for moves; `budget` excludes residents."""
     places = PLACES_PER_STEP * len(order) + 64
     reads, writes = np.diff(core.in_ptr), np.diff(core.out_ptr)
     ops = np.zeros(len(reads), _OP)
@@ -96,7 +95,7 @@ def empty_state(core: Core, order: Ints, budget: int) -> State:
     bars = _bars(core, ops)
     values = np.zeros(len(core.nbytes), _VALUE)
     values["nbytes"], values["maker"], values["tail"] = core.nbytes, core.made_by, -1
-    values["held"], values["droppable"] = core.held, core.droppable
+    values["kept"], values["droppable"] = core.kept, core.droppable
     is_write = np.zeros(len(core.in_values) + len(core.out_values), np.bool_)
     is_write[np.repeat(ops["slot"] + reads, writes) + _within(writes)] = True
     slots = np.empty(len(is_write), np.int64)
@@ -106,7 +105,7 @@ def empty_state(core: Core, order: Ints, budget: int) -> State:
     events = np.zeros(places, _EVENT)
     events["place"] = -1
     touches = reads + writes
-    # What an average order takes, and in any case what this one does: `load` does not ask whether there is room.
+    # Capacity for an average order, and at least for this one: `load` does not check it.
     room = int(len(slots) * (places / max(int((touches > 0).sum()), 1) + 1))
     room = max(room, int(touches[order].sum(dtype=np.int64))) + int(touches.max(initial=0))
     totals = np.array([0, 0, 0, 0, budget, core.hold_unread, 0, 0], np.int64)
@@ -118,18 +117,18 @@ def empty_state(core: Core, order: Ints, budget: int) -> State:
 
 
 def _bars(core: Core, ops: Records) -> Longs:
-    """Fill in which ops bar which; the list of them all."""
+    """Fill in the ops' counts of `bars`, and return their list."""
     ops["closers"] = np.diff(core.closed_ptr)
     ops["waits"] = np.bincount(core.closed, minlength=len(ops))
     both = ops["closers"] + ops["waits"]
     ops["bar"] = np.cumsum(both) - both
     waiting = np.repeat(np.arange(len(ops)), ops["closers"])
     of, other = np.concatenate([waiting, core.closed]), np.concatenate([core.closed, waiting])
-    return other[np.argsort(of, kind="stable")].astype(np.int64)  # in each op's list closers come first
+    return other[np.argsort(of, kind="stable")].astype(np.int64)  # in each op's list, closers come first
 
 
 def _within(lengths: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """0, 1, ..., for each run of the given length."""
+    """Return 0, 1, ... for each run of the given length."""
     ends = np.cumsum(lengths)
     offsets: npt.NDArray[Any] = np.arange(int(lengths.sum())) - np.repeat(ends - lengths, lengths)
     return offsets

@@ -1,108 +1,110 @@
-"""Tunables of the search, in one place, each with what it was set by.
+"""Tunables of the search, in one place, each with its provenance.
 
-*Measured*: a figure of some machine or graph. *By reckoning*: follows from what it is for. *By hand*: set while the
-search was written, by what it did to published graphs and samples; no sweep is on record, so that there may be better
-ones (``scripts/bench_planner.py`` prints costs against published ones). None can make a plan wrong. All are compiled
-into kernels or read at import.
+*Measured*: a figure of some machine or graph. *By reasoning*: derived from the purpose. *By hand*: set while the search
+was written, from results on published graphs and samples; no sweep is on record, so better values may exist
+(``scripts/bench_planner.py`` prints costs against published ones). None can make a plan wrong. All are compiled into
+kernels or read at import.
 """
 
 from __future__ import annotations
 
-# --- how much work there is (effort, anneal, intervals) ---
+# --- amount of work (effort, anneal, intervals) ---
 
 WORK_PER_SECOND = 290_000_000
-"""Places of a profile changed, and their like, in a second: measured on a slow core, so that a limit is rather kept."""
+"""Units of work per second, one per profile place changed: measured on a slow core, so that limits tend to be kept."""
 WORK_PER_CANDIDATE = 3000
-"""Work that `Request.work` counts as one: by reckoning, a move with its changes of the profile."""
+"""Work that counts as one in `Request.work`: by reasoning, one move with its changes of the profile."""
 SETUP_SECONDS = 2.5e-4
-"""Seconds per op that seeds and bookkeeping take: measured, roughly."""
+"""Seconds per op for seeds and bookkeeping: measured, roughly."""
 LEAST_SHARE = 0.4
-"""Share of the time limit that is left to the search in any case: by reckoning."""
+"""Share of the effort that always remains for the search: by reasoning."""
 WORK_OF_MOVE = 800
-"""Work of a move beside that on the profile: measured, so that work is even over large graphs and small."""
+"""Work of a move apart from the profile: measured, so that a unit takes equally long on large and small graphs."""
 WORK_OF_CHANGE = 220
-"""Work of changing the profile anywhere, beside the places changed: measured with WORK_OF_MOVE."""
+"""Work of one change of the profile, apart from the places changed: measured together with WORK_OF_MOVE."""
 PLACES_PER_STEP = 4
-"""Places per step of the order that is annealed: by reckoning; fewer make events move aside, more make ranges long."""
+"""Places per step of the annealed order: by reasoning; with fewer, events are shifted more often; with more, ranges are
+longer."""
 
-# --- the annealing (anneal) ---
+# --- annealing (anneal) ---
 
 ADD, SWAP, REMOVE, REORDER, HOIST = 0.25, 0.25, 0.2, 0.8, 0.1
 """How often each kind of move is tried: by hand."""
 HOT_READ = 0.7
-"""How often an interval is looked for that helps at once: by hand."""
+"""How often `add` looks for an interval across a step above the budget: by hand."""
 PERIOD = 500
-"""Moves between two looks at the multiplier: by reckoning, enough for a share of them to mean something."""
+"""Moves between two updates of the multiplier: by reasoning, enough for a meaningful share of feasible moves."""
 PRICE_STEP = 1.08
-"""Factor by which the multiplier follows: by hand."""
+"""Factor of one update of the multiplier: by hand."""
 FEASIBLE_SHARE = 0.35
 """Share of the moves that should end within the budget: by hand; the cheapest plans just fit."""
 FIRST_PRICE = 0.1
-"""Of one op's bytes for one step above the budget, in average ops' cost, to begin with: by reckoning."""
+"""Initial price of an average op's output bytes above the budget for one step, in average ops' costs: by reasoning."""
 
 # --- single moves (moves) ---
 
 CHAIN = 40
-"""Events that one removal may take out, what nobody reads then included: by reckoning."""
+"""Events that one removal may take out, including recomputes that become unused: by reasoning."""
 EARLY = 0.3
-"""How often a recompute goes where an input was last used, not just before its reader: by hand."""
+"""How often a recompute is inserted after the last use of an input instead of just before its reader: by hand."""
 LONGEST_ADDED = 16
-"""Recomputes one move may add: by hand; few are long, as most long chains are turned down."""
+"""Recomputes that one move may add: by hand; few moves are long, as most long chains are rejected."""
 HOISTED = 16
-"""Events one move may run earlier: by reckoning, as LONGEST_ADDED."""
+"""Events that one move may run earlier: by reasoning, as LONGEST_ADDED."""
 LOG = max(3 * CHAIN, HOISTED * (CHAIN + 1))
-"""Room in the log of a move: `add` begins no removal behind CHAIN entries, and a swap adds one removal more; `hoist`
-puts HOISTED events in and removes as many."""
+"""Capacity of a move's log: `add` starts no removal after CHAIN entries, and a swap adds one more removal; `hoist`
+inserts HOISTED events and removes as many."""
 NEAR = 3
-"""An input that ended this few places before is held, not recomputed: by hand."""
+"""Places: an input whose last use is at most this far away is kept, not recomputed: by hand."""
 TRIES = 12
-"""Intervals looked at to find one across a chosen step: by reckoning."""
+"""Intervals sampled to find one across a chosen step: by reasoning."""
 
-# --- the orders it starts from (orders, keep_all) ---
+# --- initial orders (orders, keep_all) ---
 
 FEW_DESCENDANTS = 8
-"""An op with at most this many belongs to a leaf branch, such as a weight's update; by hand."""
+"""An op with at most this many descendants belongs to a leaf branch, such as a weight's update: by hand."""
 ORDERS_IMPROVED = 3
-"""Orders without recompute that local improvement is tried on: by hand."""
+"""Orders without recompute on which local improvement is tried: by hand."""
 COARSE, FINE = 0.04, 0.004
-"""Fraction of the peak that one round of improvement aims to take off, at first and at last: by hand."""
+"""Fraction by which one round of improvement aims to lower the peak, at first and at last: by hand."""
 ROUND_SHARE = 0.05
-"""Share of the work that one round takes: by hand."""
+"""Share of the work of one round: by hand."""
 REORDER_HEAT = (0.5, 0.05)
 """Temperatures of a round at its start and end, in average ops' costs: by hand."""
 
-# --- the runs of one search (search, plans) ---
+# --- annealing runs of one search (search, plans) ---
 
 LANES = 2
-"""Annealing runs that go on at the same time: a fixed figure, so that plans do not depend on the machine."""
+"""Annealing runs at the same time: fixed, so that plans do not depend on the machine."""
 MOST_TRIES, TRY_SHARE = 8, 0.6
-"""Runs from the starting points, and the share of the work they take together: by hand."""
+"""Runs from the starting points, and their share of the work: by hand."""
 WORK_PER_OP = 150_000
-"""Work per op that makes a run worth while: with less there are fewer runs; by hand."""
+"""Work per op that makes a run worthwhile: with less work there are fewer runs; by hand."""
 TRIAL_HEATS = ((0.1, 0.01), (0.3, 0.02), (1.0, 0.02))
-"""Temperatures of the runs, in turn: by hand."""
+"""Temperatures of these runs, in turn: by hand."""
 ALMOST = 1.01
-"""Of the budget: the cheapest plan up to this is a start too, as the annealing soon makes it fit: by hand."""
+"""Multiple of the budget: the cheapest plan up to it is a starting point too, as annealing soon makes it fit; by
+hand."""
 LAYERS_WORK_PER_OP = 25_000
-"""Least work per op of a stack of equal layers that a plan for few of them is searched with: by hand."""
+"""Minimum work, per op of the whole problem, for a search with few layers of a stack of equal ones: by hand."""
 PLANS_CONTINUED, CONTINUE_SHARE = 4, 0.25
-"""The best of them that are gone on from, and the share of the work they take together: by hand."""
+"""Number of best plans that are annealed further, and the share of the work for it: by hand."""
 AIMS = (1.0, 0.97)
-"""Of the budget: what the lowest plan is annealed for, in one long run per lane, where none fits; by hand."""
+"""Multiples of the budget: targets for the lowest plan, in one long run per lane, if no plan fits; by hand."""
 DEAR = 1.5
-"""Times the cost without recompute, above which a plan is no start: the lowest that is cheaper is annealed instead; by
-hand, as recursive plans run whole blocks again."""
+"""Multiple of the cost without recompute above which a plan is too expensive to continue from; the lowest of the plans
+above the budget is annealed instead. By hand, as recursive plans run whole blocks again."""
 CONTINUE_HEAT = (0.15, 0.005)
-"""Temperatures of these runs: by hand; below those of the first, which found the plans."""
+"""Temperatures of these runs: by hand; lower than those of the first runs, which found the plans."""
 LAST_HEATS = ((0.05, 0.002), (0.1, 0.002))
 """Temperatures of the last runs, one per lane: by hand."""
 LAST_ROUNDS = 4
-"""Rounds, each of the work that there was, in which a plan above the budget may get below it: by hand."""
+"""Additional rounds, each with the whole allowance, in which a plan above the budget may get below it: by hand."""
 FRUITLESS = 3
-"""Rounds in a row, each of twice the work of the one before, that find nothing before the clock is left alone."""
+"""Consecutive rounds without gain, each with twice the work of the one before, that end a search with `use_time`."""
 TIGHTER_TARGETS = 6
-"""Times the budget is made smaller where shared buffers exceed it: by reckoning."""
+"""Times that the target is lowered because shared buffers exceed the budget: by reasoning."""
 RECURSION_SECONDS_PER_OP = 1e-3
-"""Seconds left without which recursive plans are left out: four times what they took on 9,900 ops, measured."""
+"""Seconds per op that must be left for recursive plans: measured, four times their time on 9,900 ops."""
 LARGE_OPS = 20_000
-"""Ops above which seeds that take a maximum flow are left out: by reckoning, for the seconds that one takes."""
+"""Number of ops above which seeds by maximum flow are skipped: by reasoning, for the seconds that a flow takes."""

@@ -1,4 +1,4 @@
-"""The default: nothing recomputed if the right order is enough, else the search."""
+"""The default selector: reorder only if that meets the budget, otherwise search."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from onnx_remat.plan.selectors.search import search
 
 @register("auto")
 def auto(request: Request) -> Schedule:
-    """keep_all where it meets the budget at no extra compute, search otherwise."""
+    """keep_all if it meets the budget at no extra compute, search otherwise."""
     for plan in (request.baseline, keep_all(request)):
         if simulate(request.problem, plan).peak <= request.budget:
             return plan

@@ -1,10 +1,9 @@
-"""Plans from a given set of results to keep: the user's own list, or those of convolutions and matrix
-products.
+"""Plans from a given set of results to keep: the user's own list, or those of convolutions and matrix products.
 
 References
 ----------
-Yaroslav Bulatov, Tim Salimans: openai/gradient-checkpointing, 2018, whose modes ``collection`` and ``speed``
-these are; its mode ``memory`` is `sqrt_n`.
+Yaroslav Bulatov, Tim Salimans: openai/gradient-checkpointing, 2018: its modes ``collection`` and ``speed``; its mode
+``memory`` is `sqrt_n`.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from onnx_remat.plan.selectors.materialize import materialize, split_step
 
 
 def keeping(request: Request, kept: Flags) -> Schedule:
-    """Forward results of the ops flagged in `kept` stay; the others run again when backward needs them."""
+    """Keep the forward results of the ops flagged in `kept`; recompute the others when the backward pass needs them."""
     problem, order = request.problem, request.baseline.array()
     if request.fixed_order:
         order = np.arange(problem.n_ops, dtype=np.int32)
@@ -40,7 +39,7 @@ def _flagged(n: int, ops: Iterable[int]) -> Flags:
 def collection(request: Request) -> Schedule:
     """Keep the values named by --checkpoint (`Request.checkpoints`), recompute the rest of the forward pass.
 
-    Whatever the budget: the list decides. With an empty list the whole forward pass runs again.
+    The list alone decides, whatever the budget. With an empty list the whole forward pass runs again.
     """
     problem = request.problem
     made_by = problem.producer()
@@ -50,9 +49,9 @@ def collection(request: Request) -> Schedule:
 
 @register("speed")
 def speed(request: Request) -> Schedule:
-    """Keep what convolutions and matrix products make (`Request.anchors`), recompute the cheap ops between.
+    """Keep results of convolutions and matrix products (`Request.anchors`), recompute the cheap ops between them.
 
-    Where no anchors are given, the dearest ops that bear nine tenths of the forward cost stand in for them.
+    Without anchors, the most expensive ops, which together make up nine tenths of the cost, stand in for them.
     """
     problem = request.problem
     anchors = request.anchors

@@ -1,6 +1,6 @@
-"""The division tree of a graph: closed sets within closed sets, by splitting vertices, branches, and the rest.
+"""The division tree of a graph: nested closed sets, divided by splitting vertices, into branches, or otherwise.
 
-A *closed set* lies between two vertices, its entry and its exit, and no edge joins its members to anything else.
+A *closed set* lies between two vertices, its entry and its exit, and no edge joins its members to any other vertex.
 
 References
 ----------
@@ -18,21 +18,21 @@ import networkx as nx
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """A closed set, divided.
+    """A closed set and its division.
 
     Attributes
     ----------
     weight : int
-        Of all members.
+        Sum over all members.
     members : tuple of int
-        Ascending, as they are in topological order.
+        Ascending, which is a topological order.
     line : tuple of int
         Splitting vertices, through which every path goes, in order; `parts` are then the sets before, between
         and after them. Empty for the other two kinds of division.
     joints : tuple of int
-        Members in none of the `parts`, where the set has neither splitting vertices nor branches.
+        Members in none of the `parts`, if the set has neither splitting vertices nor branches.
     parts : tuple of Closed
-        Beside `line`, what it parts; else branches, or maximal closed sets between `joints`.
+        With a `line`, the sets that it separates; otherwise branches, or maximal closed sets between `joints`.
     """
 
     weight: int
@@ -43,10 +43,9 @@ class Closed:
 
 
 def divide(graph: nx.DiGraph, weight: dict[int, int], entry: int, exit_: int, inside: Iterable[int]) -> Closed:
-    """The division tree of the closed set `inside`, between `entry` and `exit_`.
+    """Return the division tree of the closed set `inside`, between `entry` and `exit_`.
 
-    Vertices are numbered in topological order, those between `entry` and `exit_`; every member is on a path
-    from the one to the other.
+    Vertices are numbered in topological order; every member is on a path from `entry` to `exit_`.
     """
     members = tuple(sorted(inside))
     total = sum(weight[v] for v in members)
@@ -75,7 +74,7 @@ def divide(graph: nx.DiGraph, weight: dict[int, int], entry: int, exit_: int, in
 
 
 def _splitting(graph: nx.DiGraph, entry: int, exit_: int, members: tuple[int, ...]) -> list[int]:
-    """Members that no edge passes by, from one before to one after: those that every path goes through."""
+    """Return the members that no edge bypasses, so that every path goes through them."""
     found = []
     known = set(members)
     farthest = max((v for v in graph.successors(entry) if v in known), default=entry)
@@ -90,7 +89,7 @@ _Region = tuple[int, int, list[int]]  # entry, exit, members
 
 
 def _maximal_regions(graph: nx.DiGraph, entry: int, exit_: int, members: tuple[int, ...]) -> list[_Region]:
-    """Disjoint closed sets within `members`, none of which can grow and stay smaller than the whole."""
+    """Return disjoint proper closed subsets of `members`, each maximal: none can grow without becoming the whole."""
     inner = nx.DiGraph(graph.subgraph([entry, *members, exit_]))
     inner.remove_edges_from([(entry, exit_)])
     above = nx.immediate_dominators(inner, entry)
@@ -99,7 +98,7 @@ def _maximal_regions(graph: nx.DiGraph, entry: int, exit_: int, members: tuple[i
     regions: list[_Region] = []
 
     def common(tree: dict[int, int], vertices: set[int], sign: int) -> int:
-        """Nearest common dominator: what is farther (`sign` 1: later) climbs until all meet."""
+        """Return the nearest common dominator: the farthest vertex (`sign` 1: the latest) climbs until all meet."""
         now = set(vertices)
         while len(now) > 1:
             far = max(now, key=lambda v: sign * v)
@@ -108,7 +107,7 @@ def _maximal_regions(graph: nx.DiGraph, entry: int, exit_: int, members: tuple[i
         return now.pop()
 
     def closure(start: Iterable[int]) -> _Region | None:
-        """The smallest closed set around `start`; None where that is the whole or meets another."""
+        """Return the smallest closed set around `start`; None if it is the whole or overlaps another region."""
         region, todo = set(start), list(start)
         while True:
             while todo:
@@ -119,7 +118,7 @@ def _maximal_regions(graph: nx.DiGraph, entry: int, exit_: int, members: tuple[i
             after = {s for v in region for s in inner.successors(v)} - region
             top, end = common(above, before, 1), common(below, after, -1)
             if (top, end) == (entry, exit_):
-                return None  # without branches, that is the whole
+                return None  # without branches, this closed set is the whole
             todo = sorted((before - {top}) | (after - {end}))
             if not todo:
                 return top, end, sorted(region)

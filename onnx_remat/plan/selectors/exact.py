@@ -1,8 +1,8 @@
 """Retention intervals as a constraint program, solved to proved optimality on small graphs.
 
-Class: first executions follow the ops' numbering, changed only where donations need it; between two of them each
-op may run again at most once, in that order (Checkmate's staged schedules); liveness without views, shared or in-place
-buffers. Within that class a result marked OPTIMAL is the least cost under the budget.
+Class: first executions follow the ops' numbering, changed only as donations require; between two of them each op may
+run again at most once, in that order (Checkmate's staged schedules); liveness ignores views, shared and in-place
+buffers. A result marked OPTIMAL has the least cost under the budget within that class.
 
 References
 ----------
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from ortools.sat.python import cp_model
 
 _MOST_OPS = 60  # the model has a variable per pair of ops
-_UNITS = 10**6  # the cost of all ops in whole numbers
-_PER_SECOND = 0.4  # deterministic seconds of the solver per second allowed
+_COST_UNITS = 10**6  # integer units that stand for the cost of all ops
+_DETERMINISTIC_SECONDS_PER_SECOND = 0.4  # solver's deterministic seconds per second of effort
 
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """A schedule, if one exists in the class, and whether it is proved to be the best there."""
+    """A schedule, if one was found in the class, and whether the answer is proved."""
 
     schedule: Schedule | None
     optimal: bool
@@ -42,7 +42,7 @@ class Proof:
 def solve(
     problem: Problem, budget: int, effort: float, hint: Schedule | None = None, seconds: float = math.inf
 ) -> Proof:
-    """The least-cost staged schedule under `budget`.
+    """Find the least-cost staged schedule under `budget`.
 
     Parameters
     ----------
@@ -51,14 +51,14 @@ def solve(
     hint : Schedule or None
         A schedule to start from, in the class or not.
     seconds : float
-        Of the wall clock, which cut the solver short.
+        Wall-clock limit that cuts the solver short.
 
     Returns
     -------
     Proof
-        ``optimal`` with no schedule: the class has none under the budget.
+        ``optimal`` without a schedule: the class has none under the budget.
     """
-    from ortools.sat.python import cp_model  # it takes as long to import as all else that the command line needs
+    from ortools.sat.python import cp_model  # its import takes as long as all others of the command line together
 
     n, life = problem.n_ops, problem.lifetimes
     first = after_readers(problem, range(n)).tolist()  # the op at each place of a stage
@@ -66,11 +66,11 @@ def solve(
     model = cp_model.CpModel()
     run = {(t, i): model.new_bool_var(f"run{t}_{i}") for t in range(n) for i in range(t + 1)}
     total = float(problem.cost.sum()) or 1.0
-    prices = [round(float(problem.cost[op]) / total * _UNITS) for op in first]
+    prices = [round(float(problem.cost[op]) / total * _COST_UNITS) for op in first]
     inputs = [sorted({v for v in problem.inputs(op) if life.maker[v] >= 0}) for op in first]
     closes = [min((int(place[q]) for q in _renewing(problem, op)), default=n) for op in first]
     values = [(v, i) for i, op in enumerate(first) for v in problem.outputs(op)]
-    # has[t, i, v]: value v is there after place (t, i); place (t, i) follows (t, i - 1).
+    # has[t, i, v]: value v is available after place (t, i); place (t, i) follows (t, i - 1).
     before: dict[int, cp_model.IntVar] = {}
     for t in range(n):
         for i in range(t + 1):
@@ -123,21 +123,21 @@ def solve(
 
 
 def _renewing(problem: Problem, op: int) -> list[int]:
-    """Ops after which `op` must not run: they renew what it reads."""
+    """Return the ops after which `op` must not run: they overwrite its inputs."""
     life = problem.lifetimes
     found = {int(life.renewed_by[life.root[v]]) for v in problem.inputs(op)}
     return sorted(found - {-1, op})
 
 
 def _either(model: cp_model.CpModel, a: cp_model.IntVar, b: cp_model.IntVar) -> cp_model.IntVar:
-    """A variable that is true where `a` or `b` is."""
+    """Return a variable that is true if and only if `a` or `b` is."""
     both = model.new_bool_var("")
     model.add_max_equality(both, [a, b])
     return both
 
 
 def _suggest(model: cp_model.CpModel, run: dict[tuple[int, int], cp_model.IntVar], hint: list[int]) -> None:
-    """Hint which place runs in which stage, from places in the order they run."""
+    """Hint which place runs in which stage; `hint` lists places in execution order."""
     chosen, stage, seen = set(), 0, set()
     for place in hint:
         chosen.add((stage, place))
@@ -157,7 +157,7 @@ def exact(request: Request) -> Schedule:
     found = search(request)
     if request.problem.n_ops > _MOST_OPS or request.deadline.passed():
         return found
-    effort = request.effort * _PER_SECOND if request.work is None else request.work * 1e-4
+    effort = request.effort * _DETERMINISTIC_SECONDS_PER_SECOND if request.work is None else request.work * 1e-4
     proof = solve(request.problem, request.budget, effort, found, request.deadline.left())
-    request.deadline.passed()  # to note it: the solver may have been cut short
+    request.deadline.passed()  # sets `cut_short` if the deadline cut the solver short
     return cheapest_within(request, [found] if proof.schedule is None else [found, proof.schedule])

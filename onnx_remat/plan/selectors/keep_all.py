@@ -1,19 +1,19 @@
-"""No recompute at all: only the order changes. What this reaches costs nothing."""
+"""Reordering without recompute: the peak it reaches costs no extra compute."""
 
 from __future__ import annotations
 
 from onnx_remat.memory.donation import after_readers
 from onnx_remat.memory.problem import Schedule
 from onnx_remat.plan.request import Deadline, Request, register
-from onnx_remat.plan.search.core import Viewless, viewless
+from onnx_remat.plan.search.core import LivenessModel, liveness_model
 from onnx_remat.plan.search.effort import allowance
 from onnx_remat.plan.search.orders import list_schedules
 from onnx_remat.plan.search.plans import Heat, Plan, annealed, priced
 from onnx_remat.plan.search.tuning import COARSE, FINE, ORDERS_IMPROVED, REORDER_HEAT, ROUND_SHARE
 
 
-def lowered(view: Viewless, plan: Plan, budget: int, work: int, deadline: Deadline) -> Plan:
-    """Reorder until a plan fits: its peak is taken down step by step, for as long as that succeeds."""
+def lowered(view: LivenessModel, plan: Plan, budget: int, work: int, deadline: Deadline) -> Plan:
+    """Reorder until a plan fits: lower its peak in small steps, for as long as that succeeds."""
     step, spent, per_round = COARSE, 0, max(20, int(work * ROUND_SHARE))
     while plan.peak > budget and step >= FINE and spent < work and not deadline.passed():
         aim = max(budget, int(plan.peak * (1 - step)))
@@ -26,8 +26,8 @@ def lowered(view: Viewless, plan: Plan, budget: int, work: int, deadline: Deadli
     return plan
 
 
-def reordered(request: Request, view: Viewless, work: int) -> list[Plan]:
-    """Plans without recompute, lowest peak first; the baseline and the file's order are among them."""
+def reordered(request: Request, view: LivenessModel, work: int) -> list[Plan]:
+    """Return plans without recompute, lowest peak first; the baseline and the file's order are among them."""
     problem, budget = request.problem, request.budget
     if request.fixed_order:
         return [priced(problem, tuple(range(problem.n_ops)), budget)]
@@ -43,5 +43,5 @@ def reordered(request: Request, view: Viewless, work: int) -> list[Plan]:
 @register("keep_all")
 def keep_all(request: Request) -> Schedule:
     """Reorder only: greedy list schedules and local moves, no recompute."""
-    view = viewless(request.problem, request.fixed_order)
+    view = liveness_model(request.problem, request.fixed_order)
     return reordered(request, view, allowance(request) // 4)[0].schedule

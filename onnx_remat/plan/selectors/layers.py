@@ -1,15 +1,15 @@
-"""Networks of equal layers: planned with few of the layers, and that plan is written out for all.
+"""Stacks of equal layers: plan a small problem with a few of the layers, and extend its plan to all layers.
 
-A file holds the layers of a stack one after the other, and their gradients in the opposite order: two *runs* of ops
-that repeat with a period. What lies between is taken out, whoever read it reads the layer before the gap instead, and
-what is left is a small problem, searched as any other::
+A file contains the layers of a stack one after the other, and their gradients in reverse order: two *runs* of ops that
+repeat with a period. The middle layers are removed, their readers read the layer before the gap instead, and the rest
+is a small problem, searched as any other::
 
     forward    e [0] [1] [2] [3] [4] [5] h            e [0] [1] . . . . [5] h
     backward             h' [5] [4] [3] [2] [1] [0]                      h' [5] . . . . [1] [0]
 
-A plan for it says of each layer what is dropped and when its ops run. The layers of the whole problem take this from
-the layers of the small one, in equal shares: the first of many from the first of few. So planning does not take longer
-for more layers, and what is found for one is found for all; the seams are left to the search that goes on from there.
+A plan for it decides for each layer which results are dropped and when its ops run. The layers of the whole problem
+copy these decisions from those of the small one, in equal shares: the first of many from the first of few. The planning
+time therefore does not grow with the number of layers; the subsequent search improves the seams.
 """
 
 from __future__ import annotations
@@ -25,46 +25,46 @@ from onnx_remat.memory.donation import after_readers
 from onnx_remat.memory.problem import Flags, Floats, Ints, Longs, Problem, Schedule
 from onnx_remat.plan.selectors.materialize import materialize, split_step
 
-_KEPT, _KEPT_OPS = 6, 600  # layers and ops of a small problem, at least: thin layers are dropped several at a time
-_LEAST = 2  # times as many layers as are kept, from which on it is worth it
-_LONGEST = 4000  # ops of a layer, at most
-_SHARE = 0.5  # of a problem's ops that lie in its runs, at least
-_TRIES = 4  # budgets of the small problem that are tried
-_NEAR, _STEP = 0.015, 0.003  # of the budget: below it is near enough; what a try goes further than it missed by
+_LEAST_KEPT_LAYERS, _LEAST_KEPT_OPS = 6, 600  # of the small problem: of thin layers, more are kept
+_LEAST_RATIO = 2  # layers of the stack per kept layer from which the method is worthwhile
+_MOST_LAYER_OPS = 4000
+_LEAST_RUN_SHARE = 0.5  # of a problem's ops that must lie in its runs
+_MOST_BUDGETS = 4  # of the small problem that are tried
+_TOLERANCE, _OVERSHOOT = 0.015, 0.003  # of the budget: slack that ends the tries; excess correction of a try
 
 Solve = Callable[[Problem, int, Ints], Schedule]
-"""Plans a problem for a peak, from an order without recompute."""
+"""Plans a problem for a budget, from an order without recompute."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Ops that repeat: `layers` times the same `period` ops, in the file from op `first` on."""
+    """Repeating ops: `layers` times the same `period` ops, in the file from op `first` on."""
 
     first: int
     period: int
     layers: int
 
     def layer(self, op: Ints) -> Ints:
-        """The layer that each op lies in; outside 0 .. layers - 1 for those not in the run."""
+        """Return the layer of each op; outside 0 .. layers - 1 for ops outside the run."""
         return (op - self.first) // self.period
 
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """A problem as a stack of layers.
+    """Structure of a problem that is a stack of layers.
 
     Attributes
     ----------
     runs : tuple of Run
-        Forward and backward.
+        The forward run and the backward run.
     meet : int
         Layer i of the forward run and layer ``meet - i`` of the backward run belong together.
     kept : int
-        Layers of the small problem.
+        Number of layers of the small problem.
     home : int32 (n_ops, 2)
-        Run and layer that each op lies in or follows, -1 for none: an update follows the gradient it reads.
+        Run and layer that each op belongs to or follows, -1 for none: an update follows the gradient it reads.
     role : int32 (n_ops,)
-        What an op is in its layer: equal for ops of different layers that do the same there.
+        Position of an op in its layer: corresponding ops of different layers have equal roles.
     """
 
     runs: tuple[Run, Run]
@@ -75,18 +75,18 @@ class Stack:
 
 
 def find(problem: Problem) -> Stack | None:
-    """The stack that a problem is, if it has layers enough."""
-    looks = _looks(problem)
+    """Return the structure of a problem that is a stack of enough layers, None for any other."""
+    signatures = _signatures(problem)
     split = split_step(problem, np.arange(problem.n_ops, dtype=np.int32))
-    forward, backward = _longest(looks[:split], 0), _longest(looks[split:], split)
+    forward, backward = _longest_run(signatures[:split], 0), _longest_run(signatures[split:], split)
     if forward is None or backward is None:
         return None
-    kept = max(_KEPT, -(-_KEPT_OPS // (forward.period + backward.period)))
-    if min(forward.layers, backward.layers) < _LEAST * kept:
+    kept = max(_LEAST_KEPT_LAYERS, -(-_LEAST_KEPT_OPS // (forward.period + backward.period)))
+    if min(forward.layers, backward.layers) < _LEAST_RATIO * kept:
         return None
-    if sum(run.layers * run.period for run in (forward, backward)) < _SHARE * problem.n_ops:
+    if sum(run.layers * run.period for run in (forward, backward)) < _LEAST_RUN_SHARE * problem.n_ops:
         return None
-    home, role = _homes(problem, (forward, backward), looks)
+    home, role = _homes(problem, (forward, backward), signatures)
     reader = np.repeat(np.arange(problem.n_ops), np.diff(problem.in_ptr))
     source = problem.lifetimes.maker[problem.in_values]
     crosses = (source >= 0) & (home[reader, 0] == 1) & (home[source, 0] == 0)
@@ -96,8 +96,8 @@ def find(problem: Problem) -> Stack | None:
     return Stack((forward, backward), int(np.bincount(meets).argmax()), kept, home, role)
 
 
-def _looks(problem: Problem) -> Longs:
-    """A number per op, equal for ops that look alike: cost, workspace, phase, sizes of what they read and write."""
+def _signatures(problem: Problem) -> Longs:
+    """Return a number per op, equal for ops of equal cost, workspace, phase, and sizes of inputs and outputs."""
     numbers: dict[tuple[object, ...], int] = {}
     found = np.empty(problem.n_ops, np.int64)
     nbytes, resident = problem.nbytes, problem.resident
@@ -112,11 +112,11 @@ def _looks(problem: Problem) -> Longs:
     return found
 
 
-def _longest(looks: Longs, first: int) -> Run | None:
-    """The run that covers most of a stretch of ops, of the shortest period among equals; it begins at op `first`."""
+def _longest_run(signatures: Longs, first: int) -> Run | None:
+    """Return the run that covers the most of a range of ops from op `first` on, the shortest period among equals."""
     best, covered = None, 0
-    for period in range(2, min(_LONGEST, len(looks) // (_LEAST * _KEPT)) + 1):
-        alike = np.flatnonzero(np.diff(np.concatenate(([0], looks[:-period] == looks[period:], [0]))))
+    for period in range(2, min(_MOST_LAYER_OPS, len(signatures) // (_LEAST_RATIO * _LEAST_KEPT_LAYERS)) + 1):
+        alike = np.flatnonzero(np.diff(np.concatenate(([0], signatures[:-period] == signatures[period:], [0]))))
         if not len(alike):
             continue
         lengths = alike[1::2] - alike[::2]
@@ -127,8 +127,8 @@ def _longest(looks: Longs, first: int) -> Run | None:
     return best
 
 
-def _homes(problem: Problem, runs: tuple[Run, Run], looks: Longs) -> tuple[Ints, Ints]:
-    """See `Stack.home` and `Stack.role`."""
+def _homes(problem: Problem, runs: tuple[Run, Run], signatures: Longs) -> tuple[Ints, Ints]:
+    """Compute `Stack.home` and `Stack.role`."""
     ops = np.arange(problem.n_ops, dtype=np.int32)
     home = np.full((problem.n_ops, 2), -1, np.int32)
     role = np.full(problem.n_ops, -1, np.int32)
@@ -147,7 +147,7 @@ def _homes(problem: Problem, runs: tuple[Run, Run], looks: Longs) -> tuple[Ints,
             continue
         home[op] = mine = max(homes)
         name = (
-            int(looks[op]), mine[0], *((int(role[s]), int(home[s, 0]), int(home[s, 1]) - mine[1]) for s in sources)
+            int(signatures[op]), mine[0], *((int(role[s]), int(home[s, 0]), int(home[s, 1]) - mine[1]) for s in sources)
         )  # fmt: skip
         role[op] = base + names.setdefault(name, len(names))
     return home, role
@@ -155,7 +155,7 @@ def _homes(problem: Problem, runs: tuple[Run, Run], looks: Longs) -> tuple[Ints,
 
 @dataclass(frozen=True, slots=True)
 class Small:
-    """A problem with layers taken out, and which op of the whole each of its ops is."""
+    """A problem with layers removed; `ops` are the ops kept, `gone` the layers removed from each run, as ranges."""
 
     problem: Problem
     ops: Ints
@@ -163,7 +163,7 @@ class Small:
 
 
 def shrink(problem: Problem, stack: Stack) -> Small | None:
-    """The problem with few of the layers; None where what is taken out is read by what is left in no regular way."""
+    """Return the problem with a few of the layers; None if kept ops read removed ones in an irregular way."""
     forward, backward = stack.runs
     less = forward.layers - stack.kept
     start = stack.kept // 2
@@ -173,22 +173,22 @@ def shrink(problem: Problem, stack: Stack) -> Small | None:
     low, high = np.array(gone).T
     run, layer = stack.home.T
     out = (run >= 0) & (layer >= low[run]) & (layer < high[run])
-    by_name = {(*stack.home[op].tolist(), int(stack.role[op])): op for op in np.flatnonzero(run >= 0).tolist()}
-    instead = _instead(problem, stack, out, gone, by_name)
+    by_role = {(*stack.home[op].tolist(), int(stack.role[op])): op for op in np.flatnonzero(run >= 0).tolist()}
+    instead = _replacement_reads(problem, stack, out, gone, by_role)
     if instead is None:
         return None
     ops = np.flatnonzero(~out).astype(np.int32)
     return Small(_restricted(problem, ops, instead), ops, gone)
 
 
-def _instead(
+def _replacement_reads(
     problem: Problem,
     stack: Stack,
     out: Flags,
     gone: tuple[tuple[int, int], tuple[int, int]],
-    by_name: Mapping[tuple[int, int, int], int],
+    by_role: Mapping[tuple[int, int, int], int],
 ) -> Ints | None:
-    """What each op that is left reads in each input slot: its own input, or the same of a layer that is left."""
+    """Return the value that each kept op reads in each input slot: its own, or the same one of a kept layer."""
     life = problem.lifetimes
     reads = problem.in_values.copy()
     reader = np.repeat(np.arange(problem.n_ops), np.diff(problem.in_ptr))
@@ -199,7 +199,7 @@ def _instead(
         run, layer = stack.home[made].tolist()
         shifts = (-less, less) if stack.home[op, 0] == run or stack.home[op, 1] < gone[1][0] else (less, -less)
         names = ((run, layer + shift, int(stack.role[made])) for shift in shifts)
-        like = next((by_name[name] for name in names if name in by_name and not out[by_name[name]]), -1)
+        like = next((by_role[name] for name in names if name in by_role and not out[by_role[name]]), -1)
         if like < 0:
             return None
         writes = problem.outputs(made).index(int(problem.in_values[slot]))
@@ -210,7 +210,7 @@ def _instead(
 
 
 def _restricted(problem: Problem, ops: Ints, reads: Ints) -> Problem:
-    """A problem of some of the ops, which read `reads`, and of residents and what these ops make."""
+    """Return the problem of some of the ops, whose input slots read `reads`; its values are residents and outputs."""
     values = np.sort(np.concatenate([np.flatnonzero(problem.producer() < 0), *map(problem.outputs, ops)]).astype(int))
     number = np.full(problem.n_values, -1, np.int32)
     number[values] = np.arange(len(values))
@@ -241,47 +241,47 @@ def _restricted(problem: Problem, ops: Ints, reads: Ints) -> Problem:
 
 
 def stretch(problem: Problem, stack: Stack, small: Small, plan: Schedule) -> Schedule:
-    """The plan of a small problem written out for the whole."""
-    place, again = _once(small, plan)
-    model = _models(problem, stack, small)
-    when = _when(stack, small, place, model)
+    """Extend the plan of a small problem to the whole."""
+    place, again = _first_occurrences(small, plan)
+    counterpart = _counterparts(problem, stack, small)
+    when = _times(stack, small, place, counterpart)
     order = after_readers(problem, np.argsort(when, kind="stable").astype(np.int32))
-    dropped = again[model] & (model >= 0)
+    dropped = again[counterpart] & (counterpart >= 0)
     return materialize(problem, order, dropped, split_step(problem, order))
 
 
-def _once(small: Small, plan: Schedule) -> tuple[Longs, Flags]:
-    """Place of every op's first occurrence among the first ones, and whether there is another."""
+def _first_occurrences(small: Small, plan: Schedule) -> tuple[Longs, Flags]:
+    """Return the rank of every op's first occurrence among first occurrences, and whether the op occurs again."""
     order, first = np.unique(plan.array(), return_index=True)
     place = np.empty(len(small.ops), np.int64)
     place[order[np.argsort(first)]] = np.arange(len(small.ops))
     return place, np.bincount(plan.array(), minlength=len(small.ops)) > 1
 
 
-def _models(problem: Problem, stack: Stack, small: Small) -> Ints:
-    """Op of the small problem that each op of the whole takes after: itself, or its like in a layer of the same share.
+def _counterparts(problem: Problem, stack: Stack, small: Small) -> Ints:
+    """Return the op of the small problem that each op of the whole copies: itself, or its counterpart in a kept layer.
 
-    -1 for what has none.
+    -1 for an op without one.
     """
     mine = {int(op): i for i, op in enumerate(small.ops)}
-    by_name = {
+    by_role = {
         (*stack.home[op].tolist(), int(stack.role[op])): i for op, i in mine.items() if stack.home[op, 0] >= 0
     }  # fmt: skip
-    model = np.full(problem.n_ops, -1, np.int32)
+    counterpart = np.full(problem.n_ops, -1, np.int32)
     for op in range(problem.n_ops):
         run, layer = stack.home[op].tolist()
         if run < 0:
-            model[op] = mine[op]
+            counterpart[op] = mine[op]
         else:
-            name = (run, _layer_like(stack, small, run, layer), int(stack.role[op]))
-            model[op] = by_name.get(name, mine.get(op, -1))
-    return model
+            name = (run, _copied_layer(stack, small, run, layer), int(stack.role[op]))
+            counterpart[op] = by_role.get(name, mine.get(op, -1))
+    return counterpart
 
 
-def _layer_like(stack: Stack, small: Small, run: int, layer: int) -> int:
-    """The layer, of those left, that one of the whole takes after, in equal shares.
+def _copied_layer(stack: Stack, small: Small, run: int, layer: int) -> int:
+    """Return the kept layer that a layer of the whole copies, in equal shares.
 
-    Shared are the layers that are in both runs; one in which the stack begins or ends otherwise takes after itself.
+    The shares cover the layers in both runs; any other layer, at an end of the stack, copies itself.
     """
     forward, backward = stack.runs
     first, last = max(0, stack.meet - backward.layers + 1), min(forward.layers - 1, stack.meet)
@@ -293,16 +293,17 @@ def _layer_like(stack: Stack, small: Small, run: int, layer: int) -> int:
     return of if run == 0 else stack.meet - of
 
 
-def _when(stack: Stack, small: Small, place: Longs, model: Ints) -> Floats:
-    """A time for every op of the whole, by which they are ordered: the layers' times follow each other.
+def _times(stack: Stack, small: Small, place: Longs, counterpart: Ints) -> Floats:
+    """Return a time for every op of the whole, by which the ops are ordered: the layers follow one another.
 
-    A layer takes as long as the one it takes after, whose first op begins it; what is in no layer moves along.
+    A layer lasts as long as the kept layer it copies, counted from its first op; times outside the layers are
+    interpolated.
     """
-    when = np.full(len(model), -1.0)
+    when = np.full(len(counterpart), -1.0)
     n_left = len(small.ops)
-    left = np.full(len(model), -1, np.int64)
+    left = np.full(len(counterpart), -1, np.int64)
     left[small.ops] = np.arange(n_left)
-    knots: list[tuple[float, float]] = []  # times of the small problem, and of the whole
+    knots: list[tuple[float, float]] = []  # corresponding times of the small problem and of the whole
     shift = 0.0
     for number, run in enumerate(stack.runs):
         low, high = small.gone[number]
@@ -312,11 +313,11 @@ def _when(stack: Stack, small: Small, place: Longs, model: Ints) -> Floats:
         last = max(1.0, begin[kept[-1]] - begin[kept[-2]])
         time = begin[kept[0]] + shift
         for layer in range(run.layers):
-            like = _layer_like(stack, small, number, layer)
+            like = _copied_layer(stack, small, number, layer)
             if layer in (0, run.layers - 1):
                 knots.append((begin[kept[0 if layer == 0 else -1]], time))
-            mine = (stack.home[:, 0] == number) & (stack.home[:, 1] == layer) & (model >= 0)
-            when[mine] = time + place[model[mine]] - begin[like]
+            mine = (stack.home[:, 0] == number) & (stack.home[:, 1] == layer) & (counterpart >= 0)
+            when[mine] = time + place[counterpart[mine]] - begin[like]
             time += max(1.0, begin[follows[like]] - begin[like]) if like in follows else last
         shift = knots[-1][1] - knots[-1][0]
     knots.sort()
@@ -330,7 +331,7 @@ def _when(stack: Stack, small: Small, place: Longs, model: Ints) -> Floats:
 
 
 def layered(problem: Problem, base_order: Ints, budget: int, solve: Solve) -> list[Schedule]:
-    """Plans of the whole from plans of few of its layers, none where it is no stack.
+    """Return plans of the whole derived from plans of a few of its layers, none if it is not a stack.
 
     Parameters
     ----------
@@ -338,9 +339,9 @@ def layered(problem: Problem, base_order: Ints, budget: int, solve: Solve) -> li
     base_order : int32 (n_ops,)
         An order without recompute.
     budget : int
-        Bytes that the plan for the whole is to keep.
+        Bytes for the whole.
     solve : callable
-        What plans the small problem.
+        Plans the small problem.
     """
     stack = find(problem)
     small = stack and shrink(problem, stack)
@@ -352,19 +353,19 @@ def layered(problem: Problem, base_order: Ints, budget: int, solve: Solve) -> li
     whole_peak = simulate(problem, Schedule(tuple(base_order.tolist()))).peak
     small_peak = simulate(small.problem, Schedule(tuple(small_order.tolist()))).peak
     share = stack.kept / stack.runs[0].layers
-    fixed = small_peak - share / (1 - share) * (whole_peak - small_peak)  # there however many layers there are
+    fixed = small_peak - share / (1 - share) * (whole_peak - small_peak)  # bytes independent of the number of layers
     found: list[Schedule] = []
-    kept, missed = 0, 0  # budgets of the small problem: the largest that was small enough, the smallest that was not
+    kept, missed = 0, 0  # budgets of the small problem: the largest that met `budget`, the smallest that did not
     small_budget = int(fixed + (budget - fixed) * share)
-    for _ in range(_TRIES):
+    for _ in range(_MOST_BUDGETS):
         found.append(stretch(problem, stack, small, solve(small.problem, small_budget, small_order)))
         over = simulate(problem, found[-1]).peak - budget
-        if -_NEAR * budget < over <= 0:
+        if -_TOLERANCE * budget < over <= 0:
             break
         if over > 0:
             missed = small_budget
         else:
             kept = small_budget
-        step = int((over + np.sign(over) * _STEP * budget) * share)
+        step = int((over + np.sign(over) * _OVERSHOOT * budget) * share)
         small_budget = (kept + missed) // 2 if kept and missed else small_budget - step
     return found

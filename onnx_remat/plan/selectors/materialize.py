@@ -1,4 +1,4 @@
-"""From a decision, which ops' results are dropped and from when on, to the schedule that recomputes them."""
+"""Schedules from dropped results: the ops whose results are dropped, and from which step -> where they run again."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from onnx_remat.process.compiled import compiled, inlined
 
 
 def split_step(problem: Problem, base_order: Ints) -> int:
-    """Step of `base_order` that parts forward from backward with the fewest ops on the wrong side.
+    """Return the step of `base_order` that separates forward from backward with the fewest ops on the wrong side.
 
-    Labels alone would not do: a runtime may execute a backward op that needs nothing, a transposed weight
-    say, first.
+    Labels alone do not suffice: a runtime may run a backward op without dependencies, a transposed weight say, first.
     """
     forward = problem.phase[base_order] < BACKWARD
     balance = np.concatenate(([0], np.cumsum(np.where(forward, 1, -1))))
@@ -31,7 +30,7 @@ def materialize(problem: Problem, base_order: Ints | Sequence[int], dropped: Fla
     base_order : sequence of int
         A topological order in which every op occurs once.
     dropped : bool (n_ops,)
-        Ops whose results do not survive. Those that must not be recomputed survive anyway.
+        Ops whose results are dropped. Results of ops that must not be recomputed are kept anyway.
     since : int or int32 (n_ops,)
         Step of `base_order`, for all or for each op, from which on the first results are gone.
 
@@ -39,8 +38,8 @@ def materialize(problem: Problem, base_order: Ints | Sequence[int], dropped: Fla
     -------
     Schedule
         A dropped op is emitted again, once, before the first step from `since` on that reads it, directly or
-        for another recompute; later steps read that second result. Where what it reads is renewed by then, its first
-        result survives.
+        for another recompute; later steps read that second result. If one of its inputs is overwritten by then, its
+        first result is kept.
     """
     order = np.asarray(base_order, np.int32)
     position = np.empty(problem.n_ops, np.int64)
@@ -59,7 +58,7 @@ def materialize(problem: Problem, base_order: Ints | Sequence[int], dropped: Fla
 
 @inlined
 def _sort(chain, length, position):  # type: ignore[no-untyped-def]
-    """Order the ops in places 1 .. length - 1 of a chain by position; NumPy's sort takes seconds to compile.
+    """Sort the ops at indices 1 .. length - 1 of a chain by position; NumPy's sort takes seconds to compile.
 
     Source: D. L. Shell, A high-speed sorting procedure, 1959, with the gaps of Knuth.
     """
@@ -78,6 +77,7 @@ def _sort(chain, length, position):  # type: ignore[no-untyped-def]
 
 @compiled
 def inserted(order, position, gone, gone_at, deadline, life):  # type: ignore[no-untyped-def]
+    """Return `order` with recomputes inserted; `gone` is scratch: it loses the ops that were recomputed."""
     result = np.empty(2 * len(order), np.int32)
     chain = np.empty(len(order) + 1, np.int32)
     n = 0

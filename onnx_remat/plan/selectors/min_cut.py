@@ -1,10 +1,9 @@
-"""Priced min-cut: what to save and what to recompute, as one maximum flow per price.
+"""Priced min-cut: decide which values to keep and which ops to recompute, with one maximum flow per price.
 
-AOTAutograd's partitioner minimises the bytes saved for backward and treats recomputing as free or forbidden.
-With two 0/1 variables per op (result available to backward, op run again) recompute cost fits into the same
-cut: minimise ``price * bytes saved + cost of what runs again`` subject to "backward finds what it reads" and
-"what runs again finds its inputs". Every term is pairwise submodular, so it is one min-cut, and sweeping the
-price walks the Pareto front.
+AOTAutograd's partitioner minimises the bytes kept for backward and treats recomputing as free or forbidden. With two
+0/1 variables per op (result available to backward, op recomputed) the recompute cost fits into the same cut: minimise
+``price * bytes kept + cost of the recomputes`` such that the inputs of every backward op and of every recompute are
+available. Every term is pairwise submodular, so one min-cut solves it, and a sweep of prices traces the Pareto front.
 
 References
 ----------
@@ -26,14 +25,14 @@ from onnx_remat.plan.request import Request, register
 from onnx_remat.plan.search.plans import cheapest_within
 from onnx_remat.plan.selectors.materialize import materialize, split_step
 
-_CLOSER = 5  # prices looked at between the two that a budget lies between
-_PRICES = np.geomspace(1e-4, 1e2, 25)  # bytes against cost, both as fractions of their totals
+_BISECTIONS = 5  # of the price interval that contains the budget
+_PRICES = np.geomspace(1e-4, 1e2, 25)  # of bytes in units of cost, both as fractions of their totals
 
 
 def saving(problem: Problem, base_order: Ints, split: int) -> Network:
-    """What backward, from step `split` of `base_order` on, may find saved or have made again.
+    """Return the network of forward values that backward, from step `split` of `base_order` on, keeps or recomputes.
 
-    Op vertices are ``2 + op``; graph outputs are saved at no price, views are taken again from what they view.
+    Op vertices are ``2 + op``; graph outputs are kept for free, views are taken again from the viewed value.
     """
     early = np.zeros(problem.n_ops, np.bool_)
     early[base_order[:split]] = True
@@ -64,7 +63,7 @@ def saving(problem: Problem, base_order: Ints, split: int) -> Network:
 
 
 def cut_seeds(problem: Problem, base_order: Ints, budget: int) -> list[Schedule]:
-    """Distinct schedules of a sweep of prices, cheapest first, and mixtures of the two between which a budget lies."""
+    """Return distinct schedules of a sweep of prices, cheapest first, and mixtures of the two next to the budget."""
     split = split_step(problem, base_order)
     network = saving(problem, base_order, split)
     unit = float(problem.cost.sum()) / (float(problem.lifetimes.nbytes.sum()) or 1.0)
@@ -93,7 +92,7 @@ def cut_seeds(problem: Problem, base_order: Ints, budget: int) -> list[Schedule]
     if within is None:
         return [*map(schedule, found)]
     price, after = within
-    for _ in range(_CLOSER):
+    for _ in range(_BISECTIONS):
         middle = math.sqrt(above * price) if above else price / 2
         if keeps(flags := dropped(middle)):
             price, after = middle, flags
@@ -104,10 +103,10 @@ def cut_seeds(problem: Problem, base_order: Ints, budget: int) -> list[Schedule]
 
 
 def _mixtures(base_order: Ints, before: Flags, after: Flags, keeps: Callable[[Flags], bool]) -> Iterator[Flags]:
-    """Of what `after` drops more than `before`, as little as keeps the budget: of the first ops, and of the last.
+    """Yield `before` plus the fewest additional ops of `after` that meet the budget: first ops first, then last first.
 
-    A network of equal layers has few cuts, all layers alike in each: the plans between them treat some layers one way
-    and the others the other.
+    A network of equal layers has few minimum cuts, each of which treats all layers alike: these mixtures treat some
+    layers as one cut does and the others as the next.
     """
     more = base_order[(after & ~before)[base_order]]
     for of in (more, more[::-1]):

@@ -1,14 +1,13 @@
-"""Checkpoints of an arbitrary graph by the least sum of what is kept, for every limit on what is run again at
-once.
+"""Lightest checkpoints of an arbitrary graph, for every limit on the weight that is recomputed at once.
 
-Memory is taken to be what checkpoints weigh, plus the heaviest closed set without any inside (the *max-term*).
-For a given max-term the lightest checkpoints are found set by set of the division tree: along splitting
-vertices as a shortest path in the *accessibility graph*, whose edges join vertices between which nothing need
-be kept; branch by branch otherwise. All max-terms that occur are tried.
+The memory model is the weight of the checkpoints plus the heaviest closed set without a checkpoint inside (the
+*max-term*). For a given max-term the method finds the lightest checkpoints, set by set of the division tree: along
+splitting vertices by a shortest path in the *accessibility graph*, whose edges join vertices between which no
+checkpoint is needed; branch by branch otherwise. All max-terms that occur are tried.
 
-Limits: time is not part of the method, every forward op but the kept ones and the last segment runs again,
-once; where a set has neither splitting vertices nor branches, either none or all of its joints are kept; of
-more than a few hundred max-terms only some are tried.
+Limits: the method ignores time: every forward op runs again once, except the checkpoints and the last segment; in a
+set with neither splitting vertices nor branches, either none or all of the joints are checkpoints; of more than a few
+hundred max-terms only some are tried.
 
 References
 ----------
@@ -24,22 +23,22 @@ import numpy as np
 
 from onnx_remat.memory.problem import Ints, Longs, Problem, Schedule
 from onnx_remat.plan.request import Request, register
-from onnx_remat.plan.search.core import Viewless, viewless
+from onnx_remat.plan.search.core import LivenessModel, liveness_model
 from onnx_remat.plan.search.plans import cheapest_within
 from onnx_remat.plan.selectors.division import Closed, divide
 from onnx_remat.plan.selectors.materialize import materialize, split_step
 
 _MOST_TERMS = 300  # max-terms tried
-_MOST_SPANS = 2000  # splitting vertices of one set between which spans are listed
-_Answer = tuple[int, tuple[int, ...]]  # weight of the checkpoints, and which they are
+_MOST_SPANS = 2000  # splitting vertices of one set up to which the spans between them are listed
+_Checkpoints = tuple[int, tuple[int, ...]]  # total weight, vertices
 
 
-def forward_tree(view: Viewless, base_order: Ints, split: int) -> tuple[Closed, dict[int, int]]:
-    """Division tree of the forward pass, and the weights of its vertices in bytes.
+def forward_tree(view: LivenessModel, base_order: Ints, split: int) -> tuple[Closed, dict[int, int]]:
+    """Return the division tree of the forward pass, and the weights of its vertices in bytes.
 
-    Vertices are the ops before step `split`, numbered by step from 1, that lie on the way from the source that
-    reaches most to the sink that most lead to: what hangs off it, a transposed weight or a running mean say,
-    would hide every splitting vertex.
+    Vertices are the ops before step `split`, numbered by step from 1, on paths from the source that reaches the most
+    vertices to the sink that the most vertices reach. Side branches, a transposed weight or a running mean say, are
+    omitted: they would hide every splitting vertex.
     """
     core = view.core
     part = np.zeros(view.problem.n_ops, np.bool_)
@@ -64,7 +63,7 @@ def forward_tree(view: Viewless, base_order: Ints, split: int) -> tuple[Closed, 
 
 
 def every_set(tree: Closed) -> Iterator[Closed]:
-    """A closed set and all sets within."""
+    """Yield a closed set and all sets inside it."""
     todo = [tree]
     while todo:
         closed = todo.pop()
@@ -73,7 +72,7 @@ def every_set(tree: Closed) -> Iterator[Closed]:
 
 
 def max_terms(tree: Closed, weight: dict[int, int]) -> list[int]:
-    """Weights of closed sets, and of spans between splitting vertices: the max-terms that can occur."""
+    """Return the max-terms that can occur: weights of closed sets, and of spans between splitting vertices."""
     terms = {closed.weight for closed in every_set(tree)}
     for closed in every_set(tree):
         ends = spans_of(closed, weight)
@@ -86,7 +85,7 @@ def max_terms(tree: Closed, weight: dict[int, int]) -> list[int]:
 
 
 def spans_of(closed: Closed, weight: dict[int, int]) -> Longs:
-    """Weight before and up to each point of the line, entry and exit included. Shape (n + 2, 2)."""
+    """Return the weight before and through each vertex of the line, entry and exit included. Shape (n + 2, 2)."""
     total, ends = 0, [(0, 0)]
     for v, part in zip(closed.line, closed.parts, strict=False):
         total += part.weight
@@ -95,10 +94,10 @@ def spans_of(closed: Closed, weight: dict[int, int]) -> Longs:
     return np.array([*ends, (closed.weight, closed.weight)], np.int64)
 
 
-def lightest(closed: Closed, weight: dict[int, int], term: int, spans: dict[int, Longs]) -> _Answer:
-    """The lightest checkpoints within a closed set, such that what lies between them weighs at most `term`.
+def lightest(closed: Closed, weight: dict[int, int], term: int, spans: dict[int, Longs]) -> _Checkpoints:
+    """Return the lightest checkpoints within a closed set such that every part between them weighs at most `term`.
 
-    Where no choice achieves that (a single result may weigh more), all that the division offers is kept.
+    If no choice achieves this (a single result may weigh more), every candidate of the division is a checkpoint.
     """
     if closed.weight <= term:
         return 0, ()
@@ -111,7 +110,7 @@ def lightest(closed: Closed, weight: dict[int, int], term: int, spans: dict[int,
     price = np.zeros(n, np.int64)
     back = np.zeros(n, np.int64)
     for i in range(1, n):
-        low = int(np.searchsorted(ends[:, 1], ends[i, 0] - term))  # from here on a span to i is light enough
+        low = int(np.searchsorted(ends[:, 1], ends[i, 0] - term))  # first point from which a span to i is light enough
         own = weight[closed.line[i - 1]] if i < n - 1 else 0
         price[i], back[i] = price[i - 1] + parts[i - 1][0], -1
         if low < i:
@@ -132,8 +131,8 @@ def lightest(closed: Closed, weight: dict[int, int], term: int, spans: dict[int,
     return int(price[-1]), tuple(kept_here)
 
 
-def _plan(view: Viewless, base_order: Ints, split: int, tree: Closed, kept: set[int]) -> Schedule:
-    """Run again what is not kept, but for what follows the last kept splitting vertex of the whole."""
+def _plan(view: LivenessModel, base_order: Ints, split: int, tree: Closed, kept: set[int]) -> Schedule:
+    """Recompute every op that is not kept, except those after the last kept splitting vertex of the whole graph."""
     problem = view.problem
     last = max((v for v in tree.line if v in kept), default=0)
     tail = last if not any(v > last for v in kept) else split + 1
@@ -144,9 +143,9 @@ def _plan(view: Viewless, base_order: Ints, split: int, tree: Closed, kept: set[
 
 
 def optimal_plans(problem: Problem, base_order: Ints) -> list[Schedule]:
-    """One plan for each different set of checkpoints that some max-term leads to."""
+    """Return one plan for each distinct set of checkpoints over all max-terms."""
     split = split_step(problem, base_order)
-    view = viewless(problem)
+    view = liveness_model(problem)
     tree, weight = forward_tree(view, base_order, split)
     spans = {id(closed): spans_of(closed, weight) for closed in every_set(tree)}
     plans: dict[tuple[int, ...], Schedule] = {}

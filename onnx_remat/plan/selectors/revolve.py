@@ -1,8 +1,8 @@
-"""Recursive checkpointing: blocks of the forward pass run again as often as few held results make it necessary.
+"""Recursive checkpointing: recompute blocks of the forward pass as often as the number of checkpoints requires.
 
-With `m` checkpoints held besides the block at work, ``n`` blocks in a row can be differentiated for any `m`; dynamic
-programming over how many blocks are left and how many checkpoints are free says where to hold one. In a network that
-is no chain the same order of blocks is valid; what crosses several of them is held for as long as somebody reads it.
+With `m` checkpoints in addition to the active block, a chain of ``n`` blocks can be differentiated for any `m`; dynamic
+programming over the numbers of remaining blocks and free checkpoints decides where to place them. In a network that is
+not a chain the same order of blocks is valid; a value that crosses several blocks stays live until its last reader.
 
 References
 ----------
@@ -23,29 +23,29 @@ from onnx_remat.plan.search.plans import Plan, best_of, priced
 from onnx_remat.plan.selectors.materialize import split_step
 from onnx_remat.plan.selectors.sqrt_n import crossing, segment_cuts
 
-_BLOCKS = (512, 64, 32, 16, 8)
-_SLOTS = 48  # checkpoints, at most
-_LONGEST = 200_000  # ops of a plan that are worth simulating
+_BLOCKS = (512, 64, 32, 16, 8)  # numbers of blocks tried
+_MOST_CHECKPOINTS = 48
+_LONGEST_PLAN = 200_000  # ops of a plan above which it is not simulated
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """What dynamic programming found, by number of blocks and of checkpoints.
+    """Solution of the dynamic program, by number of blocks and of checkpoints.
 
     Attributes
     ----------
     runs : int64 (blocks + 1, slots + 1)
-        Fewest blocks run forward.
+        Minimum number of forward runs of blocks.
     cut : int64 (blocks + 1, slots + 1)
-        How many blocks to run before the result is held; all of them: then nothing is.
+        Number of blocks to run before placing a checkpoint; all of them: place none.
     """
 
     runs: Longs
     cut: Longs
 
     def stages(self, blocks: int, slots: int) -> Iterator[tuple[int, int]]:
-        """Ranges of blocks to run forward; one (k, k) says that block k is differentiated."""
-        pending = [(0, blocks, slots)]  # first block, how many, checkpoints; none: the gradient of the first one
+        """Yield ranges of blocks to run forward; (k, k) stands for the gradient of block k."""
+        pending = [(0, blocks, slots)]  # first block, number of blocks (0: gradient of the first), free checkpoints
         while pending:
             first, count, free = pending.pop()
             if not count:
@@ -62,7 +62,7 @@ class Table:
 
 @cache
 def table(blocks: int, slots: int) -> Table:
-    """Of equal blocks.
+    """Solve the dynamic program for equal blocks.
 
     >>> table(10, 3).runs[10].tolist()
     [55, 24, 18, 16]
@@ -72,18 +72,18 @@ def table(blocks: int, slots: int) -> Table:
         for count in range(1, blocks + 1):
             runs[count, free], cut[count, free] = count + runs[count - 1, free], count
             if free and count > 1:
-                held = np.arange(1, count)
-                found = held + runs[count - held, free - 1] + runs[held - 1, free]
+                cuts = np.arange(1, count)
+                found = cuts + runs[count - cuts, free - 1] + runs[cuts - 1, free]
                 if found.min() < runs[count, free]:
-                    runs[count, free], cut[count, free] = found.min(), held[found.argmin()]
+                    runs[count, free], cut[count, free] = found.min(), cuts[found.argmin()]
     return Table(runs, cut)
 
 
 def recursive_plans(problem: Problem, base_order: Ints, budget: int, fixed_order: bool = False) -> list[Plan]:
-    """For several numbers of blocks the plan with as many checkpoints as the budget has room for.
+    """Return, for several numbers of blocks, the plan with as many checkpoints as fit the budget.
 
-    Where it has none for any number of them, the plan with the lowest peak. With `fixed_order`, as in `Request`, what
-    this puts off runs in its place all the same.
+    If no number of checkpoints fits, the plan with the lowest peak. With `fixed_order`, as in `Request`, postponed ops
+    also run in their original place.
     """
     split = split_step(problem, base_order)
     if split < _BLOCKS[-1]:
@@ -98,19 +98,19 @@ def recursive_plans(problem: Problem, base_order: Ints, budget: int, fixed_order
             continue
         blocks = [block[~late[block]] for block in np.split(base_order[:split], cuts)]
         gradients = _by_block(problem, rest, blocks)
-        found = table(len(blocks), min(len(blocks) - 1, _SLOTS))
+        found = table(len(blocks), min(len(blocks) - 1, _MOST_CHECKPOINTS))
         tried: list[Plan] = []
         few, many = 0, found.runs.shape[1] - 1
-        while few <= many:  # more checkpoints: less to run, more to hold
+        while few <= many:  # more checkpoints: fewer runs, more memory
             slots = (few + many) // 2
-            if found.runs[len(blocks), slots] * split > _LONGEST * len(blocks):
+            if found.runs[len(blocks), slots] * split > _LONGEST_PLAN * len(blocks):
                 few = slots + 1
                 continue
             order = _ordered(problem, blocks, gradients, found, slots)
             if fixed_order:
                 order = _numbered(problem, order)
             if not _is_valid(problem, order):
-                break  # this number of blocks puts it so, whatever is held
+                break  # the order is invalid for this number of blocks, whatever the checkpoints
             tried.append(priced(problem, order, budget))
             few, many = (few, slots - 1) if tried[-1].over else (slots + 1, many)
         plans += sorted(tried, key=lambda plan: plan.key)[:1]
@@ -120,7 +120,7 @@ def recursive_plans(problem: Problem, base_order: Ints, budget: int, fixed_order
 def _ordered(
     problem: Problem, blocks: Sequence[Ints], gradients: Sequence[Ints], found: Table, slots: int
 ) -> tuple[int, ...]:
-    """The plan for a number of checkpoints."""
+    """Return the plan for a number of checkpoints."""
     order: list[int] = []
     for first, end in found.stages(len(blocks), slots):
         for part in blocks[first:end] if first < end else [gradients[first]]:
@@ -129,9 +129,9 @@ def _ordered(
 
 
 def _numbered(problem: Problem, order: Sequence[int]) -> tuple[int, ...]:
-    """`order` with first occurrences by number: what comes late runs once before, and again unless it must not."""
+    """Return `order` with first occurrences by number: a late op runs in its place, and again later if it may."""
     result: list[int] = []
-    following = 0  # the op that is to run first now
+    following = 0  # the next op in the numbering
     for op in order:
         if op >= following:
             result += range(following, op + 1)
@@ -142,7 +142,7 @@ def _numbered(problem: Problem, order: Sequence[int]) -> tuple[int, ...]:
 
 
 def _is_valid(problem: Problem, order: tuple[int, ...]) -> bool:
-    """Whether nothing is read after it was renewed: the order of blocks knows nothing of donations."""
+    """Whether no value is read after it was overwritten: the order of blocks ignores donations."""
     if not len(problem.donates):
         return True
     try:
@@ -153,7 +153,7 @@ def _is_valid(problem: Problem, order: tuple[int, ...]) -> bool:
 
 
 def _for_backward(problem: Problem, forward: Ints) -> Flags:
-    """Ops among the forward pass's that only the backward pass reads, and that are its own or made of residents."""
+    """Return the ops among forward steps read only by backward that belong to backward or depend on residents alone."""
     life = problem.lifetimes
     of_forward = problem.phase == FORWARD
     of_forward[forward] = True
@@ -167,11 +167,12 @@ def _for_backward(problem: Problem, forward: Ints) -> Flags:
 
 
 def _by_block(problem: Problem, backward: Ints, blocks: Sequence[Ints]) -> list[Ints]:
-    """The ops of the backward pass that run when the gradient of each block is due, and last those due later still.
+    """Return the backward ops that run with the gradient of each block, and last those that run after all of them.
 
-    What follows from the loss is due with the last block that makes what it reads of the forward pass, or that reads it
-    far from there, once what it reads of the backward pass is there; what it renews, no earlier block may read. All
-    else, such as a mask, or the slope of an activation, is due when it is first needed.
+    A descendant of the loss is due with the latest block that makes one of its forward inputs, or that reads such an
+    input from a distance, but not before its backward inputs are made; an op that overwrites a resident is due no
+    earlier than the first block that reads it. Any other op, a mask or the slope of an activation say, is due when it
+    is first needed.
     """
     life, last = problem.lifetimes, len(blocks) - 1
     due = np.full(problem.n_ops, -1, np.int64)  # of forward ops: the block
@@ -183,8 +184,8 @@ def _by_block(problem: Problem, backward: Ints, blocks: Sequence[Ints]) -> list[
     of_forward = block_of >= 0
     until = block_of.copy()
     np.maximum.at(until, problem.in_values, np.repeat(due, np.diff(problem.in_ptr)))
-    block_of = np.where(until > block_of + 1, until, block_of)  # the next block reads it all the same
-    latest = np.full(problem.n_ops, -1, np.int64)  # block that an op needs, others in between included
+    block_of = np.where(until > block_of + 1, until, block_of)  # a reader in the next block does not postpone it
+    latest = np.full(problem.n_ops, -1, np.int64)  # latest block that an op depends on, directly or indirectly
     of_loss = np.zeros(problem.n_ops, np.bool_)
     makers = {}
     for op in backward.tolist():
@@ -212,7 +213,7 @@ def _by_block(problem: Problem, backward: Ints, blocks: Sequence[Ints]) -> list[
 
 
 def pruned(problem: Problem, order: Sequence[int]) -> list[int]:
-    """`order` without runs whose results nobody reads before they are made again, nor those that must not be."""
+    """Return `order` without forbidden recomputes and without runs whose results have no reader before the next run."""
     life = problem.lifetimes
     ran, renewed = np.zeros(problem.n_ops, np.bool_), np.zeros(problem.n_ops, np.bool_)
     renewing = life.renewed_by[life.root[problem.in_values]]
@@ -225,14 +226,14 @@ def pruned(problem: Problem, order: Sequence[int]) -> list[int]:
         allowed.append(op)
     made = [problem.outputs(op) for op in range(problem.n_ops)]
     read = [problem.inputs(op) for op in range(problem.n_ops)]
-    nobody = np.ones(problem.n_values, np.bool_)
-    nobody[problem.in_values] = False
-    alone = [all(nobody[v] for v in values) for values in made]  # a result to keep, or one that nobody asked for
+    unread = np.ones(problem.n_values, np.bool_)
+    unread[problem.in_values] = False
+    without_reader = [all(unread[v] for v in values) for values in made]  # ops without readers: their first run stays
     wanted = problem.is_output.copy()
     kept: list[int] = []
     seen = np.zeros(problem.n_ops, np.bool_)
     for op in reversed(allowed):
-        if any(wanted[v] for v in made[op]) or (alone[op] and not seen[op]):
+        if any(wanted[v] for v in made[op]) or (without_reader[op] and not seen[op]):
             kept.append(op)
             seen[op] = True
             for value in made[op]:

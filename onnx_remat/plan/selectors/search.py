@@ -1,9 +1,9 @@
 """Budget-driven search: several seeds, annealed over retention intervals against the liveness profile.
 
-Seeds are orders without recompute, priced cuts, segment plans, plans of a stack of equal layers from those of few of
-them, and recursive ones where none of these is small enough. Values may be recomputed more than once, and where the
-order is free it is part of the plan. Buffers that the runtime would share make the true peak higher than liveness says;
-where the simulator finds that, the search is repeated for a smaller budget.
+Seeds are orders without recompute, priced cuts, segment plans, plans for a stack of equal layers derived from a few of
+its layers, and recursive plans if none of these is small enough. A value may be recomputed more than once, and the
+order, unless fixed, is part of the plan. Buffers that the runtime shares can make the simulated peak higher than that
+of liveness; the search is then repeated with a lower target.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import replace
 
 from onnx_remat.memory.problem import Ints, Problem, Schedule
 from onnx_remat.plan.request import Request, register, silent
-from onnx_remat.plan.search.core import Viewless, viewless
+from onnx_remat.plan.search.core import LivenessModel, liveness_model
 from onnx_remat.plan.search.effort import allowance
-from onnx_remat.plan.search.plans import Heat, Plan, annealed, best_of, fits, priced, side_by_side
+from onnx_remat.plan.search.plans import Heat, Plan, annealed, best_of, fits, in_parallel, priced
 from onnx_remat.plan.search.tuning import (
     AIMS,
     ALMOST,
@@ -44,14 +44,14 @@ from onnx_remat.plan.selectors.sqrt_n import segment_seeds
 from onnx_remat.units import format_bytes
 
 
-def seeds(request: Request, view: Viewless, work: int) -> tuple[list[Plan], list[Plan]]:
-    """Plans without recompute and plans by the classical methods, each list best first."""
+def seeds(request: Request, view: LivenessModel, work: int) -> tuple[list[Plan], list[Plan]]:
+    """Return plans without recompute and plans by the classical methods, each list best first."""
     problem, budget = request.problem, request.budget
     plain = reordered(request, view, work)
     bases = [plain[0].schedule] if request.fixed_order else [plain[0].schedule, request.baseline]
     classical: list[Plan] = []
     if plain[0].over and not request.fixed_order:
-        classical += _of_layers(request, plain[0].schedule, work)
+        classical += _from_few_layers(request, plain[0].schedule, work)
     for base in bases:
         if classical and request.deadline.passed():
             break
@@ -59,14 +59,14 @@ def seeds(request: Request, view: Viewless, work: int) -> tuple[list[Plan], list
         if problem.n_ops <= LARGE_OPS:
             plans += cut_seeds(problem, base.array(), budget)
         classical += [priced(problem, plan.order, budget) for plan in plans]
-        too_tight = all(plan.over for plan in (*plain, *classical))  # for one recompute of each
+        too_tight = all(plan.over for plan in (*plain, *classical))  # for plans with one recompute per op
         if too_tight and not request.deadline.ends_within(RECURSION_SECONDS_PER_OP * problem.n_ops):
             classical += recursive_plans(problem, base.array(), budget, request.fixed_order)
     return plain, sorted(classical, key=lambda plan: plan.key)
 
 
-def _of_layers(request: Request, base: Schedule, work: int) -> list[Plan]:
-    """Plans of a stack of equal layers from plans of few of them, each searched with twice `work` or more."""
+def _from_few_layers(request: Request, base: Schedule, work: int) -> list[Plan]:
+    """Return plans for a stack of equal layers, derived from plans for a few layers searched with at least 2 `work`."""
     candidates = max(2 * work, LAYERS_WORK_PER_OP * request.problem.n_ops) // WORK_PER_CANDIDATE
 
     def solve(problem: Problem, budget: int, order: Ints) -> Schedule:
@@ -78,16 +78,16 @@ def _of_layers(request: Request, base: Schedule, work: int) -> list[Plan]:
 
 
 def find(request: Request) -> Plan:
-    """The best plan within the allowance; none of `Request.known` that keeps the budget costs less."""
-    view = viewless(request.problem, request.fixed_order)
+    """Return the best plan found within the allowance; no plan of `Request.known` within the budget costs less."""
+    view = liveness_model(request.problem, request.fixed_order)
     work = allowance(request)
     request.progress("seeds", 0.0)
     given = [priced(request.problem, schedule.order, request.budget) for schedule in request.known]
     if given and request.use_time:
-        mended = _mended(request, view, given, work)
-        if not mended.over:
-            return _going_on(request, view, mended, request.budget, work)
-        given.append(mended)
+        repaired = _repair_target(request, view, given, work)
+        if not repaired.over:
+            return _continue_from(request, view, repaired, request.budget, work)
+        given.append(repaired)
     plain, classical = seeds(request, view, work // 10)
     best = best_of([*plain, *classical, *given])
     if not plain[0].over:
@@ -96,44 +96,44 @@ def find(request: Request) -> Plan:
     for _ in range(TIGHTER_TARGETS):
         if request.deadline.passed():
             break
-        found = _within(request, view, plain, [*given, *classical], target, work)
-        best = best_of([best, replace_over(found, request.budget)])
+        found = _anneal_seeds(request, view, plain, [*given, *classical], target, work)
+        best = best_of([best, with_budget(found, request.budget)])
         if not best.over or not fits(view, found, target):
-            break  # where not even liveness keeps the target, a smaller one is no help
+            break  # if even liveness exceeds the target, a lower one does not help
         target = int(target * request.budget / max(found.peak, request.budget + 1) * 0.995)
         work //= 4
     if request.use_time:
-        best = _going_on(request, view, best, target, allowance(request))
+        best = _continue_from(request, view, best, target, allowance(request))
     elif best.over:
-        best = _pressing_on(request, view, best, target, allowance(request))
+        best = _extend_effort(request, view, best, target, allowance(request))
     request.progress("done", 1.0)
     return best
 
 
-def _mended(request: Request, view: Viewless, known: list[Plan], work: int) -> Plan:
-    """The best of known plans, annealed to keep a budget that it was not made for: sooner than another from the start.
+def _repair_target(request: Request, view: LivenessModel, known: list[Plan], work: int) -> Plan:
+    """Anneal the known plan of the lowest peak towards the budget, which is faster than a search from the seeds.
 
-    That may take half of the time there is.
+    It takes at most half of the time left. Return the best plan, known plans included.
     """
     nearest, half = min(known, key=lambda plan: (plan.peak, plan.cost)), request.deadline.sooner(0.0, 0.5)
     found = annealed(view, nearest, request.budget, work, Heat(*CONTINUE_HEAT), request.seed, deadline=half)
-    return best_of([*known, replace_over(found, request.budget)])
+    return best_of([*known, with_budget(found, request.budget)])
 
 
-def _going_on(request: Request, view: Viewless, best: Plan, budget: int, work: int) -> Plan:
-    """Anneal on from the best plan until the deadline, in ever longer rounds, while that finds better ones."""
+def _continue_from(request: Request, view: LivenessModel, best: Plan, budget: int, work: int) -> Plan:
+    """Continue from the best plan until the deadline, with twice the work each round, while that finds better plans."""
     fruitless = turn = 0
     while fruitless < FRUITLESS and not request.deadline.passed():
-        better = best_of([best, *_turn(request, view, best, budget, work << turn, turn)])
+        better = best_of([best, *_round(request, view, best, budget, work << turn, turn)])
         fruitless = fruitless + 1 if better is best else 0
         best, turn = better, turn + 1
     return best
 
 
-def _pressing_on(request: Request, view: Viewless, best: Plan, budget: int, work: int) -> Plan:
-    """Anneal on from a plan above the budget, for as many rounds as get lower at a pace that reaches it in the end."""
+def _extend_effort(request: Request, view: LivenessModel, best: Plan, budget: int, work: int) -> Plan:
+    """Continue from a plan above the budget, for as long as each round gains enough to reach the budget in time."""
     for turn in range(LAST_ROUNDS):
-        lower = best_of([best, *_turn(request, view, best, budget, work, turn)])
+        lower = best_of([best, *_round(request, view, best, budget, work, turn)])
         gained, best = best.peak - lower.peak, lower
         missing = best.peak - request.budget
         if not best.over or request.deadline.passed() or gained * (LAST_ROUNDS - turn - 1) < missing:
@@ -141,8 +141,8 @@ def _pressing_on(request: Request, view: Viewless, best: Plan, budget: int, work
     return best
 
 
-def _turn(request: Request, view: Viewless, start: Plan, budget: int, work: int, turn: int) -> list[Plan]:
-    """One run per lane from `start`: one hot, its heat by turns, one that goes on where it is."""
+def _round(request: Request, view: LivenessModel, start: Plan, budget: int, work: int, turn: int) -> list[Plan]:
+    """Run one annealing per lane from `start`: a hot one with alternating temperatures, and a cool one."""
     heats = TRIAL_HEATS[turn % len(TRIAL_HEATS)], CONTINUE_HEAT
     request.progress("improving further", 0.0)
 
@@ -150,19 +150,21 @@ def _turn(request: Request, view: Viewless, start: Plan, budget: int, work: int,
         seed, heat = request.seed + 1000 + LANES * turn + lane, Heat(*heats[lane])
         return annealed(view, start, budget, work, heat, seed, deadline=request.deadline)
 
-    return [replace_over(plan, request.budget) for plan in side_by_side(run, range(LANES))]
+    return [with_budget(plan, request.budget) for plan in in_parallel(run, range(LANES))]
 
 
-def replace_over(plan: Plan, budget: int) -> Plan:
-    """`plan` judged by another budget."""
+def with_budget(plan: Plan, budget: int) -> Plan:
+    """Return `plan` with `over` for another budget."""
     return replace(plan, over=plan.peak > budget)
 
 
-def _within(request: Request, view: Viewless, plain: list[Plan], others: list[Plan], budget: int, work: int) -> Plan:
-    """Anneal from several starts, then go on from the best of them; `work` is for each lane."""
+def _anneal_seeds(
+    request: Request, view: LivenessModel, plain: list[Plan], others: list[Plan], budget: int, work: int
+) -> Plan:
+    """Anneal from several starting points, then continue from the best plans; `work` is per lane."""
     clock = request.deadline
     work *= LANES
-    others = sorted((replace_over(plan, budget) for plan in others), key=lambda plan: plan.key)
+    others = sorted((with_budget(plan, budget) for plan in others), key=lambda plan: plan.key)
     almost = [plan for plan in others if budget < plan.peak <= ALMOST * budget and plan.cost < others[0].cost]
     almost = sorted(almost, key=lambda plan: plan.cost)[:1]
     starts = [*plain[:1], *others[:1], *almost, *(plain[1:2] if not request.fixed_order else [])]
@@ -175,7 +177,7 @@ def _within(request: Request, view: Viewless, plain: list[Plan], others: list[Pl
         share, seed = int(work * TRY_SHARE / tries), request.seed + i
         return annealed(view, plan, budget, share, heat, seed, keep=i % 2 == 0, deadline=clock)
 
-    tried = sorted([*others[:1], *side_by_side(start, range(tries))], key=lambda plan: plan.key)
+    tried = sorted([*others[:1], *in_parallel(start, range(tries))], key=lambda plan: plan.key)
     above = [plan for plan in (*tried, *others) if plan.over]
     if tried[0].over or (above and tried[0].cost > DEAR * plain[0].cost):
         lowest = min(above, key=lambda plan: plan.peak)
@@ -188,19 +190,19 @@ def _within(request: Request, view: Viewless, plain: list[Plan], others: list[Pl
         plan, aim = kept[i]
         request.progress(_improving(request, plan), TRY_SHARE + i * CONTINUE_SHARE / len(kept))
         seed = request.seed + tries + i
-        return replace_over(annealed(view, plan, aim, most, Heat(*CONTINUE_HEAT), seed, deadline=clock), budget)
+        return with_budget(annealed(view, plan, aim, most, Heat(*CONTINUE_HEAT), seed, deadline=clock), budget)
 
-    best = best_of([*tried, kept[0][0], *side_by_side(go_on, range(len(kept)))])
+    best = best_of([*tried, kept[0][0], *in_parallel(go_on, range(len(kept)))])
     rest = int(work * (1 - TRY_SHARE - CONTINUE_SHARE) / len(LAST_HEATS))
 
     def finish(i: int) -> Plan:
         return annealed(view, best, budget, rest, Heat(*LAST_HEATS[i]), request.seed + i, deadline=clock)
 
-    return best_of([best, *side_by_side(finish, range(len(LAST_HEATS)))])
+    return best_of([best, *in_parallel(finish, range(len(LAST_HEATS)))])
 
 
 def _improving(request: Request, plan: Plan) -> str:
-    """What a person who waits is told: what is improved on."""
+    """Return the progress message for improving `plan`."""
     if plan.over:
         return f"no plan within the budget yet, lowest peak {format_bytes(plan.peak)}"
     return f"improving a plan of +{plan.cost / float(request.problem.cost.sum()) - 1:.1%} compute"
@@ -208,5 +210,5 @@ def _improving(request: Request, plan: Plan) -> str:
 
 @register("search")
 def search(request: Request) -> Schedule:
-    """Ours: cuts, segments and annealed retention intervals; any number of recomputes, any order."""
+    """Own method: cuts, segments and annealed retention intervals; any number of recomputes, any order."""
     return find(request).schedule

@@ -1,7 +1,6 @@
-"""Segment checkpointing: save a few narrow cuts of the forward pass, recompute each segment when backward
-needs it.
+"""Segment checkpointing: keep a few narrow cuts of the forward pass, recompute each segment when backward needs it.
 
-On a chain of n equal layers, k segments hold ``k + n / k`` layers at the peak, least at ``k = sqrt(n)``. A
+On a chain of n equal layers, k segments need ``k + n / k`` layers at the peak, a minimum at ``k = sqrt(n)``. A
 general graph is cut where few bytes cross, and the number of segments is swept.
 
 References
@@ -23,7 +22,7 @@ _MOST_SEGMENTS = 24  # numbers of segments tried
 
 
 def crossing(problem: Problem, base_order: Ints, split: int) -> tuple[Ints, Longs, Longs]:
-    """What crosses each boundary of the forward pass on its way to later forward ops.
+    """Return the bytes that cross each boundary between forward steps on the way to later forward ops.
 
     Returns
     -------
@@ -56,7 +55,7 @@ def crossing(problem: Problem, base_order: Ints, split: int) -> tuple[Ints, Long
 
 
 def segment_cuts(crossing_bytes: Longs, made: Longs, segments: int) -> list[int]:
-    """Steps that begin a segment: equal shares of the bytes made, moved to the narrowest boundary near."""
+    """Return the first steps of segments: equal shares of the bytes made, moved to the narrowest boundary nearby."""
     cuts: list[int] = []
     share = made[-1] / segments
     for i in range(1, segments):
@@ -70,7 +69,10 @@ def segment_cuts(crossing_bytes: Longs, made: Longs, segments: int) -> list[int]
 
 
 def segment_plan(problem: Problem, base_order: Ints, split: int, cuts: list[int], ends: Ints) -> Schedule:
-    """Keep what crosses `cuts`, by the last forward step `ends` that reads an op's results; the rest runs again."""
+    """Keep the results that cross one of `cuts` and recompute the rest.
+
+    `ends` is the last forward step that reads each op's results, see `crossing`.
+    """
     begins = np.asarray(cuts, np.int64)
     steps = np.arange(split)
     crosses = np.searchsorted(begins, steps, side="right") < np.searchsorted(begins, ends, side="right")
@@ -81,7 +83,7 @@ def segment_plan(problem: Problem, base_order: Ints, split: int, cuts: list[int]
 
 
 def segment_seeds(problem: Problem, base_order: Ints) -> list[Schedule]:
-    """One plan per number of segments, from 2 to beyond the square root of the forward pass."""
+    """Return one plan per number of segments, from 2 to twice the square root of the number of forward ops."""
     split = split_step(problem, base_order)
     if split < 2:
         return []
