@@ -1,21 +1,21 @@
-"""What a value passes through to wait for another, or to have its shape hidden: nodes that copy nothing.
+"""Barriers: helper nodes, without a copy, through which a value waits for another or hides its shape.
 
-    none    = Mul(Size(input), [])                    once per file: a vector of no entries, which nobody can fold
-    hidden  = Unsqueeze(trigger, none)                the trigger, its shape unseen
-    token   = Shape<start=0, end=0>(hidden)           once per trigger: no entries either, and not before the trigger
-    waiting = Unsqueeze(value, token)                 the value, in the same buffer, not before the trigger
-    shape'  = Concat(shape, token)                    a shape that a kernel reads on the host, not before the trigger
+    none    = Mul(Size(input), [])                    once per file: an empty vector that cannot be folded
+    hidden  = Unsqueeze(trigger, none)                the trigger with a hidden shape
+    token   = Shape<start=0, end=0>(hidden)           once per trigger: an empty vector, computed after the trigger
+    waiting = Unsqueeze(value, token)                 the value, in the same buffer, after the trigger
+    shape'  = Concat(shape, token)                    a shape that a kernel reads on the host, after the trigger
 
-An Unsqueeze by no axes changes nothing, and by axes that are computed it stops shape inference: this keeps `Shape` from
-being folded, and Unsqueeze by `none` alone is what a private buffer needs (see `private_buffers`). Nothing here knows a
-rank or a size: scalars, empty tensors and symbolic dimensions are alike.
+An Unsqueeze without axes changes nothing, and computed axes stop shape inference: this keeps `Shape` from being folded,
+and Unsqueeze by `none` alone is what a private buffer needs (see `private_buffers`). No rank or size is needed: the
+same nodes serve scalars, empty tensors and symbolic dimensions.
 
-On a CUDA device the values stay where they are and nothing is copied: the axes lie on the host, where `Shape` writes
-them. Nor does the host wait for the device, as it does for every other op of which it reads a result: of `Shape` ONNX
-Runtime knows that it needs no data. It waits for `Size` once, on an input, which is there when the step begins.
+On a CUDA device the values stay in place and nothing is copied: the axes lie on the host, where `Shape` writes them.
+Nor does the host wait for the device, as it does for other ops whose results it reads: ONNX Runtime knows that `Shape`
+needs no data. It waits for `Size` once, on an input, which exists when the step begins.
 
 A vector that a kernel reads on the host, as ConstantOfShape reads its shape, would be copied to the device for an
-Unsqueeze and back for the kernel. By Concat with a token, which lies on the host too, it stays there.
+Unsqueeze and back for the kernel. Concat with a token, which also lies on the host, keeps it there.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ from typing import Protocol
 from onnx_remat.ir.shapes import TAG, UNSEEN
 
 MIN_OPSET = 13
-"""The first in which Unsqueeze takes its axes as an input."""
+"""First opset in which Unsqueeze takes its axes as an input."""
 
-_SHAPE_HAS_ENDS = 15  # the first in which Shape has attributes `start` and `end`
+_SHAPE_HAS_ENDS = 15  # first opset in which Shape has attributes `start` and `end`
 
 
 class Emit(Protocol):
-    """Appends a node; `trigger` is what its control edge waits for, "" where it belongs to none."""
+    """Appends a node; its control edge waits for `trigger`, "" if it belongs to none."""
 
     def __call__(self, op_type: str, inputs: Sequence[str], output: str, trigger: str, **attributes: int) -> None: ...
 
 
 class Barriers:
-    """Makes what values pass through; every helper is made once.
+    """Factory of barriers; every helper node is made once.
 
     Parameters
     ----------
     opset : int
         Of the model, standard domain, `MIN_OPSET` or later.
     source : str
-        A graph input: what is computed from it is never folded.
+        A graph input: values computed from it are never folded.
     emit : callable
         Appends a node.
     fresh : callable
-        A name like the one wished for that is not taken.
+        Returns an unused name similar to the given one.
     add_vector : callable
-        Adds an int64 initializer of this name and these entries.
+        Adds an int64 initializer with the given name and entries.
     """
 
     def __init__(
@@ -68,21 +68,21 @@ class Barriers:
         self._hidden: dict[str, str] = {}
         self._tokens: dict[tuple[str, bool], str] = {}
 
-    def hold(self, value: str, result: str, trigger: str, hide: bool) -> None:
-        """Make `result`: `value`, in its own buffer, not before `trigger` is computed ("" for none).
+    def delay(self, value: str, result: str, trigger: str, hide: bool) -> None:
+        """Emit `result`: `value`, in its own buffer, not before `trigger` is computed ("" for none).
 
-        Two of one trigger, of which one is to `hide` its shape, read different tokens: common subexpression elimination
-        would take either for both otherwise, its shape stated or not.
+        With and without `hide`, barriers of one trigger read different tokens: otherwise common subexpression
+        elimination would merge two of them, one with a stated shape and one with a hidden one.
         """
         self._emit("Unsqueeze", [value, self._token(trigger, hide) if trigger else self._nothing()], result, trigger)
 
-    def hold_shape(self, shape: str, result: str, trigger: str) -> None:
-        """Make `result`: `shape`, a vector of int64 that a kernel reads on the host, not before `trigger`, if any."""
+    def delay_shape(self, shape: str, result: str, trigger: str) -> None:
+        """Emit `result`: `shape`, a vector of int64 that a kernel reads on the host, not before `trigger`, if any."""
         token = self._token(trigger, hide=False) if trigger else self._nothing()
         self._emit("Concat", [shape, token], result, trigger, axis=0)
 
     def _nothing(self) -> str:
-        """A vector of no entries that nobody can fold."""
+        """Return the name of an empty vector that cannot be folded."""
         if not self._none:
             empty, size, self._none = (self._fresh(n) for n in (f"{TAG}no_axes", f"{TAG}size", f"{UNSEEN}_axes"))
             self._add_vector(empty, ())
@@ -91,7 +91,7 @@ class Barriers:
         return self._none
 
     def _token(self, trigger: str, hide: bool) -> str:
-        """A vector of no entries that is there after `trigger`: its dimensions from 0 to 0, or else from 1 to 1."""
+        """Return the name of an empty vector computed after `trigger`: its dimensions 0 to 0, or 1 to 1 to `hide`."""
         if (trigger, hide) not in self._tokens:
             if trigger not in self._hidden:
                 self._hidden[trigger] = self._fresh(f"{trigger}__hidden")

@@ -1,17 +1,17 @@
-"""Which control edges keep ONNX Runtime to a schedule, whatever it does to node numbers.
+"""Control edges that make ONNX Runtime follow a schedule, however its optimisations renumber nodes.
 
-The runtime is free to run nodes in any topological order, and the one it takes follows node numbers that its own
-optimisations change. Only dependencies are binding. So the *heavy* steps, all those that touch memory that matters,
-are chained: wherever a heavy step does not already depend on the heavy step before it, a control edge makes it do so.
-Light steps float between them; all light values together are a small fraction of the peak::
+The runtime may run nodes in any topological order; the order it takes depends on node numbers, which its own
+optimisations change. Only dependencies are binding. Control edges therefore chain the *heavy* steps, all those that
+touch a significant amount of memory: a heavy step that does not already depend on the previous heavy step gets a
+control edge from it. Light steps float between them; all light values together are a small fraction of the peak::
 
-    wanted      A ---> B      C' ---> D        C' is a recompute: it reads an old value, and could run at any time
-    chained     A ---> B ===> C' ---> D        ===> is a control edge, ---> a dependency there is anyway
-    light                  s ........          s may run anywhere between what it reads and what reads it
+    schedule    A ---> B      C' ---> D        C' is a recompute: it reads an old value, and could run at any time
+    chained     A ---> B ===> C' ---> D        ===> is a control edge, ---> an existing dependency
+    light                  s ........          s may run anywhere between its producers and its readers
 
-A recompute must also differ from its original in some input, or common subexpression elimination merges the two. And
-a large value that depends on no graph input (the zeros that a scatter adds into) would be folded into a constant that
-stays for the whole session: a control edge keeps it a step of the run, made when it is needed.
+A recompute must also differ from its original in some input, or common subexpression elimination merges the two.
+Constant folding would turn a large value that depends on no graph input (the zeros that a scatter adds into) into a
+constant that stays allocated for the whole session: with a control edge it is computed in each run when it is needed.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from onnx_remat.memory.problem import Flags, Problem, Schedule
 from onnx_remat.write.private_buffers import read_occurrences
 
 LIGHT_FRACTION = 0.005
-"""All floating values together stay under this fraction of the peak: the most that floating can add to it."""
+"""All values of floating steps together stay below this fraction of the peak: the most that floating can add to it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """A control edge: step `step` may not start before step `after` is done."""
+    """A control edge: step `step` must not start before step `after` is done."""
 
     after: int
     step: int
 
 
 def light_limit(problem: Problem, schedule: Schedule, peak: int) -> int:
-    """Bytes up to which a value is light: all light values of a schedule together are `LIGHT_FRACTION` of its peak."""
+    """Return the bytes up to which a value is light: all light values together take `LIGHT_FRACTION` of `peak`."""
     made = [problem.nbytes[problem.outputs(op)] for op in schedule.order]
     sizes = np.sort(np.concatenate([*made, np.zeros(0, np.int64)]))
     count = int(np.searchsorted(np.cumsum(sizes), peak * LIGHT_FRACTION, side="right"))
@@ -49,10 +49,10 @@ def light_limit(problem: Problem, schedule: Schedule, peak: int) -> int:
 
 
 def heavy_steps(problem: Problem, schedule: Schedule, limit: int) -> Flags:
-    """Steps whose time matters: they make, read or work in more than `limit` bytes at a time. Shape (n_steps,).
+    """Flag the steps whose place matters: a value they make or read, or their workspace, exceeds `limit` bytes.
 
-    Views (Reshape and its like) allocate and free nothing, and the runtime fuses them with one another: they are not
-    heavy, unless they are graph outputs, which are copies, or nobody reads them, so that nothing says when to run them.
+    Views (Reshape and similar ops) allocate and free nothing, and the runtime fuses them with one another: they are not
+    heavy, except graph outputs, which are copies, and unread views, which no reader pins. Shape (n_steps,).
     """
     nbytes = np.where(problem.resident, 0, problem.nbytes)
     touched = problem.workspace.copy()
@@ -76,20 +76,20 @@ def choose_pins(
     foldable: Sequence[bool],
     can_trigger: Sequence[bool] | Flags,
 ) -> list[Pin]:
-    """Control edges that chain the heavy steps of a schedule and keep recomputes and large constants what they are.
+    """Choose control edges that chain heavy steps, and protect recomputes and large constants from optimisations.
 
     Parameters
     ----------
     problem, schedule
-        The graph and the order wanted.
+        The graph and the desired order.
     heavy : bool (n_steps,)
         From `heavy_steps`.
     pinnable : bool (n_steps,)
         Steps with an input that a control edge can pass through.
     foldable : bool (n_ops,)
-        Ops that depend on no graph input: the runtime computes them when it loads the file, if it can.
+        Ops that depend on no graph input: the runtime folds them, if it can, when it loads the file.
     can_trigger : bool (n_ops,)
-        Ops with an output that may get one more reader; the runtime fuses the others into their readers.
+        Ops with an output that may get an additional reader; the runtime fuses the others into their readers.
 
     Returns
     -------
@@ -100,12 +100,12 @@ def choose_pins(
     latest: dict[int, int] = {}  # value -> step that made its latest occurrence
     reached = np.full(len(order), -1, np.int64)  # latest heavy step that each step is or depends on
     folds = np.zeros(len(order), np.bool_)
-    identity_of: list[int] = []  # per step, the first step that looks the same to common subexpression elimination
+    identity_of: list[int] = []  # per step, the first step that common subexpression elimination considers equal
     seen: dict[tuple[object, ...], int] = {}
     pins: list[Pin] = []
     last_heavy, last_run = -1, -1
     for step, op in enumerate(order):
-        makers = [latest.get(v, -1 - v) for v in problem.inputs(op)]  # a resident stands for itself, negative
+        makers = [latest.get(v, -1 - v) for v in problem.inputs(op)]  # negative for a resident
         reached[step] = max((int(reached[m]) for m in makers if m >= 0), default=-1)
         folds[step] = foldable[op] and all(folds[m] for m in makers if m >= 0)
         identity: tuple[object, ...] = (op, *(identity_of[m] if m >= 0 else m for m in makers))
@@ -124,7 +124,7 @@ def choose_pins(
     return pins
 
 
-# Ops whose output has no known shape as soon as any one input has none; others follow their first input.
+# Ops whose output shape is unknown as soon as the shape of any input is; other ops follow their first input.
 _ANY_INPUT = {
     "Add", "Sub", "Mul", "Div", "Pow", "Where", "Max", "Min", "Sum", "Mean", "And", "Or", "Xor", "Equal", "Greater",
     "Less", "GreaterOrEqual", "LessOrEqual", "Mod", "MatMul", "Gemm", "Concat", "PRelu",
@@ -139,17 +139,17 @@ def pin_slot(
     direct: Collection[str] = (),
     host: Collection[int] = (),
 ) -> int | None:
-    """Input slot that control edges and shape hiding go through; None where there is none.
+    """Choose the input slot for control edges and shape hiding; None if there is none.
 
-    Never one of `direct`, with which ONNX Runtime would then round another way, nor one of `fused`, values that it
-    merges into their readers; among the others the largest that is not a constant, which kernels may rely on. One of
-    `host`, slots that a device's kernel reads in host memory, only where there is no other either: a value that passes
-    through the edge on the device would be copied down, and the host would wait for it.
+    Never one of `direct`, values around which ONNX Runtime would then round differently, nor one of `fused`, values
+    that it merges into their readers; among the others the largest that is not a constant, as kernels may rely on
+    constants. A slot of `host`, which a device's kernel reads in host memory, is the last resort: a value that passes
+    through the edge on the device would be copied to the host, and the host would wait for it.
     """
     passable = [name and name not in direct and unsqueezable(tensors[name].dtype) for name in op.inputs]
     slots = [slot for slot, able in enumerate(passable) if able]
     free = [slot for slot in slots if op.inputs[slot] not in fused]
-    slots = slots if not free and op.node.op_type in ("MatMul", "Gemm") else free  # a product must have its place
+    slots = slots if not free and op.node.op_type in ("MatMul", "Gemm") else free  # a product must always be pinnable
     slots = [slot for slot in slots if slot not in host] or slots
     if op.node.op_type not in _ANY_INPUT:
         return slots[0] if slots else None
@@ -162,25 +162,25 @@ def pin_slot(
 
 
 def _is_kept_for_its_place(graph: Graph, op: Op) -> bool:
-    """Is it a Dropout that ONNX Runtime would take out, in training too, if a node made what it reads?
+    """Whether ONNX Runtime would eliminate this Dropout, even in training, if a node made its data input.
 
-    It takes out those whose masks nobody reads and of whose inputs one alone is made by a node, be it the ratio. One
-    that reads a graph input stays, and draws.
+    It eliminates a Dropout whose mask has no reader and of whose inputs exactly one, be it the ratio, is made by a
+    node. One that reads a graph input stays, and draws.
     """
     trains = (op.node.domain, op.node.op_type) == ("", "Dropout") and len(op.inputs) > _MODE
     return trains and bool(op.inputs[_MODE]) and graph.values[op.inputs[0]].kind != NODE
 
 
-def held_slots(graph: Graph, op: Op, slot: int) -> tuple[int, ...]:
-    """Input slots that an edge through `slot` passes through: of a Dropout kept for its place the mode as well."""
+def waiting_slots(graph: Graph, op: Op, slot: int) -> tuple[int, ...]:
+    """Return the input slots that a control edge through `slot` uses: also the mode of a Dropout that must not go."""
     return (slot, _MODE) if _is_kept_for_its_place(graph, op) else (slot,)
 
 
-_MODE = 2  # whether a Dropout trains
+_MODE = 2  # input slot of a Dropout: whether it trains
 
 
 def unsqueezable(dtype: int) -> bool:
-    """Types that Unsqueeze takes in every opset and execution provider; 8-bit floats and sub-byte types came later."""
+    """Whether Unsqueeze takes a type in every opset and execution provider; 8-bit floats, sub-byte types came later."""
     return dtype not in (TensorProto.STRING, TensorProto.UNDEFINED) and (bits(dtype) > 8 or dtype in _BYTES)
 
 

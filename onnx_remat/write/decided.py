@@ -1,4 +1,4 @@
-"""What is decided about a file before it is written, what came of it, and where the file says so."""
+"""Decisions about a file before it is written, the result of writing it, and its metadata."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ WORKSPACE_KEY = TAG + "cudnn_workspace_bytes"
 CLONES_KEY, EDGES_KEY = TAG + "recomputed", TAG + "control_edges"
 """Model metadata: first results of the recomputed nodes and of the control edges' Unsqueezes, as JSON lists."""
 MOVES_KEY = TAG + "moved"
-"""Model metadata, where values are moved to the host and back: their names once back, as a JSON list."""
+"""Model metadata of files with moves to the host: names of the values copied back, as a JSON list."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rewritten:
-    """A rewritten model and what was done to it.
+    """A rewritten model and a record of the changes.
 
     Attributes
     ----------
@@ -37,17 +37,17 @@ class Rewritten:
     recomputed : tuple of str
         Labels of the recomputed nodes, once per recompute, in execution order.
     control_edges : int
-        Edges added to pin the order, a node each.
+        Number of control edges that pin the order.
     private_values : int
-        Values given a buffer of their own.
+        Number of values with a buffer of their own.
     nodes_added : int
-        Recomputes and the nodes that make up control edges and hide shapes.
+        Number of recomputes and of helper nodes for control edges and hidden shapes.
     occurrences : tuple of str
         Name of each occurrence of a value, numbered as in `private_buffers.Unrolled`.
     rounded : tuple of str
-        Values around which ONNX Runtime rounds in one of the two files only; see `rounding`.
+        Values around which ONNX Runtime rounds in only one of the two files; see `rounding`.
     moved : tuple of str
-        Values that were brought back from the host, once per move.
+        Values copied back from the host, once per move.
     """
 
     model: onnx.ModelProto
@@ -62,14 +62,14 @@ class Rewritten:
 
 @dataclass(frozen=True, slots=True)
 class Decisions:
-    """All that is decided about a file before it is written.
+    """All decisions about a file before it is written.
 
     Attributes
     ----------
     schedule, unrolled : Schedule, Unrolled
-        What to write.
+        The schedule to write.
     slots : sequence of int or None
-        Per op, the input slot that control edges and shape hiding go through, from `control_edges.pin_slot`.
+        Per op, the input slot for control edges and shape hiding, from `control_edges.pin_slot`.
     pins : sequence of Pin
         Control edges, from `control_edges.choose_pins`.
     group : int32 (n_occurrences,)
@@ -77,10 +77,10 @@ class Decisions:
     leaders : sequence of int
         Occurrences whose own step must hide their shape; the other members of a group inherit it.
     drops : collection of int
-        Dropped occurrences to give a reader, so that the runtime frees them; the rest are too small to matter.
+        Unread occurrences that get a reader, so that the runtime frees them; the others are too small to matter.
     views : collection of str
-        Values made by Reshape and its like: the runtime fuses a Reshape of known shape into the one before it, and
-        the control edge would be lost, so an edge through one of these hides its shape in any case.
+        Values made by Reshape and similar ops: the runtime fuses a Reshape of known shape into the one before it and
+        would drop the control edge between them, so an edge through one of these always hides its shape.
     """
 
     schedule: Schedule
@@ -95,20 +95,20 @@ class Decisions:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """What a rewritten file says in its metadata.
+    """The plan in a rewritten file's metadata.
 
     Attributes
     ----------
     budget, original_peak : int
-        Bytes that it was written for, and at which the original's tensors peak.
+        Bytes of its budget, and of the peak of the original's tensors.
     recomputed, control_edges, moved : sequence of str
-        First results of the recomputed nodes and of the control edges' Unsqueezes, and values brought back.
+        First results of the recomputed nodes and of the control edges' Unsqueezes, and values copied back.
     dims : mapping of str to int
         Sizes of symbolic dimensions.
     run_by, provider : str
         As in `Options`.
     workspace : int or None
-        Bytes allowed for a library's scratch, where it was planned for a device.
+        Bytes allowed for a library's workspace, if it was planned for a device.
     """
 
     budget: int
@@ -123,12 +123,12 @@ class Planned:
 
 
 def planned(model: onnx.ModelProto, name: str) -> Planned:
-    """Read what a file was planned for; `name` is what a message calls it.
+    """Read the plan from a file's metadata; messages call the file `name`.
 
     Raises
     ------
     ModelError
-        It does not say so: it was not rewritten, or a tool dropped or damaged its metadata.
+        The metadata lacks the plan: the file was not rewritten, or a tool dropped or damaged its metadata.
     """
     notes = {prop.key: prop.value for prop in model.metadata_props}
     try:
@@ -147,7 +147,7 @@ def planned(model: onnx.ModelProto, name: str) -> Planned:
 
 
 def _listed(text: str) -> list[str]:
-    """The names that one of these keys lists; ValueError for anything else."""
+    """Parse a JSON list of names; raise ValueError for anything else."""
     names = json.loads(text)
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError("not a list of names")

@@ -1,20 +1,20 @@
-"""Which buffers may be shared: keeps ONNX Runtime's buffer reuse from raising the peak above plain liveness.
+"""Private buffers: keep ONNX Runtime's buffer reuse from raising the peak above plain liveness.
 
-The runtime hands a dead buffer to the next value of the same shape (see `memory`), and until the last tenant is done
-the buffer stays allocated, also through the gap between two tenants. On real networks these gaps add 5 to 30 % to the
-peak. A value whose shape the runtime cannot tell from the file takes no part in this: it gets a buffer of its own and
-gives it back as soon as it is dead. Shape inference is stopped, at no cost, by passing an input of the value's op
-through an Unsqueeze by axes that are computed (see `barriers`). Such a value is called *private* here.
+The runtime reuses a freed buffer for the next value of the same shape (see `memory`), and the buffer stays allocated
+until its last tenant is dead, including the gap between two tenants. On real networks these gaps add 5 to 30 % to the
+peak. A value whose shape the runtime cannot infer from the file takes no part in the reuse: it gets a buffer of its
+own, which is freed as soon as the value is dead. Passing an input of the value's op through an Unsqueeze with computed
+axes (see `barriers`) stops shape inference at no cost. Such a value is called *private* here.
 
 ::
 
     step                 0    1    2    3    4    5
-    buffer shared        [a       ]----------[d       ]      d takes a's dead buffer: allocated through steps 2 and 3
+    buffer shared        [a       ]----------[d       ]      d reuses a's buffer: allocated through steps 2 and 3
     d is private         [a       ]
                                              [d       ]      nothing is allocated through the gap, where the peak is
 
-Values that are computed in place of a private value form a group with it: they share one made-up shape, so that the
-runtime still sees equal shapes where it works in place.
+Values that are computed in place of a private value form a group with it: they share one symbolic shape, so that the
+runtime still sees equal shapes and works in place.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from onnx_remat.memory.buffers import Timeline, simulate
 from onnx_remat.memory.problem import Flags, Ints, Problem, Schedule
 from onnx_remat.process.compiled import compiled
 
-_ANY_OCCURRENCE = 2  # of `Problem.droppable`
+_ANY_OCCURRENCE = 2  # a value of `Problem.droppable`
 
 
 @dataclass(frozen=True, slots=True)
 class Unrolled:
-    """A schedule as a problem of its own: every step an op, every occurrence of a value a value.
+    """A schedule as a problem of its own: every step is an op, every occurrence of a value is a value.
 
     Attributes
     ----------
@@ -46,7 +46,7 @@ class Unrolled:
     step : int32 (n_occurrences,)
         Step that makes it.
     dropped : bool (n_occurrences,)
-        A result of a recompute that nobody reads and that is freed right after its step.
+        Whether the occurrence has no reader and is freed right after its step.
     """
 
     problem: Problem
@@ -119,14 +119,14 @@ def unroll(problem: Problem, schedule: Schedule) -> Unrolled:
 
 
 def repeated(numbers: Ints) -> Flags:
-    """Which entries occurred before."""
+    """Return a flag per entry: whether it occurred before."""
     again = np.ones(len(numbers), np.bool_)
     again[np.unique(numbers, return_index=True)[1]] = False
     return again
 
 
 def read_occurrences(problem: Problem, schedule: Schedule) -> list[bool]:
-    """Per occurrence, all output slots counted: does some step read it?"""
+    """Return, per occurrence (one per output slot of each step), whether some step reads it."""
     latest: dict[int, int] = {}
     read: list[bool] = []
     for op in schedule.order:
@@ -140,7 +140,7 @@ def read_occurrences(problem: Problem, schedule: Schedule) -> list[bool]:
 
 
 def gap_tenants(problem: Problem, order: Sequence[int], timeline: Timeline, limit: int) -> list[int]:
-    """Values that took over a dead buffer which had stayed allocated, for nothing, through a step above `limit` bytes.
+    """Return the values in a reused buffer that stayed allocated, through a gap, during a step above `limit` bytes.
 
     Parameters
     ----------
@@ -150,7 +150,7 @@ def gap_tenants(problem: Problem, order: Sequence[int], timeline: Timeline, limi
     timeline : Timeline
         Of that order.
     limit : int
-        Bytes; steps above it are the ones to relieve.
+        Bytes; only steps above it count.
     """
     steps = np.asarray(order, np.int32)
     hot = np.concatenate([[0], np.cumsum(timeline.step_bytes > limit)]).astype(np.int64)
@@ -160,7 +160,7 @@ def gap_tenants(problem: Problem, order: Sequence[int], timeline: Timeline, limi
 
 @compiled
 def flag_gaps(order, life, tenant_of, n_buffers, hot):  # type: ignore[no-untyped-def]
-    """Values that `gap_tenants` is to find, by number; `hot` counts the steps above the limit before each step."""
+    """Flag the values that `gap_tenants` returns; `hot` counts the steps above the limit before each step."""
     last_read = np.full(len(life.nbytes), -1, np.int32)
     for step in range(len(order)):
         op = order[step]
@@ -184,16 +184,16 @@ def flag_gaps(order, life, tenant_of, n_buffers, hot):  # type: ignore[no-untype
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """Who shares buffers with whom.
+    """Groups of values with private buffers.
 
     Attributes
     ----------
     group : int32 (n_occurrences,)
-        Number of the private group an occurrence belongs to, -1 for those shared as usual.
+        Number of an occurrence's private group, -1 for occurrences with ordinary reuse.
     leaders : tuple of int
-        Occurrences whose step must hide their shape; the other members inherit the group by being made in place.
+        Occurrences whose step must hide their shape; the other members join the group as in-place outputs.
     timeline : Timeline
-        Of the schedule with these groups.
+        Simulation of the schedule with these groups.
     """
 
     group: Ints
@@ -202,7 +202,7 @@ class Sharing:
 
 
 def choose_private(unrolled: Unrolled, limit: int, light: int, can_hide: Flags, start: Sequence[int] = ()) -> Sharing:
-    """Make values private until the steps of a schedule stay at or under a limit, as far as that helps.
+    """Make values private until the steps of a schedule stay at or below a limit, or no further value helps.
 
     Parameters
     ----------
@@ -211,11 +211,11 @@ def choose_private(unrolled: Unrolled, limit: int, light: int, can_hide: Flags, 
     limit : int
         Bytes of peak.
     light : int
-        Values of up to this many bytes are left alone.
+        Values of up to this many bytes are not made private.
     can_hide : bool (n_steps,)
         Steps whose outputs' shapes can be hidden.
     start : sequence of int
-        Occurrences to make private in any case.
+        Occurrences to make private unconditionally, if their shapes can be hidden.
     """
     problem, base = unrolled.problem, unrolled.base
     steps = range(problem.n_ops)
@@ -236,7 +236,7 @@ def choose_private(unrolled: Unrolled, limit: int, light: int, can_hide: Flags, 
 
 
 def _group(unrolled: Unrolled, private: Flags) -> Ints:
-    """Number the groups: a private occurrence starts one, what may be made in place of a member joins it."""
+    """Number the groups: a private occurrence starts one, an occurrence that may be made in place of a member joins."""
     problem, base = unrolled.problem, unrolled.base
     group = np.full(len(private), -1, np.int32)
     count = 0

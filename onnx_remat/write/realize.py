@@ -1,4 +1,4 @@
-"""Schedule -> file: choose the control edges and private values that make ONNX Runtime keep it, then write it down."""
+"""Schedule -> file: choose the control edges and private values that make ONNX Runtime follow it, then write it."""
 
 from __future__ import annotations
 
@@ -37,17 +37,18 @@ def realize(
     compiled : Compiled
         The original.
     schedule : Schedule
-        What to write.
+        The schedule to write.
     limit : int
-        Bytes of peak that sharing of buffers must not exceed.
+        Bytes of peak that buffer reuse must not exceed.
     metadata : mapping of str to str
         Model metadata to record.
     private : collection of int
-        Occurrences that must be private because the file, as ONNX Runtime optimises it, exceeded the limit otherwise.
+        Occurrences that must be private because a file without this exceeded the limit after ONNX Runtime's
+        optimisations.
     exposed : collection of int
-        Steps whose shapes turned out to be known all the same.
+        Steps whose shapes ONNX Runtime inferred although they were hidden.
     direct : collection of str
-        Values that nothing may pass through or wait for: with a helper there, ONNX Runtime would round another way.
+        Values that no helper node may read or pass on: with one there, ONNX Runtime would round differently.
     """
     graph, tensors, problem = compiled.graph, compiled.tensors, compiled.problem
     schedule = adjoined(graph, problem, schedule)
@@ -64,8 +65,8 @@ def realize(
     slots = [
         None if is_move(op) else pin_slot(graph, tensors, op, fused, direct, on_host[op.index]) for op in graph.ops
     ]
-    # A draw and the first product are written as one Dropout, which waits through what both read, or not at all: its
-    # mask is there only after it. A product made again waits through the mask.
+    # A draw and the first product are written as one Dropout. It waits through the input that both read, or not at all:
+    # its mask exists only after it. A recomputed product waits through the mask.
     stuck = {op.inputs[1] for op in graph.ops if is_product(op) and slots[op.index] != 0}
     slots = [slots[op.index] if stuck.isdisjoint(_mask(op)) else None for op in graph.ops]
     products = np.array([is_product(op) for op in graph.ops], np.bool_)
@@ -95,39 +96,39 @@ def realize(
 
 
 def _mask(op: Op) -> tuple[str, ...]:
-    """The mask of a split Dropout, of either of its parts; none of other ops."""
+    """Return the mask of either part of a split Dropout, nothing for other ops."""
     return op.outputs[:1] if is_draw(op) else op.inputs[1:2] if is_product(op) else ()
 
 
-_TRIES = 300  # single moves priced when moving all of them at once does not fit
+_MOST_SINGLE_SHIFTS = 300  # simulated one by one if shifting all of them at once does not fit
 
 
 def settle(compiled: Compiled, problem: Problem, schedule: Schedule, limit: int) -> Schedule:
-    """Put ops where they will run: draws beside their products, absorbed Transposes just before their first readers.
+    """Place ops where they will run: draws next to their products, absorbed Transposes just before their first readers.
 
-    Transposes are moved where that keeps the peak at or under `limit`. The runtime computes them there, as part of
-    their readers, or not at all; elsewhere in the schedule they would only seem to stand in for their inputs.
-    `problem` is the compiled one, or one with other rules of sharing.
+    Transposes are shifted if that keeps the peak at or below `limit`. The runtime computes them there, as part of their
+    readers, or not at all; a schedule that keeps an earlier Transpose instead of its input would be misleading.
+    `problem` is the compiled one, or one with other rules for buffer reuse.
     """
     graph = compiled.graph
     schedule = adjoined(graph, problem, schedule)
     targets = _first_readers(problem, schedule, {op.index for op in graph.ops if _is_absorbed(compiled, op)})
     order = list(schedule.order)
-    together = _moved(order, targets)
+    together = _shifted(order, targets)
     if simulate(problem, together).peak <= limit:
         return Schedule(tuple(together))
     chosen: dict[int, int] = {}
-    for step, reader in list(targets.items())[:_TRIES]:
-        if simulate(problem, _moved(order, chosen | {step: reader})).peak <= limit:
+    for step, reader in list(targets.items())[:_MOST_SINGLE_SHIFTS]:
+        if simulate(problem, _shifted(order, chosen | {step: reader})).peak <= limit:
             chosen[step] = reader
-    return Schedule(tuple(_moved(order, chosen)))
+    return Schedule(tuple(_shifted(order, chosen)))
 
 
 def _first_readers(problem: Problem, schedule: Schedule, absorbed: Collection[int]) -> dict[int, int]:
-    """First reader of each absorbed step that is not adjacent to it, where the step would still read the same there."""
+    """Map each absorbed step to its first reader, if not adjacent and if the step would read the same values there."""
     next_read: dict[int, int] = {}
     next_made: dict[int, int] = {}
-    next_renewed: dict[int, int] = {}  # by resident: the step after which it is another value
+    next_renewed: dict[int, int] = {}  # per resident, the step that overwrites it
     life = problem.lifetimes
     targets: dict[int, int] = {}
     for step in reversed(range(len(schedule.order))):
@@ -147,8 +148,8 @@ def _first_readers(problem: Problem, schedule: Schedule, absorbed: Collection[in
     return targets
 
 
-def _moved(order: Sequence[int], targets: Mapping[int, int]) -> list[int]:
-    """`order` with each step in `targets` moved to just before the step it maps to."""
+def _shifted(order: Sequence[int], targets: Mapping[int, int]) -> list[int]:
+    """Return `order` with each step in `targets` shifted to just before the step it maps to."""
     before: dict[int, list[int]] = {}
     for step in sorted(targets):
         before.setdefault(targets[step], []).append(order[step])
@@ -161,9 +162,9 @@ def _moved(order: Sequence[int], targets: Mapping[int, int]) -> list[int]:
 
 
 def _is_absorbed(compiled: Compiled, op: Op) -> bool:
-    """Is it a Transpose that ONNX Runtime makes part of the matrix products (or Transposes) that read it?
+    """Whether an op is a Transpose that ONNX Runtime merges into the matrix products (or Transposes) that read it.
 
-    Nothing is put between it and them, and it triggers nothing, lest it become a copy of its own again.
+    No helper is inserted between them, and it triggers no control edge: it would become a separate copy again.
     """
     if op.node.op_type != "Transpose":
         return False

@@ -1,15 +1,15 @@
-"""Do an original and its rewrite round half-precision values alike, as ONNX Runtime's CPU provider runs them?
+"""Check that an original and its rewrite round half-precision values alike on ONNX Runtime's CPU provider.
 
-An op without a half kernel runs as Cast -> float kernel -> Cast. Where two casts meet, ONNX Runtime removes both when
-it loads the file, optimisations off or on, and with them the rounding. Whether they meet depends on everything that
-reads the value, and an op that only moves data runs in float where all of its neighbors do::
+An op without a half kernel runs as Cast -> float kernel -> Cast. When it loads a file, ONNX Runtime removes a pair of
+adjacent casts, optimisations off or on, and with them the rounding. Whether two casts are adjacent depends on all
+readers of the value, and an op that only moves data runs in float if all of its neighbours do::
 
     file          Tanh -> Transpose -> MatMul                 as it runs    Tanh -> Transpose -> MatMul, all in float
     with a node   Tanh -> Unsqueeze -> Transpose -> MatMul    as it runs    Tanh -> Cast16 -> Unsqueeze -> Transpose ...
 
-So no rule about the file alone says where a helper may stand. Both files are compared as ONNX Runtime loads them with
-optimisations off: every value is numbered by the expression that computes it, in which only roundings that change
-something are left. Equal numbers mean equal bits, in whatever order and however often the nodes run.
+So no rule about the file alone decides where a helper node is safe. This module compares both files as ONNX Runtime
+loads them with optimisations off: value numbering identifies every value by the expression that computes it, without
+roundings that change nothing. Equal numbers mean equal bits, in whatever order and however often the nodes run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from onnx_remat.write.decided import Rewritten
 from onnx_remat.write.private_buffers import Unrolled
 
 INSERTED = "InsertedPrecisionFreeCast_"
-"""What ONNX Runtime puts before a value's name where it runs in float."""
+"""Prefix that ONNX Runtime adds to a value's name where it computes it in float."""
 
 _ALL = (-1,)
 _DATA_SLOTS: Mapping[str, tuple[int, ...]] = {
@@ -43,7 +43,7 @@ _DATA_SLOTS: Mapping[str, tuple[int, ...]] = {
         ), (0,),
     ),
 }  # fmt: skip
-"""Ops that pick among what they read: to round before them is to round after them. The slots they pick from."""
+"""Ops that copy elements of their inputs, so that rounding before and after them is equivalent; the data slots."""
 
 _HALF, _SINGLE = TensorProto.FLOAT16, TensorProto.FLOAT
 _ROUND = "round"
@@ -51,16 +51,17 @@ _ROUND = "round"
 
 @dataclass(frozen=True, slots=True)
 class Direct:
-    """Where no helper may stand, as far as written files have shown it.
+    """Values next to which no helper node may stand, as far as written files have shown it.
 
     Attributes
     ----------
     compiled : Compiled
         The original.
     loaded : onnx.ModelProto or None
-        The same as ONNX Runtime loads it with optimisations off; None where nothing rounds, or it cannot be asked.
+        The original as ONNX Runtime loads it with optimisations off; None if no value is rounded or ONNX Runtime is
+        not available.
     values : set of str
-        Values that nothing may pass through or wait for. It grows with every file that differs.
+        Values that no helper node may read or pass on. The set grows with every file that differs.
     """
 
     compiled: Compiled
@@ -69,18 +70,18 @@ class Direct:
 
     @staticmethod
     def of(compiled: Compiled) -> Direct:
-        """Of an original; ONNX Runtime is asked where the CPU may compute values in half precision in float."""
+        """Return the record of an original; load it in ONNX Runtime if the CPU may compute half precision in float."""
         halves = any(tensor.dtype == _HALF for tensor in compiled.tensors.values())
         asked = halves and compiled.kernels.device == "cpu" and runtime.available()
         if not asked or runtime.is_large(compiled.graph.model):
             return Direct(compiled, None, set())
         try:
             return Direct(compiled, _loaded(compiled.graph.model), set())
-        except ModelError:  # what this means for a plan is for `as_executed` to say
+        except ModelError:  # `as_executed` reports it
             return Direct(compiled, None, set())
 
     def differing(self, written: Rewritten, unrolled: Unrolled) -> tuple[str, ...]:
-        """Values of the original around which a file, of a schedule, rounds in another way.
+        """Return the values of the original around which the file of a schedule rounds differently.
 
         Raises
         ------
@@ -107,19 +108,19 @@ def _loaded(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def differing(before: onnx.ModelProto, after: onnx.ModelProto, origin: Mapping[str, str]) -> tuple[str, ...]:
-    """Values of the original around which a rewrite is rounded where the original is not, or the reverse.
+    """Return the values of the original around which exactly one of original and rewrite is rounded.
 
     Parameters
     ----------
     before, after : onnx.ModelProto
         Original and rewrite, as ONNX Runtime's CPU provider writes them with optimisations off (`runtime.optimized`).
     origin : mapping of str to str
-        Per value of the rewrite that is an occurrence of one of the original's, that one.
+        Value of the original for each of its occurrences in the rewrite.
 
     Returns
     -------
     tuple of str
-        In order of first mention: those that a differing op reads, down to the ops that compute them. Empty where every
+        In order of first mention: the inputs of differing ops, back to the ops that compute them. Empty if every
         output is equal to the last bit.
     """
     terms = _Terms()
@@ -128,26 +129,26 @@ def differing(before: onnx.ModelProto, after: onnx.ModelProto, origin: Mapping[s
 
 
 class _Term(NamedTuple):
-    """What computes a value: an op, all that it depends on besides, and the terms it reads, by number."""
+    """The expression of a value: an op, everything else it depends on, and the numbers of the terms it reads."""
 
     op: str
     how: tuple[object, ...]
     read: tuple[int, ...]
 
     def with_data(self, change: Callable[[int], int]) -> _Term:
-        """The same of other data, of an op that picks among it."""
+        """Return the term of a data-moving op with its data inputs replaced by `change`."""
         slots = _DATA_SLOTS[self.op]
         picks = range(len(self.read)) if slots == _ALL else slots
         return self._replace(read=tuple(change(n) if i in picks else n for i, n in enumerate(self.read)))
 
 
 class _Terms:
-    """Terms by number; equal ones have one number.
+    """Table of terms; equal terms have the same number.
 
     Attributes
     ----------
     exact : set of int
-        Those whose values are half-precision numbers as they are.
+        Terms whose values are representable in half precision.
     """
 
     def __init__(self) -> None:
@@ -165,7 +166,7 @@ class _Terms:
         return self.number(_Term("", (name,), ()))
 
     def rounded(self, number: int) -> int:
-        """The term rounded to half precision; itself where that changes nothing."""
+        """Return the term rounded to half precision; the term itself if that changes nothing."""
         if number in self.exact:
             return number
         term = self._terms[number]
@@ -175,7 +176,7 @@ class _Terms:
         return found
 
     def unrounded(self, number: int) -> int:
-        """The term without roundings of what it picks from: all that Shape and Size depend on."""
+        """Return the term without roundings of the data it copies: enough for Shape and Size."""
         term = self._terms[number]
         if term.op == _ROUND:
             return self.unrounded(term.read[0])
@@ -183,12 +184,12 @@ class _Terms:
 
 
 class _Numbered:
-    """The values of a loaded graph, numbered; and, against those of an original, what is to blame for a difference.
+    """Value numbering of a loaded graph; given that of an original, also the values to blame for a difference.
 
     Attributes
     ----------
     raw : dict of str to int
-        Per value of the file, what its op computes, before any rounding of the result.
+        Per value of the file, the term that its op computes, before any rounding of the result.
     blamed : dict of str to None
         As `differing` returns them.
     """
@@ -205,7 +206,7 @@ class _Numbered:
         self.blamed: dict[str, None] = {}
         self._number: dict[str, int] = {"": terms.leaf("")}
         self._half: set[str] = set()
-        self._near: set[str] = set()  # of half precision, or kept in float in its stead, or a cast of such
+        self._near: set[str] = set()  # values of half precision, or kept in float instead, or casts of these
         self._maker: dict[str, onnx.NodeProto] = {}
         graph = model.graph
         leaves = {value.name: value.type.tensor_type.elem_type for value in graph.input}
@@ -263,7 +264,7 @@ class _Numbered:
                 self.raw[bare] = self._number[name]
 
     def _of(self, name: str) -> int:
-        if name not in self._number:  # of an outer graph, or of a form that this does not know: by its name
+        if name not in self._number:  # of an outer graph, or of an unknown kind: identified by its name
             self._number[name] = self._terms.leaf(name)
         return self._number[name]
 
@@ -275,12 +276,12 @@ class _Numbered:
             self._near.add(name)
 
     def _as_original(self, name: str, number: int) -> int:
-        """The original's number for a value: a difference is counted once, and one of form alone does not count."""
+        """Return the original's number for a value: a difference counts once, and one of form alone does not count."""
         origin = self._origin.get(name)
         return number if self._original is None or origin is None else self._original.raw.get(origin, number)
 
     def _blame(self, node: onnx.NodeProto, made: str) -> None:
-        """What a node reads, here and in the original, where it makes `made`."""
+        """Blame the inputs of a node that makes `made`, here and in the original."""
         self.blamed |= dict.fromkeys(self._walk([*node.input, *_captured(node)]))
         if self._original is not None and (other := self._original._maker_of(self._origin.get(made, made))):
             self.blamed |= dict.fromkeys(self._original._walk([*other.input, *_captured(other)]))
@@ -289,7 +290,7 @@ class _Numbered:
         return self._maker.get(INSERTED + name) or self._maker.get(name)
 
     def _walk(self, names: list[str]) -> Iterator[str]:
-        """Values of the original from these back to the ops that compute something."""
+        """Yield values of the original from these back to the ops that compute something."""
         while names:
             name = names.pop()
             plain = name.removeprefix(INSERTED)
@@ -304,28 +305,28 @@ class _Numbered:
 
 
 def _passes(node: onnx.NodeProto) -> bool:
-    """Is it a node by which a rewrite hides a shape or makes a value wait (`barriers`), or another that copies?"""
+    """Whether a node is a barrier (`barriers`), which hides a shape or makes a value wait, or another copy."""
     hides = node.op_type in ("Unsqueeze", "Concat") and any(name.startswith(UNSEEN) for name in node.input[1:])
     return hides or node.op_type in ("Identity", "MemcpyFromHost", "MemcpyToHost")
 
 
 def _attributes(node: onnx.NodeProto) -> tuple[tuple[str, bytes], ...]:
-    """All but bodies, whose text says how outer values are called."""
+    """Return all attributes but bodies, whose text contains names of outer values."""
     stated = [a for a in node.attribute if a.type not in (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS)]
     return tuple(sorted((a.name, a.SerializeToString(deterministic=True)) for a in stated))
 
 
 def _halves_of_body(node: onnx.NodeProto) -> set[int] | None:
-    """Which outputs of an If, a Loop or a Scan are of half precision; None for a node without bodies."""
+    """Return the outputs of an If, a Loop or a Scan in half precision; None for a node without bodies."""
     bodies = [a.g for a in node.attribute if a.type == onnx.AttributeProto.GRAPH]
     if not bodies:
         return None
-    made = list(bodies[0].output)[1 if node.op_type == "Loop" else 0 :]  # a Loop's first says whether it goes on
+    made = list(bodies[0].output)[1 if node.op_type == "Loop" else 0 :]  # a Loop's first output is its condition
     return {i for i, value in enumerate(made) if value.type.tensor_type.elem_type == _HALF}
 
 
 def _captured(node: onnx.NodeProto) -> list[str]:
-    """Outer values that a node's bodies read, in order of mention."""
+    """Return the outer values that a node's bodies read, in order of mention."""
     names: dict[str, None] = {}
     for attribute in node.attribute:
         if attribute.type == onnx.AttributeProto.GRAPH:

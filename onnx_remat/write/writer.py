@@ -1,13 +1,13 @@
-"""Schedule -> ModelProto: clone what is recomputed, put nodes in schedule order, pin that order with control edges.
+"""Schedule -> ModelProto: clone recomputed nodes, put nodes in schedule order, pin that order with control edges.
 
-A control edge passes one input of the step that must wait through an Unsqueeze by no axes, which are computed from the
-value to wait for (see `barriers`): the value and its buffer are unchanged, no shape needs to be known, and nothing is
-copied; yet the step now depends on the trigger.
+A control edge passes one input of the waiting step through an Unsqueeze whose empty vector of axes is computed from the
+value to wait for, the *trigger* (see `barriers`): the value and its buffer are unchanged, no shape needs to be known,
+and nothing is copied; yet the step now depends on the trigger.
 
-Where the step's result is to be private (see `private_buffers`), nothing states the shape of what the Unsqueeze makes.
-On paper it then has no rank and the step's result no shape; for who reads the file again, the model's metadata tells
-it. Where a group of values is to share one private buffer, ``value_info`` states made-up symbolic dimensions for them
-instead: ``onnx_remat.p<group>.<axis>=<size>``. Not where there is no need: the runtime, loading the file, compares
+If the step's result is private (see `private_buffers`), the file states no shape for the Unsqueeze's output. It then
+has no inferable rank and the step's result no inferable shape; the model's metadata records it for tools that read the
+file again. If a group of values shares one private buffer, ``value_info`` states artificial symbolic dimensions for
+them instead: ``onnx_remat.p<group>.<axis>=<size>``, but only if necessary: when it loads the file, the runtime compares
 every value of a stated shape with every free buffer of one.
 """
 
@@ -30,7 +30,7 @@ from onnx_remat.ir.opsets import opset_of
 from onnx_remat.ir.shapes import SHAPES_KEY, TAG, Dim, Tensor, is_of_a_plan
 from onnx_remat.ort.moves import DOWN, UP, is_move, made_by
 from onnx_remat.write.barriers import MIN_OPSET, Barriers
-from onnx_remat.write.control_edges import held_slots
+from onnx_remat.write.control_edges import waiting_slots
 from onnx_remat.write.decided import (
     CLONES_KEY,
     CONTROL_KEY,
@@ -45,21 +45,21 @@ from onnx_remat.write.decided import (
 def rewrite(
     graph: Graph, tensors: Mapping[str, Tensor], decisions: Decisions, metadata: Mapping[str, str]
 ) -> Rewritten:
-    """Write a schedule down as a model that stock ONNX Runtime executes in that order, with those buffers.
+    """Write a schedule as a model that stock ONNX Runtime executes in that order, with the decided private buffers.
 
     Parameters
     ----------
     graph, tensors
         The original.
     decisions : Decisions
-        What to write.
+        The schedule, its control edges and private buffers.
     metadata : mapping of str to str
         Model metadata to record, keys without prefix.
 
     Raises
     ------
     ModelError
-        The model's opset is too old to write control edges in.
+        The model's opset is too old for control edges.
     """
     writer = _Writer(graph, tensors, decisions)
     writer.write()
@@ -97,19 +97,19 @@ class _Occurrence:
     ----------
     op : Op
     number : int
-        0 the first time, then of the recompute.
+        0 for the first run, then the number of the recompute.
     slot : int or None
-        Input that a control edge or the hiding of a shape goes through.
+        Input slot for a control edge or for hiding a shape.
     trigger : str or None
         Value to wait for.
     hide : bool
-        Is the shape of what it makes to be hidden?
+        Whether to hide the shapes of its outputs.
     makes : mapping of str to int
-        Private group, or -1, of each value it makes.
+        Private group, or -1, of each output.
     drops : tuple of str
-        Of these, the ones that nobody reads and that are to be freed at once.
+        Outputs without a reader that must be freed at once.
     kept : str
-        The first of the others: it stands for the step where another has to wait for that.
+        The first of the other outputs: steps that wait for this one wait for it.
     """
 
     op: Op
@@ -123,7 +123,7 @@ class _Occurrence:
 
 
 class _Writer:
-    """Turns steps into nodes; remembers which name holds each value's latest occurrence."""
+    """Converts steps to nodes; records the name of each value's latest occurrence."""
 
     def __init__(self, graph: Graph, tensors: Mapping[str, Tensor], decisions: Decisions) -> None:
         self.graph = graph
@@ -138,8 +138,8 @@ class _Writer:
         self.moved: list[str] = []
         self.back: list[str] = []
         self.occurrences: list[str] = []
-        self._down: list[tuple[int, onnx.NodeProto]] = []  # copies to the host, and the nodes that they come before
-        self._made_at: dict[str, int] = {}  # how many nodes there are once a value is made
+        self._down: list[tuple[int, onnx.NodeProto]] = []  # copies to the host, and the node index to insert them at
+        self._made_at: dict[str, int] = {}  # number of nodes once a value is made
         self.value_info = {v.name: v for v in graph.model.graph.value_info}
         self.shapes: dict[str, tuple[int | str, ...]] = {}
         self._interface = {v.name: v.type for v in (*graph.model.graph.input, *graph.model.graph.output)}
@@ -148,8 +148,8 @@ class _Writer:
         self._homes = {op.inputs[0]: op.outputs[0] for op in graph.ops if is_move(op)}
         self._maker = {made_by(op): op.index for op in graph.ops if not is_move(op)} if self._homes else {}
         self._names = list(graph.values)
-        self._held: dict[tuple[str, str | None, bool, bool], str] = {}
-        self._held_views: set[str] = set()  # what a step stands for, where that is a control edge's view
+        self._delayed_names: dict[tuple[str, str | None, bool, bool], str] = {}
+        self._delayed_views: set[str] = set()  # names that stand for a step and are views made by a control edge
         self._unknown = 0
         sizes = Counter(decisions.group.tolist())
         self._shared = {number for number, members in sizes.items() if number >= 0 and members > 1}
@@ -159,12 +159,12 @@ class _Writer:
         self._barriers = self._make_barriers() if needed else None
 
     def write(self) -> None:
-        """Append the nodes of every step, each behind the control edge or the Unsqueeze that it needs."""
+        """Append the nodes of every step, each after the control edge or the Unsqueeze that it needs."""
         what = self._decisions
         after = {pin.step: pin.after for pin in what.pins}
         hidden = {int(what.unrolled.step[i]) for i in what.leaders}
         count = [0] * len(self.graph.ops)
-        made: list[str] = []  # what stands for each step
+        made: list[str] = []  # per step, the name to wait for
         occurrence = 0
         draw: Op | None = None
         for step, index in enumerate(what.schedule.order):
@@ -179,7 +179,7 @@ class _Writer:
             hide = not hidden.isdisjoint(steps)
             kept = next(name for i, name in names.items() if not what.unrolled.dropped[i])
             here = _Occurrence(op, count[index], what.slots[index], trigger, hide, makes, drops, kept)
-            if is_draw(op):  # its Dropout is written with the product, which is the next step
+            if is_draw(op):  # the product, the next step, writes the Dropout
                 draw = op
                 self._occur(op.outputs[0], op.outputs[0], makes[op.outputs[0]])
             elif is_product(op) and here.number:
@@ -196,16 +196,16 @@ class _Writer:
             self.nodes.insert(at, node)
 
     def _write_node(self, here: _Occurrence, draw: Op | None) -> None:
-        """Append the node of a step; with its draw, a product is a Dropout."""
+        """Append the node of a step; a product together with its draw is a Dropout."""
         op = here.op
         inputs = [self._latest[name] if name else "" for name in op.inputs]
         for slot in overwritten(op.node) if here.number else ():
             inputs[slot] = self._copy(inputs[slot])
         if here.trigger or here.hide:
             assert here.slot is not None, op.label
-            for slot in held_slots(self.graph, op, here.slot):
+            for slot in waiting_slots(self.graph, op, here.slot):
                 is_shape = slot in semantics(op.node.domain, op.node.op_type).shapes
-                inputs[slot] = self._hold(inputs[slot], op.inputs[slot], here.trigger, here.hide, is_shape)
+                inputs[slot] = self._delayed(inputs[slot], op.inputs[slot], here.trigger, here.hide, is_shape)
         if draw is None:
             node = onnx.NodeProto()
             node.CopyFrom(op.node)
@@ -219,22 +219,22 @@ class _Writer:
         self._made_at |= dict.fromkeys(node.output, len(self.nodes))
 
     def _move(self, here: _Occurrence, there: bool) -> None:
-        """A value that the host kept, again; `there`: the step before made it.
+        """Write a move, which copies a value back from the host; `there`: the previous step made the value.
 
-        Each move is two copies of its own: ONNX Runtime would make one of two copies up of the same.
+        Each move has two copies of its own: ONNX Runtime would merge two copies from the same host value into one.
         """
         (value,) = here.op.outputs
         if there and not here.number:
             self._occur(value, value, here.makes[value])
             return
-        held, number = self._latest[value], len(self.moved)
+        current, number = self._latest[value], len(self.moved)
         home, back = (self._fresh(f"{value}__{what}{number}") for what in ("home", "back"))
-        down = helper.make_node(DOWN, [held], [home], name=home)
+        down = helper.make_node(DOWN, [current], [home], name=home)
         up = helper.make_node(UP, [home], [back], name=back)
         for node in (down, up):
             node.metadata_props.extend(here.op.node.metadata_props)
         _backward(up)
-        self._down.append((self._made_at[held], down))
+        self._down.append((self._made_at[current], down))
         self._declare(home, value, -1)
         self._occur(back, value, here.makes[value])
         self.nodes.append(up)
@@ -243,23 +243,23 @@ class _Writer:
         self.back.append(back)
 
     def _drop(self, here: _Occurrence) -> None:
-        """Give readers to what a recompute makes for nobody: what is read of it waits for them.
+        """Give a reader to each dropped output of a recompute: the output that is read waits for the dropped ones.
 
-        The runtime holds a value without readers to the end of the step. A recompute without it would not do either:
-        the runtime may refuse it, or take another kernel.
+        The runtime keeps a value without readers to the end of the step. Omitting the output is not possible either:
+        the runtime may refuse the node, or take another kernel.
         """
         trigger = None
         for name in (*here.drops, here.kept) if here.drops else ():
-            held = self._hold(self._latest[name], name, trigger, False) if trigger else self._latest[name]
-            trigger = self._latest[name] = held
+            current = self._delayed(self._latest[name], name, trigger, False) if trigger else self._latest[name]
+            trigger = self._latest[name] = current
         if trigger:
-            self._held_views.add(trigger)
+            self._delayed_views.add(trigger)
 
     def _multiply(self, here: _Occurrence) -> None:
-        """A Dropout's product again, spelled out; of a mask of unseen shape, what comes in between shares no buffer."""
+        """Write a recompute of a Dropout's product as three nodes; the mask's hidden shape keeps buffers private."""
         (result,), (source, mask) = here.op.outputs, (self._latest[name] for name in here.op.inputs)
         tensor = self.tensors[result]
-        mask = self._hold(mask, here.op.inputs[1], here.trigger or source, True)
+        mask = self._delayed(mask, here.op.inputs[1], here.trigger or source, True)
         divisor = self._fresh(f"{TAG}keep")
         self.initializers.append(helper.make_tensor(divisor, tensor.dtype, (), [kept(here.op)]))
         between = [self._fresh(f"{result}__{what}{here.number}") for what in ("mask", "masked")]
@@ -272,7 +272,7 @@ class _Writer:
         self.nodes += nodes
 
     def _make_barriers(self) -> Barriers:
-        """What values pass through to wait; computed from the smallest input, which some versions copy to the host."""
+        """Return the barriers, computed from the smallest input, as some versions copy that input to the host."""
         opset = opset_of(self.graph.model)
         if opset < MIN_OPSET:
             raise ModelError(
@@ -284,14 +284,14 @@ class _Writer:
         return Barriers(opset, source, self._helper, self._fresh, self._add_vector)
 
     def _name_outputs(self, node: onnx.NodeProto, here: _Occurrence) -> None:
-        """Name what a step makes and say what its node is."""
+        """Name the outputs of a step's node, and label a recompute as such."""
         op, number = here.op, here.number
         if number:
             self.recomputed.append(op.label)
             node.name = self._fresh(f"{op.node.name or op.node.op_type}__remat{number}")
             self._mark(node, op)
         for slot, name in enumerate(op.outputs):
-            if name and name in self._homes:  # the host's copy, to a plan
+            if name and name in self._homes:  # the plan calls it the host's copy
                 node.output[slot] = self._homes[name]
                 self._latest[name] = self._latest[self._homes[name]] = self._homes[name]
                 self.occurrences.append(name)
@@ -302,43 +302,43 @@ class _Writer:
             self.clones.append(next(name for name in node.output if name))
 
     def _mark(self, node: onnx.NodeProto, op: Op) -> None:
-        """Say that a node is a recompute, and so part of the backward pass."""
+        """Label a node as a recompute, and so part of the backward pass."""
         node.metadata_props.add(key=RECOMPUTE_KEY, value=op.label)
         _backward(node)
 
     def _occur(self, new: str, value: str, group: int) -> None:
-        """From here on `value` is called `new`."""
+        """Record `new` as the name of the latest occurrence of `value`."""
         self._latest[value] = new
         self.occurrences.append(new)
         self._declare(new, value, group)
 
-    def _hold(self, held: str, original: str, trigger: str | None, hide: bool, is_shape: bool = False) -> str:
-        """Pass `held` through an Unsqueeze, after `trigger` if there is one; returns the name to read instead.
+    def _delayed(self, current: str, original: str, trigger: str | None, hide: bool, is_shape: bool = False) -> str:
+        """Pass `current` through an Unsqueeze, after `trigger` if there is one, and return the name to read instead.
 
-        Equal ones are made once. A shape that a kernel reads passes through a Concat.
+        Equal Unsqueezes are shared. A shape that a kernel reads passes through a Concat.
         """
-        hide = hide or original in self._views or held in self._held_views
-        key = held, trigger, hide, is_shape
-        if key in self._held:
-            return self._held[key]
+        hide = hide or original in self._views or current in self._delayed_views
+        key = current, trigger, hide, is_shape
+        if key in self._delayed_names:
+            return self._delayed_names[key]
         assert self._barriers is not None
-        stem = self._fresh(f"{held}__after" if trigger else f"{held}__private")
+        stem = self._fresh(f"{current}__after" if trigger else f"{current}__private")
         if trigger:
             self.edges.append(stem)
         if is_shape:
-            self._barriers.hold_shape(held, stem, trigger or "")
+            self._barriers.delay_shape(current, stem, trigger or "")
         else:
-            self._barriers.hold(held, stem, trigger or "", hide)
-        if held in self.shapes:
-            self.shapes[stem] = self.shapes[held]
+            self._barriers.delay(current, stem, trigger or "", hide)
+        if current in self.shapes:
+            self.shapes[stem] = self.shapes[current]
         elif not hide:
-            info = self.value_info.get(held)
-            info_type = info.type if info is not None else self._interface.get(held)
-            if info_type is not None and all(_is_told(dim) for dim in info_type.tensor_type.shape.dim):
+            info = self.value_info.get(current)
+            info_type = info.type if info is not None else self._interface.get(current)
+            if info_type is not None and all(_is_stated(dim) for dim in info_type.tensor_type.shape.dim):
                 self.value_info[stem] = onnx.ValueInfoProto(name=stem, type=info_type)
             else:
                 self._declare(stem, original, -1)
-        self._held[key] = stem
+        self._delayed_names[key] = stem
         return stem
 
     def _helper(self, op_type: str, inputs: Sequence[str], output: str, trigger: str, **attributes: int) -> None:
@@ -352,13 +352,13 @@ class _Writer:
         self.initializers.append(helper.make_tensor(name, TensorProto.INT64, (len(entries),), entries))
 
     def _copy(self, name: str) -> str:
-        """A copy of a value, for a recompute to overwrite: Concat copies even a single input."""
+        """Append a copy of a value for a recompute to overwrite, and return its name: Concat copies a single input."""
         copy = self._fresh(f"{name}__copy")
         self.nodes.append(helper.make_node("Concat", [name], [copy], name=copy, axis=0))
         return copy
 
     def _declare(self, name: str, like: str, group: int) -> None:
-        """value_info for a value: its own shape to share buffers by, or its group's made-up one; alone in it, none."""
+        """State a value's shape in value_info: its own, or its group's artificial one; none for a group of one."""
         tensor = self.tensors[like]
         if name in self._interface or tensor.dtype == TensorProto.UNDEFINED:
             return
@@ -376,8 +376,8 @@ class _Writer:
             if None not in known and like in self.value_info and name != like:
                 self.value_info[name] = onnx.ValueInfoProto(name=name, type=self.value_info[like].type)
                 return
-            # What the runtime cannot tell from the file it must not be told, for it would share buffers by it; a name
-            # of its own says no more to it than nothing would, and keeps the size for who reads the file again.
+            # The file must not state a size that the runtime cannot infer from it, as the runtime would share buffers
+            # by it; a unique symbolic name tells it nothing, and records the size for tools that read the file again.
             self._unknown += None in known
             dims = tuple(
                 f"{TAG}u{self._unknown}.{axis}={size}" if dim is None else dim
@@ -402,16 +402,16 @@ def _backward(node: onnx.NodeProto) -> None:
 
 
 def _dims(tensor: Tensor) -> list[tuple[int, Dim]]:
-    """Per axis the size, and what the runtime will know of it."""
+    """Return, per axis, the size, and the size or name that the runtime will know, if any."""
     return list(zip(tensor.shape, tensor.symbolic or (None,) * len(tensor.shape), strict=True))
 
 
 def _open_shape(tensor: Tensor) -> tuple[int | str, ...]:
-    """Data type and dimensions as `SHAPES_KEY` records them."""
+    """Return the data type and dimensions as `SHAPES_KEY` records them."""
     return tensor.dtype, *(size if dim is None else dim for size, dim in _dims(tensor))
 
 
-def _is_told(dim: onnx.TensorShapeProto.Dimension) -> bool:
+def _is_stated(dim: onnx.TensorShapeProto.Dimension) -> bool:
     return dim.HasField("dim_value") or bool(dim.dim_param)
 
 

@@ -21,7 +21,7 @@ def held_back(opset: int, shape: list[int | str], dtype: int = TensorProto.FLOAT
     barriers = _barriers(opset, nodes, vectors)
     names = ["y", "again"][:holds]
     for name, hide in zip(names, (False, True), strict=False):
-        barriers.hold("x", f"x_for_{name}", "t", hide)
+        barriers.delay("x", f"x_for_{name}", "t", hide)
         nodes.append(make("Neg", [f"x_for_{name}"], [name], name=name))
     nodes.append(make("Cast", ["t"], ["b"], name="b", to=TensorProto.DOUBLE))
     outputs = dict.fromkeys(names, shape) | {"b": (TensorProto.DOUBLE, ["n", "m"])}
@@ -38,7 +38,7 @@ def shape_held_back(opset: int, symbolic: bool) -> onnx.ModelProto:
     if symbolic:
         nodes.append(make("Shape", ["x"], ["shape"], name="shape"))
         vectors = {}
-    _barriers(opset, nodes, vectors).hold_shape("shape", "held", "t")
+    _barriers(opset, nodes, vectors).delay_shape("shape", "held", "t")
     nodes += [
         make("ConstantOfShape", ["held"], ["zeros"], name="zeros"),
         make("Add", ["zeros", "x"], ["y"], name="y"),
