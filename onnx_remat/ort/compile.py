@@ -1,4 +1,4 @@
-"""Graph + tables of facts -> `Problem`: the flat arrays that simulation and planning run on."""
+"""Graph + tables of facts -> `Problem`: the flat arrays for simulation and planning."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from onnx_remat.ort.shape_askers import SHAPE_ASKERS
 
 @dataclass(frozen=True, slots=True)
 class OpTable:
-    """Per op of a graph, what the analyses need to know beyond its edges; rows are op indices.
+    """Facts about each op of a graph beyond its edges; rows are op indices.
 
-    `workspace` holds the bytes of each block of scratch memory.
+    `workspace` has the bytes of each block of scratch memory.
     """
 
     recomputable: tuple[bool, ...]
@@ -43,16 +43,16 @@ class OpTable:
 
 
 def tabulate(graph: Graph, tensors: Mapping[str, Tensor], kernels: Kernels, allow: Sequence[str] = ()) -> OpTable:
-    """Facts about each op of a graph.
+    """Collect the facts about each op of a graph.
 
     Parameters
     ----------
     graph, tensors
         The IR and its shapes.
     kernels : Kernels
-        What the provider's kernels do.
+        Facts about the provider's kernels.
     allow : sequence of str
-        ``DOMAIN::OP`` names of custom ops that the user says may be recomputed.
+        ``DOMAIN::OP`` names of custom ops that the user allows to recompute.
     """
     foldable = _foldable(graph, tensors)
     stated, versions = constants(graph.model.graph), opsets_of(graph.model)
@@ -77,7 +77,7 @@ def tabulate(graph: Graph, tensors: Mapping[str, Tensor], kernels: Kernels, allo
 def _read_in_bodies(
     graph: Graph, tensors: Mapping[str, Tensor], stated: Mapping[str, onnx.TensorProto]
 ) -> Mapping[str, onnx.TensorProto]:
-    """Small integers that bodies read, where they follow from shapes and from what the graph states."""
+    """Return the small integers that bodies read, if they follow from shapes and constants of the graph."""
     read = dict.fromkeys(name for op in graph.ops for name in op.captured)
     small = [
         name for name in read
@@ -104,7 +104,7 @@ def _body_workspace(
     known: Mapping[str, onnx.TensorProto],
     kernels: Kernels,
 ) -> int:
-    """What the op's bodies hold; ShapeError where that cannot be told."""
+    """Return the bytes that the op's bodies allocate; ShapeError if they are unknown."""
 
     def peak(body: onnx.ModelProto) -> int:
         graph = build(body)
@@ -116,7 +116,7 @@ def _body_workspace(
     try:
         return body_workspace(op, model, tensors, known, peak)
     except ModelError as error:
-        raise ShapeError(f"what node {op.label!r} ({op.node.op_type}) holds while it runs: {error}") from error
+        raise ShapeError(f"memory of node {op.label!r} ({op.node.op_type}) while it runs: {error}") from error
 
 
 @blames_the_node
@@ -135,7 +135,7 @@ def _recomputable(
     random = is_random_node(node, versions.get(canonical(node.domain), 0), stated)
     has_body = any(True for _ in bodies(node))
     ours = node.domain in (*STANDARD_DOMAINS, SPLIT) or is_pure_contrib(node.domain, node.op_type)
-    # A recompute overwrites copies, so nobody may look for what it writes there.
+    # A recompute overwrites copies, so no op may read what it writes there.
     wanted = any(
         (graph.values[name].is_output and slot in says.overwrites) or any(True for _ in graph.nx.successors(name))
         for slot, out in (*kernels.aliases(node), *says.renews)
@@ -146,7 +146,7 @@ def _recomputable(
 
 
 def _foldable(graph: Graph, tensors: Mapping[str, Tensor]) -> tuple[bool, ...]:
-    """Ops that depend on no graph input: ONNX Runtime computes them once, when it loads the file."""
+    """Flag the ops that depend on no graph input: ONNX Runtime folds them when it loads the file."""
     constant = {name for name, value in graph.values.items() if value.kind == INITIALIZER}
     result = []
     for op in graph.ops:
@@ -209,7 +209,7 @@ def compile_problem(
     graph, tensors, table
         The IR, its shapes (`shapes.infer`) and its op facts (`tabulate`).
     kernels : Kernels
-        What the provider's kernels do.
+        Facts about the provider's kernels.
     costs, phases : sequences, one entry per op
         Seconds of one execution; FORWARD, BACKWARD or OPTIMIZER.
     """
@@ -242,11 +242,11 @@ def compile_problem(
     )
 
 
-_OVERRIDABLE = 4  # IR version from which on a caller may feed an input that has an initializer of its name
+_OVERRIDABLE = 4  # IR version from which on a caller may feed an input that has an initializer of the same name
 
 
 def _with_default(graph: Graph) -> list[str]:
-    """Inputs with an initializer as their default: the session holds that, and what is fed instead is held besides."""
+    """Return the inputs with an initializer as default: the session keeps the default in addition to the fed value."""
     inputs = (value.name for value in graph.model.graph.input)
     return [n for n in inputs if graph.values[n].kind == INITIALIZER and graph.model.ir_version >= _OVERRIDABLE]
 
@@ -256,7 +256,7 @@ def _offsets(lengths: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.int32
 
 
 def _shape_classes(sizes: Sequence[Tensor]) -> list[int]:
-    """Number per value: equal where the runtime, from the file alone, sees equal shapes and element sizes."""
+    """Return a number per value: equal if the runtime infers equal shapes and element sizes from the file alone."""
     numbers: dict[tuple[object, ...], int] = {}
     classes = []
     for tensor in sizes:
@@ -271,7 +271,7 @@ def _shape_classes(sizes: Sequence[Tensor]) -> list[int]:
 def _sharing(
     graph: Graph, tensors: Mapping[str, Tensor], kernels: Kernels
 ) -> tuple[list[int], list[list[int]], list[bool]]:
-    """Per output slot: the input it aliases, the inputs it may overwrite, whether a recompute drops it if unread."""
+    """Return, per output slot, the input it aliases, the inputs it may overwrite, and whether it is optional."""
     alias: list[int] = []
     inplace: list[list[int]] = []
     droppable: list[bool] = []
@@ -291,8 +291,11 @@ def _sharing(
 
 
 def optional_outputs(model: onnx.ModelProto, node: onnx.NodeProto) -> set[int]:
-    """Output slots that the node may lack. A recompute has those that its original has: without them ONNX Runtime may
-    refuse the node (BatchNormalization) or take another kernel (MaxPool), whose results differ."""
+    """Return the output slots that the operator allows to omit.
+
+    A recompute keeps those of its original: without them ONNX Runtime may refuse the node (BatchNormalization) or take
+    another kernel (MaxPool), whose results differ.
+    """
     if node.domain not in STANDARD_DOMAINS or len(node.output) < 2:
         return set()
     try:

@@ -1,4 +1,4 @@
-"""A model as ONNX Runtime will execute it: what its optimiser makes of the file, and in which order nodes run."""
+"""A model as ONNX Runtime will execute it: its optimised graph and the execution order of its nodes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from onnx_remat.ort.prepare import Compiled, Preparation, prepare_for_simulation
 class Executed:
     """A model as ONNX Runtime will execute it: its optimised graph and the order of its nodes.
 
-    `emulated`: why the runtime was not asked or could not load it, so that this is the file's own graph; or nothing.
+    `emulated`: why the runtime was not queried or could not load it, so that this is the file's own graph; else empty.
     """
 
     compiled: Compiled
@@ -34,7 +34,7 @@ class Executed:
 
     @cached_property
     def timeline(self) -> buffers.Timeline:
-        """Its buffers, simulated."""
+        """Simulation of its buffers."""
         return buffers.simulate(self.compiled.problem, self.order)
 
 
@@ -49,7 +49,7 @@ _MANY_NODES = (
 )
 
 
-_AT_A_TIME = 2  # optimisation levels that ONNX Runtime is asked about
+_LEVELS_AT_A_TIME = 2  # optimisation levels for which ONNX Runtime is queried in parallel
 
 
 def at_levels(
@@ -59,17 +59,17 @@ def at_levels(
     stated: Preparation,
     known: Compiled | None = None,
 ) -> dict[str, Executed]:
-    """Return what ONNX Runtime makes of a model at several optimisation levels; see `as_executed`."""
+    """Return a model as ONNX Runtime executes it at several optimisation levels; see `as_executed`."""
     if not _is_asked(model, stated):
         return dict.fromkeys(levels, as_executed(model, folder, "all", stated, known))
     shown = shapes.declared(model) if set(levels) != {"disable"} and _is_shown_whole(model, stated) else None
-    with ThreadPoolExecutor(_AT_A_TIME) as pool:  # ONNX Runtime is asked in a process of its own
-        asked = pool.map(lambda level: as_executed(model, folder, level, stated, known, shown), levels)
-        return dict(zip(levels, asked, strict=True))
+    with ThreadPoolExecutor(_LEVELS_AT_A_TIME) as pool:  # each query runs in a separate process
+        executed = pool.map(lambda level: as_executed(model, folder, level, stated, known, shown), levels)
+        return dict(zip(levels, executed, strict=True))
 
 
 def _is_asked(model: onnx.ModelProto, stated: Preparation) -> bool:
-    """Whether ONNX Runtime is asked about a model: not where that takes too long, unless a session of ours needs it."""
+    """Whether to query ONNX Runtime about a model: not if that takes too long, unless a `Session` needs it."""
     return runtime.available() and (stated.fixed or not runtime.is_large(model))
 
 
@@ -81,7 +81,7 @@ def as_executed(
     known: Compiled | None = None,
     shown: onnx.ModelProto | None = None,
 ) -> Executed:
-    """What ONNX Runtime makes of a model at an optimisation level; emulated from the file where it is not installed.
+    """Return a model as ONNX Runtime executes it at an optimisation level; emulated if it is not installed.
 
     Parameters
     ----------
@@ -93,9 +93,9 @@ def as_executed(
     stated : Preparation
         Its dims may name more dimensions than the model has.
     known : Compiled, optional
-        The model as `prepare` has it.
+        The model as `prepare` returns it.
     shown : onnx.ModelProto, optional
-        The model as `shapes.declared` has it, where that is known already.
+        The model as `shapes.declared` returns it, if already known.
 
     Raises
     ------
@@ -124,9 +124,9 @@ def as_optimized(
     stated: Preparation,
     shown: onnx.ModelProto | None = None,
 ) -> Executed:
-    """What ONNX Runtime makes of a model at an optimisation level, as it says itself, at level "disable" too.
+    """Return the graph that ONNX Runtime itself makes of a model at an optimisation level, "disable" included.
 
-    Whatever the level, it puts casts around ops that have no half-precision kernel and inlines functions.
+    At every level, it inserts casts around ops that have no half-precision kernel and inlines functions.
 
     Raises
     ------
@@ -137,33 +137,35 @@ def as_optimized(
     if not _is_shown_whole(model, stated):
         optimized = _optimized_without_weights(model, stated, level, _in_floats(model, stated))
     else:
-        optimized = runtime.optimized(shown or shapes.declared(model), folder, level, providers, without, stated.told)
+        optimized = runtime.optimized(
+            shown or shapes.declared(model), folder, level, providers, without, stated.load_dims
+        )
     executed = executed_as_it_lies(optimized, stated)
-    # With optimisations off, nodes are saved as the file has them, not as they run.
+    # With optimisations off, ONNX Runtime saves nodes in the file's order, not in execution order.
     return replace(executed, order=executed.compiled.default_order()) if level == "disable" else executed
 
 
 def _is_shown_whole(model: onnx.ModelProto, stated: Preparation) -> bool:
-    """Whether ONNX Runtime is asked about a model as it is: with all its weights, and in its own types."""
+    """Whether the query uses the model as it is: with all its weights, and in its own types."""
     return not _in_floats(model, stated) and model_io.weight_bytes(model) <= runtime.MOST_WEIGHTS
 
 
 def _in_floats(model: onnx.ModelProto, stated: Preparation) -> bool:
-    """Whether the CPU, asked in a device's stead, is shown half-precision values as float32."""
+    """Whether the query replaces half precision by float32, as the CPU stands in for a missing device."""
     return whom_to_ask(stated.kernels)[0] != stated.kernels.execution_providers and halves.has_halves(model)
 
 
 def executed_as_it_lies(model: onnx.ModelProto, stated: Preparation) -> Executed:
-    """A graph that ONNX Runtime has already loaded, its nodes in the order it saved them."""
+    """Return a graph that ONNX Runtime has already loaded, its nodes in the order it saved them."""
     compiled = prepare_for_simulation(model, stated)
     return Executed(compiled, Schedule(tuple(range(compiled.problem.n_ops))))
 
 
 def whom_to_ask(kernels: Kernels) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Execution providers that are asked what becomes of a file, and the optimisations that they are to leave out.
+    """Return the execution providers that optimise a file for a query, and the optimisations to disable.
 
-    Where there is no such device, the CPU is asked in its stead, without what it does for itself alone; what only the
-    device's provider fuses is not seen then.
+    Without the device, the CPU stands in, without the optimisations for itself alone; fusions that only the device's
+    provider makes are not seen then.
     """
     if runtime.has_device(kernels.execution_providers[0]):
         return kernels.execution_providers, ()
@@ -171,8 +173,8 @@ def whom_to_ask(kernels: Kernels) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _emulated(model: onnx.ModelProto, stated: Preparation, why: str = "", known: Compiled | None = None) -> Executed:
-    """The file's own graph in the order ONNX Runtime would execute it, without graph optimisations."""
-    if known is None or len(known.graph.ops) != known.graph.n_nodes():  # some op of it was split
+    """Return the file's own graph in the order ONNX Runtime would execute it, without graph optimisations."""
+    if known is None or len(known.graph.ops) != known.graph.n_nodes():  # some op was split
         known = prepare_for_simulation(model, stated)
     return Executed(known, known.default_order(), why)
 
@@ -180,10 +182,10 @@ def _emulated(model: onnx.ModelProto, stated: Preparation, why: str = "", known:
 def _optimized_without_weights(
     model: onnx.ModelProto, stated: Preparation, level: str, in_floats: bool
 ) -> onnx.ModelProto:
-    """As `runtime.optimized`, of a model whose weights are too many to show, or that is to be shown in float32.
+    """Optimise a model whose weights are too large, or that is queried in float32; see `runtime.optimized`.
 
-    Weights, and what it would compute from them alone when it loads the file, are inputs to it. In the answer they are
-    initializers again, whose contents nobody asks for.
+    Weights, and values that it would fold from them when it loads the file, become inputs for the query. In the result
+    they are initializers again, without contents.
     """
     compiled = prepare_for_simulation(model, stated)
     light = model_io.without_weights(shapes.declared(model))
@@ -209,10 +211,10 @@ def _optimized_without_weights(
     providers, without = whom_to_ask(stated.kernels)
     if in_floats:
         without = (*without, *halves.KEEPS_CASTS)
-        optimized = runtime.optimized(halves.as_floats(light), None, level, providers, without, stated.told)
+        optimized = runtime.optimized(halves.as_floats(light), None, level, providers, without, stated.load_dims)
         halves.as_halves(optimized, light, compiled.tensors)
     else:
-        optimized = runtime.optimized(light, None, level, providers, without, stated.told)
+        optimized = runtime.optimized(light, None, level, providers, without, stated.load_dims)
     optimized.graph.ClearField("input")
     optimized.graph.input.extend(inputs.values())
     optimized.graph.initializer.extend(

@@ -1,8 +1,8 @@
-"""Half-precision graphs shown to a runtime that has no kernels for them, as graphs in float32.
+"""Half-precision graphs as float32 graphs, for queries to a runtime without half-precision kernels.
 
-The CPU's ONNX Runtime puts casts around nodes in half precision, and so would say nothing of what the device's makes of
-a graph. It makes of the same graph in float32 what the device makes of it in half precision, as long as casts that now
-change nothing stay: those are not to be eliminated (`KEEPS_CASTS`).
+ONNX Runtime's CPU provider inserts casts around nodes in half precision, so its optimised graph would not resemble the
+device's. For the same graph in float32 it makes the graph that the device makes in half precision, provided that casts
+that change nothing in float32 stay (`KEEPS_CASTS`).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ HALVES = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 """Element types that the CPU computes in float32."""
 
 KEEPS_CASTS = ("CastElimination", "CastChainElimination")
-"""ONNX Runtime's names of the optimisations that would take away what is a cast in half precision alone."""
+"""ONNX Runtime's names of the optimisations that would eliminate casts that only matter in half precision."""
 
 _TYPE_NAMES = ("to", "dtype")  # attributes of standard operators that are an element type
 
 
 def has_halves(model: onnx.ModelProto) -> bool:
-    """Does a value that is stated, or a Cast, have one of these types?"""
+    """Whether a stated value, or a Cast, has one of these types."""
     graph = model.graph
     stated = (value.type.tensor_type.elem_type for value in (*graph.input, *graph.output, *graph.value_info))
     casts = (a.i for node in graph.node if node.op_type == "Cast" for a in node.attribute if a.name == "to")
@@ -33,7 +33,7 @@ def has_halves(model: onnx.ModelProto) -> bool:
 
 
 def as_floats(light: onnx.ModelProto) -> onnx.ModelProto:
-    """A model whose large weights are inputs (`model_io.without_weights`) in float32; every node has a name."""
+    """Return a model whose large weights are inputs (`model_io.without_weights`) in float32; every node gets a name."""
     shown = onnx.ModelProto()
     shown.CopyFrom(light)
     graph = shown.graph
@@ -53,7 +53,7 @@ def as_floats(light: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def as_halves(optimized: onnx.ModelProto, light: onnx.ModelProto, tensors: Mapping[str, Tensor]) -> None:
-    """Give what became of ``as_floats(light)`` its own types again: `tensors` are those of the values of `light`."""
+    """Restore the types of an optimised ``as_floats(light)``; `tensors` are those of the values of `light`."""
     graph = optimized.graph
     for value in (*graph.input, *graph.output, *graph.value_info):
         if value.name in tensors:
@@ -72,7 +72,7 @@ def as_halves(optimized: onnx.ModelProto, light: onnx.ModelProto, tensors: Mappi
 
 
 def _typed(node: onnx.NodeProto) -> Iterator[onnx.AttributeProto]:
-    """Attributes of a node that say half precision."""
+    """Yield the attributes of a node that state half precision."""
     for attribute in node.attribute:
         tensor = attribute.type == onnx.AttributeProto.TENSOR and attribute.t.data_type in HALVES
         if tensor or (attribute.name in _TYPE_NAMES and attribute.i in HALVES):

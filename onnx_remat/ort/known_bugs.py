@@ -1,8 +1,8 @@
-"""ONNX Runtime's own wrong answers: graph patterns that its default optimisations compute wrongly or refuse to run.
+"""Known bugs of ONNX Runtime: graph patterns that its default optimisations compute wrongly or refuse to run.
 
-All but one, a kernel's own, are right with optimisations off. They were found by running every operator that the
+All but one, a bug of a kernel, are correct with optimisations off. They were found by running every operator that the
 converters write at all four levels, and by trying the patterns of each fusion by hand; docs/onnxruntime-bugs.md has a
-minimal model of each. The converters write none of these; `find` names the nodes of a file that comes from elsewhere.
+minimal model of each. The converters write none of these patterns; `find` names the nodes of other files.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ class Bug:
     Attributes
     ----------
     fusion : str
-        ONNX Runtime's name for it, as ``disabled_optimizers`` takes it; empty where a kernel is wrong by itself.
+        ONNX Runtime's name for it, as ``disabled_optimizers`` takes it; empty for a wrong kernel.
     level : str
         The lowest optimisation level at which it happens.
     versions : str
-        First and last version it was seen in, of 1.19.2, 1.22.1, 1.26.0, 1.31.1 and 1.32.0.
+        First and last version in which it was seen, of 1.19.2, 1.22.1, 1.26.0, 1.31.1 and 1.32.0.
     says : str
-        What goes wrong, after "node 'x' ".
+        Predicate of the message, after "node 'x' ".
     instead : str
-        What to write.
+        Advice.
     """
 
     fusion: str
@@ -49,7 +49,7 @@ class Bug:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A bug, and the node of a model that meets it (its name, or its first output where it has none)."""
+    """A bug, and the node of a model that triggers it (its name, or its first output if it has none)."""
 
     bug: Bug
     node: str
@@ -66,14 +66,14 @@ PADDED_MAXIMUM = Bug(
     "Pad_Fusion",
     "basic",
     "1.22 to 1.31",
-    "takes the maximum of what a Pad has padded with zeros: they become minus infinity, the border is wrong",
+    "takes the maximum of an input that a Pad pads with zeros: they become minus infinity, the border is wrong",
     "give the Pad its axes as an input",
 )
 PADDED_AVERAGE = Bug(
     "Pad_Fusion",
     "basic",
     "1.19 to 1.22",
-    "averages what a Pad has padded with zeros: the border is divided by a wrong number",
+    "averages an input that a Pad pads with zeros: the border is divided by a wrong number",
     "give the Pad its axes as an input",
 )
 IDLE_TRANSPOSE = Bug(
@@ -87,7 +87,7 @@ LOST_STATISTICS = Bug(
     "SkipLayerNormFusion",
     "extended",
     "1.19 to 1.26",
-    "puts out mean or deviation of a sum that nobody else reads: these outputs are never computed",
+    "outputs mean or deviation of a sum that no other node reads: these outputs are never computed",
     "let another node read the sum too, or compute the statistics apart",
 )
 SHARED_STATISTICS = Bug(
@@ -95,14 +95,14 @@ SHARED_STATISTICS = Bug(
     "basic",
     "1.19 to 1.32",
     "overwrites its running statistics, which are constants of at most 8 elements with the values of another constant: "
-    "both are made one, so that what reads the other reads the new statistics",
-    "make the running statistics inputs, or put out the new ones",
+    "the two are merged, so that readers of the other constant read the new statistics",
+    "make the running statistics inputs, or make the new ones outputs",
 )
 LOST_DROPOUT = Bug(
     "EliminateDropout",
     "basic",
     "1.19 to 1.32",
-    "drops in training, and nobody reads its mask: it is taken out like one of inference, so that nothing is dropped",
+    "drops in training, and its mask has no reader: it is eliminated as in inference, so that nothing is dropped",
     "read the mask: Where(mask, output, 0)",
 )
 MISCOUNTED_PADS = Bug(
@@ -120,15 +120,15 @@ BUGS = (
 
 
 _TYPED_OPSET = 21
-"""The first in which QuantizeLinear has an attribute for the type of what it makes."""
+"""First opset in which QuantizeLinear has an attribute for its output type."""
 
 
 def unsqueezed_badly(graph: Graph, tensors: Mapping[str, Tensor]) -> frozenset[str]:
-    """Values behind which no Unsqueeze may stand, or ONNX Runtime (1.32 and before) cannot load the file.
+    """Return the values that no Unsqueeze may read: otherwise ONNX Runtime (1.32 and before) cannot load the file.
 
-    It carries a DequantizeLinear past an Unsqueeze by a QuantizeLinear and another DequantizeLinear. From opset 21 on
-    it states int8 for the former and forgets that zero points, in a place of their own, are int8 as well. An Identity
-    or a Dropout in between is taken out before.
+    It moves a DequantizeLinear past an Unsqueeze by a QuantizeLinear and another DequantizeLinear. From opset 21 on it
+    states int8 for the QuantizeLinear, but not for the zero point, which it stores separately. An Identity or a Dropout
+    in between is eliminated before.
     """
     found: set[str] = set()
     if opset_of(graph.model) < _TYPED_OPSET:
@@ -142,14 +142,14 @@ def unsqueezed_badly(graph: Graph, tensors: Mapping[str, Tensor]) -> frozenset[s
 
 
 def find(model: onnx.ModelProto, ranks: Mapping[str, int] | None = None) -> tuple[Found, ...]:
-    """Which nodes of a model meet a known bug.
+    """Find the nodes of a model that trigger a known bug.
 
     Parameters
     ----------
     model : onnx.ModelProto
         Bodies of If, Loop and Scan are searched, too; local functions are not.
     ranks : mapping of str to int, optional
-        Ranks of values beyond those that the model states: a vector is found out by its rank.
+        Ranks of values beyond those that the model states: a rank identifies a vector.
 
     Returns
     -------
@@ -168,7 +168,7 @@ def find(model: onnx.ModelProto, ranks: Mapping[str, int] | None = None) -> tupl
 
 
 def warnings(model: onnx.ModelProto, ranks: Mapping[str, int] | None = None) -> tuple[str, ...]:
-    """One line for each bug that a model meets; see `find`."""
+    """Return one line for each bug that a model triggers; see `find`."""
     nodes: dict[Bug, list[str]] = {}
     for found in find(model, ranks):
         nodes.setdefault(found.bug, []).append(found.node)
@@ -186,7 +186,7 @@ def _where(bug: Bug) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Scope:
-    """What can be seen from the nodes of one graph, by value name, and the version of their operators."""
+    """Facts visible from the nodes of one graph, by value name, and the version of their operators."""
 
     graph: onnx.GraphProto
     opset: int
@@ -202,7 +202,7 @@ class _Scope:
             if value.type.tensor_type.HasField("shape"):
                 ranks[value.name] = len(value.type.tensor_type.shape.dim)
         constants = (dict(outer.constants) if outer else {}) | {t.name: t for t in graph.initializer}
-        makers: dict[str, onnx.NodeProto] = {}  # no fusion reaches into the graph around
+        makers: dict[str, onnx.NodeProto] = {}  # no fusion reaches into the outer graph
         reads = Counter(value.name for value in graph.output)
         for node in graph.node:
             makers.update(dict.fromkeys(node.output, node))
@@ -213,18 +213,18 @@ class _Scope:
         return _Scope(graph, opset, ranks, constants, makers, reads)
 
     def maker(self, name: str, *, through: tuple[str, ...] = ()) -> onnx.NodeProto | None:
-        """The node that makes a value, those of the ops in `through` looked through."""
+        """Return the node that makes a value, past nodes of the ops in `through`."""
         node = self.makers.get(name)
         while node is not None and node.op_type in through and self._keeps(node):
             node = self.makers.get(node.input[0])
         return node
 
     def _keeps(self, node: onnx.NodeProto) -> bool:
-        """Does it change no more than type and scale?"""
+        """Whether a node changes only type and scale."""
         return len(node.input) == 1 or self.ranks.get(node.input[1]) == 0
 
     def fixed(self, name: str) -> bool:
-        """Is a value an input, a constant, or computed from constants alone (no random numbers among them)?"""
+        """Whether a value is an input, a constant, or computed from constants alone without random numbers."""
         if self.maker(name, through=("Identity",)) is None:
             return True
         waiting, seen = [name], {name}
@@ -274,7 +274,7 @@ def _transposed_by_vector(node: onnx.NodeProto, scope: _Scope) -> bool:
 
 
 def _perm(node: onnx.NodeProto, scope: _Scope) -> list[int] | None:
-    """None where it is not stated and the rank is not known."""
+    """Return the permutation of a Transpose, None if it is not stated and the rank is unknown."""
     stated = _attribute(node, "perm")
     if stated is not None:
         return list(stated)
@@ -283,7 +283,7 @@ def _perm(node: onnx.NodeProto, scope: _Scope) -> list[int] | None:
 
 
 def _zero_padded(node: onnx.NodeProto, scope: _Scope) -> bool:
-    """Is it made by a Pad of zeros without axes?"""
+    """Whether the input of a node is made by a Pad with zeros and without axes."""
     pad = scope.maker(node.input[0], through=("Identity",))
     if pad is None or pad.op_type != "Pad" or _attribute(pad, "mode", b"constant") != b"constant":
         return False
@@ -298,7 +298,7 @@ def _padded_maximum(node: onnx.NodeProto, scope: _Scope) -> bool:
 
 
 def _padded_average(node: onnx.NodeProto, scope: _Scope) -> bool:
-    """1.19 does not count the Pad's zeros where the pool does not count its own, 1.22 not where they are uneven."""
+    """Whether 1.19 (the pool does not count its own pads) or 1.22 (uneven pads) fails to count the Pad's zeros."""
     if not _zero_padded(node, scope):
         return False
     pad = scope.maker(node.input[0], through=("Identity",))
@@ -309,7 +309,7 @@ def _padded_average(node: onnx.NodeProto, scope: _Scope) -> bool:
 
 
 def _idle(node: onnx.NodeProto, scope: _Scope) -> bool:
-    """Does a Transpose of a matrix leave it as it is?"""
+    """Whether a node is a Transpose of a matrix that permutes nothing."""
     return node.op_type == "Transpose" and _perm(node, scope) == [0, 1]
 
 
@@ -324,7 +324,7 @@ def _idle_before(node: onnx.NodeProto, scope: _Scope) -> bool:
 
 
 def _idle_in_sum(node: onnx.NodeProto, scope: _Scope) -> bool:
-    """An Add whose MatMul reads such a Transpose: both become a Gemm."""
+    """Whether an Add reads a MatMul that reads such a Transpose: both become a Gemm."""
     products = [scope.maker(name) for name in node.input]
     return any(p is not None and p.op_type == "MatMul" and _idle_before(p, scope) for p in products)
 
@@ -336,7 +336,7 @@ def _lost_statistics(node: onnx.NodeProto, scope: _Scope) -> bool:
 
 
 def _lost_dropout(node: onnx.NodeProto, scope: _Scope) -> bool:
-    """Only what one other node feeds is taken out; operators on constants are none, for they are computed before."""
+    """Whether a Dropout is eliminated: exactly one of its inputs is made by a node that is not folded before."""
     if len(node.input) < 3 or not node.input[2] or (len(node.output) > 1 and scope.reads[node.output[1]]):
         return False
     training = scope.constant(node.input[2])
@@ -347,32 +347,32 @@ def _lost_dropout(node: onnx.NodeProto, scope: _Scope) -> bool:
     return sum(not scope.fixed(name) for name in node.input if name) == 1
 
 
-_SHARED = 8  # elements of the largest constants that ConstantSharing makes one
+_MOST_SHARED = 8  # elements of the largest constants that ConstantSharing merges
 
 
 def _shared_statistics(node: onnx.NodeProto, scope: _Scope) -> bool:
     if not _attribute(node, "training_mode", 0):
         return False
-    inputs, put_out = ({value.name for value in values} for values in (scope.graph.input, scope.graph.output))
+    inputs, outputs = ({value.name for value in values} for values in (scope.graph.input, scope.graph.output))
     fixed = {name: scope.constant(name) for name in scope.constants if name not in inputs}
     for before, after in zip(node.input[3:5], node.output[1:], strict=False):
-        held = fixed.get(before)
-        if held is None or held.size > _SHARED or after in put_out:
+        statistics = fixed.get(before)
+        if statistics is None or statistics.size > _MOST_SHARED or after in outputs:
             continue
-        if any(_same(held, other) for name, other in fixed.items() if name != before):
+        if any(_same(statistics, other) for name, other in fixed.items() if name != before):
             return True
     return False
 
 
 def _same(first: np.ndarray, second: np.ndarray | None) -> bool:
-    """Constants of one type, shape and value?"""
+    """Whether two constants have the same type, shape and bits."""
     if second is None or (first.dtype, first.shape) != (second.dtype, second.shape):
         return False
     return first.tobytes() == second.tobytes()
 
 
 def miscounts_pads(opset: int, counted: int, pads: Sequence[int]) -> bool:
-    """Does 1.22's AveragePool divide the border by a wrong number?
+    """Whether 1.22's AveragePool divides the border by a wrong number.
 
     >>> miscounts_pads(20, 1, [1, 0, 1, 0]), miscounts_pads(20, 1, [1, 1, 1, 1]), miscounts_pads(18, 1, [1, 0, 1, 0])
     (True, False, False)

@@ -1,4 +1,4 @@
-"""CUDA's own libraries, where ONNX Runtime does not find them by itself."""
+"""CUDA's libraries, in case ONNX Runtime does not find them by itself."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import io
 
 
 def load_cuda() -> None:
-    """Load what pip installed of CUDA and cuDNN, before a session is made that needs them.
+    """Load the CUDA and cuDNN libraries that pip installed, before creating a session that needs them.
 
-    ``onnxruntime-gpu[cuda,cudnn]``, and PyTorch, bring these libraries in folders where no loader looks. Without them
-    onnxruntime makes a session on the CPU instead, and only its log says why. Where there are none, the system's are
-    found as ever; versions before 1.21 know no other.
+    ``onnxruntime-gpu[cuda,cudnn]``, and PyTorch, install these libraries in folders that no loader searches. Without
+    them onnxruntime silently creates a session on the CPU; only its log says why. If there are none, the loader finds
+    the system's; versions before 1.21 support only those.
     """
     import onnxruntime
 
     if preload := getattr(onnxruntime, "preload_dlls", None):
-        with contextlib.redirect_stdout(io.StringIO()):  # it prints what it does not find, needed or not
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints missing libraries, needed or not
             preload()

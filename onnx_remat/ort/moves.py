@@ -1,12 +1,13 @@
-"""Values that a plan may move to the host's memory and back, where the device has little of its own.
+"""Offload: values that a plan may move to the host's memory and back, for devices with little memory.
 
-To the planner, what makes such a value is two ops. The first does the work, once, and leaves a copy with the host,
-which takes nothing of the device; the second, a `Move`, makes the value of that copy, and may do so again::
+The planner sees two ops in place of the one that makes such a value. The first runs once and leaves a copy in host
+memory, which takes no device memory; the second, a `Move`, makes the value from that copy, and may run again::
 
     op -> value              becomes              op -> the host's copy -> Move -> value
 
-Right behind its op a Move does nothing: the value is there. Any other is a copy down, after whatever made the value
-before, and a copy up. Both run on the stream of the kernels, so that a step takes as much longer as they take.
+A Move right after its op does nothing: the value is already on the device. Any other Move is a copy to the host, after
+the op or Move that made the value before, and a copy back. Both run on the stream of the kernels, so that their time
+adds to that of the step.
 
 References
 ----------
@@ -36,26 +37,26 @@ DOWN, UP = "MemcpyToHost", "MemcpyFromHost"
 """ONNX Runtime's own ops that copy between a device and the host; on the CPU they change nothing."""
 
 LEAST = 1 << 16
-"""Bytes of the smallest values that are moved: a copy of fewer takes as long to start as to do."""
+"""Bytes of the smallest values that are moved: a smaller copy takes as long to start as to transfer."""
 
-_STARTS = 2 * 10e-6  # seconds to start two copies and wait for one
-_NEAR = 0.97  # of the peak: what is held at steps above this is worth moving
+_START_SECONDS = 2 * 10e-6  # to start two copies and wait for one
+_NEAR_PEAK = 0.97  # of the peak: values live across steps above it are worth moving
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The way to the host: bytes per second in either direction."""
+    """The link to the host: bytes per second in either direction."""
 
     bandwidth: float
 
     def seconds(self, nbytes: int) -> float:
-        """What a value takes there and back."""
-        return 2 * nbytes / self.bandwidth + _STARTS
+        """Return the time to copy a value to the host and back."""
+        return 2 * nbytes / self.bandwidth + _START_SECONDS
 
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """What a schedule moves.
+    """The moves of a schedule.
 
     Attributes
     ----------
@@ -64,7 +65,7 @@ class Moved:
     nbytes : int
         Bytes copied to the host, and as many back.
     share : float
-        Of the time of a plain step, what the copies take.
+        Time of the copies as a fraction of the time of a plain step.
     """
 
     values: tuple[str, ...]
@@ -73,34 +74,34 @@ class Moved:
 
 
 def is_move(op: Op) -> bool:
-    """Is it a `Move`?"""
+    """Whether an op is a `Move`."""
     return (op.node.domain, op.node.op_type) == (SPLIT, MOVE)
 
 
 def _home(name: str) -> str:
-    """What a plan calls the host's copy of a value."""
+    """Return the name that plans give to the host's copy of a value."""
     return f"{TAG}home.{name}"
 
 
 def made_by(op: Op) -> str:
-    """The value that an op makes in the file: its own first result, or what a plan knows as the host's copy."""
+    """Return the value that an op makes in the file: its first output, even if plans call that the host's copy."""
     return op.outputs[0] if is_move(op) else next(filter(None, op.node.output))
 
 
 def split(compiled: Compiled, names: Collection[str], link: Link) -> Compiled:
-    """The same step, in which the values in `names` may be moved, and are not computed again.
+    """Return the same step with moves for the values in `names`, which are then not recomputed.
 
     Parameters
     ----------
     compiled : Compiled
-        Its donations are not kept, see `renewed.with_donations`.
+        Its donations are dropped, see `renewed.with_donations`.
     names : collection of str
         Some of `movable`.
     link : Link
     """
     graph, tensors, problem, table = compiled.graph, dict(compiled.tensors), compiled.problem, compiled.table
     ops: list[Op] = []
-    source: list[int] = []  # per op, the row of the original's tables
+    source: list[int] = []  # per op, its row in the original's tables
     values = dict(graph.values)
     for op in graph.ops:
         source.append(op.index)
@@ -117,7 +118,7 @@ def split(compiled: Compiled, names: Collection[str], link: Link) -> Compiled:
         ops.append(Op(len(ops), move, (home,), (), (name,), op.anew))
         source.append(op.index)
     moves = np.array([is_move(op) for op in ops], np.bool_)
-    made = np.append(moves[1:], False)  # an op whose result the next one stands for
+    made = np.append(moves[1:], False)  # ops followed by the move of their result
     whole = Graph(tuple(ops), values, graph.model)
     rows = OpTable(
         recomputable=tuple(
@@ -135,9 +136,9 @@ def split(compiled: Compiled, names: Collection[str], link: Link) -> Compiled:
 
 
 def beside(compiled: Compiled) -> Longs:
-    """Bytes that each op needs for a result that a plan counts as the host's copy. Shape (n_ops,).
+    """Return the bytes that each op needs for a result that the plan counts as the host's copy. Shape (n_ops,).
 
-    Zero where the result may lie over an input that dies there: the Move that follows counts it, and what stays live.
+    Zero if the result may overwrite an input that dies there: the following Move counts it, and the other live values.
     """
     graph, tensors, problem = compiled.graph, compiled.tensors, compiled.problem
     found = np.zeros(problem.n_ops, np.int64)
@@ -154,23 +155,23 @@ def beside(compiled: Compiled) -> Longs:
 
 
 def adjoined(problem: Problem, order: Sequence[int], limit: int | None = None) -> Schedule:
-    """An order in which the first occurrence of each move is right behind the op that makes its value.
+    """Return an order in which the first occurrence of each move directly follows the op that makes its value.
 
-    With a `limit` in bytes, those alone that keep the peak at or under it, if not all do.
+    With a `limit` in bytes, shift only the moves that keep the peak at or below it, unless all together do.
     """
     late = Schedule(tuple(order)).late_moves(problem)
-    together = _behind(problem, order, set(late))
+    together = _shifted(problem, order, set(late))
     if limit is None or not late or simulate(problem, together).peak <= limit:
         return Schedule(tuple(together))
     chosen: set[int] = set()
     for move in late:
-        if simulate(problem, _behind(problem, order, chosen | {move})).peak <= limit:
+        if simulate(problem, _shifted(problem, order, chosen | {move})).peak <= limit:
             chosen.add(move)
-    return Schedule(tuple(_behind(problem, order, chosen)))
+    return Schedule(tuple(_shifted(problem, order, chosen)))
 
 
-def _behind(problem: Problem, order: Sequence[int], moves: Collection[int]) -> list[int]:
-    """`order` with the first occurrence of some moves put behind their ops."""
+def _shifted(problem: Problem, order: Sequence[int], moves: Collection[int]) -> list[int]:
+    """Return `order` with the first occurrence of some moves shifted to directly after their ops."""
     behind = {int(problem.producer()[problem.inputs(move)[0]]): move for move in moves}
     result: list[int] = []
     gone: set[int] = set()
@@ -185,9 +186,9 @@ def _behind(problem: Problem, order: Sequence[int], moves: Collection[int]) -> l
 
 
 def carried(order: Sequence[int], of: Compiled, to: Compiled) -> Schedule:
-    """A schedule of a step as one of the same step in which other values may be moved.
+    """Translate a schedule of a step into one of the same step in which other values may be moved.
 
-    What was computed again and may be moved now is moved, and what was computed again for that alone is not.
+    A recompute of a value that may be moved now becomes a move, and recomputes needed only for it are dropped.
     """
     plain = {made_by(op): op.index for op in to.graph.ops if not is_move(op)}
     moves = {op.outputs[0]: op.index for op in to.graph.ops if is_move(op)}
@@ -211,7 +212,7 @@ def _may_move(compiled: Compiled, name: str) -> bool:
 
 
 def _without_unread(problem: Problem, order: Sequence[int]) -> list[int]:
-    """`order` less what runs again for nobody."""
+    """Return `order` without recomputes whose outputs have no reader."""
     count = np.bincount(np.asarray(order, np.int64), minlength=problem.n_ops)
     wanted: set[int] = set()
     kept: list[int] = []
@@ -227,7 +228,7 @@ def _without_unread(problem: Problem, order: Sequence[int]) -> list[int]:
 
 
 def movable(compiled: Compiled, least: int = LEAST) -> list[str]:
-    """Values that may be moved: single results of ops, of `least` bytes or more, that own their memory."""
+    """Return the values that may be moved: single outputs of ops, of at least `least` bytes, that own their memory."""
     graph, problem, tensors = compiled.graph, compiled.problem, compiled.tensors
     found = []
     for op in graph.ops:
@@ -235,7 +236,7 @@ def movable(compiled: Compiled, least: int = LEAST) -> list[str]:
         if (
             name
             and op.node.domain in STANDARD_DOMAINS
-            and op.node.op_type != "Transpose"  # it becomes a part of its readers
+            and op.node.op_type != "Transpose"  # ONNX Runtime may merge it into its readers
             and not graph.values[name].is_output
             and problem.alias_slot[problem.out_ptr[op.index]] < 0
             and not compiled.table.foldable[op.index]
@@ -247,22 +248,22 @@ def movable(compiled: Compiled, least: int = LEAST) -> list[str]:
 
 
 def worth_moving(compiled: Compiled, schedule: Schedule, link: Link, at_any_price: bool = False) -> list[str]:
-    """Of what may be moved: what a plan moves, what it holds at its peak, and what it computes again at a higher price.
+    """Return movable values that a plan moves, keeps live across its peak, or recomputes at a higher cost.
 
     Parameters
     ----------
     compiled : Compiled
-        The step that the plan is for; some of its values may be moved already.
+        The step that the plan is for; some of its values may already have moves.
     schedule : Schedule
     link : Link
     at_any_price : bool
-        Whatever it computes again: nothing else will do.
+        Include every recomputed value, whatever its cost, if no other plan fits.
     """
     problem, graph = compiled.problem, compiled.graph
     number = {name: i for i, name in enumerate(graph.values)}
     already = [op.outputs[0] for op in graph.ops if is_move(op)]
     runs = np.bincount(schedule.array(), minlength=problem.n_ops)
-    held = _held_at_peak(problem, schedule)
+    live = _live_across_peak(problem, schedule)
     late = set(schedule.late_moves(problem))
     found = []
     for name in dict.fromkeys([*movable(compiled), *already]):
@@ -270,16 +271,16 @@ def worth_moving(compiled: Compiled, schedule: Schedule, link: Link, at_any_pric
         again = runs[maker] > 1 or maker in late
         dear = at_any_price or (len(problem.moves) and problem.moves[maker])
         dear = dear or problem.cost[maker] > link.seconds(int(problem.nbytes[number[name]]))
-        if held[number[name]] or (again and dear):
+        if live[number[name]] or (again and dear):
             found.append(name)
     return found
 
 
-def _held_at_peak(problem: Problem, schedule: Schedule) -> Flags:
-    """Values that a schedule holds, without reading or making them, at a step near its peak. Shape (n_values,)."""
+def _live_across_peak(problem: Problem, schedule: Schedule) -> Flags:
+    """Flag the values that are live across a step near the peak without being used by it. Shape (n_values,)."""
     life = problem.lifetimes
     near = simulate(problem, schedule).step_bytes
-    hot = np.concatenate([[0], np.cumsum(near > _NEAR * near.max(initial=0))])
+    hot = np.concatenate([[0], np.cumsum(near > _NEAR_PEAK * near.max(initial=0))])
     found = np.zeros(problem.n_values, np.bool_)
     used: dict[int, int] = {}  # root -> step that last made or read it
     for step, op in enumerate(schedule.order):
@@ -292,7 +293,7 @@ def _held_at_peak(problem: Problem, schedule: Schedule) -> Flags:
 
 
 def moved(compiled: Compiled, schedule: Schedule) -> Moved | None:
-    """What a schedule moves; None where nothing is."""
+    """Return the moves of a schedule, None if it has none."""
     problem = compiled.problem
     if not len(problem.moves):
         return None

@@ -1,4 +1,4 @@
-"""What a simulated peak is made of, and what ONNX Runtime's arena adds to it."""
+"""Composition of a simulated peak, and the memory that ONNX Runtime's arena adds to it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from onnx_remat.ort.kernels.base import key
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """One value alive at the peak."""
+    """One value allocated at the peak."""
 
     value: str
     op_type: str
@@ -24,7 +24,7 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """A peak split into what makes it; all in bytes. The parts add up to `total`."""
+    """A peak and its parts, all in bytes. The parts add up to `total`."""
 
     total: int
     inputs: int
@@ -38,17 +38,17 @@ class Peak:
 
 @dataclass(frozen=True, slots=True)
 class Reserves:
-    """What ONNX Runtime takes with its arena on and memory patterns off, by the arena's own arithmetic; in bytes.
+    """Memory of ONNX Runtime with its arena on and memory patterns off, by the arena's own arithmetic; in bytes.
 
     Attributes
     ----------
     held : int
-        What a process on the CPU, or a device, holds of inputs, weights and the default arena, if a step's outputs are
-        dropped or copied before the next. Of memory on the CPU only what was ever written counts.
+        Inputs, weights and the default arena of a process on the CPU, or on a device, if a step's outputs are dropped
+        or copied before the next. On the CPU, only memory that was ever written counts.
     held_fed_back : int
-        The same where the next step reads outputs (``new.*``) as the session returned them: those stay in the arena.
+        The same if the next step reads outputs (``new.*``) as the session returned them: those stay in the arena.
     limit, limit_fed_back : int
-        Smallest memory limit of an arena that extends by what is asked (``kSameAsRequested``) and holds the weights.
+        Smallest memory limit of an arena that grows by each request (``kSameAsRequested``) and contains the weights.
     """
 
     held: int
@@ -85,28 +85,28 @@ def describe(executed: Executed, timeline: buffers.Timeline) -> Peak:
 
 
 def requests(executed: Executed, timeline: buffers.Timeline) -> arena.Requests:
-    """A step as ONNX Runtime's arena sees it."""
+    """Return the allocator calls of a step to ONNX Runtime's arena."""
     compiled = executed.compiled
     kinds = [key(op.node) for op in compiled.graph.ops]
-    asked = [
+    scratch = [
         () if kind in compiled.kernels.by_malloc else blocks
         for kind, blocks in zip(kinds, compiled.table.workspace, strict=True)
     ]
-    return arena.requests(executed.order, timeline, asked, [kind in compiled.kernels.asks_first for kind in kinds])
+    return arena.requests(executed.order, timeline, scratch, [kind in compiled.kernels.asks_first for kind in kinds])
 
 
 def held(executed: Executed, timeline: buffers.Timeline) -> int:
-    """What a process, or its device, holds with ONNX Runtime's default arena, if outputs are dropped or copied."""
+    """Return the bytes of a process, or its device, with ONNX Runtime's default arena; see `Reserves.held`."""
     return _outside(executed) + _taken(executed, arena.run(requests(executed, timeline), doubling=True))
 
 
 def _taken(executed: Executed, made: arena.Arena) -> int:
-    """What an arena takes: a process holds pages that were written to, a device gives all that was asked for."""
+    """Return the bytes of an arena: a process keeps pages that were written, a device all reserved memory."""
     return made.resident if executed.compiled.kernels.device == "cpu" else made.reserved
 
 
 def reserves(executed: Executed, timeline: buffers.Timeline) -> Reserves:
-    """What ONNX Runtime's arena adds to a peak, in one-off steps and where outputs renew inputs without a copy."""
+    """Return the arena's memory for single steps, and for steps that feed outputs back as inputs without a copy."""
     compiled, outside = executed.compiled, _outside(executed)
     values = compiled.graph.values
     inputs = [name for name, value in values.items() if value.kind == INPUT]
@@ -124,7 +124,7 @@ def reserves(executed: Executed, timeline: buffers.Timeline) -> Reserves:
 
 
 def _outside(executed: Executed) -> int:
-    """Bytes that the arena has no part in: inputs, weights, and the most that a kernel takes with malloc."""
+    """Return the bytes outside the arena: inputs, weights, and the largest workspace taken with malloc."""
     compiled = executed.compiled
     ops, scratch, kernels = compiled.graph.ops, compiled.table.workspace, compiled.kernels
     taken = (sum(blocks) for op, blocks in zip(ops, scratch, strict=True) if key(op.node) in kernels.by_malloc)

@@ -1,4 +1,4 @@
-"""Which nodes of a model a device cannot run, and what it costs that the host runs them."""
+"""Nodes without a kernel on the device, and the cost of running them on the host."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ from onnx_remat.ort.prepare import Compiled
 from onnx_remat.units import format_bytes
 
 _SMALL = 1024
-"""Bytes up to which a copy between host and device is not worth a word: shapes and scalars."""
+"""Bytes up to which a copy between host and device is not reported: shapes and scalars."""
 
 
 def nodes_on_host(compiled: Compiled) -> dict[str, int]:
-    """Bytes that each node without a kernel on the device makes a step copy, by its label.
+    """Return the bytes copied per step for each node without a kernel on the device, by its label.
 
-    Its inputs are copied to the host and its results back, for which the device waits; nodes that copy next to nothing
-    are left out.
+    Its inputs are copied to the host and its results back, and the device waits; nodes with tiny copies are left out.
     """
     return {op.label: size for op in compiled.graph.ops if (size := _copied(compiled, op)) > _SMALL}
 
 
 def warnings(compiled: Compiled) -> tuple[str, ...]:
-    """One line per kind of node that the host must run, the most expensive first."""
+    """Return one line per kind of node that the host must run, the most expensive first."""
     copied = nodes_on_host(compiled)
     kinds: dict[str, list[str]] = {}
     for op in compiled.graph.ops:
@@ -46,7 +45,7 @@ def warnings(compiled: Compiled) -> tuple[str, ...]:
 
 
 def too_old(kernels: Kernels, opset: int, version: tuple[int, ...]) -> str:
-    """Why a version of ONNX Runtime is too old for what is written for a device, and what to install; or nothing."""
+    """Return why a version of ONNX Runtime is too old for files for a device, and what to install; else empty."""
     if kernels.device == "cpu" or opset < _NEW_SIZE or not version or version >= _HAS_SIZE:
         return ""
     numbers = [".".join(map(str, v)) for v in (version, _HAS_SIZE)]
@@ -60,7 +59,7 @@ _NEW_SIZE, _HAS_SIZE = 19, (1, 25, 1)  # an opset, and the first version that ha
 
 
 def notes(compiled: Compiled) -> tuple[str, ...]:
-    """What a plan for a device rests on that was not measured; nothing where the device is the host."""
+    """Return the unmeasured assumptions of a plan for a device; nothing if the device is the host."""
     kernels = compiled.kernels
     if kernels.device == "cpu":
         return ()
@@ -73,7 +72,7 @@ def notes(compiled: Compiled) -> tuple[str, ...]:
         lines.append(
             Message(
                 "every convolution is allowed {} of cuDNN workspace ({}): a margin, not a measurement; set the "
-                "provider option cudnn_conv_use_max_workspace=0, which holds it to 32 MiB",
+                "provider option cudnn_conv_use_max_workspace=0, which limits it to 32 MiB",
                 format_bytes(kernels.library_workspace),
                 Setting("cudnn_workspace"),
             )
@@ -94,7 +93,7 @@ def notes(compiled: Compiled) -> tuple[str, ...]:
 
 
 def _copied(compiled: Compiled, op: Op) -> int:
-    """Bytes between host and device for one node, 0 where it runs on the device."""
+    """Return the bytes copied between host and device for one node, 0 if it runs on the device."""
     tensors = compiled.tensors
     dtype = tensors[op.inputs[0]].dtype if op.inputs and op.inputs[0] else TensorProto.FLOAT
     if not compiled.kernels.on_host(op.node, dtype, opset_of(compiled.graph.model, op.node.domain)):

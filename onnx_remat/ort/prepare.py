@@ -1,4 +1,4 @@
-"""A model in every form the stages need: its graph, shapes and facts, compiled into the `Problem` of planning."""
+"""Preparation of a model for all stages: its graph, shapes and facts, compiled into the `Problem` of planning."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from onnx_remat.ort.shape_askers import SHAPE_ASKERS
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
-    """What is stated of a model besides its file.
+    """Settings for a model in addition to its file.
 
     Attributes
     ----------
     kernels : Kernels
-        Of the provider that is to run it.
+        Facts about the kernels of the provider that is to run it.
     dims : mapping of str to int
         Sizes of symbolic dimensions.
     allow_recompute : sequence of str
         Custom ops, ``domain::op``, that are pure, so that they may be recomputed.
     keep : sequence of str
-        Values never to recompute.
+        Values that must not be recomputed.
     loss : str or None
-        Value that is the loss, where nodes are unlabelled and it is not clear.
+        Name of the loss, needed if nodes are unlabelled and several outputs could be it.
     costs : str
         A preset of `costs.PRESETS`, or the path of a profile written by ONNX Runtime.
     must_load : bool
         ONNX Runtime, where it is installed, must be able to load the model, custom ops included.
     fixed : bool
-        Whoever runs it tells ONNX Runtime those sizes, as a `Session` does: nothing is computed from them in a step.
+        ONNX Runtime is given those sizes at load time, as in a `Session`: no step computes anything from them.
     """
 
     kernels: Kernels
@@ -56,8 +56,8 @@ class Preparation:
     fixed: bool = False
 
     @property
-    def told(self) -> Mapping[str, int]:
-        """Sizes that ONNX Runtime knows when it loads the model."""
+    def load_dims(self) -> Mapping[str, int]:
+        """Sizes of symbolic dimensions that ONNX Runtime is given when it loads the model."""
         return self.dims if self.fixed else {}
 
 
@@ -72,7 +72,7 @@ class Compiled:
     problem: Problem
 
     def default_order(self) -> Schedule:
-        """The order ONNX Runtime executes this file in, its graph optimisations aside."""
+        """Return the order in which ONNX Runtime executes this file without graph optimisations."""
         made_by = self.problem.producer()
         by_index = sorted(range(self.problem.n_ops), key=lambda op: self.graph.ops[op].anew)
         index = {op: i for i, op in enumerate(by_index)}
@@ -85,14 +85,14 @@ class Compiled:
 
 
 def prepare(model: onnx.ModelProto, stated: Preparation) -> Compiled:
-    """Graph, shapes, facts, costs and phases of a model, compiled into a `Problem`; Dropouts are split (`dropout`).
+    """Compile graph, shapes, facts, costs and phases of a model into a `Problem`; split Dropouts (`dropout`).
 
     Raises
     ------
     UsageError
-        `stated` names what the model does not have.
+        `stated` names a value, op or dimension that the model does not have.
     ModelError
-        The model is not usable; ShapeError where a value has no known size.
+        The model is not usable; ShapeError if a value has no known size.
     """
     ir = graph.build(model, stated.kernels.no_kernel)
     shapes.check_declared(ir.model)
@@ -108,9 +108,9 @@ def prepare(model: onnx.ModelProto, stated: Preparation) -> Compiled:
 
 
 def prepare_for_simulation(model: onnx.ModelProto, stated: Preparation) -> Compiled:
-    """As `prepare`, for simulation alone: costs and phases, which do not matter to memory, are all zero.
+    """Prepare a model for simulation alone: as `prepare`, but costs and phases, irrelevant to memory, are all zero.
 
-    `dims` may name dimensions that this model does not have.
+    `stated.dims` may name dimensions that this model does not have.
     """
     ir = graph.build(model, stated.kernels.no_kernel)
     tensors = shapes.infer(ir, stated.dims, derived=True, askers=SHAPE_ASKERS)
@@ -121,14 +121,14 @@ def prepare_for_simulation(model: onnx.ModelProto, stated: Preparation) -> Compi
 
 
 def _keeping(ir: Graph, table: OpTable, keep: Sequence[str]) -> OpTable:
-    """`table` with the producers of the values named in `keep` marked as not to be recomputed."""
+    """Return `table` with the producers of the values named in `keep` marked as not recomputable."""
     producer = ir.producer()
     kept = {producer[computed(name, producer, "keep")] for name in keep}
     return replace(table, recomputable=tuple(r and i not in kept for i, r in enumerate(table.recomputable)))
 
 
 def _check_overwritten(ir: Graph) -> None:
-    """What a kernel overwrites, nobody else may read: the plan would decide who sees which."""
+    """Check that a value overwritten by a kernel has no other reader: the order would decide which value it reads."""
     readers = ir.consumers()
     outputs = {name for name, value in ir.values.items() if value.is_output}
     for op in ir.ops:
@@ -142,7 +142,7 @@ def _check_overwritten(ir: Graph) -> None:
 
 
 def _check_allowed(ir: Graph, allow: Sequence[str]) -> None:
-    """Each entry of `allow` must be an op of the model."""
+    """Check that each entry of `allow` is an op of the model."""
     have = list(dict.fromkeys(f"{op.node.domain}::{op.node.op_type}" for op in ir.ops))
     setting = Setting("allow_recompute")
     for name in allow:
@@ -153,7 +153,7 @@ def _check_allowed(ir: Graph, allow: Sequence[str]) -> None:
 
 
 def computed(name: str, names: Collection[str], argument: str) -> str:
-    """`name` if it is one of `names`, values that nodes compute; UsageError with the nearest match otherwise."""
+    """Return `name` if it is in `names`, the values that nodes compute; else raise UsageError with a suggestion."""
     if name in names:
         return name
     raise UsageError("{}: no node makes a value {!r}{}", Setting(argument), name, did_you_mean(name, names))

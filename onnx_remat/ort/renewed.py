@@ -1,4 +1,4 @@
-"""What a session of ours lays over one another: ``new.<name>`` over ``<name>``, results over what they are made of."""
+"""Memory reuse in a `Session`: ``new.<name>`` in place of ``<name>``, outputs in place of dying inputs."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from onnx_remat.ort.prepare import Compiled
 
 
 def with_donations(compiled: Compiled) -> Compiled:
-    """The same step, its renewed state lying in the memory of the old one wherever an order of the ops allows it.
+    """Return the same step with its state updated in place wherever an order of the ops allows it.
 
-    An op that reads the old value itself may renew it where its kernel was measured to be safe over that input.
+    An op that itself reads the old value may overwrite it if its kernel was measured to be safe over that input.
     """
     graph, problem, tensors = compiled.graph, compiled.problem, compiled.tensors
     number = {name: i for i, name in enumerate(graph.values)}
@@ -38,11 +38,11 @@ def with_donations(compiled: Compiled) -> Compiled:
     return replace(compiled, problem=donatable(flagged, pairs).apply(flagged))
 
 
-def taking_over(compiled: Compiled) -> Problem:
-    """The problem of a step in which every result may lie over an input that its kernel may overwrite.
+def with_slab_donations(compiled: Compiled) -> Problem:
+    """Return the problem of a step in which every output may reuse an input that its kernel may overwrite.
 
-    A session of ours does so where the input dies (`session.binding`); ONNX Runtime's own allocation does with few
-    kernels. Bounds for a loop hold for this problem.
+    A `Session` does so if the input dies (`session.binding`); ONNX Runtime's own allocation does so for few kernels.
+    Bounds for a loop hold for this problem.
     """
     graph, tensors, kinds = compiled.graph, compiled.tensors, dict[tuple[object, ...], int]()
     slots: list[list[int]] = []

@@ -1,4 +1,4 @@
-"""Everything that asks ONNX Runtime: sessions, and what it makes of a model. `measure.processes` runs models."""
+"""Queries to ONNX Runtime: sessions, optimised graphs, shapes, orders. `measure.processes` runs models."""
 
 from __future__ import annotations
 
@@ -22,50 +22,50 @@ from onnx_remat.ort import libraries
 from onnx_remat.process.child import Limit
 from onnx_remat.process.worker import ask
 
-_SECONDS, _NODES_PER_SECOND = 15.0, 1000  # of computing: symbolic inference may run for ever on a contradictory model
+_SECONDS, _NODES_PER_SECOND = 15.0, 1000  # CPU seconds: symbolic inference may not end on a contradictory model
 _BYTES, _COPIES = 2 * 2**30, 8  # memory for any model, and per byte of it and its weights
-_DEVICE_SECONDS, _DEVICE_BYTES = 60.0, 16 * 2**30  # more, for a device's libraries and its context
+_DEVICE_SECONDS, _DEVICE_BYTES = 60.0, 16 * 2**30  # in addition, for a device's libraries and its context
 
 HOST = ("CPUExecutionProvider",)
-"""Execution providers to ask where it does not matter which: about shapes, say."""
+"""Execution providers for queries that do not depend on the provider: about shapes, say."""
 
 LEVELS = ("disable", "basic", "all")
-"""Graph optimisation levels a written file must keep its promise under; "all" is the default."""
+"""Graph optimisation levels at which a written file must meet its budget; "all" is the default."""
 
 MOST_WEIGHTS = 512 * 2**20
-"""Bytes of initializers up to which ONNX Runtime is shown a model with its weights, to see what it makes of it.
+"""Bytes of initializers up to which ONNX Runtime optimises a model together with its weights.
 
-It writes the optimised model into one file, 2 GiB at most, and holds all weights in memory meanwhile. Larger ones are
-shown as inputs, what it would fold of them foreseen (`executed`); nothing is fused into them then.
+It writes the optimised model into one file, 2 GiB at most, and keeps all weights in memory meanwhile. More weights are
+given as inputs, and `executed` predicts what would be folded from them; nothing is fused into them then.
 """
 
 MOST_NODES = 30_000
-"""Nodes up to which ONNX Runtime is shown any model; above, only one that a session of ours is to run.
+"""Nodes up to which ONNX Runtime loads any model; above, only one that a `Session` is to run.
 
-Its memory planner compares every value with every free buffer, so that the time to load some graphs grows with the
-square of the number of nodes: a rewritten graph of 21,000 nodes (a DenseNet-121) takes 7 seconds per optimisation
+Its memory planner compares every value with every free buffer, so the time to load some graphs grows with the square of
+the number of nodes: a rewritten graph of 21,000 nodes (a DenseNet-121) takes 7 seconds per optimisation
 level, one of 40,800 takes 37.
 """
 
 
 def is_large(model: onnx.ModelProto) -> bool:
-    """Has the model more than `MOST_NODES`?"""
+    """Whether the model has more than `MOST_NODES` nodes."""
     return len(model.graph.node) > MOST_NODES
 
 
 def available() -> bool:
-    """Is ONNX Runtime installed?"""
+    """Whether ONNX Runtime is installed."""
     import importlib.util
 
     return importlib.util.find_spec("onnxruntime") is not None
 
 
 def session_options(level: str = "all") -> Any:
-    """Session options measured to help a rewritten model beyond what it promises by itself.
+    """Return session options that keep the memory of a rewritten model low, as measured.
 
     Memory patterns are switched off. With them, ONNX Runtime keeps the arena of the first step and, from the second
-    step on, one block of the whole plan's size besides: the process holds about twice the peak, at no gain in speed
-    on the models measured.
+    step on, also one block of the whole plan's size: the process takes about twice the peak, at no gain in speed on the
+    models measured.
 
     Parameters
     ----------
@@ -91,7 +91,7 @@ def session_options(level: str = "all") -> Any:
 
 
 def installed() -> tuple[int, ...]:
-    """Version of ONNX Runtime here; empty where there is none."""
+    """Return the version of the installed ONNX Runtime; empty if there is none."""
     if not available():
         return ()
     import onnxruntime
@@ -100,7 +100,7 @@ def installed() -> tuple[int, ...]:
 
 
 def import_runtime() -> None:
-    """Raise an error that says how to install ONNX Runtime where it is missing."""
+    """Raise an error with installation advice if ONNX Runtime is missing."""
     if not available():
         raise OnnxRematError("onnxruntime is not installed: pip install 'onnx-remat[cpu]' (or [gpu])")
 
@@ -120,10 +120,10 @@ def optimized(
     without: Sequence[str] = (),
     sizes: Mapping[str, int] | None = None,
 ) -> onnx.ModelProto:
-    """The graph ONNX Runtime will really run for `model`, its nodes in execution order.
+    """Return the graph that ONNX Runtime will run for `model`, its nodes in execution order.
 
-    `providers` are names of its execution providers, the preferred first; `without` those of optimisations to leave
-    out; `sizes` of symbolic dimensions what it is told before.
+    `providers` are names of execution providers, the preferred first; `without` names of optimisations to disable;
+    `sizes` the symbolic dimensions to fix before loading.
 
     Raises
     ------
@@ -145,9 +145,9 @@ def optimized(
 
 
 def _restore_defaults(made: onnx.ModelProto, model: onnx.ModelProto) -> None:
-    """Give inputs of a loaded model their defaults back where nothing reads them any more.
+    """Restore the defaults of inputs of a loaded model that have no reader any more.
 
-    Before IR version 4 initializers had to be listed as inputs, which did not make them inputs: those are left out.
+    Before IR version 4 initializers had to be listed as inputs without being inputs: those are removed.
     """
     stored = {tensor.name for tensor in made.graph.initializer}
     fed = {value.name for value in made.graph.input} - stored
@@ -169,7 +169,7 @@ def load_and_optimize(
     without: Sequence[str],
     sizes: Mapping[str, int],
 ) -> tuple[None, bytes]:
-    """The part of `optimized` that loads the model: for the process of its own (`worker`)."""
+    """Load the model for `optimized`; runs in a separate process (`worker`)."""
     options = session_options(level)
     options.optimized_model_filepath = target
     for name, size in sizes.items():
@@ -179,7 +179,7 @@ def load_and_optimize(
 
 
 def _load(source: str | bytes, options: Any, providers: Sequence[str], without: Sequence[str] = ()) -> Any:
-    """A session on a file or a serialised model."""
+    """Return a session on a file or a serialised model."""
     import onnxruntime
 
     if providers[0] not in HOST:
@@ -191,12 +191,12 @@ def _load(source: str | bytes, options: Any, providers: Sequence[str], without: 
     except Exception as error:
         reason = _first_line(error)
         if "Could not find an implementation" in reason and tuple(providers) == tuple(HOST):
-            reason += "; its CPU has hardly a kernel for bfloat16: convert in float32, or plan with provider 'cuda'"
+            reason += "; it has few CPU kernels for bfloat16: convert in float32, or plan with provider 'cuda'"
         raise ModelError(f"ONNX Runtime cannot load the model: {reason}") from error
 
 
 def limit(model: onnx.ModelProto, provider: str = HOST[0]) -> Limit:
-    """What ONNX Runtime may cost while it loads a model."""
+    """Return the limit of time and memory for loading a model in ONNX Runtime."""
     size = model_io.weight_bytes(model) + model_io.without_weights(model).ByteSize()
     device = Limit(_DEVICE_SECONDS, _DEVICE_BYTES) if provider not in HOST else Limit(0.0, 0)
     return Limit(
@@ -205,7 +205,7 @@ def limit(model: onnx.ModelProto, provider: str = HOST[0]) -> Limit:
 
 
 def outputs(model: onnx.ModelProto, feeds: Mapping[str, np.ndarray], level: str = "disable") -> dict[str, np.ndarray]:
-    """Run a model once on the CPU; every output by name.
+    """Run a model once on the CPU and return every output by name.
 
     Raises
     ------
@@ -216,7 +216,7 @@ def outputs(model: onnx.ModelProto, feeds: Mapping[str, np.ndarray], level: str 
     import onnxruntime
 
     options.log_severity_level = 4
-    options.enable_cpu_mem_arena = False  # for one run it would only hold what others could use
+    options.enable_cpu_mem_arena = False  # for a single run it would only keep memory from others
     try:
         session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=[*HOST])
         made = session.run(None, dict(feeds))
@@ -226,12 +226,12 @@ def outputs(model: onnx.ModelProto, feeds: Mapping[str, np.ndarray], level: str 
 
 
 def write_beside(model: onnx.ModelProto, folder: Path | None, scratch: Path) -> Path:
-    """Write a model to a folder of its own in a scratch folder, in which its external data files can be found."""
+    """Write a model to a new folder inside a scratch folder, together with links to its external data files."""
     home, name = scratch / "model", "model.onnx"
     home.mkdir()
     if folder is not None:
         external_data.link(model, folder, home)
-    while (home / name).exists():  # a data file of that name: to write there would be to write to the user's own file
+    while (home / name).exists():  # a data file has that name: writing would change the user's own file
         name = "_" + name
     model_io.write(model, folder, home / name)
     return home / name
@@ -239,7 +239,7 @@ def write_beside(model: onnx.ModelProto, folder: Path | None, scratch: Path) -> 
 
 @contextlib.contextmanager
 def as_step(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A file whose nodes are those of the step: a copy, as long as this lasts, where that is in a body (`ir.body`)."""
+    """Yield a file whose nodes are those of the step: a temporary copy if the step is in a body (`ir.body`)."""
     source = model_io.load(path)
     if not source.in_body:
         yield Path(path)
@@ -249,9 +249,9 @@ def as_step(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def infer_shapes(model: onnx.ModelProto, names: Sequence[str]) -> dict[str, tuple[str, list[int | str | None]]]:
-    """Element type (as in ``tensor(float)``) and shape of values, as ONNX Runtime infers them when it loads a model.
+    """Return element type (as in ``tensor(float)``) and shape of values, as ONNX Runtime infers them.
 
-    Its schemas know its own contrib ops. Empty where it is not installed or cannot load the model.
+    Its schemas include its own contrib ops. Empty if it is not installed or cannot load the model.
     """
     if not available():
         return {}
@@ -265,22 +265,22 @@ def infer_shapes(model: onnx.ModelProto, names: Sequence[str]) -> dict[str, tupl
             names=list(names),
         )  # fmt: skip
     except ModelError:
-        return {}  # whether it should have loaded is for `optimized` to say
+        return {}  # `optimized` reports a model that must load
     return {name: (kind, shape) for name, (kind, shape) in made.items()}
 
 
 def load_and_infer(data: bytes, names: Sequence[str]) -> tuple[dict[str, Any], bytes]:
-    """The part of `infer_shapes` that loads the model: for the process of its own (`worker`)."""
+    """Load the model for `infer_shapes`; runs in a separate process (`worker`)."""
     session = _load(data, session_options("disable"), HOST)
     wanted = set(names)
     return {value.name: (value.type, value.shape) for value in session.get_outputs() if value.name in wanted}, b""
 
 
 def order_by_priority(producers: Sequence[Sequence[int]], sizes: Sequence[bool]) -> list[int]:
-    """Order in which ONNX Runtime runs the nodes of a graph as it stands, under ``ExecutionOrder.PRIORITY_BASED``.
+    """Return the order in which ONNX Runtime runs a graph's nodes under ``ExecutionOrder.PRIORITY_BASED``.
 
-    It is read off a profile of the graph's skeleton, so that nothing large is computed: each node becomes a Max of
-    scalars, Shape and Size become a Size, and the edges between nodes stay. The order depends on nothing else.
+    A profile of the graph's skeleton shows it, so that nothing large is computed: each node becomes a Max of scalars,
+    Shape and Size become a Size, and the edges between nodes stay. The order depends on nothing else.
 
     Parameters
     ----------
@@ -290,7 +290,7 @@ def order_by_priority(producers: Sequence[Sequence[int]], sizes: Sequence[bool])
     Returns
     -------
     list of int
-        Node positions in the order they run: what `simulate.order.priority_order` emulates.
+        Node positions in execution order, which `memory.order.priority_order` emulates.
 
     Raises
     ------
@@ -314,7 +314,7 @@ def order_by_priority(producers: Sequence[Sequence[int]], sizes: Sequence[bool])
 
 
 def run_in_order(data: bytes) -> tuple[list[int], bytes]:
-    """The part of `order_by_priority` that runs the skeleton: for the process of its own (`worker`)."""
+    """Run the skeleton for `order_by_priority`; runs in a separate process (`worker`)."""
     import onnxruntime
 
     options = session_options("disable")
@@ -331,7 +331,7 @@ def run_in_order(data: bytes) -> tuple[list[int], bytes]:
 
 
 def infer_shapes_symbolically(model: onnx.ModelProto) -> onnx.ModelProto | None:
-    """ONNX Runtime's symbolic shape inference on a model; None where it is not installed or gives up."""
+    """Run ONNX Runtime's symbolic shape inference on a model; None if it is not installed or fails."""
     if not available():
         return None
     try:
@@ -345,20 +345,20 @@ def infer_shapes_symbolically(model: onnx.ModelProto) -> onnx.ModelProto | None:
 
 
 def do_infer_symbolically(data: bytes) -> tuple[None, bytes]:
-    """See `infer_shapes_symbolically`; for the process of its own (`worker`)."""
+    """Infer for `infer_shapes_symbolically`; runs in a separate process (`worker`)."""
     with files.scratch() as scratch, contextlib.chdir(scratch):  # on failure it leaves a dump in the current folder
         try:
             from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference
 
             made = SymbolicShapeInference.infer_shapes(onnx.ModelProto.FromString(data), auto_merge=True)
-        except Exception:  # sympy is not installed, or whatever it meets that it does not know
+        except Exception:  # sympy is not installed, or the graph has something it does not support
             made = None
     return None, made.SerializeToString() if made is not None else b""
 
 
 @cache
 def has_device(provider: str) -> bool:
-    """Does ONNX Runtime make sessions on an execution provider here, its driver and libraries included?"""
+    """Whether ONNX Runtime can create sessions on an execution provider here, with its driver and libraries."""
     if not available():
         return False
     import onnxruntime
@@ -376,12 +376,12 @@ def has_device(provider: str) -> bool:
 
 
 def first_provider(data: bytes, providers: Sequence[str]) -> tuple[str, bytes]:
-    """Which provider a session really gets (`has_device`): it falls back without a word. For a process of its own."""
+    """Return the provider that a session gets (`has_device`): fallback is silent. Runs in a separate process."""
     return _load(data, session_options("disable"), providers).get_providers()[0], b""
 
 
 def check_provider(name: str) -> None:
-    """Raise an error that says what to install where ONNX Runtime lacks an execution provider, given its own name."""
+    """Raise an error with installation advice if ONNX Runtime lacks an execution provider, given by its own name."""
     import_runtime()
     import onnxruntime
 
@@ -393,7 +393,7 @@ def check_provider(name: str) -> None:
 
 
 def _first_line(error: Exception) -> str:
-    """What ONNX Runtime complains of, without its error codes, scratch paths and C++ signatures."""
+    """Return ONNX Runtime's message without its error codes, scratch paths and C++ signatures."""
     line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     for clutter in _CLUTTER:
         line = re.sub(clutter, "", line)

@@ -1,4 +1,4 @@
-"""What ONNX Runtime knows of shapes that onnx does not, for `ir.shapes.infer`; nothing where it is not installed."""
+"""Shape inference by ONNX Runtime, where onnx's fails, for `ir.shapes.infer`; finds nothing if it is not installed."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from onnx_remat.ort import runtime
 
 
 def _by_loading(model: onnx.ModelProto, names: Sequence[str], known: Types) -> Types:
-    """ONNX Runtime's own inference, which knows its contrib ops, from what is known by now."""
+    """Infer types by ONNX Runtime, which knows its contrib ops, from the types known so far."""
     asking = stating(model, known)
-    # Nobody reads these once they are seen through, and of a model of IR version 3 ONNX Runtime refuses such ones.
+    # The hiding vectors have no reader any more, and in a model of IR version 3 ONNX Runtime refuses them.
     kept = [weight for weight in asking.graph.initializer if not weight.name.startswith(UNSEEN)]
     del asking.graph.initializer[:]
     asking.graph.initializer.extend(kept)
     return {
         name: onnx.helper.make_tensor_type_proto(_ELEMENTS[kind], dims)
         for name, (kind, dims) in runtime.infer_shapes(asking, names).items()
-        if kind in _ELEMENTS and dims and all(isinstance(dim, int) for dim in dims)  # [] may also mean: no idea
+        if kind in _ELEMENTS and dims and all(isinstance(dim, int) for dim in dims)  # [] may also mean unknown
     }
 
 
@@ -30,10 +30,10 @@ _ELEMENTS = {f"tensor({name.lower()})": number for name, number in TensorProto.D
 
 
 def _node_by_node(model: onnx.ModelProto, names: Sequence[str], known: Types) -> Types:
-    """The same of the nodes alone that make these values, from the types of what they read.
+    """Infer types from only the nodes that make these values and the types of their inputs.
 
-    The rest of a graph may be what ONNX Runtime cannot load again, though it is its own: of a step in half precision,
-    bodies in bodies have casts of one name.
+    ONNX Runtime may fail to load the rest of a graph that it saved itself: in a step in half precision, nested bodies
+    have casts of the same name.
     """
     wanted = set(names)
     asking = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import)
@@ -49,10 +49,10 @@ def _node_by_node(model: onnx.ModelProto, names: Sequence[str], known: Types) ->
 
 
 def _symbolically(model: onnx.ModelProto, _names: Sequence[str], _known: Types) -> Types:
-    """ONNX Runtime's symbolic inference, which propagates more values; it needs sympy."""
+    """Infer types by ONNX Runtime's symbolic inference, which propagates more values; it needs sympy."""
     inferred = runtime.infer_shapes_symbolically(model)
     return stated(inferred.graph) if inferred is not None else {}
 
 
 SHAPE_ASKERS: Sequence[Asker] = (_by_loading, _node_by_node, _symbolically)
-"""In the order they are to be asked."""
+"""Askers in the order of their use."""

@@ -23,7 +23,7 @@ from onnx_remat.ort.kernels.base import Kernels
 class Device:
     """A roofline: peak float32 arithmetic (FLOP/s), memory bandwidth (bytes/s), seconds to start one op.
 
-    `host`: bytes/s that cross to the host's memory, or back; 0 where there is no other memory.
+    `host`: bandwidth to the host's memory, or back, in bytes/s; 0 if the device is the host.
     """
 
     flops: float
@@ -33,9 +33,9 @@ class Device:
 
 
 PRESETS: dict[str, Device] = {
-    # Dense float32 (TF32 on tensor cores for matrix products) and bandwidth from the vendors' data sheets; to the host
-    # four fifths of what 16 lanes of PCIe carry, of generation 3, 4 or 5. The cpu figures are those of a small server
-    # core pair.
+    # Dense float32 (TF32 on tensor cores for matrix products) and bandwidth from the vendors' data sheets; host
+    # bandwidth is four fifths of 16 lanes of PCIe, generation 3, 4 or 5. The cpu figures are those of a pair of small
+    # server cores.
     "cpu": Device(100e9, 12e9, 4e-6),
     "a100": Device(156e12, 2.0e12, 5e-6, 25e9),
     "l4": Device(60e12, 0.3e12, 5e-6, 25e9),
@@ -45,7 +45,7 @@ PRESETS: dict[str, Device] = {
     "t4": Device(8.1e12, 0.32e12, 5e-6, 12e9),
 }
 
-# FLOPs per output element of what is more than an add: rough counts of a polynomial evaluation.
+# FLOPs per output element of transcendental functions: rough counts of a polynomial evaluation.
 _TRANSCENDENTAL = 20.0
 _HEAVY = {
     "Exp", "Log", "Tanh", "Erf", "Sigmoid", "Softmax", "LogSoftmax", "Gelu", "BiasGelu", "FastGelu", "QuickGelu",
@@ -54,27 +54,27 @@ _HEAVY = {
 
 
 MATRIX_OPS = ("Conv", "ConvTranspose", "MatMul", "Gemm", "Einsum")
-"""Ops whose results are dear to make again: what openai/gradient-checkpointing's mode ``speed`` keeps."""
+"""Ops whose results are expensive to recompute: openai/gradient-checkpointing's mode ``speed`` keeps them."""
 
 
 def price(graph: Graph, tensors: Mapping[str, Tensor], kernels: Kernels, costs: str = "cpu") -> list[float]:
-    """Seconds of one execution of every op.
+    """Estimate the seconds of one execution of every op.
 
     Parameters
     ----------
     graph, tensors
         The IR and its shapes.
     kernels : Kernels
-        What the provider's kernels do: an alias moves nothing.
+        Facts about the provider's kernels: an alias moves no data.
     costs : str
         A device of `PRESETS`, or the path of a profile that ONNX Runtime wrote (``enable_profiling``) for this or a
-        similar model: its times are looked up by op, input shapes and types. Ops it lacks get the cpu roofline,
-        scaled by how the two compare on the ops it has.
+        similar model: its times are looked up by op, input shapes and types. Ops not in the profile get the cpu
+        roofline, scaled by the median ratio on the ops in it.
 
     Raises
     ------
     UsageError
-        Neither a preset nor a readable profile.
+        `costs` is neither a preset nor a readable profile.
     """
     if costs in PRESETS:
         return _without_first_products(graph, [roofline(op, tensors, kernels, PRESETS[costs]) for op in graph.ops])
@@ -90,7 +90,7 @@ def price(graph: Graph, tensors: Mapping[str, Tensor], kernels: Kernels, costs: 
 
 
 def _without_first_products(graph: Graph, seconds: list[float]) -> list[float]:
-    """`seconds` in which draws, priced as the Dropouts they are part of, do not count their products again."""
+    """Subtract each product's seconds from its draw's, which were estimated for the whole Dropout."""
     for draw, product in dropout.pairs(graph):
         seconds[draw] = max(seconds[draw] - seconds[product], 0.0)
     return seconds
@@ -98,22 +98,22 @@ def _without_first_products(graph: Graph, seconds: list[float]) -> list[float]:
 
 @blames_the_node
 def roofline(op: Op, tensors: Mapping[str, Tensor], kernels: Kernels, device: Device) -> float:
-    """max(FLOPs / peak, bytes / bandwidth) + overhead, in seconds (Williams, Waterman, Patterson 2009)."""
+    """Return max(FLOPs / peak, bytes / bandwidth) + overhead, in seconds (Williams, Waterman, Patterson 2009)."""
     if kernels.aliases(op.node):
-        return device.overhead  # moves nothing
+        return device.overhead  # moves no data
     inputs = [tensors[n] for n in op.inputs if n]
     outputs = [tensors[n] for n in op.outputs if n]
-    if dropout.is_product(op):  # three nodes, each of the first two with a result that the next one reads
+    if dropout.is_product(op):  # written as three nodes with two intermediate results
         return (sum(t.nbytes for t in (*inputs, *outputs)) + 4 * outputs[0].nbytes) / device.bandwidth + (
             3 * device.overhead
         )
     if dropout.is_draw(op):
-        outputs += inputs[:1]  # the Dropout writes its result, too
+        outputs += inputs[:1]  # the Dropout also writes its result
     return max(flops(op, tensors) / device.flops, _moved(op, inputs, outputs) / device.bandwidth) + device.overhead
 
 
 def fused(members: Sequence[Op], ends: Iterable[str], tensors: Mapping[str, Tensor], device: Device) -> float:
-    """The roofline of ops that one kernel computes: all they compute, and the bytes it reads and writes, its `ends`."""
+    """Return the roofline of ops fused into one kernel: all their FLOPs, and the bytes of the kernel's `ends`."""
     moved = sum(tensors[name].nbytes for name in ends)
     return max(sum(flops(op, tensors) for op in members) / device.flops, moved / device.bandwidth) + device.overhead
 
@@ -135,7 +135,7 @@ def _moved(op: Op, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> float
 
 
 def flops(op: Op, tensors: Mapping[str, Tensor]) -> float:
-    """Floating-point operations of one execution; a multiply-add counts as two."""
+    """Return the floating-point operations of one execution; a multiply-add counts as two."""
     kind = op.node.op_type
     output = tensors[op.writes[0]] if op.writes else None
     made = float(math.prod(output.shape)) if output else 0.0
@@ -183,7 +183,7 @@ _MOST = 2**28  # bytes of a profile
 
 
 def _read_profile(path: str) -> dict[_ProfileKey, float]:
-    """Median seconds by op, input types and shapes."""
+    """Read a profile: median seconds by op, input types and shapes."""
     given, presets = Setting("costs", path), ", ".join(PRESETS)
     if "\0" in path:
         raise UsageError("{} has a zero byte in its name", given)
@@ -195,7 +195,7 @@ def _read_profile(path: str) -> dict[_ProfileKey, float]:
     except OSError as error:
         raise UsageError("{} is neither a preset ({}) nor a readable file", given, presets) from error
     if len(text) > _MOST:
-        raise UsageError("{}: larger than {} MiB: no profile of ONNX Runtime", given, _MOST >> 20)
+        raise UsageError("{}: larger than {} MiB: not a profile of ONNX Runtime", given, _MOST >> 20)
     seconds: dict[_ProfileKey, list[float]] = {}
     try:
         for event in json.loads(text):

@@ -1,4 +1,4 @@
-"""What the kernels of ONNX Runtime's CPU provider do with memory.
+"""Memory facts about the kernels of ONNX Runtime's CPU provider.
 
 The buffer plan of ONNX Runtime depends on what each kernel declares when it registers itself: whether an
 output *must* share its input's buffer (``Alias``) and whether it *may* overwrite an input that dies there
@@ -6,7 +6,7 @@ output *must* share its input's buffer (``Alias``) and whether it *may* overwrit
 were obtained by running nearly every kernel in stock ONNX Runtime and reading its node memory statistics,
 over opsets 7 to 26 and seven element types; ``tests/ort/test_kernel_facts.py`` repeats a part of the measurement.
 
-What the measurement says, against first expectations:
+Results of the measurement that may surprise:
 
 * Add, Sub, Mul, Div, Exp, Log, Sqrt, Neg, Erf, Where, Gelu, Sum, Max and the comparisons never work in place.
 * Dropout, Transpose (even when it moves no data), Expand, Slice, Concat, Split and Tile always copy.
@@ -41,7 +41,7 @@ _ALIAS: Final[dict[OpKey, Pairs]] = {
     (_ONNX, "Optional"): _FIRST,
     (_ONNX, "OptionalGetElement"): _FIRST,
     (_MS, "ExpandDims"): _FIRST,
-    # Of the training build; its gradient kernels work nowhere in place.
+    # Of the training build; none of its gradient kernels works in place.
     (_MS, "BatchNormInternal"): ((3, 1), (4, 2)),
     (_MS, "InPlaceAccumulator"): _FIRST,
     (_MS, "InPlaceAccumulatorV2"): ((0, 1),),
@@ -83,9 +83,9 @@ _NO_KERNEL: Final = frozenset(
 
 _RACES: Final[dict[OpKey, str]] = {
     (_ONNX, "ScatterND"): "may lose updates where its indices repeat (onnxruntime issue 23396)",
-    (_MS, "GatherGrad"): "sums in the order in which threads come, so that rounding differs",
+    (_MS, "GatherGrad"): "sums in the order in which threads arrive, so that rounding differs",
 }
-"""On several threads; seen with 1.31.1 and with the training build."""
+"""With several threads; seen with 1.31.1 and with the training build."""
 
 CPU: Final = Kernels(
     name="cpu",

@@ -1,13 +1,12 @@
-"""Temporary buffers that a kernel of ONNX Runtime's CPU provider takes while it runs.
+"""Workspace: temporary buffers of the kernels of ONNX Runtime's CPU provider.
 
-A step's footprint is its live values plus what the running kernel allocates for itself. The rules below
-were learned from ONNX Runtime 1.31.1: ``total_temp_allocations`` of its node memory statistics over grids
-of shapes, attributes and thread counts, cross-checked against the resident memory of one-node graphs, which
-also sees what kernels take with ``malloc`` behind the allocator's back (`BY_MALLOC`).
-``tests/ort/test_workspace.py`` repeats the former.
+A step's footprint is its live values plus the workspace of the running kernel. The rules below were measured with ONNX
+Runtime 1.31.1: ``total_temp_allocations`` of its node memory statistics over grids of shapes, attributes and thread
+counts, cross-checked against the resident memory of one-node graphs, which also includes memory that kernels take with
+``malloc``, outside the allocator (`BY_MALLOC`). ``tests/ort/test_workspace.py`` repeats the former.
 
-Statistics add up all temporaries of a node; where a kernel frees one before it takes the next, the rule
-here is the peak. Kernels not listed take nothing that grows with their tensors: reductions over any axes,
+Statistics add up all temporaries of a node; if a kernel frees one before it allocates the next, the rule
+here is the peak. Kernels not listed allocate nothing that grows with their tensors: reductions over any axes,
 Transpose, MatMul, Gemm (transposed or not), Erf, Gelu, Pad, Concat, pooling, inference BatchNormalization
 among them.
 
@@ -31,20 +30,19 @@ _MS: Final = "com.microsoft"
 ASKS_FIRST: Final = frozenset(
     {(_MS, "DynamicQuantizeMatMul"), *(("", op) for op in ("Einsum", "Max", "Mean", "Min", "Sum", "Where"))}
 )
-"""Operators that ask for workspace before they ask for their outputs; all others do so after, by the arena's log."""
+"""Operators that allocate workspace before their outputs; all others do so afterwards, by the arena's log."""
 
 BY_MALLOC: Final = frozenset(
     {(_MS, "GatherElementsGrad"), *(("", op) for op in ("NonZero", "Scatter", "ScatterElements"))}
 )
-"""Operators that take their workspace with ``malloc``, so that no arena holds it."""
+"""Operators that take their workspace with ``malloc``, outside the arena."""
 
-# MLAS convolutions cut their work into tiles of this many floats, one per thread.
+# MLAS convolutions split their work into tiles of 128 * 128 floats, one per thread.
 _CONV_TILE_BYTES: Final = 128 * 128 * 4
-# Multiply-adds that MLAS wants per thread before it uses another, and the most threads it uses for one
-# product.
+# Minimum number of multiply-adds per MLAS thread, and the maximum number of threads for one product.
 _MLAS_WORK_PER_THREAD: Final = 64 * 1024
 _MLAS_MAX_THREADS: Final = 16
-# Columns of a product are dealt to threads in multiples of this.
+# MLAS assigns columns of a product to threads in multiples of this.
 _MLAS_COLUMN_ALIGN: Final = 16
 
 # com.microsoft Attention pads the scores of every head.
@@ -89,7 +87,7 @@ def _pads(call: Call, rank: int) -> bool:
 
 
 def _column_threads(threads: int, work: int, columns: int) -> int:
-    """Threads that MLAS gives to one image, and so tiles that it needs."""
+    """Return the number of threads that MLAS uses for one image, which is the number of tiles."""
     count = min(work // _MLAS_WORK_PER_THREAD + 1, _MLAS_MAX_THREADS, threads)
     if count == 1:
         return 1
@@ -126,7 +124,7 @@ def _softmax(call: Call) -> tuple[int, ...]:
 def _variadic(call: Call) -> int:
     """Partial results of a pairwise fold whose last step writes to the output.
 
-    From four inputs on two of them are alive at once, but never more.
+    With four inputs or more, two of them are live at once, never more.
     """
     if len(call.inputs) < 3:
         return 0
@@ -229,7 +227,7 @@ def _log_softmax_grad(call: Call) -> int:
 
 
 def _cross_entropy(call: Call) -> tuple[int, ...]:
-    """The shifted logits; the log-probabilities too where they are no output."""
+    """The shifted logits; the log-probabilities too if they are not an output."""
     stored = len(call.outputs) > 1 and call.outputs[1] is not None
     return (numel(call.input(0)) * call.in_sizes[0],) * (1 if stored else 2)
 

@@ -1,15 +1,15 @@
-"""What the kernels of ONNX Runtime's CUDA provider do with memory, and which nodes have one.
+"""Memory facts about the kernels of ONNX Runtime's CUDA provider, and the nodes that have one.
 
-The tables state what ONNX Runtime 1.31.1 decides on a device: it was asked over the operators that the converters
-write, with seven element types. ``tests/ort/test_cuda_facts.py`` repeats the measurement. See `cpu` for what the
-buffer plan makes of the declarations.
+The tables state the decisions of ONNX Runtime 1.31.1 on a device, measured for the operators that the converters write,
+with seven element types. ``tests/ort/test_cuda_facts.py`` repeats the measurement. See `cpu` for the effect of the
+declarations on the buffer plan.
 
 * In place here but not on the CPU: Gelu, QuickGelu, HardSwish, ScatterND. The other way round: Softmax, LogSoftmax,
   Cast, Clip, ScatterElements, and the residual input of FusedConv.
-* A node without a kernel runs on the host: its inputs are copied down, its results up again, and the device waits.
-* Shapes, axes and the like are read in host memory. Values that lie there are counted as if they lay on the device:
-  a plan has some hundred bytes of them.
-* What cuDNN takes for a convolution depends on the device and the version: see `cuda_workspace`.
+* A node without a kernel runs on the host: its inputs are copied to the host, its results back, and the device waits.
+* Kernels read shapes, axes and similar inputs in host memory. Such values count as if they were on the device: a plan
+  has a few hundred bytes of them.
+* cuDNN's workspace for a convolution depends on the device and the version: see `cuda_workspace`.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ _HOST_FUSIONS: Final = (
 
 
 def uneven_pads(node: onnx.NodeProto) -> bool:
-    """Whether a ConvTranspose pads its two ends differently, so that cuDNN cannot do it.
+    """Whether a ConvTranspose pads its two ends differently, which cuDNN does not support.
 
     >>> uneven_pads(onnx.helper.make_node("ConvTranspose", ["x", "w"], ["y"], pads=[1, 1, 0, 0]))
     True

@@ -1,13 +1,13 @@
-"""Temporary buffers that a kernel of ONNX Runtime's CUDA provider takes while it runs.
+"""Workspace: temporary buffers of the kernels of ONNX Runtime's CUDA provider.
 
-Most take none: element-wise kernels (Where too), products of matrices, LayerNormalization, Transpose, Gather, Scatter,
-Slice, Pad, Expand, Split, TopK, pooling. The rules below were read off every allocation that ONNX Runtime 1.31.1 makes
-on a device whose allocator keeps books; ``tests/ort/test_cuda_facts.py`` repeats it. Tables of pointers (up to some
-kB, whatever the tensor) are left out.
+Most kernels need none: element-wise kernels (Where too), matrix products, LayerNormalization, Transpose, Gather,
+Scatter, Slice, Pad, Expand, Split, TopK, pooling. The rules below were derived from every allocation of ONNX Runtime
+1.31.1 on a device whose allocator records them; ``tests/ort/test_cuda_facts.py`` repeats it. Tables of pointers (up to
+a few kB, whatever the tensor) are left out.
 
-What cuDNN asks for in a convolution is its own choice, and depends on the device: 32 MiB are added to every one unless
-another margin is stated. A ResNet-50 (64 images of 128 pixels) took up to 168 MiB more than that on an H100, also with
-``cudnn_conv_use_max_workspace=0``. cuBLAS holds memory of its own that no ONNX Runtime limit covers.
+cuDNN chooses its workspace for a convolution itself, depending on the device: every convolution is allowed 32 MiB
+unless another margin is stated. A ResNet-50 (64 images of 128 pixels) took up to 168 MiB more than that on an H100,
+also with ``cudnn_conv_use_max_workspace=0``. cuBLAS allocates memory of its own that no ONNX Runtime limit covers.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from onnx_remat.ort.kernels.base import Call, OpKey, Rule, Shape, numel
 _WIDE: Final = 8  # bytes of an int64 or a double
 
 MARGIN: Final = 32 * 2**20
-"""Bytes for what cuDNN takes in one convolution."""
+"""Bytes allowed for cuDNN's workspace in one convolution."""
 
 CONVOLUTIONS: Final[tuple[OpKey, ...]] = (("", "Conv"), ("", "ConvTranspose"), ("com.microsoft", "FusedConv"))
-"""Operators that cuDNN computes with workspace."""
+"""Operators for which cuDNN needs workspace."""
 
 
 def _softmax(call: Call) -> tuple[int, ...]:
@@ -34,15 +34,15 @@ def _softmax(call: Call) -> tuple[int, ...]:
     return () if call.opset < 13 or axis == rank - 1 else (call.output_bytes(),) * 2
 
 
-_BLOCK: Final = 1024  # columns that one block of threads adds up
+_BLOCK: Final = 1024  # columns that one block of threads sums
 _MOST_BLOCKS: Final = 256
 _COUNT: Final = 4  # bytes; sums of float16 are float32
 
 
 def _sums(call: Call) -> int:
-    """Sums over the last axes: for every row what each block of threads adds up, and a count of those that are done.
+    """Sums over the last axes: per row, a partial sum of each block of threads, and a count of finished blocks.
 
-    Sums over the first axes take nothing, and those over others are cuDNN's.
+    Sums over the first axes need none; cuDNN computes sums over other axes.
 
     >>> _sums(Call({}, [(64, 3000), (1,)], [4, 8], [(64, 1)], [4], 1))
     783
@@ -55,17 +55,17 @@ def _sums(call: Call) -> int:
     if rows < _SEVERAL or where != _LAST:
         return 0
     blocks = min(_MOST_BLOCKS, max(1, numel(call.input(0)) // rows // _BLOCK))
-    return rows * (blocks * max(_COUNT, call.in_sizes[0]) + _COUNT) + 15  # to align what is given
+    return rows * (blocks * max(_COUNT, call.in_sizes[0]) + _COUNT) + 15  # bytes for alignment
 
 
-_SEVERAL: Final = 2  # rows: one alone is summed in another way
+_SEVERAL: Final = 2  # rows: another kernel sums a single row
 _FIRST, _LAST, _BETWEEN = "first", "last", "between"
 
 
 def _summed(shape: Shape, made: Shape, axes: Sequence[int] | None = None) -> str:
-    """Which axes were summed, those of one entry aside: the first ones, the last ones, or others.
+    """Return which axes are summed, apart from axes of size 1: the first ones, the last ones, or others.
 
-    Where neither axes nor shapes tell, since sizes are equal, it may be others.
+    If neither axes nor shapes decide, as sizes are equal, the answer is others.
 
     >>> _summed((8, 1, 64), (8,)), _summed((8, 64), (1, 64)), _summed((4, 4, 4), (4, 4)), _summed((4, 4), (1, 4))
     ('last', 'first', 'between', 'first')
@@ -94,23 +94,23 @@ def _by_cudnn(call: Call) -> int:
 
 
 def _squares(call: Call) -> tuple[int, int]:
-    """The square of every element, and what their sums take."""
+    """The square of every element, and the workspace of their sums."""
     return numel(call.input(0)) * call.in_sizes[0], _sums(call)
 
 
 def _exponentials(call: Call) -> tuple[int, int, int]:
-    """The exponential of every element, the maxima, and what cuDNN takes."""
+    """The exponential of every element, the maxima, and cuDNN's workspace."""
     return numel(call.input(0)) * call.in_sizes[0], call.output_bytes(), _by_cudnn(call)
 
 
 def _extremes(call: Call) -> tuple[int, ...]:
-    """What cuDNN takes; integers of eight bytes are compared as floats of eight bytes."""
+    """cuDNN's workspace; integers of eight bytes are compared as floats of eight bytes."""
     floats = (numel(call.input(0)) * _WIDE, call.output_bytes()) if call.in_sizes[0] == _WIDE else ()
     return *floats, _by_cudnn(call)
 
 
 def _attention(call: Call) -> tuple[int, int]:
-    """Two tensors like the query: what the fused kernels of recent devices take."""
+    """Two tensors of the query's size: the workspace of the fused kernels of recent devices."""
     size = numel(call.input(0)) * call.in_sizes[0]
     return size, size
 
@@ -141,7 +141,7 @@ _RULES: Final[dict[OpKey, Rule]] = {
 
 
 def rules(margin: int) -> Mapping[OpKey, Rule]:
-    """Workspace by operator, where a convolution takes `margin` bytes."""
+    """Return the rules with `margin` bytes for a convolution."""
     return _RULES | dict.fromkeys(CONVOLUTIONS, _convolution(margin))
 
 

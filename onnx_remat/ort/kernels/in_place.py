@@ -1,11 +1,11 @@
-"""Kernels that may write an output where one of their inputs lies.
+"""Kernels that may write an output in place of one of their inputs.
 
-ONNX Runtime itself overwrites an input only where the kernel declares it (``MayInplace``, `base.Kernels.inplace`).
-Kernels that compute element by element, and read an element before they write it, give the same bits too when their
-output is bound to the memory of an input, though they do not declare it. ``tests/ort/test_in_place.py`` runs every
-entry both ways, on the CPU. On CUDA the same operators go through two templates (``unary_elementwise_impl.cuh``,
-``binary_elementwise_impl.cuh``), in which every thread reads its elements, and then writes those of the same indices:
-that was read, not run.
+ONNX Runtime itself overwrites an input only if the kernel declares it (``MayInplace``, `base.Kernels.inplace`). Kernels
+that compute element by element, and read an element before they write it, also give the same bits if their output is
+bound to the memory of an input, though they do not declare it. ``tests/ort/test_in_place.py`` runs every entry both
+ways, on the CPU. On CUDA the same operators use two templates (``unary_elementwise_impl.cuh``,
+``binary_elementwise_impl.cuh``), in which every thread reads its elements and then writes those of the same indices:
+this is known from the source code, not from a run.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ BINARY: Final = ("Add", "Div", "Mul", "Sub")
 """Standard operators of two inputs, measured on the CPU over either; the other one may be broadcast."""
 
 CPU_ONLY: Final = {"Gemm": (2,), "Max": (0, 1), "Min": (0, 1), "Where": (1, 2)}
-"""Input slots of kernels that were measured on the CPU alone; of Max and Min those with two inputs.
+"""Input slots of kernels that were measured on the CPU alone; Max and Min only with two inputs.
 
-Gemm copies what it adds to where the sum will be, and adds the product there (``gemm.cc``), but in half precision.
+Gemm copies its third input to the output, and adds the product there (``gemm.cc``), except in half precision.
 """
 
 
 def may_overwrite(kernels: Kernels, node: onnx.NodeProto, slot: int, out: int, dtype: int) -> bool:
-    """Whether a node's output may lie exactly where one of its inputs does, both of equal shape and element type.
+    """Whether a node's output may overwrite one of its inputs of equal shape and element type.
 
     Parameters
     ----------

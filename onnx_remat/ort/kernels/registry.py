@@ -1,4 +1,4 @@
-"""Execution providers by the names users give them."""
+"""Execution providers by users' names."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ PROVIDERS = tuple(_RECORDS)
 
 
 def kernels_of(provider: str, library_workspace: int | None = None) -> Kernels:
-    """The facts about a provider's kernels.
+    """Return the facts about a provider's kernels.
 
     Parameters
     ----------
     provider : str
         One of `PROVIDERS`.
     library_workspace : int, optional
-        Bytes to allow for what cuDNN takes in a convolution, in place of the provider's own margin.
+        Bytes to allow for cuDNN's workspace in a convolution, instead of the provider's own margin.
 
     Raises
     ------
     UsageError
-        No such provider, or one that uses no such library.
+        There is no such provider, or it does not use the library.
 
     Examples
     --------
