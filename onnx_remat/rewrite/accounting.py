@@ -22,7 +22,7 @@ from onnx_remat.ort import moves, runtime
 from onnx_remat.ort.executed import Executed
 from onnx_remat.ort.peaks import held
 from onnx_remat.ort.prepare import Compiled
-from onnx_remat.ort.renewed import taking_over, with_donations
+from onnx_remat.ort.renewed import with_donations, with_slab_donations
 from onnx_remat.plan import bounds
 from onnx_remat.rewrite.notes import fusing
 from onnx_remat.session.bookkeeping import BYTES_PER_NODE
@@ -198,7 +198,7 @@ class LoopMemory(Accounting):
     def of(cls, original: Executed, compiled: Compiled, trained: Footprint, options: Options) -> LoopMemory:
         """Return the accounting of a step; `original` and `compiled` are without donations."""
         compiled = with_donations(compiled)
-        fused, own = taking_over(with_donations(original.compiled)), taking_over(compiled)
+        fused, own = with_slab_donations(with_donations(original.compiled)), with_slab_donations(compiled)
         per_node = BYTES_PER_NODE if compiled.kernels.device == "cpu" else 0
         outside = cost = None
         if options.fuse and not why_not_fused(options.provider):
@@ -214,7 +214,7 @@ class LoopMemory(Accounting):
         floor = bounds.working_set(self.own)
         floor = floor if self.fused is None else min(floor, bounds.working_set(self.fused))
         moving = floor if self.moving is None else self.moving
-        return replace(self, compiled=compiled, own=taking_over(compiled), fused=None, moving=moving)
+        return replace(self, compiled=compiled, own=with_slab_donations(compiled), fused=None, moving=moving)
 
     @cached_property
     def floor(self) -> int:

@@ -20,7 +20,7 @@ from onnx_remat.options import Options
 from onnx_remat.ort.executed import as_executed
 from onnx_remat.ort.kernels import costs
 from onnx_remat.ort.prepare import prepare
-from onnx_remat.ort.renewed import taking_over, with_donations
+from onnx_remat.ort.renewed import with_donations, with_slab_donations
 from onnx_remat.rewrite.accounting import LoopMemory, fused_cost, outside_kernels
 from onnx_remat.rewrite.fit import Fitted
 from onnx_remat.session import fusing
@@ -148,7 +148,7 @@ def test_bounds_hold_for_fused_steps(make):
     source = model_io.load(make())
     executed = as_executed(source.model, source.folder, "all", Options(run_by="loop").preparation())
     told, compiled = predict(executed), with_donations(executed.compiled)
-    own = taking_over(compiled)
+    own = with_slab_donations(compiled)
     inner = outside_kernels(own, compiled.graph)
     memory = LoopMemory(compiled, 0, options=Options(run_by="loop"), own=own, fused=inner, outside=inner)
     resident = own.base_bytes
