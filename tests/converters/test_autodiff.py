@@ -475,7 +475,9 @@ BAD = {
     "custom op": (model("h = MatMul(x, w0)\ny = Erfc(h)", weights((3, 4))), {"loss": "mse"}, "op Erfc"),
     "not a scalar": (MLP, {}, r"output 'y' has shape \[4, 4\], and a loss is a scalar"),
     "no loss": (
-        model("a = Relu(x)\nb = MatMul(a, w0)", weights((3, 4)), outputs=("a", "b")), {}, "no output is called loss: name"
+        model("a = Relu(x)\nb = MatMul(a, w0)", weights((3, 4)), outputs=("a", "b")),
+        {},
+        "no output is called loss: name",
     ),
     "unknown loss": (MLP, {"loss": "hinge"}, "neither a known loss nor an output"),
     "integer parameter": (
