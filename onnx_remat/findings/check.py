@@ -111,7 +111,7 @@ class CheckResult(Finding):
                 for level, running in self.running_by_level.items()
             ]
         else:
-            why = "--runtime names another environment" if runtime.available() else "onnxruntime is not installed"
+            why = "another environment runs the file" if runtime.available() else "onnxruntime is not installed"
             (simulated,) = self.peaks_by_level.values()
             lines.append(f"simulated peak {format_bytes(simulated)}, without graph optimisations: {why}")
         if self.measured is None:

@@ -186,7 +186,7 @@ def test_commands_that_run_it_say_where_it_can_run(
     assert cli.main(["check", "small.onnx", "--runtime", "nowhere/python"]) == 2
     assert "'nowhere/python' is no Python interpreter" in capsys.readouterr().err
     assert cli.main(["check", "small.onnx", "--runtime", "nowhere/python", "--no-run"]) == 0
-    assert "without graph optimisations: --runtime names another environment" in capsys.readouterr().out
+    assert "without graph optimisations: another environment runs the file" in capsys.readouterr().out
 
 
 def test_a_loop_descends_the_sums_that_the_model_leaves_in_its_inputs() -> None:
