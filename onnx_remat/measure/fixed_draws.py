@@ -1,9 +1,10 @@
-"""Take chance out of a model: the same draws in the original and the rewritten one, so that outputs can be compared.
+"""Make a model deterministic: the same random draws in the original and the rewritten model, to compare their outputs.
 
 ONNX Runtime's generators keep state between nodes and runs, so two runs of a model with Dropout differ even with a
-seed. A random node's outputs depend on shapes alone (for Dropout: its mask), so they can be drawn beforehand.
+seed. A random node's outputs (for Dropout: its mask) depend on shapes only, so they can be drawn in advance.
 
-Some of its kernels race: their results depend on how threads interleave. On one thread they do not.
+Some of ONNX Runtime's kernels have data races: their results depend on how threads interleave. On one thread they do
+not.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from onnx_remat.ort.kernels.base import Kernels, OpKey, key
 
 
 def random_nodes(model: onnx.ModelProto) -> list[onnx.NodeProto]:
-    """Nodes of the main graph whose outputs differ from run to run."""
+    """Return the nodes of the main graph whose outputs differ from run to run."""
     stated = constants(model.graph)
     return [node for node in model.graph.node if dropout.is_random_node(node, opset_of(model, node.domain), stated)]
 
 
 def race_warnings(model: onnx.ModelProto, kernels: Kernels) -> tuple[str, ...]:
-    """What makes results of a model differ from run to run on several threads: one line per kind of op, or nothing.
+    """Return one warning per kind of op that makes results differ from run to run on several threads.
 
-    Bodies of If, Loop and Scan count. A ScatterND without a reduction may not be given indices that repeat, and one
-    whose indices are constant and all differ is safe.
+    Bodies of If, Loop and Scan are included. ONNX forbids repeated indices for a ScatterND without a reduction; one
+    with constant, distinct indices is safe.
 
     Examples
     --------
@@ -51,7 +52,7 @@ def race_warnings(model: onnx.ModelProto, kernels: Kernels) -> tuple[str, ...]:
         f"{kind[1]} sums into {nodes[0].output[0]!r}"
         + (f" and in {len(nodes) - 1} more nodes" if len(nodes) > 1 else "")
         + f": on more than one thread ONNX Runtime's {kernels.name.upper()} kernel {kernels.races[kind]}. "
-        "So outputs may differ from run to run, of the original as of the result; "
+        "So outputs of both the original and the result may differ from run to run; "
         "with intra_op_num_threads = 1 they do not"
         for kind, nodes in found.items()
     )
@@ -60,7 +61,7 @@ def race_warnings(model: onnx.ModelProto, kernels: Kernels) -> tuple[str, ...]:
 def _nodes(
     graph: onnx.GraphProto, outer: Mapping[str, onnx.TensorProto]
 ) -> Iterator[tuple[onnx.NodeProto, Mapping[str, onnx.TensorProto]]]:
-    """Every node, those of bodies too, with the constants it sees."""
+    """Yield every node, including those of bodies, with the constants in its scope."""
     seen = {**outer, **constants(graph)}
     for node in graph.node:
         yield node, seen
@@ -69,7 +70,7 @@ def _nodes(
 
 
 def _safe_scatter(node: onnx.NodeProto, seen: Mapping[str, onnx.TensorProto]) -> bool:
-    """Can no two threads of a ScatterND come to write the same entry?"""
+    """Do no two threads of a ScatterND write the same entry?"""
     reduction = next((attribute.s for attribute in node.attribute if attribute.name == "reduction"), b"none")
     indices = seen.get(node.input[1])
     if reduction == b"none":
@@ -78,25 +79,25 @@ def _safe_scatter(node: onnx.NodeProto, seen: Mapping[str, onnx.TensorProto]) ->
         return False
     rows = numpy_helper.to_array(indices)
     rows = rows.reshape(-1, rows.shape[-1])
-    # an index below zero counts from the end, and may be another's double
+    # A negative index counts from the end and may equal another index.
     return bool(rows.min(initial=0) >= 0) and len(np.unique(rows, axis=0)) == len(rows)
 
 
 def without_chance(model: onnx.ModelProto, tensors: Mapping[str, Tensor]) -> onnx.ModelProto:
-    """A copy in which every random node gives way to draws fixed by its name.
+    """Return a copy in which every random node is replaced by draws that its name determines.
 
     Parameters
     ----------
     model : onnx.ModelProto
-        The original, or what was made of it: names of random nodes' outputs are the same in both.
+        The original or the rewritten model: names of random nodes' outputs are the same in both.
     tensors : mapping of str to Tensor
         Shapes of the original's values.
 
     Returns
     -------
     onnx.ModelProto
-        Dropout becomes a product with a fixed mask, scaled as its kernel does (by one half where only the run would
-        tell how much is kept); generators become constants.
+        Dropout becomes a product with a fixed mask, scaled as its kernel does (by one half where the ratio is known
+        only at run time); generators become constants.
     """
     settled = onnx.ModelProto()
     settled.CopyFrom(model)
@@ -110,10 +111,10 @@ def without_chance(model: onnx.ModelProto, tensors: Mapping[str, Tensor]) -> onn
 
 
 def with_draws_shown(model: onnx.ModelProto) -> tuple[onnx.ModelProto, tuple[str, ...]]:
-    """A copy whose outputs include everything that random nodes of the main graph draw, and the names of the draws.
+    """Return a copy that also outputs all draws of random nodes in the main graph, and the names of these outputs.
 
-    Of a Dropout the draw is its mask, which the copy gives a name where the original has none. A Dropout whose ratio
-    or mode only the run will tell is left as it is, here and in `with_draws_given`.
+    The draw of a Dropout is its mask, which the copy names where the original does not. A Dropout whose ratio or mode
+    is known only at run time is not changed, here and in `with_draws_given`.
     """
     shown = onnx.ModelProto()
     shown.CopyFrom(model)
@@ -128,7 +129,7 @@ def with_draws_shown(model: onnx.ModelProto) -> tuple[onnx.ModelProto, tuple[str
 
 
 def with_draws_given(model: onnx.ModelProto, drawn: Mapping[str, np.ndarray]) -> onnx.ModelProto:
-    """A copy that reads as inputs what another run drew; names as from `with_draws_shown`.
+    """Return a copy that takes the draws of another run as inputs; names as of `with_draws_shown`.
 
     Examples
     --------
@@ -172,7 +173,7 @@ def _settle(
 
 
 def _with_a_draw(model: onnx.ModelProto) -> list[onnx.NodeProto]:
-    """Random nodes whose results follow from their draws."""
+    """Return the random nodes whose outputs are determined by their draws."""
     stated = constants(model.graph)
     return [
         node
@@ -183,7 +184,7 @@ def _with_a_draw(model: onnx.ModelProto) -> list[onnx.NodeProto]:
 
 
 def _mask(node: onnx.NodeProto) -> str:
-    """Name of a Dropout's mask, which it need not put out itself."""
+    """Return the name of a Dropout's mask, even where the node does not output it."""
     return "".join(node.output[1:2]) or f"{TAG}chance.{node.output[0]}.mask"
 
 
@@ -194,7 +195,7 @@ def _keep(node: onnx.NodeProto, stated: Mapping[str, onnx.TensorProto]) -> np.fl
 def _product(
     node: onnx.NodeProto, mask: str, dtype: int, stated: Mapping[str, onnx.TensorProto]
 ) -> list[onnx.NodeProto]:
-    """A Dropout by its mask, as the kernel computes it."""
+    """Return the nodes that apply a Dropout's mask, as the kernel computes it."""
     stem = f"{TAG}chance.{node.output[0]}"
     return [
         helper.make_node("Cast", [mask], [f"{stem}.factor"], to=dtype),

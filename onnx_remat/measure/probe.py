@@ -1,6 +1,6 @@
-"""What the measured process does with a job, and what it saw.
+"""Functions that run in a measured process and return its measurements.
 
-Called by `processes` only, in a `child`; it imports as little as it can, because everything it imports is resident
+Only `processes` calls them, in a `child`. They import as little as possible, because every import takes resident
 memory, and nothing that another environment may lack.
 """
 
@@ -19,9 +19,11 @@ _LEVELS = {"disable": "ORT_DISABLE_ALL", "basic": "ORT_ENABLE_BASIC", "all": "OR
 
 
 def new_session(job: Job, path: str, default: bool, entries: Mapping[str, str] | None = None) -> Any:
-    """A session on a model; `default` keeps the arena and, unless the job says
-    otherwise, the memory patterns, `entries` are more of its settings."""
-    import onnxruntime as ort  # noqa: TID251 - this is processes.py's other half, in a process of its own
+    """Open a session on a model.
+
+    `default` keeps the arena and, unless the job disables them, memory patterns; `entries` are further settings.
+    """
+    import onnxruntime as ort  # noqa: TID251 - the other half of processes.py, in a separate process
 
     options = ort.SessionOptions()
     options.log_severity_level = 4
@@ -31,13 +33,13 @@ def new_session(job: Job, path: str, default: bool, entries: Mapping[str, str] |
     options.intra_op_num_threads = job["threads"]
     if job.get("optimized"):
         options.optimized_model_filepath = job["optimized"]
-        # Weights apart: one file holds 2 GiB at most. The runtime wants a bare name, beside the model.
+        # Weights in a second file, since one has at most 2 GiB. ONNX Runtime takes a name in the model's folder.
         options.add_session_config_entry("session.optimized_model_external_initializers_file_name", "optimized.bin")
         options.add_session_config_entry("session.optimized_model_external_initializers_min_size_in_bytes", "1024")
     if job.get("profile"):
         options.enable_profiling = True
         options.profile_file_prefix = job["profile"]
-    if job.get("patient"):  # idle threads sleep: not for timing, kind to a busy machine
+    if job.get("patient"):  # idle threads sleep: saves cores of a busy machine, but distorts times
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     if job.get("statistics"):
         options.add_session_config_entry("session.collect_node_memory_stats_to_file", job["statistics"])
@@ -51,14 +53,14 @@ def new_session(job: Job, path: str, default: bool, entries: Mapping[str, str] |
         libraries.load_cuda()
         providers[0] = (providers[0], device.provider_options(job.get("gpu_limit", 0)))
     session = ort.InferenceSession(path, options, providers=providers)
-    if session.get_providers()[0] != job["providers"][0]:  # it falls back to the CPU without a word
+    if session.get_providers()[0] != job["providers"][0]:  # onnxruntime falls back to the CPU silently
         raise RuntimeError(f"no {job['providers'][0]} here: its driver or its libraries are missing")
     return session
 
 
 def race(job: Job) -> Job:
-    """Times of steps of two models taken in turns, so that whatever else the machine does hits both alike."""
-    # The threads of a session go on spinning after its step: they would take the cores from the other's.
+    """Return times of alternating steps of two models, so that other load on the machine affects both equally."""
+    # The threads of a session spin after its step: they would take cores from the other session.
     still = {"session.force_spinning_stop": "1"}
     sessions = [new_session(job, path, default=True, entries=still) for path in (job["path"], job["rival"])]
     feeds = random_feeds(sessions[0], job["dims"])
@@ -69,17 +71,17 @@ def race(job: Job) -> Job:
 
 
 def measure(job: Job) -> Job:
-    """Peak memory of one model, and on demand its outputs and a profile."""
+    """Return the peak memory of one model; on request also save its outputs and a profile."""
     import numpy as np
 
     session = new_session(job, job["path"], default=False)
     feeds = random_feeds(session, job["dims"], job["feeds"])
-    # The first run also faults in code and thread stacks, which are not the step's memory.
+    # The first run also makes code and thread stacks resident, which are not the step's memory.
     session.run(None, feeds)
     if job["default"]:
         session = new_session(job, job["path"], default=True)
         trim()
-    held = sum(array.nbytes for array in feeds.values()) + initializer_bytes(job["optimized"])
+    resident_inputs = sum(array.nbytes for array in feeds.values()) + initializer_bytes(job["optimized"])
     before = reset_peak()
     outputs = session.run(None, feeds)
     if job["outputs"]:
@@ -90,13 +92,13 @@ def measure(job: Job) -> Job:
         session.run(None, feeds)
     rise = resident("VmHWM") - before
     profile = session.end_profiling() if job["profile"] else ""
-    return {"peak_bytes": held + rise, "profile": profile}
+    return {"peak_bytes": resident_inputs + rise, "profile": profile}
 
 
 def by_session(job: Job) -> Job:
-    """Outputs of a step that our `Session` runs, twice on the feeds of `measure`, state in place.
+    """Save the outputs of a step that `Session` runs on the feeds of `measure`, once per file, with state in place.
 
-    Also names the inputs that were written over though no output renews them.
+    Return the inputs that were overwritten although no output renews them.
     """
     import numpy as np
 
@@ -117,7 +119,7 @@ def by_session(job: Job) -> Job:
 
 
 def profile(job: Job) -> Job:
-    """Steps under ONNX Runtime's profiler; its first step is a warm-up that readers should leave out."""
+    """Run steps under ONNX Runtime's profiler; the first is a warm-up that readers should skip."""
     session = new_session(job, job["path"], default=True)
     feeds = random_feeds(session, job["dims"])
     for _ in range(job["steps"] + 1):
@@ -126,16 +128,16 @@ def profile(job: Job) -> Job:
 
 
 def train(job: Job) -> Job:
-    """Train for some steps; see `onnx_remat.session.training`. Peak over the steps, and the loss of each."""
+    """Train for some steps (see `onnx_remat.session.training`); return the peak over them, and the loss of each."""
     from onnx_remat.session.training import Loop, initial_state
 
     session = new_session(job, job["path"], default=job["default"])
     state = initial_state(session, job["dims"], job["state"])
-    held = sum(array.nbytes for array in state.values()) + initializer_bytes(job["optimized"])
+    resident_inputs = sum(array.nbytes for array in state.values()) + initializer_bytes(job["optimized"])
     loop = Loop(session, state, job["loss"], device=job["device"])
     del state
-    # The first steps also fault in code and thread stacks, and scatter small blocks over the heap till it stops growing
-    # (about 1 MB, ten steps): none of that is the step's memory.
+    # The first steps also make code and thread stacks resident, and scatter small blocks over the heap until it stops
+    # growing (about 1 MB, ten steps): none of that is the step's memory.
     warm = max(1, min(10, job["steps"] // 3))
     losses = [loop.step() for _ in range(warm)]
     before = reset_peak()
@@ -146,18 +148,18 @@ def train(job: Job) -> Job:
         from onnx_remat.session import device
 
         driver = device.driver_bytes()
-    return {"peak_bytes": held + rise, "losses": losses, "driver_bytes": driver}
+    return {"peak_bytes": resident_inputs + rise, "losses": losses, "driver_bytes": driver}
 
 
 FEEDS = ("plain", "wide", "hostile")
 """Kinds of random feeds: numbers that suit a training step; a wide range, with denormals and zeros of both signs; and
-that with NaN and infinities, in inputs that no output renews: weights would spread them everywhere."""
+the latter with NaN and infinities in inputs that no output renews (in weights they would spread to every value)."""
 
 
 def random_feeds(session: Any, dims: dict[str, int], how: str = FEEDS[0]) -> dict[str, Any]:
-    """Inputs of a step: floats of a kind in `FEEDS`, plain ones positive where a name says variance.
+    """Return random inputs of a step: floats of a kind in `FEEDS`, positive where the name means a variance.
 
-    Integer inputs are 0 or 1, ids that every vocabulary and every set of classes has.
+    Integer inputs are 0 or 1, valid ids in every vocabulary and set of classes.
     """
     import numpy as np
 
@@ -181,7 +183,7 @@ def random_feeds(session: Any, dims: dict[str, int], how: str = FEEDS[0]) -> dic
 
 
 def _odd(array: Any, generator: Any, with_nan: bool) -> Any:
-    """Positive numbers of a wide range, a tenth of them zeros and denormals; a few of them NaN and infinite."""
+    """Return positive numbers of a wide range, a tenth of them zeros and denormals; a few NaN and infinite."""
     import numpy as np
 
     array = array * generator.choice(np.array([0.1, 1, 30, 300], np.float32), array.shape)
@@ -199,7 +201,7 @@ _FLOATS = {"float": "float32", "double": "float64", "float16": "float16"}
 
 
 def initializer_bytes(path: str) -> int:
-    """Bytes of the initializers stored in a file: they are resident before the run starts."""
+    """Return the bytes of the initializers in a file: they are resident before the run starts."""
     import onnx
 
     from onnx_remat.ir.dtypes import tensor_bytes
@@ -210,19 +212,19 @@ def initializer_bytes(path: str) -> int:
 
 
 def reset_peak() -> int:
-    """Reset the kernel's high-water mark of this process; returns bytes resident now."""
+    """Reset the kernel's high-water mark of this process and return the bytes resident now."""
     now = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
     return now
 
 
 def resident(field: str) -> int:
-    """``VmRSS`` (now) or ``VmHWM`` (highest since the last reset) of this process, in bytes."""
+    """Return ``VmRSS`` (now) or ``VmHWM`` (highest since the last reset) of this process, in bytes."""
     status = Path("/proc/self/status")
     for line in status.read_text().splitlines() if status.exists() else ():
         if line.startswith(field + ":"):
             return int(line.split()[1]) * 1024
-    raise OSError(f"the system does not say {field} of a process: peaks can be measured on Linux only")
+    raise OSError(f"the system does not report {field} of a process: measure peaks on Linux")
 
 
 def _timed(session: Any, feeds: dict[str, Any]) -> float:

@@ -1,8 +1,8 @@
-"""Peaks, times and losses of models as ONNX Runtime runs them, each in a fresh process (`onnx_remat.measure.probe`).
+"""Measure peaks, times and losses of models on ONNX Runtime, each in a fresh process (`onnx_remat.measure.probe`).
 
-One run's memory would hide another's in the same process. Everywhere here, `python` is the interpreter of that process:
-one of another environment runs models on that environment's ONNX Runtime, onnxruntime-training's for instance. Of
-onnx_remat it needs nothing installed, of others onnx and numpy.
+In one process, the memory of an earlier run would hide that of a later one. Throughout this module, `python` is the
+interpreter of the fresh process: that of another environment runs models on that environment's ONNX Runtime, for
+example onnxruntime-training. That environment needs onnx and numpy, not onnx_remat.
 """
 
 from __future__ import annotations
@@ -29,21 +29,22 @@ from onnx_remat.process.child import QUIET, Limit
 from onnx_remat.session.heap import ALIGNMENT
 
 RESOLUTION = 1 << 19
-"""Bytes by which measured peaks of one file differ between processes: what threads and the heap keep for themselves."""
+"""Bytes by which measured peaks of one file differ between processes, because of threads and the heap."""
 
-_BOOKS_PER_NODE = 126
-"""Bytes of small blocks that ONNX Runtime holds per node at the peak of a step, values below `LARGE_BLOCK` not counted.
+_BOOKKEEPING_PER_NODE = 126
+"""Bytes of small blocks that ONNX Runtime has allocated per node at the peak, without values below `LARGE_BLOCK`.
 
 Counted with a hook of malloc on thirteen steps of 134 to 4,742 nodes (1.31.1): 99 to 263, half of them 123 to 136.
 """
 
 
 def beyond_tensors(executed: Executed) -> int:
-    """Bytes by which the resident memory of a measured process exceeds its tensors at the peak, foreseen.
+    """Predict the bytes by which the resident memory of a measured process exceeds its tensors at the peak.
 
-    `measure` has every block of `LARGE_BLOCK` bytes or more taken from the system by itself, so that it goes back when
-    it is freed. Such a block takes whole pages, and its header is in the first of them: a value of 64 kB, 68 kB. To
-    that come ONNX Runtime's books for the step. Neither is a tensor, and neither is there where values lie in one slab.
+    `measure` maps every block of `LARGE_BLOCK` bytes or more separately, so that it returns to the system when it is
+    freed. Such a block takes whole pages, the first of which also contains its header: a value of 64 kB takes 68 kB.
+    ONNX Runtime's bookkeeping for the step is added. Neither is a tensor, and neither exists where one slab contains
+    all values.
     """
     timeline = executed.timeline
     page = mmap.PAGESIZE
@@ -54,19 +55,19 @@ def beyond_tensors(executed: Executed) -> int:
     np.add.at(change, timeline.start, excess)
     np.add.at(change, timeline.end + 1, -excess)
     resident = timeline.step_bytes + np.cumsum(change)[:steps]
-    return int(resident.max(initial=timeline.peak)) - timeline.peak + _BOOKS_PER_NODE * steps
+    return int(resident.max(initial=timeline.peak)) - timeline.peak + _BOOKKEEPING_PER_NODE * steps
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What a fresh process saw of one model.
+    """Measurement of one model in a fresh process.
 
     Attributes
     ----------
     peak_bytes : int
-        Inputs, initializers and the largest rise of resident memory over the runs.
+        Inputs, initializers and the largest increase of resident memory over the runs.
     executed : tuple of str
-        Node names in the order they ran; empty when not asked for.
+        Node names in execution order; empty unless requested with `trace`.
     """
 
     peak_bytes: int
@@ -90,9 +91,9 @@ def measure(
 ) -> Measurement:
     """Run a model in a fresh process and read its peak memory, step times and executed order.
 
-    Session and inputs are built and the model runs once, so that code and threads are in place; the kernel's
-    high-water mark of the process is reset and the model runs `steps` times. The rise of resident memory, plus
-    inputs and initializers, is the peak. Linux only.
+    The process opens the session, creates the inputs and runs the model once, so that code and threads are resident. It
+    then resets the kernel's high-water mark and runs the model `steps` times. The peak is the increase of resident
+    memory, plus inputs and initializers. Linux only.
 
     Parameters
     ----------
@@ -101,11 +102,10 @@ def measure(
     level : str
         One of `LEVELS`.
     default : bool
-        Keep the CPU memory arena and memory patterns that sessions have by default: the process then holds what the
-        allocator keeps in reserve besides. Otherwise every buffer goes back to the system and the figure is the
-        plan's own.
+        Keep the CPU memory arena and memory patterns that sessions have by default: the measurement then includes the
+        allocator's reserves. Otherwise every buffer returns to the system, and the measurement is the plan's peak.
     patterns : bool
-        Of the two, keep memory patterns too; `session_options()` does not.
+        With `default`, also keep memory patterns; `session_options()` does not.
     steps : int
         Runs over which the peak is taken.
     outputs : Path, optional
@@ -119,7 +119,7 @@ def measure(
     trace : bool
         Also read the executed order from a profile.
     provider : str
-        One of `registry.PROVIDERS`; of a device's own memory this sees nothing, `train` does.
+        One of `registry.PROVIDERS`; this does not measure a device's memory, `train` does.
 
     Raises
     ------
@@ -147,12 +147,12 @@ def by_session(
     threads: int = 0,
     provider: str = "cpu",
 ) -> tuple[str, ...]:
-    """Run a step by `session.session.Session` in a fresh process on the feeds of `measure`, once per file of `outputs`.
+    """Run a step with `session.session.Session` in a fresh process, on the feeds of `measure`, once per output file.
 
     Returns
     -------
     tuple of str
-        Inputs that were written over though no output renews them.
+        Inputs that were overwritten although no output renews them.
 
     Raises
     ------
@@ -168,7 +168,7 @@ def by_session(
 
 
 def peak_under(budget: int, measured: Callable[[], Measurement]) -> int:
-    """The peak that `measured` finds; asked once more if above `budget`, since whatever disturbs a run only adds."""
+    """Return the peak of `measured`; measure again if it is above `budget`, since disturbances only increase a peak."""
     peak = measured().peak_bytes
     return peak if peak <= budget else min(peak, measured().peak_bytes)
 
@@ -184,7 +184,7 @@ def race(
     provider: str = "cpu",
     python: str = sys.executable,
 ) -> tuple[float, float]:
-    """Median seconds of one step of two models, steps taken in turns in one fresh process, default session options."""
+    """Return median seconds per step of two models, alternating in one fresh process with default session options."""
     job = {
         "path": str(path), "rival": str(rival), "level": level, "runs": runs, "dims": dict(dims or {}),
         "threads": threads, **session_job(provider),
@@ -195,7 +195,7 @@ def race(
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """How `train` trains: see `onnx_remat.session.training` and `benchmark`."""
+    """Arguments of `train`: see `onnx_remat.session.training` and `benchmark`."""
 
     steps: int
     loss: str
@@ -209,8 +209,8 @@ class Training:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What a fresh process saw while training: peak in bytes, the loss of every step; `driver_bytes` is what the CUDA
-    driver counted to the process (its context included), to check the peak against."""
+    """Measurement of training in a fresh process: peak in bytes, the loss of every step; `driver_bytes` is the CUDA
+    driver's count for the process (its context included), to compare with the peak."""
 
     peak_bytes: int
     losses: tuple[float, ...]
@@ -218,7 +218,7 @@ class Trained:
 
 
 def train(path: Path, how: Training) -> Trained:
-    """Train a model in a fresh process, arena off on the CPU; on CUDA the peak is bisected (see `session.device`).
+    """Train a model in a fresh process, on the CPU without the arena; on CUDA bisect the peak (see `session.device`).
 
     Raises
     ------
@@ -240,14 +240,14 @@ def train(path: Path, how: Training) -> Trained:
             from onnx_remat.memory.arena import MOST_STEPS
             from onnx_remat.session import device
 
-            # Outputs that are fed back leave gaps in the arena, which grows for dozens of steps.
+            # Outputs that are fed back fragment the arena, which grows for dozens of steps.
             short = job | {"steps": min(how.steps, MOST_STEPS)}
             peak = device.smallest_limit(lambda limit: _runs_within(short, limit), device.total_memory())
     return Trained(peak, tuple(answer["losses"]), answer["driver_bytes"])
 
 
 def _runs_within(job: dict[str, Any], limit: int) -> bool:
-    """Does a training run keep a limit of device memory? Failures other than for lack of memory are raised."""
+    """Does a training run keep a limit of device memory? Raise failures other than out of memory."""
     from onnx_remat.session.device import OUT_OF_MEMORY
 
     try:
@@ -269,7 +269,7 @@ def profile(
     provider: str = "cpu",
     python: str = sys.executable,
 ) -> tuple[list[dict[str, Any]], str]:
-    """Events of ONNX Runtime's profiler over a warm-up and `steps` steps, and its node memory statistics (CSV)."""
+    """Return events of ONNX Runtime's profiler over a warm-up and `steps` steps, and node memory statistics (CSV)."""
     with files.scratch() as scratch:
         statistics_file = scratch / "statistics.csv"
         answer = _probe(python, "profile", {
@@ -282,43 +282,43 @@ def profile(
 
 
 def session_job(provider: str) -> dict[str, Any]:
-    """The part of a job that says where its sessions run."""
+    """Return the entries of a job for its execution providers and device."""
     kernels = kernels_of(provider)
     return {"providers": kernels.execution_providers, "device": kernels.device}
 
 
-# The environment in which glibc gives freed blocks back to the system. It would keep those of up to 32 MB in its heap
-# otherwise, and resident memory would not fall. DenseNet-121 has thousands below 64 kB; each block above the threshold
-# takes whole pages.
+# Environment variables with which glibc returns freed blocks to the system. Otherwise it would keep blocks of up to
+# 32 MB in its heap, and resident memory would not fall. DenseNet-121 has thousands below 64 kB; each block above the
+# threshold takes whole pages.
 LARGE_BLOCK = 16384
 GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": str(LARGE_BLOCK), "MALLOC_TRIM_THRESHOLD_": str(LARGE_BLOCK)}
 
 
 @cache
 def _check_interpreter(python: str) -> None:
-    """Raise UsageError where `python` is no Python: some other program may print nothing, or print for ever."""
+    """Raise UsageError where `python` is not Python: another program may print nothing, or print for ever."""
     try:
         with subprocess.Popen(
             [python, "-c", "print('a Python')"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
         ) as process:  # fmt: skip
             assert process.stdout is not None
-            said = process.stdout.read(len("a Python"))
+            printed = process.stdout.read(len("a Python"))
             process.kill()
     except (OSError, ValueError) as error:
-        raise UsageError(f"{python!r} is no Python interpreter: {getattr(error, 'strerror', error)}") from error
-    if said != b"a Python":
-        raise UsageError(f"{python!r} is no Python interpreter: it does not run Python")
+        raise UsageError(f"{python!r} is not a Python interpreter: {getattr(error, 'strerror', error)}") from error
+    if printed != b"a Python":
+        raise UsageError(f"{python!r} is not a Python interpreter: it does not run Python")
 
 
 SECONDS = 3600.0
-"""A process that takes longer is ended: a Loop may have no end. It gets no more memory than the machine has."""
+"""Time limit of a process: a Loop node may not terminate. Its memory limit is the machine's memory."""
 
 
 def _probe(python: str, task: str, job: dict[str, Any]) -> dict[str, Any]:
     if python != sys.executable:
         _check_interpreter(python)
-    # Each kernel on a device is waited for, or a profile would show how long it takes to start them.
+    # Kernels on a device run synchronously: otherwise a profile would show the time of their launches.
     waiting = {"CUDA_LAUNCH_BLOCKING": "1"} if task == "profile" and job["device"] != "cpu" else {}
     limit = Limit(SECONDS, clock=True)
     try:
@@ -326,17 +326,17 @@ def _probe(python: str, task: str, job: dict[str, Any]) -> dict[str, Any]:
             f"onnx_remat.measure.probe:{task}", {"job": job}, limit, QUIET | GIVES_BACK | waiting, python
         )
     except OSError as error:
-        raise UsageError(f"{python!r} is no Python interpreter: {error.strerror}") from error
+        raise UsageError(f"{python!r} is not a Python interpreter: {error.strerror}") from error
     except child.Failed as failed:
         why = f"failed: {failed.line or 'killed (out of memory?)'}"
         if failed.how == "time":
-            why = f"did not come to an end in {SECONDS:.0f} seconds, the limit"
+            why = f"did not finish within {SECONDS:.0f} s"
         raise VerificationError(f"running {Path(job['path']).name} {why}") from None
     return answer
 
 
 def _executed(profile: Path) -> tuple[str, ...]:
-    """Node names of the first run in a profile, in the order they started."""
+    """Return the node names of the first run in a profile, in the order they started."""
     events = json.loads(profile.read_text())
     runs = [e for e in events if e.get("cat") == "Node" and e["name"].endswith("_kernel_time")]
     names = [e["name"].removesuffix("_kernel_time") for e in sorted(runs, key=lambda e: e["ts"])]

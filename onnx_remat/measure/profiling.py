@@ -1,4 +1,4 @@
-"""Measured seconds and scratch memory per op, in the layout of ONNX Runtime's own profiles, for ``--costs``."""
+"""Measure seconds and workspace per op, in the format of ONNX Runtime's profiles, for ``--costs``."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ Event = dict[str, Any]
 class Profile:
     """One event per node and graph optimisation level.
 
-    ``dur`` (microseconds) is the median over all steps, less the profiler's own share: what all nodes take together is
-    what a step takes without it.
+    ``dur`` (microseconds) is the median over all steps minus the profiler's overhead: the sum over all nodes is the
+    time of a step without the profiler.
     """
 
     events: tuple[Event, ...]
@@ -37,11 +37,11 @@ class Profile:
     steps: int
 
     def to_json(self) -> str:
-        """A list of events as ONNX Runtime writes it, readable by ``--costs`` and by chrome://tracing."""
+        """Return a list of events as ONNX Runtime writes it, for ``--costs`` and chrome://tracing."""
         return json.dumps(list(self.events), indent=0) + "\n"
 
     def to_text(self, rows: int = 10) -> str:
-        """The op types that take the most time, as ONNX Runtime executes the model by default."""
+        """Return the op types with the most time, as ONNX Runtime executes the model by default."""
         by_type: dict[str, list[float]] = defaultdict(list)
         for event in self.events:
             if event["pid"] == LEVELS[-1]:
@@ -55,7 +55,7 @@ class Profile:
 
 
 LEVELS = ("disable", "all")
-"""Graph optimisation levels profiled: a plan needs times of the file's own ops, a prediction those of fused ones."""
+"""Profiled graph optimisation levels: a plan needs times of the file's ops, a prediction those of optimised ones."""
 
 
 def profile(
@@ -76,18 +76,18 @@ def profile(
     dims : mapping, optional
         Sizes of symbolic dimensions.
     runs, steps : int
-        Processes per optimisation level, and steps in each after one to warm up.
+        Number of processes per optimisation level, and of steps in each after a warm-up step.
     threads : int
         Intra-op threads, 0 for ONNX Runtime's default.
     provider : str
         One of `registry.PROVIDERS`.
     python : str
-        Interpreter whose ONNX Runtime is to run it, see `processes`.
+        Interpreter whose ONNX Runtime runs the model, see `processes`.
 
     Raises
     ------
     UsageError
-        `runs` or `steps` is not positive, or `dims` names a dimension that the model has not.
+        `runs` or `steps` is not positive, or `dims` names an unknown dimension.
     ShapeError
         A symbolic dimension is not bound.
     VerificationError
@@ -104,7 +104,7 @@ def profile(
 
 
 def _events(path: Path, level: str, runs: int, steps: int, how: Mapping[str, Any]) -> Iterator[Event]:
-    """One event per node, at a level."""
+    """Yield one event per node at a level."""
     seen: dict[str, list[Event]] = defaultdict(list)
     scratch: dict[str, int] = {}
     for _ in range(runs):
@@ -126,11 +126,11 @@ def _events(path: Path, level: str, runs: int, steps: int, how: Mapping[str, Any
 _KERNEL = "_kernel_time"
 
 _SHORTEST = 0.1
-"""Microseconds any node takes at least."""
+"""Minimum time of a node in microseconds."""
 
 
 def _by_node(events: list[Event]) -> dict[str, list[Event]]:
-    """Kernel events by node, in the order nodes ran; a node's events in the order of steps."""
+    """Return kernel events by node, in execution order; a node's events in the order of steps."""
     kernels = [e for e in events if e.get("cat") == "Node" and e["name"].endswith(_KERNEL)]
     nodes: dict[str, list[Event]] = defaultdict(list)
     for event in sorted(kernels, key=lambda e: float(e["ts"])):
@@ -139,7 +139,7 @@ def _by_node(events: list[Event]) -> dict[str, list[Event]]:
 
 
 def _event(first: Event, dur: float, level: str, start: float, workspace: int) -> Event:
-    """One event for a node: its time, and what ``--costs`` looks it up by."""
+    """Return the event of a node: its time, and the key that ``--costs`` looks up."""
     arguments = first["args"]
     return {
         "cat": "Node", "ph": "X", "pid": level, "tid": 0, "name": first["name"], "ts": round(start, 3),
@@ -152,7 +152,7 @@ def _event(first: Event, dur: float, level: str, start: float, workspace: int) -
 
 
 def node_seconds(threads: int = 0, nodes: int = 1000, provider: str = "cpu", python: str = sys.executable) -> float:
-    """Seconds ONNX Runtime takes to get to one more node and run it, where there is next to nothing to compute."""
+    """Measure ONNX Runtime's overhead per node in seconds, on nodes with almost nothing to compute."""
     names = [f"v{i}" for i in range(nodes + 1)]
     chain = [onnx.helper.make_node("Neg", [a], [b]) for a, b in itertools.pairwise(names)]
     ends = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1]) for name in (names[0], names[-1])]
@@ -166,6 +166,6 @@ def node_seconds(threads: int = 0, nodes: int = 1000, provider: str = "cpu", pyt
 
 
 def _workspace(text: str) -> dict[str, int]:
-    """Temporary allocations in bytes by node name, from ONNX Runtime's node memory statistics."""
+    """Return temporary allocations in bytes by node name, from ONNX Runtime's node memory statistics."""
     rows = csv.DictReader(text.splitlines())
     return {row["#name"].rpartition("_")[0]: int(row["total_temp_allocations"]) for row in rows}

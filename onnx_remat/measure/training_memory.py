@@ -1,8 +1,8 @@
-"""What training by a session of ours takes of the machine's memory, as the operating system counts it.
+"""Measure the memory of training with `session.session.Session`, as the operating system counts it.
 
-`measure` trains in a fresh process (`child`), the C library as it is, no variable set.
-The figure is its high-water mark, from before the session and the state exist to after the last step, less what the
-interpreter, the libraries and a session of one node take. Linux only: elsewhere there is no such mark to reset.
+`measure` trains in a fresh process (`child`) with the C library's default settings. The result is the process's
+high-water mark, from before the session and the state exist to after the last step, minus the memory of the
+interpreter, the libraries and a session of one node. Linux only: other systems cannot reset the mark.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from onnx_remat.session.plan_session import Array
 
 @dataclass(frozen=True, slots=True)
 class TrainingMemory:
-    """Bytes that one process took for some steps, and of what they are.
+    """Memory of one process that trained for some steps, in bytes, with its parts.
 
     Attributes
     ----------
     total : int
-        The most that was resident at once.
+        Peak of resident memory.
     inputs : int
         State and batch.
     weights, slab, live, workspace : int
-        As of `session.Session`.
+        See `session.Session`.
     nodes, kernels, donated, not_donated : int
         Counts.
     """
@@ -49,12 +49,12 @@ class TrainingMemory:
 
 
 def available() -> bool:
-    """Can this machine tell what a process took at most?"""
+    """Can this machine measure the peak of a process?"""
     return Path("/proc/self/clear_refs").exists()
 
 
 def measure(path: Path, dims: Mapping[str, int] | None = None, steps: int = 3, fuse: bool = True) -> TrainingMemory:
-    """Train for some steps in a fresh process, new state over the old.
+    """Train for some steps in a fresh process, with state updated in place.
 
     Parameters
     ----------
@@ -64,7 +64,7 @@ def measure(path: Path, dims: Mapping[str, int] | None = None, steps: int = 3, f
         Sizes of symbolic dimensions.
     steps : int
     fuse : bool
-        As `session.Session` has it.
+        See `session.Session`.
 
     Raises
     ------
@@ -80,7 +80,7 @@ def measure(path: Path, dims: Mapping[str, int] | None = None, steps: int = 3, f
 
 
 def state_for(arrays: tuple[Array, ...]) -> dict[str, Any]:
-    """Random values: small floats, and integers that every vocabulary has."""
+    """Return random values for inputs: small floats, and integers that are valid in every vocabulary."""
     generator = np.random.default_rng(0)
     state: dict[str, Any] = {}
     for array in arrays:
@@ -94,13 +94,13 @@ def state_for(arrays: tuple[Array, ...]) -> dict[str, Any]:
 
 
 def _parts(array: Any) -> list[Any]:
-    """Views of an array, a megabyte or so each: what makes its values must not count as memory of training."""
+    """Return views of an array of about a megabyte each, so that temporaries do not count as training memory."""
     flat = array.reshape(-1)
     return [flat[at : at + (1 << 18)] for at in range(0, flat.size, 1 << 18)]
 
 
 def one_node(home: Path) -> Path:
-    """A model of one node in a folder: what any session takes."""
+    """Write a model of one node to a folder: its session takes the memory that every session takes."""
     import onnx
     from onnx import TensorProto, helper
 
@@ -112,7 +112,7 @@ def one_node(home: Path) -> Path:
 
 
 def taken(path: str, warm: str, dims: Mapping[str, int], steps: int, fuse: bool) -> dict[str, int]:
-    """What `measure` returns, of this process, which does nothing else."""
+    """Train in this process, which does nothing else, and return the fields of `TrainingMemory`."""
     from onnx_remat.measure.probe import reset_peak, resident
     from onnx_remat.session.heap import trim
     from onnx_remat.session.session import Session

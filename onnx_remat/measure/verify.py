@@ -1,4 +1,4 @@
-"""Is the written model what was promised? On paper (`check`) and in ONNX Runtime (`run`)."""
+"""Verify a written model: without running it (`check`), and by running it on ONNX Runtime (`run`)."""
 
 from __future__ import annotations
 
@@ -28,22 +28,35 @@ from onnx_remat.units import format_bytes
 MODES = ("none", "check", "run")
 
 _TOLERANCE = {"float16": 2e-2, "float32": 2e-4, "float64": 1e-9}
-"""Relative tolerance by dtype where optimisations may fuse a forward chain and not its recompute."""
+"""Relative tolerance by dtype, for optimisations that fuse a forward chain but not its recompute."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What fresh processes on ONNX Runtime saw (``--verify run``); bytes and seconds.
+    """Measurements in fresh processes on ONNX Runtime (``--verify run``), in bytes and seconds.
 
-    `before` and `after` are peaks without the allocator's reserves, the plan's own figure; `before_beyond` and
-    `after_beyond`, taken off them, are what whole pages and ONNX Runtime's books add (`processes.beyond_tensors`);
-    `before_default` and
-    `after_default` are what the process holds over several steps with session options as they are by default, arena
-    and memory patterns included; `after_arena` is the same of the result with `session_options()`, where the budget was
-    to cover that; the seconds are medians of steps with default options. `unresolved` is by how much `after` or
-    `after_arena` exceeds the budget, where that is less than two measurements of one file differ by: such a run
-    neither shows that the budget is kept nor that it is not. `trained_before` and `trained_after` are all that training
-    by `session.Session` takes, see `training_memory`, where the budget covers that.
+    Attributes
+    ----------
+    before, after : int
+        Peaks of tensors without the allocator's reserves, as the plan counts them.
+    before_default, after_default : int
+        Peaks over several steps with default session options, arena and memory patterns included.
+    after_arena : int or None
+        The same for the result with `session_options()`, where the budget covers that.
+    before_seconds, after_seconds : float
+        Medians of steps with default options.
+    outputs_equal : str
+        How equal the outputs are.
+    order_kept : bool
+        Did the nodes run in the planned order?
+    unresolved : int
+        Bytes by which `after` or `after_arena` exceeds the budget, below the resolution of measurements: such a run
+        shows neither that the budget is kept nor that it is missed.
+    trained_before, trained_after : int or None
+        Memory of training by `session.Session`, see `training_memory`, where the budget covers that.
+    before_beyond, after_beyond : int
+        Bytes of whole pages and ONNX Runtime's bookkeeping (`processes.beyond_tensors`), already subtracted from
+        `before` and `after`.
     """
 
     before: int
@@ -63,19 +76,20 @@ class Measured:
 
 
 def check(original: onnx.ModelProto, rewritten: onnx.ModelProto, graph: Graph) -> None:
-    """What can be told without running: a valid model with the same interface that still computes every output.
+    """Check without running that the model is valid, has the same interface and contains every node of the original.
 
     Parameters
     ----------
     original, rewritten : onnx.ModelProto
     graph : Graph
-        Of `rewritten`; building it has already shown it to be topologically ordered and free of name clashes.
+        Graph of `rewritten`; building it has already proved it topologically ordered and free of name clashes.
 
     Raises
     ------
     VerificationError
+        A check fails.
     """
-    # The checker does not know everything that originals use (custom domains, say): that is not our doing.
+    # The checker may reject the original too, because of custom domains for example: that is no fault of the rewrite.
     if (why := native.check(_standard(model_io.without_weights(rewritten)))) and not native.check(
         model_io.without_weights(original)
     ):
@@ -92,7 +106,7 @@ def check(original: onnx.ModelProto, rewritten: onnx.ModelProto, graph: Graph) -
 
 
 def _standard(model: onnx.ModelProto) -> onnx.ModelProto:
-    """A model whose copies between device and host, ops of ONNX Runtime's own, are copies as ONNX has them."""
+    """Replace copies between device and host, which are ops of ONNX Runtime, by Identity; return the model."""
     for node in model.graph.node:
         if node.op_type in (DOWN, UP) and not node.domain:
             node.op_type = "Identity"
@@ -113,20 +127,41 @@ def run(
     body: bool = False,
     fuse: bool = True,
 ) -> Measured:
-    """Run both models in fresh processes: outputs, executed order, measured peaks, step times.
+    """Run both models in fresh processes and compare outputs, executed order, peaks and step times.
 
-    `compiled` is the original; `order` holds the node names in the order the emulation says, graph optimisations off;
-    with `arena`, the budget is to hold with `runtime.session_options()` too. Where `rounded` names values that are
-    rounded in one of the two files only, outputs need not be equal to the last bit. Where ops draw random numbers,
-    outputs are compared with the draws fixed. `trained` is a budget for all that training takes. `beyond` is taken off
-    the measured peaks: `processes.beyond_tensors` of original and result. With `body` the file is the result in a body
-    (`ir.body`): what default options make of that is measured, and its outputs are compared. `fuse`: training is
-    measured with elementwise nodes fused.
+    Where ops draw random numbers, outputs are compared with the draws fixed.
+
+    Parameters
+    ----------
+    compiled : Compiled
+        The original.
+    rewritten : onnx.ModelProto
+    folder : Path or None
+        Folder of the external data.
+    dims : dict of str to int
+        Sizes of symbolic dimensions.
+    budget : int
+        Limit on the peak of tensors, in bytes.
+    order : sequence of str
+        Node names in the emulated order, without graph optimisations.
+    arena : bool
+        Does the budget also apply with `runtime.session_options()`?
+    rounded : sequence of str
+        Values that only one of the two files rounds: with any, outputs need not be bit-identical.
+    trained : int, optional
+        Limit on all memory of training, in bytes.
+    beyond : (int, int)
+        `processes.beyond_tensors` of original and result, to subtract from the measured peaks.
+    body : bool
+        Is the result written into a body (`ir.body`)? Then the body is measured with default options and its outputs
+        are compared.
+    fuse : bool
+        Measure training with fused elementwise kernels.
 
     Raises
     ------
     VerificationError
-        Outputs differ, the order is not the file's, or the measured peak exceeds the budget.
+        Outputs differ, or a measured peak exceeds its limit.
     """
     original = compiled.graph.model
     models = {"before": original, "after": rewritten}
@@ -150,7 +185,7 @@ def run(
         if body and not settled:
             processes.measure(shown["after"], outputs=home / "body.npz", dims=dims, threads=1 if races else 0)
             compare(home / "after.npz", home / "body.npz", exactly=False, plain=plain)
-        held = processes.peak_under(budget, partial(_with_arena, paths["after"], dims)) if arena else None
+        with_arena = processes.peak_under(budget, partial(_with_arena, paths["after"], dims)) if arena else None
         seconds = processes.race(paths["before"], paths["after"], dims=dims)
         taken = {}
         if trained is not None:
@@ -160,27 +195,29 @@ def run(
             taken = {name: training_memory.measure(path, dims, fuse=fuse).total for name, path in paths.items()}
     if trained is not None and taken and taken["after"] > trained:
         raise VerificationError(
-            f"training was seen to take {format_bytes(taken['after'])}, more than was foreseen and the budget "
-            f"{format_bytes(trained)}: try a smaller one"
+            f"training used {format_bytes(taken['after'])}, above the budget {format_bytes(trained)} and its "
+            "prediction: ask for a smaller budget"
         )
     if after > budget + processes.RESOLUTION:
-        raise VerificationError(f"measured peak {format_bytes(after)} exceeds the budget {format_bytes(budget)}")
-    if held is not None and held > budget + processes.RESOLUTION:
         raise VerificationError(
-            f"with ONNX Runtime's arena {format_bytes(held)} are held, more than was foreseen and the budget "
-            f"{format_bytes(budget)}: try a smaller one"
+            f"measured peak {format_bytes(after)} exceeds the budget {format_bytes(budget)}: ask for a smaller budget"
+        )
+    if with_arena is not None and with_arena > budget + processes.RESOLUTION:
+        raise VerificationError(
+            f"ONNX Runtime used {format_bytes(with_arena)} with its arena, above the budget {format_bytes(budget)} and "
+            "its prediction: ask for a smaller budget"
         )
     return Measured(
         before=before,
         after=after,
         before_default=default["before"].peak_bytes,
         after_default=default["after"].peak_bytes,
-        after_arena=held,
+        after_arena=with_arena,
         before_seconds=seconds[0],
         after_seconds=seconds[1],
         outputs_equal=equal + (" (random draws fixed)" if settled else "") + (" on one thread" if races else ""),
         order_kept=_order_kept(order, executed),
-        unresolved=max(0, max(after, held or 0) - budget),
+        unresolved=max(0, max(after, with_arena or 0) - budget),
         trained_before=taken.get("before"),
         trained_after=taken.get("after"),
         before_beyond=beyond[0],
@@ -189,14 +226,14 @@ def run(
 
 
 def _with_arena(path: Path, dims: Mapping[str, int]) -> processes.Measurement:
-    """Of some steps with `runtime.session_options()`."""
+    """Measure some steps with `runtime.session_options()`."""
     return processes.measure(path, dims=dims, default=True, patterns=False, steps=3)
 
 
 def without_chance(
     models: tuple[onnx.ModelProto, onnx.ModelProto], folder: Path | None, home: Path, tensors: Mapping[str, Tensor]
 ) -> tuple[Path, Path] | None:
-    """Original and rewritten model with the same draws, written beneath `home`; None where nothing is drawn.
+    """Write the original and the rewritten model with the same draws to `home`; return None where no op is random.
 
     See `fixed_draws.without_chance`; `tensors` are the shapes of the original's values.
     """
@@ -215,9 +252,9 @@ def _written(model: onnx.ModelProto, folder: Path | None, home: Path) -> Path:
 
 
 def bitwise(before: Path, after: Path, dims: Mapping[str, int] | None = None, exactly: bool = True) -> str:
-    """Run two files with graph optimisations off on every kind of feeds and compare every output; see `compare`.
+    """Run two files without graph optimisations on every kind of feeds and compare every output; see `compare`.
 
-    What ordinary numbers do not show, zeros of both signs, denormals, NaN and infinities may.
+    Zeros of both signs, denormals, NaN and infinities may reveal differences that ordinary numbers do not.
     """
     equal = ""
     for kind in FEEDS:
@@ -230,7 +267,7 @@ def bitwise(before: Path, after: Path, dims: Mapping[str, int] | None = None, ex
             except VerificationError:
                 if kind == FEEDS[0]:
                     raise
-                continue  # the original cannot take such feeds
+                continue  # the original fails on such feeds
             run(after, outputs=second)
             found = compare(first, second, exactly)
             equal = equal or found
@@ -246,16 +283,16 @@ def session(
     provider: str = "cpu",
     known: Mapping[str, Path] | None = None,
 ) -> None:
-    """Run a step twice by `session.session.Session`, state in place, and compare with ONNX Runtime's own session.
+    """Run a step twice with `session.session.Session`, state in place, and compare it with ONNX Runtime's own session.
 
-    Both get the same random values, each in a process of its own. At level "disable" every output must be equal to the
-    last bit, at the others within rounding. Random draws are fixed for it. `known` has what ONNX Runtime's own session
-    gave already, by level (``.npz``); where nothing is drawn.
+    Both run on the same random values, in separate processes. At level "disable" every output must be bit-identical, at
+    the others equal within rounding. Random draws are fixed. `known` are outputs of ONNX Runtime's own session by level
+    (``.npz``) from an earlier run, for steps without random draws.
 
     Raises
     ------
     VerificationError
-        An output differs, or an input was written over that no output renews.
+        An output differs, or an input was overwritten that no output renews.
     """
     path, source = Path(path), model_io.load(path)
     kernels = kernels_of(provider)
@@ -281,16 +318,16 @@ def session(
             raise VerificationError(f"onnx-remat's session is wrong here, use ONNX Runtime's own: {error}") from error
     if changed:
         raise VerificationError(
-            f"onnx-remat's session is wrong here, use ONNX Runtime's own: input {changed[0]!r} was written over"
+            f"onnx-remat's session is wrong here, use ONNX Runtime's own: input {changed[0]!r} was overwritten"
         )
 
 
 def compare(before: Path, after: Path, exactly: bool, plain: Path | None = None) -> str:
-    """Compare two ``.npz`` of outputs; returns how equal they are, raises VerificationError when they are not.
+    """Compare two ``.npz`` of outputs; return how equal they are, or raise VerificationError.
 
-    Keys are ``<index>:<name>``, as `processes.measure` writes them. `plain` has the original's outputs with graph
-    optimisations off: where these alone move an output, such as a gradient that cancels to zero and is nothing but
-    rounding, the two may differ by as much again.
+    Keys are ``<index>:<name>``, as `processes.measure` writes them. `plain` contains the original's outputs without
+    graph optimisations: where the optimisations alone change an output, such as a gradient that cancels to zero and is
+    pure rounding, the tolerance grows by that change.
     """
     blind = []
     with np.load(before) as a, np.load(after) as b, np.load(plain or before) as c:
@@ -307,12 +344,12 @@ def compare(before: Path, after: Path, exactly: bool, plain: Path | None = None)
             if x.dtype.kind == "f" and np.isnan(x).any():
                 blind.append(name)
     equal = "bitwise equal" if exactly else "equal within tolerance"
-    # NaN equals NaN, so these outputs would hide a fault
+    # NaN compares equal to NaN, so these outputs would hide an error
     return equal + (f" (but {len(blind)} of them, {blind[0]!r} first, hold NaN on random inputs)" if blind else "")
 
 
 def _same_bits(x: np.ndarray, y: np.ndarray) -> bool:
-    """To the last bit, but for what a NaN carries: that depends on where a kernel's vectors begin in memory."""
+    """Are all bits equal, except for payloads of NaN? Those depend on the alignment of a kernel's vectors."""
     if x.dtype.kind != "f":
         return x.tobytes() == y.tobytes()
     numbers = ~np.isnan(x)
@@ -334,7 +371,7 @@ def _largest(x: np.ndarray) -> float:
 
 
 def _order_kept(expected: Sequence[str], executed: Sequence[str]) -> bool:
-    """Did the nodes run in the order the emulation says? Nodes without a name cannot be told and do not count."""
+    """Did the nodes run in the emulated order? Nodes without a name are not compared."""
     named = [name for name in expected if name]
     known = set(named)
     return [name for name in executed if name in known] == named

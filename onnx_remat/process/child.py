@@ -1,9 +1,9 @@
-"""Python processes that call functions for this one: one protocol for all of them.
+"""Python child processes that call functions for this one, all by one protocol.
 
-A message is a line of JSON and the raw bytes that it announces: byte strings and arrays, wherever in the JSON they
-stand, in their order. A request names a function, its arguments and a limit; the answer is what the function returns,
-or its error. Whatever else the process prints is no answer. It ends, in the midst of work too, when its standard input
-does: when this process closes it, or is gone.
+A message is a line of JSON, followed by the raw bytes of all byte strings and arrays in it, in their order. A request
+names a function, its arguments and a limit; the answer is the function's result or its error. Other output of the
+process is ignored. The process exits, even during a call, when its standard input is closed: by this process, or
+because this process has ended.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from onnx_remat.errors import BudgetInfeasibleError, OnnxRematError
 from onnx_remat.messages import from_data, to_data
 
 QUIET = {"ORT_DISABLE_TELEMETRY": "1"}
-"""ONNX Runtime calls home from 1.29 on; not out of processes of ours, where that also takes memory and time."""
+"""Disables ONNX Runtime's telemetry, which exists from 1.29 on and would also take memory and time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """What one request may take at most.
+    """Limits of one request.
 
     Attributes
     ----------
     seconds : float
-        Of computing: a busy machine makes nobody run out of it. Ten times as much may pass in all.
+        Limit on CPU time, which does not depend on other load; the wall-clock limit is ten times as much.
     bytes : int
-        Of memory, beyond what the process has when the request comes; 0 for as much as the machine has.
+        Limit on memory beyond that of the process when the request arrives; 0 for the machine's memory.
     clock : bool
-        `seconds` are of the clock, and computing has no limit of its own.
+        `seconds` limit wall-clock time, and CPU time is not limited.
     """
 
     seconds: float
@@ -56,28 +56,27 @@ class Limit:
 
     @property
     def waits(self) -> float:
-        """Seconds of the clock after which nobody waits any more: others compute, too."""
+        """Wall-clock limit on the answer in seconds, with headroom for other load."""
         return self.seconds if self.clock else 10 * self.seconds
 
 
 @dataclass(eq=False)
 class Failed(Exception):
-    """A process that has no answer.
+    """Failure of a request.
 
     Attributes
     ----------
     how : str
-        ``"raised"``: the function raised an error; ``"memory"``: for lack of memory; ``"time"``: the limit was hit;
-        ``"died"``: the process ended.
+        ``"raised"``: the function raised an error; ``"memory"``: it ran out of memory; ``"time"``: it exceeded its
+        limit; ``"died"``: the process ended.
     line : str
-        The last line of the traceback, or the last that a process printed before it died.
-        It is the exception's text, `cause` where there is none.
+        Last line of the traceback, or of the process's output before it died; the exception's text, if not empty.
     kind, message : str
-        Class and text of the error. The class of one of ours is in `errors`.
+        Class and text of the error; an `OnnxRematError`'s class is in `errors`.
     cause : str
-        What a process died of: a signal, or its exit status.
+        Why the process died: a signal, or its exit status.
     figures : sequence of int
-        More arguments of an error of ours.
+        Further arguments of an `OnnxRematError`.
     """
 
     how: Literal["raised", "memory", "time", "died"]
@@ -91,23 +90,23 @@ class Failed(Exception):
         return self.line or self.cause
 
     def error(self) -> OnnxRematError | None:
-        """The error of ours that the function raised, if it was one."""
+        """Return the `OnnxRematError` that the function raised, None for any other failure."""
         kind = getattr(errors, self.kind, None) if self.how == "raised" else None
         return None if kind is None else kind(self.message, *self.figures)
 
 
 class Child:
-    """A process, started now.
+    """Start a process.
 
     Parameters
     ----------
     imports : sequence of str
-        Modules that it imports while nobody waits.
+        Modules to import before the first request.
     variables : mapping of str to str
-        Of its environment, besides this process's own.
+        Additional environment variables.
     python : str
-        An interpreter, which may be that of another environment: its own modules are found, and those of onnx_remat.
-        By default this process's, which finds the modules that this process finds.
+        An interpreter, possibly of another environment: it finds the modules of that environment and onnx_remat. By
+        default this process's interpreter, with the module search path of this process.
 
     Raises
     ------
@@ -122,7 +121,7 @@ class Child:
         if not python:
             environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)  # noqa: PTH109
         self.process = self._started([*_command(python), *imports], environment)
-        self._said = b""
+        self._stderr = b""
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
         self._replies: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -134,10 +133,10 @@ class Child:
         )
 
     def begin(self, task: str, job: Mapping[str, Any], limit: Limit | None = None, last: bool = False) -> None:
-        """Let the process call a function, ``module:name``, with the arguments of `job`; wait for nothing.
+        """Send a request to call a function, ``module:name``, with the arguments `job`; do not wait.
 
-        Arguments and results are of types that JSON has, byte strings, arrays and paths, in mappings and sequences of
-        any depth; tuples come as lists. A process ends after its `last` answer.
+        Arguments and results are JSON values, byte strings, arrays and paths, in mappings and sequences of any depth;
+        tuples arrive as lists. The process exits after its `last` answer.
         """
         given = None if limit is None else asdict(limit)
         line, blocks = _packed({"task": task, "job": job, "limit": given, "last": last})
@@ -149,19 +148,20 @@ class Child:
         return not self._replies.empty()
 
     def answer(self) -> Any:
-        """Wait for what the function returns.
+        """Wait for the function's result and return it.
 
         Raises
         ------
         Failed
-            It raised an error, died, or hit the limit. Only after the first of these the process lives on.
+            The function raised an error, exceeded its limit, or the process died. Only in the first case does the
+            process continue.
         """
         try:
             reply = self._replies.get(timeout=None if self._limit is None else self._limit.waits)
         except queue.Empty:
             self.end(0)
             raise Failed("time") from None
-        except BaseException:  # an interrupt: the answer to this request must not be taken for the next one's
+        except BaseException:  # an interrupt: the next request must not receive the answer to this one
             self.end()
             raise
         if reply is None:
@@ -169,23 +169,23 @@ class Child:
             self._listener.join(1)
             if self._limit is not None and status == -getattr(signal, "SIGXCPU", 0):
                 raise Failed("time")
-            lines = self._said.decode(errors="replace").strip().splitlines()
+            lines = self._stderr.decode(errors="replace").strip().splitlines()
             raise Failed("died", line=lines[-1] if lines else "", cause=_cause(status))
         if "error" in reply:
             raise Failed(**reply["error"] | {"message": from_data(reply["error"]["message"])})
         return reply["result"]
 
     def call(self, task: str, job: Mapping[str, Any], limit: Limit | None = None, last: bool = False) -> Any:
-        """`begin`, then `answer`."""
+        """Send a request and wait for its answer: `begin`, then `answer`."""
         self.begin(task, job, limit, last)
         return self.answer()
 
     def lives(self) -> bool:
-        """Has the process not ended?"""
+        """Is the process running?"""
         return self.process.poll() is None
 
     def end(self, patience: float = 0.25) -> int:
-        """End the process, if it does not within some seconds; its exit status."""
+        """Wait `patience` seconds for the process to exit, then kill it; return its exit status."""
         try:
             return self.process.wait(patience)
         except subprocess.TimeoutExpired:
@@ -204,13 +204,13 @@ class Child:
         try:
             _send(_pipe(self.process.stdin), line, blocks)
             self._replies.put(_receive(_pipe(self.process.stdout)))
-        except (OSError, ValueError):  # gone; or what it says is no JSON
+        except (OSError, ValueError):  # the process has ended, or its answer is not JSON
             self._replies.put(None)
 
     def _listen(self) -> None:
         with contextlib.suppress(OSError, ValueError):
-            while said := os.read(_pipe(self.process.stderr).fileno(), 1 << 16):
-                self._said = (self._said + said)[-(1 << 16) :]
+            while data := os.read(_pipe(self.process.stderr).fileno(), 1 << 16):
+                self._stderr = (self._stderr + data)[-(1 << 16) :]
 
 
 def call(
@@ -220,12 +220,12 @@ def call(
     variables: Mapping[str, str] = QUIET,
     python: str = "",
 ) -> Any:
-    """Let a process of its own call a function, see `Child`: what that takes does not stay with this one."""
+    """Call a function in a separate process, see `Child`, so that its memory is freed afterwards."""
     with Child((), variables, python) as child:
         return child.call(task, job, limit, last=True)
 
 
-# Without a search path for modules: that of this environment would hide the other's own numpy and onnx.
+# Without this environment's module search path, which would hide the other environment's numpy and onnx.
 _ELSEWHERE = """
 import importlib.util, sys
 spec = importlib.util.spec_from_file_location("onnx_remat", sys.argv.pop(1) + "/__init__.py")
@@ -257,12 +257,12 @@ def _cause(status: int) -> str:
 
 # ---- messages ----
 
-_MARK = b"\x1eonnx-remat "  # a line without it is no message
-_RAW = "\0raw"  # the key under which a block of raw bytes is announced: its size; an array's type and shape
+_MARK = b"\x1eonnx-remat "  # start of every message; other lines are ignored
+_RAW = "\0raw"  # JSON key in place of a block of raw bytes: its size, and an array's type and shape
 
 
 def _packed(message: Any) -> tuple[bytes, list[Any]]:
-    """A message as a line and the blocks that follow it."""
+    """Return a message as a line and the blocks that follow it."""
     blocks: list[Any] = []
 
     def announce(value: Any) -> Any:
@@ -290,7 +290,7 @@ def _send(stream: IO[bytes], line: bytes, blocks: Sequence[Any]) -> None:
 
 
 def _receive(stream: Any) -> Any:
-    """The next message; None where the other side has gone."""
+    """Return the next message, None where the other process has closed the pipe."""
 
     def take(announced: dict[str, Any]) -> Any:
         if [*announced] != [_RAW]:
@@ -322,15 +322,15 @@ def _receive(stream: Any) -> Any:
 
 
 def main() -> None:
-    """Answer requests until there are no more."""
-    asked, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    """Answer requests until standard input is closed."""
+    incoming, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)  # whatever a native library prints is no answer
+    os.dup2(2, 1)  # keep output of native libraries out of the answers
     requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def read() -> None:
         with contextlib.suppress(OSError, ValueError):
-            while (request := _receive(asked)) is not None:
+            while (request := _receive(incoming)) is not None:
                 requests.put(request)
         os._exit(0)
 
@@ -342,7 +342,7 @@ def main() -> None:
         request = requests.get()
         _send(answers, *_answered(request))
         if request["last"]:
-            os._exit(0)  # without the minutes, or the crash, that libraries have at an exit
+            os._exit(0)  # skip exit handlers of libraries, which may take minutes or crash
 
 
 def _answered(request: Any) -> tuple[bytes, list[Any]]:
@@ -357,7 +357,7 @@ def _answered(request: Any) -> tuple[bytes, list[Any]]:
 
 
 def _described(error: Exception) -> dict[str, Any]:
-    """The arguments of `Failed` that an error has."""
+    """Return the arguments of `Failed` for an error."""
     kind, figures = type(error).__name__, []
     if isinstance(error, OnnxRematError):
         kind = next(base.__name__ for base in type(error).__mro__ if base.__module__ == errors.__name__)
@@ -371,9 +371,9 @@ def _described(error: Exception) -> dict[str, Any]:
 
 @contextmanager
 def _limited(seconds: float, bytes: int, clock: bool) -> Iterator[None]:
-    """Within the block, the process gets no more memory than it may, and dies after so many `seconds` of computing.
+    """Limit memory and CPU time of the process within the block; it dies when it exceeds the latter.
 
-    Where the system knows no such limits, only waiting ends a request.
+    On systems without such limits, only the wall-clock limit ends a request.
     """
     try:
         import resource

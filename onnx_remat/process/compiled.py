@@ -1,13 +1,13 @@
-"""How functions are compiled: numba's decorators, with a cache that cannot be stale.
+"""Compile functions by numba, with a cache that is never stale.
 
-Numba keeps compiled code on disk beside the module, or where that cannot be written (an installed package) in the
-user's cache folder, and compiles anew where the module has changed. It does not notice that another one has changed
-whose functions or constants are compiled in. Here the names of the cache's files end in a hash of all the sources that
-may be: code compiled from other sources is never looked at.
+Numba keeps compiled code on disk next to the module, or where that is not writeable (an installed package) in the
+user's cache folder, and compiles again when the module has changed. It does not notice a change in another module whose
+functions or constants are compiled in. Here the names of cache files end in a hash of all sources that may be compiled
+in, so code compiled from other sources is never loaded.
 
-With ``NUMBA_BOUNDSCHECK=1`` in the environment an index out of bounds is an IndexError: for tests, at three times the
-seconds. That code has names of its own too. An index of -1 is the last element, here as everywhere in Python: a
-function that says -1 for "none" is to be asked before what it says is an index.
+With ``NUMBA_BOUNDSCHECK=1`` in the environment an index out of bounds raises IndexError: for tests, at three times the
+time. Such code has cache names of its own. An index of -1 is the last element, as everywhere in Python: callers of a
+function that returns -1 for "none" must check for it before indexing.
 """
 
 from __future__ import annotations
@@ -23,17 +23,16 @@ from numba import config, njit
 from numba.core.registry import CPUDispatcher
 
 SOURCES = ("process/compiled.py", "memory", "plan", "write/private_buffers.py")
-"""Files and folders of the package that compiled functions, and the constants in them, come from."""
+"""Files and folders of the package with the sources of compiled functions and of the constants in them."""
 
 inlined: Any = njit(_nrt=False, no_cpython_wrapper=True, no_cfunc_wrapper=True)  # type: ignore[call-overload]
-"""Compiles what only compiled code calls and what makes no array: it counts no references, which take long to compile.
-
-It is not cached by itself, but within its cached callers.
+"""Decorator for functions that only compiled code calls and that create no array: without reference counts, which are
+slow to compile. Such a function is cached as part of its callers.
 """
 
 
 def compiled(function: Callable[..., Any]) -> Any:
-    """Compile a function at its first call, once for all processes; it lets go of the interpreter's lock."""
+    """Compile a function at its first call, once for all processes; the compiled function releases the GIL."""
     function.__qualname__ += "_" + build(Path(__file__).parents[1])  # numba names its files after it
     dispatcher = njit(cache=True, nogil=True, no_cfunc_wrapper=True)(function)  # type: ignore[call-overload]
     if cache := getattr(dispatcher, "_cache", None):  # none where compiling is switched off
@@ -43,10 +42,10 @@ def compiled(function: Callable[..., Any]) -> Any:
 
 
 class _Interruptible(CPUDispatcher):  # type: ignore[misc, unused-ignore]
-    """A compiled function that lets an interruption out as it is.
+    """A compiled function that raises an interruption unchanged.
 
-    A signal's handler may run while results are made into Python's objects. What it raises, a KeyboardInterrupt say,
-    is then the cause of a SystemError, or the cause of its cause: a result with an exception set.
+    A signal handler may run while results are converted to Python objects. An exception in it, such as
+    KeyboardInterrupt, then becomes a direct or indirect cause of a SystemError ("a result with an exception set").
     """
 
     def __call__(self, *arguments: Any) -> Any:
@@ -62,16 +61,16 @@ class _Interruptible(CPUDispatcher):  # type: ignore[misc, unused-ignore]
 
 
 def is_compiled(function: Any) -> bool:
-    """Whether code of a function that `compiled` decorates is on the disk, or none is needed."""
+    """Is the code of a function that `compiled` decorates on disk, or is none needed?"""
     cache = getattr(function, "_cache", None)
     return cache is None or any(Path(cache.cache_path).glob(f"*.{function.py_func.__qualname__}-*.nbi"))
 
 
 def _saved_with_care(save: Callable[..., None], folder: str) -> Callable[..., None]:
-    """Save compiled code where that can be done: what cannot be kept, on a full disk say, is compiled again next time.
+    """Save compiled code where possible; code that cannot be saved, on a full disk for example, is compiled again.
 
-    One process saves at a time. Numba reads an index, adds to it, and writes it back: of two processes that do so at
-    once, for arguments of different types, each may find the other's code under its own name.
+    One process saves at a time. Numba reads an index, adds to it, and writes it back: two processes that do so at the
+    same time, for arguments of different types, could load each other's code.
     """
 
     @functools.wraps(save)
@@ -84,7 +83,7 @@ def _saved_with_care(save: Callable[..., None], folder: str) -> Callable[..., No
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a cache folder; where the system has no such locks, go on without."""
+    """Lock a cache folder within the block, on systems that have such locks."""
     try:
         import fcntl
     except ImportError:
@@ -97,13 +96,13 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def build(package: Path) -> str:
-    """What the names of compiled code end in: the hash of a package's sources, and whether indices are checked."""
+    """Return the suffix of names of compiled code: the hash of a package's sources, and whether indices are checked."""
     return source_hash(package) + ("_checked" if config.BOUNDSCHECK else "")  # type: ignore[attr-defined]
 
 
 @functools.cache
 def source_hash(package: Path) -> str:
-    """Sixteen hex digits that differ where `SOURCES` below a package's folder differ."""
+    """Return sixteen hex digits of a hash of `SOURCES` below a package's folder."""
     digest = hashlib.sha256()
     for source in SOURCES:
         path = package / source

@@ -1,8 +1,8 @@
-"""Native code in a process of its own, under a limit of time and memory: what a file makes it do harms nobody else.
+"""Native code in a separate process, under a limit on time and memory, to isolate the effects of a bad file.
 
-ONNX's inference, checker and inliner and ONNX Runtime are C++: a hostile or broken model makes them crash, hang, or
-take all memory. `ask` starts a `child.Child` once and keeps it, since importing the libraries takes longer than most
-answers.
+ONNX's inference, checker and inliner and ONNX Runtime are C++: a hostile or broken model can make them crash, hang, or
+exhaust memory. `ask` starts a `child.Child` once and keeps it, since importing the libraries takes longer than most
+requests.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from onnx_remat.errors import ModelError
 from onnx_remat.process.child import Child, Failed, Limit
 
 _lock = threading.Lock()
-_running: tuple[int, Child] | None = None  # with the process that started it: forks must not share it
+_running: tuple[int, Child] | None = None  # with the id of the process that started it: forks must not share it
 
 
 def ask(what: str, task: str, limit: Limit, data: bytes | None = None, **job: Any) -> tuple[Any, bytes]:
-    """Let the process call a function.
+    """Call a function in the process.
 
     Parameters
     ----------
     what : str
-        Who is asked to do what, for messages: "ONNX Runtime".
+        Name of the library for messages, such as "ONNX Runtime".
     task : str
-        The function, ``module:name``. It takes `data`, if there is any, and `job`, and returns what `ask` returns.
+        The function, ``module:name``, with arguments `job` and, if given, `data`; `ask` returns its result.
     limit : Limit
     data : bytes, optional
-        A serialised model, say.
+        A serialised model, for example.
     **job
-        More arguments, of types that `child.Child` takes.
+        Further arguments, of types that `child.Child` supports.
 
     Returns
     -------
-    (anything that JSON has, bytes)
+    (JSON value, bytes)
 
     Raises
     ------
@@ -52,11 +52,11 @@ def ask(what: str, task: str, limit: Limit, data: bytes | None = None, **job: An
 
 def _why(what: str, limit: Limit, failed: Failed) -> str:
     if failed.how == "time":
-        return f"{what} did not come to an end with the model in {limit.seconds:.0f} seconds, the limit"
+        return f"{what} did not finish with the model within {limit.seconds:.0f} s"
     if failed.how == "died":
         return f"{what} crashed on the model ({failed.cause})"
     if failed.how == "memory":
-        return f"{what} needs more than {limit.bytes / 2**20:.0f} MiB of memory for the model, the limit"
+        return f"{what} needs more than the limit of {limit.bytes / 2**20:.0f} MiB of memory for the model"
     if failed.error():
         return failed.message
     if failed.kind == "RecursionError":
@@ -65,7 +65,7 @@ def _why(what: str, limit: Limit, failed: Failed) -> str:
 
 
 def start() -> None:
-    """Start the process, so that it is ready when the first request comes."""
+    """Start the process in advance of the first request."""
     with _lock:
         _child()
 

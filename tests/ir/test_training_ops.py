@@ -184,7 +184,7 @@ def test_commands_that_run_it_say_where_it_can_run(
     assert bench.main(["in.onnx", "--budget", "60%", "--dim", "batch=64"]) == 4
     assert "--runtime PYTHON" in capsys.readouterr().err
     assert cli.main(["check", "small.onnx", "--runtime", "nowhere/python"]) == 2
-    assert "'nowhere/python' is no Python interpreter" in capsys.readouterr().err
+    assert "'nowhere/python' is not a Python interpreter" in capsys.readouterr().err
     assert cli.main(["check", "small.onnx", "--runtime", "nowhere/python", "--no-run"]) == 0
     assert "without graph optimisations: another environment runs the file" in capsys.readouterr().out
 

@@ -146,5 +146,5 @@ def test_a_session_that_is_wrong_is_told(tmp_path, monkeypatch):
         with pytest.raises(VerificationError, match=r"onnx-remat's session is wrong here, .*: output 'loss'"):
             verify.session(path, level=level)
     monkeypatch.setattr(processes, "by_session", lambda *args, **kwargs: (*real(*args, **kwargs), "x"))
-    with pytest.raises(VerificationError, match="input 'x' was written over"):
+    with pytest.raises(VerificationError, match="input 'x' was overwritten"):
         verify.session(path)

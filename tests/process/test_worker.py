@@ -32,7 +32,7 @@ def test_a_crash_is_a_model_error_that_names_the_signal(stand_in):
 def test_a_hang_is_given_up(stand_in, monkeypatch):
     monkeypatch.setattr(runtime, "_SECONDS", 0.02)
     stand_in("import time; time.sleep(600)")
-    with pytest.raises(ModelError, match="did not come to an end"):
+    with pytest.raises(ModelError, match="did not finish"):
         runtime.optimized(mlp(), None, "all")
 
 
