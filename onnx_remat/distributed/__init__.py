@@ -1,6 +1,6 @@
 """Data parallel training on torch.distributed: a rewritten step on every rank, gradients in one flat buffer.
 
-PyTorch is imported by `collectives` alone, when `DataParallel` or `run` are used; the rest is ONNX and numpy.
+Only `collectives` imports PyTorch, when `DataParallel` or `run` are used; the other modules use ONNX and numpy.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _HOMES = {"DataParallel": "parallel", "Parts": "parts", "prepare": "parts", "run
 
 
 def __getattr__(name: str) -> Any:
-    """Load what is asked for: a plan for many machines takes no PyTorch."""
+    """Import public names on first use: planning for many machines does not need PyTorch."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

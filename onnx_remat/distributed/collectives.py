@@ -1,7 +1,7 @@
-"""What ranks say to one another, by torch.distributed; the only module that imports PyTorch.
+"""Communication between ranks by torch.distributed; the only module that imports PyTorch.
 
-Arrays are reduced where they lie: a tensor is a view of numpy's memory. A rank that has ended, or hangs for longer than
-the engine's timeout, makes the others raise `RankLostError`.
+Arrays are reduced in place: a tensor is a view of numpy's memory. When a rank has ended, or does not respond within the
+engine's timeout, the others raise `RankLostError`.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ from onnx_remat.errors import OnnxRematError, RankLostError, UsageError
 Array = npt.NDArray[Any]
 
 WIRE = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""Types in which gradients can be sent."""
+"""Types in which ranks can send gradients."""
 
-_SECONDS = 1.0  # between two words of a rank that is at something long
+_SECONDS = 1.0  # between two messages of a rank during a long call
 
-_STAND_INS = {"uint16": torch.bfloat16}  # of gradients: numpy has no bfloat16, and no gradient is an integer
+_STAND_INS = {"uint16": torch.bfloat16}  # types of gradients: numpy has no bfloat16, and no gradient is an integer
 
 
 def run(main: Callable[[], object], timeout: float = 300.0) -> int:
-    """Join the job that ``torchrun`` started, call a function, and leave; refusals are one line on standard error.
+    """Join the job that ``torchrun`` started, call a function, and leave; print errors as one line on standard error.
 
-    Without ``torchrun`` the job is of one rank.
+    Without ``torchrun`` the job has one rank.
 
     Parameters
     ----------
     main : callable
         The training script.
     timeout : float
-        Seconds after which a rank that does not answer counts as lost.
+        Seconds after which a rank that does not respond counts as lost.
 
     Returns
     -------
     int
-        0, or the exit code of the error, for `sys.exit`. Of a lost rank it does not return: the process ends with 7.
+        0, or the exit code of the error, for `sys.exit`. When a rank is lost, the process exits with 7 instead.
     """
     rank = os.environ.get("RANK", "0")
     try:
@@ -62,7 +62,7 @@ def run(main: Callable[[], object], timeout: float = 300.0) -> int:
         main()
     except OnnxRematError as error:
         print(f"onnx-remat: rank {rank}: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
-        if isinstance(error, RankLostError):  # the engine's threads wait for it still: leaving them would abort
+        if isinstance(error, RankLostError):  # the engine's threads still wait for that rank: a normal exit would abort
             sys.stdout.flush()
             os._exit(error.exit_code)
         return error.exit_code
@@ -77,13 +77,13 @@ def _job_of_one() -> dict[str, Any]:
 
 @contextmanager
 def _lost(doing: str) -> Iterator[None]:
-    """Turn what the engine raises into `RankLostError`."""
+    """Convert errors of the engine to `RankLostError`."""
     try:
         yield
     except RuntimeError as error:  # DistBackendError and its kin are subclasses
         why = next(iter(str(error).strip().splitlines()), type(error).__name__)[:160]
         raise RankLostError(
-            f"another rank has ended or does not answer, noticed while {doing} ({why}); start the job again and load "
+            f"another rank has ended or does not respond, noticed while {doing} ({why}): start the job again and load "
             "its last checkpoint"
         ) from error
 
@@ -94,14 +94,14 @@ class Ranks:
     Attributes
     ----------
     rank, count : int
-        Which one this is, of how many.
+        Rank of this process, and number of ranks.
     doing : str
-        What the job is at, for the message of a failure.
+        Current activity of the job, for messages of failures.
 
     Raises
     ------
     UsageError
-        There is no job.
+        torch.distributed is not initialized.
     """
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ class Ranks:
         self.doing = "starting"
 
     def sum(self, array: Array, wire: str, bucket: int) -> list[Callable[[], None]]:
-        """Start to add up an array over all ranks, in place, in buckets of some bytes; returns what waits for each."""
+        """Start to sum an array over all ranks, in place, in buckets of `bucket` bytes; return a wait call for each."""
         tensor = _tensor(array)
         each = max(1, bucket // tensor.element_size())
         return [self._sum(part, wire) for part in tensor.split(each)] if self.count > 1 else []
@@ -133,7 +133,7 @@ class Ranks:
         return wait
 
     def sum_shares(self, array: Array, wire: str) -> None:
-        """Add up an array over all ranks; each has its own share of the sums then, in place, and no other."""
+        """Sum an array over all ranks in place, so that each rank has the sums of its own share only."""
         tensor = _tensor(array)
         sent = tensor if not wire else tensor.to(WIRE[wire])
         each = len(tensor) // self.count
@@ -145,41 +145,41 @@ class Ranks:
             tensor[mine].copy_(sent[mine])
 
     def join_shares(self, array: Array) -> None:
-        """Give every rank all shares of an array of which it has its own."""
+        """Gather an array in place on all ranks, each of which has its own share."""
         tensor = _tensor(array)
         with _lost(self.doing):
             for rank, part in enumerate(tensor.split(len(tensor) // self.count)) if self.count > 1 else ():
                 engine.broadcast(part, src=rank)
 
     def totals(self, *numbers: float) -> list[float]:
-        """Sums of some numbers over all ranks."""
+        """Return the sums of some numbers over all ranks."""
         tensor = torch.tensor(numbers, dtype=torch.float64)
         with _lost(self.doing):
             engine.all_reduce(tensor)
         return [float(number) for number in tensor]
 
     def least(self, number: int) -> int:
-        """The smallest of the ranks' numbers."""
+        """Return the minimum of a number over all ranks."""
         tensor = torch.tensor([number])
         with _lost(self.doing):
             engine.all_reduce(tensor, op=engine.ReduceOp.MIN)
         return int(tensor.item())
 
     def from_rank(self, array: Array, rank: int = 0) -> None:
-        """Copy an array of one rank to all of them."""
+        """Copy an array from one rank to all others."""
         if array.nbytes and self.count > 1:
             with _lost(self.doing):
                 engine.broadcast(torch.from_numpy(array.reshape(-1).view(np.uint8)), src=rank)
 
     def agree(self, find: Callable[[], Any], patient: bool = False) -> Any:
-        """What a function returns, or raises, on the first rank, where alone it is called.
+        """Call a function on the first rank only, and return its result, or raise its error, on all ranks.
 
-        If it may take longer than the engine's timeout, the first rank, being `patient`, tells the others that it is
-        at it still.
+        With `patient`, for a call that may take longer than the engine's timeout, the first rank keeps the others
+        informed that it is still running.
         """
         answer: list[Any] = [None, "", ""]
         if patient and self.count > 1:
-            find = self._told(find)
+            find = self._with_heartbeat(find)
         if self.rank == 0:
             try:
                 answer[0] = find()
@@ -193,8 +193,8 @@ class Ranks:
             raise (OnnxRematError if kind is errors.BudgetInfeasibleError else kind)(answer[2])
         return answer[0]
 
-    def _told(self, find: Callable[[], Any]) -> Callable[[], Any]:
-        """Call a function on the first rank, which says every second if it has ended; returns what gives its answer."""
+    def _with_heartbeat(self, find: Callable[[], Any]) -> Callable[[], Any]:
+        """Call a function on the first rank, which broadcasts every second whether it has ended; return a getter."""
         with ThreadPoolExecutor(1) as pool:
             running = pool.submit(find) if self.rank == 0 else None
             ended = False
@@ -202,13 +202,13 @@ class Ranks:
                 if running is not None:
                     wait([running], timeout=_SECONDS)
                 with _lost(self.doing):
-                    said = torch.tensor([running is not None and running.done()])
-                    engine.broadcast(said, src=0)
-                ended = bool(said.item())
+                    status = torch.tensor([running is not None and running.done()])
+                    engine.broadcast(status, src=0)
+                ended = bool(status.item())
         return running.result if running is not None else find
 
     def check_same(self, what: str, value: object) -> None:
-        """UsageError unless all ranks have the same."""
+        """Raise UsageError unless all ranks have the same value."""
         if (found := self.agree(lambda: value)) != value:
             raise UsageError(f"{what} differs between ranks: {found!r} on rank 0, {value!r} on rank {self.rank}")
 
@@ -220,7 +220,7 @@ def scale(array: Array, factor: float) -> None:
 
 
 def square_sum(array: Array) -> float:
-    """Sum of squares, added up in double precision by the megabyte."""
+    """Return the sum of squares in double precision, a megabyte at a time."""
     return float(sum(part.double().square().sum().item() for part in _tensor(array).split(1 << 18)))
 
 
@@ -230,10 +230,10 @@ def _tensor(array: Array) -> torch.Tensor:
 
 
 def check_wire(name: str, dtypes: Mapping[str, str]) -> None:
-    """UsageError where gradients cannot be sent in a type."""
+    """Raise UsageError where gradients cannot be sent in a type."""
     if name and name not in WIRE:
         raise UsageError(f"gradients can be sent in {', '.join(WIRE)}, not in {name!r}")
     if odd := next(
         (p for p, dtype in dtypes.items() if dtype not in ("float32", "float64", "float16", "uint16")), None
     ):
-        raise UsageError(f"the gradient of {odd!r} is of type {dtypes[odd]}: no rank can add that up")
+        raise UsageError(f"the gradient of {odd!r} has type {dtypes[odd]}, which ranks cannot sum: use a float type")

@@ -1,9 +1,9 @@
-"""Arrays of one type in one flat buffer, one after the other, and the equal slices of it that ranks own::
+"""Arrays of one type in one flat buffer, one after the other, and the equal slices that ranks own::
 
     | w ......... | b . | u ....................... | v .... | (padding)
     |      rank 0       |      rank 1       |      rank 2          ...
 
-Offsets are multiples of 64 bytes, of parameters and of slices, so that ONNX Runtime reads every part where it lies.
+Offsets of parameters and of slices are multiples of 64 bytes, so that ONNX Runtime reads every part without a copy.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Arrays = dict[str, npt.NDArray[np.generic]]
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One array's place, in elements."""
+    """Range of an array in a flat buffer, in elements."""
 
     name: str
     shape: tuple[int, ...]
@@ -35,16 +35,16 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Flat:
-    """Where arrays of one type lie.
+    """Layout of arrays of one type in a flat buffer.
 
     Attributes
     ----------
     dtype : str
         numpy's name.
     slots : tuple of Slot
-        Ascending.
+        In ascending order.
     size : int
-        Elements in all, a multiple of 64 bytes for each rank.
+        Total number of elements; the slice of each rank is a multiple of 64 bytes.
     """
 
     dtype: str
@@ -56,20 +56,20 @@ class Flat:
         return self.size * np.dtype(self.dtype).itemsize
 
     def reserve(self) -> npt.NDArray[np.generic]:
-        """Zeros for all of it."""
+        """Return a buffer of zeros."""
         return reserve(self.nbytes).view(self.dtype)
 
     def views(self, buffer: npt.NDArray[np.generic]) -> Arrays:
-        """The arrays in a buffer, by name."""
+        """Return views of the arrays in a buffer, by name."""
         return {slot.name: buffer[slot.start : slot.stop].reshape(slot.shape) for slot in self.slots}
 
     def share(self, rank: int, ranks: int) -> slice:
-        """The elements that a rank owns."""
+        """Return the slice of elements that a rank owns."""
         each = self.size // ranks
         return slice(rank * each, (rank + 1) * each)
 
     def owned(self, rank: int, ranks: int) -> Iterator[tuple[Slot, int, int]]:
-        """Arrays that a rank owns a part of, and which elements of the buffer that part is."""
+        """Yield each array that a rank owns a part of, and the range of this part in the buffer."""
         mine = self.share(rank, ranks)
         for slot in self.slots:
             start, stop = max(slot.start, mine.start), min(slot.stop, mine.stop)
@@ -78,14 +78,14 @@ class Flat:
 
 
 def lay_out(kinds: Mapping[str, tuple[str, tuple[int, ...]]], ranks: int = 1) -> tuple[Flat, ...]:
-    """Places for arrays, in their order, one buffer for each type.
+    """Lay out arrays in their order, in one flat buffer for each type.
 
     Parameters
     ----------
     kinds : mapping of str to (str, tuple of int)
         Type and shape by name.
     ranks : int
-        How many slices the buffers are to have.
+        Number of slices of each buffer.
 
     Examples
     --------
@@ -109,16 +109,16 @@ def lay_out(kinds: Mapping[str, tuple[str, tuple[int, ...]]], ranks: int = 1) ->
 
 
 def kind_of(value: onnx.ValueInfoProto) -> tuple[str, tuple[int, ...]]:
-    """numpy's name of a value's type, and its shape; UsageError where it has symbolic dimensions."""
+    """Return numpy's name of a value's type, and its shape; UsageError for symbolic dimensions."""
     kind = value.type.tensor_type
     if any(not dim.HasField("dim_value") for dim in kind.shape.dim):
-        raise UsageError(f"{value.name!r} has symbolic dimensions: state must be of a fixed shape")
+        raise UsageError(f"{value.name!r} has symbolic dimensions: state must have a fixed shape")
     name = NUMPY.get(kind.elem_type) or BY_BITS.get(kind.elem_type, "")
     return name, tuple(dim.dim_value for dim in kind.shape.dim)
 
 
 def layout_of(update: onnx.ModelProto, ranks: int) -> tuple[Flat, ...]:
-    """Where parameters lie on every rank, and their gradients likewise: those that the update takes gradients of."""
+    """Lay out the parameters whose gradients the update reads, for `ranks` ranks; gradients have the same layout."""
     kinds = {value.name: kind_of(value) for value in update.graph.input}
     renewed = {value.name.removeprefix(NEW) for value in update.graph.output}
     names = [name for name in kinds if name in renewed and GRADIENT + name in kinds]

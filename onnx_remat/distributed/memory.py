@@ -1,4 +1,4 @@
-"""What lies in one rank's memory between steps: flat buffers, views of them, and an array of its own for the rest."""
+"""Memory of one rank between steps: flat buffers, views of them, and separate arrays for all other inputs."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What one rank has in memory, in bytes; `total` is the sum.
+    """Memory of one rank in bytes; `total` is the sum.
 
     Attributes
     ----------
     parameters, gradients : int
         The two flat buffers.
     optimizer : int
-        The rank's own state of the optimizer.
+        The rank's optimizer state.
     others : int
         Running statistics, frozen parameters, the batch.
     slabs : int
         Intermediate values of the step and the update.
     weights, workspace : int
-        As of `Session`; the larger one of the two parts' workspaces.
+        See `Session`; the larger of the two parts' workspaces.
     """
 
     parameters: int
@@ -54,28 +54,28 @@ class Taken:
 
 
 class Memory:
-    """Everything that is an input of this rank's step or of its update.
+    """All inputs of this rank's step and of its update.
 
     Parameters
     ----------
     ranks : Ranks
     parameters : tuple of Flat
-        How parameters lie, and their gradients.
+        Layout of parameters and of their gradients.
     whole : mapping
-        Types and shapes of the update's inputs, before it was sharded.
+        Types and shapes of the unsharded update's inputs.
     renewed : iterable of str
-        Those of them that the update renews.
+        Inputs that the update renews.
     shards : tuple of Shard
-        Which pieces each rank has of what; empty where every rank has all.
+        Pieces of every rank; empty where every rank has all of the state.
     step, update : Session
-        This rank's own, the update's None where its share is empty.
+        Sessions of this rank; `update` is None where its share is empty.
 
     Attributes
     ----------
     step, update : dict of str to array
-        By name. What is input of both lies once; with shards, parameters and gradients of the update are slices.
+        Inputs by name. An input of both exists once; with shards, parameters and gradients of the update are slices.
     weights, sums, statistics : tuple of array
-        The flat buffers of parameters, of their gradients, and of what the step itself renews.
+        The flat buffers of parameters, of their gradients, and of the state that the step itself renews.
     """
 
     def __init__(
@@ -100,7 +100,10 @@ class Memory:
         self.statistics = tuple(each.reserve() for each in self._buffers)
         views = self._views()
         if odd := next((name for name in self._pieces if name in self._kinds and name not in views), None):
-            raise ModelError(f"the update does not shard: the step reads {odd!r}, which is no parameter, as a whole")
+            raise ModelError(
+                f"the update does not shard: the step reads all of {odd!r}, which is not a parameter; train "
+                "without zero"
+            )
         self.step = {name: views[name] if name in views else array_of(*kind) for name, kind in self._kinds.items()}
         slices = self._slices() if shards else views
         self.update: dict[str, Array] = {}
@@ -119,7 +122,7 @@ class Memory:
         return found
 
     def _slices(self) -> dict[str, Array]:
-        """This rank's share of parameters and gradients, as slices of the flat buffers."""
+        """Return this rank's share of parameters and gradients, as slices of the flat buffers."""
         found: dict[str, Array] = {}
         for each, weights, sums in zip(self._parameters, self.weights, self.sums, strict=True):
             for slot, start, stop in each.owned(self._ranks.rank, self._ranks.count):
@@ -127,7 +130,7 @@ class Memory:
         return found
 
     def shares(self, arrays: tuple[Array, ...]) -> list[Array]:
-        """This rank's share of each flat buffer of parameters or gradients; all of it where nothing is sharded."""
+        """Return this rank's share of each flat buffer of parameters or gradients; the whole buffer without shards."""
         if not self._shards:
             return list(arrays)
         owned = (each.share(self._ranks.rank, self._ranks.count) for each in self._parameters)
@@ -136,7 +139,7 @@ class Memory:
     # State
 
     def adopt(self, state: Mapping[str, Array], fed: set[str]) -> set[str]:
-        """Take over the first rank's state; returns what is not given, and must be part of every batch.
+        """Set all ranks to the first rank's state; return the inputs that every batch must contain.
 
         Raises
         ------
@@ -152,12 +155,12 @@ class Memory:
         return {n for n in (*self.step, *self.update) if n not in fed and n not in given and not n.startswith(GRADIENT)}
 
     def set(self, name: str, value: Array | None) -> None:
-        """Set an input on every rank to what the first one has."""
+        """Set an input on every rank to the first rank's value."""
         mine, whole = self.update.get(name), self.step.get(name)
         if whole is None and name not in self._pieces:
             whole = mine
         if whole is None:
-            whole = array_of(*self._whole[name])  # a large one of which this rank keeps a piece, or nothing
+            whole = array_of(*self._whole[name])  # a large input of which this rank keeps a piece or nothing
         if self._ranks.rank == 0 and value is not None:
             np.copyto(whole, value)
         self._ranks.from_rank(whole)
@@ -166,12 +169,12 @@ class Memory:
             np.copyto(mine.reshape(-1), whole.reshape(-1)[piece.start : piece.stop])
 
     def kinds(self) -> Kinds:
-        """Types and shapes of all that steps renew, whole."""
+        """Return types and unsharded shapes of all state that steps renew."""
         found = {**self._whole, **self._kinds}
         return {name: found[name] for name in self.renewed}
 
     def each(self) -> Iterator[Array]:
-        """All that steps renew, whole; what is sharded is sent by those who have it, one after the other."""
+        """Yield all state that steps renew, unsharded; ranks send their pieces one after the other."""
         for name in self.renewed:
             if name in self.step:
                 yield self.step[name]
@@ -185,7 +188,7 @@ class Memory:
         flat = whole.reshape(-1)
         shards = enumerate(self._shards)
         pieces = {rank: shard.pieces[name] for rank, shard in shards if name in shard.pieces}
-        if not pieces:  # a number: whoever renews it has it
+        if not pieces:  # a number, on the rank that renews it
             owner = int(self._ranks.least(self._ranks.rank if name in self.update else self._ranks.count))
             pieces = {owner: Piece(0, flat.size, flat.size)}
         for rank, piece in pieces.items():
@@ -195,7 +198,7 @@ class Memory:
         return whole
 
     def taken(self, step: Session, update: Session | None) -> Taken:
-        """Bytes by kind, with those of the two sessions."""
+        """Return the bytes of this rank by kind, including those of the two sessions."""
         parameters = {slot.name for each in self._parameters for slot in each.slots}
         own = {n: a.nbytes for n, a in self.update.items() if n not in self.step and not n.startswith(GRADIENT)}
         shared = {n: a.nbytes for n, a in self.step.items() if n not in parameters and not n.startswith(GRADIENT)}
@@ -210,6 +213,6 @@ class Memory:
 
 
 def array_of(dtype: str, shape: tuple[int, ...]) -> Array:
-    """Zeros in pages of their own."""
+    """Return an array of zeros in separate pages."""
     count = int(np.prod(shape, dtype=np.int64))
     return heap.reserve(count * np.dtype(dtype).itemsize).view(dtype).reshape(shape)

@@ -1,7 +1,7 @@
-"""One training on many ranks: batches differ, parameters are the same everywhere, to the last bit.
+"""Data parallel training: batches differ between ranks, parameters are bit-identical on all of them.
 
-Every rank sums its gradients in one flat buffer, which all ranks add up; then each makes the same update of its own
-copy, or, with `zero`, of its share, and hands that to the others::
+Every rank sums its gradients in one flat buffer, which is summed over all ranks. Each rank then applies the same update
+to its own copy of the parameters, or, with `zero`, to its share, which it sends to the others::
 
     rank 0   batch 0 -> gradients --+                      +--> update of share 0 --+
     rank 1   batch 1 -> gradients --+-- sums over ranks -->+--> update of share 1 --+-- parameters
@@ -40,15 +40,15 @@ Array = npt.NDArray[Any]
 Batch = Mapping[str, Array]
 
 STEPS = "distributed.steps"
-"""Entry of a checkpoint: how many steps were made."""
+"""Entry of a checkpoint with the number of steps."""
 
 _SEED = "seed"
-"""Input that is fed another number on every rank and in every step."""
+"""Input that gets a different number on every rank and in every step."""
 
 
 @dataclass(slots=True)
 class Times:
-    """Seconds of the last step: the model, waiting for other ranks, and the update."""
+    """Seconds of the last step: the model, communication with other ranks, and the update."""
 
     compute: float = 0.0
     communication: float = 0.0
@@ -56,29 +56,29 @@ class Times:
 
 
 class DataParallel:
-    """A training step on all ranks of a job, each with batches of its own.
+    """A training step on all ranks of a job, each with its own batches.
 
     Parameters
     ----------
     step : path, bytes, onnx.ModelProto or Parts
-        A whole training step; or what `prepare` made of it.
+        A whole training step, or the result of `prepare`.
     state : mapping of str to array
-        Parameters, optimizer state, and all else that is no batch. Those of rank 0 are everybody's.
+        Parameters, optimizer state, and all other inputs that are not part of a batch; all ranks use those of rank 0.
     budget : str or int, optional
-        Of each rank, see `prepare`, which the first rank calls.
+        Memory budget of each rank, see `prepare`, which the first rank calls.
     threads : int
-        Of one op; 0 shares the cores among the ranks that ``torchrun`` started on this machine.
+        Intra-op threads; 0 shares the cores among the ranks that ``torchrun`` started on this machine.
     zero : bool
-        Keep of the optimizer's state a share on every rank (ZeRO-1).
+        Shard the optimizer state over the ranks (ZeRO-1).
     clip_norm : float, optional
-        Scale gradients, averaged over all, to this norm at most, as `torch.nn.utils.clip_grad_norm_`.
+        Upper limit on the norm of the averaged gradients, as in `torch.nn.utils.clip_grad_norm_`.
     wire : str
-        Type in which gradients are sent, ``"bfloat16"`` for instance; their own by default.
+        Type in which gradients are sent, for example ``"bfloat16"``; by default their own.
     buffers : str
-        Running statistics after a step: those of the ``"first"`` rank, as torch's DistributedDataParallel has it, or
-        the ``"mean"``.
+        Running statistics after a step: those of the ``"first"`` rank, as in torch's DistributedDataParallel, or the
+        ``"mean"``.
     bucket : int
-        Bytes of gradients that are sent at once.
+        Bytes of gradients per message.
     seed : int, optional
         Seeds random ops without a seed of their own, by rank, and the integer input ``seed``, if there is one, by rank
         and step.
@@ -88,17 +88,18 @@ class DataParallel:
     Attributes
     ----------
     rank, ranks : int
+        Rank of this process, and number of ranks.
     steps : int
-        Made so far, those before a checkpoint among them.
+        Number of steps so far, including those before a loaded checkpoint.
     times : Times
     parts : Parts
 
     Raises
     ------
     UsageError
-        There is no job, or state is missing, unknown or of another shape.
+        torch.distributed is not initialized, or state is missing, unknown or of another shape.
     RankLostError
-        Another rank has ended or does not answer. Any method that talks to others raises it.
+        Another rank has ended or does not respond. Every method that communicates may raise it.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class DataParallel:
         self._settings = Settings(zero, clip_norm, wire, buffers, bucket, seed)
         self._ranks = collectives.Ranks()
         self.rank, self.ranks = self._ranks.rank, self._ranks.count
-        self._ranks.check_same("how ranks work together", asdict(self._settings) | {"seed": seed})
+        self._ranks.check_same("the settings of the job", asdict(self._settings) | {"seed": seed})
         self.parts = step if isinstance(step, Parts) else self._prepared(step, budget, options)
         if seed is not None:
             seed_draws(seed + self.rank)
@@ -140,7 +141,7 @@ class DataParallel:
     # Opening
 
     def _prepared(self, step: model_io.Model, budget: str | int | None, options: PlanningOptions) -> Parts:
-        """By the first rank: all are to run the same file, and the others have no memory to spare for a plan."""
+        """Plan on the first rank: all ranks must run the same file, and planning takes memory on one rank only."""
 
         def plan() -> Parts:
             return prepare_apart(step, budget, ranks=self.ranks, zero=self._settings.zero, **options)
@@ -154,18 +155,18 @@ class DataParallel:
             raise ModelError(f"{lacking!r} is not summed in place: {session.not_donated[lacking]}")
         if WEIGHT not in (array.name for array in session.inputs):
             raise UsageError(
-                "the step does not sum its gradients: make it with prepare, or onnx-remat split --accumulate"
+                "the step does not sum its gradients: create it with prepare, or onnx-remat split --accumulate"
             )
         return session
 
     def _open_update(self, whole: onnx.ModelProto) -> Session | None:
-        """This rank's update; None where its share is empty."""
+        """Open this rank's update; return None where its share is empty."""
         if not self._settings.zero:
             return Session(whole, donate=True, threads=self._threads)
         if len(self.parts.shards) != self.ranks:
             raise UsageError(
-                f"the parts are made for {len(self.parts.shards)} shards, and there are {self.ranks} ranks: prepare "
-                f"them with ranks={self.ranks}, zero=True"
+                f"the parts have {len(self.parts.shards)} shards, but the job has {self.ranks} ranks: prepare them "
+                f"with ranks={self.ranks}, zero=True"
             )
         mine = self.parts.shards[self.rank].model
         return Session(mine, donate=True, threads=self._threads) if mine else None
@@ -173,27 +174,27 @@ class DataParallel:
     # Training
 
     def step(self, batch: Batch | Sequence[Batch] | None, weight: float | Sequence[float] | None = None) -> float:
-        """One update, from one batch of every rank or several; returns the loss, averaged over all of them.
+        """Make one update from one or several batches of every rank; return the average loss over all batches.
 
         Parameters
         ----------
         batch : mapping of str to array, or a sequence of such, or None
-            Inputs by name; of several, gradients are summed. None where this rank has none left.
+            Inputs by name; gradients of several batches are accumulated. None where this rank has no batch left.
         weight : float or sequence of float, optional
-            What each batch counts in the averages of gradients and losses, 1 by default: the number of its rows, where
-            ranks or batches differ in that. It must be given for batches of another size than `dims`.
+            Weight of each batch in the averages of gradients and losses, 1 by default: its number of rows, where
+            batches differ in size. Required for batches of another size than `dims`.
 
         Raises
         ------
         UsageError
-            A batch does not fit, no rank has any, or an earlier step failed.
+            A batch does not fit, no rank has a batch, or an earlier step failed.
         """
         if self._failed:
             raise UsageError(f"an earlier step failed midway ({self._failed}): load a checkpoint first")
         batches = [] if batch is None else [batch] if isinstance(batch, Mapping) else list(batch)
         weights = [1.0] * len(batches) if weight is None else np.broadcast_to(weight, len(batches)).tolist()
         if not all(0 <= each < float("inf") for each in weights):
-            raise UsageError(f"weights must be numbers from 0 on, not {weights}")
+            raise UsageError(f"weights must be finite numbers of at least 0, not {weights}")
         self._ranks.doing = f"making step {self.steps + 1}"
         self._failed = "interrupted"
         try:
@@ -215,7 +216,7 @@ class DataParallel:
         return loss
 
     def _gradients(self, batches: Sequence[Batch], weights: Sequence[float], given: bool) -> float:
-        """Sum the gradients of some batches; returns the sum of their losses, weighed."""
+        """Sum the gradients of some batches; return the weighted sum of their losses."""
         memory, loss = self._memory, 0.0
         for sums in memory.sums:
             sums.fill(0)
@@ -237,8 +238,8 @@ class DataParallel:
         if dims != self._dims:
             if not given:
                 raise UsageError(
-                    f"a batch of another size ({', '.join(f'{k}={v}' for k, v in dims.items())}): pass weight, the "
-                    "number of its rows"
+                    f"the batch has another size ({', '.join(f'{k}={v}' for k, v in dims.items())}): pass its number "
+                    "of rows as weight"
                 )
             self._resize(dims)
         kinds = {name: Formal(array.dtype.name, array.shape) for name, array in (memory.update | memory.step).items()}
@@ -246,11 +247,11 @@ class DataParallel:
         for name, array in batch.items():
             np.copyto(memory.step[name] if name in memory.step else memory.update[name], array)
         if unfed := self._unfed - set(batch):
-            raise UsageError(f"no value for input {min(unfed)!r}: what is no state is part of every batch")
-        self._unfed -= set(batch) - set(memory.step)  # what the update alone reads, a learning rate say, stays
+            raise UsageError(f"no value for input {min(unfed)!r}: pass it as state or in every batch")
+        self._unfed -= set(batch) - set(memory.step)  # an input of the update only, such as a learning rate, is kept
 
     def _dims_of(self, batch: Batch) -> dict[str, int]:
-        """Sizes of symbolic dimensions that a batch has."""
+        """Return the sizes of symbolic dimensions in a batch."""
         odd = [n for n, a in batch.items() if n in self._memory.step and np.shape(a) != self._memory.step[n].shape]
         if not odd:
             return self._dims
@@ -264,7 +265,7 @@ class DataParallel:
         return found
 
     def _resize(self, dims: dict[str, int]) -> None:
-        """Open the step for batches of another size; the old one is given back first."""
+        """Open the step for batches of another size, after closing the old session."""
         self._session.close()
         self._session, self._dims = self._open(dims), dims
         for array in self._session.inputs:
@@ -272,7 +273,7 @@ class DataParallel:
                 self._memory.step[array.name] = array_of(array.dtype_name, array.shape)
 
     def _exchange(self, loss: float, weight: float) -> float:
-        """Make gradients the mean over all batches of all ranks, clipped; returns the mean loss."""
+        """Average gradients over all batches of all ranks and clip them; return the mean loss."""
         settings, sums = self._settings, self._memory.sums
         waiting: list[Callable[[], None]] = []
         for each in sums:
@@ -284,7 +285,7 @@ class DataParallel:
         for wait in waiting:
             wait()
         if not weight > 0:
-            raise UsageError("no rank has a batch left, or the weights add up to nothing: the epoch is over")
+            raise UsageError("no rank has a batch, or all weights are 0: end the epoch")
         mine = self._memory.shares(sums)
         factor = 1 / weight
         if settings.clip_norm is not None:
@@ -301,7 +302,7 @@ class DataParallel:
             _copy_renewed(self._update, self._update.results(copy=False), self._memory.update)
 
     def _join(self) -> None:
-        """Parameters from those who renewed them, running statistics from the first rank or as a mean."""
+        """Exchange renewed parameters, and running statistics from the first rank or as a mean."""
         if self._settings.zero:
             for parameters in self._memory.weights:
                 self._ranks.join_shares(parameters)
@@ -316,16 +317,16 @@ class DataParallel:
     # State
 
     def state(self) -> dict[str, Array]:
-        """Copies of all that steps renew, whole, on every rank; every rank must call it."""
+        """Return copies of all state that steps renew, unsharded; every rank must call this."""
         return {name: array.copy() for name, array in zip(self._memory.renewed, self._memory.each(), strict=True)}
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write all that steps renew to a safetensors file, from the first rank; every rank must call it.
+        """Write all state that steps renew to a safetensors file on the first rank; every rank must call this.
 
         With `zero`, pieces are collected and written one array at a time.
         """
         if self._failed:
-            raise UsageError(f"an earlier step failed midway ({self._failed}): this state is not worth saving")
+            raise UsageError(f"an earlier step failed midway ({self._failed}): load a checkpoint before saving")
         self._ranks.doing = f"saving step {self.steps}"
         arrays = chain([np.array([self.steps])], self._memory.each())
         found = None
@@ -334,7 +335,7 @@ class DataParallel:
                 state_file.write_each(path, self._kinds(), arrays)
         except OnnxRematError as error:
             found = error
-        for _ in arrays:  # the other ranks send their pieces, whether they can be written or not
+        for _ in arrays:  # the other ranks send their pieces even if the first cannot write them
             pass
         self._ranks.agree(partial(_raise, found))
 
@@ -342,7 +343,7 @@ class DataParallel:
         return {STEPS: ("int64", (1,)), **self._memory.kinds()}
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Go on from what `save` wrote, with any number of ranks; the first reads the file, every rank must call it."""
+        """Load a checkpoint of `save`, from any number of ranks; the first rank reads it, all must call this."""
         self._ranks.doing = f"loading {path}"
         kinds = self._kinds()
         self._ranks.agree(lambda: state_file.check(path, kinds))
@@ -358,11 +359,11 @@ class DataParallel:
         self._failed = ""
 
     def taken(self) -> Taken:
-        """What this rank has in memory."""
+        """Return the memory of this rank."""
         return self._memory.taken(self._session, self._update)
 
     def close(self) -> None:
-        """Give back both parts' memory."""
+        """Free the memory of step and update."""
         self._session.close()
         if self._update is not None:
             self._update.close()
@@ -370,7 +371,7 @@ class DataParallel:
 
 
 def _threads() -> int:
-    """This rank's share of the machine's cores."""
+    """Return this rank's share of the machine's cores."""
     return max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
@@ -380,7 +381,7 @@ def _raise(error: OnnxRematError | None) -> None:
 
 
 def _copy_renewed(session: Session, made: Mapping[str, Array], arrays: Mapping[str, Array]) -> None:
-    """Copy new state that could not be written in place."""
+    """Copy renewed state that was not written in place."""
     for output, name in renewals(arrays, made).items():
         if output not in session.donated:
             np.copyto(arrays[name], made[output])

@@ -1,4 +1,4 @@
-"""What every rank runs: the step that sums gradients, rewritten to a budget, and the update."""
+"""The models of every rank: the step that sums gradients, rewritten to a budget, and the update."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 
 ENGINE_BYTES = 6_000_000
-"""What gloo takes for its messages, and torch for the ops that scale sums, when a rank first uses them.
+"""Memory of gloo's messages and of torch's ops that scale sums, from a rank's first use on.
 
-Ranks of jobs of two and four took up to 4.9 MB more than was foreseen without it (``python -m scripts.distributed``).
+Ranks of jobs of two and four took up to 4.9 MB more than predicted without it (``python -m scripts.distributed``).
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """A training step in the form in which ranks run it.
+    """A training step as ranks run it.
 
     Attributes
     ----------
@@ -38,9 +38,9 @@ class Parts:
     update : bytes
         The optimizer's update, an ONNX file.
     shards : tuple of Shard
-        Each rank's part of the update, where the optimizer's state is sharded.
+        Each rank's part of the update, where the optimizer state is sharded.
     foreseen : int
-        Bytes that training takes of a rank, the one that takes most; 0 if no budget was given.
+        Predicted memory of training, in bytes, on the rank that takes most; 0 without a budget.
     recompute : float
         Extra compute of the step, as a fraction.
     """
@@ -60,20 +60,20 @@ def prepare(
     zero: bool = False,
     **options: Unpack[PlanningOptions],
 ) -> Parts:
-    """Split a whole step and rewrite it so that each rank keeps a budget.
+    """Split a whole step, and rewrite it so that each rank keeps a budget.
 
     Parameters
     ----------
     step : path, bytes or onnx.ModelProto
         Forward, loss, backward and update; weights are inputs.
     budget : str or int, optional
-        Bytes that training is to take of each rank: parameters, gradients, the rank's optimizer state, the batch, the
-        slabs and books of both parts, and `ENGINE_BYTES`. A percentage is of what a rank takes with the step as it is.
-        The interpreter and its libraries, PyTorch among them, come on top.
+        Limit on the memory of training on each rank: parameters, gradients, the rank's optimizer state, the batch, the
+        slabs and bookkeeping of both parts, and `ENGINE_BYTES`. A percentage is relative to a rank's memory with the
+        original step. The budget excludes the interpreter and its libraries, including PyTorch.
     ranks : int
-        How many there will be; it matters with `zero` alone, and is then fixed.
+        Number of ranks of the job; it is fixed by, and only relevant with, `zero`.
     zero : bool
-        Each rank keeps its share of the optimizer's state, see `sharding`.
+        Shard the optimizer state over the ranks, see `sharding`.
     **options
         Fields of `Options`, for the plan.
 
@@ -90,7 +90,7 @@ def prepare(
     from onnx_remat.units import format_bytes, parse_budget
 
     if ranks < 1:
-        raise UsageError(f"ranks is a number from 1 on, not {ranks}")
+        raise UsageError(f"ranks must be at least 1, not {ranks}")
     parse_options(options)
     parts = split_step(step, loss=options.get("loss"), dims=options.get("dims"))
     if any(t.data_location == onnx.TensorProto.EXTERNAL for t in parts.gradients.graph.initializer):
@@ -112,9 +112,8 @@ def prepare(
         result = planner.rewrite(allowed - rest)
     except BudgetInfeasibleError as error:
         raise BudgetInfeasibleError(
-            f"of the {format_bytes(allowed)} of a rank, {format_bytes(rest)} are for the update, its state and the "
-            f"engine, and the rest is too little for the step: {error}; take a smaller batch and accumulate, or pass "
-            "zero=True",
+            f"of a rank's {format_bytes(allowed)}, the update, its state and the engine take {format_bytes(rest)}, and "
+            f"the step does not fit in the remainder: {error}; accumulate over smaller batches, or pass zero=True",
             error.best_peak_bytes, error.lower_bound_bytes,
         ) from error  # fmt: skip
     after = result.report.loop_after
@@ -124,14 +123,14 @@ def prepare(
 
 
 def _busiest(sharding: Sharding) -> int:
-    """The rank whose update has most nodes: shares of the state are equal, but for their borders."""
+    """Return the rank whose update has the most nodes: shares of the state are equal except at their borders."""
     return max(range(sharding.ranks), key=lambda rank: (len(sharding.pieces(rank)), -rank))
 
 
 def _of_the_update(update: onnx.ModelProto, summing: onnx.ModelProto) -> int:
-    """What the update takes besides the step: optimizer state, its slab, and what ONNX Runtime keeps for it.
+    """Predict the memory that the update adds to the step: optimizer state, its slab, and ONNX Runtime's bookkeeping.
 
-    Parameters and gradients are the step's own inputs, or slices of them.
+    Parameters and gradients are inputs of the step, or slices of them.
     """
     from onnx_remat.rewrite.pipeline import begin
 
@@ -147,9 +146,9 @@ def _nbytes(value: onnx.ValueInfoProto) -> int:
 
 
 def prepare_apart(step: model_io.Model, budget: str | int | None, **options: Any) -> Parts:
-    """`prepare` in a process of its own: what planning takes does not stay with whoever trains."""
+    """Call `prepare` in a separate process, so that the memory of planning is freed before training."""
     if "progress" in options:
-        raise UsageError("progress is not told from the process that plans: leave it out, or pass what prepare makes")
+        raise UsageError("progress is not available here: leave it out, or call prepare and pass its result as step")
     given = os.fspath(step) if isinstance(step, str | os.PathLike) else model_io.load(step).model.SerializeToString()
     try:
         made = child.call(
@@ -165,5 +164,5 @@ def prepare_apart(step: model_io.Model, budget: str | int | None, **options: Any
 
 
 def prepared(step: str | bytes, budget: str | int | None, options: Mapping[str, Any]) -> dict[str, Any]:
-    """`prepare`, for another process."""
+    """Call `prepare` and return its result as JSON data; runs in a child process."""
     return asdict(prepare(step, budget, **options))

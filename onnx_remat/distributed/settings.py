@@ -1,4 +1,4 @@
-"""How ranks work together."""
+"""Settings of a distributed job."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from onnx_remat.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What every rank must be given alike; see `DataParallel`."""
+    """Settings that must be the same on every rank; see `DataParallel`."""
 
     zero: bool = False
     clip_norm: float | None = None
@@ -21,10 +21,10 @@ class Settings:
 
     def __post_init__(self) -> None:
         if self.buffers not in ("first", "mean"):
-            raise UsageError(f"buffers are those of the 'first' rank or the 'mean', not {self.buffers!r}")
+            raise UsageError(f"buffers must be 'first' or 'mean', not {self.buffers!r}")
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise UsageError(f"clip_norm must be above 0, not {self.clip_norm}")
         if self.seed is not None and not isinstance(self.seed, Integral):
-            raise UsageError(f"seed is a whole number, not {self.seed!r}")
+            raise UsageError(f"seed must be a whole number, not {self.seed!r}")
         if self.bucket < 1:
-            raise UsageError(f"bucket is a number of bytes above 0, not {self.bucket}")
+            raise UsageError(f"bucket must be a number of bytes above 0, not {self.bucket}")

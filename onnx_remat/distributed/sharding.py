@@ -1,9 +1,10 @@
-"""An optimizer's update for a part of the parameters: what a rank runs that keeps only its share of the state (ZeRO-1).
+"""Shard an optimizer's update: each rank updates its share of the parameters and keeps its share of the state (ZeRO-1).
 
-Shares are slices of the flat buffer of parameters, so that all are of one size whatever the sizes of the parameters: a
-parameter on the border is renewed by two ranks, half and half. That takes an update whose ops are elementwise and read
-one parameter's gradient alone, which those of SGD, Adam and their kin are. One that reads a norm over a parameter
-(LAMB), its rows (Adafactor), a product with it (Muon), or all gradients (a clip inside the step) does not shard.
+Shares are slices of the flat buffer of parameters, so that all have the same size whatever the sizes of the parameters:
+two ranks update a parameter on their border, each its part. This requires an update whose ops are elementwise and read
+the gradient of one parameter only, as those of SGD, Adam and similar optimizers. An update that reads a norm over a
+parameter (LAMB), its rows (Adafactor), a product with it (Muon), or all gradients (a clip inside the step) does not
+shard.
 
 References
 ----------
@@ -29,7 +30,7 @@ from onnx_remat.ir.shapes import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The part of a value that a rank has: elements `start` to `stop` of it, counted flat, of `size`."""
+    """The part of a value that a rank has: elements `start` to `stop` of `size`, as a flat array."""
 
     start: int
     stop: int
@@ -38,9 +39,9 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """What one rank runs and keeps: its update, an ONNX file, empty where there is nothing to do; and its pieces.
+    """One rank's update, an ONNX file, empty where it has nothing to update; and its pieces of the state.
 
-    `pieces` are of parameters and of state as large as they are; all else the rank has as a whole.
+    `pieces` are parts of parameters and of state of the same size; a rank has all other state in full.
     """
 
     model: bytes
@@ -49,17 +50,17 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """An update that shards, and among how many.
+    """An update that shards, and the number of ranks.
 
     Attributes
     ----------
     graph : Graph
     owners : dict of str to str
-        Parameter whose gradient each output depends on; empty where on none: every rank makes that.
+        Parameter whose gradient each output depends on; empty for none: every rank computes such an output.
     inputs : dict of str to tuple of str
-        By parameter, itself and the state that is as large: what its owners have pieces of.
+        By parameter, itself and the state of the same size, which are divided into pieces.
     flats : tuple of Flat
-        Where the parameters lie.
+        Layout of the parameters.
     ranks : int
     """
 
@@ -71,12 +72,12 @@ class Sharding:
 
     @classmethod
     def of(cls, update: onnx.ModelProto, flats: tuple[Flat, ...], ranks: int) -> Sharding:
-        """How an update, as of `split.Split`, shards.
+        """Analyse an update, as of `split.Split`.
 
         Raises
         ------
         ModelError
-            It does not; the message names the node.
+            The update does not shard; the message names the node.
         """
         graph = graphs.build(update)
         tensors = shapes.infer(graph)
@@ -89,12 +90,12 @@ class Sharding:
         return cls(graph, owners, inputs, flats, ranks)
 
     def shard(self, rank: int) -> Shard:
-        """A rank's part."""
+        """Return a rank's update and pieces."""
         model = self.model(rank)
         return Shard(b"" if model is None else model.SerializeToString(), self.pieces(rank))
 
     def pieces(self, rank: int) -> dict[str, Piece]:
-        """What a rank has of parameters and of state as large as they are; all else it has as a whole."""
+        """Return a rank's pieces of parameters and of state of the same size; it has all other state in full."""
         return {
             name: Piece(start - slot.start, stop - slot.start, slot.stop - slot.start)
             for flat in self.flats
@@ -103,14 +104,14 @@ class Sharding:
         }
 
     def model(self, rank: int) -> onnx.ModelProto | None:
-        """A rank's update; None where there is nothing for it to do."""
+        """Return a rank's update, None where it has nothing to update."""
         pieces = self.pieces(rank)
         outputs = [output for output, owner in self.owners.items() if not owner or owner in pieces]
         return _cut_down(self.graph, outputs, pieces) if outputs else None
 
 
 def _owners(graph: Graph, tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """The parameter whose gradient each output depends on; empty where on none."""
+    """Return the parameter whose gradient each output depends on; empty for none."""
     known = {value.name: value.name.removeprefix(GRADIENT) for value in graph.model.graph.input}
     known = {name: parameter for name, parameter in known.items() if name != parameter}
     shape = {parameter: tensors[name].shape for name, parameter in known.items()}
@@ -139,15 +140,15 @@ def _owners(graph: Graph, tensors: Mapping[str, Tensor]) -> dict[str, str]:
 def _check_elementwise(
     graph: Graph, tensors: Mapping[str, Tensor], owner: str, shape: tuple[int, ...], outputs: Sequence[str]
 ) -> None:
-    """ModelError unless everything on the way to some outputs is of one shape, or a number, and elementwise."""
+    """Raise ModelError unless all ops that compute some outputs are elementwise, on values of one shape or numbers."""
     for op in _needed(graph, outputs):
         sizes = {tensors[name].shape for name in (*op.reads, *op.writes)} - {()}
         if sizes <= {(1,)} and shape not in sizes:
             continue
         if not sizes <= {shape, (1,)} or not is_elementwise(op.node.domain, op.node.op_type):
-            what = f"the new value of {owner!r}" if owner else "what depends on no gradient"
+            what = f"the new value of {owner!r}" if owner else "an output that depends on no gradient"
             raise ModelError(
-                f"the update does not shard: {_label(op)}, on the way to {what}, is not elementwise; train without zero"
+                f"the update does not shard: {_label(op)}, which {what} needs, is not elementwise; train without zero"
             )
     stored = {value.name for value in graph.values.values() if value.kind == graphs.INITIALIZER}
     read = {name for op in _needed(graph, outputs) for name in op.reads}
@@ -160,7 +161,7 @@ def _label(op: Op) -> str:
 
 
 def _needed(graph: Graph, outputs: Collection[str]) -> list[Op]:
-    """The ops that make some outputs."""
+    """Return the ops that some outputs depend on."""
     wanted, found = set(outputs), []
     for op in reversed(graph.ops):
         if wanted.intersection(op.writes):
@@ -170,7 +171,7 @@ def _needed(graph: Graph, outputs: Collection[str]) -> list[Op]:
 
 
 def _inputs_of(graph: Graph, outputs: Sequence[str]) -> list[str]:
-    """Graph inputs that some outputs are made of, or would renew."""
+    """Return the graph inputs that some outputs depend on or renew."""
     read = {name for op in _needed(graph, outputs) for name in op.reads}
     names = [value.name for value in graph.values.values() if value.kind == graphs.INPUT]
     read.update(renewals(names, outputs).values())
@@ -178,7 +179,7 @@ def _inputs_of(graph: Graph, outputs: Sequence[str]) -> list[str]:
 
 
 def _cut_down(graph: Graph, outputs: Sequence[str], pieces: Mapping[str, Piece]) -> onnx.ModelProto:
-    """The nodes behind some outputs; inputs and outputs of which the rank has a piece are as long as that."""
+    """Return the model of some outputs; inputs and outputs of which the rank has a piece get the piece's length."""
     made = {name for op in _needed(graph, outputs) for name in op.writes}
     read = {name for op in _needed(graph, outputs) for name in op.reads}
     model = onnx.ModelProto()

@@ -71,7 +71,7 @@ SUB = [MAKE("Sub", [p, f"grad.{p}"], [f"new.{p}"]) for p in "wv"]
         (
             [MAKE("ReduceL2", ["grad.w"], ["n"], name="norm"), MAKE("Div", ["grad.w", "n"], ["s"]),
              MAKE("Sub", ["w", "s"], ["new.w"]), SUB[1]], {},
-            r"node 'norm' .ReduceL2., on the way to .*'w', is not elementwise",
+            r"node 'norm' .ReduceL2., which .*'w' needs, is not elementwise",
         ),
         (
             [MAKE("Mul", ["grad.w", "k"], ["s"]), MAKE("Sub", ["w", "s"], ["new.w"]), SUB[1]],
@@ -119,7 +119,7 @@ def test_a_step_that_ends_at_gradients_and_budgets_that_are_too_low_are_refused(
 
     with pytest.raises(ModelError, match="ends at gradients already"):
         prepare(split_step(adam()).gradients)
-    with pytest.raises(BudgetInfeasibleError, match=r"MB are for the update, its .* nothing is left"):
+    with pytest.raises(BudgetInfeasibleError, match=r"the update, its state and the engine take .* no memory is left"):
         prepare(adam(), 3_000_000, effort=0.5)
 
 
@@ -154,7 +154,9 @@ def test_a_rank_alone_refuses_batches_that_lack_an_input_and_wrong_options():
     pytest.importorskip("torch")
     done = subprocess.run([sys.executable, "-c", ALONE], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == UsageError.exit_code
-    for line, start in zip(done.stdout.splitlines(), ("seed is a whole", "progress is", "unknown option"), strict=True):
+    for line, start in zip(
+        done.stdout.splitlines(), ("seed must be a whole", "progress is", "unknown option"), strict=True
+    ):
         assert line.startswith(start)
     assert "no value for input 't'" in done.stderr and len(done.stderr.splitlines()) == 1
 
@@ -163,7 +165,7 @@ def test_a_rank_alone_refuses_batches_that_lack_an_input_and_wrong_options():
     ("step", "options", "message"),
     [
         (None, {}, "a model is a path, bytes or"),
-        (adam(), {"ranks": 0, "zero": True}, "ranks is a number from 1 on"),
+        (adam(), {"ranks": 0, "zero": True}, "ranks must be at least 1"),
         (adam(), {"nonsense": 1}, "unknown option 'nonsense'"),
     ],
 )
