@@ -138,7 +138,7 @@ class SessionMemory(Accounting):
         return bounds.lower_bound(self.compiled.problem)
 
     def planned(self) -> Problem:
-        """Plans are made against liveness: the file keeps the runtime from sharing buffers where that costs memory."""
+        """Plans count liveness: the file keeps the runtime from sharing buffers where sharing raises the peak."""
         problem = self.compiled.problem
         return replace(problem, poolable=np.zeros(problem.n_values, np.bool_))
 
@@ -286,11 +286,11 @@ def smallest_budget(peak: int, bookkeeping: int = 0) -> int:
 
 
 LEAST_SHARE = 0.05
-"""Of an elementwise node's time, what is left where all it reads and writes stays within a kernel: arithmetic."""
+"""Least share of an elementwise node's time within a kernel, where nothing it reads or writes is in memory."""
 
 
 def fused_cost(problem: Problem, graph: Graph) -> Floats:
-    """What every op costs where it runs again beside elementwise readers, so that one kernel computes both.
+    """Return the cost of recomputing each op next to elementwise readers, so that one kernel computes both.
 
     Of its time by itself the share of bytes that are still read and written: not those of values that elementwise nodes
     make and such nodes read, and no result that such nodes alone read.
@@ -316,7 +316,7 @@ def outside_kernels(problem: Problem, graph: Graph) -> Problem:
 
     While a kernel runs, values that it makes and reads itself have no buffer, and its results may lie over any of its
     inputs: nothing is counted while a node runs that may be in one. While any other node runs, every kernel has run or
-    has not, and what is allocated is what it would be if the nodes of each ran one after the other.
+    has not, and the same values are allocated as if the nodes of each ran one after the other.
     """
     workspace = problem.workspace.copy()
     workspace[_elementwise(graph) | _named(graph, VIEWS)] = -int(problem.nbytes.sum())

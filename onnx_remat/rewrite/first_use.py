@@ -107,7 +107,7 @@ class FirstUse:
         self.children: dict[str, Child] = {}
 
     def begin(self) -> None:
-        """Compile the planner's groups in processes of their own, as many as there are cores beside this one's."""
+        """Compile the planner's groups in child processes, as many as there are other cores."""
         for share in _SHARES[: (os.cpu_count() or 1) - 1]:
             if missing := [name for name in share if not is_compiled(_GROUPS[name].last)]:
                 child = Child()
@@ -126,7 +126,7 @@ class FirstUse:
         return time.monotonic() - began if missing else 0.0
 
     def end(self) -> None:
-        """End what is still compiling: it is not needed after all."""
+        """End the processes that still compile."""
         for child in self.children.values():
             child.end(0)
 

@@ -1,4 +1,4 @@
-"""Plan, write, and look at what ONNX Runtime would make of the file, until that keeps the budget."""
+"""Plan, write, and simulate the file as ONNX Runtime executes it, until it keeps the budget."""
 
 from __future__ import annotations
 
@@ -38,27 +38,27 @@ from onnx_remat.write.rounding import Direct
 
 _log = logging.getLogger(__name__)
 
-_WARM = 0.97  # of the target: steps above this count as peaks when looking for buffers shared to no good
-_ANYTIME = ("search", "auto", "exact")  # selectors that use the time they are given
-_EASE = 1.02  # of the lowest budget found: a search for just that would have to be as lucky again
-_MORE = 2.0  # times the effort: what a refusal advises to try
-_CLOSE = 0.98  # of a target that was too large: one that is not too large and this near is good enough
-_LATE = 1.0  # seconds that an answer may come late rather than not at all
-_TIMES = 2.0  # as much again as is missing: what a refusal for lack of time advises to give
-_AFTER = 1.3  # times as long as a file took: with what follows the last one
-_RUN_AGAIN = 0.14  # of a graph's nodes: how many more a file may be expected to have
-_PLANS = 6  # plans made when the written file misses the budget that the plan kept
-_FIRST_SHARE = 0.75  # of the clock for the first plan, where nothing else bounds it: its file may miss the budget
-_GOING_ON = 0.5  # of the effort for each after the first: they start from the plans before
+_NEAR_PEAK = 0.97  # of the target: steps above this count as peaks in the search for buffers whose sharing raises them
+_ANYTIME = ("search", "auto", "exact")  # selectors that use all the time they are given
+_REFUSAL_HEADROOM = 1.02  # headroom on the advised budget: another search may not find the same plan
+_ADVISED_EFFORT_FACTOR = 2.0  # factor on the effort that a refusal advises
+_CLOSE_ENOUGH = 0.98  # of a target that was too large: a target that fits and is this near ends the search
+_TOLERATED_DELAY_SECONDS = 1.0  # seconds; an answer this late is better than none
+_ADVISED_TIME_FACTOR = 2.0  # factor on the missing time that a refusal advises
+_RESERVE_PER_FILE = 1.3  # times what the last file took: time reserved to write and simulate the next
+_EXPECTED_RECOMPUTE_SHARE = 0.14  # recomputed nodes of a file, as a share of the graph's, for a first guess
+_MOST_PLANS = 6  # most plans for one budget, where files miss a budget that their plans keep
+_FIRST_PLAN_SHARE = 0.75  # of the time limit for the first plan: its file may miss the budget
+_LATER_PLAN_EFFORT = 0.5  # of the effort for each later plan, which starts from the ones before
 
 
 Stage = Callable[[str], AbstractContextManager[None]]
-"""Entered around each stage of the work, by its name."""
+"""A context manager for each stage of the work, by its name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A schedule that keeps a budget, and what it was made from."""
+    """A schedule that keeps a budget, and the compiled model it is for."""
 
     compiled: Compiled
     schedule: Schedule
@@ -70,9 +70,9 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """A plan, the file it became, and what ONNX Runtime makes of that, by optimisation level.
+    """A plan, its file, and the file as ONNX Runtime executes it at each optimisation level.
 
-    `trained` is what a loop takes with it, where the budget is for a loop.
+    `trained` is the memory of a loop with it, where the budget is for a loop.
     """
 
     plan: Plan
@@ -81,13 +81,13 @@ class Fitted:
     trained: Footprint | None = None
 
     def extra(self) -> tuple[float, float]:
-        """What of two files is better: less time as it runs, where that is known, then less extra compute."""
+        """Return the order of preference among files: predicted step time, where known, then extra compute."""
         return self.trained.seconds if self.trained else 0.0, self.plan.extra_compute
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What all plans of a rewrite share.
+    """The context that all plans of a rewrite share.
 
     Attributes
     ----------
@@ -115,7 +115,7 @@ def make_plan(
     deadline: Deadline,
     known_plans: tuple[Schedule, ...] = (),
 ) -> Plan:
-    """The selector's plan for a peak of `target` bytes; Refusal where neither it nor a first look finds one.
+    """Return the selector's plan for a peak of `target` bytes; raise Refusal where it and a first look find none.
 
     `known_plans` are starting points, see `request.Request.known`.
     """
@@ -133,7 +133,7 @@ def make_plan(
     found = memory.budget(lowest)
     raise Refusal(
         _refused(goal, target, lowest, options),
-        0 if found >= memory.original_bytes or proved else int(found * _EASE),
+        0 if found >= memory.original_bytes or proved else int(found * _REFUSAL_HEADROOM),
         None if proved else _lower(options),
         "" if proved else _no_lower(memory.budget(memory.floor)),
         lowest + memory.bookkeeping, memory.floor + memory.bookkeeping, look,
@@ -147,12 +147,12 @@ def lowest_peak(plan: Plan, memory: Accounting) -> int:
 
 
 def first_look(goal: Goal, options: Options, deadline: Deadline) -> Plan:
-    """The lowest plan that the selector finds at once: the same whatever the budget is."""
+    """Return the lowest plan that the selector finds with the least effort: the same for every budget."""
     return _selected(goal, 0, options, deadline, work=1, use_time=False)
 
 
 def _selected(goal: Goal, target: int, options: Options, deadline: Deadline, **more: Any) -> Plan:
-    """The selector's answer, above the target or not; `more` are fields of `request.Request`."""
+    """Return the selector's plan, even above the target; `more` are fields of `request.Request`."""
     compiled, problem = goal.memory.compiled, goal.memory.planned()
     order = moves.adjoined(compiled.problem, compiled.default_order().order).order
     baseline = Schedule(tuple(after_readers(compiled.problem, order).tolist()))
@@ -177,7 +177,7 @@ def _selected(goal: Goal, target: int, options: Options, deadline: Deadline, **m
 
 
 class Refusal(BudgetInfeasibleError):
-    """No plan or no file: why, and what is needed to say which budget to ask for.
+    """No plan or no file was found: the reason, and the figures for advice on another budget.
 
     Attributes
     ----------
@@ -188,7 +188,7 @@ class Refusal(BudgetInfeasibleError):
     lower : Setting or None
         What may go lower.
     below : str
-        Below what there is no plan; may be empty.
+        The bytes below which there is no plan, as text; may be empty.
     look : Plan
         The lowest plan of a first look, the same whatever the budget is.
     looked : int
@@ -210,10 +210,9 @@ class Refusal(BudgetInfeasibleError):
 
     def _text(self, budget: int, taken: int = 0) -> Message:
         if budget:
-            eased = (
-                f", {_EASE - 1:.0%} above that)" if budget == self.candidate else "), for which a first look finds one"
-            )
-            advice = Message("try {} ({}{}", Setting("budget", budget), format_bytes(budget), eased)
+            looked = "), for which a first look finds one"
+            above = f", {_REFUSAL_HEADROOM - 1:.0%} above that)" if budget == self.candidate else looked
+            advice = Message("try {} ({}{}", Setting("budget", budget), format_bytes(budget), above)
             advice = Message("{}, or {} to go lower", advice, self.lower) if self.lower else advice
         elif self.lower:
             advice = Message("try {}", self.lower)
@@ -225,7 +224,7 @@ class Refusal(BudgetInfeasibleError):
 
 
 def _refused(goal: Goal, target: int, lowest: int, options: Options) -> str:
-    """Why there is no plan: proved, or not found in the time given; `Refusal` adds what to try next."""
+    """Return why there is no plan: proved, or not found in the time given. `Refusal` adds the advice."""
     allowed, memory, floor = goal.allowed, goal.memory, goal.memory.floor
     least, found = memory.budget(floor), memory.budget(lowest)
     if floor > target:
@@ -242,8 +241,8 @@ def _refused(goal: Goal, target: int, lowest: int, options: Options) -> str:
 
 
 def _lower(options: Options) -> Setting:
-    """The setting that may go lower."""
-    return options.bounded_by(_MORE) if options.selector in _ANYTIME else Setting("selector", "auto")
+    """Return the setting that may reach a lower budget."""
+    return options.bounded_by(_ADVISED_EFFORT_FACTOR) if options.selector in _ANYTIME else Setting("selector", "auto")
 
 
 def _no_lower(least: int) -> str:
@@ -251,13 +250,13 @@ def _no_lower(least: int) -> str:
 
 
 def fit(goal: Goal, work: Work, reserve: float, known: tuple[Schedule, ...] = ()) -> Fitted:
-    """A plan and a file within the budget: the best that the selector finds, else those of a first look.
+    """Return a plan and a file within the budget: the selector's best, else those of a first look.
 
     Raises
     ------
     Refusal
-        Neither keeps the budget. It says what the file of the first look takes, which is the same for every budget: so
-        that one is a budget to ask for.
+        Neither keeps the budget. It carries the bytes of the first look's file, which is the same for every budget, so
+        that the advised budget is one that was tried.
     """
     direct = Direct.of(goal.memory.compiled)
     try:
@@ -275,13 +274,13 @@ def fit(goal: Goal, work: Work, reserve: float, known: tuple[Schedule, ...] = ()
 
 
 def _search(goal: Goal, work: Work, reserve: float, known: tuple[Schedule, ...], direct: Direct) -> Fitted:
-    """Plan, write, and see what ONNX Runtime would make of the file, until that is within the budget.
+    """Plan, write and simulate the file, until it is within the budget.
 
-    Where the file as executed exceeds the budget, the plan is made anew for a tighter target. What the arena adds, or
-    what the runtime's fusions spare a slab, is no simple function of the target: where the budget covers these, the
-    best is looked for between the last target that was too large and the first that was not. No plan is begun whose
-    file could not be simulated before `deadline`: each leaves the time that the file before took to write and simulate,
-    `reserve` seconds at first.
+    Where the file as executed exceeds the budget, the next plan has a tighter target. The bytes that the arena adds, or
+    that fusion saves, are not a simple function of the target: where the budget covers them, the search bisects between
+    the last target that was too large and the first that was not. No plan begins if its file could not be simulated
+    before `deadline`: each leaves the time that the previous file took to write and simulate, `reserve` seconds at
+    first.
     """
     allowed, memory, options, deadline = goal.allowed, goal.memory, work.options, work.deadline
     target, good, failed = _first_target(goal), 0, 0
@@ -289,13 +288,13 @@ def _search(goal: Goal, work: Work, reserve: float, known: tuple[Schedule, ...],
     plans: tuple[Schedule, ...] = ()
     best: Fitted | None = None
     _check_time(goal, options, deadline, reserve)
-    for _ in range(_PLANS):
+    for _ in range(_MOST_PLANS):
         if plans and deadline.ends_within(reserve):
             break
         with work.stage("plan"):
             try:
-                share = 1.0 if plans or options.effort is not None else _FIRST_SHARE
-                less = replace(options, effort=options.work_seconds() * _GOING_ON) if plans else options
+                share = 1.0 if plans or options.effort is not None else _FIRST_PLAN_SHARE
+                less = replace(options, effort=options.work_seconds() * _LATER_PLAN_EFFORT) if plans else options
                 plan = make_plan(goal, target, less, deadline.sooner(reserve, share), (*known, *plans))
                 plans = (*plans, plan.schedule)
             except BudgetInfeasibleError:
@@ -307,7 +306,7 @@ def _search(goal: Goal, work: Work, reserve: float, known: tuple[Schedule, ...],
                 break
         began = time.monotonic()
         worst, made = _write_out(plan, goal, target, work, direct)
-        reserve = _AFTER * (time.monotonic() - began)
+        reserve = _RESERVE_PER_FILE * (time.monotonic() - began)
         peaks.append(worst)
         _log.info(
             "target %s: plan of %s at +%.1f %% compute, file takes %s of %s", format_bytes(target),
@@ -326,7 +325,7 @@ def _search(goal: Goal, work: Work, reserve: float, known: tuple[Schedule, ...],
             if memory.is_used_up(unused, allowed, missed=failed > 0):
                 break
             target = (good + failed) // 2 if failed else target + unused
-        if good > failed * _CLOSE > 0:
+        if good > failed * _CLOSE_ENOUGH > 0:
             break
     plain = memory.priced_alone()
     if best is not None and plain and best.plan.extra_compute > 0 and not deadline.ends_within(reserve):
@@ -337,19 +336,21 @@ def _search(goal: Goal, work: Work, reserve: float, known: tuple[Schedule, ...],
     raise Refusal(
         f"no file found that ONNX Runtime runs under budget {format_bytes(allowed)}{holds}: plans keep it, but the "
         f"best file takes {format_bytes(lowest)}",
-        int(lowest * _EASE) if lowest < memory.original_bytes else 0, None, _no_lower(memory.budget(plan.lower_bound)),
-        lowest, plan.lower_bound + memory.bookkeeping, first_look(goal, options, deadline),
+        int(lowest * _REFUSAL_HEADROOM) if lowest < memory.original_bytes else 0, None,
+        _no_lower(memory.budget(plan.lower_bound)), lowest, plan.lower_bound + memory.bookkeeping,
+        first_look(goal, options, deadline),
     )  # fmt: skip
 
 
 def _unlike(
     best: Fitted, goal: Goal, target: int, work: Work, reserve: float, known: tuple[Schedule, ...], direct: Direct
 ) -> Fitted:
-    """The better file of the best and of one for `goal`, which prices every node by itself, each timed as it runs.
+    """Return the better file: the best so far, or one for `goal`, which prices every node by itself.
 
-    A price cannot say what a recompute costs beside its readers before there is an order that decides what is fused.
+    Both are compared by their predicted step time. The price of a recompute within a fused kernel depends on the order,
+    which decides the fusion and is not known before planning.
     """
-    less = replace(work.options, effort=work.options.work_seconds() * _GOING_ON)
+    less = replace(work.options, effort=work.options.work_seconds() * _LATER_PLAN_EFFORT)
     with work.stage("plan"):
         try:
             clock = work.deadline.sooner(reserve, 1.0)
@@ -363,9 +364,9 @@ def _unlike(
 
 
 def _first_target(goal: Goal) -> int:
-    """The peak to plan for at first: lower where bookkeeping of nodes that run again will be more than the margin."""
+    """Return the first target: lower where the bookkeeping of recomputed nodes will exceed the margin."""
     memory = goal.memory
-    bookkeeping = int(_RUN_AGAIN * memory.bookkeeping_per_node * memory.compiled.problem.n_ops)
+    bookkeeping = int(_EXPECTED_RECOMPUTE_SHARE * memory.bookkeeping_per_node * memory.compiled.problem.n_ops)
     margin = int(MARGIN * goal.allowed)
     if bookkeeping < 2 * margin:
         return goal.target()
@@ -374,11 +375,11 @@ def _first_target(goal: Goal) -> int:
 
 
 def _check_time(goal: Goal, options: Options, deadline: Deadline, reserve: float) -> None:
-    """Raise an error where the limit is over before a file could be written and simulated, with no time to plan it."""
+    """Raise an error if the time limit leaves no time to write and simulate one file."""
     late = reserve - deadline.left()
-    if late <= _LATE:
+    if late <= _TOLERATED_DELAY_SECONDS:
         return
-    enough = 5 * math.ceil((options.time_limit + _TIMES * late) / 5)
+    enough = 5 * math.ceil((options.time_limit + _ADVISED_TIME_FACTOR * late) / 5)
     raise BudgetInfeasibleError(
         Message(
             "{} is too short for a file of {} nodes: to write it and to ask ONNX Runtime about it takes about {:.0f} s "
@@ -391,13 +392,13 @@ def _check_time(goal: Goal, options: Options, deadline: Deadline, reserve: float
 
 
 def _write_out(plan: Plan, goal: Goal, target: int, work: Work, direct: Direct) -> tuple[int, Fitted]:
-    """Write a plan and simulate the file; the most it holds, and all of it.
+    """Write a plan and simulate the file; return the bytes it takes of what the budget covers, and the file.
 
-    A session of ours opens it at the last level alone, any other at the one that its user chooses: then it is the most
-    at any level.
+    A loop opens a file at the last level alone; a plain session at the level its user chooses, so that the worst level
+    counts.
 
-    Where it exceeds the budget, the values that share buffers to no good are made private, as long as there are any;
-    against gaps in the arena that is no help.
+    Where the file exceeds the budget, values whose shared buffers raise the peak get private ones, as long as there are
+    any. This does not help against gaps in the arena.
     """
     options, memory, before_peak = work.options, goal.memory, work.original.timeline.peak
     unrolled = private_buffers.unroll(plan.compiled.problem, plan.schedule)
@@ -417,7 +418,7 @@ def _write_out(plan: Plan, goal: Goal, target: int, work: Work, direct: Direct) 
             taken, trained = memory.taken(executed, max(work.deadline.left(), 0.0))
         so_far = len(private) + len(exposed)
         if memory.shares_buffers and taken > plan.budget:
-            warm = int(target * _WARM)
+            warm = int(target * _NEAR_PEAK)
             idle = {i for what in executed.values() for i in _idle_sharers(what, warm, written)}
             exposed |= {int(steps[i]) for i in idle & private}
             private |= idle
@@ -426,7 +427,7 @@ def _write_out(plan: Plan, goal: Goal, target: int, work: Work, direct: Direct) 
 
 
 def _as_written(model: onnx.ModelProto, work: Work, levels: Sequence[str]) -> dict[str, Executed]:
-    """A written model as ONNX Runtime executes it, per optimisation level."""
+    """Return a written model as ONNX Runtime executes it, by optimisation level."""
     try:
         return at_levels(model, work.folder, levels, work.options.preparation())
     except ModelError as error:
@@ -434,7 +435,7 @@ def _as_written(model: onnx.ModelProto, work: Work, levels: Sequence[str]) -> di
 
 
 def _at_other_levels(made: Fitted, work: Work, seconds: float) -> dict[str, Executed]:
-    """What is known of a written model with the levels that are missing; of the first alone without the `seconds`."""
+    """Return the simulations with those of the missing levels; only the first of these if `seconds` are not left."""
     model, executed = made.written.model, made.executed
     missing = [level for level in levels() if level not in executed]
     if not missing:
@@ -447,9 +448,9 @@ def _at_other_levels(made: Fitted, work: Work, seconds: float) -> dict[str, Exec
 
 
 def _idle_sharers(what: Executed, limit: int, written: Rewritten) -> set[int]:
-    """Occurrences to be made private, so that the file as executed holds no dead buffer through steps above `limit`.
+    """Return occurrences to make private, so that no dead buffer stays allocated through steps above `limit`.
 
-    Each would leave its place to another: those who follow are found here, not by asking ONNX Runtime again for each.
+    Another value would take the place of each: its followers are found here, without another call of ONNX Runtime.
     """
     number = {name: i for i, name in enumerate(written.occurrences)}
     names = list(what.compiled.graph.values)

@@ -1,4 +1,4 @@
-"""What a report says besides its figures: what was not seen, what rests on what, what does not compute reliably."""
+"""Notes and warnings of a report: limits of the simulation, assumptions, unreliable computations."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ MOVES = (
     "they come back early"
 )
 
-_MORE = 1.05  # times what a file takes by default: what it takes at another level is said above this
+_NOTED_LEVEL_RATIO = 1.05  # of the default level's peak: a level above this gets a note
 
 
 def warnings(compiled: Compiled, result: onnx.ModelProto) -> tuple[str, ...]:
-    """What ONNX Runtime does not compute reliably: in the original, and in the model that users run."""
+    """Return warnings of results that ONNX Runtime does not compute reliably, in the original or in the result."""
     ranks = {name: len(tensor.shape) for name, tensor in compiled.tensors.items()}
     races = fixed_draws.race_warnings(compiled.graph.model, compiled.kernels)
     return races + known_bugs.warnings(result, ranks) + placement.warnings(compiled)
 
 
 def on_device(compiled: Compiled) -> tuple[str, ...]:
-    """What a plan for a device was checked against, and what it rests on."""
+    """Return how a plan for a device was checked, and the assumptions it rests on."""
     kernels = compiled.kernels
     if kernels.device == "cpu":
         return ()
@@ -48,7 +48,7 @@ def on_device(compiled: Compiled) -> tuple[str, ...]:
 
 
 def fusing(trained: Footprint | None, budget: int) -> tuple[str, ...]:
-    """Whether a budget for a loop was kept with fused kernels, and what that means where there are none."""
+    """Return whether a loop's budget counts on fused kernels, and the memory without them."""
     if trained is None or not trained.kernels:
         why = Message(": {}", trained.not_fused) if trained and trained.not_fused else ""
         return (Message("training is counted with nothing fused{}", why),) if trained else ()
@@ -62,7 +62,7 @@ def fusing(trained: Footprint | None, budget: int) -> tuple[str, ...]:
 
 
 def unseen(emulated: str, source: onnx.ModelProto) -> tuple[str, ...]:
-    """What ONNX Runtime was not asked of a model, and why; `emulated` as in `Executed`."""
+    """Return which parts of the simulation ONNX Runtime did not confirm, and why; `emulated` as in `Executed`."""
     if emulated and (node := first_training_op(source)):
         return (
             f"{node.op_type} is an op of onnxruntime-training: the plan was made and simulated for the file as it is, "
@@ -73,7 +73,7 @@ def unseen(emulated: str, source: onnx.ModelProto) -> tuple[str, ...]:
     if runtime.available() and model_io.weight_bytes(source) > runtime.MOST_WEIGHTS:
         return (
             f"ONNX Runtime was not shown the {format_bytes(model_io.weight_bytes(source))} of weights: what it folds "
-            "of them was foreseen, what it may fuse into them was not",
+            "from them was predicted, what it may fuse into them was not",
         )
     if runtime.available():
         return ()
@@ -84,9 +84,9 @@ def unseen(emulated: str, source: onnx.ModelProto) -> tuple[str, ...]:
 
 
 def worst_level(peaks: Mapping[str, int], default: int) -> tuple[str, ...]:
-    """Of a file that takes more at another optimisation level than by default; `peaks` in bytes, by level."""
+    """Return a note on a level that takes more than the default one; `peaks` in bytes, by level."""
     level = max(peaks, key=peaks.__getitem__)
-    if peaks[level] <= default * _MORE:
+    if peaks[level] <= default * _NOTED_LEVEL_RATIO:
         return ()
     return (
         f"the budget holds at every optimisation level: at level {level!r} the file takes "
@@ -95,7 +95,7 @@ def worst_level(peaks: Mapping[str, int], default: int) -> tuple[str, ...]:
 
 
 def rounding(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Of values that ONNX Runtime rounds in one of the two files only."""
+    """Return a note on values that ONNX Runtime rounds in only one of the two files."""
     if not names:
         return ()
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""

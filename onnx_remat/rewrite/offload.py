@@ -1,8 +1,7 @@
-"""Recompute against bandwidth: plans that move values to the host's memory and back, where that is the less of the two.
+"""Offload: plans that move values to the host's memory and back where that costs less than recompute.
 
-First comes a plan that moves nothing. What it holds at its peak, and what it computes again at a higher price than a
-move has, are the values worth moving: the next plan may, and starts from the one before. That is repeated while it
-gets better.
+The first plan moves nothing. The values worth moving are those allocated at its peak and those whose recompute costs
+more than a move; the next plan may move them and starts from the plan before. This repeats while plans improve.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from onnx_remat.rewrite.accounting import Goal, LoopMemory
 from onnx_remat.rewrite.fit import Fitted, Work, fit, make_plan
 
 _ROUNDS = 3  # plans that may move values
-_SHARE = 0.4  # of the clock for a plan that moves nothing, and of what is left for each after it
-_EASE = 1.02  # of the lowest budget that was found: what a plan to start from is asked to keep
+_SHARE = 0.4  # of the time limit for the plan without moves, and of the rest for each later plan
+_START_HEADROOM = 1.02  # on the lowest budget found, for the plan to start from
 _LOOK = 0.25  # of the effort for that plan
 
 
 def fit_with_moves(goal: Goal, work: Work, reserve: float) -> Fitted:
-    """`fit.fit` among plans that may move values to the host and back, and those that do not; the one that takes least.
+    """Run `fit.fit` with and without moves to the host; return the plan with the least extra compute.
 
     Raises
     ------
@@ -75,9 +74,9 @@ def fit_with_moves(goal: Goal, work: Work, reserve: float) -> Fitted:
 
 
 def _lowest(goal: Goal, error: BudgetInfeasibleError, options: Options, deadline: Deadline) -> Schedule:
-    """A plan as low as they were found without moves."""
+    """Return the lowest schedule found without moves."""
     compiled, kept = goal.memory.compiled, goal.memory.bookkeeping
-    allowed = goal.memory.budget(int((error.best_peak_bytes - kept) * _EASE))
+    allowed = goal.memory.budget(int((error.best_peak_bytes - kept) * _START_HEADROOM))
     within = replace(goal, allowed=allowed)
     less = replace(options, effort=options.work_seconds() * _LOOK)
     try:

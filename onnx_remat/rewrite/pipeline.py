@@ -98,12 +98,12 @@ def plan_model(model: model_io.Model, budget: str | int | Budget, **options: Unp
     OnnxRematError
         As `rewrite_model`.
     """
-    asked = parse_budget(budget)
+    parsed = parse_budget(budget)
     with first_use() as kernels:
         planner = begin(model, options, kernels)
         if planner.options.offload:
             raise UsageError("offload: plans with moves are rewrite_model's")
-        job = planner.job(asked, planner.deadline)
+        job = planner.job(parsed, planner.deadline)
         job.compile(kernels, PLANNER)
     try:
         return make_plan(job.goal, job.goal.target(), planner.options, job.deadline)
@@ -150,10 +150,10 @@ def rewrite_model(model: model_io.Model, budget: str | int | Budget, **options: 
 
 def rewrite(model: model_io.Model, budget: str | int | Budget, options: PlanningOptions, advise: bool = True) -> Result:
     """As `rewrite_model`; without `advise`, a refusal names a budget that was not tried, but comes sooner."""
-    asked = parse_budget(budget)
+    parsed = parse_budget(budget)
     with first_use() as kernels:
         planner = begin(model, options, kernels)
-        return _rewrite(planner.job(asked, planner.deadline), kernels, advise)
+        return _rewrite(planner.job(parsed, planner.deadline), kernels, advise)
 
 
 def _rewrite(job: Job, kernels: FirstUse, advise: bool) -> Result:
@@ -179,24 +179,24 @@ def _rewrite(job: Job, kernels: FirstUse, advise: bool) -> Result:
     with job.clock.stage("verify"):
         measured = _verify(job, written, fitted.executed)
     report = _report(job, fitted, measured)
-    asked = _as_asked(written.model, options)
     return Result(
-        asked, report, planner.folder, memory.compiled, planner.original, final, tuple(written.recomputed)
+        _as_written(written.model, options), report, planner.folder, memory.compiled, planner.original, final,
+        tuple(written.recomputed),
     )  # fmt: skip
 
 
-_ASKED = 2  # budgets tried before a refusal names one
+_TRIED_BUDGETS = 2  # most budgets that are tried before a refusal advises one
 
 
 def _to_ask_for(refusal: Refusal, job: Job, within: Callable[[Goal], Fitted]) -> int:
-    """A budget that a file was found for: a little above the lowest plan, or what the file of a first look takes.
+    """Return a budget that a file was found for: a little above the lowest plan, or the bytes of the first look's file.
 
-    0 where neither is less than the original takes. A search by the clock may end otherwise another time, and there is
-    no time for a second one: then only the first look counts.
+    0 where neither is below the original. A search limited by the clock may end differently next time, and there is no
+    time for a second one: then only the first look counts.
     """
     found, again = refusal.looked, refusal
     most = job.goal.memory.original_bytes
-    for _ in range(_ASKED if job.planner.options.effort is not None else 0):
+    for _ in range(_TRIED_BUDGETS if job.planner.options.effort is not None else 0):
         candidate = again.candidate
         if not 0 < candidate < min(found or most, most):
             break
@@ -209,7 +209,7 @@ def _to_ask_for(refusal: Refusal, job: Job, within: Callable[[Goal], Fitted]) ->
 
 
 def _verify(job: Job, written: Rewritten, executed: Mapping[str, Executed]) -> verify.Measured | None:
-    """Check the written file as far as was asked for; what was measured, if it was run."""
+    """Check the written file as `Options.verify` says; return the measurements if it was run."""
     planner, compiled = job.planner, job.goal.memory.compiled
     plain, options = executed["disable"], planner.options
     if options.verify != "none":
@@ -229,7 +229,7 @@ def _verify(job: Job, written: Rewritten, executed: Mapping[str, Executed]) -> v
 
 
 def _report(job: Job, fitted: Fitted, measured: verify.Measured | None) -> Report:
-    """What was done and what it takes, of the original and of the file as ONNX Runtime runs it by default."""
+    """Return the report on the original and on the file as ONNX Runtime runs it by default."""
     plan, written, executed = fitted.plan, fitted.written, fitted.executed
     planner, memory = job.planner, job.goal.memory
     options, compiled, original, final = planner.options, memory.compiled, planner.original, list(executed.values())[-1]
@@ -238,7 +238,7 @@ def _report(job: Job, fitted: Fitted, measured: verify.Measured | None) -> Repor
         problem, allowed = memory.bounded(job.goal.allowed)
         until, per_node = job.deadline.passed, memory.bookkeeping_per_node
         at_least = 0.0 if options.offload else cost_lower_bound(problem, allowed, None, until, per_node)
-        if at_least > plan.extra_compute:  # what is fused has fewer values than the nodes that the bound is for
+        if at_least > plan.extra_compute:  # fused kernels have fewer values than the nodes that the bound counts
             at_least = 0.0
     with job.clock.stage("arena"):
         arenas = reserves(original, original.timeline), reserves(final, after)
@@ -322,7 +322,7 @@ class Planner:
         return Job(self, goal, _Stopwatch(self.options.progress, self.seconds), deadline)
 
     def impossible_below(self, floor: int) -> int:
-        """No budget below this is kept where no plan peaks below `floor`; what the original takes is kept by itself."""
+        """Return the least budget that could be kept if no plan peaks below `floor`: at most the original's bytes."""
         return min(self.memory.budget(floor), self.memory.original_bytes)
 
     def keeps(self, budget: int) -> bool:
@@ -340,7 +340,7 @@ class Job:
     deadline: Deadline
 
     def compile(self, kernels: FirstUse, groups: tuple[str, ...]) -> None:
-        """See to it that some kernels are compiled; a first use is none of the time limit's."""
+        """Compile some kernels if they are not yet; the time limit does not count it."""
         self.planner.options.progress("compile", 0.0)
         seconds = kernels.compile(groups)
         self.clock.waited(seconds)
@@ -389,20 +389,20 @@ def begin(model: model_io.Model, given: PlanningOptions, kernels: FirstUse | Non
 def _at_every_level(
     original: Executed, compiled: Compiled, folder: Path | None, options: Options
 ) -> dict[str, Executed]:
-    """The original as ONNX Runtime executes it at each level, where it is asked; `original` is that by default."""
+    """Return the original as ONNX Runtime executes it at each level; `original` is that of the default level."""
     if original.emulated:
         return {"all": original}
     others = [level for level in levels() if level != "all"]
     return {**at_levels(compiled.graph.model, folder, others, options.preparation(), compiled), "all": original}
 
 
-def _as_asked(model: onnx.ModelProto, options: Options) -> onnx.ModelProto:
-    """The model as it is written: in a body, where no memory patterns are wanted."""
+def _as_written(model: onnx.ModelProto, options: Options) -> onnx.ModelProto:
+    """Return the model as it is written: in the body of an If where memory patterns are off."""
     return model if options.patterns else into_body(model)
 
 
 def _as_trained(executed: Executed, model: onnx.ModelProto, options: Options) -> Footprint | None:
-    """What a loop takes; nothing where a session cannot open such a step."""
+    """Return the memory of a loop; None where a session cannot open the step."""
     try:
         check_openable(model)
         return predict(executed, fuse=options.fuse, costs=options.costs)
@@ -411,7 +411,7 @@ def _as_trained(executed: Executed, model: onnx.ModelProto, options: Options) ->
 
 
 def _unchanged(job: Job) -> Result:
-    """The original as it is: it keeps the budget already."""
+    """Return the original as the result: it keeps the budget."""
     planner, memory, clock = job.planner, job.goal.memory, job.clock
     options, compiled, original, trained = planner.options, memory.compiled, planner.original, planner.trained
     peak, nodes = describe(original, original.timeline), compiled.graph.n_nodes()
@@ -434,11 +434,11 @@ def _unchanged(job: Job) -> Result:
         warnings=warnings(compiled, compiled.graph.model),
         run_by=memory.run_by, loop_before=trained, loop_after=trained,
     )  # fmt: skip
-    return Result(_as_asked(compiled.graph.model, options), report, planner.folder, compiled, original, original, ())
+    return Result(_as_written(compiled.graph.model, options), report, planner.folder, compiled, original, original, ())
 
 
 class _Stopwatch:
-    """Seconds per stage, summed over repeats; also tells the progress callback which stage runs."""
+    """Seconds per stage, summed over repeats; it also calls the progress callback."""
 
     def __init__(
         self, progress: Callable[[str, float], None], seconds: Mapping[str, float] = MappingProxyType({})
@@ -447,7 +447,7 @@ class _Stopwatch:
         self._progress = progress
 
     def waited(self, seconds: float) -> None:
-        """Count seconds that a first use took to compile, if it is one."""
+        """Add the seconds of a first use's compilation."""
         if seconds:
             self.seconds["compile"] = self.seconds.get("compile", 0.0) + seconds
 

@@ -45,7 +45,7 @@ class Report(Finding):
     ----------
     selector : str
     budget : int
-        Bytes asked for.
+        The budget in bytes.
     before, after : Peak
         Simulated peaks of the original and of the rewritten model as ONNX Runtime executes them by default.
     peaks_by_level : mapping
@@ -67,7 +67,7 @@ class Report(Finding):
         What the arena adds to either peak.
     measured : Measured or None
     notes : tuple of str
-        What the reader should know besides.
+        Further facts.
     warnings : tuple of str
         What in the original keeps its results from being the same in every run.
     run_by : str
@@ -132,7 +132,7 @@ class Report(Finding):
         return self.loop_before.books if self.run_by == "loop" and self.loop_before else 0
 
     def helpers(self) -> int:
-        """Nodes that were added besides recomputes and control edges: what an edge waits through, private buffers."""
+        """Return the number of helper nodes: those that edges wait through, and those of private buffers."""
         copies = 2 * len(self.moved.values) if self.moved else 0
         return self.nodes_after - self.nodes_before - self.recomputed - self.control_edges - copies
 
@@ -211,12 +211,12 @@ class Report(Finding):
 
     @staticmethod
     def _sides(
-        before: object, after: object, fields: tuple[tuple[str, str], ...], told: Callable[[int], str] = format_bytes
+        before: object, after: object, fields: tuple[tuple[str, str], ...], write: Callable[[int], str] = format_bytes
     ) -> list[tuple[str, str, str]]:
-        """One row per field, in bytes unless `told` otherwise; none where a side is missing."""
+        """Return one row per field, as `write` formats it; none where a side is missing."""
         if before is None or after is None:
             return []
-        return [(label, told(getattr(before, field)), told(getattr(after, field))) for label, field in fields]
+        return [(label, write(getattr(before, field)), write(getattr(after, field))) for label, field in fields]
 
     def _measured_lines(self, m: Measured) -> list[str]:
         rows = [("measured", "before", "after")]
