@@ -1,15 +1,15 @@
-"""Where every large value of a step lies: one slab, and new state on top of the old.
+"""Layout of every large value of a step: in one slab, and new state in place of the old.
 
-With all its large values bound to memory of ours, ONNX Runtime shares nothing by itself: lifetimes, and so what may
-share an address, follow from the order in which the nodes run. A value lives from the node that makes it to the last
-that reads it or a view of it; a graph output to the end. Two values may share an address
+When all large values are bound, ONNX Runtime does not reuse memory by itself: lifetimes, and therefore which values may
+share addresses, follow from the execution order. A value is live from the node that produces it to the last reader of
+it or of a view of it; a graph output is live to the end. Two values may share addresses
 
-* if their lifetimes do not meet;
-* or if one is made by the last node that reads the other, at the same address exactly, by a kernel that was measured to
-  be safe so (`kernels.in_place`).
+* if their lifetimes are disjoint;
+* or if the last reader of one produces the other, at exactly the same address, by a kernel that was measured to be safe
+  in place (`kernels.in_place`).
 
-New state may lie in the memory of the old one under the same rule: every node that reads the old value, or a view of
-it, runs before the one that makes the new.
+New state may use the memory of the old state under the same rule: every reader of the old value, or of a view of it,
+runs before the producer of the new value.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from onnx_remat.ort.moves import DOWN, UP
 from onnx_remat.session.lean_graph import LeanNode, as_run
 
 LEAST = 4096
-"""Bytes from which on a value is bound; smaller ones stay with ONNX Runtime, but for graph outputs."""
+"""Size in bytes from which on a value is bound; ONNX Runtime allocates smaller ones, except graph outputs."""
 
 
-_DEVICE_ALIGNMENT = 256  # what ONNX Runtime's arena gives, and cudaMalloc
+_DEVICE_ALIGNMENT = 256  # that of ONNX Runtime's arena, and of cudaMalloc
 
 
 def least(kernels: Kernels) -> int:
-    """Bytes from which on values are bound: on a device all are, or small ones would break up what kernels work in."""
+    """Return the size from which on values are bound: on a device all, since small ones would fragment workspace."""
     return LEAST if kernels.device == "cpu" else 1
 
 
 EFFORT = 4
-"""Turns of search for the layout, a third of a second each; none is taken where the first one is as low as can be."""
+"""Rounds of search for the layout, a third of a second each; none where the first layout is optimal."""
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A step as it runs, with what the layout needs to know of its values.
+    """A step in execution order, with the facts about its values that a layout needs.
 
     Attributes
     ----------
@@ -60,10 +60,10 @@ class Program:
     outputs : tuple of str
         Graph outputs.
     root : mapping of str to str
-        Value whose memory each value lies in, for views; others are left out.
+        Value whose memory a view shares, by view.
     kernels : Kernels
     on_host : frozenset of str
-        Values that lie in host memory although the step runs on a device, and small ones that may.
+        Values in host memory although the step runs on a device, and small values that may be.
     """
 
     steps: tuple[LeanNode, ...]
@@ -77,7 +77,7 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A value's place in the slab."""
+    """Offset of a value in the slab."""
 
     name: str
     offset: int
@@ -86,7 +86,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """What is bound where.
+    """Layout of the bound values.
 
     Attributes
     ----------
@@ -94,11 +94,11 @@ class Binding:
     height : int
         Bytes of the slab.
     live : int
-        The most bytes of bound values that are alive at once: no slab can be smaller.
+        Peak of live bytes of bound values: a lower bound on every slab.
     donated : mapping of str to str
-        Input in whose memory an output lies.
+        Input by the output that is written in its place.
     not_donated : mapping of str to str
-        Why an output that was to be donated is not.
+        Reason by output, for requested donations that are not made.
     """
 
     placements: tuple[Placement, ...]
@@ -116,7 +116,7 @@ def program(
     kernels: Kernels,
     opset: int = 20,
 ) -> Program:
-    """Tell views from values that own their memory. A view that is a graph output is a copy, and owns its own."""
+    """Build a program: distinguish views from values that own memory; a view that is a graph output is a copy."""
     root: dict[str, str] = {}
     for step in steps:
         for slot, out in kernels.aliases(step.node):
@@ -131,10 +131,10 @@ def program(
 def _on_host(
     steps: Sequence[LeanNode], tensors: Mapping[str, Tensor], kernels: Kernels, opset: int, inputs: Sequence[str]
 ) -> frozenset[str]:
-    """What nodes without a kernel on the device make, and what those that have one leave in host memory.
+    """Return outputs of nodes without a kernel on the device, and outputs that device kernels leave in host memory.
 
-    Nodes that compute shapes from such values run on the host as well, by rules of the runtime's own. Of a small value
-    that is made of nothing else it is not asked: it is taken for one of the host's, and stays with the runtime.
+    ONNX Runtime also runs nodes on the host that compute shapes from such values, by its own rules. A small value
+    computed only from such values is assumed to be on the host, and ONNX Runtime allocates it.
     """
     found: set[str] = set()
     made = set(inputs)
@@ -152,7 +152,7 @@ def _on_host(
 
 
 def readers(program: Program) -> dict[str, list[int]]:
-    """Steps that read each value or a view of it, in execution order, by the value that owns the memory."""
+    """Return the positions of nodes that read each value or a view of it, by the value that owns the memory."""
     found: dict[str, list[int]] = {}
     for i, step in enumerate(program.steps):
         for name in dict.fromkeys(program.root.get(name, name) for name in step.reads):
@@ -161,7 +161,7 @@ def readers(program: Program) -> dict[str, list[int]]:
 
 
 def waiting(program: Program, pairs: Mapping[str, str]) -> Program:
-    """The same program with each renewing step moved behind the last reader of what it renews, where that is possible.
+    """Move each renewing node after the last reader of the input that it renews, where possible; return the program.
 
     Parameters
     ----------
@@ -192,7 +192,7 @@ def waiting(program: Program, pairs: Mapping[str, str]) -> Program:
 
 
 def donations(program: Program, pairs: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Which outputs may lie in the memory of the inputs they renew, and why the others may not.
+    """Return the outputs that may be written in place of the inputs they renew, and why the others may not.
 
     Parameters
     ----------
@@ -220,7 +220,7 @@ def donations(program: Program, pairs: Mapping[str, str]) -> tuple[dict[str, str
 
 
 def _unsafe(program: Program, output: str, name: str, maker: int, read_at: Sequence[int]) -> str:
-    """Why `output` must not lie where input `name` does; nothing where it may."""
+    """Return why `output` must not be written in place of input `name`; empty where it may."""
     if name not in program.inputs:
         return f"there is no input {name!r}"
     if maker < 0:
@@ -241,12 +241,12 @@ def _unsafe(program: Program, output: str, name: str, maker: int, read_at: Seque
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Is it an array of elements of whole bytes?"""
+    """Is the tensor an array whose elements have whole bytes?"""
     return tensor.dtype not in (TensorProto.UNDEFINED, TensorProto.STRING) and bits(tensor.dtype) % 8 == 0
 
 
 def overwrites_safely(program: Program, at: int, made: str, read: str) -> bool:
-    """May step `at` write `made` exactly where `read` lies, which it reads itself?"""
+    """May the node at position `at` write `made` in place of its input `read`?"""
     step, new = program.steps[at], program.tensors[made]
     if read in (program.root.get(name, name) for name in step.captured):
         return False
@@ -264,7 +264,7 @@ def overwrites_safely(program: Program, at: int, made: str, read: str) -> bool:
 
 
 def bindable(program: Program, least: int = LEAST) -> list[str]:
-    """Values that own memory and are bound: graph outputs that a node makes, and others of `least` bytes or more."""
+    """Return the values to bind: graph outputs that a node produces, and owners of `least` or more bytes of memory."""
     return [
         name
         for step in program.steps
@@ -277,7 +277,7 @@ def bindable(program: Program, least: int = LEAST) -> list[str]:
 
 
 def bind(program: Program, pairs: Mapping[str, str], least: int = LEAST, seconds: float | None = None) -> Binding:
-    """Place every bindable value: donated outputs in their inputs' memory, all others in one slab.
+    """Lay out every bindable value: donated outputs in their inputs' memory, all others in one slab.
 
     Parameters
     ----------
@@ -285,14 +285,14 @@ def bind(program: Program, pairs: Mapping[str, str], least: int = LEAST, seconds
     pairs : mapping of str to str
         Input that each output to be donated renews.
     least : int
-        Bytes from which on values are bound.
+        Size in bytes from which on values are bound.
     seconds : float, optional
-        That the search for a low slab may take at most.
+        Limit on the search for a small slab.
     """
     donated, refused = donations(program, pairs)
     names = [name for name in bindable(program, least) if name not in donated]
     start, end = lifetimes(program, names)
-    group = _taken_over(program, names, start, end)
+    group = _in_place_chains(program, names, start, end)
     heads = list(dict.fromkeys(group.values()))
     number = {head: i for i, head in enumerate(heads)}
     lower = np.array([start[head] for head in heads], np.int64)
@@ -306,9 +306,9 @@ def bind(program: Program, pairs: Mapping[str, str], least: int = LEAST, seconds
 
 
 def _lay_out(lower: Longs, upper: Longs, size: Longs, apart: bool, seconds: float | None) -> tuple[Longs, int, int]:
-    """Offsets, height and the most that is alive at once; small values `apart`, above the others, and not searched for.
+    """Return offsets, height and the peak of live bytes; with `apart`, small values lie above the others.
 
-    There are thousands of them on a device, and all together they are a small fraction of the slab.
+    A device has thousands of small values, which together are a small fraction of the slab: they are not searched for.
     """
     if not apart:
         found = layout.solve(lower, upper, size, effort=EFFORT, time_limit=seconds)
@@ -324,7 +324,7 @@ def _lay_out(lower: Longs, upper: Longs, size: Longs, apart: bool, seconds: floa
 
 
 def lifetimes(program: Program, names: Sequence[str]) -> tuple[dict[str, int], dict[str, int]]:
-    """First and last step of each value; the last step of graph outputs is the last of all."""
+    """Return the first and last position at which each value is live; graph outputs are live to the end."""
     read_at = readers(program)
     makers = {name: i for i, step in enumerate(program.steps) for name in step.writes}
     last = len(program.steps) - 1
@@ -334,7 +334,7 @@ def lifetimes(program: Program, names: Sequence[str]) -> tuple[dict[str, int], d
 
 
 def kept_on_host(program: Program) -> int:
-    """The most bytes that the host keeps at once of values that are moved there (`ort.moves`)."""
+    """Return the peak of bytes that are moved to the host (`ort.moves`)."""
     back = {step.node.input[0] for step in program.steps if step.node.op_type == UP}
     homes = [s.node.output[0] for s in program.steps if s.node.op_type == DOWN and s.node.output[0] in back]
     start, end = lifetimes(program, homes)
@@ -345,13 +345,13 @@ def kept_on_host(program: Program) -> int:
     return int(np.cumsum(change).max(initial=0))
 
 
-def _taken_over(
+def _in_place_chains(
     program: Program, names: Sequence[str], start: Mapping[str, int], end: Mapping[str, int]
 ) -> dict[str, str]:
-    """For each value the first of the chain of values that take over one another's memory."""
+    """Return for each value the first value of its chain of in-place writes, which share one address."""
     head = {}
     taken: set[str] = set()
-    for name in names:  # in execution order, so that what is taken over has its head already
+    for name in names:  # in execution order, so that overwritten values already have a head
         head[name] = name
         at = start[name]
         for read in dict.fromkeys(program.root.get(n, n) for n in program.steps[at].reads):

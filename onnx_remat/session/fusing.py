@@ -1,7 +1,7 @@
-"""A step with its elementwise nodes fused: between the order of its nodes and the layout of their values.
+"""Fuse the elementwise nodes of a step, between ordering its nodes and laying out their values.
 
-Fusing is a pure function of what was laid out unfused. It is kept only where it costs nothing: the slab is no larger,
-and every output that renews an input in place still does.
+Fusion is a pure function of the unfused layout. It is used only where it costs nothing: the slab is not larger, and
+every output written in place stays so.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """What became of a step: nodes before, kernels, and why it runs unfused, if it does; `slab` bytes it takes then."""
+    """Result of fusion: nodes and slab bytes of the unfused step, kernels, and why it runs unfused, if it does."""
 
     nodes: int
     kernels: int = 0
@@ -35,14 +35,14 @@ class Fused:
 
 
 MOST_NODES = 20_000
-"""Of a step that is fused: groups are found in time that grows with the square of its nodes, some 10 s here."""
+"""Maximum number of nodes of a step to fuse: the time to find groups grows quadratically, to some 10 s here."""
 
 UNFUSED = Message("{}", Setting("fuse", False))
-"""Why a step runs unfused that was asked to."""
+"""Reason of a step that runs unfused by request."""
 
 
 def why_not(provider: str) -> str:
-    """Why sessions that this environment opens with a provider run unfused, or nothing."""
+    """Return why sessions with a provider run unfused in this environment; empty where they fuse."""
     from onnx_remat.fuse import kernels, library
     from onnx_remat.ort import runtime
 
@@ -53,16 +53,16 @@ def why_not(provider: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Why a step that was laid out is not fused."""
+    """Reason why a layout is not fused."""
 
     why_not: str
 
 
 @dataclass(frozen=True, slots=True)
 class Laid:
-    """A step with fused nodes: as it runs, what is bound where, and its kernels by handle.
+    """A step with fused nodes: its program, the layout of its values, and its kernels by handle.
 
-    `members`: the steps that each kernel computes, by the first value that it makes.
+    `members` are the nodes that each kernel replaces, by its first output.
     """
 
     program: Program
@@ -80,22 +80,22 @@ def fused(
     secret: int,
     seconds: float | None = None,
 ) -> Laid | Refused:
-    """A laid out step with fused nodes, laid out anew; or why it is to run as it is.
+    """Fuse nodes of a step and lay it out again; return `Refused` where it should run unfused.
 
     Parameters
     ----------
     program : Program
     bound : Binding
-        Of that program.
+        Layout of `program`.
     opset : int
     constants : mapping of str to float
-        Values that are known to be one number, see `numbers`.
+        Constants of a single number, see `numbers`.
     least : int
-        Bytes from which on a value is bound.
+        Size in bytes from which on a value is bound.
     secret : int
-        Under which nodes name their kernels.
+        Part of the names of kernels.
     seconds : float, optional
-        That the search for a low slab may take at most.
+        Limit on the search for a small slab.
     """
     from onnx_remat.fuse.groups import Schedule
     from onnx_remat.fuse.nodes import FusedNode, fuse
@@ -129,7 +129,7 @@ def fused(
     laid = binding.bind(again, bound.donated, least, seconds)
     if laid.donated != bound.donated:
         return Refused("less of its state could be renewed in place")
-    # A layout may miss its bound by a little, fused or not; what fewer nodes save of bookkeeping is more, by far.
+    # A layout may miss its bound by a little, fused or not; fewer nodes save far more bookkeeping than that.
     saved = bookkeeping_bytes(len(program.steps)) - bookkeeping_bytes(len(steps), len(found.kernels))
     if laid.height > bound.height + saved // 2:
         return Refused(f"its slab would take {laid.height} bytes, not {bound.height}")
@@ -145,7 +145,7 @@ _NUMBERS = (1, 6, 7, 11)  # float32, int32, int64, float64
 
 
 def numbers(graph: onnx.GraphProto, more: Iterable[onnx.TensorProto] = ()) -> Mapping[str, float]:
-    """Weights of one number that nobody can feed."""
+    """Return the weights of a single number that are not inputs."""
     from onnx import TensorProto, numpy_helper
 
     fed = {value.name for value in graph.input}
@@ -158,7 +158,7 @@ def numbers(graph: onnx.GraphProto, more: Iterable[onnx.TensorProto] = ()) -> Ma
 
 
 def write(kernels: tuple[Kernel, ...], secret: int, path: Path) -> None:
-    """Compile kernels and write them, with their descriptions, for `offered`."""
+    """Compile kernels and write them with their descriptions to a file for `offered`."""
     from onnx_remat.fuse.kernels import compiled
 
     codes = compiled([kernel.text for kernel in kernels])
@@ -168,14 +168,14 @@ def write(kernels: tuple[Kernel, ...], secret: int, path: Path) -> None:
         if each not in place:
             place[each] = len(code)
             code += each
-    told = [kernel.numbers(place[each]) for kernel, each in zip(kernels, codes, strict=True)]
-    head = json.dumps({"secret": secret, "kernels": told}).encode()
+    described = [kernel.numbers(place[each]) for kernel, each in zip(kernels, codes, strict=True)]
+    head = json.dumps({"secret": secret, "kernels": described}).encode()
     path.write_bytes(len(head).to_bytes(8, "little") + head + code)
 
 
 @contextmanager
 def offered(path: Path) -> Iterator[None]:
-    """While this lasts, the model for which kernels were written to a file can be loaded."""
+    """Within the block, make the kernels in a file available to the model that they were written for."""
     from onnx_remat.fuse import library
 
     data = path.read_bytes()
@@ -186,5 +186,5 @@ def offered(path: Path) -> Iterator[None]:
 
 
 def kernels_of(copy: Path) -> Path:
-    """Where the kernels of a private copy lie."""
+    """Return the path of the kernels of a lean graph."""
     return copy.with_suffix(".kernels")

@@ -1,11 +1,11 @@
-"""The copy of a step that a `Session` loads: control edges taken out, nodes in the order they shall run.
+"""The lean graph of a step, which a `Session` loads: without control edges, nodes in execution order.
 
-ONNX Runtime's default order needs control edges to hold. A copy that never leaves the process needs none: with its
-optimisations off and ``ExecutionOrder.PRIORITY_BASED``, ONNX Runtime runs the nodes as they lie in the file.
+ONNX Runtime's default order needs control edges to enforce a schedule. A temporary copy needs none: without graph
+optimisations and with ``ExecutionOrder.PRIORITY_BASED``, ONNX Runtime runs the nodes in the order of the file.
 
-It changes some graphs whenever it loads them, though: it puts casts around ops that have no half-precision kernel,
-drops casts that meet, duplicates a DequantizeLinear that is read twice, inlines functions. A layout is right for one
-order of one graph, so `difference` compares the graph `as_loaded` with the copy.
+However, ONNX Runtime changes some graphs whenever it loads them: it inserts casts around ops without a half-precision
+kernel, removes adjacent casts, duplicates a DequantizeLinear with two readers, inlines functions. A layout is valid for
+one order of one graph only, so `difference` compares the graph `as_loaded` with the lean graph.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class LeanNode:
     Attributes
     ----------
     node : onnx.NodeProto
-        Its inputs and outputs by slot.
+        The node, with inputs and outputs by slot.
     captured : tuple of str
         Outer values that its bodies read.
     plain : frozenset of int, optional
-        Of a fused node, the input slots that its kernel reads element by element, see `fuse.nodes`.
+        For a fused node, the input slots that its kernel reads element by element, see `fuse.nodes`.
     """
 
     node: onnx.NodeProto
@@ -54,37 +54,37 @@ class LeanNode:
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Every value it depends on, absent inputs left out."""
+        """Values that the node reads, without absent inputs."""
         return tuple(name for name in (*self.node.input, *self.captured) if name)
 
     @property
     def writes(self) -> tuple[str, ...]:
-        """Every value it makes, absent outputs left out."""
+        """Values that the node produces, without absent outputs."""
         return tuple(name for name in self.node.output if name)
 
     @property
     def label(self) -> str:
-        """How messages call it."""
+        """Name of the node in messages."""
         return plain_name(self.node.name) or f"{self.node.op_type}->{next(iter(self.writes), '?')}"
 
 
 def without_control_edges(
     ops: Sequence[graph.Op], model: onnx.ModelProto, tensors: Mapping[str, Tensor]
 ) -> list[LeanNode]:
-    """The nodes of a graph, in the order of `ops`, with nothing left that only pins their order.
+    """Return the nodes of a graph, in the order of `ops`, without those that only enforce the order.
 
-    An Unsqueeze by no axes returns its input as it is, and so does a Concat of it and a vector of no entries (see
-    `write.barriers`): readers read that input. What then nobody reads, of the ops that compute such vectors, is left
-    out. Graph outputs stay.
+    An Unsqueeze by no axes returns its input unchanged, and so does a Concat with an empty vector (see
+    `write.barriers`): their readers read that input instead. Ops that compute such vectors are removed when they have
+    no reader left. Graph outputs stay.
 
     Parameters
     ----------
     ops : sequence of Op
         In execution order.
     model : onnx.ModelProto
-        The model they are of; it is not changed.
+        The model of `ops`; it is not changed.
     tensors : mapping of str to Tensor
-        Shapes of its values.
+        Types and shapes of its values.
     """
     kept = {value.name for value in model.graph.output}
     instead: dict[str, str] = {}
@@ -99,7 +99,7 @@ def without_control_edges(
 
 
 def _changes_nothing(op: graph.Op, tensors: Mapping[str, Tensor]) -> bool:
-    """Is it an Unsqueeze by a vector of no axes, or a Concat of a vector and one of no entries?"""
+    """Is the op an Unsqueeze by no axes, or a Concat of a vector with an empty one?"""
     if op.node.op_type not in ("Unsqueeze", "Concat") or op.node.domain or len(op.inputs) != 2:
         return False
     first, second = (tensors[name] for name in op.inputs)
@@ -116,7 +116,7 @@ def _reading(op: graph.Op, instead: Mapping[str, str]) -> LeanNode:
 
 
 def _without_unread(steps: list[LeanNode], kept: Iterable[str]) -> list[LeanNode]:
-    """`steps` less the ops that computed axes for nobody else."""
+    """Return `steps` without ops on axes that have no reader left."""
     wanted = set(kept)
     left = []
     for step in reversed(steps):
@@ -133,18 +133,18 @@ _EXACT = {
     "LessOrEqual", "Max", "Min", "Mul", "Neg", "Not", "Or", "Range", "ReduceMax", "ReduceMin", "ReduceProd",
     "ReduceSum", "Reshape", "Shape", "Size", "Slice", "Squeeze", "Sub", "Transpose", "Unsqueeze", "Where",
 }  # fmt: skip
-"""Ops on sizes whose results are the same to the last bit whoever computes them."""
+"""Ops on sizes whose results are bit-identical in every implementation."""
 
-_EXACT_OF_INTEGERS = {"Range", "ReduceProd", "ReduceSum"}  # of floats the order of steps shows in the last bit
+_EXACT_OF_INTEGERS = {"Range", "ReduceProd", "ReduceSum"}  # for floats the order of operations affects the last bit
 
 
 def without_sizes(
     steps: Sequence[LeanNode], model: onnx.ModelProto, tensors: Mapping[str, Tensor]
 ) -> tuple[list[LeanNode], tuple[onnx.TensorProto, ...]]:
-    """`steps` less what only computes with sizes, all of which are known here, and the results that others read.
+    """Return `steps` without those that only compute with sizes, and their outputs that others read as constants.
 
-    A step whose batch was left open measures what it is given. On a device each such number is computed on the host,
-    which waits for it.
+    All sizes are known here, but a step with a symbolic batch computes them from its inputs. On a device, each such
+    number is computed on the host, which waits for it.
     """
     opsets = {entry.domain: entry.version for entry in model.opset_import}
     fed, kept = ({value.name for value in values} for values in (model.graph.input, model.graph.output))
@@ -159,7 +159,7 @@ def without_sizes(
     for step in steps:
         made = {tensors[name].dtype for name in step.writes}
         rounds = step.node.op_type in _EXACT_OF_INTEGERS and not made <= {TensorProto.INT32, TensorProto.INT64}
-        copied = step.node.op_type in ("MemcpyFromHost", "MemcpyToHost")  # a weight lies where it is read
+        copied = step.node.op_type in ("MemcpyFromHost", "MemcpyToHost")  # a weight is already where it is read
         exact = copied or (step.node.op_type in _EXACT and not rounds)
         if exact and not step.captured and kept.isdisjoint(step.writes):
             node = onnx.helper.make_node("Identity", step.reads, step.writes) if copied else step.node
@@ -175,9 +175,9 @@ def _is_small(weight: onnx.TensorProto) -> bool:
 
 
 def moved_when_due(steps: Sequence[LeanNode], kernels: Kernels) -> list[LeanNode]:
-    """`steps` with what is moved to the host copied down as soon as it is made, and up as late as it is read.
+    """Return `steps` with copies to the host as early, and copies from it as late as possible.
 
-    No control edge says so: one would pass through the host's copy, on the device.
+    Control edges cannot enforce this: an edge would run through the host's copy, on the device.
     """
     down = {step.node.output[0]: step for step in steps if step.node.op_type == DOWN}
     late: dict[str, LeanNode] = {}  # copies up of what was copied down, and views of them
@@ -215,25 +215,24 @@ def moved_when_due(steps: Sequence[LeanNode], kernels: Kernels) -> list[LeanNode
 
 
 def edges(steps: Sequence[LeanNode]) -> tuple[list[list[int]], list[bool]]:
-    """For each step the steps whose values it reads, and whether it is a Shape or a Size."""
+    """Return for each node the nodes whose outputs it reads, and whether it is a Shape or a Size."""
     maker = {name: i for i, step in enumerate(steps) for name in step.writes}
     producers = [[maker[name] for name in step.reads if name in maker] for step in steps]
     return producers, [step.node.op_type in ("Shape", "Size") and not step.node.domain for step in steps]
 
 
 def as_run(steps: Sequence[LeanNode]) -> list[LeanNode]:
-    """`steps` in the order ONNX Runtime takes them from a file in which they lie in this order."""
+    """Return `steps` in the order in which ONNX Runtime runs them from a file with this order."""
     return [steps[i] for i in priority_order(*edges(steps))]
 
 
 def copy_of(
     model: onnx.ModelProto, steps: Sequence[LeanNode], bound: Iterable[str], constants: Iterable[onnx.TensorProto] = ()
 ) -> onnx.ModelProto:
-    """The model to load: `steps` as they lie, and the values named in `bound` as graph outputs besides the model's own.
+    """Return the model to load: `steps` in their order, with the values in `bound` as additional graph outputs.
 
-    `constants` are known besides its weights.
-
-    Names of nodes become their positions. What only readers of a file need is left out; the runtime keeps all of it.
+    `constants` are added to the model's weights. Names of nodes start with their positions. Documentation and metadata
+    are left out, since ONNX Runtime would keep them in memory.
     """
     source = model.graph
     copy = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import)
@@ -260,13 +259,14 @@ def copy_of(
 
 
 def as_loaded(copy: onnx.ModelProto, path: Path, providers: Sequence[str]) -> onnx.ModelProto:
-    """The graph that ONNX Runtime has once it has loaded a private copy, weights included.
+    """Return the graph that ONNX Runtime has after loading a lean graph, weights included.
 
     Parameters
     ----------
     copy : onnx.ModelProto
+        The lean graph.
     path : Path
-        Where the copy was written.
+        File of the lean graph.
     providers : sequence of str
 
     Raises
@@ -284,10 +284,10 @@ def as_loaded(copy: onnx.ModelProto, path: Path, providers: Sequence[str]) -> on
 
 
 def difference(planned: onnx.ModelProto, loaded: onnx.ModelProto) -> str:
-    """The first node in which two graphs differ, for a message; nothing where they are the same.
+    """Describe the first node in which two graphs differ, for a message; empty where they are equal.
 
-    Nodes are compared by name: op, inputs, outputs, and the nodes of their bodies. Their order in the two files is of
-    no account, since ONNX Runtime saves a graph in another order than it runs it in.
+    Nodes are compared by name: op, inputs, outputs, and the nodes of their bodies. Their order in the two files is
+    ignored, since ONNX Runtime saves a graph in another order than it runs it.
     """
     made = {node.name: node for node in loaded.graph.node}
     for node in planned.graph.node:
@@ -309,18 +309,18 @@ def _facts(node: onnx.NodeProto) -> tuple[Any, ...]:
 
 
 def _without_absent(names: Sequence[str]) -> tuple[str, ...]:
-    """Names of slots, less the empty ones at the end, which mean nothing."""
+    """Return names of slots without empty ones at the end, which have no meaning."""
     last = max((i for i, name in enumerate(names) if name), default=-1)
     return tuple(names[: last + 1])
 
 
 def named(position: int, name: str) -> str:
-    """What a node of a private copy is called: its position, and its name in the step."""
+    """Return the name of a node in a lean graph: its position and its name in the step."""
     return f"{position}:{name}"
 
 
 def plain_name(name: str) -> str:
-    """A node's name in the step.
+    """Return a node's name in the step.
 
     >>> plain_name(named(7, "fc1/MatMul")), plain_name("InsertedPrecisionFreeCast_x")
     ('fc1/MatMul', 'InsertedPrecisionFreeCast_x')

@@ -1,8 +1,8 @@
-"""What a `Session` needs to know of a step, found out in a process of its own.
+"""Plan a `Session` for a step in a separate process.
 
-Planning takes memory: the model as Python sees it, compiled kernels, ONNX Runtime while it optimises. None of it stays
-with whoever trains: `open_step` starts a process (`child`) that leaves the model to load, says what to bind where, and
-ends.
+Planning takes memory: the model in Python, compiled kernels, ONNX Runtime's optimisations. To free all of it before
+training, `open_step` starts a process (`child`) that writes the model to load, returns the addresses to bind, and
+exits.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ if TYPE_CHECKING:
     from onnx_remat.session.lean_graph import LeanNode
 
 Donate = bool | Mapping[str, str]
-"""Which outputs renew which inputs in place: none, all by their names, or those of the mapping, input by output."""
+"""Outputs to write in place of the inputs they renew: none, all by their names, or those of a mapping to inputs."""
 
 
 NUMPY = {
     1: "float32", 2: "uint8", 3: "int8", 4: "uint16", 5: "int16", 6: "int32", 7: "int64", 9: "bool",
     10: "float16", 11: "float64", 12: "uint32", 13: "uint64", 14: "complex64", 15: "complex128",
 }  # fmt: skip
-"""numpy's types by ``onnx.TensorProto``'s numbers."""
+"""numpy's type names by the numbers of ``onnx.TensorProto``."""
 
 BY_BITS = {16: "uint16", 17: "uint8", 18: "uint8", 19: "uint8", 20: "uint8", 24: "uint8"}
-"""Stand-ins for types that numpy lacks (bfloat16, the float8s): arrays of their bits."""
+"""Integer types with the bits of types that numpy lacks (bfloat16, the float8s)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """An input or output: its name, element type (``onnx.TensorProto``; 0 if it is no tensor), and shape."""
+    """An input or output: its name, element type (``onnx.TensorProto``; 0 if it is not a tensor), and shape."""
 
     name: str
     dtype: int
@@ -54,51 +54,54 @@ class Array:
 
     @property
     def dtype_name(self) -> str:
-        """numpy's name of the element type; empty where it has none."""
+        """numpy's name of the element type, empty where it has none."""
         return NUMPY.get(self.dtype) or BY_BITS.get(self.dtype, "")
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements."""
+        """Size in bytes."""
         return int(np.dtype(self.dtype_name).itemsize * np.prod(self.shape, dtype=np.int64))
 
 
 @dataclass(frozen=True, slots=True)
 class Place(Array):
-    """A value bound to the slab."""
+    """A value at an offset in the slab."""
 
     offset: int
 
 
 @dataclass(frozen=True, slots=True)
 class SessionPlan:
-    """All that a `Session` needs besides the model to load.
+    """Plan of a `Session`, which it needs in addition to the model to load.
 
     Attributes
     ----------
     inputs : tuple of Array
-        Graph inputs; those in `defaults` need not be fed.
+        Graph inputs; those in `defaults` are optional.
     defaults : tuple of str
+        Inputs with a default value.
     outputs : tuple of Array
         Graph outputs.
     places : tuple of Place
+        Values in the slab.
     slab, live : int
-        Bytes of the slab, and the most of them in use at once.
+        Bytes of the slab, and the peak of live bytes in it.
     weights : int
         Bytes of initializers.
     workspace : int
-        Most bytes of scratch memory at once; `pool` of them stay, see `scratch`.
+        Peak of scratch memory in bytes.
     pool : int
+        Bytes of scratch memory in a pool, which is kept between steps, see `scratch`.
     donated, not_donated : mapping of str to str
         See `binding.Binding`.
     nodes : int
-        Nodes of the model to load.
+        Number of nodes of the model to load.
     execution_providers : tuple of str
-        What ONNX Runtime is to run it with.
+        Execution providers of ONNX Runtime's session.
     random : str
-        A node that draws random numbers, if there is one.
+        A node that draws random numbers, empty if there is none.
     on_host : int
-        Most bytes that the host keeps at once of what is moved there.
+        Peak of bytes moved to the host.
     fused : Fused
     """
 
@@ -122,10 +125,10 @@ class SessionPlan:
 
 @dataclass(frozen=True, slots=True)
 class SessionRequest:
-    """How a step is to be opened; see `Session`.
+    """Request for the plan of a step; see `Session`.
 
-    `least`: bytes from which on values are bound; 0 for the default. `secret`: under which fused nodes name their
-    kernels; 0 for a step that is not fused.
+    `least` is the size in bytes from which on values are bound, 0 for the default. `secret` is part of the names by
+    which fused nodes find their kernels, 0 for a step that is not fused.
     """
 
     provider: str = "cpu"
@@ -138,20 +141,20 @@ class SessionRequest:
 
 
 def open_step(path: Path, target: Path, request: SessionRequest) -> SessionPlan:
-    """Plan where the values of a step lie, in a process of its own.
+    """Plan the layout of a step's values in a separate process.
 
     Parameters
     ----------
     path : Path
         The step, an ONNX file.
     target : Path
-        Where to write the model to load.
+        Path to write the model to load.
     request : SessionRequest
 
     Raises
     ------
     OnnxRematError
-        The step cannot be opened, and why.
+        The step cannot be opened; the message states the reason.
     """
     try:
         with Child() as process:
@@ -166,11 +169,11 @@ def open_step(path: Path, target: Path, request: SessionRequest) -> SessionPlan:
 
 
 _CHECK = "onnx_remat.measure.verify:session"
-"""What `SessionRequest.check` asks for. By name: it compares two sessions, and so lies above the room of either."""
+"""Function for `SessionRequest.check`, by name: it compares two sessions, so its room is above that of sessions."""
 
 
 def planned(path: str, target: str, request: Mapping[str, Any]) -> dict[str, Any]:
-    """`plan`, for another process."""
+    """Call `plan` and return its result as JSON data; runs in a child process."""
     return asdict(plan(Path(path), Path(target), SessionRequest(**request)))
 
 
@@ -185,10 +188,10 @@ def _read(answer: Mapping[str, Any]) -> SessionPlan:
 
 @dataclass(frozen=True, slots=True)
 class SlabLayout:
-    """A step as it will run, what is bound where, and of what.
+    """A step as it will run, and the layout of its values.
 
-    `constants` it has besides its weights; `kernels` are those of its fused nodes, by handle, and `members` the steps
-    that each stands for, by the first value that it makes.
+    `constants` are in addition to its weights; `kernels` are those of its fused nodes, by handle, and `members` the
+    nodes that each fused node replaces, by its first output.
     """
 
     compiled: Compiled
@@ -202,7 +205,7 @@ class SlabLayout:
 
 
 def check_openable(model: onnx.ModelProto) -> None:
-    """ModelError where no session of ours can hold what a model has."""
+    """Raise ModelError where a `Session` does not support a model."""
     from onnx import TensorProto
 
     from onnx_remat.ir import model_io
@@ -213,19 +216,19 @@ def check_openable(model: onnx.ModelProto) -> None:
     for value in (*model.graph.input, *model.graph.output):
         kind = value.type
         if not kind.HasField("tensor_type") or kind.tensor_type.elem_type == TensorProto.STRING:
-            raise ModelError(f"a session cannot open this model: {value.name!r} is no tensor of numbers")
+            raise ModelError(f"a session cannot open this model: {value.name!r} is not a tensor of numbers")
 
 
 def arrange(path: Path, target: Path, request: SessionRequest) -> SlabLayout:
-    """Let ONNX Runtime optimise a step, choose the order of its nodes, lay out their values, and write what to load.
+    """Let ONNX Runtime optimise a step, choose the order of its nodes, lay out their values, and write the lean graph.
 
-    What ONNX Runtime has once it has loaded that file is compared with what was laid out, and laid out in its stead
-    where it is something else.
+    Compare the graph that ONNX Runtime has loaded from that file with the lean graph; where they differ, lay out the
+    loaded graph instead.
 
     Raises
     ------
     OnnxRematError
-        The step cannot be opened, and why.
+        The step cannot be opened; the message states the reason.
     """
     import onnx
 
@@ -242,8 +245,8 @@ def arrange(path: Path, target: Path, request: SessionRequest) -> SlabLayout:
     kernels = kernels_of(request.provider)
     if not runtime.has_device(kernels.execution_providers[0]):
         raise ModelError(
-            f"onnxruntime makes no {kernels.execution_providers[0]} session here: that takes onnxruntime-gpu, its CUDA "
-            "libraries and a device"
+            f"onnxruntime makes no {kernels.execution_providers[0]} session here: install onnxruntime-gpu and its CUDA "
+            "libraries, on a machine with a device"
         )
     if old := placement.too_old(kernels, opset_of(source.model), runtime.installed()):
         raise ModelError(f"a session cannot train well here: {old}")
@@ -261,10 +264,10 @@ def arrange(path: Path, target: Path, request: SessionRequest) -> SlabLayout:
             if source.folder is not None:
                 external_data.link(copy, source.folder, target.parent)
             onnx.save(copy, target)
-            beside = fusing.kernels_of(target)
-            beside.unlink(missing_ok=True)
+            code = fusing.kernels_of(target)
+            code.unlink(missing_ok=True)
             if each.kernels:
-                fusing.write(each.kernels, request.secret, beside)
+                fusing.write(each.kernels, request.secret, code)
             loaded = lean_graph.as_loaded(copy, target, kernels.execution_providers)
             different = lean_graph.difference(copy, loaded)
             if not different:
@@ -273,17 +276,17 @@ def arrange(path: Path, target: Path, request: SessionRequest) -> SlabLayout:
         loaded.graph.output.extend(model.graph.output)
         executed = executed_as_it_lies(loaded, stated)
     raise ModelError(
-        f"a session cannot open this model: onnxruntime changes it whenever it loads it ({different}); run it with "
+        f"a session cannot open this model: onnxruntime changes it whenever it loads it ({different}): run it with "
         "onnxruntime's own session"
     )
 
 
 _LOADS = 4
-"""How often a step is laid out anew, as ONNX Runtime has it once it has loaded it."""
+"""Number of layouts to try, each of the graph that ONNX Runtime loaded for the last one."""
 
 
 def _candidates(made: SlabLayout, least: int, secret: int) -> Iterator[SlabLayout]:
-    """A laid out step fused, if it can be, and then, should ONNX Runtime change that when it loads it, as it is."""
+    """Yield the layout with fused nodes, if possible, and then, in case ONNX Runtime changes that graph, without."""
     if secret:
         other = as_fused(made, least, secret)
         why_not = other.fused.why_not
@@ -295,19 +298,19 @@ def _candidates(made: SlabLayout, least: int, secret: int) -> Iterator[SlabLayou
 
 
 def as_fused(made: SlabLayout, least: int, secret: int = 0, seconds: float | None = None) -> SlabLayout:
-    """A laid out step with its elementwise nodes fused, or the same step and why it is to run as it is.
+    """Fuse the elementwise nodes of a layout; return the same layout and the reason where they stay unfused.
 
-    What a session does when it opens a step, and what predicts it: both have the same step from here.
+    Both opening a session and predicting its memory call this, so that they have the same step.
 
     Parameters
     ----------
     made : SlabLayout
     least : int
-        Bytes from which on a value is bound.
+        Size in bytes from which on a value is bound.
     secret : int
-        Under which nodes name their kernels; 0 for a step that nobody loads.
+        Part of the names of kernels; 0 for a step that is only predicted.
     seconds : float, optional
-        That the search for a low slab may take at most.
+        Limit on the search for a small slab.
     """
     from onnx_remat.ir.opsets import opset_of
 
@@ -327,7 +330,7 @@ def as_fused(made: SlabLayout, least: int, secret: int = 0, seconds: float | Non
 def lay_out(
     executed: Executed, outputs: Sequence[str], donate: Donate, least: int, seconds: float | None = None
 ) -> SlabLayout:
-    """Where the values of a step lie that ONNX Runtime has optimised already.
+    """Lay out the values of a step that ONNX Runtime has already optimised.
 
     Parameters
     ----------
@@ -335,16 +338,16 @@ def lay_out(
     outputs : sequence of str
         Graph outputs, in the original's order.
     donate : bool or mapping of str to str
-        Which outputs renew which inputs in place.
+        Outputs to write in place of the inputs they renew.
     least : int
-        Bytes from which on a value is bound.
+        Size in bytes from which on a value is bound.
     seconds : float, optional
-        That the search for a low slab may take at most.
+        Limit on the search for a small slab.
 
     Raises
     ------
     ModelError
-        ONNX Runtime has not optimised it: it cannot run the step, or was not asked.
+        ONNX Runtime has not optimised the step: it cannot run it, or was not used.
     """
     from onnx_remat.ir.graph import INITIALIZER
     from onnx_remat.ir.opsets import opset_of
@@ -369,29 +372,29 @@ def lay_out(
 
 
 def workspace(compiled: Compiled) -> tuple[int, int]:
-    """Bytes of scratch memory that a session takes at most, and how many of them it keeps, in a pool.
+    """Return the peak of a session's scratch memory in bytes, and the size of its pool.
 
-    A kernel that takes its own by ``malloc`` takes it besides the pool. Where nodes have bodies there is none: their
-    values would lie in it for as long as they live, and leave gaps. On a device the session's own arena keeps it all.
+    Kernels that call ``malloc`` take scratch memory outside the pool. A step whose nodes have bodies has no pool:
+    values of the bodies would fragment it. On a device the session's own arena contains all scratch memory.
     """
     from onnx_remat.ort.kernels.base import key
     from onnx_remat.session import device_scratch, scratch
 
     if compiled.kernels.device != "cpu":
         return device_scratch.workspace(compiled, compiled.graph.ops), 0
-    asked = malloced = 0
+    requested = malloced = 0
     for op, blocks in zip(compiled.graph.ops, compiled.table.workspace, strict=True):
         if key(op.node) in compiled.kernels.by_malloc:
             malloced = max(malloced, sum(blocks))
         else:
-            asked = max(asked, sum(-(-block // scratch.UNIT) * scratch.UNIT for block in blocks))
+            requested = max(requested, sum(-(-block // scratch.UNIT) * scratch.UNIT for block in blocks))
     bodies = any(attribute.HasField("g") for op in compiled.graph.ops for attribute in op.node.attribute)
-    pool = 0 if bodies else scratch.pool_size(asked)
-    return (pool + malloced if pool else max(asked, malloced)), pool
+    pool = 0 if bodies else scratch.pool_size(requested)
+    return (pool + malloced if pool else max(requested, malloced)), pool
 
 
 def plan(path: Path, target: Path, request: SessionRequest) -> SessionPlan:
-    """`open_step` in this process, which compares nothing."""
+    """Plan a step in this process, without `SessionRequest.check`; see `open_step`."""
     from onnx_remat.ir.op_semantics import semantics
     from onnx_remat.ort import runtime
     from onnx_remat.session import binding, lean_graph, replay
@@ -429,9 +432,9 @@ def plan(path: Path, target: Path, request: SessionRequest) -> SessionPlan:
 
 
 def _all_dims(model: Any, dims: Mapping[str, int]) -> dict[str, int]:
-    """`dims`, else what a file was planned for, and what follows for other symbolic dimensions.
+    """Return the sizes of all symbolic dimensions: `dims`, those of the file's plan, and all that follow from them.
 
-    UsageError where one is missing or unknown.
+    Raise UsageError where one is missing or unknown.
     """
     from onnx_remat.ir import graph, shapes
     from onnx_remat.ort.shape_askers import SHAPE_ASKERS

@@ -1,8 +1,8 @@
-"""Arrays by name in a file of the safetensors format, written and read array by array.
+"""Read and write named arrays in a safetensors file, one array at a time.
 
 The format (https://github.com/huggingface/safetensors): eight bytes with the length of the header, little-endian; the
-header, a JSON object that gives each tensor's ``dtype``, ``shape`` and ``data_offsets``; then the tensors' bytes. The
-package of that name would hold everything twice, and training has no memory to spare for it.
+header, a JSON object with each tensor's ``dtype``, ``shape`` and ``data_offsets``; then the tensors' bytes. The
+safetensors package would keep every array twice, and training has no memory to spare for that.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CODES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "int64": "I64", "int32": "I32", "int16": "I16",
     "int8": "I8", "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL",
 }  # fmt: skip
-_MOST_HEADER = 100_000_000  # bytes, as the format says
+_MOST_HEADER = 100_000_000  # bytes: the limit in the format
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,24 +42,24 @@ Kinds = Mapping[str, tuple[str, tuple[int, ...]]]
 
 
 def kinds_of(arrays: Mapping[str, npt.NDArray[Any]]) -> Kinds:
-    """Types and shapes of arrays, by name."""
+    """Return types and shapes of arrays, by name."""
     return {name: (array.dtype.newbyteorder("=").name, array.shape) for name, array in arrays.items()}
 
 
 def write(path: str | os.PathLike[str], arrays: Mapping[str, npt.NDArray[Any]]) -> None:
-    """`write_each` of arrays that are all there."""
+    """Write arrays that are all in memory, see `write_each`."""
     write_each(path, kinds_of(arrays), arrays.values())
 
 
 def write_each(path: str | os.PathLike[str], kinds: Kinds, arrays: Iterable[npt.NDArray[Any]]) -> None:
-    """Write arrays, made one after the other, to a file all at once: readers see the old file or the whole new one.
+    """Write arrays from an iterator to a file atomically: readers see the old file or the complete new one.
 
     Raises
     ------
     UsageError
-        An array is of a type that the format does not have.
+        The format does not have the type of an array.
     ModelError
-        The disk cannot hold it.
+        The disk cannot store the file.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "np"}}
     at = 0
@@ -94,14 +94,14 @@ def write_each(path: str | os.PathLike[str], kinds: Kinds, arrays: Iterable[npt.
 
 
 def read_into(path: str | os.PathLike[str], arrays: Mapping[str, npt.NDArray[Any]]) -> None:
-    """Fill arrays, which can be written and are contiguous, from a file that has exactly these.
+    """Fill contiguous, writeable arrays from a file that contains exactly these.
 
     Raises
     ------
     UsageError
-        The file has other names, types or shapes; no array is changed then.
+        The file has other names, types or shapes; no array is changed.
     ModelError
-        The file is missing, damaged or truncated; where reading fails midway, some arrays are changed.
+        The file is missing, damaged or truncated; some arrays may already be changed.
     """
     for _ in read_each(path, kinds_of(arrays), arrays.items()):
         pass
@@ -110,9 +110,9 @@ def read_into(path: str | os.PathLike[str], arrays: Mapping[str, npt.NDArray[Any
 def read_each(
     path: str | os.PathLike[str], kinds: Kinds, arrays: Iterable[tuple[str, npt.NDArray[Any]]]
 ) -> Iterator[tuple[str, npt.NDArray[Any]]]:
-    """Fill arrays, made one after the other, from a file that has exactly those of `kinds`; each as soon as it is full.
+    """Fill arrays from an iterator from a file that contains exactly those in `kinds`; yield each when it is filled.
 
-    Raises as `read_into`.
+    Raises the errors of `read_into`.
     """
     try:
         with Path(path).open("rb") as stream:
@@ -128,7 +128,7 @@ def read_each(
 
 
 def read_one(path: str | os.PathLike[str], name: str, array: npt.NDArray[Any]) -> None:
-    """Fill one array from a file that `check` has passed."""
+    """Fill one array from a file that passed `check`."""
     try:
         with Path(path).open("rb") as stream:
             entries, begin = _header(stream, path)
@@ -140,7 +140,7 @@ def read_one(path: str | os.PathLike[str], name: str, array: npt.NDArray[Any]) -
 
 
 def check(path: str | os.PathLike[str], kinds: Kinds) -> None:
-    """Raise what `read_into` would before it changes anything."""
+    """Raise the errors that `read_into` raises before it changes an array."""
     try:
         with Path(path).open("rb") as stream:
             entries, _ = _header(stream, path)
@@ -153,7 +153,7 @@ def _header(stream: BinaryIO, path: str | os.PathLike[str]) -> tuple[dict[str, _
     size = os.fstat(stream.fileno()).st_size
     length = int.from_bytes(stream.read(8), "little")
     if size < 8 or length > min(size - 8, _MOST_HEADER):
-        raise ModelError(f"{path} is no safetensors file, or is truncated")
+        raise ModelError(f"{path} is not a safetensors file, or is truncated")
     try:
         header = json.loads(stream.read(length))
         entries = {
@@ -162,7 +162,7 @@ def _header(stream: BinaryIO, path: str | os.PathLike[str]) -> tuple[dict[str, _
             if name != "__metadata__"
         }
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise ModelError(f"{path} is no safetensors file: its header is damaged") from error
+        raise ModelError(f"{path} is not a safetensors file: its header is damaged") from error
     if any(not 0 <= e.start <= e.end <= size - 8 - length for e in entries.values()):
         raise ModelError(f"{path} is truncated")
     return entries, 8 + length

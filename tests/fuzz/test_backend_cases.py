@@ -28,7 +28,7 @@ ONCE_WRONG = (
 _EVERY = 60
 
 HOLD = (
-    "is no tensor of numbers", "is a sequence, whose size", "is a optional, whose size", "is a map, whose size",
+    "is not a tensor of numbers", "is a sequence, whose size", "is a optional, whose size", "is a map, whose size",
     "the graph has no nodes", "pinning an order needs 13 or later", "symbolic dimensions are not bound",
 )  # fmt: skip
 """Why a model may be refused: what no plan can be made of."""

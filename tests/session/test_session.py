@@ -173,7 +173,7 @@ def test_strings_and_sequences_stay_with_onnxruntime():
 
 def test_strings_cannot_be_fed():
     words = (TensorProto.STRING, [2])
-    with pytest.raises(ModelError, match="'words' is no tensor of numbers"):
+    with pytest.raises(ModelError, match="'words' is not a tensor of numbers"):
         Session(model_of([make("Identity", ["words"], ["same"])], {"words": words}, {"same": words}))
 
 
