@@ -124,7 +124,7 @@ def test_parameters_that_share_a_gradient_have_an_input_each():
 @pytest.mark.parametrize(
     ("nodes", "outputs", "state", "message"),
     [
-        ([MAKE("Mul", ["y", "x"], ["grad.w"])], {"grad.w": [4, 4]}, ("w",), "ends at gradients already .'grad.w'"),
+        ([MAKE("Mul", ["y", "x"], ["grad.w"])], {"grad.w": [4, 4]}, ("w",), "already ends at gradients .'grad.w'"),
         ([], {}, ("w",), "no output new.<name> renews"),
         (
             [*GRADIENT, MAKE("Mul", ["m", "y"], ["mk"], name="mix"), MAKE("Add", ["mk", "g"], ["new.m"]),
@@ -152,7 +152,7 @@ def test_a_noise_that_both_parts_would_draw_is_refused():
     noise = MAKE("RandomNormal", [], ["z"], shape=[4, 4], name="noise")
     nodes = [noise, *GRADIENT, MAKE("Mul", ["g", "k"], ["s"]), MAKE("Sub", ["z", "s"], ["new.w"])]
     model = small([*nodes, MAKE("Identity", ["z"], ["noise"])], {"new.w": [4, 4], "noise": [4, 4]})
-    with pytest.raises(ModelError, match=r"both parts need what node 'noise' .RandomNormal. makes"):
+    with pytest.raises(ModelError, match=r"both parts need the outputs of node 'noise' .RandomNormal."):
         split_step(model)
 
 

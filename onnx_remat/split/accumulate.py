@@ -1,4 +1,4 @@
-"""A step that sums its gradients over several batches."""
+"""Make a step sum its gradients over several batches."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from onnx_remat.split.edit import append, rename
 
 
 def accumulating(step: onnx.ModelProto) -> onnx.ModelProto:
-    """A step that adds its gradients, times `WEIGHT`, to sums: ``new.grad.<name>`` renews the input ``grad.<name>``.
+    """Return a step that adds its gradients, times `WEIGHT`, to sums: ``new.grad.<name>`` renews ``grad.<name>``.
 
-    Each gradient is gone as soon as it is added, and the sums can lie one after the other in one flat buffer.
+    Each gradient is dead as soon as it is added, and one flat buffer can contain all sums.
 
     Parameters
     ----------
     step : onnx.ModelProto
-        Puts out ``grad.<name>``, as `Split.gradients` does.
+        A step with outputs ``grad.<name>``, such as `Split.gradients`.
 
     Raises
     ------
     ModelError
-        It puts out no gradients, or a value has a name that is needed.
+        The step outputs no gradients, or a value already has a name that is needed.
 
     Examples
     --------
@@ -36,7 +36,7 @@ def accumulating(step: onnx.ModelProto) -> onnx.ModelProto:
     """
     found = gradients(value.name for value in step.graph.output)
     if not found:
-        raise ModelError("the step puts out no gradients: split it first, with onnx-remat split")
+        raise ModelError("the step outputs no gradients: split it first, with onnx-remat split")
     model = onnx.ModelProto()
     model.CopyFrom(step)
     graph, values = model.graph, graphs.build(step).values

@@ -1,4 +1,4 @@
-"""The cut: one value per parameter through which all that the update learns of the batch must pass.
+"""Find the cut: one value per parameter, such that the update depends on the batch only through these values.
 
 References
 ----------
@@ -14,16 +14,16 @@ from ortools.graph.python import max_flow
 from onnx_remat.errors import ModelError
 from onnx_remat.ir.naming import NEW, gradients
 from onnx_remat.ir.op_semantics import is_elementwise
-from onnx_remat.split.whole import Step, labelled
+from onnx_remat.split.whole import StepParts, labelled
 
 _WHOLE = 10**9
-"""Capacity of what cannot be cut."""
+"""Capacity of arcs that must not be cut."""
 
 _LINEAR = ("Where", "Mul", "Div", "Add", "Sub", "Neg", "Identity")
 
 
-def find_cut(step: Step) -> dict[str, str]:
-    """Gradient of every parameter that has one: a minimum cut between forward pass and new parameters."""
+def find_cut(step: StepParts) -> dict[str, str]:
+    """Return the gradient of every parameter that has one: a minimum cut between forward pass and new parameters."""
     known = step.known_to()
     trained = step.trained(known)
     if not trained:
@@ -43,10 +43,10 @@ def find_cut(step: Step) -> dict[str, str]:
     return cut
 
 
-def _with_the_backward_pass(step: Step, value: str, known: Collection[str], able: Collection[str]) -> str:
-    """The last value that follows from a gradient alone, by ops that are labelled as of the backward pass.
+def _with_the_backward_pass(step: StepParts, value: str, known: Collection[str], able: Collection[str]) -> str:
+    """Move a gradient down to the last value that depends on it alone, by ops labelled as backward pass.
 
-    Those are masks of rows that get no gradient, and terms of the loss that only parameters have a part in.
+    Such ops mask rows that get no gradient, or add terms of the loss that depend on parameters only.
     """
     while True:
         readers = [op for op in step.graph.ops if value in op.reads] if value not in step.renews else []
@@ -58,20 +58,20 @@ def _with_the_backward_pass(step: Step, value: str, known: Collection[str], able
         value = op.writes[0]
 
 
-def _nothing_to_split(step: Step) -> str:
+def _nothing_to_split(step: StepParts) -> str:
     outputs = [value.name for value in step.graph.model.graph.output]
     if found := gradients(outputs):
         return (
-            f"the step ends at gradients already ({next(iter(found))!r}): there is no update to split off; export it "
-            "with an optimizer, or let the framework's own make the update"
+            f"the step already ends at gradients ({next(iter(found))!r}) and has no update to split off: export it "
+            "with an optimizer, or use the framework's optimizer for the update"
         )
     return f"the step cannot be split: no output {NEW}<name> renews an input <name> by a gradient of {step.loss!r}"
 
 
-def _candidates(step: Step, name: str, output: str, known: Collection[str]) -> set[str]:
-    """Values on the way to a parameter's new one, all the way of its type and shape, by elementwise ops.
+def _candidates(step: StepParts, name: str, output: str, known: Collection[str]) -> set[str]:
+    """Return the values that may be a parameter's gradient: those from which elementwise ops compute its new value.
 
-    What is labelled a part of the optimizer may be any op.
+    All values in between have the parameter's type and shape. Ops labelled as optimizer need not be elementwise.
     """
     wanted = step.tensors[name]
     found, pending = {output}, [output]
@@ -89,11 +89,11 @@ def _candidates(step: Step, name: str, output: str, known: Collection[str]) -> s
     return found
 
 
-def _nearest_cut(step: Step, known: Collection[str], able: Collection[str], ends: Sequence[str]) -> list[str]:
-    """The fewest of the values in `able` that all ways from the batch to `ends` pass, nearest to the batch."""
+def _nearest_cut(step: StepParts, known: Collection[str], able: Collection[str], ends: Sequence[str]) -> list[str]:
+    """Return a minimum set of values in `able` on all paths from the batch to `ends`, the nearest to the batch."""
     ops = [op for op in step.graph.ops if op.index not in step.forward]
     values = [name for op in ops for name in op.writes if name in known]
-    number = {name: 2 + 2 * i for i, name in enumerate(values)}  # where it is made; one more: where it is read
+    number = {name: 2 + 2 * i for i, name in enumerate(values)}  # producer's vertex; readers': plus one
     flow = max_flow.SimpleMaxFlow()
     for op in ops:
         for read in dict.fromkeys(name for name in op.reads if name in known):

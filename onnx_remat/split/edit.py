@@ -1,4 +1,4 @@
-"""Small changes to a graph that both parts of a step need."""
+"""Small edits of a graph, for both parts of a step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from onnx_remat.ir.body import rename_captures
 
 
 def rename(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
-    """Give values new names wherever nodes, and bodies of nodes, make or read them."""
+    """Rename values wherever nodes, and bodies of nodes, produce or read them."""
     for node in graph.node:
         for field in (node.input, node.output):
             for slot, name in enumerate(field):
@@ -24,6 +24,7 @@ def rename(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
 
 
 def append(graph: onnx.GraphProto, op_type: str, inputs: list[str], output: str, **more: Any) -> None:
+    """Append a node, labelled as backward pass."""
     node = helper.make_node(op_type, inputs, [output], name=f"{op_type}->{output}", **more)
     node.metadata_props.add(key="phase", value="backward")
     graph.node.append(node)

@@ -19,7 +19,7 @@ from onnx_remat.ir.naming import GRADIENT
 from onnx_remat.ir.op_semantics import semantics
 from onnx_remat.split.cut import find_cut
 from onnx_remat.split.edit import append, rename
-from onnx_remat.split.whole import Step, descendants, needed
+from onnx_remat.split.whole import StepParts, descendants, needed
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +29,13 @@ class Split:
     Attributes
     ----------
     gradients : onnx.ModelProto
-        Puts out the loss, ``grad.<name>`` for every parameter, and what it renews itself, such as running statistics.
+        The step that outputs the loss, ``grad.<name>`` for every parameter, and state such as running statistics.
     update : onnx.ModelProto
-        Takes parameters, optimizer state, ``grad.<name>`` and learning rates, and puts out their next values.
+        The update, which reads parameters, optimizer state, ``grad.<name>`` and learning rates, and outputs new state.
     parameters : tuple of str
-        Those that have a gradient, in the order of the step's outputs.
+        Parameters with a gradient, in the order of the step's outputs.
     folder : Path or None
-        Where external data lies.
+        Folder of external data.
     """
 
     gradients: onnx.ModelProto
@@ -53,21 +53,21 @@ class Split:
 
 
 def split_step(model: model_io.Model, *, loss: str | None = None, dims: Mapping[str, int] | None = None) -> Split:
-    """Split a training step into one that puts out gradients, and the update.
+    """Split a training step into a step that outputs gradients, and the update.
 
     Parameters
     ----------
     model : path, bytes, onnx.ModelProto or Source
         A whole step: outputs ``new.<name>`` for inputs ``<name>``.
     loss : str, optional
-        The output that is the loss, where it is neither called so nor the only scalar.
+        Name of the output that is the loss, unless it is ``loss`` or the only scalar.
     dims : mapping of str to int, optional
-        Sizes of symbolic dimensions, to tell shapes apart; they stay symbolic. By default 8, 16, 24 and so on.
+        Sizes of symbolic dimensions, to distinguish shapes; they stay symbolic. By default 8, 16, 24 and so on.
 
     Raises
     ------
     ModelError
-        The step cannot be split: it has no update, or one that knows more of the batch than gradients.
+        The step cannot be split: it has no update, or one that depends on the batch not only through gradients.
 
     Examples
     --------
@@ -77,7 +77,7 @@ def split_step(model: model_io.Model, *, loss: str | None = None, dims: Mapping[
     (['loss', 'grad.bias'], ['bias', 'grad.bias'])
     """
     source = model_io.load(model)
-    step = Step.of(source.model, loss, dims)
+    step = StepParts.of(source.model, loss, dims)
     cut = find_cut(step)
     after = step.known_to(cut.values())
     update, left = _sides(step, cut, after)
@@ -85,10 +85,10 @@ def split_step(model: model_io.Model, *, loss: str | None = None, dims: Mapping[
     return Split(_first_part(step, cut, left), _second_part(step, cut, update), tuple(cut), source.folder)
 
 
-def _sides(step: Step, cut: Mapping[str, str], known: Collection[str]) -> tuple[list[str], list[str]]:
-    """Outputs of the update, and those that are left: the loss, what the batch decides, and what the update needs not.
+def _sides(step: StepParts, cut: Mapping[str, str], known: Collection[str]) -> tuple[list[str], list[str]]:
+    """Return the outputs of the update, and those of the first part: the loss, and all that do not need the update.
 
-    A renewal that depends on neither, such as a count of steps, goes where its input is read.
+    A renewal that depends on neither part, such as a count of steps, belongs to the part that reads its input.
     """
     outputs = [value.name for value in step.graph.model.graph.output]
     follows = descendants(step.graph, cut.values())
@@ -103,8 +103,8 @@ def _sides(step: Step, cut: Mapping[str, str], known: Collection[str]) -> tuple[
     return update, [name for name in outputs if name not in update]
 
 
-def _check(step: Step, cut: Mapping[str, str], update: Sequence[str], left: Sequence[str]) -> None:
-    """ModelError where the two parts would not compute what the step computes, or not from gradients alone."""
+def _check(step: StepParts, cut: Mapping[str, str], update: Sequence[str], left: Sequence[str]) -> None:
+    """Raise ModelError where the two parts would differ from the step, or the update would need more than gradients."""
     first, second = needed(step, [*left, *cut.values()], ()), needed(step, update, cut.values())
     renewed = {step.renews[name] for name in left if name in step.renews}
     for op in second:
@@ -125,16 +125,16 @@ def _check(step: Step, cut: Mapping[str, str], update: Sequence[str], left: Sequ
         says = semantics(op.node.domain, op.node.op_type)
         if op.index in both and (says.random or says.stateful):
             raise ModelError(
-                f"the step cannot be split: both parts need what node {op.label!r} ({op.node.op_type}) makes, and it "
-                "makes something else every time; pass that in as an input"
+                f"the step cannot be split: both parts need the outputs of node {op.label!r} ({op.node.op_type}), "
+                "which differ in every run; make them inputs"
             )
     taken = [name for name in map(GRADIENT.__add__, cut) if name in step.graph.values and name not in cut.values()]
     if taken:
         raise ModelError(f"the step cannot be split: it has a value {taken[0]!r} of its own; rename it")
 
 
-def _first_part(step: Step, cut: Mapping[str, str], outputs: Sequence[str]) -> onnx.ModelProto:
-    """The step up to its gradients; inputs that nobody reads stay with it."""
+def _first_part(step: StepParts, cut: Mapping[str, str], outputs: Sequence[str]) -> onnx.ModelProto:
+    """Return the step up to its gradients, including inputs without readers."""
     read = {name for op in step.graph.ops for name in op.reads}
     model = _part(step, needed(step, [*outputs, *cut.values()], ()), outputs, "gradients")
     model.graph.input.extend(value for value in step.graph.model.graph.input if value.name not in read)
@@ -145,17 +145,17 @@ def _first_part(step: Step, cut: Mapping[str, str], outputs: Sequence[str]) -> o
     gradient = {GRADIENT + name for name in cut}
     model.graph.output.extend(declared[name] for name in outputs if name not in gradient)
     for name in outputs:
-        if name in names and name not in gradient:  # a gradient that the step puts out by a name of its own
+        if name in names and name not in gradient:  # a gradient that the step outputs under another name
             append(model.graph, "Identity", [names[name]], name)
     for name, value in cut.items():
-        if names[value] != GRADIENT + name:  # one value is the gradient of two parameters, of a sum's summands say
+        if names[value] != GRADIENT + name:  # one value is the gradient of two parameters, e.g. of summands
             append(model.graph, "Identity", [names[value]], GRADIENT + name)
         model.graph.output.append(_typed(step, GRADIENT + name, value))
     return model
 
 
-def _second_part(step: Step, cut: Mapping[str, str], outputs: Sequence[str]) -> onnx.ModelProto:
-    """The update. Where parameters share a gradient, each has an input of its own."""
+def _second_part(step: StepParts, cut: Mapping[str, str], outputs: Sequence[str]) -> onnx.ModelProto:
+    """Return the update. Where parameters share a gradient, each has an input of its own."""
     ops = needed(step, outputs, cut.values())
     model = _part(step, ops, outputs, "update")
     names = _names(cut)
@@ -175,12 +175,12 @@ def _second_part(step: Step, cut: Mapping[str, str], outputs: Sequence[str]) -> 
 
 
 def _names(cut: Mapping[str, str]) -> dict[str, str]:
-    """What the values of a cut are called in both parts: after the first parameter that they are the gradient of."""
+    """Return the names of a cut's values in both parts: after the first parameter of which each is the gradient."""
     return {value: GRADIENT + name for name, value in reversed(list(cut.items()))}
 
 
-def _led_to(step: Step, ops: Sequence[Op], cut: Mapping[str, str]) -> dict[int, set[str]]:
-    """Parameters whose new value each op of the update has a part in."""
+def _led_to(step: StepParts, ops: Sequence[Op], cut: Mapping[str, str]) -> dict[int, set[str]]:
+    """Return for each op of the update the parameters whose new values depend on it."""
     ends = {output: name for output, name in step.renews.items() if name in cut}
     after: dict[str, set[str]] = {}
     found: dict[int, set[str]] = {}
@@ -191,14 +191,14 @@ def _led_to(step: Step, ops: Sequence[Op], cut: Mapping[str, str]) -> dict[int, 
     return found
 
 
-def _part(step: Step, ops: Sequence[Op], outputs: Sequence[str], title: str) -> onnx.ModelProto:
-    """Some nodes as a model of their own, with what they read of inputs and constants."""
+def _part(step: StepParts, ops: Sequence[Op], outputs: Sequence[str], title: str) -> onnx.ModelProto:
+    """Return a model of some nodes, with the inputs and constants that they read."""
     whole = step.graph.model.graph
     read = {name for op in ops for name in op.reads} | set(outputs)
     made = {name for op in ops for name in op.writes}
     model = onnx.ModelProto(ir_version=step.graph.model.ir_version, producer_name=step.graph.model.producer_name)
     model.opset_import.extend(step.graph.model.opset_import)
-    for prop in step.graph.model.metadata_props:  # a plan's promises, its budget say, are of the whole step
+    for prop in step.graph.model.metadata_props:  # a plan's metadata, such as its budget, describes the whole step
         if prop.key == shapes.SHAPES_KEY or not shapes.is_of_a_plan(prop.key):
             model.metadata_props.append(prop)
     part = model.graph
@@ -217,6 +217,6 @@ def _stated(node: onnx.NodeProto, read: Collection[str]) -> bool:
     return graphs.is_constant(node) and node.output[0] in read
 
 
-def _typed(step: Step, title: str, like: str) -> onnx.ValueInfoProto:
+def _typed(step: StepParts, title: str, like: str) -> onnx.ValueInfoProto:
     tensor = step.tensors[like]
     return helper.make_tensor_value_info(title, tensor.dtype, tensor.shape)

@@ -1,4 +1,4 @@
-"""A whole training step, and what its values know of the batch."""
+"""A whole training step, and which of its values depend on the batch."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from onnx_remat.messages import Setting
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """A whole step and what is known of it.
+class StepParts:
+    """A whole step and the parts that a split needs to know.
 
     Attributes
     ----------
@@ -29,10 +29,11 @@ class Step:
     renews : dict of str to str
         Input by the output that renews it.
     forward : set of int
-        Ops that the loss depends on, or that are labelled so.
+        Ops that the loss depends on, or that are labelled as forward pass.
     batch : set of str
         Inputs that no output renews and a forward op reads.
     maker : dict of str to int
+        Index of the op that produces each value.
     """
 
     graph: Graph
@@ -44,7 +45,8 @@ class Step:
     maker: Mapping[str, int]
 
     @classmethod
-    def of(cls, model: onnx.ModelProto, loss: str | None, dims: Mapping[str, int] | None) -> Step:
+    def of(cls, model: onnx.ModelProto, loss: str | None, dims: Mapping[str, int] | None) -> StepParts:
+        """Analyse a model; ModelError where it has no loss, UsageError where `loss` is not an output."""
         graph = graphs.build(model)
         tensors = shapes.infer(graph, dims if dims is not None else any_dims(model))
         if loss is not None and not (loss in graph.values and graph.values[loss].is_output):
@@ -61,7 +63,7 @@ class Step:
         return cls(graph, tensors, found, renews, forward, batch, graph.producer())
 
     def known_to(self, without: Collection[str] = ()) -> set[str]:
-        """Values that depend on the batch, or on what the forward pass draws, in another way than by those named."""
+        """Return the values that depend on the batch, or on random draws of the forward pass, except by `without`."""
         found = set(self.batch)
         for op in self.graph.ops:
             drawn = op.index in self.forward and semantics(op.node.domain, op.node.op_type).random
@@ -70,7 +72,7 @@ class Step:
         return found
 
     def trained(self, known: Collection[str]) -> dict[str, str]:
-        """Parameters, which the loss depends on and the backward pass renews, and their new values."""
+        """Return the parameters, on which the loss depends and which the backward pass renews, and their new values."""
         read = {name for index in self.forward for name in self.graph.ops[index].reads}
         return {
             name: output
@@ -79,18 +81,18 @@ class Step:
         }
 
     def label(self, value: str) -> str:
-        """The node that makes a value, as messages call it."""
+        """Return the node that produces a value, for messages."""
         op = self.graph.ops[self.maker[value]]
         return f"node {op.label!r} ({op.node.op_type})"
 
 
 def labelled(op: Op, phase: str) -> bool:
-    """Is it labelled so?"""
+    """Is the op labelled with this phase?"""
     return any((p.key, p.value) == ("phase", phase) for p in op.node.metadata_props)
 
 
 def any_dims(model: onnx.ModelProto) -> dict[str, int]:
-    """Some size for every symbolic dimension of the inputs."""
+    """Return an arbitrary, distinct size for every symbolic dimension of the inputs."""
     symbols = dict.fromkeys(
         dim.dim_param
         for value in model.graph.input
@@ -101,6 +103,7 @@ def any_dims(model: onnx.ModelProto) -> dict[str, int]:
 
 
 def descendants(graph: Graph, names: Collection[str]) -> set[str]:
+    """Return `names` and all values that depend on them."""
     found = set(names)
     for op in graph.ops:
         if any(name in found for name in op.reads):
@@ -108,8 +111,8 @@ def descendants(graph: Graph, names: Collection[str]) -> set[str]:
     return found
 
 
-def needed(step: Step, outputs: Sequence[str], given: Collection[str]) -> list[Op]:
-    """Ops that make some values, where others are given."""
+def needed(step: StepParts, outputs: Sequence[str], given: Collection[str]) -> list[Op]:
+    """Return the ops that compute `outputs` from `given` values and the step's inputs."""
     found: set[int] = set()
     pending = [step.maker[name] for name in outputs if name in step.maker and name not in given]
     while pending:
