@@ -1,4 +1,4 @@
-"""JAX: whole training steps out of a loss function and an optax optimizer."""
+"""JAX: export a loss function and an optax optimizer as a training step in standard ONNX operators."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ..emit import Emitter
 from ..passes import order
 from . import control, elementwise, indexing, kernels, products, randoms, reductions, structure  # noqa: F401
 from .lower import Array, Lowering, Tensor
-from .step import Step, array, inputs_of, plain, trace
+from .step import TracedStep, array, inputs_of, plain, trace
 
 __all__ = ["export_training_step", "initial_feeds"]
 
@@ -44,12 +44,16 @@ def export_training_step(
     opset: int = 20,
     check: bool = True,
 ) -> onnx.ModelProto:
-    """A JAX training step as an ONNX graph in standard operators.
+    """Export a JAX training step as an ONNX graph in standard operators.
 
-    Inputs are the parameters and buffers under their pytree paths joined by dots, optimizer state as
+    By default the step computes the loss and the gradient of every parameter. With `optimizer` the update is part of
+    the graph: the step returns new parameters and new optimizer state. For example, ``export_training_step(loss_fn,
+    params, x, y, optimizer=optax.adam(1e-3))`` returns a step that trains on batches of the shapes of `x` and `y`.
+
+    Inputs are parameters and buffers, named by their pytree paths joined by dots, optimizer state as
     ``state.<parameter>.<slot>``, then the batch as ``input.<i>``. Outputs are ``loss``, then ``grad.<parameter>``, or
-    with an optimizer ``new.<parameter>`` and ``new.state.…``, then ``new.<buffer>``. Random keys are inputs like any
-    other, as their two words (uint32); random numbers are JAX's own, bit for bit.
+    with an optimizer ``new.<parameter>`` and ``new.state.…``, then ``new.<buffer>``. Random keys are inputs of two
+    words (uint32); random numbers equal JAX's bit for bit.
 
     Parameters
     ----------
@@ -57,31 +61,31 @@ def export_training_step(
         ``loss_fn(params, *batch)`` returns the scalar loss; with buffers, ``loss_fn(params, buffers, *batch)``
         returns (loss, new buffers).
     params, buffers : pytree of arrays
-        Trained, and not: running statistics, for instance. First values.
+        First values of the trained arrays, and of other state, such as running statistics.
     *batch : pytree of arrays
-        An example; its shapes are the graph's.
+        An example batch; the graph has its shapes.
     optimizer : optax.GradientTransformation, optional
-        Without one the graph puts out gradients.
+        The optimizer. By default the step outputs gradients.
     batch_names : sequence of str, optional
-        Names of the batch's arrays.
+        Names of the batch's arrays. By default they are ``input.<i>``.
     unroll : int
-        Scans of up to this many steps are unrolled, so that onnx-remat can recompute in them; longer ones become
-        Scan nodes.
+        Largest number of steps of a scan that is unrolled, so that onnx-remat can recompute inside it. Longer scans
+        become Scan nodes.
     opset : int
-        At least 20.
+        Version of ONNX's operator set, 20 or above.
     check : bool
-        Run the graph on the first values and compare every output with JAX's.
+        Run the graph on the first values, and compare every output with JAX's.
 
     Returns
     -------
     onnx.ModelProto
-        Every node labelled forward, backward or optimizer; every value with its shape.
+        The step. Every node has its phase (forward, backward or optimizer), and every value its shape.
 
     Raises
     ------
     ConversionError
         A primitive has no lowering, the loss is not a float scalar or depends on no parameter, a parameter is not
-        float, or the graph disagrees with JAX.
+        float, or the graph's outputs differ from JAX's.
 
     Examples
     --------
@@ -93,7 +97,7 @@ def export_training_step(
     ['loss', 'grad.w']
     """
     if opset < 20:
-        raise ConversionError(f"opset {opset} is too old: the least is 20")
+        raise ConversionError(f"opset {opset} is too old: use 20 or above")
     step = trace(loss_fn, params, batch, buffers, optimizer, batch_names)
     model = convert(step, unroll, opset)
     if check:
@@ -101,26 +105,26 @@ def export_training_step(
     return model
 
 
-def convert(step: Step, unroll: int = 64, opset: int = 20) -> onnx.ModelProto:
-    """A traced step as an ONNX model; see `export_training_step`."""
+def convert(step: TracedStep, unroll: int = 64, opset: int = 20) -> onnx.ModelProto:
+    """Convert a traced step to an ONNX model; see `export_training_step`."""
     model: onnx.ModelProto = ir.to_proto(_build(step, unroll, opset))
-    known = {tensor.name for tensor in model.graph.initializer}  # these say their shapes themselves
+    known = {tensor.name for tensor in model.graph.initializer}  # initializers state their own shapes
     for info in [info for info in model.graph.value_info if info.name in known]:
         model.graph.value_info.remove(info)
     return model
 
 
-def verify(model: onnx.ModelProto, step: Step, tolerance: Mapping[str, float] | None = None) -> comparison.Check:
+def verify(model: onnx.ModelProto, step: TracedStep, tolerance: Mapping[str, float] | None = None) -> comparison.Check:
     """Compare a step's model with JAX on the first values.
 
-    Where they are further apart than `tolerances.EXACT_ABOVE`, the model is also computed in float64, if it can be: XLA
-    itself takes minutes for convolutions in float64, which it has no kernel for.
+    If they differ by more than `tolerances.EXACT_ABOVE`, the model is also computed in float64, if possible. The
+    float64 run is not XLA's, which takes minutes for convolutions in float64 because it has no kernel for them.
 
     Raises
     ------
     ConversionError
-        An output differs by more than the tolerance of its dtype, and by more than rounding explains, or does so
-        with ONNX Runtime's default optimisations.
+        An output differs by more than the tolerance of its dtype and more than rounding explains, without or with ONNX
+        Runtime's default optimisations.
     """
     made, expected = runtime.outputs(model, step.feeds()), step.expected()
     tolerance = step.tolerance() if tolerance is None else tolerance
@@ -142,7 +146,7 @@ def initial_feeds(
     buffers: Any = None,
     batch_names: Sequence[str] | None = None,
 ) -> dict[str, np.ndarray]:
-    """First values for every input of the graph that `export_training_step` makes of the same arguments.
+    """Return first values for every input of the graph that `export_training_step` makes of the same arguments.
 
     >>> initial_feeds({"w": np.ones(2)}, np.zeros(3))
     {'w': array([1., 1.], dtype=float32), 'input.0': array([0., 0., 0.], dtype=float32)}
@@ -152,8 +156,8 @@ def initial_feeds(
     return {name: plain(array(leaf)) for name, leaf in zip(inputs_of(groups, batch_names), leaves, strict=True)}
 
 
-def _build(step: Step, unroll: int, opset: int) -> ir.Model:
-    """The step's graph: lowered, cleared of what nobody reads, labelled, in the order of phases."""
+def _build(step: TracedStep, unroll: int, opset: int) -> ir.Model:
+    """Return the step's graph: lowered, without unused nodes, labelled, and in the order of phases."""
     arrays = [_input(name, value) for name, value in step.inputs.items()]
     graph = ir.Graph(arrays, [], nodes=[], opset_imports={"": opset}, name="training_step")
     low = Lowering(Emitter(graph, "forward"), unroll)
@@ -198,7 +202,7 @@ def _output(low: Lowering, name: str, result: Array) -> ir.Value:
 
 
 def _label(graph: ir.Graph, roots: list[ir.Value]) -> None:
-    """Forward is what the loss and the new buffers are made from; the rest of what JAX runs early serves backward."""
+    """Label the ancestors of the loss and the new buffers as forward; other nodes that JAX runs early are backward."""
     forward: set[ir.Node] = set()
     pending = [node for value in roots if (node := value.producer()) is not None]
     while pending:
@@ -215,11 +219,11 @@ def _label(graph: ir.Graph, roots: list[ir.Value]) -> None:
 
 
 def _inside(node: ir.Node) -> list[ir.Node]:
-    """All nodes in the bodies of a control-flow operator."""
-    bodies = [held.as_graph() for held in node.attributes.values() if held.type == ir.AttributeType.GRAPH]
+    """Return all nodes in the bodies of a control-flow operator."""
+    bodies = [each.as_graph() for each in node.attributes.values() if each.type == ir.AttributeType.GRAPH]
     return [inner for body in bodies for inner in body.all_nodes()]
 
 
 def _captured(node: ir.Node) -> list[ir.Value | None]:
-    """Values that a node's bodies read; some are of the bodies themselves."""
+    """Return the values that a node's bodies read; some are defined in the bodies."""
     return [value for inner in _inside(node) for value in inner.inputs]

@@ -18,7 +18,7 @@ from .structure import taken
     "custom_vjp_call", "custom_vmap_call", "custom_lin", stacks=True,
 )  # fmt: skip
 def call(low: Lowering, eqn: core.JaxprEqn, *operands: Array) -> list[Array]:
-    """Calls are inlined."""
+    """Inline a call."""
     inner = next(eqn.params[key] for key in ("jaxpr", "call_jaxpr", "call") if key in eqn.params)
     if isinstance(inner, core.ClosedJaxpr):
         return low.run_closed(inner, operands)
@@ -33,7 +33,7 @@ def cond(low: Lowering, eqn: core.JaxprEqn, index: Tensor, *operands: Tensor) ->
 def _choose(
     low: Lowering, eqn: core.JaxprEqn, index: Tensor, first: int, operands: Sequence[Tensor]
 ) -> Sequence[Array]:
-    """An If for the branch `first` against all that follow."""
+    """Append an If that chooses between branch `first` and all later branches."""
     branches = eqn.params["branches"]
     last = len(branches) - 1
     if index.constant is not None:
@@ -68,7 +68,7 @@ def _unrolled(
     low: Lowering, eqn: core.JaxprEqn, length: int, consts: Sequence[Array], carry: Sequence[Array],
     sequences: Sequence[Array],
 ) -> list[Array]:  # fmt: skip
-    """The body once per step; what it puts out is stacked only if somebody reads it whole."""
+    """Lower the body once for each step; its outputs are stacked only if an equation reads them whole."""
     state, made = list(carry), [[] for _ in eqn.outvars[len(carry) :]]  # type: list[Array], list[list[Tensor]]
     steps = range(length)
     for step in reversed(steps) if eqn.params["reverse"] else steps:
@@ -100,7 +100,7 @@ def _element(low: Lowering, sequence: Array, step: int) -> Tensor:
 def _scanned(
     low: Lowering, eqn: core.JaxprEqn, consts: Sequence[Array], carry: Sequence[Array], sequences: Sequence[Array]
 ) -> list[Array]:
-    """ONNX's Scan; constants are read from the graph around."""
+    """Append a Scan, whose body reads constants from the enclosing graph."""
     consts = [low.tensor(x) for x in consts]
     states, slices = ([low.full(low.tensor(x)) for x in group] for group in (carry, sequences))
     with low.body("scan_body") as body:
@@ -124,7 +124,7 @@ def _directions(name: str, direction: int, count: int) -> dict[str, list[int]]:
 
 @lowering("while")
 def while_loop(low: Lowering, eqn: core.JaxprEqn, *operands: Tensor) -> list[Tensor]:
-    """ONNX's Loop; the condition stands before it and at the end of its body."""
+    """Append a Loop, with the condition before it and at the end of its body."""
     params = eqn.params
     n_cond, n_body = int(params["cond_nconsts"]), int(params["body_nconsts"])
     cond_consts, body_consts = operands[:n_cond], operands[n_cond : n_cond + n_body]
@@ -159,7 +159,7 @@ def _tensor(value: ir.Value) -> Tensor:
 
 
 def _finish(body: Lowering, results: Sequence[Array]) -> None:
-    """Make results the outputs of a body: each a value of its own, made in this body."""
+    """Make results the outputs of a body, each a separate value computed in the body."""
     graph = body.emit.graph
     for result in results:
         value = body.full(body.tensor(result))

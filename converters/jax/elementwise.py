@@ -25,13 +25,13 @@ _LOGIC = {"and": "And", "or": "Or", "xor": "Xor", "not": "Not"}
 
 
 def _out(eqn: core.JaxprEqn) -> dict[str, Any]:
-    """Shape and dtype of the first result."""
+    """Return shape and dtype of the first result."""
     aval: Any = eqn.outvars[0].aval
     return {"shape": aval.shape, "dtype": kernels.dtype_of_aval(aval)}
 
 
 def _equals(x: Tensor, value: float) -> bool:
-    """Is it a scalar constant of this value?"""
+    """Return whether a tensor is a scalar constant of this value."""
     return not x.axes and x.constant is not None and bool(x.constant == value)
 
 
@@ -83,7 +83,7 @@ def shift(low: Lowering, eqn: core.JaxprEqn, x: Tensor, y: Tensor) -> Tensor:
 
 @lowering("shift_right_arithmetic")
 def shift_right_arithmetic(low: Lowering, eqn: core.JaxprEqn, x: Tensor, y: Tensor) -> Tensor:
-    """As a logical shift; of the complement where x is negative."""
+    """Lower it to a logical shift; where x is negative, to the shift of the complement."""
 
     def complement(z: Tensor) -> Tensor:
         return low.elementwise("BitwiseNot", z)
@@ -123,7 +123,7 @@ def convert_element_type(low: Lowering, eqn: core.JaxprEqn, x: Tensor) -> Tensor
 
 @lowering("reduce_precision")
 def reduce_precision(low: Lowering, eqn: core.JaxprEqn, x: Tensor) -> Tensor:
-    """By way of the dtype that has these bits."""
+    """Cast to the dtype with these bits, and back."""
     bits = (eqn.params["exponent_bits"], eqn.params["mantissa_bits"])
     dtypes = {(5, 10): np.float16, (8, 7): kernels.BFLOAT16, (8, 23): np.float32, (11, 52): np.float64}
     if bits not in dtypes:
@@ -133,7 +133,7 @@ def reduce_precision(low: Lowering, eqn: core.JaxprEqn, x: Tensor) -> Tensor:
 
 @lowering("integer_pow")
 def integer_pow(low: Lowering, eqn: core.JaxprEqn, x: Tensor) -> Tensor:
-    """Small powers by multiplication, as XLA."""
+    """Lower small powers to multiplications, as XLA does."""
     power: int = eqn.params["y"]
     result: Tensor | None = None
     square, left = x, abs(power)
@@ -177,7 +177,7 @@ def exp2(low: Lowering, eqn: core.JaxprEqn, x: Tensor) -> Tensor:
 
 @lowering("expm1")
 def expm1(low: Lowering, eqn: core.JaxprEqn, x: Tensor) -> Tensor:
-    """``tanh(x / 2) * (exp(x) + 1)``, which is accurate near zero."""
+    """Compute ``tanh(x / 2) * (exp(x) + 1)``, which is accurate near zero."""
     half = low.elementwise("Tanh", low.elementwise("Mul", x, low.scalar(0.5, x)))
     return low.elementwise("Mul", half, low.elementwise("Add", low.elementwise("Exp", x), low.scalar(1, x)))
 
@@ -188,7 +188,7 @@ def log1p(low: Lowering, eqn: core.JaxprEqn, x: Tensor) -> Tensor:
 
 
 def _log1p(low: Lowering, x: Tensor) -> Tensor:
-    """``log(u) + (x - (u - 1)) / u`` with u = 1 + x as rounded, which is accurate near zero."""
+    """Compute ``log(u) + (x - (u - 1)) / u`` with u = 1 + x rounded, which is accurate near zero."""
     u = low.elementwise("Add", x, low.scalar(1, x))
     rounded = low.elementwise("Sub", u, low.scalar(1, x))
     log = low.elementwise("Log", u)
@@ -214,7 +214,7 @@ _TAIL = (
 
 @lowering("erf_inv")
 def erf_inv(low: Lowering, eqn: core.JaxprEqn, x: Tensor) -> Tensor:
-    """Giles (2012), Approximating the erfinv function, as XLA has it in single precision."""
+    """Approximate erfinv by Giles (2012), Approximating the erfinv function, as XLA does in single precision."""
     w = low.elementwise("Neg", _log1p(low, low.elementwise("Neg", low.elementwise("Mul", x, x))))
     central = low.elementwise("Less", w, low.scalar(5, x), dtype=np.bool_)
     inner = low.elementwise("Sub", w, low.scalar(2.5, x))
@@ -262,7 +262,7 @@ def same(low: Lowering, eqn: core.JaxprEqn, x: Tensor) -> Tensor:
 
 @lowering("optimization_barrier")
 def in_order(low: Lowering, eqn: core.JaxprEqn, *xs: Tensor) -> list[Tensor]:
-    """The same arrays with their axes in order, so that whatever follows need not transpose each by itself."""
+    """Return the arrays with their axes in order, so that later equations need not transpose each of them."""
     made = []
     for x in xs:
         axes = sorted(x.axes)

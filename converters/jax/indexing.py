@@ -24,7 +24,7 @@ _REDUCTIONS = {
 
 @lowering("dynamic_slice")
 def dynamic_slice(low: Lowering, eqn: core.JaxprEqn, x: Tensor, *starts: Tensor) -> Tensor:
-    """Per axis a static slice where the start is known, else a Gather of consecutive elements."""
+    """Lower each axis to a static slice if its start is known, else to a Gather of consecutive elements."""
     sizes = [int(n) for n in eqn.params["slice_sizes"]]
     for axis, (start, size) in enumerate(zip(starts, sizes, strict=True)):
         last = x.shape[axis] - size
@@ -50,7 +50,7 @@ def dynamic_slice(low: Lowering, eqn: core.JaxprEqn, x: Tensor, *starts: Tensor)
 
 
 def _clamped(low: Lowering, index: ir.Value, last: int) -> ir.Value:
-    """`index` as int64 between 0 and `last`."""
+    """Return `index` as int64, clamped between 0 and `last`."""
     index = low.cast(index, np.int64)
     zero, end = low.emit.constant(np.int64(0)), low.emit.constant(np.int64(last))
     shape = shape_of(index)
@@ -59,7 +59,7 @@ def _clamped(low: Lowering, index: ir.Value, last: int) -> ir.Value:
 
 @lowering("dynamic_update_slice")
 def dynamic_update_slice(low: Lowering, eqn: core.JaxprEqn, x: Tensor, update: Tensor, *starts: Tensor) -> Tensor:
-    """ScatterND of rows; rows are what is updated whole."""
+    """Lower to a ScatterND of rows, the axes that are updated whole."""
     if update.shape == x.shape:
         return update
     lead = 1 + max(axis for axis, n in enumerate(update.shape) if n != x.shape[axis])
@@ -75,19 +75,19 @@ def dynamic_update_slice(low: Lowering, eqn: core.JaxprEqn, x: Tensor, update: T
 
 
 class _Where:
-    """Positions that a gather reads or a scatter writes, as GatherND and ScatterND want them.
+    """Positions that a gather reads or a scatter writes, in the layout of GatherND and ScatterND.
 
-    The array's axes fall into batching ones, indexed ones and whole ones; GatherND wants them in this order. Windows
-    larger than one along an indexed axis add axes to the index.
+    The array has batching axes, indexed axes and whole axes; GatherND requires this order. A window larger than one
+    along an indexed axis adds an axis to the index.
 
     Attributes
     ----------
     order : list of int
         The array's axes: batching, indexed, whole.
     value : onnx_ir.Value
-        Indices, int64, of shape (*batching, *others, *windows, len(indexed)).
+        Indices in int64, of shape (*batching, *others, *windows, len(indexed)).
     result : list of int
-        Axes of what is gathered or scattered, in the order in which GatherND makes them.
+        Axes of the gathered or scattered array, in the order in which GatherND makes them.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class _Where:
         lead = [*index_batching, *others]
         windows = [a for a in indexed if a not in collapsed]
         spans = [int(sizes[a]) for a in windows]
-        # Axes of the result: those of the indices take what the offsets leave, in order.
+        # Axes of the result: the axes of the indices take the places that the offsets leave, in order.
         free = [a for a in range(result_rank) if a not in offsets]
         window_axes = dict(zip([a for a in range(len(x.shape)) if a not in collapsed and a not in batching], offsets,
                                strict=True))  # fmt: skip
@@ -135,7 +135,7 @@ class _Where:
         self.value = columns
 
     def _in_order(self, columns: ir.Value, index_map: Sequence[int], indexed: Sequence[int]) -> ir.Value:
-        """Columns for exactly the indexed axes, in their order; zero for those that start at zero."""
+        """Return a column for each indexed axis, in their order; zero for those that start at zero."""
         if list(index_map) == list(indexed):
             return columns
         low, lead = self.low, shape_of(columns)[:-1]
@@ -146,13 +146,13 @@ class _Where:
         return low.op("Gather", columns, low.ints(picks), shape=(*lead, len(picks)), axis=len(lead))
 
     def along(self, x: Tensor) -> int | None:
-        """The axis, where this is numpy's take_along_axis: one index column, every other axis batching."""
+        """Return the axis if this is numpy's take_along_axis (one index column, all other axes batching), else None."""
         if len(self.indexed) != 1 or len(self.order) != self.batching + 1 or len(self.shape) != self.batching + 1:
             return None
         return self.order[-1]
 
     def with_batch(self) -> ir.Value:
-        """Indices with a column for each batching axis, for ScatterND, which knows none."""
+        """Return indices with a column for each batching axis, because ScatterND has no batching axes."""
         low, n = self.low, self.batching
         if not n:
             return self.value
@@ -165,10 +165,10 @@ class _Where:
 
 @lowering("gather")
 def gather(low: Lowering, eqn: core.JaxprEqn, x: Tensor, indices: Tensor) -> Tensor:
-    """Gather, GatherElements or GatherND.
+    """Lower to Gather, GatherElements or GatherND.
 
-    Indices beyond the array make ONNX Runtime stop with an error where JAX would put NaN; they are handled as in JAX
-    where the mode is clip, or fill with a value that was given.
+    Indices beyond the array stop ONNX Runtime with an error, whereas JAX returns NaN. They behave as in JAX if the mode
+    is clip, or fill with a given value.
     """
     params, aval = eqn.params, eqn.outvars[0].aval
     numbers = params["dimension_numbers"]
@@ -201,19 +201,19 @@ def gather(low: Lowering, eqn: core.JaxprEqn, x: Tensor, indices: Tensor) -> Ten
 
 
 def _is_default(fill: Any, dtype: np.dtype[Any]) -> bool:
-    """What JAX fills with unless told: NaN, the smallest signed or the largest unsigned integer."""
+    """Return whether this is JAX's default fill value: NaN, the smallest signed or the largest unsigned integer."""
     if dtype.kind in "iu":
         return bool(fill == (np.iinfo(dtype).min if dtype.kind == "i" else np.iinfo(dtype).max))
     return bool(fill != fill) or (dtype == np.bool_ and bool(fill))
 
 
 def _gather_along(low: Lowering, x: Tensor, where: _Where, shape: tuple[int, ...]) -> Tensor:
-    """Gather along the one indexed axis, wherever the value has it."""
+    """Gather along the one indexed axis, at its position in the value."""
     (axis,) = where.indexed
     j = x.axes.index(axis)
     spread = len(where.shape)
     index = low.reshape(where.value, where.shape)
-    # The axes that the index puts in the place of `axis`, and the array's other axes as they stand.
+    # The index's axes in place of `axis`, and the array's other axes unchanged.
     whole = dict(zip(where.order[1:], where.result[spread:], strict=True))
     labels = [whole[a] for a in x.axes[:j]] + where.result[:spread] + [whole[a] for a in x.axes[j + 1 :]]
     made = low.op("Gather", x.value, index, shape=[shape[a] for a in labels], axis=j)
@@ -223,7 +223,7 @@ def _gather_along(low: Lowering, x: Tensor, where: _Where, shape: tuple[int, ...
 def _inside(
     low: Lowering, x: Tensor, indices: Tensor, sizes: Sequence[int], fields: tuple[Sequence[int], ...], rank: int
 ) -> Tensor:
-    """Is the whole window within the array? By result element."""
+    """Return, for each result element, whether the whole window is within the array."""
     offsets, _, index_map, _, _ = fields
     columns = low.cast(low.full(indices), np.int64)
     last = low.emit.constant(np.asarray([x.shape[a] - sizes[a] for a in index_map], np.int64))
@@ -241,7 +241,7 @@ def _inside(
 
 @lowering(*_REDUCTIONS)
 def scatter(low: Lowering, eqn: core.JaxprEqn, x: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
-    """ScatterElements or ScatterND; see `gather` for indices beyond the array."""
+    """Lower to ScatterElements or ScatterND; see `gather` for indices beyond the array."""
     params, numbers = eqn.params, eqn.params["dimension_numbers"]
     if any(n == 0 for n in updates.shape):
         return x
@@ -269,7 +269,7 @@ def scatter(low: Lowering, eqn: core.JaxprEqn, x: Tensor, indices: Tensor, updat
 
 @lowering("sort")
 def sort(low: Lowering, eqn: core.JaxprEqn, *xs: Tensor) -> list[Tensor]:
-    """Stable, by TopK of all elements; several keys from the least significant to the first."""
+    """Lower to TopK of all elements, which is stable; sort several keys from the least significant to the first."""
     axis, keys = eqn.params["dimension"], eqn.params["num_keys"]
     values = [low.full(x) for x in xs]
     shape = xs[0].shape
@@ -292,7 +292,7 @@ def top_k(low: Lowering, eqn: core.JaxprEqn, x: Tensor) -> list[Tensor]:
 
 
 def _top(low: Lowering, value: ir.Value, axis: int, k: int, largest: bool) -> tuple[ir.Value, ir.Value]:
-    """Values and positions, in order; of equal ones the first comes first."""
+    """Return values and positions, in order; equal values keep their order."""
     dtype = dtype_of(value)
     wide = kernels.wider("TopK", dtype) or dtype
     if dtype.name == "uint64":

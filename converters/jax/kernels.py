@@ -1,4 +1,4 @@
-"""What ONNX Runtime's CPU provider has kernels for, JAX's keys as integers, and constants computed now.
+"""Kernels of ONNX Runtime's CPU provider by dtype, JAX's keys as integers, and folding of constants.
 
 `tests/converters/test_jax.py` compares the table of kernels with the installed ONNX Runtime.
 """
@@ -56,10 +56,10 @@ KERNELS: Final[Mapping[str, tuple[str, ...]]] = {
     "ScatterElements": _MOVES,
     "ScatterND": _MOVES,
 }
-"""Dtypes per operator, where some are missing; operators that only move data run on all (ONNX Runtime 1.31)."""
+"""Dtypes of each operator that lacks some; operators that only move data support all (ONNX Runtime 1.31)."""
 
 SCATTERED: Final = (*_FLOATS, *_ALL_INTS)
-"""Dtypes in which the Scatter operators run with a reduction; others load and fail when they run."""
+"""Dtypes in which the Scatter operators run with a reduction; others load, but fail in the run."""
 
 _WIDER: Final = {
     "bfloat16": ("float32",),
@@ -75,7 +75,7 @@ _WIDER: Final = {
 }
 
 FOLDED: Final = 4096
-"""Elements of the largest constant computed now: larger ones would bloat the file."""
+"""Elements of the largest constant that the converter computes: larger ones would enlarge the file."""
 
 _FOLDABLE: Final = frozenset((
     "Abs", "Add", "And", "BitShift", "BitwiseAnd", "BitwiseNot", "BitwiseOr", "BitwiseXor", "Cast", "Ceil",
@@ -87,12 +87,13 @@ _FOLDABLE: Final = frozenset((
 
 
 def deciding(op_type: str) -> int:
-    """The first input whose dtype chooses the kernel: all but Where's condition."""
+    """Return the index of the first input whose dtype selects the kernel: 1 for Where, after its condition, else 0."""
     return 1 if op_type == "Where" else 0
 
 
 def wider(op_type: str, dtype: np.dtype[Any], reduction: object = "none") -> np.dtype[Any] | None:
-    """The dtype to compute in where there is no kernel for `dtype`; `reduction` is the Scatter operators'.
+    """Return the dtype to compute in if there is no kernel for `dtype`, else None; `reduction` is for Scatter
+    operators.
 
     >>> wider("Where", np.dtype("bool")), wider("Where", np.dtype("int32"))
     (dtype('uint8'), None)
@@ -106,7 +107,7 @@ def wider(op_type: str, dtype: np.dtype[Any], reduction: object = "none") -> np.
 def fold(
     op_type: str, inputs: Sequence[ir.Value | None], attributes: Mapping[str, object], shape: Sequence[int]
 ) -> np.ndarray | None:
-    """What an operator makes of small constants; None where an input is not one."""
+    """Return the result of an operator on small constants; None if an input is not a small constant."""
     if op_type not in _FOLDABLE:
         return None
     arrays = []
@@ -124,12 +125,12 @@ def fold(
 
 
 def packed(value: object) -> np.ndarray:
-    """An array as numpy's; random keys (two uint32 words each) as one uint64 each.
+    """Return a numpy array; random keys (two uint32 words each) as one uint64 each.
 
     Raises
     ------
     ConversionError
-        Keys of another generator than threefry2x32.
+        The keys belong to another generator than threefry2x32.
     """
     if is_key(value):
         if str(jax.random.key_impl(value)) != "threefry2x32":  # type: ignore[arg-type]
@@ -140,13 +141,13 @@ def packed(value: object) -> np.ndarray:
 
 
 def is_key(value: object) -> bool:
-    """Is it an array of typed random keys, or the like of one?"""
+    """Return whether a value, or its aval, is an array of typed random keys."""
     dtype = getattr(value, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def dtype_of_aval(aval: Any) -> np.dtype[Any]:
-    """The dtype a JAX array has in the graph: its own, or uint64 for random keys."""
+    """Return the dtype of a JAX array in the graph: its own, or uint64 for random keys."""
     return np.dtype(np.uint64) if is_key(aval) else np.dtype(aval.dtype)
 
 

@@ -1,8 +1,8 @@
-"""Walk a jaxpr and append ONNX nodes, one small lowering per JAX primitive.
+"""Walk a jaxpr and append ONNX nodes, with one small lowering for each JAX primitive.
 
-A JAX array is represented by a `Tensor`: an ONNX value whose axes carry the array's axis numbers. Transposes,
+A `Tensor` represents a JAX array: an ONNX value whose axes have the array's axis numbers as labels. Transposes,
 broadcasts and unit axes are therefore free until an operator needs the axes in a certain order, and channels-last
-models run channels-first convolutions without transposing in between.
+models run channels-first convolutions without transposes in between.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ OPTIMIZER_SCOPE = "onnx_remat.optimizer"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tensor:
-    """A JAX array as an ONNX value with labelled axes.
+    """An ONNX value with labelled axes that represents a JAX array.
 
     Attributes
     ----------
@@ -37,7 +37,7 @@ class Tensor:
         Axis j of the value is axis ``axes[j]`` of the array. Along the array's other axes all elements are equal;
         likewise where an axis of the value has size 1 and the array's has not.
     shape : tuple of int
-        The array's.
+        Shape of the array.
     dtype : numpy.dtype
     """
 
@@ -48,22 +48,22 @@ class Tensor:
 
     @property
     def physical(self) -> tuple[int, ...]:
-        """The value's own shape."""
+        """The shape of the value."""
         return shape_of(self.value)
 
     @property
     def constant(self) -> np.ndarray | None:
-        """The value as an array where it is known now."""
+        """The value as an array if it is a constant, else None."""
         return None if self.value.const_value is None else self.value.const_value.numpy()
 
     def relabelled(self, axes: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """The same value seen as another array."""
+        """Return the same value as another array."""
         return Tensor(self.value, tuple(int(a) for a in axes), tuple(int(n) for n in shape), self.dtype)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stack:
-    """Arrays of equal shape stacked along a new first axis, but not yet written one after another."""
+    """Arrays of equal shape stacked along a new first axis, but not yet concatenated."""
 
     items: tuple[Tensor, ...]
 
@@ -78,11 +78,11 @@ Rule: TypeAlias = Callable[..., Lowered]
 
 _RULES: dict[str, Rule] = {}
 TAKES_STACKS: set[str] = set()
-"""Primitives whose lowerings take `Stack` operands; all others see them as tensors."""
+"""Primitives whose lowerings take `Stack` operands; all others receive tensors."""
 
 
 def lowering(*primitives: str, stacks: bool = False) -> Callable[[Rule], Rule]:
-    """Register ``rule(low, eqn, *operands)`` as the lowering of primitives; it returns one array or all results."""
+    """Register ``rule(low, eqn, *operands)``, which returns one array or all results, as the lowering of primitives."""
 
     def register(rule: Rule) -> Rule:
         for primitive in primitives:
@@ -95,12 +95,12 @@ def lowering(*primitives: str, stacks: bool = False) -> Callable[[Rule], Rule]:
 
 
 def primitives() -> tuple[str, ...]:
-    """Names of all primitives that have a lowering."""
+    """Return the names of all primitives that have a lowering."""
     return tuple(sorted(_RULES))
 
 
 def _readers(jaxpr: core.Jaxpr) -> dict[core.Var, list[core.JaxprEqn | None]]:
-    """Who reads each variable; None stands for the jaxpr's results."""
+    """Return the equations that read each variable; None stands for the jaxpr's results."""
     readers: dict[core.Var, list[core.JaxprEqn | None]] = {}
     for reader, atoms in [*((eqn, eqn.invars) for eqn in jaxpr.eqns), (None, jaxpr.outvars)]:
         for atom in atoms:
@@ -120,16 +120,16 @@ def dtype_of(value: ir.Value) -> np.dtype[Any]:
 
 
 class Lowering:
-    """What lowerings write with: typed nodes, constants, tensors arranged as an operator needs them.
+    """The writer for lowerings: typed nodes, constants, and tensors with axes in the order that an operator needs.
 
     Parameters
     ----------
     emit : Emitter
-        Appends to the graph.
+        The emitter of the graph.
     unroll : int
-        Scans of up to this many steps are unrolled.
+        Largest number of steps of a scan that is unrolled.
     outer : Lowering, optional
-        The one around, in the body of a control-flow operator: its values may be read.
+        In the body of a control-flow operator, the lowering of the enclosing graph, whose values may be read.
     """
 
     def __init__(self, emit: Emitter, unroll: int, outer: Lowering | None = None) -> None:
@@ -144,7 +144,7 @@ class Lowering:
     # Walking
 
     def run(self, jaxpr: core.Jaxpr, constants: Sequence[Array], operands: Sequence[Array]) -> list[Array]:
-        """Lower a jaxpr applied to operands; returns its results.
+        """Lower a jaxpr applied to operands, and return its results.
 
         Raises
         ------
@@ -166,7 +166,8 @@ class Lowering:
         return self.run(closed.jaxpr, [self.array(value) for value in closed.consts], operands)
 
     def only_reader(self, var: object) -> core.JaxprEqn | None:
-        """The one equation that reads a variable of the jaxpr being walked; None where others do, or a result is it."""
+        """Return the only equation that reads a variable of the current jaxpr; None if several do, or it is a
+        result."""
         readers = self._readers.get(var, [])  # type: ignore[call-overload]
         return readers[0] if len(readers) == 1 else None
 
@@ -202,7 +203,7 @@ class Lowering:
     # Constants and arrays
 
     def array(self, value: object) -> Tensor:
-        """A constant; equal elements are one."""
+        """Return a constant; one with equal elements is stored as a single element."""
         array = kernels.packed(value)
         shape = array.shape
         if array.size and (array == array.flat[0]).all():
@@ -210,15 +211,15 @@ class Lowering:
         return Tensor(self.emit.constant(array), tuple(range(array.ndim)), shape, array.dtype)
 
     def scalar(self, value: float, like: Tensor) -> Tensor:
-        """A scalar constant of another tensor's dtype."""
+        """Return a scalar constant with the dtype of `like`."""
         return self.array(np.asarray(value, like.dtype))
 
     def ints(self, values: Sequence[int]) -> ir.Value:
-        """A vector of int64."""
+        """Return a constant vector of int64."""
         return self.emit.constant(np.asarray(values, np.int64))
 
     def tensor(self, array: Array) -> Tensor:
-        """The array as one value: a stack is written out."""
+        """Return the array as one value; a stack is concatenated."""
         if isinstance(array, Tensor):
             return array
         items = [self.reshape(self.full(item), (1, *item.shape)) for item in array.items]
@@ -236,10 +237,10 @@ class Lowering:
         dtype: Any = None,
         **attributes: Attribute,
     ) -> ir.Value:
-        """Append a node of one output, of the first input's dtype unless told; equal nodes are one.
+        """Append a node with one output, by default of the first input's dtype; equal nodes are shared.
 
-        Runs in a wider dtype where ONNX Runtime's CPU provider has no kernel for this one, and now where all inputs
-        are small constants.
+        The node computes in a wider dtype if ONNX Runtime's CPU provider has no kernel for this one. If all inputs are
+        small constants, the result is a constant.
         """
         first = kernels.deciding(op_type)
         given = inputs[first]
@@ -266,7 +267,7 @@ class Lowering:
         results: Sequence[tuple[Sequence[int], Any]],
         **attributes: Attribute,
     ) -> tuple[ir.Value, ...]:
-        """Append a node with outputs of these shapes and dtypes; equal nodes are one."""
+        """Append a node with outputs of these shapes and dtypes; equal nodes are shared."""
         plain = tuple((k, str(v)) for k, v in sorted(attributes.items()))
         pure = not any(isinstance(v, ir.Graph) for v in attributes.values())
         key = (op_type, tuple(id(value) for value in inputs), plain, len(results))
@@ -285,7 +286,7 @@ class Lowering:
         return known if known is not None or self.outer is None else self.outer._lookup(key)
 
     def cast(self, value: ir.Value, dtype: Any) -> ir.Value:
-        """`value` in another dtype."""
+        """Return `value` in another dtype."""
         if dtype_of(value) == np.dtype(dtype):
             return value
         producer = value.producer()
@@ -297,7 +298,7 @@ class Lowering:
         return self.op("Cast", value, shape=shape_of(value), dtype=dtype, to=to)
 
     def reshape(self, value: ir.Value, shape: Sequence[int]) -> ir.Value:
-        """`value` with as many elements in another shape."""
+        """Return `value` in another shape with as many elements."""
         shape = tuple(int(n) for n in shape)
         if shape_of(value) == shape:
             return value
@@ -308,7 +309,7 @@ class Lowering:
         return self.op("Reshape", value, self.ints(shape), shape=shape, allowzero=int(0 in shape))
 
     def transpose(self, value: ir.Value, order: Sequence[int]) -> ir.Value:
-        """`value` with axis ``order[j]`` as axis j; a Reshape where only unit axes move."""
+        """Return `value` with axis ``order[j]`` as axis j, by a Reshape if only unit axes move."""
         order = tuple(order)
         old = shape_of(value)
         shape = tuple(old[j] for j in order)
@@ -325,22 +326,24 @@ class Lowering:
     # Arranging
 
     def arranged(self, x: Tensor, order: Sequence[int]) -> ir.Value:
-        """The value with one axis per entry of `order`, of size 1 where all elements are equal."""
+        """Return the value with one axis for each entry of `order`, of size 1 where all elements are equal."""
         present = [axis for axis in order if axis in x.axes]
         value = self.transpose(x.value, [x.axes.index(axis) for axis in present])
         sizes = dict(zip(present, shape_of(value), strict=True))
         return self.reshape(value, [sizes.get(axis, 1) for axis in order])
 
     def full(self, x: Tensor, order: Sequence[int] | None = None) -> ir.Value:
-        """The value with exactly these axes of the array (default: all, in order), each in its full size."""
+        """Return the value with exactly these axes of the array (by default all, in order), each in its full size."""
         order = tuple(range(len(x.shape)) if order is None else order)
         value, shape = self.arranged(x, order), tuple(x.shape[axis] for axis in order)
         return value if shape_of(value) == shape else self.op("Expand", value, self.ints(shape), shape=shape)
 
     def filled(self, x: Tensor, order: Sequence[int], after: ir.Value) -> ir.Value:
-        """As `full`; a large constant of equal elements is made in the run, from integers `after` it.
+        """Return the value as `full` does, but compute a large constant of equal elements in the run, from integers
+        `after`.
 
-        ONNX Runtime would compute an Expand of constants when it loads the file, and hold the result throughout.
+        ONNX Runtime would compute an Expand of constants when it loads the file, and keep the result for the whole
+        session.
         """
         if x.axes or x.constant is None or prod(x.shape) <= kernels.FOLDED:
             return self.full(x, order)
@@ -351,12 +354,12 @@ class Lowering:
         return self.op("Expand", start, self.ints(shape), shape=shape)
 
     def whole(self, x: Tensor) -> Tensor:
-        """`x` with every axis in its full size, in the order they have now if all are there."""
+        """Return `x` with every axis in its full size; axes keep their order if all are present."""
         order = x.axes if sorted(x.axes) == list(range(len(x.shape))) else tuple(range(len(x.shape)))
         return Tensor(self.full(x, order), order, x.shape, x.dtype)
 
     def aligned(self, xs: Sequence[Tensor]) -> tuple[list[ir.Value], tuple[int, ...]]:
-        """Values that broadcast against each other, and the axes of what an elementwise operator makes of them.
+        """Return values that broadcast against each other, and the axes of an elementwise operator's result.
 
         The largest operand keeps its order of axes.
         """
@@ -375,7 +378,7 @@ class Lowering:
     def elementwise(
         self, op_type: str, *xs: Tensor, shape: Sequence[int] | None = None, dtype: Any = None, **attributes: Attribute
     ) -> Tensor:
-        """An elementwise operator on broadcast operands."""
+        """Append an elementwise operator on broadcast operands."""
         values, axes = self.aligned(xs)
         physical = np.broadcast_shapes(*(shape_of(value) for value in values))
         dtype = np.dtype(dtype or xs[0].dtype)
@@ -387,6 +390,6 @@ class Lowering:
 
     @contextmanager
     def body(self, name: str) -> Iterator[Lowering]:
-        """A lowering that writes into a new graph, for an attribute of a control-flow operator."""
+        """Yield a lowering that writes into a new graph, for an attribute of a control-flow operator."""
         graph = ir.Graph([], [], nodes=[], name=name)
         yield Lowering(Emitter(graph, self.emit.phase, within=self.emit), self.unroll, self)

@@ -22,12 +22,12 @@ def dot_general(low: Lowering, eqn: core.JaxprEqn, x: Tensor, y: Tensor) -> Tens
     x, y = (_as(low, operand, aval.dtype) for operand in (x, y))
     (x_sum, y_sum), (x_batch, y_batch) = eqn.params["dimension_numbers"]
     x_sum, y_sum, x_batch, y_batch = (tuple(int(a) for a in axes) for axes in (x_sum, y_sum, x_batch, y_batch))
-    # Result axes: the batch, then x's free axes, then y's, each in increasing order.
+    # Axes of the result: the batch axes, then the free axes of x, then those of y, each in increasing order.
     starts = (len(x_batch), len(x_batch) + len(x.shape) - len(x_sum) - len(x_batch))
     if _swapped(low, eqn, starts):
         x, y, x_sum, y_sum, x_batch, y_batch, starts = y, x, y_sum, x_sum, y_batch, x_batch, starts[::-1]
     x, y = low.whole(x), low.whole(y)
-    # Axes are paired in the order x has them, so that x needs no Transpose for their sake.
+    # Axes are paired in their order in x, so that x needs no Transpose.
     summed = sorted(zip(x_sum, y_sum, strict=True), key=lambda pair: x.axes.index(pair[0]))
     shared = sorted(range(len(x_batch)), key=lambda i: x.axes.index(x_batch[i]))
     free = [[a for a in operand.axes if a not in s and a not in b] for operand, s, b in
@@ -49,7 +49,7 @@ def dot_general(low: Lowering, eqn: core.JaxprEqn, x: Tensor, y: Tensor) -> Tens
 
 
 def _swapped(low: Lowering, eqn: core.JaxprEqn, starts: tuple[int, int]) -> bool:
-    """Does a transpose follow that puts y's free axes before x's? Then y x is what is wanted, not x y."""
+    """Return whether a transpose follows that moves the free axes of y before those of x: the product is then y x."""
     reader = low.only_reader(eqn.outvars[0])
     if reader is None or reader.primitive.name != "transpose":
         return False
@@ -66,7 +66,7 @@ def _matmul(
     low: Lowering, x: Tensor, y: Tensor, batch: Sequence[tuple[int, ...]], free: Sequence[list[int]],
     summed: Sequence[tuple[int, ...]], shape: Sequence[int],
 ) -> ir.Value:  # fmt: skip
-    """Batched product of (batch, free, summed) with (batch, summed, free)."""
+    """Append a batched product of (batch, free, summed) and (batch, summed, free)."""
     sizes = [x.shape[a] for a in batch[0]]
     rows, inner, columns = (prod(t.shape[a] for a in axes) for t, axes in ((x, free[0]), (x, summed[0]), (y, free[1])))
     left = low.reshape(low.full(x, (*batch[0], *free[0], *summed[0])), (*sizes, rows, inner))
@@ -78,7 +78,7 @@ def _gemm(
     low: Lowering, x: Tensor, y: Tensor, free: Sequence[list[int]], summed: Sequence[tuple[int, ...]],
     shape: Sequence[int],
 ) -> ir.Value:  # fmt: skip
-    """Product of two matrices, transposed by Gemm itself where their axes stand so."""
+    """Append a Gemm of two matrices, with transA and transB according to their axes."""
     inner = prod(x.shape[a] for a in summed[0])
     rows, columns = prod(x.shape[a] for a in free[0]), prod(y.shape[a] for a in free[1])
     flipped_x = x.axes == (*summed[0], *free[0]) and bool(summed[0]) and bool(free[0])
@@ -120,7 +120,7 @@ def conv_general_dilated(low: Lowering, eqn: core.JaxprEqn, x: Tensor, w: Tensor
         x = padded(low, x, low.scalar(0, x), config)
         pads = [(max(a, 0), max(b, 0)) for a, b in pads]
     left = low.full(x, x_order)
-    if batches > 1:  # groups of the batch become groups of channels
+    if batches > 1:  # turn batch groups into channel groups
         n, c, *rest = shape_of(left)
         left = low.reshape(left, (batches, n // batches, c, *rest))
         left = low.transpose(left, (1, 0, *range(2, len(rest) + 3)))
@@ -136,7 +136,8 @@ def _transposed(
     low: Lowering, x: Tensor, w: Tensor, orders: tuple[list[int], list[int]], shape: Sequence[int],
     geometry: tuple[list[int], list[tuple[int, int]], list[int], int],
 ) -> ir.Value:  # fmt: skip
-    """A convolution over spread-out input, the gradient of a strided one: ConvTranspose with the kernel flipped."""
+    """Lower a convolution over dilated input, the gradient of a strided one, to ConvTranspose with the kernel
+    flipped."""
     (x_order, w_order), (spread, pads, dilations, groups) = orders, geometry
     reach = [(w.shape[axis] - 1) * d for axis, d in zip(w_order[2:], dilations, strict=True)]
     cut = [(r - a, r - b) for r, (a, b) in zip(reach, pads, strict=True)]
@@ -164,7 +165,7 @@ def _transposed(
 
 
 def _flipped(low: Lowering, w: Tensor, axes: Sequence[int]) -> Tensor:
-    """`w` reversed along axes; what was reversed before is taken as it was."""
+    """Return `w` reversed along axes; a value that is itself a reversal gives the original."""
     w = low.whole(w)
     positions = [j for j, axis in enumerate(w.axes) if axis in axes and w.physical[j] > 1]
     source = low.reversed.get(w.value)

@@ -1,7 +1,7 @@
-"""Lowerings of random keys and random bits: threefry2x32, exactly, in integer operators.
+"""Lowerings of random keys and random bits: exact threefry2x32 in integer operators.
 
-A key is two 32-bit words. In the graph an array of keys is one of uint64, so that whatever moves keys about needs
-no lowering of its own.
+A key is two 32-bit words. In the graph an array of keys is an array of uint64, so that primitives that only move keys
+need no lowering of their own.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PARITY = 0x1BD11BDA
 
 @lowering("threefry2x32")
 def threefry2x32(low: Lowering, eqn: core.JaxprEqn, *operands: Tensor) -> list[Tensor]:
-    """Salmon et al. (2011), Parallel random numbers: as easy as 1, 2, 3; twenty rounds."""
+    """Lower the hash of Salmon et al. (2011), Parallel random numbers: as easy as 1, 2, 3; twenty rounds."""
     first, second, x, y = operands
     shape = eqn.outvars[0].aval.shape  # type: ignore[attr-defined]
 
@@ -42,7 +42,7 @@ def threefry2x32(low: Lowering, eqn: core.JaxprEqn, *operands: Tensor) -> list[T
         return op("BitwiseOr", left, op("BitShift", a, low.array(np.uint32(32 - by)), direction="RIGHT"))
 
     keys = [first, second, op("BitwiseXor", op("BitwiseXor", first, second), low.array(np.uint32(_PARITY)))]
-    # A count is added part by part, so that no constant as large as the result is held.
+    # A count is added part by part, so that no constant as large as the result stays allocated.
     x, y = op("Add", x, keys[0]), functools.reduce(partial(op, "Add"), low.counts.get(y.value, (y,)), keys[1])
     for group in range(5):
         for rotation in _ROTATIONS[group % 2]:
@@ -55,7 +55,7 @@ def threefry2x32(low: Lowering, eqn: core.JaxprEqn, *operands: Tensor) -> list[T
 
 @lowering("iota_2x32_shape")
 def iota_2x32_shape(low: Lowering, eqn: core.JaxprEqn) -> list[Tensor]:
-    """High and low words of 0, 1, 2, ... in this shape."""
+    """Return the high and low words of 0, 1, 2, ... in this shape."""
     shape = tuple(int(n) for n in eqn.params["shape"])
     count = prod(shape)
     if count >= 2**32:
@@ -76,7 +76,7 @@ def random_wrap(low: Lowering, eqn: core.JaxprEqn, words: Tensor) -> Tensor:
 
 
 def keys_of(low: Lowering, words: Tensor) -> Tensor:
-    """uint64 of shape words.shape[:-1]."""
+    """Return keys as uint64 of shape words.shape[:-1]."""
     axis = len(words.shape) - 1
     high, right = (
         Tensor(low.cast(word.value, _U64), word.axes, word.shape, _U64)
@@ -92,7 +92,7 @@ def random_unwrap(low: Lowering, eqn: core.JaxprEqn, keys: Tensor) -> Array:
 
 
 def _words(low: Lowering, keys: Tensor) -> Array:
-    """uint32 of shape (*keys.shape, 2)."""
+    """Return words as uint32 of shape (*keys.shape, 2)."""
     high = low.elementwise("BitShift", keys, low.array(np.uint64(32)), direction="RIGHT")
     right = low.elementwise("BitwiseAnd", keys, low.array(np.uint64(2**32 - 1)))
     words = [Tensor(low.cast(word.value, _U32), word.axes, word.shape, _U32) for word in (high, right)]
@@ -110,7 +110,7 @@ def _known(generator: Any) -> None:
 
 
 def _apply(low: Lowering, function: Callable[..., Any], operands: Sequence[Array], keys: Tensor) -> Tensor:
-    """Lower what the generator does with one key; keys in an array each do it."""
+    """Lower a function of the generator for one key, applied to each key of an array."""
     for _ in keys.shape:
         function = jax.vmap(function)
     avals = [jax.ShapeDtypeStruct(x.shape, x.items[0].dtype if isinstance(x, Stack) else x.dtype) for x in operands]
@@ -119,7 +119,7 @@ def _apply(low: Lowering, function: Callable[..., Any], operands: Sequence[Array
 
 
 def _generator(eqn: core.JaxprEqn) -> Any:
-    """The generator of an equation's keys."""
+    """Return the generator of an equation's keys."""
     _known(getattr(eqn.invars[0].aval.dtype, "_impl", generators.threefry_prng_impl))  # type: ignore[attr-defined]
     return generators.threefry_prng_impl
 

@@ -69,7 +69,7 @@ _CUMULATIVE = {"cumprod": "Mul", "cummax": "Max", "cummin": "Min"}
 
 @lowering(*_CUMULATIVE, "cumlogsumexp")
 def cumulative(low: Lowering, eqn: core.JaxprEqn, x: Tensor) -> Tensor:
-    """Hillis & Steele (1986): combine with the element 1, 2, 4, ... before."""
+    """Lower by Hillis & Steele (1986): combine each element with the one 1, 2, 4, ... positions before it."""
     axis, reverse = eqn.params["axis"], eqn.params["reverse"]
     x = low.whole(x)
     size, name = x.shape[axis], eqn.primitive.name
@@ -92,7 +92,7 @@ def _identity(name: str, dtype: np.dtype[Any]) -> Any:
 
 
 def _logaddexp(low: Lowering, x: Tensor, y: Tensor) -> Tensor:
-    """Of finite x and y that may be -inf: larger + log(1 + exp(smaller - larger))."""
+    """Compute larger + log(1 + exp(smaller - larger)) of x and y, which are finite or -inf."""
     larger = low.elementwise("Max", x, y)
     both = low.elementwise("Exp", low.elementwise("Sub", low.elementwise("Min", x, y), larger))
     return low.elementwise("Add", larger, low.elementwise("Log", low.elementwise("Add", both, low.scalar(1, x))))
@@ -120,7 +120,7 @@ def reduce_window(low: Lowering, eqn: core.JaxprEqn, x: Tensor) -> Tensor:
 
 @lowering("select_and_scatter_add")
 def select_and_scatter_add(low: Lowering, eqn: core.JaxprEqn, source: Tensor, x: Tensor) -> Tensor:
-    """The gradient of max-pooling: add to where MaxPool found its maxima."""
+    """Lower the gradient of max-pooling: add at the positions of MaxPool's maxima."""
     params = eqn.params
     if params["select_prim"].name not in ("ge", "le"):
         raise ConversionError(f"select_and_scatter_add by {params['select_prim'].name}: only ge and le have a lowering")
@@ -141,7 +141,7 @@ def select_and_scatter_add(low: Lowering, eqn: core.JaxprEqn, source: Tensor, x:
 
 
 class _Window:
-    """A window over a tensor as ONNX's pools want it: windowed axes last, behind exactly two others."""
+    """A window over a tensor in the layout of ONNX's pools: windowed axes last, after exactly two others."""
 
     def __init__(
         self, low: Lowering, x: Tensor, fill: Tensor, sizes: Sequence[int], strides: Sequence[int],
@@ -151,7 +151,7 @@ class _Window:
         moving = [a for a in range(rank) if sizes[a] != 1 or strides[a] != 1 or any(padding[a])]
         if len(moving) > 3:
             raise ConversionError(f"a window over {len(moving)} axes has no lowering to ONNX: at most 3")
-        # Padding as wide as the window is beyond the pools; where it is outside, the tensor itself gets it.
+        # Pools do not support padding as wide as the window: such padding is applied to the tensor itself.
         wide = any(max(padding[a]) >= (sizes[a] - 1) * dilations[a] + 1 for a in moving)
         self.outside = [tuple(int(n) for n in padding[a]) if wide else (0, 0) for a in range(rank)]
         inside = [(0, 0) if wide else padding[a] for a in range(rank)]
@@ -183,7 +183,7 @@ class _Window:
         )  # fmt: skip
 
     def max_pool(self) -> tuple[ir.Value, ir.Value]:
-        """Maxima and where they are in the flat input; one node for both, so that backward can use forward's."""
+        """Return maxima and their positions in the flat input, from one node, so that backward can share forward's."""
         low, x = self.low, self._input
         wide = kernels.wider("MaxPool", self.x.dtype)
         shape = (*self._lead, *self._sizes)
@@ -193,7 +193,7 @@ class _Window:
         return low.cast(best, self.x.dtype), where
 
     def tensor(self, value: ir.Value, aval: Any) -> Tensor:
-        """A pool's result as the array it stands for."""
+        """Return a pool's result as the array that it represents."""
         shape = tuple(int(n) for n in aval.shape)
         physical = [shape[axis] for axis in self.order]
         return Tensor(self.low.reshape(value, physical), self.order, shape, self.x.dtype)

@@ -1,4 +1,4 @@
-"""A training step as a function of flat, named arrays, and its jaxpr."""
+"""`TracedStep`: a training step as a function of flat, named arrays, and its jaxpr."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ Leaves = Sequence[tuple[Path, tuple[int, ...]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """One step, traced.
+class TracedStep:
+    """A traced training step.
 
     Attributes
     ----------
     jaxpr : ClosedJaxpr
-        Of flat inputs and outputs.
+        The jaxpr of the step, with flat inputs and outputs.
     inputs : mapping of str to array
-        Parameters, buffers, optimizer state, batch: first values, by name, in order.
+        First values of parameters, buffers, optimizer state and batch, by name, in order.
     outputs : mapping of str to str
-        Phase of each output, by name, in order: the loss, gradients or new parameters and state, new buffers.
+        The phase of each output by name, in order: the loss, gradients or new parameters and state, new buffers.
     function : callable
-        What `jaxpr` was traced from.
+        The function from which `jaxpr` was traced.
     """
 
     jaxpr: core.ClosedJaxpr
@@ -46,13 +46,13 @@ class Step:
     function: Callable[..., Any]
 
     def expected(self) -> dict[str, np.ndarray]:
-        """JAX's own outputs for the first inputs, by name."""
+        """Return JAX's outputs for the first inputs, by name."""
         return self._run(self.inputs.values())
 
     def noise(self, expected: Mapping[str, np.ndarray]) -> dict[str, float]:
-        """How far each float output moves, at most, when float inputs move as much as kernels round.
+        """Return the largest change of each float output when float inputs change by the rounding of kernels.
 
-        Where two elements of a max-pool are all but equal, for instance, rounding decides which of them is trained.
+        For example, if two elements of a max-pool are almost equal, rounding decides which of them gets the gradient.
         """
         generator = np.random.default_rng(0)
         floats = [name for name, value in expected.items() if jnp.issubdtype(value.dtype, jnp.floating)]
@@ -65,21 +65,22 @@ class Step:
         return largest
 
     def _run(self, inputs: Iterable[Any]) -> dict[str, np.ndarray]:
-        # One run does not repay XLA's optimisations, and without them each operation is what it says.
+        # XLA's optimisations do not pay off in one run, and without them each operation computes what it defines.
         quick = jax.jit(self.function, compiler_options={"xla_backend_optimization_level": 0})
         return {name: plain(value) for name, value in zip(self.outputs, quick(*inputs), strict=True)}
 
     def tolerance(self) -> dict[str, float]:
-        """Relative error to accept by output dtype: the least precise float inside decides for all wider ones."""
+        """Return the accepted relative error by output dtype: the least precise float inside applies to all wider
+        ones."""
         return tolerances.allowed({dtype.name for dtype in _dtypes(self.jaxpr.jaxpr)})
 
     def feeds(self) -> dict[str, np.ndarray]:
-        """The first inputs as ONNX Runtime takes them."""
+        """Return the first inputs in the form that ONNX Runtime takes."""
         return {name: plain(value) for name, value in self.inputs.items()}
 
 
 def _nudged(value: Any, generator: np.random.Generator) -> Any:
-    """`value` with every float moved by a few of its dtype's rounding errors."""
+    """Return `value` with every float changed by a few of its dtype's rounding errors."""
     if kernels.is_key(value) or not jnp.issubdtype(value.dtype, jnp.floating):
         return value
     epsilon = tolerances.NOISE_ULPS * float(jnp.finfo(value.dtype).eps)
@@ -88,7 +89,7 @@ def _nudged(value: Any, generator: np.random.Generator) -> Any:
 
 
 def _dtypes(jaxpr: core.Jaxpr) -> set[np.dtype[Any]]:
-    """Dtypes of all that a jaxpr computes, in the jaxprs inside too."""
+    """Return the dtypes of all values that a jaxpr and its inner jaxprs compute."""
     found = {kernels.dtype_of_aval(var.aval) for eqn in jaxpr.eqns for var in eqn.outvars if hasattr(var.aval, "dtype")}
     for inner in core.subjaxprs(jaxpr):
         found |= _dtypes(inner)
@@ -96,20 +97,20 @@ def _dtypes(jaxpr: core.Jaxpr) -> set[np.dtype[Any]]:
 
 
 def array(value: Any) -> Any:
-    """A leaf as the JAX array that it becomes when traced: int64 as int32 by default, for instance."""
+    """Return a leaf as the JAX array that a trace makes of it, for example int64 as int32 by default."""
     return value if kernels.is_key(value) else jnp.asarray(value)
 
 
 def plain(value: Any) -> np.ndarray:
-    """An array as numpy's; random keys as their words."""
+    """Return a numpy array; random keys as their words."""
     return np.asarray(jax.random.key_data(value) if kernels.is_key(value) else value)
 
 
 def trace(
     loss_fn: Callable[..., Any], params: Any, batch: Sequence[Any], buffers: Any, optimizer: Any,
     batch_names: Sequence[str] | None,
-) -> Step:  # fmt: skip
-    """Trace loss, gradients and update.
+) -> TracedStep:  # fmt: skip
+    """Trace loss, gradients and update of a step.
 
     Raises
     ------
@@ -154,14 +155,14 @@ def trace(
     outputs |= {names.new(name): "forward" for name in named[counts[0] : sum(counts[:2])]}
     if len(outputs) != len(jaxpr.outvars):
         raise ConversionError(
-            f"the step puts out {len(jaxpr.outvars)} arrays for {len(outputs)} names: the loss function must return "
-            "new buffers of the structure it was given"
+            f"the step has {len(jaxpr.outvars)} output arrays for {len(outputs)} names: return new buffers of the "
+            "same structure from the loss function"
         )
-    return Step(core.ClosedJaxpr(jaxpr, closed.consts), dict(zip(named, flat, strict=True)), outputs, step)
+    return TracedStep(core.ClosedJaxpr(jaxpr, closed.consts), dict(zip(named, flat, strict=True)), outputs, step)
 
 
 def inputs_of(groups: tuple[Any, Any, Any, Any], batch_names: Sequence[str] | None) -> list[str]:
-    """Names of parameters, buffers, optimizer state and batch, in this order.
+    """Return the names of parameters, buffers, optimizer state and batch, in this order.
 
     >>> inputs_of(({"w": 1.0}, None, ({"mu": {"w": 0.0}}, 7), (0.5,)), None)
     ['w', 'state.w.mu', 'state.1', 'input.0']
@@ -172,7 +173,7 @@ def inputs_of(groups: tuple[Any, Any, Any, Any], batch_names: Sequence[str] | No
     kept = [".".join(path) or "buffer" for path, _ in _paths(buffers)]
     count = len(jax.tree_util.tree_leaves(batch))
     if batch_names is not None and len(batch_names) != count:
-        raise ConversionError(f"{len(batch_names)} batch names for {count} arrays")
+        raise ConversionError(f"batch_names has {len(batch_names)} names for {count} arrays: give one for each")
     given = [names.batch(i) for i in range(count)] if batch_names is None else list(batch_names)
     made = [*own, *kept, *_state_names(_paths(state), parameters), *given]
     if twice := [name for name, n in Counter(made).items() if n > 1]:
@@ -181,7 +182,7 @@ def inputs_of(groups: tuple[Any, Any, Any, Any], batch_names: Sequence[str] | No
 
 
 def _paths(tree: Any) -> Leaves:
-    """Path and shape of every leaf."""
+    """Return path and shape of every leaf."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return [(tuple(_key(key) for key in path), tuple(np.shape(leaf))) for path, leaf in leaves]
 
@@ -194,9 +195,9 @@ def _key(key: Any) -> str:
 
 
 def _state_names(state: Leaves, parameters: Leaves) -> list[str]:
-    """``state.<parameter>.<slot>`` where a leaf's path ends as a parameter's, else ``state.<last part>``.
+    """Return ``state.<parameter>.<slot>`` for a leaf whose path ends in a parameter's, else ``state.<last part>``.
 
-    The slot is the last name on the way to it; where that is not enough to tell leaves apart, all of the way.
+    The slot is the last name of the remaining path, or the whole remaining path if leaves would have equal names.
     """
     known = sorted(parameters, key=lambda entry: -len(entry[0]))
     found = []
@@ -235,4 +236,4 @@ def _check_loss(function: Callable[..., tuple[Any, Any]], groups: tuple[Any, ...
     wanted = [True] + [False] * (len(closed.jaxpr.outvars) - 1)
     _, used = partial_eval.dce_jaxpr(closed.jaxpr, wanted)
     if not any(used[: len(jax.tree_util.tree_leaves(params))]):
-        raise ConversionError("the loss depends on no parameter: there is nothing to train")
+        raise ConversionError("the loss depends on no parameter: there is nothing to train; check stop_gradient")

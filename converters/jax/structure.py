@@ -1,4 +1,4 @@
-"""Lowerings of primitives that move elements: reshape, slice, pad, concatenate and their like."""
+"""Lowerings of primitives that move elements: reshape, slice, pad, concatenate and similar ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def transpose(low: Lowering, eqn: core.JaxprEqn, x: Tensor) -> Tensor:
 
 
 def permuted(x: Tensor, order: Sequence[int]) -> Tensor:
-    """`x` with its axis ``order[j]`` as axis j: new labels."""
+    """Return `x` with its axis ``order[j]`` as axis j, by new labels alone."""
     order = list(order)
     return x.relabelled([order.index(axis) for axis in x.axes], [x.shape[axis] for axis in order])
 
@@ -54,7 +54,7 @@ def squeeze(low: Lowering, eqn: core.JaxprEqn, x: Array) -> Array:
 
 
 def reshaped(low: Lowering, x: Tensor, shape: Sequence[int]) -> Tensor:
-    """`x` in another shape; where only unit axes come or go, their labels alone change."""
+    """Return `x` in another shape; if only unit axes are added or removed, only labels change."""
     shape = tuple(int(n) for n in shape)
     if not x.axes:
         return x.relabelled((), shape)
@@ -89,7 +89,7 @@ def iota(low: Lowering, eqn: core.JaxprEqn, *_: Tensor) -> Tensor:
 
 
 def counting(low: Lowering, n: int, dtype: Any) -> ir.Value:
-    """0, 1, ..., n - 1."""
+    """Return the vector 0, 1, ..., n - 1."""
     ends = [low.emit.constant(np.int64(end)) for end in (0, n, 1)]
     return low.cast(low.op("Range", *ends, shape=(n,), dtype=np.int64), dtype)
 
@@ -106,7 +106,7 @@ def strided_slice(low: Lowering, eqn: core.JaxprEqn, x: Array) -> Array:
 
 
 def sliced(low: Lowering, x: Tensor, starts: Sequence[int], limits: Sequence[int], strides: Sequence[int]) -> Tensor:
-    """``x[start:limit:stride]`` along every axis."""
+    """Return ``x[start:limit:stride]`` along every axis."""
     shape = tuple(len(range(int(a), int(b), int(s))) for a, b, s in zip(starts, limits, strides, strict=True))
     cut = [
         j
@@ -147,7 +147,7 @@ def concatenate(low: Lowering, eqn: core.JaxprEqn, *xs: Tensor) -> Tensor:
 
 
 def concatenated(low: Lowering, xs: Sequence[Tensor], axis: int) -> Tensor:
-    """Tensors one after another along an axis; the largest one's order of axes holds for all."""
+    """Concatenate tensors along an axis; all take the order of axes of the largest."""
     xs = [x for x in xs if x.shape[axis]] or xs[:1]
     if len(xs) == 1:
         return xs[0]
@@ -174,7 +174,7 @@ def unstack(low: Lowering, eqn: core.JaxprEqn, x: Tensor) -> list[Tensor]:
 
 
 def taken(low: Lowering, x: Tensor, axis: int, index: int) -> Tensor:
-    """``x[index]`` along an axis, which goes."""
+    """Return ``x[index]`` along an axis, without that axis."""
     shape = x.shape[:axis] + x.shape[axis + 1 :]
     labels = [a - (a > axis) for a in x.axes if a != axis]
     if axis not in x.axes:
@@ -203,7 +203,7 @@ def pad(low: Lowering, eqn: core.JaxprEqn, x: Tensor, fill: Tensor) -> Tensor:
 
 
 def padded(low: Lowering, x: Tensor, fill: Tensor, config: Sequence[tuple[int, int, int]]) -> Tensor:
-    """`x` with padding of (low, high, interior) per axis; negative amounts cut."""
+    """Return `x` with padding of (low, high, interior) by axis; negative amounts remove elements."""
     x = low.whole(x)
     for axis, (_, _, between) in enumerate(config):
         if between and x.shape[axis] > 1:
@@ -226,7 +226,7 @@ def _surrounded(low: Lowering, x: Tensor, fill: Tensor, amounts: Sequence[tuple[
 
 
 def _spread(low: Lowering, x: Tensor, fill: Tensor, axis: int, between: int) -> Tensor:
-    """`between` fill elements after each element but the last: pad an inner axis, merge it, cut the end."""
+    """Insert `between` fill elements after each element except the last: pad an inner axis, merge it, cut the end."""
     n, rank = x.shape[axis], len(x.shape)
     inner = (*x.shape[: axis + 1], 1, *x.shape[axis + 1 :])
     wide = reshaped(low, low.whole(Tensor(low.full(x), tuple(range(rank)), x.shape, x.dtype)), inner)
@@ -238,7 +238,7 @@ def _spread(low: Lowering, x: Tensor, fill: Tensor, axis: int, between: int) -> 
 
 @lowering("bitcast_convert_type")
 def bitcast_convert_type(low: Lowering, eqn: core.JaxprEqn, x: Tensor) -> Tensor:
-    """Between integers of a size as they are; from bits to float32 by arithmetic, exact but for NaNs."""
+    """Cast between integers of equal size; convert bits to float32 by arithmetic, exact except for NaNs."""
     dtype = kernels.dtype_of_aval(eqn.outvars[0].aval)
     if x.dtype.kind in "iu" and dtype.kind in "iu" and x.dtype.itemsize == dtype.itemsize:
         return Tensor(low.cast(x.value, dtype), x.axes, x.shape, dtype)
@@ -269,7 +269,7 @@ def bitcast_convert_type(low: Lowering, eqn: core.JaxprEqn, x: Tensor) -> Tensor
 
 
 def _mantissa_below_two(x: Tensor) -> ir.Value | None:
-    """m where x is ``m | bits of 1.0`` and m is what a shift to the right by 9 left."""
+    """Return m if x is ``m | bits of 1.0`` and m is the result of a right shift by 9; None otherwise."""
     node = x.value.producer()
     if node is None or node.op_type != "BitwiseOr":
         return None
