@@ -1,4 +1,4 @@
-"""Tensors as numpy arrays and back, bfloat16 included."""
+"""Conversion of tensors to numpy arrays and back, bfloat16 included."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def array(tensor: torch.Tensor) -> np.ndarray:
-    """As numpy."""
+    """Return a tensor as a numpy array."""
     tensor = tensor.detach().cpu().contiguous()
     if tensor.dtype == torch.bfloat16:
         return tensor.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
@@ -16,13 +16,13 @@ def array(tensor: torch.Tensor) -> np.ndarray:
 
 
 def tensor(value: np.ndarray) -> torch.Tensor:
-    """As torch; a copy."""
+    """Return a numpy array as a tensor; a copy."""
     if value.dtype.name == "bfloat16":
         return torch.from_numpy(value.view(np.uint16).copy()).view(torch.bfloat16)
     return torch.from_numpy(np.array(value))
 
 
 def view(tensor: torch.Tensor) -> np.ndarray:
-    """The memory of a contiguous tensor as numpy; of bfloat16, its bits."""
+    """Return the memory of a contiguous tensor as a numpy array; bfloat16 as its bits."""
     tensor = tensor.detach()
     return np.asarray(tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy())

@@ -1,4 +1,4 @@
-"""The batch that a user gave: its tensors by name, and the structure that the model takes them in."""
+"""The user's batch: its tensors by name, and their structure as arguments of the model."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from .private_torch import pytree
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The batch as a flat list of tensors with names, and how to hand it to the model.
+    """A batch as a flat list of named tensors, with the structure of the model's arguments.
 
     Attributes
     ----------
     names : tuple of str
-        Of the tensors, in order.
+        Names of the tensors, in order.
     tensors : tuple of torch.Tensor
     spec : pytree.TreeSpec
-        Structure of (positional, keyword) arguments.
+        Structure of the (positional, keyword) arguments.
     leaves : tuple
-        All leaves of the structure: None where a tensor goes, else a fixed value.
+        All leaves of the structure: None in place of a tensor, else a constant.
     """
 
     names: tuple[str, ...]
@@ -36,7 +36,7 @@ class Batch:
 
     @staticmethod
     def of(example_inputs: Any) -> Batch:
-        """Flatten what the user gave: a tensor, a sequence of positional or a mapping of keyword arguments."""
+        """Return the batch of a tensor, a sequence of positional arguments, or a mapping of keyword arguments."""
         if isinstance(example_inputs, Mapping):
             structure: tuple[tuple[Any, ...], dict[str, Any]] = ((), dict(example_inputs))
         elif isinstance(example_inputs, torch.Tensor):
@@ -65,7 +65,7 @@ class Batch:
                     )
 
     def larger(self, dynamic: Mapping[str, Mapping[int, str]]) -> Batch:
-        """The batch with one more along every dynamic dimension, the first entry repeated."""
+        """Return the batch with one more entry along every dynamic dimension, a copy of the first."""
         made = []
         for name, tensor in zip(self.names, self.tensors, strict=True):
             for axis in dynamic.get(name, {}):
@@ -74,7 +74,7 @@ class Batch:
         return replace(self, tensors=tuple(made))
 
     def arguments(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Positional and keyword arguments with these tensors in their places."""
+        """Return positional and keyword arguments with these tensors."""
         rest = iter(tensors)
         leaves = [next(rest) if leaf is _TENSOR else leaf for leaf in self.leaves]
         positional, keyword = pytree.tree_unflatten(leaves, self.spec)
@@ -85,7 +85,7 @@ _TENSOR = object()
 
 
 def _path(path: Sequence[Any]) -> str:
-    """`input.0` for a positional argument, its name for a keyword argument, then the keys inside it."""
+    """Return `input.0` for a positional argument, or the name of a keyword argument, then the keys inside it."""
     top, first, *inner = (getattr(key, "idx", getattr(key, "key", None)) for key in path)
     head = names.batch(int(str(first))) if top == 0 else str(first)
     return ".".join([head, *map(str, inner)])

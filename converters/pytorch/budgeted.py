@@ -1,4 +1,4 @@
-"""Training a module within a budget of memory: one call makes the step, which trains the module where it lies."""
+"""Train a module within a memory budget: `budgeted` returns a step that updates the module in place."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import onnx
 import torch
 
 from onnx_remat.errors import ConversionError, UsageError
+from onnx_remat.messages import Setting
 from onnx_remat.options import PlanningOptions, parse_options
 from onnx_remat.rewrite.pipeline import rewrite_model
 from onnx_remat.rewrite.report import Report
@@ -29,8 +30,8 @@ from .export import export, step_of
 from .initial import initial_feeds
 from .outside import Outside, memory, shares_memory
 from .recipe import Recipe, Scaling
-from .trace import Loss, Step
-from .unchanged import Facts, Setting
+from .trace import Loss, StepParts
+from .unchanged import Facts, SettingPlace
 
 OPSET = 20
 
@@ -42,7 +43,7 @@ _Layout: TypeAlias = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """The step as a file, in a folder that goes with it, and its dimensions that are open."""
+    """The step as a file, in a temporary folder of its own, and its open dimensions."""
 
     folder: tempfile.TemporaryDirectory[str]
     dynamic: Mapping[str, Mapping[int, str]]
@@ -52,11 +53,11 @@ class Written:
         return Path(self.folder.name) / "step.onnx"
 
     def proto(self) -> onnx.ModelProto:
-        """The model."""
+        """The model of the file."""
         return onnx.load(self.path)
 
     def sizes(self, batch: Batch) -> dict[str, int]:
-        """Size of each open dimension in a batch."""
+        """Return the size of each open dimension in a batch."""
         found: dict[str, int] = {}
         for name, tensor in zip(batch.names, batch.tensors, strict=True):
             for axis, dim in self.dynamic.get(name, {}).items():
@@ -67,21 +68,21 @@ class Written:
 
 
 class Budgeted:
-    """A training step of a module, on ONNX Runtime's CPU: ``step(batch)`` returns the loss.
+    """A training step of a module on ONNX Runtime's CPU: ``step(batch)`` trains and returns the loss.
 
-    The module's own tensors, and those in the optimizer's state, are what is trained: between steps, evaluation,
-    ``state_dict()`` and ``load_state_dict()`` of either work as ever. Learning rates are read from
-    ``optimizer.param_groups`` in every step.
+    The step updates the tensors of the module and of the optimizer's state in place. Between steps, evaluation,
+    ``state_dict()`` and ``load_state_dict()`` of both work as usual. Every step reads the learning rates from
+    ``optimizer.param_groups``.
 
     Attributes
     ----------
     report : Report or None
-        Of the rewrite; None without a budget.
+        The report of the rewrite; None without a budget.
     """
 
     def __init__(
         self,
-        step: Step,
+        step: StepParts,
         users: tuple[torch.optim.Optimizer, ...],
         outside: Mapping[str, Outside],
         written: Written,
@@ -89,7 +90,7 @@ class Budgeted:
     ) -> None:
         self.report = report
         self._optimizers, self._model, self._written = users, step.model, written
-        self._batch, self._sizes = replace(step.batch, tensors=()), written.sizes(step.batch)  # the example may go
+        self._batch, self._sizes = replace(step.batch, tensors=()), written.sizes(step.batch)  # frees the example
         self._shapes = {n: tensor.shape for n, tensor in zip(step.batch.names, step.batch.tensors, strict=True)}
         self._most = self._sizes
         self._session = session = Session(written.path, dims=self._sizes, donate=True)
@@ -101,32 +102,33 @@ class Budgeted:
                 if any(parameters[name] is each for group in user.param_groups for each in group["params"]):
                     _begin(user, parameters[name], step.state[name])
         self._arrays: dict[str, np.ndarray] = {}
-        wanted, held = {array.name for array in session.inputs}, self._current()
+        wanted, current = {array.name for array in session.inputs}, self._current()
         first = initial_feeds(written.proto(), step.model, step.optimizers)
-        self._own = {n: array for n, array in first.items() if n not in held and n in wanted}
-        self._wanted = [name for name in held if name in wanted]
+        self._own = {n: array for n, array in first.items() if n not in current and n in wanted}
+        self._wanted = [name for name in current if name in wanted]
         self._numbers = [name for _, _, name in self._counts()]
         self._outside = {name: one for name, one in outside.items() if name in wanted}
         buffers = self._places(self._renewed() & step.buffers.keys())
         for one in self._outside.values():
             if memory(one.alias) in buffers:
-                raise shares_memory(one.told, f"buffer {buffers[memory(one.alias)]}")
+                raise shares_memory(one.label, f"buffer {buffers[memory(one.alias)]}")
         self._bound: dict[str, _Layout] = {}
         self._failed = ""
 
     def __call__(self, batch: Any, *more: Any) -> float:
-        """Train on one batch, given as the example was; returns the loss.
+        """Train on one batch, of the structure of the example, and return the loss.
 
         Raises
         ------
         UsageError
-            The batch does not fit, the module is in another mode, or a constant setting has changed; nothing was done.
+            The batch does not match the example, the module is in another mode, or a constant setting has changed. The
+            step did not run.
         ModelError
-            ONNX Runtime failed midway: some parameters are renewed and some are not.
+            ONNX Runtime failed during the step: some parameters are updated and some are not.
         """
         if more:
             raise UsageError(
-                f"a step takes one batch, not {1 + len(more)} arguments: pass one tuple, as the example batch"
+                f"a step takes one batch, not {1 + len(more)} arguments: pass one tuple, like the example batch"
             )
         if self._failed:
             raise UsageError(f"this step is no longer usable ({self._failed}): load the state and make a new one")
@@ -140,7 +142,7 @@ class Budgeted:
         self._failed = "interrupted"
         try:
             self._session.execute(feeds)
-        except UsageError:  # nothing was run
+        except UsageError:  # the step did not run
             self._failed = ""
             raise
         except Exception as error:
@@ -158,11 +160,11 @@ class Budgeted:
 
     @property
     def extra(self) -> dict[str, torch.Tensor]:
-        """State that neither module nor optimizer holds, by name: averages, sums of micro-batches, the loss scale."""
+        """Return the state outside module and optimizer, by name: averages, sums of micro-batches, the loss scale."""
         return {name: torch.from_numpy(array) for name, array in self._own.items()}
 
     def close(self) -> None:
-        """Give back all memory but the module's and the optimizer's."""
+        """Free all memory except that of the module and the optimizer."""
         self._session.close()
         self._written.folder.cleanup()
         self._arrays, self._bound, self._outside = {}, {}, {}
@@ -175,14 +177,16 @@ class Budgeted:
         self.close()
 
     def _flat(self, batch: Any) -> dict[str, np.ndarray]:
-        """Arrays of the batch by input name; no copies where they are contiguous."""
+        """Return the arrays of a batch by input name; contiguous ones are not copied."""
         given = Batch.of(batch)
         same = len(given.leaves) == len(self._batch.leaves) and given.spec == self._batch.spec
         if not same or given.names != self._batch.names:
-            raise UsageError(f"the batch is not built like the example: it has {', '.join(given.names) or 'no tensor'}")
+            raise UsageError(
+                f"the batch has another structure than the example: it has {', '.join(given.names) or 'no tensor'}"
+            )
         for ours, theirs in zip(self._batch.leaves, given.leaves, strict=True):
             if ours is not theirs and ours != theirs:
-                raise UsageError(f"the batch holds {theirs!r} where the example holds {ours!r}, which is fixed")
+                raise UsageError(f"the batch has {theirs!r} in place of the constant {ours!r}: make a new step")
         wanted = {array.name for array in self._session.inputs}
         tensors = {name: tensor for name, tensor in zip(given.names, given.tensors, strict=True) if name in wanted}
         self._check_shapes(tensors)
@@ -193,7 +197,7 @@ class Budgeted:
         return {name: view(tensor.contiguous().resolve_conj().resolve_neg()) for name, tensor in tensors.items()}
 
     def _check_shapes(self, given: Mapping[str, torch.Tensor]) -> None:
-        """UsageError where a dimension that is not open has another size than in the example."""
+        """Raise UsageError if a fixed dimension has another size than in the example."""
         for name, tensor in given.items():
             example, is_open = self._shapes[name], self._written.dynamic.get(name, {})
             fits = tensor.dim() == len(example) and all(
@@ -201,19 +205,22 @@ class Budgeted:
             )
             if not fits:
                 raise UsageError(
-                    f"{name} is of shape {list(tensor.shape)}, the example of {list(example)}: where only the last "
-                    f"batch is smaller, let the data loader drop it (drop_last=True); else leave the size open, "
-                    f"dynamic_dims={{{name!r}: {{0: 'batch'}}}}, and so for every input that has it"
+                    "{} has shape {}, and the example {}: if only the last batch is smaller, let the data loader drop "
+                    "it (drop_last=True); otherwise leave the size open with {}, and for every other input that has it",
+                    name,
+                    list(tensor.shape),
+                    list(example),
+                    Setting("dynamic_dims", {name: {0: "batch"}}),
                 )
 
     def _resize(self, sizes: dict[str, int]) -> None:
-        """Open the step for other sizes: one file, and one session at a time, so that the budget is kept."""
+        """Open a session of the same file for other sizes; one session at a time, to stay within the budget."""
         if sizes == self._sizes:
             return
         if large := [name for name, size in sizes.items() if size > self._most[name]]:
             name = large[0]
-            raise UsageError(f"{name} is {sizes[name]}: the step is for {self._most[name]}, the example's, at most")
-        self._sizes = {}  # should this be interrupted, the next batch opens the step
+            raise UsageError(f"{name} is {sizes[name]}, above the example's {self._most[name]}: make a new step")
+        self._sizes = {}  # if this is interrupted, the next batch opens a session
         self._session.close()
         self._session = Session(self._written.path, dims=sizes, donate=True)
         self._sizes = sizes
@@ -222,7 +229,7 @@ class Budgeted:
         return Facts.of(self._model, self._optimizers, set(self._settings.values()))
 
     def _current(self) -> dict[str, torch.Tensor]:
-        """The tensors that are trained, as module and optimizers hold them now, by input name."""
+        """Return the current tensors of module and optimizers that the step trains, by input name."""
         parameters = dict(self._model.named_parameters())
         found = parameters | dict(self._model.named_buffers())
         for optimizer in self._optimizers:
@@ -233,14 +240,14 @@ class Budgeted:
         return found
 
     def _bind(self) -> None:
-        """See to it that the arrays are the memory of the tensors: some may have been loaded or assigned anew."""
+        """Update the arrays that share the tensors' memory: the user may have loaded or replaced some tensors."""
         current = self._current()
         for name in self._wanted:
             if name not in current:
                 raise UsageError(f"{name} is gone from the module or the optimizer: make a new step")
         if any(_layout(current[name]) != self._bound.get(name) for name in self._wanted):
             _check_apart({name: current[name] for name in self._wanted}, self._renewed())
-            heap.trim_soon()  # of the tensors before, and of the checkpoint that these come from
+            heap.trim_soon()  # frees the previous tensors, and the checkpoint that these came from
         for name in self._wanted:
             if _layout(tensor := current[name]) != self._bound.get(name):
                 if not tensor.is_contiguous():
@@ -253,7 +260,7 @@ class Budgeted:
             self._own[name][...] = counts[name]
 
     def _read_outside(self) -> dict[str, np.ndarray]:
-        """Arrays of the tensors outside, as they are now: copies where a step would change them while it reads them."""
+        """Return current arrays of the tensors outside the step; copies of those that the step would change."""
         renewed = self._places(self._renewed()) if self._outside else {}
         made = {}
         for name, one in self._outside.items():
@@ -263,16 +270,16 @@ class Budgeted:
         return made
 
     def _places(self, inputs: Iterable[str]) -> dict[int, str]:
-        """Names of some of the tensors that are trained, by their memory."""
+        """Return the names of these trained tensors, by the address of their memory."""
         current = self._current()
         return {memory(current[name]): name for name in inputs if name in current}
 
     def _renewed(self) -> set[str]:
-        """Inputs that a step gives new values, in place."""
+        """Return the inputs that a step updates in place."""
         return {*self._session.donated.values(), *(o.removeprefix(names.new("")) for o in self._session.not_donated)}
 
     def _counts(self) -> Iterator[tuple[dict[str, Any], str, str]]:
-        """Numbers of a user's optimizer, which cannot share memory: the dict they are in, the key, the input."""
+        """Yield the Python numbers in an optimizer's state, which cannot share memory: dict, key and input name."""
         parameters = dict(self._model.named_parameters())
         for optimizer in self._optimizers:
             for name in self._trained:
@@ -287,7 +294,8 @@ def _layout(tensor: torch.Tensor) -> _Layout:
 
 
 def _check_apart(tensors: Mapping[str, torch.Tensor], renewed: Iterable[str]) -> None:
-    """UsageError where a tensor that is renewed in place shares memory with another: the order of reads is ours."""
+    """Raise UsageError if a tensor that is updated in place shares memory with another: the plan decides the order of
+    reads."""
     renewed, last, end = set(renewed), "", 0
     for name in sorted(tensors, key=lambda name: tensors[name].data_ptr()):
         tensor = tensors[name]
@@ -304,13 +312,13 @@ def _check_apart(tensors: Mapping[str, torch.Tensor], renewed: Iterable[str]) ->
 
 
 def _begin(user: torch.optim.Optimizer, parameter: torch.Tensor, state: Mapping[str, torch.Tensor]) -> None:
-    """Give an optimizer that has not begun the state that its first step starts from."""
+    """Store the initial state of the first step in an optimizer that has no state."""
     if not user.state.get(parameter):
         user.state[parameter] = {slot: value.clone() for slot, value in state.items()}
 
 
 def _with_rates(user: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> torch.optim.Optimizer:
-    """The same optimizer with tensors of their own for the settings of groups that are inputs: every learning rate."""
+    """Return a copy of an optimizer in which each learning rate is a tensor of its own, to become an input."""
     state = {name: user.state[p] for name, p in parameters.items() if p in user.state}
     made = updates.twin(user, parameters, parameters, state)
     for group in made.param_groups:
@@ -320,8 +328,8 @@ def _with_rates(user: torch.optim.Optimizer, parameters: Mapping[str, torch.Tens
     return made
 
 
-def _settings(twins: tuple[torch.optim.Optimizer, ...]) -> dict[str, Setting]:
-    """Where each setting that is an input lies, by input name."""
+def _settings(twins: tuple[torch.optim.Optimizer, ...]) -> dict[str, SettingPlace]:
+    """Return the place of each setting that is an input, by input name."""
     of = {
         id(value): (index, place, key)
         for index, twin in enumerate(twins)
@@ -333,14 +341,16 @@ def _settings(twins: tuple[torch.optim.Optimizer, ...]) -> dict[str, Setting]:
 
 
 def _check_kernels(proto: onnx.ModelProto) -> None:
-    """ConversionError where the CPU has no kernels for what the step computes in."""
+    """Raise ConversionError if the CPU has no kernels for a type in which the step computes."""
     narrow = {v.name for v in proto.graph.value_info if v.type.tensor_type.elem_type == onnx.TensorProto.BFLOAT16}
     first = next((node for node in proto.graph.node if narrow.intersection(node.output)), None)
     if first is not None:
         label = {entry.key: entry.value for entry in first.metadata_props}.get("module") or first.name
         raise ConversionError(
-            f"{label} computes in bfloat16, for which ONNX Runtime's CPU has hardly a kernel: leave torch.autocast "
-            "out, or call model.float(); for a GPU, export_training_step and rewrite with provider='cuda'"
+            "{} computes in bfloat16, for which ONNX Runtime's CPU has few kernels: leave torch.autocast out, or call "
+            "model.float(); for a GPU, call export_training_step and rewrite the step with {}",
+            label,
+            Setting("provider", "cuda"),
         )
 
 
@@ -362,26 +372,40 @@ def budgeted(
     check: bool = True,
     planning: PlanningOptions | None = None,
 ) -> Budgeted:
-    """A training step that keeps a budget of memory, and trains the module where it lies.
+    """Return a training step of a module that stays within a memory budget and updates the module in place.
+
+    By default, training a module allocates every activation that the backward pass reads, and keeps it until then. With
+    a budget, the step recomputes some activations during the backward pass instead, so that the memory of training
+    stays below the budget; the results are the same. An alternative is `export_training_step` with the command line,
+    which writes a file and leaves the training loop to you. For example::
+
+        step = budgeted(model, F.cross_entropy, optimizer, (x, target), budget="60%")
+        for x, target in loader:
+            loss = step((x, target))
+        torch.save(model.state_dict(), "model.pt")
+
+    Each call trains on one batch on ONNX Runtime's CPU and updates the tensors of `model` and of the optimizer's state.
+    Evaluation and checkpoints of the module work as usual between calls.
 
     Parameters
     ----------
     model, loss, optimizer, batch
-        As of `export_training_step`; the batch is an example, of the size that all will have but for `dynamic_dims`.
+        As in `export_training_step`. The batch is an example: all batches have its sizes, except for `dynamic_dims`.
     budget : str or int, optional
-        What training may take of the machine's memory, ``"4GB"``, bytes, or ``"60%"`` of what it takes as it is: the
-        module and the optimizer's state included, Python and its libraries apart. None rewrites nothing.
+        Memory that training may take: ``"4GB"``, a number of bytes, or ``"60%"`` of the memory without a budget. It
+        includes the module and the optimizer's state, but not Python and its libraries. By default (None) the step is
+        not rewritten.
     clip_norm, clip_value, accumulate, average, scaler
         As of `export_training_step`.
     dynamic_dims : mapping of str to mapping of int to str, optional
-        As of `export_training_step`: dimensions of batches that may be smaller than the example's. The budget is
-        planned for the example; with the first batch of another size the step is opened anew, which takes seconds.
+        As in `export_training_step`: dimensions of batches that may be smaller than the example's. The plan is for the
+        example. The first batch of another size reopens the session, which takes seconds.
     loss_parts, attention_parts : int, optional
         As of `export_training_step`.
     check : bool
-        Compare the step with torch's own first, which once takes about twice the memory of a step of torch's.
+        Compare the step with torch first. The comparison takes, once, about twice the memory of a step in torch.
     planning : mapping, optional
-        Fields of `onnx_remat.options.Options`: ``{"effort": 5}``.
+        Fields of `onnx_remat.options.Options`, for example ``{"effort": 5}``.
 
     Returns
     -------
@@ -391,21 +415,21 @@ def budgeted(
     Raises
     ------
     ConversionError, OnnxRematError
-        As of `export_training_step`; there is no plan for the budget.
+        The step cannot be exported, see `export_training_step`, or no plan fits the budget.
     """
     users = optim.each(optimizer)
     if not users:
-        raise ConversionError("budgeted needs an optimizer: its step is part of the graph")
+        raise ConversionError("budgeted needs an optimizer, whose step is part of the graph: pass one")
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.device.type != "cpu":
             raise ConversionError(f"{name} is on {tensor.device}: budgeted trains on the CPU; call model.cpu() first")
     parameters = dict(model.named_parameters())
-    optim.held(users, parameters)
+    optim.parameters_of(users, parameters)
     if budget is not None:
         parse_budget(budget)
         parse_options({**(planning or {})})
     elif planning:
-        raise UsageError("planning is for a budget: give one")
+        raise UsageError("{} needs a budget: pass {}", Setting("planning"), Setting("budget"))
     recipe = Recipe(clip_norm, clip_value, accumulate, average, None if scaler is None else Scaling.of(scaler))
     twins = tuple(_with_rates(user, parameters) for user in users)
     step = step_of(model, batch, loss, twins, recipe)

@@ -1,9 +1,9 @@
-"""What a step decides by chance or by a hair, so that its reference can decide the same.
+"""Random draws and near ties of a step, recorded and replayed so that torch's reference decides the same.
 
-Random masks differ from run to run; and where a function has a kink (ReLU at zero, the winner of a max-pool), rounding
-may fall on either side, which changes single gradients by far more than rounding itself. While the step is traced, a
-`Recorder` makes what was drawn, and what kinked operators read, extra outputs. While torch computes the reference, a
-`Replay` hands it the exported step's values in their place, having checked that they are torch's but for rounding.
+Random masks differ from run to run. At the kink of a function (ReLU at zero, the winner of a max-pool), rounding may
+choose either side, which changes single gradients by far more than rounding itself. During the trace, a `Recorder`
+makes the draws, and the inputs of operators with kinks, extra outputs. While torch computes the reference, a `Replay`
+substitutes the values of the exported step, after it has checked that they equal torch's except for rounding.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ KINKED = {
     if hasattr(aten, name)
     for overload in (getattr(getattr(aten, name), o) for o in getattr(aten, name).overloads())
 }
-"""Operators whose value or derivative jumps, and where."""
+"""Operators whose value or derivative jumps, and the place of the jump."""
 
 _SHARED_AMONG_EQUALS = {
     aten.amax.default, aten.amin.default, aten.max.default, aten.min.default, aten.median.default,
 }  # fmt: skip
-"""Kinked operators whose gradient goes to whatever elements of their input equal their result."""
+"""Operators with kinks whose gradient goes to all elements of the input that equal the result."""
 
 Moments = Callable[..., tuple[float, float]]
 
@@ -99,7 +99,7 @@ DRAWS: dict[Any, Moments] = {
 
 
 class Watch(TorchDispatchMode):
-    """Sees every operator, but for those between pauses."""
+    """A mode that sees every operator, except inside `paused`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class Watch(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """See nothing inside."""
+        """Ignore the operators inside the context."""
         outer, self._paused = self._paused, True
         try:
             yield
@@ -116,13 +116,13 @@ class Watch(TorchDispatchMode):
 
 
 class Recorder(Watch):
-    """Collects copies of what is drawn and of what kinked operators read, in order.
+    """Collect copies of random draws and of the inputs of operators with kinks, in order.
 
     Attributes
     ----------
     seen : list of torch.Tensor
     lines : dict of str to str
-        By operator, the line of the user's code that ran it first.
+        For each operator, the line of the user's code that first ran it.
     """
 
     def __init__(self) -> None:
@@ -146,14 +146,14 @@ class Recorder(Watch):
             self.seen.append((made[1] if isinstance(made, tuple) else made).clone())
         elif torch.Tag.nondeterministic_seeded in func.tags:
             raise ConversionError(
-                f"{func} draws random numbers as no step can{refusals.here()}: draw with torch.rand, torch.randn, "
+                f"{func} draws random numbers as no graph can{refusals.here()}: draw with torch.rand, torch.randn, "
                 "torch.bernoulli, torch.randint or a Dropout"
             )
         return made
 
 
 class Replay(Watch):
-    """Gives what was drawn and what kinked operators read the values that the exported step had there."""
+    """Replace random draws and inputs of operators with kinks by the values of the exported step."""
 
     def __init__(self, values: Iterable[np.ndarray], tolerance: Mapping[str, float]) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ class Replay(Watch):
         return drawn.to(func(*args, **kwargs).dtype)
 
     def _next(self) -> tuple[torch.Tensor, float]:
-        """The next value, and how far torch's may be from it."""
+        """Return the next value of the exported step, and the largest difference allowed from torch's."""
         value = next(self._values, None)
         if value is None:
             raise ConversionError("torch decides or draws more often than the converted step: they cannot be compared")
@@ -192,10 +192,10 @@ class Replay(Watch):
         for index, own in enumerate(args):
             if isinstance(own, torch.Tensor) and own.is_floating_point():
                 theirs, allowed = self._next()
-                if torch.float64 in (own.dtype, theirs.dtype):  # the reference may be wider than the step
+                if torch.float64 in (own.dtype, theirs.dtype):  # the reference may have a wider dtype than the step
                     theirs = theirs.to(own.dtype)
                 _compare(func, own, theirs, allowed)
-                if func in _SHARED_AMONG_EQUALS:  # torch keeps its own input for the gradient: both must be the same
+                if func in _SHARED_AMONG_EQUALS:  # torch keeps its own input for the gradient: both must be equal
                     made[index] = own.copy_(theirs) if 0 not in own.stride() else own
                 else:
                     made[index] = own.copy_(theirs) if in_place and index == 0 else theirs
@@ -219,7 +219,7 @@ def _floats(args: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def _plausible(func: Any, drawn: torch.Tensor, moments: tuple[float, float]) -> None:
-    """Is the sample mean within six standard errors of the distribution's?"""
+    """Raise ConversionError unless the sample mean is within six standard errors of the distribution's."""
     mean, deviation = moments
     if abs(float(drawn.double().mean()) - mean) > 6 * deviation / math.sqrt(drawn.numel()) + 1e-6:
         raise ConversionError(f"the converted step is wrong: {func} draws from another distribution than in torch")

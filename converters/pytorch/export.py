@@ -1,4 +1,4 @@
-"""From a module to a step model: traced, written, compared with torch."""
+"""Export of a module's step: trace it, translate it to ONNX, compare it with torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .lower import finish, lower
 from .outside import Outside
 from .recipe import Recipe
 from .refusals import check_modules
-from .trace import Loss, Step, trace
+from .trace import Loss, StepParts, trace
 
 
 def step_of(
@@ -30,28 +30,28 @@ def step_of(
     loss: Loss | None,
     optimizers: tuple[torch.optim.Optimizer, ...],
     recipe: Recipe,
-) -> Step:
-    """What is to be traced.
+) -> StepParts:
+    """Return the parts of the step to trace.
 
     Raises
     ------
     ConversionError
-        Model, optimizers or settings cannot be part of a step.
+        The model, an optimizer or a setting cannot be part of a step.
     """
     check_modules(model)
     parameters = dict(model.named_parameters())
     for name, parameter in parameters.items():
         if not parameter.is_floating_point():
-            raise ConversionError(f"parameter {name} is of {parameter.dtype}: parameters must be real floating point")
+            raise ConversionError(f"parameter {name} is {parameter.dtype}: use real floating point for parameters")
     recipe.check(bool(optimizers))
-    inside = optim.held(optimizers, parameters) if optimizers else set(parameters)
+    inside = optim.parameters_of(optimizers, parameters) if optimizers else set(parameters)
     trained = {name for name, parameter in parameters.items() if parameter.requires_grad and name in inside}
     trainable: dict[str, torch.Tensor] = {name: p for name, p in parameters.items() if name in trained}
     optim.check_hooks(optimizers, trainable)
     state: updates.State = {}
     for optimizer in optimizers:
         state |= updates.initial_state(optimizer, trainable)
-    return Step(
+    return StepParts(
         model, Batch.of(example_inputs), loss, trainable,
         frozen={name: p for name, p in parameters.items() if name not in trained},
         buffers=dict(model.named_buffers()), recipe=recipe, optimizers=optimizers, state=state,
@@ -60,7 +60,7 @@ def step_of(
 
 
 def export(
-    step: Step,
+    step: StepParts,
     opset: int,
     dynamic: Mapping[str, Mapping[int, str]],
     check: bool,
@@ -68,7 +68,8 @@ def export(
     attention_parts: int | None = None,
     feed: bool = False,
 ) -> tuple[onnx.ModelProto, Mapping[str, Outside]]:
-    """The step as a model, see `export_training_step`, and tensors outside it, by name: inputs with `feed`."""
+    """Return the step as a model, see `export_training_step`, and the tensors outside it by name (inputs with
+    `feed`)."""
     step.batch.check_dimensions(dynamic)
     traced = trace(step, dynamic, opset, feed)
     if feed:

@@ -1,4 +1,4 @@
-"""Parameters, buffers and optimizer state as the first step's inputs."""
+"""Parameters, buffers and optimizer state as inputs of the first step."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from .arrays import array
 def initial_feeds(
     step: onnx.ModelProto, model: torch.nn.Module, optimizer: optim.Optimizers = None
 ) -> dict[str, np.ndarray]:
-    """What an exported step reads besides the batch: parameters, buffers, optimizer state and rates as they are now.
+    """Return the inputs of an exported step except the batch: current parameters, buffers, optimizer state and rates.
 
     Parameters
     ----------
     step : onnx.ModelProto
-        Made by `export_training_step` of this model and optimizer, or what rewriting made of it.
+        The result of `export_training_step` for this model and optimizer, or that step rewritten.
     model, optimizer
-        Before its first step, the optimizer's state is what that step would start from.
+        An optimizer without state contributes the state from which its first step would start.
 
     Returns
     -------
     dict of str to array
-        By input name. After a step, feed each output ``new.<name>`` as ``<name>``.
+        A value by input name. After a step, feed each output ``new.<name>`` as ``<name>``.
     """
     parameters = dict(model.named_parameters())
     tensors = dict(model.named_buffers()) | parameters

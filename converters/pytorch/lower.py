@@ -1,4 +1,4 @@
-"""From the traced graph to an ONNX graph in standard operators, with the step's own names and labels."""
+"""Translation of the traced graph to an ONNX graph of standard operators, with the step's names and phases."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .refusals import untranslated
 from .trace import Trace, quiet
 
 FOLDED = 4096
-"""Elements of the largest constant computed now; larger ones are made in the run, where they can be let go of."""
+"""Elements of the largest constant computed by the converter; the run computes larger ones, and can free them."""
 
 _WATCHED = "watched."
 
@@ -35,15 +35,15 @@ def lower(
     loss_parts: int | None = None,
     attention_parts: int | None = None,
 ) -> ir.Model:
-    """Translate every operator; inputs and outputs get the names given, every node its phase.
+    """Translate every operator; give inputs and outputs their names, and every node its phase.
 
-    Outputs that are an input unchanged (buffers the step only reads) are dropped. The watched values follow the
-    outputs; `finish` takes them off.
+    Outputs that equal an input (buffers that the step only reads) are dropped. The watched values follow the outputs;
+    `finish` removes them.
 
     Raises
     ------
     ConversionError
-        An operator has no translation: it is named.
+        An operator has no translation; the message names it.
     """
     with quiet(), remembering():
         try:
@@ -76,9 +76,9 @@ def lower(
 
 @contextmanager
 def _one_output(graph: ir.Graph) -> Iterator[None]:
-    """One node reads all outputs, and makes the only one: passes look through all of them for every node they take out.
+    """Join all outputs in one node inside the context: passes search all outputs for every node that they remove.
 
-    The names of outputs may change inside.
+    Names of outputs may change inside the context.
     """
     last = ir.node("Outputs", list(graph.outputs), domain="onnx_remat")
     graph.append(last)
@@ -89,7 +89,7 @@ def _one_output(graph: ir.Graph) -> Iterator[None]:
 
 
 def _name_dimensions(graph: ir.Graph, inputs: Sequence[str], dynamic: Mapping[str, Mapping[int, str]]) -> None:
-    """Symbols of the trace get the names given to dimensions of inputs."""
+    """Give the symbols of the trace the names of the inputs' dimensions."""
     called: dict[str, str] = {}
     for value, name in zip(graph.inputs, inputs, strict=False):
         assert value.shape is not None
@@ -108,7 +108,7 @@ def _name_dimensions(graph: ir.Graph, inputs: Sequence[str], dynamic: Mapping[st
 
 
 def _renamed(expression: str, called: Mapping[str, str]) -> str:
-    """`s5 * s7` with the symbols' names.
+    """Return an expression such as `s5 * s7` with the symbols renamed.
 
     >>> _renamed("2*s5", {"s5": "batch"})
     '2*batch'
@@ -117,15 +117,15 @@ def _renamed(expression: str, called: Mapping[str, str]) -> str:
 
 
 def watched(outputs: Sequence[str]) -> list[str]:
-    """Which outputs are there for the check alone."""
+    """Return the outputs that exist for the check alone."""
     return [name for name in outputs if name.startswith(_WATCHED)]
 
 
 def finish(model: ir.Model, batch: int, gradients: bool = True) -> None:
-    """Take off the watched outputs, what only they needed, and state that nothing reads and no output renews.
+    """Remove the watched outputs, nodes that only they needed, and state that is neither read nor updated.
 
-    State that is renewed but not read (the vectors of a spectral norm) stays: who trains keeps it by the input's name.
-    Without `gradients`, they are no outputs either.
+    State that is updated but not read (the vectors of a spectral norm) stays, because the training loop keeps it by the
+    name of its input. Without `gradients`, the gradients are not outputs either.
     """
     graph = model.graph
     off = (_WATCHED,) if gradients else (_WATCHED, names.gradient(""))
@@ -142,7 +142,7 @@ def finish(model: ir.Model, batch: int, gradients: bool = True) -> None:
 
 
 def _label(graph: ir.Graph) -> None:
-    """Give every node the phase and the module of the operator it translates, and no other metadata."""
+    """Give every node the phase and the module of the operator that it translates, and no other metadata."""
     for node in graph:
         source = node.meta.get("node")
         label = source.meta.get("custom", {}) if source is not None else {}
@@ -151,7 +151,8 @@ def _label(graph: ir.Graph) -> None:
 
 
 def _interface(graph: ir.Graph, inputs: Sequence[str], outputs: Sequence[str]) -> None:
-    """Name inputs and outputs, each output a value of its own; drop buffers' outputs that are their input."""
+    """Name inputs and outputs, and make each output a separate value; drop outputs of buffers that equal their
+    input."""
     if len(graph.inputs) != len(inputs) or len(graph.outputs) != len(outputs):
         raise ConversionError("torch's exporter changed the step's interface")
     of = dict(zip(graph.inputs, inputs, strict=True))
@@ -184,7 +185,7 @@ def _interface(graph: ir.Graph, inputs: Sequence[str], outputs: Sequence[str]) -
 
 
 def _source(value: ir.Value) -> ir.Value:
-    """What a chain of Identity nodes started from."""
+    """Return the input of a chain of Identity nodes."""
     while (node := value.producer()) is not None and node.op_type == "Identity" and node.inputs[0] is not None:
         value = node.inputs[0]
     return value

@@ -1,4 +1,4 @@
-"""What of the user's optimizers a step needs to know: which they are, what they hold, which settings are inputs."""
+"""Facts about the user's optimizers that a step needs: their parameters, hooks, and settings that are inputs."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from .private_torch import hooks_left_out
 Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 INPUTS = {"lr": "learning_rate", "weight_decay": "weight_decay"}
-"""Settings of groups that are inputs where they are tensors, and what these are called."""
+"""Settings of groups that are inputs if they are tensors, and the names of these inputs."""
 
 
 def each(optimizer: Optimizers) -> tuple[torch.optim.Optimizer, ...]:
-    """One, several (Muon for matrices, AdamW for the rest), or none."""
+    """Return a tuple of optimizers, of one, several (such as Muon for matrices, AdamW for the rest), or none."""
     if optimizer is None:
         return ()
     return (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer)
 
 
-def held(optimizers: Sequence[torch.optim.Optimizer], parameters: Mapping[str, torch.Tensor]) -> set[str]:
-    """Names of the parameters that the optimizers hold.
+def parameters_of(optimizers: Sequence[torch.optim.Optimizer], parameters: Mapping[str, torch.Tensor]) -> set[str]:
+    """Return the names of the parameters in the optimizers.
 
     Raises
     ------
     ConversionError
-        One holds a tensor that is no parameter of the model, or two hold the same.
+        An optimizer has a tensor that is not a parameter of the model, or two have the same.
     """
     known = {id(parameter): name for name, parameter in parameters.items()}
     found: set[str] = set()
@@ -39,17 +39,17 @@ def held(optimizers: Sequence[torch.optim.Optimizer], parameters: Mapping[str, t
             if id(parameter) not in known:
                 shape = tuple(parameter.shape)
                 raise ConversionError(
-                    f"the optimizer holds a tensor of shape {shape} that the model does not: make what it belongs to a "
-                    "part of the model (a loss with parameters: model.loss = loss)"
+                    f"the optimizer has a tensor of shape {shape} that is not in the model: make its module a part of "
+                    "the model (for a loss with parameters: model.loss = loss)"
                 )
             if known[id(parameter)] in found:
-                raise ConversionError(f"two optimizers hold parameter {known[id(parameter)]}")
+                raise ConversionError(f"two optimizers have parameter {known[id(parameter)]}: leave it out of one")
             found.add(known[id(parameter)])
     return found
 
 
 def check_hooks(optimizers: Sequence[torch.optim.Optimizer], parameters: Mapping[str, torch.Tensor]) -> None:
-    """ConversionError where hooks change or see what a graph does by itself."""
+    """Raise ConversionError if there are hooks that a graph cannot call."""
     for name, parameter in parameters.items():
         if hooks_left_out(parameter):
             raise ConversionError(
@@ -60,14 +60,14 @@ def check_hooks(optimizers: Sequence[torch.optim.Optimizer], parameters: Mapping
         if hooks_left_out(optimizer):
             raise ConversionError(
                 f"optimizer {type(optimizer).__qualname__} has hooks around its step, which a graph cannot call: "
-                "remove them, and do before or after each step what they do"
+                "remove them, and do their work before or after each step"
             )
 
 
 def settings(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, torch.Tensor]:
-    """Learning rates and weight decays that are tensors, by the name of the input that each becomes.
+    """Return learning rates and weight decays that are tensors, by the names of their inputs.
 
-    ``learning_rate`` where the groups share one, else ``learning_rate.0`` and so on.
+    The name is ``learning_rate`` if all groups share one, else ``learning_rate.0`` and so on.
     """
     made: dict[str, torch.Tensor] = {}
     for key, name in INPUTS.items():
@@ -78,5 +78,6 @@ def settings(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, torch.Ten
 
 
 def settings_type(parameters: Mapping[str, torch.Tensor]) -> torch.dtype:
-    """Of settings that are inputs: float32, but float64 where a parameter is, so that the update is as exact."""
+    """Return the dtype of settings that are inputs: float64 if a parameter is float64, for an exact update, else
+    float32."""
     return torch.float64 if any(p.dtype == torch.float64 for p in parameters.values()) else torch.float32

@@ -1,7 +1,7 @@
-"""Tensors outside the step: a teacher network's, an average of the weights, the weights of classes in a loss.
+"""Tensors outside the step: those of a teacher network, an average of the weights, class weights of a loss.
 
-The step reads them, but neither the module nor the optimizer nor the batch holds them. The user's code may change them
-between steps, so every step reads them again, or a warning says that it does not.
+The step reads them, but they are in neither the module nor the optimizer nor the batch. The user's code may change them
+between steps. Therefore every step reads them again, or a warning states that it does not.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .private_torch import FakeTensor, FunctionalTensor, TorchDispatchMode, comp
 from .refusals import here, is_users, kept_parameter, running
 
 _FRESH = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
-"""What ``torch.tensor(...)`` calls: its tensor is new in every run."""
+"""Operators that ``torch.tensor(...)`` calls; its tensor is new in every run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,32 +30,32 @@ class Read:
     Attributes
     ----------
     tensor : torch.Tensor
-        The user's own.
+        The user's tensor.
     alias : torch.Tensor
         The same memory, which requires no gradient.
     stand_in : torch.Tensor
-        In the trace.
-    told : str
-        Which it is, for the user.
-    forward, fresh : bool
-        Was it read in the forward pass; did ``torch.tensor(...)`` make it?
+        The tensor in its place in the trace.
+    label : str
+        Description of the tensor for messages.
+        forward, fresh : bool
+            Whether the forward pass read it; whether ``torch.tensor(...)`` made it.
     """
 
     tensor: torch.Tensor
     alias: torch.Tensor
     stand_in: FunctionalTensor
-    told: str
+    label: str
     forward: bool
     fresh: bool
 
 
 class Lift(TorchDispatchMode):
-    """Tensors that are no inputs take part like inputs: what is made of them may be changed in place.
+    """Replace tensors that are not inputs by traced ones, so that values computed from them may change in place.
 
     Attributes
     ----------
     reads : dict of int to Read
-        By identity of the tensor.
+        The tensors read, by their identity.
     """
 
     def __init__(self) -> None:
@@ -83,21 +83,21 @@ class Lift(TorchDispatchMode):
             with computed_now():
                 alias = tensor.detach()
             phase = (traceback.current_meta.get("custom") or {}).get("phase")
-            told = "" if fresh else f"{_called(tensor)} of shape {list(tensor.shape)}, read{here()}"
+            label = "" if fresh else f"{_called(tensor)} of shape {list(tensor.shape)}, read{here()}"
             stand_in = FunctionalTensor.to_functional(alias)
-            found = self.reads[id(tensor)] = Read(tensor, alias, stand_in, told, phase == "forward", fresh)
+            found = self.reads[id(tensor)] = Read(tensor, alias, stand_in, label, phase == "forward", fresh)
         return found
 
 
 @dataclass(slots=True)
 class Seen:
-    """What a run reads of tensors with data: identities, and addresses of their memory."""
+    """Tensors with data that a run reads: identities, and addresses of their memory."""
 
     objects: set[int]
     memory: set[int]
 
     def add(self, tensor: torch.Tensor) -> None:
-        """One more."""
+        """Add a tensor."""
         self.objects.add(id(tensor))
         self.memory.add(memory(tensor))
 
@@ -108,56 +108,56 @@ class Outside:
 
     Attributes
     ----------
-    told : str
-        Which it is, for the user.
-    alias : torch.Tensor
-        Its memory at the conversion.
+    label : str
+        Description of the tensor for messages.
+        alias : torch.Tensor
+            Its memory at the conversion.
     now : callable
-        The tensor itself; None where nobody holds it any more, so that another has taken its place.
+        Function that returns the tensor itself, or None if it no longer exists because another replaced it.
     """
 
-    told: str
+    label: str
     alias: torch.Tensor
     now: Callable[[], torch.Tensor | None]
 
     def current(self) -> torch.Tensor:
-        """The tensor as it is now.
+        """Return the current tensor.
 
         Raises
         ------
         UsageError
-            It is gone, or of another form.
+            The tensor no longer exists, or has another shape, dtype or device.
         """
         tensor, form = self.now(), (self.alias.shape, self.alias.dtype, self.alias.device, self.alias.layout)
         if tensor is None:
             raise UsageError(
-                f"{self.told}, was replaced or is gone since the step was made: change it in place, "
+                f"{self.label}, was replaced or is gone since the step was made: change it in place, "
                 "tensor.copy_(new), or make a new step"
             )
         if (tensor.shape, tensor.dtype, tensor.device, tensor.layout) != form:
             raise UsageError(
-                f"{self.told}, is now {tensor.dtype} of shape {list(tensor.shape)} on {tensor.device}: make a new step"
+                f"{self.label}, is now {tensor.dtype} of shape {list(tensor.shape)} on {tensor.device}: make a new step"
             )
         return tensor
 
 
 def outside(reads: Iterable[Read], again: Seen, trained: Mapping[str, torch.Tensor]) -> list[tuple[Read, Outside]]:
-    """Those of a trace's reads that outlast it.
+    """Return the tensors read in a trace that outlast it.
 
     Parameters
     ----------
     reads
-        Of the trace, whose tensors are still held.
+        Reads of the trace, whose tensors still exist.
     again
-        What another forward pass read. Memory that both read was there before them. Of what the backward pass and the
-        update read, which do not run again, only what ``torch.tensor(...)`` makes is taken for new.
+        Reads of another forward pass. Memory that both passes read existed before them. The backward pass and the
+        update do not run again: of their reads, only tensors made by ``torch.tensor(...)`` count as new.
     trained
-        Parameters that the step renews, by name.
+        Parameters that the step updates, by name.
 
     Raises
     ------
     ConversionError
-        The step changes one.
+        The step changes one of them.
     """
     made: list[tuple[Read, Outside]] = []
     names = {memory(parameter): name for name, parameter in trained.items()}
@@ -165,40 +165,40 @@ def outside(reads: Iterable[Read], again: Seen, trained: Mapping[str, torch.Tens
         new = memory(read.tensor) not in again.memory if read.forward else read.fresh
         if new or not read.tensor.numel():
             continue
-        told = read.told or f"a tensor of shape {list(read.tensor.shape)}"
+        label = read.label or f"a tensor of shape {list(read.tensor.shape)}"
         if was_changed(read.stand_in):
             raise ConversionError(
-                f"{told}, is changed by the step, but the model does not hold it: make it a buffer of the model "
+                f"{label}, is changed by the step, but is not in the model: make it a buffer of the model "
                 "(register_buffer) or change it between steps; put a network that is only read into eval mode"
             )
         if (name := names.get(memory(read.tensor))) is not None:
-            raise shares_memory(told, f"parameter {name}")
+            raise shares_memory(label, f"parameter {name}")
         lasts = id(read.tensor) in again.objects
         made.append(
-            (read, Outside(told, read.alias, TensorWeakRef(read.tensor) if lasts else partial(_same, read.alias)))
+            (read, Outside(label, read.alias, TensorWeakRef(read.tensor) if lasts else partial(_same, read.alias)))
         )
     return made
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor."""
+    """Return the tensor."""
     return tensor
 
 
-def shares_memory(told: str, whose: str) -> ConversionError:
-    """A tensor outside the step is memory of a tensor that the step renews."""
+def shares_memory(label: str, whose: str) -> ConversionError:
+    """Return the error for a tensor outside the step that shares memory with a tensor that the step updates."""
     return ConversionError(
-        f"{told}, is memory of {whose}, which the step renews: read it through the module, or read a copy (clone)"
+        f"{label}, shares memory with {whose}, which the step updates: read it through the module, or clone it"
     )
 
 
 def memory(tensor: torch.Tensor) -> int:
-    """Where a tensor's memory begins, whatever part of it the tensor is; nowhere for one without any."""
+    """Return the address of a tensor's storage; 0 for a tensor without memory."""
     return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else id(tensor)
 
 
 def _called(tensor: torch.Tensor) -> str:
-    """What the user's code calls a tensor: its path in a network, or its variable."""
+    """Return the name of a tensor in the user's code: its path in a network, or its variable."""
     inner: torch.nn.Module | None = None
     path, owner, variable = "", "", ""
     for frame, _ in running():

@@ -1,6 +1,7 @@
-"""What the converter takes from torch beyond its documented interface: all of it, and nothing else does.
+"""All imports from torch beyond its documented interface; no other module of the converter has any.
 
-The torch extra has an upper bound for its sake; `tests/converters/test_private_torch.py` checks that it is there.
+They are the reason for the upper bound of the torch extra; `tests/converters/test_private_torch.py` checks that they
+exist.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from unittest.mock import patch
 import onnx
 import onnx_ir as ir
 import torch
-from torch._decomp import get_decompositions  # torch's own rules for operators that ONNX has no counterpart for
-from torch._dispatch.python import enable_python_dispatcher  # rules take part while tensors have no data
+from torch._decomp import get_decompositions  # torch's rules for operators without an ONNX counterpart
+from torch._dispatch.python import enable_python_dispatcher  # applies rules to tensors without data
 from torch._dynamo.source import ConstantSource  # a name for the sizes of an input, which symbolic sizes need
 from torch._export.utils import _compiling_state_context  # models ask whether they are being exported
 from torch._functorch._aot_autograd.logging_utils import (
-    setup_stacktrace_preservation_hooks,  # backward nodes say which forward node they are of
+    setup_stacktrace_preservation_hooks,  # labels backward nodes with their forward node
 )
 from torch._subclasses.fake_tensor import (
     FakeTensor,  # tensors without data
     FakeTensorMode,
 )
-from torch._subclasses.functional_tensor import (  # what is changed in place becomes values
+from torch._subclasses.functional_tensor import (  # turns changes in place into values
     FunctionalTensor,
     FunctionalTensorMode,
     dispatch_functionalize,
@@ -43,7 +44,7 @@ from torch.onnx._internal.exporter import _decomp, _registration
 from torch.onnx._internal.fx.passes import type_promotion
 from torch.utils import _pytree as pytree  # structures of arguments, flat and back
 from torch.utils import (
-    checkpoint as _checkpoint,  # what recomputes a region in the backward pass, either way
+    checkpoint as _checkpoint,  # recomputation of a region in the backward pass
 )
 from torch.utils._python_dispatch import (
     TorchDispatchMode,  # sees every operator
@@ -89,25 +90,26 @@ computed_now: Callable[[], Any] = _disable_current_modes
 
 
 def gradient_hooks(parameter: torch.Tensor) -> tuple[Callable[..., Any], ...]:
-    """What the user registered with ``parameter.register_hook``, in order."""
+    """Return the hooks registered with ``parameter.register_hook``, in order."""
     return tuple((parameter._backward_hooks or {}).values())
 
 
-def hooks_left_out(held: torch.Tensor | torch.optim.Optimizer) -> bool:
-    """Are there hooks that no graph calls: after a gradient was accumulated, or around the optimizer's step?"""
+def hooks_left_out(owner: torch.Tensor | torch.optim.Optimizer) -> bool:
+    """Return whether there are hooks that a graph cannot call: on an accumulated gradient, or around an optimizer's
+    step."""
     of_parameter = ("_post_accumulate_grad_hooks",)
     of_optimizer = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-    return any(getattr(held, n, None) for n in (of_parameter if isinstance(held, torch.Tensor) else of_optimizer))
+    return any(getattr(owner, n, None) for n in (of_parameter if isinstance(owner, torch.Tensor) else of_optimizer))
 
 
 def was_changed(tensor: FunctionalTensor) -> bool:
-    """Is what a tensor of a trace stands for changed in place, by itself or by way of a view?"""
+    """Return whether a traced tensor was changed in place, directly or through a view."""
     changed: Callable[[torch.Tensor], bool] = torch._functionalize_has_data_mutation  # type: ignore[attr-defined]
     return changed(tensor.elem)
 
 
 def without_translation(opset: int) -> dict[Any, Callable[..., Any]]:
-    """How torch takes apart the operators that its exporter cannot translate to this opset."""
+    """Return torch's decompositions of the operators that its exporter cannot translate to this opset."""
     known: Any = set(_decomp.get_onnx_implemented_overloads(_translations(opset)))
     return _decomp.create_onnx_friendly_decomposition_table(known)
 
@@ -117,16 +119,16 @@ _registry = _registration.ONNXRegistry.from_torchlib
 
 @cache
 def _translations(opset: int) -> _registration.ONNXRegistry:
-    """All that the exporter knows to translate; it takes a second to read."""
+    """Return the exporter's translations, which take a second to read."""
     return _registry(opset_version=opset)
 
 
 @contextmanager
 def remembering() -> Iterator[None]:
-    """The exporter does not work out anew what it has worked out: it takes half the time.
+    """Cache results of the exporter inside the context, which halves its time.
 
-    It reads its translations in every export, the signature of an operator at every use, and computes the type and
-    shape of every node that the trace has them of.
+    Without it, the exporter reads its translations in every export and the signature of an operator at every use, and
+    computes types and shapes that the trace already has.
     """
     signature = ir.schemas.OpSignature.from_op_schema
     signatures: dict[tuple[str, str, int], Any] = {}
@@ -139,7 +141,7 @@ def remembering() -> Iterator[None]:
 
     def translations(opset_version: int) -> _registration.ONNXRegistry:
         mine = copy.copy(_translations(opset_version))
-        mine.functions = {target: list(known) for target, known in mine.functions.items()}  # what is added is ours
+        mine.functions = {target: list(known) for target, known in mine.functions.items()}  # the caller may add to it
         return mine
 
     promotion: Any = type_promotion._TypePromotionInterpreter
@@ -161,7 +163,7 @@ def remembering() -> Iterator[None]:
 
 @contextmanager
 def unvalidated() -> Iterator[None]:
-    """Without the checks of distributions' parameters, which read values."""
+    """Disable the checks of distributions' parameters, which read values."""
     before = Distribution._validate_args
     Distribution.set_default_validate_args(False)
     try:
@@ -172,7 +174,7 @@ def unvalidated() -> Iterator[None]:
 
 @contextmanager
 def without_replicas() -> Iterator[None]:
-    """`torch.nn.DataParallel` runs its module on the whole batch."""
+    """Let `torch.nn.DataParallel` run its module on the whole batch."""
 
     def forward(self: torch.nn.DataParallel[torch.nn.Module], *positional: Any, **keyword: Any) -> Any:
         return self.module(*positional, **keyword)
@@ -182,7 +184,7 @@ def without_replicas() -> Iterator[None]:
 
 
 class _Plain:
-    """In place of ``CheckpointFunction``: the region runs like any other code."""
+    """Replacement of ``CheckpointFunction`` that runs the region like any other code."""
 
     @staticmethod
     def apply(function: Callable[..., Any], _: bool, *values: Any) -> Any:
@@ -190,13 +192,13 @@ class _Plain:
 
 
 def _plainly(*_: Any, **__: Any) -> Iterator[None]:
-    """In place of what surrounds a region that is checkpointed without reentrance: nothing."""
+    """Replacement, without effect, of the context around a region that is checkpointed without reentrance."""
     yield
 
 
 @contextmanager
 def without_checkpoints() -> Iterator[None]:
-    """`torch.utils.checkpoint` recomputes nothing: a graph of the step has every operator once."""
+    """Disable the recomputation of `torch.utils.checkpoint`, so that the graph has every operator once."""
     own = {"CheckpointFunction": _Plain, "_checkpoint_without_reentrant_generator": _plainly}
     before = {name: getattr(_checkpoint, name) for name in own}
     try:

@@ -1,7 +1,7 @@
 """A traced graph as the program that torch's exporter translates.
 
-Handed a module, the exporter traces it, decomposes what it traced, and traces that again. A step is in the form it
-wants already: flat, functional, in the operators it knows. It only has to be said so.
+The exporter traces a module, decomposes the trace, and traces the result again. A step already has the required form:
+flat, functional, of operators that the exporter knows. The program therefore skips these stages.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _untranslated = cache(without_translation)
 
 
 def capture(function: Callable[..., Any], fakes: Sequence[torch.Tensor], opset: int, lift: Lift) -> GraphModule:
-    """Trace a function of tensors without data into a functional graph of operators; `lift` sees the other tensors."""
+    """Trace a function on tensors without data into a functional graph of operators; `lift` handles other tensors."""
 
     def lifted(*values: torch.Tensor) -> Any:
         with lift, compiling():  # models ask whether they are being exported
@@ -55,7 +55,7 @@ _BY_NUMBER = {
 
 
 def _keep_digits(module: GraphModule) -> None:
-    """Numbers in float64 arithmetic become tensors: torch's exporter rounds numbers to float32."""
+    """Turn numbers in float64 arithmetic into tensors, because torch's exporter rounds numbers to float32."""
     graph = module.graph
     for node in [node for node in graph.nodes if node.target in {*_BY_NUMBER, *_BY_NUMBER.values()}]:
         numbers = [slot for slot, value in enumerate(node.args) if isinstance(value, float)]
@@ -70,7 +70,7 @@ def _keep_digits(module: GraphModule) -> None:
 
 
 def make_inputs(module: GraphModule, constants: Mapping[str, torch.Tensor], place: int) -> None:
-    """Make inputs of constants of a captured graph: by name, at this place among the inputs."""
+    """Turn these constants of a captured graph into inputs, at this position among the inputs."""
     graph = module.graph
     following = [node for node in graph.nodes if node.op == "placeholder"][place:]
     first = following[0] if following else next(node for node in graph.nodes if node.op != "placeholder")
@@ -93,7 +93,7 @@ class _Final(ExportedProgram):
 
 
 def program(module: GraphModule) -> ExportedProgram:
-    """The program of a captured graph; tensors that it holds become the program's constants."""
+    """Return the program of a captured graph; its tensors become constants of the program."""
     graph = module.graph
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     ((results,),) = (node.args for node in graph.nodes if node.op == "output")

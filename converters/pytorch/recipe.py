@@ -1,4 +1,4 @@
-"""What happens around the optimizer's own step: clipping, accumulated micro-batches, loss scaling, averaged weights."""
+"""Operations around the optimizer's step: clipping, accumulated micro-batches, loss scaling, averaged weights."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from .. import names
 Tensors = dict[str, torch.Tensor]
 
 SUM, AVERAGE = "accumulated", "average"
-"""Pieces of a parameter's state: the gradients of micro-batches so far, and the average of its values."""
+"""Pieces of a parameter's state: the sum of the gradients of micro-batches, and the average of its values."""
 
 COUNT = names.state("accumulation", "count")
 """Input that counts the micro-batches since the last update."""
 
 SCALE, GROWTH = names.state("scaler", "scale"), names.state("scaler", "growth")
-"""Inputs: the loss scale, and how many updates it has lasted."""
+"""Inputs: the loss scale, and the number of updates since it changed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """Settings of a `torch.amp.GradScaler`: its scale now, what it is multiplied by, and after how many updates."""
+    """Settings of a `torch.amp.GradScaler`: current scale, factors of its changes, and updates between them."""
 
     scale: float
     growth: int
@@ -35,7 +35,7 @@ class Scaling:
 
     @staticmethod
     def of(scaler: torch.amp.GradScaler) -> Scaling:
-        """As the user's scaler is set; its state is read, never changed."""
+        """Return the settings of the user's scaler, whose state is read but not changed."""
         if not scaler.is_enabled():
             raise ConversionError("the GradScaler is disabled: leave scaler out")
         now = scaler.state_dict()
@@ -45,7 +45,7 @@ class Scaling:
         )  # fmt: skip
 
     def after(self, finite: torch.Tensor, scale: torch.Tensor, lasted: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Scale and count after an update, as ``torch._amp_update_scale_`` renews them."""
+        """Return scale and count after an update, as in ``torch._amp_update_scale_``."""
         grows = finite & (lasted + 1 >= self.interval)
         grown = scale * self.growth_factor
         kept = torch.where(grows & torch.isfinite(grown), grown, scale)
@@ -57,18 +57,18 @@ class Scaling:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What happens around the optimizer's own step.
+    """Operations around the optimizer's step.
 
     Attributes
     ----------
     clip_norm, clip_value : float, optional
-        All gradients together are scaled to this norm at most; or each element is cut to this magnitude.
+        Largest norm of all gradients together; largest magnitude of each element.
     accumulate : int
         Micro-batches whose gradients are averaged for one update.
     average : float, optional
-        Decay of the moving average of the weights that is kept alongside.
+        Decay of the moving average of the weights.
     scaling : Scaling, optional
-        The loss is multiplied by a scale, and an update left out where a gradient overflowed.
+        Loss scaling: the loss is multiplied by a scale, and an update is skipped if a gradient overflows.
     """
 
     clip_norm: float | None = None
@@ -78,7 +78,7 @@ class Recipe:
     scaling: Scaling | None = None
 
     def check(self, optimizer: bool) -> None:
-        """ConversionError where a setting makes no sense, or needs an optimizer."""
+        """Raise ConversionError if a setting is out of range, or needs an optimizer."""
         for name, limit in (("clip_norm", self.clip_norm), ("clip_value", self.clip_value)):
             if limit is not None and not limit >= 0:
                 raise ConversionError(f"{name}={limit}: give a limit of 0 or more")
@@ -90,7 +90,7 @@ class Recipe:
             raise ConversionError("accumulate, average and scaler change the update: pass the optimizer, too")
 
     def state(self, trained: Mapping[str, torch.Tensor]) -> Tensors:
-        """Initial state by input name."""
+        """Return the initial state by input name."""
         made: Tensors = {}
         if self.accumulate > 1:
             made |= {names.state(n, SUM): torch.zeros_like(p, requires_grad=False) for n, p in trained.items()}
@@ -102,18 +102,18 @@ class Recipe:
         return made
 
     def scaled(self, loss: torch.Tensor, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """What is differentiated."""
+        """Return the scaled loss, which is differentiated."""
         return loss * values[SCALE].to(loss.dtype) if self.scaling is not None else loss
 
     def unscaled(self, gradients: Tensors, values: Mapping[str, torch.Tensor]) -> Tensors:
-        """Gradients of the loss itself."""
+        """Return the gradients of the unscaled loss."""
         if self.scaling is None:
             return gradients
         inverse = values[SCALE].reciprocal()
         return {name: gradient * inverse.to(gradient.dtype) for name, gradient in gradients.items()}
 
     def clipped(self, gradients: Tensors) -> Tensors:
-        """As `torch.nn.utils.clip_grad_value_` and then `clip_grad_norm_` clip them."""
+        """Return clipped gradients, as by `torch.nn.utils.clip_grad_value_` and then `clip_grad_norm_`."""
         if self.clip_value is not None:
             gradients = {name: g.clamp(-self.clip_value, self.clip_value) for name, g in gradients.items()}
         if self.clip_norm is None or not gradients:
@@ -125,18 +125,18 @@ class Recipe:
     def updated(
         self, values: Mapping[str, torch.Tensor], gradients: Tensors, update: Callable[[Tensors], Tensors]
     ) -> Tensors:
-        """New parameters and state by input name.
+        """Return new parameters and state by input name.
 
         Parameters
         ----------
         values
             Inputs of the step.
         gradients
-            Of this micro-batch, by parameter.
+            Gradients of this micro-batch, by parameter.
         update
-            New parameters and optimizer state, by input name, from gradients by parameter.
+            Function from gradients by parameter to new parameters and optimizer state by input name.
         """
-        own: Tensors = {}  # renewed in every step, whether it updates the parameters or not
+        own: Tensors = {}  # changes in every step, even without an update of parameters
         conditions: list[torch.Tensor] = []
         if self.accumulate > 1:
             gradients, due = self._accumulated(values, gradients, own)
@@ -160,7 +160,7 @@ class Recipe:
     def _accumulated(
         self, values: Mapping[str, torch.Tensor], gradients: Tensors, own: Tensors
     ) -> tuple[Tensors, torch.Tensor]:
-        """Sums so far with this micro-batch's gradients, and whether they are complete."""
+        """Return the sums including this micro-batch's gradients, and whether they are complete."""
         count = values[COUNT] + 1
         due = count >= self.accumulate
         sums = {n: values[names.state(n, SUM)] + g / self.accumulate for n, g in gradients.items()}

@@ -1,4 +1,4 @@
-"""The framework's own answer: eager steps on copies of everything they change."""
+"""Reference outputs: torch's eager steps on copies of all tensors that they change."""
 
 from __future__ import annotations
 
@@ -21,21 +21,23 @@ from .decisions import Replay
 from .private_torch import TorchDispatchMode, pytree
 from .recipe import AVERAGE, COUNT, GROWTH, SCALE, SUM, Recipe
 from .rules.composites import Composites
-from .trace import Step, eager_kernels
+from .trace import StepParts, eager_kernels
 
 
-def outputs(step: Step, watched: Sequence[np.ndarray], tolerance: Mapping[str, float]) -> dict[str, np.ndarray]:
-    """Every output of the step by name.
+def outputs(step: StepParts, watched: Sequence[np.ndarray], tolerance: Mapping[str, float]) -> dict[str, np.ndarray]:
+    """Return every output of the step by name, computed by torch.
 
-    `watched` are the values of the exported step that `decisions.Replay` needs, and compares within `tolerance`.
+    `watched` are the values of the exported step that `decisions.Replay` substitutes, and compares within `tolerance`.
     """
     return _run(step, {name: value.clone() for name, value in step.inputs.items()}, watched, tolerance)
 
 
-def exact(step: Step, watched: Sequence[np.ndarray], tolerance: Mapping[str, float]) -> dict[str, np.ndarray] | None:
-    """The same computed in float64 throughout; None where the model's own code asks for another type.
+def exact(
+    step: StepParts, watched: Sequence[np.ndarray], tolerance: Mapping[str, float]
+) -> dict[str, np.ndarray] | None:
+    """Return the outputs computed in float64 throughout; None if the model's code requires another type.
 
-    None also where rounding takes the step further than `tolerance` from that.
+    Return None also if rounding moves the step further than `tolerance` from float64.
     """
     values = {name: _wide(value.clone()) for name, value in step.inputs.items()}
     try:
@@ -45,21 +47,21 @@ def exact(step: Step, watched: Sequence[np.ndarray], tolerance: Mapping[str, flo
 
 
 def rounded(answer: Mapping[str, np.ndarray], exact: Mapping[str, np.ndarray] | None) -> dict[str, float]:
-    """How far each output in `answer` is from `exact`."""
+    """Return the distance of each output in `answer` from `exact`."""
     return {n: _distance(value, exact[n]) for n, value in answer.items() if exact is not None and check.is_float(value)}
 
 
 def moved(
-    step: Step,
+    step: StepParts,
     watched: Sequence[np.ndarray],
     tolerance: Mapping[str, float],
     answer: Mapping[str, np.ndarray],
     noise: Mapping[str, float],
 ) -> dict[str, float]:
-    """How far each output in `answer` moves when parameters move by a rounding error; at least its `noise`.
+    """Return the change of each output in `answer` when parameters change by a rounding error; at least its `noise`.
 
-    They move by a unit in the last place, up or down at random. Outputs that are off by more than a tolerance then
-    cannot be told apart from noise (a gradient that is zero in exact arithmetic).
+    The change is a unit in the last place, up or down at random. An output that changes by more than a tolerance is
+    indistinguishable from noise (such as a gradient that is zero in exact arithmetic).
     """
     generator = torch.Generator().manual_seed(0)
     values = {
@@ -72,7 +74,7 @@ def moved(
 
 
 def _run(
-    step: Step,
+    step: StepParts,
     values: dict[str, torch.Tensor],
     watched: Sequence[np.ndarray],
     tolerance: Mapping[str, float],
@@ -82,7 +84,7 @@ def _run(
     with eager_kernels(), within, Composites(replay, own=True):
         made = step.run(values, replay)
     found = {name: array(value) for name, value in made.items()}
-    heap.trim()  # of what autograd held
+    heap.trim()  # frees autograd's tensors
     return found
 
 
@@ -90,12 +92,12 @@ _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 class Wide(TorchDispatchMode):
-    """Every operator computes in float64, whatever the step asks for."""
+    """A mode in which every operator computes in float64, whatever dtype the step requests."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # what is changed in place must stay itself; it is float64 but for tensors the step did not make
+        # a tensor changed in place must keep its identity; it is float64 unless the step did not make it
         first = args[:1] if func._schema.is_mutable else ()
         rest, kwargs = pytree.tree_map(_wide, (args[len(first) :], kwargs or {}))
         return func(*first, *rest, **kwargs)
@@ -119,9 +121,9 @@ def _distance(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def updated(
-    step: Step, parameters: Mapping[str, torch.Tensor], gradients: Mapping[str, np.ndarray]
+    step: StepParts, parameters: Mapping[str, torch.Tensor], gradients: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """New parameters and state, by output name, that torch itself makes of these gradients by parameter.
+    """Return torch's new parameters and state, by output name, for these gradients by parameter.
 
     The gradients are those of the last of `Recipe.accumulate` micro-batches; those before it were zero.
     """
@@ -149,14 +151,14 @@ def updated(
 
 
 def _stepped(
-    step: Step,
+    step: StepParts,
     optimizer: torch.optim.Optimizer,
     parameters: Mapping[str, torch.Tensor],
     copies: Mapping[str, torch.Tensor],
     gradients: Mapping[str, np.ndarray],
     finite: bool,
 ) -> dict[str, np.ndarray]:
-    """State after the step of one optimizer, which changes the copies; where it is left out, state as it was."""
+    """Return the state after the step of one optimizer, which changes the copies; unchanged if the step is skipped."""
     known = {name: copy.deepcopy(optimizer.state.get(parameter, {})) for name, parameter in parameters.items()}
     twin = updates.twin(optimizer, parameters, copies, {name: pieces for name, pieces in known.items() if pieces})
     rates = {id(step.settings[name]): rate for name, rate in step.rates.items()}
@@ -175,7 +177,7 @@ def _stepped(
 
 
 def _counters(recipe: Recipe, finite: bool) -> dict[str, np.ndarray]:
-    """Counters and scale after a step that updates, as numbers."""
+    """Return counters and scale after a step with an update, as numbers."""
     made = {COUNT: 0.0} if recipe.accumulate > 1 else {}
     if (scaling := recipe.scaling) is not None:
         grows = finite and scaling.growth + 1 >= scaling.interval
@@ -185,5 +187,5 @@ def _counters(recipe: Recipe, finite: bool) -> dict[str, np.ndarray]:
 
 
 def _counted(value: torch.Tensor | float) -> torch.dtype:
-    """Python's numbers count steps, as float32 in a graph."""
+    """Return the dtype of a piece of state: Python's numbers count steps, and are float32 in a graph."""
     return value.dtype if isinstance(value, torch.Tensor) else torch.float32

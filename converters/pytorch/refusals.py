@@ -1,4 +1,4 @@
-"""What to tell the user of a step that cannot be a graph: the operator, the module, the line, what to write instead."""
+"""Errors for steps that cannot be a graph: each names the operator, the module, the line and a remedy."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _HINTS = {
 
 
 class ComplexNumbers(Exception):
-    """Raised where an operator of the step makes some."""
+    """An operator of the step makes complex numbers."""
 
     def __init__(self, operator: object) -> None:
         super().__init__(str(operator))
@@ -39,11 +39,11 @@ class ComplexNumbers(Exception):
 
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parent)
-_CALLER = str(Path(_OURS, "trace.py"))  # what runs the model
+_CALLER = str(Path(_OURS, "trace.py"))  # the file that runs the model
 
 
 def check_modules(model: torch.nn.Module) -> None:
-    """ConversionError where a module is not Python's own code, or would leave out what it does between processes."""
+    """Raise ConversionError if a module is not Python code, or communicates between processes."""
     for path, module in model.named_modules():
         which = f"module {path!r}" if path else "the model"
         if isinstance(module, torch.jit.ScriptModule):
@@ -56,12 +56,12 @@ def check_modules(model: torch.nn.Module) -> None:
 
 
 def refusal(error: Exception, model: torch.nn.Module) -> ConversionError:
-    """Why a step could not be traced.
+    """Return the error for a step that could not be traced.
 
     Parameters
     ----------
     error : Exception
-        Raised while the step's own code ran on tensors without data.
+        The exception of the step's code on tensors without data.
     model : torch.nn.Module
     """
     kind, text = type(error).__name__, " ".join(str(error).split())
@@ -80,7 +80,7 @@ def refusal(error: Exception, model: torch.nn.Module) -> ConversionError:
 
 
 def kept_parameter(at: str) -> ConversionError:
-    """A tensor is read that requires a gradient, and is not in the step."""
+    """Return the error for a tensor that requires a gradient but is not in the step."""
     return ConversionError(
         f"a parameter is read that the step does not have{at}: one taken out of its module before the step is to "
         "be read inside, as model.get_parameter(...) or an attribute of the module; a loss with parameters of its "
@@ -90,7 +90,8 @@ def kept_parameter(at: str) -> ConversionError:
 
 
 def untranslated(error: Exception, graph: torch.fx.Graph, lines: Mapping[str, str]) -> ConversionError:
-    """Why a traced step could not be written: the innermost cause, the operator's module, and its line by `lines`."""
+    """Return the error for a step that could not be translated: cause, operator, its module, and its line by
+    `lines`."""
     cause: BaseException = error
     while cause.__cause__ is not None:
         cause = cause.__cause__
@@ -105,17 +106,17 @@ def untranslated(error: Exception, graph: torch.fx.Graph, lines: Mapping[str, st
 
 
 def _hint(operator: str, otherwise: str) -> str:
-    """What to write instead of an operator."""
+    """Return the replacement for an operator."""
     return next((hint for name, hint in _HINTS.items() if name in operator), otherwise)
 
 
 def complex_numbers(node: torch.fx.Node) -> ConversionError:
-    """A node of the backward pass or of the update makes complex numbers."""
+    """Return the error for a node of the backward pass or the update that makes complex numbers."""
     return ConversionError(f"{node.target}{_of(node)} makes complex numbers, which no step can hold: {_COMPLEX}")
 
 
 def complex_input(which: str) -> ConversionError:
-    """A buffer or a tensor of the batch is complex, whether the step reads all of it or not."""
+    """Return the error for a complex buffer or tensor of the batch."""
     return ConversionError(
         f"{which} holds complex numbers, which no step can: hold its real and imaginary parts, "
         "torch.view_as_real(...), and compute with these"
@@ -128,7 +129,7 @@ def _of(node: torch.fx.Node | None) -> str:
 
 
 def where(error: BaseException, model: torch.nn.Module) -> str:
-    """Path of the innermost module, and the line of the user's code, that an error came from, in words."""
+    """Return, in words, the path of the innermost module and the line of the user's code that raised an error."""
     names = {id(module): name for name, module in model.named_modules()}
     module, line = "", ""
     for frame, number in _frames(error):
@@ -141,12 +142,12 @@ def where(error: BaseException, model: torch.nn.Module) -> str:
 
 
 def here() -> str:
-    """The line of the user's code that is running an operator now, in words."""
+    """Return, in words, the line of the user's code that runs the current operator."""
     return next((_line(frame.f_code.co_filename, number) for frame, number in running() if is_users(frame)), "")
 
 
 def running() -> Iterator[tuple[FrameType, int]]:
-    """Frames of what the step runs now, from the innermost outwards, and the line of each."""
+    """Yield the current frames of the step with their lines, from the innermost outwards."""
     for frame, number in traceback.walk_stack(None):
         if frame.f_code.co_filename == _CALLER:
             break
@@ -154,7 +155,7 @@ def running() -> Iterator[tuple[FrameType, int]]:
 
 
 def is_users(frame: FrameType) -> bool:
-    """Is it the user's code?"""
+    """Return whether a frame runs the user's code."""
     return not frame.f_code.co_filename.startswith((_TORCH, _OURS, "<"))
 
 
@@ -163,7 +164,7 @@ def _line(file: str, number: int) -> str:
 
 
 def _frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:
-    """Frames from our call into the model's code inwards."""
+    """Yield the frames of an error, from the converter's call of the model inwards."""
     found = list(traceback.walk_tb(error.__traceback__))
     inside = next((i for i, (frame, _) in enumerate(found) if frame.f_code.co_filename.startswith(_OURS)), 0)
     yield from found[inside:]
@@ -176,7 +177,7 @@ def one_size(
     batch: Mapping[str, torch.Tensor],
     dynamic: Mapping[str, Mapping[int, str]],
 ) -> ConversionError:
-    """Of a dimension that was to vary, and of which the step needs the example's size."""
+    """Return the error for a dynamic dimension of which the step needs the example's size."""
     others = [
         f"axis {other_axis} of {other}"
         for other, tensor in batch.items()

@@ -1,9 +1,9 @@
-"""Does a step do the same in every run? Whatever Python decides in `forward` is traced once, and holds for ever.
+"""Check that a step does the same in every run: a trace fixes every Python decision in `forward`.
 
-The forward pass runs three times on tensors without data: where Python's and numpy's generators draw the least they
-can, the most, and a third of it, each run with the numbers that the one before left in the modules (counters). A
-decision by ``random() < p`` falls on either side. Not seen: what changes in later steps only, and generators of the
-user's own that happen to draw alike.
+The forward pass runs three times on tensors without data, with draws of Python's and numpy's generators fixed to the
+least number, the largest, and a third of it. Each run starts from the numbers that the run before left in the modules
+(counters). A decision by ``random() < p`` then falls on both sides. The check misses changes in later steps, and equal
+draws of the user's own generators.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _Call: TypeAlias = tuple[str, str, str, str]
 """Operator, its arguments, its module and the line of the user's code."""
 
 _WORDS, _DRAWN = 624, 600
-"""State of a Mersenne twister, and how many of its words are set: the others end loops that wait for another draw."""
+"""Words in the state of a Mersenne twister, and words that are set: the others end loops that wait for another draw."""
 
 _DRAWS = (0, 0x12DD9BB3, 0x6D78EF1D)
-"""Words of that state that are drawn as the least number, as the largest, and as a third of it: whole numbers below any
-limit, for which the largest does not do."""
+"""State words that draw the least number, the largest, and a third of it; the last suits integers below any limit, for
+which the largest is rejected."""
 
 
 class _Listing(TorchDispatchMode):
-    """Lists what is called, in order, and what it reads of tensors with data."""
+    """List the calls in order, and the tensors with data that they read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class _Listing(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """As of a `decisions.Watch`; compositions are listed, too."""
+        """Do nothing, unlike `decisions.Watch`: compositions are listed, too."""
         yield
 
     def __torch_dispatch__(
@@ -56,14 +56,14 @@ class _Listing(TorchDispatchMode):
             if isinstance(leaf, torch.Tensor) and not isinstance(leaf, FakeTensor):
                 self.seen.add(leaf)
         module = str((traceback.current_meta.get("custom") or {}).get("module", ""))
-        self.calls.append((str(func), " ".join(map(_told, leaves)), module, here()))
-        if func._schema.is_mutable:  # not the user's own tensors
+        self.calls.append((str(func), " ".join(map(_describe, leaves)), module, here()))
+        if func._schema.is_mutable:  # spares the user's own tensors
             args, kwargs = pytree.tree_map_only(torch.Tensor, _apart, (args, kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
 def _apart(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of a tensor with data."""
+    """Return a copy of a tensor with data."""
     if isinstance(tensor, FakeTensor):
         return tensor
     with computed_now():
@@ -73,7 +73,7 @@ def _apart(tensor: torch.Tensor) -> torch.Tensor:
 _FEW = 64
 
 
-def _told(leaf: Any) -> str:
+def _describe(leaf: Any) -> str:
     if not isinstance(leaf, torch.Tensor):
         return repr(leaf) if isinstance(leaf, int | float | str | None) else type(leaf).__name__
     values = []
@@ -84,7 +84,7 @@ def _told(leaf: Any) -> str:
 
 
 def numbers(model: torch.nn.Module) -> list[tuple[torch.nn.Module, dict[str, Any]]]:
-    """Plain numbers and texts that modules keep as attributes: counters, settings."""
+    """Return plain numbers and texts in attributes of modules: counters, settings."""
     return [
         (module, {name: value for name, value in vars(module).items() if isinstance(value, bool | int | float | str)})
         for module in model.modules()
@@ -93,7 +93,7 @@ def numbers(model: torch.nn.Module) -> list[tuple[torch.nn.Module, dict[str, Any
 
 @contextmanager
 def _drawing(word: int) -> Iterator[None]:
-    """Python's and numpy's own generators draw numbers made of one word, and then go on as they were."""
+    """Let Python's and numpy's generators draw numbers of one state word, and restore them afterwards."""
     words = [*[word] * _DRAWN, *range(1, _WORDS - _DRAWN + 1)]
     python, numpys = random.getstate(), np.random.get_state()  # noqa: NPY002  # users' code draws from it
     random.setstate((3, (*words, 0), None))
@@ -106,21 +106,21 @@ def _drawing(word: int) -> Iterator[None]:
 
 
 def check(forward: Callable[[TorchDispatchMode], object], model: torch.nn.Module) -> Seen:
-    """Run a forward pass several times, on tensors without data.
+    """Run a forward pass several times on tensors without data, and compare the runs.
 
-    What the last run read of tensors with data is returned.
+    Return the tensors with data that the last run read.
 
     Parameters
     ----------
     forward : callable
-        Runs it under the mode that it is given, and leaves the modules as they then are.
+        Function that runs the pass under a mode, and leaves the modules in the resulting state.
     model : torch.nn.Module
-        Plain numbers that its modules keep are as before, after.
+        The model; plain numbers in its modules are restored.
 
     Raises
     ------
     ConversionError
-        The runs differ: names the module.
+        The runs differ; the message names the module.
     """
     before = numbers(model)
     runs: list[list[_Call]] = []
@@ -137,7 +137,7 @@ def check(forward: Callable[[TorchDispatchMode], object], model: torch.nn.Module
     modules = [{call[2] for call in run} for run in runs]
 
     def shared(call: _Call) -> int:
-        """In how many runs its module takes part: the one that some runs leave out is to be named."""
+        """Return the number of runs with the call's module: the error names the module that some runs omit."""
         return sum(call[2] in each for each in modules)
 
     for calls in zip_longest(*runs):
@@ -146,8 +146,8 @@ def check(forward: Callable[[TorchDispatchMode], object], model: torch.nn.Module
             _, _, module, line = min((call for call in calls if call is not None), key=shared)
             of = f" in module {module!r}" if module else ""
             raise ConversionError(
-                f"runs of the step differ{of}{line}: its Python code decides by random numbers, or by a number that "
-                "it keeps (a counter), and a graph holds one decision for ever; decide with tensors, "
+                f"runs of the step differ{of}{line}: its Python code decides by random numbers, or by a stored "
+                "number (a counter), and a graph contains one fixed decision: decide with tensors, "
                 "x * (torch.rand(()) < p) for instance, or switch it off in training"
             )
     return seen

@@ -1,4 +1,4 @@
-"""A whole training step of a torch module, traced into one graph of aten and ONNX operators."""
+"""Trace of a training step of a torch module into one graph of aten and ONNX operators."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from onnx_remat.errors import ConversionError
+from onnx_remat.messages import Message, Setting
 
 from .. import names
 from . import optim, repeated, updates
@@ -43,28 +44,28 @@ Loss = Callable[[Any, Any], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """A training step to be traced.
+class StepParts:
+    """The parts of a training step.
 
     Attributes
     ----------
     model : torch.nn.Module
     batch : Batch
     loss : callable, optional
-        Of the model's output and the batch's last argument; None where the model returns the loss.
+        Loss of the model's output and the batch's last argument; None if the model returns the loss.
     trainable, frozen : dict of str to torch.Tensor
         Parameters by name.
     buffers : dict of str to torch.Tensor
     recipe : Recipe
-        What happens around the update.
+        Operations around the update.
     optimizers : tuple of torch.optim.Optimizer
-        Their own steps are traced, see `updates`.
+        Optimizers, whose own steps are traced; see `updates`.
     state : dict of str to dict of str to torch.Tensor
-        Of the optimizers: before the step.
+        State of the optimizers before the step.
     settings : dict of str to torch.Tensor
-        Of the optimizers: learning rates and weight decays that are inputs; see `rates`.
+        Learning rates and weight decays that are inputs; see `rates`.
     outside : dict of str to torch.Tensor
-        Tensors that only the user's code holds, where they are inputs; known once the step is traced.
+        Tensors that only the user's code refers to, if they are inputs; known after the trace.
     """
 
     model: torch.nn.Module
@@ -81,8 +82,8 @@ class Step:
 
     @property
     def inputs(self) -> dict[str, torch.Tensor]:
-        """Everything the step reads, by input name, in order."""
-        # parameters in the model's own order, whether they are trained or not
+        """Return all inputs of the step by name, in order."""
+        # parameters in the model's order, trained or not
         parameters = {name: p.detach() for name, p in self.model.named_parameters()}
         state = {names.state(n, slot): value for n, pieces in self.state.items() for slot, value in pieces.items()}
         batch = dict(zip(self.batch.names, self.batch.tensors, strict=True))
@@ -91,21 +92,21 @@ class Step:
 
     @property
     def rates(self) -> dict[str, torch.Tensor]:
-        """The settings as the step reads them."""
+        """Return the settings in the dtype of the step."""
         kind = optim.settings_type(self.trainable)
         return {name: value.detach().to(kind).reshape(()) for name, value in self.settings.items()}
 
     def run(self, values: Mapping[str, torch.Tensor], watch: TorchDispatchMode) -> dict[str, torch.Tensor]:
-        """Loss, gradients and buffers by output name, in order; `values` are left as they are.
+        """Return loss, gradients and buffers by output name, in order; `values` stay unchanged.
 
         `watch` sees every operator of the forward pass.
 
         Raises
         ------
         ConversionError
-            The loss is no scalar, or depends on no trainable parameter.
+            The loss is not a scalar, or depends on no trainable parameter.
         """
-        # torch keeps the labels of the last node of an export that failed: no module is said so
+        # after a failed export torch keeps the labels of its last node: reset them
         with traceback.annotate({"phase": "forward", "module": ""}):
             trainable = {name: values[name].detach().requires_grad_() for name in self.trainable}
             for name, parameter in self.trainable.items():
@@ -115,7 +116,7 @@ class Step:
             buffers = {name: values[name].clone() for name in self.buffers}
             state = trainable | frozen | buffers
             loss = self._loss(state, values, watch)
-        # while tracing, backward nodes are to tell which forward node they are of
+        # in a trace, backward nodes need a reference to their forward node
         if loss.grad_fn is not None and traceback.has_preserved_node_meta():
             setup_stacktrace_preservation_hooks([loss.grad_fn])
         with traceback.annotate({"phase": "backward", "module": ""}):
@@ -127,14 +128,14 @@ class Step:
                 found = self.recipe.clipped(found)
         outputs = {names.LOSS: loss.detach()}
         outputs |= {names.gradient(name): gradient for name, gradient in found.items()}
-        for name in buffers:  # functional_call writes those that the model assigned anew back into `state`
+        for name in buffers:  # functional_call writes buffers that the model reassigned back into `state`
             outputs[names.new(name)] = state[name].detach()
         return outputs
 
     def update(
         self, values: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """New parameters and state, by output name, from the gradients in `outputs`: the optimizers' own steps."""
+        """Return new parameters and state by output name: the optimizers' own steps on the gradients in `outputs`."""
         given = {name: outputs[names.gradient(name)] for name in self.trainable if names.gradient(name) in outputs}
 
         def update(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -153,7 +154,7 @@ class Step:
         return {names.new(name): value for name, value in new.items()}
 
     def forward(self, values: Mapping[str, torch.Tensor], watch: TorchDispatchMode) -> None:
-        """The forward pass alone; plain numbers that the modules keep of it stay."""
+        """Run the forward pass alone; plain numbers that it stores in modules stay."""
         known = {*self.trainable, *self.frozen, *self.buffers}
         state = {name: value.clone() if name in self.buffers else value for name, value in values.items()}
         with traceback.annotate({"phase": "forward", "module": ""}), torch.enable_grad():
@@ -166,7 +167,8 @@ class Step:
         watch: TorchDispatchMode,
         counting: bool = False,
     ) -> torch.Tensor:
-        """The loss; `state` are parameters and buffers by name, and then the buffers as the forward pass left them."""
+        """Return the loss; `state` has parameters and buffers by name, and afterwards the buffers of the forward
+        pass."""
         positional, keyword = self.batch.arguments([values[name] for name in self.batch.names])
         whole = _Whole(self.model, self.loss)
         within = {_INSIDE + name: value for name, value in state.items()}
@@ -180,12 +182,13 @@ _INSIDE = "model."
 
 
 class _Whole(torch.nn.Module):
-    """Model and loss as one: what the loss reads of the model (a penalty on its weights) is traced, too."""
+    """Model and loss as one module, so that the loss's reads of the model (a penalty on its weights) are traced,
+    too."""
 
     def __init__(self, model: torch.nn.Module, loss: Loss | None) -> None:
         super().__init__()
         self.model = model
-        self._loss = (loss,)  # no module of ours
+        self._loss = (loss,)  # in a tuple, so that it is not a submodule
 
     def forward(self, positional: tuple[Any, ...], keyword: dict[str, Any]) -> Any:
         (loss,) = self._loss
@@ -206,9 +209,9 @@ _REGISTERED = ("_parameters", "_buffers", "_modules")
 
 @contextmanager
 def _as_it_was(model: torch.nn.Module, counting: bool = False) -> Iterator[None]:
-    """What the modules' own code keeps of a run (caches, outputs) goes with it: its tensors have no data.
+    """Restore attributes that modules set in a run (caches, outputs), because their tensors have no data.
 
-    Counters, too, but when `counting`.
+    Counters are restored too, unless `counting`.
     """
     before = [
         (module, dict(vars(module)), {name: dict(vars(module)[name]) for name in _REGISTERED})
@@ -221,16 +224,16 @@ def _as_it_was(model: torch.nn.Module, counting: bool = False) -> Iterator[None]
         for module, attributes, registered in before:
             vars(module).clear()
             vars(module).update(attributes)
-            for name, held in registered.items():
+            for name, tensors in registered.items():
                 vars(module)[name].clear()
-                vars(module)[name].update(held)
+                vars(module)[name].update(tensors)
         for module, own in counted:
             vars(module).update(own)
 
 
 @contextmanager
 def _paths(model: torch.nn.Module) -> Iterator[None]:
-    """Nodes traced inside carry the path of the module they are of."""
+    """Label the nodes traced inside the context with the path of their module."""
     inside: list[AbstractContextManager[None]] = []
 
     def enter(path: str) -> Callable[..., None]:
@@ -255,9 +258,9 @@ def _paths(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _share_paths(graph: torch.fx.Graph) -> None:
-    """Backward nodes are of the module that their forward node is of."""
+    """Label backward nodes with the module of their forward node."""
     labelled = [(node.meta.get("seq_nr"), node.meta.get("custom", {})) for node in graph.nodes]
-    path: dict[int, str] = {}  # later nodes that nobody differentiates have the number of the last one that is
+    path: dict[int, str] = {}  # nodes without gradient repeat the number of the last one with gradient
     for number, label in labelled:
         if label.get("phase") == "forward":
             path.setdefault(number, label.get("module", ""))
@@ -267,15 +270,17 @@ def _share_paths(graph: torch.fx.Graph) -> None:
 
 
 def _scalar(loss: Any, from_model: bool) -> torch.Tensor:
+    give_loss = Message("pass {}", Setting("loss"))
     whose = "the model (no loss was given)" if from_model else "the loss function"
     if not isinstance(loss, torch.Tensor):
-        hint = "; pass loss=..." if from_model else ""
-        raise ConversionError(f"{whose} returned {type(loss).__name__}, not the scalar loss{hint}")
+        hint = give_loss if from_model else "return the loss"
+        raise ConversionError("{} returned {}, not the scalar loss: {}", whose, type(loss).__name__, hint)
     if loss.numel() != 1 or not loss.is_floating_point():
-        hint = "; pass loss=..." if from_model else "; reduce it, with .mean() for instance"
-        raise ConversionError(f"{whose} returned {loss.dtype} of shape {tuple(loss.shape)}, not a scalar loss{hint}")
+        hint = give_loss if from_model else "reduce it, with .mean() for instance"
+        kind = f"{loss.dtype} of shape {tuple(loss.shape)}"
+        raise ConversionError("{} returned {}, not a scalar loss: {}", whose, kind, hint)
     if not loss.requires_grad:
-        raise ConversionError("the loss depends on no trainable parameter: nothing to differentiate")
+        raise ConversionError("the loss depends on no trainable parameter: check requires_grad, and detach()")
     return loss.reshape(()) if loss.dim() else loss
 
 
@@ -286,16 +291,16 @@ class Trace:
     Attributes
     ----------
     graph : torch.fx.GraphModule
-        From the inputs' tensors to the outputs' and then the watched ones; every node carries its phase in
-        ``meta["custom"]["phase"]``, and the path of its module, where it is of one, in ``meta["custom"]["module"]``.
+        The graph from the inputs to the outputs and then the watched values. Every node has its phase in
+        ``meta["custom"]["phase"]`` and the path of its module, if any, in ``meta["custom"]["module"]``.
     outputs : tuple of str
         Names of the outputs.
     watched : int
-        How many values follow them, for the check alone; see `decisions`.
+        Number of values after them, for the check alone; see `decisions`.
     lines : mapping of str to str
-        By operator, the line of the user's code that ran it first.
+        For each operator, the line of the user's code that first ran it.
     outside : mapping of str to Outside
-        Tensors outside the step that it reads, by the name each has as an input; constants, where `trace` feeds none.
+        Tensors outside the step, by input name; they are constants unless `trace` was called with `feed`.
     """
 
     graph: torch.fx.GraphModule
@@ -305,8 +310,8 @@ class Trace:
     outside: Mapping[str, Outside]
 
 
-def trace(step: Step, dynamic: Mapping[str, Mapping[int, str]], opset: int, feed: bool = False) -> Trace:
-    """Trace a step into operators that can be translated to this opset.
+def trace(step: StepParts, dynamic: Mapping[str, Mapping[int, str]], opset: int, feed: bool = False) -> Trace:
+    """Trace a step into operators that have a translation to this opset.
 
     With `feed`, tensors outside the step are inputs, before the batch.
 
@@ -347,12 +352,12 @@ def trace(step: Step, dynamic: Mapping[str, Mapping[int, str]], opset: int, feed
         raise refusal(error, step.model) from error
     _check_open(dict(zip(inputs, fakes, strict=True)), step.batch, dynamic)
     _share_paths(graph.graph)
-    for node in graph.graph.nodes:  # inputs are checked before
+    for node in graph.graph.nodes:  # inputs are already checked
         if isinstance(value := node.meta.get("val"), torch.Tensor) and value.is_complex():
             raise complex_numbers(node)
     (made,) = next(node for node in graph.graph.nodes if node.op == "output").args
-    held = {id(getattr(graph, str(node.target))) for node in graph.graph.find_nodes(op="get_attr")}
-    kept = [one for read, one in outside(lift.reads.values(), again, step.trainable) if id(read.alias) in held]
+    constants = {id(getattr(graph, str(node.target))) for node in graph.graph.find_nodes(op="get_attr")}
+    kept = [one for read, one in outside(lift.reads.values(), again, step.trainable) if id(read.alias) in constants]
     named = {names.outside(index): one for index, one in enumerate(kept)}
     if feed:
         place = len(inputs) - len(step.batch.names)
@@ -363,7 +368,7 @@ def trace(step: Step, dynamic: Mapping[str, Mapping[int, str]], opset: int, feed
 def _fakes(
     inputs: Mapping[str, torch.Tensor], dynamic: Mapping[str, Mapping[int, str]]
 ) -> tuple[Any, list[torch.Tensor]]:
-    """Tensors without data, and the mode they are of; dimensions that are to vary have symbolic sizes."""
+    """Return tensors without data, and their mode; dynamic dimensions have symbolic sizes."""
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv() if dynamic else None)
     made: list[torch.Tensor] = []
     for name, value in inputs.items():
@@ -376,7 +381,7 @@ def _fakes(
 
 
 def _check_buffers(buffers: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Raise ConversionError where a buffer is of another shape or type after a step, from pairs before and after."""
+    """Raise ConversionError if a buffer has another shape or dtype after a step, by pairs of before and after."""
     for name, (before, after) in buffers.items():
         if (before.shape, before.dtype) != (after.shape, after.dtype):
             shapes = " to ".join(f"{each.dtype} of shape {list(each.shape)}" for each in (before, after))
@@ -386,8 +391,9 @@ def _check_buffers(buffers: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> 
             )
 
 
-def _check_repeated(step: Step, inputs: Mapping[str, torch.Tensor]) -> Seen:
-    """What another run reads of tensors with data; raise ConversionError where Python decides otherwise in it."""
+def _check_repeated(step: StepParts, inputs: Mapping[str, torch.Tensor]) -> Seen:
+    """Return the tensors with data that another run reads; raise ConversionError if Python decides differently in
+    it."""
     mode, fakes = _fakes(inputs, {})
     given = {
         name: fake.requires_grad_() if name in step.trainable else fake
@@ -398,7 +404,7 @@ def _check_repeated(step: Step, inputs: Mapping[str, torch.Tensor]) -> Seen:
 
 
 def _check_open(traced: Mapping[str, torch.Tensor], batch: Batch, dynamic: Mapping[str, Mapping[int, str]]) -> None:
-    """Raise ConversionError where the step only works for the example's size of a dimension that is to vary."""
+    """Raise ConversionError if the step needs the example's size of a dynamic dimension."""
     for name, axes in dynamic.items():
         for axis in axes:
             size = traced[name].shape[axis]
@@ -409,7 +415,7 @@ def _check_open(traced: Mapping[str, torch.Tensor], batch: Batch, dynamic: Mappi
 
 @contextmanager
 def eager_kernels() -> Iterator[None]:
-    """Operators as trace and reference both shall see them: attention in parts, dropout with its mask, each once."""
+    """Give trace and reference the same operators: attention in parts, dropout with its mask, each once."""
     with (
         quiet(),
         unvalidated(),
@@ -417,14 +423,14 @@ def eager_kernels() -> Iterator[None]:
         without_replicas(),
         enable_python_dispatcher(),
         sdpa_kernel(SDPBackend.MATH),
-        torch.backends.mkldnn.flags(enabled=False),  # recurrent layers in parts; convolutions as exact as ours
+        torch.backends.mkldnn.flags(enabled=False),  # recurrent layers in parts; convolutions as exact as the step's
     ):
         yield
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without the warnings of torch and its exporter, none of which the user can act on."""
+    """Suppress the warnings of torch and its exporter, none of which the user can act on."""
     levels = {logger: logger.level for logger in map(logging.getLogger, ("onnxscript", "torch.onnx"))}
     for logger in levels:
         logger.setLevel(logging.ERROR)

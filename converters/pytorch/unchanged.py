@@ -1,4 +1,4 @@
-"""What a step takes for granted of the user's module and optimizers, and the refusal where it is so no longer."""
+"""Facts about the user's module and optimizers that a step relies on, and the errors if they change."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from onnx_remat.errors import UsageError
 
 from .private_torch import gradient_hooks
 
-Setting: TypeAlias = tuple[int, int, str]
-"""Where a setting lies: index of the optimizer, of its group, and the key."""
+SettingPlace: TypeAlias = tuple[int, int, str]
+"""Place of a setting: index of the optimizer, index of the group, and key."""
 
 _NEW = "make a new step"
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Module and optimizers as the step has them.
+    """Facts about module and optimizers that the step relies on.
 
     Attributes
     ----------
     modules : mapping of str to (module, bool)
-        By path: which it is, and whether it is in train mode.
+        Each module by path, and whether it is in train mode.
     parameters : mapping of str to bool
-        By name: does it require a gradient?
+        Whether each parameter requires a gradient, by name.
     places : mapping of str to (int, int)
-        Optimizer and group that hold a parameter.
+        Optimizer and group of each parameter.
     hooks : mapping of str to tuple
-        Hooks on the gradient of a parameter.
-    constants : mapping of Setting to object
+        Hooks on the gradient of each parameter.
+    constants : mapping of SettingPlace to object
         Settings that are constants of the step.
     """
 
@@ -40,11 +40,13 @@ class Facts:
     parameters: Mapping[str, bool]
     places: Mapping[str, tuple[int, int]]
     hooks: Mapping[str, tuple[Any, ...]]
-    constants: Mapping[Setting, Any]
+    constants: Mapping[SettingPlace, Any]
 
     @staticmethod
-    def of(model: torch.nn.Module, optimizers: tuple[torch.optim.Optimizer, ...], inputs: Collection[Setting]) -> Facts:
-        """As they are now; `inputs` are the settings that are none of the constants."""
+    def of(
+        model: torch.nn.Module, optimizers: tuple[torch.optim.Optimizer, ...], inputs: Collection[SettingPlace]
+    ) -> Facts:
+        """Return the current facts; `inputs` are the settings that are not constants."""
         parameters = dict(model.named_parameters())
         name_of = {id(parameter): name for name, parameter in parameters.items()}
         groups = [(o, g, group) for o, user in enumerate(optimizers) for g, group in enumerate(user.param_groups)]
@@ -62,7 +64,7 @@ class Facts:
         )
 
     def check(self, now: Facts) -> None:
-        """UsageError, which says what to do, unless all is as it was."""
+        """Raise UsageError, with a remedy, if a fact changed."""
         for message in (*self._modules(now), *self._parameters(now), *self._settings(now)):
             raise UsageError(message)
 
@@ -112,7 +114,7 @@ class Facts:
 
 
 def _value(setting: Any) -> Any:
-    """A copy that compares by value."""
+    """Return a copy that compares by value."""
     if isinstance(setting, torch.Tensor):
         return setting.tolist()
     return tuple(map(_value, setting)) if isinstance(setting, list | tuple) else setting

@@ -1,8 +1,8 @@
-"""Any optimizer's update: its own step, run on the parameters' copies, in a trace or by torch itself.
+"""The update of any optimizer: its own step on copies of the parameters, in a trace or in torch.
 
-The step must be free of Python decisions on values. torch's own are, told that they are being compiled; numbers that a
-step takes out of tensors (Adafactor) stay tensors of no dimension in the trace, and so do ``min``, ``max`` and
-functions of ``math`` of them.
+The step must not branch on values in Python. torch's optimizers do not, while they believe they are being compiled.
+Numbers that a step reads from tensors (Adafactor) stay zero-dimensional tensors in the trace, and so do results of
+``min``, ``max`` and functions of ``math`` on them.
 """
 
 from __future__ import annotations
@@ -21,24 +21,27 @@ from torch.overrides import TorchFunctionMode
 from onnx_remat.errors import ConversionError
 
 State = dict[str, dict[str, torch.Tensor]]
-"""By parameter name, then by the optimizer's own name of the piece of state."""
+"""State by parameter name, then by the optimizer's name of the piece of state."""
 
 _CASTS = ("__bool__", "__int__", "__float__", "__index__")
-"""Methods that make Python values of tensors, some of them by way of ``item``."""
+"""Methods that make Python values of tensors, some of them through ``item``."""
 
-_SETTINGS: Mapping[str, Any] = {"foreach": False, "fused": False, "capturable": True}  # one by one, steps as tensors
+_SETTINGS: Mapping[str, Any] = {
+    "foreach": False,
+    "fused": False,
+    "capturable": True,
+}  # separate updates, step counts as tensors
 
 
 def initial_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> State:
-    """State of every parameter that the optimizer holds: as it is, or what its first step starts from.
+    """Return the state of every parameter of the optimizer: its current state, or the start of its first step.
 
-    A piece that the first step takes from the gradient (the momentum of SGD) starts at zero, where that comes to the
-    same.
+    A piece that the first step takes from the gradient (the momentum of SGD) starts at zero if the result is the same.
 
     Raises
     ------
     ConversionError
-        It does not: the first step differs from all others.
+        The result is not the same: the first step differs from all others.
     """
     kind = type(optimizer).__qualname__
     closure = inspect.signature(inspect.unwrap(type(optimizer).step)).parameters.get("closure")
@@ -78,7 +81,7 @@ def _first(
     values: Mapping[str, torch.Tensor],
     gradient: float,
 ) -> dict[str, dict[str, Any]]:
-    """The first value of each piece of state in a step on gradients of one number."""
+    """Return the first value of each piece of state in a step on gradients of one number."""
     copies = {name: value.clone().requires_grad_() for name, value in values.items()}
     for copy in copies.values():
         copy.grad = torch.full_like(copy, gradient)
@@ -95,7 +98,7 @@ def _check_zeros(
     values: Mapping[str, torch.Tensor],
     state: State,
 ) -> None:
-    """ConversionError unless a step from `state` is the optimizer's own first one, on gradients made up."""
+    """Raise ConversionError unless a step from `state` equals the optimizer's first step, on random gradients."""
     made = []
     for pieces in ({}, {name: {k: v.clone() for k, v in state[name].items()} for name in values}):
         copies = {name: value.clone().requires_grad_() for name, value in values.items()}
@@ -113,7 +116,7 @@ def _check_zeros(
 
 
 class _Remembering(dict[str, Any]):
-    """Keeps the first value of each key: the first that is set, or what is read in want of one."""
+    """A dict that keeps the first value of each key: the first that is set, or the default of the first read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +144,7 @@ class _Remembering(dict[str, Any]):
 
 
 def _tensor(value: torch.Tensor | float) -> torch.Tensor:
-    """Numbers, which count steps, as torch counts them: in float32."""
+    """Return a number, which counts steps, as a float32 tensor, as in torch."""
     return value.detach().clone() if isinstance(value, torch.Tensor) else torch.tensor(float(value))
 
 
@@ -157,7 +160,7 @@ def twin(
     state: Mapping[str, dict[str, Any]],
     settings: Mapping[str, Any] | None = None,
 ) -> torch.optim.Optimizer:
-    """An optimizer of the same kind, settings and attributes over copies; parameters without one are left out."""
+    """Return an optimizer of the same type, settings and attributes over copies; omit parameters without a copy."""
     by_id = {id(parameters[name]): copy for name, copy in copies.items()}
     other: torch.optim.Optimizer = object.__new__(type(optimizer))
     other.__dict__.update(optimizer.__dict__)
@@ -174,7 +177,7 @@ def twin(
 
 
 def step(optimizer: torch.optim.Optimizer) -> None:
-    """Its step without hooks and profiling."""
+    """Run an optimizer's step without hooks and profiling."""
     with torch.no_grad():
         inspect.unwrap(type(optimizer).step)(optimizer)
 
@@ -187,16 +190,16 @@ def updated(
     state: Mapping[str, dict[str, torch.Tensor]],
     settings: Mapping[int, torch.Tensor],
 ) -> tuple[dict[str, torch.Tensor], State]:
-    """New parameters and state, in a trace.
+    """Return new parameters and state, in a trace.
 
     Parameters
     ----------
     optimizer, parameters
-        As the user has them.
+        The user's optimizer and parameters.
     values, gradients, state
-        Tensors of the trace, by parameter name; a parameter without a gradient stays as it is.
+        Tensors of the trace, by parameter name; a parameter without a gradient stays unchanged.
     settings
-        Tensors of the trace for settings of groups that are inputs, by the identity of the user's.
+        Tensors of the trace for settings of groups that are inputs, by the identity of the user's tensors.
 
     Raises
     ------
@@ -226,7 +229,7 @@ def updated(
     for name, value in _kept(other).items():
         if name not in before or not (before[name] is value or _same(before[name], value)):
             raise ConversionError(
-                f"the step of optimizer {type(optimizer).__qualname__} renews {name}, which would be a constant of "
+                f"the step of optimizer {type(optimizer).__qualname__} updates {name}, which would be a constant of "
                 "the graph: keep it in the state of a parameter (self.state[p][...]), or export without an optimizer"
             )
     renewed = {name: {slot: other.state[copies[name]][slot] for slot in pieces[name]} for name in copies}
@@ -237,12 +240,12 @@ def updated(
 
 
 def _exact(value: torch.Tensor) -> torch.Tensor:
-    """A copy; single numbers, which count steps, are as exact as the Python numbers that torch makes of them."""
+    """Return a copy; single numbers, which count steps, are float64, as exact as Python numbers."""
     return value.double() if not value.dim() and value.is_floating_point() else value.clone()
 
 
 def _kept(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What an optimizer holds beside the state of its parameters, by a name for the user."""
+    """Return the settings and attributes of an optimizer outside its parameters' state, by a name for messages."""
     attributes = {f"self.{k}": v for k, v in vars(optimizer).items() if k not in ("state", "param_groups", _WARNED)}
     groups = enumerate(optimizer.param_groups)
     settings = {f"{key} of group {i}": value for i, group in groups for key, value in group.items() if key != "params"}
@@ -264,11 +267,11 @@ def numbers_stay_tensors(
     settings: Iterable[torch.Tensor] = (),
     stored: Iterable[tuple[torch.Tensor, torch.dtype]] = (),
 ) -> Iterator[None]:
-    """In the module of the optimizer's step ``min``, ``max`` and ``math`` take tensors; see `_Scalars`."""
+    """Let ``min``, ``max`` and ``math`` take tensors in the module of the optimizer's step; see `_Scalars`."""
     space = inspect.unwrap(type(optimizer).step).__globals__
     stand_ins = {"min": _choice(min, torch.minimum), "max": _choice(max, torch.maximum), "math": _Math()}
     before = {name: space[name] for name in stand_ins if name in space}
-    usable = {n: v for n, v in stand_ins.items() if before.get(n, math) is math}  # not a function of the user's own
+    usable = {n: v for n, v in stand_ins.items() if before.get(n, math) is math}  # keeps the user's own functions
     space.update(usable)
     try:
         with WithoutBfloat16(), _Scalars(type(optimizer).__qualname__, settings, stored):
@@ -282,7 +285,7 @@ def numbers_stay_tensors(
 
 
 def _choice(builtin: Callable[..., Any], of_tensors: Callable[..., torch.Tensor]) -> Callable[..., Any]:
-    """``min`` or ``max`` that also chooses among tensors of no dimension."""
+    """Return a ``min`` or ``max`` that also takes zero-dimensional tensors."""
 
     def choose(*values: Any, **options: Any) -> Any:
         tensors = [value for value in values if isinstance(value, torch.Tensor)]
@@ -297,7 +300,7 @@ def _choice(builtin: Callable[..., Any], of_tensors: Callable[..., torch.Tensor]
 
 
 class _Math:
-    """Module ``math``, whose functions also take a tensor where torch has a function of that name."""
+    """Stand-in for ``math`` whose functions also take tensors if torch has a function of that name."""
 
     def __getattr__(self, name: str) -> Any:
         plain = getattr(math, name)
@@ -312,14 +315,14 @@ class _Math:
 
 
 class WithoutBfloat16(TorchFunctionMode):
-    """What a step would compute in bfloat16 for speed (Muon), it computes in float32: hardly a CPU kernel has it."""
+    """Replace bfloat16 that a step uses for speed (Muon) by float32, since few CPU kernels support it."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         asked = func.__name__ == "bfloat16" or (
             func.__name__ == "to" and any(value is torch.bfloat16 for value in (*args, *(kwargs or {}).values()))
-        )  # tensors of a trace have a method of their own for either
+        )  # traced tensors have a separate method for each
         if asked and args[0].dtype == torch.float32:
             return args[0].clone()
         return func(*args, **(kwargs or {}))
@@ -328,15 +331,15 @@ class WithoutBfloat16(TorchFunctionMode):
 _IN_PLACE = {f"{name}_" for name in ("add", "sub", "mul", "div")} | {
     f"__i{n}__" for n in ("add", "sub", "mul", "truediv")
 }
-"""Methods that change a number in place, as torch calls them."""
+"""Names of torch's methods that change a number in place."""
 
 
 class _Scalars(TorchFunctionMode):
-    """Lets tensors stand where a step works with Python numbers.
+    """A mode in which tensors replace Python numbers in an optimizer's step.
 
-    Numbers taken out of tensors stay tensors. Settings that are inputs are taken for other than zero, which torch's
-    optimizers ask of them before they do what comes to nothing with zero. `stored` tensors, which are wider
-    than the user's own, are changed in place as these are: the product of NAdam's momenta is float32 in a float64 step.
+    Numbers read from tensors stay tensors. Settings that are inputs count as nonzero: torch's optimizers test them for
+    zero only to skip work that has no effect at zero. In-place changes of `stored` tensors, which are wider than the
+    user's, keep the user's precision: the product of NAdam's momenta is float32 in a float64 step.
     """
 
     def __init__(
@@ -374,14 +377,14 @@ class _Scalars(TorchFunctionMode):
         return first.add_(sign * by) if func.__name__.endswith("_") else first + sign * by
 
     def _changed(self, func: Any, args: tuple[Any, ...]) -> torch.Tensor:
-        """What torch makes of a number in place: it computes in the type that the number has."""
+        """Return the result of an in-place change of a number, which torch computes in the number's dtype."""
         tensor, dtype = self._stored[id(args[0])]
         rest = (value.to(dtype) if isinstance(value, torch.Tensor) else value for value in args[1:])
         return tensor.copy_(func(tensor.to(dtype), *rest))
 
 
 def _line() -> str:
-    """The line of the optimizer that is being run."""
+    """Return the current line of the optimizer."""
     frames = [frame for frame in inspect.stack()[2:] if not frame.filename.endswith(("overrides.py", "_tensor.py"))]
     frame = next(frame for frame in frames if "torch/" not in frame.filename or "torch/optim" in frame.filename)
     return f"{frame.filename}:{frame.lineno}"

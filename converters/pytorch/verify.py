@@ -1,4 +1,4 @@
-"""Does the exported step compute what torch computes?"""
+"""Check that the exported step computes the same results as torch."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from . import reference
 from .arrays import array
 from .lower import watched
 from .recipe import COUNT
-from .trace import Step
+from .trace import StepParts
 
 
-def step(made: ir.Model, traced: Step) -> check.Check:
-    """Run the step once on ONNX Runtime; compare loss, gradients and buffers, then the update, with torch's.
+def step(made: ir.Model, traced: StepParts) -> check.Check:
+    """Run the step once on ONNX Runtime, and compare loss, gradients and buffers, then the update, with torch's.
 
-    The update is compared with what the optimizer makes of the gradients ONNX Runtime found: Adam divides a gradient
-    by its own magnitude, so one that is zero but for rounding would move its parameter by `lr` either way.
+    The reference of the update is the optimizer's result on ONNX Runtime's gradients. Adam divides a gradient by its
+    own magnitude, so a gradient that is pure rounding would move its parameter by `lr` in either direction.
 
     Parameters
     ----------
     made : onnx_ir.Model
-    traced : Step
+    traced : StepParts
 
     Raises
     ------
     ConversionError
-        They disagree.
+        The results differ.
     """
     tolerance = _tolerance(made)
     known = {str(value.name) for value in made.graph.inputs}
@@ -52,7 +52,7 @@ def step(made: ir.Model, traced: Step) -> check.Check:
     }
     seen = [found.pop(name) for name in watched(list(found))]
     expected = reference.outputs(traced, seen, tolerance)
-    for buffer in traced.buffers:  # one that the step only reads is not put out
+    for buffer in traced.buffers:  # a buffer that the step only reads is not an output
         after = names.new(buffer)
         if after not in found and np.array_equal(expected[after], array(traced.buffers[buffer])):
             del expected[after]
@@ -61,7 +61,7 @@ def step(made: ir.Model, traced: Step) -> check.Check:
     exact = cache(lambda: reference.exact(traced, seen, tolerance))
     try:
         result = check.compare(made_here, expected, tolerance)
-    except ConversionError:  # is it rounding?
+    except ConversionError:  # rounding may explain it
         noise = reference.rounded(expected, exact())
         try:
             result = check.compare(made_here, expected, tolerance, noise)
@@ -79,14 +79,14 @@ def step(made: ir.Model, traced: Step) -> check.Check:
 
 
 def _tolerance(model: ir.Model) -> dict[str, float]:
-    """What is computed in a narrow type is as inexact when it is put out in a wide one (autocast)."""
+    """Return the tolerance by dtype: a value computed in a narrow type stays inexact in a wide output (autocast)."""
     kinds = {value.dtype.name.lower() for node in model.graph for value in node.outputs if value.dtype is not None}
     return tolerances.allowed(kinds & {"float16", "bfloat16"})
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """A step as ONNX Runtime's CPU runs it: bfloat16 widened, random nodes seeded, its own outputs and no others.
+    """The step in the form that ONNX Runtime's CPU runs: bfloat16 widened, random nodes seeded, no watched outputs.
 
     Attributes
     ----------
@@ -102,7 +102,7 @@ class _Run:
 
 
 def _run(model: ir.Model, feeds: dict[str, np.ndarray]) -> tuple[default_level.Plain, _Run]:
-    """What the model makes without optimisations."""
+    """Return the model's outputs without optimisations, and the step in the form that was run."""
     values = [*model.graph.inputs, *(value for node in model.graph for value in node.outputs)]
     narrow = frozenset(str(value.name) for value in values if value.dtype == NARROW)
     if narrow:
@@ -110,7 +110,7 @@ def _run(model: ir.Model, feeds: dict[str, np.ndarray]) -> tuple[default_level.P
     proto = default_level.seeded(ir.to_proto(model))
     outputs = list(proto.graph.output)
     plain = default_level.run(proto, feeds)
-    heap.trim()  # the reference takes as much again
+    heap.trim()  # the reference needs as much memory again
     beside = set(watched([value.name for value in outputs]))
     del proto.graph.output[:]
     proto.graph.output.extend(value for value in outputs if value.name not in beside)
@@ -118,15 +118,15 @@ def _run(model: ir.Model, feeds: dict[str, np.ndarray]) -> tuple[default_level.P
 
 
 def _update(
-    traced: Step,
+    traced: StepParts,
     found: Mapping[str, np.ndarray],
     gradients: Mapping[str, np.ndarray],
     feeds: Mapping[str, np.ndarray],
 ) -> None:
     """Compare changes, not values: a parameter hardly moves in a step.
 
-    With a small learning rate every parameter may move by less than a thousandth of itself, so that rounding decides
-    the last digits of all changes: they are right to within that.
+    With a small learning rate every parameter may change by less than a thousandth of its value. Rounding then
+    determines the last digits of all changes, and the comparison allows for it.
     """
     of = {name.removeprefix(names.gradient("")): gradient for name, gradient in gradients.items()}
     expected = reference.updated(traced, dict(traced.model.named_parameters()), of)
@@ -136,6 +136,6 @@ def _update(
 
 
 def _unchanged(name: str, value: np.ndarray, feeds: Mapping[str, np.ndarray]) -> bool:
-    """Is it a piece of state that the step leaves as it is, and so does not put out?"""
+    """Return whether an output is a piece of state that the step does not change, and therefore does not output."""
     before = feeds.get(name.removeprefix(names.new("")))
     return before is None or np.array_equal(before, value)

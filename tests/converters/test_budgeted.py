@@ -499,7 +499,7 @@ def test_optimizers_that_count_outside_the_state_of_parameters_are_refused(where
             for parameter in self.param_groups[0]["params"]:
                 parameter.add_(parameter.grad, alpha=-self.param_groups[0]["lr"])
 
-    with pytest.raises(ConversionError, match=f"Counter renews {where}, which would be a constant"):
+    with pytest.raises(ConversionError, match=f"Counter updates {where}, which would be a constant"):
         small(Counter)
 
 
@@ -599,7 +599,7 @@ def test_refusals_say_why():
             budgeted(**given)
 
     refused("needs an optimizer", ConversionError, optimizer=None)
-    refused("planning is for a budget", planning={"effort": 1})
+    refused("planning= needs a budget: pass budget=", planning={"effort": 1})
     batch_of_one = {"batch": (None, None)}  # would be refused later
     refused("write 50% of", budget="50", **batch_of_one)
     refused("must be text like", budget=0.5, **batch_of_one)
@@ -616,8 +616,8 @@ def test_refusals_say_why():
     before = copy.deepcopy(model.state_dict())
     fails("on meta: give a dense tensor on the CPU", (batch[0].to("meta"), batch[1]))
     fails("sparse_coo on cpu: give a dense", (batch[0].to_sparse(), batch[1]))
-    fails("not built like the example", batch[0])
-    fails(r"input.0 is of shape \[8, .*the example of \[.*drop_last=True.*dynamic_dims", batches(1, 8)[0])
+    fails("has another structure than the example", batch[0])
+    fails(r"input.0 has shape \[8, .*the example \[.*drop_last=True.*dynamic_dims", batches(1, 8)[0])
     with pytest.raises(UsageError, match="not 2 arguments: pass one tuple"):
         step(*batch)
     fails("is of type int64", (batch[0], batch[1].int()))

@@ -234,7 +234,7 @@ def test_memory_of_what_is_trained():
     )
     model = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3))
     mean = model[0].running_mean.detach()
-    with pytest.raises(ConversionError, match=r"is memory of buffer 0.running_mean"):
+    with pytest.raises(ConversionError, match=r"shares memory with buffer 0.running_mean"):
         budgeted(
             model, lambda made, target: F.cross_entropy(made, target) + mean.mean(),
             torch.optim.SGD(model.parameters(), 0.1), example(),

@@ -346,7 +346,7 @@ def test_refusals_say_why():
     refused("depends on no trainable parameter", net(), (x, y), lambda o, t: o.detach().mean())
     whole = nn.Linear(2, 2)
     whole.register_parameter("table", nn.Parameter(torch.arange(3), requires_grad=False))
-    refused("parameter table is of torch.int64", whole, torch.randn(2, 2), None)
+    refused("parameter table is torch.int64", whole, torch.randn(2, 2), None)
     whole = net()
     whole.register_buffer("table", torch.ones(2, dtype=torch.complex64))
     refused("buffer table holds complex numbers.*view_as_real", whole, (x, y), F.cross_entropy)
@@ -357,7 +357,7 @@ def test_refusals_say_why():
     for kind, why in {torch.optim.LBFGS: "runs the model again", torch.optim.SparseAdam: "cannot be traced"}.items():
         refused(f"{kind.__name__} {why} .*yourself", model, (x, y), F.cross_entropy, kind(model.parameters()))
     twice = [torch.optim.SGD(model.parameters(), 0.1), torch.optim.Adam(model.parameters())]
-    refused("two optimizers hold parameter", model, (x, y), F.cross_entropy, twice)
+    refused("two optimizers have parameter", model, (x, y), F.cross_entropy, twice)
     refused("pass the optimizer", model, (x, y), F.cross_entropy, accumulate=2)
     refused("1 or more", model, (x, y), F.cross_entropy, dampened, accumulate=0)
     refused("from 0 to below 1", model, (x, y), F.cross_entropy, dampened, average=1.0)
