@@ -1,4 +1,4 @@
-"""``shim.c`` as a shared library. Only the standard library is used here: the wheel's build hook loads this file."""
+"""Build of ``shim.c`` as a shared library; imports only the standard library, as the wheel's build hook loads it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ FLAGS = ("-O2", "-std=c11", "-fPIC", "-shared")
 
 
 def library_name() -> str:
-    """File name of the library; a changed source gets another one, so that a stale one is never taken."""
+    """Return the file name of the library; it depends on the source, so that a stale library is never used."""
     return f"libonnx_remat_fused-{hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]}.so"
 
 
 def build(folder: Path) -> str:
-    """Compile the library into a folder; returns why that failed, or nothing."""
+    """Compile the library into a folder; return why that failed, or an empty text."""
     named = os.environ.get("CC", "")
     compiler = next((found for name in (named, "cc", "gcc", "clang") if name and (found := shutil.which(name))), None)
     if compiler is None:

@@ -1,4 +1,4 @@
-"""LLVM instructions, one after the other, and how elements are loaded and stored by their types."""
+"""Sequences of LLVM instructions, and typed loads and stores of elements."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ KINDS: Final[Mapping[int, Kind]] = {
 
 
 def literal(value: float, register: str) -> str:
-    """A number as LLVM writes it, rounded to the register's type."""
+    """Return a number in LLVM's syntax, rounded to the register's type."""
     if register in ("float", "double"):
         exact = float(np.float32(value)) if register == "float" else float(value)
         return f"0x{struct.unpack('<Q', struct.pack('<d', exact))[0]:016x}"
@@ -44,7 +44,7 @@ def literal(value: float, register: str) -> str:
 
 
 class Code:
-    """Instructions; `new` appends one that has a result, and returns the register it is in."""
+    """A sequence of instructions; `new` appends one with a result, and returns the result's register."""
 
     def __init__(self, numbering: list[int]) -> None:
         self.lines: list[str] = []
@@ -57,7 +57,7 @@ class Code:
         return register
 
     def loaded(self, pointer: str, index: str, dtype: int, note: str) -> str:
-        """An element of an array, in a register of its type."""
+        """Load an element of an array, and return its register."""
         kind = KINDS[dtype]
         place = self.new(f"getelementptr {kind.memory}, ptr {pointer}, i64 {index}")
         got = self.new(f"load {kind.memory}, ptr {place}, align {kind.nbytes}{note}")
@@ -68,7 +68,7 @@ class Code:
         return self.new(f"call float @of_bfloat(i16 {got})") if dtype == BFLOAT else got
 
     def rounded(self, value: str, dtype: int) -> str:
-        """A result of half precision as it would be stored and read again."""
+        """Round a result to half precision, as a store and a load would, and return its register."""
         if dtype == HALF:
             stored = self.new(f"fptrunc float {value} to half")
             return self.new(f"fpext half {stored} to float")

@@ -1,16 +1,16 @@
-"""Which nodes of a step run as one kernel: a pure function of their order, their shapes and their lifetimes.
+"""Selection of the nodes that are fused: a pure function of their order, their shapes and their lifetimes.
 
 Model
-    Nodes run at places 0, 1, 2, ... A group takes the place of one of its nodes, behind all that make what it reads and
-    before all that read what it makes, so that groups never wait for one another in a circle. A value that is made and
+    Nodes run at places 0, 1, 2, ... A group runs at the place of one of its nodes, after all makers of its inputs and
+    before all readers of its outputs, so that groups never depend on one another in a cycle. A value that is made and
     read within one group has no buffer.
 Algorithm
-    Values of elementwise nodes, the largest first: the group that makes one and a group that reads it become one where
-    the kernel exists (`loops`), a place is left, and **no more bytes are alive at once than at the step's peak**.
-    Convexity alone would let peaks grow threefold: a group reads early values late. Then smaller groups join the only
-    group that reads them, where they can be computed element by element there.
+    For the values of elementwise nodes, the largest first: merge the group that makes the value with a group that reads
+    it if a kernel exists (`loops`), a valid place exists, and **live bytes never exceed the step's peak**. Convexity
+    alone would let peaks grow threefold: a group reads early values late. Then smaller groups join the only group that
+    reads them, if they can be computed elementwise there.
 Complexity
-    A few trials for each value, each over the places of one step.
+    A few trials per value, each linear in the places of the step.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from onnx_remat.fuse.ops import VIEWS, Call, call_of
 from onnx_remat.ir.shapes import Tensor
 
 MOST_ENDS = 48
-"""Inputs, and outputs, that a kernel has at most; ``shim.c`` takes 64."""
+"""Maximum number of inputs, and of outputs, of a kernel; ``shim.c`` allows 64."""
 
 MOST_NODES = 96
-"""Nodes of a group: larger kernels take long to compile, and run out of registers."""
+"""Maximum number of nodes of a group: larger kernels take long to compile, and run out of registers."""
 
 MOST_RANK = 16
 
@@ -55,7 +55,7 @@ class Runs(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Schedule:
-    """A step in its order of execution, and what lies in its slab.
+    """A step's nodes in execution order, and the values in its slab.
 
     Attributes
     ----------
@@ -65,15 +65,15 @@ class Schedule:
     outputs : collection of str
         Graph outputs.
     root : mapping of str to str
-        Value whose memory each view lies in; others are left out.
+        Value in whose memory each view lies; other values are absent.
     counted : mapping of str to int
-        Bytes of each value that lies in the slab.
+        Bytes of each value in the slab.
     renewed : mapping of str to str
         Input in whose memory an output lies.
     constants : mapping of str to float
-        Values known to be one number.
+        Values known to be a single number.
     overwrites : callable
-        Whether the step at a place may write one value exactly where it reads another.
+        Whether the node at a place may write one value over another that it reads.
     """
 
     steps: Sequence[Runs]
@@ -88,7 +88,7 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """An input of a member: the value whose memory it lies in, and the shape in which the member sees it."""
+    """An input of a member: the value in whose memory it lies, and the shape in which the member reads it."""
 
     name: str
     shape: tuple[int, ...]
@@ -96,13 +96,13 @@ class Read:
 
     @property
     def size(self) -> int:
-        """Elements of it."""
+        """Number of elements."""
         return prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A node that kernels can compute.
+    """A node that a kernel can compute.
 
     Attributes
     ----------
@@ -110,10 +110,11 @@ class Member:
         Its place in the step.
     call : Call
     reads : tuple of Read or None
-        By slot; None where an input is absent.
+        By slot; None for an absent input.
     made : str
+        Its output.
     shape : tuple of int
-        Of what it makes.
+        Shape of its output.
     """
 
     at: int
@@ -124,12 +125,12 @@ class Member:
 
     @property
     def size(self) -> int:
-        """Elements that it makes."""
+        """Number of elements of its output."""
         return prod(self.shape)
 
     @property
     def inputs(self) -> list[Read]:
-        """Without the absent ones."""
+        """Inputs without absent ones."""
         return [read for read in self.reads if read is not None]
 
 
@@ -144,7 +145,7 @@ class Group:
     members : tuple of Member
         In the step's order.
     reads, makes : tuple of str
-        Values that it takes from and leaves to others; all it leaves have its number of elements.
+        Inputs from, and outputs for, nodes outside the group; every output has the group's number of elements.
     """
 
     place: int
@@ -154,12 +155,12 @@ class Group:
 
     @property
     def size(self) -> int:
-        """Elements that the kernel computes."""
+        """Number of elements that the kernel computes."""
         return max(member.size for member in self.members)
 
 
 def find(schedule: Schedule) -> tuple[Group, ...]:
-    """Groups of two nodes and more, by their places."""
+    """Return the groups of at least two nodes, sorted by place."""
     grouping = _Grouping(schedule)
     grouping.grow()
     return tuple(
@@ -170,10 +171,9 @@ def find(schedule: Schedule) -> tuple[Group, ...]:
 
 
 def loops(members: Iterable[Member]) -> tuple[int, ...]:
-    """Extents of the axes over which one kernel computes nodes, outermost first; none if no kernel can.
+    """Return the extents of the axes over which one kernel computes nodes, outermost first; none if no kernel can.
 
-    Nodes of fewer elements than the largest are computed where they are read: nothing but single numbers may be
-    broadcast in them.
+    Nodes with fewer elements than the largest are computed where they are read: only scalars may be broadcast in them.
     """
     members = list(members)
     size = max(member.size for member in members)
@@ -188,14 +188,14 @@ def loops(members: Iterable[Member]) -> tuple[int, ...]:
 
 
 def plainly_read(members: Iterable[Member], name: str) -> bool:
-    """Whether a group reads a value element by element alone, so that an output may lie where it does."""
+    """Whether a group reads a value elementwise only, so that an output may overwrite it."""
     members = list(members)
     size = max(member.size for member in members)
     return all(read.size == member.size == size for member in members for read in member.inputs if read.name == name)
 
 
 def views(schedule: Schedule) -> frozenset[str]:
-    """Values that are nothing but others in another shape; what else lies in another's memory may be written there."""
+    """Return the values that are others in another shape; any other value in foreign memory may be written there."""
     found: set[str] = set()
     for step in schedule.steps:
         if step.node.op_type in VIEWS and not step.node.domain and step.node.output[0] in schedule.root:
@@ -207,7 +207,7 @@ def views(schedule: Schedule) -> frozenset[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Open:
-    """A group that may still grow; of no members for a node that kernels do not compute."""
+    """A group that may still grow; it has no members for a node that kernels cannot compute."""
 
     members: tuple[Member, ...]
 
@@ -217,7 +217,7 @@ class _Open:
 
 
 class _Grouping:
-    """Groups that grow, and the bytes that are alive at each place meanwhile."""
+    """Mutable state of the algorithm: the groups, and the live bytes at each place."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
@@ -236,19 +236,19 @@ class _Grouping:
         self.at = list(range(len(steps)))  # the place of each node
         self.renewer = {name: self.maker[output] for output, name in schedule.renewed.items() if output in self.maker}
         self.final = frozenset(root.get(name, name) for name in outputs)
-        self.inner: set[str] = set()  # values that have no buffer
-        self.alive = np.zeros(len(steps), np.int64)
+        self.inner: set[str] = set()  # values without a buffer
+        self.live_bytes = np.zeros(len(steps), np.int64)
         for name in self.maker:
-            self._count(name, 1)
+            self._add_bytes(name, 1)
         self.saved = [0] * len(steps)
-        self._recount(range(len(steps)))
-        self.peak = int(self.alive.max(initial=0))
+        self._update_savings(range(len(steps)))
+        self.peak = int(self.live_bytes.max(initial=0))
 
     def _is_view(self, step: Runs) -> bool:
         return bool(step.writes) and all(name in self.viewed for name in step.writes)
 
     def _member(self, at: int, step: Runs) -> Member | None:
-        """A node as a member of a group; None where kernels do not compute it."""
+        """Return a node as a member of a group; None if kernels cannot compute it."""
         tensors, root = self.schedule.tensors, self.schedule.root
         if step.captured or self._is_view(step) or len(step.writes) != 1:
             return None
@@ -259,7 +259,7 @@ class _Grouping:
         if call is None or not prod(shape) or len(shape) > MOST_RANK:
             return None
         if not self.users[made] and made not in self.schedule.outputs:
-            return None  # nobody reads it
+            return None  # no node reads it
         slots = list(step.node.input)[: 1 if call.op == "Pow" else None]
         if any((name in root and name not in self.viewed) or root.get(name, name) in self.shared for name in slots):
             return None
@@ -268,33 +268,33 @@ class _Grouping:
         reads = [Read(root.get(n, n), tensors[n].shape, tensors[n].dtype) if n else None for n in slots]
         return Member(at, call, tuple(reads), made, shape)
 
-    # ---- what is alive ----
+    # ---- liveness ----
 
     def _span(self, name: str) -> tuple[int, int]:
-        """First and last place of a value."""
+        """Return the first and the last place at which a value is live."""
         start = self.at[self.maker[name]]
         if name in self.final:
             return start, len(self.at) - 1
         return start, max((self.at[user] for user in self.users[name]), default=start)
 
-    def _count(self, name: str, sign: int) -> None:
-        """Add or take away the bytes of a value while it is alive."""
+    def _add_bytes(self, name: str, sign: int) -> None:
+        """Add (`sign` 1) or subtract (-1) the bytes of a value at the places where it is live."""
         nbytes = self.schedule.counted.get(name, 0)
         if nbytes and name in self.maker:
             start, end = self._span(name)
             if start <= end:
-                self.alive[start : end + 1] += sign * nbytes
+                self.live_bytes[start : end + 1] += sign * nbytes
 
-    def _recount(self, places: Iterable[int]) -> None:
-        """Count what is written over what it takes the place of once, at some places."""
+    def _update_savings(self, places: Iterable[int]) -> None:
+        """Update, at some places, the bytes that in-place outputs save."""
         for place in places:
-            saved = self._taken_over(place)
+            saved = self._in_place_bytes(place)
             if saved != self.saved[place]:
-                self.alive[place] += self.saved[place] - saved
+                self.live_bytes[place] += self.saved[place] - saved
                 self.saved[place] = saved
 
-    def _taken_over(self, place: int) -> int:
-        """Bytes that a place's outputs write over inputs that are read there for the last time."""
+    def _in_place_bytes(self, place: int) -> int:
+        """Return the bytes of a place's outputs that overwrite inputs that die there."""
         found = self.open.get(place)
         if found is None:
             return 0
@@ -325,7 +325,7 @@ class _Grouping:
     # ---- groups ----
 
     def ends(self, members: Sequence[Member]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """What a group reads, and what it makes that others read."""
+        """Return a group's inputs, and its outputs that other nodes read."""
         inside = {member.at for member in members}
         made = dict.fromkeys(member.made for member in members)
         reads = dict.fromkeys(read.name for m in members for read in m.inputs if read.name not in made)
@@ -333,12 +333,12 @@ class _Grouping:
         return tuple(reads), tuple(makes)
 
     def grow(self) -> None:
-        """Merge groups as long as that is possible."""
+        """Merge groups until no merge is possible."""
         counted = self.schedule.counted
         edges = [(self.maker[read.name], member.at, read.name) for member in self.member.values()
                  for read in member.inputs if self.maker.get(read.name) in self.member]  # fmt: skip
         edges.sort(key=lambda edge: (-counted.get(edge[2], 0), edge[1], edge[0]))
-        for _ in range(2):  # what had no place may have one now
+        for _ in range(2):  # a merge without a valid place may have one after others
             for maker, reader, _name in edges:
                 a, b = self.at[maker], self.at[reader]
                 if a != b and self.member[maker].size == self.member[reader].size:
@@ -355,7 +355,7 @@ class _Grouping:
                     more |= self._merge(place, only)
 
     def _only_reader(self, found: _Open) -> int | None:
-        """The one other group that reads what a group makes."""
+        """Return the place of the only other group that reads a group's values, None if there is not exactly one."""
         inside = {member.at for member in found.members}
         if any(member.made in self.final for member in found.members):
             return None
@@ -363,7 +363,7 @@ class _Grouping:
         return places.pop() if len(places) == 1 else None
 
     def _merge(self, a: int, b: int) -> bool:
-        """Make one group of those at two places, if that may be."""
+        """Merge the groups at two places if possible; return whether that happened."""
         members = tuple(sorted((*self.open[a].members, *self.open[b].members), key=lambda member: member.at))
         if len(members) > MOST_NODES or not loops(members):
             return False
@@ -375,15 +375,15 @@ class _Grouping:
             return False
         after, before = self._between(members, reads, makes)
         values = dict.fromkeys((*reads, *(member.made for member in members)))
-        return any(self._moved(members, place, a, b, values) for place in (a, b) if after < place < before)
+        return any(self._try_place(members, place, a, b, values) for place in (a, b) if after < place < before)
 
     def _between(self, members: Sequence[Member], reads: Sequence[str], makes: Sequence[str]) -> tuple[int, int]:
-        """The places that a group has to lie between; none lies between them where it may not be at all."""
+        """Return the two places that a group must lie strictly between; an empty range if it is impossible."""
         inside = {member.at for member in members}
         after = [self.at[self.maker[name]] for name in reads if name in self.maker]
         before = [self.at[user] for name in makes for user in self.users[name] if user not in inside]
         for name in reads:
-            if name in self.renewer:  # the new value is written over this one, which nobody may read afterwards
+            if name in self.renewer:  # the new value overwrites this one, which no node may read afterwards
                 if self.renewer[name] not in inside:
                     before.append(self.at[self.renewer[name]])
                 elif not plainly_read(members, name):
@@ -393,17 +393,17 @@ class _Grouping:
                 after += [self.at[user] for user in self.users[name] if user not in inside]
         return max(after, default=-1), min(before, default=len(self.at))
 
-    def _moved(self, members: tuple[Member, ...], place: int, a: int, b: int, values: Iterable[str]) -> bool:
-        """Put a group of two at a place; undone where that raises the peak."""
+    def _try_place(self, members: tuple[Member, ...], place: int, a: int, b: int, values: Iterable[str]) -> bool:
+        """Place the merged group; undo that and return False if it raises the peak."""
         inner = set(values) - set().union(*self.ends(members))
         old_at = {member.at: self.at[member.at] for member in members}
         old_open = self.open[a], self.open[b]
-        alive, saved = self.alive.copy(), list(self.saved)
+        live_bytes, saved = self.live_bytes.copy(), list(self.saved)
         touched = {a, b}
         made = [name for name in values if name in self.maker and name not in self.inner]
         for name in made:
             touched.add(self._span(name)[1])
-            self._count(name, -1)
+            self._add_bytes(name, -1)
         for member in members:
             self.at[member.at] = place
         del self.open[a], self.open[b]
@@ -411,12 +411,12 @@ class _Grouping:
         for name in made:
             if name not in inner:
                 touched.add(self._span(name)[1])
-                self._count(name, 1)
-        self._recount(sorted(touched))
-        if self.alive.max() <= self.peak:
+                self._add_bytes(name, 1)
+        self._update_savings(sorted(touched))
+        if self.live_bytes.max() <= self.peak:
             self.inner |= inner
             return True
-        self.alive, self.saved = alive, saved
+        self.live_bytes, self.saved = live_bytes, saved
         for at, was in old_at.items():
             self.at[at] = was
         del self.open[place]

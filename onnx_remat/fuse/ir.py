@@ -1,15 +1,15 @@
-"""A group as LLVM text: one function that computes elements [begin, end) of all its outputs.
+"""LLVM text of a group: one function that computes elements [begin, end) of all its outputs.
 
 ::
 
     void kernel(void **inputs, void **outputs, const int64_t *sizes, int64_t begin, int64_t end)
 
-Where a value is broadcast the elements are divided into rows, the innermost of `groups.loops`. What is the same for all
-elements is computed once before, what is the same for a row once a row. Extents and strides come as `sizes` and single
-numbers as inputs, so that steps of any size and any constants share their kernels.
+If a value is broadcast, the elements are divided into rows, the innermost axis of `groups.loops`. Loop-invariant values
+are computed once before the loops, or once per row. Extents and strides are passed as `sizes` and scalars as inputs, so
+that steps of any size and with any constants share their kernels.
 
-All of an element's inputs are read before any of its outputs is written, and nothing says that outputs lie apart from
-inputs: one may lie exactly where an input does. No fast-math, no contraction: results are ONNX Runtime's to the bit.
+All of an element's inputs are read before any of its outputs is written, and pointers are not declared as noalias: an
+output may overwrite an input. No fast-math, no contraction: results are ONNX Runtime's to the bit.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from onnx_remat.fuse.ops import OPS
 from onnx_remat.fuse.spaces import Strides
 
 PART_BYTES = 1 << 18
-"""Bytes, about, that a thread takes at a time: they fit its cache."""
+"""Approximate bytes of a thread's work item: they fit its cache."""
 
 LEAST_PART = 2048
+"""Minimum elements of a thread's work item."""
 
 DECLARATIONS = "".join(
     f"declare {kind} @llvm.{name}.{suffix}({kind}{more})\n"
@@ -57,7 +58,7 @@ define internal float @of_bfloat(i16 %x) alwaysinline nounwind {
   ret float %made
 }
 """
-"""To the nearest, of two to the even one; one NaN for all, ONNX Runtime's."""
+"""Conversions of bfloat16: rounds to nearest, ties to even; every NaN becomes ONNX Runtime's."""
 
 METADATA = """attributes #0 = { nounwind "no-builtins" }
 !0 = distinct !{}
@@ -75,13 +76,13 @@ class Kernel:
     Attributes
     ----------
     text : str
-        LLVM; the function is called ``kernel``.
+        LLVM text; the function is called ``kernel``.
     sizes : tuple of int
-        What the function is called with.
+        The function's argument `sizes`.
     size, grain : int
-        Elements that it computes, and how many of them a thread takes at a time.
+        Elements that it computes, and elements of a thread's work item.
     inputs : tuple of (int, int)
-        Element type and elements of each.
+        Element type and number of elements of each.
     outputs : tuple of (int, tuple of int)
         Element type and shape of each.
     """
@@ -94,16 +95,16 @@ class Kernel:
     outputs: tuple[tuple[int, tuple[int, ...]], ...]
 
     def numbers(self, offset: int) -> list[int]:
-        """What ``fused_add`` of ``shim.c`` takes; `offset`: of its code."""
-        told = [offset, self.size, self.grain, len(self.inputs), len(self.outputs)]
-        told += [number for each in self.inputs for number in each]
+        """Return the arguments of ``fused_add`` of ``shim.c``; `offset` is that of the kernel's code."""
+        description = [offset, self.size, self.grain, len(self.inputs), len(self.outputs)]
+        description += [number for each in self.inputs for number in each]
         for dtype, shape in self.outputs:
-            told += [dtype, len(shape), *shape]
-        return [*told, *self.sizes]
+            description += [dtype, len(shape), *shape]
+        return [*description, *self.sizes]
 
 
 def kernel_of(group: Group, dtypes: Sequence[int], elements: Sequence[int]) -> Kernel:
-    """The kernel of a group.
+    """Return the kernel of a group.
 
     Parameters
     ----------
@@ -126,9 +127,9 @@ _FIXED = ", !invariant.load !4"
 
 
 class _Writer:
-    """The function of one group.
+    """Writer of the function of one group.
 
-    A value is computed at strides over the axes: at those of all elements, or at fewer where it is broadcast.
+    A value is computed for given strides over the axes: those of all elements, or fewer if it is broadcast.
     """
 
     def __init__(self, group: Group, dtypes: Sequence[int]) -> None:
@@ -154,7 +155,7 @@ class _Writer:
         if by_rows:
             self._place_rows()
         made = [self._value(name, self.full) for name in self.group.makes]
-        for i, (name, value) in enumerate(zip(self.group.makes, made, strict=True)):  # after all is read
+        for i, (name, value) in enumerate(zip(self.group.makes, made, strict=True)):  # after all reads
             self.loop.store(value, f"%out{i}", "%index", self.maker[name].call.made, _IN_LOOP)
         halves = any("_bfloat(" in line for code in (self.before, self.row, self.loop) for line in code.lines)
         function = self._in_rows() if by_rows else self._in_one_loop()
@@ -165,13 +166,13 @@ class _Writer:
         self.before.lines.append(f"%{way}{i} = load ptr, ptr %p{way}{i}{_FIXED}")
 
     def _size(self, number: int) -> str:
-        """A number that the function is called with."""
+        """Append a number to the function's `sizes`, and return the register it is loaded to."""
         place = self.before.new(f"getelementptr i64, ptr %sizes, i64 {len(self.sizes)}")
         self.sizes.append(number)
         return self.before.new(f"load i64, ptr {place}{_FIXED}")
 
     def _place_rows(self) -> None:
-        """Where the row lies along each axis but the innermost."""
+        """Compute the row's coordinate along each axis except the innermost."""
         self.inner = self._size(self.axes[-1])
         left, found = "%row", []
         for extent in reversed(self.axes[1:-1]):
@@ -181,7 +182,7 @@ class _Writer:
         self.coordinates = [left, *reversed(found)]
 
     def _offset(self, strides: Strides) -> str:
-        """The element that a row begins with, of a value at these strides."""
+        """Return the index of a row's first element in a value with these strides."""
         if strides == self.full:
             return "%base"
         if strides not in self.offsets:
@@ -194,7 +195,7 @@ class _Writer:
         return self.offsets[strides]
 
     def _strides(self, read: Read, member: Member, own: Strides) -> Strides:
-        """Strides at which an input is read by a member that is itself computed at `own`."""
+        """Return the strides at which a member that is computed at strides `own` reads an input."""
         if read.size == member.size:
             return own
         if read.size == 1:
@@ -202,7 +203,7 @@ class _Writer:
         return spaces.strides(read.shape, member.shape, self.axes)
 
     def _value(self, name: str, strides: Strides) -> str:
-        """The register of a value, computed where it is the same for all that comes after."""
+        """Return the register of a value, computed in the outermost code in which it is invariant."""
         if (name, strides) in self.found:
             return self.found[name, strides]
         code = self.loop if strides[-1] or strides == self.full else self.row if any(strides) else self.before

@@ -1,8 +1,8 @@
-"""LLVM text as machine code that can lie anywhere in memory, kept on the disk.
+"""Compilation of LLVM text to position-independent machine code, cached on the disk.
 
-Code is compiled for this machine's processor, linked to one block without addresses in it, and stored under a hash of
-its text, the processor's features and the compiler's version; each file begins with a hash of its content, so that what
-was cut short or damaged is compiled again. Only the process that opens a step loads LLVM.
+Code is compiled for this machine's processor, linked to one block without absolute addresses, and stored under a hash
+of its text, the processor's features and the compiler's version; each file begins with a hash of its content, so that a
+truncated or damaged file is compiled again. Only the process that opens a step loads LLVM.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from onnx_remat.process.child import Child, Failed
 ALIGNMENT = 64
 
 NEEDED = ("avx2", "f16c")
-"""What a processor has to have: without, LLVM calls functions of a library for some instructions."""
+"""Required processor features: without them, LLVM calls library functions for some instructions."""
 
 _FORMAT = "1"
-_SIDE_BY_SIDE = 24  # kernels that pay for another process
+_LEAST_KERNELS_FOR_HELPER = 24  # kernels to compile from which on a second process is worthwhile
 
 
 def why_not() -> str:
-    """Why there can be no kernels on this machine, or nothing."""
+    """Return why this machine cannot have kernels, or an empty text."""
     import platform
 
     machine = platform.machine()
     if sys.platform != "linux" or machine != "x86_64":
-        return f"kernels are compiled for Linux on x86-64 alone, not for {sys.platform} on {machine}"
+        return f"kernels are compiled only for Linux on x86-64, not for {sys.platform} on {machine}"
     try:
         import llvmlite.binding as llvm
     except ImportError:
@@ -47,38 +47,40 @@ def why_not() -> str:
 
 
 def compiled(texts: Sequence[str], folder: Path | None = None) -> list[bytes]:
-    """Machine code of kernels: found on the disk, or compiled and left there.
+    """Return the machine code of kernels: found in the cache on the disk, or compiled and stored there.
 
     Parameters
     ----------
     texts : sequence of str
-        LLVM text, each with a function ``kernel``.
+        LLVM texts, each with a function ``kernel``.
     folder : Path, optional
-        Where code is kept; the default is `cache_folder`.
+        Cache folder; the default is `cache_folder`.
     """
     folder = cache_folder() if folder is None else folder
     wanted = {text: _key(text) for text in texts}
-    found = {text: code for text, key in wanted.items() if (code := _kept(folder, key)) is not None}
+    found = {text: code for text, key in wanted.items() if (code := _load(folder, key)) is not None}
     missing = [text for text in wanted if text not in found]
-    share = missing[: len(missing) // 2] if len(missing) >= _SIDE_BY_SIDE and (os.cpu_count() or 1) > 1 else []
+    share = (
+        missing[: len(missing) // 2] if len(missing) >= _LEAST_KERNELS_FOR_HELPER and (os.cpu_count() or 1) > 1 else []
+    )
     helper = _other_process(share, folder) if share and folder is not None else None
     for text in missing[len(share) if helper else 0 :]:
         found[text] = _compile(text)
-        _keep(folder, wanted[text], found[text])
+        _store(folder, wanted[text], found[text])
     if helper is not None:
-        with helper, contextlib.suppress(Failed):  # what it leaves undone is compiled here
+        with helper, contextlib.suppress(Failed):  # kernels that it does not finish are compiled below
             helper.answer()
         for text in share:
-            code = _kept(folder, wanted[text])
+            code = _load(folder, wanted[text])
             found[text] = _compile(text) if code is None else code
     return [found[text] for text in texts]
 
 
 @cache
 def cache_folder() -> Path | None:
-    """Where compiled code is kept: beside this module, or in the user's cache folder; None if neither can be written.
+    """Return the cache folder: next to this module, or in the user's cache folder; None if neither is writable.
 
-    Code of others must not run here: the folder has to be the user's own, and writable by nobody else.
+    Other users' code must not run: the folder must belong to the user and be writable by no one else.
     """
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     for folder in (Path(__file__).parent / "__pycache__", home / "onnx-remat"):
@@ -91,7 +93,7 @@ def cache_folder() -> Path | None:
     return None
 
 
-def _kept(folder: Path | None, key: str) -> bytes | None:
+def _load(folder: Path | None, key: str) -> bytes | None:
     if folder is None:
         return None
     try:
@@ -102,8 +104,8 @@ def _kept(folder: Path | None, key: str) -> bytes | None:
     return code if code and hashlib.sha256(code).digest() == digest else None
 
 
-def _keep(folder: Path | None, key: str, code: bytes) -> None:
-    """Keep code where that can be done: what cannot be kept, on a full disk say, is compiled again next time."""
+def _store(folder: Path | None, key: str, code: bytes) -> None:
+    """Store code in the cache; if that fails, on a full disk say, the code is compiled again next time."""
     if folder is None:
         return
     partial = folder / f"{key}.{os.getpid()}.tmp"
@@ -118,7 +120,7 @@ def _key(text: str) -> str:
 
 @cache
 def _target() -> tuple[str, ...]:
-    """What machine code depends on besides its text."""
+    """Return everything that machine code depends on besides its text."""
     import llvmlite
     import llvmlite.binding as llvm
 
@@ -140,7 +142,7 @@ def _machine() -> Any:
 
 
 def _compile(text: str) -> bytes:
-    """The machine code of a text; its function lies at the beginning."""
+    """Compile a text to machine code, which begins with the function."""
     import llvmlite.binding as llvm
 
     machine = _machine()
@@ -155,7 +157,7 @@ def _compile(text: str) -> bytes:
 
 
 def _other_process(texts: Sequence[str], folder: Path) -> Child | None:
-    """A process that compiles texts and leaves their code in a folder."""
+    """Start a process that compiles texts and stores their code in a folder; None if that fails."""
     try:
         child = Child()
     except OSError:
@@ -165,9 +167,9 @@ def _other_process(texts: Sequence[str], folder: Path) -> Child | None:
 
 
 def compile_into(texts: Sequence[str], folder: str) -> None:
-    """Compile texts for another process, and leave their code in a folder."""
+    """Compile texts for another process, and store their code in a folder."""
     for text in texts:
-        _keep(Path(folder), _key(text), _compile(text))
+        _store(Path(folder), _key(text), _compile(text))
 
 
 # ---- an object file as one block of code ----
@@ -177,12 +179,12 @@ _RELATIVE = {2: "<i", 4: "<i", 24: "<q"}  # ELF for x86-64: R_X86_64_PC32, R_X86
 
 
 def link(data: bytes) -> bytes:
-    """The code of an ELF object file for x86-64 with its constants, as one block that can lie at any 64 bytes.
+    """Link an ELF object file for x86-64 to one block of code and constants that runs at any multiple of 64 bytes.
 
     Raises
     ------
     ModelError
-        The code refers to something outside itself, or by an absolute address.
+        The code refers to a symbol outside itself, or to an absolute address.
     """
     sections, names = _sections(data)
     kept = [i for i, s in enumerate(sections) if s[2] & _ALLOCATED and s[5] and not names[i].startswith(".eh_frame")]
@@ -191,7 +193,7 @@ def link(data: bytes) -> bytes:
     base: dict[int, int] = {}
     for i in kept:
         if sections[i][2] & _WRITABLE or sections[i][1] == _EMPTY:
-            raise ModelError(f"a kernel cannot be linked: section {names[i]} is for variables")
+            raise ModelError(f"a kernel cannot be linked: section {names[i]} has variables")
         image += bytes(-len(image) % max(sections[i][8], 16))
         base[i] = len(image)
         image += data[sections[i][4] : sections[i][4] + sections[i][5]]
@@ -205,7 +207,7 @@ _Section = tuple[int, int, int, int, int, int, int, int, int, int]
 
 
 def _sections(data: bytes) -> tuple[list[_Section], list[str]]:
-    """Names of the sections, and headers: name, type, flags, address, offset, size, link, info, alignment, entry."""
+    """Return headers (name, type, flags, address, offset, size, link, info, alignment, entry) and names of sections."""
     start, size, count, strings = (*struct.unpack_from("<Q", data, 40), *struct.unpack_from("<HHH", data, 58))
     found: list[_Section] = [struct.unpack_from("<IIQQQQIIQQ", data, start + i * size) for i in range(count)]
     offset = found[strings][4]
@@ -219,7 +221,7 @@ def _string(data: bytes, at: int) -> str:
 def _relocate(
     data: bytes, image: bytearray, sections: Sequence[_Section], table: _Section, base: dict[int, int]
 ) -> None:
-    """Fill in the distances that a section's code has to its constants."""
+    """Fill in the relative addresses of constants in a section's code."""
     symbols = sections[table[6]]
     for at in range(table[4], table[4] + table[5], 24):
         where, info, addend = struct.unpack_from("<QQq", data, at)

@@ -1,4 +1,4 @@
-"""The custom-op library: where it lies, and the kernels that it is given for as long as a model is loaded."""
+"""The custom-op library: find or build it, and pass it the kernels while a model is loaded."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ DOMAIN = "onnx_remat"
 OP = "Fused"
 
 OLDEST_RUNTIME = (1, 22)
-"""ONNX Runtime whose bits kernels have. In 1.19 Sqrt, Floor and Ceil differ by where in an array an element lies."""
+"""Oldest ONNX Runtime with the kernels' bits. In 1.19, Sqrt, Floor and Ceil vary with an element's place."""
 
 
 @cache
 def find() -> tuple[Path | None, str]:
-    """The library of this checkout or wheel, compiled now where it is missing; None and why where there is none."""
+    """Return the library of this checkout or wheel, compiling it if it is missing; otherwise None and the reason."""
     name = build.library_name()
     shipped = Path(__file__).with_name(name)
     if shipped.is_file():
         return shipped, ""
     folder = cache_folder()
     if folder is None:
-        return None, "no folder can be written to compile the custom-op library into"
+        return None, "no folder is writable for the custom-op library"
     if not (folder / name).is_file() and (why_not := build.build(folder)):
         return None, why_not
     return folder / name, ""
 
 
 def too_old(installed: Sequence[int]) -> str:
-    """Why kernels lack the bits of an ONNX Runtime of that version, or nothing."""
+    """Return why kernels do not give the bits of an ONNX Runtime of that version, or an empty text."""
     if tuple(installed[:2]) >= OLDEST_RUNTIME:
         return ""
     oldest, found = (".".join(map(str, version)) for version in (OLDEST_RUNTIME, installed))
@@ -46,7 +46,7 @@ def too_old(installed: Sequence[int]) -> str:
 
 
 def why_not() -> str:
-    """Why fused nodes cannot run in this process, or nothing."""
+    """Return why fused nodes cannot run in this process, or an empty text."""
     path, reason = find()
     if path is None:
         return reason
@@ -58,13 +58,13 @@ def why_not() -> str:
 
 
 def new_secret() -> int:
-    """What the nodes of one model name their kernels with: nobody else can know it."""
+    """Return a random number by which only the nodes of one model can name its kernels."""
     return secrets.randbits(62) + 1
 
 
 @contextmanager
 def offered(secret: int, code: bytes, kernels: Sequence[Sequence[int]]) -> Iterator[None]:
-    """While this lasts, models that are loaded may have Fused nodes with this secret; they keep their kernels.
+    """Allow models loaded inside this context to have Fused nodes with this secret; they keep their kernels afterwards.
 
     Parameters
     ----------
@@ -72,32 +72,30 @@ def offered(secret: int, code: bytes, kernels: Sequence[Sequence[int]]) -> Itera
     code : bytes
         Machine code of all kernels.
     kernels : sequence of sequence of int
-        What ``fused_add`` of ``shim.c`` takes for each, by handle.
+        Arguments of ``fused_add`` of ``shim.c`` for each, by handle.
 
     Raises
     ------
     ModelError
-        The system lets no memory be executed, or a kernel's description does not add up.
+        The system refuses executable memory, or a kernel's description is inconsistent.
     """
     if not kernels:
         yield
         return
     library = _loaded()
     if library.fused_open(secret, code, len(code), len(kernels)):
-        raise ModelError(
-            "the system gives no memory for fused kernels that may be executed: pass {}", Setting("fuse", False)
-        )
+        raise ModelError("the system refuses executable memory for fused kernels: pass {}", Setting("fuse", False))
     try:
         for handle, numbers in enumerate(kernels):
             if library.fused_add(secret, handle, (ctypes.c_int64 * len(numbers))(*numbers), len(numbers)):
-                raise ModelError(f"fused kernel {handle} is not described as the library takes it")
+                raise ModelError(f"the library rejects the description of fused kernel {handle}")
         yield
     finally:
         library.fused_close(secret)
 
 
 def register(options: Any) -> None:
-    """Let sessions with these ``SessionOptions`` have Fused nodes."""
+    """Register the library, so that sessions with these ``SessionOptions`` accept Fused nodes."""
     path, reason = find()
     if path is None:
         raise ModelError(f"fused nodes cannot run: {reason}")

@@ -1,4 +1,4 @@
-"""A step with its groups replaced by nodes that name kernels."""
+"""Steps whose groups are replaced by nodes that name kernels."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from onnx_remat.fuse.library import DOMAIN, OP
 
 @dataclass(frozen=True, slots=True)
 class FusedNode:
-    """A node that stands for a group.
+    """A node that replaces a group.
 
     Attributes
     ----------
     node : onnx.NodeProto
     members : tuple of int
-        Places of the steps that it stands for.
+        Places of the nodes that it replaces.
     plain : frozenset of int
-        Input slots that the kernel reads element by element: an output may lie exactly where such an input does.
+        Input slots that the kernel reads elementwise only: an output may overwrite such an input.
     """
 
     node: onnx.NodeProto
@@ -39,10 +39,10 @@ class Fusion:
     Attributes
     ----------
     order : tuple of int or FusedNode
-        Places of steps that stay, and the nodes that stand for the others, in execution order. Views come right before
-        what reads them; those that nobody reads any more are left out.
+        Places of nodes that stay, and fused nodes that replace the others, in execution order. Views come right before
+        their readers; views without readers are omitted.
     kernels : tuple of Kernel
-        By the handle of the nodes.
+        Indexed by the fused nodes' handles.
     """
 
     order: tuple[int | FusedNode, ...]
@@ -50,7 +50,7 @@ class Fusion:
 
 
 def fuse(schedule: Schedule, secret: int) -> Fusion:
-    """Fuse what can be, see `groups.find`; nodes name their kernels under `secret`."""
+    """Fuse all groups, see `groups.find`; nodes name their kernels by `secret` and handle."""
     found = groups.find(schedule)
     by_place = {group.place: group for group in found}
     inside = {member.at for group in found for member in group.members}

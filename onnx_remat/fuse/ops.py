@@ -1,7 +1,7 @@
-"""The table of operators that kernels compute: of which types, and by which instructions.
+"""Table of the operators that kernels compute: their types and instructions.
 
-Each gives ONNX Runtime's results to the bit, for NaNs, infinities, denormal numbers and zeros with a sign too; what
-differs from the obvious instruction is said at the entry. ``tests/fuse/test_ops.py`` compares every entry with ONNX
+Each gives ONNX Runtime's results to the bit, also for NaNs, infinities, denormal numbers and signed zeros; comments at
+an entry explain a deviation from the obvious instruction. ``tests/fuse/test_ops.py`` compares every entry with ONNX
 Runtime.
 """
 
@@ -26,18 +26,18 @@ Emit: TypeAlias = "Callable[[Code, str, list[str], Call], str]"
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A node to be written as instructions.
+    """A node to be compiled to instructions.
 
     Attributes
     ----------
     op : str
         Standard operator.
     attributes : mapping of str to float
-        Numbers alone.
+        Numeric attributes only.
     dtype, made : int
-        Element types of what it computes with, and of its result (``onnx.TensorProto``).
+        Element types of its computation and of its result (``onnx.TensorProto``).
     exponent : float
-        Of a Pow.
+        Exponent of a Pow.
     """
 
     op: str
@@ -57,15 +57,15 @@ class Op:
         Element types that it computes with.
     emit : callable
         Appends its instructions to code, given the register type and the arguments' registers ("" for an absent one),
-        and returns the result's.
+        and returns the result's register.
     inputs : tuple of int
-        The fewest and the most inputs.
+        Minimum and maximum number of inputs.
     data : int
-        The input whose type is the one it computes with.
+        The input that determines the type of the computation.
     attributes : frozenset of str
-        Attributes that are heeded; a node with any other one is left alone.
+        Supported attributes; a node with any other one is not fused.
     logical : bool
-        Is its result a truth value, whatever it computes with?
+        Whether its result is boolean for all types.
     """
 
     types: frozenset[int]
@@ -115,16 +115,16 @@ def _logic(name: str) -> Emit:
 
 
 def _beyond(code: Code, kind: str, a: str, b: str, order: str) -> str:
-    """`b` where it is greater (``gt``) or less (``lt``) than `a`; `a` where they are equal or one is a NaN."""
+    """Select `b` if it is greater (``gt``) or less (``lt``) than `a`, and `a` if they are equal or one is a NaN."""
     more = code.new(f"fcmp o{order} {kind} {b}, {a}" if _is_float(kind) else f"icmp s{order} {kind} {b}, {a}")
     return code.new(f"select i1 {more}, {kind} {b}, {kind} {a}")
 
 
 def _extreme(order: str) -> Emit:
-    """Max and Min: a NaN wherever there is one.
+    """Compile Max or Min: the result is NaN if any input is.
 
-    Of two zeros ONNX Runtime takes one or the other depending on where in the array they lie: floats are left alone
-    unless one of them is known not to be zero (`call_of`).
+    Which of two signed zeros ONNX Runtime returns depends on their place in the array: floats are not fused unless one
+    input is known to be nonzero (`call_of`).
     """
 
     def emit(code: Code, kind: str, a: list[str], _: Call) -> str:
@@ -154,11 +154,11 @@ _ENDS: Final[Mapping[int, tuple[float, float]]] = {
     DOUBLE: (float(np.finfo(np.float64).min), float(np.finfo(np.float64).max)),
     INT: (-(2**31), 2**31 - 1),
     LONG: (-(2**63), 2**63 - 1),
-}  # of types, the largest finite numbers
+}  # per type, the smallest and the largest finite number
 
 
 def _clip(code: Code, kind: str, a: list[str], call: Call) -> str:
-    """Bounds that are absent are the type's largest finite numbers: infinities are clipped to them."""
+    """Compile Clip; absent bounds are the type's extreme finite numbers: infinities are clipped to them."""
     low, high = (*a[1:], "", "")[:2]
     least, most = _ENDS[call.dtype]
     made = _beyond(code, kind, a[0], low or literal(least, kind), "gt")
@@ -166,7 +166,7 @@ def _clip(code: Code, kind: str, a: list[str], call: Call) -> str:
 
 
 def _sign(code: Code, kind: str, a: list[str], _: Call) -> str:
-    """Of a NaN that NaN."""
+    """Compile Sign; the sign of a NaN is that NaN."""
     if not _is_float(kind):
         up, down = code.new(f"icmp sgt {kind} {a[0]}, 0"), code.new(f"icmp slt {kind} {a[0]}, 0")
         low = code.new(f"select i1 {down}, {kind} -1, {kind} 0")
@@ -179,7 +179,7 @@ def _sign(code: Code, kind: str, a: list[str], _: Call) -> str:
 
 
 def _where(code: Code, kind: str, a: list[str], _: Call) -> str:
-    """ONNX Runtime makes 0.0 of a -0.0 that it takes from the second input."""
+    """Compile Where; like ONNX Runtime, it turns a -0.0 from the second input into 0.0."""
     chosen = a[1]
     if _is_float(kind):
         zero = code.new(f"fcmp oeq {kind} {chosen}, 0.0")
@@ -230,7 +230,7 @@ def _identity(_: Code, __: str, a: list[str], ___: Call) -> str:
 
 
 def _cast(code: Code, kind: str, a: list[str], call: Call) -> str:
-    """Half precision is rounded to where the result is (`Code.rounded`); from float64 by way of float32, as here."""
+    """Compile Cast; `Code.rounded` rounds results to half precision, from float64 via float32, as ONNX Runtime does."""
     to = KINDS[call.made].register
     if kind == to:
         return a[0]
@@ -240,7 +240,7 @@ def _cast(code: Code, kind: str, a: list[str], call: Call) -> str:
         return code.new(f"{'fpext' if to == 'double' else 'fptrunc'} {kind} {a[0]} to {to}")
     if _is_float(to):
         return code.new(f"{'uitofp' if kind == 'i1' else 'sitofp'} {kind} {a[0]} to {to}")
-    if _is_float(kind):  # beyond the integers' range both are undefined; `freeze` keeps LLVM from concluding that
+    if _is_float(kind):  # out of range, ONNX Runtime is undefined too; `freeze` keeps LLVM from exploiting poison
         made = code.new(f"fptosi {kind} {a[0]} to {to}")
         return code.new(f"freeze {to} {made}")
     return code.new(f"{ {'i1': 'zext', 'i64': 'trunc', 'i32': 'sext'}[kind] } {kind} {a[0]} to {to}")
@@ -255,7 +255,7 @@ OPS: Final[Mapping[str, Op]] = {
     "Cast": Op(NUMBERS | LOGIC, _cast, attributes=frozenset({"to", "saturate", "round_mode"})),
     "Ceil": Op(FLOATS, _intrinsic("ceil")),
     "Clip": Op(frozenset({FLOAT, DOUBLE, INT, LONG}), _clip, (1, 3)),
-    "Div": Op(FLOATS, _binary("fdiv", ""), (2, 2)),  # integers: a zero ends the process
+    "Div": Op(FLOATS, _binary("fdiv", ""), (2, 2)),  # not integers: division by zero would end the process
     "Equal": Op(NUMBERS | LOGIC, _compare("eq"), (2, 2), logical=True),
     "Floor": Op(FLOATS, _intrinsic("floor")),
     "Greater": Op(NUMBERS, _compare("gt"), (2, 2), logical=True),
@@ -282,16 +282,16 @@ OPS: Final[Mapping[str, Op]] = {
     "Where": Op(NUMBERS, _where, (3, 3), data=1),
     "Xor": Op(LOGIC, _logic("xor"), (2, 2)),
 }
-"""By the name of the standard operator."""
+"""Ops by the name of the standard operator."""
 
 VIEWS: Final = frozenset({"Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze"})
-"""Operators whose result is their first input in another shape."""
+"""Operators that return their first input in another shape."""
 
 
 def call_of(
     node: onnx.NodeProto, types: Sequence[int | None], made: int, constant: Callable[[str], float | None]
 ) -> Call | None:
-    """A node as a `Call`; None where kernels do not compute it.
+    """Return a node as a `Call`; None if kernels cannot compute it.
 
     Parameters
     ----------
@@ -301,7 +301,7 @@ def call_of(
     made : int
         Element type of its output.
     constant : callable
-        The number that a value is known to hold, by its name.
+        Returns the known number in a value, by its name.
     """
     op = OPS.get(node.op_type) if not node.domain else None
     if op is None or not op.inputs[0] <= len(types) <= op.inputs[1] or len(node.output) != 1:

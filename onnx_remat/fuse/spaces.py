@@ -1,7 +1,7 @@
-"""The loops of a group: axes of its elements, and the strides over them at which each value is read.
+"""Iteration spaces of groups: the axes of a group's elements, and the strides of each value over them.
 
-A group computes `size` elements. Where all its values have that many, or one, a single loop does. A value that is
-broadcast needs the elements divided into axes; adjacent axes over which all values move alike are one.
+A group computes `size` elements. If all its values have that many, or one, a single loop suffices. A broadcast value
+requires the elements to be divided into axes; adjacent axes along which every value behaves alike are merged.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import TypeAlias
 
 Shape: TypeAlias = tuple[int, ...]
 Strides: TypeAlias = tuple[int, ...]
-"""Elements to go on by for one step along each axis; 0 along an axis over which a value is repeated."""
+"""Distance in elements of one step along each axis; 0 along an axis over which a value is repeated."""
 
 
 def is_broadcast(shape: Shape, out: Shape) -> bool:
-    """Has a value more than one element, and fewer than the result that it is broadcast to?"""
+    """Whether a value has more than one element, and fewer than the result that it is broadcast to."""
     return 1 < prod(shape) < prod(out)
 
 
 def runs(shape: Shape, out: Shape) -> list[tuple[int, bool]]:
-    """A broadcast as runs of axes of `out`, outermost first: elements of a run, and whether the value moves along it.
+    """Return a broadcast as runs of axes of `out`, outermost first: elements, and whether the value varies along it.
 
     Examples
     --------
@@ -43,7 +43,7 @@ def runs(shape: Shape, out: Shape) -> list[tuple[int, bool]]:
 
 
 def cuts(shape: Shape, out: Shape) -> set[int]:
-    """Where a broadcast divides the elements of `out`: how many of them lie within one step of each axis."""
+    """Return where a broadcast divides the elements of `out`: the number of elements inside each of its runs."""
     inside, found = 1, set()
     for extent, _ in reversed(runs(shape, out)):
         inside *= extent
@@ -52,7 +52,7 @@ def cuts(shape: Shape, out: Shape) -> set[int]:
 
 
 def axes(size: int, cut: Iterable[int]) -> tuple[int, ...]:
-    """Extents of the axes, outermost first, that a set of cuts makes of `size` elements; none if they do not nest.
+    """Return the extents of the axes, outermost first, for a set of cuts of `size` elements; none if they do not nest.
 
     Examples
     --------
@@ -66,7 +66,7 @@ def axes(size: int, cut: Iterable[int]) -> tuple[int, ...]:
 
 
 def strides(shape: Shape, out: Shape, extents: Sequence[int]) -> Strides:
-    """Strides of a value of `shape`, broadcast to `out`, over axes whose cuts include those of this broadcast."""
+    """Return the strides of a value of `shape`, broadcast to `out`, over axes whose cuts include this broadcast's."""
     left, step, found = [list(run) for run in runs(shape, out)], 1, []
     for extent in reversed(extents):
         size, moves = left[-1] if left else (1, False)
@@ -83,5 +83,5 @@ def strides(shape: Shape, out: Shape, extents: Sequence[int]) -> Strides:
 
 
 def full(extents: Sequence[int]) -> Strides:
-    """Strides of a value that has all elements."""
+    """Return the strides of a value that has all elements."""
     return tuple(prod(extents[i + 1 :]) for i in range(len(extents)))

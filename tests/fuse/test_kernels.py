@@ -38,11 +38,11 @@ def test_code_of_another_processor_is_not_taken(tmp_path, monkeypatch):
     kernels.compiled([text(4)], tmp_path)
     target = kernels._target()
     monkeypatch.setattr(kernels, "_target", lambda: (*target[:-1], target[-1] + ",+other"))
-    assert kernels._kept(tmp_path, kernels._key(text(4))) is None
+    assert kernels._load(tmp_path, kernels._key(text(4))) is None
 
 
 def test_two_processes_compile_side_by_side(tmp_path, monkeypatch):
-    monkeypatch.setattr(kernels, "_SIDE_BY_SIDE", 4)
+    monkeypatch.setattr(kernels, "_LEAST_KERNELS_FOR_HELPER", 4)
     monkeypatch.setattr(kernels.os, "cpu_count", lambda: 2)
     mine = []
     whole = kernels._compile
@@ -75,7 +75,7 @@ define void @kernel(ptr %in, ptr %out, ptr %sizes, i64 %begin, i64 %end) {
 """
 
 
-@pytest.mark.parametrize(("text", "named"), [(OUTSIDE, "refers to 'expf'"), (VARIABLE, "for variables")])
+@pytest.mark.parametrize(("text", "named"), [(OUTSIDE, "refers to 'expf'"), (VARIABLE, "has variables")])
 def test_code_that_needs_more_than_itself_is_refused(text, named):
     with pytest.raises(ModelError, match=named):
         kernels._compile(text)

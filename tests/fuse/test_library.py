@@ -129,11 +129,14 @@ def test_descriptions_that_do_not_add_up_are_refused(change):
     with library.offered(library.new_secret(), code, [described()]):
         pass
     with (
-        pytest.raises(ModelError, match="not described"),
+        pytest.raises(ModelError, match="rejects the description"),
         library.offered(library.new_secret(), code, [described(**change)]),
     ):
         pass
-    with pytest.raises(ModelError, match="not described"), library.offered(library.new_secret(), code, [[0, 64]]):
+    with (
+        pytest.raises(ModelError, match="rejects the description"),
+        library.offered(library.new_secret(), code, [[0, 64]]),
+    ):
         pass
 
 
