@@ -1,4 +1,4 @@
-"""BatchNormalization in training mode as its parts, for providers that have a kernel for inference alone."""
+"""BatchNormalization in training mode as standard operators, for providers with a kernel for inference only."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from onnx import TensorProto, helper
 from onnx_remat.errors import ModelError
 
 OP = ("", "BatchNormalization")
-_AXES_ARE_INPUTS = 18  # the first opset of ReduceMean in which they are
+_AXES_ARE_INPUTS = 18  # first opset in which the axes of ReduceMean are an input
 _DEFAULTS = {"epsilon": 1e-5, "momentum": 0.9}
 
 
 def trains(node: onnx.NodeProto) -> bool:
-    """Whether a node is in training mode, which there is from opset 14 on."""
+    """Whether a node is in training mode, which exists from opset 14 on."""
     return any(a.name == "training_mode" and a.i for a in node.attribute)
 
 
 def definition(node: onnx.NodeProto, x: onnx.TypeProto, statistics: onnx.TypeProto, opset: int) -> list[onnx.NodeProto]:
-    """The nodes that compute what `node` does: the batch's statistics, the inference form with them, the running ones.
+    """Return nodes equivalent to `node`: the batch's statistics, the inference form with them, and the running ones.
 
     Parameters
     ----------

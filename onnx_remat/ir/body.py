@@ -1,9 +1,9 @@
 """A whole step in the body of an ``If``: ONNX Runtime makes no memory patterns there, whatever the session's options.
 
-With default options a session notes in its first step which values are alive when, and from the second on allocates
-one block in which each has its place (a memory pattern); the plan's values then need up to twice their peak. Where
-something that is no tensor is fed to a graph, no pattern is made, and what the body of an ``If`` captures is fed to it.
-So the body captures a sequence, which holds nothing, and whose length is the condition: no optimiser folds that away.
+With default options a session records in its first step the lifetimes of values, and from the second step on allocates
+one block with a place for each (a memory pattern); the plan's values then need up to twice their peak. ONNX Runtime
+makes no pattern for a graph with an input that is not a tensor, and values captured by the body of an ``If`` are its
+inputs. The body therefore captures a small sequence, whose length is the condition: no optimiser folds that away.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ BODY_KEY = "onnx_remat.body"
 """Model metadata: the graph is one ``If`` whose then-branch is the step."""
 
 _OWN = "onnx_remat.body."
-"""Prefix of names made here; outputs are made in the body as their name behind it."""
+"""Prefix of names made here; the body's outputs are the outputs' names with this prefix."""
 
-_OLDEST = 11  # opset: sequences
-_UNWANTED = Setting("patterns", False)  # what asks for a body
+_OLDEST = 11  # first opset with sequences
+_UNWANTED = Setting("patterns", False)  # the option that requires a body
 
 
 def bodies(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
-    """Bodies of If, Loop, Scan and the like."""
+    """Yield the bodies of If, Loop, Scan and similar ops."""
     for attribute in node.attribute:
         if attribute.type == onnx.AttributeProto.GRAPH:
             yield attribute.g
@@ -37,7 +37,7 @@ def bodies(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
 
 
 def rename_captures(node: onnx.NodeProto, renamed: Mapping[str, str]) -> None:
-    """Make the node's bodies read outer values by other names."""
+    """Rename the outer values that a node's bodies read."""
     for body in bodies(node) if renamed else ():
         inner = defined_in(body)
         outer = {name: new for name, new in renamed.items() if name not in inner}
@@ -49,7 +49,7 @@ def rename_captures(node: onnx.NodeProto, renamed: Mapping[str, str]) -> None:
 
 
 def defined_in(body: onnx.GraphProto) -> set[str]:
-    """Names that a body gives itself: outer values so called are out of its sight."""
+    """Return the names that a body defines itself: they shadow outer values."""
     inner = {value.name for value in body.input} | {tensor.name for tensor in body.initializer}
     inner.update(sparse.values.name for sparse in body.sparse_initializer)
     inner.update(name for inside in body.node for name in inside.output)
@@ -57,10 +57,10 @@ def defined_in(body: onnx.GraphProto) -> set[str]:
 
 
 def unshadow(graph: onnx.GraphProto) -> None:
-    """Give values of bodies, in place, other names where an outer value has the same.
+    """Rename, in place, values of bodies that have the name of an outer value.
 
-    ONNX asks for that. ONNX Runtime saves graphs without it: it names the casts that it puts around a body's ops and
-    those outside by the value they convert.
+    ONNX requires unique names. Graphs that ONNX Runtime saves violate this: it names the casts that it inserts, inside
+    and outside of a body, after the value that they convert.
     """
     _unshadow(graph, set(), set(names_in(graph)))
 
@@ -80,14 +80,14 @@ def _unshadow(graph: onnx.GraphProto, outer: set[str], used: set[str]) -> None:
 
 
 def _fresh(name: str, used: set[str]) -> str:
-    """A name like this one that is not yet in use; it is from now on."""
+    """Return an unused name similar to this one, and mark it as used."""
     new = next(new for i in itertools.count(1) if (new := f"{name}_{i}") not in used)
     used.add(new)
     return new
 
 
 def names_in(graph: onnx.GraphProto) -> Iterator[str]:
-    """Every name in a graph and in the bodies within it."""
+    """Yield every name in a graph and its bodies."""
     for values in (graph.input, graph.output, graph.initializer):
         yield from (value.name for value in values)
     for sparse in graph.sparse_initializer:
@@ -100,17 +100,18 @@ def names_in(graph: onnx.GraphProto) -> Iterator[str]:
 
 
 def is_body(model: onnx.ModelProto) -> bool:
-    """Is the step of this model in a body, as `into_body` put it?"""
+    """Whether the step of this model is in a body, as `into_body` writes it."""
     return _step_in(model) is not None
 
 
 def check_fits(model: onnx.ModelProto) -> None:
-    """ModelError where `into_body` would not do: names and types of a step decide that, so that a plan need not wait.
+    """Check that `into_body` will succeed; it depends only on names and types, so that this precedes planning.
 
     Raises
     ------
     ModelError
-        The model's opset has no sequences, an output is no tensor of a known type, or a name is one of those made here.
+        The model's opset has no sequences, an output is not a tensor of a known type, or a name has the prefix of names
+        made here.
     """
     opset = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), None)
     if opset is None:
@@ -121,16 +122,16 @@ def check_fits(model: onnx.ModelProto) -> None:
         raise ModelError("{0}: the name {1!r} is needed for the body; rename it, or leave {0} out", _UNWANTED, odd)
     outputs = _made_outputs(model.graph)
     if not outputs:
-        raise ModelError("{}: every output is an input or a constant, so that a body would make nothing", _UNWANTED)
+        raise ModelError("{}: every output is an input or a constant, so a body would compute nothing", _UNWANTED)
     for value in outputs:
         if not value.type.tensor_type.elem_type:
-            raise ModelError("{0}: output {1!r} is no tensor of a known type; leave {0} out", _UNWANTED, value.name)
+            raise ModelError("{0}: output {1!r} is not a tensor of a known type; leave {0} out", _UNWANTED, value.name)
 
 
 def into_body(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The same step in the body of an ``If``: equal results, no memory patterns.
+    """Return the same step in the body of an ``If``: equal results, no memory patterns.
 
-    Inputs, outputs and initializers keep their names and places; nodes and what is known of their results move.
+    Inputs, outputs and initializers keep their names and places; nodes and the value_info of their results move.
 
     Raises
     ------
@@ -165,19 +166,19 @@ def into_body(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def out_of_body(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The step as it was before `into_body`; any other model as it is.
+    """Return the step as it was before `into_body`; any other model unchanged.
 
     Raises
     ------
     ModelError
-        Its metadata say that a step is in a body, and the graph is something else.
+        Its metadata state that the step is in a body, but the graph differs from that.
     """
     if all(prop.key != BODY_KEY for prop in model.metadata_props):
         return model
     if (step := _step_in(model)) is None:
         raise ModelError(
             "by its metadata the step is in the body of an If ({}), but the graph is not as onnx-remat "
-            "wrote it: rewrite the original again, and let other tools have it before",
+            "wrote it: rewrite the original again, and apply other tools before that",
             _UNWANTED,
         )
     made = _frame(model)
@@ -188,7 +189,7 @@ def out_of_body(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _condition() -> list[onnx.NodeProto]:
-    """Nodes that make a condition which holds, and which no optimiser folds."""
+    """Return nodes that compute a true condition that no optimiser folds."""
     zero = helper.make_tensor("zero", TensorProto.INT64, [], [0])
     return [
         helper.make_node("Constant", [], [f"{_OWN}zero"], value=zero),
@@ -199,12 +200,12 @@ def _condition() -> list[onnx.NodeProto]:
 
 
 def _capture(body: str) -> onnx.NodeProto:
-    """The node by which a body captures the sequence."""
+    """Return the node by which a body captures the sequence."""
     return helper.make_node("SequenceLength", [f"{_OWN}sequence"], [f"{_OWN}length.{body}"])
 
 
 def _step_in(model: onnx.ModelProto) -> onnx.GraphProto | None:
-    """The body that is the step; None unless it is all that the graph does, whatever the metadata say."""
+    """Return the body that is the step; None unless the graph does nothing else, whatever the metadata state."""
     nodes, wanted = model.graph.node, _condition()
     if len(nodes) != len(wanted) + 1 or all(prop.key != BODY_KEY for prop in model.metadata_props):
         return None
@@ -219,20 +220,20 @@ def _step_in(model: onnx.ModelProto) -> onnx.GraphProto | None:
 
 
 def _same(node: onnx.NodeProto, wanted: onnx.NodeProto) -> bool:
-    """Do two nodes compute the same from the same? What tools write beside that, names say, does not matter."""
+    """Whether two nodes compute the same from the same inputs; names and similar annotations do not matter."""
     return all(getattr(node, part) == getattr(wanted, part) for part in ("op_type", "domain", "input", "output")) and (
         sorted(a.SerializeToString() for a in node.attribute) == sorted(a.SerializeToString() for a in wanted.attribute)
     )
 
 
 def _made_outputs(graph: onnx.GraphProto) -> list[onnx.ValueInfoProto]:
-    """Outputs that nodes make; the others are inputs or initializers."""
+    """Return the outputs made by nodes; the others are inputs or initializers."""
     made = {name for node in graph.node for name in node.output}
     return [value for value in graph.output if value.name in made]
 
 
 def _frame(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The model without nodes and what is known of their results."""
+    """Return a copy of the model without nodes and value_info."""
     made = onnx.ModelProto()
     made.CopyFrom(model)
     del made.graph.node[:], made.graph.value_info[:]
@@ -243,7 +244,7 @@ def _frame(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _rename(nodes: Iterable[onnx.NodeProto], names: Mapping[str, str]) -> None:
-    """Rename values wherever nodes read and write them, in bodies too."""
+    """Rename values wherever nodes read or write them, also in bodies."""
     for node in nodes:
         for place in (node.input, node.output):
             for index, name in enumerate(place):
@@ -260,6 +261,6 @@ def _renamed(value: onnx.ValueInfoProto, name: str) -> onnx.ValueInfoProto:
 
 
 def _nothing(value: onnx.ValueInfoProto) -> onnx.NodeProto:
-    """A node that makes something of an output's type, for the branch that is never taken."""
+    """Return a node that makes an empty tensor of an output's type, for the branch that is never taken."""
     tensor = TensorProto(data_type=value.type.tensor_type.elem_type, dims=[0])
     return helper.make_node("Constant", [], [f"{_OWN}no.{value.name}"], value=tensor)

@@ -1,7 +1,7 @@
-"""Dropout in training is two things: the draw of a mask, made once, and a product with it, which may be made again.
+"""Splitting of a training Dropout: a draw of the mask, which runs once, and a product with it, which may run again.
 
-To the planner they are two ops, the second one recomputable. In the file the draw and the first product are the Dropout
-they came from; each further product is spelled out as the kernel computes it, to the last bit:
+To the planner these are two ops, the second one recomputable. In the file the draw and the first product are the
+original Dropout; each further product is written as nodes that compute what the kernel does, to the last bit:
 ``x * Cast(mask) / (1 - ratio)``, in that order.
 """
 
@@ -20,43 +20,43 @@ from onnx_remat.ir.shapes import Tensor
 from onnx_remat.memory.problem import Problem, Schedule
 
 _KEEP = "keep"
-"""Attribute of a product: what the kernel divides by, one less the ratio as computed in single precision."""
+"""Attribute of a product: the kernel's divisor, 1 - ratio in single precision."""
 
-_SCALED_ALIKE = (TensorProto.FLOAT, TensorProto.DOUBLE)  # in half precision the kernel rounds once, three ops thrice
+_SCALED_ALIKE = (TensorProto.FLOAT, TensorProto.DOUBLE)  # in half precision the kernel rounds once, the nodes thrice
 
 
 def is_draw(op: Op) -> bool:
-    """Is it the draw of a split Dropout?"""
+    """Whether an op is the draw of a split Dropout."""
     return (op.node.domain, op.node.op_type) == (SPLIT, DRAW)
 
 
 def is_product(op: Op) -> bool:
-    """Is it the product of a split Dropout?"""
+    """Whether an op is the product of a split Dropout."""
     return (op.node.domain, op.node.op_type) == (SPLIT, PRODUCT)
 
 
 def training_mode(node: onnx.NodeProto, stated: Mapping[str, onnx.TensorProto]) -> bool | None:
-    """Does this Dropout train? None when only the run will tell (and for every other op)."""
+    """Whether a Dropout is in training mode; None if it is only known at run time, or for any other op."""
     if node.op_type != "Dropout":
         return None
     name = node.input[2] if len(node.input) > 2 else ""
     if name:
-        told = _number(stated.get(name))
-        return None if told is None else bool(told)
+        mode = _number(stated.get(name))
+        return None if mode is None else bool(mode)
     is_test = next((attribute.i for attribute in node.attribute if attribute.name == "is_test"), None)
     return False if is_test is None else not is_test
 
 
 def is_random_node(node: onnx.NodeProto, opset: int, stated: Mapping[str, onnx.TensorProto]) -> bool:
-    """May two executions of a node return different values?
+    """Whether two executions of a node may return different values.
 
-    `opset` is the version of the node's domain, `stated` what the graph states by value (`graph.constants`).
+    `opset` is the version of the node's domain, `stated` the graph's constants (`graph.constants`).
     """
     return is_random(node.domain, node.op_type, opset=opset, training_mode=training_mode(node, stated))
 
 
 def kept_share(node: onnx.NodeProto, stated: Mapping[str, onnx.TensorProto]) -> np.float32 | None:
-    """What a Dropout divides by, as its kernel computes it; None when only the run will tell."""
+    """Return the divisor of a Dropout, as its kernel computes it; None if it is only known at run time."""
     name = node.input[1] if len(node.input) > 1 else ""
     ratio = _number(stated.get(name)) if name else 0.5
     return None if ratio is None or not 0 <= ratio < 1 else np.float32(1) - np.float32(ratio)
@@ -70,10 +70,10 @@ def _number(tensor: onnx.TensorProto | None) -> float | None:
 
 
 def split(graph: Graph, tensors: Mapping[str, Tensor]) -> Graph:
-    """The same graph with every Dropout whose mask somebody reads as its draw and its product.
+    """Return the same graph with every Dropout whose mask has a reader split into its draw and its product.
 
-    Left whole are those that do not train, those with a ratio or a mode that only the run will tell, those whose
-    result is a graph output, and those in half precision.
+    A Dropout stays whole if it does not train, if its ratio or mode is only known at run time, if its result is a graph
+    output, or in half precision.
     """
     stated = constants(graph.model.graph)
     parts = [_parts(graph, tensors, stated, op) for op in graph.ops]
@@ -104,7 +104,7 @@ def _parts(
     draw.op_type, draw.domain, draw.output[:] = DRAW, SPLIT, [mask]
     product.CopyFrom(node)
     product.op_type, product.domain, product.output[:] = PRODUCT, SPLIT, [result]
-    product.name = op.label  # recomputes are told by the Dropout's
+    product.name = op.label  # recomputes are named after the Dropout
     product.input[:] = [node.input[0], mask]
     product.ClearField("attribute")
     product.attribute.append(helper.make_attribute(_KEEP, float(keep)))
@@ -114,7 +114,7 @@ def _parts(
 
 
 def whole(draw: Op, product: Op) -> onnx.NodeProto:
-    """The Dropout that a draw and its first product came from."""
+    """Return the Dropout that a draw and its first product came from."""
     node = onnx.NodeProto()
     node.CopyFrom(draw.node)
     node.op_type, node.domain, node.output[:] = "Dropout", "", [product.outputs[0], draw.outputs[0]]
@@ -122,14 +122,14 @@ def whole(draw: Op, product: Op) -> onnx.NodeProto:
 
 
 def kept(product: Op) -> float:
-    """What a product divides by."""
+    """Return the divisor of a product."""
     return float(helper.get_node_attr_value(product.node, _KEEP))
 
 
 def spelled_out(
     product: Op, source: str, mask: str, divisor: str, between: Sequence[str], dtype: int
 ) -> list[onnx.NodeProto]:
-    """The nodes of a product made again; `between` are the first two results, the last one has no name yet."""
+    """Return the nodes of a recomputed product; `between` names the first two results, the last has no name yet."""
     factor, scaled = between
     nodes = [
         helper.make_node("Cast", [mask], [factor], name=factor, to=dtype),
@@ -142,16 +142,16 @@ def spelled_out(
 
 
 def pairs(graph: Graph) -> Iterator[tuple[int, int]]:
-    """Indices of the draw and the product of every split Dropout."""
+    """Yield the indices of the draw and the product of every split Dropout."""
     draws = {op.outputs[0]: op.index for op in graph.ops if is_draw(op)}
     yield from ((draws[op.inputs[1]], op.index) for op in graph.ops if is_product(op))
 
 
 def adjoined(graph: Graph, problem: Problem, schedule: Schedule) -> Schedule:
-    """`schedule` with every draw right before the first product, as the one node that they will be.
+    """Return `schedule` with every draw right before the first product, as both are written as one node.
 
-    A draw moves down to its product, which reads what it reads, so that nothing is held for longer; or, where others
-    read the mask in between, the product moves up.
+    A draw moves later, to its product, which reads the same input, so that no value lives longer; if other ops read the
+    mask in between, the product moves earlier instead.
     """
     products = dict(pairs(graph))
     if not products:
@@ -164,7 +164,7 @@ def adjoined(graph: Graph, problem: Problem, schedule: Schedule) -> Schedule:
     for step, op in enumerate(schedule.order):
         for value in masks.intersection(problem.inputs(op)):
             early.setdefault(value, step)
-    before: dict[int, list[int]] = {}  # step -> ops that come right before it
+    before: dict[int, list[int]] = {}  # step -> ops placed right before it
     moved: set[int] = set()
     for draw, product in products.items():
         here = min(early[problem.outputs(draw)[0]], first[product])

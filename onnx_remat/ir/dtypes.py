@@ -13,14 +13,14 @@ from onnx_remat.errors import ShapeError
 
 _SUB_BYTE_BITS = {"INT4": 4, "UINT4": 4, "FLOAT4E2M1": 4, "INT2": 2, "UINT2": 2}
 MOST_BYTES = 2**50
-"""No tensor is larger: sums over a whole graph then fit 64 bits."""
+"""Limit of a tensor's bytes: sums over a whole graph then fit 64 bits."""
 
-_STRING_BYTES = 32  # sizeof(std::string): what a string tensor takes, its long texts aside
+_STRING_BYTES = 32  # sizeof(std::string): bytes per element of a string tensor, without long texts
 
 
 @cache
 def bits(dtype: int) -> int:
-    """Bits per element of a TensorProto data type.
+    """Return the bits per element of a TensorProto data type.
 
     >>> bits(TensorProto.FLOAT), bits(TensorProto.BFLOAT16), bits(TensorProto.BOOL), bits(TensorProto.INT4)
     (32, 16, 8, 4)
@@ -39,7 +39,7 @@ def bits(dtype: int) -> int:
 
 
 def tensor_bytes(dtype: int, shape: Sequence[int]) -> int:
-    """Bytes of a tensor.
+    """Return the bytes of a tensor.
 
     >>> tensor_bytes(TensorProto.FLOAT, (2, 3)), tensor_bytes(TensorProto.INT4, (3,))
     (24, 2)
@@ -51,7 +51,7 @@ def tensor_bytes(dtype: int, shape: Sequence[int]) -> int:
 
 
 def typed_entries(dtype: int, shape: Sequence[int]) -> int:
-    """Entries of the typed field that stores a tensor where ``raw_data`` does not.
+    """Return the number of entries of the typed field that stores a tensor without ``raw_data``.
 
     >>> typed_entries(TensorProto.FLOAT, (2, 3)), typed_entries(TensorProto.COMPLEX64, (3,))
     (6, 6)

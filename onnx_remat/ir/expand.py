@@ -1,7 +1,7 @@
-"""Standard operators that a provider has no kernel for, replaced by the nodes that ONNX defines them by.
+"""Expansion of standard operators without a kernel into the nodes of their ONNX definitions.
 
-ONNX Runtime does this when it loads a file, graph optimisations off too; a plan is of nodes that run. For
-BatchNormalization in training mode it has no definition: that is `batch_norm`'s.
+ONNX Runtime does this when it loads a file, even with graph optimisations off; a plan needs the nodes that will run.
+ONNX has no definition of BatchNormalization in training mode: `batch_norm` provides it.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from onnx_remat.ir.model_io import without_weights
 from onnx_remat.ir.opsets import canonical, opset_of
 from onnx_remat.process import worker
 
-_DEEPEST = 5  # definitions by operators that are defined by others themselves
+_DEEPEST = 5  # levels of nested definitions
 Ops = Collection[tuple[str, str]]
 
 
 def expand(model: onnx.ModelProto, replaced: Ops) -> tuple[onnx.ModelProto, frozenset[str]]:
-    """A model without nodes of the operators `replaced`, and the names of what their definitions' nodes make.
+    """Return a model without nodes of the operators `replaced`, and the outputs of the nodes that replace them.
 
-    Each is followed by what defines it, in its place, with its metadata; the nodes have names of their own. Where
-    nothing is to be replaced the model itself is returned. Operators in bodies stay: nothing there is planned.
+    The nodes of the definition take the node's place and metadata; their names are new. If there is nothing to replace,
+    the model itself is returned. Operators in bodies stay: bodies are not planned.
 
     Raises
     ------
     ModelError
-        ONNX cannot tell by which nodes.
+        ONNX cannot expand a node.
     """
     wanted = [i for i, node in enumerate(model.graph.node) if _lacks_kernel(node, replaced)]
     if not wanted:
@@ -59,13 +59,13 @@ def expand(model: onnx.ModelProto, replaced: Ops) -> tuple[onnx.ModelProto, froz
 
 
 def _lacks_kernel(node: onnx.NodeProto, replaced: Ops) -> bool:
-    """Whether a node is to be replaced; of BatchNormalization what is in training mode alone."""
+    """Whether to replace a node; of BatchNormalization only nodes in training mode."""
     op = (canonical(node.domain), node.op_type)
     return op in replaced and (op != batch_norm.OP or batch_norm.trains(node))
 
 
 def _renamed(body: Collection[onnx.NodeProto], whole: onnx.NodeProto, taken: set[str]) -> Iterator[onnx.NodeProto]:
-    """The nodes that define `whole`, with names that nobody else has; its inputs and outputs keep theirs."""
+    """Yield the nodes that define `whole`, with unused names; its inputs and outputs keep theirs."""
     label = whole.name or next(filter(None, whole.output))
     names = {name: name for name in (*whole.input, *whole.output, "")}
 
@@ -94,7 +94,7 @@ def _renamed(body: Collection[onnx.NodeProto], whole: onnx.NodeProto, taken: set
 
 
 def do_expand(data: bytes, wanted: list[int], replaced: list[list[str]]) -> tuple[None, bytes]:
-    """See `expand`: a model with a function for each of the nodes `wanted`, named by its place in the file."""
+    """Expand nodes for `expand`: return a model with a function per node in `wanted`, named by its index."""
     model = onnx.ModelProto.FromString(data)
     types = native.stated(onnx.GraphProto.FromString(native.do_infer(data, data_prop=True, strict=False)[1]))
     answer = onnx.ModelProto()
@@ -114,7 +114,7 @@ def do_expand(data: bytes, wanted: list[int], replaced: list[list[str]]) -> tupl
 def _definition(
     node: onnx.NodeProto, model: onnx.ModelProto, types: native.Types, replaced: Ops
 ) -> Collection[onnx.NodeProto]:
-    """The nodes that define a node, those that define these included."""
+    """Return the nodes that define a node, recursively."""
     if (canonical(node.domain), node.op_type) == batch_norm.OP:
         x, statistics = (types.get(node.input[slot], onnx.TypeProto()) for slot in (0, 3))
         return batch_norm.definition(node, x, statistics, opset_of(model))
@@ -142,7 +142,7 @@ def _definition(
 
 
 def _beyond(graph: onnx.GraphProto) -> Iterator[onnx.ValueInfoProto]:
-    """Values whose types the inliner asks for of the graph, though they are in bodies, or absent inputs."""
+    """Yield the values in bodies, and the absent input, whose types the inliner expects in the graph."""
     yield onnx.ValueInfoProto(name="", type=onnx.TypeProto())
     for body in (attribute.g for node in graph.node for attribute in node.attribute if attribute.HasField("g")):
         yield from (*body.input, *body.value_info, *body.output)
@@ -150,7 +150,7 @@ def _beyond(graph: onnx.GraphProto) -> Iterator[onnx.ValueInfoProto]:
 
 
 def _state_defaults(node: onnx.NodeProto, opset: int) -> None:
-    """The inliner knows no defaults of attributes."""
+    """Add a node's default attributes, which the inliner does not know."""
     given = {attribute.name for attribute in node.attribute}
     declared = onnx.defs.get_schema(node.op_type, opset, "").attributes
     node.attribute.extend(a.default_value for name, a in declared.items() if name not in given and a.default_value.type)

@@ -1,7 +1,7 @@
-"""Data that a model keeps in files of its own: where it may lie, what is checked of it, how it travels.
+"""External data of a model: allowed locations, checks, and copies.
 
-A location is a relative path that stays below the model's folder: no ``..``, no link that leads out, and what it names
-is a regular file. Data is linked and copied by that path in its normal form, never by the text in the model.
+A location is a relative path below the model's folder to a regular file: no ``..``, no link to the outside. Data is
+linked and copied by that path in its normal form, never by the text in the model.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from onnx_remat.ir.dtypes import tensor_bytes, typed_entries
 
 
 def tensors(model: onnx.ModelProto) -> Iterator[TensorProto]:
-    """Every tensor stored in a model: initializers, attributes, of bodies and of local functions too."""
+    """Yield every tensor stored in a model: initializers and attributes, also of bodies and local functions."""
     yield from _of_graph(model.graph)
     for function in model.functions:
         yield from _of_nodes(function.node)
@@ -44,7 +44,7 @@ def _of_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[TensorProto]:
 
 
 def _of_attributes(attributes: Iterable[onnx.AttributeProto]) -> Iterator[TensorProto]:
-    """By what is there, whatever type an attribute states: readers differ in which of the two they believe."""
+    """Yield tensors by the fields that are set, not by the stated type: readers differ in which one they use."""
     for attribute in attributes:
         if attribute.HasField("t"):
             yield attribute.t
@@ -65,7 +65,7 @@ def _of_sparse(sparse_ones: Iterable[onnx.SparseTensorProto]) -> Iterator[Tensor
 
 
 def paths(model: onnx.ModelProto) -> list[str]:
-    """Relative paths of the data files a model refers to, in their normal form, in order of first mention.
+    """Return the relative paths of a model's data files, in normal form, in order of first mention.
 
     Raises
     ------
@@ -84,7 +84,7 @@ def _entry(tensor: TensorProto, key: str) -> str:
 
 
 def _path(tensor: TensorProto) -> str:
-    """Where the data lies, below the model's folder."""
+    """Return the path of the data below the model's folder."""
     location, whose = _entry(tensor, "location"), f"initializer {tensor.name!r}"
     if "\0" in location:
         raise ModelError(f"{whose}: external data {location!r} has a zero byte in its name")
@@ -96,7 +96,7 @@ def _path(tensor: TensorProto) -> str:
 
 
 def check(model: onnx.ModelProto, folder: Path | None) -> None:
-    """Every stored tensor has a known type, a shape, and all its data; what lies in files is not read.
+    """Check that every stored tensor has a known type, a shape, and all its data, without reading data files.
 
     Raises
     ------
@@ -123,7 +123,7 @@ def check(model: onnx.ModelProto, folder: Path | None) -> None:
 
 
 def _check_stored_outside(tensor: TensorProto, needed: int, folder: Path | None, places: dict[str, int]) -> None:
-    """`places`: bytes of the data files that were looked at, by path."""
+    """Check a tensor in a data file; `places` caches the bytes of data files, by path."""
     whose = f"initializer {tensor.name!r}"
     if folder is None:
         location = _entry(tensor, "location")
@@ -145,7 +145,7 @@ def _check_stored_outside(tensor: TensorProto, needed: int, folder: Path | None,
 
 
 def _size(folder: Path, path: str, whose: str) -> int:
-    """Bytes of a data file that is one, and in the folder."""
+    """Return the bytes of a data file; check that it is a regular file inside the folder."""
     try:
         leads = (folder / path).resolve()
         if not leads.is_relative_to(folder):
@@ -161,7 +161,7 @@ def _size(folder: Path, path: str, whose: str) -> int:
 
 
 def check_not_data(model: onnx.ModelProto, target: Path, folder: Path | None) -> None:
-    """Raise UsageError where `target` is a data file of the model, whose data lies in `folder` or will."""
+    """Raise UsageError if `target` is one of the model's data files, present or future, in `folder`."""
     if folder is not None:
         data = [files.Use(folder / path, "data of the model") for path in paths(model)]
         files.check_uses(data, [files.Use(target, "written")])
@@ -173,7 +173,7 @@ def carry(model: onnx.ModelProto, origin: Path, folder: Path) -> None:
     Raises
     ------
     ModelError
-        Another file is where one belongs, or a link leads out of `folder` there.
+        Another file is in the place of one, or a link there leads out of `folder`.
     """
     for path in paths(model):
         copy = folder / path
@@ -189,7 +189,7 @@ def carry(model: onnx.ModelProto, origin: Path, folder: Path) -> None:
 
 
 def link(model: onnx.ModelProto, origin: Path, folder: Path) -> None:
-    """Let a model's data files be found in a scratch folder, too."""
+    """Link a model's data files into a scratch folder."""
     for path in paths(model):
         leads, name = (origin / path).resolve(), folder / path
         name.parent.mkdir(parents=True, exist_ok=True)

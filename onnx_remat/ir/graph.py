@@ -1,4 +1,4 @@
-"""The IR: a bipartite networkx graph of typed op and value vertices, in file order, never changed once built."""
+"""The IR: an immutable bipartite graph of op and value vertices in file order, also as a networkx graph."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ INPUT, INITIALIZER, NODE = "input", "initializer", "node"
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A tensor (or sequence, or optional) by its name; `kind` says where it comes from."""
+    """A tensor (or sequence, or optional) by its name; `kind` is its origin: INPUT, INITIALIZER or NODE."""
 
     name: str
     kind: str
@@ -35,9 +35,9 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One node. `index` counts executable nodes in file order; `captured` are outer values its bodies read.
+    """One node. `index` counts executable nodes in file order; `captured` are the outer values that its bodies read.
 
-    `anew`: it is not in the file, see `expand`; ONNX Runtime counts it after those that are.
+    `expanded`: the node is not in the file but was made by `expand`; ONNX Runtime numbers it after those in the file.
     """
 
     index: int
@@ -45,21 +45,21 @@ class Op:
     inputs: tuple[str, ...]
     captured: tuple[str, ...]
     outputs: tuple[str, ...]
-    anew: bool = False
+    expanded: bool = False
 
     @property
     def label(self) -> str:
-        """How messages call it."""
+        """Name for messages."""
         return self.node.name or f"{self.node.op_type}->{next(filter(None, self.outputs), '?')}"
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Every value it depends on, slot by slot, bodies' captures last, absent inputs left out."""
+        """Every value it depends on, by slot, captures of bodies last, without absent inputs."""
         return _present(self.inputs + self.captured)
 
     @property
     def writes(self) -> tuple[str, ...]:
-        """Every value it makes, slot by slot, absent outputs left out."""
+        """Every value it makes, by slot, without absent outputs."""
         return _present(self.outputs)
 
 
@@ -68,9 +68,9 @@ def _present(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def blames_the_node(rule: Callable[_Rule, _Result]) -> Callable[_Rule, _Result]:
-    """Make a rule about an op raise ModelError, which names the node, where its arithmetic does not work out.
+    """Decorator: turn arithmetic errors in a rule about an op into a ModelError that names the node.
 
-    ONNX's inference lets through much that no kernel runs: a group of 0, attributes that do not fit the shapes.
+    ONNX's inference accepts nodes that no kernel runs: a group of 0, attributes that contradict the shapes.
     """
 
     @wraps(rule)
@@ -94,11 +94,11 @@ class Graph:
     Attributes
     ----------
     ops : tuple of Op
-        In file order. ``Constant`` nodes are initializers here, as they are to ONNX Runtime.
+        In file order. ``Constant`` nodes are initializers here, as in ONNX Runtime.
     values : dict of Value by name
         Inputs, initializers and node outputs in order of definition.
     model : onnx.ModelProto
-        What was read, model-local functions inlined and operators expanded: the rewriter patches a copy of it.
+        The model read, with model-local functions inlined and operators expanded: the writer changes a copy of it.
     """
 
     ops: tuple[Op, ...]
@@ -107,7 +107,7 @@ class Graph:
 
     @cached_property
     def nx(self) -> nx.DiGraph:
-        """The same as a networkx graph, made when it is first asked for: most graphs are only simulated.
+        """The same as a networkx graph, built on first use: most graphs are only simulated.
 
         Vertices are op indices (int) with attribute ``op`` and value names (str) with attribute ``value``; an edge
         value -> op or op -> value carries ``slots``, since one value may feed two inputs of an op.
@@ -121,15 +121,15 @@ class Graph:
         return graph
 
     def producer(self) -> dict[str, int]:
-        """Op index by the name of a value it makes."""
+        """Return the op index of each value that an op makes."""
         return {name: op.index for op in self.ops for name in op.writes}
 
     def n_nodes(self) -> int:
-        """Executable nodes of the model: as many as `ops`, unless some of them were split."""
+        """Return the number of executable nodes of the model: as many as `ops`, unless some ops were split."""
         return sum(not is_constant(node) for node in self.model.graph.node)
 
     def consumers(self) -> dict[str, list[int]]:
-        """Indices of the ops that read each value, ascending, without repeats."""
+        """Return the indices of the ops that read each value, ascending, without repeats."""
         readers: dict[str, list[int]] = {name: [] for name in self.values}
         for op in self.ops:
             for name in dict.fromkeys(op.reads):
@@ -138,7 +138,7 @@ class Graph:
 
 
 def build(model: onnx.ModelProto, replaced: Ops = ()) -> Graph:
-    """A model as a `Graph`, nodes of the operators `replaced` expanded into what defines them (`expand`).
+    """Build the `Graph` of a model, with nodes of the operators `replaced` expanded into their definitions (`expand`).
 
     Raises
     ------
@@ -151,7 +151,7 @@ def build(model: onnx.ModelProto, replaced: Ops = ()) -> Graph:
         model = _one_name_for_the_standard(model)
     if model.functions:
         model = _inlined(model)
-    model, anew = expand(model, replaced)
+    model, expanded = expand(model, replaced)
     proto, versions = model.graph, opsets_of(model)
     values: dict[str, Value] = {}
     outputs = {value.name for value in proto.output}
@@ -185,7 +185,9 @@ def build(model: onnx.ModelProto, replaced: Ops = ()) -> Graph:
             define(node.output[0], INITIALIZER, where)
             continue
         _check_op(node, where, versions)
-        op = Op(len(ops), node, tuple(node.input), tuple(_captures(node)), tuple(node.output), node.output[0] in anew)
+        op = Op(
+            len(ops), node, tuple(node.input), tuple(_captures(node)), tuple(node.output), node.output[0] in expanded
+        )
         for name in op.reads:
             if name not in values:
                 raise ModelError(f"{where} reads {name!r}, which {_why_missing(name, proto)}")
@@ -201,7 +203,7 @@ def build(model: onnx.ModelProto, replaced: Ops = ()) -> Graph:
 
 
 def constants(graph: onnx.GraphProto) -> dict[str, onnx.TensorProto]:
-    """What a graph states by value, by name: ``Constant`` nodes and initializers that no caller may override."""
+    """Return the constants of a graph, by name: ``Constant`` nodes, and initializers that no caller may override."""
     inputs = {value.name for value in graph.input}
     stated = {tensor.name: tensor for tensor in graph.initializer if tensor.name not in inputs}
     given = (node for node in graph.node if is_constant(node))
@@ -209,7 +211,7 @@ def constants(graph: onnx.GraphProto) -> dict[str, onnx.TensorProto]:
 
 
 def attributes(node: onnx.NodeProto) -> dict[str, object]:
-    """A node's attributes as Python values, bodies left out."""
+    """Return a node's attributes as Python values, without bodies."""
     return {
         a.name: onnx.helper.get_attribute_value(a)
         for a in node.attribute
@@ -218,12 +220,12 @@ def attributes(node: onnx.NodeProto) -> dict[str, object]:
 
 
 def is_constant(node: onnx.NodeProto) -> bool:
-    """Is it a ``Constant``, which ONNX Runtime turns into an initializer when it loads the file?"""
+    """Whether a node is a ``Constant``, which ONNX Runtime turns into an initializer when it loads the file."""
     return node.op_type == "Constant" and canonical(node.domain) == STANDARD
 
 
 def _check_opsets(model: onnx.ModelProto) -> None:
-    """An IR version and, for every domain, one opset version that exist."""
+    """Check that the IR version and, for every domain, the only opset version exist."""
     if model.ir_version > onnx.IR_VERSION:
         raise ModelError(f"the model has IR version {model.ir_version}: onnx here knows up to {onnx.IR_VERSION}")
     if not model.opset_import:
@@ -239,7 +241,7 @@ def _check_opsets(model: onnx.ModelProto) -> None:
 
 
 def _one_name_for_the_standard(model: onnx.ModelProto) -> onnx.ModelProto:
-    """A copy in which the standard domain is always "": "ai.onnx" is the same, but onnx's own inference balks at it."""
+    """Return a copy in which the standard domain is always "": onnx's own inference rejects the alias "ai.onnx"."""
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
     for entry in (*copy.opset_import, *copy.graph.node):
@@ -249,7 +251,7 @@ def _one_name_for_the_standard(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _check_op(node: onnx.NodeProto, where: str, versions: Mapping[str, int]) -> None:
-    """Standard ops must exist and have their required inputs and attributes; for other domains nobody can tell."""
+    """Check that a standard op exists and has its required inputs and attributes; other domains have no schema."""
     if node.domain not in STANDARD_DOMAINS:
         if node.domain not in versions:
             raise ModelError(f"{where} is of domain {node.domain!r}, which the model does not import")
@@ -278,16 +280,16 @@ def _check_op(node: onnx.NodeProto, where: str, versions: Mapping[str, int]) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Rules:
-    """What a node of an operator must look like.
+    """Requirements for a node of an operator.
 
     Attributes
     ----------
     attributes : mapping of str to (int, str)
         Types of attributes, as a number and a name.
     required : tuple of str
-        Attributes that must be there.
+        Required attributes.
     inputs : tuple of (int, str)
-        Slots of the inputs that must be there, and their names.
+        Slots of the required inputs, and their names.
     """
 
     attributes: Mapping[str, tuple[int, str]]
@@ -297,7 +299,7 @@ class _Rules:
 
 @cache
 def _rules(op_type: str, version: int) -> _Rules | None:
-    """What the schema of a standard operator says; None where there is none."""
+    """Return the requirements of a standard operator's schema, None if it has no schema."""
     try:
         schema = onnx.defs.get_schema(op_type, version, "")
     except onnx.defs.SchemaError:
@@ -311,7 +313,7 @@ def _rules(op_type: str, version: int) -> _Rules | None:
 
 
 def _inlined(model: onnx.ModelProto) -> onnx.ModelProto:
-    """A copy that calls no local functions; they are kept for whoever reads them."""
+    """Return a copy that calls no local functions; their definitions stay in the file."""
     made = native.inlined(without_weights(model))
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
@@ -330,7 +332,7 @@ def _why_missing(name: str, proto: onnx.GraphProto) -> str:
 
 
 def _captures(node: onnx.NodeProto) -> Iterator[str]:
-    """Outer values read by the node's bodies, each once, in order of first use."""
+    """Return the outer values read by the node's bodies, each once, in order of first use."""
     seen: dict[str, None] = {}
     for body in bodies(node):
         inner = defined_in(body)

@@ -1,8 +1,8 @@
-"""Weights inside a large model file stay there: protobuf's wire format, read and written around them.
+"""Large model files: read and write protobuf's wire format without loading the weights.
 
-Parsed as a whole, a file near protobuf's 2 GiB would be in memory several times over. Here each large initializer of
-the file becomes a reference to its bytes in that same file, as ONNX's external data, and is copied from there when the
-model is written again. What is written is byte for byte what a whole parse would have led to.
+Parsed as a whole, a file near protobuf's 2 GiB would be in memory several times. Instead, each large initializer
+becomes a reference to its bytes in the same file, as ONNX's external data, and is copied from there when the model is
+written again. The written file is byte for byte the same as after parsing the whole file.
 
 Source: protobuf's encoding, https://protobuf.dev/programming-guides/encoding/, and the field numbers of onnx.proto.
 """
@@ -21,15 +21,15 @@ from onnx import TensorProto
 from onnx_remat.errors import ModelError
 
 LARGE_FILE = 256 * 2**20
-"""Bytes of a model file above which its weights stay in it."""
+"""Bytes of a model file above which its weights are not loaded."""
 
-_LARGE = 2**16  # bytes of an initializer that stays in its file
+_LARGE = 2**16  # bytes from which on an initializer stays in its file
 _GRAPH, _INITIALIZER, _RAW_DATA = 7, 5, 9  # ModelProto.graph, GraphProto.initializer, TensorProto.raw_data
-_BYTES, _FIXED = 2, {1: 8, 5: 4}  # wire types: length and content, plain numbers; the third is 0, a varint
-_MOST = 2**31 - 1  # protobuf's limit of a message
-_WRITTEN = "onnx_remat.written"  # entry of the external data: when the file was last written
+_BYTES, _FIXED = 2, {1: 8, 5: 4}  # wire types: length-delimited, and fixed sizes; the remaining type, 0, is a varint
+_MOST_BYTES = 2**31 - 1  # protobuf's limit of a message
+_WRITTEN = "onnx_remat.written"  # key in the external data: modification time of the file
 MARK = _WRITTEN.encode()
-"""What no file may hold: a reference to bytes of a file, as only `parse` makes them."""
+"""Mark of a reference to bytes of a file: only `parse` makes it, and no file may contain it."""
 
 _CHUNK = 1 << 22
 
@@ -47,7 +47,7 @@ class _Field(NamedTuple):
 
 
 class _Stored(NamedTuple):
-    """Bytes that are still in their file."""
+    """Reference to bytes in a file."""
 
     path: Path
     written: int
@@ -59,14 +59,14 @@ class _Stored(NamedTuple):
 
 
 def parse(path: Path) -> onnx.ModelProto:
-    """Read a model file, its large initializers left out of memory.
+    """Read a model file without its large initializers.
 
     Raises
     ------
     DecodeError
         Not a protobuf message, or truncated.
     ModelError
-        The name of the file is not UTF-8, so that nothing in the model could refer to it.
+        The name of the file is not UTF-8, so that the model could not refer to it.
     """
     try:
         path.name.encode()
@@ -80,49 +80,49 @@ def parse(path: Path) -> onnx.ModelProto:
                 model.append(_plain(data[field.start : field.end]))
                 continue
             graph = [
-                _told(_INITIALIZER, _referring(data, inner, path, written))
+                _field(_INITIALIZER, _referring(data, inner, path, written))
                 if (inner.number, inner.kind) == (_INITIALIZER, _BYTES)
                 else _plain(data[inner.start : inner.end])
                 for inner in _fields(data, field.content, field.end)
             ]
-            model.append(_told(_GRAPH, b"".join(graph)))
+            model.append(_field(_GRAPH, b"".join(graph)))
     parsed: onnx.ModelProto = onnx.ModelProto.FromString(b"".join(model))
     return parsed
 
 
 def _plain(piece: bytes) -> bytes:
-    """A part of a file as it is."""
+    """Return a part of a file unchanged; raise DecodeError if it contains the mark of a reference."""
     if MARK in piece:
         raise DecodeError("refers to bytes of a file, as no file does")
     return piece
 
 
 def is_stored(tensor: TensorProto) -> bool:
-    """Does a tensor's data lie in the model file it was read from?"""
+    """Whether a tensor's data is still in the model file it was read from."""
     return tensor.data_location == TensorProto.EXTERNAL and any(e.key == _WRITTEN for e in tensor.external_data)
 
 
 def write(model: onnx.ModelProto, folder: Path | None, target: Path) -> None:
-    """Write a model to a new file, weights that were left in the file they came in included.
+    """Write a model to a new file, including weights that were left in their file.
 
     Parameters
     ----------
     folder : Path or None
-        Where the file lies that the model was read from.
+        Folder of the file that the model was read from.
 
     Raises
     ------
     EncodeError
         It exceeds protobuf's 2 GiB.
     ModelError
-        The file that holds the weights has changed since the model was read.
+        The file with the weights has changed since the model was read.
     """
     data = model.SerializeToString(deterministic=True)
     if folder is None or not any(is_stored(tensor) for tensor in model.graph.initializer):
         target.write_bytes(data)
         return
     pieces = list(_whole(data, folder))
-    if sum(map(len, pieces)) > _MOST:
+    if sum(map(len, pieces)) > _MOST_BYTES:
         raise EncodeError("the model exceeds protobuf's 2 GiB")
     with target.open("wb") as stream:
         for piece in pieces:
@@ -133,7 +133,7 @@ def write(model: onnx.ModelProto, folder: Path | None, target: Path) -> None:
 
 
 def _referring(data: mmap.mmap, field: _Field, path: Path, written: int) -> bytes:
-    """A tensor as it is, or where its data is large, with a reference in place of it."""
+    """Return a serialised tensor, with a reference in place of its data if that is large."""
     inside = list(_fields(data, field.content, field.end))
     raw = [f for f in inside if (f.number, f.kind) == (_RAW_DATA, _BYTES)]
     if not raw or raw[-1].end - raw[-1].content < _LARGE:
@@ -170,7 +170,7 @@ def _whole(data: bytes, folder: Path) -> Iterator[bytes | _Stored]:
 
 
 def _filled(tensor: TensorProto, folder: Path) -> Iterator[bytes | _Stored]:
-    """A tensor's fields in ascending order, its data among them."""
+    """Yield a tensor's fields in ascending order, including its data."""
     place = {entry.key: entry.value for entry in tensor.external_data}
     stored = _Stored(folder / place["location"], int(place[_WRITTEN]), int(place["offset"]), int(place["length"]))
     tensor.ClearField("external_data")
@@ -186,19 +186,19 @@ def _filled(tensor: TensorProto, folder: Path) -> Iterator[bytes | _Stored]:
 def _copy(piece: _Stored, target: BinaryIO) -> None:
     with piece.path.open("rb") as source:
         if piece.path.stat().st_mtime_ns != piece.written:
-            raise ModelError(f"{piece.path} was changed meanwhile: run again")
+            raise ModelError(f"{piece.path} was changed during the run: run again")
         source.seek(piece.offset)
         left = piece.length
         while left:
             chunk = source.read(min(left, _CHUNK))
             if not chunk:
-                raise ModelError(f"{piece.path} was cut short meanwhile: run again")
+                raise ModelError(f"{piece.path} was truncated during the run: run again")
             target.write(chunk)
             left -= len(chunk)
 
 
 def _fields(data: Data, start: int, end: int) -> Iterator[_Field]:
-    """The fields of the message at `start` to `end`."""
+    """Yield the fields of the message from `start` to `end`."""
     at = start
     while at < end:
         tag, content = _varint(data, at, end)
@@ -219,7 +219,7 @@ def _fields(data: Data, start: int, end: int) -> Iterator[_Field]:
 
 
 def _varint(data: Data, at: int, end: int) -> tuple[int, int]:
-    """The number at `at`, and where it ends."""
+    """Return the number at `at`, and its end."""
     result = 0
     for shift in range(0, 70, 7):
         if at >= end:
@@ -233,16 +233,16 @@ def _varint(data: Data, at: int, end: int) -> tuple[int, int]:
 
 
 def _head(number: int, length: int) -> bytes:
-    """Tag and length of a field that holds bytes."""
+    """Return the tag and length of a length-delimited field."""
     return _number(number << 3 | _BYTES) + _number(length)
 
 
-def _told(number: int, content: bytes) -> bytes:
+def _field(number: int, content: bytes) -> bytes:
     return _head(number, len(content)) + content
 
 
 def _number(value: int) -> bytes:
-    """`value` as a varint."""
+    """Return `value` as a varint."""
     result = bytearray()
     while value > 127:
         result.append(value & 127 | 128)

@@ -1,4 +1,4 @@
-"""Models in and out: load without weights, save atomically, carry external data along."""
+"""Input and output of models: load without weights, save atomically, copy external data along."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from onnx_remat.ir.body import out_of_body
 from onnx_remat.ir.dtypes import tensor_bytes
 
 INLINE_LIMIT = 1024
-"""Initializers of up to this many bytes may steer shapes, so analyses see their contents; larger ones are typed."""
+"""Bytes of initializers whose contents analyses see, as they may determine shapes; of larger ones only the type."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
     """A loaded model and the folder its external data is relative to (None for a model without a file).
 
-    `in_body`: the step was in a body, and has been taken out of it.
+    `in_body`: the step was in a body, and was taken out of it.
     """
 
     model: onnx.ModelProto
@@ -32,17 +32,17 @@ class Source:
 
 
 Model = str | os.PathLike[str] | bytes | onnx.ModelProto | Source
-"""What a model can be given as."""
+"""Types that a model may be given as."""
 
 
 def load(source: Model) -> Source:
-    """Read a model; contents of external data files are never read, nor large weights in a large file (see `wire`).
+    """Read a model without the contents of external data files, and without large weights in a large file.
 
     Parameters
     ----------
     source : path, bytes, onnx.ModelProto or Source
-        A ModelProto is used as it is, not copied: callers must not change it. A Source is what this made before. A
-        step in a body (`body.into_body`) is taken out of it.
+        A ModelProto is used as it is, not copied: callers must not change it. A Source is an earlier result. A step in
+        a body (`body.into_body`) is taken out of it. For weights in large files, see `large_files`.
 
     Raises
     ------
@@ -66,7 +66,7 @@ def load(source: Model) -> Source:
 
 
 def name_of(given: Model) -> str:
-    """What to call a model in a message: by its path where it has one."""
+    """Return the name of a model for messages: its path if it has one."""
     return str(given) if isinstance(given, str | os.PathLike) else "the model"
 
 
@@ -91,19 +91,19 @@ def _parse(data: bytes | Path, what: str) -> onnx.ModelProto:
     except DecodeError as error:
         raise ModelError(f"{what} is not an ONNX model, or is truncated") from error
     if isinstance(data, bytes) and large_files.MARK in data:
-        raise ModelError(f"{what} is not a model as it was read: it refers to bytes of a file that onnx-remat opened")
+        raise ModelError(f"{what} refers to bytes of a file that onnx-remat opened: load the original model instead")
     if not model.graph.node and not model.graph.output:
         raise ModelError(f"{what} is not an ONNX model: it has no graph")
     return model
 
 
 def weight_bytes(model: onnx.ModelProto) -> int:
-    """Bytes of all initializers, wherever they are stored."""
+    """Return the bytes of all initializers, wherever they are stored."""
     return sum(tensor_bytes(tensor.data_type, tensor.dims) for tensor in model.graph.initializer)
 
 
 def without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
-    """A copy in which large initializers are typed graph inputs: what analyses need, at the size of the graph alone."""
+    """Return a copy in which large initializers are typed graph inputs: enough for analyses, without the weights."""
     light = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import)
     light.functions.extend(model.functions)
     light.metadata_props.extend(model.metadata_props)
@@ -125,18 +125,18 @@ def without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
 def save(
     model: onnx.ModelProto, target: str | os.PathLike[str], source_folder: Path | None, force: bool = True
 ) -> None:
-    """Write `model` to `target` all at once: readers see the old file or the whole new one, never a part.
+    """Write `model` to `target` atomically: readers see the old file or the whole new one, never a part.
 
-    External data files are copied next to `target` when it is in another folder than `source_folder`. A link is
-    followed; a file that is replaced keeps its permissions. Without `force`, of several processes that write to one
-    target one alone does.
+    External data files are copied next to `target` if it is in another folder than `source_folder`. Links are followed;
+    a replaced file keeps its permissions. Without `force`, only one of several processes that write to the same target
+    succeeds.
 
     Raises
     ------
     UsageError
         `target` is one of the model's own data files, or exists without `force`.
     ModelError
-        When the disk or the format cannot hold it, or another file is where a data file belongs.
+        The disk is full, the model exceeds the format's limit, or another file is in the place of a data file.
     """
     path = files.resolved(target)
     folder = path.parent
@@ -152,7 +152,7 @@ def save(
 
 
 def write(model: onnx.ModelProto, source_folder: Path | None, target: Path) -> None:
-    """Write a model, weights that stayed in their file included, to a file that nobody reads yet; see `save`."""
+    """Write a model, including weights that stayed in their file, to a file without readers; see `save`."""
     try:
         large_files.write(model, source_folder, target)
     except (EncodeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""What the names of a training step's inputs and outputs say: which output is the next value of which input.
+"""Naming convention of a training step's inputs and outputs: which output is the next value of which input.
 
 A step model's inputs are parameters, buffers and optimizer state by name, and the batch. Its outputs are the loss and
 ``new.<name>`` for every state ``<name>`` (``newbuf.<name>`` for a buffer in older files), or ``grad.<name>`` where the
@@ -14,10 +14,10 @@ NEW = "new."
 """Prefix of the output that is the next value of an input."""
 
 RENEWALS = (NEW, "newbuf.")
-"""Every such prefix that is read."""
+"""Every such prefix that is recognised."""
 
 GRADIENT = "grad."
-"""Prefix of the output that is the gradient of the loss by an input."""
+"""Prefix of the output that is the gradient of the loss with respect to an input."""
 
 WEIGHT = "gradient_weight"
 """Input of a step that sums its gradients, see `split.accumulating`: their factor in the sum."""
@@ -27,7 +27,7 @@ _SUM = "_grad.accumulation.buffer"
 
 
 def renewals(inputs: Iterable[str], outputs: Iterable[str]) -> dict[str, str]:
-    """Input that each output renews.
+    """Return the input whose next value each output is.
 
     >>> renewals(["w", "state.w.exp_avg", "input.0"], ["loss", "new.w", "new.state.w.exp_avg"])
     {'new.w': 'w', 'new.state.w.exp_avg': 'state.w.exp_avg'}
@@ -38,7 +38,7 @@ def renewals(inputs: Iterable[str], outputs: Iterable[str]) -> dict[str, str]:
 
 
 def gradients(outputs: Iterable[str]) -> dict[str, str]:
-    """Input by which each output is the gradient.
+    """Return the input with respect to which each output is the gradient.
 
     >>> gradients(["loss", "grad.w"])
     {'grad.w': 'w'}
@@ -47,7 +47,7 @@ def gradients(outputs: Iterable[str]) -> dict[str, str]:
 
 
 def gradient_sums(inputs: Iterable[str]) -> dict[str, str]:
-    """Parameter whose gradient onnxruntime-training sums in each input.
+    """Return the parameter whose gradient onnxruntime-training sums in each input.
 
     >>> gradient_sums(["w", "w_grad.accumulation.buffer"])
     {'w_grad.accumulation.buffer': 'w'}

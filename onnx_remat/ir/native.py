@@ -1,4 +1,4 @@
-"""ONNX's own native code, asked in a process of its own (`worker`): type inference, inliner, checker.
+"""ONNX's native code in a separate process (`worker`): type inference, inliner, checker.
 
 The functions that start with ``do_`` run there.
 """
@@ -30,12 +30,12 @@ REFUSALS = (
 
 
 def limit(nodes: int, size: int) -> Limit:
-    """What a model of so many nodes and bytes may cost to read."""
+    """Return the limit of time and memory for a model of so many nodes and bytes."""
     return Limit(_SECONDS + nodes / _NODES_PER_SECOND, _BYTES + _COPIES * size)
 
 
 def infer_types(model: onnx.ModelProto, data_prop: bool = True, strict: bool = False) -> Types:
-    """Types of a model's values, those it states included, by ONNX's inference; with `data_prop` small values, too.
+    """Infer the types of a model's values, stated ones included; with `data_prop`, ONNX also propagates small values.
 
     Raises
     ------
@@ -59,15 +59,15 @@ def infer_types(model: onnx.ModelProto, data_prop: bool = True, strict: bool = F
 
 _REMEMBERED = 4
 _inferred: dict[tuple[bytes, bool, bool], bytes] = {}
-"""The latest answers of `infer_types`: a file is asked about once, though each optimisation level needs its types."""
+"""Cache of the latest results of `infer_types`: each optimisation level needs the types of the same file."""
 _asking = threading.Lock()
 
 
 def do_infer(data: bytes, data_prop: bool, strict: bool) -> tuple[None, bytes]:
-    """See `infer_types`.
+    """Infer for `infer_types`.
 
-    Where inference without data leaves nothing open, data can add nothing. Otherwise it is done again with data, ops on
-    long vectors left out: a shape has few dimensions, and ONNX makes an entry for every element.
+    If inference without data propagation finds all shapes, data adds nothing. Otherwise infer again with data, but
+    without ops on long vectors: a shape has few dimensions, and ONNX makes an entry for every element.
     """
     model = onnx.ModelProto.FromString(data)
     try:
@@ -78,7 +78,7 @@ def do_infer(data: bytes, data_prop: bool, strict: bool) -> tuple[None, bytes]:
             _leave_out_long_vectors(model.graph, types)
             try:
                 again = shape_inference.infer_shapes(model, strict_mode=strict, data_prop=True).graph
-            except MemoryError:  # a vector that could not be left out: what is missing, others may know
+            except MemoryError:  # a long vector could not be left out; other askers may know the missing shapes
                 again = inferred
             types |= stated(again)
     except REFUSALS as error:
@@ -88,11 +88,11 @@ def do_infer(data: bytes, data_prop: bool, strict: bool) -> tuple[None, bytes]:
     return None, made.SerializeToString()
 
 
-_LONG = 1024  # elements of a vector that is no shape
+_LONG = 1024  # elements above which a vector is not a shape
 
 
 def _leave_out_long_vectors(graph: onnx.GraphProto, types: Mapping[str, TypeProto]) -> None:
-    """Make results of known shape inputs of the graph where they, or what they are computed from, are long vectors."""
+    """Turn results of known shape into graph inputs if they, or the inputs of their ops, are long vectors."""
 
     def long(name: str) -> bool:
         shape = concrete(types.get(name))
@@ -113,7 +113,7 @@ def _leave_out_long_vectors(graph: onnx.GraphProto, types: Mapping[str, TypeProt
 
 
 def stated(graph: onnx.GraphProto) -> Types:
-    """Types that a graph states for its values, by name."""
+    """Return the types that a graph states for its values, by name."""
     types = {value.name: value.type for values in (graph.value_info, graph.input, graph.output) for value in values}
     for tensor in graph.initializer:
         types[tensor.name] = onnx.helper.make_tensor_type_proto(tensor.data_type, tensor.dims)
@@ -126,13 +126,13 @@ def stated(graph: onnx.GraphProto) -> Types:
 
 
 def concrete(kind: TypeProto | None) -> tuple[int, ...] | None:
-    """The shape of a tensor type, where every dimension is a number."""
+    """Return the shape of a tensor type if every dimension is a number, otherwise None."""
     return None if kind is None else _concrete(kind.SerializeToString())
 
 
 @lru_cache(1 << 16)
 def _concrete(data: bytes) -> tuple[int, ...] | None:
-    """Graphs have far fewer types than values."""
+    """Compute `concrete`, cached: graphs have far fewer types than values."""
     kind = TypeProto.FromString(data)
     if not kind.HasField("tensor_type") or not kind.tensor_type.HasField("shape"):
         return None
@@ -141,20 +141,20 @@ def _concrete(data: bytes) -> tuple[int, ...] | None:
 
 
 MOST_INLINED = 300_000
-"""Nodes up to which local functions are inlined: thirty that double each other come to a billion."""
+"""Nodes up to which local functions are inlined: thirty functions, each calling the next twice, make a billion."""
 
 
 def inlined(light: onnx.ModelProto) -> onnx.ModelProto:
-    """A model without weights, its local functions inlined.
+    """Return a model without weights with its local functions inlined.
 
     Raises
     ------
     ModelError
-        Functions cannot be inlined, or come to more than `MOST_INLINED` nodes.
+        Functions cannot be inlined, or expand to more than `MOST_INLINED` nodes.
     """
     count = _expanded(light)
     if count > MOST_INLINED:
-        raise ModelError(f"the model's functions come to {count} nodes: at most {MOST_INLINED} are inlined, the limit")
+        raise ModelError(f"the model's functions expand to {count} nodes: the limit for inlining is {MOST_INLINED}")
     data = light.SerializeToString()
     _, made = worker.ask("ONNX's inliner", "onnx_remat.ir.native:do_inline", limit(count, len(data)), data)
     model: onnx.ModelProto = onnx.ModelProto.FromString(made)
@@ -162,7 +162,7 @@ def inlined(light: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def do_inline(data: bytes) -> tuple[None, bytes]:
-    """See `inlined`."""
+    """Inline for `inlined`."""
     try:
         made = inliner.inline_local_functions(onnx.ModelProto.FromString(data), True)
     except REFUSALS as error:
@@ -171,7 +171,7 @@ def do_inline(data: bytes) -> tuple[None, bytes]:
 
 
 def _expanded(model: onnx.ModelProto) -> int:
-    """Nodes of a graph, bodies included, once every call of a local function is replaced by that function's nodes."""
+    """Return the number of nodes, bodies included, after inlining every call of a local function."""
     functions = {(f.domain, f.name, f.overload): f.node for f in model.functions}
     sizes: dict[Any, int] = {}
 
@@ -202,7 +202,7 @@ def _expanded(model: onnx.ModelProto) -> int:
 
 
 def check(model: onnx.ModelProto) -> str:
-    """What ONNX's checker has against a model; nothing where it is valid."""
+    """Return the complaint of ONNX's checker about a model, empty if it is valid."""
     data = model.SerializeToString()
     why, _ = worker.ask(
         "ONNX's checker", "onnx_remat.ir.native:do_check", limit(len(model.graph.node), len(data)), data
@@ -211,7 +211,7 @@ def check(model: onnx.ModelProto) -> str:
 
 
 def do_check(data: bytes) -> tuple[str, bytes]:
-    """See `check`."""
+    """Check for `check`."""
     try:
         onnx.checker.check_model(onnx.ModelProto.FromString(data), full_check=False)
     except (onnx.checker.ValidationError, UnicodeDecodeError) as error:  # the latter: it quotes a broken name
@@ -220,12 +220,12 @@ def do_check(data: bytes) -> tuple[str, bytes]:
 
 
 def reason(error: Exception) -> str:
-    """Why ONNX's inliner refuses something: in its own words, unless these are an assertion of its source."""
+    """Return ONNX's inliner's reason for a refusal, unless it is an assertion of its source code."""
     text = " ".join(str(error).split())
     return "ONNX's inliner fails on it" if re.search(r"\bassert", text, re.IGNORECASE) else text[:200]
 
 
 def _first_line(error: Exception) -> str:
-    """The first line of an error that says something."""
+    """Return the first informative line of an error."""
     lines = [line.strip() for line in str(error).splitlines()]
     return next((line for line in lines if len(line.split()) > 3), type(error).__name__)

@@ -1,6 +1,6 @@
-"""What the definition of an operator says of it, whatever executes it: random, stateful, known, overwriting.
+"""Facts of operators' definitions, independent of the provider: random, stateful, known, overwriting.
 
-What a provider's kernel does (aliases, works in place, takes scratch memory) stands in `ort/kernels`.
+Facts about a provider's kernels (aliases, in-place outputs, workspace) are in `ort/kernels`.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ _NCHWC: Final = "com.microsoft.nchwc"
 
 SPLIT: Final = "onnx_remat"
 DRAW, PRODUCT = "DropoutDraw", "DropoutProduct"
-"""Domain and names of the two halves of a Dropout, which exist in plans alone (`dropout`)."""
+"""Domain and names of the two halves of a Dropout, which exist only in plans (`dropout`)."""
 
 MOVE: Final = "Move"
-"""In that domain: what makes a value of the copy that the host keeps of it (`ort.moves`); in plans alone as well."""
+"""In that domain, the op that copies a value back from the host (`ort.moves`); it also exists only in plans."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpSemantics:
-    """What executing an operator a second time would mean.
+    """Properties of an operator that matter when it is executed a second time.
 
     Attributes
     ----------
     random : bool
-        The outputs may differ between two executions; of a Dropout `is_random` knows more.
+        The outputs may differ between two executions; `is_random` has details for Dropout.
     stateful : bool
-        It writes to something besides its outputs, so executing it twice is not executing it once.
+        It has side effects besides its outputs, so executing it twice differs from executing it once.
     known : bool
         It has a schema, or a listed ONNX Runtime kernel; others must be treated as opaque.
     overwrites : tuple of int
-        Input slots whose buffers it writes to, though they are not its own: a recompute must get copies.
+        Input slots whose buffers it always overwrites: a recompute must get copies.
     renews : tuple of (int, int)
-        Input slot and output slot: the kernel writes the output where the input lies, even in a graph input, unless the
+        Input slot and output slot: the kernel writes the output over the input, even over a graph input, unless the
         node lacks the output or it is a graph output. See `overwritten`.
     stated : bool
-        It takes its output's shape from what the file states, which must therefore stay stated.
+        It takes its output's shape from the file's value_info, which must therefore stay.
     shapes : tuple of int
-        Input slots that hold nothing but a shape, and that are the only ones there are.
+        Input slots with only a shape, if the op has no other inputs.
     """
 
     random: bool = False
@@ -59,7 +59,7 @@ class OpSemantics:
     shapes: tuple[int, ...] = ()
 
 
-# BatchNormInternal updates running statistics where they lie, even in a graph input.
+# BatchNormInternal updates running statistics in place, even in a graph input.
 _OVERWRITES: Final[dict[tuple[str, str], tuple[int, ...]]] = {
     (_MS, "BatchNormInternal"): (3, 4),
     (_MS, "InPlaceAccumulator"): (0,),
@@ -71,8 +71,7 @@ _DROPOUTS: Final = frozenset(
     {(STANDARD, "Dropout"), (_MS, "BiasDropout"), (_MS, "BitmaskDropout"), (_MS, "BitmaskBiasDropout")}
 )
 
-# Even with an explicit ``seed`` these differ between runs of one session: the kernel keeps its generator's
-# state.
+# Even with an explicit ``seed`` these differ between runs of one session: the kernel keeps its generator's state.
 _RANDOM: Final = frozenset(
     {
         (STANDARD, "Bernoulli"),
@@ -86,8 +85,7 @@ _RANDOM: Final = frozenset(
     }
 )
 
-# No standard operator is stateful: BatchNormalization in training mode returns its running statistics as
-# outputs.
+# No standard operator is stateful: BatchNormalization in training mode returns its running statistics as outputs.
 _STATEFUL: Final = frozenset(
     {
         (_MS, "AdamWOptimizer"),
@@ -106,8 +104,7 @@ _STATEFUL: Final = frozenset(
     }
 )
 
-# Operators with an ONNX Runtime kernel but no ONNX schema: those its optimizers create, and old
-# experimental ones.
+# Operators with an ONNX Runtime kernel but no ONNX schema: those that its optimizers create, and old experimental ones.
 _CONTRIB: Final[dict[str, frozenset[str]]] = {
     STANDARD: frozenset(
         {
@@ -145,7 +142,7 @@ _CONTRIB: Final[dict[str, frozenset[str]]] = {
 
 @lru_cache(1024)
 def semantics(domain: str, op_type: str) -> OpSemantics:
-    """What is known of an operator; ``""`` and ``"ai.onnx"`` are the same domain.
+    """Return the semantics of an operator; ``""`` and ``"ai.onnx"`` are the same domain.
 
     >>> semantics("", "RandomNormal").random, semantics("custom", "Op").known
     (True, False)
@@ -173,7 +170,7 @@ _ELEMENTWISE: Final = frozenset(
 
 
 def is_elementwise(domain: str, op_type: str) -> bool:
-    """Is every entry of the outcome made of the entries of the same place, inputs broadcast?
+    """Whether an operator is elementwise: each output element depends on the broadcast input elements at its index.
 
     >>> is_elementwise("", "Sqrt"), is_elementwise("", "MatMul")
     (True, False)
@@ -181,12 +178,12 @@ def is_elementwise(domain: str, op_type: str) -> bool:
     return canonical(domain) == STANDARD and op_type in _ELEMENTWISE
 
 
-# Running statistics in training mode, which alone has these outputs; measured with ONNX Runtime 1.31.1.
+# Running statistics in training mode, the only mode with these outputs; measured with ONNX Runtime 1.31.1.
 _RENEWS: Final[dict[tuple[str, str], tuple[tuple[int, int], ...]]] = {("", "BatchNormalization"): ((3, 1), (4, 2))}
 
 
 def overwritten(node: onnx.NodeProto, outputs: Container[str] = ()) -> tuple[int, ...]:
-    """Input slots whose buffers the kernel of a node writes to; `outputs` are the graph's.
+    """Return the input slots whose buffers a node's kernel overwrites; `outputs` are the graph's.
 
     >>> text = "y, m1, v1 = BatchNormalization <training_mode = 1> (x, s, b, m, v)"
     >>> node = onnx.parser.parse_node(text)
@@ -199,7 +196,7 @@ def overwritten(node: onnx.NodeProto, outputs: Container[str] = ()) -> tuple[int
 
 
 def is_random(domain: str, op_type: str, *, opset: int = 24, training_mode: bool | None = None) -> bool:
-    """Tell whether two executions of a node may return different values.
+    """Whether two executions of a node may return different values.
 
     Parameters
     ----------
@@ -227,7 +224,7 @@ def is_random(domain: str, op_type: str, *, opset: int = 24, training_mode: bool
 
 
 def nearest_op(domain: str, op_type: str) -> str | None:
-    """The known operator whose name is most like that of an unknown one, if any is.
+    """Return the known operator with the most similar name to an unknown one, if any is similar.
 
     >>> nearest_op("", "Tahn"), nearest_op("com.microsoft", "Gelu"), nearest_op("com.microsoft", "Geluu")
     ('Tan', None, 'Gelu')

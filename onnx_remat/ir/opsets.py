@@ -1,4 +1,4 @@
-"""Domains and opset versions of a model. The standard domain has two names, ``""`` and ``"ai.onnx"``: one here."""
+"""Domains and opset versions of a model. The standard domain's two names, ``""`` and ``"ai.onnx"``, become one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ STANDARD_DOMAINS: Final = (STANDARD, "ai.onnx")
 
 
 def canonical(domain: str) -> str:
-    """One name per domain.
+    """Return the canonical name of a domain.
 
     >>> canonical("ai.onnx"), canonical("com.microsoft")
     ('', 'com.microsoft')
@@ -20,7 +20,7 @@ def canonical(domain: str) -> str:
 
 
 def opsets_of(model: onnx.ModelProto) -> dict[str, int]:
-    """Versions of the domains that a model imports, by canonical name.
+    """Return the versions of the domains that a model imports, by canonical name.
 
     >>> opsets_of(onnx.ModelProto(opset_import=[onnx.helper.make_opsetid("ai.onnx", 20)]))
     {'': 20}
@@ -29,7 +29,7 @@ def opsets_of(model: onnx.ModelProto) -> dict[str, int]:
 
 
 def opset_of(model: onnx.ModelProto, domain: str = STANDARD) -> int:
-    """Version of a domain that a model imports, 0 if it does not import the domain.
+    """Return the version of a domain that a model imports, 0 if it does not import the domain.
 
     >>> model = onnx.ModelProto(opset_import=[onnx.helper.make_opsetid("ai.onnx", 20)])
     >>> opset_of(model), opset_of(model, "com.microsoft")

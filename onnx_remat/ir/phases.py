@@ -1,4 +1,4 @@
-"""Which section of the step each op belongs to: forward, backward or optimizer."""
+"""Phases: whether each op of the step belongs to the forward, backward or optimizer section."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ _UPDATES = ("Add", "Sub", "Mul", "Div", "Sum")
 
 
 def split(graph: Graph, tensors: Mapping[str, Tensor], loss: str | None = None) -> list[int]:
-    """Phase of every op.
+    """Return the phase of every op.
 
-    Labels in node metadata (key ``phase``: forward, backward or optimizer) are believed; unlabelled ops are placed by
-    structure: ancestors of the loss are forward, ops that combine a gradient with a parameter or an optimizer state
-    of the same shape, and what follows from them, are optimizer, the rest is backward. Where no output can be a loss,
-    as in an inference graph, all are forward.
+    Labels in node metadata (key ``phase``: forward, backward or optimizer) have priority; the structure decides for
+    unlabelled ops: ancestors of the loss are forward; ops that combine a gradient with a parameter or an optimizer
+    state of the same shape, and their descendants, are optimizer; the rest is backward. If no output can be a loss, as
+    in an inference graph, all are forward.
 
     Parameters
     ----------
     graph, tensors
         The IR and its shapes.
     loss : str, optional
-        Name of the loss value; by default the output called ``loss``, else the only scalar float output.
+        Name of the loss value; by default the output called ``loss``, otherwise the only scalar float output.
 
     Raises
     ------
     UsageError
         There is no value called `loss`.
     ModelError
-        There are no ops, or some op is unlabelled and it is not clear which output is the loss.
+        There are no ops, or some op is unlabelled and several outputs could be the loss.
     """
     if not graph.ops:
         raise ModelError("the graph has no nodes: there is nothing to plan")
@@ -62,7 +62,7 @@ def split(graph: Graph, tensors: Mapping[str, Tensor], loss: str | None = None) 
 
 
 def note(phases: Sequence[int]) -> tuple[str, ...]:
-    """What to say of a graph without a backward section; nothing of a training step."""
+    """Return a note for a graph without a backward section, nothing for a training step."""
     return () if any(phase != FORWARD for phase in phases) else (_FORWARD_ONLY,)
 
 
@@ -71,17 +71,17 @@ def _label(op: Op) -> int | None:
 
 
 def find_loss(graph: Graph, tensors: Mapping[str, Tensor]) -> str | None:
-    """The output that is the loss; None where there is none. ModelError where several could be it."""
+    """Return the output that is the loss, None if there is none; raise ModelError if several could be it."""
     outputs = [name for name, value in graph.values.items() if value.is_output]
     if "loss" in outputs:
         return "loss"
     scalars = [n for n in outputs if tensors[n].dtype in _FLOATS and tensors[n].shape in ((), (1,))]
     if len(scalars) <= 1:
         return scalars[0] if scalars else None
-    if len(ancestors(graph, scalars)) == len(graph.ops):  # nothing follows them: there is no backward section
+    if len(ancestors(graph, scalars)) == len(graph.ops):  # no op depends on them: there is no backward section
         return None
     raise ModelError(
-        "which output is the loss is not clear (several scalar outputs could be it: {}): name it with {}",
+        "several scalar outputs could be the loss ({}): name it with {}",
         ", ".join(scalars[:5]),
         Setting("loss"),
     )
@@ -103,7 +103,7 @@ def _by_structure(graph: Graph, tensors: Mapping[str, Tensor], loss: str) -> lis
 
 
 def ancestors(graph: Graph, names: Sequence[str]) -> set[int]:
-    """The ops that the values in `names` are computed by, directly or not."""
+    """Return the ops that compute the values in `names`, directly or indirectly."""
     producer = graph.producer()
     found: set[int] = set()
     pending = [producer[name] for name in names if name in producer]
@@ -116,7 +116,7 @@ def ancestors(graph: Graph, names: Sequence[str]) -> set[int]:
 
 
 def _is_update(graph: Graph, tensors: Mapping[str, Tensor], op: Op) -> bool:
-    """Does it combine a parameter or a state with something of its shape, on the way to an output of that shape?"""
+    """Whether an op combines a parameter or a state with a value of its shape, towards an output of that shape."""
     if op.node.op_type not in _UPDATES:
         return False
     shape = tensors[op.outputs[0]].shape
@@ -126,7 +126,7 @@ def _is_update(graph: Graph, tensors: Mapping[str, Tensor], op: Op) -> bool:
 
 
 def _reaches_output_elementwise(graph: Graph, tensors: Mapping[str, Tensor], op: Op) -> bool:
-    """Is every way on from `op` elementwise on its shape, until a graph output?"""
+    """Whether the path of first readers from `op` keeps its shape until a graph output."""
     name, shape = op.outputs[0], tensors[op.outputs[0]].shape
     for _ in range(16):  # an update is a few ops: AdamW's longest chain is under ten
         if graph.values[name].is_output:

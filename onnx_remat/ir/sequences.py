@@ -1,4 +1,4 @@
-"""Bytes of sequences and optionals, which shape inference gives a type but no size."""
+"""Bytes of sequences and optionals, for which shape inference finds a type but no size."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from onnx import TypeProto
 from onnx_remat.ir.graph import Graph
 
 Sizer = Callable[[TypeProto | None], int | None]
-"""Bytes of a tensor of a type, None where unknown."""
+"""Bytes of a tensor of a type, None if unknown."""
 
 _SUM_OF_INPUTS = ("SequenceConstruct", "SequenceInsert", "Optional", "OptionalGetElement", "Identity")
 _FIRST_INPUT = ("SequenceErase", "SplitToSequence")  # at most, for the former
 
 
 def is_container(kind: TypeProto | None) -> bool:
-    """Is it a sequence, a map or an optional?"""
+    """Whether a type is a sequence, a map or an optional."""
     return kind is not None and kind.WhichOneof("value") in ("sequence_type", "optional_type", "map_type")
 
 
 def sizes(graph: Graph, types: Mapping[str, TypeProto], tensor_bytes: Sizer) -> dict[str, int]:
-    """Bytes of every container whose size follows from the ops that make it; others are left out.
+    """Return the bytes of every container whose size follows from the ops that make it; others are left out.
 
-    ONNX Runtime copies what goes into a sequence, so a sequence counts with all its tensors.
+    ONNX Runtime copies tensors into a sequence, so a sequence counts with all its tensors.
     """
     known: dict[str, int] = {}
     for op in graph.ops:

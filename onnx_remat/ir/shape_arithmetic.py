@@ -1,4 +1,4 @@
-"""Shape arithmetic: inference of types node by node, small values computed on the way."""
+"""Shape arithmetic: node-by-node inference of types that also evaluates small values."""
 
 from __future__ import annotations
 
@@ -15,51 +15,51 @@ from onnx_remat.ir.op_semantics import semantics
 from onnx_remat.process import worker
 
 MOST = 1024
-"""Elements of a value that is worth computing."""
+"""Elements up to which a value is evaluated."""
 
 _TYPED_MASKS = 10
-"""Opset from which on a Dropout's mask is boolean; before, it is of the data's type, which no inference tells."""
+"""Opset from which on a Dropout's mask is boolean; before, it has the data's type, which ONNX does not infer."""
 
 
 def ask(model: onnx.ModelProto, types: Mapping[str, TypeProto]) -> dict[str, TypeProto]:
-    """`propagate`, done by the worker under its limits: small inputs may make values of any size."""
-    asked = _asking(model, types)
-    data = asked.SerializeToString()
+    """Run `propagate` in the worker under its limits: small inputs may lead to values of any size."""
+    query = _query(model, types)
+    data = query.SerializeToString()
     _, made = worker.ask(
-        "computing shapes", "onnx_remat.ir.shape_arithmetic:do_propagate", limit(len(asked.graph.node), len(data)), data
+        "computing shapes", "onnx_remat.ir.shape_arithmetic:do_propagate", limit(len(query.graph.node), len(data)), data
     )
     return dict(types) | stated(onnx.GraphProto.FromString(made))
 
 
 def values(model: onnx.ModelProto, types: Mapping[str, TypeProto], names: Sequence[str]) -> dict[str, onnx.TensorProto]:
-    """Those of some values of a model that follow from its shapes and constants; asked as `ask` is."""
-    asked = _asking(model, types)
-    data = asked.SerializeToString()
+    """Return those of the named values that follow from a model's shapes and constants; runs in the worker."""
+    query = _query(model, types)
+    data = query.SerializeToString()
     _, made = worker.ask(
-        "computing shapes", "onnx_remat.ir.shape_arithmetic:do_values", limit(len(asked.graph.node), len(data)), data,
+        "computing shapes", "onnx_remat.ir.shape_arithmetic:do_values", limit(len(query.graph.node), len(data)), data,
         names=list(names),
     )  # fmt: skip
     return {tensor.name: tensor for tensor in onnx.GraphProto.FromString(made).initializer}
 
 
-def _asking(model: onnx.ModelProto, types: Mapping[str, TypeProto]) -> onnx.ModelProto:
-    """A copy of a model that states these types alone."""
-    asked = onnx.ModelProto()
-    asked.CopyFrom(model)
-    asked.graph.ClearField("value_info")
-    asked.graph.value_info.extend(onnx.ValueInfoProto(name=name, type=kind) for name, kind in types.items())
-    return asked
+def _query(model: onnx.ModelProto, types: Mapping[str, TypeProto]) -> onnx.ModelProto:
+    """Return a copy of a model with these types as its only value_info."""
+    query = onnx.ModelProto()
+    query.CopyFrom(model)
+    query.graph.ClearField("value_info")
+    query.graph.value_info.extend(onnx.ValueInfoProto(name=name, type=kind) for name, kind in types.items())
+    return query
 
 
 def do_values(data: bytes, names: Sequence[str]) -> tuple[None, bytes]:
-    """See `values`; for the worker."""
+    """Compute for `values`; runs in the worker."""
     model = onnx.ModelProto.FromString(data)
     computed = _walk(model, {value.name: value.type for value in model.graph.value_info})[1]
     return None, onnx.GraphProto(initializer=[computed[n] for n in names if n in computed]).SerializeToString()
 
 
 def do_propagate(data: bytes) -> tuple[None, bytes]:
-    """See `ask`; for the worker."""
+    """Propagate for `ask`; runs in the worker."""
     model = onnx.ModelProto.FromString(data)
     types = {value.name: value.type for value in model.graph.value_info}
     found = propagate(model, types)
@@ -70,19 +70,19 @@ def do_propagate(data: bytes) -> tuple[None, bytes]:
 
 
 def propagate(model: onnx.ModelProto, types: Mapping[str, TypeProto]) -> dict[str, TypeProto]:
-    """Types of values that follow from inputs of known shape, where ONNX's own data propagation gives up.
+    """Infer types from inputs of known shape where ONNX's own data propagation fails.
 
     Parameters
     ----------
     model : onnx.ModelProto
-        Its nodes in an order in which they can run; what has no data is an input.
+        Its nodes in a topological order; values without data are inputs.
     types : mapping of str to TypeProto
-        What is known, by value.
+        Known types, by value.
 
     Returns
     -------
     dict of str to TypeProto
-        `types`, and what was found.
+        `types`, and the inferred ones.
     """
     return _walk(model, types)[0]
 
@@ -90,9 +90,9 @@ def propagate(model: onnx.ModelProto, types: Mapping[str, TypeProto]) -> dict[st
 def _walk(
     model: onnx.ModelProto, types: Mapping[str, TypeProto]
 ) -> tuple[dict[str, TypeProto], dict[str, onnx.TensorProto]]:
-    """Types as `propagate` returns them, and the small values that were computed on the way."""
+    """Return types as `propagate` does, and the small values that were evaluated on the way."""
     known = dict(types)
-    given = {value.name for value in model.graph.input}  # an initializer among them may be fed something else
+    given = {value.name for value in model.graph.input}  # a caller may override an initializer among them
     data = {t.name: t for t in model.graph.initializer if np.prod(t.dims) <= MOST and t.name not in given}
     opsets = {opset.domain: opset.version for opset in model.opset_import}
 
@@ -115,7 +115,7 @@ def _walk(
                 opset_imports=list(model.opset_import), ir_version=model.ir_version,
             )  # fmt: skip
         except _REFUSALS:
-            continue  # who asked will say what is missing
+            continue  # the caller reports missing types
         known.update({name: kind for name, kind in made.items() if concrete(kind) is not None})
     return known, data
 
@@ -126,15 +126,15 @@ def compute(
     data: dict[str, onnx.TensorProto],
     opsets: Mapping[str, int],
 ) -> None:
-    """Put a node's output into `data` where it is small and follows from shapes and what is there.
+    """Add a node's output to `data` if it is small and follows from shapes and known data.
 
     Parameters
     ----------
     node : onnx.NodeProto
     shape_of : callable
-        The shape of a value, None where it is not known.
+        Returns the shape of a value, None if unknown.
     data : dict of str to onnx.TensorProto
-        Small values that are known.
+        Known small values.
     opsets : mapping of str to int
         Version by domain.
     """
@@ -155,7 +155,7 @@ def compute(
         try:
             run = ReferenceEvaluator(_alone(node, opsets))
             (result,) = run.run(None, {name: numpy_helper.to_array(data[name]) for name in node.input if name})
-        except Exception:  # whatever the evaluator cannot do stays unknown
+        except Exception:  # an output that the evaluator cannot compute stays unknown
             return
     if isinstance(result, np.ndarray | np.generic) and result.size <= MOST:
         data[node.output[0]] = numpy_helper.from_array(np.asarray(result), node.output[0])
@@ -167,7 +167,7 @@ _REFUSALS = (
 
 
 def _alone(node: onnx.NodeProto, opsets: Mapping[str, int]) -> onnx.ModelProto:
-    """A model of one node."""
+    """Return a model of one node."""
     ends = [
         [onnx.ValueInfoProto(name=name) for name in dict.fromkeys(names) if name] for names in (node.input, node.output)
     ]

@@ -1,4 +1,4 @@
-"""Every value's type, shape and bytes, or an error that says what is missing: there are no guesses."""
+"""Type, shape and bytes of every value, or an error that names what is missing; nothing is guessed."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from onnx_remat.messages import Message, Setting, Word
 from onnx_remat.units import check_dims as check_sizes
 
 Dim: TypeAlias = int | str | None
-"""A known size, a symbolic name, or nothing known."""
+"""A known size, a symbolic name, or None for an unknown size."""
 
 TAG = "onnx_remat."
-"""Prefix of every name that rewriting makes up. In a dimension's name, ``=`` and the real size or dimension follow."""
+"""Prefix of every name that rewriting creates. In a dimension's name, ``=`` and the real size or dimension follow."""
 
 UNSEEN = TAG + "unseen"
-"""Prefix of vectors of no entries that nobody can fold: an Unsqueeze by one, or a Concat with it, changes nothing."""
+"""Prefix of empty vectors that cannot be folded: an Unsqueeze by one, or a Concat with it, changes nothing."""
 
 DIMS_KEY = TAG + "dims"
 """Model metadata: the sizes of symbolic dimensions that a rewrite was planned for, as JSON."""
 
 SHAPES_KEY = TAG + "shapes"
-"""Model metadata: what a rewrite left open on purpose, as JSON: value -> data type and dimensions."""
+"""Model metadata: shapes that a rewrite hides on purpose, as JSON: value -> data type and dimensions."""
 
 INITIAL_KEY = TAG + "initial"
-"""Model metadata of a converted step: first values of its scalar states, as JSON: input -> number."""
+"""Model metadata of a converted step: initial values of its scalar states, as JSON: input -> number."""
 
 
 def is_of_a_plan(key: str) -> bool:
-    """Whether a key of a model's metadata speaks of one rewrite, not of the step, so that the next one drops it.
+    """Whether a key of a model's metadata describes one rewrite instead of the step, so that the next one drops it.
 
     >>> is_of_a_plan(TAG + "budget_bytes"), is_of_a_plan(INITIAL_KEY), is_of_a_plan("check.error")
     (True, False, False)
@@ -51,7 +51,7 @@ def is_of_a_plan(key: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """What is known of one value once dims are bound.
+    """Facts about one value with symbolic dimensions bound.
 
     Attributes
     ----------
@@ -60,9 +60,9 @@ class Tensor:
     shape : tuple of int
         Concrete sizes; () is a scalar.
     nbytes : int
-        Storage, sub-byte types packed as ONNX packs them.
+        Storage, sub-byte types packed as in ONNX.
     symbolic : tuple of int, str or None, or None
-        The shape as the runtime will know it from the file alone, dims unbound; None if it will know no rank.
+        The shape that the runtime will infer from the file alone, dims unbound; None if it will not infer the rank.
     """
 
     dtype: int
@@ -72,21 +72,21 @@ class Tensor:
 
 
 Types: TypeAlias = Mapping[str, TypeProto]
-"""By the name of a value."""
+"""Types by value name."""
 
 Asker: TypeAlias = Callable[[onnx.ModelProto, Sequence[str], Types], Types]
-"""Types that someone knows, of some of a model's values at least; given are the model, the names of the values whose
-shapes are missing, and all types known so far."""
+"""A source of types: given the model, the names of values without a shape, and all types known so far, it returns the
+types of some values."""
 
 
 def infer(
     graph: Graph, dims: Mapping[str, int] | None = None, derived: bool = False, askers: Sequence[Asker] = ()
 ) -> dict[str, Tensor]:
-    """Types, shapes and bytes of every value of a graph.
+    """Infer types, shapes and bytes of every value of a graph.
 
-    ONNX's own inference with data propagation comes first; where it leaves something open, sizes are computed node by
-    node (`shape_arithmetic`), then back from results whose shapes the file states; then others are asked in turn, and
-    what they tell is carried on node by node.
+    ONNX's own inference with data propagation comes first. For missing shapes, sizes are computed node by node
+    (`shape_arithmetic`), then backwards from results whose shapes the file states; then each asker is queried in turn,
+    and its results are propagated node by node.
 
     Parameters
     ----------
@@ -94,16 +94,16 @@ def infer(
     dims : mapping of str to int, optional
         Sizes of symbolic dimensions.
     derived : bool
-        `dims` comes from `all_dims` and may name dimensions that this graph has not.
+        `dims` comes from `all_dims` and may name dimensions that this graph does not have.
     askers : sequence of Asker
-        Who else may know shapes: ONNX Runtime, see `ort.runtime.SHAPE_ASKERS`.
+        Other sources of shapes: ONNX Runtime, see `ort.shape_askers.SHAPE_ASKERS`.
 
     Raises
     ------
     UsageError
         `dims` names a dimension the model does not have.
     ShapeError
-        Symbolic dimensions are left unbound (all named in one message), or a value's shape cannot be told.
+        Symbolic dimensions are unbound (one message names all), or a value's shape cannot be inferred.
     ModelError
         The model contradicts itself.
     """
@@ -118,8 +118,8 @@ def infer(
     bound.CopyFrom(light)
     _bind(bound, dims)
     _see_through(bound)
-    told = bound == written and all(_shape(as_written.get(name)) is not None for name in graph.values)
-    types = dict(as_written) if told else native.infer_types(bound)
+    complete = bound == written and all(_shape(as_written.get(name)) is not None for name in graph.values)
+    types = dict(as_written) if complete else native.infer_types(bound)
     left_open = _left_open(bound, dims)
     if unknown_yet := {k: v for k, v in left_open.items() if _shape(types.get(k)) is None}:
         bound = _with_types(bound, unknown_yet)
@@ -128,22 +128,22 @@ def infer(
     if loops := _loop_types(bound):
         bound = _with_types(bound, {k: v for k, v in loops.items() if _shape(types.get(k)) is None})
         types = native.infer_types(bound)
-    held = sequences.sizes(graph, types, _bytes)
-    missing = [n for n in graph.values if n not in held and _shape(types.get(n)) is None]
+    container_bytes = sequences.sizes(graph, types, _bytes)
+    missing = [n for n in graph.values if n not in container_bytes and _shape(types.get(n)) is None]
     for ask in (_by_arithmetic, _by_results, *askers, _by_arithmetic):
         if missing:
             wanted = set(missing)
             types |= {k: v for k, v in ask(bound, missing, types).items() if k in wanted}
-            held = sequences.sizes(graph, types, _bytes)
-            missing = [n for n in missing if n not in held and _shape(types.get(n)) is None]
+            container_bytes = sequences.sizes(graph, types, _bytes)
+            missing = [n for n in missing if n not in container_bytes and _shape(types.get(n)) is None]
     if missing:
-        native.infer_types(bound, strict=True)  # if the model is to blame, this says so
+        native.infer_types(bound, strict=True)  # raises if the model is contradictory
         raise ShapeError(_cannot_size(graph, missing, types, derived))
     alike: dict[tuple[bytes, bytes | None], Tensor] = {}
     tensors: dict[str, Tensor] = {}
     for name in graph.values:
-        if name in held:
-            tensors[name] = Tensor(TensorProto.UNDEFINED, (), held[name], None)
+        if name in container_bytes:
+            tensors[name] = Tensor(TensorProto.UNDEFINED, (), container_bytes[name], None)
             continue
         kind, unbound = types[name], as_written.get(name)
         key = kind.SerializeToString(), None if unbound is None else unbound.SerializeToString()
@@ -152,7 +152,7 @@ def infer(
 
 
 def check_dims(model: onnx.ModelProto, dims: Mapping[str, int], derived: bool = False) -> None:
-    """Raise UsageError where `dims` names a dimension that a model has not, ShapeError where an input's is not bound.
+    """Raise UsageError if `dims` names a dimension the model lacks, ShapeError if a dimension of an input is unbound.
 
     See `infer`.
     """
@@ -168,17 +168,17 @@ def check_dims(model: onnx.ModelProto, dims: Mapping[str, int], derived: bool = 
 
 
 def planned_dims(model: onnx.ModelProto) -> dict[str, int]:
-    """Sizes that a rewrite was planned for, of symbolic dimensions that the model still has; none of other files."""
+    """Return the sizes that a rewrite was planned for, of symbolic dimensions the model still has; else empty."""
     text = next((p.value for p in model.metadata_props if p.key == DIMS_KEY), "{}")
     try:
         known = check_sizes(json.loads(text))
-    except (UsageError, ValueError, RecursionError):  # a tool damaged it: who opens the file says the sizes
+    except (UsageError, ValueError, RecursionError):  # a tool damaged it: the user must state the sizes
         return {}
     return {name: size for name, size in known.items() if name in _symbols(model)}
 
 
 def all_dims(tensors: Mapping[str, Tensor], dims: Mapping[str, int]) -> dict[str, int]:
-    """`dims` and the sizes of every other symbolic dimension that values of the graph have: derived ones too."""
+    """Return `dims` and the sizes of every other symbolic dimension of the graph's values, derived ones included."""
     known = dict(dims)
     for tensor in tensors.values():
         for size, name in zip(tensor.shape, tensor.symbolic or (), strict=False):
@@ -188,9 +188,9 @@ def all_dims(tensors: Mapping[str, Tensor], dims: Mapping[str, int]) -> dict[str
 
 
 def _loop_types(model: onnx.ModelProto) -> dict[str, TypeProto]:
-    """Types of what Loops return, where their bodies state the same shape for a value going in and coming out.
+    """Return the types of Loop outputs whose bodies state the same shape for a carried value's input and output.
 
-    ONNX's inference leaves these shapes open, since an iteration might change them.
+    ONNX does not infer these shapes, since an iteration might change them.
     """
     types: dict[str, TypeProto] = {}
     for node in model.graph.node:
@@ -218,7 +218,7 @@ def _with_types(model: onnx.ModelProto, types: Mapping[str, TypeProto]) -> onnx.
 
 
 def _check_inputs(model: onnx.ModelProto) -> None:
-    """Graph inputs must say what they are: everything else follows from them."""
+    """Check that graph inputs have types and shapes: everything else follows from them."""
     for value in model.graph.input:
         kind = value.type
         if kind.WhichOneof("value") is None or (kind.HasField("tensor_type") and not kind.tensor_type.elem_type):
@@ -230,7 +230,7 @@ def _check_inputs(model: onnx.ModelProto) -> None:
 
 
 def check_declared(model: onnx.ModelProto) -> None:
-    """Compare the types that a model states for its values with what follows from its inputs.
+    """Check the types that a model states for its values against those inferred from its inputs.
 
     Raises
     ------
@@ -245,7 +245,7 @@ def check_declared(model: onnx.ModelProto) -> None:
     try:
         made = native.infer_types(bare)
     except ModelError:
-        return  # custom ops need what is stated
+        return  # with custom ops, inference needs the stated types
     made |= {value.name: value.type for value in model.graph.input}  # an output may be an input, too
     for value in (*model.graph.value_info, *model.graph.output):
         kind, other = value.type, made.get(value.name)
@@ -269,9 +269,9 @@ def _text(kind: TypeProto) -> str:
 
 
 def declared(model: onnx.ModelProto) -> onnx.ModelProto:
-    """A copy of a model with ``value_info`` for every value whose shape follows from the file.
+    """Return a copy of a model with ``value_info`` for every value whose shape follows from the file.
 
-    ONNX Runtime infers the same shapes, but forgets those of the values around the ops it fuses.
+    ONNX Runtime infers the same shapes, but loses those of the values around the ops it fuses.
     """
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
@@ -317,7 +317,7 @@ def _all_dims(model: onnx.ModelProto) -> Iterable[onnx.TensorShapeProto.Dimensio
 
 
 def _symbols(model: onnx.ModelProto) -> list[str]:
-    """Symbolic dimension names, in order of first mention, the inputs' first."""
+    """Return the symbolic dimension names in order of first mention, the inputs' first."""
     names = [d.dim_param for v in model.graph.input for d in v.type.tensor_type.shape.dim if d.dim_param]
     names += [d.dim_param for d in _all_dims(model) if d.dim_param and not d.dim_param.startswith(TAG)]
     return list(dict.fromkeys(names))
@@ -331,16 +331,16 @@ def _bind(model: onnx.ModelProto, dims: Mapping[str, int]) -> None:
         elif name.isdigit() and name != dim.dim_param:
             dim.dim_value = int(name)
         elif dim.HasField("dim_param"):
-            dim.ClearField("dim_param")  # a derived name (such as "2*batch"): inference finds its size
+            dim.ClearField("dim_param")  # inference finds the size of a derived name, such as "2*batch"
 
 
 def _left_open(model: onnx.ModelProto, dims: Mapping[str, int]) -> dict[str, TypeProto]:
-    """The shapes that an earlier rewrite left open, of values that are there; `dims` are the symbolic sizes' values.
+    """Return the shapes that an earlier rewrite hid, of the model's values; `dims` binds symbolic dimensions.
 
     Raises
     ------
     ModelError
-        The metadata that state them are damaged.
+        The metadata with these shapes is damaged.
     """
     text = next((p.value for p in model.metadata_props if p.key == SHAPES_KEY), "{}")
     made = {name for node in model.graph.node for name in node.output}
@@ -369,7 +369,7 @@ def _check_left_open(left_open: Mapping[str, TypeProto], types: Mapping[str, Typ
 
 
 def _see_through(model: onnx.ModelProto) -> None:
-    """Turn into Identity what is one: Unsqueezes and Concats by which an earlier rewrite hid shapes, and copies."""
+    """Replace by Identity the Unsqueezes and Concats with which an earlier rewrite hid shapes, and copies."""
     for node in model.graph.node:
         if node.op_type in ("MemcpyFromHost", "MemcpyToHost"):  # between a device and the host
             node.op_type = "Identity"
@@ -380,12 +380,12 @@ def _see_through(model: onnx.ModelProto) -> None:
 
 
 def _by_arithmetic(model: onnx.ModelProto, _: Sequence[str], known: Types) -> Types:
-    """Node by node, sizes computed on the way."""
+    """Infer types node by node with shape arithmetic."""
     return shape_arithmetic.ask(model, known)
 
 
 def _by_results(model: onnx.ModelProto, _: Sequence[str], known: Types) -> Types:
-    """What an elementwise op reads, backwards from results of stated shape: where nothing but numbers is broadcast."""
+    """Infer inputs of elementwise ops backwards from results of known shape, if only scalars are broadcast."""
     found = dict(known)
     for node in reversed(model.graph.node):
         like = (node.domain, node.op_type) == ("", "CastLike")
@@ -401,7 +401,7 @@ def _by_results(model: onnx.ModelProto, _: Sequence[str], known: Types) -> Types
 
 
 def stating(model: onnx.ModelProto, known: Types) -> onnx.ModelProto:
-    """A copy of a model that states what is known of the values it computes, its outputs aside."""
+    """Return a copy of a model that states the known types of the values it computes, except its outputs."""
     made = {name for node in model.graph.node for name in node.output} - {value.name for value in model.graph.output}
     return _with_types(model, {n: kind for n, kind in known.items() if n in made and _shape(kind) is not None})
 
@@ -422,10 +422,12 @@ def _cannot_size(graph: Graph, missing: list[str], types: Mapping[str, TypeProto
     if producer is not None and (hint := nearest_op(graph.ops[producer].node.domain, graph.ops[producer].node.op_type)):
         more += f" (did you mean the op {hint!r}?)"
     if derived:  # a graph that ONNX Runtime made of the file, whose values and nodes may be its own
-        told = "in the graph that ONNX Runtime makes of the file: add value_info for the file's values around it"
-        return f"the shape of value {name!r}, {where}, cannot be told{more} {told}"
+        where_from = "in the graph that ONNX Runtime makes of the file: add value_info for the file's values around it"
+        return f"the shape of value {name!r}, {where}, cannot be inferred{more} {where_from}"
     lacking = [package for package in ("onnxruntime", "sympy") if find_spec(package) is None]
     advice = f", or install {' and '.join(lacking)} for symbolic inference" if lacking else ""
     if _symbols(graph.model):
         advice = Message(", bind its symbolic dimensions with {}{}", Setting("dims"), advice)
-    return Message("the shape of value {!r}, {}, cannot be told{}: add value_info for it{}", name, where, more, advice)
+    return Message(
+        "the shape of value {!r}, {}, cannot be inferred{}: add value_info for it{}", name, where, more, advice
+    )

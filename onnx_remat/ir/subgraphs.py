@@ -1,4 +1,4 @@
-"""Bodies of If, Loop and Scan as models of their own: what they hold while they run."""
+"""Memory of the bodies of If, Loop and Scan, sized as models of their own."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ PeakOf = Callable[[onnx.ModelProto], int]
 def workspace(
     op: Op, model: onnx.ModelProto, tensors: Mapping[str, Tensor], known: Mapping[str, TensorProto], peak_of: PeakOf
 ) -> int:
-    """Bytes that the bodies of an op hold at most while it runs, beyond the op's own inputs and outputs.
+    """Return the peak bytes of the bodies of an op while it runs, beyond the op's own inputs and outputs.
 
-    `known` are small values of the model that are known by name: shapes and axes that a body reads.
+    `known` maps names to small values of the model: shapes and axes that a body reads.
 
-    If runs one branch, whose results become the op's. Loop holds the values carried into an iteration and out of it,
+    If runs one branch, whose results become the op's. Loop keeps the values carried into an iteration and out of it,
     and every slice of its scan outputs until it joins them at the end. Scan writes slices in place.
 
     Raises
@@ -31,14 +31,14 @@ def workspace(
     """
     made = sum(tensors[name].nbytes for name in op.writes)
     captured = sum(tensors[name].nbytes for name in op.captured)
-    kind, held = op.node.op_type, 0
+    kind, peak = op.node.op_type, 0
     for body in _models(op, model, tensors, known):
-        held = max(held, peak_of(body))
+        peak = max(peak, peak_of(body))
     if kind == "Loop":
         carried = len(op.inputs) - 2
         made = sum(tensors[name].nbytes for name in op.outputs[:carried] if name)
-        held += sum(tensors[name].nbytes for name in op.outputs[carried:] if name)
-    return max(0, held - captured - made)
+        peak += sum(tensors[name].nbytes for name in op.outputs[carried:] if name)
+    return max(0, peak - captured - made)
 
 
 def _models(
@@ -60,7 +60,7 @@ def _models(
 
 
 def _given(op: Op, tensors: Mapping[str, Tensor]) -> list[tuple[int, tuple[int, ...]]]:
-    """Types and shapes of what a body is called with, in the order of its inputs."""
+    """Return the types and shapes of a body's arguments, in the order of its inputs."""
     actual = [(tensors[name].dtype, tensors[name].shape) for name in op.inputs if name]
     if op.node.op_type == "Loop":
         carried = [(tensors[name].dtype, tensors[name].shape) for name in op.inputs[2:]]

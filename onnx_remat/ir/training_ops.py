@@ -1,11 +1,11 @@
-"""Operators that ONNX does not know, of ONNX Runtime's training build and blocked layout: what results look like.
+"""Types and shapes of operators unknown to ONNX: of ONNX Runtime's training build, and of its blocked layout.
 
-``training_model.onnx``, as onnxruntime-training makes it, is full of gradient operators without a schema in onnx or in
-stock ONNX Runtime. For shape inference alone, each gives way to standard operators whose results have the same types
-and shapes. Shapes were compared with runs of onnxruntime-training 1.19.2 (``tests/ir/test_training_ops.py``).
+``training_model.onnx``, as onnxruntime-training writes it, has many gradient operators without a schema in onnx or in
+stock ONNX Runtime. For shape inference only, standard operators whose results have the same types and shapes stand in
+for each. Shapes were compared with runs of onnxruntime-training 1.19.2 (``tests/ir/test_training_ops.py``).
 
-Stock ONNX Runtime runs convolutions on the CPU in a layout of its own; it infers the shapes of such values, too, and
-lets those of equal shapes share buffers.
+Stock ONNX Runtime runs convolutions on the CPU in a layout of its own; it also infers the shapes of such values, and
+reuses buffers between those of equal shapes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _GIVEN_BY: Final = {
     (_MS, "GatherNDGrad"): (0, 2),
     (_MS, "SliceGrad"): (1, 0),
 }
-"""The input that holds the shape of the only output, and the input that has its type."""
+"""The input whose value is the shape of the only output, and the input that has its type."""
 
 _AS_STANDARD: Final = {
     (_MS, "ReduceSumTraining"): "ReduceSum",
@@ -61,40 +61,40 @@ _BLOCKED: Final = frozenset({"AveragePool", "Conv", "GlobalAveragePool", "Global
 
 _UNTOLD: Final = frozenset({*_GIVEN_BY, (_MS, "BatchNormalizationGrad"), (_MS, "ConvGrad"),
                             (_MS, "SimplifiedLayerNormalizationGrad")})  # fmt: skip
-"""Operators for which the training build knows no shapes either, but those that the file states."""
+"""Operators for which the training build infers no shapes either: it uses those that the file states."""
 
 STATED: Final = frozenset({("", "AveragePoolGrad"), ("", "MaxPoolGrad")})
-"""Operators whose kernels take their result's shape from what the file states."""
+"""Operators whose kernels take their result's shape from the file's value_info."""
 
 _OURS: Final = frozenset({*_LIKE, *_GIVEN_BY, *_AS_STANDARD, *STATED, (_MS, "ConvGrad"), (_MS, "ConcatTraining"),
                           (_MS, "InPlaceAccumulatorV2")})  # fmt: skip
 
 _FORWARD: Final = frozenset({(_MS, "BiasGelu"), (_MS, "FastGelu"), (_MS, "Gelu"), (_MS, "QuickGelu"),
                              (_MS, "FusedMatMul")})  # fmt: skip
-"""Operators that stock ONNX Runtime has as well, but cannot be asked about beside those that it has not."""
+"""Operators that stock ONNX Runtime also has, but whose shapes it cannot infer in a graph with unknown operators."""
 
 
 def is_training_op(domain: str, op_type: str) -> bool:
-    """Is it one of the operators that only the training build has?"""
+    """Whether only the training build has this operator."""
     return (domain, op_type) in _OURS
 
 
 def is_pure_contrib(domain: str, op_type: str) -> bool:
-    """Is it one of the operators above, whose results depend on their inputs alone?"""
+    """Whether it is one of the operators above, whose results depend on their inputs alone."""
     return (domain, op_type) in _OURS or (domain, op_type) in _FORWARD
 
 
 def first_training_op(model: onnx.ModelProto) -> onnx.NodeProto | None:
-    """The first node of a model that only the training build can run, if there is one."""
+    """Return the first node of a model that only the training build can run, if there is one."""
     return next((node for node in model.graph.node if is_training_op(node.domain, node.op_type)), None)
 
 
 def check_ops(model: onnx.ModelProto) -> None:
-    """Raise a ModelError that says how to run a model that stock ONNX Runtime cannot."""
+    """Raise a ModelError with advice if stock ONNX Runtime cannot run a model."""
     if node := first_training_op(model):
         raise ModelError(
-            "node {!r} ({}) is an op of onnxruntime-training, which ONNX Runtime has not: {} names the interpreter of "
-            "an environment that has it",
+            "node {!r} ({}) is an op of onnxruntime-training that stock ONNX Runtime lacks: {} names the interpreter "
+            "of an environment that has it",
             node.name or node.output[0],
             node.op_type,
             Setting("python", Word("PYTHON")),
@@ -102,15 +102,15 @@ def check_ops(model: onnx.ModelProto) -> None:
 
 
 def with_stand_ins(model: onnx.ModelProto, as_runtime: bool = False) -> onnx.ModelProto:
-    """A model whose values have the same types and shapes, in ops that shape inference knows.
+    """Return a model whose values have the same types and shapes, with ops that shape inference knows.
 
     Parameters
     ----------
     model : onnx.ModelProto
-        Returned as it is where nothing needs a stand-in.
+        Returned unchanged if no op needs a stand-in.
     as_runtime : bool
-        Stand in for ops only where the training build infers shapes by itself, and for none in bodies (If, Loop, Scan),
-        of which nobody can be asked.
+        Stand in only for ops for which the training build itself infers shapes, and for none in bodies (If, Loop,
+        Scan), for which no runtime infers them.
 
     Examples
     --------
@@ -151,7 +151,7 @@ def _bodies(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
 
 
 def _holds_one(body: onnx.GraphProto) -> bool:
-    """Is one of the operators above in a body, or in the bodies in it?"""
+    """Whether a body, or a body nested in it, has one of the operators above."""
     return any(is_pure_contrib(node.domain, node.op_type) or any(map(_holds_one, _bodies(node))) for node in body.node)
 
 
@@ -165,7 +165,7 @@ def _stand_in_body(body: onnx.GraphProto, opset: int) -> None:
 
 
 def _padded_channels(graph: onnx.GraphProto) -> dict[str, int]:
-    """Channels of what convolutions in ONNX Runtime's blocked layout read: whole blocks, as their filters say."""
+    """Return the channels of the inputs of convolutions in the blocked layout: whole blocks, as in their filters."""
     filters = {tensor.name: list(tensor.dims) for tensor in graph.initializer}
     filters |= {value.name: [d.dim_value for d in value.type.tensor_type.shape.dim] for value in graph.input}
     found = {}
@@ -177,7 +177,7 @@ def _padded_channels(graph: onnx.GraphProto) -> dict[str, int]:
 
 
 def _with_channels(node: onnx.NodeProto, channels: int) -> list[onnx.NodeProto]:
-    """An image of as many channels as a node's output has, whatever its input has: a convolution by single pixels."""
+    """Return a convolution with 1x1 filters: its output has a node's padded number of channels, whatever its input."""
     pixels = helper.make_tensor("", TensorProto.FLOAT, [channels, 1, 1, 1], [0.0] * channels)
     name = f"{node.output[0]}.pixels"
     return [
@@ -222,7 +222,7 @@ def _like(node: onnx.NodeProto, slot: int, like: int) -> onnx.NodeProto:
 
 
 def _unblocked(node: onnx.NodeProto) -> onnx.NodeProto:
-    """Filters are padded to whole blocks, as the results' channels are; a Conv may add its fourth input."""
+    """Return a blocked operator as a standard one; filters are padded like channels, a Conv loses its sum input."""
     if node.op_type == "ReorderInput":
         return _like(node, 0, 0)
     if node.op_type not in _BLOCKED:
@@ -233,7 +233,7 @@ def _unblocked(node: onnx.NodeProto) -> onnx.NodeProto:
 
 
 def _conv_grad(node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
-    """Gradients of data, filters and bias; the last has an entry per filter."""
+    """Yield stand-ins for gradients of data, filters and bias; the last has an entry per filter."""
     yield from (_like(node, slot, slot + 1) for slot in range(min(2, len(node.output))))
     if len(node.output) > 2 and node.output[2]:
         flat = f"{node.output[2]}.flat"
@@ -242,14 +242,14 @@ def _conv_grad(node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
 
 
 def _accumulator(node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
-    """A flag that it is done, and on demand the sum."""
+    """Yield stand-ins for the update flag, and optionally for the sum."""
     yield _constant(node.output[0], TensorProto.BOOL, 1)
     if len(node.output) > 1:
         yield _like(node, 1, 0)
 
 
 def _concat(node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
-    """The inputs joined, and the length of each."""
+    """Yield stand-ins for the concatenation, and for the length of each input."""
     joined = helper.make_node("Concat", node.input, node.output[:1])
     joined.attribute.extend(node.attribute)
     yield joined
@@ -279,7 +279,7 @@ _SPECIAL: Final[dict[tuple[str, str], Callable[[onnx.NodeProto], Iterator[onnx.N
 
 
 def _normalization(node: onnx.NodeProto, opset: int) -> Iterator[onnx.NodeProto]:
-    """Results of normalizing the last axis, in opsets whose standard has no such op; statistics have size 1 there."""
+    """Yield stand-ins for a normalisation of the last axis, if the opset lacks it; statistics have size 1 there."""
     axis = next((a.i for a in node.attribute if a.name == "axis"), -1)
     if axis != -1 or (opset >= 17 and node.op_type == "LayerNormalization"):
         yield node

@@ -85,15 +85,15 @@ def _read_in_bodies(
         and math.prod(tensors[name].shape) <= shape_arithmetic.MOST
     ]  # fmt: skip
     given = {n: stated[n] for n in small if n in stated and stated[n].data_location != TensorProto.EXTERNAL}
-    asked = [name for name in small if name not in stated and graph.values[name].kind == NODE]
-    if not asked:
+    needed = [name for name in small if name not in stated and graph.values[name].kind == NODE]
+    if not needed:
         return given
     types = {
         name: onnx.helper.make_tensor_type_proto(tensor.dtype, tensor.shape)
         for name, tensor in tensors.items()
         if tensor.dtype != TensorProto.UNDEFINED
     }
-    return given | shape_arithmetic.values(without_weights(graph.model), types, asked)
+    return given | shape_arithmetic.values(without_weights(graph.model), types, needed)
 
 
 @blames_the_node

@@ -43,7 +43,7 @@ _CUSTOM_OPS = (
     "optimisations nor the memory of custom kernels were checked"
 )
 _MANY_NODES = (
-    f"onnxruntime takes a minute or more to load some graphs of over {runtime.MOST_NODES} nodes: it was not asked, "
+    f"onnxruntime takes a minute or more to load some graphs of over {runtime.MOST_NODES} nodes: it was not queried, "
     "the plan follows the file as it is, and graph optimisations were not checked (onnx-remat-bench measures both "
     "files)"
 )

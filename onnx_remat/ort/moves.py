@@ -115,7 +115,7 @@ def split(compiled: Compiled, names: Collection[str], link: Link) -> Compiled:
         move = helper.make_node(MOVE, [home], [name], name=op.label, domain=SPLIT)
         move.metadata_props.extend(op.node.metadata_props)
         ops.append(replace(op, index=len(ops), outputs=tuple(home if n == name else n for n in op.outputs)))
-        ops.append(Op(len(ops), move, (home,), (), (name,), op.anew))
+        ops.append(Op(len(ops), move, (home,), (), (name,), op.expanded))
         source.append(op.index)
     moves = np.array([is_move(op) for op in ops], np.bool_)
     made = np.append(moves[1:], False)  # ops followed by the move of their result
@@ -135,7 +135,7 @@ def split(compiled: Compiled, names: Collection[str], link: Link) -> Compiled:
     return Compiled(whole, tensors, compiled.kernels, rows, replace(found, moves=moves))
 
 
-def beside(compiled: Compiled) -> Longs:
+def host_copy_bytes(compiled: Compiled) -> Longs:
     """Return the bytes that each op needs for a result that the plan counts as the host's copy. Shape (n_ops,).
 
     Zero if the result may overwrite an input that dies there: the following Move counts it, and the other live values.
@@ -269,9 +269,9 @@ def worth_moving(compiled: Compiled, schedule: Schedule, link: Link, at_any_pric
     for name in dict.fromkeys([*movable(compiled), *already]):
         maker = int(problem.producer()[number[name]])
         again = runs[maker] > 1 or maker in late
-        dear = at_any_price or (len(problem.moves) and problem.moves[maker])
-        dear = dear or problem.cost[maker] > link.seconds(int(problem.nbytes[number[name]]))
-        if live[number[name]] or (again and dear):
+        expensive = at_any_price or (len(problem.moves) and problem.moves[maker])
+        expensive = expensive or problem.cost[maker] > link.seconds(int(problem.nbytes[number[name]]))
+        if live[number[name]] or (again and expensive):
             found.append(name)
     return found
 

@@ -77,7 +77,7 @@ def notes(compiled: Compiled) -> tuple[str, ...]:
                 Setting("cudnn_workspace"),
             )
         )
-    if norms := [op.label for op in compiled.graph.ops if op.anew and op.node.op_type == "BatchNormalization"]:
+    if norms := [op.label for op in compiled.graph.ops if op.expanded and op.node.op_type == "BatchNormalization"]:
         more = f" (and {len(norms) - 1} more)" if len(norms) > 1 else ""
         lines.append(
             f"BatchNormalization in training mode has no {kernels.name.upper()} kernel: {norms[0]!r}{more} is written "

@@ -74,7 +74,7 @@ class Compiled:
     def default_order(self) -> Schedule:
         """Return the order in which ONNX Runtime executes this file without graph optimisations."""
         made_by = self.problem.producer()
-        by_index = sorted(range(self.problem.n_ops), key=lambda op: self.graph.ops[op].anew)
+        by_index = sorted(range(self.problem.n_ops), key=lambda op: self.graph.ops[op].expanded)
         index = {op: i for i, op in enumerate(by_index)}
         producers = [[index[int(made_by[v])] for v in self.problem.inputs(op) if made_by[v] >= 0] for op in by_index]
         order = default_order(producers)

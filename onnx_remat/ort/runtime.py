@@ -255,13 +255,13 @@ def infer_shapes(model: onnx.ModelProto, names: Sequence[str]) -> dict[str, tupl
     """
     if not available():
         return {}
-    asking = onnx.ModelProto()
-    asking.CopyFrom(model)
+    query = onnx.ModelProto()
+    query.CopyFrom(model)
     have = {value.name for value in model.graph.output}
-    asking.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names if name not in have)
+    query.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names if name not in have)
     try:
         made, _ = ask(
-            "ONNX Runtime", "onnx_remat.ort.runtime:load_and_infer", limit(model), asking.SerializeToString(),
+            "ONNX Runtime", "onnx_remat.ort.runtime:load_and_infer", limit(model), query.SerializeToString(),
             names=list(names),
         )  # fmt: skip
     except ModelError:

@@ -14,14 +14,14 @@ from onnx_remat.ort import runtime
 
 def _by_loading(model: onnx.ModelProto, names: Sequence[str], known: Types) -> Types:
     """Infer types by ONNX Runtime, which knows its contrib ops, from the types known so far."""
-    asking = stating(model, known)
+    query = stating(model, known)
     # The hiding vectors have no reader any more, and in a model of IR version 3 ONNX Runtime refuses them.
-    kept = [weight for weight in asking.graph.initializer if not weight.name.startswith(UNSEEN)]
-    del asking.graph.initializer[:]
-    asking.graph.initializer.extend(kept)
+    kept = [weight for weight in query.graph.initializer if not weight.name.startswith(UNSEEN)]
+    del query.graph.initializer[:]
+    query.graph.initializer.extend(kept)
     return {
         name: onnx.helper.make_tensor_type_proto(_ELEMENTS[kind], dims)
-        for name, (kind, dims) in runtime.infer_shapes(asking, names).items()
+        for name, (kind, dims) in runtime.infer_shapes(query, names).items()
         if kind in _ELEMENTS and dims and all(isinstance(dim, int) for dim in dims)  # [] may also mean unknown
     }
 
@@ -36,16 +36,16 @@ def _node_by_node(model: onnx.ModelProto, names: Sequence[str], known: Types) ->
     have casts of the same name.
     """
     wanted = set(names)
-    asking = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import)
-    asking.graph.name = model.graph.name
-    asking.graph.node.extend(node for node in model.graph.node if not wanted.isdisjoint(node.output))
-    made = {name for node in asking.graph.node for name in node.output}
-    read = dict.fromkeys(name for node in asking.graph.node for name in node.input if name not in made)
+    query = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import)
+    query.graph.name = model.graph.name
+    query.graph.node.extend(node for node in model.graph.node if not wanted.isdisjoint(node.output))
+    made = {name for node in query.graph.node for name in node.output}
+    read = dict.fromkeys(name for node in query.graph.node for name in node.input if name not in made)
     weights = [weight for weight in model.graph.initializer if weight.name in read]
-    asking.graph.initializer.extend(weights)
+    query.graph.initializer.extend(weights)
     given = read.keys() - {weight.name for weight in weights}
-    asking.graph.input.extend(onnx.ValueInfoProto(name=n, type=known[n]) for n in read if n in given and n in known)
-    return _by_loading(asking, names, {})
+    query.graph.input.extend(onnx.ValueInfoProto(name=n, type=known[n]) for n in read if n in given and n in known)
+    return _by_loading(query, names, {})
 
 
 def _symbolically(model: onnx.ModelProto, _names: Sequence[str], _known: Types) -> Types:

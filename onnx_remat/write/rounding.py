@@ -72,8 +72,8 @@ class Direct:
     def of(compiled: Compiled) -> Direct:
         """Return the record of an original; load it in ONNX Runtime if the CPU may compute half precision in float."""
         halves = any(tensor.dtype == _HALF for tensor in compiled.tensors.values())
-        asked = halves and compiled.kernels.device == "cpu" and runtime.available()
-        if not asked or runtime.is_large(compiled.graph.model):
+        affected = halves and compiled.kernels.device == "cpu" and runtime.available()
+        if not affected or runtime.is_large(compiled.graph.model):
             return Direct(compiled, None, set())
         try:
             return Direct(compiled, _loaded(compiled.graph.model), set())
@@ -244,19 +244,19 @@ class _Numbered:
                 if in_half:
                     self._terms.exact.add(number)
         else:
-            if asks := node.op_type in ("Shape", "Size"):
+            if only_shape := node.op_type in ("Shape", "Size"):
                 read = tuple(self._terms.unrounded(number) for number in read)
             inside = tuple(self._of(name) for name in captured)
             drawn = plain[0] if not node.input else ""
             halves = _halves_of_body(node)
             for i, name in enumerate(node.output):
-                half = in_half and not asks if halves is None else i in halves
+                half = in_half and not only_shape if halves is None else i in halves
                 how = (node.domain, _attributes(node), i, half, inside, drawn)
                 number = self._terms.number(_Term(node.op_type, how, read))
                 expected = self._as_original(plain[i], number)
                 if number != expected and (near or name.startswith(INSERTED)):
                     self._blame(node, plain[i])
-                self._set(name, expected, half, half or (near and not asks))
+                self._set(name, expected, half, half or (near and not only_shape))
                 if half:
                     self._terms.exact.add(number)
         for name, bare in zip(node.output, plain, strict=True):

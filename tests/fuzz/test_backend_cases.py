@@ -48,7 +48,10 @@ def unexpected(name: str, outcomes: dict[str, Outcome]) -> list[str]:
     for column, outcome in outcomes.items():
         holds = outcome.kind == REFUSED and (
             any(reason in outcome.message for reason in HOLD)
-            or ("cannot be told" in outcome.message and (UNKNOWN_SIZES.search(name) or UNKNOWN_IN_BODIES.search(name)))
+            or (
+                "cannot be inferred" in outcome.message
+                and (UNKNOWN_SIZES.search(name) or UNKNOWN_IN_BODIES.search(name))
+            )
         )
         if outcome.kind not in (RIGHT, TOO_LOW) and not holds:
             found.append(f"{name}, {column}: {outcome.kind}: {outcome.message}")

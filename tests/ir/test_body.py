@@ -144,7 +144,7 @@ def _no_standard(model: onnx.ModelProto) -> None:
     ("change", "message"),
     [
         (_renamed_hidden, "'onnx_remat.body.zero' is needed"),
-        (_sequence, "output 'losses' is no tensor"),
+        (_sequence, "output 'losses' is not a tensor"),
         (_only_inputs, "every output is an input or a constant"),
         (_no_standard, "does not import"),
     ],
@@ -160,7 +160,7 @@ def test_it_is_refused_before_the_plan() -> None:
     model = chain(3, 4, 2)
     _sequence(model)
     seen: list[str] = []
-    with pytest.raises(ModelError, match="no tensor of a known type"):
+    with pytest.raises(ModelError, match="not a tensor of a known type"):
         onnx_remat.rewrite_model(
             model, "90%", run_by="session", patterns=False, progress=lambda what, _: seen.append(what)
         )

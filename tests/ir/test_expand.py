@@ -90,7 +90,7 @@ def test_the_original_runs_in_the_order_that_is_emulated(tmp_path):
     ops = [emulated.compiled.graph.ops[i] for i in emulated.order.order]
     assert len(seen) == len(ops)
     for name, op in zip(seen, ops, strict=True):
-        assert name.startswith(op.node.op_type) if op.anew else name == op.label
+        assert name.startswith(op.node.op_type) if op.expanded else name == op.label
 
 
 def test_a_result_keeps_its_order_and_its_bits(tmp_path):
@@ -108,7 +108,7 @@ def test_a_result_keeps_its_order_and_its_bits(tmp_path):
     onnx.save(result.model, tmp_path / "b.onnx")
     emulated = as_executed(result.model, None, "disable", Preparation(CPU))
     ops = [emulated.compiled.graph.ops[i] for i in emulated.order.order]
-    assert not any(op.anew for op in ops)
+    assert not any(op.expanded for op in ops)
     assert list(processes.measure(tmp_path / "b.onnx", "disable", trace=True).executed) == [op.label for op in ops]
     assert verify.bitwise(tmp_path / "a.onnx", tmp_path / "b.onnx") == "bitwise equal"
     assert processes.measure(tmp_path / "b.onnx", "disable").peak_bytes <= result.report.budget + processes.RESOLUTION

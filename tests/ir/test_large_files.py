@@ -110,7 +110,7 @@ def test_data_of_a_wrong_length_is_refused(tmp_path, every_file_is_large):
 def test_a_file_that_changes_meanwhile_is_not_mixed_with_itself(path, tmp_path, every_file_is_large):
     source = model_io.load(path)
     os.utime(path, ns=(1, 1))
-    with pytest.raises(ModelError, match="changed meanwhile"):
+    with pytest.raises(ModelError, match="changed during the run"):
         model_io.save(source.model, tmp_path / "out.onnx", source.folder)
     assert [p.name for p in tmp_path.iterdir()] == ["m.onnx"]
 
@@ -127,7 +127,7 @@ def test_a_result_may_replace_its_source(path, every_file_is_large):
 def test_more_than_two_gigabytes_are_refused_before_anything_is_written(path, tmp_path, monkeypatch):
     monkeypatch.setattr(large_files, "LARGE_FILE", 0)
     source = model_io.load(path)
-    monkeypatch.setattr(large_files, "_MOST", 600_000)
+    monkeypatch.setattr(large_files, "_MOST_BYTES", 600_000)
     with pytest.raises(ModelError, match="2 GiB"):
         model_io.save(source.model, tmp_path / "out.onnx", source.folder)
     assert [p.name for p in tmp_path.iterdir()] == ["m.onnx"]

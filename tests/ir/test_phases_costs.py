@@ -120,7 +120,9 @@ def test_an_ambiguous_loss_is_refused_with_the_candidates():
     ]
     outputs = {"first": [], "second": [1], "count": (TensorProto.INT64, [])}
     model = model_of(nodes, {"x": [4]}, outputs)
-    with pytest.raises(ModelError, match=r"several scalar outputs could be it: first, second\): name it with loss="):
+    with pytest.raises(
+        ModelError, match=r"several scalar outputs could be the loss \(first, second\): name it with loss="
+    ):
         phase_by_label(model)
     assert phase_by_label(model, "second") == {"one": BACKWARD, "two": FORWARD, "three": BACKWARD}
 

@@ -235,7 +235,7 @@ def test_sequences_of_unknown_length_are_refused_by_value():
 
 def test_sizes_that_depend_on_data_are_refused_by_value_and_node():
     nodes = [make("NonZero", ["x"], ["where"], name="find"), make("Neg", ["where"], ["y"], name="neg")]
-    with pytest.raises(ShapeError, match=r"value 'where', made by node 'find' \(NonZero\), cannot be told"):
+    with pytest.raises(ShapeError, match=r"value 'where', made by node 'find' \(NonZero\), cannot be inferred"):
         inferred(model_of(nodes, {"x": [4]}, {"y": (INT64, [1, "n"])}))
 
 
@@ -248,7 +248,7 @@ def test_value_info_helps_where_inference_does_not():
         if known:
             assert inferred(model)["y"].shape == (4, 6)
         else:
-            with pytest.raises(ShapeError, match=r"'mystery' \(Mystery\), cannot be told"):
+            with pytest.raises(ShapeError, match=r"'mystery' \(Mystery\), cannot be inferred"):
                 inferred(model)
 
 

@@ -44,8 +44,8 @@ def test_a_value_of_the_optimised_graph_is_told_from_one_of_the_file() -> None:
     """Nobody can state the shape of a value that is not in the file, or install what is there."""
     text = '<ir_version: 8, opset_import: ["" : 17]> g (float[4] x) => (int64 n) { i = NonZero(x)  n = Size(i) }'
     ir = graph.build(onnx.parser.parse_model(text))
-    with pytest.raises(ShapeError, match=r"cannot be told: add value_info for it$") as of_file:
+    with pytest.raises(ShapeError, match=r"cannot be inferred: add value_info for it$") as of_file:
         shapes.infer(ir, askers=SHAPE_ASKERS)
     assert "onnxruntime" not in str(of_file.value) and "dims" not in str(of_file.value)
-    with pytest.raises(ShapeError, match="cannot be told in the graph that ONNX Runtime makes of the file"):
+    with pytest.raises(ShapeError, match="cannot be inferred in the graph that ONNX Runtime makes of the file"):
         shapes.infer(ir, derived=True, askers=SHAPE_ASKERS)

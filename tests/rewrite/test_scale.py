@@ -155,7 +155,7 @@ def test_graphs_that_the_runtime_takes_minutes_to_load_are_planned_from_the_file
         result = onnx_remat.rewrite_model(model, "45%", effort=0.2, run_by="session")
     report = result.report
     assert report.before.total == plainly and len(set(report.peaks_by_level.values())) == 1
-    assert any("was not asked" in note for note in report.notes)
+    assert any("was not queried" in note for note in report.notes)
     assert report.recomputed > 0
     assert as_executed(result.model, None, "all", Preparation(CPU)).timeline.peak <= report.budget
 
