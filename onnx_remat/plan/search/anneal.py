@@ -11,7 +11,7 @@ import numpy as np
 
 from onnx_remat.plan.search.intervals import give_back
 from onnx_remat.plan.search.loading import unload
-from onnx_remat.plan.search.moves import (
+from onnx_remat.plan.search.neighbours import (
     add,
     draw,
     hoist,

@@ -41,7 +41,7 @@ FEASIBLE_SHARE = 0.35
 FIRST_PRICE = 0.1
 """Initial price of an average op's output bytes above the budget for one step, in average ops' costs: by reasoning."""
 
-# --- single moves (moves) ---
+# --- single moves (neighbours) ---
 
 CHAIN = 40
 """Events that one removal may take out, including recomputes that become unused: by reasoning."""
