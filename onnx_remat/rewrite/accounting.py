@@ -235,7 +235,7 @@ class LoopMemory(Accounting):
             problem,
             poolable=np.zeros(problem.n_values, np.bool_),
             cost=problem.cost if self.cost is None else self.cost,
-            workspace=moves.beside(self.compiled),
+            workspace=moves.host_copy_bytes(self.compiled),
             base_bytes=problem.base_bytes + apart,
             hold_unread=False,
         )
