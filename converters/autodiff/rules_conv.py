@@ -65,16 +65,16 @@ def conv_transpose(s: RuleInput) -> Grads:
 def _transposed_geometry(s: RuleInput) -> Geometry:
     kernel, mode = s.known_shape(1)[2:], s.attribute("auto_pad", "NOTSET")
     rank, group = len(kernel), s.attribute("group")
-    asked = s.attribute("output_shape")
+    stated = s.attribute("output_shape")
     ones = (1,) * rank
     strides, dilations = tuple(s.attribute("strides") or ones), tuple(s.attribute("dilations") or ones)
-    if asked is None and mode in ("NOTSET", "VALID"):
+    if stated is None and mode in ("NOTSET", "VALID"):
         pads = s.attribute("pads") if mode == "NOTSET" else None
         pads = pads or [0] * (2 * rank)
         return Geometry(kernel, strides, dilations, tuple(pads[:rank]), tuple(pads[rank:]), group)
     lengths = s.known_shape()[2:]
     extra = s.attribute("output_padding") or [0] * rank
-    wanted = list(asked)[-rank:] if asked else [n * st for n, st in zip(lengths, strides, strict=True)]
+    wanted = list(stated)[-rank:] if stated else [n * st for n, st in zip(lengths, strides, strict=True)]
     begin, end = [], []
     for n, k, st, d, more, out in zip(lengths, kernel, strides, dilations, extra, wanted, strict=True):
         total = max(0, st * (n - 1) + more + d * (k - 1) + 1 - out)

@@ -205,8 +205,8 @@ def _called(tensor: torch.Tensor) -> str:
         local, own = frame.f_locals, frame.f_locals.get("self")
         if isinstance(own, torch.nn.Module):
             if inner is None:
-                held = (own._parameters, own._buffers, vars(own))
-                path = next((n for each in held for n, value in each.items() if value is tensor), "")
+                attributes = (own._parameters, own._buffers, vars(own))
+                path = next((n for each in attributes for n, value in each.items() if value is tensor), "")
                 inner = own if path else None
                 owner = type(own).__name__
             elif own is not inner:

@@ -50,9 +50,9 @@ def initial_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, tor
             f"the step of optimizer {kind} runs the model again by itself, as often as it decides (a closure): a graph "
             "cannot; take another optimizer, or export without one and update the parameters yourself"
         )
-    held = {name: parameter.detach() for name, parameter in _of(optimizer, parameters).items()}
-    known = {name: optimizer.state.get(parameters[name]) or {} for name in held}
-    new = {name: value for name, value in held.items() if not known[name]}
+    owned = {name: parameter.detach() for name, parameter in _of(optimizer, parameters).items()}
+    known = {name: optimizer.state.get(parameters[name]) or {} for name in owned}
+    new = {name: value for name, value in owned.items() if not known[name]}
     try:
         from_zeros, from_ones = (_first(optimizer, parameters, new, fill) for fill in (0.0, 1.0))
     except (RuntimeError, TypeError) as error:  # SparseAdam wants sparse gradients
@@ -62,7 +62,7 @@ def initial_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, tor
         ) from error
     made: State = {}
     from_gradient = False
-    for name in held:
+    for name in owned:
         made[name] = {}
         for slot, value in (known[name] or from_zeros[name]).items():
             if isinstance(value, torch.Tensor | int | float):
@@ -206,8 +206,8 @@ def updated(
     ConversionError
         The step reads values.
     """
-    held = _of(optimizer, parameters)
-    copies = {name: values[name].detach().clone() for name in gradients if name in held}
+    owned = _of(optimizer, parameters)
+    copies = {name: values[name].detach().clone() for name in gradients if name in owned}
     pieces = {name: {slot: _exact(value) for slot, value in state.get(name, {}).items()} for name in copies}
     other = twin(optimizer, parameters, copies, pieces, _SETTINGS)
     for group in other.param_groups:
@@ -250,8 +250,8 @@ def _kept(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     groups = enumerate(optimizer.param_groups)
     settings = {f"{key} of group {i}": value for i, group in groups for key, value in group.items() if key != "params"}
     parameters = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    beside = {f"self.state[{key!r}]": dict(v) for key, v in optimizer.state.items() if key not in parameters}
-    return attributes | settings | beside
+    extra_state = {f"self.state[{key!r}]": dict(v) for key, v in optimizer.state.items() if key not in parameters}
+    return attributes | settings | extra_state
 
 
 _WARNED = "_warned_capturable_if_run_uncaptured"
@@ -320,10 +320,10 @@ class WithoutBfloat16(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        asked = func.__name__ == "bfloat16" or (
+        requested = func.__name__ == "bfloat16" or (
             func.__name__ == "to" and any(value is torch.bfloat16 for value in (*args, *(kwargs or {}).values()))
         )  # traced tensors have a separate method for each
-        if asked and args[0].dtype == torch.float32:
+        if requested and args[0].dtype == torch.float32:
             return args[0].clone()
         return func(*args, **(kwargs or {}))
 

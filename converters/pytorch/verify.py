@@ -111,9 +111,9 @@ def _run(model: ir.Model, feeds: dict[str, np.ndarray]) -> tuple[default_level.P
     outputs = list(proto.graph.output)
     plain = default_level.run(proto, feeds)
     heap.trim()  # the reference needs as much memory again
-    beside = set(watched([value.name for value in outputs]))
+    watched_names = set(watched([value.name for value in outputs]))
     del proto.graph.output[:]
-    proto.graph.output.extend(value for value in outputs if value.name not in beside)
+    proto.graph.output.extend(value for value in outputs if value.name not in watched_names)
     return plain, _Run(proto, feeds, narrow)
 
 

@@ -57,7 +57,7 @@ def _amid_zeros(x: torch.Tensor, size: int, dim: int, start: int) -> torch.Tenso
 
 @rule(aten.amax.default)
 def amax(x: torch.Tensor, dim: Sequence[int] = (), keepdim: bool = False) -> torch.Tensor:
-    """Over all axes where none is named: torch's exporter must be told which."""
+    """Reduce over all axes if none is named: torch's exporter needs them by name."""
     made: torch.Tensor = NotImplemented if dim else aten.amax(x, list(range(x.dim())), keepdim)
     return made
 
@@ -71,7 +71,7 @@ def amin(x: torch.Tensor, dim: Sequence[int] = (), keepdim: bool = False) -> tor
 
 @rule(aten.as_strided.default)
 def as_strided(x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> torch.Tensor:
-    """Elements of the memory that x lies in; most often all of x, its strides along axes of size one spelled anew."""
+    """Return elements of the memory of x; most often all of x, with other strides along axes of size one."""
     places = _places(x, size, stride, offset)
     if places is None:
         return x.reshape(list(size)).clone()
@@ -119,7 +119,7 @@ def diagonal_scatter(
 
 @rule(aten.diagonal_backward.default)
 def diagonal_backward(gradient: torch.Tensor, sizes: Sequence[int], offset: int, dim1: int, dim2: int) -> torch.Tensor:
-    """Zeros beside the diagonal."""
+    """Return zeros with the gradient on the diagonal."""
     return _on_diagonal(gradient, sizes, offset, dim1, dim2)
 
 
