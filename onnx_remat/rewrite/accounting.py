@@ -34,7 +34,7 @@ MARGIN = 0.01
 """Fraction of the budget kept free for what no plan shows: allocator rounding and the runtime's own bookkeeping."""
 
 _UNPREDICTED = 0.004  # of what a loop takes: networks of up to 3,600 nodes took at most 0.3 % more than predicted
-_OVERSHOOT_EASE = 0.998  # of the target that would just do: a file seldom shrinks quite as much as its plan
+_TARGET_SHRINK = 0.998  # of the target that would just do: a file seldom shrinks quite as much as its plan
 
 
 def levels() -> tuple[str, ...]:
@@ -155,7 +155,7 @@ class SessionMemory(Accounting):
         return max(held(each, each.timeline) for each in executed.values()) if self.arena else 0
 
     def tighter(self, target: int, taken: int, budget: int) -> int:
-        return target - int(target * (1 - budget / taken * _OVERSHOOT_EASE))
+        return target - int(target * (1 - budget / taken * _TARGET_SHRINK))
 
     def is_used_up(self, unused: int, budget: int, missed: bool) -> bool:
         return not (self.arena and missed)
