@@ -108,7 +108,7 @@ def prepare(
     allowed = parse_budget(budget).resolve(planner.memory.original_bytes + rest)
     try:
         if allowed <= rest:
-            raise BudgetInfeasibleError("nothing is left", rest, rest)
+            raise BudgetInfeasibleError("no memory is left", rest, rest)
         result = planner.rewrite(allowed - rest)
     except BudgetInfeasibleError as error:
         raise BudgetInfeasibleError(

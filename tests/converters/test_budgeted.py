@@ -170,7 +170,7 @@ def test_smaller_batches_share_the_file_and_larger_ones_are_refused():
     for batch in data:
         assert step(batch) == pytest.approx(eagerly(theirs, other, batch), abs=1e-4)
     close(ours, theirs)
-    with pytest.raises(UsageError, match="batch is 129: the step is for 128"):
+    with pytest.raises(UsageError, match="batch is 129, above the example's 128"):
         step(batches(1, 129)[0])
     with pytest.raises(UsageError, match=r"axis 0 of input\.1 is 128, where batch is 5"):
         step((batches(1, 5)[0][0], data[0][1]))

@@ -230,7 +230,9 @@ def test_memory_of_what_is_trained():
     model = network()
     weight = model[0].weight.detach()
     refused(
-        lambda made, target: F.cross_entropy(made, target) * weight.mean(), "is memory of parameter 0.weight", model
+        lambda made, target: F.cross_entropy(made, target) * weight.mean(),
+        "shares memory with parameter 0.weight",
+        model,
     )
     model = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3))
     mean = model[0].running_mean.detach()

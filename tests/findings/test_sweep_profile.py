@@ -67,7 +67,7 @@ def test_sweep_command_writes_json_and_a_picture(tmp_path, capsys):
     [
         (["sweep"], 2, "IN"),
         (["sweep", "in.onnx", "--points", "1"], 2, "has 2 to 10000 points"),
-        (["sweep", "in.onnx", "--jobs", "0"], 2, "processes from 1 on, not 0"),
+        (["sweep", "in.onnx", "--jobs", "0"], 2, "must be at least 1, not 0"),
         (["sweep", "nowhere.onnx"], 4, "nowhere.onnx"),
         (["sweep", "in.onnx", "--plot", "x.html"], 2, ".png"),
         (["profile", "in.onnx"], 2, "OUT"),
@@ -145,5 +145,5 @@ def test_processes_of_a_sweep_that_die_or_refuse_end_it(monkeypatch):
     with pytest.raises(UsageError, match="unknown selector 'none'"):
         [*_tried_apart(mlp(), [1, 2, 3], 2, {"selector": "none"}, ["a", "b", "c"], silent)]
     monkeypatch.setattr(child, "_command", lambda _: [sys.executable, "-c", "input()"])
-    with pytest.raises(OnnxRematError, match="a process of the sweep was killed, of memory perhaps"):
+    with pytest.raises(OnnxRematError, match="a process of the sweep was killed"):
         [*_tried_apart(mlp(), [1, 2, 3], 2, {}, ["a", "b", "c"], silent)]

@@ -319,7 +319,7 @@ def other_rows() -> Iterator[Hostile]:
                   DEEP, OBJECTS, '{"z0": [1, 999999999, 999999999]}'):  # fmt: skip
         yield Hostile(f"shapes {value[:20]}", stated(SHAPES, value), "is damaged")
     yield Hostile("shapes that are wrong", stated(SHAPES, json.dumps({"z0": [1, 3, 3]})), "by shape inference")
-    yield Hostile("mark of what was read", lambda m: stored_mark(m), "not a model as it was read")
+    yield Hostile("mark of what was read", lambda m: stored_mark(m), "refers to bytes of a file")
 
 
 def stored_mark(m: onnx.ModelProto) -> None:

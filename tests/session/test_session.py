@@ -203,8 +203,14 @@ def opened():
         ({"x": None}, "no value for input 'x'"),
         ({"x": np.zeros([64, 64])}, "input 'x' is of type float32, not float64"),
         ({"x": np.zeros([64, 63], np.float32)}, r"input 'x' is of shape \[64, 64\], not \[64, 63\]"),
-        ({"w0": np.zeros([64, 128], np.float32)[:, ::2]}, "'w0' is renewed in place: feed a contiguous array"),
-        ({"w0": np.broadcast_to(np.float32(0), [64, 64])}, "'w0' is renewed in place: feed a contiguous array"),
+        (
+            {"w0": np.zeros([64, 128], np.float32)[:, ::2]},
+            "'w0' is renewed in place: pass a contiguous, writeable array",
+        ),
+        (
+            {"w0": np.broadcast_to(np.float32(0), [64, 64])},
+            "'w0' is renewed in place: pass a contiguous, writeable array",
+        ),
     ],
 )
 def test_feeds_are_checked_before_anything_runs(opened, change, message):

@@ -125,7 +125,7 @@ def test_arrays_are_trained_themselves_where_asked(model, session):
         Loop(session, shared, copy=False)
     with pytest.raises(UsageError, match="'w1' is not contiguous or not writeable"):
         Loop(session, feeds | {"w1": np.broadcast_to(np.float32(0), [64, 64])}, copy=False)
-    with pytest.raises(UsageError, match="copy=False needs a session"):
+    with pytest.raises(UsageError, match=r"copy=False needs an onnx_remat\.Session"):
         Loop(plain_session(model), feeds, copy=False)
 
 
@@ -246,9 +246,9 @@ def test_state_files_are_what_others_read(tmp_path):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda data: data[:4], "no safetensors file, or is truncated"),
+        (lambda data: data[:4], "not a safetensors file, or is truncated"),
         (lambda data: data[:-1], "truncated"),
-        (lambda data: b"\xff" * 8 + data[8:], "no safetensors file, or is truncated"),
+        (lambda data: b"\xff" * 8 + data[8:], "not a safetensors file, or is truncated"),
         (lambda data: data[:8] + b"x" + data[9:], "header is damaged"),
         (lambda data: data.replace(b'"a"', b'"A"'), "has no 'a'"),
         (lambda data: data.replace(b"F32", b"I32"), "has 'a' as I32"),

@@ -130,7 +130,7 @@ def session_outcome(
                 plain = set(feeds) - set(session.donated.values())
                 changed += [name for name in plain if difference({name: given[name]}, {name: feeds[name]})]
     except errors.OnnxRematError as error:
-        failed = re.match("onnxruntime (failed in the middle of|cannot load) the step", str(error))
+        failed = re.match("onnxruntime (failed during|cannot load) the step", str(error))
         return Outcome(FAILED if failed else REFUSED, str(error))
     except Exception as error:
         return Outcome(RAISED, f"{type(error).__name__}: {error}".partition("\n")[0])
