@@ -354,7 +354,7 @@ def test_a_loss_with_parameters_of_its_own_says_where_they_belong():
     with pytest.raises(ConversionError, match=r"at .*made \+ self.shift.*model.loss = loss\) before the optimizer"):
         budgeted(model, loss, adamw(model), batch)
     both = torch.optim.SGD([*model.parameters(), *loss.parameters()], 0.1)
-    with pytest.raises(ConversionError, match=r"of shape \(10,\) that the model does not.*model.loss = loss"):
+    with pytest.raises(ConversionError, match=r"of shape \(10,\) that is not in the model.*model.loss = loss"):
         budgeted(model, loss, both, batch)
 
 
@@ -604,7 +604,7 @@ def test_refusals_say_why():
     refused("write 50% of", budget="50", **batch_of_one)
     refused("must be text like", budget=0.5, **batch_of_one)
     refused("unknown option 'efort'", budget="50%", planning={"efort": 1}, **batch_of_one)
-    refused("that the model does not", ConversionError, optimizer=adamw(net()))
+    refused("is not in the model", ConversionError, optimizer=adamw(net()))
     refused("is impossible", BudgetInfeasibleError, budget="1MB", check=False)
     refused(r"call model.cpu\(\) first", ConversionError, model=net().to("meta"))
     step = budgeted(model, cross_entropy, optimizer, batch, check=False)

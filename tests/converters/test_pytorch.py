@@ -340,7 +340,7 @@ def refused(match, *args, **kwargs):
 def test_refusals_say_why():
     x, y = batch()
     refused("not the scalar loss|not a scalar loss", net(), x)
-    refused("not a scalar loss; reduce it", net(), (x, y), lambda o, t: F.cross_entropy(o, t, reduction="none"))
+    refused("not a scalar loss: reduce it", net(), (x, y), lambda o, t: F.cross_entropy(o, t, reduction="none"))
     refused("returned float, not", net(), (x, y), lambda o, t: 1.0)
     refused("depends on no trainable parameter", net().requires_grad_(False), (x, y), F.cross_entropy)
     refused("depends on no trainable parameter", net(), (x, y), lambda o, t: o.detach().mean())
@@ -361,7 +361,7 @@ def test_refusals_say_why():
     refused("pass the optimizer", model, (x, y), F.cross_entropy, accumulate=2)
     refused("1 or more", model, (x, y), F.cross_entropy, dampened, accumulate=0)
     refused("from 0 to below 1", model, (x, y), F.cross_entropy, dampened, average=1.0)
-    refused("that the model does not", model, (x, y), F.cross_entropy, torch.optim.SGD(net().parameters(), 0.1))
+    refused("is not in the model", model, (x, y), F.cross_entropy, torch.optim.SGD(net().parameters(), 0.1))
     refused("no input 'x'", model, (x, y), F.cross_entropy, dynamic_dims={"x": {0: "n"}})
     refused("a size of 1 is taken as fixed", model, (x[:1], y[:1]), F.cross_entropy, dynamic_dims={"input.0": {0: "n"}})
 

@@ -114,7 +114,7 @@ def test_a_budget_that_is_kept_already_moves_nothing():
         ({"offload": True}, "provider='cuda', run_by='loop'"),
         ({"offload": True, "provider": "cuda"}, "provider='cuda', run_by='loop'"),
         ({"host_bandwidth": "1GB", "provider": "cuda", "run_by": "loop"}, "is for offload=True"),
-        ({"offload": True, "provider": "cuda", "run_by": "loop", "costs": "cpu"}, "state host_bandwidth="),
+        ({"offload": True, "provider": "cuda", "run_by": "loop", "costs": "cpu"}, "set host_bandwidth="),
         ({"offload": "yes", "provider": "cuda", "run_by": "loop"}, "True or False"),
         ({"offload": True, "provider": "cuda", "run_by": "loop", "host_bandwidth": "fast"}, "not a bandwidth"),
         ({"offload": True, "provider": "cuda", "run_by": "loop", "host_bandwidth": "50%"}, "not a bandwidth"),
