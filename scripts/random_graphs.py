@@ -27,8 +27,6 @@ from tests.support import mixed
 from tests.support.outcomes import Outcome
 from tests.support.survivors import Died, answers
 
-COMMAND = "python -m scripts.random_graphs 2000 --save"
-
 
 def main() -> int:
     """Print the tables; 1 where anything is wrong, fails in the middle, raises or dies."""
@@ -66,8 +64,9 @@ def main() -> int:
         print(f"seed {seed}: opset {graph.opset}, {len(graph.nodes)} nodes: {', '.join(graph.parts)}")
     for said, count in unusable.items():
         print(f"not counted, {count} times: ONNX Runtime says: {said}")
-    table = counts(found, COMMAND)
-    print("\n" + table.to_markdown() + "\n\n" + reasons(found, COMMAND).to_markdown())
+    command = f"python -m scripts.random_graphs {asked.count} --save"
+    table = counts(found, command)
+    print("\n" + table.to_markdown() + "\n\n" + reasons(found, command).to_markdown())
     if asked.save:
         save("random-graphs", table)
     print(f"\n{len(found)} graphs count, {unusable.total()} do not, {time.monotonic() - start:.0f} s")
