@@ -125,7 +125,7 @@ def to_data(text: str) -> dict[str, Any]:
         found.append(setting)
         return _MARK
 
-    pieces = spelled(text, mark).split(_MARK)
+    pieces = spelled(text, mark).split(_MARK) if isinstance(text, Message) else [text]
     return {"pieces": pieces, "settings": [[setting.name, _packed(setting.value)] for setting in found]}
 
 

@@ -51,6 +51,8 @@ def raising(how):
         return bytearray(1 << 40)
     if how == "odd":
         return object()
+    if how == "nul":
+        raise ValueError("before\0after")
     raise ValueError("first line\nlast line")
 
 
@@ -117,6 +119,7 @@ def test_other_errors_are_told_by_their_last_line():
     failed = failure("raising", {"how": "other"})
     assert (failed.how, str(failed), failed.kind, failed.error()) == ("raised", "last line", "ValueError", None)
     assert failed.message == "first line\nlast line"
+    assert failure("raising", {"how": "nul"}).message == "before\0after"
     assert failure("raising", {"how": "odd"}).kind == "TypeError"
     assert failure("nothing", {}).kind == "AttributeError"
     assert failure("raising", {"how": "memory"}, Limit(60, 1 << 26)).how == "memory"
