@@ -52,12 +52,12 @@ def infer_types(model: onnx.ModelProto, data_prop: bool = True, strict: bool = F
                 data_prop=data_prop, strict=strict,
             )  # fmt: skip
         _inferred[key] = made
-        while len(_inferred) > _REMEMBERED:
+        while sum(map(len, _inferred.values())) > _REMEMBERED_BYTES:
             del _inferred[next(iter(_inferred))]
     return stated(onnx.GraphProto.FromString(made))
 
 
-_REMEMBERED = 4
+_REMEMBERED_BYTES = 1 << 24
 _inferred: dict[tuple[bytes, bool, bool], bytes] = {}
 """Cache of the latest results of `infer_types`: each optimisation level needs the types of the same file."""
 _asking = threading.Lock()
