@@ -11,8 +11,8 @@ from onnx_remat.messages import Finding, Message, Setting
 from onnx_remat.options import PlanningOptions
 from onnx_remat.ort.peaks import Peak, Reserves, describe, reserves
 from onnx_remat.rewrite.accounting import Goal
-from onnx_remat.rewrite.fit import first_look, lowest_peak
-from onnx_remat.rewrite.pipeline import begin
+from onnx_remat.rewrite.planner import begin
+from onnx_remat.rewrite.plans import first_look, lowest_peak
 from onnx_remat.rewrite.report import TRAINING, headed
 from onnx_remat.session.prediction import Footprint
 from onnx_remat.units import format_bytes, table

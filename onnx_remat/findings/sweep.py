@@ -19,7 +19,8 @@ from onnx_remat.options import PlanningOptions
 from onnx_remat.plan.selectors import Progress, silent
 from onnx_remat.process.child import Child, Failed
 from onnx_remat.rewrite.accounting import smallest_budget
-from onnx_remat.rewrite.pipeline import Planner, Result, begin
+from onnx_remat.rewrite.pipeline import Result, rewrite_for
+from onnx_remat.rewrite.planner import Planner, begin
 from onnx_remat.units import format_bytes, table
 
 MOST_POINTS = 10_000
@@ -116,7 +117,7 @@ def sweep(model: Model, points: int = 10, jobs: int = 1, **options: Unpack[Plann
         raise UsageError("{} must be at least 1, not {}", Setting("jobs"), jobs)
     progress = options.pop("progress", silent)
     planner = begin(model, options)
-    original = planner.rewrite("100%")
+    original = rewrite_for(planner, "100%")
     top, books = original.report.budget, original.report.books()
     floor = original.report.lower_bound + books
     found, missed = [_point(original)], []
@@ -145,7 +146,7 @@ _Tried = tuple[Point | None, int]
 
 def _try(planner: Planner, budget: int, progress: Progress = silent) -> _Tried:
     try:
-        result = planner.rewrite(budget, advise=False, progress=progress)
+        result = rewrite_for(planner, budget, advise=False, progress=progress)
     except BudgetInfeasibleError:
         return None, 0
     return _point(result), result.report.lower_bound
@@ -197,7 +198,7 @@ def named(what: str, progress: Progress) -> Progress:
 def _lowest(planner: Planner, least: int, progress: Progress) -> int:
     """The lowest budget, in bytes, that the selector keeps; found by asking for the `least` that could be."""
     try:
-        return planner.rewrite(least, advise=False, progress=progress).report.covered()[1]
+        return rewrite_for(planner, least, advise=False, progress=progress).report.covered()[1]
     except BudgetInfeasibleError as error:
         return smallest_budget(int(error.best_peak_bytes * 1.005))
 

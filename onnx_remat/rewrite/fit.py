@@ -10,38 +10,30 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
 
 from onnx_remat.errors import BudgetInfeasibleError, ModelError, VerificationError
-from onnx_remat.memory import buffers
-from onnx_remat.memory.donation import after_readers
-from onnx_remat.memory.problem import Schedule, check_schedule
-from onnx_remat.messages import Message, Setting, joined
+from onnx_remat.memory.problem import Schedule
+from onnx_remat.messages import Message, Setting
 from onnx_remat.options import Options
-from onnx_remat.ort import moves, runtime
+from onnx_remat.ort import runtime
 from onnx_remat.ort.executed import Executed, at_levels
-from onnx_remat.ort.kernels import costs
-from onnx_remat.ort.prepare import Compiled, computed
-from onnx_remat.plan import selectors
 from onnx_remat.plan.request import Deadline
-from onnx_remat.rewrite.accounting import MARGIN, Accounting, Goal, levels
+from onnx_remat.rewrite.accounting import MARGIN, Goal, levels
+from onnx_remat.rewrite.plans import REFUSAL_HEADROOM, Plan, Refusal, first_look, make_plan, no_lower
 from onnx_remat.session.prediction import Footprint
 from onnx_remat.units import format_bytes
 from onnx_remat.version import __version__
 from onnx_remat.write import private_buffers
 from onnx_remat.write.decided import Rewritten
-from onnx_remat.write.realize import realize, settle
+from onnx_remat.write.realize import realize
 from onnx_remat.write.rounding import Direct
 
 _log = logging.getLogger(__name__)
 
 _NEAR_PEAK = 0.97  # of the target: steps above this count as peaks in the search for buffers whose sharing raises them
-_ANYTIME = ("search", "auto", "exact")  # selectors that use all the time they are given
-_REFUSAL_HEADROOM = 1.02  # headroom on the advised budget: another search may not find the same plan
-_ADVISED_EFFORT_FACTOR = 2.0  # factor on the effort that a refusal advises
 _CLOSE_ENOUGH = 0.98  # of a target that was too large: a target that fits and is this near ends the search
 _TOLERATED_DELAY_SECONDS = 1.0  # seconds; an answer this late is better than none
 _ADVISED_TIME_FACTOR = 2.0  # factor on the missing time that a refusal advises
@@ -54,18 +46,6 @@ _LATER_PLAN_EFFORT = 0.5  # of the effort for each later plan, which starts from
 
 Stage = Callable[[str], AbstractContextManager[None]]
 """A context manager for each stage of the work, by its name."""
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """A schedule that keeps a budget, and the compiled model it is for."""
-
-    compiled: Compiled
-    schedule: Schedule
-    timeline: buffers.Timeline
-    budget: int
-    extra_compute: float
-    lower_bound: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,147 +86,6 @@ class Work:
     options: Options
     stage: Stage
     deadline: Deadline
-
-
-def make_plan(
-    goal: Goal,
-    target: int,
-    options: Options,
-    deadline: Deadline,
-    known_plans: tuple[Schedule, ...] = (),
-) -> Plan:
-    """Return the selector's plan for a peak of `target` bytes; raise Refusal where it and a first look find none.
-
-    `known_plans` are starting points, see `request.Request.known`.
-    """
-    memory = goal.memory
-    proved = memory.floor > target
-    plan = None
-    if not proved:
-        plan = _selected(goal, target, options, deadline, known=known_plans)
-        if plan.timeline.peak <= target:
-            return plan
-    look = first_look(goal, options, deadline)
-    if look.timeline.peak <= target and not proved:
-        return look
-    lowest = lowest_peak(plan or look, memory)
-    found = memory.budget(lowest)
-    raise Refusal(
-        _refused(goal, target, lowest, options),
-        0 if found >= memory.original_bytes or proved else int(found * _REFUSAL_HEADROOM),
-        None if proved else _lower(options),
-        "" if proved else _no_lower(memory.budget(memory.floor)),
-        lowest + memory.bookkeeping, memory.floor + memory.bookkeeping, look,
-        found if proved and found < memory.original_bytes else 0,
-    )  # fmt: skip
-
-
-def lowest_peak(plan: Plan, memory: Accounting) -> int:
-    """Return a plan's peak with the bookkeeping of the nodes that it runs again."""
-    return plan.timeline.peak + memory.bookkeeping_per_node * (len(plan.schedule.order) - plan.compiled.problem.n_ops)
-
-
-def first_look(goal: Goal, options: Options, deadline: Deadline) -> Plan:
-    """Return the lowest plan that the selector finds with the least effort: the same for every budget."""
-    return _selected(goal, 0, options, deadline, work=1, use_time=False)
-
-
-def _selected(goal: Goal, target: int, options: Options, deadline: Deadline, **more: Any) -> Plan:
-    """Return the selector's plan, even above the target; `more` are fields of `request.Request`."""
-    compiled, problem = goal.memory.compiled, goal.memory.planned()
-    order = moves.adjoined(compiled.problem, compiled.default_order().order).order
-    baseline = Schedule(tuple(after_readers(compiled.problem, order).tolist()))
-    numbers = {name: i for i, name in enumerate(compiled.graph.values)}
-    request = selectors.Request(
-        problem,
-        target,
-        baseline,
-        effort=options.work_seconds(),
-        deadline=deadline,
-        progress=options.progress,
-        checkpoints=tuple(numbers[computed(name, numbers, "checkpoints")] for name in options.checkpoints),
-        anchors=tuple(op.index for op in compiled.graph.ops if op.node.op_type in costs.MATRIX_OPS),
-        **{"use_time": options.effort is None, **more},
-    )
-    schedule = moves.adjoined(problem, selectors.get(options.selector)(request).order, target)
-    schedule = settle(compiled, problem, schedule, target)
-    check_schedule(problem, schedule)
-    timeline = buffers.simulate(problem, schedule)
-    extra = schedule.overhead(compiled.problem)
-    return Plan(compiled, schedule, timeline, goal.allowed, extra, goal.memory.floor)
-
-
-class Refusal(BudgetInfeasibleError):
-    """No plan or no file was found: the reason, and the figures for advice on another budget.
-
-    Attributes
-    ----------
-    why : str
-        The first half of the message.
-    candidate : int
-        A budget in bytes, a little above the lowest that was found; 0 where none is less than the original takes.
-    lower : Setting or None
-        What may go lower.
-    below : str
-        The bytes below which there is no plan, as text; may be empty.
-    look : Plan
-        The lowest plan of a first look, the same whatever the budget is.
-    looked : int
-        A budget in bytes for which the first look finds a plan, or a file once it was written; 0 where it finds none
-        for less than the original takes.
-    """
-
-    def __init__(
-        self, why: str, candidate: int, lower: Setting | None, below: str, best_peak_bytes: int, lower_bound_bytes: int,
-        look: Plan, looked: int = 0,
-    ) -> None:  # fmt: skip
-        self.why, self.candidate, self.lower, self.below = why, candidate, lower, below
-        self.look, self.looked = look, looked
-        super().__init__(self._text(candidate or looked), best_peak_bytes, lower_bound_bytes)
-
-    def naming(self, budget: int, taken: int = 0) -> BudgetInfeasibleError:
-        """The same error with that budget as the one to ask for; 0 for none but `taken`, what the original takes."""
-        return BudgetInfeasibleError(self._text(budget, taken), self.best_peak_bytes, self.lower_bound_bytes)
-
-    def _text(self, budget: int, taken: int = 0) -> Message:
-        if budget:
-            looked = "), for which a first look finds one"
-            above = f", {_REFUSAL_HEADROOM - 1:.0%} above that)" if budget == self.candidate else looked
-            advice = Message("try {} ({}{}", Setting("budget", budget), format_bytes(budget), above)
-            advice = Message("{}, or {} to go lower", advice, self.lower) if self.lower else advice
-        elif self.lower:
-            advice = Message("try {}", self.lower)
-        else:
-            advice = Message("a first look finds none that takes less than the model as it is")
-            if taken:
-                advice = Message("{}: try {} ({})", advice, Setting("budget", taken), format_bytes(taken))
-        return joined("; ", filter(None, (self.why, advice, self.below)))
-
-
-def _refused(goal: Goal, target: int, lowest: int, options: Options) -> str:
-    """Return why there is no plan: proved, or not found in the time given. `Refusal` adds the advice."""
-    allowed, memory, floor = goal.allowed, goal.memory, goal.memory.floor
-    least, found = memory.budget(floor), memory.budget(lowest)
-    if floor > target:
-        kept = f"{format_bytes(memory.bookkeeping)} of ONNX Runtime's own bookkeeping, " if memory.bookkeeping else ""
-        return (
-            f"budget {format_bytes(allowed)} is impossible: below {format_bytes(least)} ({format_bytes(floor)} of "
-            f"tensors, {kept}{MARGIN:.0%} kept free) there is no plan, which is proved"
-        )
-    within = Message(" with {}", options.bounded_by()) if options.selector in _ANYTIME else ""
-    finds = f"the lowest that selector {options.selector!r} finds is {format_bytes(found)}"
-    if found >= memory.original_bytes:
-        finds = f"selector {options.selector!r} finds nothing lower than the model as it is"
-    return Message("no plan found for budget {}{}: {}", format_bytes(allowed), within, finds)
-
-
-def _lower(options: Options) -> Setting:
-    """Return the setting that may reach a lower budget."""
-    return options.bounded_by(_ADVISED_EFFORT_FACTOR) if options.selector in _ANYTIME else Setting("selector", "auto")
-
-
-def _no_lower(least: int) -> str:
-    return f"below {format_bytes(least)} there is no plan at all"
 
 
 def fit(goal: Goal, work: Work, reserve: float, known: tuple[Schedule, ...] = ()) -> Fitted:
@@ -336,8 +175,8 @@ def _search(goal: Goal, work: Work, reserve: float, known: tuple[Schedule, ...],
     raise Refusal(
         f"no file found that ONNX Runtime runs under budget {format_bytes(allowed)}{holds}: plans keep it, but the "
         f"best file takes {format_bytes(lowest)}",
-        int(lowest * _REFUSAL_HEADROOM) if lowest < memory.original_bytes else 0, None,
-        _no_lower(memory.budget(plan.lower_bound)), lowest, plan.lower_bound + memory.bookkeeping,
+        int(lowest * REFUSAL_HEADROOM) if lowest < memory.original_bytes else 0, None,
+        no_lower(memory.budget(plan.lower_bound)), lowest, plan.lower_bound + memory.bookkeeping,
         first_look(goal, options, deadline),
     )  # fmt: skip
 

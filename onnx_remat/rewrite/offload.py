@@ -15,7 +15,8 @@ from onnx_remat.ort.moves import adjoined, carried, movable, split, worth_moving
 from onnx_remat.ort.renewed import with_donations
 from onnx_remat.plan.request import Deadline
 from onnx_remat.rewrite.accounting import Goal, LoopMemory
-from onnx_remat.rewrite.fit import Fitted, Work, fit, make_plan
+from onnx_remat.rewrite.fit import Fitted, Work, fit
+from onnx_remat.rewrite.plans import make_plan
 
 _ROUNDS = 3  # plans that may move values
 _SHARE = 0.4  # of the time limit for the plan without moves, and of the rest for each later plan

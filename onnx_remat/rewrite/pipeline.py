@@ -3,38 +3,35 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Unpack
 
 import onnx
 
 from onnx_remat import files
-from onnx_remat.errors import ModelError, UsageError
-from onnx_remat.ir import model_io, phases, shapes
-from onnx_remat.ir.body import check_fits, into_body
+from onnx_remat.errors import UsageError
+from onnx_remat.ir import model_io, phases
+from onnx_remat.ir.body import into_body
 from onnx_remat.measure import verify
 from onnx_remat.measure.processes import beyond_tensors
-from onnx_remat.messages import Setting
-from onnx_remat.options import Options, PlanningOptions, parse_options
-from onnx_remat.ort.executed import Executed, as_executed, at_levels
+from onnx_remat.options import Options, PlanningOptions
+from onnx_remat.ort.executed import Executed
 from onnx_remat.ort.moves import moved
 from onnx_remat.ort.peaks import describe, reserves
-from onnx_remat.ort.prepare import Compiled, prepare
+from onnx_remat.ort.prepare import Compiled
+from onnx_remat.plan import selectors
 from onnx_remat.plan.cost_bounds import cost_lower_bound
 from onnx_remat.plan.request import Deadline
-from onnx_remat.rewrite.accounting import Accounting, Goal, LoopMemory, SessionMemory, levels
-from onnx_remat.rewrite.first_use import PLANNER, REPORTER, SIMULATOR, FirstUse, first_use
-from onnx_remat.rewrite.fit import Fitted, Plan, Refusal, Work, fit, make_plan
+from onnx_remat.rewrite.accounting import Goal, LoopMemory
+from onnx_remat.rewrite.first_use import PLANNER, REPORTER, FirstUse, first_use
+from onnx_remat.rewrite.fit import Fitted, Work, fit
 from onnx_remat.rewrite.notes import MOVES, on_device, rounding, unseen, warnings, worst_level
 from onnx_remat.rewrite.offload import fit_with_moves
+from onnx_remat.rewrite.planner import Job, Planner, as_trained, begin
+from onnx_remat.rewrite.plans import Plan, Refusal, make_plan
 from onnx_remat.rewrite.report import Report
-from onnx_remat.session.plan_session import check_openable
-from onnx_remat.session.prediction import Footprint, predict
 from onnx_remat.units import Budget, parse_budget
 from onnx_remat.write.decided import Rewritten
 
@@ -156,6 +153,16 @@ def rewrite(model: model_io.Model, budget: str | int | Budget, options: Planning
         return _rewrite(planner.job(parsed, planner.deadline), kernels, advise)
 
 
+def rewrite_for(
+    planner: Planner, budget: str | int | Budget, advise: bool = True, progress: selectors.Progress | None = None
+) -> Result:
+    """As `rewrite`, of a model that was begun for several budgets; `progress` in place of the planner's."""
+    if progress is not None:
+        planner = replace(planner, options=replace(planner.options, progress=progress))
+    with first_use() as kernels:
+        return _rewrite(planner.job(parse_budget(budget), Deadline(planner.options.time_limit)), kernels, advise)
+
+
 def _rewrite(job: Job, kernels: FirstUse, advise: bool) -> Result:
     planner, memory = job.planner, job.goal.memory
     options = planner.options
@@ -274,140 +281,13 @@ def _report(job: Job, fitted: Fitted, measured: verify.Measured | None) -> Repor
         run_by=memory.run_by,
         cut_short=job.deadline.cut_short,
         loop_before=planner.trained,
-        loop_after=fitted.trained or _as_trained(final, written.model, options),
+        loop_after=fitted.trained or as_trained(final, written.model, options),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Planner:
-    """A model that is loaded, compiled and simulated, for any number of budgets; see `begin`.
-
-    Attributes
-    ----------
-    options : Options
-    folder : Path or None
-        Where the model's external data lies.
-    memory : Accounting
-        What budgets cover, and the model as it is planned.
-    original : Executed
-        The model as ONNX Runtime executes it by default; `by_level` at each level that budgets are for.
-    trained : Footprint or None
-        What a loop takes with it; None where it cannot open the model.
-    seconds : mapping of str to float
-        Time that each stage took so far.
-    deadline : Deadline
-        Of the first budget: simulating the original counts.
-    """
-
-    options: Options
-    folder: Path | None
-    memory: Accounting
-    original: Executed
-    by_level: Mapping[str, Executed]
-    trained: Footprint | None
-    seconds: Mapping[str, float]
-    deadline: Deadline
-
-    def rewrite(
-        self, budget: str | int | Budget, advise: bool = True, progress: Callable[[str, float], None] | None = None
-    ) -> Result:
-        """Rewrite the model to a budget; `advise` as in `rewrite`, errors as `rewrite_model`."""
-        planner = self if progress is None else replace(self, options=replace(self.options, progress=progress))
-        with first_use() as kernels:
-            return _rewrite(planner.job(parse_budget(budget), Deadline(self.options.time_limit)), kernels, advise)
-
-    def job(self, budget: Budget, deadline: Deadline) -> Job:
-        """Return the job of keeping a budget."""
-        goal = Goal(budget.resolve(self.memory.original_bytes), self.memory)
-        return Job(self, goal, _Stopwatch(self.options.progress, self.seconds), deadline)
-
-    def impossible_below(self, floor: int) -> int:
-        """Return the least budget that could be kept if no plan peaks below `floor`: at most the original's bytes."""
-        return min(self.memory.budget(floor), self.memory.original_bytes)
-
-    def keeps(self, budget: int) -> bool:
-        """Return whether the original itself is within a budget."""
-        return max(self.memory.original_bytes, self.memory.arena_bytes(self.by_level)) <= budget
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One budget for a model."""
-
-    planner: Planner
-    goal: Goal
-    clock: _Stopwatch
-    deadline: Deadline
-
-    def compile(self, kernels: FirstUse, groups: tuple[str, ...]) -> None:
-        """Compile some kernels if they are not yet; the time limit does not count it."""
-        self.planner.options.progress("compile", 0.0)
-        seconds = kernels.compile(groups)
-        self.clock.waited(seconds)
-        self.deadline.later(seconds)
-
-
-def begin(model: model_io.Model, given: PlanningOptions, kernels: FirstUse | None = None) -> Planner:
-    """Check the options, load and compile a model, and simulate it; `kernels` know what is compiled.
-
-    Raises
-    ------
-    OnnxRematError
-        As `rewrite_model`, budgets apart.
-    """
-    options = parse_options(given)
-    clock = _Stopwatch(options.progress)
-    with clock.stage("load"):
-        source = model_io.load(model)
-        if not options.patterns:
-            check_fits(source.model)
-        compiled = prepare(source.model, options.preparation())
-        options = replace(options, dims=shapes.all_dims(compiled.tensors, options.dims))
-    clock.waited((kernels or FirstUse()).compile(SIMULATOR))
-    deadline = Deadline(options.time_limit)
-    with clock.stage("simulate original"):
-        original = as_executed(compiled.graph.model, source.folder, "all", options.preparation(), compiled)
-        _ = original.timeline  # simulated within the stage
-    by_level = {"all": original}
-    memory: Accounting
-    if options.run_by == "session":  # at every level, so that a percentage is of what it takes at the worst of them
-        with clock.stage("simulate result"):
-            by_level = _at_every_level(original, compiled, source.folder, options)
-        trained = _as_trained(original, source.model, options)
-        memory = SessionMemory(compiled, max(each.timeline.peak for each in by_level.values()), arena=options.arena)
-    else:
-        try:
-            check_openable(source.model)
-            trained = predict(original, fuse=options.fuse, costs=options.costs)
-        except ModelError as error:
-            session = Setting("run_by", "session")
-            raise ModelError("{}; {} plans for onnxruntime's own", error.message, session) from None
-        memory = LoopMemory.of(original, compiled, trained, options)
-    return Planner(options, source.folder, memory, original, by_level, trained, clock.seconds, deadline)
-
-
-def _at_every_level(
-    original: Executed, compiled: Compiled, folder: Path | None, options: Options
-) -> dict[str, Executed]:
-    """Return the original as ONNX Runtime executes it at each level; `original` is that of the default level."""
-    if original.emulated:
-        return {"all": original}
-    others = [level for level in levels() if level != "all"]
-    return {**at_levels(compiled.graph.model, folder, others, options.preparation(), compiled), "all": original}
 
 
 def _as_written(model: onnx.ModelProto, options: Options) -> onnx.ModelProto:
     """Return the model as it is written: in the body of an If where memory patterns are off."""
     return model if options.patterns else into_body(model)
-
-
-def _as_trained(executed: Executed, model: onnx.ModelProto, options: Options) -> Footprint | None:
-    """Return the memory of a loop; None where a session cannot open the step."""
-    try:
-        check_openable(model)
-        return predict(executed, fuse=options.fuse, costs=options.costs)
-    except ModelError:
-        return None
 
 
 def _unchanged(job: Job) -> Result:
@@ -435,26 +315,3 @@ def _unchanged(job: Job) -> Result:
         run_by=memory.run_by, loop_before=trained, loop_after=trained,
     )  # fmt: skip
     return Result(_as_written(compiled.graph.model, options), report, planner.folder, compiled, original, original, ())
-
-
-class _Stopwatch:
-    """Seconds per stage, summed over repeats; it also calls the progress callback."""
-
-    def __init__(
-        self, progress: Callable[[str, float], None], seconds: Mapping[str, float] = MappingProxyType({})
-    ) -> None:
-        self.seconds = dict(seconds)
-        self._progress = progress
-
-    def waited(self, seconds: float) -> None:
-        """Add the seconds of a first use's compilation."""
-        if seconds:
-            self.seconds["compile"] = self.seconds.get("compile", 0.0) + seconds
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        self._progress(name, 0.0)
-        start = time.perf_counter()
-        yield
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
-        self._progress(name, 1.0)

@@ -20,7 +20,7 @@ from onnx_remat.ort import runtime
 from onnx_remat.ort.executed import as_executed
 from onnx_remat.ort.kernels.registry import kernels_of
 from onnx_remat.ort.prepare import Preparation
-from onnx_remat.rewrite.pipeline import begin
+from onnx_remat.rewrite.planner import begin
 
 ROWS, WIDTH, WORDS = 64, 16, 4096
 LOGITS = ROWS * WORDS * 4

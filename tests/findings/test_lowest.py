@@ -19,7 +19,7 @@ def world(monkeypatch, least: int, hint: float, bound: int = 900, books: int = 1
     """Every budget from `least` on is kept; a refusal names `hint` times that. The budgets that are asked for."""
     asked: list[int] = []
 
-    def rewrite(budget, **_):
+    def rewrite(_, budget, **__):
         budget = top if budget == "100%" else budget
         asked.append(budget)
         if budget < least:
@@ -29,7 +29,8 @@ def world(monkeypatch, least: int, hint: float, bound: int = 900, books: int = 1
         )
         return SimpleNamespace(report=report)
 
-    monkeypatch.setattr(lowest, "begin", lambda *_: SimpleNamespace(rewrite=rewrite))
+    monkeypatch.setattr(lowest, "begin", lambda *_: None)
+    monkeypatch.setattr(lowest, "rewrite_for", rewrite)
     return asked
 
 

@@ -16,7 +16,7 @@ from onnx_remat.plan import request as contract
 from onnx_remat.plan.request import Deadline, Request
 from onnx_remat.plan.search import plans
 from onnx_remat.plan.search.loading import unload
-from onnx_remat.rewrite import fit, pipeline
+from onnx_remat.rewrite import fit, planner
 from sample_models.chain import chain
 from tests.support import planner_problems
 
@@ -122,14 +122,14 @@ def test_effort_alone_sets_no_clock():
 
 def test_a_limit_too_short_to_write_a_file_is_refused_at_once(monkeypatch, clock):
     """Simulating the original takes four seconds, so a file is expected to take twelve: ten are too few."""
-    seen = pipeline.as_executed
+    seen = planner.as_executed
 
     def slow(*arguments):
         clock.seconds += 4.0
         return seen(*arguments)
 
-    monkeypatch.setattr(pipeline, "as_executed", slow)
-    monkeypatch.setattr(pipeline, "time", clock)
+    monkeypatch.setattr(planner, "as_executed", slow)
+    monkeypatch.setattr(planner, "time", clock)
     monkeypatch.setattr(fit, "make_plan", lambda *_: pytest.fail("planned, though no file could be written in time"))
     with pytest.raises(
         onnx_remat.BudgetInfeasibleError, match=r"time_limit=10 is too short for a file of \d+ nodes"

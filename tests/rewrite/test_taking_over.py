@@ -9,7 +9,8 @@ import pytest
 from onnx import TensorProto, helper
 
 from onnx_remat.rewrite import pipeline
-from onnx_remat.rewrite.pipeline import begin, rewrite_model
+from onnx_remat.rewrite.pipeline import rewrite_model
+from onnx_remat.rewrite.planner import begin
 from sample_models import chain as sample
 
 ENTRIES = 1 << 20

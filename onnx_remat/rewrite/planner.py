@@ -1,0 +1,171 @@
+"""A model before any budget: loaded, compiled and simulated once, for as many budgets as are asked of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+
+import onnx
+
+from onnx_remat.errors import ModelError
+from onnx_remat.ir import model_io, shapes
+from onnx_remat.ir.body import check_fits
+from onnx_remat.messages import Setting
+from onnx_remat.options import Options, PlanningOptions, parse_options
+from onnx_remat.ort.executed import Executed, as_executed, at_levels
+from onnx_remat.ort.prepare import Compiled, prepare
+from onnx_remat.plan.request import Deadline
+from onnx_remat.rewrite.accounting import Accounting, Goal, LoopMemory, SessionMemory, levels
+from onnx_remat.rewrite.first_use import SIMULATOR, FirstUse
+from onnx_remat.session.plan_session import check_openable
+from onnx_remat.session.prediction import Footprint, predict
+from onnx_remat.units import Budget
+
+
+@dataclass(frozen=True, slots=True)
+class Planner:
+    """A model that is loaded, compiled and simulated once, for any number of budgets; see `begin`.
+
+    Attributes
+    ----------
+    options : Options
+    folder : Path or None
+        Where the model's external data lies.
+    memory : Accounting
+        What budgets cover, and the model as it is planned.
+    original : Executed
+        The model as ONNX Runtime executes it by default; `by_level` at each level that budgets are for.
+    trained : Footprint or None
+        Memory of a loop with it; None where a loop cannot open the model.
+    seconds : mapping of str to float
+        Time that each stage took so far.
+    deadline : Deadline
+        Deadline of the first budget, which includes simulating the original.
+    """
+
+    options: Options
+    folder: Path | None
+    memory: Accounting
+    original: Executed
+    by_level: Mapping[str, Executed]
+    trained: Footprint | None
+    seconds: Mapping[str, float]
+    deadline: Deadline
+
+    def job(self, budget: Budget, deadline: Deadline) -> Job:
+        """Return the job of keeping a budget until a deadline."""
+        goal = Goal(budget.resolve(self.memory.original_bytes), self.memory)
+        return Job(self, goal, Stopwatch(self.options.progress, self.seconds), deadline)
+
+    def impossible_below(self, floor: int) -> int:
+        """Return the least budget that could be kept if no plan peaks below `floor`: at most the original's bytes."""
+        return min(self.memory.budget(floor), self.memory.original_bytes)
+
+    def keeps(self, budget: int) -> bool:
+        """Return whether the original itself is within a budget."""
+        return max(self.memory.original_bytes, self.memory.arena_bytes(self.by_level)) <= budget
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """The job of keeping one budget."""
+
+    planner: Planner
+    goal: Goal
+    clock: Stopwatch
+    deadline: Deadline
+
+    def compile(self, kernels: FirstUse, groups: tuple[str, ...]) -> None:
+        """Compile some kernels if they are not yet; the time limit does not count it."""
+        self.planner.options.progress("compile", 0.0)
+        seconds = kernels.compile(groups)
+        self.clock.waited(seconds)
+        self.deadline.later(seconds)
+
+
+def begin(model: model_io.Model, given: PlanningOptions, kernels: FirstUse | None = None) -> Planner:
+    """Check the options, load and compile a model, and simulate it; `kernels` know what is compiled.
+
+    Raises
+    ------
+    OnnxRematError
+        As `rewrite_model`, budgets apart.
+    """
+    options = parse_options(given)
+    clock = Stopwatch(options.progress)
+    with clock.stage("load"):
+        source = model_io.load(model)
+        if not options.patterns:
+            check_fits(source.model)
+        compiled = prepare(source.model, options.preparation())
+        options = replace(options, dims=shapes.all_dims(compiled.tensors, options.dims))
+    clock.waited((kernels or FirstUse()).compile(SIMULATOR))
+    deadline = Deadline(options.time_limit)
+    with clock.stage("simulate original"):
+        original = as_executed(compiled.graph.model, source.folder, "all", options.preparation(), compiled)
+        _ = original.timeline  # simulated within the stage
+    by_level = {"all": original}
+    memory: Accounting
+    if options.run_by == "session":  # at every level, so that a percentage is of what it takes at the worst of them
+        with clock.stage("simulate result"):
+            by_level = _at_every_level(original, compiled, source.folder, options)
+        trained = as_trained(original, source.model, options)
+        memory = SessionMemory(compiled, max(each.timeline.peak for each in by_level.values()), arena=options.arena)
+    else:
+        try:
+            trained = _footprint(original, source.model, options)
+        except ModelError as error:
+            session = Setting("run_by", "session")
+            raise ModelError("{}; {} plans for onnxruntime's own", error.message, session) from None
+        memory = LoopMemory.of(original, compiled, trained, options)
+    return Planner(options, source.folder, memory, original, by_level, trained, clock.seconds, deadline)
+
+
+def _at_every_level(
+    original: Executed, compiled: Compiled, folder: Path | None, options: Options
+) -> dict[str, Executed]:
+    """Return the original as ONNX Runtime executes it at each level; `original` is that of the default level."""
+    if original.emulated:
+        return {"all": original}
+    others = [level for level in levels() if level != "all"]
+    return {**at_levels(compiled.graph.model, folder, others, options.preparation(), compiled), "all": original}
+
+
+def as_trained(executed: Executed, model: onnx.ModelProto, options: Options) -> Footprint | None:
+    """Return the memory of a loop; None where a session cannot open the step."""
+    try:
+        return _footprint(executed, model, options)
+    except ModelError:
+        return None
+
+
+def _footprint(executed: Executed, model: onnx.ModelProto, options: Options) -> Footprint:
+    check_openable(model)
+    return predict(executed, fuse=options.fuse, costs=options.costs)
+
+
+class Stopwatch:
+    """Seconds per stage, summed over repeats; it also calls the progress callback."""
+
+    def __init__(
+        self, progress: Callable[[str, float], None], seconds: Mapping[str, float] = MappingProxyType({})
+    ) -> None:
+        self.seconds = dict(seconds)
+        self._progress = progress
+
+    def waited(self, seconds: float) -> None:
+        """Add the seconds of a first use's compilation."""
+        if seconds:
+            self.seconds["compile"] = self.seconds.get("compile", 0.0) + seconds
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        self._progress(name, 0.0)
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+        self._progress(name, 1.0)
