@@ -13,7 +13,7 @@ from onnx_remat.ort.peaks import Peak, Reserves, describe, reserves
 from onnx_remat.rewrite.accounting import Goal
 from onnx_remat.rewrite.planner import begin
 from onnx_remat.rewrite.plans import first_look, lowest_peak
-from onnx_remat.rewrite.report import TRAINING, headed
+from onnx_remat.rewrite.report import TRAINING, WORDING
 from onnx_remat.session.prediction import Footprint
 from onnx_remat.units import format_bytes, table
 
@@ -64,20 +64,18 @@ class Estimate(Finding):
 
     def lines(self) -> list[str]:
         """Return the peak, its parts, its flame graph by module, and the lowest budgets."""
-        by_loop = self.run_by == "loop"
-        session = [(label, format_bytes(getattr(self.peak, field))) for label, field in headed(self.run_by)]
+        wording = WORDING[self.run_by]
+        session = [(label, format_bytes(getattr(self.peak, field))) for label, field in wording.head()]
         session.append(("  with ONNX Runtime's arena", format_bytes(self.arena.held)))
         training = [(label, format_bytes(getattr(self.loop, field))) for label, field in TRAINING if self.loop]
-        what = "training takes" if by_loop else "peak"
-        whose = "of a plain session's tensors, " if by_loop else ""
         session_of = Message("the sum of tensors ({})", Setting("run_by", "session"))
-        covers = "all memory of training by Loop" if by_loop else session_of
+        covers = "all memory of training by Loop" if self.run_by == "loop" else session_of
         return [
-            f"{what} {format_bytes(self.covered)}, {self.nodes} nodes",
+            f"{wording.covered} {format_bytes(self.covered)}, {self.nodes} nodes",
             "",
-            *table([*training, *session] if by_loop else [*session, *training]),
+            *table(wording.ordered(training, session)),
             "",
-            f"the peak {whose}at {self.peak.at}:",
+            f"the peak {wording.of_tensors}at {self.peak.at}:",
             *modules.flame_text(self.by_module),
             "",
             Message("a budget covers {}: {} before rewriting", covers, format_bytes(self.covered)),

@@ -20,6 +20,7 @@ from onnx_remat.options import Options
 from onnx_remat.ort import runtime
 from onnx_remat.ort.executed import Executed, as_executed
 from onnx_remat.ort.kernels import costs
+from onnx_remat.rewrite.report import WORDING
 from onnx_remat.session import prediction
 from onnx_remat.session.plan_session import SlabLayout
 from onnx_remat.units import format_bytes, table
@@ -160,9 +161,9 @@ class Explanation(Finding):
                 "",
                 f"{self.control_edges} control edges enforce the order.",
             ]
-        whose = "of a plain session's tensors, " if by_loop else ""
         lines += _fused_rows(self.fused, self.not_fused)
-        return [*lines, "", f"the peak {whose}at {self.peak_at}:", *modules.flame_text(self.by_module)]
+        peak = f"the peak {WORDING['loop' if by_loop else 'session'].of_tensors}at {self.peak_at}:"
+        return [*lines, "", peak, *modules.flame_text(self.by_module)]
 
 
 def _recomputed_rows(recomputed: Sequence[Recomputed]) -> list[str]:

@@ -1,10 +1,10 @@
-"""What was done, for people and for programs: one verdict line, a before/after table, JSON."""
+"""The report on a rewrite: one verdict line, a table before and after, JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from onnx_remat.measure.verify import Measured
 from onnx_remat.messages import Finding, Message, Setting, Word, joined
@@ -23,23 +23,58 @@ NODES = (
     ("nodes that Loop runs", "nodes"), ("  of them fused kernels", "kernels"),
     ("  with nothing fused", "unfused_nodes"),
 )  # fmt: skip
-"""The same of a `Footprint`'s counts."""
+"""Rows of a `Footprint`'s counts, and their fields."""
 
 TENSORS = (
     ("  inputs", "inputs"), ("  weights and constants", "weights"), ("  activations", "activations"),
     ("  outputs", "outputs"), ("  workspace", "workspace"),
 )  # fmt: skip
-"""The same of a `Peak`, without its total."""
+"""Rows of a `Peak` without its total, and their fields."""
 
 
-def headed(run_by: str) -> tuple[tuple[str, str], ...]:
-    """`TENSORS` under a head that says whose they are, where the budget is not for them."""
-    return ("tensors in a plain session" if run_by == "loop" else "peak", "total"), *TENSORS
+Row = TypeVar("Row")
+
+
+@dataclass(frozen=True, slots=True)
+class Wording:
+    """How findings name the memory that a budget covers, and the memory that it does not.
+
+    Attributes
+    ----------
+    covered : str
+        The memory that the budget covers.
+    tensors : str
+        Head of the table of tensors.
+    of_tensors : str
+        Says of a peak of tensors that the budget does not cover it; may be empty.
+    loop_first : bool
+        Do the rows of a loop come before those of tensors?
+    """
+
+    covered: str
+    tensors: str
+    of_tensors: str
+    loop_first: bool
+
+    def head(self) -> tuple[tuple[str, str], ...]:
+        """Return `TENSORS` and their total."""
+        return (self.tensors, "total"), *TENSORS
+
+    def ordered(self, loop: Sequence[Row], tensors: Sequence[Row]) -> list[Row]:
+        """Return all rows, those of the covered memory first."""
+        return [*loop, *tensors] if self.loop_first else [*tensors, *loop]
+
+
+WORDING = {
+    "loop": Wording("training takes", "tensors in a plain session", "of a plain session's tensors, ", True),
+    "session": Wording("peak", "peak", "", False),
+}
+"""By `Options.run_by`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report(Finding):
-    """Everything a run has to say.
+    """The result of a rewrite in figures.
 
     Attributes
     ----------
@@ -110,25 +145,25 @@ class Report(Finding):
     loop_after: Footprint | None = None
 
     def covered(self) -> tuple[int, int]:
-        """What the budget covers, of the original and of the result, in bytes."""
+        """Return the covered memory of the original and of the result, in bytes."""
         if loops := self.loops():
             return loops[0].total, loops[1].total
         return self.before.total, self.after.total
 
     def loops(self) -> tuple[Footprint, Footprint] | None:
-        """What training with the original and with the result takes, where the budget covers that."""
+        """Return the memory of a loop before and after; None where the budget does not cover it."""
         if self.run_by == "loop" and self.loop_before and self.loop_after:
             return self.loop_before, self.loop_after
         return None
 
     def extra_time(self) -> float | None:
-        """How much longer a step takes than one of the original, by the costs, both as a loop runs them here."""
+        """Return the predicted time of a step over that of the original, less 1, both as a loop runs them here."""
         if not self.loop_before or not self.loop_after or not self.loop_before.seconds:
             return None
         return self.loop_after.seconds / self.loop_before.seconds - 1
 
     def books(self) -> int:
-        """Bytes of what the budget covers that no plan changes, reckoned for the original."""
+        """Return the covered bytes that no plan changes, estimated for the original."""
         return self.loop_before.books if self.run_by == "loop" and self.loop_before else 0
 
     def helpers(self) -> int:
@@ -137,7 +172,7 @@ class Report(Finding):
         return self.nodes_after - self.nodes_before - self.recomputed - self.control_edges - copies
 
     def verdict(self) -> str:
-        """One line: what was reached, at what price."""
+        """Return one line: the memory reached and its cost."""
         gap = max(0.0, self.extra_compute - self.extra_compute_bound)
         room = f"at most {100 * gap:.1f} points above any possible plan" if gap >= 5e-4 else "the least possible"
         if self.moved:
@@ -145,16 +180,16 @@ class Report(Finding):
         before, after = self.covered()
         saved = 1 - after / before if before else 0.0
         change = f"-{saved:.1%}" if after != before else "unchanged"
-        what = "training takes" if self.run_by == "loop" else "peak"
+        covered = WORDING[self.run_by].covered
         unresolved = self.measured.unresolved if self.measured and self.run_by != "loop" else 0
         kept = f"kept by simulation, measured {format_bytes(unresolved)} above it" if unresolved else "kept"
         return (
-            f"{what} {format_bytes(before)} -> {format_bytes(after)} ({change}), "
+            f"{covered} {format_bytes(before)} -> {format_bytes(after)} ({change}), "
             f"budget {format_bytes(self.budget)} {kept}, +{self.extra_compute:.1%} compute, {room}"
         )
 
     def lines(self) -> list[str]:
-        """The verdict and the before/after table."""
+        """Return the verdict and the table before and after."""
         lines = [self.verdict(), "", *table(self._rows())]
         if self.measured:
             lines += ["", *self._measured_lines(self.measured)]
@@ -165,7 +200,7 @@ class Report(Finding):
         return lines
 
     def to_text(self, verbose: bool = False) -> str:
-        """The verdict and the before/after table; with `verbose` also the values at the peaks and the timings."""
+        """Return the verdict and the table before and after; with `verbose` also values at the peaks and timings."""
         return joined("\n", [*self.lines(), *(self._details() if verbose else ())])
 
     def _details(self) -> list[str]:
@@ -176,7 +211,8 @@ class Report(Finding):
         return [*lines, "", "seconds: " + ", ".join(f"{stage} {s:.2f}" for stage, s in self.seconds.items())]
 
     def _rows(self) -> list[tuple[str, str, str]]:
-        session = self._sides(self.before, self.after, headed(self.run_by))
+        wording = WORDING[self.run_by]
+        session = self._sides(self.before, self.after, wording.head())
         session += self._sides(
             self.arena_before,
             self.arena_after,
@@ -185,7 +221,7 @@ class Report(Finding):
         unfused = (("  the same with nothing fused", "unfused"),)
         training = self._sides(self.loop_before, self.loop_after, (*TRAINING, *unfused))
         rows = [("", "before", "after")]
-        rows += [*training, *session] if self.run_by == "loop" else [*session, *training]
+        rows += wording.ordered(training, session)
         rows += [
             ("extra compute", "", f"+{self.extra_compute:.2%}"),
             ("  of any plan, at least", "", f"+{self.extra_compute_bound:.2%}"),
