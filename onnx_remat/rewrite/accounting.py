@@ -1,7 +1,7 @@
-"""What a budget covers, the part of it that is left to a plan, and the bytes that no plan can go below.
+"""The memory that a budget covers, the part of it that a plan may use, and the bytes that no plan peaks below.
 
-Two things can be budgeted: all that training with `session.training.Loop` takes of the machine (`LoopMemory`), and the
-tensors of a session of ONNX Runtime's own (`SessionMemory`). Everything that differs between them is stated here.
+A budget covers either all memory of training with `session.training.Loop` (`LoopMemory`), or the tensors of one of ONNX
+Runtime's own sessions (`SessionMemory`). Everything that differs between the two is stated here.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from onnx_remat.session.plan_session import workspace
 from onnx_remat.session.prediction import Footprint, predict
 
 MARGIN = 0.01
-"""Fraction of the budget kept free for what no plan shows: allocator rounding and the runtime's own bookkeeping."""
+"""Fraction of the budget kept free for allocator rounding and bookkeeping that no plan contains."""
 
-_UNPREDICTED = 0.004  # of what a loop takes: networks of up to 3,600 nodes took at most 0.3 % more than predicted
-_TARGET_SHRINK = 0.998  # of the target that would just do: a file seldom shrinks quite as much as its plan
+_UNPREDICTED = 0.004  # headroom on a loop's prediction: networks of up to 3,600 nodes took at most 0.3 % more
+_TARGET_SHRINK = 0.998  # of the target in proportion: a file seldom shrinks as much as its plan
 
 
 def levels() -> tuple[str, ...]:
@@ -44,18 +44,18 @@ def levels() -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Accounting(ABC):
-    """What a budget covers; all figures in bytes.
+    """The memory that a budget covers; all figures are in bytes.
 
     Attributes
     ----------
     compiled : Compiled
         The original as it is planned.
     original_bytes : int
-        What the original takes of it.
+        The covered memory of the original.
     bookkeeping : int
-        What no plan changes: what a session keeps for its graph, reckoned for the original.
+        The part that no plan changes: a session's own data on its graph, estimated for the original.
     bookkeeping_per_node : int
-        More of that for every node that runs again.
+        Additional bookkeeping for every recomputed node.
     """
 
     compiled: Compiled
@@ -64,11 +64,11 @@ class Accounting(ABC):
     bookkeeping_per_node: int = 0
 
     run_by: ClassVar[str]
-    """As `Options.run_by` has it."""
+    """The value of `Options.run_by`."""
     shares_buffers: ClassVar[bool]
-    """Whether ONNX Runtime chooses which values share a buffer, so that some are given one of their own."""
+    """Does ONNX Runtime choose which values share a buffer, so that a file may need private buffers?"""
     simulations: ClassVar[float]
-    """How many times as long as simulating the original it takes to write a file and to simulate it."""
+    """Time to write and simulate a file, as a multiple of the time to simulate the original."""
 
     def target(self, budget: int) -> int:
         """Return the peak that plans are made for: the budget less its margin and the bookkeeping."""
@@ -97,7 +97,7 @@ class Accounting(ABC):
 
     @abstractmethod
     def taken(self, executed: Mapping[str, Executed], seconds: float | None = None) -> tuple[int, Footprint | None]:
-        """Return what a file takes, given its graph by level; and, for a loop, what that consists of."""
+        """Return the covered memory of a file from its graphs by level; for a loop, also its parts."""
 
     @abstractmethod
     def tighter(self, target: int, taken: int, budget: int) -> int:
@@ -105,26 +105,26 @@ class Accounting(ABC):
 
     @abstractmethod
     def is_used_up(self, unused: int, budget: int, missed: bool) -> bool:
-        """Return whether a larger target cannot use the bytes left; `missed`: one was too large already."""
+        """Return whether a larger target cannot use the bytes left; `missed`: an earlier one was too large."""
 
     def arena_bytes(self, executed: Mapping[str, Executed]) -> int:
-        """Return what a file takes with ONNX Runtime's arena, where the budget covers that; else 0."""
+        """Return the memory of a file with ONNX Runtime's arena; 0 where the budget does not cover the arena."""
         return 0
 
     def priced_alone(self) -> Accounting | None:
-        """Return the same with the price of every node by itself, where nodes are priced as parts of kernels."""
+        """Return the same with every node priced by itself; None where no node is priced as part of a kernel."""
         return None
 
     def notes(self, trained: Footprint | None, budget: int) -> tuple[str, ...]:
-        """Return what a report says of the way it was counted."""
+        """Return notes for the report on what was counted."""
         return ()
 
 
 @dataclass(frozen=True)
 class SessionMemory(Accounting):
-    """The tensors of a session of ONNX Runtime's own, at its worst optimisation level.
+    """The tensors of one of ONNX Runtime's own sessions, at the worst optimisation level.
 
-    `arena`: the arena is covered, too.
+    `arena`: does the budget also cover the arena?
     """
 
     arena: bool = False
@@ -163,23 +163,23 @@ class SessionMemory(Accounting):
 
 @dataclass(frozen=True, kw_only=True)
 class LoopMemory(Accounting):
-    """All that training with `session.training.Loop` takes of the machine.
+    """All memory of training with `session.training.Loop`.
 
     Attributes
     ----------
     options : Options
     own, fused : Problem
-        The original as it is, and as ONNX Runtime's default optimisations make it, for a session of ours, in which
-        results may lie over what they are made of. `fused` is None for plans with moves.
+        The original, and the original after ONNX Runtime's default optimisations, as `onnx_remat.Session` runs them:
+        a result may overwrite an input in the slab. `fused` is None for plans with moves.
     workspace : int
         The part of `original_bytes` that is its kernels' workspace, where it lies alongside all else.
     outside : Problem or None
-        `own` for bounds that hold whatever is fused, where kernels are counted, see `outside_kernels`; then `fused` is
+        `own` for bounds that hold with any fusion, where kernels are counted, see `outside_kernels`; then `fused` is
         such a problem, too.
     cost : array of float or None
-        What each op costs where it runs again, for the search, where kernels are fused; None: as the problem has it.
+        Cost of recomputing each op, for the search, where kernels are fused; None for that of the problem.
     moving : int or None
-        Bytes below which no plan goes though it may move any value to the host; None where none may be moved.
+        Bytes that no plan peaks below even if it may move any value to the host; None where no value may be moved.
     """
 
     options: Options
@@ -210,7 +210,7 @@ class LoopMemory(Accounting):
         )  # fmt: skip
 
     def with_moves(self, compiled: Compiled) -> LoopMemory:
-        """Return the accounting of plans that may move values to the host, `compiled` with what that adds."""
+        """Return the accounting of plans that may move values to the host; `compiled` has the moves."""
         floor = bounds.working_set(self.own)
         floor = floor if self.fused is None else min(floor, bounds.working_set(self.fused))
         moving = floor if self.moving is None else self.moving
@@ -218,7 +218,7 @@ class LoopMemory(Accounting):
 
     @cached_property
     def floor(self) -> int:
-        """What is fused has no values in between: then both graphs say how low plans go."""
+        """A fused kernel has no inner values, so the lower bound is the smaller of both graphs' bounds."""
         if self.moving is not None:
             return self.moving
         problem = self.outside or self.own
@@ -229,7 +229,7 @@ class LoopMemory(Accounting):
         return min(problem.base_bytes, self.fused.base_bytes) + min(floor - problem.base_bytes, above)
 
     def planned(self) -> Problem:
-        """The slab does not shrink while a kernel has its workspace: the largest lies alongside it throughout."""
+        """The slab stays allocated while a kernel has its workspace: the largest workspace counts throughout."""
         problem, apart = self.own, workspace(self.compiled)[0]
         return replace(
             problem,
@@ -241,7 +241,7 @@ class LoopMemory(Accounting):
         )
 
     def bounded(self, budget: int) -> tuple[Problem, int]:
-        """The bookkeeping is not a schedule's to use, and the largest workspace lies alongside the slab throughout."""
+        """A schedule may not use the bookkeeping, and the largest workspace counts throughout."""
         own = self.own
         apart = min(self.workspace, int(own.workspace.max(initial=0)))
         own = self.outside or own
@@ -270,7 +270,7 @@ class LoopMemory(Accounting):
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """A budget in bytes, and what it covers."""
+    """A budget in bytes, and the memory that it covers."""
 
     allowed: int
     memory: Accounting
@@ -281,7 +281,7 @@ class Goal:
 
 
 def smallest_budget(peak: int, bookkeeping: int = 0) -> int:
-    """Return the least budget that plans with this peak keep: the peak, its margin, and what no plan changes."""
+    """Return the least budget that plans with this peak keep: the peak, its margin and the bookkeeping."""
     return int(peak / (1 - MARGIN)) + 2 + bookkeeping
 
 
@@ -292,8 +292,8 @@ LEAST_SHARE = 0.05
 def fused_cost(problem: Problem, graph: Graph) -> Floats:
     """Return the cost of recomputing each op next to elementwise readers, so that one kernel computes both.
 
-    Of its time by itself the share of bytes that are still read and written: not those of values that elementwise nodes
-    make and such nodes read, and no result that such nodes alone read.
+    The cost is the op's own time times the share of its bytes that still pass through memory: inputs from elementwise
+    nodes do not, nor do results that only elementwise nodes read.
     """
     life, cost, can = problem.lifetimes, problem.cost.copy(), _elementwise(graph)
     for op in np.flatnonzero(can).tolist():
@@ -312,11 +312,11 @@ def fused_cost(problem: Problem, graph: Graph) -> Floats:
 
 
 def outside_kernels(problem: Problem, graph: Graph) -> Problem:
-    """A problem whose bounds hold for any session that fuses, whatever it fuses.
+    """Return a problem whose bounds hold for any session that fuses, with any fusion.
 
-    While a kernel runs, values that it makes and reads itself have no buffer, and its results may lie over any of its
-    inputs: nothing is counted while a node runs that may be in one. While any other node runs, every kernel has run or
-    has not, and the same values are allocated as if the nodes of each ran one after the other.
+    While a kernel runs, its inner values have no buffer and its results may overwrite any of its inputs: so nothing is
+    counted while a node runs that may be part of a kernel. While any other node runs, every kernel has finished or not
+    begun, and the same values are allocated as if its nodes ran one after the other.
     """
     workspace = problem.workspace.copy()
     workspace[_elementwise(graph) | _named(graph, VIEWS)] = -int(problem.nbytes.sum())
@@ -324,7 +324,7 @@ def outside_kernels(problem: Problem, graph: Graph) -> Problem:
 
 
 def _elementwise(graph: Graph) -> Flags:
-    """Ops that may be in a fused kernel, whatever their types."""
+    """Return which ops may be part of a fused kernel, their types aside."""
     return _named(graph, OPS)
 
 

@@ -36,7 +36,7 @@ class _Group:
 
 
 def _toy() -> Problem:
-    """Two ops forward, one backward that reads what both made: arrays of the types that kernels are called with."""
+    """Return a problem of two forward ops and a backward op that reads both; its arrays have the usual types."""
     longs, ints = np.zeros(3, np.int64), np.empty(0, np.int32)
     return Problem(
         in_ptr=np.array([0, 0, 1, 3], np.int32), in_values=np.array([0, 0, 1], np.int32),
@@ -86,7 +86,7 @@ _GROUPS = {
 }
 
 _SHARES = (("annealing", "writing", "reporting"), ("ordering",))
-"""What processes of their own compile, by how soon it is needed: the first of them, then a second if cores allow."""
+"""Groups that each child process compiles, the more urgent first; the second child starts if cores allow."""
 
 PLANNER = ("ordering", "annealing")
 """Groups that only a search for a plan needs."""
@@ -97,7 +97,7 @@ SIMULATOR = ("simulating",)
 REPORTER = ("writing", "reporting")
 """Groups that only the file and the report need: there is time to compile them while a plan is searched for."""
 
-_TICK = 0.02  # seconds between two looks at what another process has compiled
+_TICK = 0.02  # seconds between two checks of another process's compilation
 
 
 class FirstUse:
@@ -121,7 +121,7 @@ class FirstUse:
         for name in sorted(missing, key=self.children.__contains__):
             while name in self.children and not is_compiled(_GROUPS[name].last) and not self.children[name].done():
                 time.sleep(_TICK)
-            if not is_compiled(_GROUPS[name].last):  # nobody did, or it failed, or what it made cannot be kept
+            if not is_compiled(_GROUPS[name].last):  # no process did, or it failed, or its result cannot be stored
                 _GROUPS[name].call()
         return time.monotonic() - began if missing else 0.0
 
@@ -133,7 +133,7 @@ class FirstUse:
 
 @contextmanager
 def first_use() -> Iterator[FirstUse]:
-    """Begin to compile what a search needs and is not on the disk; within the block it can be waited for."""
+    """Begin to compile the search's kernels that are not on the disk; the block can wait for them."""
     use = FirstUse()
     try:
         use.begin()

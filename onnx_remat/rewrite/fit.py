@@ -151,7 +151,7 @@ def _search(goal: Goal, work: Work, reserve: float, known: tuple[Schedule, ...],
             "target %s: plan of %s at +%.1f %% compute, file takes %s of %s", format_bytes(target),
             format_bytes(plan.timeline.peak), 100 * plan.extra_compute, format_bytes(worst), format_bytes(allowed),
         )  # fmt: skip
-        if worst > allowed:  # ask for less by what the file took more, and for less than would give this plan again
+        if worst > allowed:  # less by the excess, and less than the peak of this plan
             failed = min(target, plan.timeline.peak)
             target = (good + failed) // 2 if good else min(memory.tighter(target, worst, allowed), failed - 1)
         else:
@@ -231,7 +231,7 @@ def _check_time(goal: Goal, options: Options, deadline: Deadline, reserve: float
 
 
 def _write_out(plan: Plan, goal: Goal, target: int, work: Work, direct: Direct) -> tuple[int, Fitted]:
-    """Write a plan and simulate the file; return the bytes it takes of what the budget covers, and the file.
+    """Write a plan and simulate the file; return its covered memory in bytes, and the file.
 
     A loop opens a file at the last level alone; a plain session at the level its user chooses, so that the worst level
     counts.

@@ -79,14 +79,14 @@ def plan_model(model: model_io.Model, budget: str | int | Budget, **options: Unp
     model : path, bytes, onnx.ModelProto or model_io.Source
         A training graph.
     budget : str, int or Budget
-        Memory to take at most, see `parse_budget` and `Options.run_by`; percentages are of what the original takes.
+        Memory to take at most, see `parse_budget` and `Options.run_by`; percentages are of the original's memory.
     **options
         Fields of `Options`.
 
     Returns
     -------
     Plan
-        Its schedule's simulated peak is at most what the budget leaves to a plan.
+        Its schedule's simulated peak is at most the part of the budget that a plan may use.
 
     Raises
     ------
@@ -116,7 +116,7 @@ def rewrite_model(model: model_io.Model, budget: str | int | Budget, **options: 
     model : path, bytes, onnx.ModelProto or model_io.Source
         A training graph: forward, loss, backward, often the optimizer update.
     budget : str, int or Budget
-        ``"4GB"``, ``"3.5GiB"``, ``"80%"`` of what the original takes, or bytes; `Options.run_by` says of what.
+        ``"4GB"``, ``"3.5GiB"``, ``"80%"`` of the original's memory, or bytes, see `Options.run_by`.
     **options
         Fields of `Options`: `run_by`, `selector`, `dims`, `loss`, `keep`, `checkpoints`, `allow_recompute`,
         `time_limit`, `effort`, `costs`, `verify` ("none", "check" or "run"), `progress`.
@@ -133,7 +133,7 @@ def rewrite_model(model: model_io.Model, budget: str | int | Budget, **options: 
     BudgetInfeasibleError
         No plan was found under the budget; the error carries the smallest peak found and a lower bound.
     VerificationError
-        The rewritten model is not what was promised.
+        The rewritten model fails a check.
 
     Examples
     --------
@@ -224,7 +224,7 @@ def _verify(job: Job, written: Rewritten, executed: Mapping[str, Executed]) -> v
     if options.verify != "run":
         return None
     order = [plain.compiled.graph.ops[i].node.name for i in plain.order.order]
-    # A budget for a loop promises nothing of a plain session: there the file takes what was simulated.
+    # A loop's budget does not cover a plain session, whose peak is compared with the simulated one.
     by_loop = isinstance(job.goal.memory, LoopMemory)
     simulated = max(each.timeline.peak for each in executed.values())
     return verify.run(

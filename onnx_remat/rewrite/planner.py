@@ -1,4 +1,4 @@
-"""A model before any budget: loaded, compiled and simulated once, for as many budgets as are asked of it."""
+"""A model before any budget: loaded, compiled and simulated once, for any number of budgets."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Planner:
     folder : Path or None
         Where the model's external data lies.
     memory : Accounting
-        What budgets cover, and the model as it is planned.
+        The memory that budgets cover, and the model as it is planned.
     original : Executed
         The model as ONNX Runtime executes it by default; `by_level` at each level that budgets are for.
     trained : Footprint or None
@@ -110,7 +110,7 @@ def begin(model: model_io.Model, given: PlanningOptions, kernels: FirstUse | Non
         _ = original.timeline  # simulated within the stage
     by_level = {"all": original}
     memory: Accounting
-    if options.run_by == "session":  # at every level, so that a percentage is of what it takes at the worst of them
+    if options.run_by == "session":  # at every level: percentages are of the worst
         with clock.stage("simulate result"):
             by_level = _at_every_level(original, compiled, source.folder, options)
         trained = as_trained(original, source.model, options)

@@ -1,4 +1,4 @@
-"""One plan for a peak in bytes: the selector's, a first look's, or the refusal that says what to ask for instead."""
+"""One plan for a peak in bytes: the selector's, that of a first look, or a refusal that advises another budget."""
 
 from __future__ import annotations
 
@@ -111,18 +111,18 @@ class Refusal(BudgetInfeasibleError):
     Attributes
     ----------
     why : str
-        The first half of the message.
+        The first part of the message.
     candidate : int
-        A budget in bytes, a little above the lowest that was found; 0 where none is less than the original takes.
+        A budget in bytes, a little above the lowest that was found; 0 where none is below the original's memory.
     lower : Setting or None
-        What may go lower.
+        The setting that may reach a lower budget.
     below : str
         The bytes below which there is no plan, as text; may be empty.
     look : Plan
         The lowest plan of a first look, the same whatever the budget is.
     looked : int
-        A budget in bytes for which the first look finds a plan, or a file once it was written; 0 where it finds none
-        for less than the original takes.
+        A budget in bytes for which the first look finds a plan, or a file once one was written; 0 where it finds none
+        below the original's memory.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class Refusal(BudgetInfeasibleError):
         super().__init__(self._text(candidate or looked), best_peak_bytes, lower_bound_bytes)
 
     def naming(self, budget: int, taken: int = 0) -> BudgetInfeasibleError:
-        """The same error with that budget as the one to ask for; 0 for none but `taken`, what the original takes."""
+        """Return the same error advising `budget`; 0 for no budget but `taken`, the original's memory."""
         return BudgetInfeasibleError(self._text(budget, taken), self.best_peak_bytes, self.lower_bound_bytes)
 
     def _text(self, budget: int, taken: int = 0) -> Message:

@@ -93,27 +93,27 @@ class Report(Finding):
         Recomputed work as a fraction of one plain step: 0.25 means 25 % more.
     extra_compute_bound : float
         No schedule of this graph's nodes within the budget recomputes less: in any order, with any number of
-        recomputes. (What ONNX Runtime fuses away is in no schedule.)
+        recomputes. (Values that ONNX Runtime fuses away are in no schedule.)
     recomputed, control_edges, private_values, nodes_before, nodes_after : int
         Nodes recomputed, edges added to pin the order (a node each), values given a buffer of their own, node counts.
     seconds : mapping
         Time each stage took.
     arena_before, arena_after : Reserves
-        What the arena adds to either peak.
+        Memory that the arena adds to either peak.
     measured : Measured or None
     notes : tuple of str
         Further facts.
     warnings : tuple of str
-        What in the original keeps its results from being the same in every run.
+        Nodes of the original whose results may differ from run to run.
     run_by : str
-        What the budget covers, see `Options.run_by`.
+        The runner, which decides what the budget covers, see `Options.run_by`.
     cut_short : bool
         Whether the clock cut planning or its bound short (`Options.time_limit`): another run may find another plan.
     moved : Moved or None
-        What is moved to the host and back, which `extra_compute` includes; None where nothing is. Bounds know no
+        Moves to the host and back, which `extra_compute` includes; None where there are none. Bounds know no
         moves: where they were allowed, `extra_compute_bound` is 0.
     loop_before, loop_after : Footprint or None
-        What training with `session.training.Loop` takes of the machine's memory; None where it cannot open the step.
+        Memory of training with `session.training.Loop`; None where it cannot open the step.
     """
 
     schema: ClassVar[str] = "onnx-remat/report/1"
