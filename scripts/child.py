@@ -1,23 +1,22 @@
 """Work in fresh processes: a function called once, or steps taken in turns, memory and time measured in one way.
 
-Functions are those of modules, arguments and answers are JSON. *Memory* is the process's highest resident memory, its
-interpreter and libraries included; *cpu* the seconds of all its threads; *wall* is from its start to its end.
+Functions are those of modules; arguments and answers are as `onnx_remat.process.child` takes them. *Memory* is the
+process's highest resident memory, its interpreter and libraries included; *cpu* the seconds of all its threads; *wall*
+is from its start to its end.
 """
 
 from __future__ import annotations
 
 import importlib
 import io
-import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from onnx_remat.process import child
 
 ROOT = Path(__file__).parents[1]
 
@@ -47,16 +46,11 @@ def call(
         It raised, died, or took more than `seconds`.
     """
     began = time.monotonic()
+    limit = None if seconds is None else child.Limit(seconds, clock=True)
     try:
-        done = subprocess.run(
-            _command("call", function, arguments), capture_output=True, text=True, check=False, cwd=ROOT,
-            env=os.environ | environment, timeout=seconds,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired as error:
-        raise Failed(f"took more than {seconds:g} s") from error
-    if done.returncode:
-        raise Failed((done.stderr.strip().splitlines() or [f"ended with {done.returncode}"])[-1])
-    answer, memory, cpu = json.loads(done.stdout.splitlines()[-1])
+        answer, memory, cpu = child.call(f"{__name__}:measured", _job(function, arguments), limit, environment)
+    except child.Failed as failed:
+        raise Failed(f"took more than {seconds:g} s" if failed.how == "time" else str(failed)) from None
     return Ran(answer, memory, cpu, time.monotonic() - began)
 
 
@@ -65,26 +59,22 @@ class Stepper:
 
     def __init__(self, name: str, function: Callable[..., tuple[Any, Callable[[], Any]]], *arguments: Any) -> None:
         self.name, self.times = name, list[float]()
-        self._process = subprocess.Popen(
-            _command("steps", function, arguments), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
-        )
-        self.first = self._answer()
+        self._process = child.Child(variables={})
+        self.first = self._ask("prepared", _job(function, arguments))
 
     def step(self) -> None:
         """Take a step and note its seconds."""
-        assert self._process.stdin is not None
-        print(file=self._process.stdin, flush=True)
-        self.times.append(self._answer())
+        self.times.append(self._ask("stepped", {}))
 
-    def _answer(self) -> Any:
-        assert self._process.stdout is not None
-        if not (line := self._process.stdout.readline()):
-            raise Failed(f"{self.name}: the process ended")
-        return json.loads(line)
+    def _ask(self, task: str, job: Mapping[str, Any]) -> Any:
+        try:
+            return self._process.call(f"{__name__}:{task}", job)
+        except child.Failed as failed:
+            raise Failed(f"{self.name}: {failed}") from None
 
     def close(self) -> None:
         """End the process."""
-        self._process.communicate()
+        self._process.end(0)
 
 
 @contextmanager
@@ -117,28 +107,36 @@ def command(*words: str) -> tuple[int, str]:
     return code, said.getvalue().strip()
 
 
-def _command(how: str, function: Callable[..., Any], arguments: Sequence[Any]) -> list[str]:
-    where = f"{function.__module__}:{function.__qualname__}"
-    return [sys.executable, "-m", "scripts.child", how, where, json.dumps(arguments)]
+def _job(function: Callable[..., Any], arguments: Sequence[Any]) -> dict[str, Any]:
+    return {"function": f"{function.__module__}:{function.__qualname__}", "arguments": arguments}
 
 
-def main() -> None:
-    """Do the work, in this process."""
-    how, where, given = sys.argv[1:]
-    module, _, name = where.partition(":")
-    answer = getattr(importlib.import_module(module), name)(*json.loads(given))
-    if how == "call":
-        from onnx_remat.measure.probe import resident
+# ---- in the process ----
 
-        print(json.dumps([answer, resident("VmHWM"), time.process_time()]))
-        return
-    first, step = answer
-    print(json.dumps(first), flush=True)
-    for _ in sys.stdin:
-        start = time.perf_counter()
-        step()
-        print(json.dumps(time.perf_counter() - start), flush=True)
+_steps: list[Callable[[], Any]] = []
 
 
-if __name__ == "__main__":
-    main()
+def measured(function: str, arguments: Sequence[Any]) -> tuple[Any, int, float]:
+    """Call a function; its answer, and what this process has taken: bytes, and seconds of computing."""
+    from onnx_remat.measure.probe import resident
+
+    return _called(function, arguments), resident("VmHWM"), time.process_time()
+
+
+def prepared(function: str, arguments: Sequence[Any]) -> Any:
+    """Call a function that makes a step, and keep the step; what else it returns."""
+    first, step = _called(function, arguments)
+    _steps.append(step)
+    return first
+
+
+def stepped() -> float:
+    """Take the step that is kept; its seconds."""
+    start = time.perf_counter()
+    _steps[-1]()
+    return time.perf_counter() - start
+
+
+def _called(function: str, arguments: Sequence[Any]) -> Any:
+    module, _, name = function.partition(":")
+    return getattr(importlib.import_module(module), name)(*arguments)
