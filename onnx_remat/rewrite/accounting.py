@@ -84,8 +84,8 @@ class Accounting(ABC):
         """Bytes that no plan peaks below."""
 
     @abstractmethod
-    def planned(self) -> Problem:
-        """Return the problem that selectors solve."""
+    def planned(self, alone: bool = False) -> Problem:
+        """Return the problem that selectors solve; `alone` as in `Goal`."""
 
     @abstractmethod
     def bounded(self, budget: int) -> tuple[Problem, int]:
@@ -111,9 +111,9 @@ class Accounting(ABC):
         """Return the memory of a file with ONNX Runtime's arena; 0 where the budget does not cover the arena."""
         return 0
 
-    def priced_alone(self) -> Accounting | None:
-        """Return the same with every node priced by itself; None where no node is priced as part of a kernel."""
-        return None
+    def prices_kernels(self) -> bool:
+        """Does the price of a recompute assume that it is part of a kernel?"""
+        return False
 
     def notes(self, trained: Footprint | None, budget: int) -> tuple[str, ...]:
         """Return notes for the report on what was counted."""
@@ -137,7 +137,7 @@ class SessionMemory(Accounting):
     def floor(self) -> int:
         return bounds.lower_bound(self.compiled.problem)
 
-    def planned(self) -> Problem:
+    def planned(self, alone: bool = False) -> Problem:
         """Plans count liveness: the file keeps the runtime from sharing buffers where sharing raises the peak."""
         problem = self.compiled.problem
         return replace(problem, poolable=np.zeros(problem.n_values, np.bool_))
@@ -228,13 +228,13 @@ class LoopMemory(Accounting):
         above = bounds.lower_bound(self.fused) - self.fused.base_bytes
         return min(problem.base_bytes, self.fused.base_bytes) + min(floor - problem.base_bytes, above)
 
-    def planned(self) -> Problem:
+    def planned(self, alone: bool = False) -> Problem:
         """The slab stays allocated while a kernel has its workspace: the largest workspace counts throughout."""
         problem, apart = self.own, workspace(self.compiled)[0]
         return replace(
             problem,
             poolable=np.zeros(problem.n_values, np.bool_),
-            cost=problem.cost if self.cost is None else self.cost,
+            cost=problem.cost if alone or self.cost is None else self.cost,
             workspace=moves.host_copy_bytes(self.compiled),
             base_bytes=problem.base_bytes + apart,
             hold_unread=False,
@@ -255,8 +255,8 @@ class LoopMemory(Accounting):
         trained = predict(executed[levels()[-1]], seconds, self.options.fuse, self.options.costs)
         return int(trained.total * (1 + _UNPREDICTED)), trained
 
-    def priced_alone(self) -> LoopMemory | None:
-        return None if self.cost is None else replace(self, cost=None)
+    def prices_kernels(self) -> bool:
+        return self.cost is not None
 
     def tighter(self, target: int, taken: int, budget: int) -> int:
         return target - (taken - budget)
@@ -270,10 +270,11 @@ class LoopMemory(Accounting):
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """A budget in bytes, and the memory that it covers."""
+    """A budget in bytes, and the memory that it covers; `alone`: price no node as part of a kernel."""
 
     allowed: int
     memory: Accounting
+    alone: bool = False
 
     def target(self) -> int:
         """Return the peak that plans are made for."""

@@ -166,9 +166,9 @@ def _search(goal: Goal, work: Work, reserve: float, known: tuple[Schedule, ...],
             target = (good + failed) // 2 if failed else target + unused
         if good > failed * _CLOSE_ENOUGH > 0:
             break
-    plain = memory.priced_alone()
-    if best is not None and plain and best.plan.extra_compute > 0 and not deadline.ends_within(reserve):
-        best = _unlike(best, Goal(allowed, plain), good, work, reserve, (*known, *plans), direct)
+    unsure = best is not None and memory.prices_kernels() and best.plan.extra_compute > 0
+    if best is not None and unsure and not deadline.ends_within(reserve):
+        best = _unlike(best, replace(goal, alone=True), good, work, reserve, (*known, *plans), direct)
     if best is not None:
         return replace(best, executed=_at_other_levels(best, work, reserve))
     lowest, holds = min(peaks), " with its arena" if options.arena else ""

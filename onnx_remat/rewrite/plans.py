@@ -82,7 +82,7 @@ def first_look(goal: Goal, options: Options, deadline: Deadline) -> Plan:
 
 def _selected(goal: Goal, target: int, options: Options, deadline: Deadline, **more: Any) -> Plan:
     """Return the selector's plan, even above the target; `more` are fields of `request.Request`."""
-    compiled, problem = goal.memory.compiled, goal.memory.planned()
+    compiled, problem = goal.memory.compiled, goal.memory.planned(goal.alone)
     order = moves.adjoined(compiled.problem, compiled.default_order().order).order
     baseline = Schedule(tuple(after_readers(compiled.problem, order).tolist()))
     numbers = {name: i for i, name in enumerate(compiled.graph.values)}
