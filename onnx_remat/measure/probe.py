@@ -219,7 +219,7 @@ def reset_peak() -> int:
 
 
 def resident(field: str) -> int:
-    """Return ``VmRSS`` (now) or ``VmHWM`` (highest since the last reset) of this process, in bytes."""
+    """Return `field` of this process in bytes: ``VmRSS``, ``RssFile``, or ``VmHWM``, the most since the last reset."""
     status = Path("/proc/self/status")
     for line in status.read_text().splitlines() if status.exists() else ():
         if line.startswith(field + ":"):

@@ -70,7 +70,7 @@ runpy.run_module("onnx_remat", run_name="__main__")
 
 
 @pytest.mark.parametrize("how", ["as it is", "out of a module in C"])
-@pytest.mark.parametrize("module", ["onnx_remat.app.flags", "onnx_remat.rewrite.pipeline", "onnx_remat.ir.model_io"])
+@pytest.mark.parametrize("module", ["onnx_remat.app.flags", "onnx_remat.ir.graph", "onnx_remat.ir.model_io"])
 def test_an_interruption_of_an_import_is_one_line(module, how):
     command = [sys.executable, "-c", _INTERRUPTS, module, how]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

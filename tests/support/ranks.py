@@ -82,7 +82,7 @@ def train(folder: Path) -> None:
     if job.get("warm"):
         _warm(job["warm"])
         trim()
-        base = reset_peak()
+        base = reset_peak() - resident("RssFile")
     parallel = DataParallel(step, state, threads=1, **job.get("options", {}))
     if "load" in job:
         parallel.load(job["load"])
@@ -96,7 +96,8 @@ def train(folder: Path) -> None:
         times.append([parallel.times.compute, parallel.times.communication, parallel.times.update])
         if step + 1 == job.get("save_at"):
             parallel.save(job["save"])
-    peak = resident("VmHWM") - base
+    # Pages of libraries are nobody's budget: a kernel maps more or fewer at a time, and takes them back when it likes.
+    peak = resident("VmHWM") - resident("RssFile") - base
     taken, notes = parallel.taken(), {name: getattr(parallel.parts, name) for name in ("foreseen", "recompute")}
     fields = {name: getattr(taken, name) for name in taken.__slots__}
     notes |= {"losses": losses, "times": times, "resident": peak, "taken": fields, "steps": parallel.steps}
