@@ -34,6 +34,10 @@ class OnnxRematError(Exception):
     def __init__(self, text: str = "", *parts: object, **of_python: Any) -> None:
         super().__init__(Message(text, *parts) if parts else text, **of_python)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the fields: the arguments of some classes are more than the text."""
+        return _unpickled, (type(self), self.args, self.__dict__)
+
     @property
     def message(self) -> str:
         """Text of the error, a `Message` where it names settings."""
@@ -45,6 +49,12 @@ class OnnxRematError(Exception):
         """Settings with a value in the text, by name; the last of a name counts."""
         found = self.message.settings() if isinstance(self.message, Message) else ()
         return {each.name: each.value for each in found if each.has_value}
+
+
+def _unpickled(kind: type[OnnxRematError], args: tuple[Any, ...], fields: dict[str, Any]) -> OnnxRematError:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(fields)
+    return error
 
 
 class UsageError(OnnxRematError, ValueError):

@@ -11,7 +11,7 @@ import torch
 from onnx_remat.errors import ConversionError
 
 from .. import names
-from .private_torch import pytree
+from .private_state import pytree
 
 
 @dataclass(frozen=True, slots=True)

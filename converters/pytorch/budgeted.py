@@ -2,40 +2,40 @@
 
 from __future__ import annotations
 
+import pickle
 import tempfile
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
-import onnx
 import torch
 
 from onnx_remat.errors import ConversionError, UsageError
 from onnx_remat.messages import Setting
-from onnx_remat.options import PlanningOptions, parse_options
-from onnx_remat.rewrite.pipeline import rewrite_model
-from onnx_remat.rewrite.report import Report
+from onnx_remat.process import forked
 from onnx_remat.session import heap
 from onnx_remat.session.session import Session
-from onnx_remat.units import parse_budget
+from onnx_remat.units import Budget, format_bytes, parse_budget
 
 from .. import names
-from ..passes import attention_in_parts, loss_in_parts
-from . import optim, updates
+from . import optim, own_step
 from .arrays import view
 from .batch import Batch
-from .export import export, step_of
-from .initial import initial_feeds
+from .living import Living, Place, forks
 from .outside import Outside, memory, shares_memory
+from .preparation import Own, Prepared, Request
 from .recipe import Recipe, Scaling
-from .trace import Loss, StepParts
-from .unchanged import Facts, SettingPlace
+from .unchanged import Facts
 
-OPSET = 20
+if TYPE_CHECKING:  # modules that take memory, which only the preparation of a step needs
+    from onnx_remat.options import PlanningOptions
+    from onnx_remat.rewrite.report import Report
 
-_LR = "lr"
+    from .trace import Loss
 
 _Layout: TypeAlias = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
 """Address, shape, strides and type of a tensor."""
@@ -51,10 +51,6 @@ class Written:
     @property
     def path(self) -> Path:
         return Path(self.folder.name) / "step.onnx"
-
-    def proto(self) -> onnx.ModelProto:
-        """The model of the file."""
-        return onnx.load(self.path)
 
     def sizes(self, batch: Batch) -> dict[str, int]:
         """Return the size of each open dimension in a batch."""
@@ -76,39 +72,39 @@ class Budgeted:
 
     Attributes
     ----------
-    report : Report or None
-        The report of the rewrite; None without a budget.
+    torch_bytes : int
+        Memory that training in PyTorch takes, Python and its libraries not included; 0 if it was not measured, because
+        there is no budget, or it is a number of bytes and nothing is checked.
     """
 
     def __init__(
         self,
-        step: StepParts,
+        model: torch.nn.Module,
         users: tuple[torch.optim.Optimizer, ...],
+        batch: Batch,
+        prepared: Prepared,
+        own: Own,
         outside: Mapping[str, Outside],
         written: Written,
-        report: Report | None,
     ) -> None:
-        self.report = report
-        self._optimizers, self._model, self._written = users, step.model, written
-        self._batch, self._sizes = replace(step.batch, tensors=()), written.sizes(step.batch)  # frees the example
-        self._shapes = {n: tensor.shape for n, tensor in zip(step.batch.names, step.batch.tensors, strict=True)}
+        self.torch_bytes, self._report, self._verdict = own.bytes, prepared.report, prepared.verdict
+        self._optimizers, self._model, self._written = users, model, written
+        self._batch, self._sizes = replace(batch, tensors=()), written.sizes(batch)  # frees the example
+        self._shapes = {name: tensor.shape for name, tensor in zip(batch.names, batch.tensors, strict=True)}
         self._most = self._sizes
         self._session = session = Session(written.path, dims=self._sizes, donate=True)
-        self._trained, self._settings = tuple(step.trainable), _settings(step.optimizers)
+        self._trained, self._settings = prepared.trained, prepared.settings
         self._facts = self._now()
-        parameters = dict(step.model.named_parameters())
-        for user in users:
-            for name in self._trained:
-                if any(parameters[name] is each for group in user.param_groups for each in group["params"]):
-                    _begin(user, parameters[name], step.state[name])
+        _start(users, dict(model.named_parameters()), prepared.started)
         self._arrays: dict[str, np.ndarray] = {}
         wanted, current = {array.name for array in session.inputs}, self._current()
-        first = initial_feeds(written.proto(), step.model, step.optimizers)
-        self._own = {n: array for n, array in first.items() if n not in current and n in wanted}
+        self._own = {
+            name: view(value.clone()) for name, value in prepared.own.items() if name not in current and name in wanted
+        }
         self._wanted = [name for name in current if name in wanted]
         self._numbers = [name for _, _, name in self._counts()]
         self._outside = {name: one for name, one in outside.items() if name in wanted}
-        buffers = self._places(self._renewed() & step.buffers.keys())
+        buffers = self._places(self._renewed() & dict(model.named_buffers()).keys())
         for one in self._outside.values():
             if memory(one.alias) in buffers:
                 raise shares_memory(one.label, f"buffer {buffers[memory(one.alias)]}")
@@ -157,6 +153,18 @@ class Budgeted:
         for pieces, slot, name in self._counts():
             pieces[slot] = type(pieces[slot])(self._own[name].item())
         return float(made[names.LOSS].item())
+
+    @property
+    def report(self) -> Report | None:
+        """Return the report of the rewrite, None without a budget. The modules of its classes take about 90 MB."""
+        report: Report | None = pickle.loads(self._report) if self._report else None
+        return report
+
+    @property
+    def summary(self) -> str:
+        """Return a line about PyTorch's own step, if it was measured, and the first line of the report."""
+        own = f"PyTorch's own step takes {format_bytes(self.torch_bytes)}" if self.torch_bytes else ""
+        return "\n".join(line for line in (own, self._verdict) if line)
 
     @property
     def extra(self) -> dict[str, torch.Tensor]:
@@ -311,47 +319,47 @@ def _check_apart(tensors: Mapping[str, torch.Tensor], renewed: Iterable[str]) ->
             last, end = name, after
 
 
-def _begin(user: torch.optim.Optimizer, parameter: torch.Tensor, state: Mapping[str, torch.Tensor]) -> None:
-    """Store the initial state of the first step in an optimizer that has no state."""
-    if not user.state.get(parameter):
-        user.state[parameter] = {slot: value.clone() for slot, value in state.items()}
+def _start(
+    users: Iterable[torch.optim.Optimizer],
+    parameters: Mapping[str, torch.Tensor],
+    started: Mapping[str, Mapping[str, torch.Tensor]],
+) -> None:
+    """Store the state before the first step in optimizers that have none."""
+    for user in users:
+        held = {id(parameter) for group in user.param_groups for parameter in group["params"]}
+        for name, pieces in started.items():
+            if id(parameters[name]) in held:
+                user.state[parameters[name]] = {slot: value.clone() for slot, value in pieces.items()}
 
 
-def _with_rates(user: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> torch.optim.Optimizer:
-    """Return a copy of an optimizer in which each learning rate is a tensor of its own, to become an input."""
-    state = {name: user.state[p] for name, p in parameters.items() if p in user.state}
-    made = updates.twin(user, parameters, parameters, state)
-    for group in made.param_groups:
-        for key in optim.INPUTS:
-            if key in group and (key == _LR or isinstance(group[key], torch.Tensor)):
-                group[key] = torch.tensor(float(group[key]), dtype=optim.settings_type(parameters))
-    return made
+_OF_STEP = "of the step"
 
 
-def _settings(twins: tuple[torch.optim.Optimizer, ...]) -> dict[str, SettingPlace]:
-    """Return the place of each setting that is an input, by input name."""
-    of = {
-        id(value): (index, place, key)
-        for index, twin in enumerate(twins)
-        for place, group in enumerate(twin.param_groups)
-        for key, value in group.items()
-        if isinstance(value, torch.Tensor)
-    }
-    return {name: of[id(value)] for name, value in optim.settings(twins).items()}
+def _parsed(budget: str | int | None) -> tuple[Budget | None, bool]:
+    """Return a budget, and whether a share in it is one of the exported step."""
+    if isinstance(budget, str) and budget.strip().endswith(_OF_STEP):
+        return parse_budget(budget.strip().removesuffix(_OF_STEP)), True
+    return None if budget is None else parse_budget(budget), False
 
 
-def _check_kernels(proto: onnx.ModelProto) -> None:
-    """Raise ConversionError if the CPU has no kernels for a type in which the step computes."""
-    narrow = {v.name for v in proto.graph.value_info if v.type.tensor_type.elem_type == onnx.TensorProto.BFLOAT16}
-    first = next((node for node in proto.graph.node if narrow.intersection(node.output)), None)
-    if first is not None:
-        label = {entry.key: entry.value for entry in first.metadata_props}.get("module") or first.name
-        raise ConversionError(
-            "{} computes in bfloat16, for which ONNX Runtime's CPU has few kernels: leave torch.autocast out, or call "
-            "model.float(); for a GPU, call export_training_step and rewrite the step with {}",
-            label,
-            Setting("provider", "cuda"),
-        )
+def _prepared(request: Request, own: Own) -> tuple[Prepared, Mapping[str, Outside]]:
+    """Prepare a step in a forked copy of this process, or here if that is impossible."""
+    if forks():
+        living = Living.now()
+        made = forked.call(partial(_apart, request, own, living), "the export")
+        if made is not None:
+            places = {name: one for name, one in made.outside.items() if isinstance(one, Place)}
+            return made, {name: living.outside(place) for name, place in places.items()}
+    from .prepare import prepared
+
+    made = prepared(request, own)
+    return made, {name: one for name, one in made.outside.items() if isinstance(one, Outside)}
+
+
+def _apart(request: Request, own: Own, living: Living) -> Prepared | None:
+    from .prepare import prepared_apart
+
+    return prepared_apart(request, own, living)
 
 
 def budgeted(
@@ -392,9 +400,9 @@ def budgeted(
     model, loss, optimizer, batch
         As in `export_training_step`. The batch is an example: all batches have its sizes, except for `dynamic_dims`.
     budget : str or int, optional
-        Memory that training may take: ``"4GB"``, a number of bytes, or ``"60%"`` of the memory without a budget. It
-        includes the module and the optimizer's state, but not Python and its libraries. By default (None) the step is
-        not rewritten.
+        Memory that training may take: ``"4GB"``, a number of bytes, ``"60%"`` of what PyTorch's own step takes, which
+        is measured, or ``"60% of the step"`` as it is exported. It includes the module and the optimizer's state, but
+        not Python and its libraries. By default (None) the step is not rewritten.
     clip_norm, clip_value, accumulate, average, scaler
         As of `export_training_step`.
     dynamic_dims : mapping of str to mapping of int to str, optional
@@ -423,24 +431,24 @@ def budgeted(
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.device.type != "cpu":
             raise ConversionError(f"{name} is on {tensor.device}: budgeted trains on the CPU; call model.cpu() first")
-    parameters = dict(model.named_parameters())
-    optim.parameters_of(users, parameters)
-    if budget is not None:
-        parse_budget(budget)
-        parse_options({**(planning or {})})
-    elif planning:
+    optim.parameters_of(users, dict(model.named_parameters()))
+    given, of_step = _parsed(budget)
+    if given is None and planning:
         raise UsageError("{} needs a budget: pass {}", Setting("planning"), Setting("budget"))
     recipe = Recipe(clip_norm, clip_value, accumulate, average, None if scaler is None else Scaling.of(scaler))
-    twins = tuple(_with_rates(user, parameters) for user in users)
-    step = step_of(model, batch, loss, twins, recipe)
     written = Written(tempfile.TemporaryDirectory(prefix="onnx-remat-"), dynamic_dims or {})
-    parts = loss_in_parts.checked(loss_parts), attention_in_parts.checked(attention_parts)
-    proto, outside = export(step, OPSET, written.dynamic, check, *parts, feed=True)
-    _check_kernels(proto)
-    if budget is None:
-        onnx.save(proto, written.path)
-        return Budgeted(step, users, outside, written, None)
-    sizes: PlanningOptions = {"dims": written.sizes(step.batch)} if written.dynamic else {}
-    result = rewrite_model(proto, budget, **(sizes | (planning or {})))
-    result.save(written.path)
-    return Budgeted(step, users, outside, written, result.report)
+    example = Batch.of(batch)
+    example.check_dimensions(written.dynamic)
+    request = Request(
+        model, loss, recipe, users, batch, given, of_step, written.dynamic, written.sizes(example), loss_parts,
+        attention_parts, check, planning or {}, written.path,
+    )  # fmt: skip
+    own = own_step.measured(request) if forks() and given is not None and (check or request.is_share) else Own()
+    if request.is_share and not forks():
+        warnings.warn(
+            "PyTorch's own step cannot be measured on this system: the budget is a share of what the exported step "
+            "takes",
+            stacklevel=2,
+        )
+    made, outside = _prepared(request, own)
+    return Budgeted(model, users, example, made, own, outside, written)

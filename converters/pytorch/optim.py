@@ -9,7 +9,7 @@ import torch
 
 from onnx_remat.errors import ConversionError
 
-from .private_torch import hooks_left_out
+from .private_state import hooks_left_out
 
 Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 

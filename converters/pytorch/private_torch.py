@@ -1,4 +1,4 @@
-"""All imports from torch beyond its documented interface; no other module of the converter has any.
+"""All imports from torch beyond its documented interface, except for `private_state`'s.
 
 They are the reason for the upper bound of the torch extra; `tests/converters/test_private_torch.py` checks that they
 exist.
@@ -67,8 +67,6 @@ __all__ = [
     "dispatch_functionalize",
     "enable_python_dispatcher",
     "get_decompositions",
-    "gradient_hooks",
-    "hooks_left_out",
     "make_fx",
     "old_weight_norm",
     "pytree",
@@ -87,19 +85,6 @@ Operator: TypeAlias = torch._ops.OpOverload
 old_weight_norm = torch._weight_norm  # what `torch.nn.utils.weight_norm` calls
 compiling: Callable[[], Any] = _compiling_state_context
 computed_now: Callable[[], Any] = _disable_current_modes
-
-
-def gradient_hooks(parameter: torch.Tensor) -> tuple[Callable[..., Any], ...]:
-    """Return the hooks registered with ``parameter.register_hook``, in order."""
-    return tuple((parameter._backward_hooks or {}).values())
-
-
-def hooks_left_out(owner: torch.Tensor | torch.optim.Optimizer) -> bool:
-    """Return whether there are hooks that a graph cannot call: on an accumulated gradient, or around an optimizer's
-    step."""
-    of_parameter = ("_post_accumulate_grad_hooks",)
-    of_optimizer = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-    return any(getattr(owner, n, None) for n in (of_parameter if isinstance(owner, torch.Tensor) else of_optimizer))
 
 
 def was_changed(tensor: FunctionalTensor) -> bool:

@@ -16,7 +16,6 @@ from torch.export.graph_signature import ExportGraphSignature, InputKind, InputS
 from torch.export.graph_signature import TensorArgument as Argument
 from torch.fx import GraphModule, Node
 
-from .outside import Lift
 from .private_torch import (
     FunctionalTensorMode,
     compiling,
@@ -25,6 +24,7 @@ from .private_torch import (
     pytree,
     without_translation,
 )
+from .reads import Lift
 from .rules import decompositions
 
 _untranslated = cache(without_translation)

@@ -19,8 +19,8 @@ import torch
 
 from onnx_remat.errors import ConversionError
 
-from .outside import Seen
 from .private_torch import FakeTensor, TorchDispatchMode, compiling, computed_now, pytree, traceback
+from .reads import Seen
 from .refusals import here
 from .rules.composites import Composites
 

@@ -19,7 +19,8 @@ from .. import names
 from . import optim, repeated, updates
 from .batch import Batch
 from .decisions import Recorder
-from .outside import Lift, Outside, Seen, outside
+from .outside import Outside
+from .private_state import gradient_hooks
 from .private_torch import (
     ConstantSource,
     DimDynamic,
@@ -28,7 +29,6 @@ from .private_torch import (
     StatelessSymbolicContext,
     TorchDispatchMode,
     enable_python_dispatcher,
-    gradient_hooks,
     setup_stacktrace_preservation_hooks,
     traceback,
     unvalidated,
@@ -36,6 +36,7 @@ from .private_torch import (
     without_replicas,
 )
 from .program import capture, make_inputs
+from .reads import Lift, Seen, outside
 from .recipe import Recipe
 from .refusals import complex_input, complex_numbers, one_size, refusal
 from .rules.composites import Composites

@@ -10,7 +10,7 @@ import torch
 
 from onnx_remat.errors import UsageError
 
-from .private_torch import gradient_hooks
+from .private_state import gradient_hooks
 
 SettingPlace: TypeAlias = tuple[int, int, str]
 """Place of a setting: index of the optimizer, index of the group, and key."""

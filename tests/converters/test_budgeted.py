@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import json
 import subprocess
 import sys
 import warnings
@@ -166,7 +167,9 @@ def test_smaller_batches_share_the_file_and_larger_ones_are_refused():
     mine, other = adamw(ours), adamw(theirs)
     data = [*batches(2, 128), *batches(1, 5), *batches(1, 128)]
     open_dims = {"input.0": {0: "batch"}, "input.1": {0: "batch"}}
-    step = budgeted(ours, cross_entropy, mine, data[0], "100%", dynamic_dims=open_dims, planning={"effort": 1})
+    step = budgeted(
+        ours, cross_entropy, mine, data[0], "100% of the step", dynamic_dims=open_dims, planning={"effort": 1}
+    )
     for batch in data:
         assert step(batch) == pytest.approx(eagerly(theirs, other, batch), abs=1e-4)
     close(ours, theirs)
@@ -385,7 +388,7 @@ class Renewing(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("budget", [None, "100%"])
+@pytest.mark.parametrize("budget", [None, "100% of the step"])
 def test_every_buffer_is_torchs(budget):
     torch.manual_seed(0)
     model = Renewing()
@@ -531,41 +534,85 @@ def test_memory_that_a_step_cannot_renew_is_refused():
     step(batch)
 
 
-IN_A_FRESH_PROCESS = """
+MODEL = """
+import json, sys
 import torch
 from torch import nn
-from onnx_remat.converters.pytorch import budgeted
-from onnx_remat.converters.pytorch.unchanged import Facts
 from onnx_remat.session.heap import trim
 from onnx_remat.measure.probe import reset_peak, resident
-layers = [layer for _ in range(8) for layer in (nn.Linear(128, 128), nn.GELU())]
-model = nn.Sequential(*layers, nn.Linear(128, 10))
-optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-batch = torch.randn(2048, 128), torch.randint(0, 10, (2048,))
-step = budgeted(model, nn.functional.cross_entropy, optimizer, batch, BUDGET, planning=PLANNING)
+def made(layers, rows):
+    layers = [layer for _ in range(layers) for layer in (nn.Linear(128, 128), nn.GELU())]
+    model = nn.Sequential(*layers, nn.Linear(128, 10))
+    batch = torch.randn(rows, 128), torch.randint(0, 10, (rows,))
+    return model, torch.optim.AdamW(model.parameters(), 1e-3), batch
+def train(model, optimizer, batch):
+    for _ in range(3):
+        nn.functional.cross_entropy(model(batch[0]), batch[1]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+IN_PYTORCH = """
+train(*made(1, 2))  # libraries
+base = resident("VmRSS")
+whole = made(8, 2048)
+trim()
+reset_peak()
+train(*whole)
+print(json.dumps(resident("VmHWM") - base))
+"""
+HERE = """
+from onnx_remat.converters.pytorch import budgeted
+model, optimizer, batch = made(8, 2048)
+before = resident("VmRSS")
+step = budgeted(model, nn.functional.cross_entropy, optimizer, batch, BUDGET, planning={"effort": 0.3})
+opened = resident("VmHWM") - before
 held = sum(t.nbytes for t in [*model.parameters(), *batch])
 held += sum(t.nbytes for pieces in optimizer.state.values() for t in pieces.values())
 trim()
 base = reset_peak()
 for _ in range(3):
     step(batch)
-print(resident("VmHWM") - base + held, step.report.budget, step.report.covered()[0])
+found = {"used": resident("VmHWM") - base + held, "opened": opened, "modules": sorted(sys.modules)}
+found |= {"budget": step.report.budget, "exported": step.report.covered()[0], "torch": step.torch_bytes}
+print(json.dumps(found))
 """
 
 
-def taken(budget, planning):
-    """Bytes that three steps took, the module, its state and the batch included; the budget; what it was a part of."""
-    source = IN_A_FRESH_PROCESS.replace("BUDGET", repr(budget)).replace("PLANNING", repr(planning))
+def in_a_fresh_process(source):
     done = subprocess.run(
-        [sys.executable, "-c", source], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]
+        [sys.executable, "-c", MODEL + source],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parents[2],
     )
-    return [int(word) for word in done.stdout.split()]
+    return json.loads(done.stdout)
 
 
 @pytest.mark.skipif(not training_memory.available(), reason="Linux alone tells the most that was resident")
-def test_the_budget_is_kept():
-    used, budget, before = taken("60%", {"effort": 0.3})
-    assert used <= budget < 0.61 * before
+def test_a_share_of_pytorchs_own_step_is_kept_and_the_exporter_leaves_nothing_behind():
+    made, eager = in_a_fresh_process(HERE.replace("BUDGET", "'60%'")), in_a_fresh_process(IN_PYTORCH)
+    assert made["used"] <= made["budget"] == int(0.6 * made["torch"])
+    assert made["torch"] == pytest.approx(eager, rel=0.2)
+    assert made["opened"] < 80e6  # onnxruntime and the session
+    assert not {"onnx", "onnx_ir", "networkx", "numba", "ortools"} & {*made["modules"]}
+
+
+def test_a_share_of_the_exported_step():
+    made = in_a_fresh_process(HERE.replace("BUDGET", "'60% of the step'"))
+    assert made["budget"] == int(0.6 * made["exported"])
+
+
+def test_a_step_that_fails_in_pytorch_has_no_memory_to_take_a_share_of():
+    class Exported(nn.Linear):
+        def forward(self, x):
+            if not torch.compiler.is_exporting():
+                raise ValueError("only exported")
+            return super().forward(x)
+
+    model, batch = Exported(4, 2), (torch.randn(8, 4), torch.randn(8, 2))
+    with pytest.raises(ConversionError, match="PyTorch's own step fails: ValueError: only exported"):
+        budgeted(model, nn.functional.mse_loss, torch.optim.SGD(model.parameters()), batch, "60%", check=False)
 
 
 class Autocast(Net):
@@ -649,7 +696,9 @@ def test_micro_batches_and_a_scaler_within_a_budget():
     generator = torch.Generator().manual_seed(1)
     data = [(torch.randn(4096, 16, generator=generator), torch.arange(4096) % 5) for _ in range(8)]
     data[3][0][:] = float("inf")  # in the second update
-    step = budgeted(ours, cross_entropy, mine, data[0], "85%", accumulate=2, scaler=scaler, planning={"effort": 0.2})
+    step = budgeted(
+        ours, cross_entropy, mine, data[0], "85% of the step", accumulate=2, scaler=scaler, planning={"effort": 0.2}
+    )
     assert step.report.recomputed
     for index, (x, y) in enumerate(data):
         loss = cross_entropy(theirs(x), y)

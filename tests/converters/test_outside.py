@@ -268,7 +268,7 @@ def test_within_a_budget_with_open_sizes():
     other = torch.optim.AdamW(theirs.parameters(), 0.01)
     dynamic = {"input.0": {0: "batch"}, "input.1": {0: "batch"}}
     step = budgeted(
-        ours, loss, torch.optim.AdamW(ours.parameters(), 0.01), batch, "100%", dynamic_dims=dynamic,
+        ours, loss, torch.optim.AdamW(ours.parameters(), 0.01), batch, "100% of the step", dynamic_dims=dynamic,
         planning={"effort": 0.2},
     )  # fmt: skip
     for size in (50_000, 40_000, 40_000):

@@ -1,0 +1,85 @@
+"""Memory of PyTorch's own step, measured: what training takes without onnx-remat."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from onnx_remat.measure.probe import reset_peak, resident
+from onnx_remat.process import forked
+from onnx_remat.session import heap
+
+from .batch import Batch
+from .preparation import Own, Request
+
+STEPS = 2
+"""The first makes the state of the optimizers, the second has it from the start."""
+
+
+def measured(request: Request) -> Own:
+    """Return the memory of PyTorch's own step, or the error with which it fails.
+
+    The measurement runs in a process forked from this one, whose heap has few free blocks yet. The number of bytes has
+    two digits, so that its noise hardly ever changes a plan.
+    """
+    try:
+        found = forked.call(partial(memory, request), "PyTorch's own step")
+    except Exception as error:
+        return Own(0, f"{type(error).__name__}: {error}")
+    unit = 10 ** (len(str(found)) - 2)
+    return Own(math.ceil(found / unit) * unit)
+
+
+def memory(request: Request) -> int:
+    """Return the bytes that training in PyTorch takes: parameters, state, batch, gradients, and all that a step makes.
+
+    Train `STEPS` steps. Runs in a forked copy of the process, since it changes the module.
+
+    Raises
+    ------
+    Exception
+        Any error of the user's code.
+    """
+    torch.set_num_threads(1)  # libgomp's threads did not survive the fork
+    batch, optimizers = Batch.of(request.batch), request.users
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    held = sum(tensor.nbytes for tensor in _distinct(request, batch))
+    heap.give_back_large_blocks()  # how much the heap keeps of freed blocks differs from run to run
+    heap.trim()
+    base = reset_peak() - resident("RssFile")
+    for _ in range(STEPS):
+        _loss(request, batch).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    # a forked copy maps the pages of libraries as it comes to them
+    return max(0, resident("VmHWM") - resident("RssFile") - base) + held
+
+
+def _loss(request: Request, batch: Batch) -> torch.Tensor:
+    positional, keyword = batch.arguments(batch.tensors)
+    if request.loss is None:
+        made: Any = request.model(*positional, **keyword)
+        loss: torch.Tensor = getattr(made, "loss", made)
+        return loss
+    if keyword:
+        target = keyword.pop(list(keyword)[-1])
+    else:
+        *first, target = positional
+        positional = tuple(first)
+    return request.loss(request.model(*positional, **keyword), target)
+
+
+def _distinct(request: Request, batch: Batch) -> Iterator[torch.Tensor]:
+    """Yield the tensors that exist before a step, one for each memory."""
+    seen = set()
+    states = [piece for user in request.users for pieces in user.state.values() for piece in pieces.values()]
+    for tensor in [*request.model.parameters(), *request.model.buffers(), *states, *batch.tensors]:
+        if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in seen:
+            seen.add(tensor.untyped_storage().data_ptr())
+            yield tensor

@@ -1,0 +1,115 @@
+"""What `prepare` is given and what it returns; it may run in another process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from onnx_remat.units import Budget
+
+from .living import Place
+from .outside import Outside
+from .recipe import Recipe
+from .unchanged import SettingPlace
+
+if TYPE_CHECKING:
+    from onnx_remat.options import PlanningOptions
+
+    from .trace import Loss
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Arguments of `budgeted`, checked as far as that takes no memory.
+
+    Attributes
+    ----------
+    model, loss, recipe
+    users : tuple of torch.optim.Optimizer
+        The user's optimizers.
+    batch : object
+        The example.
+    budget : Budget, optional
+    of_step : bool
+        Is a fraction as budget one of the exported step, not of PyTorch's own?
+    dynamic : mapping of str to mapping of int to str
+        Open dimensions, by input name and axis.
+    sizes : mapping of str to int
+        Their sizes in the example.
+    loss_parts, attention_parts : int, optional
+    check : bool
+    planning : mapping
+    path : Path
+        File to write.
+    """
+
+    model: torch.nn.Module
+    loss: Loss | None
+    recipe: Recipe
+    users: tuple[torch.optim.Optimizer, ...]
+    batch: Any
+    budget: Budget | None
+    of_step: bool
+    dynamic: Mapping[str, Mapping[int, str]]
+    sizes: Mapping[str, int]
+    loss_parts: int | None
+    attention_parts: int | None
+    check: bool
+    planning: PlanningOptions
+    path: Path
+
+    @property
+    def is_share(self) -> bool:
+        """Return whether the budget is a share of what PyTorch's own step takes."""
+        return self.budget is not None and self.budget.fraction is not None and not self.of_step
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """PyTorch's own step.
+
+    Attributes
+    ----------
+    bytes : int
+        Memory that training with it takes; 0 if that was not measured.
+    error : str
+        The error with which it failed.
+    """
+
+    bytes: int = 0
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Facts about a prepared step, all picklable except for `outside`.
+
+    Attributes
+    ----------
+    trained : tuple of str
+        Parameters that it updates.
+    settings : mapping of str to SettingPlace
+        Settings of the optimizers that are inputs, by input name.
+    started : mapping of str to mapping of str to torch.Tensor
+        State of the optimizers before the first step, by parameter and slot, of parameters without state.
+    own : mapping of str to torch.Tensor
+        Initial values of the state that is in neither the module nor an optimizer, by input name.
+    outside : mapping of str to Outside or Place
+        Tensors outside the step, by input name.
+    report : bytes
+        The pickled `Report` of the rewrite, whose classes take memory; empty without a budget.
+    verdict : str
+        Its first line.
+    """
+
+    trained: tuple[str, ...]
+    settings: Mapping[str, SettingPlace]
+    started: Mapping[str, Mapping[str, torch.Tensor]]
+    own: Mapping[str, torch.Tensor]
+    outside: Mapping[str, Outside | Place]
+    report: bytes = b""
+    verdict: str = ""

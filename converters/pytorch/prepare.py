@@ -1,0 +1,157 @@
+"""Prepare a step for training in place: export it, compare it with torch, plan it, write its file.
+
+All of this takes memory that training does not need. Therefore `prepared` runs in a forked copy of the training process
+where that is possible, and returns only what the training process cannot find out by itself.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from dataclasses import replace
+
+import onnx
+import torch
+
+from onnx_remat.errors import ConversionError
+from onnx_remat.messages import Setting
+from onnx_remat.options import PlanningOptions, parse_options
+from onnx_remat.rewrite.pipeline import rewrite_model
+from onnx_remat.units import Budget
+
+from .. import names
+from ..passes import attention_in_parts, loss_in_parts
+from . import optim, updates
+from .arrays import tensor
+from .export import export, step_of
+from .initial import initial_feeds
+from .living import Living
+from .outside import Outside
+from .preparation import Own, Prepared, Request
+from .trace import StepParts
+from .unchanged import SettingPlace
+
+OPSET = 20
+
+_LR = "lr"
+
+
+def prepared(request: Request, own: Own) -> Prepared:
+    """Export a step, compare it with torch's if `check`, plan it if there is a budget, and write it.
+
+    A share as budget is one of PyTorch's `own` step where that was measured.
+
+    Raises
+    ------
+    ConversionError, OnnxRematError
+        The step cannot be exported, or no plan fits the budget.
+    """
+    if request.budget is not None:
+        parse_options({**request.planning})
+    parameters = dict(request.model.named_parameters())
+    twins = tuple(_with_rates(user, parameters) for user in request.users)
+    step = step_of(request.model, request.batch, request.loss, twins, request.recipe)
+    parts = loss_in_parts.checked(request.loss_parts), attention_in_parts.checked(request.attention_parts)
+    proto, outside = export(step, OPSET, request.dynamic, request.check, *parts, feed=True)
+    _check_kernels(proto)
+    made = Prepared(
+        tuple(step.trainable), _settings(twins), _started(step, request.users, parameters), _own(proto, step), outside
+    )
+    if request.budget is None:
+        onnx.save(proto, request.path)
+        return made
+    budget = request.budget
+    if request.is_share:
+        if own.error:
+            raise ConversionError(f"PyTorch's own step fails: {own.error}")
+        if own.bytes:
+            budget = Budget(bytes=budget.resolve(own.bytes))
+    sizes: PlanningOptions = {"dims": dict(request.sizes)} if request.sizes else {}
+    result = rewrite_model(proto, budget, **(sizes | request.planning))
+    result.save(request.path)
+    report = result.report
+    return replace(made, report=pickle.dumps(report), verdict=report.verdict())
+
+
+def prepared_apart(request: Request, own: Own, living: Living) -> Prepared | None:
+    """Return the result of `prepared` with all tensors outside the step as places.
+
+    Return None if one of them is unknown to the other process. Runs in a forked copy, which has one thread.
+    """
+    torch.set_num_threads(1)  # libgomp's threads did not survive the fork
+    made = prepared(request, own)
+    places = {name: living.place(one) for name, one in made.outside.items() if isinstance(one, Outside)}
+    known = {name: place for name, place in places.items() if place is not None}
+    if len(known) < len(places):
+        return None
+    return replace(made, outside=known)
+
+
+def _with_rates(user: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> torch.optim.Optimizer:
+    """Return a copy of an optimizer in which each learning rate is a tensor of its own, to become an input."""
+    state = {name: user.state[p] for name, p in parameters.items() if p in user.state}
+    made = updates.twin(user, parameters, parameters, state)
+    for group in made.param_groups:
+        for key in optim.INPUTS:
+            if key in group and (key == _LR or isinstance(group[key], torch.Tensor)):
+                group[key] = torch.tensor(float(group[key]), dtype=optim.settings_type(parameters))
+    return made
+
+
+def _settings(twins: tuple[torch.optim.Optimizer, ...]) -> dict[str, SettingPlace]:
+    """Return the place of each setting that is an input, by input name."""
+    of = {
+        id(value): (index, place, key)
+        for index, twin in enumerate(twins)
+        for place, group in enumerate(twin.param_groups)
+        for key, value in group.items()
+        if isinstance(value, torch.Tensor)
+    }
+    return {name: of[id(value)] for name, value in optim.settings(twins).items()}
+
+
+def _started(
+    step: StepParts, users: tuple[torch.optim.Optimizer, ...], parameters: Mapping[str, torch.Tensor]
+) -> dict[str, dict[str, torch.Tensor]]:
+    """Return the initial state of parameters without state."""
+    known = {name for user in users for name, parameter in parameters.items() if user.state.get(parameter)}
+    return {
+        name: {slot: _small(value) for slot, value in pieces.items()}
+        for name, pieces in step.state.items()
+        if name not in known
+    }
+
+
+def _own(proto: onnx.ModelProto, step: StepParts) -> dict[str, torch.Tensor]:
+    """Return the initial state that is in neither the module nor an optimizer's tensors."""
+    tensors = {name for name, _ in [*step.model.named_parameters(), *step.model.named_buffers()]}
+    users = {names.state(name, slot) for name, slots in step.state.items() for slot in slots}
+    return {
+        name: _small(tensor(value))
+        for name, value in initial_feeds(proto, step.model, step.optimizers).items()
+        if name not in tensors and (name not in users or not value.shape)
+    }
+
+
+def _small(value: torch.Tensor) -> torch.Tensor:
+    """Return the tensor, in the memory of one element if all have the same bits."""
+    value = value.detach().contiguous()
+    if value.numel() > 1:
+        elements = value.reshape(-1).view(torch.uint8).reshape(value.numel(), -1)
+        if bool((elements == elements[0]).all()):
+            return value.reshape(-1)[:1].clone().expand(value.shape)
+    return value
+
+
+def _check_kernels(proto: onnx.ModelProto) -> None:
+    """Raise ConversionError if the CPU has no kernels for a type in which the step computes."""
+    narrow = {v.name for v in proto.graph.value_info if v.type.tensor_type.elem_type == onnx.TensorProto.BFLOAT16}
+    first = next((node for node in proto.graph.node if narrow.intersection(node.output)), None)
+    if first is not None:
+        label = {entry.key: entry.value for entry in first.metadata_props}.get("module") or first.name
+        raise ConversionError(
+            "{} computes in bfloat16, for which ONNX Runtime's CPU has few kernels: leave torch.autocast out, or call "
+            "model.float(); for a GPU, call export_training_step and rewrite the step with {}",
+            label,
+            Setting("provider", "cuda"),
+        )

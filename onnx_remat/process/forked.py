@@ -1,0 +1,150 @@
+"""Call a function in a forked copy of this process, so that the memory that it takes is freed afterwards.
+
+The copy shares the objects of this process, which therefore need not be picklable. It has one thread: functions of
+libraries with threads of their own must run without them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import pickle
+import signal
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeVar
+
+from onnx_remat.errors import OnnxRematError
+
+T = TypeVar("T")
+
+_DIE_WITH_PARENT = 1
+"""``PR_SET_PDEATHSIG`` of Linux's ``prctl``."""
+
+
+class _Origin(Exception):
+    """Traceback of an error in the copy."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(f"\n{text}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What the copy sends.
+
+    Attributes
+    ----------
+    result : object
+        The function's result, if it raised no error.
+    error : BaseException or None
+    origin : str
+        The error's traceback, if it is to be shown.
+    warnings : list of tuple
+        Arguments of ``warnings.warn_explicit``.
+    """
+
+    result: Any
+    error: BaseException | None
+    origin: str
+    warnings: list[tuple[str, type[Warning], str, int]]
+
+
+def available() -> bool:
+    """Return whether this system can fork a process that has loaded libraries: Linux."""
+    return sys.platform == "linux"
+
+
+def call(function: Callable[[], T], what: str) -> T:
+    """Call a function in a copy of this process, and return its result, which must be picklable.
+
+    Warnings appear in this process, and an error is raised here. Its cause is its traceback, except for an
+    `OnnxRematError` without cause, whose text says all.
+
+    Parameters
+    ----------
+    function : callable
+    what : str
+        Description of its work for messages.
+
+    Raises
+    ------
+    OnnxRematError
+        The copy died, for example because the system had no memory left.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()  # the copy would print buffered text again
+    reads, writes = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python's, about other threads
+        copy = os.fork()
+    if not copy:
+        os.close(reads)
+        _work(function, writes)
+    os.close(writes)
+    try:
+        with os.fdopen(reads, "rb") as stream:
+            data = stream.read()
+    except BaseException:
+        os.kill(copy, signal.SIGKILL)
+        raise
+    finally:
+        status = os.waitstatus_to_exitcode(os.waitpid(copy, 0)[1])
+    if not data:
+        how = signal.Signals(-status).name if status < 0 else f"exit status {status}"
+        memory = "; probably the system ran out of memory" if status == -signal.SIGKILL else ""
+        raise OnnxRematError(f"the process for {what} ended without an answer ({how}{memory})")
+    answer: _Answer = pickle.loads(data)
+    for message, category, file, line in answer.warnings:
+        warnings.warn_explicit(message, category, file, line)
+    if answer.error is not None:
+        raise answer.error from (_Origin(answer.origin) if answer.origin else None)
+    result: T = answer.result
+    return result
+
+
+def _work(function: Callable[[], Any], writes: int) -> NoReturn:
+    """Send the function's result, and exit without exit handlers and finalizers: they are this copy's parent's."""
+    status = 1
+    try:
+        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+        gc.freeze()  # a collection would copy the parent's objects
+        data = pickle.dumps(_answered(function))
+        with os.fdopen(writes, "wb") as stream:
+            stream.write(data)
+        status = 0
+    except KeyboardInterrupt:  # the parent has it, too
+        pass
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        for text in (sys.stdout, sys.stderr):
+            if text is not None:
+                text.flush()
+        os._exit(status)
+
+
+def _answered(function: Callable[[], Any]) -> _Answer:
+    result, error, origin = None, None, ""
+    with warnings.catch_warnings(record=True) as seen:
+        try:
+            result = function()
+        except Exception as raised:
+            error = _picklable(raised)
+            if raised.__cause__ is not None or not isinstance(raised, OnnxRematError):
+                origin = traceback.format_exc()
+    return _Answer(result, error, origin, [(str(w.message), w.category, w.filename, w.lineno) for w in seen])
+
+
+def _picklable(error: Exception) -> Exception:
+    """Return the error, or one with its text if it cannot be sent."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
