@@ -37,6 +37,9 @@ if TYPE_CHECKING:  # modules that take memory, which only the preparation of a s
 
     from .trace import Loss
 
+_OPEN = 4
+"""Sessions of other sizes than the example's that stay open: each has ONNX Runtime's bookkeeping of its own."""
+
 _Layout: TypeAlias = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
 """Address, shape, strides and type of a tensor."""
 
@@ -86,13 +89,15 @@ class Budgeted:
         own: Own,
         outside: Mapping[str, Outside],
         written: Written,
+        threads: int,
     ) -> None:
         self.torch_bytes, self._report, self._verdict = own.bytes, prepared.report, prepared.verdict
         self._optimizers, self._model, self._written = users, model, written
         self._batch, self._sizes = replace(batch, tensors=()), written.sizes(batch)  # frees the example
         self._shapes = {name: tensor.shape for name, tensor in zip(batch.names, batch.tensors, strict=True)}
-        self._most = self._sizes
-        self._session = session = Session(written.path, dims=self._sizes, donate=True)
+        self._threads = threads
+        self._session = session = self._largest = self._opened(None)
+        self._most, self._others = self._sizes, dict[tuple[int, ...], Session]()
         self._trained, self._settings = prepared.trained, prepared.settings
         self._facts = self._now()
         _start(users, dict(model.named_parameters()), prepared.started)
@@ -173,7 +178,8 @@ class Budgeted:
 
     def close(self) -> None:
         """Free all memory except that of the module and the optimizer."""
-        self._session.close()
+        for session in (self._largest, *self._others.values()):
+            session.close()
         self._written.folder.cleanup()
         self._arrays, self._bound, self._outside = {}, {}, {}
         self._failed = "closed"
@@ -221,17 +227,31 @@ class Budgeted:
                     Setting("dynamic_dims", {name: {0: "batch"}}),
                 )
 
+    def _opened(self, slab_of: Session | None) -> Session:
+        return Session(self._written.path, dims=self._sizes, donate=True, threads=self._threads, slab_of=slab_of)
+
     def _resize(self, sizes: dict[str, int]) -> None:
-        """Open a session of the same file for other sizes; one session at a time, to stay within the budget."""
+        """Use the session for these sizes; open it first if it is not. It has the slab of the largest."""
         if sizes == self._sizes:
             return
         if large := [name for name, size in sizes.items() if size > self._most[name]]:
             name = large[0]
             raise UsageError(f"{name} is {sizes[name]}, above the example's {self._most[name]}: make a new step")
-        self._sizes = {}  # if this is interrupted, the next batch opens a session
-        self._session.close()
-        self._session = Session(self._written.path, dims=sizes, donate=True)
-        self._sizes = sizes
+        if sizes == self._most:
+            self._session, self._sizes = self._largest, sizes
+            return
+        key = tuple(sizes.values())
+        session = self._others.pop(key, None)
+        if session is None:
+            before, self._sizes = self._sizes, sizes
+            try:
+                session = self._opened(self._largest)
+            except BaseException:
+                self._sizes = before
+                raise
+        self._session, self._sizes, self._others[key] = session, sizes, session
+        if len(self._others) > _OPEN:
+            self._others.pop(next(iter(self._others))).close()
 
     def _now(self) -> Facts:
         return Facts.of(self._model, self._optimizers, set(self._settings.values()))
@@ -379,6 +399,7 @@ def budgeted(
     attention_parts: int | None = None,
     check: bool = True,
     planning: PlanningOptions | None = None,
+    threads: int = 0,
 ) -> Budgeted:
     """Return a training step of a module that stays within a memory budget and updates the module in place.
 
@@ -407,13 +428,16 @@ def budgeted(
         As of `export_training_step`.
     dynamic_dims : mapping of str to mapping of int to str, optional
         As in `export_training_step`: dimensions of batches that may be smaller than the example's. The plan is for the
-        example. The first batch of another size reopens the session, which takes seconds.
+        example. The first batch of another size opens a session for it, which takes seconds; the last few sizes stay
+        open, in the memory of the largest.
     loss_parts, attention_parts : int, optional
         As of `export_training_step`.
     check : bool
         Compare the step with torch first. The comparison takes, once, about twice the memory of a step in torch.
     planning : mapping, optional
         Fields of `onnx_remat.options.Options`, for example ``{"effort": 5}``.
+    threads : int
+        Threads of a step; by default as many as PyTorch has, `torch.get_num_threads`.
 
     Returns
     -------
@@ -451,4 +475,4 @@ def budgeted(
             stacklevel=2,
         )
     made, outside = _prepared(request, own)
-    return Budgeted(model, users, example, made, own, outside, written)
+    return Budgeted(model, users, example, made, own, outside, written, threads or torch.get_num_threads())

@@ -60,6 +60,9 @@ class Session:
     fuse : bool
         On the CPU, run groups of elementwise nodes as one compiled kernel each, with bit-identical results; not at
         level ``"disable"``. Fusion never increases the memory.
+    slab_of : Session, optional
+        On the CPU, another session whose slab this one uses, if it is large enough: the step of a smaller batch beside
+        that of a larger one. The sessions run one at a time, and a run overwrites views of the other's results.
 
     Attributes
     ----------
@@ -109,6 +112,7 @@ class Session:
         cuda_graph: bool = False,
         check: bool = False,
         fuse: bool = True,
+        slab_of: Session | None = None,
     ) -> None:
         if provider not in ("cpu", "cuda"):
             raise UsageError(f"provider {provider!r}: sessions run on 'cpu' and 'cuda'")
@@ -143,7 +147,10 @@ class Session:
             if provider != "cpu":
                 on_device.check_provider(self._session, self._step.execution_providers[0])
                 self._device = DeviceMemory(self._binding, self._step, provider)
-        self._slab = heap.reserve(self._step.slab if self._device is None else 0)
+        needed = self._step.slab if self._device is None else 0
+        self._slab: npt.NDArray[np.uint8] = heap.reserve(0) if slab_of is None else slab_of._slab
+        if self._slab.size < needed:
+            self._slab = heap.reserve(needed)
         self._views: Arrays = {}
         self._bound: dict[str, tuple[int, Any]] = {}  # address and array of each input, kept alive while bound
         self._loose = _loose(self._step)

@@ -179,6 +179,45 @@ def test_smaller_batches_share_the_file_and_larger_ones_are_refused():
         step((batches(1, 5)[0][0], data[0][1]))
 
 
+def test_the_last_four_sizes_stay_open(monkeypatch):
+    module, opened = sys.modules[budgeted.__module__], []
+
+    class Counted(module.Session):
+        def __init__(self, *given, **settings):
+            opened.append(settings["dims"]["batch"])
+            super().__init__(*given, **settings)
+
+    monkeypatch.setattr(module, "Session", Counted)
+    ours, theirs = net(), net()
+    mine, other = adamw(ours), adamw(theirs)
+    open_dims = {"input.0": {0: "batch"}, "input.1": {0: "batch"}}
+    step = budgeted(ours, cross_entropy, mine, batches(1, 12)[0], dynamic_dims=open_dims, check=False)
+    for size in (12, 5, 12, 5, 7, 9, 11, 5, 12, 3, 5, 7):
+        batch = batches(1, size)[0]
+        assert step(batch) == pytest.approx(eagerly(theirs, other, batch), abs=1e-4)
+    close(ours, theirs, 1e-4)
+    assert opened == [12, 5, 7, 9, 11, 3, 7]  # 3 closed 7, which had not been used for longest
+    step.close()
+
+
+def test_as_many_threads_as_pytorch_has():
+    source = (
+        MODEL
+        + """
+from onnx_remat.converters.pytorch import budgeted
+from pathlib import Path
+torch.set_num_threads(1)
+model, optimizer, batch = made(1, 8)
+before = len(list(Path("/proc/self/task").iterdir()))
+step = budgeted(model, nn.functional.cross_entropy, optimizer, batch, check=False)
+one = len(list(Path("/proc/self/task").iterdir())) - before
+other = budgeted(model, nn.functional.cross_entropy, optimizer, batch, check=False, threads=3)
+print(json.dumps([one, len(list(Path("/proc/self/task").iterdir())) - before - one]))
+"""
+    )
+    assert in_a_fresh_process(source.removeprefix(MODEL)) == [0, 2]
+
+
 def small(kind=torch.optim.SGD, seed=0, check=False, loss=nn.functional.mse_loss, **settings):
     """A module, its optimizer, a step and a batch, and a module and an optimizer that go the same way in torch."""
     torch.manual_seed(seed)

@@ -190,6 +190,29 @@ def test_symbolic_dimensions_are_bound_at_opening():
             session.run(feeds_for(model, batch=64))
 
 
+def test_the_step_of_a_smaller_batch_has_the_slab_of_the_larger():
+    model = mlp(layers=2, width=64, dims="batch")
+    sizes = (128, 48)
+    feeds = {size: feeds_for(model, batch=size) for size in sizes}
+    with Session(model, dims={"batch": 128}) as large, Session(model, dims={"batch": 48}, slab_of=large) as small:
+        views = [session.run(feeds[size], copy=False) for session, size in zip((large, small), sizes, strict=True)]
+        assert any(np.shares_memory(a, b) for a in views[0].values() for b in views[1].values())
+        for session, size in ((large, 128), (small, 48), (large, 128)):
+            assert_same(session.run(feeds[size]), outputs_of(model, feeds[size]))
+        with Session(model, dims={"batch": 128}, slab_of=small) as again:
+            assert_same(again.run(feeds[128]), outputs_of(model, feeds[128]))
+        large.close()
+        assert_same(small.run(feeds[48]), outputs_of(model, feeds[48]))
+
+
+def test_a_slab_that_is_too_small_is_not_shared():
+    model = mlp(layers=2, width=64, dims="batch")
+    feeds = feeds_for(model, batch=128)
+    with Session(model, dims={"batch": 8}) as small, Session(model, dims={"batch": 128}, slab_of=small) as large:
+        assert small.slab_bytes < large.slab_bytes
+        assert_same(large.run(feeds), outputs_of(model, feeds))
+
+
 @pytest.fixture(scope="module")
 def opened():
     model = mlp(layers=2, batch=64, width=64)
