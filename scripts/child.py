@@ -62,9 +62,11 @@ class Stepper:
         self._process = child.Child(variables={})
         self.first = self._ask("prepared", _job(function, arguments))
 
-    def step(self) -> None:
-        """Take a step and note its seconds."""
-        self.times.append(self._ask("stepped", {}))
+    def step(self) -> Any:
+        """Take a step and note its seconds; what it returned."""
+        seconds, said = self._ask("stepped", {})
+        self.times.append(seconds)
+        return said
 
     def _ask(self, task: str, job: Mapping[str, Any]) -> Any:
         try:
@@ -130,11 +132,11 @@ def prepared(function: str, arguments: Sequence[Any]) -> Any:
     return first
 
 
-def stepped() -> float:
-    """Take the step that is kept; its seconds."""
+def stepped() -> tuple[float, Any]:
+    """Take the step that is kept; its seconds, and what it returned."""
     start = time.perf_counter()
-    _steps[-1]()
-    return time.perf_counter() - start
+    said = _steps[-1]()
+    return time.perf_counter() - start, said
 
 
 def _called(function: str, arguments: Sequence[Any]) -> Any:

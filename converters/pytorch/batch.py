@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -79,6 +79,28 @@ class Batch:
         leaves = [next(rest) if leaf is _TENSOR else leaf for leaf in self.leaves]
         positional, keyword = pytree.tree_unflatten(leaves, self.spec)
         return positional, keyword
+
+
+def loss_of(
+    model: Callable[..., Any],
+    loss: Callable[[Any, Any], Any] | None,
+    positional: tuple[Any, ...],
+    keyword: dict[str, Any],
+) -> Any:
+    """Return the loss of a batch: of the model's output and the last argument, or what the model returns.
+
+    A model that returns the loss returns it alone, as attribute ``loss`` or under the key ``"loss"``.
+    """
+    if loss is None:
+        made = model(*positional, **keyword)
+        return made["loss"] if isinstance(made, Mapping) and "loss" in made else getattr(made, "loss", made)
+    if keyword:
+        *_, last = keyword
+        target = keyword.pop(last)
+    else:
+        *first, target = positional
+        positional = tuple(first)
+    return loss(model(*positional, **keyword), target)
 
 
 _TENSOR = object()

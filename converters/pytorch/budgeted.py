@@ -66,6 +66,18 @@ class Written:
         return found
 
 
+class StepLoss(float):
+    """The loss of a step: a number that a training loop may also treat as a tensor."""
+
+    def item(self) -> float:
+        """Return the number."""
+        return float(self)
+
+    def detach(self) -> StepLoss:
+        """Return the loss itself, which has no history."""
+        return self
+
+
 class Budgeted:
     """A training step of a module on ONNX Runtime's CPU: ``step(batch)`` trains and returns the loss.
 
@@ -116,7 +128,7 @@ class Budgeted:
         self._bound: dict[str, _Layout] = {}
         self._failed = ""
 
-    def __call__(self, batch: Any, *more: Any) -> float:
+    def __call__(self, batch: Any, *more: Any) -> StepLoss:
         """Train on one batch, of the structure of the example, and return the loss.
 
         Raises
@@ -157,7 +169,7 @@ class Budgeted:
             optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask for it
         for pieces, slot, name in self._counts():
             pieces[slot] = type(pieces[slot])(self._own[name].item())
-        return float(made[names.LOSS].item())
+        return StepLoss(made[names.LOSS].item())
 
     @property
     def report(self) -> Report | None:

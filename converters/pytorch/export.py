@@ -124,7 +124,7 @@ def export_training_step(
         than tensors become constants.
     loss : callable, optional
         ``loss(output, target)`` returns the scalar loss. By default the model itself returns the loss, or an object
-        with the loss as attribute ``loss``.
+        with the loss as attribute ``loss`` or under the key ``"loss"``.
     optimizer : torch.optim.Optimizer or sequence of them, optional
         An optimizer over the model's parameters; a parameter that is in no optimizer is not trained. Its own ``step``
         is traced, and must not branch on the values of tensors. Its settings become constants, except learning rates

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -13,7 +12,7 @@ from onnx_remat.measure.probe import reset_peak, resident
 from onnx_remat.process import forked
 from onnx_remat.session import heap
 
-from .batch import Batch
+from .batch import Batch, loss_of
 from .preparation import Own, Request
 
 STEPS = 2
@@ -53,26 +52,13 @@ def memory(request: Request) -> int:
     heap.trim()
     base = reset_peak() - resident("RssFile")
     for _ in range(STEPS):
-        _loss(request, batch).backward()
+        positional, keyword = batch.arguments(batch.tensors)
+        loss_of(request.model, request.loss, positional, keyword).backward()
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
     # a forked copy maps the pages of libraries as it comes to them
     return max(0, resident("VmHWM") - resident("RssFile") - base) + held
-
-
-def _loss(request: Request, batch: Batch) -> torch.Tensor:
-    positional, keyword = batch.arguments(batch.tensors)
-    if request.loss is None:
-        made: Any = request.model(*positional, **keyword)
-        loss: torch.Tensor = getattr(made, "loss", made)
-        return loss
-    if keyword:
-        target = keyword.pop(list(keyword)[-1])
-    else:
-        *first, target = positional
-        positional = tuple(first)
-    return request.loss(request.model(*positional, **keyword), target)
 
 
 def _distinct(request: Request, batch: Batch) -> Iterator[torch.Tensor]:

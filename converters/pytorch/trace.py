@@ -17,7 +17,7 @@ from onnx_remat.messages import Message, Setting
 
 from .. import names
 from . import optim, repeated, updates
-from .batch import Batch
+from .batch import Batch, loss_of
 from .decisions import Recorder
 from .outside import Outside
 from .private_state import gradient_hooks
@@ -193,16 +193,7 @@ class _Whole(torch.nn.Module):
 
     def forward(self, positional: tuple[Any, ...], keyword: dict[str, Any]) -> Any:
         (loss,) = self._loss
-        if loss is None:
-            made = self.model(*positional, **keyword)
-            return getattr(made, "loss", made)
-        if keyword:
-            *_, last = keyword
-            target = keyword.pop(last)
-        else:
-            *first, target = positional
-            positional = tuple(first)
-        return loss(self.model(*positional, **keyword), target)
+        return loss_of(self.model, loss, positional, keyword)
 
 
 _REGISTERED = ("_parameters", "_buffers", "_modules")

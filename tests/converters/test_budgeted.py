@@ -179,6 +179,29 @@ def test_smaller_batches_share_the_file_and_larger_ones_are_refused():
         step((batches(1, 5)[0][0], data[0][1]))
 
 
+class ReturnsDict(nn.Linear):
+    def forward(self, x, labels):
+        logits = super().forward(x)
+        return {"logits": logits, "loss": cross_entropy(logits, labels)}
+
+
+def test_a_model_that_returns_its_loss_in_a_dict_and_a_loop_that_calls_item():
+    torch.manual_seed(0)
+    ours = ReturnsDict(6, 3)
+    theirs = copy.deepcopy(ours)
+    other = torch.optim.SGD(theirs.parameters(), 0.1)
+    batch = {"x": torch.randn(8, 6), "labels": torch.arange(8) % 3}
+    step = budgeted(ours, None, torch.optim.SGD(ours.parameters(), 0.1), batch)
+    for _ in range(3):
+        other.zero_grad()
+        loss = theirs(**batch)["loss"]
+        loss.backward()
+        other.step()
+        made = step(batch)
+        assert made.item() == made.detach() == pytest.approx(loss.item())
+    close(ours, theirs)
+
+
 def test_the_last_four_sizes_stay_open(monkeypatch):
     module, opened = sys.modules[budgeted.__module__], []
 
