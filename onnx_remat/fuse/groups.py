@@ -74,6 +74,8 @@ class Schedule:
         Values known to be a single number.
     overwrites : callable
         Whether the node at a place may write one value over another that it reads.
+    products : bool
+        Whether large matrix products become kernels, see `products`.
     """
 
     steps: Sequence[Runs]
@@ -84,6 +86,7 @@ class Schedule:
     renewed: Mapping[str, str]
     constants: Mapping[str, float]
     overwrites: Callable[[int, str, str], bool]
+    products: bool = False
 
 
 @dataclass(frozen=True, slots=True)

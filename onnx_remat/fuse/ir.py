@@ -85,6 +85,9 @@ class Kernel:
         Element type and number of elements of each.
     outputs : tuple of (int, tuple of int)
         Element type and shape of each.
+    scratch : int
+        Bytes that it takes besides; not 0 if it calls the function whose address its first size stands for, see
+        `products`.
     """
 
     text: str
@@ -93,6 +96,7 @@ class Kernel:
     grain: int
     inputs: tuple[tuple[int, int], ...]
     outputs: tuple[tuple[int, tuple[int, ...]], ...]
+    scratch: int = 0
 
     def numbers(self, offset: int) -> list[int]:
         """Return the arguments of ``fused_add`` of ``shim.c``; `offset` is that of the kernel's code."""

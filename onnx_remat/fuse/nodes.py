@@ -8,7 +8,7 @@ from math import prod
 
 import onnx
 
-from onnx_remat.fuse import groups
+from onnx_remat.fuse import groups, products
 from onnx_remat.fuse.groups import Group, Schedule
 from onnx_remat.fuse.ir import Kernel, kernel_of
 from onnx_remat.fuse.library import DOMAIN, OP
@@ -77,8 +77,21 @@ def fuse(schedule: Schedule, secret: int) -> Fusion:
             kernels.append(kernel_of(group, dtypes, elements))
         elif i not in inside and not (step.writes and step.writes[0] in views):
             view(step.reads)
-            order.append(i)
+            product = products.product_of(step.node, schedule.tensors) if schedule.products else None
+            if product is None:
+                order.append(i)
+            else:
+                order.append(_product(step.node, i, len(kernels), secret))
+                kernels.append(products.kernel_of(product))
     return Fusion(tuple(order), tuple(kernels))
+
+
+def _product(node: onnx.NodeProto, place: int, handle: int, secret: int) -> FusedNode:
+    inputs = [name for name in node.input if name]
+    made = onnx.helper.make_node(
+        OP, inputs, node.output, f"product: {node.op_type}", domain=DOMAIN, secret=secret, handle=handle
+    )
+    return FusedNode(made, (place,), frozenset())
 
 
 def _node(group: Group, handle: int, secret: int) -> FusedNode:

@@ -97,6 +97,7 @@ def fused(
     seconds : float, optional
         Limit on the search for a small slab.
     """
+    from onnx_remat.fuse import blas
     from onnx_remat.fuse.groups import Schedule
     from onnx_remat.fuse.nodes import FusedNode, fuse
     from onnx_remat.session import binding, lean_graph
@@ -115,6 +116,7 @@ def fused(
         renewed=bound.donated,
         constants=constants,
         overwrites=lambda at, new, old: binding.overwrites_safely(program, at, new, old),
+        products=not blas.why_not(),
     )
     found = fuse(schedule, secret)
     if not found.kernels:
@@ -131,7 +133,7 @@ def fused(
         return Refused("less of its state could be renewed in place")
     # A layout may miss its bound by a little, fused or not; fewer nodes save far more bookkeeping than that.
     saved = bookkeeping_bytes(len(program.steps)) - bookkeeping_bytes(len(steps), len(found.kernels))
-    if laid.height > bound.height + saved // 2:
+    if laid.height > bound.height + max(0, saved // 2):
         return Refused(f"its slab would take {laid.height} bytes, not {bound.height}")
     members = {
         each.node.output[0]: tuple(program.steps[at] for at in each.members)
@@ -169,18 +171,22 @@ def write(kernels: tuple[Kernel, ...], secret: int, path: Path) -> None:
             place[each] = len(code)
             code += each
     described = [kernel.numbers(place[each]) for kernel, each in zip(kernels, codes, strict=True)]
-    head = json.dumps({"secret": secret, "kernels": described}).encode()
+    calling = {i: len(kernel.sizes) for i, kernel in enumerate(kernels) if kernel.scratch}
+    head = json.dumps({"secret": secret, "kernels": described, "calling": list(calling.items())}).encode()
     path.write_bytes(len(head).to_bytes(8, "little") + head + code)
 
 
 @contextmanager
 def offered(path: Path) -> Iterator[None]:
     """Within the block, make the kernels in a file available to the model that they were written for."""
-    from onnx_remat.fuse import library
+    from onnx_remat.fuse import blas, library
 
     data = path.read_bytes()
     end = 8 + int.from_bytes(data[:8], "little")
     head = json.loads(data[8:end])
+    for handle, sizes in head["calling"]:
+        numbers = head["kernels"][handle]
+        numbers[len(numbers) - sizes] = blas.address()
     with library.offered(head["secret"], data[end:], head["kernels"]):
         yield
 

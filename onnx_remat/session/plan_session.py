@@ -395,6 +395,7 @@ def workspace(compiled: Compiled) -> tuple[int, int]:
 
 def plan(path: Path, target: Path, request: SessionRequest) -> SessionPlan:
     """Plan a step in this process, without `SessionRequest.check`; see `open_step`."""
+    from onnx_remat.fuse import products
     from onnx_remat.ir.op_semantics import semantics
     from onnx_remat.ort import runtime
     from onnx_remat.session import binding, lean_graph, replay
@@ -419,7 +420,7 @@ def plan(path: Path, target: Path, request: SessionRequest) -> SessionPlan:
         slab=bound.height,
         live=bound.live,
         weights=made.weights,
-        workspace=taken,
+        workspace=taken + products.scratch_bytes(made.kernels),
         pool=pool,
         donated=bound.donated,
         not_donated=bound.not_donated,

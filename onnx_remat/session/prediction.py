@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from onnx_remat.fuse.products import scratch_bytes
 from onnx_remat.ir.graph import INITIALIZER, INPUT
 from onnx_remat.memory import arena
 from onnx_remat.ort.executed import Executed
@@ -157,11 +158,12 @@ def footprint(arranged: SlabLayout, costs: str = "") -> Footprint:
         books = rounding(arranged) + TABLES_BYTES
     else:
         books = bookkeeping_bytes(len(arranged.program.steps), fused.kernels)
+    scratch = scratch_bytes(arranged.kernels)
     found = Footprint(
         inputs=sum(compiled.tensors[name].nbytes for name, v in compiled.graph.values.items() if v.kind == INPUT),
         weights=arranged.weights,
         slab=bound.height,
-        workspace=device_workspace(arranged) if device else workspace(compiled)[0],
+        workspace=device_workspace(arranged) if device else workspace(compiled)[0] + scratch,
         books=books,
         live=bound.live,
         donated=len(bound.donated),
@@ -173,5 +175,5 @@ def footprint(arranged: SlabLayout, costs: str = "") -> Footprint:
         not_fused=fused.why_not,
         seconds=step_seconds(arranged, costs),
     )
-    more = fused.slab - found.slab + (0 if device else bookkeeping_bytes(fused.nodes) - found.books)
+    more = fused.slab - found.slab - scratch + (0 if device else bookkeeping_bytes(fused.nodes) - found.books)
     return replace(found, unfused=found.total + more)

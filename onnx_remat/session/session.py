@@ -58,11 +58,11 @@ class Session:
         process, and compare every output: bit for bit at level "disable", within rounding at the others. This
         temporarily takes the memory of onnxruntime's own session, and a few seconds.
     fuse : bool
-        On the CPU, run groups of elementwise nodes as one compiled kernel each, with bit-identical results; not at
-        level ``"disable"``. Fusion never increases the memory.
+        On the CPU, run groups of elementwise nodes as one compiled kernel each, with bit-identical results, and large
+        matrix products by OpenBLAS where that is faster, equal within rounding; not at level ``"disable"``.
     slab_of : Session, optional
-        On the CPU, another session whose slab this one uses, if it is large enough: the step of a smaller batch beside
-        that of a larger one. The sessions run one at a time, and a run overwrites views of the other's results.
+        On the CPU, another session whose slab this one uses, if it is large enough: that of a larger batch. The two run
+        one at a time, and a run overwrites views of the other's results.
 
     Attributes
     ----------
