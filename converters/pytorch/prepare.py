@@ -21,7 +21,7 @@ from onnx_remat.units import Budget
 
 from .. import names
 from ..passes import attention_in_parts, loss_in_parts
-from . import optim, updates
+from . import optim, plan_cache, updates
 from .arrays import tensor
 from .export import export, step_of
 from .initial import initial_feeds
@@ -67,9 +67,8 @@ def prepared(request: Request, own: Own) -> Prepared:
         if own.bytes:
             budget = Budget(bytes=budget.resolve(own.bytes))
     sizes: PlanningOptions = {"dims": dict(request.sizes)} if request.sizes else {}
-    result = rewrite_model(proto, budget, **(sizes | request.planning))
-    result.save(request.path)
-    report = result.report
+    options: PlanningOptions = sizes | request.planning
+    report = plan_cache.rewritten(proto, budget, options, request.path, lambda: rewrite_model(proto, budget, **options))
     return replace(made, report=pickle.dumps(report), verdict=report.verdict())
 
 
