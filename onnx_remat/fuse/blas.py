@@ -25,6 +25,9 @@ _PATTERN = "libscipy_openblas64_*.so"
 _PRODUCT, _SET_THREADS = "scipy_cblas_sgemm64_", "scipy_openblas_set_num_threads64_"
 _THREADS = "OPENBLAS_NUM_THREADS"
 
+MOST_THREADS = 64
+"""Threads that numpy's OpenBLAS is built for: with more calls at a time than twice as many it ends the process."""
+
 
 @cache
 def why_not() -> str:
@@ -33,6 +36,8 @@ def why_not() -> str:
 
     if llvm.get_host_cpu_features().get("avx512f"):
         return "ONNX Runtime's own product has AVX-512"
+    if (os.cpu_count() or 1) > MOST_THREADS:
+        return f"OpenBLAS serves at most {MOST_THREADS} threads at a time"
     if _installed() is None:
         return "numpy's OpenBLAS is not where its wheels have it"
     try:

@@ -210,7 +210,14 @@ print(json.dumps([before, own()]))
     assert before == after
 
 
-def test_a_missing_library_leaves_products_to_onnx_runtime(monkeypatch, tmp_path):
+def test_more_threads_than_the_library_serves_leave_products_to_onnx_runtime(monkeypatch):
+    blas.why_not.cache_clear()
+    monkeypatch.setattr(os, "cpu_count", lambda: blas.MOST_THREADS + 1)
+    assert "at most 64 threads" in blas.why_not()
+    blas.why_not.cache_clear()
+
+
+def test_a_missing_library_leaves_products_to_onnx_runtime(monkeypatch):
     blas.why_not.cache_clear()
     monkeypatch.setattr(blas, "_installed", lambda: None)
     try:
