@@ -36,6 +36,11 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    """List the public names."""
+    return __all__
+
+
 def __getattr__(name: str) -> Any:
     """Import public names on first use, so that importing the package stays fast."""
     if name in ("plan_model", "rewrite_model"):

@@ -173,3 +173,6 @@ class Finding(ABC):
     def to_text(self) -> str:
         """Return the finding as text."""
         return joined("\n", self.lines())
+
+    def __str__(self) -> str:
+        return self.to_text()

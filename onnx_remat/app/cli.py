@@ -49,7 +49,7 @@ budgets:
   --budget 4GB                                kB, MB, GB are powers of ten, KiB, MiB, GiB of two
   --budget 60% --verify run                   also run both models and compare their outputs
   --budget 2GiB --dim batch=32                a model with symbolic dimensions
-  --budget 50% --dry-run                      report the cost, write nothing
+  --budget 50% --dry-run                      report the cost, write nothing: no OUT
   --budget 4GB --for session                  cover the tensors of onnxruntime's own session, not all of training"""
 
 _EPILOG = """\
@@ -81,7 +81,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="a training step: forward, loss, backward, often the update; or a graph for inference",
     )  # fmt: skip
     completion.complete_first(given, COMMANDS)
-    parser.add_argument("output", metavar="OUT", help="where to write the rewritten graph")
+    parser.add_argument("output", metavar="OUT", nargs="?", help="where to write the rewritten graph")
     parser.add_argument(
         "--budget", required=True, metavar="SIZE",
         help="upper limit on the memory of training, see --for: 4GB (10^9), 3.5GiB (2^30), 123456789B, or 80%% of "
@@ -128,7 +128,14 @@ def _rewrite(arguments: Sequence[str]) -> int:
     meant = did_you_mean(arguments[0], ("rewrite", *COMMANDS)) if arguments else ""
     if meant and not Path(arguments[0]).exists():
         raise UsageError(f"no command and no file {arguments[0]!r}{meant}")
-    return _run(build_parser().parse_args(arguments))
+    parser = build_parser()
+    if not arguments and completion.words() is None:
+        parser.print_help()
+        return 0
+    given = parser.parse_args(arguments)
+    if given.output is None and not given.dry_run:
+        parser.error("the following arguments are required: OUT (none with --dry-run)")
+    return _run(given)
 
 
 def _run(arguments: argparse.Namespace) -> int:

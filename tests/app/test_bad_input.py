@@ -41,7 +41,7 @@ def budget(text: str) -> list[str]:
 
 
 ARGUMENTS = [
-    Bad("nothing at all", [], USAGE, "required"),
+    Bad("no OUT", ["in.onnx", "--budget", "50%"], USAGE, "required: OUT (none with --dry-run)"),
     Bad("no budget", ["in.onnx", "out.onnx"], USAGE, "--budget"),
     Bad("budget zero", budget("0GB"), USAGE, "greater than zero"),
     Bad("budget zero percent", budget("0%"), USAGE, "greater than zero"),

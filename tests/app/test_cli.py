@@ -15,7 +15,8 @@ import onnx
 import pytest
 from onnx import helper
 
-from onnx_remat import files, plan_model
+import onnx_remat
+from onnx_remat import files, plan_model, rewrite_model
 from onnx_remat.app.cli import COMMANDS, main
 from onnx_remat.errors import BudgetInfeasibleError
 from onnx_remat.plan import selectors
@@ -70,6 +71,27 @@ def test_json_to_standard_output_is_only_json(home, capsys):
     )
     assert code == 0 and json.loads(out)["budget"] > 0
     assert not (home / "out.onnx").exists()
+
+
+def test_the_command_alone_prints_its_help(home, capsys):
+    code, out, _ = cli(capsys)
+    assert code == 0 and "three examples" in out
+
+
+def test_a_dry_run_needs_no_out(home, capsys):
+    before = sorted(home.iterdir())
+    code, out, _ = cli(capsys, "in.onnx", "--budget", "100%", "--dry-run", "--effort", "0.1")
+    assert code == 0 and out.endswith("wrote nothing\n")
+    assert sorted(home.iterdir()) == before
+
+
+def test_a_report_prints_as_its_text(home):
+    report = rewrite_model("in.onnx", "100%", effort=0.1).report
+    assert str(report) == report.to_text()
+
+
+def test_the_package_lists_its_public_names():
+    assert dir(onnx_remat) == sorted(onnx_remat.__all__)
 
 
 def test_a_refusal_names_flags_on_the_command_line_and_arguments_in_python(home, capsys):
