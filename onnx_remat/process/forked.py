@@ -81,7 +81,9 @@ def call(function: Callable[[], T], what: str) -> T:
             stream.flush()  # the copy would print buffered text again
     reads, writes = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python's, about other threads
+        # About threads that the copy lacks: Python's (from 3.12 on) and JAX's.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
         copy = os.fork()
     if not copy:
         os.close(reads)

@@ -81,6 +81,13 @@ def test_warnings_go_through_the_filters_of_this_process():
             forked.call(warn, "a warning")
 
 
+def test_a_library_that_warns_of_forks_is_not_heard():
+    pytest.importorskip("jax").numpy.zeros(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert forked.call(lambda: 1, "a number") == 1
+
+
 def test_a_copy_that_is_killed_is_an_error_of_one_line():
     with pytest.raises(OnnxRematError, match=r"the process for the export ended without an answer \(SIGKILL; probably"):
         forked.call(lambda: os.kill(os.getpid(), signal.SIGKILL), "the export")
