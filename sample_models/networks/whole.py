@@ -1,0 +1,131 @@
+"""Networks as people train them on a CPU, with their optimizers: for comparisons of whole processes.
+
+Each has a list of blocks, which PyTorch's checkpointing can run one by one again in the backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from sample_models.networks.torch_models import ADAMW, Case, UNet
+
+CHARACTERS = 65
+
+
+class Block(nn.Module):
+    """A transformer's block, its norms first, its attention PyTorch's own."""
+
+    def __init__(self, width: int, heads: int, causal: bool) -> None:
+        super().__init__()
+        self.heads, self.causal = heads, causal
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention, self.joined = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.feed_forward = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        parts = self.attention(self.first(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        queries, keys, values = parts.unbind(0)
+        made = F.scaled_dot_product_attention(queries, keys, values, is_causal=self.causal)
+        x = x + self.joined(made.transpose(1, 2).reshape(batch, length, width))
+        kept: torch.Tensor = x + self.feed_forward(self.second(x))
+        return kept
+
+
+class Language(nn.Module):
+    """A language model; the loss is inside, as transformers' models have it."""
+
+    def __init__(self, words: int, length: int, width: int, heads: int, layers: int, causal: bool = True) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(words, width), nn.Embedding(length, width)
+        self.blocks = nn.ModuleList(Block(width, heads, causal) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, words)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.words(tokens) + self.places.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+
+
+class Vision(nn.Module):
+    """A vision transformer on patches of an image."""
+
+    def __init__(self, patches: int, patch: int, width: int, heads: int, layers: int, classes: int) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, patch, patch)
+        self.places = nn.Parameter(torch.zeros(patches, width))
+        self.blocks = nn.ModuleList(Block(width, heads, causal=False) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, classes)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        x = self.patches(images).flatten(2).transpose(1, 2) + self.places
+        for block in self.blocks:
+            x = block(x)
+        made: torch.Tensor = self.head(self.norm(x).mean(1))
+        return made
+
+
+class Residual(nn.Module):
+    """Two convolutions with BatchNormalization beside a shortcut."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        for _ in range(2):
+            layers += [nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
+        self.inner = nn.Sequential(*layers[:-1])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(x + self.inner(x))
+
+
+class Digits(nn.Module):
+    """A small residual network for images of 8 x 8 pixels."""
+
+    def __init__(self, width: int, blocks: int) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(1, width, 3, padding=1)
+        self.blocks = nn.ModuleList(Residual(width) for _ in range(blocks))
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        x = self.stem(images)
+        for block in self.blocks:
+            x = block(x)
+        made: torch.Tensor = self.head(x.mean((2, 3)))
+        return made
+
+
+def _language(batch: int, words: int = CHARACTERS, length: int = 256, width: int = 256, causal: bool = True) -> Case:
+    texts = torch.randint(0, words, (batch, length + 1))
+    model = Language(words, length, width, width // 32, 4, causal)
+    return Case(model, (texts[:, :-1].contiguous(), texts[:, 1:].contiguous()), None, optimizer=ADAMW)
+
+
+def _vision() -> Case:
+    return Case(
+        Vision(64, 8, 192, 6, 8, 100), (torch.randn(64, 3, 64, 64), torch.randint(0, 100, (64,))), optimizer=ADAMW
+    )
+
+
+def _unet() -> Case:
+    return Case(UNet([16, 32, 64], 4), (torch.randn(16, 3, 96, 96), torch.randint(0, 4, (16, 96, 96))), optimizer=ADAMW)
+
+
+def _digits() -> Case:
+    return Case(Digits(32, 4), (torch.randn(512, 1, 8, 8), torch.randint(0, 10, (512,))), optimizer=ADAMW)
+
+
+MODELS: dict[str, Callable[[], Case]] = {
+    "language, 48 texts": lambda: _language(48),
+    "characters, 96 texts": lambda: _language(96, width=128),
+    "masked language": lambda: _language(32, 4096, 128, 256, causal=False),
+    "vision transformer": _vision,
+    "u-net": _unet,
+    "digits": _digits,
+}
