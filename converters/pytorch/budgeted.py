@@ -7,7 +7,6 @@ import tempfile
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -16,16 +15,16 @@ import torch
 
 from onnx_remat.errors import ConversionError, UsageError
 from onnx_remat.messages import Setting
-from onnx_remat.process import forked
 from onnx_remat.session import heap
 from onnx_remat.session.session import Session
 from onnx_remat.units import Budget, format_bytes, parse_budget
 
 from .. import names
 from . import optim, own_step
+from .apart import carried_out
 from .arrays import view
 from .batch import Batch
-from .living import Living, Place, forks
+from .living import forks
 from .outside import Outside, memory, shares_memory
 from .preparation import Own, Prepared, Request
 from .recipe import Recipe, Scaling
@@ -374,26 +373,6 @@ def _parsed(budget: str | int | None) -> tuple[Budget | None, bool]:
     return None if budget is None else parse_budget(budget), False
 
 
-def _prepared(request: Request, own: Own) -> tuple[Prepared, Mapping[str, Outside]]:
-    """Prepare a step in a forked copy of this process, or here if that is impossible."""
-    if forks():
-        living = Living.now()
-        made = forked.call(partial(_apart, request, own, living), "the export")
-        if made is not None:
-            places = {name: one for name, one in made.outside.items() if isinstance(one, Place)}
-            return made, {name: living.outside(place) for name, place in places.items()}
-    from .prepare import prepared
-
-    made = prepared(request, own)
-    return made, {name: one for name, one in made.outside.items() if isinstance(one, Outside)}
-
-
-def _apart(request: Request, own: Own, living: Living) -> Prepared | None:
-    from .prepare import prepared_apart
-
-    return prepared_apart(request, own, living)
-
-
 def budgeted(
     model: torch.nn.Module,
     loss: Loss | None,
@@ -486,5 +465,5 @@ def budgeted(
             "takes",
             stacklevel=2,
         )
-    made, outside = _prepared(request, own)
+    made, outside = carried_out(request, own)
     return Budgeted(model, users, example, made, own, outside, written, threads or torch.get_num_threads())

@@ -1,4 +1,4 @@
-"""What `prepare` is given and what it returns; it may run in another process."""
+"""A request to prepare a step, and its result, see `prepare`."""
 
 from __future__ import annotations
 

@@ -175,8 +175,8 @@ def test_a_rank_keeps_its_budget(zero, tmp_path):
         assert rank.code == 0, rank.errors
         taken = rank.notes["taken"]
         assert taken["gradients"] == taken["parameters"]  # once: the sums are nobody's outputs, and nowhere else
-        # A tenth less than the arrays, where the heap had free pages before.
-        assert 0.9 * sum(taken.values()) < rank.notes["resident"] <= rank.notes["foreseen"]
+        # A fifth less than the arrays, where the heap had free pages before.
+        assert 0.8 * sum(taken.values()) < rank.notes["resident"] <= rank.notes["foreseen"]
     shares = 2 * ranks[0].notes["taken"]["parameters"] / (2 if zero else 1)
     assert ranks[0].notes["taken"]["optimizer"] == pytest.approx(shares, rel=0.01)
 

@@ -1,0 +1,38 @@
+"""Prepare a step in another process if possible; this one imports nothing that only `prepare` needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+from onnx_remat.process import forked
+
+from .living import Living, Place, forks
+from .outside import Outside
+from .preparation import Own, Prepared, Request
+
+
+def carried_out(request: Request, own: Own) -> tuple[Prepared, Mapping[str, Outside]]:
+    """Prepare a step in a forked copy of this process, or here if that is impossible.
+
+    Returns
+    -------
+    (Prepared, mapping of str to Outside)
+        The result, and the tensors outside the step by input name.
+    """
+    if forks():
+        living = Living.now()
+        made = forked.call(partial(_apart, request, own, living), "the export")
+        if made is not None:
+            places = {name: one for name, one in made.outside.items() if isinstance(one, Place)}
+            return made, {name: living.outside(place) for name, place in places.items()}
+    from .prepare import prepared
+
+    made = prepared(request, own)
+    return made, {name: one for name, one in made.outside.items() if isinstance(one, Outside)}
+
+
+def _apart(request: Request, own: Own, living: Living) -> Prepared | None:
+    from .prepare import prepared_apart
+
+    return prepared_apart(request, own, living)
