@@ -229,16 +229,18 @@ def test_as_many_threads_as_pytorch_has():
         + """
 from onnx_remat.converters.pytorch import budgeted
 from pathlib import Path
+def threads():
+    return {task.name for task in Path("/proc/self/task").iterdir()}
 torch.set_num_threads(1)
 model, optimizer, batch = made(1, 8)
-before = len(list(Path("/proc/self/task").iterdir()))
+before = threads()
 step = budgeted(model, nn.functional.cross_entropy, optimizer, batch, check=False)
-one = len(list(Path("/proc/self/task").iterdir())) - before
+after = threads()
 other = budgeted(model, nn.functional.cross_entropy, optimizer, batch, check=False, threads=3)
-print(json.dumps([one, len(list(Path("/proc/self/task").iterdir())) - before - one]))
+print(json.dumps([len(after) <= len(before), len(threads() - after)]))
 """
     )
-    assert in_a_fresh_process(source.removeprefix(MODEL)) == [0, 2]
+    assert in_a_fresh_process(source.removeprefix(MODEL)) == [True, 2]  # PyTorch's own threads may end in between
 
 
 def small(kind=torch.optim.SGD, seed=0, check=False, loss=nn.functional.mse_loss, **settings):
