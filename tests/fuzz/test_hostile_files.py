@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import resource
 from collections.abc import Iterator
@@ -354,8 +355,9 @@ def everything(folder: Path) -> dict[str, object]:
 
 COMMAND = ["bad.onnx", "sub/out.onnx", "--for", "session", "--budget", "95%", "--selector", "keep_all"]
 COMMAND += ["--effort", "100ms", "--dry-run", "-q"]
-SECONDS, MEMORY = 10.0, 10**9
-"""What a file may cost: seconds of computing on an idle core, and bytes, of this process and of the one that reads."""
+SECONDS, MEMORY = 10.0 if os.environ.get("NUMBA_BOUNDSCHECK", "0") == "0" else math.inf, 10**9
+"""What a file may cost: seconds of computing on an idle core (any where compiled functions check their indices), and
+bytes, of this process and of the one that reads."""
 
 
 def memory(process: Path, field: str) -> int:
