@@ -34,7 +34,7 @@ MOST_BYTES = 64 << 20
 """Largest step to keep."""
 
 _STEP, _REPORT = "step.onnx", "report.pickle"
-_PACKAGES = ("numpy", "numba", "llvmlite", "onnx", "onnxruntime", "onnxruntime-gpu", "ortools")
+_PACKAGES = ("numpy", "numba", "llvmlite", "onnx", "onnxruntime", "onnxruntime-gpu", "ortools", "onednn-cpu-gomp")
 _OF_CHECK = "check."
 
 

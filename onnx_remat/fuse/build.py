@@ -1,4 +1,4 @@
-"""Build of ``shim.c`` as a shared library; imports only the standard library, as the wheel's build hook loads it."""
+"""Build of the custom-op library from C; imports only the standard library, as the wheel's build hook loads it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import shutil
 import subprocess
 from pathlib import Path
 
-SOURCE = Path(__file__).with_name("shim.c")
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("shim.c", "convolution.c"))
 FLAGS = ("-O2", "-std=c11", "-fPIC", "-shared")
 
 
 def library_name() -> str:
-    """Return the file name of the library; it depends on the source, so that a stale library is never used."""
-    return f"libonnx_remat_fused-{hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]}.so"
+    """Return the file name of the library; it depends on the sources, so that a stale library is never used."""
+    version = hashlib.sha256(b"".join(source.read_bytes() for source in SOURCES)).hexdigest()[:16]
+    return f"libonnx_remat_fused-{version}.so"
 
 
 def build(folder: Path) -> str:
@@ -27,15 +28,14 @@ def build(folder: Path) -> str:
     partial = target.with_suffix(f".{os.getpid()}.tmp")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        done = subprocess.run(
-            [compiler, *FLAGS, str(SOURCE), "-o", str(partial)], capture_output=True, text=True, check=False, timeout=60
-        )
+        command = [compiler, *FLAGS, *map(str, SOURCES), "-o", str(partial)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
         if done.returncode:
             lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-            return f"{compiler} cannot compile {SOURCE.name}: {lines[-1]}"
+            return f"{compiler} cannot compile {SOURCES[0].name}: {lines[-1]}"
         partial.replace(target)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return f"{SOURCE.name} cannot be compiled: {error}"
+        return f"{SOURCES[0].name} cannot be compiled: {error}"
     finally:
         partial.unlink(missing_ok=True)
     return ""

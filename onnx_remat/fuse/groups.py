@@ -17,11 +17,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import onnx
 
 from onnx_remat.fuse import spaces
@@ -74,8 +75,12 @@ class Schedule:
         Values known to be a single number.
     overwrites : callable
         Whether the node at a place may write one value over another that it reads.
-    products : bool
-        Whether large matrix products become kernels, see `products`.
+    integers : mapping of str to tuple of int
+        Values known to be a vector of integers.
+    products, convolutions : bool
+        Whether large matrix products, and convolutions, become kernels, see `products` and `convolutions`.
+    workspace : callable
+        Bytes of scratch memory of ONNX Runtime for the nodes at some places.
     """
 
     steps: Sequence[Runs]
@@ -86,7 +91,10 @@ class Schedule:
     renewed: Mapping[str, str]
     constants: Mapping[str, float]
     overwrites: Callable[[int, str, str], bool]
+    integers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     products: bool = False
+    convolutions: bool = False
+    workspace: Callable[[Sequence[int]], int] = lambda places: 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +179,11 @@ def find(schedule: Schedule) -> tuple[Group, ...]:
         for place, found in sorted(grouping.open.items())
         if len(found.members) > 1
     )
+
+
+def live_bytes(schedule: Schedule) -> npt.NDArray[np.int64]:
+    """Return the bytes of the slab that are live at each place, without any groups."""
+    return _Grouping(schedule).live_bytes
 
 
 def loops(members: Iterable[Member]) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from onnx_remat.fuse import spaces
 from onnx_remat.fuse.code import KINDS, Code
 from onnx_remat.fuse.groups import Group, Member, Read, loops
+from onnx_remat.fuse.onednn import Convolution
 from onnx_remat.fuse.ops import OPS
 from onnx_remat.fuse.spaces import Strides
 
@@ -88,6 +89,8 @@ class Kernel:
     scratch : int
         Bytes that it takes besides; not 0 if it calls the function whose address its first size stands for, see
         `products`.
+    convolution : Convolution or None
+        What it computes if it has no text, see `convolutions`.
     """
 
     text: str
@@ -97,9 +100,10 @@ class Kernel:
     inputs: tuple[tuple[int, int], ...]
     outputs: tuple[tuple[int, tuple[int, ...]], ...]
     scratch: int = 0
+    convolution: Convolution | None = None
 
     def numbers(self, offset: int) -> list[int]:
-        """Return the arguments of ``fused_add`` of ``shim.c``; `offset` is that of the kernel's code."""
+        """Return the arguments of ``fused_add`` of ``shim.c``; `offset` is that of its code, -1 without any."""
         description = [offset, self.size, self.grain, len(self.inputs), len(self.outputs)]
         description += [number for each in self.inputs for number in each]
         for dtype, shape in self.outputs:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 
 import onnx
 
-from onnx_remat.fuse import groups, products
+from onnx_remat.fuse import groups, libraries
 from onnx_remat.fuse.groups import Group, Schedule
 from onnx_remat.fuse.ir import Kernel, kernel_of
+from onnx_remat.fuse.libraries import LibraryNode
 from onnx_remat.fuse.library import DOMAIN, OP
+from onnx_remat.ir.shapes import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +45,19 @@ class Fusion:
         their readers; views without readers are omitted.
     kernels : tuple of Kernel
         Indexed by the fused nodes' handles.
+    scratch : mapping of str to Tensor
+        Values that only a kernel uses, while it runs.
     """
 
     order: tuple[int | FusedNode, ...]
     kernels: tuple[Kernel, ...]
+    scratch: Mapping[str, Tensor]
 
 
 def fuse(schedule: Schedule, secret: int) -> Fusion:
     """Fuse all groups, see `groups.find`; nodes name their kernels by `secret` and handle."""
+    with_libraries = libraries.replaced(schedule, secret)
+    schedule, places, kernels = with_libraries.schedule, with_libraries.places, list(with_libraries.kernels)
     found = groups.find(schedule)
     by_place = {group.place: group for group in found}
     inside = {member.at for group in found for member in group.members}
@@ -58,7 +65,6 @@ def fuse(schedule: Schedule, secret: int) -> Fusion:
     views = groups.views(schedule)
     viewing = {step.writes[0]: i for i, step in enumerate(steps) if step.writes and step.writes[0] in views}
     order: list[int | FusedNode] = []
-    kernels: list[Kernel] = []
     done: set[str] = set()
 
     def view(names: Iterable[str]) -> None:
@@ -66,35 +72,26 @@ def fuse(schedule: Schedule, secret: int) -> Fusion:
             if name in viewing and name not in done:
                 done.add(name)
                 view(steps[viewing[name]].reads)
-                order.append(viewing[name])
+                order.append(places[viewing[name]])
 
     for i, step in enumerate(steps):
         if i in by_place:
             group = by_place[i]
             dtypes = [schedule.tensors[name].dtype for name in group.reads]
             elements = [prod(schedule.tensors[name].shape) for name in group.reads]
-            order.append(_node(group, len(kernels), secret))
+            members = tuple(places[member.at] for member in group.members)
+            order.append(_node(group, members, len(kernels), secret))
             kernels.append(kernel_of(group, dtypes, elements))
         elif i not in inside and not (step.writes and step.writes[0] in views):
             view(step.reads)
-            product = products.product_of(step.node, schedule.tensors) if schedule.products else None
-            if product is None:
-                order.append(i)
+            if isinstance(step, LibraryNode):
+                order.append(FusedNode(step.node, step.members, frozenset()))
             else:
-                order.append(_product(step.node, i, len(kernels), secret))
-                kernels.append(products.kernel_of(product))
-    return Fusion(tuple(order), tuple(kernels))
+                order.append(places[i])
+    return Fusion(tuple(order), tuple(kernels), with_libraries.scratch)
 
 
-def _product(node: onnx.NodeProto, place: int, handle: int, secret: int) -> FusedNode:
-    inputs = [name for name in node.input if name]
-    made = onnx.helper.make_node(
-        OP, inputs, node.output, f"product: {node.op_type}", domain=DOMAIN, secret=secret, handle=handle
-    )
-    return FusedNode(made, (place,), frozenset())
-
-
-def _node(group: Group, handle: int, secret: int) -> FusedNode:
+def _node(group: Group, members: tuple[int, ...], handle: int, secret: int) -> FusedNode:
     ops = list(dict.fromkeys(member.call.op for member in group.members))
     name = f"{len(group.members)} fused: {', '.join(ops[:6])}{', ...' if len(ops) > 6 else ''}"
     node = onnx.helper.make_node(
@@ -102,4 +99,4 @@ def _node(group: Group, handle: int, secret: int) -> FusedNode:
     )  # fmt: skip
     slots = enumerate(group.reads)
     plain = frozenset(slot for slot, n in slots if groups.plainly_read(group.members, n))
-    return FusedNode(node, tuple(member.at for member in group.members), plain)
+    return FusedNode(node, members, plain)

@@ -8,6 +8,8 @@
  * Before every call, the number of inputs and each one's element type and number of elements are compared with what
  * the kernel was compiled for; outputs are asked for with the shapes that it was compiled for.
  *
+ * A kernel without code of its own is a convolution, see convolution.c.
+ *
  * An output may lie exactly where an input does that is read element by element: kernels read an element of every
  * input before they write that element of any output.
  *
@@ -21,7 +23,9 @@
 #include <string.h>
 #include <sys/mman.h>
 
-enum { API_VERSION = 18, MOST = 64, MOST_RANK = 16, VARIADIC = 2, ATTRIBUTE_INT = 1, INVALID_GRAPH = 10 };
+#define INSIDE __attribute__((visibility("hidden"))) /* of the library */
+
+enum { API_VERSION = 18, MOST = 64, MOST_RANK = 16, VARIADIC = 2, ATTRIBUTE_INT = 1, FAIL = 1, INVALID_GRAPH = 10 };
 
 typedef struct Status Status; /* NULL: all went well */
 typedef void (*Function)(void);
@@ -30,7 +34,7 @@ typedef void (*Body)(void **inputs, void **outputs, const int64_t *sizes, int64_
 typedef struct Table Table;
 typedef struct {
     Table *table;
-    Body body;
+    Body body; /* NULL: a convolution */
     int64_t size, grain; /* elements to compute, and how many of them at a time */
     size_t inputs, outputs;
     const int64_t *types;  /* of each input its element type and its number of elements */
@@ -49,7 +53,13 @@ struct Table {
 typedef struct {
     const Kernel *kernel;
     void **inputs, **outputs;
+    atomic_int failed;
 } Job;
+
+INSIDE int convolution_before(void **inputs, void **outputs, const int64_t *sizes);
+INSIDE int convolution_part(void **inputs, void **outputs, const int64_t *sizes, int64_t part);
+INSIDE int convolution_after(void **inputs, void **outputs, const int64_t *sizes);
+INSIDE extern const size_t convolution_sizes;
 
 static const Function *api; /* struct OrtApi */
 static Table *tables;
@@ -122,14 +132,16 @@ int fused_open(int64_t secret, const void *code, size_t bytes, size_t count) {
 }
 
 /* Describe one kernel by `count` numbers: offset of its code, elements, grain, inputs, outputs, then types, shapes and
- * sizes as in Kernel. 0, or -1: no such place in the table, no memory, or the numbers do not add up. */
+ * sizes as in Kernel; a convolution has -1 for the offset, and parts for elements. 0, or -1: no such place in the table,
+ * no memory, or the numbers do not add up. */
 int fused_add(int64_t secret, size_t handle, const int64_t *numbers, size_t count) {
     Table *table = find(secret);
     if (!table) return -1;
     Kernel *kernel = handle < table->count ? &table->kernels[handle] : NULL;
     int64_t *copy = count ? malloc(count * sizeof *copy) : NULL;
-    int good = kernel && !kernel->body && copy && count >= 5 && numbers[0] >= 0 && (size_t)numbers[0] < table->bytes &&
-               numbers[1] > 0 && numbers[2] > 0 && numbers[3] > 0 && numbers[3] <= MOST && numbers[4] > 0 &&
+    int calls = count && numbers[0] == -1;
+    int good = kernel && !kernel->numbers && copy && count >= 5 &&
+               (calls || (numbers[0] >= 0 && (size_t)numbers[0] < table->bytes)) && numbers[1] > 0 && numbers[2] > 0 && numbers[3] > 0 && numbers[3] <= MOST && numbers[4] > 0 &&
                numbers[4] <= MOST;
     size_t shapes = good ? 5 + 2 * (size_t)numbers[3] : 0, at = shapes;
     for (int64_t i = 0; good && i < numbers[4]; i++) {
@@ -137,13 +149,14 @@ int fused_add(int64_t secret, size_t handle, const int64_t *numbers, size_t coun
         int64_t elements = 1;
         for (int64_t d = 0; good && d < numbers[at + 1]; d++)
             if ((good = at + 2 + (size_t)d < count)) elements *= numbers[at + 2 + (size_t)d];
-        if ((good = good && elements == numbers[1])) at += 2 + (size_t)numbers[at + 1];
+        if ((good = good && (calls || elements == numbers[1]))) at += 2 + (size_t)numbers[at + 1];
     }
-    if (good && at <= count) {
+    good = good && (calls ? numbers[4] == 2 && at + convolution_sizes == count : at <= count);
+    if (good) {
         memcpy(copy, numbers, count * sizeof *copy);
         *kernel = (Kernel){table, NULL, copy[1], copy[2], (size_t)copy[3], (size_t)copy[4],
                            copy + 5, copy + shapes, copy + at, copy};
-        kernel->body = (Body)((char *)table->code + copy[0]);
+        if (!calls) kernel->body = (Body)((char *)table->code + copy[0]);
     } else {
         free(copy);
     }
@@ -174,7 +187,7 @@ int fused_is_open(int64_t secret) {
 /* The kernel of a node, and one more user of its table; NULL if there is none. */
 static const Kernel *kernel_of(int64_t secret, int64_t handle) {
     Table *table = find(secret);
-    if (table && handle >= 0 && (size_t)handle < table->count && table->kernels[handle].body)
+    if (table && handle >= 0 && (size_t)handle < table->count && table->kernels[handle].numbers)
         return &table->kernels[handle];
     if (table) release(table);
     return NULL;
@@ -198,8 +211,13 @@ static void destroy(void *data) {
 }
 
 static void part(void *data, size_t index) {
-    const Job *job = data;
+    Job *job = data;
     const Kernel *kernel = job->kernel;
+    if (!kernel->body) {
+        int failed = convolution_part(job->inputs, job->outputs, kernel->sizes, (int64_t)index);
+        if (failed) atomic_store(&job->failed, failed);
+        return;
+    }
     int64_t begin = (int64_t)index * kernel->grain, end = begin + kernel->grain;
     kernel->body(job->inputs, job->outputs, kernel->sizes, begin, end < kernel->size ? end : kernel->size);
 }
@@ -235,11 +253,14 @@ static Status *compute(void *data, void *context) {
         TRY(get_output(context, i, shape + 2, (size_t)shape[1], &value));
         TRY(tensor_data(value, &outputs[i]));
     }
-    Job job = {kernel, inputs, outputs};
+    Job job = {kernel, inputs, outputs, 0};
     size_t parts = (size_t)((kernel->size - 1) / kernel->grain + 1);
-    if (parts > 1) return parallel_for(context, part, parts, 0, &job);
-    part(&job, 0);
-    return NULL;
+    int failed = kernel->body ? 0 : convolution_before(inputs, outputs, kernel->sizes);
+    if (!failed && parts > 1) TRY(parallel_for(context, part, parts, 0, &job));
+    if (!failed && parts == 1) part(&job, 0);
+    if (!failed) failed = atomic_load(&job.failed);
+    if (!failed && !kernel->body) failed = convolution_after(inputs, outputs, kernel->sizes);
+    return failed ? failure(FAIL, "oneDNN fails to compute a convolution of an onnx_remat::Fused node") : NULL;
 }
 
 static Status *read(const void *context, const char *name, int64_t *number) {

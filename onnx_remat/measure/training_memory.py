@@ -113,7 +113,7 @@ def one_node(home: Path) -> Path:
 
 def taken(path: str, warm: str, dims: Mapping[str, int], steps: int, fuse: bool) -> dict[str, int]:
     """Train in this process, which does nothing else, and return the fields of `TrainingMemory`."""
-    from onnx_remat.fuse import blas
+    from onnx_remat.fuse import blas, onednn
     from onnx_remat.measure.probe import reset_peak, resident
     from onnx_remat.session.heap import trim
     from onnx_remat.session.session import Session
@@ -122,6 +122,8 @@ def taken(path: str, warm: str, dims: Mapping[str, int], steps: int, fuse: bool)
         session.run(state_for(session.inputs))
     if not blas.why_not():
         blas.address()  # libraries are not the step's memory
+    if not onednn.why_not():
+        onednn.load()
     trim()
     base = reset_peak()
     session = Session(path, donate=True, dims=dims, fuse=fuse)

@@ -26,6 +26,7 @@ from onnx_remat.ort.renewed import with_donations, with_slab_donations
 from onnx_remat.plan import bounds
 from onnx_remat.rewrite.notes import fusing
 from onnx_remat.session.bookkeeping import BYTES_PER_NODE
+from onnx_remat.session.fusing import convolved
 from onnx_remat.session.fusing import why_not as why_not_fused
 from onnx_remat.session.plan_session import workspace
 from onnx_remat.session.prediction import Footprint, predict
@@ -202,7 +203,7 @@ class LoopMemory(Accounting):
         per_node = BYTES_PER_NODE if compiled.kernels.device == "cpu" else 0
         outside = cost = None
         if options.fuse and not why_not_fused(options.provider):
-            fused, outside = outside_kernels(fused, original.compiled.graph), outside_kernels(own, compiled.graph)
+            fused, outside = outside_kernels(fused, original.compiled), outside_kernels(own, compiled)
             cost = fused_cost(own, compiled.graph)
         return cls(
             compiled, trained.total, trained.books, per_node, options=options, workspace=trained.workspace,
@@ -230,7 +231,7 @@ class LoopMemory(Accounting):
 
     def planned(self, alone: bool = False) -> Problem:
         """The slab stays allocated while a kernel has its workspace: the largest workspace counts throughout."""
-        problem, apart = self.own, workspace(self.compiled)[0]
+        problem, apart = self.own, min(self.workspace, workspace(self.compiled, self.compiled.graph.ops)[0])
         return replace(
             problem,
             poolable=np.zeros(problem.n_values, np.bool_),
@@ -242,9 +243,8 @@ class LoopMemory(Accounting):
 
     def bounded(self, budget: int) -> tuple[Problem, int]:
         """A schedule may not use the bookkeeping, and the largest workspace counts throughout."""
-        own = self.own
+        own = self.outside or self.own
         apart = min(self.workspace, int(own.workspace.max(initial=0)))
-        own = self.outside or own
         alone = replace(own, workspace=np.minimum(own.workspace, 0), base_bytes=own.base_bytes + apart)
         return alone, budget - self.bookkeeping
 
@@ -312,15 +312,20 @@ def fused_cost(problem: Problem, graph: Graph) -> Floats:
     return cost
 
 
-def outside_kernels(problem: Problem, graph: Graph) -> Problem:
+def outside_kernels(problem: Problem, compiled: Compiled) -> Problem:
     """Return a problem whose bounds hold for any session that fuses, with any fusion.
 
     While a kernel runs, its inner values have no buffer and its results may overwrite any of its inputs: so nothing is
-    counted while a node runs that may be part of a kernel. While any other node runs, every kernel has finished or not
+    counted while a node runs that may be part of a kernel, and no workspace of a convolution that oneDNN may compute.
+    While any other node runs, every kernel has finished or not
     begun, and the same values are allocated as if its nodes ran one after the other.
     """
-    workspace = problem.workspace.copy()
-    workspace[_elementwise(graph) | _named(graph, VIEWS)] = -int(problem.nbytes.sum())
+    graph, workspace = compiled.graph, problem.workspace.copy()
+    several, single = convolved(compiled)
+    workspace[list(single)] = 0
+    inside = _elementwise(graph) | _named(graph, VIEWS)
+    inside[list(several)] = True
+    workspace[inside] = -int(problem.nbytes.sum())
     return replace(problem, workspace=workspace)
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,18 +20,23 @@ if TYPE_CHECKING:
     import onnx
 
     from onnx_remat.fuse.ir import Kernel
+    from onnx_remat.ort.prepare import Compiled
     from onnx_remat.session.binding import Binding, Program
     from onnx_remat.session.lean_graph import LeanNode
 
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """Result of fusion: nodes and slab bytes of the unfused step, kernels, and why it runs unfused, if it does."""
+    """Result of fusion: nodes and slab bytes of the unfused step, kernels, and why it runs unfused, if it does.
+
+    `unserved` counts convolutions that oneDNN would compute faster, were it installed.
+    """
 
     nodes: int
     kernels: int = 0
     why_not: str = ""
     slab: int = 0
+    unserved: int = 0
 
 
 MOST_NODES = 20_000
@@ -62,13 +67,14 @@ class Refused:
 class Laid:
     """A step with fused nodes: its program, the layout of its values, and its kernels by handle.
 
-    `members` are the nodes that each kernel replaces, by its first output.
+    `members` are the nodes that each kernel replaces, by its first output; `unserved` is as in `Fused`.
     """
 
     program: Program
     binding: Binding
     kernels: tuple[Kernel, ...]
     members: Mapping[str, tuple[LeanNode, ...]]
+    unserved: int
 
 
 def fused(
@@ -76,8 +82,10 @@ def fused(
     bound: Binding,
     opset: int,
     constants: Mapping[str, float],
+    integers: Mapping[str, tuple[int, ...]],
     least: int,
     secret: int,
+    workspace: Callable[[Sequence[LeanNode]], int],
     seconds: float | None = None,
 ) -> Laid | Refused:
     """Fuse nodes of a step and lay it out again; return `Refused` where it should run unfused.
@@ -90,14 +98,18 @@ def fused(
     opset : int
     constants : mapping of str to float
         Constants of a single number, see `numbers`.
+    integers : mapping of str to tuple of int
+        Constant vectors of integers, see `vectors`.
     least : int
         Size in bytes from which on a value is bound.
     secret : int
         Part of the names of kernels.
+    workspace : callable
+        Bytes of scratch memory of ONNX Runtime for some nodes.
     seconds : float, optional
         Limit on the search for a small slab.
     """
-    from onnx_remat.fuse import blas
+    from onnx_remat.fuse import blas, convolutions, onednn
     from onnx_remat.fuse.groups import Schedule
     from onnx_remat.fuse.nodes import FusedNode, fuse
     from onnx_remat.session import binding, lean_graph
@@ -116,7 +128,10 @@ def fused(
         renewed=bound.donated,
         constants=constants,
         overwrites=lambda at, new, old: binding.overwrites_safely(program, at, new, old),
+        integers=integers,
         products=not blas.why_not(),
+        convolutions=not onednn.why_not(),
+        workspace=lambda places: workspace([program.steps[place] for place in places]),
     )
     found = fuse(schedule, secret)
     if not found.kernels:
@@ -127,20 +142,47 @@ def fused(
             for each in found.order
         ]
     )
-    again = binding.program(steps, tensors, program.inputs, program.outputs, program.kernels, opset)
+    again = binding.program(
+        steps, {**tensors, **found.scratch}, program.inputs, program.outputs, program.kernels, opset
+    )
     laid = binding.bind(again, bound.donated, least, seconds)
     if laid.donated != bound.donated:
         return Refused("less of its state could be renewed in place")
     # A layout may miss its bound by a little, fused or not; fewer nodes save far more bookkeeping than that.
-    saved = bookkeeping_bytes(len(program.steps)) - bookkeeping_bytes(len(steps), len(found.kernels))
-    if laid.height > bound.height + max(0, saved // 2):
+    books = bookkeeping_bytes(len(steps), len(found.kernels), convolutions.distinct(found.kernels))
+    saved = bookkeeping_bytes(len(program.steps)) - books
+    freed = workspace(program.steps) - workspace(steps)
+    if laid.height > bound.height + max(0, saved // 2) + freed:
         return Refused(f"its slab would take {laid.height} bytes, not {bound.height}")
     members = {
         each.node.output[0]: tuple(program.steps[at] for at in each.members)
         for each in found.order
         if isinstance(each, FusedNode)
     }
-    return Laid(again, replace(laid, not_donated=bound.not_donated), found.kernels, members)
+    unserved = 0 if schedule.convolutions else len(convolutions.find(schedule))
+    return Laid(again, replace(laid, not_donated=bound.not_donated), found.kernels, members, unserved)
+
+
+def convolved(compiled: Compiled) -> tuple[frozenset[int], frozenset[int]]:
+    """Return the ops in whose place oneDNN may compute a convolution: those of several nodes, and those of one."""
+    from onnx_remat.fuse import convolutions, onednn
+    from onnx_remat.fuse.groups import Schedule
+    from onnx_remat.session.lean_graph import LeanNode
+
+    if onednn.why_not():
+        return frozenset(), frozenset()
+    graph = compiled.graph
+    known = numbers(graph.model.graph), vectors(graph.model.graph)
+    schedule = Schedule(
+        steps=[LeanNode(op.node, op.captured) for op in graph.ops], tensors=compiled.tensors,
+        outputs=frozenset(value.name for value in graph.model.graph.output), root={}, counted={}, renewed={},
+        constants=known[0], integers=known[1], overwrites=lambda at, new, old: False,
+    )  # fmt: skip
+    several: set[int] = set()
+    single: set[int] = set()
+    for found in convolutions.find(schedule):
+        (several if len(found.members) > 1 else single).update(graph.ops[at].index for at in found.members)
+    return frozenset(several), frozenset(single)
 
 
 _NUMBERS = (1, 6, 7, 11)  # float32, int32, int64, float64
@@ -159,27 +201,48 @@ def numbers(graph: onnx.GraphProto, more: Iterable[onnx.TensorProto] = ()) -> Ma
     }  # fmt: skip
 
 
+def vectors(graph: onnx.GraphProto, more: Iterable[onnx.TensorProto] = ()) -> Mapping[str, tuple[int, ...]]:
+    """Return the weights that are short vectors of int64, and no inputs."""
+    from onnx import TensorProto, numpy_helper
+
+    fed = {value.name for value in graph.input}
+    return {
+        each.name: tuple(int(number) for number in numpy_helper.to_array(each))
+        for each in (*graph.initializer, *more)
+        if each.name not in fed and len(each.dims) == 1 and each.dims[0] <= _MOST_INTEGERS
+        and each.data_type == TensorProto.INT64 and each.data_location != TensorProto.EXTERNAL
+    }  # fmt: skip
+
+
+_MOST_INTEGERS = 16
+_LEAST_CODE = 64  # bytes, so that a table without code of its own has memory
+
+
 def write(kernels: tuple[Kernel, ...], secret: int, path: Path) -> None:
     """Compile kernels and write them with their descriptions to a file for `offered`."""
     from onnx_remat.fuse.kernels import compiled
 
-    codes = compiled([kernel.text for kernel in kernels])
+    coded = [kernel for kernel in kernels if kernel.convolution is None]
+    codes = dict(zip(coded, compiled([kernel.text for kernel in coded]), strict=True))
     place: dict[bytes, int] = {}
-    code = bytearray()
-    for each in codes:
+    code = bytearray(_LEAST_CODE)
+    for each in codes.values():
         if each not in place:
             place[each] = len(code)
             code += each
-    described = [kernel.numbers(place[each]) for kernel, each in zip(kernels, codes, strict=True)]
+    described = [kernel.numbers(place[codes[kernel]] if kernel in codes else -1) for kernel in kernels]
     calling = {i: len(kernel.sizes) for i, kernel in enumerate(kernels) if kernel.scratch}
-    head = json.dumps({"secret": secret, "kernels": described, "calling": list(calling.items())}).encode()
+    convolved = [(i, asdict(kernel.convolution)) for i, kernel in enumerate(kernels) if kernel.convolution is not None]
+    head = json.dumps(
+        {"secret": secret, "kernels": described, "calling": list(calling.items()), "convolutions": convolved}
+    ).encode()
     path.write_bytes(len(head).to_bytes(8, "little") + head + code)
 
 
 @contextmanager
 def offered(path: Path) -> Iterator[None]:
     """Within the block, make the kernels in a file available to the model that they were written for."""
-    from onnx_remat.fuse import blas, library
+    from onnx_remat.fuse import blas, library, onednn
 
     data = path.read_bytes()
     end = 8 + int.from_bytes(data[:8], "little")
@@ -187,6 +250,8 @@ def offered(path: Path) -> Iterator[None]:
     for handle, sizes in head["calling"]:
         numbers = head["kernels"][handle]
         numbers[len(numbers) - sizes] = blas.address()
+    for handle, stated in head["convolutions"]:
+        head["kernels"][handle] += onednn.numbers(onednn.Convolution.of(stated))
     with library.offered(head["secret"], data[end:], head["kernels"]):
         yield
 

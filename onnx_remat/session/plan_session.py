@@ -7,7 +7,7 @@ exits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import onnx
 
     from onnx_remat.fuse.ir import Kernel
+    from onnx_remat.ir.graph import Op
     from onnx_remat.ort.executed import Executed
     from onnx_remat.ort.prepare import Compiled
     from onnx_remat.session.binding import Binding, Program
@@ -317,11 +318,15 @@ def as_fused(made: SlabLayout, least: int, secret: int = 0, seconds: float | Non
     model, why_not = made.compiled.graph.model, fusing.why_not(made.compiled.kernels.name)
     if not why_not:
         constants = fusing.numbers(model.graph, made.constants)
-        laid = fusing.fused(made.program, made.binding, opset_of(model), constants, least, secret, seconds)
+        integers = fusing.vectors(model.graph, made.constants)
+        laid = fusing.fused(
+            made.program, made.binding, opset_of(model), constants, integers, least, secret,
+            lambda steps: workspace(made.compiled, kept(made.compiled, steps))[0], seconds,
+        )  # fmt: skip
         if isinstance(laid, fusing.Laid):
             return replace(
                 made, program=laid.program, binding=laid.binding, kernels=laid.kernels, members=laid.members,
-                fused=replace(made.fused, kernels=len(laid.kernels)),
+                fused=replace(made.fused, kernels=len(laid.kernels), unserved=laid.unserved),
             )  # fmt: skip
         why_not = laid.why_not
     return replace(made, fused=replace(made.fused, why_not=why_not))
@@ -371,8 +376,14 @@ def lay_out(
     )  # fmt: skip
 
 
-def workspace(compiled: Compiled) -> tuple[int, int]:
-    """Return the peak of a session's scratch memory in bytes, and the size of its pool.
+def kept(compiled: Compiled, steps: Iterable[LeanNode]) -> list[Op]:
+    """Return the ops that ONNX Runtime runs itself among a step's nodes, in their order."""
+    maker = {name: op for op in compiled.graph.ops for name in op.writes}
+    return [maker[name] for step in steps if (name := next(iter(step.writes), "")) in maker and step.plain is None]
+
+
+def workspace(compiled: Compiled, ops: Sequence[Op]) -> tuple[int, int]:
+    """Return the peak of ONNX Runtime's scratch memory for some of a step's ops in bytes, and the size of its pool.
 
     Kernels that call ``malloc`` take scratch memory outside the pool. A step whose nodes have bodies has no pool:
     values of the bodies would fragment it. On a device the session's own arena contains all scratch memory.
@@ -381,14 +392,15 @@ def workspace(compiled: Compiled) -> tuple[int, int]:
     from onnx_remat.session import device_scratch, scratch
 
     if compiled.kernels.device != "cpu":
-        return device_scratch.workspace(compiled, compiled.graph.ops), 0
+        return device_scratch.workspace(compiled, ops), 0
     requested = malloced = 0
-    for op, blocks in zip(compiled.graph.ops, compiled.table.workspace, strict=True):
+    for op in ops:
+        blocks = compiled.table.workspace[op.index]
         if key(op.node) in compiled.kernels.by_malloc:
             malloced = max(malloced, sum(blocks))
         else:
             requested = max(requested, sum(-(-block // scratch.UNIT) * scratch.UNIT for block in blocks))
-    bodies = any(attribute.HasField("g") for op in compiled.graph.ops for attribute in op.node.attribute)
+    bodies = any(attribute.HasField("g") for op in ops for attribute in op.node.attribute)
     pool = 0 if bodies else scratch.pool_size(requested)
     return (pool + malloced if pool else max(requested, malloced)), pool
 
@@ -401,10 +413,11 @@ def plan(path: Path, target: Path, request: SessionRequest) -> SessionPlan:
     from onnx_remat.session import binding, lean_graph, replay
 
     made = arrange(path, target, request)
-    program, bound, tensors, model = made.program, made.binding, made.compiled.tensors, made.compiled.graph.model
+    program, bound, model = made.program, made.binding, made.compiled.graph.model
+    tensors = program.tensors
     order = runtime.order_by_priority(*lean_graph.edges(program.steps))
     replay.check(program, bound, order, request.least or binding.least(made.compiled.kernels))
-    taken, pool = workspace(made.compiled)
+    taken, pool = workspace(made.compiled, kept(made.compiled, program.steps))
     fed = [value.name for value in model.graph.input]
 
     def arrays(names: Sequence[str]) -> tuple[Array, ...]:

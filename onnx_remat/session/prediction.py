@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from onnx_remat.fuse.convolutions import distinct
 from onnx_remat.fuse.products import scratch_bytes
 from onnx_remat.ir.graph import INITIALIZER, INPUT
 from onnx_remat.memory import arena
 from onnx_remat.ort.executed import Executed
 from onnx_remat.ort.kernels import costs as prices
-from onnx_remat.session import device_scratch
 from onnx_remat.session.binding import kept_on_host, least
 from onnx_remat.session.bookkeeping import bookkeeping_bytes
 from onnx_remat.session.fusing import UNFUSED
-from onnx_remat.session.plan_session import SlabLayout, as_fused, lay_out, workspace
+from onnx_remat.session.plan_session import SlabLayout, as_fused, kept, lay_out, workspace
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,8 @@ class Footprint:
         Total without fusion: on machines without these kernels, or with ``fuse=False``.
     not_fused : str
         Reason why no node is fused here; empty where some are.
+    unserved : int
+        Number of convolutions that oneDNN would compute faster, were it installed.
     seconds : float
         Time of all nodes that run, by `Options.costs`; a fused kernel counts the bytes it reads and writes.
     """
@@ -67,6 +69,7 @@ class Footprint:
     kernels: int = 0
     unfused: int = 0
     not_fused: str = ""
+    unserved: int = 0
     seconds: float = 0.0
 
     @property
@@ -76,14 +79,6 @@ class Footprint:
 
 TABLES_BYTES = 16_384
 """Bytes that kernels take on a device beyond every workspace rule: tables of pointers."""
-
-
-def device_workspace(arranged: SlabLayout) -> int:
-    """Return the size of a session's arena on a device, where the slab contains all values except the host's."""
-    compiled = arranged.compiled
-    by_maker = {name: op for op in compiled.graph.ops for name in op.writes}
-    ops = [by_maker[name] for step in arranged.program.steps if (name := next(iter(step.writes), "")) in by_maker]
-    return device_scratch.workspace(compiled, ops)
 
 
 def rounding(arranged: SlabLayout) -> int:
@@ -145,7 +140,8 @@ def step_seconds(arranged: SlabLayout, costs: str = "") -> float:
             continue
         members = [maker[member.writes[0]] for member in arranged.members[made]]
         apart = sum(prices.roofline(op, tensors, compiled.kernels, device) for op in members)
-        together = prices.fused(members, (*step.reads, *step.writes), tensors, device)
+        ends = [name for name in (*step.reads, *step.writes) if name in tensors]  # without scratch memory
+        together = prices.fused(members, ends, tensors, device)
         total += sum(seconds[op.index] for op in members) * together / apart
     return total
 
@@ -157,13 +153,13 @@ def footprint(arranged: SlabLayout, costs: str = "") -> Footprint:
     if device:
         books = rounding(arranged) + TABLES_BYTES
     else:
-        books = bookkeeping_bytes(len(arranged.program.steps), fused.kernels)
+        books = bookkeeping_bytes(len(arranged.program.steps), fused.kernels, distinct(arranged.kernels))
     scratch = scratch_bytes(arranged.kernels)
     found = Footprint(
         inputs=sum(compiled.tensors[name].nbytes for name, v in compiled.graph.values.items() if v.kind == INPUT),
         weights=arranged.weights,
         slab=bound.height,
-        workspace=device_workspace(arranged) if device else workspace(compiled)[0] + scratch,
+        workspace=workspace(compiled, kept(compiled, arranged.program.steps))[0] + scratch,
         books=books,
         live=bound.live,
         donated=len(bound.donated),
@@ -173,7 +169,11 @@ def footprint(arranged: SlabLayout, costs: str = "") -> Footprint:
         unfused_nodes=fused.nodes,
         kernels=fused.kernels,
         not_fused=fused.why_not,
+        unserved=fused.unserved,
         seconds=step_seconds(arranged, costs),
     )
-    more = fused.slab - found.slab - scratch + (0 if device else bookkeeping_bytes(fused.nodes) - found.books)
+    if device:
+        return replace(found, unfused=found.total + fused.slab - found.slab)
+    plain = workspace(compiled, compiled.graph.ops)[0] + bookkeeping_bytes(fused.nodes)
+    more = fused.slab - found.slab + plain - found.workspace - found.books
     return replace(found, unfused=found.total + more)

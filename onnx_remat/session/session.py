@@ -59,7 +59,8 @@ class Session:
         temporarily takes the memory of onnxruntime's own session, and a few seconds.
     fuse : bool
         On the CPU, run groups of elementwise nodes as one compiled kernel each, with bit-identical results, and large
-        matrix products by OpenBLAS where that is faster, equal within rounding; not at level ``"disable"``.
+        matrix products by OpenBLAS and convolutions by oneDNN where that is faster, equal within rounding; not at
+        level ``"disable"``.
     slab_of : Session, optional
         On the CPU, another session whose slab this one uses, if it is large enough: that of a larger batch. The two run
         one at a time, and a run overwrites views of the other's results.

@@ -206,7 +206,7 @@ def test_the_wheels_build_hook_adds_the_library(tmp_path):
 
     package = tmp_path / "onnx_remat" / "fuse"
     package.mkdir(parents=True)
-    for name in ("build.py", "shim.c"):
+    for name in ("build.py", "shim.c", "convolution.c"):
         (package / name).write_bytes((ROOT / "onnx_remat" / "fuse" / name).read_bytes())
     data = {"force_include": {}}
     Fake(tmp_path, "wheel").initialize("standard", data)

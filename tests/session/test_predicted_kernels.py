@@ -149,7 +149,7 @@ def test_bounds_hold_for_fused_steps(make):
     executed = as_executed(source.model, source.folder, "all", Options(run_by="loop").preparation())
     told, compiled = predict(executed), with_donations(executed.compiled)
     own = with_slab_donations(compiled)
-    inner = outside_kernels(own, compiled.graph)
+    inner = outside_kernels(own, compiled)
     memory = LoopMemory(compiled, 0, options=Options(run_by="loop"), own=own, fused=inner, outside=inner)
     resident = own.base_bytes
     small = 4096 * own.n_values  # those that stay with ONNX Runtime

@@ -1,0 +1,128 @@
+"""Nodes that libraries compute faster than ONNX Runtime, replaced by kernels that call them.
+
+A kernel's scratch memory must not raise what a step takes: a convolution whose scratch memory, with all that is live
+where it runs, exceeds the step's peak and the scratch memory that ONNX Runtime no longer needs, stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+import onnx
+
+from onnx_remat.fuse import convolutions, groups, products
+from onnx_remat.fuse.convolutions import Found
+from onnx_remat.fuse.groups import Runs, Schedule
+from onnx_remat.fuse.ir import Kernel
+from onnx_remat.fuse.library import DOMAIN, OP
+from onnx_remat.ir.shapes import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LibraryNode:
+    """A node that calls a library.
+
+    Attributes
+    ----------
+    node : onnx.NodeProto
+    members : tuple of int
+        Places of the nodes that it replaces.
+    """
+
+    node: onnx.NodeProto
+    members: tuple[int, ...]
+    captured: tuple[str, ...] = ()
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return tuple(self.node.input)
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        return tuple(self.node.output)
+
+
+@dataclass(frozen=True, slots=True)
+class Replaced:
+    """A step with nodes that call libraries.
+
+    Attributes
+    ----------
+    schedule : Schedule
+    places : tuple of int
+        For each of its nodes the place that it had before, -1 for a new one.
+    kernels : tuple of Kernel
+        Indexed by the new nodes' handles.
+    scratch : mapping of str to Tensor
+        Values that only these kernels use, while they run.
+    """
+
+    schedule: Schedule
+    places: tuple[int, ...]
+    kernels: tuple[Kernel, ...]
+    scratch: Mapping[str, Tensor]
+
+
+def replaced(schedule: Schedule, secret: int) -> Replaced:
+    """Replace nodes that libraries compute faster; new nodes name their kernels by `secret` and handle."""
+    found = convolutions.find(schedule) if schedule.convolutions else []
+    peak = int(groups.live_bytes(schedule).max(initial=0)) if found else 0
+    before = schedule.workspace(range(len(schedule.steps)))
+    while True:
+        made = _with(schedule, found, secret)
+        left = schedule.workspace([place for place in made.places if place >= 0])
+        live = groups.live_bytes(made.schedule) if found else ()
+        tall = {
+            step.writes[0]
+            for step, nbytes in zip(made.schedule.steps, live, strict=False)
+            if isinstance(step, LibraryNode) and len(step.writes) > 1 and nbytes > peak + before - left
+        }
+        if not tall:
+            return made
+        found = [each for each in found if each.makes not in tall]
+
+
+def _with(schedule: Schedule, found: Sequence[Found], secret: int) -> Replaced:
+    kernels: list[Kernel] = []
+    new: dict[int, list[LibraryNode]] = {}
+    scratch: dict[str, Tensor] = {}
+
+    def add(
+        place: int, kernel: Kernel, name: str, reads: Sequence[str], makes: Sequence[str], members: tuple[int, ...]
+    ) -> None:
+        node = onnx.helper.make_node(OP, reads, makes, name, domain=DOMAIN, secret=secret, handle=len(kernels))
+        new.setdefault(place, []).append(LibraryNode(node, members))
+        kernels.append(kernel)
+
+    for each in found:
+        kernel = convolutions.kernel_of(each, schedule)
+        dtype, shape = kernel.outputs[1]
+        name = f"{each.makes}/scratch"
+        scratch[name] = Tensor(dtype, shape, 4 * prod(shape), shape)
+        add(each.place, kernel, f"convolution: {each.convolution.kind}", each.reads, (each.makes, name), each.members)
+    gone = {place for each in found for place in each.members}
+    for i, step in enumerate(schedule.steps):
+        product = products.product_of(step.node, schedule.tensors) if schedule.products and i not in gone else None
+        if product is not None:
+            reads = [name for name in step.node.input if name]
+            kind = f"product: {step.node.op_type}"
+            add(i, products.kernel_of(product), kind, reads, step.node.output, (i,))
+            gone.add(i)
+    steps: list[Runs] = []
+    places: list[int] = []
+    for i, step in enumerate(schedule.steps):
+        if i not in gone:
+            steps.append(step)
+            places.append(i)
+        steps += new.get(i, [])
+        places += [-1] * len(new.get(i, []))
+
+    def overwrites(at: int, made: str, old: str) -> bool:
+        return places[at] >= 0 and schedule.overwrites(places[at], made, old)
+
+    tensors = {**schedule.tensors, **scratch}
+    counted = {**schedule.counted, **{name: tensor.nbytes for name, tensor in scratch.items()}}
+    made = replace(schedule, steps=steps, tensors=tensors, counted=counted, overwrites=overwrites)
+    return Replaced(made, tuple(places), tuple(kernels), scratch)
