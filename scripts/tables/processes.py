@@ -88,7 +88,7 @@ def ours(name: str, budget: str, effort: float) -> tuple[list[Any], Callable[[],
     return [ready, compute], watched
 
 
-def rows(model: str, *, budgets: str = "60%", effort: float = 5.0, turns: int = 5) -> Iterator[tuple[str, ...]]:
+def rows(model: str, *, budgets: str = "60%", effort: float = 0.0, turns: int = 5) -> Iterator[tuple[str, ...]]:
     """The rows of one model."""
     jobs: list[tuple[Any, ...]] = [
         ("PyTorch", in_pytorch, model, False),
