@@ -19,7 +19,7 @@ from onnx_remat.ort.kernels.registry import PROVIDERS, kernels_of
 from onnx_remat.ort.moves import Link
 from onnx_remat.ort.prepare import Preparation
 from onnx_remat.plan import selectors
-from onnx_remat.units import check_dims, parse_dims, parse_duration, parse_size
+from onnx_remat.units import check_dims, parse_dims, parse_duration, parse_pairs, parse_size
 
 CHECKING, MOVING = "checking and reporting", "moving values to the host"
 """Headings of flag groups that some commands lack."""
@@ -98,6 +98,12 @@ def _names(name: str, value: object) -> object:
     return names
 
 
+def _pairs(name: str, value: object) -> object:
+    if not isinstance(value, Mapping) or not all(isinstance(each, str) for each in (*value, *value.values())):
+        raise UsageError(f"{name} must map inputs to outputs, such as {{'w': 'w_next'}}, not be {value!r:.100}")
+    return dict(value)
+
+
 def _text(name: str, value: object) -> object:
     text = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(text, str):
@@ -148,6 +154,14 @@ class Options:
         None, _optional(_text), "--loss", "name of the loss, if it cannot be inferred", metavar="NAME"
     )
     """Name of the loss, where nodes have no phase labels and the loss cannot be inferred."""
+
+    state_outputs: Mapping[str, str] = _option(
+        {}, _pairs, "--state",
+        "an input and the output that is its next value, where the model does not call that new.IN (repeatable); the "
+        "written file does", metavar="IN=OUT", repeat=True, parse=parse_pairs,
+    )  # fmt: skip
+    """For each input that is state, the output that is its next value, where the model does not call that
+    ``new.<input>``; the written file does."""
 
     keep: Sequence[str] = _option(
         (), _names, "--keep", "a value never to recompute (repeatable)", metavar="NAME", repeat=True
@@ -305,6 +319,7 @@ class PlanningOptions(TypedDict, total=False):
     provider: str
     selector: str
     dims: Mapping[str, int]
+    state_outputs: Mapping[str, str]
     loss: str | None
     keep: Sequence[str]
     checkpoints: Sequence[str]

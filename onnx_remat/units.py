@@ -160,6 +160,23 @@ def parse_dims(items: list[str] | tuple[str, ...]) -> dict[str, int]:
     return dims
 
 
+def parse_pairs(items: list[str] | tuple[str, ...]) -> dict[str, str]:
+    """Parse the output of each input from ``IN=OUT`` texts.
+
+    >>> parse_pairs(["w=w_next", "m=m_next"])
+    {'w': 'w_next', 'm': 'm_next'}
+    """
+    pairs: dict[str, str] = {}
+    for item in items:
+        name, equals, output = item.partition("=")
+        if not equals or not name or not output:
+            raise UsageError(f"state {item!r} is not IN=OUT with the names of an input and an output, e.g. w=w_next")
+        if pairs.get(name, output) != output:
+            raise UsageError(f"state {name!r} is named twice, with outputs {pairs[name]!r} and {output!r}")
+        pairs[name] = output
+    return pairs
+
+
 def check_dims(dims: object) -> dict[str, int]:
     """Return sizes of symbolic dimensions as a dict of Python ints.
 

@@ -305,7 +305,10 @@ def _unchanged(job: Job) -> Result:
         seconds=clock.seconds, arena_before=taken, arena_after=taken,
         notes=(
             "the original keeps this budget already: OUT is the original, "
-            + ("unchanged" if options.patterns else "in the body of an If"),
+            + (
+                "in the body of an If" if not options.patterns
+                else "with outputs renamed" if options.state_outputs else "unchanged"
+            ),
             *worst_level(peaks, peak.total),
             *phases.note(compiled.problem.phase.tolist()),
             *on_device(compiled),

@@ -14,6 +14,7 @@ import onnx
 from onnx_remat.errors import ModelError
 from onnx_remat.ir import model_io, shapes
 from onnx_remat.ir.body import check_fits
+from onnx_remat.ir.state import with_state
 from onnx_remat.messages import Setting
 from onnx_remat.options import Options, PlanningOptions, parse_options
 from onnx_remat.ort.executed import Executed, as_executed, at_levels
@@ -99,6 +100,8 @@ def begin(model: model_io.Model, given: PlanningOptions, kernels: FirstUse | Non
     clock = Stopwatch(options.progress)
     with clock.stage("load"):
         source = model_io.load(model)
+        if options.state_outputs:
+            source = with_state(source, options.state_outputs)
         if not options.patterns:
             check_fits(source.model)
         compiled = prepare(source.model, options.preparation())

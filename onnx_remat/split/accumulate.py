@@ -8,7 +8,8 @@ from onnx import TensorProto, helper
 from onnx_remat.errors import ModelError
 from onnx_remat.ir import graph as graphs
 from onnx_remat.ir.naming import NEW, WEIGHT, gradients
-from onnx_remat.split.edit import append, rename
+from onnx_remat.ir.state import rename
+from onnx_remat.split.edit import append
 
 
 def accumulating(step: onnx.ModelProto) -> onnx.ModelProto:

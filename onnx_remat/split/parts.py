@@ -17,8 +17,9 @@ from onnx_remat.ir import model_io, shapes
 from onnx_remat.ir.graph import Op
 from onnx_remat.ir.naming import GRADIENT
 from onnx_remat.ir.op_semantics import semantics
+from onnx_remat.ir.state import rename
 from onnx_remat.split.cut import find_cut
-from onnx_remat.split.edit import append, rename
+from onnx_remat.split.edit import append
 from onnx_remat.split.whole import StepParts, descendants, needed
 
 

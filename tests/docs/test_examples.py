@@ -12,10 +12,11 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-NEEDS = {"finetune_transformer": ("torch", "onnxscript"), "cnn_from_forward_onnx": (), "flax_mlp": ("flax", "optax")}
+NEEDS = {"finetune_transformer": ("torch", "onnxscript"), "cnn_from_forward_onnx": (), "flax_mlp": ("flax", "optax"), "onnxsim_step": ("onnxsim",)}
 LEARNT = {
     "finetune_transformer": r"evaluated: (?P<before>[\d.]+) before, (?P<after>[\d.]+) after",
     "cnn_from_forward_onnx": r"loss (?P<before>[\d.]+) at first, (?P<after>[\d.]+) in the end",
+    "onnxsim_step": r"loss (?P<before>[\d.]+) at first, (?P<after>[\d.]+) in the end",
     "flax_mlp": r"step 0: loss (?P<before>[\d.]+)\n(?s:.)*step 40: loss (?P<after>[\d.]+)",
 }
 

@@ -1,0 +1,70 @@
+"""State of a step whose outputs have other names than the convention's, see `naming`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import onnx
+
+from onnx_remat.errors import ModelError, did_you_mean
+from onnx_remat.ir.body import names_in, rename_captures
+from onnx_remat.ir.model_io import Source
+from onnx_remat.ir.naming import NEW
+
+
+def rename(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
+    """Rename values wherever nodes, and bodies of nodes, produce or read them."""
+    for node in graph.node:
+        for field in (node.input, node.output):
+            for slot, name in enumerate(field):
+                if name in names:
+                    field[slot] = names[name]
+        rename_captures(node, names)
+    for value in (*graph.output, *graph.value_info):
+        value.name = names.get(value.name, value.name)
+
+
+def with_state(source: Source, state: Mapping[str, str]) -> Source:
+    """Return a step whose state has the names that `training.Loop` knows: the output of each input, ``new.<input>``.
+
+    Parameters
+    ----------
+    source : Source
+    state : mapping of str to str
+        For each input the output that is its next value.
+
+    Raises
+    ------
+    ModelError
+        A name is no input, or no output, of the model; an output is named twice, or is not computed by a node; the two
+        differ in type or shape; or another value is called ``new.<input>``.
+    """
+    graph = source.model.graph
+    inputs, outputs = ({value.name: value for value in values} for values in (graph.input, graph.output))
+    made = {name for node in graph.node for name in node.output}
+    names: dict[str, str] = {}
+    for name, output in state.items():
+        for what, each, known in (("input", name, inputs), ("output", output, outputs)):
+            if each not in known:
+                raise ModelError(f"state {name}={output}: the model has no {what} {each!r}{did_you_mean(each, known)}")
+        if output in names:
+            raise ModelError(f"state {name}={output}: output {output!r} is already the next value of another input")
+        if output not in made:
+            raise ModelError(f"state {name}={output}: no node computes output {output!r}; leave this state out")
+        if _type(inputs[name]) != _type(outputs[output]):
+            raise ModelError(f"state {name}={output}: the two differ in type or shape")
+        names[output] = NEW + name
+    used = set(names_in(graph)) - set(names)
+    if taken := [new for new in names.values() if new in used]:
+        raise ModelError(f"state {taken[0].removeprefix(NEW)}: another value is called {taken[0]!r}; rename it")
+    model = onnx.ModelProto()
+    model.CopyFrom(source.model)
+    rename(model.graph, names)
+    return replace(source, model=model)
+
+
+def _type(value: onnx.ValueInfoProto) -> tuple[int, tuple[int | str, ...]]:
+    tensor = value.type.tensor_type
+    dims = tensor.shape.dim
+    return tensor.elem_type, tuple(dim.dim_param or dim.dim_value for dim in dims)
