@@ -16,10 +16,12 @@ import numpy as np
 
 from onnx_remat.fuse.ops import OPS, VIEWS
 from onnx_remat.ir.graph import Graph
+from onnx_remat.memory import buffers
 from onnx_remat.memory.problem import Flags, Floats, Problem
 from onnx_remat.options import Options
 from onnx_remat.ort import moves, runtime
 from onnx_remat.ort.executed import Executed
+from onnx_remat.ort.folded import with_folded_transposes
 from onnx_remat.ort.peaks import held
 from onnx_remat.ort.prepare import Compiled
 from onnx_remat.ort.renewed import with_donations, with_slab_donations
@@ -78,6 +80,11 @@ class Accounting(ABC):
     def budget(self, peak: int) -> int:
         """Return the least budget that plans with this peak keep."""
         return smallest_budget(peak, self.bookkeeping)
+
+    @property
+    def saved_by_runtime(self) -> int:
+        """Bytes by which the original, as ONNX Runtime runs it, peaks below the problem that is planned."""
+        return 0
 
     @cached_property
     @abstractmethod
@@ -200,6 +207,7 @@ class LoopMemory(Accounting):
         """Return the accounting of a step; `original` and `compiled` are without donations."""
         compiled = with_donations(compiled)
         fused, own = with_slab_donations(with_donations(original.compiled)), with_slab_donations(compiled)
+        own = with_folded_transposes(own, compiled, original.compiled)
         per_node = BYTES_PER_NODE if compiled.kernels.device == "cpu" else 0
         outside = cost = None
         if options.fuse and not why_not_fused(options.provider):
@@ -216,6 +224,12 @@ class LoopMemory(Accounting):
         floor = floor if self.fused is None else min(floor, bounds.working_set(self.fused))
         moving = floor if self.moving is None else self.moving
         return replace(self, compiled=compiled, own=with_slab_donations(compiled), fused=None, moving=moving)
+
+    @cached_property
+    def saved_by_runtime(self) -> int:
+        """Those of nodes that ONNX Runtime or a kernel fuses: an inner value of a group has no buffer."""
+        planned = buffers.simulate(self.planned(), self.compiled.default_order()).peak
+        return max(0, int(planned) - (self.original_bytes - self.bookkeeping))
 
     @cached_property
     def floor(self) -> int:

@@ -123,6 +123,7 @@ def _search(goal: Goal, work: Work, reserve: float, known: tuple[Schedule, ...],
     """
     allowed, memory, options, deadline = goal.allowed, goal.memory, work.options, work.deadline
     target, good, failed = _first_target(goal), 0, 0
+    wider = goal.target() + goal.memory.saved_by_runtime
     peaks: list[int] = []
     plans: tuple[Schedule, ...] = ()
     best: Fitted | None = None
@@ -140,9 +141,15 @@ def _search(goal: Goal, work: Work, reserve: float, known: tuple[Schedule, ...],
                 if not plans and target < goal.target():  # no wonder
                     target = goal.target()
                     continue
+                if not plans and target < wider:  # the file may take less than its plan by as much as the original does
+                    target = wider
+                    continue
                 if not plans:
                     raise
-                break
+                if best is not None or not target < failed * _CLOSE_ENOUGH:
+                    break
+                target = (target + failed) // 2
+                continue
         began = time.monotonic()
         worst, made = _write_out(plan, goal, target, work, direct)
         reserve = _RESERVE_PER_FILE * (time.monotonic() - began)
