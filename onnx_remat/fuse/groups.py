@@ -171,13 +171,13 @@ class Group:
 
 
 def find(schedule: Schedule) -> tuple[Group, ...]:
-    """Return the groups of at least two nodes, sorted by place."""
+    """Return the groups, sorted by place: of two nodes or more, or of one that has workspace in ONNX Runtime."""
     grouping = _Grouping(schedule)
     grouping.grow()
     return tuple(
         Group(place, tuple(found.members), *grouping.ends(found.members))
         for place, found in sorted(grouping.open.items())
-        if len(found.members) > 1
+        if len(found.members) > 1 or schedule.workspace([member.at for member in found.members])
     )
 
 

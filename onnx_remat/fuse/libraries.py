@@ -122,7 +122,10 @@ def _with(schedule: Schedule, found: Sequence[Found], secret: int) -> Replaced:
     def overwrites(at: int, made: str, old: str) -> bool:
         return places[at] >= 0 and schedule.overwrites(places[at], made, old)
 
+    def workspace(at: Sequence[int]) -> int:
+        return schedule.workspace([places[i] for i in at if places[i] >= 0])
+
     tensors = {**schedule.tensors, **scratch}
     counted = {**schedule.counted, **{name: tensor.nbytes for name, tensor in scratch.items()}}
-    made = replace(schedule, steps=steps, tensors=tensors, counted=counted, overwrites=overwrites)
+    made = replace(schedule, steps=steps, tensors=tensors, counted=counted, overwrites=overwrites, workspace=workspace)
     return Replaced(made, tuple(places), tuple(kernels), scratch)
