@@ -15,6 +15,7 @@ def with_folded_transposes(problem: Problem, compiled: Compiled, executed: Compi
 
     A Transpose is folded if only products read it, and the graph that ONNX Runtime executes has no such value. A view
     takes at most the memory of a Transpose that is not folded after all, so that bounds for this problem hold for both.
+    State that the step overwrites has no such views: an update may run before a product that reads a copy.
 
     Parameters
     ----------
@@ -32,6 +33,9 @@ def with_folded_transposes(problem: Problem, compiled: Compiled, executed: Compi
             continue
         value = number[op.outputs[0]]
         readers = life.readers[life.reader_ptr[value] : life.reader_ptr[value + 1]]
+        read = int(problem.in_values[problem.in_ptr[at]])
+        if life.renewed_by[life.root[read]] >= 0:
+            continue
         if len(readers) and all(graph.ops[reader].node.op_type == "MatMul" for reader in readers.tolist()):
             alias[problem.out_ptr[at]] = 0
     return replace(problem, alias_slot=alias) if np.any(alias != problem.alias_slot) else problem

@@ -7,11 +7,13 @@ import onnx
 import pytest
 
 from onnx_remat import rewrite_model
+from onnx_remat.ir.state import rename
 from onnx_remat.memory import buffers
 from onnx_remat.options import Options
 from onnx_remat.ort.executed import as_executed
 from onnx_remat.ort.folded import with_folded_transposes
 from onnx_remat.ort.prepare import prepare
+from onnx_remat.ort.renewed import with_donations
 
 pytest.importorskip("onnxruntime")
 
@@ -67,6 +69,22 @@ def test_only_transposes_that_products_alone_read_are_folded():
     assert buffers.simulate(problem, order).peak <= buffers.simulate(compiled.problem, order).peak
     problem = with_folded_transposes(compiled.problem, compiled, compiled)
     assert problem is compiled.problem  # nothing is folded: every value is there
+
+
+def test_state_that_the_step_overwrites_has_no_views():
+    """Its update may run before a product that reads a copy."""
+    model = columns()
+    rename(model.graph, {f"n{i}": f"new.w{i}" for i in range(LAYERS)})
+    stated = Options(run_by="loop").preparation()
+    compiled = prepare(model, stated)
+    executed = as_executed(compiled.graph.model, None, "all", stated, compiled).compiled
+    plain = with_donations(compiled).problem
+    problem = with_folded_transposes(plain, compiled, executed)
+    viewed = {
+        op.outputs[0] for at, op in enumerate(compiled.graph.ops)
+        if problem.alias_slot[problem.out_ptr[at]] != plain.alias_slot[problem.out_ptr[at]]
+    }  # fmt: skip
+    assert viewed == {f"t{i}" for i in range(LAYERS)}
 
 
 def test_a_plan_for_a_loop_does_not_pay_for_them():
