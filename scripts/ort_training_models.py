@@ -2,7 +2,7 @@
 
     python3.11 scripts/ort_training_env.py ENVIRONMENT
     ENVIRONMENT/bin/python scripts/ort_training_models.py FOLDER
-    onnx-remat-bench FOLDER/cnn/training_model.onnx --budget 65% --dim batch=64 --state FOLDER/cnn/checkpoint \\
+    onnx-remat-bench FOLDER/cnn/training_model.onnx --budget 65% --dim batch=64 --initial FOLDER/cnn/checkpoint \\
         --runtime ENVIRONMENT/bin/python
 
 For each model a folder with training, evaluation and optimizer model and a checkpoint.

@@ -292,7 +292,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--budget", required=True, metavar="SIZE", help="of tensors: 4GB, or 60%% of the original's")
     parser.add_argument("--steps", type=int, default=50, metavar="N", help="training steps (default 50)")
     parser.add_argument(
-        "--state", default="", metavar="FILE",
+        "--initial", default="", metavar="FILE",
         help="initial values of inputs: .npz by name, or a checkpoint of onnxruntime-training",
     )  # fmt: skip
     add_runtime_flag(parser)
@@ -332,7 +332,7 @@ def _run(arguments: Sequence[str]) -> int:
     options = planning_options(given)
     if given.json not in (None, "-"):
         sources = {path: model_io.load(path) for path in given.input}
-        check_files(sources, None, [("--json", given.json)], given.costs, state=given.state, runtime=given.runtime)
+        check_files(sources, None, [("--json", given.json)], given.costs, initial=given.initial, runtime=given.runtime)
     if given.max_batch:
         for path in given.input:
             plain, small = max_batch(Path(path), given.budget, given.max_batch, **options)
@@ -345,7 +345,7 @@ def _run(arguments: Sequence[str]) -> int:
     for path in given.input:
         try:
             result = benchmark(
-                Path(path), given.budget, steps=given.steps, state=given.state,
+                Path(path), given.budget, steps=given.steps, state=given.initial,
                 threads=given.threads, python=given.runtime, **options,
             )  # fmt: skip
         except OnnxRematError as error:
