@@ -25,17 +25,28 @@ _SECONDS = {"ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """A memory limit: bytes, or a fraction of the memory that the original takes."""
+    """A memory limit: bytes, or a fraction of the memory that the original takes.
+
+    `slower` instead of either: the least memory for which a step takes at most such a fraction more time.
+    """
 
     bytes: int | None = None
     fraction: float | None = None
+    slower: float | None = None
 
     def resolve(self, original_peak: int) -> int:
-        """Return the limit in bytes, given the original's peak in bytes."""
+        """Return the limit in bytes, given the original's peak in bytes; UsageError where that takes planning."""
         if self.bytes is not None:
             return self.bytes
-        assert self.fraction is not None
+        if self.fraction is None:
+            raise UsageError(
+                "a budget by time, such as auto, is for rewriting one file: give a size or a percentage here"
+            )
         return int(original_peak * self.fraction)
+
+
+AUTO = Budget(slower=0.1)
+"""The budget ``"auto"``."""
 
 
 def parse_budget(text: str | int | Budget) -> Budget:
@@ -44,7 +55,8 @@ def parse_budget(text: str | int | Budget) -> Budget:
     Parameters
     ----------
     text : str, int or Budget
-        ``"4GB"``, ``"3.5GiB"``, ``"123456789B"``, ``"80%"``; an int is bytes.
+        ``"4GB"``, ``"3.5GiB"``, ``"123456789B"``, ``"80%"``; an int is bytes. ``"+5%"``: the least memory for which a
+        step takes at most 5 % more time; ``"auto"`` is ``"+10%"``.
 
     Raises
     ------
@@ -55,6 +67,8 @@ def parse_budget(text: str | int | Budget) -> Budget:
     --------
     >>> parse_budget("4GB").bytes, parse_budget("1.5 GiB").bytes, parse_budget("80%").fraction
     (4000000000, 1610612736, 0.8)
+    >>> parse_budget("auto") == parse_budget("+10%")
+    True
     >>> parse_budget("0.6")
     Traceback (most recent call last):
         ...
@@ -64,15 +78,17 @@ def parse_budget(text: str | int | Budget) -> Budget:
         return _checked(text)
     if isinstance(text, bool) or not isinstance(text, Integral | str):
         raise UsageError(f"budget must be text like '4GB' or '80%', or an int of bytes, not {text!r:.100}")
+    if isinstance(text, str) and text.strip() == "auto":
+        return AUTO
     number: float
     if isinstance(text, Integral):  # numpy's, too
         number, budget = int(text), Budget(bytes=int(text))
     elif match := _SIZE.fullmatch(text.strip()):
         number = _number(match, text) * _UNITS[match[3].lower()]
         budget = Budget(bytes=int(number))
-    elif match := _PERCENT.fullmatch(text.strip()):
+    elif match := _PERCENT.fullmatch(text.strip().removeprefix("+")):
         number = _number(match, text)
-        budget = Budget(fraction=number / 100)
+        budget = Budget(slower=number / 100) if text.strip().startswith("+") else Budget(fraction=number / 100)
     else:
         raise UsageError(f"budget {text!r} is not a size: write {_meant(text.strip())}")
     if number <= 0 or budget.bytes == 0:
@@ -84,9 +100,10 @@ def parse_budget(text: str | int | Budget) -> Budget:
 
 def _checked(budget: Budget) -> Budget:
     """Return a `Budget` if its fields are valid; UsageError otherwise."""
-    if budget.fraction is None and budget.bytes is not None:
+    given = [value for value in (budget.bytes, budget.fraction, budget.slower) if value is not None]
+    if len(given) == 1 and budget.bytes is not None:
         return parse_budget(budget.bytes)
-    if budget.bytes is not None or not isinstance(budget.fraction, Real) or not 0 < budget.fraction < math.inf:
+    if len(given) != 1 or not isinstance(given[0], Real) or not 0 < given[0] < math.inf:
         raise UsageError(f"{budget} is neither a number of bytes nor a fraction, greater than zero")
     return budget
 
@@ -99,7 +116,7 @@ def _meant(text: str) -> str:
         return f"{share} of what the original takes, or the unit of a size: {text}MB, {text}GB, ..."
     if re.fullmatch(rf"{_NUMBER}\s*[kmgt]", text, re.IGNORECASE):
         return f"{text.upper()}B (powers of 1000) or {text.upper()}iB (of 1024)"
-    return "e.g. 4GB, 3.5GiB, 123456789B or 80%"
+    return "e.g. 4GB, 3.5GiB, 123456789B, 80% or auto"
 
 
 def _number(match: re.Match[str], text: str) -> float:

@@ -48,6 +48,7 @@ commands (each has its own -h):
 budgets:
   --budget 4GB                                kB, MB, GB are powers of ten, KiB, MiB, GiB of two
   --budget 60% --verify run                   also run both models and compare their outputs
+  --budget auto                               the least memory for which a step takes at most 10% more time
   --budget 2GiB --dim batch=32                a model with symbolic dimensions
   --budget 50% --dry-run                      report the cost, write nothing: no OUT
   --budget 4GB --for session                  cover the tensors of onnxruntime's own session, not all of training"""
@@ -85,7 +86,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--budget", required=True, metavar="SIZE",
         help="upper limit on the memory of training, see --for: 4GB (10^9), 3.5GiB (2^30), 123456789B, or 80%% of "
-        "the memory of the original",
+        "the memory of the original; auto: the least for which a step takes at most 10%% more time, +5%%: at most 5%%",
     )  # fmt: skip
     checking = add_flags(parser, CHECKING)
     checking.add_argument("--dry-run", action="store_true", help="report, but write nothing")

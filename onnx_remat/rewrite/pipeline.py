@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from onnx_remat.plan.request import Deadline
 from onnx_remat.rewrite.accounting import Goal, LoopMemory
 from onnx_remat.rewrite.first_use import PLANNER, REPORTER, FirstUse, first_use
 from onnx_remat.rewrite.fit import Fitted, Work, fit
+from onnx_remat.rewrite.least import least_budget
 from onnx_remat.rewrite.notes import MOVES, on_device, rounding, unseen, warnings, worst_level
 from onnx_remat.rewrite.offload import fit_with_moves
 from onnx_remat.rewrite.planner import Job, Planner, as_trained, begin
@@ -116,7 +118,8 @@ def rewrite_model(model: model_io.Model, budget: str | int | Budget, **options: 
     model : path, bytes, onnx.ModelProto or model_io.Source
         A training graph: forward, loss, backward, often the optimizer update.
     budget : str, int or Budget
-        ``"4GB"``, ``"3.5GiB"``, ``"80%"`` of the original's memory, or bytes, see `Options.run_by`.
+        ``"4GB"``, ``"3.5GiB"``, ``"80%"`` of the original's memory, or bytes, see `Options.run_by`. ``"auto"``: the
+        least for which a step takes at most 10 % more time, as predicted; ``"+5%"``: at most 5 %.
     **options
         Fields of `Options`: `run_by`, `selector`, `dims`, `loss`, `keep`, `checkpoints`, `allow_recompute`,
         `time_limit`, `effort`, `costs`, `verify` ("none", "check" or "run"), `progress`.
@@ -150,7 +153,7 @@ def rewrite(model: model_io.Model, budget: str | int | Budget, options: Planning
     parsed = parse_budget(budget)
     with first_use() as kernels:
         planner = begin(model, options, kernels)
-        return _rewrite(planner.job(parsed, planner.deadline), kernels, advise)
+        return _rewrite_to(parsed, planner, planner.deadline, kernels, advise)
 
 
 def rewrite_for(
@@ -160,7 +163,15 @@ def rewrite_for(
     if progress is not None:
         planner = replace(planner, options=replace(planner.options, progress=progress))
     with first_use() as kernels:
-        return _rewrite(planner.job(parse_budget(budget), Deadline(planner.options.time_limit)), kernels, advise)
+        return _rewrite_to(parse_budget(budget), planner, Deadline(planner.options.time_limit), kernels, advise)
+
+
+def _rewrite_to(budget: Budget, planner: Planner, deadline: Deadline, kernels: FirstUse, advise: bool) -> Result:
+    if budget.slower is not None:
+        began = time.monotonic()
+        budget = least_budget(planner, budget.slower, lambda job: _rewrite(job, kernels, advise=False).report)
+        planner = replace(planner, seconds={**planner.seconds, "budget": time.monotonic() - began})
+    return _rewrite(planner.job(budget, deadline), kernels, advise)
 
 
 def _rewrite(job: Job, kernels: FirstUse, advise: bool) -> Result:

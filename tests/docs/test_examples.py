@@ -12,7 +12,12 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-NEEDS = {"finetune_transformer": ("torch", "onnxscript"), "cnn_from_forward_onnx": (), "flax_mlp": ("flax", "optax"), "onnxsim_step": ("onnxsim",)}
+NEEDS = {
+    "finetune_transformer": ("torch", "onnxscript"),
+    "cnn_from_forward_onnx": (),
+    "flax_mlp": ("flax", "optax"),
+    "onnxsim_step": ("onnxsim",),
+}
 LEARNT = {
     "finetune_transformer": r"evaluated: (?P<before>[\d.]+) before, (?P<after>[\d.]+) after",
     "cnn_from_forward_onnx": r"loss (?P<before>[\d.]+) at first, (?P<after>[\d.]+) in the end",

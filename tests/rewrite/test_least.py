@@ -1,0 +1,92 @@
+"""``--budget auto``: the least memory for which a step takes little more time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+
+from onnx_remat import rewrite_model
+from onnx_remat.app.cli import main
+from onnx_remat.errors import BudgetInfeasibleError, UsageError
+from onnx_remat.options import Options
+from onnx_remat.rewrite.least import CLOSE_ENOUGH, TRIALS, least_budget
+from onnx_remat.units import Budget, parse_budget
+from tests.support.graphs import mlp
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of 1,000 bytes; it takes more time for each byte less, and there is no plan below 300."""
+
+    options: Options
+    memory: SimpleNamespace
+
+    def impossible_below(self, floor: int) -> int:
+        return floor
+
+    def job(self, budget: Budget, deadline: object) -> tuple[int, Options]:
+        return budget.resolve(1000), self.options
+
+
+def tried(slower: float, measured: bool = True) -> tuple[int, list[tuple[int, Options]]]:
+    attempts = []
+
+    def attempt(job):
+        attempts.append(job)
+        budget, _ = job
+        if budget < 300:
+            raise BudgetInfeasibleError("none", 300, 300)
+        share = (1000 - budget) / 1000
+        return SimpleNamespace(extra_time=lambda: share if measured else None, extra_compute=share)
+
+    step = Step(Options(), SimpleNamespace(original_bytes=1000, floor=100))
+    found = least_budget(step, slower, attempt).bytes
+    assert found is not None
+    return found, attempts
+
+
+@pytest.mark.parametrize("measured", [True, False])
+@pytest.mark.parametrize(("slower", "least"), [(0.05, 950), (0.25, 750), (0.5, 500), (0.9, 300)])
+def test_the_least_budget_is_found_in_few_trials(slower, least, measured):
+    found, attempts = tried(slower, measured)
+    assert least <= found <= least + CLOSE_ENOUGH * 1000
+    assert len(attempts) <= TRIALS
+    assert all(options.effort == Options().effort / (4 * TRIALS) for _, options in attempts)
+
+
+def test_no_budget_below_the_original_is_one_that_is_the_original_s_memory():
+    assert tried(1e-9)[0] == 1000
+
+
+def test_a_step_takes_at_most_so_much_more_time():
+    pytest.importorskip("onnxruntime")
+    model = mlp(layers=12, batch=4096, width=64)
+    little, much = (rewrite_model(model, budget, effort=2.0).report for budget in ("+4%", "auto"))
+    assert little.extra_time() <= 0.04 and much.extra_time() <= 0.1
+    assert much.budget < little.budget < little.loop_before.total
+    assert much.loop_after.total <= much.budget and much.seconds["budget"] > 0
+
+
+def test_the_command_takes_it(tmp_path, capsys):
+    pytest.importorskip("onnxruntime")
+    import onnx
+
+    path = tmp_path / "in.onnx"
+    onnx.save(mlp(layers=6, batch=2048, width=32), path)
+    assert main([str(path), "--budget", "auto", "--dry-run", "--effort", "1"]) == 0
+    assert " -> " in capsys.readouterr().out
+    assert main([str(path), "--budget", "+0%", "--dry-run"]) == 2
+    assert "must be greater than zero" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("budget", ["+", "auto 5%", "+5", "-5%"])
+def test_other_texts_are_refused(budget):
+    with pytest.raises(UsageError):
+        parse_budget(budget)
+
+
+def test_elsewhere_a_size_is_asked_for():
+    with pytest.raises(UsageError, match="give a size or a percentage here"):
+        parse_budget("auto").resolve(1000)
