@@ -123,10 +123,10 @@ def _search(goal: Goal, work: Work, reserve: float, known: tuple[Schedule, ...],
     """
     allowed, memory, options, deadline = goal.allowed, goal.memory, work.options, work.deadline
     target, good, failed = _first_target(goal), 0, 0
-    wider = goal.target() + goal.memory.saved_by_runtime
     peaks: list[int] = []
     plans: tuple[Schedule, ...] = ()
     best: Fitted | None = None
+    refused: BudgetInfeasibleError | None = None
     _check_time(goal, options, deadline, reserve)
     for _ in range(_MOST_PLANS):
         if plans and deadline.ends_within(reserve):
@@ -137,15 +137,15 @@ def _search(goal: Goal, work: Work, reserve: float, known: tuple[Schedule, ...],
                 less = replace(options, effort=options.work_seconds() * _LATER_PLAN_EFFORT) if plans else options
                 plan = make_plan(goal, target, less, deadline.sooner(reserve, share), (*known, *plans))
                 plans = (*plans, plan.schedule)
-            except BudgetInfeasibleError:
+            except BudgetInfeasibleError as refusal:
                 if not plans and target < goal.target():  # no wonder
                     target = goal.target()
                     continue
-                if not plans and target < wider:  # the file may take less than its plan by as much as the original does
-                    target = wider
+                if not plans and (refused or memory.floor > target or not memory.saved_by_runtime):
+                    raise refused or refusal from None
+                if not plans:  # the file may take less than its plan by as much as the original does
+                    refused, target = refusal, target + memory.saved_by_runtime
                     continue
-                if not plans:
-                    raise
                 if best is not None or not target < failed * _CLOSE_ENOUGH:
                     break
                 target = (target + failed) // 2
@@ -178,6 +178,8 @@ def _search(goal: Goal, work: Work, reserve: float, known: tuple[Schedule, ...],
         best = _unlike(best, replace(goal, alone=True), good, work, reserve, (*known, *plans), direct)
     if best is not None:
         return replace(best, executed=_at_other_levels(best, work, reserve))
+    if refused:
+        raise refused
     lowest, holds = min(peaks), " with its arena" if options.arena else ""
     raise Refusal(
         f"no file found that ONNX Runtime runs under budget {format_bytes(allowed)}{holds}: plans keep it, but the "
