@@ -14,7 +14,7 @@ from onnx_remat.converters.optimizers import SGD
 import onnx_remat
 from onnx_remat.training import Loop
 
-BATCH, SIDE, WIDTH, CLASSES = 32, 24, 16, 4
+BATCH, SIDE, WIDTH, CLASSES = 128, 24, 16, 4
 
 
 def forward(rng: np.random.Generator) -> onnx.ModelProto:
