@@ -319,9 +319,10 @@ def as_fused(made: SlabLayout, least: int, secret: int = 0, seconds: float | Non
     if not why_not:
         constants = fusing.numbers(model.graph, made.constants)
         integers = fusing.vectors(model.graph, made.constants)
+        maker = makers(made.compiled)
         laid = fusing.fused(
             made.program, made.binding, opset_of(model), constants, integers, least, secret,
-            lambda steps: workspace(made.compiled, kept(made.compiled, steps))[0], seconds,
+            lambda steps: workspace(made.compiled, kept(maker, steps))[0], seconds,
         )  # fmt: skip
         if isinstance(laid, fusing.Laid):
             return replace(
@@ -376,9 +377,13 @@ def lay_out(
     )  # fmt: skip
 
 
-def kept(compiled: Compiled, steps: Iterable[LeanNode]) -> list[Op]:
+def makers(compiled: Compiled) -> dict[str, Op]:
+    """Return the op that makes each value."""
+    return {name: op for op in compiled.graph.ops for name in op.writes}
+
+
+def kept(maker: Mapping[str, Op], steps: Iterable[LeanNode]) -> list[Op]:
     """Return the ops that ONNX Runtime runs itself among a step's nodes, in their order."""
-    maker = {name: op for op in compiled.graph.ops for name in op.writes}
     return [maker[name] for step in steps if (name := next(iter(step.writes), "")) in maker and step.plain is None]
 
 
@@ -417,7 +422,7 @@ def plan(path: Path, target: Path, request: SessionRequest) -> SessionPlan:
     tensors = program.tensors
     order = runtime.order_by_priority(*lean_graph.edges(program.steps))
     replay.check(program, bound, order, request.least or binding.least(made.compiled.kernels))
-    taken, pool = workspace(made.compiled, kept(made.compiled, program.steps))
+    taken, pool = workspace(made.compiled, kept(makers(made.compiled), program.steps))
     fed = [value.name for value in model.graph.input]
 
     def arrays(names: Sequence[str]) -> tuple[Array, ...]:

@@ -14,7 +14,7 @@ from onnx_remat.ort.kernels import costs as prices
 from onnx_remat.session.binding import kept_on_host, least
 from onnx_remat.session.bookkeeping import bookkeeping_bytes
 from onnx_remat.session.fusing import UNFUSED
-from onnx_remat.session.plan_session import SlabLayout, as_fused, kept, lay_out, workspace
+from onnx_remat.session.plan_session import SlabLayout, as_fused, kept, lay_out, makers, workspace
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ def footprint(arranged: SlabLayout, costs: str = "") -> Footprint:
         inputs=sum(compiled.tensors[name].nbytes for name, v in compiled.graph.values.items() if v.kind == INPUT),
         weights=arranged.weights,
         slab=bound.height,
-        workspace=workspace(compiled, kept(compiled, arranged.program.steps))[0] + scratch,
+        workspace=workspace(compiled, kept(makers(compiled), arranged.program.steps))[0] + scratch,
         books=books,
         live=bound.live,
         donated=len(bound.donated),
