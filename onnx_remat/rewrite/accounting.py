@@ -331,8 +331,8 @@ def outside_kernels(problem: Problem, compiled: Compiled) -> Problem:
 
     While a kernel runs, its inner values have no buffer and its results may overwrite any of its inputs: so nothing is
     counted while a node runs that may be part of a kernel, and no workspace of a convolution that oneDNN may compute.
-    While any other node runs, every kernel has finished or not
-    begun, and the same values are allocated as if its nodes ran one after the other.
+    While any other node runs, every kernel has finished or not begun, and the same values are allocated as if its nodes
+    ran one after the other.
     """
     graph, workspace = compiled.graph, problem.workspace.copy()
     several, single = convolved(compiled)
