@@ -26,11 +26,15 @@ State = dict[str, dict[str, torch.Tensor]]
 _CASTS = ("__bool__", "__int__", "__float__", "__index__")
 """Methods that make Python values of tensors, some of them through ``item``."""
 
-_SETTINGS: Mapping[str, Any] = {
-    "foreach": False,
-    "fused": False,
-    "capturable": True,
-}  # separate updates, step counts as tensors
+_SETTINGS: Mapping[str, Any] = {"foreach": False, "fused": False}
+"""Settings in a trace: every parameter has an update of its own."""
+
+_CAPTURABLE = "capturable"
+"""Setting for step counts in tensors, without which some optimizers branch on their values."""
+
+_DIVIDE_BY_RATE = (torch.optim.Adam, torch.optim.Adamax)
+"""Optimizers that divide by the learning rate if they are capturable: at a rate of zero, with which a warm-up begins,
+elements that never had a gradient would be 0 / 0. They do not branch in any form."""
 
 
 def initial_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> State:
@@ -209,7 +213,8 @@ def updated(
     owned = _of(optimizer, parameters)
     copies = {name: values[name].detach().clone() for name in gradients if name in owned}
     pieces = {name: {slot: _exact(value) for slot, value in state.get(name, {}).items()} for name in copies}
-    other = twin(optimizer, parameters, copies, pieces, _SETTINGS)
+    capturable = {_CAPTURABLE: not isinstance(optimizer, _DIVIDE_BY_RATE)}
+    other = twin(optimizer, parameters, copies, pieces, {**_SETTINGS, **capturable})
     for group in other.param_groups:
         for key, value in group.items():
             if id(value) in settings:

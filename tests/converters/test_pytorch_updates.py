@@ -183,3 +183,16 @@ def test_outputs_without_an_optimizer_are_clipped():
     made = runtime.outputs(step, initial_feeds(step, model) | feeds(x, y), "all")
     for name, parameter in model.named_parameters():
         np.testing.assert_allclose(made[f"grad.{name}"], parameter.grad.numpy(), atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "SGD"])
+def test_at_a_rate_of_zero_nothing_moves(kind):
+    """A warm-up begins there, and rows of an embedding that no text has read have had no gradient yet."""
+    model = nn.Sequential(nn.Embedding(6, 4), nn.Flatten(), nn.Linear(8, 3))
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=torch.tensor(0.01))
+    batch = torch.tensor([[0, 1], [2, 1]]), torch.tensor([0, 2])
+    step = export_training_step(model, batch, nn.functional.cross_entropy, optimizer)
+    given = initial_feeds(step, model, optimizer) | {f"input.{i}": value.numpy() for i, value in enumerate(batch)}
+    made = runtime.outputs(step, given | {"learning_rate": np.zeros((), np.float32)})
+    for name, value in model.state_dict().items():
+        assert np.array_equal(made[f"new.{name}"], value.numpy())
