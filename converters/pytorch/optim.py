@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 
@@ -18,10 +18,23 @@ INPUTS = {"lr": "learning_rate", "weight_decay": "weight_decay"}
 
 
 def each(optimizer: Optimizers) -> tuple[torch.optim.Optimizer, ...]:
-    """Return a tuple of optimizers, of one, several (such as Muon for matrices, AdamW for the rest), or none."""
+    """Return a tuple of optimizers, of one, several (such as Muon for matrices, AdamW for the rest), or none.
+
+    Accelerate's and Lightning's wrappers count as the optimizers in them.
+    """
     if optimizer is None:
         return ()
-    return (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer)
+    return tuple(map(_unwrapped, (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else optimizer))
+
+
+_WRAPPERS = {"AcceleratedOptimizer", "LightningOptimizer"}
+"""Optimizers that add nothing to the update of the one in them, unless gradients are scaled or in several processes."""
+
+
+def _unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    while _WRAPPERS & {kind.__name__ for kind in type(optimizer).__mro__}:
+        optimizer = cast(Any, optimizer).optimizer  # neither package has to be installed
+    return optimizer
 
 
 def parameters_of(optimizers: Sequence[torch.optim.Optimizer], parameters: Mapping[str, torch.Tensor]) -> set[str]:

@@ -139,7 +139,7 @@ def _language(name: str) -> Case:
         "albert": {"embedding_size": 32}, "electra": {"embedding_size": 32}, "gemma": {"head_dim": 16},
         "gemma2": {"head_dim": 16}, "qwen3": {"head_dim": 16},
     }  # fmt: skip
-    config = transformers.AutoConfig.for_model(
+    config: Any = transformers.AutoConfig.for_model(
         kind, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=96,
         vocab_size=WORDS, max_position_embeddings=64, n_embd=64, n_layer=2, n_head=4, pad_token_id=0, bos_token_id=1,
         eos_token_id=2,

@@ -1,0 +1,150 @@
+"""Hugging Face's `Trainer` within a memory budget: `BudgetedTrainer`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from transformers import Trainer
+from transformers.trainer_utils import has_length
+
+from onnx_remat.errors import UsageError
+from onnx_remat.messages import Setting
+
+from .budgeted import Budgeted, budgeted
+
+if TYPE_CHECKING:
+    from onnx_remat.options import PlanningOptions
+
+
+class _Loss(torch.nn.Module):
+    """A model with the trainer's loss, which a subclass of it may override."""
+
+    def __init__(self, trainer: BudgetedTrainer, model: torch.nn.Module, factor: int) -> None:
+        super().__init__()
+        self.model, self._of, self._factor = model, trainer.compute_loss, factor
+
+    def forward(self, **inputs: torch.Tensor) -> torch.Tensor:
+        items = inputs.pop(_ITEMS, None)
+        return cast(torch.Tensor, self._of(self.model, inputs, num_items_in_batch=items)) * self._factor
+
+
+_ITEMS = "num_items_in_batch"
+
+
+class BudgetedTrainer(Trainer):
+    """transformers' `Trainer`, whose training steps stay within a memory budget, on the CPU.
+
+    The first batch makes a step by `budgeted` of the model, its loss (`compute_loss`, which may be overridden) and the
+    optimizer; it and all later batches train with that step. Evaluation, prediction, checkpoints, resuming, schedules,
+    callbacks and logs are the trainer's own. For example::
+
+        trainer = BudgetedTrainer(model, TrainingArguments("out", use_cpu=True), train_dataset=texts, budget="60%")
+        trainer.train()
+
+    All batches have the sizes of the first, except along `dynamic_dims`: pad texts to one length, and set
+    ``dataloader_drop_last=True``. Clipping (``max_grad_norm``) and ``gradient_accumulation_steps`` are part of the
+    step, so that callbacks see no gradients, and their norm is not logged.
+
+    Parameters
+    ----------
+    args, kwargs
+        Those of `transformers.Trainer`.
+    budget, dynamic_dims, loss_parts, attention_parts, check, planning
+        As of `budgeted`.
+
+    Attributes
+    ----------
+    step : Budgeted or None
+        The step, once the first batch has come.
+
+    Raises
+    ------
+    UsageError
+        In training: the trainer does not train on the CPU, in float32 and in one process, or an update would have fewer
+        batches than ``gradient_accumulation_steps``.
+    ConversionError, OnnxRematError
+        In training: see `budgeted`.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        budget: str | int | None = None,
+        dynamic_dims: Mapping[str, Mapping[int, str]] | None = None,
+        loss_parts: int | None = None,
+        attention_parts: int | None = None,
+        check: bool = True,
+        planning: PlanningOptions | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.step: Budgeted | None = None
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._given: dict[str, Any] = {
+            "budget": budget, "dynamic_dims": dynamic_dims, "loss_parts": loss_parts,
+            "attention_parts": attention_parts, "check": check, "planning": planning,
+        }  # fmt: skip
+
+    def training_step(
+        self,
+        model: torch.nn.Module,
+        inputs: dict[str, torch.Tensor | Any],
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> torch.Tensor:
+        """Train on one batch, the optimizer's update included, and return the loss as `Trainer` does."""
+        micro = self.args.gradient_accumulation_steps
+        if self.current_gradient_accumulation_steps != micro:  # the data have no length, else `_check` would know
+            raise UsageError(
+                "an epoch ends within an update: give data whose batches gradient_accumulation_steps divides"
+            )
+        model.train()
+        batch = dict(self._prepare_inputs(inputs))
+        if num_items_in_batch is not None:
+            batch[_ITEMS] = torch.as_tensor(num_items_in_batch)
+        if self.step is None or self.optimizer is not self._optimizer:
+            self.close()
+            self.step, self._optimizer = self._made(model, batch), self.optimizer
+        return torch.tensor(self.step(batch) / micro)
+
+    def close(self) -> None:
+        """Free the memory of the step."""
+        if self.step is not None:
+            self.step.close()
+            self.step = None
+
+    def _made(self, model: torch.nn.Module, batch: dict[str, Any]) -> Budgeted:
+        self._check()
+        micro = self.args.gradient_accumulation_steps
+        return budgeted(
+            _Loss(self, model, micro if self._sums(batch) else 1), None, self.optimizer, batch,
+            clip_norm=self.args.max_grad_norm or None, accumulate=micro, **self._given,
+        )  # fmt: skip
+
+    def _check(self) -> None:
+        """Raise UsageError if the step could not train as the arguments say."""
+        arguments = self.args
+        if arguments.device.type != "cpu" or arguments.world_size > 1:
+            raise UsageError("a budget is for one process on a CPU: pass {}", Setting("use_cpu", True))
+        if arguments.fp16 or arguments.bf16:
+            raise UsageError("a budget is for float32: leave fp16 and bf16 out")
+        micro, data = arguments.gradient_accumulation_steps, self.callback_handler.train_dataloader
+        if has_length(data) and len(data) % micro and self.state.max_steps * micro > len(data):
+            raise UsageError(
+                f"an epoch has {len(data)} batches, which gradient_accumulation_steps={micro} does not divide: leave "
+                "samples out, or stop before the end of the first epoch by max_steps"
+            )
+
+    def _sums(self, batch: Mapping[str, Any]) -> bool:
+        """Return whether the loss is a share of all batches of an update, so that their gradients add up."""
+        known = getattr(self, "loss_is_scaled_for_ga", None)
+        if known is not None:
+            return bool(known)
+        return (self.model_accepts_loss_kwargs and _ITEMS in batch) or self.compute_loss_func is not None
+
+    def _clip_grad_norm(self, model: torch.nn.Module) -> None:
+        """Do nothing: the step clips."""
+
+    def _get_grad_norm(self, model: torch.nn.Module, grad_norm: float | None = None) -> None:
+        """Return None: the step keeps its gradients to itself."""

@@ -1,0 +1,133 @@
+"""`BudgetedTrainer` beside transformers' own `Trainer`: losses, weights, checkpoints, what is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("onnxscript")
+pytest.importorskip("transformers")
+
+import torch
+import transformers
+from onnx_remat.converters.pytorch import budgeted
+from onnx_remat.converters.pytorch.trainer import BudgetedTrainer
+
+from onnx_remat.errors import UsageError
+
+WORDS, LENGTH, BATCH, CLASSES = 90, 16, 8, 3
+
+
+def language(lora=False):
+    """GPT-2, or adapters of its attention."""
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=WORDS, n_positions=LENGTH, n_embd=32, n_layer=2, n_head=2, resid_pdrop=0, embd_pdrop=0,
+        attn_pdrop=0, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    model = transformers.GPT2LMHeadModel(config)
+    if not lora:
+        return model
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["c_attn"], task_type="CAUSAL_LM"))
+
+
+def classifier():
+    """BERT with a head."""
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=WORDS, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
+        max_position_embeddings=LENGTH, num_labels=CLASSES, hidden_dropout_prob=0, attention_probs_dropout_prob=0,
+    )  # fmt: skip
+    return transformers.BertForSequenceClassification(config)
+
+
+def texts(number, labels=False):
+    """Random texts, of which GPT-2 learns the next token and BERT a class."""
+    rng = np.random.default_rng(0)
+    made = torch.from_numpy(rng.integers(0, WORDS // 2, (number, LENGTH)))  # half of the words are never read
+    return [{"input_ids": text, "labels": int(text.sum() % CLASSES) if labels else text} for text in made]
+
+
+def trained(kind, model, folder, data, resume=None, steps=6, options=None, **budgeted):
+    """Train, with a warm-up from a rate of zero, decay and clipping; return the trainer."""
+    given = {
+        "use_cpu": True, "per_device_train_batch_size": BATCH, "max_steps": steps, "logging_steps": 1,
+        "learning_rate": 1e-2, "warmup_steps": 2, "weight_decay": 0.1, "dataloader_drop_last": True, "report_to": [],
+        "save_steps": 3, "disable_tqdm": True,
+    }  # fmt: skip
+    arguments = transformers.TrainingArguments(folder, **given | (options or {}))
+    trainer = kind(model, arguments, train_dataset=data, eval_dataset=data[:BATCH], **budgeted)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def losses(trainer):
+    """The logged losses."""
+    return [line["loss"] for line in trainer.state.log_history if "loss" in line]
+
+
+CASES = {
+    "GPT-2, three batches an update": (language, {}, {"gradient_accumulation_steps": 3}),
+    "GPT-2, LoRA": (lambda: language(lora=True), {}, {}),
+    "BERT, smoothed labels, two batches an update": (
+        classifier, {"labels": True}, {"label_smoothing_factor": 0.1, "gradient_accumulation_steps": 2},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_trains_as_the_trainer_does(name, tmp_path):
+    """Every loss and every weight, with evaluation between the steps."""
+    make, kinds, options = CASES[name]
+    options = options | {"eval_strategy": "steps", "eval_steps": 2}
+    data = texts(BATCH * 12, **kinds)
+    theirs = trained(transformers.Trainer, make(), tmp_path / "theirs", data, options=options)
+    ours = trained(BudgetedTrainer, make(), tmp_path / "ours", data, options=options)
+    assert len(losses(ours)) == 6
+    np.testing.assert_allclose(losses(ours), losses(theirs), rtol=1e-5)
+    evaluated = [[e["eval_loss"] for e in t.state.log_history if "eval_loss" in e] for t in (ours, theirs)]
+    np.testing.assert_allclose(*evaluated, rtol=1e-5)
+    for mine, other in zip(ours.model.parameters(), theirs.model.parameters(), strict=True):
+        np.testing.assert_allclose(mine.detach(), other.detach(), rtol=1e-3, atol=2e-5)
+    ours.close()
+
+
+def test_goes_on_from_a_checkpoint(tmp_path):
+    """Weights, state of the optimizer and schedule come back; the step is made again, within the budget."""
+    data, given = texts(128 * 6), {"budget": "80% of the step", "planning": {"effort": 1}, "check": False}
+    size = {"per_device_train_batch_size": 128}
+    through = trained(BudgetedTrainer, language(), tmp_path, data, options=size, **given)
+    assert " kept" in through.step.summary
+    middle = str(tmp_path / "checkpoint-3")
+    again = trained(BudgetedTrainer, language(), tmp_path, data, resume=middle, options=size, **given)
+    np.testing.assert_allclose(losses(again)[-3:], losses(through)[-3:], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "samples", "said"),
+    [
+        ({"bf16": True}, BATCH, "float32"),
+        ({"gradient_accumulation_steps": 2}, 3 * BATCH, "3 batches, which gradient_accumulation_steps=2"),
+        ({"dataloader_drop_last": False}, BATCH + 3, "drop_last"),
+    ],
+)
+def test_refusals_say_what_to_do(options, samples, said, tmp_path):
+    """The second before the first step: at the end of an epoch it would come late."""
+    with pytest.raises(UsageError, match=said):
+        trained(BudgetedTrainer, language(), tmp_path, texts(samples), options=options, check=False)
+
+
+def test_wrapped_optimizers_count_as_those_in_them():
+    """As `Accelerator.prepare` returns them; schedules change the rate inside."""
+    accelerate = pytest.importorskip("accelerate")
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    prepared = accelerate.Accelerator(cpu=True).prepare(optimizer)
+    batch = torch.randn(8, 4), torch.randn(8, 1)
+    before = torch.nn.functional.mse_loss(model(batch[0]), batch[1]).item()
+    with budgeted(model, torch.nn.functional.mse_loss, prepared, batch, check=False) as step:
+        assert step(batch) == pytest.approx(before)
+    assert torch.nn.functional.mse_loss(model(batch[0]), batch[1]).item() < before
