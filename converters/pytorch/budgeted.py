@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import torch
 
+from onnx_remat.app.progress import Progress
 from onnx_remat.errors import ConversionError, UsageError
 from onnx_remat.messages import Setting
 from onnx_remat.session import heap
@@ -391,6 +392,7 @@ def budgeted(
     check: bool = True,
     planning: PlanningOptions | None = None,
     threads: int = 0,
+    progress: bool = True,
 ) -> Budgeted:
     """Return a training step of a module that stays within a memory budget and updates the module in place.
 
@@ -430,6 +432,8 @@ def budgeted(
         Fields of `onnx_remat.options.Options`, for example ``{"effort": 5}``.
     threads : int
         Threads of a step; by default as many as PyTorch has, `torch.get_num_threads`.
+    progress : bool
+        Show the stage and the time on standard error while the step is made, if that is a terminal.
 
     Returns
     -------
@@ -458,6 +462,7 @@ def budgeted(
     request = Request(
         model, loss, recipe, users, batch, given, of_step, written.dynamic, written.sizes(example), loss_parts,
         attention_parts, check, planning or {}, written.path,
+        Progress(quiet=not progress),
     )  # fmt: skip
     own = own_step.measured(request) if forks() and given is not None and (check or request.is_share) else Own()
     if request.is_share and not forks():

@@ -14,6 +14,7 @@ import torch
 
 from onnx_remat.errors import ConversionError
 from onnx_remat.ir.shapes import INITIAL_KEY
+from onnx_remat.plan.request import Progress, silent
 
 from ..checks import agreement as checking
 from ..passes import attention_in_parts, loss_in_parts
@@ -69,15 +70,18 @@ def export(
     loss_parts: int | None = None,
     attention_parts: int | None = None,
     feed: bool = False,
+    progress: Progress = silent,
 ) -> tuple[onnx.ModelProto, Mapping[str, Outside]]:
     """Return the step as a model, see `export_training_step`, and the tensors outside it by name (inputs with
     `feed`)."""
     step.batch.check_dimensions(dynamic)
+    progress("export", 0.0)
     traced = trace(step, dynamic, opset, feed)
     if feed:
         step = replace(step, outside={name: one.alias for name, one in traced.outside.items()})
     made = lower(traced, step.inputs, opset, dynamic, loss_parts, attention_parts)
     if check:
+        progress("compare with PyTorch", 0.0)
         found = verify.step(made, step)
         if dynamic:
             verify.step(made, replace(step, batch=step.batch.larger(dynamic)))

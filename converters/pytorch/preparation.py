@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from onnx_remat.app.progress import Progress
 from onnx_remat.units import Budget
 
 from .living import Place
@@ -45,6 +46,8 @@ class Request:
     planning : mapping
     path : Path
         File to write.
+    progress : Progress
+        Line on a terminal that shows the stage.
     """
 
     model: torch.nn.Module
@@ -61,6 +64,7 @@ class Request:
     check: bool
     planning: PlanningOptions
     path: Path
+    progress: Progress
 
     @property
     def is_share(self) -> bool:

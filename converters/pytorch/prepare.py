@@ -46,13 +46,20 @@ def prepared(request: Request, own: Own) -> Prepared:
     ConversionError, OnnxRematError
         The step cannot be exported, or no plan fits the budget.
     """
+    try:
+        return _prepared(request, own)
+    finally:
+        request.progress.clear()
+
+
+def _prepared(request: Request, own: Own) -> Prepared:
     if request.budget is not None:
         parse_options({**request.planning})
     parameters = dict(request.model.named_parameters())
     twins = tuple(_with_rates(user, parameters) for user in request.users)
     step = step_of(request.model, request.batch, request.loss, twins, request.recipe)
     parts = loss_in_parts.checked(request.loss_parts), attention_in_parts.checked(request.attention_parts)
-    proto, outside = export(step, OPSET, request.dynamic, request.check, *parts, feed=True)
+    proto, outside = export(step, OPSET, request.dynamic, request.check, *parts, feed=True, progress=request.progress)
     _check_kernels(proto)
     made = Prepared(
         tuple(step.trainable), _settings(twins), _started(step, request.users, parameters), _own(proto, step), outside
@@ -67,7 +74,7 @@ def prepared(request: Request, own: Own) -> Prepared:
         if own.bytes:
             budget = Budget(bytes=budget.resolve(own.bytes))
     sizes: PlanningOptions = {"dims": dict(request.sizes)} if request.sizes else {}
-    options: PlanningOptions = sizes | request.planning
+    options: PlanningOptions = sizes | {"progress": request.progress} | request.planning
     report = plan_cache.rewritten(proto, budget, options, request.path, lambda: rewrite_model(proto, budget, **options))
     return replace(made, report=pickle.dumps(report), verdict=report.verdict())
 

@@ -51,7 +51,7 @@ class BudgetedTrainer(Trainer):
     ----------
     args, kwargs
         Those of `transformers.Trainer`.
-    budget, dynamic_dims, loss_parts, attention_parts, check, planning
+    budget, dynamic_dims, loss_parts, attention_parts, check, planning, progress
         As of `budgeted`.
 
     Attributes
@@ -77,6 +77,7 @@ class BudgetedTrainer(Trainer):
         attention_parts: int | None = None,
         check: bool = True,
         planning: PlanningOptions | None = None,
+        progress: bool = True,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
@@ -84,7 +85,7 @@ class BudgetedTrainer(Trainer):
         self._optimizer: torch.optim.Optimizer | None = None
         self._given: dict[str, Any] = {
             "budget": budget, "dynamic_dims": dynamic_dims, "loss_parts": loss_parts,
-            "attention_parts": attention_parts, "check": check, "planning": planning,
+            "attention_parts": attention_parts, "check": check, "planning": planning, "progress": progress,
         }  # fmt: skip
 
     def training_step(

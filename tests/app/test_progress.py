@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 
 import pytest
 
 from onnx_remat.app.progress import Progress
+from tests.support.terminal import on_a_terminal
 
 
 def test_the_line_names_stage_elapsed_and_remaining_time(monkeypatch):
@@ -42,14 +41,7 @@ shown("planning", 0.0)
 shown.clear()
 print("the report")
 """
-    import pty
-
-    ours, theirs = pty.openpty()
-    environment = os.environ | {"TERM": "xterm", "COLUMNS": "80"}
-    subprocess.run([sys.executable, "-c", code], stdout=theirs, stderr=theirs, env=environment, check=True)
-    os.close(theirs)
-    text = os.read(ours, 10_000).decode()
-    os.close(ours)
+    text = on_a_terminal(code)
     assert (re.search(r"planning, \d+ s so far", text) is not None) is drawn
     assert text.rstrip().endswith("the report")
     assert ("\x1b[2K" in text) is drawn

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import json
+import re
 import subprocess
 import sys
 import warnings
@@ -22,6 +23,7 @@ from torch import nn
 
 from onnx_remat.errors import BudgetInfeasibleError, ConversionError, UsageError
 from onnx_remat.measure import training_memory
+from tests.support.terminal import on_a_terminal
 
 cross_entropy = nn.functional.cross_entropy
 
@@ -791,3 +793,21 @@ def test_dropouts_behind_frozen_layers_drop():
     batch = torch.randn(8, 6), torch.randn(8, 2)
     with budgeted(model, nn.functional.mse_loss, torch.optim.SGD(model.parameters(), 0.0), batch) as step:
         assert len({step(batch) for _ in range(4)}) == 4
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
+@pytest.mark.parametrize("quiet", [False, True])
+def test_a_terminal_shows_what_is_being_done(quiet):
+    """And gets its line back."""
+    text = on_a_terminal(f"""
+import torch
+from onnx_remat.converters.pytorch import budgeted
+model = torch.nn.Linear(4, 1)
+batch = torch.randn(8, 4), torch.randn(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+budgeted(model, torch.nn.functional.mse_loss, optimizer, batch, progress={not quiet})
+print("made")
+""")
+    shown = set(re.findall(r"([A-Za-z][\w ]*), \d+ s so far", text))
+    assert shown == (set() if quiet else {"export", "compare with PyTorch"})
+    assert text.rstrip().endswith("made")
