@@ -10,10 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import linen as nn
-from onnx_remat.converters.jax import export_training_step, initial_feeds
-
-import onnx_remat
-from onnx_remat.training import Loop
+from onnx_remat.converters.jax import budgeted
 
 BATCH, PLACES, WIDTH, CLASSES = 64, 32, 32, 8
 
@@ -48,22 +45,17 @@ def main() -> None:
     def loss(params: object, wave: jax.Array, target: jax.Array) -> jax.Array:
         return optax.softmax_cross_entropy_with_integer_labels(model.apply(params, wave), target).mean()
 
-    optimizer = optax.adamw(3e-3)
-    step = export_training_step(loss, params, *example, optimizer=optimizer)
-    result = onnx_remat.rewrite_model(step, budget="60%", effort=3)
-    print(result.report.verdict())
-
-    loop = Loop(result, initial_feeds(params, *example, optimizer=optimizer))
+    step = budgeted(
+        loss, params, *example, optimizer=optax.adamw(3e-3), budget="60% of the step", planning={"effort": 3}
+    )
+    print(step.summary)
     for number in range(60):
-        wave, target = batch(rng)
-        value = loop.step({"input.0": wave, "input.1": target})
+        value = step(*batch(rng))
         if number % 20 == 0:
             print(f"step {number}: loss {value:.3f}")
 
-    state = loop.state()
-    named = jax.tree_util.tree_map_with_path(lambda path, _: state[".".join(key.key for key in path)], params)
     wave, target = batch(np.random.default_rng(1))
-    right = float((model.apply(named, wave).argmax(-1) == target).mean())
+    right = float((model.apply(step.params, wave).argmax(-1) == target).mean())
     print(f"right on a batch that it was not trained on: {right:.0%}")
 
 

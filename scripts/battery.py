@@ -112,9 +112,9 @@ def _autodiff() -> Iterator[tuple[str, Callable[[], tuple[Any, Feeds]]]]:
 
 
 def _jax() -> Iterator[tuple[str, Callable[[], tuple[Any, Feeds]]]]:
+    from onnx_remat.converters.jax import export as converter
     from onnx_remat.converters.jax.step import trace
 
-    from onnx_remat.converters import jax as converter
     from tests.converters.test_jax import BATTERY, weighted
 
     def build(name: str) -> tuple[Any, Feeds]:

@@ -88,10 +88,10 @@ def keys_of(low: Lowering, words: Tensor) -> Tensor:
 
 @lowering("random_unwrap")
 def random_unwrap(low: Lowering, eqn: core.JaxprEqn, keys: Tensor) -> Array:
-    return _words(low, keys)
+    return words_of(low, keys)
 
 
-def _words(low: Lowering, keys: Tensor) -> Array:
+def words_of(low: Lowering, keys: Tensor) -> Array:
     """Return words as uint32 of shape (*keys.shape, 2)."""
     high = low.elementwise("BitShift", keys, low.array(np.uint64(32)), direction="RIGHT")
     right = low.elementwise("BitwiseAnd", keys, low.array(np.uint64(2**32 - 1)))
@@ -127,20 +127,20 @@ def _generator(eqn: core.JaxprEqn) -> Any:
 @lowering("random_bits")
 def random_bits(low: Lowering, eqn: core.JaxprEqn, keys: Tensor) -> Tensor:
     generator, width, shape = _generator(eqn), eqn.params["bit_width"], eqn.params["shape"]
-    return _apply(low, lambda key: generator.random_bits(key, width, shape), [_words(low, keys)], keys)
+    return _apply(low, lambda key: generator.random_bits(key, width, shape), [words_of(low, keys)], keys)
 
 
 @lowering("random_split")
 def random_split(low: Lowering, eqn: core.JaxprEqn, keys: Tensor) -> Tensor:
     generator, shape = _generator(eqn), eqn.params["shape"]
-    return keys_of(low, _apply(low, lambda key: generator.split(key, shape), [_words(low, keys)], keys))
+    return keys_of(low, _apply(low, lambda key: generator.split(key, shape), [words_of(low, keys)], keys))
 
 
 @lowering("random_fold_in")
 def random_fold_in(low: Lowering, eqn: core.JaxprEqn, keys: Tensor, data: Tensor) -> Tensor:
     generator = _generator(eqn)
     data = Tensor(low.cast(data.value, _U32), data.axes, data.shape, _U32)
-    return keys_of(low, _apply(low, generator.fold_in, [_words(low, keys), data], keys))
+    return keys_of(low, _apply(low, generator.fold_in, [words_of(low, keys), data], keys))
 
 
 @lowering("random_seed")

@@ -18,9 +18,9 @@ from onnx_remat.errors import ConversionError, UsageError
 from onnx_remat.messages import Setting
 from onnx_remat.session import heap
 from onnx_remat.session.session import Session
-from onnx_remat.units import Budget, format_bytes, parse_budget
+from onnx_remat.units import format_bytes
 
-from .. import names
+from .. import names, shares
 from . import optim, own_step
 from .apart import carried_out
 from .arrays import view
@@ -364,16 +364,6 @@ def _start(
                 user.state[parameters[name]] = {slot: value.clone() for slot, value in pieces.items()}
 
 
-_OF_STEP = "of the step"
-
-
-def _parsed(budget: str | int | None) -> tuple[Budget | None, bool]:
-    """Return a budget, and whether a share in it is one of the exported step."""
-    if isinstance(budget, str) and budget.strip().endswith(_OF_STEP):
-        return parse_budget(budget.strip().removesuffix(_OF_STEP)), True
-    return None if budget is None else parse_budget(budget), False
-
-
 def budgeted(
     model: torch.nn.Module,
     loss: Loss | None,
@@ -452,7 +442,7 @@ def budgeted(
         if tensor.device.type != "cpu":
             raise ConversionError(f"{name} is on {tensor.device}: budgeted trains on the CPU; call model.cpu() first")
     optim.parameters_of(users, dict(model.named_parameters()))
-    given, of_step = _parsed(budget)
+    given, of_step = shares.parse(budget)
     if given is None and planning:
         raise UsageError("{} needs a budget: pass {}", Setting("planning"), Setting("budget"))
     recipe = Recipe(clip_norm, clip_value, accumulate, average, None if scaler is None else Scaling.of(scaler))

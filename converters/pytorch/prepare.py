@@ -19,9 +19,9 @@ from onnx_remat.options import PlanningOptions, parse_options
 from onnx_remat.rewrite.pipeline import rewrite_model
 from onnx_remat.units import Budget
 
-from .. import names
+from .. import names, plan_cache
 from ..passes import attention_in_parts, loss_in_parts
-from . import optim, plan_cache, updates
+from . import optim, updates
 from .arrays import tensor
 from .export import export, step_of
 from .initial import initial_feeds

@@ -261,7 +261,7 @@ def test_a_jax_step_gets_its_attention_in_parts():
     """16 MiB of scores, two heads of 4 MiB in a part; the converter compares with JAX by itself."""
     jax = pytest.importorskip("jax")
     pytest.importorskip("optax")
-    from onnx_remat.converters import jax as converter
+    from onnx_remat.converters.jax import export as converter
 
     def loss(params, x):
         q, k, v = ((x @ params[name]).reshape(1, 1024, HEADS, WIDTH) for name in "qkv")

@@ -52,9 +52,9 @@ NO_DERIVATIVE = {
 
 def test_jax(pytestconfig):
     pytest.importorskip("jax")
+    from onnx_remat.converters.jax import export as converter
     from onnx_remat.converters.jax.step import trace
 
-    from onnx_remat.converters import jax as converter
     from tests.converters.test_jax import BATTERY, weighted
 
     names = some([name for name in BATTERY if name not in NO_DERIVATIVE], pytestconfig, 10)

@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import pytest
 from jax import lax
-from onnx_remat.converters.jax import convert, export_training_step, verify
+from onnx_remat.converters.jax.export import convert, export_training_step, verify
 from onnx_remat.converters.jax.step import trace
 
 TIGHT = {"float64": 1e-9, "float32": 1e-5, "float16": 2e-2, "bfloat16": 2e-2}

@@ -8,8 +8,10 @@ pytest.importorskip("torch")
 pytest.importorskip("onnxscript")
 
 import torch
-from onnx_remat.converters.pytorch import budgeted, plan_cache, prepare
+from onnx_remat.converters.pytorch import budgeted, prepare
 from torch import nn
+
+from onnx_remat.converters import plan_cache
 
 mse_loss = nn.functional.mse_loss
 

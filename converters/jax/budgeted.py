@@ -1,0 +1,239 @@
+"""Train a JAX function within a memory budget: `budgeted` returns a step that holds parameters and state."""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import onnx
+
+from onnx_remat.app.progress import Progress
+from onnx_remat.errors import ConversionError, UsageError
+from onnx_remat.messages import Setting
+from onnx_remat.options import parse_options
+from onnx_remat.rewrite.pipeline import rewrite_model
+from onnx_remat.session.session import Session
+from onnx_remat.session.training import Loop
+from onnx_remat.units import Budget, format_bytes
+
+from .. import plan_cache, shares
+from . import kernels
+from .export import checked, convert
+from .step import TracedStep, array, inputs_of, plain, trace
+
+if TYPE_CHECKING:
+    from onnx_remat.options import PlanningOptions
+    from onnx_remat.rewrite.report import Report
+
+
+@dataclass(frozen=True, slots=True)
+class _Tree:
+    """A pytree among the inputs of the step: its structure, and the names and kinds of its arrays.
+
+    Attributes
+    ----------
+    structure : PyTreeDef
+    names : tuple of str
+    impls : tuple of object or None
+        For random keys, their generator.
+    """
+
+    structure: Any
+    names: tuple[str, ...]
+    impls: tuple[Any, ...]
+
+    def read(self, loop: Loop) -> Any:
+        """Return a copy of its current arrays."""
+        made = []
+        for name, impl in zip(self.names, self.impls, strict=True):
+            value = jnp.array(loop.view(name), copy=True)
+            made.append(value if impl is None else jax.random.wrap_key_data(value, impl=impl))
+        return jax.tree_util.tree_unflatten(self.structure, made)
+
+
+class Budgeted:
+    """A training step of a JAX function on ONNX Runtime's CPU: ``step(*batch)`` trains and returns the loss.
+
+    The step holds its own copies of parameters, buffers and the optimizer's state, and updates them in place.
+
+    Attributes
+    ----------
+    jax_bytes : int
+        Memory that JAX's own step takes, as XLA has planned it; 0 if the budget is not a share of it.
+    report : Report or None
+        The report of the rewrite; None without a budget.
+    """
+
+    def __init__(self, loop: Loop, session: Session, trees: Sequence[_Tree], jax_bytes: int, report: Report | None):
+        self.jax_bytes, self.report = jax_bytes, report
+        self._params, self._buffers, self._state, self._batch = trees
+        self._loop, self._session = loop, session
+
+    def __call__(self, *batch: Any) -> float:
+        """Train on one batch, of the structure and shapes of the example, and return the loss.
+
+        Raises
+        ------
+        UsageError
+            The batch does not match the example: the step did not run.
+        ModelError
+            ONNX Runtime failed during the step: some arrays are updated and some are not.
+        """
+        leaves, structure = jax.tree_util.tree_flatten(batch)
+        if structure != self._batch.structure:
+            raise UsageError(
+                f"the batch is {structure}, and the example {self._batch.structure}: give the same structure"
+            )
+        feeds = {name: plain(array(leaf)) for name, leaf in zip(self._batch.names, leaves, strict=True)}
+        return self._loop.step(feeds)
+
+    @property
+    def params(self) -> Any:
+        """Return the current parameters, in the structure of those given."""
+        return self._params.read(self._loop)
+
+    @property
+    def buffers(self) -> Any:
+        """Return the current buffers, in the structure of those given."""
+        return self._buffers.read(self._loop)
+
+    @property
+    def opt_state(self) -> Any:
+        """Return the optimizer's current state, in optax's structure."""
+        return self._state.read(self._loop)
+
+    @property
+    def summary(self) -> str:
+        """Return a line about JAX's own step, if it is known, and the first line of the report."""
+        own = f"JAX's own step takes {format_bytes(self.jax_bytes)}" if self.jax_bytes else ""
+        return "\n".join(line for line in (own, self.report.verdict() if self.report else "") if line)
+
+    def close(self) -> None:
+        """Free all memory."""
+        self._session.close()
+
+    def __enter__(self) -> Budgeted:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def budgeted(
+    loss_fn: Any,
+    params: Any,
+    *batch: Any,
+    optimizer: Any,
+    budget: str | int | None = None,
+    buffers: Any = None,
+    unroll: int = 64,
+    check: bool = True,
+    planning: PlanningOptions | None = None,
+    threads: int = 0,
+    progress: bool = True,
+) -> Budgeted:
+    """Return a training step of a JAX function that stays within a memory budget.
+
+    For example::
+
+        step = budgeted(loss_fn, params, x, y, optimizer=optax.adamw(1e-3), budget="60%")
+        for x, y in batches:
+            loss = step(x, y)
+        params = step.params
+
+    Parameters
+    ----------
+    loss_fn, params, *batch, optimizer, buffers, unroll, check
+        As of `export_training_step`. All batches have the sizes of the example.
+    budget : str or int, optional
+        Memory that training may take: ``"4GB"``, a number of bytes, ``"60%"`` of what JAX's own compiled step takes by
+        XLA's plan, with its state donated, or ``"60% of the step"`` as it is exported; ``"auto"`` and ``"+5%"`` as for
+        `rewrite_model`. It covers parameters and state, but not Python and its libraries, nor arrays that the caller
+        keeps. By default (None) the step is not rewritten.
+    planning : mapping, optional
+        Fields of `onnx_remat.options.Options`, for example ``{"effort": 5}``.
+    threads : int
+        Threads of a step; by default as many as ONNX Runtime chooses.
+    progress : bool
+        Show the stage and the time on standard error while the step is made, if that is a terminal.
+
+    Raises
+    ------
+    ConversionError, OnnxRematError
+        The step cannot be exported, see `export_training_step`, or no plan fits the budget.
+    """
+    if optimizer is None:
+        raise ConversionError("budgeted needs an optimizer, whose update is part of the step: pass one of optax")
+    given, of_step = shares.parse(budget)
+    if given is None and planning:
+        raise UsageError("{} needs a budget: pass {}", Setting("planning"), Setting("budget"))
+    if given is not None:
+        parse_options({**(planning or {})})
+    shown = Progress(quiet=not progress)
+    try:
+        shown("export", 0.0)
+        traced = trace(loss_fn, params, batch, buffers, optimizer, None)
+        model = convert(traced, unroll)
+        trees = _trees((params, buffers, optimizer.init(params), tuple(batch)))
+        own = 0
+        if given is not None and given.fraction is not None and not of_step:
+            shown("compile JAX's own step", 0.0)
+            own = _own_bytes(traced, len(trees[3].names))
+            if own:
+                given = Budget(bytes=given.resolve(own))
+            else:
+                warnings.warn(
+                    "XLA does not say what its step takes: the budget is a share of what the exported step takes",
+                    stacklevel=2,
+                )
+        if check:
+            shown("compare with JAX", 0.0)
+            model = checked(model, traced)
+        with tempfile.TemporaryDirectory(prefix="onnx-remat-") as folder:
+            path, report = Path(folder) / "step.onnx", None
+            if given is None:
+                onnx.save(model, path)
+            else:
+                options: PlanningOptions = {"progress": shown} | (planning or {})
+                wanted = given
+                report = plan_cache.rewritten(
+                    model, wanted, options, path, lambda: rewrite_model(model, wanted, **options)
+                )
+            shown("open", 0.0)
+            session = Session(path, donate=True, threads=threads)
+        return Budgeted(Loop(session, traced.feeds()), session, trees, own, report)
+    finally:
+        shown.clear()
+
+
+def _trees(groups: tuple[Any, Any, Any, Any]) -> list[_Tree]:
+    """Return parameters, buffers, optimizer state and batch as trees of named inputs."""
+    named, made = iter(inputs_of(groups, None)), []
+    for group in groups:
+        leaves, structure = jax.tree_util.tree_flatten(group)
+        impls = tuple(jax.random.key_impl(leaf) if kernels.is_key(leaf) else None for leaf in leaves)
+        made.append(_Tree(structure, tuple(next(named) for _ in leaves), impls))
+    return made
+
+
+def _own_bytes(step: TracedStep, batch: int) -> int:
+    """Return the memory of JAX's own compiled step: arguments, results that have no place in them, temporary arrays.
+
+    All arguments but the last `batch` ones are donated. 0 if XLA does not say.
+    """
+    inputs = list(step.inputs.values())
+    donated = tuple(range(len(inputs) - batch))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Some donated buffers were not usable")
+        compiled = jax.jit(step.function, donate_argnums=donated).lower(*inputs).compile()
+    found = compiled.memory_analysis()
+    if found is None:
+        return 0
+    outputs = found.output_size_in_bytes - found.alias_size_in_bytes
+    return int(found.argument_size_in_bytes + outputs + found.temp_size_in_bytes)

@@ -1,0 +1,123 @@
+"""JAX's `budgeted`: losses, parameters and state as JAX's own, and what is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+pytest.importorskip("optax")
+
+import jax
+import jax.numpy as jnp
+import optax
+from onnx_remat.converters.jax import budgeted
+
+from onnx_remat.errors import BudgetInfeasibleError, UsageError
+
+WIDTH, DEPTH, BATCH, CLASSES = 64, 6, 8192, 5
+
+
+def deep(params, x, y):
+    for layer in params["layers"]:
+        x = jax.nn.gelu(x @ layer["w"] + layer["b"])
+    return optax.softmax_cross_entropy_with_integer_labels(x @ params["out"], y).mean()
+
+
+def parameters():
+    keys = jax.random.split(jax.random.key(0), DEPTH + 1)
+    layers = [{"w": jax.random.normal(k, (WIDTH, WIDTH)) / WIDTH**0.5, "b": jnp.zeros(WIDTH)} for k in keys[1:]]
+    return {"layers": layers, "out": jax.random.normal(keys[0], (WIDTH, CLASSES)) / WIDTH**0.5}
+
+
+def batches(count):
+    rng = np.random.default_rng(0)
+    for _ in range(count):
+        yield rng.standard_normal((BATCH, WIDTH)).astype(np.float32), rng.integers(0, CLASSES, BATCH)
+
+
+def in_jax(loss_fn, optimizer, params, buffers=None):
+    """The step of JAX itself, state last."""
+
+    @jax.jit
+    def step(params, state, buffers, *batch):
+        if buffers is None:
+            loss, grads = jax.value_and_grad(loss_fn)(params, *batch)
+        else:
+            (loss, buffers), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, buffers, *batch)
+        updates, state = optimizer.update(grads, state, params)
+        return loss, optax.apply_updates(params, updates), state, buffers
+
+    return step, params, optimizer.init(params), buffers
+
+
+def close(ours, theirs, rtol=1e-4):
+    assert jax.tree_util.tree_structure(ours) == jax.tree_util.tree_structure(theirs)
+    for mine, other in zip(jax.tree_util.tree_leaves(ours), jax.tree_util.tree_leaves(theirs), strict=True):
+        assert (mine.dtype, mine.shape) == (other.dtype, other.shape)
+        if jax.dtypes.issubdtype(mine.dtype, jax.dtypes.prng_key):
+            mine, other = jax.random.key_data(mine), jax.random.key_data(other)
+        np.testing.assert_allclose(mine, other, rtol, atol=1e-5)
+
+
+def test_trains_as_jax_does_within_a_share_of_its_memory():
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.linear_schedule(0.0, 3e-3, 4)))
+    theirs, params, state, _ = in_jax(deep, optimizer, parameters())
+    example = next(batches(1))
+    with budgeted(deep, parameters(), *example, optimizer=optimizer, budget="80%", planning={"effort": 1}) as step:
+        assert step.report.budget == int(0.8 * step.jax_bytes)
+        assert step.summary.startswith("JAX's own step takes ")
+        for batch in batches(8):
+            loss, params, state, _ = theirs(params, state, None, *batch)
+            assert step(*batch) == pytest.approx(float(loss), rel=1e-5)
+        close(step.params, params)
+        close(step.opt_state, state)
+        kept = step.params["out"]
+        before = np.array(kept)
+        step(*example)
+        assert np.array_equal(kept, before)  # a copy, which later steps leave alone
+
+
+def test_flax_nnx_with_running_statistics_and_its_own_random_numbers():
+    """Split as Flax's guide has it: parameters are trained, all else are buffers, keys of random numbers among them."""
+    nnx = pytest.importorskip("flax.nnx")
+
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.first, self.norm = nnx.Linear(WIDTH, 32, rngs=rngs), nnx.BatchNorm(32, rngs=rngs)
+            self.drop, self.last = nnx.Dropout(0.2, rngs=rngs), nnx.Linear(32, CLASSES, rngs=rngs)
+
+        def __call__(self, x):
+            return self.last(self.drop(nnx.gelu(self.norm(self.first(x)))))
+
+    graph, params, rest = nnx.split(Net(nnx.Rngs(0)), nnx.Param, ...)
+
+    def loss_fn(params, rest, x, y):
+        model = nnx.merge(graph, params, rest, copy=True)
+        loss = optax.softmax_cross_entropy_with_integer_labels(model(x), y).mean()
+        return loss, nnx.split(model, nnx.Param, ...)[2]
+
+    optimizer = optax.sgd(0.1, momentum=0.9)
+    theirs, other, state, buffers = in_jax(loss_fn, optimizer, params, rest)
+    with budgeted(loss_fn, params, *next(batches(1)), optimizer=optimizer, buffers=rest) as step:
+        for batch in batches(5):
+            loss, other, state, buffers = theirs(other, state, buffers, *batch)
+            assert step(*batch) == pytest.approx(float(loss), rel=1e-4)
+        close(step.params, other, 1e-3)
+        close(step.buffers, buffers, 1e-3)
+        model = nnx.merge(graph, step.params, step.buffers)
+    assert model(next(batches(1))[0]).shape == (BATCH, CLASSES)
+
+
+def test_refusals():
+    example = next(batches(1))
+    sgd = optax.sgd(0.1)
+    with pytest.raises(UsageError, match="planning= needs a budget"):
+        budgeted(deep, parameters(), *example, optimizer=sgd, planning={"effort": 1})
+    with pytest.raises(BudgetInfeasibleError):
+        budgeted(deep, parameters(), *example, optimizer=sgd, budget="1MB", check=False, planning={"effort": 1})
+    with budgeted(deep, parameters(), *example, optimizer=sgd, check=False) as step:
+        with pytest.raises(UsageError, match="same structure"):
+            step(example[0])
+        with pytest.raises(UsageError, match=r"input\.0"):
+            step(example[0][:-1], example[1][:-1])
+        step(*example)
