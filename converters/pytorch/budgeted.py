@@ -229,15 +229,20 @@ class Budgeted:
             fits = tensor.dim() == len(example) and all(
                 axis in is_open or size == example[axis] for axis, size in enumerate(tensor.shape)
             )
-            if not fits:
-                raise UsageError(
-                    "{} has shape {}, and the example {}: if only the last batch is smaller, let the data loader drop "
-                    "it (drop_last=True); otherwise leave the size open with {}, and for every other input that has it",
-                    name,
-                    list(tensor.shape),
-                    list(example),
-                    Setting("dynamic_dims", {name: {0: "batch"}}),
-                )
+            if fits:
+                continue
+            pairs = list(zip(tensor.shape, example, strict=False))
+            axis = next((i for i, (size, other) in enumerate(pairs) if size != other and i not in is_open), 0)
+            first = "if only the last batch is smaller, let the data loader drop it (drop_last=True)"
+            raise UsageError(
+                "{} has shape {}, and the example {}: {}; otherwise leave the size open with {}, and for every other "
+                "input that has it",
+                name,
+                list(tensor.shape),
+                list(example),
+                "pad all batches to one length" if axis else first,
+                Setting("dynamic_dims", {name: {axis: "length" if axis else "batch"}}),
+            )
 
     def _opened(self, slab_of: Session | None) -> Session:
         return Session(self._written.path, dims=self._sizes, donate=True, threads=self._threads, slab_of=slab_of)

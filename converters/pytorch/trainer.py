@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
-from transformers import Trainer
+from transformers import Trainer, TrainerState
 from transformers.trainer_utils import has_length
 
 from onnx_remat.errors import UsageError
@@ -24,10 +25,27 @@ class _Loss(torch.nn.Module):
     def __init__(self, trainer: BudgetedTrainer, model: torch.nn.Module, factor: int) -> None:
         super().__init__()
         self.model, self._of, self._factor = model, trainer.compute_loss, factor
+        self._trainer = trainer
 
     def forward(self, **inputs: torch.Tensor) -> torch.Tensor:
-        items = inputs.pop(_ITEMS, None)
-        return cast(torch.Tensor, self._of(self.model, inputs, num_items_in_batch=items)) * self._factor
+        items, state = inputs.pop(_ITEMS, None), self._trainer.state
+        self._trainer.state = cast(TrainerState, _Unread())
+        try:
+            return cast(torch.Tensor, self._of(self.model, inputs, num_items_in_batch=items)) * self._factor
+        finally:
+            self._trainer.state = state
+
+
+class _Unread:
+    """Stands for the trainer's state while the loss is traced: the step would keep what is read."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise UsageError(
+            f"compute_loss reads state.{name}, which would keep its first value: the step is traced once; give what "
+            "changes as a tensor of the batch"
+        )
 
 
 _ITEMS = "num_items_in_batch"
@@ -45,7 +63,9 @@ class BudgetedTrainer(Trainer):
 
     All batches have the sizes of the first, except along `dynamic_dims`: pad texts to one length, and set
     ``dataloader_drop_last=True``. Clipping (``max_grad_norm``) and ``gradient_accumulation_steps`` are part of the
-    step, so that callbacks see no gradients, and their norm is not logged.
+    step, so that callbacks see no gradients, and their norm is not logged. `compute_loss` runs only when a step is
+    made, once in each call of `train`: numbers of Python that it reads keep their values. Dropout draws from ONNX
+    Runtime, which no seed sets.
 
     Parameters
     ----------
@@ -62,8 +82,8 @@ class BudgetedTrainer(Trainer):
     Raises
     ------
     UsageError
-        In training: the trainer does not train on the CPU, in float32 and in one process, or an update would have fewer
-        batches than ``gradient_accumulation_steps``.
+        In training: the trainer does not train on the CPU, in float32 and in one process, an update would have fewer
+        batches than ``gradient_accumulation_steps``, or a batch is no mapping of tensors.
     ConversionError, OnnxRematError
         In training: see `budgeted`.
     """
@@ -82,11 +102,16 @@ class BudgetedTrainer(Trainer):
     ) -> None:
         super().__init__(*args, **kwargs)
         self.step: Budgeted | None = None
-        self._optimizer: torch.optim.Optimizer | None = None
+        self._micro = 0  # batches since the last update
         self._given: dict[str, Any] = {
             "budget": budget, "dynamic_dims": dynamic_dims, "loss_parts": loss_parts,
             "attention_parts": attention_parts, "check": check, "planning": planning, "progress": progress,
         }  # fmt: skip
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As `Trainer.train`; arguments that have changed since the last call count."""
+        self.close()
+        return super().train(*args, **kwargs)
 
     def training_step(
         self,
@@ -100,20 +125,23 @@ class BudgetedTrainer(Trainer):
             raise UsageError(
                 "an epoch ends within an update: give data whose batches gradient_accumulation_steps divides"
             )
+        if self.accelerator.sync_gradients is not (self._micro + 1 == micro):
+            raise UsageError("an update was left before its last batch, whose gradients the step keeps: train again")
         model.train()
-        batch = dict(self._prepare_inputs(inputs))
+        batch = _tensors(self._prepare_inputs(inputs))
         if num_items_in_batch is not None:
             batch[_ITEMS] = torch.as_tensor(num_items_in_batch)
-        if self.step is None or self.optimizer is not self._optimizer:
-            self.close()
-            self.step, self._optimizer = self._made(model, batch), self.optimizer
-        return torch.tensor(self.step(batch) / micro)
+        if self.step is None:
+            self.step = self._made(model, batch)
+        loss = self.step(batch)
+        self._micro = (self._micro + 1) % micro
+        return torch.tensor(loss / micro)
 
     def close(self) -> None:
         """Free the memory of the step."""
         if self.step is not None:
             self.step.close()
-            self.step = None
+            self.step, self._micro = None, 0
 
     def _made(self, model: torch.nn.Module, batch: dict[str, Any]) -> Budgeted:
         self._check()
@@ -130,6 +158,8 @@ class BudgetedTrainer(Trainer):
             raise UsageError("a budget is for one process on a CPU: pass {}", Setting("use_cpu", True))
         if arguments.fp16 or arguments.bf16:
             raise UsageError("a budget is for float32: leave fp16 and bf16 out")
+        if arguments.neftune_noise_alpha:
+            raise UsageError("noise in embeddings depends on the lengths of texts: leave neftune_noise_alpha out")
         micro, data = arguments.gradient_accumulation_steps, self.callback_handler.train_dataloader
         if has_length(data) and len(data) % micro and self.state.max_steps * micro > len(data):
             raise UsageError(
@@ -149,3 +179,16 @@ class BudgetedTrainer(Trainer):
 
     def _get_grad_norm(self, model: torch.nn.Module, grad_norm: float | None = None) -> None:
         """Return None: the step keeps its gradients to itself."""
+
+
+def _tensors(batch: Any) -> dict[str, Any]:
+    """Return a batch in the order of its keys; numpy's arrays become tensors."""
+    if not isinstance(batch, Mapping):
+        raise UsageError(f"the batch is a {type(batch).__name__}: let the collator return a mapping of tensors")
+    made = {
+        str(key): torch.from_numpy(value) if isinstance(value, np.ndarray) else value for key, value in batch.items()
+    }
+    for key, value in made.items():
+        if isinstance(value, str | list | tuple) and not all(isinstance(one, torch.Tensor) for one in value):
+            raise UsageError(f"batch[{key!r}] is a {type(value).__name__}, no tensor: leave it out in the collator")
+    return dict(sorted(made.items()))

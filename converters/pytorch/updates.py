@@ -368,6 +368,8 @@ class _Scalars(TorchFunctionMode):
                 f"the step of optimizer {self._kind} decides by the value of a tensor ({_line()}): a graph cannot; "
                 "write it with torch.where, or export without an optimizer and update the parameters yourself"
             )
+        if func.__name__ in ("pow", "__pow__") and args[1:] == (0.5,):
+            return args[0].sqrt()  # kernels compute it, and no other power of a single number
         wide = bool(args) and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64
         kinds = (torch.Tensor, float) if wide else torch.Tensor  # torch's exporter would round a number to float32
         factor = next((kwargs.pop(k) for k in ("value", "alpha") if isinstance(kwargs.get(k), kinds)), None)

@@ -633,7 +633,7 @@ HERE = """
 from onnx_remat.converters.pytorch import budgeted
 model, optimizer, batch = made(8, 2048)
 before = resident("VmRSS")
-step = budgeted(model, nn.functional.cross_entropy, optimizer, batch, BUDGET, planning={"effort": 0.3})
+step = budgeted(model, nn.functional.cross_entropy, optimizer, batch, BUDGET, planning={"effort": 3})
 opened = resident("VmHWM") - before
 held = sum(t.nbytes for t in [*model.parameters(), *batch])
 held += sum(t.nbytes for pieces in optimizer.state.values() for t in pieces.values())

@@ -14,7 +14,7 @@ import transformers
 from onnx_remat.converters.pytorch import budgeted
 from onnx_remat.converters.pytorch.trainer import BudgetedTrainer
 
-from onnx_remat.errors import UsageError
+from onnx_remat.errors import ConversionError, UsageError
 
 WORDS, LENGTH, BATCH, CLASSES = 90, 16, 8, 3
 
@@ -111,6 +111,7 @@ def test_goes_on_from_a_checkpoint(tmp_path):
         ({"bf16": True}, BATCH, "float32"),
         ({"gradient_accumulation_steps": 2}, 3 * BATCH, "3 batches, which gradient_accumulation_steps=2"),
         ({"dataloader_drop_last": False}, BATCH + 3, "drop_last"),
+        ({"neftune_noise_alpha": 5}, BATCH, "neftune_noise_alpha"),
     ],
 )
 def test_refusals_say_what_to_do(options, samples, said, tmp_path):
@@ -131,3 +132,60 @@ def test_wrapped_optimizers_count_as_those_in_them():
     with budgeted(model, torch.nn.functional.mse_loss, prepared, batch, check=False) as step:
         assert step(batch) == pytest.approx(before)
     assert torch.nn.functional.mse_loss(model(batch[0]), batch[1]).item() < before
+
+
+class Stops(transformers.TrainerCallback):
+    """Stops once, between the two batches of an update."""
+
+    def __init__(self):
+        self.left = True
+
+    def on_substep_end(self, args, state, control, **_):
+        if self.left and state.global_step == 1:
+            self.left, control.should_training_stop = False, True
+
+
+def test_every_call_of_train_begins_with_its_arguments_and_no_gradients(tmp_path):
+    """A run that stopped inside an update leaves its sum of gradients; arguments change between runs."""
+    made = []
+    for kind in (transformers.Trainer, BudgetedTrainer):
+        options = {"gradient_accumulation_steps": 2, "save_strategy": "no", "max_steps": 3}
+        arguments = transformers.TrainingArguments(
+            tmp_path, use_cpu=True, per_device_train_batch_size=BATCH, logging_steps=1, learning_rate=1e-2,
+            report_to=[], disable_tqdm=True, **options,
+        )  # fmt: skip
+        check = {} if kind is transformers.Trainer else {"check": False}
+        trainer = kind(language(), arguments, train_dataset=texts(12 * BATCH), callbacks=[Stops()], **check)
+        trainer.train()
+        trainer.args.max_grad_norm = 0.01
+        trainer.train()
+        made.append(trainer)
+    np.testing.assert_allclose(losses(made[1]), losses(made[0]), rtol=1e-4)
+    for mine, other in zip(made[1].model.parameters(), made[0].model.parameters(), strict=True):
+        np.testing.assert_allclose(mine.detach(), other.detach(), rtol=1e-3, atol=5e-5)
+
+
+class Annealed(BudgetedTrainer):
+    """Its loss changes with the number of the step."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return super().compute_loss(model, inputs) * (1 + self.state.global_step)
+
+
+def test_a_loss_that_reads_the_state_is_refused(tmp_path):
+    with pytest.raises(ConversionError, match=r"compute_loss reads state\.global_step"):
+        trained(Annealed, language(), tmp_path, texts(2 * BATCH), check=False)
+
+
+@pytest.mark.parametrize(
+    ("batch", "said"),
+    [
+        ((torch.ones(2, 3),), "is a tuple: let the collator"),
+        ({"text": ["a", "b"]}, r"batch\['text'\] is a list, no tensor"),
+    ],
+)
+def test_batches_are_mappings_of_tensors(batch, said, tmp_path):
+    with pytest.raises(UsageError, match=said):
+        arguments = transformers.TrainingArguments(tmp_path, use_cpu=True, report_to=[])
+        trainer = BudgetedTrainer(language(), arguments, data_collator=lambda _: batch, train_dataset=texts(BATCH))
+        trainer.train()
