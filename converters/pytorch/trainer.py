@@ -125,7 +125,7 @@ class BudgetedTrainer(Trainer):
             raise UsageError(
                 "an epoch ends within an update: give data whose batches gradient_accumulation_steps divides"
             )
-        if self.accelerator.sync_gradients is not (self._micro + 1 == micro):
+        if self.accelerator.sync_gradients != (self._micro + 1 == micro):
             raise UsageError("an update was left before its last batch, whose gradients the step keeps: train again")
         model.train()
         batch = _tensors(self._prepare_inputs(inputs))
