@@ -22,6 +22,10 @@ _REDUCTIONS = {
 }  # fmt: skip
 
 
+_OUTSIDE = np.int64(2**40)
+"""Index beyond every array."""
+
+
 @lowering("dynamic_slice")
 def dynamic_slice(low: Lowering, eqn: core.JaxprEqn, x: Tensor, *starts: Tensor) -> Tensor:
     """Lower each axis to a static slice if its start is known, else to a Gather of consecutive elements."""
@@ -117,6 +121,8 @@ class _Where:
         self.shape = tuple(indices.shape[a] for a in lead)
         columns = low.full(indices, (*lead, rank))
         columns = low.cast(columns, np.int64)
+        if not clip and (indices.constant is None or (indices.constant < 0).any()):
+            columns = self._never_negative(columns)
         columns = self._in_order(columns, index_map, indexed)
         if clip:
             last = low.emit.constant(np.asarray([x.shape[a] - sizes[a] for a in indexed], np.int64))
@@ -133,6 +139,15 @@ class _Where:
                 columns = low.op("Add", columns, low.emit.constant(grid), shape=shape)
             self.shape = (*self.shape, *spans)
         self.value = columns
+
+    def _never_negative(self, columns: ir.Value) -> ir.Value:
+        """Return indices of which negative ones lie beyond the end: ONNX would count them from there.
+
+        JAX has added the length where that is meant; the others are outside, and stop the run.
+        """
+        low, shape = self.low, shape_of(columns)
+        outside = low.op("Less", columns, low.emit.constant(np.int64(0)), shape=shape, dtype=np.bool_)
+        return low.op("Where", outside, low.emit.constant(_OUTSIDE), columns, shape=shape)
 
     def _in_order(self, columns: ir.Value, index_map: Sequence[int], indexed: Sequence[int]) -> ir.Value:
         """Return a column for each indexed axis, in their order; zero for those that start at zero."""

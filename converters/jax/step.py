@@ -130,6 +130,7 @@ def trace(
         answer = loss_fn(params, buffers, *batch)
         if not (isinstance(answer, tuple) and len(answer) == 2):
             raise ConversionError("with buffers, the loss function must return (loss, new buffers)")
+        _check_buffers(buffers, answer[1])
         return answer
 
     _check_loss(with_buffers, jax.tree_util.tree_unflatten(tree, flat))
@@ -178,6 +179,8 @@ def inputs_of(groups: tuple[Any, Any, Any, Any], batch_names: Sequence[str] | No
     made = [*own, *kept, *_state_names(_paths(state), parameters), *given]
     if twice := [name for name, n in Counter(made).items() if n > 1]:
         raise ConversionError(f"two inputs are called {twice[0]!r}: rename a parameter, buffer or batch input")
+    if taken := [name for name in made if name == names.LOSS or name.startswith((names.new(""), names.gradient("")))]:
+        raise ConversionError(f"an input is called {taken[0]!r}, as an output would be: rename it")
     return made
 
 
@@ -213,6 +216,23 @@ def _state_names(state: Leaves, parameters: Leaves) -> list[str]:
     short = [name(owner, slot) for owner, slot, _ in found]
     counts = Counter(short)
     return [s if counts[s] == 1 else name(owner, way) for s, (owner, _, way) in zip(short, found, strict=True)]
+
+
+def _check_buffers(before: Any, after: Any) -> None:
+    """Raise ConversionError unless new buffers have structure, shapes and dtypes of the old ones."""
+    old: Any = jax.tree_util.tree_structure(before)
+    new: Any = jax.tree_util.tree_structure(after)
+    if old != new:
+        raise ConversionError(f"the loss function returns buffers of structure {new}, and takes {old}: return the same")
+    named = jax.tree_util.tree_flatten_with_path(before)[0]
+    for (path, leaf), made in zip(named, jax.tree_util.tree_leaves(after), strict=True):
+        taken, given = array(leaf), array(made)
+        if (taken.shape, taken.dtype) != (given.shape, given.dtype):
+            name = ".".join(_key(key) for key in path) or "buffer"
+            raise ConversionError(
+                f"buffer {name!r} is {taken.dtype}{list(taken.shape)}, and the loss function returns "
+                f"{given.dtype}{list(given.shape)} for it: return the same shape and dtype"
+            )
 
 
 def _check_parameters(params: Any) -> None:

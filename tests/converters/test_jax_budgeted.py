@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from onnx_remat.converters.jax import budgeted
 
-from onnx_remat.errors import BudgetInfeasibleError, UsageError
+from onnx_remat.errors import BudgetInfeasibleError, ConversionError, ModelError, UsageError
 
 WIDTH, DEPTH, BATCH, CLASSES = 64, 6, 8192, 5
 
@@ -106,6 +106,37 @@ def test_flax_nnx_with_running_statistics_and_its_own_random_numbers():
         close(step.buffers, buffers, 1e-3)
         model = nnx.merge(graph, step.params, step.buffers)
     assert model(next(batches(1))[0]).shape == (BATCH, CLASSES)
+
+
+def test_new_buffers_must_be_like_the_old_ones():
+    def loss_fn(change):
+        return lambda params, buffers, x, y: (deep(params, x, y), change(buffers))
+
+    wrong = {
+        "structure": lambda buffers: {"average": buffers["mean"]},
+        "returns float32\\[2\\] for it": lambda buffers: {"mean": buffers["mean"][:2]},
+        "returns int32": lambda buffers: {"mean": buffers["mean"].astype(jnp.int32)},
+    }
+    for said, change in wrong.items():
+        with pytest.raises(ConversionError, match=said):
+            budgeted(
+                loss_fn(change), parameters(), *next(batches(1)), optimizer=optax.sgd(0.1),
+                buffers={"mean": jnp.zeros(3)}, check=False,
+            )  # fmt: skip
+
+
+def test_indices_outside_an_array_stop_the_step_below_zero_as_well():
+    """In JAX such a row is dropped; ONNX counts it from the end."""
+
+    def loss_fn(params, x, ids):
+        return (jax.ops.segment_sum(x @ params["out"], ids, 4) ** 2).sum()
+
+    x, ids = np.ones((5, WIDTH), np.float32), np.array([0, 1, 2, 3, 0])
+    with budgeted(loss_fn, {"out": parameters()["out"]}, x, ids, optimizer=optax.sgd(0.0)) as step:
+        first = step(x, ids)
+        assert step(x, ids) == first
+        with pytest.raises(ModelError, match="out of data bounds"):
+            step(x, np.array([-1, 1, 2, 3, 0]))
 
 
 def test_refusals():
