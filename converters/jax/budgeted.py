@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import onnx
 
 from onnx_remat.app.progress import Progress
@@ -47,6 +48,13 @@ class _Tree:
     structure: Any
     names: tuple[str, ...]
     impls: tuple[Any, ...]
+
+    def arrays(self, tree: Any) -> dict[str, np.ndarray]:
+        """Return the arrays of a tree of this structure, by input name."""
+        leaves, structure = jax.tree_util.tree_flatten(tree)
+        if structure != self.structure:
+            raise UsageError(f"this tree is {structure}, and the step's {self.structure}: give the same structure")
+        return {name: plain(array(leaf)) for name, leaf in zip(self.names, leaves, strict=True)}
 
     def read(self, loop: Loop) -> Any:
         """Return a copy of its current arrays."""
@@ -85,13 +93,23 @@ class Budgeted:
         ModelError
             ONNX Runtime failed during the step: some arrays are updated and some are not.
         """
-        leaves, structure = jax.tree_util.tree_flatten(batch)
-        if structure != self._batch.structure:
-            raise UsageError(
-                f"the batch is {structure}, and the example {self._batch.structure}: give the same structure"
-            )
-        feeds = {name: plain(array(leaf)) for name, leaf in zip(self._batch.names, leaves, strict=True)}
-        return self._loop.step(feeds)
+        return self._loop.step(self._batch.arrays(batch))
+
+    def restore(self, params: Any = None, buffers: Any = None, opt_state: Any = None) -> None:
+        """Continue from these values, those of a checkpoint or a state with another learning rate; others stay.
+
+        Raises
+        ------
+        UsageError
+            A tree has another structure, or an array another shape, than the step's.
+        """
+        pairs = ((self._params, params), (self._buffers, buffers), (self._state, opt_state))
+        given = [tree.arrays(values) for tree, values in pairs if values is not None]
+        names = [name for tree, _ in pairs for name in tree.names] + list(self._batch.names)
+        found = {name: self._loop.view(name) for name in names}
+        for arrays in given:
+            found |= arrays
+        self._loop.restore(found)
 
     @property
     def params(self) -> Any:
@@ -180,6 +198,7 @@ def budgeted(
         shown("export", 0.0)
         traced = trace(loss_fn, params, batch, buffers, optimizer, None)
         model = convert(traced, unroll)
+        _check_types(traced)
         trees = _trees((params, buffers, optimizer.init(params), tuple(batch)))
         own = 0
         if given is not None and given.fraction is not None and not of_step:
@@ -220,6 +239,15 @@ def _trees(groups: tuple[Any, Any, Any, Any]) -> list[_Tree]:
         impls = tuple(jax.random.key_impl(leaf) if kernels.is_key(leaf) else None for leaf in leaves)
         made.append(_Tree(structure, tuple(next(named) for _ in leaves), impls))
     return made
+
+
+def _check_types(step: TracedStep) -> None:
+    """Raise ConversionError if ONNX Runtime's CPU cannot take an array."""
+    for name, value in step.inputs.items():
+        if getattr(value, "dtype", None) == jnp.bfloat16:
+            raise ConversionError(
+                f"{name} is bfloat16, which ONNX Runtime's CPU does not take: give float32, and cast inside the loss"
+            )
 
 
 def _own_bytes(step: TracedStep, batch: int) -> int:

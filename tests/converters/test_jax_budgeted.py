@@ -108,6 +108,23 @@ def test_flax_nnx_with_running_statistics_and_its_own_random_numbers():
     assert model(next(batches(1))[0]).shape == (BATCH, CLASSES)
 
 
+def test_goes_on_from_a_checkpoint_with_another_rate():
+    optimizer = optax.inject_hyperparams(optax.adam)(learning_rate=1e-2)
+    example, params = next(batches(1)), parameters()
+    with budgeted(deep, params, *example, optimizer=optimizer, check=False) as step:
+        first = [step(*batch) for batch in batches(3)]
+        step.restore(params, opt_state=optimizer.init(params))
+        assert [step(*batch) for batch in batches(3)] == first
+        state = step.opt_state
+        state.hyperparams["learning_rate"] = jnp.zeros(())
+        step.restore(opt_state=state)
+        kept = step.params
+        step(*example)
+        close(step.params, kept, 0.0)
+        with pytest.raises(UsageError, match="same structure"):
+            step.restore(params["layers"])
+
+
 def test_new_buffers_must_be_like_the_old_ones():
     def loss_fn(change):
         return lambda params, buffers, x, y: (deep(params, x, y), change(buffers))
