@@ -45,9 +45,10 @@ def binary(low: Lowering, eqn: core.JaxprEqn, x: Tensor, y: Tensor) -> Tensor:
     name = eqn.primitive.name
     if x.dtype == np.bool_:
         return low.elementwise({"Max": "Or", "Min": "And", "Add": "Or", "Mul": "And"}[_BINARY[name]], x, y, **_out(eqn))
-    if name in _NEUTRAL and _equals(y, _NEUTRAL[name]):
+    shape = tuple(eqn.outvars[0].aval.shape)  # type: ignore[attr-defined]
+    if name in _NEUTRAL and x.shape == shape and _equals(y, _NEUTRAL[name]):
         return x
-    if name in ("add", "add_any", "mul") and _equals(x, _NEUTRAL[name]):
+    if name in ("add", "add_any", "mul") and y.shape == shape and _equals(x, _NEUTRAL[name]):
         return y
     if name == "max" and x.dtype.kind == "f" and (_equals(y, 0) or _equals(x, 0)):
         return low.elementwise("Relu", x if _equals(y, 0) else y, **_out(eqn))

@@ -195,6 +195,7 @@ BATTERY = {
     "scan reverse": (lambda x: lax.scan(lambda c, r: (jnp.tanh(c * r), c + r), x[0], x, reverse=True), plain),
     "fori_loop": (lambda x: lax.fori_loop(0, 3, lambda i, c: jnp.sin(c) * x[i], x[0]), plain),
     "map": (lambda x: lax.map(lambda r: r @ r, x), plain),
+    "ones times a number": (lambda x: jnp.ones(6) * x.sum() + (jnp.zeros((2, 3)) + x.max()).ravel(), plain),
     "associative_scan": (lambda x: lax.associative_scan(jnp.multiply, x),
     positive),
 }  # fmt: skip
