@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from onnx_remat.units import Budget, parse_budget
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from onnx_remat.errors import BudgetInfeasibleError
+from onnx_remat.messages import Message
+from onnx_remat.units import Budget, format_bytes, parse_budget
 
 _OF_STEP = "of the step"
 
@@ -16,3 +21,22 @@ def parse(budget: str | int | None) -> tuple[Budget | None, bool]:
     if isinstance(budget, str) and budget.strip().endswith(_OF_STEP):
         return parse_budget(budget.strip().removesuffix(_OF_STEP)), True
     return None if budget is None else parse_budget(budget), False
+
+
+@contextmanager
+def of(framework: str, own: int) -> Iterator[None]:
+    """Let a refusal within the block say what the framework's own step takes, of which the budget is a share.
+
+    Parameters
+    ----------
+    framework : str
+    own : int
+        Bytes; 0 if the budget is no such share.
+    """
+    try:
+        yield
+    except BudgetInfeasibleError as error:
+        if not own:
+            raise
+        text = Message("{}'s own step takes {}: {}", framework, format_bytes(own), error.message)
+        raise BudgetInfeasibleError(text, error.best_peak_bytes, error.lower_bound_bytes) from None

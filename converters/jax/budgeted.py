@@ -221,9 +221,10 @@ def budgeted(
             else:
                 options: PlanningOptions = {"progress": shown} | (planning or {})
                 wanted = given
-                report = plan_cache.rewritten(
-                    model, wanted, options, path, lambda: rewrite_model(model, wanted, **options)
-                )
+                with shares.of("JAX", own):
+                    report = plan_cache.rewritten(
+                        model, wanted, options, path, lambda: rewrite_model(model, wanted, **options)
+                    )
             shown("open", 0.0)
             session = Session(path, donate=True, threads=threads)
         return Budgeted(Loop(session, traced.feeds()), session, trees, own, report)

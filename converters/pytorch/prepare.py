@@ -19,7 +19,7 @@ from onnx_remat.options import PlanningOptions, parse_options
 from onnx_remat.rewrite.pipeline import rewrite_model
 from onnx_remat.units import Budget
 
-from .. import names, plan_cache
+from .. import names, plan_cache, shares
 from ..passes import attention_in_parts, loss_in_parts
 from . import optim, updates
 from .arrays import tensor
@@ -75,7 +75,10 @@ def _prepared(request: Request, own: Own) -> Prepared:
             budget = Budget(bytes=budget.resolve(own.bytes))
     sizes: PlanningOptions = {"dims": dict(request.sizes)} if request.sizes else {}
     options: PlanningOptions = sizes | {"progress": request.progress} | request.planning
-    report = plan_cache.rewritten(proto, budget, options, request.path, lambda: rewrite_model(proto, budget, **options))
+    with shares.of("PyTorch", own.bytes if request.is_share else 0):
+        report = plan_cache.rewritten(
+            proto, budget, options, request.path, lambda: rewrite_model(proto, budget, **options)
+        )
     return replace(made, report=pickle.dumps(report), verdict=report.verdict())
 
 
