@@ -146,7 +146,8 @@ class Refusal(BudgetInfeasibleError):
         elif self.lower:
             advice = Message("try {}", self.lower)
         else:
-            advice = Message("a first look finds none that takes less than the model as it is")
+            searches = Setting("budget", "auto")
+            advice = Message("a first look finds none below the model as it is ({} searches for one)", searches)
             if taken:
                 advice = Message("{}: try {} ({})", advice, Setting("budget", taken), format_bytes(taken))
         return joined("; ", filter(None, (self.why, advice, self.below)))
