@@ -146,8 +146,9 @@ class Refusal(BudgetInfeasibleError):
         elif self.lower:
             advice = Message("try {}", self.lower)
         else:
-            searches = Setting("budget", "auto")
-            advice = Message("a first look finds none below the model as it is ({} searches for one)", searches)
+            advice = Message("a first look finds none that takes less than the model as it is")
+            if taken and self.lower_bound_bytes < taken:
+                advice = Message("{} ({} searches for one)", advice, Setting("budget", "auto"))
             if taken:
                 advice = Message("{}: try {} ({})", advice, Setting("budget", taken), format_bytes(taken))
         return joined("; ", filter(None, (self.why, advice, self.below)))
