@@ -56,3 +56,17 @@ def test_a_figure_typed_by_hand_is_found(tmp_path: Path):
     page = tmp_path / "results" / "chains.md"
     page.write_text("<!-- table chains -->\n| a |\n| --- |\n| 1 |\n<!-- end -->", encoding="utf-8")
     assert "chains.md" in checked(tmp_path / "results").stderr
+
+
+def test_the_readme_states_the_figures_of_the_table():
+    """Memory of a language model's process in MB, and how much longer the checkpointed step takes."""
+    rows = json.loads((FOLDER / "data" / "processes.json").read_text(encoding="utf-8"))["rows"]
+    of = {runner: (int(mb), int(ms)) for model, runner, _, mb, _, _, ms, *_ in rows if model == "language, 48 texts"}
+    plain, checkpointed, ours = (of[name] for name in ("PyTorch", "PyTorch, checkpointed", "budgeted, 60%"))
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    for said in (
+        f"takes {ours[0]} MB; in PyTorch it takes {plain[0]:,} MB",
+        f"{checkpointed[0]:,} MB with each block checkpointed",
+        f"takes {checkpointed[1] / ours[1]:.2f} times as long",
+    ):
+        assert said in text
