@@ -25,7 +25,7 @@ from onnx_remat.units import Budget, format_bytes
 
 from .. import plan_cache, shares
 from . import kernels
-from .export import checked, convert
+from .export import convert, verify
 from .step import TracedStep, array, inputs_of, plain, trace
 
 if TYPE_CHECKING:
@@ -96,7 +96,9 @@ class Budgeted:
         return self._loop.step(self._batch.arrays(batch))
 
     def restore(self, params: Any = None, buffers: Any = None, opt_state: Any = None) -> None:
-        """Continue from these values, those of a checkpoint or a state with another learning rate; others stay.
+        """Continue from these values: a checkpoint, or a state with another learning rate. The others stay as they are.
+
+        After a step that failed midway, give all of them.
 
         Raises
         ------
@@ -197,8 +199,8 @@ def budgeted(
     try:
         shown("export", 0.0)
         traced = trace(loss_fn, params, batch, buffers, optimizer, None)
-        model = convert(traced, unroll)
         _check_types(traced)
+        model = convert(traced, unroll)
         trees = _trees((params, buffers, optimizer.init(params), tuple(batch)))
         own = 0
         if given is not None and given.fraction is not None and not of_step:
@@ -213,7 +215,7 @@ def budgeted(
                 )
         if check:
             shown("compare with JAX", 0.0)
-            model = checked(model, traced)
+            verify(model, traced)
         with tempfile.TemporaryDirectory(prefix="onnx-remat-") as folder:
             path, report = Path(folder) / "step.onnx", None
             if given is None:
@@ -245,7 +247,7 @@ def _trees(groups: tuple[Any, Any, Any, Any]) -> list[_Tree]:
 def _check_types(step: TracedStep) -> None:
     """Raise ConversionError if ONNX Runtime's CPU cannot take an array."""
     for name, value in step.inputs.items():
-        if getattr(value, "dtype", None) == jnp.bfloat16:
+        if value.dtype == jnp.bfloat16:
             raise ConversionError(
                 f"{name} is bfloat16, which ONNX Runtime's CPU does not take: give float32, and cast inside the loss"
             )

@@ -18,6 +18,9 @@ from .budgeted import Budgeted, budgeted
 if TYPE_CHECKING:
     from onnx_remat.options import PlanningOptions
 
+_ITEMS = "num_items_in_batch"
+"""Argument of `compute_loss` that counts the labels of all batches of an update; here a tensor of the batch."""
+
 
 class _Loss(torch.nn.Module):
     """A model with the trainer's loss, which a subclass of it may override."""
@@ -46,9 +49,6 @@ class _Unread:
             f"compute_loss reads state.{name}, which would keep its first value: the step is traced once; give what "
             "changes as a tensor of the batch"
         )
-
-
-_ITEMS = "num_items_in_batch"
 
 
 class BudgetedTrainer(Trainer):
