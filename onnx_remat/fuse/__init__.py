@@ -1,14 +1,17 @@
-"""Kernels of our own: adjacent elementwise nodes of a step, computed by one kernel each, products and convolutions.
+"""Kernels of our own: groups of elementwise nodes and nodes along rows, matrix products, convolutions.
 
-Written files contain standard ops. When a session opens one, `groups` finds groups of elementwise nodes in execution
-order that one kernel can compute, `ir` writes that kernel as LLVM text, `kernels` compiles it (or finds it on the
-disk), and ``shim.c``, a small custom-op library, makes stock ONNX Runtime run it. Values that are made and read within
-one group have no buffer. These kernels give ONNX Runtime's results to the bit. `products` of large matrices call
-OpenBLAS, and `convolutions` with their gradients oneDNN, where that is faster; their results are within rounding.
+Written files contain standard ops. When a session opens one, `groups` finds groups of nodes in execution order that one
+kernel can compute, `ir` writes that kernel as LLVM text, `kernels` compiles it (or finds it on the disk), and
+``shim.c``, a small custom-op library, makes stock ONNX Runtime run it. Values that are made and read within one group
+have no buffer. Arithmetic gives ONNX Runtime's results to the bit, `functions` and `rows` within rounding. `products`
+of large matrices call OpenBLAS, and `convolutions` with their gradients oneDNN, where that is faster; their results are
+within rounding, too.
 
 ============== ==================================================================================
 `code`         LLVM instructions; loads and stores of elements
-`ops`          the table of operators: types, and the instructions of each
+`functions`    exp, log, tanh, erf and the logistic function as LLVM text
+`rows`         operators along rows: which nodes they are, sums and maxima as LLVM text
+`ops`          the table of elementwise operators: types, and the instructions of each
 `spaces`       iteration spaces: the axes of a group's elements, and the strides of its values
 `groups`       which nodes are fused: a pure function of the order, the shapes and the lifetimes
 `ir`           a group as LLVM text

@@ -5,10 +5,12 @@ Model
     before all readers of its outputs, so that groups never depend on one another in a cycle. A value that is made and
     read within one group has no buffer.
 Algorithm
-    For the values of elementwise nodes, the largest first: merge the group that makes the value with a group that reads
-    it if a kernel exists (`loops`), a valid place exists, and **live bytes never exceed the step's peak**. Convexity
-    alone would let peaks grow threefold: a group reads early values late. Then smaller groups join the only group that
-    reads them, if they can be computed elementwise there.
+    For the values of nodes that kernels can compute, first those that one node alone reads, the largest first: merge
+    the group that makes it with a group that reads it if both have as many elements, or one has an element for each
+    row of the other, a kernel exists (`loops`), a valid place exists, and **live bytes never exceed the step's peak**.
+    Convexity alone would let peaks grow threefold: a group reads early values late. Before all others come merges along
+    values that are live at the peak: they lower it, and no later merge may raise it again. In the end, smaller groups
+    join the only group that reads them, if they can be computed elementwise there.
 Complexity
     A few trials per value, each linear in the places of the step.
 """
@@ -26,7 +28,9 @@ import numpy.typing as npt
 import onnx
 
 from onnx_remat.fuse import spaces
-from onnx_remat.fuse.ops import VIEWS, Call, call_of
+from onnx_remat.fuse.code import FLOAT
+from onnx_remat.fuse.ops import OPS, VIEWS, Call, call_of
+from onnx_remat.fuse.rows import REDUCTIONS, ROWS, row_of
 from onnx_remat.ir.shapes import Tensor
 
 MOST_ENDS = 48
@@ -36,6 +40,9 @@ MOST_NODES = 96
 """Maximum number of nodes of a group: larger kernels take long to compile, and run out of registers."""
 
 MOST_RANK = 16
+
+MOST_ROW_BYTES = 1 << 20
+"""Maximum bytes of the values of one row in a group: a kernel holds some of them on its stack."""
 
 
 class Runs(Protocol):
@@ -125,7 +132,11 @@ class Member:
     made : str
         Its output.
     shape : tuple of int
+        Shape of its output; of its input, if it is one of `rows`.
+    result : tuple of int
         Shape of its output.
+    columns : int
+        Elements of a row; 0 if it is elementwise.
     """
 
     at: int
@@ -133,11 +144,23 @@ class Member:
     reads: tuple[Read | None, ...]
     made: str
     shape: tuple[int, ...]
+    result: tuple[int, ...]
+    columns: int = 0
 
     @property
     def size(self) -> int:
-        """Number of elements of its output."""
+        """Number of elements that it computes with."""
         return prod(self.shape)
+
+    @property
+    def reduces(self) -> bool:
+        """Whether it makes one element of a row."""
+        return self.call.op in REDUCTIONS
+
+    @property
+    def makes(self) -> int:
+        """Number of elements of its output."""
+        return prod(self.result)
 
     @property
     def inputs(self) -> list[Read]:
@@ -156,7 +179,8 @@ class Group:
     members : tuple of Member
         In the step's order.
     reads, makes : tuple of str
-        Inputs from, and outputs for, nodes outside the group; every output has the group's number of elements.
+        Inputs from, and outputs for, nodes outside the group; every output has the group's number of elements, or one
+        element of each row.
     """
 
     place: int
@@ -171,14 +195,21 @@ class Group:
 
 
 def find(schedule: Schedule) -> tuple[Group, ...]:
-    """Return the groups, sorted by place: of two nodes or more, or of one that has workspace in ONNX Runtime."""
+    """Return the groups, sorted by place: of two nodes or more, or of one that is inexact or has workspace in ONNX
+    Runtime."""
     grouping = _Grouping(schedule)
     grouping.grow()
     return tuple(
-        Group(place, tuple(found.members), *grouping.ends(found.members))
+        Group(place, found.members, *grouping.ends(found.members))
         for place, found in sorted(grouping.open.items())
-        if len(found.members) > 1 or schedule.workspace([member.at for member in found.members])
+        if len(found.members) > 1
+        or (found.members and not _is_exact(found.members[0]))
+        or schedule.workspace([member.at for member in found.members])
     )
+
+
+def _is_exact(member: Member) -> bool:
+    return not member.columns and OPS[member.call.op].exact
 
 
 def live_bytes(schedule: Schedule) -> npt.NDArray[np.int64]:
@@ -186,21 +217,53 @@ def live_bytes(schedule: Schedule) -> npt.NDArray[np.int64]:
     return _Grouping(schedule).live_bytes
 
 
+def row_length(members: Iterable[Member]) -> int:
+    """Return the number of elements of a row; 0 if all nodes are elementwise."""
+    return max(member.columns for member in members)
+
+
 def loops(members: Iterable[Member]) -> tuple[int, ...]:
     """Return the extents of the axes over which one kernel computes nodes, outermost first; none if no kernel can.
 
     Nodes with fewer elements than the largest are computed where they are read: only scalars may be broadcast in them.
+    If a node works along rows, the innermost axis is a row.
     """
     members = list(members)
-    size = max(member.size for member in members)
-    cuts: set[int] = set()
+    size, columns = max(member.size for member in members), row_length(members)
+    cuts: set[int] = {columns} if columns else set()
     for member in members:
+        if member.columns and (member.columns, member.size) != (columns, size):
+            return ()
         for read in member.inputs:
             if spaces.is_broadcast(read.shape, member.shape):
                 if member.size != size:
                     return ()
                 cuts |= spaces.cuts(read.shape, member.shape)
-    return spaces.axes(size, cuts)
+    found = spaces.axes(size, cuts)
+    if columns and found and not _can_run_by_rows(members, columns, found):
+        return ()
+    return found
+
+
+def _can_run_by_rows(members: Sequence[Member], columns: int, axes: tuple[int, ...]) -> bool:
+    """Whether rows are whole, short enough, and what is reduced from a row is read in that row only."""
+    size = prod(axes)
+    if axes[-1] != columns or 8 * columns * len(members) > MOST_ROW_BYTES:
+        return False
+    reduced = {member.made for member in members if member.reduces}
+    for member in members:  # in the step's order
+        of_row = [read for read in member.inputs if read.name in reduced]
+        if not of_row:
+            continue
+        if member.size * columns == size:
+            reduced.add(member.made)
+        elif member.size != size or any(
+            read.size * columns != size
+            or spaces.strides(read.shape, member.shape, axes) != spaces.of_rows(axes)
+            for read in of_row
+        ):  # fmt: skip
+            return False
+    return True
 
 
 def plainly_read(members: Iterable[Member], name: str) -> bool:
@@ -268,21 +331,31 @@ class _Grouping:
         tensors, root = self.schedule.tensors, self.schedule.root
         if step.captured or self._is_view(step) or len(step.writes) != 1:
             return None
-        made = step.writes[0]
-        types = [tensors[name].dtype if name else None for name in step.node.input]
-        call = call_of(step.node, types, tensors[made].dtype, self.schedule.constants.get)
-        shape = tensors[made].shape
-        if call is None or not prod(shape) or len(shape) > MOST_RANK:
-            return None
+        node, made = step.node, step.writes[0]
         if not self.users[made] and made not in self.schedule.outputs:
             return None  # no node reads it
-        slots = list(step.node.input)[: 1 if call.op == "Pow" else None]
+        columns, shape = 0, tensors[made].shape
+        call: Call | None
+        if node.op_type in ROWS:
+            read = tensors[node.input[0]]
+            row = row_of(node, read.dtype, read.shape, self.schedule.integers)
+            if row is None:
+                return None
+            call, columns, shape = Call(row.op, {}, FLOAT, FLOAT), row.columns, read.shape
+            slots = [node.input[0]]
+        else:
+            types = [tensors[name].dtype if name else None for name in node.input]
+            call = call_of(node, types, tensors[made].dtype, self.schedule.constants.get)
+            slots = list(node.input)
+        if call is None or not prod(shape) or len(shape) > MOST_RANK:
+            return None
+        slots = slots[: 1 if call.op == "Pow" else None]
         if any((name in root and name not in self.viewed) or root.get(name, name) in self.shared for name in slots):
             return None
         if any(name and np.broadcast_shapes(tensors[name].shape, shape) != shape for name in slots):
             return None
         reads = [Read(root.get(n, n), tensors[n].shape, tensors[n].dtype) if n else None for n in slots]
-        return Member(at, call, tuple(reads), made, shape)
+        return Member(at, call, tuple(reads), made, shape, tensors[made].shape, columns)
 
     # ---- liveness ----
 
@@ -353,12 +426,11 @@ class _Grouping:
         counted = self.schedule.counted
         edges = [(self.maker[read.name], member.at, read.name) for member in self.member.values()
                  for read in member.inputs if self.maker.get(read.name) in self.member]  # fmt: skip
-        edges.sort(key=lambda edge: (-counted.get(edge[2], 0), edge[1], edge[0]))
+        kept = {name for _, _, name in edges if len(self.users[name]) > 1 or name in self.final}
+        edges.sort(key=lambda edge: (edge[2] in kept, -counted.get(edge[2], 0), edge[1], edge[0]))
+        self._lower_peak(edges)
         for _ in range(2):  # a merge without a valid place may have one after others
-            for maker, reader, _name in edges:
-                a, b = self.at[maker], self.at[reader]
-                if a != b and self.member[maker].size == self.member[reader].size:
-                    self._merge(a, b)
+            self._merge_along(edges)
         more = True
         while more:
             more = False
@@ -369,6 +441,36 @@ class _Grouping:
                 only = self._only_reader(found)
                 if only is not None and found.size < self.open[only].size:
                     more |= self._merge(place, only)
+        if any(member.columns for member in self.member.values()):  # smaller groups may have joined them
+            self._merge_along(edges)
+
+    def _lower_peak(self, edges: Sequence[tuple[int, int, str]]) -> None:
+        """Merge along values that are live where most bytes are, until none of these merges is possible."""
+        merged = bool(edges)
+        while merged:
+            merged, top = False, int(self.live_bytes.argmax())
+            for edge in edges:
+                start, end = self._span(edge[2])
+                if start <= top <= end and edge[2] not in self.inner and self.schedule.counted.get(edge[2]):
+                    merged = self._merge_along([edge])
+                    if merged:
+                        break
+            self.peak = int(self.live_bytes.max(initial=0))
+
+    def _merge_along(self, edges: Iterable[tuple[int, int, str]]) -> bool:
+        """Merge, where possible, groups with equally many elements, or one element for each row of the other."""
+        merged = False
+        for maker, reader, _name in edges:
+            a, b = self.at[maker], self.at[reader]
+            if a != b and (self.open[a].size == self.open[b].size or self._are_of_rows(a, b)):
+                merged |= self._merge(a, b)
+        return merged
+
+    def _are_of_rows(self, a: int, b: int) -> bool:
+        """Whether one of two groups works along rows, and the other has an element for each of them."""
+        small, large = sorted((self.open[a], self.open[b]), key=lambda found: found.size)
+        columns = row_length(large.members)
+        return columns > 0 and small.size * columns == large.size
 
     def _only_reader(self, found: _Open) -> int | None:
         """Return the place of the only other group that reads a group's values, None if there is not exactly one."""
@@ -384,9 +486,10 @@ class _Grouping:
         if len(members) > MOST_NODES or not loops(members):
             return False
         reads, makes = self.ends(members)
-        size = max(member.size for member in members)
+        size, columns = max(member.size for member in members), row_length(members)
+        wanted = {size, size // columns} if columns else {size}
         if len(reads) > MOST_ENDS or len(makes) > MOST_ENDS or any(
-            prod(self.schedule.tensors[name].shape) != size for name in makes
+            member.made in makes and member.makes not in wanted for member in members
         ):  # fmt: skip
             return False
         after, before = self._between(members, reads, makes)

@@ -2,14 +2,19 @@
 
 ::
 
-    void kernel(void **inputs, void **outputs, const int64_t *sizes, int64_t begin, int64_t end)
+    int kernel(void **inputs, void **outputs, const int64_t *sizes, int64_t begin, int64_t end)
 
-If a value is broadcast, the elements are divided into rows, the innermost axis of `groups.loops`. Loop-invariant values
-are computed once before the loops, or once per row. Extents and strides are passed as `sizes` and scalars as inputs, so
-that steps of any size and with any constants share their kernels.
+It returns 0; other kernels return 1 if they fail. If a value is broadcast, the elements are divided into rows, the
+innermost axis of `groups.loops`. Loop-invariant values are computed once before the loops, or once per row. Extents and
+strides are passed as `sizes` and scalars as inputs, so that steps of any size and any constants share their kernels.
 
 All of an element's inputs are read before any of its outputs is written, and pointers are not declared as noalias: an
-output may overwrite an input. No fast-math, no contraction: results are ONNX Runtime's to the bit.
+output may overwrite an input. No fast-math, no contraction: elementwise results are ONNX Runtime's to the bit, unless
+they come from `functions`.
+
+A group with nodes that work along rows (`rows`) is computed row by row, and `begin` and `end` count rows. A row has
+stages: a loop over its elements, whose results lie on the stack, then the reductions of these, then the next loop.
+Values that only a later stage needs are computed there. Outputs are written in the last stage.
 """
 
 from __future__ import annotations
@@ -17,11 +22,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from onnx_remat.fuse import spaces
-from onnx_remat.fuse.code import KINDS, Code
-from onnx_remat.fuse.groups import Group, Member, Read, loops
+from onnx_remat.fuse import functions, rows, spaces
+from onnx_remat.fuse.code import FLOAT, KINDS, Code
+from onnx_remat.fuse.groups import Group, Member, Read, loops, row_length
 from onnx_remat.fuse.onednn import Convolution
-from onnx_remat.fuse.ops import OPS
+from onnx_remat.fuse.ops import OPS, Call
 from onnx_remat.fuse.spaces import Strides
 
 PART_BYTES = 1 << 18
@@ -61,9 +66,11 @@ define internal float @of_bfloat(i16 %x) alwaysinline nounwind {
 """
 """Conversions of bfloat16: rounds to nearest, ties to even; every NaN becomes ONNX Runtime's."""
 
-METADATA = """attributes #0 = { nounwind "no-builtins" }
+METADATA = """attributes #0 = { nounwind "no-builtins" "prefer-vector-width"="512" }
 !0 = distinct !{}
 !1 = distinct !{!1, !2, !3}
+!5 = distinct !{!5, !2, !3, !6}
+!6 = !{!"llvm.loop.interleave.count", i32 1}
 !2 = !{!"llvm.loop.parallel_accesses", !0}
 !3 = !{!"llvm.loop.vectorize.enable", i1 true}
 !4 = !{}
@@ -81,7 +88,7 @@ class Kernel:
     sizes : tuple of int
         The function's argument `sizes`.
     size, grain : int
-        Elements that it computes, and elements of a thread's work item.
+        Elements that it computes, and elements of a thread's work item; rows, if it has nodes that work along them.
     inputs : tuple of (int, int)
         Element type and number of elements of each.
     outputs : tuple of (int, tuple of int)
@@ -123,15 +130,49 @@ def kernel_of(group: Group, dtypes: Sequence[int], elements: Sequence[int]) -> K
     writer = _Writer(group, dtypes)
     text = writer.text()
     made = {member.made: member for member in group.members}
-    outputs = tuple((made[name].call.made, made[name].shape) for name in group.makes)
+    columns = max(row_length(group.members), 1)
+    outputs = tuple((made[name].call.made, made[name].result) for name in group.makes)
     width = sum(KINDS[dtype].nbytes for dtype in (*dtypes, *(dtype for dtype, _ in outputs)))
-    grain = max(LEAST_PART, PART_BYTES // width)
+    grain = max(1, max(LEAST_PART, PART_BYTES // width) // columns)
     inputs = tuple(zip(dtypes, elements, strict=True))
-    return Kernel(text, tuple(writer.sizes), group.size, grain, inputs, outputs)
+    return Kernel(text, tuple(writer.sizes), group.size // columns, grain, inputs, outputs)
+
+
+def _simple(member: Member) -> list[Member]:
+    """Return a member as members that are elementwise or reductions: Softmax and LogSoftmax are neither."""
+    if member.call.op not in ("LogSoftmax", "Softmax"):
+        return [member]
+    whole, (read,) = member.shape, member.inputs
+    once = (*whole[:-1], 1)
+    made: list[Member] = []
+
+    def add(op: str, reads: Sequence[Read], name: str, shape: tuple[int, ...] = whole) -> Read:
+        columns = member.columns if op in rows.REDUCTIONS else 0
+        result = once if columns else shape
+        made.append(Member(member.at, Call(op, {}, FLOAT, FLOAT), tuple(reads), name, shape, result, columns))
+        return Read(name, result, FLOAT)
+
+    most = add("ReduceMax", [read], f"{member.made} max")
+    below = add("Sub", [read, most], f"{member.made} below")
+    grown = add("Exp", [below], f"{member.made} exp")
+    total = add("ReduceSum", [grown], f"{member.made} sum")
+    if member.call.op == "Softmax":
+        share = add("Reciprocal", [total], f"{member.made} share", once)
+        add("Mul", [grown, share], member.made)
+    else:
+        add("Sub", [below, add("Log", [total], f"{member.made} log", once)], member.made)
+    return made
 
 
 _IN_LOOP = ", !llvm.access.group !0"
 _FIXED = ", !invariant.load !4"
+
+
+class _Stage:
+    """Code of one stage: what runs once per row before its loop, and the loop."""
+
+    def __init__(self, numbering: list[int]) -> None:
+        self.row, self.loop = Code(numbering), Code(numbering)
 
 
 class _Writer:
@@ -142,32 +183,63 @@ class _Writer:
 
     def __init__(self, group: Group, dtypes: Sequence[int]) -> None:
         self.group = group
+        self.members = [part for member in group.members for part in _simple(member)]
+        self.by_rows = row_length(group.members) > 0
         self.axes = loops(group.members)
         self.full = spaces.full(self.axes)
         self.once: Strides = (0,) * len(self.axes)
-        self.maker = {member.made: member for member in group.members}
+        self.maker = {member.made: member for member in self.members}
         self.input = {name: (i, dtype) for i, (name, dtype) in enumerate(zip(group.reads, dtypes, strict=True))}
+        self.ready = self._ready()
         numbering = [0]
-        self.before, self.row, self.loop = (Code(numbering) for _ in range(3))
+        self.before = Code(numbering)
+        self.stages = [_Stage(numbering) for _ in range(max(self.ready.values(), default=0) + 1)]
         self.sizes: list[int] = []
         self.offsets: dict[Strides, str] = {}
-        self.found: dict[tuple[str, Strides], str] = {}
+        self.found: dict[tuple[str, Strides], str] = {}  # computed once per row or less often
+        self.in_loop: dict[tuple[str, Strides, int], str] = {}
+        self.kept: dict[str, str] = {}  # arrays of a row's values, for later stages
         self.coordinates: list[str] = []
 
+    def _ready(self) -> dict[str, int]:
+        """Return the first stage in which each member's value is known: that after its reduction, if it is one."""
+        ready: dict[str, int] = {}
+        for member in self.members:
+            stage = max((ready.get(read.name, 0) for read in member.inputs), default=0)
+            ready[member.made] = stage + member.reduces
+        return ready
+
     def text(self) -> str:
-        by_rows = len(self.axes) > 1
+        in_rows = len(self.axes) > 1
         for i in range(len(self.group.reads)):
             self._argument("in", i)
         for i in range(len(self.group.makes)):
             self._argument("out", i)
-        if by_rows:
+        if in_rows:
             self._place_rows()
-        made = [self._value(name, self.full) for name in self.group.makes]
-        for i, (name, value) in enumerate(zip(self.group.makes, made, strict=True)):  # after all reads
-            self.loop.store(value, f"%out{i}", "%index", self.maker[name].call.made, _IN_LOOP)
-        halves = any("_bfloat(" in line for code in (self.before, self.row, self.loop) for line in code.lines)
-        function = self._in_rows() if by_rows else self._in_one_loop()
-        return f"{DECLARATIONS}{ROUND_BFLOAT if halves else ''}{function}{METADATA}"
+        for stage in range(len(self.stages) - 1):
+            for member in self.members:
+                if member.reduces and self.ready[member.made] == stage + 1:
+                    self._reduce(member, stage)
+        last = len(self.stages) - 1
+        whole = [(i, n) for i, n in enumerate(self.group.makes) if self.maker[n].makes == self.group.size]
+        made = [self._value(name, self.full, last) for _, name in whole]
+        for (i, name), value in zip(whole, made, strict=True):  # after all reads
+            self.stages[last].loop.store(value, f"%out{i}", "%index", self.maker[name].call.made, _IN_LOOP)
+        for i, name in enumerate(self.group.makes):
+            if (i, name) not in whole:
+                value = self._value(name, spaces.of_rows(self.axes), last)
+                self.stages[last].row.store(value, f"%out{i}", "%row", self.maker[name].call.made, "")
+        lines = [line for code in self._codes() for line in code.lines]
+        halves = any("_bfloat(" in line for line in lines)
+        called = [text for name, text in rows.TEXTS.items() if any(f"@{name}(" in line for line in lines)]
+        if rows.TEXTS["row_mean"] in called and rows.TEXTS["row_sum"] not in called:
+            called.append(rows.TEXTS["row_sum"])
+        used = f"{ROUND_BFLOAT if halves else ''}{functions.called(lines)}{''.join(called)}"
+        return f"{DECLARATIONS}{used}{self._in_rows() if in_rows else self._in_one_loop()}{METADATA}"
+
+    def _codes(self) -> list[Code]:
+        return [self.before, *(code for stage in self.stages for code in (stage.row, stage.loop))]
 
     def _argument(self, way: str, i: int) -> None:
         self.before.lines.append(f"%p{way}{i} = getelementptr ptr, ptr %{way}, i64 {i}")
@@ -181,12 +253,13 @@ class _Writer:
 
     def _place_rows(self) -> None:
         """Compute the row's coordinate along each axis except the innermost."""
+        row = self.stages[0].row
         self.inner = self._size(self.axes[-1])
         left, found = "%row", []
         for extent in reversed(self.axes[1:-1]):
             size = self._size(extent)
-            found.append(self.row.new(f"urem i64 {left}, {size}"))
-            left = self.row.new(f"udiv i64 {left}, {size}")
+            found.append(row.new(f"urem i64 {left}, {size}"))
+            left = row.new(f"udiv i64 {left}, {size}")
         self.coordinates = [left, *reversed(found)]
 
     def _offset(self, strides: Strides) -> str:
@@ -194,11 +267,11 @@ class _Writer:
         if strides == self.full:
             return "%base"
         if strides not in self.offsets:
-            total = "0"
+            row, total = self.stages[0].row, "0"
             for coordinate, stride in zip(self.coordinates, strides[:-1], strict=True):
                 if stride:
-                    step = self.row.new(f"mul i64 {coordinate}, {self._size(stride)}")
-                    total = self.row.new(f"add i64 {total}, {step}")
+                    step = row.new(f"mul i64 {coordinate}, {self._size(stride)}")
+                    total = row.new(f"add i64 {total}, {step}")
             self.offsets[strides] = total
         return self.offsets[strides]
 
@@ -210,50 +283,94 @@ class _Writer:
             return self.once
         return spaces.strides(read.shape, member.shape, self.axes)
 
-    def _value(self, name: str, strides: Strides) -> str:
+    def _reduce(self, member: Member, stage: int) -> None:
+        """Compute a reduction after the loop of a stage."""
+        (read,) = member.inputs
+        if read.name in self.input:
+            start = self.stages[0].row.new(f"getelementptr float, ptr %in{self.input[read.name][0]}, i64 %base")
+        else:
+            start = self._keep(read.name, self._value(read.name, self.full, stage), stage)
+        call = f"call float @{rows.REDUCTIONS[member.call.op]}(ptr {start}, i64 {self.inner})"
+        self.found[member.made, spaces.of_rows(self.axes)] = self.stages[stage + 1].row.new(call)
+
+    def _keep(self, name: str, value: str, stage: int) -> str:
+        """Keep a row's values, computed in a stage, on the stack; return the array."""
+        if name not in self.kept:
+            dtype = self.maker[name].call.made
+            kind = KINDS[dtype]
+            self.kept[name] = self.before.new(f"alloca {kind.memory}, i64 {self.inner}, align 64")
+            self.stages[stage].loop.store(value, self.kept[name], "%column", dtype, _IN_LOOP)
+        return self.kept[name]
+
+    def _value(self, name: str, strides: Strides, stage: int) -> str:
         """Return the register of a value, computed in the outermost code in which it is invariant."""
-        if (name, strides) in self.found:
-            return self.found[name, strides]
-        code = self.loop if strides[-1] or strides == self.full else self.row if any(strides) else self.before
+        if not strides[-1] and strides != self.full:
+            return self._outside_loop(name, strides)
+        if (name, strides, stage) in self.in_loop:
+            return self.in_loop[name, strides, stage]
+        code = self.stages[stage].loop
         if name in self.maker:
             member = self.maker[name]
-            arguments = [
-                self._value(read.name, self._strides(read, member, strides)) if read else "" for read in member.reads
-            ]
-            made = OPS[member.call.op].emit(code, KINDS[member.call.dtype].register, arguments, member.call)
-            made = code.rounded(made, member.call.made)
+            earlier = [i for i in range(stage) if (name, strides, i) in self.in_loop]
+            if earlier and strides == self.full and not self._is_cheap(member):
+                array = self._keep(name, self.in_loop[name, strides, earlier[0]], earlier[0])
+                made = code.loaded(array, "%column", member.call.made, _IN_LOOP)
+            else:
+                made = self._computed(code, member, strides, stage)
         else:
             i, dtype = self.input[name]
-            if code is self.before:
-                index, note = "0", ""
-            elif code is self.row:
-                index, note = self._offset(strides), ""
-            elif strides == self.full:
-                index, note = "%index", _IN_LOOP
-            else:
-                index, note = code.new(f"add i64 {self._offset(strides)}, %column"), _IN_LOOP
-            made = code.loaded(f"%in{i}", index, dtype, note)
+            index = "%index" if strides == self.full else code.new(f"add i64 {self._offset(strides)}, %column")
+            made = code.loaded(f"%in{i}", index, dtype, _IN_LOOP)
+        self.in_loop[name, strides, stage] = made
+        return made
+
+    def _is_cheap(self, member: Member) -> bool:
+        """Whether it costs no more to compute a member again than to keep it."""
+        varying = [read for read in member.inputs if read.size == member.size and read.name not in self.input]
+        return OPS[member.call.op].exact and not varying
+
+    def _outside_loop(self, name: str, strides: Strides) -> str:
+        """Return the register of a value that is the same for all elements of a row."""
+        if (name, strides) in self.found:
+            return self.found[name, strides]
+        stage = self.ready.get(name, 0)
+        code = self.stages[stage].row if any(strides) else self.before
+        if name in self.maker:
+            made = self._computed(code, self.maker[name], strides, stage)
+        else:
+            i, dtype = self.input[name]
+            made = code.loaded(f"%in{i}", self._offset(strides) if any(strides) else "0", dtype, "")
         self.found[name, strides] = made
         return made
 
+    def _computed(self, code: Code, member: Member, strides: Strides, stage: int) -> str:
+        arguments = [
+            self._value(read.name, self._strides(read, member, strides), stage) if read else ""
+            for read in member.reads
+        ]  # fmt: skip
+        made = OPS[member.call.op].emit(code, KINDS[member.call.dtype].register, arguments, member.call)
+        return code.rounded(made, member.call.made)
+
     def _in_one_loop(self) -> str:
-        return f"""define void @kernel(ptr %in, ptr %out, ptr %sizes, i64 %begin, i64 %end) #0 {{
+        return f"""define i32 @kernel(ptr %in, ptr %out, ptr %sizes, i64 %begin, i64 %end) #0 {{
 start:
   {_lines(self.before)}
   br label %element
 element:
   %index = phi i64 [ %begin, %start ], [ %next, %element ]
-  {_lines(self.loop)}
+  {_lines(self.stages[0].loop)}
   %next = add nuw nsw i64 %index, 1
   %more = icmp slt i64 %next, %end
   br i1 %more, label %element, label %done, !llvm.loop !1
 done:
-  ret void
+  ret i32 0
 }}
 """
 
     def _in_rows(self) -> str:
-        return f"""define void @kernel(ptr %in, ptr %out, ptr %sizes, i64 %begin, i64 %end) #0 {{
+        if self.by_rows:
+            return self._in_whole_rows()
+        return f"""define i32 @kernel(ptr %in, ptr %out, ptr %sizes, i64 %begin, i64 %end) #0 {{
 start:
   {_lines(self.before)}
   %first = udiv i64 %begin, {self.inner}
@@ -267,12 +384,12 @@ next_row:
   %left = sub i64 %end, %base
   %short = icmp slt i64 %left, {self.inner}
   %to = select i1 %short, i64 %left, i64 {self.inner}
-  {_lines(self.row)}
+  {_lines(self.stages[0].row)}
   br label %element
 element:
   %column = phi i64 [ %from, %next_row ], [ %next, %element ]
   %index = add nuw nsw i64 %base, %column
-  {_lines(self.loop)}
+  {_lines(self.stages[0].loop)}
   %next = add nuw nsw i64 %column, 1
   %more = icmp slt i64 %next, %to
   br i1 %more, label %element, label %row_done, !llvm.loop !1
@@ -282,7 +399,42 @@ row_done:
   %again = icmp slt i64 %reached, %end
   br i1 %again, label %next_row, label %done
 done:
-  ret void
+  ret i32 0
+}}
+"""
+
+    def _in_whole_rows(self) -> str:
+        parts = []
+        for i, stage in enumerate(self.stages):
+            loop = f"""
+  br label %start{i}
+start{i}:
+  br label %element{i}
+element{i}:
+  %column{i} = phi i64 [ 0, %start{i} ], [ %next{i}, %element{i} ]
+  %index{i} = add nuw nsw i64 %base, %column{i}
+  {_lines(stage.loop).replace("%column", f"%column{i}").replace("%index", f"%index{i}")}
+  %next{i} = add nuw nsw i64 %column{i}, 1
+  %more{i} = icmp slt i64 %next{i}, {self.inner}
+  br i1 %more{i}, label %element{i}, label %done{i}, !llvm.loop !5
+done{i}:"""
+            parts.append(f"{_lines(stage.row)}{loop if stage.loop.lines else ''}")
+        body = "\n  ".join(parts)
+        return f"""define i32 @kernel(ptr %in, ptr %out, ptr %sizes, i64 %begin, i64 %end) #0 {{
+start:
+  {_lines(self.before)}
+  br label %next_row
+next_row:
+  %row = phi i64 [ %begin, %start ], [ %after, %row_done ]
+  %base = mul i64 %row, {self.inner}
+  {body}
+  br label %row_done
+row_done:
+  %after = add i64 %row, 1
+  %again = icmp slt i64 %after, %end
+  br i1 %again, label %next_row, label %done
+done:
+  ret i32 0
 }}
 """
 

@@ -22,17 +22,20 @@ from onnx_remat.ir.shapes import Tensor
 
 @dataclass(frozen=True, slots=True)
 class LibraryNode:
-    """A node that calls a library.
+    """A node that calls a library, or adds rows.
 
     Attributes
     ----------
     node : onnx.NodeProto
     members : tuple of int
         Places of the nodes that it replaces.
+    plain : frozenset of int
+        Input slots that its output may overwrite.
     """
 
     node: onnx.NodeProto
     members: tuple[int, ...]
+    plain: frozenset[int] = frozenset()
     captured: tuple[str, ...] = ()
 
     @property
@@ -46,7 +49,7 @@ class LibraryNode:
 
 @dataclass(frozen=True, slots=True)
 class Replaced:
-    """A step with nodes that call libraries.
+    """A step with such nodes.
 
     Attributes
     ----------
@@ -90,10 +93,13 @@ def _with(schedule: Schedule, found: Sequence[Found], secret: int) -> Replaced:
     scratch: dict[str, Tensor] = {}
 
     def add(
-        place: int, kernel: Kernel, name: str, reads: Sequence[str], makes: Sequence[str], members: tuple[int, ...]
-    ) -> None:
-        node = onnx.helper.make_node(OP, reads, makes, name, domain=DOMAIN, secret=secret, handle=len(kernels))
-        new.setdefault(place, []).append(LibraryNode(node, members))
+        place: int, kernel: Kernel, kind: str, reads: Sequence[str], makes: Sequence[str], members: tuple[int, ...],
+        *plain: int,
+    ) -> None:  # fmt: skip
+        handle = len(kernels)
+        name = f"kernel {handle}: {kind}"
+        node = onnx.helper.make_node(OP, reads, makes, name, domain=DOMAIN, secret=secret, handle=handle)
+        new.setdefault(place, []).append(LibraryNode(node, members, frozenset(plain)))
         kernels.append(kernel)
 
     for each in found:
@@ -101,13 +107,13 @@ def _with(schedule: Schedule, found: Sequence[Found], secret: int) -> Replaced:
         dtype, shape = kernel.outputs[1]
         name = f"{each.makes}/scratch"
         scratch[name] = Tensor(dtype, shape, 4 * prod(shape), shape)
-        add(each.place, kernel, f"convolution: {each.convolution.kind}", each.reads, (each.makes, name), each.members)
+        add(each.place, kernel, f"convolution, {each.convolution.kind}", each.reads, (each.makes, name), each.members)
     gone = {place for each in found for place in each.members}
     for i, step in enumerate(schedule.steps):
         product = products.product_of(step.node, schedule.tensors) if schedule.products and i not in gone else None
         if product is not None:
             reads = [name for name in step.node.input if name]
-            kind = f"product: {step.node.op_type}"
+            kind = f"product, {step.node.op_type}"
             add(i, products.kernel_of(product), kind, reads, step.node.output, (i,))
             gone.add(i)
     steps: list[Runs] = []
@@ -120,7 +126,10 @@ def _with(schedule: Schedule, found: Sequence[Found], secret: int) -> Replaced:
         places += [-1] * len(new.get(i, []))
 
     def overwrites(at: int, made: str, old: str) -> bool:
-        return places[at] >= 0 and schedule.overwrites(places[at], made, old)
+        step = steps[at]
+        if isinstance(step, LibraryNode):
+            return any(step.node.input[slot] == old for slot in step.plain)
+        return schedule.overwrites(places[at], made, old)
 
     def workspace(at: Sequence[int]) -> int:
         return schedule.workspace([places[i] for i in at if places[i] >= 0])

@@ -85,7 +85,7 @@ def fuse(schedule: Schedule, secret: int) -> Fusion:
         elif i not in inside and not (step.writes and step.writes[0] in views):
             view(step.reads)
             if isinstance(step, LibraryNode):
-                order.append(FusedNode(step.node, step.members, frozenset()))
+                order.append(FusedNode(step.node, step.members, step.plain))
             else:
                 order.append(places[i])
     return Fusion(tuple(order), tuple(kernels), with_libraries.scratch)
@@ -93,7 +93,7 @@ def fuse(schedule: Schedule, secret: int) -> Fusion:
 
 def _node(group: Group, members: tuple[int, ...], handle: int, secret: int) -> FusedNode:
     ops = list(dict.fromkeys(member.call.op for member in group.members))
-    name = f"{len(group.members)} fused: {', '.join(ops[:6])}{', ...' if len(ops) > 6 else ''}"
+    name = f"kernel {handle} of {len(group.members)}: {', '.join(ops[:6])}{', ...' if len(ops) > 6 else ''}"
     node = onnx.helper.make_node(
         OP, group.reads, group.makes, name, domain=DOMAIN, secret=secret, handle=handle
     )  # fmt: skip

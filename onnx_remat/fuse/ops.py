@@ -1,12 +1,13 @@
-"""Table of the operators that kernels compute: their types and instructions.
+"""Table of the elementwise operators that kernels compute: their types and instructions.
 
-Each gives ONNX Runtime's results to the bit, also for NaNs, infinities, denormal numbers and signed zeros; comments at
-an entry explain a deviation from the obvious instruction. ``tests/fuse/test_ops.py`` compares every entry with ONNX
-Runtime.
+Each exact one gives ONNX Runtime's results to the bit, also for NaNs, infinities, denormal numbers and signed zeros;
+comments at an entry explain a deviation from the obvious instruction. The others call one of `functions`; their results
+are within rounding. ``tests/fuse/test_ops.py`` compares every entry with ONNX Runtime.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
@@ -15,6 +16,7 @@ import numpy as np
 import onnx
 
 from onnx_remat.fuse.code import BFLOAT, BOOL, DOUBLE, FLOAT, HALF, INT, KINDS, LONG, Code, literal
+from onnx_remat.fuse.rows import ROWS
 
 FLOATS: Final = frozenset({FLOAT, DOUBLE, HALF, BFLOAT})
 NUMBERS: Final = FLOATS | {INT, LONG}
@@ -66,6 +68,11 @@ class Op:
         Supported attributes; a node with any other one is not fused.
     logical : bool
         Whether its result is boolean for all types.
+    exact : bool
+        Whether its results are ONNX Runtime's to the bit. Of any other op every node becomes a kernel, also a single
+        one: so a value has the same bits wherever it is computed.
+    domains : frozenset of str
+        Domains of the operator.
     """
 
     types: frozenset[int]
@@ -74,6 +81,8 @@ class Op:
     data: int = 0
     attributes: frozenset[str] = frozenset()
     logical: bool = False
+    exact: bool = True
+    domains: frozenset[str] = frozenset({"", "ai.onnx"})
 
 
 def _is_float(register: str) -> bool:
@@ -246,6 +255,45 @@ def _cast(code: Code, kind: str, a: list[str], call: Call) -> str:
     return code.new(f"{ {'i1': 'zext', 'i64': 'trunc', 'i32': 'sext'}[kind] } {kind} {a[0]} to {to}")
 
 
+def _function(name: str) -> Emit:
+    def emit(code: Code, kind: str, a: list[str], _: Call) -> str:
+        return code.new(f"call {kind} @{name}({kind} {a[0]})")
+
+    return emit
+
+
+def _gelu(code: Code, kind: str, a: list[str], call: Call) -> str:
+    """Compile Gelu: x (1 + erf(x / sqrt 2)) / 2, or with tanh for erf, see the standard's formula."""
+    if call.attributes.get("approximate"):
+        square = code.new(f"fmul {kind} {a[0]}, {a[0]}")
+        slope = code.new(f"fmul {kind} {square}, {literal(0.044715, kind)}")
+        slope = code.new(f"fadd {kind} {slope}, 1.0")
+        scaled = code.new(f"fmul {kind} {a[0]}, {literal((2 / math.pi) ** 0.5, kind)}")
+        scaled = code.new(f"fmul {kind} {scaled}, {slope}")
+        share = code.new(f"call {kind} @tanh({kind} {scaled})")
+    else:
+        scaled = code.new(f"fmul {kind} {a[0]}, {literal(0.5**0.5, kind)}")
+        share = code.new(f"call {kind} @erf({kind} {scaled})")
+    grown = code.new(f"fadd {kind} {share}, 1.0")
+    half = code.new(f"fmul {kind} {a[0]}, 0.5")
+    return code.new(f"fmul {kind} {half}, {grown}")
+
+
+def _quick_gelu(code: Code, kind: str, a: list[str], call: Call) -> str:
+    """Compile QuickGelu: x times the logistic function of alpha x."""
+    scaled = code.new(f"fmul {kind} {a[0]}, {literal(call.attributes.get('alpha', 1.702), kind)}")
+    grown = code.new(f"call {kind} @sigmoid({kind} {scaled})")
+    return code.new(f"fmul {kind} {a[0]}, {grown}")
+
+
+_STANDARD: Final = frozenset({"", "ai.onnx"})
+
+
+def _inexact(emit: Emit, attribute: str = "", domains: frozenset[str] = _STANDARD) -> Op:
+    attributes = frozenset({attribute} if attribute else ())
+    return Op(frozenset({FLOAT}), emit, attributes=attributes, exact=False, domains=domains)
+
+
 _SEVERAL: Final = (1, 16)
 
 OPS: Final[Mapping[str, Op]] = {
@@ -257,7 +305,10 @@ OPS: Final[Mapping[str, Op]] = {
     "Clip": Op(frozenset({FLOAT, DOUBLE, INT, LONG}), _clip, (1, 3)),
     "Div": Op(FLOATS, _binary("fdiv", ""), (2, 2)),  # not integers: division by zero would end the process
     "Equal": Op(NUMBERS | LOGIC, _compare("eq"), (2, 2), logical=True),
+    "Erf": _inexact(_function("erf")),
+    "Exp": _inexact(_function("exp")),
     "Floor": Op(FLOATS, _intrinsic("floor")),
+    "Gelu": _inexact(_gelu, "approximate", _STANDARD | {"com.microsoft"}),
     "Greater": Op(NUMBERS, _compare("gt"), (2, 2), logical=True),
     "GreaterOrEqual": Op(NUMBERS, _compare("ge"), (2, 2), logical=True),
     "Identity": Op(NUMBERS | LOGIC, _identity),
@@ -265,6 +316,7 @@ OPS: Final[Mapping[str, Op]] = {
     "LeakyRelu": Op(frozenset({FLOAT}), _leaky_relu, attributes=frozenset({"alpha"})),
     "Less": Op(NUMBERS, _compare("lt"), (2, 2), logical=True),
     "LessOrEqual": Op(NUMBERS, _compare("le"), (2, 2), logical=True),
+    "Log": _inexact(_function("log")),
     "Max": Op(NUMBERS, _extreme("gt"), (2, 2)),
     "Min": Op(NUMBERS, _extreme("lt"), (2, 2)),
     "Mul": Op(NUMBERS, _binary("fmul", "mul"), (2, 2)),
@@ -272,13 +324,16 @@ OPS: Final[Mapping[str, Op]] = {
     "Not": Op(LOGIC, _not),
     "Or": Op(LOGIC, _logic("or"), (2, 2)),
     "Pow": Op(frozenset({FLOAT, DOUBLE}), _power, (2, 2)),  # by a constant 2 or 3
+    "QuickGelu": _inexact(_quick_gelu, "alpha", frozenset({"com.microsoft"})),
     "Reciprocal": Op(FLOATS, _reciprocal),
     "Relu": Op(FLOATS | {INT}, _relu),
     "Round": Op(FLOATS, _intrinsic("roundeven")),
+    "Sigmoid": _inexact(_function("sigmoid")),
     "Sign": Op(NUMBERS, _sign),
     "Sqrt": Op(FLOATS, _intrinsic("sqrt")),
     "Sub": Op(NUMBERS, _binary("fsub", "sub"), (2, 2)),
     "Sum": Op(FLOATS, _sum, _SEVERAL),
+    "Tanh": _inexact(_function("tanh")),
     "Where": Op(NUMBERS, _where, (3, 3), data=1),
     "Xor": Op(LOGIC, _logic("xor"), (2, 2)),
 }
@@ -286,6 +341,17 @@ OPS: Final[Mapping[str, Op]] = {
 
 VIEWS: Final = frozenset({"Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze"})
 """Operators that return their first input in another shape."""
+
+
+def may_fuse(node: onnx.NodeProto) -> bool:
+    """Return whether a node may be part of a kernel, its types and shapes aside."""
+    op = OPS.get(node.op_type)
+    return node.domain in op.domains if op else node.op_type in ROWS and node.domain in _STANDARD
+
+
+def is_exact(node: onnx.NodeProto) -> bool:
+    """Return whether a kernel gives ONNX Runtime's bits for a node that may be part of it."""
+    return node.op_type in OPS and OPS[node.op_type].exact
 
 
 def call_of(
@@ -303,8 +369,8 @@ def call_of(
     constant : callable
         Returns the known number in a value, by its name.
     """
-    op = OPS.get(node.op_type) if not node.domain else None
-    if op is None or not op.inputs[0] <= len(types) <= op.inputs[1] or len(node.output) != 1:
+    op = OPS.get(node.op_type)
+    if op is None or not may_fuse(node) or not op.inputs[0] <= len(types) <= op.inputs[1] or len(node.output) != 1:
         return None
     if any(each.name not in op.attributes for each in node.attribute):
         return None
@@ -329,4 +395,7 @@ def call_of(
     if result != made:
         return None
     numbers = {each.name: each.f for each in node.attribute if each.type == onnx.AttributeProto.FLOAT}
+    for each in node.attribute:
+        if each.name == "approximate":
+            numbers[each.name] = float(each.s == b"tanh")
     return Call(node.op_type, numbers, dtype, made, exponent)

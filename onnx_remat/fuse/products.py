@@ -171,7 +171,7 @@ row.done:
   br i1 %i.more, label %row, label %call"""
     fill = filled if bias else "\n  br label %call"
     ta, tb = (_TRANSPOSED if transposed else _PLAIN for transposed in (left, right))
-    return f"""define void @kernel(ptr %in, ptr %out, ptr %sizes, i64 %begin, i64 %end) #0 {{
+    return f"""define i32 @kernel(ptr %in, ptr %out, ptr %sizes, i64 %begin, i64 %end) #0 {{
 entry:
   %a.all = load ptr, ptr %in
   %p.b = getelementptr ptr, ptr %in, i64 1
@@ -191,7 +191,7 @@ begun:
 call:
   call void %function(i32 {_ROW_MAJOR}, i32 {ta}, i32 {tb}, i64 %m, i64 %n, i64 %terms, float 1.0, ptr %a, i64 %lda,
                       ptr %b, i64 %ldb, float {"1.0" if bias else "0.0"}, ptr %c, i64 %columns)
-  ret void
+  ret i32 0
 }}
 attributes #0 = {{ nounwind "no-builtins" }}
 !0 = distinct !{{}}

@@ -29,7 +29,7 @@ enum { API_VERSION = 18, MOST = 64, MOST_RANK = 16, VARIADIC = 2, ATTRIBUTE_INT 
 
 typedef struct Status Status; /* NULL: all went well */
 typedef void (*Function)(void);
-typedef void (*Body)(void **inputs, void **outputs, const int64_t *sizes, int64_t begin, int64_t end);
+typedef int (*Body)(void **inputs, void **outputs, const int64_t *sizes, int64_t begin, int64_t end);
 
 typedef struct Table Table;
 typedef struct {
@@ -149,7 +149,7 @@ int fused_add(int64_t secret, size_t handle, const int64_t *numbers, size_t coun
         int64_t elements = 1;
         for (int64_t d = 0; good && d < numbers[at + 1]; d++)
             if ((good = at + 2 + (size_t)d < count)) elements *= numbers[at + 2 + (size_t)d];
-        if ((good = good && (calls || elements == numbers[1]))) at += 2 + (size_t)numbers[at + 1];
+        if ((good = good && (calls || elements % numbers[1] == 0))) at += 2 + (size_t)numbers[at + 1];
     }
     good = good && (calls ? numbers[4] == 2 && at + convolution_sizes == count : at <= count);
     if (good) {
@@ -213,13 +213,11 @@ static void destroy(void *data) {
 static void part(void *data, size_t index) {
     Job *job = data;
     const Kernel *kernel = job->kernel;
-    if (!kernel->body) {
-        int failed = convolution_part(job->inputs, job->outputs, kernel->sizes, (int64_t)index);
-        if (failed) atomic_store(&job->failed, failed);
-        return;
-    }
     int64_t begin = (int64_t)index * kernel->grain, end = begin + kernel->grain;
-    kernel->body(job->inputs, job->outputs, kernel->sizes, begin, end < kernel->size ? end : kernel->size);
+    if (end > kernel->size) end = kernel->size;
+    int failed = kernel->body ? kernel->body(job->inputs, job->outputs, kernel->sizes, begin, end)
+                              : convolution_part(job->inputs, job->outputs, kernel->sizes, (int64_t)index);
+    if (failed) atomic_store(&job->failed, failed);
 }
 
 static Status *check(const void *value, const int64_t *wanted) {
@@ -260,7 +258,9 @@ static Status *compute(void *data, void *context) {
     if (!failed && parts == 1) part(&job, 0);
     if (!failed) failed = atomic_load(&job.failed);
     if (!failed && !kernel->body) failed = convolution_after(inputs, outputs, kernel->sizes);
-    return failed ? failure(FAIL, "oneDNN fails to compute a convolution of an onnx_remat::Fused node") : NULL;
+    if (!failed) return NULL;
+    return failure(FAIL, kernel->body ? "an index is out of bounds in a ScatterElements of an onnx_remat::Fused node"
+                                      : "oneDNN fails to compute a convolution of an onnx_remat::Fused node");
 }
 
 static Status *read(const void *context, const char *name, int64_t *number) {

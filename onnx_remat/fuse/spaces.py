@@ -85,3 +85,8 @@ def strides(shape: Shape, out: Shape, extents: Sequence[int]) -> Strides:
 def full(extents: Sequence[int]) -> Strides:
     """Return the strides of a value that has all elements."""
     return tuple(prod(extents[i + 1 :]) for i in range(len(extents)))
+
+
+def of_rows(extents: Sequence[int]) -> Strides:
+    """Return the strides of a value that has one element for each row, the innermost axis."""
+    return (*full(extents[:-1]), 0)

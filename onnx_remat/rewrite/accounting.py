@@ -14,7 +14,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from onnx_remat.fuse.ops import OPS, VIEWS
+from onnx_remat.fuse.ops import VIEWS, is_exact, may_fuse
 from onnx_remat.ir.graph import Graph
 from onnx_remat.memory import buffers
 from onnx_remat.memory.problem import Flags, Floats, Problem
@@ -28,7 +28,7 @@ from onnx_remat.ort.renewed import with_donations, with_slab_donations
 from onnx_remat.plan import bounds
 from onnx_remat.rewrite.notes import fusing
 from onnx_remat.session.bookkeeping import BYTES_PER_NODE
-from onnx_remat.session.fusing import convolved
+from onnx_remat.session.fusing import replaceable
 from onnx_remat.session.fusing import why_not as why_not_fused
 from onnx_remat.session.plan_session import workspace
 from onnx_remat.session.prediction import Footprint, predict
@@ -300,8 +300,8 @@ def smallest_budget(peak: int, bookkeeping: int = 0) -> int:
     return int(peak / (1 - MARGIN)) + 2 + bookkeeping
 
 
-LEAST_SHARE = 0.05
-"""Least share of an elementwise node's time within a kernel, where nothing it reads or writes is in memory."""
+LEAST_SHARE, LEAST_SHARE_OF_FUNCTION = 0.05, 0.3
+"""Least share of a node's time within a kernel, where nothing it reads or writes is in memory; of a node like Exp."""
 
 
 def fused_cost(problem: Problem, graph: Graph) -> Floats:
@@ -310,7 +310,7 @@ def fused_cost(problem: Problem, graph: Graph) -> Floats:
     The cost is the op's own time times the share of its bytes that still pass through memory: inputs from elementwise
     nodes do not, nor do results that only elementwise nodes read.
     """
-    life, cost, can = problem.lifetimes, problem.cost.copy(), _elementwise(graph)
+    life, cost, can = problem.lifetimes, problem.cost.copy(), _fusible(graph)
     for op in np.flatnonzero(can).tolist():
         moved = left = 0
         for value in dict.fromkeys(problem.inputs(op)):
@@ -322,7 +322,8 @@ def fused_cost(problem: Problem, graph: Graph) -> Floats:
             moved += int(problem.nbytes[value])
             left += int(problem.nbytes[value]) if problem.is_output[value] or not can[readers].all() else 0
         if moved:
-            cost[op] *= max(left / moved, LEAST_SHARE)
+            exact = is_exact(graph.ops[op].node)
+            cost[op] *= max(left / moved, LEAST_SHARE if exact else LEAST_SHARE_OF_FUNCTION)
     return cost
 
 
@@ -335,17 +336,17 @@ def outside_kernels(problem: Problem, compiled: Compiled) -> Problem:
     ran one after the other.
     """
     graph, workspace = compiled.graph, problem.workspace.copy()
-    several, single = convolved(compiled)
+    several, single = replaceable(compiled)
     workspace[list(single)] = 0
-    inside = _elementwise(graph) | _named(graph, VIEWS)
+    inside = _fusible(graph) | _named(graph, VIEWS)
     inside[list(several)] = True
     workspace[inside] = -int(problem.nbytes.sum())
     return replace(problem, workspace=workspace)
 
 
-def _elementwise(graph: Graph) -> Flags:
-    """Return which ops may be part of a fused kernel, their types aside."""
-    return _named(graph, OPS)
+def _fusible(graph: Graph) -> Flags:
+    """Return which ops may be part of a fused kernel, their types and shapes aside."""
+    return np.array([may_fuse(op.node) for op in graph.ops], np.bool_)
 
 
 def _named(graph: Graph, names: Collection[str]) -> Flags:

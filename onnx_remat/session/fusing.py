@@ -163,14 +163,12 @@ def fused(
     return Laid(again, replace(laid, not_donated=bound.not_donated), found.kernels, members, unserved)
 
 
-def convolved(compiled: Compiled) -> tuple[frozenset[int], frozenset[int]]:
-    """Return the ops in whose place oneDNN may compute a convolution: those of several nodes, and those of one."""
+def replaceable(compiled: Compiled) -> tuple[frozenset[int], frozenset[int]]:
+    """Return the ops of convolutions that kernels may compute: where they are several, and single."""
     from onnx_remat.fuse import convolutions, onednn
     from onnx_remat.fuse.groups import Schedule
     from onnx_remat.session.lean_graph import LeanNode
 
-    if onednn.why_not():
-        return frozenset(), frozenset()
     graph = compiled.graph
     known = numbers(graph.model.graph), vectors(graph.model.graph)
     schedule = Schedule(
@@ -178,10 +176,13 @@ def convolved(compiled: Compiled) -> tuple[frozenset[int], frozenset[int]]:
         outputs=frozenset(value.name for value in graph.model.graph.output), root={}, counted={}, renewed={},
         constants=known[0], integers=known[1], overwrites=lambda at, new, old: False,
     )  # fmt: skip
+    if onednn.why_not():
+        return frozenset(), frozenset()
+    groups = [each.members for each in convolutions.find(schedule)]
     several: set[int] = set()
     single: set[int] = set()
-    for found in convolutions.find(schedule):
-        (several if len(found.members) > 1 else single).update(graph.ops[at].index for at in found.members)
+    for members in groups:
+        (several if len(members) > 1 else single).update(graph.ops[at].index for at in members)
     return frozenset(several), frozenset(single)
 
 

@@ -259,16 +259,16 @@ def random_model(rng: np.random.Generator):
             else:
                 wide = [name for name, each in kinds.items() if each == (F, full)]
                 a = str(rng.choice(wide))
-                if draw < 0.93:
+                if draw < 0.93 or rank == 1:
                     nodes.append(node("Reshape", [a, "rows"], made + "f"))
                     nodes.append(node(str(rng.choice(UNARY)), [made + "f"], made + "n"))
                     nodes.append(node("Reshape", [made + "n", "back"], made))
                     kinds[made] = F, full
                 elif draw < 0.97:
-                    nodes.append(node("ReduceMax", [a], made, keepdims=1, axes=[len(full) - 1]))
-                    kinds[made] = F, (*full[:-1], 1)
+                    nodes.append(node("ReduceMax", [a], made, keepdims=1, axes=[0]))
+                    kinds[made] = F, (1, *full[1:])
                 else:
-                    nodes.append(node("Softmax", [a], made, axis=-1))
+                    nodes.append(node("Softmax", [a], made, axis=0))
                     kinds[made] = F, full
         except ValueError:  # shapes that do not go together
             kinds.pop(made, None)
@@ -317,7 +317,7 @@ def test_a_value_whose_memory_an_op_writes_is_left_alone():
     nodes = [
         node("Neg", ["x"], "a"),
         node("Abs", ["a"], "b"),
-        node("Softmax", ["a"], "s"),
+        node("Softmax", ["a"], "s", axis=0),
         node("Add", ["b", "s"], "y"),
     ]
     schedule = schedule_of(build(nodes, {"x": (4, 4)}, ["y"]))

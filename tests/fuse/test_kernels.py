@@ -9,11 +9,11 @@ from onnx_remat.fuse import kernels
 
 pytestmark = pytest.mark.skipif(bool(kernels.why_not()), reason="no fused kernels here")
 
-HEAD = "define void @kernel(ptr %in, ptr %out, ptr %sizes, i64 %begin, i64 %end) {\n"
+HEAD = "define i32 @kernel(ptr %in, ptr %out, ptr %sizes, i64 %begin, i64 %end) {\n"
 
 
 def text(number: int) -> str:
-    return f"{HEAD}  store i64 {number}, ptr %out\n  ret void\n}}\n"
+    return f"{HEAD}  store i64 {number}, ptr %out\n  ret i32 0\n}}\n"
 
 
 def test_code_is_found_on_the_disk(tmp_path, monkeypatch):
@@ -58,19 +58,19 @@ def test_a_folder_that_cannot_be_written_keeps_nothing(tmp_path):
 
 
 OUTSIDE = """declare float @expf(float)
-define void @kernel(ptr %in, ptr %out, ptr %sizes, i64 %begin, i64 %end) {
+define i32 @kernel(ptr %in, ptr %out, ptr %sizes, i64 %begin, i64 %end) {
   %a = load float, ptr %in
   %x = call float @expf(float %a)
   store float %x, ptr %out
-  ret void
+  ret i32 0
 }
 """
 VARIABLE = """@v = internal global i64 7
-define void @kernel(ptr %in, ptr %out, ptr %sizes, i64 %begin, i64 %end) {
+define i32 @kernel(ptr %in, ptr %out, ptr %sizes, i64 %begin, i64 %end) {
   %a = load volatile i64, ptr @v
   store i64 %a, ptr %out
   store volatile i64 %begin, ptr @v
-  ret void
+  ret i32 0
 }
 """
 

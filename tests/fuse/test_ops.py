@@ -1,4 +1,4 @@
-"""Every operator of the table against ONNX Runtime, over special values, types and broadcasts."""
+"""Every exact operator of the table against ONNX Runtime, over special values, types and broadcasts."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ CASES = [
     (op, dtype)
     for op, entry in OPS.items()
     for dtype in (FLOAT, DOUBLE, INT, LONG, BOOL)
-    if dtype in entry.types and op not in ("Cast", "Pow")
+    if dtype in entry.types and entry.exact and op not in ("Cast", "Pow")
 ]
 
 
@@ -123,7 +123,7 @@ HALVES = [
     (op, dtype)
     for op, entry in OPS.items()
     for dtype in (HALF, BFLOAT)
-    if dtype in entry.types and op not in ("Cast", "Identity", "Sum", "IsNaN", "Max", "Min")
+    if dtype in entry.types and entry.exact and op not in ("Cast", "Identity", "Sum", "IsNaN", "Max", "Min")
 ]
 
 

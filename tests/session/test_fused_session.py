@@ -29,8 +29,8 @@ def adam(rows: int = 48) -> onnx.ModelProto:
     node = helper.make_node
     nodes = [
         node("MatMul", ["input.0", "w"], ["h0"]), node("Add", ["h0", "b"], ["h1"]),
-        node("ReduceMean", ["h1"], ["mean"], axes=[1]), node("Sub", ["h1", "mean"], ["h2"]),
-        node("Mul", ["h2", "h2"], ["h3"]), node("ReduceMean", ["h3"], ["var"], axes=[1]),
+        node("ReduceMean", ["h1"], ["mean"], axes=[0]), node("Sub", ["h1", "mean"], ["h2"]),
+        node("Mul", ["h2", "h2"], ["h3"]), node("ReduceMean", ["h3"], ["var"], axes=[0]),
         node("Add", ["var", "eps"], ["var1"]), node("Sqrt", ["var1"], ["sd"]), node("Div", ["h2", "sd"], ["h4"]),
         node("Relu", ["h4"], ["h5"]), node("Greater", ["h4", "zero"], ["on"]), node("Cast", ["on"], ["mask"], to=1),
         node("ReduceMean", ["h5"], ["loss"], keepdims=0), node("Mul", ["mask", "rate"], ["g1"]),

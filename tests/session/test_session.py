@@ -1,4 +1,4 @@
-"""`Session`: the same bits as onnxruntime's own, out of one slab."""
+"""`Session`: the same results as onnxruntime's own, out of one slab; to the bit where nothing is fused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from onnx import TensorProto, helper
 
 import onnx_remat
 from onnx_remat import ModelError, Session, UsageError, rewrite_model
-from tests.support.graphs import feeds_for, mlp, model_of, run_model, same_bits
+from tests.support.graphs import feeds_for, mlp, model_of, run_model, same_at, same_bits, same_numbers
 
 pytest.importorskip("onnxruntime")
 
@@ -28,9 +28,9 @@ def outputs_of(model, feeds, level="all"):
     return dict(zip([v.name for v in model.graph.output], run_model(model, feeds, level, threads=0), strict=True))
 
 
-def assert_same(found, wanted):
+def assert_same(found, wanted, same=same_numbers):
     assert list(found) == list(wanted)
-    assert same_bits(found.values(), wanted.values())
+    assert same(found.values(), wanted.values())
 
 
 @pytest.mark.parametrize(("level", "fuse"), [("all", True), ("all", False), ("disable", True)])
@@ -46,7 +46,7 @@ def test_a_step_as_exported_gives_the_same_results(level, fuse):
                 for name, value in wanted.items():
                     np.testing.assert_allclose(found[name], value, rtol=1e-4, atol=1e-6, err_msg=name)
             else:
-                assert_same(found, wanted)
+                assert_same(found, wanted, same_bits)
         assert session.live_bytes <= session.slab_bytes
 
 
@@ -118,7 +118,7 @@ def test_odd_outputs(level):
     feeds = feeds_for(model)
     with Session(model, level=level) as session:
         for _ in range(2):
-            assert_same(session.run(feeds), outputs_of(model, feeds, level))
+            assert_same(session.run(feeds), outputs_of(model, feeds, level), same_at(level))
 
 
 def body(nodes, inputs, outputs):
@@ -278,7 +278,7 @@ def test_a_session_opened_by_path_is_picklable(tmp_path):
     feeds = feeds_for(model)
     with Session(tmp_path / "m.onnx", level="basic") as session:
         again = pickle.loads(pickle.dumps(session))
-        assert_same(again.run(feeds), session.run(feeds))
+        assert_same(again.run(feeds), session.run(feeds), same_bits)
         again.close()
     with Session(model) as session, pytest.raises(UsageError, match="opened from a path"):
         pickle.dumps(session)
@@ -343,7 +343,7 @@ def test_nothing_is_computed_from_sizes_that_are_known(level):
     feeds = {"x": np.arange(60, dtype=np.float32).reshape(5, 3, 4), "w": np.ones((3, 4), np.float32)}
     with Session(model, dims={"batch": 5}, level=level) as session:
         assert session.node_count <= 4  # Mul, Reshape, ReduceSum, Div
-        assert_same(session.run(feeds), outputs_of(model, feeds, level))
+        assert_same(session.run(feeds), outputs_of(model, feeds, level), same_at(level))
 
 
 def test_a_size_that_is_an_output_is_still_made():

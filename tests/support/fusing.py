@@ -70,7 +70,12 @@ def schedule_of(model: onnx.ModelProto) -> Schedule:
     constants = {
         w.name: float(numpy_helper.to_array(w).item()) for w in graph.initializer if np.prod(w.dims, dtype=int) == 1
     }
-    return Schedule(steps, tensors, outputs, root, counted, {}, constants, lambda *_: False)
+    integers = {
+        w.name: tuple(numpy_helper.to_array(w).tolist())
+        for w in graph.initializer
+        if w.data_type == TensorProto.INT64 and len(w.dims) == 1
+    }
+    return Schedule(steps, tensors, outputs, root, counted, {}, constants, lambda *_: False, integers)
 
 
 def fused(model: onnx.ModelProto, secret: int) -> tuple[onnx.ModelProto, Fusion]:

@@ -114,6 +114,22 @@ def session_of(model: onnx.ModelProto | Path, level: str = "disable", threads: i
     return ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
 
 
+def same_numbers(first, second) -> bool:
+    """Are two lists of outputs equal within the rounding of one function, such as that of a fused kernel?"""
+    return all(
+        a.dtype == b.dtype and a.shape == b.shape and (
+            np.allclose(a, b, rtol=2e-3 if a.dtype == np.float16 else 2e-5, atol=1e-6, equal_nan=True)
+            if a.dtype.kind == "f" else a.tobytes() == b.tobytes()
+        )
+        for a, b in zip(first, second, strict=True)
+    )  # fmt: skip
+
+
+def same_at(level: str):
+    """The comparison that holds at a level of optimisation: nothing is fused at "disable"."""
+    return same_bits if level == "disable" else same_numbers
+
+
 def same_bits(first, second) -> bool:
     """Are two lists of outputs equal to the last bit?"""
     return all(
