@@ -1,4 +1,4 @@
-"""Nodes that libraries compute faster than ONNX Runtime, replaced by kernels that call them.
+"""Nodes of which kernels of one kind each are faster: products and convolutions by libraries, and sums of rows.
 
 A kernel's scratch memory must not raise what a step takes: a convolution whose scratch memory, with all that is live
 where it runs, exceeds the step's peak and the scratch memory that ONNX Runtime no longer needs, stays as it is.
@@ -12,7 +12,7 @@ from math import prod
 
 import onnx
 
-from onnx_remat.fuse import convolutions, groups, products
+from onnx_remat.fuse import convolutions, groups, products, scatters
 from onnx_remat.fuse.convolutions import Found
 from onnx_remat.fuse.groups import Runs, Schedule
 from onnx_remat.fuse.ir import Kernel
@@ -109,6 +109,10 @@ def _with(schedule: Schedule, found: Sequence[Found], secret: int) -> Replaced:
         scratch[name] = Tensor(dtype, shape, 4 * prod(shape), shape)
         add(each.place, kernel, f"convolution, {each.convolution.kind}", each.reads, (each.makes, name), each.members)
     gone = {place for each in found for place in each.members}
+    for rows in scatters.find(schedule):
+        if gone.isdisjoint(rows.members):
+            add(rows.place, scatters.kernel_of(rows), "sum of rows", rows.reads, (rows.makes,), rows.members, 0)
+            gone.update(rows.members)
     for i, step in enumerate(schedule.steps):
         product = products.product_of(step.node, schedule.tensors) if schedule.products and i not in gone else None
         if product is not None:

@@ -164,8 +164,8 @@ def fused(
 
 
 def replaceable(compiled: Compiled) -> tuple[frozenset[int], frozenset[int]]:
-    """Return the ops of convolutions that kernels may compute: where they are several, and single."""
-    from onnx_remat.fuse import convolutions, onednn
+    """Return the ops of convolutions and sums of rows that kernels may compute: where they are several, and single."""
+    from onnx_remat.fuse import convolutions, onednn, scatters
     from onnx_remat.fuse.groups import Schedule
     from onnx_remat.session.lean_graph import LeanNode
 
@@ -176,9 +176,9 @@ def replaceable(compiled: Compiled) -> tuple[frozenset[int], frozenset[int]]:
         outputs=frozenset(value.name for value in graph.model.graph.output), root={}, counted={}, renewed={},
         constants=known[0], integers=known[1], overwrites=lambda at, new, old: False,
     )  # fmt: skip
-    if onednn.why_not():
-        return frozenset(), frozenset()
-    groups = [each.members for each in convolutions.find(schedule)]
+    groups = [each.members for each in scatters.find(schedule)]
+    if not onednn.why_not():
+        groups += [each.members for each in convolutions.find(schedule)]
     several: set[int] = set()
     single: set[int] = set()
     for members in groups:

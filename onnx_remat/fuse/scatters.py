@@ -1,0 +1,176 @@
+"""Sums of rows into the rows of a matrix: gradients of embeddings, as the converters write them.
+
+ONNX Runtime adds rows in order with ScatterElements only, which wants an index for every element: an Expand of each
+row's index, twice the bytes of the rows in int64. A kernel reads the indices as they are. Each thread adds all rows in
+some of the columns, in order: results are ScatterElements' to the bit.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from dataclasses import dataclass
+from math import prod
+
+import onnx
+
+from onnx_remat.fuse.code import FLOAT, LONG
+from onnx_remat.fuse.groups import Schedule, views
+from onnx_remat.fuse.ir import Kernel
+
+LEAST_COLUMNS = 8
+"""Least elements of a row: below, its index is no burden."""
+
+LEAST_ELEMENTS = 1 << 12
+"""Least elements to be added."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scatter:
+    """Nodes that add rows to the rows of a matrix.
+
+    Attributes
+    ----------
+    place : int
+        That of the ScatterElements, where the kernel runs.
+    members : tuple of int
+        Places of the nodes that it replaces.
+    reads : tuple of str
+        The matrix, the index of each row to be added, and these rows.
+    makes : str
+    rows, columns, added : int
+        Of the matrix; rows to be added.
+    """
+
+    place: int
+    members: tuple[int, ...]
+    reads: tuple[str, str, str]
+    makes: str
+    rows: int
+    columns: int
+    added: int
+
+
+def find(schedule: Schedule) -> list[Scatter]:
+    """Return the sums of rows in a step, by place."""
+    users: dict[str, list[int]] = defaultdict(list)
+    for i, step in enumerate(schedule.steps):
+        for name in dict.fromkeys(step.reads):
+            users[name].append(i)
+    maker = {name: i for i, step in enumerate(schedule.steps) for name in step.writes}
+    viewed = views(schedule)
+    found: list[Scatter] = []
+    for place, step in enumerate(schedule.steps):
+        node = step.node
+        expand = maker.get(node.input[1], -1) if _adds_rows(node) and len(node.input) == 3 else -1
+        if expand < 0 or users[node.input[1]] != [place] or node.input[1] in schedule.outputs:
+            continue
+        wide = schedule.steps[expand].node
+        if wide.op_type != "Expand" or wide.domain:
+            continue
+        names = (node.input[0], wide.input[0], node.input[2], node.output[0])
+        matrix, indices, rows, made = (schedule.tensors[name] for name in names)
+        if [each.dtype for each in (matrix, indices, rows, made)] != [FLOAT, LONG, FLOAT, FLOAT]:
+            continue
+        count, columns = rows.shape if len(rows.shape) == len(matrix.shape) == 2 else (0, 0)
+        if columns < LEAST_COLUMNS or count * columns < LEAST_ELEMENTS or matrix.shape[1:] != (columns,):
+            continue
+        if indices.shape != (count, 1) or not matrix.shape[0]:
+            continue
+        index = schedule.root.get(names[1], names[1]) if names[1] in viewed else names[1]
+        if prod(schedule.tensors[index].shape) == count:
+            reads = (names[0], index, names[2])
+            found.append(Scatter(place, (expand, place), reads, names[3], matrix.shape[0], columns, count))
+    return found
+
+
+def _adds_rows(node: onnx.NodeProto) -> bool:
+    if node.op_type != "ScatterElements" or node.domain:
+        return False
+    values = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
+    return values == {"axis": 0, "reduction": b"add"} or values == {"reduction": b"add"}
+
+
+def kernel_of(scatter: Scatter) -> Kernel:
+    """Return the kernel of a sum of rows: part of the columns in each thread."""
+    rows, columns, added = scatter.rows, scatter.columns, scatter.added
+    grain = max(LEAST_COLUMNS, -(-columns // (os.cpu_count() or 1)))
+    inputs = ((FLOAT, rows * columns), (LONG, added), (FLOAT, added * columns))
+    return Kernel(_TEXT, (rows, columns, added), columns, grain, inputs, ((FLOAT, (rows, columns)),))
+
+
+_TEXT = """define i32 @kernel(ptr %in, ptr %out, ptr %sizes, i64 %begin, i64 %end) #0 {
+start:
+  %matrix = load ptr, ptr %in
+  %p.index = getelementptr ptr, ptr %in, i64 1
+  %index = load ptr, ptr %p.index
+  %p.added = getelementptr ptr, ptr %in, i64 2
+  %added = load ptr, ptr %p.added
+  %made = load ptr, ptr %out
+  %rows = load i64, ptr %sizes
+  %p.columns = getelementptr i64, ptr %sizes, i64 1
+  %columns = load i64, ptr %p.columns
+  %p.count = getelementptr i64, ptr %sizes, i64 2
+  %count = load i64, ptr %p.count
+  %in.place = icmp eq ptr %matrix, %made
+  br i1 %in.place, label %add, label %copy
+copy:
+  %r = phi i64 [ 0, %start ], [ %r.next, %copied ]
+  %r.start = mul i64 %r, %columns
+  %from = getelementptr float, ptr %matrix, i64 %r.start
+  %to = getelementptr float, ptr %made, i64 %r.start
+  br label %copy.element
+copy.element:
+  %c = phi i64 [ %begin, %copy ], [ %c.next, %copy.element ]
+  %p.from = getelementptr float, ptr %from, i64 %c
+  %value = load float, ptr %p.from, !llvm.access.group !0
+  %p.to = getelementptr float, ptr %to, i64 %c
+  store float %value, ptr %p.to, !llvm.access.group !0
+  %c.next = add nuw nsw i64 %c, 1
+  %c.more = icmp slt i64 %c.next, %end
+  br i1 %c.more, label %copy.element, label %copied, !llvm.loop !1
+copied:
+  %r.next = add nuw nsw i64 %r, 1
+  %r.more = icmp slt i64 %r.next, %rows
+  br i1 %r.more, label %copy, label %add
+add:
+  %n = phi i64 [ 0, %start ], [ 0, %copied ], [ %n.next, %summed ]
+  %p.n = getelementptr i64, ptr %index, i64 %n
+  %given = load i64, ptr %p.n
+  %negative = icmp slt i64 %given, 0
+  %above = add i64 %given, %rows
+  %row = select i1 %negative, i64 %above, i64 %given
+  %inside = icmp ult i64 %row, %rows
+  br i1 %inside, label %sum, label %outside
+sum:
+  %row.start = mul i64 %row, %columns
+  %target = getelementptr float, ptr %made, i64 %row.start
+  %n.start = mul i64 %n, %columns
+  %more = getelementptr float, ptr %added, i64 %n.start
+  br label %element
+element:
+  %e = phi i64 [ %begin, %sum ], [ %e.next, %element ]
+  %p.old = getelementptr float, ptr %target, i64 %e
+  %old = load float, ptr %p.old, !llvm.access.group !0
+  %p.more = getelementptr float, ptr %more, i64 %e
+  %extra = load float, ptr %p.more, !llvm.access.group !0
+  %sum.value = fadd float %old, %extra
+  store float %sum.value, ptr %p.old, !llvm.access.group !0
+  %e.next = add nuw nsw i64 %e, 1
+  %e.more = icmp slt i64 %e.next, %end
+  br i1 %e.more, label %element, label %summed, !llvm.loop !1
+summed:
+  %n.next = add nuw nsw i64 %n, 1
+  %n.more = icmp slt i64 %n.next, %count
+  br i1 %n.more, label %add, label %done
+done:
+  ret i32 0
+outside:
+  ret i32 1
+}
+attributes #0 = { nounwind "no-builtins" }
+!0 = distinct !{}
+!1 = distinct !{!1, !2, !3}
+!2 = !{!"llvm.loop.parallel_accesses", !0}
+!3 = !{!"llvm.loop.vectorize.enable", i1 true}
+"""
