@@ -41,8 +41,8 @@ MOST_NODES = 96
 
 MOST_RANK = 16
 
-MOST_ROW_BYTES = 1 << 20
-"""Maximum bytes of the values of one row in a group: a kernel holds some of them on its stack."""
+MOST_REDUCTIONS = 8
+"""Maximum number of nodes of a group that work along rows: a kernel holds a chunk of what each reduces on its stack."""
 
 
 class Runs(Protocol):
@@ -246,9 +246,9 @@ def loops(members: Iterable[Member]) -> tuple[int, ...]:
 
 
 def _can_run_by_rows(members: Sequence[Member], columns: int, axes: tuple[int, ...]) -> bool:
-    """Whether rows are whole, short enough, and what is reduced from a row is read in that row only."""
+    """Whether rows are whole, and what is reduced from a row is read in that row only."""
     size = prod(axes)
-    if axes[-1] != columns or 8 * columns * len(members) > MOST_ROW_BYTES:
+    if axes[-1] != columns or sum(member.columns > 0 for member in members) > MOST_REDUCTIONS:
         return False
     reduced = {member.made for member in members if member.reduces}
     for member in members:  # in the step's order

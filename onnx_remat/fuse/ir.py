@@ -14,7 +14,8 @@ they come from `functions`.
 
 A group with nodes that work along rows (`rows`) is computed row by row, and `begin` and `end` count rows. A row has
 stages: a loop over its elements, whose results lie on the stack, then the reductions of these, then the next loop.
-Values that only a later stage needs are computed there. Outputs are written in the last stage.
+Values that only a later stage needs are computed there. Outputs are written in the last stage. Of a long row, each
+stage computes and reduces a chunk at a time, and later stages compute values again.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ PART_BYTES = 1 << 18
 
 LEAST_PART = 2048
 """Minimum elements of a thread's work item."""
+
+MOST_KEPT = 1 << 17
+"""Maximum bytes of a row's values: of a group with more, none is kept for a later stage."""
 
 DECLARATIONS = "".join(
     f"declare {kind} @llvm.{name}.{suffix}({kind}{more})\n"
@@ -169,10 +173,10 @@ _FIXED = ", !invariant.load !4"
 
 
 class _Stage:
-    """Code of one stage: what runs once per row before its loop, and the loop."""
+    """Code of one stage: what runs once per row before its loop, the loop, and what runs after each chunk of a row."""
 
     def __init__(self, numbering: list[int]) -> None:
-        self.row, self.loop = Code(numbering), Code(numbering)
+        self.row, self.loop, self.chunk = Code(numbering), Code(numbering), Code(numbering)
 
 
 class _Writer:
@@ -184,7 +188,8 @@ class _Writer:
     def __init__(self, group: Group, dtypes: Sequence[int]) -> None:
         self.group = group
         self.members = [part for member in group.members for part in _simple(member)]
-        self.by_rows = row_length(group.members) > 0
+        self.columns = row_length(group.members)
+        self.keeps = self.columns <= rows.CHUNK and 8 * self.columns * len(self.members) <= MOST_KEPT
         self.axes = loops(group.members)
         self.full = spaces.full(self.axes)
         self.once: Strides = (0,) * len(self.axes)
@@ -232,14 +237,12 @@ class _Writer:
                 self.stages[last].row.store(value, f"%out{i}", "%row", self.maker[name].call.made, "")
         lines = [line for code in self._codes() for line in code.lines]
         halves = any("_bfloat(" in line for line in lines)
-        called = [text for name, text in rows.TEXTS.items() if any(f"@{name}(" in line for line in lines)]
-        if rows.TEXTS["row_mean"] in called and rows.TEXTS["row_sum"] not in called:
-            called.append(rows.TEXTS["row_sum"])
+        called = [text for kind, text in rows.TEXTS.items() if any(f"@row_{kind}(" in line for line in lines)]
         used = f"{ROUND_BFLOAT if halves else ''}{functions.called(lines)}{''.join(called)}"
         return f"{DECLARATIONS}{used}{self._in_rows() if in_rows else self._in_one_loop()}{METADATA}"
 
     def _codes(self) -> list[Code]:
-        return [self.before, *(code for stage in self.stages for code in (stage.row, stage.loop))]
+        return [self.before, *(code for stage in self.stages for code in (stage.row, stage.loop, stage.chunk))]
 
     def _argument(self, way: str, i: int) -> None:
         self.before.lines.append(f"%p{way}{i} = getelementptr ptr, ptr %{way}, i64 {i}")
@@ -284,16 +287,33 @@ class _Writer:
         return spaces.strides(read.shape, member.shape, self.axes)
 
     def _reduce(self, member: Member, stage: int) -> None:
-        """Compute a reduction after the loop of a stage."""
+        """Compute a reduction after the loop of a stage, or of each chunk after its loop."""
         (read,) = member.inputs
-        if read.name in self.input:
-            start = self.stages[0].row.new(f"getelementptr float, ptr %in{self.input[read.name][0]}, i64 %base")
+        kind, after = rows.REDUCTIONS[member.call.op], self.stages[stage + 1].row
+        if self.columns <= rows.CHUNK:
+            if read.name in self.input:
+                start = self.stages[0].row.new(f"getelementptr float, ptr %in{self.input[read.name][0]}, i64 %base")
+            else:
+                start = self._array(read.name, self._value(read.name, self.full, stage), stage)
+            made = after.new(f"call float @row_{kind}(ptr {start}, i64 {self.inner})")
         else:
-            start = self._keep(read.name, self._value(read.name, self.full, stage), stage)
-        call = f"call float @{rows.REDUCTIONS[member.call.op]}(ptr {start}, i64 {self.inner})"
-        self.found[member.made, spaces.of_rows(self.axes)] = self.stages[stage + 1].row.new(call)
+            total = self.before.new("alloca float, align 4")
+            self.stages[stage].row.lines.append(f"store float {rows.STARTS[kind]}, ptr {total}")
+            array = self.before.new(f"alloca float, i64 {rows.CHUNK}, align 64")
+            value = self._value(read.name, self.full, stage)
+            self.stages[stage].loop.store(value, array, "%within", FLOAT, _IN_LOOP)
+            chunk = self.stages[stage].chunk
+            part = chunk.new(f"call float @row_{kind}(ptr {array}, i64 %count)")
+            before = chunk.new(f"load float, ptr {total}")
+            joined = chunk.new(f"call float @join_{kind}(float {before}, float {part})")
+            chunk.lines.append(f"store float {joined}, ptr {total}")
+            made = after.new(f"load float, ptr {total}")
+        if member.call.op == "ReduceMean":
+            count = after.new(f"sitofp i64 {self.inner} to float")
+            made = after.new(f"fdiv float {made}, {count}")
+        self.found[member.made, spaces.of_rows(self.axes)] = made
 
-    def _keep(self, name: str, value: str, stage: int) -> str:
+    def _array(self, name: str, value: str, stage: int) -> str:
         """Keep a row's values, computed in a stage, on the stack; return the array."""
         if name not in self.kept:
             dtype = self.maker[name].call.made
@@ -312,8 +332,8 @@ class _Writer:
         if name in self.maker:
             member = self.maker[name]
             earlier = [i for i in range(stage) if (name, strides, i) in self.in_loop]
-            if earlier and strides == self.full and not self._is_cheap(member):
-                array = self._keep(name, self.in_loop[name, strides, earlier[0]], earlier[0])
+            if earlier and strides == self.full and self.keeps and not self._is_cheap(member):
+                array = self._array(name, self.in_loop[name, strides, earlier[0]], earlier[0])
                 made = code.loaded(array, "%column", member.call.made, _IN_LOOP)
             else:
                 made = self._computed(code, member, strides, stage)
@@ -368,7 +388,7 @@ done:
 """
 
     def _in_rows(self) -> str:
-        if self.by_rows:
+        if self.columns:
             return self._in_whole_rows()
         return f"""define i32 @kernel(ptr %in, ptr %out, ptr %sizes, i64 %begin, i64 %end) #0 {{
 start:
@@ -404,22 +424,7 @@ done:
 """
 
     def _in_whole_rows(self) -> str:
-        parts = []
-        for i, stage in enumerate(self.stages):
-            loop = f"""
-  br label %start{i}
-start{i}:
-  br label %element{i}
-element{i}:
-  %column{i} = phi i64 [ 0, %start{i} ], [ %next{i}, %element{i} ]
-  %index{i} = add nuw nsw i64 %base, %column{i}
-  {_lines(stage.loop).replace("%column", f"%column{i}").replace("%index", f"%index{i}")}
-  %next{i} = add nuw nsw i64 %column{i}, 1
-  %more{i} = icmp slt i64 %next{i}, {self.inner}
-  br i1 %more{i}, label %element{i}, label %done{i}, !llvm.loop !5
-done{i}:"""
-            parts.append(f"{_lines(stage.row)}{loop if stage.loop.lines else ''}")
-        body = "\n  ".join(parts)
+        body = "\n  ".join(f"{_lines(stage.row)}{self._loop(stage, i)}" for i, stage in enumerate(self.stages))
         return f"""define i32 @kernel(ptr %in, ptr %out, ptr %sizes, i64 %begin, i64 %end) #0 {{
 start:
   {_lines(self.before)}
@@ -437,6 +442,48 @@ done:
   ret i32 0
 }}
 """
+
+    def _loop(self, stage: _Stage, i: int) -> str:
+        """Return the loop of a stage over a row, or over its chunks and their elements."""
+        if not stage.loop.lines:
+            return ""
+        names = ("column", "index", "within", "count")
+        loop, chunk = _lines(stage.loop), _lines(stage.chunk)
+        for name in names:
+            loop, chunk = (text.replace(f"%{name}", f"%{name}{i}") for text in (loop, chunk))
+        first, last, head, tail = "0", self.inner, "", ""
+        if stage.chunk.lines:
+            first, last = f"%first{i}", f"%last{i}"
+            head = f"""
+  br label %chunk{i}
+chunk{i}:
+  %first{i} = phi i64 [ 0, %start{i} ], [ %last{i}, %reduced{i} ]
+  %left{i} = sub i64 {self.inner}, %first{i}
+  %whole{i} = icmp sgt i64 %left{i}, {rows.CHUNK}
+  %count{i} = select i1 %whole{i}, i64 {rows.CHUNK}, i64 %left{i}
+  %last{i} = add nuw nsw i64 %first{i}, %count{i}"""
+            tail = f"""
+  {chunk}
+  br label %reduced{i}
+reduced{i}:
+  %further{i} = icmp slt i64 %last{i}, {self.inner}
+  br i1 %further{i}, label %chunk{i}, label %stage{i}
+stage{i}:"""
+        within = f"\n  %within{i} = sub nuw nsw i64 %column{i}, {first}" if stage.chunk.lines else ""
+        return f"""
+  br label %start{i}
+start{i}:{head}
+  br label %body{i}
+body{i}:
+  br label %element{i}
+element{i}:
+  %column{i} = phi i64 [ {first}, %body{i} ], [ %next{i}, %element{i} ]
+  %index{i} = add nuw nsw i64 %base, %column{i}{within}
+  {loop}
+  %next{i} = add nuw nsw i64 %column{i}, 1
+  %more{i} = icmp slt i64 %next{i}, {last}
+  br i1 %more{i}, label %element{i}, label %done{i}, !llvm.loop !5
+done{i}:{tail}"""
 
 
 def _lines(code: Code) -> str:

@@ -23,7 +23,7 @@ from onnx_remat.process.child import Child, Failed
 
 ALIGNMENT = 64
 
-NEEDED = ("avx2", "f16c")
+NEEDED = ("avx2", "f16c", "fma")
 """Required processor features: without them, LLVM calls library functions for some instructions."""
 
 _FORMAT = "1"

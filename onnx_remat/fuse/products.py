@@ -15,7 +15,7 @@ from math import prod
 import onnx
 
 from onnx_remat.fuse.code import FLOAT
-from onnx_remat.fuse.ir import Kernel
+from onnx_remat.fuse.ir import METADATA, Kernel
 from onnx_remat.ir.shapes import Tensor
 
 LEAST_WORK = 1 << 27
@@ -193,9 +193,4 @@ call:
                       ptr %b, i64 %ldb, float {"1.0" if bias else "0.0"}, ptr %c, i64 %columns)
   ret i32 0
 }}
-attributes #0 = {{ nounwind "no-builtins" }}
-!0 = distinct !{{}}
-!1 = distinct !{{!1, !2, !3}}
-!2 = !{{!"llvm.loop.parallel_accesses", !0}}
-!3 = !{{!"llvm.loop.vectorize.enable", i1 true}}
-"""
+{METADATA}"""

@@ -2,8 +2,8 @@
 
 A row is the run of elements over which such a node sums or finds a maximum. A kernel computes a group with such nodes
 row by row, in stages: `ir` says how. It states Softmax and LogSoftmax by simpler nodes, so that only three reductions
-have code of their own, `TEXTS`. Sums are taken in one fixed order, as 32 partial sums: they depend neither on the other
-nodes of a group nor on threads.
+have code of their own, `TEXTS`. Sums are taken in one fixed order, as 32 partial sums of each chunk of a row: they
+depend neither on the other nodes of a group nor on threads.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ LEAST_COLUMNS = 8
 LEAST_ROWS = 8
 """Least rows: a row is computed by one thread."""
 
-MOST_COLUMNS = 1 << 16
-"""Most elements of a row: some of a row's values lie on the stack."""
+CHUNK = 4096
+"""Elements of a row that are reduced at a time; in the cache, and on a thread's stack."""
 
-REDUCTIONS: Final[Mapping[str, str]] = {"ReduceSum": "row_sum", "ReduceMean": "row_mean", "ReduceMax": "row_max"}
-"""Operators that make one element of a row, with the function that computes it."""
+REDUCTIONS: Final[Mapping[str, str]] = {"ReduceSum": "sum", "ReduceMean": "sum", "ReduceMax": "max"}
+"""Operators that make one element of a row, with the kind of function that computes it; of a mean, the sum."""
 
 ROWS: Final = frozenset({*REDUCTIONS, "LogSoftmax", "Softmax"})
 """Operators that work along rows."""
@@ -68,11 +68,11 @@ def row_of(
         if axes != list(range(axes[0], rank)):
             return None
         columns = prod(shape[axes[0] :])
-    elif int(values.get("axis", -1)) % rank == rank - 1:
+    elif int(values.get("axis", -1 if rank == 2 else 0)) % rank == rank - 1:  # unstated: 1 up to opset 12, then -1
         columns = shape[-1]
     else:
         return None
-    if not LEAST_COLUMNS <= columns <= MOST_COLUMNS or prod(shape) < LEAST_ROWS * columns:
+    if columns < LEAST_COLUMNS or prod(shape) < LEAST_ROWS * columns:
         return None
     return Row(node.op_type, columns)
 
@@ -138,14 +138,6 @@ done:
 }
 """
 
-_MEAN = """define internal float @row_mean(ptr %x, i64 %n) alwaysinline nounwind {
-  %total = call float @row_sum(ptr %x, i64 %n)
-  %count = sitofp i64 %n to float
-  %mean = fdiv float %total, %count
-  ret float %mean
-}
-"""
-
 _MAX = """define internal float @row_max(ptr %x, i64 %n) alwaysinline nounwind {
 entry:
   %blocks = and i64 %n, -16
@@ -182,10 +174,7 @@ single:
   %s = phi float [ %m, %folded ], [ %s.next, %single ]
   %q = getelementptr float, ptr %x, i64 %j
   %y = load float, ptr %q, align 4
-  %above = fcmp ugt float %y, %s
-  %taken = select i1 %above, float %y, float %s
-  %odd = fcmp uno float %s, %s
-  %s.next = select i1 %odd, float %s, float %taken
+  %s.next = call float @join_max(float %s, float %y)
   %j.next = add nuw nsw i64 %j, 1
   %j.more = icmp slt i64 %j.next, %n
   br i1 %j.more, label %single, label %done
@@ -201,12 +190,30 @@ define internal <8 x float> @larger(<8 x float> %a, <8 x float> %b) alwaysinline
   ret <8 x float> %made
 }
 """
-_LOWEST = f"<{', '.join(['float 0xFFF0000000000000'] * 8)}>"
+_JOIN_SUM = """define internal float @join_sum(float %a, float %b) alwaysinline nounwind {
+  %made = fadd float %a, %b
+  ret float %made
+}
+"""
+
+_JOIN_MAX = """define internal float @join_max(float %a, float %b) alwaysinline nounwind {
+  %above = fcmp ugt float %b, %a
+  %taken = select i1 %above, float %b, float %a
+  %odd = fcmp uno float %a, %a
+  %made = select i1 %odd, float %a, float %taken
+  ret float %made
+}
+"""
+
+_LEAST = "0xFFF0000000000000"  # minus infinity
+_MAX = _MAX.replace("LOWEST", f"<{', '.join([f'float {_LEAST}'] * 8)}>")
 for _distance in (1, 2, 4):
     _lanes = ", ".join(f"i32 {lane ^ _distance}" for lane in range(8))
     _MAX = _MAX.replace(f"EXCHANGED_{_distance}", f"<{_lanes}>")
 
-TEXTS: Final[Mapping[str, str]] = {
-    "row_sum": _SUM, "row_mean": _MEAN, "row_max": _MAX.replace("LOWEST", _LOWEST)
-}  # fmt: skip
-"""LLVM text of the functions of `REDUCTIONS`: of a pointer to floats and their number. A maximum is NaN if one is."""
+TEXTS: Final[Mapping[str, str]] = {"sum": _SUM + _JOIN_SUM, "max": _MAX + _JOIN_MAX}
+"""LLVM text by kind: ``row_KIND`` reduces a chunk of floats, ``join_KIND`` two chunks' results. A maximum is NaN if one
+element is."""
+
+STARTS: Final[Mapping[str, str]] = {"sum": "0.0", "max": _LEAST}
+"""What a kind of reduction starts from."""

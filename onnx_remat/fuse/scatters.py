@@ -16,7 +16,7 @@ import onnx
 
 from onnx_remat.fuse.code import FLOAT, LONG
 from onnx_remat.fuse.groups import Schedule, views
-from onnx_remat.fuse.ir import Kernel
+from onnx_remat.fuse.ir import METADATA, Kernel
 
 LEAST_COLUMNS = 8
 """Least elements of a row: below, its index is no burden."""
@@ -58,7 +58,8 @@ def find(schedule: Schedule) -> list[Scatter]:
         for name in dict.fromkeys(step.reads):
             users[name].append(i)
     maker = {name: i for i, step in enumerate(schedule.steps) for name in step.writes}
-    viewed = views(schedule)
+    viewed, root = views(schedule), schedule.root
+    shared = {owner for name, owner in root.items() if name not in viewed}
     found: list[Scatter] = []
     for place, step in enumerate(schedule.steps):
         node = step.node
@@ -77,10 +78,14 @@ def find(schedule: Schedule) -> list[Scatter]:
             continue
         if indices.shape != (count, 1) or not matrix.shape[0]:
             continue
-        index = schedule.root.get(names[1], names[1]) if names[1] in viewed else names[1]
-        if prod(schedule.tensors[index].shape) == count:
-            reads = (names[0], index, names[2])
-            found.append(Scatter(place, (expand, place), reads, names[3], matrix.shape[0], columns, count))
+        if any((name in root and name not in viewed) or root.get(name, name) in shared for name in names):
+            continue  # an op writes into its memory
+        target, index, more = (root.get(name, name) for name in names[:3])
+        renewed = index in schedule.renewed.values()  # perhaps before the kernel reads it, later than the Expand did
+        if prod(schedule.tensors[index].shape) == count and not renewed:
+            found.append(
+                Scatter(place, (expand, place), (target, index, more), names[3], matrix.shape[0], columns, count)
+            )
     return found
 
 
@@ -99,7 +104,7 @@ def kernel_of(scatter: Scatter) -> Kernel:
     return Kernel(_TEXT, (rows, columns, added), columns, grain, inputs, ((FLOAT, (rows, columns)),))
 
 
-_TEXT = """define i32 @kernel(ptr %in, ptr %out, ptr %sizes, i64 %begin, i64 %end) #0 {
+_FUNCTION = """define i32 @kernel(ptr %in, ptr %out, ptr %sizes, i64 %begin, i64 %end) #0 {
 start:
   %matrix = load ptr, ptr %in
   %p.index = getelementptr ptr, ptr %in, i64 1
@@ -168,9 +173,6 @@ done:
 outside:
   ret i32 1
 }
-attributes #0 = { nounwind "no-builtins" }
-!0 = distinct !{}
-!1 = distinct !{!1, !2, !3}
-!2 = !{!"llvm.loop.parallel_accesses", !0}
-!3 = !{!"llvm.loop.vectorize.enable", i1 true}
 """
+
+_TEXT = _FUNCTION + METADATA

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from math import prod
 
 import numpy as np
@@ -10,7 +11,7 @@ import onnxruntime
 import pytest
 
 from onnx_remat.fuse import groups
-from onnx_remat.fuse.rows import LEAST_COLUMNS, LEAST_ROWS, MOST_COLUMNS
+from onnx_remat.fuse.rows import CHUNK, LEAST_COLUMNS, LEAST_ROWS
 from tests.fuse.test_groups import build, node
 from tests.support.fusing import bits, options, run, schedule_of, session, why_not
 
@@ -67,6 +68,16 @@ LEFT_ALONE = [
 @pytest.mark.parametrize(("op", "attributes", "shape"), LEFT_ALONE, ids=str)
 def test_what_is_left_to_onnx_runtime(op, attributes, shape):
     compared(build([node(op, ["x"], "y", **attributes)], {"x": shape}, ["y"]), kernels=0)
+
+
+@pytest.mark.parametrize("op", ["Softmax", "LogSoftmax"])
+@pytest.mark.parametrize("opset", [12, 17])
+def test_the_axis_that_is_not_stated_is_that_of_the_opset(op, opset):
+    """Up to opset 12 it is 1, and a row is all that follows."""
+    for shape, kernels in [((9, 12), 1), ((9, 10, 12), 0)]:
+        model = build([node(op, ["x"], "y")], {"x": shape}, ["y"])
+        model.opset_import[0].version = opset
+        compared(model, kernels=kernels)
 
 
 def test_rows_of_masked_scores():
@@ -138,12 +149,35 @@ def test_rows_of_two_lengths_are_two_kernels():
     compared(build(nodes, {"x": (16, 64)}, ["y"], {"to": np.array([32, 32])}), kernels=2)
 
 
-def test_long_rows():
-    """Their values must fit the stack."""
+@pytest.mark.parametrize("columns", [CHUNK, CHUNK + 1, 2 * CHUNK, 50_257])
+def test_long_rows(columns):
+    """A chunk at a time."""
     nodes = [node("Neg", ["x"], "a"), node("Softmax", ["a"], "b", axis=-1), node("Sub", ["a", "b"], "y")]
-    compared(build(nodes, {"x": (8, 30_000)}, ["y"]), threads=2)
-    compared(build(nodes, {"x": (8, 60_000)}, ["y"]), threads=2)
-    compared(build(nodes, {"x": (8, MOST_COLUMNS + 1)}, ["y"]), kernels=0)
+    assert len(compared(build(nodes, {"x": (8, columns)}, ["y"]), threads=2).order) == 1
+    nodes = [node("LogSoftmax", ["x"], "a", axis=-1), node("Exp", ["a"], "b"),
+             node("ReduceMean", ["b"], "m", axes=[-1]), node("Sub", ["b", "m"], "y"),
+             node("ReduceMax", ["y"], "z", axes=[-1])]  # fmt: skip
+    model = build(nodes, {"x": (9, columns)}, ["y", "z"])
+    made = compared(model)
+    assert len(made.order) == 1
+    feeds = feeds_of(model)
+    got = run(session(model)[0], feeds)
+    for name, array in alone(model, feeds).items():
+        np.testing.assert_array_equal(bits(got[name]), bits(array), name)
+
+
+def test_a_thread_of_small_stack_runs_long_rows():
+    nodes = [node("Softmax", [f"v{i}"], f"v{i + 1}", axis=-1) for i in range(4)]
+    model = build(nodes, {"v0": (9, 40_000)}, ["v4"])
+    opened, feeds, found = session(model)[0], feeds_of(model), []
+    before = threading.stack_size(1 << 18)
+    try:
+        thread = threading.Thread(target=lambda: found.append(run(opened, feeds)))
+        thread.start()
+        thread.join()
+    finally:
+        threading.stack_size(before)
+    assert np.isfinite(found[0]["v4"]).all()
 
 
 # ---- random graphs ----

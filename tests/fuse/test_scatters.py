@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import onnxruntime
 import pytest
@@ -74,3 +76,24 @@ def test_what_is_left_alone():
     read_twice.graph.node.append(helper.make_node("Cast", ["wide"], ["z"], to=1))
     read_twice.graph.output.append(helper.make_tensor_value_info("z", 1, (200, 64)))
     assert not scatters.find(schedule_of(read_twice))
+
+
+def test_rows_that_are_views_of_the_matrix_are_no_second_value():
+    """Else their matrix would be overwritten while they are read."""
+    nodes = [node("Reshape", ["index", "tall"], "i"), node("Expand", ["i", "shape"], "wide"),
+             node("Reshape", ["x", "shape"], "more"),
+             node("ScatterElements", ["x", "wide", "more"], "y", axis=0, reduction="add")]  # fmt: skip
+    weights = {"tall": np.array([200, 1]), "shape": np.array([200, 32])}
+    model = build(nodes, {"x": (200, 32), "index": (L, (200,))}, ["y"], weights)
+    model.opset_import[0].version = 18
+    (found,) = scatters.find(schedule_of(model))
+    assert found.reads == ("x", "index", "x")
+    given = feeds(200, 32, 200)
+    assert_same_bits(model, {name: given[name] for name in ("x", "index")})
+
+
+def test_indices_that_are_renewed_are_left_alone():
+    """Their new values may lie over the old ones before the rows are added."""
+    schedule = schedule_of(step(5, 64, 200))
+    assert scatters.find(schedule) and not scatters.find(replace(schedule, renewed={"next": "index"}))
+    assert not scatters.find(replace(schedule, root={**schedule.root, "alias": "x"}))
