@@ -2,7 +2,7 @@
 
 ONNX Runtime adds rows in order with ScatterElements only, which wants an index for every element: an Expand of each
 row's index, twice the bytes of the rows in int64. A kernel reads the indices as they are. Each thread adds all rows in
-some of the columns, in order: results are ScatterElements' to the bit.
+some of the columns, in order: results are ScatterElements' to the bit. It checks all indices before it writes.
 """
 
 from __future__ import annotations
@@ -117,10 +117,24 @@ start:
   %columns = load i64, ptr %p.columns
   %p.count = getelementptr i64, ptr %sizes, i64 2
   %count = load i64, ptr %p.count
+  br label %check
+check:
+  %k = phi i64 [ 0, %start ], [ %k.next, %valid ]
+  %p.k = getelementptr i64, ptr %index, i64 %k
+  %stated = load i64, ptr %p.k
+  %shifted = add i64 %stated, %rows
+  %limit = shl i64 %rows, 1
+  %inside = icmp ult i64 %shifted, %limit
+  br i1 %inside, label %valid, label %outside
+valid:
+  %k.next = add nuw nsw i64 %k, 1
+  %k.more = icmp slt i64 %k.next, %count
+  br i1 %k.more, label %check, label %checked
+checked:
   %in.place = icmp eq ptr %matrix, %made
   br i1 %in.place, label %add, label %copy
 copy:
-  %r = phi i64 [ 0, %start ], [ %r.next, %copied ]
+  %r = phi i64 [ 0, %checked ], [ %r.next, %copied ]
   %r.start = mul i64 %r, %columns
   %from = getelementptr float, ptr %matrix, i64 %r.start
   %to = getelementptr float, ptr %made, i64 %r.start
@@ -139,22 +153,19 @@ copied:
   %r.more = icmp slt i64 %r.next, %rows
   br i1 %r.more, label %copy, label %add
 add:
-  %n = phi i64 [ 0, %start ], [ 0, %copied ], [ %n.next, %summed ]
+  %n = phi i64 [ 0, %checked ], [ 0, %copied ], [ %n.next, %summed ]
   %p.n = getelementptr i64, ptr %index, i64 %n
   %given = load i64, ptr %p.n
   %negative = icmp slt i64 %given, 0
   %above = add i64 %given, %rows
   %row = select i1 %negative, i64 %above, i64 %given
-  %inside = icmp ult i64 %row, %rows
-  br i1 %inside, label %sum, label %outside
-sum:
   %row.start = mul i64 %row, %columns
   %target = getelementptr float, ptr %made, i64 %row.start
   %n.start = mul i64 %n, %columns
   %more = getelementptr float, ptr %added, i64 %n.start
   br label %element
 element:
-  %e = phi i64 [ %begin, %sum ], [ %e.next, %element ]
+  %e = phi i64 [ %begin, %add ], [ %e.next, %element ]
   %p.old = getelementptr float, ptr %target, i64 %e
   %old = load float, ptr %p.old, !llvm.access.group !0
   %p.more = getelementptr float, ptr %more, i64 %e

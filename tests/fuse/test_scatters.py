@@ -64,6 +64,11 @@ def test_the_matrix_may_be_overwritten():
     binding.bind_ortvalue_output("y", array)
     opened.run_with_iobinding(binding)
     np.testing.assert_array_equal(array.numpy(), wanted)
+    given["index"][-1] = 50
+    binding.bind_cpu_input("index", given["index"])
+    with pytest.raises(Exception, match="out of bounds"):
+        opened.run_with_iobinding(binding)
+    np.testing.assert_array_equal(array.numpy(), wanted, "nothing is written where an index is beyond the matrix")
 
 
 def test_what_is_left_alone():
