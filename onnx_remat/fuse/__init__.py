@@ -14,6 +14,7 @@ within rounding, too.
 `ops`          the table of elementwise operators: types, and the instructions of each
 `spaces`       iteration spaces: the axes of a group's elements, and the strides of its values
 `groups`       which nodes are fused: a pure function of the order, the shapes and the lifetimes
+`recompute`    values that kernels compute again instead of reading them
 `ir`           a group as LLVM text
 `blas`         the matrix product of numpy's OpenBLAS
 `products`     matrix products as kernels that call it

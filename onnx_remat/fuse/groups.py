@@ -41,6 +41,9 @@ MOST_NODES = 96
 
 MOST_RANK = 16
 
+MOST_PASSES = 20
+"""Maximum number of times that all values are tried which are live at the step's peak."""
+
 MOST_REDUCTIONS = 8
 """Maximum number of nodes of a group that work along rows: a kernel holds a chunk of what each reduces on its stack."""
 
@@ -137,6 +140,8 @@ class Member:
         Shape of its output.
     columns : int
         Elements of a row; 0 if it is elementwise.
+    again : bool
+        Whether it computes its value once more, for its own group, see `recompute`.
     """
 
     at: int
@@ -146,6 +151,7 @@ class Member:
     shape: tuple[int, ...]
     result: tuple[int, ...]
     columns: int = 0
+    again: bool = False
 
     @property
     def size(self) -> int:
@@ -195,17 +201,10 @@ class Group:
 
 
 def find(schedule: Schedule) -> tuple[Group, ...]:
-    """Return the groups, sorted by place: of two nodes or more, or of one that is inexact or has workspace in ONNX
-    Runtime."""
-    grouping = _Grouping(schedule)
+    """Return the groups of a step, sorted by place; no two of them can be merged."""
+    grouping = Grouping(schedule)
     grouping.grow()
-    return tuple(
-        Group(place, found.members, *grouping.ends(found.members))
-        for place, found in sorted(grouping.open.items())
-        if len(found.members) > 1
-        or (found.members and not _is_exact(found.members[0]))
-        or schedule.workspace([member.at for member in found.members])
-    )
+    return grouping.kernels()
 
 
 def _is_exact(member: Member) -> bool:
@@ -214,7 +213,7 @@ def _is_exact(member: Member) -> bool:
 
 def live_bytes(schedule: Schedule) -> npt.NDArray[np.int64]:
     """Return the bytes of the slab that are live at each place, without any groups."""
-    return _Grouping(schedule).live_bytes
+    return Grouping(schedule).live_bytes
 
 
 def row_length(members: Iterable[Member]) -> int:
@@ -285,7 +284,7 @@ def views(schedule: Schedule) -> frozenset[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Open:
+class Open:
     """A group that may still grow; it has no members for a node that kernels cannot compute."""
 
     members: tuple[Member, ...]
@@ -295,7 +294,7 @@ class _Open:
         return max((member.size for member in self.members), default=0)
 
 
-class _Grouping:
+class Grouping:
     """Mutable state of the algorithm: the groups, and the live bytes at each place."""
 
     def __init__(self, schedule: Schedule) -> None:
@@ -311,16 +310,17 @@ class _Grouping:
                     self.users[name].append(i)
         members = [self._member(i, step) for i, step in enumerate(steps)]
         self.member = {i: member for i, member in enumerate(members) if member is not None}
-        self.open = {i: _Open((member,) if member else ()) for i, member in enumerate(members)}
+        self.open = {i: Open((member,) if member else ()) for i, member in enumerate(members)}
         self.at = list(range(len(steps)))  # the place of each node
         self.renewer = {name: self.maker[output] for output, name in schedule.renewed.items() if output in self.maker}
         self.final = frozenset(root.get(name, name) for name in outputs)
         self.inner: set[str] = set()  # values without a buffer
+        self.unneeded: set[int] = set()  # nodes whose values nothing reads any more, see `recompute`
         self.live_bytes = np.zeros(len(steps), np.int64)
         for name in self.maker:
-            self._add_bytes(name, 1)
+            self.add_bytes(name, 1)
         self.saved = [0] * len(steps)
-        self._update_savings(range(len(steps)))
+        self.update_savings(range(len(steps)))
         self.peak = int(self.live_bytes.max(initial=0))
 
     def _is_view(self, step: Runs) -> bool:
@@ -359,22 +359,22 @@ class _Grouping:
 
     # ---- liveness ----
 
-    def _span(self, name: str) -> tuple[int, int]:
+    def span(self, name: str) -> tuple[int, int]:
         """Return the first and the last place at which a value is live."""
         start = self.at[self.maker[name]]
         if name in self.final:
             return start, len(self.at) - 1
         return start, max((self.at[user] for user in self.users[name]), default=start)
 
-    def _add_bytes(self, name: str, sign: int) -> None:
+    def add_bytes(self, name: str, sign: int) -> None:
         """Add (`sign` 1) or subtract (-1) the bytes of a value at the places where it is live."""
         nbytes = self.schedule.counted.get(name, 0)
         if nbytes and name in self.maker:
-            start, end = self._span(name)
+            start, end = self.span(name)
             if start <= end:
                 self.live_bytes[start : end + 1] += sign * nbytes
 
-    def _update_savings(self, places: Iterable[int]) -> None:
+    def update_savings(self, places: Iterable[int]) -> None:
         """Update, at some places, the bytes that in-place outputs save."""
         for place in places:
             saved = self._in_place_bytes(place)
@@ -385,7 +385,7 @@ class _Grouping:
     def _in_place_bytes(self, place: int) -> int:
         """Return the bytes of a place's outputs that overwrite inputs that die there."""
         found = self.open.get(place)
-        if found is None:
+        if found is None or place in self.unneeded:
             return 0
         counted = self.schedule.counted
         if len(found.members) > 1:
@@ -393,7 +393,7 @@ class _Grouping:
         else:
             step, root = self.schedule.steps[place], self.schedule.root
             reads, makes = tuple(dict.fromkeys(root.get(n, n) for n in step.reads)), step.writes
-        dying = [n for n in reads if counted.get(n) and n in self.maker and self._span(n)[1] == place]
+        dying = [n for n in reads if counted.get(n) and n in self.maker and self.span(n)[1] == place]
         dying = [name for name in dying if name not in self.final]
         saved = 0
         for made in makes:
@@ -404,7 +404,7 @@ class _Grouping:
                     saved += counted[made]
         return saved
 
-    def _may_overwrite(self, place: int, found: _Open, made: str, read: str) -> bool:
+    def _may_overwrite(self, place: int, found: Open, made: str, read: str) -> bool:
         if len(found.members) < 2:
             return self.schedule.overwrites(place, made, read)
         new, old = self.schedule.tensors[made], self.schedule.tensors[read]
@@ -415,11 +415,27 @@ class _Grouping:
 
     def ends(self, members: Sequence[Member]) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return a group's inputs, and its outputs that other nodes read."""
-        inside = {member.at for member in members}
+        inside = {member.at for member in members if not member.again}
         made = dict.fromkeys(member.made for member in members)
         reads = dict.fromkeys(read.name for m in members for read in m.inputs if read.name not in made)
-        makes = [v for v in made if v in self.final or any(user not in inside for user in self.users[v])]
+        makes = [
+            member.made
+            for member in members
+            if not member.again
+            and (member.made in self.final or any(user not in inside for user in self.users[member.made]))
+        ]
         return tuple(reads), tuple(makes)
+
+    def kernels(self) -> tuple[Group, ...]:
+        """Return the groups, sorted by place: of several nodes, or of one that is inexact or has workspace in ONNX
+        Runtime."""
+        return tuple(
+            Group(place, found.members, *self.ends(found.members))
+            for place, found in sorted(self.open.items())
+            if len(found.members) > 1
+            or (found.members and not _is_exact(found.members[0]))
+            or self.schedule.workspace([member.at for member in found.members])
+        )
 
     def grow(self) -> None:
         """Merge groups until no merge is possible."""
@@ -445,17 +461,17 @@ class _Grouping:
             self._merge_along(edges)
 
     def _lower_peak(self, edges: Sequence[tuple[int, int, str]]) -> None:
-        """Merge along values that are live where most bytes are, until none of these merges is possible."""
-        merged = bool(edges)
-        while merged:
-            merged, top = False, int(self.live_bytes.argmax())
+        """Merge along values that are live where most bytes are, and lower the peak that no merge may exceed."""
+        edges = [edge for edge in edges if self.schedule.counted.get(edge[2])]
+        merged, passes = bool(edges), 0
+        while merged and passes < MOST_PASSES:
+            merged, passes, top = False, passes + 1, int(self.live_bytes.argmax())
             for edge in edges:
-                start, end = self._span(edge[2])
-                if start <= top <= end and edge[2] not in self.inner and self.schedule.counted.get(edge[2]):
-                    merged = self._merge_along([edge])
-                    if merged:
-                        break
-            self.peak = int(self.live_bytes.max(initial=0))
+                if edge[2] in self.inner or not self.at[edge[0]] <= top <= self.span(edge[2])[1]:
+                    continue
+                if self._merge_along([edge]):
+                    merged, top = True, int(self.live_bytes.argmax())
+                    self.peak = int(self.live_bytes[top])
 
     def _merge_along(self, edges: Iterable[tuple[int, int, str]]) -> bool:
         """Merge, where possible, groups with equally many elements, or one element for each row of the other."""
@@ -472,7 +488,7 @@ class _Grouping:
         columns = row_length(large.members)
         return columns > 0 and small.size * columns == large.size
 
-    def _only_reader(self, found: _Open) -> int | None:
+    def _only_reader(self, found: Open) -> int | None:
         """Return the place of the only other group that reads a group's values, None if there is not exactly one."""
         inside = {member.at for member in found.members}
         if any(member.made in self.final for member in found.members):
@@ -521,17 +537,17 @@ class _Grouping:
         touched = {a, b}
         made = [name for name in values if name in self.maker and name not in self.inner]
         for name in made:
-            touched.add(self._span(name)[1])
-            self._add_bytes(name, -1)
+            touched.add(self.span(name)[1])
+            self.add_bytes(name, -1)
         for member in members:
             self.at[member.at] = place
         del self.open[a], self.open[b]
-        self.open[place] = _Open(members)
+        self.open[place] = Open(members)
         for name in made:
             if name not in inner:
-                touched.add(self._span(name)[1])
-                self._add_bytes(name, 1)
-        self._update_savings(sorted(touched))
+                touched.add(self.span(name)[1])
+                self.add_bytes(name, 1)
+        self.update_savings(sorted(touched))
         if self.live_bytes.max() <= self.peak:
             self.inner |= inner
             return True

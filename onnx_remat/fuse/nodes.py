@@ -8,7 +8,7 @@ from math import prod
 
 import onnx
 
-from onnx_remat.fuse import groups, libraries
+from onnx_remat.fuse import groups, libraries, recompute
 from onnx_remat.fuse.groups import Group, Schedule
 from onnx_remat.fuse.ir import Kernel, kernel_of
 from onnx_remat.fuse.libraries import LibraryNode
@@ -55,12 +55,15 @@ class Fusion:
 
 
 def fuse(schedule: Schedule, secret: int) -> Fusion:
-    """Fuse all groups, see `groups.find`; nodes name their kernels by `secret` and handle."""
+    """Fuse all groups, see `groups` and `recompute`; nodes name their kernels by `secret` and handle."""
     with_libraries = libraries.replaced(schedule, secret)
     schedule, places, kernels = with_libraries.schedule, with_libraries.places, list(with_libraries.kernels)
-    found = groups.find(schedule)
+    grouping = groups.Grouping(schedule)
+    grouping.grow()
+    recompute.recompute(grouping)
+    found = grouping.kernels()
     by_place = {group.place: group for group in found}
-    inside = {member.at for group in found for member in group.members}
+    inside = {member.at for group in found for member in group.members if not member.again} | grouping.unneeded
     steps = schedule.steps
     views = groups.views(schedule)
     viewing = {step.writes[0]: i for i, step in enumerate(steps) if step.writes and step.writes[0] in views}

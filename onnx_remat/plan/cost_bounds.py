@@ -48,6 +48,7 @@ def cost_lower_bound(
     first: Sequence[int] | None = None,
     until: Callable[[], bool] = lambda: False,
     per_rerun: int = 0,
+    total: float | None = None,
 ) -> float:
     """Return a lower bound on the overhead of every schedule within `budget`.
 
@@ -65,14 +66,17 @@ def cost_lower_bound(
     until : function
         Returns True to stop early; the bound is valid at any time.
     per_rerun : int
-        Bytes that every recomputed op takes throughout the step: a runtime's bookkeeping for its node.
+        Bytes that every recomputed op takes throughout the step: a runtime's bookkeeping for its node. Ops that cost
+        nothing take none.
+    total : float or None
+        Cost of the step, of which the overhead is a fraction; None for that of all ops of the problem.
 
     Returns
     -------
     float
         As `Schedule.overhead` counts it; infinite if no schedule meets the budget.
     """
-    total = float(problem.cost.sum())
+    total = float(problem.cost.sum()) if total is None else total
     if budget < lower_bound(problem):
         return math.inf
     if not total:
@@ -205,7 +209,9 @@ class _Space:
         return Network(
             np.concatenate(certain),
             np.concatenate([arcs(2 + kept, runs[groups.maker[kept]]), arcs(0, first[groups.maker[outputs]]), reruns]),
-            np.concatenate([groups.size[kept], groups.size[outputs], np.full(len(reruns), float(per_rerun))]),
+            np.concatenate(
+                [groups.size[kept], groups.size[outputs], np.where(problem.cost[again] > 0, float(per_rerun), 0.0)]
+            ),
             reruns,
             problem.cost[again],
         )

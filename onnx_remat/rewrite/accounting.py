@@ -333,15 +333,16 @@ def outside_kernels(problem: Problem, compiled: Compiled) -> Problem:
     While a kernel runs, its inner values have no buffer and its results may overwrite any of its inputs: so nothing is
     counted while a node runs that may be part of a kernel, and no workspace of a convolution that oneDNN may compute.
     While any other node runs, every kernel has finished or not begun, and the same values are allocated as if its nodes
-    ran one after the other.
+    ran one after the other. What such nodes make may be computed again inside a kernel, so their cost is not counted.
     """
     graph, workspace = compiled.graph, problem.workspace.copy()
     several, single = replaceable(compiled)
     workspace[list(single)] = 0
     inside = _fusible(graph) | _named(graph, VIEWS)
+    cost = np.where(inside, 0.0, problem.cost)
     inside[list(several)] = True
     workspace[inside] = -int(problem.nbytes.sum())
-    return replace(problem, workspace=workspace)
+    return replace(problem, workspace=workspace, cost=cost)
 
 
 def _fusible(graph: Graph) -> Flags:

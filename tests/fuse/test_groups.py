@@ -297,7 +297,7 @@ def test_random_groups(request):
         found = groups.find(schedule)
         assert peak(schedule, found) <= peak(schedule), seed
         fused += sum(len(group.members) for group in found)
-        assert len(made.kernels) == len(found)
+        assert len(made.kernels) == sum(not isinstance(each, int) for each in made.order)
     assert fused > 3 * count
 
 
