@@ -39,6 +39,9 @@ MOST_ENDS = 48
 MOST_NODES = 96
 """Maximum number of nodes of a group: larger kernels take long to compile, and run out of registers."""
 
+MOST_DEPTH = 2
+"""Maximum number of nodes like Exp of a group that wait for one another's results: meanwhile the processor idles."""
+
 MOST_RANK = 16
 
 MOST_PASSES = 20
@@ -208,12 +211,26 @@ def find(schedule: Schedule) -> tuple[Group, ...]:
 
 
 def _is_exact(member: Member) -> bool:
-    return not member.columns and OPS[member.call.op].exact
+    return not member.columns and not is_function(member)
 
 
 def live_bytes(schedule: Schedule) -> npt.NDArray[np.int64]:
     """Return the bytes of the slab that are live at each place, without any groups."""
     return Grouping(schedule).live_bytes
+
+
+def is_function(member: Member) -> bool:
+    """Whether a member calls a function such as exp for every element."""
+    return not member.columns and not OPS[member.call.op].exact
+
+
+def depth(members: Iterable[Member]) -> int:
+    """Return the largest number of functions of which each needs the result of the one before; in the step's order."""
+    found: dict[str, int] = {}
+    for member in members:
+        before = max((found.get(read.name, 0) for read in member.inputs), default=0)
+        found[member.made] = before + is_function(member)
+    return max(found.values())
 
 
 def row_length(members: Iterable[Member]) -> int:
@@ -499,7 +516,7 @@ class Grouping:
     def _merge(self, a: int, b: int) -> bool:
         """Merge the groups at two places if possible; return whether that happened."""
         members = tuple(sorted((*self.open[a].members, *self.open[b].members), key=lambda member: member.at))
-        if len(members) > MOST_NODES or not loops(members):
+        if len(members) > MOST_NODES or depth(members) > MOST_DEPTH or not loops(members):
             return False
         reads, makes = self.ends(members)
         size, columns = max(member.size for member in members), row_length(members)

@@ -14,14 +14,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from onnx_remat.fuse.groups import MOST_ENDS, MOST_NODES, Grouping, Member, Open, loops
-from onnx_remat.fuse.ops import OPS
+from onnx_remat.fuse.groups import MOST_DEPTH, MOST_ENDS, MOST_NODES, Grouping, Member, Open, depth, is_function, loops
 
 MOST_MEMBERS = 24
 """Maximum number of nodes that a kernel computes for one value."""
 
-MOST_FUNCTIONS = 2
-"""Maximum number among them of functions and nodes along rows: one takes about as long as to write and read a value."""
+MOST_COSTLY = 2
+"""Maximum number of functions and nodes along rows that a kernel computes again: one takes about as long as to write
+and read a value."""
 
 
 def recompute(grouping: Grouping) -> None:
@@ -76,13 +76,13 @@ def _copy(grouping: Grouping, name: str, place: int) -> _Copy | None:
             return None
         cone[value] = member
         rest += [read.name for read in member.inputs]
-    functions = sum(member.columns > 0 or not OPS[member.call.op].exact for member in cone.values())
-    if functions > MOST_FUNCTIONS or any(member.size > found.size for member in cone.values()):
+    if any(member.size > found.size for member in cone.values()):
         return None
     inside = {member.made for member in found.members}
     again = [replace(member, again=True) for value, member in cone.items() if value not in inside]
     members = tuple(sorted((*again, *found.members), key=lambda member: member.at))
-    if len(members) > MOST_NODES or not loops(members):
+    costly = [member for member in members if member.again and (member.columns or is_function(member))]
+    if len(members) > MOST_NODES or len(costly) > MOST_COSTLY or depth(members) > MOST_DEPTH or not loops(members):
         return None
     before, after = grouping.ends(found.members)[0], grouping.ends(members)
     if len(after[0]) > MOST_ENDS or any(not _may_read(grouping, value, place) for value in after[0]):

@@ -181,6 +181,16 @@ def test_a_thread_of_small_stack_runs_long_rows():
     assert np.isfinite(found[0]["v4"]).all()
 
 
+def test_functions_that_wait_for_one_another_are_several_kernels():
+    """Three in one kernel take longer than to write and read their results; side by side they do not."""
+    nodes = [node("Tanh", [f"x{i}"], f"x{i + 1}") for i in range(6)]
+    model = build(nodes, {"x0": (64, 64)}, ["x6"])
+    compared(model, kernels=3)
+    nodes = [node("Tanh", ["x"], "a"), node("Exp", ["x"], "b"), node("Erf", ["x"], "c"), node("Sigmoid", ["x"], "d"),
+             node("Sum", ["a", "b", "c", "d"], "y")]  # fmt: skip
+    compared(build(nodes, {"x": (64, 64)}, ["y"]), kernels=1)
+
+
 # ---- random graphs ----
 
 UNARY = ("Neg", "Abs", "Relu", "Tanh", "Sigmoid", "Erf", "Identity")
