@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from onnx_remat.fuse.groups import MOST_DEPTH, MOST_ENDS, MOST_NODES, Grouping, Member, Open, depth, is_function, loops
+from onnx_remat.fuse.groups import MOST_DEPTH, MOST_ENDS, MOST_NODES, Grouping, Member, Open, depth, is_rounded, loops
 
 MOST_MEMBERS = 24
 """Maximum number of nodes that a kernel computes for one value."""
@@ -81,7 +81,7 @@ def _copy(grouping: Grouping, name: str, place: int) -> _Copy | None:
     inside = {member.made for member in found.members}
     again = [replace(member, again=True) for value, member in cone.items() if value not in inside]
     members = tuple(sorted((*again, *found.members), key=lambda member: member.at))
-    costly = [member for member in members if member.again and (member.columns or is_function(member))]
+    costly = [member for member in members if member.again and is_rounded(member)]
     if len(members) > MOST_NODES or len(costly) > MOST_COSTLY or depth(members) > MOST_DEPTH or not loops(members):
         return None
     before, after = grouping.ends(found.members)[0], grouping.ends(members)
@@ -121,16 +121,16 @@ def _apply(grouping: Grouping, name: str, copies: Iterable[_Copy]) -> None:
 
     def leave(value: str) -> None:
         """Remember who reads a value, and take its bytes away until they are known again."""
-        if value in names and value in counted:
+        if value in left:
             return
         names.add(value)
         users.setdefault(value, list(grouping.users[value]))
         if value in grouping.maker and value not in grouping.inner:
             touched.add(grouping.span(value)[1])
             grouping.add_bytes(value, -1)
-        counted.add(value)
+        left.add(value)
 
-    counted: set[str] = set()
+    left: set[str] = set()
     for value in sorted(names):
         leave(value)
     for copy in copies:

@@ -77,96 +77,29 @@ def row_of(
     return Row(node.op_type, columns)
 
 
-_SUM = """define internal float @row_sum(ptr %x, i64 %n) alwaysinline nounwind {
+_ROW = """define internal float @row_KIND(ptr %x, i64 %n) alwaysinline nounwind {
 entry:
   %blocks = and i64 %n, -32
   %any = icmp sgt i64 %blocks, 0
   br i1 %any, label %block, label %folded
 block:
   %i = phi i64 [ 0, %entry ], [ %i.next, %block ]
-  %a0 = phi <8 x float> [ zeroinitializer, %entry ], [ %b0, %block ]
-  %a1 = phi <8 x float> [ zeroinitializer, %entry ], [ %b1, %block ]
-  %a2 = phi <8 x float> [ zeroinitializer, %entry ], [ %b2, %block ]
-  %a3 = phi <8 x float> [ zeroinitializer, %entry ], [ %b3, %block ]
+PHI_A
   %p0 = getelementptr float, ptr %x, i64 %i
   %p1 = getelementptr float, ptr %p0, i64 8
   %p2 = getelementptr float, ptr %p0, i64 16
   %p3 = getelementptr float, ptr %p0, i64 24
-  %x0 = load <8 x float>, ptr %p0, align 4
-  %x1 = load <8 x float>, ptr %p1, align 4
-  %x2 = load <8 x float>, ptr %p2, align 4
-  %x3 = load <8 x float>, ptr %p3, align 4
-  %b0 = fadd <8 x float> %a0, %x0
-  %b1 = fadd <8 x float> %a1, %x1
-  %b2 = fadd <8 x float> %a2, %x2
-  %b3 = fadd <8 x float> %a3, %x3
+BLOCK
   %i.next = add nuw nsw i64 %i, 32
   %i.more = icmp slt i64 %i.next, %blocks
   br i1 %i.more, label %block, label %folded
 folded:
-  %c0 = phi <8 x float> [ zeroinitializer, %entry ], [ %b0, %block ]
-  %c1 = phi <8 x float> [ zeroinitializer, %entry ], [ %b1, %block ]
-  %c2 = phi <8 x float> [ zeroinitializer, %entry ], [ %b2, %block ]
-  %c3 = phi <8 x float> [ zeroinitializer, %entry ], [ %b3, %block ]
-  %d0 = fadd <8 x float> %c0, %c1
-  %d1 = fadd <8 x float> %c2, %c3
-  %e = fadd <8 x float> %d0, %d1
-  %e0 = shufflevector <8 x float> %e, <8 x float> poison, <4 x i32> <i32 0, i32 1, i32 2, i32 3>
-  %e1 = shufflevector <8 x float> %e, <8 x float> poison, <4 x i32> <i32 4, i32 5, i32 6, i32 7>
-  %f = fadd <4 x float> %e0, %e1
-  %f0 = extractelement <4 x float> %f, i32 0
-  %f1 = extractelement <4 x float> %f, i32 1
-  %f2 = extractelement <4 x float> %f, i32 2
-  %f3 = extractelement <4 x float> %f, i32 3
-  %g0 = fadd float %f0, %f1
-  %g1 = fadd float %f2, %f3
-  %g = fadd float %g0, %g1
-  %rest = icmp slt i64 %blocks, %n
-  br i1 %rest, label %single, label %done
-single:
-  %j = phi i64 [ %blocks, %folded ], [ %j.next, %single ]
-  %h = phi float [ %g, %folded ], [ %h.next, %single ]
-  %q = getelementptr float, ptr %x, i64 %j
-  %y = load float, ptr %q, align 4
-  %h.next = fadd float %h, %y
-  %j.next = add nuw nsw i64 %j, 1
-  %j.more = icmp slt i64 %j.next, %n
-  br i1 %j.more, label %single, label %done
-done:
-  %total = phi float [ %g, %folded ], [ %h.next, %single ]
-  ret float %total
-}
-"""
-
-_MAX = """define internal float @row_max(ptr %x, i64 %n) alwaysinline nounwind {
-entry:
-  %blocks = and i64 %n, -16
-  %any = icmp sgt i64 %blocks, 0
-  br i1 %any, label %block, label %folded
-block:
-  %i = phi i64 [ 0, %entry ], [ %i.next, %block ]
-  %a0 = phi <8 x float> [ LOWEST, %entry ], [ %b0, %block ]
-  %a1 = phi <8 x float> [ LOWEST, %entry ], [ %b1, %block ]
-  %p0 = getelementptr float, ptr %x, i64 %i
-  %p1 = getelementptr float, ptr %p0, i64 8
-  %x0 = load <8 x float>, ptr %p0, align 4
-  %x1 = load <8 x float>, ptr %p1, align 4
-  %b0 = call <8 x float> @larger(<8 x float> %a0, <8 x float> %x0)
-  %b1 = call <8 x float> @larger(<8 x float> %a1, <8 x float> %x1)
-  %i.next = add nuw nsw i64 %i, 16
-  %i.more = icmp slt i64 %i.next, %blocks
-  br i1 %i.more, label %block, label %folded
-folded:
-  %c0 = phi <8 x float> [ LOWEST, %entry ], [ %b0, %block ]
-  %c1 = phi <8 x float> [ LOWEST, %entry ], [ %b1, %block ]
-  %d = call <8 x float> @larger(<8 x float> %c0, <8 x float> %c1)
-  %e = shufflevector <8 x float> %d, <8 x float> poison, <8 x i32> EXCHANGED_4
-  %f = call <8 x float> @larger(<8 x float> %d, <8 x float> %e)
-  %g = shufflevector <8 x float> %f, <8 x float> poison, <8 x i32> EXCHANGED_2
-  %h = call <8 x float> @larger(<8 x float> %f, <8 x float> %g)
-  %k = shufflevector <8 x float> %h, <8 x float> poison, <8 x i32> EXCHANGED_1
-  %l = call <8 x float> @larger(<8 x float> %h, <8 x float> %k)
-  %m = extractelement <8 x float> %l, i32 0
+PHI_C
+  %d0 = call <8 x float> @join_KIND_8(<8 x float> %c0, <8 x float> %c1)
+  %d1 = call <8 x float> @join_KIND_8(<8 x float> %c2, <8 x float> %c3)
+  %e = call <8 x float> @join_KIND_8(<8 x float> %d0, <8 x float> %d1)
+FOLD
+  %m = extractelement <8 x float> %e2, i32 0
   %rest = icmp slt i64 %blocks, %n
   br i1 %rest, label %single, label %done
 single:
@@ -174,46 +107,61 @@ single:
   %s = phi float [ %m, %folded ], [ %s.next, %single ]
   %q = getelementptr float, ptr %x, i64 %j
   %y = load float, ptr %q, align 4
-  %s.next = call float @join_max(float %s, float %y)
+  %s.next = call float @join_KIND(float %s, float %y)
   %j.next = add nuw nsw i64 %j, 1
   %j.more = icmp slt i64 %j.next, %n
   br i1 %j.more, label %single, label %done
 done:
-  %largest = phi float [ %m, %folded ], [ %s.next, %single ]
-  ret float %largest
-}
-define internal <8 x float> @larger(<8 x float> %a, <8 x float> %b) alwaysinline nounwind {
-  %above = fcmp ugt <8 x float> %b, %a
-  %taken = select <8 x i1> %above, <8 x float> %b, <8 x float> %a
-  %odd = fcmp uno <8 x float> %a, %a
-  %made = select <8 x i1> %odd, <8 x float> %a, <8 x float> %taken
-  ret <8 x float> %made
-}
-"""
-_JOIN_SUM = """define internal float @join_sum(float %a, float %b) alwaysinline nounwind {
-  %made = fadd float %a, %b
+  %made = phi float [ %m, %folded ], [ %s.next, %single ]
   ret float %made
 }
 """
 
-_JOIN_MAX = """define internal float @join_max(float %a, float %b) alwaysinline nounwind {
-  %above = fcmp ugt float %b, %a
-  %taken = select i1 %above, float %b, float %a
-  %odd = fcmp uno float %a, %a
-  %made = select i1 %odd, float %a, float %taken
-  ret float %made
-}
-"""
+_JOINED: Final = {
+    "sum": ["%made = fadd TYPE %a, %b"],
+    "max": [
+        "%above = fcmp ugt TYPE %b, %a",
+        "%taken = select MASK %above, TYPE %b, TYPE %a",
+        "%odd = fcmp uno TYPE %a, %a",
+        "%made = select MASK %odd, TYPE %a, TYPE %taken",
+    ],
+}  # of two results; of a NaN and a number, the maximum is NaN
 
-_LEAST = "0xFFF0000000000000"  # minus infinity
-_MAX = _MAX.replace("LOWEST", f"<{', '.join([f'float {_LEAST}'] * 8)}>")
-for _distance in (1, 2, 4):
-    _lanes = ", ".join(f"i32 {lane ^ _distance}" for lane in range(8))
-    _MAX = _MAX.replace(f"EXCHANGED_{_distance}", f"<{_lanes}>")
+STARTS: Final[Mapping[str, str]] = {"sum": "0.0", "max": "0xFFF0000000000000"}
+"""What a kind of reduction starts from: 0, or minus infinity."""
 
-TEXTS: Final[Mapping[str, str]] = {"sum": _SUM + _JOIN_SUM, "max": _MAX + _JOIN_MAX}
+
+def _join(kind: str, name: str, scalar: bool) -> str:
+    whole, mask = ("float", "i1") if scalar else ("<8 x float>", "<8 x i1>")
+    lines = "\n  ".join(_JOINED[kind]).replace("TYPE", whole).replace("MASK", mask)
+    head = f"define internal {whole} @{name}({whole} %a, {whole} %b) alwaysinline nounwind"
+    return f"{head} {{\n  {lines}\n  ret {whole} %made\n}}\n"
+
+
+def _text(kind: str) -> str:
+    """Return ``row_KIND``, which folds eight lanes at distances 4, 1 and 2, and ``join_KIND``."""
+    start = f"<{', '.join([f'float {STARTS[kind]}'] * 8)}>"
+    vector = f"call <8 x float> @join_{kind}_8(<8 x float>"
+    first, block, last, fold = [], [], [], []
+    for i in range(4):
+        first.append(f"  %a{i} = phi <8 x float> [ {start}, %entry ], [ %b{i}, %block ]")
+        block.append(f"  %x{i} = load <8 x float>, ptr %p{i}, align 4")
+        block.append(f"  %b{i} = {vector} %a{i}, <8 x float> %x{i})")
+        last.append(f"  %c{i} = phi <8 x float> [ {start}, %entry ], [ %b{i}, %block ]")
+    before = "%e"
+    for distance in (4, 1, 2):
+        lanes = ", ".join(f"i32 {lane ^ distance}" for lane in range(8))
+        fold.append(
+            f"  %f{distance} = shufflevector <8 x float> {before}, <8 x float> poison, <8 x i32> <{lanes}>\n"
+            f"  %e{distance} = {vector} {before}, <8 x float> %f{distance})"
+        )
+        before = f"%e{distance}"
+    text = _ROW.replace("KIND", kind)
+    for name, lines in (("PHI_A", first), ("BLOCK", block), ("PHI_C", last), ("FOLD", fold)):
+        text = text.replace(name, "\n".join(lines))
+    return text + _join(kind, f"join_{kind}", scalar=True) + _join(kind, f"join_{kind}_8", scalar=False)
+
+
+TEXTS: Final[Mapping[str, str]] = {kind: _text(kind) for kind in STARTS}
 """LLVM text by kind: ``row_KIND`` reduces a chunk of floats, ``join_KIND`` two chunks' results. A maximum is NaN if one
 element is."""
-
-STARTS: Final[Mapping[str, str]] = {"sum": "0.0", "max": _LEAST}
-"""What a kind of reduction starts from."""
