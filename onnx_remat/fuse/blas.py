@@ -1,5 +1,4 @@
-"""The matrix product of OpenBLAS, which numpy's wheels contain: on processors without AVX-512 it is faster than ONNX
-Runtime's.
+"""The matrix product of OpenBLAS, which numpy's wheels contain: it is faster than ONNX Runtime's.
 
 The library is a copy of numpy's under another name, so that it has settings of its own: one thread, as ONNX Runtime's
 threads call it side by side. numpy's own products keep their threads.
@@ -25,6 +24,9 @@ _PATTERN = "libscipy_openblas64_*.so"
 _PRODUCT, _SET_THREADS = "scipy_cblas_sgemm64_", "scipy_openblas_set_num_threads64_"
 _THREADS = "OPENBLAS_NUM_THREADS"
 
+PACKED, PACKED_AVX512 = 320, 448
+"""Most terms, and most columns, that OpenBLAS packs at a time: for Haswell and Zen, and for processors with AVX-512."""
+
 MOST_THREADS = 64
 """Threads that numpy's OpenBLAS is built for: with more calls at a time than twice as many it ends the process."""
 
@@ -32,10 +34,6 @@ MOST_THREADS = 64
 @cache
 def why_not() -> str:
     """Return why this process has no faster product than ONNX Runtime's, or an empty text."""
-    import llvmlite.binding as llvm
-
-    if llvm.get_host_cpu_features().get("avx512f"):
-        return "ONNX Runtime's own product has AVX-512"
     if (os.cpu_count() or 1) > MOST_THREADS:
         return f"OpenBLAS serves at most {MOST_THREADS} threads at a time"
     if _installed() is None:
@@ -45,6 +43,14 @@ def why_not() -> str:
     except (OSError, AttributeError, ModelError) as error:
         return f"numpy's OpenBLAS cannot be loaded: {error}"
     return ""
+
+
+@cache
+def packed() -> int:
+    """Return the most terms, and the most columns, that this processor's product packs at a time."""
+    import llvmlite.binding as llvm
+
+    return PACKED_AVX512 if llvm.get_host_cpu_features().get("avx512f") else PACKED
 
 
 @cache

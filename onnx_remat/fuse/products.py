@@ -14,6 +14,7 @@ from math import prod
 
 import onnx
 
+from onnx_remat.fuse import blas
 from onnx_remat.fuse.code import FLOAT
 from onnx_remat.fuse.ir import METADATA, Kernel
 from onnx_remat.ir.shapes import Tensor
@@ -29,9 +30,6 @@ LEAST_BLOCK = 64
 
 MOST_ROWS = 1024
 """Most rows of a block: OpenBLAS packs all rows of a call at a time."""
-
-PACKED = 320
-"""Most terms, and most columns, that OpenBLAS packs at a time (Haswell and Zen)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +100,8 @@ def kernel_of(product: Product) -> Kernel:
     a, b = product.rows * product.terms, product.terms * product.columns
     inputs = ((FLOAT, a), (FLOAT, b), *(((FLOAT, product.columns),) if product.bias else ()))
     text = _text(product.left, product.right, product.bias, by_rows)
-    scratch = 4 * min(product.terms, PACKED) * ((step if by_rows else product.rows) + min(product.columns, PACKED))
+    packed = blas.packed()
+    scratch = 4 * min(product.terms, packed) * ((step if by_rows else product.rows) + min(product.columns, packed))
     return Kernel(text, (ADDRESS, *sizes), size, grain, inputs, ((FLOAT, product.shape),), threads * scratch)
 
 
