@@ -13,6 +13,7 @@ within rounding, too.
 `rows`         operators along rows: which nodes they are, sums and maxima as LLVM text
 `ops`          the table of elementwise operators: types, and the instructions of each
 `spaces`       iteration spaces: the axes of a group's elements, and the strides of its values
+`moves`        nodes that only move elements, such as Transpose, as index arithmetic
 `groups`       which nodes are fused: a pure function of the order, the shapes and the lifetimes
 `recompute`    values that kernels compute again instead of reading them
 `ir`           a group as LLVM text

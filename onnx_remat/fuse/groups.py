@@ -28,9 +28,11 @@ import numpy.typing as npt
 import onnx
 
 from onnx_remat.fuse import spaces
-from onnx_remat.fuse.code import FLOAT
+from onnx_remat.fuse.code import FLOAT, KINDS
+from onnx_remat.fuse.moves import Piece, move_of
 from onnx_remat.fuse.ops import OPS, VIEWS, Call, call_of
 from onnx_remat.fuse.rows import REDUCTIONS, ROWS, row_of
+from onnx_remat.fuse.spaces import Position, Steps
 from onnx_remat.ir.shapes import Tensor
 
 MOST_ENDS = 48
@@ -43,6 +45,9 @@ MOST_DEPTH = 2
 """Maximum number of nodes like Exp of a group that wait for one another's results: meanwhile the processor idles."""
 
 MOST_RANK = 16
+
+LEAST_RUN = 8
+"""Minimum number of elements of the innermost axis, where elements are moved: a run costs some dozen instructions."""
 
 MOST_PASSES = 20
 """Maximum number of times that all values are tried which are live at the step's peak."""
@@ -112,11 +117,24 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """An input of a member: the value in whose memory it lies, and the shape in which the member reads it."""
+    """An input of a member.
+
+    Attributes
+    ----------
+    name : str
+        The value in whose memory it lies.
+    shape : tuple of int
+        The shape in which the member reads it.
+    dtype : int
+    offset, moved : int, Steps or None
+        Where the member reads it, if it is a Transpose, a Slice or the like, see `moves`.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: int
+    offset: int = 0
+    moved: Steps | None = None
 
     @property
     def size(self) -> int:
@@ -175,6 +193,11 @@ class Member:
     def inputs(self) -> list[Read]:
         """Inputs without absent ones."""
         return [read for read in self.reads if read is not None]
+
+    @property
+    def moves(self) -> bool:
+        """Whether it only moves elements."""
+        return any(read.moved is not None for read in self.inputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,6 +270,8 @@ def loops(members: Iterable[Member]) -> tuple[int, ...]:
     """
     members = list(members)
     size, columns = max(member.size for member in members), row_length(members)
+    if any(member.moves for member in members):
+        return _axes_with_moves(members, size, columns)
     cuts: set[int] = {columns} if columns else set()
     for member in members:
         if member.columns and (member.columns, member.size) != (columns, size):
@@ -262,8 +287,94 @@ def loops(members: Iterable[Member]) -> tuple[int, ...]:
     return found
 
 
-def _can_run_by_rows(members: Sequence[Member], columns: int, axes: tuple[int, ...]) -> bool:
-    """Whether rows are whole, and what is reduced from a row is read in that row only."""
+def _axes_with_moves(members: Sequence[Member], size: int, columns: int) -> tuple[int, ...]:
+    """Return the axes of a group in which elements are moved; none if it has no kernel."""
+    cuts: set[int] = {columns} if columns else set()
+    if any(member.columns and (member.columns, member.size) != (columns, size) for member in members):
+        return ()
+    while found := spaces.axes(size, cuts):
+        at = positions(members, found)
+        if isinstance(at, set):
+            cuts |= at
+            continue
+        if at is None:
+            return ()
+        return found if not columns or _can_run_by_rows(members, columns, found, at) else ()
+    return ()
+
+
+def positions(members: Sequence[Member], axes: tuple[int, ...]) -> dict[str, set[Position]] | set[int] | None:
+    """Return the positions at which a kernel over some axes reads and computes each value.
+
+    Each value with as many elements as the group is computed at one position, and completely. A moved value that the
+    group only writes is written where its input's elements belong. If the axes must be divided further, the cuts are
+    returned; None if there is no kernel.
+    """
+    size, columns, found = prod(axes), row_length(members), defaultdict[str, set[Position]](set)
+    whole, rows = Position(0, spaces.full(axes)), Position(0, spaces.of_rows(axes))
+    made = {member.made for member in members}
+    for member in reversed(members):
+        own = found[member.made]
+        if not own and member.moves and member.size == size and member.inputs[0].name in made:
+            written = _written(member, whole, axes)
+            if not isinstance(written, Position):
+                return written
+            own.add(written)
+        if not own or (columns and member.makes * columns == size):
+            own.add(whole if member.makes == size else rows)
+        if member.columns:
+            if own - ({rows} if member.reduces else {whole}):
+                return None
+            own = {whole}
+        elif is_function(member) and member.size < size and any(at.strides[-1] for at in own):
+            return None  # it would be computed for every element of the group
+        elif member.size == size and (len(own) > 1 or not spaces.is_bijective(next(iter(own)), axes)):
+            return None
+        for at in own:
+            for read in member.inputs:
+                where = _position(read, member, at, axes)
+                if not isinstance(where, Position):
+                    return where
+                found[read.name].add(where)
+    return dict(found)
+
+
+def _position(read: Read, member: Member, at: Position, axes: tuple[int, ...]) -> Position | set[int] | None:
+    """Return where a member at a position reads a value; otherwise, as `positions`."""
+    if read.moved is None and read.size == member.size:
+        return at
+    steps = spaces.steps(read.shape, member.shape) if read.moved is None else read.moved
+    if cuts := spaces.missing_cuts(steps, at, axes):
+        return cuts
+    where = spaces.composed(steps, read.offset, at, axes)
+    return where if where is not None and can_read(tuple(zip(axes, where.strides, strict=True))) else None
+
+
+def can_read(steps: Steps) -> bool:
+    """Whether runs are long enough, and the cache holds the lines that a kernel reads in turns."""
+    count, held = spaces.lines(steps)
+    return count <= held and (len(steps) < 2 or steps[-1][0] >= LEAST_RUN)
+
+
+def _written(member: Member, whole: Position, axes: tuple[int, ...]) -> Position | set[int] | None:
+    """Return where a kernel writes what a member moves: elements of its input stay in their order, unless only single
+    elements were then written side by side."""
+    read = member.inputs[0]
+    assert read.moved is not None
+    if read.offset or prod(extent for extent, _ in read.moved) != prod(axes):
+        return None
+    back = spaces.inverse(read.moved)
+    if back and back[-1][1] != 1:
+        return whole
+    if cuts := spaces.missing_cuts(back, whole, axes):
+        return cuts
+    return spaces.composed(back, 0, whole, axes)
+
+
+def _can_run_by_rows(
+    members: Sequence[Member], columns: int, axes: tuple[int, ...], at: Mapping[str, set[Position]] | None = None
+) -> bool:
+    """Whether rows are whole, and what is reduced from a row is read in that row only; by `positions`, if some move."""
     size = prod(axes)
     if axes[-1] != columns or sum(member.columns > 0 for member in members) > MOST_REDUCTIONS:
         return False
@@ -274,7 +385,9 @@ def _can_run_by_rows(members: Sequence[Member], columns: int, axes: tuple[int, .
             continue
         if member.size * columns == size:
             reduced.add(member.made)
-        elif member.size != size or any(
+            continue
+        moved = at is not None and at[member.made] != {Position(0, spaces.full(axes))}
+        if moved or member.size != size or any(
             read.size * columns != size
             or spaces.strides(read.shape, member.shape, axes) != spaces.of_rows(axes)
             for read in of_row
@@ -287,6 +400,13 @@ def plainly_read(members: Iterable[Member], name: str) -> bool:
     """Whether a group reads a value elementwise only, so that an output may overwrite it."""
     members = list(members)
     size = max(member.size for member in members)
+    if any(member.moves for member in members):
+        axes = loops(members)
+        at = positions(members, axes)
+        whole = {Position(0, spaces.full(axes))}
+        assert isinstance(at, dict)
+        if at[name] != whole or any(at[m.made] != whole for m in members if m.size == size and not m.reduces):
+            return False
     return all(read.size == member.size == size for member in members for read in member.inputs if read.name == name)
 
 
@@ -333,6 +453,7 @@ class Grouping:
         self.renewer = {name: self.maker[output] for output, name in schedule.renewed.items() if output in self.maker}
         self.final = frozenset(root.get(name, name) for name in outputs)
         self.inner: set[str] = set()  # values without a buffer
+        self.axes: dict[tuple[int, ...], tuple[int, ...]] = {}
         self.unneeded: set[int] = set()  # nodes whose values nothing reads any more, see `recompute`
         self.live_bytes = np.zeros(len(steps), np.int64)
         for name in self.maker:
@@ -353,8 +474,12 @@ class Grouping:
         if not self.users[made] and made not in self.schedule.outputs:
             return None  # no node reads it
         columns, shape = 0, tensors[made].shape
+        move = move_of(node, made, tensors, self.schedule.integers)
         call: Call | None
-        if node.op_type in ROWS:
+        if move is not None:
+            dtype = tensors[made].dtype
+            call, slots = Call("Identity", {}, dtype, dtype) if dtype in KINDS else None, [node.input[0]]
+        elif node.op_type in ROWS:
             read = tensors[node.input[0]]
             row = row_of(node, read.dtype, read.shape, self.schedule.integers)
             if row is None:
@@ -370,6 +495,9 @@ class Grouping:
         slots = slots[: 1 if call.op == "Pow" else None]
         if any((name in root and name not in self.viewed) or root.get(name, name) in self.shared for name in slots):
             return None
+        if move is not None:
+            moved = Read(root.get(slots[0], slots[0]), shape, call.dtype, move.offset, move.steps)
+            return Member(at, call, (moved,), made, shape, shape)
         if any(name and np.broadcast_shapes(tensors[name].shape, shape) != shape for name in slots):
             return None
         reads = [Read(root.get(n, n), tensors[n].shape, tensors[n].dtype) if n else None for n in slots]
@@ -452,6 +580,7 @@ class Grouping:
             for place, found in sorted(self.open.items())
             if len(found.members) > 1
             or (found.members and is_rounded(found.members[0]))
+            or (found.members and isinstance(self.schedule.steps[found.members[0].at], Piece))
             or self.schedule.workspace([member.at for member in found.members])
         )
 
@@ -517,7 +646,7 @@ class Grouping:
     def _merge(self, a: int, b: int) -> bool:
         """Merge the groups at two places if possible; return whether that happened."""
         members = tuple(sorted((*self.open[a].members, *self.open[b].members), key=lambda member: member.at))
-        if len(members) > MOST_NODES or depth(members) > MOST_DEPTH or not loops(members):
+        if len(members) > MOST_NODES or depth(members) > MOST_DEPTH or not self._loops(members):
             return False
         reads, makes = self.ends(members)
         size, columns = max(member.size for member in members), row_length(members)
@@ -529,6 +658,13 @@ class Grouping:
         after, before = self._between(members, reads, makes)
         values = dict.fromkeys((*reads, *(member.made for member in members)))
         return any(self._try_place(members, place, a, b, values) for place in (a, b) if after < place < before)
+
+    def _loops(self, members: tuple[Member, ...]) -> tuple[int, ...]:
+        """Return `loops`, which is asked for the same members several times."""
+        key = tuple(member.at for member in members)
+        if key not in self.axes:
+            self.axes[key] = loops(members)
+        return self.axes[key]
 
     def _between(self, members: Sequence[Member], reads: Sequence[str], makes: Sequence[str]) -> tuple[int, int]:
         """Return the two places that a group must lie strictly between; an empty range if it is impossible."""

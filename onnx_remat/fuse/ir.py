@@ -25,10 +25,10 @@ from dataclasses import dataclass
 
 from onnx_remat.fuse import functions, rows, spaces
 from onnx_remat.fuse.code import FLOAT, KINDS, Code
-from onnx_remat.fuse.groups import Group, Member, Read, loops, row_length
+from onnx_remat.fuse.groups import Group, Member, Read, loops, positions, row_length
 from onnx_remat.fuse.onednn import Convolution
 from onnx_remat.fuse.ops import OPS, Call
-from onnx_remat.fuse.spaces import Strides
+from onnx_remat.fuse.spaces import Position
 
 PART_BYTES = 1 << 18
 """Approximate bytes of a thread's work item: they fit its cache."""
@@ -182,7 +182,7 @@ class _Stage:
 class _Writer:
     """Writer of the function of one group.
 
-    A value is computed for given strides over the axes: those of all elements, or fewer if it is broadcast.
+    A value is computed at a position: that of all elements in their order, or another if it is broadcast or moved.
     """
 
     def __init__(self, group: Group, dtypes: Sequence[int]) -> None:
@@ -191,8 +191,9 @@ class _Writer:
         self.columns = row_length(group.members)
         self.keeps = self.columns <= rows.CHUNK and 8 * self.columns * len(self.members) <= MOST_KEPT
         self.axes = loops(group.members)
-        self.full = spaces.full(self.axes)
-        self.once: Strides = (0,) * len(self.axes)
+        self.in_rows = len(self.axes) > 1
+        self.full = Position(0, spaces.full(self.axes))
+        self.of_rows = Position(0, spaces.of_rows(self.axes))
         self.maker = {member.made: member for member in self.members}
         self.input = {name: (i, dtype) for i, (name, dtype) in enumerate(zip(group.reads, dtypes, strict=True))}
         self.ready = self._ready()
@@ -200,9 +201,9 @@ class _Writer:
         self.before = Code(numbering)
         self.stages = [_Stage(numbering) for _ in range(max(self.ready.values(), default=0) + 1)]
         self.sizes: list[int] = []
-        self.offsets: dict[Strides, str] = {}
-        self.found: dict[tuple[str, Strides], str] = {}  # computed once per row or less often
-        self.in_loop: dict[tuple[str, Strides, int], str] = {}
+        self.offsets: dict[Position, str] = {}
+        self.found: dict[tuple[str, Position], str] = {}  # computed once per row or less often
+        self.in_loop: dict[tuple[str, Position, int], str] = {}
         self.kept: dict[str, str] = {}  # arrays of a row's values, for later stages
         self.coordinates: list[str] = []
 
@@ -215,12 +216,11 @@ class _Writer:
         return ready
 
     def text(self) -> str:
-        in_rows = len(self.axes) > 1
         for i in range(len(self.group.reads)):
             self._argument("in", i)
         for i in range(len(self.group.makes)):
             self._argument("out", i)
-        if in_rows:
+        if self.in_rows:
             self._place_rows()
         for stage in range(len(self.stages) - 1):
             for member in self.members:
@@ -228,18 +228,22 @@ class _Writer:
                     self._reduce(member, stage)
         last = len(self.stages) - 1
         whole = [(i, n) for i, n in enumerate(self.group.makes) if self.maker[n].makes == self.group.size]
-        made = [self._value(name, self.full, last) for _, name in whole]
+        at = positions(self.group.members, self.axes) if any(m.moves for m in self.group.members) else {}
+        assert isinstance(at, dict)
+        where = {name: next(iter(at[name])) if name in at else self.full for _, name in whole}
+        made = [self._value(name, where[name], last) for _, name in whole]
         for (i, name), value in zip(whole, made, strict=True):  # after all reads
-            self.stages[last].loop.store(value, f"%out{i}", "%index", self.maker[name].call.made, _IN_LOOP)
+            loop = self.stages[last].loop
+            loop.store(value, f"%out{i}", self._index(where[name], loop), self.maker[name].call.made, _IN_LOOP)
         for i, name in enumerate(self.group.makes):
             if (i, name) not in whole:
-                value = self._value(name, spaces.of_rows(self.axes), last)
+                value = self._value(name, self.of_rows, last)
                 self.stages[last].row.store(value, f"%out{i}", "%row", self.maker[name].call.made, "")
         lines = [line for code in self._codes() for line in code.lines]
         halves = any("_bfloat(" in line for line in lines)
         called = [text for kind, text in rows.TEXTS.items() if any(f"@row_{kind}(" in line for line in lines)]
         used = f"{ROUND_BFLOAT if halves else ''}{functions.called(lines)}{''.join(called)}"
-        return f"{DECLARATIONS}{used}{self._in_rows() if in_rows else self._in_one_loop()}{METADATA}"
+        return f"{DECLARATIONS}{used}{self._in_rows() if self.in_rows else self._in_one_loop()}{METADATA}"
 
     def _codes(self) -> list[Code]:
         return [self.before, *(code for stage in self.stages for code in (stage.row, stage.loop, stage.chunk))]
@@ -265,26 +269,37 @@ class _Writer:
             left = row.new(f"udiv i64 {left}, {size}")
         self.coordinates = [left, *reversed(found)]
 
-    def _offset(self, strides: Strides) -> str:
-        """Return the index of a row's first element in a value with these strides."""
-        if strides == self.full:
+    def _offset(self, at: Position) -> str:
+        """Return the index of a row's first element in a value at a position."""
+        if at == self.full:
             return "%base"
-        if strides not in self.offsets:
-            row, total = self.stages[0].row, "0"
-            for coordinate, stride in zip(self.coordinates, strides[:-1], strict=True):
+        if at not in self.offsets:
+            code = self.stages[0].row if any(at.strides[:-1]) else self.before
+            total = self._size(at.offset) if at.offset else "0"
+            for coordinate, stride in zip(self.coordinates, at.strides[:-1], strict=True):
                 if stride:
-                    step = row.new(f"mul i64 {coordinate}, {self._size(stride)}")
-                    total = row.new(f"add i64 {total}, {step}")
-            self.offsets[strides] = total
-        return self.offsets[strides]
+                    step = code.new(f"mul i64 {coordinate}, {self._size(stride)}")
+                    total = code.new(f"add i64 {total}, {step}")
+            self.offsets[at] = total
+        return self.offsets[at]
 
-    def _strides(self, read: Read, member: Member, own: Strides) -> Strides:
-        """Return the strides at which a member that is computed at strides `own` reads an input."""
-        if read.size == member.size:
+    def _index(self, at: Position, code: Code) -> str:
+        """Return the index of an element, in a loop over a row, in a value at a position."""
+        if at == self.full:
+            return "%index"
+        along, stride = "%column" if self.in_rows else "%index", at.strides[-1]
+        if stride > 1:  # stated here: LLVM would vectorise a loop over an unknown stride for stride 1 only
+            along = code.new(f"mul nsw i64 {along}, {stride}")
+        return code.new(f"add i64 {self._offset(at)}, {along}")
+
+    def _position(self, read: Read, member: Member, own: Position) -> Position:
+        """Return the position at which a member that is computed at a position reads an input."""
+        if read.moved is None and read.size == member.size:
             return own
-        if read.size == 1:
-            return self.once
-        return spaces.strides(read.shape, member.shape, self.axes)
+        steps = spaces.steps(read.shape, member.shape) if read.moved is None else read.moved
+        found = spaces.composed(steps, read.offset, own, self.axes)
+        assert found is not None
+        return found
 
     def _reduce(self, member: Member, stage: int) -> None:
         """Compute a reduction after the loop of a stage, or of each chunk after its loop."""
@@ -311,7 +326,7 @@ class _Writer:
         if member.call.op == "ReduceMean":
             count = after.new(f"sitofp i64 {self.inner} to float")
             made = after.new(f"fdiv float {made}, {count}")
-        self.found[member.made, spaces.of_rows(self.axes)] = made
+        self.found[member.made, self.of_rows] = made
 
     def _array(self, name: str, value: str, stage: int) -> str:
         """Keep a row's values, computed in a stage, on the stack; return the array."""
@@ -322,50 +337,51 @@ class _Writer:
             self.stages[stage].loop.store(value, self.kept[name], "%column", dtype, _IN_LOOP)
         return self.kept[name]
 
-    def _value(self, name: str, strides: Strides, stage: int) -> str:
+    def _value(self, name: str, at: Position, stage: int) -> str:
         """Return the register of a value, computed in the outermost code in which it is invariant."""
-        if not strides[-1] and strides != self.full:
-            return self._outside_loop(name, strides)
-        if (name, strides, stage) in self.in_loop:
-            return self.in_loop[name, strides, stage]
+        if not at.strides[-1] and at != self.full:
+            return self._outside_loop(name, at)
+        if (name, at, stage) in self.in_loop:
+            return self.in_loop[name, at, stage]
         code = self.stages[stage].loop
         if name in self.maker:
             member = self.maker[name]
-            earlier = [i for i in range(stage) if (name, strides, i) in self.in_loop]
-            if earlier and strides == self.full and self.keeps and not self._is_cheap(member):
-                array = self._array(name, self.in_loop[name, strides, earlier[0]], earlier[0])
+            earlier = [i for i in range(stage) if (name, at, i) in self.in_loop]
+            if earlier and at == self.full and self.keeps and not self._is_cheap(member, at):
+                array = self._array(name, self.in_loop[name, at, earlier[0]], earlier[0])
                 made = code.loaded(array, "%column", member.call.made, _IN_LOOP)
             else:
-                made = self._computed(code, member, strides, stage)
+                made = self._computed(code, member, at, stage)
         else:
             i, dtype = self.input[name]
-            index = "%index" if strides == self.full else code.new(f"add i64 {self._offset(strides)}, %column")
-            made = code.loaded(f"%in{i}", index, dtype, _IN_LOOP)
-        self.in_loop[name, strides, stage] = made
+            made = code.loaded(f"%in{i}", self._index(at, code), dtype, _IN_LOOP)
+        self.in_loop[name, at, stage] = made
         return made
 
-    def _is_cheap(self, member: Member) -> bool:
+    def _is_cheap(self, member: Member, at: Position) -> bool:
         """Whether it costs no more to compute a member again than to keep it."""
+        if member.moves and self._position(member.inputs[0], member, at).strides[-1] > 1:
+            return False
         varying = [read for read in member.inputs if read.size == member.size and read.name not in self.input]
         return OPS[member.call.op].exact and not varying
 
-    def _outside_loop(self, name: str, strides: Strides) -> str:
+    def _outside_loop(self, name: str, at: Position) -> str:
         """Return the register of a value that is the same for all elements of a row."""
-        if (name, strides) in self.found:
-            return self.found[name, strides]
+        if (name, at) in self.found:
+            return self.found[name, at]
         stage = self.ready.get(name, 0)
-        code = self.stages[stage].row if any(strides) else self.before
+        code = self.stages[stage].row if any(at.strides) else self.before
         if name in self.maker:
-            made = self._computed(code, self.maker[name], strides, stage)
+            made = self._computed(code, self.maker[name], at, stage)
         else:
             i, dtype = self.input[name]
-            made = code.loaded(f"%in{i}", self._offset(strides) if any(strides) else "0", dtype, "")
-        self.found[name, strides] = made
+            made = code.loaded(f"%in{i}", self._offset(at), dtype, "")
+        self.found[name, at] = made
         return made
 
-    def _computed(self, code: Code, member: Member, strides: Strides, stage: int) -> str:
+    def _computed(self, code: Code, member: Member, at: Position, stage: int) -> str:
         arguments = [
-            self._value(read.name, self._strides(read, member, strides), stage) if read else ""
+            self._value(read.name, self._position(read, member, at), stage) if read else ""
             for read in member.reads
         ]  # fmt: skip
         made = OPS[member.call.op].emit(code, KINDS[member.call.dtype].register, arguments, member.call)

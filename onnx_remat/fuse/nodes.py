@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 
 import onnx
 
-from onnx_remat.fuse import groups, libraries, recompute
-from onnx_remat.fuse.groups import Group, Schedule
+from onnx_remat.fuse import groups, libraries, moves, recompute
+from onnx_remat.fuse.code import KINDS
+from onnx_remat.fuse.groups import MOST_RANK, Group, Runs, Schedule
 from onnx_remat.fuse.ir import Kernel, kernel_of
 from onnx_remat.fuse.libraries import LibraryNode
 from onnx_remat.fuse.library import DOMAIN, OP
+from onnx_remat.fuse.moves import Piece
+from onnx_remat.fuse.ops import may_fuse
 from onnx_remat.ir.shapes import Tensor
 
 
@@ -57,7 +61,8 @@ class Fusion:
 def fuse(schedule: Schedule, secret: int) -> Fusion:
     """Fuse all groups, see `groups` and `recompute`; nodes name their kernels by `secret` and handle."""
     with_libraries = libraries.replaced(schedule, secret)
-    schedule, places, kernels = with_libraries.schedule, with_libraries.places, list(with_libraries.kernels)
+    kernels = list(with_libraries.kernels)
+    schedule, places = _in_pieces(with_libraries.schedule, with_libraries.places)
     grouping = groups.Grouping(schedule)
     grouping.grow()
     recompute.recompute(grouping)
@@ -92,6 +97,50 @@ def fuse(schedule: Schedule, secret: int) -> Fusion:
             else:
                 order.append(places[i])
     return Fusion(tuple(order), tuple(kernels), with_libraries.scratch)
+
+
+def _in_pieces(schedule: Schedule, places: Sequence[int]) -> tuple[Schedule, tuple[int, ...]]:
+    """Replace Splits, of which kernels may compute a reader, by their pieces; also return the nodes' places before."""
+    root, viewed = schedule.root, groups.views(schedule)
+    users: dict[str, list[Runs]] = defaultdict(list)
+    for step in schedule.steps:
+        if not (step.writes and all(name in viewed for name in step.writes)):
+            for name in step.reads:
+                users[root.get(name, name)].append(step)
+    shared = {owner for name, owner in root.items() if name not in viewed}
+    final = {root.get(name, name) for name in schedule.outputs}
+
+    def pieces(step: Runs) -> list[str]:
+        """Return the outputs of a Split that nodes read; none if it stays as it is."""
+        node, tensors = step.node, schedule.tensors
+        if node.op_type != "Split" or node.domain not in ("", "ai.onnx"):
+            return []
+        read = [name for name in step.writes if users[name] or name in schedule.outputs]
+        names = [node.input[0], *read]
+        known = all(prod(tensors[n].shape) and tensors[n].dtype in KINDS for n in names)
+        own = all((n not in root or n in viewed) and root.get(n, n) not in shared for n in names)
+        if not known or not own or len(tensors[names[0]].shape) > MOST_RANK or final & ({*step.writes} - {*read}):
+            return []
+        found = [moves.move_of(node, name, tensors, {}) for name in read]
+        readers = [reader.node for name in read for reader in users[name]]
+        can = all(move is not None and groups.can_read(move.steps) for move in found)
+        return read if can and any(may_fuse(each) for each in readers) else []
+
+    steps: list[Runs] = []
+    old: list[int] = []
+    for i, step in enumerate(schedule.steps):
+        new: list[Runs] = [Piece(step.node, (name,)) for name in pieces(step)] or [step]
+        steps += new
+        old += [i] * len(new)
+
+    def overwrites(at: int, made: str, read: str) -> bool:
+        return not isinstance(steps[at], Piece) and schedule.overwrites(old[at], made, read)
+
+    def workspace(at: Sequence[int]) -> int:
+        return schedule.workspace(sorted({old[i] for i in at}))
+
+    in_pieces = replace(schedule, steps=steps, overwrites=overwrites, workspace=workspace)
+    return in_pieces, tuple(places[i] for i in old)
 
 
 def _node(group: Group, members: tuple[int, ...], handle: int, secret: int) -> FusedNode:

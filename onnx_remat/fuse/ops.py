@@ -16,6 +16,7 @@ import numpy as np
 import onnx
 
 from onnx_remat.fuse.code import BFLOAT, BOOL, DOUBLE, FLOAT, HALF, INT, KINDS, LONG, Code, literal
+from onnx_remat.fuse.moves import MOVES
 from onnx_remat.fuse.rows import ROWS
 
 FLOATS: Final = frozenset({FLOAT, DOUBLE, HALF, BFLOAT})
@@ -346,12 +347,12 @@ VIEWS: Final = frozenset({"Flatten", "Identity", "Reshape", "Squeeze", "Unsqueez
 def may_fuse(node: onnx.NodeProto) -> bool:
     """Return whether a node may be part of a kernel, its types and shapes aside."""
     op = OPS.get(node.op_type)
-    return node.domain in op.domains if op else node.op_type in ROWS and node.domain in _STANDARD
+    return node.domain in op.domains if op else node.op_type in ROWS | MOVES and node.domain in _STANDARD
 
 
 def is_exact(node: onnx.NodeProto) -> bool:
     """Return whether a kernel gives ONNX Runtime's bits for a node that may be part of it."""
-    return node.op_type in OPS and OPS[node.op_type].exact
+    return node.op_type in MOVES or (node.op_type in OPS and OPS[node.op_type].exact)
 
 
 def call_of(

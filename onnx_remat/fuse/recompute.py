@@ -108,7 +108,7 @@ def _may_read(grouping: Grouping, value: str, place: int) -> bool:
 
 
 def _apply(grouping: Grouping, name: str, copies: Iterable[_Copy]) -> None:
-    """Replace groups by those that compute a value again; undo that if it raises the peak."""
+    """Replace groups by those that compute a value again; undo that if it raises the peak, or a group has no kernel."""
     names, places = {name}, {grouping.at[grouping.maker[name]]}
     for copy in copies:
         names.update(copy.reads)
@@ -166,7 +166,8 @@ def _apply(grouping: Grouping, name: str, copies: Iterable[_Copy]) -> None:
                 grouping.add_bytes(value, 1)
                 touched.add(grouping.span(value)[1])
     grouping.update_savings(sorted(touched))
-    if grouping.live_bytes.max(initial=0) > grouping.peak:
+    computed = [grouping.open[place].members for place in groups if grouping.open[place].members]
+    if grouping.live_bytes.max(initial=0) > grouping.peak or not all(loops(members) for members in computed):
         grouping.live_bytes, grouping.saved, grouping.inner = live_bytes, saved, inner
         grouping.unneeded = unneeded
         grouping.users.update(users)

@@ -14,6 +14,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from onnx_remat.fuse.moves import MOVES
 from onnx_remat.fuse.ops import VIEWS, is_exact, may_fuse
 from onnx_remat.ir.graph import Graph
 from onnx_remat.memory import buffers
@@ -310,7 +311,8 @@ def fused_cost(problem: Problem, graph: Graph) -> Floats:
     The cost is the op's own time times the share of its bytes that still pass through memory: inputs from elementwise
     nodes do not, nor do results that only elementwise nodes read.
     """
-    life, cost, can = problem.lifetimes, problem.cost.copy(), _fusible(graph)
+    life, cost = problem.lifetimes, problem.cost.copy()
+    can = _fusible(graph) & ~_named(graph, MOVES)  # whether one moves elements within a kernel depends on its sizes
     for op in np.flatnonzero(can).tolist():
         moved = left = 0
         for value in dict.fromkeys(problem.inputs(op)):

@@ -124,7 +124,7 @@ def test_views_are_looked_through():
 
 def test_a_view_that_others_read_stays():
     nodes = [node("Neg", ["x"], "a"), node("Abs", ["a"], "c"), node("Reshape", ["c", "to"], "d"),
-             node("Transpose", ["d"], "y"), node("Add", ["c", "a"], "z")]  # fmt: skip
+             node("Concat", ["d", "d"], "y", axis=0), node("Add", ["c", "a"], "z")]  # fmt: skip
     model = build(nodes, {"x": (2, 3, 4)}, ["y", "z"], {"to": np.array([6, 4])})
     made = assert_same_bits(model, random_feeds(model, np.random.default_rng(1)))
     assert len(made.order) == 3

@@ -96,7 +96,7 @@ def test_what_would_keep_another_value_alive_is_read():
 
 def test_state_that_is_renewed_in_between_is_not_read_again():
     nodes = [node("Mul", ["s", "s"], "t"), node("MatMul", ["t", "x"], "g"), node("Mul", ["g", "x"], "new.s"),
-             node("Transpose", ["new.s"], "k"), node("MatMul", ["k", "x"], "l"),
+             node("MatMul", ["new.s", "x"], "k"), node("MatMul", ["k", "x"], "l"),
              node("Mul", ["l", "t"], "y")]  # fmt: skip
     model = build(nodes, {"s": SQUARE, "x": SQUARE}, ["y", "new.s"])
     schedule = schedule_of(model)
