@@ -21,8 +21,9 @@ within rounding, too.
 `products`     matrix products as kernels that call it
 `onednn`       convolutions by oneDNN: its formats, its primitives, its scratch memory
 `convolutions` which nodes compute one
+`pools`        MaxPool with indices, and its gradient
 `scatters`     sums of rows into a matrix
-`libraries`    steps with products, convolutions and sums of rows replaced by nodes of their own
+`libraries`    steps with products, convolutions, pools and sums of rows replaced by nodes of their own
 `kernels`      LLVM text -> position-independent machine code, cached on the disk
 `build`        compiles ``shim.c`` and ``convolution.c``
 `library`      the custom-op library: finds or builds it, and passes it the kernels

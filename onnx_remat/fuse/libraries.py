@@ -1,4 +1,4 @@
-"""Nodes of which kernels of one kind each are faster: products and convolutions by libraries, and sums of rows.
+"""Nodes of which kernels of one kind each are faster: products and convolutions by libraries, pools and sums of rows.
 
 A kernel's scratch memory must not raise what a step takes: a convolution whose scratch memory, with all that is live
 where it runs, exceeds the step's peak and the scratch memory that ONNX Runtime no longer needs, stays as it is.
@@ -12,7 +12,7 @@ from math import prod
 
 import onnx
 
-from onnx_remat.fuse import convolutions, groups, products, scatters
+from onnx_remat.fuse import convolutions, groups, pools, products, scatters
 from onnx_remat.fuse.convolutions import Found
 from onnx_remat.fuse.groups import Runs, Schedule
 from onnx_remat.fuse.ir import Kernel
@@ -22,7 +22,7 @@ from onnx_remat.ir.shapes import Tensor
 
 @dataclass(frozen=True, slots=True)
 class LibraryNode:
-    """A node that calls a library, or adds rows.
+    """A node that calls a library, or is one of `pools` or `scatters`.
 
     Attributes
     ----------
@@ -113,6 +113,14 @@ def _with(schedule: Schedule, found: Sequence[Found], secret: int) -> Replaced:
         if gone.isdisjoint(rows.members):
             add(rows.place, scatters.kernel_of(rows), "sum of rows", rows.reads, (rows.makes,), rows.members, 0)
             gone.update(rows.members)
+    maxima, sums = pools.find(schedule)
+    for pool in maxima:
+        add(pool.place, pools.kernel_of_pool(pool), "MaxPool", (pool.reads,), pool.makes, (pool.place,))
+        gone.add(pool.place)
+    for total in sums:
+        if gone.isdisjoint(total.members):
+            add(total.place, pools.kernel_of_sum(total), "sum", total.reads, (total.makes,), total.members)
+            gone.update(total.members)
     for i, step in enumerate(schedule.steps):
         product = products.product_of(step.node, schedule.tensors) if schedule.products and i not in gone else None
         if product is not None:

@@ -164,8 +164,8 @@ def fused(
 
 
 def replaceable(compiled: Compiled) -> tuple[frozenset[int], frozenset[int]]:
-    """Return the ops of convolutions and sums of rows that kernels may compute: where they are several, and single."""
-    from onnx_remat.fuse import convolutions, onednn, scatters
+    """Return the ops of convolutions, pools and sums that kernels may compute: where they are several, and single."""
+    from onnx_remat.fuse import convolutions, onednn, pools, scatters
     from onnx_remat.fuse.groups import Schedule
     from onnx_remat.session.lean_graph import LeanNode
 
@@ -176,7 +176,9 @@ def replaceable(compiled: Compiled) -> tuple[frozenset[int], frozenset[int]]:
         outputs=frozenset(value.name for value in graph.model.graph.output), root={}, counted={}, renewed={},
         constants=known[0], integers=known[1], overwrites=lambda at, new, old: False,
     )  # fmt: skip
-    groups = [each.members for each in scatters.find(schedule)]
+    maxima, sums = pools.find(schedule)
+    groups: list[tuple[int, ...]] = [(each.place,) for each in maxima]
+    groups += [each.members for each in scatters.find(schedule)] + [each.members for each in sums]
     if not onednn.why_not():
         groups += [each.members for each in convolutions.find(schedule)]
     several: set[int] = set()

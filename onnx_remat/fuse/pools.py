@@ -1,0 +1,401 @@
+"""MaxPool with the indices of its maxima, and its gradient: a sum into zeros, at those indices.
+
+ONNX Runtime computes the indices slowly, and adds gradients in a single thread, into zeros that an Expand has made
+before. Kernels compute a plane of an image, or a row of the sum, in one thread. Results are ONNX Runtime's to the bit:
+a maximum is the first element of its window until one is greater, so that only a NaN in the first place stays.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+import onnx
+
+from onnx_remat.fuse.code import FLOAT, LONG
+from onnx_remat.fuse.groups import Runs, Schedule, views
+from onnx_remat.fuse.ir import METADATA, Kernel
+
+LEAST_ELEMENTS = 1 << 14
+"""Least elements that are read or made: below, a kernel saves nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """A MaxPool with indices.
+
+    Attributes
+    ----------
+    place : int
+    reads : str
+    makes : tuple of str
+        Maxima, and their indices.
+    planes : int
+        Images times channels.
+    sizes : tuple of int
+        Height and width of a plane and of its result, then by axis: window, strides, dilations, first padding.
+    shape : tuple of int
+        Of the results.
+    """
+
+    place: int
+    reads: str
+    makes: tuple[str, str]
+    planes: int
+    sizes: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """Elements that are added into zeros, row by row.
+
+    Attributes
+    ----------
+    place : int
+        That of the ScatterElements.
+    members : tuple of int
+        Places of the nodes that the kernel replaces.
+    reads : tuple of str
+        Indices and elements.
+    makes : str
+    rows, columns, added : int
+        Of the result; elements that are added to a row.
+    remainder : bool
+        Whether an index is the remainder of what is read, divided by `columns`.
+    """
+
+    place: int
+    members: tuple[int, ...]
+    reads: tuple[str, str]
+    makes: str
+    rows: int
+    columns: int
+    added: int
+    remainder: bool
+
+
+class _Steps:
+    """A step's nodes by what they read and write, and which values lie in memory of their own."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.viewed = views(schedule)
+        self.shared = {owner for name, owner in schedule.root.items() if name not in self.viewed}
+        self.maker = {name: i for i, step in enumerate(schedule.steps) for name in step.writes}
+        self.users: dict[str, list[int]] = defaultdict(list)
+        for i, step in enumerate(schedule.steps):
+            if not (step.writes and all(name in self.viewed for name in step.writes)):
+                for name in dict.fromkeys(step.reads):
+                    self.users[self.root(name)].append(i)
+        self.kept = {self.root(name) for name in schedule.outputs}
+
+    def root(self, name: str) -> str:
+        return self.schedule.root.get(name, name)
+
+    def is_own(self, name: str) -> bool:
+        """Whether no other node writes into a value's memory."""
+        return (name not in self.schedule.root or name in self.viewed) and self.root(name) not in self.shared
+
+    def only_for(self, name: str, place: int) -> bool:
+        """Whether only the node at a place reads a value."""
+        return self.users[self.root(name)] == [place] and self.root(name) not in self.kept
+
+    def made_by(self, name: str, op: str) -> int:
+        """Return the place of the node with this operator that makes a value, -1 if there is none."""
+        place = self.maker.get(self.root(name), -1)
+        node = self.schedule.steps[place].node if place >= 0 else None
+        return place if node is not None and node.op_type == op and node.domain in ("", "ai.onnx") else -1
+
+
+def find(schedule: Schedule) -> tuple[list[Pool], list[Sum]]:
+    """Return the pools and the sums of a step, by place."""
+    steps = _Steps(schedule)
+    pools = [_pool(steps, i, step) for i, step in enumerate(schedule.steps)]
+    sums = [_sum(steps, i, step) for i, step in enumerate(schedule.steps)]
+    return [each for each in pools if each is not None], [each for each in sums if each is not None]
+
+
+def _pool(steps: _Steps, place: int, step: Runs) -> Pool | None:
+    node, tensors = step.node, steps.schedule.tensors
+    if node.op_type != "MaxPool" or node.domain not in ("", "ai.onnx") or len(step.writes) != 2:
+        return None
+    values = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
+    known = [tensors[name] for name in (node.input[0], *node.output)]
+    if [each.dtype for each in known] != [FLOAT, FLOAT, LONG] or any(len(each.shape) != 4 for each in known):
+        return None
+    if values.get("auto_pad", b"NOTSET") != b"NOTSET" or values.get("storage_order", 0):
+        return None
+    shape, made = known[0].shape, known[1].shape
+    if prod(shape) < LEAST_ELEMENTS or not prod(made) or not all(map(steps.is_own, (node.input[0], *node.output))):
+        return None
+    pads = tuple(values.get("pads", (0, 0, 0, 0)))
+    sizes = (
+        *shape[2:], *made[2:], *values["kernel_shape"], *values.get("strides", (1, 1)),
+        *values.get("dilations", (1, 1)), *pads[:2],
+    )  # fmt: skip
+    root = steps.root(node.input[0])
+    if root in steps.schedule.renewed.values() or any(name in steps.schedule.renewed for name in node.output):
+        return None
+    return Pool(place, root, (node.output[0], node.output[1]), prod(shape[:2]), sizes, made)
+
+
+def _sum(steps: _Steps, place: int, step: Runs) -> Sum | None:
+    node, tensors, constants = step.node, steps.schedule.tensors, steps.schedule.constants
+    if node.op_type != "ScatterElements" or node.domain not in ("", "ai.onnx"):
+        return None
+    values = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
+    data, index, more, made = (tensors[name] for name in (*node.input, node.output[0]))
+    if values.get("reduction") != b"add" or values.get("axis", 0) not in (1, -1) or len(made.shape) != 2:
+        return None
+    if [each.dtype for each in (data, index, more, made)] != [FLOAT, LONG, FLOAT, FLOAT]:
+        return None
+    rows, columns = made.shape
+    if index.shape != more.shape or index.shape[0] != rows or not index.shape[1] or prod(made.shape) < LEAST_ELEMENTS:
+        return None
+    zeros = steps.made_by(node.input[0], "Expand")
+    if zeros < 0 or not _is_zero(steps, steps.schedule.steps[zeros].node.input[0]):
+        return None
+    if not all(map(steps.is_own, (*node.input[1:], node.output[0]))):
+        return None
+    members, read = [place], steps.root(node.input[1])
+    if steps.only_for(node.input[0], place):
+        members.append(zeros)
+    divided = steps.made_by(node.input[1], "Mod")
+    divisor = steps.schedule.steps[divided].node if divided >= 0 else None
+    remainder = (
+        divisor is not None and constants.get(divisor.input[1]) == columns and not any(a.i for a in divisor.attribute)
+        and steps.only_for(node.input[1], place) and steps.is_own(divisor.input[0])
+        and tensors[divisor.input[0]].dtype == LONG and prod(tensors[divisor.input[0]].shape) == prod(index.shape)
+    )  # fmt: skip
+    if remainder and divisor is not None:
+        members.append(divided)
+        read = steps.root(divisor.input[0])
+    reads = read, steps.root(node.input[2])
+    renewed = steps.schedule.renewed
+    if any(name in renewed.values() for name in reads) or node.output[0] in renewed:
+        return None
+    return Sum(
+        place, tuple(sorted(members)), reads, node.output[0], rows, columns, index.shape[1], remainder
+    )  # fmt: skip
+
+
+def _is_zero(steps: _Steps, name: str) -> bool:
+    """Whether a scalar is 0: a constant, or one that waits for another value, as ``converters`` write it."""
+    known = steps.schedule.constants.get(name)
+    if known is not None:
+        return known == 0 and not np.signbit(known)
+    cast = steps.made_by(name, "Cast")
+    never = steps.made_by(steps.schedule.steps[cast].node.input[0], "Xor") if cast >= 0 else -1
+    return never >= 0 and len(set(steps.schedule.steps[never].node.input)) == 1
+
+
+def kernel_of_pool(pool: Pool) -> Kernel:
+    """Return the kernel of a MaxPool: some planes in each part."""
+    read = prod(pool.sizes[:2])
+    return Kernel(
+        _POOL, pool.sizes, pool.planes, _grain(pool.planes, read), ((FLOAT, pool.planes * read),),
+        ((FLOAT, pool.shape), (LONG, pool.shape)),
+    )  # fmt: skip
+
+
+def kernel_of_sum(found: Sum) -> Kernel:
+    """Return the kernel of a sum: some rows in each part."""
+    count = found.rows * found.added
+    return Kernel(
+        _text_of_sum(found.remainder), (found.columns, found.added), found.rows, _grain(found.rows, found.columns),
+        ((LONG, count), (FLOAT, count)), ((FLOAT, (found.rows, found.columns)),),
+    )  # fmt: skip
+
+
+def _grain(count: int, each: int) -> int:
+    """Return how many of so many planes, with so many elements each, are a part: at least 2^14 elements."""
+    return max(1, min(-(-LEAST_ELEMENTS // each), -(-count // (os.cpu_count() or 1))))
+
+
+def _sizes(names: str) -> str:
+    lines = (
+        f"  %p.{name} = getelementptr i64, ptr %sizes, i64 {i}\n  %{name} = load i64, ptr %p.{name}"
+        for i, name in enumerate(names.split())
+    )
+    return "\n".join(lines)
+
+
+_POOL = f"""define i32 @kernel(ptr %in, ptr %out, ptr %sizes, i64 %begin, i64 %end) #0 {{
+start:
+  %x = load ptr, ptr %in
+  %y = load ptr, ptr %out
+  %p.where = getelementptr ptr, ptr %out, i64 1
+  %where = load ptr, ptr %p.where
+{_sizes("h w oh ow kh kw sh sw dh dw top left")}
+  %read = mul i64 %h, %w
+  %made = mul i64 %oh, %ow
+  %last = sub i64 %w, 1
+  %round = sub i64 %sw, 1
+  br label %plane
+plane:
+  %n = phi i64 [ %begin, %start ], [ %n.next, %plane.done ]
+  %first = mul i64 %n, %read
+  %plane.x = getelementptr float, ptr %x, i64 %first
+  %plane.at = mul i64 %n, %made
+  br label %line
+line:
+  %oy = phi i64 [ 0, %plane ], [ %oy.next, %line.done ]
+  %oy.at = mul i64 %oy, %ow
+  %line.at = add i64 %plane.at, %oy.at
+  %line.y = getelementptr float, ptr %y, i64 %line.at
+  %line.where = getelementptr i64, ptr %where, i64 %line.at
+  br label %clear
+clear:
+  %c = phi i64 [ 0, %line ], [ %c.next, %clear ]
+  %c.y = getelementptr float, ptr %line.y, i64 %c
+  store float 0.0, ptr %c.y, !llvm.access.group !0
+  %c.where = getelementptr i64, ptr %line.where, i64 %c
+  store i64 -1, ptr %c.where, !llvm.access.group !0
+  %c.next = add nuw nsw i64 %c, 1
+  %c.more = icmp slt i64 %c.next, %ow
+  br i1 %c.more, label %clear, label %cleared, !llvm.loop !1
+cleared:
+  %oy.step = mul i64 %oy, %sh
+  %iy.first = sub i64 %oy.step, %top
+  br label %row
+row:
+  %ky = phi i64 [ 0, %cleared ], [ %ky.next, %row.done ]
+  %ky.step = mul i64 %ky, %dh
+  %iy = add i64 %iy.first, %ky.step
+  %inside = icmp ult i64 %iy, %h
+  br i1 %inside, label %row.in, label %row.done
+row.in:
+  %row.at = mul i64 %iy, %w
+  %row.x = getelementptr float, ptr %plane.x, i64 %row.at
+  %row.first = add i64 %first, %row.at
+  br label %column
+column:
+  %kx = phi i64 [ 0, %row.in ], [ %kx.next, %column.done ]
+  %kx.step = mul i64 %kx, %dw
+  %shift = sub i64 %kx.step, %left
+  %outside = sub i64 0, %shift
+  %some = icmp sgt i64 %outside, 0
+  %rounded = add i64 %outside, %round
+  %skipped = sdiv i64 %rounded, %sw
+  %from = select i1 %some, i64 %skipped, i64 0
+  %room = sub i64 %last, %shift
+  %none = icmp slt i64 %room, 0
+  %fitting = sdiv i64 %room, %sw
+  %count = add i64 %fitting, 1
+  %few = icmp slt i64 %count, %ow
+  %most = select i1 %few, i64 %count, i64 %ow
+  %to = select i1 %none, i64 0, i64 %most
+  %any = icmp slt i64 %from, %to
+  br i1 %any, label %entry, label %column.done
+entry:
+  %e = phi i64 [ %from, %column ], [ %e.next, %entry ]
+  %e.step = mul nsw i64 %e, %sw
+  %ix = add nsw i64 %e.step, %shift
+  %p.x = getelementptr float, ptr %row.x, i64 %ix
+  %new = load float, ptr %p.x, !llvm.access.group !0
+  %p.y = getelementptr float, ptr %line.y, i64 %e
+  %old = load float, ptr %p.y, !llvm.access.group !0
+  %p.i = getelementptr i64, ptr %line.where, i64 %e
+  %old.i = load i64, ptr %p.i, !llvm.access.group !0
+  %greater = fcmp ogt float %new, %old
+  %unset = icmp slt i64 %old.i, 0
+  %above = or i1 %greater, %unset
+  %new.i = add i64 %row.first, %ix
+  %max = select i1 %above, float %new, float %old
+  %max.i = select i1 %above, i64 %new.i, i64 %old.i
+  store float %max, ptr %p.y, !llvm.access.group !0
+  store i64 %max.i, ptr %p.i, !llvm.access.group !0
+  %e.next = add nuw nsw i64 %e, 1
+  %e.more = icmp slt i64 %e.next, %to
+  br i1 %e.more, label %entry, label %column.done, !llvm.loop !1
+column.done:
+  %kx.next = add nuw nsw i64 %kx, 1
+  %kx.more = icmp slt i64 %kx.next, %kw
+  br i1 %kx.more, label %column, label %row.done
+row.done:
+  %ky.next = add nuw nsw i64 %ky, 1
+  %ky.more = icmp slt i64 %ky.next, %kh
+  br i1 %ky.more, label %row, label %line.done
+line.done:
+  %oy.next = add nuw nsw i64 %oy, 1
+  %oy.more = icmp slt i64 %oy.next, %oh
+  br i1 %oy.more, label %line, label %plane.done
+plane.done:
+  %n.next = add nuw nsw i64 %n, 1
+  %n.more = icmp slt i64 %n.next, %end
+  br i1 %n.more, label %plane, label %done
+done:
+  ret i32 0
+}}
+{METADATA}"""
+
+
+def _text_of_sum(remainder: bool) -> str:
+    """Return the LLVM text of a sum; indices mostly lie in the row, so that a division is rarely needed."""
+    other = """  %rest = srem i64 %given, %columns
+  %below = icmp slt i64 %rest, 0
+  %lifted = add i64 %rest, %columns
+  %within = select i1 %below, i64 %lifted, i64 %rest
+  br label %add"""
+    checked = """  %lifted = add i64 %given, %columns
+  %valid = icmp ult i64 %lifted, %columns
+  %within = add i64 %lifted, 0
+  br i1 %valid, label %add, label %failed"""
+    base = "%row.at" if remainder else "0"
+    return f"""define i32 @kernel(ptr %in, ptr %out, ptr %sizes, i64 %begin, i64 %end) #0 {{
+start:
+  %index = load ptr, ptr %in
+  %p.elements = getelementptr ptr, ptr %in, i64 1
+  %elements = load ptr, ptr %p.elements
+  %y = load ptr, ptr %out
+{_sizes("columns added")}
+  br label %row
+row:
+  %r = phi i64 [ %begin, %start ], [ %r.next, %row.done ]
+  %row.at = mul i64 %r, %columns
+  %row.y = getelementptr float, ptr %y, i64 %row.at
+  %added.at = mul i64 %r, %added
+  %row.index = getelementptr i64, ptr %index, i64 %added.at
+  %row.elements = getelementptr float, ptr %elements, i64 %added.at
+  br label %clear
+clear:
+  %c = phi i64 [ 0, %row ], [ %c.next, %clear ]
+  %p.c = getelementptr float, ptr %row.y, i64 %c
+  store float 0.0, ptr %p.c, !llvm.access.group !0
+  %c.next = add nuw nsw i64 %c, 1
+  %c.more = icmp slt i64 %c.next, %columns
+  br i1 %c.more, label %clear, label %entry, !llvm.loop !1
+entry:
+  %k = phi i64 [ 0, %clear ], [ %k.next, %add ]
+  %p.k = getelementptr i64, ptr %row.index, i64 %k
+  %given = load i64, ptr %p.k
+  %near = sub i64 %given, {base}
+  %inside = icmp ult i64 %near, %columns
+  br i1 %inside, label %add, label %other
+other:
+{other if remainder else checked}
+add:
+  %place = phi i64 [ %near, %entry ], [ %within, %other ]
+  %p.y = getelementptr float, ptr %row.y, i64 %place
+  %old = load float, ptr %p.y
+  %p.e = getelementptr float, ptr %row.elements, i64 %k
+  %more = load float, ptr %p.e
+  %sum = fadd float %old, %more
+  store float %sum, ptr %p.y
+  %k.next = add nuw nsw i64 %k, 1
+  %k.more = icmp slt i64 %k.next, %added
+  br i1 %k.more, label %entry, label %row.done
+row.done:
+  %r.next = add nuw nsw i64 %r, 1
+  %r.more = icmp slt i64 %r.next, %end
+  br i1 %r.more, label %row, label %done
+done:
+  ret i32 0
+failed:
+  ret i32 1
+}}
+{METADATA}"""
