@@ -58,14 +58,15 @@ class Stepper:
     """A process that takes a step when it is told to; `first` is what its function said besides the step."""
 
     def __init__(self, name: str, function: Callable[..., tuple[Any, Callable[[], Any]]], *arguments: Any) -> None:
-        self.name, self.times = name, list[float]()
+        self.name, self.times, self.cpus = name, list[float](), list[float]()
         self._process = child.Child(variables={})
         self.first = self._ask("prepared", _job(function, arguments))
 
     def step(self) -> Any:
-        """Take a step and note its seconds; what it returned."""
-        seconds, said = self._ask("stepped", {})
+        """Take a step and note its seconds, by the clock and of all threads; what it returned."""
+        seconds, cpu, said = self._ask("stepped", {})
         self.times.append(seconds)
+        self.cpus.append(cpu)
         return said
 
     def _ask(self, task: str, job: Mapping[str, Any]) -> Any:
@@ -132,11 +133,11 @@ def prepared(function: str, arguments: Sequence[Any]) -> Any:
     return first
 
 
-def stepped() -> tuple[float, Any]:
-    """Take the step that is kept; its seconds, and what it returned."""
-    start = time.perf_counter()
+def stepped() -> tuple[float, float, Any]:
+    """Take the step that is kept; its seconds, by the clock and of all threads, and what it returned."""
+    cpu, start = time.process_time(), time.perf_counter()
     said = _steps[-1]()
-    return time.perf_counter() - start, said
+    return time.perf_counter() - start, time.process_time() - cpu, said
 
 
 def _called(function: str, arguments: Sequence[Any]) -> Any:

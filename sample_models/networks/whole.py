@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from sample_models.networks.torch_models import ADAMW, Case, UNet
+from sample_models.networks.torch_models import ADAMW, Case, UNet, import_torchvision
 
 CHARACTERS = 65
 
@@ -101,6 +101,24 @@ class Digits(nn.Module):
         return made
 
 
+class Diffusion(nn.Module):
+    """A small UNet2D of diffusers, and the error of the noise that it foresees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        import_torchvision()  # diffusers imports it where it is installed
+        from diffusers.models.unets.unet_2d import UNet2DModel
+
+        self.network = UNet2DModel(
+            sample_size=32, in_channels=3, out_channels=3, block_out_channels=(32, 64, 64), layers_per_block=1,
+            norm_num_groups=8, down_block_types=("DownBlock2D", "AttnDownBlock2D", "DownBlock2D"),
+            up_block_types=("UpBlock2D", "AttnUpBlock2D", "UpBlock2D"),
+        )  # fmt: skip
+
+    def forward(self, images: torch.Tensor, times: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(self.network(images, times).sample, noise)
+
+
 def _language(batch: int, words: int = CHARACTERS, length: int = 256, width: int = 256, causal: bool = True) -> Case:
     texts = torch.randint(0, words, (batch, length + 1))
     model = Language(words, length, width, width // 32, 4, causal)
@@ -121,6 +139,16 @@ def _digits() -> Case:
     return Case(Digits(32, 4), (torch.randn(512, 1, 8, 8), torch.randint(0, 10, (512,))), optimizer=ADAMW)
 
 
+def _diffusion() -> Case:
+    images = torch.randn(16, 3, 32, 32)
+    return Case(Diffusion(), (images, torch.randint(0, 1000, (16,)), torch.randn(16, 3, 32, 32)), None, optimizer=ADAMW)
+
+
+def _mobile() -> Case:
+    network = import_torchvision().models.mobilenet_v3_small(num_classes=100, dropout=0.0).train()
+    return Case(network, (torch.randn(32, 3, 128, 128), torch.randint(0, 100, (32,))), optimizer=ADAMW)
+
+
 MODELS: dict[str, Callable[[], Case]] = {
     "language, 48 texts": lambda: _language(48),
     "characters, 96 texts": lambda: _language(96, width=128),
@@ -129,3 +157,6 @@ MODELS: dict[str, Callable[[], Case]] = {
     "u-net": _unet,
     "digits": _digits,
 }
+
+OTHERS: dict[str, Callable[[], Case]] = {"mobilenetv3": _mobile, "unet2d": _diffusion}
+"""More of them, which need torchvision or diffusers."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.child import in_turns
-from scripts.tables.race import our_step, steps_of
+from scripts.tables.race import our_step, save_first, steps_of
 
 TOKENS, WORDS, WIDTH, LAYERS = 2048, 1024, 256, 2
 ITEMS = tuple(f"{model}:{length}" for length in (512, 1024, 2048) for model in ("gpt2", "llama"))
@@ -68,7 +68,9 @@ def exported(name: str, length: int, path: Path, parts: int | None) -> None:
 
     model, batch = language_model(name, length, "sdpa")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    onnx.save(export_training_step(model, batch, None, optimizer, attention_parts=parts), path)
+    step = export_training_step(model, batch, None, optimizer, attention_parts=parts)
+    onnx.save(step, path)
+    save_first(path, step, model, optimizer, batch)
 
 
 def rows(item: str, *, budget: str = "60%", effort: float = 5.0, turns: int = 5) -> Iterator[tuple[str, ...]]:
@@ -88,11 +90,12 @@ def rows(item: str, *, budget: str = "60%", effort: float = 5.0, turns: int = 5)
         for runner, parts in (("ours", None), ("ours before", 1)):
             path = Path(home) / f"{parts}.onnx"
             exported(name, length, path, parts)
+            read = str(path.with_suffix(".npz"))
             report = rewrite_model(path, "100%", effort=effort, run_by="loop").report
             whole = report.covered()[0]
             limit = limit or int(whole * float(budget.rstrip("%")) / 100)
             said[runner] = str(report.nodes_before), f"{whole / 1e6:.0f}", "", ""
-            jobs.append((runner, our_step, str(path)))
+            jobs.append((runner, our_step, str(path), read))
             start, rewritten = time.perf_counter(), f"{runner}, rewritten"
             try:
                 result = rewrite_model(path, limit, effort=effort, time_limit=600, run_by="loop")
@@ -104,7 +107,7 @@ def rows(item: str, *, budget: str = "60%", effort: float = 5.0, turns: int = 5)
             predicted = f"{result.report.covered()[1] / 1e6:.0f}"
             compute = f"{result.report.extra_compute:+.1%}"
             said[rewritten] = str(result.report.nodes_after), predicted, f"{seconds:.0f}", compute
-            jobs.append((rewritten, our_step, str(small)))
+            jobs.append((rewritten, our_step, str(small), read))
         runners = in_turns(jobs, turns)
     first = runners[0]
     for each in runners:

@@ -1,15 +1,16 @@
 """PyTorch and us: the same training steps, taken in turns in one run, and the memory that each takes.
 
 Runners, each in a process of its own, of which one works at a time: PyTorch eager; ``torch.compile`` (Inductor); the
-exported step by `session.training.Loop`, as it is and rewritten to each budget; with ``--before FOLDER`` also the step
-that another version of the converter exported there, as MODEL.pytorch.onnx. SGD, or the case's own optimizer; as many
-threads as cores.
+exported step by `session.training.Loop`, as it is, also unfused, and rewritten to each budget, which is a share of what
+PyTorch eager's step takes; with ``--before FOLDER`` also the step that another version of the converter exported there,
+as MODEL.pytorch.onnx. SGD, or the case's own optimizer; as many threads as cores. All begin with the same parameters
+and batch: with numbers drawn at random, gradients vanish, and arithmetic with denormal numbers takes many times longer.
 
 *Memory* is resident: for PyTorch parameters, optimizer state and batch, and the process's high-water mark over a step
 less what is resident between steps, when gradients are gone and the heap is trimmed (what Inductor leaves behind does
 not count); for ours all of `measure.training_memory`, its bookkeeping and state included. *Time* is that of the fastest
 step of each, and its ratio to PyTorch eager's fastest: on a machine that others use too, a slower step says more of
-them. Linux only.
+them. *cpu* is the least time of all threads that a step took. Linux only.
 """
 
 from __future__ import annotations
@@ -19,28 +20,62 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from scripts.child import in_turns
+from scripts.child import call, in_turns
 
 ITEMS = ("mlp", "unet", "resnet18", "resnet50", "vit_b-half", "bert-half", "gpt2-4-half", "gpt2-12-half", "llama",
-          "lstm")  # fmt: skip
+          "lstm", "mobilenetv3", "unet2d", "vision transformer", "digits")  # fmt: skip
 _WARM = 2  # steps before any is looked at
-HEADS = ("model", "runner", "memory, MB", "of eager", "ms a step", "of eager", "compute")
+HEADS = ("model", "runner", "memory, MB", "of eager", "ms a step", "of eager", "cpu ms", "compute")
+
+
+def case_of(name: str) -> tuple[Any, Any]:
+    """A model with its batch and loss, and its optimizer; always with the same numbers."""
+    import torch
+
+    from sample_models.networks import torch_models, whole
+
+    torch.manual_seed(0)
+    case = (torch_models.MODELS | whole.MODELS | whole.OTHERS)[name]()
+    return case, case.optimizer(case.model.parameters())
 
 
 def torch_step(name: str, compiled: bool) -> tuple[int, Callable[[], None]]:
     """The bytes that a step of a case takes of the machine, and the step."""
     import torch
 
-    from sample_models.networks import torch_models
-
-    torch.manual_seed(0)
-    case = torch_models.MODELS[name]()
-    model, optimizer = case.model, case.optimizer(case.model.parameters())
-    called = torch.compile(model) if compiled else model
+    case, optimizer = case_of(name)
+    called = torch.compile(case.model) if compiled else case.model
     positional, named, target = case.arguments()
-    assert case.loss is not None
-    of_loss = case.loss
-    return steps_of(lambda: of_loss(called(*positional, **named), target).backward(), model, optimizer, case.batch)
+
+    def backward() -> None:
+        if case.loss is None:
+            called(*positional, target, **named).backward()
+        else:
+            case.loss(called(*positional, **named), target).backward()
+
+    return steps_of(backward, case.model, optimizer, case.batch)
+
+
+def export(name: str, file: str) -> None:
+    """Write a case's step to a file, and what it reads at first beside it, as FILE.npz."""
+    import onnx
+    from onnx_remat.converters.pytorch import export_training_step
+
+    case, optimizer = case_of(name)
+    step = export_training_step(case.model, case.batch, case.loss, optimizer, **case.options)
+    onnx.save(step, file)
+    save_first(Path(file), step, case.model, optimizer, case.batch)
+
+
+def save_first(file: Path, step: Any, model: Any, optimizer: Any, batch: Any) -> None:
+    """Write what a step reads at first beside it, as FILE.npz."""
+    import numpy as np
+    from onnx_remat.converters.pytorch import initial_feeds
+
+    named = batch if isinstance(batch, dict) else {f"input.{i}": value for i, value in enumerate(batch)}
+    read = {value.name for value in step.graph.input}
+    feeds = {name: value.numpy() for name, value in named.items() if name in read}
+    np.savez(file.with_suffix(".npz"), **initial_feeds(step, model, optimizer) | feeds)
 
 
 def steps_of(backward: Callable[[], None], model: Any, optimizer: Any, batch: Any) -> tuple[int, Callable[[], None]]:
@@ -71,15 +106,26 @@ def steps_of(backward: Callable[[], None], model: Any, optimizer: Any, batch: An
     return resident("VmHWM") - between + held, step
 
 
-def our_step(path: str) -> tuple[int, Callable[[], None]]:
-    """The same of a file; the memory is of another process, which does nothing else."""
+def memory_in_torch(name: str) -> int:
+    """The bytes that a step of a case takes of the machine."""
+    return torch_step(name, False)[0]
+
+
+def our_step(path: str, first: str = "", fuse: bool = True) -> tuple[int, Callable[[], None]]:
+    """The same of a file; the memory is of another process, which does nothing else.
+
+    `first` is a file with what the first step reads, see `export`; without it, numbers are drawn at random.
+    """
+    import numpy as np
+
     from onnx_remat.measure.training_memory import measure, state_for
     from onnx_remat.session.session import Session
     from onnx_remat.session.training import Loop
 
-    taken = measure(Path(path)).total
-    session = Session(path, donate=True)
-    loop = Loop(session, state_for(session.inputs), "loss")
+    taken = measure(Path(path), fuse=fuse).total
+    session = Session(path, donate=True, fuse=fuse)
+    state = dict(np.load(first)) if first else state_for(session.inputs)
+    loop = Loop(session, {array.name: state[array.name] for array in session.inputs}, "loss")
 
     def step() -> None:
         loop.step()
@@ -93,34 +139,39 @@ def rows(
     model: str, *, before: str = "", budgets: str = "60%,40%", effort: float = 5.0, turns: int = 15
 ) -> Iterator[tuple[str, ...]]:
     """The rows of one model."""
-    import onnx
-
     from onnx_remat.errors import BudgetInfeasibleError
     from onnx_remat.rewrite.pipeline import rewrite_model
-    from sample_models.networks import torch_models
 
     compute, refused = {"ours": ""}, []
+    theirs = call(memory_in_torch, model).answer
     with tempfile.TemporaryDirectory(prefix="onnx-remat-") as home:
-        files = {"ours": Path(home) / f"{model}.onnx"}
-        onnx.save(torch_models.builder(torch_models.MODELS[model])(), files["ours"])
+        ours = Path(home) / "ours.onnx"
+        call(export, model, str(ours))
+        first = str(ours.with_suffix(".npz"))
+        jobs: list[tuple[Any, ...]] = [
+            ("PyTorch eager", torch_step, model, False), ("torch.compile", torch_step, model, True),
+            ("ours", our_step, str(ours), first), ("ours, unfused", our_step, str(ours), first, False),
+        ]  # fmt: skip
         if before and (old := Path(before) / f"{model}.pytorch.onnx").exists():
-            files["ours before"] = old
+            jobs.append(("ours before", our_step, str(old)))
         for budget in budgets.split(","):
             name = f"ours, {budget}"
+            limit = int(theirs * float(budget.strip("%")) / 100)
             try:
-                result = rewrite_model(files["ours"], budget, effort=effort, time_limit=600)
+                result = rewrite_model(ours, limit, effort=effort, time_limit=600, run_by="loop")
             except BudgetInfeasibleError as error:
-                refused.append((model, name, "", "", "", "", str(error).partition(";")[0]))
+                refused.append((model, name, *[""] * 5, str(error).partition(";")[0]))
                 continue
             result.save(written := Path(home) / f"{budget.strip('%')}.onnx")
-            files[name], compute[name] = written, f"{result.report.extra_compute:+.1%}"
-        jobs = [("PyTorch eager", torch_step, model, False), ("torch.compile", torch_step, model, True)]
-        runners = in_turns(jobs + [(name, our_step, str(file)) for name, file in files.items()], turns)
-    first = runners[0]
+            jobs.append((name, our_step, str(written), first))
+            compute[name] = f"{result.report.extra_compute:+.1%}"
+        runners = in_turns(jobs, turns)
+    eager = runners[0]
     for runner in runners:
         fastest = min(runner.times)
         yield (
-            model, runner.name, f"{runner.first / 1e6:.1f}", f"{runner.first / first.first:.2f}",
-            f"{1000 * fastest:.0f}", f"{fastest / min(first.times):.2f}", compute.get(runner.name, ""),
+            model, runner.name, f"{runner.first / 1e6:.1f}", f"{runner.first / eager.first:.2f}",
+            f"{1000 * fastest:.0f}", f"{fastest / min(eager.times):.2f}", f"{1000 * min(runner.cpus):.0f}",
+            compute.get(runner.name, ""),
         )  # fmt: skip
     yield from refused
