@@ -54,6 +54,10 @@ def call(
     return Ran(answer, memory, cpu, time.monotonic() - began)
 
 
+_PAUSE = 0.1
+"""Seconds before a step: threads of the process before spin for a while after theirs."""
+
+
 class Stepper:
     """A process that takes a step when it is told to; `first` is what its function said besides the step."""
 
@@ -64,6 +68,7 @@ class Stepper:
 
     def step(self) -> Any:
         """Take a step and note its seconds, by the clock and of all threads; what it returned."""
+        time.sleep(_PAUSE)
         seconds, cpu, said = self._ask("stepped", {})
         self.times.append(seconds)
         self.cpus.append(cpu)
