@@ -3,7 +3,8 @@
 Model
     Nodes run at places 0, 1, 2, ... A group runs at the place of one of its nodes, after all makers of its inputs and
     before all readers of its outputs, so that groups never depend on one another in a cycle. A value that is made and
-    read within one group has no buffer.
+    read within one group has no buffer. A kernel goes through its elements along some axes (`loops`); each value has a
+    position, its strides over these axes (`positions`): a Transpose changes it, and costs nothing.
 Algorithm
     For the values of nodes that kernels can compute, first those that one node alone reads, the largest first: merge
     the group that makes it with a group that reads it if both have as many elements, or one has an element for each
@@ -357,8 +358,10 @@ def can_read(steps: Steps) -> bool:
 
 
 def _written(member: Member, whole: Position, axes: tuple[int, ...]) -> Position | set[int] | None:
-    """Return where a kernel writes what a member moves: elements of its input stay in their order, unless only single
-    elements were then written side by side."""
+    """Return where a kernel writes what a member moves, if it computes the member's input in the order of elements.
+
+    That is `whole` instead, and the input is computed in another order, if single elements were written far apart.
+    """
     read = member.inputs[0]
     assert read.moved is not None
     if read.offset or prod(extent for extent, _ in read.moved) != prod(axes):

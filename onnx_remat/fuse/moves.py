@@ -1,7 +1,7 @@
 """Nodes that only move elements, Transpose, Slice, Split and Expand: index arithmetic of the kernels that read them.
 
 A kernel reads such a node's input with other strides, so that the moved copy has no buffer and takes no time. A Split
-moves a piece into each of its outputs; `pieces` states it as nodes with one output.
+moves a piece into each of its outputs; `nodes` divides it into nodes with one output.
 """
 
 from __future__ import annotations
