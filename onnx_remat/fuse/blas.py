@@ -31,15 +31,9 @@ MOST_THREADS = 64
 """Threads that numpy's OpenBLAS is built for: with more calls at a time than twice as many it ends the process."""
 
 
-OFF = "products by OpenBLAS are switched off: a rewritten BERT had a wrong loss with them"
-"""Why no product uses the library; the cause is not found yet."""
-
-
 @cache
 def why_not() -> str:
     """Return why this process has no faster product than ONNX Runtime's, or an empty text."""
-    if OFF:
-        return OFF
     if (os.cpu_count() or 1) > MOST_THREADS:
         return f"OpenBLAS serves at most {MOST_THREADS} threads at a time"
     if _installed() is None:

@@ -253,7 +253,8 @@ def overwrites_safely(program: Program, at: int, made: str, read: str) -> bool:
     if step.plain is not None:
         old = program.tensors[read]
         alike = (old.dtype, math.prod(old.shape)) == (new.dtype, math.prod(new.shape))
-        return alike and all(slot in step.plain for slot, name in enumerate(step.node.input) if name == read)
+        slots = [slot for slot, name in enumerate(step.node.input) if program.root.get(name, name) == read]
+        return alike and step.plain.issuperset(slots)
     out = list(step.node.output).index(made)
     return all(
         (program.tensors[name].dtype, program.tensors[name].shape) == (new.dtype, new.shape)

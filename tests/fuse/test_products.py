@@ -137,6 +137,30 @@ def test_the_bits_do_not_depend_on_place_and_neighbours():
         assert not session.run(feeds_of(model))["y"].any()
 
 
+def test_a_product_is_not_written_over_what_it_reads_as_a_view():
+    nodes = [
+        helper.make_node("Transpose", ["x"], ["t"], perm=[1, 2, 0]),
+        helper.make_node("Reshape", ["t", "shape"], ["a"]),
+        helper.make_node("Gemm", ["a", "b"], ["y"]),
+        helper.make_node("CumSum", ["y", "first"], ["z"]),
+    ]
+    formals = {"x": [384, 32, 32], "b": [384, 384]}
+    graph = helper.make_graph(
+        nodes, "view",
+        [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in formals.items()],
+        [helper.make_tensor_value_info("z", TensorProto.FLOAT, [1024, 384])],
+        [helper.make_tensor("shape", TensorProto.INT64, [2], [1024, 384]),
+         helper.make_tensor("first", TensorProto.INT64, [], [0])],
+    )  # fmt: skip
+    assert_near(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=9), feeds_of_view())
+
+
+def feeds_of_view():
+    generator = np.random.default_rng(0)
+    x, b = generator.standard_normal((384, 32, 32), np.float32), generator.standard_normal((384, 384), np.float32)
+    return {"x": x, "b": b / 384}
+
+
 def test_level_disable_and_unfused_have_onnx_runtimes_bits():
     model = gemm(1024, 512, 256, 0, 0, 0)
     feeds = feeds_of(model)

@@ -11,9 +11,12 @@ from onnx import TensorProto, helper, numpy_helper
 
 from onnx_remat.errors import ModelError
 from onnx_remat.fuse import library
+from onnx_remat.ir.shapes import Tensor
+from onnx_remat.ort.kernels.registry import kernels_of
 from onnx_remat.session import binding, fusing, plan_session
 from onnx_remat.session import session as session_module
 from onnx_remat.session.bookkeeping import bookkeeping_bytes
+from onnx_remat.session.lean_graph import LeanNode
 from onnx_remat.session.session import Session
 from onnx_remat.session.training import Loop
 from sample_models.chain import chain
@@ -205,3 +208,14 @@ def test_where_the_runtime_changes_the_fused_step_it_runs_unfused(tmp_path, monk
     made = plan_session.arrange(path, tmp_path / "copy.onnx", plan_session.SessionRequest(secret=5))
     assert not made.kernels and made.fused.why_not == "onnxruntime changes it when it loads it"
     assert not fusing.kernels_of(tmp_path / "copy.onnx").exists()
+
+
+def test_a_kernel_that_reads_a_view_is_not_written_over_its_owner():
+    """Kernels of groups name the owner, those of libraries the view."""
+    node = helper.make_node("Fused", ["view", "x"], ["y"])
+    tensors = dict.fromkeys(("owner", "view", "x", "y"), Tensor(TensorProto.FLOAT, (4, 4), 64, (4, 4)))
+    for plain in (frozenset[int](), frozenset({0}), frozenset({0, 1})):
+        step = LeanNode(node, plain=plain)
+        program = binding.Program((step,), tensors, ("owner", "x"), ("y",), {"view": "owner"}, kernels_of("cpu"))
+        assert binding.overwrites_safely(program, 0, "y", "owner") is (0 in plain)
+        assert binding.overwrites_safely(program, 0, "y", "x") is (1 in plain)
