@@ -340,11 +340,18 @@ def positions(members: Sequence[Member], axes: tuple[int, ...]) -> dict[str, set
     return dict(found)
 
 
+def steps_of(read: Read, member: Member) -> Steps | None:
+    """Return how a member reads an input; None if element by element."""
+    if read.moved is not None or read.size == member.size:
+        return read.moved
+    return spaces.steps(read.shape, member.shape)
+
+
 def _position(read: Read, member: Member, at: Position, axes: tuple[int, ...]) -> Position | set[int] | None:
     """Return where a member at a position reads a value; otherwise, as `positions`."""
-    if read.moved is None and read.size == member.size:
+    steps = steps_of(read, member)
+    if steps is None:
         return at
-    steps = spaces.steps(read.shape, member.shape) if read.moved is None else read.moved
     if cuts := spaces.missing_cuts(steps, at, axes):
         return cuts
     where = spaces.composed(steps, read.offset, at, axes)
@@ -424,6 +431,47 @@ def views(schedule: Schedule) -> frozenset[str]:
     return frozenset(found)
 
 
+class Uses:
+    """Which nodes make and read each value of a step, and which values lie in memory of their own.
+
+    Views count as the value in whose memory they lie, not as readers of it.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.viewed = views(schedule)
+        self.shared = {owner for name, owner in schedule.root.items() if name not in self.viewed}
+        self.maker = {name: i for i, step in enumerate(schedule.steps) for name in step.writes}
+        self.users: dict[str, list[int]] = defaultdict(list)
+        for i, step in enumerate(schedule.steps):
+            if not self.is_view(step):
+                for name in dict.fromkeys(self.root(name) for name in step.reads):
+                    self.users[name].append(i)
+        self.kept = frozenset(self.root(name) for name in schedule.outputs)
+
+    def root(self, name: str) -> str:
+        """Return the value in whose memory one lies."""
+        return self.schedule.root.get(name, name)
+
+    def is_view(self, step: Runs) -> bool:
+        """Whether a node only makes views."""
+        return bool(step.writes) and all(name in self.viewed for name in step.writes)
+
+    def is_own(self, name: str) -> bool:
+        """Whether no other node writes into a value's memory."""
+        return (name not in self.schedule.root or name in self.viewed) and self.root(name) not in self.shared
+
+    def only_for(self, name: str, place: int) -> bool:
+        """Whether only the node at a place reads a value."""
+        return self.users[self.root(name)] == [place] and self.root(name) not in self.kept
+
+    def made_by(self, name: str, op: str) -> int:
+        """Return the place of the node with this operator that makes a value, -1 if there is none."""
+        place = self.maker.get(self.root(name), -1)
+        node = self.schedule.steps[place].node if place >= 0 else None
+        return place if node is not None and node.op_type == op and node.domain in ("", "ai.onnx") else -1
+
+
 @dataclass(frozen=True, slots=True)
 class Open:
     """A group that may still grow; it has no members for a node that kernels cannot compute."""
@@ -440,21 +488,16 @@ class Grouping:
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
-        steps, outputs, root = schedule.steps, schedule.outputs, schedule.root
-        self.viewed = views(schedule)
-        self.shared = {owner for name, owner in root.items() if name not in self.viewed}
+        steps, root = schedule.steps, schedule.root
+        self.uses = Uses(schedule)
+        self.users = self.uses.users
         self.maker = {name: i for i, step in enumerate(steps) for name in step.writes if name not in root}
-        self.users: dict[str, list[int]] = defaultdict(list)
-        for i, step in enumerate(steps):
-            if not self._is_view(step):
-                for name in dict.fromkeys(root.get(name, name) for name in step.reads):
-                    self.users[name].append(i)
         members = [self._member(i, step) for i, step in enumerate(steps)]
         self.member = {i: member for i, member in enumerate(members) if member is not None}
         self.open = {i: Open((member,) if member else ()) for i, member in enumerate(members)}
         self.at = list(range(len(steps)))  # the place of each node
         self.renewer = {name: self.maker[output] for output, name in schedule.renewed.items() if output in self.maker}
-        self.final = frozenset(root.get(name, name) for name in outputs)
+        self.final = self.uses.kept
         self.inner: set[str] = set()  # values without a buffer
         self.axes: dict[tuple[int, ...], tuple[int, ...]] = {}
         self.unneeded: set[int] = set()  # nodes whose values nothing reads any more, see `recompute`
@@ -465,13 +508,10 @@ class Grouping:
         self.update_savings(range(len(steps)))
         self.peak = int(self.live_bytes.max(initial=0))
 
-    def _is_view(self, step: Runs) -> bool:
-        return bool(step.writes) and all(name in self.viewed for name in step.writes)
-
     def _member(self, at: int, step: Runs) -> Member | None:
         """Return a node as a member of a group; None if kernels cannot compute it."""
         tensors, root = self.schedule.tensors, self.schedule.root
-        if step.captured or self._is_view(step) or len(step.writes) != 1:
+        if step.captured or self.uses.is_view(step) or len(step.writes) != 1:
             return None
         node, made = step.node, step.writes[0]
         if not self.users[made] and made not in self.schedule.outputs:
@@ -496,7 +536,7 @@ class Grouping:
         if call is None or not prod(shape) or len(shape) > MOST_RANK:
             return None
         slots = slots[: 1 if call.op == "Pow" else None]
-        if any((name in root and name not in self.viewed) or root.get(name, name) in self.shared for name in slots):
+        if not all(map(self.uses.is_own, slots)):
             return None
         if move is not None:
             moved = Read(root.get(slots[0], slots[0]), shape, call.dtype, move.offset, move.steps)
@@ -582,10 +622,12 @@ class Grouping:
             Group(place, found.members, *self.ends(found.members))
             for place, found in sorted(self.open.items())
             if len(found.members) > 1
-            or (found.members and is_rounded(found.members[0]))
-            or (found.members and isinstance(self.schedule.steps[found.members[0].at], Piece))
+            or (found.members and (is_rounded(found.members[0]) or self._is_piece(found.members[0])))
             or self.schedule.workspace([member.at for member in found.members])
         )
+
+    def _is_piece(self, member: Member) -> bool:
+        return isinstance(self.schedule.steps[member.at], Piece)
 
     def grow(self) -> None:
         """Merge groups until no merge is possible."""

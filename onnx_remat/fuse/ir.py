@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from onnx_remat.fuse import functions, rows, spaces
 from onnx_remat.fuse.code import FLOAT, KINDS, Code
-from onnx_remat.fuse.groups import Group, Member, Read, loops, positions, row_length
+from onnx_remat.fuse.groups import Group, Member, Read, loops, positions, row_length, steps_of
 from onnx_remat.fuse.onednn import Convolution
 from onnx_remat.fuse.ops import OPS, Call
 from onnx_remat.fuse.spaces import Position
@@ -294,9 +294,9 @@ class _Writer:
 
     def _position(self, read: Read, member: Member, own: Position) -> Position:
         """Return the position at which a member that is computed at a position reads an input."""
-        if read.moved is None and read.size == member.size:
+        steps = steps_of(read, member)
+        if steps is None:
             return own
-        steps = spaces.steps(read.shape, member.shape) if read.moved is None else read.moved
         found = spaces.composed(steps, read.offset, own, self.axes)
         assert found is not None
         return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -101,28 +100,22 @@ def fuse(schedule: Schedule, secret: int) -> Fusion:
 
 def _in_pieces(schedule: Schedule, places: Sequence[int]) -> tuple[Schedule, tuple[int, ...]]:
     """Replace Splits, of which kernels may compute a reader, by their pieces; also return the nodes' places before."""
-    root, viewed = schedule.root, groups.views(schedule)
-    users: dict[str, list[Runs]] = defaultdict(list)
-    for step in schedule.steps:
-        if not (step.writes and all(name in viewed for name in step.writes)):
-            for name in step.reads:
-                users[root.get(name, name)].append(step)
-    shared = {owner for name, owner in root.items() if name not in viewed}
-    final = {root.get(name, name) for name in schedule.outputs}
+    uses = groups.Uses(schedule)
 
     def pieces(step: Runs) -> list[str]:
         """Return the outputs of a Split that nodes read; none if it stays as it is."""
         node, tensors = step.node, schedule.tensors
         if node.op_type != "Split" or node.domain not in ("", "ai.onnx"):
             return []
-        read = [name for name in step.writes if users[name] or name in schedule.outputs]
+        read = [name for name in step.writes if uses.users[name] or name in schedule.outputs]
         names = [node.input[0], *read]
         known = all(prod(tensors[n].shape) and tensors[n].dtype in KINDS for n in names)
-        own = all((n not in root or n in viewed) and root.get(n, n) not in shared for n in names)
-        if not known or not own or len(tensors[names[0]].shape) > MOST_RANK or final & ({*step.writes} - {*read}):
+        if not known or not all(map(uses.is_own, names)) or len(tensors[names[0]].shape) > MOST_RANK:
+            return []
+        if uses.kept & ({*step.writes} - {*read}):
             return []
         found = [moves.move_of(node, name, tensors, {}) for name in read]
-        readers = [reader.node for name in read for reader in users[name]]
+        readers = [schedule.steps[at].node for name in read for at in uses.users[name]]
         can = all(move is not None and groups.can_read(move.steps) for move in found)
         return read if can and any(may_fuse(each) for each in readers) else []
 

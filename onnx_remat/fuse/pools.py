@@ -8,7 +8,6 @@ a maximum is the first element of its window until one is greater, so that only 
 from __future__ import annotations
 
 import os
-from collections import defaultdict
 from dataclasses import dataclass
 from math import prod
 
@@ -16,7 +15,7 @@ import numpy as np
 import onnx
 
 from onnx_remat.fuse.code import FLOAT, LONG
-from onnx_remat.fuse.groups import Runs, Schedule, views
+from onnx_remat.fuse.groups import Runs, Schedule, Uses
 from onnx_remat.fuse.ir import METADATA, Kernel
 
 LEAST_ELEMENTS = 1 << 14
@@ -78,49 +77,16 @@ class Sum:
     remainder: bool
 
 
-class _Steps:
-    """A step's nodes by what they read and write, and which values lie in memory of their own."""
-
-    def __init__(self, schedule: Schedule) -> None:
-        self.schedule = schedule
-        self.viewed = views(schedule)
-        self.shared = {owner for name, owner in schedule.root.items() if name not in self.viewed}
-        self.maker = {name: i for i, step in enumerate(schedule.steps) for name in step.writes}
-        self.users: dict[str, list[int]] = defaultdict(list)
-        for i, step in enumerate(schedule.steps):
-            if not (step.writes and all(name in self.viewed for name in step.writes)):
-                for name in dict.fromkeys(step.reads):
-                    self.users[self.root(name)].append(i)
-        self.kept = {self.root(name) for name in schedule.outputs}
-
-    def root(self, name: str) -> str:
-        return self.schedule.root.get(name, name)
-
-    def is_own(self, name: str) -> bool:
-        """Whether no other node writes into a value's memory."""
-        return (name not in self.schedule.root or name in self.viewed) and self.root(name) not in self.shared
-
-    def only_for(self, name: str, place: int) -> bool:
-        """Whether only the node at a place reads a value."""
-        return self.users[self.root(name)] == [place] and self.root(name) not in self.kept
-
-    def made_by(self, name: str, op: str) -> int:
-        """Return the place of the node with this operator that makes a value, -1 if there is none."""
-        place = self.maker.get(self.root(name), -1)
-        node = self.schedule.steps[place].node if place >= 0 else None
-        return place if node is not None and node.op_type == op and node.domain in ("", "ai.onnx") else -1
-
-
 def find(schedule: Schedule) -> tuple[list[Pool], list[Sum]]:
     """Return the pools and the sums of a step, by place."""
-    steps = _Steps(schedule)
-    pools = [_pool(steps, i, step) for i, step in enumerate(schedule.steps)]
-    sums = [_sum(steps, i, step) for i, step in enumerate(schedule.steps)]
+    uses = Uses(schedule)
+    pools = [_pool(uses, i, step) for i, step in enumerate(schedule.steps)]
+    sums = [_sum(uses, i, step) for i, step in enumerate(schedule.steps)]
     return [each for each in pools if each is not None], [each for each in sums if each is not None]
 
 
-def _pool(steps: _Steps, place: int, step: Runs) -> Pool | None:
-    node, tensors = step.node, steps.schedule.tensors
+def _pool(uses: Uses, place: int, step: Runs) -> Pool | None:
+    node, tensors = step.node, uses.schedule.tensors
     if node.op_type != "MaxPool" or node.domain not in ("", "ai.onnx") or len(step.writes) != 2:
         return None
     values = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
@@ -130,21 +96,21 @@ def _pool(steps: _Steps, place: int, step: Runs) -> Pool | None:
     if values.get("auto_pad", b"NOTSET") != b"NOTSET" or values.get("storage_order", 0):
         return None
     shape, made = known[0].shape, known[1].shape
-    if prod(shape) < LEAST_ELEMENTS or not prod(made) or not all(map(steps.is_own, (node.input[0], *node.output))):
+    if prod(shape) < LEAST_ELEMENTS or not prod(made) or not all(map(uses.is_own, (node.input[0], *node.output))):
         return None
     pads = tuple(values.get("pads", (0, 0, 0, 0)))
     sizes = (
         *shape[2:], *made[2:], *values["kernel_shape"], *values.get("strides", (1, 1)),
         *values.get("dilations", (1, 1)), *pads[:2],
     )  # fmt: skip
-    root = steps.root(node.input[0])
-    if root in steps.schedule.renewed.values() or any(name in steps.schedule.renewed for name in node.output):
+    root = uses.root(node.input[0])
+    if root in uses.schedule.renewed.values() or any(name in uses.schedule.renewed for name in node.output):
         return None
     return Pool(place, root, (node.output[0], node.output[1]), prod(shape[:2]), sizes, made)
 
 
-def _sum(steps: _Steps, place: int, step: Runs) -> Sum | None:
-    node, tensors, constants = step.node, steps.schedule.tensors, steps.schedule.constants
+def _sum(uses: Uses, place: int, step: Runs) -> Sum | None:
+    node, tensors, constants = step.node, uses.schedule.tensors, uses.schedule.constants
     if node.op_type != "ScatterElements" or node.domain not in ("", "ai.onnx"):
         return None
     values = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
@@ -156,26 +122,26 @@ def _sum(steps: _Steps, place: int, step: Runs) -> Sum | None:
     rows, columns = made.shape
     if index.shape != more.shape or index.shape[0] != rows or not index.shape[1] or prod(made.shape) < LEAST_ELEMENTS:
         return None
-    zeros = steps.made_by(node.input[0], "Expand")
-    if zeros < 0 or not _is_zero(steps, steps.schedule.steps[zeros].node.input[0]):
+    zeros = uses.made_by(node.input[0], "Expand")
+    if zeros < 0 or not _is_zero(uses, uses.schedule.steps[zeros].node.input[0]):
         return None
-    if not all(map(steps.is_own, (*node.input[1:], node.output[0]))):
+    if not all(map(uses.is_own, (*node.input[1:], node.output[0]))):
         return None
-    members, read = [place], steps.root(node.input[1])
-    if steps.only_for(node.input[0], place):
+    members, read = [place], uses.root(node.input[1])
+    if uses.only_for(node.input[0], place):
         members.append(zeros)
-    divided = steps.made_by(node.input[1], "Mod")
-    divisor = steps.schedule.steps[divided].node if divided >= 0 else None
+    divided = uses.made_by(node.input[1], "Mod")
+    divisor = uses.schedule.steps[divided].node if divided >= 0 else None
     remainder = (
         divisor is not None and constants.get(divisor.input[1]) == columns and not any(a.i for a in divisor.attribute)
-        and steps.only_for(node.input[1], place) and steps.is_own(divisor.input[0])
+        and uses.only_for(node.input[1], place) and uses.is_own(divisor.input[0])
         and tensors[divisor.input[0]].dtype == LONG and prod(tensors[divisor.input[0]].shape) == prod(index.shape)
     )  # fmt: skip
     if remainder and divisor is not None:
         members.append(divided)
-        read = steps.root(divisor.input[0])
-    reads = read, steps.root(node.input[2])
-    renewed = steps.schedule.renewed
+        read = uses.root(divisor.input[0])
+    reads = read, uses.root(node.input[2])
+    renewed = uses.schedule.renewed
     if any(name in renewed.values() for name in reads) or node.output[0] in renewed:
         return None
     return Sum(
@@ -183,14 +149,14 @@ def _sum(steps: _Steps, place: int, step: Runs) -> Sum | None:
     )  # fmt: skip
 
 
-def _is_zero(steps: _Steps, name: str) -> bool:
+def _is_zero(uses: Uses, name: str) -> bool:
     """Whether a scalar is 0: a constant, or one that waits for another value, as ``converters`` write it."""
-    known = steps.schedule.constants.get(name)
+    known = uses.schedule.constants.get(name)
     if known is not None:
         return known == 0 and not np.signbit(known)
-    cast = steps.made_by(name, "Cast")
-    never = steps.made_by(steps.schedule.steps[cast].node.input[0], "Xor") if cast >= 0 else -1
-    return never >= 0 and len(set(steps.schedule.steps[never].node.input)) == 1
+    cast = uses.made_by(name, "Cast")
+    never = uses.made_by(uses.schedule.steps[cast].node.input[0], "Xor") if cast >= 0 else -1
+    return never >= 0 and len(set(uses.schedule.steps[never].node.input)) == 1
 
 
 def kernel_of_pool(pool: Pool) -> Kernel:

@@ -8,14 +8,13 @@ some of the columns, in order: results are ScatterElements' to the bit. It check
 from __future__ import annotations
 
 import os
-from collections import defaultdict
 from dataclasses import dataclass
 from math import prod
 
 import onnx
 
 from onnx_remat.fuse.code import FLOAT, LONG
-from onnx_remat.fuse.groups import Schedule, views
+from onnx_remat.fuse.groups import Schedule, Uses
 from onnx_remat.fuse.ir import METADATA, Kernel
 
 LEAST_COLUMNS = 8
@@ -53,22 +52,14 @@ class Scatter:
 
 def find(schedule: Schedule) -> list[Scatter]:
     """Return the sums of rows in a step, by place."""
-    users: dict[str, list[int]] = defaultdict(list)
-    for i, step in enumerate(schedule.steps):
-        for name in dict.fromkeys(step.reads):
-            users[name].append(i)
-    maker = {name: i for i, step in enumerate(schedule.steps) for name in step.writes}
-    viewed, root = views(schedule), schedule.root
-    shared = {owner for name, owner in root.items() if name not in viewed}
+    uses = Uses(schedule)
     found: list[Scatter] = []
     for place, step in enumerate(schedule.steps):
         node = step.node
-        expand = maker.get(node.input[1], -1) if _adds_rows(node) and len(node.input) == 3 else -1
-        if expand < 0 or users[node.input[1]] != [place] or node.input[1] in schedule.outputs:
+        expand = uses.made_by(node.input[1], "Expand") if _adds_rows(node) else -1
+        if expand < 0 or node.input[1] in schedule.root or not uses.only_for(node.input[1], place):
             continue
         wide = schedule.steps[expand].node
-        if wide.op_type != "Expand" or wide.domain:
-            continue
         names = (node.input[0], wide.input[0], node.input[2], node.output[0])
         matrix, indices, rows, made = (schedule.tensors[name] for name in names)
         if [each.dtype for each in (matrix, indices, rows, made)] != [FLOAT, LONG, FLOAT, FLOAT]:
@@ -78,9 +69,9 @@ def find(schedule: Schedule) -> list[Scatter]:
             continue
         if indices.shape != (count, 1) or not matrix.shape[0]:
             continue
-        if any((name in root and name not in viewed) or root.get(name, name) in shared for name in names):
-            continue  # an op writes into its memory
-        target, index, more = (root.get(name, name) for name in names[:3])
+        if not all(map(uses.is_own, names)):
+            continue
+        target, index, more = map(uses.root, names[:3])
         renewed = index in schedule.renewed.values()  # perhaps before the kernel reads it, later than the Expand did
         if prod(schedule.tensors[index].shape) == count and not renewed:
             found.append(
