@@ -117,12 +117,14 @@ def _search(goal: Goal, work: Work, reserve: float, known: tuple[Schedule, ...],
 
     Where the file as executed exceeds the budget, the next plan has a tighter target. The bytes that the arena adds, or
     that fusion saves, are not a simple function of the target: where the budget covers them, the search bisects between
-    the last target that was too large and the first that was not. No plan begins if its file could not be simulated
-    before `deadline`: each leaves the time that the previous file took to write and simulate, `reserve` seconds at
-    first.
+    the last target that was too large and the first that was not. A tighter plan recomputes more, and each recomputed
+    node adds bookkeeping: where its file is the larger one, the search goes on above the targets before. No plan begins
+    if its file could not be simulated before `deadline`: each leaves the time that the previous file took to write and
+    simulate, `reserve` seconds at first.
     """
     allowed, memory, options, deadline = goal.allowed, goal.memory, work.options, work.deadline
     target, good, failed = _first_target(goal), 0, 0
+    highest = 0  # of the targets that were tightened
     peaks: list[int] = []
     plans: tuple[Schedule, ...] = ()
     best: Fitted | None = None
@@ -158,8 +160,12 @@ def _search(goal: Goal, work: Work, reserve: float, known: tuple[Schedule, ...],
             "target %s: plan of %s at +%.1f %% compute, file takes %s of %s", format_bytes(target),
             format_bytes(plan.timeline.peak), 100 * plan.extra_compute, format_bytes(worst), format_bytes(allowed),
         )  # fmt: skip
-        if worst > allowed:  # less by the excess, and less than the peak of this plan
-            failed = min(target, plan.timeline.peak)
+        if worst > allowed and not good and peaks[:-1] and worst > min(peaks[:-1]):
+            unplanned = memory.saved_by_runtime / (memory.saved_by_runtime + memory.original_bytes)
+            good, failed = highest, int(highest * (1 + unplanned))
+            target = (good + failed) // 2
+        elif worst > allowed:  # less by the excess, and less than the peak of this plan
+            failed, highest = min(target, plan.timeline.peak), max(highest, target)
             target = (good + failed) // 2 if good else min(memory.tighter(target, worst, allowed), failed - 1)
         else:
             good = target
