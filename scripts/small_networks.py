@@ -187,12 +187,16 @@ def convert(folder: Path, names: Sequence[str]) -> None:
 def rewrite(path: Path, budgets: Sequence[str]) -> None:
     """Rewrite to some budgets, in this process; a word for each on standard output."""
     from onnx_remat.errors import OnnxRematError
-    from onnx_remat.rewrite.pipeline import rewrite_model
+    from onnx_remat.rewrite.first_use import first_use
+    from onnx_remat.rewrite.pipeline import rewrite_for
+    from onnx_remat.rewrite.planner import begin
 
     run_by = "session" if int(path.stem.partition("-")[2]) % 2 else "loop"  # two kinds of budgets, in turn
+    with first_use() as kernels:
+        planner = begin(path, {"effort": EFFORT, "run_by": run_by}, kernels)
     for budget in budgets:
         try:
-            rewrite_model(path, budget, effort=EFFORT, run_by=run_by)
+            rewrite_for(planner, budget, advise=False)
             word = "written"
         except OnnxRematError:
             word = "refused"

@@ -20,9 +20,9 @@ import onnx
 from onnx_remat.errors import ModelError
 from onnx_remat.fuse import onednn
 from onnx_remat.fuse.code import FLOAT
-from onnx_remat.fuse.groups import Schedule
 from onnx_remat.fuse.ir import Kernel
 from onnx_remat.fuse.onednn import FORWARD, IMAGES, WEIGHTS, Convolution
+from onnx_remat.fuse.schedule import Schedule
 
 LEAST_WORK = 1 << 23
 """Multiplications from which on a call of oneDNN is worth its overhead."""

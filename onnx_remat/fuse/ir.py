@@ -5,8 +5,8 @@
     int kernel(void **inputs, void **outputs, const int64_t *sizes, int64_t begin, int64_t end)
 
 It returns 0; other kernels return 1 if they fail. If a value is broadcast, the elements are divided into rows, the
-innermost axis of `groups.loops`. Loop-invariant values are computed once before the loops, or once per row. Extents and
-strides are passed as `sizes` and scalars as inputs, so that steps of any size and any constants share their kernels.
+innermost axis of `members.Space`. Loop-invariant values are computed once before the loops, or once per row. Extents
+and strides are passed as `sizes`, and scalars as inputs, so that steps of any sizes and constants share their kernels.
 
 All of an element's inputs are read before any of its outputs is written, and pointers are not declared as noalias: an
 output may overwrite an input. No fast-math, no contraction: elementwise results are ONNX Runtime's to the bit, unless
@@ -25,7 +25,8 @@ from dataclasses import dataclass
 
 from onnx_remat.fuse import functions, rows, spaces
 from onnx_remat.fuse.code import FLOAT, KINDS, Code
-from onnx_remat.fuse.groups import Group, Member, Read, loops, positions, row_length, steps_of
+from onnx_remat.fuse.groups import Group
+from onnx_remat.fuse.members import Member, Read, steps_of
 from onnx_remat.fuse.onednn import Convolution
 from onnx_remat.fuse.ops import OPS, Call
 from onnx_remat.fuse.spaces import Position
@@ -134,7 +135,7 @@ def kernel_of(group: Group, dtypes: Sequence[int], elements: Sequence[int]) -> K
     writer = _Writer(group, dtypes)
     text = writer.text()
     made = {member.made: member for member in group.members}
-    columns = max(row_length(group.members), 1)
+    columns = max(group.columns, 1)
     outputs = tuple((made[name].call.made, made[name].result) for name in group.makes)
     width = sum(KINDS[dtype].nbytes for dtype in (*dtypes, *(dtype for dtype, _ in outputs)))
     grain = max(1, max(LEAST_PART, PART_BYTES // width) // columns)
@@ -188,9 +189,10 @@ class _Writer:
     def __init__(self, group: Group, dtypes: Sequence[int]) -> None:
         self.group = group
         self.members = [part for member in group.members for part in _simple(member)]
-        self.columns = row_length(group.members)
+        assert group.space is not None, "no kernel computes this group"
+        self.space, self.columns = group.space, group.columns
         self.keeps = self.columns <= rows.CHUNK and 8 * self.columns * len(self.members) <= MOST_KEPT
-        self.axes = loops(group.members)
+        self.axes = self.space.axes
         self.in_rows = len(self.axes) > 1
         self.full = Position(0, spaces.full(self.axes))
         self.of_rows = Position(0, spaces.of_rows(self.axes))
@@ -228,8 +230,7 @@ class _Writer:
                     self._reduce(member, stage)
         last = len(self.stages) - 1
         whole = [(i, n) for i, n in enumerate(self.group.makes) if self.maker[n].makes == self.group.size]
-        at = positions(self.group.members, self.axes) if any(m.moves for m in self.group.members) else {}
-        assert isinstance(at, dict)
+        at = self.space.positions
         where = {name: next(iter(at[name])) if name in at else self.full for _, name in whole}
         made = [self._value(name, where[name], last) for _, name in whole]
         for (i, name), value in zip(whole, made, strict=True):  # after all reads

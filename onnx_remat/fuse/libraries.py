@@ -8,19 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 
 import onnx
 
-from onnx_remat.fuse import convolutions, groups, pools, products, scatters
+from onnx_remat.fuse import convolutions, pools, products, scatters
 from onnx_remat.fuse.convolutions import Found
-from onnx_remat.fuse.groups import Runs, Schedule
+from onnx_remat.fuse.groups import live_bytes
 from onnx_remat.fuse.ir import Kernel
 from onnx_remat.fuse.library import DOMAIN, OP
+from onnx_remat.fuse.schedule import Runs, Schedule
 from onnx_remat.ir.shapes import Tensor
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LibraryNode:
     """A node that calls a library, or is one of `pools` or `scatters`.
 
@@ -38,11 +40,11 @@ class LibraryNode:
     plain: frozenset[int] = frozenset()
     captured: tuple[str, ...] = ()
 
-    @property
+    @cached_property
     def reads(self) -> tuple[str, ...]:
         return tuple(self.node.input)
 
-    @property
+    @cached_property
     def writes(self) -> tuple[str, ...]:
         return tuple(self.node.output)
 
@@ -71,12 +73,12 @@ class Replaced:
 def replaced(schedule: Schedule, secret: int) -> Replaced:
     """Replace nodes that libraries compute faster; new nodes name their kernels by `secret` and handle."""
     found = convolutions.find(schedule) if schedule.convolutions else []
-    peak = int(groups.live_bytes(schedule).max(initial=0)) if found else 0
+    peak = int(live_bytes(schedule).max(initial=0)) if found else 0
     before = schedule.workspace(range(len(schedule.steps)))
     while True:
         made = _with(schedule, found, secret)
         left = schedule.workspace([place for place in made.places if place >= 0])
-        live = groups.live_bytes(made.schedule) if found else ()
+        live = live_bytes(made.schedule) if found else ()
         tall = {
             step.writes[0]
             for step, nbytes in zip(made.schedule.steps, live, strict=False)

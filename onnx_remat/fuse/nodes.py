@@ -8,14 +8,16 @@ from math import prod
 
 import onnx
 
-from onnx_remat.fuse import groups, libraries, moves, recompute
+from onnx_remat.fuse import libraries, moves, recompute
 from onnx_remat.fuse.code import KINDS
-from onnx_remat.fuse.groups import MOST_RANK, Group, Runs, Schedule
+from onnx_remat.fuse.groups import Group, Grouping
 from onnx_remat.fuse.ir import Kernel, kernel_of
 from onnx_remat.fuse.libraries import LibraryNode
 from onnx_remat.fuse.library import DOMAIN, OP
+from onnx_remat.fuse.members import MOST_RANK, can_read
 from onnx_remat.fuse.moves import Piece
 from onnx_remat.fuse.ops import may_fuse
+from onnx_remat.fuse.schedule import Runs, Schedule
 from onnx_remat.ir.shapes import Tensor
 
 
@@ -62,15 +64,15 @@ def fuse(schedule: Schedule, secret: int) -> Fusion:
     with_libraries = libraries.replaced(schedule, secret)
     kernels = list(with_libraries.kernels)
     schedule, places = _in_pieces(with_libraries.schedule, with_libraries.places)
-    grouping = groups.Grouping(schedule)
+    grouping = Grouping(schedule)
     grouping.grow()
     recompute.recompute(grouping)
     found = grouping.kernels()
     by_place = {group.place: group for group in found}
     inside = {member.at for group in found for member in group.members if not member.again} | grouping.unneeded
     steps = schedule.steps
-    views = groups.views(schedule)
-    viewing = {step.writes[0]: i for i, step in enumerate(steps) if step.writes and step.writes[0] in views}
+    viewed = schedule.uses.viewed
+    viewing = {step.writes[0]: i for i, step in enumerate(steps) if step.writes and step.writes[0] in viewed}
     order: list[int | FusedNode] = []
     done: set[str] = set()
 
@@ -89,7 +91,7 @@ def fuse(schedule: Schedule, secret: int) -> Fusion:
             members = tuple(places[member.at] for member in group.members)
             order.append(_node(group, members, len(kernels), secret))
             kernels.append(kernel_of(group, dtypes, elements))
-        elif i not in inside and not (step.writes and step.writes[0] in views):
+        elif i not in inside and not (step.writes and step.writes[0] in viewed):
             view(step.reads)
             if isinstance(step, LibraryNode):
                 order.append(FusedNode(step.node, step.members, step.plain))
@@ -100,7 +102,7 @@ def fuse(schedule: Schedule, secret: int) -> Fusion:
 
 def _in_pieces(schedule: Schedule, places: Sequence[int]) -> tuple[Schedule, tuple[int, ...]]:
     """Replace Splits, of which kernels may compute a reader, by their pieces; also return the nodes' places before."""
-    uses = groups.Uses(schedule)
+    uses = schedule.uses
 
     def pieces(step: Runs) -> list[str]:
         """Return the outputs of a Split that nodes read; none if it stays as it is."""
@@ -116,7 +118,7 @@ def _in_pieces(schedule: Schedule, places: Sequence[int]) -> tuple[Schedule, tup
             return []
         found = [moves.move_of(node, name, tensors, {}) for name in read]
         readers = [schedule.steps[at].node for name in read for at in uses.users[name]]
-        can = all(move is not None and groups.can_read(move.steps) for move in found)
+        can = all(move is not None and can_read(move.steps) for move in found)
         return read if can and any(may_fuse(each) for each in readers) else []
 
     steps: list[Runs] = []
@@ -142,6 +144,5 @@ def _node(group: Group, members: tuple[int, ...], handle: int, secret: int) -> F
     node = onnx.helper.make_node(
         OP, group.reads, group.makes, name, domain=DOMAIN, secret=secret, handle=handle
     )  # fmt: skip
-    slots = enumerate(group.reads)
-    plain = frozenset(slot for slot, n in slots if groups.plainly_read(group.members, n))
+    plain = frozenset(slot for slot, name in enumerate(group.reads) if name in group.plain)
     return FusedNode(node, members, plain)

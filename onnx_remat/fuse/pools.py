@@ -15,8 +15,8 @@ import numpy as np
 import onnx
 
 from onnx_remat.fuse.code import FLOAT, LONG
-from onnx_remat.fuse.groups import Runs, Schedule, Uses
 from onnx_remat.fuse.ir import METADATA, Kernel
+from onnx_remat.fuse.schedule import Runs, Schedule, Uses
 
 LEAST_ELEMENTS = 1 << 14
 """Least elements that are read or made: below, a kernel saves nothing."""
@@ -79,7 +79,7 @@ class Sum:
 
 def find(schedule: Schedule) -> tuple[list[Pool], list[Sum]]:
     """Return the pools and the sums of a step, by place."""
-    uses = Uses(schedule)
+    uses = schedule.uses
     pools = [_pool(uses, i, step) for i, step in enumerate(schedule.steps)]
     sums = [_sum(uses, i, step) for i, step in enumerate(schedule.steps)]
     return [each for each in pools if each is not None], [each for each in sums if each is not None]

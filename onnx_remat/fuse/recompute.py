@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from onnx_remat.fuse.groups import MOST_DEPTH, MOST_ENDS, MOST_NODES, Grouping, Member, Open, depth, is_rounded, loops
+from onnx_remat.fuse.groups import MOST_ENDS, MOST_NODES, Grouping
+from onnx_remat.fuse.members import MOST_DEPTH, Candidate, Member, depth, is_rounded
 
 MOST_MEMBERS = 24
 """Maximum number of nodes that a kernel computes for one value."""
@@ -37,7 +38,7 @@ class _Copy:
     """A group with members that compute a value again."""
 
     place: int
-    members: tuple[Member, ...]
+    group: Candidate
     reads: tuple[str, ...]
     added_bytes: int
 
@@ -82,14 +83,17 @@ def _copy(grouping: Grouping, name: str, place: int) -> _Copy | None:
     again = [replace(member, again=True) for value, member in cone.items() if value not in inside]
     members = tuple(sorted((*again, *found.members), key=lambda member: member.at))
     costly = [member for member in members if member.again and is_rounded(member)]
-    if len(members) > MOST_NODES or len(costly) > MOST_COSTLY or depth(members) > MOST_DEPTH or not loops(members):
+    if len(members) > MOST_NODES or len(costly) > MOST_COSTLY or depth(members) > MOST_DEPTH:
+        return None
+    new = Candidate(members)
+    if new.space is None:
         return None
     before, after = grouping.ends(found.members)[0], grouping.ends(members)
     if len(after[0]) > MOST_ENDS or any(not _may_read(grouping, value, place) for value in after[0]):
         return None
     counted = grouping.schedule.counted
     added = [value for value in after[0] if value not in before]
-    return _Copy(place, members, tuple(reads), sum(counted.get(value, 0) for value in added))
+    return _Copy(place, new, tuple(reads), sum(counted.get(value, 0) for value in added))
 
 
 def _is_live(grouping: Grouping, value: str, place: int) -> bool:
@@ -139,7 +143,7 @@ def _apply(grouping: Grouping, name: str, copies: Iterable[_Copy]) -> None:
         for value in copy.reads:
             if reader not in grouping.users[value]:
                 grouping.users[value] = [*grouping.users[value], reader]
-        grouping.open[copy.place] = Open(copy.members)
+        grouping.open[copy.place] = copy.group
     rest = [name]
     while rest:
         value = rest.pop()
@@ -151,7 +155,7 @@ def _apply(grouping: Grouping, name: str, copies: Iterable[_Copy]) -> None:
         groups.setdefault(place, grouping.open[place])
         touched.add(place)
         kept = tuple(each for each in grouping.open[place].members if each.again or each.at != at)
-        grouping.open[place] = Open(kept)
+        grouping.open[place] = Candidate(kept)
         for read in dict.fromkeys(read.name for read in grouping.member[at].inputs):
             leave(read)
             grouping.users[read] = [user for user in grouping.users[read] if user != at]
@@ -166,8 +170,8 @@ def _apply(grouping: Grouping, name: str, copies: Iterable[_Copy]) -> None:
                 grouping.add_bytes(value, 1)
                 touched.add(grouping.span(value)[1])
     grouping.update_savings(sorted(touched))
-    computed = [grouping.open[place].members for place in groups if grouping.open[place].members]
-    if grouping.live_bytes.max(initial=0) > grouping.peak or not all(loops(members) for members in computed):
+    computed = [found for place in groups if (found := grouping.open[place]).members]
+    if grouping.live_bytes.max(initial=0) > grouping.peak or any(found.space is None for found in computed):
         grouping.live_bytes, grouping.saved, grouping.inner = live_bytes, saved, inner
         grouping.unneeded = unneeded
         grouping.users.update(users)

@@ -14,8 +14,8 @@ from math import prod
 import onnx
 
 from onnx_remat.fuse.code import FLOAT, LONG
-from onnx_remat.fuse.groups import Schedule, Uses
 from onnx_remat.fuse.ir import METADATA, Kernel
+from onnx_remat.fuse.schedule import Schedule
 
 LEAST_COLUMNS = 8
 """Least elements of a row: below, its index is no burden."""
@@ -52,7 +52,7 @@ class Scatter:
 
 def find(schedule: Schedule) -> list[Scatter]:
     """Return the sums of rows in a step, by place."""
-    uses = Uses(schedule)
+    uses = schedule.uses
     found: list[Scatter] = []
     for place, step in enumerate(schedule.steps):
         node = step.node

@@ -110,8 +110,8 @@ def fused(
         Limit on the search for a small slab.
     """
     from onnx_remat.fuse import blas, convolutions, onednn
-    from onnx_remat.fuse.groups import Schedule
     from onnx_remat.fuse.nodes import FusedNode, fuse
+    from onnx_remat.fuse.schedule import Schedule
     from onnx_remat.session import binding, lean_graph
     from onnx_remat.session.bookkeeping import bookkeeping_bytes
 
@@ -166,7 +166,7 @@ def fused(
 def replaceable(compiled: Compiled) -> tuple[frozenset[int], frozenset[int]]:
     """Return the ops of convolutions, pools and sums that kernels may compute: where they are several, and single."""
     from onnx_remat.fuse import convolutions, onednn, pools, scatters
-    from onnx_remat.fuse.groups import Schedule
+    from onnx_remat.fuse.schedule import Schedule
     from onnx_remat.session.lean_graph import LeanNode
 
     graph = compiled.graph

@@ -14,6 +14,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from onnx_remat.ort.moves import DOWN, UP
 from onnx_remat.process.worker import ask
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LeanNode:
     """One node as it will run.
 
@@ -52,12 +53,12 @@ class LeanNode:
     captured: tuple[str, ...] = ()
     plain: frozenset[int] | None = None
 
-    @property
+    @cached_property
     def reads(self) -> tuple[str, ...]:
         """Values that the node reads, without absent inputs."""
         return tuple(name for name in (*self.node.input, *self.captured) if name)
 
-    @property
+    @cached_property
     def writes(self) -> tuple[str, ...]:
         """Values that the node produces, without absent outputs."""
         return tuple(name for name in self.node.output if name)

@@ -16,8 +16,8 @@ from onnx_remat.converters.autodiff import add_backward
 
 from onnx_remat import Session
 from onnx_remat.fuse import convolutions, kernels, onednn
-from onnx_remat.fuse.groups import Schedule
 from onnx_remat.fuse.onednn import FORWARD, IMAGES, WEIGHTS, Convolution
+from onnx_remat.fuse.schedule import Schedule
 from onnx_remat.ir.shapes import Tensor
 from onnx_remat.session.lean_graph import LeanNode
 from tests.support.graphs import run_model

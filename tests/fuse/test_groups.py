@@ -12,6 +12,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from onnx_remat.fuse import groups, spaces
+from onnx_remat.fuse.members import Candidate
+from onnx_remat.fuse.schedule import Schedule
 from tests.support.fusing import Node, assert_same_bits, schedule_of, why_not
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "none")
@@ -142,7 +144,7 @@ def test_a_group_never_waits_for_itself():
 # ---- lifetimes ----
 
 
-def peak(schedule: groups.Schedule, found=()) -> int:
+def peak(schedule: Schedule, found=()) -> int:
     """Bytes alive at once, counted without the code that is tested; groups write over what they read last."""
     place = {member.at: group.place for group in found for member in group.members}
     inner = {m.made for group in found for m in group.members} - {name for group in found for name in group.makes}
@@ -163,7 +165,7 @@ def peak(schedule: groups.Schedule, found=()) -> int:
         for made in group.makes:
             kind = schedule.tensors[made].dtype, prod(schedule.tensors[made].shape)
             over = [n for n in dying if (schedule.tensors[n].dtype, prod(schedule.tensors[n].shape)) == kind
-                    and groups.plainly_read(group.members, n)]  # fmt: skip
+                    and n in group.plain]  # fmt: skip
             if over:
                 dying.remove(over[0])
                 at_once[group.place] -= schedule.counted[made]
@@ -191,7 +193,7 @@ def test_new_state_is_written_when_nobody_reads_the_old_any_more(late):
     model = build(nodes, {"w": (8, 8), "g": (8, 8)}, ["new.w", "m"], {"rate": np.float32(0.1)})
     schedule = replace(schedule_of(model), renewed={} if late else {"new.w": "w"})
     (group,) = groups.find(schedule)
-    assert group.makes == ("new.w",) and groups.plainly_read(group.members, "w")
+    assert group.makes == ("new.w",) and "w" in group.plain
 
 
 def test_state_that_is_broadcast_into_what_renews_it_is_not_fused_with_it():
@@ -202,7 +204,7 @@ def test_state_that_is_broadcast_into_what_renews_it_is_not_fused_with_it():
     schedule = replace(schedule_of(model), renewed={"new.w": "w"})
     for group in groups.find(schedule):
         reads_old = [m for m in group.members if any(read.name == "w" for read in m.inputs)]
-        assert "new.w" not in group.makes or groups.plainly_read(reads_old, "w")
+        assert "new.w" not in group.makes or "w" in Candidate(tuple(reads_old)).plain
 
 
 # ---- random graphs ----

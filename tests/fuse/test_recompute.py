@@ -8,8 +8,8 @@ from math import prod
 import numpy as np
 import pytest
 
-from onnx_remat.fuse import groups
 from onnx_remat.fuse.nodes import FusedNode, Fusion, fuse
+from onnx_remat.fuse.schedule import Schedule
 from tests.fuse import test_rows
 from tests.fuse.test_groups import build, node, peak, random_feeds, random_model
 from tests.support.fusing import assert_same_bits, bits, run, schedule_of, session, why_not
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "none")
 SQUARE = (64, 64)
 
 
-def taken(schedule: groups.Schedule, made: Fusion) -> int:
+def taken(schedule: Schedule, made: Fusion) -> int:
     """Bytes alive at once in the order with kernels, counted without the code that is tested."""
     steps = [each if isinstance(each, FusedNode) else schedule.steps[each] for each in made.order]
     alive: dict[str, list[int]] = {}
@@ -48,7 +48,7 @@ def taken(schedule: groups.Schedule, made: Fusion) -> int:
     return int(at_once.max(initial=0))
 
 
-def read(schedule: groups.Schedule) -> set[str]:
+def read(schedule: Schedule) -> set[str]:
     """What nodes read after fusing."""
     steps = [each if isinstance(each, FusedNode) else schedule.steps[each] for each in fuse(schedule, 0).order]
     return {name for each in steps for name in each.node.input}

@@ -256,7 +256,7 @@ def test_random_rows(request):
         for name, array in alone(model, feeds).items():
             np.testing.assert_array_equal(bits(got[name]), bits(array), f"seed {seed}: {name}")
         found = groups.find(schedule_of(model))
-        fused += sum(len(group.members) > 1 and groups.row_length(group.members) > 0 for group in found)
+        fused += sum(len(group.members) > 1 and group.columns > 0 for group in found)
         plain = onnxruntime.InferenceSession(model.SerializeToString(), options(), ["CPUExecutionProvider"])
         for name, array in run(plain, feeds).items():
             scale = max(1.0, float(np.abs(array).max(initial=0)))
@@ -268,7 +268,7 @@ def test_outputs_over_inputs():
     """What a row's result overwrites is read before."""
     model = build([node("Mul", ["x", "x"], "a"), node("Softmax", ["a"], "y", axis=-1)], {"x": (64, 64)}, ["y"])
     (group,) = groups.find(schedule_of(model))
-    assert groups.plainly_read(group.members, "x") and group.size == prod((64, 64))
+    assert "x" in group.plain and group.size == prod((64, 64))
     feeds = feeds_of(model)
     wanted = run(session(model)[0], feeds)["y"]
     opened, _ = session(model)

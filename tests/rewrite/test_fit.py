@@ -8,7 +8,7 @@ from sample_models.chain import chain
 
 
 def test_a_tighter_plan_with_a_larger_file_sends_the_search_up(monkeypatch):
-    """Bookkeeping of recomputed nodes: below the first target each file exceeds the budget by more, above it by none."""
+    """Below the first target each file exceeds the budget by more, for bookkeeping of recomputed nodes."""
     tried, write_out = [], fit._write_out
 
     def taken(plan, goal, target, *rest):

@@ -13,9 +13,9 @@ import onnxruntime as ort
 from onnx import TensorProto, helper, numpy_helper
 
 from onnx_remat.fuse import kernels, library
-from onnx_remat.fuse.groups import Schedule
 from onnx_remat.fuse.nodes import FusedNode, Fusion, fuse
 from onnx_remat.fuse.ops import VIEWS
+from onnx_remat.fuse.schedule import Schedule
 from onnx_remat.ir.shapes import Tensor
 
 
