@@ -27,6 +27,9 @@ from onnx_remat.fuse.schedule import Schedule
 LEAST_WORK = 1 << 23
 """Multiplications from which on a call of oneDNN is worth its overhead."""
 
+LEAST_WORK_IN_GROUPS = 1 << 20
+"""The same for a convolution in groups: ONNX Runtime computes each group, of one channel, say, by itself."""
+
 MOST_CHANNELS = 64
 """Channels from which on ONNX Runtime's products of columns are as fast as a convolution of oneDNN."""
 
@@ -79,7 +82,7 @@ def worthwhile(of: Convolution) -> bool:
     of a depthwise convolution. Windows of one entry are products, and weights with more elements than the images are
     summed up faster as products.
     """
-    if of.work < LEAST_WORK or of.images[0] < (os.cpu_count() or 1):
+    if of.work < (LEAST_WORK if of.group == 1 else LEAST_WORK_IN_GROUPS) or of.images[0] < (os.cpu_count() or 1):
         return False
     if of.kind == WEIGHTS:
         return prod(of.weights) <= prod(of.images)
@@ -319,6 +322,11 @@ def _single(steps: _Steps) -> Iterator[Found]:
 
 
 # ---- gradients of weights ----
+
+
+def weight_gradients(schedule: Schedule) -> list[Found]:
+    """Return the gradients of weights in a step, whoever computes them best."""
+    return list(_weight_gradients(_Steps(schedule)))
 
 
 def _weight_gradients(steps: _Steps) -> Iterator[Found]:

@@ -13,7 +13,7 @@ from math import prod
 
 import onnx
 
-from onnx_remat.fuse import convolutions, pools, products, scatters
+from onnx_remat.fuse import convolutions, depthwise, pools, products, scatters
 from onnx_remat.fuse.convolutions import Found
 from onnx_remat.fuse.groups import live_bytes
 from onnx_remat.fuse.ir import Kernel
@@ -104,13 +104,20 @@ def _with(schedule: Schedule, found: Sequence[Found], secret: int) -> Replaced:
         new.setdefault(place, []).append(LibraryNode(node, members, frozenset(plain)))
         kernels.append(kernel)
 
+    gone: set[int] = set()
+    for gradient in depthwise.find(schedule):
+        kernel = depthwise.kernel_of(gradient, schedule)
+        add(gradient.place, kernel, "depthwise weights", gradient.reads, (gradient.makes,), gradient.members)
+        gone.update(gradient.members)
     for each in found:
+        if not gone.isdisjoint(each.members):
+            continue
         kernel = convolutions.kernel_of(each, schedule)
         dtype, shape = kernel.outputs[1]
         name = f"{each.makes}/scratch"
         scratch[name] = Tensor(dtype, shape, 4 * prod(shape), shape)
         add(each.place, kernel, f"convolution, {each.convolution.kind}", each.reads, (each.makes, name), each.members)
-    gone = {place for each in found for place in each.members}
+        gone.update(each.members)
     for rows in scatters.find(schedule):
         if gone.isdisjoint(rows.members):
             add(rows.place, scatters.kernel_of(rows), "sum of rows", rows.reads, (rows.makes,), rows.members, 0)

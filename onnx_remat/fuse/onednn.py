@@ -134,9 +134,19 @@ def _halved(of: Convolution, channels: int) -> bool:
     return of.output[1] % (2 * channels) == 0 and of.output[1] // (2 * channels) >= LEAST_CHANNELS
 
 
+def implementation(of: Convolution) -> str:
+    """Return oneDNN's name of the code that it chooses; those that begin with "jit" are made for such a convolution."""
+    name = ctypes.c_char_p()
+    dnn = _loaded()
+    made = _formats(of, of.images[0], 1).made
+    dnn.check(dnn.c.dnnl_primitive_desc_query(made, ctypes.c_int(_IMPLEMENTATION), 0, ctypes.byref(name)))
+    return (name.value or b"").decode()
+
+
 # ---- oneDNN's C interface (https://uxlfoundation.github.io/oneDNN, version 3) ----
 
 _FLOAT, _ANY, _CPU, _DIRECT, _TRAINING, _BY_CALLER = 3, 1, 1, 1, 64, 1
+_IMPLEMENTATION = 8
 _QUERIES = {  # descriptions of images, weights, output, by kind
     FORWARD: (129, 131, 133), IMAGES: (130, 131, 134), WEIGHTS: (129, 132, 134),
 }  # fmt: skip

@@ -165,7 +165,7 @@ def fused(
 
 def replaceable(compiled: Compiled) -> tuple[frozenset[int], frozenset[int]]:
     """Return the ops of convolutions, pools and sums that kernels may compute: where they are several, and single."""
-    from onnx_remat.fuse import convolutions, onednn, pools, scatters
+    from onnx_remat.fuse import convolutions, depthwise, onednn, pools, scatters
     from onnx_remat.fuse.schedule import Schedule
     from onnx_remat.session.lean_graph import LeanNode
 
@@ -178,6 +178,7 @@ def replaceable(compiled: Compiled) -> tuple[frozenset[int], frozenset[int]]:
     )  # fmt: skip
     maxima, sums = pools.find(schedule)
     groups: list[tuple[int, ...]] = [(each.place,) for each in maxima]
+    groups += [each.members for each in depthwise.find(schedule)]
     groups += [each.members for each in scatters.find(schedule)] + [each.members for each in sums]
     if not onednn.why_not():
         groups += [each.members for each in convolutions.find(schedule)]
