@@ -35,7 +35,8 @@ def multiply_weight_gradients(model: ir.Model) -> None:
         if not (isinstance(inside, int) and isinstance(outside, int)):
             continue
         shape = (outside, inside, *kernel)
-        if how is None or not by_entry(dims(x)[2:] + dims(g)[2:], shape, how):
+        is_window = all(n == 1 for n in dims(g)[2:])  # of the gradient of a convolution's images
+        if how is None or is_window or not by_entry(dims(x)[2:] + dims(g)[2:], shape, how):
             continue
         with tape.ahead_of(node, "backward"):
             product = weight_gradient_by_entry(tape, tape.transpose(x, swapped), tape.transpose(g, swapped), shape, how)

@@ -286,3 +286,12 @@ def test_what_is_scattered_and_read_twice_stays():
 
     made = export_training_step(Twice(), (torch.randint(0, 50, (3, 5)), torch.randint(0, 50, (15,))), F.cross_entropy)
     assert count(made, "ScatterElements") == 2
+
+
+def test_a_window_of_one_entry_over_small_images_takes_one_product_for_its_weights():
+    """The gradient of its images is a convolution, too: not one product for each of the 16 pixels."""
+    model = nn.Sequential(nn.Conv2d(16, 32, 1), nn.BatchNorm2d(32), nn.Conv2d(32, 16, 1))
+    step = export_training_step(model, (torch.randn(32, 16, 4, 4), torch.randn(32, 16, 4, 4)), F.mse_loss)
+    assert count(step, "Conv") == 3
+    assert count(step, "MatMul") + count(step, "Gemm") == 2
+    assert not count(step, "Concat")
