@@ -62,7 +62,7 @@ class Stepper:
     """A process that takes a step when it is told to; `first` is what its function said besides the step."""
 
     def __init__(self, name: str, function: Callable[..., tuple[Any, Callable[[], Any]]], *arguments: Any) -> None:
-        self.name, self.times, self.cpus = name, list[float](), list[float]()
+        self.name, self.times, self.cpus, self.said = name, list[float](), list[float](), list[Any]()
         self._process = child.Child(variables={})
         self.first = self._ask("prepared", _job(function, arguments))
 
@@ -72,6 +72,7 @@ class Stepper:
         seconds, cpu, said = self._ask("stepped", {})
         self.times.append(seconds)
         self.cpus.append(cpu)
+        self.said.append(said)
         return said
 
     def _ask(self, task: str, job: Mapping[str, Any]) -> Any:

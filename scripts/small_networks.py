@@ -35,6 +35,8 @@ BATCHES = (256, 1024)
 """Samples: with fewer, images of 8 x 8 pixels weigh less than ONNX Runtime's bookkeeping."""
 SECONDS = 600
 """A process may take so long."""
+MOST_TIMM = 18
+"""Of timm's networks: one takes a minute and more, ten times as long as any other."""
 TIMM = (
     "resnet10t", "resnet14t", "lcnet_035", "mobilenetv3_small_050", "tinynet_e", "efficientnet_lite0", "ghostnet_050",
     "regnetx_002", "hardcorenas_a", "test_resnet", "test_convnext", "test_efficientnet", "test_byobnet", "test_vit",
@@ -221,6 +223,13 @@ def tried(folder: Path, name: str, checks: bool) -> list[str]:
     return words
 
 
+def chosen(count: int, timm: bool) -> list[str]:
+    """Names of networks, of each kind in turn."""
+    most = {"timm": timm * MOST_TIMM}
+    every = (f"{kind}-{seed}" for seed in itertools.count() for kind in KINDS if seed < most.get(kind, count))
+    return list(itertools.islice(every, count))
+
+
 def table(lines: Sequence[dict[str, Any]], command: str) -> Table:
     """Networks and outcomes by kind."""
     words = ("written", "refused", "IndexError", "died")
@@ -255,8 +264,7 @@ def main() -> None:
     if asked.rewrite:
         rewrite(asked.folder / f"{asked.rewrite[0]}.onnx", asked.rewrite[1:])
         return
-    kinds = [kind for kind in KINDS if kind != "timm" or asked.timm]
-    names = [f"{kinds[i % len(kinds)]}-{i // len(kinds)}" for i in range(asked.count)]
+    names = chosen(asked.count, asked.timm)
     book = asked.folder / "lines.jsonl"
     lines = [json.loads(line) for line in book.read_text().splitlines()] if book.exists() else []
     done = {(line["network"], line["checks"]) for line in lines}

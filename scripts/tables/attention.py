@@ -47,15 +47,17 @@ def language_model(name: str, length: int, attention: str) -> tuple[Any, dict[st
     return model.train(), {"input_ids": words, "labels": words}
 
 
-def torch_step(name: str, length: int, attention: str) -> tuple[int, Callable[[], None]]:
+def torch_step(name: str, length: int, attention: str) -> tuple[int, Callable[[], float]]:
     """The bytes that a step of PyTorch's takes, and the step."""
     import torch
 
     model, batch = language_model(name, length, attention)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
-    def backward() -> None:
-        model(**batch).loss.backward()
+    def backward() -> torch.Tensor:
+        loss: torch.Tensor = model(**batch).loss
+        loss.backward()
+        return loss
 
     return steps_of(backward, model, optimizer, batch)
 

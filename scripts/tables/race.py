@@ -10,7 +10,8 @@ and batch: with numbers drawn at random, gradients vanish, and arithmetic with d
 less what is resident between steps, when gradients are gone and the heap is trimmed (what Inductor leaves behind does
 not count); for ours all of `measure.training_memory`, its bookkeeping and state included. *Time* is that of the fastest
 step of each, and its ratio to PyTorch eager's fastest: on a machine that others use too, a slower step says more of
-them. *cpu* is the least time of all threads that a step took. Linux only.
+them. *cpu* is the least time of all threads that a step took. The *loss* is that of the fourth step: a runner with
+another loss than PyTorch ends the race. Linux only.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from scripts.child import call, in_turns
 ITEMS = ("mlp", "unet", "resnet18", "resnet50", "vit_b-half", "bert-half", "gpt2-4-half", "gpt2-12-half", "llama",
           "lstm", "mobilenetv3", "unet2d", "vision transformer", "digits")  # fmt: skip
 _WARM = 2  # steps before any is looked at
-HEADS = ("model", "runner", "memory, MB", "of eager", "ms a step", "of eager", "cpu ms", "compute")
+_ROUNDING = 2e-3  # of a loss after three updates
+HEADS = ("model", "runner", "memory, MB", "of eager", "ms a step", "of eager", "cpu ms", "loss", "compute")
 
 
 def case_of(name: str) -> tuple[Any, Any]:
@@ -39,7 +41,7 @@ def case_of(name: str) -> tuple[Any, Any]:
     return case, case.optimizer(case.model.parameters())
 
 
-def torch_step(name: str, compiled: bool) -> tuple[int, Callable[[], None]]:
+def torch_step(name: str, compiled: bool) -> tuple[int, Callable[[], float]]:
     """The bytes that a step of a case takes of the machine, and the step."""
     import torch
 
@@ -47,11 +49,11 @@ def torch_step(name: str, compiled: bool) -> tuple[int, Callable[[], None]]:
     called = torch.compile(case.model) if compiled else case.model
     positional, named, target = case.arguments()
 
-    def backward() -> None:
-        if case.loss is None:
-            called(*positional, target, **named).backward()
-        else:
-            case.loss(called(*positional, **named), target).backward()
+    def backward() -> Any:
+        given = called(*positional, **named) if case.loss else called(*positional, target, **named)
+        loss = case.loss(given, target) if case.loss else given
+        loss.backward()
+        return loss
 
     return steps_of(backward, case.model, optimizer, case.batch)
 
@@ -78,8 +80,8 @@ def save_first(file: Path, step: Any, model: Any, optimizer: Any, batch: Any) ->
     np.savez(file.with_suffix(".npz"), **initial_feeds(step, model, optimizer) | feeds)
 
 
-def steps_of(backward: Callable[[], None], model: Any, optimizer: Any, batch: Any) -> tuple[int, Callable[[], None]]:
-    """The bytes that a step of PyTorch's around a forward and backward pass takes of the machine, and the step."""
+def steps_of(backward: Callable[[], Any], model: Any, optimizer: Any, batch: Any) -> tuple[int, Callable[[], float]]:
+    """The bytes that a step of PyTorch's takes of the machine, and the step; `backward` returns the loss."""
     import gc
 
     import torch
@@ -88,10 +90,11 @@ def steps_of(backward: Callable[[], None], model: Any, optimizer: Any, batch: An
     from onnx_remat.measure.probe import reset_peak, resident
     from onnx_remat.session.heap import trim
 
-    def step() -> None:
+    def step() -> float:
         optimizer.zero_grad(set_to_none=True)
-        backward()
+        loss = float(backward())
         optimizer.step()
+        return loss
 
     for _ in range(_WARM):
         step()
@@ -111,7 +114,7 @@ def memory_in_torch(name: str) -> int:
     return torch_step(name, False)[0]
 
 
-def our_step(path: str, first: str = "", fuse: bool = True) -> tuple[int, Callable[[], None]]:
+def our_step(path: str, first: str = "", fuse: bool = True) -> tuple[int, Callable[[], float]]:
     """The same of a file; the memory is of another process, which does nothing else.
 
     `first` is a file with what the first step reads, see `export`; without it, numbers are drawn at random.
@@ -127,10 +130,10 @@ def our_step(path: str, first: str = "", fuse: bool = True) -> tuple[int, Callab
     state = dict(np.load(first)) if first else state_for(session.inputs)
     loop = Loop(session, {array.name: state[array.name] for array in session.inputs}, "loss")
 
-    def step() -> None:
-        loop.step()
+    def step() -> float:
+        return float(loop.step())
 
-    for _ in range(_WARM):
+    for _ in range(_WARM + 1):  # as many as PyTorch's
         step()
     return taken, step
 
@@ -160,7 +163,7 @@ def rows(
             try:
                 result = rewrite_model(ours, limit, effort=effort, time_limit=600, run_by="loop")
             except BudgetInfeasibleError as error:
-                refused.append((model, name, *[""] * 5, str(error).partition(";")[0]))
+                refused.append((model, name, *[""] * 6, str(error).partition(";")[0]))
                 continue
             result.save(written := Path(home) / f"{budget.strip('%')}.onnx")
             jobs.append((name, our_step, str(written), first))
@@ -168,10 +171,12 @@ def rows(
         runners = in_turns(jobs, turns)
     eager = runners[0]
     for runner in runners:
-        fastest = min(runner.times)
+        fastest, loss = min(runner.times), runner.said[0]
+        if abs(loss - eager.said[0]) > _ROUNDING * abs(eager.said[0]):
+            raise ValueError(f"{model}: the loss of {runner.name!r} is {loss}, PyTorch's {eager.said[0]}")
         yield (
             model, runner.name, f"{runner.first / 1e6:.1f}", f"{runner.first / eager.first:.2f}",
             f"{1000 * fastest:.0f}", f"{fastest / min(eager.times):.2f}", f"{1000 * min(runner.cpus):.0f}",
-            compute.get(runner.name, ""),
+            f"{loss:.4f}", compute.get(runner.name, ""),
         )  # fmt: skip
     yield from refused
