@@ -1,4 +1,7 @@
-"""SGD, Adam and AdamW as ONNX nodes, with the arithmetic, state names and defaults of torch.optim."""
+"""SGD, Adam and AdamW as ONNX nodes, with the arithmetic, state names and defaults of torch.optim.
+
+For `autodiff.add_backward` and the TensorFlow converter. Converters of PyTorch and JAX trace the user's own optimizer.
+"""
 
 from __future__ import annotations
 

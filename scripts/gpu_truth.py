@@ -221,10 +221,10 @@ def our_step(path: Path, dims: Mapping[str, int], graph: bool, limit: int = 0) -
 
 
 def kept(path: Path, target: Path, request: Any) -> Any:
-    """`plan_session.open_step`, whose result is kept beside the file: it takes longer than all the steps here."""
+    """`plan_session.plan_in_child`, whose result is kept beside the file: it takes longer than all the steps here."""
     model, opened = path.with_suffix(".private"), path.with_suffix(".opened")
     if not opened.exists():
-        found = plan_session.open_step(path, target, request)
+        found = plan_session.plan_in_child(path, target, request)
         shutil.copyfile(target, model)
         opened.write_bytes(pickle.dumps(found))
     shutil.copyfile(model, target)
@@ -238,7 +238,7 @@ def open_all(folder: Path) -> None:
         with tempfile.TemporaryDirectory() as home:
             kept(
                 (folder / each.path).resolve(),
-                Path(home) / "private.onnx",
+                Path(home) / "lean.onnx",
                 SessionRequest("cuda", dict(each.dims), True),
             )
 
@@ -332,7 +332,7 @@ def child(job: Mapping[str, Any]) -> None:
     elif job["how"] == "onnxruntime":
         step = stock_step(Path(job["path"]), job["dims"])
     else:
-        session_module.open_step = kept  # type: ignore[attr-defined]
+        session_module.plan_in_child = kept  # type: ignore[attr-defined]
         session, step = our_step(Path(job["path"]), job["dims"], graph=False)
         answer |= {"opened": time.perf_counter() - start, "open": used() - idle}
         answer["seconds"], answer["losses"] = timed(step)

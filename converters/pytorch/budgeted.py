@@ -21,7 +21,7 @@ from onnx_remat.session.session import Session
 from onnx_remat.units import format_bytes
 
 from .. import names, shares
-from . import optim, own_step
+from . import optimizer_facts, own_step
 from .apart import carried_out
 from .arrays import view
 from .batch import Batch
@@ -372,7 +372,7 @@ def _start(
 def budgeted(
     model: torch.nn.Module,
     loss: Loss | None,
-    optimizer: optim.Optimizers,
+    optimizer: optimizer_facts.Optimizers,
     batch: Any,
     budget: str | int | None = None,
     *,
@@ -440,13 +440,13 @@ def budgeted(
     ConversionError, OnnxRematError
         The step cannot be exported, see `export_training_step`, or no plan fits the budget.
     """
-    users = optim.each(optimizer)
+    users = optimizer_facts.each(optimizer)
     if not users:
         raise ConversionError("budgeted needs an optimizer, whose step is part of the graph: pass one")
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.device.type != "cpu":
             raise ConversionError(f"{name} is on {tensor.device}: budgeted trains on the CPU; call model.cpu() first")
-    optim.parameters_of(users, dict(model.named_parameters()))
+    optimizer_facts.parameters_of(users, dict(model.named_parameters()))
     given, of_step = shares.parse(budget)
     if given is None and planning:
         raise UsageError("{} needs a budget: pass {}", Setting("planning"), Setting("budget"))

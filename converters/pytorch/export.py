@@ -18,7 +18,7 @@ from onnx_remat.plan.request import Progress, silent
 
 from ..checks import agreement as checking
 from ..passes import attention_in_parts, loss_in_parts
-from . import optim, updates, verify
+from . import optimizer_facts, updates, verify
 from .batch import Batch
 from .lower import finish, lower
 from .outside import Outside
@@ -47,10 +47,10 @@ def step_of(
         if not parameter.is_floating_point():
             raise ConversionError(f"parameter {name} is {parameter.dtype}: use real floating point for parameters")
     recipe.check(bool(optimizers))
-    inside = optim.parameters_of(optimizers, parameters) if optimizers else set(parameters)
+    inside = optimizer_facts.parameters_of(optimizers, parameters) if optimizers else set(parameters)
     trained = {name for name, parameter in parameters.items() if parameter.requires_grad and name in inside}
     trainable: dict[str, torch.Tensor] = {name: p for name, p in parameters.items() if name in trained}
-    optim.check_hooks(optimizers, trainable)
+    optimizer_facts.check_hooks(optimizers, trainable)
     state: updates.State = {}
     for optimizer in optimizers:
         state |= updates.initial_state(optimizer, trainable)
@@ -58,7 +58,7 @@ def step_of(
         model, Batch.of(example_inputs), loss, trainable,
         frozen={name: p for name, p in parameters.items() if name not in trained},
         buffers=dict(model.named_buffers()), recipe=recipe, optimizers=optimizers, state=state,
-        settings=optim.settings(optimizers),
+        settings=optimizer_facts.settings(optimizers),
     )  # fmt: skip
 
 
@@ -98,7 +98,7 @@ def export_training_step(
     model: torch.nn.Module,
     example_inputs: Any,
     loss: Loss | None = None,
-    optimizer: optim.Optimizers = None,
+    optimizer: optimizer_facts.Optimizers = None,
     *,
     clip_norm: float | None = None,
     clip_value: float | None = None,
@@ -171,7 +171,7 @@ def export_training_step(
         The step cannot be traced or translated to ONNX, or its results differ from torch's.
     """
     recipe = Recipe(clip_norm, clip_value, accumulate, average, None if scaler is None else Scaling.of(scaler))
-    step = step_of(model, example_inputs, loss, optim.each(optimizer), recipe)
+    step = step_of(model, example_inputs, loss, optimizer_facts.each(optimizer), recipe)
     parts = loss_in_parts.checked(loss_parts), attention_in_parts.checked(attention_parts)
     made, outside = export(step, opset, dynamic_dims or {}, check, *parts)
     if outside:

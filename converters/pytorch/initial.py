@@ -11,12 +11,12 @@ import torch
 from onnx_remat.ir.shapes import INITIAL_KEY
 
 from .. import names
-from . import optim, recipe, updates
+from . import optimizer_facts, recipe, updates
 from .arrays import array
 
 
 def initial_feeds(
-    step: onnx.ModelProto, model: torch.nn.Module, optimizer: optim.Optimizers = None
+    step: onnx.ModelProto, model: torch.nn.Module, optimizer: optimizer_facts.Optimizers = None
 ) -> dict[str, np.ndarray]:
     """Return the inputs of an exported step except the batch: current parameters, buffers, optimizer state and rates.
 
@@ -34,14 +34,14 @@ def initial_feeds(
     """
     parameters = dict(model.named_parameters())
     tensors = dict(model.named_buffers()) | parameters
-    for one in optim.each(optimizer):
+    for one in optimizer_facts.each(optimizer):
         for name, pieces in updates.initial_state(one, parameters).items():
             tensors |= {names.state(name, slot): value for slot, value in pieces.items()}
     for name, parameter in parameters.items():
         tensors[names.state(name, recipe.SUM)] = torch.zeros_like(parameter)
         tensors[names.state(name, recipe.AVERAGE)] = parameter
     given = {entry.key: entry.value for entry in step.metadata_props}
-    scalars = json.loads(given.get(INITIAL_KEY, "{}")) | optim.settings(optim.each(optimizer))
+    scalars = json.loads(given.get(INITIAL_KEY, "{}")) | optimizer_facts.settings(optimizer_facts.each(optimizer))
     feeds = {}
     for value in step.graph.input:
         if value.name in scalars:

@@ -21,7 +21,7 @@ from onnx_remat.units import Budget
 
 from .. import names, plan_cache, shares
 from ..passes import attention_in_parts, loss_in_parts
-from . import optim, updates
+from . import optimizer_facts, updates
 from .arrays import tensor
 from .export import export, step_of
 from .initial import initial_feeds
@@ -101,9 +101,9 @@ def _with_rates(user: torch.optim.Optimizer, parameters: Mapping[str, torch.Tens
     state = {name: user.state[p] for name, p in parameters.items() if p in user.state}
     made = updates.twin(user, parameters, parameters, state)
     for group in made.param_groups:
-        for key in optim.INPUTS:
+        for key in optimizer_facts.INPUTS:
             if key in group and (key == _LR or isinstance(group[key], torch.Tensor)):
-                group[key] = torch.tensor(float(group[key]), dtype=optim.settings_type(parameters))
+                group[key] = torch.tensor(float(group[key]), dtype=optimizer_facts.settings_type(parameters))
     return made
 
 
@@ -116,7 +116,7 @@ def _settings(twins: tuple[torch.optim.Optimizer, ...]) -> dict[str, SettingPlac
         for key, value in group.items()
         if isinstance(value, torch.Tensor)
     }
-    return {name: of[id(value)] for name, value in optim.settings(twins).items()}
+    return {name: of[id(value)] for name, value in optimizer_facts.settings(twins).items()}
 
 
 def _started(

@@ -16,7 +16,7 @@ from onnx_remat.errors import ConversionError
 from onnx_remat.messages import Message, Setting
 
 from .. import names
-from . import optim, repeated, updates
+from . import optimizer_facts, repeated, updates
 from .batch import Batch, loss_of
 from .decisions import Recorder
 from .outside import Outside
@@ -94,7 +94,7 @@ class StepParts:
     @property
     def rates(self) -> dict[str, torch.Tensor]:
         """Return the settings in the dtype of the step."""
-        kind = optim.settings_type(self.trainable)
+        kind = optimizer_facts.settings_type(self.trainable)
         return {name: value.detach().to(kind).reshape(()) for name, value in self.settings.items()}
 
     def run(self, values: Mapping[str, torch.Tensor], watch: TorchDispatchMode) -> dict[str, torch.Tensor]:

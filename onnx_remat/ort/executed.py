@@ -16,7 +16,7 @@ from onnx_remat.ir.opsets import STANDARD_DOMAINS
 from onnx_remat.memory import buffers
 from onnx_remat.memory.problem import Schedule
 from onnx_remat.messages import Message, Setting
-from onnx_remat.ort import halves, runtime
+from onnx_remat.ort import half_precision, runtime
 from onnx_remat.ort.kernels.base import Kernels
 from onnx_remat.ort.prepare import Compiled, Preparation, prepare_for_simulation
 
@@ -152,7 +152,7 @@ def _is_shown_whole(model: onnx.ModelProto, stated: Preparation) -> bool:
 
 def _in_floats(model: onnx.ModelProto, stated: Preparation) -> bool:
     """Whether the query replaces half precision by float32, as the CPU stands in for a missing device."""
-    return whom_to_ask(stated.kernels)[0] != stated.kernels.execution_providers and halves.has_halves(model)
+    return whom_to_ask(stated.kernels)[0] != stated.kernels.execution_providers and half_precision.has_halves(model)
 
 
 def executed_as_it_lies(model: onnx.ModelProto, stated: Preparation) -> Executed:
@@ -210,9 +210,11 @@ def _optimized_without_weights(
     )
     providers, without = whom_to_ask(stated.kernels)
     if in_floats:
-        without = (*without, *halves.KEEPS_CASTS)
-        optimized = runtime.optimized(halves.as_floats(light), None, level, providers, without, stated.load_dims)
-        halves.as_halves(optimized, light, compiled.tensors)
+        without = (*without, *half_precision.KEEPS_CASTS)
+        optimized = runtime.optimized(
+            half_precision.as_floats(light), None, level, providers, without, stated.load_dims
+        )
+        half_precision.as_halves(optimized, light, compiled.tensors)
     else:
         optimized = runtime.optimized(light, None, level, providers, without, stated.load_dims)
     optimized.graph.ClearField("input")

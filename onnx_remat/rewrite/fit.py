@@ -60,7 +60,7 @@ class Fitted:
     executed: Mapping[str, Executed]
     trained: Footprint | None = None
 
-    def extra(self) -> tuple[float, float]:
+    def preference(self) -> tuple[float, float]:
         """Return the order of preference among files: predicted step time, where known, then extra compute."""
         return self.trained.seconds if self.trained else 0.0, self.plan.extra_compute
 
@@ -88,7 +88,7 @@ class Work:
     deadline: Deadline
 
 
-def fit(goal: Goal, work: Work, reserve: float, known: tuple[Schedule, ...] = ()) -> Fitted:
+def fit(goal: Goal, work: Work, seconds_per_file: float, known: tuple[Schedule, ...] = ()) -> Fitted:
     """Return a plan and a file within the budget: the selector's best, else those of a first look.
 
     Raises
@@ -99,20 +99,20 @@ def fit(goal: Goal, work: Work, reserve: float, known: tuple[Schedule, ...] = ()
     """
     direct = Direct.of(goal.memory.compiled)
     try:
-        return _search(goal, work, reserve, known, direct)
+        return _search(goal, work, seconds_per_file, known, direct)
     except Refusal as refusal:
-        if work.deadline.ends_within(reserve):
+        if work.deadline.ends_within(seconds_per_file):
             raise
         look, alone = refusal.look, replace(direct, values=set())
-        worst, made = _write_out(look, goal, look.timeline.peak, work, alone)
+        worst, made = _as_file(look, goal, look.timeline.peak, work, alone)
         if worst <= goal.allowed:
-            found = _at_other_levels(made, work, reserve)
+            found = _at_other_levels(made, work, seconds_per_file)
             return replace(made, executed=found)
         refusal.looked = worst if worst < goal.memory.original_bytes else 0
         raise
 
 
-def _search(goal: Goal, work: Work, reserve: float, known: tuple[Schedule, ...], direct: Direct) -> Fitted:
+def _search(goal: Goal, work: Work, seconds_per_file: float, known: tuple[Schedule, ...], direct: Direct) -> Fitted:
     """Plan, write and simulate the file, until it is within the budget.
 
     Where the file as executed exceeds the budget, the next plan has a tighter target. The bytes that the arena adds, or
@@ -120,24 +120,24 @@ def _search(goal: Goal, work: Work, reserve: float, known: tuple[Schedule, ...],
     the last target that was too large and the first that was not. A tighter plan recomputes more, and each recomputed
     node adds bookkeeping: where its file is the larger one, the search goes on above the targets before. No plan begins
     if its file could not be simulated before `deadline`: each leaves the time that the previous file took to write and
-    simulate, `reserve` seconds at first.
+    simulate, `seconds_per_file` seconds at first.
     """
     allowed, memory, options, deadline = goal.allowed, goal.memory, work.options, work.deadline
-    target, good, failed = _first_target(goal), 0, 0
+    target, fits_at, misses_at = _first_target(goal), 0, 0
     highest = 0  # of the targets that were tightened
     peaks: list[int] = []
     plans: tuple[Schedule, ...] = ()
     best: Fitted | None = None
     refused: BudgetInfeasibleError | None = None
-    _check_time(goal, options, deadline, reserve)
+    _check_time(goal, options, deadline, seconds_per_file)
     for _ in range(_MOST_PLANS):
-        if plans and deadline.ends_within(reserve):
+        if plans and deadline.ends_within(seconds_per_file):
             break
         with work.stage("plan"):
             try:
                 share = 1.0 if plans or options.effort is not None else _FIRST_PLAN_SHARE
                 less = replace(options, effort=options.work_seconds() * _LATER_PLAN_EFFORT) if plans else options
-                plan = make_plan(goal, target, less, deadline.sooner(reserve, share), (*known, *plans))
+                plan = make_plan(goal, target, less, deadline.sooner(seconds_per_file, share), (*known, *plans))
                 plans = (*plans, plan.schedule)
             except BudgetInfeasibleError as refusal:
                 if not plans and target < goal.target():  # no wonder
@@ -148,42 +148,44 @@ def _search(goal: Goal, work: Work, reserve: float, known: tuple[Schedule, ...],
                 if not plans:  # the file may take less than its plan by as much as the original does
                     refused, target = refusal, target + memory.saved_by_runtime
                     continue
-                if best is not None or not target < failed * _CLOSE_ENOUGH:
+                if best is not None or not target < misses_at * _CLOSE_ENOUGH:
                     break
-                target = (target + failed) // 2
+                target = (target + misses_at) // 2
                 continue
         began = time.monotonic()
-        worst, made = _write_out(plan, goal, target, work, direct)
-        reserve = _RESERVE_PER_FILE * (time.monotonic() - began)
+        worst, made = _as_file(plan, goal, target, work, direct)
+        seconds_per_file = _RESERVE_PER_FILE * (time.monotonic() - began)
         peaks.append(worst)
         _log.info(
             "target %s: plan of %s at +%.1f %% compute, file takes %s of %s", format_bytes(target),
             format_bytes(plan.timeline.peak), 100 * plan.extra_compute, format_bytes(worst), format_bytes(allowed),
         )  # fmt: skip
-        if worst > allowed and not good and peaks[:-1] and worst > min(peaks[:-1]):
+        if worst > allowed and not fits_at and peaks[:-1] and worst > min(peaks[:-1]):
             unplanned = memory.saved_by_runtime / (memory.saved_by_runtime + memory.original_bytes)
-            good, failed = highest, int(highest * (1 + unplanned))
-            target = (good + failed) // 2
+            fits_at, misses_at = highest, int(highest * (1 + unplanned))  # bisect above all targets so far
+            target = (fits_at + misses_at) // 2
         elif worst > allowed:  # less by the excess, and less than the peak of this plan
-            failed, highest = min(target, plan.timeline.peak), max(highest, target)
-            target = (good + failed) // 2 if good else min(memory.tighter(target, worst, allowed), failed - 1)
+            misses_at, highest = min(target, plan.timeline.peak), max(highest, target)
+            target = min(memory.tighter(target, worst, allowed), misses_at - 1)
+            if fits_at:
+                target = (fits_at + misses_at) // 2
         else:
-            good = target
-            if best is None or made.extra() < best.extra():
+            fits_at = target
+            if best is None or made.preference() < best.preference():
                 best = made
             unused = allowed - worst
             if plan.extra_compute <= 0:  # there is nothing to gain from a larger target
                 break
-            if memory.is_used_up(unused, allowed, missed=failed > 0):
+            if memory.is_used_up(unused, allowed, missed=misses_at > 0):
                 break
-            target = (good + failed) // 2 if failed else target + unused
-        if good > failed * _CLOSE_ENOUGH > 0:
+            target = (fits_at + misses_at) // 2 if misses_at else target + unused
+        if fits_at > misses_at * _CLOSE_ENOUGH > 0:
             break
     unsure = best is not None and memory.prices_kernels() and best.plan.extra_compute > 0
-    if best is not None and unsure and not deadline.ends_within(reserve):
-        best = _unlike(best, replace(goal, alone=True), good, work, reserve, (*known, *plans), direct)
+    if best is not None and unsure and not deadline.ends_within(seconds_per_file):
+        best = _unlike(best, replace(goal, alone=True), fits_at, work, seconds_per_file, (*known, *plans), direct)
     if best is not None:
-        return replace(best, executed=_at_other_levels(best, work, reserve))
+        return replace(best, executed=_at_other_levels(best, work, seconds_per_file))
     if refused:
         raise refused
     lowest, holds = min(peaks), " with its arena" if options.arena else ""
@@ -197,7 +199,13 @@ def _search(goal: Goal, work: Work, reserve: float, known: tuple[Schedule, ...],
 
 
 def _unlike(
-    best: Fitted, goal: Goal, target: int, work: Work, reserve: float, known: tuple[Schedule, ...], direct: Direct
+    best: Fitted,
+    goal: Goal,
+    target: int,
+    work: Work,
+    seconds_per_file: float,
+    known: tuple[Schedule, ...],
+    direct: Direct,
 ) -> Fitted:
     """Return the better file: the best so far, or one for `goal`, which prices every node by itself.
 
@@ -207,14 +215,14 @@ def _unlike(
     less = replace(work.options, effort=work.options.work_seconds() * _LATER_PLAN_EFFORT)
     with work.stage("plan"):
         try:
-            clock = work.deadline.sooner(reserve, 1.0)
+            clock = work.deadline.sooner(seconds_per_file, 1.0)
             plan = make_plan(goal, target, less, clock, known)
         except BudgetInfeasibleError:
             return best
     if plan.schedule == best.plan.schedule:
         return best
-    taken, other = _write_out(plan, goal, target, work, direct)
-    return other if taken <= goal.allowed and other.extra() < best.extra() else best
+    taken, other = _as_file(plan, goal, target, work, direct)
+    return other if taken <= goal.allowed and other.preference() < best.preference() else best
 
 
 def _first_target(goal: Goal) -> int:
@@ -228,9 +236,9 @@ def _first_target(goal: Goal) -> int:
     return lowered if lowered > memory.floor else goal.target()
 
 
-def _check_time(goal: Goal, options: Options, deadline: Deadline, reserve: float) -> None:
+def _check_time(goal: Goal, options: Options, deadline: Deadline, seconds_per_file: float) -> None:
     """Raise an error if the time limit leaves no time to write and simulate one file."""
-    late = reserve - deadline.left()
+    late = seconds_per_file - deadline.left()
     if late <= _TOLERATED_DELAY_SECONDS:
         return
     enough = 5 * math.ceil((options.time_limit + _ADVISED_TIME_FACTOR * late) / 5)
@@ -238,15 +246,15 @@ def _check_time(goal: Goal, options: Options, deadline: Deadline, reserve: float
         Message(
             "{} is too short for a file of {} nodes: to write it and to ask ONNX Runtime about it takes about {:.0f} s "
             "by itself, at this machine's present pace; try {}",
-            Setting("time_limit", options.time_limit), goal.memory.compiled.graph.n_nodes(), reserve,
+            Setting("time_limit", options.time_limit), goal.memory.compiled.graph.n_nodes(), seconds_per_file,
             Setting("time_limit", enough),
         ),
         goal.memory.original_bytes, goal.memory.floor + goal.memory.bookkeeping,
     )  # fmt: skip
 
 
-def _write_out(plan: Plan, goal: Goal, target: int, work: Work, direct: Direct) -> tuple[int, Fitted]:
-    """Write a plan and simulate the file; return its covered memory in bytes, and the file.
+def _as_file(plan: Plan, goal: Goal, target: int, work: Work, direct: Direct) -> tuple[int, Fitted]:
+    """Make the file of a plan, in memory, and simulate it; return its covered memory in bytes, and the file.
 
     A loop opens a file at the last level alone; a plain session at the level its user chooses, so that the worst level
     counts.

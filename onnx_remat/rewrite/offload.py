@@ -24,7 +24,7 @@ _START_HEADROOM = 1.02  # on the lowest budget found, for the plan to start from
 _LOOK = 0.25  # of the effort for that plan
 
 
-def fit_with_moves(goal: Goal, work: Work, reserve: float) -> Fitted:
+def fit_with_moves(goal: Goal, work: Work, seconds_per_file: float) -> Fitted:
     """Run `fit.fit` with and without moves to the host; return the plan with the least extra compute.
 
     Raises
@@ -39,14 +39,14 @@ def fit_with_moves(goal: Goal, work: Work, reserve: float) -> Fitted:
     best: Fitted | None = None
     refusal: BudgetInfeasibleError | None = None
     try:
-        best = fit(goal, replace(work, deadline=deadline.sooner(reserve, _SHARE)), reserve)
+        best = fit(goal, replace(work, deadline=deadline.sooner(seconds_per_file, _SHARE)), seconds_per_file)
         start = best.plan.compiled, best.plan.schedule
     except BudgetInfeasibleError as error:
         refusal = error
-        start = compiled, _lowest(goal, error, options, deadline.sooner(reserve, _SHARE))
+        start = compiled, _lowest(goal, error, options, deadline.sooner(seconds_per_file, _SHARE))
     before: set[str] = set()
     for turn in range(_ROUNDS):
-        if turn and deadline.ends_within(reserve):
+        if turn and deadline.ends_within(seconds_per_file):
             break
         names = set(worth_moving(*start, link, at_any_price=best is None))
         if turn and best is None:  # nothing less will do
@@ -57,9 +57,9 @@ def fit_with_moves(goal: Goal, work: Work, reserve: float) -> Fitted:
         larger = with_donations(split(compiled, names, link))
         known = carried(start[1].order, start[0], larger)
         its = replace(goal, memory=memory.with_moves(larger))
-        rest = replace(work, deadline=deadline.sooner(reserve, _SHARE))
+        rest = replace(work, deadline=deadline.sooner(seconds_per_file, _SHARE))
         try:
-            found = fit(its, rest, reserve, (known,))
+            found = fit(its, rest, seconds_per_file, (known,))
         except BudgetInfeasibleError as error:
             if best is not None:
                 break

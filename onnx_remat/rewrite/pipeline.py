@@ -105,7 +105,7 @@ def plan_model(model: model_io.Model, budget: str | int | Budget, **options: Unp
         if planner.options.offload:
             raise UsageError("offload: plans with moves are rewrite_model's")
         job = planner.job(parsed, planner.deadline)
-        job.compile(kernels, PLANNER)
+        job.wait_for_compiled(kernels, PLANNER)
     try:
         return make_plan(job.goal, job.goal.target(), planner.options, job.deadline)
     except Refusal as refusal:
@@ -181,20 +181,20 @@ def _rewrite(job: Job, kernels: FirstUse, advise: bool) -> Result:
     options = planner.options
     if planner.keeps(job.goal.allowed):
         return _unchanged(job)
-    job.compile(kernels, PLANNER + REPORTER if options.arena else PLANNER)
-    reserve = memory.simulations * planner.seconds["simulate original"]
+    job.wait_for_compiled(kernels, PLANNER + REPORTER if options.arena else PLANNER)
+    seconds_per_file = memory.simulations * planner.seconds["simulate original"]
     fitting = fit_with_moves if options.offload else fit
     work = Work(planner.original, planner.folder, options, job.clock.stage, job.deadline)
 
     def within(goal: Goal) -> Fitted:
-        return fitting(goal, work, reserve)
+        return fitting(goal, work, seconds_per_file)
 
     try:
         fitted = within(job.goal)
     except Refusal as refusal:
         budget = _to_ask_for(refusal, job, within) if advise else refusal.candidate
         raise refusal.naming(budget, 0 if options.arena else memory.original_bytes) from None
-    job.compile(kernels, REPORTER)
+    job.wait_for_compiled(kernels, REPORTER)
     written, final = fitted.written, list(fitted.executed.values())[-1]
     with job.clock.stage("verify"):
         measured = _verify(job, written, fitted.executed)

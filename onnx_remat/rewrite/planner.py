@@ -80,7 +80,7 @@ class Job:
     clock: Stopwatch
     deadline: Deadline
 
-    def compile(self, kernels: FirstUse, groups: tuple[str, ...]) -> None:
+    def wait_for_compiled(self, kernels: FirstUse, groups: tuple[str, ...]) -> None:
         """Compile some kernels if they are not yet; the time limit does not count it."""
         self.planner.options.progress("compile", 0.0)
         seconds = kernels.compile(groups)

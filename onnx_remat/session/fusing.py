@@ -32,10 +32,10 @@ class Fused:
     `unserved` counts convolutions that oneDNN would compute faster, were it installed.
     """
 
-    nodes: int
+    unfused_nodes: int
     kernels: int = 0
     why_not: str = ""
-    slab: int = 0
+    unfused_slab: int = 0
     unserved: int = 0
 
 
@@ -77,7 +77,7 @@ class Laid:
     unserved: int
 
 
-def fused(
+def fuse_step(
     program: Program,
     bound: Binding,
     opset: int,

@@ -1,7 +1,7 @@
 """Plan a `Session` for a step in a separate process.
 
 Planning takes memory: the model in Python, compiled kernels, ONNX Runtime's optimisations. To free all of it before
-training, `open_step` starts a process (`child`) that writes the model to load, returns the addresses to bind, and
+training, `plan_in_child` starts a process (`child`) that writes the model to load, returns the addresses to bind, and
 exits.
 """
 
@@ -141,7 +141,7 @@ class SessionRequest:
     secret: int = 0
 
 
-def open_step(path: Path, target: Path, request: SessionRequest) -> SessionPlan:
+def plan_in_child(path: Path, target: Path, request: SessionRequest) -> SessionPlan:
     """Plan the layout of a step's values in a separate process.
 
     Parameters
@@ -320,7 +320,7 @@ def as_fused(made: SlabLayout, least: int, secret: int = 0, seconds: float | Non
         constants = fusing.numbers(model.graph, made.constants)
         integers = fusing.vectors(model.graph, made.constants)
         maker = makers(made.compiled)
-        laid = fusing.fused(
+        laid = fusing.fuse_step(
             made.program, made.binding, opset_of(model), constants, integers, least, secret,
             lambda steps: workspace(made.compiled, kept(maker, steps))[0], seconds,
         )  # fmt: skip
@@ -373,7 +373,7 @@ def lay_out(
     weights = sum(compiled.tensors[name].nbytes for name in stored)
     bound = binding.bind(program, pairs, least, seconds)
     return SlabLayout(
-        compiled, program, bound, weights, constants, fused=Fused(len(program.steps), slab=bound.height)
+        compiled, program, bound, weights, constants, fused=Fused(len(program.steps), unfused_slab=bound.height)
     )  # fmt: skip
 
 
@@ -411,7 +411,7 @@ def workspace(compiled: Compiled, ops: Sequence[Op]) -> tuple[int, int]:
 
 
 def plan(path: Path, target: Path, request: SessionRequest) -> SessionPlan:
-    """Plan a step in this process, without `SessionRequest.check`; see `open_step`."""
+    """Plan a step in this process, without `SessionRequest.check`; see `plan_in_child`."""
     from onnx_remat.fuse import products
     from onnx_remat.ir.op_semantics import semantics
     from onnx_remat.ort import runtime

@@ -166,14 +166,14 @@ def footprint(arranged: SlabLayout, costs: str = "") -> Footprint:
         not_donated=bound.not_donated,
         on_host=kept_on_host(arranged.program),
         nodes=len(arranged.program.steps),
-        unfused_nodes=fused.nodes,
+        unfused_nodes=fused.unfused_nodes,
         kernels=fused.kernels,
         not_fused=fused.why_not,
         unserved=fused.unserved,
         seconds=step_seconds(arranged, costs),
     )
     if device:
-        return replace(found, unfused=found.total + fused.slab - found.slab)
-    plain = workspace(compiled, compiled.graph.ops)[0] + bookkeeping_bytes(fused.nodes)
-    more = fused.slab - found.slab + plain - found.workspace - found.books
+        return replace(found, unfused=found.total + fused.unfused_slab - found.slab)
+    plain = workspace(compiled, compiled.graph.ops)[0] + bookkeeping_bytes(fused.unfused_nodes)
+    more = fused.unfused_slab - found.slab + plain - found.workspace - found.books
     return replace(found, unfused=found.total + more)

@@ -25,7 +25,7 @@ from onnx_remat.messages import Message, Setting
 from onnx_remat.session import heap, loading, on_device
 from onnx_remat.session.device import OUT_OF_MEMORY
 from onnx_remat.session.on_device import DeviceMemory
-from onnx_remat.session.plan_session import BY_BITS, NUMPY, Array, Donate, SessionPlan, SessionRequest, open_step
+from onnx_remat.session.plan_session import BY_BITS, NUMPY, Array, Donate, SessionPlan, SessionRequest, plan_in_child
 
 Arrays = dict[str, npt.NDArray[Any]]
 
@@ -126,13 +126,13 @@ class Session:
         self._again = (os.fspath(model) if is_path else None, provider, dict(dims or {}), donate, threads, level,
                        memory_limit, cuda_graph, fuse)  # fmt: skip
         with files.scratch() as folder:
-            path, target = _as_file(model, folder), folder / "private.onnx"
+            path, target = _as_file(model, folder), folder / "lean.onnx"
             wanted = fuse and provider == "cpu" and level != "disable"
             lacking = _why_not_fused() if wanted else ""
             if lacking:
                 warnings.warn(f"steps run unfused, which takes longer: {lacking}", stacklevel=2)
             secret = library.new_secret() if wanted and not lacking else 0
-            self._step = open_step(
+            self._step = plan_in_child(
                 path, target, SessionRequest(provider, dims or {}, donate, level, check, secret=secret)
             )
             self._lacking = lacking
@@ -171,7 +171,7 @@ class Session:
     weight_bytes = property(lambda self: self._step.weights)
     workspace_bytes = property(lambda self: self._step.workspace)
     node_count = property(lambda self: self._step.nodes)
-    unfused_node_count = property(lambda self: self._step.fused.nodes)
+    unfused_node_count = property(lambda self: self._step.fused.unfused_nodes)
     kernel_count = property(lambda self: self._step.fused.kernels)
     not_fused = property(lambda self: self._lacking or self._step.fused.why_not)
 

@@ -106,7 +106,7 @@ def test_no_plan_is_begun_after_the_limit(monkeypatch, clock):
         return plan
 
     monkeypatch.setattr(fit, "make_plan", slow)
-    monkeypatch.setattr(fit, "_write_out", lambda plan, goal, *_: (goal.allowed + 1, None))
+    monkeypatch.setattr(fit, "_as_file", lambda plan, goal, *_: (goal.allowed + 1, None))
     with pytest.raises(onnx_remat.BudgetInfeasibleError, match="no file found"):
         onnx_remat.rewrite_model(model, "90%", time_limit=2.5, fuse=False)
     assert made == [100.0, 101.0, 102.0]

@@ -178,7 +178,7 @@ def test_the_same_step_has_the_same_kernels_and_never_takes_more(tmp_path, monke
     made = plan_session.arrange(path, tmp_path / "copy.onnx", plan_session.SessionRequest(donate=True))
 
     def fused():
-        return fusing.fused(made.program, made.binding, 17, {}, {}, binding.LEAST, 1, lambda steps: 0)
+        return fusing.fuse_step(made.program, made.binding, 17, {}, {}, binding.LEAST, 1, lambda steps: 0)
 
     first, second = fused(), fused()
     assert first.kernels == second.kernels and len(first.kernels) > 2

@@ -67,7 +67,7 @@ def everything_bound() -> Iterator[None]:
     def in_this_process(path: Path, target: Path, request: plan_session.SessionRequest) -> plan_session.SessionPlan:
         return plan_session.plan(path, target, replace(request, least=1))
 
-    with mock.patch.object(sessions, "open_step", in_this_process):
+    with mock.patch.object(sessions, "plan_in_child", in_this_process):
         yield
 
 

@@ -1,7 +1,7 @@
 """Processes forked from one that has imported what opening a session needs: a fresh Python imports for over a second.
 
 Each is a process of its own still: what a test changes in its own process does not reach it, its memory goes with it,
-and it may crash. `WarmChild` takes the place of `child.Child` in `plan_session.open_step`;
+and it may crash. `WarmChild` takes the place of `child.Child` in `plan_session.plan_in_child`;
 ``python -m tests.support.warm FD`` is the process that forks. Processes that tests start themselves, and those where
 what libraries read of the environment was changed, open sessions in fresh ones as users do.
 """
