@@ -80,9 +80,14 @@ def worthwhile(of: Convolution) -> bool:
 
     Measured with two threads and AVX2: at most 1.0 of the time for all that this accepts, down to 0.06 for the weights
     of a depthwise convolution. Windows of one entry are products, and weights with more elements than the images are
-    summed up faster as products.
+    summed up faster as products. Groups for which oneDNN has no code of its own it computes one by one, as ONNX Runtime
+    does: that pays for weights of groups of several channels.
     """
-    if of.work < (LEAST_WORK if of.group == 1 else LEAST_WORK_IN_GROUPS) or of.images[0] < (os.cpu_count() or 1):
+    own_code = of.group == 1 or bool(onednn.why_not()) or onednn.is_made_for(of)
+    least = LEAST_WORK_IN_GROUPS if of.group > 1 and own_code else LEAST_WORK
+    if of.images[0] < (os.cpu_count() or 1) or of.work < least:
+        return False
+    if not own_code and (of.kind != WEIGHTS or of.images[1] == of.group):
         return False
     if of.kind == WEIGHTS:
         return prod(of.weights) <= prod(of.images)

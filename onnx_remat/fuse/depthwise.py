@@ -23,11 +23,17 @@ from onnx_remat.fuse.ir import METADATA, Kernel
 from onnx_remat.fuse.onednn import Convolution
 from onnx_remat.fuse.schedule import Schedule
 
-MOST_COPIED = 1 << 16
-"""Elements of an image's and a gradient's copies, at most: they lie on a thread's stack, and in its core's cache."""
+MOST_COPIED = 1 << 14
+"""Elements of an image's and a gradient's copies, at most: they lie on a thread's stack, which may have 256 KiB."""
 
-MOST_ENTRIES = 1 << 10
+MOST_ENTRIES = 1 << 8
 """Entries of a window, at most: a sum of `LANES` numbers each lies on the stack."""
+
+LEAST_READS = 4
+"""Times that an element of an image is read, at least: to copy one takes as long as to add some products."""
+
+LEAST_SHARE = 0.25
+"""Of the products that are computed, those that count, at least."""
 
 LANES = 16
 """Numbers that are added at a time."""
@@ -38,16 +44,23 @@ PART_WORK = 1 << 16
 
 def find(schedule: Schedule) -> list[Found]:
     """Return the gradients that the kernel computes faster than oneDNN, where that is installed, or ONNX Runtime."""
-    return [found for found in weight_gradients(schedule) if worthwhile(found.convolution)]
+    every = weight_gradients(schedule)
+    return [found for found in every if is_possible(found.convolution) and worthwhile(found.convolution)]
+
+
+def is_possible(of: Convolution) -> bool:
+    """Whether the kernel here can compute a gradient of weights."""
+    if len(of.kernel) != 2 or not of.group == of.images[1] == of.output[1]:
+        return False
+    return _Copies.of(of).count <= MOST_COPIED and prod(of.kernel) <= MOST_ENTRIES
 
 
 def worthwhile(of: Convolution) -> bool:
-    """Return whether the kernel here computes a gradient of weights."""
-    if len(of.kernel) != 2 or not of.group == of.images[1] == of.output[1] or of.work < LEAST_WORK_IN_GROUPS:
+    """Return whether the kernel here is the fastest, judged by sizes."""
+    read, made = prod(of.images[2:]), prod(of.output[2:])
+    if prod(of.kernel) * made < LEAST_READS * read or made < LEAST_SHARE * _Copies.of(of).gradient:
         return False
-    if _Copies.of(of).count > MOST_COPIED or prod(of.kernel) > MOST_ENTRIES:
-        return False
-    return bool(onednn.why_not()) or not onednn.implementation(of).startswith("jit")
+    return of.work >= LEAST_WORK_IN_GROUPS and (bool(onednn.why_not()) or not onednn.is_made_for(of))
 
 
 @dataclass(frozen=True, slots=True)

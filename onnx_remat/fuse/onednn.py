@@ -134,13 +134,16 @@ def _halved(of: Convolution, channels: int) -> bool:
     return of.output[1] % (2 * channels) == 0 and of.output[1] // (2 * channels) >= LEAST_CHANNELS
 
 
-def implementation(of: Convolution) -> str:
-    """Return oneDNN's name of the code that it chooses; those that begin with "jit" are made for such a convolution."""
-    name = ctypes.c_char_p()
-    dnn = _loaded()
-    made = _formats(of, of.images[0], 1).made
+@cache
+def is_made_for(of: Convolution) -> bool:
+    """Whether oneDNN compiles code for such a convolution, rather than to compute columns and their products."""
+    dnn, name = _loaded(), ctypes.c_char_p()
+    try:
+        made = _formats(of, of.images[0], 1).made
+    except ModelError:
+        return False
     dnn.check(dnn.c.dnnl_primitive_desc_query(made, ctypes.c_int(_IMPLEMENTATION), 0, ctypes.byref(name)))
-    return (name.value or b"").decode()
+    return (name.value or b"").startswith(b"jit")
 
 
 # ---- oneDNN's C interface (https://uxlfoundation.github.io/oneDNN, version 3) ----

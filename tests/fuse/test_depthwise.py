@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import onnxruntime
 import pytest
 
-from onnx_remat.fuse import depthwise, onednn
+from onnx_remat.fuse import convolutions, depthwise, onednn
 from onnx_remat.fuse.nodes import FusedNode
 from tests.fuse.test_convolutions import case, step
-from tests.support.fusing import options, run, session, why_not
+from tests.support.fusing import options, run, schedule_of, session, why_not
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "none")
 
@@ -49,9 +51,8 @@ CASES = {
 
 @pytest.fixture
 def anywhere(monkeypatch):
-    """Windows of every size, also where oneDNN computes them."""
-    monkeypatch.setattr(onednn, "why_not", lambda: "for this test")
-    monkeypatch.setattr(depthwise, "LEAST_WORK_IN_GROUPS", 0)
+    """All that the kernel can compute, also where others are faster."""
+    monkeypatch.setattr(depthwise, "worthwhile", lambda of: True)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -97,14 +98,47 @@ def test_random_ones(anywhere):
         assert_near(*gradients(model, feeds))
 
 
-def test_small_windows_are_left_to_onednn_where_it_is_installed():
-    if onednn.why_not():
-        pytest.skip("oneDNN is not installed")
-    images = 8, 32, 24, 24
-    found = {
-        size: depthwise.worthwhile(
-            onednn.Convolution(onednn.WEIGHTS, images, images, (size,) * 2, (1, 1), (1, 1), *[(size // 2,) * 2] * 2, 32)
-        )
-        for size in (3, 5, 7)
-    }
-    assert found == {3: False, 5: True, 7: True}
+def gradient_of(shape, channels, size, stride=1, pad=None):
+    pad = size // 2 if pad is None else pad
+    out = (shape[2] + 2 * pad - size) // stride + 1
+    return onednn.Convolution(
+        onednn.WEIGHTS, shape, (shape[0], channels, out, out), (size, size), (stride, stride), (1, 1),
+        (pad, pad), (pad, pad), shape[1],
+    )  # fmt: skip
+
+
+@pytest.mark.skipif(bool(onednn.why_not()), reason="no oneDNN here")
+@pytest.mark.parametrize(
+    ("of", "here", "by_onednn"),
+    [
+        (gradient_of((8, 32, 24, 24), 32, 3), False, True),
+        (gradient_of((8, 32, 24, 24), 32, 5), True, False),
+        (gradient_of((8, 32, 56, 56), 32, 7), True, False),
+        (gradient_of((128, 256, 7, 7), 256, 7, pad=0), False, False),  # one entry of output
+        (gradient_of((64, 32, 40, 40), 32, 1, stride=2), False, False),  # copied more than read
+        (gradient_of((16, 64, 14, 14), 128, 5), False, False),  # two outputs of each channel
+    ],
+)
+def test_who_computes_a_gradient(of, here, by_onednn):
+    assert (depthwise.is_possible(of) and depthwise.worthwhile(of)) == here
+    assert (convolutions.worthwhile(of) and not here) == by_onednn
+
+
+def test_copies_lie_on_the_smallest_of_stacks(anywhere):
+    """Threads of Python may have 256 KiB; a kernel runs in the thread that runs the session, too."""
+    model = depthwise_step(2, 4, (76, 76), [15, 15])
+    of = depthwise.weight_gradients(schedule_of(model))[0].convolution
+    assert depthwise._Copies.of(of).count > 0.9 * depthwise.MOST_COPIED
+    rng = np.random.default_rng(1)
+    feeds = {v.name: rng.standard_normal([d.dim_value for d in v.type.tensor_type.shape.dim], np.float32)
+             for v in model.graph.input}  # fmt: skip
+    opened, _ = session(model)
+    found: list[dict[str, np.ndarray]] = []
+    before = threading.stack_size(1 << 18)
+    try:
+        thread = threading.Thread(target=lambda: found.append(run(opened, feeds)))
+        thread.start()
+        thread.join()
+    finally:
+        threading.stack_size(before)
+    assert found
