@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from onnx_remat.errors import ModelError
-from onnx_remat.fuse.kernels import cache_folder
+from onnx_remat.fuse.kernels import cache_folder, has_avx512
 from onnx_remat.messages import Setting
 
 _PATTERN = "libscipy_openblas64_*.so"
@@ -45,12 +45,9 @@ def why_not() -> str:
     return ""
 
 
-@cache
 def packed() -> int:
     """Return the most terms, and the most columns, that this processor's product packs at a time."""
-    import llvmlite.binding as llvm
-
-    return PACKED_AVX512 if llvm.get_host_cpu_features().get("avx512f") else PACKED
+    return PACKED_AVX512 if has_avx512() else PACKED
 
 
 @cache

@@ -21,6 +21,7 @@ from onnx_remat.errors import ModelError
 from onnx_remat.fuse import onednn
 from onnx_remat.fuse.code import FLOAT
 from onnx_remat.fuse.ir import Kernel
+from onnx_remat.fuse.kernels import has_avx512
 from onnx_remat.fuse.onednn import FORWARD, IMAGES, WEIGHTS, Convolution
 from onnx_remat.fuse.schedule import Schedule
 
@@ -30,7 +31,7 @@ LEAST_WORK = 1 << 23
 LEAST_WORK_IN_GROUPS = 1 << 20
 """The same for a convolution in groups: ONNX Runtime computes each group, of one channel, say, by itself."""
 
-MOST_CHANNELS = 64
+MOST_CHANNELS, MOST_CHANNELS_AVX512 = 64, 256
 """Channels from which on ONNX Runtime's products of columns are as fast as a convolution of oneDNN."""
 
 LEAST_CHANNELS = 8
@@ -95,7 +96,8 @@ def worthwhile(of: Convolution) -> bool:
         return False
     if of.kind == IMAGES:
         return of.group > 1 or of.images[1] >= LEAST_CHANNELS
-    return of.group > 1 or min(of.images[1], of.output[1]) < MOST_CHANNELS
+    most = MOST_CHANNELS_AVX512 if has_avx512() else MOST_CHANNELS
+    return of.group > 1 or min(of.images[1], of.output[1]) < most
 
 
 def _known(of: Convolution) -> bool:

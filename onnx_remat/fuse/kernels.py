@@ -46,6 +46,14 @@ def why_not() -> str:
     return f"this processor has no {missing[0]}" if missing else ""
 
 
+@cache
+def has_avx512() -> bool:
+    """Whether this processor computes 16 numbers at a time."""
+    import llvmlite.binding as llvm
+
+    return bool(llvm.get_host_cpu_features().get("avx512f"))
+
+
 def compiled(texts: Sequence[str], folder: Path | None = None) -> list[bytes]:
     """Return the machine code of kernels: found in the cache on the disk, or compiled and stored there.
 
