@@ -22,6 +22,7 @@ typedef struct {
 } Operand;
 typedef struct {
     int64_t primitive, scratchpad; /* and the description of its scratch memory, 0 without */
+    int64_t made;                  /* elements of its output */
     Operand operands[OPERANDS];
 } Call;
 /* `sizes` of a kernel. The last chunk may have fewer images: it has a call of its own. */
@@ -31,6 +32,7 @@ typedef struct {
     int64_t shared, each;         /* bytes of scratch memory for all parts, and for each */
     int64_t sum, addend, rest;    /* where a part has its sum of gradients, what is added to it, and other scratch */
     int64_t elements;             /* of the sum */
+    int64_t added, relu;          /* which input is added to the output, -1: none; whether negative elements become 0 */
     Call usual, last;
     int64_t engine, create_stream, destroy_stream, create_memory, destroy_memory, execute, threads, set_threads;
 } Convolution;
@@ -65,6 +67,11 @@ static float *place(const Operand *o, void **inputs, void **outputs) {
 
 static void add(float *restrict to, const float *restrict from, int64_t elements) {
     for (int64_t i = 0; i < elements; i++) to[i] += from[i];
+}
+
+/* As ONNX Runtime's Relu, which keeps NaNs. */
+static void relu(float *at, int64_t elements) {
+    for (int64_t i = 0; i < elements; i++) at[i] = at[i] < 0 ? 0 : at[i];
 }
 
 static char *scratch(void **outputs) { return (char *)(((uintptr_t)outputs[1] + 63) & ~(uintptr_t)63); }
@@ -105,7 +112,13 @@ static int compute(const Convolution *c, const Call *call, void *stream, void **
     }
     if (call->scratchpad) given[count++] = (Given){SCRATCHPAD, call->scratchpad, mine + c->rest};
     if ((failed = execute(c, stream, call->primitive, given, count))) return failed;
-    if (c->result != WEIGHTS) return result == made ? 0 : copy(c, stream, &call->operands[c->result], 0, result, made);
+    if (c->result != WEIGHTS) {
+        const Operand *o = &call->operands[c->result];
+        if (result != made && (failed = copy(c, stream, o, 0, result, made))) return failed;
+        if (c->added >= 0) add(result, (float *)inputs[c->added] + chunk * o->per_chunk, call->made);
+        if (c->relu) relu(result, call->made);
+        return 0;
+    }
     if (!first) add((float *)(mine + c->sum), (float *)(mine + c->addend), c->elements);
     return 0;
 }

@@ -282,6 +282,11 @@ def _group(node: onnx.NodeProto) -> int:
     return next((each.i for each in node.attribute if each.name == "group"), 1)
 
 
+def _activation(node: onnx.NodeProto) -> str:
+    """Return what ONNX Runtime's own convolution computes of its result, if anything."""
+    return next((each.s.decode() for each in node.attribute if each.name == "activation"), "")
+
+
 def _has_pads(node: onnx.NodeProto) -> bool:
     """Return whether a node states its padding, rather than a rule for it."""
     return not any(each.name == "auto_pad" and each.s not in (b"", b"NOTSET") for each in node.attribute)
@@ -306,11 +311,15 @@ def _single(steps: _Steps) -> Iterator[Found]:
     """Yield convolutions that are one node."""
     for step in steps.schedule.steps:
         node = step.node
-        if node.op_type not in ("Conv", "ConvTranspose") or node.domain or not _has_pads(node):
+        fused = node.op_type == "FusedConv" and node.domain == "com.microsoft"
+        if not (fused or (node.op_type in ("Conv", "ConvTranspose") and not node.domain)) or not _has_pads(node):
             continue
         reads = tuple(name for name in node.input if name)
-        forward = node.op_type == "Conv"
-        if len(reads) != len(node.input) or (not forward and len(reads) != 2):
+        forward, activation = node.op_type != "ConvTranspose", _activation(node)
+        if len(reads) < 2 or (not forward and len(reads) != 2) or activation not in ("", "Relu"):
+            continue
+        bias, added = (len(node.input) > slot and bool(node.input[slot]) for slot in (2, 3))
+        if added and steps.shape(node.input[3]) != steps.shape(node.output[0]):
             continue
         kernel = steps.shape(reads[1])[2:]
         rank, how = len(kernel), _attributes(node)
@@ -320,7 +329,8 @@ def _single(steps: _Steps) -> Iterator[Found]:
         one = [1] * rank
         of = _checked(Convolution(
             FORWARD if forward else IMAGES, images, output, kernel, tuple(how.get("strides") or one),
-            tuple(how.get("dilations") or one), tuple(pads[:rank]), tuple(pads[rank:]), _group(node), len(reads) == 3,
+            tuple(how.get("dilations") or one), tuple(pads[:rank]), tuple(pads[rank:]), _group(node), bias, added,
+            activation == "Relu",
         ))  # fmt: skip
         if of is not None and of.weights == steps.shape(reads[1]):
             found = steps.found(of, reads, node.output[0])

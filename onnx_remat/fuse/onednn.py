@@ -55,8 +55,9 @@ class Convolution:
     kernel, strides, dilations, begin, end : tuple of int
         By spatial axis, as in ONNX.
     group : int
-    bias : bool
-        Whether a bias is added (`FORWARD` only).
+    bias, added, relu : bool
+        Whether a bias is added, then a value as large as the output, and whether negative elements then become 0
+        (`FORWARD` only).
     """
 
     kind: str
@@ -69,6 +70,8 @@ class Convolution:
     end: tuple[int, ...]
     group: int = 1
     bias: bool = False
+    added: bool = False
+    relu: bool = False
 
     @classmethod
     def of(cls, stated: Mapping[str, Any]) -> Convolution:
@@ -275,13 +278,14 @@ class _Formats:
     ----------
     made : c_void_p
         Description of the primitive.
+    images : int
     plain, own : tuple of c_void_p
         Formats of images, weights and output: ONNX Runtime's, and oneDNN's.
-    shapes : tuple of tuple of int
     scratchpad : c_void_p or None
     """
 
     made: ctypes.c_void_p
+    images: int
     plain: tuple[ctypes.c_void_p, ...]
     own: tuple[ctypes.c_void_p, ...]
     scratchpad: ctypes.c_void_p | None
@@ -327,7 +331,7 @@ def _formats(of: Convolution, images: int, channels: int, like: _Formats | None 
 
     own = tuple(queried(what) for what in _QUERIES[of.kind])
     rest = queried(_SCRATCHPAD)
-    return _Formats(made, plain, own, rest if rest.value and dnn.size(rest) else None)
+    return _Formats(made, images, plain, own, rest if rest.value and dnn.size(rest) else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -400,7 +404,8 @@ def numbers(of: Convolution) -> tuple[int, ...]:
     addresses = [_address(dnn, name) for name in _FUNCTIONS]
     return (
         _INPUTS[of.kind].index(-1), divided.chunks, divided.batch, divided.channels, found.shared, found.each,
-        found.sum, found.addend, found.rest, floats, *calls[0], *calls[1], _handle(dnn.engine), *addresses,
+        found.sum, found.addend, found.rest, floats, 2 + of.bias if of.added else -1, int(of.relu), *calls[0],
+        *calls[1], _handle(dnn.engine), *addresses,
     )  # fmt: skip
 
 
@@ -415,7 +420,8 @@ def _call(of: Convolution, divided: Parts, formats: _Formats, scratch: _Scratch)
     out = of.output[1] // divided.channels
     per_chunk = divided.images * prod(of.images[1:]), 0, divided.images * prod(of.output[1:])
     per_part = 0, out * prod(of.weights[1:]), out * prod(of.output[2:])
-    call = [primitive, 0 if formats.scratchpad is None else _handle(formats.scratchpad)]
+    made = formats.images * prod(of.output[1:])
+    call = [primitive, 0 if formats.scratchpad is None else _handle(formats.scratchpad), made]
     with dnn.one_thread():
         for i in range(3):
             plain, own = formats.plain[i], formats.own[i]

@@ -288,3 +288,37 @@ def test_without_the_package_steps_run_as_before(monkeypatch):
         monkeypatch.undo()
         onednn.why_not.cache_clear()
     assert not onednn.why_not()
+
+
+def fused_by_the_runtime(bias, added, relu, channels=24):
+    """A convolution and what ONNX Runtime computes with it, by default, as one node."""
+    shapes = {"x": [7, 16, 21, 20], "w": [channels, 16, 3, 3], "b": [channels], "z": [7, channels, 21, 20]}
+    read = ["x", "w", *["b"] * bias]  # constant weights would be laid out anew
+    nodes = [helper.make_node("Conv", read, ["c"], pads=[1] * 4)]
+    if added:
+        nodes.append(helper.make_node("Add", ["c", "z"], ["s"]))
+    if relu:
+        nodes.append(helper.make_node("Relu", [nodes[-1].output[0]], ["r"]))
+    nodes.append(helper.make_node("Concat", [nodes[-1].output[0]] * 4, ["k"], axis=1))  # more memory than scratch takes
+    nodes.append(helper.make_node("Transpose", ["k"], ["y"], perm=[1, 0, 2, 3]))
+    graph = helper.make_graph(
+        nodes, "step",
+        [helper.make_tensor_value_info(name, TensorProto.FLOAT, shapes[name]) for name in (*read, *["z"] * added)],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [4 * channels, 7, 21, 20])],
+    )  # fmt: skip
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=9)
+
+
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_what_onnxruntime_computes_with_a_convolution(bias, added, relu):
+    model = fused_by_the_runtime(bias, added, relu)
+    feeds = feeds_of(model)
+    feeds["x"][0, 0, 0, 0] = np.nan
+    with Session(model) as session, Session(model, fuse=False) as plain:
+        assert session.kernel_count
+        found, expected = session.run(feeds)["y"], plain.run(feeds)["y"]
+    np.testing.assert_array_equal(np.isnan(found), np.isnan(expected))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5 * np.nanmax(np.abs(expected)), equal_nan=True)
+    assert (np.nanmin(found) >= 0) == relu
