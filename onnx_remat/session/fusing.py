@@ -109,7 +109,7 @@ def fuse_step(
     seconds : float, optional
         Limit on the search for a small slab.
     """
-    from onnx_remat.fuse import blas, convolutions, onednn
+    from onnx_remat.fuse import blas, convolutions, depthwise, onednn
     from onnx_remat.fuse.nodes import FusedNode, fuse
     from onnx_remat.fuse.schedule import Schedule
     from onnx_remat.session import binding, lean_graph
@@ -159,7 +159,8 @@ def fuse_step(
         for each in found.order
         if isinstance(each, FusedNode)
     }
-    unserved = 0 if schedule.convolutions else len(convolutions.find(schedule))
+    served = {found.makes for found in depthwise.find(schedule)}
+    unserved = 0 if schedule.convolutions else sum(each.makes not in served for each in convolutions.find(schedule))
     return Laid(again, replace(laid, not_donated=bound.not_donated), found.kernels, members, unserved)
 
 
