@@ -47,7 +47,7 @@ def language_model(name: str, length: int, attention: str) -> tuple[Any, dict[st
     return model.train(), {"input_ids": words, "labels": words}
 
 
-def torch_step(name: str, length: int, attention: str) -> tuple[int, Callable[[], float]]:
+def torch_step(name: str, length: int, attention: str) -> tuple[int, Callable[[], list[float]]]:
     """The bytes that a step of PyTorch's takes, and the step."""
     import torch
 
