@@ -196,5 +196,5 @@ def test_of_two_files_the_one_that_runs_faster_is_better():
     plan = onnx_remat.plan_model(adam(), "100%")
     slow, fast = (replace(report.loop_before, seconds=seconds) for seconds in (2.0, 1.0))
     more = replace(plan, extra_compute=0.5)
-    assert Fitted(more, None, {}, fast).extra() < Fitted(plan, None, {}, slow).extra()
-    assert Fitted(plan, None, {}).extra() < Fitted(more, None, {}).extra()
+    assert Fitted(more, None, {}, fast).preference() < Fitted(plan, None, {}, slow).preference()
+    assert Fitted(plan, None, {}).preference() < Fitted(more, None, {}).preference()
