@@ -21,7 +21,7 @@ from onnx_remat.options import Options
 from onnx_remat.ort import runtime
 from onnx_remat.ort.executed import Executed, at_levels
 from onnx_remat.plan.request import Deadline
-from onnx_remat.rewrite.accounting import MARGIN, Goal, levels
+from onnx_remat.rewrite.accounting import MARGIN, Accounting, Goal, levels
 from onnx_remat.rewrite.plans import REFUSAL_HEADROOM, Plan, Refusal, first_look, make_plan, no_lower
 from onnx_remat.session.prediction import Footprint
 from onnx_remat.units import format_bytes
@@ -39,6 +39,7 @@ _TOLERATED_DELAY_SECONDS = 1.0  # seconds; an answer this late is better than no
 _ADVISED_TIME_FACTOR = 2.0  # factor on the missing time that a refusal advises
 _RESERVE_PER_FILE = 1.3  # times what the last file took: time reserved to write and simulate the next
 _EXPECTED_RECOMPUTE_SHARE = 0.14  # recomputed nodes of a file, as a share of the graph's, for a first guess
+_MOST_GROWN = 2  # larger files, or missing plans, in a row: then the search goes on above the targets before
 _MOST_PLANS = 6  # most plans for one budget, where files miss a budget that their plans keep
 _FIRST_PLAN_SHARE = 0.75  # of the time limit for the first plan: its file may miss the budget
 _LATER_PLAN_EFFORT = 0.5  # of the effort for each later plan, which starts from the ones before
@@ -118,20 +119,20 @@ def _search(goal: Goal, work: Work, seconds_per_file: float, known: tuple[Schedu
     Where the file as executed exceeds the budget, the next plan has a tighter target. The bytes that the arena adds, or
     that fusion saves, are not a simple function of the target: where the budget covers them, the search bisects between
     the last target that was too large and the first that was not. A tighter plan recomputes more, and each recomputed
-    node adds bookkeeping: where its file is the larger one, the search goes on above the targets before. No plan begins
-    if its file could not be simulated before `deadline`: each leaves the time that the previous file took to write and
-    simulate, `seconds_per_file` seconds at first.
+    node adds bookkeeping: where files get larger and no plan is tighter, the search goes on above the targets before.
+    No plan begins if its file could not be simulated before `deadline`: each leaves the time that the previous file
+    took to write and simulate, `seconds_per_file` seconds at first.
     """
     allowed, memory, options, deadline = goal.allowed, goal.memory, work.options, work.deadline
     target, fits_at, misses_at = _first_target(goal), 0, 0
-    highest = 0  # of the targets that were tightened
+    highest, grown = 0, 0  # of the targets that were tightened; files in a row that were larger than one before
     peaks: list[int] = []
     plans: tuple[Schedule, ...] = ()
     best: Fitted | None = None
     refused: BudgetInfeasibleError | None = None
     _check_time(goal, options, deadline, seconds_per_file)
-    for _ in range(_MOST_PLANS):
-        if plans and deadline.ends_within(seconds_per_file):
+    for _ in range(_MOST_PLANS + _MOST_GROWN):
+        if len(peaks) == _MOST_PLANS or (plans and deadline.ends_within(seconds_per_file)):
             break
         with work.stage("plan"):
             try:
@@ -148,6 +149,11 @@ def _search(goal: Goal, work: Work, seconds_per_file: float, known: tuple[Schedu
                 if not plans:  # the file may take less than its plan by as much as the original does
                     refused, target = refusal, target + memory.saved_by_runtime
                     continue
+                if grown == _MOST_GROWN and not fits_at:
+                    fits_at, misses_at = highest, _above(highest, memory)
+                    target = (fits_at + misses_at) // 2
+                    continue
+                grown += grown > 0
                 if best is not None or not target < misses_at * _CLOSE_ENOUGH:
                     break
                 target = (target + misses_at) // 2
@@ -160,9 +166,9 @@ def _search(goal: Goal, work: Work, seconds_per_file: float, known: tuple[Schedu
             "target %s: plan of %s at +%.1f %% compute, file takes %s of %s", format_bytes(target),
             format_bytes(plan.timeline.peak), 100 * plan.extra_compute, format_bytes(worst), format_bytes(allowed),
         )  # fmt: skip
-        if worst > allowed and not fits_at and peaks[:-1] and worst > min(peaks[:-1]):
-            unplanned = memory.saved_by_runtime / (memory.saved_by_runtime + memory.original_bytes)
-            fits_at, misses_at = highest, int(highest * (1 + unplanned))  # bisect above all targets so far
+        grown = grown + 1 if worst > min(peaks) else 0
+        if worst > allowed and not fits_at and grown == _MOST_GROWN:
+            fits_at, misses_at = highest, _above(highest, memory)
             target = (fits_at + misses_at) // 2
         elif worst > allowed:  # less by the excess, and less than the peak of this plan
             misses_at, highest = min(target, plan.timeline.peak), max(highest, target)
@@ -196,6 +202,11 @@ def _search(goal: Goal, work: Work, seconds_per_file: float, known: tuple[Schedu
         no_lower(memory.budget(plan.lower_bound)), lowest, plan.lower_bound + memory.bookkeeping,
         first_look(goal, options, deadline),
     )  # fmt: skip
+
+
+def _above(target: int, memory: Accounting) -> int:
+    """Return a limit for targets above one that is too tight: higher by the share that the runtime saves of a plan."""
+    return target + int(target * memory.saved_by_runtime / (memory.saved_by_runtime + memory.original_bytes))
 
 
 def _unlike(
