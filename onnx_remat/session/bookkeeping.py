@@ -21,7 +21,7 @@ def bookkeeping_bytes(nodes: int, kernels: int = 0, convolutions: int = 0) -> in
 
     An upper line over measurements of fifteen graphs of 149 to 10,257 nodes, rewritten to 60 % (``python -m
     scripts.bench resident``, onnxruntime 1.32.0, two threads): none took more, those of few nodes up to 3.2 MB less. On
-    Python 3.13 the same file took 0.5 MB more than on 3.11. With AVX-512, oneDNN's code is larger: a UNet2D of 43
-    distinct convolutions took 3.8 MB more, 2 % of its step.
+    Python 3.13 the same file took 0.5 MB more than on 3.11. With AVX-512, oneDNN's code is larger: a step of many
+    convolutions can take more than this.
     """
     return BYTES + BYTES_PER_NODE * nodes + BYTES_PER_KERNEL * kernels + BYTES_PER_CONVOLUTION * convolutions
