@@ -79,10 +79,9 @@ def find(schedule: Schedule) -> list[Found]:
 def worthwhile(of: Convolution) -> bool:
     """Return whether oneDNN is faster than ONNX Runtime, judged by sizes.
 
-    Measured with two threads and AVX2: at most 1.0 of the time for all that this accepts, down to 0.06 for the weights
-    of a depthwise convolution. Windows of one entry are products, and weights with more elements than the images are
-    summed up faster as products. Groups for which oneDNN has no code of its own it computes one by one, as ONNX Runtime
-    does: that pays for weights of groups of several channels.
+    The limits were measured with two threads. Windows of one entry are products, and weights with more elements than
+    the images are summed up faster as products. Groups for which oneDNN has no code of its own it computes one by one,
+    as ONNX Runtime does: that pays for weights of groups of several channels.
     """
     own_code = of.group == 1 or bool(onednn.why_not()) or onednn.is_made_for(of)
     least = LEAST_WORK_IN_GROUPS if of.group > 1 and own_code else LEAST_WORK

@@ -1,8 +1,8 @@
 """Gradients of the weights of depthwise convolutions, of two spatial axes.
 
 oneDNN has kernels of its own for windows of 3 x 3; larger ones it computes channel by channel as products of columns,
-which takes 20 times as long. ONNX Runtime does so with all windows. The kernel here sums, for each entry of the window,
-products of the output's gradient and the images read there:
+and ONNX Runtime does so with all windows. The kernel here sums, for each entry of the window, products of the output's
+gradient and the images read there:
 
 - An image is copied with its padding, and divided by strides: entries that windows read next to one another lie next to
   one another. The gradient is copied in lines of the same length.
@@ -12,14 +12,13 @@ products of the output's gradient and the images read there:
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from math import prod
 
 from onnx_remat.fuse import onednn
 from onnx_remat.fuse.code import FLOAT
 from onnx_remat.fuse.convolutions import LEAST_WORK_IN_GROUPS, Found, weight_gradients
-from onnx_remat.fuse.ir import METADATA, Kernel
+from onnx_remat.fuse.ir import METADATA, Kernel, grain, loaded
 from onnx_remat.fuse.onednn import Convolution
 from onnx_remat.fuse.schedule import Schedule
 
@@ -98,9 +97,15 @@ def kernel_of(found: Found, schedule: Schedule) -> Kernel:
         copies.lines, copies.line, copies.image, copies.gradient, entries,
     )  # fmt: skip
     each = batch * entries * copies.gradient
-    grain = max(1, min(-(-PART_WORK // each), -(-channels // (os.cpu_count() or 1))))
     inputs = ((FLOAT, prod(of.images)), (FLOAT, prod(of.output)))
-    return Kernel(_TEXT, sizes, channels, grain, inputs, ((FLOAT, schedule.tensors[found.makes].shape),))
+    return Kernel(
+        _TEXT,
+        sizes,
+        channels,
+        grain(channels, each, PART_WORK),
+        inputs,
+        ((FLOAT, schedule.tensors[found.makes].shape),),
+    )
 
 
 _SIZES = "batch channels h w oh ow kh kw sh sw dh dw top left lines line image gradient entries"
@@ -137,11 +142,6 @@ def _copy(name: str, of: str, stride: str, to: str, count: str, before: str) -> 
   store float %{name}.value, ptr %{name}.to, !llvm.access.group !0"""
     return _loop(name, count, copied, before, ", !llvm.loop !1")
 
-
-_LOADED = "\n".join(
-    f"  %p.{name} = getelementptr i64, ptr %sizes, i64 {i}\n  %{name} = load i64, ptr %p.{name}"
-    for i, name in enumerate(_SIZES.split())
-)
 
 _MASKED = f"""  %masked.first = mul i64 %masked, %line
   %masked.line = getelementptr i32, ptr %mask, i64 %masked.first
@@ -257,7 +257,7 @@ start:
   %p.g = getelementptr ptr, ptr %in, i64 1
   %g = load ptr, ptr %p.g
   %y = load ptr, ptr %out
-{_LOADED}
+{loaded(_SIZES)}
   %copy = alloca float, i64 %image, align 64
   %grad = alloca float, i64 %gradient, align 64
   %mask = alloca i32, i64 %gradient, align 64

@@ -20,6 +20,7 @@ stage computes and reduces a chunk at a time, and later stages compute values ag
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -80,6 +81,23 @@ METADATA = """attributes #0 = { nounwind "no-builtins" "prefer-vector-width"="51
 !3 = !{!"llvm.loop.vectorize.enable", i1 true}
 !4 = !{}
 """
+
+
+def loaded(names: str) -> str:
+    """Return the text that loads a kernel's sizes to registers of these names."""
+    lines = (
+        f"  %p.{name} = getelementptr i64, ptr %sizes, i64 {i}\n  %{name} = load i64, ptr %p.{name}"
+        for i, name in enumerate(names.split())
+    )
+    return "\n".join(lines)
+
+
+def grain(count: int, each: int, least: int) -> int:
+    """Return how many of `count` rows, with `each` elements or more work, a thread's work item has: `least` elements.
+
+    No thread is left without an item.
+    """
+    return max(1, min(-(-least // each), -(-count // (os.cpu_count() or 1))))
 
 
 @dataclass(frozen=True, slots=True)

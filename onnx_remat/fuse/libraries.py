@@ -70,26 +70,33 @@ class Replaced:
     scratch: Mapping[str, Tensor]
 
 
+def convolved(schedule: Schedule) -> tuple[list[Found], list[Found]]:
+    """Return the gradients that `depthwise` computes, and the other convolutions that oneDNN computes faster."""
+    here = depthwise.find(schedule)
+    taken = {place for each in here for place in each.members}
+    return here, [each for each in convolutions.find(schedule) if taken.isdisjoint(each.members)]
+
+
 def replaced(schedule: Schedule, secret: int) -> Replaced:
     """Replace nodes that libraries compute faster; new nodes name their kernels by `secret` and handle."""
-    found = convolutions.find(schedule) if schedule.convolutions else []
+    gradients, found = convolved(schedule) if schedule.convolutions else (depthwise.find(schedule), [])
     peak = int(live_bytes(schedule).max(initial=0)) if found else 0
     before = schedule.workspace(range(len(schedule.steps)))
     while True:
-        made = _with(schedule, found, secret)
+        made = _with(schedule, gradients, found, secret)
         left = schedule.workspace([place for place in made.places if place >= 0])
         live = live_bytes(made.schedule) if found else ()
         tall = {
             step.writes[0]
             for step, nbytes in zip(made.schedule.steps, live, strict=False)
-            if isinstance(step, LibraryNode) and len(step.writes) > 1 and nbytes > peak + before - left
+            if step.writes and step.writes[-1] in made.scratch and nbytes > peak + before - left
         }
         if not tall:
             return made
         found = [each for each in found if each.makes not in tall]
 
 
-def _with(schedule: Schedule, found: Sequence[Found], secret: int) -> Replaced:
+def _with(schedule: Schedule, gradients: Sequence[Found], found: Sequence[Found], secret: int) -> Replaced:
     kernels: list[Kernel] = []
     new: dict[int, list[LibraryNode]] = {}
     scratch: dict[str, Tensor] = {}
@@ -104,20 +111,16 @@ def _with(schedule: Schedule, found: Sequence[Found], secret: int) -> Replaced:
         new.setdefault(place, []).append(LibraryNode(node, members, frozenset(plain)))
         kernels.append(kernel)
 
-    gone: set[int] = set()
-    for gradient in depthwise.find(schedule):
-        kernel = depthwise.kernel_of(gradient, schedule)
-        add(gradient.place, kernel, "depthwise weights", gradient.reads, (gradient.makes,), gradient.members)
-        gone.update(gradient.members)
+    gone = {place for each in (*gradients, *found) for place in each.members}
+    for each in gradients:
+        kernel = depthwise.kernel_of(each, schedule)
+        add(each.place, kernel, "depthwise weights", each.reads, (each.makes,), each.members)
     for each in found:
-        if not gone.isdisjoint(each.members):
-            continue
         kernel = convolutions.kernel_of(each, schedule)
         dtype, shape = kernel.outputs[1]
         name = f"{each.makes}/scratch"
         scratch[name] = Tensor(dtype, shape, 4 * prod(shape), shape)
         add(each.place, kernel, f"convolution, {each.convolution.kind}", each.reads, (each.makes, name), each.members)
-        gone.update(each.members)
     for rows in scatters.find(schedule):
         if gone.isdisjoint(rows.members):
             add(rows.place, scatters.kernel_of(rows), "sum of rows", rows.reads, (rows.makes,), rows.members, 0)

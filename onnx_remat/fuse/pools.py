@@ -7,7 +7,6 @@ a maximum is the first element of its window until one is greater, so that only 
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from math import prod
 
@@ -15,7 +14,7 @@ import numpy as np
 import onnx
 
 from onnx_remat.fuse.code import FLOAT, LONG
-from onnx_remat.fuse.ir import METADATA, Kernel
+from onnx_remat.fuse.ir import METADATA, Kernel, grain, loaded
 from onnx_remat.fuse.schedule import Runs, Schedule, Uses
 
 LEAST_ELEMENTS = 1 << 14
@@ -163,7 +162,7 @@ def kernel_of_pool(pool: Pool) -> Kernel:
     """Return the kernel of a MaxPool: some planes in each part."""
     read = prod(pool.sizes[:2])
     return Kernel(
-        _POOL, pool.sizes, pool.planes, _grain(pool.planes, read), ((FLOAT, pool.planes * read),),
+        _POOL, pool.sizes, pool.planes, grain(pool.planes, read, LEAST_ELEMENTS), ((FLOAT, pool.planes * read),),
         ((FLOAT, pool.shape), (LONG, pool.shape)),
     )  # fmt: skip
 
@@ -172,22 +171,10 @@ def kernel_of_sum(found: Sum) -> Kernel:
     """Return the kernel of a sum: some rows in each part."""
     count = found.rows * found.added
     return Kernel(
-        _text_of_sum(found.remainder), (found.columns, found.added), found.rows, _grain(found.rows, found.columns),
+        _text_of_sum(found.remainder), (found.columns, found.added), found.rows,
+        grain(found.rows, found.columns, LEAST_ELEMENTS),
         ((LONG, count), (FLOAT, count)), ((FLOAT, (found.rows, found.columns)),),
     )  # fmt: skip
-
-
-def _grain(count: int, each: int) -> int:
-    """Return how many of so many planes, with so many elements each, are a part: at least 2^14 elements."""
-    return max(1, min(-(-LEAST_ELEMENTS // each), -(-count // (os.cpu_count() or 1))))
-
-
-def _sizes(names: str) -> str:
-    lines = (
-        f"  %p.{name} = getelementptr i64, ptr %sizes, i64 {i}\n  %{name} = load i64, ptr %p.{name}"
-        for i, name in enumerate(names.split())
-    )
-    return "\n".join(lines)
 
 
 _POOL = f"""define i32 @kernel(ptr %in, ptr %out, ptr %sizes, i64 %begin, i64 %end) #0 {{
@@ -196,7 +183,7 @@ start:
   %y = load ptr, ptr %out
   %p.where = getelementptr ptr, ptr %out, i64 1
   %where = load ptr, ptr %p.where
-{_sizes("h w oh ow kh kw sh sw dh dw top left")}
+{loaded("h w oh ow kh kw sh sw dh dw top left")}
   %read = mul i64 %h, %w
   %made = mul i64 %oh, %ow
   %last = sub i64 %w, 1
@@ -318,7 +305,7 @@ start:
   %p.elements = getelementptr ptr, ptr %in, i64 1
   %elements = load ptr, ptr %p.elements
   %y = load ptr, ptr %out
-{_sizes("columns added")}
+{loaded("columns added")}
   br label %row
 row:
   %r = phi i64 [ %begin, %start ], [ %r.next, %row.done ]

@@ -16,7 +16,7 @@ import onnx
 
 from onnx_remat.fuse import blas
 from onnx_remat.fuse.code import FLOAT
-from onnx_remat.fuse.ir import METADATA, Kernel
+from onnx_remat.fuse.ir import METADATA, Kernel, loaded
 from onnx_remat.ir.shapes import Tensor
 
 LEAST_WORK = 1 << 27
@@ -120,11 +120,7 @@ _ROW_MAJOR, _PLAIN, _TRANSPOSED = 101, 111, 112
 
 def _text(left: bool, right: bool, bias: bool, by_rows: bool) -> str:
     """Return the LLVM text of a kernel: part ``begin / grain`` computes `step` rows or columns."""
-    names = ("product", "rows", "columns", "terms", "lda", "ldb", "step", "grain")
-    loads = "\n".join(
-        f"  %p.{name} = getelementptr i64, ptr %sizes, i64 {i}\n  %{name} = load i64, ptr %p.{name}"
-        for i, name in enumerate(names)
-    )
+    loads = loaded("product rows columns terms lda ldb step grain")
     extent = "%rows" if by_rows else "%columns"
     of_a = "%start" if left else "%start.a"
     of_b = "%start.b" if right else "%start"

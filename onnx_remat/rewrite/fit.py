@@ -150,8 +150,7 @@ def _search(goal: Goal, work: Work, seconds_per_file: float, known: tuple[Schedu
                     refused, target = refusal, target + memory.saved_by_runtime
                     continue
                 if grown == _MOST_GROWN and not fits_at:
-                    fits_at, misses_at = highest, _above(highest, memory)
-                    target = (fits_at + misses_at) // 2
+                    fits_at, target, misses_at = _above(highest, memory)
                     continue
                 grown += grown > 0
                 if best is not None or not target < misses_at * _CLOSE_ENOUGH:
@@ -168,8 +167,7 @@ def _search(goal: Goal, work: Work, seconds_per_file: float, known: tuple[Schedu
         )  # fmt: skip
         grown = grown + 1 if worst > min(peaks) else 0
         if worst > allowed and not fits_at and grown == _MOST_GROWN:
-            fits_at, misses_at = highest, _above(highest, memory)
-            target = (fits_at + misses_at) // 2
+            fits_at, target, misses_at = _above(highest, memory)
         elif worst > allowed:  # less by the excess, and less than the peak of this plan
             misses_at, highest = min(target, plan.timeline.peak), max(highest, target)
             target = min(memory.tighter(target, worst, allowed), misses_at - 1)
@@ -204,9 +202,13 @@ def _search(goal: Goal, work: Work, seconds_per_file: float, known: tuple[Schedu
     )  # fmt: skip
 
 
-def _above(target: int, memory: Accounting) -> int:
-    """Return a limit for targets above one that is too tight: higher by the share that the runtime saves of a plan."""
-    return target + int(target * memory.saved_by_runtime / (memory.saved_by_runtime + memory.original_bytes))
+def _above(tight: int, memory: Accounting) -> tuple[int, int, int]:
+    """Return a target that is too tight, the next one above it, and a limit for those that follow.
+
+    The limit is higher by the share that the runtime saves of the original's plan.
+    """
+    limit = tight + int(tight * memory.saved_by_runtime / (memory.saved_by_runtime + memory.original_bytes))
+    return tight, (tight + limit) // 2, limit
 
 
 def _unlike(

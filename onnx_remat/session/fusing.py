@@ -109,7 +109,8 @@ def fuse_step(
     seconds : float, optional
         Limit on the search for a small slab.
     """
-    from onnx_remat.fuse import blas, convolutions, depthwise, onednn
+    from onnx_remat.fuse import blas, convolutions, onednn
+    from onnx_remat.fuse.libraries import convolved
     from onnx_remat.fuse.nodes import FusedNode, fuse
     from onnx_remat.fuse.schedule import Schedule
     from onnx_remat.session import binding, lean_graph
@@ -159,14 +160,14 @@ def fuse_step(
         for each in found.order
         if isinstance(each, FusedNode)
     }
-    served = {found.makes for found in depthwise.find(schedule)}
-    unserved = 0 if schedule.convolutions else sum(each.makes not in served for each in convolutions.find(schedule))
+    unserved = 0 if schedule.convolutions else len(convolved(schedule)[1])
     return Laid(again, replace(laid, not_donated=bound.not_donated), found.kernels, members, unserved)
 
 
 def replaceable(compiled: Compiled) -> tuple[frozenset[int], frozenset[int]]:
     """Return the ops of convolutions, pools and sums that kernels may compute: where they are several, and single."""
-    from onnx_remat.fuse import convolutions, depthwise, onednn, pools, scatters
+    from onnx_remat.fuse import onednn, pools, scatters
+    from onnx_remat.fuse.libraries import convolved
     from onnx_remat.fuse.schedule import Schedule
     from onnx_remat.session.lean_graph import LeanNode
 
@@ -179,10 +180,11 @@ def replaceable(compiled: Compiled) -> tuple[frozenset[int], frozenset[int]]:
     )  # fmt: skip
     maxima, sums = pools.find(schedule)
     groups: list[tuple[int, ...]] = [(each.place,) for each in maxima]
-    groups += [each.members for each in depthwise.find(schedule)]
+    gradients, by_onednn = convolved(schedule)
+    groups += [each.members for each in gradients]
     groups += [each.members for each in scatters.find(schedule)] + [each.members for each in sums]
     if not onednn.why_not():
-        groups += [each.members for each in convolutions.find(schedule)]
+        groups += [each.members for each in by_onednn]
     several: set[int] = set()
     single: set[int] = set()
     for members in groups:

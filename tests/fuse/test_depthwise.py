@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import threading
-
 import numpy as np
 import onnxruntime
 import pytest
 
 from onnx_remat.fuse import convolutions, depthwise, onednn
 from onnx_remat.fuse.nodes import FusedNode
-from tests.fuse.test_convolutions import case, step
-from tests.support.fusing import options, run, schedule_of, session, why_not
+from tests.fuse.test_convolutions import case, feeds_of, step
+from tests.support.fusing import options, run, run_on_small_stack, schedule_of, session, why_not
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "none")
 
@@ -59,9 +57,7 @@ def anywhere(monkeypatch):
 @pytest.mark.parametrize("one", CASES.values(), ids=CASES)
 def test_gradients_of_weights(one, threads, anywhere):
     model = depthwise_step(*one[0], **one[1])
-    rng = np.random.default_rng(1)
-    feeds = {v.name: rng.standard_normal([d.dim_value for d in v.type.tensor_type.shape.dim], np.float32)
-             for v in model.graph.input}  # fmt: skip
+    feeds = feeds_of(model)
     assert_near(*gradients(model, feeds, threads))
 
 
@@ -70,9 +66,7 @@ def test_gradients_of_weights(one, threads, anywhere):
 def test_what_is_not_finite_reaches_the_entries_that_read_it_alone(name, odd, anywhere):
     """A window of 3 x 3 without padding reads each corner of an image in one entry."""
     model = depthwise_step(8, 16, (12, 12), [3, 3])
-    rng = np.random.default_rng(1)
-    feeds = {v.name: rng.standard_normal([d.dim_value for d in v.type.tensor_type.shape.dim], np.float32)
-             for v in model.graph.input}  # fmt: skip
+    feeds = feeds_of(model)
     for channel, corner in enumerate([(0, 0), (0, -1), (-1, 0), (-1, -1), (5, -1), (-1, 5)]):
         feeds[name][2, channel, *corner] = odd
     got, wanted = gradients(model, feeds)
@@ -93,9 +87,7 @@ def test_random_ones(anywhere):
             int(rng.integers(1, 5)), int(rng.integers(2, 6)), size, kernel, pads=pads, strides=strides,
             dilations=dilations,
         )  # fmt: skip
-        feeds = {v.name: rng.standard_normal([d.dim_value for d in v.type.tensor_type.shape.dim], np.float32)
-                 for v in model.graph.input}  # fmt: skip
-        assert_near(*gradients(model, feeds))
+        assert_near(*gradients(model, feeds_of(model)))
 
 
 def gradient_of(shape, channels, size, stride=1, pad=None):
@@ -129,16 +121,4 @@ def test_copies_lie_on_the_smallest_of_stacks(anywhere):
     model = depthwise_step(2, 4, (76, 76), [15, 15])
     of = depthwise.weight_gradients(schedule_of(model))[0].convolution
     assert depthwise._Copies.of(of).count > 0.9 * depthwise.MOST_COPIED
-    rng = np.random.default_rng(1)
-    feeds = {v.name: rng.standard_normal([d.dim_value for d in v.type.tensor_type.shape.dim], np.float32)
-             for v in model.graph.input}  # fmt: skip
-    opened, _ = session(model)
-    found: list[dict[str, np.ndarray]] = []
-    before = threading.stack_size(1 << 18)
-    try:
-        thread = threading.Thread(target=lambda: found.append(run(opened, feeds)))
-        thread.start()
-        thread.join()
-    finally:
-        threading.stack_size(before)
-    assert found
+    assert run_on_small_stack(session(model)[0], feeds_of(model))

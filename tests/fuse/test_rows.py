@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from math import prod
 
 import numpy as np
@@ -14,7 +13,7 @@ from onnx import numpy_helper
 from onnx_remat.fuse import groups
 from onnx_remat.fuse.rows import CHUNK, LEAST_COLUMNS, LEAST_ROWS
 from tests.fuse.test_groups import build, node
-from tests.support.fusing import bits, options, run, schedule_of, session, why_not
+from tests.support.fusing import bits, options, run, run_on_small_stack, schedule_of, session, why_not
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "none")
 
@@ -170,15 +169,8 @@ def test_long_rows(columns):
 def test_a_thread_of_small_stack_runs_long_rows():
     nodes = [node("Softmax", [f"v{i}"], f"v{i + 1}", axis=-1) for i in range(4)]
     model = build(nodes, {"v0": (9, 40_000)}, ["v4"])
-    opened, feeds, found = session(model)[0], feeds_of(model), []
-    before = threading.stack_size(1 << 18)
-    try:
-        thread = threading.Thread(target=lambda: found.append(run(opened, feeds)))
-        thread.start()
-        thread.join()
-    finally:
-        threading.stack_size(before)
-    assert np.isfinite(found[0]["v4"]).all()
+    found = run_on_small_stack(session(model)[0], feeds_of(model))
+    assert np.isfinite(found["v4"]).all()
 
 
 def test_functions_that_wait_for_one_another_are_several_kernels():
