@@ -194,11 +194,10 @@ def _search(goal: Goal, work: Work, seconds_per_file: float, known: tuple[Schedu
         raise refused
     lowest, holds = min(peaks), " with its arena" if options.arena else ""
     raise Refusal(
-        f"no file found that ONNX Runtime runs under budget {format_bytes(allowed)}{holds}: plans keep it, but the "
-        f"best file takes {format_bytes(lowest)}",
+        f"no file found that ONNX Runtime runs under budget {format_bytes(allowed)}{holds}: plans keep it",
         int(lowest * REFUSAL_HEADROOM) if lowest < memory.original_bytes else 0, None,
         no_lower(memory.budget(plan.lower_bound)), lowest, plan.lower_bound + memory.bookkeeping,
-        first_look(goal, options, deadline),
+        first_look(goal, options, deadline), finds=f", but the best file takes {format_bytes(lowest)}",
     )  # fmt: skip
 
 

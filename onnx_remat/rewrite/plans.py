@@ -60,13 +60,14 @@ def make_plan(
         return look
     lowest = lowest_peak(plan or look, memory)
     found = memory.budget(lowest)
+    why, finds = _refused(goal, target, lowest, options)
     raise Refusal(
-        _refused(goal, target, lowest, options),
+        why,
         0 if found >= memory.original_bytes or proved else int(found * REFUSAL_HEADROOM),
         None if proved else _lower(options),
         "" if proved else no_lower(memory.budget(memory.floor)),
         lowest + memory.bookkeeping, memory.floor + memory.bookkeeping, look,
-        found if proved and found < memory.original_bytes else 0,
+        found if proved and found < memory.original_bytes else 0, finds,
     )  # fmt: skip
 
 
@@ -123,14 +124,17 @@ class Refusal(BudgetInfeasibleError):
     looked : int
         A budget in bytes for which the first look finds a plan, or a file once one was written; 0 where it finds none
         below the original's memory.
+    finds : str
+        The end of the first part: the lowest that was found. It is left out where the first look's file takes less.
     """
 
     def __init__(
         self, why: str, candidate: int, lower: Setting | None, below: str, best_peak_bytes: int, lower_bound_bytes: int,
-        look: Plan, looked: int = 0,
+        look: Plan, looked: int = 0, finds: str = "",
     ) -> None:  # fmt: skip
         self.why, self.candidate, self.lower, self.below = why, candidate, lower, below
-        self.look, self.looked = look, looked
+        self.look, self.looked, self.finds = look, looked, finds
+        self.best_peak_bytes, self.lower_bound_bytes = best_peak_bytes, lower_bound_bytes
         super().__init__(self._text(candidate or looked), best_peak_bytes, lower_bound_bytes)
 
     def naming(self, budget: int, taken: int = 0) -> BudgetInfeasibleError:
@@ -151,11 +155,13 @@ class Refusal(BudgetInfeasibleError):
                 advice = Message("{} ({} searches for one)", advice, Setting("budget", "auto"))
             if taken:
                 advice = Message("{}: try {} ({})", advice, Setting("budget", taken), format_bytes(taken))
-        return joined("; ", filter(None, (self.why, advice, self.below)))
+        less = 0 < self.looked < self.best_peak_bytes
+        why = self.why if less else Message("{}{}", self.why, self.finds)
+        return joined("; ", filter(None, (why, advice, self.below)))
 
 
-def _refused(goal: Goal, target: int, lowest: int, options: Options) -> str:
-    """Return why there is no plan: proved, or not found in the time given. `Refusal` adds the advice."""
+def _refused(goal: Goal, target: int, lowest: int, options: Options) -> tuple[str, str]:
+    """Return why there is no plan, proved or not found in the time given, and the lowest that was found."""
     allowed, memory, floor = goal.allowed, goal.memory, goal.memory.floor
     least, found = memory.budget(floor), memory.budget(lowest)
     if floor > target:
@@ -163,12 +169,12 @@ def _refused(goal: Goal, target: int, lowest: int, options: Options) -> str:
         return (
             f"budget {format_bytes(allowed)} is impossible: below {format_bytes(least)} ({format_bytes(floor)} of "
             f"tensors, {kept}{MARGIN:.0%} kept free) there is no plan, which is proved"
-        )
+        ), ""
     within = Message(" with {}", options.bounded_by()) if options.selector in _ANYTIME else ""
-    finds = f"the lowest that selector {options.selector!r} finds is {format_bytes(found)}"
+    finds = f": the lowest that selector {options.selector!r} finds is {format_bytes(found)}"
     if found >= memory.original_bytes:
-        finds = f"selector {options.selector!r} finds nothing lower than the model as it is"
-    return Message("no plan found for budget {}{}: {}", format_bytes(allowed), within, finds)
+        finds = f": selector {options.selector!r} finds nothing lower than the model as it is"
+    return Message("no plan found for budget {}{}", format_bytes(allowed), within), finds
 
 
 def _lower(options: Options) -> Setting:
