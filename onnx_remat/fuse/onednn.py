@@ -259,8 +259,9 @@ def _handle(pointer: ctypes.c_void_p) -> int:
 def load() -> None:
     """Load oneDNN, and the parts of it that compile convolutions."""
     for kind in (FORWARD, IMAGES, WEIGHTS):
-        images = 1, 16, 8, 8
-        numbers(Convolution(kind, images, images, (3, 3), (1, 1), (1, 1), (1, 1), (1, 1)))
+        for stride in (1, 2):
+            images, output = (1, 16, 8, 8), (1, 16, 8 // stride, 8 // stride)
+            numbers(Convolution(kind, images, output, (3, 3), (stride, stride), (1, 1), (1, 1), (2 - stride, 1)))
 
 
 @cache

@@ -32,6 +32,8 @@ class TrainingMemory:
         State and batch.
     weights, slab, live, workspace : int
         See `session.Session`.
+    books : int
+        ONNX Runtime's bookkeeping, as predicted.
     nodes, kernels, donated, not_donated : int
         Counts.
     """
@@ -42,6 +44,7 @@ class TrainingMemory:
     slab: int
     live: int
     workspace: int
+    books: int
     nodes: int
     kernels: int
     donated: int
@@ -133,7 +136,7 @@ def taken(path: str, warm: str, dims: Mapping[str, int], steps: int, fuse: bool)
     found = TrainingMemory(
         total=resident("VmHWM") - base, inputs=sum(array.nbytes for array in state.values()),
         weights=session.weight_bytes, slab=session.slab_bytes, live=session.live_bytes,
-        workspace=session.workspace_bytes, nodes=session.node_count, kernels=session.kernel_count,
-        donated=len(session.donated), not_donated=len(session.not_donated),
+        workspace=session.workspace_bytes, books=session.bookkeeping_bytes, nodes=session.node_count,
+        kernels=session.kernel_count, donated=len(session.donated), not_donated=len(session.not_donated),
     )  # fmt: skip
     return asdict(found)

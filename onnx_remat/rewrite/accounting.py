@@ -28,7 +28,7 @@ from onnx_remat.ort.prepare import Compiled
 from onnx_remat.ort.renewed import with_donations, with_slab_donations
 from onnx_remat.plan import bounds
 from onnx_remat.rewrite.notes import fusing
-from onnx_remat.session.bookkeeping import BYTES_PER_NODE
+from onnx_remat.session.bookkeeping import BYTES_PER_VALUE
 from onnx_remat.session.fusing import replaceable
 from onnx_remat.session.fusing import why_not as why_not_fused
 from onnx_remat.session.plan_session import workspace
@@ -209,7 +209,7 @@ class LoopMemory(Accounting):
         compiled = with_donations(compiled)
         fused, own = with_slab_donations(with_donations(original.compiled)), with_slab_donations(compiled)
         own = with_folded_transposes(own, compiled, original.compiled)
-        per_node = BYTES_PER_NODE if compiled.kernels.device == "cpu" else 0
+        per_node = BYTES_PER_VALUE if compiled.kernels.device == "cpu" else 0
         outside = cost = None
         if options.fuse and not why_not_fused(options.provider):
             fused, outside = outside_kernels(fused, original.compiled), outside_kernels(own, compiled)

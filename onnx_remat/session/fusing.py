@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from onnx_remat.messages import Message, Setting
+from onnx_remat.session.bookkeeping import bookkeeping_bytes, values_of
 
 if TYPE_CHECKING:
     import onnx
@@ -27,12 +28,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """Result of fusion: nodes and slab bytes of the unfused step, kernels, and why it runs unfused, if it does.
+    """Result of fusion: nodes, values that they write, and slab bytes of the unfused step; kernels, and why it runs
+    unfused, if it does.
 
     `unserved` counts convolutions that oneDNN would compute faster, were it installed.
     """
 
     unfused_nodes: int
+    unfused_values: int = 0
     kernels: int = 0
     why_not: str = ""
     unfused_slab: int = 0
@@ -114,7 +117,6 @@ def fuse_step(
     from onnx_remat.fuse.nodes import FusedNode, fuse
     from onnx_remat.fuse.schedule import Schedule
     from onnx_remat.session import binding, lean_graph
-    from onnx_remat.session.bookkeeping import bookkeeping_bytes
 
     if len(program.steps) > MOST_NODES:
         return Refused(f"it has over {MOST_NODES} nodes")
@@ -150,8 +152,8 @@ def fuse_step(
     if laid.donated != bound.donated:
         return Refused("less of its state could be renewed in place")
     # A layout may miss its bound by a little, fused or not; fewer nodes save far more bookkeeping than that.
-    books = bookkeeping_bytes(len(steps), len(found.kernels), convolutions.distinct(found.kernels))
-    saved = bookkeeping_bytes(len(program.steps)) - books
+    books = bookkeeping_bytes(values_of(steps), len(found.kernels), convolutions.distinct(found.kernels))
+    saved = bookkeeping_bytes(values_of(program.steps)) - books
     freed = workspace(program.steps) - workspace(steps)
     if laid.height > bound.height + max(0, saved // 2) + freed:
         return Refused(f"its slab would take {laid.height} bytes, not {bound.height}")

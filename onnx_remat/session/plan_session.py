@@ -19,6 +19,7 @@ from onnx_remat.errors import ModelError, UsageError
 from onnx_remat.messages import Setting
 from onnx_remat.process.child import Child, Failed
 from onnx_remat.session import fusing
+from onnx_remat.session.bookkeeping import bookkeeping_bytes, values_of
 from onnx_remat.session.fusing import Fused
 
 if TYPE_CHECKING:
@@ -103,6 +104,8 @@ class SessionPlan:
         A node that draws random numbers, empty if there is none.
     on_host : int
         Peak of bytes moved to the host.
+    books : int
+        Bytes of ONNX Runtime's bookkeeping, as predicted; 0 on a device.
     fused : Fused
     """
 
@@ -121,6 +124,7 @@ class SessionPlan:
     execution_providers: tuple[str, ...]
     random: str
     on_host: int
+    books: int
     fused: Fused
 
 
@@ -372,9 +376,8 @@ def lay_out(
     program = binding.waiting(binding.program(steps, compiled.tensors, inputs, outputs, compiled.kernels, opset), pairs)
     weights = sum(compiled.tensors[name].nbytes for name in stored)
     bound = binding.bind(program, pairs, least, seconds)
-    return SlabLayout(
-        compiled, program, bound, weights, constants, fused=Fused(len(program.steps), unfused_slab=bound.height)
-    )  # fmt: skip
+    fused = Fused(len(program.steps), values_of(program.steps), unfused_slab=bound.height)
+    return SlabLayout(compiled, program, bound, weights, constants, fused=fused)
 
 
 def makers(compiled: Compiled) -> dict[str, Op]:
@@ -408,6 +411,15 @@ def workspace(compiled: Compiled, ops: Sequence[Op]) -> tuple[int, int]:
     bodies = any(attribute.HasField("g") for op in ops for attribute in op.node.attribute)
     pool = 0 if bodies else scratch.pool_size(requested)
     return (pool + malloced if pool else max(requested, malloced)), pool
+
+
+def bookkeeping(made: SlabLayout) -> int:
+    """Return the bytes of ONNX Runtime's bookkeeping for a step on a CPU, as predicted."""
+    from onnx_remat.fuse.convolutions import distinct
+
+    if made.compiled.kernels.device != "cpu":
+        return 0
+    return bookkeeping_bytes(values_of(made.program.steps), made.fused.kernels, distinct(made.kernels))
 
 
 def plan(path: Path, target: Path, request: SessionRequest) -> SessionPlan:
@@ -446,6 +458,7 @@ def plan(path: Path, target: Path, request: SessionRequest) -> SessionPlan:
         execution_providers=made.compiled.kernels.execution_providers,
         random=next((s.label for s in program.steps if semantics(s.node.domain, s.node.op_type).random), ""),
         on_host=binding.kept_on_host(program),
+        books=bookkeeping(made),
         fused=made.fused,
     )  # fmt: skip
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from onnx_remat.fuse.convolutions import distinct
 from onnx_remat.fuse.products import scratch_bytes
 from onnx_remat.ir.graph import INITIALIZER, INPUT
 from onnx_remat.memory import arena
@@ -14,7 +13,7 @@ from onnx_remat.ort.kernels import costs as prices
 from onnx_remat.session.binding import kept_on_host, least
 from onnx_remat.session.bookkeeping import bookkeeping_bytes
 from onnx_remat.session.fusing import UNFUSED
-from onnx_remat.session.plan_session import SlabLayout, as_fused, kept, lay_out, makers, workspace
+from onnx_remat.session.plan_session import SlabLayout, as_fused, bookkeeping, kept, lay_out, makers, workspace
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,10 +149,7 @@ def footprint(arranged: SlabLayout, costs: str = "") -> Footprint:
     """Return the memory that training takes with a step that is laid out."""
     compiled, bound, fused = arranged.compiled, arranged.binding, arranged.fused
     device = compiled.kernels.device != "cpu"
-    if device:
-        books = rounding(arranged) + TABLES_BYTES
-    else:
-        books = bookkeeping_bytes(len(arranged.program.steps), fused.kernels, distinct(arranged.kernels))
+    books = rounding(arranged) + TABLES_BYTES if device else bookkeeping(arranged)
     scratch = scratch_bytes(arranged.kernels)
     found = Footprint(
         inputs=sum(compiled.tensors[name].nbytes for name, v in compiled.graph.values.items() if v.kind == INPUT),
@@ -174,6 +170,6 @@ def footprint(arranged: SlabLayout, costs: str = "") -> Footprint:
     )
     if device:
         return replace(found, unfused=found.total + fused.unfused_slab - found.slab)
-    plain = workspace(compiled, compiled.graph.ops)[0] + bookkeeping_bytes(fused.unfused_nodes)
+    plain = workspace(compiled, compiled.graph.ops)[0] + bookkeeping_bytes(fused.unfused_values)
     more = fused.unfused_slab - found.slab + plain - found.workspace - found.books
     return replace(found, unfused=found.total + more)

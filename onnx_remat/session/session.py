@@ -77,6 +77,8 @@ class Session:
         Size of the slab; at most `live_bytes` of it are live at once.
     node_count, unfused_node_count : int
         Number of nodes that run, and of those that would run without fusion.
+    bookkeeping_bytes : int
+        ONNX Runtime's own memory for the graph on a CPU, as predicted.
     kernel_count : int
         Number of fused kernels among the nodes that run.
     not_fused : str
@@ -172,6 +174,7 @@ class Session:
     workspace_bytes = property(lambda self: self._step.workspace)
     node_count = property(lambda self: self._step.nodes)
     unfused_node_count = property(lambda self: self._step.fused.unfused_nodes)
+    bookkeeping_bytes = property(lambda self: self._step.books)
     kernel_count = property(lambda self: self._step.fused.kernels)
     not_fused = property(lambda self: self._lacking or self._step.fused.why_not)
 

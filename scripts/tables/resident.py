@@ -62,7 +62,6 @@ def rows(
     """The row of one graph."""
     from onnx_remat.errors import BudgetInfeasibleError
     from onnx_remat.measure.training_memory import measure
-    from onnx_remat.session.bookkeeping import bookkeeping_bytes
 
     file, _, own = item.partition("=")
     graph, budget = Path(file), own or budget
@@ -80,9 +79,8 @@ def rows(
             limit, compute = result.report.budget, result.report.extra_compute
         found = measure(path, steps=steps)
         ratios = call(race, str(path.resolve()), str(graph.resolve()), loss, turns).answer if turns else ()
-    kept = bookkeeping_bytes(found.nodes, found.kernels)
-    foreseen = found.inputs + found.weights + found.slab + found.workspace + kept
-    parts = (limit, found.total, foreseen, found.inputs, found.slab, found.live, kept)
+    foreseen = found.inputs + found.weights + found.slab + found.workspace + found.books
+    parts = (limit, found.total, foreseen, found.inputs, found.slab, found.live, found.books)
     donated = f"{found.donated} of {found.donated + found.not_donated}"
     yield (
         graph.stem, *(f"{part / 1e6:.1f}" for part in parts), str(found.nodes), donated, f"{compute:+.1%}",

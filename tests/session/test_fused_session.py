@@ -15,7 +15,7 @@ from onnx_remat.ir.shapes import Tensor
 from onnx_remat.ort.kernels.registry import kernels_of
 from onnx_remat.session import binding, fusing, plan_session
 from onnx_remat.session import session as session_module
-from onnx_remat.session.bookkeeping import bookkeeping_bytes
+from onnx_remat.session.bookkeeping import bookkeeping_bytes, values_of
 from onnx_remat.session.lean_graph import LeanNode
 from onnx_remat.session.session import Session
 from onnx_remat.session.training import Loop
@@ -185,8 +185,8 @@ def test_the_same_step_has_the_same_kernels_and_never_takes_more(tmp_path, monke
     nodes = [[step.node.SerializeToString() for step in each.program.steps] for each in (first, second)]
     assert nodes[0] == nodes[1]
     assert first.binding.height <= made.binding.height and first.binding.donated == made.binding.donated
-    books = bookkeeping_bytes(len(nodes[0]), len(first.kernels))
-    bind, saved = binding.bind, bookkeeping_bytes(len(made.program.steps)) - books
+    books = bookkeeping_bytes(values_of(first.program.steps), len(first.kernels))
+    bind, saved = binding.bind, bookkeeping_bytes(values_of(made.program.steps)) - books
     monkeypatch.setattr(binding, "bind", lambda *a: replace(bind(*a), height=made.binding.height + 64))
     assert fused().kernels == first.kernels  # fewer nodes save more than a layout that is a little higher
     monkeypatch.setattr(binding, "bind", lambda *a: replace(bind(*a), height=made.binding.height + saved))

@@ -73,7 +73,8 @@ def test_the_slab_of_a_session_is_the_predicted_one(name, fuse, tmp_path):
         assert (told.slab, told.live) == (opened.slab_bytes, opened.live_bytes)
         assert (told.nodes, told.kernels) == (opened.node_count, opened.kernel_count)
         assert told.unfused_nodes == opened.unfused_node_count and told.donated == len(opened.donated)
-    assert bool(told.kernels) == fuse and told.total <= told.unfused
+    assert bool(told.kernels) == fuse
+    assert told.total - told.books <= told.unfused  # code of convolutions may take more than fewer nodes save
     assert told.not_fused == ("" if fuse else "fuse=False")
 
 
@@ -183,7 +184,7 @@ def test_what_runs_again_within_a_kernel_costs_the_bytes_that_cross_its_border()
 
 
 def test_the_report_says_how_much_longer_a_step_takes():
-    report = onnx_remat.rewrite_model(mlp(layers=6, batch=4096, width=32), "75%", effort=0.5).report
+    report = onnx_remat.rewrite_model(mlp(layers=6, batch=4096, width=32), "80%", effort=0.5).report
     after, before = report.loop_after.seconds, report.loop_before.seconds
     assert report.extra_time() == pytest.approx(after / before - 1) and after > 0
     assert f"of a step by Loop                       {report.extra_time():+.2%}".split() == [
