@@ -9,13 +9,16 @@ from ..extras import require
 
 require("torch", "onnx_ir", "onnxruntime", "torch", "onnxscript")
 
+from .auto import AutoCheckpoint, auto_checkpoint
 from .budgeted import Budgeted, budgeted
 
 if TYPE_CHECKING:
     from .export import export_training_step
     from .initial import initial_feeds
 
-__all__ = ["Budgeted", "budgeted", "export_training_step", "initial_feeds"]
+__all__ = [
+    "AutoCheckpoint", "Budgeted", "auto_checkpoint", "budgeted", "export_training_step", "initial_feeds",
+]  # fmt: skip
 
 _MODULES = {"export_training_step": "export", "initial_feeds": "initial"}
 
