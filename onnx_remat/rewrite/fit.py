@@ -42,7 +42,7 @@ _EXPECTED_RECOMPUTE_SHARE = 0.14  # recomputed nodes of a file, as a share of th
 _MOST_GROWN = 2  # larger files, or missing plans, in a row: then the search goes on above the targets before
 _MOST_PLANS = 6  # most plans for one budget, where files miss a budget that their plans keep
 _FIRST_PLAN_SHARE = 0.75  # of the time limit for the first plan: its file may miss the budget
-_LATER_PLAN_EFFORT = 0.5  # of the effort for each later plan, which starts from the ones before
+_LATER_PLAN_EFFORT = 0.5  # of the effort for each later plan, which starts from the ones before, until one is not found
 
 
 Stage = Callable[[str], AbstractContextManager[None]]
@@ -130,6 +130,7 @@ def _search(goal: Goal, work: Work, seconds_per_file: float, known: tuple[Schedu
     plans: tuple[Schedule, ...] = ()
     best: Fitted | None = None
     refused: BudgetInfeasibleError | None = None
+    whole = False  # whether later plans take the whole effort, too
     _check_time(goal, options, deadline, seconds_per_file)
     for _ in range(_MOST_PLANS + _MOST_GROWN):
         if len(peaks) == _MOST_PLANS or (plans and deadline.ends_within(seconds_per_file)):
@@ -137,10 +138,12 @@ def _search(goal: Goal, work: Work, seconds_per_file: float, known: tuple[Schedu
         with work.stage("plan"):
             try:
                 share = 1.0 if plans or options.effort is not None else _FIRST_PLAN_SHARE
-                less = replace(options, effort=options.work_seconds() * _LATER_PLAN_EFFORT) if plans else options
+                part = _LATER_PLAN_EFFORT if plans and not whole else 1.0
+                less = replace(options, effort=options.work_seconds() * part) if part < 1 else options
                 plan = make_plan(goal, target, less, deadline.sooner(seconds_per_file, share), (*known, *plans))
                 plans = (*plans, plan.schedule)
             except BudgetInfeasibleError as refusal:
+                _log.info("target %s: %s", format_bytes(target), refusal)
                 if not plans and target < goal.target():  # no wonder
                     target = goal.target()
                     continue
@@ -151,6 +154,9 @@ def _search(goal: Goal, work: Work, seconds_per_file: float, known: tuple[Schedu
                     continue
                 if grown == _MOST_GROWN and not fits_at:
                     fits_at, target, misses_at = _above(highest, memory)
+                    continue
+                if best is None and not whole:
+                    whole = True
                     continue
                 grown += grown > 0
                 if best is not None or not target < misses_at * _CLOSE_ENOUGH:

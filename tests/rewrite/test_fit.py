@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import onnx_remat
+from onnx_remat.errors import BudgetInfeasibleError
 from onnx_remat.rewrite import fit
 from sample_models.chain import chain
 
@@ -19,3 +20,24 @@ def test_a_tighter_plan_with_a_larger_file_sends_the_search_up(monkeypatch):
     monkeypatch.setattr(fit, "_as_file", taken)
     onnx_remat.rewrite_model(chain(16, 1024, 64), "80%", effort=0.5, verify="none")
     assert tried[2] < tried[1] < tried[0] < tried[3]
+
+
+def test_a_tighter_plan_that_is_not_found_is_searched_for_with_the_whole_effort(monkeypatch):
+    """The file of the first plan is a little too large, and half of the effort finds no other."""
+    efforts, make_plan, as_file = [], fit.make_plan, fit._as_file
+
+    def planned(goal, target, options, *rest):
+        efforts.append(options.work_seconds())
+        if len(efforts) > 1 and efforts[-1] < efforts[0]:
+            raise BudgetInfeasibleError("none found", 0, 0)
+        return make_plan(goal, target, options, *rest)
+
+    def taken(plan, goal, target, *rest):
+        worst, made = as_file(plan, goal, target, *rest)
+        return (goal.allowed + 1000 if len(efforts) == 1 else worst), made
+
+    monkeypatch.setattr(fit, "make_plan", planned)
+    monkeypatch.setattr(fit, "_as_file", taken)
+    model = chain(16, 1024, 64)
+    assert " kept" in onnx_remat.rewrite_model(model, "80%", effort=0.5, verify="none").report.verdict()
+    assert efforts[1] < efforts[0] == efforts[2]
