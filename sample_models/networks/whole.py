@@ -6,10 +6,13 @@ Each has a list of blocks, which PyTorch's checkpointing can run one by one agai
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from sample_models.networks.torch_models import ADAMW, Case, UNet, import_torchvision
 
@@ -71,7 +74,7 @@ class Vision(nn.Module):
 
 
 class Residual(nn.Module):
-    """Two convolutions with BatchNormalization beside a shortcut."""
+    """Two convolutions with BatchNormalization alongside a shortcut."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -102,7 +105,7 @@ class Digits(nn.Module):
 
 
 class Diffusion(nn.Module):
-    """A small UNet2D of diffusers, and the error of the noise that it foresees."""
+    """A small UNet2D of diffusers, and the error of the noise that it predicts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,6 +150,21 @@ def _diffusion() -> Case:
 def _mobile() -> Case:
     network = import_torchvision().models.mobilenet_v3_small(num_classes=100, dropout=0.0).train()
     return Case(network, (torch.randn(32, 3, 128, 128), torch.randint(0, 100, (32,))), optimizer=ADAMW)
+
+
+def checkpoint_blocks(model: Any) -> None:
+    """Put each block of a network of this package under ``torch.utils.checkpoint``, or by transformers' own switch."""
+    if hasattr(model, "gradient_checkpointing_enable"):
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        return
+    if hasattr(model, "blocks"):
+        blocks = [*model.blocks]
+    elif hasattr(model, "down"):
+        blocks = [*model.down, *model.merge]
+    else:
+        blocks = [block for stage in (model.layer1, model.layer2, model.layer3, model.layer4) for block in stage]
+    for block in blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 
 MODELS: dict[str, Callable[[], Case]] = {

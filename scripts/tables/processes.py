@@ -53,14 +53,11 @@ def _watched(step: Callable[[], None], started: float) -> tuple[float, Callable[
 def in_pytorch(name: str, checkpointed: bool) -> tuple[float, Callable[[], list[float]]]:
     """PyTorch's own step."""
     started = time.monotonic()
-    from functools import partial
-
-    from torch.utils.checkpoint import checkpoint
+    from sample_models.networks.whole import checkpoint_blocks
 
     case, optimizer = _case(name)
     if checkpointed:
-        for block in case.model.blocks if hasattr(case.model, "blocks") else [*case.model.down, *case.model.merge]:
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        checkpoint_blocks(case.model)
     positional, named, target = case.arguments()
 
     def step() -> None:
