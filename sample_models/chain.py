@@ -31,7 +31,7 @@ def chain(n: int, width: int, batch: int) -> onnx.ModelProto:
     Notes
     -----
     The peak is at unit n's backward, where these are live: input.0, x[1] .. x[n], g[n], and the products
-    ``g[n] * x[n]`` and ``(g[n] * x[n]) * x[n]``, the second possibly in place of the first. Beside them stand
+    ``g[n] * x[n]`` and ``(g[n] * x[n]) * x[n]``, the second possibly in place of the first. Alongside them stand
     S = 4 * width + 16 bytes: bias, learning rate, reduction axis, loss. With every value freed after its last
     reader, inputs, constants, intermediates and outputs of the whole step together peak at
 

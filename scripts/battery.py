@@ -3,7 +3,7 @@
     pip install --no-deps --target /tmp/ort1.22.1 onnxruntime==1.22.1
     python -m scripts.battery FOLDER --runtimes /tmp/ort1.19.2 /tmp/ort1.22.1 --save
 
-FOLDER gets one step per case, its feeds, and what they make in float64; those that are there are not made again.
+FOLDER gets one step per case, its feeds, and what they make in float64; those that are there already are kept.
 A process per version, the one installed last, runs them all. A result is wrong where it is further from float64 than
 rounding takes the newest version with optimisations off; where nothing computes it in float64 (random samples), that
 version's result with optimisations off stands for it. Patterns known to be computed wrongly are run for comparison.

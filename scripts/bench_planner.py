@@ -1,4 +1,4 @@
-"""Plan published benchmark graphs, or synthetic ones of growing size, and print overheads beside the best
+"""Plan published benchmark graphs, or synthetic ones of growing size, and print overheads next to the best
 known.
 
     python -m scripts.bench_planner --graphs DIR --budget 0.9,0.8 --selector search --json -

@@ -59,7 +59,7 @@ _PAUSE = 0.1
 
 
 class Stepper:
-    """A process that takes a step when it is told to; `first` is what its function said besides the step."""
+    """A process that takes a step when it is asked to; `first` is what its function said besides the step."""
 
     def __init__(self, name: str, function: Callable[..., tuple[Any, Callable[[], Any]]], *arguments: Any) -> None:
         self.name, self.times, self.cpus, self.said = name, list[float](), list[float](), list[Any]()

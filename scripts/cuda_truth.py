@@ -6,13 +6,13 @@
 
 Each step is rewritten for ``--provider cuda`` and run, as it was and as it is, on the fake device of the tests, which
 takes the environment that `scripts/gpu_env.py` makes (ONNX_REMAT_GPU_ENV). Every convolution takes 1 MiB there, as is
-planned for. One line per file and optimisation level: the budget, the peak foreseen and the peak of the device's books
-(bytes of all tensors and workspace, exact), whether the nodes with large results ran in the order foreseen, and host
+planned for. One line per file and optimisation level: the budget, the peak predicted and the peak of the device's books
+(bytes of all tensors and workspace, exact), whether the nodes with large results ran in the order predicted, and host
 waits and Memcpy nodes, before -> after. What misses its mark ends in ``!``: a peak over the budget or 0.5 % off, an
-order that is not as foreseen, three waits or one copy more. Files that cannot be rewritten are listed with the reason.
+order that is not as predicted, three waits or one copy more. Files that cannot be rewritten are listed with the reason.
 
 The line ``session`` is of a file written ``--for loop``, and of what `onnx_remat.Session` and `Loop` take of the device
-in all, state included, against what was foreseen, which must be the smallest limit they run under to 1 %.
+in all, state included, against what was predicted, which must be the smallest limit they run under to 1 %.
 
 With ``--keep`` rewritten steps and lines stay in FOLDER, and a second run goes on where the first one stopped;
 environments of several versions (``onnxruntime-gpu``) share the steps and have lines of their own. ``--versions`` sums
@@ -50,13 +50,13 @@ SESSION = "session"
 _OFF, _OFF_SESSION, _WAITS = 0.005, 0.01, 3
 _SETTINGS = {"workspace_forward": WORKSPACE, "workspace_data": WORKSPACE}
 
-_HEADS = ("step", "level", "budget", "foreseen", "device", "off", "in order", "host waits", "Memcpy nodes")
+_HEADS = ("step", "level", "budget", "predicted", "device", "off", "in order", "host waits", "Memcpy nodes")
 _SUMS = (
     "onnxruntime-gpu", "steps", "lines", "off at most", "with Session", "over budget", "out of order", "waits more",
     "Memcpy more", "lines that miss a mark",
 )  # fmt: skip
 _LEVELS = {"disable": "ORT_DISABLE_ALL", "basic": "ORT_ENABLE_BASIC", "all": "ORT_ENABLE_ALL"}
-_HEAD = f"{'step':<18}{'level':<9}{'budget':>12}{'foreseen':>12}{'device':>12}{'off':>8}  order  waits     copies"
+_HEAD = f"{'step':<18}{'level':<9}{'budget':>12}{'predicted':>12}{'device':>12}{'off':>8}  order  waits     copies"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Line:
     step: str
     level: str
     budget: int
-    foreseen: int
+    predicted: int
     device: int
     in_order: bool
     waits: tuple[int, int]
@@ -74,25 +74,25 @@ class Line:
 
     def cells(self) -> tuple[str, ...]:
         """The line of the results page."""
-        off = (self.device - self.foreseen) / self.foreseen
+        off = (self.device - self.predicted) / self.predicted
         pairs = (f"{a} -> {b}" for a, b in (self.waits, self.copies))
         return (
-            self.step, self.level, f"{self.budget:,}", f"{self.foreseen:,}", f"{self.device:,}", f"{off:+.2%}",
+            self.step, self.level, f"{self.budget:,}", f"{self.predicted:,}", f"{self.device:,}", f"{off:+.2%}",
             "yes" if self.in_order else "no", *pairs,
         )  # fmt: skip
 
     def misses(self) -> bool:
         """Does it miss any mark?"""
-        off = abs(self.device - self.foreseen) > (_OFF_SESSION if self.level == SESSION else _OFF) * self.foreseen
+        off = abs(self.device - self.predicted) > (_OFF_SESSION if self.level == SESSION else _OFF) * self.predicted
         more = self.waits[1] > self.waits[0] + _WAITS or self.copies[1] > self.copies[0]
         return self.device > self.budget or off or not self.in_order or more
 
     def __str__(self) -> str:
         """The line of the table; what misses its mark ends in an exclamation mark."""
-        off = (self.device - self.foreseen) / self.foreseen
+        off = (self.device - self.predicted) / self.predicted
         marks = " !" if self.misses() else ""
         return (
-            f"{self.step:<18}{self.level:<9}{self.budget:>12,}{self.foreseen:>12,}{self.device:>12,}{off:>8.2%}  "
+            f"{self.step:<18}{self.level:<9}{self.budget:>12,}{self.predicted:>12,}{self.device:>12,}{off:>8.2%}  "
             f"{'yes' if self.in_order else 'NO':<5}  {self.waits[0]:>3} -> {self.waits[1]:<3} "
             f"{self.copies[0]:>3} -> {self.copies[1]:<3}{marks}"
         )
@@ -113,30 +113,30 @@ def lines(path: Path, budget: str, time_limit: float, levels: Sequence[str], kee
                 ).save(small)  # fmt: skip
             model = onnx.load(small)
             allowed = next(int(prop.value) for prop in model.metadata_props if prop.key == BUDGET_KEY)
-            foreseen = as_executed(model, keep, "all" if level == SESSION else level, options.preparation())
-            found = (_session if level == SESSION else _line)(path, small, allowed, foreseen, level)
+            expected = as_executed(model, keep, "all" if level == SESSION else level, options.preparation())
+            found = (_session if level == SESSION else _line)(path, small, allowed, expected, level)
             known.write_text(json.dumps(asdict(found)))
         yield _read(known)
 
 
-def _line(path: Path, small: Path, budget: int, foreseen: Executed, level: str) -> Line:
+def _line(path: Path, small: Path, budget: int, expected: Executed, level: str) -> Line:
     before, after = (run.run_step(file, _LEVELS[level], **_SETTINGS) for file in (path, small))
-    weights = foreseen.compiled.problem.base_bytes - sum(
-        foreseen.compiled.tensors[value.name].nbytes for value in foreseen.compiled.graph.model.graph.input
+    weights = expected.compiled.problem.base_bytes - sum(
+        expected.compiled.tensors[value.name].nbytes for value in expected.compiled.graph.model.graph.input
     )
     return Line(
-        path.stem, level, budget, foreseen.timeline.peak, after.peak + weights, _in_order(foreseen, after),
+        path.stem, level, budget, expected.timeline.peak, after.peak + weights, _in_order(expected, after),
         (before.waits, after.waits), (_memcpy(before), _memcpy(after)),
     )  # fmt: skip
 
 
-def _session(path: Path, small: Path, budget: int, foreseen: Executed, level: str) -> Line:
+def _session(path: Path, small: Path, budget: int, expected: Executed, level: str) -> Line:
     """What a `Session` of ours takes of the device, in a loop that renews state in place.
 
     Its arena grows by what is asked and no more, so the most that it ever took is the smallest limit it runs under. It
-    is opened again with the limit foreseen, and once more with 1 % less: that it must not bear.
+    is opened again with the limit predicted, and once more with 1 % less: that it must not bear.
     """
-    limit = predict(foreseen).total
+    limit = predict(expected).total
     job = {"path": str(small.resolve()), "limits": [0, limit, int(limit * (1 - _OFF_SESSION)) - 1]}
     free, enough, little = here.ask("tests.support.fake_cuda.session", job, **_SETTINGS)
     if "error" in free or "error" in enough:
@@ -147,12 +147,12 @@ def _session(path: Path, small: Path, budget: int, foreseen: Executed, level: st
     return Line(path.stem, level, budget, limit, peak, "error" in little, (before.waits, waits), (0, 0))
 
 
-def _in_order(foreseen: Executed, ran: run.Step) -> bool:
-    """Did the nodes with large results that both have, views aside, run in the order foreseen?"""
-    compiled = foreseen.compiled
-    ops = [compiled.graph.ops[i] for i in foreseen.order.order]
+def _in_order(expected: Executed, ran: run.Step) -> bool:
+    """Did the nodes with large results that both have, views aside, run in the order predicted?"""
+    compiled = expected.compiled
+    ops = [compiled.graph.ops[i] for i in expected.order.order]
     ops = [op for op in ops if not compiled.kernels.aliases(op.node)]
-    least = LARGE * foreseen.timeline.peak
+    least = LARGE * expected.timeline.peak
     large = [op.node.name for op in ops if any(compiled.tensors[name].nbytes >= least for name in op.writes)]
     names = {name for name, _, _ in ran.order} & set(large)
     return [n for n in large if n in names] == [n for n, _, _ in ran.order if n in names]
@@ -166,7 +166,7 @@ def by_version(keep: Path) -> Iterator[tuple[str, ...]]:
         found.setdefault(numbers, []).append(_read(path))
     for version, seen in sorted(found.items()):
         stock, ours = ([line for line in seen if (line.level == SESSION) == session] for session in (False, True))
-        offs = [max((abs(line.device / line.foreseen - 1) for line in some), default=0.0) for some in (stock, ours)]
+        offs = [max((abs(line.device / line.predicted - 1) for line in some), default=0.0) for some in (stock, ours)]
         yield (
             ".".join(map(str, version)), str(len({line.step for line in seen})), str(len(seen)),
             *(f"{off:.2%}" for off in offs), str(sum(line.device > line.budget for line in seen)),

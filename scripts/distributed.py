@@ -6,7 +6,7 @@ Two models (a transformer with tied weights, a convolutional network), AdamW, ex
 ranks over gloo, with and without shards of the optimizer's state; each rank's part is rewritten to 70 % of what it
 takes as it is. *loss* is the largest relative difference of a step's loss from one process with the joined batch;
 *state* says whether all ranks end with the same bits; *resident* is what the operating system counts to a rank over the
-steps, less interpreter, libraries and the engine; *budget* and *foreseen* are the rank's. Then accumulation, a rank
+steps, less interpreter, libraries and the engine; *budget* and *predicted* are the rank's. Then accumulation, a rank
 that is killed, the shares of a step's time, and what a step would take on many GPUs, on paper. Linux only.
 
 With ``--save`` tables go to docs/results/data; see `scripts.results`.
@@ -167,7 +167,7 @@ def equal_rows(runs: Runs, kinds: tuple[str, ...]) -> tuple[list[tuple[str, ...]
                 note = found[0].notes
                 rows.append((
                     kind, str(ranks), "shards" if zero else "whole", distance(note["losses"], wanted), same(found),
-                    *(f"{each / 1e6:.1f}" for each in (max(r.notes["resident"] for r in found), note["foreseen"])),
+                    *(f"{each / 1e6:.1f}" for each in (max(r.notes["resident"] for r in found), note["predicted"])),
                     f"{max(r.notes['taken']['optimizer'] for r in found) / 1e6:.2f}", f"{note['recompute']:+.1%}",
                 ))  # fmt: skip
                 print(rows[-1], flush=True)
@@ -235,7 +235,7 @@ def paper_rows() -> list[tuple[str, ...]]:
 
 HEADS = {
     "distributed": (
-        "graph", "ranks", "optimizer state", "loss", "state", "resident, MB", "budget = foreseen, MB",
+        "graph", "ranks", "optimizer state", "loss", "state", "resident, MB", "budget = predicted, MB",
         "optimizer state, MB", "compute",
     ),
     "distributed-times": ("graph", "optimizer state", "step", "compute", "communication", "update", "overlap"),

@@ -10,7 +10,7 @@
 for them: as exported, rewritten to half the sum of their tensors, the initial values, and a list with what is known of
 them.
 *losses* trains both files of each in Node (native kernels and WebAssembly), in Chromium, and with the C++ example where
-it is told of ONNX Runtime's headers, and compares the losses with those of Python's onnxruntime; it also compares which
+ONNX Runtime's headers are given, and compares the losses with those of Python's onnxruntime; it also compares which
 nodes run, in which order. *heap* says how large WebAssembly's heap is: in Chromium as it grew, and the smallest limit
 under which the step still runs. *largest* tries transformers of BLOCKS:BUDGET (0: as exported) in one heap.
 """

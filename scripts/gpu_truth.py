@@ -18,7 +18,7 @@ state over the old, and in the same captured in a CUDA graph. TF32 is off for th
 *Race*: every runner is a fresh process, alone on the device. *Taken* is what the driver says is used on the device
 after the steps, less what it says of a process that has done a product and a convolution: none gives anything back
 before it ends, so that is the most it took. *Least limit* is the smallest `memory_limit` that training runs under, in
-steps of 32 MiB from the one foreseen. *Time* is the median of steps, each with its loss read. PyTorch's models are
+steps of 32 MiB from the one predicted. *Time* is the median of steps, each with its loss read. PyTorch's models are
 those of `sample_models.networks.torch_models`, with a batch of the same size; both may use TF32.
 """
 
@@ -56,7 +56,7 @@ WARM, STEPS = 3, 12
 ORIGINAL = "as it is"
 NUMBERS_HEADS = ("step", "file", "disable", "all", "Session", "CUDA graph", "outputs with the original's bits")
 RACE_HEADS = (
-    "step", "runner", "foreseen, MB", "least limit, MB", "taken, MB", "of eager", "ms a step", "of eager",
+    "step", "runner", "predicted, MB", "least limit, MB", "taken, MB", "of eager", "ms a step", "of eager",
     "in a CUDA graph, ms", "compute, plan", "time",
 )  # fmt: skip
 
@@ -65,14 +65,14 @@ RACE_HEADS = (
 class Plan:
     """A file to run: the step's name, the budget it was rewritten to, or `ORIGINAL`.
 
-    `foreseen` is what training by `Loop` takes of the device, in bytes.
+    `predicted` is what training by `Loop` takes of the device, in bytes.
     """
 
     step: str
     budget: str
     path: str
     dims: Mapping[str, int]
-    foreseen: int
+    predicted: int
     compute: float
 
 
@@ -97,7 +97,7 @@ def plan(folder: Path, steps: list[Path], budgets: list[str], dims: Mapping[str,
             result.save(target := folder / f"{path.stem}-{budget.strip('%')}.onnx", force=True)
             before, after, compute = result.report.loop_before, result.report.loop_after, result.report.extra_compute
             assert before is not None and after is not None
-            plans[path.stem, ORIGINAL] = replace(plans[path.stem, ORIGINAL], foreseen=before.total)
+            plans[path.stem, ORIGINAL] = replace(plans[path.stem, ORIGINAL], predicted=before.total)
             plans[path.stem, budget] = Plan(path.stem, budget, target.name, dict(dims), after.total, compute)
             print(plans[path.stem, budget], flush=True)
         (folder / PLANS).write_text(json.dumps([asdict(each) for each in plans.values()], indent=1))
@@ -221,7 +221,7 @@ def our_step(path: Path, dims: Mapping[str, int], graph: bool, limit: int = 0) -
 
 
 def kept(path: Path, target: Path, request: Any) -> Any:
-    """`plan_session.plan_in_child`, whose result is kept beside the file: it takes longer than all the steps here."""
+    """`plan_session.plan_in_child`, whose result is kept next to the file: it takes longer than all the steps here."""
     model, opened = path.with_suffix(".private"), path.with_suffix(".opened")
     if not opened.exists():
         found = plan_session.plan_in_child(path, target, request)
@@ -344,7 +344,7 @@ def child(job: Mapping[str, Any]) -> None:
         assert np.allclose(losses, answer["losses"], rtol=1e-3), "a CUDA graph gives other losses"
         session.close()
         del step
-        answer["least"] = smallest(Path(job["path"]), job["dims"], job["foreseen"])
+        answer["least"] = smallest(Path(job["path"]), job["dims"], job["predicted"])
         print(json.dumps(answer))
         return
     answer["seconds"], answer["losses"] = timed(step)
@@ -363,10 +363,10 @@ def books(session: Session) -> dict[str, int]:
             "weights": session.weight_bytes, "nodes": session.node_count}  # fmt: skip
 
 
-def smallest(path: Path, dims: Mapping[str, int], foreseen: int) -> int:
-    """The smallest limit, in steps of 32 MiB from the one foreseen, under which three steps are taken; 0 if none is."""
+def smallest(path: Path, dims: Mapping[str, int], predicted: int) -> int:
+    """The least limit, in steps of 32 MiB from the predicted one, under which three steps are taken; 0 if none is."""
     for more in range(10):
-        limit = foreseen + more * (1 << 25)
+        limit = predicted + more * (1 << 25)
         try:
             session, step = our_step(path, dims, graph=False, limit=limit)
             for _ in range(3):
@@ -403,9 +403,9 @@ def race(folder: Path, plans: list[Plan], with_torch: list[str]) -> Iterator[dic
     job: dict[str, Any] = {"how": "onnxruntime", "path": str(folder / plans[0].path), "dims": dims}
     yield {"step": step, "runner": "onnxruntime, as it is"} | ask(job)
     for each in plans:
-        job = {"how": "Session", "path": str(folder / each.path), "dims": each.dims, "foreseen": each.foreseen}
-        told = {"step": step, "runner": f"Session, {each.budget}", "compute": each.compute, "foreseen": each.foreseen}
-        yield told | ask(job)
+        job = {"how": "Session", "path": str(folder / each.path), "dims": each.dims, "predicted": each.predicted}
+        row = {"step": step, "runner": f"Session, {each.budget}", "compute": each.compute, "predicted": each.predicted}
+        yield row | ask(job)
 
 
 def rows(found: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
@@ -419,7 +419,7 @@ def rows(found: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
         base, plain = eager.get(each["step"]), ours.get(each["step"])
         longer = each["seconds"] / plain["seconds"] - 1 if plain and each.get("compute") else None
         yield (
-            each["step"], each["runner"], f"{each['foreseen'] / 1e6:,.0f}" if each.get("foreseen") else "",
+            each["step"], each["runner"], f"{each['predicted'] / 1e6:,.0f}" if each.get("predicted") else "",
             f"{each['least'] / 1e6:,.0f}" if each.get("least") else "", f"{each['taken'] / 1e6:,.0f}",
             f"{each['taken'] / base['taken']:.2f}" if base else "", f"{each['seconds'] * 1e3:.1f}",
             f"{each['seconds'] / base['seconds']:.2f}" if base else "",

@@ -1,7 +1,7 @@
 """The tables of the results pages: committed as JSON by the commands that measure them, put into the pages from there.
 
 python -m scripts.results writes every table between the marks ``<!-- table NAME -->`` and ``<!-- end -->`` of
-docs/results/*.md anew, from docs/results/data/NAME.json; with ``--check`` it says which pages that would change.
+docs/results/*.md again, from docs/results/data/NAME.json; with ``--check`` it says which pages that would change.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ MAKE = helper.make_node
 
 
 def one_after_the_other(parts, feeds):
-    """All that both parts put out."""
+    """All that both parts output."""
     values = dict(feeds)
     for model in (parts.gradients, parts.update):
         onnx.checker.check_model(model)

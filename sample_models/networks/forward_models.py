@@ -183,7 +183,7 @@ def _is_forward(node: onnx.NodeProto) -> bool:
 
 
 def _with_outputs(step: onnx.ModelProto, wanted: Sequence[str]) -> onnx.ModelProto:
-    """A copy that also puts out these values."""
+    """A copy that also outputs these values."""
     made = onnx.ModelProto()
     made.CopyFrom(step)
     types = {value.name: value for value in (*step.graph.value_info, *step.graph.input)}

@@ -24,7 +24,7 @@ class Case:
     buffers: Any = None
 
     def export(self, optimizer: Any = None, **options: Any) -> onnx.ModelProto:
-        """The case as a training step; SGD unless told otherwise."""
+        """The case as a training step; SGD unless stated otherwise."""
         from onnx_remat.converters.jax import export_training_step
 
         optimizer = optax.sgd(0.01) if optimizer is None else optimizer
@@ -173,7 +173,7 @@ class GPT(nn.Module):
         embed = nn.Embed(self.tokens, self.width)
         x = embed(tokens) + self.param("position", nn.initializers.normal(0.02), (tokens.shape[1], self.width))
         if self.scanned:
-            # rematerialised in JAX, as is the custom; the converter undoes it and onnx-remat chooses anew
+            # rematerialised in JAX, as is the custom; the converter undoes it and onnx-remat chooses again
             stack = nn.scan(
                 nn.remat(_Scanned), variable_axes={"params": 0}, split_rngs={"params": True}, length=self.layers
             )

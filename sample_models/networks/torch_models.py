@@ -242,7 +242,7 @@ def _language(model: nn.Module, words: int, batch: int, length: int) -> Case:
 
 @functools.cache
 def declare_torchvision() -> None:
-    """Declare what a torchvision that is built for CUDA asks for beside a torch for the CPU, before it is imported."""
+    """Declare what a torchvision built for CUDA asks for alongside a torch for the CPU, before it is imported."""
     if torch.version.cuda is None:  # where its own operators load, declaring them twice would end the process
         with contextlib.suppress(RuntimeError):  # declared already
             for name in ("nms", "qnms"):
@@ -250,7 +250,7 @@ def declare_torchvision() -> None:
 
 
 def import_torchvision() -> Any:
-    """Import torchvision, also one built for CUDA beside a torch for the CPU: it still builds classifiers."""
+    """Import torchvision, also one built for CUDA alongside a torch for the CPU: it still builds classifiers."""
     declare_torchvision()
     import torchvision
 

@@ -132,7 +132,7 @@ def build(key: str) -> Case:
 def _language(name: str) -> Case:
     import transformers
 
-    kind, _, told = name.partition(", ")
+    kind, _, variant = name.partition(", ")
     special: Mapping[str, dict[str, Any]] = {
         "gpt_neo": {"num_layers": 2, "num_heads": 4, "attention_types": [[["global"], 2]]},
         "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64}, "distilbert": {"dim": 64, "n_layers": 2, "n_heads": 4},
@@ -146,11 +146,11 @@ def _language(name: str) -> Case:
         **special.get(kind, {}),
     )  # fmt: skip
     kernels = {"attn_implementation": "eager"}
-    if "experts" in told:
+    if "experts" in variant:
         kernels["experts_implementation"] = "batched_mm"
     network = getattr(transformers, _TEXT[kind])._from_config(config, **kernels)
-    if "checkpointing" in told:
-        network.gradient_checkpointing_enable({"use_reentrant": "reentrant" in told})
+    if "checkpointing" in variant:
+        network.gradient_checkpointing_enable({"use_reentrant": "reentrant" in variant})
     model = _without_dropout(Language(network))
     classes, rows = (WORDS, TEXTS * TOKENS) if model.causal else (config.num_labels, TEXTS)
     return Case(model, lambda: (torch.randint(3, WORDS, (TEXTS, TOKENS)), torch.randint(0, classes, (rows,))))

@@ -76,7 +76,7 @@ def _rewritten(path: Path, budget: str, effort: float) -> tuple[str, ...]:
     if after > report.budget + processes.RESOLUTION:
         equal += ", EXCEEDED"
     shown = [
-        f"{format_bytes(found)} ({told / found - 1:+.2%})"
-        for found, told in ((before, report.before.total), (after, report.after.total))
+        f"{format_bytes(found)} ({simulated / found - 1:+.2%})"
+        for found, simulated in ((before, report.before.total), (after, report.after.total))
     ]
     return shown[0], format_bytes(report.budget), shown[1], f"+{report.extra_compute:.1%}", equal

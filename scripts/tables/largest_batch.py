@@ -2,7 +2,7 @@
 
 Items are MODEL.onnx=BUDGET, of models whose batch is left open. *session* is the largest batch for which onnxruntime's
 own session, its options at their defaults, is seen to take no more than the budget for some steps in a fresh process;
-*loop* the largest for which `Loop` is foreseen to, with the same file; *rewritten* the largest for which a file is
+*loop* the largest for which `Loop` is predicted to, with the same file; *rewritten* the largest for which a file is
 found. *resident* is what that file is seen to take, *compute*
 what it computes again. Linux only.
 """
@@ -26,7 +26,7 @@ HEADS = ("graph", "budget, MB", "session", "loop", "rewritten", "times", "reside
 
 
 def fixed(model: Path, dim: str, size: int, folder: str) -> Path:
-    """The model with a symbolic dimension of one size, in a folder: a plain session must be told nothing more."""
+    """The model with a symbolic dimension of one size, in a folder: a plain session must be given nothing more."""
     made = onnx.load(model, load_external_data=False)
     for value in (*made.graph.input, *made.graph.output, *made.graph.value_info):
         for axis in value.type.tensor_type.shape.dim:

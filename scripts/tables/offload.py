@@ -1,7 +1,7 @@
 """What moving values to the host is worth: plans for a CUDA device with moves and without, by the speed of the link.
 
 Budgets are of what training by `Loop` takes. *Compute* is what a step takes longer by the device's roofline, copies
-included; the column beside it says how much of that the copies are. *deep_mlp*, unless
+included; the column next to it says how much of that the copies are. *deep_mlp*, unless
 a file is named, is the step of a perceptron of 48 layers of 2048 units, on 8192 rows. Nothing is run: no device is
 needed.
 """

@@ -1,4 +1,4 @@
-"""Optimizers whose steps the PyTorch converter traces: twenty steps of a small network beside torch itself.
+"""Optimizers whose steps the PyTorch converter traces: twenty steps of a small network alongside torch itself.
 
 One row per optimizer: the largest difference of a parameter from torch's after twenty steps, relative to the largest
 weight; how many pieces of state are renewed in place by our session, of how many; nodes; and the step's time relative

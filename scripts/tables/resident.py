@@ -1,9 +1,9 @@
-"""What training takes of the machine's memory: foreseen, and as the operating system counts it.
+"""What training takes of the machine's memory: predicted, and as the operating system counts it.
 
 Each graph, FILE or FILE=BUDGET, is rewritten for a loop (``--for loop``) and trained by `session.training.Loop` in a
 fresh process, with glibc as it is and no variable set. *resident* is the process's high-water mark, from before the
 session and the state exist to after the last step, less what the interpreter, the libraries and a session of one node
-take. *foreseen* is inputs, weights, slab, the largest scratch memory, and what onnxruntime is assumed to keep for the
+take. *predicted* is inputs, weights, slab, the largest scratch memory, and what onnxruntime is assumed to keep for the
 graph (*books*). *step time* compares a step with one of the same loop on onnxruntime's own session, *of the original*
 with the original on such a session, default options; steps are taken in turns, none with ``--turns 0``. Without a
 budget the step runs as it is. Linux only.
@@ -20,7 +20,7 @@ from pathlib import Path
 from scripts.child import call
 
 HEADS = (
-    "graph", "budget, MB", "resident", "foreseen", "inputs", "slab", "live", "bookkeeping", "nodes", "donated",
+    "graph", "budget, MB", "resident", "predicted", "inputs", "slab", "live", "bookkeeping", "nodes", "donated",
     "compute", "step time", "of the original",
 )  # fmt: skip
 
@@ -79,8 +79,8 @@ def rows(
             limit, compute = result.report.budget, result.report.extra_compute
         found = measure(path, steps=steps)
         ratios = call(race, str(path.resolve()), str(graph.resolve()), loss, turns).answer if turns else ()
-    foreseen = found.inputs + found.weights + found.slab + found.workspace + found.books
-    parts = (limit, found.total, foreseen, found.inputs, found.slab, found.live, found.books)
+    predicted = found.inputs + found.weights + found.slab + found.workspace + found.books
+    parts = (limit, found.total, predicted, found.inputs, found.slab, found.live, found.books)
     donated = f"{found.donated} of {found.donated + found.not_donated}"
     yield (
         graph.stem, *(f"{part / 1e6:.1f}" for part in parts), str(found.nodes), donated, f"{compute:+.1%}",

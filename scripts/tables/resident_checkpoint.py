@@ -16,7 +16,7 @@ from typing import Any
 
 from scripts.child import call
 
-HEADS = ("graph", "arrays", "checkpoint", "state", "budget", "foreseen", "opening", "training", "left")
+HEADS = ("graph", "arrays", "checkpoint", "state", "budget", "predicted", "opening", "training", "left")
 
 WAYS = "npz", "npz, lazily", "torch"
 

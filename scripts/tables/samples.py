@@ -2,8 +2,8 @@
 
 Budgets are of the sum of tensors. Simulated and measured peaks of the original and the rewritten model (arena off; the
 highest of all graph optimisation levels; in brackets simulated over measured) and the step-time ratio (steps taken in
-turns, default session options) beside the extra compute that per-op times profiled on the original predict. A cell says
-so where the budget is exceeded or outputs are not bitwise equal.
+turns, default session options) next to the extra compute that per-op times profiled on the original predict. A cell
+says so where the budget is exceeded or outputs are not bitwise equal.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def _cells(path: Path, budget: str, selector: str, effort: float, folder: Path) 
     outputs = verify.bitwise(path, target)
     seconds = processes.race(path, target, runs=15)
     shown = [
-        f"{format_bytes(found)} ({told / found - 1:+.2%})"
-        for found, told in ((before, report.before.total), (after["all"], report.after.total))
+        f"{format_bytes(found)} ({simulated / found - 1:+.2%})"
+        for found, simulated in ((before, report.before.total), (after["all"], report.after.total))
     ]
     if max(after.values()) > report.budget:
         shown[1] += f" EXCEEDED: {format_bytes(max(after.values()))}"

@@ -3,7 +3,7 @@
 The model through ``torch.compile`` (Inductor) at each budget, and its exported step on ONNX Runtime, rewritten to the
 same fraction of its own peak that PyTorch kept of its own. PyTorch's peak is that of a step: parameters, buffers and
 batch, and on top the most that its allocator has handed out, by its own profiler. Resident memory would not tell: it
-keeps what is freed. Its time is the median of steps (forward, loss, backward; gradients are made anew each time).
+keeps what is freed. Its time is the median of steps (forward, loss, backward; gradients are new each time).
 """
 
 from __future__ import annotations

@@ -218,7 +218,7 @@ def typed(name: str, shape: list[int | str] | None, dtype: int = 1) -> onnx.Valu
 
 
 def outside(model: onnx.ModelProto, **entries: str) -> None:
-    """Make w3 an initializer with external data as told."""
+    """Make w3 an initializer with external data as given."""
     index = next(i for i, v in enumerate(model.graph.input) if v.name == "w3")
     del model.graph.input[index]
     weight = model.graph.initializer.add(name="w3", data_type=1, dims=[16, 16])
@@ -283,7 +283,7 @@ def input_without_a_name(m):
 
 
 @bad_model("states float[] for value 'x', but by shape inference it is float[256, 16]")
-def input_put_out_under_another_type(m):
+def input_returned_under_another_type(m):
     m.graph.output.append(typed("x", []))
 
 

@@ -1,4 +1,4 @@
-"""The benchmark trains for real: state feeds back, losses coincide, predictions stand beside measurements."""
+"""The benchmark trains for real: state feeds back, losses coincide, predictions stand next to measurements."""
 
 from __future__ import annotations
 

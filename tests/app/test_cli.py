@@ -108,7 +108,7 @@ def test_a_refusal_names_flags_on_the_command_line_and_arguments_in_python(home,
     assert "--" not in str(caught.value)
 
 
-def test_a_mistyped_command_is_told(home, capsys):
+def test_a_mistyped_command_is_reported(home, capsys):
     code, _, err = cli(capsys, "chekc", "in.onnx")
     assert (code, err) == (2, "onnx-remat: error: no command and no file 'chekc'; did you mean 'check'?\n")
     (home / "swep").write_bytes((home / "in.onnx").read_bytes())
@@ -130,7 +130,7 @@ def test_a_mistyped_command_is_told(home, capsys):
         (("--budget", "60%", "--verify", "all"), "(choose from"),
     ],
 )
-def test_what_was_meant_by_unknown_words_is_told(home, capsys, words, meant):
+def test_what_was_meant_by_unknown_words_is_stated(home, capsys, words, meant):
     code, _, err = cli(capsys, "in.onnx", "out.onnx", *words)
     assert code == 2 and meant in err and len(err.splitlines()) == 1
     assert ("did you mean" in err, "write" in err) == ("did you mean" in meant, "write" in meant)
@@ -169,7 +169,7 @@ def test_what_was_written_is_named(home, capsys):
 @pytest.mark.parametrize(
     ("budget", "meant"), [("0.6", "60%"), ("60", "60%"), ("60", "60MB"), ("4G", "4GB"), ("4g", "4GiB"), ("x", "4GB")]
 )
-def test_a_budget_without_its_unit_is_told_what_was_meant(home, capsys, budget, meant):
+def test_a_budget_without_its_unit_is_answered_with_what_was_meant(home, capsys, budget, meant):
     code, _, err = cli(capsys, "in.onnx", "out.onnx", "--for", "session", "--budget", budget)
     assert code == 2 and meant in err.partition("write ")[2]
 

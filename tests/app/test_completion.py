@@ -1,4 +1,4 @@
-"""What a shell is told when the tab key is pressed."""
+"""What a shell is given when the tab key is pressed."""
 
 from __future__ import annotations
 

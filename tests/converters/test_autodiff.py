@@ -144,7 +144,7 @@ def test_training_batch_normalization_against_torch() -> None:
 
 
 def test_dropout_that_does_not_drop_passes_the_gradient_as_it_is() -> None:
-    """Even where it puts out its mask."""
+    """Even where it outputs its mask."""
     text = "h = MatMul(x, w0)\nd, mask = Dropout(h, ratio)\ny = Mul(d, d)"
     step = add_backward(model(text, weights((3, 4)) | {"ratio": np.asarray(0.5, np.float32)}), "mse")
     assert float({p.key: p.value for p in step.metadata_props}["check.differences"]) < 1e-6

@@ -85,7 +85,7 @@ UPDATE = """(float[4] w, float[4, 2, 4, 4] x) => (float loss, float[4] "new.w")
     }"""
 
 
-def test_a_change_counts_however_small_it_is_beside_the_parameter(monkeypatch):
+def test_a_change_counts_however_small_it_is_next_to_the_parameter(monkeypatch):
     made = model(UPDATE.replace('"new.w"', "new_w").replace("float[4] w", "float[4] w", 1))
     made.graph.output[1].name = made.graph.node[-1].output[0] = "new.w"
     feeds = feeds_of(made) | {"w": np.full(4, 100, np.float32)}

@@ -24,7 +24,7 @@ PREFIX = "grad."
 
 
 def check(step: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> None:
-    """Every gradient a step puts out; the parameter to blame is named by the error."""
+    """Every gradient a step outputs; the parameter to blame is named by the error."""
     parameters = [o.name.removeprefix(PREFIX) for o in step.graph.output if o.name.startswith(PREFIX)]
     assert parameters
     found = finite_differences.check(step, parameters, {}, feeds)

@@ -1,4 +1,4 @@
-"""Tensors that a step reads and the module does not hold: read anew in every step, or refused, never silently old."""
+"""Tensors that a step reads and the module does not hold: read again in every step, or refused, never silently old."""
 
 from __future__ import annotations
 

@@ -209,7 +209,7 @@ def test_pooling_channels_last_images_moves_no_data():
     x, y = batch()
     step = export_training_step(
         nn.Conv2d(3, 8, 3), (x, y), lambda o, _: F.adaptive_avg_pool2d(o.permute(0, 3, 1, 2), 1).square().mean()
-    )  # ConvNeXt and Swin end so; torch spells the mean's strides anew
+    )  # ConvNeXt and Swin end so; torch states the mean's strides again
     assert not {"Gather", "GatherElements", "ScatterElements"} & {node.op_type for node in step.graph.node}
     assert error(step) < 1e-5
 

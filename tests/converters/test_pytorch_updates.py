@@ -1,4 +1,4 @@
-"""Optimizers whose own steps are traced: twenty steps beside torch, and all that is around a step."""
+"""Optimizers whose own steps are traced: twenty steps alongside torch, and all that is around a step."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # ruff: noqa: NPY002  # numpy's own generator is what is tested
-"""What Python decides anew in every run of a step cannot be in a graph, and is refused by the module it is in."""
+"""What Python decides again in every run of a step cannot be in a graph, and is refused by the module it is in."""
 
 from __future__ import annotations
 

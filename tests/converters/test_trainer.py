@@ -1,4 +1,4 @@
-"""`BudgetedTrainer` beside transformers' own `Trainer`: losses, weights, checkpoints, what is refused."""
+"""`BudgetedTrainer` alongside transformers' own `Trainer`: losses, weights, checkpoints, what is refused."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_trains_as_the_trainer_does(name, tmp_path):
 
 
 def test_goes_on_from_a_checkpoint(tmp_path):
-    """Weights, state of the optimizer and schedule come back; the step is made again, within the budget."""
+    """Weights, state of the optimizer and schedule come back; the step is built again, within the budget."""
     data, given = texts(128 * 6), {"budget": "80% of the step", "planning": {"effort": 1}, "check": False}
     size = {"per_device_train_batch_size": 128}
     through = trained(BudgetedTrainer, language(), tmp_path, data, options=size, **given)

@@ -176,7 +176,7 @@ def test_a_rank_keeps_its_budget(zero, tmp_path):
         taken = rank.notes["taken"]
         assert taken["gradients"] == taken["parameters"]  # once: the sums are nobody's outputs, and nowhere else
         # A fifth less than the arrays, where the heap had free pages before.
-        assert 0.8 * sum(taken.values()) < rank.notes["resident"] <= rank.notes["foreseen"]
+        assert 0.8 * sum(taken.values()) < rank.notes["resident"] <= rank.notes["predicted"]
     shares = 2 * ranks[0].notes["taken"]["parameters"] / (2 if zero else 1)
     assert ranks[0].notes["taken"]["optimizer"] == pytest.approx(shares, rel=0.01)
 

@@ -69,7 +69,7 @@ def test_the_tests_that_a_page_names_exist():
 
 
 def test_the_modules_in_the_table_of_rooms_exist():
-    """In their room, or in the package where the cell names a room or a file; hatch_build.py lies beside it."""
+    """In their room, or in the package where the cell names a room or a file; hatch_build.py lies next to it."""
     table = (ROOT / "CONTRIBUTING.md").read_text().partition("## Where things live")[2].partition("House rules")[0]
     places, room = [], ""
     for line in re.findall(r"(?m)^\| (?:`|\(top| \|).+$", table):

@@ -1,4 +1,4 @@
-"""The table of networks: what converts, what is kept, and what follows torch are told apart, and counted."""
+"""The table of networks: what converts, what is kept, and what follows torch are distinguished, and counted."""
 
 from __future__ import annotations
 

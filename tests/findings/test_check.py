@@ -107,7 +107,7 @@ def test_an_edge_whose_axes_were_folded_waits_no_more(small, tmp_path):
     assert len(check(path, run=False).control_edges_lost) >= 2
 
 
-def test_a_file_that_loads_and_then_fails_is_told(small, tmp_path, capsys):
+def test_a_file_that_loads_and_then_fails_is_reported(small, tmp_path, capsys):
     """As some tools leave it: a control edge's Unsqueeze that does not suit what it passes on."""
     model = onnx.load(small)
     token = [node for node in model.graph.node if "unseen_axes_after" in node.output[0]][-1]

@@ -100,8 +100,8 @@ def test_a_sweep_tells_which_budget_it_is_at():
         run_by="session",
         progress=lambda stage, _: stages.append(stage),
     )
-    told = [stage.partition(":")[0] for stage in stages]
-    assert list(dict.fromkeys(told)) == ["lowest peak", "budget 1 of 2", "budget 2 of 2"]
+    stated = [stage.partition(":")[0] for stage in stages]
+    assert list(dict.fromkeys(stated)) == ["lowest peak", "budget 1 of 2", "budget 2 of 2"]
 
 
 def test_a_profile_has_every_op_and_prices_a_model_by_it(tmp_path):

@@ -272,7 +272,7 @@ def test_level_disable_and_unfused_have_onnx_runtimes_bits():
             assert all(np.array_equal(a, b) for a, b in zip(session.run(feeds).values(), exact, strict=True))
 
 
-def test_a_convolution_is_told_in_json():
+def test_a_convolution_is_stated_in_json():
     of = Convolution(WEIGHTS, (2, 3, 8, 8), (2, 4, 6, 6), (3, 3), (1, 1), (1, 1), (0, 0), (0, 0))
     assert Convolution.of(json.loads(json.dumps(dataclasses.asdict(of)))) == of
 
@@ -293,7 +293,7 @@ def test_without_the_package_steps_run_as_before(monkeypatch):
 def fused_by_the_runtime(bias, added, relu, channels=24):
     """A convolution and what ONNX Runtime computes with it, by default, as one node."""
     shapes = {"x": [7, 16, 21, 20], "w": [channels, 16, 3, 3], "b": [channels], "z": [7, channels, 21, 20]}
-    read = ["x", "w", *["b"] * bias]  # constant weights would be laid out anew
+    read = ["x", "w", *["b"] * bias]  # constant weights would be laid out again
     nodes = [helper.make_node("Conv", read, ["c"], pads=[1] * 4)]
     if added:
         nodes.append(helper.make_node("Add", ["c", "z"], ["s"]))

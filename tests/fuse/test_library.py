@@ -115,8 +115,8 @@ def test_arrays_of_other_sizes_and_types_are_refused_before_the_call(change):
 def described(**change: int) -> list[int]:
     """Numbers of a kernel of 64 floats -> 64 floats; by name what is changed in them."""
     names = ("offset", "size", "grain", "inputs", "outputs", "type", "elements", "made", "rank", "dim")
-    told = dict(zip(names, (0, 64, 64, 1, 1, 1, 64, 1, 1, 64), strict=True))
-    return list((told | change).values())
+    numbers = dict(zip(names, (0, 64, 64, 1, 1, 1, 64, 1, 1, 64), strict=True))
+    return list((numbers | change).values())
 
 
 @pytest.mark.parametrize(

@@ -198,14 +198,14 @@ print(json.dumps([resident("VmHWM") - resident("RssFile") - before, session.work
 
 @pytest.mark.skipif(sys.platform != "linux", reason="peaks are measured on Linux")
 @pytest.mark.parametrize("sizes", [(4096, 1024, 1024), (256, 4096, 2048), (8192, 256, 256)])
-def test_scratch_memory_is_what_was_foreseen(sizes, tmp_path):
+def test_scratch_memory_is_what_was_predicted(sizes, tmp_path):
     onnx.save(gemm(*sizes, 0, 1, 0), tmp_path / "product.onnx")
     done = subprocess.run(
         [sys.executable, "-c", SCRATCH, str(tmp_path / "product.onnx")], capture_output=True, text=True, check=True,
         cwd=Path(__file__).parents[2],
     )  # fmt: skip
-    taken, foreseen = json.loads(done.stdout)
-    assert taken <= foreseen + 300_000  # stacks of threads
+    taken, predicted = json.loads(done.stdout)
+    assert taken <= predicted + 300_000  # stacks of threads
 
 
 def test_blocks_cover_the_result_once():

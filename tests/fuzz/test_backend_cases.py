@@ -36,7 +36,7 @@ HOLD = (
 UNKNOWN_SIZES = re.compile(
     r"test_(unique|center_crop_pad|affine_grid\w+expanded|\w+window\w*_expanded|sequence|if_seq|if_opt|loop11|string|range)"
 )
-"""Tests in which sizes depend on what is fed, or cannot be told of what a sequence holds."""
+"""Tests in which sizes depend on what is fed, or are unknown of what a sequence holds."""
 
 UNKNOWN_IN_BODIES = re.compile(r"test_linear_attention_\w*(gqa|mqa|fp16)$")
 """Tests in which ONNX Runtime fuses nodes in a Scan's body, of whose results nobody then tells the shape."""

@@ -1,4 +1,4 @@
-"""Dropouts in two: which are split, where their draws go, and that a product made again is the kernel's own."""
+"""Dropouts in two: which are split, where their draws go, and that a recomputed product is the kernel's own."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_ratio_that_callers_may_override_is_not_known() -> None:
 @pytest.mark.parametrize("dtype", [TensorProto.FLOAT, TensorProto.DOUBLE])
 @pytest.mark.parametrize("ratio", [0.1, 0.3, 1 / 3, 0.5, 0.9, 0.0])
 @pytest.mark.parametrize("level", ["disable", "all"])
-def test_a_product_made_again_is_the_kernels_to_the_last_bit(ratio: float, dtype: int, level: str) -> None:
+def test_a_recomputed_product_is_the_kernels_to_the_last_bit(ratio: float, dtype: int, level: str) -> None:
     step = model(ratio, dtype)
     compiled = compiled_of(step)
     number = {op.node.op_type: op.index for op in compiled.graph.ops}
@@ -109,10 +109,10 @@ def test_a_product_made_again_is_the_kernels_to_the_last_bit(ratio: float, dtype
     assert (before["dx"] != 0).mean() == pytest.approx(1 - ratio, abs=0.02)
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["once", "made again"])
+@pytest.mark.parametrize("again", [False, True], ids=["once", "recomputed"])
 @pytest.mark.parametrize("direct", [(), ("a",), ("mask",), ("a", "mask")], ids="-".join)
 def test_a_dropout_does_not_wait_for_its_own_mask(direct: tuple[str, ...], again: bool) -> None:
-    """Not where nothing may pass through what it reads, either; its product made again waits all the same."""
+    """Not where nothing may pass through what it reads, either; its recomputed product waits all the same."""
     step = model()
     compiled = compiled_of(step)
     number = {op.node.op_type: op.index for op in compiled.graph.ops}
@@ -149,7 +149,7 @@ def test_draws_go_where_their_products_are() -> None:
     check_schedule(compiled.problem, moved)
 
 
-def test_only_a_product_made_again_needs_room_for_what_comes_in_between() -> None:
+def test_only_a_recomputed_product_needs_room_for_what_comes_in_between() -> None:
     problem = compiled_of(model()).problem
     order = [*range(problem.n_ops - 1), 2, problem.n_ops - 1]
     found = simulate(problem, order).step_bytes

@@ -191,7 +191,7 @@ def test_undefined_captures_are_refused_by_the_outer_node():
     )  # fmt: skip
 
 
-def test_unsorted_nodes_and_cycles_are_told_from_undefined_values():
+def test_unsorted_nodes_and_cycles_are_distinguished_from_undefined_values():
     late = [make("Tanh", ["h"], ["y"], name="second"), make("Neg", ["x"], ["h"], name="first")]
     refused(late, "node 'second' reads 'h', which is made only later: sort the nodes")
     cycle = [make("Add", ["x", "b"], ["a"], name="one"), make("Neg", ["a"], ["b"], name="two")]

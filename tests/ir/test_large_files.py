@@ -72,7 +72,7 @@ def test_a_rewritten_file_is_the_same_either_way(path, tmp_path, monkeypatch):
     assert written[0] == written[1]
 
 
-def test_what_the_runtime_folds_of_weights_is_foreseen(path, monkeypatch):
+def test_what_the_runtime_folds_of_weights_is_predicted(path, monkeypatch):
     """The same peaks and the same file whether the runtime saw the weights or not."""
     pytest.importorskip("onnxruntime")
     seen = []

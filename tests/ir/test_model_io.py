@@ -44,7 +44,7 @@ def names_in(folder: Path) -> list[str]:
 
 @pytest.fixture
 def home(tmp_path):
-    """A folder with a model and its data file, and another beside it."""
+    """A folder with a model and its data file, and another next to it."""
     (tmp_path / "here").mkdir()
     (tmp_path / "there").mkdir()
     (tmp_path / "here" / "w.bin").write_bytes(WEIGHT.tobytes())

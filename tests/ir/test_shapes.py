@@ -271,11 +271,11 @@ def test_large_weights_are_typed_not_read():
 
 def test_declared_adds_what_follows_from_the_file_alone():
     model = mlp(layers=2, dims="batch")
-    told = shapes.declared(model)
-    known = {v.name: [d.dim_param or d.dim_value for d in v.type.tensor_type.shape.dim] for v in told.graph.value_info}
+    made = shapes.declared(model)
+    known = {v.name: [d.dim_param or d.dim_value for d in v.type.tensor_type.shape.dim] for v in made.graph.value_info}
     assert known["a0"] == ["batch", 64] and known["dw0"] == [64, 64]
     assert not model.graph.value_info
-    onnx.checker.check_model(told, full_check=True)
+    onnx.checker.check_model(made, full_check=True)
 
 
 def test_onnxruntime_infers_its_own_ops_from_sizes_that_only_arithmetic_knows() -> None:
@@ -313,7 +313,7 @@ def test_masks_of_old_dropouts(opset, dtype):
 
 
 def test_advice_is_not_what_is_there_already():
-    """Nobody is told to install what is installed, or to bind what is not symbolic."""
+    """Nobody is advised to install what is installed, or to bind what is not symbolic."""
     unknown = onnx.parser.parse_model(
         '<ir_version: 9, opset_import: ["" : 20, "com.example" : 1]> g (float[2] x) => (y) { y = com.example.Op(x) }'
     )
@@ -323,7 +323,7 @@ def test_advice_is_not_what_is_there_already():
 
 
 def test_what_an_elementwise_op_reads_has_the_shape_that_is_stated_for_its_result():
-    """Axes are fed, so that no inference forwards tells what is left; of a broadcast operand nothing is told."""
+    """Axes are fed, so that no inference forwards tells what is left; of a broadcast operand nothing is stated."""
     model = onnx.parser.parse_model("""<ir_version: 9, opset_import: ["" : 20]>
         g (float[3, 2, 5] x, int64[1] axes) => (float[3, 2, 1] y) <float one = {1}> {
             s = ReduceSum(x, axes)  l = Log(s)  a = Add(one, l)  y = CastLike(a, x)
@@ -335,7 +335,7 @@ def test_what_an_elementwise_op_reads_has_the_shape_that_is_stated_for_its_resul
 
 
 def test_what_follows_from_shapes_that_onnxruntime_alone_knows():
-    """It may mean by a scalar's shape that it has no idea: that is told by the nodes in between."""
+    """It may mean by a scalar's shape that it has no idea: that is seen from the nodes in between."""
     model = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["" : 20, "com.microsoft" : 1]>
         g (float[4, 8] x, float[8, 5] w) => (bool y) <float zero = {0}> {
             fused = com.microsoft.FusedMatMul (x, w)

@@ -71,7 +71,7 @@ def scatter(reduction: str = "add", indices: list[int] | None = None) -> onnx.Mo
     return model
 
 
-def test_sums_that_race_are_told():
+def test_sums_that_race_are_reported():
     (line,) = race_warnings(scatter(), CPU)
     assert "ScatterND sums into 'y'" in line and "23396" in line and "\n" not in line
     assert race_warnings(scatter("max", [0, 0]), CPU) and race_warnings(scatter("mul", [1, -1]), CPU)
@@ -122,6 +122,6 @@ def test_a_step_that_races_is_verified_on_one_thread_and_warned_of(tmp_path, cap
     assert cli.main([str(tmp_path / "in.onnx"), str(tmp_path / "out.onnx"), *flags]) == 0
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("onnx-remat: warning: ScatterND sums into 'sums'")
-    told = json.loads((tmp_path / "r.json").read_text())
-    assert told["warnings"] == [line.removeprefix("onnx-remat: warning: ")]
-    assert told["measured"]["outputs_equal"] == "bitwise equal on one thread"
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert report["warnings"] == [line.removeprefix("onnx-remat: warning: ")]
+    assert report["measured"]["outputs_equal"] == "bitwise equal on one thread"

@@ -124,7 +124,7 @@ def test_a_session_is_compared_with_the_runtimes_own(level, tmp_path):
         assert session.donated
 
 
-def test_a_session_that_is_wrong_is_told(tmp_path, monkeypatch):
+def test_a_session_that_is_wrong_is_reported(tmp_path, monkeypatch):
     path = tmp_path / "mlp.onnx"
     onnx.save(mlp(layers=2, batch=64, width=32), path)
     real = processes.by_session

@@ -191,7 +191,7 @@ def observe(path: Path, doubling: bool, how: str, limit: int = 0, steps: int = S
     return weights, regions, "DONE\n" in done.stderr
 
 
-def foreseen(name: str, doubling: bool, how: str) -> int:
+def predicted(name: str, doubling: bool, how: str) -> int:
     """Bytes of the arena's regions, as `observe` should find them."""
     source = model_io.load(SAMPLES / f"{name}.onnx")
     executed = as_executed(source.model, source.folder, "all", Preparation(CPU))
@@ -207,7 +207,7 @@ def foreseen(name: str, doubling: bool, how: str) -> int:
 @pytest.mark.parametrize("name", ["attention_stack", "residual_cnn"])
 def test_regions_are_those_of_onnxruntime(name: str, doubling: bool, how: str) -> None:
     pytest.importorskip("onnxruntime")
-    path, found = SAMPLES / f"{name}.onnx", foreseen(name, doubling, how)
+    path, found = SAMPLES / f"{name}.onnx", predicted(name, doubling, how)
     weights, regions, ran = observe(path, doubling, how)
     assert (sum(regions), ran) == (found, True)
     if not doubling and name == "attention_stack":  # one says that ONNX Runtime's limit is one of regions and weights
@@ -217,7 +217,7 @@ def test_regions_are_those_of_onnxruntime(name: str, doubling: bool, how: str) -
 
 def test_a_loop_leaves_no_state_in_the_arena() -> None:
     pytest.importorskip("onnxruntime")
-    plain, fed_back = (foreseen("attention_stack", False, how) for how in ("plain", "fed back"))
+    plain, fed_back = (predicted("attention_stack", False, how) for how in ("plain", "fed back"))
     assert sum(observe(SAMPLES / "attention_stack.onnx", False, "loop")[1]) == plain < fed_back
 
 

@@ -315,8 +315,8 @@ def test_scratch_memory(tmp_path: Path) -> None:
         (out,) = [tuple(d.dim_value for d in v.type.tensor_type.shape.dim) for v in value if v.name == "out"]
         call = Call(case.attributes, shapes, [4] * len(shapes), [out], [4], 1, case.opset)
         scratch = sum(answer["allocated"]) - 4 * int(np.prod(shapes[0])) - 4 * int(np.prod(out))
-        foreseen = sum(CUDA.blocks(("", case.op), call))
-        assert 0 <= scratch - foreseen <= _SLACK, (str(case), answer, foreseen)
+        predicted = sum(CUDA.blocks(("", case.op), call))
+        assert 0 <= scratch - predicted <= _SLACK, (str(case), answer, predicted)
 
 
 @needs_device

@@ -69,7 +69,7 @@ HARMLESS = {
         "{ h = Tanh (x)  d, m = Dropout (h, r, t)  k = Where (m, d, z)  y = Neg (k) }",
     "a Dropout of an input": "(float[3] x) => (float[3] y) <float r = {0.9999999}, bool t = {1}> "
         "{ d = Dropout (x, r, t)  y = Neg (d) }",
-    "a Dropout that is put out": "(float[3] x) => (float[3] d) <float r = {0.9999999}, bool t = {1}> "
+    "a Dropout that is an output": "(float[3] x) => (float[3] d) <float r = {0.9999999}, bool t = {1}> "
         "{ h = Tanh (x)  d = Dropout (h, r, t) }",
     "a Dropout of inference": "(float[3] x) => (float[3] y) <float r = {0.9999999}, bool t = {0}> "
         "{ h = Tanh (x)  d = Dropout (h, r, t)  y = Neg (d) }",
@@ -81,7 +81,7 @@ HARMLESS = {
         "<float[3] s = {1.0, 1.0, 1.0}, float[3] b = {0.0, 0.0, 0.0}, float[3] m = {0.5, 0.0, 0.0}, "
         "float[3] v = {2.0, 2.0, 2.0}> "
         "{ h = Tanh (x)  y, n, w = BatchNormalization <training_mode = 1> (h, s, b, m, v) }",
-    "statistics that are put out": "(float[2, 3, 4] x) => (float[2, 3, 4] y, float[3] n) "
+    "statistics that are outputs": "(float[2, 3, 4] x) => (float[2, 3, 4] y, float[3] n) "
         "<float[3] s = {1.0, 1.0, 1.0}, float[3] b = {0.0, 0.0, 0.0}, float[3] m = {0.0, 0.0, 0.0}, "
         "float[3] v = {2.0, 2.0, 2.0}> "
         "{ h = Tanh (x)  y, n, w = BatchNormalization <training_mode = 1> (h, s, b, m, v) }",

@@ -40,7 +40,7 @@ def test_its_own_ops_have_shapes(kind: str, bodies: bool) -> None:
     assert shapes.infer(graph.build(model), askers=SHAPE_ASKERS)["m"].shape == expected
 
 
-def test_a_value_of_the_optimised_graph_is_told_from_one_of_the_file() -> None:
+def test_a_value_of_the_optimised_graph_is_distinguished_from_one_of_the_file() -> None:
     """Nobody can state the shape of a value that is not in the file, or install what is there."""
     text = '<ir_version: 8, opset_import: ["" : 17]> g (float[4] x) => (int64 n) { i = NonZero(x)  n = Size(i) }'
     ir = graph.build(onnx.parser.parse_model(text))

@@ -70,7 +70,7 @@ def test_what_an_op_reads_must_be_brought_together() -> None:
 
 
 def test_cut_knapsack_of_a_chain_drops_what_exceeds_the_budget() -> None:
-    """Ten activations and a gradient, eight units: three must be made again, of twenty ops."""
+    """Ten activations and a gradient, eight units: three must be recomputed, of twenty ops."""
     assert cost_lower_bound(chain(10), 11) == 0
     assert math.isclose(cost_lower_bound(chain(10), 8), 3 / 20)
     assert cost_lower_bound(chain(10), 2) == math.inf

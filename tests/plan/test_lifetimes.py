@@ -294,7 +294,7 @@ def test_a_pair_is_left_out_only_where_no_order_is_left(seed: int) -> None:
                 assert all("no fixed place" in why for why in given.reasons.values())
 
 
-def test_what_a_view_reads_beside_what_it_views_is_not_renewed_in_place() -> None:
+def test_what_a_view_reads_besides_what_it_views_is_not_renewed_in_place() -> None:
     """Views are taken where they are read, so nobody would see to it that this one comes before the new value."""
     ops, nbytes = [([0, 1], [2]), ([2], [3]), ([], [4])], [8, 8, 8, 8, 8]
     problem = build(ops=ops, nbytes=nbytes, outputs=[3, 4], resident=[0, 1])

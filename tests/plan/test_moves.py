@@ -75,7 +75,7 @@ def test_an_order_that_repeats_the_widest_op_has_room() -> None:
 
 
 def test_no_recompute_takes_the_place_of_its_ops_first_execution() -> None:
-    """Every gradient reads a mask that could be made from the start, and made again at hardly any cost."""
+    """Every gradient reads a mask that could be made from the start, and recomputed at hardly any cost."""
     n = 10
     ops = [([], [0]), *(([i], [i + 1]) for i in range(n)), *(([0], [n + 1 + i]) for i in range(n))]
     ops += [(range(n, 2 * n + 1), [2 * n + 1])]

@@ -115,7 +115,7 @@ def test_settings_in_errors_of_ours_come_back_as_data():
     assert error.settings == {"dims": {"batch": "N"}, "effort": 60}
 
 
-def test_other_errors_are_told_by_their_last_line():
+def test_other_errors_are_reported_by_their_last_line():
     failed = failure("raising", {"how": "other"})
     assert (failed.how, str(failed), failed.kind, failed.error()) == ("raised", "last line", "ValueError", None)
     assert failed.message == "first line\nlast line"
@@ -125,7 +125,7 @@ def test_other_errors_are_told_by_their_last_line():
     assert failure("raising", {"how": "memory"}, Limit(60, 1 << 26)).how == "memory"
 
 
-def test_what_cannot_be_sent_is_told_before_it_is():
+def test_what_cannot_be_sent_is_reported_before_it_is():
     with Child() as process, pytest.raises(TypeError):
         process.begin(HERE + "given_back", {"odd": object()})
 

@@ -60,7 +60,7 @@ def test_an_earlier_deadline_leaves_a_fifth_at_least_and_cuts_for_the_whole(cloc
     assert Deadline().sooner(3.0).left() == math.inf
 
 
-def test_compiled_code_is_told():
+def test_compiled_code_is_notified():
     deadline = Deadline(0.05)
     with deadline.flag() as up:
         assert up[0] == 0
@@ -138,7 +138,7 @@ def test_a_limit_too_short_to_write_a_file_is_refused_at_once(monkeypatch, clock
     assert no.value.best_peak_bytes > no.value.lower_bound_bytes > 0
 
 
-def test_a_plan_that_missed_is_mended_rather_than_made_anew(monkeypatch):
+def test_a_plan_that_missed_is_mended_rather_than_made_from_scratch(monkeypatch):
     """Under a clock the search goes on from a plan for a larger budget, and leaves the seeds alone."""
     search = importlib.import_module("onnx_remat.plan.selectors.search")
     problem = planner_problems.chain(40)
@@ -150,5 +150,5 @@ def test_a_plan_that_missed_is_mended_rather_than_made_anew(monkeypatch):
 
     first = search.find(asked(most * 6 // 10))
     assert most // 2 < first.peak <= most * 6 // 10
-    monkeypatch.setattr(search, "seeds", lambda *_: pytest.fail("made anew"))
+    monkeypatch.setattr(search, "seeds", lambda *_: pytest.fail("made from scratch"))
     assert search.find(asked(most // 2, (first.schedule,))).peak <= most // 2

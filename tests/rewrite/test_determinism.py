@@ -11,7 +11,7 @@ from tests.rewrite.test_odd_graphs import ODD
 
 CLASSES = (
     "if_within_if", "scan_with_captures", "functions_within_functions", "sequence_that_grows_and_shrinks",
-    "quantise_and_back", "strings_beside_the_step", "sparse_initializer", "dims_of_which_one_follows_from_another",
+    "quantise_and_back", "strings_alongside_the_step", "sparse_initializer", "dims_of_which_one_follows_from_another",
 )  # fmt: skip
 
 _PROGRAM = """

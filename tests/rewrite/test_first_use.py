@@ -76,7 +76,7 @@ def test_what_is_not_needed_after_all_is_ended(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(first_use, "is_compiled", lambda _: False)
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     with first_use.first_use() as use:
-        [child] = {*use.children.values()}  # two cores: one process beside this one
+        [child] = {*use.children.values()}  # two cores: one process alongside this one
         assert child.lives()
     assert child.process.returncode < 0
 

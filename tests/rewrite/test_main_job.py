@@ -108,8 +108,8 @@ def test_a_file_that_is_left_as_it_is_keeps_the_budget_at_every_level(tmp_path):
     assert report.budget >= max(report.peaks_by_level.values()) and report.impossible_below <= report.budget
     assert any("'disable'" in note for note in report.notes)
     onnx.save(model, tmp_path / "kept.onnx")
-    for level, foreseen in report.peaks_by_level.items():
-        assert processes.measure(tmp_path / "kept.onnx", level).peak_bytes <= 1.03 * foreseen, level
+    for level, predicted in report.peaks_by_level.items():
+        assert processes.measure(tmp_path / "kept.onnx", level).peak_bytes <= 1.03 * predicted, level
     for budget in (3 * report.before.total, "80%"):
         with pytest.raises(BudgetInfeasibleError) as refusal:
             onnx_remat.rewrite_model(model, budget, **LIMIT)
@@ -118,7 +118,7 @@ def test_a_file_that_is_left_as_it_is_keeps_the_budget_at_every_level(tmp_path):
 
 @pytest.mark.parametrize(("seed", "budget"), [("none", "75%"), ("7", "75%"), ("7", "45%")])
 def test_dropout_masks_are_kept_not_redrawn(seed, budget):
-    """Masks are drawn once, products with them may be made again: the same generator state, the same gradients."""
+    """Masks are drawn once, products with them may be recomputed: the same generator state, the same gradients."""
     model = mlp(layers=8, batch=1024, width=32, seed_dropout=seed)
     ratio = next(t for t in model.graph.initializer if t.name == "ratio")
     ratio.CopyFrom(onnx.numpy_helper.from_array(np.float32(0.3), "ratio"))  # one that does not divide exactly

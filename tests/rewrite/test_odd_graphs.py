@@ -334,7 +334,7 @@ def double_between(m):
 
 
 @odd()
-def strings_beside_the_step(m):
+def strings_alongside_the_step(m):
     m.graph.input.append(typed("name", [3], STRING))
     constant(m, "suffix", np.array(["!"], dtype=object))
     m.graph.node.append(make("StringConcat", ["name", "suffix"], ["loud"], name="loud"))

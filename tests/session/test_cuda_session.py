@@ -1,4 +1,4 @@
-"""`Session` and `Loop` on the fake device: one slab, state in place, and no more memory than was foreseen."""
+"""`Session` and `Loop` on the fake device: one slab, state in place, and no more memory than was predicted."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ def step(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, onnx_remat.Rep
 
 
 @needs_device
-def test_training_takes_what_was_foreseen_and_no_more(step):
-    """It runs within the limit foreseen, which is within the budget, and not within 1 % less."""
+def test_training_takes_what_was_predicted_and_no_more(step):
+    """It runs within the limit predicted, which is within the budget, and not within 1 % less."""
     path, report = step
-    foreseen = report.loop_after.total
-    assert foreseen <= report.budget < report.loop_before.total
-    free, enough, little, none = trained(path, 0, foreseen, int(foreseen * 0.99) - 1, 1000)
+    predicted = report.loop_after.total
+    assert predicted <= report.budget < report.loop_before.total
+    free, enough, little, none = trained(path, 0, predicted, int(predicted * 0.99) - 1, 1000)
     assert free["donated"] > 0 and free["not_donated"] == {}
     for found in (free, enough):
-        assert all(made["peak"] <= foreseen and made["waits"] <= 3 for made in found["steps"])
+        assert all(made["peak"] <= predicted and made["waits"] <= 3 for made in found["steps"])
         assert len({made["peak"] for made in found["steps"]}) == 1
     full = "the device is full: raise memory_limit, or plan with a larger cudnn_workspace="
     assert full in little["error"] or "is below" in little["error"]
@@ -111,7 +111,7 @@ def test_an_original_is_opened_as_well(tmp_path):
 
 @needs_device
 @pytest.mark.parametrize(("strategy", "row"), [("kSameAsRequested", "limit"), ("kNextPowerOfTwo", "held")])
-def test_the_arena_of_a_stock_session_is_foreseen(strategy, row, step, tmp_path):
+def test_the_arena_of_a_stock_session_is_predicted(strategy, row, step, tmp_path):
     """What the report says of an arena is what it takes on the device."""
     result = onnx_remat.rewrite_model(mlp(layers=12, batch=2048, width=32), "60%", provider="cuda", effort=1.0)
     result.save(tmp_path / "small.onnx")
@@ -161,7 +161,7 @@ def step_file(tmp_path: Path) -> Path:
 
 @needs_device
 def test_values_are_moved_to_the_host_and_take_nothing_of_the_device(tmp_path):
-    """It runs within what was foreseen; the host waits once more for each value that comes back."""
+    """It runs within what was predicted; the host waits once more for each value that comes back."""
     path = tmp_path / "moved.onnx"
     model = mlp(layers=12, batch=8192, width=256)
     options = {"provider": "cuda", "run_by": "loop", "effort": 1.0, "costs": "t4"}

@@ -1,4 +1,4 @@
-"""A checkpoint of many small arrays, loaded, given and dropped: training stays within what was foreseen.
+"""A checkpoint of many small arrays, loaded, given and dropped: training stays within what was predicted.
 
 glibc keeps blocks of less than 128 kB that are freed. So each case is a process of its own, the C library as it is.
 """
@@ -69,7 +69,7 @@ ARRAYS, WORDS = 300, 20_000  # of 80 kB, 24 MB together
 
 @pytest.fixture(scope="module")
 def budget(tmp_path_factory):
-    """A folder with a step and a checkpoint of many small arrays, and what training is foreseen to take."""
+    """A folder with a step and a checkpoint of many small arrays, and what training is predicted to take."""
     folder = tmp_path_factory.mktemp("step")
     nodes = [helper.make_node("ReduceMean", ["w0"], ["loss"], keepdims=0)]
     nodes += [helper.make_node("Mul", [f"w{i}", "rate"], [f"new.w{i}"]) for i in range(ARRAYS)]
@@ -84,13 +84,13 @@ def budget(tmp_path_factory):
 
 @pytest.mark.parametrize("way", ["loop", "session", "lazy", "restored"])
 def test_a_checkpoint_that_was_dropped_is_not_kept(budget, way):
-    folder, foreseen = budget
+    folder, predicted = budget
     done = subprocess.run([sys.executable, "-c", CHILD, str(folder), way], capture_output=True, text=True, check=True)
     found = json.loads(done.stdout)
-    assert found["peak"] <= foreseen
+    assert found["peak"] <= predicted
     assert found["left"] < 6e6  # once the loop is gone, though nobody closed its session
     if way == "lazy":
-        assert found["opening"] <= foreseen
+        assert found["opening"] <= predicted
 
 
 class Counting(dict):

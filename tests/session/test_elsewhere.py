@@ -142,7 +142,7 @@ def test_the_page_trains_both_files_and_shows_their_heaps(steps, tmp_path):
 @javascript
 @chromium
 @pytest.mark.slow
-def test_a_failure_in_the_browser_is_told(steps):
+def test_a_failure_in_the_browser_is_reported(steps):
     with pytest.raises(RuntimeError, match=r"missing\.onnx.*404"):
         places.in_browser(elsewhere.chromium(), steps / "missing.onnx", steps / "state.safetensors", 1)
 

@@ -153,7 +153,7 @@ def test_batch_normalisation_that_trains_runs_once_it_is_taken_apart(tmp_path):
 
 
 @pytest.mark.parametrize("level", ["disable", "basic", "all"])
-def test_half_precision_is_foreseen_as_the_device_optimises_it(level, tmp_path):
+def test_half_precision_is_predicted_as_the_device_optimises_it(level, tmp_path):
     """Products in float16 of values that are cast and transposed: the CPU's ONNX Runtime has no kernels for them."""
     make, side = helper.make_node, 512
     nodes = [
@@ -168,9 +168,9 @@ def test_half_precision_is_foreseen_as_the_device_optimises_it(level, tmp_path):
         make("Cast", ["g"], ["y"], name="widen", to=onnx.TensorProto.FLOAT),
     ]
     model = model_of(nodes, {"x": [side, side], "w": [side, side]}, {"y": [side, side]})
-    foreseen = as_executed(model, None, level, Options(provider="cuda").preparation())
-    assert not foreseen.emulated
+    predicted = as_executed(model, None, level, Options(provider="cuda").preparation())
+    assert not predicted.emulated
     ran = run.run_step(saved(model, tmp_path), LEVELS[("disable", "basic", "all").index(level)])
-    assert foreseen.timeline.peak == pytest.approx(ran.peak, abs=4096)
-    kinds = [foreseen.compiled.graph.ops[i].node.op_type for i in foreseen.order.order]
+    assert predicted.timeline.peak == pytest.approx(ran.peak, abs=4096)
+    kinds = [predicted.compiled.graph.ops[i].node.op_type for i in predicted.order.order]
     assert sorted(kinds) == sorted(op for _, op, _ in ran.order)

@@ -82,7 +82,7 @@ def test_channels_are_padded_to_whole_blocks(channels):
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("form", ["initializers", "constants"])
-def test_weights_may_lie_in_files_beside_the_model(tmp_path, form, level):
+def test_weights_may_lie_in_files_next_to_the_model(tmp_path, form, level):
     weights = numpy_helper.from_array(np.random.default_rng(0).standard_normal((64, 64)).astype(np.float32), "w")
     model = onnx.parser.parse_model(HEAD + "g (float[8,64] x) => (float[8,64] y) { t = MatMul(x, w)  y = Tanh(t) }")
     if form == "initializers":

@@ -68,14 +68,14 @@ def predicted(model: model_io.Model, fuse: bool = True) -> Footprint:
 @pytest.mark.parametrize("name", [*MODELS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_the_slab_of_a_session_is_the_predicted_one(name, fuse, tmp_path):
     model = (MODELS | SLOW)[name]()
-    told = predicted(model, fuse)
+    expected = predicted(model, fuse)
     with Session(model, donate=True, fuse=fuse) as opened:
-        assert (told.slab, told.live) == (opened.slab_bytes, opened.live_bytes)
-        assert (told.nodes, told.kernels) == (opened.node_count, opened.kernel_count)
-        assert told.unfused_nodes == opened.unfused_node_count and told.donated == len(opened.donated)
-    assert bool(told.kernels) == fuse
-    assert told.total - told.books <= told.unfused  # code of convolutions may take more than fewer nodes save
-    assert told.not_fused == ("" if fuse else "fuse=False")
+        assert (expected.slab, expected.live) == (opened.slab_bytes, opened.live_bytes)
+        assert (expected.nodes, expected.kernels) == (opened.node_count, opened.kernel_count)
+        assert expected.unfused_nodes == opened.unfused_node_count and expected.donated == len(opened.donated)
+    assert bool(expected.kernels) == fuse
+    assert expected.total - expected.books <= expected.unfused  # convolutions' code may take more than fewer nodes save
+    assert expected.not_fused == ("" if fuse else "fuse=False")
 
 
 def test_rewritten_steps_are_predicted_as_they_run():
@@ -101,23 +101,23 @@ def test_what_is_unfused_here_is_predicted_unfused(monkeypatch):
 
 def test_of_a_huge_step_nothing_is_fused(monkeypatch):
     monkeypatch.setattr(fusing, "MOST_NODES", 10)
-    told = predicted(adam())
-    assert told.not_fused == "it has over 10 nodes" and not told.kernels and told.total == told.unfused
+    expected = predicted(adam())
+    assert expected.not_fused == "it has over 10 nodes" and not expected.kernels and expected.total == expected.unfused
 
 
 def test_the_report_says_which_it_counts(tmp_path, capsys):
     onnx.save(adam(), tmp_path / "in.onnx")
     found = {}
     for flags in ([], ["--no-fuse"]):
-        told = tmp_path / "report.json"
+        path = tmp_path / "report.json"
         assert not cli.main([str(tmp_path / "in.onnx"), str(tmp_path / "out.onnx"), "--budget", "100%", "--force",
-                             "--json", str(told), *flags])  # fmt: skip
-        found[bool(flags)] = json.loads(told.read_text())["loop_after"]
+                             "--json", str(path), *flags])  # fmt: skip
+        found[bool(flags)] = json.loads(path.read_text())["loop_after"]
         text = capsys.readouterr().out
         assert "nodes that Loop runs" in text and "the same with nothing fused" in text
         assert ("counted with nothing fused: --no-fuse" if flags else "or with --no-fuse, it takes") in text
     assert found[False]["kernels"] > 2 and not found[True]["kernels"] and found[True]["not_fused"] == "fuse=False"
-    parts = {flag: sum(told[part] for part in PARTS) for flag, told in found.items()}
+    parts = {flag: sum(each[part] for part in PARTS) for flag, each in found.items()}
     assert parts[True] == found[True]["unfused"] == found[False]["unfused"] > parts[False]
     with pytest.raises(UsageError, match="fuse must be True or False"):
         onnx_remat.rewrite_model(adam(), "100%", fuse="no")
@@ -135,7 +135,7 @@ def test_explain_names_the_groups(tmp_path):
 
 
 def masked() -> onnx.ModelProto:
-    """Unfused a mask lies beside two values as large as the output, fused only they do.
+    """Unfused a mask lies next to two values as large as the output, fused only they do.
 
     No kernel reads as many lines in turns as the Transpose does.
     """
@@ -151,15 +151,15 @@ def masked() -> onnx.ModelProto:
 def test_bounds_hold_for_fused_steps(make):
     source = model_io.load(make())
     executed = as_executed(source.model, source.folder, "all", Options(run_by="loop").preparation())
-    told, compiled = predict(executed), with_donations(executed.compiled)
+    expected, compiled = predict(executed), with_donations(executed.compiled)
     own = with_slab_donations(compiled)
     inner = outside_kernels(own, compiled)
     memory = LoopMemory(compiled, 0, options=Options(run_by="loop"), own=own, fused=inner, outside=inner)
     resident = own.base_bytes
     small = 4096 * own.n_values  # those that stay with ONNX Runtime
-    assert memory.floor - resident <= told.live + told.workspace + small
+    assert memory.floor - resident <= expected.live + expected.workspace + small
     floor = replace(memory, fused=own, outside=None).floor - resident
-    assert make is not masked or told.live < floor
+    assert make is not masked or expected.live < floor
 
 
 def test_a_kernel_takes_the_time_of_what_it_reads_and_writes():

@@ -70,13 +70,13 @@ def test_what_nobody_reads_is_freed_at_once_in_a_slab():
 
 
 @pytest.mark.skipif(not training_memory.available(), reason="resident memory is read from /proc")
-def test_the_machine_takes_what_was_foreseen(result, tmp_path):
+def test_the_machine_takes_what_was_predicted(result, tmp_path):
     result.save(tmp_path / "small.onnx")
     fused = training_memory.measure(tmp_path / "small.onnx", steps=10)
     found = training_memory.measure(tmp_path / "small.onnx", steps=10, fuse=False)
     assert fused.total < found.total + 1e6
     assert max(found.total, fused.total) <= result.report.budget
-    # What ONNX Runtime keeps for a graph is foreseen from above, and differs by a few megabytes between machines.
+    # What ONNX Runtime keeps for a graph is predicted from above, and differs by a few megabytes between machines.
     after = result.report.loop_after
     assert after.unfused - 6e6 < found.total < after.unfused + 1e6
     assert after.total - 6e6 < fused.total < after.total + 1e6

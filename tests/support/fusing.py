@@ -104,8 +104,8 @@ def offered(secret: int, made: Fusion) -> Any:
     """`library.offered` for a fusion."""
     codes = kernels.compiled([kernel.text for kernel in made.kernels])
     offsets = np.cumsum([0, *map(len, codes)]).tolist()
-    told = [kernel.numbers(offset) for kernel, offset in zip(made.kernels, offsets, strict=False)]
-    return library.offered(secret, b"".join(codes), told)
+    numbers = [kernel.numbers(offset) for kernel, offset in zip(made.kernels, offsets, strict=False)]
+    return library.offered(secret, b"".join(codes), numbers)
 
 
 def session(model: onnx.ModelProto, threads: int = 1) -> tuple[Any, Fusion]:

@@ -99,7 +99,7 @@ def run_model(model: onnx.ModelProto, feeds, level: str = "disable", threads: in
 
 
 def session_of(model: onnx.ModelProto | Path, level: str = "disable", threads: int = 1):
-    """A session of stock ONNX Runtime; of a file, where data lies beside it."""
+    """A session of stock ONNX Runtime; of a file, where data lies next to it."""
     import onnxruntime as ort
 
     options = ort.SessionOptions()

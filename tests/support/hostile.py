@@ -180,7 +180,7 @@ def says(name: str) -> Callable[[Change], Change]:
 
 
 def appended(model: onnx.ModelProto, kind: str, inputs: list[str], output: str, **attributes: object) -> onnx.NodeProto:
-    """A node whose result the graph puts out."""
+    """A node whose result the graph outputs."""
     model.graph.node.append(node(kind, inputs, [output], name=output, **attributes))
     model.graph.output.append(onnx.ValueInfoProto(name=output))
     return model.graph.node[-1]

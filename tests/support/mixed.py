@@ -190,7 +190,7 @@ class Mixed(Steps):
         return made | {name: generator.standard_normal(self.constants[name].shape).astype(np.float32) for name in fed}
 
     def write(self, folder: Path) -> onnx.ModelProto | Path:
-        """The model, or a file of it whose larger initializers lie beside it, for every third graph."""
+        """The model, or a file of it whose larger initializers lie next to it, for every third graph."""
         model = self.model()
         if "external" not in self.parts:
             return model
@@ -627,7 +627,7 @@ def sparse_weight(m: Mixed) -> str:
 
 @part
 def external(m: Mixed) -> str:
-    """The model is a file whose larger initializers lie beside it: see `Mixed.write`."""
+    """The model is a file whose larger initializers lie next to it: see `Mixed.write`."""
     return m.op("Mul", [m.pick(), m.normal(MATRIX)])
 
 

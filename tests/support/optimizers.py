@@ -1,4 +1,4 @@
-"""Optimizers whose steps the PyTorch converter traces, and twenty steps of a small network beside torch itself."""
+"""Optimizers whose steps the PyTorch converter traces, and twenty steps of a small network alongside torch itself."""
 
 from __future__ import annotations
 

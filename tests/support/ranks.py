@@ -98,7 +98,7 @@ def train(folder: Path) -> None:
             parallel.save(job["save"])
     # Pages of libraries are nobody's budget: a kernel maps more or fewer at a time, and takes them back when it likes.
     peak = resident("VmHWM") - resident("RssFile") - base
-    taken, notes = parallel.taken(), {name: getattr(parallel.parts, name) for name in ("foreseen", "recompute")}
+    taken, notes = parallel.taken(), {"predicted": parallel.parts.foreseen, "recompute": parallel.parts.recompute}
     fields = {name: getattr(taken, name) for name in taken.__slots__}
     notes |= {"losses": losses, "times": times, "resident": peak, "taken": fields, "steps": parallel.steps}
     (folder / f"rank{rank}.json").write_text(json.dumps(notes))

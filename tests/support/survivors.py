@@ -29,7 +29,7 @@ def answers(
     Parameters
     ----------
     function : callable
-        Of a module, since processes are started anew.
+        Of a module, since processes are started again.
     jobs : sequence
     processes : int
     seconds : float

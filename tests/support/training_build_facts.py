@@ -67,7 +67,7 @@ CASES: list[tuple[str, list[Any], dict[str, Any], int]] = [
 ]  # fmt: skip
 
 LARGE = 1 << 20
-"""Elements from which on an input's memory can be told from noise."""
+"""Elements from which on an input's memory can be distinguished from noise."""
 
 
 def model_of(case: tuple[str, list[Any], dict[str, Any], int], dying: int | None = None) -> onnx.ModelProto:
@@ -102,7 +102,7 @@ def model_of(case: tuple[str, list[Any], dict[str, Any], int], dying: int | None
 
 
 def is_large(entry: Any) -> bool:
-    """Is it a float input whose memory can be told from noise?"""
+    """Is it a float input whose memory can be distinguished from noise?"""
     return isinstance(entry, tuple) and entry[0] == F32 and int(np.prod(entry[1])) >= LARGE
 
 

@@ -185,7 +185,7 @@ def stylegan() -> Case:
 
 
 class Denoising(nn.Module):
-    """A block of the U-Net below, which is told the time."""
+    """A block of the U-Net below, which is given the time."""
 
     def __init__(self, before: int, after: int) -> None:
         super().__init__()
@@ -233,12 +233,12 @@ class DDPM(nn.Module):
         share = self.kept[time][:, None, None, None]
         rates = torch.exp(-math.log(1e4) * torch.arange(8) / 8)
         angles = time[:, None] * rates
-        told = self.time(torch.cat([angles.sin(), angles.cos()], 1))
+        embedded = self.time(torch.cat([angles.sin(), angles.cos()], 1))
         y = self.into(share.sqrt() * x + (1 - share).sqrt() * noise)
-        first = self.down[0](y, told)
-        second = self.down[1](F.avg_pool2d(first, 2), told)
-        y = self.up[0](torch.cat([self.inside(second), second], 1), told)
-        y = self.up[1](torch.cat([F.interpolate(y, scale_factor=2.0), first], 1), told)
+        first = self.down[0](y, embedded)
+        second = self.down[1](F.avg_pool2d(first, 2), embedded)
+        y = self.up[0](torch.cat([self.inside(second), second], 1), embedded)
+        y = self.up[1](torch.cat([F.interpolate(y, scale_factor=2.0), first], 1), embedded)
         return F.mse_loss(self.out(y), noise)
 
 

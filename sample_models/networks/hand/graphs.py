@@ -211,7 +211,7 @@ def point_net() -> Case:
 
 
 class DGCNN(nn.Module):
-    """Wang et al. 2018: convolutions over edges to the eight nearest points, found anew in each layer."""
+    """Wang et al. 2018: convolutions over edges to the eight nearest points, found again in each layer."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -217,7 +217,7 @@ def page(chromium: str, steps: Path, model: str, pictures: Mapping[str, Path], c
     Returns
     -------
     dict
-        The status line (``status``), what stands beside the bars (``heaps``), and the curves' legend (``legend``).
+        The status line (``status``), what stands next to the bars (``heaps``), and the curves' legend (``legend``).
     """
     with served(steps) as (address, _), tab(chromium) as shown:
         shown.call("Page.navigate", url=f"{address}/index.html")

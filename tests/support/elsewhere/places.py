@@ -22,7 +22,7 @@ _QUIET = os.environ | {"ORT_DISABLE_TELEMETRY": "1"}
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a training put out: its losses, and bytes of WebAssembly's heap (0 where there is none)."""
+    """What a training gives: its losses, and bytes of WebAssembly's heap (0 where there is none)."""
 
     losses: tuple[float, ...]
     heap: int = 0

@@ -66,7 +66,7 @@ class Device:
         return [Event(chr(at[i].kind), at[i].bytes, at[i].address) for i in range(self.read("event_count"))]
 
     def reset(self) -> None:
-        """Start the books anew: peak is what is live now."""
+        """Start the books again: peak is what is live now."""
         self._library.fake_reset()
 
     def exact(self) -> dict[str, str]:

@@ -71,5 +71,5 @@ class Books:
         return ctypes.c_int64.in_dll(self._library, f"fake_{name}").value
 
     def reset(self) -> None:
-        """Start anew: the peak is what is live now."""
+        """Start again: the peak is what is live now."""
         self._library.fake_reset()
