@@ -22,7 +22,7 @@ from onnx_remat.ort.executed import Executed, as_executed
 from onnx_remat.ort.kernels import costs
 from onnx_remat.rewrite.report import WORDING
 from onnx_remat.session import prediction
-from onnx_remat.session.plan_session import SlabLayout
+from onnx_remat.session.slab_layout import SlabLayout
 from onnx_remat.units import format_bytes, table
 from onnx_remat.write.decided import CONTROL_KEY, RECOMPUTE_KEY, Planned, planned
 

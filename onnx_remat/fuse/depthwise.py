@@ -17,7 +17,8 @@ from math import prod
 
 from onnx_remat.fuse import onednn
 from onnx_remat.fuse.code import FLOAT
-from onnx_remat.fuse.convolutions import LEAST_WORK_IN_GROUPS, Found, weight_gradients
+from onnx_remat.fuse.convolution_forms import Found, Steps, weight_gradients
+from onnx_remat.fuse.convolutions import LEAST_WORK_IN_GROUPS
 from onnx_remat.fuse.ir import METADATA, Kernel, grain, loaded
 from onnx_remat.fuse.onednn import Convolution
 from onnx_remat.fuse.schedule import Schedule
@@ -43,7 +44,7 @@ PART_WORK = 1 << 16
 
 def find(schedule: Schedule) -> list[Found]:
     """Return the gradients that the kernel computes faster than oneDNN, where that is installed, or ONNX Runtime."""
-    every = weight_gradients(schedule)
+    every = list(weight_gradients(Steps(schedule)))
     return [found for found in every if is_possible(found.convolution) and worthwhile(found.convolution)]
 
 

@@ -14,7 +14,7 @@ from math import prod
 import onnx
 
 from onnx_remat.fuse import convolutions, depthwise, pools, products, scatters
-from onnx_remat.fuse.convolutions import Found
+from onnx_remat.fuse.convolution_forms import Found
 from onnx_remat.fuse.groups import live_bytes
 from onnx_remat.fuse.ir import Kernel
 from onnx_remat.fuse.library import DOMAIN, OP

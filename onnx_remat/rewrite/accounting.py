@@ -31,8 +31,8 @@ from onnx_remat.rewrite.notes import fusing
 from onnx_remat.session.bookkeeping import BYTES_PER_VALUE
 from onnx_remat.session.fusing import replaceable
 from onnx_remat.session.fusing import why_not as why_not_fused
-from onnx_remat.session.plan_session import workspace
 from onnx_remat.session.prediction import Footprint, predict
+from onnx_remat.session.slab_layout import workspace
 
 MARGIN = 0.01
 """Fraction of the budget kept free for allocator rounding and bookkeeping that no plan contains."""

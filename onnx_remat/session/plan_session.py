@@ -7,7 +7,7 @@ exits.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,21 +19,20 @@ from onnx_remat.errors import ModelError, UsageError
 from onnx_remat.messages import Setting
 from onnx_remat.process.child import Child, Failed
 from onnx_remat.session import fusing
-from onnx_remat.session.bookkeeping import bookkeeping_bytes, values_of
 from onnx_remat.session.fusing import Fused
+from onnx_remat.session.slab_layout import (
+    Donate,
+    SlabLayout,
+    as_fused,
+    bookkeeping,
+    kept,
+    lay_out,
+    makers,
+    workspace,
+)
 
 if TYPE_CHECKING:
     import onnx
-
-    from onnx_remat.fuse.ir import Kernel
-    from onnx_remat.ir.graph import Op
-    from onnx_remat.ort.executed import Executed
-    from onnx_remat.ort.prepare import Compiled
-    from onnx_remat.session.binding import Binding, Program
-    from onnx_remat.session.lean_graph import LeanNode
-
-Donate = bool | Mapping[str, str]
-"""Outputs to write in place of the inputs they renew: none, all by their names, or those of a mapping to inputs."""
 
 
 NUMPY = {
@@ -191,24 +190,6 @@ def _read(answer: Mapping[str, Any]) -> SessionPlan:
     return SessionPlan(**given | {"defaults": tuple(answer["defaults"]), "fused": Fused(**answer["fused"])})
 
 
-@dataclass(frozen=True, slots=True)
-class SlabLayout:
-    """A step as it will run, and the layout of its values.
-
-    `constants` are in addition to its weights; `kernels` are those of its fused nodes, by handle, and `members` the
-    nodes that each fused node replaces, by its first output.
-    """
-
-    compiled: Compiled
-    program: Program
-    binding: Binding
-    weights: int
-    constants: tuple[onnx.TensorProto, ...] = ()
-    kernels: tuple[Kernel, ...] = ()
-    members: Mapping[str, tuple[LeanNode, ...]] = field(default_factory=dict)
-    fused: Fused = field(default_factory=lambda: Fused(0))
-
-
 def check_openable(model: onnx.ModelProto) -> None:
     """Raise ModelError where a `Session` does not support a model."""
     from onnx import TensorProto
@@ -302,126 +283,6 @@ def _candidates(made: SlabLayout, least: int, secret: int) -> Iterator[SlabLayou
     yield made
 
 
-def as_fused(made: SlabLayout, least: int, secret: int = 0, seconds: float | None = None) -> SlabLayout:
-    """Fuse the elementwise nodes of a layout; return the same layout and the reason where they stay unfused.
-
-    Both opening a session and predicting its memory call this, so that they have the same step.
-
-    Parameters
-    ----------
-    made : SlabLayout
-    least : int
-        Size in bytes from which on a value is bound.
-    secret : int
-        Part of the names of kernels; 0 for a step that is only predicted.
-    seconds : float, optional
-        Limit on the search for a small slab.
-    """
-    from onnx_remat.ir.opsets import opset_of
-
-    model, why_not = made.compiled.graph.model, fusing.why_not(made.compiled.kernels.name)
-    if not why_not:
-        constants = fusing.numbers(model.graph, made.constants)
-        integers = fusing.vectors(model.graph, made.constants)
-        maker = makers(made.compiled)
-        laid = fusing.fuse_step(
-            made.program, made.binding, opset_of(model), constants, integers, least, secret,
-            lambda steps: workspace(made.compiled, kept(maker, steps))[0], seconds,
-        )  # fmt: skip
-        if isinstance(laid, fusing.Laid):
-            return replace(
-                made, program=laid.program, binding=laid.binding, kernels=laid.kernels, members=laid.members,
-                fused=replace(made.fused, kernels=len(laid.kernels), unserved=laid.unserved),
-            )  # fmt: skip
-        why_not = laid.why_not
-    return replace(made, fused=replace(made.fused, why_not=why_not))
-
-
-def lay_out(
-    executed: Executed, outputs: Sequence[str], donate: Donate, least: int, seconds: float | None = None
-) -> SlabLayout:
-    """Lay out the values of a step that ONNX Runtime has already optimised.
-
-    Parameters
-    ----------
-    executed : Executed
-    outputs : sequence of str
-        Graph outputs, in the original's order.
-    donate : bool or mapping of str to str
-        Outputs to write in place of the inputs they renew.
-    least : int
-        Size in bytes from which on a value is bound.
-    seconds : float, optional
-        Limit on the search for a small slab.
-
-    Raises
-    ------
-    ModelError
-        ONNX Runtime has not optimised the step: it cannot run it, or was not used.
-    """
-    from onnx_remat.ir.graph import INITIALIZER
-    from onnx_remat.ir.opsets import opset_of
-    from onnx_remat.session import binding, lean_graph
-
-    if executed.emulated:
-        raise ModelError(f"a session cannot open this model: {executed.emulated}")
-    compiled = executed.compiled
-    stored = {name for name, value in compiled.graph.values.items() if value.kind == INITIALIZER}
-    inputs = [value.name for value in compiled.graph.model.graph.input if value.name not in stored]
-    pairs = _pairs(donate, inputs, list(outputs))
-    ops, opset = [compiled.graph.ops[i] for i in executed.order.order], opset_of(compiled.graph.model)
-    free = lean_graph.without_control_edges(ops, compiled.graph.model, compiled.tensors)
-    lean, constants = lean_graph.without_sizes(free, compiled.graph.model, compiled.tensors)
-    steps = lean_graph.as_run(lean_graph.moved_when_due(lean, compiled.kernels))
-    program = binding.waiting(binding.program(steps, compiled.tensors, inputs, outputs, compiled.kernels, opset), pairs)
-    weights = sum(compiled.tensors[name].nbytes for name in stored)
-    bound = binding.bind(program, pairs, least, seconds)
-    fused = Fused(len(program.steps), values_of(program.steps), unfused_slab=bound.height)
-    return SlabLayout(compiled, program, bound, weights, constants, fused=fused)
-
-
-def makers(compiled: Compiled) -> dict[str, Op]:
-    """Return the op that makes each value."""
-    return {name: op for op in compiled.graph.ops for name in op.writes}
-
-
-def kept(maker: Mapping[str, Op], steps: Iterable[LeanNode]) -> list[Op]:
-    """Return the ops that ONNX Runtime runs itself among a step's nodes, in their order."""
-    return [maker[name] for step in steps if (name := next(iter(step.writes), "")) in maker and step.plain is None]
-
-
-def workspace(compiled: Compiled, ops: Sequence[Op]) -> tuple[int, int]:
-    """Return the peak of ONNX Runtime's scratch memory for some of a step's ops in bytes, and the size of its pool.
-
-    Kernels that call ``malloc`` take scratch memory outside the pool. A step whose nodes have bodies has no pool:
-    values of the bodies would fragment it. On a device the session's own arena contains all scratch memory.
-    """
-    from onnx_remat.ort.kernels.base import key
-    from onnx_remat.session import device_scratch, scratch
-
-    if compiled.kernels.device != "cpu":
-        return device_scratch.workspace(compiled, ops), 0
-    requested = malloced = 0
-    for op in ops:
-        blocks = compiled.table.workspace[op.index]
-        if key(op.node) in compiled.kernels.by_malloc:
-            malloced = max(malloced, sum(blocks))
-        else:
-            requested = max(requested, sum(-(-block // scratch.UNIT) * scratch.UNIT for block in blocks))
-    bodies = any(attribute.HasField("g") for op in ops for attribute in op.node.attribute)
-    pool = 0 if bodies else scratch.pool_size(requested)
-    return (pool + malloced if pool else max(requested, malloced)), pool
-
-
-def bookkeeping(made: SlabLayout) -> int:
-    """Return the bytes of ONNX Runtime's bookkeeping for a step on a CPU, as predicted."""
-    from onnx_remat.fuse.convolutions import distinct
-
-    if made.compiled.kernels.device != "cpu":
-        return 0
-    return bookkeeping_bytes(values_of(made.program.steps), made.fused.kernels, distinct(made.kernels))
-
-
 def plan(path: Path, target: Path, request: SessionRequest) -> SessionPlan:
     """Plan a step in this process, without `SessionRequest.check`; see `plan_in_child`."""
     from onnx_remat.fuse import products
@@ -479,16 +340,3 @@ def _all_dims(model: Any, dims: Mapping[str, int]) -> dict[str, int]:
             raise
         missing = Setting("dims", error.settings["dims"])
         raise UsageError("symbolic dimensions are not bound: pass {}", missing) from None
-
-
-def _pairs(donate: Donate, inputs: list[str], outputs: list[str]) -> dict[str, str]:
-    from onnx_remat.ir.naming import renewals
-
-    if isinstance(donate, bool):
-        return renewals(inputs, outputs) if donate else {}
-    for output, name in donate.items():
-        if output not in outputs:
-            raise UsageError(f"donate: the model has no output {output!r}")
-        if name not in inputs:
-            raise UsageError(f"donate: the model has no input {name!r}")
-    return dict(donate)

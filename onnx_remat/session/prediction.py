@@ -13,7 +13,7 @@ from onnx_remat.ort.kernels import costs as prices
 from onnx_remat.session.binding import kept_on_host, least
 from onnx_remat.session.bookkeeping import bookkeeping_bytes
 from onnx_remat.session.fusing import UNFUSED
-from onnx_remat.session.plan_session import SlabLayout, as_fused, bookkeeping, kept, lay_out, makers, workspace
+from onnx_remat.session.slab_layout import SlabLayout, as_fused, bookkeeping, kept, lay_out, makers, workspace
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Footprint:
     slab : int
         The one allocation that contains all large values.
     workspace : int
-        Largest scratch memory of a kernel, see `plan_session.workspace`.
+        Largest scratch memory of a kernel, see `slab_layout.workspace`.
     books : int
         ONNX Runtime's bookkeeping for the graph, and small values.
     live : int

@@ -25,7 +25,8 @@ from onnx_remat.messages import Message, Setting
 from onnx_remat.session import heap, loading, on_device
 from onnx_remat.session.device import OUT_OF_MEMORY
 from onnx_remat.session.on_device import DeviceMemory
-from onnx_remat.session.plan_session import BY_BITS, NUMPY, Array, Donate, SessionPlan, SessionRequest, plan_in_child
+from onnx_remat.session.plan_session import BY_BITS, NUMPY, Array, SessionPlan, SessionRequest, plan_in_child
+from onnx_remat.session.slab_layout import Donate
 
 Arrays = dict[str, npt.NDArray[Any]]
 

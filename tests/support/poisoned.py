@@ -25,7 +25,8 @@ from onnx_remat.session import binding, fusing, plan_session
 from onnx_remat.session.binding import Binding, Program
 from onnx_remat.session.heap import reserve
 from onnx_remat.session.lean_graph import LeanNode
-from onnx_remat.session.plan_session import BY_BITS, NUMPY, SessionRequest, SlabLayout
+from onnx_remat.session.plan_session import BY_BITS, NUMPY, SessionRequest
+from onnx_remat.session.slab_layout import SlabLayout
 from tests.support.outcomes import REFUSED, RIGHT, ROUNDING, WRONG, Feeds, Outcome, difference
 
 POISON = 0xFF
