@@ -294,6 +294,7 @@ print(hashlib.sha256(made.SerializeToString(deterministic=True)).hexdigest())
 """
 
 
+@pytest.mark.slow
 def test_the_file_is_the_same_every_time():
     made = {
         subprocess.run(

@@ -667,6 +667,7 @@ def test_a_share_of_pytorchs_own_step_is_kept_and_the_exporter_leaves_nothing_be
     assert not {"onnx", "onnx_ir", "networkx", "numba", "ortools"} & {*made["modules"]}
 
 
+@pytest.mark.slow
 def test_a_share_of_the_exported_step():
     made = in_a_fresh_process(HERE.replace("BUDGET", "'60% of the step'"))
     assert made["budget"] == int(0.6 * made["exported"])
@@ -798,7 +799,7 @@ def test_dropouts_behind_frozen_layers_drop():
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
-@pytest.mark.parametrize("quiet", [False, True])
+@pytest.mark.parametrize("quiet", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_terminal_shows_what_is_being_done(quiet):
     """And gets its line back."""
     text = on_a_terminal(f"""

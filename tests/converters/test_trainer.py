@@ -94,6 +94,7 @@ def test_trains_as_the_trainer_does(name, tmp_path):
     ours.close()
 
 
+@pytest.mark.slow
 def test_goes_on_from_a_checkpoint(tmp_path):
     """Weights, state of the optimizer and schedule come back; the step is built again, within the budget."""
     data, given = texts(128 * 6), {"budget": "80% of the step", "planning": {"effort": 1}, "check": False}
@@ -145,6 +146,7 @@ class Stops(transformers.TrainerCallback):
             self.left, control.should_training_stop = False, True
 
 
+@pytest.mark.slow
 def test_every_call_of_train_begins_with_its_arguments_and_no_gradients(tmp_path):
     """A run that stopped inside an update leaves its sum of gradients; arguments change between runs."""
     made = []

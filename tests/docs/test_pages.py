@@ -26,7 +26,7 @@ def blocks(page: Path) -> list[str]:
     return re.findall(r"(?ms)^```python\n(.*?)^```$", page.read_text())
 
 
-SLOW = ("sources/pytorch", "sources/jax", "guides/python", "guides/distributed")
+SLOW = ("index", "sources/pytorch", "sources/jax", "guides/python", "guides/distributed")
 WITH_CODE = [
     pytest.param(page, marks=pytest.mark.slow if named(page) in SLOW else (), id=named(page))
     for page in PAGES

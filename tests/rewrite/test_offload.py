@@ -72,6 +72,7 @@ def test_what_the_host_keeps_and_what_crosses_add_up(moved):
     assert 0 < free.report.loop_after.on_host <= free.report.moved.nbytes
 
 
+@pytest.mark.slow
 def test_outputs_are_equal_to_the_last_bit_on_the_cpu(moved, tmp_path):
     """Copies between device and host change nothing, and on the CPU nothing happens."""
     model, free, _ = moved

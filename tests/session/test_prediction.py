@@ -83,15 +83,18 @@ def test_the_machine_takes_what_was_predicted(result, tmp_path):
 
 
 @pytest.mark.skipif(not training_memory.available(), reason="resident memory is read from /proc")
-def test_verification_measures_training_and_refuses_what_takes_more(monkeypatch):
-    model = mlp(layers=12, batch=16384, width=32)
-    report = onnx_remat.rewrite_model(model, "70%", verify="run", **QUICK).report
+def test_verification_measures_training():
+    report = onnx_remat.rewrite_model(mlp(layers=12, batch=16384, width=32), "70%", verify="run", **QUICK).report
     assert report.measured.trained_after <= report.budget < report.measured.trained_before
     assert "training takes" in report.to_text().partition("measured")[2]
     assert "bitwise" in report.measured.outputs_equal
+
+
+@pytest.mark.slow
+def test_verification_refuses_what_takes_more(monkeypatch):
     monkeypatch.setattr("onnx_remat.session.bookkeeping.BYTES", -10_000_000)
     with pytest.raises(VerificationError, match="training used"):
-        onnx_remat.rewrite_model(model, "70%", verify="run", **QUICK)
+        onnx_remat.rewrite_model(mlp(layers=12, batch=16384, width=32), "70%", verify="run", **QUICK)
 
 
 def test_a_file_for_a_loop_is_checked_by_what_training_takes(result, tmp_path):
