@@ -2,31 +2,30 @@
 
 Runners, memory and time are those of `scripts.tables.race`. PyTorch eager also checkpoints each block; torch.compile
 has its ``activation_memory_budget`` at several values; our step is rewritten to shares of what PyTorch eager takes.
-``--plot FILE`` draws all models of the run. Linux only.
+``python -m scripts.tables.frontier FILE`` draws the saved table. Linux only.
 """
 
 from __future__ import annotations
 
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from scripts.child import call, in_turns
+from scripts.results import load
 from scripts.tables.race import check_losses, export, memory_in_torch, our_step, torch_step
 
-ITEMS = ("vision transformer", "masked language", "gpt2-4-half", "u-net", "digits", "resnet18")
-COMPILED = (1.0, 0.8, 0.5, 0.2)
+ITEMS = ("vision transformer", "gpt2-4-half", "u-net", "digits", "masked language", "resnet18")
+COMPILED = (1.0, 0.5, 0.2)
 HEADS = ("model", "runner", "memory, MB", "of eager", "ms a step", "of eager", "compute")
 
-_EAGER, _CHECKPOINTED, _COMPILED, _OURS = "PyTorch eager", "PyTorch, checkpointed", "torch.compile", "ours"
-_Point = tuple[float, float]
-_points: dict[str, dict[str, list[_Point]]] = {}
-"""Megabytes and milliseconds by model and kind of runner, for the picture."""
+_EAGER, _CHECKPOINTED, _COMPILED, _OURS = "PyTorch eager", "PyTorch checkpointed", "torch.compile", "ours"
 
 
 def rows(
-    model: str, *, budgets: str = "80%,60%,50%,40%,30%", effort: float = 5.0, turns: int = 8, plot: str = ""
+    model: str, *, budgets: str = "80%,60%,40%,30%", effort: float = 5.0, turns: int = 8
 ) -> Iterator[tuple[str, ...]]:
     """The rows of one model."""
     from onnx_remat.errors import BudgetInfeasibleError
@@ -55,24 +54,25 @@ def rows(
             compute[f"{_OURS}, {budget}"] = f"{result.report.extra_compute:+.1%}"
         runners = in_turns(jobs, turns)
     check_losses(model, runners)
-    eager, points = runners[0], _points.setdefault(model, {})
+    eager = runners[0]
     for runner in runners:
-        point = runner.first / 1e6, 1000 * min(runner.times)
-        kind = runner.name if runner.name == _CHECKPOINTED else runner.name.partition(",")[0]
-        points.setdefault(kind, []).append(point)
+        fastest = min(runner.times)
         yield (
-            model, runner.name, f"{point[0]:.1f}", f"{runner.first / eager.first:.2f}", f"{point[1]:.0f}",
-            f"{min(runner.times) / min(eager.times):.2f}", compute.get(runner.name, ""),
+            model, runner.name, f"{runner.first / 1e6:.1f}", f"{runner.first / eager.first:.2f}",
+            f"{1000 * fastest:.0f}", f"{fastest / min(eager.times):.2f}", compute.get(runner.name, ""),
         )  # fmt: skip
     yield from refused
-    if plot:
-        draw(_points, Path(plot))
 
 
-def draw(found: dict[str, dict[str, list[_Point]]], path: Path) -> None:
+def draw(rows: Sequence[Sequence[str]], path: Path) -> None:
     """A panel for each model: milliseconds of a step over megabytes, a line for each kind of runner."""
     from matplotlib.figure import Figure  # the `plot` extra: the table needs none
 
+    found: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for model, runner, memory, _, fastest, *_ in rows:
+        if memory:
+            kinds = found.setdefault(model, {})
+            kinds.setdefault(runner.partition(",")[0], []).append((float(memory), float(fastest)))
     columns = min(3, len(found))
     lines = -(-len(found) // columns)
     figure = Figure(figsize=(4 * columns, 3.2 * lines), layout="constrained")
@@ -84,3 +84,7 @@ def draw(found: dict[str, dict[str, list[_Point]]], path: Path) -> None:
         axes.set_ylim(bottom=0)
     figure.axes[0].legend(fontsize="small", loc="lower left")
     figure.savefig(path, metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    draw(load("frontier").rows, Path(sys.argv[1]))
