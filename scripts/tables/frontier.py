@@ -81,7 +81,7 @@ def draw(rows: Sequence[Sequence[str]], path: Path) -> None:
         for kind, points in runners.items():
             axes.plot(*zip(*sorted(points), strict=True), marker="o", label=kind)
         axes.set_xlim(left=0)
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.08 * max(time for points in runners.values() for _, time in points))
     figure.axes[0].legend(fontsize="small", loc="lower left")
     figure.savefig(path, metadata={"Date": None})
 
