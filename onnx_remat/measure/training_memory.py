@@ -114,19 +114,25 @@ def one_node(home: Path) -> Path:
     return path
 
 
+def load_libraries() -> None:
+    """Load what kernels call: libraries are not the step's memory."""
+    from onnx_remat.fuse import blas, onednn
+
+    if not blas.why_not():
+        blas.address()
+    if not onednn.why_not():
+        onednn.load()
+
+
 def taken(path: str, warm: str, dims: Mapping[str, int], steps: int, fuse: bool) -> dict[str, int]:
     """Train in this process, which does nothing else, and return the fields of `TrainingMemory`."""
-    from onnx_remat.fuse import blas, onednn
     from onnx_remat.measure.probe import reset_peak, resident
     from onnx_remat.session.heap import trim
     from onnx_remat.session.session import Session
 
     with Session(warm) as session:
         session.run(state_for(session.inputs))
-    if not blas.why_not():
-        blas.address()  # libraries are not the step's memory
-    if not onednn.why_not():
-        onednn.load()
+    load_libraries()
     trim()
     base = reset_peak()
     session = Session(path, donate=True, dims=dims, fuse=fuse)

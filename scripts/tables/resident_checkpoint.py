@@ -26,7 +26,7 @@ def from_checkpoint(path: str, checkpoint: str, way: str, loss: str, steps: int)
     import numpy as np
 
     from onnx_remat.measure.probe import reset_peak, resident
-    from onnx_remat.measure.training_memory import one_node, state_for
+    from onnx_remat.measure.training_memory import load_libraries, one_node, state_for
     from onnx_remat.session.heap import trim
     from onnx_remat.session.session import Session
     from onnx_remat.session.training import Loop
@@ -43,6 +43,7 @@ def from_checkpoint(path: str, checkpoint: str, way: str, loss: str, steps: int)
     folder = Path(checkpoint).parent
     with Session(one_node(folder)) as session:
         session.run(state_for(session.inputs))
+    load_libraries()
     trim()
     base = reset_peak()
     loop = Loop(path, loaded(), loss)
