@@ -368,5 +368,17 @@ def _member_of(schedule: Schedule, uses: Uses, at: int, step: Runs) -> Member | 
         return Member(at, call, (moved,), made, shape, shape)
     if any(name and np.broadcast_shapes(tensors[name].shape, shape) != shape for name in slots):
         return None
+    if call.op == "Where" and _repeats(tensors[slots[0]].shape, tensors[slots[2]].shape, shape):
+        return None
     reads = [Read(uses.root(n), tensors[n].shape, tensors[n].dtype) if n else None for n in slots]
     return Member(at, call, tuple(reads), made, shape, tensors[made].shape, columns)
+
+
+def _repeats(condition: Sequence[int], other: Sequence[int], shape: Sequence[int]) -> bool:
+    """Return whether a Where repeats what it chooses of its third input along the last axis.
+
+    There ONNX Runtime keeps a -0.0 from the second input, which it otherwise turns into 0.0.
+    """
+    chosen = np.broadcast_shapes(tuple(condition), tuple(other))
+    sizes = (1,) * (len(shape) - len(chosen)) + chosen
+    return next((one != size for one, size in zip(sizes[::-1], shape[::-1], strict=True) if size > 1), False)

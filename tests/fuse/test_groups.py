@@ -325,3 +325,17 @@ def test_a_value_whose_memory_an_op_writes_is_left_alone():
     schedule = schedule_of(build(nodes, {"x": (4, 4)}, ["y"]))
     shared = replace(schedule, root={"s": "a"})
     assert all(read.name != "a" for group in groups.find(shared) for member in group.members for read in member.inputs)
+
+
+@pytest.mark.parametrize("condition", [(1,), (1, 1), (3, 1), (1, 5), (3, 5)])
+@pytest.mark.parametrize("other", [(), (3, 1), (1, 5), (3, 5)])
+@pytest.mark.parametrize("first", [(), (3, 1), (1, 5), (3, 5)])
+def test_the_sign_of_a_zero_that_where_chooses_is_onnx_runtimes(condition, first, other):
+    """It depends on what is repeated along the last axis."""
+    shapes = {"c": (B, condition), "x": (F, first), "y": (F, other), "z": (F, (3, 5))}
+    nodes = [node("Where", ["c", "x", "y"], "w"), node("Neg", ["w"], "n"), node("Mul", ["n", "z"], "p")]
+    model = build(nodes, shapes, ["p"])
+    for chosen in (True, False):
+        feeds = {"c": np.full(condition, chosen), "z": np.ones((3, 5), np.float32)}
+        feeds |= {name: np.full(shapes[name][1], np.float32(-0.0)) for name in "xy"}
+        assert_same_bits(model, feeds, least_fused=0)
