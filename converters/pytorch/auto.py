@@ -29,7 +29,7 @@ class AutoCheckpoint:
         self.step: Budgeted | None = None
 
     def __call__(self, batch: Any) -> StepLoss:
-        """Train on one batch and return the loss; the first call makes the step, which takes a minute or so.
+        """Train on one batch and return the loss; the first call makes the step, which takes as long as `budgeted`.
 
         Raises
         ------

@@ -15,43 +15,30 @@ from typing import Any
 
 from scripts.child import call, in_turns
 from scripts.results import load
-from scripts.tables.race import check_losses, export, memory_in_torch, our_step, torch_step
+from scripts.tables.race import check_losses, export, memory_in_torch, our_step, rewritten, torch_step
 
 ITEMS = ("vision transformer", "gpt2-4-half", "u-net", "digits", "masked language", "resnet18")
 COMPILED = (1.0, 0.5, 0.2)
 HEADS = ("model", "runner", "memory, MB", "of eager", "ms a step", "of eager", "compute")
-
-_EAGER, _CHECKPOINTED, _COMPILED, _OURS = "PyTorch eager", "PyTorch checkpointed", "torch.compile", "ours"
 
 
 def rows(
     model: str, *, budgets: str = "80%,60%,40%,30%", effort: float = 5.0, turns: int = 8
 ) -> Iterator[tuple[str, ...]]:
     """The rows of one model."""
-    from onnx_remat.errors import BudgetInfeasibleError
-    from onnx_remat.rewrite.pipeline import rewrite_model
-
-    compute, refused = dict[str, str](), []
     theirs = call(memory_in_torch, model).answer
     with tempfile.TemporaryDirectory(prefix="onnx-remat-") as home:
         step = Path(home) / "ours.onnx"
         call(export, model, str(step))
         first = str(step.with_suffix(".npz"))
         jobs: list[tuple[Any, ...]] = [
-            (_EAGER, torch_step, model, False), (_CHECKPOINTED, torch_step, model, False, 1.0, True),
-            *((f"{_COMPILED}, {share:g}", torch_step, model, True, share) for share in COMPILED),
-            (_OURS, our_step, str(step), first),
+            ("PyTorch eager", torch_step, model, False),
+            ("PyTorch checkpointed", torch_step, model, False, 1.0, True),
+            *((f"torch.compile, {share:g}", torch_step, model, True, share) for share in COMPILED),
+            ("ours", our_step, str(step), first),
         ]  # fmt: skip
-        for budget in budgets.split(","):
-            limit = int(theirs * float(budget.strip("%")) / 100)
-            try:
-                result = rewrite_model(step, limit, effort=effort, time_limit=600, run_by="loop")
-            except BudgetInfeasibleError as error:
-                refused.append((model, f"{_OURS}, {budget}", *[""] * 4, str(error).partition(";")[0]))
-                continue
-            result.save(written := Path(home) / f"{budget.strip('%')}.onnx")
-            jobs.append((f"{_OURS}, {budget}", our_step, str(written), first))
-            compute[f"{_OURS}, {budget}"] = f"{result.report.extra_compute:+.1%}"
+        made = rewritten(step, budgets, theirs, effort)
+        jobs += [(name, our_step, path, first) for name, (path, _) in made.items() if path]
         runners = in_turns(jobs, turns)
     check_losses(model, runners)
     eager = runners[0]
@@ -59,9 +46,11 @@ def rows(
         fastest = min(runner.times)
         yield (
             model, runner.name, f"{runner.first / 1e6:.1f}", f"{runner.first / eager.first:.2f}",
-            f"{1000 * fastest:.0f}", f"{fastest / min(eager.times):.2f}", compute.get(runner.name, ""),
+            f"{1000 * fastest:.0f}", f"{fastest / min(eager.times):.2f}", made.get(runner.name, ("", ""))[1],
         )  # fmt: skip
-    yield from refused
+    for name, (path, why) in made.items():
+        if not path:
+            yield model, name, *[""] * 4, why
 
 
 def draw(rows: Sequence[Sequence[str]], path: Path) -> None:

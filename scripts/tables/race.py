@@ -158,6 +158,27 @@ def our_step(path: str, first: str = "", fuse: bool = True) -> tuple[int, Callab
     return taken, step
 
 
+def rewritten(step: Path, budgets: str, theirs: int, effort: float) -> dict[str, tuple[str, str]]:
+    """Rewrite a step to shares of `theirs` bytes; by runner, its file next to the step, and its extra compute.
+
+    Where no file is found, the file is empty, and the text is the refusal.
+    """
+    from onnx_remat.errors import BudgetInfeasibleError
+    from onnx_remat.rewrite.pipeline import rewrite_model
+
+    made = {}
+    for budget in budgets.split(","):
+        limit = int(theirs * float(budget.strip("%")) / 100)
+        try:
+            result = rewrite_model(step, limit, effort=effort, time_limit=600, run_by="loop")
+        except BudgetInfeasibleError as error:
+            made[f"ours, {budget}"] = "", str(error).partition(";")[0]
+            continue
+        result.save(path := step.with_name(f"{budget.strip('%')}.onnx"))
+        made[f"ours, {budget}"] = str(path), f"{result.report.extra_compute:+.1%}"
+    return made
+
+
 def check_losses(model: str, runners: Sequence[Stepper]) -> None:
     """Raise ValueError where the first losses of a runner are not those of the first runner.
 
@@ -176,10 +197,6 @@ def rows(
     model: str, *, before: str = "", budgets: str = "60%,40%", effort: float = 5.0, turns: int = 15
 ) -> Iterator[tuple[str, ...]]:
     """The rows of one model."""
-    from onnx_remat.errors import BudgetInfeasibleError
-    from onnx_remat.rewrite.pipeline import rewrite_model
-
-    compute, refused = {"ours": ""}, []
     theirs = call(memory_in_torch, model).answer
     with tempfile.TemporaryDirectory(prefix="onnx-remat-") as home:
         ours = Path(home) / "ours.onnx"
@@ -191,17 +208,8 @@ def rows(
         ]  # fmt: skip
         if before and (old := Path(before) / f"{model}.pytorch.onnx").exists():
             jobs.append(("ours before", our_step, str(old)))
-        for budget in budgets.split(","):
-            name = f"ours, {budget}"
-            limit = int(theirs * float(budget.strip("%")) / 100)
-            try:
-                result = rewrite_model(ours, limit, effort=effort, time_limit=600, run_by="loop")
-            except BudgetInfeasibleError as error:
-                refused.append((model, name, *[""] * 6, str(error).partition(";")[0]))
-                continue
-            result.save(written := Path(home) / f"{budget.strip('%')}.onnx")
-            jobs.append((name, our_step, str(written), first))
-            compute[name] = f"{result.report.extra_compute:+.1%}"
+        made = rewritten(ours, budgets, theirs, effort)
+        jobs += [(name, our_step, path, first) for name, (path, _) in made.items() if path]
         runners = in_turns(jobs, turns)
     check_losses(model, runners)
     eager = runners[0]
@@ -210,6 +218,8 @@ def rows(
         yield (
             model, runner.name, f"{runner.first / 1e6:.1f}", f"{runner.first / eager.first:.2f}",
             f"{1000 * fastest:.0f}", f"{fastest / min(eager.times):.2f}", f"{1000 * min(runner.cpus):.0f}",
-            f"{runner.said[0][-1]:.4f}", compute.get(runner.name, ""),
+            f"{runner.said[0][-1]:.4f}", made.get(runner.name, ("", ""))[1],
         )  # fmt: skip
-    yield from refused
+    for name, (path, why) in made.items():
+        if not path:
+            yield model, name, *[""] * 6, why
