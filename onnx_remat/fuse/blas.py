@@ -17,8 +17,9 @@ from pathlib import Path
 import numpy as np
 
 from onnx_remat.errors import ModelError
-from onnx_remat.fuse.kernels import cache_folder, has_avx512
+from onnx_remat.fuse.kernels import has_avx512
 from onnx_remat.messages import Setting
+from onnx_remat.process.cache import cache_folder
 
 _PATTERN = "libscipy_openblas64_*.so"
 _PRODUCT, _SET_THREADS = "scipy_cblas_sgemm64_", "scipy_openblas_set_num_threads64_"

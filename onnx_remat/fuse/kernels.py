@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import stat
 import struct
 import sys
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from onnx_remat.errors import ModelError
+from onnx_remat.process.cache import cache_folder
 from onnx_remat.process.child import Child, Failed
 
 ALIGNMENT = 64
@@ -82,23 +82,6 @@ def compiled(texts: Sequence[str], folder: Path | None = None) -> list[bytes]:
             code = _load(folder, wanted[text])
             found[text] = _compile(text) if code is None else code
     return [found[text] for text in texts]
-
-
-@cache
-def cache_folder() -> Path | None:
-    """Return the cache folder: next to this module, or in the user's cache folder; None if neither is writable.
-
-    Other users' code must not run: the folder must belong to the user and be writable by no one else.
-    """
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    for folder in (Path(__file__).parent / "__pycache__", home / "onnx-remat"):
-        with contextlib.suppress(OSError):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            status = folder.stat()
-            mine = status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-            if mine and os.access(folder, os.W_OK):
-                return folder
-    return None
 
 
 def _load(folder: Path | None, key: str) -> bytes | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import secrets
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -12,8 +13,8 @@ from typing import Any
 
 from onnx_remat.errors import ModelError
 from onnx_remat.fuse import build
-from onnx_remat.fuse.kernels import cache_folder
 from onnx_remat.messages import Setting
+from onnx_remat.process.cache import cache_folder
 
 DOMAIN = "onnx_remat"
 OP = "Fused"
@@ -83,15 +84,20 @@ def offered(secret: int, code: bytes, kernels: Sequence[Sequence[int]]) -> Itera
         yield
         return
     library = _loaded()
-    if library.fused_open(secret, code, len(code), len(kernels)):
-        raise ModelError("the system refuses executable memory for fused kernels: pass {}", Setting("fuse", False))
-    try:
-        for handle, numbers in enumerate(kernels):
-            if library.fused_add(secret, handle, (ctypes.c_int64 * len(numbers))(*numbers), len(numbers)):
-                raise ModelError(f"the library rejects the description of fused kernel {handle}")
-        yield
-    finally:
-        library.fused_close(secret)
+    with _OFFERING:
+        if library.fused_open(secret, code, len(code), len(kernels)):
+            raise ModelError("the system refuses executable memory for fused kernels: pass {}", Setting("fuse", False))
+        try:
+            for handle, numbers in enumerate(kernels):
+                if library.fused_add(secret, handle, (ctypes.c_int64 * len(numbers))(*numbers), len(numbers)):
+                    raise ModelError(f"the library rejects the description of fused kernel {handle}")
+            yield
+        finally:
+            library.fused_close(secret)
+
+
+_OFFERING = threading.RLock()
+"""Two sessions of one plan have the same secret: one model is loaded at a time."""
 
 
 def register(options: Any) -> None:

@@ -18,7 +18,7 @@ from onnx_remat import errors
 from onnx_remat.errors import ModelError, UsageError
 from onnx_remat.messages import Setting
 from onnx_remat.process.child import Child, Failed
-from onnx_remat.session import fusing
+from onnx_remat.session import fusing, plan_cache
 from onnx_remat.session.fusing import Fused
 from onnx_remat.session.slab_layout import (
     Donate,
@@ -145,7 +145,7 @@ class SessionRequest:
 
 
 def plan_in_child(path: Path, target: Path, request: SessionRequest) -> SessionPlan:
-    """Plan the layout of a step's values in a separate process.
+    """Plan the layout of a step's values in a separate process, or find the plan of an earlier one.
 
     Parameters
     ----------
@@ -160,16 +160,21 @@ def plan_in_child(path: Path, target: Path, request: SessionRequest) -> SessionP
     OnnxRematError
         The step cannot be opened; the message states the reason.
     """
+    key = plan_cache.key_of(path, asdict(request))
+    if (known := plan_cache.find(key, target)) is not None:
+        return _read(known)
     try:
         with Child() as process:
             if request.check:
                 compared = {"dims": request.dims, "level": request.level, "donate": request.donate}
                 process.call(_CHECK, {"path": path, "provider": request.provider, **compared})
             job = {"path": path, "target": target, "request": asdict(request)}
-            return _read(process.call("onnx_remat.session.plan_session:planned", job, last=True))
+            answer = process.call("onnx_remat.session.plan_session:planned", job, last=True)
     except Failed as failed:
         error = failed.error() or ModelError(f"{path.name} could not be opened: {failed}")
         raise (ModelError(str(error)) if isinstance(error, errors.BudgetInfeasibleError) else error) from None
+    plan_cache.keep(key, path, target, answer)
+    return _read(answer)
 
 
 _CHECK = "onnx_remat.measure.verify:session"

@@ -1,11 +1,12 @@
 """Seconds to open a step by `Session`, in a fresh process: the first time, and again.
 
-*first* is with no kernel on the disk, *again* the fastest of three with all of them there. Neither includes imports of
-onnxruntime and onnx_remat; both include the process that plans the layout.
+*first* is with an empty cache: the layout is planned, in a process of its own, and kernels are compiled. *again* is the
+fastest of three after that. Neither includes imports of onnxruntime and onnx_remat.
 """
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 import time
 from collections.abc import Iterator
@@ -29,19 +30,21 @@ def opened(path: str) -> tuple[float, int, int]:
 
 
 @contextmanager
-def no_kernels() -> Iterator[None]:
-    """Within the block, the cache of kernels starts empty; afterwards it has what it had before, too."""
-    from onnx_remat.fuse.kernels import cache_folder
+def empty_cache() -> Iterator[None]:
+    """Within the block, the cache of kernels and plans starts empty; afterwards it has what it had before, too."""
+    from onnx_remat.process.cache import cache_folder
+    from onnx_remat.session.plan_cache import ENTRIES
 
     folder = cache_folder()
     if folder is None:
-        raise OSError("there is no cache of kernels: its folder is not writable")
+        raise OSError("there is no cache: its folder is not writable")
     with tempfile.TemporaryDirectory(prefix="onnx-remat-", dir=folder) as aside:
-        for each in folder.glob("*.kernel"):
+        for each in [*folder.glob("*.kernel"), *folder.glob(ENTRIES.name)]:
             each.rename(Path(aside) / each.name)
         try:
             yield
         finally:
+            shutil.rmtree(folder / ENTRIES.name, ignore_errors=True)
             for each in Path(aside).iterdir():
                 each.replace(folder / each.name)
 
@@ -49,7 +52,7 @@ def no_kernels() -> Iterator[None]:
 def rows(file: str, *, turns: int = 3) -> Iterator[tuple[str, ...]]:
     """The row of one graph."""
     path = Path(file).resolve()
-    with no_kernels():
+    with empty_cache():
         first, nodes, kernels = call(opened, str(path)).answer
         again = min(call(opened, str(path)).answer[0] for _ in range(turns))
     yield path.stem, str(nodes), str(kernels), f"{first:.1f}", f"{again:.1f}"

@@ -22,7 +22,7 @@ class Planned(Exception):
 
 @pytest.fixture(autouse=True)
 def folder(monkeypatch, tmp_path):
-    monkeypatch.setattr(plan_cache, "_folder", lambda: tmp_path / "plans")
+    monkeypatch.setattr(plan_cache.ENTRIES, "folder", lambda: tmp_path / "plans")
     return tmp_path / "plans"
 
 
@@ -65,7 +65,7 @@ def test_another_step_is_planned(no_planning, change):
 def test_other_code_or_packages_plan_again(no_planning, monkeypatch):
     step()
     no_planning()
-    monkeypatch.setattr(plan_cache, "_surroundings", lambda: ("another version",))
+    monkeypatch.setattr(plan_cache, "surroundings", lambda: "another version")
     with pytest.raises(Planned):
         step()
 
@@ -81,7 +81,7 @@ def test_an_entry_that_is_damaged_is_planned_again(folder, name):
 
 
 def test_the_oldest_entries_go(folder, monkeypatch):
-    monkeypatch.setattr(plan_cache, "ENTRIES", 2)
+    monkeypatch.setattr(plan_cache.ENTRIES, "most", 2)
     for width in (64, 65, 66):
         step(width)
     assert len([*folder.iterdir()]) == 2

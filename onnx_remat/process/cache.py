@@ -1,0 +1,119 @@
+"""Results that later processes use again, on the disk: compiled kernels, plans of steps.
+
+Everything lies in a folder that belongs to the user alone, because code and pickles in it are trusted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import platform
+import shutil
+import stat
+import tempfile
+from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+_PACKAGES = ("numpy", "numba", "llvmlite", "onnx", "onnxruntime", "onnxruntime-gpu", "ortools", "onednn-cpu-gomp")
+
+
+@cache
+def cache_folder() -> Path | None:
+    """Return the cache folder: in the package, or in the user's cache folder; None if neither is writable.
+
+    Other users' code must not run: the folder must belong to the user and be writable by no one else.
+    """
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    for folder in (Path(__file__).parents[1] / "__pycache__", home / "onnx-remat"):
+        with contextlib.suppress(OSError):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            status = folder.stat()
+            mine = status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+            if mine and os.access(folder, os.W_OK):
+                return folder
+    return None
+
+
+@cache
+def surroundings() -> str:
+    """Return a hash of what a plan depends on besides its step: packages, this package's code, the processor."""
+    versions = []
+    for name in _PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            versions.append((name, version(name)))
+    home = Path(__file__).parents[1]
+    code = sorted(
+        (str(each), each.stat().st_size, each.stat().st_mtime_ns)
+        for pattern in ("*.py", "*.c")
+        for each in home.rglob(pattern)
+    )
+    return hashlib.sha256(repr((versions, code, _processor(), os.cpu_count())).encode()).hexdigest()
+
+
+def _processor() -> tuple[str, ...]:
+    """Return the processor's model and its features, as far as the system states them."""
+    described = [platform.machine(), platform.processor()]
+    with contextlib.suppress(OSError):
+        first, _, _ = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")
+        described += [line for line in first.splitlines() if line.startswith(("model name", "flags", "Features"))]
+    return tuple(described)
+
+
+class Entries:
+    """Folders of files by key; those that were used longest ago are removed.
+
+    Parameters
+    ----------
+    name : str
+        Name of their folder in `cache_folder`.
+    most : int
+        Number of entries to keep.
+    """
+
+    def __init__(self, name: str, most: int = 32) -> None:
+        self.name = name
+        self.most = most
+
+    def folder(self) -> Path | None:
+        """Return the folder of the entries, or None: no folder is writable."""
+        folder = cache_folder()
+        return None if folder is None else folder / self.name
+
+    def find(self, key: str) -> Path | None:
+        """Return the entry of a key, and count it as used now; None if there is none.
+
+        Another process may remove it at any time: be ready for OSError when reading its files.
+        """
+        folder = self.folder()
+        if folder is None:
+            return None
+        try:
+            os.utime(folder / key)
+        except OSError:
+            return None
+        return folder / key
+
+    def add(self, key: str, files: Mapping[str, Path | bytes]) -> None:
+        """Store an entry, complete or not at all: copies of files, or contents, by name."""
+        folder = self.folder()
+        if folder is None:
+            return
+        with contextlib.suppress(OSError):
+            folder.mkdir(mode=0o700, exist_ok=True)
+            partial = Path(tempfile.mkdtemp(dir=folder))
+            try:
+                for name, content in files.items():
+                    if isinstance(content, bytes):
+                        (partial / name).write_bytes(content)
+                    else:
+                        shutil.copyfile(content, partial / name)
+                shutil.rmtree(folder / key, ignore_errors=True)  # damaged, or of another process that came first
+                partial.rename(folder / key)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+            known = sorted(folder.iterdir(), key=lambda each: each.stat().st_mtime)
+            for old in known[: -self.most]:
+                shutil.rmtree(old, ignore_errors=True)

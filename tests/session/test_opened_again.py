@@ -1,0 +1,163 @@
+"""A step that was opened before opens without planning; any change of what its plan depends on plans again."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from onnx_remat import Session
+from onnx_remat.errors import OnnxRematError
+from onnx_remat.session import plan_cache, plan_session
+from tests.support.graphs import mlp
+
+
+class Planned(Exception):
+    """A step was planned."""
+
+
+@pytest.fixture(autouse=True)
+def folder(monkeypatch, tmp_path):
+    monkeypatch.setattr(plan_cache.ENTRIES, "folder", lambda: tmp_path / "sessions")
+    return tmp_path / "sessions"
+
+
+@pytest.fixture
+def no_planning(monkeypatch):
+    def fail(*_, **__):
+        raise Planned
+
+    return lambda: monkeypatch.setattr(plan_session, "Child", fail)
+
+
+@pytest.fixture
+def path(tmp_path):
+    onnx.save(mlp(layers=4, batch=256, width=32), tmp_path / "step.onnx")
+    return tmp_path / "step.onnx"
+
+
+def feeds(session):
+    draws = np.random.default_rng(0)
+    return {each.name: draws.standard_normal(each.shape).astype(each.dtype_name) for each in session.inputs}
+
+
+def ran(session):
+    with session:
+        return session.run(feeds(session))
+
+
+def test_it_opens_without_planning_and_computes_the_same(path, no_planning):
+    first = Session(path)
+    facts = (first.kernel_count, first.slab_bytes, first.bookkeeping_bytes, first.inputs, first.outputs)
+    made = ran(first)
+    no_planning()
+    again = Session(path)
+    assert again.kernel_count > 0
+    assert (again.kernel_count, again.slab_bytes, again.bookkeeping_bytes, again.inputs, again.outputs) == facts
+    for name, value in ran(again).items():
+        np.testing.assert_array_equal(value, made[name])
+
+
+def test_a_step_given_as_bytes_opens_from_the_same_entry(path, no_planning):
+    ran(Session(path))
+    no_planning()
+    ran(Session(path.read_bytes()))
+
+
+@pytest.mark.parametrize("options", [{"donate": True}, {"level": "basic"}, {"fuse": False}, {"level": "disable"}])
+def test_other_options_plan_again(path, no_planning, options):
+    ran(Session(path))
+    no_planning()
+    with pytest.raises(Planned):
+        Session(path, **options)
+
+
+def test_a_changed_file_is_planned_again(path, no_planning):
+    ran(Session(path))
+    no_planning()
+    model = onnx.load(path)
+    model.producer_name = "another"
+    with pytest.raises(Planned):
+        Session(model.SerializeToString())
+
+
+def test_other_code_or_packages_plan_again(path, no_planning, monkeypatch):
+    ran(Session(path))
+    no_planning()
+    monkeypatch.setattr(plan_cache, "surroundings", lambda: "another version")
+    with pytest.raises(Planned):
+        Session(path)
+
+
+@pytest.mark.parametrize("name", ["lean.onnx", "lean.kernels", "plan.json"])
+def test_an_entry_that_is_damaged_is_planned_again(path, folder, name):
+    made = ran(Session(path))
+    (entry,) = folder.iterdir()
+    (entry / name).unlink()
+    for value, expected in zip(ran(Session(path)).values(), made.values(), strict=True):
+        np.testing.assert_array_equal(value, expected)
+    (entry,) = folder.iterdir()
+    assert (entry / name).exists()
+
+
+def test_a_truncated_plan_is_planned_again(path, folder):
+    ran(Session(path))
+    (entry,) = folder.iterdir()
+    (entry / "plan.json").write_text("{")
+    ran(Session(path))
+
+
+def test_a_check_always_runs(path, no_planning):
+    ran(Session(path))
+    no_planning()
+    with pytest.raises(Planned):
+        Session(path, check=True)
+
+
+def test_weights_in_another_file_are_read_each_time(tmp_path, folder):
+    """The file that names them stays the same when they change."""
+    weight = helper.make_tensor("w", TensorProto.FLOAT, [1024], np.ones(1024, np.float32).tobytes(), raw=True)
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [1024]) for name in "xy")
+    graph = helper.make_graph([helper.make_node("Mul", ["x", "w"], ["y"])], "g", [x], [y], [weight])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
+    path = tmp_path / "model.onnx"
+    onnx.save(model, path, save_as_external_data=True, location="weights.bin", size_threshold=0)
+    x = {"x": np.ones(1024, np.float32)}
+    with Session(path) as session:
+        assert session.run(x)["y"][0] == 1
+    (tmp_path / "weights.bin").write_bytes(np.full(1024, 2, np.float32).tobytes())
+    with Session(path) as session:
+        assert session.run(x)["y"][0] == 2
+    assert not folder.exists() or not [*folder.iterdir()]
+
+
+def test_a_refusal_is_not_kept(tmp_path, folder):
+    path = tmp_path / "bad.onnx"
+    path.write_bytes(b"no model")
+    with pytest.raises(OnnxRematError):
+        Session(path)
+    assert not folder.exists()
+
+
+def test_two_threads_open_one_entry_at_once(path, no_planning):
+    made = ran(Session(path))
+    no_planning()
+    found: list[dict] = []
+    threads = [threading.Thread(target=lambda: found.append(ran(Session(path)))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == len(threads)
+    for each in found:
+        for name, value in each.items():
+            np.testing.assert_array_equal(value, made[name])
+
+
+def test_a_folder_that_cannot_be_written_changes_nothing(path, folder):
+    folder.write_text("a file")
+    ran(Session(path))
+    ran(Session(path))
