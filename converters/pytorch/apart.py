@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 from onnx_remat.process import forked
 
 from .living import Living, Place, forks
 from .outside import Outside
-from .preparation import Own, Prepared, Request
+from .own_step import Measurement
+from .preparation import Prepared, Request
 
 
-def carried_out(request: Request, own: Own) -> tuple[Prepared, Mapping[str, Outside]]:
+def carried_out(request: Request) -> tuple[Prepared, Mapping[str, Outside]]:
     """Prepare a step in a forked copy of this process, or here if that is impossible.
 
     Returns
@@ -22,17 +24,24 @@ def carried_out(request: Request, own: Own) -> tuple[Prepared, Mapping[str, Outs
     """
     if forks():
         living = Living.now()
-        made = forked.call(partial(_apart, request, own, living), "the export")
+        made = forked.call(partial(_apart, request, living), "the export")
         if made is not None:
             places = {name: one for name, one in made.outside.items() if isinstance(one, Place)}
             return made, {name: living.outside(place) for name, place in places.items()}
     from .prepare import prepared
 
-    made = prepared(request, own)
+    with _measured(request) as own:
+        made = prepared(request, own)
     return made, {name: one for name, one in made.outside.items() if isinstance(one, Outside)}
 
 
-def _apart(request: Request, own: Own, living: Living) -> Prepared | None:
-    from .prepare import prepared_apart
+def _apart(request: Request, living: Living) -> Prepared | None:
+    with _measured(request) as own:  # first, while the heap is that of the training process
+        from .prepare import prepared_apart
 
-    return prepared_apart(request, own, living)
+        return prepared_apart(request, own, living)
+
+
+def _measured(request: Request) -> AbstractContextManager[Measurement | None]:
+    """Start to measure PyTorch's own step if that is of interest and possible; the export goes on meanwhile."""
+    return Measurement(request) if request.compares and forks() else nullcontext()

@@ -21,13 +21,13 @@ from onnx_remat.session.session import Session
 from onnx_remat.units import format_bytes
 
 from .. import names, shares
-from . import optimizer_facts, own_step
+from . import optimizer_facts
 from .apart import carried_out
 from .arrays import view
 from .batch import Batch
 from .living import forks
 from .outside import Outside, memory, shares_memory
-from .preparation import Own, Prepared, Request
+from .preparation import Prepared, Request
 from .recipe import Recipe, Scaling
 from .unchanged import Facts
 
@@ -98,12 +98,11 @@ class Budgeted:
         users: tuple[torch.optim.Optimizer, ...],
         batch: Batch,
         prepared: Prepared,
-        own: Own,
         outside: Mapping[str, Outside],
         written: Written,
         threads: int,
     ) -> None:
-        self.torch_bytes, self._report, self._verdict = own.bytes, prepared.report, prepared.verdict
+        self.torch_bytes, self._report, self._verdict = prepared.torch_bytes, prepared.report, prepared.verdict
         self._optimizers, self._model, self._written = users, model, written
         self._batch, self._sizes = replace(batch, tensors=()), written.sizes(batch)  # frees the example
         self._shapes = {name: tensor.shape for name, tensor in zip(batch.names, batch.tensors, strict=True)}
@@ -459,12 +458,11 @@ def budgeted(
         attention_parts, check, planning or {}, written.path,
         Progress(quiet=not progress),
     )  # fmt: skip
-    own = own_step.measured(request) if forks() and given is not None and (check or request.is_share) else Own()
     if request.is_share and not forks():
         warnings.warn(
             "PyTorch's own step cannot be measured on this system: the budget is a share of what the exported step "
             "takes",
             stacklevel=2,
         )
-    made, outside = carried_out(request, own)
-    return Budgeted(model, users, example, made, own, outside, written, threads or torch.get_num_threads())
+    made, outside = carried_out(request)
+    return Budgeted(model, users, example, made, outside, written, threads or torch.get_num_threads())

@@ -14,17 +14,15 @@ import torch
 
 from onnx_remat.errors import ConversionError
 from onnx_remat.ir.shapes import INITIAL_KEY
-from onnx_remat.plan.request import Progress, silent
 
 from ..checks import agreement as checking
 from ..passes import attention_in_parts, loss_in_parts
 from . import optimizer_facts, updates, verify
 from .batch import Batch
 from .lower import finish, lower
-from .outside import Outside
 from .recipe import Recipe, Scaling
 from .refusals import check_modules
-from .trace import Loss, StepParts, trace
+from .trace import Loss, StepParts, Trace, trace
 
 
 def step_of(
@@ -62,36 +60,32 @@ def step_of(
     )  # fmt: skip
 
 
-def export(
-    step: StepParts,
-    opset: int,
-    dynamic: Mapping[str, Mapping[int, str]],
-    check: bool,
-    loss_parts: int | None = None,
-    attention_parts: int | None = None,
-    feed: bool = False,
-    progress: Progress = silent,
-) -> tuple[onnx.ModelProto, Mapping[str, Outside]]:
-    """Return the step as a model, see `export_training_step`, and the tensors outside it by name (inputs with
-    `feed`)."""
+def traced(
+    step: StepParts, opset: int, dynamic: Mapping[str, Mapping[int, str]], feed: bool
+) -> tuple[Trace, StepParts]:
+    """Trace the step; with `feed`, tensors outside it are inputs, and the returned parts have them."""
     step.batch.check_dimensions(dynamic)
-    progress("export", 0.0)
-    traced = trace(step, dynamic, opset, feed)
-    if feed:
-        step = replace(step, outside={name: one.alias for name, one in traced.outside.items()})
-    made = lower(traced, step.inputs, opset, dynamic, loss_parts, attention_parts)
-    if check:
-        progress("compare with PyTorch", 0.0)
-        found = verify.step(made, step, distances=not feed)  # they are for the metadata of a file
-        if dynamic:
-            verify.step(made, replace(step, batch=step.batch.larger(dynamic)), distances=False)
+    made = trace(step, dynamic, opset, feed)
+    return made, replace(step, outside={name: one.alias for name, one in made.outside.items()}) if feed else step
+
+
+def compare(
+    made: ir.Model, step: StepParts, dynamic: Mapping[str, Mapping[int, str]], distances: bool
+) -> checking.Check:
+    """Compare a translated step with torch's, see `verify.step`, and at a second size where dimensions are open."""
+    found = verify.step(made, step, distances)
+    if dynamic:
+        verify.step(made, replace(step, batch=step.batch.larger(dynamic)), distances=False)
+    return found
+
+
+def finished(made: ir.Model, step: StepParts) -> onnx.ModelProto:
+    """Return a translated step without what only its comparison needs; `made` changes."""
     finish(made, len(step.batch.names), gradients=not step.optimizers)
     proto = ir.to_proto(made)
     if scalars := {name: value.item() for name, value in step.recipe.state({}).items()}:
         proto.metadata_props.add(key=INITIAL_KEY, value=json.dumps(scalars))
-    if check:
-        checking.record(proto, found)
-    return proto, traced.outside
+    return proto
 
 
 def export_training_step(
@@ -172,9 +166,17 @@ def export_training_step(
     """
     recipe = Recipe(clip_norm, clip_value, accumulate, average, None if scaler is None else Scaling.of(scaler))
     step = step_of(model, example_inputs, loss, optimizer_facts.each(optimizer), recipe)
-    parts = loss_in_parts.checked(loss_parts), attention_in_parts.checked(attention_parts)
-    made, outside = export(step, opset, dynamic_dims or {}, check, *parts)
-    if outside:
+    dynamic, parts = (
+        dynamic_dims or {},
+        (loss_in_parts.checked(loss_parts), attention_in_parts.checked(attention_parts)),
+    )
+    graph, step = traced(step, opset, dynamic, feed=False)
+    made = lower(graph, step.inputs, opset, dynamic, *parts)
+    found = compare(made, step, dynamic, distances=True) if check else None
+    proto = finished(made, step)
+    if found is not None:
+        checking.record(proto, found)
+    if outside := graph.outside:
         first = next(iter(outside.values())).label
         others = f", and {len(outside) - 1} more" if len(outside) > 1 else ""
         warnings.warn(
@@ -182,4 +184,4 @@ def export_training_step(
             "steps, make them buffers of the model (register_buffer)",
             stacklevel=2,
         )
-    return made
+    return proto

@@ -19,18 +19,33 @@ STEPS = 2
 """The first makes the state of the optimizers, the second has it from the start."""
 
 
-def measured(request: Request) -> Own:
-    """Return the memory of PyTorch's own step, or the error with which it fails.
+class Measurement:
+    """The measurement of PyTorch's own step in a forked copy of this process, whose heap must have few free blocks."""
 
-    The measurement runs in a process forked from this one, whose heap has few free blocks yet. The number of bytes has
-    two digits, so that its noise hardly ever changes a plan.
-    """
-    try:
-        found = forked.call(partial(memory, request), "PyTorch's own step")
-    except Exception as error:
-        return Own(0, f"{type(error).__name__}: {error}")
-    unit = 10 ** (len(str(found)) - 2)
-    return Own(math.ceil(found / unit) * unit)
+    def __init__(self, request: Request) -> None:
+        self._running = forked.Running(partial(memory, request), "PyTorch's own step")
+        self._known: Own | None = None
+
+    def __enter__(self) -> Measurement:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._running.__exit__()
+
+    def result(self) -> Own:
+        """Wait for the measurement and return its result.
+
+        The number of bytes has two digits, so that its noise hardly ever changes a plan.
+        """
+        if self._known is None:
+            try:
+                found = self._running.answer()
+            except Exception as error:
+                self._known = Own(0, f"{type(error).__name__}: {error}")
+            else:
+                unit = 10 ** (len(str(found)) - 2)
+                self._known = Own(math.ceil(found / unit) * unit)
+        return self._known
 
 
 def memory(request: Request) -> int:

@@ -71,6 +71,11 @@ class Request:
         """Return whether the budget is a share of what PyTorch's own step takes."""
         return self.budget is not None and self.budget.fraction is not None and not self.of_step
 
+    @property
+    def compares(self) -> bool:
+        """Return whether memory of PyTorch's own step is of interest."""
+        return self.budget is not None and (self.check or self.is_share)
+
 
 @dataclass(frozen=True, slots=True)
 class Own:
@@ -108,6 +113,8 @@ class Prepared:
         The pickled `Report` of the rewrite, whose classes take memory; empty without a budget.
     verdict : str
         Its first line.
+    torch_bytes : int
+        Memory that training with PyTorch's own step takes; 0 if that was not measured.
     """
 
     trained: tuple[str, ...]
@@ -117,3 +124,4 @@ class Prepared:
     outside: Mapping[str, Outside | Place]
     report: bytes = b""
     verdict: str = ""
+    torch_bytes: int = 0

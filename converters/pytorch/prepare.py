@@ -8,26 +8,33 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import onnx
+import onnx_ir as ir
 import torch
 
 from onnx_remat.errors import ConversionError
 from onnx_remat.messages import Setting
 from onnx_remat.options import PlanningOptions, parse_options
+from onnx_remat.process import forked
 from onnx_remat.rewrite.pipeline import rewrite_model
+from onnx_remat.rewrite.report import Report
 from onnx_remat.units import Budget
 
 from .. import names, plan_cache, shares
 from ..passes import attention_in_parts, loss_in_parts
-from . import optimizer_facts, updates
+from . import export_cache, optimizer_facts, updates
 from .arrays import tensor
-from .export import export, step_of
+from .export import compare, finished, step_of, traced
 from .initial import initial_feeds
 from .living import Living
+from .lower import lower
 from .outside import Outside
-from .preparation import Own, Prepared, Request
+from .own_step import Measurement
+from .preparation import Prepared, Request
 from .trace import StepParts
 from .unchanged import SettingPlace
 
@@ -36,10 +43,11 @@ OPSET = 20
 _LR = "lr"
 
 
-def prepared(request: Request, own: Own) -> Prepared:
+def prepared(request: Request, measured: Measurement | None, apart: bool = False) -> Prepared:
     """Export a step, compare it with torch's if `check`, plan it if there is a budget, and write it.
 
-    A share as budget is one of PyTorch's `own` step where that was measured.
+    A share as budget is one of PyTorch's own step if that is `measured`. In a process `apart`, the step is compared
+    while it is planned.
 
     Raises
     ------
@@ -47,48 +55,90 @@ def prepared(request: Request, own: Own) -> Prepared:
         The step cannot be exported, or no plan fits the budget.
     """
     try:
-        return _prepared(request, own)
+        return _prepared(request, measured, apart)
     finally:
         request.progress.clear()
 
 
-def _prepared(request: Request, own: Own) -> Prepared:
+def _prepared(request: Request, measured: Measurement | None, apart: bool) -> Prepared:
     if request.budget is not None:
         parse_options({**request.planning})
     parameters = dict(request.model.named_parameters())
     twins = tuple(_with_rates(user, parameters) for user in request.users)
     step = step_of(request.model, request.batch, request.loss, twins, request.recipe)
     parts = loss_in_parts.checked(request.loss_parts), attention_in_parts.checked(request.attention_parts)
-    proto, outside = export(step, OPSET, request.dynamic, request.check, *parts, feed=True, progress=request.progress)
-    _check_kernels(proto)
-    made = Prepared(
-        tuple(step.trainable), _settings(twins), _started(step, request.users, parameters), _own(proto, step), outside
-    )
+    request.progress("export", 0.0)
+    graph, step = traced(step, OPSET, request.dynamic, feed=True)
+    key = export_cache.key_of(graph, step, request)
+    exported = export_cache.find(key)
+    if exported is not None:
+        report = _planned(request, exported)
+    else:
+        made = lower(graph, step.inputs, OPSET, request.dynamic, *parts)
+        check = partial(_compared, made, step, request)
+        if request.check and not apart:
+            request.progress("compare with PyTorch", 0.0)
+            check()
+        with forked.Running(check, "the comparison") if request.check and apart else nullcontext() as comparison:
+            exported = export_cache.Exported(finished(made, step), _own_bytes(request, measured))
+            _check_kernels(exported.step)
+            report = _planned(request, exported, comparison)
+            if comparison is not None:
+                request.progress("compare with PyTorch", 0.0)
+                comparison.answer()
+        export_cache.keep(key, exported)
+    return Prepared(
+        tuple(step.trainable), _settings(twins), _started(step, request.users, parameters), _own(exported.step, step),
+        graph.outside, report=b"" if report is None else pickle.dumps(report),
+        verdict="" if report is None else report.verdict(), torch_bytes=exported.torch_bytes,
+    )  # fmt: skip
+
+
+def _compared(made: ir.Model, step: StepParts, request: Request) -> None:
+    compare(made, step, request.dynamic, distances=False)  # they are for the metadata of a file
+
+
+def _own_bytes(request: Request, measured: Measurement | None) -> int:
+    """Return what PyTorch's own step takes; 0 if that was not measured."""
+    if measured is None:
+        return 0
+    own = measured.result()
+    if own.error and request.is_share:
+        raise ConversionError(f"PyTorch's own step fails: {own.error}")
+    return own.bytes
+
+
+def _planned(
+    request: Request, exported: export_cache.Exported, comparison: forked.Running[None] | None = None
+) -> Report | None:
+    """Write the step, planned if there is a budget; raise the error of the comparison as soon as it fails."""
     if request.budget is None:
-        onnx.save(proto, request.path)
-        return made
-    budget = request.budget
-    if request.is_share:
-        if own.error:
-            raise ConversionError(f"PyTorch's own step fails: {own.error}")
-        if own.bytes:
-            budget = Budget(bytes=budget.resolve(own.bytes))
+        onnx.save(exported.step, request.path)
+        return None
+    budget, own = request.budget, exported.torch_bytes if request.is_share else 0
+    if own:
+        budget = Budget(bytes=budget.resolve(own))
+
+    def progress(stage: str, fraction: float) -> None:
+        if comparison is not None and comparison.has_answered():
+            comparison.answer()
+        request.progress(stage, fraction)
+
     sizes: PlanningOptions = {"dims": dict(request.sizes)} if request.sizes else {}
-    options: PlanningOptions = sizes | {"progress": request.progress} | request.planning
-    with shares.of("PyTorch", own.bytes if request.is_share else 0):
-        report = plan_cache.rewritten(
-            proto, budget, options, request.path, lambda: rewrite_model(proto, budget, **options)
+    options: PlanningOptions = sizes | {"progress": progress} | request.planning
+    with shares.of("PyTorch", own):
+        return plan_cache.rewritten(
+            exported.step, budget, options, request.path, lambda: rewrite_model(exported.step, budget, **options)
         )
-    return replace(made, report=pickle.dumps(report), verdict=report.verdict())
 
 
-def prepared_apart(request: Request, own: Own, living: Living) -> Prepared | None:
+def prepared_apart(request: Request, measured: Measurement | None, living: Living) -> Prepared | None:
     """Return the result of `prepared` with all tensors outside the step as places.
 
     Return None if one of them is unknown to the other process. Runs in a forked copy, which has one thread.
     """
     torch.set_num_threads(1)  # libgomp's threads did not survive the fork
-    made = prepared(request, own)
+    made = prepared(request, measured, apart=True)
     places = {name: living.place(one) for name, one in made.outside.items() if isinstance(one, Outside)}
     known = {name: place for name, place in places.items() if place is not None}
     if len(known) < len(places):

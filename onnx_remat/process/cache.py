@@ -38,17 +38,26 @@ def cache_folder() -> Path | None:
 
 
 @cache
-def surroundings() -> str:
-    """Return a hash of what a plan depends on besides its step: packages, this package's code, the processor."""
+def surroundings(more: tuple[str, ...] = (), folder: Path | None = None) -> str:
+    """Return a hash of what a plan depends on besides its step: packages, this package's code, the processor.
+
+    Parameters
+    ----------
+    more : tuple of str
+        Names of further packages.
+    folder : Path, optional
+        Further code.
+    """
     versions = []
-    for name in _PACKAGES:
+    for name in (*_PACKAGES, *more):
         with contextlib.suppress(PackageNotFoundError):
             versions.append((name, version(name)))
     home = Path(__file__).parents[1]
     code = sorted(
         (str(each), each.stat().st_size, each.stat().st_mtime_ns)
+        for root in (home, folder or home)
         for pattern in ("*.py", "*.c")
-        for each in home.rglob(pattern)
+        for each in root.rglob(pattern)
     )
     return hashlib.sha256(repr((versions, code, _processor(), os.cpu_count())).encode()).hexdigest()
 

@@ -10,13 +10,15 @@ import ctypes
 import gc
 import os
 import pickle
+import select
 import signal
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 from onnx_remat.errors import OnnxRematError
 
@@ -59,55 +61,93 @@ def available() -> bool:
     return sys.platform == "linux"
 
 
-def call(function: Callable[[], T], what: str) -> T:
-    """Call a function in a copy of this process, and return its result, which must be picklable.
-
-    Warnings appear in this process, and an error is raised here. Its cause is its traceback, except for an
-    `OnnxRematError` without cause, whose text says all.
+class Running(Generic[T]):
+    """A function that runs in a copy of this process; the copy is killed when the context ends before `answer`.
 
     Parameters
     ----------
     function : callable
+        Its result must be picklable.
     what : str
         Description of its work for messages.
-
-    Raises
-    ------
-    OnnxRematError
-        The copy died, for example because the system had no memory left.
     """
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            stream.flush()  # the copy would print buffered text again
-    reads, writes = os.pipe()
-    with warnings.catch_warnings():
-        # About threads that the copy lacks: Python's (from 3.12 on) and JAX's.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
-        copy = os.fork()
-    if not copy:
-        os.close(reads)
-        _work(function, writes)
-    os.close(writes)
-    try:
-        with os.fdopen(reads, "rb") as stream:
-            data = stream.read()
-    except BaseException:
-        os.kill(copy, signal.SIGKILL)
-        raise
-    finally:
-        status = os.waitstatus_to_exitcode(os.waitpid(copy, 0)[1])
-    if not data:
-        how = signal.Signals(-status).name if status < 0 else f"exit status {status}"
-        memory = "; probably the system ran out of memory" if status == -signal.SIGKILL else ""
-        raise OnnxRematError(f"the process for {what} ended without an answer ({how}{memory})")
-    answer: _Answer = pickle.loads(data)
-    for message, category, file, line in answer.warnings:
-        warnings.warn_explicit(message, category, file, line)
-    if answer.error is not None:
-        raise answer.error from (_Origin(answer.origin) if answer.origin else None)
-    result: T = answer.result
-    return result
+
+    def __init__(self, function: Callable[[], T], what: str) -> None:
+        self._what = what
+        self._answer: _Answer | None = None
+        self._lock = threading.Lock()
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()  # the copy would print buffered text again
+        reads, writes = os.pipe()
+        with warnings.catch_warnings():
+            # About threads that the copy lacks: Python's (from 3.12 on) and JAX's.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
+            self._copy = os.fork()
+        if not self._copy:
+            os.close(reads)
+            _work(function, writes)
+        os.close(writes)
+        self._stream = os.fdopen(reads, "rb")
+
+    def __enter__(self) -> Running[T]:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self._stream.closed:
+            os.kill(self._copy, signal.SIGKILL)
+            self._ended()
+
+    def _ended(self) -> int:
+        self._stream.close()
+        return os.waitstatus_to_exitcode(os.waitpid(self._copy, 0)[1])
+
+    def has_answered(self) -> bool:
+        """Return whether `answer` returns, or raises, without waiting for the function."""
+        with self._lock:
+            return self._stream.closed or bool(select.select([self._stream], [], [], 0)[0])
+
+    def answer(self) -> T:
+        """Wait for the function and return its result; any thread may ask, and again.
+
+        Warnings appear in this process, and an error is raised here. Its cause is its traceback, except for an
+        `OnnxRematError` without cause, whose text says all.
+
+        Raises
+        ------
+        OnnxRematError
+            The copy died, for example because the system had no memory left.
+        """
+        with self._lock:
+            answer = self._answer = self._answer or self._received()
+        if answer.error is not None:
+            raise answer.error from (_Origin(answer.origin) if answer.origin else None)
+        result: T = answer.result
+        return result
+
+    def _received(self) -> _Answer:
+        try:
+            data = self._stream.read()
+        except BaseException:
+            os.kill(self._copy, signal.SIGKILL)
+            raise
+        finally:
+            status = self._ended()
+        if not data:
+            how = signal.Signals(-status).name if status < 0 else f"exit status {status}"
+            memory = "; probably the system ran out of memory" if status == -signal.SIGKILL else ""
+            raise OnnxRematError(f"the process for {self._what} ended without an answer ({how}{memory})")
+        answer: _Answer = pickle.loads(data)
+        for message, category, file, line in answer.warnings:
+            warnings.warn_explicit(message, category, file, line)
+        return answer
+
+
+def call(function: Callable[[], T], what: str) -> T:
+    """Call a function in a copy of this process and return its result, see `Running`."""
+    with Running(function, what) as running:
+        return running.answer()
 
 
 def _work(function: Callable[[], Any], writes: int) -> NoReturn:

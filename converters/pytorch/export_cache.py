@@ -1,0 +1,107 @@
+"""Steps that were exported and compared before: a traced graph is translated and compared with torch once.
+
+An entry is a folder with the exported step and what was measured of torch's own. Its key is a hash of the traced graph
+with its constants, the options, and the surroundings, see `process.cache`. Values of parameters and state are inputs of
+the graph: they are not part of the key.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx
+import torch
+
+from onnx_remat.process.cache import Entries, surroundings
+
+from .arrays import array
+from .preparation import Request
+from .private_torch import FakeTensor, pytree
+from .trace import StepParts, Trace
+
+ENTRIES = Entries("exports")
+
+MOST_BYTES = 64 << 20
+"""Largest step to keep."""
+
+_STEP, _FACTS = "step.onnx", "facts.json"
+_PACKAGES = ("torch", "onnxscript", "onnx-ir")
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """An exported step, and the bytes that torch's own takes, 0 if they were not measured."""
+
+    step: onnx.ModelProto
+    torch_bytes: int = 0
+
+
+def key_of(traced: Trace, step: StepParts, request: Request) -> str:
+    """Return the key of a traced step, empty for a graph that text does not describe completely."""
+    options: list[Any] = [
+        traced.outputs, traced.watched, sorted(traced.outside), request.dynamic, request.loss_parts,
+        request.attention_parts, request.check, request.compares, step.recipe, step.recipe.state({}), step.batch.names,
+        bool(step.optimizers), surroundings(_PACKAGES, Path(__file__).parents[1]),
+    ]  # fmt: skip
+    found = hashlib.sha256(repr(options).encode())
+    for name, value in step.inputs.items():
+        found.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
+    try:
+        for part in _described(traced.graph):
+            found.update(part)
+    except _Indescribable:
+        return ""
+    return found.hexdigest()[:32]
+
+
+class _Indescribable(Exception):
+    """A part of a graph that is neither an operator, a number nor a tensor with data."""
+
+
+def _described(graph: torch.fx.GraphModule) -> Iterator[bytes]:
+    for node in graph.graph.nodes:
+        leaves = pytree.tree_leaves((node.args, node.kwargs))
+        if any(isinstance(leaf, torch.Tensor | torch.nn.Module) for leaf in leaves):
+            raise _Indescribable
+        label = {key: node.meta.get("custom", {}).get(key) for key in ("phase", "module")}
+        value = pytree.tree_map_only(torch.Tensor, _kind, node.meta.get("val"))
+        target = node.target if isinstance(node.target, str) else _name(node.target)
+        yield repr((node.op, node.name, target, node.args, node.kwargs, label, value)).encode()
+        if node.op == "get_attr":
+            constant = getattr(graph, str(node.target), None)
+            if not isinstance(constant, torch.Tensor) or isinstance(constant, FakeTensor):
+                raise _Indescribable
+            yield repr(_kind(constant)).encode() + array(constant).tobytes()
+
+
+def _kind(tensor: torch.Tensor) -> tuple[str, ...]:
+    return str(tensor.dtype), str(tuple(tensor.shape)), str(tensor.stride())
+
+
+def _name(target: Any) -> str:
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target)
+    return f"{target.__module__}.{target.__qualname__}"
+
+
+def find(key: str) -> Exported | None:
+    """Return what was kept under a key."""
+    entry = ENTRIES.find(key) if key else None
+    if entry is not None:
+        with contextlib.suppress(Exception):  # a damaged model raises errors of any class
+            facts = json.loads((entry / _FACTS).read_text(encoding="utf-8"))
+            return Exported(onnx.load(entry / _STEP), facts["torch_bytes"])
+    return None
+
+
+def keep(key: str, exported: Exported) -> None:
+    """Store what `find` returns, unless it is too large."""
+    data = exported.step.SerializeToString(deterministic=True) if key else b""
+    if key and len(data) <= MOST_BYTES:
+        ENTRIES.add(key, {_STEP: data, _FACTS: json.dumps({"torch_bytes": exported.torch_bytes}).encode()})

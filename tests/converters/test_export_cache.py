@@ -1,0 +1,150 @@
+"""A step that was exported before is traced again, but not translated, compared or measured again."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("onnxscript")
+
+import torch
+from onnx_remat.converters.pytorch import budgeted, export_cache, own_step, prepare
+from torch import nn
+
+from onnx_remat.converters import plan_cache
+from onnx_remat.errors import ConversionError
+from onnx_remat.process import forked
+
+pytestmark = pytest.mark.skipif(not forked.available(), reason="only Linux forks")
+
+mse_loss = nn.functional.mse_loss
+
+
+class Exported(Exception):
+    """A step was translated."""
+
+
+@pytest.fixture(autouse=True)
+def folders(monkeypatch, tmp_path):
+    for cache in (export_cache, plan_cache):
+        monkeypatch.setattr(cache.ENTRIES, "folder", lambda name=cache.ENTRIES.name: tmp_path / name)
+    return tmp_path
+
+
+class Net(nn.Module):
+    def __init__(self, width=64, factor=2.0, constant=1.0):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, width), nn.Linear(width, 4)
+        self.factor, self.constant = factor, constant
+
+    def forward(self, x):
+        return self.down(nn.functional.gelu(self.up(x)) * self.factor + torch.tensor([self.constant]))
+
+
+def step(
+    *, seed=0, rows=512, betas=(0.9, 0.999), budget="100% of the step", loss=mse_loss, check=True, dropout=0.0, **net
+):
+    torch.manual_seed(seed)
+    model = nn.Sequential(Net(**net), nn.Dropout(dropout)) if dropout else Net(**net)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=betas)
+    batch = torch.randn(rows, 16), torch.randn(rows, 4)
+    return budgeted(model, loss, optimizer, batch, budget, planning=budget and {"effort": 0.1}, check=check), batch
+
+
+@pytest.fixture
+def no_export(monkeypatch):
+    def fail(*_, **__):
+        raise Exported
+
+    def forbid():
+        monkeypatch.setattr(prepare, "lower", fail)
+        monkeypatch.setattr(prepare, "compare", fail)
+
+    return forbid
+
+
+@pytest.mark.parametrize("budget", [None, "100% of the step", "900%", "20MB"])
+def test_the_same_step_is_exported_once(no_export, budget):
+    """Initial values, another seed of them included, are inputs of the step."""
+    first, batch = step(budget=budget)
+    losses = [first(batch) for _ in range(3)]
+    no_export()
+    again, batch = step(budget=budget)
+    assert [again(batch) for _ in range(3)] == losses
+    assert again.torch_bytes == first.torch_bytes
+    assert again.summary == first.summary
+    step(budget=budget, seed=1)
+
+
+def by_sum(output, target):
+    return (output - target).square().sum()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"width": 65}, {"factor": 2.0000002}, {"constant": 1.5}, {"rows": 256}, {"betas": (0.9, 0.99)},
+        {"loss": by_sum}, {"check": False}, {"dropout": 0.1},
+    ],
+    ids=lambda change: next(iter(change)),
+)  # fmt: skip
+def test_another_step_is_exported(no_export, change):
+    step()
+    no_export()
+    with pytest.raises(Exported):
+        step(**change)
+
+
+def test_other_code_or_packages_export_again(no_export, monkeypatch):
+    step()
+    no_export()
+    monkeypatch.setattr(export_cache, "surroundings", lambda *_: "another version")
+    with pytest.raises(Exported):
+        step()
+
+
+@pytest.mark.parametrize("name", ["step.onnx", "facts.json"])
+def test_an_entry_that_is_damaged_is_exported_again(folders, name):
+    made, batch = step()
+    loss = made(batch)
+    (entry,) = (folders / "exports").iterdir()
+    (entry / name).write_bytes(b"damaged")
+    made, batch = step()
+    assert made(batch) == loss
+
+
+def test_a_step_whose_comparison_fails_is_refused_each_time(monkeypatch, folders):
+    def fail(*_, **__):
+        raise ConversionError("the step is wrong")
+
+    monkeypatch.setattr(prepare, "compare", fail)
+    for _ in range(2):
+        with pytest.raises(ConversionError, match="the step is wrong"):
+            step()
+    assert not (folders / "exports").exists()
+
+
+def test_a_comparison_that_fails_ends_the_planning(monkeypatch):
+    """The search for this budget would take a minute."""
+
+    def fail(*_, **__):
+        raise ConversionError("the step is wrong")
+
+    def plan(_, budget, *, progress, **__):
+        while True:
+            progress("search", 0.5)
+
+    monkeypatch.setattr(prepare, "compare", fail)
+    monkeypatch.setattr(prepare, "rewrite_model", plan)
+    with pytest.raises(ConversionError, match="the step is wrong"):
+        step()
+
+
+def test_an_own_step_that_fails_refuses_a_share_of_it(monkeypatch):
+    def fail(_):
+        raise ValueError("no memory")
+
+    monkeypatch.setattr(own_step, "memory", fail)
+    with pytest.raises(ConversionError, match="PyTorch's own step fails: ValueError: no memory"):
+        step(budget="60%")
+    assert step()[0].torch_bytes == 0
