@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import importlib
 import io
+import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from onnx_remat.process import child
+from onnx_remat.process.cache import cache_folder
 
 ROOT = Path(__file__).parents[1]
 
@@ -104,6 +107,27 @@ def in_turns(jobs: Sequence[tuple[Any, ...]], turns: int) -> list[Stepper]:
             for each in made:
                 each.step()
     return made
+
+
+@contextmanager
+def empty_cache() -> Iterator[None]:
+    """Within the block, the cache of kernels and plans starts empty; afterwards it has what it had before, too."""
+    folder = cache_folder()
+    if folder is None:
+        raise OSError("there is no cache: its folder is not writable")
+    with tempfile.TemporaryDirectory(prefix="onnx-remat-", dir=folder) as aside:
+        for each in [*folder.glob("*.kernel"), *(folder / name for name in _ENTRIES if (folder / name).exists())]:
+            each.rename(Path(aside) / each.name)
+        try:
+            yield
+        finally:
+            for name in _ENTRIES:
+                shutil.rmtree(folder / name, ignore_errors=True)
+            for each in Path(aside).iterdir():
+                each.replace(folder / each.name)
+
+
+_ENTRIES = ("exports", "plans", "sessions")
 
 
 def command(*words: str) -> tuple[int, str]:
