@@ -55,3 +55,12 @@ def outside(index: int) -> str:
     'outside.0'
     """
     return f"outside.{index}"
+
+
+def output(part: str) -> str:
+    """Return the name of the output with a part of the model's output.
+
+    >>> output("logits"), output("output")
+    ('output.logits', 'output')
+    """
+    return part if part == "output" else f"output.{part}"

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
 
     from . import optimizer_facts
-    from .trace import Loss
+    from .step import Loss
 
 
 class AutoCheckpoint:

@@ -86,21 +86,50 @@ def loss_of(
     loss: Callable[[Any, Any], Any] | None,
     positional: tuple[Any, ...],
     keyword: dict[str, Any],
-) -> Any:
-    """Return the loss of a batch: of the model's output and the last argument, or what the model returns.
+) -> tuple[Any, Any]:
+    """Return the loss of a batch, and what the model returns.
 
-    A model that returns the loss returns it alone, as attribute ``loss`` or under the key ``"loss"``.
+    The loss is that of the model's output and the last argument, or what the model returns: the loss alone, as
+    attribute ``loss`` or under the key ``"loss"``.
     """
     if loss is None:
         made = model(*positional, **keyword)
-        return made["loss"] if isinstance(made, Mapping) and "loss" in made else getattr(made, "loss", made)
+        found = made["loss"] if isinstance(made, Mapping) and "loss" in made else getattr(made, "loss", made)
+        return found, made
     if keyword:
         *_, last = keyword
         target = keyword.pop(last)
     else:
         *first, target = positional
         positional = tuple(first)
-    return loss(model(*positional, **keyword), target)
+    output = model(*positional, **keyword)
+    return loss(output, target), output
+
+
+def parts_of(output: Any, wanted: Sequence[str]) -> dict[str, torch.Tensor]:
+    """Return tensors of a model's output by name.
+
+    A name is a key, an attribute, or the position in a tuple; ``"output"`` is an output that is a single tensor.
+
+    Raises
+    ------
+    ConversionError
+        The output has no such tensor; the message names those that it has.
+    """
+    if isinstance(output, torch.Tensor):
+        known: dict[str, Any] = {"output": output}
+    elif isinstance(output, Mapping):
+        known = {str(key): value for key, value in output.items()}
+    elif isinstance(output, Sequence) and not hasattr(output, "_fields"):
+        known = {str(place): value for place, value in enumerate(output)}
+    else:
+        fields = getattr(output, "_fields", None) or vars(output)
+        known = {name: getattr(output, name) for name in fields}
+    tensors = {name: value for name, value in known.items() if isinstance(value, torch.Tensor)}
+    for name in wanted:
+        if name not in tensors:
+            raise ConversionError(f"outputs: the model's output has no tensor {name!r}; it has {', '.join(tensors)}")
+    return {name: tensors[name] for name in wanted}
 
 
 _TENSOR = object()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -23,6 +23,7 @@ from onnx_remat.units import format_bytes
 from .. import names, shares
 from . import optimizer_facts
 from .apart import carried_out
+from .arrays import tensor as copied
 from .arrays import view
 from .batch import Batch
 from .living import forks
@@ -35,7 +36,7 @@ if TYPE_CHECKING:  # modules that take memory, which only the preparation of a s
     from onnx_remat.options import PlanningOptions
     from onnx_remat.rewrite.report import Report
 
-    from .trace import Loss
+    from .step import Loss
 
 _OPEN = 4
 """Sessions of other sizes than the example's that stay open: each has ONNX Runtime's bookkeeping of its own."""
@@ -90,6 +91,8 @@ class Budgeted:
     torch_bytes : int
         Memory that training in PyTorch takes, Python and its libraries not included; 0 if it was not measured, because
         there is no budget, or it is a number of bytes and nothing is checked.
+    outputs : dict of str to torch.Tensor
+        Copies of the parts of the model's output that `budgeted` was asked for, of the last step.
     """
 
     def __init__(
@@ -125,6 +128,8 @@ class Budgeted:
             if memory(one.alias) in buffers:
                 raise shares_memory(one.label, f"buffer {buffers[memory(one.alias)]}")
         self._bound: dict[str, _Layout] = {}
+        self._kept = {names.output(name): name for name in prepared.outputs}
+        self.outputs: dict[str, torch.Tensor] = {}
         self._failed = ""
 
     def __call__(self, batch: Any, *more: Any) -> StepLoss:
@@ -163,6 +168,7 @@ class Budgeted:
         made = self._session.results(copy=False)
         for output in self._session.not_donated:
             np.copyto(feeds[output.removeprefix(names.new(""))], made[output])
+        self.outputs = {name: copied(made[output]) for output, name in self._kept.items()}
         self._failed = ""
         for optimizer in self._optimizers:
             optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask for it
@@ -383,6 +389,7 @@ def budgeted(
     dynamic_dims: Mapping[str, Mapping[int, str]] | None = None,
     loss_parts: int | None = None,
     attention_parts: int | None = None,
+    outputs: Sequence[str] = (),
     check: bool = True,
     planning: PlanningOptions | None = None,
     threads: int = 0,
@@ -420,6 +427,10 @@ def budgeted(
         open, in the memory of the largest.
     loss_parts, attention_parts : int, optional
         As of `export_training_step`.
+    outputs : sequence of str
+        Tensors of the model's output that `Budgeted.outputs` has after each step, for metrics: ``["logits"]`` of a
+        model that returns an object or a dict with them, ``["output"]`` of one that returns a tensor; further as in
+        `export_training_step`. They take memory until the end of the step.
     check : bool
         Compare the step with torch first. The comparison takes, once, about twice the memory of a step in torch.
     planning : mapping, optional
@@ -455,7 +466,7 @@ def budgeted(
     example.check_dimensions(written.dynamic)
     request = Request(
         model, loss, recipe, users, batch, given, of_step, written.dynamic, written.sizes(example), loss_parts,
-        attention_parts, check, planning or {}, written.path,
+        attention_parts, tuple(outputs), check, planning or {}, written.path,
         Progress(quiet=not progress),
     )  # fmt: skip
     if request.is_share and not forks():

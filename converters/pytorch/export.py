@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,8 @@ from .batch import Batch
 from .lower import finish, lower
 from .recipe import Recipe, Scaling
 from .refusals import check_modules
-from .trace import Loss, StepParts, Trace, trace
+from .step import Loss, StepParts
+from .trace import Trace, trace
 
 
 def step_of(
@@ -31,6 +32,7 @@ def step_of(
     loss: Loss | None,
     optimizers: tuple[torch.optim.Optimizer, ...],
     recipe: Recipe,
+    outputs: Sequence[str] = (),
 ) -> StepParts:
     """Return the parts of the step to trace.
 
@@ -56,7 +58,7 @@ def step_of(
         model, Batch.of(example_inputs), loss, trainable,
         frozen={name: p for name, p in parameters.items() if name not in trained},
         buffers=dict(model.named_buffers()), recipe=recipe, optimizers=optimizers, state=state,
-        settings=optimizer_facts.settings(optimizers),
+        settings=optimizer_facts.settings(optimizers), wanted=tuple(outputs),
     )  # fmt: skip
 
 
@@ -103,6 +105,7 @@ def export_training_step(
     dynamic_dims: Mapping[str, Mapping[int, str]] | None = None,
     loss_parts: int | None = None,
     attention_parts: int | None = None,
+    outputs: Sequence[str] = (),
     check: bool = True,
 ) -> onnx.ModelProto:
     """Export a module's training step (forward, loss, backward and update) as one ONNX graph.
@@ -149,6 +152,10 @@ def export_training_step(
         Number of parts of each attention. The step processes texts and heads part by part, and the backward pass
         recomputes the scores of a part from queries and keys, so that the scores never all exist at once; 1 keeps
         attentions whole. By default the converter chooses it for scores of 16 MiB or more of fixed size.
+    outputs : sequence of str
+        Tensors of the model's output that the step also outputs, for metrics: ``["logits"]`` of a model that returns an
+        object or a dict with them, ``["0"]`` for the first of a tuple, ``["output"]`` of a model that returns a tensor.
+        They are named ``output.<name>``, or ``output``.
     check : bool
         Run the step on ONNX Runtime, and compare loss, gradients, buffers and update with torch's.
 
@@ -165,7 +172,7 @@ def export_training_step(
         The step cannot be traced or translated to ONNX, or its results differ from torch's.
     """
     recipe = Recipe(clip_norm, clip_value, accumulate, average, None if scaler is None else Scaling.of(scaler))
-    step = step_of(model, example_inputs, loss, optimizer_facts.each(optimizer), recipe)
+    step = step_of(model, example_inputs, loss, optimizer_facts.each(optimizer), recipe, outputs)
     dynamic, parts = (
         dynamic_dims or {},
         (loss_in_parts.checked(loss_parts), attention_in_parts.checked(attention_parts)),

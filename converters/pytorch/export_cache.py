@@ -23,7 +23,8 @@ from onnx_remat.process.cache import Entries, surroundings
 from .arrays import array
 from .preparation import Request
 from .private_torch import FakeTensor, pytree
-from .trace import StepParts, Trace
+from .step import StepParts
+from .trace import Trace
 
 ENTRIES = Entries("exports")
 

@@ -68,7 +68,7 @@ def memory(request: Request) -> int:
     base = reset_peak() - resident("RssFile")
     for _ in range(STEPS):
         positional, keyword = batch.arguments(batch.tensors)
-        loss_of(request.model, request.loss, positional, keyword).backward()
+        loss_of(request.model, request.loss, positional, keyword)[0].backward()
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()

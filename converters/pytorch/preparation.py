@@ -20,7 +20,7 @@ from .unchanged import SettingPlace
 if TYPE_CHECKING:
     from onnx_remat.options import PlanningOptions
 
-    from .trace import Loss
+    from .step import Loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,8 @@ class Request:
     sizes : mapping of str to int
         Their sizes in the example.
     loss_parts, attention_parts : int, optional
+    outputs : tuple of str
+        Parts of the model's output that the step also outputs.
     check : bool
     planning : mapping
     path : Path
@@ -61,6 +63,7 @@ class Request:
     sizes: Mapping[str, int]
     loss_parts: int | None
     attention_parts: int | None
+    outputs: tuple[str, ...]
     check: bool
     planning: PlanningOptions
     path: Path
@@ -113,6 +116,8 @@ class Prepared:
         The pickled `Report` of the rewrite, whose classes take memory; empty without a budget.
     verdict : str
         Its first line.
+    outputs : tuple of str
+        Parts of the model's output that it outputs.
     torch_bytes : int
         Memory that training with PyTorch's own step takes; 0 if that was not measured.
     """
@@ -124,4 +129,5 @@ class Prepared:
     outside: Mapping[str, Outside | Place]
     report: bytes = b""
     verdict: str = ""
+    outputs: tuple[str, ...] = ()
     torch_bytes: int = 0

@@ -35,7 +35,7 @@ from .lower import lower
 from .outside import Outside
 from .own_step import Measurement
 from .preparation import Prepared, Request
-from .trace import StepParts
+from .step import StepParts
 from .unchanged import SettingPlace
 
 OPSET = 20
@@ -65,7 +65,7 @@ def _prepared(request: Request, measured: Measurement | None, apart: bool) -> Pr
         parse_options({**request.planning})
     parameters = dict(request.model.named_parameters())
     twins = tuple(_with_rates(user, parameters) for user in request.users)
-    step = step_of(request.model, request.batch, request.loss, twins, request.recipe)
+    step = step_of(request.model, request.batch, request.loss, twins, request.recipe, request.outputs)
     parts = loss_in_parts.checked(request.loss_parts), attention_in_parts.checked(request.attention_parts)
     request.progress("export", 0.0)
     graph, step = traced(step, OPSET, request.dynamic, feed=True)
@@ -90,7 +90,8 @@ def _prepared(request: Request, measured: Measurement | None, apart: bool) -> Pr
     return Prepared(
         tuple(step.trainable), _settings(twins), _started(step, request.users, parameters), _own(exported.step, step),
         graph.outside, report=b"" if report is None else pickle.dumps(report),
-        verdict="" if report is None else report.verdict(), torch_bytes=exported.torch_bytes,
+        verdict="" if report is None else report.verdict(), outputs=request.outputs,
+        torch_bytes=exported.torch_bytes,
     )  # fmt: skip
 
 

@@ -21,7 +21,8 @@ from .decisions import Replay
 from .private_torch import TorchDispatchMode, pytree
 from .recipe import AVERAGE, COUNT, GROWTH, SCALE, SUM, Recipe
 from .rules.composites import Composites
-from .trace import StepParts, eager_kernels
+from .step import StepParts
+from .trace import eager_kernels
 
 
 def outputs(step: StepParts, watched: Sequence[np.ndarray], tolerance: Mapping[str, float]) -> dict[str, np.ndarray]:

@@ -4,32 +4,28 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from onnx_remat.errors import ConversionError
-from onnx_remat.messages import Message, Setting
 
 from .. import names
-from . import optimizer_facts, repeated, updates
-from .batch import Batch, loss_of
+from . import repeated
+from .batch import Batch
 from .decisions import Recorder
 from .outside import Outside
-from .private_state import gradient_hooks
 from .private_torch import (
     ConstantSource,
     DimDynamic,
     FakeTensorMode,
     ShapeEnv,
     StatelessSymbolicContext,
-    TorchDispatchMode,
     enable_python_dispatcher,
-    setup_stacktrace_preservation_hooks,
     traceback,
     unvalidated,
     without_checkpoints,
@@ -37,216 +33,9 @@ from .private_torch import (
 )
 from .program import capture, make_inputs
 from .reads import Lift, Seen, outside
-from .recipe import Recipe
 from .refusals import complex_input, complex_numbers, one_size, refusal
 from .rules.composites import Composites
-
-Loss = Callable[[Any, Any], torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class StepParts:
-    """The parts of a training step.
-
-    Attributes
-    ----------
-    model : torch.nn.Module
-    batch : Batch
-    loss : callable, optional
-        Loss of the model's output and the batch's last argument; None if the model returns the loss.
-    trainable, frozen : dict of str to torch.Tensor
-        Parameters by name.
-    buffers : dict of str to torch.Tensor
-    recipe : Recipe
-        Operations around the update.
-    optimizers : tuple of torch.optim.Optimizer
-        Optimizers, whose own steps are traced; see `updates`.
-    state : dict of str to dict of str to torch.Tensor
-        State of the optimizers before the step.
-    settings : dict of str to torch.Tensor
-        Learning rates and weight decays that are inputs; see `rates`.
-    outside : dict of str to torch.Tensor
-        Tensors that only the user's code refers to, if they are inputs; known after the trace.
-    """
-
-    model: torch.nn.Module
-    batch: Batch
-    loss: Loss | None
-    trainable: dict[str, torch.Tensor]
-    frozen: dict[str, torch.Tensor]
-    buffers: dict[str, torch.Tensor]
-    recipe: Recipe = field(default_factory=Recipe)
-    optimizers: tuple[torch.optim.Optimizer, ...] = ()
-    state: updates.State = field(default_factory=dict)
-    settings: dict[str, torch.Tensor] = field(default_factory=dict)
-    outside: dict[str, torch.Tensor] = field(default_factory=dict)
-
-    @property
-    def inputs(self) -> dict[str, torch.Tensor]:
-        """Return all inputs of the step by name, in order."""
-        # parameters in the model's order, trained or not
-        parameters = {name: p.detach() for name, p in self.model.named_parameters()}
-        state = {names.state(n, slot): value for n, pieces in self.state.items() for slot, value in pieces.items()}
-        batch = dict(zip(self.batch.names, self.batch.tensors, strict=True))
-        own = parameters | self.buffers | state | self.recipe.state(self.trainable) | self.rates
-        return own | self.outside | batch
-
-    @property
-    def rates(self) -> dict[str, torch.Tensor]:
-        """Return the settings in the dtype of the step."""
-        kind = optimizer_facts.settings_type(self.trainable)
-        return {name: value.detach().to(kind).reshape(()) for name, value in self.settings.items()}
-
-    def run(self, values: Mapping[str, torch.Tensor], watch: TorchDispatchMode) -> dict[str, torch.Tensor]:
-        """Return loss, gradients and buffers by output name, in order; `values` stay unchanged.
-
-        `watch` sees every operator of the forward pass.
-
-        Raises
-        ------
-        ConversionError
-            The loss is not a scalar, or depends on no trainable parameter.
-        """
-        # after a failed export torch keeps the labels of its last node: reset them
-        with traceback.annotate({"phase": "forward", "module": ""}):
-            trainable = {name: values[name].detach().requires_grad_() for name in self.trainable}
-            for name, parameter in self.trainable.items():
-                for hook in gradient_hooks(parameter):
-                    trainable[name].register_hook(hook)
-            frozen = {name: values[name] for name in self.frozen}
-            buffers = {name: values[name].clone() for name in self.buffers}
-            state = trainable | frozen | buffers
-            loss = self._loss(state, values, watch)
-        # in a trace, backward nodes need a reference to their forward node
-        if loss.grad_fn is not None and traceback.has_preserved_node_meta():
-            setup_stacktrace_preservation_hooks([loss.grad_fn])
-        with traceback.annotate({"phase": "backward", "module": ""}):
-            scaled = self.recipe.scaled(loss, values)
-            gradients = torch.autograd.grad(scaled, list(trainable.values()), allow_unused=True)
-            found = {name: g for name, g in zip(trainable, gradients, strict=True) if g is not None}
-            found = self.recipe.unscaled(found, values)
-            if not self.optimizers:
-                found = self.recipe.clipped(found)
-        outputs = {names.LOSS: loss.detach()}
-        outputs |= {names.gradient(name): gradient for name, gradient in found.items()}
-        for name in buffers:  # functional_call writes buffers that the model reassigned back into `state`
-            outputs[names.new(name)] = state[name].detach()
-        return outputs
-
-    def update(
-        self, values: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
-        """Return new parameters and state by output name: the optimizers' own steps on the gradients in `outputs`."""
-        given = {name: outputs[names.gradient(name)] for name in self.trainable if names.gradient(name) in outputs}
-
-        def update(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-            parameters = dict(self.model.named_parameters())
-            state = {n: {slot: values[names.state(n, slot)] for slot in slots} for n, slots in self.state.items()}
-            settings = {id(value): values[name] for name, value in self.settings.items()}
-            made: dict[str, torch.Tensor] = {}
-            for optimizer in self.optimizers:
-                new, after = updates.updated(optimizer, parameters, values, gradients, state, settings)
-                made |= new
-                made |= {names.state(n, slot): value for n, slots in after.items() for slot, value in slots.items()}
-            return made
-
-        with traceback.annotate({"phase": "optimizer", "module": ""}):
-            new = self.recipe.updated(values, given, update)
-        return {names.new(name): value for name, value in new.items()}
-
-    def forward(self, values: Mapping[str, torch.Tensor], watch: TorchDispatchMode) -> None:
-        """Run the forward pass alone; plain numbers that it stores in modules stay."""
-        known = {*self.trainable, *self.frozen, *self.buffers}
-        state = {name: value.clone() if name in self.buffers else value for name, value in values.items()}
-        with traceback.annotate({"phase": "forward", "module": ""}), torch.enable_grad():
-            self._loss({name: value for name, value in state.items() if name in known}, values, watch, counting=True)
-
-    def _loss(
-        self,
-        state: dict[str, torch.Tensor],
-        values: Mapping[str, torch.Tensor],
-        watch: TorchDispatchMode,
-        counting: bool = False,
-    ) -> torch.Tensor:
-        """Return the loss; `state` has parameters and buffers by name, and afterwards the buffers of the forward
-        pass."""
-        positional, keyword = self.batch.arguments([values[name] for name in self.batch.names])
-        whole = _Whole(self.model, self.loss)
-        within = {_INSIDE + name: value for name, value in state.items()}
-        with _as_it_was(self.model, counting), watch, _paths(self.model):
-            made = torch.func.functional_call(whole, within, (positional, keyword))
-        state.update({name: within[_INSIDE + name] for name in state})
-        return _scalar(made, self.loss is None)
-
-
-_INSIDE = "model."
-
-
-class _Whole(torch.nn.Module):
-    """Model and loss as one module, so that the loss's reads of the model (a penalty on its weights) are traced,
-    too."""
-
-    def __init__(self, model: torch.nn.Module, loss: Loss | None) -> None:
-        super().__init__()
-        self.model = model
-        self._loss = (loss,)  # in a tuple, so that it is not a submodule
-
-    def forward(self, positional: tuple[Any, ...], keyword: dict[str, Any]) -> Any:
-        (loss,) = self._loss
-        return loss_of(self.model, loss, positional, keyword)
-
-
-_REGISTERED = ("_parameters", "_buffers", "_modules")
-
-
-@contextmanager
-def _as_it_was(model: torch.nn.Module, counting: bool = False) -> Iterator[None]:
-    """Restore attributes that modules set in a run (caches, outputs), because their tensors have no data.
-
-    Counters are restored too, unless `counting`.
-    """
-    before = [
-        (module, dict(vars(module)), {name: dict(vars(module)[name]) for name in _REGISTERED})
-        for module in model.modules()
-    ]
-    try:
-        yield
-    finally:
-        counted = repeated.numbers(model) if counting else []
-        for module, attributes, registered in before:
-            vars(module).clear()
-            vars(module).update(attributes)
-            for name, tensors in registered.items():
-                vars(module)[name].clear()
-                vars(module)[name].update(tensors)
-        for module, own in counted:
-            vars(module).update(own)
-
-
-@contextmanager
-def _paths(model: torch.nn.Module) -> Iterator[None]:
-    """Label the nodes traced inside the context with the path of their module."""
-    inside: list[AbstractContextManager[None]] = []
-
-    def enter(path: str) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
-            inside.append(traceback.annotate({"module": path}))
-            inside[-1].__enter__()
-
-        return hook
-
-    def leave(*_: Any) -> None:
-        inside.pop().__exit__(None, None, None)
-
-    hooks = []
-    for path, module in model.named_modules():
-        hooks.append(module.register_forward_pre_hook(enter(path)))
-        hooks.append(module.register_forward_hook(leave, always_call=True))
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+from .step import StepParts
 
 
 def _share_paths(graph: torch.fx.Graph) -> None:
@@ -259,21 +48,6 @@ def _share_paths(graph: torch.fx.Graph) -> None:
     for number, label in labelled:
         if not label.get("module") and number in path:
             label["module"] = path[number]
-
-
-def _scalar(loss: Any, from_model: bool) -> torch.Tensor:
-    give_loss = Message("pass {}", Setting("loss"))
-    whose = "the model (no loss was given)" if from_model else "the loss function"
-    if not isinstance(loss, torch.Tensor):
-        hint = give_loss if from_model else "return the loss"
-        raise ConversionError("{} returned {}, not the scalar loss: {}", whose, type(loss).__name__, hint)
-    if loss.numel() != 1 or not loss.is_floating_point():
-        hint = give_loss if from_model else "reduce it, with .mean() for instance"
-        kind = f"{loss.dtype} of shape {tuple(loss.shape)}"
-        raise ConversionError("{} returned {}, not a scalar loss: {}", whose, kind, hint)
-    if not loss.requires_grad:
-        raise ConversionError("the loss depends on no trainable parameter: check requires_grad, and detach()")
-    return loss.reshape(()) if loss.dim() else loss
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from . import reference
 from .arrays import array
 from .lower import watched
 from .recipe import COUNT
-from .trace import StepParts
+from .step import StepParts
 
 
 def step(made: ir.Model, traced: StepParts, distances: bool = True) -> check.Check:
