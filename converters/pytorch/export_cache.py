@@ -22,7 +22,7 @@ from onnx_remat.process.cache import Entries, surroundings
 
 from .arrays import array
 from .preparation import Request
-from .private_torch import FakeTensor, pytree
+from .private_torch import FakeTensor, Operator, pytree
 from .step import StepParts
 from .trace import Trace
 
@@ -86,7 +86,7 @@ def _kind(tensor: torch.Tensor) -> tuple[str, ...]:
 
 
 def _name(target: Any) -> str:
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, Operator):
         return str(target)
     return f"{target.__module__}.{target.__qualname__}"
 
