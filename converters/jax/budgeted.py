@@ -21,7 +21,7 @@ from onnx_remat.options import parse_options
 from onnx_remat.rewrite.pipeline import rewrite_model
 from onnx_remat.session.session import Session
 from onnx_remat.session.training import Loop
-from onnx_remat.units import Budget, format_bytes
+from onnx_remat.units import Budget
 
 from .. import plan_cache, shares
 from . import kernels
@@ -93,6 +93,9 @@ class Budgeted:
         ModelError
             ONNX Runtime failed during the step: some arrays are updated and some are not.
         """
+        wanted = len(jax.tree_util.treedef_children(self._batch.structure))
+        if len(batch) != wanted:
+            raise UsageError(f"batch arguments: the example has {wanted}, not {len(batch)}")
         return self._loop.step(self._batch.arrays(batch))
 
     def restore(self, params: Any = None, buffers: Any = None, opt_state: Any = None) -> None:
@@ -130,9 +133,8 @@ class Budgeted:
 
     @property
     def summary(self) -> str:
-        """Return a line about JAX's own step, if it is known, and the first line of the report."""
-        own = f"JAX's own step takes {format_bytes(self.jax_bytes)}" if self.jax_bytes else ""
-        return "\n".join(line for line in (own, self.report.verdict() if self.report else "") if line)
+        """Return a line on JAX's own step, if it is known, and this one, and the first line of the report."""
+        return shares.summary("JAX", self.jax_bytes, self.report) if self.report else ""
 
     def close(self) -> None:
         """Free all memory."""

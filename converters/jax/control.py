@@ -102,12 +102,14 @@ def _scanned(
 ) -> list[Array]:
     """Append a Scan, whose body reads constants from the enclosing graph."""
     consts = [low.tensor(x) for x in consts]
-    states, slices = ([low.full(low.tensor(x)) for x in group] for group in (carry, sequences))
+    counted = sequences or [low.array(np.zeros(int(eqn.params["length"]), np.int32))]  # ONNX's Scan reads at least one
+    states, slices = ([low.full(low.tensor(x)) for x in group] for group in (carry, counted))
     with low.body("scan_body") as body:
         inputs = [_input(body, value, shape_of(value)) for value in states]
         inputs += [_input(body, value, shape_of(value)[1:]) for value in slices]
         body.emit.graph.inputs.extend(inputs)
-        _finish(body, body.run_closed(eqn.params["jaxpr"], [*consts, *(_tensor(value) for value in inputs)]))
+        read = inputs[: len(carry) + len(sequences)]
+        _finish(body, body.run_closed(eqn.params["jaxpr"], [*consts, *(_tensor(value) for value in read)]))
     results = [(var.aval.shape, kernels.dtype_of_aval(var.aval)) for var in eqn.outvars]  # type: ignore[attr-defined]
     direction = int(eqn.params["reverse"])
     made = low.nodes(

@@ -167,11 +167,15 @@ def inputs_of(groups: tuple[Any, Any, Any, Any], batch_names: Sequence[str] | No
 
     >>> inputs_of(({"w": 1.0}, None, ({"mu": {"w": 0.0}}, 7), (0.5,)), None)
     ['w', 'state.w.mu', 'state.1', 'input.0']
+    >>> inputs_of(([1.0, 2.0], [3.0], None, ()), None)
+    ['0', '1', 'buffers.0']
     """
     params, buffers, state, batch = groups
     parameters = _paths(params)
     own = [".".join(path) or "param" for path, _ in parameters]
     kept = [".".join(path) or "buffer" for path, _ in _paths(buffers)]
+    if set(kept) & set(own):
+        kept = [f"buffers.{name}" for name in kept]
     count = len(jax.tree_util.tree_leaves(batch))
     if batch_names is not None and len(batch_names) != count:
         raise ConversionError(f"batch_names has {len(batch_names)} names for {count} arrays: give one for each")

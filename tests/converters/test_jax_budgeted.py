@@ -164,8 +164,36 @@ def test_refusals():
     with pytest.raises(BudgetInfeasibleError, match=r"^JAX's own step takes [\d.]+ [kM]B: budget .* impossible"):
         budgeted(deep, parameters(), *example, optimizer=sgd, budget="5%", check=False, planning={"effort": 1})
     with budgeted(deep, parameters(), *example, optimizer=sgd, check=False) as step:
-        with pytest.raises(UsageError, match="same structure"):
+        with pytest.raises(UsageError, match="batch arguments: the example has 2, not 1"):
             step(example[0])
+        with pytest.raises(UsageError, match="same structure"):
+            step(example[0], list(example))
         with pytest.raises(UsageError, match=r"input\.0"):
             step(example[0][:-1], example[1][:-1])
         step(*example)
+
+
+def test_a_scan_over_nothing_and_a_fori_loop_train():
+    """ONNX's Scan reads at least one sequence."""
+
+    def scanned(params, x):
+        made, _ = jax.lax.scan(lambda h, _: (jnp.tanh(h @ params["w"]), None), x, None, length=100)
+        return (made**2).mean()
+
+    def counted(params, x):
+        return (jax.lax.fori_loop(0, 100, lambda i, h: jnp.tanh(h @ params["w"] + 0.01 * i), x) ** 2).mean()
+
+    params, x = {"w": jax.random.normal(jax.random.key(0), (8, 8))}, jax.random.normal(jax.random.key(1), (16, 8))
+    for loss in (scanned, counted):
+        step = budgeted(loss, params, x, optimizer=optax.sgd(0.1))
+        assert step(x) == pytest.approx(float(loss(params, x)), rel=1e-4)
+
+
+def test_parameters_and_buffers_may_have_the_same_names():
+    def loss(trained, kept, x):
+        return ((x @ trained[0]) ** 2).mean() + kept[0].sum(), [kept[0] + 1]
+
+    x = jax.random.normal(jax.random.key(1), (16, 8))
+    step = budgeted(loss, [jnp.ones((8, 3))], x, optimizer=optax.sgd(0.1), buffers=[jnp.zeros(2)])
+    step(x)
+    assert np.asarray(step.buffers[0]).tolist() == [1, 1]
