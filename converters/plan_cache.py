@@ -7,10 +7,8 @@ step without the figures of its check, budget and options, and the surroundings,
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import pickle
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -40,18 +38,17 @@ def rewritten(
 ) -> Report:
     """Write the rewritten step to `path` and return its report: from the cache, else by `plan`.
 
-    A plan that the clock cut short is not kept, nor one by costs of a file.
+    A plan by costs of a file is not kept.
     """
     key = None if options.get("costs") else _key(proto, budget, options)
-    if key is not None and (entry := ENTRIES.find(key)) is not None:
-        with contextlib.suppress(Exception):  # a damaged pickle raises errors of any class
-            report: Report = pickle.loads((entry / _REPORT).read_bytes())
-            shutil.copyfile(entry / _STEP, path)
-            return report
+    known = None if key is None else ENTRIES.take(key, {_STEP: path}, _REPORT)
+    if known is not None:
+        report: Report = pickle.loads(known)
+        return report
     result = plan()
     result.save(path)
     alone = [each.name for each in path.parent.iterdir()] == [path.name]
-    if key is not None and alone and not result.report.cut_short and path.stat().st_size <= MOST_BYTES:
+    if key is not None and alone and path.stat().st_size <= MOST_BYTES:
         ENTRIES.add(key, {_STEP: path, _REPORT: pickle.dumps(result.report)})
     return result.report
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from onnx_remat.errors import BudgetInfeasibleError
-from onnx_remat.messages import Message
+from onnx_remat.messages import Message, Setting
 from onnx_remat.units import Budget, format_bytes, parse_budget
+
+if TYPE_CHECKING:  # it takes memory
+    from onnx_remat.rewrite.report import Report
 
 _OF_STEP = "of the step"
 
@@ -21,6 +25,26 @@ def parse(budget: str | int | None) -> tuple[Budget | None, bool]:
     if isinstance(budget, str) and budget.strip().endswith(_OF_STEP):
         return parse_budget(budget.strip().removesuffix(_OF_STEP)), True
     return None if budget is None else parse_budget(budget), False
+
+
+def summary(framework: str, own: int, report: Report) -> str:
+    """Return what a planned step takes in some lines.
+
+    Parameters
+    ----------
+    framework : str
+    own : int
+        Bytes that the framework's own step takes; 0 if they are not known.
+    report : Report
+    """
+    _, taken = report.covered()
+    lines = [f"the exported step: {report.verdict()}"]
+    if own:
+        ours = f"this one {format_bytes(taken)} ({taken / own:.0%})"
+        lines.insert(0, f"{framework}'s own step takes {format_bytes(own)}, {ours}")
+    if report.cut_short:
+        lines.append(f"the clock cut planning short: {Setting('planning', {'time_limit': 600})} gives it more time")
+    return "\n".join(lines)
 
 
 @contextmanager

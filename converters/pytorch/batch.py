@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from onnx_remat.errors import ConversionError
+from onnx_remat.errors import ConversionError, UsageError
 
 from .. import names
 from .private_state import pytree
@@ -27,12 +27,15 @@ class Batch:
         Structure of the (positional, keyword) arguments.
     leaves : tuple
         All leaves of the structure: None in place of a tensor, else a constant.
+    keys : tuple of str
+        Keys of a mapping, in order; empty for positional arguments.
     """
 
     names: tuple[str, ...]
     tensors: tuple[torch.Tensor, ...]
     spec: pytree.TreeSpec
     leaves: tuple[Any, ...]
+    keys: tuple[str, ...] = ()
 
     @staticmethod
     def of(example_inputs: Any) -> Batch:
@@ -49,7 +52,29 @@ class Batch:
         found, spec = pytree.tree_flatten_with_path(structure)
         tensors = [(_path(path), leaf) for path, leaf in found if isinstance(leaf, torch.Tensor)]
         leaves = tuple(_TENSOR if isinstance(leaf, torch.Tensor) else leaf for _, leaf in found)
-        return Batch(tuple(n for n, _ in tensors), tuple(t.detach() for _, t in tensors), spec, leaves)
+        keys = tuple(example_inputs) if isinstance(example_inputs, Mapping) else ()
+        return Batch(tuple(n for n, _ in tensors), tuple(t.detach() for _, t in tensors), spec, leaves, keys)
+
+    def like(self, given: Any) -> Batch:
+        """Return a batch with its keys in the order of this one's, which has the same structure.
+
+        Raises
+        ------
+        UsageError
+            It has another structure.
+        """
+        if isinstance(given, Mapping) and self.keys:
+            if missing := [key for key in self.keys if key not in given]:
+                raise UsageError(f"the batch has no {missing[0]!r}, which the example has")
+            if more := [key for key in given if key not in self.keys]:
+                raise UsageError(f"the batch has {more[0]!r}, which the example has not: leave it out")
+            given = {key: given[key] for key in self.keys}
+        made = Batch.of(given)
+        if len(made.leaves) != len(self.leaves) or made.spec != self.spec or made.names != self.names:
+            raise UsageError(
+                f"the batch has another structure than the example: it has {', '.join(made.names) or 'no tensor'}"
+            )
+        return made
 
     def check_dimensions(self, dynamic: Mapping[str, Mapping[int, str]]) -> None:
         """Raise ConversionError unless every dynamic dimension exists and has an example size above one."""

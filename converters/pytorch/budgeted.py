@@ -18,7 +18,6 @@ from onnx_remat.errors import ConversionError, UsageError
 from onnx_remat.messages import Setting
 from onnx_remat.session import heap
 from onnx_remat.session.session import Session
-from onnx_remat.units import format_bytes
 
 from .. import names, shares
 from . import optimizer_facts
@@ -91,6 +90,9 @@ class Budgeted:
     torch_bytes : int
         Memory that training in PyTorch takes, Python and its libraries not included; 0 if it was not measured, because
         there is no budget, or it is a number of bytes and nothing is checked.
+    summary : str
+        A line on PyTorch's own step, if it was measured, and this one, and the first line of the report; empty without
+        a budget.
     outputs : dict of str to torch.Tensor
         Copies of the parts of the model's output that `budgeted` was asked for, of the last step.
     """
@@ -105,7 +107,7 @@ class Budgeted:
         written: Written,
         threads: int,
     ) -> None:
-        self.torch_bytes, self._report, self._verdict = prepared.torch_bytes, prepared.report, prepared.verdict
+        self.torch_bytes, self._report, self.summary = prepared.torch_bytes, prepared.report, prepared.summary
         self._optimizers, self._model, self._written = users, model, written
         self._batch, self._sizes = replace(batch, tensors=()), written.sizes(batch)  # frees the example
         self._shapes = {name: tensor.shape for name, tensor in zip(batch.names, batch.tensors, strict=True)}
@@ -183,12 +185,6 @@ class Budgeted:
         return report
 
     @property
-    def summary(self) -> str:
-        """Return a line about PyTorch's own step, if it was measured, and the first line of the report."""
-        own = f"PyTorch's own step takes {format_bytes(self.torch_bytes)}" if self.torch_bytes else ""
-        return "\n".join(line for line in (own, self._verdict) if line)
-
-    @property
     def extra(self) -> dict[str, torch.Tensor]:
         """Return the state outside module and optimizer, by name: averages, sums of micro-batches, the loss scale."""
         return {name: torch.from_numpy(array) for name, array in self._own.items()}
@@ -209,12 +205,7 @@ class Budgeted:
 
     def _flat(self, batch: Any) -> dict[str, np.ndarray]:
         """Return the arrays of a batch by input name; contiguous ones are not copied."""
-        given = Batch.of(batch)
-        same = len(given.leaves) == len(self._batch.leaves) and given.spec == self._batch.spec
-        if not same or given.names != self._batch.names:
-            raise UsageError(
-                f"the batch has another structure than the example: it has {', '.join(given.names) or 'no tensor'}"
-            )
+        given = self._batch.like(batch)
         for ours, theirs in zip(self._batch.leaves, given.leaves, strict=True):
             if ours is not theirs and ours != theirs:
                 raise UsageError(f"the batch has {theirs!r} in place of the constant {ours!r}: make a new step")

@@ -1,15 +1,14 @@
 """Steps that were exported and compared before: a traced graph is translated and compared with torch once.
 
-An entry is a folder with the exported step and what was measured of torch's own. Its key is a hash of the traced graph
-with its constants, the options, and the surroundings, see `process.cache`. Values of parameters and state are inputs of
-the graph: they are not part of the key.
+The key of an exported step is a hash of the traced graph with its constants, the options, and the surroundings, see
+`process.cache`. Values of parameters and state are inputs of the graph: they are not part of the key. Neither is how
+torch runs the step, with checkpointing for example: what its own step takes is measured each time, and the entry's
+figure counts where the two hardly differ, so that noise does not change the plan.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,13 +30,13 @@ ENTRIES = Entries("exports")
 MOST_BYTES = 64 << 20
 """Largest step to keep."""
 
-_STEP, _FACTS = "step.onnx", "facts.json"
+_EXPORTED, _NUMBER = "exported", 8
 _PACKAGES = ("torch", "onnxscript", "onnx-ir")
 
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """An exported step, and the bytes that torch's own takes, 0 if they were not measured."""
+    """An exported step, and the bytes that torch's own took, 0 if they were not measured."""
 
     step: onnx.ModelProto
     torch_bytes: int = 0
@@ -47,7 +46,7 @@ def key_of(traced: Trace, step: StepParts, request: Request) -> str:
     """Return the key of a traced step, empty for a graph that text does not describe completely."""
     options: list[Any] = [
         traced.outputs, traced.watched, sorted(traced.outside), request.dynamic, request.loss_parts,
-        request.attention_parts, request.check, request.compares, step.recipe, step.recipe.state({}), step.batch.names,
+        request.attention_parts, request.check, step.recipe, step.recipe.state({}), step.batch.names,
         bool(step.optimizers), surroundings(_PACKAGES, Path(__file__).parents[1]),
     ]  # fmt: skip
     found = hashlib.sha256(repr(options).encode())
@@ -93,16 +92,15 @@ def _name(target: Any) -> str:
 
 def find(key: str) -> Exported | None:
     """Return what was kept under a key."""
-    entry = ENTRIES.find(key) if key else None
-    if entry is not None:
-        with contextlib.suppress(Exception):  # a damaged model raises errors of any class
-            facts = json.loads((entry / _FACTS).read_text(encoding="utf-8"))
-            return Exported(onnx.load(entry / _STEP), facts["torch_bytes"])
-    return None
+    data = ENTRIES.take(key, {}, _EXPORTED) if key else None
+    if data is None:
+        return None
+    size = int.from_bytes(data[:_NUMBER], "little")
+    return Exported(onnx.ModelProto.FromString(data[_NUMBER:]), size)
 
 
 def keep(key: str, exported: Exported) -> None:
     """Store what `find` returns, unless it is too large."""
     data = exported.step.SerializeToString(deterministic=True) if key else b""
     if key and len(data) <= MOST_BYTES:
-        ENTRIES.add(key, {_STEP: data, _FACTS: json.dumps({"torch_bytes": exported.torch_bytes}).encode()})
+        ENTRIES.add(key, {_EXPORTED: exported.torch_bytes.to_bytes(_NUMBER, "little") + data})

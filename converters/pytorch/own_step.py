@@ -19,6 +19,21 @@ STEPS = 2
 """The first makes the state of the optimizers, the second has it from the start."""
 
 
+def rounded(found: int) -> int:
+    """Round up to two digits, so that noise hardly ever changes a plan.
+
+    >>> rounded(21_300_000)
+    22000000
+    """
+    unit = 10 ** max(0, len(str(found)) - 2)
+    return math.ceil(found / unit) * unit
+
+
+def agree(found: int, before: int) -> bool:
+    """Return whether two measurements differ by no more than noise: a tenth, and 200 kB of small steps."""
+    return abs(found - before) <= max(before // 10, 200_000)
+
+
 class Measurement:
     """The measurement of PyTorch's own step in a forked copy of this process, whose heap must have few free blocks."""
 
@@ -33,18 +48,14 @@ class Measurement:
         self._running.__exit__()
 
     def result(self) -> Own:
-        """Wait for the measurement and return its result.
-
-        The number of bytes has two digits, so that its noise hardly ever changes a plan.
-        """
+        """Wait for the measurement and return its result, rounded, see `rounded`."""
         if self._known is None:
             try:
                 found = self._running.answer()
             except Exception as error:
                 self._known = Own(0, f"{type(error).__name__}: {error}")
             else:
-                unit = 10 ** (len(str(found)) - 2)
-                self._known = Own(math.ceil(found / unit) * unit)
+                self._known = Own(rounded(found))
         return self._known
 
 

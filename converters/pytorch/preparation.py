@@ -114,8 +114,8 @@ class Prepared:
         Tensors outside the step, by input name.
     report : bytes
         The pickled `Report` of the rewrite, whose classes take memory; empty without a budget.
-    verdict : str
-        Its first line.
+    summary : str
+        What the step takes, and PyTorch's own if it was measured.
     outputs : tuple of str
         Parts of the model's output that it outputs.
     torch_bytes : int
@@ -128,6 +128,6 @@ class Prepared:
     own: Mapping[str, torch.Tensor]
     outside: Mapping[str, Outside | Place]
     report: bytes = b""
-    verdict: str = ""
+    summary: str = ""
     outputs: tuple[str, ...] = ()
     torch_bytes: int = 0

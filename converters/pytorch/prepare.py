@@ -33,7 +33,7 @@ from .initial import initial_feeds
 from .living import Living
 from .lower import lower
 from .outside import Outside
-from .own_step import Measurement
+from .own_step import Measurement, agree
 from .preparation import Prepared, Request
 from .step import StepParts
 from .unchanged import SettingPlace
@@ -72,6 +72,7 @@ def _prepared(request: Request, measured: Measurement | None, apart: bool) -> Pr
     key = export_cache.key_of(graph, step, request)
     exported = export_cache.find(key)
     if exported is not None:
+        exported = replace(exported, torch_bytes=_own_bytes(request, measured, exported.torch_bytes))
         report = _planned(request, exported)
     else:
         made = lower(graph, step.inputs, OPSET, request.dynamic, *parts)
@@ -90,8 +91,8 @@ def _prepared(request: Request, measured: Measurement | None, apart: bool) -> Pr
     return Prepared(
         tuple(step.trainable), _settings(twins), _started(step, request.users, parameters), _own(exported.step, step),
         graph.outside, report=b"" if report is None else pickle.dumps(report),
-        verdict="" if report is None else report.verdict(), outputs=request.outputs,
-        torch_bytes=exported.torch_bytes,
+        summary="" if report is None else shares.summary("PyTorch", exported.torch_bytes, report),
+        outputs=request.outputs, torch_bytes=exported.torch_bytes,
     )  # fmt: skip
 
 
@@ -99,14 +100,17 @@ def _compared(made: ir.Model, step: StepParts, request: Request) -> None:
     compare(made, step, request.dynamic, distances=False)  # they are for the metadata of a file
 
 
-def _own_bytes(request: Request, measured: Measurement | None) -> int:
-    """Return what PyTorch's own step takes; 0 if that was not measured."""
+def _own_bytes(request: Request, measured: Measurement | None, before: int = 0) -> int:
+    """Return what PyTorch's own step takes, or took `before` if that hardly differs; 0 if that was not measured.
+
+    Where the step was compared before, its own run is the only one that finds an error in this batch.
+    """
     if measured is None:
         return 0
     own = measured.result()
-    if own.error and request.is_share:
+    if own.error and (request.is_share or before):
         raise ConversionError(f"PyTorch's own step fails: {own.error}")
-    return own.bytes
+    return before if agree(own.bytes, before) else own.bytes
 
 
 def _planned(

@@ -56,10 +56,19 @@ def load(source: Model) -> Source:
     elif isinstance(source, bytes | bytearray | memoryview):
         loaded = Source(_parse(bytes(source), "the given bytes"), None)
     elif isinstance(source, str | os.PathLike):
-        path = Path(source)
-        loaded = Source(_read(path), path.resolve().parent)
+        return of_file(Path(source))
     else:
         raise UsageError(f"a model is a path, bytes or an onnx.ModelProto, not a {type(source).__name__}")
+    return _checked(loaded)
+
+
+def of_file(path: Path, data: bytes | None = None) -> Source:
+    """Return the model of a file, or of `data` that were read from it; see `load`."""
+    model = _read(path) if data is None else _parse(data, str(path))
+    return _checked(Source(model, path.resolve().parent))
+
+
+def _checked(loaded: Source) -> Source:
     external_data.check(loaded.model, loaded.folder)
     step = out_of_body(loaded.model)
     return replace(loaded, model=step, in_body=step is not loaded.model)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import platform
 import shutil
@@ -91,19 +92,38 @@ class Entries:
         folder = cache_folder()
         return None if folder is None else folder / self.name
 
-    def find(self, key: str) -> Path | None:
-        """Return the entry of a key, and count it as used now; None if there is none.
+    def take(self, key: str, copies: Mapping[str, Path], read: str) -> bytes | None:
+        """Copy files of an entry, and return the content of another; count the entry as used now.
 
-        Another process may remove it at any time: be ready for OSError when reading its files.
+        Return None, and leave no copy, if there is no such entry, or if it is not as it was stored: another process may
+        replace or remove it meanwhile, and a crash of the system may damage it.
+
+        Parameters
+        ----------
+        key : str
+        copies : mapping of str to Path
+            For names of files, where to copy them.
+        read : str
+            Name of the file to read.
         """
         folder = self.folder()
         if folder is None:
             return None
+        entry = folder / key
         try:
-            os.utime(folder / key)
-        except OSError:
+            os.utime(entry)
+            digests = json.loads((entry / _DIGESTS).read_bytes())
+            for name, target in copies.items():
+                shutil.copyfile(entry / name, target)
+                with target.open("rb") as file:
+                    _check(hashlib.file_digest(file, "sha256").hexdigest(), digests[name])
+            content = (entry / read).read_bytes()
+            _check(hashlib.sha256(content).hexdigest(), digests[read])
+        except (OSError, ValueError, KeyError, TypeError):
+            for target in copies.values():
+                target.unlink(missing_ok=True)
             return None
-        return folder / key
+        return content
 
     def add(self, key: str, files: Mapping[str, Path | bytes]) -> None:
         """Store an entry, complete or not at all: copies of files, or contents, by name."""
@@ -114,15 +134,35 @@ class Entries:
             folder.mkdir(mode=0o700, exist_ok=True)
             partial = Path(tempfile.mkdtemp(dir=folder))
             try:
+                digests = {}
                 for name, content in files.items():
                     if isinstance(content, bytes):
                         (partial / name).write_bytes(content)
                     else:
                         shutil.copyfile(content, partial / name)
-                shutil.rmtree(folder / key, ignore_errors=True)  # damaged, or of another process that came first
+                    with (partial / name).open("rb") as file:
+                        digests[name] = hashlib.file_digest(file, "sha256").hexdigest()
+                (partial / _DIGESTS).write_text(json.dumps(digests), encoding="utf-8")
+                _remove(folder / key)  # damaged, or of another process that came first
                 partial.rename(folder / key)
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
-            known = sorted(folder.iterdir(), key=lambda each: each.stat().st_mtime)
+            known = sorted(folder.iterdir(), key=lambda each: each.lstat().st_mtime)
             for old in known[: -self.most]:
-                shutil.rmtree(old, ignore_errors=True)
+                _remove(old)
+
+
+_DIGESTS = "digests.json"
+
+
+def _check(found: str, stored: object) -> None:
+    if found != stored:
+        raise ValueError("a file of the cache is damaged")
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder, or a file or link in its place."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

@@ -100,13 +100,21 @@ class Running(Generic[T]):
             self._ended()
 
     def _ended(self) -> int:
+        """Wait for the copy's end and return its exit status; 0 where this process ignores SIGCHLD."""
         self._stream.close()
-        return os.waitstatus_to_exitcode(os.waitpid(self._copy, 0)[1])
+        try:
+            return os.waitstatus_to_exitcode(os.waitpid(self._copy, 0)[1])
+        except ChildProcessError:
+            return 0
 
     def has_answered(self) -> bool:
         """Return whether `answer` returns, or raises, without waiting for the function."""
         with self._lock:
-            return self._stream.closed or bool(select.select([self._stream], [], [], 0)[0])
+            if self._stream.closed:
+                return True
+            ready = select.poll()
+            ready.register(self._stream, select.POLLIN | select.POLLHUP)
+            return bool(ready.poll(0))
 
     def answer(self) -> T:
         """Wait for the function and return its result; any thread may ask, and again.
@@ -135,13 +143,16 @@ class Running(Generic[T]):
         finally:
             status = self._ended()
         if not data:
-            how = signal.Signals(-status).name if status < 0 else f"exit status {status}"
-            memory = "; probably the system ran out of memory" if status == -signal.SIGKILL else ""
-            raise OnnxRematError(f"the process for {self._what} ended without an answer ({how}{memory})")
+            return _Answer(None, self._died(status), "", [])
         answer: _Answer = pickle.loads(data)
         for message, category, file, line in answer.warnings:
             warnings.warn_explicit(message, category, file, line)
         return answer
+
+    def _died(self, status: int) -> OnnxRematError:
+        how = signal.Signals(-status).name if status < 0 else f"exit status {status}"
+        memory = "; probably the system ran out of memory" if status == -signal.SIGKILL else ""
+        return OnnxRematError(f"the process for {self._what} ended without an answer ({how}{memory})")
 
 
 def call(function: Callable[[], T], what: str) -> T:

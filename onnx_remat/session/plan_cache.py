@@ -7,11 +7,10 @@ does not know it. Steps with weights in other files are planned each time, as ar
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,44 +25,53 @@ MOST_BYTES = 64 << 20
 _MODEL, _KERNELS, _PLAN = "lean.onnx", "lean.kernels", "plan.json"
 
 
-def key_of(path: Path, request: Mapping[str, Any]) -> str:
-    """Return the key of a step's plan, empty for a step that is planned each time."""
-    if request["provider"] != "cpu" or request["check"]:
-        return ""
-    with contextlib.suppress(OSError):
-        if path.stat().st_size <= MOST_BYTES:
-            asked = dict(request) | {"secret": bool(request["secret"])}
-            with path.open("rb") as file:
-                found = hashlib.file_digest(file, "sha256")
-            found.update(json.dumps([asked, surroundings()], sort_keys=True, default=str).encode())
-            return found.hexdigest()[:32]
-    return ""
+@dataclass(frozen=True, slots=True)
+class Key:
+    """Name of an entry, and the digest of the step's file in it."""
+
+    name: str
+    file: str
 
 
-def find(key: str, target: Path) -> dict[str, Any] | None:
-    """Copy the model of an entry to `target` and its kernels next to it, and return its plan; None if there is none."""
-    entry = ENTRIES.find(key) if key else None
-    if entry is None:
-        return None
-    kernels = fusing.kernels_of(target)
+def content(path: Path) -> bytes | None:
+    """Return the content of a step's file, None for one that is too large to keep or cannot be read."""
     try:
-        plan: dict[str, Any] = json.loads((entry / _PLAN).read_text(encoding="utf-8"))
-        shutil.copyfile(entry / _MODEL, target)
-        if plan["fused"]["kernels"]:
-            shutil.copyfile(entry / _KERNELS, kernels)
-    except (OSError, ValueError):  # removed by another process, or damaged
-        target.unlink(missing_ok=True)
-        kernels.unlink(missing_ok=True)
+        return path.read_bytes() if path.is_file() and path.stat().st_size <= MOST_BYTES else None
+    except (OSError, ValueError):
         return None
+
+
+def digest_of(data: bytes) -> str:
+    """Return the digest of a step's file."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def key_of(path: Path, request: Mapping[str, Any]) -> Key | None:
+    """Return the key of a step's plan, None for a step that is planned each time."""
+    if request["provider"] != "cpu" or request["check"]:
+        return None
+    data = content(path)
+    if data is None:
+        return None
+    file = digest_of(data)
+    asked = dict(request) | {"secret": bool(request["secret"])}
+    text = json.dumps([file, asked, surroundings()], sort_keys=True, default=str)
+    return Key(hashlib.sha256(text.encode()).hexdigest()[:32], file)
+
+
+def find(key: Key, target: Path) -> dict[str, Any] | None:
+    """Copy the model of an entry to `target` and its kernels next to it, and return its plan; None if there is none."""
+    kernels = fusing.kernels_of(target)
+    text = ENTRIES.take(key.name, {_MODEL: target, _KERNELS: kernels}, _PLAN)
+    plan: dict[str, Any] | None = None if text is None else json.loads(text)
+    if plan is not None and not plan["fused"]["kernels"]:
+        kernels.unlink()
     return plan
 
 
-def keep(key: str, source: Path, target: Path, plan: Mapping[str, Any]) -> None:
-    """Store what `find` returns, unless the model at `target` has weights in other files or is too large."""
+def keep(key: Key, target: Path, plan: Mapping[str, Any]) -> None:
+    """Store what `find` returns, unless the model at `target` is too large."""
     kernels = fusing.kernels_of(target)
-    own = {target, kernels, source}
-    if not key or any(each not in own for each in target.parent.iterdir()):
-        return
-    files = {_MODEL: target} | ({_KERNELS: kernels} if plan["fused"]["kernels"] else {})
-    if sum(each.stat().st_size for each in files.values()) <= MOST_BYTES:
-        ENTRIES.add(key, files | {_PLAN: json.dumps(plan).encode()})
+    code: Path | bytes = kernels if plan["fused"]["kernels"] else b""
+    if sum(each.stat().st_size for each in (target, kernels) if each.exists()) <= MOST_BYTES:
+        ENTRIES.add(key.name, {_MODEL: target, _KERNELS: code, _PLAN: json.dumps(plan).encode()})

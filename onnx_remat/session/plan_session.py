@@ -34,6 +34,8 @@ from onnx_remat.session.slab_layout import (
 if TYPE_CHECKING:
     import onnx
 
+    from onnx_remat.ir import model_io
+
 
 NUMPY = {
     1: "float32", 2: "uint8", 3: "int8", 4: "uint16", 5: "int16", 6: "int32", 7: "int64", 9: "bool",
@@ -161,7 +163,8 @@ def plan_in_child(path: Path, target: Path, request: SessionRequest) -> SessionP
         The step cannot be opened; the message states the reason.
     """
     key = plan_cache.key_of(path, asdict(request))
-    if (known := plan_cache.find(key, target)) is not None:
+    known = plan_cache.find(key, target) if key else None
+    if known is not None:
         return _read(known)
     try:
         with Child() as process:
@@ -173,8 +176,10 @@ def plan_in_child(path: Path, target: Path, request: SessionRequest) -> SessionP
     except Failed as failed:
         error = failed.error() or ModelError(f"{path.name} could not be opened: {failed}")
         raise (ModelError(str(error)) if isinstance(error, errors.BudgetInfeasibleError) else error) from None
-    plan_cache.keep(key, path, target, answer)
-    return _read(answer)
+    plan = answer["plan"]
+    if key and answer["read"] == key.file:
+        plan_cache.keep(key, target, plan)
+    return _read(plan)
 
 
 _CHECK = "onnx_remat.measure.verify:session"
@@ -182,8 +187,16 @@ _CHECK = "onnx_remat.measure.verify:session"
 
 
 def planned(path: str, target: str, request: Mapping[str, Any]) -> dict[str, Any]:
-    """Call `plan` and return its result as JSON data; runs in a child process."""
-    return asdict(plan(Path(path), Path(target), SessionRequest(**request)))
+    """Call `plan` and return its result as JSON data; runs in a child process.
+
+    Return also the digest of what was read, empty for a model with weights in other files.
+    """
+    from onnx_remat.ir import external_data, model_io
+
+    data = plan_cache.content(Path(path))
+    source = model_io.of_file(Path(path), data)
+    digest = "" if data is None or external_data.paths(source.model) else plan_cache.digest_of(data)
+    return {"plan": asdict(plan(source, Path(target), SessionRequest(**request))), "read": digest}
 
 
 def _read(answer: Mapping[str, Any]) -> SessionPlan:
@@ -210,7 +223,7 @@ def check_openable(model: onnx.ModelProto) -> None:
             raise ModelError(f"a session cannot open this model: {value.name!r} is not a tensor of numbers")
 
 
-def arrange(path: Path, target: Path, request: SessionRequest) -> SlabLayout:
+def arrange(step: model_io.Model, target: Path, request: SessionRequest) -> SlabLayout:
     """Let ONNX Runtime optimise a step, choose the order of its nodes, lay out their values, and write the lean graph.
 
     Compare the graph that ONNX Runtime has loaded from that file with the lean graph; where they differ, lay out the
@@ -231,7 +244,7 @@ def arrange(path: Path, target: Path, request: SessionRequest) -> SlabLayout:
     from onnx_remat.ort.prepare import Preparation
     from onnx_remat.session import binding, lean_graph
 
-    source = model_io.load(path)
+    source = model_io.load(step)
     check_openable(source.model)
     kernels = kernels_of(request.provider)
     if not runtime.has_device(kernels.execution_providers[0]):
@@ -288,14 +301,14 @@ def _candidates(made: SlabLayout, least: int, secret: int) -> Iterator[SlabLayou
     yield made
 
 
-def plan(path: Path, target: Path, request: SessionRequest) -> SessionPlan:
+def plan(step: model_io.Model, target: Path, request: SessionRequest) -> SessionPlan:
     """Plan a step in this process, without `SessionRequest.check`; see `plan_in_child`."""
     from onnx_remat.fuse import products
     from onnx_remat.ir.op_semantics import semantics
     from onnx_remat.ort import runtime
     from onnx_remat.session import binding, lean_graph, replay
 
-    made = arrange(path, target, request)
+    made = arrange(step, target, request)
     program, bound, model = made.program, made.binding, made.compiled.graph.model
     tensors = program.tensors
     order = runtime.order_by_priority(*lean_graph.edges(program.steps))

@@ -70,7 +70,7 @@ def test_other_code_or_packages_plan_again(no_planning, monkeypatch):
         step()
 
 
-@pytest.mark.parametrize("name", ["step.onnx", "report.pickle"])
+@pytest.mark.parametrize("name", ["step.onnx", "report.pickle", "digests.json"])
 def test_an_entry_that_is_damaged_is_planned_again(folder, name):
     made, batch = step()
     loss = made(batch)

@@ -15,7 +15,7 @@ from onnx_remat.converters.pytorch import budgeted, export_training_step
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from onnx_remat.errors import ConversionError
+from onnx_remat.errors import ConversionError, UsageError
 
 Pair = collections.namedtuple("Pair", ["logits", "loss"])
 
@@ -127,3 +127,16 @@ def test_logits_that_are_kept_keep_a_loss_whole():
     expected = model(example[0]).detach()
     step(example)
     torch.testing.assert_close(step.outputs["output"], expected)
+
+
+def test_keywords_of_a_batch_may_come_in_any_order():
+    model = Classifier(Made)
+    x, target = batch()
+    step = made(model, None, {"x": x, "target": target}, outputs=["logits"])
+    expected = model.layer(x).detach()
+    step({"target": target, "x": x})
+    torch.testing.assert_close(step.outputs["logits"], expected)
+    with pytest.raises(UsageError, match="the batch has no 'target', which the example has"):
+        step({"x": x})
+    with pytest.raises(UsageError, match="the batch has 'mask', which the example has not: leave it out"):
+        step({"x": x, "target": target, "mask": x})

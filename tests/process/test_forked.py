@@ -154,3 +154,36 @@ def test_every_class_of_errors_is_picklable():
         error = kind("text", 2, 1) if kind is BudgetInfeasibleError else kind("text")
         again = pickle.loads(pickle.dumps(error))
         assert (type(again), str(again), vars(again)) == (kind, str(error), vars(error))
+
+
+def test_an_answer_can_be_asked_for_again_and_a_death_too():
+    with forked.Running(lambda: 7, "a number") as running:
+        assert [running.answer(), running.answer()] == [7, 7]
+        assert running.has_answered()
+    with forked.Running(lambda: os.kill(os.getpid(), signal.SIGKILL), "a death") as running:
+        for _ in range(2):
+            with pytest.raises(OnnxRematError, match="the process for a death ended without an answer"):
+                running.answer()
+
+
+def test_a_copy_ends_with_its_context():
+    with forked.Running(lambda: time.sleep(600), "a nap") as running:
+        assert not running.has_answered()
+    with pytest.raises(ChildProcessError):
+        os.waitpid(running._copy, os.WNOHANG)
+
+
+def test_more_than_a_thousand_files_may_be_open():
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(3000, before[1]), before[1]))
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        with forked.Running(lambda: 7, "a number") as running:
+            running.has_answered()
+            assert running.answer() == 7
+    finally:
+        for file in files:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

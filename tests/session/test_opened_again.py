@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -92,22 +93,77 @@ def test_other_code_or_packages_plan_again(path, no_planning, monkeypatch):
         Session(path)
 
 
-@pytest.mark.parametrize("name", ["lean.onnx", "lean.kernels", "plan.json"])
-def test_an_entry_that_is_damaged_is_planned_again(path, folder, name):
+@pytest.mark.parametrize("name", ["lean.onnx", "lean.kernels", "plan.json", "digests.json"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        Path.unlink,
+        lambda file: file.write_bytes(file.read_bytes()[:-9]),
+        lambda file: file.write_bytes(bytes(file.stat().st_size)),
+        lambda file: file.write_bytes(b"[]"),
+        lambda file: file.unlink() or file.symlink_to("/etc/passwd"),
+    ],
+    ids=["gone", "cut", "zeros", "other", "link"],
+)
+def test_an_entry_that_is_damaged_is_planned_again(path, folder, name, damage, no_planning):
     made = ran(Session(path))
     (entry,) = folder.iterdir()
-    (entry / name).unlink()
-    for value, expected in zip(ran(Session(path)).values(), made.values(), strict=True):
-        np.testing.assert_array_equal(value, expected)
-    (entry,) = folder.iterdir()
-    assert (entry / name).exists()
+    damage(entry / name)
+    for _ in range(2):
+        for value, expected in zip(ran(Session(path)).values(), made.values(), strict=True):
+            np.testing.assert_array_equal(value, expected)
+        no_planning()
 
 
-def test_a_truncated_plan_is_planned_again(path, folder):
+@pytest.mark.parametrize("other", ["file", "link"])
+def test_what_is_in_an_entrys_place_is_replaced(path, folder, other, no_planning):
     ran(Session(path))
     (entry,) = folder.iterdir()
+    entry.rename(folder / "moved")
+    if other == "file":
+        entry.write_text("a file")
+    else:
+        entry.symlink_to("nowhere")
+    ran(Session(path))
+    no_planning()
+    ran(Session(path))
+
+
+def test_files_of_two_entries_are_not_mixed(path, folder):
+    """Another process may replace an entry while this one copies its files."""
+    ran(Session(path))
+    (entry,) = folder.iterdir()
+    kernels = (entry / "lean.kernels").read_bytes()
     (entry / "plan.json").write_text("{")
+    ran(Session(path))  # the entry has another secret now
+    assert (entry / "lean.kernels").read_bytes() != kernels
+    (entry / "lean.kernels").write_bytes(kernels)
     ran(Session(path))
+
+
+def test_a_file_that_is_replaced_while_it_is_planned_is_not_kept(path, folder, monkeypatch):
+    other = path.with_name("other.onnx")
+    onnx.save(mlp(layers=5, batch=256, width=32), other)
+    found = plan_cache.key_of
+
+    def replaced(*arguments):
+        key = found(*arguments)
+        other.replace(path)
+        return key
+
+    monkeypatch.setattr(plan_cache, "key_of", replaced)
+    ran(Session(path))
+    assert not folder.exists()
+
+
+def test_the_oldest_entries_go_and_strays_with_them(path, folder, monkeypatch):
+    monkeypatch.setattr(plan_cache.ENTRIES, "most", 2)
+    folder.mkdir()
+    for name in "abc":
+        (folder / name).write_text("a stray file")
+    for options in ({}, {"fuse": False}, {"donate": True}):
+        ran(Session(path, **options))
+    assert len([*folder.iterdir()]) == 2 and all(each.is_dir() for each in folder.iterdir())
 
 
 def test_a_check_always_runs(path, no_planning):
@@ -117,20 +173,22 @@ def test_a_check_always_runs(path, no_planning):
         Session(path, check=True)
 
 
-def test_weights_in_another_file_are_read_each_time(tmp_path, folder):
+@pytest.mark.parametrize("folded", [False, True])
+def test_weights_in_another_file_are_read_each_time(tmp_path, folder, folded):
     """The file that names them stays the same when they change."""
     weight = helper.make_tensor("w", TensorProto.FLOAT, [1024], np.ones(1024, np.float32).tobytes(), raw=True)
     x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [1024]) for name in "xy")
-    graph = helper.make_graph([helper.make_node("Mul", ["x", "w"], ["y"])], "g", [x], [y], [weight])
+    nodes = [helper.make_node("Neg", ["w"], ["v"]), helper.make_node("Mul", ["x", "v" if folded else "w"], ["y"])]
+    graph = helper.make_graph(nodes[not folded :], "g", [x], [y], [weight])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
     path = tmp_path / "model.onnx"
     onnx.save(model, path, save_as_external_data=True, location="weights.bin", size_threshold=0)
     x = {"x": np.ones(1024, np.float32)}
     with Session(path) as session:
-        assert session.run(x)["y"][0] == 1
+        assert abs(session.run(x)["y"][0]) == 1
     (tmp_path / "weights.bin").write_bytes(np.full(1024, 2, np.float32).tobytes())
     with Session(path) as session:
-        assert session.run(x)["y"][0] == 2
+        assert abs(session.run(x)["y"][0]) == 2
     assert not folder.exists() or not [*folder.iterdir()]
 
 
