@@ -85,7 +85,7 @@ class Message(str):
         if not self.parts:
             return str(self)
         return self.template.format(
-            *(write(part) if isinstance(part, Setting) else spelled(part, write) for part in self.parts)
+            *(write(part) if isinstance(part, Setting) else _spelled(part, write) for part in self.parts)
         )
 
     def settings(self) -> Iterator[Setting]:
@@ -99,7 +99,12 @@ class Message(str):
 
 def spelled(text: object, write: Callable[[Setting], str]) -> str:
     """Return any text, a message with its settings formatted by `write`."""
-    return text.spelled(write) if isinstance(text, Message) else str(text)
+    return str(_spelled(text, write))
+
+
+def _spelled(part: object, write: Callable[[Setting], str]) -> object:
+    """Return a part as it is, because its format may be that of a number, and a message spelled."""
+    return part.spelled(write) if isinstance(part, Message) else part
 
 
 def joined(separator: str, pieces: Iterable[str]) -> Message:

@@ -123,6 +123,9 @@ def _callback(name: str, value: object) -> object:
     return value or selectors.silent
 
 
+_TIME_LIMIT = 120.0
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
     """Options of planning, each stated once with its check and its flag.
@@ -216,7 +219,7 @@ class Options:
     than predicted."""
 
     time_limit: float = _option(
-        120.0, _duration, "--time-limit",
+        _TIME_LIMIT, _duration, "--time-limit",
         "wall-clock limit for planning and writing (default: --effort {effort}, and at most 4 times that)",
         metavar="TIME", unit="s",
     )  # fmt: skip
@@ -271,6 +274,10 @@ class Options:
     def work_seconds(self) -> float:
         """Return the amount of search, in seconds of a reference core."""
         return self.time_limit if self.effort is None else self.effort
+
+    def limit_is_default(self) -> bool:
+        """Return whether the effort limits planning, and the clock only a slow machine."""
+        return self.effort is not None and self.time_limit == _TIME_LIMIT
 
     def bounded_by(self, times: float = 1.0) -> Setting:
         """Return the setting that bounds planning, with `times` its value."""

@@ -77,7 +77,9 @@ def parse_budget(text: str | int | Budget) -> Budget:
     if isinstance(text, Budget):
         return _checked(text)
     if isinstance(text, bool) or not isinstance(text, Integral | str):
-        raise UsageError(f"budget must be text like '4GB' or '80%', or an int of bytes, not {text!r:.100}")
+        share = isinstance(text, float) and 0 < text <= 1
+        hint = f": for a share write '{100 * text:g}%'" if share else ""
+        raise UsageError(f"budget must be text like '4GB' or '80%', or an int of bytes, not {text!r:.100}{hint}")
     if isinstance(text, str) and text.strip() == "auto":
         return AUTO
     number: float
@@ -91,6 +93,8 @@ def parse_budget(text: str | int | Budget) -> Budget:
         budget = Budget(slower=number / 100) if text.strip().startswith("+") else Budget(fraction=number / 100)
     else:
         raise UsageError(f"budget {text!r} is not a size: write {_meant(text.strip())}")
+    if isinstance(text, Integral) and 0 < number <= _PERCENTS:
+        raise UsageError(f"budget {text} would be {text} bytes: for a share write '{text}%'")
     if number <= 0 or budget.bytes == 0:
         raise UsageError(f"budget {text!r} must be greater than zero")
     if number > 2**62:
@@ -102,7 +106,7 @@ def _checked(budget: Budget) -> Budget:
     """Return a `Budget` if its fields are valid; UsageError otherwise."""
     given = [value for value in (budget.bytes, budget.fraction, budget.slower) if value is not None]
     if len(given) == 1 and budget.bytes is not None:
-        return parse_budget(budget.bytes)
+        return parse_budget(f"{budget.bytes}B")
     if len(given) != 1 or not isinstance(given[0], Real) or not 0 < given[0] < math.inf:
         raise UsageError(f"{budget} is neither a number of bytes nor a fraction, greater than zero")
     return budget
@@ -112,11 +116,17 @@ def _meant(text: str) -> str:
     """Suggest budgets in place of one without a unit, or with half of one."""
     if re.fullmatch(_NUMBER, text, re.IGNORECASE):
         number = float(text)
+        if number > _LARGE:
+            return f"{text}B for bytes"
         share = f"{100 * number:g}%" if number <= 1 else f"{text}%"
         return f"{share} of what the original takes, or the unit of a size: {text}MB, {text}GB, ..."
     if re.fullmatch(rf"{_NUMBER}\s*[kmgt]", text, re.IGNORECASE):
         return f"{text.upper()}B (powers of 1000) or {text.upper()}iB (of 1024)"
     return "e.g. 4GB, 3.5GiB, 123456789B, 80% or auto"
+
+
+_PERCENTS, _LARGE = 100, 10_000
+"""Up to which an int is meant as a percentage, and above which a number without a unit is meant as bytes."""
 
 
 def _number(match: re.Match[str], text: str) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 
 import numpy as np
 import pytest
@@ -51,6 +52,16 @@ def test_dims_are_whole_numbers_by_name():
 def test_fields_of_another_type_are_refused(given):
     with pytest.raises(UsageError, match=next(iter(given))):
         parse_options(given)
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [(60, "budget 60 would be 60 bytes: for a share write '60%'"), (0.6, "for a share write '60%'"),
+     ("1e9", "write 1e9B for bytes"), ("60", "write 60% of what the original takes")],
+)  # fmt: skip
+def test_a_budget_that_is_a_number_is_answered_with_what_was_meant(given, meant):
+    with pytest.raises(UsageError, match=re.escape(meant)):
+        parse_budget(given)
 
 
 def test_budgets_of_numpy_are_budgets():

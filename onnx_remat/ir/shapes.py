@@ -158,12 +158,13 @@ def check_dims(model: onnx.ModelProto, dims: Mapping[str, int], derived: bool = 
     """
     symbols = _symbols(model)
     if not derived and (unknown := sorted(set(dims) - set(symbols))):
-        have = f"it has {', '.join(symbols)}" if symbols else "it has none"
+        if not symbols:
+            raise UsageError(f"all sizes of the model are fixed: it has no symbolic dimension {unknown[0]!r}")
         hint = did_you_mean(unknown[0], symbols)
-        raise UsageError(f"the model has no symbolic dimension {unknown[0]!r}: {have}{hint}")
+        raise UsageError(f"the model has no symbolic dimension {unknown[0]!r}: it has {', '.join(symbols)}{hint}")
     of_inputs = {d.dim_param for value in model.graph.input for d in value.type.tensor_type.shape.dim}
     if open_symbols := [s for s in symbols if s not in dims and s in of_inputs]:
-        sizes = Setting("dims", dict.fromkeys(open_symbols, Word("N")))
+        sizes = Setting("dims", dict.fromkeys(open_symbols, Word("SIZE")))
         raise ShapeError("symbolic dimensions are not bound: {}; pass {}", ", ".join(open_symbols), sizes)
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import onnx
 
-from onnx_remat.errors import ModelError, did_you_mean
+from onnx_remat.errors import ModelError, UsageError, did_you_mean
 from onnx_remat.ir.body import names_in, rename_captures
 from onnx_remat.ir.model_io import Source
 from onnx_remat.ir.naming import NEW
@@ -36,9 +36,11 @@ def with_state(source: Source, state: Mapping[str, str]) -> Source:
 
     Raises
     ------
+    UsageError
+        A name is no input, or no output, of the model.
     ModelError
-        A name is no input, or no output, of the model; an output is named twice, or is not computed by a node; the two
-        differ in type or shape; or another value is called ``new.<input>``.
+        An output is named twice, or is not computed by a node; the two differ in type or shape; or another value is
+        called ``new.<input>``.
     """
     graph = source.model.graph
     inputs, outputs = ({value.name: value for value in values} for values in (graph.input, graph.output))
@@ -47,7 +49,7 @@ def with_state(source: Source, state: Mapping[str, str]) -> Source:
     for name, output in state.items():
         for what, each, known in (("input", name, inputs), ("output", output, outputs)):
             if each not in known:
-                raise ModelError(f"state {name}={output}: the model has no {what} {each!r}{did_you_mean(each, known)}")
+                raise UsageError(f"state {name}={output}: the model has no {what} {each!r}{did_you_mean(each, known)}")
         if output in names:
             raise ModelError(f"state {name}={output}: output {output!r} is already the next value of another input")
         if output not in made:

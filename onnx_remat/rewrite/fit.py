@@ -255,9 +255,9 @@ def _first_target(goal: Goal) -> int:
 
 
 def _check_time(goal: Goal, options: Options, deadline: Deadline, seconds_per_file: float) -> None:
-    """Raise an error if the time limit leaves no time to write and simulate one file."""
+    """Raise an error if a time limit that was asked for leaves no time to write and simulate one file."""
     late = seconds_per_file - deadline.left()
-    if late <= _TOLERATED_DELAY_SECONDS:
+    if late <= _TOLERATED_DELAY_SECONDS or options.limit_is_default():
         return
     enough = 5 * math.ceil((options.time_limit + _ADVISED_TIME_FACTOR * late) / 5)
     raise BudgetInfeasibleError(

@@ -154,7 +154,8 @@ class Refusal(BudgetInfeasibleError):
             if taken and self.lower_bound_bytes < taken:
                 advice = Message("{} ({} searches for one)", advice, Setting("budget", "auto"))
             if taken:
-                advice = Message("{}: try {} ({})", advice, Setting("budget", taken), format_bytes(taken))
+                asked = Setting("budget", taken)
+                advice = Message("{}: try {} ({}), which it takes", advice, asked, format_bytes(taken))
         less = 0 < self.looked < self.best_peak_bytes
         why = self.why if less else Message("{}{}", self.why, self.finds)
         return joined("; ", filter(None, (why, advice, self.below)))
@@ -163,7 +164,8 @@ class Refusal(BudgetInfeasibleError):
 def _refused(goal: Goal, target: int, lowest: int, options: Options) -> tuple[str, str]:
     """Return why there is no plan, proved or not found in the time given, and the lowest that was found."""
     allowed, memory, floor = goal.allowed, goal.memory, goal.memory.floor
-    least, found = memory.budget(floor), memory.budget(lowest)
+    # The model as it is needs no margin.
+    least, found = min(memory.budget(floor), memory.original_bytes), memory.budget(lowest)
     if floor > target:
         kept = f"{format_bytes(memory.bookkeeping)} of ONNX Runtime's own bookkeeping, " if memory.bookkeeping else ""
         return (

@@ -201,7 +201,7 @@ def initial_state(session: Any, dims: Mapping[str, int], path: str | os.PathLike
         kind = value.type.removeprefix("tensor(").removesuffix(")")
         dtype = np.dtype(DTYPES.get(kind, kind))
         if unknown := [d for d in value.shape if not isinstance(d, int) and d not in dims]:
-            sizes = Setting("dims", dict.fromkeys(unknown, Word("N")))
+            sizes = Setting("dims", dict.fromkeys(unknown, Word("SIZE")))
             raise UsageError("input {!r} has symbolic dimensions: pass {}", value.name, sizes)
         shape = tuple(d if isinstance(d, int) else dims[d] for d in value.shape)
         if value.name == _RESET:

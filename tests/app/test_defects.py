@@ -549,7 +549,7 @@ except onnx_remat.OnnxRematError as error:
 
 def test_a_profile_of_an_open_dimension_asks_for_it():
     onnx.save(mlp(layers=2, width=8, dims="batch"), "in.onnx")
-    refused(command("profile", "in.onnx", "p.json"), 4, "--dim batch=N")
+    refused(command("profile", "in.onnx", "p.json"), 4, "--dim batch=SIZE")
 
 
 # --- what signals leave ----------------------------------------------------------------------------------------------

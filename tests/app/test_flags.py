@@ -186,6 +186,8 @@ def test_what_is_an_argument_and_what_is_not():
     assert in_flags(Message("give {}, {} or {}", *map(Setting, ("keep", "loss", "memory_limit")))) == (
         "give --keep, --loss or memory_limit="
     )
+    late = Message("{} is too short: it takes about {:.0f} s", Setting("time_limit", 1.0), 2.5)
+    assert in_flags(late) == "--time-limit 1s is too short: it takes about 2 s"
 
 
 @pytest.mark.parametrize(

@@ -273,6 +273,6 @@ def test_a_first_state_asks_for_sizes_that_are_open(tmp_path):
     model = mlp(layers=2, batch=4, width=3)
     model.graph.input[0].type.tensor_type.shape.dim[0].dim_param = "batch"
     session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    with pytest.raises(UsageError, match=r"'batch': N"):
+    with pytest.raises(UsageError, match=r"'batch': SIZE"):
         initial_state(session, {})
     assert initial_state(session, {"batch": 5})[model.graph.input[0].name].shape[0] == 5
