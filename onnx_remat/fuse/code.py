@@ -11,7 +11,7 @@ import numpy as np
 from onnx import TensorProto
 
 FLOAT, DOUBLE, HALF, BFLOAT = TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16
-INT, LONG, BOOL = TensorProto.INT32, TensorProto.INT64, TensorProto.BOOL
+INT, LONG, UINT, BOOL = TensorProto.INT32, TensorProto.INT64, TensorProto.UINT32, TensorProto.BOOL
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,7 @@ KINDS: Final[Mapping[int, Kind]] = {
     BFLOAT: Kind("float", "i16", 2),
     INT: Kind("i32", "i32", 4),
     LONG: Kind("i64", "i64", 8),
+    UINT: Kind("i32", "i32", 4),
     BOOL: Kind("i1", "i8", 1),
 }
 """By ``onnx.TensorProto``'s numbers."""

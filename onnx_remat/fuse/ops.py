@@ -15,13 +15,15 @@ from typing import Final, TypeAlias
 import numpy as np
 import onnx
 
-from onnx_remat.fuse.code import BFLOAT, BOOL, DOUBLE, FLOAT, HALF, INT, KINDS, LONG, Code, literal
+from onnx_remat.fuse.code import BFLOAT, BOOL, DOUBLE, FLOAT, HALF, INT, KINDS, LONG, UINT, Code, literal
 from onnx_remat.fuse.moves import MOVES
 from onnx_remat.fuse.rows import ROWS
 
 FLOATS: Final = frozenset({FLOAT, DOUBLE, HALF, BFLOAT})
 NUMBERS: Final = FLOATS | {INT, LONG}
 LOGIC: Final = frozenset({BOOL})
+WORDS: Final = frozenset({INT, LONG, UINT})
+BITS: Final = NUMBERS | {UINT}  # of ops whose bits are those of signed numbers
 
 Attributes: TypeAlias = Mapping[str, float]
 Emit: TypeAlias = "Callable[[Code, str, list[str], Call], str]"
@@ -227,6 +229,18 @@ def _power(code: Code, kind: str, a: list[str], call: Call) -> str:
     return square if call.exponent == 2 else code.new(f"fmul {kind} {square}, {a[0]}")
 
 
+def _word(name: str) -> Emit:
+    def emit(code: Code, kind: str, a: list[str], _: Call) -> str:
+        return code.new(f"{name} {kind} {a[0]}, {a[1]}")
+
+    return emit
+
+
+def _shift(code: Code, kind: str, a: list[str], call: Call) -> str:
+    """Compile BitShift by a constant less than the number of bits (`call_of`)."""
+    return code.new(f"{'shl' if call.attributes['direction'] else 'lshr'} {kind} {a[0]}, {a[1]}")
+
+
 def _not(code: Code, _: str, a: list[str], __: Call) -> str:
     return code.new(f"xor i1 {a[0]}, true")
 
@@ -248,12 +262,13 @@ def _cast(code: Code, kind: str, a: list[str], call: Call) -> str:
         return code.new(f"fcmp une {kind} {a[0]}, 0.0" if _is_float(kind) else f"icmp ne {kind} {a[0]}, 0")
     if _is_float(kind) and _is_float(to):
         return code.new(f"{'fpext' if to == 'double' else 'fptrunc'} {kind} {a[0]} to {to}")
+    unsigned = kind == "i1" or call.dtype == UINT
     if _is_float(to):
-        return code.new(f"{'uitofp' if kind == 'i1' else 'sitofp'} {kind} {a[0]} to {to}")
+        return code.new(f"{'uitofp' if unsigned else 'sitofp'} {kind} {a[0]} to {to}")
     if _is_float(kind):  # out of range, ONNX Runtime is undefined too; `freeze` keeps LLVM from exploiting poison
         made = code.new(f"fptosi {kind} {a[0]} to {to}")
         return code.new(f"freeze {to} {made}")
-    return code.new(f"{ {'i1': 'zext', 'i64': 'trunc', 'i32': 'sext'}[kind] } {kind} {a[0]} to {to}")
+    return code.new(f"{'trunc' if kind == 'i64' else 'zext' if unsigned else 'sext'} {kind} {a[0]} to {to}")
 
 
 def _function(name: str) -> Emit:
@@ -299,20 +314,24 @@ _SEVERAL: Final = (1, 16)
 
 OPS: Final[Mapping[str, Op]] = {
     "Abs": Op(NUMBERS, _absolute),
-    "Add": Op(NUMBERS, _binary("fadd", "add"), (2, 2)),
+    "Add": Op(BITS, _binary("fadd", "add"), (2, 2)),
     "And": Op(LOGIC, _logic("and"), (2, 2)),
-    "Cast": Op(NUMBERS | LOGIC, _cast, attributes=frozenset({"to", "saturate", "round_mode"})),
+    "BitShift": Op(frozenset({UINT}), _shift, (2, 2), attributes=frozenset({"direction"})),
+    "BitwiseAnd": Op(WORDS, _word("and"), (2, 2)),
+    "BitwiseOr": Op(WORDS, _word("or"), (2, 2)),
+    "BitwiseXor": Op(WORDS, _word("xor"), (2, 2)),
+    "Cast": Op(BITS | LOGIC, _cast, attributes=frozenset({"to", "saturate", "round_mode"})),
     "Ceil": Op(FLOATS, _intrinsic("ceil")),
     "Clip": Op(frozenset({FLOAT, DOUBLE, INT, LONG}), _clip, (1, 3)),
     "Div": Op(FLOATS, _binary("fdiv", ""), (2, 2)),  # not integers: division by zero would end the process
-    "Equal": Op(NUMBERS | LOGIC, _compare("eq"), (2, 2), logical=True),
+    "Equal": Op(BITS | LOGIC, _compare("eq"), (2, 2), logical=True),
     "Erf": _inexact(_function("erf")),
     "Exp": _inexact(_function("exp")),
     "Floor": Op(FLOATS, _intrinsic("floor")),
     "Gelu": _inexact(_gelu, "approximate", _STANDARD | {"com.microsoft"}),
     "Greater": Op(NUMBERS, _compare("gt"), (2, 2), logical=True),
     "GreaterOrEqual": Op(NUMBERS, _compare("ge"), (2, 2), logical=True),
-    "Identity": Op(NUMBERS | LOGIC, _identity),
+    "Identity": Op(BITS | LOGIC, _identity),
     "IsNaN": Op(FLOATS, _is_nan, logical=True),
     "LeakyRelu": Op(frozenset({FLOAT}), _leaky_relu, attributes=frozenset({"alpha"})),
     "Less": Op(NUMBERS, _compare("lt"), (2, 2), logical=True),
@@ -320,7 +339,7 @@ OPS: Final[Mapping[str, Op]] = {
     "Log": _inexact(_function("log")),
     "Max": Op(NUMBERS, _extreme("gt"), (2, 2)),
     "Min": Op(NUMBERS, _extreme("lt"), (2, 2)),
-    "Mul": Op(NUMBERS, _binary("fmul", "mul"), (2, 2)),
+    "Mul": Op(BITS, _binary("fmul", "mul"), (2, 2)),
     "Neg": Op(NUMBERS, _negative),
     "Not": Op(LOGIC, _not),
     "Or": Op(LOGIC, _logic("or"), (2, 2)),
@@ -332,10 +351,10 @@ OPS: Final[Mapping[str, Op]] = {
     "Sigmoid": _inexact(_function("sigmoid")),
     "Sign": Op(NUMBERS, _sign),
     "Sqrt": Op(FLOATS, _intrinsic("sqrt")),
-    "Sub": Op(NUMBERS, _binary("fsub", "sub"), (2, 2)),
+    "Sub": Op(BITS, _binary("fsub", "sub"), (2, 2)),
     "Sum": Op(FLOATS, _sum, _SEVERAL),
     "Tanh": _inexact(_function("tanh")),
-    "Where": Op(NUMBERS, _where, (3, 3), data=1),
+    "Where": Op(BITS, _where, (3, 3), data=1),
     "Xor": Op(LOGIC, _logic("xor"), (2, 2)),
 }
 """Ops by the name of the standard operator."""
@@ -392,6 +411,12 @@ def call_of(
     wanted = [BOOL, dtype, dtype] if node.op_type == "Where" else [dtype] * len(types)
     if any(found not in (want, None) for found, want in zip(types, wanted, strict=True)):
         return None
+    if node.op_type == "BitShift":
+        by = constant(node.input[1])
+        if by is None or not 0 <= by < 8 * KINDS[dtype].nbytes:
+            return None
+    if node.op_type == "Cast" and made == UINT and dtype in FLOATS:  # negative numbers wrap in ONNX Runtime
+        return None
     result = BOOL if op.logical else made if node.op_type == "Cast" else dtype
     if result != made:
         return None
@@ -399,4 +424,6 @@ def call_of(
     for each in node.attribute:
         if each.name == "approximate":
             numbers[each.name] = float(each.s == b"tanh")
+        if each.name == "direction":
+            numbers[each.name] = float(each.s == b"LEFT")
     return Call(node.op_type, numbers, dtype, made, exponent)

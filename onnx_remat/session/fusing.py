@@ -194,7 +194,7 @@ def replaceable(compiled: Compiled) -> tuple[frozenset[int], frozenset[int]]:
     return frozenset(several), frozenset(single)
 
 
-_NUMBERS = (1, 6, 7, 11)  # float32, int32, int64, float64
+_NUMBERS = (1, 6, 7, 11, 12)  # float32, int32, int64, float64, uint32
 
 
 def numbers(graph: onnx.GraphProto, more: Iterable[onnx.TensorProto] = ()) -> Mapping[str, float]:

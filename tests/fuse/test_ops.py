@@ -8,20 +8,28 @@ import onnxruntime
 import pytest
 from onnx import helper
 
-from onnx_remat.fuse.code import BFLOAT, BOOL, DOUBLE, FLOAT, HALF, INT, LONG
+from onnx_remat.fuse.code import BFLOAT, BOOL, DOUBLE, FLOAT, HALF, INT, LONG, UINT
 from onnx_remat.fuse.ops import OPS, call_of
 from tests.support.fusing import assert_same_bits, bits, options, run, session, why_not
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "none")
 
-NUMPY = {FLOAT: np.float32, DOUBLE: np.float64, INT: np.int32, LONG: np.int64, BOOL: np.bool_, HALF: np.float16}
-NAMES = {FLOAT: "float", DOUBLE: "double", INT: "int32", LONG: "int64", BOOL: "bool", HALF: "half", BFLOAT: "bfloat"}
+NUMPY = {
+    FLOAT: np.float32, DOUBLE: np.float64, INT: np.int32, LONG: np.int64, UINT: np.uint32, BOOL: np.bool_,
+    HALF: np.float16,
+}  # fmt: skip
+NAMES = {
+    FLOAT: "float", DOUBLE: "double", INT: "int32", LONG: "int64", UINT: "uint32", BOOL: "bool", HALF: "half",
+    BFLOAT: "bfloat",
+}  # fmt: skip
 
 
 def special(dtype: int) -> np.ndarray:
     """Values at which operators go wrong."""
     if dtype == BOOL:
         return np.array([True, False])
+    if dtype == UINT:
+        return np.array([0, 1, 2, 3, 1000, 2**31 - 1, 2**31, 2**31 + 1, 2**32 - 2, 2**32 - 1], np.uint32)
     if dtype in (INT, LONG):
         ends = np.iinfo(NUMPY[dtype])
         return np.array([0, 1, -1, 2, -2, 3, 1000, -1000, ends.max, ends.min, ends.max - 1, ends.min + 1], NUMPY[dtype])
@@ -48,14 +56,14 @@ def model(op: str, types: list[int], made: int, shapes: list[tuple[int, ...]], o
     inputs = [helper.make_tensor_value_info(*each) for each in zip(names, types, shapes, strict=True)]
     outputs = [helper.make_tensor_value_info(name, made, out) for name in ("y", "z")]
     graph = helper.make_graph(nodes, "g", inputs, outputs)
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=8)
 
 
 CASES = [
     (op, dtype)
     for op, entry in OPS.items()
-    for dtype in (FLOAT, DOUBLE, INT, LONG, BOOL)
-    if dtype in entry.types and entry.exact and op not in ("Cast", "Pow")
+    for dtype in (FLOAT, DOUBLE, INT, LONG, UINT, BOOL)
+    if dtype in entry.types and entry.exact and op not in ("Cast", "Pow", "BitShift")
 ]
 
 
@@ -257,3 +265,34 @@ def test_an_attribute_that_is_not_known_leaves_a_node_alone():
     assert call_of(helper.make_node("Clip", ["x"], ["y"]), [FLOAT], FLOAT, {}.get) is not None
     assert call_of(helper.make_node("Div", ["x", "x"], ["y"]), [INT, INT], INT, {}.get) is None  # ends the process at 0
     assert call_of(helper.make_node("Add", ["x", "x"], ["y"], domain="com.x"), [FLOAT, FLOAT], FLOAT, {}.get) is None
+
+
+@pytest.mark.parametrize("direction", ["LEFT", "RIGHT"])
+@pytest.mark.parametrize("by", [0, 1, 13, 31])
+def test_bits_shift_by_a_constant(direction, by):
+    values = special(UINT)
+    built = model("BitShift", [UINT, UINT], UINT, [values.shape, ()], values.shape, direction=direction)
+    del built.graph.input[1]
+    built.graph.initializer.append(onnx.numpy_helper.from_array(np.array(by, np.uint32), "x1"))
+    assert_same_bits(built, {"x0": values})
+
+
+@pytest.mark.parametrize("by", [32, None])
+def test_bits_that_shift_out_of_a_word_or_by_a_variable_stay_with_onnx_runtime(by):
+    """C++ leaves such a shift undefined."""
+    node = helper.make_node("BitShift", ["a", "b"], ["c"], direction="LEFT")
+    assert call_of(node, [UINT, UINT], UINT, lambda _: by) is None
+
+
+@pytest.mark.parametrize("to", [FLOAT, DOUBLE, INT, LONG, BOOL, HALF])
+def test_casts_of_unsigned_words(to):
+    values = special(UINT)
+    if to == HALF:
+        values = values[values < 60_000]
+    assert_same_bits(model("Cast", [UINT], to, [values.shape], values.shape, to=to), {"x0": values})
+
+
+@pytest.mark.parametrize("dtype", [INT, LONG, BOOL])
+def test_casts_to_unsigned_words(dtype):
+    values = special(dtype)
+    assert_same_bits(model("Cast", [dtype], UINT, [values.shape], values.shape, to=UINT), {"x0": values})
