@@ -179,11 +179,21 @@ def _padded_channels(graph: onnx.GraphProto) -> dict[str, int]:
 def _with_channels(node: onnx.NodeProto, channels: int) -> list[onnx.NodeProto]:
     """Return a convolution with 1x1 filters: its output has a node's padded number of channels, whatever its input."""
     pixels = helper.make_tensor("", TensorProto.FLOAT, [channels, 1, 1, 1], [0.0] * channels)
-    name = f"{node.output[0]}.pixels"
-    return [
-        helper.make_node("Constant", [], [name], value=pixels),
-        helper.make_node("Conv", [node.input[0], name], node.output),
-    ]
+    name, read = f"{node.output[0]}.pixels", node.input[0]
+    made = [helper.make_node("Constant", [], [name], value=pixels)]
+    if _is_channels_last(node):
+        read = f"{node.output[0]}.channels_first"
+        made.append(_channels_first(node, read))
+    return [*made, helper.make_node("Conv", [read, name], node.output)]
+
+
+def _is_channels_last(node: onnx.NodeProto) -> bool:
+    """Whether ONNX Runtime has merged a Transpose into the node that blocks the channels of images."""
+    return any(each.name == "channels_last" and each.i for each in node.attribute)
+
+
+def _channels_first(node: onnx.NodeProto, output: str) -> onnx.NodeProto:
+    return helper.make_node("Transpose", node.input[:1], [output], perm=[0, 3, 1, 2])
 
 
 def _stand_in(node: onnx.NodeProto, opset: int) -> list[onnx.NodeProto]:
@@ -224,7 +234,7 @@ def _like(node: onnx.NodeProto, slot: int, like: int) -> onnx.NodeProto:
 def _unblocked(node: onnx.NodeProto) -> onnx.NodeProto:
     """Return a blocked operator as a standard one; filters are padded like channels, a Conv loses its sum input."""
     if node.op_type == "ReorderInput":
-        return _like(node, 0, 0)
+        return _channels_first(node, node.output[0]) if _is_channels_last(node) else _like(node, 0, 0)
     if node.op_type not in _BLOCKED:
         return node
     made = helper.make_node(node.op_type, node.input[:3], node.output)

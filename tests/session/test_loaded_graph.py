@@ -80,6 +80,25 @@ def test_channels_are_padded_to_whole_blocks(channels):
         assert_right(helper.make_model(graph, opset_imports=opsets, ir_version=8), "all")
 
 
+@pytest.mark.parametrize("channels", [16, 20, 36])
+@pytest.mark.parametrize("last", ["Conv", "AveragePool", "MaxPool"])
+def test_images_with_channels_last_are_blocked_in_the_shape_of_channels_first(channels, last):
+    """The runtime merges the Transpose in front into the node that blocks the channels, as JAX's steps have it."""
+    weights = np.random.default_rng(0).standard_normal((channels, channels, 3, 3)).astype(np.float32)
+    nodes = [
+        helper.make_node("Transpose", ["x"], ["first"], perm=[0, 3, 1, 2]),
+        helper.make_node("Conv", ["first", "w"], ["c"])
+        if last == "Conv"
+        else helper.make_node(last, ["first"], ["c"], kernel_shape=[3, 3]),
+        helper.make_node("Conv", ["c", "w"], ["d"]), helper.make_node("Transpose", ["d"], ["e"], perm=[0, 2, 3, 1]),
+        helper.make_node("Tanh", ["e"], ["y"]),
+    ]  # fmt: skip
+    shapes = {"x": [2, 10, 9, channels], "y": [2, 6, 5, channels]}
+    x, y = (helper.make_tensor_value_info(name, 1, shape) for name, shape in shapes.items())
+    graph = helper.make_graph(nodes, "g", [x], [y], [numpy_helper.from_array(weights, "w")])
+    assert_right(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), "all")
+
+
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("form", ["initializers", "constants"])
 def test_weights_may_lie_in_files_next_to_the_model(tmp_path, form, level):
