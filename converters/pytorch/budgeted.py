@@ -6,8 +6,7 @@ import pickle
 import tempfile
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -26,9 +25,10 @@ from .arrays import tensor as copied
 from .arrays import view
 from .batch import Batch
 from .living import forks
-from .outside import Outside, memory, shares_memory
+from .outside import Outside, check_apart, memory, shares_memory
 from .preparation import Prepared, Request
 from .recipe import Recipe, Scaling
+from .sizes import Sessions, Written
 from .unchanged import Facts
 
 if TYPE_CHECKING:  # modules that take memory, which only the preparation of a step needs
@@ -37,33 +37,8 @@ if TYPE_CHECKING:  # modules that take memory, which only the preparation of a s
 
     from .step import Loss
 
-_OPEN = 4
-"""Sessions of other sizes than the example's that stay open: each has ONNX Runtime's bookkeeping of its own."""
-
 _Layout: TypeAlias = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
 """Address, shape, strides and type of a tensor."""
-
-
-@dataclass(frozen=True, slots=True)
-class Written:
-    """The step as a file, in a temporary folder of its own, and its open dimensions."""
-
-    folder: tempfile.TemporaryDirectory[str]
-    dynamic: Mapping[str, Mapping[int, str]]
-
-    @property
-    def path(self) -> Path:
-        return Path(self.folder.name) / "step.onnx"
-
-    def sizes(self, batch: Batch) -> dict[str, int]:
-        """Return the size of each open dimension in a batch."""
-        found: dict[str, int] = {}
-        for name, tensor in zip(batch.names, batch.tensors, strict=True):
-            for axis, dim in self.dynamic.get(name, {}).items():
-                size = tensor.shape[axis] if axis < tensor.dim() else 0
-                if found.setdefault(dim, size) != size:
-                    raise UsageError(f"axis {axis} of {name} is {size}, where {dim} is {found[dim]} elsewhere")
-        return found
 
 
 class StepLoss(float):
@@ -109,16 +84,14 @@ class Budgeted:
     ) -> None:
         self.torch_bytes, self._report, self.summary = prepared.torch_bytes, prepared.report, prepared.summary
         self._optimizers, self._model, self._written = users, model, written
-        self._batch, self._sizes = replace(batch, tensors=()), written.sizes(batch)  # frees the example
+        self._batch = replace(batch, tensors=())  # frees the example
         self._shapes = {name: tensor.shape for name, tensor in zip(batch.names, batch.tensors, strict=True)}
-        self._threads = threads
-        self._session = session = self._largest = self._opened(None)
-        self._most, self._others = self._sizes, dict[tuple[int, ...], Session]()
+        self._sessions = Sessions(written, written.sizes(batch), threads)
         self._trained, self._settings = prepared.trained, prepared.settings
         self._facts = self._now()
         _start(users, dict(model.named_parameters()), prepared.started)
         self._arrays: dict[str, np.ndarray] = {}
-        wanted, current = {array.name for array in session.inputs}, self._current()
+        wanted, current = {array.name for array in self._session.inputs}, self._current()
         self._own = {
             name: view(value.clone()) for name, value in prepared.own.items() if name not in current and name in wanted
         }
@@ -191,8 +164,7 @@ class Budgeted:
 
     def close(self) -> None:
         """Free all memory except that of the module and the optimizer."""
-        for session in (self._largest, *self._others.values()):
-            session.close()
+        self._sessions.close()
         self._written.folder.cleanup()
         self._arrays, self._bound, self._outside = {}, {}, {}
         self._failed = "closed"
@@ -212,7 +184,7 @@ class Budgeted:
         wanted = {array.name for array in self._session.inputs}
         tensors = {name: tensor for name, tensor in zip(given.names, given.tensors, strict=True) if name in wanted}
         self._check_shapes(tensors)
-        self._resize(self._written.sizes(given))
+        self._sessions.use(self._written.sizes(given))
         for name, tensor in tensors.items():
             if tensor.device.type != "cpu" or tensor.layout != torch.strided:
                 raise UsageError(f"{name} is {tensor.layout} on {tensor.device}: give a dense tensor on the CPU")
@@ -240,31 +212,9 @@ class Budgeted:
                 Setting("dynamic_dims", {name: {axis: "length" if axis else "batch"}}),
             )
 
-    def _opened(self, slab_of: Session | None) -> Session:
-        return Session(self._written.path, dims=self._sizes, donate=True, threads=self._threads, slab_of=slab_of)
-
-    def _resize(self, sizes: dict[str, int]) -> None:
-        """Use the session for these sizes; open it first if it is not. It has the slab of the largest."""
-        if sizes == self._sizes:
-            return
-        if large := [name for name, size in sizes.items() if size > self._most[name]]:
-            name = large[0]
-            raise UsageError(f"{name} is {sizes[name]}, above the example's {self._most[name]}: make a new step")
-        if sizes == self._most:
-            self._session, self._sizes = self._largest, sizes
-            return
-        key = tuple(sizes.values())
-        session = self._others.pop(key, None)
-        if session is None:
-            before, self._sizes = self._sizes, sizes
-            try:
-                session = self._opened(self._largest)
-            except BaseException:
-                self._sizes = before
-                raise
-        self._session, self._sizes, self._others[key] = session, sizes, session
-        if len(self._others) > _OPEN:
-            self._others.pop(next(iter(self._others))).close()
+    @property
+    def _session(self) -> Session:
+        return self._sessions.current
 
     def _now(self) -> Facts:
         return Facts.of(self._model, self._optimizers, set(self._settings.values()))
@@ -287,7 +237,7 @@ class Budgeted:
             if name not in current:
                 raise UsageError(f"{name} is gone from the module or the optimizer: make a new step")
         if any(_layout(current[name]) != self._bound.get(name) for name in self._wanted):
-            _check_apart({name: current[name] for name in self._wanted}, self._renewed())
+            check_apart({name: current[name] for name in self._wanted}, self._renewed())
             heap.trim_soon()  # frees the previous tensors, and the checkpoint that these came from
         for name in self._wanted:
             if _layout(tensor := current[name]) != self._bound.get(name):
@@ -332,24 +282,6 @@ class Budgeted:
 
 def _layout(tensor: torch.Tensor) -> _Layout:
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
-
-
-def _check_apart(tensors: Mapping[str, torch.Tensor], renewed: Iterable[str]) -> None:
-    """Raise UsageError if a tensor that is updated in place shares memory with another: the plan decides the order of
-    reads."""
-    renewed, last, end = set(renewed), "", 0
-    for name in sorted(tensors, key=lambda name: tensors[name].data_ptr()):
-        tensor = tensors[name]
-        if not tensor.numel():
-            continue
-        if tensor.data_ptr() < end and renewed & {last, name}:
-            raise UsageError(
-                f"{last} and {name} share memory: make them one parameter (a.weight = b.weight), or give one memory of "
-                "its own (a.data = a.data.clone())"
-            )
-        reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-        if (after := tensor.data_ptr() + reach * tensor.element_size()) > end:
-            last, end = name, after
 
 
 def _start(
@@ -429,7 +361,7 @@ def budgeted(
     threads : int
         Threads of a step; by default as many as PyTorch has, `torch.get_num_threads`.
     progress : bool
-        Show the stage and the time on standard error while the step is made, if that is a terminal.
+        Show the stage on standard error while the step is made: with the time on a terminal, else in a line each.
 
     Returns
     -------
@@ -458,7 +390,7 @@ def budgeted(
     request = Request(
         model, loss, recipe, users, batch, given, of_step, written.dynamic, written.sizes(example), loss_parts,
         attention_parts, tuple(outputs), check, planning or {}, written.path,
-        Progress(quiet=not progress),
+        Progress(quiet=not progress, log=True),
     )  # fmt: skip
     if request.is_share and not forks():
         warnings.warn(

@@ -6,7 +6,7 @@ between steps. Therefore every step reads them again, or a warning states that i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -80,3 +80,21 @@ def in_memory(label: str, alias: torch.Tensor) -> Outside:
 def _same(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor."""
     return tensor
+
+
+def check_apart(tensors: Mapping[str, torch.Tensor], renewed: Iterable[str]) -> None:
+    """Raise UsageError if a tensor that is updated in place shares memory with another: the plan decides the order of
+    reads."""
+    renewed, last, end = set(renewed), "", 0
+    for name in sorted(tensors, key=lambda name: tensors[name].data_ptr()):
+        tensor = tensors[name]
+        if not tensor.numel():
+            continue
+        if tensor.data_ptr() < end and renewed & {last, name}:
+            raise UsageError(
+                f"{last} and {name} share memory: make them one parameter (a.weight = b.weight), or give one memory of "
+                "its own (a.data = a.data.clone())"
+            )
+        reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        if (after := tensor.data_ptr() + reach * tensor.element_size()) > end:
+            last, end = name, after
