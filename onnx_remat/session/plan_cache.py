@@ -36,9 +36,13 @@ class Key:
 def content(path: Path) -> bytes | None:
     """Return the content of a step's file, None for one that is too large to keep or cannot be read."""
     try:
-        return path.read_bytes() if path.is_file() and path.stat().st_size <= MOST_BYTES else None
+        return path.read_bytes() if _is_small(path) else None
     except (OSError, ValueError):
         return None
+
+
+def _is_small(path: Path) -> bool:
+    return path.is_file() and path.stat().st_size <= MOST_BYTES
 
 
 def digest_of(data: bytes) -> str:
@@ -50,10 +54,13 @@ def key_of(path: Path, request: Mapping[str, Any]) -> Key | None:
     """Return the key of a step's plan, None for a step that is planned each time."""
     if request["provider"] != "cpu" or request["check"]:
         return None
-    data = content(path)
-    if data is None:
+    try:
+        if not _is_small(path):
+            return None
+        with path.open("rb") as stream:  # in pieces: this process is to train, and memory that it takes may stay
+            file = hashlib.file_digest(stream, "sha256").hexdigest()
+    except (OSError, ValueError):
         return None
-    file = digest_of(data)
     asked = dict(request) | {"secret": bool(request["secret"])}
     text = json.dumps([file, asked, surroundings()], sort_keys=True, default=str)
     return Key(hashlib.sha256(text.encode()).hexdigest()[:32], file)
