@@ -92,6 +92,8 @@ def parse_budget(text: str | int | Budget) -> Budget:
         number = _number(match, text)
         budget = Budget(slower=number / 100) if text.strip().startswith("+") else Budget(fraction=number / 100)
     else:
+        if re.fullmatch(rf"-?{_NUMBER}", text.strip(), re.IGNORECASE) and float(text) <= 0:
+            raise UsageError(f"budget {text!r} must be greater than zero")
         raise UsageError(f"budget {text!r} is not a size: write {_meant(text.strip())}")
     if isinstance(text, Integral) and 0 < number <= _PERCENTS:
         raise UsageError(f"budget {text} would be {text} bytes: for a share write '{text}%'")

@@ -80,7 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
             " mode, or it removes them"
         )
     parameters = sum(value.name.startswith(("grad.", "new.")) for value in step.graph.output)
-    print(f"{given.out}: {len(step.graph.node)} nodes, {parameters} gradients or new values")
+    print(f"{given.out}: {len(step.graph.node)} nodes, {parameters} outputs besides the loss")
     known = {p.key: p.value for p in step.metadata_props}
     if "check.differences" in known:
         print(f"gradients agree with differences of the loss, in float64, to {known['check.differences']}")

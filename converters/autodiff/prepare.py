@@ -43,8 +43,10 @@ def load(source: Source) -> ir.Model:
 
     Raises
     ------
+    ModelError
+        The file cannot be read.
     ConversionError
-        The file is unreadable or invalid, or onnx cannot convert it.
+        The file is invalid, or onnx cannot convert it.
     """
     try:
         proto = source if isinstance(source, onnx.ModelProto) else onnx.load(Path(source))
@@ -60,6 +62,8 @@ def load(source: Source) -> ir.Model:
         model = ir.from_proto(_expanded(proto))
     except ConversionError:
         raise
+    except OSError as error:
+        raise ModelError(f"cannot read {source}: {error.strerror}") from error
     except Exception as error:
         raise ConversionError(
             f"the forward model cannot be read or converted to opset {UPGRADED}: {_first_line(error)}"

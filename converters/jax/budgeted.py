@@ -183,7 +183,7 @@ def budgeted(
     threads : int
         Threads of a step; by default as many as ONNX Runtime chooses.
     progress : bool
-        Show the stage and the time on standard error while the step is made, if that is a terminal.
+        Show the stage on standard error while the step is made: with the time on a terminal, else in a line each.
 
     Raises
     ------
@@ -197,7 +197,7 @@ def budgeted(
         raise UsageError("{} needs a budget: pass {}", Setting("planning"), Setting("budget"))
     if given is not None:
         parse_options({**(planning or {})})
-    shown = Progress(quiet=not progress)
+    shown = Progress(quiet=not progress, log=True)
     try:
         shown("export", 0.0)
         traced = trace(loss_fn, params, batch, buffers, optimizer, None)

@@ -44,6 +44,8 @@ commands (each has its own -h):
   onnx-remat check OUT                        check whether another tool has undone a rewritten file
   onnx-remat split IN                         split a step into two files: gradients, and the update
   onnx-remat-bench IN --budget SIZE           train original and rewritten model and compare them
+  python -m onnx_remat.converters.autodiff FORWARD IN --loss LOSS
+                                              make a training step of a forward model
 
 budgets:
   --budget 4GB                                kB, MB, GB are powers of ten, KiB, MiB, GiB of two

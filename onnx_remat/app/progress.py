@@ -24,16 +24,24 @@ class Progress:
     ----------
     quiet : bool
         Show nothing; also implied where standard error is not a terminal, or one that cannot rewrite a line.
+    log : bool
+        There, unless `quiet`, write a line for each new stage, for logs and notebooks.
     """
 
-    def __init__(self, quiet: bool = False) -> None:
+    def __init__(self, quiet: bool = False, log: bool = False) -> None:
         self._show = sys.stderr.isatty() and not quiet and os.environ.get("TERM") != "dumb"
+        self._log = log and not quiet and not self._show
+        self._told: set[str] = set()
         self._began = time.monotonic()
         self._stage, self._fraction, self._since = "", 0.0, self._began
         self._live: Live | None = None
 
     def __call__(self, stage: str, fraction: float) -> None:
         """Show `stage` and the fraction of it that is done."""
+        what, _, _ = stage.partition(" of ")  # without figures
+        if self._log and what not in self._told:
+            self._told.add(what)
+            print(f"onnx-remat: {what}", file=sys.stderr, flush=True)
         if not self._show:
             return
         if fraction <= self._fraction or fraction >= 1:  # another stage, or the next round of one

@@ -7,6 +7,7 @@ from typing import ClassVar, Unpack
 
 from onnx_remat.findings.show import modules, trace
 from onnx_remat.ir import model_io, phases
+from onnx_remat.ir.shapes import planned_dims
 from onnx_remat.messages import Finding, Message, Setting
 from onnx_remat.options import PlanningOptions
 from onnx_remat.ort.peaks import Peak, Reserves, describe, reserves
@@ -89,7 +90,7 @@ class Estimate(Finding):
             return ["this is optimal: no plan, whatever it recomputes, needs less"]
         proved = f"impossible: any budget below {format_bytes(bound)}, whatever a plan recomputes"
         if found >= total:
-            return [proved, f"a first look finds no plan below {format_bytes(total)}; full planning may"]
+            return [proved, f"a first look finds no plan below {format_bytes(total)}; full planning may find one"]
         share = f"{found / total:.0%} of the original"
         budget = Setting("budget", f"{found}B")
         return [proved, Message("a first look finds a plan for {}, {}: {}", format_bytes(found), share, budget)]
@@ -110,7 +111,9 @@ def estimate(model: model_io.Model, **options: Unpack[PlanningOptions]) -> Estim
     UsageError, ModelError, ShapeError
         An argument or the model is invalid.
     """
-    planner = begin(model, {**options, "effort": _FIRST_LOOK})
+    source = model_io.load(model)
+    dims = planned_dims(source.model) | dict(options.get("dims") or {})  # of a file that was planned before
+    planner = begin(source, {**options, "dims": dims, "effort": _FIRST_LOOK})
     memory, executed = planner.memory, max(planner.by_level.values(), key=lambda each: each.timeline.peak)
     planner.options.progress("first look", 0.0)
     look = first_look(Goal(0, memory), planner.options, planner.deadline)

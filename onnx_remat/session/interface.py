@@ -53,10 +53,15 @@ def checked(formals: Mapping[str, Formal], arrays: Mapping[str, Any]) -> Iterato
         yield name, given
 
 
+_NAMED = 6  # outputs in a message
+
+
 def check_loss(outputs: Mapping[str, Formal], loss: str) -> None:
     """Raise UsageError unless `loss` names an output that is a single number."""
     if loss not in outputs:
-        hint = did_you_mean(loss, outputs) or f": it has {', '.join(outputs)}"
+        first, more = list(outputs)[:_NAMED], len(outputs) - _NAMED
+        has = f": it has {', '.join(first)}" + (f" and {more} more" if more > 0 else "")
+        hint = did_you_mean(loss, outputs) or has
         raise UsageError(f"the model has no output {loss!r} to take as the loss{hint}")
     shape = outputs[loss].shape
     if shape is not None and any(size not in (1, None) for size in shape):

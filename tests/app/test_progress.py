@@ -31,6 +31,15 @@ def test_nothing_is_shown_off_a_terminal(capfd):
     assert capfd.readouterr() == ("", "")
 
 
+def test_a_log_has_a_line_for_each_stage(capfd):
+    for quiet in (False, True):
+        shown = Progress(quiet, log=True)
+        for stage in ("export", "export", "improving a plan of +6.3% compute", "improving a plan of +6.2% compute"):
+            shown(stage, 0.5)
+        shown.clear()
+        assert capfd.readouterr().err == ("" if quiet else "onnx-remat: export\nonnx-remat: improving a plan\n")
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
 @pytest.mark.parametrize(("quiet", "drawn"), [("False", True), ("True", False)])
 def test_a_terminal_shows_it_and_gets_its_line_back(quiet, drawn):
