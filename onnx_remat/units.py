@@ -149,7 +149,8 @@ def parse_size(size: str | int) -> int:
     """
     if size in (0, "0", "0B"):
         return 0
-    found = parse_budget(size).bytes
+    whole = isinstance(size, Integral) and not isinstance(size, bool)
+    found = parse_budget(Budget(int(size)) if whole else size).bytes
     if found is None:
         raise UsageError(f"{size!r} is not a size in bytes, like '64MiB'")
     return found

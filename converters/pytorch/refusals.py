@@ -39,7 +39,7 @@ class ComplexNumbers(Exception):
 
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parent)
-_CALLER = str(Path(_OURS, "trace.py"))  # the file that runs the model
+_CALLER = str(Path(_OURS, "step.py"))  # the file that runs the model
 
 
 def check_modules(model: torch.nn.Module) -> None:

@@ -12,7 +12,7 @@ from onnx_remat.errors import ModelError
 from onnx_remat.ir.shapes import DIMS_KEY, TAG
 from onnx_remat.memory.problem import Ints, Schedule
 from onnx_remat.ort.kernels.registry import PROVIDERS
-from onnx_remat.units import check_dims, parse_budget
+from onnx_remat.units import Budget, check_dims, parse_budget
 from onnx_remat.write.control_edges import Pin
 from onnx_remat.write.private_buffers import Unrolled
 
@@ -132,7 +132,7 @@ def planned(model: onnx.ModelProto, name: str) -> Planned:
     """
     notes = {prop.key: prop.value for prop in model.metadata_props}
     try:
-        budget, provider = parse_budget(int(notes[BUDGET_KEY])).bytes, notes.get(PROVIDER_KEY, "cpu")
+        budget, provider = parse_budget(Budget(int(notes[BUDGET_KEY]))).bytes, notes.get(PROVIDER_KEY, "cpu")
         if budget is None or provider not in PROVIDERS:
             raise ValueError(provider)
         return Planned(
