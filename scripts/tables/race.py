@@ -211,13 +211,18 @@ def rows(
         made = rewritten(ours, budgets, theirs, effort)
         jobs += [(name, our_step, path, first) for name, (path, _) in made.items() if path]
         runners = in_turns(jobs, turns)
+    yield from compared(model, runners, made)
+
+
+def compared(model: str, runners: Sequence[Stepper], made: dict[str, tuple[str, str]]) -> Iterator[tuple[str, ...]]:
+    """The rows of runners that have taken their steps, relative to the first; `made` is as of `rewritten`."""
     check_losses(model, runners)
-    eager = runners[0]
+    first = runners[0]
     for runner in runners:
         fastest = min(runner.times)
         yield (
-            model, runner.name, f"{runner.first / 1e6:.1f}", f"{runner.first / eager.first:.2f}",
-            f"{1000 * fastest:.0f}", f"{fastest / min(eager.times):.2f}", f"{1000 * min(runner.cpus):.0f}",
+            model, runner.name, f"{runner.first / 1e6:.1f}", f"{runner.first / first.first:.2f}",
+            f"{1000 * fastest:.0f}", f"{fastest / min(first.times):.2f}", f"{1000 * min(runner.cpus):.0f}",
             f"{runner.said[0][-1]:.4f}", made.get(runner.name, ("", ""))[1],
         )  # fmt: skip
     for name, (path, why) in made.items():

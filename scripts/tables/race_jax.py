@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.child import call, in_turns
-from scripts.tables.race import check_losses, our_step, rewritten
+from scripts.tables.race import compared, our_step, rewritten
 
 ITEMS = ("mlp", "cnn", "resnet18", "gpt2_4l", "gpt2_4l_dropout", "gpt2_4l_scan")
 HEADS = ("model", "runner", "memory, MB", "of JAX", "ms a step", "of JAX", "cpu ms", "loss", "compute")
@@ -103,15 +103,4 @@ def rows(model: str, *, budgets: str = "60%,40%", effort: float = 5.0, turns: in
         made = rewritten(ours, budgets, theirs, effort)
         jobs += [(name, our_step, path, first) for name, (path, _) in made.items() if path]
         runners = in_turns(jobs, turns)
-    check_losses(model, runners)
-    jitted = runners[0]
-    for runner in runners:
-        fastest = min(runner.times)
-        yield (
-            model, runner.name, f"{runner.first / 1e6:.1f}", f"{runner.first / jitted.first:.2f}",
-            f"{1000 * fastest:.0f}", f"{fastest / min(jitted.times):.2f}", f"{1000 * min(runner.cpus):.0f}",
-            f"{runner.said[0][-1]:.4f}", made.get(runner.name, ("", ""))[1],
-        )  # fmt: skip
-    for name, (path, why) in made.items():
-        if not path:
-            yield model, name, *[""] * 6, why
+    yield from compared(model, runners, made)
