@@ -177,7 +177,9 @@ def test_more_than_a_thousand_files_may_be_open():
     import resource
 
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(3000, before[1]), before[1]))
+    if before[1] != resource.RLIM_INFINITY and before[1] < 1200:
+        pytest.skip(f"this system lets a process open {before[1]} files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(before[0], 1200), before[1]))
     files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
     try:
         with forked.Running(lambda: 7, "a number") as running:
