@@ -261,7 +261,8 @@ def judge(graph: Mixed, seed: int) -> str | dict[str, Outcome]:
             judged = partial(session_outcome, model, level, feeds, expected[level], donate=bool(seed % 2))
             outcome = judged(OUTLIERS)
             if outcome.kind == WRONG and level != "disable":
-                outcome = judged(OUTLIERS + unsettled(model, level, feeds, expected[level][0]))
+                shares = unsettled(model, level, feeds, expected[level][0])
+                outcome = judged({name: max(OUTLIERS, share) for name, share in shares.items()})
             found[f"Session {level}"] = outcome
         level = LEVELS[seed % len(LEVELS)]
         request = SessionRequest(level=level, donate=bool(seed % 2))

@@ -45,6 +45,8 @@ ROUNDING, _HALF_ROUNDING = 1e-4, 1e-2
 
 Feeds = Mapping[str, Any]
 Expected = Sequence[Mapping[str, Any]]
+Outliers = float | Mapping[str, float]
+"""Share of the elements of an output that may differ: of all outputs, or of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +105,12 @@ def _bits(value: Any) -> np.ndarray:
 
 
 def session_outcome(
-    model: onnx.ModelProto | Path, level: str, feeds: Feeds, expected: Expected, outliers: float = 0.0, **options: Any
+    model: onnx.ModelProto | Path,
+    level: str,
+    feeds: Feeds,
+    expected: Expected,
+    outliers: Outliers = 0.0,
+    **options: Any,
 ) -> Outcome:
     """Open a model by `Session` with everything bound, run it as often as `stock` did, and compare.
 
@@ -205,7 +212,9 @@ def _rewritten(model: onnx.ModelProto | Path, budget: str, or_lowest: bool) -> o
         return onnx_remat.rewrite_model(model, int(1.05 * error.best_peak_bytes), **_PLANNING)
 
 
-def difference(made: Mapping[str, Any], wanted: Mapping[str, Any], rounding: float = 0.0, outliers: float = 0.0) -> str:
+def difference(
+    made: Mapping[str, Any], wanted: Mapping[str, Any], rounding: float = 0.0, outliers: Outliers = 0.0
+) -> str:
     """How two sets of outputs differ; nothing where they do not.
 
     To the last bit, or by more than `rounding` in more than a share of the elements: where a graph rounds to 8 bits, or
@@ -214,13 +223,14 @@ def difference(made: Mapping[str, Any], wanted: Mapping[str, Any], rounding: flo
     if list(made) != list(wanted):
         return f"outputs are {', '.join(made)}, not {', '.join(wanted)}"
     for name, expected in wanted.items():
-        if found := _differs(made[name], expected, rounding, outliers):
+        share = outliers if isinstance(outliers, float) else outliers[name]
+        if found := _differs(made[name], expected, rounding, share):
             return f"output {name} {found}"
     return ""
 
 
-def unsettled(model: onnx.ModelProto | Path, level: str, feeds: Feeds, expected: Mapping[str, Any]) -> float:
-    """Share of an output that `stock` itself makes otherwise when inputs change by a rounding error, at most.
+def unsettled(model: onnx.ModelProto | Path, level: str, feeds: Feeds, expected: Mapping[str, Any]) -> dict[str, float]:
+    """Share of each output that `stock` itself makes otherwise when inputs change by a rounding error.
 
     A graph may ask whether a number is greater than what is equal to it but for rounding: tanh(atanh(y)) > y.
     """
@@ -232,12 +242,12 @@ def unsettled(model: onnx.ModelProto | Path, level: str, feeds: Feeds, expected:
         for name, value in feeds.items()
     }
     (made,) = stock(model, level, moved, runs=1)
-    shares = [0.0]
+    shares = dict.fromkeys(expected, 0.0)
     for name, wanted in expected.items():
         if isinstance(wanted, np.ndarray) and wanted.size and wanted.dtype.kind in "bf":
             near = {"rtol": ROUNDING, "atol": ROUNDING} if wanted.dtype.kind == "f" else {"rtol": 0, "atol": 0}
-            shares.append(float((~np.isclose(made[name], wanted, equal_nan=True, **near)).mean()))
-    return max(shares)
+            shares[name] = float((~np.isclose(made[name], wanted, equal_nan=True, **near)).mean())
+    return shares
 
 
 def _differs(made: Any, wanted: Any, share: float, outliers: float) -> str:
