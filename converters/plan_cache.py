@@ -1,8 +1,7 @@
 """Rewritten steps of earlier processes: the same step with the same budget need not be planned again.
 
 An entry is a folder with the step and its pickled report, named after everything that planning depends on: the exported
-step without the figures of its check, budget and options, and the surroundings, see
-`process.cache`.
+step without the figures of its check, budget and options, and the surroundings, see `process.cache`.
 """
 
 from __future__ import annotations

@@ -173,10 +173,8 @@ def export_training_step(
     """
     recipe = Recipe(clip_norm, clip_value, accumulate, average, None if scaler is None else Scaling.of(scaler))
     step = step_of(model, example_inputs, loss, optimizer_facts.each(optimizer), recipe, outputs)
-    dynamic, parts = (
-        dynamic_dims or {},
-        (loss_in_parts.checked(loss_parts), attention_in_parts.checked(attention_parts)),
-    )
+    dynamic = dynamic_dims or {}
+    parts = loss_in_parts.checked(loss_parts), attention_in_parts.checked(attention_parts)
     graph, step = traced(step, opset, dynamic, feed=False)
     made = lower(graph, step.inputs, opset, dynamic, *parts)
     found = compare(made, step, dynamic, distances=True) if check else None

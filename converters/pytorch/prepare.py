@@ -110,7 +110,7 @@ def _own_bytes(request: Request, measured: Measurement | None, before: int = 0) 
     own = measured.result()
     if own.error and (request.is_share or before):
         raise ConversionError(f"PyTorch's own step fails: {own.error}")
-    return before if agree(own.bytes, before) else own.bytes
+    return before if before and agree(own.bytes, before) else own.bytes
 
 
 def _planned(
