@@ -30,8 +30,8 @@ def rounded(found: int) -> int:
 
 
 def agree(found: int, before: int) -> bool:
-    """Return whether two measurements differ by no more than noise: a tenth, and 200 kB of small steps."""
-    return abs(found - before) <= max(before // 10, 200_000)
+    """Return whether two measurements differ by no more than noise: a tenth, and 500 kB of small steps."""
+    return abs(found - before) <= max(before // 10, 500_000)
 
 
 class Measurement:
