@@ -16,7 +16,9 @@ within rounding, too.
 `moves`        nodes that only move elements, such as Transpose, as index arithmetic
 `groups`       which nodes are fused: a pure function of the order, the shapes and the lifetimes
 `recompute`    values that kernels compute again instead of reading them
-`ir`           a group as LLVM text
+`ir`           a group as LLVM text, for a CPU
+`cuda`         a group as a kernel of a CUDA device
+`driver`       the CUDA driver: loads such kernels
 `blas`         the matrix product of numpy's OpenBLAS
 `products`     matrix products as kernels that call it
 `onednn`       convolutions by oneDNN: its formats, its primitives, its scratch memory

@@ -165,15 +165,18 @@ class Grouping:
         return tuple(reads), tuple(makes)
 
     def kernels(self) -> tuple[Group, ...]:
-        """Return the groups, sorted by place: of several nodes, or of one that is inexact or has workspace in ONNX
-        Runtime."""
+        """Return the groups, sorted by place: of several nodes, or of one that has workspace in ONNX Runtime or, on a
+        CPU, is inexact."""
         return tuple(
             Group(found.members, place, *self.ends(found.members))
             for place, found in sorted(self.open.items())
             if len(found.members) > 1
-            or (found.members and (is_rounded(found.members[0]) or self._is_piece(found.members[0])))
+            or (found.members and (self._is_faster_alone(found.members[0]) or self._is_piece(found.members[0])))
             or self.schedule.workspace([member.at for member in found.members])
         )
+
+    def _is_faster_alone(self, member: Member) -> bool:
+        return is_rounded(member) and not self.schedule.device
 
     def _is_piece(self, member: Member) -> bool:
         return isinstance(self.schedule.steps[member.at], Piece)

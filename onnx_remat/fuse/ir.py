@@ -121,6 +121,8 @@ class Kernel:
         `products`.
     convolution : Convolution or None
         What it computes if it has no text, see `convolutions`.
+    device : bool
+        Whether a CUDA device runs it, see `cuda`.
     """
 
     text: str
@@ -131,6 +133,7 @@ class Kernel:
     outputs: tuple[tuple[int, tuple[int, ...]], ...]
     scratch: int = 0
     convolution: Convolution | None = None
+    device: bool = False
 
     def numbers(self, offset: int) -> list[int]:
         """Return the arguments of ``fused_add`` of ``shim.c``; `offset` is that of its code, -1 without any."""
@@ -150,7 +153,7 @@ def kernel_of(group: Group, dtypes: Sequence[int], elements: Sequence[int]) -> K
     dtypes, elements : sequence of int
         Element type and number of elements of each value in ``group.reads``.
     """
-    writer = _Writer(group, dtypes)
+    writer = Writer(group, dtypes)
     text = writer.text()
     made = {member.made: member for member in group.members}
     columns = max(group.columns, 1)
@@ -191,18 +194,20 @@ _IN_LOOP = ", !llvm.access.group !0"
 _FIXED = ", !invariant.load !4"
 
 
-class _Stage:
+class Stage:
     """Code of one stage: what runs once per row before its loop, the loop, and what runs after each chunk of a row."""
 
     def __init__(self, numbering: list[int]) -> None:
         self.row, self.loop, self.chunk = Code(numbering), Code(numbering), Code(numbering)
 
 
-class _Writer:
+class Writer:
     """Writer of the function of one group.
 
     A value is computed at a position: that of all elements in their order, or another if it is broadcast or moved.
     """
+
+    before_row_is_stored: tuple[str, ...] = ()
 
     def __init__(self, group: Group, dtypes: Sequence[int]) -> None:
         self.group = group
@@ -217,9 +222,9 @@ class _Writer:
         self.maker = {member.made: member for member in self.members}
         self.input = {name: (i, dtype) for i, (name, dtype) in enumerate(zip(group.reads, dtypes, strict=True))}
         self.ready = self._ready()
-        numbering = [0]
-        self.before = Code(numbering)
-        self.stages = [_Stage(numbering) for _ in range(max(self.ready.values(), default=0) + 1)]
+        self.numbering = [0]
+        self.before = Code(self.numbering)
+        self.stages = [Stage(self.numbering) for _ in range(max(self.ready.values(), default=0) + 1)]
         self.sizes: list[int] = []
         self.offsets: dict[Position, str] = {}
         self.found: dict[tuple[str, Position], str] = {}  # computed once per row or less often
@@ -254,15 +259,21 @@ class _Writer:
         for (i, name), value in zip(whole, made, strict=True):  # after all reads
             loop = self.stages[last].loop
             loop.store(value, f"%out{i}", self._index(where[name], loop), self.maker[name].call.made, _IN_LOOP)
-        for i, name in enumerate(self.group.makes):
-            if (i, name) not in whole:
-                value = self._value(name, self.of_rows, last)
-                self.stages[last].row.store(value, f"%out{i}", "%row", self.maker[name].call.made, "")
+        of_rows = [(i, name) for i, name in enumerate(self.group.makes) if (i, name) not in whole]
+        made = [self._value(name, self.of_rows, last) for _, name in of_rows]
+        row = self.stages[last].row
+        row.lines += self.before_row_is_stored if of_rows else ()
+        for (i, name), value in zip(of_rows, made, strict=True):
+            row.store(value, f"%out{i}", "%row", self.maker[name].call.made, "")
         lines = [line for code in self._codes() for line in code.lines]
         halves = any("_bfloat(" in line for line in lines)
-        called = [text for kind, text in rows.TEXTS.items() if any(f"@row_{kind}(" in line for line in lines)]
+        text = "\n".join(lines)
+        called = [each for kind, each in rows.TEXTS.items() if f"@row_{kind}(" in text or f"@join_{kind}(" in text]
         used = f"{ROUND_BFLOAT if halves else ''}{functions.called(lines)}{''.join(called)}"
-        return f"{DECLARATIONS}{used}{self._in_rows() if self.in_rows else self._in_one_loop()}{METADATA}"
+        return f"{DECLARATIONS}{used}{self._function()}{METADATA}"
+
+    def _function(self) -> str:
+        return self._in_rows() if self.in_rows else self._in_one_loop()
 
     def _codes(self) -> list[Code]:
         return [self.before, *(code for stage in self.stages for code in (stage.row, stage.loop, stage.chunk))]
@@ -409,11 +420,11 @@ class _Writer:
     def _in_one_loop(self) -> str:
         return f"""define i32 @kernel(ptr %in, ptr %out, ptr %sizes, i64 %begin, i64 %end) #0 {{
 start:
-  {_lines(self.before)}
+  {lines_of(self.before)}
   br label %element
 element:
   %index = phi i64 [ %begin, %start ], [ %next, %element ]
-  {_lines(self.stages[0].loop)}
+  {lines_of(self.stages[0].loop)}
   %next = add nuw nsw i64 %index, 1
   %more = icmp slt i64 %next, %end
   br i1 %more, label %element, label %done, !llvm.loop !1
@@ -427,7 +438,7 @@ done:
             return self._in_whole_rows()
         return f"""define i32 @kernel(ptr %in, ptr %out, ptr %sizes, i64 %begin, i64 %end) #0 {{
 start:
-  {_lines(self.before)}
+  {lines_of(self.before)}
   %first = udiv i64 %begin, {self.inner}
   %skipped = mul i64 %first, {self.inner}
   %offset = sub i64 %begin, %skipped
@@ -439,12 +450,12 @@ next_row:
   %left = sub i64 %end, %base
   %short = icmp slt i64 %left, {self.inner}
   %to = select i1 %short, i64 %left, i64 {self.inner}
-  {_lines(self.stages[0].row)}
+  {lines_of(self.stages[0].row)}
   br label %element
 element:
   %column = phi i64 [ %from, %next_row ], [ %next, %element ]
   %index = add nuw nsw i64 %base, %column
-  {_lines(self.stages[0].loop)}
+  {lines_of(self.stages[0].loop)}
   %next = add nuw nsw i64 %column, 1
   %more = icmp slt i64 %next, %to
   br i1 %more, label %element, label %row_done, !llvm.loop !1
@@ -459,10 +470,10 @@ done:
 """
 
     def _in_whole_rows(self) -> str:
-        body = "\n  ".join(f"{_lines(stage.row)}{self._loop(stage, i)}" for i, stage in enumerate(self.stages))
+        body = "\n  ".join(f"{lines_of(stage.row)}{self._loop(stage, i)}" for i, stage in enumerate(self.stages))
         return f"""define i32 @kernel(ptr %in, ptr %out, ptr %sizes, i64 %begin, i64 %end) #0 {{
 start:
-  {_lines(self.before)}
+  {lines_of(self.before)}
   br label %next_row
 next_row:
   %row = phi i64 [ %begin, %start ], [ %after, %row_done ]
@@ -478,12 +489,12 @@ done:
 }}
 """
 
-    def _loop(self, stage: _Stage, i: int) -> str:
+    def _loop(self, stage: Stage, i: int) -> str:
         """Return the loop of a stage over a row, or over its chunks and their elements."""
         if not stage.loop.lines:
             return ""
         names = ("column", "index", "within", "count")
-        loop, chunk = _lines(stage.loop), _lines(stage.chunk)
+        loop, chunk = lines_of(stage.loop), lines_of(stage.chunk)
         for name in names:
             loop, chunk = (text.replace(f"%{name}", f"%{name}{i}") for text in (loop, chunk))
         first, last, head, tail = "0", self.inner, "", ""
@@ -521,5 +532,6 @@ element{i}:
 done{i}:{tail}"""
 
 
-def _lines(code: Code) -> str:
+def lines_of(code: Code) -> str:
+    """Return instructions as lines of a block."""
     return "\n  ".join(code.lines)

@@ -78,7 +78,12 @@ def convolved(schedule: Schedule) -> tuple[list[Found], list[Found]]:
 
 
 def replaced(schedule: Schedule, secret: int) -> Replaced:
-    """Replace nodes that libraries compute faster; new nodes name their kernels by `secret` and handle."""
+    """Replace nodes that libraries compute faster; new nodes name their kernels by `secret` and handle.
+
+    On a device ONNX Runtime's own kernels call libraries, so that nothing is replaced.
+    """
+    if schedule.device:
+        return Replaced(schedule, tuple(range(len(schedule.steps))), (), {})
     gradients, found = convolved(schedule) if schedule.convolutions else (depthwise.find(schedule), [])
     peak = int(live_bytes(schedule).max(initial=0)) if found else 0
     before = schedule.workspace(range(len(schedule.steps)))

@@ -5,14 +5,15 @@ from __future__ import annotations
 import ctypes
 import secrets
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from onnx_remat.errors import ModelError
-from onnx_remat.fuse import build
+from onnx_remat.fuse import build, driver
 from onnx_remat.messages import Setting
 from onnx_remat.process.cache import cache_folder
 
@@ -64,7 +65,9 @@ def new_secret() -> int:
 
 
 @contextmanager
-def offered(secret: int, code: bytes, kernels: Sequence[Sequence[int]]) -> Iterator[None]:
+def offered(
+    secret: int, code: bytes, kernels: Sequence[Sequence[int]], on_device: Mapping[int, bytes] = MappingProxyType({})
+) -> Iterator[None]:
     """Allow models loaded inside this context to have Fused nodes with this secret; they keep their kernels afterwards.
 
     Parameters
@@ -74,11 +77,13 @@ def offered(secret: int, code: bytes, kernels: Sequence[Sequence[int]]) -> Itera
         Machine code of all kernels.
     kernels : sequence of sequence of int
         Arguments of ``fused_add`` of ``shim.c`` for each, by handle.
+    on_device : mapping of int to bytes
+        PTX of those that run on a CUDA device, by handle.
 
     Raises
     ------
     ModelError
-        The system refuses executable memory, or a kernel's description is inconsistent.
+        The system refuses executable memory, a kernel's description is inconsistent, or the driver cannot load one.
     """
     if not kernels:
         yield
@@ -91,6 +96,9 @@ def offered(secret: int, code: bytes, kernels: Sequence[Sequence[int]]) -> Itera
             for handle, numbers in enumerate(kernels):
                 if library.fused_add(secret, handle, (ctypes.c_int64 * len(numbers))(*numbers), len(numbers)):
                     raise ModelError(f"the library rejects the description of fused kernel {handle}")
+            for handle, ptx in on_device.items():
+                if library.fused_on_device(secret, handle, driver.loaded(ptx), driver.launcher()):
+                    raise ModelError(f"the library rejects fused kernel {handle} of a device")
             yield
         finally:
             library.fused_close(secret)
@@ -114,6 +122,7 @@ def _loaded() -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
     library.fused_open.argtypes = (ctypes.c_int64, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_size_t)
     library.fused_add.argtypes = (ctypes.c_int64, ctypes.c_size_t, ctypes.POINTER(ctypes.c_int64), ctypes.c_size_t)
+    library.fused_on_device.argtypes = (ctypes.c_int64, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p)
     library.fused_close.argtypes = (ctypes.c_int64,)
     library.fused_close.restype = None
     library.fused_is_open.argtypes = (ctypes.c_int64,)

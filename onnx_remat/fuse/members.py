@@ -18,7 +18,7 @@ from onnx_remat.fuse import spaces
 from onnx_remat.fuse.code import FLOAT, KINDS
 from onnx_remat.fuse.moves import move_of
 from onnx_remat.fuse.ops import OPS, Call, call_of
-from onnx_remat.fuse.rows import REDUCTIONS, ROWS, row_of
+from onnx_remat.fuse.rows import LEAST_WARPS, REDUCTIONS, ROWS, row_of
 from onnx_remat.fuse.schedule import Runs, Schedule, Uses
 from onnx_remat.fuse.spaces import Position, Steps
 
@@ -344,13 +344,17 @@ def _member_of(schedule: Schedule, uses: Uses, at: int, step: Runs) -> Member | 
     columns, shape = 0, tensors[made].shape
     move = move_of(node, made, tensors, schedule.integers)
     call: Call | None
+    if not schedule.on_host.isdisjoint((made, *node.input)):
+        return None
     if move is not None:
+        if schedule.device and move.steps and move.steps[-1][1] != 1:
+            return None  # threads that run together would read far apart
         dtype = tensors[made].dtype
         call, slots = Call("Identity", {}, dtype, dtype) if dtype in KINDS else None, [node.input[0]]
     elif node.op_type in ROWS:
         read = tensors[node.input[0]]
         row = row_of(node, read.dtype, read.shape, schedule.integers)
-        if row is None:
+        if row is None or (schedule.device and prod(read.shape) < LEAST_WARPS * row.columns):
             return None
         call, columns, shape = Call(row.op, {}, FLOAT, FLOAT), row.columns, read.shape
         slots = [node.input[0]]

@@ -8,7 +8,7 @@ from math import prod
 
 import onnx
 
-from onnx_remat.fuse import libraries, moves, recompute
+from onnx_remat.fuse import cuda, libraries, moves, recompute
 from onnx_remat.fuse.code import KINDS
 from onnx_remat.fuse.groups import Group, Grouping
 from onnx_remat.fuse.ir import Kernel, kernel_of
@@ -90,7 +90,7 @@ def fuse(schedule: Schedule, secret: int) -> Fusion:
             elements = [prod(schedule.tensors[name].shape) for name in group.reads]
             members = tuple(places[member.at] for member in group.members)
             order.append(_node(group, members, len(kernels), secret))
-            kernels.append(kernel_of(group, dtypes, elements))
+            kernels.append((cuda.kernel_of if schedule.device else kernel_of)(group, dtypes, elements))
         elif i not in inside and not (step.writes and step.writes[0] in viewed):
             view(step.reads)
             if isinstance(step, LibraryNode):

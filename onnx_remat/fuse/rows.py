@@ -23,6 +23,9 @@ LEAST_COLUMNS = 8
 LEAST_ROWS = 8
 """Least rows: a row is computed by one thread."""
 
+LEAST_WARPS = 256
+"""Least rows on a device: with fewer warps, most of it idles."""
+
 CHUNK = 4096
 """Elements of a row that are reduced at a time; in the cache, and on a thread's stack."""
 

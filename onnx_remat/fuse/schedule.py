@@ -53,6 +53,10 @@ class Schedule:
         Whether the node at a place may write one value over another that it reads.
     integers : mapping of str to tuple of int
         Values known to be a vector of integers.
+    device : bool
+        Whether kernels run on a CUDA device, see `cuda`.
+    on_host : frozenset of str
+        Values in host memory, although the step runs on a device.
     products, convolutions : bool
         Whether large matrix products, and convolutions, become kernels, see `products` and `convolutions`.
     workspace : callable
@@ -68,6 +72,8 @@ class Schedule:
     constants: Mapping[str, float]
     overwrites: Callable[[int, str, str], bool]
     integers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    device: bool = False
+    on_host: frozenset[str] = frozenset()
     products: bool = False
     convolutions: bool = False
     workspace: Callable[[Sequence[int]], int] = lambda places: 0

@@ -8,7 +8,8 @@
  * Before every call, the number of inputs and each one's element type and number of elements are compared with what
  * the kernel was compiled for; outputs are asked for with the shapes that it was compiled for.
  *
- * A kernel without code of its own is a convolution, see convolution.c.
+ * A kernel without code of its own is a convolution, see convolution.c, or runs on a CUDA device: then Python has loaded
+ * it with the driver, and a node launches it on ONNX Runtime's stream.
  *
  * An output may lie exactly where an input does that is read element by element: kernels read an element of every
  * input before they write that element of any output.
@@ -25,17 +26,22 @@
 
 #define INSIDE __attribute__((visibility("hidden"))) /* of the library */
 
+enum { BLOCK = 256 }; /* threads of a block on a device */
 enum { API_VERSION = 18, MOST = 64, MOST_RANK = 16, VARIADIC = 2, ATTRIBUTE_INT = 1, FAIL = 1, INVALID_GRAPH = 10 };
 
 typedef struct Status Status; /* NULL: all went well */
 typedef void (*Function)(void);
 typedef int (*Body)(void **inputs, void **outputs, const int64_t *sizes, int64_t begin, int64_t end);
+typedef int (*Launch)(void *function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned shared,
+                      void *stream, void **arguments, void **more); /* cuLaunchKernel */
 
 typedef struct Table Table;
 typedef struct {
     Table *table;
-    Body body; /* NULL: a convolution */
-    int64_t size, grain; /* elements to compute, and how many of them at a time */
+    Body body; /* NULL: a convolution, or a kernel of a device */
+    Launch launch; /* NULL: not of a device */
+    void *function; /* the driver's */
+    int64_t size, grain; /* elements to compute, and how many of them at a time; of a device, threads for an element */
     size_t inputs, outputs;
     const int64_t *types;  /* of each input its element type and its number of elements */
     const int64_t *shapes; /* of each output its element type, its rank and its dimensions */
@@ -81,6 +87,7 @@ static atomic_flag locked = ATOMIC_FLAG_INIT; /* guards `tables`; held for a few
 #define input_count CALL(88, const void *, size_t *)
 #define output_count CALL(89, const void *, size_t *)
 #define get_input CALL(90, const void *, size_t, const void **)
+#define gpu_stream CALL(193, const void *, void **)
 #define get_output CALL(91, void *, size_t, const int64_t *, size_t, void **)
 #define free_shape ((void (*)(void *))api[99])
 #define find_attribute CALL(269, const void *, const char *, const void **)
@@ -132,16 +139,16 @@ int fused_open(int64_t secret, const void *code, size_t bytes, size_t count) {
 }
 
 /* Describe one kernel by `count` numbers: offset of its code, elements, grain, inputs, outputs, then types, shapes and
- * sizes as in Kernel; a convolution has -1 for the offset, and parts for elements. 0, or -1: no such place in the table,
- * no memory, or the numbers do not add up. */
+ * sizes as in Kernel; a convolution has -1 for the offset, and parts for elements, a kernel of a device -2. 0, or -1: no
+ * such place in the table, no memory, or the numbers do not add up. */
 int fused_add(int64_t secret, size_t handle, const int64_t *numbers, size_t count) {
     Table *table = find(secret);
     if (!table) return -1;
     Kernel *kernel = handle < table->count ? &table->kernels[handle] : NULL;
     int64_t *copy = count ? malloc(count * sizeof *copy) : NULL;
-    int calls = count && numbers[0] == -1;
+    int calls = count && numbers[0] == -1, device = count && numbers[0] == -2;
     int good = kernel && !kernel->numbers && copy && count >= 5 &&
-               (calls || (numbers[0] >= 0 && (size_t)numbers[0] < table->bytes)) && numbers[1] > 0 && numbers[2] > 0 && numbers[3] > 0 && numbers[3] <= MOST && numbers[4] > 0 &&
+               (calls || device || (numbers[0] >= 0 && (size_t)numbers[0] < table->bytes)) && numbers[1] > 0 && numbers[2] > 0 && numbers[3] > 0 && numbers[3] <= MOST && numbers[4] > 0 &&
                numbers[4] <= MOST;
     size_t shapes = good ? 5 + 2 * (size_t)numbers[3] : 0, at = shapes;
     for (int64_t i = 0; good && i < numbers[4]; i++) {
@@ -154,12 +161,23 @@ int fused_add(int64_t secret, size_t handle, const int64_t *numbers, size_t coun
     good = good && (calls ? numbers[4] == 2 && at + convolution_sizes == count : at <= count);
     if (good) {
         memcpy(copy, numbers, count * sizeof *copy);
-        *kernel = (Kernel){table, NULL, copy[1], copy[2], (size_t)copy[3], (size_t)copy[4],
+        *kernel = (Kernel){table, NULL, NULL, NULL, copy[1], copy[2], (size_t)copy[3], (size_t)copy[4],
                            copy + 5, copy + shapes, copy + at, copy};
-        if (!calls) kernel->body = (Body)((char *)table->code + copy[0]);
+        if (!calls && !device) kernel->body = (Body)((char *)table->code + copy[0]);
     } else {
         free(copy);
     }
+    release(table);
+    return good ? 0 : -1;
+}
+
+/* Pass the driver's function for a kernel of a device, and the driver's cuLaunchKernel. 0, or -1: no such kernel. */
+int fused_on_device(int64_t secret, size_t handle, void *function, void *launch) {
+    Table *table = find(secret);
+    if (!table) return -1;
+    Kernel *kernel = handle < table->count ? &table->kernels[handle] : NULL;
+    int good = kernel && kernel->numbers && kernel->numbers[0] == -2 && function && launch;
+    if (good) kernel->function = function, kernel->launch = (Launch)launch;
     release(table);
     return good ? 0 : -1;
 }
@@ -232,9 +250,9 @@ static Status *check(const void *value, const int64_t *wanted) {
     return failure(INVALID_GRAPH, "an input of an onnx_remat::Fused node is not of the type and size it was compiled for");
 }
 
-static Status *compute(void *data, void *context) {
-    const Kernel *kernel = data;
-    void *value, *inputs[MOST], *outputs[MOST];
+/* The memory of a node's inputs and outputs, all of the types and sizes that its kernel was compiled for. */
+static Status *gather(const Kernel *kernel, void *context, void **inputs, void **outputs) {
+    void *value;
     size_t given, made;
     TRY(input_count(context, &given));
     TRY(output_count(context, &made));
@@ -251,6 +269,14 @@ static Status *compute(void *data, void *context) {
         TRY(get_output(context, i, shape + 2, (size_t)shape[1], &value));
         TRY(tensor_data(value, &outputs[i]));
     }
+    return NULL;
+}
+
+static Status *compute(void *data, void *context) {
+    const Kernel *kernel = data;
+    void *inputs[MOST], *outputs[MOST];
+    if (kernel->numbers[0] == -2) return failure(INVALID_GRAPH, "an onnx_remat::Fused node lies on the CPU, its kernel on a device");
+    TRY(gather(kernel, context, inputs, outputs));
     Job job = {kernel, inputs, outputs, 0};
     size_t parts = (size_t)((kernel->size - 1) / kernel->grain + 1);
     int failed = kernel->body ? 0 : convolution_before(inputs, outputs, kernel->sizes);
@@ -261,6 +287,21 @@ static Status *compute(void *data, void *context) {
     if (!failed) return NULL;
     return failure(FAIL, kernel->body ? "an index is out of bounds in a ScatterElements of an onnx_remat::Fused node"
                                       : "oneDNN fails to compute a convolution of an onnx_remat::Fused node");
+}
+
+/* Nothing here waits for the device. */
+static Status *launch(void *data, void *context) {
+    const Kernel *kernel = data;
+    void *inputs[MOST], *outputs[MOST], *stream;
+    if (!kernel->launch) return failure(INVALID_GRAPH, "an onnx_remat::Fused node lies on a device, its kernel on the CPU");
+    TRY(gather(kernel, context, inputs, outputs));
+    TRY(gpu_stream(context, &stream));
+    int64_t size = kernel->size;
+    void *arguments[] = {inputs, outputs, (void *)kernel->sizes, &size}; /* of which it copies what the kernel takes */
+    int64_t blocks = (size * kernel->grain - 1) / BLOCK + 1;
+    if (blocks > INT32_MAX) return failure(FAIL, "an onnx_remat::Fused node has too many elements");
+    if (!kernel->launch(kernel->function, (unsigned)blocks, 1, 1, BLOCK, 1, 1, 0, stream, arguments, NULL)) return NULL;
+    return failure(FAIL, "the CUDA driver cannot launch the kernel of an onnx_remat::Fused node");
 }
 
 static Status *read(const void *context, const char *name, int64_t *number) {
@@ -291,7 +332,8 @@ static Status *infer(const void *op, void *context) {
 }
 
 static const char *name(const void *op) { return "Fused"; }
-static const char *provider(const void *op) { return "CPUExecutionProvider"; }
+static const char *cpu(const void *op) { return "CPUExecutionProvider"; }
+static const char *cuda(const void *op) { return "CUDAExecutionProvider"; }
 static size_t one(const void *op) { return 1; }
 static int any_type(const void *op, size_t i) { return 0; }
 static int variadic(const void *op, size_t i) { return VARIADIC; }
@@ -302,25 +344,27 @@ static int first_version(const void *op) { return 1; }
 static int last_version(const void *op) { return INT32_MAX; }
 
 /* struct OrtCustomOp. No MayInplace: only the layout of a session of ours lays outputs over inputs. */
+#define ON(PROVIDER, COMPUTE) { \
+    .version = API_VERSION, .name = (Function)name, .provider = (Function)PROVIDER, .input_type = (Function)any_type, \
+    .input_types = (Function)one, .output_type = (Function)any_type, .output_types = (Function)one, \
+    .destroy = (Function)destroy, .input_kind = (Function)variadic, .output_kind = (Function)variadic, \
+    .input_memory = (Function)in_its_memory, .least_inputs = (Function)at_least_one, \
+    .inputs_alike = (Function)mixed_types, .least_outputs = (Function)at_least_one, \
+    .outputs_alike = (Function)mixed_types, .create = (Function)create, .compute = (Function)COMPUTE, \
+    .infer = (Function)infer, .first_version = (Function)first_version, .last_version = (Function)last_version}
 static const struct {
     uint32_t version;
     Function create_1, name, provider, input_type, input_types, output_type, output_types, compute_1, destroy, input_kind,
         output_kind, input_memory, least_inputs, inputs_alike, least_outputs, outputs_alike, create, compute, infer,
         first_version, last_version, in_place, in_place_done, alias, alias_done;
-} fused = {
-    .version = API_VERSION, .name = (Function)name, .provider = (Function)provider, .input_type = (Function)any_type,
-    .input_types = (Function)one, .output_type = (Function)any_type, .output_types = (Function)one,
-    .destroy = (Function)destroy, .input_kind = (Function)variadic, .output_kind = (Function)variadic,
-    .input_memory = (Function)in_its_memory, .least_inputs = (Function)at_least_one,
-    .inputs_alike = (Function)mixed_types, .least_outputs = (Function)at_least_one,
-    .outputs_alike = (Function)mixed_types, .create = (Function)create, .compute = (Function)compute,
-    .infer = (Function)infer, .first_version = (Function)first_version, .last_version = (Function)last_version};
+} on_cpu = ON(cpu, compute), on_cuda = ON(cuda, launch);
 
 Status *RegisterCustomOps(void *options, const Function *(*const *get_api)(uint32_t version)) {
     static void *domain; /* as long as the process: sessions keep it */
     if (!(api = (*get_api)(API_VERSION))) return NULL; /* too old a version: no model with the op will load */
     if (domain) return add_domain(options, domain);
     TRY(create_domain("onnx_remat", &domain));
-    TRY(add_op(domain, &fused));
+    TRY(add_op(domain, &on_cpu));
+    TRY(add_op(domain, &on_cuda));
     return add_domain(options, domain);
 }

@@ -45,18 +45,25 @@ class Fused:
 MOST_NODES = 20_000
 """Maximum number of nodes of a step to fuse: the time to find groups grows quadratically, to some 10 s here."""
 
+NOT_ASKED = "provider {!r}: fused kernels are used there only if asked for"
+"""Reason of a step that runs unfused by default."""
+
 UNFUSED = Message("{}", Setting("fuse", False))
 """Reason of a step that runs unfused by request."""
 
 
-def why_not(provider: str) -> str:
-    """Return why sessions with a provider run unfused in this environment; empty where they fuse."""
-    from onnx_remat.fuse import kernels, library
+def why_not(provider: str, asked: bool = False) -> str:
+    """Return why sessions with a provider run unfused in this environment; empty where they fuse.
+
+    On a device they fuse only if `asked`: kernels there were compared on a simulated device, not timed on a real one.
+    """
+    from onnx_remat.fuse import cuda, kernels, library
     from onnx_remat.ort import runtime
 
-    if provider != "cpu":
-        return f"provider {provider!r}: kernels are compiled for the CPU"
-    return library.too_old(runtime.installed()) or library.why_not() or kernels.why_not()
+    if provider != "cpu" and not asked:
+        return NOT_ASKED.format(provider)
+    here = kernels if provider == "cpu" else cuda
+    return library.too_old(runtime.installed()) or library.why_not() or here.why_not()
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +119,7 @@ def fuse_step(
     seconds : float, optional
         Limit on the search for a small slab.
     """
-    from onnx_remat.fuse import blas, convolutions, onednn
+    from onnx_remat.fuse import blas, convolutions, cuda, onednn
     from onnx_remat.fuse.libraries import convolved
     from onnx_remat.fuse.nodes import FusedNode, fuse
     from onnx_remat.fuse.schedule import Schedule
@@ -122,6 +129,7 @@ def fuse_step(
         return Refused(f"it has over {MOST_NODES} nodes")
     tensors = program.tensors
     counted = {n: tensors[n].nbytes for n in binding.bindable(program, least) if n not in bound.donated}
+    device = program.kernels.device != "cpu"
     schedule = Schedule(
         steps=program.steps,
         tensors=tensors,
@@ -132,8 +140,10 @@ def fuse_step(
         constants=constants,
         overwrites=lambda at, new, old: binding.overwrites_safely(program, at, new, old),
         integers=integers,
-        products=not blas.why_not(),
-        convolutions=not onednn.why_not(),
+        device=device,
+        on_host=program.on_host,
+        products=not device and not blas.why_not(),
+        convolutions=not device and not onednn.why_not(),
         workspace=lambda places: workspace([program.steps[place] for place in places]),
     )
     found = fuse(schedule, secret)
@@ -151,9 +161,11 @@ def fuse_step(
     laid = binding.bind(again, bound.donated, least, seconds)
     if laid.donated != bound.donated:
         return Refused("less of its state could be renewed in place")
+    if device and any(cuda.arguments(kernel) > cuda.MOST_ARGUMENTS for kernel in found.kernels):
+        return Refused("a kernel would take too many arguments")
     # A layout may miss its bound by a little, fused or not; fewer nodes save far more bookkeeping than that.
     books = bookkeeping_bytes(values_of(steps), len(found.kernels), convolutions.distinct(found.kernels))
-    saved = bookkeeping_bytes(values_of(program.steps)) - books
+    saved = 0 if device else bookkeeping_bytes(values_of(program.steps)) - books
     freed = workspace(program.steps) - workspace(steps)
     if laid.height > bound.height + max(0, saved // 2) + freed:
         return Refused(f"its slab would take {laid.height} bytes, not {bound.height}")
@@ -162,7 +174,7 @@ def fuse_step(
         for each in found.order
         if isinstance(each, FusedNode)
     }
-    unserved = 0 if schedule.convolutions else len(convolved(schedule)[1])
+    unserved = 0 if device or schedule.convolutions else len(convolved(schedule)[1])
     return Laid(again, replace(laid, not_donated=bound.not_donated), found.kernels, members, unserved)
 
 
@@ -229,9 +241,10 @@ _LEAST_CODE = 64  # bytes, so that a table without code of its own has memory
 
 def write(kernels: tuple[Kernel, ...], secret: int, path: Path) -> None:
     """Compile kernels and write them with their descriptions to a file for `offered`."""
+    from onnx_remat.fuse import cuda
     from onnx_remat.fuse.kernels import compiled
 
-    coded = [kernel for kernel in kernels if kernel.convolution is None]
+    coded = [kernel for kernel in kernels if kernel.convolution is None and not kernel.device]
     codes = dict(zip(coded, compiled([kernel.text for kernel in coded]), strict=True))
     place: dict[bytes, int] = {}
     code = bytearray(_LEAST_CODE)
@@ -239,12 +252,22 @@ def write(kernels: tuple[Kernel, ...], secret: int, path: Path) -> None:
         if each not in place:
             place[each] = len(code)
             code += each
-    described = [kernel.numbers(place[codes[kernel]] if kernel in codes else -1) for kernel in kernels]
+    device = {kernel.text: cuda.ptx(kernel.text) for kernel in kernels if kernel.device}
+    for text in device.values():
+        place[text] = len(code)
+        code += text
+    on_device = [(i, place[device[each.text]], len(device[each.text])) for i, each in enumerate(kernels) if each.device]
+    described = [
+        kernel.numbers(place[codes[kernel]] if kernel in codes else -2 if kernel.device else -1) for kernel in kernels
+    ]
     calling = {i: len(kernel.sizes) for i, kernel in enumerate(kernels) if kernel.scratch}
     convolved = [(i, asdict(kernel.convolution)) for i, kernel in enumerate(kernels) if kernel.convolution is not None]
     head = json.dumps(
-        {"secret": secret, "kernels": described, "calling": list(calling.items()), "convolutions": convolved}
-    ).encode()
+        {
+            "secret": secret, "kernels": described, "calling": list(calling.items()), "convolutions": convolved,
+            "on_device": on_device,
+        }
+    ).encode()  # fmt: skip
     path.write_bytes(len(head).to_bytes(8, "little") + head + code)
 
 
@@ -261,7 +284,8 @@ def offered(path: Path) -> Iterator[None]:
         numbers[len(numbers) - sizes] = blas.address()
     for handle, stated in head["convolutions"]:
         head["kernels"][handle] += onednn.numbers(onednn.Convolution.of(stated))
-    with library.offered(head["secret"], data[end:], head["kernels"]):
+    on_device = {handle: data[end + at : end + at + length] for handle, at, length in head["on_device"]}
+    with library.offered(head["secret"], data[end:], head["kernels"], on_device):
         yield
 
 

@@ -22,7 +22,7 @@ from onnx_remat import files
 from onnx_remat.errors import ModelError, UsageError
 from onnx_remat.fuse import library
 from onnx_remat.messages import Message, Setting
-from onnx_remat.session import heap, loading, on_device
+from onnx_remat.session import fusing, heap, loading, on_device
 from onnx_remat.session.device import OUT_OF_MEMORY
 from onnx_remat.session.on_device import DeviceMemory
 from onnx_remat.session.plan_session import BY_BITS, NUMPY, Array, SessionPlan, SessionRequest, plan_in_child
@@ -58,10 +58,11 @@ class Session:
         First run the step on random values, with `Session` and with onnxruntime's own session, each in a separate
         process, and compare every output: bit for bit at level "disable", within rounding at the others. This
         temporarily takes the memory of onnxruntime's own session, and a few seconds.
-    fuse : bool
+    fuse : bool, optional
         On the CPU, run groups of elementwise nodes as one compiled kernel each, with bit-identical results, and large
         matrix products by OpenBLAS and convolutions by oneDNN where that is faster, equal within rounding; not at
-        level ``"disable"``.
+        level ``"disable"``. On a device such groups, rows among them, become CUDA kernels only with ``fuse=True``: no
+        GPU has run them yet, only a simulated device. The default is to fuse on the CPU.
     slab_of : Session, optional
         On the CPU, another session whose slab this one uses, if it is large enough: that of a larger batch. The two run
         one at a time, and a run overwrites views of the other's results.
@@ -83,7 +84,7 @@ class Session:
     kernel_count : int
         Number of fused kernels among the nodes that run.
     not_fused : str
-        Reason why the step runs unfused although `fuse` is True; empty where it is fused.
+        Reason why the step runs unfused although `fuse` is not False; empty where it is fused.
 
     Raises
     ------
@@ -115,7 +116,7 @@ class Session:
         memory_limit: int = 0,
         cuda_graph: bool = False,
         check: bool = False,
-        fuse: bool = True,
+        fuse: bool | None = None,
         slab_of: Session | None = None,
     ) -> None:
         if provider not in ("cpu", "cuda"):
@@ -130,7 +131,7 @@ class Session:
                        memory_limit, cuda_graph, fuse)  # fmt: skip
         with files.scratch() as folder:
             path, target = _as_file(model, folder), folder / "lean.onnx"
-            wanted = fuse and provider == "cpu" and level != "disable"
+            wanted = (provider == "cpu" if fuse is None else fuse) and level != "disable"
             lacking = _why_not_fused() if wanted else ""
             if lacking:
                 warnings.warn(f"steps run unfused, which takes longer: {lacking}", stacklevel=2)
@@ -138,7 +139,7 @@ class Session:
             self._step = plan_in_child(
                 path, target, SessionRequest(provider, dims or {}, donate, level, check, secret=secret)
             )
-            self._lacking = lacking
+            self._lacking = lacking or (fusing.NOT_ASKED.format(provider) if fuse is None and provider != "cpu" else "")
             if cuda_graph:
                 on_device.check_capturable(self._step, _loose(self._step))
             providers: list[Any] = list(self._step.execution_providers)
@@ -339,7 +340,7 @@ def _why_not_fused() -> str:
 
 def _reopen(
     path: str, provider: str, dims: Mapping[str, int], donate: Donate, threads: int, level: str, limit: int,
-    graph: bool, fuse: bool,
+    graph: bool, fuse: bool | None,
 ) -> Session:  # fmt: skip
     return Session(
         path, provider, dims=dims, donate=donate, threads=threads, level=level, memory_limit=limit, cuda_graph=graph,

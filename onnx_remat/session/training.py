@@ -53,7 +53,7 @@ class Loop:
     copy : bool
         Train copies of the arrays in `state`. If False, train these arrays themselves, which must be contiguous and
         writeable: this saves memory where the state is most of what training takes.
-    fuse : bool
+    fuse : bool, optional
         See `Session`; for a `model` that is not a session.
 
     Attributes
@@ -79,7 +79,7 @@ class Loop:
         *,
         dims: Mapping[str, int] | None = None,
         copy: bool = True,
-        fuse: bool = True,
+        fuse: bool | None = None,
     ) -> None:
         if hasattr(model, "io_binding"):
             if not copy:

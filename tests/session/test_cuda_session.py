@@ -14,7 +14,9 @@ import onnx_remat
 from onnx_remat.errors import UsageError
 from onnx_remat.memory import arena
 from onnx_remat.session import device_scratch
+from onnx_remat.session.training import Loop
 from tests.support.fake_cuda import here, run
+from tests.support.fake_cuda.session import state_of
 from tests.support.graphs import mlp, model_of
 
 needs_device = pytest.mark.skipif(bool(here.why_not()), reason=here.why_not())
@@ -59,6 +61,65 @@ def test_a_step_is_captured_in_a_graph_and_replayed(step):
     (found,) = here.ask("tests.support.fake_cuda.session", job)
     assert "error" not in found, found
     assert [(made["captures"], made["replays"], made["waits"]) for made in found["steps"]] == [(0, 1, 1)] * 3
+
+
+def asked(path: Path, **job: Any) -> dict[str, Any]:
+    (found,) = here.ask("tests.support.fake_cuda.session", {"path": str(path), "limits": [0]} | job)
+    assert "error" not in found, found
+    return dict(found)
+
+
+@needs_device
+@pytest.mark.parametrize("graph", [False, True])
+def test_fused_kernels_save_launches_and_nothing_waits_more(step, graph):
+    plain, fused = (asked(step[0], fuse=fuse, graph=graph) for fuse in (None, True))
+    assert plain["kernels"] == 0 and "only if asked for" in plain["not_fused"]
+    assert fused["kernels"] > 0 and fused["not_fused"] == ""
+    for before, after in zip(plain["steps"], fused["steps"], strict=True):
+        assert after["peak"] <= before["peak"] and after["waits"] <= before["waits"]
+        assert after["captures"] == before["captures"] and after["replays"] == before["replays"]
+    if not graph:
+        assert 0 < fused["steps"][2]["driven"] == fused["kernels"]
+        assert fused["steps"][2]["launches"] < 0.6 * plain["steps"][2]["launches"]
+
+
+def update() -> onnx.ModelProto:
+    """AdamW's update by the gradient of a function of rows, all of it within kernels; the loss is not."""
+
+    def op(kind: str, reads: str, made: str, **attributes: Any) -> onnx.NodeProto:
+        return helper.make_node(kind, reads.split(), [made], name=f"make_{made}", **attributes)
+
+    nodes = [
+        op("ReduceMean", "w last", "mean"), op("Sub", "w mean", "below"), op("Mul", "below below", "squares"),
+        op("ReduceMean", "squares last", "variance"), op("Add", "variance small", "more"),
+        op("Sqrt", "more", "deviation"), op("Div", "below deviation", "normal"),
+        op("Softmax", "normal", "shares", axis=-1), op("Mul", "shares scale", "g"),
+        op("Mul", "m b1", "m1"), op("Mul", "g c1", "g1"), op("Add", "m1 g1", "new.m"),
+        op("Mul", "v b2", "v1"), op("Mul", "g g", "gg"), op("Mul", "gg c2", "g2"), op("Add", "v1 g2", "new.v"),
+        op("Sqrt", "new.v", "root"), op("Add", "root small", "under"), op("Div", "new.m under", "step"),
+        op("Mul", "step rate", "scaled"), op("Sub", "w scaled", "new.w"),
+        op("ReduceMean", "shares", "loss", keepdims=0),
+    ]  # fmt: skip
+    numbers = {"b1": 0.9, "c1": 0.1, "b2": 0.999, "c2": 0.001, "small": 1e-6, "rate": 0.1}
+    given = {name: np.array(value, np.float32) for name, value in numbers.items()} | {"last": np.array([1])}
+    shapes = {name: [300, 70] for name in "wmv"}
+    outputs = {"loss": [], **{f"new.{name}": shape for name, shape in shapes.items()}}
+    return model_of(nodes, {**shapes, "scale": [70]}, outputs, given)
+
+
+@needs_device
+def test_fused_kernels_compute_on_the_device_what_they_compute_on_the_cpu(tmp_path):
+    """State is overwritten by its new value, and every address lies in an allocation: a stray one fails the launch."""
+    path = tmp_path / "update.onnx"
+    onnx.save(update(), path)
+    found = asked(path, fuse=True, numbers=True)
+    assert found["kernels"] >= 1 and found["donated"] == 3
+    with onnx_remat.Session(path, donate=True) as session:
+        loop = Loop(session, state_of(session, 0))
+        for _ in range(3):
+            loop.step()
+        for name, value in loop.state().items():
+            np.testing.assert_allclose(found["outputs"][name], value.ravel(), rtol=1e-5, atol=1e-6, err_msg=name)
 
 
 @needs_device

@@ -14,7 +14,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-SOURCE = Path(__file__).with_name("device.c")
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("device.c", "warp.c"))
 TOOLS = ("gcc", "readelf", "nm", "strings")
 _SYMBOL = re.compile(r"(__cuda|cuda|cublas|cublasLt|cudnn|cufft|curand|nvrtc|cupti|cu)[A-Z]\w+")
 _NO_FUNCTION = ("cudaError", "cudaDevAttr")
@@ -27,7 +27,8 @@ def missing_tools() -> list[str]:
 
 def build(provider: Path, folder: Path) -> Path:
     """The folder under `folder` with the fake libraries for `provider`, made where it is not there yet."""
-    key = hashlib.sha256(SOURCE.read_bytes() + Path(__file__).read_bytes() + str(provider.stat().st_mtime_ns).encode())
+    read = b"".join(path.read_bytes() for path in (*SOURCES, Path(__file__)))
+    key = hashlib.sha256(read + str(provider.stat().st_mtime_ns).encode())
     made = folder / key.hexdigest()[:16]
     if made.exists():
         return made
@@ -52,9 +53,11 @@ def build(provider: Path, folder: Path) -> Path:
 
 
 def _compile(provider: Path, release: int, folder: Path) -> None:
-    device, stubs = folder / "device.o", folder / "stubs.c"
-    _run("gcc", "-O1", "-w", "-fPIC", f"-DFAKE_CUDA={release}", "-c", SOURCE, "-o", device)
-    written = {line.split()[-1] for line in _run("nm", "--defined-only", device).splitlines()}
+    stubs = folder / "stubs.c"
+    objects = [folder / f"{source.stem}.o" for source in SOURCES]
+    for source, made in zip(SOURCES, objects, strict=True):
+        _run("gcc", "-O1", "-w", "-fPIC", f"-DFAKE_CUDA={release}", "-c", source, "-o", made)
+    written = set(_run("nm", "--defined-only", *objects).split())
     asked = {line.split()[-1].split("@")[0] for line in _run("nm", "-D", "--undefined-only", provider).splitlines()}
     asked |= set(_run("strings", "-n", "5", provider).splitlines())  # some are looked up by name
     lines = ["#include <stdlib.h>"]
@@ -64,7 +67,7 @@ def _compile(provider: Path, release: int, folder: Path) -> None:
             lines.append(f"int {name}(void **out) {{ {makes}return 0; }}")
     stubs.write_text("\n".join(lines) + "\n")
     _run(
-        "gcc", "-w", "-fPIC", "-shared", "-Wl,-soname,libfake.so", "-o", folder / "libfake.so", device, stubs,
+        "gcc", "-w", "-fPIC", "-shared", "-Wl,-soname,libfake.so", "-o", folder / "libfake.so", *objects, stubs,
         "-lpthread",
     )  # fmt: skip
 

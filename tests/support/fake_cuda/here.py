@@ -70,6 +70,18 @@ class Books:
         """``live``, ``peak``, ``waits``."""
         return ctypes.c_int64.in_dll(self._library, f"fake_{name}").value
 
+    def compute(self) -> None:
+        """From now on, kernels that the driver loads as PTX are computed; those of the provider's library are not."""
+        from tests.support.fake_cuda import ptx
+
+        names = ("warp_at", "warp_shuffle", "warp_sync")
+        addresses = {n: ctypes.cast(getattr(self._library, n), ctypes.c_void_p).value or 0 for n in names}
+        kind = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p)
+        self._translate = kind(lambda text: ptx.compiled(text.decode(), addresses))
+        ctypes.c_void_p.in_dll(self._library, "fake_translate").value = ctypes.cast(
+            self._translate, ctypes.c_void_p
+        ).value
+
     def reset(self) -> None:
         """Start again: the peak is what is live now."""
         self._library.fake_reset()

@@ -1,9 +1,11 @@
 """A `Session` and a `Loop` of this project's on the fake device, in a process of `here.environment`: JSON in and out.
 
-In: ``path``, ``limits``, a list of memory limits, 0 for none, ``graph``, whether to capture the step, and ``dims``.
+In: ``path``, ``limits``, a list of memory limits, 0 for none, ``graph``, whether to capture the step, ``dims``, and
+``fuse``. With ``numbers``, ours and none of the provider's kernels are computed: the state is random, and
+``outputs`` is the state after three steps, as lists.
 Out, per limit: ``error``, or ``live`` bytes of the device when the session is open, the ``peak`` and host ``waits`` of
-each of three steps with its ``captures`` and ``replays`` of CUDA graphs, and what of the state is renewed in place
-(``donated``) or not (``not_donated``).
+each of three steps with its ``launches`` and its ``captures`` and ``replays`` of CUDA graphs, what of the state is
+renewed in place (``donated``) or not (``not_donated``), and how many ``kernels`` are fused.
 """
 
 from __future__ import annotations
@@ -27,25 +29,38 @@ def main() -> None:
     found = []
     for limit in job["limits"]:
         try:
-            found.append(_train(books, job["path"], limit, job.get("graph", False), job.get("dims", {})))
+            found.append(_train(books, job, limit))
         except OnnxRematError as error:
             found.append({"error": str(error)})
     print(json.dumps(found))
 
 
-def _train(books: Books, path: str, limit: int, graph: bool, dims: dict[str, int]) -> dict[str, Any]:
+def state_of(session: Session, seed: int) -> dict[str, np.ndarray]:
+    """Random numbers between 0 and 1 for every input."""
+    rng = np.random.default_rng(seed)
+    return {a.name: rng.random(a.shape).astype(a.dtype_name) for a in session.inputs}
+
+
+def _train(books: Books, job: dict[str, Any], limit: int) -> dict[str, Any]:
     books.reset()
-    before = books.read("live")
-    with Session(path, "cuda", donate=True, dims=dims, memory_limit=limit, cuda_graph=graph) as session:
+    before, numbers = books.read("live"), job.get("numbers", False)
+    if numbers:
+        books.compute()
+    asked = {"dims": job.get("dims", {}), "cuda_graph": job.get("graph", False), "fuse": job.get("fuse")}
+    with Session(job["path"], "cuda", donate=True, memory_limit=limit, **asked) as session:
         live = books.read("live") - before
-        loop = Loop(session, {a.name: np.zeros(a.shape, a.dtype_name) for a in session.inputs}, device="cuda")
+        state = {a.name: np.zeros(a.shape, a.dtype_name) for a in session.inputs}
+        loop = Loop(session, state_of(session, 0) if numbers else state, device="cuda")
         steps = []
         for _ in range(3):
             books.reset()
             loop.step()
-            counted = {name: books.read(name) for name in ("waits", "captures", "replays")}
+            counted = {name: books.read(name) for name in ("waits", "launches", "driven", "captures", "replays")}
             steps.append({"peak": books.read("peak") - before} | counted)
-        return {"live": live, "steps": steps, "donated": len(loop.donated), "not_donated": dict(loop.not_donated)}
+        found = {"live": live, "steps": steps, "donated": len(loop.donated), "not_donated": dict(loop.not_donated)}
+        if numbers:
+            found["outputs"] = {name: value.ravel().tolist() for name, value in loop.state().items()}
+        return found | {"kernels": session.kernel_count, "not_fused": session.not_fused}
 
 
 if __name__ == "__main__":

@@ -1,0 +1,69 @@
+"""The CUDA driver: it translates PTX for the device, and launches kernels on ONNX Runtime's stream.
+
+Kernels are loaded into the context that CUDA's runtime, and with it ONNX Runtime, uses on device 0. They stay loaded as
+long as the process: a few kilobytes each, and a step that is opened again finds them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any
+
+from onnx_remat.errors import ModelError
+from onnx_remat.messages import Setting
+
+
+def _check(what: str, error: int) -> None:
+    if error:
+        text = ctypes.c_char_p()
+        _library().cuGetErrorString(error, ctypes.byref(text))
+        reason = (text.value or b"an unknown error").decode()
+        raise ModelError(f"the CUDA driver cannot {what}: {reason} ({error}); pass {{}}", Setting("fuse", False))
+
+
+@cache
+def _library() -> Any:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise ModelError(f"the CUDA driver cannot be loaded: {error}") from None
+
+
+@cache
+def _context() -> ctypes.c_void_p:
+    library, device, context = _library(), ctypes.c_int(), ctypes.c_void_p()
+    _check("start", library.cuInit(0))
+    _check("find device 0", library.cuDeviceGet(ctypes.byref(device), 0))
+    _check("use device 0", library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
+    return context
+
+
+def launcher() -> int:
+    """Return the address of the driver's function that launches a kernel.
+
+    Raises
+    ------
+    ModelError
+        There is no CUDA driver.
+    """
+    return ctypes.cast(_library().cuLaunchKernel, ctypes.c_void_p).value or 0
+
+
+@cache
+def loaded(ptx: bytes) -> int:
+    """Return the driver's handle of the function ``kernel`` of a text that ends in a zero byte.
+
+    Raises
+    ------
+    ModelError
+        There is no CUDA driver, or it cannot translate the text.
+    """
+    library, module, function, popped = _library(), ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
+    _check("use device 0", library.cuCtxPushCurrent_v2(_context()))
+    try:
+        _check("load a fused kernel", library.cuModuleLoadData(ctypes.byref(module), ptx))
+        _check("find a fused kernel", library.cuModuleGetFunction(ctypes.byref(function), module, b"kernel"))
+    finally:
+        library.cuCtxPopCurrent_v2(ctypes.byref(popped))
+    return function.value or 0
