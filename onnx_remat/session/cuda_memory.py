@@ -1,4 +1,4 @@
-"""A block of a CUDA device's memory of exactly the requested size.
+"""A block of a CUDA device's memory of exactly the requested size, and copies to and from the device.
 
 onnxruntime's Python interface allocates on a device from an arena whose regions double, and its kernels fill at most
 2^31 elements. The CUDA runtime, which onnxruntime has loaded by the time a session exists, has neither limitation.
@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from onnx_remat.errors import ModelError
 
-_UP, _DOWN = 1, 2  # cudaMemcpyKind
+_UP, _DOWN, _WITHIN = 1, 2, 3  # cudaMemcpyKind
 
 
 class Block:
@@ -49,21 +49,43 @@ class Block:
 
     def write(self, offset: int, array: npt.NDArray[Any]) -> None:
         """Copy an array to `offset` bytes after the start of the block."""
-        array = np.ascontiguousarray(array)
-        self._copy(self.address + offset, array.ctypes.data, array.nbytes, _UP)
-        # A copy from pageable memory may return before it has finished, and sessions wait for their own stream only.
-        _check(_runtime().cudaDeviceSynchronize(), "copy to its memory")
+        write(self.address + offset, array)
 
     def read(self, offset: int, into: npt.NDArray[Any]) -> None:
         """Fill a contiguous array with the bytes at `offset`."""
-        self._copy(into.ctypes.data, self.address + offset, into.nbytes, _DOWN)
+        read(self.address + offset, into)
 
-    def _copy(self, to: int, source: int, nbytes: int, kind: int) -> None:
-        if nbytes:
-            done = _runtime().cudaMemcpy(
-                ctypes.c_void_p(to), ctypes.c_void_p(source), ctypes.c_size_t(nbytes), ctypes.c_int(kind)
-            )
-            _check(done, "copy its memory")
+
+def write(address: int, array: npt.NDArray[Any]) -> None:
+    """Copy an array to an address of the device."""
+    array = np.ascontiguousarray(array)
+    _copy(address, array.ctypes.data, array.nbytes, _UP)
+    # A copy from pageable memory may return before it has finished, and sessions wait for their own stream only.
+    wait()
+
+
+def read(address: int, into: npt.NDArray[Any]) -> None:
+    """Fill a contiguous array with the bytes at an address of the device."""
+    _copy(into.ctypes.data, address, into.nbytes, _DOWN)
+
+
+def move(address: int, source: int, nbytes: int) -> None:
+    """Copy bytes from one address of the device to another."""
+    _copy(address, source, nbytes, _WITHIN)
+    wait()
+
+
+def wait() -> None:
+    """Wait for all that the device has been asked to do."""
+    _check(_runtime().cudaDeviceSynchronize(), "finish what it was asked to do")
+
+
+def _copy(to: int, source: int, nbytes: int, kind: int) -> None:
+    if nbytes:
+        done = _runtime().cudaMemcpy(
+            ctypes.c_void_p(to), ctypes.c_void_p(source), ctypes.c_size_t(nbytes), ctypes.c_int(kind)
+        )
+        _check(done, "copy its memory")
 
 
 @cache

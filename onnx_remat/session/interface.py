@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from onnx_remat.errors import UsageError, did_you_mean
+from onnx_remat.session.device_arrays import device_array
 
 Arrays = dict[str, npt.NDArray[Any]]
 
@@ -40,7 +41,8 @@ def checked(formals: Mapping[str, Formal], arrays: Mapping[str, Any]) -> Iterato
         if name not in formals:
             hint = did_you_mean(name, formals) or f": it has {', '.join(formals)}"
             raise UsageError(f"the model has no input {name!r}{hint}")
-        formal, given = formals[name], np.asarray(arrays[name])
+        formal, value = formals[name], arrays[name]
+        given: Any = device_array(name, value) or np.asarray(value)
         if formal.dtype and given.dtype != formal.dtype:
             raise UsageError(f"input {name!r} is of type {formal.dtype}, not {given.dtype}")
         wanted = formal.shape

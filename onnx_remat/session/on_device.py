@@ -1,4 +1,4 @@
-"""Memory of a CUDA device for `session.Session`: one block with the slab, then the inputs one after the other.
+"""Memory of a CUDA device for `session.Session`: a block for the slab, and one for inputs that lie nowhere else.
 
 The driver allocates in units of two megabytes: hundreds of inputs with an allocation each would take some hundred
 megabytes more than their sizes.
@@ -14,8 +14,9 @@ import numpy.typing as npt
 
 from onnx_remat.errors import ModelError, UsageError
 from onnx_remat.ort import libraries
-from onnx_remat.session.cuda_memory import Block
+from onnx_remat.session.cuda_memory import Block, move, read, wait, write
 from onnx_remat.session.device import provider_options
+from onnx_remat.session.device_arrays import DeviceArray, check_apart
 from onnx_remat.session.plan_session import NUMPY, Array, SessionPlan
 
 _UNIT = 256  # ONNX Runtime rounds up every request to a multiple of this
@@ -74,6 +75,8 @@ def scratch_limit(step: SessionPlan, total: int) -> int:
 class DeviceMemory:
     """The slab and the inputs of a step in a device's memory, bound to the session that runs it.
 
+    Inputs that are copied here lie in one block; others lie where their library holds them, see `bind`.
+
     Parameters
     ----------
     binding : onnxruntime.IOBinding
@@ -81,45 +84,82 @@ class DeviceMemory:
     step : SessionPlan
     device : str
         Name of the device, as in ``OrtValue``.
+    fixed : bool
+        Whether no address may change: all inputs have their places from the start, and are copied there.
     """
 
-    def __init__(self, binding: Any, step: SessionPlan, device: str) -> None:
-        self._binding, self._step, self._device = binding, step, device
+    def __init__(self, binding: Any, step: SessionPlan, device: str, fixed: bool = False) -> None:
+        self._binding, self._step, self._device, self.fixed = binding, step, device, fixed
         self._formals = {array.name: array for array in step.inputs}
-        self._offsets, end = {}, rounded(step.slab)
-        for array in step.inputs:
-            self._offsets[array.name] = end
-            end += rounded(array.nbytes)
-        self._block = Block(end)
+        self._renewed = {name: output for output, name in step.donated.items()}
+        self._slab = Block(rounded(step.slab))
+        self._blocks: list[Block] = []
+        self._place: dict[str, int] = {}  # addresses of inputs in these blocks
+        self.lying: dict[str, DeviceArray] = {}
         self._fed: set[str] = set()
-        for name in self._formals:
-            if name not in step.defaults:
-                self._bind_input(name)
-        renewed = {name: output for output, name in step.donated.items()}
         self._bound = [place.name for place in step.places]
         for place in step.places:
-            self._bind_output(place, self._block.address + place.offset)
-        for name, output in renewed.items():
-            self._bind_output(Array(output, self._formals[name].dtype, self._formals[name].shape), self.address(name))
-            self._bound.append(output)
+            self._bind_output(place, self._slab.address + place.offset)
+        if fixed:
+            self._make_places()
+            for name in self._formals:
+                if name not in step.defaults:
+                    self._bind_input(name)
+
+    def _make_places(self) -> None:
+        """Allocate a block with a place for each input that lies nowhere yet."""
+        offsets, end = {}, 0
+        for name, formal in self._formals.items():
+            if name not in self.lying and name not in self._place:
+                offsets[name] = end
+                end += rounded(formal.nbytes)
+        block = Block(end)
+        self._blocks.append(block)
+        self._place |= {name: block.address + offset for name, offset in offsets.items()}
 
     def _bind_input(self, name: str) -> None:
-        formal = self._formals[name]
-        kind = _element_type(formal.dtype)
-        self._binding.bind_input(name, self._device, 0, kind, formal.shape, self.address(name))
+        formal, address = self._formals[name], self.address(name)
+        self._binding.bind_input(name, self._device, 0, _element_type(formal.dtype), formal.shape, address)
+        if (output := self._renewed.get(name)) is not None:
+            self._bind_output(Array(output, formal.dtype, formal.shape), address)
+            if output not in self._bound:
+                self._bound.append(output)
 
     def _bind_output(self, array: Array, address: int) -> None:
         self._binding.bind_output(array.name, self._device, 0, _element_type(array.dtype), array.shape, address)
 
     def address(self, name: str) -> int:
         """Return the address of an input."""
-        return self._block.address + self._offsets[name]
+        return self.lying[name].address if name in self.lying else self._place[name]
 
-    def feed(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Copy arrays, of the types and shapes of these inputs, to the addresses of the inputs."""
+    def bind(self, arrays: Mapping[str, DeviceArray]) -> None:
+        """Let inputs lie where another library holds them; arrays are of the inputs' types and shapes."""
+        changed = {n: a for n, a in arrays.items() if n not in self.lying or self.lying[n].address != a.address}
+        if changed:
+            check_apart(self.lying | dict(arrays), self._renewed)
+        self.lying.update(arrays)
+        self._fed.update(arrays)
+        for name in changed:
+            self._bind_input(name)
+        if arrays:
+            wait()  # for the streams of that library
+
+    def feed(self, arrays: Mapping[str, npt.NDArray[Any] | DeviceArray], where_they_lie: bool = False) -> None:
+        """Copy arrays, of the types and shapes of these inputs, to places of their own.
+
+        With `where_they_lie`, inputs that another library holds are overwritten there instead.
+        """
+        moved = set() if where_they_lie else self.lying.keys() & arrays.keys()
+        for name in moved:
+            del self.lying[name]
+        if any(name not in self.lying and name not in self._place for name in arrays):
+            self._make_places()
         for name, array in arrays.items():
-            self._block.write(self._offsets[name], array)
-            if name in self._step.defaults and name not in self._fed:
+            if isinstance(array, DeviceArray):
+                move(self.address(name), array.address, array.nbytes)
+            else:
+                write(self.address(name), array)
+            if name in moved or (name not in self._fed and (name in self._step.defaults or not self.fixed)):
                 self._bind_input(name)
             self._fed.add(name)
 
@@ -130,8 +170,9 @@ class DeviceMemory:
     def read(self, name: str) -> npt.NDArray[Any]:
         """Return a copy of an input's current value."""
         formal = self._formals[name]
-        array = np.empty(formal.shape, formal.dtype_name)
-        self._block.read(self._offsets[name], array)
+        array = np.zeros(formal.shape, formal.dtype_name)
+        if name in self._fed:
+            read(self.address(name), array)
         return array
 
     def outputs(self, loose: Sequence[str], wanted: Sequence[str]) -> dict[str, npt.NDArray[Any]]:

@@ -11,8 +11,10 @@ import numpy.typing as npt
 
 from onnx_remat.errors import UsageError
 from onnx_remat.ir.naming import gradient_sums, gradients, renewals
+from onnx_remat.session.device_arrays import DeviceArray, device_array
 from onnx_remat.session.heap import ALIGNMENT, keep_trimmed, reserve
 from onnx_remat.session.interface import Arrays, Formal, check_loss, check_state, checked, formal, overridable
+from onnx_remat.session.on_device import DeviceMemory
 from onnx_remat.session.plan_session import Array
 from onnx_remat.session.session import Session
 
@@ -68,7 +70,7 @@ class InPlaceRunner:
 class DeviceRunner:
     """Run steps with a `Session` on a device, which keeps the state; steps update it in place."""
 
-    def __init__(self, session: Session, state: Mapping[str, npt.NDArray[Any]], loss: str, rate: float) -> None:
+    def __init__(self, session: Session, state: Mapping[str, Any], loss: str, rate: float, copy: bool) -> None:
         assert session.device is not None
         self._session, self._device, self._loss, self._rate = session, session.device, loss, rate
         self.donated, self.not_donated = session.donated, session.not_donated
@@ -79,22 +81,25 @@ class DeviceRunner:
         renewed = renewals(state, outputs)
         self._copied = {output: name for output, name in renewed.items() if output not in session.donated}
         self._gradients = _left_to_apply(outputs, state, renewed.values())
+        if not copy:
+            self._device.bind(_lying(self._device, state, {*renewed.values(), *self._gradients.values()}))
         for name in state:  # one by one, as a mapping may read them from a file
-            self.feed({name: state[name]})
+            if name not in self._device.lying:
+                self.feed({name: state[name]})
         if missing := self._device.unfed():
             raise UsageError(f"no value for input {missing[0]!r}")
 
-    def feed(self, batch: Mapping[str, npt.NDArray[Any]]) -> None:
-        check_state(self.formals, batch)
-        self._device.feed({name: np.asarray(array) for name, array in batch.items()})
+    def feed(self, batch: Mapping[str, Any]) -> None:
+        self._device.feed(dict(checked(self.formals, batch)), where_they_lie=True)
 
     def step(self) -> float:
         self._session.execute({})
         made = self._session.fetch([self._loss, *self._copied, *self._gradients])
-        self._device.feed({name: made[output] for output, name in self._copied.items()})
+        self._device.feed({name: made[output] for output, name in self._copied.items()}, where_they_lie=True)
         for output, name in self._gradients.items():
             old = self._device.read(name)
-            self._device.feed({name: np.asarray(old - self._rate * made[output], old.dtype)})
+            new = np.asarray(old - self._rate * made[output], old.dtype)
+            self._device.feed({name: new}, where_they_lie=True)
         return float(made[self._loss].item())
 
     def arrays(self) -> Arrays:
@@ -102,6 +107,20 @@ class DeviceRunner:
         for array in arrays.values():
             array.flags.writeable = False
         return arrays
+
+
+def _lying(device: DeviceMemory, state: Mapping[str, Any], renewed: Container[str]) -> dict[str, DeviceArray]:
+    """Return those arrays of a state that lie on the device; UsageError for one that is renewed and does not."""
+    if device.fixed:
+        raise UsageError("copy=False trains the arrays of `state` where they lie: leave out cuda_graph")
+    found = {}
+    for name, value in state.items():
+        array = device_array(name, value)
+        if array is not None:
+            found[name] = array
+        elif name in renewed:
+            raise UsageError(f"copy=False trains the arrays of `state` in place: {name!r} is not on the device")
+    return found
 
 
 def _block(inputs: Sequence[Array]) -> Arrays:

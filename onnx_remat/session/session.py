@@ -24,6 +24,7 @@ from onnx_remat.fuse import library
 from onnx_remat.messages import Message, Setting
 from onnx_remat.session import fusing, heap, loading, on_device
 from onnx_remat.session.device import OUT_OF_MEMORY
+from onnx_remat.session.device_arrays import DeviceArray, device_array
 from onnx_remat.session.on_device import DeviceMemory
 from onnx_remat.session.plan_session import BY_BITS, NUMPY, Array, SessionPlan, SessionRequest, plan_in_child
 from onnx_remat.session.slab_layout import Donate
@@ -39,7 +40,8 @@ class Session:
     model : path, bytes, onnx.ModelProto or Result
         Any training step, rewritten or not.
     provider : str
-        ``"cpu"``, or ``"cuda"``: slab and inputs are on the device, and `run` copies the arrays it is given there.
+        ``"cpu"``, or ``"cuda"``: slab and inputs are on the device. `run` copies numpy's arrays there, and reads, and
+        renews, those that PyTorch, CuPy or JAX hold on the device where they lie (``__cuda_array_interface__``).
     dims : mapping of str to int, optional
         Sizes of all symbolic dimensions; every run uses these sizes.
     donate : bool or mapping of str to str
@@ -151,7 +153,7 @@ class Session:
             self._device: DeviceMemory | None = None
             if provider != "cpu":
                 on_device.check_provider(self._session, self._step.execution_providers[0])
-                self._device = DeviceMemory(self._binding, self._step, provider)
+                self._device = DeviceMemory(self._binding, self._step, provider, fixed=cuda_graph)
         needed = self._step.slab if self._device is None else 0
         self._slab: npt.NDArray[np.uint8] = heap.reserve(0) if slab_of is None else slab_of._slab
         if self._slab.size < needed:
@@ -249,6 +251,9 @@ class Session:
     def _from_device(self, device: DeviceMemory) -> Arrays:
         made = self.fetch([array.name for array in self.outputs if array.name not in self.donated])
         for output, name in self.donated.items():
+            if name in device.lying:
+                made[output] = device.lying[name].owner
+                continue
             made[output] = device.read(name)
             if name in self._bound:
                 np.copyto(self._bound[name][1], made[output])
@@ -305,9 +310,7 @@ class Session:
             self._bound = {}
         renewed = {name: output for output, name in self.donated.items()}
         if self._device is not None:
-            given = {n: _checked(self._formals[n], value, n in renewed) for n, value in feeds.items()}
-            self._device.feed(given)
-            self._bound |= {name: (0, array) for name, array in given.items() if name in renewed}
+            self._feed_device(self._device, feeds)
             return
         new = {name: value for name, value in feeds.items() if self._bound.get(name, (0, None))[1] is not value}
         arrays = {name: _checked(self._formals[name], value, name in renewed) for name, value in new.items()}
@@ -321,6 +324,24 @@ class Session:
             self._bound[name] = address, array
             if name in renewed:
                 self._binding.bind_output(renewed[name], "cpu", 0, kind, formal.shape, address)
+
+    def _feed_device(self, device: DeviceMemory, feeds: Mapping[str, Any]) -> None:
+        """Copy the host's arrays to the device, and bind the device's where they lie, unless addresses are fixed."""
+        renewed = set(self.donated.values())
+        given = {name: _checked(self._formals[name], value, name in renewed) for name, value in feeds.items()}
+        lying = {name: array for name, array in given.items() if isinstance(array, DeviceArray)}
+        if device.fixed:
+            for name in lying.keys() & renewed:
+                raise UsageError(
+                    f"cuda_graph renews input {name!r} in the session's own memory: pass an array of the host"
+                )
+            lying = {}
+        device.bind(lying)
+        device.feed({name: array for name, array in given.items() if name not in lying})
+        for name in given.keys() & renewed:
+            self._bound.pop(name, None)
+            if name not in lying:
+                self._bound[name] = 0, given[name]
 
 
 def seed_draws(seed: int) -> None:
@@ -376,14 +397,18 @@ def _element_type(dtype: int) -> Any:
     return np.dtype(NUMPY[dtype]).type if dtype in NUMPY else dtype
 
 
-def _checked(formal: Array, value: Any, writable: bool) -> npt.NDArray[Any]:
-    """Return `value` as an array that can be bound to an input without a copy."""
+def _checked(formal: Array, value: Any, writable: bool) -> Any:
+    """Return `value` as an array, of numpy or of a device, that can be bound to an input without a copy."""
     dtype = np.dtype(formal.dtype_name)
-    array = value if isinstance(value, np.ndarray) else np.asarray(value, dtype)
+    array: Any = device_array(formal.name, value)
+    if array is None:
+        array = value if isinstance(value, np.ndarray) else np.asarray(value, dtype)
     if array.dtype != dtype and not (formal.dtype in BY_BITS and array.dtype.itemsize == dtype.itemsize):
         raise UsageError(f"input {formal.name!r} is of type {dtype}, not {array.dtype}")
     if array.shape != formal.shape:
         raise UsageError(f"input {formal.name!r} is of shape {list(formal.shape)}, not {list(array.shape)}")
+    if isinstance(array, DeviceArray):
+        return array
     if writable and not (isinstance(value, np.ndarray) and array.flags.c_contiguous and array.flags.writeable):
         raise UsageError(f"input {formal.name!r} is renewed in place: pass a contiguous, writeable array")
     return array if array.flags.c_contiguous else np.ascontiguousarray(array)

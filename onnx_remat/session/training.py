@@ -52,7 +52,8 @@ class Loop:
         Sizes of symbolic dimensions, where `model` is not a session; by default those it was planned for.
     copy : bool
         Train copies of the arrays in `state`. If False, train these arrays themselves, which must be contiguous and
-        writeable: this saves memory where the state is most of what training takes.
+        writeable: this saves memory where the state is most of what training takes. On a device, they are arrays that
+        another library holds there, such as PyTorch's tensors on CUDA.
     fuse : bool, optional
         See `Session`; for a `model` that is not a session.
 
@@ -93,10 +94,8 @@ class Loop:
                 raise UsageError(f"device {device!r}: the session runs on another device")
             if session.device is None:
                 self._runner = InPlaceRunner(session, state, loss, rate, copy)
-            elif not copy:
-                raise UsageError("copy=False trains the arrays of `state` in place: not possible on a device")
             else:
-                self._runner = DeviceRunner(session, state, loss, rate)
+                self._runner = DeviceRunner(session, state, loss, rate, copy)
         heap.trim_soon()
         self._failed = ""
         self.donated: Mapping[str, str] = self._runner.donated

@@ -122,6 +122,39 @@ def test_fused_kernels_compute_on_the_device_what_they_compute_on_the_cpu(tmp_pa
             np.testing.assert_allclose(found["outputs"][name], value.ravel(), rtol=1e-5, atol=1e-6, err_msg=name)
 
 
+@pytest.fixture(scope="module")
+def updated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """The step of `update`, and its state after three steps from arrays of the host."""
+    path = tmp_path_factory.mktemp("update") / "update.onnx"
+    onnx.save(update(), path)
+    return path, here.ask("tests.support.fake_cuda.lying", {"path": str(path), "how": "host"})["state"]
+
+
+@needs_device
+@pytest.mark.parametrize("how", ["session", "loop"])
+def test_arrays_of_another_library_are_trained_where_they_lie(updated, how):
+    """Nothing is copied, and the session takes no memory for them."""
+    path, wanted = updated
+    found = here.ask("tests.support.fake_cuda.lying", {"path": str(path), "how": how})
+    assert "error" not in found, found
+    assert found["state"] == wanted and found["same"]
+    assert found["live"] <= 512
+
+
+@needs_device
+@pytest.mark.parametrize(
+    ("how", "error"),
+    [
+        ("graph", "cuda_graph renews input"), ("odd", "input 'w' does not begin at a multiple of 16 bytes"),
+        ("strided", "input 'w' is not contiguous"), ("read-only", "input 'w' is renewed in place: pass a writeable"),
+        ("shared", "share memory: pass a copy of one"), ("half", "'m' is not on the device"),
+    ],
+)  # fmt: skip
+def test_arrays_that_cannot_be_trained_where_they_lie_are_refused(updated, how, error):
+    found = here.ask("tests.support.fake_cuda.lying", {"path": str(updated[0]), "how": how})
+    assert error in found["error"]
+
+
 @needs_device
 def test_a_step_of_any_batch_waits_no_more_and_is_captured_as_well(tmp_path):
     """Sizes are known when it is opened: no node that computes with them is left on the host."""
