@@ -43,6 +43,8 @@ class Option:
         Command-line flag, "" for none. For a field that is a bool, the flag takes no value and negates the default.
     help : str
         Help of the flag; text in braces is filled in by each command.
+    negated : str
+        Flag that sets the field to False, where `flag` sets it to True and the default is neither.
     metavar : str or None
         Placeholder of the value in the help.
     choices : tuple of str or None
@@ -66,6 +68,7 @@ class Option:
     parse: Callable[[list[str]], object] | None = None
     unit: str = ""
     group: str = "planning"
+    negated: str = ""
 
 
 def _option(default: Any, check: Check, flag: str = "", help: str = "", **more: Any) -> Any:
@@ -187,13 +190,12 @@ class Options:
     run_by: str | None = _option(
         None, _optional(_text), "--for",
         "what will train with the file, which decides what the budget covers. loop: onnx_remat.training.Loop or "
-        "onnx_remat.Session; the budget covers all memory that training takes (default on the CPU). session: "
-        "onnxruntime's own session; the budget covers the sum of tensors (default on CUDA)", choices=RUN_BY[::-1],
+        "onnx_remat.Session; the budget covers all memory that training takes (default). session: onnxruntime's own "
+        "session; the budget covers the sum of tensors", choices=RUN_BY[::-1],
     )  # fmt: skip
     """What will train with the file, which decides what the budget covers. ``"loop"``: `session.training.Loop` or
     `session.session.Session`; the budget covers all memory that training takes. ``"session"``: onnxruntime's own
-    session; the budget covers the sum of tensors. None: a loop on the CPU, unless `arena` is True; a session on other
-    providers."""
+    session; the budget covers the sum of tensors. None: a loop, unless `arena` is True."""
 
     arena: bool = _option(
         False, _switch, "--arena",
@@ -209,14 +211,15 @@ class Options:
     """May sessions make memory patterns, as they do by default? If False, the step is written into the body of an If,
     where ONNX Runtime makes none (see `ir.body`): for sessions whose options you cannot set."""
 
-    fuse: bool = _option(
-        True, _switch, "--no-fuse",
-        "for --for loop: predict training without fused elementwise kernels, as with Session(fuse=False) and "
-        "Loop(fuse=False)",
+    fuse: bool | None = _option(
+        None, _optional(_switch), "--fuse",
+        "for --for loop: predict training with fused kernels, or without them, as with Session(fuse=False) and "
+        "Loop(fuse=False) (default: with them on the CPU, without on CUDA)", negated="--no-fuse",
     )  # fmt: skip
-    """For ``run_by="loop"``: predict training with fused elementwise kernels, as `session.session.Session` and
-    `session.training.Loop` run by default. If False, open them with ``fuse=False`` too: fused, they take less memory
-    than predicted."""
+    """For ``run_by="loop"``: predict training with fused kernels, as `session.session.Session` and
+    `session.training.Loop` run. None: on the CPU with them, on other providers without. If False, open a file for the
+    CPU with ``fuse=False`` too: fused, it takes less memory than predicted. A file for CUDA states this choice, which
+    both follow."""
 
     time_limit: float = _option(
         _TIME_LIMIT, _duration, "--time-limit",
@@ -249,7 +252,7 @@ class Options:
     offload: bool = _option(
         False, _switch, "--offload",
         "move values to the host's memory and back where that takes less time than recomputing them, or where the "
-        "budget cannot be kept otherwise: for --provider cuda --for loop", group=MOVING,
+        "budget cannot be kept otherwise: for --provider cuda", group=MOVING,
     )  # fmt: skip
     """May a plan for a device move values to the host's memory and back, where that takes less time than recomputing
     them? For ``run_by="loop"``."""
@@ -270,6 +273,11 @@ class Options:
 
     progress: selectors.Progress = _option(selectors.silent, _callback)  # noqa: RUF009 - a field
     """Callback; its arguments are the name of a stage and the fraction of it that is done."""
+
+    @property
+    def fuses(self) -> bool:
+        """Return whether training is to be predicted with fused kernels, where this machine has them."""
+        return self.provider == "cpu" if self.fuse is None else self.fuse
 
     def work_seconds(self) -> float:
         """Return the amount of search, in seconds of a reference core."""
@@ -334,7 +342,7 @@ class PlanningOptions(TypedDict, total=False):
     run_by: str | None
     arena: bool
     patterns: bool
-    fuse: bool
+    fuse: bool | None
     time_limit: float
     effort: float | None
     costs: str
@@ -376,7 +384,7 @@ def parse_options(given: PlanningOptions) -> Options:
         checked.pop("effort", None)
     options = Options(**checked)  # type: ignore[arg-type]
     if options.run_by is None:
-        options = replace(options, run_by="session" if options.arena or options.provider != "cpu" else "loop")
+        options = replace(options, run_by="session" if options.arena else "loop")
     options.kernels()
     if options.verify == "run" and options.provider != "cpu":
         run, provider = Setting("verify", "run"), Setting("provider", options.provider)

@@ -36,6 +36,9 @@ DIMS_KEY = TAG + "dims"
 SHAPES_KEY = TAG + "shapes"
 """Model metadata: shapes that a rewrite hides on purpose, as JSON: value -> data type and dimensions."""
 
+FUSED_KEY = TAG + "fused"
+"""Model metadata: whether a rewrite for a device was planned with fused kernels."""
+
 INITIAL_KEY = TAG + "initial"
 """Model metadata of a converted step: initial values of its scalar states, as JSON: input -> number."""
 
@@ -176,6 +179,11 @@ def planned_dims(model: onnx.ModelProto) -> dict[str, int]:
     except (UsageError, ValueError, RecursionError):  # a tool damaged it: the user must state the sizes
         return {}
     return {name: size for name, size in known.items() if name in _symbols(model)}
+
+
+def is_planned_fused(model: onnx.ModelProto) -> bool:
+    """Return whether a rewrite for a device was planned with fused kernels."""
+    return any(p.key == FUSED_KEY and p.value == "1" for p in model.metadata_props)
 
 
 def all_dims(tensors: Mapping[str, Tensor], dims: Mapping[str, int]) -> dict[str, int]:

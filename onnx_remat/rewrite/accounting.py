@@ -211,7 +211,7 @@ class LoopMemory(Accounting):
         own = with_folded_transposes(own, compiled, original.compiled)
         per_node = BYTES_PER_VALUE if compiled.kernels.device == "cpu" else 0
         outside = cost = None
-        if options.fuse and not why_not_fused(options.provider):
+        if options.fuses and not why_not_fused(options.provider):
             fused, outside = outside_kernels(fused, original.compiled), outside_kernels(own, compiled)
             cost = fused_cost(own, compiled.graph)
         return cls(
@@ -267,7 +267,7 @@ class LoopMemory(Accounting):
         return levels()[-1:]
 
     def taken(self, executed: Mapping[str, Executed], seconds: float | None = None) -> tuple[int, Footprint]:
-        trained = predict(executed[levels()[-1]], seconds, self.options.fuse, self.options.costs)
+        trained = predict(executed[levels()[-1]], seconds, self.options.fuses, self.options.costs)
         return int(trained.total * (1 + _UNPREDICTED)), trained
 
     def prices_kernels(self) -> bool:

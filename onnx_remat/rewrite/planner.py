@@ -148,7 +148,7 @@ def as_trained(executed: Executed, model: onnx.ModelProto, options: Options) -> 
 
 def _footprint(executed: Executed, model: onnx.ModelProto, options: Options) -> Footprint:
     check_openable(model)
-    return predict(executed, fuse=options.fuse, costs=options.costs)
+    return predict(executed, fuse=options.fuses, costs=options.costs)
 
 
 class Stopwatch:

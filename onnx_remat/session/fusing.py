@@ -45,23 +45,21 @@ class Fused:
 MOST_NODES = 20_000
 """Maximum number of nodes of a step to fuse: the time to find groups grows quadratically, to some 10 s here."""
 
-NOT_ASKED = "provider {!r}: fused kernels are used there only if asked for"
-"""Reason of a step that runs unfused by default."""
+NOT_ASKED = "on a device kernels are fused only if asked for, or if the file was planned so"
+"""Reason of a step that runs unfused by default: no real device has run these kernels yet."""
+
+NOT_COUNTED = Message("{} plans for fused kernels, which no GPU has run yet", Setting("fuse", True))
+"""Reason of a prediction for a device without fused kernels."""
 
 UNFUSED = Message("{}", Setting("fuse", False))
 """Reason of a step that runs unfused by request."""
 
 
-def why_not(provider: str, asked: bool = False) -> str:
-    """Return why sessions with a provider run unfused in this environment; empty where they fuse.
-
-    On a device they fuse only if `asked`: kernels there were compared on a simulated device, not timed on a real one.
-    """
+def why_not(provider: str) -> str:
+    """Return why sessions with a provider run unfused in this environment; empty where they can fuse."""
     from onnx_remat.fuse import cuda, kernels, library
     from onnx_remat.ort import runtime
 
-    if provider != "cpu" and not asked:
-        return NOT_ASKED.format(provider)
     here = kernels if provider == "cpu" else cuda
     return library.too_old(runtime.installed()) or library.why_not() or here.why_not()
 

@@ -134,7 +134,8 @@ class SessionRequest:
     """Request for the plan of a step; see `Session`.
 
     `least` is the size in bytes from which on values are bound, 0 for the default. `secret` is part of the names by
-    which fused nodes find their kernels, 0 for a step that is not fused.
+    which fused nodes find their kernels, 0 for a step that is not fused. On a device a step is fused if `fuse` is True,
+    or None and the file was planned so.
     """
 
     provider: str = "cpu"
@@ -144,6 +145,7 @@ class SessionRequest:
     check: bool = False
     least: int = 0
     secret: int = 0
+    fuse: bool | None = None
 
 
 def plan_in_child(path: Path, target: Path, request: SessionRequest) -> SessionPlan:
@@ -262,7 +264,7 @@ def arrange(step: model_io.Model, target: Path, request: SessionRequest) -> Slab
     for _ in range(_LOADS):
         made = lay_out(executed, outputs, request.donate, least)
         model = made.compiled.graph.model
-        for each in _candidates(made, least, request.secret):
+        for each in _candidates(made, least, request.secret, _not_asked(source.model, request)):
             bound = [place.name for place in each.binding.placements]
             copy = lean_graph.copy_of(model, each.program.steps, bound, each.constants)
             if source.folder is not None:
@@ -289,9 +291,19 @@ _LOADS = 4
 """Number of layouts to try, each of the graph that ONNX Runtime loaded for the last one."""
 
 
-def _candidates(made: SlabLayout, least: int, secret: int) -> Iterator[SlabLayout]:
+def _not_asked(model: onnx.ModelProto, request: SessionRequest) -> str:
+    """Return why a step is not to be fused, although it could be; empty if it is."""
+    from onnx_remat.ir import shapes
+
+    asked = shapes.is_planned_fused(model) if request.fuse is None else request.fuse
+    return "" if asked or request.provider == "cpu" else fusing.NOT_ASKED
+
+
+def _candidates(made: SlabLayout, least: int, secret: int, not_asked: str) -> Iterator[SlabLayout]:
     """Yield the layout with fused nodes, if possible, and then, in case ONNX Runtime changes that graph, without."""
-    if secret:
+    if not_asked:
+        made = replace(made, fused=replace(made.fused, why_not=not_asked))
+    elif secret:
         other = as_fused(made, least, secret)
         why_not = other.fused.why_not
         if not why_not:

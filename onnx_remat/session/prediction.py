@@ -12,7 +12,7 @@ from onnx_remat.ort.executed import Executed
 from onnx_remat.ort.kernels import costs as prices
 from onnx_remat.session.binding import kept_on_host, least
 from onnx_remat.session.bookkeeping import bookkeeping_bytes
-from onnx_remat.session.fusing import UNFUSED
+from onnx_remat.session.fusing import NOT_COUNTED, UNFUSED
 from onnx_remat.session.slab_layout import SlabLayout, as_fused, bookkeeping, kept, lay_out, makers, workspace
 
 
@@ -116,7 +116,8 @@ def as_run(executed: Executed, seconds: float | None = None, fuse: bool = True) 
     outputs, smallest = [v.name for v in executed.compiled.graph.model.graph.output], least(executed.compiled.kernels)
     plain = lay_out(executed, outputs, donate=True, least=smallest, seconds=seconds)
     if not fuse:
-        return replace(plain, fused=replace(plain.fused, why_not=UNFUSED))
+        why_not = UNFUSED if plain.compiled.kernels.device == "cpu" else NOT_COUNTED
+        return replace(plain, fused=replace(plain.fused, why_not=why_not))
     return as_fused(plain, smallest, seconds=seconds)
 
 

@@ -22,7 +22,7 @@ from onnx_remat import files
 from onnx_remat.errors import ModelError, UsageError
 from onnx_remat.fuse import library
 from onnx_remat.messages import Message, Setting
-from onnx_remat.session import fusing, heap, loading, on_device
+from onnx_remat.session import heap, loading, on_device
 from onnx_remat.session.device import OUT_OF_MEMORY
 from onnx_remat.session.device_arrays import DeviceArray, device_array
 from onnx_remat.session.on_device import DeviceMemory
@@ -63,8 +63,8 @@ class Session:
     fuse : bool, optional
         On the CPU, run groups of elementwise nodes as one compiled kernel each, with bit-identical results, and large
         matrix products by OpenBLAS and convolutions by oneDNN where that is faster, equal within rounding; not at
-        level ``"disable"``. On a device such groups, rows among them, become CUDA kernels only with ``fuse=True``: no
-        GPU has run them yet, only a simulated device. The default is to fuse on the CPU.
+        level ``"disable"``. On a device such groups, rows among them, become CUDA kernels if this is True, or if the
+        file was planned so (``--fuse``): no GPU has run them yet, only a simulated device.
     slab_of : Session, optional
         On the CPU, another session whose slab this one uses, if it is large enough: that of a larger batch. The two run
         one at a time, and a run overwrites views of the other's results.
@@ -133,15 +133,15 @@ class Session:
                        memory_limit, cuda_graph, fuse)  # fmt: skip
         with files.scratch() as folder:
             path, target = _as_file(model, folder), folder / "lean.onnx"
-            wanted = (provider == "cpu" if fuse is None else fuse) and level != "disable"
+            wanted = fuse is not False and level != "disable"
             lacking = _why_not_fused() if wanted else ""
-            if lacking:
-                warnings.warn(f"steps run unfused, which takes longer: {lacking}", stacklevel=2)
             secret = library.new_secret() if wanted and not lacking else 0
             self._step = plan_in_child(
-                path, target, SessionRequest(provider, dims or {}, donate, level, check, secret=secret)
+                path, target, SessionRequest(provider, dims or {}, donate, level, check, secret=secret, fuse=fuse)
             )
-            self._lacking = lacking or (fusing.NOT_ASKED.format(provider) if fuse is None and provider != "cpu" else "")
+            self._lacking = self._step.fused.why_not or lacking
+            if lacking == self._lacking != "":
+                warnings.warn(f"steps run unfused, which takes longer: {lacking}", stacklevel=2)
             if cuda_graph:
                 on_device.check_capturable(self._step, _loose(self._step))
             providers: list[Any] = list(self._step.execution_providers)
@@ -180,7 +180,7 @@ class Session:
     unfused_node_count = property(lambda self: self._step.fused.unfused_nodes)
     bookkeeping_bytes = property(lambda self: self._step.books)
     kernel_count = property(lambda self: self._step.fused.kernels)
-    not_fused = property(lambda self: self._lacking or self._step.fused.why_not)
+    not_fused = property(lambda self: self._lacking)
 
     def run(self, feeds: Mapping[str, Any], *, copy: bool = True) -> Arrays:
         """Run the step once.

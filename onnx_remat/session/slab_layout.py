@@ -116,7 +116,7 @@ def as_fused(made: SlabLayout, least: int, secret: int = 0, seconds: float | Non
     """
     from onnx_remat.ir.opsets import opset_of
 
-    model, why_not = made.compiled.graph.model, fusing.why_not(made.compiled.kernels.name, asked=secret > 0)
+    model, why_not = made.compiled.graph.model, fusing.why_not(made.compiled.kernels.name)
     if not why_not:
         constants = fusing.numbers(model.graph, made.constants)
         integers = fusing.vectors(model.graph, made.constants)

@@ -113,7 +113,7 @@ def test_a_budget_that_is_kept_already_moves_nothing():
     ("given", "words"),
     [
         ({"offload": True}, "provider='cuda', run_by='loop'"),
-        ({"offload": True, "provider": "cuda"}, "provider='cuda', run_by='loop'"),
+        ({"offload": True, "provider": "cuda", "run_by": "session"}, "provider='cuda', run_by='loop'"),
         ({"host_bandwidth": "1GB", "provider": "cuda", "run_by": "loop"}, "is for offload=True"),
         ({"offload": True, "provider": "cuda", "run_by": "loop", "costs": "cpu"}, "set host_bandwidth="),
         ({"offload": "yes", "provider": "cuda", "run_by": "loop"}, "True or False"),

@@ -11,6 +11,7 @@ import pytest
 from onnx import helper
 
 import onnx_remat
+from onnx_remat.app.flags import in_flags
 from onnx_remat.errors import UsageError
 from onnx_remat.memory import arena
 from onnx_remat.session import device_scratch
@@ -81,6 +82,21 @@ def test_fused_kernels_save_launches_and_nothing_waits_more(step, graph):
     if not graph:
         assert 0 < fused["steps"][2]["driven"] == fused["kernels"]
         assert fused["steps"][2]["launches"] < 0.6 * plain["steps"][2]["launches"]
+
+
+@needs_device
+def test_a_file_planned_with_fused_kernels_is_run_with_them_and_takes_what_was_predicted(tmp_path):
+    path, model = tmp_path / "small.onnx", mlp(layers=12, batch=8192, width=64)
+    plain = onnx_remat.rewrite_model(model, "60%", provider="cuda", effort=1.0).report
+    result = onnx_remat.rewrite_model(model, plain.budget, provider="cuda", fuse=True, effort=1.0)
+    result.save(path)
+    before, predicted = result.report.loop_before, result.report.loop_after.total
+    assert before.kernels and before.total <= plain.loop_before.total and before.seconds < plain.loop_before.seconds
+    assert result.report.loop_after.kernels and predicted <= plain.budget
+    assert not plain.loop_before.kernels and "--fuse" in in_flags(plain.loop_before.not_fused)
+    enough, little = trained(path, predicted, int(predicted * 0.99) - 1)
+    assert enough["kernels"] == result.report.loop_after.kernels and "error" in little
+    assert asked(path, fuse=False)["kernels"] == 0
 
 
 def update() -> onnx.ModelProto:

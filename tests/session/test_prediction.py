@@ -117,8 +117,8 @@ def test_arena_and_loop_exclude_each_other():
 
 
 def test_the_default_is_a_loop_and_the_arena_is_a_sessions():
-    assert parse_options({}).run_by == "loop"
-    assert parse_options({"arena": True}).run_by == parse_options({"provider": "cuda"}).run_by == "session"
+    assert parse_options({}).run_by == parse_options({"provider": "cuda"}).run_by == "loop"
+    assert parse_options({"arena": True}).run_by == "session"
 
 
 def test_a_curve_is_of_what_training_takes():

@@ -1,7 +1,8 @@
 """Launches of a step by `Session` on the fake device, fused and not, in a process of `here.environment`.
 
-In: ``path``. Out, for each of the two: ``nodes`` that run, ``launches`` of a step, ``driven``, those of fused kernels,
-``slab`` bytes, and ``moved``, the bytes that nodes read and write.
+In: ``path``, and ``costs``, names of devices. Out, for each of the two: ``nodes`` that run, ``launches`` of a step,
+``driven``, those of fused kernels, ``slab`` bytes, ``moved``, the bytes that nodes read and write, and predicted
+``seconds`` of a step by device.
 """
 
 from __future__ import annotations
@@ -14,33 +15,42 @@ from typing import Any
 
 import numpy as np
 
+from onnx_remat.session.binding import Program
 from onnx_remat.session.plan_session import SessionRequest, arrange
+from onnx_remat.session.prediction import step_seconds
 from onnx_remat.session.session import Session
+from onnx_remat.session.slab_layout import SlabLayout
 from tests.support.fake_cuda.here import Books
 
 
 def main() -> None:
     """Do what stdin asks for."""
-    path = json.load(sys.stdin)["path"]
+    job = json.load(sys.stdin)
     books = Books()
-    print(json.dumps([_launches(books, path, fuse) for fuse in (False, True)]))
+    print(json.dumps([_launches(books, job["path"], fuse, job["costs"]) for fuse in (False, True)]))
 
 
-def _launches(books: Books, path: str, fuse: bool) -> dict[str, Any]:
+def _launches(books: Books, path: str, fuse: bool, costs: list[str]) -> dict[str, Any]:
     with Session(path, "cuda", donate=True, fuse=fuse) as session:
         state = {array.name: np.zeros(array.shape, array.dtype_name) for array in session.inputs}
         session.execute(state)
         books.reset()
         session.execute({})
         counted = {name: books.read(name) for name in ("launches", "driven")}
-        return counted | {"nodes": session.node_count, "slab": session.slab_bytes, "moved": moved(path, fuse)}
+        arranged = _arranged(path, fuse)
+        seconds = {name: step_seconds(arranged, name) for name in costs}
+        found = {"nodes": session.node_count, "slab": session.slab_bytes, "moved": moved(arranged.program)}
+        return counted | found | {"seconds": seconds}
 
 
-def moved(path: str, fuse: bool) -> int:
-    """Bytes of all that the nodes of a step read and write; views move nothing."""
+def _arranged(path: str, fuse: bool) -> SlabLayout:
     with tempfile.TemporaryDirectory() as folder:
-        request = SessionRequest("cuda", donate=True, secret=int(fuse))
-        program = arrange(Path(path), Path(folder) / "lean.onnx", request).program
+        request = SessionRequest("cuda", donate=True, secret=int(fuse), fuse=fuse)
+        return arrange(Path(path), Path(folder) / "lean.onnx", request)
+
+
+def moved(program: Program) -> int:
+    """Bytes of all that the nodes of a step read and write; views move nothing."""
     total = 0
     for step in program.steps:
         if not step.writes or step.writes[0] not in program.root:
