@@ -1,13 +1,14 @@
 """Small random networks, each rewritten to four budgets with the indices of compiled functions checked, and without.
 
-    python -m scripts.small_networks FOLDER [--count 300] [--timm] [--save]
+    python -m scripts.small_networks FOLDER [--count 300] [--timm] [--jobs 2] [--save]
 
 A step out of bounds in the search is an IndexError where indices are checked, and sooner or later the end of the
 process where they are not. Networks of many small ops are those that the search makes its longest moves on: CNNs with
 BatchNormalization, residual and dense blocks, Flax's, recurrent ones, and with ``--timm`` timm's smallest at 32 pixels.
 FOLDER keeps the training graphs and a line for every process, so that a run goes on where the last one ended. Each
 process takes one network through all budgets; where it dies, another takes the rest. With ``--save`` the table goes to
-docs/results/data, see `scripts.results`.
+docs/results/data, see `scripts.results`. Takes some five hours on two cores; ``--time-limit`` bounds each plan instead
+of its effort, and most plans then end before they reach their budget.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -186,16 +188,18 @@ def convert(folder: Path, names: Sequence[str]) -> None:
         made.rename(folder / f"{name}.onnx")
 
 
-def rewrite(path: Path, budgets: Sequence[str]) -> None:
+def rewrite(path: Path, budgets: Sequence[str], limit: float) -> None:
     """Rewrite to some budgets, in this process; a word for each on standard output."""
     from onnx_remat.errors import OnnxRematError
+    from onnx_remat.options import PlanningOptions
     from onnx_remat.rewrite.first_use import first_use
     from onnx_remat.rewrite.pipeline import rewrite_for
     from onnx_remat.rewrite.planner import begin
 
     run_by = "session" if int(path.stem.partition("-")[2]) % 2 else "loop"  # two kinds of budgets, in turn
+    limits: PlanningOptions = {"time_limit": limit} if limit else {"effort": EFFORT}
     with first_use() as kernels:
-        planner = begin(path, {"effort": EFFORT, "run_by": run_by}, kernels)
+        planner = begin(path, {**limits, "run_by": run_by}, kernels)
     for budget in budgets:
         try:
             rewrite_for(planner, budget, advise=False)
@@ -207,13 +211,14 @@ def rewrite(path: Path, budgets: Sequence[str]) -> None:
         print(word, flush=True)
 
 
-def tried(folder: Path, name: str, checks: bool) -> list[str]:
+def tried(folder: Path, limit: float, name: str, checks: bool) -> list[str]:
     """What comes of each budget, in processes that may die."""
     words: list[str] = []
     environment = os.environ | {"NUMBA_BOUNDSCHECK": "1" if checks else "0"}
     while len(words) < len(BUDGETS):
         rest = BUDGETS[len(words) :]
-        call = [sys.executable, "-m", "scripts.small_networks", str(folder), "--rewrite", name, *rest]
+        call = [sys.executable, "-m", "scripts.small_networks", str(folder), "--time-limit", f"{limit:g}"]
+        call += ["--rewrite", name, *rest]
         ran = subprocess.run(call, stdout=subprocess.PIPE, text=True, env=environment, check=False, timeout=SECONDS)
         words += ran.stdout.split()
         if ran.returncode > 0:
@@ -252,6 +257,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--count", type=int, default=300, help="networks")
+    parser.add_argument("--jobs", type=int, default=1, help="networks at a time (default: 1)")
+    parser.add_argument("--time-limit", type=float, default=0.0, metavar="SECONDS", help="of a plan (default: none)")
     parser.add_argument("--timm", action="store_true", help="timm's among them: it has to be installed")
     parser.add_argument("--save", action="store_true", help="write docs/results/data/small-networks.json")
     parser.add_argument("--convert", nargs="+", help=argparse.SUPPRESS)
@@ -262,7 +269,7 @@ def main() -> None:
         convert(asked.folder, asked.convert)
         return
     if asked.rewrite:
-        rewrite(asked.folder / f"{asked.rewrite[0]}.onnx", asked.rewrite[1:])
+        rewrite(asked.folder / f"{asked.rewrite[0]}.onnx", asked.rewrite[1:], asked.time_limit)
         return
     names = chosen(asked.count, asked.timm)
     book = asked.folder / "lines.jsonl"
@@ -273,15 +280,17 @@ def main() -> None:
         if missing := [name for name in some if not (asked.folder / f"{name}.onnx").exists()]:
             call = [sys.executable, "-m", "scripts.small_networks", str(asked.folder), "--convert", *missing]
             subprocess.run(call, check=True)
-        for name in some:
-            for checks in (True, False):
-                if (name, checks) in done:
-                    continue
-                lines.append({"network": name, "checks": checks, "words": tried(asked.folder, name, checks)})
+        todo = [(name, checks) for name in some for checks in (True, False) if (name, checks) not in done]
+        with ThreadPoolExecutor(asked.jobs) as pool:
+            for (name, checks), words in zip(
+                todo, pool.map(lambda one: tried(asked.folder, asked.time_limit, *one), todo), strict=True
+            ):
+                lines.append({"network": name, "checks": checks, "words": words})
                 with book.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(lines[-1]) + "\n")
-                print(name, "checked" if checks else "unchecked", *lines[-1]["words"], flush=True)
+                print(name, "checked" if checks else "unchecked", *words, flush=True)
     options = f"--count {asked.count}" + " --timm" * asked.timm
+    options += f" --time-limit {asked.time_limit:g}" if asked.time_limit else ""
     made = table(lines, f"python -m scripts.small_networks FOLDER {options} --save")
     print(made.to_markdown())
     if asked.save:
