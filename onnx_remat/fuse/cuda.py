@@ -172,16 +172,31 @@ def _machine() -> Any:
     return target.create_target_machine(cpu=_TARGET, features=_FEATURES, opt=3)
 
 
-def ptx(text: str) -> bytes:
-    """Compile a kernel's text to PTX, whose entry is ``kernel``; it ends in a zero byte."""
+def name_of(i: int) -> str:
+    """Return the name of a kernel in a module, see `module`."""
+    return f"kernel_{i}"
+
+
+def module(texts: Sequence[str]) -> bytes:
+    """Compile kernels to the PTX of one module, which ends in a zero byte: a driver takes memory for each module."""
+    head, entries = "", []
+    for i, text in enumerate(texts):
+        made = ptx(text)
+        head, start, entry = made.partition(".visible .entry")
+        entries.append(f"{start}{entry}".replace("kernel", name_of(i)))
+    return f"{head}{''.join(entries)}".encode() + b"\0"
+
+
+def ptx(text: str) -> str:
+    """Compile a kernel's text to PTX, whose entry is ``kernel``."""
     import llvmlite.binding as llvm
 
     machine = _machine()
-    module = llvm.parse_assembly(text)
-    module.triple, module.data_layout = "nvptx64-nvidia-cuda", str(machine.target_data)
-    module.verify()
+    parsed = llvm.parse_assembly(text)
+    parsed.triple, parsed.data_layout = "nvptx64-nvidia-cuda", str(machine.target_data)
+    parsed.verify()
     tuning = llvm.create_pipeline_tuning_options(speed_level=3)
     tuning.loop_vectorization = tuning.slp_vectorization = False
     builder = llvm.create_pass_builder(machine, tuning)
-    builder.getModulePassManager().run(module, builder)
-    return str(machine.emit_assembly(module)).encode() + b"\0"
+    builder.getModulePassManager().run(parsed, builder)
+    return str(machine.emit_assembly(parsed))

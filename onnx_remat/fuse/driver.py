@@ -51,19 +51,25 @@ def launcher() -> int:
 
 
 @cache
-def loaded(ptx: bytes) -> int:
-    """Return the driver's handle of the function ``kernel`` of a text that ends in a zero byte.
+def loaded(ptx: bytes) -> ctypes.c_void_p:
+    """Return the driver's handle of a module in PTX, which ends in a zero byte.
 
     Raises
     ------
     ModelError
         There is no CUDA driver, or it cannot translate the text.
     """
-    library, module, function, popped = _library(), ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
+    library, module, popped = _library(), ctypes.c_void_p(), ctypes.c_void_p()
     _check("use device 0", library.cuCtxPushCurrent_v2(_context()))
     try:
-        _check("load a fused kernel", library.cuModuleLoadData(ctypes.byref(module), ptx))
-        _check("find a fused kernel", library.cuModuleGetFunction(ctypes.byref(function), module, b"kernel"))
+        _check("load fused kernels", library.cuModuleLoadData(ctypes.byref(module), ptx))
     finally:
         library.cuCtxPopCurrent_v2(ctypes.byref(popped))
-    return function.value or 0
+    return module
+
+
+def function(module: ctypes.c_void_p, name: str) -> int:
+    """Return the driver's handle of a kernel in a module."""
+    found = ctypes.c_void_p()
+    _check(f"find {name}", _library().cuModuleGetFunction(ctypes.byref(found), module, name.encode()))
+    return found.value or 0

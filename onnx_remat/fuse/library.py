@@ -66,7 +66,11 @@ def new_secret() -> int:
 
 @contextmanager
 def offered(
-    secret: int, code: bytes, kernels: Sequence[Sequence[int]], on_device: Mapping[int, bytes] = MappingProxyType({})
+    secret: int,
+    code: bytes,
+    kernels: Sequence[Sequence[int]],
+    ptx: bytes = b"",
+    on_device: Mapping[int, str] = MappingProxyType({}),
 ) -> Iterator[None]:
     """Allow models loaded inside this context to have Fused nodes with this secret; they keep their kernels afterwards.
 
@@ -77,8 +81,10 @@ def offered(
         Machine code of all kernels.
     kernels : sequence of sequence of int
         Arguments of ``fused_add`` of ``shim.c`` for each, by handle.
-    on_device : mapping of int to bytes
-        PTX of those that run on a CUDA device, by handle.
+    ptx : bytes
+        Module of those that run on a CUDA device.
+    on_device : mapping of int to str
+        Their names in it, by handle.
 
     Raises
     ------
@@ -96,8 +102,9 @@ def offered(
             for handle, numbers in enumerate(kernels):
                 if library.fused_add(secret, handle, (ctypes.c_int64 * len(numbers))(*numbers), len(numbers)):
                     raise ModelError(f"the library rejects the description of fused kernel {handle}")
-            for handle, ptx in on_device.items():
-                if library.fused_on_device(secret, handle, driver.loaded(ptx), driver.launcher()):
+            for handle, name in on_device.items():
+                function = driver.function(driver.loaded(ptx), name)
+                if library.fused_on_device(secret, handle, function, driver.launcher()):
                     raise ModelError(f"the library rejects fused kernel {handle} of a device")
             yield
         finally:

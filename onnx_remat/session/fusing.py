@@ -250,11 +250,9 @@ def write(kernels: tuple[Kernel, ...], secret: int, path: Path) -> None:
         if each not in place:
             place[each] = len(code)
             code += each
-    device = {kernel.text: cuda.ptx(kernel.text) for kernel in kernels if kernel.device}
-    for text in device.values():
-        place[text] = len(code)
-        code += text
-    on_device = [(i, place[device[each.text]], len(device[each.text])) for i, each in enumerate(kernels) if each.device]
+    texts = list(dict.fromkeys(kernel.text for kernel in kernels if kernel.device))
+    ptx = cuda.module(texts) if texts else b""
+    on_device = [(i, cuda.name_of(texts.index(each.text))) for i, each in enumerate(kernels) if each.device]
     described = [
         kernel.numbers(place[codes[kernel]] if kernel in codes else -2 if kernel.device else -1) for kernel in kernels
     ]
@@ -263,10 +261,10 @@ def write(kernels: tuple[Kernel, ...], secret: int, path: Path) -> None:
     head = json.dumps(
         {
             "secret": secret, "kernels": described, "calling": list(calling.items()), "convolutions": convolved,
-            "on_device": on_device,
+            "ptx": len(ptx), "on_device": on_device,
         }
     ).encode()  # fmt: skip
-    path.write_bytes(len(head).to_bytes(8, "little") + head + code)
+    path.write_bytes(len(head).to_bytes(8, "little") + head + ptx + code)
 
 
 @contextmanager
@@ -282,8 +280,8 @@ def offered(path: Path) -> Iterator[None]:
         numbers[len(numbers) - sizes] = blas.address()
     for handle, stated in head["convolutions"]:
         head["kernels"][handle] += onednn.numbers(onednn.Convolution.of(stated))
-    on_device = {handle: data[end + at : end + at + length] for handle, at, length in head["on_device"]}
-    with library.offered(head["secret"], data[end:], head["kernels"], on_device):
+    ptx, code = data[end : end + head["ptx"]], data[end + head["ptx"] :]
+    with library.offered(head["secret"], code, head["kernels"], ptx, dict(head["on_device"])):
         yield
 
 

@@ -52,7 +52,7 @@ def _translated(text: str) -> tuple[int, bool]:
     warps = _warps()
     names = ("warp_at", "warp_shuffle", "warp_sync")
     addresses = {name: ctypes.cast(getattr(warps, name), ctypes.c_void_p).value or 0 for name in names}
-    found = cuda.ptx(text).decode().rstrip("\0")
+    found = cuda.ptx(text)
     return ptx.compiled(found, addresses), ptx.exchanges(found)
 
 

@@ -7,6 +7,7 @@
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <stdint.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -325,19 +326,24 @@ int cuDevicePrimaryCtxRetain(void **context, int device) { static int made; *con
 int cuCtxPushCurrent_v2(void *context) { return context ? NO_ERROR : 201; }
 int cuCtxPopCurrent_v2(void **context) { *context = NULL; return NO_ERROR; }
 int cuGetErrorString(int error, const char **text) { *text = "fake CUDA error"; return NO_ERROR; }
-int cuModuleLoadData(void **module, const char *ptx) {
-  Driven *made = *module = calloc(1, sizeof *made);
+int cuModuleLoadData(void **module, const char *ptx) { *module = strdup(ptx); return NO_ERROR; }
+int cuModuleGetFunction(void **function, void *module, const char *name) {
+  char head[64];
+  snprintf(head, sizeof head, ".entry %s(", name);
+  char *entry = strstr(module, head), *end = entry ? strstr(entry, "\n}\n") : NULL;
+  if (!end) return 500; /* not found */
+  entry = strndup(entry, end + 3 - entry);
+  Driven *made = *function = calloc(1, sizeof *made);
   for (int i = 0; i < 3; i++) {
-    char name[32] = "kernel_param_";
-    const char *at = strstr(ptx, (name[13] = '0' + i, name));
-    if (!at || !(at = strchr(at, '['))) return 218; /* invalid PTX */
-    made->bytes[i] = strtoul(at + 1, NULL, 10);
+    snprintf(head, sizeof head, "%s_param_%d[", name, i);
+    char *at = strstr(entry, head);
+    if (!at) return 218; /* invalid PTX */
+    made->bytes[i] = strtoul(at + strlen(head), NULL, 10);
   }
-  made->exchanges = strstr(ptx, "shfl.") || strstr(ptx, "bar.warp");
-  made->code = fake_translate ? fake_translate(ptx) : NULL;
+  made->exchanges = strstr(entry, "shfl.") || strstr(entry, "bar.warp");
+  made->code = fake_translate ? fake_translate(entry) : NULL;
   return NO_ERROR;
 }
-int cuModuleGetFunction(void **function, void *module, const char *name) { *function = module; return NO_ERROR; }
 int cuLaunchKernel(Driven *driven, unsigned blocks, unsigned y, unsigned z, unsigned threads, unsigned ty, unsigned tz,
                    unsigned shared, void *stream, void **arguments, void **more) {
   __sync_fetch_and_add(&fake_launches, 1);

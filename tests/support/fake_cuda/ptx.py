@@ -54,7 +54,7 @@ class _Translation:
             value = self.new(f"load {own}, ptr %R{operand[1:]}")
             if _bits(own) != _bits(whole):
                 value = self.new(f"{'trunc' if _bits(own) > _bits(whole) else 'zext'} {own} {value} to {whole}")
-        elif operand.startswith("kernel_param"):
+        elif "_param_" in operand:
             return self.new(f"ptrtoint ptr %{operand} to i64")
         elif operand.startswith("0f"):
             value, whole = str(int(operand[2:], 16)), "i32"
@@ -222,7 +222,7 @@ def translated(ptx: str) -> str:
     """LLVM text with a function ``twin`` for warp.c's ``warp_launch``."""
     made = _Translation()
     body = ptx[ptx.index("{") + 1 : ptx.rindex("}")]
-    parameters = re.findall(r"kernel_param_\d+", ptx[: ptx.index("{")])
+    parameters = re.findall(r"\w+_param_\d+", ptx[: ptx.index("{")])
     for kind, count in re.findall(r"\.reg \.\w+\s+%(\w+)<(\d+)>;", body):
         made.lines += [f"%R{kind}{i} = alloca {_TYPES[kind]}" for i in range(int(count))]
     halves = r"\{ \.reg \.b16 tmp; mov\.b32 \{(\w+|%\w+), (\w+|%\w+)\}, (%r\d+); \}"  # of a word, one of them taken
