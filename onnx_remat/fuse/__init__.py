@@ -1,7 +1,7 @@
 """Kernels of our own: groups of elementwise nodes and nodes along rows, matrix products, convolutions.
 
 Written files contain standard ops. When a session opens one, `groups` finds groups of nodes in execution order that one
-kernel can compute, `ir` writes that kernel as LLVM text, `kernels` compiles it (or finds it on the disk), and
+kernel can compute, `ir` writes that kernel as LLVM text, `machine_code` compiles it (or finds it on the disk), and
 ``shim.c``, a small custom-op library, makes stock ONNX Runtime run it. Values that are made and read within one group
 have no buffer. Arithmetic gives ONNX Runtime's results to the bit, `functions` and `rows` within rounding. `products`
 of large matrices call OpenBLAS, and `convolutions` with their gradients oneDNN, where that is faster; their results are
@@ -16,6 +16,8 @@ within rounding, too.
 `moves`        nodes that only move elements, such as Transpose, as index arithmetic
 `groups`       which nodes are fused: a pure function of the order, the shapes and the lifetimes
 `recompute`    values that kernels compute again instead of reading them
+`kernel`       what a kernel is: its text, and its description for ``shim.c``
+`loops`        loops over elements and rows as LLVM text
 `ir`           a group as LLVM text, for a CPU
 `cuda`         a group as a kernel of a CUDA device
 `driver`       the CUDA driver: loads such kernels
@@ -26,7 +28,7 @@ within rounding, too.
 `pools`        MaxPool with indices, and its gradient
 `scatters`     sums of rows into a matrix
 `libraries`    steps with products, convolutions, pools and sums of rows replaced by nodes of their own
-`kernels`      LLVM text -> position-independent machine code, cached on the disk
+`machine_code` LLVM text -> position-independent machine code, cached on the disk
 `build`        compiles ``shim.c`` and ``convolution.c``
 `library`      the custom-op library: finds or builds it, and passes it the kernels
 `nodes`        steps with their groups replaced by nodes that name kernels

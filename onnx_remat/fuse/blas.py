@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from onnx_remat.errors import ModelError
-from onnx_remat.fuse.kernels import has_avx512
+from onnx_remat.fuse.machine_code import has_avx512
 from onnx_remat.messages import Setting
 from onnx_remat.process.cache import cache_folder
 

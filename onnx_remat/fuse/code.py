@@ -88,3 +88,8 @@ class Code:
             value = self.new(f"call i16 @to_bfloat(float {value})")
         place = self.new(f"getelementptr {kind.memory}, ptr {pointer}, i64 {index}")
         self.lines.append(f"store {kind.memory} {value}, ptr {place}, align {kind.nbytes}{note}")
+
+
+def lines_of(code: Code) -> str:
+    """Return instructions as lines of a block."""
+    return "\n  ".join(code.lines)

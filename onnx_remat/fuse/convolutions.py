@@ -10,8 +10,8 @@ from onnx_remat.errors import ModelError
 from onnx_remat.fuse import onednn
 from onnx_remat.fuse.code import FLOAT
 from onnx_remat.fuse.convolution_forms import Found, Steps, single, weight_gradients
-from onnx_remat.fuse.ir import Kernel
-from onnx_remat.fuse.kernels import has_avx512
+from onnx_remat.fuse.kernel import Kernel
+from onnx_remat.fuse.machine_code import has_avx512
 from onnx_remat.fuse.onednn import IMAGES, WEIGHTS, Convolution
 from onnx_remat.fuse.schedule import Schedule
 

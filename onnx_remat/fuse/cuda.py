@@ -19,9 +19,10 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any, Final
 
-from onnx_remat.fuse.code import Code
+from onnx_remat.fuse.code import Code, lines_of
 from onnx_remat.fuse.groups import Group
-from onnx_remat.fuse.ir import Kernel, Writer, lines_of
+from onnx_remat.fuse.ir import Writer
+from onnx_remat.fuse.kernel import Kernel
 from onnx_remat.fuse.members import Member
 from onnx_remat.fuse.rows import REDUCTIONS, STARTS
 

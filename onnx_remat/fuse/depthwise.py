@@ -19,7 +19,7 @@ from onnx_remat.fuse import onednn
 from onnx_remat.fuse.code import FLOAT
 from onnx_remat.fuse.convolution_forms import Found, Steps, weight_gradients
 from onnx_remat.fuse.convolutions import LEAST_WORK_IN_GROUPS
-from onnx_remat.fuse.ir import METADATA, Kernel, grain, loaded
+from onnx_remat.fuse.kernel import METADATA, Kernel, grain, loaded
 from onnx_remat.fuse.onednn import Convolution
 from onnx_remat.fuse.schedule import Schedule
 

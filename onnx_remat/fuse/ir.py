@@ -20,15 +20,14 @@ stage computes and reduces a chunk at a time, and later stages compute values ag
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from onnx_remat.fuse import functions, rows, spaces
+from onnx_remat.fuse import functions, loops, rows, spaces
 from onnx_remat.fuse.code import FLOAT, KINDS, Code
 from onnx_remat.fuse.groups import Group
+from onnx_remat.fuse.kernel import DECLARATIONS, METADATA, ROUND_BFLOAT, Kernel
+from onnx_remat.fuse.loops import Stage
 from onnx_remat.fuse.members import Member, Read, steps_of
-from onnx_remat.fuse.onednn import Convolution
 from onnx_remat.fuse.ops import OPS, Call
 from onnx_remat.fuse.spaces import Position
 
@@ -40,108 +39,6 @@ LEAST_PART = 2048
 
 MOST_KEPT = 1 << 17
 """Maximum bytes of a row's values: of a group with more, none is kept for a later stage."""
-
-DECLARATIONS = "".join(
-    f"declare {kind} @llvm.{name}.{suffix}({kind}{more})\n"
-    for kinds, names, more in (
-        ((("float", "f32"), ("double", "f64")), ("sqrt", "fabs", "floor", "ceil", "roundeven"), ""),
-        ((("i32", "i32"), ("i64", "i64")), ("abs",), ", i1"),
-    )
-    for kind, suffix in kinds
-    for name in names
-)
-
-ROUND_BFLOAT = """define internal i16 @to_bfloat(float %x) alwaysinline nounwind {
-  %bits = bitcast float %x to i32
-  %above = lshr i32 %bits, 16
-  %odd = and i32 %above, 1
-  %half = add i32 %odd, 32767
-  %near = add i32 %bits, %half
-  %cut = lshr i32 %near, 16
-  %nan = fcmp uno float %x, 0.0
-  %made = select i1 %nan, i32 32705, i32 %cut
-  %stored = trunc i32 %made to i16
-  ret i16 %stored
-}
-define internal float @of_bfloat(i16 %x) alwaysinline nounwind {
-  %wide = zext i16 %x to i32
-  %bits = shl i32 %wide, 16
-  %made = bitcast i32 %bits to float
-  ret float %made
-}
-"""
-"""Conversions of bfloat16: rounds to nearest, ties to even; every NaN becomes ONNX Runtime's."""
-
-METADATA = """attributes #0 = { nounwind "no-builtins" "prefer-vector-width"="512" }
-!0 = distinct !{}
-!1 = distinct !{!1, !2, !3}
-!5 = distinct !{!5, !2, !3, !6}
-!6 = !{!"llvm.loop.interleave.count", i32 1}
-!2 = !{!"llvm.loop.parallel_accesses", !0}
-!3 = !{!"llvm.loop.vectorize.enable", i1 true}
-!4 = !{}
-"""
-
-
-def loaded(names: str) -> str:
-    """Return the text that loads a kernel's sizes to registers of these names."""
-    lines = (
-        f"  %p.{name} = getelementptr i64, ptr %sizes, i64 {i}\n  %{name} = load i64, ptr %p.{name}"
-        for i, name in enumerate(names.split())
-    )
-    return "\n".join(lines)
-
-
-def grain(count: int, each: int, least: int) -> int:
-    """Return how many of `count` rows, with `each` elements or more work, a thread's work item has: `least` elements.
-
-    No thread is left without an item.
-    """
-    return max(1, min(-(-least // each), -(-count // (os.cpu_count() or 1))))
-
-
-@dataclass(frozen=True, slots=True)
-class Kernel:
-    """A group's kernel.
-
-    Attributes
-    ----------
-    text : str
-        LLVM text; the function is called ``kernel``.
-    sizes : tuple of int
-        The function's argument `sizes`.
-    size, grain : int
-        Elements that it computes, and elements of a thread's work item; rows, if it has nodes that work along them.
-    inputs : tuple of (int, int)
-        Element type and number of elements of each.
-    outputs : tuple of (int, tuple of int)
-        Element type and shape of each.
-    scratch : int
-        Bytes that it takes besides; not 0 if it calls the function whose address its first size stands for, see
-        `products`.
-    convolution : Convolution or None
-        What it computes if it has no text, see `convolutions`.
-    device : bool
-        Whether a CUDA device runs it, see `cuda`.
-    """
-
-    text: str
-    sizes: tuple[int, ...]
-    size: int
-    grain: int
-    inputs: tuple[tuple[int, int], ...]
-    outputs: tuple[tuple[int, tuple[int, ...]], ...]
-    scratch: int = 0
-    convolution: Convolution | None = None
-    device: bool = False
-
-    def numbers(self, offset: int) -> list[int]:
-        """Return the arguments of ``fused_add`` of ``shim.c``; `offset` is that of its code, -1 without any."""
-        description = [offset, self.size, self.grain, len(self.inputs), len(self.outputs)]
-        description += [number for each in self.inputs for number in each]
-        for dtype, shape in self.outputs:
-            description += [dtype, len(shape), *shape]
-        return [*description, *self.sizes]
 
 
 def kernel_of(group: Group, dtypes: Sequence[int], elements: Sequence[int]) -> Kernel:
@@ -192,13 +89,6 @@ def _simple(member: Member) -> list[Member]:
 
 _IN_LOOP = ", !llvm.access.group !0"
 _FIXED = ", !invariant.load !4"
-
-
-class Stage:
-    """Code of one stage: what runs once per row before its loop, the loop, and what runs after each chunk of a row."""
-
-    def __init__(self, numbering: list[int]) -> None:
-        self.row, self.loop, self.chunk = Code(numbering), Code(numbering), Code(numbering)
 
 
 class Writer:
@@ -273,7 +163,12 @@ class Writer:
         return f"{DECLARATIONS}{used}{self._function()}{METADATA}"
 
     def _function(self) -> str:
-        return self._in_rows() if self.in_rows else self._in_one_loop()
+        if self.columns:
+            return loops.over_whole_rows(self.before, self.stages, self.inner)
+        (stage,) = self.stages
+        if self.in_rows:
+            return loops.over_rows(self.before, stage.row, stage.loop, self.inner)
+        return loops.over_elements(self.before, stage.loop)
 
     def _codes(self) -> list[Code]:
         return [self.before, *(code for stage in self.stages for code in (stage.row, stage.loop, stage.chunk))]
@@ -416,122 +311,3 @@ class Writer:
         ]  # fmt: skip
         made = OPS[member.call.op].emit(code, KINDS[member.call.dtype].register, arguments, member.call)
         return code.rounded(made, member.call.made)
-
-    def _in_one_loop(self) -> str:
-        return f"""define i32 @kernel(ptr %in, ptr %out, ptr %sizes, i64 %begin, i64 %end) #0 {{
-start:
-  {lines_of(self.before)}
-  br label %element
-element:
-  %index = phi i64 [ %begin, %start ], [ %next, %element ]
-  {lines_of(self.stages[0].loop)}
-  %next = add nuw nsw i64 %index, 1
-  %more = icmp slt i64 %next, %end
-  br i1 %more, label %element, label %done, !llvm.loop !1
-done:
-  ret i32 0
-}}
-"""
-
-    def _in_rows(self) -> str:
-        if self.columns:
-            return self._in_whole_rows()
-        return f"""define i32 @kernel(ptr %in, ptr %out, ptr %sizes, i64 %begin, i64 %end) #0 {{
-start:
-  {lines_of(self.before)}
-  %first = udiv i64 %begin, {self.inner}
-  %skipped = mul i64 %first, {self.inner}
-  %offset = sub i64 %begin, %skipped
-  br label %next_row
-next_row:
-  %row = phi i64 [ %first, %start ], [ %after, %row_done ]
-  %from = phi i64 [ %offset, %start ], [ 0, %row_done ]
-  %base = mul i64 %row, {self.inner}
-  %left = sub i64 %end, %base
-  %short = icmp slt i64 %left, {self.inner}
-  %to = select i1 %short, i64 %left, i64 {self.inner}
-  {lines_of(self.stages[0].row)}
-  br label %element
-element:
-  %column = phi i64 [ %from, %next_row ], [ %next, %element ]
-  %index = add nuw nsw i64 %base, %column
-  {lines_of(self.stages[0].loop)}
-  %next = add nuw nsw i64 %column, 1
-  %more = icmp slt i64 %next, %to
-  br i1 %more, label %element, label %row_done, !llvm.loop !1
-row_done:
-  %after = add i64 %row, 1
-  %reached = add i64 %base, %to
-  %again = icmp slt i64 %reached, %end
-  br i1 %again, label %next_row, label %done
-done:
-  ret i32 0
-}}
-"""
-
-    def _in_whole_rows(self) -> str:
-        body = "\n  ".join(f"{lines_of(stage.row)}{self._loop(stage, i)}" for i, stage in enumerate(self.stages))
-        return f"""define i32 @kernel(ptr %in, ptr %out, ptr %sizes, i64 %begin, i64 %end) #0 {{
-start:
-  {lines_of(self.before)}
-  br label %next_row
-next_row:
-  %row = phi i64 [ %begin, %start ], [ %after, %row_done ]
-  %base = mul i64 %row, {self.inner}
-  {body}
-  br label %row_done
-row_done:
-  %after = add i64 %row, 1
-  %again = icmp slt i64 %after, %end
-  br i1 %again, label %next_row, label %done
-done:
-  ret i32 0
-}}
-"""
-
-    def _loop(self, stage: Stage, i: int) -> str:
-        """Return the loop of a stage over a row, or over its chunks and their elements."""
-        if not stage.loop.lines:
-            return ""
-        names = ("column", "index", "within", "count")
-        loop, chunk = lines_of(stage.loop), lines_of(stage.chunk)
-        for name in names:
-            loop, chunk = (text.replace(f"%{name}", f"%{name}{i}") for text in (loop, chunk))
-        first, last, head, tail = "0", self.inner, "", ""
-        if stage.chunk.lines:
-            first, last = f"%first{i}", f"%last{i}"
-            head = f"""
-  br label %chunk{i}
-chunk{i}:
-  %first{i} = phi i64 [ 0, %start{i} ], [ %last{i}, %reduced{i} ]
-  %left{i} = sub i64 {self.inner}, %first{i}
-  %whole{i} = icmp sgt i64 %left{i}, {rows.CHUNK}
-  %count{i} = select i1 %whole{i}, i64 {rows.CHUNK}, i64 %left{i}
-  %last{i} = add nuw nsw i64 %first{i}, %count{i}"""
-            tail = f"""
-  {chunk}
-  br label %reduced{i}
-reduced{i}:
-  %further{i} = icmp slt i64 %last{i}, {self.inner}
-  br i1 %further{i}, label %chunk{i}, label %stage{i}
-stage{i}:"""
-        within = f"\n  %within{i} = sub nuw nsw i64 %column{i}, {first}" if stage.chunk.lines else ""
-        return f"""
-  br label %start{i}
-start{i}:{head}
-  br label %body{i}
-body{i}:
-  br label %element{i}
-element{i}:
-  %column{i} = phi i64 [ {first}, %body{i} ], [ %next{i}, %element{i} ]
-  %index{i} = add nuw nsw i64 %base, %column{i}{within}
-  {loop}
-  %next{i} = add nuw nsw i64 %column{i}, 1
-  %more{i} = icmp slt i64 %next{i}, {last}
-  br i1 %more{i}, label %element{i}, label %done{i}, !llvm.loop !5
-done{i}:{tail}"""
-
-
-def lines_of(code: Code) -> str:
-    """Return instructions as lines of a block."""
-    return "\n  ".join(code.lines)

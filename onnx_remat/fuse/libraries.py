@@ -16,7 +16,7 @@ import onnx
 from onnx_remat.fuse import convolutions, depthwise, pools, products, scatters
 from onnx_remat.fuse.convolution_forms import Found
 from onnx_remat.fuse.groups import live_bytes
-from onnx_remat.fuse.ir import Kernel
+from onnx_remat.fuse.kernel import Kernel
 from onnx_remat.fuse.library import DOMAIN, OP
 from onnx_remat.fuse.schedule import Runs, Schedule
 from onnx_remat.ir.shapes import Tensor

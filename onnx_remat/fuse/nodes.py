@@ -11,7 +11,8 @@ import onnx
 from onnx_remat.fuse import cuda, libraries, moves, recompute
 from onnx_remat.fuse.code import KINDS
 from onnx_remat.fuse.groups import Group, Grouping
-from onnx_remat.fuse.ir import Kernel, kernel_of
+from onnx_remat.fuse.ir import kernel_of
+from onnx_remat.fuse.kernel import Kernel
 from onnx_remat.fuse.libraries import LibraryNode
 from onnx_remat.fuse.library import DOMAIN, OP
 from onnx_remat.fuse.members import MOST_RANK, can_read

@@ -14,7 +14,7 @@ import numpy as np
 import onnx
 
 from onnx_remat.fuse.code import FLOAT, LONG
-from onnx_remat.fuse.ir import METADATA, Kernel, grain, loaded
+from onnx_remat.fuse.kernel import METADATA, Kernel, grain, loaded
 from onnx_remat.fuse.schedule import Runs, Schedule, Uses
 
 LEAST_ELEMENTS = 1 << 14

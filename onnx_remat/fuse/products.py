@@ -16,7 +16,7 @@ import onnx
 
 from onnx_remat.fuse import blas
 from onnx_remat.fuse.code import FLOAT
-from onnx_remat.fuse.ir import METADATA, Kernel, loaded
+from onnx_remat.fuse.kernel import METADATA, Kernel, loaded
 from onnx_remat.ir.shapes import Tensor
 
 LEAST_WORK = 1 << 27

@@ -14,7 +14,7 @@ from math import prod
 import onnx
 
 from onnx_remat.fuse.code import FLOAT, LONG
-from onnx_remat.fuse.ir import METADATA, Kernel
+from onnx_remat.fuse.kernel import METADATA, Kernel
 from onnx_remat.fuse.schedule import Schedule
 
 LEAST_COLUMNS = 8

@@ -20,7 +20,7 @@ from onnx_remat.session.bookkeeping import bookkeeping_bytes, values_of
 if TYPE_CHECKING:
     import onnx
 
-    from onnx_remat.fuse.ir import Kernel
+    from onnx_remat.fuse.kernel import Kernel
     from onnx_remat.ort.prepare import Compiled
     from onnx_remat.session.binding import Binding, Program
     from onnx_remat.session.lean_graph import LeanNode
@@ -57,10 +57,10 @@ UNFUSED = Message("{}", Setting("fuse", False))
 
 def why_not(provider: str) -> str:
     """Return why sessions with a provider run unfused in this environment; empty where they can fuse."""
-    from onnx_remat.fuse import cuda, kernels, library
+    from onnx_remat.fuse import cuda, library, machine_code
     from onnx_remat.ort import runtime
 
-    here = kernels if provider == "cpu" else cuda
+    here = machine_code if provider == "cpu" else cuda
     return library.too_old(runtime.installed()) or library.why_not() or here.why_not()
 
 
@@ -240,7 +240,7 @@ _LEAST_CODE = 64  # bytes, so that a table without code of its own has memory
 def write(kernels: tuple[Kernel, ...], secret: int, path: Path) -> None:
     """Compile kernels and write them with their descriptions to a file for `offered`."""
     from onnx_remat.fuse import cuda
-    from onnx_remat.fuse.kernels import compiled
+    from onnx_remat.fuse.machine_code import compiled
 
     coded = [kernel for kernel in kernels if kernel.convolution is None and not kernel.device]
     codes = dict(zip(coded, compiled([kernel.text for kernel in coded]), strict=True))

@@ -14,7 +14,7 @@ from onnx_remat.session.fusing import Fused
 if TYPE_CHECKING:
     import onnx
 
-    from onnx_remat.fuse.ir import Kernel
+    from onnx_remat.fuse.kernel import Kernel
     from onnx_remat.ir.graph import Op
     from onnx_remat.ort.executed import Executed
     from onnx_remat.ort.prepare import Compiled

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from onnx_remat.errors import BudgetInfeasibleError
-from onnx_remat.fuse import kernels
+from onnx_remat.fuse import machine_code
 from onnx_remat.ir import model_io, shapes
 from onnx_remat.measure.training_memory import state_for
 from onnx_remat.options import Options
@@ -69,7 +69,7 @@ def rows(file: str, *, budget: str = "60%", effort: float = 3.0, turns: int = 9)
     arranged = as_run(as_executed(source.model, source.folder, "all", options.preparation()))
     with tempfile.TemporaryDirectory(prefix="onnx-remat-") as folder:
         start = time.perf_counter()
-        kernels.compiled([kernel.text for kernel in arranged.kernels], Path(folder))
+        machine_code.compiled([kernel.text for kernel in arranged.kernels], Path(folder))
         seconds = time.perf_counter() - start
         with Session(path, donate=True) as one, Session(path, donate=True, fuse=False) as other:
             random = any("Random" in node.op_type or node.op_type == "Dropout" for node in source.model.graph.node)

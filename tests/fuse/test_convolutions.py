@@ -15,7 +15,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx_remat.converters.autodiff import add_backward
 
 from onnx_remat import Session
-from onnx_remat.fuse import convolutions, kernels, onednn
+from onnx_remat.fuse import convolutions, machine_code, onednn
 from onnx_remat.fuse.onednn import FORWARD, IMAGES, WEIGHTS, Convolution
 from onnx_remat.fuse.schedule import Schedule
 from onnx_remat.ir.shapes import Tensor
@@ -23,7 +23,7 @@ from onnx_remat.session.lean_graph import LeanNode
 from tests.support.graphs import run_model
 
 pytest.importorskip("onnxruntime")
-pytestmark = pytest.mark.skipif(bool(kernels.why_not() or onednn.why_not()), reason="no oneDNN here")
+pytestmark = pytest.mark.skipif(bool(machine_code.why_not() or onednn.why_not()), reason="no oneDNN here")
 
 
 def outputs_of(size, kernel, strides, dilations, pads):

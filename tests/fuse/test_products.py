@@ -15,14 +15,14 @@ import pytest
 from onnx import TensorProto, helper
 
 from onnx_remat import Session
-from onnx_remat.fuse import blas, kernels, products
+from onnx_remat.fuse import blas, machine_code, products
 from onnx_remat.fuse.products import LEAST_BLOCK, LEAST_WORK, MOST_ROWS, Product
 from onnx_remat.ir.shapes import Tensor
 from tests.support.graphs import run_model
 
 pytest.importorskip("onnxruntime")
 pytestmark = pytest.mark.skipif(
-    bool(kernels.why_not() or blas.why_not()), reason="no product faster than ONNX Runtime's here"
+    bool(machine_code.why_not() or blas.why_not()), reason="no product faster than ONNX Runtime's here"
 )
 
 

@@ -14,7 +14,7 @@ import onnx_remat
 from onnx_remat.app import cli
 from onnx_remat.errors import UsageError
 from onnx_remat.findings.explain import explain
-from onnx_remat.fuse import kernels, library
+from onnx_remat.fuse import library, machine_code
 from onnx_remat.ir import model_io, shapes
 from onnx_remat.options import Options
 from onnx_remat.ort.executed import as_executed
@@ -92,7 +92,7 @@ def test_what_is_unfused_here_is_predicted_unfused(monkeypatch):
     assert not taken.kernels and taken.total == taken.unfused == predicted(adam(), fuse=False).total
     assert "training is counted with nothing fused: there is no C compiler" in result.report.to_text()
     monkeypatch.undo()
-    monkeypatch.setattr(kernels, "why_not", lambda: "llvmlite is not installed")
+    monkeypatch.setattr(machine_code, "why_not", lambda: "llvmlite is not installed")
     assert predicted(adam()).not_fused == "llvmlite is not installed"
     monkeypatch.undo()
     monkeypatch.setattr("onnx_remat.ort.runtime.installed", lambda: (1, 19, 2))

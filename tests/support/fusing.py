@@ -13,7 +13,7 @@ import onnx
 import onnxruntime as ort
 from onnx import TensorProto, helper, numpy_helper
 
-from onnx_remat.fuse import kernels, library
+from onnx_remat.fuse import library, machine_code
 from onnx_remat.fuse.nodes import FusedNode, Fusion, fuse
 from onnx_remat.fuse.ops import VIEWS
 from onnx_remat.fuse.schedule import Schedule
@@ -25,7 +25,7 @@ def why_not() -> str:
     version = tuple(int(part) for part in ort.__version__.split(".")[:2])
     if version < library.OLDEST_RUNTIME:
         return f"onnxruntime {ort.__version__} is older than fused kernels need"
-    return kernels.why_not() or library.why_not()
+    return machine_code.why_not() or library.why_not()
 
 
 BYTES = {1: 4, 6: 4, 7: 8, 9: 1, 10: 2, 11: 8, 16: 2}
@@ -102,7 +102,7 @@ def options(threads: int = 1) -> Any:
 
 def offered(secret: int, made: Fusion) -> Any:
     """`library.offered` for a fusion."""
-    codes = kernels.compiled([kernel.text for kernel in made.kernels])
+    codes = machine_code.compiled([kernel.text for kernel in made.kernels])
     offsets = np.cumsum([0, *map(len, codes)]).tolist()
     numbers = [kernel.numbers(offset) for kernel, offset in zip(made.kernels, offsets, strict=False)]
     return library.offered(secret, b"".join(codes), numbers)

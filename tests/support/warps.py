@@ -18,7 +18,7 @@ import onnxruntime
 from onnx import helper
 
 from onnx_remat.fuse import cuda, library
-from onnx_remat.fuse.ir import Kernel
+from onnx_remat.fuse.kernel import Kernel
 from onnx_remat.fuse.nodes import FusedNode, Fusion, fuse
 from onnx_remat.ir.shapes import Tensor
 from tests.support.fake_cuda import ptx

@@ -153,7 +153,7 @@ def _other_process(texts: Sequence[str], folder: Path) -> Child | None:
         child = Child()
     except OSError:
         return None
-    child.begin("onnx_remat.fuse.kernels:compile_into", {"texts": texts, "folder": folder}, last=True)
+    child.begin("onnx_remat.fuse.machine_code:compile_into", {"texts": texts, "folder": folder}, last=True)
     return child
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from onnx_remat.errors import ModelError
-from onnx_remat.fuse import kernels
+from onnx_remat.fuse import machine_code
 
-pytestmark = pytest.mark.skipif(bool(kernels.why_not()), reason="no fused kernels here")
+pytestmark = pytest.mark.skipif(bool(machine_code.why_not()), reason="no fused kernels here")
 
 HEAD = "define i32 @kernel(ptr %in, ptr %out, ptr %sizes, i64 %begin, i64 %end) {\n"
 
@@ -18,43 +18,43 @@ def text(number: int) -> str:
 
 def test_code_is_found_on_the_disk(tmp_path, monkeypatch):
     texts = [text(1), text(2), text(1)]
-    first = kernels.compiled(texts, tmp_path)
+    first = machine_code.compiled(texts, tmp_path)
     assert first[0] == first[2] != first[1] and len(list(tmp_path.iterdir())) == 2
-    monkeypatch.setattr(kernels, "_compile", lambda _: pytest.fail("compiled again"))
-    assert kernels.compiled(texts, tmp_path) == first
+    monkeypatch.setattr(machine_code, "_compile", lambda _: pytest.fail("compiled again"))
+    assert machine_code.compiled(texts, tmp_path) == first
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "changed"])
 def test_damaged_code_is_compiled_again(damage, tmp_path):
-    (wanted,) = kernels.compiled([text(3)], tmp_path)
+    (wanted,) = machine_code.compiled([text(3)], tmp_path)
     (path,) = tmp_path.iterdir()
     data = path.read_bytes()
     path.write_bytes({"cut": data[:-8], "empty": b"", "changed": data[:40] + bytes([data[40] ^ 1]) + data[41:]}[damage])
-    assert kernels.compiled([text(3)], tmp_path) == [wanted]
+    assert machine_code.compiled([text(3)], tmp_path) == [wanted]
     assert path.read_bytes() == data
 
 
 def test_code_of_another_processor_is_not_taken(tmp_path, monkeypatch):
-    kernels.compiled([text(4)], tmp_path)
-    target = kernels._target()
-    monkeypatch.setattr(kernels, "_target", lambda: (*target[:-1], target[-1] + ",+other"))
-    assert kernels._load(tmp_path, kernels._key(text(4))) is None
+    machine_code.compiled([text(4)], tmp_path)
+    target = machine_code._target()
+    monkeypatch.setattr(machine_code, "_target", lambda: (*target[:-1], target[-1] + ",+other"))
+    assert machine_code._load(tmp_path, machine_code._key(text(4))) is None
 
 
 def test_two_processes_compile_side_by_side(tmp_path, monkeypatch):
-    monkeypatch.setattr(kernels, "_LEAST_KERNELS_FOR_HELPER", 4)
-    monkeypatch.setattr(kernels.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(machine_code, "_LEAST_KERNELS_FOR_HELPER", 4)
+    monkeypatch.setattr(machine_code.os, "cpu_count", lambda: 2)
     mine = []
-    whole = kernels._compile
-    monkeypatch.setattr(kernels, "_compile", lambda each: mine.append(each) or whole(each))
+    whole = machine_code._compile
+    monkeypatch.setattr(machine_code, "_compile", lambda each: mine.append(each) or whole(each))
     texts = [text(100 + i) for i in range(6)]
-    found = kernels.compiled(texts, tmp_path)
+    found = machine_code.compiled(texts, tmp_path)
     assert len(set(found)) == 6 and mine == texts[3:]
-    assert kernels.compiled(texts, tmp_path) == found
+    assert machine_code.compiled(texts, tmp_path) == found
 
 
 def test_a_folder_that_cannot_be_written_keeps_nothing(tmp_path):
-    assert kernels.compiled([text(5)], tmp_path / "missing") == kernels.compiled([text(5)], tmp_path)
+    assert machine_code.compiled([text(5)], tmp_path / "missing") == machine_code.compiled([text(5)], tmp_path)
 
 
 OUTSIDE = """declare float @expf(float)
@@ -78,4 +78,4 @@ define i32 @kernel(ptr %in, ptr %out, ptr %sizes, i64 %begin, i64 %end) {
 @pytest.mark.parametrize(("text", "named"), [(OUTSIDE, "refers to 'expf'"), (VARIABLE, "has variables")])
 def test_code_that_needs_more_than_itself_is_refused(text, named):
     with pytest.raises(ModelError, match=named):
-        kernels._compile(text)
+        machine_code._compile(text)

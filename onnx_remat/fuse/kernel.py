@@ -1,0 +1,110 @@
+"""A kernel: its LLVM text, its description for ``shim.c``, and text that many kernels share."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from onnx_remat.fuse.onednn import Convolution
+
+DECLARATIONS = "".join(
+    f"declare {kind} @llvm.{name}.{suffix}({kind}{more})\n"
+    for kinds, names, more in (
+        ((("float", "f32"), ("double", "f64")), ("sqrt", "fabs", "floor", "ceil", "roundeven"), ""),
+        ((("i32", "i32"), ("i64", "i64")), ("abs",), ", i1"),
+    )
+    for kind, suffix in kinds
+    for name in names
+)
+
+ROUND_BFLOAT = """define internal i16 @to_bfloat(float %x) alwaysinline nounwind {
+  %bits = bitcast float %x to i32
+  %above = lshr i32 %bits, 16
+  %odd = and i32 %above, 1
+  %half = add i32 %odd, 32767
+  %near = add i32 %bits, %half
+  %cut = lshr i32 %near, 16
+  %nan = fcmp uno float %x, 0.0
+  %made = select i1 %nan, i32 32705, i32 %cut
+  %stored = trunc i32 %made to i16
+  ret i16 %stored
+}
+define internal float @of_bfloat(i16 %x) alwaysinline nounwind {
+  %wide = zext i16 %x to i32
+  %bits = shl i32 %wide, 16
+  %made = bitcast i32 %bits to float
+  ret float %made
+}
+"""
+"""Conversions of bfloat16: rounds to nearest, ties to even; every NaN becomes ONNX Runtime's."""
+
+METADATA = """attributes #0 = { nounwind "no-builtins" "prefer-vector-width"="512" }
+!0 = distinct !{}
+!1 = distinct !{!1, !2, !3}
+!5 = distinct !{!5, !2, !3, !6}
+!6 = !{!"llvm.loop.interleave.count", i32 1}
+!2 = !{!"llvm.loop.parallel_accesses", !0}
+!3 = !{!"llvm.loop.vectorize.enable", i1 true}
+!4 = !{}
+"""
+
+
+def loaded(names: str) -> str:
+    """Return the text that loads a kernel's sizes to registers of these names."""
+    lines = (
+        f"  %p.{name} = getelementptr i64, ptr %sizes, i64 {i}\n  %{name} = load i64, ptr %p.{name}"
+        for i, name in enumerate(names.split())
+    )
+    return "\n".join(lines)
+
+
+def grain(count: int, each: int, least: int) -> int:
+    """Return how many of `count` rows, with `each` elements or more work, a thread's work item has: `least` elements.
+
+    No thread is left without an item.
+    """
+    return max(1, min(-(-least // each), -(-count // (os.cpu_count() or 1))))
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A group's kernel.
+
+    Attributes
+    ----------
+    text : str
+        LLVM text; the function is called ``kernel``.
+    sizes : tuple of int
+        The function's argument `sizes`.
+    size, grain : int
+        Elements that it computes, and elements of a thread's work item; rows, if it has nodes that work along them.
+    inputs : tuple of (int, int)
+        Element type and number of elements of each.
+    outputs : tuple of (int, tuple of int)
+        Element type and shape of each.
+    scratch : int
+        Bytes that it takes besides; not 0 if it calls the function whose address its first size stands for, see
+        `products`.
+    convolution : Convolution or None
+        What it computes if it has no text, see `convolutions`.
+    device : bool
+        Whether a CUDA device runs it, see `cuda`.
+    """
+
+    text: str
+    sizes: tuple[int, ...]
+    size: int
+    grain: int
+    inputs: tuple[tuple[int, int], ...]
+    outputs: tuple[tuple[int, tuple[int, ...]], ...]
+    scratch: int = 0
+    convolution: Convolution | None = None
+    device: bool = False
+
+    def numbers(self, offset: int) -> list[int]:
+        """Return the arguments of ``fused_add`` of ``shim.c``; `offset` is that of its code, -1 without any."""
+        description = [offset, self.size, self.grain, len(self.inputs), len(self.outputs)]
+        description += [number for each in self.inputs for number in each]
+        for dtype, shape in self.outputs:
+            description += [dtype, len(shape), *shape]
+        return [*description, *self.sizes]
