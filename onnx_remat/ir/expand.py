@@ -1,7 +1,8 @@
 """Expansion of standard operators without a kernel into the nodes of their ONNX definitions.
 
 ONNX Runtime does this when it loads a file, even with graph optimisations off; a plan needs the nodes that will run.
-ONNX has no definition of BatchNormalization in training mode: `batch_norm` provides it.
+ONNX has no definition of BatchNormalization in training mode: `batch_norm` provides it. A Conv with a large window has
+a kernel, but a slow one: `large_windows` defines it by matrix products.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import onnx
 from onnx import inliner, shape_inference
 
 from onnx_remat.errors import ModelError
-from onnx_remat.ir import batch_norm, native
+from onnx_remat.ir import batch_norm, large_windows, native
 from onnx_remat.ir.body import names_in, rename_captures
 from onnx_remat.ir.model_io import without_weights
 from onnx_remat.ir.opsets import canonical, opset_of
@@ -43,6 +44,8 @@ def expand(model: onnx.ModelProto, replaced: Ops) -> tuple[onnx.ModelProto, froz
         wanted=wanted, replaced=sorted(map(list, replaced)),
     )  # fmt: skip
     bodies = {int(f.name): f.node for f in onnx.ModelProto.FromString(made).functions}
+    if not bodies:
+        return model, frozenset()
     taken = set(names_in(model.graph))
     nodes: list[onnx.NodeProto] = []
     new: set[str] = set()
@@ -61,6 +64,8 @@ def expand(model: onnx.ModelProto, replaced: Ops) -> tuple[onnx.ModelProto, froz
 def _lacks_kernel(node: onnx.NodeProto, replaced: Ops) -> bool:
     """Whether to replace a node; of BatchNormalization only nodes in training mode."""
     op = (canonical(node.domain), node.op_type)
+    if op == large_windows.OP:
+        return op in replaced and large_windows.may_be_large(node)
     return op in replaced and (op != batch_norm.OP or batch_norm.trains(node))
 
 
@@ -107,7 +112,8 @@ def do_expand(data: bytes, wanted: list[int], replaced: list[list[str]]) -> tupl
             raise ModelError(
                 f"{where} cannot be replaced by the operators that define it: {native.reason(error)}"
             ) from error
-        answer.functions.append(onnx.FunctionProto(name=str(i), node=body))
+        if body:
+            answer.functions.append(onnx.FunctionProto(name=str(i), node=body))
     return None, answer.SerializeToString()
 
 
@@ -118,6 +124,9 @@ def _definition(
     if (canonical(node.domain), node.op_type) == batch_norm.OP:
         x, statistics = (types.get(node.input[slot], onnx.TypeProto()) for slot in (0, 3))
         return batch_norm.definition(node, x, statistics, opset_of(model))
+    if (canonical(node.domain), node.op_type) == large_windows.OP:
+        large = large_windows.is_large(node, types, opset_of(model))
+        return large_windows.definition(node, types) if large else []
     alone = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import)
     alone.graph.name = "definition"
     named = [name for name in node.input if name]

@@ -83,6 +83,13 @@ def notes(compiled: Compiled) -> tuple[str, ...]:
             f"BatchNormalization in training mode has no {kernels.name.upper()} kernel: {norms[0]!r}{more} is written "
             "as statistics and the form for inference"
         )
+    if windows := [
+        op.node.output[0] for op in compiled.graph.ops if op.expanded and op.node.output[0].endswith("/window_0")
+    ]:
+        label, name = windows[0].rpartition("/")[0], kernels.name.upper()
+        lines.append(
+            f"convolutions with large windows are slow on {name}: {label!r} and others are written as matrix products"
+        )
     if doubles:
         lines.append("float64 runs at 1/32 to 1/64 of float32's rate on GPUs that are not made for data centres")
     lines.append(

@@ -127,7 +127,8 @@ class Kernels:
     races : mapping of OpKey to str
         Kernels whose results depend on how threads interleave, and why.
     no_kernel : frozenset of OpKey
-        Standard operators that are replaced by their definitions, as the provider has no kernel: see `ir.expand`.
+        Standard operators that are replaced by their definitions, as the provider has no kernel, or a slow one for some
+        nodes: see `ir.expand`.
     device_types : mapping of OpKey to frozenset of int
         Element types (``onnx.TensorProto``) of the first input for which there is a kernel on the device; nodes of
         other types run on the host, and their tensors are copied. Operators not listed run on the device.

@@ -19,6 +19,7 @@ from typing import Final
 import onnx
 from onnx import TensorProto
 
+from onnx_remat.ir import large_windows
 from onnx_remat.ort.kernels import cuda_workspace
 from onnx_remat.ort.kernels.base import Kernels, OpKey, Pairs, key
 
@@ -153,7 +154,7 @@ CUDA: Final = Kernels(
     host_outputs={(_ONNX, op): (0,) for op in ("MemcpyToHost", "Shape", "Size")},
     absorbs_transpose=frozenset({(_ONNX, "MatMul"), (_ONNX, "Gemm"), (_ONNX, "Transpose")}),
     races={},
-    no_kernel=frozenset((_ONNX, op_type) for op_type in _FUNCTIONS),
+    no_kernel=frozenset({*((_ONNX, op_type) for op_type in _FUNCTIONS), large_windows.OP}),
     device_types=_DEVICE_TYPES,
     device_until={(_ONNX, "MaxPool"): 22},
     not_on_device=uneven_pads,
