@@ -1,13 +1,12 @@
 """Kernels of a CUDA device: run, as the PTX that a device gets, by threads that the tests simulate.
 
-An access outside a kernel's inputs and outputs fails. With NVIDIA's assembler (``ptxas``, on the path) the text is
-translated for three generations of devices.
+An access outside a kernel's inputs and outputs fails. NVIDIA's assembler translates the text for three generations of
+devices.
 """
 
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 
 import numpy as np
@@ -146,9 +145,9 @@ def test_an_access_outside_is_found():
 
 @pytest.mark.parametrize("capability", ["75", "80", "90"])
 def test_an_assembler_takes_the_text_and_spills_no_register(capability, tmp_path):
-    assembler = shutil.which("ptxas")
+    assembler = warps.assembler()
     if assembler is None:
-        pytest.skip("ptxas is not on the path: pip install nvidia-cuda-nvcc")
+        pytest.skip("ptxas is not installed: pip install nvidia-cuda-nvcc")
     texts = {}
     for seed in range(12):
         for module, salt in ((test_groups, 36), (test_moved, 63)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -33,6 +34,13 @@ STORED = {1: np.float32, 6: np.int32, 7: np.int64, 9: np.bool_, 10: np.float16, 
 def why_not() -> str:
     """Why no thread of a device can be simulated here, or nothing."""
     return cuda.why_not() or ("" if shutil.which("gcc") else "threads of a device are simulated in C: install gcc")
+
+
+def assembler() -> str | None:
+    """NVIDIA's ``ptxas``, from the path or the package nvidia-cuda-nvcc."""
+    places = [Path(each) / "nvidia" for each in sys.path]
+    packaged = (str(each) for place in places if place.is_dir() for each in place.glob("*/bin/ptxas"))
+    return shutil.which("ptxas") or next(packaged, None)
 
 
 @cache
