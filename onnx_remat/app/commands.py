@@ -153,10 +153,14 @@ def profile(arguments: Sequence[str]) -> int:
     if given.runtime == sys.executable:
         runtime.import_runtime()
         check_ops(source.model)
-    result = run(
-        given.input, dims=parse_dims(given.dims or []), runs=given.runs, steps=given.steps, threads=given.threads,
-        provider=given.provider, python=given.runtime,
-    )  # fmt: skip
+    progress = Progress()
+    try:
+        result = run(
+            given.input, dims=parse_dims(given.dims or []), runs=given.runs, steps=given.steps, threads=given.threads,
+            provider=given.provider, python=given.runtime, progress=progress,
+        )  # fmt: skip
+    finally:
+        progress.clear()
     with files.together():
         files.write_text(result.to_json(), target, given.force)
         say(result.to_text())

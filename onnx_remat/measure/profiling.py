@@ -8,7 +8,7 @@ import json
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,7 @@ def profile(
     threads: int = 0,
     provider: str = "cpu",
     python: str = sys.executable,
+    progress: Callable[[str, float], None] = lambda stage, fraction: None,
 ) -> Profile:
     """Profile a model in fresh processes.
 
@@ -83,6 +84,8 @@ def profile(
         One of `registry.PROVIDERS`.
     python : str
         Interpreter whose ONNX Runtime runs the model, see `processes`.
+    progress : callable
+        As of `options.Options`.
 
     Raises
     ------
@@ -98,20 +101,29 @@ def profile(
     shapes.check_dims(model_io.load(path).model, dims or {})  # a dimension left open would be measured as 1
     how: dict[str, Any] = {"dims": dims, "threads": threads, "provider": provider, "python": python}
     with runtime.as_step(path) as step:
-        return Profile(
-            tuple(event for level in LEVELS for event in _events(step, level, runs, steps, how)), runs, steps
-        )
+        events: list[Event] = []
+        for i, level in enumerate(LEVELS):
+
+            def told(done: float, before: int = i, level: str = level) -> None:
+                progress(f"measuring nodes at level {level}", (before + done) / len(LEVELS))
+
+            events += _events(step, level, runs, steps, how, told)
+        return Profile(tuple(events), runs, steps)
 
 
-def _events(path: Path, level: str, runs: int, steps: int, how: Mapping[str, Any]) -> Iterator[Event]:
-    """Yield one event per node at a level."""
+def _events(
+    path: Path, level: str, runs: int, steps: int, how: Mapping[str, Any], progress: Callable[[float], None]
+) -> Iterator[Event]:
+    """Yield one event per node at a level; `progress` is told the fraction that is done."""
     seen: dict[str, list[Event]] = defaultdict(list)
     scratch: dict[str, int] = {}
-    for _ in range(runs):
+    for run in range(runs):
+        progress(run / (runs + 1))
         found, statistics_text = processes.profile(path, level, steps=steps, **how)
         for key, all_steps in _by_node(found).items():
             seen[key] += all_steps[-steps:]
         scratch |= _workspace(statistics_text)
+    progress(runs / (runs + 1))
     medians = [statistics.median(e["dur"] for e in same) for same in seen.values()]
     step = min(processes.race(path, path, level=level, runs=runs * steps, **how))
     surcharge = max(0.0, sum(medians) - 1e6 * step) / max(1, len(medians))
