@@ -18,7 +18,8 @@ from onnx_remat.messages import Setting
 from onnx_remat.process.cache import cache_folder
 
 DOMAIN = "onnx_remat"
-OP = "Fused"
+OP, DEVICE_OP = "Fused", "FusedOnDevice"
+"""Of a CPU, and of a device: with one name, ONNX Runtime would run a node on the CPU that reads from there."""
 
 OLDEST_RUNTIME = (1, 22)
 """Oldest ONNX Runtime with the kernels' bits. In 1.19, Sqrt, Floor and Ceil vary with an element's place."""

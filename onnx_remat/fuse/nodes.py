@@ -14,7 +14,7 @@ from onnx_remat.fuse.groups import Group, Grouping
 from onnx_remat.fuse.ir import kernel_of
 from onnx_remat.fuse.kernel import Kernel
 from onnx_remat.fuse.libraries import LibraryNode
-from onnx_remat.fuse.library import DOMAIN, OP
+from onnx_remat.fuse.library import DEVICE_OP, DOMAIN, OP
 from onnx_remat.fuse.members import MOST_RANK, can_read
 from onnx_remat.fuse.moves import Piece
 from onnx_remat.fuse.ops import may_fuse
@@ -90,7 +90,7 @@ def fuse(schedule: Schedule, secret: int) -> Fusion:
             dtypes = [schedule.tensors[name].dtype for name in group.reads]
             elements = [prod(schedule.tensors[name].shape) for name in group.reads]
             members = tuple(places[member.at] for member in group.members)
-            order.append(_node(group, members, len(kernels), secret))
+            order.append(_node(DEVICE_OP if schedule.device else OP, group, members, len(kernels), secret))
             kernels.append((cuda.kernel_of if schedule.device else kernel_of)(group, dtypes, elements))
         elif i not in inside and not (step.writes and step.writes[0] in viewed):
             view(step.reads)
@@ -139,11 +139,11 @@ def _in_pieces(schedule: Schedule, places: Sequence[int]) -> tuple[Schedule, tup
     return in_pieces, tuple(places[i] for i in old)
 
 
-def _node(group: Group, members: tuple[int, ...], handle: int, secret: int) -> FusedNode:
+def _node(op: str, group: Group, members: tuple[int, ...], handle: int, secret: int) -> FusedNode:
     ops = list(dict.fromkeys(member.call.op for member in group.members))
     name = f"kernel {handle} of {len(group.members)}: {', '.join(ops[:6])}{', ...' if len(ops) > 6 else ''}"
     node = onnx.helper.make_node(
-        OP, group.reads, group.makes, name, domain=DOMAIN, secret=secret, handle=handle
+        op, group.reads, group.makes, name, domain=DOMAIN, secret=secret, handle=handle
     )  # fmt: skip
     plain = frozenset(slot for slot, name in enumerate(group.reads) if name in group.plain)
     return FusedNode(node, members, plain)

@@ -1,4 +1,5 @@
-/* onnx_remat::Fused: an op of ONNX Runtime whose kernels are machine code that this process was given.
+/* onnx_remat::Fused: an op of ONNX Runtime whose kernels are machine code that this process was given. FusedOnDevice: the
+ * same on a CUDA device.
  *
  * Python opens a table of kernels under a secret that it has just drawn, loads a model whose Fused nodes name a kernel
  * by that secret and its position in the table, and closes the table again. A node with any other secret has no kernel,
@@ -332,6 +333,7 @@ static Status *infer(const void *op, void *context) {
 }
 
 static const char *name(const void *op) { return "Fused"; }
+static const char *device_name(const void *op) { return "FusedOnDevice"; }
 static const char *cpu(const void *op) { return "CPUExecutionProvider"; }
 static const char *cuda(const void *op) { return "CUDAExecutionProvider"; }
 static size_t one(const void *op) { return 1; }
@@ -344,8 +346,8 @@ static int first_version(const void *op) { return 1; }
 static int last_version(const void *op) { return INT32_MAX; }
 
 /* struct OrtCustomOp. No MayInplace: only the layout of a session of ours lays outputs over inputs. */
-#define ON(PROVIDER, COMPUTE) { \
-    .version = API_VERSION, .name = (Function)name, .provider = (Function)PROVIDER, .input_type = (Function)any_type, \
+#define ON(NAME, PROVIDER, COMPUTE) { \
+    .version = API_VERSION, .name = (Function)NAME, .provider = (Function)PROVIDER, .input_type = (Function)any_type, \
     .input_types = (Function)one, .output_type = (Function)any_type, .output_types = (Function)one, \
     .destroy = (Function)destroy, .input_kind = (Function)variadic, .output_kind = (Function)variadic, \
     .input_memory = (Function)in_its_memory, .least_inputs = (Function)at_least_one, \
@@ -357,7 +359,7 @@ static const struct {
     Function create_1, name, provider, input_type, input_types, output_type, output_types, compute_1, destroy, input_kind,
         output_kind, input_memory, least_inputs, inputs_alike, least_outputs, outputs_alike, create, compute, infer,
         first_version, last_version, in_place, in_place_done, alias, alias_done;
-} on_cpu = ON(cpu, compute), on_cuda = ON(cuda, launch);
+} on_cpu = ON(name, cpu, compute), on_cuda = ON(device_name, cuda, launch);
 
 Status *RegisterCustomOps(void *options, const Function *(*const *get_api)(uint32_t version)) {
     static void *domain; /* as long as the process: sessions keep it */

@@ -139,7 +139,7 @@ def fuse_step(
         overwrites=lambda at, new, old: binding.overwrites_safely(program, at, new, old),
         integers=integers,
         device=device,
-        on_host=program.on_host,
+        on_host=program.on_host | (_of_bodies(program) if device else frozenset()),
         products=not device and not blas.why_not(),
         convolutions=not device and not onednn.why_not(),
         workspace=lambda places: workspace([program.steps[place] for place in places]),
@@ -174,6 +174,12 @@ def fuse_step(
     }
     unserved = 0 if device or schedule.convolutions else len(convolved(schedule)[1])
     return Laid(again, replace(laid, not_donated=bound.not_donated), found.kernels, members, unserved)
+
+
+def _of_bodies(program: Program) -> frozenset[str]:
+    """Return the outputs of nodes with bodies, such as If: where a body runs on the host, so do its readers."""
+    bodies = (step for step in program.steps if any(a.HasField("g") for a in step.node.attribute))
+    return frozenset(name for step in bodies for name in step.writes)
 
 
 def replaceable(compiled: Compiled) -> tuple[frozenset[int], frozenset[int]]:

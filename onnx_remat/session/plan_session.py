@@ -274,7 +274,12 @@ def arrange(step: model_io.Model, target: Path, request: SessionRequest) -> Slab
             code.unlink(missing_ok=True)
             if each.kernels:
                 fusing.write(each.kernels, request.secret, code)
-            loaded = lean_graph.as_loaded(copy, target, kernels.execution_providers)
+            try:
+                loaded = lean_graph.as_loaded(copy, target, kernels.execution_providers)
+            except ModelError:
+                if not each.kernels or kernels.device == "cpu":
+                    raise
+                continue  # it places a kernel on the host, by rules of its own
             different = lean_graph.difference(copy, loaded)
             if not different:
                 return each

@@ -99,6 +99,27 @@ def test_a_file_planned_with_fused_kernels_is_run_with_them_and_takes_what_was_p
     assert asked(path, fuse=False)["kernels"] == 0
 
 
+@needs_device
+def test_what_an_if_makes_is_read_by_onnx_runtimes_kernels(tmp_path):
+    """Where a body runs on the host, ONNX Runtime moves its readers there, where no kernel of a device is."""
+    branches = {
+        way: helper.make_graph(
+            [helper.make_node(op, ["x"], [way])], way, [],
+            [helper.make_tensor_value_info(way, onnx.TensorProto.FLOAT, [64, 64])],
+        )
+        for way, op in (("then", "Neg"), ("else", "Abs"))
+    }  # fmt: skip
+    nodes = [
+        helper.make_node("If", ["flag"], ["c"], then_branch=branches["then"], else_branch=branches["else"]),
+        helper.make_node("Tanh", ["c"], ["t"]), helper.make_node("Mul", ["t", "x"], ["y"]),
+        helper.make_node("Tanh", ["x"], ["u"]), helper.make_node("Mul", ["u", "x"], ["z"]),
+    ]  # fmt: skip
+    inputs = {"x": [64, 64], "flag": (onnx.TensorProto.BOOL, [])}
+    onnx.save(model_of(nodes, inputs, {"y": [64, 64], "z": [64, 64]}), tmp_path / "if.onnx")
+    found = here.ask("tests.support.fake_cuda.session", {"path": str(tmp_path / "if.onnx"), "open": True, "fuse": True})
+    assert found == {"kernels": 1, "not_fused": ""}
+
+
 def update() -> onnx.ModelProto:
     """AdamW's update by the gradient of a function of rows, all of it within kernels; the loss is not."""
 

@@ -2,7 +2,8 @@
 
 In: ``path``, ``limits``, a list of memory limits, 0 for none, ``graph``, whether to capture the step, ``dims``, and
 ``fuse``. With ``numbers``, ours and none of the provider's kernels are computed: the state is random, and
-``outputs`` is the state after three steps, as lists.
+``outputs`` is the state after three steps, as lists. With ``open``, a step without a loss runs once, and only
+``kernels`` and ``not_fused`` come out.
 Out, per limit: ``error``, or ``live`` bytes of the device when the session is open, the ``peak`` and host ``waits`` of
 each of three steps with its ``launches`` and its ``captures`` and ``replays`` of CUDA graphs, what of the state is
 renewed in place (``donated``) or not (``not_donated``), and how many ``kernels`` are fused.
@@ -26,6 +27,11 @@ def main() -> None:
     """Do what stdin asks for."""
     job = json.load(sys.stdin)
     books = Books()
+    if job.get("open"):
+        with Session(job["path"], "cuda", fuse=job["fuse"]) as session:
+            session.run(state_of(session, 0))
+            print(json.dumps({"kernels": session.kernel_count, "not_fused": session.not_fused}))
+            return
     found = []
     for limit in job["limits"]:
         try:
