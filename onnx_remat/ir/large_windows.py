@@ -22,7 +22,7 @@ LEAST_WINDOW = 12
 """Extent of a window, along some axis, from which on it is large."""
 
 MOST_VALUES = 121
-"""Maximum number of values along the spatial axes: more windows would not fit beside one another."""
+"""Maximum number of values along the spatial axes: so many windows, and no more, are copied."""
 
 _LEAST_OPSET = 11  # Pad and Slice take tensors, Gemm no third input
 
