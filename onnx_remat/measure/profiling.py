@@ -104,17 +104,17 @@ def profile(
         events: list[Event] = []
         for i, level in enumerate(LEVELS):
 
-            def told(done: float, before: int = i, level: str = level) -> None:
+            def tell(done: float, before: int = i, level: str = level) -> None:
                 progress(f"measuring nodes at level {level}", (before + done) / len(LEVELS))
 
-            events += _events(step, level, runs, steps, how, told)
+            events += _events(step, level, runs, steps, how, tell)
         return Profile(tuple(events), runs, steps)
 
 
 def _events(
     path: Path, level: str, runs: int, steps: int, how: Mapping[str, Any], progress: Callable[[float], None]
 ) -> Iterator[Event]:
-    """Yield one event per node at a level; `progress` is told the fraction that is done."""
+    """Yield one event per node at a level; `progress` receives the fraction that is done."""
     seen: dict[str, list[Event]] = defaultdict(list)
     scratch: dict[str, int] = {}
     for run in range(runs):

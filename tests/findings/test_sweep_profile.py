@@ -119,11 +119,11 @@ def test_a_profile_has_every_op_and_prices_a_model_by_it(tmp_path):
 
 
 def test_a_profile_says_how_far_it_is(tmp_path):
-    path, told = tmp_path / "model.onnx", []
+    path, seen = tmp_path / "model.onnx", []
     onnx.save(mlp(layers=2, batch=8, width=8), path)
-    profile(path, runs=2, steps=1, progress=lambda stage, fraction: told.append((stage, fraction)))
-    assert [fraction for _, fraction in told] == sorted({fraction for _, fraction in told})
-    assert [stage for stage, _ in told] == [
+    profile(path, runs=2, steps=1, progress=lambda stage, fraction: seen.append((stage, fraction)))
+    assert [fraction for _, fraction in seen] == sorted({fraction for _, fraction in seen})
+    assert [stage for stage, _ in seen] == [
         f"measuring nodes at level {level}" for level in ("disable", "all") for _ in range(3)
     ]
 
