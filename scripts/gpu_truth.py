@@ -6,8 +6,8 @@
     python -m scripts.gpu_truth race FOLDER [--torch eager] [--torch compile] [--out LINES]
     python -m scripts.gpu_truth table LINES [--save]
 
-``plan`` needs no GPU: it copies each step to FOLDER and rewrites it there to every budget, for CUDA and a `Loop`. The
-others run what lies there.
+``plan`` needs no GPU: it copies each step to FOLDER and rewrites it there to every budget, for CUDA and a `Loop`, and
+to the same bytes once more for fused kernels. The others run what lies there, the original also fused.
 
 *Numbers*: one step of the original on the CPU is what outputs are compared with, as ‖a - b‖ / ‖b‖ of the worst
 output: of the original and the rewritten file, in onnxruntime's own session at two levels, in a `Session` with new
@@ -25,6 +25,7 @@ those of `sample_models.networks.torch_models`, with a batch of the same size; b
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import pickle
@@ -45,7 +46,8 @@ import numpy as np
 import onnx
 
 from onnx_remat.errors import OnnxRematError
-from onnx_remat.session import plan_session
+from onnx_remat.fuse import library
+from onnx_remat.session import fusing, plan_session
 from onnx_remat.session import session as session_module
 from onnx_remat.session.interface import DTYPES
 from onnx_remat.session.plan_session import SessionRequest
@@ -53,7 +55,7 @@ from onnx_remat.session.session import Session
 
 PLANS = "plans.json"
 WARM, STEPS = 3, 12
-ORIGINAL = "as it is"
+ORIGINAL, FUSED = "as it is", ", fused"
 NUMBERS_HEADS = ("step", "file", "disable", "all", "Session", "CUDA graph", "outputs with the original's bits")
 RACE_HEADS = (
     "step", "runner", "predicted, MB", "least limit, MB", "taken, MB", "of eager", "ms a step", "of eager",
@@ -65,7 +67,7 @@ RACE_HEADS = (
 class Plan:
     """A file to run: the step's name, the budget it was rewritten to, or `ORIGINAL`.
 
-    `predicted` is what training by `Loop` takes of the device, in bytes.
+    `predicted` is what training by `Loop` takes of the device, in bytes; `fuse` says whether its kernels are fused.
     """
 
     step: str
@@ -74,6 +76,7 @@ class Plan:
     dims: Mapping[str, int]
     predicted: int
     compute: float
+    fuse: bool = False
 
 
 def plan(folder: Path, steps: list[Path], budgets: list[str], dims: Mapping[str, int], effort: float) -> None:
@@ -84,22 +87,28 @@ def plan(folder: Path, steps: list[Path], budgets: list[str], dims: Mapping[str,
     plans = {(each.step, each.budget): each for each in known(folder)}
     for path in steps:
         shutil.copyfile(path, folder / path.name)
-        plans[path.stem, ORIGINAL] = Plan(path.stem, ORIGINAL, path.name, dict(dims), 0, 0.0)
-        for budget in budgets:
+        for fuse in (False, True):
+            name = ORIGINAL + FUSED * fuse
+            plans[path.stem, name] = Plan(path.stem, name, path.name, dict(dims), 0, 0.0, fuse)
+        asked: dict[str, int] = {}
+        for budget, fuse in itertools.product(budgets, (False, True)):
+            name, original = budget + FUSED * fuse, (path.stem, ORIGINAL + FUSED * fuse)
             try:
                 result = rewrite_model(
-                    path, budget, provider="cuda", run_by="loop", dims=dims, effort=effort, time_limit=600
-                )
+                    path, asked.get(budget, budget), provider="cuda", run_by="loop", dims=dims, effort=effort,
+                    time_limit=600, fuse=fuse,
+                )  # fmt: skip
             except OnnxRematError as error:
-                print(f"{path.stem} {budget}: {error}", flush=True)
-                plans.pop((path.stem, budget), None)
+                print(f"{path.stem} {name}: {error}", flush=True)
+                plans.pop((path.stem, name), None)
                 continue
-            result.save(target := folder / f"{path.stem}-{budget.strip('%')}.onnx", force=True)
+            asked.setdefault(budget, result.report.budget)
+            result.save(target := folder / f"{path.stem}-{budget.strip('%')}{'-fused' * fuse}.onnx", force=True)
             before, after, compute = result.report.loop_before, result.report.loop_after, result.report.extra_compute
             assert before is not None and after is not None
-            plans[path.stem, ORIGINAL] = replace(plans[path.stem, ORIGINAL], predicted=before.total)
-            plans[path.stem, budget] = Plan(path.stem, budget, target.name, dict(dims), after.total, compute)
-            print(plans[path.stem, budget], flush=True)
+            plans[original] = replace(plans[original], predicted=before.total)
+            plans[path.stem, name] = Plan(path.stem, name, target.name, dict(dims), after.total, compute, fuse)
+            print(plans[path.stem, name], flush=True)
         (folder / PLANS).write_text(json.dumps([asdict(each) for each in plans.values()], indent=1))
 
 
@@ -136,8 +145,9 @@ def numbers(folder: Path, plans: list[Plan]) -> Iterator[tuple[str, ...]]:
         assert session.get_providers()[0] == providers[0], "onnxruntime made no session on CUDA"
         return dict(zip((o.name for o in session.get_outputs()), session.run(None, feeds), strict=True))
 
-    def ours(path: Path, graph: bool, dims: Mapping[str, int]) -> dict[str, Any]:
-        with Session(path, "cuda", donate=True, cuda_graph=graph, dims=dims) as session:
+    def ours(each: Plan, graph: bool) -> dict[str, Any]:
+        path = folder / each.path
+        with Session(path, "cuda", donate=True, cuda_graph=graph, dims=each.dims, fuse=each.fuse) as session:
             made = session.run({name: array.copy() for name, array in feeds.items()})
             return {name: np.array(array) for name, array in made.items()}
 
@@ -151,17 +161,17 @@ def numbers(folder: Path, plans: list[Plan]) -> Iterator[tuple[str, ...]]:
         print(f"{plans[0].step}: the CPU cannot run it: {str(error).splitlines()[0][:150]}", file=sys.stderr)
     first: dict[str, dict[str, Any]] = {}
     cuda = ["CUDAExecutionProvider", "CPUExecutionProvider"]
-    ways: dict[str, Callable[[Path, Mapping[str, int]], dict[str, Any]]] = {
-        "disable": lambda path, _: stock(path, cuda, "ORT_DISABLE_ALL"),
-        "all": lambda path, _: stock(path, cuda, "ORT_ENABLE_ALL"),
-        "Session": lambda path, dims: ours(path, False, dims),
-        "CUDA graph": lambda path, dims: ours(path, True, dims),
+    ways: dict[str, Callable[[Plan], dict[str, Any]]] = {
+        "disable": lambda each: stock(folder / each.path, cuda, "ORT_DISABLE_ALL"),
+        "all": lambda each: stock(folder / each.path, cuda, "ORT_ENABLE_ALL"),
+        "Session": lambda each: ours(each, False),
+        "CUDA graph": lambda each: ours(each, True),
     }
     for each in plans:
         cells, equal = [], []
         for way, run in ways.items():
             try:
-                made = run(folder / each.path, each.dims)
+                made = run(each)
             except Exception as error:
                 cells.append(f"{type(error).__name__}: {str(error).splitlines()[0][:200]}")
                 continue
@@ -211,23 +221,30 @@ def stock_step(path: Path, dims: Mapping[str, int]) -> Callable[[], float]:
     return Loop(session, state_for(tuple(arrays)), device="cuda").step
 
 
-def our_step(path: Path, dims: Mapping[str, int], graph: bool, limit: int = 0) -> tuple[Session, Callable[[], float]]:
+def our_step(job: Mapping[str, Any], graph: bool, limit: int = 0) -> tuple[Session, Callable[[], float]]:
     """A step of a file by a `Session`."""
     from onnx_remat.measure.training_memory import state_for
     from onnx_remat.session.training import Loop
 
-    session = Session(path, "cuda", donate=True, dims=dims, cuda_graph=graph, memory_limit=limit)
+    session = Session(
+        job["path"], "cuda", donate=True, dims=job["dims"], cuda_graph=graph, memory_limit=limit, fuse=job["fuse"]
+    )
     return session, Loop(session, state_for(session.inputs), device="cuda").step
 
 
 def kept(path: Path, target: Path, request: Any) -> Any:
     """`plan_session.plan_in_child`, whose result is kept next to the file: it takes longer than all the steps here."""
-    model, opened = path.with_suffix(".private"), path.with_suffix(".opened")
+    how = ".fused" if request.fuse else ""
+    model, opened, kernels = (path.with_suffix(f"{how}.{kind}") for kind in ("private", "opened", "kernels"))
     if not opened.exists():
         found = plan_session.plan_in_child(path, target, request)
         shutil.copyfile(target, model)
+        if fusing.kernels_of(target).exists():
+            shutil.copyfile(fusing.kernels_of(target), kernels)
         opened.write_bytes(pickle.dumps(found))
     shutil.copyfile(model, target)
+    if kernels.exists():
+        shutil.copyfile(kernels, fusing.kernels_of(target))
     return pickle.loads(opened.read_bytes())
 
 
@@ -239,7 +256,7 @@ def open_all(folder: Path) -> None:
             kept(
                 (folder / each.path).resolve(),
                 Path(home) / "lean.onnx",
-                SessionRequest("cuda", dict(each.dims), True),
+                SessionRequest("cuda", dict(each.dims), True, secret=library.new_secret(), fuse=each.fuse),
             )
 
     with ThreadPoolExecutor((os.cpu_count() or 2) // 2) as pool:
@@ -333,18 +350,18 @@ def child(job: Mapping[str, Any]) -> None:
         step = stock_step(Path(job["path"]), job["dims"])
     else:
         session_module.plan_in_child = kept  # type: ignore[attr-defined]
-        session, step = our_step(Path(job["path"]), job["dims"], graph=False)
+        session, step = our_step(job, graph=False)
         answer |= {"opened": time.perf_counter() - start, "open": used() - idle}
         answer["seconds"], answer["losses"] = timed(step)
         answer |= {"taken": used() - idle, "books": books(session)}
         session.close()
         del step
-        session, step = our_step(Path(job["path"]), job["dims"], graph=True)
+        session, step = our_step(job, graph=True)
         answer["graph"], losses = timed(step)
         assert np.allclose(losses, answer["losses"], rtol=1e-3), "a CUDA graph gives other losses"
         session.close()
         del step
-        answer["least"] = smallest(Path(job["path"]), job["dims"], job["predicted"])
+        answer["least"] = smallest(job)
         print(json.dumps(answer))
         return
     answer["seconds"], answer["losses"] = timed(step)
@@ -363,12 +380,12 @@ def books(session: Session) -> dict[str, int]:
             "weights": session.weight_bytes, "nodes": session.node_count}  # fmt: skip
 
 
-def smallest(path: Path, dims: Mapping[str, int], predicted: int) -> int:
+def smallest(job: Mapping[str, Any]) -> int:
     """The least limit, in steps of 32 MiB from the predicted one, under which three steps are taken; 0 if none is."""
     for more in range(10):
-        limit = predicted + more * (1 << 25)
+        limit = job["predicted"] + more * (1 << 25)
         try:
-            session, step = our_step(path, dims, graph=False, limit=limit)
+            session, step = our_step(job, graph=False, limit=limit)
             for _ in range(3):
                 step()
             session.close()
@@ -403,7 +420,8 @@ def race(folder: Path, plans: list[Plan], with_torch: list[str]) -> Iterator[dic
     job: dict[str, Any] = {"how": "onnxruntime", "path": str(folder / plans[0].path), "dims": dims}
     yield {"step": step, "runner": "onnxruntime, as it is"} | ask(job)
     for each in plans:
-        job = {"how": "Session", "path": str(folder / each.path), "dims": each.dims, "predicted": each.predicted}
+        job = {"how": "Session", "path": str(folder / each.path), "dims": each.dims, "predicted": each.predicted,
+               "fuse": each.fuse}  # fmt: skip
         row = {"step": step, "runner": f"Session, {each.budget}", "compute": each.compute, "predicted": each.predicted}
         yield row | ask(job)
 
