@@ -378,7 +378,10 @@ def budgeted(
         raise ConversionError("budgeted needs an optimizer, whose step is part of the graph: pass one")
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.device.type != "cpu":
-            raise ConversionError(f"{name} is on {tensor.device}: budgeted trains on the CPU; call model.cpu() first")
+            raise ConversionError(
+                f"{name} is on {tensor.device}: budgeted trains on the CPU; call model.cpu() first, or train on the "
+                "GPU with export_training_step and Loop(device='cuda')"
+            )
     optimizer_facts.parameters_of(users, dict(model.named_parameters()))
     given, of_step = shares.parse(budget)
     if given is None and planning:
