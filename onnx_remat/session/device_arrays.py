@@ -49,14 +49,14 @@ class DeviceArray:
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
 
-def device_array(name: str, value: Any) -> DeviceArray | None:
+def device_array(name: str, value: Any, wanted: bool = True) -> DeviceArray | None:
     """Return an input's value as an array of a device; None if it is none.
 
     Raises
     ------
     UsageError
-        It is one, but not contiguous, or its library does not show it (PyTorch, for one that requires gradients or is
-        of type bfloat16).
+        It is one, but not `wanted`, as the step runs on the host; it is not contiguous; or its library does not show
+        it (PyTorch, for one that requires gradients or is of type bfloat16).
     """
     if isinstance(value, np.ndarray):
         return None
@@ -66,6 +66,8 @@ def device_array(name: str, value: Any) -> DeviceArray | None:
         raise UsageError(f"input {name!r}: {error}") from error
     if shown is None:
         return None
+    if not wanted:
+        raise UsageError(f"input {name!r} lies on a device and the step runs on the CPU: pass an array of the host")
     dtype, shape, strides = np.dtype(shown["typestr"]), tuple(shown["shape"]), shown.get("strides")
     if strides is not None and 0 not in shape:
         dense = [*itertools.accumulate(shape[:0:-1], lambda a, b: a * b, initial=dtype.itemsize)][::-1]

@@ -26,14 +26,18 @@ class Formal:
     shape: tuple[int | None, ...] | None
 
 
-def check_state(formals: Mapping[str, Formal], arrays: Mapping[str, Any]) -> None:
+def check_state(formals: Mapping[str, Formal], arrays: Mapping[str, Any], on_device: bool = False) -> None:
     """Raise UsageError unless every array is an input of the model, of its type and shape."""
-    for _ in checked(formals, arrays):
+    for _ in checked(formals, arrays, on_device):
         pass
 
 
-def checked(formals: Mapping[str, Formal], arrays: Mapping[str, Any]) -> Iterator[tuple[str, npt.NDArray[Any]]]:
+def checked(
+    formals: Mapping[str, Formal], arrays: Mapping[str, Any], on_device: bool = False
+) -> Iterator[tuple[str, npt.NDArray[Any]]]:
     """Yield name and array of one input after the other; UsageError where one does not fit the model.
+
+    With `on_device`, an array may be a `device_arrays.DeviceArray`.
 
     Each array is read once, when its turn comes: a mapping that reads from a file has one array in memory at a time.
     """
@@ -42,7 +46,7 @@ def checked(formals: Mapping[str, Formal], arrays: Mapping[str, Any]) -> Iterato
             hint = did_you_mean(name, formals) or f": it has {', '.join(formals)}"
             raise UsageError(f"the model has no input {name!r}{hint}")
         formal, value = formals[name], arrays[name]
-        given: Any = device_array(name, value) or np.asarray(value)
+        given: Any = device_array(name, value, on_device) or np.asarray(value)
         if formal.dtype and given.dtype != formal.dtype:
             raise UsageError(f"input {name!r} is of type {formal.dtype}, not {given.dtype}")
         wanted = formal.shape

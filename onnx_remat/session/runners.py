@@ -76,7 +76,7 @@ class DeviceRunner:
         self.donated, self.not_donated = session.donated, session.not_donated
         self.formals = {a.name: Formal(a.dtype_name, a.shape) for a in session.inputs}
         outputs = {a.name: Formal(a.dtype_name, a.shape) for a in session.outputs}
-        check_state(self.formals, state)
+        check_state(self.formals, state, on_device=True)
         check_loss(outputs, loss)
         renewed = renewals(state, outputs)
         self._copied = {output: name for output, name in renewed.items() if output not in session.donated}
@@ -90,7 +90,7 @@ class DeviceRunner:
             raise UsageError(f"no value for input {missing[0]!r}")
 
     def feed(self, batch: Mapping[str, Any]) -> None:
-        self._device.feed(dict(checked(self.formals, batch)), where_they_lie=True)
+        self._device.feed(dict(checked(self.formals, batch, on_device=True)), where_they_lie=True)
 
     def step(self) -> float:
         self._session.execute({})

@@ -40,8 +40,8 @@ class Session:
     model : path, bytes, onnx.ModelProto or Result
         Any training step, rewritten or not.
     provider : str
-        ``"cpu"``, or ``"cuda"``: slab and inputs are on the device. `run` copies numpy's arrays there, and reads, and
-        renews, those that PyTorch, CuPy or JAX hold on the device where they lie (``__cuda_array_interface__``).
+        ``"cpu"``, or ``"cuda"``: slab and inputs are on the device. `run` copies numpy's arrays there. Those that
+        another library holds on the device (``__cuda_array_interface__``) are read, and renewed, where they lie.
     dims : mapping of str to int, optional
         Sizes of all symbolic dimensions; every run uses these sizes.
     donate : bool or mapping of str to str
@@ -328,7 +328,7 @@ class Session:
     def _feed_device(self, device: DeviceMemory, feeds: Mapping[str, Any]) -> None:
         """Copy the host's arrays to the device, and bind the device's where they lie, unless addresses are fixed."""
         renewed = set(self.donated.values())
-        given = {name: _checked(self._formals[name], value, name in renewed) for name, value in feeds.items()}
+        given = {name: _checked(self._formals[name], value, name in renewed, True) for name, value in feeds.items()}
         lying = {name: array for name, array in given.items() if isinstance(array, DeviceArray)}
         if device.fixed:
             for name in lying.keys() & renewed:
@@ -397,10 +397,10 @@ def _element_type(dtype: int) -> Any:
     return np.dtype(NUMPY[dtype]).type if dtype in NUMPY else dtype
 
 
-def _checked(formal: Array, value: Any, writable: bool) -> Any:
-    """Return `value` as an array, of numpy or of a device, that can be bound to an input without a copy."""
+def _checked(formal: Array, value: Any, writable: bool, on_device: bool = False) -> Any:
+    """Return `value` as an array of numpy, or `on_device` of a device, that can be bound to an input without a copy."""
     dtype = np.dtype(formal.dtype_name)
-    array: Any = device_array(formal.name, value)
+    array: Any = device_array(formal.name, value, on_device)
     if array is None:
         array = value if isinstance(value, np.ndarray) else np.asarray(value, dtype)
     if array.dtype != dtype and not (formal.dtype in BY_BITS and array.dtype.itemsize == dtype.itemsize):

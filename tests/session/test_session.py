@@ -12,6 +12,7 @@ from onnx import TensorProto, helper
 
 import onnx_remat
 from onnx_remat import ModelError, Session, UsageError, rewrite_model
+from onnx_remat.session.training import Loop
 from tests.support.graphs import feeds_for, mlp, model_of, run_model, same_at, same_bits, same_numbers
 
 pytest.importorskip("onnxruntime")
@@ -31,6 +32,27 @@ def outputs_of(model, feeds, level="all"):
 def assert_same(found, wanted, same=same_numbers):
     assert list(found) == list(wanted)
     assert same(found.values(), wanted.values())
+
+
+class OnDevice:
+    """What PyTorch, for example, shows of a tensor on a GPU."""
+
+    def __init__(self, shape):
+        shown = {"shape": tuple(shape), "typestr": "<f4", "data": (4096, False), "version": 3}
+        self.__cuda_array_interface__ = shown
+
+
+def test_an_array_of_a_device_is_refused_on_the_cpu():
+    model = mlp(layers=2)
+    feeds = feeds_for(model)
+    there = feeds | {"x": OnDevice(feeds["x"].shape)}
+    error = "input 'x' lies on a device and the step runs on the CPU: pass an array of the host"
+    with Session(model, donate=True) as session:
+        with pytest.raises(UsageError, match=error):
+            session.run(there)
+        for copy in (True, False):
+            with pytest.raises(UsageError, match=error):
+                Loop(session, there, copy=copy)
 
 
 @pytest.mark.parametrize(("level", "fuse"), [("all", True), ("all", False), ("disable", True)])
