@@ -21,8 +21,9 @@ from typing import Any, Final
 
 from onnx_remat.fuse.code import Code, lines_of
 from onnx_remat.fuse.groups import Group
-from onnx_remat.fuse.ir import Writer
+from onnx_remat.fuse.ir import Writer, outputs_of
 from onnx_remat.fuse.kernel import Kernel
+from onnx_remat.fuse.loops import Stage
 from onnx_remat.fuse.members import Member
 from onnx_remat.fuse.rows import REDUCTIONS, STARTS
 
@@ -61,13 +62,9 @@ def kernel_of(group: Group, dtypes: Sequence[int], elements: Sequence[int]) -> K
     """Return the kernel of a group; arguments as of `ir.kernel_of`. Its `grain` is the threads of an element or row."""
     writer = _Writer(group, dtypes)
     text = writer.text()
-    made = {member.made: member for member in group.members}
-    columns = max(group.columns, 1)
-    outputs = tuple((made[name].call.made, made[name].result) for name in group.makes)
-    inputs = tuple(zip(dtypes, elements, strict=True))
-    sizes = tuple(writer.sizes) or (0,)
-    grain = WARP if group.columns else 1
-    return Kernel(text, sizes, group.size // columns, grain, inputs, outputs, device=True)
+    inputs, sizes = tuple(zip(dtypes, elements, strict=True)), tuple(writer.sizes) or (0,)
+    count, grain = (group.size // group.columns, WARP) if group.columns else (group.size, 1)
+    return Kernel(text, sizes, count, grain, inputs, outputs_of(group), device=True)
 
 
 class _Writer(Writer):
@@ -96,10 +93,7 @@ class _Writer(Writer):
                 f"call float @llvm.nvvm.shfl.sync.bfly.f32(i32 -1, float {made}, i32 {distance}, i32 {WARP - 1})"
             )
             made = after.new(f"call float @join_{kind}(float {made}, float {other})")
-        if member.call.op == "ReduceMean":
-            count = after.new(f"sitofp i64 {self.inner} to float")
-            made = after.new(f"fdiv float {made}, {count}")
-        self.found[member.made, self.of_rows] = made
+        self._reduced(member, made, after)
 
     def _function(self) -> str:
         parts = {
@@ -111,14 +105,15 @@ class _Writer(Writer):
             "%t = call i32 @llvm.nvvm.read.ptx.sreg.tid.x()", "%b = call i32 @llvm.nvvm.read.ptx.sreg.ctaid.x()",
             "%n = call i32 @llvm.nvvm.read.ptx.sreg.ntid.x()", "%t.wide = zext i32 %t to i64",
             "%b.wide = zext i32 %b to i64", "%n.wide = zext i32 %n to i64",
-            "%first = mul nuw nsw i64 %b.wide, %n.wide", "%thread = add nuw nsw i64 %first, %t.wide",
+            "%first = mul nuw nsw i64 %b.wide, %n.wide",
+            f"%{'thread' if self.columns else 'index'} = add nuw nsw i64 %first, %t.wide",
         )  # fmt: skip
         if self.columns:
             place = [f"%row = lshr i64 %thread, {WARP.bit_length() - 1}", f"%lane = and i64 %thread, {WARP - 1}"]
             own, stated = "%row", [f"%base = mul nsw i64 %row, {self.inner}"]
             work = "".join(f"\n  {lines_of(stage.row)}{self._loop(stage, i)}" for i, stage in enumerate(self.stages))
         else:
-            place, own, stated = [], "%thread", ["%index = add i64 %thread, 0"]
+            place, own, stated = [], "%index", list[str]()
             if self.in_rows:
                 stated += [
                     f"%row = udiv i64 %index, {self.inner}", f"%base = mul nuw nsw i64 %row, {self.inner}",
@@ -141,7 +136,7 @@ done:
 }}
 """
 
-    def _loop(self, stage: Any, i: int) -> str:
+    def _loop(self, stage: Stage, i: int) -> str:
         """Return the loop of a stage over a thread's elements of a row."""
         if not stage.loop.lines:
             return ""

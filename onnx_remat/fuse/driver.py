@@ -1,7 +1,7 @@
 """The CUDA driver: it translates PTX for the device, and launches kernels on ONNX Runtime's stream.
 
 Kernels are loaded into the context that CUDA's runtime, and with it ONNX Runtime, uses on device 0. They stay loaded as
-long as the process: a few kilobytes each, and a step that is opened again finds them.
+long as the process, and a step that is opened again finds them.
 """
 
 from __future__ import annotations

@@ -52,13 +52,18 @@ def kernel_of(group: Group, dtypes: Sequence[int], elements: Sequence[int]) -> K
     """
     writer = Writer(group, dtypes)
     text = writer.text()
-    made = {member.made: member for member in group.members}
     columns = max(group.columns, 1)
-    outputs = tuple((made[name].call.made, made[name].result) for name in group.makes)
+    outputs = outputs_of(group)
     width = sum(KINDS[dtype].nbytes for dtype in (*dtypes, *(dtype for dtype, _ in outputs)))
     grain = max(1, max(LEAST_PART, PART_BYTES // width) // columns)
     inputs = tuple(zip(dtypes, elements, strict=True))
     return Kernel(text, tuple(writer.sizes), group.size // columns, grain, inputs, outputs)
+
+
+def outputs_of(group: Group) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """Return element type and shape of each of a group's outputs."""
+    made = {member.made: member for member in group.members}
+    return tuple((made[name].call.made, made[name].result) for name in group.makes)
 
 
 def _simple(member: Member) -> list[Member]:
@@ -248,6 +253,10 @@ class Writer:
             joined = chunk.new(f"call float @join_{kind}(float {before}, float {part})")
             chunk.lines.append(f"store float {joined}, ptr {total}")
             made = after.new(f"load float, ptr {total}")
+        self._reduced(member, made, after)
+
+    def _reduced(self, member: Member, made: str, after: Code) -> None:
+        """Finish a reduction, of which a register has the sum or the maximum."""
         if member.call.op == "ReduceMean":
             count = after.new(f"sitofp i64 {self.inner} to float")
             made = after.new(f"fdiv float {made}, {count}")

@@ -102,7 +102,10 @@ class Kernel:
     device: bool = False
 
     def numbers(self, offset: int) -> list[int]:
-        """Return the arguments of ``fused_add`` of ``shim.c``; `offset` is that of its code, -1 without any."""
+        """Return the arguments of ``fused_add`` of ``shim.c``.
+
+        `offset` is that of its code, -1 for a convolution and -2 for a kernel of a device.
+        """
         description = [offset, self.size, self.grain, len(self.inputs), len(self.outputs)]
         description += [number for each in self.inputs for number in each]
         for dtype, shape in self.outputs:

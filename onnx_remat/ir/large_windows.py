@@ -103,8 +103,13 @@ def definition(node: onnx.NodeProto, types: Any) -> list[onnx.NodeProto]:
         rank = len(spatial)
         around = [0, 0, *pads[:rank], 0, 0, *pads[rank:]]
         read = op("Pad", [read, ints(around, "around")], "padded")
-    several = groups > 1
-    kernel = [groups, length, channels] if several and channels == 1 else [groups, channels, length][not several :]
+    several = groups > 1  # Gemm reads the kernel's rows as they lie; MatMul, for several groups, reads columns
+    if not several:
+        kernel = [channels, length]
+    elif channels == 1:
+        kernel = [groups, length, 1]
+    else:
+        kernel = [groups, channels, length]
     rows = op("Reshape", [node.input[1], ints(kernel, "rows_shape")], "rows")
     if several and channels > 1:
         rows = op("Transpose", [rows], "columns", perm=[0, 2, 1])
