@@ -34,15 +34,15 @@ class Budget:
     fraction: float | None = None
     slower: float | None = None
 
-    def resolve(self, original_peak: int) -> int:
-        """Return the limit in bytes, given the original's peak in bytes; UsageError where that takes planning."""
+    def resolve(self, original: int) -> int:
+        """Return the limit in bytes, given the covered bytes of the original; UsageError where that takes planning."""
         if self.bytes is not None:
             return self.bytes
         if self.fraction is None:
             raise UsageError(
                 "a budget by time, such as auto, is for rewriting one file: give a size or a percentage here"
             )
-        return int(original_peak * self.fraction)
+        return int(original * self.fraction)
 
 
 AUTO = Budget(slower=0.1)

@@ -46,7 +46,7 @@ import numpy as np
 import onnx
 
 from onnx_remat.errors import OnnxRematError
-from onnx_remat.fuse import library
+from onnx_remat.fuse import shim
 from onnx_remat.session import fusing, plan_session
 from onnx_remat.session import session as session_module
 from onnx_remat.session.interface import DTYPES
@@ -239,12 +239,12 @@ def kept(path: Path, target: Path, request: Any) -> Any:
     if not opened.exists():
         found = plan_session.plan_in_child(path, target, request)
         shutil.copyfile(target, model)
-        if fusing.kernels_of(target).exists():
-            shutil.copyfile(fusing.kernels_of(target), kernels)
+        if fusing.kernel_file(target).exists():
+            shutil.copyfile(fusing.kernel_file(target), kernels)
         opened.write_bytes(pickle.dumps(found))
     shutil.copyfile(model, target)
     if kernels.exists():
-        shutil.copyfile(kernels, fusing.kernels_of(target))
+        shutil.copyfile(kernels, fusing.kernel_file(target))
     return pickle.loads(opened.read_bytes())
 
 
@@ -256,7 +256,7 @@ def open_all(folder: Path) -> None:
             kept(
                 (folder / each.path).resolve(),
                 Path(home) / "lean.onnx",
-                SessionRequest("cuda", dict(each.dims), True, secret=library.new_secret(), fuse=each.fuse),
+                SessionRequest("cuda", dict(each.dims), True, secret=shim.new_secret(), fuse=each.fuse),
             )
 
     with ThreadPoolExecutor((os.cpu_count() or 2) // 2) as pool:

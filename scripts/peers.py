@@ -20,7 +20,7 @@ from ortools.linear_solver import pywraplp
 
 from onnx_remat.errors import UsageError
 from onnx_remat.memory.problem import BACKWARD, Problem, Schedule
-from onnx_remat.plan.search.plans import cheapest_within
+from onnx_remat.plan.search.candidates import cheapest_within
 from onnx_remat.plan.selectors import Request, materialize, register
 from onnx_remat.plan.selectors.materialize import split_step
 

@@ -193,16 +193,16 @@ def rewrite(path: Path, budgets: Sequence[str], limit: float) -> None:
     from onnx_remat.errors import OnnxRematError
     from onnx_remat.options import PlanningOptions
     from onnx_remat.rewrite.first_use import first_use
+    from onnx_remat.rewrite.original import begin
     from onnx_remat.rewrite.pipeline import rewrite_for
-    from onnx_remat.rewrite.planner import begin
 
     run_by = "session" if int(path.stem.partition("-")[2]) % 2 else "loop"  # two kinds of budgets, in turn
     limits: PlanningOptions = {"time_limit": limit} if limit else {"effort": EFFORT}
     with first_use() as kernels:
-        planner = begin(path, {**limits, "run_by": run_by}, kernels)
+        original = begin(path, {**limits, "run_by": run_by}, kernels)
     for budget in budgets:
         try:
-            rewrite_for(planner, budget, advise=False)
+            rewrite_for(original, budget, advise=False)
             word = "written"
         except OnnxRematError:
             word = "refused"

@@ -85,8 +85,8 @@ def prepare(
         No plan was found under the budget.
     """
     from onnx_remat.options import parse_options
+    from onnx_remat.rewrite.original import begin
     from onnx_remat.rewrite.pipeline import rewrite_for
-    from onnx_remat.rewrite.planner import begin
     from onnx_remat.split import accumulating, split_step
     from onnx_remat.units import format_bytes, parse_budget
 
@@ -105,12 +105,12 @@ def prepare(
     model = sharding.model(_busiest(sharding)) if sharding else parts.update
     rest = ENGINE_BYTES + (_of_the_update(model, summing) if model is not None else 0)
     planning: PlanningOptions = {**options, "run_by": "loop"}
-    planner = begin(summing, planning)
-    allowed = parse_budget(budget).resolve(planner.memory.original_bytes + rest)
+    original = begin(summing, planning)
+    allowed = parse_budget(budget).resolve(original.memory.original_bytes + rest)
     try:
         if allowed <= rest:
             raise BudgetInfeasibleError("no memory is left", rest, rest)
-        result = rewrite_for(planner, allowed - rest)
+        result = rewrite_for(original, allowed - rest)
     except BudgetInfeasibleError as error:
         raise BudgetInfeasibleError(
             f"of a rank's {format_bytes(allowed)}, the update, its state and the engine take {format_bytes(rest)}, and "
@@ -133,7 +133,7 @@ def _of_the_update(update: onnx.ModelProto, summing: onnx.ModelProto) -> int:
 
     Parameters and gradients are inputs of the step, or slices of them.
     """
-    from onnx_remat.rewrite.planner import begin
+    from onnx_remat.rewrite.original import begin
 
     found = begin(update, {"run_by": "loop"}).memory.original_bytes
     shared = {value.name for value in summing.graph.input}

@@ -12,7 +12,7 @@ from onnx_remat.messages import Finding, Message, Setting
 from onnx_remat.options import PlanningOptions
 from onnx_remat.ort.peaks import Peak, Reserves, describe, reserves
 from onnx_remat.rewrite.accounting import Goal
-from onnx_remat.rewrite.planner import begin
+from onnx_remat.rewrite.original import begin
 from onnx_remat.rewrite.plans import first_look, lowest_peak
 from onnx_remat.rewrite.report import TRAINING, WORDING
 from onnx_remat.session.prediction import Footprint
@@ -113,15 +113,15 @@ def estimate(model: model_io.Model, **options: Unpack[PlanningOptions]) -> Estim
     """
     source = model_io.load(model)
     dims = planned_dims(source.model) | dict(options.get("dims") or {})  # of a file that was planned before
-    planner = begin(source, {**options, "dims": dims, "effort": _FIRST_LOOK})
-    memory, executed = planner.memory, max(planner.by_level.values(), key=lambda each: each.timeline.peak)
-    planner.options.progress("first look", 0.0)
-    look = first_look(Goal(0, memory), planner.options, planner.deadline)
-    lowest = memory.budget(lowest_peak(look, memory))
+    original = begin(source, {**options, "dims": dims, "effort": _FIRST_LOOK})
+    memory, executed = original.memory, max(original.by_level.values(), key=lambda each: each.timeline.peak)
+    original.options.progress("first look", 0.0)
+    look = first_look(Goal(0, memory), original.options, original.deadline)
+    lowest = memory.budget_for(lowest_peak(look, memory))
     compiled = memory.compiled
     return Estimate(
-        describe(executed, executed.timeline), planner.trained, reserves(executed, executed.timeline), memory.run_by,
-        memory.original_bytes, planner.impossible_below(memory.floor), min(lowest, memory.original_bytes),
+        describe(executed, executed.timeline), original.footprint, reserves(executed, executed.timeline), memory.run_by,
+        memory.original_bytes, original.impossible_below(memory.floor), min(lowest, memory.original_bytes),
         trace.peak_by_module(executed, compiled.graph.model), compiled.graph.n_nodes(),
         phases.note(compiled.problem.phase.tolist()),
     )  # fmt: skip

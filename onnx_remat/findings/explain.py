@@ -242,7 +242,7 @@ def explain(path: model_io.Model, dims: Mapping[str, int] | None = None) -> Expl
     kernels: tuple[Kernel, ...] = ()
     if plan.run_by == "loop" and runtime.available() and plan.provider == "cpu":
         optimized = as_executed(source.model, source.folder, "all", replace(preparation, fixed=True))
-        arranged = prediction.as_run(optimized)
+        arranged = prediction.laid_out(optimized)
         trained, kernels = prediction.footprint(arranged).total, _kernels(arranged)
         not_fused = arranged.fused.why_not
     found = _explanation(source.model, executed, plan, trained)

@@ -13,8 +13,8 @@ from onnx_remat.messages import Finding
 from onnx_remat.options import PlanningOptions
 from onnx_remat.plan.selectors import silent
 from onnx_remat.rewrite.accounting import smallest_budget
+from onnx_remat.rewrite.original import begin
 from onnx_remat.rewrite.pipeline import rewrite_for
-from onnx_remat.rewrite.planner import begin
 from onnx_remat.units import format_bytes
 
 _TRIES = 8  # budgets to plan for; each at least halves the gap
@@ -92,8 +92,8 @@ def lowest_budget(model: Model, **options: Unpack[PlanningOptions]) -> Lowest:
     True
     """
     progress = options.pop("progress", silent)
-    planner = begin(model, options)
-    report = rewrite_for(planner, "100%").report
+    original = begin(model, options)
+    report = rewrite_for(original, "100%").report
     top, books, bound = report.budget, report.books(), report.lower_bound
     impossible = smallest_budget(bound, books)
     budget, missed, tries = impossible, [impossible - 1], 0
@@ -101,7 +101,7 @@ def lowest_budget(model: Model, **options: Unpack[PlanningOptions]) -> Lowest:
         tries += 1
         watched = named(f"try {tries} of {_TRIES} at most", progress)
         try:
-            report = rewrite_for(planner, budget, advise=False, progress=watched).report
+            report = rewrite_for(original, budget, advise=False, progress=watched).report
         except BudgetInfeasibleError as error:
             missed.append(budget)
             budget = int(smallest_budget(error.best_peak_bytes) * _REFUSAL_HEADROOM)

@@ -19,8 +19,8 @@ from onnx_remat.options import PlanningOptions
 from onnx_remat.plan.selectors import Progress, silent
 from onnx_remat.process.child import Child, Failed
 from onnx_remat.rewrite.accounting import smallest_budget
+from onnx_remat.rewrite.original import Original, begin
 from onnx_remat.rewrite.pipeline import Result, rewrite_for
-from onnx_remat.rewrite.planner import Planner, begin
 from onnx_remat.units import format_bytes, table
 
 MOST_POINTS = 10_000
@@ -116,18 +116,18 @@ def sweep(model: Model, points: int = 10, jobs: int = 1, **options: Unpack[Plann
     if jobs < 1:
         raise UsageError("{} must be at least 1, not {}", Setting("jobs"), jobs)
     progress = options.pop("progress", silent)
-    planner = begin(model, options)
-    original = rewrite_for(planner, "100%")
-    top, books = original.report.budget, original.report.books()
-    floor = original.report.lower_bound + books
-    found, missed = [_point(original)], []
-    least = smallest_budget(original.report.lower_bound, books)
-    lowest = _lowest(planner, least, named("lowest peak", progress))
+    original = begin(model, options)
+    whole = rewrite_for(original, "100%")
+    top, books = whole.report.budget, whole.report.books()
+    floor = whole.report.lower_bound + books
+    found, missed = [_point(whole)], []
+    least = smallest_budget(whole.report.lower_bound, books)
+    lowest = _lowest(original, least, named("lowest peak", progress))
     budgets = np.linspace(top, lowest, points + 1, dtype=np.int64).tolist()[1:]
     names = [f"budget {number} of {len(budgets)}" for number in range(1, len(budgets) + 1)]
     found_for: Iterator[_Tried]
     if jobs == 1:
-        found_for = (_try(planner, budget, named(name, progress)) for name, budget in zip(names, budgets, strict=True))
+        found_for = (_try(original, budget, named(name, progress)) for name, budget in zip(names, budgets, strict=True))
     else:
         found_for = _tried_apart(model, budgets, jobs, options, names, progress)
     for budget, (point, bound) in zip(budgets, found_for, strict=True):
@@ -144,9 +144,9 @@ _Tried = tuple[Point | None, int]
 """Result of one budget, None where no file was found; and the lower bound on all schedules in bytes."""
 
 
-def _try(planner: Planner, budget: int, progress: Progress = silent) -> _Tried:
+def _try(original: Original, budget: int, progress: Progress = silent) -> _Tried:
     try:
-        result = rewrite_for(planner, budget, advise=False, progress=progress)
+        result = rewrite_for(original, budget, advise=False, progress=progress)
     except BudgetInfeasibleError:
         return None, 0
     return _point(result), result.report.lower_bound
@@ -195,10 +195,10 @@ def named(what: str, progress: Progress) -> Progress:
     return lambda stage, fraction: progress(f"{what}: {stage}", fraction)
 
 
-def _lowest(planner: Planner, least: int, progress: Progress) -> int:
+def _lowest(original: Original, least: int, progress: Progress) -> int:
     """The lowest budget, in bytes, that the selector keeps; found by asking for the `least` that could be."""
     try:
-        return rewrite_for(planner, least, advise=False, progress=progress).report.covered()[1]
+        return rewrite_for(original, least, advise=False, progress=progress).report.covered()[1]
     except BudgetInfeasibleError as error:
         return smallest_budget(int(error.best_peak_bytes * 1.005))
 

@@ -19,7 +19,7 @@ import onnx
 from onnx_remat.fuse.code import FLOAT
 from onnx_remat.fuse.layouts import Layout, Wanted, equal, flat, plain, reshaped
 from onnx_remat.fuse.onednn import FORWARD, IMAGES, WEIGHTS, Convolution
-from onnx_remat.fuse.schedule import Schedule
+from onnx_remat.fuse.ordered import OrderedStep
 
 _IN_ORDER = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity"})
 """Ops that leave a value's elements in their order."""
@@ -51,11 +51,11 @@ class Found:
 class Steps:
     """A step's nodes by what they read and make."""
 
-    def __init__(self, schedule: Schedule) -> None:
-        self.schedule = schedule
-        self.at = {name: i for i, step in enumerate(schedule.steps) for name in step.writes}
+    def __init__(self, ordered: OrderedStep) -> None:
+        self.ordered = ordered
+        self.at = {name: i for i, step in enumerate(ordered.steps) for name in step.writes}
         self.users: dict[str, list[int]] = defaultdict(list)
-        for i, step in enumerate(schedule.steps):
+        for i, step in enumerate(ordered.steps):
             for name in dict.fromkeys(step.reads):
                 self.users[name].append(i)
 
@@ -63,24 +63,24 @@ class Steps:
         """Return the node that makes a value if it is one of `ops`."""
         if name not in self.at:
             return None
-        node = self.schedule.steps[self.at[name]].node
+        node = self.ordered.steps[self.at[name]].node
         return node if node.op_type in ops and node.domain in ("", "ai.onnx") else None
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.schedule.tensors[name].shape)
+        return tuple(self.ordered.tensors[name].shape)
 
     def are_float(self, names: Sequence[str]) -> bool:
-        return all(self.schedule.tensors[name].dtype == FLOAT for name in names)
+        return all(self.ordered.tensors[name].dtype == FLOAT for name in names)
 
     def ints(self, node: onnx.NodeProto, slot: int) -> tuple[int, ...] | None:
         """Return the integers of a constant input; None if it is absent or none."""
-        return self.schedule.integers.get(node.input[slot]) if slot < len(node.input) else None
+        return self.ordered.integers.get(node.input[slot]) if slot < len(node.input) else None
 
     def layout(self, name: str, origin: str) -> Layout | None:
         """Return how a value lies in another one, from which Transposes and Reshapes make it."""
         if name == origin:
             return plain(self.shape(name))
-        node = self.schedule.steps[self.at[name]].node
+        node = self.ordered.steps[self.at[name]].node
         before = self.layout(node.input[0], origin)
         return None if before is None else self._moved(node, before)
 
@@ -106,9 +106,9 @@ class Steps:
         return None
 
     def only_reader(self, name: str) -> onnx.NodeProto | None:
-        if name in self.schedule.outputs or len(self.users[name]) != 1:
+        if name in self.ordered.outputs or len(self.users[name]) != 1:
             return None
-        return self.schedule.steps[self.users[name][0]].node
+        return self.ordered.steps[self.users[name][0]].node
 
     def followed(self, name: str, wanted: Layout) -> str | None:
         """Return the first value that Transposes and Reshapes make of `name` with its elements as in `wanted`."""
@@ -124,7 +124,7 @@ class Steps:
 
     def found(self, of: Convolution, reads: tuple[str, ...], makes: str) -> Found | None:
         """Return a convolution with the nodes that only it needs."""
-        if not self.are_float((*reads, makes)) or makes in self.schedule.renewed:
+        if not self.are_float((*reads, makes)) or makes in self.ordered.renewed:
             return None
         members: set[int] = set()
         rest = [makes]
@@ -133,13 +133,13 @@ class Steps:
             at = self.at.get(name, -1)
             if at < 0 or at in members or name in reads:
                 continue
-            step = self.schedule.steps[at]
+            step = self.ordered.steps[at]
             needed = [user for made in step.writes for user in self.users[made] if user not in members]
-            if name != makes and (needed or any(made in self.schedule.outputs for made in step.writes)):
+            if name != makes and (needed or any(made in self.ordered.outputs for made in step.writes)):
                 continue
             members.add(at)
             rest += step.reads
-        direct = [at for at in members if set(self.schedule.steps[at].reads).intersection(reads)]
+        direct = [at for at in members if set(self.ordered.steps[at].reads).intersection(reads)]
         return Found(of, reads, makes, tuple(sorted(members)), max(direct, default=self.at[makes]))
 
 
@@ -178,7 +178,7 @@ def _checked(of: Convolution) -> Convolution | None:
 
 def single(steps: Steps) -> Iterator[Found]:
     """Yield convolutions that are one node."""
-    for step in steps.schedule.steps:
+    for step in steps.ordered.steps:
         node = step.node
         fused = node.op_type == "FusedConv" and node.domain == "com.microsoft"
         if not (fused or (node.op_type in ("Conv", "ConvTranspose") and not node.domain)) or not _has_pads(node):
@@ -212,7 +212,7 @@ def single(steps: Steps) -> Iterator[Found]:
 
 def weight_gradients(steps: Steps) -> Iterator[Found]:
     """Yield gradients of weights, whoever computes them best."""
-    for step in steps.schedule.steps:
+    for step in steps.ordered.steps:
         node = step.node
         found = None
         if node.op_type == "Conv" and not node.domain and len(node.input) == 2 and _has_pads(node):
@@ -261,7 +261,7 @@ def _swapped(steps: Steps, node: onnx.NodeProto) -> Found | None:
 def _cropped(steps: Steps, whole: str, name: str) -> bool:
     """Return whether Slices leave the first entries of each spatial axis."""
     while name != whole:
-        node = steps.schedule.steps[steps.at[name]].node
+        node = steps.ordered.steps[steps.at[name]].node
         cut = _slice(steps, node)
         if cut is None or any(start or step != 1 or axis < 2 for axis, (start, step) in cut.items()):
             return False
@@ -361,7 +361,7 @@ def _pads(steps: Steps, node: onnx.NodeProto, rank: int) -> tuple[tuple[int, ...
     filled = node.input[2] if len(node.input) > 2 else ""
     if mode != b"constant" or pads is None or len(pads) != 2 * (2 + rank) or (len(node.input) > 3 and node.input[3]):
         return None
-    if filled and steps.schedule.constants.get(filled) != 0:
+    if filled and steps.ordered.constants.get(filled) != 0:
         return None
     before, after = pads[: 2 + rank], pads[2 + rank :]
     if before[0] or before[-1] or after[0] or after[-1]:

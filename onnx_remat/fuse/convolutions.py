@@ -13,7 +13,7 @@ from onnx_remat.fuse.convolution_forms import Found, Steps, single, weight_gradi
 from onnx_remat.fuse.kernel import Kernel
 from onnx_remat.fuse.machine_code import has_avx512
 from onnx_remat.fuse.onednn import IMAGES, WEIGHTS, Convolution
-from onnx_remat.fuse.schedule import Schedule
+from onnx_remat.fuse.ordered import OrderedStep
 
 LEAST_WORK = 1 << 23
 """Multiplications from which on a call of oneDNN is worth its overhead."""
@@ -28,9 +28,9 @@ LEAST_CHANNELS = 8
 """Channels of images from which on oneDNN computes their gradient faster; a first layer has fewer."""
 
 
-def find(schedule: Schedule) -> list[Found]:
+def find(ordered: OrderedStep) -> list[Found]:
     """Return the convolutions of a step that oneDNN computes faster than ONNX Runtime, by place."""
-    steps = Steps(schedule)
+    steps = Steps(ordered)
     found: list[Found] = []
     taken: set[int] = set()
     for each in (*weight_gradients(steps), *single(steps)):
@@ -73,12 +73,12 @@ def _known(of: Convolution) -> bool:
     return True
 
 
-def kernel_of(found: Found, schedule: Schedule) -> Kernel:
+def kernel_of(found: Found, ordered: OrderedStep) -> Kernel:
     """Return the kernel of a convolution; its second output is scratch memory."""
     of = found.convolution
-    inputs = tuple((FLOAT, prod(schedule.tensors[name].shape)) for name in found.reads)
+    inputs = tuple((FLOAT, prod(ordered.tensors[name].shape)) for name in found.reads)
     scratch = -(-onednn.scratch_bytes(of) // 4)
-    outputs = ((FLOAT, tuple(schedule.tensors[found.makes].shape)), (FLOAT, (scratch,)))
+    outputs = ((FLOAT, tuple(ordered.tensors[found.makes].shape)), (FLOAT, (scratch,)))
     return Kernel("", (), onednn.parts(of).count, 1, inputs, outputs, convolution=of)
 
 

@@ -21,7 +21,7 @@ from onnx_remat.fuse.convolution_forms import Found, Steps, weight_gradients
 from onnx_remat.fuse.convolutions import LEAST_WORK_IN_GROUPS
 from onnx_remat.fuse.kernel import METADATA, Kernel, grain, loaded
 from onnx_remat.fuse.onednn import Convolution
-from onnx_remat.fuse.schedule import Schedule
+from onnx_remat.fuse.ordered import OrderedStep
 
 MOST_COPIED = 1 << 14
 """Elements of an image's and a gradient's copies, at most: they lie on a thread's stack, which may have 256 KiB."""
@@ -42,9 +42,9 @@ PART_WORK = 1 << 16
 """Least additions of a thread's work item."""
 
 
-def find(schedule: Schedule) -> list[Found]:
+def find(ordered: OrderedStep) -> list[Found]:
     """Return the gradients that the kernel computes faster than oneDNN, where that is installed, or ONNX Runtime."""
-    every = list(weight_gradients(Steps(schedule)))
+    every = list(weight_gradients(Steps(ordered)))
     return [found for found in every if is_possible(found.convolution) and worthwhile(found.convolution)]
 
 
@@ -88,7 +88,7 @@ class _Copies:
         return self.image + 2 * self.gradient
 
 
-def kernel_of(found: Found, schedule: Schedule) -> Kernel:
+def kernel_of(found: Found, ordered: OrderedStep) -> Kernel:
     """Return the kernel of a gradient: some channels in each part."""
     of = found.convolution
     batch, channels = of.images[:2]
@@ -105,7 +105,7 @@ def kernel_of(found: Found, schedule: Schedule) -> Kernel:
         channels,
         grain(channels, each, PART_WORK),
         inputs,
-        ((FLOAT, schedule.tensors[found.makes].shape),),
+        ((FLOAT, ordered.tensors[found.makes].shape),),
     )
 
 

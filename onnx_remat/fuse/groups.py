@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from onnx_remat.fuse.members import MOST_DEPTH, Candidate, Member, depth, is_rounded, members_of
 from onnx_remat.fuse.moves import Piece
-from onnx_remat.fuse.schedule import Schedule
+from onnx_remat.fuse.ordered import OrderedStep
 
 MOST_ENDS = 48
 """Maximum number of inputs, and of outputs, of a kernel; ``shim.c`` allows 64."""
@@ -56,32 +56,32 @@ class Group(Candidate):
     makes: tuple[str, ...]
 
 
-def find(schedule: Schedule) -> tuple[Group, ...]:
+def find(ordered: OrderedStep) -> tuple[Group, ...]:
     """Return the groups of a step, sorted by place; no two of them can be merged."""
-    grouping = Grouping(schedule)
+    grouping = Grouping(ordered)
     grouping.grow()
     return grouping.kernels()
 
 
-def live_bytes(schedule: Schedule) -> npt.NDArray[np.int64]:
+def live_bytes(ordered: OrderedStep) -> npt.NDArray[np.int64]:
     """Return the bytes of the slab that are live at each place, without any groups."""
-    return Grouping(schedule, alone=True).live_bytes
+    return Grouping(ordered, alone=True).live_bytes
 
 
 class Grouping:
     """Mutable state of the algorithm: the groups, and the live bytes at each place."""
 
-    def __init__(self, schedule: Schedule, alone: bool = False) -> None:
-        self.schedule = schedule
-        steps, root = schedule.steps, schedule.root
-        self.uses = schedule.uses
+    def __init__(self, ordered: OrderedStep, alone: bool = False) -> None:
+        self.ordered = ordered
+        steps, root = ordered.steps, ordered.root
+        self.uses = ordered.uses
         self.users = self.uses.users.copy()  # `recompute` changes it
         self.maker = {name: i for name, i in self.uses.maker.items() if name not in root}
-        members = [None] * len(steps) if alone else members_of(schedule, self.uses)
+        members = [None] * len(steps) if alone else members_of(ordered, self.uses)
         self.member = {i: member for i, member in enumerate(members) if member is not None}
         self.open = {i: Candidate((member,) if member else ()) for i, member in enumerate(members)}
         self.at = list(range(len(steps)))  # the place of each node
-        self.renewer = {name: self.maker[output] for output, name in schedule.renewed.items() if output in self.maker}
+        self.renewer = {name: self.maker[output] for output, name in ordered.renewed.items() if output in self.maker}
         self.renewed: dict[int, list[str]] = {}  # by node
         for name, at in self.renewer.items():
             self.renewed.setdefault(at, []).append(name)
@@ -107,7 +107,7 @@ class Grouping:
 
     def add_bytes(self, name: str, sign: int) -> None:
         """Add (`sign` 1) or subtract (-1) the bytes of a value at the places where it is live."""
-        nbytes = self.schedule.counted.get(name, 0)
+        nbytes = self.ordered.counted.get(name, 0)
         if nbytes and name in self.maker:
             start, end = self.span(name)
             if start <= end:
@@ -126,11 +126,11 @@ class Grouping:
         found = self.open.get(place)
         if found is None or place in self.unneeded:
             return 0
-        counted = self.schedule.counted
+        counted = self.ordered.counted
         if len(found.members) > 1:
             reads, makes = self.ends(found.members)
         else:
-            step, root = self.schedule.steps[place], self.schedule.root
+            step, root = self.ordered.steps[place], self.ordered.root
             reads, makes = tuple(dict.fromkeys(root.get(n, n) for n in step.reads)), step.writes
         dying = [n for n in reads if counted.get(n) and n in self.maker and self.span(n)[1] == place]
         dying = [name for name in dying if name not in self.final]
@@ -145,8 +145,8 @@ class Grouping:
 
     def _may_overwrite(self, place: int, found: Candidate, made: str, read: str) -> bool:
         if len(found.members) < 2:
-            return self.schedule.overwrites(place, made, read)
-        new, old = self.schedule.tensors[made], self.schedule.tensors[read]
+            return self.ordered.overwrites(place, made, read)
+        new, old = self.ordered.tensors[made], self.ordered.tensors[read]
         return (new.dtype, prod(new.shape)) == (old.dtype, prod(old.shape)) and read in found.plain
 
     # ---- groups ----
@@ -172,18 +172,18 @@ class Grouping:
             for place, found in sorted(self.open.items())
             if len(found.members) > 1
             or (found.members and (self._is_faster_alone(found.members[0]) or self._is_piece(found.members[0])))
-            or self.schedule.workspace([member.at for member in found.members])
+            or self.ordered.workspace([member.at for member in found.members])
         )
 
     def _is_faster_alone(self, member: Member) -> bool:
-        return is_rounded(member) and not self.schedule.device
+        return is_rounded(member) and not self.ordered.device
 
     def _is_piece(self, member: Member) -> bool:
-        return isinstance(self.schedule.steps[member.at], Piece)
+        return isinstance(self.ordered.steps[member.at], Piece)
 
     def grow(self) -> None:
         """Merge groups until no merge is possible."""
-        counted = self.schedule.counted
+        counted = self.ordered.counted
         edges = [(self.maker[read.name], member.at, read.name) for member in self.member.values()
                  for read in member.inputs if self.maker.get(read.name) in self.member]  # fmt: skip
         kept = {name for _, _, name in edges if len(self.users[name]) > 1 or name in self.final}
@@ -206,7 +206,7 @@ class Grouping:
 
     def _lower_peak(self, edges: Sequence[tuple[int, int, str]]) -> None:
         """Merge along values that are live where most bytes are, and lower the peak that no merge may exceed."""
-        edges = [edge for edge in edges if self.schedule.counted.get(edge[2])]
+        edges = [edge for edge in edges if self.ordered.counted.get(edge[2])]
         merged, passes = bool(edges), 0
         while merged and passes < MOST_PASSES:
             merged, passes, top = False, passes + 1, int(self.live_bytes.argmax())

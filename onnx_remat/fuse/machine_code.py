@@ -2,7 +2,7 @@
 
 Code is compiled for this machine's processor, linked to one block without absolute addresses, and stored under a hash
 of its text, the processor's features and the compiler's version; each file begins with a hash of its content, so that a
-truncated or damaged file is compiled again. Only the process that opens a step loads LLVM.
+truncated or damaged file is compiled again. The process that plans a step loads LLVM; the one that trains does not.
 """
 
 from __future__ import annotations

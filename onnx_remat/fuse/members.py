@@ -18,8 +18,8 @@ from onnx_remat.fuse import spaces
 from onnx_remat.fuse.code import FLOAT, KINDS
 from onnx_remat.fuse.moves import move_of
 from onnx_remat.fuse.ops import OPS, Call, call_of
+from onnx_remat.fuse.ordered import OrderedStep, Runs, Uses
 from onnx_remat.fuse.rows import LEAST_WARPS, REDUCTIONS, ROWS, row_of
-from onnx_remat.fuse.schedule import Runs, Schedule, Uses
 from onnx_remat.fuse.spaces import Position, Steps
 
 MOST_DEPTH = 2
@@ -329,38 +329,38 @@ class Candidate:
         return frozenset(name for name in plain if at[name] == whole)
 
 
-def members_of(schedule: Schedule, uses: Uses) -> list[Member | None]:
+def members_of(ordered: OrderedStep, uses: Uses) -> list[Member | None]:
     """Return each node of a step as a member of a group; None if kernels cannot compute it."""
-    return [_member_of(schedule, uses, at, step) for at, step in enumerate(schedule.steps)]
+    return [_member_of(ordered, uses, at, step) for at, step in enumerate(ordered.steps)]
 
 
-def _member_of(schedule: Schedule, uses: Uses, at: int, step: Runs) -> Member | None:
-    tensors, writes = schedule.tensors, step.writes
+def _member_of(ordered: OrderedStep, uses: Uses, at: int, step: Runs) -> Member | None:
+    tensors, writes = ordered.tensors, step.writes
     if step.captured or uses.is_view(step) or len(writes) != 1:
         return None
     node, made = step.node, writes[0]
-    if not uses.users[made] and made not in schedule.outputs:
+    if not uses.users[made] and made not in ordered.outputs:
         return None  # no node reads it
     columns, shape = 0, tensors[made].shape
-    move = move_of(node, made, tensors, schedule.integers)
+    move = move_of(node, made, tensors, ordered.integers)
     call: Call | None
-    if not schedule.on_host.isdisjoint((made, *node.input)):
+    if not ordered.on_host.isdisjoint((made, *node.input)):
         return None
     if move is not None:
-        if schedule.device and move.steps and move.steps[-1][1] != 1:
+        if ordered.device and move.steps and move.steps[-1][1] != 1:
             return None  # threads that run together would read far apart
         dtype = tensors[made].dtype
         call, slots = Call("Identity", {}, dtype, dtype) if dtype in KINDS else None, [node.input[0]]
     elif node.op_type in ROWS:
         read = tensors[node.input[0]]
-        row = row_of(node, read.dtype, read.shape, schedule.integers)
-        if row is None or (schedule.device and prod(read.shape) < LEAST_WARPS * row.columns):
+        row = row_of(node, read.dtype, read.shape, ordered.integers)
+        if row is None or (ordered.device and prod(read.shape) < LEAST_WARPS * row.columns):
             return None
         call, columns, shape = Call(row.op, {}, FLOAT, FLOAT), row.columns, read.shape
         slots = [node.input[0]]
     else:
         types = [tensors[name].dtype if name else None for name in node.input]
-        call = call_of(node, types, tensors[made].dtype, schedule.constants.get)
+        call = call_of(node, types, tensors[made].dtype, ordered.constants.get)
         slots = list(node.input)
     if call is None or not prod(shape) or len(shape) > MOST_RANK:
         return None

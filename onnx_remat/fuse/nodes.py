@@ -8,17 +8,17 @@ from math import prod
 
 import onnx
 
-from onnx_remat.fuse import cuda, libraries, moves, recompute
+from onnx_remat.fuse import cuda, moves, recompute, replacements
 from onnx_remat.fuse.code import KINDS
 from onnx_remat.fuse.groups import Group, Grouping
 from onnx_remat.fuse.ir import kernel_of
 from onnx_remat.fuse.kernel import Kernel
-from onnx_remat.fuse.libraries import LibraryNode
-from onnx_remat.fuse.library import DEVICE_OP, DOMAIN, OP
 from onnx_remat.fuse.members import MOST_RANK, can_read
 from onnx_remat.fuse.moves import Piece
 from onnx_remat.fuse.ops import may_fuse
-from onnx_remat.fuse.schedule import Runs, Schedule
+from onnx_remat.fuse.ordered import OrderedStep, Runs
+from onnx_remat.fuse.replacements import LibraryNode
+from onnx_remat.fuse.shim import DEVICE_OP, DOMAIN, OP
 from onnx_remat.ir.shapes import Tensor
 
 
@@ -60,19 +60,19 @@ class Fusion:
     scratch: Mapping[str, Tensor]
 
 
-def fuse(schedule: Schedule, secret: int) -> Fusion:
+def fuse(ordered: OrderedStep, secret: int) -> Fusion:
     """Fuse all groups, see `groups` and `recompute`; nodes name their kernels by `secret` and handle."""
-    with_libraries = libraries.replaced(schedule, secret)
+    with_libraries = replacements.replaced(ordered, secret)
     kernels = list(with_libraries.kernels)
-    schedule, places = _in_pieces(with_libraries.schedule, with_libraries.places)
-    grouping = Grouping(schedule)
+    ordered, places = _in_pieces(with_libraries.ordered, with_libraries.places)
+    grouping = Grouping(ordered)
     grouping.grow()
     recompute.recompute(grouping)
     found = grouping.kernels()
     by_place = {group.place: group for group in found}
     inside = {member.at for group in found for member in group.members if not member.again} | grouping.unneeded
-    steps = schedule.steps
-    viewed = schedule.uses.viewed
+    steps = ordered.steps
+    viewed = ordered.uses.viewed
     viewing = {step.writes[0]: i for i, step in enumerate(steps) if step.writes and step.writes[0] in viewed}
     order: list[int | FusedNode] = []
     done: set[str] = set()
@@ -87,11 +87,11 @@ def fuse(schedule: Schedule, secret: int) -> Fusion:
     for i, step in enumerate(steps):
         if i in by_place:
             group = by_place[i]
-            dtypes = [schedule.tensors[name].dtype for name in group.reads]
-            elements = [prod(schedule.tensors[name].shape) for name in group.reads]
+            dtypes = [ordered.tensors[name].dtype for name in group.reads]
+            elements = [prod(ordered.tensors[name].shape) for name in group.reads]
             members = tuple(places[member.at] for member in group.members)
-            order.append(_node(DEVICE_OP if schedule.device else OP, group, members, len(kernels), secret))
-            kernels.append((cuda.kernel_of if schedule.device else kernel_of)(group, dtypes, elements))
+            order.append(_node(DEVICE_OP if ordered.device else OP, group, members, len(kernels), secret))
+            kernels.append((cuda.kernel_of if ordered.device else kernel_of)(group, dtypes, elements))
         elif i not in inside and not (step.writes and step.writes[0] in viewed):
             view(step.reads)
             if isinstance(step, LibraryNode):
@@ -101,16 +101,16 @@ def fuse(schedule: Schedule, secret: int) -> Fusion:
     return Fusion(tuple(order), tuple(kernels), with_libraries.scratch)
 
 
-def _in_pieces(schedule: Schedule, places: Sequence[int]) -> tuple[Schedule, tuple[int, ...]]:
+def _in_pieces(ordered: OrderedStep, places: Sequence[int]) -> tuple[OrderedStep, tuple[int, ...]]:
     """Replace Splits, of which kernels may compute a reader, by their pieces; also return the nodes' places before."""
-    uses = schedule.uses
+    uses = ordered.uses
 
     def pieces(step: Runs) -> list[str]:
         """Return the outputs of a Split that nodes read; none if it stays as it is."""
-        node, tensors = step.node, schedule.tensors
+        node, tensors = step.node, ordered.tensors
         if node.op_type != "Split" or node.domain not in ("", "ai.onnx"):
             return []
-        read = [name for name in step.writes if uses.users[name] or name in schedule.outputs]
+        read = [name for name in step.writes if uses.users[name] or name in ordered.outputs]
         names = [node.input[0], *read]
         known = all(prod(tensors[n].shape) and tensors[n].dtype in KINDS for n in names)
         if not known or not all(map(uses.is_own, names)) or len(tensors[names[0]].shape) > MOST_RANK:
@@ -118,24 +118,24 @@ def _in_pieces(schedule: Schedule, places: Sequence[int]) -> tuple[Schedule, tup
         if uses.kept & ({*step.writes} - {*read}):
             return []
         found = [moves.move_of(node, name, tensors, {}) for name in read]
-        readers = [schedule.steps[at].node for name in read for at in uses.users[name]]
+        readers = [ordered.steps[at].node for name in read for at in uses.users[name]]
         can = all(move is not None and can_read(move.steps) for move in found)
         return read if can and any(may_fuse(each) for each in readers) else []
 
     steps: list[Runs] = []
     old: list[int] = []
-    for i, step in enumerate(schedule.steps):
+    for i, step in enumerate(ordered.steps):
         new: list[Runs] = [Piece(step.node, (name,)) for name in pieces(step)] or [step]
         steps += new
         old += [i] * len(new)
 
     def overwrites(at: int, made: str, read: str) -> bool:
-        return not isinstance(steps[at], Piece) and schedule.overwrites(old[at], made, read)
+        return not isinstance(steps[at], Piece) and ordered.overwrites(old[at], made, read)
 
     def workspace(at: Sequence[int]) -> int:
-        return schedule.workspace(sorted({old[i] for i in at}))
+        return ordered.workspace(sorted({old[i] for i in at}))
 
-    in_pieces = replace(schedule, steps=steps, overwrites=overwrites, workspace=workspace)
+    in_pieces = replace(ordered, steps=steps, overwrites=overwrites, workspace=workspace)
     return in_pieces, tuple(places[i] for i in old)
 
 

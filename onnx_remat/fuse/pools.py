@@ -15,7 +15,7 @@ import onnx
 
 from onnx_remat.fuse.code import FLOAT, LONG
 from onnx_remat.fuse.kernel import METADATA, Kernel, grain, loaded
-from onnx_remat.fuse.schedule import Runs, Schedule, Uses
+from onnx_remat.fuse.ordered import OrderedStep, Runs, Uses
 
 LEAST_ELEMENTS = 1 << 14
 """Least elements that are read or made: below, a kernel saves nothing."""
@@ -76,16 +76,16 @@ class Sum:
     remainder: bool
 
 
-def find(schedule: Schedule) -> tuple[list[Pool], list[Sum]]:
+def find(ordered: OrderedStep) -> tuple[list[Pool], list[Sum]]:
     """Return the pools and the sums of a step, by place."""
-    uses = schedule.uses
-    pools = [_pool(uses, i, step) for i, step in enumerate(schedule.steps)]
-    sums = [_sum(uses, i, step) for i, step in enumerate(schedule.steps)]
+    uses = ordered.uses
+    pools = [_pool(uses, i, step) for i, step in enumerate(ordered.steps)]
+    sums = [_sum(uses, i, step) for i, step in enumerate(ordered.steps)]
     return [each for each in pools if each is not None], [each for each in sums if each is not None]
 
 
 def _pool(uses: Uses, place: int, step: Runs) -> Pool | None:
-    node, tensors = step.node, uses.schedule.tensors
+    node, tensors = step.node, uses.ordered.tensors
     if node.op_type != "MaxPool" or node.domain not in ("", "ai.onnx") or len(step.writes) != 2:
         return None
     values = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
@@ -103,13 +103,13 @@ def _pool(uses: Uses, place: int, step: Runs) -> Pool | None:
         *values.get("dilations", (1, 1)), *pads[:2],
     )  # fmt: skip
     root = uses.root(node.input[0])
-    if root in uses.schedule.renewed.values() or any(name in uses.schedule.renewed for name in node.output):
+    if root in uses.ordered.renewed.values() or any(name in uses.ordered.renewed for name in node.output):
         return None
     return Pool(place, root, (node.output[0], node.output[1]), prod(shape[:2]), sizes, made)
 
 
 def _sum(uses: Uses, place: int, step: Runs) -> Sum | None:
-    node, tensors, constants = step.node, uses.schedule.tensors, uses.schedule.constants
+    node, tensors, constants = step.node, uses.ordered.tensors, uses.ordered.constants
     if node.op_type != "ScatterElements" or node.domain not in ("", "ai.onnx"):
         return None
     values = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
@@ -122,7 +122,7 @@ def _sum(uses: Uses, place: int, step: Runs) -> Sum | None:
     if index.shape != more.shape or index.shape[0] != rows or not index.shape[1] or prod(made.shape) < LEAST_ELEMENTS:
         return None
     zeros = uses.made_by(node.input[0], "Expand")
-    if zeros < 0 or not _is_zero(uses, uses.schedule.steps[zeros].node.input[0]):
+    if zeros < 0 or not _is_zero(uses, uses.ordered.steps[zeros].node.input[0]):
         return None
     if not all(map(uses.is_own, (*node.input[1:], node.output[0]))):
         return None
@@ -130,7 +130,7 @@ def _sum(uses: Uses, place: int, step: Runs) -> Sum | None:
     if uses.only_for(node.input[0], place):
         members.append(zeros)
     divided = uses.made_by(node.input[1], "Mod")
-    divisor = uses.schedule.steps[divided].node if divided >= 0 else None
+    divisor = uses.ordered.steps[divided].node if divided >= 0 else None
     remainder = (
         divisor is not None and constants.get(divisor.input[1]) == columns and not any(a.i for a in divisor.attribute)
         and uses.only_for(node.input[1], place) and uses.is_own(divisor.input[0])
@@ -140,7 +140,7 @@ def _sum(uses: Uses, place: int, step: Runs) -> Sum | None:
         members.append(divided)
         read = uses.root(divisor.input[0])
     reads = read, uses.root(node.input[2])
-    renewed = uses.schedule.renewed
+    renewed = uses.ordered.renewed
     if any(name in renewed.values() for name in reads) or node.output[0] in renewed:
         return None
     return Sum(
@@ -150,12 +150,12 @@ def _sum(uses: Uses, place: int, step: Runs) -> Sum | None:
 
 def _is_zero(uses: Uses, name: str) -> bool:
     """Whether a scalar is 0: a constant, or one that waits for another value, as ``converters`` write it."""
-    known = uses.schedule.constants.get(name)
+    known = uses.ordered.constants.get(name)
     if known is not None:
         return known == 0 and not np.signbit(known)
     cast = uses.made_by(name, "Cast")
-    never = uses.made_by(uses.schedule.steps[cast].node.input[0], "Xor") if cast >= 0 else -1
-    return never >= 0 and len(set(uses.schedule.steps[never].node.input)) == 1
+    never = uses.made_by(uses.ordered.steps[cast].node.input[0], "Xor") if cast >= 0 else -1
+    return never >= 0 and len(set(uses.ordered.steps[never].node.input)) == 1
 
 
 def kernel_of_pool(pool: Pool) -> Kernel:

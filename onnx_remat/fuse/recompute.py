@@ -29,7 +29,7 @@ def recompute(grouping: Grouping) -> None:
     """Let kernels compute values again; `Grouping.unneeded` becomes the nodes whose values nothing reads any more."""
     made = [(at, member.made) for at, member in grouping.member.items()]
     for _, name in sorted(made, key=lambda each: (-grouping.at[each[0]], -each[0])):
-        if grouping.schedule.counted.get(name) and name not in grouping.final and name not in grouping.inner:
+        if grouping.ordered.counted.get(name) and name not in grouping.final and name not in grouping.inner:
             _recompute(grouping, name)
 
 
@@ -50,7 +50,7 @@ def _recompute(grouping: Grouping, name: str) -> None:
     copies = [copy for place in sorted(places) if (copy := _copy(grouping, name, place)) is not None]
     start, end = grouping.span(name)
     others = places - {copy.place for copy in copies}
-    nbytes = grouping.schedule.counted[name]
+    nbytes = grouping.ordered.counted[name]
     saved = nbytes * (len(copies) + (not others))
     if not copies or max(others, default=start) >= end or sum(copy.added_bytes for copy in copies) > saved:
         return
@@ -91,7 +91,7 @@ def _copy(grouping: Grouping, name: str, place: int) -> _Copy | None:
     before, after = grouping.ends(found.members)[0], grouping.ends(members)
     if len(after[0]) > MOST_ENDS or any(not _may_read(grouping, value, place) for value in after[0]):
         return None
-    counted = grouping.schedule.counted
+    counted = grouping.ordered.counted
     added = [value for value in after[0] if value not in before]
     return _Copy(place, new, tuple(reads), sum(counted.get(value, 0) for value in added))
 

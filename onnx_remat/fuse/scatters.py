@@ -15,7 +15,7 @@ import onnx
 
 from onnx_remat.fuse.code import FLOAT, LONG
 from onnx_remat.fuse.kernel import METADATA, Kernel
-from onnx_remat.fuse.schedule import Schedule
+from onnx_remat.fuse.ordered import OrderedStep
 
 LEAST_COLUMNS = 8
 """Least elements of a row: below, its index is no burden."""
@@ -50,18 +50,18 @@ class Scatter:
     added: int
 
 
-def find(schedule: Schedule) -> list[Scatter]:
+def find(ordered: OrderedStep) -> list[Scatter]:
     """Return the sums of rows in a step, by place."""
-    uses = schedule.uses
+    uses = ordered.uses
     found: list[Scatter] = []
-    for place, step in enumerate(schedule.steps):
+    for place, step in enumerate(ordered.steps):
         node = step.node
         expand = uses.made_by(node.input[1], "Expand") if _adds_rows(node) else -1
-        if expand < 0 or node.input[1] in schedule.root or not uses.only_for(node.input[1], place):
+        if expand < 0 or node.input[1] in ordered.root or not uses.only_for(node.input[1], place):
             continue
-        wide = schedule.steps[expand].node
+        wide = ordered.steps[expand].node
         names = (node.input[0], wide.input[0], node.input[2], node.output[0])
-        matrix, indices, rows, made = (schedule.tensors[name] for name in names)
+        matrix, indices, rows, made = (ordered.tensors[name] for name in names)
         if [each.dtype for each in (matrix, indices, rows, made)] != [FLOAT, LONG, FLOAT, FLOAT]:
             continue
         count, columns = rows.shape if len(rows.shape) == len(matrix.shape) == 2 else (0, 0)
@@ -72,8 +72,8 @@ def find(schedule: Schedule) -> list[Scatter]:
         if not all(map(uses.is_own, names)):
             continue
         target, index, more = map(uses.root, names[:3])
-        renewed = index in schedule.renewed.values()  # perhaps before the kernel reads it, later than the Expand did
-        if prod(schedule.tensors[index].shape) == count and not renewed:
+        renewed = index in ordered.renewed.values()  # perhaps before the kernel reads it, later than the Expand did
+        if prod(ordered.tensors[index].shape) == count and not renewed:
             found.append(
                 Scatter(place, (expand, place), (target, index, more), names[3], matrix.shape[0], columns, count)
             )

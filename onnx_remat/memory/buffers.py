@@ -1,4 +1,6 @@
-"""The one simulator: an execution order -> ONNX Runtime's buffer plan -> bytes at every step -> peak.
+"""The one simulator of plans: an execution order -> ONNX Runtime's buffer plan -> bytes at every step -> peak.
+
+The memory of a file in a loop, whose values lie in one slab, is `session.prediction`'s.
 
 ONNX Runtime fixes its buffers when a session is made (allocation_planner.cc, ``ComputeSingleStreamReusePlan`` and
 ``GenerateDeallocationPlan``). Walking the nodes in execution order, each output takes, in this order,

@@ -1,7 +1,9 @@
 """The planner's data types: `Problem` (one graph as flat arrays), its `Lifetimes`, and `Schedule` (an order of ops).
 
-`Problem.lifetimes` is the one table of where values lie and how long they live: the simulator, the bounds and every
-selector read it. A new rule about lifetimes goes there; `tests/plan/test_lifetimes.py` checks that all of them obey it.
+`Problem.lifetimes` is the one table of where values lie, who makes and reads them, and which ops must precede others:
+the simulator, the bounds and every selector read it. A rule about these goes there; `tests/plan/test_lifetimes.py`
+checks that all of them obey it. When a value's memory is free again depends on the order: `buffers` has that rule for
+the simulator, `plan/search/intervals` for the search.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def with_donations(compiled: Compiled) -> Compiled:
 def with_slab_donations(compiled: Compiled) -> Problem:
     """Return the problem of a step in which every output may reuse an input that its kernel may overwrite.
 
-    A `Session` does so if the input dies (`session.binding`); ONNX Runtime's own allocation does so for few kernels.
+    A `Session` does so if the input dies (`session.offsets`); ONNX Runtime's own allocation does so for few kernels.
     Bounds for a loop hold for this problem.
     """
     graph, tensors, kinds = compiled.graph, compiled.tensors, dict[tuple[object, ...], int]()

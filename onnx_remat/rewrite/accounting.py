@@ -41,7 +41,7 @@ _UNPREDICTED = 0.004  # headroom on a loop's prediction: networks of up to 3,600
 _TARGET_SHRINK = 0.998  # of the target in proportion: a file seldom shrinks as much as its plan
 
 
-def levels() -> tuple[str, ...]:
+def simulated_levels() -> tuple[str, ...]:
     """Return the optimisation levels at which files can be simulated here."""
     return runtime.LEVELS if runtime.available() else ("disable",)
 
@@ -78,7 +78,7 @@ class Accounting(ABC):
         """Return the peak that plans are made for: the budget less its margin and the bookkeeping."""
         return int((budget - self.bookkeeping) * (1 - MARGIN))
 
-    def budget(self, peak: int) -> int:
+    def budget_for(self, peak: int) -> int:
         """Return the least budget that plans with this peak keep."""
         return smallest_budget(peak, self.bookkeeping)
 
@@ -124,7 +124,7 @@ class Accounting(ABC):
         """Does the price of a recompute assume that it is part of a kernel?"""
         return False
 
-    def notes(self, trained: Footprint | None, budget: int) -> tuple[str, ...]:
+    def notes(self, footprint: Footprint | None, budget: int) -> tuple[str, ...]:
         """Return notes for the report on what was counted."""
         return ()
 
@@ -155,7 +155,7 @@ class SessionMemory(Accounting):
         return self.compiled.problem, budget
 
     def levels(self) -> tuple[str, ...]:
-        return levels()
+        return simulated_levels()
 
     def taken(self, executed: Mapping[str, Executed], seconds: float | None = None) -> tuple[int, None]:
         return max(each.timeline.peak for each in executed.values()), None
@@ -177,14 +177,14 @@ class LoopMemory(Accounting):
     Attributes
     ----------
     options : Options
-    own, fused : Problem
+    own, optimized : Problem
         The original, and the original after ONNX Runtime's default optimisations, as `onnx_remat.Session` runs them:
-        a result may overwrite an input in the slab. `fused` is None for plans with moves.
+        a result may overwrite an input in the slab. `optimized` is None for plans with moves.
     workspace : int
         The part of `original_bytes` that is its kernels' workspace, where it lies alongside all else.
     outside : Problem or None
-        `own` for bounds that hold with any fusion, where kernels are counted, see `outside_kernels`; then `fused` is
-        such a problem, too.
+        `own` relaxed by `outside_kernels`, so that bounds hold whatever is fused; `optimized` is relaxed likewise.
+        None where fusion is not counted.
     cost : array of float or None
         Cost of recomputing each op, for the search, where kernels are fused; None for that of the problem.
     moving : int or None
@@ -193,7 +193,7 @@ class LoopMemory(Accounting):
 
     options: Options
     own: Problem
-    fused: Problem | None = None
+    optimized: Problem | None = None
     workspace: int = 0
     outside: Problem | None = None
     cost: Floats | None = None
@@ -204,27 +204,27 @@ class LoopMemory(Accounting):
     simulations = 3.0
 
     @classmethod
-    def of(cls, original: Executed, compiled: Compiled, trained: Footprint, options: Options) -> LoopMemory:
+    def of(cls, original: Executed, compiled: Compiled, footprint: Footprint, options: Options) -> LoopMemory:
         """Return the accounting of a step; `original` and `compiled` are without donations."""
         compiled = with_donations(compiled)
-        fused, own = with_slab_donations(with_donations(original.compiled)), with_slab_donations(compiled)
+        optimized, own = with_slab_donations(with_donations(original.compiled)), with_slab_donations(compiled)
         own = with_folded_transposes(own, compiled, original.compiled)
         per_node = BYTES_PER_VALUE if compiled.kernels.device == "cpu" else 0
         outside = cost = None
         if options.fuses and not why_not_fused(options.provider):
-            fused, outside = outside_kernels(fused, original.compiled), outside_kernels(own, compiled)
+            optimized, outside = outside_kernels(optimized, original.compiled), outside_kernels(own, compiled)
             cost = fused_cost(own, compiled.graph)
         return cls(
-            compiled, trained.total, trained.books, per_node, options=options, workspace=trained.workspace,
-            own=own, fused=fused, outside=outside, cost=cost,
+            compiled, footprint.total, footprint.books, per_node, options=options, workspace=footprint.workspace,
+            own=own, optimized=optimized, outside=outside, cost=cost,
         )  # fmt: skip
 
     def with_moves(self, compiled: Compiled) -> LoopMemory:
         """Return the accounting of plans that may move values to the host; `compiled` has the moves."""
         floor = bounds.working_set(self.own)
-        floor = floor if self.fused is None else min(floor, bounds.working_set(self.fused))
+        floor = floor if self.optimized is None else min(floor, bounds.working_set(self.optimized))
         moving = floor if self.moving is None else self.moving
-        return replace(self, compiled=compiled, own=with_slab_donations(compiled), fused=None, moving=moving)
+        return replace(self, compiled=compiled, own=with_slab_donations(compiled), optimized=None, moving=moving)
 
     @cached_property
     def saved_by_runtime(self) -> int:
@@ -239,10 +239,10 @@ class LoopMemory(Accounting):
             return self.moving
         problem = self.outside or self.own
         floor = bounds.lower_bound(problem)
-        if self.fused is None:
+        if self.optimized is None:
             return floor
-        above = bounds.lower_bound(self.fused) - self.fused.base_bytes
-        return min(problem.base_bytes, self.fused.base_bytes) + min(floor - problem.base_bytes, above)
+        above = bounds.lower_bound(self.optimized) - self.optimized.base_bytes
+        return min(problem.base_bytes, self.optimized.base_bytes) + min(floor - problem.base_bytes, above)
 
     def planned(self, alone: bool = False) -> Problem:
         """The slab stays allocated while a kernel has its workspace: the largest workspace counts throughout."""
@@ -264,11 +264,11 @@ class LoopMemory(Accounting):
         return alone, budget - self.bookkeeping
 
     def levels(self) -> tuple[str, ...]:
-        return levels()[-1:]
+        return simulated_levels()[-1:]
 
     def taken(self, executed: Mapping[str, Executed], seconds: float | None = None) -> tuple[int, Footprint]:
-        trained = predict(executed[levels()[-1]], seconds, self.options.fuses, self.options.costs)
-        return int(trained.total * (1 + _UNPREDICTED)), trained
+        footprint = predict(executed[simulated_levels()[-1]], seconds, self.options.fuses, self.options.costs)
+        return int(footprint.total * (1 + _UNPREDICTED)), footprint
 
     def prices_kernels(self) -> bool:
         return self.cost is not None
@@ -279,8 +279,8 @@ class LoopMemory(Accounting):
     def is_used_up(self, unused: int, budget: int, missed: bool) -> bool:
         return unused <= budget * MARGIN
 
-    def notes(self, trained: Footprint | None, budget: int) -> tuple[str, ...]:
-        return fusing(trained, budget)
+    def notes(self, footprint: Footprint | None, budget: int) -> tuple[str, ...]:
+        return fusing(footprint, budget)
 
 
 @dataclass(frozen=True, slots=True)

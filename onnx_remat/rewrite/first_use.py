@@ -19,7 +19,7 @@ from onnx_remat.memory import arena, buffers, layout, order
 from onnx_remat.memory.problem import BACKWARD, FORWARD, Problem, Schedule
 from onnx_remat.plan import cost_bounds
 from onnx_remat.plan.request import Deadline
-from onnx_remat.plan.search import anneal, orders, plans
+from onnx_remat.plan.search import anneal, candidates, orders
 from onnx_remat.plan.search.core import liveness_model
 from onnx_remat.plan.selectors.materialize import inserted, materialize
 from onnx_remat.process.child import Child
@@ -51,7 +51,7 @@ def _toy() -> Problem:
 
 def _annealing() -> None:
     view = liveness_model(_toy())
-    plans.improved(view, view.ops, 2, 1, plans.Heat(1.0, 0.1), 0, True, False, Deadline())
+    candidates.improved(view, view.ops, 2, 1, candidates.Heat(1.0, 0.1), 0, True, False, Deadline())
 
 
 def _ordering() -> None:

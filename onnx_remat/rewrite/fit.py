@@ -21,7 +21,7 @@ from onnx_remat.options import Options
 from onnx_remat.ort import runtime
 from onnx_remat.ort.executed import Executed, at_levels
 from onnx_remat.plan.request import Deadline
-from onnx_remat.rewrite.accounting import MARGIN, Accounting, Goal, levels
+from onnx_remat.rewrite.accounting import MARGIN, Accounting, Goal, simulated_levels
 from onnx_remat.rewrite.plans import REFUSAL_HEADROOM, Plan, Refusal, first_look, make_plan, no_lower
 from onnx_remat.session.prediction import Footprint
 from onnx_remat.units import format_bytes
@@ -53,17 +53,17 @@ Stage = Callable[[str], AbstractContextManager[None]]
 class Fitted:
     """A plan, its file, and the file as ONNX Runtime executes it at each optimisation level.
 
-    `trained` is the memory of a loop with it, where the budget is for a loop.
+    `footprint` is the memory of a loop with it, where the budget is for a loop.
     """
 
     plan: Plan
     written: Rewritten
     executed: Mapping[str, Executed]
-    trained: Footprint | None = None
+    footprint: Footprint | None = None
 
     def preference(self) -> tuple[float, float]:
         """Return the order of preference among files: predicted step time, where known, then extra compute."""
-        return self.trained.seconds if self.trained else 0.0, self.plan.extra_compute
+        return self.footprint.seconds if self.footprint else 0.0, self.plan.extra_compute
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +100,12 @@ def fit(goal: Goal, work: Work, seconds_per_file: float, known: tuple[Schedule, 
     """
     direct = Direct.of(goal.memory.compiled)
     try:
-        return _search(goal, work, seconds_per_file, known, direct)
+        return _attempts(goal, work, seconds_per_file, known, direct)
     except Refusal as refusal:
         if work.deadline.ends_within(seconds_per_file):
             raise
         look, alone = refusal.look, replace(direct, values=set())
-        worst, made = _as_file(look, goal, look.timeline.peak, work, alone)
+        worst, made = _written_and_simulated(look, goal, look.timeline.peak, work, alone)
         if worst <= goal.allowed:
             found = _at_other_levels(made, work, seconds_per_file)
             return replace(made, executed=found)
@@ -113,7 +113,7 @@ def fit(goal: Goal, work: Work, seconds_per_file: float, known: tuple[Schedule, 
         raise
 
 
-def _search(goal: Goal, work: Work, seconds_per_file: float, known: tuple[Schedule, ...], direct: Direct) -> Fitted:
+def _attempts(goal: Goal, work: Work, seconds_per_file: float, known: tuple[Schedule, ...], direct: Direct) -> Fitted:
     """Plan, write and simulate the file, until it is within the budget.
 
     Where the file as executed exceeds the budget, the next plan has a tighter target. The bytes that the arena adds, or
@@ -164,7 +164,7 @@ def _search(goal: Goal, work: Work, seconds_per_file: float, known: tuple[Schedu
                 target = (target + misses_at) // 2
                 continue
         began = time.monotonic()
-        worst, made = _as_file(plan, goal, target, work, direct)
+        worst, made = _written_and_simulated(plan, goal, target, work, direct)
         seconds_per_file = _RESERVE_PER_FILE * (time.monotonic() - began)
         peaks.append(worst)
         _log.info(
@@ -202,7 +202,7 @@ def _search(goal: Goal, work: Work, seconds_per_file: float, known: tuple[Schedu
     raise Refusal(
         f"no file found that ONNX Runtime runs under budget {format_bytes(allowed)}{holds}: plans keep it",
         int(lowest * REFUSAL_HEADROOM) if lowest < memory.original_bytes else 0, None,
-        no_lower(memory.budget(plan.lower_bound)), lowest, plan.lower_bound + memory.bookkeeping,
+        no_lower(memory.budget_for(plan.lower_bound)), lowest, plan.lower_bound + memory.bookkeeping,
         first_look(goal, options, deadline), finds=f", but the best file takes {format_bytes(lowest)}",
     )  # fmt: skip
 
@@ -239,7 +239,7 @@ def _unlike(
             return best
     if plan.schedule == best.plan.schedule:
         return best
-    taken, other = _as_file(plan, goal, target, work, direct)
+    taken, other = _written_and_simulated(plan, goal, target, work, direct)
     return other if taken <= goal.allowed and other.preference() < best.preference() else best
 
 
@@ -271,7 +271,7 @@ def _check_time(goal: Goal, options: Options, deadline: Deadline, seconds_per_fi
     )  # fmt: skip
 
 
-def _as_file(plan: Plan, goal: Goal, target: int, work: Work, direct: Direct) -> tuple[int, Fitted]:
+def _written_and_simulated(plan: Plan, goal: Goal, target: int, work: Work, direct: Direct) -> tuple[int, Fitted]:
     """Make the file of a plan, in memory, and simulate it; return its covered memory in bytes, and the file.
 
     A loop opens a file at the last level alone; a plain session at the level its user chooses, so that the worst level
@@ -294,8 +294,8 @@ def _as_file(plan: Plan, goal: Goal, target: int, work: Work, direct: Direct) ->
                 direct.values.update(rounded)
                 continue
             written = replace(written, rounded=rounded)
-            executed = _as_written(written.model, work, memory.levels())
-            taken, trained = memory.taken(executed, max(work.deadline.left(), 0.0))
+            executed = _executed(written.model, work, memory.levels())
+            taken, footprint = memory.taken(executed, max(work.deadline.left(), 0.0))
         so_far = len(private) + len(exposed)
         if memory.shares_buffers and taken > plan.budget:
             warm = int(target * _NEAR_PEAK)
@@ -303,10 +303,10 @@ def _as_file(plan: Plan, goal: Goal, target: int, work: Work, direct: Direct) ->
             exposed |= {int(steps[i]) for i in idle & private}
             private |= idle
         if len(private) + len(exposed) == so_far:
-            return max(taken, memory.arena_bytes(executed)), Fitted(plan, written, executed, trained)
+            return max(taken, memory.arena_bytes(executed)), Fitted(plan, written, executed, footprint)
 
 
-def _as_written(model: onnx.ModelProto, work: Work, levels: Sequence[str]) -> dict[str, Executed]:
+def _executed(model: onnx.ModelProto, work: Work, levels: Sequence[str]) -> dict[str, Executed]:
     """Return a written model as ONNX Runtime executes it, by optimisation level."""
     try:
         return at_levels(model, work.folder, levels, work.options.preparation())
@@ -317,14 +317,14 @@ def _as_written(model: onnx.ModelProto, work: Work, levels: Sequence[str]) -> di
 def _at_other_levels(made: Fitted, work: Work, seconds: float) -> dict[str, Executed]:
     """Return the simulations with those of the missing levels; only the first of these if `seconds` are not left."""
     model, executed = made.written.model, made.executed
-    missing = [level for level in levels() if level not in executed]
+    missing = [level for level in simulated_levels() if level not in executed]
     if not missing:
         return dict(executed)
     if work.deadline.ends_within(seconds) or runtime.is_large(model):
         missing = missing[:1]
     with work.stage("simulate result"):
-        found = {**executed, **_as_written(model, work, missing)}
-    return {level: found[level] for level in levels() if level in found}
+        found = {**executed, **_executed(model, work, missing)}
+    return {level: found[level] for level in simulated_levels() if level in found}
 
 
 def _idle_sharers(what: Executed, limit: int, written: Rewritten) -> set[int]:

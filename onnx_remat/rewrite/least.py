@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from onnx_remat.errors import BudgetInfeasibleError
 from onnx_remat.plan.request import Deadline
-from onnx_remat.rewrite.planner import Job, Planner
+from onnx_remat.rewrite.original import Job, Original
 from onnx_remat.rewrite.report import Report
 from onnx_remat.units import Budget
 
@@ -18,12 +18,12 @@ CLOSE_ENOUGH = 0.03
 """Share of the original's memory within which the least budget is known well enough."""
 
 
-def least_budget(planner: Planner, slower: float, attempt: Callable[[Job], Report]) -> Budget:
+def least_budget(original: Original, slower: float, attempt: Callable[[Job], Report]) -> Budget:
     """Bisect for the least budget whose file takes at most so much more time, as predicted.
 
     Parameters
     ----------
-    planner : Planner
+    original : Original
     slower : float
         Most additional time of a step as a loop runs it, as a fraction; most extra compute, where a loop cannot.
     attempt : callable
@@ -34,15 +34,15 @@ def least_budget(planner: Planner, slower: float, attempt: Callable[[Job], Repor
     Budget
         In bytes; the original's memory if no smaller budget will do.
     """
-    options, original = planner.options, planner.memory.original_bytes
+    options, most = original.options, original.memory.original_bytes
     share = 1 / (4 * TRIALS)
     effort = None if options.effort is None else options.effort * share
     limit = options.time_limit * share
     brief = replace(options, effort=effort, time_limit=limit, verify="none" if options.verify == "none" else "check")
-    trial = replace(planner, options=brief)
-    low, high = planner.impossible_below(planner.memory.floor), original
+    trial = replace(original, options=brief)
+    low, high = original.impossible_below(original.memory.floor), most
     for _ in range(TRIALS):
-        if high - low <= CLOSE_ENOUGH * original:
+        if high - low <= CLOSE_ENOUGH * most:
             break
         budget = (low + high) // 2
         try:

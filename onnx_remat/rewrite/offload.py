@@ -77,7 +77,7 @@ def fit_with_moves(goal: Goal, work: Work, seconds_per_file: float) -> Fitted:
 def _lowest(goal: Goal, error: BudgetInfeasibleError, options: Options, deadline: Deadline) -> Schedule:
     """Return the lowest schedule found without moves."""
     compiled, kept = goal.memory.compiled, goal.memory.bookkeeping
-    allowed = goal.memory.budget(int((error.best_peak_bytes - kept) * _START_HEADROOM))
+    allowed = goal.memory.budget_for(int((error.best_peak_bytes - kept) * _START_HEADROOM))
     within = replace(goal, allowed=allowed)
     less = replace(options, effort=options.work_seconds() * _LOOK)
     try:

@@ -33,7 +33,7 @@ from onnx_remat.rewrite.fit import Fitted, Work, fit
 from onnx_remat.rewrite.least import least_budget
 from onnx_remat.rewrite.notes import MOVES, on_device, rounding, unseen, warnings, worst_level
 from onnx_remat.rewrite.offload import fit_with_moves
-from onnx_remat.rewrite.planner import Job, Planner, as_trained, begin
+from onnx_remat.rewrite.original import Job, Original, begin, footprint_of
 from onnx_remat.rewrite.plans import Plan, Refusal, make_plan
 from onnx_remat.rewrite.report import Report
 from onnx_remat.units import Budget, parse_budget
@@ -100,14 +100,14 @@ def plan_model(model: model_io.Model, budget: str | int | Budget, **options: Unp
         As `rewrite_model`.
     """
     parsed = parse_budget(budget)
-    with first_use() as kernels:
-        planner = begin(model, options, kernels)
-        if planner.options.offload:
+    with first_use() as warmup:
+        original = begin(model, options, warmup)
+        if original.options.offload:
             raise UsageError("offload: plans with moves are rewrite_model's")
-        job = planner.job(parsed, planner.deadline)
-        job.wait_for_compiled(kernels, PLANNER)
+        job = original.job(parsed, original.deadline)
+        job.wait_for(warmup, PLANNER)
     try:
-        return make_plan(job.goal, job.goal.target(), planner.options, job.deadline)
+        return make_plan(job.goal, job.goal.target(), original.options, job.deadline)
     except Refusal as refusal:
         raise refusal.naming(refusal.candidate or refusal.looked) from None
 
@@ -153,38 +153,38 @@ def rewrite_model(model: model_io.Model, budget: str | int | Budget, **options: 
 def rewrite(model: model_io.Model, budget: str | int | Budget, options: PlanningOptions, advise: bool = True) -> Result:
     """As `rewrite_model`; without `advise`, a refusal names a budget that was not tried, but comes sooner."""
     parsed = parse_budget(budget)
-    with first_use() as kernels:
-        planner = begin(model, options, kernels)
-        return _rewrite_to(parsed, planner, planner.deadline, kernels, advise)
+    with first_use() as warmup:
+        original = begin(model, options, warmup)
+        return _rewrite_to(parsed, original, original.deadline, warmup, advise)
 
 
 def rewrite_for(
-    planner: Planner, budget: str | int | Budget, advise: bool = True, progress: selectors.Progress | None = None
+    original: Original, budget: str | int | Budget, advise: bool = True, progress: selectors.Progress | None = None
 ) -> Result:
-    """As `rewrite`, of a model that was begun for several budgets; `progress` in place of the planner's."""
+    """As `rewrite`, of a model that was begun for several budgets; `progress` in place of its own."""
     if progress is not None:
-        planner = replace(planner, options=replace(planner.options, progress=progress))
-    with first_use() as kernels:
-        return _rewrite_to(parse_budget(budget), planner, Deadline(planner.options.time_limit), kernels, advise)
+        original = replace(original, options=replace(original.options, progress=progress))
+    with first_use() as warmup:
+        return _rewrite_to(parse_budget(budget), original, Deadline(original.options.time_limit), warmup, advise)
 
 
-def _rewrite_to(budget: Budget, planner: Planner, deadline: Deadline, kernels: FirstUse, advise: bool) -> Result:
+def _rewrite_to(budget: Budget, original: Original, deadline: Deadline, warmup: FirstUse, advise: bool) -> Result:
     if budget.slower is not None:
         began = time.monotonic()
-        budget = least_budget(planner, budget.slower, lambda job: _rewrite(job, kernels, advise=False).report)
-        planner = replace(planner, seconds={**planner.seconds, "budget": time.monotonic() - began})
-    return _rewrite(planner.job(budget, deadline), kernels, advise)
+        budget = least_budget(original, budget.slower, lambda job: _rewrite(job, warmup, advise=False).report)
+        original = replace(original, seconds={**original.seconds, "budget": time.monotonic() - began})
+    return _rewrite(original.job(budget, deadline), warmup, advise)
 
 
-def _rewrite(job: Job, kernels: FirstUse, advise: bool) -> Result:
-    planner, memory = job.planner, job.goal.memory
-    options = planner.options
-    if planner.keeps(job.goal.allowed):
+def _rewrite(job: Job, warmup: FirstUse, advise: bool) -> Result:
+    original, memory = job.original, job.goal.memory
+    options = original.options
+    if original.keeps(job.goal.allowed):
         return _unchanged(job)
-    job.wait_for_compiled(kernels, PLANNER + REPORTER if options.arena else PLANNER)
-    seconds_per_file = memory.simulations * planner.seconds["simulate original"]
+    job.wait_for(warmup, PLANNER + REPORTER if options.arena else PLANNER)
+    seconds_per_file = memory.simulations * original.seconds["simulate original"]
     fitting = fit_with_moves if options.offload else fit
-    work = Work(planner.original, planner.folder, options, job.clock.stage, job.deadline)
+    work = Work(original.executed, original.folder, options, job.clock.stage, job.deadline)
 
     def within(goal: Goal) -> Fitted:
         return fitting(goal, work, seconds_per_file)
@@ -194,13 +194,13 @@ def _rewrite(job: Job, kernels: FirstUse, advise: bool) -> Result:
     except Refusal as refusal:
         budget = _to_ask_for(refusal, job, within) if advise else refusal.candidate
         raise refusal.naming(budget, 0 if options.arena else memory.original_bytes) from None
-    job.wait_for_compiled(kernels, REPORTER)
+    job.wait_for(warmup, REPORTER)
     written, final = fitted.written, list(fitted.executed.values())[-1]
     with job.clock.stage("verify"):
         measured = _verify(job, written, fitted.executed)
     report = _report(job, fitted, measured)
     return Result(
-        _as_written(written.model, options), report, planner.folder, memory.compiled, planner.original, final,
+        _as_saved(written.model, options), report, original.folder, memory.compiled, original.executed, final,
         tuple(written.recomputed),
     )  # fmt: skip
 
@@ -216,7 +216,7 @@ def _to_ask_for(refusal: Refusal, job: Job, within: Callable[[Goal], Fitted]) ->
     """
     found, again = refusal.looked, refusal
     most = job.goal.memory.original_bytes
-    for _ in range(_TRIED_BUDGETS if job.planner.options.effort is not None else 0):
+    for _ in range(_TRIED_BUDGETS if job.original.options.effort is not None else 0):
         candidate = again.candidate
         if not 0 < candidate < min(found or most, most):
             break
@@ -230,8 +230,8 @@ def _to_ask_for(refusal: Refusal, job: Job, within: Callable[[Goal], Fitted]) ->
 
 def _verify(job: Job, written: Rewritten, executed: Mapping[str, Executed]) -> verify.Measured | None:
     """Check the written file as `Options.verify` says; return the measurements if it was run."""
-    planner, compiled = job.planner, job.goal.memory.compiled
-    plain, options = executed["disable"], planner.options
+    original, compiled = job.original, job.goal.memory.compiled
+    plain, options = executed["disable"], original.options
     if options.verify != "none":
         verify.check(compiled.graph.model, written.model, plain.compiled.graph)
     if options.verify != "run":
@@ -241,9 +241,9 @@ def _verify(job: Job, written: Rewritten, executed: Mapping[str, Executed]) -> v
     by_loop = isinstance(job.goal.memory, LoopMemory)
     simulated = max(each.timeline.peak for each in executed.values())
     return verify.run(
-        compiled, written.model, planner.folder, dict(options.dims), simulated if by_loop else job.goal.allowed, order,
+        compiled, written.model, original.folder, dict(options.dims), simulated if by_loop else job.goal.allowed, order,
         options.arena, written.rounded, trained=job.goal.allowed if by_loop else None,
-        beyond=(beyond_tensors(planner.original), beyond_tensors(list(executed.values())[-1])),
+        beyond=(beyond_tensors(original.executed), beyond_tensors(list(executed.values())[-1])),
         body=not options.patterns, fuse=options.fuses,
     )  # fmt: skip
 
@@ -259,8 +259,8 @@ def _free(plan: Plan, cost: Floats) -> float:
 def _report(job: Job, fitted: Fitted, measured: verify.Measured | None) -> Report:
     """Return the report on the original and on the file as ONNX Runtime runs it by default."""
     plan, written, executed = fitted.plan, fitted.written, fitted.executed
-    planner, memory = job.planner, job.goal.memory
-    options, compiled, original, final = planner.options, memory.compiled, planner.original, list(executed.values())[-1]
+    original, memory = job.original, job.goal.memory
+    options, compiled, before, final = original.options, memory.compiled, original.executed, list(executed.values())[-1]
     after = final.timeline
     with job.clock.stage("bound"):
         problem, allowed = memory.bounded(job.goal.allowed)
@@ -271,15 +271,15 @@ def _report(job: Job, fitted: Fitted, measured: verify.Measured | None) -> Repor
         if at_least > plan.extra_compute - in_kernels + _ROUNDING:  # the file has fewer values than the bound counts
             at_least = 0.0
     with job.clock.stage("arena"):
-        arenas = reserves(original, original.timeline), reserves(final, after)
+        arenas = reserves(before, before.timeline), reserves(final, after)
     return Report(
         selector=options.selector,
         budget=job.goal.allowed,
-        before=describe(original, original.timeline),
+        before=describe(before, before.timeline),
         after=describe(final, after),
         peaks_by_level={level: each.timeline.peak for level, each in executed.items()},
         lower_bound=plan.lower_bound,
-        impossible_below=planner.impossible_below(plan.lower_bound),
+        impossible_below=original.impossible_below(plan.lower_bound),
         extra_compute=plan.extra_compute,
         extra_compute_bound=at_least,
         extra_compute_in_kernels=in_kernels,
@@ -294,37 +294,37 @@ def _report(job: Job, fitted: Fitted, measured: verify.Measured | None) -> Repor
         arena_after=arenas[1],
         measured=measured,
         notes=(
-            *unseen(original.emulated or final.emulated, compiled.graph.model),
+            *unseen(before.emulated or final.emulated, compiled.graph.model),
             *rounding(written.rounded),
             *phases.note(compiled.problem.phase.tolist()),
             *on_device(compiled),
             *((MOVES,) if written.moved else ()),
-            *memory.notes(fitted.trained, job.goal.allowed),
+            *memory.notes(fitted.footprint, job.goal.allowed),
         ),
         warnings=warnings(compiled, written.model),
         run_by=memory.run_by,
         cut_short=job.deadline.cut_short,
-        loop_before=planner.trained,
-        loop_after=fitted.trained or as_trained(final, written.model, options),
+        loop_before=original.footprint,
+        loop_after=fitted.footprint or footprint_of(final, written.model, options),
     )
 
 
-def _as_written(model: onnx.ModelProto, options: Options) -> onnx.ModelProto:
+def _as_saved(model: onnx.ModelProto, options: Options) -> onnx.ModelProto:
     """Return the model as it is written: in the body of an If where memory patterns are off."""
     return model if options.patterns else into_body(model)
 
 
 def _unchanged(job: Job) -> Result:
     """Return the original as the result: it keeps the budget."""
-    planner, memory, clock = job.planner, job.goal.memory, job.clock
-    options, compiled, original, trained = planner.options, memory.compiled, planner.original, planner.trained
-    peak, nodes = describe(original, original.timeline), compiled.graph.n_nodes()
+    original, memory, clock = job.original, job.goal.memory, job.clock
+    options, compiled, executed, footprint = original.options, memory.compiled, original.executed, original.footprint
+    peak, nodes = describe(executed, executed.timeline), compiled.graph.n_nodes()
     with clock.stage("arena"):
-        taken = reserves(original, original.timeline)
-    peaks = {level: each.timeline.peak for level, each in planner.by_level.items()}
+        taken = reserves(executed, executed.timeline)
+    peaks = {level: each.timeline.peak for level, each in original.by_level.items()}
     report = Report(
         selector=options.selector, budget=job.goal.allowed, before=peak, after=peak, peaks_by_level=peaks,
-        lower_bound=memory.floor, impossible_below=planner.impossible_below(memory.floor), extra_compute=0.0,
+        lower_bound=memory.floor, impossible_below=original.impossible_below(memory.floor), extra_compute=0.0,
         extra_compute_bound=0.0, extra_compute_in_kernels=0.0,
         recomputed=0, control_edges=0, private_values=0, nodes_before=nodes, nodes_after=nodes,
         seconds=clock.seconds, arena_before=taken, arena_after=taken,
@@ -337,9 +337,9 @@ def _unchanged(job: Job) -> Result:
             *worst_level(peaks, peak.total),
             *phases.note(compiled.problem.phase.tolist()),
             *on_device(compiled),
-            *memory.notes(trained, job.goal.allowed),
+            *memory.notes(footprint, job.goal.allowed),
         ),
         warnings=warnings(compiled, compiled.graph.model),
-        run_by=memory.run_by, loop_before=trained, loop_after=trained,
+        run_by=memory.run_by, loop_before=footprint, loop_after=footprint,
     )  # fmt: skip
-    return Result(_as_written(compiled.graph.model, options), report, planner.folder, compiled, original, original, ())
+    return Result(_as_saved(compiled.graph.model, options), report, original.folder, compiled, executed, executed, ())

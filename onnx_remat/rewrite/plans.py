@@ -27,7 +27,7 @@ _ADVISED_EFFORT_FACTOR = 2.0  # factor on the effort that a refusal advises
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A schedule that keeps a budget, and the compiled model it is for."""
+    """A schedule for a budget, which it may exceed until it is checked, and the compiled model it is for."""
 
     compiled: Compiled
     schedule: Schedule
@@ -59,13 +59,13 @@ def make_plan(
     if look.timeline.peak <= target and not proved:
         return look
     lowest = lowest_peak(plan or look, memory)
-    found = memory.budget(lowest)
+    found = memory.budget_for(lowest)
     why, finds = _refused(goal, target, lowest, options)
     raise Refusal(
         why,
         0 if found >= memory.original_bytes or proved else int(found * REFUSAL_HEADROOM),
         None if proved else _lower(options),
-        "" if proved else no_lower(memory.budget(memory.floor)),
+        "" if proved else no_lower(memory.budget_for(memory.floor)),
         lowest + memory.bookkeeping, memory.floor + memory.bookkeeping, look,
         found if proved and found < memory.original_bytes else 0, finds,
     )  # fmt: skip
@@ -165,7 +165,7 @@ def _refused(goal: Goal, target: int, lowest: int, options: Options) -> tuple[st
     """Return why there is no plan, proved or not found in the time given, and the lowest that was found."""
     allowed, memory, floor = goal.allowed, goal.memory, goal.memory.floor
     # The model as it is needs no margin.
-    least, found = min(memory.budget(floor), memory.original_bytes), memory.budget(lowest)
+    least, found = min(memory.budget_for(floor), memory.original_bytes), memory.budget_for(lowest)
     if floor > target:
         kept = f"{format_bytes(memory.bookkeeping)} of ONNX Runtime's own bookkeeping, " if memory.bookkeeping else ""
         return (

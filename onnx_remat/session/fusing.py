@@ -1,7 +1,8 @@
-"""Fuse the elementwise nodes of a step, between ordering its nodes and laying out their values.
+"""Fuse nodes of a step that is ordered and laid out, and lay it out again.
 
-Fusion is a pure function of the unfused layout. It is used only where it costs nothing: the slab is not larger, and
-every output written in place stays so.
+Fusion is a pure function of the unfused layout. It is used only where it costs no memory: every output written in place
+stays so, and the slab is larger by no more than half of the bookkeeping that it saves and the scratch memory that it
+frees.
 """
 
 from __future__ import annotations
@@ -22,16 +23,24 @@ if TYPE_CHECKING:
 
     from onnx_remat.fuse.kernel import Kernel
     from onnx_remat.ort.prepare import Compiled
-    from onnx_remat.session.binding import Binding, Program
     from onnx_remat.session.lean_graph import LeanNode
+    from onnx_remat.session.offsets import Offsets, Program
 
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """Result of fusion: nodes, values that they write, and slab bytes of the unfused step; kernels, and why it runs
-    unfused, if it does.
+    """Result of fusion.
 
-    `unserved` counts convolutions that oneDNN would compute faster, were it installed.
+    Attributes
+    ----------
+    unfused_nodes, unfused_values, unfused_slab : int
+        Of the unfused step: its nodes, the values that they write, and the bytes of its slab.
+    kernels : int
+        Number of kernels.
+    why_not : str
+        Why the step runs unfused; empty if it does not.
+    unserved : int
+        Number of convolutions that oneDNN would compute faster, were it installed.
     """
 
     unfused_nodes: int
@@ -57,11 +66,11 @@ UNFUSED = Message("{}", Setting("fuse", False))
 
 def why_not(provider: str) -> str:
     """Return why sessions with a provider run unfused in this environment; empty where they can fuse."""
-    from onnx_remat.fuse import cuda, library, machine_code
+    from onnx_remat.fuse import cuda, machine_code, shim
     from onnx_remat.ort import runtime
 
     here = machine_code if provider == "cpu" else cuda
-    return library.too_old(runtime.installed()) or library.why_not() or here.why_not()
+    return shim.too_old(runtime.installed()) or shim.why_not() or here.why_not()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +88,7 @@ class Laid:
     """
 
     program: Program
-    binding: Binding
+    offsets: Offsets
     kernels: tuple[Kernel, ...]
     members: Mapping[str, tuple[LeanNode, ...]]
     unserved: int
@@ -87,7 +96,7 @@ class Laid:
 
 def fuse_step(
     program: Program,
-    bound: Binding,
+    bound: Offsets,
     opset: int,
     constants: Mapping[str, float],
     integers: Mapping[str, tuple[int, ...]],
@@ -101,7 +110,7 @@ def fuse_step(
     Parameters
     ----------
     program : Program
-    bound : Binding
+    bound : Offsets
         Layout of `program`.
     opset : int
     constants : mapping of str to float
@@ -118,17 +127,17 @@ def fuse_step(
         Limit on the search for a small slab.
     """
     from onnx_remat.fuse import blas, convolutions, cuda, onednn
-    from onnx_remat.fuse.libraries import convolved
     from onnx_remat.fuse.nodes import FusedNode, fuse
-    from onnx_remat.fuse.schedule import Schedule
-    from onnx_remat.session import binding, lean_graph
+    from onnx_remat.fuse.ordered import OrderedStep
+    from onnx_remat.fuse.replacements import convolved
+    from onnx_remat.session import lean_graph, offsets
 
     if len(program.steps) > MOST_NODES:
         return Refused(f"it has over {MOST_NODES} nodes")
     tensors = program.tensors
-    counted = {n: tensors[n].nbytes for n in binding.bindable(program, least) if n not in bound.donated}
+    counted = {n: tensors[n].nbytes for n in offsets.bindable(program, least) if n not in bound.donated}
     device = program.kernels.device != "cpu"
-    schedule = Schedule(
+    ordered = OrderedStep(
         steps=program.steps,
         tensors=tensors,
         outputs=frozenset(program.outputs),
@@ -136,7 +145,7 @@ def fuse_step(
         counted=counted,
         renewed=bound.donated,
         constants=constants,
-        overwrites=lambda at, new, old: binding.overwrites_safely(program, at, new, old),
+        overwrites=lambda at, new, old: offsets.overwrites_safely(program, at, new, old),
         integers=integers,
         device=device,
         on_host=program.on_host | (_of_bodies(program) if device else frozenset()),
@@ -144,7 +153,7 @@ def fuse_step(
         convolutions=not device and not onednn.why_not(),
         workspace=lambda places: workspace([program.steps[place] for place in places]),
     )
-    found = fuse(schedule, secret)
+    found = fuse(ordered, secret)
     if not found.kernels:
         return Refused("no two of its nodes can be fused")
     steps = lean_graph.as_run(
@@ -153,10 +162,10 @@ def fuse_step(
             for each in found.order
         ]
     )
-    again = binding.program(
+    again = offsets.program(
         steps, {**tensors, **found.scratch}, program.inputs, program.outputs, program.kernels, opset
     )
-    laid = binding.bind(again, bound.donated, least, seconds)
+    laid = offsets.assign(again, bound.donated, least, seconds)
     if laid.donated != bound.donated:
         return Refused("less of its state could be renewed in place")
     if device and any(cuda.arguments(kernel) > cuda.MOST_ARGUMENTS for kernel in found.kernels):
@@ -172,7 +181,7 @@ def fuse_step(
         for each in found.order
         if isinstance(each, FusedNode)
     }
-    unserved = 0 if device or schedule.convolutions else len(convolved(schedule)[1])
+    unserved = 0 if device or ordered.convolutions else len(convolved(ordered)[1])
     return Laid(again, replace(laid, not_donated=bound.not_donated), found.kernels, members, unserved)
 
 
@@ -183,24 +192,24 @@ def _of_bodies(program: Program) -> frozenset[str]:
 
 
 def replaceable(compiled: Compiled) -> tuple[frozenset[int], frozenset[int]]:
-    """Return the ops of convolutions, pools and sums that kernels may compute: where they are several, and single."""
+    """Return two sets of ops: those that a kernel replaces several at a time, and those that one replaces alone."""
     from onnx_remat.fuse import onednn, pools, scatters
-    from onnx_remat.fuse.libraries import convolved
-    from onnx_remat.fuse.schedule import Schedule
+    from onnx_remat.fuse.ordered import OrderedStep
+    from onnx_remat.fuse.replacements import convolved
     from onnx_remat.session.lean_graph import LeanNode
 
     graph = compiled.graph
     known = numbers(graph.model.graph), vectors(graph.model.graph)
-    schedule = Schedule(
+    ordered = OrderedStep(
         steps=[LeanNode(op.node, op.captured) for op in graph.ops], tensors=compiled.tensors,
         outputs=frozenset(value.name for value in graph.model.graph.output), root={}, counted={}, renewed={},
         constants=known[0], integers=known[1], overwrites=lambda at, new, old: False,
     )  # fmt: skip
-    maxima, sums = pools.find(schedule)
+    maxima, sums = pools.find(ordered)
     groups: list[tuple[int, ...]] = [(each.place,) for each in maxima]
-    gradients, by_onednn = convolved(schedule)
+    gradients, by_onednn = convolved(ordered)
     groups += [each.members for each in gradients]
-    groups += [each.members for each in scatters.find(schedule)] + [each.members for each in sums]
+    groups += [each.members for each in scatters.find(ordered)] + [each.members for each in sums]
     if not onednn.why_not():
         groups += [each.members for each in by_onednn]
     several: set[int] = set()
@@ -243,7 +252,7 @@ _MOST_INTEGERS = 16
 _LEAST_CODE = 64  # bytes, so that a table without code of its own has memory
 
 
-def write(kernels: tuple[Kernel, ...], secret: int, path: Path) -> None:
+def compile_to_file(kernels: tuple[Kernel, ...], secret: int, path: Path) -> None:
     """Compile kernels and write them with their descriptions to a file for `offered`."""
     from onnx_remat.fuse import cuda
     from onnx_remat.fuse.machine_code import compiled
@@ -276,7 +285,7 @@ def write(kernels: tuple[Kernel, ...], secret: int, path: Path) -> None:
 @contextmanager
 def offered(path: Path) -> Iterator[None]:
     """Within the block, make the kernels in a file available to the model that they were written for."""
-    from onnx_remat.fuse import blas, library, onednn
+    from onnx_remat.fuse import blas, onednn, shim
 
     data = path.read_bytes()
     end = 8 + int.from_bytes(data[:8], "little")
@@ -287,10 +296,10 @@ def offered(path: Path) -> Iterator[None]:
     for handle, stated in head["convolutions"]:
         head["kernels"][handle] += onednn.numbers(onednn.Convolution.of(stated))
     ptx, code = data[end : end + head["ptx"]], data[end + head["ptx"] :]
-    with library.offered(head["secret"], code, head["kernels"], ptx, dict(head["on_device"])):
+    with shim.offered(head["secret"], code, head["kernels"], ptx, dict(head["on_device"])):
         yield
 
 
-def kernels_of(copy: Path) -> Path:
+def kernel_file(copy: Path) -> Path:
     """Return the path of the kernels of a lean graph."""
     return copy.with_suffix(".kernels")

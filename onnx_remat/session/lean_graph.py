@@ -22,7 +22,7 @@ import onnx
 from onnx import TensorProto
 
 from onnx_remat import files
-from onnx_remat.fuse.library import DOMAIN as FUSED_DOMAIN
+from onnx_remat.fuse.shim import DOMAIN as FUSED_DOMAIN
 from onnx_remat.ir import graph, shape_arithmetic
 from onnx_remat.ir.body import bodies, rename_captures
 from onnx_remat.ir.op_semantics import semantics

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from onnx_remat.errors import ModelError
-from onnx_remat.fuse import library
+from onnx_remat.fuse import shim
 from onnx_remat.session import fusing, scratch
 
 
 def load(path: Path, providers: Sequence[Any], threads: int = 0, pool: int = 0, save_to: Path | None = None) -> Any:
     """Open ONNX Runtime's session on a lean graph: no optimisations, nodes in the file's order.
 
-    Fused nodes find their kernels in the file that `fusing.kernels_of` names, if it exists.
+    Fused nodes find their kernels in the file that `fusing.kernel_file` names, if it exists.
 
     Parameters
     ----------
@@ -52,9 +52,9 @@ def load(path: Path, providers: Sequence[Any], threads: int = 0, pool: int = 0, 
         options.optimized_model_filepath = str(save_to)
         options.log_severity_level = 4
         options.add_session_config_entry("session.disable_prepacking", "1")  # it is not to run
-    kernels = fusing.kernels_of(path)
+    kernels = fusing.kernel_file(path)
     if kernels.exists():
-        library.register(options)
+        shim.register(options)
     try:
         with fusing.offered(kernels) if kernels.exists() else nullcontext():
             return onnxruntime.InferenceSession(str(path), options, providers=list(providers))

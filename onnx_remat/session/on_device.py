@@ -17,7 +17,7 @@ from onnx_remat.ort import libraries
 from onnx_remat.session.cuda_memory import Block, move, read, wait, write
 from onnx_remat.session.device import provider_options
 from onnx_remat.session.device_arrays import DeviceArray, check_apart
-from onnx_remat.session.plan_session import NUMPY, Array, SessionPlan
+from onnx_remat.session.plan_session import Array, SessionPlan
 
 _UNIT = 256  # ONNX Runtime rounds up every request to a multiple of this
 
@@ -119,14 +119,14 @@ class DeviceMemory:
 
     def _bind_input(self, name: str) -> None:
         formal, address = self._formals[name], self.address(name)
-        self._binding.bind_input(name, self._device, 0, _element_type(formal.dtype), formal.shape, address)
+        self._binding.bind_input(name, self._device, 0, formal.element_type, formal.shape, address)
         if (output := self._renewed.get(name)) is not None:
             self._bind_output(Array(output, formal.dtype, formal.shape), address)
             if output not in self._bound:
                 self._bound.append(output)
 
     def _bind_output(self, array: Array, address: int) -> None:
-        self._binding.bind_output(array.name, self._device, 0, _element_type(array.dtype), array.shape, address)
+        self._binding.bind_output(array.name, self._device, 0, array.element_type, array.shape, address)
 
     def address(self, name: str) -> int:
         """Return the address of an input."""
@@ -179,7 +179,3 @@ class DeviceMemory:
         """Return copies of outputs of the last run; onnxruntime allocated those in `loose`."""
         values = dict(zip([*self._bound, *loose], self._binding.get_outputs(), strict=True))
         return {name: values[name].numpy() for name in wanted}
-
-
-def _element_type(dtype: int) -> Any:
-    return np.dtype(NUMPY[dtype]).type if dtype in NUMPY else dtype

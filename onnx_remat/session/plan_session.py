@@ -61,6 +61,11 @@ class Array:
         return NUMPY.get(self.dtype) or BY_BITS.get(self.dtype, "")
 
     @property
+    def element_type(self) -> Any:
+        """Element type for ONNX Runtime's I/O binding: numpy's, or onnx's number where numpy has none."""
+        return np.dtype(NUMPY[self.dtype]).type if self.dtype in NUMPY else self.dtype
+
+    @property
     def nbytes(self) -> int:
         """Size in bytes."""
         return int(np.dtype(self.dtype_name).itemsize * np.prod(self.shape, dtype=np.int64))
@@ -96,7 +101,7 @@ class SessionPlan:
     pool : int
         Bytes of scratch memory in a pool, which is kept between steps, see `scratch`.
     donated, not_donated : mapping of str to str
-        See `binding.Binding`.
+        See `offsets.Offsets`.
     nodes : int
         Number of nodes of the model to load.
     execution_providers : tuple of str
@@ -228,8 +233,9 @@ def check_openable(model: onnx.ModelProto) -> None:
 def arrange(step: model_io.Model, target: Path, request: SessionRequest) -> SlabLayout:
     """Let ONNX Runtime optimise a step, choose the order of its nodes, lay out their values, and write the lean graph.
 
-    Compare the graph that ONNX Runtime has loaded from that file with the lean graph; where they differ, lay out the
-    loaded graph instead.
+    Compare the graph that ONNX Runtime has loaded from that file with the lean graph. Where they differ, try the step
+    without fused nodes, then lay out the loaded graph instead. Kernels of fused nodes are compiled and written to
+    `fusing.kernel_file`.
 
     Raises
     ------
@@ -244,7 +250,7 @@ def arrange(step: model_io.Model, target: Path, request: SessionRequest) -> Slab
     from onnx_remat.ort.executed import as_optimized, executed_as_it_lies
     from onnx_remat.ort.kernels.registry import kernels_of
     from onnx_remat.ort.prepare import Preparation
-    from onnx_remat.session import binding, lean_graph
+    from onnx_remat.session import lean_graph, offsets
 
     source = model_io.load(step)
     check_openable(source.model)
@@ -259,21 +265,21 @@ def arrange(step: model_io.Model, target: Path, request: SessionRequest) -> Slab
     stated = Preparation(kernels, dims=_all_dims(source.model, request.dims), fixed=True)
     executed = as_optimized(source.model, source.folder, request.level, stated)
     outputs = [value.name for value in source.model.graph.output]
-    least = request.least or binding.least(kernels)
+    least = request.least or offsets.least(kernels)
     different = ""
     for _ in range(_LOADS):
         made = lay_out(executed, outputs, request.donate, least)
         model = made.compiled.graph.model
         for each in _candidates(made, least, request.secret, _not_asked(source.model, request)):
-            bound = [place.name for place in each.binding.placements]
+            bound = [place.name for place in each.offsets.placements]
             copy = lean_graph.copy_of(model, each.program.steps, bound, each.constants)
             if source.folder is not None:
                 external_data.link(copy, source.folder, target.parent)
             onnx.save(copy, target)
-            code = fusing.kernels_of(target)
+            code = fusing.kernel_file(target)
             code.unlink(missing_ok=True)
             if each.kernels:
-                fusing.write(each.kernels, request.secret, code)
+                fusing.compile_to_file(each.kernels, request.secret, code)
             try:
                 loaded = lean_graph.as_loaded(copy, target, kernels.execution_providers)
             except ModelError:
@@ -323,13 +329,13 @@ def plan(step: model_io.Model, target: Path, request: SessionRequest) -> Session
     from onnx_remat.fuse import products
     from onnx_remat.ir.op_semantics import semantics
     from onnx_remat.ort import runtime
-    from onnx_remat.session import binding, lean_graph, replay
+    from onnx_remat.session import lean_graph, offsets, replay
 
     made = arrange(step, target, request)
-    program, bound, model = made.program, made.binding, made.compiled.graph.model
+    program, bound, model = made.program, made.offsets, made.compiled.graph.model
     tensors = program.tensors
     order = runtime.order_by_priority(*lean_graph.edges(program.steps))
-    replay.check(program, bound, order, request.least or binding.least(made.compiled.kernels))
+    replay.check(program, bound, order, request.least or offsets.least(made.compiled.kernels))
     taken, pool = workspace(made.compiled, kept(makers(made.compiled), program.steps))
     fed = [value.name for value in model.graph.input]
 
@@ -353,7 +359,7 @@ def plan(step: model_io.Model, target: Path, request: SessionRequest) -> Session
         nodes=len(program.steps),
         execution_providers=made.compiled.kernels.execution_providers,
         random=next((s.label for s in program.steps if semantics(s.node.domain, s.node.op_type).random), ""),
-        on_host=binding.kept_on_host(program),
+        on_host=offsets.kept_on_host(program),
         books=bookkeeping(made),
         fused=made.fused,
     )  # fmt: skip

@@ -10,9 +10,9 @@ from onnx_remat.ir.graph import INITIALIZER, INPUT
 from onnx_remat.memory import arena
 from onnx_remat.ort.executed import Executed
 from onnx_remat.ort.kernels import costs as prices
-from onnx_remat.session.binding import kept_on_host, least
 from onnx_remat.session.bookkeeping import bookkeeping_bytes
 from onnx_remat.session.fusing import NOT_COUNTED, UNFUSED
+from onnx_remat.session.offsets import kept_on_host, least
 from onnx_remat.session.slab_layout import SlabLayout, as_fused, bookkeeping, kept, lay_out, makers, workspace
 
 
@@ -84,7 +84,7 @@ def rounding(arranged: SlabLayout) -> int:
     """Return the bytes that a device adds when it rounds up the requests for inputs, weights and the slab."""
     compiled = arranged.compiled
     stored = [compiled.tensors[n].nbytes for n, v in compiled.graph.values.items() if v.kind in (INPUT, INITIALIZER)]
-    return sum(-nbytes % arena.UNIT for nbytes in (arranged.binding.height, *stored))
+    return sum(-nbytes % arena.UNIT for nbytes in (arranged.offsets.height, *stored))
 
 
 def predict(executed: Executed, seconds: float | None = None, fuse: bool = True, costs: str = "") -> Footprint:
@@ -108,10 +108,10 @@ def predict(executed: Executed, seconds: float | None = None, fuse: bool = True,
     ModelError
         A session cannot open the step.
     """
-    return footprint(as_run(executed, seconds, fuse), costs)
+    return footprint(laid_out(executed, seconds, fuse), costs)
 
 
-def as_run(executed: Executed, seconds: float | None = None, fuse: bool = True) -> SlabLayout:
+def laid_out(executed: Executed, seconds: float | None = None, fuse: bool = True) -> SlabLayout:
     """Lay out the step as a loop runs it; arguments as of `predict`."""
     outputs, smallest = [v.name for v in executed.compiled.graph.model.graph.output], least(executed.compiled.kernels)
     plain = lay_out(executed, outputs, donate=True, least=smallest, seconds=seconds)
@@ -148,7 +148,7 @@ def step_seconds(arranged: SlabLayout, costs: str = "") -> float:
 
 def footprint(arranged: SlabLayout, costs: str = "") -> Footprint:
     """Return the memory that training takes with a step that is laid out."""
-    compiled, bound, fused = arranged.compiled, arranged.binding, arranged.fused
+    compiled, bound, fused = arranged.compiled, arranged.offsets, arranged.fused
     device = compiled.kernels.device != "cpu"
     books = rounding(arranged) + TABLES_BYTES if device else bookkeeping(arranged)
     scratch = scratch_bytes(arranged.kernels)

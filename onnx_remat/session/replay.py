@@ -1,4 +1,4 @@
-"""Check a `Binding` by replaying the step over addresses: independent of lifetimes and of the layout algorithm.
+"""Check a `Offsets` by replaying the step over addresses: independent of lifetimes and of the layout algorithm.
 
 Every byte belongs to the value last written there. A node may read only values that still own all their bytes, and
 overwrite an input only where that is known to be safe; at the end every graph output must own all its bytes.
@@ -11,8 +11,8 @@ import itertools
 from collections.abc import Sequence
 
 from onnx_remat.errors import ModelError
-from onnx_remat.session.binding import Binding, Program, bindable, overwrites_safely
 from onnx_remat.session.heap import ALIGNMENT
+from onnx_remat.session.offsets import Offsets, Program, bindable, overwrites_safely
 
 _Range = tuple[int, int]
 
@@ -46,24 +46,24 @@ class _Memory:
         return first, last
 
 
-def check(program: Program, binding: Binding, executed: Sequence[int], least: int) -> None:
+def check(program: Program, offsets: Offsets, executed: Sequence[int], least: int) -> None:
     """Raise ModelError unless the step, run in the order `executed`, reads and returns intact values.
 
     Parameters
     ----------
     program : Program
-    binding : Binding
+    offsets : Offsets
     executed : sequence of int
         Positions in ``program.steps`` in the order ONNX Runtime runs them.
     least : int
         Size in bytes from which on values must be bound.
     """
     _check_order(program, executed)
-    where = _addresses(program, binding)
+    where = _addresses(program, offsets)
     if missing := [name for name in bindable(program, least) if name not in where]:
         raise ModelError(f"value {missing[0]!r} has no place")
     memory = _Memory()
-    for name in binding.donated.values():
+    for name in offsets.donated.values():
         memory.claim(where[name], name)
     made = {name for step in program.steps for name in step.writes}
     done: set[str] = set()
@@ -92,20 +92,20 @@ def _check_order(program: Program, executed: Sequence[int]) -> None:
             raise ModelError(f"ONNX Runtime would run {names[0]} at position {at}, but the layout expects {names[1]}")
 
 
-def _addresses(program: Program, binding: Binding) -> dict[str, _Range]:
+def _addresses(program: Program, offsets: Offsets) -> dict[str, _Range]:
     """Return the address range of each bound value: the slab first, then the donated inputs one after the other."""
     where: dict[str, _Range] = {}
-    for placement in binding.placements:
+    for placement in offsets.placements:
         needed = program.tensors[placement.name].nbytes
-        if placement.offset < 0 or placement.offset + needed > binding.height or placement.nbytes != needed:
+        if placement.offset < 0 or placement.offset + needed > offsets.height or placement.nbytes != needed:
             raise ModelError(f"value {placement.name!r} does not lie in the slab")
         if placement.offset % ALIGNMENT:
             raise ModelError(f"value {placement.name!r} does not lie at a multiple of {ALIGNMENT} bytes")
         if placement.name in where:
             raise ModelError(f"value {placement.name!r} has two places")
         where[placement.name] = placement.offset, placement.offset + needed
-    end = binding.height
-    for output, name in binding.donated.items():
+    end = offsets.height
+    for output, name in offsets.donated.items():
         new, old = program.tensors[output], program.tensors[name]
         if output in where or name in where or name not in program.inputs or name in program.outputs:
             raise ModelError(f"output {output!r} cannot lie in the memory of {name!r}")

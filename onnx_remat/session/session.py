@@ -20,13 +20,13 @@ import numpy.typing as npt
 
 from onnx_remat import files
 from onnx_remat.errors import ModelError, UsageError
-from onnx_remat.fuse import library
+from onnx_remat.fuse import shim
 from onnx_remat.messages import Message, Setting
 from onnx_remat.session import heap, loading, on_device
 from onnx_remat.session.device import OUT_OF_MEMORY
 from onnx_remat.session.device_arrays import DeviceArray, device_array
 from onnx_remat.session.on_device import DeviceMemory
-from onnx_remat.session.plan_session import BY_BITS, NUMPY, Array, SessionPlan, SessionRequest, plan_in_child
+from onnx_remat.session.plan_session import BY_BITS, Array, SessionPlan, SessionRequest, plan_in_child
 from onnx_remat.session.slab_layout import Donate
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -135,7 +135,7 @@ class Session:
             path, target = _as_file(model, folder), folder / "lean.onnx"
             wanted = fuse is not False and level != "disable"
             lacking = _why_not_fused() if wanted else ""
-            secret = library.new_secret() if wanted and not lacking else 0
+            secret = shim.new_secret() if wanted and not lacking else 0
             self._step = plan_in_child(
                 path, target, SessionRequest(provider, dims or {}, donate, level, check, secret=secret, fuse=fuse)
             )
@@ -287,7 +287,7 @@ class Session:
         base = self._slab.ctypes.data
         outputs = {array.name for array in step.outputs}
         for place in step.places if self._device is None else ():
-            kind: Any = _element_type(place.dtype)
+            kind: Any = place.element_type
             self._binding.bind_output(place.name, "cpu", 0, kind, place.shape, base + place.offset)
             if place.name in outputs:
                 dtype = np.dtype(place.dtype_name)
@@ -319,7 +319,7 @@ class Session:
             if name in self._bound and self._bound[name][0] == address:
                 self._bound[name] = address, array
                 continue
-            kind = _element_type(formal.dtype)
+            kind = formal.element_type
             self._binding.bind_input(name, "cpu", 0, kind, formal.shape, address)
             self._bound[name] = address, array
             if name in renewed:
@@ -356,7 +356,7 @@ def _why_not_fused() -> str:
     import onnxruntime
 
     installed = [int(part) for part in re.findall(r"\d+", onnxruntime.__version__)[:3]]
-    return library.too_old(installed) or library.why_not()
+    return shim.too_old(installed) or shim.why_not()
 
 
 def _reopen(
@@ -390,11 +390,6 @@ def _loose(step: SessionPlan) -> list[str]:
     """Return the outputs that onnxruntime allocates: empty ones, inputs, weights."""
     bound = {place.name for place in step.places}.union(step.donated)
     return [array.name for array in step.outputs if array.name not in bound]
-
-
-def _element_type(dtype: int) -> Any:
-    """Return the element type for ``bind_output``: numpy's, or onnx's number where numpy has none."""
-    return np.dtype(NUMPY[dtype]).type if dtype in NUMPY else dtype
 
 
 def _checked(formal: Array, value: Any, writable: bool, on_device: bool = False) -> Any:

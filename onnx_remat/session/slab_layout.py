@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from onnx_remat.ir.graph import Op
     from onnx_remat.ort.executed import Executed
     from onnx_remat.ort.prepare import Compiled
-    from onnx_remat.session.binding import Binding, Program
     from onnx_remat.session.lean_graph import LeanNode
+    from onnx_remat.session.offsets import Offsets, Program
 
 Donate = bool | Mapping[str, str]
 """Outputs to write in place of the inputs they renew: none, all by their names, or those of a mapping to inputs."""
@@ -35,7 +35,7 @@ class SlabLayout:
 
     compiled: Compiled
     program: Program
-    binding: Binding
+    offsets: Offsets
     weights: int
     constants: tuple[onnx.TensorProto, ...] = ()
     kernels: tuple[Kernel, ...] = ()
@@ -67,7 +67,7 @@ def lay_out(
     """
     from onnx_remat.ir.graph import INITIALIZER
     from onnx_remat.ir.opsets import opset_of
-    from onnx_remat.session import binding, lean_graph
+    from onnx_remat.session import lean_graph, offsets
 
     if executed.emulated:
         raise ModelError(f"a session cannot open this model: {executed.emulated}")
@@ -79,9 +79,9 @@ def lay_out(
     free = lean_graph.without_control_edges(ops, compiled.graph.model, compiled.tensors)
     lean, constants = lean_graph.without_sizes(free, compiled.graph.model, compiled.tensors)
     steps = lean_graph.as_run(lean_graph.moved_when_due(lean, compiled.kernels))
-    program = binding.waiting(binding.program(steps, compiled.tensors, inputs, outputs, compiled.kernels, opset), pairs)
+    program = offsets.waiting(offsets.program(steps, compiled.tensors, inputs, outputs, compiled.kernels, opset), pairs)
     weights = sum(compiled.tensors[name].nbytes for name in stored)
-    bound = binding.bind(program, pairs, least, seconds)
+    bound = offsets.assign(program, pairs, least, seconds)
     fused = Fused(len(program.steps), values_of(program.steps), unfused_slab=bound.height)
     return SlabLayout(compiled, program, bound, weights, constants, fused=fused)
 
@@ -100,7 +100,7 @@ def _pairs(donate: Donate, inputs: list[str], outputs: list[str]) -> dict[str, s
 
 
 def as_fused(made: SlabLayout, least: int, secret: int = 0, seconds: float | None = None) -> SlabLayout:
-    """Fuse the elementwise nodes of a layout; return the same layout and the reason where they stay unfused.
+    """Fuse nodes of a layout; where none can be, return it unchanged, with the reason in `fused.why_not`.
 
     Both opening a session and predicting its memory call this, so that they have the same step.
 
@@ -122,12 +122,12 @@ def as_fused(made: SlabLayout, least: int, secret: int = 0, seconds: float | Non
         integers = fusing.vectors(model.graph, made.constants)
         maker = makers(made.compiled)
         laid = fusing.fuse_step(
-            made.program, made.binding, opset_of(model), constants, integers, least, secret,
+            made.program, made.offsets, opset_of(model), constants, integers, least, secret,
             lambda steps: workspace(made.compiled, kept(maker, steps))[0], seconds,
         )  # fmt: skip
         if isinstance(laid, fusing.Laid):
             return replace(
-                made, program=laid.program, binding=laid.binding, kernels=laid.kernels, members=laid.members,
+                made, program=laid.program, offsets=laid.offsets, kernels=laid.kernels, members=laid.members,
                 fused=replace(made.fused, kernels=len(laid.kernels), unserved=laid.unserved),
             )  # fmt: skip
         why_not = laid.why_not

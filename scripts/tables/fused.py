@@ -25,7 +25,7 @@ from onnx_remat.measure.training_memory import state_for
 from onnx_remat.options import Options
 from onnx_remat.ort.executed import as_executed
 from onnx_remat.rewrite.pipeline import rewrite_model
-from onnx_remat.session.prediction import as_run, footprint
+from onnx_remat.session.prediction import footprint, laid_out
 from onnx_remat.session.session import Session
 from onnx_remat.units import parse_budget
 
@@ -66,7 +66,7 @@ def rows(file: str, *, budget: str = "60%", effort: float = 3.0, turns: int = 9)
     path = Path(file)
     source = model_io.load(path)
     options = Options(dims=shapes.planned_dims(source.model), run_by="loop")
-    arranged = as_run(as_executed(source.model, source.folder, "all", options.preparation()))
+    arranged = laid_out(as_executed(source.model, source.folder, "all", options.preparation()))
     with tempfile.TemporaryDirectory(prefix="onnx-remat-") as folder:
         start = time.perf_counter()
         machine_code.compiled([kernel.text for kernel in arranged.kernels], Path(folder))

@@ -20,7 +20,7 @@ from onnx_remat.ort import runtime
 from onnx_remat.ort.executed import as_executed
 from onnx_remat.ort.kernels.registry import kernels_of
 from onnx_remat.ort.prepare import Preparation
-from onnx_remat.rewrite.planner import begin
+from onnx_remat.rewrite.original import begin
 
 ROWS, WIDTH, WORDS = 64, 16, 4096
 LOGITS = ROWS * WORDS * 4
@@ -44,10 +44,10 @@ def language(weight=None, **loss) -> onnx.ModelProto:
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_a_cross_entropy_takes_two_matrices_as_large_as_its_logits_at_most(reduction):
-    planner = begin(language(reduction=reduction), {"run_by": "loop"})
+    original = begin(language(reduction=reduction), {"run_by": "loop"})
     state = 2 * (2 * WORDS * WIDTH + WORDS) * 4  # parameters and gradients
-    assert planner.trained.weights < LOGITS / 8  # no zeros are held
-    assert planner.trained.live <= 2 * LOGITS + state
+    assert original.footprint.weights < LOGITS / 8  # no zeros are held
+    assert original.footprint.live <= 2 * LOGITS + state
 
 
 def test_the_gradient_is_computed_after_the_loss_that_reads_the_same_logarithms():
@@ -105,10 +105,10 @@ def test_silu_is_held_in_two_parts():
     rows, width, wide, layers = 64, 8, 4096, 6
     model = nn.Sequential(*[Gated(width, wide) for _ in range(layers)])
     made = export_training_step(model, (torch.randn(rows, width), torch.randn(rows, width)), F.mse_loss)
-    planner = begin(made, {"run_by": "loop"})
+    original = begin(made, {"run_by": "loop"})
     one, weights = rows * wide * 4, 3 * width * wide * 4 * layers
     # per layer: the gate, its sigmoid, the other branch, their product; and what the last layer's backward pass makes
-    assert planner.trained.live <= (4 * layers + 3) * one + 2 * weights
+    assert original.footprint.live <= (4 * layers + 3) * one + 2 * weights
 
 
 class Attention(nn.Module):

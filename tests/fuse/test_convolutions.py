@@ -17,7 +17,7 @@ from onnx_remat.converters.autodiff import add_backward
 from onnx_remat import Session
 from onnx_remat.fuse import convolutions, machine_code, onednn
 from onnx_remat.fuse.onednn import FORWARD, IMAGES, WEIGHTS, Convolution
-from onnx_remat.fuse.schedule import Schedule
+from onnx_remat.fuse.ordered import OrderedStep
 from onnx_remat.ir.shapes import Tensor
 from onnx_remat.session.lean_graph import LeanNode
 from tests.support.graphs import run_model
@@ -69,10 +69,10 @@ def feeds_of(model, seed=1):
 def found_in(model, monkeypatch):
     """The convolutions of a step in file order, whatever they gain."""
     monkeypatch.setattr(convolutions, "worthwhile", lambda of: True)
-    return convolutions.find(schedule_of(model))
+    return convolutions.find(ordered_step(model))
 
 
-def schedule_of(model):
+def ordered_step(model):
     inferred = onnx.shape_inference.infer_shapes(model, data_prop=True).graph
     tensors = {}
     for value in (*inferred.input, *inferred.value_info, *inferred.output):
@@ -82,7 +82,7 @@ def schedule_of(model):
         tensors[each.name] = Tensor(each.data_type, tuple(each.dims), 4 * prod(each.dims), tuple(each.dims))
     stored = {each.name: numpy_helper.to_array(each) for each in inferred.initializer}
     integers = {name: tuple(value.tolist()) for name, value in stored.items() if value.dtype == np.int64 and value.ndim}
-    return Schedule(
+    return OrderedStep(
         steps=[LeanNode(node) for node in inferred.node], tensors=tensors,
         outputs={value.name for value in inferred.output}, root={}, counted={}, renewed={},
         constants={name: float(value) for name, value in stored.items() if value.ndim == 0},
@@ -178,11 +178,11 @@ def test_what_is_left_to_onnx_runtime(node, shapes):
     if "double" in tensors:
         tensors["double"] = dataclasses.replace(tensors["double"], dtype=TensorProto.DOUBLE)
         tensors["y"] = dataclasses.replace(tensors["y"], dtype=TensorProto.DOUBLE)
-    schedule = Schedule(
+    ordered = OrderedStep(
         steps=[LeanNode(node)], tensors=tensors, outputs={"y"}, root={}, counted={}, renewed={}, constants={},
         overwrites=lambda at, new, old: False,
     )  # fmt: skip
-    assert not convolutions.find(schedule)
+    assert not convolutions.find(ordered)
 
 
 def changed(model, change):
@@ -221,7 +221,7 @@ def test_forms_that_compute_something_else_are_not_taken(monkeypatch):
 
     for change in (swap_products, pad_by_one, reflect, read_elsewhere):
         other = changed(model, change)
-        kinds = [each.convolution.kind for each in convolutions.find(schedule_of(other))]
+        kinds = [each.convolution.kind for each in convolutions.find(ordered_step(other))]
         assert WEIGHTS not in kinds, change.__name__
 
 

@@ -10,7 +10,7 @@ from onnx_remat.fuse import convolutions, depthwise, onednn
 from onnx_remat.fuse.convolution_forms import Steps, weight_gradients
 from onnx_remat.fuse.nodes import FusedNode
 from tests.fuse.test_convolutions import case, feeds_of, step
-from tests.support.fusing import options, run, run_on_small_stack, schedule_of, session, why_not
+from tests.support.fusing import options, ordered_step, run, run_on_small_stack, session, why_not
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "none")
 
@@ -120,6 +120,6 @@ def test_who_computes_a_gradient(of, here, by_onednn):
 def test_copies_lie_on_the_smallest_of_stacks(anywhere):
     """Threads of Python may have 256 KiB; a kernel runs in the thread that runs the session, too."""
     model = depthwise_step(2, 4, (76, 76), [15, 15])
-    of = next(weight_gradients(Steps(schedule_of(model)))).convolution
+    of = next(weight_gradients(Steps(ordered_step(model)))).convolution
     assert depthwise._Copies.of(of).count > 0.9 * depthwise.MOST_COPIED
     assert run_on_small_stack(session(model)[0], feeds_of(model))

@@ -13,8 +13,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from onnx_remat.fuse import groups, spaces
 from onnx_remat.fuse.members import Candidate
-from onnx_remat.fuse.schedule import Schedule
-from tests.support.fusing import Node, assert_same_bits, schedule_of, why_not
+from onnx_remat.fuse.ordered import OrderedStep
+from tests.support.fusing import Node, assert_same_bits, ordered_step, why_not
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "none")
 
@@ -144,31 +144,31 @@ def test_a_group_never_waits_for_itself():
 # ---- lifetimes ----
 
 
-def peak(schedule: Schedule, found=()) -> int:
+def peak(ordered: OrderedStep, found=()) -> int:
     """Bytes alive at once, counted without the code that is tested; groups write over what they read last."""
     place = {member.at: group.place for group in found for member in group.members}
     inner = {m.made for group in found for m in group.members} - {name for group in found for name in group.makes}
     alive: dict[str, list[int]] = {}
-    for i, step in enumerate(schedule.steps):
+    for i, step in enumerate(ordered.steps):
         at = place.get(i, i)
         for name in (*step.writes, *step.reads):
-            owner = schedule.root.get(name, name)
-            if owner in schedule.counted and owner not in inner and not all(n in schedule.root for n in step.writes):
+            owner = ordered.root.get(name, name)
+            if owner in ordered.counted and owner not in inner and not all(n in ordered.root for n in step.writes):
                 alive.setdefault(owner, []).append(at)
-    for name in schedule.outputs:
-        alive[schedule.root.get(name, name)].append(len(schedule.steps) - 1)
-    at_once = np.zeros(len(schedule.steps), int)
+    for name in ordered.outputs:
+        alive[ordered.root.get(name, name)].append(len(ordered.steps) - 1)
+    at_once = np.zeros(len(ordered.steps), int)
     for name, places in alive.items():
-        at_once[min(places) : max(places) + 1] += schedule.counted[name]
+        at_once[min(places) : max(places) + 1] += ordered.counted[name]
     for group in found:
-        dying = [n for n in group.reads if n in schedule.counted and max(alive[n]) == group.place]
+        dying = [n for n in group.reads if n in ordered.counted and max(alive[n]) == group.place]
         for made in group.makes:
-            kind = schedule.tensors[made].dtype, prod(schedule.tensors[made].shape)
-            over = [n for n in dying if (schedule.tensors[n].dtype, prod(schedule.tensors[n].shape)) == kind
+            kind = ordered.tensors[made].dtype, prod(ordered.tensors[made].shape)
+            over = [n for n in dying if (ordered.tensors[n].dtype, prod(ordered.tensors[n].shape)) == kind
                     and n in group.plain]  # fmt: skip
             if over:
                 dying.remove(over[0])
-                at_once[group.place] -= schedule.counted[made]
+                at_once[group.place] -= ordered.counted[made]
     return int(at_once.max(initial=0))
 
 
@@ -178,10 +178,10 @@ def test_a_merge_that_would_raise_the_peak_is_not_made():
              node("Transpose", ["x"], "t1"), node("MatMul", ["t1", "w"], "t2"), node("MatMul", ["t2", "t1"], "t3"),
              node("Mul", ["big", "t3"], "y")]  # fmt: skip
     model = build(nodes, {"x": (64, 64), "w": (64, 64)}, ["y", "r"])
-    schedule = schedule_of(model)
-    before = peak(schedule)
-    found = groups.find(schedule)
-    assert found and peak(schedule, found) <= before
+    ordered = ordered_step(model)
+    before = peak(ordered)
+    found = groups.find(ordered)
+    assert found and peak(ordered, found) <= before
     assert_same_bits(model, random_feeds(model, np.random.default_rng(1)))
 
 
@@ -191,8 +191,8 @@ def test_new_state_is_written_when_nobody_reads_the_old_any_more(late):
     reading = node("MatMul", ["w", "g"], "m")
     nodes = [*nodes, reading] if late else [reading, *nodes]
     model = build(nodes, {"w": (8, 8), "g": (8, 8)}, ["new.w", "m"], {"rate": np.float32(0.1)})
-    schedule = replace(schedule_of(model), renewed={} if late else {"new.w": "w"})
-    (group,) = groups.find(schedule)
+    ordered = replace(ordered_step(model), renewed={} if late else {"new.w": "w"})
+    (group,) = groups.find(ordered)
     assert group.makes == ("new.w",) and "w" in group.plain
 
 
@@ -201,8 +201,8 @@ def test_state_that_is_broadcast_into_what_renews_it_is_not_fused_with_it():
              node("Add", ["new.w", "c"], "y")]  # fmt: skip
     inputs = {"w": (4,), "x": (3, 4), "b": (3, 4), "k": (4,)}
     model = build(nodes, inputs, ["new.w", "y"])
-    schedule = replace(schedule_of(model), renewed={"new.w": "w"})
-    for group in groups.find(schedule):
+    ordered = replace(ordered_step(model), renewed={"new.w": "w"})
+    for group in groups.find(ordered):
         reads_old = [m for m in group.members if any(read.name == "w" for read in m.inputs)]
         assert "new.w" not in group.makes or "w" in Candidate(tuple(reads_old)).plain
 
@@ -295,9 +295,9 @@ def test_random_groups(request):
             made = assert_same_bits(model, random_feeds(model, rng), least_fused=0, threads=1 + seed % 2)
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {error}") from error
-        schedule = schedule_of(model)
-        found = groups.find(schedule)
-        assert peak(schedule, found) <= peak(schedule), seed
+        ordered = ordered_step(model)
+        found = groups.find(ordered)
+        assert peak(ordered, found) <= peak(ordered), seed
         fused += sum(len(group.members) for group in found)
         assert len(made.kernels) == sum(not isinstance(each, int) for each in made.order)
     assert fused > 3 * count
@@ -305,11 +305,11 @@ def test_random_groups(request):
 
 def test_what_a_body_reads_keeps_its_buffer():
     nodes = [node("Neg", ["x"], "a"), node("Abs", ["a"], "b"), node("Mul", ["b", "x"], "y")]
-    schedule = schedule_of(build(nodes, {"x": (4, 4)}, ["y"]))
-    (whole,) = groups.find(schedule)
+    ordered = ordered_step(build(nodes, {"x": (4, 4)}, ["y"]))
+    (whole,) = groups.find(ordered)
     assert whole.makes == ("y",)
-    bodied = replace(schedule, steps=[*schedule.steps, Node(helper.make_node("If", ["c"], ["z"]), ("a",))])
-    tensors = {**schedule.tensors, "z": schedule.tensors["y"], "c": schedule.tensors["y"]}
+    bodied = replace(ordered, steps=[*ordered.steps, Node(helper.make_node("If", ["c"], ["z"]), ("a",))])
+    tensors = {**ordered.tensors, "z": ordered.tensors["y"], "c": ordered.tensors["y"]}
     (whole,) = groups.find(replace(bodied, tensors=tensors))
     assert whole.makes == ("a", "y")
 
@@ -322,8 +322,8 @@ def test_a_value_whose_memory_an_op_writes_is_left_alone():
         node("Softmax", ["a"], "s", axis=0),
         node("Add", ["b", "s"], "y"),
     ]
-    schedule = schedule_of(build(nodes, {"x": (4, 4)}, ["y"]))
-    shared = replace(schedule, root={"s": "a"})
+    ordered = ordered_step(build(nodes, {"x": (4, 4)}, ["y"]))
+    shared = replace(ordered, root={"s": "a"})
     assert all(read.name != "a" for group in groups.find(shared) for member in group.members for read in member.inputs)
 
 

@@ -15,7 +15,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from onnx_remat.errors import ModelError
-from onnx_remat.fuse import build, library
+from onnx_remat.fuse import build, shim
 from tests.support.fusing import fused, offered, options, run, session, why_not
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "none")
@@ -32,7 +32,7 @@ def chain(size: int = 64) -> onnx.ModelProto:
 
 def load(model: onnx.ModelProto) -> ort.InferenceSession:
     chosen = options()
-    library.register(chosen)
+    shim.register(chosen)
     return ort.InferenceSession(model.SerializeToString(), chosen, ["CPUExecutionProvider"])
 
 
@@ -47,7 +47,7 @@ def feeds(size: int = 64) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("change", ["secret", "handle", "negative", "huge", "no secret", "closed", "zero"])
 def test_a_file_cannot_name_a_kernel(change):
-    secret = library.new_secret()
+    secret = shim.new_secret()
     model, made = fused(chain(), secret)
     if change in ("secret", "zero"):
         attribute(model, "secret").i = 0 if change == "zero" else secret + 1
@@ -75,19 +75,19 @@ def test_a_session_keeps_its_kernels_when_the_table_is_closed():
 
 
 def test_memory_is_given_back_with_the_last_session():
-    secret = library.new_secret()
+    secret = shim.new_secret()
     model, made = fused(chain(), secret)
     with offered(secret, made):
-        assert library._loaded().fused_is_open(secret)
+        assert shim._loaded().fused_is_open(secret)
         opened = load(model)
-    assert not library._loaded().fused_is_open(secret)
+    assert not shim._loaded().fused_is_open(secret)
     np.testing.assert_array_equal(run(opened, feeds())["y"], 1 - feeds()["x"])
 
 
 @pytest.mark.parametrize("change", ["elements", "type", "input", "output"])
 def test_arrays_of_other_sizes_and_types_are_refused_before_the_call(change):
     """The description says one thing and the graph another: no kernel may read or write past an array's end."""
-    secret = library.new_secret()
+    secret = shim.new_secret()
     model, made = fused(chain(), secret)
     if change == "elements":
         for value in (*model.graph.input, *model.graph.output):
@@ -126,16 +126,16 @@ def described(**change: int) -> list[int]:
 )  # fmt: skip
 def test_descriptions_that_do_not_add_up_are_refused(change):
     code = bytes([0xC3]) + bytes(63)
-    with library.offered(library.new_secret(), code, [described()]):
+    with shim.offered(shim.new_secret(), code, [described()]):
         pass
     with (
         pytest.raises(ModelError, match="rejects the description"),
-        library.offered(library.new_secret(), code, [described(**change)]),
+        shim.offered(shim.new_secret(), code, [described(**change)]),
     ):
         pass
     with (
         pytest.raises(ModelError, match="rejects the description"),
-        library.offered(library.new_secret(), code, [[0, 64]]),
+        shim.offered(shim.new_secret(), code, [[0, 64]]),
     ):
         pass
 
@@ -181,8 +181,8 @@ def in_a_new_process(code: str, **environment: str) -> str:
 
 
 def test_without_a_compiler_one_line_says_so(tmp_path):
-    code = "from onnx_remat.fuse import library\nlibrary.cache_folder = lambda: "
-    code += f"__import__('pathlib').Path({str(tmp_path)!r})\nprint(library.why_not())"
+    code = "from onnx_remat.fuse import shim\nshim.cache_folder = lambda: "
+    code += f"__import__('pathlib').Path({str(tmp_path)!r})\nprint(shim.why_not())"
     assert in_a_new_process(code, PATH="", CC="") == "there is no C compiler (cc, gcc or clang)"
 
 

@@ -12,7 +12,7 @@ from onnx_remat.fuse import groups, moves, recompute, spaces
 from onnx_remat.fuse.nodes import FusedNode, fuse
 from tests.fuse import test_rows
 from tests.fuse.test_groups import build, node, peak
-from tests.support.fusing import assert_same_bits, bits, run, schedule_of, session, why_not
+from tests.support.fusing import assert_same_bits, bits, ordered_step, run, session, why_not
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "none")
 
@@ -61,8 +61,8 @@ def test_a_move_reads_what_numpy_reads(seed):
     nodes, weights, view = random_move(rng, shape, "x", "y")
     wanted = view(np.arange(prod(shape)).reshape(shape))
     model = build(nodes, {"x": shape}, [name for each in nodes for name in each.output], weights)
-    schedule = schedule_of(model)
-    move = moves.move_of(nodes[0], "y", schedule.tensors, schedule.integers)
+    ordered = ordered_step(model)
+    move = moves.move_of(nodes[0], "y", ordered.tensors, ordered.integers)
     assert move is not None
     steps = move.steps or ((1, 0),)
     places = np.indices([extent for extent, _ in steps]).reshape(len(steps), -1)
@@ -75,7 +75,7 @@ def test_a_move_reads_what_numpy_reads(seed):
 
 def test_arguments_that_are_not_known_move_nothing():
     made = helper.make_node("Slice", ["x", "b", "e"], ["y"])
-    tensors = schedule_of(build([node("Neg", ["x"], "y")], {"x": (4, 4)}, ["y"])).tensors
+    tensors = ordered_step(build([node("Neg", ["x"], "y")], {"x": (4, 4)}, ["y"])).tensors
     assert moves.move_of(made, "y", tensors, {"b": (0,)}) is None
     back = {"b": (3,), "e": (0,), "a": (0,), "s": (-1,)}
     made = helper.make_node("Slice", ["x", "b", "e", "a", "s"], ["y"])
@@ -106,14 +106,14 @@ def test_a_split_that_no_kernel_reads_stays():
     nodes = [helper.make_node("Split", ["x", "sizes"], ["a", "b"], axis=1), node("MatMul", ["a", "w"], "d"),
              node("MatMul", ["b", "w"], "e"), node("MatMul", ["d", "e"], "y")]  # fmt: skip
     model = build(nodes, {"x": (16, 32), "w": (16, 16)}, ["y"], {"sizes": ints(16, 16)})
-    assert not fuse(schedule_of(model), 0).kernels
+    assert not fuse(ordered_step(model), 0).kernels
 
 
 def test_what_is_moved_last_is_written_where_it_belongs():
     nodes = [node("Softmax", ["x"], "s", axis=-1), node("Mul", ["s", "x"], "p"),
              node("Transpose", ["p"], "y", perm=[1, 0, 2])]  # fmt: skip
     model = build(nodes, {"x": (12, 9, 32)}, ["y"])
-    (kernel,) = (each for each in fuse(schedule_of(model), 0).order if isinstance(each, FusedNode))
+    (kernel,) = (each for each in fuse(ordered_step(model), 0).order if isinstance(each, FusedNode))
     assert len(kernel.members) == 3
     feeds = test_rows.feeds_of(model)
     np.testing.assert_array_equal(run(session(model)[0], feeds)["y"], test_rows.alone(model, feeds)["y"])
@@ -122,21 +122,21 @@ def test_what_is_moved_last_is_written_where_it_belongs():
 def test_a_large_transpose_is_left_to_onnx_runtime():
     """Elements that lie far apart would be read one by one, each from a line of its own."""
     model = build([node("Transpose", ["x"], "t"), node("Neg", ["t"], "y")], {"x": (1024, 1024)}, ["y"])
-    assert not fuse(schedule_of(model), 0).kernels
+    assert not fuse(ordered_step(model), 0).kernels
     model = build([node("Transpose", ["x"], "t"), node("Neg", ["t"], "y")], {"x": (60, 4000)}, ["y"])
-    assert len(fuse(schedule_of(model), 0).kernels) == 1
+    assert len(fuse(ordered_step(model), 0).kernels) == 1
 
 
 def test_lines_that_contend_for_the_cache_are_left_to_onnx_runtime():
     model = build([node("Transpose", ["x"], "t"), node("Neg", ["t"], "y")], {"x": (64, 4096)}, ["y"])
-    assert not fuse(schedule_of(model), 0).kernels
+    assert not fuse(ordered_step(model), 0).kernels
 
 
 @pytest.mark.parametrize("op", ["Exp", "Softmax"])
 def test_loops_over_strided_elements_are_vectorised(op):
     """LLVM states them for stride 1 only, unless it knows the stride."""
     model = build([node("Transpose", ["x"], "t"), node(op, ["t"], "y")], {"x": (60, 400)}, ["y"])
-    (kernel,) = fuse(schedule_of(model), 0).kernels
+    (kernel,) = fuse(ordered_step(model), 0).kernels
     assert "mul nsw i64 %column" in kernel.text and ", 400" in kernel.text
 
 
@@ -169,7 +169,7 @@ def test_a_piece_that_only_a_dead_view_reads_is_not_made():
 def test_a_function_is_not_computed_for_every_element_that_it_is_expanded_to():
     nodes = [node("Exp", ["x"], "e"), node("Expand", ["e", "shape"], "w"), node("Mul", ["w", "z"], "y")]
     model = build(nodes, {"x": (16, 1, 64), "z": (16, 64, 64)}, ["y"], {"shape": ints(16, 64, 64)})
-    kernels = [each for each in fuse(schedule_of(model), 0).order if isinstance(each, FusedNode)]
+    kernels = [each for each in fuse(ordered_step(model), 0).order if isinstance(each, FusedNode)]
     assert [len(each.members) for each in kernels] == [1, 2]
 
 
@@ -178,8 +178,8 @@ def test_a_value_that_is_read_in_two_orders_is_not_overwritten():
              node("Add", ["a", "t"], "c"), node("Mul", ["c", "b"], "y")]  # fmt: skip
     model = build(nodes, {"x": (32, 32), "w": (32, 32)}, ["y"])
     assert_same_bits(model, test_rows.feeds_of(model))
-    schedule = schedule_of(model)
-    for group in groups.find(schedule):
+    ordered = ordered_step(model)
+    for group in groups.find(ordered):
         if any(member.moves for member in group.members):
             assert "a" not in group.plain
 
@@ -188,8 +188,8 @@ def test_a_move_is_computed_again_instead_of_kept():
     nodes = [node("Transpose", ["x"], "t", perm=[1, 0]), node("MatMul", ["t", "w"], "h"),
              node("MatMul", ["h", "w"], "g"), node("Mul", ["g", "t"], "y")]  # fmt: skip
     model = build(nodes, {"x": (64, 64), "w": (64, 64)}, ["y"])
-    schedule = schedule_of(model)
-    grouping = groups.Grouping(schedule)
+    ordered = ordered_step(model)
+    grouping = groups.Grouping(ordered)
     grouping.grow()
     before = int(grouping.live_bytes.sum())
     recompute.recompute(grouping)
@@ -246,9 +246,9 @@ def test_random_moves(request):
         got = run(opened, feeds)
         for name, array in test_rows.alone(model, feeds).items():
             np.testing.assert_array_equal(bits(got[name]), bits(array), f"seed {seed}: {name}")
-        schedule = schedule_of(model)
-        found = groups.find(schedule)
-        assert peak(schedule, found) <= peak(schedule), seed
+        ordered = ordered_step(model)
+        found = groups.find(ordered)
+        assert peak(ordered, found) <= peak(ordered), seed
         moved += sum(member.moves for group in found for member in group.members)
         assert len(made.kernels) == sum(not isinstance(each, int) for each in made.order)
     assert moved > count

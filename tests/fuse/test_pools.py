@@ -11,7 +11,7 @@ from onnx import helper
 from onnx_remat.fuse import pools
 from onnx_remat.fuse.nodes import FusedNode, fuse
 from tests.fuse.test_groups import F, L, build, node
-from tests.support.fusing import assert_same_bits, options, run, schedule_of, session, why_not
+from tests.support.fusing import assert_same_bits, options, ordered_step, run, session, why_not
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "none")
 
@@ -62,11 +62,11 @@ def test_a_window_of_nans():
     ],
 )
 def test_other_forms_stay(attributes):
-    assert not fuse(schedule_of(pool((4, 16, 32, 32), **attributes)), 0).kernels
+    assert not fuse(ordered_step(pool((4, 16, 32, 32), **attributes)), 0).kernels
 
 
 def test_small_ones_stay():
-    assert not fuse(schedule_of(pool((1, 2, 8, 8), kernel_shape=[2, 2])), 0).kernels
+    assert not fuse(ordered_step(pool((1, 2, 8, 8), kernel_shape=[2, 2])), 0).kernels
 
 
 def gradient(shape=(4, 16, 32, 32), readers=(), zero=0.0, zeros_for=1):
@@ -107,7 +107,7 @@ def test_what_others_read_stays():
 def test_what_is_not_zero_is_added_to(zero):
     model, feeds = gradient(zero=zero)
     assert_same_bits(model, feeds)
-    assert not pools.find(schedule_of(model))[1]
+    assert not pools.find(ordered_step(model))[1]
 
 
 def test_a_zero_that_waits_for_another_value_is_one():
@@ -118,7 +118,7 @@ def test_a_zero_that_waits_for_another_value_is_one():
     kept = [*late, *model.graph.node]
     del model.graph.node[:]
     model.graph.node.extend(kept)
-    assert len(pools.find(schedule_of(model))[1]) == 1
+    assert len(pools.find(ordered_step(model))[1]) == 1
     assert_same_bits(model, feeds, least_fused=2)
 
 

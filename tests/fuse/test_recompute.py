@@ -9,48 +9,48 @@ import numpy as np
 import pytest
 
 from onnx_remat.fuse.nodes import FusedNode, Fusion, fuse
-from onnx_remat.fuse.schedule import Schedule
+from onnx_remat.fuse.ordered import OrderedStep
 from tests.fuse import test_rows
 from tests.fuse.test_groups import build, node, peak, random_feeds, random_model
-from tests.support.fusing import assert_same_bits, bits, run, schedule_of, session, why_not
+from tests.support.fusing import assert_same_bits, bits, ordered_step, run, session, why_not
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "none")
 
 SQUARE = (64, 64)
 
 
-def taken(schedule: Schedule, made: Fusion) -> int:
+def taken(ordered: OrderedStep, made: Fusion) -> int:
     """Bytes alive at once in the order with kernels, counted without the code that is tested."""
-    steps = [each if isinstance(each, FusedNode) else schedule.steps[each] for each in made.order]
+    steps = [each if isinstance(each, FusedNode) else ordered.steps[each] for each in made.order]
     alive: dict[str, list[int]] = {}
     for i, step in enumerate(steps):
         nodes = step.node
-        views = [name for name in nodes.output if name in schedule.root]
+        views = [name for name in nodes.output if name in ordered.root]
         for name in (*nodes.output, *nodes.input):
-            owner = schedule.root.get(name, name)
-            if owner in schedule.counted and not views:
+            owner = ordered.root.get(name, name)
+            if owner in ordered.counted and not views:
                 alive.setdefault(owner, []).append(i)
-    for name in schedule.outputs:
-        alive[schedule.root.get(name, name)].append(len(steps) - 1)
+    for name in ordered.outputs:
+        alive[ordered.root.get(name, name)].append(len(steps) - 1)
     at_once = np.zeros(len(steps), int)
     for name, places in alive.items():
-        at_once[min(places) : max(places) + 1] += schedule.counted[name]
+        at_once[min(places) : max(places) + 1] += ordered.counted[name]
     for i, step in enumerate(steps):
         if isinstance(step, FusedNode):
-            names = [schedule.root.get(name, name) for name in step.node.input]
+            names = [ordered.root.get(name, name) for name in step.node.input]
             dying = [n for slot, n in enumerate(names) if slot in step.plain and n in alive and max(alive[n]) == i]
             for name in step.node.output:
-                kind = schedule.tensors[name].dtype, prod(schedule.tensors[name].shape)
-                over = [n for n in dying if (schedule.tensors[n].dtype, prod(schedule.tensors[n].shape)) == kind]
+                kind = ordered.tensors[name].dtype, prod(ordered.tensors[name].shape)
+                over = [n for n in dying if (ordered.tensors[n].dtype, prod(ordered.tensors[n].shape)) == kind]
                 if over:
                     dying.remove(over[0])
-                    at_once[i] -= schedule.counted[name]
+                    at_once[i] -= ordered.counted[name]
     return int(at_once.max(initial=0))
 
 
-def read(schedule: Schedule) -> set[str]:
+def read(ordered: OrderedStep) -> set[str]:
     """What nodes read after fusing."""
-    steps = [each if isinstance(each, FusedNode) else schedule.steps[each] for each in fuse(schedule, 0).order]
+    steps = [each if isinstance(each, FusedNode) else ordered.steps[each] for each in fuse(ordered, 0).order]
     return {name for each in steps for name in each.node.input}
 
 
@@ -65,10 +65,10 @@ def step(*backward, outputs=("y",), **more):
 
 def test_what_lies_between_forward_and_backward_is_computed_again():
     model = step(node("Mul", ["g", "t"], "p"), node("Add", ["p", "h"], "y"))
-    made = fuse(schedule_of(model), 0)
-    assert "t" not in read(schedule_of(model)) and "h" in read(schedule_of(model))
+    made = fuse(ordered_step(model), 0)
+    assert "t" not in read(ordered_step(model)) and "h" in read(ordered_step(model))
     assert sum(len(each.members) for each in made.order if isinstance(each, FusedNode)) == 7  # two of them twice
-    assert taken(schedule_of(model), made) < peak(schedule_of(model))
+    assert taken(ordered_step(model), made) < peak(ordered_step(model))
     assert_same_bits(model, random_feeds(model, np.random.default_rng(1)))
 
 
@@ -81,7 +81,7 @@ def test_a_node_that_only_kernels_need_is_gone():
         node("Where", ["m", "k", "g"], "q"),
         node("Add", ["q", "h"], "y"),
     )
-    made = fuse(schedule_of(step(*backward)), 0)
+    made = fuse(ordered_step(step(*backward)), 0)
     assert not any(not isinstance(each, FusedNode) and each == 6 for each in made.order)
     assert_same_bits(step(*backward), random_feeds(step(*backward), np.random.default_rng(1)))
     kept = step(*backward, node("Cast", ["m"], "c", to=1), node("MatMul", ["c", "w"], "z"), outputs=("y", "z"))
@@ -91,7 +91,7 @@ def test_a_node_that_only_kernels_need_is_gone():
 def test_what_would_keep_another_value_alive_is_read():
     """`h` is dead when `g` is made."""
     model = step(node("Mul", ["g", "t"], "y"))
-    assert "t" in read(schedule_of(model))
+    assert "t" in read(ordered_step(model))
 
 
 def test_state_that_is_renewed_in_between_is_not_read_again():
@@ -99,27 +99,27 @@ def test_state_that_is_renewed_in_between_is_not_read_again():
              node("MatMul", ["new.s", "x"], "k"), node("MatMul", ["k", "x"], "l"),
              node("Mul", ["l", "t"], "y")]  # fmt: skip
     model = build(nodes, {"s": SQUARE, "x": SQUARE}, ["y", "new.s"])
-    schedule = schedule_of(model)
-    (kernel,) = (each for each in fuse(schedule, 0).order if isinstance(each, FusedNode))
+    ordered = ordered_step(model)
+    (kernel,) = (each for each in fuse(ordered, 0).order if isinstance(each, FusedNode))
     assert set(kernel.node.input) == {"s", "l"}
-    assert not fuse(replace(schedule, renewed={"new.s": "s"}), 0).kernels
+    assert not fuse(replace(ordered, renewed={"new.s": "s"}), 0).kernels
 
 
 def test_a_value_that_a_product_reads_last_keeps_its_buffer():
     backward = node("Mul", ["g", "t"], "p"), node("Add", ["p", "h"], "q"), node("MatMul", ["t", "q"], "y")
-    schedule = schedule_of(step(*backward))
-    assert "t" in read(schedule)
-    assert sum(len(each.members) for each in fuse(schedule, 0).order if isinstance(each, FusedNode)) == 5
+    ordered = ordered_step(step(*backward))
+    assert "t" in read(ordered)
+    assert sum(len(each.members) for each in fuse(ordered, 0).order if isinstance(each, FusedNode)) == 5
 
 
 def test_outputs_and_costly_values_are_read():
     model = step(node("Mul", ["g", "t"], "p"), node("Add", ["p", "h"], "y"), outputs=("y", "t"))
-    assert "t" in read(schedule_of(model))
+    assert "t" in read(ordered_step(model))
     nodes = [node("MatMul", ["x", "w"], "h"), node("Exp", ["h"], "e1"), node("Tanh", ["e1"], "e2"),
              node("Sigmoid", ["e2"], "t"), node("MatMul", ["t", "w"], "g"), node("Mul", ["g", "t"], "p"),
              node("Add", ["p", "h"], "y")]  # fmt: skip
     model = build(nodes, {"x": SQUARE, "w": SQUARE}, ["y"])
-    assert "t" in read(schedule_of(model))  # three functions take longer than memory does
+    assert "t" in read(ordered_step(model))  # three functions take longer than memory does
 
 
 def test_random_graphs(request):
@@ -130,9 +130,9 @@ def test_random_graphs(request):
         for model in (random_model(rng), test_rows.random_model(rng)):
             if model is None:
                 continue
-            schedule = schedule_of(model)
-            made = fuse(schedule, 0)
-            assert taken(schedule, made) <= peak(schedule), seed
+            ordered = ordered_step(model)
+            made = fuse(ordered, 0)
+            assert taken(ordered, made) <= peak(ordered), seed
             members = [at for each in made.order if isinstance(each, FusedNode) for at in each.members]
             again += len(members) - len(set(members))
     assert again > count // 2
@@ -171,9 +171,9 @@ def test_random_steps(request):
     count, again = max((request.config.getoption("--fuzz") or 0) // 20, 40), 0
     for seed in range(count):
         model = chained(np.random.default_rng([seed, 62]))
-        schedule = schedule_of(model)
-        made = fuse(schedule, 0)
-        assert taken(schedule, made) <= peak(schedule), seed
+        ordered = ordered_step(model)
+        made = fuse(ordered, 0)
+        assert taken(ordered, made) <= peak(ordered), seed
         members = [at for each in made.order if isinstance(each, FusedNode) for at in each.members]
         again += len(members) - len(set(members))
         feeds = {name: array / 8 for name, array in test_rows.feeds_of(model, seed).items()}

@@ -13,7 +13,7 @@ from onnx import numpy_helper
 from onnx_remat.fuse import groups
 from onnx_remat.fuse.rows import CHUNK, LEAST_COLUMNS, LEAST_ROWS
 from tests.fuse.test_groups import build, node
-from tests.support.fusing import bits, options, run, run_on_small_stack, schedule_of, session, why_not
+from tests.support.fusing import bits, options, ordered_step, run, run_on_small_stack, session, why_not
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "none")
 
@@ -247,7 +247,7 @@ def test_random_rows(request):
         got = run(opened, feeds)
         for name, array in alone(model, feeds).items():
             np.testing.assert_array_equal(bits(got[name]), bits(array), f"seed {seed}: {name}")
-        found = groups.find(schedule_of(model))
+        found = groups.find(ordered_step(model))
         fused += sum(len(group.members) > 1 and group.columns > 0 for group in found)
         plain = onnxruntime.InferenceSession(model.SerializeToString(), options(), ["CPUExecutionProvider"])
         for name, array in run(plain, feeds).items():
@@ -259,7 +259,7 @@ def test_random_rows(request):
 def test_outputs_over_inputs():
     """What a row's result overwrites is read before."""
     model = build([node("Mul", ["x", "x"], "a"), node("Softmax", ["a"], "y", axis=-1)], {"x": (64, 64)}, ["y"])
-    (group,) = groups.find(schedule_of(model))
+    (group,) = groups.find(ordered_step(model))
     assert "x" in group.plain and group.size == prod((64, 64))
     feeds = feeds_of(model)
     wanted = run(session(model)[0], feeds)["y"]

@@ -11,7 +11,7 @@ from onnx import TensorProto, helper
 
 from onnx_remat.fuse import scatters
 from tests.fuse.test_groups import build, node
-from tests.support.fusing import assert_same_bits, run, schedule_of, session, why_not
+from tests.support.fusing import assert_same_bits, ordered_step, run, session, why_not
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "none")
 
@@ -72,15 +72,15 @@ def test_the_matrix_may_be_overwritten():
 
 
 def test_what_is_left_alone():
-    assert scatters.find(schedule_of(step(5, 64, 200)))
+    assert scatters.find(ordered_step(step(5, 64, 200)))
     for attributes in ({"reduction": "mul"}, {"reduction": "none"}):
-        assert not scatters.find(schedule_of(step(5, 64, 200, **attributes)))
-    assert not scatters.find(schedule_of(step(200, 64, 200, axis=1)))
-    assert not scatters.find(schedule_of(step(5, 4, 2000)))
+        assert not scatters.find(ordered_step(step(5, 64, 200, **attributes)))
+    assert not scatters.find(ordered_step(step(200, 64, 200, axis=1)))
+    assert not scatters.find(ordered_step(step(5, 4, 2000)))
     read_twice = step(5, 64, 200)
     read_twice.graph.node.append(helper.make_node("Cast", ["wide"], ["z"], to=1))
     read_twice.graph.output.append(helper.make_tensor_value_info("z", 1, (200, 64)))
-    assert not scatters.find(schedule_of(read_twice))
+    assert not scatters.find(ordered_step(read_twice))
 
 
 def test_rows_that_are_views_of_the_matrix_are_no_second_value():
@@ -91,7 +91,7 @@ def test_rows_that_are_views_of_the_matrix_are_no_second_value():
     weights = {"tall": np.array([200, 1]), "shape": np.array([200, 32])}
     model = build(nodes, {"x": (200, 32), "index": (L, (200,))}, ["y"], weights)
     model.opset_import[0].version = 18
-    (found,) = scatters.find(schedule_of(model))
+    (found,) = scatters.find(ordered_step(model))
     assert found.reads == ("x", "index", "x")
     given = feeds(200, 32, 200)
     assert_same_bits(model, {name: given[name] for name in ("x", "index")})
@@ -99,6 +99,6 @@ def test_rows_that_are_views_of_the_matrix_are_no_second_value():
 
 def test_indices_that_are_renewed_are_left_alone():
     """Their new values may lie over the old ones before the rows are added."""
-    schedule = schedule_of(step(5, 64, 200))
-    assert scatters.find(schedule) and not scatters.find(replace(schedule, renewed={"next": "index"}))
-    assert not scatters.find(replace(schedule, root={**schedule.root, "alias": "x"}))
+    ordered = ordered_step(step(5, 64, 200))
+    assert scatters.find(ordered) and not scatters.find(replace(ordered, renewed={"next": "index"}))
+    assert not scatters.find(replace(ordered, root={**ordered.root, "alias": "x"}))

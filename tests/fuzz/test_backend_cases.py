@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from onnx import helper
 
-from onnx_remat.session import binding
+from onnx_remat.session import offsets
 from tests.support import backend_cases, survivors
 from tests.support.graphs import model_of
 from tests.support.outcomes import REFUSED, RIGHT, TOO_LOW, WRONG, Outcome, session_outcome, stock
@@ -82,7 +82,7 @@ def test_all_of_them():
 
 def test_a_value_that_lies_where_another_is_still_read_is_seen(monkeypatch):
     """The judge of all of this, with a layout that puts every value at the same place and a replay that is silent."""
-    honest = binding._lay_out
+    honest = offsets._lay_out
 
     def wrong(lower, upper, size, apart, seconds):
         offsets, *rest = honest(lower, upper, size, apart, seconds)
@@ -93,7 +93,7 @@ def test_a_value_that_lies_where_another_is_still_read_is_seen(monkeypatch):
     model, feeds = model_of(nodes, {"x": [8, 8]}, {"y": [8, 8]}), {"x": np.ones((8, 8), np.float32)}
     expected = stock(model, "disable", feeds)
     assert session_outcome(model, "disable", feeds, expected) == Outcome(RIGHT)
-    monkeypatch.setattr(binding, "_lay_out", wrong)
+    monkeypatch.setattr(offsets, "_lay_out", wrong)
     assert session_outcome(model, "disable", feeds, expected).kind == REFUSED  # the replay sees it
     monkeypatch.setattr("onnx_remat.session.replay.check", lambda *_: None)
     assert session_outcome(model, "disable", feeds, expected).kind == WRONG

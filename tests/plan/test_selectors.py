@@ -18,10 +18,10 @@ from onnx_remat.plan import request as contract
 from onnx_remat.plan.bounds import lower_bound
 from onnx_remat.plan.cost_bounds import cost_lower_bound
 from onnx_remat.plan.search.anneal import anneal
+from onnx_remat.plan.search.candidates import annealed
 from onnx_remat.plan.search.core import liveness_model
 from onnx_remat.plan.search.effort import allowance
 from onnx_remat.plan.search.loading import load
-from onnx_remat.plan.search.plans import annealed
 from onnx_remat.plan.search.state import EXCESS, empty_state
 from onnx_remat.plan.search.tuning import LANES
 from onnx_remat.plan.selectors import Request, get, materialize, names

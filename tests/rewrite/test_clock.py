@@ -14,9 +14,9 @@ from onnx_remat.memory import buffers
 from onnx_remat.options import parse_options
 from onnx_remat.plan import request as contract
 from onnx_remat.plan.request import Deadline, Request
-from onnx_remat.plan.search import plans
+from onnx_remat.plan.search import candidates
 from onnx_remat.plan.search.loading import unload
-from onnx_remat.rewrite import fit, planner
+from onnx_remat.rewrite import fit, original
 from sample_models.chain import chain
 from tests.support import planner_problems
 
@@ -81,7 +81,7 @@ def test_an_annealing_without_end_ends_with_the_limit(monkeypatch):
         return unload(state), False
 
     def taken(anneal):
-        monkeypatch.setattr(plans, "anneal", anneal)
+        monkeypatch.setattr(candidates, "anneal", anneal)
         began, cut = time.monotonic(), True
         with contextlib.suppress(onnx_remat.BudgetInfeasibleError):  # nothing found without annealing: in time, too
             report = onnx_remat.rewrite_model(chain(16, 1024, 64), "70%", time_limit=2.0, verify="none").report
@@ -106,7 +106,7 @@ def test_no_plan_is_begun_after_the_limit(monkeypatch, clock):
         return plan
 
     monkeypatch.setattr(fit, "make_plan", slow)
-    monkeypatch.setattr(fit, "_as_file", lambda plan, goal, *_: (goal.allowed + 1, None))
+    monkeypatch.setattr(fit, "_written_and_simulated", lambda plan, goal, *_: (goal.allowed + 1, None))
     with pytest.raises(onnx_remat.BudgetInfeasibleError, match="no file found"):
         onnx_remat.rewrite_model(model, "90%", time_limit=2.5, fuse=False)
     assert made == [100.0, 101.0, 102.0]
@@ -122,14 +122,14 @@ def test_effort_alone_sets_no_clock():
 
 def test_a_limit_too_short_to_write_a_file_is_refused_at_once(monkeypatch, clock):
     """Simulating the original takes four seconds, so a file is expected to take twelve: ten are too few."""
-    seen = planner.as_executed
+    seen = original.as_executed
 
     def slow(*arguments):
         clock.seconds += 4.0
         return seen(*arguments)
 
-    monkeypatch.setattr(planner, "as_executed", slow)
-    monkeypatch.setattr(planner, "time", clock)
+    monkeypatch.setattr(original, "as_executed", slow)
+    monkeypatch.setattr(original, "time", clock)
     monkeypatch.setattr(fit, "make_plan", lambda *_: pytest.fail("planned, though no file could be written in time"))
     with pytest.raises(
         onnx_remat.BudgetInfeasibleError, match=r"time_limit=10 is too short for a file of \d+ nodes"

@@ -10,21 +10,21 @@ from sample_models.chain import chain
 
 def test_a_tighter_plan_with_a_larger_file_sends_the_search_up(monkeypatch):
     """Below the first target each file exceeds the budget by more, for bookkeeping of recomputed nodes."""
-    tried, as_file = [], fit._as_file
+    tried, as_file = [], fit._written_and_simulated
 
     def taken(plan, goal, target, *rest):
         tried.append(target)
         _, made = as_file(plan, goal, target, *rest)
         return goal.allowed + (1000 + tried[0] - target if target <= tried[0] else -1), made
 
-    monkeypatch.setattr(fit, "_as_file", taken)
+    monkeypatch.setattr(fit, "_written_and_simulated", taken)
     onnx_remat.rewrite_model(chain(16, 1024, 64), "80%", effort=0.5, verify="none")
     assert tried[2] < tried[1] < tried[0] < tried[3]
 
 
 def test_a_tighter_plan_that_is_not_found_is_searched_for_with_the_whole_effort(monkeypatch):
     """The file of the first plan is a little too large, and half of the effort finds no other."""
-    efforts, make_plan, as_file = [], fit.make_plan, fit._as_file
+    efforts, make_plan, as_file = [], fit.make_plan, fit._written_and_simulated
 
     def planned(goal, target, options, *rest):
         efforts.append(options.work_seconds())
@@ -37,7 +37,7 @@ def test_a_tighter_plan_that_is_not_found_is_searched_for_with_the_whole_effort(
         return (goal.allowed + 1000 if len(efforts) == 1 else worst), made
 
     monkeypatch.setattr(fit, "make_plan", planned)
-    monkeypatch.setattr(fit, "_as_file", taken)
+    monkeypatch.setattr(fit, "_written_and_simulated", taken)
     model = chain(16, 1024, 64)
     assert " kept" in onnx_remat.rewrite_model(model, "80%", effort=0.5, verify="none").report.verdict()
     assert efforts[1] < efforts[0] == efforts[2]

@@ -10,8 +10,8 @@ import pytest
 from onnx import TensorProto, helper
 
 from onnx_remat.rewrite import pipeline
+from onnx_remat.rewrite.original import begin
 from onnx_remat.rewrite.pipeline import rewrite_model
-from onnx_remat.rewrite.planner import begin
 from sample_models import chain as sample
 
 ENTRIES = 1 << 20
@@ -30,15 +30,15 @@ def chain(length: int) -> onnx.ModelProto:
 
 
 def test_no_bound_is_above_what_a_loop_takes():
-    planner = begin(chain(8), {"run_by": "loop"})
-    assert planner.trained.live <= 4 * ENTRIES + 64  # one buffer for all of them
-    assert planner.impossible_below(planner.memory.floor) <= planner.trained.total
-    assert planner.memory.floor <= 2 * 4 * ENTRIES + 64  # the input, and that buffer
+    original = begin(chain(8), {"run_by": "loop"})
+    assert original.footprint.live <= 4 * ENTRIES + 64  # one buffer for all of them
+    assert original.impossible_below(original.memory.floor) <= original.footprint.total
+    assert original.memory.floor <= 2 * 4 * ENTRIES + 64  # the input, and that buffer
 
 
 def test_a_sum_of_tensors_is_bounded_as_before():
-    planner = begin(chain(8), {"run_by": "session"})
-    assert planner.memory.floor >= 3 * 4 * ENTRIES
+    original = begin(chain(8), {"run_by": "session"})
+    assert original.memory.floor >= 3 * 4 * ENTRIES
 
 
 def test_what_is_as_low_as_it_goes_is_said_to_be():

@@ -10,10 +10,10 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from onnx_remat.errors import ModelError
-from onnx_remat.fuse import library
+from onnx_remat.fuse import shim
 from onnx_remat.ir.shapes import Tensor
 from onnx_remat.ort.kernels.registry import kernels_of
-from onnx_remat.session import binding, fusing, plan_session
+from onnx_remat.session import fusing, offsets, plan_session
 from onnx_remat.session import session as session_module
 from onnx_remat.session.bookkeeping import bookkeeping_bytes, values_of
 from onnx_remat.session.lean_graph import LeanNode
@@ -120,7 +120,7 @@ def test_a_fused_step_reads_nothing_that_is_dead(tmp_path):
     with Session(path, fuse=False) as opened:
         feeds = feeds_of(opened)
         wanted = opened.run({name: array.copy() for name, array in feeds.items()})
-    secret = library.new_secret()
+    secret = shim.new_secret()
     found = poisoned.outputs(path, plan_session.SessionRequest(donate=True, secret=secret), feeds)
     for name, array in wanted.items():
         np.testing.assert_array_equal(bits(found[name]), bits(array), name)
@@ -147,7 +147,7 @@ def test_a_pickled_session_is_fused_or_not_as_it_was(tmp_path, monkeypatch):
 
 
 def test_without_the_library_a_step_runs_unfused_and_one_line_says_so(monkeypatch):
-    monkeypatch.setattr(session_module.library, "why_not", lambda: "there is no C compiler")
+    monkeypatch.setattr(session_module.shim, "why_not", lambda: "there is no C compiler")
     with pytest.warns(UserWarning, match="steps run unfused, which takes longer: there is no C compiler"):
         opened = Session(adam())
     with opened:
@@ -178,20 +178,20 @@ def test_the_same_step_has_the_same_kernels_and_never_takes_more(tmp_path, monke
     made = plan_session.arrange(path, tmp_path / "copy.onnx", plan_session.SessionRequest(donate=True))
 
     def fused():
-        return fusing.fuse_step(made.program, made.binding, 17, {}, {}, binding.LEAST, 1, lambda steps: 0)
+        return fusing.fuse_step(made.program, made.offsets, 17, {}, {}, offsets.LEAST, 1, lambda steps: 0)
 
     first, second = fused(), fused()
     assert first.kernels == second.kernels and len(first.kernels) > 2
     nodes = [[step.node.SerializeToString() for step in each.program.steps] for each in (first, second)]
     assert nodes[0] == nodes[1]
-    assert first.binding.height <= made.binding.height and first.binding.donated == made.binding.donated
+    assert first.offsets.height <= made.offsets.height and first.offsets.donated == made.offsets.donated
     books = bookkeeping_bytes(values_of(first.program.steps), len(first.kernels))
-    bind, saved = binding.bind, bookkeeping_bytes(values_of(made.program.steps)) - books
-    monkeypatch.setattr(binding, "bind", lambda *a: replace(bind(*a), height=made.binding.height + 64))
+    assign, saved = offsets.assign, bookkeeping_bytes(values_of(made.program.steps)) - books
+    monkeypatch.setattr(offsets, "assign", lambda *a: replace(assign(*a), height=made.offsets.height + 64))
     assert fused().kernels == first.kernels  # fewer nodes save more than a layout that is a little higher
-    monkeypatch.setattr(binding, "bind", lambda *a: replace(bind(*a), height=made.binding.height + saved))
+    monkeypatch.setattr(offsets, "assign", lambda *a: replace(assign(*a), height=made.offsets.height + saved))
     assert "slab would take" in fused().why_not
-    monkeypatch.setattr(binding, "bind", lambda *a: replace(bind(*a), donated={}))
+    monkeypatch.setattr(offsets, "assign", lambda *a: replace(assign(*a), donated={}))
     assert fused().why_not == "less of its state could be renewed in place"
 
 
@@ -208,7 +208,7 @@ def test_where_the_runtime_changes_the_fused_step_it_runs_unfused(tmp_path, monk
     onnx.save(adam(), path)
     made = plan_session.arrange(path, tmp_path / "copy.onnx", plan_session.SessionRequest(secret=5))
     assert not made.kernels and made.fused.why_not == "onnxruntime changes it when it loads it"
-    assert not fusing.kernels_of(tmp_path / "copy.onnx").exists()
+    assert not fusing.kernel_file(tmp_path / "copy.onnx").exists()
 
 
 def test_a_kernel_that_reads_a_view_is_not_written_over_its_owner():
@@ -217,6 +217,6 @@ def test_a_kernel_that_reads_a_view_is_not_written_over_its_owner():
     tensors = dict.fromkeys(("owner", "view", "x", "y"), Tensor(TensorProto.FLOAT, (4, 4), 64, (4, 4)))
     for plain in (frozenset[int](), frozenset({0}), frozenset({0, 1})):
         step = LeanNode(node, plain=plain)
-        program = binding.Program((step,), tensors, ("owner", "x"), ("y",), {"view": "owner"}, kernels_of("cpu"))
-        assert binding.overwrites_safely(program, 0, "y", "owner") is (0 in plain)
-        assert binding.overwrites_safely(program, 0, "y", "x") is (1 in plain)
+        program = offsets.Program((step,), tensors, ("owner", "x"), ("y",), {"view": "owner"}, kernels_of("cpu"))
+        assert offsets.overwrites_safely(program, 0, "y", "owner") is (0 in plain)
+        assert offsets.overwrites_safely(program, 0, "y", "x") is (1 in plain)

@@ -9,7 +9,7 @@ import onnx
 import pytest
 
 from onnx_remat.session import plan_session
-from onnx_remat.session.binding import lifetimes
+from onnx_remat.session.offsets import lifetimes
 from onnx_remat.session.plan_session import SessionRequest
 from tests.support import poisoned
 from tests.support.graphs import feeds_for, mlp, run_model
@@ -42,13 +42,13 @@ def test_every_two_values_that_are_alive_at_once_show_when_they_share_memory(ste
 
 def shared(made, number):
     """A layout with a value moved onto another one that is still read after it is made."""
-    bound, names = made.binding, [place.name for place in made.binding.placements]
+    bound, names = made.offsets, [place.name for place in made.offsets.placements]
     start, end = lifetimes(made.program, names)
     pairs = [(a, b) for a in names for b in names if start[b] < start[a] < end[b]]
     over, under = pairs[number % len(pairs)]
     offset = next(place.offset for place in bound.placements if place.name == under)
     places = tuple(replace(p, offset=offset) if p.name == over else p for p in bound.placements)
-    return replace(made, binding=replace(bound, placements=places, height=2 * bound.height))
+    return replace(made, offsets=replace(bound, placements=places, height=2 * bound.height))
 
 
 def test_a_value_read_behind_its_end_shows(tmp_path, monkeypatch):
@@ -57,12 +57,12 @@ def test_a_value_read_behind_its_end_shows(tmp_path, monkeypatch):
         a = Tanh(x)  b = Exp(a)  c = MatMul(b, b)  d = Add(c, a)  y = MatMul(d, d) }"""
     model, feeds = onnx.parser.parse_model(text), {"x": np.full((8, 8), 0.1, np.float32)}
     wanted = {"y": run_model(model, feeds, "disable")[0]}
-    ends = poisoned.binding.lifetimes
+    ends = poisoned.offsets.lifetimes
 
     def shorter(program, names):
         start, end = ends(program, names)
         return start, end | {"a": 1} if "a" in end else end
 
     assert poisoned.outcome(model, SessionRequest(level="disable"), feeds, wanted).kind == RIGHT
-    monkeypatch.setattr(poisoned.binding, "lifetimes", shorter)
+    monkeypatch.setattr(poisoned.offsets, "lifetimes", shorter)
     assert poisoned.outcome(model, SessionRequest(level="disable"), feeds, wanted).kind == WRONG

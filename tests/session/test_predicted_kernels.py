@@ -14,7 +14,7 @@ import onnx_remat
 from onnx_remat.app import cli
 from onnx_remat.errors import UsageError
 from onnx_remat.findings.explain import explain
-from onnx_remat.fuse import library, machine_code
+from onnx_remat.fuse import machine_code, shim
 from onnx_remat.ir import model_io, shapes
 from onnx_remat.options import Options
 from onnx_remat.ort.executed import as_executed
@@ -86,7 +86,7 @@ def test_rewritten_steps_are_predicted_as_they_run():
 
 
 def test_what_is_unfused_here_is_predicted_unfused(monkeypatch):
-    monkeypatch.setattr(library, "why_not", lambda: "there is no C compiler")
+    monkeypatch.setattr(shim, "why_not", lambda: "there is no C compiler")
     result = onnx_remat.rewrite_model(adam(), "100%")
     taken = result.report.loop_before
     assert not taken.kernels and taken.total == taken.unfused == predicted(adam(), fuse=False).total

@@ -14,7 +14,7 @@ from onnx_remat.ir import graph, shapes
 from onnx_remat.memory.layout import ALIGNMENT
 from onnx_remat.ort.kernels.cpu import CPU
 from onnx_remat.session import lean_graph, plan_session
-from onnx_remat.session.binding import LEAST, Placement, bind, donations, lifetimes, program, waiting
+from onnx_remat.session.offsets import LEAST, Placement, assign, donations, lifetimes, program, waiting
 from onnx_remat.session.replay import check
 from tests.support.graphs import mlp, model_of
 
@@ -64,9 +64,9 @@ def at(program, name):
 
 
 def test_the_layout_as_made_is_accepted(arranged):
-    check(arranged.program, arranged.binding, range(len(arranged.program.steps)), LEAST)
-    assert dict(arranged.binding.donated) == {f"new.w{i}": f"w{i}" for i in range(3)}
-    assert arranged.binding.live <= arranged.binding.height
+    check(arranged.program, arranged.offsets, range(len(arranged.program.steps)), LEAST)
+    assert dict(arranged.offsets.donated) == {f"new.w{i}": f"w{i}" for i in range(3)}
+    assert arranged.offsets.live <= arranged.offsets.height
 
 
 def meeting(program, binding):
@@ -82,16 +82,16 @@ def meeting(program, binding):
 
 
 def test_two_lifetimes_that_meet_are_refused_for_every_pair(arranged):
-    pairs = meeting(arranged.program, arranged.binding)
+    pairs = meeting(arranged.program, arranged.offsets)
     assert len(pairs) >= 30
     order = range(len(arranged.program.steps))
     for a, b in pairs:
         with pytest.raises(ModelError, match=r"over|lost|same memory"):
-            check(arranged.program, moved(arranged.binding, a, offset_of(arranged.binding, b)), order, LEAST)
-        overlapping = offset_of(arranged.binding, b) + ALIGNMENT
-        if overlapping + arranged.program.tensors[a].nbytes <= arranged.binding.height:
+            check(arranged.program, moved(arranged.offsets, a, offset_of(arranged.offsets, b)), order, LEAST)
+        overlapping = offset_of(arranged.offsets, b) + ALIGNMENT
+        if overlapping + arranged.program.tensors[a].nbytes <= arranged.offsets.height:
             with pytest.raises(ModelError, match=r"over|lost|same memory"):
-                check(arranged.program, moved(arranged.binding, a, overlapping), order, LEAST)
+                check(arranged.program, moved(arranged.offsets, a, overlapping), order, LEAST)
 
 
 def test_a_reader_moved_behind_the_renewal_is_refused_for_every_weight(arranged):
@@ -104,12 +104,12 @@ def test_a_reader_moved_behind_the_renewal_is_refused_for_every_weight(arranged)
             steps.insert(reader, steps.pop(renewal))  # the renewal now runs just before that reader
             faulty = replace(arranged.program, steps=tuple(steps))
             with pytest.raises(ModelError, match=f"reads '(w{i}|dw|s{i})"):
-                check(faulty, arranged.binding, range(len(steps)), LEAST)
+                check(faulty, arranged.offsets, range(len(steps)), LEAST)
 
 
 def overwritten_output():
     small = small_program([make("Exp", ["x"], ["y"]), make("Sqrt", ["x"], ["z"])], {"x": N}, {"y": N, "z": N})
-    binding = bind(small, {})
+    binding = assign(small, {})
     return small, moved(binding, "z", offset_of(binding, "y")), None
 
 
@@ -160,7 +160,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_fault_is_refused(arranged, fault):
     make, reason = FAULTS[fault]
-    faulty, binding, order = make(arranged.program, arranged.binding)
+    faulty, binding, order = make(arranged.program, arranged.offsets)
     with pytest.raises(ModelError, match=reason):
         check(faulty, binding, range(len(faulty.steps)) if order is None else order, LEAST)
 
@@ -182,7 +182,7 @@ def test_a_view_of_old_state_counts_as_the_state():
     assert (donated, refused) == ({}, {"new.w": "node 'y' reads 'w' after it is renewed"})
     mended = waiting(late, {"new.w": "w"})
     assert [step.label for step in mended.steps] == ["v", "y", "new.w"]
-    binding = bind(mended, {"new.w": "w"})
+    binding = assign(mended, {"new.w": "w"})
     check(mended, binding, range(3), LEAST)
     assert dict(binding.donated) == {"new.w": "w"}
 
@@ -204,7 +204,7 @@ def test_unsafe_renewals_are_named(nodes, outputs, reason):
     unsafe = small_program(nodes, {"w": N, "g": N, "row": [64]}, outputs)
     renewed = nodes[0].output[0]
     pairs = {renewed: renewed.removeprefix("new.")}
-    binding = bind(waiting(unsafe, pairs), pairs)
+    binding = assign(waiting(unsafe, pairs), pairs)
     assert dict(binding.not_donated) == {renewed: reason}
     assert renewed in {p.name for p in binding.placements}
     forced = replace(binding, donated=pairs, placements=tuple(p for p in binding.placements if p.name != renewed))
@@ -214,7 +214,7 @@ def test_unsafe_renewals_are_named(nodes, outputs, reason):
 
 def test_a_value_may_take_over_its_operand_where_the_kernel_is_safe():
     nodes = [make("Exp", ["x"], ["a"]), make("Add", ["a", "x"], ["b"]), make("MatMul", ["b", "x"], ["c"])]
-    binding = bind(small := small_program(nodes, {"x": N}, {"c": N}), {})
+    binding = assign(small := small_program(nodes, {"x": N}, {"c": N}), {})
     check(small, binding, range(3), LEAST)
     offsets = {p.name: p.offset for p in binding.placements}
     assert offsets["a"] == offsets["b"] != offsets["c"]

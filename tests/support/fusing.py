@@ -13,19 +13,19 @@ import onnx
 import onnxruntime as ort
 from onnx import TensorProto, helper, numpy_helper
 
-from onnx_remat.fuse import library, machine_code
+from onnx_remat.fuse import machine_code, shim
 from onnx_remat.fuse.nodes import FusedNode, Fusion, fuse
 from onnx_remat.fuse.ops import VIEWS
-from onnx_remat.fuse.schedule import Schedule
+from onnx_remat.fuse.ordered import OrderedStep
 from onnx_remat.ir.shapes import Tensor
 
 
 def why_not() -> str:
     """Why the tests of kernels cannot run here, or nothing."""
     version = tuple(int(part) for part in ort.__version__.split(".")[:2])
-    if version < library.OLDEST_RUNTIME:
+    if version < shim.OLDEST_RUNTIME:
         return f"onnxruntime {ort.__version__} is older than fused kernels need"
-    return machine_code.why_not() or library.why_not()
+    return machine_code.why_not() or shim.why_not()
 
 
 BYTES = {1: 4, 6: 4, 7: 8, 9: 1, 10: 2, 11: 8, 16: 2}
@@ -48,7 +48,7 @@ class Node:
         return tuple(name for name in self.node.output if name)
 
 
-def schedule_of(model: onnx.ModelProto) -> Schedule:
+def ordered_step(model: onnx.ModelProto) -> OrderedStep:
     """A model's nodes as they lie, all values of known shapes."""
     model = onnx.shape_inference.infer_shapes(model, strict_mode=True, data_prop=True)
     graph = model.graph
@@ -76,18 +76,18 @@ def schedule_of(model: onnx.ModelProto) -> Schedule:
         for w in graph.initializer
         if w.data_type == TensorProto.INT64 and len(w.dims) == 1
     }
-    return Schedule(steps, tensors, outputs, root, counted, {}, constants, lambda *_: False, integers)
+    return OrderedStep(steps, tensors, outputs, root, counted, {}, constants, lambda *_: False, integers)
 
 
 def fused(model: onnx.ModelProto, secret: int) -> tuple[onnx.ModelProto, Fusion]:
     """A copy of the model with fused nodes."""
-    made = fuse(schedule_of(model), secret)
+    made = fuse(ordered_step(model), secret)
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
     del copy.graph.node[:]
     for each in made.order:
         copy.graph.node.append(each.node if isinstance(each, FusedNode) else model.graph.node[each])
-    copy.opset_import.append(helper.make_opsetid(library.DOMAIN, 1))
+    copy.opset_import.append(helper.make_opsetid(shim.DOMAIN, 1))
     return copy, made
 
 
@@ -101,19 +101,19 @@ def options(threads: int = 1) -> Any:
 
 
 def offered(secret: int, made: Fusion) -> Any:
-    """`library.offered` for a fusion."""
+    """`shim.offered` for a fusion."""
     codes = machine_code.compiled([kernel.text for kernel in made.kernels])
     offsets = np.cumsum([0, *map(len, codes)]).tolist()
     numbers = [kernel.numbers(offset) for kernel, offset in zip(made.kernels, offsets, strict=False)]
-    return library.offered(secret, b"".join(codes), numbers)
+    return shim.offered(secret, b"".join(codes), numbers)
 
 
 def session(model: onnx.ModelProto, threads: int = 1) -> tuple[Any, Fusion]:
     """A session of the fused model."""
-    secret = library.new_secret()
+    secret = shim.new_secret()
     copy, made = fused(model, secret)
     chosen = options(threads)
-    library.register(chosen)
+    shim.register(chosen)
     with offered(secret, made):
         return ort.InferenceSession(copy.SerializeToString(), chosen, ["CPUExecutionProvider"]), made
 

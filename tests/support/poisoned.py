@@ -19,12 +19,12 @@ import onnxruntime as ort
 from onnx import helper, numpy_helper
 
 from onnx_remat import errors
-from onnx_remat.fuse import library
+from onnx_remat.fuse import shim
 from onnx_remat.ir import graph
-from onnx_remat.session import binding, fusing, plan_session
-from onnx_remat.session.binding import Binding, Program
+from onnx_remat.session import fusing, offsets, plan_session
 from onnx_remat.session.heap import reserve
 from onnx_remat.session.lean_graph import LeanNode
+from onnx_remat.session.offsets import Offsets, Program
 from onnx_remat.session.plan_session import BY_BITS, NUMPY, SessionRequest
 from onnx_remat.session.slab_layout import SlabLayout
 from tests.support.outcomes import REFUSED, RIGHT, ROUNDING, WRONG, Feeds, Outcome, difference
@@ -57,8 +57,8 @@ def outcome(
         path = model if isinstance(model, Path) else Path(folder) / "model.onnx"
         if isinstance(model, onnx.ModelProto):
             onnx.save(model, path)
-        fused = request.level != "disable" and not library.why_not()
-        request = replace(request, least=1, secret=library.new_secret() if fused else 0)
+        fused = request.level != "disable" and not shim.why_not()
+        request = replace(request, least=1, secret=shim.new_secret() if fused else 0)
         try:
             made = outputs(path, request, {name: np.array(value) for name, value in feeds.items()})
         except errors.OnnxRematError as error:
@@ -82,13 +82,13 @@ def outputs(path: Path, request: SessionRequest, feeds: Mapping[str, np.ndarray]
             data = linked.read_bytes()
             linked.unlink()
             linked.write_bytes(data)
-        with fusing.offered(fusing.kernels_of(target)) if made.kernels else nullcontext():
+        with fusing.offered(fusing.kernel_file(target)) if made.kernels else nullcontext():
             return _poisoned(made, onnx.load(target), feeds)
 
 
 def _poisoned(made: SlabLayout, copy: onnx.ModelProto, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    program, bound = made.program, made.binding
-    if odd := [n for step in program.steps for n in step.writes if not binding.is_plain(program.tensors[n])]:
+    program, bound = made.program, made.offsets
+    if odd := [n for step in program.steps for n in step.writes if not offsets.is_plain(program.tensors[n])]:
         raise UnpoisonableError(f"{odd[0]!r} is no plain tensor")
     slab = reserve(bound.height)
     memory: dict[str, Bytes] = {p.name: slab[p.offset : p.offset + p.nbytes] for p in bound.placements}
@@ -115,9 +115,9 @@ def _poisoned(made: SlabLayout, copy: onnx.ModelProto, feeds: Mapping[str, np.nd
     return {name: memory[name].view(_dtype(program, name)).reshape(program.tensors[name].shape) for name in names}
 
 
-def _poison(slab: Bytes, program: Program, bound: Binding, at: int) -> None:
+def _poison(slab: Bytes, program: Program, bound: Offsets, at: int) -> None:
     """Fill what nobody may read from step `at` on."""
-    start, end = binding.lifetimes(program, [place.name for place in bound.placements])
+    start, end = offsets.lifetimes(program, [place.name for place in bound.placements])
     kept = np.zeros(len(slab), bool)
     for place in bound.placements:
         if start[place.name] < at and (end[place.name] >= at or place.name in program.outputs):
@@ -148,7 +148,7 @@ def _run(
     options.intra_op_num_threads = 1
     options.add_session_config_entry("session.disable_quant_qdq", "1")
     if step.plain is not None:
-        library.register(options)
+        shim.register(options)
     session = ort.InferenceSession(one.SerializeToString(), options, providers=["CPUExecutionProvider"])
     bindings = session.io_binding()
     for name in given:

@@ -18,12 +18,12 @@ import onnx
 import onnxruntime
 from onnx import helper
 
-from onnx_remat.fuse import cuda, library
+from onnx_remat.fuse import cuda, shim
 from onnx_remat.fuse.kernel import Kernel
 from onnx_remat.fuse.nodes import FusedNode, Fusion, fuse
 from onnx_remat.ir.shapes import Tensor
 from tests.support.fake_cuda import ptx
-from tests.support.fusing import Arrays, options, schedule_of
+from tests.support.fusing import Arrays, options, ordered_step
 
 SOURCE = Path(ptx.__file__).with_name("warp.c")
 THREADS = 256
@@ -88,7 +88,7 @@ def launch(kernel: Kernel, inputs: Sequence[np.ndarray], outputs: Sequence[np.nd
 
 def fused(model: onnx.ModelProto) -> Fusion:
     """A model's nodes, those of groups replaced by nodes of a device's kernels."""
-    return fuse(replace(schedule_of(model), device=True), library.new_secret())
+    return fuse(replace(ordered_step(model), device=True), shim.new_secret())
 
 
 def run(model: onnx.ModelProto, feeds: Arrays, over: bool = False) -> tuple[dict[str, np.ndarray], Fusion]:
@@ -96,12 +96,12 @@ def run(model: onnx.ModelProto, feeds: Arrays, over: bool = False) -> tuple[dict
 
     With `over`, every output of a kernel lies over an input of its size, where the kernel allows that.
     """
-    schedule, made = schedule_of(model), fused(model)
+    ordered, made = ordered_step(model), fused(model)
     values: dict[str, np.ndarray] = {w.name: np.array(onnx.numpy_helper.to_array(w)) for w in model.graph.initializer}
     values |= {name: np.array(value, order="C") for name, value in feeds.items()}
     for each in made.order:
         if not isinstance(each, FusedNode):
-            values |= _run_alone(model.graph.node[each], values, schedule.tensors, model)
+            values |= _run_alone(model.graph.node[each], values, ordered.tensors, model)
             continue
         node = each.node
         kernel = made.kernels[next(a.i for a in node.attribute if a.name == "handle")]

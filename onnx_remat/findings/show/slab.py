@@ -11,7 +11,7 @@ from onnx_remat.findings.show import trace
 from onnx_remat.ir import phases
 from onnx_remat.ir.graph import INPUT
 from onnx_remat.session import prediction
-from onnx_remat.session.binding import lifetimes
+from onnx_remat.session.offsets import lifetimes
 
 if TYPE_CHECKING:
     from onnx_remat.ort.executed import Executed
@@ -78,8 +78,8 @@ def _fused(footprint: Footprint | None) -> bool:
 
 def slab(executed: Executed, section_of: Mapping[str, str], fuse: bool, gaps: int = 3) -> Slab:
     """Lay out a step; `section_of` maps names of values to the section of the op that produces them."""
-    arranged = prediction.as_run(executed, fuse=fuse)
-    placements = arranged.binding.placements
+    arranged = prediction.laid_out(executed, fuse=fuse)
+    placements = arranged.offsets.placements
     start, end = lifetimes(arranged.program, [p.name for p in placements])
     phase, sections, of_step = phases.NAMES[0], {}, []
     for step in arranged.program.steps:
@@ -101,7 +101,7 @@ def slab(executed: Executed, section_of: Mapping[str, str], fuse: bool, gaps: in
     )
     compiled = arranged.compiled
     inputs = tuple((n, compiled.tensors[n].nbytes) for n, v in compiled.graph.values.items() if v.kind == INPUT)
-    largest = _gaps(blocks, len(steps), arranged.binding.height)[:gaps]
+    largest = _gaps(blocks, len(steps), arranged.offsets.height)[:gaps]
     return Slab(blocks, largest, steps, used.index(max(used)) if used else 0, inputs)
 
 

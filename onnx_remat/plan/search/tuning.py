@@ -100,7 +100,7 @@ LAST_HEATS = ((0.05, 0.002), (0.1, 0.002))
 """Temperatures of the last runs, one per lane: by hand."""
 LAST_ROUNDS = 4
 """Additional rounds, each with the whole allowance, in which a plan above the budget may get below it: by hand."""
-FRUITLESS = 3
+PATIENCE = 3
 """Consecutive rounds without gain, each with twice the work of the one before, that end a search with `use_time`."""
 TIGHTER_TARGETS = 6
 """Times that the target is lowered because shared buffers exceed the budget: by reasoning."""

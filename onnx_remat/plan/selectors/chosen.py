@@ -14,7 +14,7 @@ import numpy as np
 
 from onnx_remat.memory.problem import Flags, Schedule
 from onnx_remat.plan.request import Request, register
-from onnx_remat.plan.search.plans import cheapest_within
+from onnx_remat.plan.search.candidates import cheapest_within
 from onnx_remat.plan.selectors.materialize import materialize, split_step
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from onnx_remat.memory.donation import after_readers
 from onnx_remat.memory.problem import Problem, Schedule
 from onnx_remat.plan.request import Request, register
-from onnx_remat.plan.search.plans import cheapest_within
+from onnx_remat.plan.search.candidates import cheapest_within
 from onnx_remat.plan.selectors.search import search
 
 if TYPE_CHECKING:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from onnx_remat.memory.donation import after_readers
 from onnx_remat.memory.problem import Schedule
 from onnx_remat.plan.request import Deadline, Request, register
+from onnx_remat.plan.search.candidates import Candidate, Heat, annealed, priced
 from onnx_remat.plan.search.core import LivenessModel, liveness_model
 from onnx_remat.plan.search.effort import allowance
 from onnx_remat.plan.search.orders import list_schedules
-from onnx_remat.plan.search.plans import Heat, Plan, annealed, priced
 from onnx_remat.plan.search.tuning import COARSE, FINE, ORDERS_IMPROVED, REORDER_HEAT, ROUND_SHARE
 
 
-def lowered(view: LivenessModel, plan: Plan, budget: int, work: int, deadline: Deadline) -> Plan:
+def lowered(view: LivenessModel, plan: Candidate, budget: int, work: int, deadline: Deadline) -> Candidate:
     """Reorder until a plan fits: lower its peak in small steps, for as long as that succeeds."""
     step, spent, per_round = COARSE, 0, max(20, int(work * ROUND_SHARE))
     while plan.peak > budget and step >= FINE and spent < work and not deadline.passed():
@@ -26,7 +26,7 @@ def lowered(view: LivenessModel, plan: Plan, budget: int, work: int, deadline: D
     return plan
 
 
-def reordered(request: Request, view: LivenessModel, work: int) -> list[Plan]:
+def reordered(request: Request, view: LivenessModel, work: int) -> list[Candidate]:
     """Return plans without recompute, lowest peak first; the baseline and the file's order are among them."""
     problem, budget = request.problem, request.budget
     if request.fixed_order:

@@ -22,7 +22,7 @@ from onnx_remat.memory.buffers import simulate
 from onnx_remat.memory.problem import Flags, Ints, Problem, Schedule
 from onnx_remat.plan.flow import Network, arcs
 from onnx_remat.plan.request import Request, register
-from onnx_remat.plan.search.plans import cheapest_within
+from onnx_remat.plan.search.candidates import cheapest_within
 from onnx_remat.plan.selectors.materialize import materialize, split_step
 
 _BISECTIONS = 5  # of the price interval that contains the budget

@@ -23,8 +23,8 @@ import numpy as np
 
 from onnx_remat.memory.problem import Ints, Longs, Problem, Schedule
 from onnx_remat.plan.request import Request, register
+from onnx_remat.plan.search.candidates import cheapest_within
 from onnx_remat.plan.search.core import LivenessModel, liveness_model
-from onnx_remat.plan.search.plans import cheapest_within
 from onnx_remat.plan.selectors.division import Closed, divide
 from onnx_remat.plan.selectors.materialize import materialize, split_step
 

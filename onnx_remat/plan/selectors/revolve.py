@@ -19,7 +19,7 @@ import numpy as np
 
 from onnx_remat.memory.problem import FORWARD, Flags, Ints, Longs, Problem, Schedule, check_schedule
 from onnx_remat.plan.request import Request, register
-from onnx_remat.plan.search.plans import Plan, best_of, priced
+from onnx_remat.plan.search.candidates import Candidate, best_of, priced
 from onnx_remat.plan.selectors.materialize import split_step
 from onnx_remat.plan.selectors.sqrt_n import crossing, segment_cuts
 
@@ -79,7 +79,7 @@ def table(blocks: int, slots: int) -> Table:
     return Table(runs, cut)
 
 
-def recursive_plans(problem: Problem, base_order: Ints, budget: int, fixed_order: bool = False) -> list[Plan]:
+def recursive_plans(problem: Problem, base_order: Ints, budget: int, fixed_order: bool = False) -> list[Candidate]:
     """Return, for several numbers of blocks, the plan with as many checkpoints as fit the budget.
 
     If no number of checkpoints fits, the plan with the lowest peak. With `fixed_order`, as in `Request`, postponed ops
@@ -91,7 +91,7 @@ def recursive_plans(problem: Problem, base_order: Ints, budget: int, fixed_order
     _, crossing_bytes, made = crossing(problem, base_order, split)
     late = _for_backward(problem, base_order[:split])
     rest = np.concatenate((base_order[:split][late[base_order[:split]]], base_order[split:]))
-    plans: list[Plan] = []
+    plans: list[Candidate] = []
     for wanted in _BLOCKS:
         cuts = list(range(1, split)) if split <= wanted else segment_cuts(crossing_bytes, made, wanted)
         if len(cuts) < 2 or (wanted == _BLOCKS[0] and split > wanted):
@@ -99,7 +99,7 @@ def recursive_plans(problem: Problem, base_order: Ints, budget: int, fixed_order
         blocks = [block[~late[block]] for block in np.split(base_order[:split], cuts)]
         gradients = _by_block(problem, rest, blocks)
         found = table(len(blocks), min(len(blocks) - 1, _MOST_CHECKPOINTS))
-        tried: list[Plan] = []
+        tried: list[Candidate] = []
         few, many = 0, found.runs.shape[1] - 1
         while few <= many:  # more checkpoints: fewer runs, more memory
             slots = (few + many) // 2

@@ -12,22 +12,22 @@ from dataclasses import replace
 
 from onnx_remat.memory.problem import Ints, Problem, Schedule
 from onnx_remat.plan.request import Request, register, silent
+from onnx_remat.plan.search.candidates import Candidate, Heat, annealed, best_of, fits, in_parallel, priced
 from onnx_remat.plan.search.core import LivenessModel, liveness_model
 from onnx_remat.plan.search.effort import allowance
-from onnx_remat.plan.search.plans import Heat, Plan, annealed, best_of, fits, in_parallel, priced
 from onnx_remat.plan.search.tuning import (
     AIMS,
     ALMOST,
     CONTINUE_HEAT,
     CONTINUE_SHARE,
     DEAR,
-    FRUITLESS,
     LANES,
     LARGE_OPS,
     LAST_HEATS,
     LAST_ROUNDS,
     LAYERS_WORK_PER_OP,
     MOST_TRIES,
+    PATIENCE,
     PLANS_CONTINUED,
     RECURSION_SECONDS_PER_OP,
     TIGHTER_TARGETS,
@@ -44,12 +44,12 @@ from onnx_remat.plan.selectors.sqrt_n import segment_seeds
 from onnx_remat.units import format_bytes
 
 
-def seeds(request: Request, view: LivenessModel, work: int) -> tuple[list[Plan], list[Plan]]:
+def seeds(request: Request, view: LivenessModel, work: int) -> tuple[list[Candidate], list[Candidate]]:
     """Return plans without recompute and plans by the classical methods, each list best first."""
     problem, budget = request.problem, request.budget
     plain = reordered(request, view, work)
     bases = [plain[0].schedule] if request.fixed_order else [plain[0].schedule, request.baseline]
-    classical: list[Plan] = []
+    classical: list[Candidate] = []
     if plain[0].over and not request.fixed_order:
         classical += _from_few_layers(request, plain[0].schedule, work)
     for base in bases:
@@ -65,7 +65,7 @@ def seeds(request: Request, view: LivenessModel, work: int) -> tuple[list[Plan],
     return plain, sorted(classical, key=lambda plan: plan.key)
 
 
-def _from_few_layers(request: Request, base: Schedule, work: int) -> list[Plan]:
+def _from_few_layers(request: Request, base: Schedule, work: int) -> list[Candidate]:
     """Return plans for a stack of equal layers, derived from plans for a few layers searched with at least 2 `work`."""
     candidates = max(2 * work, LAYERS_WORK_PER_OP * request.problem.n_ops) // WORK_PER_CANDIDATE
 
@@ -77,7 +77,7 @@ def _from_few_layers(request: Request, base: Schedule, work: int) -> list[Plan]:
     return [priced(request.problem, schedule.order, request.budget) for schedule in found]
 
 
-def find(request: Request) -> Plan:
+def find(request: Request) -> Candidate:
     """Return the best plan found within the allowance; no plan of `Request.known` within the budget costs less."""
     view = liveness_model(request.problem, request.fixed_order)
     work = allowance(request)
@@ -110,7 +110,7 @@ def find(request: Request) -> Plan:
     return best
 
 
-def _repair_target(request: Request, view: LivenessModel, known: list[Plan], work: int) -> Plan:
+def _repair_target(request: Request, view: LivenessModel, known: list[Candidate], work: int) -> Candidate:
     """Anneal the known plan of the lowest peak towards the budget, which is faster than a search from the seeds.
 
     It takes at most half of the time left. Return the best plan, known plans included.
@@ -120,17 +120,17 @@ def _repair_target(request: Request, view: LivenessModel, known: list[Plan], wor
     return best_of([*known, with_budget(found, request.budget)])
 
 
-def _continue_from(request: Request, view: LivenessModel, best: Plan, budget: int, work: int) -> Plan:
+def _continue_from(request: Request, view: LivenessModel, best: Candidate, budget: int, work: int) -> Candidate:
     """Continue from the best plan until the deadline, with twice the work each round, while that finds better plans."""
     fruitless = turn = 0
-    while fruitless < FRUITLESS and not request.deadline.passed():
+    while fruitless < PATIENCE and not request.deadline.passed():
         better = best_of([best, *_round(request, view, best, budget, work << turn, turn)])
         fruitless = fruitless + 1 if better is best else 0
         best, turn = better, turn + 1
     return best
 
 
-def _extend_effort(request: Request, view: LivenessModel, best: Plan, budget: int, work: int) -> Plan:
+def _extend_effort(request: Request, view: LivenessModel, best: Candidate, budget: int, work: int) -> Candidate:
     """Continue from a plan above the budget, for as long as each round gains enough to reach the budget in time."""
     for turn in range(LAST_ROUNDS):
         lower = best_of([best, *_round(request, view, best, budget, work, turn)])
@@ -141,26 +141,28 @@ def _extend_effort(request: Request, view: LivenessModel, best: Plan, budget: in
     return best
 
 
-def _round(request: Request, view: LivenessModel, start: Plan, budget: int, work: int, turn: int) -> list[Plan]:
+def _round(
+    request: Request, view: LivenessModel, start: Candidate, budget: int, work: int, turn: int
+) -> list[Candidate]:
     """Run one annealing per lane from `start`: a hot one with alternating temperatures, and a cool one."""
     heats = TRIAL_HEATS[turn % len(TRIAL_HEATS)], CONTINUE_HEAT
     request.progress("improving further", 0.0)
 
-    def run(lane: int) -> Plan:
+    def run(lane: int) -> Candidate:
         seed, heat = request.seed + 1000 + LANES * turn + lane, Heat(*heats[lane])
         return annealed(view, start, budget, work, heat, seed, deadline=request.deadline)
 
     return [with_budget(plan, request.budget) for plan in in_parallel(run, range(LANES))]
 
 
-def with_budget(plan: Plan, budget: int) -> Plan:
+def with_budget(plan: Candidate, budget: int) -> Candidate:
     """Return `plan` with `over` for another budget."""
     return replace(plan, over=plan.peak > budget)
 
 
 def _anneal_seeds(
-    request: Request, view: LivenessModel, plain: list[Plan], others: list[Plan], budget: int, work: int
-) -> Plan:
+    request: Request, view: LivenessModel, plain: list[Candidate], others: list[Candidate], budget: int, work: int
+) -> Candidate:
     """Anneal from several starting points, then continue from the best plans; `work` is per lane."""
     clock = request.deadline
     work *= LANES
@@ -170,7 +172,7 @@ def _anneal_seeds(
     starts = [*plain[:1], *others[:1], *almost, *(plain[1:2] if not request.fixed_order else [])]
     tries = min(MOST_TRIES, max(1, int(work * TRY_SHARE / (WORK_PER_OP * request.problem.n_ops))))
 
-    def start(i: int) -> Plan:
+    def start(i: int) -> Candidate:
         request.progress("starting", i * TRY_SHARE / tries)
         heat = Heat(*TRIAL_HEATS[i % len(TRIAL_HEATS)])
         plan = starts[(i // len(TRIAL_HEATS) + i) % len(starts)]
@@ -186,7 +188,7 @@ def _anneal_seeds(
         kept = [(plan, budget) for plan in tried[: PLANS_CONTINUED if tries > 1 else LANES]]
         most = int(work * CONTINUE_SHARE / len(kept))
 
-    def go_on(i: int) -> Plan:
+    def go_on(i: int) -> Candidate:
         plan, aim = kept[i]
         request.progress(_improving(request, plan), TRY_SHARE + i * CONTINUE_SHARE / len(kept))
         seed = request.seed + tries + i
@@ -195,13 +197,13 @@ def _anneal_seeds(
     best = best_of([*tried, kept[0][0], *in_parallel(go_on, range(len(kept)))])
     rest = int(work * (1 - TRY_SHARE - CONTINUE_SHARE) / len(LAST_HEATS))
 
-    def finish(i: int) -> Plan:
+    def finish(i: int) -> Candidate:
         return annealed(view, best, budget, rest, Heat(*LAST_HEATS[i]), request.seed + i, deadline=clock)
 
     return best_of([best, *in_parallel(finish, range(len(LAST_HEATS)))])
 
 
-def _improving(request: Request, plan: Plan) -> str:
+def _improving(request: Request, plan: Candidate) -> str:
     """Return the progress message for improving `plan`."""
     if plan.over:
         return f"no plan within the budget yet, lowest peak {format_bytes(plan.peak)}"

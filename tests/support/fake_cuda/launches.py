@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from onnx_remat.session.binding import Program
+from onnx_remat.session.offsets import Program
 from onnx_remat.session.plan_session import SessionRequest, arrange
 from onnx_remat.session.prediction import step_seconds
 from onnx_remat.session.session import Session

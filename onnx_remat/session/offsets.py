@@ -85,7 +85,7 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True)
-class Binding:
+class Offsets:
     """Layout of the bound values.
 
     Attributes
@@ -277,7 +277,7 @@ def bindable(program: Program, least: int = LEAST) -> list[str]:
     ]
 
 
-def bind(program: Program, pairs: Mapping[str, str], least: int = LEAST, seconds: float | None = None) -> Binding:
+def assign(program: Program, pairs: Mapping[str, str], least: int = LEAST, seconds: float | None = None) -> Offsets:
     """Lay out every bindable value: donated outputs in their inputs' memory, all others in one slab.
 
     Parameters
@@ -303,7 +303,7 @@ def bind(program: Program, pairs: Mapping[str, str], least: int = LEAST, seconds
     size = np.array([program.tensors[head].nbytes for head in heads], np.int64)
     offsets, height, live = _lay_out(lower, upper, size, least < LEAST, seconds)
     placements = tuple(Placement(n, int(offsets[number[group[n]]]), program.tensors[n].nbytes) for n in names)
-    return Binding(placements, height, live, donated, refused)
+    return Offsets(placements, height, live, donated, refused)
 
 
 def _lay_out(lower: Longs, upper: Longs, size: Longs, apart: bool, seconds: float | None) -> tuple[Longs, int, int]:

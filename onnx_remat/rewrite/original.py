@@ -20,7 +20,7 @@ from onnx_remat.options import Options, PlanningOptions, parse_options
 from onnx_remat.ort.executed import Executed, as_executed, at_levels
 from onnx_remat.ort.prepare import Compiled, prepare
 from onnx_remat.plan.request import Deadline
-from onnx_remat.rewrite.accounting import Accounting, Goal, LoopMemory, SessionMemory, levels
+from onnx_remat.rewrite.accounting import Accounting, Goal, LoopMemory, SessionMemory, simulated_levels
 from onnx_remat.rewrite.first_use import SIMULATOR, FirstUse
 from onnx_remat.session.plan_session import check_openable
 from onnx_remat.session.prediction import Footprint, predict
@@ -28,7 +28,7 @@ from onnx_remat.units import Budget
 
 
 @dataclass(frozen=True, slots=True)
-class Planner:
+class Original:
     """A model that is loaded, compiled and simulated once, for any number of budgets; see `begin`.
 
     Attributes
@@ -38,9 +38,9 @@ class Planner:
         Where the model's external data lies.
     memory : Accounting
         The memory that budgets cover, and the model as it is planned.
-    original : Executed
+    executed : Executed
         The model as ONNX Runtime executes it by default; `by_level` at each level that budgets are for.
-    trained : Footprint or None
+    footprint : Footprint or None
         Memory of a loop with it; None where a loop cannot open the model.
     seconds : mapping of str to float
         Time that each stage took so far.
@@ -51,9 +51,9 @@ class Planner:
     options: Options
     folder: Path | None
     memory: Accounting
-    original: Executed
+    executed: Executed
     by_level: Mapping[str, Executed]
-    trained: Footprint | None
+    footprint: Footprint | None
     seconds: Mapping[str, float]
     deadline: Deadline
 
@@ -64,7 +64,7 @@ class Planner:
 
     def impossible_below(self, floor: int) -> int:
         """Return the least budget that could be kept if no plan peaks below `floor`: at most the original's bytes."""
-        return min(self.memory.budget(floor), self.memory.original_bytes)
+        return min(self.memory.budget_for(floor), self.memory.original_bytes)
 
     def keeps(self, budget: int) -> bool:
         """Return whether the original itself is within a budget."""
@@ -75,21 +75,21 @@ class Planner:
 class Job:
     """The job of keeping one budget."""
 
-    planner: Planner
+    original: Original
     goal: Goal
     clock: Stopwatch
     deadline: Deadline
 
-    def wait_for_compiled(self, kernels: FirstUse, groups: tuple[str, ...]) -> None:
-        """Compile some kernels if they are not yet; the time limit does not count it."""
-        self.planner.options.progress("compile", 0.0)
-        seconds = kernels.compile(groups)
+    def wait_for(self, warmup: FirstUse, groups: tuple[str, ...]) -> None:
+        """Compile some groups of search functions if they are not yet; the time limit does not count it."""
+        self.original.options.progress("compile", 0.0)
+        seconds = warmup.compile(groups)
         self.clock.waited(seconds)
         self.deadline.later(seconds)
 
 
-def begin(model: model_io.Model, given: PlanningOptions, kernels: FirstUse | None = None) -> Planner:
-    """Check the options, load and compile a model, and simulate it; `kernels` know what is compiled.
+def begin(model: model_io.Model, given: PlanningOptions, warmup: FirstUse | None = None) -> Original:
+    """Check the options, load and compile a model, and simulate it; `warmup` knows what is compiled.
 
     Raises
     ------
@@ -106,26 +106,26 @@ def begin(model: model_io.Model, given: PlanningOptions, kernels: FirstUse | Non
             check_fits(source.model)
         compiled = prepare(source.model, options.preparation())
         options = replace(options, dims=shapes.all_dims(compiled.tensors, options.dims))
-    clock.waited((kernels or FirstUse()).compile(SIMULATOR))
+    clock.waited((warmup or FirstUse()).compile(SIMULATOR))
     deadline = Deadline(options.time_limit)
     with clock.stage("simulate original"):
-        original = as_executed(compiled.graph.model, source.folder, "all", options.preparation(), compiled)
-        _ = original.timeline  # simulated within the stage
-    by_level = {"all": original}
+        executed = as_executed(compiled.graph.model, source.folder, "all", options.preparation(), compiled)
+        _ = executed.timeline  # simulated within the stage
+    by_level = {"all": executed}
     memory: Accounting
     if options.run_by == "session":  # at every level: percentages are of the worst
         with clock.stage("simulate result"):
-            by_level = _at_every_level(original, compiled, source.folder, options)
-        trained = as_trained(original, source.model, options)
+            by_level = _at_every_level(executed, compiled, source.folder, options)
+        footprint = footprint_of(executed, source.model, options)
         memory = SessionMemory(compiled, max(each.timeline.peak for each in by_level.values()), arena=options.arena)
     else:
         try:
-            trained = _footprint(original, source.model, options)
+            footprint = _predicted(executed, source.model, options)
         except ModelError as error:
             session = Setting("run_by", "session")
             raise ModelError("{}; {} plans for onnxruntime's own", error.message, session) from None
-        memory = LoopMemory.of(original, compiled, trained, options)
-    return Planner(options, source.folder, memory, original, by_level, trained, clock.seconds, deadline)
+        memory = LoopMemory.of(executed, compiled, footprint, options)
+    return Original(options, source.folder, memory, executed, by_level, footprint, clock.seconds, deadline)
 
 
 def _at_every_level(
@@ -134,19 +134,19 @@ def _at_every_level(
     """Return the original as ONNX Runtime executes it at each level; `original` is that of the default level."""
     if original.emulated:
         return {"all": original}
-    others = [level for level in levels() if level != "all"]
+    others = [level for level in simulated_levels() if level != "all"]
     return {**at_levels(compiled.graph.model, folder, others, options.preparation(), compiled), "all": original}
 
 
-def as_trained(executed: Executed, model: onnx.ModelProto, options: Options) -> Footprint | None:
+def footprint_of(executed: Executed, model: onnx.ModelProto, options: Options) -> Footprint | None:
     """Return the memory of a loop; None where a session cannot open the step."""
     try:
-        return _footprint(executed, model, options)
+        return _predicted(executed, model, options)
     except ModelError:
         return None
 
 
-def _footprint(executed: Executed, model: onnx.ModelProto, options: Options) -> Footprint:
+def _predicted(executed: Executed, model: onnx.ModelProto, options: Options) -> Footprint:
     check_openable(model)
     return predict(executed, fuse=options.fuses, costs=options.costs)
 

@@ -20,7 +20,7 @@ from onnx_remat.plan.search.tuning import FIRST_PRICE, LANES
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Candidate:
     """A schedule with its simulated peak, its cost, and whether the peak exceeds the budget (`over`)."""
 
     schedule: Schedule
@@ -34,14 +34,14 @@ class Plan:
         return (True, float(self.peak), self.cost) if self.over else (False, self.cost, float(self.peak))
 
 
-def priced(problem: Problem, order: Ints | tuple[int, ...], budget: int) -> Plan:
-    """Simulate `order` and return it as a `Plan`."""
+def priced(problem: Problem, order: Ints | tuple[int, ...], budget: int) -> Candidate:
+    """Simulate `order` and return it as a `Candidate`."""
     schedule = Schedule(tuple(np.asarray(order).tolist()))
     peak = simulate(problem, schedule).peak
-    return Plan(schedule, peak > budget, float(problem.cost[schedule.array()].sum()), peak)
+    return Candidate(schedule, peak > budget, float(problem.cost[schedule.array()].sum()), peak)
 
 
-def best_of(plans: list[Plan]) -> Plan:
+def best_of(plans: list[Candidate]) -> Candidate:
     """Return the best plan, the first of equals."""
     return min(plans, key=lambda plan: plan.key)
 
@@ -54,7 +54,7 @@ def cheapest_within(request: Request, schedules: Sequence[Schedule]) -> Schedule
 _Job = TypeVar("_Job")
 
 
-def in_parallel(run: Callable[[_Job], Plan], jobs: Sequence[_Job]) -> list[Plan]:
+def in_parallel(run: Callable[[_Job], Candidate], jobs: Sequence[_Job]) -> list[Candidate]:
     """Map `run` over jobs, `LANES` at a time; the kernels release the GIL."""
     if len(jobs) < 2:
         return [run(job) for job in jobs]
@@ -70,7 +70,7 @@ class Heat:
     cold: float
 
 
-def fits(view: LivenessModel, plan: Plan, budget: int) -> bool:
+def fits(view: LivenessModel, plan: Candidate, budget: int) -> bool:
     """Whether a plan meets a budget by liveness alone, the model that annealing uses."""
     return bool(_loaded(view, view.contract(plan.schedule.order), budget).totals[EXCESS] == 0)
 
@@ -83,7 +83,7 @@ def _loaded(view: LivenessModel, order: Ints, budget: int) -> State:
 
 def annealed(
     view: LivenessModel,
-    plan: Plan,
+    plan: Candidate,
     budget: int,
     work: int,
     heat: Heat,
@@ -91,7 +91,7 @@ def annealed(
     recompute: bool = True,
     keep: bool = False,
     deadline: Deadline | None = None,
-) -> Plan:
+) -> Candidate:
     """Anneal from a plan and return the result, better or worse; the plan itself if the deadline has passed.
 
     The parameters are those of `improved`, except that the start is a plan.

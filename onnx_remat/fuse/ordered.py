@@ -31,7 +31,7 @@ class Runs(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Schedule:
+class OrderedStep:
     """A step's nodes in execution order, and the values in its slab.
 
     Attributes
@@ -84,13 +84,13 @@ class Schedule:
         return Uses(self)
 
 
-def views(schedule: Schedule) -> frozenset[str]:
+def views(ordered: OrderedStep) -> frozenset[str]:
     """Return the values that are others in another shape; any other value in foreign memory may be written there."""
     found: set[str] = set()
-    for step in schedule.steps:
-        if step.node.op_type in VIEWS and not step.node.domain and step.node.output[0] in schedule.root:
+    for step in ordered.steps:
+        if step.node.op_type in VIEWS and not step.node.domain and step.node.output[0] in ordered.root:
             viewed = step.node.input[0]
-            if viewed not in schedule.root or viewed in found:
+            if viewed not in ordered.root or viewed in found:
                 found.add(step.node.output[0])
     return frozenset(found)
 
@@ -101,21 +101,21 @@ class Uses:
     Views count as the value in whose memory they lie, not as readers of it.
     """
 
-    def __init__(self, schedule: Schedule) -> None:
-        self.schedule = schedule
-        self.viewed = views(schedule)
-        self.shared = {owner for name, owner in schedule.root.items() if name not in self.viewed}
-        self.maker = {name: i for i, step in enumerate(schedule.steps) for name in step.writes}
+    def __init__(self, ordered: OrderedStep) -> None:
+        self.ordered = ordered
+        self.viewed = views(ordered)
+        self.shared = {owner for name, owner in ordered.root.items() if name not in self.viewed}
+        self.maker = {name: i for i, step in enumerate(ordered.steps) for name in step.writes}
         self.users: defaultdict[str, list[int]] = defaultdict(list)
-        for i, step in enumerate(schedule.steps):
+        for i, step in enumerate(ordered.steps):
             if not self.is_view(step):
                 for name in dict.fromkeys(self.root(name) for name in step.reads):
                     self.users[name].append(i)
-        self.kept = frozenset(self.root(name) for name in schedule.outputs)
+        self.kept = frozenset(self.root(name) for name in ordered.outputs)
 
     def root(self, name: str) -> str:
         """Return the value in whose memory one lies."""
-        return self.schedule.root.get(name, name)
+        return self.ordered.root.get(name, name)
 
     def is_view(self, step: Runs) -> bool:
         """Whether a node only makes views."""
@@ -123,7 +123,7 @@ class Uses:
 
     def is_own(self, name: str) -> bool:
         """Whether no other node writes into a value's memory."""
-        return (name not in self.schedule.root or name in self.viewed) and self.root(name) not in self.shared
+        return (name not in self.ordered.root or name in self.viewed) and self.root(name) not in self.shared
 
     def only_for(self, name: str, place: int) -> bool:
         """Whether only the node at a place reads a value."""
@@ -132,5 +132,5 @@ class Uses:
     def made_by(self, name: str, op: str) -> int:
         """Return the place of the node with this operator that makes a value, -1 if there is none."""
         place = self.maker.get(self.root(name), -1)
-        node = self.schedule.steps[place].node if place >= 0 else None
+        node = self.ordered.steps[place].node if place >= 0 else None
         return place if node is not None and node.op_type == op and node.domain in ("", "ai.onnx") else -1

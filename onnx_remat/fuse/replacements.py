@@ -1,4 +1,4 @@
-"""Nodes of which kernels of one kind each are faster: products and convolutions by libraries, pools and sums of rows.
+"""Single nodes and small patterns replaced by specialised kernels: products, convolutions, pools, sums of rows.
 
 A kernel's scratch memory must not raise what a step takes: a convolution whose scratch memory, with all that is live
 where it runs, exceeds the step's peak and the scratch memory that ONNX Runtime no longer needs, stays as it is.
@@ -17,8 +17,8 @@ from onnx_remat.fuse import convolutions, depthwise, pools, products, scatters
 from onnx_remat.fuse.convolution_forms import Found
 from onnx_remat.fuse.groups import live_bytes
 from onnx_remat.fuse.kernel import Kernel
-from onnx_remat.fuse.library import DOMAIN, OP
-from onnx_remat.fuse.schedule import Runs, Schedule
+from onnx_remat.fuse.ordered import OrderedStep, Runs
+from onnx_remat.fuse.shim import DOMAIN, OP
 from onnx_remat.ir.shapes import Tensor
 
 
@@ -55,7 +55,7 @@ class Replaced:
 
     Attributes
     ----------
-    schedule : Schedule
+    ordered : OrderedStep
     places : tuple of int
         For each of its nodes the place that it had before, -1 for a new one.
     kernels : tuple of Kernel
@@ -64,36 +64,36 @@ class Replaced:
         Values that only these kernels use, while they run.
     """
 
-    schedule: Schedule
+    ordered: OrderedStep
     places: tuple[int, ...]
     kernels: tuple[Kernel, ...]
     scratch: Mapping[str, Tensor]
 
 
-def convolved(schedule: Schedule) -> tuple[list[Found], list[Found]]:
+def convolved(ordered: OrderedStep) -> tuple[list[Found], list[Found]]:
     """Return the gradients that `depthwise` computes, and the other convolutions that oneDNN computes faster."""
-    here = depthwise.find(schedule)
+    here = depthwise.find(ordered)
     taken = {place for each in here for place in each.members}
-    return here, [each for each in convolutions.find(schedule) if taken.isdisjoint(each.members)]
+    return here, [each for each in convolutions.find(ordered) if taken.isdisjoint(each.members)]
 
 
-def replaced(schedule: Schedule, secret: int) -> Replaced:
+def replaced(ordered: OrderedStep, secret: int) -> Replaced:
     """Replace nodes that libraries compute faster; new nodes name their kernels by `secret` and handle.
 
     On a device ONNX Runtime's own kernels call libraries, so that nothing is replaced.
     """
-    if schedule.device:
-        return Replaced(schedule, tuple(range(len(schedule.steps))), (), {})
-    gradients, found = convolved(schedule) if schedule.convolutions else (depthwise.find(schedule), [])
-    peak = int(live_bytes(schedule).max(initial=0)) if found else 0
-    before = schedule.workspace(range(len(schedule.steps)))
+    if ordered.device:
+        return Replaced(ordered, tuple(range(len(ordered.steps))), (), {})
+    gradients, found = convolved(ordered) if ordered.convolutions else (depthwise.find(ordered), [])
+    peak = int(live_bytes(ordered).max(initial=0)) if found else 0
+    before = ordered.workspace(range(len(ordered.steps)))
     while True:
-        made = _with(schedule, gradients, found, secret)
-        left = schedule.workspace([place for place in made.places if place >= 0])
-        live = live_bytes(made.schedule) if found else ()
+        made = _with(ordered, gradients, found, secret)
+        left = ordered.workspace([place for place in made.places if place >= 0])
+        live = live_bytes(made.ordered) if found else ()
         tall = {
             step.writes[0]
-            for step, nbytes in zip(made.schedule.steps, live, strict=False)
+            for step, nbytes in zip(made.ordered.steps, live, strict=False)
             if step.writes and step.writes[-1] in made.scratch and nbytes > peak + before - left
         }
         if not tall:
@@ -101,7 +101,7 @@ def replaced(schedule: Schedule, secret: int) -> Replaced:
         found = [each for each in found if each.makes not in tall]
 
 
-def _with(schedule: Schedule, gradients: Sequence[Found], found: Sequence[Found], secret: int) -> Replaced:
+def _with(ordered: OrderedStep, gradients: Sequence[Found], found: Sequence[Found], secret: int) -> Replaced:
     kernels: list[Kernel] = []
     new: dict[int, list[LibraryNode]] = {}
     scratch: dict[str, Tensor] = {}
@@ -118,19 +118,19 @@ def _with(schedule: Schedule, gradients: Sequence[Found], found: Sequence[Found]
 
     gone = {place for each in (*gradients, *found) for place in each.members}
     for each in gradients:
-        kernel = depthwise.kernel_of(each, schedule)
+        kernel = depthwise.kernel_of(each, ordered)
         add(each.place, kernel, "depthwise weights", each.reads, (each.makes,), each.members)
     for each in found:
-        kernel = convolutions.kernel_of(each, schedule)
+        kernel = convolutions.kernel_of(each, ordered)
         dtype, shape = kernel.outputs[1]
         name = f"{each.makes}/scratch"
         scratch[name] = Tensor(dtype, shape, 4 * prod(shape), shape)
         add(each.place, kernel, f"convolution, {each.convolution.kind}", each.reads, (each.makes, name), each.members)
-    for rows in scatters.find(schedule):
+    for rows in scatters.find(ordered):
         if gone.isdisjoint(rows.members):
             add(rows.place, scatters.kernel_of(rows), "sum of rows", rows.reads, (rows.makes,), rows.members, 0)
             gone.update(rows.members)
-    maxima, sums = pools.find(schedule)
+    maxima, sums = pools.find(ordered)
     for pool in maxima:
         add(pool.place, pools.kernel_of_pool(pool), "MaxPool", (pool.reads,), pool.makes, (pool.place,))
         gone.add(pool.place)
@@ -138,8 +138,8 @@ def _with(schedule: Schedule, gradients: Sequence[Found], found: Sequence[Found]
         if gone.isdisjoint(total.members):
             add(total.place, pools.kernel_of_sum(total), "sum", total.reads, (total.makes,), total.members)
             gone.update(total.members)
-    for i, step in enumerate(schedule.steps):
-        product = products.product_of(step.node, schedule.tensors) if schedule.products and i not in gone else None
+    for i, step in enumerate(ordered.steps):
+        product = products.product_of(step.node, ordered.tensors) if ordered.products and i not in gone else None
         if product is not None:
             reads = [name for name in step.node.input if name]
             kind = f"product, {step.node.op_type}"
@@ -147,7 +147,7 @@ def _with(schedule: Schedule, gradients: Sequence[Found], found: Sequence[Found]
             gone.add(i)
     steps: list[Runs] = []
     places: list[int] = []
-    for i, step in enumerate(schedule.steps):
+    for i, step in enumerate(ordered.steps):
         if i not in gone:
             steps.append(step)
             places.append(i)
@@ -158,12 +158,12 @@ def _with(schedule: Schedule, gradients: Sequence[Found], found: Sequence[Found]
         step = steps[at]
         if isinstance(step, LibraryNode):
             return any(step.node.input[slot] == old for slot in step.plain)
-        return schedule.overwrites(places[at], made, old)
+        return ordered.overwrites(places[at], made, old)
 
     def workspace(at: Sequence[int]) -> int:
-        return schedule.workspace([places[i] for i in at if places[i] >= 0])
+        return ordered.workspace([places[i] for i in at if places[i] >= 0])
 
-    tensors = {**schedule.tensors, **scratch}
-    counted = {**schedule.counted, **{name: tensor.nbytes for name, tensor in scratch.items()}}
-    made = replace(schedule, steps=steps, tensors=tensors, counted=counted, overwrites=overwrites, workspace=workspace)
+    tensors = {**ordered.tensors, **scratch}
+    counted = {**ordered.counted, **{name: tensor.nbytes for name, tensor in scratch.items()}}
+    made = replace(ordered, steps=steps, tensors=tensors, counted=counted, overwrites=overwrites, workspace=workspace)
     return Replaced(made, tuple(places), tuple(kernels), scratch)
