@@ -245,18 +245,19 @@ class Grouping:
         if len(members) > MOST_NODES:
             return False
         new = self.candidates.setdefault(tuple(member.at for member in members), Candidate(members))
-        if depth(members) > MOST_DEPTH or new.space is None:
-            return False
         reads, makes = self.ends(members)
+        after, before = self._between(new, reads, makes)
+        places = [place for place in (a, b) if after < place < before]
+        if not places or depth(members) > MOST_DEPTH or new.space is None:
+            return False
         wanted = {new.size, new.size // new.columns} if new.columns else {new.size}
         if len(reads) > MOST_ENDS or len(makes) > MOST_ENDS or any(
             member.made in makes and member.makes not in wanted for member in members
         ):  # fmt: skip
             return False
-        after, before = self._between(new, reads, makes)
         inner = {*reads, *(member.made for member in members)} - {*reads, *makes}
         values = dict.fromkeys((*reads, *(member.made for member in members)))
-        return any(self._try_place(new, place, (a, b), values, inner) for place in (a, b) if after < place < before)
+        return any(self._try_place(new, place, (a, b), values, inner) for place in places)
 
     def _between(self, new: Candidate, reads: Sequence[str], makes: Sequence[str]) -> tuple[int, int]:
         """Return the two places that a group must lie strictly between; an empty range if it is impossible."""

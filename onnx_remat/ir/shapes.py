@@ -159,7 +159,7 @@ def check_dims(model: onnx.ModelProto, dims: Mapping[str, int], derived: bool = 
 
     See `infer`.
     """
-    symbols = _symbols(model)
+    symbols = symbols_of(model)
     if not derived and (unknown := sorted(set(dims) - set(symbols))):
         if not symbols:
             raise UsageError(f"all sizes of the model are fixed: it has no symbolic dimension {unknown[0]!r}")
@@ -178,7 +178,7 @@ def planned_dims(model: onnx.ModelProto) -> dict[str, int]:
         known = check_sizes(json.loads(text))
     except (UsageError, ValueError, RecursionError):  # a tool damaged it: the user must state the sizes
         return {}
-    return {name: size for name, size in known.items() if name in _symbols(model)}
+    return {name: size for name, size in known.items() if name in symbols_of(model)}
 
 
 def is_planned_fused(model: onnx.ModelProto) -> bool:
@@ -325,7 +325,7 @@ def _all_dims(model: onnx.ModelProto) -> Iterable[onnx.TensorShapeProto.Dimensio
         yield from value.type.tensor_type.shape.dim
 
 
-def _symbols(model: onnx.ModelProto) -> list[str]:
+def symbols_of(model: onnx.ModelProto) -> list[str]:
     """Return the symbolic dimension names in order of first mention, the inputs' first."""
     names = [d.dim_param for v in model.graph.input for d in v.type.tensor_type.shape.dim if d.dim_param]
     names += [d.dim_param for d in _all_dims(model) if d.dim_param and not d.dim_param.startswith(TAG)]
@@ -435,7 +435,7 @@ def _cannot_size(graph: Graph, missing: list[str], types: Mapping[str, TypeProto
         return f"the shape of value {name!r}, {where}, cannot be inferred{more} {where_from}"
     lacking = [package for package in ("onnxruntime", "sympy") if find_spec(package) is None]
     advice = f", or install {' and '.join(lacking)} for symbolic inference" if lacking else ""
-    if _symbols(graph.model):
+    if symbols_of(graph.model):
         advice = Message(", bind its symbolic dimensions with {}{}", Setting("dims"), advice)
     return Message(
         "the shape of value {!r}, {}, cannot be inferred{}: add value_info for it{}", name, where, more, advice

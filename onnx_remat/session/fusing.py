@@ -111,7 +111,7 @@ def fuse_step(
     ----------
     program : Program
     bound : Offsets
-        Layout of `program`.
+        Layout of `program`; it is searched for a smaller slab only if that decides whether to fuse.
     opset : int
     constants : mapping of str to float
         Constants of a single number, see `numbers`.
@@ -174,8 +174,11 @@ def fuse_step(
     books = bookkeeping_bytes(values_of(steps), len(found.kernels), convolutions.distinct(found.kernels))
     saved = 0 if device else bookkeeping_bytes(values_of(program.steps)) - books
     freed = workspace(program.steps) - workspace(steps)
-    if laid.height > bound.height + max(0, saved // 2) + freed:
-        return Refused(f"its slab would take {laid.height} bytes, not {bound.height}")
+    more = max(0, saved // 2) + freed
+    if laid.height > bound.live + more:  # no slab is smaller than what is live
+        height = (bound if bound.searched else offsets.assign(program, bound.donated, least, seconds)).height
+        if laid.height > height + more:
+            return Refused(f"its slab would take {laid.height} bytes, not {height}")
     members = {
         each.node.output[0]: tuple(program.steps[at] for at in each.members)
         for each in found.order

@@ -99,6 +99,8 @@ class Offsets:
         Input by the output that is written in its place.
     not_donated : mapping of str to str
         Reason by output, for requested donations that are not made.
+    searched : bool
+        Whether a smaller slab was searched for.
     """
 
     placements: tuple[Placement, ...]
@@ -106,6 +108,7 @@ class Offsets:
     live: int
     donated: Mapping[str, str]
     not_donated: Mapping[str, str]
+    searched: bool = True
 
 
 def program(
@@ -277,7 +280,13 @@ def bindable(program: Program, least: int = LEAST) -> list[str]:
     ]
 
 
-def assign(program: Program, pairs: Mapping[str, str], least: int = LEAST, seconds: float | None = None) -> Offsets:
+def assign(
+    program: Program,
+    pairs: Mapping[str, str],
+    least: int = LEAST,
+    seconds: float | None = None,
+    search: bool = True,
+) -> Offsets:
     """Lay out every bindable value: donated outputs in their inputs' memory, all others in one slab.
 
     Parameters
@@ -289,6 +298,8 @@ def assign(program: Program, pairs: Mapping[str, str], least: int = LEAST, secon
         Size in bytes from which on values are bound.
     seconds : float, optional
         Limit on the search for a small slab.
+    search : bool
+        Whether to search for one, beyond a first layout.
     """
     donated, refused = donations(program, pairs)
     names = [name for name in bindable(program, least) if name not in donated]
@@ -301,22 +312,24 @@ def assign(program: Program, pairs: Mapping[str, str], least: int = LEAST, secon
     for name, head in group.items():
         upper[number[head]] = max(upper[number[head]], end[name] + 1)
     size = np.array([program.tensors[head].nbytes for head in heads], np.int64)
-    offsets, height, live = _lay_out(lower, upper, size, least < LEAST, seconds)
+    offsets, height, live = _lay_out(lower, upper, size, least < LEAST, seconds, EFFORT if search else 0)
     placements = tuple(Placement(n, int(offsets[number[group[n]]]), program.tensors[n].nbytes) for n in names)
-    return Offsets(placements, height, live, donated, refused)
+    return Offsets(placements, height, live, donated, refused, search)
 
 
-def _lay_out(lower: Longs, upper: Longs, size: Longs, apart: bool, seconds: float | None) -> tuple[Longs, int, int]:
+def _lay_out(
+    lower: Longs, upper: Longs, size: Longs, apart: bool, seconds: float | None, effort: int
+) -> tuple[Longs, int, int]:
     """Return offsets, height and the peak of live bytes; with `apart`, small values lie above the others.
 
     A device has thousands of small values, which together are a small fraction of the slab: they are not searched for.
     """
     if not apart:
-        found = layout.solve(lower, upper, size, effort=EFFORT, time_limit=seconds)
+        found = layout.solve(lower, upper, size, effort=effort, time_limit=seconds)
         return found.offsets, found.height, found.lower_bound
     small = size < LEAST
     below = layout.solve(
-        lower[~small], upper[~small], size[~small], alignment=_DEVICE_ALIGNMENT, effort=EFFORT, time_limit=seconds
+        lower[~small], upper[~small], size[~small], alignment=_DEVICE_ALIGNMENT, effort=effort, time_limit=seconds
     )
     above = layout.solve(lower[small], upper[small], size[small], alignment=_DEVICE_ALIGNMENT, effort=0)
     offsets = np.zeros(len(size), np.int64)

@@ -7,6 +7,7 @@ exits.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from onnx_remat.session.slab_layout import (
     kept,
     lay_out,
     makers,
+    searched,
     workspace,
 )
 
@@ -199,7 +201,11 @@ def planned(path: str, target: str, request: Mapping[str, Any]) -> dict[str, Any
     Return also the digest of what was read, empty for a model with weights in other files.
     """
     from onnx_remat.ir import external_data, model_io
+    from onnx_remat.memory import layout
+    from onnx_remat.process import worker
 
+    worker.start()
+    threading.Thread(target=layout.load_compiled, daemon=True).start()  # while ONNX Runtime optimises the step
     data = plan_cache.content(Path(path))
     source = model_io.of_file(Path(path), data)
     digest = "" if data is None or external_data.paths(source.model) else plan_cache.digest_of(data)
@@ -268,7 +274,7 @@ def arrange(step: model_io.Model, target: Path, request: SessionRequest) -> Slab
     least = request.least or offsets.least(kernels)
     different = ""
     for _ in range(_LOADS):
-        made = lay_out(executed, outputs, request.donate, least)
+        made = lay_out(executed, outputs, request.donate, least, search=False)
         model = made.compiled.graph.model
         for each in _candidates(made, least, request.secret, _not_asked(source.model, request)):
             bound = [place.name for place in each.offsets.placements]
@@ -321,7 +327,7 @@ def _candidates(made: SlabLayout, least: int, secret: int, not_asked: str) -> It
             yield other
             why_not = "onnxruntime changes it when it loads it"
         made = replace(made, fused=replace(made.fused, why_not=why_not))
-    yield made
+    yield searched(made, least)
 
 
 def plan(step: model_io.Model, target: Path, request: SessionRequest) -> SessionPlan:
@@ -374,6 +380,8 @@ def _all_dims(model: Any, dims: Mapping[str, int]) -> dict[str, int]:
     from onnx_remat.ort.shape_askers import SHAPE_ASKERS
 
     dims = shapes.planned_dims(model) | dict(dims)
+    if not dims and not shapes.symbols_of(model):
+        return {}
     try:
         return shapes.all_dims(shapes.infer(graph.build(model), dims, askers=SHAPE_ASKERS), dims)
     except errors.ShapeError as error:

@@ -44,7 +44,12 @@ class SlabLayout:
 
 
 def lay_out(
-    executed: Executed, outputs: Sequence[str], donate: Donate, least: int, seconds: float | None = None
+    executed: Executed,
+    outputs: Sequence[str],
+    donate: Donate,
+    least: int,
+    seconds: float | None = None,
+    search: bool = True,
 ) -> SlabLayout:
     """Lay out the values of a step that ONNX Runtime has already optimised.
 
@@ -59,6 +64,8 @@ def lay_out(
         Size in bytes from which on a value is bound.
     seconds : float, optional
         Limit on the search for a small slab.
+    search : bool
+        Whether to search for one, beyond a first layout, see `searched`.
 
     Raises
     ------
@@ -81,7 +88,7 @@ def lay_out(
     steps = lean_graph.as_run(lean_graph.moved_when_due(lean, compiled.kernels))
     program = offsets.waiting(offsets.program(steps, compiled.tensors, inputs, outputs, compiled.kernels, opset), pairs)
     weights = sum(compiled.tensors[name].nbytes for name in stored)
-    bound = offsets.assign(program, pairs, least, seconds)
+    bound = offsets.assign(program, pairs, least, seconds, search)
     fused = Fused(len(program.steps), values_of(program.steps), unfused_slab=bound.height)
     return SlabLayout(compiled, program, bound, weights, constants, fused=fused)
 
@@ -132,6 +139,17 @@ def as_fused(made: SlabLayout, least: int, secret: int = 0, seconds: float | Non
             )  # fmt: skip
         why_not = laid.why_not
     return replace(made, fused=replace(made.fused, why_not=why_not))
+
+
+def searched(made: SlabLayout, least: int) -> SlabLayout:
+    """Return a layout with the smallest slab that a search finds, if there was no search yet."""
+    from onnx_remat.session import offsets
+
+    if made.offsets.searched:
+        return made
+    found = offsets.assign(made.program, made.offsets.donated, least)
+    fused = replace(made.fused, unfused_slab=found.height)
+    return replace(made, offsets=replace(found, not_donated=made.offsets.not_donated), fused=fused)
 
 
 def makers(compiled: Compiled) -> dict[str, Op]:

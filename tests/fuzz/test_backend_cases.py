@@ -84,8 +84,8 @@ def test_a_value_that_lies_where_another_is_still_read_is_seen(monkeypatch):
     """The judge of all of this, with a layout that puts every value at the same place and a replay that is silent."""
     honest = offsets._lay_out
 
-    def wrong(lower, upper, size, apart, seconds):
-        offsets, *rest = honest(lower, upper, size, apart, seconds)
+    def wrong(lower, upper, size, *more):
+        offsets, *rest = honest(lower, upper, size, *more)
         return offsets * 0, *rest
 
     make = helper.make_node
