@@ -7,7 +7,7 @@ import tempfile
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import numpy as np
 import torch
@@ -51,6 +51,12 @@ class StepLoss(float):
     def detach(self) -> StepLoss:
         """Return the loss itself, which has no history."""
         return self
+
+    def backward(self, *_: Any, **__: Any) -> NoReturn:
+        """Raise UsageError: the step has computed the gradients and updated the module."""
+        raise UsageError(
+            "the step has already computed the gradients and updated the module: leave out loss.backward()"
+        )
 
 
 class Budgeted:

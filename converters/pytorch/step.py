@@ -233,8 +233,11 @@ def _paths(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _scalar(loss: Any, from_model: bool) -> torch.Tensor:
-    give_loss = Message("pass {}", Setting("loss"))
+    give_loss = Message("return the loss alone, as .loss or under the key 'loss', or pass {}", Setting("loss"))
     whose = "the model (no loss was given)" if from_model else "the loss function"
+    if loss is None and from_model:
+        labels = "are the labels in the batch ('labels' for transformers' models)? Otherwise pass {}"
+        raise ConversionError("the model (no loss was given) returned no loss: {}", Message(labels, Setting("loss")))
     if not isinstance(loss, torch.Tensor):
         hint = give_loss if from_model else "return the loss"
         raise ConversionError("{} returned {}, not the scalar loss: {}", whose, type(loss).__name__, hint)

@@ -76,11 +76,15 @@ class Facts:
             if mode != training:
                 which = f".get_submodule({path!r})" if path else ""
                 call = f"model{which}.{'train' if training else 'eval'}()"
-                yield (
-                    f"module {path!r} is not in the mode of the step: call {call} first"
-                    if path
-                    else (f"the module is not in the mode of the step: call {call} first")
-                )
+                if path:
+                    yield f"module {path!r} is not in the mode of the step: call {call} first"
+                elif training:
+                    yield f"the module is not in the mode of the step: call {call} first"
+                else:  # transformers' from_pretrained returns models in this mode
+                    yield (
+                        "the step was made of a module in eval mode, in which Dropout does nothing: call model.train() "
+                        f"and {_NEW}, or {call} to go on with this one"
+                    )
         for path in sorted(now.modules.keys() - self.modules.keys()):
             yield f"module {path!r} was added since the step was made: {_NEW}"
 

@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+import types
 import warnings
 from pathlib import Path
 
@@ -201,7 +202,32 @@ def test_a_model_that_returns_its_loss_in_a_dict_and_a_loop_that_calls_item():
         other.step()
         made = step(batch)
         assert made.item() == made.detach() == pytest.approx(loss.item())
+        with pytest.raises(UsageError, match=r"already .* updated the module: leave out loss.backward\(\)"):
+            made.backward()
     close(ours, theirs)
+
+
+class ReturnsLossWithLabels(nn.Linear):
+    """As transformers' models do it."""
+
+    def forward(self, x, labels=None, as_tuple=False):
+        logits = super().forward(x)
+        loss = None if labels is None else cross_entropy(logits, labels)
+        return (loss, logits) if as_tuple else types.SimpleNamespace(loss=loss, logits=logits)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({}, r"returned no loss: are the labels in the batch \('labels' .*\)\? Otherwise pass loss="),
+        ({"labels": torch.arange(8) % 3, "as_tuple": True}, r"returned tuple, .*: return the loss alone, as .loss or"),
+    ],
+    ids=["none", "tuple"],
+)
+def test_a_model_that_returns_no_loss_of_its_own(more, said):
+    model = ReturnsLossWithLabels(6, 3)
+    with pytest.raises(ConversionError, match=said):
+        budgeted(model, None, torch.optim.SGD(model.parameters(), 0.1), {"x": torch.randn(8, 6)} | more)
 
 
 def test_the_last_four_sizes_stay_open(monkeypatch):
@@ -371,6 +397,16 @@ def test_changes_that_a_step_cannot_follow_are_refused(match):
     before.check(Facts.of(model, (optimizer,), {(0, 0, "lr")}))
     CHANGES[match](model, optimizer)
     with pytest.raises(UsageError, match=match):
+        before.check(Facts.of(model, (optimizer,), {(0, 0, "lr")}))
+
+
+def test_a_step_that_was_made_in_eval_mode_says_so_in_train_mode():
+    model, optimizer = changing()
+    model.eval()
+    before = Facts.of(model, (optimizer,), {(0, 0, "lr")})
+    model.train()
+    said = r"made of a module in eval mode, .*: call model.train\(\) and make a new step, or model.eval\(\) to go on"
+    with pytest.raises(UsageError, match=said):
         before.check(Facts.of(model, (optimizer,), {(0, 0, "lr")}))
 
 
