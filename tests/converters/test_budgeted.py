@@ -230,6 +230,30 @@ def test_a_model_that_returns_no_loss_of_its_own(more, said):
         budgeted(model, None, torch.optim.SGD(model.parameters(), 0.1), {"x": torch.randn(8, 6)} | more)
 
 
+def test_a_model_of_transformers_in_a_loop_of_dicts(tmp_path):
+    """As in PyTorch, from loading to saving."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    size = {"vocab_size": 32, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32}
+    drop = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = transformers.BertConfig(**size, **drop, num_hidden_layers=1, max_position_embeddings=8)
+    transformers.BertForSequenceClassification(config).save_pretrained(tmp_path / "first")
+    ours, theirs = (transformers.BertForSequenceClassification.from_pretrained(tmp_path / "first") for _ in range(2))
+    mine, other = (torch.optim.AdamW(each.parameters(), 1e-2) for each in (ours, theirs))
+    texts = [{"input_ids": text, "labels": text[0] % 2} for text in torch.randint(0, 32, (12, 8))]
+    loader = torch.utils.data.DataLoader(texts, 4)
+    step = budgeted(ours.train(), None, mine, next(iter(loader)), outputs=["logits"])
+    for batch in loader:
+        other.zero_grad()
+        made = theirs.train()(**batch)
+        made.loss.backward()
+        other.step()
+        assert step(transformers.BatchEncoding(batch)) == pytest.approx(made.loss.item(), abs=1e-5)
+        torch.testing.assert_close(step.outputs["logits"], made.logits, rtol=0, atol=1e-5)
+    ours.save_pretrained(tmp_path / "last")
+    close(transformers.BertForSequenceClassification.from_pretrained(tmp_path / "last"), theirs, 1e-4)
+
+
 def test_the_last_four_sizes_stay_open(monkeypatch):
     opened = []
 
