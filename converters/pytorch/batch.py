@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 
 from onnx_remat.errors import ConversionError, UsageError
+from onnx_remat.messages import Setting
 
 from .. import names
 from .private_state import pytree
@@ -128,7 +130,25 @@ def loss_of(
         *first, target = positional
         positional = tuple(first)
     output = model(*positional, **keyword)
+    _check_arguments(loss, output, target)
     return loss(output, target), output
+
+
+def _check_arguments(loss: Callable[..., Any], *given: Any) -> None:
+    """Raise ConversionError if a loss does not take the model's output and the batch's last argument."""
+    try:
+        signature = inspect.signature(loss)
+    except (TypeError, ValueError):  # some functions written in C state none
+        return
+    try:
+        signature.bind(*given)
+    except TypeError as error:
+        raise ConversionError(
+            "the loss is called with the model's output and the last entry of the batch, and does not take them ({}): "
+            "change it, or pass {} if the model returns its loss",
+            error,
+            Setting("loss", None),
+        ) from None
 
 
 def parts_of(output: Any, wanted: Sequence[str]) -> dict[str, torch.Tensor]:

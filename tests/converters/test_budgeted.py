@@ -230,6 +230,13 @@ def test_a_model_that_returns_no_loss_of_its_own(more, said):
         budgeted(model, None, torch.optim.SGD(model.parameters(), 0.1), {"x": torch.randn(8, 6)} | more)
 
 
+def test_a_loss_that_takes_the_output_alone():
+    model, batch = nn.Linear(6, 3), list(torch.randn(2, 8, 6))
+    said = r"with the model's output and the last .* \(too many positional arguments\): .* pass loss=None if the model"
+    with pytest.raises(ConversionError, match=said):
+        budgeted(model, lambda output: output.loss, torch.optim.SGD(model.parameters(), 0.1), batch)
+
+
 def test_a_model_of_transformers_in_a_loop_of_dicts(tmp_path):
     """As in PyTorch, from loading to saving."""
     transformers = pytest.importorskip("transformers")
