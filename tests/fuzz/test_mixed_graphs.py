@@ -1,6 +1,7 @@
 """Random mixed graphs, rewritten and through `Session` with every value in its slab: none comes out wrong.
 
-The default run does a few dozen, ``--fuzz N`` N of them; `python -m scripts.random_graphs` prints what becomes of each.
+The default run does a dozen, ``--slow`` thirty, ``--fuzz N`` N of them; `python -m scripts.random_graphs` prints
+what becomes of each.
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ from tests.support.outcomes import RIGHT, TOO_LOW
 
 pytest.importorskip("onnxruntime")
 
-_FEW = 30
+_FEW, _MORE = 12, 30
 ALLOWED = (RIGHT, TOO_LOW)
 
 
 @pytest.mark.parametrize("seeds", [range(i, 10**6, 6) for i in range(6)], ids=str)
 def test_they_do_what_stock_onnx_runtime_does(seeds, pytestconfig):
     found, counted = [], 0
-    for seed in seeds[: (pytestconfig.getoption("--fuzz") or _FEW) // 6]:
+    few = _MORE if pytestconfig.getoption("--slow") else _FEW
+    for seed in seeds[: (pytestconfig.getoption("--fuzz") or few) // 6]:
         answer = mixed.try_graph(seed)
         counted += not isinstance(answer, str)
         outcomes = answer if not isinstance(answer, str) else {}
