@@ -78,7 +78,7 @@ def test_gradients_of_every_kind_of_cross_entropy_are_torchs(shape, extra):
 def test_zeros_that_an_embeddings_gradient_is_added_to_are_not_held():
     model = nn.Sequential(nn.Embedding(WORDS, 64), nn.Linear(64, 1))
     made = export_training_step(model, (torch.randint(0, WORDS, (32,)), torch.randn(32, 1)), F.mse_loss)
-    weights = begin(made, {"run_by": "loop"}).trained.weights
+    weights = begin(made, {"run_by": "loop"}).footprint.weights
     assert weights < WORDS * 64 * 4 / 8
 
 
