@@ -7,7 +7,7 @@ from typing import ClassVar, Unpack
 
 from onnx_remat.findings.show import modules, trace
 from onnx_remat.ir import model_io, phases
-from onnx_remat.ir.shapes import planned_dims
+from onnx_remat.ir.shapes import with_planned
 from onnx_remat.messages import Finding, Message, Setting
 from onnx_remat.options import PlanningOptions
 from onnx_remat.ort.peaks import Peak, Reserves, describe, reserves
@@ -112,7 +112,7 @@ def estimate(model: model_io.Model, **options: Unpack[PlanningOptions]) -> Estim
         An argument or the model is invalid.
     """
     source = model_io.load(model)
-    dims = planned_dims(source.model) | dict(options.get("dims") or {})  # of a file that was planned before
+    dims = with_planned(source.model, options.get("dims") or {})  # of a file that was planned before
     original = begin(source, {**options, "dims": dims, "effort": _FIRST_LOOK})
     memory, executed = original.memory, max(original.by_level.values(), key=lambda each: each.timeline.peak)
     original.options.progress("first look", 0.0)

@@ -165,7 +165,7 @@ def check_dims(model: onnx.ModelProto, dims: Mapping[str, int], derived: bool = 
             raise UsageError(f"all sizes of the model are fixed: it has no symbolic dimension {unknown[0]!r}")
         hint = did_you_mean(unknown[0], symbols)
         raise UsageError(f"the model has no symbolic dimension {unknown[0]!r}: it has {', '.join(symbols)}{hint}")
-    of_inputs = {d.dim_param for value in model.graph.input for d in value.type.tensor_type.shape.dim}
+    of_inputs = _symbols_of_inputs(model)
     if open_symbols := [s for s in symbols if s not in dims and s in of_inputs]:
         sizes = Setting("dims", dict.fromkeys(open_symbols, Word("SIZE")))
         raise ShapeError("symbolic dimensions are not bound: {}; pass {}", ", ".join(open_symbols), sizes)
@@ -179,6 +179,23 @@ def planned_dims(model: onnx.ModelProto) -> dict[str, int]:
     except (UsageError, ValueError, RecursionError):  # a tool damaged it: the user must state the sizes
         return {}
     return {name: size for name, size in known.items() if name in symbols_of(model)}
+
+
+def with_planned(model: onnx.ModelProto, dims: Mapping[str, int]) -> dict[str, int]:
+    """Return `dims` with the sizes that a rewrite was planned for, of dimensions that it does not name.
+
+    Where one of `dims` has another size than was planned, that holds only for dimensions of inputs: others follow from
+    them, such as the rows of a batch, and must be inferred again.
+    """
+    known = planned_dims(model)
+    if any(known.get(name, size) != size for name, size in dims.items()):
+        own = _symbols_of_inputs(model)
+        known = {name: size for name, size in known.items() if name in own}
+    return known | dict(dims)
+
+
+def _symbols_of_inputs(model: onnx.ModelProto) -> set[str]:
+    return {dim.dim_param for value in model.graph.input for dim in value.type.tensor_type.shape.dim}
 
 
 def is_planned_fused(model: onnx.ModelProto) -> bool:

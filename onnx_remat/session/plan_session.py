@@ -379,7 +379,7 @@ def _all_dims(model: Any, dims: Mapping[str, int]) -> dict[str, int]:
     from onnx_remat.ir import graph, shapes
     from onnx_remat.ort.shape_askers import SHAPE_ASKERS
 
-    dims = shapes.planned_dims(model) | dict(dims)
+    dims = shapes.with_planned(model, dims)
     if not dims and not shapes.symbols_of(model):
         return {}
     try:

@@ -394,3 +394,26 @@ def test_a_file_is_opened_with_the_sizes_it_was_planned_for():
     planned.metadata_props[0].value = "{"
     with pytest.raises(UsageError, match="pass dims="):
         Session(planned)
+
+
+def test_sizes_that_follow_from_a_batch_are_not_those_that_a_file_was_planned_for():
+    """ONNX's own inference cannot compute `rows`, behind a Max; the plan was for 32,768 of them."""
+    model = onnx.parser.parse_model("""<ir_version: 9, opset_import: ["" : 20]>
+        g (float[batch, 64] x) => (float[batch, 64] y)
+        <int64[1] last = {-1}, int64[1] one = {1}, int64[2] as_x = {-1, 64}, float[rows, 1] zeros> {
+            flat = Reshape(x, last)
+            sizes = Shape(flat)
+            pair = Concat<axis = 0>(sizes, one)
+            both = Max(pair, one)
+            zeros = ConstantOfShape(both)
+            column = Unsqueeze(flat, one)
+            less = Sub(zeros, column)
+            again = Reshape(less, as_x)
+            y = Tanh(again)
+        }""")
+    onnx.helper.set_model_props(model, {"onnx_remat.dims": '{"batch": 512, "rows": 32768}'})
+    for dims, batch in ((None, 512), ({"batch": 40}, 40), ({"batch": 40, "rows": 2560}, 40)):
+        feeds = {"x": np.linspace(-1, 1, 64 * batch, dtype=np.float32).reshape(batch, 64)}
+        for level in ("disable", "all"):
+            with Session(model, dims=dims, level=level) as session:
+                assert_same(session.run(feeds), outputs_of(model, feeds, level))
