@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
 from onnx_remat.errors import BudgetInfeasibleError
+from onnx_remat.messages import Message, Setting
 from onnx_remat.plan.request import Deadline
 from onnx_remat.rewrite.original import Job, Original
 from onnx_remat.rewrite.report import Report
@@ -17,8 +19,11 @@ TRIALS = 5
 CLOSE_ENOUGH = 0.03
 """Share of the original's memory within which the least budget is known well enough."""
 
+_FILES_PER_TRIAL = 2.0  # times what a file takes: a plan, and a file, at least
+_LATER = 0.5  # of the time left: kept for later trials and for the plan itself
 
-def least_budget(original: Original, slower: float, attempt: Callable[[Job], Report]) -> Budget:
+
+def least_budget(original: Original, slower: float, deadline: Deadline, attempt: Callable[[Job], Report]) -> int:
     """Bisect for the least budget whose file takes at most so much more time, as predicted.
 
     Parameters
@@ -26,27 +31,36 @@ def least_budget(original: Original, slower: float, attempt: Callable[[Job], Rep
     original : Original
     slower : float
         Most additional time of a step as a loop runs it, as a fraction; most extra compute, where a loop cannot.
+    deadline : Deadline
+        Trials end early enough to leave time for the plan itself.
     attempt : callable
-        Rewrites for one budget. At most `TRIALS` attempts share a quarter of the effort and of the time.
+        Rewrites for one budget. At most `TRIALS` attempts share a quarter of the effort.
 
     Returns
     -------
-    Budget
-        In bytes; the original's memory if no smaller budget will do.
+    int
+        Bytes; the original's memory if no smaller budget will do.
+
+    Raises
+    ------
+    BudgetInfeasibleError
+        A time limit that was asked for is too short for a single trial.
     """
     options, most = original.options, original.memory.original_bytes
-    share = 1 / (4 * TRIALS)
-    effort = None if options.effort is None else options.effort * share
-    limit = options.time_limit * share
-    brief = replace(options, effort=effort, time_limit=limit, verify="none" if options.verify == "none" else "check")
-    trial = replace(original, options=brief)
+    effort = None if options.effort is None else options.effort / (4 * TRIALS)
+    brief = replace(options, effort=effort, verify="none" if options.verify == "none" else "check")
+    trial, enough = replace(original, options=brief), _FILES_PER_TRIAL * original.seconds_per_file
     low, high = original.impossible_below(original.memory.floor), most
-    for _ in range(TRIALS):
+    for turn in range(TRIALS):
         if high - low <= CLOSE_ENOUGH * most:
+            break
+        if (turn or not options.limit_is_default()) and deadline.ends_within(2 * enough):
+            if not turn:
+                raise _too_short(original, enough, deadline)
             break
         budget = (low + high) // 2
         try:
-            report = attempt(trial.job(Budget(bytes=budget), Deadline(limit)))
+            report = attempt(trial.job(Budget(bytes=budget), deadline.sooner(enough, _LATER)))
         except BudgetInfeasibleError:
             low = budget
             continue
@@ -55,4 +69,17 @@ def least_budget(original: Original, slower: float, attempt: Callable[[Job], Rep
             high = budget
         else:
             low = budget
-    return Budget(bytes=high)
+    return high
+
+
+def _too_short(original: Original, enough: float, deadline: Deadline) -> BudgetInfeasibleError:
+    options, memory = original.options, original.memory
+    advised = 5 * math.ceil((options.time_limit - deadline.left() + 2 * (TRIALS + 1) * enough) / 5)
+    return BudgetInfeasibleError(
+        Message(
+            "{} is too short to search for a budget: each of up to {} trials takes about {:.0f} s here; try {}, or "
+            "give a size",
+            Setting("time_limit", options.time_limit), TRIALS, math.ceil(enough), Setting("time_limit", advised),
+        ),
+        memory.original_bytes, memory.floor + memory.bookkeeping,
+    )  # fmt: skip

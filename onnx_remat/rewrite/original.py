@@ -57,6 +57,11 @@ class Original:
     seconds: Mapping[str, float]
     deadline: Deadline
 
+    @property
+    def seconds_per_file(self) -> float:
+        """Seconds to write and simulate a file, by those that the original took."""
+        return self.memory.simulations * self.seconds["simulate original"]
+
     def job(self, budget: Budget, deadline: Deadline) -> Job:
         """Return the job of keeping a budget until a deadline."""
         goal = Goal(budget.resolve(self.memory.original_bytes), self.memory)

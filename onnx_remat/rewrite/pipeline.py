@@ -171,7 +171,8 @@ def rewrite_for(
 def _rewrite_to(budget: Budget, original: Original, deadline: Deadline, warmup: FirstUse, advise: bool) -> Result:
     if budget.slower is not None:
         began = time.monotonic()
-        budget = least_budget(original, budget.slower, lambda job: _rewrite(job, warmup, advise=False).report)
+        found = least_budget(original, budget.slower, deadline, lambda job: _rewrite(job, warmup, advise=False).report)
+        budget = Budget(bytes=found)
         original = replace(original, seconds={**original.seconds, "budget": time.monotonic() - began})
     return _rewrite(original.job(budget, deadline), warmup, advise)
 
@@ -182,12 +183,11 @@ def _rewrite(job: Job, warmup: FirstUse, advise: bool) -> Result:
     if original.keeps(job.goal.allowed):
         return _unchanged(job)
     job.wait_for(warmup, PLANNER + REPORTER if options.arena else PLANNER)
-    seconds_per_file = memory.simulations * original.seconds["simulate original"]
     fitting = fit_with_moves if options.offload else fit
     work = Work(original.executed, original.folder, options, job.clock.stage, job.deadline)
 
     def within(goal: Goal) -> Fitted:
-        return fitting(goal, work, seconds_per_file)
+        return fitting(goal, work, original.seconds_per_file)
 
     try:
         fitted = within(job.goal)

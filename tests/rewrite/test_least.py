@@ -11,6 +11,7 @@ from onnx_remat import rewrite_model
 from onnx_remat.app.cli import main
 from onnx_remat.errors import BudgetInfeasibleError, UsageError
 from onnx_remat.options import Options
+from onnx_remat.plan.request import Deadline
 from onnx_remat.rewrite.least import CLOSE_ENOUGH, TRIALS, least_budget
 from onnx_remat.units import Budget, parse_budget
 from tests.support.graphs import mlp
@@ -22,29 +23,33 @@ class Step:
 
     options: Options
     memory: SimpleNamespace
+    seconds_per_file: float = 0.1
 
     def impossible_below(self, floor: int) -> int:
         return floor
 
-    def job(self, budget: Budget, deadline: object) -> tuple[int, Options]:
-        return budget.resolve(1000), self.options
+    def job(self, budget: Budget, deadline: Deadline) -> tuple[int, Options, float]:
+        return budget.resolve(1000), self.options, deadline.left()
 
 
-def tried(slower: float, measured: bool = True) -> tuple[int, list[tuple[int, Options]]]:
+DEFAULT = Options()
+
+
+def tried(
+    slower: float, measured: bool = True, options: Options = DEFAULT, seconds_per_file: float = 0.1
+) -> tuple[int, list[tuple[int, Options, float]]]:
     attempts = []
 
     def attempt(job):
         attempts.append(job)
-        budget, _ = job
+        budget = job[0]
         if budget < 300:
             raise BudgetInfeasibleError("none", 300, 300)
         share = (1000 - budget) / 1000
         return SimpleNamespace(extra_time=lambda: share if measured else None, extra_compute=share)
 
-    step = Step(Options(), SimpleNamespace(original_bytes=1000, floor=100))
-    found = least_budget(step, slower, attempt).bytes
-    assert found is not None
-    return found, attempts
+    step = Step(options, SimpleNamespace(original_bytes=1000, floor=100, bookkeeping=0), seconds_per_file)
+    return least_budget(step, slower, Deadline(options.time_limit), attempt), attempts
 
 
 @pytest.mark.parametrize("measured", [True, False])
@@ -53,11 +58,27 @@ def test_the_least_budget_is_found_in_few_trials(slower, least, measured):
     found, attempts = tried(slower, measured)
     assert least <= found <= least + CLOSE_ENOUGH * 1000
     assert len(attempts) <= TRIALS
-    assert all(options.effort == Options().effort / (4 * TRIALS) for _, options in attempts)
+    assert all(options.effort == Options().effort / (4 * TRIALS) for _, options, _ in attempts)
 
 
 def test_no_budget_below_the_original_is_one_that_is_the_original_s_memory():
     assert tried(1e-9)[0] == 1000
+
+
+def test_a_limit_that_nobody_set_leaves_each_trial_time_for_its_file():
+    """A step of 7,000 nodes, whose file takes six seconds: trials once had six, and none was made."""
+    found, attempts = tried(0.5, seconds_per_file=6.0)
+    assert 500 <= found <= 530
+    assert all(options.limit_is_default() and seconds > 6.0 for _, options, seconds in attempts)
+    assert tried(0.5, seconds_per_file=300.0)[1], "on the slowest machine, too"
+
+
+def test_a_limit_that_is_too_short_for_a_trial_is_refused():
+    options = Options(time_limit=20.0)
+    with pytest.raises(BudgetInfeasibleError, match=r"time_limit=20 is too short .* 12 s here; try time_limit=145"):
+        tried(0.5, options=options, seconds_per_file=6.0)
+    found, attempts = tried(0.5, options=options, seconds_per_file=2.0)
+    assert found < 1000 and all(seconds > 2.0 for _, _, seconds in attempts)
 
 
 def test_a_step_takes_at_most_so_much_more_time():
