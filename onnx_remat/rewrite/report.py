@@ -187,9 +187,11 @@ class Report(Finding):
         covered = WORDING[self.run_by].covered
         unresolved = self.measured.unresolved if self.measured and self.run_by != "loop" else 0
         kept = f"kept by simulation, measured {format_bytes(unresolved)} above it" if unresolved else "kept"
+        time = (self.extra_time() if self.run_by == "loop" else None) or 0.0
+        slower = f" ({time:+.1%} predicted step time)" if abs(time) >= 5e-4 else ""
         return (
             f"{covered} {format_bytes(before)} -> {format_bytes(after)} ({change}), "
-            f"budget {format_bytes(self.budget)} {kept}, +{self.extra_compute:.1%} compute, {room}"
+            f"budget {format_bytes(self.budget)} {kept}, +{self.extra_compute:.1%} compute{slower}, {room}"
         )
 
     def lines(self) -> list[str]:
