@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from onnx_remat.errors import BudgetInfeasibleError
-from onnx_remat.messages import Message, Setting
+from onnx_remat.messages import Message, Setting, changed
 from onnx_remat.units import Budget, format_bytes, parse_budget
 
 if TYPE_CHECKING:  # it takes memory
@@ -49,18 +49,25 @@ def summary(framework: str, own: int, report: Report) -> str:
 
 @contextmanager
 def of(framework: str, own: int) -> Iterator[None]:
-    """Let a refusal within the block say what the framework's own step takes, of which the budget is a share.
+    """Let a refusal within the block name arguments of ``budgeted``, and what the framework's own step takes.
 
     Parameters
     ----------
     framework : str
     own : int
-        Bytes; 0 if the budget is no such share.
+        Bytes; 0 if the budget is no share of them.
     """
     try:
         yield
     except BudgetInfeasibleError as error:
-        if not own:
-            raise
-        text = Message("{}'s own step takes {}: {}", framework, format_bytes(own), error.message)
+        text: str = changed(error.message, _in_planning)
+        if own:
+            text = Message("{}'s own step takes {}: {}", framework, format_bytes(own), text)
+            if int(str(error.settings.get("budget", 0))) > own:
+                text = Message("{}; that is more than {}'s own: train this step there", text, framework)
         raise BudgetInfeasibleError(text, error.best_peak_bytes, error.lower_bound_bytes) from None
+
+
+def _in_planning(setting: Setting) -> Setting:
+    """Return a planning option as it is given to ``budgeted``."""
+    return setting if setting.name == "budget" else Setting("planning", {setting.name: setting.value})

@@ -87,6 +87,8 @@ def check_target(target: PathLike, source: PathLike | None, force: bool) -> Path
 
 def _check_path(path: Path, source: PathLike | None, force: bool) -> None:
     resolved(path)
+    if str(path) == "-":
+        raise UsageError("a model is written to a file, not to standard output: name one, or ./- for one of this name")
     if path.is_dir():
         raise UsageError(f"{path} is a directory: name a file to write")
     if not path.parent.is_dir():

@@ -107,6 +107,20 @@ def _spelled(part: object, write: Callable[[Setting], str]) -> object:
     return part.spelled(write) if isinstance(part, Message) else part
 
 
+def changed(text: str, change: Callable[[Setting], Setting]) -> str:
+    """Return any text, a message with every setting replaced by `change`.
+
+    >>> print(changed(Message("try {}", Setting("effort", 60)), lambda setting: Setting("planning", {"effort": 60})))
+    try planning={'effort': 60}
+    """
+    if not isinstance(text, Message) or not text.parts:
+        return text
+    parts = (
+        change(p) if isinstance(p, Setting) else changed(p, change) if isinstance(p, str) else p for p in text.parts
+    )
+    return Message(text.template, *parts)
+
+
 def joined(separator: str, pieces: Iterable[str]) -> Message:
     """Join texts that may be messages, like `str.join`.
 

@@ -124,7 +124,7 @@ def _meant(text: str) -> str:
         return f"{share} of what the original takes, or the unit of a size: {text}MB, {text}GB, ..."
     if re.fullmatch(rf"{_NUMBER}\s*[kmgt]", text, re.IGNORECASE):
         return f"{text.upper()}B (powers of 1000) or {text.upper()}iB (of 1024)"
-    return "e.g. 4GB, 3.5GiB, 123456789B, 80% or auto"
+    return "e.g. 4GB, 3.5GiB, 123456789B, 80%, auto or +5%"
 
 
 _PERCENTS, _LARGE = 100, 10_000

@@ -81,6 +81,9 @@ def main(arguments: list[str] | None = None) -> int:
         )
     parameters = sum(value.name.startswith(("grad.", "new.")) for value in step.graph.output)
     print(f"{given.out}: {len(step.graph.node)} nodes, {parameters} outputs besides the loss")
+    ends = [value.name for value in (*step.graph.input, *step.graph.output)]
+    state = {name.removeprefix(start) for name in ends for start in ("grad.", "new.") if name.startswith(start)}
+    print(f"a batch is {', '.join(value.name for value in step.graph.input if value.name not in state)}")
     known = {p.key: p.value for p in step.metadata_props}
     if "check.differences" in known:
         print(f"gradients agree with differences of the loss, in float64, to {known['check.differences']}")

@@ -94,6 +94,8 @@ def add_backward(
         prepare.into_training(model.graph)
     chosen = prepare.select(model.graph, wrt, frozen)
     if not chosen:
+        if prepare.select(model.graph, wrt, ()):
+            raise ConversionError("all parameters are frozen: leave one out of {}", Setting("frozen"))
         raise ConversionError(
             "no initializer looks like a weight, so there is no parameter: name some with {}",
             Setting("wrt"),
@@ -230,7 +232,10 @@ def _demote(
 
 
 def _set_outputs(tape: Tape, graph: ir.Graph, wanted: Mapping[str, ir.Value]) -> None:
-    """Make these values the graph's outputs, under these names."""
+    """Make these values the graph's outputs, under these names; ConversionError where an input has one of them."""
+    taken = {str(value.name) for value in (*graph.inputs, *graph.initializers.values())}
+    if clash := next((name for name in wanted if name in taken), None):
+        raise ConversionError(f"an input or a weight is called {clash!r}, as an output of the step is: rename it")
     for value in (v for node in graph for v in node.outputs):
         if value is not wanted.get(str(value.name), value):
             value.name = tape.fresh(f"forward.{value.name}")

@@ -173,6 +173,9 @@ def select(graph: ir.Graph, wrt: Sequence[str] | None, frozen: Sequence[str]) ->
     ConversionError
         A name matches nothing, or an integer.
     """
+    known = [*(str(value.name) for value in graph.inputs), *(name for name, _ in initial_values(graph))]
+    if unknown := next((p for p in frozen if not any(_matches(name, [p]) for name in known)), None):
+        raise ConversionError(f"frozen: no input or initializer is called {unknown!r}{did_you_mean(unknown, known)}")
     if wrt is None:
         chosen = [value for _, value in initial_values(graph) if _is_weight(value)]
         return [v for v in chosen if not _matches(str(v.name), frozen)]

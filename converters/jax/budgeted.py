@@ -49,12 +49,25 @@ class _Tree:
     names: tuple[str, ...]
     impls: tuple[Any, ...]
 
-    def arrays(self, tree: Any) -> dict[str, np.ndarray]:
-        """Return the arrays of a tree of this structure, by input name."""
+    def arrays(self, tree: Any, what: str) -> dict[str, np.ndarray]:
+        """Return the arrays of a tree of this structure, by input name; messages call it `what`."""
         leaves, structure = jax.tree_util.tree_flatten(tree)
         if structure != self.structure:
-            raise UsageError(f"this tree is {structure}, and the step's {self.structure}: give the same structure")
+            raise UsageError(f"{what}: the structure differs from the step's: {self._difference(tree)}")
         return {name: plain(array(leaf)) for name, leaf in zip(self.names, leaves, strict=True)}
+
+    def _difference(self, tree: Any) -> str:
+        """Return the first leaf that only one of both trees has, by its path."""
+
+        def paths(tree: Any) -> list[str]:
+            return [jax.tree_util.keystr(path) or "a leaf" for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
+
+        own, given = paths(jax.tree_util.tree_unflatten(self.structure, self.names)), paths(tree)
+        if missing := [path for path in own if path not in set(given)]:
+            return f"{missing[0]} is missing"
+        if more := [path for path in given if path not in set(own)]:
+            return f"the step has no {more[0]}"
+        return "its containers are of other types"
 
     def read(self, loop: Loop) -> Any:
         """Return a copy of its current arrays."""
@@ -96,7 +109,7 @@ class Budgeted:
         wanted = len(jax.tree_util.treedef_children(self._batch.structure))
         if len(batch) != wanted:
             raise UsageError(f"batch arguments: the example has {wanted}, not {len(batch)}")
-        return self._loop.step(self._batch.arrays(batch))
+        return self._loop.step(self._batch.arrays(batch, "the batch"))
 
     def restore(self, params: Any = None, buffers: Any = None, opt_state: Any = None) -> None:
         """Continue from these values: a checkpoint, or a state with another learning rate. The others stay as they are.
@@ -108,9 +121,10 @@ class Budgeted:
         UsageError
             A tree has another structure, or an array another shape, than the step's.
         """
-        pairs = ((self._params, params), (self._buffers, buffers), (self._state, opt_state))
-        given = [tree.arrays(values) for tree, values in pairs if values is not None]
-        names = [name for tree, _ in pairs for name in tree.names] + list(self._batch.names)
+        values = {"params": params, "buffers": buffers, "opt_state": opt_state}
+        trees = dict(zip(values, (self._params, self._buffers, self._state), strict=True))
+        given = [trees[what].arrays(value, what) for what, value in values.items() if value is not None]
+        names = [name for tree in trees.values() for name in tree.names] + list(self._batch.names)
         found = {name: self._loop.view(name) for name in names}
         for arrays in given:
             found |= arrays
@@ -197,6 +211,8 @@ def budgeted(
         raise UsageError("{} needs a budget: pass {}", Setting("planning"), Setting("budget"))
     if given is not None:
         parse_options({**(planning or {})})
+    if not callable(getattr(optimizer, "init", None)):
+        raise UsageError(f"optimizer: pass one of optax, such as optax.adamw(1e-3), not {optimizer!r:.100}")
     shown = Progress(quiet=not progress, log=True)
     try:
         shown("export", 0.0)

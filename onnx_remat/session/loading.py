@@ -65,9 +65,12 @@ def load(path: Path, providers: Sequence[Any], threads: int = 0, pool: int = 0, 
 
 
 def first_line(error: Exception) -> str:
-    """Return ONNX Runtime's error in one line."""
+    """Return ONNX Runtime's error in one line, without the middle of a long one: the cause is at its end."""
     line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    return line[:300]
+    return line if len(line) <= _LONGEST else f"{line[: _LONGEST // 2]} ... {line[-_LONGEST // 2 :]}"
+
+
+_LONGEST = 300
 
 
 def load_and_save(path: str, target: str, providers: Sequence[str]) -> tuple[None, bytes]:

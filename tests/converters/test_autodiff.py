@@ -592,3 +592,21 @@ def test_dropouts_behind_frozen_layers_drop():
     step = add_backward(forward, "mse", training=True, frozen=["w0"], check=False)
     feeds = initial_inputs(forward, step) | {"x": np.ones((4, 3), np.float32), "target": np.ones((4, 4), np.float32)}
     assert len({float(runtime.outputs(step, feeds, "all")["loss"]) for _ in range(4)}) == 4
+
+
+def test_names_that_match_nothing_or_are_taken_are_refused():
+    with pytest.raises(ConversionError, match=r"frozen: no input or initializer is called 'w\*x'"):
+        add_backward(MLP, "mse", frozen=["w*x"], check=False)
+    with pytest.raises(ConversionError, match="all parameters are frozen: leave one out of frozen="):
+        add_backward(MLP, "mse", frozen=["*"], check=False)
+    named = model("y = MatMul(x, loss)", {"loss": np.ones((3, 2), np.float32)})
+    with pytest.raises(ConversionError, match="an input or a weight is called 'loss', as an output of the step is"):
+        add_backward(named, "mse", check=False)
+
+
+def test_the_command_names_the_inputs_of_a_batch(tmp_path, capsys):
+    """An input of the model may be called `target`, too."""
+    path = tmp_path / "in.onnx"
+    onnx.save(model("y = MatMul(target, w0)", weights((3, 2)), {"target": [4, 3]}), path)
+    assert main([str(path), str(tmp_path / "out.onnx"), "--loss", "mse", "--no-check"]) == 0
+    assert "a batch is target, target.1\n" in capsys.readouterr().out

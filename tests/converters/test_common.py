@@ -13,8 +13,9 @@ from onnx_remat.converters.emit import Emitter
 from onnx_remat.converters.passes.add_in_order import add_in_order
 from onnx_remat.converters.passes.simplify import simplify
 
-from onnx_remat.converters import optimizers
-from onnx_remat.errors import ConversionError
+from onnx_remat.converters import optimizers, shares
+from onnx_remat.errors import BudgetInfeasibleError, ConversionError
+from onnx_remat.messages import Message, Setting
 from onnx_remat.ort import runtime
 
 torch = pytest.importorskip("torch")
@@ -218,3 +219,15 @@ def test_widened_bfloat16_rounds_as_bfloat16_does():
     data = np.random.default_rng(0).standard_normal(100).astype(ml_dtypes.bfloat16)
     found = runtime.outputs(ir.to_proto(widened(ir.Model(graph, ir_version=10))), {"x": data.astype(np.float32)})["y"]
     np.testing.assert_array_equal(found, ((data + data) * ml_dtypes.bfloat16(0.3)).astype(np.float32))
+
+
+def test_a_refusal_names_arguments_of_budgeted_and_when_a_budget_does_not_pay():
+    advice = Message("no plan; {}", Message("try {}, or {}", Setting("budget", 20_000_000), Setting("effort", 60)))
+    for own, said in ((30_000_000, ""), (18_000_000, "; that is more than PyTorch's own: train this step there")):
+        with pytest.raises(BudgetInfeasibleError) as refused, shares.of("PyTorch", own):
+            raise BudgetInfeasibleError(advice, 1, 2)
+        text = (
+            f"PyTorch's own step takes {own // 10**6}.0 MB: no plan; try budget=20000000, or planning={{'effort': 60}}"
+        )
+        assert str(refused.value) == text + said
+        assert refused.value.settings["budget"] == 20_000_000

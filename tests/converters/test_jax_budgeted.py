@@ -166,8 +166,13 @@ def test_refusals():
     with budgeted(deep, parameters(), *example, optimizer=sgd, check=False) as step:
         with pytest.raises(UsageError, match="batch arguments: the example has 2, not 1"):
             step(example[0])
-        with pytest.raises(UsageError, match="same structure"):
+        with pytest.raises(UsageError, match=r"the batch: the structure differs from the step's: \[1\] is missing$"):
             step(example[0], list(example))
+        with pytest.raises(UsageError, match=r"^params: the structure differs .*: \['out'\] is missing$"):
+            step.restore({"layers": step.params["layers"]})
+    with pytest.raises(UsageError, match=r"optimizer: pass one of optax, such as optax.adamw\(1e-3\), not <function"):
+        budgeted(deep, parameters(), *example, optimizer=optax.sgd)
+    with budgeted(deep, parameters(), *example, optimizer=sgd, check=False) as step:
         with pytest.raises(UsageError, match=r"input\.0"):
             step(example[0][:-1], example[1][:-1])
         step(*example)

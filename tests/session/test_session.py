@@ -12,6 +12,7 @@ from onnx import TensorProto, helper
 
 import onnx_remat
 from onnx_remat import ModelError, Session, UsageError, rewrite_model
+from onnx_remat.session import loading
 from onnx_remat.session.training import Loop
 from tests.support.graphs import feeds_for, mlp, model_of, run_model, same_at, same_bits, same_numbers
 
@@ -313,6 +314,12 @@ def test_a_closed_session_says_so():
     with pytest.raises(UsageError, match="closed"):
         session.run(feeds_for(model))
     session.close()
+
+
+def test_a_long_error_keeps_its_end():
+    long = RuntimeError("\n[ONNXRuntimeError] : 1 : FAIL : " + "x" * 400 + " out of data bounds\nmore")
+    line = loading.first_line(long)
+    assert len(line) < 310 and line.startswith("[ONNX") and line.endswith("out of data bounds")
 
 
 def test_a_node_that_fails_is_named():
