@@ -59,6 +59,8 @@ class OrderedStep:
         Values in host memory, although the step runs on a device.
     products, convolutions : bool
         Whether large matrix products, and convolutions, become kernels, see `products` and `convolutions`.
+    maxima : bool
+        Whether MaxPool becomes a kernel, see `pools`.
     workspace : callable
         Bytes of scratch memory of ONNX Runtime for the nodes at some places.
     """
@@ -76,6 +78,7 @@ class OrderedStep:
     on_host: frozenset[str] = frozenset()
     products: bool = False
     convolutions: bool = False
+    maxima: bool = True
     workspace: Callable[[Sequence[int]], int] = lambda places: 0
 
     @cached_property

@@ -2,7 +2,8 @@
 
 ONNX Runtime computes the indices slowly, and adds gradients in a single thread, into zeros that an Expand has made
 before. Kernels compute a plane of an image, or a row of the sum, in one thread. Results are ONNX Runtime's to the bit:
-a maximum is the first element of its window until one is greater, so that only a NaN in the first place stays.
+a maximum is the first element of its window until one is greater, so that only a NaN in the first place stays. Before
+1.29 no NaN stays, and MaxPool is left to ONNX Runtime.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ import onnx
 from onnx_remat.fuse.code import FLOAT, LONG
 from onnx_remat.fuse.kernel import METADATA, Kernel, grain, loaded
 from onnx_remat.fuse.ordered import OrderedStep, Runs, Uses
+
+OLDEST_RUNTIME = (1, 29)
+"""Oldest ONNX Runtime with the bits of the kernel of MaxPool."""
 
 LEAST_ELEMENTS = 1 << 14
 """Least elements that are read or made: below, a kernel saves nothing."""
@@ -79,7 +83,7 @@ class Sum:
 def find(ordered: OrderedStep) -> tuple[list[Pool], list[Sum]]:
     """Return the pools and the sums of a step, by place."""
     uses = ordered.uses
-    pools = [_pool(uses, i, step) for i, step in enumerate(ordered.steps)]
+    pools = [_pool(uses, i, step) for i, step in enumerate(ordered.steps)] if ordered.maxima else []
     sums = [_sum(uses, i, step) for i, step in enumerate(ordered.steps)]
     return [each for each in pools if each is not None], [each for each in sums if each is not None]
 

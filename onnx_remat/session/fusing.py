@@ -126,10 +126,11 @@ def fuse_step(
     seconds : float, optional
         Limit on the search for a small slab.
     """
-    from onnx_remat.fuse import blas, convolutions, cuda, onednn
+    from onnx_remat.fuse import blas, convolutions, cuda, onednn, pools
     from onnx_remat.fuse.nodes import FusedNode, fuse
     from onnx_remat.fuse.ordered import OrderedStep
     from onnx_remat.fuse.replacements import convolved
+    from onnx_remat.ort import runtime
     from onnx_remat.session import lean_graph, offsets
 
     if len(program.steps) > MOST_NODES:
@@ -151,6 +152,7 @@ def fuse_step(
         on_host=program.on_host | (_of_bodies(program) if device else frozenset()),
         products=not device and not blas.why_not(),
         convolutions=not device and not onednn.why_not(),
+        maxima=tuple(runtime.installed()[:2]) >= pools.OLDEST_RUNTIME,
         workspace=lambda places: workspace([program.steps[place] for place in places]),
     )
     found = fuse(ordered, secret)

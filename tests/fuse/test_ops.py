@@ -67,6 +67,17 @@ CASES = [
 ]
 
 
+def needs_kernel(op: str, dtype: int) -> None:
+    """Skip a test where ONNX Runtime itself has no kernel: before 1.32, Where has none of uint32."""
+    count = OPS[op].inputs[0]
+    types = [BOOL if op == "Where" and not i else dtype for i in range(count)]
+    built = model(op, types, BOOL if OPS[op].logical else dtype, [(1,)] * count, (1,))
+    try:
+        onnxruntime.InferenceSession(built.SerializeToString(), options(), ["CPUExecutionProvider"])
+    except onnxruntime.capi.onnxruntime_pybind11_state.NotImplemented:
+        pytest.skip("this onnxruntime has no kernel")
+
+
 def counts(op: str) -> list[int]:
     least, most = OPS[op].inputs
     return [1, 2, 3, 5] if most > 3 else list(range(least, most + 1))
@@ -74,6 +85,7 @@ def counts(op: str) -> list[int]:
 
 @pytest.mark.parametrize(("op", "dtype"), CASES, ids=lambda x: NAMES.get(x, x) if isinstance(x, int) else x)
 def test_an_operator_gives_onnx_runtimes_bits(op, dtype):
+    needs_kernel(op, dtype)
     for count in counts(op):
         arrays = pairs(dtype, count)
         if op == "Where":
@@ -99,6 +111,7 @@ def test_an_operator_gives_onnx_runtimes_bits(op, dtype):
 @pytest.mark.parametrize(("op", "dtype"), CASES, ids=lambda x: NAMES.get(x, x) if isinstance(x, int) else x)
 def test_onnx_runtime_gives_the_same_bits_wherever_an_element_lies(op, dtype):
     """In a vector or in what is left over; where it does not, no kernel can (Max and Min of zeros)."""
+    needs_kernel(op, dtype)
     count = OPS[op].inputs[0]
     arrays = pairs(dtype, count)
     if op == "Where":

@@ -10,10 +10,17 @@ from onnx import helper
 
 from onnx_remat.fuse import pools
 from onnx_remat.fuse.nodes import FusedNode, fuse
+from onnx_remat.options import Options
+from onnx_remat.ort import runtime
+from onnx_remat.ort.executed import as_executed
+from onnx_remat.session.prediction import laid_out
 from tests.fuse.test_groups import F, L, build, node
 from tests.support.fusing import assert_same_bits, options, ordered_step, run, session, why_not
 
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "none")
+pytestmark = [
+    pytest.mark.skipif(bool(why_not()), reason=why_not() or "none"),
+    pytest.mark.skipif(runtime.installed() < pools.OLDEST_RUNTIME, reason="MaxPool has other bits in this onnxruntime"),
+]
 
 ODD = np.float32([0.0, -0.0, np.nan, np.inf, -np.inf, 1e-42, 3.4e38])
 
@@ -63,6 +70,15 @@ def test_a_window_of_nans():
 )
 def test_other_forms_stay(attributes):
     assert not fuse(ordered_step(pool((4, 16, 32, 32), **attributes)), 0).kernels
+
+
+@pytest.mark.parametrize(("installed", "kernels"), [((1, 28, 0), 0), ((1, 29, 0), 1)])
+def test_a_maximum_is_left_to_runtimes_in_which_no_nan_stays(installed, kernels, monkeypatch):
+    executed = as_executed(
+        pool((4, 16, 32, 32), kernel_shape=[2, 2]), None, "all", Options(run_by="loop").preparation()
+    )
+    monkeypatch.setattr(runtime, "installed", lambda: installed)
+    assert laid_out(executed).fused.kernels == kernels
 
 
 def test_small_ones_stay():
