@@ -121,7 +121,7 @@ def test_goes_on_from_a_checkpoint_with_another_rate():
         kept = step.params
         step(*example)
         close(step.params, kept, 0.0)
-        with pytest.raises(UsageError, match="same structure"):
+        with pytest.raises(UsageError, match="the structure differs"):
             step.restore(params["layers"])
 
 
