@@ -68,7 +68,7 @@ CASES = [
 
 
 def needs_kernel(op: str, dtype: int) -> None:
-    """Skip a test where ONNX Runtime itself has no kernel: before 1.32, Where has none of uint32."""
+    """Skip a test where ONNX Runtime itself has no kernel: before 1.31, Where has none of uint32."""
     count = OPS[op].inputs[0]
     types = [BOOL if op == "Where" and not i else dtype for i in range(count)]
     built = model(op, types, BOOL if OPS[op].logical else dtype, [(1,)] * count, (1,))
