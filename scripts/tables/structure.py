@@ -72,6 +72,13 @@ def _static(tree: Path) -> dict[str, Any]:
         texts[folder] = "\n".join(path.read_text() for path in sources)
         figures[f"files in {folder}/"] = len(sources)
         figures[f"lines in {folder}/"] = f"{texts[folder].count(chr(10)):,}"
+    for room in sorted(
+        {path.relative_to(tree / "onnx_remat").parts[0] for path in (tree / "onnx_remat").rglob("*/*.py")}
+    ):
+        sources = [path for path in (tree / "onnx_remat" / room).rglob("*.py") if not path.is_symlink()]
+        lines = sum(path.read_text().count("\n") for path in sources)
+        if sources:
+            figures[f"`{room}/`: files, lines"] = f"{len(sources)}, {lines:,}"
     package = texts["onnx_remat"]
     loose = [path for path in (tree / "onnx_remat").glob("*.py") if not path.stem.startswith("__")]
     figures["modules outside of rooms"] = len(loose)
