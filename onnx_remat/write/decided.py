@@ -142,8 +142,8 @@ def planned(model: onnx.ModelProto, name: str) -> Planned:
         )  # fmt: skip
     except (KeyError, ValueError, RecursionError) as error:
         raise ModelError(
-            f"{name} does not say what was planned: it was not rewritten, because it kept its budget as it was or for "
-            "another reason, or a tool dropped or damaged its metadata"
+            f"{name} does not say what was planned: it was not rewritten (a step that keeps its budget is left as it "
+            "is), or a tool dropped or damaged its metadata"
         ) from error
 
 
