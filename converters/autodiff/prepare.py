@@ -21,8 +21,8 @@ from onnx_remat.ir.model_io import without_weights
 from onnx_remat.ir.opsets import opset_of
 from onnx_remat.ort import runtime
 
+from ..constants import fold, static
 from ..tape import Tape
-from .constants import fold, static
 from .registry import NO_GRADIENT
 from .rules import RULES
 from .rules_norm import BATCH_STATISTICS

@@ -13,9 +13,9 @@ import onnx_ir as ir
 from onnx_remat.errors import ConversionError
 from onnx_remat.messages import Message, Setting
 
+from ..constants import static
 from ..dims import Dims, dims
 from ..tape import Tape
-from .constants import static
 from .parts import accumulate
 
 Grads: TypeAlias = dict[int, Callable[[], ir.Value | None]]

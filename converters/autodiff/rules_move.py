@@ -7,9 +7,9 @@ from functools import partial
 import numpy as np
 import onnx_ir as ir
 
+from ..constants import static
 from ..dims import Dims, dims
 from ..tape import Tape
-from .constants import static
 from .parts import place
 from .registry import Grads, RuleInput, rule
 

@@ -7,10 +7,10 @@ import onnx_ir as ir
 
 from onnx_remat.messages import Message, Setting
 
+from ..constants import static
 from ..convolutions import Geometry, input_gradient
 from ..dims import dims
 from ..resizing import axis_matrix
-from .constants import static
 from .registry import Grads, RuleInput, rule
 from .rules_conv import geometry
 

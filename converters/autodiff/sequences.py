@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from .constants import static
+from ..constants import static
 
 
 def unpack_sequences(graph: ir.Graph) -> bool:

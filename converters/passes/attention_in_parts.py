@@ -1,8 +1,9 @@
-"""Attention, a few heads at a time: the scores never all exist at once, and none is kept for the gradient.
+"""Attention, a few heads or queries at a time: the scores never all exist at once, and none is kept for the gradient.
 
 The nodes between the product that makes the scores and the products that read them compute each head of each text
-separately, in the forward and the backward pass. The pass writes these nodes once for each part of the texts and heads.
-The backward pass recomputes the scores of a part from queries and keys, instead of reading those of the forward pass::
+separately, in the forward and the backward pass. The pass writes these nodes once for each part of the texts and heads,
+or for each block of queries where a mask hides many keys, see `attention_rows`. The backward pass recomputes the scores
+of a part from queries and keys, instead of reading those of the forward pass::
 
     forward     q1, k1, v1 -> scores -> softmax -> output 1 -+
                 q2, k2, v2 -> scores -> softmax -> output 2 -+-> Concat
@@ -10,10 +11,10 @@ The backward pass recomputes the scores of a part from queries and keys, instead
     backward    output's gradient --waits--> q1, k1 -> scores -> softmax -> gradients of q1, k1, v1 -+
                                   +--waits--> q2, k2 -> scores -> softmax -> gradients of q2, k2, v2 -+-> Concats
 
-No sum crosses parts, so the numbers are the same. Each part of the backward pass waits for the one before it, and the
-first for the gradient of the output; otherwise ONNX Runtime's order might begin with the scores of all parts. The
-recomputation of scores is FlashAttention's idea (Dao et al., NeurIPS 2022), whose kernels go further: they never store
-all scores of one head.
+No sum crosses parts of heads, so their numbers are the same; gradients of keys and values are sums over blocks of
+queries. Each part of the backward pass waits for the one before it, and the first for the gradient of the output;
+otherwise ONNX Runtime's order might begin with the scores of all parts. The recomputation of scores is FlashAttention's
+idea (Dao et al., NeurIPS 2022), whose kernels go further: they never store all scores of one head.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ from ..emit import Phase
 from ..tape import Tape
 from ..tape import number as scalar
 from ..values import replace, static
+from . import attention_rows
 from .attention_regions import ENTRY_BY_ENTRY, STACKED, Region, Shape, find, is_forward, known
+from .attention_rows import Block, Rows, visible_blocks
 from .base import Fact, rewrite
 from .rowwise import RESHAPE
 
@@ -43,6 +46,8 @@ _PART_BYTES = 1 << 23
 """Size of the scores of one part, at most, by default."""
 _MOST = 8
 """Approximate limit on the number of parts by default."""
+_LEAST_BLOCKS = 4
+"""Blocks of rows by default, at least, where a mask hides keys: more save more of the scores."""
 _WORTH = 2
 """Only scores are divided whose rows and columns are longer than this many times the length of a query."""
 
@@ -56,7 +61,7 @@ def checked(given: int | None) -> int | None:
 
 @rewrite(requires=[Fact.SHAPES, Fact.PHASES, Fact.LEAN])
 def attention_in_parts(model: ir.Model, wanted: int | None = None, watched: Collection[str] = ()) -> None:
-    """Rewrite, in place, each attention of a step to process its heads in parts, one after the other.
+    """Rewrite, in place, each attention of a step to process its heads or queries in parts, one after the other.
 
     Parameters
     ----------
@@ -65,7 +70,7 @@ def attention_in_parts(model: ir.Model, wanted: int | None = None, watched: Coll
     wanted : int or None
         Number of parts of each attention, rounded up until each part is some heads of one text or all heads of some
         texts. 1 changes nothing. By default (None), attentions with scores of 16 MiB or more are divided into parts of
-        at most 8 MiB, or into about 8 parts if that would be more.
+        at most 8 MiB, or into about 8 parts if that would be more, and into 4 at least if a part is a block of queries.
     watched : collection of str
         Temporary outputs of the graph.
     """
@@ -73,40 +78,51 @@ def attention_in_parts(model: ir.Model, wanted: int | None = None, watched: Coll
     if wanted == 1:
         return
     place = {node: index for index, node in enumerate(graph)}
-    found: list[tuple[Region, tuple[tuple[int, int], ...]]] = []
+    found: list[tuple[Region, Rows | None, tuple[Part, ...]]] = []
     taken: set[ir.Node] = set()
     for node in graph:
-        heads = _heads(node, wanted) if node not in taken else None
-        region = find(place, node, watched) if heads is not None else None
-        if region is not None and heads is not None and taken.isdisjoint(region.nodes):
+        count = _count(node, wanted) if node not in taken else None
+        region = find(place, node, watched) if count is not None else None
+        if region is not None and count is not None and taken.isdisjoint(region.nodes):
             taken.update(region.nodes)
-            found.append((region, ranges(region.factors, heads)))
+            rows, parts = _parts(region, count, wanted)
+            found.append((region, rows, parts))
+    attention_rows.forget(graph)
     tape = Tape(graph)
-    for region, parts in found:
+    for region, rows, parts in found:
         if len(parts) > 1:
-            _divide(tape, region, place, parts)
+            _Division(tape, region, place, rows, parts).write()
     if found:
         common.RemoveUnusedNodesPass()(model)
         graph.sort()
 
 
-def _heads(node: ir.Node, wanted: int | None) -> int | None:
-    """Return the largest number of matrices in a part of the scores that a node makes; None if it is not worth
-    dividing."""
+def _count(node: ir.Node, wanted: int | None) -> int | None:
+    """Return into how many parts to divide the scores that a node makes; None if that is not worth it."""
     if node.domain or node.op_type != "MatMul" or not is_forward(node):
         return None
     left, made, dtype = static(node.inputs[0]), static(node.outputs[0]), node.outputs[0].dtype
     if left is None or made is None or len(made) < 3 or len(left) < 2 or dtype is None:
         return None
-    count = math.prod(made[:-2])
-    if count < 2 or min(made[-2:]) <= _WORTH * left[-1]:
+    if min(made[-2:]) <= _WORTH * left[-1]:
         return None
     if wanted is not None:
-        return math.ceil(count / wanted)
+        return wanted
     total = math.prod(made) * dtype.itemsize
     if total < _LEAST_BYTES:
         return None
-    return math.ceil(count / min(math.ceil(total / _PART_BYTES), _MOST))
+    return min(math.ceil(total / _PART_BYTES), _MOST)
+
+
+def _parts(region: Region, count: int, wanted: int | None) -> tuple[Rows | None, tuple[Part, ...]]:
+    """Return the parts of an attention: blocks of rows if its mask hides keys from them, of some heads if need be."""
+    matrices = region.stack.count
+    rows = visible_blocks(region, count if wanted is not None else max(count, _LEAST_BLOCKS))
+    if rows is None:
+        heads = ranges(region.factors, math.ceil(matrices / count))
+        return None, tuple(Part(begin, end) for begin, end in heads)
+    heads = ranges(region.factors, math.ceil(matrices / math.ceil(count / len(rows.blocks))))
+    return rows, tuple(Part(begin, end, block) for begin, end in heads for block in rows.blocks)
 
 
 def ranges(factors: Shape, most: int) -> tuple[tuple[int, int], ...]:
@@ -141,34 +157,177 @@ def _box(sizes: Shape, begin: int, end: int) -> list[tuple[int, int]]:
     return found
 
 
-def _divide(tape: Tape, region: Region, place: Mapping[ir.Node, int], parts: Sequence[tuple[int, int]]) -> None:
-    """Write a region's nodes once for each part, and concatenate their results."""
-    stored: list[dict[ir.Value, ir.Value]] = []
-    made = region.made(region.forward)
-    nodes = _run(region, region.forward, place, frozenset())
-    with tape.ahead_of(region.forward[-1], "forward"):
-        for begin, end in parts:
-            part = _Part(tape, region, "forward", begin, end, {})
-            part.write(nodes)
-            stored.append(part.known)
-        _put_together(tape, region, made, stored)
-    if not region.backward:
-        return
-    kept, made = _kept(region), region.made(region.backward)
-    nodes = _run(region, region.backward, place, kept)
-    waiting = _sources(region, nodes)
-    trigger: Sequence[ir.Value] = _late(region)
-    early = frozenset(waiting.difference(trigger))
-    written: list[dict[ir.Value, ir.Value]] = []
-    with tape.ahead_of(region.backward[-1], "backward"):
-        for index, (begin, end) in enumerate(parts):
-            known = {value: stored[index][value] for value in kept}
-            never = _never(tape, trigger) if trigger else None
-            part = _Part(tape, region, "backward", begin, end, known, never, waiting if written else early)
-            part.write(nodes)
-            written.append(part.known)
-            trigger = [part.known[value] for value in made]
-        _put_together(tape, region, made, written)
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A range of matrices, and a block of their rows; by default all rows."""
+
+    begin: int
+    end: int
+    block: Block | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Division:
+    """An attention to divide.
+
+    Attributes
+    ----------
+    tape : Tape
+    region : Region
+    place : mapping of onnx_ir.Node to int
+    rows : Rows, optional
+        How blocks divide the values; None where parts are matrices.
+    parts : tuple of Part
+    """
+
+    tape: Tape
+    region: Region
+    place: Mapping[ir.Node, int]
+    rows: Rows | None
+    parts: tuple[Part, ...]
+
+    def write(self) -> None:
+        """Write a region's nodes once for each part, and put their results together."""
+        region, tape = self.region, self.tape
+        stored: dict[Part, dict[ir.Value, ir.Value]] = {}
+        whole = {value: _Whole(self, value) for value in region.made(region.forward)}
+        nodes = _run(region, region.forward, self.place, frozenset())
+        with tape.ahead_of(region.forward[-1], "forward"):
+            for part in self.parts:
+                writer = _Writer(tape, region, "forward", part, self.rows, {})
+                writer.write(nodes)
+                stored[part] = writer.known
+                for value, made in whole.items():
+                    made.add(part, writer.known[value])
+            _replace(whole)
+        if not region.backward:
+            return
+        kept = _kept(region)
+        whole = {value: _Whole(self, value) for value in region.made(region.backward)}
+        nodes = _run(region, region.backward, self.place, kept)
+        waiting = _sources(region, nodes)
+        trigger: Sequence[ir.Value] = _late(region)
+        here = waiting.difference(trigger)
+        with tape.ahead_of(region.backward[-1], "backward"):
+            # A block's shares of sums are for the keys that it sees: the last block, which sees most, comes first.
+            for part in self.parts if self.rows is None else self.parts[::-1]:
+                known = {value: stored[part][value] for value in kept}
+                never = _never(tape, trigger) if trigger else None
+                writer = _Writer(tape, region, "backward", part, self.rows, known, never, here)
+                writer.write(nodes)
+                trigger = [made.add(part, writer.known[value]) for value, made in whole.items()]
+                here = waiting
+            _replace(whole)
+
+
+class _Whole:
+    """A result of an attention, to be put together from its parts."""
+
+    def __init__(self, division: _Division, value: ir.Value) -> None:
+        self._tape, self._region, self._rows = division.tape, division.region, division.rows
+        self._value, self._shape = value, known(value)
+        self._lead = self._region.stack.lead(self._shape) or 0
+        self._pieces: dict[tuple[int, int], list[tuple[int, int, ir.Value]]] = {}
+
+    def add(self, part: Part, made: ir.Value) -> ir.Value:
+        """Note what a part made, and return what the next one is to wait for."""
+        pieces = self._pieces.setdefault((part.begin, part.end), [])
+        if self._rows is None or part.block is None:
+            pieces.append((0, 0, made))
+        elif self._rows.is_sum(self._value):
+            pieces[:] = self._added(pieces, *part.block.keys, made)
+            return pieces[0][2]
+        else:
+            pieces.append((*part.block.rows, self._widened(made, part.block)))
+        return made
+
+    def _widened(self, made: ir.Value, block: Block) -> ir.Value:
+        """Add the keys that a block does not see to a value that only the check reads: zeros, or other draws."""
+        assert self._rows is not None
+        _, keys = self._rows.axes_of[self._value]
+        if keys is None:
+            return made
+        begin, end = block.keys
+        pieces = [self._unseen(made, keys, begin), made, self._unseen(made, keys, self._shape[keys] - end)]
+        sizes = (*known(made)[:keys], self._shape[keys], *known(made)[keys + 1 :])
+        return self._tape.op("Concat", *filter(None, pieces), shape=sizes, axis=keys)
+
+    def _unseen(self, like: ir.Value, keys: int, count: int) -> ir.Value | None:
+        node, sizes = self._value.producer(), (*known(like)[:keys], count, *known(like)[keys + 1 :])
+        assert node is not None and node.inputs[0] is not None and like.dtype is not None
+        if not count:
+            return None
+        if node.op_type != "Dropout":
+            return self._tape.zeros(sizes, like.dtype)
+        source = node.inputs[0].dtype
+        assert source is not None
+        drawn = self._tape.many("Dropout", self._tape.zeros(sizes, source), *node.inputs[1:], outputs=2)
+        for value, dtype in zip(drawn, (source, ir.DataType.BOOL), strict=True):
+            value.shape, value.type = ir.Shape(sizes), ir.TensorType(dtype)
+        return drawn[self._value.index() or 0]
+
+    def _axis(self) -> int:
+        assert self._rows is not None
+        queries, keys = self._rows.axes_of[self._value]
+        axis = keys if queries is None else queries
+        assert axis is not None
+        return axis
+
+    def _added(
+        self, pieces: Sequence[tuple[int, int, ir.Value]], begin: int, end: int, share: ir.Value
+    ) -> list[tuple[int, int, ir.Value]]:
+        """Add a share of the sums of some keys to pieces of the sums of all."""
+        tape, axis = self._tape, self._axis()
+        found, at = [], begin
+        for first, last, value in pieces:
+            if at < min(first, end):
+                found.append((at, min(first, end), tape.slice(share, axis, at - begin, min(first, end) - at)))
+                at = min(first, end)
+            low, high = max(first, begin), min(last, end)
+            if low >= high:
+                found.append((first, last, value))
+                continue
+            if first < low:
+                found.append((first, low, tape.slice(value, axis, 0, low - first)))
+            both = tape.slice(value, axis, low - first, high - low), tape.slice(share, axis, low - begin, high - low)
+            found.append((low, high, tape.add(*both)))
+            if high < last:
+                found.append((high, last, tape.slice(value, axis, high - first, last - high)))
+            at = max(at, high)
+        if at < end:
+            found.append((at, end, tape.slice(share, axis, at - begin, end - at)))
+        return sorted(found, key=lambda piece: piece[0])
+
+    def stands_for(self, made: ir.Value) -> None:
+        """Note the axes of the whole: the backward pass reads it, too."""
+        if self._rows is not None:
+            self._rows.axes_of[made] = self._rows.axes_of[self._value]
+
+    def joined(self) -> ir.Value:
+        """Append the nodes that put the parts together, and return the whole."""
+        tape, shape = self._tape, self._shape
+        stacks = []
+        for begin, end in sorted(self._pieces):
+            pieces = [value for _, _, value in sorted(self._pieces[begin, end], key=lambda piece: piece[0])]
+            stack = pieces[0]
+            if len(pieces) > 1:
+                axis = self._axis()
+                sizes = (*known(stack)[:axis], shape[axis], *known(stack)[axis + 1 :])
+                stack = tape.op("Concat", *pieces, shape=sizes, axis=axis)
+            stacks.append(stack)
+        if len(stacks) == 1:
+            return tape.reshape(stacks[0], shape)
+        rest = shape[self._lead :]
+        flat = [tape.reshape(each, (math.prod(known(each)) // math.prod(rest), *rest)) for each in stacks]
+        whole = tape.op("Concat", *flat, shape=(self._region.stack.count, *rest), axis=0)
+        return tape.reshape(whole, shape)
+
+
+def _replace(whole: Mapping[ir.Value, _Whole]) -> None:
+    for value, parts in whole.items():
+        made = parts.joined()
+        parts.stands_for(made)
+        replace(value, made)
 
 
 def _kept(region: Region) -> frozenset[ir.Value]:
@@ -232,30 +391,18 @@ def _never(tape: Tape, values: Sequence[ir.Value]) -> ir.Value:
     return tape.op("Xor", nonzero, nonzero, shape=())
 
 
-def _put_together(
-    tape: Tape, region: Region, made: Iterable[ir.Value], parts: Sequence[Mapping[ir.Value, ir.Value]]
-) -> None:
-    """Replace each value by the Concat of its parts."""
-    for value in made:
-        shape = known(value)
-        rest = shape[region.stack.lead(shape) :]
-        pieces = [part[value] for part in parts]
-        flat = [tape.reshape(piece, (math.prod(known(piece)) // math.prod(rest), *rest)) for piece in pieces]
-        whole = tape.op("Concat", *flat, shape=(region.stack.count, *rest), axis=0)
-        replace(value, tape.reshape(whole, shape))
-
-
 @dataclass(slots=True)
-class _Part:
-    """One part of a region in one pass.
+class _Writer:
+    """Writes one part of a region in one pass.
 
     Attributes
     ----------
     tape : Tape
     region : Region
     phase : str
-    begin, end : int
-        The range of matrices.
+    part : Part
+    rows : Rows, optional
+        How blocks divide the values.
     known : dict of onnx_ir.Value to onnx_ir.Value
         The part of each value that is written so far; grows.
     never : onnx_ir.Value, optional
@@ -267,8 +414,8 @@ class _Part:
     tape: Tape
     region: Region
     phase: Phase
-    begin: int
-    end: int
+    part: Part
+    rows: Rows | None
     known: dict[ir.Value, ir.Value]
     never: ir.Value | None = None
     waiting: frozenset[ir.Value] = frozenset()
@@ -309,7 +456,17 @@ class _Part:
         shape = known(value)
         lead = self.region.stack.lead(shape)
         assert lead is not None
-        return (*(end - begin for begin, end in _box(shape[:lead], self.begin, self.end)), *shape[lead:])
+        part, sizes = self.part, list(shape)
+        sizes[:lead] = (end - begin for begin, end in _box(shape[:lead], part.begin, part.end))
+        for axis, (begin, end) in self._cuts(value).items():
+            sizes[axis] = end - begin
+        return tuple(sizes)
+
+    def _cuts(self, value: ir.Value) -> dict[int, tuple[int, int]]:
+        """Return the ranges of the axes of a value that this part's block of rows needs."""
+        if self.rows is None or self.part.block is None:
+            return {}
+        return self.rows.cuts(value, self.part.block)
 
     def _operand(self, node: ir.Node, slot: int, value: ir.Value | None) -> ir.Value | None:
         """Return the operand of a node in this part: a part of the value, or the value itself if all parts share it."""
@@ -321,13 +478,14 @@ class _Part:
             sizes = made[: lead(made)]
             missing = len(made) - len(shape)
             axes = {
-                axis - missing: limits for axis, limits in enumerate(_box(sizes, self.begin, self.end))
+                axis - missing: limits for axis, limits in enumerate(_box(sizes, self.part.begin, self.part.end))
                 if axis >= missing and shape[axis - missing] == sizes[axis]
             }  # fmt: skip
         elif slot == 0 or node.op_type in STACKED:
-            axes = dict(enumerate(_box(shape[: lead(shape)], self.begin, self.end)))
+            axes = dict(enumerate(_box(shape[: lead(shape)], self.part.begin, self.part.end)))
         else:
             axes = {}
+        axes |= self._cuts(value)
         cut = tuple((axis, *limits) for axis, limits in axes.items() if limits != (0, shape[axis]))
         if (value, cut) not in self.slices:
             part = self._slice(value, cut) if cut else value

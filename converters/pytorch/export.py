@@ -149,9 +149,10 @@ def export_training_step(
         all exist at once; 1 keeps the loss whole. By default the converter chooses it for logits of 64 MiB or more of
         fixed size.
     attention_parts : int, optional
-        Number of parts of each attention. The step processes texts and heads part by part, and the backward pass
-        recomputes the scores of a part from queries and keys, so that the scores never all exist at once; 1 keeps
-        attentions whole. By default the converter chooses it for scores of 16 MiB or more of fixed size.
+        Number of parts of each attention. The step processes texts and heads part by part, or queries where a mask
+        hides keys from them. The backward pass recomputes the scores of a part from queries and keys, so that they
+        never all exist at once; 1 keeps attentions whole. By default the converter chooses it for scores of 16 MiB or
+        more of fixed size.
     outputs : sequence of str
         Tensors of the model's output that the step also outputs, for metrics: ``["logits"]`` of a model that returns an
         object or a dict with them, ``["0"]`` for the first of a tuple, ``["output"]`` of a model that returns a tensor.

@@ -11,18 +11,25 @@ from onnx_ir.passes import common
 from onnx_remat.ir.op_semantics import semantics
 
 _LARGEST = 1 << 16  # elements: shapes, axes, masks of windows, never weights
+_KEY = "static, at most {}"
 
 
-def static(value: ir.Value) -> np.ndarray | None:
-    """Return a value that follows from constants and static shapes; None if it does not, or is large."""
+def static(value: ir.Value, largest: int = _LARGEST) -> np.ndarray | None:
+    """Return a value that follows from constants and static shapes; None if it does not, or has more elements."""
     if value.is_graph_input():
         return None
     if value.const_value is not None:
-        return value.const_value.numpy() if value.const_value.size <= _LARGEST else None
-    if "static" not in value.meta:
-        value.meta["static"] = _evaluate(value)
-    found: np.ndarray | None = value.meta["static"]
+        return value.const_value.numpy() if value.const_value.size <= largest else None
+    key = _KEY.format(largest)
+    if key not in value.meta:
+        value.meta[key] = _evaluate(value, largest)
+    found: np.ndarray | None = value.meta[key]
     return found
+
+
+def forget(value: ir.Value, largest: int) -> None:
+    """Free what `static` has computed for a value."""
+    value.meta.pop(_KEY.format(largest), None)
 
 
 def fold(model: ir.Model) -> bool:
@@ -49,24 +56,24 @@ def fold(model: ir.Model) -> bool:
     return found
 
 
-def _evaluate(value: ir.Value) -> np.ndarray | None:
+def _evaluate(value: ir.Value, largest: int) -> np.ndarray | None:
     node = value.producer()
     if node is None or node.domain or any(a.type in _BODIES for a in node.attributes.values()):
         return None
     if node.op_type in ("Shape", "Size"):
         return _of_shape(node)
     if node.op_type == "CastLike" and None not in node.inputs:
-        known, like = static(node.inputs[0]), node.inputs[1].dtype  # type: ignore[arg-type, union-attr]
+        known, like = static(node.inputs[0], largest), node.inputs[1].dtype  # type: ignore[arg-type, union-attr]
         return known.astype(like.numpy()) if known is not None and like is not None else None
     if semantics(node.domain, node.op_type).random:
         return None
     inputs: list[np.ndarray | None] = []
     for source in node.inputs:
-        known = None if source is None else static(source)
+        known = None if source is None else static(source, largest)
         if source is not None and known is None:
             return None
         inputs.append(known)
-    if value.shape is not None and value.shape.is_static() and int(np.prod(value.shape.numpy())) > _LARGEST:
+    if value.shape is not None and value.shape.is_static() and int(np.prod(value.shape.numpy())) > largest:
         return None
     try:
         made = _run(node, inputs)[value.index() or 0]
