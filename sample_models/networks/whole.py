@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from sample_models.networks.torch_models import ADAMW, Case, UNet, import_torchvision
+from sample_models.networks.torch_models import ADAMW, Case, UNet, import_torchvision, import_transformers
 
 CHARACTERS = 65
 
@@ -152,10 +152,50 @@ def _mobile() -> Case:
     return Case(network, (torch.randn(32, 3, 128, 128), torch.randint(0, 100, (32,))), optimizer=ADAMW)
 
 
+def _words(model: nn.Module, words: int, batch: int, length: int) -> Case:
+    """A language model of transformers with its own loss, as its users call it: ``model(**batch).loss``."""
+    tokens = torch.randint(0, words, (batch, length))
+    return Case(model.train(), {"input_ids": tokens, "labels": tokens.clone()}, None, optimizer=ADAMW)
+
+
+def _gpt2() -> Case:
+    library = import_transformers()
+    config = library.GPT2Config(
+        n_layer=6, n_embd=256, n_head=4, vocab_size=4096, n_positions=256, resid_pdrop=0.0, embd_pdrop=0.0,
+        attn_pdrop=0.0, use_cache=False, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    return _words(library.GPT2LMHeadModel(config), 4096, 24, 256)
+
+
+def _bert() -> Case:
+    library = import_transformers()
+    config = library.BertConfig(
+        hidden_size=256, num_hidden_layers=6, num_attention_heads=4, intermediate_size=1024, vocab_size=4096,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return _words(library.BertForMaskedLM(config), 4096, 32, 128)
+
+
+def _whisper() -> Case:
+    """Whisper tiny's shape at two thirds of its width, on spectrograms of 600 frames."""
+    library = import_transformers()
+    config = library.WhisperConfig(
+        vocab_size=2000, num_mel_bins=80, d_model=256, encoder_layers=4, decoder_layers=4, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=1024, decoder_ffn_dim=1024, max_source_positions=300,
+        max_target_positions=96, use_cache=False, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        decoder_start_token_id=3,
+    )  # fmt: skip
+    batch = {"input_features": torch.randn(16, 80, 600), "labels": torch.randint(4, 2000, (16, 96))}
+    return Case(library.WhisperForConditionalGeneration(config).train(), batch, None, optimizer=ADAMW)
+
+
 def checkpoint_blocks(model: Any) -> None:
-    """Put each block of a network of this package under ``torch.utils.checkpoint``, or by transformers' own switch."""
-    if hasattr(model, "gradient_checkpointing_enable"):
+    """Put each block of a network of this package under ``torch.utils.checkpoint``, or by its library's own switch."""
+    if hasattr(model, "gradient_checkpointing_enable"):  # transformers
         model.gradient_checkpointing_enable({"use_reentrant": False})
+        return
+    if hasattr(getattr(model, "network", None), "enable_gradient_checkpointing"):  # diffusers
+        model.network.enable_gradient_checkpointing()
         return
     if hasattr(model, "blocks"):
         blocks = [*model.blocks]
@@ -170,11 +210,14 @@ def checkpoint_blocks(model: Any) -> None:
 MODELS: dict[str, Callable[[], Case]] = {
     "language, 48 texts": lambda: _language(48),
     "characters, 96 texts": lambda: _language(96, width=128),
+    "characters, 320 texts": lambda: _language(320, width=128),
     "masked language": lambda: _language(32, 4096, 128, 256, causal=False),
     "vision transformer": _vision,
     "u-net": _unet,
     "digits": _digits,
 }
 
-OTHERS: dict[str, Callable[[], Case]] = {"mobilenetv3": _mobile, "unet2d": _diffusion}
-"""More of them, which need torchvision or diffusers."""
+OTHERS: dict[str, Callable[[], Case]] = {
+    "mobilenetv3": _mobile, "unet2d": _diffusion, "gpt2": _gpt2, "bert": _bert, "whisper": _whisper,
+}  # fmt: skip
+"""More of them, which need torchvision, diffusers or transformers."""

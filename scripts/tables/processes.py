@@ -14,7 +14,10 @@ from typing import Any
 
 from scripts.child import call, empty_cache, steppers
 
-ITEMS = ("language, 48 texts", "characters, 96 texts", "masked language", "vision transformer", "u-net", "digits")
+ITEMS = (
+    "language, 48 texts", "characters, 96 texts", "characters, 320 texts", "masked language", "vision transformer",
+    "u-net", "digits", "gpt2", "bert", "whisper", "unet2d",
+)  # fmt: skip
 HEADS = (
     "model", "runner", "start, s", "again, s", "process, MB", "training, MB", "of eager", "ms", "of eager", "cpu ms",
     "compute",
@@ -24,10 +27,10 @@ HEADS = (
 def _case(name: str) -> tuple[Any, Any]:
     import torch
 
-    from sample_models.networks.whole import MODELS
+    from sample_models.networks.whole import MODELS, OTHERS
 
     torch.manual_seed(0)
-    case = MODELS[name]()
+    case = (MODELS | OTHERS)[name]()
     return case, case.optimizer(case.model.parameters())
 
 
@@ -94,7 +97,7 @@ def started(function: str, *arguments: Any) -> float:
     return float(ready[0] if isinstance(ready, list) else ready)
 
 
-def rows(model: str, *, budgets: str = "60%", effort: float = 0.0, turns: int = 5) -> Iterator[tuple[str, ...]]:
+def rows(model: str, *, budgets: str = "60%,auto", effort: float = 0.0, turns: int = 5) -> Iterator[tuple[str, ...]]:
     """The rows of one model."""
     jobs: list[tuple[Any, ...]] = [
         ("PyTorch", in_pytorch, model, False),
