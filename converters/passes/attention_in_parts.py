@@ -34,7 +34,7 @@ from ..emit import Phase
 from ..tape import Tape
 from ..tape import number as scalar
 from ..values import replace, static
-from . import attention_rows
+from . import attention_masks
 from .attention_regions import ENTRY_BY_ENTRY, STACKED, Region, Shape, find, is_forward, known
 from .attention_rows import Block, Rows, visible_blocks
 from .base import Fact, rewrite
@@ -87,11 +87,12 @@ def attention_in_parts(model: ir.Model, wanted: int | None = None, watched: Coll
             taken.update(region.nodes)
             rows, parts = _parts(region, count, wanted)
             found.append((region, rows, parts))
-    attention_rows.forget(graph)
+    attention_masks.forget(graph)
     tape = Tape(graph)
+    stands_for: dict[ir.Value, ir.Value] = {}
     for region, rows, parts in found:
         if len(parts) > 1:
-            _Division(tape, region, place, rows, parts).write()
+            _Division(tape, region, place, rows, parts, stands_for).write()
     if found:
         common.RemoveUnusedNodesPass()(model)
         graph.sort()
@@ -178,6 +179,8 @@ class _Division:
     rows : Rows, optional
         How blocks divide the values; None where parts are matrices.
     parts : tuple of Part
+    stands_for : dict of onnx_ir.Value to onnx_ir.Value
+        The value in whose place each result of a division is; grows.
     """
 
     tape: Tape
@@ -185,6 +188,7 @@ class _Division:
     place: Mapping[ir.Node, int]
     rows: Rows | None
     parts: tuple[Part, ...]
+    stands_for: dict[ir.Value, ir.Value]
 
     def write(self) -> None:
         """Write a region's nodes once for each part, and put their results together."""
@@ -194,12 +198,12 @@ class _Division:
         nodes = _run(region, region.forward, self.place, frozenset())
         with tape.ahead_of(region.forward[-1], "forward"):
             for part in self.parts:
-                writer = _Writer(tape, region, "forward", part, self.rows, {})
+                writer = _Writer(tape, region, "forward", part, self.rows, self.stands_for, {})
                 writer.write(nodes)
                 stored[part] = writer.known
                 for value, made in whole.items():
                     made.add(part, writer.known[value])
-            _replace(whole)
+            self._replace(whole)
         if not region.backward:
             return
         kept = _kept(region)
@@ -209,15 +213,29 @@ class _Division:
         trigger: Sequence[ir.Value] = _late(region)
         here = waiting.difference(trigger)
         with tape.ahead_of(region.backward[-1], "backward"):
-            # A block's shares of sums are for the keys that it sees: the last block, which sees most, comes first.
+            # Shares of sums are for the keys that a block sees: under a causal mask the last sees all, and comes first.
             for part in self.parts if self.rows is None else self.parts[::-1]:
                 known = {value: stored[part][value] for value in kept}
                 never = _never(tape, trigger) if trigger else None
-                writer = _Writer(tape, region, "backward", part, self.rows, known, never, here)
+                writer = _Writer(tape, region, "backward", part, self.rows, self.stands_for, known, never, here)
                 writer.write(nodes)
                 trigger = [made.add(part, writer.known[value]) for value, made in whole.items()]
                 here = waiting
-            _replace(whole)
+            self._replace(whole)
+
+    def _replace(self, whole: Mapping[ir.Value, _Whole]) -> None:
+        """Let readers of each result read it as it is put together.
+
+        Only the check reads a wide one: the backward pass has the parts.
+        """
+        own = set(self.region.nodes)
+        for value, parts in whole.items():
+            made = parts.joined()
+            self.stands_for[made] = self.stands_for.get(value, value)
+            inside = [use for use in value.uses() if use.node in own] if self.region.stack.is_wide(value) else []
+            replace(value, made)
+            for use in inside:
+                use.node.replace_input_with(use.idx, value)
 
 
 class _Whole:
@@ -242,7 +260,7 @@ class _Whole:
         return made
 
     def _widened(self, made: ir.Value, block: Block) -> ir.Value:
-        """Add the keys that a block does not see to a value that only the check reads: zeros, or other draws."""
+        """Add the keys that a block does not see to what a Dropout draws, which only the check reads."""
         assert self._rows is not None
         _, keys = self._rows.axes_of[self._value]
         if keys is None:
@@ -253,12 +271,11 @@ class _Whole:
         return self._tape.op("Concat", *filter(None, pieces), shape=sizes, axis=keys)
 
     def _unseen(self, like: ir.Value, keys: int, count: int) -> ir.Value | None:
+        """Append a Dropout for keys that a block does not see, and return the output that `like` is."""
         node, sizes = self._value.producer(), (*known(like)[:keys], count, *known(like)[keys + 1 :])
         assert node is not None and node.inputs[0] is not None and like.dtype is not None
         if not count:
             return None
-        if node.op_type != "Dropout":
-            return self._tape.zeros(sizes, like.dtype)
         source = node.inputs[0].dtype
         assert source is not None
         drawn = self._tape.many("Dropout", self._tape.zeros(sizes, source), *node.inputs[1:], outputs=2)
@@ -298,11 +315,6 @@ class _Whole:
             found.append((at, end, tape.slice(share, axis, at - begin, end - at)))
         return sorted(found, key=lambda piece: piece[0])
 
-    def stands_for(self, made: ir.Value) -> None:
-        """Note the axes of the whole: the backward pass reads it, too."""
-        if self._rows is not None:
-            self._rows.axes_of[made] = self._rows.axes_of[self._value]
-
     def joined(self) -> ir.Value:
         """Append the nodes that put the parts together, and return the whole."""
         tape, shape = self._tape, self._shape
@@ -321,13 +333,6 @@ class _Whole:
         flat = [tape.reshape(each, (math.prod(known(each)) // math.prod(rest), *rest)) for each in stacks]
         whole = tape.op("Concat", *flat, shape=(self._region.stack.count, *rest), axis=0)
         return tape.reshape(whole, shape)
-
-
-def _replace(whole: Mapping[ir.Value, _Whole]) -> None:
-    for value, parts in whole.items():
-        made = parts.joined()
-        parts.stands_for(made)
-        replace(value, made)
 
 
 def _kept(region: Region) -> frozenset[ir.Value]:
@@ -403,6 +408,8 @@ class _Writer:
     part : Part
     rows : Rows, optional
         How blocks divide the values.
+    stands_for : mapping of onnx_ir.Value to onnx_ir.Value
+        The value in whose place a result of another division is.
     known : dict of onnx_ir.Value to onnx_ir.Value
         The part of each value that is written so far; grows.
     never : onnx_ir.Value, optional
@@ -416,6 +423,7 @@ class _Writer:
     phase: Phase
     part: Part
     rows: Rows | None
+    stands_for: Mapping[ir.Value, ir.Value]
     known: dict[ir.Value, ir.Value]
     never: ir.Value | None = None
     waiting: frozenset[ir.Value] = frozenset()
@@ -466,7 +474,7 @@ class _Writer:
         """Return the ranges of the axes of a value that this part's block of rows needs."""
         if self.rows is None or self.part.block is None:
             return {}
-        return self.rows.cuts(value, self.part.block)
+        return self.rows.cuts(self.stands_for.get(value, value), self.part.block)
 
     def _operand(self, node: ir.Node, slot: int, value: ir.Value | None) -> ir.Value | None:
         """Return the operand of a node in this part: a part of the value, or the value itself if all parts share it."""

@@ -20,7 +20,7 @@ from .rowwise import ELEMENTWISE, REDUCE, RESHAPE, axes, number
 Shape = tuple[int, ...]
 
 ENTRY_BY_ENTRY = ELEMENTWISE | {"IsInf", "IsNaN"}
-_ALONG = {"Softmax", "LogSoftmax"}
+ALONG = {"Softmax", "LogSoftmax"}
 STACKED = {"Concat", "GatherElements", "ScatterElements"}
 """Ops whose operands are all stacks."""
 _EXPONENTIALS = {"Softmax", "LogSoftmax", "Exp"}
@@ -242,7 +242,7 @@ def _by_matrix(node: ir.Node, stack: Stack, inside: Collection[ir.Value]) -> boo
     if op in STACKED:
         same = all(shape is not None and shape[:lead] == axes_of_stack and len(shape) == rank for shape in read)
         return same and number(node, "axis", 0) % rank >= lead
-    if op in _ALONG:
+    if op in ALONG:
         return number(node, "axis", -1) % rank >= lead
     return op == "Dropout" and _draws(node)
 

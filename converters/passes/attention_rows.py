@@ -1,42 +1,40 @@
 """Blocks of rows of an attention whose mask hides many keys: the queries of a block need only the keys they may see.
 
 Under a causal mask, the queries of a block see the keys up to the block's end: with eight blocks, a step makes 9/16 of
-the scores. A score that its mask sets to minus infinity has no influence: its share after the softmax is 0, and so is
-its gradient. `visible_blocks` proves that for the nodes of a region: it relates the axes of their values to queries and
-keys, and follows what the mask makes of hidden scores, minus infinity before the softmax and 0 behind it.
+the scores. A score that its mask hides has no influence: its share after the softmax is 0, and so is its gradient.
+`visible_blocks` proves that for the nodes of a region: it relates the axes of their values to queries and keys, and
+follows what becomes of hidden scores, which are minus infinity (or as low) before the softmax and 0 behind it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from math import ceil, prod
+from math import ceil
 
 import numpy as np
 import onnx_ir as ir
 
-from .. import constants
 from ..values import static
-from .attention_regions import ENTRY_BY_ENTRY, Region, known
+from .attention_masks import Mask, constant, mask_of
+from .attention_masks import number as number_of
+from .attention_regions import ALONG, ENTRY_BY_ENTRY, Region, Shape, known
 from .rowwise import REDUCE, RESHAPE, axes, number
 
 Range = tuple[int, int]
-Places = Mapping[ir.Value, tuple[int | None, int | None]]
-"""The axis of the queries and that of the keys of each value, None where a value has none."""
+Axes = tuple[int | None, int | None]
+"""The axis of the queries and that of the keys of a value, None where it has none."""
+
+Axis = tuple[int, int]
+"""An axis of a value, by the value's identity: what torch's exporter makes compares as arrays do."""
 
 LEAST_ROWS = 64
 """Rows of a block, at least: products of fewer are slow."""
 
-_MOST_ENTRIES = 1 << 27
-"""Entries of the largest mask to look at."""
-
-_HIDDEN = -1e30
-"""Numbers below hide a score: added to any score of a model that works, they leave 0 after the softmax."""
-
 _STEP = 16
 """Keys of a block begin and end at multiples of this, for aligned products."""
 
-_WORTH = 0.8
+_MOST_AREA = 0.8
 """Share of the scores that blocks make, at most, to be worth their nodes."""
 
 
@@ -54,18 +52,18 @@ class Rows:
 
     Attributes
     ----------
-    axes_of : dict of onnx_ir.Value to tuple
-        The axes of queries and keys of each value, see `Places`; values that take another's place are added.
+    axes_of : dict of onnx_ir.Value to Axes
+        Of all values of the region.
     blocks : tuple of Block
         In order of their rows.
     """
 
-    axes_of: dict[ir.Value, tuple[int | None, int | None]]
+    axes_of: dict[ir.Value, Axes]
     blocks: tuple[Block, ...]
 
     def cuts(self, value: ir.Value, block: Block) -> dict[int, Range]:
         """Return the range of each axis of a value that a block needs; axes that it needs whole are absent."""
-        queries, keys = self.axes_of.get(value, (None, None))
+        queries, keys = self.axes_of[value]
         return {axis: limits for axis, limits in ((queries, block.rows), (keys, block.keys)) if axis is not None}
 
     def is_sum(self, value: ir.Value) -> bool:
@@ -80,60 +78,86 @@ def visible_blocks(region: Region, count: int) -> Rows | None:
     -------
     Rows or None
         None if no mask hides a good share of the scores, whatever the inputs are, or if a hidden score might have an
-        influence.
+        influence. Masks that were computed are kept for other regions, see `attention_masks.forget`.
     """
     scores = next(node.outputs[0] for node in region.forward if node.op_type == "MatMul")
-    rows, columns = known(scores)[-2:]
-    size = max(ceil(rows / count), LEAST_ROWS)
-    related = _Axes(region)
-    rank = len(known(scores))
-    queries, keys = related.of(scores, rank - 2), related.of(scores, rank - 1)
+    shape = known(scores)
+    rows, columns = shape[-2:]
+    blocks = min(count, rows // LEAST_ROWS)
+    related = _Related(region)
+    queries, keys = related.of(scores, len(shape) - 2), related.of(scores, len(shape) - 1)
     placed = related.places(queries, keys)
-    if size >= rows or not related.sound or queries == keys or placed is None:
+    if blocks < 2 or not related.sound or queries == keys or placed is None:
         return None
-    masks = {node: seen for node in region.forward if (seen := _seen(node, placed, (rows, columns))) is not None}
+    own = set(region.nodes)
+    masks = [mask for node in region.forward if (mask := mask_of(node, own)) is not None]
+    if not all(mask.exact for mask in masks) and not (len(masks) == 1 and _numbers_hide(region, placed, masks[0])):
+        masks = [mask for mask in masks if mask.exact]
     if not masks:
         return None
-    first = next(iter(masks.values()))
-    hiding = {node for node, seen in masks.items() if not (seen & ~first).any()}
-    if not (first.any(axis=0).all() and first.any(axis=1).all() and _Influence(region, placed, hiding).none):
+    seen = {mask.node: _seen(mask, placed, (rows, columns)) for mask in masks}
+    least = min(seen.values(), key=np.count_nonzero)
+    hiding = {node for node, each in seen.items() if not (each & ~least).any()}
+    if not (least.any(axis=0).all() and least.any(axis=1).all() and _Influence(region, placed, hiding).none):
         return None
-    blocks = []
-    for begin in range(0, rows, size):
-        end = min(begin + size, rows)
-        (seen,) = np.nonzero(first[begin:end].any(axis=0))
-        keys_of = int(seen[0]) // _STEP * _STEP, min(ceil((int(seen[-1]) + 1) / _STEP) * _STEP, columns)
-        blocks.append(Block((begin, end), keys_of))
-    area = sum((block.rows[1] - block.rows[0]) * (block.keys[1] - block.keys[0]) for block in blocks)
-    return Rows(placed, tuple(blocks)) if area <= _WORTH * rows * columns else None
+    found, begin = [], 0
+    for place in range(blocks):
+        end = begin + rows // blocks + (place < rows % blocks)
+        (which,) = np.nonzero(least[begin:end].any(axis=0))
+        last = min(ceil((int(which[-1]) + 1) / _STEP) * _STEP, columns)
+        found.append(Block((begin, end), (int(which[0]) // _STEP * _STEP, last)))
+        begin = end
+    area = sum((block.rows[1] - block.rows[0]) * (block.keys[1] - block.keys[0]) for block in found)
+    return Rows(placed, tuple(found)) if area <= _MOST_AREA * rows * columns else None
 
 
-def forget(graph: ir.Graph) -> None:
-    """Free the masks that were computed."""
-    for value in (value for node in graph for value in node.outputs):
-        constants.forget(value, _MOST_ENTRIES)
+def _seen(mask: Mask, placed: dict[ir.Value, Axes], shape: Shape) -> np.ndarray:
+    """Return which query may see which key in some text or head, as an array of this shape."""
+    queries, keys = placed[mask.value]
+    others = tuple(axis for axis in range(mask.shown.ndim) if axis not in (queries, keys))
+    shown = np.asarray(mask.shown.any(axis=others))
+    if queries is None or keys is None:
+        shown = np.expand_dims(shown, 0 if queries is None else 1)
+    elif queries > keys:
+        shown = shown.T
+    return np.broadcast_to(shown, shape)
 
 
-class _Axes:
+def _numbers_hide(region: Region, placed: dict[ir.Value, Axes], mask: Mask) -> bool:
+    """Return whether the numbers of a mask hide as well as minus infinity: each row of each matrix shows a score.
+
+    Nothing else that differs along a row may come from an input: it might hide what the mask shows.
+    """
+    _, keys = placed[mask.value]
+    if constant(mask.value) is None or keys is None or not mask.shown.any(axis=keys).all():
+        return False
+    own = set(region.nodes)
+    read = (value for node in region.forward if node.op_type in _SHIFTS for value in node.inputs if value is not None)
+    outside = [value for value in read if value.producer() not in own and placed[value][1] is not None]
+    return all(constant(value) is not None for value in outside)
+
+
+_SHIFTS = ("Add", "Sub", "Sum", "Where", "Max", "Min")
+
+
+class _Related:
     """Classes of the axes of a region's values: axes that must be cut alike."""
 
     def __init__(self, region: Region) -> None:
         self._region = region
-        self._class: dict[tuple[ir.Value, int], tuple[ir.Value, int]] = {}
+        self._class: dict[Axis, Axis] = {}
         self.sound = all(self._relate(node) for node in region.nodes)
 
-    def of(self, value: ir.Value, axis: int) -> tuple[ir.Value, int]:
+    def of(self, value: ir.Value, axis: int) -> Axis:
         """Return the representative of an axis's class."""
-        found = value, axis
+        found = id(value), axis
         while (above := self._class.get(found, found)) != found:
             found = above
         return found
 
-    def places(
-        self, queries: tuple[ir.Value, int], keys: tuple[ir.Value, int]
-    ) -> dict[ir.Value, tuple[int | None, int | None]] | None:
+    def places(self, queries: Axis, keys: Axis) -> dict[ir.Value, Axes] | None:
         """Return the axes of queries and keys of each value; None if a value has two of one kind."""
-        found: dict[ir.Value, tuple[int | None, int | None]] = {}
+        found: dict[ir.Value, Axes] = {}
         for node in self._region.nodes:
             for value in (*node.inputs, *node.outputs):
                 shape = static(value)
@@ -171,7 +195,7 @@ class _Axes:
             for axis, source in enumerate(perm):
                 self._join(first, source, made, axis)
             return True
-        if op in (*_ALONG, "Dropout"):
+        if op in (*ALONG, "Dropout"):
             for value in node.outputs:
                 for axis in range(rank):
                     self._join(first, axis, value, axis)
@@ -197,91 +221,13 @@ class _Axes:
         return False
 
 
-def _seen(node: ir.Node, placed: Places, shape: Range) -> np.ndarray | None:
-    """Return which query may see which key in some text or head, if a node hides scores by a mask."""
-    mask = _mask_of(node)
-    if mask is None:
-        return None
-    value, shown = mask
-    queries, keys = placed[value]
-    shown = shown.reshape((1,) * (len(known(value)) - shown.ndim) + shown.shape)
-    others = tuple(axis for axis in range(shown.ndim) if axis not in (queries, keys))
-    shown = np.asarray(shown.any(axis=others))
-    if queries is None or keys is None:
-        shown = np.expand_dims(shown, 0 if queries is None else 1)
-    elif queries > keys:
-        shown = shown.T
-    return np.broadcast_to(shown, shape)
-
-
-def _mask_of(node: ir.Node) -> tuple[ir.Value, np.ndarray] | None:
-    """Return the value by which a node hides scores, and where it may show one.
-
-    A mask that inputs have a part in counts only if it hides by minus infinity: by a number, rows without any key would
-    have equal shares of all keys.
-    """
-    if node.op_type == "Add":
-        for value in node.inputs:
-            if value is not None and (shown := _shown(value)) is not None:
-                return value, shown
-    if node.op_type == "Where" and (condition := node.inputs[0]) is not None and len(known(condition)) >= 2:
-        _, a, b = node.inputs
-        decided = _constant(condition)
-        if decided is not None and _hides(a):
-            return condition, ~decided
-        if _hides(b) if decided is not None else _number(b) == -np.inf:
-            return condition, _may_hold(condition)
-    return None
-
-
-def _shown(mask: ir.Value) -> np.ndarray | None:
-    """Return where a mask that is added to scores may show one; None if it is no mask."""
-    if len(known(mask)) < 2:
-        return None
-    numbers = _constant(mask)
-    if numbers is not None:
-        return np.asarray(numbers > _HIDDEN) if numbers.dtype != bool else None
-    node = mask.producer()
-    if node is None or node.op_type != "Where" or _number(node.inputs[2]) != -np.inf or node.inputs[0] is None:
-        return None
-    return _may_hold(node.inputs[0])
-
-
-def _may_hold(condition: ir.Value) -> np.ndarray:
-    """Return where a condition may hold, whatever the inputs are; its shape broadcasts to the condition's."""
-    decided, node = _constant(condition), condition.producer()
-    if decided is not None:
-        return decided.astype(bool)
-    if node is not None and not node.domain and node.op_type in ("And", "Or"):
-        a, b = (_may_hold(value) for value in node.inputs if value is not None)
-        return np.asarray(a & b if node.op_type == "And" else a | b)
-    return np.ones((1,) * len(known(condition)), bool)
-
-
-def _constant(value: ir.Value) -> np.ndarray | None:
-    return constants.static(value, _MOST_ENTRIES)
-
-
-def _hides(value: ir.Value | None) -> bool:
-    """Return whether a value is a single number that hides scores."""
-    number_ = _number(value)
-    return number_ is not None and number_ <= _HIDDEN
-
-
-def _number(value: ir.Value | None) -> float | None:
-    """Return a constant of one element."""
-    shape = static(value)
-    made = _constant(value) if value is not None and shape is not None and prod(shape) == 1 else None
-    return None if made is None else float(made.reshape(()))
-
-
 class _Influence:
-    """Follows what a mask makes of hidden scores: `none` says whether they change no result.
+    """Follows what becomes of hidden scores: `none` says whether they change no result.
 
-    `hidden` are the values in which they are minus infinity, `zeros` those in which they are 0.
+    `_hidden` are the values in which they are minus infinity or as low, `_zeros` those in which they are 0.
     """
 
-    def __init__(self, region: Region, placed: Places, hiding: Collection[ir.Node]) -> None:
+    def __init__(self, region: Region, placed: dict[ir.Value, Axes], hiding: Collection[ir.Node]) -> None:
         self._placed, self._own = placed, set(region.nodes)
         self._hidden: set[ir.Value] = set()
         self._zeros: set[ir.Value] = set()
@@ -294,7 +240,7 @@ class _Influence:
         assert first is not None
         if op == "MatMul":
             return self._product(node)
-        if op in REDUCE or op in _ALONG:
+        if op in REDUCE or op in ALONG:
             over = axes(node) if op in REDUCE else [number(node, "axis", -1) % len(known(first))]
             queries, keys = self._placed[first]
             if over is None or queries in over:
@@ -315,6 +261,14 @@ class _Influence:
             read = node.inputs if op == "Mul" else node.inputs[:1]
             if any(value in self._zeros for value in read):
                 self._zeros.add(made)
+            others = [value for value in node.inputs if value not in self._hidden]
+            if (
+                op in ("Mul", "Div")
+                and len(others) == 1
+                and (number_of(others[0]) or 0.0) > 0
+                and others[0] is not first
+            ):
+                self._hidden.add(made)
         elif op == "Exp" and first in self._hidden:
             self._zeros.add(made)
         elif op in ("Add", "Sub", "Sum", "Where"):
@@ -322,11 +276,13 @@ class _Influence:
         return True
 
     def _joined(self, op: str, made: ir.Value, read: Sequence[ir.Value | None]) -> None:
-        if all(value in self._zeros or (op == "Where" and _number(value) == 0.0) for value in read):
+        if all(value in self._zeros or (op == "Where" and number_of(value) == 0.0) for value in read):
             self._zeros.add(made)
-        if op == "Where" and all(value in self._hidden or _hides(value) for value in read):
+        if op == "Where" and all(value in self._hidden or number_of(value) == -np.inf for value in read):
             self._hidden.add(made)
-        if op in ("Add", "Sub") and read[0] in self._hidden and read[1] not in self._hidden:
+        if op == "Add" and any(value in self._hidden for value in read):
+            self._hidden.add(made)
+        if op == "Sub" and read[0] in self._hidden and read[1] not in self._hidden:
             self._hidden.add(made)
 
     def _product(self, node: ir.Node) -> bool:
@@ -343,18 +299,18 @@ class _Influence:
     def _leaves(self, value: ir.Value) -> bool:
         """Return whether blocks can make a value that nodes outside read: its rows, or shares of a sum.
 
-        A wide one is read by the check alone, as `attention_regions.find` leaves it.
+        A wide one is read by the check alone, as `attention_regions.find` leaves it. Of what a Dropout draws, blocks
+        make a part, and the rest may be drawn otherwise.
         """
         queries, keys = self._placed[value]
         node = value.producer()
         assert node is not None and node.inputs[0] is not None
         if queries is not None:
-            return True
+            return keys is None or node.op_type == "Dropout"
         terms = len(known(node.inputs[0])) - 1
         return keys is not None and node.op_type == "MatMul" and self._placed[node.inputs[0]][0] == terms
 
 
-_ALONG = ("Softmax", "LogSoftmax")
 _OF_VISIBLE = ("Softmax", "LogSoftmax", "ReduceMax", "ReduceLogSumExp")
 """Operators for which an entry of minus infinity among others is as if it were not there."""
 _SAME = ("Identity", "Transpose", "Cast", "Expand")

@@ -99,7 +99,7 @@ def lowest_budget(model: Model, **options: Unpack[PlanningOptions]) -> Lowest:
     budget, missed, tries = impossible, [impossible - 1], 0
     while tries < _TRIES and report.budget > _RESOLUTION * max(missed):
         tries += 1
-        watched = named(f"try {tries} of {_TRIES} at most", progress)
+        watched = named(f"try {tries} of {_TRIES} at most, {format_bytes(report.budget)} found", progress)
         try:
             report = rewrite_for(original, budget, advise=False, progress=watched).report
         except BudgetInfeasibleError as error:

@@ -50,25 +50,42 @@ def batch(*more, tokens=TOKENS, texts=TEXTS):
     return (x, *more, target)
 
 
-def divided(model, example, parts=2):
-    """The sizes of the softmaxes (or exponentials) in parts, after a comparison with the step in one part."""
+class Several(nn.Module):
+    """The sum of several attentions: exported together, they take a third of the time."""
+
+    def __init__(self, formulas):
+        super().__init__()
+        self.each = nn.ModuleList(map(Attention, formulas))
+
+    def forward(self, x, *more):
+        return sum(attention(x, *more) for attention in self.each)
+
+
+def divided(model, example, parts=2, other=None):
+    """The step in parts, after a comparison with the step in one part, on the example or another batch."""
     torch.manual_seed(0)
     model = model.double()
     one = export_training_step(model, example, F.mse_loss, attention_parts=1, check=False)
     many = export_training_step(model, example, F.mse_loss, attention_parts=parts)  # compared with torch as well
     feeds = initial_feeds(one, model)
-    feeds |= {f"input.{i}": value.numpy() for i, value in enumerate(example)}
+    feeds |= {f"input.{i}": value.numpy() for i, value in enumerate(example if other is None else other)}
     for level in ("disable", "all"):
         expected, made = (runtime.outputs(step, feeds, level) for step in (one, many))
         assert expected.keys() == made.keys()
         for name in expected:
             np.testing.assert_allclose(made[name], expected[name], rtol=1e-9, atol=1e-12, err_msg=f"{name} at {level}")
-    return forms(many)
+    return many
 
 
-def forms(model):
+def forms(model, module=None, op_types=("Softmax", "Exp")):
+    """The sizes of the softmaxes (or exponentials), of one module if it is named."""
     shapes = {v.name: [d.dim_value for d in v.type.tensor_type.shape.dim] for v in model.graph.value_info}
-    made = [shapes[node.output[0]] for node in model.graph.node if node.op_type in ("Softmax", "Exp")]
+    labels = [{entry.key: entry.value for entry in node.metadata_props} for node in model.graph.node]
+    made = [
+        shapes[node.output[0]]
+        for node, label in zip(model.graph.node, labels, strict=True)
+        if node.op_type in op_types and module in (None, label.get("module"))
+    ]
     return [tuple(shape[-2:]) for shape in made if len(shape) > 2 and min(shape[-2:]) > 1]
 
 
@@ -87,6 +104,14 @@ def added(mask, by=HIDDEN):
 
 def by_hand(mask, bent=lambda scores: scores, after=lambda scores: scores, over=-1):
     return lambda q, k, v: F.softmax(after(bent(q @ k.transpose(2, 3)) + mask), over) @ v
+
+
+def by_numbers(first, second):
+    def formula(q, k, v, pad):
+        scores = q @ k.transpose(2, 3) + added(causal(), first)
+        return F.softmax(scores + torch.where(pad, 0.0, second), -1) @ v
+
+    return formula
 
 
 def attend(**settings):
@@ -112,15 +137,22 @@ FORMULAS = {
     "a prefix": (by_hand(added(causal() | (torch.arange(TOKENS) < 40))), TRIANGLE),
     "a window": (by_hand(added(causal() & ~causal(before=-16))), both((64, 64), (64, 80))),
     "backwards": (by_hand(added(causal().T)), both((64, 128), (64, 64))),
+    "a bias of constants": (by_hand(added(causal()), bent=lambda s: s + torch.arange(TOKENS) / 9), TRIANGLE),
+    "padding first": (
+        lambda q, k, v: F.softmax((q @ k.transpose(2, 3)).masked_fill(torch.arange(TOKENS) == 3, HIDDEN)
+                                  + added(causal()), -1) @ v, TRIANGLE),
+    "scaled afterwards": (by_hand(added(causal()), after=lambda s: s / 3), TRIANGLE),
+    "added on the left": (lambda q, k, v: F.softmax(added(causal()) + q @ k.transpose(2, 3), -1) @ v, TRIANGLE),
+    "not so large a number": (by_hand(added(causal(), -1e9)), TRIANGLE),
     "parts that do not see one another": (
         by_hand(added(torch.block_diag(*[torch.ones(64, 64)] * 2).bool())), both((64, 64), (64, 64))),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", FORMULAS)
-def test_blocks_have_the_keys_that_they_may_see(name):
-    formula, expected = FORMULAS[name]
-    assert divided(Attention(formula), batch()) == expected
+def test_blocks_have_the_keys_that_they_may_see():
+    made = divided(Several(formula for formula, _ in FORMULAS.values()), batch())
+    found = {name: forms(made, f"each.{place}") for place, name in enumerate(FORMULAS)}
+    assert found == {name: expected for name, (_, expected) in FORMULAS.items()}
 
 
 WHOLE = [(TOKENS, TOKENS)] * 4
@@ -134,38 +166,50 @@ LEFT = {
     "a mask of the results": lambda q, k, v: F.softmax(q @ k.transpose(2, 3), -1) * causal() @ v,
     "the rest of a share": lambda q, k, v: (1 - F.softmax(q @ k.transpose(2, 3) + added(causal()), -1)) @ v,
     "half hidden": by_hand(added(causal(), -2.0)),
+    "a query that sees nothing in one head": by_hand(
+        added(torch.stack([causal() & (torch.arange(TOKENS) > 4), causal()]), -3e38)
+    ),
+    "clamped before": by_hand(added(causal()), bent=lambda s: s.clamp(-0.5, 0.5)),
+    "the largest taken away": lambda q, k, v: (
+        (
+            (s := q @ k.transpose(2, 3) + added(causal())),
+            (e := (s - s.amax(-1, keepdim=True)).exp()),
+            e / e.sum(-1, True),
+        )[-1]
+        @ v
+    ),
 }
 
 
-@pytest.mark.parametrize("name", LEFT)
-def test_rows_are_left_whole_where_a_hidden_score_counts(name):
-    assert divided(Attention(LEFT[name]), batch()) == WHOLE
+def test_rows_are_left_whole_where_a_hidden_score_counts():
+    made = divided(Several(LEFT.values()), batch())
+    assert {name: forms(made, f"each.{place}") for place, name in enumerate(LEFT)} == dict.fromkeys(LEFT, WHOLE)
 
 
 def test_a_trained_bias_of_each_key_is_a_sum_over_queries():
     model = Attention(lambda q, k, v, bias: by_hand(added(causal()), bent=lambda s: s + bias)(q, k, v), bias=TOKENS)
-    assert divided(model, batch()) == [(TOKENS, TOKENS)]
+    assert forms(divided(model, batch())) == [(TOKENS, TOKENS)]
 
 
 def test_groups_of_heads_share_keys():
-    assert divided(Attention(attend(is_causal=True, enable_gqa=True), groups=1), batch()) == TRIANGLE
+    assert forms(divided(Attention(attend(is_causal=True, enable_gqa=True), groups=1), batch())) == TRIANGLE
 
 
 def test_queries_go_on_after_earlier_keys():
     x, target = batch()
     earlier = torch.randn(TEXTS, 144, HEADS * WIDTH, dtype=torch.float64)
     formula = by_hand(added(causal(TOKENS, 144, 16)))
-    assert divided(Attention(formula), (x, earlier, target)) == both((64, 80), (64, 144))
+    assert forms(divided(Attention(formula), (x, earlier, target))) == both((64, 80), (64, 144))
 
 
 def test_sizes_that_are_no_multiples():
     formula = attend(is_causal=True)
-    assert divided(Attention(formula), batch(tokens=200), 3) == both((67, 80), (67, 144), (66, 200))
+    assert forms(divided(Attention(formula), batch(tokens=200), 3)) == both((67, 80), (67, 144), (66, 200))
 
 
 def test_blocks_of_some_texts():
     """Parts of 64 rows at least: the rest of the parts are texts."""
-    assert divided(Attention(attend(is_causal=True)), batch(texts=4), 4) == [(64, 64), (64, 128)] * 2 + [
+    assert forms(divided(Attention(attend(is_causal=True)), batch(texts=4), 4)) == [(64, 64), (64, 128)] * 2 + [
         (64, 128), (64, 64)] * 2  # fmt: skip
 
 
@@ -177,18 +221,31 @@ def test_padding_that_the_batch_brings_hides_more():
     def formula(q, k, v, mask):
         return attend()(q, k, v, causal() & mask)
 
-    assert divided(Attention(formula), batch(padding)) == TRIANGLE
+    assert forms(divided(Attention(formula), batch(padding))) == TRIANGLE
 
 
-def test_padding_by_a_number_leaves_rows_whole():
-    """A row without any key has equal shares of all keys then, hidden ones too."""
+PADDED = {
+    "not shown": (lambda q, k, v, pad: attend()(q, k, v, ~(~causal() | ~pad)), TRIANGLE),
+    "added to the mask": (
+        lambda q, k, v, pad: attend()(q, k, v, added(causal()) + torch.where(pad, 0.0, HIDDEN)), TRIANGLE),
+    "a number after the mask": (by_numbers(HIDDEN, -1e30), TRIANGLE),
+    "a number for both": (
+        lambda q, k, v, pad: F.softmax(q @ k.transpose(2, 3) + torch.where(causal() & pad, 0.0, -1e30), -1) @ v, None),
+    "a number, then a number": (by_numbers(-1e30, -1e30), None),
+    "a number, then less": (by_numbers(-1e30, -1e35), None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PADDED)
+def test_padding_that_the_batch_brings_in_other_forms(name):
+    """A row without any key has equal shares of all keys where numbers hide, hidden ones too: it is left whole."""
+    formula, expected = PADDED[name]
     padding = torch.rand(TEXTS, 1, 1, TOKENS) > 0.3
-    padding[0, :, :, :5] = False
-
-    def formula(q, k, v, mask):
-        return F.softmax(q @ k.transpose(2, 3) + torch.where(causal() & mask, 0.0, -3e38), -1) @ v
-
-    assert divided(Attention(formula), batch(padding)) == WHOLE
+    padding[..., 0] = True
+    more = padding.clone()
+    more[0, :, :, :5] = False
+    made = divided(Attention(formula), batch(padding), other=batch(more))
+    assert forms(made) == (expected or WHOLE)
 
 
 def test_dropout_draws_for_what_a_block_sees():
@@ -196,28 +253,33 @@ def test_dropout_draws_for_what_a_block_sees():
     model, example = Attention(attend(is_causal=True, dropout_p=0.1)), [each.float() for each in batch()]
     made = export_training_step(model, example, F.mse_loss, attention_parts=2)
     assert forms(made) == TRIANGLE
+    assert forms(made, op_types=("Dropout",)) == TRIANGLE[:2]
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_random_masks(seed):
+    """A band with holes, or all up to its end, of queries and keys in other numbers."""
     generator = torch.Generator().manual_seed(seed)
-    rows, columns = (int(torch.randint(130, 260, (), generator=generator)) for _ in range(2))
-    first = torch.randint(0, columns, (rows,), generator=generator)
-    first = first.sort()[0] if seed % 2 else (first // 3)
+    rows, columns, width = (
+        int(torch.randint(*ends, (), generator=generator)) for ends in ((130, 260),) * 2 + ((4, 20),)
+    )
+    middle = torch.arange(rows)[:, None] * columns // rows
     keys = torch.arange(columns)
-    mask = (keys >= first[:, None] - 40) & (keys <= first[:, None] + 40)
-    mask |= (keys == 0) | (torch.arange(rows) == rows - 1)[:, None]
+    mask = (keys <= middle + width) & (torch.rand(rows, columns, generator=generator) > 0.3)
+    mask &= (keys >= middle - width) | (seed % 2 == 0)
+    mask |= (keys - middle).abs() <= 2
     earlier = torch.randn(TEXTS, columns, HEADS * WIDTH, dtype=torch.float64)
     x, target = batch(tokens=rows)
-    divided(Attention(by_hand(added(mask))), (x, earlier, target), 4)
+    found = forms(divided(Attention(by_hand(added(mask))), (x, earlier, target), 4))
+    assert max(queries for queries, _ in found) < rows
 
 
-def test_scores_that_overflow_do_not_leak():
+def test_scores_of_any_size():
     model = Attention(attend(is_causal=True))
     with torch.no_grad():
         model.q.weight.mul_(1e3)
         model.k.weight.mul_(1e3)
-    assert divided(model, batch()) == TRIANGLE
+    assert forms(divided(model, batch())) == TRIANGLE
 
 
 def test_memory_and_work_follow():
@@ -247,5 +309,15 @@ def test_a_file_from_elsewhere():
     mask = added(causal(1024, 1024)).float().numpy()
     for name, array in {"wq": rng.random((4, 4)), "wk": rng.random((4, 4)), "mask": mask}.items():
         model.graph.initializer.append(onnx.numpy_helper.from_array(array.astype(np.float32), name))
-    made = add_backward(model, loss="mse")
-    assert forms(made) == both(*[(256, n) for n in (256, 512, 768, 1024)])
+    blocks = [(256, n) for n in (256, 512, 768, 1024)]
+    assert forms(add_backward(model, loss="mse")) == both(*blocks)
+    twice = onnx.parser.parse_graph("""again (float[1, 4, 1024, 4] x) => (float[1, 4, 1024, 4] z) {
+        second = MatMul (y, kt)
+        more = Add (second, mask)
+        others = Softmax <axis = -1> (more)
+        z = MatMul (others, x)
+    }""")
+    model.graph.node.extend(twice.node)
+    model.graph.output[0].name = "z"
+    made = forms(add_backward(model, loss="mse"))  # the second one's queries are the first one's results
+    assert made == [*blocks, *both(*blocks), *blocks[::-1]]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 
 pytest.importorskip("torch")
@@ -24,11 +26,33 @@ class Exported(Exception):
     """A step was translated."""
 
 
+def kept_in(patch, path):
+    for cache in (export_cache, plan_cache):
+        patch.setattr(cache.ENTRIES, "folder", lambda name=cache.ENTRIES.name: path / name)
+
+
 @pytest.fixture(autouse=True)
 def folders(monkeypatch, tmp_path):
-    for cache in (export_cache, plan_cache):
-        monkeypatch.setattr(cache.ENTRIES, "folder", lambda name=cache.ENTRIES.name: tmp_path / name)
+    kept_in(monkeypatch, tmp_path)
     return tmp_path
+
+
+@pytest.fixture(scope="module")
+def one_step(tmp_path_factory):
+    """What is kept of `step()`, and its first loss."""
+    folder = tmp_path_factory.mktemp("kept")
+    with pytest.MonkeyPatch.context() as patch:
+        kept_in(patch, folder)
+        made, batch = step()
+        return folder, made(batch)
+
+
+@pytest.fixture
+def kept(one_step, folders):
+    """As if `step()` had been made; its first loss."""
+    folder, loss = one_step
+    shutil.copytree(folder, folders, dirs_exist_ok=True)
+    return loss
 
 
 class Net(nn.Module):
@@ -89,15 +113,13 @@ def by_sum(output, target):
     ],
     ids=lambda change: next(iter(change)),
 )  # fmt: skip
-def test_another_step_is_exported(no_export, change):
-    step()
+def test_another_step_is_exported(kept, no_export, change):
     no_export()
     with pytest.raises(Exported):
         step(**change)
 
 
-def test_other_code_or_packages_export_again(no_export, monkeypatch):
-    step()
+def test_other_code_or_packages_export_again(kept, no_export, monkeypatch):
     no_export()
     monkeypatch.setattr(export_cache, "surroundings", lambda *_: "another version")
     with pytest.raises(Exported):
@@ -105,13 +127,11 @@ def test_other_code_or_packages_export_again(no_export, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["exported", "digests.json"])
-def test_an_entry_that_is_damaged_is_exported_again(folders, name):
-    made, batch = step()
-    loss = made(batch)
+def test_an_entry_that_is_damaged_is_exported_again(kept, folders, name):
     (entry,) = (folders / "exports").iterdir()
     (entry / name).write_bytes(b"damaged")
     made, batch = step()
-    assert made(batch) == loss
+    assert made(batch) == kept
 
 
 def test_a_step_whose_comparison_fails_is_refused_each_time(monkeypatch, folders):
@@ -154,9 +174,8 @@ def test_an_own_step_that_fails_refuses_a_share_of_it(monkeypatch):
     assert step(budget="900%")[0].torch_bytes > 0  # a failure is not kept
 
 
-def test_an_own_step_that_fails_refuses_a_step_that_was_compared_before(monkeypatch):
+def test_an_own_step_that_fails_refuses_a_step_that_was_compared_before(kept, monkeypatch):
     """Nothing else would run this batch in torch."""
-    step()
     monkeypatch.setattr(own_step, "memory", fail)
     with pytest.raises(ConversionError, match="PyTorch's own step fails"):
         step()
