@@ -89,8 +89,16 @@ class Work:
     deadline: Deadline
 
 
-def fit(goal: Goal, work: Work, seconds_per_file: float, known: tuple[Schedule, ...] = ()) -> Fitted:
+def fit(
+    goal: Goal,
+    work: Work,
+    seconds_per_file: float,
+    known: tuple[Schedule, ...] = (),
+    rival: Fitted | None = None,
+) -> Fitted:
     """Return a plan and a file within the budget: the selector's best, else those of a first look.
+
+    A `rival` that keeps the budget is returned unless there is a better one.
 
     Raises
     ------
@@ -100,8 +108,13 @@ def fit(goal: Goal, work: Work, seconds_per_file: float, known: tuple[Schedule, 
     """
     direct = Direct.of(goal.memory.compiled)
     try:
-        return _attempts(goal, work, seconds_per_file, known, direct)
+        best = _attempts(goal, work, seconds_per_file, known, direct)
+        if rival is None or best.preference() <= rival.preference():
+            return best
+        return replace(rival, executed=_at_other_levels(rival, work, seconds_per_file))
     except Refusal as refusal:
+        if rival is not None:
+            return replace(rival, executed=_at_other_levels(rival, work, seconds_per_file))
         if work.deadline.ends_within(seconds_per_file):
             raise
         look, alone = refusal.look, replace(direct, values=set())
@@ -111,6 +124,27 @@ def fit(goal: Goal, work: Work, seconds_per_file: float, known: tuple[Schedule, 
             return replace(made, executed=found)
         refusal.looked = worst if worst < goal.memory.original_bytes else 0
         raise
+
+
+def fit_once(goal: Goal, work: Work, seconds_per_file: float) -> tuple[int, Fitted]:
+    """Return the file of one plan for a budget, and the bytes that it takes: more than the budget or less.
+
+    Raises
+    ------
+    BudgetInfeasibleError
+        No plan was found.
+    """
+    direct, first, deadline = Direct.of(goal.memory.compiled), _first_target(goal), work.deadline
+    for target in dict.fromkeys((first, goal.target())):
+        with work.stage("plan"):
+            try:
+                plan = make_plan(goal, target, work.options, deadline.sooner(seconds_per_file, 1.0), ())
+            except BudgetInfeasibleError:
+                if target == goal.target():
+                    raise
+                continue
+        break
+    return _written_and_simulated(plan, goal, target, work, direct)
 
 
 def _attempts(goal: Goal, work: Work, seconds_per_file: float, known: tuple[Schedule, ...], direct: Direct) -> Fitted:

@@ -4,26 +4,36 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from onnx_remat.errors import BudgetInfeasibleError
 from onnx_remat.messages import Message, Setting
 from onnx_remat.plan.request import Deadline
+from onnx_remat.rewrite.fit import Fitted
 from onnx_remat.rewrite.original import Job, Original
-from onnx_remat.rewrite.report import Report
 from onnx_remat.units import Budget
 
-TRIALS = 5
+TRIALS = 6
 """Most budgets that are tried before the one that is planned with the whole effort."""
 
-CLOSE_ENOUGH = 0.03
+CLOSE_ENOUGH = 0.02
 """Share of the original's memory within which the least budget is known well enough."""
 
+_TRIAL_EFFORT = 0.125  # of the effort for the budget that is found: a worse plan would make it seem too slow
 _FILES_PER_TRIAL = 2.0  # times what a file takes: a plan, and a file, at least
 _LATER = 0.5  # of the time left: kept for later trials and for the plan itself
 
 
-def least_budget(original: Original, slower: float, deadline: Deadline, attempt: Callable[[Job], Report]) -> int:
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A file for a budget that was tried: the bytes it takes, its additional time as a fraction, and the file."""
+
+    nbytes: int
+    slower: float
+    made: Fitted | None = None
+
+
+def least_budget(original: Original, slower: float, deadline: Deadline, attempt: Callable[[Job], Trial]) -> Trial:
     """Bisect for the least budget whose file takes at most so much more time, as predicted.
 
     Parameters
@@ -34,12 +44,12 @@ def least_budget(original: Original, slower: float, deadline: Deadline, attempt:
     deadline : Deadline
         Trials end early enough to leave time for the plan itself.
     attempt : callable
-        Rewrites for one budget. At most `TRIALS` attempts share a quarter of the effort.
+        Plans and writes a file for one budget, which may take more than that.
 
     Returns
     -------
-    int
-        Bytes; the original's memory if no smaller budget will do.
+    Trial
+        The one whose file takes least; without a file, and the original's memory, if no smaller budget will do.
 
     Raises
     ------
@@ -47,29 +57,28 @@ def least_budget(original: Original, slower: float, deadline: Deadline, attempt:
         A time limit that was asked for is too short for a single trial.
     """
     options, most = original.options, original.memory.original_bytes
-    effort = None if options.effort is None else options.effort / (4 * TRIALS)
+    effort = None if options.effort is None else _TRIAL_EFFORT * options.effort
     brief = replace(options, effort=effort, verify="none" if options.verify == "none" else "check")
     trial, enough = replace(original, options=brief), _FILES_PER_TRIAL * original.seconds_per_file
-    low, high = original.impossible_below(original.memory.floor), most
+    low, best = original.impossible_below(original.memory.floor), Trial(most, 0.0)
     for turn in range(TRIALS):
-        if high - low <= CLOSE_ENOUGH * most:
+        if best.nbytes - low <= CLOSE_ENOUGH * most:
             break
         if (turn or not options.limit_is_default()) and deadline.ends_within(2 * enough):
             if not turn:
                 raise _too_short(original, enough, deadline)
             break
-        budget = (low + high) // 2
+        budget = (low + best.nbytes) // 2
         try:
-            report = attempt(trial.job(Budget(bytes=budget), deadline.sooner(enough, _LATER)))
+            made = attempt(trial.job(Budget(bytes=budget), deadline.sooner(enough, _LATER)))
         except BudgetInfeasibleError:
             low = budget
             continue
-        time = report.extra_time()
-        if (report.extra_compute if time is None else time) <= slower:
-            high = budget
+        if made.slower <= slower and made.nbytes < best.nbytes:
+            best = made
         else:
             low = budget
-    return high
+    return best
 
 
 def _too_short(original: Original, enough: float, deadline: Deadline) -> BudgetInfeasibleError:

@@ -29,13 +29,14 @@ from onnx_remat.plan.cost_bounds import cost_lower_bound
 from onnx_remat.plan.request import Deadline
 from onnx_remat.rewrite.accounting import Goal, LoopMemory
 from onnx_remat.rewrite.first_use import PLANNER, REPORTER, FirstUse, first_use
-from onnx_remat.rewrite.fit import Fitted, Work, fit
-from onnx_remat.rewrite.least import least_budget
+from onnx_remat.rewrite.fit import Fitted, Work, fit, fit_once
+from onnx_remat.rewrite.least import Trial, least_budget
 from onnx_remat.rewrite.notes import MOVES, on_device, rounding, unseen, warnings, worst_level
 from onnx_remat.rewrite.offload import fit_with_moves
 from onnx_remat.rewrite.original import Job, Original, begin, footprint_of
 from onnx_remat.rewrite.plans import Plan, Refusal, make_plan
 from onnx_remat.rewrite.report import Report
+from onnx_remat.session.prediction import Footprint
 from onnx_remat.units import Budget, parse_budget
 from onnx_remat.write.decided import Rewritten
 
@@ -169,28 +170,53 @@ def rewrite_for(
 
 
 def _rewrite_to(budget: Budget, original: Original, deadline: Deadline, warmup: FirstUse, advise: bool) -> Result:
+    rival: Fitted | None = None
     if budget.slower is not None:
         began = time.monotonic()
-        found = least_budget(original, budget.slower, deadline, lambda job: _rewrite(job, warmup, advise=False).report)
-        budget = Budget(bytes=found)
+        found = least_budget(original, budget.slower, deadline, lambda job: _tried(job, warmup))
+        budget, rival = Budget(bytes=found.nbytes), found.made
         original = replace(original, seconds={**original.seconds, "budget": time.monotonic() - began})
-    return _rewrite(original.job(budget, deadline), warmup, advise)
+    return _rewrite(original.job(budget, deadline), warmup, advise, rival)
 
 
-def _rewrite(job: Job, warmup: FirstUse, advise: bool) -> Result:
+def _work(job: Job) -> Work:
+    original = job.original
+    return Work(original.executed, original.folder, original.options, job.clock.stage, job.deadline)
+
+
+def _tried(job: Job, warmup: FirstUse) -> Trial:
+    """Return what one plan's file takes; with `Options.offload`, a file with moves that keeps the budget."""
+    original = job.original
+    if original.options.offload:
+        report = _rewrite(job, warmup, advise=False).report
+        return Trial(report.covered()[1], _slower(report.loop_before, report.loop_after, report.extra_compute))
+    job.wait_for(warmup, PLANNER)
+    nbytes, made = fit_once(job.goal, _work(job), original.seconds_per_file)
+    after = made.footprint or footprint_of(list(made.executed.values())[-1], made.written.model, original.options)
+    return Trial(nbytes, _slower(original.footprint, after, made.plan.extra_compute), made)
+
+
+def _slower(before: Footprint | None, after: Footprint | None, extra_compute: float) -> float:
+    """Return the predicted additional time of a step, or its extra compute where a loop cannot run it."""
+    found = after.slower_than(before) if before and after else None
+    return extra_compute if found is None else found
+
+
+def _rewrite(job: Job, warmup: FirstUse, advise: bool, rival: Fitted | None = None) -> Result:
     original, memory = job.original, job.goal.memory
     options = original.options
     if original.keeps(job.goal.allowed):
         return _unchanged(job)
     job.wait_for(warmup, PLANNER + REPORTER if options.arena else PLANNER)
-    fitting = fit_with_moves if options.offload else fit
-    work = Work(original.executed, original.folder, options, job.clock.stage, job.deadline)
+    work = _work(job)
 
-    def within(goal: Goal) -> Fitted:
-        return fitting(goal, work, original.seconds_per_file)
+    def within(goal: Goal, rival: Fitted | None = None) -> Fitted:
+        if options.offload:
+            return fit_with_moves(goal, work, original.seconds_per_file)
+        return fit(goal, work, original.seconds_per_file, rival=rival)
 
     try:
-        fitted = within(job.goal)
+        fitted = within(job.goal, rival)
     except Refusal as refusal:
         budget = _to_ask_for(refusal, job, within) if advise else refusal.candidate
         raise refusal.naming(budget, 0 if options.arena else memory.original_bytes) from None

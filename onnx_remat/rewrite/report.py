@@ -162,9 +162,7 @@ class Report(Finding):
 
     def extra_time(self) -> float | None:
         """Return the predicted time of a step over that of the original, less 1, both as a loop runs them here."""
-        if not self.loop_before or not self.loop_after or not self.loop_before.seconds:
-            return None
-        return self.loop_after.seconds / self.loop_before.seconds - 1
+        return self.loop_after.slower_than(self.loop_before) if self.loop_before and self.loop_after else None
 
     def books(self) -> int:
         """Return the covered bytes that no plan changes, estimated for the original."""

@@ -75,6 +75,10 @@ class Footprint:
     def total(self) -> int:
         return self.inputs + self.weights + self.slab + self.workspace + self.books
 
+    def slower_than(self, other: Footprint) -> float | None:
+        """Return the predicted time of a step over another's, less 1; None where that is unknown."""
+        return self.seconds / other.seconds - 1 if other.seconds else None
+
 
 TABLES_BYTES = 16_384
 """Bytes that kernels take on a device beyond every workspace rule: tables of pointers."""

@@ -12,7 +12,7 @@ from onnx_remat.app.cli import main
 from onnx_remat.errors import BudgetInfeasibleError, UsageError
 from onnx_remat.options import Options
 from onnx_remat.plan.request import Deadline
-from onnx_remat.rewrite.least import CLOSE_ENOUGH, TRIALS, least_budget
+from onnx_remat.rewrite.least import CLOSE_ENOUGH, TRIALS, Trial, least_budget
 from onnx_remat.units import Budget, parse_budget
 from tests.support.graphs import mlp
 
@@ -36,7 +36,7 @@ DEFAULT = Options()
 
 
 def tried(
-    slower: float, measured: bool = True, options: Options = DEFAULT, seconds_per_file: float = 0.1
+    slower: float, more: int = 0, options: Options = DEFAULT, seconds_per_file: float = 0.1
 ) -> tuple[int, list[tuple[int, Options, float]]]:
     attempts = []
 
@@ -45,20 +45,20 @@ def tried(
         budget = job[0]
         if budget < 300:
             raise BudgetInfeasibleError("none", 300, 300)
-        share = (1000 - budget) / 1000
-        return SimpleNamespace(extra_time=lambda: share if measured else None, extra_compute=share)
+        return Trial(budget + more, (1000 - budget - more) / 1000)
 
     step = Step(options, SimpleNamespace(original_bytes=1000, floor=100, bookkeeping=0), seconds_per_file)
-    return least_budget(step, slower, Deadline(options.time_limit), attempt), attempts
+    return least_budget(step, slower, Deadline(options.time_limit), attempt).nbytes, attempts
 
 
-@pytest.mark.parametrize("measured", [True, False])
+@pytest.mark.parametrize("more", [0, 20, -20])
 @pytest.mark.parametrize(("slower", "least"), [(0.05, 950), (0.25, 750), (0.5, 500), (0.9, 300)])
-def test_the_least_budget_is_found_in_few_trials(slower, least, measured):
-    found, attempts = tried(slower, measured)
-    assert least <= found <= least + CLOSE_ENOUGH * 1000
+def test_the_least_budget_is_found_in_few_trials(slower, least, more):
+    """Files may take more than the budget that was tried, or less."""
+    found, attempts = tried(slower, more)
+    assert least + min(more, 0) <= found <= least + CLOSE_ENOUGH * 1000 + abs(more)
     assert len(attempts) <= TRIALS
-    assert all(options.effort == Options().effort / (4 * TRIALS) for _, options, _ in attempts)
+    assert all(options.effort == Options().effort / 8 for _, options, _ in attempts)
 
 
 def test_no_budget_below_the_original_is_one_that_is_the_original_s_memory():
@@ -75,7 +75,7 @@ def test_a_limit_that_nobody_set_leaves_each_trial_time_for_its_file():
 
 def test_a_limit_that_is_too_short_for_a_trial_is_refused():
     options = Options(time_limit=20.0)
-    with pytest.raises(BudgetInfeasibleError, match=r"time_limit=20 is too short .* 12 s here; try time_limit=145"):
+    with pytest.raises(BudgetInfeasibleError, match=r"time_limit=20 is too short .* 12 s here; try time_limit=170"):
         tried(0.5, options=options, seconds_per_file=6.0)
     found, attempts = tried(0.5, options=options, seconds_per_file=2.0)
     assert found < 1000 and all(seconds > 2.0 for _, _, seconds in attempts)
