@@ -67,7 +67,9 @@ def in_pytorch(name: str, checkpointed: bool) -> tuple[float, Callable[[], list[
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
-        if case.loss is None:
+        if isinstance(case.batch, dict) and case.loss is None:
+            loss = case.model(**case.batch).loss
+        elif case.loss is None:
             loss = case.model(*positional, target, **named)
         else:
             loss = case.loss(case.model(*positional, **named), target)

@@ -15,6 +15,7 @@ from onnx_remat.converters.pytorch import budgeted
 from onnx_remat.converters.pytorch.trainer import BudgetedTrainer
 
 from onnx_remat.errors import ConversionError, UsageError
+from tests.support.slow import few
 
 WORDS, LENGTH, BATCH, CLASSES = 90, 16, 8, 3
 
@@ -77,7 +78,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", few(CASES, ["GPT-2, three batches an update"]))
 def test_trains_as_the_trainer_does(name, tmp_path):
     """Every loss and every weight, with evaluation between the steps."""
     make, kinds, options = CASES[name]
