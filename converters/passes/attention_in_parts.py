@@ -266,12 +266,13 @@ class _Whole:
         if keys is None:
             return made
         begin, end = block.keys
-        pieces = [self._unseen(made, keys, begin), made, self._unseen(made, keys, self._shape[keys] - end)]
+        before, after = (self._unseen(made, keys, count) for count in (begin, self._shape[keys] - end))
+        pieces = [piece for piece in (before, made, after) if piece is not None]
         sizes = (*known(made)[:keys], self._shape[keys], *known(made)[keys + 1 :])
-        return self._tape.op("Concat", *filter(None, pieces), shape=sizes, axis=keys)
+        return self._tape.op("Concat", *pieces, shape=sizes, axis=keys)
 
     def _unseen(self, like: ir.Value, keys: int, count: int) -> ir.Value | None:
-        """Append a Dropout for keys that a block does not see, and return the output that `like` is."""
+        """Append a Dropout for keys that a block does not see; return its output that `like` is of another."""
         node, sizes = self._value.producer(), (*known(like)[:keys], count, *known(like)[keys + 1 :])
         assert node is not None and node.inputs[0] is not None and like.dtype is not None
         if not count:
