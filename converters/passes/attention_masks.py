@@ -39,14 +39,19 @@ class Mask:
         What is added to the scores, or the condition that selects them.
     shown : numpy.ndarray of bool
         Which scores it may show, with as many axes as `value`; sizes of 1 broadcast.
-    exact : bool
-        Whether it hides by minus infinity.
+    depth : float
+        By how much it lowers a score that it hides, at least.
     """
 
     node: ir.Node
     value: ir.Value
     shown: np.ndarray
-    exact: bool
+    depth: float
+
+    @property
+    def exact(self) -> bool:
+        """Return whether it hides by minus infinity."""
+        return self.depth == np.inf
 
 
 def mask_of(node: ir.Node, own: Collection[ir.Node]) -> Mask | None:
@@ -58,19 +63,18 @@ def mask_of(node: ir.Node, own: Collection[ir.Node]) -> Mask | None:
                 continue
             shown = _shown(value)
             if not shown.all():
-                return Mask(node, value, shown, exact=True)
+                return Mask(node, value, shown, np.inf)
             numbers = constant(value)
             if numbers is not None and not (shown := numbers > _low(value)).all():
-                return Mask(node, value, np.asarray(shown), exact=False)
+                return Mask(node, value, np.asarray(shown), -_low(value))
     if node.op_type == "Where" and (condition := node.inputs[0]) in set(outside) and len(_sizes(condition)) >= 2:
         assert condition is not None
         (may, must), (_, a, b) = _bounds(condition), node.inputs
-        for exact in (True, False):
-            low = -np.inf if exact else _low(node.outputs[0])
+        for low in (-np.inf, _low(node.outputs[0])):
             shows_a, shows_b = (not _is_low(branch, low) for branch in (a, b))
             shown = np.asarray((may & shows_a) | (~must & shows_b))
-            if not shown.all() and (exact or constant(condition) is not None):
-                return Mask(node, condition, shown, exact)
+            if not shown.all() and (low == -np.inf or constant(condition) is not None):
+                return Mask(node, condition, shown, -low)
     return None
 
 

@@ -98,7 +98,8 @@ def visible_blocks(region: Region, count: int) -> Rows | None:
     seen = {mask.node: _seen(mask, placed, (rows, columns)) for mask in masks}
     least = min(seen.values(), key=np.count_nonzero)
     hiding = {node for node, each in seen.items() if not (each & ~least).any()}
-    if not (least.any(axis=0).all() and least.any(axis=1).all() and _Influence(region, placed, hiding).none):
+    depth = min(mask.depth for mask in masks)
+    if not (least.any(axis=0).all() and least.any(axis=1).all() and _Influence(region, placed, hiding, depth).none):
         return None
     found, begin = [], 0
     for place in range(blocks):
@@ -126,7 +127,7 @@ def _seen(mask: Mask, placed: dict[ir.Value, Axes], shape: Shape) -> np.ndarray:
 def _numbers_hide(region: Region, placed: dict[ir.Value, Axes], mask: Mask) -> bool:
     """Return whether the numbers of a mask hide as well as minus infinity: each row of each matrix shows a score.
 
-    Nothing else that differs along a row may come from an input: it might hide what the mask shows.
+    Whatever else differs along a row is a constant, and small: an input might hide what the mask shows.
     """
     _, keys = placed[mask.value]
     if constant(mask.value) is None or keys is None or not mask.shown.any(axis=keys).all():
@@ -134,9 +135,13 @@ def _numbers_hide(region: Region, placed: dict[ir.Value, Axes], mask: Mask) -> b
     own = set(region.nodes)
     read = (value for node in region.forward if node.op_type in _SHIFTS for value in node.inputs if value is not None)
     outside = [value for value in read if value.producer() not in own and placed[value][1] is not None]
-    return all(constant(value) is not None for value in outside)
+    numbers = [constant(value) for value in outside if value is not mask.value]
+    return all(each is not None and bool((np.abs(each * 1.0) <= _SMALL * mask.depth).all()) for each in numbers)
 
 
+_SMALL = 1e-3
+_ENOUGH = 1e4
+"""What a hidden score must lie below others, once it is scaled, to leave 0 after the softmax."""
 _SHIFTS = ("Add", "Sub", "Sum", "Where", "Max", "Min")
 
 
@@ -224,11 +229,12 @@ class _Related:
 class _Influence:
     """Follows what becomes of hidden scores: `none` says whether they change no result.
 
-    `_hidden` are the values in which they are minus infinity or as low, `_zeros` those in which they are 0.
+    `_hidden` are the values in which they are minus infinity or as low, `_zeros` those in which they are 0. The nodes
+    `hiding` lower them by `depth`.
     """
 
-    def __init__(self, region: Region, placed: dict[ir.Value, Axes], hiding: Collection[ir.Node]) -> None:
-        self._placed, self._own = placed, set(region.nodes)
+    def __init__(self, region: Region, placed: dict[ir.Value, Axes], hiding: Collection[ir.Node], depth: float) -> None:
+        self._placed, self._own, self._depth = placed, set(region.nodes), depth
         self._hidden: set[ir.Value] = set()
         self._zeros: set[ir.Value] = set()
         self.none = all(self._follow(node, node in hiding) for node in (*region.forward, *region.backward))
@@ -261,14 +267,11 @@ class _Influence:
             read = node.inputs if op == "Mul" else node.inputs[:1]
             if any(value in self._zeros for value in read):
                 self._zeros.add(made)
-            others = [value for value in node.inputs if value not in self._hidden]
-            if (
-                op in ("Mul", "Div")
-                and len(others) == 1
-                and (number_of(others[0]) or 0.0) > 0
-                and others[0] is not first
-            ):
-                self._hidden.add(made)
+            factor = number_of(node.inputs[1]) if op in ("Mul", "Div") else None
+            if first in self._hidden and factor is not None and factor > 0:
+                self._depth *= min(1.0, factor if op == "Mul" else 1 / factor)
+                if self._depth >= _ENOUGH:
+                    self._hidden.add(made)
         elif op == "Exp" and first in self._hidden:
             self._zeros.add(made)
         elif op in ("Add", "Sub", "Sum", "Where"):

@@ -166,6 +166,8 @@ LEFT = {
     "shown again": by_hand(added(causal()), after=lambda s: s.clamp(-5)),
     "a mask of the results": lambda q, k, v: F.softmax(q @ k.transpose(2, 3), -1) * causal() @ v,
     "the rest of a share": lambda q, k, v: (1 - F.softmax(q @ k.transpose(2, 3) + added(causal()), -1)) @ v,
+    "a number, scaled down": by_hand(added(causal(), -1e9), after=lambda s: s * 1e-9),
+    "a number that another takes back": by_hand(added(causal(), -1e9), bent=lambda s: s + added(~causal(), -1e9)),
     "half hidden": by_hand(added(causal(), -2.0)),
     "a query that sees nothing in one head": by_hand(
         added(torch.stack([causal() & (torch.arange(TOKENS) > 4), causal()]), -3e38)
