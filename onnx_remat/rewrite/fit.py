@@ -109,21 +109,19 @@ def fit(
     direct = Direct.of(goal.memory.compiled)
     try:
         best = _attempts(goal, work, seconds_per_file, known, direct)
-        if rival is None or best.preference() <= rival.preference():
-            return best
-        return replace(rival, executed=_at_other_levels(rival, work, seconds_per_file))
     except Refusal as refusal:
-        if rival is not None:
-            return replace(rival, executed=_at_other_levels(rival, work, seconds_per_file))
-        if work.deadline.ends_within(seconds_per_file):
-            raise
-        look, alone = refusal.look, replace(direct, values=set())
-        worst, made = _written_and_simulated(look, goal, look.timeline.peak, work, alone)
-        if worst <= goal.allowed:
-            found = _at_other_levels(made, work, seconds_per_file)
-            return replace(made, executed=found)
-        refusal.looked = worst if worst < goal.memory.original_bytes else 0
-        raise
+        if rival is None:
+            if work.deadline.ends_within(seconds_per_file):
+                raise
+            look, alone = refusal.look, replace(direct, values=set())
+            worst, rival = _written_and_simulated(look, goal, look.timeline.peak, work, alone)
+            if worst > goal.allowed:
+                refusal.looked = worst if worst < goal.memory.original_bytes else 0
+                raise
+        best = rival
+    if rival is not None and rival.preference() < best.preference():
+        best = rival
+    return replace(best, executed=_at_other_levels(best, work, seconds_per_file))
 
 
 def fit_once(goal: Goal, work: Work, seconds_per_file: float) -> tuple[int, Fitted]:
@@ -229,7 +227,7 @@ def _attempts(goal: Goal, work: Work, seconds_per_file: float, known: tuple[Sche
     if best is not None and unsure and not deadline.ends_within(seconds_per_file):
         best = _unlike(best, replace(goal, alone=True), fits_at, work, seconds_per_file, (*known, *plans), direct)
     if best is not None:
-        return replace(best, executed=_at_other_levels(best, work, seconds_per_file))
+        return best
     if refused:
         raise refused
     lowest, holds = min(peaks), " with its arena" if options.arena else ""
