@@ -74,7 +74,7 @@ class _Writer(Writer):
 
     def __init__(self, group: Group, dtypes: Sequence[int]) -> None:
         super().__init__(group, dtypes)
-        self.keeps = False
+        self.room = 0
         self.entry = Code(self.numbering)  # in the first block, where LLVM turns variables into registers
 
     def _reduce(self, member: Member, stage: int) -> None:

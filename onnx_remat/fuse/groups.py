@@ -181,6 +181,16 @@ class Grouping:
     def _is_piece(self, member: Member) -> bool:
         return isinstance(self.ordered.steps[member.at], Piece)
 
+    def has_kernel(self, found: Candidate) -> bool:
+        """Whether one kernel can compute some nodes, and write what other nodes read of them.
+
+        A device's kernel has rows of one run only.
+        """
+        if found.space is None or (self.ordered.device and found.space.has_runs):
+            return False
+        makes, sizes = self.ends(found.members)[1], {found.size, found.size // max(found.columns, 1)}
+        return all(member.makes in sizes for member in found.members if member.made in makes)
+
     def grow(self) -> None:
         """Merge groups until no merge is possible."""
         counted = self.ordered.counted
@@ -248,12 +258,9 @@ class Grouping:
         reads, makes = self.ends(members)
         after, before = self._between(new, reads, makes)
         places = [place for place in (a, b) if after < place < before]
-        if not places or depth(members) > MOST_DEPTH or new.space is None:
+        if not places or depth(members) > MOST_DEPTH or not self.has_kernel(new):
             return False
-        wanted = {new.size, new.size // new.columns} if new.columns else {new.size}
-        if len(reads) > MOST_ENDS or len(makes) > MOST_ENDS or any(
-            member.made in makes and member.makes not in wanted for member in members
-        ):  # fmt: skip
+        if len(reads) > MOST_ENDS or len(makes) > MOST_ENDS:
             return False
         inner = {*reads, *(member.made for member in members)} - {*reads, *makes}
         values = dict.fromkeys((*reads, *(member.made for member in members)))

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from onnx_remat.fuse.code import Code, lines_of
-from onnx_remat.fuse.rows import CHUNK
 
 
 class Stage:
-    """Code of one stage: what runs once per row before its loop, the loop, and what runs after each chunk of a row."""
+    """Code of one stage: what runs once per row before its loop, the loop, and what runs after each chunk of a row.
+
+    If rows consist of several runs, `run` runs before the loop over each, and `base` is the index of its first element.
+    """
+
+    base = "%base"
 
     def __init__(self, numbering: list[int]) -> None:
-        self.row, self.loop, self.chunk = Code(numbering), Code(numbering), Code(numbering)
+        self.row, self.run, self.loop, self.chunk = (Code(numbering) for _ in range(4))
 
 
 def over_elements(before: Code, loop: Code) -> str:
@@ -69,16 +74,28 @@ done:
 """
 
 
-def over_whole_rows(before: Code, stages: Sequence[Stage], inner: str) -> str:
-    """Return the function of a kernel along rows: a loop over rows, and in it those of the stages."""
-    body = "\n  ".join(f"{lines_of(stage.row)}{_over_row(stage, i, inner)}" for i, stage in enumerate(stages))
+def over_whole_rows(before: Code, stages: Sequence[Stage], inner: str, chunk: str) -> str:
+    """Return the function of a kernel along rows: a loop over rows, and in it those of the stages.
+
+    Of a long row, `chunk` elements are reduced at a time.
+    """
+    body = "\n  ".join(f"{lines_of(stage.row)}{_over_row(stage, i, inner, chunk)}" for i, stage in enumerate(stages))
+    return _of_rows(before, f"%base = mul i64 %row, {inner}\n  {body}")
+
+
+def over_rows_of_runs(before: Code, stages: Sequence[Stage], inner: str, runs: str, most: str) -> str:
+    """Return the function of a kernel along rows of `runs` runs each, of which a chunk has at most `most`."""
+    parts = (f"{lines_of(stage.row)}{_over_runs(stage, i, inner, runs, most)}" for i, stage in enumerate(stages))
+    return _of_rows(before, "\n  ".join(parts))
+
+
+def _of_rows(before: Code, body: str) -> str:
     return f"""define i32 @kernel(ptr %in, ptr %out, ptr %sizes, i64 %begin, i64 %end) #0 {{
 start:
   {lines_of(before)}
   br label %next_row
 next_row:
   %row = phi i64 [ %begin, %start ], [ %after, %row_done ]
-  %base = mul i64 %row, {inner}
   {body}
   br label %row_done
 row_done:
@@ -91,7 +108,7 @@ done:
 """
 
 
-def _over_row(stage: Stage, i: int, inner: str) -> str:
+def _over_row(stage: Stage, i: int, inner: str, most: str) -> str:
     """Return the loop of a stage over a row, or over its chunks and their elements."""
     if not stage.loop.lines:
         return ""
@@ -107,8 +124,8 @@ def _over_row(stage: Stage, i: int, inner: str) -> str:
 chunk{i}:
   %first{i} = phi i64 [ 0, %start{i} ], [ %last{i}, %reduced{i} ]
   %left{i} = sub i64 {inner}, %first{i}
-  %whole{i} = icmp sgt i64 %left{i}, {CHUNK}
-  %count{i} = select i1 %whole{i}, i64 {CHUNK}, i64 %left{i}
+  %whole{i} = icmp sgt i64 %left{i}, {most}
+  %count{i} = select i1 %whole{i}, i64 {most}, i64 %left{i}
   %last{i} = add nuw nsw i64 %first{i}, %count{i}"""
         tail = f"""
   {chunk}
@@ -132,3 +149,51 @@ element{i}:
   %more{i} = icmp slt i64 %next{i}, {last}
   br i1 %more{i}, label %element{i}, label %done{i}, !llvm.loop !5
 done{i}:{tail}"""
+
+
+def _over_runs(stage: Stage, i: int, inner: str, runs: str, most: str) -> str:
+    """Return the loops of a stage over a row's chunks, their runs and their elements."""
+    if not stage.loop.lines:
+        return ""
+    run, loop, chunk = lines_of(stage.run), lines_of(stage.loop), lines_of(stage.chunk)
+    for name in ("run", "column", "index", "within", "place", "count"):
+        run, loop, chunk = (re.sub(rf"%{name}\b", f"%{name}{i}", text) for text in (run, loop, chunk))
+    return f"""
+  br label %start{i}
+start{i}:
+  br label %chunk{i}
+chunk{i}:
+  %first{i} = phi i64 [ 0, %start{i} ], [ %last{i}, %reduced{i} ]
+  %left{i} = sub i64 {runs}, %first{i}
+  %whole{i} = icmp sgt i64 %left{i}, {most}
+  %taken{i} = select i1 %whole{i}, i64 {most}, i64 %left{i}
+  %last{i} = add nuw nsw i64 %first{i}, %taken{i}
+  %count{i} = mul nuw nsw i64 %taken{i}, {inner}
+  br label %next_run{i}
+next_run{i}:
+  %run{i} = phi i64 [ %first{i}, %chunk{i} ], [ %following{i}, %ran{i} ]
+  %before{i} = sub nuw nsw i64 %run{i}, %first{i}
+  %offset{i} = mul nuw nsw i64 %before{i}, {inner}
+  %start_of_run{i} = mul nuw nsw i64 %run{i}, {inner}
+  {run}
+  br label %element{i}
+element{i}:
+  %column{i} = phi i64 [ 0, %next_run{i} ], [ %next{i}, %element{i} ]
+  %index{i} = add nuw nsw i64 {stage.base}, %column{i}
+  %within{i} = add nuw nsw i64 %offset{i}, %column{i}
+  %place{i} = add nuw nsw i64 %start_of_run{i}, %column{i}
+  {loop}
+  %next{i} = add nuw nsw i64 %column{i}, 1
+  %more{i} = icmp slt i64 %next{i}, {inner}
+  br i1 %more{i}, label %element{i}, label %ran{i}, !llvm.loop !5
+ran{i}:
+  %following{i} = add nuw nsw i64 %run{i}, 1
+  %onward{i} = icmp slt i64 %following{i}, %last{i}
+  br i1 %onward{i}, label %next_run{i}, label %done{i}
+done{i}:
+  {chunk}
+  br label %reduced{i}
+reduced{i}:
+  %further{i} = icmp slt i64 %last{i}, {runs}
+  br i1 %further{i}, label %chunk{i}, label %stage{i}
+stage{i}:"""

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
+from math import gcd, prod
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from onnx_remat.fuse.code import FLOAT, KINDS
 from onnx_remat.fuse.moves import move_of
 from onnx_remat.fuse.ops import OPS, Call, call_of
 from onnx_remat.fuse.ordered import OrderedStep, Runs, Uses
-from onnx_remat.fuse.rows import LEAST_WARPS, REDUCTIONS, ROWS, row_of
+from onnx_remat.fuse.rows import LEAST_OF_CHANNEL, LEAST_WARPS, REDUCTIONS, ROWS, chunk_of, row_of
 from onnx_remat.fuse.spaces import Position, Steps
 
 MOST_DEPTH = 2
@@ -78,8 +78,8 @@ class Member:
         Shape of its output; of its input, if it is one of `rows`.
     result : tuple of int
         Shape of its output.
-    columns : int
-        Elements of a row; 0 if it is elementwise.
+    columns, run : int
+        Elements of a row, and of each of its runs; 0 if it is elementwise.
     again : bool
         Whether it computes its value once more, for its own group, see `recompute`.
     """
@@ -91,6 +91,7 @@ class Member:
     shape: tuple[int, ...]
     result: tuple[int, ...]
     columns: int = 0
+    run: int = 0
     again: bool = False
 
     @property
@@ -138,9 +139,9 @@ def depth(members: Iterable[Member]) -> int:
     return max(found.values())
 
 
-def row_length(members: Iterable[Member]) -> int:
-    """Return the number of elements of a row; 0 if all nodes are elementwise."""
-    return max((member.columns for member in members), default=0)
+def row_length(members: Iterable[Member]) -> tuple[int, int]:
+    """Return the number of elements of a row, and of each of its runs; 0 if all nodes are elementwise."""
+    return max(((member.columns, member.run) for member in members), default=(0, 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,13 +151,27 @@ class Space:
     Attributes
     ----------
     axes : tuple of int
-        Extents, outermost first; if a node works along rows, the innermost axis is a row.
+        Extents, outermost first.
     positions : mapping of str to set of Position
         Where each value is read or computed; empty unless a node moves elements.
+    outer, inner : int
+        How many of the first and of the last axes a row consists of, if a node works along rows. A run is the last one.
     """
 
     axes: tuple[int, ...]
     positions: Mapping[str, set[Position]]
+    outer: int = 0
+    inner: int = 1
+
+    @property
+    def has_runs(self) -> bool:
+        """Whether a row consists of several runs."""
+        return (self.outer, self.inner) != (0, 1)
+
+    @property
+    def of_rows(self) -> Position:
+        """Position of a value that has one element for each row."""
+        return Position(0, spaces.of_rows(self.axes, self.outer, self.inner))
 
 
 def space_of(members: Sequence[Member]) -> Space | None:
@@ -164,33 +179,49 @@ def space_of(members: Sequence[Member]) -> Space | None:
 
     Nodes with fewer elements than the largest are computed where they are read: only scalars may be broadcast in them.
     """
-    size, columns = max(member.size for member in members), row_length(members)
-    cuts: set[int] = {columns} if columns else set()
-    if any(member.columns and (member.columns, member.size) != (columns, size) for member in members):
+    size, (columns, run) = max(member.size for member in members), row_length(members)
+    if any(member.columns and (member.columns, member.run, member.size) != (columns, run, size) for member in members):
         return None
+    cuts: set[int] = {run, size // (columns // run)} if columns else set()
+    found = _space(members, size, cuts)
+    if found is None or not columns:
+        return found
+    if found.has_runs and (part := gcd(found.axes[-1], chunk_of(columns, run))) < found.axes[-1]:
+        found = _space(members, size, cuts | {part})
+    return found if found is not None and _can_run_by_rows(members, found) else None
+
+
+def _space(members: Sequence[Member], size: int, cuts: set[int]) -> Space | None:
+    """Return the axes of nodes whose elements are divided at some cuts at least; None if cuts do not nest."""
     if any(member.moves for member in members):
-        return _space_with_moves(members, size, columns, cuts)
+        return _space_with_moves(members, size, cuts)
     for member in members:
         for read in member.inputs:
             if spaces.is_broadcast(read.shape, member.shape):
                 if member.size != size:
                     return None
                 cuts |= spaces.cuts(read.shape, member.shape)
-    found = Space(spaces.axes(size, cuts), {})
-    return found if found.axes and (not columns or _can_run_by_rows(members, columns, found)) else None
+    axes = spaces.axes(size, cuts)
+    return Space(axes, {}, *_axes_of_row(members, axes)) if axes else None
 
 
-def _space_with_moves(members: Sequence[Member], size: int, columns: int, cuts: set[int]) -> Space | None:
+def _space_with_moves(members: Sequence[Member], size: int, cuts: set[int]) -> Space | None:
     while axes := spaces.axes(size, cuts):
         at = positions(members, axes)
         if isinstance(at, set):
             cuts |= at
             continue
-        if at is None:
-            return None
-        found = Space(axes, at)
-        return found if not columns or _can_run_by_rows(members, columns, found) else None
+        return None if at is None else Space(axes, at, *_axes_of_row(members, axes))
     return None
+
+
+def _axes_of_row(members: Sequence[Member], axes: tuple[int, ...]) -> tuple[int, int]:
+    """Return how many of the first and of the last axes a row consists of; 0 and 1 if no node works along rows."""
+    columns, run = row_length(members)
+    if not columns:
+        return 0, 1
+    outer = next(i for i in range(len(axes)) if prod(axes[:i]) == columns // run)
+    return outer, next(i for i in range(1, len(axes) + 1) if prod(axes[len(axes) - i :]) == run)
 
 
 def positions(members: Sequence[Member], axes: tuple[int, ...]) -> dict[str, set[Position]] | set[int] | None:
@@ -200,8 +231,8 @@ def positions(members: Sequence[Member], axes: tuple[int, ...]) -> dict[str, set
     group only writes is written where its input's elements belong. If the axes must be divided further, the cuts are
     returned; None if there is no kernel.
     """
-    size, columns, found = prod(axes), row_length(members), defaultdict[str, set[Position]](set)
-    whole, rows = Position(0, spaces.full(axes)), Position(0, spaces.of_rows(axes))
+    size, columns, found = prod(axes), row_length(members)[0], defaultdict[str, set[Position]](set)
+    whole, rows = Position(0, spaces.full(axes)), Position(0, spaces.of_rows(axes, *_axes_of_row(members, axes)))
     made = {member.made for member in members}
     for member in reversed(members):
         own = found[member.made]
@@ -270,11 +301,17 @@ def _written(member: Member, whole: Position, axes: tuple[int, ...]) -> Position
     return spaces.composed(back, 0, whole, axes)
 
 
-def _can_run_by_rows(members: Sequence[Member], columns: int, space: Space) -> bool:
+def _can_run_by_rows(members: Sequence[Member], space: Space) -> bool:
     """Whether rows are whole, and what is reduced from a row is read in that row only."""
-    axes, at = space.axes, space.positions
+    axes, at, (columns, run) = space.axes, space.positions, row_length(members)
     size = prod(axes)
-    if axes[-1] != columns or sum(member.columns > 0 for member in members) > MOST_REDUCTIONS:
+    if sum(member.columns > 0 for member in members) > MOST_REDUCTIONS:
+        return False
+    if space.has_runs and (
+        axes[-1] < LEAST_OF_CHANNEL
+        or chunk_of(columns, run) % axes[-1]
+        or any(member.columns and not member.reduces for member in members)
+    ):  # fmt: skip
         return False
     reduced = {member.made for member in members if member.reduces}
     for member in members:  # in the step's order
@@ -287,7 +324,7 @@ def _can_run_by_rows(members: Sequence[Member], columns: int, space: Space) -> b
         moved = at and at[member.made] != {Position(0, spaces.full(axes))}
         if moved or member.size != size or any(
             read.size * columns != size
-            or spaces.strides(read.shape, member.shape, axes) != spaces.of_rows(axes)
+            or spaces.strides(read.shape, member.shape, axes) != space.of_rows.strides
             for read in of_row
         ):  # fmt: skip
             return False
@@ -308,7 +345,7 @@ class Candidate:
     @cached_property
     def columns(self) -> int:
         """Number of elements of a row; 0 if all nodes are elementwise."""
-        return row_length(self.members)
+        return row_length(self.members)[0]
 
     @cached_property
     def space(self) -> Space | None:
@@ -341,7 +378,7 @@ def _member_of(ordered: OrderedStep, uses: Uses, at: int, step: Runs) -> Member 
     node, made = step.node, writes[0]
     if not uses.users[made] and made not in ordered.outputs:
         return None  # no node reads it
-    columns, shape = 0, tensors[made].shape
+    columns, run, shape = 0, 0, tensors[made].shape
     move = move_of(node, made, tensors, ordered.integers)
     call: Call | None
     if not ordered.on_host.isdisjoint((made, *node.input)):
@@ -354,9 +391,9 @@ def _member_of(ordered: OrderedStep, uses: Uses, at: int, step: Runs) -> Member 
     elif node.op_type in ROWS:
         read = tensors[node.input[0]]
         row = row_of(node, read.dtype, read.shape, ordered.integers)
-        if row is None or (ordered.device and prod(read.shape) < LEAST_WARPS * row.columns):
+        if row is None or (ordered.device and (row.run < row.columns or prod(read.shape) < LEAST_WARPS * row.columns)):
             return None
-        call, columns, shape = Call(row.op, {}, FLOAT, FLOAT), row.columns, read.shape
+        call, columns, run, shape = Call(row.op, {}, FLOAT, FLOAT), row.columns, row.run, read.shape
         slots = [node.input[0]]
     else:
         types = [tensors[name].dtype if name else None for name in node.input]
@@ -375,7 +412,7 @@ def _member_of(ordered: OrderedStep, uses: Uses, at: int, step: Runs) -> Member 
     if call.op == "Where" and _repeats(tensors[slots[0]].shape, tensors[slots[2]].shape, shape):
         return None
     reads = [Read(uses.root(n), tensors[n].shape, tensors[n].dtype) if n else None for n in slots]
-    return Member(at, call, tuple(reads), made, shape, tensors[made].shape, columns)
+    return Member(at, call, tuple(reads), made, shape, tensors[made].shape, columns, run)
 
 
 def _repeats(condition: Sequence[int], other: Sequence[int], shape: Sequence[int]) -> bool:

@@ -86,7 +86,7 @@ def _copy(grouping: Grouping, name: str, place: int) -> _Copy | None:
     if len(members) > MOST_NODES or len(costly) > MOST_COSTLY or depth(members) > MOST_DEPTH:
         return None
     new = Candidate(members)
-    if new.space is None:
+    if not grouping.has_kernel(new):
         return None
     before, after = grouping.ends(found.members)[0], grouping.ends(members)
     if len(after[0]) > MOST_ENDS or any(not _may_read(grouping, value, place) for value in after[0]):
@@ -171,7 +171,7 @@ def _apply(grouping: Grouping, name: str, copies: Iterable[_Copy]) -> None:
                 touched.add(grouping.span(value)[1])
     grouping.update_savings(sorted(touched))
     computed = [found for place in groups if (found := grouping.open[place]).members]
-    if grouping.live_bytes.max(initial=0) > grouping.peak or any(found.space is None for found in computed):
+    if grouping.live_bytes.max(initial=0) > grouping.peak or not all(map(grouping.has_kernel, computed)):
         grouping.live_bytes, grouping.saved, grouping.inner = live_bytes, saved, inner
         grouping.unneeded = unneeded
         grouping.users.update(users)

@@ -1,7 +1,8 @@
-"""Operators that work along rows: sums, means and maxima over the last axes, softmax and its logarithm.
+"""Operators that work along rows: sums, means and maxima, softmax and its logarithm.
 
-A row is the run of elements over which such a node sums or finds a maximum. A kernel computes a group with such nodes
-row by row, in stages: `ir` says how. It states Softmax and LogSoftmax by simpler nodes, so that only three reductions
+A row is the elements over which such a node sums or finds a maximum: a run of the last axes, or several runs at equal
+distances, such as one channel of a batch of images. A kernel computes a group with such nodes row by row, in stages:
+`ir` says how. It states Softmax and LogSoftmax by simpler nodes, so that only three reductions
 have code of their own, `TEXTS`. Sums are taken in one fixed order, as 32 partial sums of each chunk of a row: they
 depend neither on the other nodes of a group nor on threads.
 """
@@ -29,6 +30,9 @@ LEAST_WARPS = 256
 CHUNK = 4096
 """Elements of a row that are reduced at a time; in the cache, and on a thread's stack."""
 
+LEAST_OF_CHANNEL = 16
+"""Least elements of a run, where a row has several: each costs a few dozen instructions."""
+
 REDUCTIONS: Final[Mapping[str, str]] = {"ReduceSum": "sum", "ReduceMean": "sum", "ReduceMax": "max"}
 """Operators that make one element of a row, with the kind of function that computes it; of a mean, the sum."""
 
@@ -38,10 +42,24 @@ ROWS: Final = frozenset({*REDUCTIONS, "LogSoftmax", "Softmax"})
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What a node does along rows: `columns` is the number of elements of one."""
+    """What a node does along rows: `columns` is the number of elements of one, `run` that of its runs."""
 
     op: str
     columns: int
+    run: int
+
+
+def chunk_of(columns: int, run: int) -> int:
+    """Return how many elements of a row are reduced at a time: whole runs or equal parts of them.
+
+    It depends on the row alone, so that a sum has the same bits in every group. If a single run has no suitable parts,
+    the last chunk is shorter; 0 if there are several such runs.
+    """
+    if columns <= CHUNK:
+        return columns
+    least = CHUNK // 4 if run == columns else LEAST_OF_CHANNEL
+    part = next((each for each in range(min(run, CHUNK), least - 1, -1) if run % each == 0), 0)
+    return CHUNK // part * part if part else CHUNK * (run == columns)
 
 
 def row_of(
@@ -67,17 +85,21 @@ def row_of(
             stated = integers.get(node.input[1])
         if not stated:
             return None
-        axes = sorted({int(axis) % rank for axis in stated})
-        if axes != list(range(axes[0], rank)):
+        reduced = {int(axis) % rank for axis in stated}
+        kept = [axis for axis in range(rank) if axis not in reduced and shape[axis] > 1]
+        if not kept or any(axis in reduced and shape[axis] > 1 for axis in range(kept[0], kept[-1])):
             return None
-        columns = prod(shape[axes[0] :])
+        run = prod(shape[kept[-1] + 1 :])
+        columns = run * prod(shape[: kept[0]])
     elif int(values.get("axis", -1 if rank == 2 else 0)) % rank == rank - 1:  # unstated: 1 up to opset 12, then -1
-        columns = shape[-1]
+        columns = run = shape[-1]
     else:
         return None
     if columns < LEAST_COLUMNS or prod(shape) < LEAST_ROWS * columns:
         return None
-    return Row(node.op_type, columns)
+    if run < columns and (run < LEAST_OF_CHANNEL or not chunk_of(columns, run)):
+        return None
+    return Row(node.op_type, columns, run)
 
 
 _ROW = """define internal float @row_KIND(ptr %x, i64 %n) alwaysinline nounwind {

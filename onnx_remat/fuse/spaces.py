@@ -217,6 +217,12 @@ def full(extents: Sequence[int]) -> Strides:
     return tuple(prod(extents[i + 1 :]) for i in range(len(extents)))
 
 
-def of_rows(extents: Sequence[int]) -> Strides:
-    """Return the strides of a value that has one element for each row, the innermost axis."""
-    return (*full(extents[:-1]), 0)
+def of_rows(extents: Sequence[int], outer: int = 0, inner: int = 1) -> Strides:
+    """Return the strides of a value that has one element for each row, which are `outer` and `inner` axes.
+
+    Examples
+    --------
+    >>> of_rows((5, 3, 4)), of_rows((5, 3, 4), outer=1)
+    ((3, 1, 0), (0, 1, 0))
+    """
+    return (*[0] * outer, *full(extents[outer : len(extents) - inner]), *[0] * inner)

@@ -84,7 +84,7 @@ def test_random_rows(request, monkeypatch, over):
     monkeypatch.setattr("onnx_remat.fuse.members.LEAST_WARPS", 8)
     count, fused = max((request.config.getoption("--fuzz") or 0) // 20, 40), 0
     for seed in range(count):
-        model = test_rows.random_model(np.random.default_rng([seed, 61]))
+        model = test_rows.random_model(np.random.default_rng([seed, 61]), test_rows.ALONG_WHAT[seed % 5 // 3])
         made = assert_same(model, test_rows.feeds_of(model, seed), exact=False, over=over)
         fused += sum(kernel.grain == WARP for kernel in made.kernels)
     assert fused > count // 2

@@ -122,12 +122,26 @@ def test_outputs_and_costly_values_are_read():
     assert "t" in read(ordered_step(model))  # three functions take longer than memory does
 
 
+@pytest.mark.parametrize(("shape", "axes", "one"), [
+    ((4, 8, 8, 8), [0, 2, 3], (1, 8, 1, 1)), ((4, 8, 64), [2], (4, 8, 1)),
+])  # fmt: skip
+def test_a_group_keeps_the_row_of_what_other_nodes_read(shape, axes, one):
+    """Where the only node along rows is computed elsewhere, what is left has no row, and no value of one per row."""
+    nodes = [node("Neg", ["s"], "v"), node("Mul", ["x", "v"], "w"), node("ReduceMean", ["w"], "r", axes=axes),
+             node("Softmax", ["w"], "q", axis=1), node("Concat", ["q", "q"], "q2", axis=0),
+             node("Sub", ["x", "r"], "d"), node("Add", ["d", "q"], "z")]  # fmt: skip
+    model = build(nodes, {"x": shape, "s": one}, ["v", "z", "q2"])
+    for kernel in fuse(ordered_step(model), 0).kernels:
+        assert all(prod(made) % kernel.size == 0 for _, made in kernel.outputs)
+    test_rows.compared(model, kernels=None)
+
+
 def test_random_graphs(request):
     """As `test_groups` and `test_rows` compare them: the same bits as node by node; here with the peak."""
     count, again = max((request.config.getoption("--fuzz") or 0) // 4, 150), 0
     for seed in range(count):
         rng = np.random.default_rng([seed, 36])
-        for model in (random_model(rng), test_rows.random_model(rng)):
+        for model in (random_model(rng), test_rows.random_model(rng, test_rows.ALONG_WHAT[seed % 3])):
             if model is None:
                 continue
             ordered = ordered_step(model)

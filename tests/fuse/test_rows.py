@@ -24,12 +24,14 @@ def feeds_of(model: onnx.ModelProto, seed: int = 0) -> dict[str, np.ndarray]:
     return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
 
 
-def compared(model: onnx.ModelProto, feeds: dict[str, np.ndarray] | None = None, kernels: int = 1, threads: int = 1):
-    """Results of the fused model, close to ONNX Runtime's."""
+def compared(
+    model: onnx.ModelProto, feeds: dict[str, np.ndarray] | None = None, kernels: int | None = 1, threads: int = 1
+):
+    """Results of the fused model, close to ONNX Runtime's; None: of any number of kernels."""
     feeds = feeds_of(model) if feeds is None else feeds
     plain = onnxruntime.InferenceSession(model.SerializeToString(), options(threads), ["CPUExecutionProvider"])
     opened, made = session(model, threads)
-    assert len(made.kernels) == kernels
+    assert kernels in (None, len(made.kernels))
     wanted, got = run(plain, feeds), run(opened, feeds)
     for name, array in wanted.items():
         assert got[name].shape == array.shape
@@ -188,12 +190,27 @@ def test_functions_that_wait_for_one_another_are_several_kernels():
 UNARY = ("Neg", "Abs", "Relu", "Tanh", "Sigmoid", "Erf", "Identity")
 
 
-def random_model(rng: np.random.Generator) -> onnx.ModelProto:
-    """Elementwise nodes, functions and nodes along rows; values of whole arrays, of one element a row, of one row."""
-    full = tuple(int(x) for x in rng.choice([2, 3, 8, 9], int(rng.integers(1, 3))))
-    full = (8, *full, int(rng.choice([8, 9, 33, 64, 100])))
-    shapes = [full, full, (*full[:-1], 1), full[-1:], ()]
-    kinds = {f"x{i}": shape for i, shape in enumerate(shapes)}
+ALONG_WHAT = ("last axis", "channels", "groups of channels")
+
+
+def random_shapes(rng: np.random.Generator, along: str) -> tuple[list[tuple[int, ...]], list[int]]:
+    """Shapes of a model's inputs, the whole one first and that of one element a row second, and a row's axes."""
+    if along == "last axis":
+        full = tuple(int(x) for x in rng.choice([2, 3, 8, 9], int(rng.integers(1, 3))))
+        full = (8, *full, int(rng.choice([8, 9, 33, 64, 100])))
+        return [full, (*full[:-1], 1), full[-1:], ()], [len(full) - 1]
+    n, c = int(rng.choice([2, 3, 8, 60])), int(rng.choice([8, 9]))
+    h, w = (int(x) for x in rng.choice([(4, 4), (1, 17), (7, 7), (5, 33), (80, 100)]))
+    if along == "channels":
+        return [(n, c, h, w), (1, c, 1, 1), (n, c, 1, 1), (n, 1, 1, 1), (c, h, w), (w,), ()], [0, 2, 3]
+    return [(c, n, h, w), (c, 1, 1, 1), (n, 1, 1), (c, n, 1, 1), (w,), ()], [1, 2, 3]
+
+
+def random_model(rng: np.random.Generator, along: str) -> onnx.ModelProto:
+    """Elementwise nodes, functions and nodes along rows; values of whole arrays, of one element a row, and others."""
+    shapes, axes = random_shapes(rng, along)
+    full, of_rows = shapes[:2]
+    kinds = {f"x{i}": shape for i, shape in enumerate([full, *shapes])}
     inputs, nodes = dict(kinds), []
 
     def pick(shape=None):
@@ -210,13 +227,13 @@ def random_model(rng: np.random.Generator) -> onnx.ModelProto:
             a, b = pick(), pick()
             nodes.append(node(str(rng.choice(("Add", "Sub", "Mul"))), [a, b], made))
             kinds[made] = np.broadcast_shapes(kinds[a], kinds[b])
-        elif draw < 0.8:
+        elif draw < 0.8 and along == "last axis":
             nodes.append(node(str(rng.choice(("Softmax", "LogSoftmax"))), [pick(full)], made, axis=-1))
             kinds[made] = full
         else:
             op = str(rng.choice(("ReduceMean", "ReduceMax")))
-            nodes.append(node(op, [pick(full)], made, axes=[len(full) - 1]))
-            kinds[made] = (*full[:-1], 1)
+            nodes.append(node(op, [pick(full)], made, axes=axes))
+            kinds[made] = of_rows
     read = {name for each in nodes for name in each.input}
     outputs = [name for name in kinds if name not in inputs and (name not in read or rng.random() < 0.15)]
     return build(nodes, {name: each for name, each in inputs.items() if name in read}, outputs)
@@ -236,12 +253,13 @@ def alone(model: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> dict[str, np.
     return {value.name: known[value.name] for value in model.graph.output}
 
 
-def test_random_rows(request):
+@pytest.mark.parametrize("along", ALONG_WHAT)
+def test_random_rows(along, request):
     """In a kernel with others, a node has the bits that it has alone: so an original and its rewritten step agree."""
     count, fused = max((request.config.getoption("--fuzz") or 0) // 20, 25), 0
     for seed in range(count):
         rng = np.random.default_rng([seed, 61])
-        model = random_model(rng)
+        model = random_model(rng, along)
         feeds = feeds_of(model, seed)
         opened, _ = session(model, 1 + seed % 2)
         got = run(opened, feeds)
