@@ -119,21 +119,7 @@ def _over_row(stage: Stage, i: int, inner: str, most: str) -> str:
     first, last, head, tail = "0", inner, "", ""
     if stage.chunk.lines:
         first, last = f"%first{i}", f"%last{i}"
-        head = f"""
-  br label %chunk{i}
-chunk{i}:
-  %first{i} = phi i64 [ 0, %start{i} ], [ %last{i}, %reduced{i} ]
-  %left{i} = sub i64 {inner}, %first{i}
-  %whole{i} = icmp sgt i64 %left{i}, {most}
-  %count{i} = select i1 %whole{i}, i64 {most}, i64 %left{i}
-  %last{i} = add nuw nsw i64 %first{i}, %count{i}"""
-        tail = f"""
-  {chunk}
-  br label %reduced{i}
-reduced{i}:
-  %further{i} = icmp slt i64 %last{i}, {inner}
-  br i1 %further{i}, label %chunk{i}, label %stage{i}
-stage{i}:"""
+        head, tail = _by_chunks(i, inner, most, chunk, "count")
     within = f"\n  %within{i} = sub nuw nsw i64 %column{i}, {first}" if stage.chunk.lines else ""
     return f"""
   br label %start{i}
@@ -151,6 +137,26 @@ element{i}:
 done{i}:{tail}"""
 
 
+def _by_chunks(i: int, extent: str, most: str, chunk: str, taken: str) -> tuple[str, str]:
+    """Return the start and the end of a loop over chunks of at most `most` of `extent`; `taken` names their size."""
+    head = f"""
+  br label %chunk{i}
+chunk{i}:
+  %first{i} = phi i64 [ 0, %start{i} ], [ %last{i}, %reduced{i} ]
+  %left{i} = sub i64 {extent}, %first{i}
+  %whole{i} = icmp sgt i64 %left{i}, {most}
+  %{taken}{i} = select i1 %whole{i}, i64 {most}, i64 %left{i}
+  %last{i} = add nuw nsw i64 %first{i}, %{taken}{i}"""
+    tail = f"""
+  {chunk}
+  br label %reduced{i}
+reduced{i}:
+  %further{i} = icmp slt i64 %last{i}, {extent}
+  br i1 %further{i}, label %chunk{i}, label %stage{i}
+stage{i}:"""
+    return head, tail
+
+
 def _over_runs(stage: Stage, i: int, inner: str, runs: str, most: str) -> str:
     """Return the loops of a stage over a row's chunks, their runs and their elements."""
     if not stage.loop.lines:
@@ -158,16 +164,10 @@ def _over_runs(stage: Stage, i: int, inner: str, runs: str, most: str) -> str:
     run, loop, chunk = lines_of(stage.run), lines_of(stage.loop), lines_of(stage.chunk)
     for name in ("run", "column", "index", "within", "place", "count"):
         run, loop, chunk = (re.sub(rf"%{name}\b", f"%{name}{i}", text) for text in (run, loop, chunk))
+    head, tail = _by_chunks(i, runs, most, chunk, "taken")
     return f"""
   br label %start{i}
-start{i}:
-  br label %chunk{i}
-chunk{i}:
-  %first{i} = phi i64 [ 0, %start{i} ], [ %last{i}, %reduced{i} ]
-  %left{i} = sub i64 {runs}, %first{i}
-  %whole{i} = icmp sgt i64 %left{i}, {most}
-  %taken{i} = select i1 %whole{i}, i64 {most}, i64 %left{i}
-  %last{i} = add nuw nsw i64 %first{i}, %taken{i}
+start{i}:{head}
   %count{i} = mul nuw nsw i64 %taken{i}, {inner}
   br label %next_run{i}
 next_run{i}:
@@ -190,10 +190,4 @@ ran{i}:
   %following{i} = add nuw nsw i64 %run{i}, 1
   %onward{i} = icmp slt i64 %following{i}, %last{i}
   br i1 %onward{i}, label %next_run{i}, label %done{i}
-done{i}:
-  {chunk}
-  br label %reduced{i}
-reduced{i}:
-  %further{i} = icmp slt i64 %last{i}, {runs}
-  br i1 %further{i}, label %chunk{i}, label %stage{i}
-stage{i}:"""
+done{i}:{tail}"""
