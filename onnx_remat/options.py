@@ -27,6 +27,9 @@ CHECKING, MOVING = "checking and reporting", "moving values to the host"
 RUN_BY = ("session", "loop")
 """Values of `Options.run_by`."""
 
+LEVELS = ("every", "all")
+"""Values of `Options.level`."""
+
 
 Check: TypeAlias = Callable[[str, object], object]
 """Takes a field's name and the given value; returns the value as `Options` stores it, or raises UsageError."""
@@ -203,6 +206,15 @@ class Options:
     )  # fmt: skip
     """Does the budget also cover the predicted overhead of ONNX Runtime's arena with `session_options()`?"""
 
+    level: str = _option(
+        LEVELS[0], _text, "--level",
+        "for --for session: the graph optimisation level at which the file keeps the budget. every: any of them "
+        "(default). all: onnxruntime's default, which may take less recompute where it fuses large values",
+        choices=LEVELS,
+    )  # fmt: skip
+    """For ``run_by="session"``: the graph optimisation level at which the file keeps the budget. ``"every"``: any of
+    them. ``"all"``: onnxruntime's default, which may take less recompute where it fuses large values."""
+
     patterns: bool = _option(
         True, _switch, "--no-patterns",
         "write the step into the body of an If, where ONNX Runtime makes no memory patterns: for sessions whose "
@@ -341,6 +353,7 @@ class PlanningOptions(TypedDict, total=False):
     allow_recompute: Sequence[str]
     run_by: str | None
     arena: bool
+    level: str
     patterns: bool
     fuse: bool | None
     time_limit: float
@@ -393,6 +406,8 @@ def parse_options(given: PlanningOptions) -> Options:
         raise UsageError(f"verify must be one of {', '.join(verify.MODES)}, not {options.verify!r}")
     if options.run_by not in RUN_BY:
         raise UsageError(f"run_by must be one of {', '.join(RUN_BY)}, not {options.run_by!r}")
+    if options.level not in LEVELS:
+        raise UsageError(f"level must be one of {', '.join(LEVELS)}, not {options.level!r}")
     if options.run_by == "loop":
         if not runtime.available():
             raise UsageError(
@@ -406,6 +421,9 @@ def parse_options(given: PlanningOptions) -> Options:
                 Setting("arena", True),
                 Setting("run_by", "session"),
             )
+        if options.level != LEVELS[0]:
+            level, session = Setting("level", options.level), Setting("run_by", "session")
+            raise UsageError("{} is for {}: a Loop runs files at the default level", level, session)
     _check_offload(options)
     selectors.get(options.selector)
     if options.checkpoints and options.selector != "collection":

@@ -55,6 +55,8 @@ class CheckResult(Finding):
         Number of moves to the host and back in the plan.
     moved_lost : tuple of str
         Outputs of those that no copy from the host produces now.
+    level : str
+        The level at which a plain session keeps the budget, see `Options.level`.
     """
 
     schema: ClassVar[str] = "onnx-remat/check/1"
@@ -71,13 +73,15 @@ class CheckResult(Finding):
     beyond: int = 0
     moved: int = 0
     moved_lost: tuple[str, ...] = ()
+    level: str = "every"
 
     @property
     def kept(self) -> bool:
         """Does the file keep its budget, simulated and, where it was run, measured?"""
         if self.trained is not None:
             return self.trained <= self.budget
-        return max(self.peaks_by_level.values()) <= self.budget and (self.measured or 0) <= self.budget
+        known = [peak for peak in (self._simulated(), self.measured) if peak is not None]
+        return bool(known) and max(known) <= self.budget
 
     @property
     def lost(self) -> bool:
@@ -88,7 +92,16 @@ class CheckResult(Finding):
         if self.trained is not None:
             return self.trained > self.budget
         measured = (self.measured or 0) > self.budget + processes.RESOLUTION
-        return max(self.peaks_by_level.values()) > self.budget or measured
+        simulated = self._simulated()
+        if simulated is None and self.recomputed_lost:  # then it is no longer the file that was planned
+            simulated = max(self.peaks_by_level.values())
+        return (simulated or 0) > self.budget or measured
+
+    def _simulated(self) -> int | None:
+        """Return the highest simulated peak that the budget covers, in bytes; None where its level is not simulated."""
+        if self.level == "every":
+            return max(self.peaks_by_level.values())
+        return self.peaks_by_level.get(self.level)
 
     def lines(self) -> list[str]:
         """Return the state of the plan, the memory, and the verdict."""
@@ -124,6 +137,8 @@ class CheckResult(Finding):
         budget = format_bytes(self.budget)
         if self.kept or self.lost:
             lines.append(f"the file {'keeps' if self.kept else 'no longer keeps'} its budget of {budget}")
+        elif self._simulated() is None:
+            lines.append(f"undecided whether the file keeps its budget of {budget}: its level was not simulated")
         else:
             over = format_bytes((self.measured or 0) - self.budget)
             lines.append(
@@ -194,6 +209,7 @@ def check(
         beyond,
         len(plan.moved),
         tuple(name for name in plan.moved if name not in made or made[name].op_type != UP),
+        plan.level,
     )
 
 

@@ -6,6 +6,7 @@ Runtime's own sessions (`SessionMemory`). Everything that differs between the tw
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -27,7 +28,7 @@ from onnx_remat.ort.peaks import held
 from onnx_remat.ort.prepare import Compiled
 from onnx_remat.ort.renewed import with_donations, with_slab_donations
 from onnx_remat.plan import bounds
-from onnx_remat.rewrite.notes import fusing
+from onnx_remat.rewrite.notes import fusing, other_levels
 from onnx_remat.session.bookkeeping import BYTES_PER_VALUE
 from onnx_remat.session.fusing import replaceable
 from onnx_remat.session.fusing import why_not as why_not_fused
@@ -54,18 +55,30 @@ class Accounting(ABC):
     ----------
     compiled : Compiled
         The original as it is planned.
+    own : Problem
+        The problem of the original.
     original_bytes : int
         The covered memory of the original.
     bookkeeping : int
         The part that no plan changes: a session's own data on its graph, estimated for the original.
     bookkeeping_per_node : int
         Additional bookkeeping for every recomputed node.
+    optimized : Problem or None
+        The original after ONNX Runtime's default optimisations; None where a file has to keep the budget without them,
+        and for plans with moves.
+    outside : Problem or None
+        The original relaxed by `outside_kernels` or `outside_fusions`, so that bounds hold whatever is fused. For a
+        loop, `optimized` is relaxed likewise. None where nothing is fused.
     """
 
     compiled: Compiled
+    own: Problem
     original_bytes: int
     bookkeeping: int = 0
     bookkeeping_per_node: int = 0
+
+    optimized: Problem | None = None
+    outside: Problem | None = None
 
     run_by: ClassVar[str]
     """The value of `Options.run_by`."""
@@ -82,15 +95,24 @@ class Accounting(ABC):
         """Return the least budget that plans with this peak keep."""
         return smallest_budget(peak, self.bookkeeping)
 
-    @property
+    @cached_property
     def saved_by_runtime(self) -> int:
-        """Bytes by which the original, as ONNX Runtime runs it, peaks below the problem that is planned."""
-        return 0
+        """Bytes by which the original, as ONNX Runtime runs it, peaks below the problem that is planned.
+
+        They are those of nodes that ONNX Runtime or a kernel fuses: an inner value of a group has no buffer.
+        """
+        planned = buffers.simulate(self.planned(), self.compiled.default_order()).peak
+        return max(0, int(planned) - (self.original_bytes - self.bookkeeping))
 
     @cached_property
-    @abstractmethod
     def floor(self) -> int:
-        """Bytes that no plan peaks below."""
+        """Bytes that no plan peaks below: what is fused has no inner values, so the smaller of both graphs' bounds."""
+        problem = self.outside or self.own
+        floor = bounds.lower_bound(problem)
+        if self.optimized is None:
+            return floor
+        above = bounds.lower_bound(self.optimized) - self.optimized.base_bytes
+        return min(problem.base_bytes, self.optimized.base_bytes) + min(floor - problem.base_bytes, above)
 
     @abstractmethod
     def planned(self, alone: bool = False) -> Problem:
@@ -124,38 +146,54 @@ class Accounting(ABC):
         """Does the price of a recompute assume that it is part of a kernel?"""
         return False
 
-    def notes(self, footprint: Footprint | None, budget: int) -> tuple[str, ...]:
-        """Return notes for the report on what was counted."""
-        return ()
+    @abstractmethod
+    def notes(self, footprint: Footprint | None, budget: int, peaks: Mapping[str, int]) -> tuple[str, ...]:
+        """Return notes for the report on what was counted; `peaks` of a plain session, in bytes, by level."""
 
 
 @dataclass(frozen=True)
 class SessionMemory(Accounting):
-    """The tensors of one of ONNX Runtime's own sessions, at the worst optimisation level.
+    """The tensors of one of ONNX Runtime's own sessions, at the default level or at the worst of all.
 
-    `arena`: does the budget also cover the arena?
+    Attributes
+    ----------
+    arena : bool
+        Does the budget also cover the arena?
+    level : str
+        The optimisation level at which files keep the budget, one of `options.LEVELS`.
     """
 
     arena: bool = False
+    level: str = "every"
 
     run_by = "session"
     shares_buffers = True
     simulations = 4.0
 
+    @classmethod
+    def of(cls, compiled: Compiled, by_level: Mapping[str, Executed], options: Options) -> SessionMemory:
+        """Return the accounting of a step; `by_level`: as it is executed at the levels that the budget is for."""
+        most = max(each.timeline.peak for each in by_level.values())
+        made = cls(compiled, compiled.problem, most, arena=options.arena)
+        if options.level == "every" or not runtime.available() or by_level["all"].emulated:
+            return made  # where nothing is known of what is fused, files keep the budget with nothing fused
+        default = by_level["all"].compiled
+        outside = outside_fusions(made.own, compiled, default.graph)
+        return replace(made, level=options.level, optimized=default.problem, outside=outside)
+
     @cached_property
-    def floor(self) -> int:
-        return bounds.lower_bound(self.compiled.problem)
+    def saved_by_runtime(self) -> int:
+        return super().saved_by_runtime if self.optimized else 0
 
     def planned(self, alone: bool = False) -> Problem:
         """Plans count liveness: the file keeps the runtime from sharing buffers where sharing raises the peak."""
-        problem = self.compiled.problem
-        return replace(problem, poolable=np.zeros(problem.n_values, np.bool_))
+        return replace(self.own, poolable=np.zeros(self.own.n_values, np.bool_))
 
     def bounded(self, budget: int) -> tuple[Problem, int]:
-        return self.compiled.problem, budget
+        return self.outside or self.own, budget
 
     def levels(self) -> tuple[str, ...]:
-        return simulated_levels()
+        return simulated_levels() if self.level == "every" else simulated_levels()[-1:]
 
     def taken(self, executed: Mapping[str, Executed], seconds: float | None = None) -> tuple[int, None]:
         return max(each.timeline.peak for each in executed.values()), None
@@ -167,7 +205,12 @@ class SessionMemory(Accounting):
         return target - int(target * (1 - budget / taken * _TARGET_SHRINK))
 
     def is_used_up(self, unused: int, budget: int, missed: bool) -> bool:
-        return not (self.arena and missed)
+        if self.arena and missed:
+            return False
+        return not self.saved_by_runtime or unused <= budget * MARGIN
+
+    def notes(self, footprint: Footprint | None, budget: int, peaks: Mapping[str, int]) -> tuple[str, ...]:
+        return other_levels(peaks, budget, self.level)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,14 +220,9 @@ class LoopMemory(Accounting):
     Attributes
     ----------
     options : Options
-    own, optimized : Problem
-        The original, and the original after ONNX Runtime's default optimisations, as `onnx_remat.Session` runs them:
-        a result may overwrite an input in the slab. `optimized` is None for plans with moves.
+        `own` and `optimized` are as `onnx_remat.Session` runs them: a result may overwrite an input in the slab.
     workspace : int
         The part of `original_bytes` that is its kernels' workspace, where it lies alongside all else.
-    outside : Problem or None
-        `own` relaxed by `outside_kernels`, so that bounds hold whatever is fused; `optimized` is relaxed likewise.
-        None where fusion is not counted.
     cost : array of float or None
         Cost of recomputing each op, for the search, where kernels are fused; None for that of the problem.
     moving : int or None
@@ -192,10 +230,7 @@ class LoopMemory(Accounting):
     """
 
     options: Options
-    own: Problem
-    optimized: Problem | None = None
     workspace: int = 0
-    outside: Problem | None = None
     cost: Floats | None = None
     moving: int | None = None
 
@@ -210,13 +245,13 @@ class LoopMemory(Accounting):
         optimized, own = with_slab_donations(with_donations(original.compiled)), with_slab_donations(compiled)
         own = with_folded_transposes(own, compiled, original.compiled)
         per_node = BYTES_PER_VALUE if compiled.kernels.device == "cpu" else 0
-        outside = cost = None
+        outside, cost = outside_pads(own, compiled), None
         if options.fuses and not why_not_fused(options.provider):
             optimized, outside = outside_kernels(optimized, original.compiled), outside_kernels(own, compiled)
             cost = fused_cost(own, compiled.graph)
         return cls(
-            compiled, footprint.total, footprint.books, per_node, options=options, workspace=footprint.workspace,
-            own=own, optimized=optimized, outside=outside, cost=cost,
+            compiled, own, footprint.total, footprint.books, per_node, optimized, outside, options=options,
+            workspace=footprint.workspace, cost=cost,
         )  # fmt: skip
 
     def with_moves(self, compiled: Compiled) -> LoopMemory:
@@ -224,25 +259,13 @@ class LoopMemory(Accounting):
         floor = bounds.working_set(self.own)
         floor = floor if self.optimized is None else min(floor, bounds.working_set(self.optimized))
         moving = floor if self.moving is None else self.moving
-        return replace(self, compiled=compiled, own=with_slab_donations(compiled), optimized=None, moving=moving)
-
-    @cached_property
-    def saved_by_runtime(self) -> int:
-        """Those of nodes that ONNX Runtime or a kernel fuses: an inner value of a group has no buffer."""
-        planned = buffers.simulate(self.planned(), self.compiled.default_order()).peak
-        return max(0, int(planned) - (self.original_bytes - self.bookkeeping))
+        return replace(
+            self, compiled=compiled, own=with_slab_donations(compiled), optimized=None, outside=None, moving=moving
+        )
 
     @cached_property
     def floor(self) -> int:
-        """A fused kernel has no inner values, so the lower bound is the smaller of both graphs' bounds."""
-        if self.moving is not None:
-            return self.moving
-        problem = self.outside or self.own
-        floor = bounds.lower_bound(problem)
-        if self.optimized is None:
-            return floor
-        above = bounds.lower_bound(self.optimized) - self.optimized.base_bytes
-        return min(problem.base_bytes, self.optimized.base_bytes) + min(floor - problem.base_bytes, above)
+        return super().floor if self.moving is None else self.moving
 
     def planned(self, alone: bool = False) -> Problem:
         """The slab stays allocated while a kernel has its workspace: the largest workspace counts throughout."""
@@ -279,7 +302,7 @@ class LoopMemory(Accounting):
     def is_used_up(self, unused: int, budget: int, missed: bool) -> bool:
         return unused <= budget * MARGIN
 
-    def notes(self, footprint: Footprint | None, budget: int) -> tuple[str, ...]:
+    def notes(self, footprint: Footprint | None, budget: int, peaks: Mapping[str, int]) -> tuple[str, ...]:
         return fusing(footprint, budget)
 
 
@@ -337,14 +360,78 @@ def outside_kernels(problem: Problem, compiled: Compiled) -> Problem:
     While any other node runs, every kernel has finished or not begun, and the same values are allocated as if its nodes
     ran one after the other. What such nodes make may be computed again inside a kernel, so their cost is not counted.
     """
+    problem = outside_pads(problem, compiled)
     graph, workspace = compiled.graph, problem.workspace.copy()
     several, single = replaceable(compiled)
-    workspace[list(single)] = 0
+    workspace[list(single)] = np.minimum(workspace[list(single)], 0)
     inside = _fusible(graph) | _named(graph, VIEWS)
-    cost = np.where(inside, 0.0, problem.cost)
-    inside[list(several)] = True
-    workspace[inside] = -int(problem.nbytes.sum())
-    return replace(problem, workspace=workspace, cost=cost)
+    inside_library = np.zeros(problem.n_ops, np.bool_)
+    inside_library[list(several)] = True
+    return replace(
+        _uncounted(replace(problem, workspace=workspace), inside | inside_library),
+        cost=np.where(inside, 0.0, problem.cost),
+    )
+
+
+def outside_pads(problem: Problem, compiled: Compiled) -> Problem:
+    """Return a problem whose bounds hold where ONNX Runtime lets the reader of a Pad pad by itself.
+
+    In a rewritten file that may happen where it does not in the original, as a recomputed Pad may have one reader.
+    """
+    pads = _named(compiled.graph, {"Pad"})
+    if not pads.any():
+        return problem
+    made = _uncounted(problem, _with_readers(problem, pads))
+    return replace(made, cost=np.where(pads, 0.0, problem.cost))
+
+
+def outside_fusions(problem: Problem, compiled: Compiled, optimized: Graph) -> Problem:
+    """Return a problem whose bounds hold for what ONNX Runtime merges or fuses; `optimized` is its graph of the step.
+
+    A value that `optimized` lacks has no buffer. In a rewritten file ONNX Runtime may fuse more, as a recomputed value
+    has fewer readers. As in `outside_kernels`, nothing is counted while a node runs that may be within a fused node, or
+    that may read, in place of its input, what this was made of.
+    """
+    graph, life = compiled.graph, problem.lifetimes
+    gone = np.array([name not in optimized.values for name in graph.values], np.bool_) & (life.maker >= 0)
+    passed = _named(graph, _PASSED_OVER) | _scales(compiled)
+    passed[life.maker[gone]] = True
+    inside = _fusible(graph) | _named(graph, VIEWS) | _with_readers(problem, passed)
+    kept = np.zeros(problem.n_values, np.bool_)
+    kept[life.root[~gone]] = True  # the buffer of a view that is left
+    small = replace(_uncounted(problem, inside), nbytes=np.where(gone & ~kept, 0, problem.nbytes))
+    return replace(small, cost=np.where(inside, 0.0, problem.cost))
+
+
+def _uncounted(problem: Problem, ops: Flags) -> Problem:
+    """Return a problem that counts nothing while some ops run."""
+    return replace(problem, workspace=np.where(ops, -int(problem.nbytes.sum()), problem.workspace))
+
+
+def _with_readers(problem: Problem, ops: Flags) -> Flags:
+    """Return some ops and those that read their results."""
+    life, found = problem.lifetimes, ops.copy()
+    for op in np.flatnonzero(ops).tolist():
+        for value in problem.outputs(op):
+            root = life.root[value]
+            found[life.readers[life.reader_ptr[root] : life.reader_ptr[root + 1]]] = True
+    return found
+
+
+_PASSED_OVER = MOVES | {"Cast", "Concat", "Dropout", "Gather", "Identity", "Pad"}
+"""Nodes whose readers ONNX Runtime may let read their inputs."""
+
+
+def _scales(compiled: Compiled) -> Flags:
+    """Return which ops multiply or divide by a single number, as a product may within itself."""
+    tensors = compiled.tensors
+    return np.array(
+        [
+            op.node.op_type in ("Div", "Mul") and any(math.prod(tensors[name].shape) == 1 for name in op.node.input)
+            for op in compiled.graph.ops
+        ],
+        np.bool_,
+    )
 
 
 def _fusible(graph: Graph) -> Flags:

@@ -21,7 +21,7 @@ from onnx_remat.options import Options
 from onnx_remat.ort import runtime
 from onnx_remat.ort.executed import Executed, at_levels
 from onnx_remat.plan.request import Deadline
-from onnx_remat.rewrite.accounting import MARGIN, Accounting, Goal, simulated_levels
+from onnx_remat.rewrite.accounting import MARGIN, Accounting, Goal, SessionMemory, simulated_levels
 from onnx_remat.rewrite.plans import REFUSAL_HEADROOM, Plan, Refusal, first_look, make_plan, no_lower
 from onnx_remat.session.prediction import Footprint
 from onnx_remat.units import format_bytes
@@ -392,6 +392,8 @@ def _write(
         "dims": json.dumps(dict(dims)),
         "run_by": goal.memory.run_by,
     }
+    if isinstance(goal.memory, SessionMemory):
+        metadata["level"] = goal.memory.level
     if (kernels := plan.compiled.kernels).device != "cpu":
         metadata |= {"provider": kernels.name, "cudnn_workspace_bytes": str(kernels.library_workspace)}
         if goal.memory.prices_kernels():

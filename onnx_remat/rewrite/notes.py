@@ -90,15 +90,18 @@ def unseen(emulated: str, source: onnx.ModelProto) -> tuple[str, ...]:
     )
 
 
-def worst_level(peaks: Mapping[str, int], default: int) -> tuple[str, ...]:
-    """Return a note on a level that takes more than the default one; `peaks` in bytes, by level."""
-    level = max(peaks, key=peaks.__getitem__)
-    if peaks[level] <= default * _NOTED_LEVEL_RATIO:
+def other_levels(peaks: Mapping[str, int], budget: int, level: str) -> tuple[str, ...]:
+    """Return a note on a level that takes more than the default one.
+
+    `peaks` are in bytes, by level; `level` is the one that the budget is for, see `Options.level`.
+    """
+    worst = max(peaks, key=peaks.__getitem__)
+    takes = f"at level {worst!r} the file takes {format_bytes(peaks[worst])}"
+    if level != "every" and peaks[worst] > budget:
+        return (Message("the budget holds at onnxruntime's default level; {}: {}", takes, Setting("level", "every")),)
+    if level != "every" or peaks[worst] <= peaks.get("all", peaks[worst]) * _NOTED_LEVEL_RATIO:
         return ()
-    return (
-        f"the budget holds at every optimisation level: at level {level!r} the file takes "
-        f"{format_bytes(peaks[level])}, since ONNX Runtime merges or fuses less there",
-    )
+    return (f"the budget holds at every level: {takes}, since ONNX Runtime merges or fuses less there",)
 
 
 def rounding(names: tuple[str, ...]) -> tuple[str, ...]:

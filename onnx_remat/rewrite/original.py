@@ -118,11 +118,12 @@ def begin(model: model_io.Model, given: PlanningOptions, warmup: FirstUse | None
         _ = executed.timeline  # simulated within the stage
     by_level = {"all": executed}
     memory: Accounting
-    if options.run_by == "session":  # at every level: percentages are of the worst
-        with clock.stage("simulate result"):
-            by_level = _at_every_level(executed, compiled, source.folder, options)
+    if options.run_by == "session":
+        if options.level == "every":  # percentages are of the worst
+            with clock.stage("simulate result"):
+                by_level = _at_every_level(executed, compiled, source.folder, options)
         footprint = footprint_of(executed, source.model, options)
-        memory = SessionMemory(compiled, max(each.timeline.peak for each in by_level.values()), arena=options.arena)
+        memory = SessionMemory.of(compiled, by_level, options)
     else:
         try:
             footprint = _predicted(executed, source.model, options)

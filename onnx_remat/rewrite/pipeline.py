@@ -31,7 +31,7 @@ from onnx_remat.rewrite.accounting import Goal, LoopMemory
 from onnx_remat.rewrite.first_use import PLANNER, REPORTER, FirstUse, first_use
 from onnx_remat.rewrite.fit import Fitted, Work, fit, fit_once
 from onnx_remat.rewrite.least import Trial, least_budget
-from onnx_remat.rewrite.notes import MOVES, on_device, rounding, unseen, warnings, worst_level
+from onnx_remat.rewrite.notes import MOVES, on_device, rounding, unseen, warnings
 from onnx_remat.rewrite.offload import fit_with_moves
 from onnx_remat.rewrite.original import Job, Original, begin, footprint_of
 from onnx_remat.rewrite.plans import Plan, Refusal, make_plan
@@ -285,6 +285,7 @@ def _free(plan: Plan, cost: Floats) -> float:
 def _report(job: Job, fitted: Fitted, measured: verify.Measured | None) -> Report:
     """Return the report on the original and on the file as ONNX Runtime runs it by default."""
     plan, written, executed = fitted.plan, fitted.written, fitted.executed
+    peaks = {level: each.timeline.peak for level, each in executed.items()}
     original, memory = job.original, job.goal.memory
     options, compiled, before, final = original.options, memory.compiled, original.executed, list(executed.values())[-1]
     after = final.timeline
@@ -303,7 +304,7 @@ def _report(job: Job, fitted: Fitted, measured: verify.Measured | None) -> Repor
         budget=job.goal.allowed,
         before=describe(before, before.timeline),
         after=describe(final, after),
-        peaks_by_level={level: each.timeline.peak for level, each in executed.items()},
+        peaks_by_level=peaks,
         lower_bound=plan.lower_bound,
         impossible_below=original.impossible_below(plan.lower_bound),
         extra_compute=plan.extra_compute,
@@ -325,7 +326,7 @@ def _report(job: Job, fitted: Fitted, measured: verify.Measured | None) -> Repor
             *phases.note(compiled.problem.phase.tolist()),
             *on_device(compiled),
             *((MOVES,) if written.moved else ()),
-            *memory.notes(fitted.footprint, job.goal.allowed),
+            *memory.notes(fitted.footprint, job.goal.allowed, peaks),
         ),
         warnings=warnings(compiled, written.model),
         run_by=memory.run_by,
@@ -360,10 +361,9 @@ def _unchanged(job: Job) -> Result:
                 "in the body of an If" if not options.patterns
                 else "with outputs renamed" if options.state_outputs else "unchanged"
             ),
-            *worst_level(peaks, peak.total),
             *phases.note(compiled.problem.phase.tolist()),
             *on_device(compiled),
-            *memory.notes(footprint, job.goal.allowed),
+            *memory.notes(footprint, job.goal.allowed, peaks),
         ),
         warnings=warnings(compiled, compiled.graph.model),
         run_by=memory.run_by, loop_before=footprint, loop_after=footprint,

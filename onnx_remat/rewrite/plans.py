@@ -66,7 +66,7 @@ def make_plan(
         0 if found >= memory.original_bytes or proved else int(found * REFUSAL_HEADROOM),
         None if proved else _lower(options),
         "" if proved else no_lower(memory.budget_for(memory.floor)),
-        lowest + memory.bookkeeping, memory.floor + memory.bookkeeping, look,
+        min(lowest + memory.bookkeeping, memory.original_bytes), memory.floor + memory.bookkeeping, look,
         found if proved and found < memory.original_bytes else 0, finds,
     )  # fmt: skip
 

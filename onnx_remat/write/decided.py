@@ -19,7 +19,7 @@ from onnx_remat.write.private_buffers import Unrolled
 RECOMPUTE_KEY = TAG + "recompute_of"
 CONTROL_KEY = TAG + "control_edge"
 BUDGET_KEY, PEAK_KEY = TAG + "budget_bytes", TAG + "original_peak_bytes"
-RUN_BY_KEY, PROVIDER_KEY = TAG + "run_by", TAG + "provider"
+RUN_BY_KEY, PROVIDER_KEY, LEVEL_KEY = TAG + "run_by", TAG + "provider", TAG + "level"
 WORKSPACE_KEY = TAG + "cudnn_workspace_bytes"
 CLONES_KEY, EDGES_KEY = TAG + "recomputed", TAG + "control_edges"
 """Model metadata: first results of the recomputed nodes and of the control edges' Unsqueezes, as JSON lists."""
@@ -105,8 +105,8 @@ class Planned:
         First results of the recomputed nodes and of the control edges' Unsqueezes, and values copied back.
     dims : mapping of str to int
         Sizes of symbolic dimensions.
-    run_by, provider : str
-        As in `Options`.
+    run_by, provider, level : str
+        As in `Options`; `level` of a plain session.
     workspace : int or None
         Bytes allowed for a library's workspace, if it was planned for a device.
     """
@@ -120,6 +120,7 @@ class Planned:
     run_by: str
     provider: str
     workspace: int | None
+    level: str
 
 
 def planned(model: onnx.ModelProto, name: str) -> Planned:
@@ -139,6 +140,7 @@ def planned(model: onnx.ModelProto, name: str) -> Planned:
             budget, int(notes[PEAK_KEY]), _listed(notes[CLONES_KEY]), _listed(notes[EDGES_KEY]),
             _listed(notes.get(MOVES_KEY, "[]")), check_dims(json.loads(notes[DIMS_KEY])),
             notes.get(RUN_BY_KEY, "session"), provider, int(notes[WORKSPACE_KEY]) if WORKSPACE_KEY in notes else None,
+            notes.get(LEVEL_KEY, "every"),
         )  # fmt: skip
     except (KeyError, ValueError, RecursionError) as error:
         raise ModelError(

@@ -43,20 +43,22 @@ def test_random_steps_are_rewritten_and_keep_every_promise(pytestconfig):
     @fuzz(pytestconfig, 8)
     @given(
         seed=st.integers(0, 2**32 - 1), layers=st.integers(5, 40), budget=st.sampled_from(["97%", "90%", "80%"]),
-        cond=st.booleans(),
+        level=st.sampled_from(["all", "every"]), cond=st.booleans(),
     )  # fmt: skip
-    def run(seed, layers, budget, cond):
+    def run(seed, layers, budget, level, cond):
         model = Builder(seed, layers).model()
         model.graph.node.append(helper.make_node("Sign", ["x"], ["g"], name="gradient"))
         model.graph.output.append(helper.make_tensor_value_info("g", 1, [32, 32]))
         try:
-            result = onnx_remat.rewrite_model(model, budget, **QUICK)
+            result = onnx_remat.rewrite_model(model, budget, level=level, **QUICK)
         except BudgetInfeasibleError as error:  # then what it says is possible must be
             try:
-                result = onnx_remat.rewrite_model(model, int(error.best_peak_bytes * 1.05), **QUICK)
+                result = onnx_remat.rewrite_model(model, int(error.best_peak_bytes * 1.05), level=level, **QUICK)
             except BudgetInfeasibleError:
                 return
-        assert max(result.report.peaks_by_level.values()) <= result.report.budget
+        peaks = result.report.peaks_by_level
+        assert result.report.lower_bound <= peaks["all"]
+        assert (peaks["all"] if level == "all" else max(peaks.values())) <= result.report.budget
         feeds = feeds_for(model) | {"cond": np.array(cond)}
         outputs, executed = traced(result.model, feeds)
         assert same_bits(run_model(model, feeds), outputs)

@@ -154,7 +154,7 @@ def test_bounds_hold_for_fused_steps(make):
     expected, compiled = predict(executed), with_donations(executed.compiled)
     own = with_slab_donations(compiled)
     inner = outside_kernels(own, compiled)
-    memory = LoopMemory(compiled, 0, options=Options(run_by="loop"), own=own, optimized=inner, outside=inner)
+    memory = LoopMemory(compiled, own, 0, options=Options(run_by="loop"), optimized=inner, outside=inner)
     resident = own.base_bytes
     small = 4096 * own.n_values  # those that stay with ONNX Runtime
     assert memory.floor - resident <= expected.live + expected.workspace + small
