@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import onnx_ir as ir
 
 from ..values import constant
+from .sums import addends
 
 
 def concat_padded_sums(node: ir.Node) -> None:
@@ -18,7 +17,7 @@ def concat_padded_sums(node: ir.Node) -> None:
     result = node.outputs[0]
     if node.domain or node.op_type != "Add":
         return
-    leaves = list(_addends(node))
+    leaves = addends(node)
     found = [_padded(leaf) for leaf in leaves]
     parts = sorted((part for part in found if part is not None), key=lambda part: part[1])
     if len(parts) < len(leaves) or len({axis for axis, _, _, _ in parts}) > 1:
@@ -33,16 +32,6 @@ def concat_padded_sums(node: ir.Node) -> None:
     node.resize_inputs(len(parts))
     for index, (_, _, _, source) in enumerate(parts):
         node.replace_input_with(index, source)
-
-
-def _addends(node: ir.Node) -> Iterator[ir.Value | None]:
-    for value in node.inputs:
-        before = value.producer() if value is not None else None
-        alone = value is not None and len(value.uses()) == 1 and not value.is_graph_output()
-        if before is not None and alone and not before.domain and before.op_type == "Add":
-            yield from _addends(before)
-        else:
-            yield value
 
 
 def _padded(value: ir.Value | None) -> tuple[int, int, int, ir.Value] | None:

@@ -14,6 +14,7 @@ from .recompute_silu import recompute_silu
 from .shorten_masked_softmax import shorten_masked_softmax
 from .simplify import simplify
 from .sink_constants import sink_constants
+from .sum_once import sum_once
 from .write_safely import write_safely
 
 _MADE = frozenset({Fact.SHAPES, Fact.STATED})
@@ -28,6 +29,7 @@ PYTORCH = Order(
         add_to_softmax,  # before `simplify`, after which it recognises fewer of the losses that torch's exporter writes
         write_safely,
         simplify,
+        sum_once,
         shorten_masked_softmax,
         loss_in_parts,
         inherit_phases,
@@ -51,6 +53,7 @@ JAX = Order(
         multiply_weight_gradients,
         write_safely,
         simplify,
+        sum_once,
         add_to_softmax,
         attention_in_parts,
         sink_constants,
@@ -75,6 +78,7 @@ DIFFERENTIATED = Order(
         add_in_order,
         write_safely,
         simplify,
+        sum_once,
         add_to_softmax,
         loss_in_parts,
         attention_in_parts,
