@@ -43,7 +43,7 @@ def lower_bound(problem: Problem) -> int:
     needs = _working_sets(problem)
     floor = _floor(problem, needs)
     pebbles = _PebbleState.of(problem)
-    # Nothing is known of ops with negative needs: part of their memory is not tensors (`accounting.outside_kernels`).
+    # Nothing is known of ops with negative needs: part of their memory is not tensors (`relaxed.outside_kernels`).
     traced = [op for op in range(problem.n_ops) if needs[op] >= 0]
     for op in sorted(traced, key=lambda op: (-needs[op], op))[:_TRACED_OPS]:
         floor = max(floor, problem.base_bytes + pebbles.lowest(op))
