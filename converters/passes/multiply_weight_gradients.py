@@ -9,6 +9,7 @@ from ..dims import dims, is_static
 from ..tape import Tape
 from ..values import replace
 from .base import Fact, rewrite
+from .sums import read_once
 
 
 @rewrite(requires=[Fact.SHAPES], breaks=[Fact.LEAN])
@@ -46,7 +47,7 @@ def multiply_weight_gradients(model: ir.Model) -> None:
 def _window(value: ir.Value) -> tuple[ir.Value, tuple[int, ...]]:
     """Follow the Slices that cut off the end of a value's spatial axes; return the last result and its spatial
     sizes."""
-    while not value.is_graph_output() and len(value.uses()) == 1:
+    while read_once(value):
         ((reader, _),) = value.uses()
         if reader.op_type != "Slice" or len(reader.inputs) < 4:
             break

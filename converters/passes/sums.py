@@ -5,8 +5,8 @@ from __future__ import annotations
 import onnx_ir as ir
 
 
-def is_add(node: ir.Node | None) -> bool:
-    return node is not None and not node.domain and node.op_type == "Add"
+def is_add(node: ir.Node) -> bool:
+    return not node.domain and node.op_type == "Add"
 
 
 def read_once(value: ir.Value) -> bool:

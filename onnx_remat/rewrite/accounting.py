@@ -63,8 +63,8 @@ class Accounting(ABC):
         The original after ONNX Runtime's default optimisations; None where a file has to keep the budget without them,
         and for plans with moves.
     outside : Problem or None
-        The original relaxed by `outside_kernels` or `outside_fusions`, so that bounds hold whatever is fused. For a
-        loop, `optimized` is relaxed likewise. None where nothing is fused.
+        The original relaxed by a function of `relaxed`, so that bounds hold whatever is fused. For a loop with kernels,
+        `optimized` is relaxed likewise. None where a file has to keep the budget without optimisations.
     """
 
     compiled: Compiled

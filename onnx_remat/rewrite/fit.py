@@ -306,8 +306,8 @@ def _check_time(goal: Goal, options: Options, deadline: Deadline, seconds_per_fi
 def _written_and_simulated(plan: Plan, goal: Goal, target: int, work: Work, direct: Direct) -> tuple[int, Fitted]:
     """Make the file of a plan, in memory, and simulate it; return its covered memory in bytes, and the file.
 
-    A loop opens a file at the last level alone; a plain session at the level its user chooses, so that the worst level
-    counts.
+    A loop opens a file at the last level alone; of the levels at which a plain session has to keep the budget, the
+    worst counts.
 
     Where the file exceeds the budget, values whose shared buffers raise the peak get private ones, as long as there are
     any. This does not help against gaps in the arena.

@@ -56,12 +56,9 @@ def outside_kernels(problem: Problem, compiled: Compiled) -> Problem:
     several, single = replaceable(compiled)
     workspace[list(single)] = np.minimum(workspace[list(single)], 0)
     inside = _fusible(graph) | _named(graph, VIEWS)
-    inside_library = np.zeros(problem.n_ops, np.bool_)
-    inside_library[list(several)] = True
-    return replace(
-        _uncounted(replace(problem, workspace=workspace), inside | inside_library),
-        cost=np.where(inside, 0.0, problem.cost),
-    )
+    cost = np.where(inside, 0.0, problem.cost)
+    inside[list(several)] = True
+    return _uncounted(replace(problem, workspace=workspace, cost=cost), inside)
 
 
 def outside_pads(problem: Problem, compiled: Compiled) -> Problem:
@@ -72,8 +69,8 @@ def outside_pads(problem: Problem, compiled: Compiled) -> Problem:
     pads = _named(compiled.graph, {"Pad"})
     if not pads.any():
         return problem
-    made = _uncounted(problem, _with_readers(problem, pads))
-    return replace(made, cost=np.where(pads, 0.0, problem.cost))
+    free = replace(problem, cost=np.where(pads, 0.0, problem.cost))
+    return _uncounted(free, _with_readers(problem, pads))
 
 
 def outside_fusions(problem: Problem, compiled: Compiled, optimized: Graph) -> Problem:
@@ -90,8 +87,8 @@ def outside_fusions(problem: Problem, compiled: Compiled, optimized: Graph) -> P
     inside = _fusible(graph) | _named(graph, VIEWS) | _with_readers(problem, passed)
     kept = np.zeros(problem.n_values, np.bool_)
     kept[life.root[~gone]] = True  # the buffer of a view that is left
-    small = replace(_uncounted(problem, inside), nbytes=np.where(gone & ~kept, 0, problem.nbytes))
-    return replace(small, cost=np.where(inside, 0.0, problem.cost))
+    nbytes, cost = np.where(gone & ~kept, 0, problem.nbytes), np.where(inside, 0.0, problem.cost)
+    return _uncounted(replace(problem, nbytes=nbytes, cost=cost), inside)
 
 
 def _uncounted(problem: Problem, ops: Flags) -> Problem:
