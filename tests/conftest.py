@@ -56,7 +56,9 @@ _COMPILES = """
 import onnx_remat
 from onnx_remat.memory import layout
 from tests.support.graphs import mlp
-layout.load_compiled()
+layout.load_greedy()
+layout.load_search()
+layout.load_later_searches()
 for run_by in ("session", "loop"):
     onnx_remat.rewrite_model(mlp(layers=12, batch=32768, width=32), "60%", run_by=run_by, effort=0.5)
 """

@@ -17,12 +17,12 @@ No layout is lower than the largest sum of sizes live at once; every stage stops
 
 1. *Greedy*: place buffer by buffer, longest, largest or busiest first, into a gap that is free for its whole lifetime.
 2. *Local search*: move the buffers at the top of the best layout to earlier places of the order, and place again.
-3. *Tree search* (see `layout_search`): place buffers from the bottom up on the lowest ledge, for a target height
-   between the bound and the best so far.
+3. *Tree search*, for a target height between the bound and the best so far, in two ways that find different layouts:
+   place buffers in the order of their offsets (`layout_ascending`), and on the lowest ledge (`layout_ledges`).
 
-Stages 2 and 3 alternate, each for a fixed amount of work, until the effort or the time is used up. The problem (dynamic
-storage allocation) is NP-hard (Garey and Johnson, SR2). The sequence of work depends on the input alone: the same input
-with the same effort gives the same layout.
+Stages 2 and 3 alternate; a turn is a fixed amount of work, until the effort or the time is used up. The problem
+(dynamic storage allocation) is NP-hard (Garey and Johnson, SR2). The sequence of work depends on the input alone: the
+same input with the same effort gives the same layout.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from onnx_remat.memory import layout_search
+from onnx_remat.memory import layout_ascending, layout_ledges
+from onnx_remat.memory.layout_sections import highest, sections
 from onnx_remat.memory.problem import Longs
 from onnx_remat.process.compiled import compiled
 
@@ -43,10 +44,12 @@ ALIGNMENT = 64
 EFFORT = 20
 """Default number of search turns; a turn takes about a third of a second."""
 
-_WORK = 100_000_000  # inner-loop iterations per stage and turn, about a nanosecond each
+_WORK = 100_000_000  # inner-loop iterations per tree and turn, about a nanosecond each
+_LOCAL_WORK = 25_000_000  # of the local search per turn, likewise
 _GREEDY_WORK = 1_000_000_000  # inner-loop iterations of the greedy start, beyond the first orders
 _FEWEST_ORDERS = 3
-_REACH = (0.0, 0.5, 0.75, 0.0, 0.9, 0.25)  # target heights of the tree search, from the bound (0) to the best (1)
+_BOUND_TURNS = 6  # one of so many turns searches for a layout at the bound
+_REACHES = (0.25, 0.95)  # of target heights, from the bound (0) to the best (1): the boldest, and where to begin again
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,40 +113,67 @@ def solve(
     """
     began = time.monotonic()
     start, stop, units = _checked(lower, upper, size, alignment)
-    # Empty buffers may lie anywhere; the others are measured in units of the alignment.
+    # Empty buffers may lie anywhere; the others are measured in units that divide all sizes.
     real = np.flatnonzero(units)
     offsets = np.zeros(len(units), np.int64)
     if not len(real):
         return Layout(offsets, 0, 0, True, 0)
     start, stop, units = start[real], stop[real], units[real]
-    first, last, live = layout_search.sections(start, stop, units)
+    unit = int(np.gcd.reduce(units))
+    units, unit = units // unit, unit * alignment
+    first, last, live = sections(start, stop, units)
     bound = int(live.max())
     best, order, height = _greedy(first, last, units, live)
-    proven, turn = bound, 0
-    tree = layout_search.Tree.of(first, last, units)
+    proven, turn, reach = bound, 0, 0.5
+    trees = _trees(first, last, units, live, stop - start) if effort and height > bound else ()
     while turn < effort and height > proven and (time_limit is None or time.monotonic() - began < time_limit):
-        found, order, at = _improve(order, best, first, last, units, height, proven, _WORK, turn)
-        if at < height:
-            best, height = found.copy(), int(at)
-        if tree is not None and height > proven:
-            target = int(proven + _REACH[turn % len(_REACH)] * (height - 1 - proven))
+        share, before = 0.0 if turn % _BOUND_TURNS == 0 else reach, (height, proven)
+        best, order, at = _improve(order, best, first, last, units, height, proven, _LOCAL_WORK, turn)
+        height = int(at)
+        for tree in trees:
+            if height <= proven:
+                break
+            target = int(proven + share * (height - 1 - proven))
             answer = tree.search(target, turn, _WORK)
             if answer.offsets is not None:
                 best, order = answer.offsets, np.argsort(answer.offsets, kind="stable")
                 height = int((best + units).max())
             elif answer.impossible:
                 proven = target + 1
+        if share and (height, proven) == before:
+            reach = (1 + reach) / 2 if reach < _REACHES[1] else _REACHES[0]
         turn += 1
-    offsets[real] = best * alignment
-    return Layout(offsets, height * alignment, bound * alignment, height <= proven, turn)
+    offsets[real] = best * unit
+    return Layout(offsets, height * unit, bound * unit, height <= proven, turn)
 
 
-def load_compiled() -> None:
-    """Load, or compile at first use, every kernel that `solve` may need, outside any time limit."""
-    first, last, size = np.zeros(1, np.int64), np.ones(1, np.int64), np.ones(1, np.int64)
-    offsets, order, _ = _greedy(first, last, size, size)
-    _improve(order, offsets, first, last, size, 2, 1, 1, 0)
-    tree = layout_search.Tree.of(first, last, size)
+def _trees(
+    first: Longs, last: Longs, size: Longs, live: Longs, steps: Longs
+) -> tuple[layout_ascending.Tree | layout_ledges.Tree, ...]:
+    """Return the inputs of the tree searches, without those that are too large."""
+    both = layout_ascending.Tree.of(first, last, size, live, steps), layout_ledges.Tree.of(first, last, size)
+    return tuple(tree for tree in both if tree is not None)
+
+
+def load_greedy() -> None:
+    """Load, or compile at first use, the kernels that every call of `solve` needs."""
+    one = np.ones(1, np.int64)
+    _greedy(one - 1, one, one, one)
+    _improve(one - 1, one - 1, one - 1, one, one, 2, 1, 1, 0)
+
+
+def load_search() -> None:
+    """Load, or compile at first use, those of the first search, which most other layouts need."""
+    one = np.ones(1, np.int64)
+    tree = layout_ascending.Tree.of(one - 1, one, one, one, one)
+    assert tree is not None
+    tree.search(1, 0, 1)
+
+
+def load_later_searches() -> None:
+    """Load, or compile at first use, those that few layouts need."""
+    one = np.ones(1, np.int64)
+    tree = layout_ledges.Tree.of(one - 1, one, one)
     assert tree is not None
     tree.search(1, 0, 1)
 
@@ -166,7 +196,7 @@ def _checked(lower: ArrayLike, upper: ArrayLike, size: ArrayLike, alignment: int
 def _greedy(first: Longs, last: Longs, size: Longs, live: Longs) -> tuple[Longs, Longs, int]:
     """Return offsets, order and height of the best of several orders and two ways to choose a gap."""
     lasts = last - first
-    pressure = layout_search.highest(first, last, live)
+    pressure = highest(first, last, live)
     keys = [
         (-size, -lasts),
         (-lasts, -size),

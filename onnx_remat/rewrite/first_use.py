@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from onnx_remat.memory import arena, buffers, layout, order
+from onnx_remat.memory import arena, buffers, layout, layout_ascending, layout_ledges, order
 from onnx_remat.memory.problem import BACKWARD, FORWARD, Problem, Schedule
 from onnx_remat.plan import cost_bounds
 from onnx_remat.plan.request import Deadline
@@ -74,7 +74,7 @@ def _reporting() -> None:
 
 def _simulating() -> None:
     buffers.simulate(_toy(), Schedule(tuple(order.default_order([[], [0], [0, 1]]))))
-    layout.load_compiled()
+    layout.load_greedy()
 
 
 _GROUPS = {
@@ -83,15 +83,17 @@ _GROUPS = {
     "writing": _Group(_writing, private_buffers.flag_gaps),
     "reporting": _Group(_reporting, arena.replay),
     "simulating": _Group(_simulating, layout.place),
+    "placing": _Group(layout.load_search, layout_ascending.search_ascending),
+    "placing later": _Group(layout.load_later_searches, layout_ledges.search_ledges),
 }
 
-_SHARES = (("annealing", "writing", "reporting"), ("ordering",))
+_SHARES = (("annealing", "placing later", "writing", "reporting"), ("ordering",))
 """Groups that each child process compiles, the more urgent first; the second child starts if cores allow."""
 
-PLANNER = ("ordering", "annealing")
+PLANNER = ("ordering", "annealing", "placing later")
 """Groups that only a search for a plan needs."""
 
-SIMULATOR = ("simulating",)
+SIMULATOR = ("simulating", "placing")
 """Groups that every use needs first of all."""
 
 REPORTER = ("writing", "reporting")
@@ -107,7 +109,7 @@ class FirstUse:
         self.children: dict[str, Child] = {}
 
     def begin(self) -> None:
-        """Compile the planner's groups in child processes, as many as there are other cores."""
+        """Compile groups in child processes, as many as there are other cores."""
         for share in _SHARES[: (os.cpu_count() or 1) - 1]:
             if missing := [name for name in share if not is_compiled(_GROUPS[name].last)]:
                 child = Child()

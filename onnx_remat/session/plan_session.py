@@ -205,7 +205,7 @@ def planned(path: str, target: str, request: Mapping[str, Any]) -> dict[str, Any
     from onnx_remat.process import worker
 
     worker.start()
-    threading.Thread(target=layout.load_compiled, daemon=True).start()  # while ONNX Runtime optimises the step
+    threading.Thread(target=layout.load_greedy, daemon=True).start()  # while ONNX Runtime optimises the step
     data = plan_cache.content(Path(path))
     source = model_io.of_file(Path(path), data)
     digest = "" if data is None or external_data.paths(source.model) else plan_cache.digest_of(data)

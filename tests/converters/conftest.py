@@ -18,4 +18,6 @@ def _exports_are_warm() -> None:
     from onnx_remat.memory import layout
 
     program._untranslated(prepare.OPSET)
-    layout.load_compiled()
+    layout.load_greedy()
+    layout.load_search()
+    layout.load_later_searches()

@@ -15,9 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onnx_remat.memory import layout_search
+from onnx_remat.memory import layout as layouts
+from onnx_remat.memory import layout_ascending, layout_ledges
 from onnx_remat.memory.layout import Layout, solve
 from onnx_remat.memory.layout_check import check_layout
+from onnx_remat.memory.layout_sections import sections
 from onnx_remat.memory.problem import Longs
 
 Instance = tuple[Longs, Longs, Longs]
@@ -105,7 +107,7 @@ def test_random_layouts_are_valid_and_the_same_again(rows: list[tuple[int, int, 
 @given(small)
 def test_sections_keep_who_overlaps_whom(rows: list[tuple[int, int, int]]) -> None:
     lower, upper, size = instance(rows)
-    first, last, sums = layout_search.sections(lower, upper, size)
+    first, last, sums = sections(lower, upper, size)
     meet = (lower[:, None] < upper) & (lower < upper[:, None])
     assert np.array_equal(meet, (first[:, None] < last) & (first < last[:, None]))
     assert sums.max() == live(lower, upper, size)
@@ -119,13 +121,43 @@ def test_perfect_packings_are_found(seed: int) -> None:
     assert checked(pieces, alignment=1).height == 1 << 20
 
 
+Trees = layout_ascending.Tree | layout_ledges.Tree
+
+
+def tree_of(kind: type[Trees], lower: Longs, upper: Longs, size: Longs) -> Trees:
+    first, last, sums = sections(lower, upper, size)
+    if kind is layout_ascending.Tree:
+        tree: Trees | None = kind.of(first, last, size, sums, upper - lower)
+    else:
+        tree = layout_ledges.Tree.of(first, last, np.ascontiguousarray(size))
+    assert tree is not None
+    return tree
+
+
+EACH = pytest.mark.parametrize("kind", [layout_ascending.Tree, layout_ledges.Tree])
+
+
+@EACH
+@settings(max_examples=150, deadline=None)
+@given(small, st.integers(0, 5))
+def test_a_search_finds_the_lowest_layout_and_rules_out_all_lower_ones(
+    kind: type[Trees], rows: list[tuple[int, int, int]], turn: int
+) -> None:
+    lower, upper, size = instance(rows)
+    tree, height = tree_of(kind, lower, upper, size), lowest(lower, upper, size)
+    found = tree.search(height, turn, 1_000_000_000).offsets
+    assert found is not None
+    check_layout(lower, upper, size, found)
+    assert (found + size).max() == height
+    assert tree.search(height - 1, turn, 1_000_000_000).impossible
+
+
+@EACH
 @pytest.mark.parametrize("seed", range(20))
-def test_the_tree_search_never_calls_a_perfect_packing_impossible(seed: int) -> None:
+def test_a_search_never_calls_a_perfect_packing_impossible(kind: type[Trees], seed: int) -> None:
     """It looks at the whole tree of these, so that a branch cut off in error would show."""
     lower, upper, size = cut(np.random.default_rng(seed), 25, 30, 100)
-    first, last, _ = layout_search.sections(lower, upper, size)
-    tree = layout_search.Tree.of(first, last, size)
-    assert tree is not None
+    tree = tree_of(kind, lower, upper, size)
     answer = tree.search(100, seed, 1_000_000_000)
     assert answer.offsets is not None
     check_layout(lower, upper, size, answer.offsets)
@@ -141,6 +173,23 @@ def test_sizes_are_rounded_up_to_the_alignment() -> None:
 def test_nothing_to_place() -> None:
     layout = solve([], [], [])
     assert (len(layout.offsets), layout.height, layout.lower_bound, layout.optimal) == (0, 0, 0, True)
+
+
+def test_ascending_offsets_find_a_layout_of_a_training_step_that_ledges_do_not() -> None:
+    rng = np.random.default_rng(0)
+    lower, upper, size = step(rng, 400)
+    drawn = lower, upper, rng.integers(1, 1 << 20, len(size))
+    assert tree_of(layout_ledges.Tree, *drawn).search(live(*drawn), 0, 100_000_000).offsets is None
+    assert checked(drawn, alignment=1, effort=0).height > live(*drawn)
+    assert checked(drawn, alignment=1, effort=1).height == live(*drawn)
+
+
+def test_local_search_lowers_layouts_of_too_many_buffers_for_trees(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layouts, "_trees", lambda *_: ())
+    pieces = cut(np.random.default_rng(1), 100, 100, 1 << 20)
+    heights = [checked(pieces, alignment=1, effort=effort).height for effort in (0, 1, 3)]
+    assert heights == sorted(heights, reverse=True)
+    assert heights[0] > heights[-1]
 
 
 def test_more_effort_is_never_worse() -> None:

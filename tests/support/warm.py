@@ -185,7 +185,9 @@ def _warm_up() -> None:
 
     from onnx_remat.memory import layout
 
-    layout.load_compiled()
+    layout.load_greedy()
+    layout.load_search()
+    layout.load_later_searches()
 
 
 if __name__ == "__main__":

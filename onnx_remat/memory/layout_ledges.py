@@ -1,7 +1,6 @@
 """Tree search behind `layout`: place buffers from the bottom up, always on the lowest ledge.
 
-Steps at which a subset of a neighbour's buffers is live add no constraint. The remaining steps are the *sections*, the
-maximal cliques of the interval graph. The *floor* of a section is the top of the buffers placed in it::
+The *floor* of a section (see `layout_sections`) is the top of the buffers placed in it::
 
     target height     - - - - - - - - - - - - -
                                                    floor + bytes still to place <= height, in every section:
@@ -31,28 +30,21 @@ from typing import NamedTuple
 
 import numpy as np
 
+from onnx_remat.memory.layout_sections import Answer, luby
 from onnx_remat.memory.problem import Flags, Longs
-from onnx_remat.process.compiled import compiled
+from onnx_remat.process.compiled import compiled, inlined
 
 Codes = np.ndarray[tuple[int, ...], np.dtype[np.uint64]]
 
-_MOST_WORDS = 4_000_000  # of the bit sets of sections per buffer: larger inputs are left to the local search
+_MOST_WORDS = 4_000_000  # of the bit sets of sections per buffer: larger inputs are left to others
 _FIRST_WEIGHTS = ((1.0, 0.0), (0.0, 1.0), (1.0, 1.0))  # of duration and size, in the first orders of branches
 _NOGOOD_ENTRIES = 1 << 20
 _FOUND, _IMPOSSIBLE, _UNDECIDED = 1, 2, 0
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """Result of a search: offsets, a proof that there are none, or neither."""
-
-    offsets: Longs | None
-    impossible: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Tree:
-    """Input of the search: arrays as in `sections`, and the hash table of infeasible parts (`dead`)."""
+    """Input of the search: arrays as in `layout_sections.sections`, and the hash table of infeasible parts (`dead`)."""
 
     first: Longs
     last: Longs
@@ -72,14 +64,16 @@ class Tree:
         """Search for a layout of at most `height`, with restarts, for `work` iterations; `turn` seeds the orders."""
         rng = np.random.default_rng(turn)
         initial = _initial_state(self.first, self.last, self.size, self.codes)
+        if initial.rest.max() > height:
+            return Answer(None, True)
         lasts, restart = np.log(self.last - self.first), 0
         while work > 0:
             duration, bytes_ = _FIRST_WEIGHTS[restart] if restart < len(_FIRST_WEIGHTS) and not turn else rng.random(2)
             noise = rng.standard_normal(len(self.size)) * rng.choice([0.0, 0.1, 0.3, 1.0])
             order = np.argsort(-(duration * lasts + bytes_ * np.log(self.size) + noise), kind="stable")
-            share = _luby(restart + 1) * 2_000_000
+            share = luby(restart + 1) * 2_000_000
             state = _ordered_copy(initial, order)
-            verdict, done = _search(state, self.dead, height, min(share, work))
+            verdict, done = search_ledges(state, self.dead, height, min(share, work))
             if verdict != _UNDECIDED:
                 return Answer(state.offsets if verdict == _FOUND else None, verdict == _IMPOSSIBLE)
             work -= max(done, 1)
@@ -87,53 +81,10 @@ class Tree:
         return Answer(None, False)
 
 
-def sections(lower: Longs, upper: Longs, size: Longs) -> tuple[Longs, Longs, Longs]:
-    """Compress lifetimes to sections; the same buffers overlap.
-
-    Returns
-    -------
-    first, last : int64 (n_buffers,)
-        Buffer b lives in the sections first[b] .. last[b] - 1.
-    live : int64 (n_sections,)
-        Sum of the sizes that live in each.
-    """
-    n = len(lower)
-    when = np.concatenate([upper, lower])
-    begins = np.repeat([False, True], n)
-    order = np.lexsort((begins, when))  # at the same step, ends precede begins
-    begins = begins[order]
-    # A section ends at the first end after a begin.
-    closes = np.append(False, begins[:-1]) & ~begins
-    number = np.empty(2 * n, np.int64)
-    number[order] = np.cumsum(closes)
-    last, first = number[:n], number[n:]
-    live = np.zeros(int(last.max()) + 1, np.int64)
-    np.add.at(live, first, size)
-    np.subtract.at(live, last, size)
-    return first, last, np.cumsum(live)[:-1]
-
-
-@compiled
-def highest(first, last, live):  # type: ignore[no-untyped-def]
-    """Return the largest of `live` within each lifetime."""
-    out = np.zeros(len(first), np.int64)
-    for b in range(len(first)):
-        for s in range(first[b], last[b]):
-            out[b] = max(out[b], live[s])
-    return out
-
-
-def _luby(i: int) -> int:
-    """Return the i-th term (from 1) of Luby's sequence 1, 1, 2, 1, 1, 2, 4, ..."""
-    while (i + 1) & i:
-        i -= (1 << (i.bit_length() - 1)) - 1
-    return (i + 1) // 2
-
-
 class _SearchState(NamedTuple):
     """State of a search; the arrays from `floor` on have one row per section."""
 
-    first: Longs  # per buffer, as in `sections`
+    first: Longs  # per buffer, as in `layout_sections.sections`
     last: Longs
     size: Longs
     codes: Codes  # random bits of each buffer, for the hash
@@ -200,7 +151,7 @@ def _ordered_copy(initial: _SearchState, order: Longs) -> _SearchState:
     return initial._replace(members=members, **{name: getattr(initial, name).copy() for name in changing})
 
 
-@compiled
+@inlined
 def _lowest_ledge(state, height):  # type: ignore[no-untyped-def]
     """Find the leftmost part, the tightest section of its lowest ledge, and a hash of the part.
 
@@ -229,7 +180,16 @@ def _lowest_ledge(state, height):  # type: ignore[no-untyped-def]
             return left, s, best, key
 
 
-@compiled
+@inlined
+def _highest_floor(state, b):  # type: ignore[no-untyped-def]
+    """Return the lowest offset at which a buffer can lie."""
+    found = state.floor[state.first[b]]
+    for s in range(state.first[b] + 1, state.last[b]):
+        found = max(found, state.floor[s])
+    return found
+
+
+@inlined
 def _branches(state, section, height, out, blame):  # type: ignore[no-untyped-def]
     """Collect the buffers that may be placed next on the ledge of `section`, and its next floor if none is.
 
@@ -254,7 +214,7 @@ def _branches(state, section, height, out, blame):  # type: ignore[no-untyped-de
             continue
         blame |= state.reach[b]
         done += state.last[b] - state.first[b] + len(blame)
-        lowest = state.floor[state.first[b] : state.last[b]].max()
+        lowest = _highest_floor(state, b)
         if lowest > level:
             rise = min(rise, lowest)
             continue
@@ -277,11 +237,11 @@ def _branches(state, section, height, out, blame):  # type: ignore[no-untyped-de
                 continue
             blame |= state.reach[c]
             done += state.last[c] - state.first[c] + len(blame)
-            rise = min(rise, state.floor[state.first[c] : state.last[c]].max() + state.size[c])
+            rise = min(rise, _highest_floor(state, c) + state.size[c])
     return n_out, rise, done
 
 
-@compiled
+@inlined
 def _place_buffer(state, b, height, trail, t, blame):  # type: ignore[no-untyped-def]
     """Place a buffer on its ledge and save the floors below it; if a section overflows, blame it and return False."""
     at = state.floor[state.first[b]]
@@ -301,7 +261,7 @@ def _place_buffer(state, b, height, trail, t, blame):  # type: ignore[no-untyped
     return True
 
 
-@compiled
+@inlined
 def _unplace_buffer(state, b, trail, t):  # type: ignore[no-untyped-def]
     """Undo `_place_buffer`."""
     for s in range(state.first[b], state.last[b]):
@@ -317,7 +277,7 @@ _NEW, _NEXT, _DEAD = 0, 1, 2  # action at a depth: compute its branches, try the
 
 
 @compiled
-def _search(state, dead, height, work):  # type: ignore[no-untyped-def]
+def search_ledges(state, dead, height, work):  # type: ignore[no-untyped-def]
     """Search depth first until an answer or for `work` iterations of an inner loop; the offsets are left in the state.
 
     Returns
@@ -326,8 +286,6 @@ def _search(state, dead, height, work):  # type: ignore[no-untyped-def]
         One of `_FOUND`, `_IMPOSSIBLE` and `_UNDECIDED`; iterations done.
     """
     n, n_sections, n_words = len(state.size), len(state.floor), state.reach.shape[1]
-    if state.rest.max() > height:
-        return _IMPOSSIBLE, 0
     deepest = 4 * (n + n_sections) + 8
     section, rise, chosen = np.zeros((3, deepest), np.int64)
     key, blame = np.zeros(deepest, np.uint64), np.zeros((deepest, n_words), np.uint64)
