@@ -7,7 +7,7 @@ could be lowered (canonical solutions; Moffitt, MiniMalloc, ASPLOS 2023)::
 
     target height     - - - - - - - - - - - - -
 
-          +---------+     +-----------+            on c, a next buffer would lie above b's top: b comes first
+          +---------+     +-----------+            the next buffer cannot lie on c: b, below it, comes first
           |    a    | +-+ |     c     |
           |         | |b| |           |            the floor of a section is where its lowest unplaced buffer can lie:
           +---------+-+-+-+-----------+            floor + bytes still to place <= height, or this branch is dead
@@ -18,8 +18,8 @@ elsewhere. Two techniques keep the tree small:
 
 - *Parts*: if no unplaced buffer spans two adjacent sections, both sides are independent. If one is infeasible, no other
   layout of the other side is tried.
-- *Restarts*: most matters which branch is tried first, and best are buffers where most bytes are live, then those that
-  live longest. A search without an early answer seldom finds one later, so others are tried after some time.
+- *Restarts*: most matters which branch is tried first. The best order is by the most bytes that are live with a buffer,
+  then by its duration. A search without an early answer seldom finds one later, so other orders follow after some time.
 
 `layout_ledges` finds conflicts between few buffers; this search knows of all sections what still has to fit there.
 """
@@ -67,7 +67,8 @@ class Tree:
         lasts = last - first
         if len(first) > _MOST_BUFFERS or int(lasts.sum()) > _MOST_MEMBERS:
             return None
-        return Tree(first, last, size, np.log([highest(first, last, live), steps, lasts, size]))
+        features = np.log([highest(first, last, live), steps, lasts, size])
+        return Tree(first, last, size, np.round(features, 9))  # the last bits differ between processors
 
     def search(self, height: int, turn: int, work: int) -> Answer:
         """Search for a layout of at most `height`, with restarts, for `work` iterations; `turn` seeds the orders."""
@@ -79,7 +80,7 @@ class Tree:
             if restart > 1 and restart % 2 == 0:
                 weights = rng.random(4) * (rng.choice([1, 8, 64]), 1, 1, 1)
                 noise = rng.standard_normal(len(self.size)) * rng.choice([0.0, 0.1, 0.3])
-                order = np.argsort(-(weights @ self.features + noise), kind="stable")
+                order = np.argsort(-((weights[:, np.newaxis] * self.features).sum(axis=0) + noise), kind="stable")
             share = work // _FIRST_SHARE if restart < 2 else luby(restart // 2) * (work // _LATER_SHARE)
             state = _initial_state(self.first[order], self.last[order], self.size[order])
             verdict, done = search_ascending(
