@@ -31,7 +31,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from onnx_remat.memory.layout_sections import Answer, highest, luby
+from onnx_remat.memory.layout_sections import Answer, highest, luby, members
 from onnx_remat.memory.problem import Flags, Floats, Longs
 from onnx_remat.process.compiled import compiled, inlined
 
@@ -67,7 +67,7 @@ class Tree:
         lasts = last - first
         if len(first) > _MOST_BUFFERS or int(lasts.sum()) > _MOST_MEMBERS:
             return None
-        features = np.log([highest(first, last, live), steps, lasts, size])
+        features: Floats = np.log(np.array([highest(first, last, live), steps, lasts, size], np.float64))
         return Tree(first, last, size, np.round(features, 9))  # the last bits differ between processors
 
     def search(self, height: int, turn: int, work: int) -> Answer:
@@ -115,20 +115,19 @@ class _SearchState(NamedTuple):
 
 def _initial_state(first: Longs, last: Longs, size: Longs) -> _SearchState:
     """Return the initial state: no buffer is placed, all floors are 0."""
-    n, n_sections, lasts = len(first), int(last.max()), last - first
-    ends = np.cumsum(lasts)
-    section = np.arange(ends[-1]) + np.repeat(first - ends + lasts, lasts)
-    small = section.astype(np.min_scalar_type(n_sections))  # NumPy uses a radix sort for 16 bits or fewer
-    members = np.repeat(np.arange(n), lasts)[np.argsort(small, kind="stable")]
-    ptr = np.append(0, np.cumsum(np.bincount(section, minlength=n_sections)))
+    n, n_sections = len(first), int(last.max())
+    by_section, count = members(first, last, np.arange(n)), np.zeros(n_sections + 1, np.int64)
+    np.add.at(count, first, 1)
+    np.subtract.at(count, last, 1)
+    ptr = np.append(0, np.cumsum(np.cumsum(count)[:-1]))
     rest = np.zeros(n_sections + 1, np.int64)
     np.add.at(rest, first, size)
     np.subtract.at(rest, last, size)
     placed, offsets = np.zeros(n, np.bool_), np.zeros(n, np.int64)
     floor, may_rise = np.zeros(n_sections, np.int64), np.zeros(n_sections, np.bool_)
-    undo = np.empty((3, len(members) + n + min(_MOST_RISES, n * (n + n_sections))), np.int64)
+    undo = np.empty((3, len(by_section) + n + min(_MOST_RISES, n * (n + n_sections))), np.int64)
     return _SearchState(
-        first, last, size, placed, offsets, ptr, members, floor, np.cumsum(rest)[:-1], may_rise, undo
+        first, last, size, placed, offsets, ptr, by_section, floor, np.cumsum(rest)[:-1], may_rise, undo
     )  # fmt: skip
 
 

@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from onnx_remat.memory.layout_sections import Answer, luby
+from onnx_remat.memory.layout_sections import Answer, luby, members
 from onnx_remat.memory.problem import Flags, Longs
 from onnx_remat.process.compiled import compiled, inlined
 
@@ -142,13 +142,9 @@ def _reach(first: Longs, last: Longs) -> Codes:
 
 def _ordered_copy(initial: _SearchState, order: Longs) -> _SearchState:
     """Return a copy of the initial state to search in, with the buffers of each section in the order of branches."""
-    lasts = (initial.last - initial.first)[order]
-    ends = np.cumsum(lasts)
-    section = np.arange(ends[-1]) + np.repeat(initial.first[order] - ends + lasts, lasts)
-    small = section.astype(np.min_scalar_type(len(initial.floor)))  # NumPy uses a radix sort for 16 bits or fewer
-    members = np.repeat(order, lasts)[np.argsort(small, kind="stable")]
+    ordered = members(initial.first[order], initial.last[order], order)
     changing = ("placed", "offsets", "floor", "rest", "waits", "cross", "code")
-    return initial._replace(members=members, **{name: getattr(initial, name).copy() for name in changing})
+    return initial._replace(members=ordered, **{name: getattr(initial, name).copy() for name in changing})
 
 
 @inlined

@@ -48,6 +48,15 @@ def sections(lower: Longs, upper: Longs, size: Longs) -> tuple[Longs, Longs, Lon
     return first, last, np.cumsum(live)[:-1]
 
 
+def members(first: Longs, last: Longs, numbers: Longs) -> Longs:
+    """Return the numbers of the buffers of each section, one section after the other, in the order of the arguments."""
+    lasts = last - first
+    ends = np.cumsum(lasts)
+    section = np.arange(ends[-1]) + np.repeat(first - ends + lasts, lasts)
+    small = section.astype(np.min_scalar_type(int(last.max())))  # NumPy uses a radix sort for 16 bits or fewer
+    return np.repeat(numbers, lasts)[np.argsort(small, kind="stable")]
+
+
 @compiled
 def highest(first, last, live):  # type: ignore[no-untyped-def]
     """Return the largest of `live` within each lifetime."""
