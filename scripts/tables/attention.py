@@ -1,11 +1,12 @@
 """Attention in parts against PyTorch's: memory and time of training steps at several lengths of texts.
 
 transformers' GPT-2 and Llama (grouped queries, rotary positions), two layers of 256 with heads of 64, 2,048 tokens in
-texts of a length, SGD. Runners, as in `race` each in a process of its own, steps taken in turns: PyTorch eager
-with its fused attention and with attention op by op; the exported step by `session.training.Loop` with attention in
-parts (*ours*) and whole (``attention_parts=1``, *ours before*), as it is and rewritten to a budget, 60 % of what the
-step in parts takes. *Predicted* is what `onnx_remat` says that training takes, *measured* what the operating system
-counted, *plan* the clock's seconds to rewrite, *compute* what the rewrite adds. A time is that of the fastest step.
+texts of a length, SGD. Runners, as in `race` each in a process of its own, steps taken in turns: PyTorch eager with
+its fused attention, the same by ``torch.compile``, and with attention op by op; the exported step by `Loop` with
+attention in parts (*ours*) and whole (``attention_parts=1``, *ours before*), as it is and rewritten to a budget, 60 %
+of what the step in parts takes. *Predicted* is what `onnx_remat` says that training takes, *measured* what the
+operating system counted, *plan* the clock's seconds to rewrite, *compute* what the rewrite adds. A time is that of the
+fastest step.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ TOKENS, WORDS, WIDTH, LAYERS = 2048, 1024, 256, 2
 ITEMS = tuple(f"{model}:{length}" for length in (512, 1024, 2048) for model in ("gpt2", "llama"))
 HEADS = ("model", "tokens", "runner", "nodes", "predicted, MB", "measured, MB", "of fused", "ms a step", "of fused",
          "plan, s", "compute")  # fmt: skip
-FUSED, BY_OP = "PyTorch, fused", "PyTorch, op by op"
+FUSED, BY_OP, COMPILED = "PyTorch, fused", "PyTorch, op by op", "torch.compile"
 
 
 def language_model(name: str, length: int, attention: str) -> tuple[Any, dict[str, Any]]:
@@ -47,15 +48,16 @@ def language_model(name: str, length: int, attention: str) -> tuple[Any, dict[st
     return model.train(), {"input_ids": words, "labels": words}
 
 
-def torch_step(name: str, length: int, attention: str) -> tuple[int, Callable[[], list[float]]]:
+def torch_step(name: str, length: int, attention: str, compiled: bool = False) -> tuple[int, Callable[[], list[float]]]:
     """The bytes that a step of PyTorch's takes, and the step."""
     import torch
 
     model, batch = language_model(name, length, attention)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    called: Any = torch.compile(model) if compiled else model
 
     def backward() -> torch.Tensor:
-        loss: torch.Tensor = model(**batch).loss
+        loss: torch.Tensor = called(**batch).loss
         loss.backward()
         return loss
 
@@ -85,6 +87,7 @@ def rows(item: str, *, budget: str = "60%", effort: float = 5.0, turns: int = 5)
     jobs: list[tuple[Any, ...]] = [
         (FUSED, torch_step, name, length, "sdpa"),
         (BY_OP, torch_step, name, length, "eager"),
+        (COMPILED, torch_step, name, length, "sdpa", True),
     ]
     said: dict[str, tuple[str, str, str, str]] = {}
     limit = 0
