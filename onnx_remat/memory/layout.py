@@ -163,7 +163,7 @@ def load_greedy() -> None:
 
 
 def load_search() -> None:
-    """Load, or compile at first use, those of the first search, which most other layouts need."""
+    """Load, or compile at first use, the first tree search: needed where other stages miss the bound."""
     one = np.ones(1, np.int64)
     tree = layout_ascending.Tree.of(one - 1, one, one, one, one)
     assert tree is not None
@@ -171,7 +171,7 @@ def load_search() -> None:
 
 
 def load_later_searches() -> None:
-    """Load, or compile at first use, those that few layouts need."""
+    """Load, or compile at first use, the second tree search: needed where the first one misses the bound."""
     one = np.ones(1, np.int64)
     tree = layout_ledges.Tree.of(one - 1, one, one)
     assert tree is not None

@@ -72,8 +72,6 @@ class Tree:
 
     def search(self, height: int, turn: int, work: int) -> Answer:
         """Search for a layout of at most `height`, with restarts, for `work` iterations; `turn` seeds the orders."""
-        if _initial_state(self.first, self.last, self.size).rest.max() > height:
-            return Answer(None, True)
         rng, restart, left = np.random.default_rng(turn), 0, work
         order = np.lexsort([-self.features[each] for each in reversed(_FIRST_ORDERS[turn % len(_FIRST_ORDERS)])])
         while left > 0:
@@ -83,6 +81,8 @@ class Tree:
                 order = np.argsort(-((weights[:, np.newaxis] * self.features).sum(axis=0) + noise), kind="stable")
             share = work // _FIRST_SHARE if restart < 2 else luby(restart // 2) * (work // _LATER_SHARE)
             state = _initial_state(self.first[order], self.last[order], self.size[order])
+            if state.rest.max() > height:
+                return Answer(None, True)
             verdict, done = search_ascending(
                 state, _Stack.of(len(order), len(state.floor)), height, restart % 2 == 1, min(share, left)
             )

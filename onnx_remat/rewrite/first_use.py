@@ -91,10 +91,10 @@ _SHARES = (("annealing", "placing later", "writing", "reporting"), ("ordering",)
 """Groups that each child process compiles, the more urgent first; the second child starts if cores allow."""
 
 PLANNER = ("ordering", "annealing", "placing later")
-"""Groups that only a search for a plan needs."""
+"""Groups that must be compiled before the search for a plan begins, whose time may be limited."""
 
 SIMULATOR = ("simulating", "placing")
-"""Groups that every use needs first of all."""
+"""Groups that must be compiled before the original is simulated."""
 
 REPORTER = ("writing", "reporting")
 """Groups that only the file and the report need: there is time to compile them while a plan is searched for."""
