@@ -22,6 +22,7 @@ import onnx
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils import _pytree as pytree
 
 SGD = partial(torch.optim.SGD, lr=0.01)
 ADAMW = partial(torch.optim.AdamW, lr=1e-3)
@@ -56,10 +57,14 @@ def builder(make: Callable[[], Case]) -> Callable[[], onnx.ModelProto]:
 
 
 def of_any_batch(make: Callable[[], Case]) -> Callable[[], Case]:
-    """The same with the size of the batch left open, as ``batch``."""
+    """The same with the size of the batch left open, as ``batch``; the example has two at least."""
+
+    def wide(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if len(tensor) > 1 else torch.cat([tensor, tensor])
 
     def case() -> Case:
         made = make()
+        made = replace(made, batch=pytree.tree_map(wide, made.batch))
         inputs = made.batch if isinstance(made.batch, dict) else [f"input.{slot}" for slot in range(len(made.batch))]
         return replace(made, options=made.options | {"dynamic_dims": {key: {0: "batch"} for key in inputs}})
 
