@@ -1,44 +1,68 @@
-"""Groups as kernels of a CUDA device: a thread computes one element, or a warp one row.
+"""Groups as kernels of a CUDA device: a thread computes some elements, or several threads compute a row.
 
 ::
 
     void kernel(void *inputs[], void *outputs[], int64_t sizes[], int64_t size)
 
 All but `size`, the number of elements or rows, are arrays that the launch copies. The text is that of `ir`, except for
-loops: none over elements; over a row, the 32 threads of a warp take every 32nd element each, and join what they have
-reduced by five exchanges. Values that a later stage needs are computed again: registers hold no row.
+loops. The threads of a block take turns over its elements, `AT_ONCE` each: a device's memory is slow, but serves many
+requests at a time. Of a row, a few threads, a warp or a whole block take turns, and join what they have reduced: those
+of a warp by exchanges, those of a block in shared memory besides. A block has a long row: most often one of several
+runs, a channel of a batch of images. Values that a later stage needs are computed again: registers hold no row.
 
 An output may overwrite an input here as well: a thread reads an element before it writes it, and values of a row are
-written after all threads of the warp have read theirs. LLVM makes PTX of the text, for every device of capability 7.5
+written after all of its threads have read theirs. LLVM makes PTX of the text, for every device of capability 7.5
 and newer, which the driver translates when it loads it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, Final
 
 from onnx_remat.fuse.code import Code, lines_of
 from onnx_remat.fuse.groups import Group
-from onnx_remat.fuse.ir import Writer, outputs_of
+from onnx_remat.fuse.ir import IN_LOOP, Writer, outputs_of
 from onnx_remat.fuse.kernel import Kernel
-from onnx_remat.fuse.loops import Stage
-from onnx_remat.fuse.members import Member
-from onnx_remat.fuse.rows import REDUCTIONS, STARTS
+from onnx_remat.fuse.members import MOST_REDUCTIONS, Member, row_length
+from onnx_remat.fuse.rows import REDUCTIONS, STARTS, needs_block
 
 WARP = 32
+
+THREADS = 256
+"""Threads of a block."""
+
+BLOCK = 512
+"""Threads of a block that computes one row."""
+
+LEAST_LANES = 4
+"""Least threads of a row."""
+
+AT_ONCE = 4
+"""Elements that a thread reads before it writes one."""
+
+MOST_LINES = 150
+"""Maximum number of instructions of an element for that."""
+
+FEW = 1 << 18
+"""Elements of a kernel below which a thread computes one: otherwise part of the device would idle."""
 
 MOST_ARGUMENTS = 4000
 """Maximum bytes that a launch copies; devices take 4,096."""
 
 _TARGET, _FEATURES = "sm_75", "+ptx63"
 
-_DECLARATIONS: Final = """declare i32 @llvm.nvvm.read.ptx.sreg.tid.x()
+_JOINED = 2 * MOST_REDUCTIONS * BLOCK // WARP  # Softmax reduces twice
+
+DECLARATIONS: Final = f"""@joined = internal addrspace(3) global [{_JOINED} x float] undef, align 4
+declare i32 @llvm.nvvm.read.ptx.sreg.tid.x()
 declare i32 @llvm.nvvm.read.ptx.sreg.ctaid.x()
 declare i32 @llvm.nvvm.read.ptx.sreg.ntid.x()
 declare float @llvm.nvvm.shfl.sync.bfly.f32(i32, float, i32, i32)
 declare void @llvm.nvvm.bar.warp.sync(i32)
+declare void @llvm.nvvm.barrier0()
 """
 
 
@@ -59,23 +83,78 @@ def arguments(kernel: Kernel) -> int:
 
 
 def kernel_of(group: Group, dtypes: Sequence[int], elements: Sequence[int]) -> Kernel:
-    """Return the kernel of a group; arguments as of `ir.kernel_of`. Its `grain` is the threads of an element or row."""
+    """Return the kernel of a group; arguments as of `ir.kernel_of`."""
     writer = _Writer(group, dtypes)
     text = writer.text()
     inputs, sizes = tuple(zip(dtypes, elements, strict=True)), tuple(writer.sizes) or (0,)
-    count, grain = (group.size // group.columns, WARP) if group.columns else (group.size, 1)
-    return Kernel(text, sizes, count, grain, inputs, outputs_of(group), device=True)
+    threads = max(THREADS, writer.lanes)
+    return Kernel(text, sizes, writer.count, writer.grain, inputs, outputs_of(group), threads=threads)
+
+
+def lanes_of(columns: int, run: int, count: int) -> int:
+    """Return the threads of each of `count` rows: fewer than a warp, if each still has no more than `AT_ONCE` elements.
+
+    A warp has no row in part: all of its threads take part in an exchange.
+    """
+    if needs_block(columns, run):
+        return BLOCK
+    lanes = WARP
+    while lanes > LEAST_LANES and columns <= lanes // 2 * AT_ONCE and count % (2 * WARP // lanes) == 0:
+        lanes //= 2
+    return lanes
+
+
+def thread_of(
+    name: str, inputs: int, outputs: int, sizes: int, lines: Sequence[str] = (), counted: str = "", each: int = 1
+) -> str:
+    """Return the start of a function: a thread has its number, in `name`, and goes on to ``work`` or ``done``.
+
+    Parameters
+    ----------
+    name : str
+    inputs, outputs, sizes : int
+        Lengths of its arguments.
+    lines : sequence of str
+        Instructions that follow.
+    counted : str, optional
+        What is compared with `size`, if not `name`.
+    each : int
+        Elements of a thread: its number leaves out those of earlier blocks.
+    """
+    parts = {"in": f"[{inputs} x ptr]", "out": f"[{outputs} x ptr]", "sizes": f"[{max(sizes, 1)} x i64]"}
+    arguments = ", ".join(f"ptr byval({kind}) align 8 %{part}" for part, kind in parts.items())
+    first = f"%blocks = mul nuw nsw i64 %b.wide, {each}", "%first = mul nuw nsw i64 %blocks, %n.wide"
+    body = "\n  ".join([*_THREAD, *first, f"%{name} = add nuw nsw i64 %first, %t.wide", *lines])
+    return f"""define ptx_kernel void @kernel({arguments}, i64 %size) #0 {{
+start:
+  {body}
+  %some = icmp slt i64 %{counted or name}, %size
+  br i1 %some, label %work, label %done"""
+
+
+_THREAD = (
+    "%t = call i32 @llvm.nvvm.read.ptx.sreg.tid.x()", "%b = call i32 @llvm.nvvm.read.ptx.sreg.ctaid.x()",
+    "%n = call i32 @llvm.nvvm.read.ptx.sreg.ntid.x()", "%t.wide = zext i32 %t to i64",
+    "%b.wide = zext i32 %b to i64", "%n.wide = zext i32 %n to i64",
+)  # fmt: skip
 
 
 class _Writer(Writer):
     """Writer of the function of one group for a device."""
 
-    before_row_is_stored = ("call void @llvm.nvvm.bar.warp.sync(i32 -1)",)
-
     def __init__(self, group: Group, dtypes: Sequence[int]) -> None:
         super().__init__(group, dtypes)
         self.room = 0
         self.entry = Code(self.numbering)  # in the first block, where LLVM turns variables into registers
+        self.joined = 0  # elements of shared memory
+        self.count = group.size // max(self.columns, 1)
+        self.lanes, self.each = 0, AT_ONCE if group.size >= FEW else 1
+        self.grain = THREADS * self.each
+        if self.columns:
+            self.lanes = lanes_of(*row_length(group.members), self.count)
+            self.grain = max(1, THREADS // self.lanes)
+        barrier = "bar.warp.sync(i32 -1)" if self.lanes <= WARP else "barrier0()"
+        self.before_row_is_stored = (f"call void @llvm.nvvm.{barrier}",)
 
     def _reduce(self, member: Member, stage: int) -> None:
         """Reduce what a thread has of a row in the loop of a stage, and then what the threads have."""
@@ -87,75 +166,142 @@ class _Writer(Writer):
         before = loop.new(f"load float, ptr {total}")
         joined = loop.new(f"call float @join_{kind}(float {before}, float {value})")
         loop.lines.append(f"store float {joined}, ptr {total}")
-        made = after.new(f"load float, ptr {total}")
-        for distance in (16, 8, 4, 2, 1):
-            other = after.new(
-                f"call float @llvm.nvvm.shfl.sync.bfly.f32(i32 -1, float {made}, i32 {distance}, i32 {WARP - 1})"
-            )
-            made = after.new(f"call float @join_{kind}(float {made}, float {other})")
+        made = self._exchanged(kind, after.new(f"load float, ptr {total}"), min(self.lanes, WARP), after)
+        if self.lanes > WARP:
+            warps, at = self.lanes // WARP, "getelementptr float, ptr addrspace(3)"
+            array = after.new(f"{at} @joined, i64 {self.joined}")
+            self.joined += warps
+            own = after.new(f"{at} {array}, i64 %warp")  # all lanes of a warp store the same number
+            after.lines += [f"store float {made}, ptr addrspace(3) {own}", "call void @llvm.nvvm.barrier0()"]
+            other = after.new(f"{at} {array}, i64 %other.warp")
+            made = self._exchanged(kind, after.new(f"load float, ptr addrspace(3) {other}"), warps, after)
         self._reduced(member, made, after)
 
+    def _exchanged(self, kind: str, made: str, lanes: int, code: Code) -> str:
+        """Return the register with what so many adjacent threads of a warp have, joined."""
+        while lanes > 1:
+            lanes //= 2
+            other = code.new(
+                f"call float @llvm.nvvm.shfl.sync.bfly.f32(i32 -1, float {made}, i32 {lanes}, i32 {WARP - 1})"
+            )
+            made = code.new(f"call float @join_{kind}(float {made}, float {other})")
+        return made
+
     def _function(self) -> str:
-        parts = {
-            "in": f"[{len(self.group.reads)} x ptr]", "out": f"[{len(self.group.makes)} x ptr]",
-            "sizes": f"[{max(len(self.sizes), 1)} x i64]",
-        }  # fmt: skip
-        arguments = ", ".join(f"ptr byval({kind}) align 8 %{name}" for name, kind in parts.items())
-        thread = (
-            "%t = call i32 @llvm.nvvm.read.ptx.sreg.tid.x()", "%b = call i32 @llvm.nvvm.read.ptx.sreg.ctaid.x()",
-            "%n = call i32 @llvm.nvvm.read.ptx.sreg.ntid.x()", "%t.wide = zext i32 %t to i64",
-            "%b.wide = zext i32 %b to i64", "%n.wide = zext i32 %n to i64",
-            "%first = mul nuw nsw i64 %b.wide, %n.wide",
-            f"%{'thread' if self.columns else 'index'} = add nuw nsw i64 %first, %t.wide",
-        )  # fmt: skip
         if self.columns:
-            place = [f"%row = lshr i64 %thread, {WARP.bit_length() - 1}", f"%lane = and i64 %thread, {WARP - 1}"]
-            own, stated = "%row", [f"%base = mul nsw i64 %row, {self.inner}"]
-            work = "".join(f"\n  {lines_of(stage.row)}{self._loop(stage, i)}" for i, stage in enumerate(self.stages))
+            count = self._row_size()
+            place = [f"%row = udiv i64 %thread, {self.lanes}", f"%lane = urem i64 %thread, {self.lanes}"]
+            if self.lanes > WARP:
+                place += [f"%warp = udiv i64 %lane, {WARP}", f"%other.warp = urem i64 %lane, {self.lanes // WARP}"]
+            work = self._over_rows(count)
         else:
-            place, own, stated = [], "%index", list[str]()
-            if self.in_rows:
-                stated += [
-                    f"%row = udiv i64 %index, {self.inner}", f"%base = mul nuw nsw i64 %row, {self.inner}",
-                    "%column = sub nuw nsw i64 %index, %base",
-                ]  # fmt: skip
-            work = f"\n  {lines_of(self.stages[0].row)}\n  {lines_of(self.stages[0].loop)}"
-        body = "\n  ".join(stated)
-        head = "\n  ".join([*self.entry.lines, *thread, *place])
-        return f"""{_DECLARATIONS}define ptx_kernel void @kernel({arguments}, i64 %size) #0 {{
-start:
-  {head}
-  %some = icmp slt i64 {own}, %size
-  br i1 %some, label %work, label %done
+            place, work = [], self._over_elements()
+        head = thread_of(
+            "thread", len(self.group.reads), len(self.group.makes), len(self.sizes), [*self.entry.lines, *place],
+            "row" if self.columns else "thread", 1 if self.columns else self.each,
+        )  # fmt: skip
+        return f"""{DECLARATIONS}{head}
 work:
   {lines_of(self.before)}
-  {body}{work}
+  {work}
   br label %done
 done:
   ret void
 }}
 """
 
-    def _loop(self, stage: Stage, i: int) -> str:
-        """Return the loop of a stage over a thread's elements of a row."""
-        if not stage.loop.lines:
-            return ""
-        loop = lines_of(stage.loop)
-        for name in ("column", "index"):
-            loop = loop.replace(f"%{name}", f"%{name}{i}")
+    def _over_elements(self) -> str:
+        """Return the loops over a thread's elements."""
+        lines = []
+        if self.in_rows:
+            lines += [
+                f"%row = udiv i64 %index, {self.inner}", f"%base = mul nuw nsw i64 %row, {self.inner}",
+                "%column = sub nuw nsw i64 %index, %base",
+            ]  # fmt: skip
+        (stage,) = self.stages
+        lines += [*stage.row.lines, *stage.loop.lines]
+        end = (
+            f"%beyond = add nuw nsw i64 %first, {self.grain}\n  %whole = icmp slt i64 %beyond, %size\n  "
+            "%end = select i1 %whole, i64 %beyond, i64 %size"
+        )
+        return f"{end}{self._loops(0, lines, {'index': '%thread'}, THREADS, '%end')}"
+
+    def _over_rows(self, count: str) -> str:
+        """Return the loops of all stages over a thread's elements of a row of `count`."""
+        first = {"place": "%lane"}
+        if self.has_runs:
+            first |= {"run": "%first.run", "column": "%first.column"}
+            head = [
+                f"%first.run = udiv i64 %lane, {self.inner}", f"%first.column = urem i64 %lane, {self.inner}",
+                f"%more.runs = udiv i64 {self.lanes}, {self.inner}",
+                f"%more.columns = urem i64 {self.lanes}, {self.inner}",
+            ]  # fmt: skip
+        else:
+            head = [f"%base = mul nsw i64 %row, {self.inner}"]
+        text = "\n  ".join(head)
+        for i, stage in enumerate(self.stages):
+            index = f"%index = add nsw i64 {stage.base}, %column"
+            lines = [*(stage.run.lines if self.has_runs else ()), index, *stage.loop.lines]
+            loops = self._loops(i, lines, first, self.lanes, count) if stage.loop.lines else ""
+            text += f"\n  {lines_of(stage.row)}{loops}"
+        return text
+
+    def _loops(self, i: int, lines: Sequence[str], first: Mapping[str, str], step: int, end: str) -> str:
+        """Return the loops over a thread's elements: `AT_ONCE` in each turn, and then the rest one by one.
+
+        `first` has a register for the first number of each loop variable; the first one grows by `step` up to `end`.
+        """
+        text, before = f"\n  br label %start{i}\nstart{i}:", f"start{i}"
+        for name, times in (("many", AT_ONCE), ("one", 1)):
+            if times == 1 or len(lines) <= MOST_LINES:
+                text += self._turns(f"{name}{i}", times, lines, first, before, step, end)
+                first, before = {each: f"%{each}.{name}{i}.0" for each in first}, f"{name}{i}.done"
+        return text
+
+    def _turns(
+        self, name: str, times: int, lines: Sequence[str], first: Mapping[str, str], before: str, step: int, end: str
+    ) -> str:
+        """Return a loop that computes several elements in each turn, while a thread has so many left."""
+        own = {line.partition(" = ")[0] for line in lines if line.startswith("%")}
+        place = next(iter(first))
+        head = [
+            f"%{each}.{name}.0 = phi i64 [ {value}, %{before} ], [ %{each}.{name}.{times}, %{name}.turn ]"
+            for each, value in first.items()
+        ]
+        turn: list[str] = []
+        stores: list[str] = []
+        for at in range(times):
+            now, then = f"{name}.{at}", f"{name}.{at + 1}"
+            names = {f"%{each}": f"%{each}.{now}" for each in first} | {each: f"{each}.{now}" for each in own}
+            if self.columns and not self.has_runs:
+                names["%column"] = f"%{place}.{now}"
+            for line in lines:
+                renamed = re.sub(r"%[\w.]+", lambda found, names=names: names.get(found[0], found[0]), line)  # type: ignore[misc]
+                (stores if line.startswith("store") and line.endswith(IN_LOOP) else turn).append(renamed)
+            turn.append(f"%{place}.{then} = add nuw nsw i64 %{place}.{now}, {step}")
+            if self.has_runs:
+                turn += [
+                    f"%beyond.{then} = add nuw nsw i64 %column.{now}, %more.columns",
+                    f"%over.{then} = icmp sge i64 %beyond.{then}, {self.inner}",
+                    f"%back.{then} = select i1 %over.{then}, i64 {self.inner}, i64 0",
+                    f"%column.{then} = sub nsw i64 %beyond.{then}, %back.{then}",
+                    f"%carry.{then} = zext i1 %over.{then} to i64",
+                    f"%later.{then} = add nuw nsw i64 %run.{now}, %more.runs",
+                    f"%run.{then} = add nuw nsw i64 %later.{then}, %carry.{then}",
+                ]  # fmt: skip
+        inner = "\n  ".join([*turn, *stores])
+        head.append(f"%last.{name} = add nuw nsw i64 %{place}.{name}.0, {(times - 1) * step}")
+        head.append(f"%some.{name} = icmp slt i64 %last.{name}, {end}")
+        start = "\n  ".join(head)
         return f"""
-  br label %start{i}
-start{i}:
-  %any{i} = icmp slt i64 %lane, {self.inner}
-  br i1 %any{i}, label %element{i}, label %done{i}
-element{i}:
-  %column{i} = phi i64 [ %lane, %start{i} ], [ %next{i}, %element{i} ]
-  %index{i} = add nuw nsw i64 %base, %column{i}
-  {loop}
-  %next{i} = add nuw nsw i64 %column{i}, {WARP}
-  %more{i} = icmp slt i64 %next{i}, {self.inner}
-  br i1 %more{i}, label %element{i}, label %done{i}
-done{i}:"""
+  br label %{name}
+{name}:
+  {start}
+  br i1 %some.{name}, label %{name}.turn, label %{name}.done
+{name}.turn:
+  {inner}
+  br label %{name}
+{name}.done:"""
 
 
 @cache
@@ -177,8 +323,7 @@ def module(texts: Sequence[str]) -> bytes:
     """Compile kernels to the PTX of one module, which ends in a zero byte: a driver takes memory for each module."""
     head, entries = "", []
     for i, text in enumerate(texts):
-        made = ptx(text)
-        head, start, entry = made.partition(".visible .entry")
+        head, start, entry = ptx(text).partition(".visible .entry")
         entries.append(f"{start}{entry}".replace("kernel", name_of(i)))
     return f"{head}{''.join(entries)}".encode() + b"\0"
 
@@ -195,4 +340,6 @@ def ptx(text: str) -> str:
     tuning.loop_vectorization = tuning.slp_vectorization = False
     builder = llvm.create_pass_builder(machine, tuning)
     builder.getModulePassManager().run(parsed, builder)
-    return str(machine.emit_assembly(parsed))
+    made = str(machine.emit_assembly(parsed))
+    # Without this an assembler may give a thread more registers than a block of so many can have.
+    return made.replace("\n)\n{", f"\n)\n.maxntid {BLOCK}, 1, 1\n{{") if "bar.sync" in made else made

@@ -182,11 +182,8 @@ class Grouping:
         return isinstance(self.ordered.steps[member.at], Piece)
 
     def has_kernel(self, found: Candidate) -> bool:
-        """Whether one kernel can compute some nodes, and write what other nodes read of them.
-
-        A device's kernel has rows of one run only.
-        """
-        if found.space is None or (self.ordered.device and found.space.has_runs):
+        """Whether one kernel can compute some nodes, and write what other nodes read of them."""
+        if found.space is None:
             return False
         makes, sizes = self.ends(found.members)[1], {found.size, found.size // max(found.columns, 1)}
         return all(member.makes in sizes for member in found.members if member.made in makes)

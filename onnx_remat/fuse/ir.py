@@ -92,7 +92,7 @@ def _simple(member: Member) -> list[Member]:
     return made
 
 
-_IN_LOOP = ", !llvm.access.group !0"
+IN_LOOP = ", !llvm.access.group !0"
 _FIXED = ", !invariant.load !4"
 
 
@@ -160,7 +160,7 @@ class Writer:
         for (i, name), value in zip(whole, made, strict=True):  # after all reads
             loop = self.stages[last].loop
             index = self._index(where[name], loop, last)
-            loop.store(value, f"%out{i}", index, self.maker[name].call.made, _IN_LOOP)
+            loop.store(value, f"%out{i}", index, self.maker[name].call.made, IN_LOOP)
         of_rows = [(i, name) for i, name in enumerate(self.group.makes) if (i, name) not in whole]
         made = [self._value(name, self.of_rows, last) for _, name in of_rows]
         row = self.stages[last].row
@@ -275,7 +275,7 @@ class Writer:
             self.stages[stage].row.lines.append(f"store float {rows.STARTS[kind]}, ptr {total}")
             array = self.before.new(f"alloca float, i64 {rows.CHUNK}, align 64")
             value = self._value(read.name, self.full, stage)
-            self.stages[stage].loop.store(value, array, "%within", FLOAT, _IN_LOOP)
+            self.stages[stage].loop.store(value, array, "%within", FLOAT, IN_LOOP)
             chunk = self.stages[stage].chunk
             part = chunk.new(f"call float @row_{kind}(ptr {array}, i64 %count)")
             before = chunk.new(f"load float, ptr {total}")
@@ -299,7 +299,7 @@ class Writer:
         """Keep a row's values, computed in a stage, on the stack; return the array."""
         if name not in self.kept:
             self.kept[name] = self.before.new(f"alloca {KINDS[dtype].memory}, i64 {self._row_size()}, align 64")
-            self.stages[stage].loop.store(value, self.kept[name], self.within_row, dtype, _IN_LOOP)
+            self.stages[stage].loop.store(value, self.kept[name], self.within_row, dtype, IN_LOOP)
         return self.kept[name]
 
     def _kept(self, name: str, at: Position, stage: int) -> str | None:
@@ -317,7 +317,7 @@ class Writer:
                 return None
             self.room -= nbytes
         array = self._array(name, dtype, self.in_loop[name, at, earlier], earlier)
-        return self.stages[stage].loop.loaded(array, self.within_row, dtype, _IN_LOOP)
+        return self.stages[stage].loop.loaded(array, self.within_row, dtype, IN_LOOP)
 
     def _value(self, name: str, at: Position, stage: int) -> str:
         """Return the register of a value, computed in the outermost code in which it is invariant."""
@@ -333,7 +333,7 @@ class Writer:
             made = self._computed(code, self.maker[name], at, stage)
         else:
             i, dtype = self.input[name]
-            made = code.loaded(f"%in{i}", self._index(at, code, stage), dtype, _IN_LOOP)
+            made = code.loaded(f"%in{i}", self._index(at, code, stage), dtype, IN_LOOP)
         self.in_loop[name, at, stage] = made
         return made
 

@@ -77,7 +77,8 @@ class Kernel:
     sizes : tuple of int
         The function's argument `sizes`.
     size, grain : int
-        Elements that it computes, and elements of a thread's work item; rows, if it has nodes that work along them.
+        Elements that it computes, and elements of a thread's work item, or of a device's block; rows, if it has nodes
+        that work along them.
     inputs : tuple of (int, int)
         Element type and number of elements of each.
     outputs : tuple of (int, tuple of int)
@@ -87,8 +88,8 @@ class Kernel:
         `products`.
     convolution : Convolution or None
         What it computes if it has no text, see `convolutions`.
-    device : bool
-        Whether a CUDA device runs it, see `cuda`.
+    threads : int
+        Threads of a block, if a CUDA device runs it, see `cuda`; else 0.
     """
 
     text: str
@@ -99,14 +100,25 @@ class Kernel:
     outputs: tuple[tuple[int, tuple[int, ...]], ...]
     scratch: int = 0
     convolution: Convolution | None = None
-    device: bool = False
+    threads: int = 0
+
+    @property
+    def device(self) -> bool:
+        """Whether a CUDA device runs it."""
+        return self.threads > 0
 
     def numbers(self, offset: int) -> list[int]:
         """Return the arguments of ``fused_add`` of ``shim.c``.
 
-        `offset` is that of its code, -1 for a convolution and -2 for a kernel of a device.
+        `offset` is that of its code, or -1 for a convolution; a kernel of a device has none.
         """
-        description = [offset, self.size, self.grain, len(self.inputs), len(self.outputs)]
+        description = [
+            -self.threads if self.device else offset,
+            self.size,
+            self.grain,
+            len(self.inputs),
+            len(self.outputs),
+        ]
         description += [number for each in self.inputs for number in each]
         for dtype, shape in self.outputs:
             description += [dtype, len(shape), *shape]

@@ -19,7 +19,7 @@ from onnx_remat.fuse.code import FLOAT, KINDS
 from onnx_remat.fuse.moves import move_of
 from onnx_remat.fuse.ops import OPS, Call, call_of
 from onnx_remat.fuse.ordered import OrderedStep, Runs, Uses
-from onnx_remat.fuse.rows import LEAST_OF_CHANNEL, LEAST_WARPS, REDUCTIONS, ROWS, chunk_of, row_of
+from onnx_remat.fuse.rows import LEAST_OF_CHANNEL, REDUCTIONS, ROWS, can_run_on_device, chunk_of, row_of
 from onnx_remat.fuse.spaces import Position, Steps
 
 MOST_DEPTH = 2
@@ -391,7 +391,7 @@ def _member_of(ordered: OrderedStep, uses: Uses, at: int, step: Runs) -> Member 
     elif node.op_type in ROWS:
         read = tensors[node.input[0]]
         row = row_of(node, read.dtype, read.shape, ordered.integers)
-        if row is None or (ordered.device and (row.run < row.columns or prod(read.shape) < LEAST_WARPS * row.columns)):
+        if row is None or (ordered.device and not can_run_on_device(row, prod(read.shape))):
             return None
         call, columns, run, shape = Call(row.op, {}, FLOAT, FLOAT), row.columns, row.run, read.shape
         slots = [node.input[0]]

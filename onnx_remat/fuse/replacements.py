@@ -1,4 +1,4 @@
-"""Single nodes and small patterns replaced by specialised kernels: products, convolutions, pools, sums of rows.
+"""Single nodes and small patterns replaced by specialised kernels: products, convolutions, pools, sums of rows, Pads.
 
 A kernel's scratch memory must not raise what a step takes: a convolution whose scratch memory, with all that is live
 where it runs, exceeds the step's peak and the scratch memory that ONNX Runtime no longer needs, stays as it is.
@@ -13,12 +13,12 @@ from math import prod
 
 import onnx
 
-from onnx_remat.fuse import convolutions, depthwise, pools, products, scatters
+from onnx_remat.fuse import convolutions, depthwise, pads, pools, products, scatters
 from onnx_remat.fuse.convolution_forms import Found
 from onnx_remat.fuse.groups import live_bytes
 from onnx_remat.fuse.kernel import Kernel
 from onnx_remat.fuse.ordered import OrderedStep, Runs
-from onnx_remat.fuse.shim import DOMAIN, OP
+from onnx_remat.fuse.shim import DEVICE_OP, DOMAIN, OP
 from onnx_remat.ir.shapes import Tensor
 
 
@@ -80,10 +80,10 @@ def convolved(ordered: OrderedStep) -> tuple[list[Found], list[Found]]:
 def replaced(ordered: OrderedStep, secret: int) -> Replaced:
     """Replace nodes that libraries compute faster; new nodes name their kernels by `secret` and handle.
 
-    On a device ONNX Runtime's own kernels call libraries, so that nothing is replaced.
+    On a device ONNX Runtime's own kernels call libraries, so that only Pads are replaced.
     """
     if ordered.device:
-        return Replaced(ordered, tuple(range(len(ordered.steps))), (), {})
+        return _with(ordered, [], [], secret)
     gradients, found = convolved(ordered) if ordered.convolutions else (depthwise.find(ordered), [])
     peak = int(live_bytes(ordered).max(initial=0)) if found else 0
     before = ordered.workspace(range(len(ordered.steps)))
@@ -112,7 +112,8 @@ def _with(ordered: OrderedStep, gradients: Sequence[Found], found: Sequence[Foun
     ) -> None:  # fmt: skip
         handle = len(kernels)
         name = f"kernel {handle}: {kind}"
-        node = onnx.helper.make_node(OP, reads, makes, name, domain=DOMAIN, secret=secret, handle=handle)
+        op = DEVICE_OP if ordered.device else OP
+        node = onnx.helper.make_node(op, reads, makes, name, domain=DOMAIN, secret=secret, handle=handle)
         new.setdefault(place, []).append(LibraryNode(node, members, frozenset(plain)))
         kernels.append(kernel)
 
@@ -126,11 +127,14 @@ def _with(ordered: OrderedStep, gradients: Sequence[Found], found: Sequence[Foun
         name = f"{each.makes}/scratch"
         scratch[name] = Tensor(dtype, shape, 4 * prod(shape), shape)
         add(each.place, kernel, f"convolution, {each.convolution.kind}", each.reads, (each.makes, name), each.members)
-    for rows in scatters.find(ordered):
+    for pad in pads.find(ordered) if ordered.device else ():
+        add(pad.place, pads.kernel_of(pad), "Pad", (pad.reads,), (pad.makes,), (pad.place,))
+        gone.add(pad.place)
+    for rows in () if ordered.device else scatters.find(ordered):
         if gone.isdisjoint(rows.members):
             add(rows.place, scatters.kernel_of(rows), "sum of rows", rows.reads, (rows.makes,), rows.members, 0)
             gone.update(rows.members)
-    maxima, sums = pools.find(ordered)
+    maxima, sums = ([], []) if ordered.device else pools.find(ordered)
     for pool in maxima:
         add(pool.place, pools.kernel_of_pool(pool), "MaxPool", (pool.reads,), pool.makes, (pool.place,))
         gone.add(pool.place)

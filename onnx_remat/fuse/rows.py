@@ -27,6 +27,18 @@ LEAST_ROWS = 8
 LEAST_WARPS = 256
 """Least rows on a device: with fewer warps, most of it idles."""
 
+LEAST_BLOCKS = 48
+"""Least rows on a device of which each is long or of several runs, unless they are of few elements altogether."""
+
+MOST_OF_FEW = 1 << 20
+"""Most elements of fewer rows, for which launches take longer than elements."""
+
+LONG = 2048
+"""Least elements of a row that takes a block on a device."""
+
+LONG_OF_RUNS = 512
+"""The same of a row of several runs: there are fewer of these."""
+
 CHUNK = 4096
 """Elements of a row that are reduced at a time; in the cache, and on a thread's stack."""
 
@@ -47,6 +59,19 @@ class Row:
     op: str
     columns: int
     run: int
+
+
+def needs_block(columns: int, run: int) -> bool:
+    """Whether a row takes a block of threads on a device, not a warp or part of one."""
+    return columns >= (LONG if run == columns else LONG_OF_RUNS)
+
+
+def can_run_on_device(row: Row, size: int) -> bool:
+    """Whether `size` elements are in so many rows that a device's kernel is not slower than a library's."""
+    count = size // row.columns
+    if row.run < row.columns or row.columns >= LONG:
+        return count >= LEAST_BLOCKS or size <= MOST_OF_FEW
+    return count >= LEAST_WARPS
 
 
 def chunk_of(columns: int, run: int) -> int:

@@ -27,7 +27,6 @@
 
 #define INSIDE __attribute__((visibility("hidden"))) /* of the library */
 
-enum { BLOCK = 256 }; /* threads of a block on a device */
 enum { API_VERSION = 18, MOST = 64, MOST_RANK = 16, VARIADIC = 2, ATTRIBUTE_INT = 1, FAIL = 1, INVALID_GRAPH = 10 };
 
 typedef struct Status Status; /* NULL: all went well */
@@ -42,7 +41,7 @@ typedef struct {
     Body body; /* NULL: a convolution, or a kernel of a device */
     Launch launch; /* NULL: not of a device */
     void *function; /* the driver's */
-    int64_t size, grain; /* elements to compute, and how many of them at a time; of a device, threads for an element */
+    int64_t size, grain; /* elements to compute, and how many of them at a time: of a device, in a block */
     size_t inputs, outputs;
     const int64_t *types;  /* of each input its element type and its number of elements */
     const int64_t *shapes; /* of each output its element type, its rank and its dimensions */
@@ -140,14 +139,14 @@ int fused_open(int64_t secret, const void *code, size_t bytes, size_t count) {
 }
 
 /* Describe one kernel by `count` numbers: offset of its code, elements, grain, inputs, outputs, then types, shapes and
- * sizes as in Kernel; a convolution has -1 for the offset, and parts for elements, a kernel of a device -2. 0, or -1: no
+ * sizes as in Kernel; a convolution has -1 for the offset, and parts for elements, a kernel of a device less: its threads. 0, or -1: no
  * such place in the table, no memory, or the numbers do not add up. */
 int fused_add(int64_t secret, size_t handle, const int64_t *numbers, size_t count) {
     Table *table = find(secret);
     if (!table) return -1;
     Kernel *kernel = handle < table->count ? &table->kernels[handle] : NULL;
     int64_t *copy = count ? malloc(count * sizeof *copy) : NULL;
-    int calls = count && numbers[0] == -1, device = count && numbers[0] == -2;
+    int calls = count && numbers[0] == -1, device = count && numbers[0] < -1 && numbers[0] >= -1024;
     int good = kernel && !kernel->numbers && copy && count >= 5 &&
                (calls || device || (numbers[0] >= 0 && (size_t)numbers[0] < table->bytes)) && numbers[1] > 0 && numbers[2] > 0 && numbers[3] > 0 && numbers[3] <= MOST && numbers[4] > 0 &&
                numbers[4] <= MOST;
@@ -177,7 +176,7 @@ int fused_on_device(int64_t secret, size_t handle, void *function, void *launch)
     Table *table = find(secret);
     if (!table) return -1;
     Kernel *kernel = handle < table->count ? &table->kernels[handle] : NULL;
-    int good = kernel && kernel->numbers && kernel->numbers[0] == -2 && function && launch;
+    int good = kernel && kernel->numbers && kernel->numbers[0] < -1 && function && launch;
     if (good) kernel->function = function, kernel->launch = (Launch)launch;
     release(table);
     return good ? 0 : -1;
@@ -276,7 +275,7 @@ static Status *gather(const Kernel *kernel, void *context, void **inputs, void *
 static Status *compute(void *data, void *context) {
     const Kernel *kernel = data;
     void *inputs[MOST], *outputs[MOST];
-    if (kernel->numbers[0] == -2) return failure(INVALID_GRAPH, "an onnx_remat::Fused node lies on the CPU, its kernel on a device");
+    if (kernel->numbers[0] < -1) return failure(INVALID_GRAPH, "an onnx_remat::Fused node lies on the CPU, its kernel on a device");
     TRY(gather(kernel, context, inputs, outputs));
     Job job = {kernel, inputs, outputs, 0};
     size_t parts = (size_t)((kernel->size - 1) / kernel->grain + 1);
@@ -299,9 +298,10 @@ static Status *launch(void *data, void *context) {
     TRY(gpu_stream(context, &stream));
     int64_t size = kernel->size;
     void *arguments[] = {inputs, outputs, (void *)kernel->sizes, &size}; /* of which it copies what the kernel takes */
-    int64_t blocks = (size * kernel->grain - 1) / BLOCK + 1;
+    int64_t threads = -kernel->numbers[0], blocks = (size - 1) / kernel->grain + 1;
     if (blocks > INT32_MAX) return failure(FAIL, "an onnx_remat::Fused node has too many elements");
-    if (!kernel->launch(kernel->function, (unsigned)blocks, 1, 1, BLOCK, 1, 1, 0, stream, arguments, NULL)) return NULL;
+    if (!kernel->launch(kernel->function, (unsigned)blocks, 1, 1, (unsigned)threads, 1, 1, 0, stream, arguments, NULL))
+        return NULL;
     return failure(FAIL, "the CUDA driver cannot launch the kernel of an onnx_remat::Fused node");
 }
 

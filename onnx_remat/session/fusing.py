@@ -273,9 +273,7 @@ def compile_to_file(kernels: tuple[Kernel, ...], secret: int, path: Path) -> Non
     texts = list(dict.fromkeys(kernel.text for kernel in kernels if kernel.device))
     ptx = cuda.module(texts) if texts else b""
     on_device = [(i, cuda.name_of(texts.index(each.text))) for i, each in enumerate(kernels) if each.device]
-    described = [
-        kernel.numbers(place[codes[kernel]] if kernel in codes else -2 if kernel.device else -1) for kernel in kernels
-    ]
+    described = [kernel.numbers(place[codes[kernel]] if kernel in codes else -1) for kernel in kernels]
     calling = {i: len(kernel.sizes) for i, kernel in enumerate(kernels) if kernel.scratch}
     convolved = [(i, asdict(kernel.convolution)) for i, kernel in enumerate(kernels) if kernel.convolution is not None]
     head = json.dumps(

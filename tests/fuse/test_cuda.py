@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from onnx_remat.fuse import cuda, rows
-from onnx_remat.fuse.cuda import WARP
+from onnx_remat.fuse.cuda import BLOCK, THREADS, WARP
 from onnx_remat.fuse.rows import LEAST_WARPS
 from tests.fuse import test_groups, test_moved, test_ops, test_rows
 from tests.fuse.test_groups import build, node
@@ -66,10 +66,19 @@ def test_casts(dtype, to):
     test_ops.assert_casts(built, values, to, got)
 
 
+@pytest.fixture(params=[False, True], ids=["", "small blocks"])
+def small_blocks(request, monkeypatch):
+    """Whether blocks are so small that threads compute several elements of small values, too."""
+    if request.param:
+        monkeypatch.setattr(cuda, "THREADS", WARP)
+        monkeypatch.setattr(cuda, "FEW", 0)
+
+
+@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("over", [False, True])
 def test_random_groups(request, over):
     """20,000 of them: ``pytest tests/fuse/test_cuda.py -k random --fuzz 20000``."""
-    count, fused = request.config.getoption("--fuzz") or 100, 0
+    count, fused = request.config.getoption("--fuzz") or 60, 0
     for seed in range(count):
         rng = np.random.default_rng([seed, 36])
         model = test_groups.random_model(rng)
@@ -79,17 +88,21 @@ def test_random_groups(request, over):
     assert fused > count
 
 
+@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("over", [False, True])
 def test_random_rows(request, monkeypatch, over):
-    monkeypatch.setattr("onnx_remat.fuse.members.LEAST_WARPS", 8)
+    monkeypatch.setattr("onnx_remat.fuse.rows.LEAST_WARPS", 8)
     count, fused = max((request.config.getoption("--fuzz") or 0) // 20, 40), 0
     for seed in range(count):
         model = test_rows.random_model(np.random.default_rng([seed, 61]), test_rows.ALONG_WHAT[seed % 5 // 3])
         made = assert_same(model, test_rows.feeds_of(model, seed), exact=False, over=over)
-        fused += sum(kernel.grain == WARP for kernel in made.kernels)
+        fused += sum(
+            kernel.threads == BLOCK or kernel.grain <= cuda.THREADS // cuda.LEAST_LANES for kernel in made.kernels
+        )
     assert fused > count // 2
 
 
+@pytest.mark.usefixtures("small_blocks")
 def test_random_moves(request):
     count, fused = request.config.getoption("--fuzz") or 60, 0
     for seed in range(count):
@@ -99,12 +112,98 @@ def test_random_moves(request):
     assert fused > count
 
 
-@pytest.mark.parametrize("columns", [8, 31, 32, 33, 100, rows.CHUNK + 1])
+@pytest.mark.parametrize("columns", [8, 31, 32, 33, 100, rows.LONG - 1, rows.LONG, rows.CHUNK + 1])
 def test_rows_of_any_length(columns):
     nodes = [node("Mul", ["x", "x"], "a"), node("Softmax", ["a"], "y", axis=-1)]
     model = build(nodes, {"x": (LEAST_WARPS, columns)}, ["y"])
     made = assert_same(model, test_rows.feeds_of(model), exact=False, kernels=1, over=True)
-    assert made.kernels[0].grain == WARP and made.kernels[0].size == LEAST_WARPS
+    (kernel,) = made.kernels
+    lanes = 4 if columns == 8 else 8 if columns < 33 else WARP if columns > 64 else 16
+    wanted = (1, BLOCK) if columns >= rows.LONG else (THREADS // lanes, THREADS)
+    assert (kernel.grain, kernel.threads) == wanted and kernel.size == LEAST_WARPS
+
+
+@pytest.mark.parametrize("size", [cuda.FEW - 1, cuda.FEW, cuda.FEW + 1500])
+def test_a_thread_computes_several_of_many_elements(size):
+    model = build([node("Neg", ["x"], "a"), node("Abs", ["a"], "y")], {"x": (size,)}, ["y"])
+    made = assert_same(model, test_rows.feeds_of(model), exact=True, kernels=1, over=True)
+    assert made.kernels[0].grain == THREADS * (cuda.AT_ONCE if size >= cuda.FEW else 1)
+    shapes = {"x": (size // 5, 5), "b": (5,)}
+    broadcast = build([node("Add", ["x", "b"], "a"), node("Abs", ["a"], "y")], shapes, ["y"])
+    assert_same(broadcast, test_rows.feeds_of(broadcast), exact=True, kernels=1, over=True)
+
+
+def batch_norm():
+    return [
+        node("ReduceMean", ["x"], "mean", axes=[0, 2, 3], keepdims=1), node("Sub", ["x", "mean"], "below"),
+        node("Mul", ["below", "below"], "square"),
+        node("ReduceMean", ["square"], "variance", axes=[0, 2, 3], keepdims=1),
+        node("Add", ["variance", "small"], "more"), node("Sqrt", ["more"], "deviation"),
+        node("Div", ["below", "deviation"], "normal"), node("Mul", ["normal", "weight"], "scaled"),
+        node("Add", ["scaled", "bias"], "shifted"), node("Relu", ["shifted"], "y"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "shape", [(2, 8, 4, 4), (2, 9, 4, 4), (5, 8, 7, 7), (11, 8, 7, 7), (3, 10, 10, 10), (2, 8, 16, 32), (3, 8, 25, 41)]
+)
+@pytest.mark.parametrize("over", [False, True])
+def test_a_batch_norm_is_a_launch_in_which_a_block_has_a_long_channel(shape, over):
+    shapes = {"x": shape, "weight": (shape[1], 1, 1), "bias": (shape[1], 1, 1)}
+    model = build(batch_norm(), shapes, ["y", "mean", "deviation"], {"small": np.array(1e-5, np.float32)})
+    made = assert_same(model, test_rows.feeds_of(model), exact=False, kernels=1, over=over)
+    is_long = shape[0] * shape[2] * shape[3] >= rows.LONG_OF_RUNS
+    assert made.kernels[0].threads == (BLOCK if is_long else THREADS) and made.kernels[0].size == shape[1]
+
+
+def test_a_row_that_a_broadcast_divides_takes_a_warp():
+    nodes = [
+        node("Mul", ["x", "scale"], "a"), node("ReduceMean", ["a"], "mean", axes=[1, 2], keepdims=1),
+        node("Sub", ["a", "mean"], "y"),
+    ]  # fmt: skip
+    model = build(nodes, {"x": (LEAST_WARPS, 4, 96), "scale": (4, 1)}, ["y"])
+    made = assert_same(model, test_rows.feeds_of(model), exact=False, kernels=1, over=True)
+    assert made.kernels[0].threads == THREADS and made.kernels[0].grain == THREADS // WARP
+
+
+def test_the_gradient_of_a_batch_norm_is_a_launch():
+    nodes = [
+        node("Mul", ["dy", "normal"], "a"), node("ReduceSum", ["a", "axes"], "dweight", keepdims=1),
+        node("ReduceSum", ["dy", "axes"], "dbias", keepdims=1), node("Mul", ["normal", "dweight"], "b"),
+        node("Mul", ["dy", "count"], "c"), node("Sub", ["c", "dbias"], "d"), node("Sub", ["d", "b"], "e"),
+        node("Mul", ["e", "factor"], "dx"),
+    ]  # fmt: skip
+    shape, weights = (3, 8, 6, 9), {"count": np.array(162, np.float32), "axes": np.array([0, 2, 3])}
+    model = build(nodes, {"dy": shape, "normal": shape, "factor": (8, 1, 1)}, ["dx", "dweight", "dbias"], weights)
+    assert_same(model, test_rows.feeds_of(model), exact=False, kernels=1, over=True)
+
+
+@pytest.mark.parametrize(
+    ("shape", "pads"),
+    [
+        ((3, 4, 5), (0, 1, 2, 0, 3, 0)), ((6,), (300, 1)), ((2, 3, 4, 5), (0, 0, 1, 1, 0, 0, 1, 1)),
+        ((2, 3, 4, 5), (1, 0, 0, 0, 0, 2, 0, 0)), ((5, 7), (-1, 2, -2, -3)), ((4, 4), (0, 0, 0, 0)),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", [1, 7, 9, 10])
+def test_a_pad(shape, pads, dtype):
+    nodes = [node("Pad", ["x", "pads"], "y")]
+    model = build(nodes, {"x": (dtype, shape)}, ["y"], {"pads": np.array(pads)})
+    rng = np.random.default_rng(0)
+    x = (rng.standard_normal(shape) * 3).astype(warps.STORED[dtype])
+    assert_same(model, {"x": x}, exact=True, kernels=1)
+
+
+def test_pads_with_other_values_are_left_to_onnx_runtime():
+    weights = {"pads": np.array([1, 1]), "one": np.array(1, np.float32)}
+    nodes = [node("Pad", ["x", "pads"], "y", mode="edge"), node("Pad", ["x", "pads", "one"], "z")]
+    assert not warps.fused(build(nodes, {"x": (6,)}, ["y", "z"], weights)).kernels
+
+
+def test_few_channels_of_many_elements_are_left_to_onnx_runtime():
+    model = build(batch_norm(), {"x": (8, rows.LEAST_BLOCKS - 1, 64, 64), "weight": (47, 1, 1), "bias": (47, 1, 1)},
+                  ["y"], {"small": np.array(1e-5, np.float32)})  # fmt: skip
+    assert all(kernel.threads == THREADS for kernel in warps.fused(model).kernels)
 
 
 def test_few_rows_are_left_to_onnx_runtime():
@@ -154,10 +253,13 @@ def test_an_assembler_takes_the_text_and_spills_no_register(capability, tmp_path
             model = module.random_model(np.random.default_rng([seed, salt]))
             if model is not None:
                 texts |= dict.fromkeys(kernel.text for kernel in warps.fused(model).kernels)
-    rowed = build(
-        [node("Mul", ["x", "x"], "a"), node("LogSoftmax", ["a"], "y", axis=-1)], {"x": (LEAST_WARPS, 64)}, ["y"]
-    )
-    texts |= dict.fromkeys(kernel.text for kernel in warps.fused(rowed).kernels)
+    for columns in (64, rows.LONG):
+        nodes = [node("Mul", ["x", "x"], "a"), node("LogSoftmax", ["a"], "y", axis=-1)]
+        rowed = build(nodes, {"x": (LEAST_WARPS, columns)}, ["y"])
+        texts |= dict.fromkeys(kernel.text for kernel in warps.fused(rowed).kernels)
+    shapes = {"x": (2, 8, 16, 32), "weight": (8, 1, 1), "bias": (8, 1, 1)}
+    normalised = build(batch_norm(), shapes, ["y"], {"small": np.array(1e-5, np.float32)})
+    texts |= dict.fromkeys(kernel.text for kernel in warps.fused(normalised).kernels)
     path = tmp_path / "module.ptx"
     path.write_bytes(cuda.module(list(texts))[:-1])
     command = [assembler, "-v", f"-arch=sm_{capability}", str(path), "-o", str(tmp_path / "made")]

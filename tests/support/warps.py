@@ -26,7 +26,6 @@ from tests.support.fake_cuda import ptx
 from tests.support.fusing import Arrays, options, ordered_step
 
 SOURCE = Path(ptx.__file__).with_name("warp.c")
-THREADS = 256
 STORED = {1: np.float32, 6: np.int32, 7: np.int64, 9: np.bool_, 10: np.float16, 11: np.float64, 12: np.uint32,
           16: np.uint16}  # fmt: skip
 
@@ -58,8 +57,7 @@ def _warps() -> ctypes.CDLL:
 @cache
 def _translated(text: str) -> tuple[int, bool]:
     warps = _warps()
-    names = ("warp_at", "warp_shuffle", "warp_sync")
-    addresses = {name: ctypes.cast(getattr(warps, name), ctypes.c_void_p).value or 0 for name in names}
+    addresses = {name: ctypes.cast(getattr(warps, name), ctypes.c_void_p).value or 0 for name in ptx.FUNCTIONS}
     found = cuda.ptx(text)
     return ptx.compiled(found, addresses), ptx.exchanges(found)
 
@@ -79,9 +77,9 @@ def launch(kernel: Kernel, inputs: Sequence[np.ndarray], outputs: Sequence[np.nd
     sizes = (ctypes.c_int64 * len(kernel.sizes))(*kernel.sizes)
     size = ctypes.c_int64(kernel.size)
     arguments = (ctypes.c_void_p * 4)(*(ctypes.addressof(each) for each in (given, made, sizes, size)))
-    blocks = -(-kernel.size * kernel.grain // THREADS)
+    blocks = -(-kernel.size // kernel.grain)
     before = ctypes.c_int64.in_dll(warps, "warp_strays").value
-    warps.warp_launch(code, arguments, blocks, THREADS, exchanges)
+    warps.warp_launch(code, arguments, blocks, kernel.threads, exchanges)
     strays = ctypes.c_int64.in_dll(warps, "warp_strays").value - before
     assert not strays, f"{strays} accesses outside the kernel's inputs and outputs"
 

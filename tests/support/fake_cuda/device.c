@@ -340,7 +340,7 @@ int cuModuleGetFunction(void **function, void *module, const char *name) {
     if (!at) return 218; /* invalid PTX */
     made->bytes[i] = strtoul(at + strlen(head), NULL, 10);
   }
-  made->exchanges = strstr(entry, "shfl.") || strstr(entry, "bar.warp");
+  made->exchanges = strstr(entry, "shfl.") || strstr(entry, "bar.");
   made->code = fake_translate ? fake_translate(entry) : NULL;
   return NO_ERROR;
 }

@@ -74,8 +74,7 @@ class Books:
         """From now on, kernels that the driver loads as PTX are computed; those of the provider's library are not."""
         from tests.support.fake_cuda import ptx
 
-        names = ("warp_at", "warp_shuffle", "warp_sync")
-        addresses = {n: ctypes.cast(getattr(self._library, n), ctypes.c_void_p).value or 0 for n in names}
+        addresses = {n: ctypes.cast(getattr(self._library, n), ctypes.c_void_p).value or 0 for n in ptx.FUNCTIONS}
         kind = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p)
         self._translate = kind(lambda text: ptx.compiled(text.decode(), addresses))
         ctypes.c_void_p.in_dll(self._library, "fake_translate").value = ctypes.cast(

@@ -21,12 +21,16 @@ _WIDTHS = {"half": 16, "float": 32, "double": 64}
 _HEAD = """declare ptr @warp_at(i64, i64)
 declare i32 @warp_shuffle(i32, i32)
 declare void @warp_sync()
+declare void @warp_barrier()
+declare ptr @warp_shared(i64, i64)
 """
+FUNCTIONS = ("warp_at", "warp_shuffle", "warp_sync", "warp_barrier", "warp_shared")
+"""Of warp.c, which translated kernels call."""
 
 
 def exchanges(ptx: str) -> bool:
-    """Whether threads of a warp exchange values."""
-    return "shfl." in ptx or "bar.warp" in ptx
+    """Whether threads exchange values."""
+    return "shfl." in ptx or "bar." in ptx
 
 
 def _bits(kind: str) -> int:
@@ -54,6 +58,8 @@ class _Translation:
             value = self.new(f"load {own}, ptr %R{operand[1:]}")
             if _bits(own) != _bits(whole):
                 value = self.new(f"{'trunc' if _bits(own) > _bits(whole) else 'zext'} {own} {value} to {whole}")
+        elif operand == "joined":  # the only array in the memory that a block shares
+            return "0"
         elif "_param_" in operand:
             return self.new(f"ptrtoint ptr %{operand} to i64")
         elif operand.startswith("0f"):
@@ -82,20 +88,24 @@ class _Translation:
         found = self.read(base, "i64")
         return self.new(f"add i64 {found}, {int(more)}") if more else found
 
+    def place(self, space: str, at: str, kind: str) -> str:
+        """The host's pointer to an element."""
+        if space == "param":
+            return self.new(f"inttoptr i64 {at} to ptr")
+        assert space in ("global", "shared"), space
+        return self.new(f"call ptr @warp_{'at' if space == 'global' else space}(i64 {at}, i64 {_bits(kind) // 8})")
+
     def instruction(self, op: str, given: list[str]) -> None:
         words = op.split(".")
         name, last = words[0], words[-1]
         kind = _FLOATS.get(last) or ("i1" if last == "pred" else f"i{last[1:]}" if last[1:].isdigit() else "")
         if name == "ld":
             at = self.address(given[1])
-            if words[1] == "param":
-                place = self.new(f"inttoptr i64 {at} to ptr")
-            else:
-                place = self.new(f"call ptr @warp_at(i64 {at}, i64 {_bits(kind) // 8})")
+            place = self.place(words[1], at, kind)
             self.write(given[0], self.new(f"load {kind}, ptr {place}, align 1"), kind)
         elif name == "st":
             value = self.read(given[1], kind)
-            place = self.new(f"call ptr @warp_at(i64 {self.address(given[0])}, i64 {_bits(kind) // 8})")
+            place = self.place(words[1], self.address(given[0]), kind)
             self.lines.append(f"store {kind} {value}, ptr {place}, align 1")
         elif name in ("mov", "cvta"):
             self.write(given[0], self.read(given[1], kind), kind)
@@ -113,7 +123,7 @@ class _Translation:
         elif name == "high":
             self.write(given[0], self.new(f"lshr i32 {self.read(given[1], 'i32')}, 16"), "i32")
         elif name == "bar":
-            self.lines.append("call void @warp_sync()")
+            self.lines.append(f"call void @warp_{'sync' if words[1] == 'warp' else 'barrier'}()")
         elif name == "cvt":
             self._convert(words, given)
         else:
@@ -227,7 +237,7 @@ def translated(ptx: str) -> str:
         made.lines += [f"%R{kind}{i} = alloca {_TYPES[kind]}" for i in range(int(count))]
     halves = r"\{ \.reg \.b16 tmp; mov\.b32 \{(\w+|%\w+), (\w+|%\w+)\}, (%r\d+); \}"  # of a word, one of them taken
     body = re.sub(halves, lambda m: f"high {m[2]}, {m[3]};" if m[1] == "tmp" else f"cvt.u16.u32 {m[1]}, {m[3]};", body)
-    body = re.sub(r"\.reg [^;]*;|//[^\n]*|\.pragma[^;]*;", "", body)
+    body = re.sub(r"\.(?:reg|shared) [^;]*;|//[^\n]*|\.pragma[^;]*;", "", body)
     fall = 0
     for line in re.findall(r"\$\w+:|[^;:{}]+;", body):
         text = line.strip().rstrip(";").strip()

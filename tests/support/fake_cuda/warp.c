@@ -1,11 +1,13 @@
-/* Runs the threads of a kernel that ptx.py has translated for the host. Those of a warp that exchange values run as
- * contexts of one thread, each up to its next exchange. Every access of a kernel to memory asks `warp_at` for it. */
+/* Runs the threads of a kernel that ptx.py has translated for the host. Those of a block that exchange values run as
+ * contexts of one thread, each up to its next exchange. Every access of a kernel to memory asks `warp_at` for it, or
+ * `warp_shared`. */
 #define _GNU_SOURCE
 #include <stdint.h>
 #include <stdlib.h>
+#include <string.h>
 #include <ucontext.h>
 
-enum { WARP = 32, STACK = 1 << 16, MOST = 4096 };
+enum { WARP = 32, STACK = 1 << 16, MOST = 4096, THREADS = 1024, SHARED = 1 << 12 };
 typedef void (*Code)(const void *, const void *, const void *, const void *, int thread, int block, int threads);
 typedef struct {
   Code code;
@@ -39,18 +41,27 @@ void *warp_at(int64_t at, int64_t bytes) {
 
 /* ---- Exchanges --------------------------------------------------------------------------------------------------- */
 
-static ucontext_t scheduler, lanes[WARP];
-static char *stacks;
-static uint32_t given[WARP], exchanged[WARP];
-static int lane, done[WARP];
+static ucontext_t scheduler, lanes[THREADS];
+static char *stacks, shared[SHARED];
+static uint32_t given[THREADS], exchanged[THREADS];
+static int lane, done[THREADS], waits[THREADS]; /* at the block's barrier */
 static Work *work;
 
 static void pause_lane(void) { swapcontext(&lanes[lane], &scheduler); }
 void warp_sync(void) { pause_lane(); }
+void warp_barrier(void) {
+  waits[lane] = 1;
+  pause_lane();
+}
 uint32_t warp_shuffle(uint32_t value, uint32_t distance) {
   given[lane] = value;
   pause_lane();
   return exchanged[lane ^ (distance & (WARP - 1))];
+}
+void *warp_shared(int64_t at, int64_t bytes) {
+  if (at >= 0 && at + bytes <= SHARED) return shared + at;
+  warp_strays++;
+  return nowhere;
 }
 
 static void call(Work *w) {
@@ -59,34 +70,39 @@ static void call(Work *w) {
 }
 static void start_lane(void) {
   Work own = *work;
-  own.thread += lane;
+  own.thread = lane;
   call(&own);
   done[lane] = 1;
 }
 
-static void run_warp(Work *w) {
-  if (!stacks) stacks = malloc(WARP * STACK);
+static void run_block(Work *w) {
+  if (!stacks) stacks = malloc((size_t)THREADS * STACK);
   work = w;
-  for (lane = 0; lane < WARP; lane++) {
-    done[lane] = 0;
+  memset(shared, 0xff, SHARED); /* not numbers: what is read before it is written shows */
+  for (lane = 0; lane < w->threads; lane++) {
+    done[lane] = waits[lane] = 0;
     getcontext(&lanes[lane]);
-    lanes[lane].uc_stack.ss_sp = stacks + lane * STACK;
+    lanes[lane].uc_stack.ss_sp = stacks + (size_t)lane * STACK;
     lanes[lane].uc_stack.ss_size = STACK;
     lanes[lane].uc_link = &scheduler;
     makecontext(&lanes[lane], start_lane, 0);
   }
-  for (int left = WARP; left;) {
-    left = 0;
-    for (lane = 0; lane < WARP; lane++)
-      if (!done[lane]) swapcontext(&scheduler, &lanes[lane]), left += !done[lane];
-    for (int i = 0; i < WARP; i++) exchanged[i] = given[i];
+  for (int left = w->threads; left;) {
+    int waiting = left = 0;
+    for (lane = 0; lane < w->threads; lane++) {
+      if (!done[lane] && !waits[lane]) swapcontext(&scheduler, &lanes[lane]);
+      left += !done[lane];
+      waiting += !done[lane] && waits[lane];
+    }
+    memcpy(exchanged, given, sizeof given);
+    if (waiting == left) memset(waits, 0, sizeof waits);
   }
 }
 
 void warp_launch(Code code, void **arguments, int blocks, int threads, int exchanges) {
   for (int block = 0; block < blocks; block++)
-    for (int thread = 0; thread < threads; thread += exchanges ? WARP : 1) {
+    for (int thread = 0; thread < threads; thread += exchanges ? threads : 1) {
       Work w = {code, arguments, thread, block, threads};
-      exchanges ? run_warp(&w) : call(&w);
+      exchanges ? run_block(&w) : call(&w);
     }
 }
