@@ -131,13 +131,16 @@ def fuse_step(
     from onnx_remat.fuse.ordered import OrderedStep
     from onnx_remat.fuse.replacements import convolved
     from onnx_remat.ort import runtime
-    from onnx_remat.session import lean_graph, offsets
+    from onnx_remat.session import biases, lean_graph, offsets
 
     if len(program.steps) > MOST_NODES:
         return Refused(f"it has over {MOST_NODES} nodes")
+    device = program.kernels.device != "cpu"
+    whole = program
+    if device:
+        program = biases.divided(program, opset)
     tensors = program.tensors
     counted = {n: tensors[n].nbytes for n in offsets.bindable(program, least) if n not in bound.donated}
-    device = program.kernels.device != "cpu"
     ordered = OrderedStep(
         steps=program.steps,
         tensors=tensors,
@@ -174,11 +177,11 @@ def fuse_step(
         return Refused("a kernel would take too many arguments")
     # A layout may miss its bound by a little, fused or not; fewer nodes save far more bookkeeping than that.
     books = bookkeeping_bytes(values_of(steps), len(found.kernels), convolutions.distinct(found.kernels))
-    saved = 0 if device else bookkeeping_bytes(values_of(program.steps)) - books
-    freed = workspace(program.steps) - workspace(steps)
+    saved = 0 if device else bookkeeping_bytes(values_of(whole.steps)) - books
+    freed = workspace(whole.steps) - workspace(steps)
     more = max(0, saved // 2) + freed
     if laid.height > bound.live + more:  # no slab is smaller than what is live
-        height = (bound if bound.searched else offsets.assign(program, bound.donated, least, seconds)).height
+        height = (bound if bound.searched else offsets.assign(whole, bound.donated, least, seconds)).height
         if laid.height > height + more:
             return Refused(f"its slab would take {laid.height} bytes, not {height}")
     members = {

@@ -10,10 +10,11 @@ from onnx_remat.ir.graph import INITIALIZER, INPUT
 from onnx_remat.memory import arena
 from onnx_remat.ort.executed import Executed
 from onnx_remat.ort.kernels import costs as prices
+from onnx_remat.session import biases
 from onnx_remat.session.bookkeeping import bookkeeping_bytes
 from onnx_remat.session.fusing import NOT_COUNTED, UNFUSED
 from onnx_remat.session.offsets import kept_on_host, least
-from onnx_remat.session.slab_layout import SlabLayout, as_fused, bookkeeping, kept, lay_out, makers, workspace
+from onnx_remat.session.slab_layout import SlabLayout, as_fused, bookkeeping, kept, lay_out, makers, op_of, workspace
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,15 +139,16 @@ def step_seconds(arranged: SlabLayout, costs: str = "") -> float:
     maker = {name: op for op in compiled.graph.ops for name in op.writes}
     total = 0.0
     for step in arranged.program.steps:
-        made = step.writes[0] if step.writes else ""
         if step.plain is None:
-            total += seconds[maker[made].index] if made in maker else 0.0
+            op = op_of(maker, step)
+            total += seconds[op.index] if op is not None else 0.0
             continue
-        members = [maker[member.writes[0]] for member in arranged.members[made]]
+        members = [op for member in arranged.members[step.writes[0]] if (op := op_of(maker, member)) is not None]
         apart = sum(prices.roofline(op, tensors, compiled.kernels, device) for op in members)
-        ends = [name for name in (*step.reads, *step.writes) if name in tensors]  # without scratch memory
+        names = [name if name in tensors else biases.result_of(name) for name in (*step.reads, *step.writes)]
+        ends = [name for name in names if name in tensors]  # without scratch memory
         together = prices.fused(members, ends, tensors, device)
-        total += sum(seconds[op.index] for op in members) * together / apart
+        total += sum(seconds[op.index] for op in members) * together / apart if members else together
     return total
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from onnx_remat.errors import ModelError, UsageError
-from onnx_remat.session import fusing
+from onnx_remat.session import biases, fusing
 from onnx_remat.session.bookkeeping import bookkeeping_bytes, values_of
 from onnx_remat.session.fusing import Fused
 
@@ -159,7 +159,16 @@ def makers(compiled: Compiled) -> dict[str, Op]:
 
 def kept(maker: Mapping[str, Op], steps: Iterable[LeanNode]) -> list[Op]:
     """Return the ops that ONNX Runtime runs itself among a step's nodes, in their order."""
-    return [maker[name] for step in steps if (name := next(iter(step.writes), "")) in maker and step.plain is None]
+    return [op for step in steps if step.plain is None and (op := op_of(maker, step)) is not None]
+
+
+def op_of(maker: Mapping[str, Op], step: LeanNode) -> Op | None:
+    """Return the op of the compiled graph that a node is; None for the Add of a bias, see `biases`."""
+    made = next(iter(step.writes), "")
+    if (whole := biases.result_of(made)) in maker and made not in maker:
+        return maker[whole]
+    op = maker.get(made)
+    return None if op is None or (step.node.op_type, op.node.op_type) == ("Add", "Gemm") else op
 
 
 def workspace(compiled: Compiled, ops: Sequence[Op]) -> tuple[int, int]:

@@ -1,0 +1,59 @@
+"""Biases of products on a device as nodes of their own, which kernels add where they read the product.
+
+ONNX Runtime's Gemm for CUDA writes the bias to every row of its result, in a launch of its own, before it multiplies.
+An Add behind the product moves as many bytes even if no kernel takes it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import onnx
+
+    from onnx_remat.ir.shapes import Tensor
+    from onnx_remat.session.lean_graph import LeanNode
+    from onnx_remat.session.offsets import Program
+
+_PRODUCT = "/product"
+_FLOAT = 1  # of onnx.TensorProto; half precision would be rounded twice
+
+
+def result_of(name: str) -> str:
+    """Return the name of the result of which a value is the product, an empty text if it is none."""
+    return name.removesuffix(_PRODUCT) if name.endswith(_PRODUCT) else ""
+
+
+def divided(program: Program, opset: int) -> Program:
+    """Return a program whose Gemms have no bias: an Add follows each that had one."""
+    from onnx import NodeProto, helper
+
+    from onnx_remat.session import lean_graph, offsets
+
+    steps: list[LeanNode] = []
+    more: dict[str, Tensor] = {}
+    for step in program.steps:
+        made = step.node.output[0] if step.node.output else ""
+        product = made + _PRODUCT
+        if not _has_bias(step.node) or program.tensors[made].dtype != _FLOAT or product in program.tensors:
+            steps.append(step)
+            continue
+        node, tensor = NodeProto(), program.tensors[made]
+        node.CopyFrom(step.node)
+        del node.input[2:]
+        node.output[0] = product
+        add = helper.make_node("Add", [product, step.node.input[2]], [made], f"{node.name}/bias")
+        steps += [lean_graph.LeanNode(node), lean_graph.LeanNode(add)]
+        more[product] = tensor
+    if not more:
+        return program
+    tensors = {**program.tensors, **more}
+    made_again = offsets.program(steps, tensors, program.inputs, program.outputs, program.kernels, opset)
+    return replace(made_again, on_host=program.on_host)
+
+
+def _has_bias(node: onnx.NodeProto) -> bool:
+    if node.op_type != "Gemm" or node.domain not in ("", "ai.onnx") or len(node.input) < 3 or not node.input[2]:
+        return False
+    return all(each.f == 1 for each in node.attribute if each.name == "beta")
