@@ -13,13 +13,16 @@ from typing import Any
 from onnx_remat.errors import ModelError
 from onnx_remat.messages import Setting
 
+FAILS = "the CUDA driver cannot"
+"""Start of the messages of its errors."""
+
 
 def _check(what: str, error: int) -> None:
     if error:
         text = ctypes.c_char_p()
         _library().cuGetErrorString(error, ctypes.byref(text))
         reason = (text.value or b"an unknown error").decode()
-        raise ModelError(f"the CUDA driver cannot {what}: {reason} ({error}); pass {{}}", Setting("fuse", False))
+        raise ModelError(f"{FAILS} {what}: {reason} ({error}); pass {{}}", Setting("fuse", False))
 
 
 @cache
@@ -27,7 +30,7 @@ def _library() -> Any:
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError as error:
-        raise ModelError(f"the CUDA driver cannot be loaded: {error}") from None
+        raise ModelError(f"{FAILS} be loaded: {error}") from None
 
 
 @cache

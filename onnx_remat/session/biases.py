@@ -6,6 +6,7 @@ An Add behind the product moves as many bytes even if no kernel takes it.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -25,8 +26,11 @@ def result_of(name: str) -> str:
     return name.removesuffix(_PRODUCT) if name.endswith(_PRODUCT) else ""
 
 
-def divided(program: Program, opset: int) -> Program:
-    """Return a program whose Gemms have no bias: an Add follows each that had one."""
+def divided(program: Program, opset: int, renewed: Container[str] = ()) -> Program:
+    """Return a program whose Gemms have no bias: an Add follows each that had one.
+
+    Those that make one of `renewed` stay, since they write it in the memory of an input, and the product has none.
+    """
     from onnx import NodeProto, helper
 
     from onnx_remat.session import lean_graph, offsets
@@ -36,7 +40,12 @@ def divided(program: Program, opset: int) -> Program:
     for step in program.steps:
         made = step.node.output[0] if step.node.output else ""
         product = made + _PRODUCT
-        if not _has_bias(step.node) or program.tensors[made].dtype != _FLOAT or product in program.tensors:
+        if (
+            not _has_bias(step.node)
+            or made in renewed
+            or program.tensors[made].dtype != _FLOAT
+            or product in program.tensors
+        ):
             steps.append(step)
             continue
         node, tensor = NodeProto(), program.tensors[made]

@@ -138,7 +138,7 @@ def fuse_step(
     device = program.kernels.device != "cpu"
     whole = program
     if device:
-        program = biases.divided(program, opset)
+        program = biases.divided(program, opset, bound.donated)
     tensors = program.tensors
     counted = {n: tensors[n].nbytes for n in offsets.bindable(program, least) if n not in bound.donated}
     ordered = OrderedStep(

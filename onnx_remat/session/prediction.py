@@ -175,8 +175,7 @@ def footprint(arranged: SlabLayout, costs: str = "") -> Footprint:
         unserved=fused.unserved,
         seconds=step_seconds(arranged, costs),
     )
-    if device:
-        return replace(found, unfused=found.total + fused.unfused_slab - found.slab)
-    plain = workspace(compiled, compiled.graph.ops)[0] + bookkeeping_bytes(fused.unfused_values)
-    more = fused.unfused_slab - found.slab + plain - found.workspace - found.books
+    more = fused.unfused_slab - found.slab + workspace(compiled, compiled.graph.ops)[0] - found.workspace
+    if not device:
+        more += bookkeeping_bytes(fused.unfused_values) - found.books
     return replace(found, unfused=found.total + more)

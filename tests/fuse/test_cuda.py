@@ -14,6 +14,7 @@ import pytest
 
 from onnx_remat.fuse import cuda, rows
 from onnx_remat.fuse.cuda import BLOCK, THREADS, WARP
+from onnx_remat.fuse.members import MOST_REDUCTIONS
 from onnx_remat.fuse.rows import LEAST_WARPS
 from tests.fuse import test_groups, test_moved, test_ops, test_rows
 from tests.fuse.test_groups import build, node
@@ -194,6 +195,13 @@ def test_a_pad(shape, pads, dtype):
     assert_same(model, {"x": x}, exact=True, kernels=1)
 
 
+def test_a_pad_that_states_its_zeros():
+    zero = np.array(0, np.float32)
+    nodes = [node("Pad", ["x", "pads", "zero"], "y", mode="constant")]
+    model = build(nodes, {"x": (3, 5)}, ["y"], {"pads": np.array([1, 0, 0, 2]), "zero": zero})
+    assert_same(model, test_rows.feeds_of(model), exact=True, kernels=1)
+
+
 def test_pads_with_other_values_are_left_to_onnx_runtime():
     weights = {"pads": np.array([1, 1]), "one": np.array(1, np.float32)}
     nodes = [node("Pad", ["x", "pads"], "y", mode="edge"), node("Pad", ["x", "pads", "one"], "z")]
@@ -203,7 +211,25 @@ def test_pads_with_other_values_are_left_to_onnx_runtime():
 def test_few_channels_of_many_elements_are_left_to_onnx_runtime():
     model = build(batch_norm(), {"x": (8, rows.LEAST_BLOCKS - 1, 64, 64), "weight": (47, 1, 1), "bias": (47, 1, 1)},
                   ["y"], {"small": np.array(1e-5, np.float32)})  # fmt: skip
-    assert all(kernel.threads == THREADS for kernel in warps.fused(model).kernels)
+    kernels = warps.fused(model).kernels
+    assert kernels and all(kernel.threads == THREADS and kernel.grain >= THREADS for kernel in kernels)
+
+
+def test_a_warp_has_no_row_in_part():
+    """All of its threads take part in an exchange, which the simulated device demands."""
+    nodes = [node("Mul", ["x", "x"], "a"), node("Softmax", ["a"], "y", axis=-1)]
+    model = build(nodes, {"x": (LEAST_WARPS + 1, 8)}, ["y"])
+    made = assert_same(model, test_rows.feeds_of(model), exact=False, kernels=1)
+    assert made.kernels[0].grain == THREADS // WARP
+
+
+def test_the_shared_memory_of_a_block_holds_as_many_sums_as_a_kernel_may_have():
+    nodes = [node("Softmax", ["x"], "y0", axis=-1)]
+    nodes += [node("Softmax", [f"y{i}"], f"y{i + 1}", axis=-1) for i in range(MOST_REDUCTIONS - 1)]
+    model = build(nodes, {"x": (rows.LEAST_BLOCKS, rows.LONG)}, [f"y{MOST_REDUCTIONS - 1}"])
+    made = assert_same(model, test_rows.feeds_of(model), exact=False, kernels=1)
+    text = cuda.ptx(made.kernels[0].text)
+    assert text.count("bar.sync") == 2 * MOST_REDUCTIONS and f".maxntid {BLOCK}" in text
 
 
 def test_few_rows_are_left_to_onnx_runtime():

@@ -14,7 +14,7 @@ from onnx_remat.ort.executed import as_executed
 from onnx_remat.ort.kernels.registry import kernels_of
 from onnx_remat.session import biases, offsets, slab_layout
 from onnx_remat.session.lean_graph import LeanNode
-from onnx_remat.session.prediction import laid_out, step_seconds
+from onnx_remat.session.prediction import laid_out, predict, step_seconds
 from tests.support.graphs import model_of
 
 SHAPES = {"a": (6, 4), "b": (4, 3), "y": (6, 3)}
@@ -53,6 +53,11 @@ def test_a_product_and_an_add_are_a_gemm(bias):
 )
 def test_others_stay_as_they_are(program):
     assert biases.divided(program, 17) is program
+
+
+def test_a_result_in_the_memory_of_an_input_stays():
+    program = gemm((3,))
+    assert biases.divided(program, 17, {"y": "h"}) is program
 
 
 def test_a_value_that_has_the_name_of_the_product_keeps_it():
@@ -96,3 +101,16 @@ def test_an_add_that_no_kernel_takes_is_not_counted_twice():
     maker = slab_layout.makers(fused.compiled)
     kept = [op.node.op_type for op in slab_layout.kept(maker, fused.program.steps)]
     assert kept.count("Gemm") == 1 and [s.node.op_type for s in fused.program.steps].count("Add") == 1
+
+
+def test_the_memory_without_kernels_counts_the_workspace_that_they_save():
+    """Of the sums over a batch and its pixels, which cuDNN computes, as many bytes as of their input."""
+    nodes = [
+        helper.make_node("ReduceMean", ["x"], ["mean"], "mean", axes=[0, 2, 3]),
+        helper.make_node("Sub", ["x", "mean"], ["below"], "below"), helper.make_node("Relu", ["below"], ["y"], "relu"),
+    ]  # fmt: skip
+    model = model_of(nodes, {"x": [4, 64, 32, 32]}, {"y": [4, 64, 32, 32]}, opset=17)
+    executed = as_executed(model, None, "all", Options(provider="cuda").preparation())
+    fused, plain = predict(executed), predict(executed, fuse=False)
+    assert fused.kernels == 1 and plain.workspace - fused.workspace >= 4 * 4 * 64 * 32 * 32
+    assert fused.unfused == pytest.approx(plain.total, abs=2048)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from onnx_remat.findings.show import trace
 from onnx_remat.ir import phases
 from onnx_remat.ir.graph import INPUT
-from onnx_remat.session import prediction
+from onnx_remat.session import biases, prediction
 from onnx_remat.session.offsets import lifetimes
 
 if TYPE_CHECKING:
@@ -83,7 +83,8 @@ def slab(executed: Executed, section_of: Mapping[str, str], fuse: bool, gaps: in
     start, end = lifetimes(arranged.program, [p.name for p in placements])
     phase, sections, of_step = phases.NAMES[0], {}, []
     for step in arranged.program.steps:
-        found = next((section_of[name] for name in step.writes if name in section_of), phase)
+        names = [name for made in step.writes for name in (made, biases.result_of(made))]
+        found = next((section_of[name] for name in names if name in section_of), phase)
         phase = phase if found == trace.RECOMPUTE else found
         sections.update(dict.fromkeys(step.writes, found))
         of_step.append(found)

@@ -326,7 +326,11 @@ int cuDevicePrimaryCtxRetain(void **context, int device) { static int made; *con
 int cuCtxPushCurrent_v2(void *context) { return context ? NO_ERROR : 201; }
 int cuCtxPopCurrent_v2(void **context) { *context = NULL; return NO_ERROR; }
 int cuGetErrorString(int error, const char **text) { *text = "fake CUDA error"; return NO_ERROR; }
-int cuModuleLoadData(void **module, const char *ptx) { *module = strdup(ptx); return NO_ERROR; }
+int cuModuleLoadData(void **module, const char *ptx) {
+  if (getenv("FAKE_CUDA_REFUSES_PTX")) return 222; /* unsupported PTX version */
+  *module = strdup(ptx);
+  return NO_ERROR;
+}
 int cuModuleGetFunction(void **function, void *module, const char *name) {
   char head[64];
   snprintf(head, sizeof head, ".entry %s(", name);

@@ -7,7 +7,7 @@
 #include <string.h>
 #include <ucontext.h>
 
-enum { WARP = 32, STACK = 1 << 16, MOST = 4096, THREADS = 1024, SHARED = 1 << 12 };
+enum { WARP = 32, STACK = 1 << 16, MOST = 4096, THREADS = 1024, SHARED = 1 << 10 };
 typedef void (*Code)(const void *, const void *, const void *, const void *, int thread, int block, int threads);
 typedef struct {
   Code code;
@@ -45,6 +45,7 @@ static ucontext_t scheduler, lanes[THREADS];
 static char *stacks, shared[SHARED];
 static uint32_t given[THREADS], exchanged[THREADS];
 static int lane, done[THREADS], waits[THREADS]; /* at the block's barrier */
+static int asks[THREADS]; /* for an exchange */
 static Work *work;
 
 static void pause_lane(void) { swapcontext(&lanes[lane], &scheduler); }
@@ -55,6 +56,7 @@ void warp_barrier(void) {
 }
 uint32_t warp_shuffle(uint32_t value, uint32_t distance) {
   given[lane] = value;
+  asks[lane] = 1;
   pause_lane();
   return exchanged[lane ^ (distance & (WARP - 1))];
 }
@@ -95,6 +97,12 @@ static void run_block(Work *w) {
       waiting += !done[lane] && waits[lane];
     }
     memcpy(exchanged, given, sizeof given);
+    for (int first = 0; first < w->threads; first += WARP) { /* all threads of a warp take part, or none */
+      int asking = 0;
+      for (int i = first; i < first + WARP; i++) asking += asks[i];
+      warp_strays += asking && asking != WARP;
+    }
+    memset(asks, 0, sizeof asks);
     if (waiting == left) memset(waits, 0, sizeof waits);
   }
 }
