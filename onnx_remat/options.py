@@ -46,8 +46,6 @@ class Option:
         Command-line flag, "" for none. For a field that is a bool, the flag takes no value and negates the default.
     help : str
         Help of the flag; text in braces is filled in by each command.
-    negated : str
-        Flag that sets the field to False, where `flag` sets it to True and the default is neither.
     metavar : str or None
         Placeholder of the value in the help.
     choices : tuple of str or None
@@ -71,7 +69,6 @@ class Option:
     parse: Callable[[list[str]], object] | None = None
     unit: str = ""
     group: str = "planning"
-    negated: str = ""
 
 
 def _option(default: Any, check: Check, flag: str = "", help: str = "", **more: Any) -> Any:
@@ -223,15 +220,13 @@ class Options:
     """May sessions make memory patterns, as they do by default? If False, the step is written into the body of an If,
     where ONNX Runtime makes none (see `ir.body`): for sessions whose options you cannot set."""
 
-    fuse: bool | None = _option(
-        None, _optional(_switch), "--fuse",
-        "for --for loop: predict training with fused kernels, or without them, as with Session(fuse=False) and "
-        "Loop(fuse=False) (default: with them on the CPU, without on CUDA)", negated="--no-fuse",
+    fuse: bool = _option(
+        True, _switch, "--no-fuse",
+        "for --for loop: predict training without fused kernels, as with Session(fuse=False) and Loop(fuse=False)",
     )  # fmt: skip
     """For ``run_by="loop"``: predict training with fused kernels, as `session.session.Session` and
-    `session.training.Loop` run. None: on the CPU with them, on other providers without. If False, open a file for the
-    CPU with ``fuse=False`` too: fused, it takes less memory than predicted. A file for CUDA states this choice, which
-    both follow."""
+    `session.training.Loop` run. If False, open the file with ``fuse=False`` too: fused, it takes less memory than
+    predicted."""
 
     time_limit: float = _option(
         _TIME_LIMIT, _duration, "--time-limit",
@@ -285,11 +280,6 @@ class Options:
 
     progress: selectors.Progress = _option(selectors.silent, _callback)  # noqa: RUF009 - a field
     """Callback; its arguments are the name of a stage and the fraction of it that is done."""
-
-    @property
-    def fuses(self) -> bool:
-        """Return whether training is to be predicted with fused kernels, where this machine has them."""
-        return self.provider == "cpu" if self.fuse is None else self.fuse
 
     def work_seconds(self) -> float:
         """Return the amount of search, in seconds of a reference core."""
@@ -355,7 +345,7 @@ class PlanningOptions(TypedDict, total=False):
     arena: bool
     level: str
     patterns: bool
-    fuse: bool | None
+    fuse: bool
     time_limit: float
     effort: float | None
     costs: str

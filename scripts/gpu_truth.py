@@ -3,7 +3,7 @@
     python -m scripts.gpu_truth plan FOLDER STEP.onnx... [--budget 60%] [--dims batch=32]
     python -m scripts.gpu_truth numbers FOLDER
     python -m scripts.gpu_truth open FOLDER
-    python -m scripts.gpu_truth race FOLDER [--torch eager] [--torch compile] [--out LINES]
+    python -m scripts.gpu_truth race FOLDER [--with eager] [--with compile] [--out LINES]
     python -m scripts.gpu_truth table LINES [--save]
 
 ``plan`` needs no GPU: it copies each step to FOLDER and rewrites it there to every budget, for CUDA and a `Loop`, and
@@ -18,8 +18,9 @@ state over the old, and in the same captured in a CUDA graph. TF32 is off for th
 *Race*: every runner is a fresh process, alone on the device. *Taken* is what the driver says is used on the device
 after the steps, less what it says of a process that has done a product and a convolution: none gives anything back
 before it ends, so that is the most it took. *Least limit* is the smallest `memory_limit` that training runs under, in
-steps of 32 MiB from the one predicted. *Time* is the median of steps, each with its loss read. PyTorch's models are
-those of `sample_models.networks.torch_models`, with a batch of the same size; both may use TF32.
+steps of 32 MiB from the one predicted (``--no-limits``: tries that one alone). *Time* is the median of steps, each
+with its loss read. PyTorch's models are those of `sample_models.networks.torch_models`, with a batch of the same size;
+both may use TF32.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ ORIGINAL, FUSED = "as it is", ", fused"
 NUMBERS_HEADS = ("step", "file", "disable", "all", "Session", "CUDA graph", "outputs with the original's bits")
 RACE_HEADS = (
     "step", "runner", "predicted, MB", "least limit, MB", "taken, MB", "of eager", "ms a step", "of eager",
-    "in a CUDA graph, ms", "compute, plan", "time",
+    "in a CUDA graph, MB", "ms", "of eager", "compute, plan", "time",
 )  # fmt: skip
 
 
@@ -234,7 +235,7 @@ def our_step(job: Mapping[str, Any], graph: bool, limit: int = 0) -> tuple[Sessi
 
 def kept(path: Path, target: Path, request: Any) -> Any:
     """`plan_session.plan_in_child`, whose result is kept next to the file: it takes longer than all the steps here."""
-    how = ".fused" if request.fuse else ""
+    how = ".fused" if request.secret else ""
     model, opened, kernels = (path.with_suffix(f"{how}.{kind}") for kind in ("private", "opened", "kernels"))
     if not opened.exists():
         found = plan_session.plan_in_child(path, target, request)
@@ -256,7 +257,7 @@ def open_all(folder: Path) -> None:
             kept(
                 (folder / each.path).resolve(),
                 Path(home) / "lean.onnx",
-                SessionRequest("cuda", dict(each.dims), True, secret=shim.new_secret(), fuse=each.fuse),
+                SessionRequest("cuda", dict(each.dims), True, secret=shim.new_secret() if each.fuse else 0),
             )
 
     with ThreadPoolExecutor((os.cpu_count() or 2) // 2) as pool:
@@ -358,10 +359,11 @@ def child(job: Mapping[str, Any]) -> None:
         del step
         session, step = our_step(job, graph=True)
         answer["graph"], losses = timed(step)
+        answer["graph_taken"] = used() - idle
         assert np.allclose(losses, answer["losses"], rtol=1e-3), "a CUDA graph gives other losses"
         session.close()
         del step
-        answer["least"] = smallest(job)
+        answer["least"] = smallest(job, 10 if job["limits"] else 1)
         print(json.dumps(answer))
         return
     answer["seconds"], answer["losses"] = timed(step)
@@ -380,9 +382,9 @@ def books(session: Session) -> dict[str, int]:
             "weights": session.weight_bytes, "nodes": session.node_count}  # fmt: skip
 
 
-def smallest(job: Mapping[str, Any]) -> int:
+def smallest(job: Mapping[str, Any], tries: int) -> int:
     """The least limit, in steps of 32 MiB from the predicted one, under which three steps are taken; 0 if none is."""
-    for more in range(10):
+    for more in range(tries):
         limit = job["predicted"] + more * (1 << 25)
         try:
             session, step = our_step(job, graph=False, limit=limit)
@@ -412,16 +414,17 @@ def ask(job: Mapping[str, Any], seconds: float = 240) -> dict[str, Any]:
     return found
 
 
-def race(folder: Path, plans: list[Plan], with_torch: list[str]) -> Iterator[dict[str, Any]]:
+def race(folder: Path, plans: list[Plan], others: list[str], limits: bool) -> Iterator[dict[str, Any]]:
     """What each runner of one step took."""
     step, dims = plans[0].step, plans[0].dims
-    for how in with_torch:
-        yield {"step": step, "runner": how} | ask({"how": how, "step": step, "batch": dims.get("batch", 1)})
-    job: dict[str, Any] = {"how": "onnxruntime", "path": str(folder / plans[0].path), "dims": dims}
-    yield {"step": step, "runner": "onnxruntime, as it is"} | ask(job)
+    original = str((folder / plans[0].path).resolve())
+    for how in others:
+        job: dict[str, Any] = {"how": how, "step": step, "batch": dims.get("batch", 1), "path": original, "dims": dims}
+        yield {"step": step, "runner": how} | ask(job)
     for each in plans:
-        job = {"how": "Session", "path": str(folder / each.path), "dims": each.dims, "predicted": each.predicted,
-               "fuse": each.fuse}  # fmt: skip
+        path = str((folder / each.path).resolve())
+        job = {"how": "Session", "path": path, "dims": each.dims, "predicted": each.predicted, "fuse": each.fuse,
+               "limits": limits}  # fmt: skip
         row = {"step": step, "runner": f"Session, {each.budget}", "compute": each.compute, "predicted": each.predicted}
         yield row | ask(job)
 
@@ -429,19 +432,22 @@ def race(folder: Path, plans: list[Plan], with_torch: list[str]) -> Iterator[dic
 def rows(found: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
     """The lines of the race's table."""
     eager = {each["step"]: each for each in found if each["runner"] == "eager" and "error" not in each}
-    ours = {each["step"]: each for each in found if each["runner"] == f"Session, {ORIGINAL}" and "error" not in each}
+    ours = {(each["step"], each["runner"]): each for each in found if "error" not in each}
     for each in found:
         if "error" in each:
             yield each["step"], each["runner"], each["error"], *[""] * (len(RACE_HEADS) - 3)
             continue
-        base, plain = eager.get(each["step"]), ours.get(each["step"])
+        original = f"Session, {ORIGINAL}{FUSED * each['runner'].endswith(FUSED)}"
+        base, plain = eager.get(each["step"]), ours.get((each["step"], original))
         longer = each["seconds"] / plain["seconds"] - 1 if plain and each.get("compute") else None
         yield (
             each["step"], each["runner"], f"{each['predicted'] / 1e6:,.0f}" if each.get("predicted") else "",
             f"{each['least'] / 1e6:,.0f}" if each.get("least") else "", f"{each['taken'] / 1e6:,.0f}",
             f"{each['taken'] / base['taken']:.2f}" if base else "", f"{each['seconds'] * 1e3:.1f}",
             f"{each['seconds'] / base['seconds']:.2f}" if base else "",
+            f"{each['graph_taken'] / 1e6:,.0f}" if each.get("graph_taken") else "",
             f"{each['graph'] * 1e3:.1f}" if each.get("graph") else "",
+            f"{each['graph'] / base['seconds']:.2f}" if each.get("graph") and base else "",
             f"{each['compute']:+.1%}" if each.get("compute") else "", "" if longer is None else f"{longer:+.1%}",
         )  # fmt: skip
 
@@ -456,7 +462,10 @@ def main() -> None:
     parser.add_argument("--dims", action="append", default=[], metavar="NAME=N", help="of plan")
     parser.add_argument("--effort", type=float, default=3.0, help="of plan")
     parser.add_argument("--only", action="append", help="these steps")
-    parser.add_argument("--torch", action="append", choices=("eager", "compile"), help="of race, PyTorch's runners")
+    parser.add_argument(
+        "--with", dest="others", action="append", choices=("eager", "compile", "onnxruntime"), help="of race"
+    )
+    parser.add_argument("--no-limits", action="store_true", help="of race, try the predicted limits alone")
     parser.add_argument("--out", type=Path, help="of race, a file of JSON lines to add to")
     parser.add_argument(
         "--save", action="store_true", help="also write docs/results/data/gpu-numbers.json or gpu-race.json"
@@ -489,7 +498,7 @@ def main() -> None:
     else:
         found = []
         for plans in steps.values():
-            for each in race(folder, plans, given.torch or []):
+            for each in race(folder, plans, given.others or [], not given.no_limits):
                 found.append(each)
                 print(json.dumps(each), flush=True)
                 if given.out:

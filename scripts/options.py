@@ -21,8 +21,7 @@ def table() -> str:
     rows = [("flag", "in Python", "meaning"), ("---",) * 3]
     for name, option in OPTIONS.items():
         if option.flag:
-            flag = ", ".join(filter(None, (option.flag, option.negated)))
-            words = f"{flag} {'|'.join(option.choices) if option.choices else option.metavar or ''}".rstrip()
+            words = f"{option.flag} {'|'.join(option.choices) if option.choices else option.metavar or ''}".rstrip()
             default = Options.__dataclass_fields__[name].default
             called = f"{name}={not default}" if isinstance(default, bool) else name
             rows.append((f"`{words}`", f"`{called}`", option.help.format(**filled)))

@@ -72,8 +72,6 @@ def add_flag(flags: Flags, name: str, help: str | None = None, default: object =
     more: dict[str, Any] = {"metavar": option.metavar, "choices": option.choices}
     if isinstance(usual, bool):
         more = {"action": "store_false" if usual else "store_true"}
-    elif option.negated:
-        more = {"action": argparse.BooleanOptionalAction}
     elif option.repeat:
         more |= {"action": "append"}
     flags.add_argument(option.flag, dest=name, default=default, help=(help or option.help).format(**filled), **more)
@@ -161,7 +159,7 @@ def _as_flag(setting: Setting, others: Mapping[str, str]) -> str:
     if (flag := others.get(name) or flag_names().get(name)) is None:
         return str(setting)
     if isinstance(value, bool) or not setting.has_value:
-        return OPTIONS[name].negated or flag if value is False and name in OPTIONS else flag
+        return flag
     if isinstance(value, Mapping):
         return " ".join(f"{flag} {dim}={size}" for dim, size in value.items())
     if isinstance(value, Real):

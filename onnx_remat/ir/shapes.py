@@ -36,9 +36,6 @@ DIMS_KEY = TAG + "dims"
 SHAPES_KEY = TAG + "shapes"
 """Model metadata: shapes that a rewrite hides on purpose, as JSON: value -> data type and dimensions."""
 
-FUSED_KEY = TAG + "fused"
-"""Model metadata: whether a rewrite for a device was planned with fused kernels."""
-
 INITIAL_KEY = TAG + "initial"
 """Model metadata of a converted step: initial values of its scalar states, as JSON: input -> number."""
 
@@ -196,11 +193,6 @@ def with_planned(model: onnx.ModelProto, dims: Mapping[str, int]) -> dict[str, i
 
 def _symbols_of_inputs(model: onnx.ModelProto) -> set[str]:
     return {dim.dim_param for value in model.graph.input for dim in value.type.tensor_type.shape.dim}
-
-
-def is_planned_fused(model: onnx.ModelProto) -> bool:
-    """Return whether a rewrite for a device was planned with fused kernels."""
-    return any(p.key == FUSED_KEY and p.value == "1" for p in model.metadata_props)
 
 
 def all_dims(tensors: Mapping[str, Tensor], dims: Mapping[str, int]) -> dict[str, int]:

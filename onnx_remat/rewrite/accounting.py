@@ -242,7 +242,7 @@ class LoopMemory(Accounting):
         own = with_folded_transposes(own, compiled, original.compiled)
         per_node = BYTES_PER_VALUE if compiled.kernels.device == "cpu" else 0
         outside, cost = outside_pads(own, compiled), None
-        if options.fuses and not why_not_fused(options.provider):
+        if options.fuse and not why_not_fused(options.provider):
             optimized, outside = outside_kernels(optimized, original.compiled), outside_kernels(own, compiled)
             cost = fused_cost(own, compiled.graph)
         return cls(
@@ -256,7 +256,13 @@ class LoopMemory(Accounting):
         floor = floor if self.optimized is None else min(floor, bounds.working_set(self.optimized))
         moving = floor if self.moving is None else self.moving
         return replace(
-            self, compiled=compiled, own=with_slab_donations(compiled), optimized=None, outside=None, moving=moving
+            self,
+            compiled=compiled,
+            own=with_slab_donations(compiled),
+            optimized=None,
+            outside=None,
+            cost=None,
+            moving=moving,
         )
 
     @cached_property
@@ -286,7 +292,7 @@ class LoopMemory(Accounting):
         return simulated_levels()[-1:]
 
     def taken(self, executed: Mapping[str, Executed], seconds: float | None = None) -> tuple[int, Footprint]:
-        footprint = predict(executed[simulated_levels()[-1]], seconds, self.options.fuses, self.options.costs)
+        footprint = predict(executed[simulated_levels()[-1]], seconds, self.options.fuse, self.options.costs)
         return int(footprint.total * (1 + _UNPREDICTED)), footprint
 
     def prices_kernels(self) -> bool:

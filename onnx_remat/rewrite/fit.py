@@ -396,6 +396,4 @@ def _write(
         metadata["level"] = goal.memory.level
     if (kernels := plan.compiled.kernels).device != "cpu":
         metadata |= {"provider": kernels.name, "cudnn_workspace_bytes": str(kernels.library_workspace)}
-        if goal.memory.prices_kernels():
-            metadata["fused"] = "1"
     return realize(plan.compiled, plan.schedule, limit, metadata, private, exposed, direct)

@@ -154,7 +154,7 @@ def footprint_of(executed: Executed, model: onnx.ModelProto, options: Options) -
 
 def _predicted(executed: Executed, model: onnx.ModelProto, options: Options) -> Footprint:
     check_openable(model)
-    return predict(executed, fuse=options.fuses, costs=options.costs)
+    return predict(executed, fuse=options.fuse, costs=options.costs)
 
 
 class Stopwatch:

@@ -270,7 +270,7 @@ def _verify(job: Job, written: Rewritten, executed: Mapping[str, Executed]) -> v
         compiled, written.model, original.folder, dict(options.dims), simulated if by_loop else job.goal.allowed, order,
         options.arena, written.rounded, trained=job.goal.allowed if by_loop else None,
         beyond=(beyond_tensors(original.executed), beyond_tensors(list(executed.values())[-1])),
-        body=not options.patterns, fuse=options.fuses,
+        body=not options.patterns, fuse=options.fuse,
     )  # fmt: skip
 
 

@@ -54,12 +54,6 @@ class Fused:
 MOST_NODES = 20_000
 """Maximum number of nodes of a step to fuse: the time to find groups grows quadratically, to some 10 s here."""
 
-NOT_ASKED = "on a device kernels are fused only if asked for, or if the file was planned so"
-"""Reason of a step that runs unfused by default: no real device has run these kernels yet."""
-
-NOT_COUNTED = Message("{} plans for fused kernels, which no GPU has run yet", Setting("fuse", True))
-"""Reason of a prediction for a device without fused kernels."""
-
 UNFUSED = Message("{}", Setting("fuse", False))
 """Reason of a step that runs unfused by request."""
 

@@ -45,6 +45,8 @@ def check_capturable(step: SessionPlan, loose: Sequence[str]) -> None:
         why = f"node {step.random!r} would draw the same random numbers in every step"
     elif loose:
         why = f"output {loose[0]!r} is not in the slab"
+    elif step.read_on_host:
+        why = f"input {step.read_on_host!r} is read in host memory: a graph would replay its first value"
     elif step.on_host:
         why = "values are moved to the host and back, which a graph cannot contain"
     elif step.defaults:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     import onnx
 
     from onnx_remat.ir import model_io
+    from onnx_remat.session import offsets
 
 
 NUMPY = {
@@ -112,6 +113,8 @@ class SessionPlan:
         A node that draws random numbers, empty if there is none.
     on_host : int
         Peak of bytes moved to the host.
+    read_on_host : str
+        An input that a kernel of a device reads in host memory, empty if there is none.
     books : int
         Bytes of ONNX Runtime's bookkeeping, as predicted; 0 on a device.
     fused : Fused
@@ -132,6 +135,7 @@ class SessionPlan:
     execution_providers: tuple[str, ...]
     random: str
     on_host: int
+    read_on_host: str
     books: int
     fused: Fused
 
@@ -141,8 +145,7 @@ class SessionRequest:
     """Request for the plan of a step; see `Session`.
 
     `least` is the size in bytes from which on values are bound, 0 for the default. `secret` is part of the names by
-    which fused nodes find their kernels, 0 for a step that is not fused. On a device a step is fused if `fuse` is True,
-    or None and the file was planned so.
+    which fused nodes find their kernels, 0 for a step that is not fused.
     """
 
     provider: str = "cpu"
@@ -152,7 +155,6 @@ class SessionRequest:
     check: bool = False
     least: int = 0
     secret: int = 0
-    fuse: bool | None = None
 
 
 def plan_in_child(path: Path, target: Path, request: SessionRequest) -> SessionPlan:
@@ -272,11 +274,13 @@ def arrange(step: model_io.Model, target: Path, request: SessionRequest) -> Slab
     executed = as_optimized(source.model, source.folder, request.level, stated)
     outputs = [value.name for value in source.model.graph.output]
     least = request.least or offsets.least(kernels)
-    different = ""
+    different = refused = ""
     for _ in range(_LOADS):
         made = lay_out(executed, outputs, request.donate, least, search=False)
         model = made.compiled.graph.model
-        for each in _candidates(made, least, request.secret, _not_asked(source.model, request)):
+        for each in _candidates(made, least, request.secret):
+            if refused and not each.kernels:
+                each = replace(each, fused=replace(each.fused, why_not=refused))
             bound = [place.name for place in each.offsets.placements]
             copy = lean_graph.copy_of(model, each.program.steps, bound, each.constants)
             if source.folder is not None:
@@ -288,10 +292,11 @@ def arrange(step: model_io.Model, target: Path, request: SessionRequest) -> Slab
                 fusing.compile_to_file(each.kernels, request.secret, code)
             try:
                 loaded = lean_graph.as_loaded(copy, target, kernels.execution_providers)
-            except ModelError:
+            except ModelError as error:  # on a device: it places a kernel on the host, or the driver refuses them
                 if not each.kernels or kernels.device == "cpu":
                     raise
-                continue  # it places a kernel on the host, by rules of its own
+                refused = str(error)
+                continue
             different = lean_graph.difference(copy, loaded)
             if not different:
                 return each
@@ -308,19 +313,9 @@ _LOADS = 4
 """Number of layouts to try, each of the graph that ONNX Runtime loaded for the last one."""
 
 
-def _not_asked(model: onnx.ModelProto, request: SessionRequest) -> str:
-    """Return why a step is not to be fused, although it could be; empty if it is."""
-    from onnx_remat.ir import shapes
-
-    asked = shapes.is_planned_fused(model) if request.fuse is None else request.fuse
-    return "" if asked or request.provider == "cpu" else fusing.NOT_ASKED
-
-
-def _candidates(made: SlabLayout, least: int, secret: int, not_asked: str) -> Iterator[SlabLayout]:
+def _candidates(made: SlabLayout, least: int, secret: int) -> Iterator[SlabLayout]:
     """Yield the layout with fused nodes, if possible, and then, in case ONNX Runtime changes that graph, without."""
-    if not_asked:
-        made = replace(made, fused=replace(made.fused, why_not=not_asked))
-    elif secret:
+    if secret:
         other = as_fused(made, least, secret)
         why_not = other.fused.why_not
         if not why_not:
@@ -366,9 +361,17 @@ def plan(step: model_io.Model, target: Path, request: SessionRequest) -> Session
         execution_providers=made.compiled.kernels.execution_providers,
         random=next((s.label for s in program.steps if semantics(s.node.domain, s.node.op_type).random), ""),
         on_host=offsets.kept_on_host(program),
+        read_on_host=_read_on_host(program),
         books=bookkeeping(made),
         fused=made.fused,
     )  # fmt: skip
+
+
+def _read_on_host(program: offsets.Program) -> str:
+    """Return an input that a kernel of a device reads in host memory, an empty text if there is none."""
+    slots = ((step.node.input, program.kernels.host_slots(step.node)) for step in program.steps)
+    read = [reads[slot] for reads, some in slots for slot in some if slot < len(reads)]
+    return next((name for name in read if name in program.inputs), "")
 
 
 def _all_dims(model: Any, dims: Mapping[str, int]) -> dict[str, int]:

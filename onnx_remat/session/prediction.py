@@ -12,7 +12,7 @@ from onnx_remat.ort.executed import Executed
 from onnx_remat.ort.kernels import costs as prices
 from onnx_remat.session import biases
 from onnx_remat.session.bookkeeping import bookkeeping_bytes
-from onnx_remat.session.fusing import NOT_COUNTED, UNFUSED
+from onnx_remat.session.fusing import UNFUSED
 from onnx_remat.session.offsets import kept_on_host, least
 from onnx_remat.session.slab_layout import SlabLayout, as_fused, bookkeeping, kept, lay_out, makers, op_of, workspace
 
@@ -121,8 +121,7 @@ def laid_out(executed: Executed, seconds: float | None = None, fuse: bool = True
     outputs, smallest = [v.name for v in executed.compiled.graph.model.graph.output], least(executed.compiled.kernels)
     plain = lay_out(executed, outputs, donate=True, least=smallest, seconds=seconds)
     if not fuse:
-        why_not = UNFUSED if plain.compiled.kernels.device == "cpu" else NOT_COUNTED
-        return replace(plain, fused=replace(plain.fused, why_not=why_not))
+        return replace(plain, fused=replace(plain.fused, why_not=UNFUSED))
     return as_fused(plain, smallest, seconds=seconds)
 
 

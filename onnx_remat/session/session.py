@@ -11,6 +11,7 @@ import re
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from onnx_remat import files
-from onnx_remat.errors import ModelError, UsageError
-from onnx_remat.fuse import shim
+from onnx_remat.errors import ModelError, OnnxRematError, UsageError
+from onnx_remat.fuse import driver, shim
 from onnx_remat.messages import Message, Setting
 from onnx_remat.session import heap, loading, on_device
 from onnx_remat.session.device import OUT_OF_MEMORY
@@ -53,18 +54,18 @@ class Session:
         Graph optimisations that onnxruntime applies first: ``"all"``, ``"basic"`` or ``"disable"``.
     memory_limit : int
         Limit on the device memory of the whole session, in bytes: slab, inputs, weights and scratch memory; 0 for none.
-    cuda_graph : bool
+    cuda_graph : bool or None
         Capture the step in a CUDA graph when the session opens, on inputs of zeros, and replay it: the host then
-        launches one graph per step instead of every kernel. Refused for a step that draws random numbers.
+        launches one graph per step instead of every kernel. Refused for a step that draws random numbers, and for
+        others that a graph cannot hold; with None they run without one.
     check : bool
         First run the step on random values, with `Session` and with onnxruntime's own session, each in a separate
         process, and compare every output: bit for bit at level "disable", within rounding at the others. This
         temporarily takes the memory of onnxruntime's own session, and a few seconds.
-    fuse : bool, optional
-        On the CPU, run groups of elementwise nodes as one compiled kernel each, with bit-identical results, and large
-        matrix products by OpenBLAS and convolutions by oneDNN where that is faster, equal within rounding; not at
-        level ``"disable"``. On a device such groups, rows among them, become CUDA kernels if this is True, or if the
-        file was planned so (``--fuse``): no GPU has run them yet, only a simulated device.
+    fuse : bool
+        Run groups of elementwise nodes, sums and normalisations as one compiled kernel each; not at level
+        ``"disable"``. On the CPU elementwise results are bit-identical; large matrix products are computed by OpenBLAS
+        and convolutions by oneDNN where that is faster, equal within rounding, as all results of CUDA kernels are.
     slab_of : Session, optional
         On the CPU, another session whose slab this one uses, if it is large enough: that of a larger batch. The two run
         one at a time, and a run overwrites views of the other's results.
@@ -86,7 +87,7 @@ class Session:
     kernel_count : int
         Number of fused kernels among the nodes that run.
     not_fused : str
-        Reason why the step runs unfused although `fuse` is not False; empty where it is fused.
+        Reason why the step runs unfused although `fuse` is True; empty where it is fused.
 
     Raises
     ------
@@ -116,9 +117,9 @@ class Session:
         threads: int = 0,
         level: str = "all",
         memory_limit: int = 0,
-        cuda_graph: bool = False,
+        cuda_graph: bool | None = False,
         check: bool = False,
-        fuse: bool | None = None,
+        fuse: bool = True,
         slab_of: Session | None = None,
     ) -> None:
         if provider not in ("cpu", "cuda"):
@@ -137,35 +138,52 @@ class Session:
             lacking = _why_not_fused() if wanted else ""
             secret = shim.new_secret() if wanted and not lacking else 0
             self._step = plan_in_child(
-                path, target, SessionRequest(provider, dims or {}, donate, level, check, secret=secret, fuse=fuse)
+                path, target, SessionRequest(provider, dims or {}, donate, level, check, secret=secret)
             )
             self._lacking = self._step.fused.why_not or lacking
-            if lacking == self._lacking != "":
-                warnings.warn(f"steps run unfused, which takes longer: {lacking}", stacklevel=2)
-            if cuda_graph:
-                on_device.check_capturable(self._step, _loose(self._step))
-            providers: list[Any] = list(self._step.execution_providers)
-            if provider != "cpu":
-                limit = on_device.scratch_limit(self._step, memory_limit) if memory_limit else 0
-                providers = on_device.providers(providers, limit, cuda_graph)
-            self._session: Any = loading.load(target, providers, threads, self._step.pool)
-            self._binding: Any = self._session.io_binding()
+            if self._lacking and (lacking == self._lacking or self._lacking.startswith(driver.FAILS)):
+                warnings.warn(f"steps run unfused, which takes longer: {self._lacking}", stacklevel=2)
+            self._loose = _loose(self._step)
+            self._formals = {array.name: array for array in self._step.inputs}
+            self._views: Arrays = {}
+            self._bound: dict[str, tuple[int, Any]] = {}  # address and array of each input, kept alive while bound
+            self._slab: npt.NDArray[np.uint8] = heap.reserve(0) if slab_of is None else slab_of._slab
+            self._session: Any = None
+            self._binding: Any = None
             self._device: DeviceMemory | None = None
-            if provider != "cpu":
-                on_device.check_provider(self._session, self._step.execution_providers[0])
-                self._device = DeviceMemory(self._binding, self._step, provider, fixed=cuda_graph)
-        needed = self._step.slab if self._device is None else 0
-        self._slab: npt.NDArray[np.uint8] = heap.reserve(0) if slab_of is None else slab_of._slab
-        if self._slab.size < needed:
-            self._slab = heap.reserve(needed)
-        self._views: Arrays = {}
-        self._bound: dict[str, tuple[int, Any]] = {}  # address and array of each input, kept alive while bound
-        self._loose = _loose(self._step)
-        self._bind_outputs(self._step)
-        self._formals = {array.name: array for array in self._step.inputs}
-        if cuda_graph:
-            self._run()
+            if provider == "cpu":
+                self._open_on_cpu(target, threads)
+            elif cuda_graph is None:
+                captured = False
+                with suppress(OnnxRematError):  # whose traceback holds the session: nothing is opened before it is gone
+                    self._open_on_device(target, threads, provider, memory_limit, graph=True)
+                    captured = True
+                if not captured:
+                    self._session = self._binding = self._device = None
+                    self._open_on_device(target, threads, provider, memory_limit, graph=False)
+            else:
+                self._open_on_device(target, threads, provider, memory_limit, cuda_graph)
         heap.trim()
+
+    def _open_on_cpu(self, target: Path, threads: int) -> None:
+        self._session = loading.load(target, list(self._step.execution_providers), threads, self._step.pool)
+        self._binding = self._session.io_binding()
+        if self._slab.size < self._step.slab:
+            self._slab = heap.reserve(self._step.slab)
+        self._bind_outputs(self._step)
+
+    def _open_on_device(self, target: Path, threads: int, device: str, memory_limit: int, graph: bool) -> None:
+        step = self._step
+        if graph:
+            on_device.check_capturable(step, self._loose)
+        limit = on_device.scratch_limit(step, memory_limit) if memory_limit else 0
+        providers = on_device.providers(step.execution_providers, limit, graph)
+        self._session = loading.load(target, providers, threads, step.pool)
+        on_device.check_provider(self._session, step.execution_providers[0])
+        self._binding = self._session.io_binding()
+        self._device = DeviceMemory(self._binding, step, device, fixed=graph)
+        if graph:
+            self._run()
 
     inputs = property(lambda self: self._step.inputs)
     outputs = property(lambda self: self._step.outputs)
@@ -286,7 +304,7 @@ class Session:
         """Bind the values in the slab to their addresses."""
         base = self._slab.ctypes.data
         outputs = {array.name for array in step.outputs}
-        for place in step.places if self._device is None else ():
+        for place in step.places:
             kind: Any = place.element_type
             self._binding.bind_output(place.name, "cpu", 0, kind, place.shape, base + place.offset)
             if place.name in outputs:
@@ -361,7 +379,7 @@ def _why_not_fused() -> str:
 
 def _reopen(
     path: str, provider: str, dims: Mapping[str, int], donate: Donate, threads: int, level: str, limit: int,
-    graph: bool, fuse: bool | None,
+    graph: bool | None, fuse: bool,
 ) -> Session:  # fmt: skip
     return Session(
         path, provider, dims=dims, donate=donate, threads=threads, level=level, memory_limit=limit, cuda_graph=graph,

@@ -47,14 +47,15 @@ class Loop:
     rate : float
         Step size of plain SGD, for parameters of which the model outputs only the gradient.
     device : str
-        Device that runs the step and keeps the state between steps: ``cpu`` or ``cuda``.
+        Device that runs the step and keeps the state between steps: ``cpu``, or ``cuda``, where a step that is not a
+        session runs in a CUDA graph if it can.
     dims : mapping of str to int, optional
         Sizes of symbolic dimensions, where `model` is not a session; by default those it was planned for.
     copy : bool
         Train copies of the arrays in `state`. If False, train these arrays themselves, which must be contiguous and
         writeable: this saves memory where the state is most of what training takes. On a device, they are arrays that
         another library holds there, such as PyTorch's tensors on CUDA.
-    fuse : bool, optional
+    fuse : bool
         See `Session`; for a `model` that is not a session.
 
     Attributes
@@ -80,7 +81,7 @@ class Loop:
         *,
         dims: Mapping[str, int] | None = None,
         copy: bool = True,
-        fuse: bool | None = None,
+        fuse: bool = True,
     ) -> None:
         if hasattr(model, "io_binding"):
             if not copy:
@@ -89,7 +90,10 @@ class Loop:
                 model, state, loss, rate, device
             )
         else:
-            session = model if isinstance(model, Session) else Session(model, device, dims=dims, donate=True, fuse=fuse)
+            session = model
+            if not isinstance(model, Session):
+                graph = None if device == "cuda" and copy else False
+                session = Session(model, device, dims=dims, donate=True, fuse=fuse, cuda_graph=graph)
             if device != ("cpu" if session.device is None else "cuda"):
                 raise UsageError(f"device {device!r}: the session runs on another device")
             if session.device is None:

@@ -56,9 +56,11 @@ def test_training_takes_what_was_predicted_and_no_more(step):
 
 
 @needs_device
-def test_a_step_is_captured_in_a_graph_and_replayed(step):
+@pytest.mark.parametrize("asked", ["session", "by default"])
+def test_a_step_is_captured_in_a_graph_and_replayed(step, asked):
     """Nothing in it stops the host or allocates, which the fake device refuses while a graph is captured."""
-    job = {"path": str(step[0]), "limits": [0], "graph": True}
+    how = {"graph": True} if asked == "session" else {"loop": True}
+    job = {"path": str(step[0]), "limits": [0]} | how
     (found,) = here.ask("tests.support.fake_cuda.session", job)
     assert "error" not in found, found
     assert [(made["captures"], made["replays"], made["waits"]) for made in found["steps"]] == [(0, 1, 1)] * 3
@@ -73,8 +75,8 @@ def asked(path: Path, **job: Any) -> dict[str, Any]:
 @needs_device
 @pytest.mark.parametrize("graph", [False, True])
 def test_fused_kernels_save_launches_and_nothing_waits_more(step, graph):
-    plain, fused = (asked(step[0], fuse=fuse, graph=graph) for fuse in (None, True))
-    assert plain["kernels"] == 0 and "only if asked for" in plain["not_fused"]
+    plain, fused = (asked(step[0], fuse=fuse, graph=graph) for fuse in (False, True))
+    assert plain["kernels"] == 0 and plain["not_fused"] == ""
     assert fused["kernels"] > 0 and fused["not_fused"] == ""
     for before, after in zip(plain["steps"], fused["steps"], strict=True):
         assert after["peak"] <= before["peak"] and after["waits"] <= before["waits"]
@@ -85,15 +87,37 @@ def test_fused_kernels_save_launches_and_nothing_waits_more(step, graph):
 
 
 @needs_device
-def test_a_file_planned_with_fused_kernels_is_run_with_them_and_takes_what_was_predicted(tmp_path):
+def test_a_step_whose_kernels_the_driver_refuses_runs_unfused_and_says_why(step, monkeypatch):
+    monkeypatch.setenv("FAKE_CUDA_REFUSES_PTX", "1")
+    found = asked(step[0])
+    assert found["kernels"] == 0 and "the CUDA driver cannot load fused kernels" in found["not_fused"]
+    assert found["warned"] == [f"steps run unfused, which takes longer: {found['not_fused']}"]
+
+
+@needs_device
+def test_a_step_that_reads_an_input_in_host_memory_is_not_captured(tmp_path):
+    """A replay would read what it was when it was captured."""
+    nodes = [
+        helper.make_node("CumSum", ["x", "axis"], ["y"], name="sums"),
+        helper.make_node("ReduceMean", ["y"], ["loss"], name="mean", keepdims=0),
+    ]
+    path = tmp_path / "sums.onnx"
+    onnx.save(model_of(nodes, {"x": [16, 64], "axis": (onnx.TensorProto.INT64, [])}, {"loss": []}), path)
+    (found,) = here.ask("tests.support.fake_cuda.session", {"path": str(path), "limits": [0], "graph": True})
+    assert found["error"].startswith("cuda_graph: input 'axis' is read in host memory")
+    assert [made["replays"] for made in asked(path, loop=True)["steps"]] == [0] * 3
+
+
+@needs_device
+def test_a_file_is_run_with_fused_kernels_and_takes_what_was_predicted(tmp_path):
     path, model = tmp_path / "small.onnx", mlp(layers=12, batch=8192, width=64)
-    plain = onnx_remat.rewrite_model(model, "60%", provider="cuda", effort=1.0).report
-    result = onnx_remat.rewrite_model(model, plain.budget, provider="cuda", fuse=True, effort=1.0)
+    plain = onnx_remat.rewrite_model(model, "60%", provider="cuda", fuse=False, effort=1.0).report
+    result = onnx_remat.rewrite_model(model, plain.budget, provider="cuda", effort=1.0)
     result.save(path)
     before, predicted = result.report.loop_before, result.report.loop_after.total
     assert before.kernels and before.total <= plain.loop_before.total and before.seconds < plain.loop_before.seconds
     assert result.report.loop_after.kernels and predicted <= plain.budget
-    assert not plain.loop_before.kernels and "--fuse" in in_flags(plain.loop_before.not_fused)
+    assert not plain.loop_before.kernels and in_flags(plain.loop_before.not_fused) == "--no-fuse"
     enough, little = trained(path, predicted, int(predicted * 0.99) - 1)
     assert enough["kernels"] == result.report.loop_after.kernels and "error" in little
     assert asked(path, fuse=False)["kernels"] == 0
@@ -230,6 +254,23 @@ def test_a_step_that_draws_random_numbers_is_not_captured(tmp_path):
     job = {"path": str(tmp_path / "drop.onnx"), "limits": [0], "graph": True}
     (found,) = here.ask("tests.support.fake_cuda.session", job)
     assert found["error"].startswith("cuda_graph: node") and "the same random numbers" in found["error"]
+    for job in ({"graph": None}, {"loop": True}):
+        found = asked(tmp_path / "drop.onnx", **job)
+        assert [(made["captures"], made["replays"]) for made in found["steps"]] == [(0, 0)] * 3
+
+
+@needs_device
+def test_a_step_for_whose_graph_the_device_is_too_full_runs_without_one(tmp_path):
+    """It is opened again, after the first session has given its weights back."""
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["y"], name="product"),
+        helper.make_node("ReduceMean", ["y"], ["loss"], name="mean", keepdims=0),
+    ]
+    path, weights = tmp_path / "wide.onnx", {"w": np.ones((2048, 1024), np.float32)}
+    onnx.save(model_of(nodes, {"x": [16, 2048]}, {"loss": []}, weights), path)
+    found, captured = asked(path, graph=None, fail_capture=True), asked(path, graph=True)
+    assert [(made["captures"], made["replays"]) for made in found["steps"]] == [(0, 0)] * 3
+    assert found["opening"] <= captured["opening"] + SPACE < captured["opening"] + 4 * weights["w"].size
 
 
 @needs_device
@@ -304,3 +345,4 @@ def test_values_are_moved_to_the_host_and_take_nothing_of_the_device(tmp_path):
     assert [made["waits"] <= 3 + copies for made in found["steps"]] == [True] * len(found["steps"])
     (found,) = here.ask("tests.support.fake_cuda.session", {"path": str(path), "limits": [0], "graph": True})
     assert found["error"] == "cuda_graph: values are moved to the host and back, which a graph cannot contain"
+    assert [made["replays"] for made in asked(path, loop=True)["steps"]] == [0] * 3

@@ -45,7 +45,7 @@ def _launches(books: Books, path: str, fuse: bool, costs: list[str]) -> dict[str
 
 def _arranged(path: str, fuse: bool) -> SlabLayout:
     with tempfile.TemporaryDirectory() as folder:
-        request = SessionRequest("cuda", donate=True, secret=int(fuse), fuse=fuse)
+        request = SessionRequest("cuda", donate=True, secret=int(fuse))
         return arrange(Path(path), Path(folder) / "lean.onnx", request)
 
 
