@@ -4,7 +4,7 @@ A row is the elements over which such a node sums or finds a maximum: a run of t
 distances, such as one channel of a batch of images. A kernel computes a group with such nodes row by row, in stages:
 `ir` says how. It states Softmax and LogSoftmax by simpler nodes, so that only three reductions
 have code of their own, `TEXTS`. Sums are taken in one fixed order, as 32 partial sums of each chunk of a row: they
-depend neither on the other nodes of a group nor on threads. On a device each thread sums what it has of a row, see `cuda`.
+depend neither on the other nodes of a group nor on threads. On a device each thread sums its part of a row, see `cuda`.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ An Add behind the product moves as many bytes even if no kernel takes it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -27,25 +28,29 @@ def result_of(name: str) -> str:
 
 
 def divided(program: Program, opset: int, renewed: Container[str] = ()) -> Program:
-    """Return a program whose Gemms have no bias: an Add follows each that had one.
+    """Return a program in which an Add follows each Gemm that had a bias, and whose result one node alone reads.
 
-    Those that make one of `renewed` stay, since they write it in the memory of an input, and the product has none.
+    A result with several readers stays: the backward section may compute other values again from it, since it is in
+    memory. So does one of `renewed`, which lies in the memory of an input: its product would need a buffer.
     """
     from onnx import NodeProto, helper
 
     from onnx_remat.session import lean_graph, offsets
 
+    views = program.root
+    readers = Counter(
+        views.get(name, name)
+        for step in program.steps
+        if not step.writes or not all(name in views for name in step.writes)
+        for name in dict.fromkeys(step.reads)
+    )
     steps: list[LeanNode] = []
     more: dict[str, Tensor] = {}
     for step in program.steps:
         made = step.node.output[0] if step.node.output else ""
         product = made + _PRODUCT
-        if (
-            not _has_bias(step.node)
-            or made in renewed
-            or program.tensors[made].dtype != _FLOAT
-            or product in program.tensors
-        ):
+        alone = readers[made] == 1 and made not in program.outputs and made not in renewed
+        if not alone or not _has_bias(step.node) or program.tensors[made].dtype != _FLOAT or product in program.tensors:
             steps.append(step)
             continue
         node, tensor = NodeProto(), program.tensors[made]

@@ -20,17 +20,21 @@ from tests.support.graphs import model_of
 SHAPES = {"a": (6, 4), "b": (4, 3), "y": (6, 3)}
 
 
-def gemm(bias: tuple[int, ...] | None, dtype: int = 1, **attributes: float) -> offsets.Program:
+def gemm(bias: tuple[int, ...] | None, dtype: int = 1, readers: int = 1, **attributes: float) -> offsets.Program:
     shapes = SHAPES | ({} if bias is None else {"c": bias})
     node = helper.make_node("Gemm", ["a", "b", *(["c"] if bias is not None else [])], ["y"], "g", **attributes)
+    last = [helper.make_node("Identity", ["y"], [f"z{i}"], f"reader{i}") for i in range(readers)]
+    shapes |= {f"z{i}": SHAPES["y"] for i in range(readers)}
     tensors = {n: Tensor(dtype, s, int(4 * np.prod(s)), s) for n, s in shapes.items()}
-    return offsets.program([LeanNode(node)], tensors, [n for n in shapes if n != "y"], ["y"], kernels_of("cuda"))
+    steps = [LeanNode(each) for each in (node, *last)]
+    outputs = [f"z{i}" for i in range(readers)]
+    return offsets.program(steps, tensors, [n for n in shapes if n in "abc"], outputs, kernels_of("cuda"))
 
 
 def ran(program: offsets.Program, feeds: dict[str, np.ndarray]) -> np.ndarray:
     weights = [numpy_helper.from_array(array, name) for name, array in feeds.items()]
     graph = helper.make_graph(
-        [step.node for step in program.steps], "g", [], [helper.make_tensor_value_info("y", 1, SHAPES["y"])], weights
+        [step.node for step in program.steps], "g", [], [helper.make_tensor_value_info("z0", 1, SHAPES["y"])], weights
     )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
     session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
@@ -43,13 +47,15 @@ def test_a_product_and_an_add_are_a_gemm(bias):
     rng = np.random.default_rng(0)
     feeds = {name: rng.standard_normal(whole.tensors[name].shape).astype(np.float32) for name in "abc"}
     made = biases.divided(whole, 17)
-    assert [step.node.op_type for step in made.steps] == ["Gemm", "Add"]
-    assert [biases.result_of(step.writes[0]) for step in made.steps] == ["y", ""]
+    assert [step.node.op_type for step in made.steps] == ["Gemm", "Add", "Identity"]
+    assert [biases.result_of(step.writes[0]) for step in made.steps] == ["y", "", ""]
     np.testing.assert_allclose(ran(made, feeds), ran(whole, feeds), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(
-    "program", [gemm(None), gemm((3,), beta=2.0), gemm((3,), dtype=10)], ids=["no bias", "beta", "half precision"]
+    "program",
+    [gemm(None), gemm((3,), beta=2.0), gemm((3,), dtype=10), gemm((3,), readers=2)],
+    ids=["no bias", "beta", "half precision", "two readers"],
 )
 def test_others_stay_as_they_are(program):
     assert biases.divided(program, 17) is program
