@@ -26,7 +26,7 @@ FUNCTIONS = {
     "Exp": (np.exp, 1.0),
     "Log": (np.log, 1.0),
     "Sigmoid": (logistic, 2.5),
-    "Tanh": (np.tanh, 1.5),
+    "Tanh": (np.tanh, 5.0),
 }  # with the bound in units of the last place
 
 
