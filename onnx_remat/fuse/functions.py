@@ -1,13 +1,15 @@
-"""Functions of float32 as LLVM text: exp, log, tanh, erf and the logistic function.
+"""Functions as LLVM text, of float32: exp, log, tanh, erf, the logistic function; of float64: powers of a constant.
 
 Each is computed without branches, from polynomials that come closest to it in the maximum norm (Remez's algorithm), so
 that loops of calls become vector code. Results are within 1.5 units in the last place (2.5 for the logistic function, 5
-for tanh, as ONNX Runtime's own), special values and denormal results included;
+for tanh, as ONNX Runtime's own, and 2 for powers), special values and denormal results included;
 ``tests/fuse/test_functions.py`` compares them with exact ones.
 """
 
 from __future__ import annotations
 
+import decimal
+import math
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -26,6 +28,9 @@ _ERF_NEAR = 0.9
 _ERFC = (0.0001705683, -1.1294953, -0.6333865, -0.1082368, 0.025091618, -0.0041605732, 0.00043231266, -2.0910398e-05)
 _ERF_FAR = 3.95  # from here on it is 1
 _SIGMOID_FAR = 88.0  # from here on its distance to 0 or 1 is denormal
+_LN2_REST = 2.3190468138462996e-17  # ln 2 less what float64 has of it
+_TERMS = 13  # of Taylor's series, besides the first
+_POWER_LEAST, _POWER_MOST = -746.0, 710.0  # exponents of e from which on a float64 is 0, or infinite
 
 
 class _Function:
@@ -184,8 +189,60 @@ def _sigmoid() -> str:
     return f.text("sigmoid", f.choose("olt", "%x", number(-_SIGMOID_FAR), number(0), f.div(number(1), grown)))
 
 
+def _power() -> str:
+    """b^x in float64 for a constant b = exp(high + low): 2^n exp(r), n the integer nearest to x log2(b).
+
+    The product of x and log(b) has twice the digits of float64: its rounding would be that of the result times the
+    size of the exponent. The polynomial is Taylor's.
+    """
+    code = Code([0])
+
+    def binary(op: str, a: str, b: str) -> str:
+        return code.new(f"{op} double {a}, {b}")
+
+    def call(name: str, *arguments: str) -> str:
+        return code.new(f"call double @llvm.{name}.f64({', '.join(f'double {each}' for each in arguments)})")
+
+    def wide(value: float) -> str:
+        return literal(value, "double")
+
+    def at_most(a: str, bound: float, order: str) -> str:
+        beyond = code.new(f"fcmp {order} double {a}, {wide(bound)}")
+        return code.new(f"select i1 {beyond}, double {wide(bound)}, double {a}")
+
+    def power_of_2(exponent: str) -> str:
+        bits = code.new(f"shl i64 {code.new(f'add i64 {exponent}, 1023')}, 52")
+        return code.new(f"bitcast i64 {bits} to double")
+
+    y = at_most(at_most(binary("fmul", "%x", "%high"), _POWER_LEAST, "olt"), _POWER_MOST, "ogt")
+    lost = call("fma", "%x", "%high", code.new(f"fneg double {y}"))
+    small = (at_most(at_most(each, -1, "olt"), 1, "ogt") for each in (lost, binary("fmul", "%x", "%low")))
+    rest = binary("fadd", *small)  # bounded, as both are infinite where the result is
+    n = call("roundeven", binary("fmul", y, wide(_LOG2_E)))
+    r = call("fma", n, wide(-_LN2), y)
+    r = binary("fadd", call("fma", n, wide(-_LN2_REST), r), rest)
+    made = wide(1 / math.factorial(_TERMS))
+    for term in reversed(range(_TERMS)):
+        made = call("fma", made, r, wide(1 / math.factorial(term)))
+    exponent = code.new(f"freeze i64 {code.new(f'fptosi double {n} to i64')}")
+    half = code.new(f"ashr i64 {exponent}, 1")
+    whole = binary("fmul", made, power_of_2(half))
+    result = binary("fmul", whole, power_of_2(code.new(f"sub i64 {exponent}, {half}")))
+    lines = "\n  ".join(code.lines)
+    head = "define internal double @power(double %high, double %low, double %x) alwaysinline nounwind"
+    return f"{head} {{\n  {lines}\n  ret double {result}\n}}\n"
+
+
+def logarithm(base: float) -> tuple[float, float]:
+    """Return the natural logarithm of a positive number as the sum of two of float64."""
+    with decimal.localcontext(prec=50):
+        exact = decimal.Decimal(base).ln()
+        return float(exact), float(exact - decimal.Decimal(float(exact))) or 1e-300  # infinity times 0 is a NaN
+
+
 TEXTS: Final[Mapping[str, str]] = {
     "exp": _exp(), "exp_within": _exp_within(), "log": _log(), "tanh": _tanh(), "erf": _erf(), "sigmoid": _sigmoid(),
+    "power": _power(),
 }  # fmt: skip
 """By the function's name."""
 
@@ -199,4 +256,6 @@ def called(lines: Sequence[str]) -> str:
     if not found:
         return ""
     declared = "declare float @llvm.fma.f32(float, float, float)\ndeclare float @llvm.copysign.f32(float, float)\n"
+    if "power" in found:
+        declared += "declare double @llvm.fma.f64(double, double, double)\n"
     return declared + "".join(TEXTS[name] for name in found)

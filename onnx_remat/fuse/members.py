@@ -399,9 +399,10 @@ def _member_of(ordered: OrderedStep, uses: Uses, at: int, step: Runs) -> Member 
         types = [tensors[name].dtype if name else None for name in node.input]
         call = call_of(node, types, tensors[made].dtype, ordered.constants.get)
         slots = list(node.input)
+        if call is not None and node.op_type == "Pow":
+            slots = slots[1:] if call.base else slots[:1]
     if call is None or not prod(shape) or len(shape) > MOST_RANK:
         return None
-    slots = slots[: 1 if call.op == "Pow" else None]
     if not all(map(uses.is_own, slots)):
         return None
     if move is not None:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, TypeGuard
 
 import numpy as np
 import onnx
 
 from onnx_remat.fuse.code import BFLOAT, BOOL, DOUBLE, FLOAT, HALF, INT, KINDS, LONG, UINT, Code, literal
+from onnx_remat.fuse.functions import logarithm
 from onnx_remat.fuse.moves import MOVES
 from onnx_remat.fuse.rows import ROWS
 
@@ -43,6 +44,8 @@ class Call:
         Element types of its computation and of its result (``onnx.TensorProto``).
     exponent : float
         Exponent of a Pow.
+    base : float
+        Number that an Exp raises to a power; 0 for e.
     """
 
     op: str
@@ -50,6 +53,7 @@ class Call:
     dtype: int
     made: int
     exponent: float = 0
+    base: float = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,6 +282,15 @@ def _function(name: str) -> Emit:
     return emit
 
 
+def _exp(code: Code, kind: str, a: list[str], call: Call) -> str:
+    if call.base:
+        high, low = (literal(each, "double") for each in logarithm(call.base))
+        wide = code.new(f"fpext float {a[0]} to double") if kind == "float" else a[0]
+        made = code.new(f"call double @power(double {high}, double {low}, double {wide})")
+        return code.new(f"fptrunc double {made} to float") if kind == "float" else made
+    return code.new(f"call {kind} @exp({kind} {a[0]})")
+
+
 def _gelu(code: Code, kind: str, a: list[str], call: Call) -> str:
     """Compile Gelu: x (1 + erf(x / sqrt 2)) / 2, or with tanh for erf, see the standard's formula."""
     if call.attributes.get("approximate"):
@@ -326,7 +339,7 @@ OPS: Final[Mapping[str, Op]] = {
     "Div": Op(FLOATS, _binary("fdiv", ""), (2, 2)),  # not integers: division by zero would end the process
     "Equal": Op(BITS | LOGIC, _compare("eq"), (2, 2), logical=True),
     "Erf": _inexact(_function("erf")),
-    "Exp": _inexact(_function("exp")),
+    "Exp": _inexact(_exp),
     "Floor": Op(FLOATS, _intrinsic("floor")),
     "Gelu": _inexact(_gelu, "approximate", _STANDARD | {"com.microsoft"}),
     "Greater": Op(NUMBERS, _compare("gt"), (2, 2), logical=True),
@@ -343,7 +356,7 @@ OPS: Final[Mapping[str, Op]] = {
     "Neg": Op(NUMBERS, _negative),
     "Not": Op(LOGIC, _not),
     "Or": Op(LOGIC, _logic("or"), (2, 2)),
-    "Pow": Op(frozenset({FLOAT, DOUBLE}), _power, (2, 2)),  # by a constant 2 or 3
+    "Pow": Op(frozenset({FLOAT, DOUBLE}), _power, (2, 2)),  # by a constant 2 or 3; of a constant, it is an Exp
     "QuickGelu": _inexact(_quick_gelu, "alpha", frozenset({"com.microsoft"})),
     "Reciprocal": Op(FLOATS, _reciprocal),
     "Relu": Op(FLOATS | {INT}, _relu),
@@ -372,6 +385,11 @@ def may_fuse(node: onnx.NodeProto) -> bool:
 def is_exact(node: onnx.NodeProto) -> bool:
     """Return whether a kernel gives ONNX Runtime's bits for a node that may be part of it."""
     return node.op_type in MOVES or (node.op_type in OPS and OPS[node.op_type].exact)
+
+
+def _raises(base: float | None) -> TypeGuard[float]:
+    """Return whether a number is a base whose powers are those of an exponential."""
+    return base is not None and 0 < base < math.inf and base != 1
 
 
 def call_of(
@@ -403,6 +421,8 @@ def call_of(
     exponent = 0.0
     if node.op_type in ("Max", "Min") and dtype in FLOATS and not any(constant(name) for name in node.input):
         return None
+    if node.op_type == "Pow" and _raises(base := constant(node.input[0])) and types in ([FLOAT] * 2, [DOUBLE] * 2):
+        return Call("Exp", {}, made, made, base=base) if made == types[1] else None
     if node.op_type == "Pow":
         exponent = constant(node.input[1]) or 0.0
         if exponent not in (2, 3):

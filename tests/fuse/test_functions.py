@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 from onnx import TensorProto, helper
@@ -116,3 +117,35 @@ def test_gelu(op, attributes):
     assert made.kernels
     plain = onnxruntime.InferenceSession(built.SerializeToString(), options())
     np.testing.assert_allclose(run(opened, {"x": x})["y"], plain.run(None, {"x": x})[0], rtol=2e-5, atol=2e-6)
+
+
+def powers(dtype: int, base: float, size: int) -> onnx.ModelProto:
+    """A constant to each of some exponents."""
+    given, made = (helper.make_tensor_value_info(name, dtype, (size,)) for name in "xy")
+    number = onnx.numpy_helper.from_array(np.array(base, helper.tensor_dtype_to_np_dtype(dtype)), "base")
+    graph = helper.make_graph([helper.make_node("Pow", ["base", "x"], ["y"])], "g", [given], [made], [number])
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=9)
+
+
+@pytest.mark.parametrize("dtype", [F, TensorProto.DOUBLE])
+@pytest.mark.parametrize("base", [0.9, 0.999, 0.5, 1.1, 2.0, 1e-3, 1e30])
+def test_powers_of_a_constant(dtype, base):
+    """As of an optimizer's decay by the number of steps, which PyTorch computes in float64."""
+    kind = helper.tensor_dtype_to_np_dtype(dtype)
+    rng, ends = np.random.default_rng(0), [np.inf, -np.inf, np.nan, 1e30, -1e30, 0.0, -0.0]
+    x = np.concatenate([np.arange(500), rng.uniform(-800, 800, 500), rng.uniform(-2, 2, 500), ends]).astype(kind)
+    number = kind.type(base)
+    opened, made = session(powers(dtype, base, len(x)))
+    assert made.kernels
+    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+        exact = np.power(np.longdouble(number), x.astype(np.longdouble))
+        nearest = exact.astype(kind)
+        got = run(opened, {"x": x})["y"]
+        unit = np.spacing(np.maximum(np.abs(nearest), np.finfo(kind).tiny))
+        off = np.where((got == nearest) | (np.isnan(got) & np.isnan(nearest)), 0, np.abs(got - exact) / unit)
+    assert off.max() <= 2, (off.max(), x[off.argmax()])
+
+
+@pytest.mark.parametrize("base", [1.0, 0.0, -2.0, np.inf])
+def test_other_bases_are_left_to_onnxruntime(base):
+    assert not session(powers(F, base, 5))[1].kernels
