@@ -10,19 +10,25 @@ from onnx_remat.process import forked
 
 from .living import Living, Place, forks
 from .outside import Outside
-from .own_step import Measurement
+from .own_step import Known, Measurement
 from .preparation import Prepared, Request
 
 
-def carried_out(request: Request) -> tuple[Prepared, Mapping[str, Outside]]:
-    """Prepare a step in a forked copy of this process, or here if that is impossible.
+def carried_out(request: Request, own: Known | None = None) -> tuple[Prepared, Mapping[str, Outside]]:
+    """Prepare a step in a forked copy of this process, or here if that is impossible or it is for a device.
+
+    Parameters
+    ----------
+    request : Request
+    own : Known, optional
+        PyTorch's own step, where it is measured already.
 
     Returns
     -------
     (Prepared, mapping of str to Outside)
         The result, and the tensors outside the step by input name.
     """
-    if forks():
+    if forks() and request.provider == "cpu":
         living = Living.now()
         made = forked.call(partial(_apart, request, living), "the export")
         if made is not None:
@@ -30,8 +36,8 @@ def carried_out(request: Request) -> tuple[Prepared, Mapping[str, Outside]]:
             return made, {name: living.outside(place) for name, place in places.items()}
     from .prepare import prepared
 
-    with _measured(request) as own:
-        made = prepared(request, own)
+    with nullcontext(own) if request.provider != "cpu" else _measured(request) as found:
+        made = prepared(request, found)
     return made, {name: one for name, one in made.outside.items() if isinstance(one, Outside)}
 
 

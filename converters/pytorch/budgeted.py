@@ -22,10 +22,22 @@ from .. import names, shares
 from . import optimizer_facts
 from .apart import carried_out
 from .arrays import tensor as copied
-from .arrays import view
 from .batch import Batch
+from .devices import (
+    HOST,
+    check_provider,
+    device_of,
+    finish_work,
+    fits,
+    in_one_piece,
+    moved,
+    on_host,
+    own_tensors,
+    readable,
+)  # fmt: skip
 from .living import forks
 from .outside import Outside, check_apart, memory, shares_memory
+from .own_step import measured_on_device
 from .preparation import Prepared, Request
 from .recipe import Recipe, Scaling
 from .sizes import Sessions, Written
@@ -60,9 +72,10 @@ class StepLoss(float):
 
 
 class Budgeted:
-    """A training step of a module on ONNX Runtime's CPU: ``step(batch)`` trains and returns the loss.
+    """A training step of a module on ONNX Runtime: ``step(batch)`` trains and returns the loss.
 
-    The step updates the tensors of the module and of the optimizer's state in place. Between steps, evaluation,
+    It runs where the module is, on the CPU or on a CUDA device, and updates the tensors of the module and of the
+    optimizer's state in place; on a device, all of that state is there. Between steps, evaluation,
     ``state_dict()`` and ``load_state_dict()`` of both work as usual. Every step reads the learning rates from
     ``optimizer.param_groups``.
 
@@ -75,7 +88,7 @@ class Budgeted:
         A line on PyTorch's own step, if it was measured, and this one, and the first line of the report; empty without
         a budget.
     outputs : dict of str to torch.Tensor
-        Copies of the parts of the model's output that `budgeted` was asked for, of the last step.
+        Copies of the parts of the model's output that `budgeted` was asked for, of the last step, where the module is.
     """
 
     def __init__(
@@ -88,23 +101,29 @@ class Budgeted:
         written: Written,
         threads: int,
     ) -> None:
+        self._device = device_of(model)
         self.torch_bytes, self._report, self.summary = prepared.torch_bytes, prepared.report, prepared.summary
         self._optimizers, self._model, self._written = users, model, written
         self._batch = replace(batch, tensors=())  # frees the example
         self._shapes = {name: tensor.shape for name, tensor in zip(batch.names, batch.tensors, strict=True)}
-        self._sessions = Sessions(written, written.sizes(batch), threads)
+        self._sessions = Sessions(written, written.sizes(batch), threads, self._device.type, prepared.limit)
         self._trained, self._settings = prepared.trained, prepared.settings
-        self._facts = self._now()
+        self._facts = self._now(dict(model.named_parameters()))
         _start(users, dict(model.named_parameters()), prepared.started)
-        self._arrays: dict[str, np.ndarray] = {}
-        wanted, current = {array.name for array in self._session.inputs}, self._current()
+        wanted = {array.name for array in self._session.inputs}
+        current = self._current(dict(model.named_parameters()))
         self._own = {
-            name: view(value.clone()) for name, value in prepared.own.items() if name not in current and name in wanted
+            name: value.clone().to(self._device)
+            for name, value in prepared.own.items()
+            if name not in current and name in wanted
         }
+        self._arrays: dict[str, Any] = {name: readable(tensor) for name, tensor in self._own.items()}
+        self._unread = set(self._own)  # inputs whose arrays are others than in the last run
+        self._rates: dict[str, float] = {}
         self._wanted = [name for name in current if name in wanted]
-        self._numbers = [name for _, _, name in self._counts()]
+        self._numbers = [name for _, _, name in self._counts(dict(model.named_parameters()))]
         self._outside = {name: one for name, one in outside.items() if name in wanted}
-        buffers = self._places(self._renewed() & dict(model.named_buffers()).keys())
+        buffers = self._places(current, self._renewed() & dict(model.named_buffers()).keys())
         for one in self._outside.values():
             if memory(one.alias) in buffers:
                 raise shares_memory(one.label, f"buffer {buffers[memory(one.alias)]}")
@@ -130,13 +149,21 @@ class Budgeted:
             )
         if self._failed:
             raise UsageError(f"this step is no longer usable ({self._failed}): load the state and make a new one")
-        self._facts.check(self._now())
+        parameters = dict(self._model.named_parameters())
+        self._facts.check(self._now(parameters))
         given = self._flat(batch)
-        self._bind()
+        current = self._current(parameters)
+        self._bind(current)
+        counted = list(self._counts(parameters)) if self._numbers else []
+        self._read_counts({name: pieces[slot] for pieces, slot, name in counted})
         for name, (optimizer_, group, key) in self._settings.items():
-            if name in self._own:
-                self._own[name][...] = float(self._optimizers[optimizer_].param_groups[group][key])
-        feeds = self._arrays | self._own | self._read_outside() | given
+            rate = float(self._optimizers[optimizer_].param_groups[group][key])
+            if name in self._own and self._rates.get(name) != rate:
+                self._own[name].fill_(rate)
+                self._rates[name] = rate
+        wanted = self._arrays if self._device == HOST else {name: self._arrays[name] for name in self._unread}
+        feeds = wanted | self._read_outside(current) | given
+        finish_work(self._device)
         self._failed = "interrupted"
         try:
             self._session.execute(feeds)
@@ -146,14 +173,15 @@ class Budgeted:
         except Exception as error:
             self._failed = type(error).__name__
             raise
+        self._unread.clear()
         made = self._session.results(copy=False)
         for output in self._session.not_donated:
-            np.copyto(feeds[output.removeprefix(names.new(""))], made[output])
-        self.outputs = {name: copied(made[output]) for output, name in self._kept.items()}
+            _renew(self._arrays[output.removeprefix(names.new(""))], made[output])
+        self.outputs = {name: copied(made[output]).to(self._device) for output, name in self._kept.items()}
         self._failed = ""
         for optimizer in self._optimizers:
             optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask for it
-        for pieces, slot, name in self._counts():
+        for pieces, slot, name in counted:
             pieces[slot] = type(pieces[slot])(self._own[name].item())
         return StepLoss(made[names.LOSS].item())
 
@@ -166,7 +194,7 @@ class Budgeted:
     @property
     def extra(self) -> dict[str, torch.Tensor]:
         """Return the state outside module and optimizer, by name: averages, sums of micro-batches, the loss scale."""
-        return {name: torch.from_numpy(array) for name, array in self._own.items()}
+        return dict(self._own)
 
     def close(self) -> None:
         """Free all memory except that of the module and the optimizer."""
@@ -181,8 +209,8 @@ class Budgeted:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _flat(self, batch: Any) -> dict[str, np.ndarray]:
-        """Return the arrays of a batch by input name; contiguous ones are not copied."""
+    def _flat(self, batch: Any) -> dict[str, Any]:
+        """Return the arrays of a batch by input name; contiguous ones are not copied here."""
         given = self._batch.like(batch)
         for ours, theirs in zip(self._batch.leaves, given.leaves, strict=True):
             if ours is not theirs and ours != theirs:
@@ -192,9 +220,10 @@ class Budgeted:
         self._check_shapes(tensors)
         self._sessions.use(self._written.sizes(given))
         for name, tensor in tensors.items():
-            if tensor.device.type != "cpu" or tensor.layout != torch.strided:
-                raise UsageError(f"{name} is {tensor.layout} on {tensor.device}: give a dense tensor on the CPU")
-        return {name: view(tensor.contiguous().resolve_conj().resolve_neg()) for name, tensor in tensors.items()}
+            if tensor.device not in (HOST, self._device) or tensor.layout != torch.strided:
+                where = f"give a dense tensor on {self._device}"
+                raise UsageError(f"{name} is {tensor.layout} on {tensor.device}: {where}")
+        return {name: readable(in_one_piece(tensor)) for name, tensor in tensors.items()}
 
     def _check_shapes(self, given: Mapping[str, torch.Tensor]) -> None:
         """Raise UsageError if a fixed dimension has another size than in the example."""
@@ -222,62 +251,71 @@ class Budgeted:
     def _session(self) -> Session:
         return self._sessions.current
 
-    def _now(self) -> Facts:
-        return Facts.of(self._model, self._optimizers, set(self._settings.values()))
+    def _now(self, parameters: Mapping[str, torch.nn.Parameter]) -> Facts:
+        return Facts.of(self._model, self._optimizers, set(self._settings.values()), parameters)
 
-    def _current(self) -> dict[str, torch.Tensor]:
+    def _current(self, parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:
         """Return the current tensors of module and optimizers that the step trains, by input name."""
-        parameters = dict(self._model.named_parameters())
-        found = parameters | dict(self._model.named_buffers())
+        found: dict[str, torch.Tensor] = dict(parameters)
+        found |= dict(self._model.named_buffers())
         for optimizer in self._optimizers:
             for name in self._trained:
                 for slot, value in optimizer.state.get(parameters[name], {}).items():
                     if isinstance(value, torch.Tensor):
+                        if value.device != self._device:  # PyTorch counts steps on the host, and so do its checkpoints
+                            value.data = value.data.to(self._device)
                         found[names.state(name, slot)] = value
         return found
 
-    def _bind(self) -> None:
+    def _bind(self, current: Mapping[str, torch.Tensor]) -> None:
         """Update the arrays that share the tensors' memory: the user may have loaded or replaced some tensors."""
-        current = self._current()
+        changed = []
         for name in self._wanted:
             if name not in current:
                 raise UsageError(f"{name} is gone from the module or the optimizer: make a new step")
-        if any(_layout(current[name]) != self._bound.get(name) for name in self._wanted):
+            if current[name].device != self._device:
+                raise UsageError(
+                    f"{name} is on {current[name].device} and the step runs on {self._device}: move the module back, "
+                    f"model.to({str(self._device)!r}), or make a new step"
+                )
+            if _layout(current[name]) != self._bound.get(name):
+                changed.append(name)
+        if changed:
             check_apart({name: current[name] for name in self._wanted}, self._renewed())
             heap.trim_soon()  # frees the previous tensors, and the checkpoint that these came from
-        for name in self._wanted:
-            if _layout(tensor := current[name]) != self._bound.get(name):
-                if not tensor.is_contiguous():
-                    tensor.data = tensor.data.contiguous()
-                self._bound[name], self._arrays[name] = _layout(tensor), view(tensor)
-        counts = {name: pieces[slot] for pieces, slot, name in self._counts()}
+        for name in changed:
+            tensor = current[name]
+            if not fits(tensor):
+                tensor.data = in_one_piece(tensor.data)
+            self._bound[name], self._arrays[name] = _layout(tensor), readable(tensor)
+        self._unread.update(changed)
+
+    def _read_counts(self, counts: Mapping[str, float]) -> None:
         for name in self._numbers:
             if name not in counts:
                 raise UsageError(f"{name} is gone from the optimizer: make a new step")
-            self._own[name][...] = counts[name]
+            self._own[name].fill_(counts[name])
 
-    def _read_outside(self) -> dict[str, np.ndarray]:
+    def _read_outside(self, current: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """Return current arrays of the tensors outside the step; copies of those that the step would change."""
-        renewed = self._places(self._renewed()) if self._outside else {}
+        renewed = self._places(current, self._renewed()) if self._outside else {}
         made = {}
         for name, one in self._outside.items():
             tensor = one.current()
-            array = view(tensor.contiguous().resolve_conj().resolve_neg())
-            made[name] = array.copy() if memory(tensor) in renewed else array
+            whole = in_one_piece(tensor)
+            made[name] = readable(whole.clone() if memory(whole) in renewed else whole)
         return made
 
-    def _places(self, inputs: Iterable[str]) -> dict[int, str]:
+    def _places(self, current: Mapping[str, torch.Tensor], inputs: Iterable[str]) -> dict[int, str]:
         """Return the names of these trained tensors, by the address of their memory."""
-        current = self._current()
         return {memory(current[name]): name for name in inputs if name in current}
 
     def _renewed(self) -> set[str]:
         """Return the inputs that a step updates in place."""
         return {*self._session.donated.values(), *(o.removeprefix(names.new("")) for o in self._session.not_donated)}
 
-    def _counts(self) -> Iterator[tuple[dict[str, Any], str, str]]:
+    def _counts(self, parameters: Mapping[str, torch.nn.Parameter]) -> Iterator[tuple[dict[str, Any], str, str]]:
         """Yield the Python numbers in an optimizer's state, which cannot share memory: dict, key and input name."""
-        parameters = dict(self._model.named_parameters())
         for optimizer in self._optimizers:
             for name in self._trained:
                 pieces = optimizer.state.get(parameters[name], {})
@@ -290,6 +328,14 @@ def _layout(tensor: torch.Tensor) -> _Layout:
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
+def _renew(place: Any, value: np.ndarray) -> None:
+    """Copy a new value to an input's array, see `readable`."""
+    if isinstance(place, np.ndarray):
+        np.copyto(place, value)
+    else:
+        place.copy_(torch.from_numpy(value.view(np.uint16) if place.dtype == torch.uint16 else value))
+
+
 def _start(
     users: Iterable[torch.optim.Optimizer],
     parameters: Mapping[str, torch.Tensor],
@@ -300,7 +346,8 @@ def _start(
         held = {id(parameter) for group in user.param_groups for parameter in group["params"]}
         for name, pieces in started.items():
             if id(parameters[name]) in held:
-                user.state[parameters[name]] = {slot: value.clone() for slot, value in pieces.items()}
+                where = parameters[name].device
+                user.state[parameters[name]] = {slot: value.clone().to(where) for slot, value in pieces.items()}
 
 
 def budgeted(
@@ -336,8 +383,10 @@ def budgeted(
             loss = step((x, target))
         torch.save(model.state_dict(), "model.pt")
 
-    Each call trains on one batch on ONNX Runtime's CPU and updates the tensors of `model` and of the optimizer's state.
-    Evaluation and checkpoints of the module work as usual between calls.
+    Each call trains on one batch on ONNX Runtime, and updates the tensors of `model` and of the optimizer's state.
+    Evaluation and checkpoints of the module work as usual between calls. The step runs where the module is: on the CPU,
+    or, after ``model.cuda()``, on the first CUDA device. While it is made, a module on a device is on the host, where
+    it is traced and compared.
 
     Parameters
     ----------
@@ -347,13 +396,13 @@ def budgeted(
         Memory that training may take: ``"4GB"``, a number of bytes, ``"60%"`` of what PyTorch's own step takes, which
         is measured, or ``"60% of the step"`` as it is exported; ``"auto"``, the least for which the exported step takes
         at most 10 % more time, or ``"+5%"``, at most 5 %. It includes the module and the optimizer's state, but
-        not Python and its libraries. By default (None) the step is not rewritten.
+        not Python and its libraries, nor what CUDA and its libraries take. By default (None) the step is not rewritten.
     clip_norm, clip_value, accumulate, average, scaler
         As of `export_training_step`.
     dynamic_dims : mapping of str to mapping of int to str, optional
         As in `export_training_step`: dimensions of batches that may be smaller than the example's. The plan is for the
         example. The first batch of another size opens a session for it, which takes seconds; the last few sizes stay
-        open, in the memory of the largest.
+        open, in the memory of the largest. On the CPU only.
     loss_parts, attention_parts : int, optional
         As of `export_training_step`.
     outputs : sequence of str
@@ -382,30 +431,34 @@ def budgeted(
     users = optimizer_facts.each(optimizer)
     if not users:
         raise ConversionError("budgeted needs an optimizer, whose step is part of the graph: pass one")
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if tensor.device.type != "cpu":
-            raise ConversionError(
-                f"{name} is on {tensor.device}: budgeted trains on the CPU; call model.cpu() first, or train on the "
-                "GPU with export_training_step and Loop(device='cuda')"
-            )
+    device = device_of(model)
     optimizer_facts.parameters_of(users, dict(model.named_parameters()))
     given, of_step = shares.parse(budget)
     if given is None and planning:
         raise UsageError("{} needs a budget: pass {}", Setting("planning"), Setting("budget"))
+    if device != HOST:
+        if dynamic_dims:
+            raise UsageError("{}: on a device all batches have one size: pad them", Setting("dynamic_dims"))
+        if (planning or {}).get("provider", device.type) != device.type:
+            raise UsageError("the module is on {}: leave {} out", device, Setting("provider"))
+        planning = {"provider": device.type, **(planning or {})}
+        check_provider()
     recipe = Recipe(clip_norm, clip_value, accumulate, average, None if scaler is None else Scaling.of(scaler))
     written = Written(tempfile.TemporaryDirectory(prefix="onnx-remat-"), dynamic_dims or {})
     example = Batch.of(batch)
     example.check_dimensions(written.dynamic)
     request = Request(
-        model, loss, recipe, users, batch, given, of_step, written.dynamic, written.sizes(example), loss_parts,
-        attention_parts, tuple(outputs), check, planning or {}, written.path,
-        Progress(quiet=not progress, log=True),
+        model, loss, recipe, users, moved(batch, HOST), given, of_step, written.dynamic, written.sizes(example),
+        loss_parts, attention_parts, tuple(outputs), check, planning or {}, written.path,
+        Progress(quiet=not progress, log=True), device.type,
     )  # fmt: skip
-    if request.is_share and not forks():
+    own = measured_on_device(request, batch, device) if device != HOST and request.is_share else None
+    if request.is_share and device == HOST and not forks():
         warnings.warn(
             "PyTorch's own step cannot be measured on this system: the budget is a share of what the exported step "
             "takes",
             stacklevel=2,
         )
-    made, outside = carried_out(request)
+    with on_host(own_tensors(model, loss, users), device):
+        made, outside = carried_out(request, own)
     return Budgeted(model, users, example, made, outside, written, threads or torch.get_num_threads())

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -13,6 +15,7 @@ from onnx_remat.process import forked
 from onnx_remat.session import heap
 
 from .batch import Batch, loss_of
+from .devices import HOST, moved, own_tensors
 from .preparation import Own, Request
 
 STEPS = 2
@@ -36,6 +39,17 @@ def agree(found: int, before: int) -> bool:
     tenth of difference, and planned for half a minute.
     """
     return abs(found - before) <= max(before // 4, 500_000)
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """PyTorch's own step, measured before."""
+
+    own: Own
+
+    def result(self) -> Own:
+        """Return it."""
+        return self.own
 
 
 class Measurement:
@@ -81,14 +95,66 @@ def memory(request: Request) -> int:
     heap.give_back_large_blocks()  # how much the heap keeps of freed blocks differs from run to run
     heap.trim()
     base = reset_peak() - resident("RssFile")
+    _train(request, batch)
+    # a forked copy maps the pages of libraries as it comes to them
+    return max(0, resident("VmHWM") - resident("RssFile") - base) + held
+
+
+def measured_on_device(request: Request, batch: Any, device: torch.device) -> Known:
+    """Return what PyTorch's own step takes of a CUDA device, by its allocator's count, see `memory`.
+
+    The module, the optimizers and the random state are the same afterwards.
+
+    Parameters
+    ----------
+    request : Request
+    batch : object
+        The example as the user gave it.
+    device : torch.device
+    """
+    given = Batch.of(moved(batch, device))
+    parameters = [p for user in request.users for group in user.param_groups for p in group["params"]]
+    kept = [
+        (each, each.detach().to(HOST, copy=True))
+        for each in own_tensors(request.model, request.loss, request.users).values()
+    ]
+    states = [(user, {p: dict(pieces) for p, pieces in user.state.items()}) for user in request.users]
+    gradients = [(p, p.grad) for p in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    held = sum(tensor.nbytes for tensor in _distinct(request, given))
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    base = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    try:
+        with torch.random.fork_rng([device]), torch.enable_grad():
+            _train(request, given)
+        torch.cuda.synchronize(device)
+        found = Own(rounded(max(0, torch.cuda.max_memory_allocated(device) - base) + held))
+    except Exception as error:
+        found = Own(0, f"{type(error).__name__}: {error}")
+    finally:
+        with torch.no_grad():
+            for tensor, value in kept:
+                tensor.copy_(value)
+        for user, state in states:
+            user.state.clear()
+            user.state.update(state)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        torch.cuda.empty_cache()
+    return Known(found)
+
+
+def _train(request: Request, batch: Batch) -> None:
+    """Train `STEPS` steps."""
     for _ in range(STEPS):
         positional, keyword = batch.arguments(batch.tensors)
         loss_of(request.model, request.loss, positional, keyword)[0].backward()
-        for optimizer in optimizers:
+        for optimizer in request.users:
             optimizer.step()
             optimizer.zero_grad()
-    # a forked copy maps the pages of libraries as it comes to them
-    return max(0, resident("VmHWM") - resident("RssFile") - base) + held
 
 
 def _distinct(request: Request, batch: Batch) -> Iterator[torch.Tensor]:

@@ -50,6 +50,8 @@ class Request:
         File to write.
     progress : Progress
         Line on a terminal that shows the stage.
+    provider : str
+        What runs the step: ``"cpu"`` or ``"cuda"``.
     """
 
     model: torch.nn.Module
@@ -68,6 +70,7 @@ class Request:
     planning: PlanningOptions
     path: Path
     progress: Progress
+    provider: str = "cpu"
 
     @property
     def is_share(self) -> bool:
@@ -76,8 +79,8 @@ class Request:
 
     @property
     def compares(self) -> bool:
-        """Return whether memory of PyTorch's own step is of interest."""
-        return self.budget is not None and (self.check or self.is_share)
+        """Return whether memory of PyTorch's own step is of interest: on a device only where the budget needs it."""
+        return self.budget is not None and ((self.check and self.provider == "cpu") or self.is_share)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +123,8 @@ class Prepared:
         Parts of the model's output that it outputs.
     torch_bytes : int
         Memory that training with PyTorch's own step takes; 0 if that was not measured.
+    limit : int
+        The budget in bytes; 0 without one.
     """
 
     trained: tuple[str, ...]
@@ -131,3 +136,4 @@ class Prepared:
     summary: str = ""
     outputs: tuple[str, ...] = ()
     torch_bytes: int = 0
+    limit: int = 0

@@ -33,7 +33,7 @@ from .initial import initial_feeds
 from .living import Living
 from .lower import lower
 from .outside import Outside
-from .own_step import Measurement, agree
+from .own_step import Known, Measurement, agree
 from .preparation import Prepared, Request
 from .step import StepParts
 from .unchanged import SettingPlace
@@ -43,7 +43,7 @@ OPSET = 20
 _LR = "lr"
 
 
-def prepared(request: Request, measured: Measurement | None, apart: bool = False) -> Prepared:
+def prepared(request: Request, measured: Measurement | Known | None, apart: bool = False) -> Prepared:
     """Export a step, compare it with torch's if `check`, plan it if there is a budget, and write it.
 
     A share as budget is one of PyTorch's own step if that is `measured`. In a process `apart`, the step is compared
@@ -60,7 +60,7 @@ def prepared(request: Request, measured: Measurement | None, apart: bool = False
         request.progress.clear()
 
 
-def _prepared(request: Request, measured: Measurement | None, apart: bool) -> Prepared:
+def _prepared(request: Request, measured: Measurement | Known | None, apart: bool) -> Prepared:
     if request.budget is not None:
         parse_options({**request.planning})
     parameters = dict(request.model.named_parameters())
@@ -82,7 +82,8 @@ def _prepared(request: Request, measured: Measurement | None, apart: bool) -> Pr
             check()
         with forked.Running(check, "the comparison") if request.check and apart else nullcontext() as comparison:
             exported = export_cache.Exported(finished(made, step), _own_bytes(request, measured))
-            _check_kernels(exported.step)
+            if request.provider == "cpu":
+                _check_kernels(exported.step)
             report = _planned(request, exported, comparison)
             if comparison is not None:
                 request.progress("compare with PyTorch", 0.0)
@@ -92,7 +93,7 @@ def _prepared(request: Request, measured: Measurement | None, apart: bool) -> Pr
         tuple(step.trainable), _settings(twins), _started(step, request.users, parameters), _own(exported.step, step),
         graph.outside, report=b"" if report is None else pickle.dumps(report),
         summary="" if report is None else shares.summary("PyTorch", exported.torch_bytes, report),
-        outputs=request.outputs, torch_bytes=exported.torch_bytes,
+        outputs=request.outputs, torch_bytes=exported.torch_bytes, limit=0 if report is None else report.budget,
     )  # fmt: skip
 
 
@@ -100,7 +101,7 @@ def _compared(made: ir.Model, step: StepParts, request: Request) -> None:
     compare(made, step, request.dynamic, distances=False)  # they are for the metadata of a file
 
 
-def _own_bytes(request: Request, measured: Measurement | None, before: int = 0) -> int:
+def _own_bytes(request: Request, measured: Measurement | Known | None, before: int = 0) -> int:
     """Return what PyTorch's own step takes, or took `before` if that hardly differs; 0 if that was not measured.
 
     Where the step was compared before, its own run is the only one that finds an error in this batch.
@@ -137,7 +138,7 @@ def _planned(
         )
 
 
-def prepared_apart(request: Request, measured: Measurement | None, living: Living) -> Prepared | None:
+def prepared_apart(request: Request, measured: Measurement | Known | None, living: Living) -> Prepared | None:
     """Return the result of `prepared` with all tensors outside the step as places.
 
     Return None if one of them is unknown to the other process. Runs in a forked copy, which has one thread.

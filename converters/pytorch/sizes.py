@@ -47,10 +47,16 @@ class Sessions:
     most : dict of str to int
         Size of each open dimension in the example, the largest that a batch may have.
     threads : int
+    provider : str
+    limit : int
+        Memory that a session on a device may take, in bytes; 0 for no limit.
     """
 
-    def __init__(self, written: Written, most: dict[str, int], threads: int) -> None:
+    def __init__(
+        self, written: Written, most: dict[str, int], threads: int, provider: str = "cpu", limit: int = 0
+    ) -> None:
         self._written, self._most, self._threads = written, most, threads
+        self._provider, self._limit = provider, 0 if provider == "cpu" else limit
         self._largest = self.current = self._opened(most, None)
         self._others: dict[tuple[int, ...], Session] = {}
 
@@ -81,4 +87,7 @@ class Sessions:
             session.close()
 
     def _opened(self, sizes: Mapping[str, int], slab_of: Session | None) -> Session:
-        return Session(self._written.path, dims=sizes, donate=True, threads=self._threads, slab_of=slab_of)
+        return Session(
+            self._written.path, self._provider, dims=sizes, donate=True, threads=self._threads, slab_of=slab_of,
+            memory_limit=self._limit,
+        )  # fmt: skip

@@ -52,7 +52,7 @@ class _Unread:
 
 
 class BudgetedTrainer(Trainer):
-    """transformers' `Trainer`, whose training steps stay within a memory budget, on the CPU.
+    """transformers' `Trainer`, whose training steps stay within a memory budget, on the CPU or on one CUDA device.
 
     The first batch makes a step by `budgeted` of the model, its loss (`compute_loss`, which may be overridden) and the
     optimizer; it and all later batches train with that step. Evaluation, prediction, checkpoints, resuming, schedules,
@@ -82,8 +82,8 @@ class BudgetedTrainer(Trainer):
     Raises
     ------
     UsageError
-        In training: the trainer does not train on the CPU, in float32 and in one process, an update would have fewer
-        batches than ``gradient_accumulation_steps``, or a batch is no mapping of tensors.
+        In training: the trainer does not train on the CPU or on one CUDA device, in float32 and in one process, an
+        update would have fewer batches than ``gradient_accumulation_steps``, or a batch is no mapping of tensors.
     ConversionError, OnnxRematError
         In training: see `budgeted`.
     """
@@ -135,7 +135,7 @@ class BudgetedTrainer(Trainer):
             self.step = self._made(model, batch)
         loss = self.step(batch)
         self._micro = (self._micro + 1) % micro
-        return torch.tensor(loss / micro)
+        return torch.tensor(loss / micro, device=self.args.device)
 
     def close(self) -> None:
         """Free the memory of the step."""
@@ -154,8 +154,9 @@ class BudgetedTrainer(Trainer):
     def _check(self) -> None:
         """Raise UsageError if the step could not train as the arguments say."""
         arguments = self.args
-        if arguments.device.type != "cpu" or arguments.world_size > 1:
-            raise UsageError("a budget is for one process on a CPU: pass {}", Setting("use_cpu", True))
+        if arguments.device.type not in ("cpu", "cuda") or arguments.world_size > 1 or arguments.n_gpu > 1:
+            use_cpu = Setting("use_cpu", True)
+            raise UsageError("a budget is for one process on a CPU or on one CUDA device: pass {}", use_cpu)
         if arguments.fp16 or arguments.bf16:
             raise UsageError("a budget is for float32: leave fp16 and bf16 out")
         if arguments.neftune_noise_alpha:

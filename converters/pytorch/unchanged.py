@@ -44,10 +44,13 @@ class Facts:
 
     @staticmethod
     def of(
-        model: torch.nn.Module, optimizers: tuple[torch.optim.Optimizer, ...], inputs: Collection[SettingPlace]
+        model: torch.nn.Module,
+        optimizers: tuple[torch.optim.Optimizer, ...],
+        inputs: Collection[SettingPlace],
+        parameters: Mapping[str, torch.nn.Parameter] | None = None,
     ) -> Facts:
-        """Return the current facts; `inputs` are the settings that are not constants."""
-        parameters = dict(model.named_parameters())
+        """Return the current facts; `inputs` are the settings that are not constants, `parameters` the module's."""
+        parameters = dict(model.named_parameters()) if parameters is None else parameters
         name_of = {id(parameter): name for name, parameter in parameters.items()}
         groups = [(o, g, group) for o, user in enumerate(optimizers) for g, group in enumerate(user.param_groups)]
         return Facts(

@@ -375,6 +375,15 @@ def has_device(provider: str) -> bool:
     return bool(found == provider)
 
 
+def check_device(provider: str) -> None:
+    """Raise ModelError unless ONNX Runtime can create sessions on an execution provider here."""
+    if not has_device(provider):
+        raise ModelError(
+            f"onnxruntime makes no {provider} session here: install onnxruntime-gpu and its CUDA libraries, on a "
+            "machine with a device"
+        )
+
+
 def first_provider(data: bytes, providers: Sequence[str]) -> tuple[str, bytes]:
     """Return the provider that a session gets (`has_device`): fallback is silent. Runs in a separate process."""
     return _load(data, session_options("disable"), providers).get_providers()[0], b""

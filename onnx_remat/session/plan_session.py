@@ -263,11 +263,7 @@ def arrange(step: model_io.Model, target: Path, request: SessionRequest) -> Slab
     source = model_io.load(step)
     check_openable(source.model)
     kernels = kernels_of(request.provider)
-    if not runtime.has_device(kernels.execution_providers[0]):
-        raise ModelError(
-            f"onnxruntime makes no {kernels.execution_providers[0]} session here: install onnxruntime-gpu and its CUDA "
-            "libraries, on a machine with a device"
-        )
+    runtime.check_device(kernels.execution_providers[0])
     if old := placement.too_old(kernels, opset_of(source.model), runtime.installed()):
         raise ModelError(f"a session cannot train well here: {old}")
     stated = Preparation(kernels, dims=_all_dims(source.model, request.dims), fixed=True)

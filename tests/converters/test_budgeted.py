@@ -802,7 +802,7 @@ def test_refusals_say_why():
             step(batch)
 
     before = copy.deepcopy(model.state_dict())
-    fails("on meta: give a dense tensor on the CPU", (batch[0].to("meta"), batch[1]))
+    fails("on meta: give a dense tensor on cpu", (batch[0].to("meta"), batch[1]))
     fails("sparse_coo on cpu: give a dense", (batch[0].to_sparse(), batch[1]))
     fails("has another structure than the example", batch[0])
     fails(r"input.0 has shape \[8, .*the example \[.*drop_last=True.*dynamic_dims", batches(1, 8)[0])

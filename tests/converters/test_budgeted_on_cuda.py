@@ -1,0 +1,180 @@
+"""`budgeted` of a module on a GPU: on the fake device, and how tensors move to the host and back."""
+
+from __future__ import annotations
+
+import copy
+import types
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("onnxscript")
+
+import torch
+from onnx_remat.converters.pytorch import budgeted, devices, own_step
+from torch import nn
+
+from onnx_remat.errors import ConversionError, UsageError
+from tests.support.fake_cuda import here
+
+needs_device = pytest.mark.skipif(bool(here.why_not()), reason=here.why_not())
+
+
+def asked(how: str, budget: str | None = None):
+    found = here.ask("tests.support.fake_cuda.module", {"how": how, "budget": budget})
+    assert "error" not in found, found
+    return found
+
+
+@needs_device
+@pytest.mark.parametrize(
+    ("how", "budget"), [("device", None), ("host", None), ("accumulate", None), ("device", "200% of the step")]
+)
+def test_a_module_on_a_device_is_trained_where_it_lies(how, budget):
+    """Parameters, buffers and state are PyTorch's own, AdamW's counts included, and no second copy of them exists."""
+    found = asked(how, budget)
+    assert found["kernels"] == found["nodes"] - 1  # all but the sum of the loss: the fake device computes those alone
+    assert found["state"].keys() == found["torch"].keys() and "step of bias" in found["state"]
+    for name, value in found["torch"].items():
+        np.testing.assert_allclose(found["state"][name], value, rtol=1e-5, atol=1e-6, err_msg=name)
+    assert found["devices"] == ["cuda:0"] and found["live"] < (found["report"] or 100_000)
+
+
+CUDA = torch.device("cuda", 0)
+
+
+def perceptron() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3))
+
+
+def test_a_module_is_on_one_device_that_sessions_run_on():
+    model = perceptron()
+    assert devices.device_of(model) == devices.device_of(nn.Identity()) == devices.HOST
+    with pytest.raises(ConversionError, match=r"0\.weight is on meta: a step runs on the CPU or on CUDA"):
+        devices.device_of(perceptron().to("meta"))
+    model[3].to("meta")
+    with pytest.raises(
+        ConversionError, match=r"0\.weight is on cpu and 3\.weight on meta: move the module to one, model.to\(cpu\)"
+    ):
+        devices.device_of(model)
+
+
+def test_tensors_are_on_the_host_in_the_block_and_on_their_devices_again_after_an_error(monkeypatch):
+    model, where = perceptron(), {}
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.rand(4, 6)).sum().backward()
+    optimizer.step()
+    tensors = devices.own_tensors(model, nn.CrossEntropyLoss(torch.ones(3)), [optimizer])
+    assert {
+        "0.weight",
+        "1.running_mean",
+        "exp_avg of 3.bias",
+        "step of 0.weight",
+        "the loss's weight",
+    } <= tensors.keys()
+    monkeypatch.setattr(devices, "_move", lambda tensor, device: where.update({id(tensor): device}))
+
+    def export():
+        with devices.on_host(tensors, CUDA):
+            assert set(where.values()) == {devices.HOST} and len(where) == len(tensors)
+            where.clear()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        export()
+    assert where == {id(tensor): tensor.device for tensor in tensors.values()}
+
+
+def test_moving_keeps_a_tensor_and_its_gradient():
+    weight = nn.Parameter(torch.rand(3))
+    weight.grad = torch.ones(3)
+    before = weight.detach().clone()
+    devices._move(weight, devices.HOST)
+    assert torch.equal(weight, before) and torch.equal(weight.grad, torch.ones(3)) and weight.is_leaf
+
+
+def test_tensors_that_share_memory_are_not_moved():
+    """Afterwards each would have its own."""
+    model = nn.Module()
+    model.register_buffer("whole", torch.zeros(4, 4))
+    model.register_buffer("part", model.whole[1])
+    with (
+        pytest.raises(UsageError, match="whole and part share memory"),
+        devices.on_host(dict(model.named_buffers()), CUDA),
+    ):
+        pass
+
+
+@pytest.mark.filterwarnings("ignore:User provided device_type")
+def test_autocast_of_a_device_has_its_type_on_the_host():
+    one = torch.ones(2, 2)
+    cast = torch.autocast("cuda", torch.bfloat16)
+    cast._enabled = True  # without CUDA, torch switches it off
+    with devices._autocast_on_host():
+        with cast, torch.autocast("cpu", enabled=False), copy.copy(cast):
+            assert (one @ one).dtype == torch.bfloat16
+        assert (one @ one).dtype == torch.float32 and cast.device == "cuda"
+    with cast:
+        assert (one @ one).dtype == torch.float32
+
+
+def test_batches_keep_their_structure():
+    x = torch.rand(2)
+    assert devices.moved(x, devices.HOST) is x
+    assert devices.moved({"a": x, "b": [x, 3]}, devices.HOST) == {"a": x, "b": [x, 3]}
+    assert devices.moved([x, (x, None)], devices.HOST) == (x, (x, None))
+
+
+@pytest.fixture
+def on_cuda(monkeypatch):
+    """A module of the host is said to be on a device."""
+    monkeypatch.setitem(budgeted.__globals__, "device_of", lambda model: CUDA)
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        ({"dynamic_dims": {"input.0": {0: "batch"}}}, "dynamic_dims.*on a device all batches have one size"),
+        ({"budget": "60%", "planning": {"provider": "cpu"}}, "the module is on cuda:0: leave .*provider.* out"),
+        ({"budget": "1GB"}, "makes no CUDAExecutionProvider session here: install onnxruntime-gpu"),
+    ],
+)
+def test_what_a_device_cannot_do_is_refused_at_once(on_cuda, given, error):
+    model = perceptron()
+    batch = torch.rand(4, 6), torch.tensor([0, 1, 2, 0])
+    with pytest.raises(Exception, match=error):
+        budgeted(model, nn.functional.cross_entropy, torch.optim.SGD(model.parameters()), batch, **given)
+
+
+def test_a_step_of_pytorchs_own_leaves_everything_as_it_was(monkeypatch):
+    """Parameters, running statistics, optimizers, gradients and random numbers; also where it fails."""
+    for name in ("synchronize", "empty_cache", "reset_peak_memory_stats", "set_rng_state"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda *_: torch.zeros(1))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda *_: 5_000)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda *_: 1_255_000)
+    model = perceptron()
+    for count in (0, 1):
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(count):
+            model(torch.rand(4, 6)).sum().backward()
+            optimizer.step()
+        model[0].weight.grad = torch.ones(8, 6)
+        before = [
+            {n: t.clone() for n, t in devices.own_tensors(model, None, [optimizer]).items()},
+            torch.get_rng_state(),
+        ]
+        batch = torch.rand(4, 6), torch.tensor([0, 1, 2, 0])
+        before[1] = torch.get_rng_state()
+        for loss, wanted in ((nn.functional.cross_entropy, 1_300_000), (lambda *_: 1 / 0, 0)):
+            request = types.SimpleNamespace(model=model, loss=loss, users=(optimizer,))
+            own = own_step.measured_on_device(request, batch, devices.HOST).result()
+            assert own.bytes == wanted and ("ZeroDivisionError" in own.error) == (not wanted)
+            after = devices.own_tensors(model, None, [optimizer])
+            assert after.keys() == before[0].keys()
+            assert all(torch.equal(after[name], value) for name, value in before[0].items())
+            assert torch.equal(torch.get_rng_state(), before[1])
+            assert torch.equal(model[0].weight.grad, torch.ones(8, 6))
+            assert (model[3].weight.grad is None) == (not count)
