@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
@@ -29,14 +29,16 @@ from .devices import (
     device_of,
     finish_work,
     fits,
+    in_one_chunk,
     in_one_piece,
     moved,
     on_host,
     own_tensors,
     readable,
+    release_memory,
 )  # fmt: skip
 from .living import forks
-from .outside import Outside, check_apart, memory, shares_memory
+from .outside import Outside, check_apart, check_lasting, memory, shares_memory
 from .own_step import measured_on_device
 from .preparation import Prepared, Request
 from .recipe import Recipe, Scaling
@@ -100,7 +102,9 @@ class Budgeted:
         outside: Mapping[str, Outside],
         written: Written,
         threads: int,
+        loss: Loss | None,
     ) -> None:
+        self._loss = loss  # its tensors are read as long as they exist
         self._device = device_of(model)
         self.torch_bytes, self._report, self.summary = prepared.torch_bytes, prepared.report, prepared.summary
         self._optimizers, self._model, self._written = users, model, written
@@ -128,6 +132,7 @@ class Budgeted:
             if memory(one.alias) in buffers:
                 raise shares_memory(one.label, f"buffer {buffers[memory(one.alias)]}")
         self._bound: dict[str, _Layout] = {}
+        self._formals = {array.name: array for array in self._session.outputs}
         self._kept = {names.output(name): name for name in prepared.outputs}
         self.outputs: dict[str, torch.Tensor] = {}
         self._failed = ""
@@ -153,7 +158,7 @@ class Budgeted:
         self._facts.check(self._now(parameters))
         given = self._flat(batch)
         current = self._current(parameters)
-        self._bind(current)
+        self._bind(current, {*parameters, *dict(self._model.named_buffers())})
         counted = list(self._counts(parameters)) if self._numbers else []
         self._read_counts({name: pieces[slot] for pieces, slot, name in counted})
         for name, (optimizer_, group, key) in self._settings.items():
@@ -177,13 +182,18 @@ class Budgeted:
         made = self._session.results(copy=False)
         for output in self._session.not_donated:
             _renew(self._arrays[output.removeprefix(names.new(""))], made[output])
-        self.outputs = {name: copied(made[output]).to(self._device) for output, name in self._kept.items()}
+        self.outputs = {name: self._tensor(output, made[output]) for output, name in self._kept.items()}
         self._failed = ""
         for optimizer in self._optimizers:
             optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask for it
         for pieces, slot, name in counted:
             pieces[slot] = type(pieces[slot])(self._own[name].item())
-        return StepLoss(made[names.LOSS].item())
+        return StepLoss(self._formals[names.LOSS].number(made[names.LOSS]))
+
+    def _tensor(self, output: str, value: np.ndarray) -> torch.Tensor:
+        """Return a copy of an output where the module is."""
+        made = copied(value)
+        return (made.view(torch.bfloat16) if self._formals[output].is_bfloat else made).to(self._device)
 
     @property
     def report(self) -> Report | None:
@@ -262,23 +272,28 @@ class Budgeted:
             for name in self._trained:
                 for slot, value in optimizer.state.get(parameters[name], {}).items():
                     if isinstance(value, torch.Tensor):
-                        if value.device != self._device:  # PyTorch counts steps on the host, and so do its checkpoints
-                            value.data = value.data.to(self._device)
                         found[names.state(name, slot)] = value
         return found
 
-    def _bind(self, current: Mapping[str, torch.Tensor]) -> None:
-        """Update the arrays that share the tensors' memory: the user may have loaded or replaced some tensors."""
+    def _bind(self, current: Mapping[str, torch.Tensor], own: Collection[str]) -> None:
+        """Update the arrays that share the tensors' memory: the user may have loaded or replaced some tensors.
+
+        `own` are the names of the module's, whose device the user chose.
+        """
         changed = []
         for name in self._wanted:
             if name not in current:
                 raise UsageError(f"{name} is gone from the module or the optimizer: make a new step")
-            if current[name].device != self._device:
+            if current[name].device != self._device and name in own:
                 raise UsageError(
                     f"{name} is on {current[name].device} and the step runs on {self._device}: move the module back, "
                     f"model.to({str(self._device)!r}), or make a new step"
                 )
-            if _layout(current[name]) != self._bound.get(name):
+        for name in self._wanted:
+            state = current[name]
+            if state.device != self._device:  # PyTorch counts steps on the host, and so do its checkpoints
+                state.data = state.data.to(self._device)
+            if _layout(state) != self._bound.get(name):
                 changed.append(name)
         if changed:
             check_apart({name: current[name] for name in self._wanted}, self._renewed())
@@ -287,8 +302,8 @@ class Budgeted:
             tensor = current[name]
             if not fits(tensor):
                 tensor.data = in_one_piece(tensor.data)
+            self._unread.add(name)
             self._bound[name], self._arrays[name] = _layout(tensor), readable(tensor)
-        self._unread.update(changed)
 
     def _read_counts(self, counts: Mapping[str, float]) -> None:
         for name in self._numbers:
@@ -442,6 +457,7 @@ def budgeted(
         if (planning or {}).get("provider", device.type) != device.type:
             raise UsageError("the module is on {}: leave {} out", device, Setting("provider"))
         planning = {"provider": device.type, **(planning or {})}
+        release_memory(device)
         check_provider()
     recipe = Recipe(clip_norm, clip_value, accumulate, average, None if scaler is None else Scaling.of(scaler))
     written = Written(tempfile.TemporaryDirectory(prefix="onnx-remat-"), dynamic_dims or {})
@@ -459,6 +475,14 @@ def budgeted(
             "takes",
             stacklevel=2,
         )
-    with on_host(own_tensors(model, loss, users), device):
+    tensors = own_tensors(model, loss, users)
+    with on_host(tensors, device):
+        release_memory(device)
         made, outside = carried_out(request, own)
-    return Budgeted(model, users, example, made, outside, written, threads or torch.get_num_threads())
+        if device != HOST:
+            check_lasting(outside, tensors)
+    if device != HOST:
+        in_one_chunk(model)
+        outside = {name: one.renewed() for name, one in outside.items()}
+        release_memory(device)
+    return Budgeted(model, users, example, made, outside, written, threads or torch.get_num_threads(), loss)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from onnx_remat.errors import ConversionError
 from onnx_remat.session.device_arrays import ALIGNMENT
@@ -115,7 +116,7 @@ def on_host(tensors: Mapping[str, torch.Tensor], device: torch.device) -> Iterat
 
     Raises
     ------
-    ConversionError
+    UsageError
         Two of them share memory, which they would not do afterwards.
     """
     if device == HOST:
@@ -123,14 +124,26 @@ def on_host(tensors: Mapping[str, torch.Tensor], device: torch.device) -> Iterat
         return
     check_apart(tensors, tensors)
     before = {name: tensor.device for name, tensor in tensors.items()}
-    try:
-        for tensor in tensors.values():
+    with ExitStack() as back:
+        for name, tensor in tensors.items():
+            back.callback(_move, tensor, before[name])
             _move(tensor, HOST)
         with _autocast_on_host():
             yield
-    finally:
-        for name, tensor in tensors.items():
-            _move(tensor, before[name])
+
+
+def release_memory(device: torch.device) -> None:
+    """Give back what PyTorch's allocator keeps of a device: sessions do not allocate by it."""
+    if device != HOST:
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+
+
+def in_one_chunk(model: torch.nn.Module) -> None:
+    """Let the weights of each recurrent layer lie in one piece again, as cuDNN wants them."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.RNNBase):
+            module.flatten_parameters()
 
 
 def _move(tensor: torch.Tensor, device: torch.device) -> None:
@@ -140,25 +153,67 @@ def _move(tensor: torch.Tensor, device: torch.device) -> None:
         gradient.data = gradient.data.to(device)
 
 
+_IN_FLOAT32 = (
+    "__pow__", "__rdiv__", "__rpow__", "__rtruediv__", "acos", "asin", "binary_cross_entropy_with_logits",
+    "cdist", "cosh", "cosine_embedding_loss", "cosine_similarity", "cross_entropy", "cumprod", "cumsum", "dist",
+    "erfinv", "exp", "expm1", "group_norm", "hinge_embedding_loss", "kl_div", "l1_loss", "layer_norm", "log",
+    "log10", "log1p", "log2", "log_softmax", "logsumexp", "margin_ranking_loss", "mse_loss",
+    "multi_margin_loss", "multilabel_margin_loss", "nll_loss", "norm", "normalize", "pdist", "poisson_nll_loss",
+    "pow", "prod", "reciprocal", "renorm", "rsqrt", "sinh", "smooth_l1_loss", "soft_margin_loss", "softmax",
+    "softmin", "softplus", "sum", "tan", "triplet_margin_loss",
+)  # fmt: skip
+"""Functions that ``torch.autocast`` computes in float32 on CUDA: "CUDA Ops that can autocast to float32" in PyTorch's
+documentation of automatic mixed precision."""
+
+
+class _ListOfCuda(TorchFunctionMode):
+    """Compute in float32 what autocast does on CUDA: the host's own list is another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        homes = (torch, torch.Tensor, torch.nn.functional, torch.special)
+        found = (getattr(home, name, None) for home in homes for name in _IN_FLOAT32)
+        self._wide = {function for function in found if callable(function)}
+
+    def __torch_function__(
+        self, function: Any, types: Any, arguments: Sequence[Any] = (), named: Mapping[str, Any] | None = None
+    ) -> Any:
+        if function not in self._wide or not torch.is_autocast_enabled("cpu"):
+            return function(*arguments, **(named or {}))
+        arguments, named = pytree.tree_map(_widened, (tuple(arguments), dict(named or {})))
+        with torch.autocast("cpu", enabled=False):
+            return function(*arguments, **(named or {}))
+
+
+def _widened(value: Any) -> Any:
+    is_narrow = isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
+    return value.float() if is_narrow else value
+
+
 @contextmanager
 def _autocast_on_host() -> Iterator[None]:
+    """Let autocast for the device compute on the host in the types that it would use there."""
     enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
-    moved_: list[bool] = []
+    entered: list[tuple[bool, _ListOfCuda]] = []
 
-    def entered(self: torch.autocast) -> Any:
-        moved_.append(self.device == "cuda")
-        if moved_[-1]:
+    def enter_here(self: torch.autocast) -> Any:
+        entered.append((self.device == "cuda", _ListOfCuda()))
+        if self.device == "cuda":
             self.device = "cpu"
-        return enter(self)
+        made = enter(self)
+        entered[-1][1].__enter__()
+        return made
 
-    def left(self: torch.autocast, *error: Any) -> Any:
+    def leave_here(self: torch.autocast, *error: Any) -> Any:
+        moved_here, mode = entered.pop()
+        mode.__exit__(*error)
         try:
             return leave(self, *error)
         finally:
-            if moved_.pop():
+            if moved_here:
                 self.device = "cuda"
 
-    torch.autocast.__enter__, torch.autocast.__exit__ = entered, left  # type: ignore[method-assign]
+    torch.autocast.__enter__, torch.autocast.__exit__ = enter_here, leave_here  # type: ignore[method-assign]
     try:
         yield
     finally:

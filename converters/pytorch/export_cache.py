@@ -46,7 +46,7 @@ def key_of(traced: Trace, step: StepParts, request: Request) -> str:
     """Return the key of a traced step, empty for a graph that text does not describe completely."""
     options: list[Any] = [
         traced.outputs, traced.watched, sorted(traced.outside), request.dynamic, request.loss_parts,
-        request.attention_parts, request.check, step.recipe, step.recipe.state({}), step.batch.names,
+        request.attention_parts, request.check, request.provider, step.recipe, step.recipe.state({}), step.batch.names,
         bool(step.optimizers), surroundings(_PACKAGES, Path(__file__).parents[1]),
     ]  # fmt: skip
     found = hashlib.sha256(repr(options).encode())

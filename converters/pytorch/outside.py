@@ -7,7 +7,7 @@ between steps. Therefore every step reads them again, or a warning states that i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -34,6 +34,11 @@ class Outside:
     alias: torch.Tensor
     now: Callable[[], torch.Tensor | None]
 
+    def renewed(self) -> Outside:
+        """Return it with the memory that the tensor has now, after it moved to another device."""
+        tensor = self.now()
+        return self if tensor is None else replace(self, alias=tensor.detach())
+
     def current(self) -> torch.Tensor:
         """Return the current tensor.
 
@@ -53,6 +58,17 @@ class Outside:
                 f"{self.label}, is now {tensor.dtype} of shape {list(tensor.shape)} on {tensor.device}: make a new step"
             )
         return tensor
+
+
+def check_lasting(outside: Mapping[str, Outside], moved: Mapping[str, torch.Tensor]) -> None:
+    """Raise ConversionError for a tensor that each run of the step makes again, in the memory of one that moves."""
+    places = {memory(tensor): name for name, tensor in moved.items()}
+    for one in outside.values():
+        if not isinstance(one.now, TensorWeakRef) and (name := places.get(memory(one.alias))):
+            raise ConversionError(
+                f"{one.label}, is a part of {name}, which moves to the device: read {name} itself, or make the loss a "
+                "part of the model"
+            )
 
 
 def shares_memory(label: str, whose: str) -> ConversionError:

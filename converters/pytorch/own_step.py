@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -103,7 +104,7 @@ def memory(request: Request) -> int:
 def measured_on_device(request: Request, batch: Any, device: torch.device) -> Known:
     """Return what PyTorch's own step takes of a CUDA device, by its allocator's count, see `memory`.
 
-    The module, the optimizers and the random state are the same afterwards.
+    The modules, the optimizers, gradients and the random state are the same afterwards.
 
     Parameters
     ----------
@@ -112,8 +113,11 @@ def measured_on_device(request: Request, batch: Any, device: torch.device) -> Kn
         The example as the user gave it.
     device : torch.device
     """
+    from .step import as_it_was  # takes memory, which a step on the host does not need
+
     given = Batch.of(moved(batch, device))
-    parameters = [p for user in request.users for group in user.param_groups for p in group["params"]]
+    modules = [each for each in (request.model, request.loss) if isinstance(each, torch.nn.Module)]
+    parameters = list(dict.fromkeys(p for module in modules for p in module.parameters()))
     kept = [
         (each, each.detach().to(HOST, copy=True))
         for each in own_tensors(request.model, request.loss, request.users).values()
@@ -122,6 +126,9 @@ def measured_on_device(request: Request, batch: Any, device: torch.device) -> Kn
     gradients = [(p, p.grad) for p in parameters]
     for parameter in parameters:
         parameter.grad = None
+    own = ExitStack()
+    for module in modules:
+        own.enter_context(as_it_was(module))
     held = sum(tensor.nbytes for tensor in _distinct(request, given))
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
@@ -135,14 +142,15 @@ def measured_on_device(request: Request, batch: Any, device: torch.device) -> Kn
     except Exception as error:
         found = Own(0, f"{type(error).__name__}: {error}")
     finally:
-        with torch.no_grad():
-            for tensor, value in kept:
-                tensor.copy_(value)
+        own.close()
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
         for user, state in states:
             user.state.clear()
             user.state.update(state)
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
+        with torch.no_grad():
+            for tensor, value in kept:
+                tensor.copy_(value)
         torch.cuda.empty_cache()
     return Known(found)
 

@@ -110,7 +110,8 @@ def _own_bytes(request: Request, measured: Measurement | Known | None, before: i
         return 0
     own = measured.result()
     if own.error and (request.is_share or before):
-        raise ConversionError(f"PyTorch's own step fails: {own.error}")
+        remedy = "" if request.provider == "cpu" else ": a budget in bytes, or a share 'of the step', needs no run"
+        raise ConversionError(f"PyTorch's own step fails: {own.error}{remedy}")
     return before if before and agree(own.bytes, before) else own.bytes
 
 

@@ -156,7 +156,7 @@ class StepParts:
         positional, keyword = self.batch.arguments([values[name] for name in self.batch.names])
         whole = _Whole(self.model, self.loss)
         within = {_INSIDE + name: value for name, value in state.items()}
-        with _as_it_was(self.model, counting), watch, _paths(self.model):
+        with as_it_was(self.model, counting), watch, _paths(self.model):
             loss, output = torch.func.functional_call(whole, within, (positional, keyword))
         state.update({name: within[_INSIDE + name] for name in state})
         return _scalar(loss, self.loss is None), parts_of(output, self.wanted)
@@ -183,7 +183,7 @@ _REGISTERED = ("_parameters", "_buffers", "_modules")
 
 
 @contextmanager
-def _as_it_was(model: torch.nn.Module, counting: bool = False) -> Iterator[None]:
+def as_it_was(model: torch.nn.Module, counting: bool = False) -> Iterator[None]:
     """Restore attributes that modules set in a run (caches, outputs), because their tensors have no data.
 
     Counters are restored too, unless `counting`.

@@ -154,7 +154,9 @@ class BudgetedTrainer(Trainer):
     def _check(self) -> None:
         """Raise UsageError if the step could not train as the arguments say."""
         arguments = self.args
-        if arguments.device.type not in ("cpu", "cuda") or arguments.world_size > 1 or arguments.n_gpu > 1:
+        if arguments.n_gpu > 1:
+            raise UsageError("a budget is for one CUDA device: start Python with CUDA_VISIBLE_DEVICES=0")
+        if arguments.device.type not in ("cpu", "cuda") or arguments.world_size > 1:
             use_cpu = Setting("use_cpu", True)
             raise UsageError("a budget is for one process on a CPU or on one CUDA device: pass {}", use_cpu)
         if arguments.fp16 or arguments.bf16:

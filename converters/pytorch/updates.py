@@ -171,6 +171,7 @@ def twin(
     other.param_groups = [
         {
             **group,
+            **({"capturable": False} if "capturable" in group else {}),  # its steps are on the host
             **{key: value for key, value in (settings or {}).items() if key in group},
             "params": [by_id[id(p)] for p in group["params"] if id(p) in by_id],
         }

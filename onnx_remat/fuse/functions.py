@@ -1,8 +1,8 @@
 """Functions as LLVM text, of float32: exp, log, tanh, erf, the logistic function; of float64: powers of a constant.
 
 Each is computed without branches, from polynomials that come closest to it in the maximum norm (Remez's algorithm), so
-that loops of calls become vector code. Results are within 1.5 units in the last place (2.5 for the logistic function, 5
-for tanh, as ONNX Runtime's own, and 2 for powers), special values and denormal results included;
+that loops of calls become vector code. Results are within 1.5 units in the last place (2.5 for the logistic function, 6
+for tanh, where ONNX Runtime's has 5.5, and 2 for powers), special values and denormal results included;
 ``tests/fuse/test_functions.py`` compares them with exact ones.
 """
 
@@ -123,9 +123,9 @@ def _exp() -> str:
 
 
 def _exp_within() -> str:
-    """exp(x) for x from -87 to 88, whose results are neither denormal nor infinite: half the instructions of `_exp`.
+    """exp(x) for x from -87.3 to 88, whose results are neither denormal nor infinite: half the instructions of `_exp`.
 
-    Of a NaN it may be any number.
+    From there down to -88 it is a tiny number, and of a NaN any.
     """
     f = _Function()
     n = f.call("llvm.roundeven.f32", f.mul("%x", number(_LOG2_E)))

@@ -17,7 +17,7 @@ from onnx_remat.ort import libraries
 from onnx_remat.session.cuda_memory import Block, move, read, wait, write
 from onnx_remat.session.device import provider_options
 from onnx_remat.session.device_arrays import DeviceArray, check_apart
-from onnx_remat.session.plan_session import Array, SessionPlan
+from onnx_remat.session.plan_session import BY_BITS, Array, SessionPlan
 
 _UNIT = 256  # ONNX Runtime rounds up every request to a multiple of this
 
@@ -180,4 +180,14 @@ class DeviceMemory:
     def outputs(self, loose: Sequence[str], wanted: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
         """Return copies of outputs of the last run; onnxruntime allocated those in `loose`."""
         values = dict(zip([*self._bound, *loose], self._binding.get_outputs(), strict=True))
-        return {name: values[name].numpy() for name in wanted}
+        formals = {array.name: array for array in self._step.outputs}
+        return {name: _read(values[name], formals[name]) for name in wanted}
+
+
+def _read(value: Any, formal: Array) -> npt.NDArray[Any]:
+    """Return a copy of a value on the device; bits, where numpy lacks its type."""
+    if formal.dtype not in BY_BITS:
+        return np.asarray(value.numpy())
+    made = np.empty(formal.shape, formal.dtype_name)
+    read(value.data_ptr(), made)
+    return made

@@ -46,6 +46,7 @@ NUMPY = {
 }  # fmt: skip
 """numpy's type names by the numbers of ``onnx.TensorProto``."""
 
+_BFLOAT = 16  # ``onnx.TensorProto.BFLOAT16``
 BY_BITS = {16: "uint16", 17: "uint8", 18: "uint8", 19: "uint8", 20: "uint8", 24: "uint8"}
 """Integer types with the bits of types that numpy lacks (bfloat16, the float8s)."""
 
@@ -72,6 +73,17 @@ class Array:
     def nbytes(self) -> int:
         """Size in bytes."""
         return int(np.dtype(self.dtype_name).itemsize * np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def is_bfloat(self) -> bool:
+        """Whether arrays have the bits of bfloat16."""
+        return self.dtype == _BFLOAT
+
+    def number(self, value: Any) -> float:
+        """Return the single number of an array of this type, which may be its bits."""
+        if self.is_bfloat:
+            value = (value.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+        return float(value.item())
 
 
 @dataclass(frozen=True, slots=True)

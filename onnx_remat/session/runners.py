@@ -40,6 +40,7 @@ class InPlaceRunner:
         if missing := [name for name in self.formals if name not in state and name not in session.defaults]:
             raise UsageError(f"no value for input {missing[0]!r}")
         check_loss(outputs, loss)
+        self._formal: Array = next(array for array in session.outputs if array.name == loss)
         renewed = renewals(state, outputs)
         self._copied = {output: name for output, name in renewed.items() if output not in session.donated}
         self._gradients = _left_to_apply(outputs, state, renewed.values())
@@ -54,7 +55,7 @@ class InPlaceRunner:
     def step(self) -> float:
         self._session.execute(self._arrays)
         made = self._session.results(copy=False)
-        loss = float(made[self._loss].item())
+        loss = self._formal.number(made[self._loss])
         for output, name in self._copied.items():
             np.copyto(self._arrays[name], made[output])
         for output, name in self._gradients.items():
@@ -78,6 +79,7 @@ class DeviceRunner:
         outputs = {a.name: Formal(a.dtype_name, a.shape) for a in session.outputs}
         check_state(self.formals, state, on_device=True)
         check_loss(outputs, loss)
+        self._formal: Array = next(array for array in session.outputs if array.name == loss)
         renewed = renewals(state, outputs)
         self._copied = {output: name for output, name in renewed.items() if output not in session.donated}
         self._gradients = _left_to_apply(outputs, state, renewed.values())
@@ -100,7 +102,7 @@ class DeviceRunner:
             old = self._device.read(name)
             new = np.asarray(old - self._rate * made[output], old.dtype)
             self._device.feed({name: new}, where_they_lie=True)
-        return float(made[self._loss].item())
+        return self._formal.number(made[self._loss])
 
     def arrays(self) -> Arrays:
         arrays = {name: self._device.read(name) for name in self.formals}

@@ -13,6 +13,7 @@ pytest.importorskip("onnxscript")
 
 import torch
 from onnx_remat.converters.pytorch import budgeted, devices, own_step
+from onnx_remat.converters.pytorch.outside import check_lasting, in_memory, lasting, memory
 from torch import nn
 
 from onnx_remat.errors import ConversionError, UsageError
@@ -115,6 +116,8 @@ def test_autocast_of_a_device_has_its_type_on_the_host():
     with devices._autocast_on_host():
         with cast, torch.autocast("cpu", enabled=False), copy.copy(cast):
             assert (one @ one).dtype == torch.bfloat16
+            softmax, normal = (one @ one).softmax(-1), nn.functional.layer_norm(one @ one, (2,))
+            assert softmax.dtype == normal.dtype == (one @ one).sum().dtype == torch.float32  # as on CUDA, not the host
         assert (one @ one).dtype == torch.float32 and cast.device == "cuda"
     with cast:
         assert (one @ one).dtype == torch.float32
@@ -141,20 +144,52 @@ def on_cuda(monkeypatch):
         ({"budget": "1GB"}, "makes no CUDAExecutionProvider session here: install onnxruntime-gpu"),
     ],
 )
-def test_what_a_device_cannot_do_is_refused_at_once(on_cuda, given, error):
+def test_what_a_device_cannot_do_is_refused_at_once(on_cuda, torch_cuda, given, error):
     model = perceptron()
     batch = torch.rand(4, 6), torch.tensor([0, 1, 2, 0])
     with pytest.raises(Exception, match=error):
         budgeted(model, nn.functional.cross_entropy, torch.optim.SGD(model.parameters()), batch, **given)
 
 
-def test_a_step_of_pytorchs_own_leaves_everything_as_it_was(monkeypatch):
-    """Parameters, running statistics, optimizers, gradients and random numbers; also where it fails."""
+@pytest.fixture
+def torch_cuda(monkeypatch):
+    """What torch says of a device."""
     for name in ("synchronize", "empty_cache", "reset_peak_memory_stats", "set_rng_state"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda *_: torch.zeros(1))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda *_: 5_000)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda *_: 1_255_000)
+
+
+class Counting(nn.Module):
+    """Assigns a buffer, counts, keeps its output, and trains but a part of itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer, self.calls = perceptron(), nn.Linear(6, 6), 0
+        self.register_buffer("seen", torch.zeros(6))
+
+    def forward(self, x):
+        self.calls, self.seen = self.calls + 1, 0.9 * self.seen + x.detach().mean(0)
+        self.last = self.outer(x)
+        return self.inner(self.last)
+
+
+def test_a_step_of_pytorchs_own_leaves_modules_as_they_were(torch_cuda):
+    model = Counting()
+    model.outer.weight.grad = torch.ones(6, 6)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    optimizer = torch.optim.AdamW(model.inner.parameters())
+    request = types.SimpleNamespace(model=model, loss=nn.functional.cross_entropy, users=(optimizer,))
+    batch = torch.rand(4, 6), torch.tensor([0, 1, 2, 0])
+    assert not own_step.measured_on_device(request, batch, devices.HOST).result().error
+    assert model.calls == 0 and not hasattr(model, "last") and torch.equal(model.outer.weight.grad, torch.ones(6, 6))
+    assert model.outer.bias.grad is None and not optimizer.state
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_step_of_pytorchs_own_leaves_everything_as_it_was(torch_cuda):
+    """Parameters, running statistics, optimizers, gradients and random numbers; also where it fails."""
     model = perceptron()
     for count in (0, 1):
         optimizer = torch.optim.AdamW(model.parameters())
@@ -178,3 +213,24 @@ def test_a_step_of_pytorchs_own_leaves_everything_as_it_was(monkeypatch):
             assert torch.equal(torch.get_rng_state(), before[1])
             assert torch.equal(model[0].weight.grad, torch.ones(8, 6))
             assert (model[3].weight.grad is None) == (not count)
+
+
+def test_a_part_of_what_moves_is_refused():
+    """Each run of the step makes it again, in memory that the loss no longer has."""
+    loss = nn.CrossEntropyLoss(torch.ones(3))
+    part = in_memory("a tensor of the loss", loss.weight[:2])
+    with pytest.raises(ConversionError, match="is a part of the loss's weight, which moves to the device"):
+        check_lasting({"outside.0": part}, {"the loss's weight": loss.weight})
+    whole = lasting("a tensor of the loss", loss.weight, loss.weight.detach())
+    check_lasting({"outside.0": whole}, {"the loss's weight": loss.weight})
+    loss.weight.data = loss.weight.data.clone()
+    assert memory(whole.renewed().alias) == memory(loss.weight) != memory(whole.alias)
+
+
+def test_an_optimizer_with_steps_on_the_device_is_traced_on_the_host():
+    model = perceptron()
+    optimizer = torch.optim.AdamW(model.parameters(), capturable=True)
+    batch = torch.rand(4, 6), torch.tensor([0, 1, 2, 0])
+    with budgeted(model, nn.CrossEntropyLoss(), optimizer, batch, progress=False) as step:
+        before = float(step(batch))
+        assert [step(batch) for _ in range(30)][-1] < before

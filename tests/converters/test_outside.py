@@ -279,3 +279,12 @@ def test_within_a_budget_with_open_sizes():
         other.step()
         assert step((x, y)) == pytest.approx(expected.item(), rel=1e-5)
         loss.change()
+
+
+def test_a_loss_that_only_the_step_refers_to_lives_as_long_as_the_step():
+    torch.manual_seed(0)
+    model, batch = nn.Linear(4, 3), (torch.rand(8, 4), torch.arange(8) % 3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = budgeted(model, nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 3.0])), optimizer, batch, progress=False)
+    gc.collect()
+    assert step(batch) > step(batch)

@@ -27,7 +27,7 @@ FUNCTIONS = {
     "Exp": (np.exp, 1.0),
     "Log": (np.log, 1.0),
     "Sigmoid": (logistic, 2.5),
-    "Tanh": (np.tanh, 5.0),
+    "Tanh": (np.tanh, 6.0),
 }  # with the bound in units of the last place
 
 

@@ -13,6 +13,7 @@ from onnx import TensorProto, helper
 import onnx_remat
 from onnx_remat import ModelError, Session, UsageError, rewrite_model
 from onnx_remat.session import loading
+from onnx_remat.session.plan_session import Array
 from onnx_remat.session.training import Loop
 from tests.support.graphs import feeds_for, mlp, model_of, run_model, same_at, same_bits, same_numbers
 
@@ -424,3 +425,11 @@ def test_sizes_that_follow_from_a_batch_are_not_those_that_a_file_was_planned_fo
         for level in ("disable", "all"):
             with Session(model, dims=dims, level=level) as session:
                 assert_same(session.run(feeds), outputs_of(model, feeds, level))
+
+
+@pytest.mark.parametrize("value", [1.5, -0.0078125, np.inf])
+def test_the_number_of_an_array_of_bits(value):
+    """numpy has no bfloat16."""
+    bits = (np.array([value], np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    assert Array("loss", onnx.TensorProto.BFLOAT16, ()).number(bits) == value
+    assert Array("loss", onnx.TensorProto.FLOAT, ()).number(np.float32([value])) == value
