@@ -18,6 +18,7 @@ from torch import nn
 
 from onnx_remat.errors import ConversionError, UsageError
 from tests.support.fake_cuda import here
+from tests.support.slow import few
 
 needs_device = pytest.mark.skipif(bool(here.why_not()), reason=here.why_not())
 
@@ -28,13 +29,14 @@ def asked(how: str, budget: str | None = None):
     return found
 
 
+WAYS = [("device", None), ("host", "200% of the step"), ("accumulate", None)]
+
+
 @needs_device
-@pytest.mark.parametrize(
-    ("how", "budget"), [("device", None), ("host", None), ("accumulate", None), ("device", "200% of the step")]
-)
-def test_a_module_on_a_device_is_trained_where_it_lies(how, budget):
+@pytest.mark.parametrize("way", few(WAYS, WAYS[1:2]))
+def test_a_module_on_a_device_is_trained_where_it_lies(way):
     """Parameters, buffers and state are PyTorch's own, AdamW's counts included, and no second copy of them exists."""
-    found = asked(how, budget)
+    found = asked(*way)
     assert found["kernels"] == found["nodes"] - 1  # all but the sum of the loss: the fake device computes those alone
     assert found["state"].keys() == found["torch"].keys() and "step of bias" in found["state"]
     for name, value in found["torch"].items():
@@ -228,7 +230,7 @@ def test_a_part_of_what_moves_is_refused():
 
 
 def test_an_optimizer_with_steps_on_the_device_is_traced_on_the_host():
-    model = perceptron()
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))  # no Dropout: the loss falls
     optimizer = torch.optim.AdamW(model.parameters(), capturable=True)
     batch = torch.rand(4, 6), torch.tensor([0, 1, 2, 0])
     with budgeted(model, nn.CrossEntropyLoss(), optimizer, batch, progress=False) as step:

@@ -19,6 +19,7 @@ from onnx_remat.fuse import blas, machine_code, products
 from onnx_remat.fuse.products import LEAST_BLOCK, LEAST_WORK, MOST_ROWS, Product
 from onnx_remat.ir.shapes import Tensor
 from tests.support.graphs import run_model
+from tests.support.slow import few
 
 pytest.importorskip("onnxruntime")
 pytestmark = pytest.mark.skipif(
@@ -70,9 +71,13 @@ SIZES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize(("left", "right", "bias"), itertools.product((0, 1), repeat=3))
-def test_every_form_and_odd_sizes(sizes, left, right, bias):
+FORMS = list(itertools.product((0, 1), repeat=3))
+EACH_ONCE = [(size, FORMS[-1]) for size in SIZES] + [(SIZES[0], form) for form in FORMS[:-1]]
+
+
+@pytest.mark.parametrize("case", few(itertools.product(SIZES, FORMS), EACH_ONCE))
+def test_every_form_and_odd_sizes(case):
+    sizes, (left, right, bias) = case
     model = gemm(*sizes, left, right, bias)
     assert_near(model, feeds_of(model))
 

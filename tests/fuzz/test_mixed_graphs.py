@@ -10,6 +10,7 @@ import pytest
 
 from tests.support import mixed
 from tests.support.outcomes import RIGHT, TOO_LOW
+from tests.support.slow import few
 
 pytest.importorskip("onnxruntime")
 
@@ -30,7 +31,7 @@ def test_they_do_what_stock_onnx_runtime_does(seeds, pytestconfig):
     assert counted
 
 
-@pytest.mark.parametrize("name", sorted(mixed.PARTS))
+@pytest.mark.parametrize("name", few(sorted(mixed.PARTS), sorted(mixed.PARTS)[::4]))
 def test_every_part_alone(name):
     """With plain ones around it, so that what it is wrong about lies where others are still read."""
     graph = mixed.Mixed(1, 6, (name, name, "product", "merged", "many_readers"))

@@ -309,7 +309,8 @@ def test_masks_of_old_dropouts(opset, dtype):
     made = rewrite_model(model, "100%", run_by="session", effort=0.2).model
     assert (runtime.outputs(made, {"x": np.ones((8, 4), np.float32)})["y"] == whole["y"]).all()
     with Session(model) as session:
-        assert (session.run({"x": np.ones((8, 4), np.float32)})["y"] == whole["y"]).all()
+        made_here = session.run({"x": np.ones((8, 4), np.float32)})["y"]
+        np.testing.assert_allclose(made_here, whole["y"], rtol=1e-6)  # its Tanh is a kernel of ours
 
 
 def test_advice_is_not_what_is_there_already():
