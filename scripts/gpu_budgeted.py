@@ -17,27 +17,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from scripts.gpu_truth import timed, torch_step, used, warm_up
+from scripts.gpu_truth import on_device, timed, torch_step, used, warm_up
 
 HEADS = ("model", "runner", "taken, MB", "of eager", "ms a step", "of eager", "apart", "made in, s")
 
 
 def budgeted_step(name: str, batch: int, budget: str) -> Callable[[], float]:
     """A step by `budgeted` of a module on the device; `budget` may be empty."""
-    import torch
     from onnx_remat.converters.pytorch import budgeted
-    from torch.utils import _pytree as pytree
 
-    from sample_models.networks import torch_models
-
-    torch.manual_seed(0)
-    case = torch_models.MODELS[name]()
-    model = case.model.cuda()
-
-    def wide(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.repeat(-(-batch // len(tensor)), *[1] * (tensor.dim() - 1))[:batch].cuda()
-
-    given = pytree.tree_map(wide, case.batch)
+    case, given = on_device(name, batch)
+    model = case.model
     options = {name: value for name, value in case.options.items() if name != "dynamic_dims"}
     step = budgeted(model, case.loss, case.optimizer(model.parameters()), given, budget or None, check=False, **options)
     print(step.summary, file=sys.stderr)

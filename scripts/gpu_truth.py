@@ -264,23 +264,32 @@ def open_all(folder: Path) -> None:
         list(pool.map(one, known(folder)))
 
 
-def torch_step(name: str, batch: int, compiled: bool) -> Callable[[], float]:
-    """A step of PyTorch's on the device."""
+def on_device(name: str, batch: int) -> tuple[Any, Any]:
+    """A case whose model is on the device, and its batch there, of this size."""
     import torch
     from torch.utils import _pytree as pytree
 
     from sample_models.networks import torch_models
 
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     torch.manual_seed(0)
     case = torch_models.MODELS[name]()
-    model = case.model.cuda()
-    optimizer = case.optimizer(model.parameters())
+    case.model.cuda()
 
     def wide(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.repeat(-(-batch // len(tensor)), *[1] * (tensor.dim() - 1))[:batch].cuda()
 
-    positional, named, target = case.arguments(pytree.tree_map(wide, case.batch))
+    return case, pytree.tree_map(wide, case.batch)
+
+
+def torch_step(name: str, batch: int, compiled: bool) -> Callable[[], float]:
+    """A step of PyTorch's on the device."""
+    import torch
+
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    case, given = on_device(name, batch)
+    model = case.model
+    optimizer = case.optimizer(model.parameters())
+    positional, named, target = case.arguments(given)
     of_loss, called = case.loss, torch.compile(model) if compiled else model
     assert of_loss is not None
 

@@ -36,7 +36,7 @@ from .devices import (
     own_tensors,
     readable,
     release_memory,
-)  # fmt: skip
+)
 from .living import forks
 from .outside import Outside, check_apart, check_lasting, memory, shares_memory
 from .own_step import measured_on_device

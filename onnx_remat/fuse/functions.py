@@ -2,7 +2,7 @@
 
 Each is computed without branches, from polynomials that come closest to it in the maximum norm (Remez's algorithm), so
 that loops of calls become vector code. Results are within 1.5 units in the last place (2.5 for the logistic function, 6
-for tanh, where ONNX Runtime's has 5.5, and 2 for powers), special values and denormal results included;
+for tanh, about as ONNX Runtime's own, and 2 for powers), special values and denormal results included;
 ``tests/fuse/test_functions.py`` compares them with exact ones.
 """
 
