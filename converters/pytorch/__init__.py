@@ -10,7 +10,8 @@ from ..extras import require
 require("torch", "onnx_ir", "onnxruntime", "torch", "onnxscript")
 
 from .auto import AutoCheckpoint, auto_checkpoint
-from .budgeted import Budgeted, budgeted
+from .budgeted import budgeted
+from .budgeted_step import Budgeted
 
 if TYPE_CHECKING:
     from .export import export_training_step

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from .budgeted import Budgeted, StepLoss, budgeted
+from .budgeted import budgeted
+from .budgeted_step import Budgeted, StepLoss
 
 if TYPE_CHECKING:
     import torch

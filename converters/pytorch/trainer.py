@@ -13,7 +13,8 @@ from transformers.trainer_utils import has_length
 from onnx_remat.errors import UsageError
 from onnx_remat.messages import Setting
 
-from .budgeted import Budgeted, budgeted
+from .budgeted import budgeted
+from .budgeted_step import Budgeted
 
 if TYPE_CHECKING:
     from onnx_remat.options import PlanningOptions
