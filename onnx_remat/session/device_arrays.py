@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from onnx_remat.errors import UsageError
+from onnx_remat.session.apart import check_apart
 
 ALIGNMENT = 16
 """Bytes: kernels read as many at a time."""
@@ -79,12 +80,9 @@ def device_array(name: str, value: Any, wanted: bool = True) -> DeviceArray | No
     return DeviceArray(value, int(address), dtype, shape, bool(read_only))
 
 
-def check_apart(arrays: Mapping[str, DeviceArray], renewed: Container[str]) -> None:
+def check_renewable(arrays: Mapping[str, DeviceArray], renewed: Container[str]) -> None:
     """Raise UsageError if an array that is to be renewed may not be written, or shares memory with another."""
     for name, array in arrays.items():
         if name in renewed and array.read_only:
             raise UsageError(f"input {name!r} is renewed in place: pass a writeable array")
-    spans = sorted((a.address, a.address + a.nbytes, name) for name, a in arrays.items() if a.nbytes)
-    for (_, end, name), (begin, _, other) in itertools.pairwise(spans):
-        if begin < end and (name in renewed or other in renewed):
-            raise UsageError(f"the arrays of {name!r} and {other!r} share memory: pass a copy of one")
+    check_apart(((a.address, a.nbytes, name) for name, a in arrays.items()), renewed, "pass a copy of one")

@@ -22,6 +22,7 @@ import numpy as np
 from onnx import TensorProto
 
 from onnx_remat.ir.dtypes import bits
+from onnx_remat.ir.op_semantics import semantics
 from onnx_remat.ir.shapes import Tensor
 from onnx_remat.memory import layout
 from onnx_remat.memory.problem import Longs
@@ -268,7 +269,11 @@ def overwrites_safely(program: Program, at: int, made: str, read: str) -> bool:
 
 
 def bindable(program: Program, least: int = LEAST) -> list[str]:
-    """Return the values to bind: graph outputs that a node produces, and owners of `least` or more bytes of memory."""
+    """Return the values to bind: graph outputs that a node produces, and owners of `least` or more bytes of memory.
+
+    Also running statistics of any size: ONNX Runtime writes them over their inputs where they are no graph outputs.
+    """
+    always = {*program.outputs, *(name for step in program.steps for name in _over_inputs(step))}
     return [
         name
         for step in program.steps
@@ -276,8 +281,14 @@ def bindable(program: Program, least: int = LEAST) -> list[str]:
         if name not in program.root
         and name not in program.on_host
         and is_plain(program.tensors[name])
-        and program.tensors[name].nbytes >= (1 if name in program.outputs else least)
+        and program.tensors[name].nbytes >= (1 if name in always else least)
     ]
+
+
+def _over_inputs(step: LeanNode) -> list[str]:
+    """Return the outputs that a node's kernel may write over its inputs, the caller's arrays."""
+    pairs = semantics(step.node.domain, step.node.op_type).renews
+    return [name for _, slot in pairs for name in step.node.output[slot : slot + 1] if name]
 
 
 def assign(

@@ -16,7 +16,7 @@ from onnx_remat.errors import ModelError, UsageError
 from onnx_remat.ort import libraries
 from onnx_remat.session.cuda_memory import Block, move, read, wait, write
 from onnx_remat.session.device import provider_options
-from onnx_remat.session.device_arrays import DeviceArray, check_apart
+from onnx_remat.session.device_arrays import DeviceArray, check_renewable
 from onnx_remat.session.plan_session import BY_BITS, Array, SessionPlan
 
 _UNIT = 256  # ONNX Runtime rounds up every request to a multiple of this
@@ -138,7 +138,7 @@ class DeviceMemory:
         """Let inputs lie where another library holds them; arrays are of the inputs' types and shapes."""
         changed = {n: a for n, a in arrays.items() if n not in self.lying or self.lying[n].address != a.address}
         if changed:
-            check_apart(self.lying | dict(arrays), self._renewed)
+            check_renewable(self.lying | dict(arrays), self._renewed)
         self.lying.update(arrays)
         self._fed.update(arrays)
         for name in changed:
@@ -165,16 +165,20 @@ class DeviceMemory:
                 self._bind_input(name)
             self._fed.add(name)
 
+    @property
+    def fed(self) -> list[str]:
+        """Return the inputs that have been given a value, in the step's order."""
+        return [name for name in self._formals if name in self._fed]
+
     def unfed(self) -> list[str]:
         """Return the inputs that need a value and have none yet."""
         return [name for name in self._formals if name not in self._fed and name not in self._step.defaults]
 
     def read(self, name: str) -> npt.NDArray[Any]:
-        """Return a copy of an input's current value."""
+        """Return a copy of the current value of an input that has been given one."""
         formal = self._formals[name]
-        array = np.zeros(formal.shape, formal.dtype_name)
-        if name in self._fed:
-            read(self.address(name), array)
+        array = np.empty(formal.shape, formal.dtype_name)
+        read(self.address(name), array)
         return array
 
     def outputs(self, loose: Sequence[str], wanted: Sequence[str]) -> dict[str, npt.NDArray[Any]]:

@@ -11,11 +11,12 @@ import numpy.typing as npt
 
 from onnx_remat.errors import UsageError
 from onnx_remat.ir.naming import gradient_sums, gradients, renewals
+from onnx_remat.session.apart import check_apart
 from onnx_remat.session.device_arrays import DeviceArray, device_array
 from onnx_remat.session.heap import ALIGNMENT, keep_trimmed, reserve
 from onnx_remat.session.interface import Arrays, Formal, check_loss, check_state, checked, formal, overridable
 from onnx_remat.session.on_device import DeviceMemory
-from onnx_remat.session.plan_session import Array
+from onnx_remat.session.plan_session import BY_BITS, Array
 from onnx_remat.session.session import Session
 
 
@@ -23,6 +24,22 @@ def _left_to_apply(outputs: Iterable[str], state: Container[str], renewed: Itera
     """Return the parameter of each gradient that the model leaves to the caller to apply."""
     done = set(renewed)
     return {name: target for name, target in gradients(outputs).items() if target in state and target not in done}
+
+
+def _renewed(session: Session, state: Container[str]) -> dict[str, str]:
+    """Return the input of each output that is its next value: by the session's own pairs, else by their names."""
+    pairs = renewals((a.name for a in session.inputs), (a.name for a in session.outputs)) | dict(session.renewals)
+    return {output: name for output, name in pairs.items() if name in state}
+
+
+def _check_numbers(outputs: Iterable[Array], gradients: Container[str]) -> None:
+    """Raise UsageError for a gradient to apply of which numpy has only the bits."""
+    for array in outputs:
+        if array.name in gradients and array.dtype in BY_BITS:
+            raise UsageError(
+                f"gradient {array.name!r} is of a type that numpy cannot compute with: output it in float32, or let "
+                "the model apply it"
+            )
 
 
 class InPlaceRunner:
@@ -41,16 +58,20 @@ class InPlaceRunner:
             raise UsageError(f"no value for input {missing[0]!r}")
         check_loss(outputs, loss)
         self._formal: Array = next(array for array in session.outputs if array.name == loss)
-        renewed = renewals(state, outputs)
-        self._copied = {output: name for output, name in renewed.items() if output not in session.donated}
+        renewed = _renewed(session, state)
+        self._copied = {output: name for output, name in renewed.items() if session.donated.get(output) != name}
         self._gradients = _left_to_apply(outputs, state, renewed.values())
+        _check_numbers(session.outputs, self._gradients)
         if not copy:
             _check_trainable(self._arrays, {*renewed.values(), *self._gradients.values()})
 
     def feed(self, batch: Mapping[str, npt.NDArray[Any]]) -> None:
         check_state(self.formals, batch)
         for name, array in batch.items():
-            np.copyto(self._arrays[name], array)
+            if name in self._arrays:
+                np.copyto(self._arrays[name], array)
+            else:  # its default value was used up to now
+                self._arrays[name] = np.array(array, order="C")
 
     def step(self) -> float:
         self._session.execute(self._arrays)
@@ -80,9 +101,10 @@ class DeviceRunner:
         check_state(self.formals, state, on_device=True)
         check_loss(outputs, loss)
         self._formal: Array = next(array for array in session.outputs if array.name == loss)
-        renewed = renewals(state, outputs)
-        self._copied = {output: name for output, name in renewed.items() if output not in session.donated}
+        renewed = _renewed(session, state)
+        self._copied = {output: name for output, name in renewed.items() if session.donated.get(output) != name}
         self._gradients = _left_to_apply(outputs, state, renewed.values())
+        _check_numbers(session.outputs, self._gradients)
         if not copy:
             self._device.bind(_lying(self._device, state, {*renewed.values(), *self._gradients.values()}))
         for name in state:  # one by one, as a mapping may read them from a file
@@ -105,7 +127,7 @@ class DeviceRunner:
         return self._formal.number(made[self._loss])
 
     def arrays(self) -> Arrays:
-        arrays = {name: self._device.read(name) for name in self.formals}
+        arrays = {name: self._device.read(name) for name in self._device.fed}
         for array in arrays.values():
             array.flags.writeable = False
         return arrays
@@ -147,10 +169,7 @@ def _check_trainable(arrays: Arrays, renewed: Container[str]) -> None:
     for name, array in arrays.items():
         if not (array.flags.c_contiguous and array.flags.writeable):
             raise UsageError(f"the array of {name!r} is not contiguous or not writeable: pass copy=True")
-    spans = sorted((a.ctypes.data, a.ctypes.data + a.nbytes, name) for name, a in arrays.items() if a.nbytes)
-    for (_, end, name), (begin, _, other) in itertools.pairwise(spans):
-        if begin < end and (name in renewed or other in renewed):
-            raise UsageError(f"the arrays of {name!r} and {other!r} share memory: pass copy=True")
+    check_apart(((a.ctypes.data, a.nbytes, name) for name, a in arrays.items()), renewed, "pass copy=True")
 
 
 class FeedbackRunner:
@@ -165,7 +184,10 @@ class FeedbackRunner:
         self.donated: Mapping[str, str] = {}
         self.formals = {value.name: formal(value) for value in session.get_inputs()}
         given = checked(self.formals | overridable(session), state)
-        self._values = {name: OrtValue.ortvalue_from_numpy(array, device, 0) for name, array in given}
+        # On the CPU a value has the memory of the array: the caller's must not change with it.
+        self._values = {
+            name: OrtValue.ortvalue_from_numpy(np.array(array, order="C"), device, 0) for name, array in given
+        }
         if missing := [name for name in self.formals if name not in state]:
             raise UsageError(f"no value for input {missing[0]!r}")
         self.formals |= overridable(session)

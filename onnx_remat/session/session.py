@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 import re
 import sys
+import threading
 import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Container, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -24,6 +25,7 @@ from onnx_remat.errors import ModelError, OnnxRematError, UsageError
 from onnx_remat.fuse import driver, shim
 from onnx_remat.messages import Message, Setting
 from onnx_remat.session import heap, loading, on_device
+from onnx_remat.session.apart import check_apart
 from onnx_remat.session.device import OUT_OF_MEMORY
 from onnx_remat.session.device_arrays import DeviceArray, device_array
 from onnx_remat.session.on_device import DeviceMemory
@@ -78,6 +80,8 @@ class Session:
         Input by the output that is written in its place.
     not_donated : mapping of str to str
         Reason by output, for outputs of `donate` that are not written in place; `run` returns them like any other.
+    renewals : mapping of str to str
+        Input by output, of the pairs that were given as `donate`.
     slab_bytes : int
         Size of the slab; at most `live_bytes` of it are live at once.
     node_count, unfused_node_count : int
@@ -122,6 +126,8 @@ class Session:
         fuse: bool = True,
         slab_of: Session | None = None,
     ) -> None:
+        # Of sessions with one slab, one runs at a time; re-entrant, as garbage collection may close another meanwhile.
+        self._lock: AbstractContextManager[Any] = threading.RLock() if slab_of is None else slab_of._lock
         if provider not in ("cpu", "cuda"):
             raise UsageError(f"provider {provider!r}: sessions run on 'cpu' and 'cuda'")
         if (memory_limit or cuda_graph) and provider == "cpu":
@@ -129,6 +135,7 @@ class Session:
         if level not in ("disable", "basic", "all"):
             raise UsageError(f"level must be one of disable, basic, all, not {level!r}")
         heap.give_back_large_blocks()
+        self.renewals: Mapping[str, str] = {} if isinstance(donate, bool) else dict(donate)
         is_path = isinstance(model, str | os.PathLike)
         self._again = (os.fspath(model) if is_path else None, provider, dict(dims or {}), donate, threads, level,
                        memory_limit, cuda_graph, fuse)  # fmt: skip
@@ -222,8 +229,9 @@ class Session:
         ModelError
             onnxruntime failed during the step: some donated inputs may be renewed and others not.
         """
-        self.execute(feeds)
-        made = self.results(copy=copy)
+        with self._lock:
+            self.execute(feeds)
+            made = self.results(copy=copy)
         return {array.name: made[array.name] for array in self.outputs}
 
     def execute(self, feeds: Mapping[str, Any]) -> None:
@@ -280,10 +288,11 @@ class Session:
 
     def close(self) -> None:
         """Free the slab and onnxruntime's session; views of the slab must not be used afterwards."""
-        self._binding = self._session = self._device = None
-        self._views, self._bound = {}, {}
-        self._slab = np.empty(0, np.uint8)
-        heap.trim()
+        with self._lock:
+            self._binding = self._session = self._device = None
+            self._views, self._bound = {}, {}
+            self._slab = np.empty(0, np.uint8)
+            heap.trim()
 
     def __del__(self) -> None:
         if not sys.is_finalizing():
@@ -332,6 +341,7 @@ class Session:
             return
         new = {name: value for name, value in feeds.items() if self._bound.get(name, (0, None))[1] is not value}
         arrays = {name: _checked(self._formals[name], value, name in renewed) for name, value in new.items()}
+        self._check_memory(arrays, renewed)
         for name, array in arrays.items():
             formal, address = self._formals[name], array.ctypes.data
             if name in self._bound and self._bound[name][0] == address:
@@ -342,6 +352,22 @@ class Session:
             self._bound[name] = address, array
             if name in renewed:
                 self._binding.bind_output(renewed[name], "cpu", 0, kind, formal.shape, address)
+
+    def _check_memory(self, new: Mapping[str, npt.NDArray[Any]], renewed: Container[str]) -> None:
+        """Raise UsageError if an array lies in the slab, or one that is renewed shares memory with another."""
+        moved = {
+            name: array
+            for name, array in new.items()
+            if name not in self._bound or self._bound[name][0] != array.ctypes.data
+        }
+        if not moved:
+            return
+        base, end = self._slab.ctypes.data, self._slab.ctypes.data + self._slab.size
+        for name, array in moved.items():
+            if array.nbytes and base < array.ctypes.data + array.nbytes and array.ctypes.data < end:
+                raise UsageError(f"input {name!r} is a view of a result, which the step overwrites: pass a copy")
+        held = {name: array for name, (_, array) in self._bound.items()} | dict(new)
+        check_apart(((a.ctypes.data, a.nbytes, name) for name, a in held.items()), renewed, "pass a copy of one")
 
     def _feed_device(self, device: DeviceMemory, feeds: Mapping[str, Any]) -> None:
         """Copy the host's arrays to the device, and bind the device's where they lie, unless addresses are fixed."""
@@ -415,8 +441,12 @@ def _checked(formal: Array, value: Any, writable: bool, on_device: bool = False)
     dtype = np.dtype(formal.dtype_name)
     array: Any = device_array(formal.name, value, on_device)
     if array is None:
-        array = value if isinstance(value, np.ndarray) else np.asarray(value, dtype)
-    if array.dtype != dtype and not (formal.dtype in BY_BITS and array.dtype.itemsize == dtype.itemsize):
+        array = np.asarray(value)
+        numbers = not hasattr(value, "dtype") and formal.dtype not in BY_BITS
+        if numbers and (np.can_cast(array.dtype, dtype, "same_kind") or {array.dtype.kind, dtype.kind} <= {"i", "u"}):
+            array = np.asarray(value, dtype)
+    bits = formal.dtype in BY_BITS and array.dtype.itemsize == dtype.itemsize and array.dtype.kind in "uV"
+    if array.dtype != dtype and not bits:
         raise UsageError(f"input {formal.name!r} is of type {dtype}, not {array.dtype}")
     if array.shape != formal.shape:
         raise UsageError(f"input {formal.name!r} is of shape {list(formal.shape)}, not {list(array.shape)}")

@@ -1,0 +1,172 @@
+"""Arrays that a session is given: which are refused, and that none changes which should not."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+from onnx import TensorProto, helper
+
+from onnx_remat import Session, UsageError
+from onnx_remat.session.training import Loop
+from tests.support.graphs import model_of
+
+pytest.importorskip("onnxruntime")
+
+N = [64, 64]
+node = helper.make_node
+
+
+def two_states():
+    """A step that renews two inputs, and reads a third."""
+    nodes = [
+        node("Mul", ["m", "x"], ["new.m"]), node("Add", ["v", "new.m"], ["new.v"]),
+        node("ReduceMean", ["new.v"], ["loss"], keepdims=0),
+    ]  # fmt: skip
+    return model_of(nodes, dict.fromkeys("mvx", N), {"new.m": N, "new.v": N, "loss": []})
+
+
+def numbers(seed=0):
+    return np.random.default_rng(seed).standard_normal(N).astype(np.float32)
+
+
+@pytest.mark.parametrize("among", [["m", "v"], ["m", "x"], ["x", "v"]], ids=str)
+def test_a_renewed_array_that_shares_memory_is_refused(among):
+    with Session(two_states(), donate=True) as session:
+        shared = numbers()
+        with pytest.raises(UsageError, match=r"share memory: pass a copy of one"):
+            session.run({name: numbers() for name in "mvx"} | dict.fromkeys(among, shared))
+        session.run({name: numbers() for name in "mvx"})
+
+
+def test_arrays_that_are_only_read_may_share_memory():
+    nodes = [node("Add", ["a", "b"], ["c"]), node("ReduceMean", ["c"], ["loss"], keepdims=0)]
+    with Session(model_of(nodes, {"a": N, "b": N}, {"c": N, "loss": []}), donate=True) as session:
+        shared = numbers()
+        np.testing.assert_array_equal(session.run({"a": shared, "b": shared})["c"], shared * 2)
+
+
+def test_a_result_is_not_read_where_the_next_run_writes():
+    with Session(two_states()) as session:
+        feeds = {name: numbers() for name in "mvx"}
+        made = session.run(feeds, copy=False)
+        with pytest.raises(UsageError, match="input 'x' is a view of a result, which the step overwrites: pass a copy"):
+            session.run(feeds | {"x": made["new.m"]})
+        session.run(feeds | {"x": made["new.m"].copy()})
+
+
+def cast_step(kind):
+    nodes = [node("Cast", ["x"], ["y"], to=TensorProto.FLOAT)]
+    return model_of(nodes, {"x": (kind, [4])}, {"y": [4]})
+
+
+def test_numbers_are_converted_and_arrays_are_not():
+    with Session(cast_step(TensorProto.INT64)) as session:
+        np.testing.assert_array_equal(session.run({"x": [1, 2, 3, 4]})["y"], [1, 2, 3, 4])
+        for wrong in ([0.5] * 4, np.ones(4, np.float32), np.ones(4, np.int32)):
+            with pytest.raises(UsageError, match="input 'x' is of type int64, not"):
+                session.run({"x": wrong})
+
+
+def test_bits_are_given_as_bits():
+    one = np.full(4, 0x3F80, np.uint16)  # 1 as bfloat16
+    with Session(cast_step(TensorProto.BFLOAT16)) as session:
+        np.testing.assert_array_equal(session.run({"x": one})["y"], np.ones(4))
+        for wrong in ([1.0] * 4, np.ones(4, np.float16), np.ones(4, np.int16)):
+            with pytest.raises(UsageError, match="input 'x' is of type uint16, not"):
+                session.run({"x": wrong})
+
+
+def test_a_gradient_of_bits_is_not_applied():
+    nodes = [
+        node("Cast", ["w"], ["wide"], to=TensorProto.FLOAT), node("ReduceMean", ["wide"], ["loss"], keepdims=0),
+        node("Cast", ["wide"], ["grad.w"], to=TensorProto.BFLOAT16),
+    ]  # fmt: skip
+    half = TensorProto.BFLOAT16, N
+    model = model_of(nodes, {"w": half}, {"loss": [], "grad.w": half})
+    with pytest.raises(UsageError, match=r"gradient 'grad.w' is of a type that numpy cannot compute with"):
+        Loop(model, {"w": np.zeros(N, np.uint16)})
+
+
+def test_a_pair_that_cannot_be_written_in_place_is_copied():
+    """`Sum` reads what it would overwrite; the pair's names do not tell that it is one."""
+    nodes = [node("Sum", ["w", "x"], ["after"]), node("ReduceMean", ["after"], ["loss"], keepdims=0)]
+    model = model_of(nodes, {"w": N, "x": N}, {"after": N, "loss": []})
+    with Session(model, donate={"after": "w"}) as session:
+        assert list(session.not_donated) == ["after"]
+        loop = Loop(session, {"w": np.zeros(N, np.float32), "x": np.ones(N, np.float32)})
+        assert [loop.step() for _ in range(3)] == [1, 2, 3]
+        np.testing.assert_array_equal(loop.view("w"), np.full(N, 3))
+
+
+def with_default():
+    nodes = [
+        node("Mul", ["w", "rate"], ["new.w"]), node("ReduceMean", ["new.w"], ["loss"], keepdims=0),
+    ]  # fmt: skip
+    model = model_of(nodes, {"w": N}, {"new.w": N, "loss": []}, {"rate": np.float32([2])})
+    model.graph.input.append(helper.make_tensor_value_info("rate", TensorProto.FLOAT, [1]))
+    return model
+
+
+def test_a_default_value_may_be_replaced_in_a_later_step(tmp_path):
+    loop = Loop(with_default(), {"w": np.ones(N, np.float32)})
+    assert loop.step() == 2
+    loop.save(tmp_path / "state.safetensors")
+    assert loop.step({"rate": np.float32([0.5])}) == 1
+    assert loop.step() == 0.5
+    loop.restore({"w": np.ones(N, np.float32), "rate": np.float32([4])})
+    assert loop.step() == 4
+
+
+def test_a_loop_of_onnxruntimes_own_session_trains_copies():
+    import onnxruntime
+
+    model = two_states()
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    state = {name: numbers() for name in "mvx"}
+    loop = Loop(session, state)
+    before = loop.state()
+    for array in state.values():
+        array[:] = np.nan
+    for name, array in loop.state().items():
+        np.testing.assert_array_equal(array, before[name])
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_running_statistics_are_not_written_over_what_is_read_later(donate):
+    """ONNX Runtime writes those that are no outputs over its inputs, whatever their size."""
+    nodes = [
+        node("BatchNormalization", ["x", "scale", "bias", "mean", "var"], ["y", "m1", "v1"], training_mode=1),
+        node("Mul", ["m1", "keep"], ["new.mean"]), node("MatMul", ["m1", "new.mean"], ["dot"]),
+        node("ReduceMean", ["y"], ["loss"], keepdims=0),
+    ]  # fmt: skip
+    few = ("scale", "bias", "mean", "var", "keep")
+    shapes = {"x": [32, 8, 16]} | {key: [8] for key in few}
+    model = model_of(nodes, shapes, {"new.mean": [8], "dot": [], "loss": []})
+    rng = np.random.default_rng(0)
+    feeds = {name: rng.standard_normal(shape).astype(np.float32) ** 2 for name, shape in shapes.items()}
+    old = feeds["mean"].copy()
+    m1 = 0.9 * old + 0.1 * feeds["x"].mean((0, 2))
+    with Session(model, donate=donate) as session:
+        made = session.run(feeds)
+    np.testing.assert_allclose(made["new.mean"], m1 * feeds["keep"], rtol=1e-5)
+    np.testing.assert_allclose(made["dot"], m1 @ (m1 * feeds["keep"]), rtol=1e-5)
+    np.testing.assert_array_equal(feeds["mean"], made["new.mean"] if donate else old)
+
+
+def test_each_of_several_threads_gets_its_own_results():
+    with Session(two_states()) as session:
+        wrong = []
+
+        def work(seed):
+            feeds = {name: numbers(seed) for name in "mvx"}
+            wanted = numbers(seed) * numbers(seed)
+            wrong.extend(seed for _ in range(200) if not np.array_equal(session.run(feeds)["new.m"], wanted))
+
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not wrong
