@@ -192,6 +192,8 @@ def single(steps: Steps) -> Iterator[Found]:
             continue
         kernel = steps.shape(reads[1])[2:]
         rank, how = len(kernel), _attributes(node)
+        if how.get("output_shape"):  # pads follow from it, whatever is stated
+            continue
         pads = how.get("pads") or [0] * 2 * rank
         given, made = steps.shape(reads[0]), steps.shape(node.output[0])
         images, output = (given, made) if forward else (made, given)
@@ -292,6 +294,8 @@ def _by_entry(steps: Steps, node: onnx.NodeProto) -> Found | None:
     if len(rights) < 2 or len(rights) != len(products) or len(lefts) != 1:
         return None
     (left,) = lefts
+    if len(steps.shape(left)) != 2 or len(steps.shape(rights[0])) != 2:
+        return None
     out, one = steps.shape(left)[0], steps.shape(rights[0])[1]
     slices, starts = [], []
     for right in rights:

@@ -38,7 +38,9 @@ def flat(layout: Layout) -> tuple[Atom, ...]:
 
 
 def reshaped(layout: Layout, shape: Sequence[int]) -> Layout | None:
-    """Return the layout of the same elements in another shape; None if an axis is cut at no multiple."""
+    """Return the layout of the same elements in another shape; None if an axis is cut at no multiple, or is empty."""
+    if not all(entries for axis in layout for _, _, entries in axis):
+        return None
     atoms = [atom for axis in layout for atom in axis if atom[2] != 1][::-1]
     made = []
     for size in shape:

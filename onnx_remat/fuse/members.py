@@ -16,7 +16,7 @@ import numpy as np
 
 from onnx_remat.fuse import spaces
 from onnx_remat.fuse.code import FLOAT, KINDS
-from onnx_remat.fuse.moves import move_of
+from onnx_remat.fuse.moves import Move, move_of
 from onnx_remat.fuse.ops import OPS, Call, call_of
 from onnx_remat.fuse.ordered import OrderedStep, Runs, Uses
 from onnx_remat.fuse.rows import LEAST_OF_CHANNEL, REDUCTIONS, ROWS, can_run_on_device, chunk_of, row_of
@@ -371,6 +371,16 @@ def members_of(ordered: OrderedStep, uses: Uses) -> list[Member | None]:
     return [_member_of(ordered, uses, at, step) for at, step in enumerate(ordered.steps)]
 
 
+def is_on_host(ordered: OrderedStep, names: Iterable[str]) -> bool:
+    """Return whether one of these values lies in host memory, where a device's kernels do not read."""
+    return not ordered.on_host.isdisjoint(names)
+
+
+def reads_far_apart(ordered: OrderedStep, move: Move) -> bool:
+    """Return whether threads of a device that run together would read elements that lie far apart."""
+    return ordered.device and bool(move.steps) and move.steps[-1][1] != 1
+
+
 def _member_of(ordered: OrderedStep, uses: Uses, at: int, step: Runs) -> Member | None:
     tensors, writes = ordered.tensors, step.writes
     if step.captured or uses.is_view(step) or len(writes) != 1:
@@ -381,11 +391,11 @@ def _member_of(ordered: OrderedStep, uses: Uses, at: int, step: Runs) -> Member 
     columns, run, shape = 0, 0, tensors[made].shape
     move = move_of(node, made, tensors, ordered.integers)
     call: Call | None
-    if not ordered.on_host.isdisjoint((made, *node.input)):
+    if is_on_host(ordered, (made, *node.input)):
         return None
     if move is not None:
-        if ordered.device and move.steps and move.steps[-1][1] != 1:
-            return None  # threads that run together would read far apart
+        if reads_far_apart(ordered, move):
+            return None
         dtype = tensors[made].dtype
         call, slots = Call("Identity", {}, dtype, dtype) if dtype in KINDS else None, [node.input[0]]
     elif node.op_type in ROWS:
@@ -401,6 +411,8 @@ def _member_of(ordered: OrderedStep, uses: Uses, at: int, step: Runs) -> Member 
         slots = list(node.input)
         if call is not None and node.op_type == "Pow":
             slots = slots[1:] if call.base else slots[:1]
+            if not call.base and tensors[slots[0]].shape[-1:] in ((), (1,)):
+                return None  # ONNX Runtime calls pow there, whose last bit may be another than a product's
     if call is None or not prod(shape) or len(shape) > MOST_RANK:
         return None
     if not all(map(uses.is_own, slots)):

@@ -13,7 +13,7 @@ from onnx_remat.fuse.code import KINDS
 from onnx_remat.fuse.groups import Group, Grouping
 from onnx_remat.fuse.ir import kernel_of
 from onnx_remat.fuse.kernel import Kernel
-from onnx_remat.fuse.members import MOST_RANK, can_read
+from onnx_remat.fuse.members import MOST_RANK, can_read, is_on_host, reads_far_apart
 from onnx_remat.fuse.moves import Piece
 from onnx_remat.fuse.ops import may_fuse
 from onnx_remat.fuse.ordered import OrderedStep, Runs
@@ -119,7 +119,8 @@ def _in_pieces(ordered: OrderedStep, places: Sequence[int]) -> tuple[OrderedStep
             return []
         found = [moves.move_of(node, name, tensors, {}) for name in read]
         readers = [ordered.steps[at].node for name in read for at in uses.users[name]]
-        can = all(move is not None and can_read(move.steps) for move in found)
+        can = all(m is not None and can_read(m.steps) and not reads_far_apart(ordered, m) for m in found)
+        can = can and not is_on_host(ordered, [*node.input, *read])
         return read if can and any(may_fuse(each) for each in readers) else []
 
     steps: list[Runs] = []

@@ -101,7 +101,8 @@ def views(ordered: OrderedStep) -> frozenset[str]:
 class Uses:
     """Which nodes make and read each value of a step, and which values lie in memory of their own.
 
-    Views count as the value in whose memory they lie, not as readers of it.
+    Views count as the value in whose memory they lie, not as readers of it. Who reads a view also reads its shape,
+    where a node makes that.
     """
 
     def __init__(self, ordered: OrderedStep) -> None:
@@ -110,10 +111,15 @@ class Uses:
         self.shared = {owner for name, owner in ordered.root.items() if name not in self.viewed}
         self.maker = {name: i for i, step in enumerate(ordered.steps) for name in step.writes}
         self.users: defaultdict[str, list[int]] = defaultdict(list)
+        shapes: dict[str, tuple[str, ...]] = {}  # of each view, and of those that it is a view of
         for i, step in enumerate(ordered.steps):
-            if not self.is_view(step):
-                for name in dict.fromkeys(self.root(name) for name in step.reads):
-                    self.users[name].append(i)
+            needed = [shape for name in step.reads for shape in shapes.get(name, ())]
+            if self.is_view(step):
+                needed += [self.root(name) for name in step.reads[1:]]
+                shapes |= dict.fromkeys(step.writes, tuple(needed))
+                continue
+            for name in dict.fromkeys([*(self.root(name) for name in step.reads), *needed]):
+                self.users[name].append(i)
         self.kept = frozenset(self.root(name) for name in ordered.outputs)
 
     def root(self, name: str) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import prod
+from math import copysign, prod
 
 import onnx
 
@@ -63,7 +63,8 @@ def _pad_of(ordered: OrderedStep, place: int, node: onnx.NodeProto) -> Pad | Non
     value = node.input[2] if len(node.input) > 2 else ""
     pads, names = ordered.integers.get(node.input[1]), (node.input[0], node.output[0])
     old, new = (ordered.tensors[name] for name in names)
-    if pads is None or (value and ordered.constants.get(value) != 0) or not all(map(ordered.uses.is_own, names)):
+    zero = ordered.constants.get(value, 1.0) if value else 0.0
+    if pads is None or zero or copysign(1, zero) < 0 or not all(map(ordered.uses.is_own, names)):
         return None
     if old.dtype not in KINDS or not prod(old.shape) or not 0 < prod(new.shape) < MOST_ELEMENTS:
         return None

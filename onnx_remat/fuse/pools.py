@@ -101,15 +101,27 @@ def _pool(uses: Uses, place: int, step: Runs) -> Pool | None:
     shape, made = known[0].shape, known[1].shape
     if prod(shape) < LEAST_ELEMENTS or not prod(made) or not all(map(uses.is_own, (node.input[0], *node.output))):
         return None
-    pads = tuple(values.get("pads", (0, 0, 0, 0)))
+    pads, kernel = tuple(values.get("pads", (0, 0, 0, 0))), values["kernel_shape"]
+    strides, dilations = values.get("strides", (1, 1)), values.get("dilations", (1, 1))
+    if any(map(_has_empty_window, shape[2:], made[2:], kernel, strides, dilations, pads[:2])):
+        return None
     sizes = (
-        *shape[2:], *made[2:], *values["kernel_shape"], *values.get("strides", (1, 1)),
-        *values.get("dilations", (1, 1)), *pads[:2],
+        *shape[2:], *made[2:], *kernel, *strides, *dilations, *pads[:2],
     )  # fmt: skip
     root = uses.root(node.input[0])
     if root in uses.ordered.renewed.values() or any(name in uses.ordered.renewed for name in node.output):
         return None
     return Pool(place, root, (node.output[0], node.output[1]), prod(shape[:2]), sizes, made)
+
+
+def _has_empty_window(size: int, made: int, kernel: int, stride: int, dilation: int, pad: int) -> bool:
+    """Return whether some window along an axis lies in the padding alone, where ONNX Runtime's result is another.
+
+    >>> _has_empty_window(2, 1, kernel=2, stride=1, dilation=3, pad=1)
+    True
+    """
+    starts = (i * stride - pad for i in range(made))
+    return any(not any(0 <= start + i * dilation < size for i in range(kernel)) for start in starts)
 
 
 def _sum(uses: Uses, place: int, step: Runs) -> Sum | None:

@@ -78,7 +78,7 @@ def product_of(node: onnx.NodeProto, tensors: Mapping[str, Tensor]) -> Product |
     outer, inner = prod(a.shape[:-1]), a.shape[-1]
     rows, terms = (inner, outer) if left else (outer, inner)
     columns = b.shape[0] if right else b.shape[1]
-    if bias and (prod(bias[0].shape) != columns or bias[0].shape[-1] != columns):
+    if bias and (prod(bias[0].shape) != columns or bias[0].shape[-1:] != (columns,)):
         return None
     if min(rows, columns, terms) < LEAST_SIZE or rows * columns * terms < LEAST_WORK:
         return None
