@@ -28,6 +28,7 @@ def checked(*paths: str) -> None:
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
 
 
+@pytest.mark.slow
 def test_no_move_of_the_search_leaves_its_arrays() -> None:
     checked("tests/plan/test_moves.py")
 

@@ -12,6 +12,7 @@ import onnx
 import pytest
 
 from tests.support.graphs import mlp
+from tests.support.slow import few
 
 pytest.importorskip("onnxruntime")
 
@@ -26,16 +27,19 @@ def home(tmp_path_factory):
     return folder
 
 
+REDIRECTED = [
+    ("> /dev/null", 0, True),
+    (">&-", 0, True),
+    ("2>&-", 0, True),
+    ("| true", 0, True),
+    ("> /dev/full", 4, False),
+    ("2> /dev/full", 0, True),
+]
+
+
 @pytest.mark.parametrize(
     ("redirect", "code", "written"),
-    [
-        ("> /dev/null", 0, True),
-        (">&-", 0, True),
-        ("2>&-", 0, True),
-        ("> /dev/full", 4, False),
-        ("2> /dev/full", 0, True),
-        ("| true", 0, True),
-    ],
+    few(REDIRECTED, REDIRECTED[3:], several=True),
 )
 def test_exit_codes_say_whether_files_were_written(redirect, code, written, home):
     out = home / "out.onnx"

@@ -114,6 +114,7 @@ MASKS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bool", "float"])
 def test_masks_of_every_shape(kind):
     masks = [torch.rand(shape) > 0.3 for shape in MASKS]
@@ -153,8 +154,13 @@ def test_float64():
     compared(Attention(is_causal=True).double(), batch(dtype=torch.float64))
 
 
+PARTS = [(2, [4, 4]), (3, [2] * 4), (8, [1] * 8), (100, [1] * 8), (7, [2] * 4)]
+
+
 @pytest.mark.parametrize(
-    ("parts", "wanted"), [(2, [4, 4]), (3, [2] * 4), (8, [1] * 8), (100, [1] * 8), (7, [2] * 4)], ids=str
+    ("parts", "wanted"),
+    few(PARTS, PARTS[1:4:2], several=True),
+    ids=str,
 )
 def test_parts_are_some_heads_of_one_text_or_texts_whole(parts, wanted):
     compared(Attention(), batch(), parts, wanted)
@@ -260,6 +266,7 @@ def nodes_of_each(model: onnx.ModelProto, formulas) -> dict[str, int]:
     return {name: labels.count(f"each.{place}") for place, name in enumerate(formulas)}
 
 
+@pytest.mark.slow
 def test_scores_of_heads_that_depend_on_one_another_are_left_alone():
     model = Several(*map(Written, MIXED.values()))
     one, many = (export_training_step(model, batch(), F.mse_loss, attention_parts=n, check=False) for n in (1, 4))
@@ -267,6 +274,7 @@ def test_scores_of_heads_that_depend_on_one_another_are_left_alone():
     assert min(nodes_of_each(one, MIXED).values()) > 5
 
 
+@pytest.mark.slow
 def test_heads_that_are_computed_alone_otherwise():
     """Bit for bit, with more nodes."""
     model, example = Several(*map(Written, ALONE.values())), batch()

@@ -150,6 +150,7 @@ FORMULAS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_blocks_have_the_keys_that_they_may_see():
     made = divided(Several(formula for formula, _ in FORMULAS.values()), batch())
     found = {name: forms(made, f"each.{place}") for place, name in enumerate(FORMULAS)}
@@ -184,6 +185,7 @@ LEFT = {
 }
 
 
+@pytest.mark.slow
 def test_rows_are_left_whole_where_a_hidden_score_counts():
     made = divided(Several(LEFT.values()), batch())
     assert {name: forms(made, f"each.{place}") for place, name in enumerate(LEFT)} == dict.fromkeys(LEFT, WHOLE)

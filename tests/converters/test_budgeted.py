@@ -24,6 +24,7 @@ from torch import nn
 
 from onnx_remat.errors import BudgetInfeasibleError, ConversionError, UsageError
 from onnx_remat.measure import training_memory
+from tests.support.slow import few
 from tests.support.terminal import on_a_terminal
 
 cross_entropy = nn.functional.cross_entropy
@@ -261,6 +262,7 @@ def test_a_model_of_transformers_in_a_loop_of_dicts(tmp_path):
     close(transformers.BertForSequenceClassification.from_pretrained(tmp_path / "last"), theirs, 1e-4)
 
 
+@pytest.mark.slow
 def test_the_last_four_sizes_stay_open(monkeypatch):
     opened = []
 
@@ -282,6 +284,7 @@ def test_the_last_four_sizes_stay_open(monkeypatch):
     step.close()
 
 
+@pytest.mark.slow
 def test_as_many_threads_as_pytorch_has():
     source = (
         MODEL
@@ -555,7 +558,7 @@ def test_buffers_that_change_their_form_are_refused(before, after):
         budgeted(model, nn.functional.mse_loss, optimizer, (torch.randn(8, 6), torch.randn(8, 2)))
 
 
-@pytest.mark.parametrize("kind", ["AdamW", "NAdam", "RAdam", "Adadelta"])
+@pytest.mark.parametrize("kind", few(["AdamW", "NAdam", "RAdam", "Adadelta"], ["AdamW"]))
 def test_float64_is_as_exact_as_torch(kind):
     """NAdam keeps the product of its momenta in float32 all the same."""
     torch.manual_seed(0)
@@ -829,6 +832,7 @@ def deep():
     return nn.Sequential(*layers, nn.Linear(16, 5))
 
 
+@pytest.mark.slow
 def test_micro_batches_and_a_scaler_within_a_budget():
     """A step that overflows is left out, its state too; counts and scale go on in the rewritten file."""
     ours, theirs = deep(), deep()

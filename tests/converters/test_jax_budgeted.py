@@ -77,6 +77,7 @@ def test_trains_as_jax_does_within_a_share_of_its_memory():
         assert np.array_equal(kept, before)  # a copy, which later steps leave alone
 
 
+@pytest.mark.slow
 def test_flax_nnx_with_running_statistics_and_its_own_random_numbers():
     """Split as Flax's guide has it: parameters are trained, all else are buffers, keys of random numbers among them."""
     nnx = pytest.importorskip("flax.nnx")

@@ -17,6 +17,7 @@ from onnx_remat.ir import phases
 from onnx_remat.ort import runtime
 from sample_models.networks import jax_models as zoo
 from tests.support.graphs import feeds_for, run_model, same_bits
+from tests.support.slow import few
 
 OPTIMIZERS = {"sgd": optax.sgd(0.1, momentum=0.9), "adamw": optax.adamw(3e-3)}
 SMALL = {
@@ -69,7 +70,10 @@ def runtime_session(model: onnx.ModelProto):
     return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 
-@pytest.mark.parametrize(("name", "optimizer"), zip(SMALL, [*OPTIMIZERS] * 3, strict=True))
+TRAINED = list(zip(SMALL, [*OPTIMIZERS] * 3, strict=True))
+
+
+@pytest.mark.parametrize(("name", "optimizer"), few(TRAINED, TRAINED[:2], several=True))
 def test_twenty_steps_follow_jax(name: str, optimizer: str) -> None:
     ours, theirs = curves(SMALL[name](), OPTIMIZERS[optimizer])
     assert theirs[-1] < theirs[0]

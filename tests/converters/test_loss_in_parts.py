@@ -18,6 +18,7 @@ from torch import nn
 import onnx_remat
 from onnx_remat.errors import UsageError
 from onnx_remat.ort import runtime
+from tests.support.slow import few
 
 CLASSES, TEXTS, TOKENS = 50, 6, 5
 
@@ -65,7 +66,9 @@ def parts(model: onnx.ModelProto) -> int:
 
 
 @pytest.mark.parametrize("loss", [F.cross_entropy, smooth, with_padding, with_z])
-@pytest.mark.parametrize("settings", [{}, {"tied": False, "bias": True}, {"cap": 5.0}], ids=str)
+@pytest.mark.parametrize(
+    "settings", few([{}, {"tied": False, "bias": True}, {"cap": 5.0}], [{"tied": False, "bias": True}]), ids=str
+)
 def test_the_numbers_are_those_of_one_part(settings, loss):
     """The converter compares four parts with torch; here with one, on a batch that neither has seen."""
     torch.manual_seed(0)
@@ -168,6 +171,7 @@ def test_a_budgeted_step_in_parts_trains_as_torch_does():
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_forward_file_gets_its_loss_in_parts():
     """512 rows of 64 numbers each, 40,000 classes: `add_backward` compares the gradients with differences by itself."""
     rng = np.random.default_rng(0)

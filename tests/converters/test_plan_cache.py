@@ -95,6 +95,7 @@ def test_an_entry_that_is_damaged_is_planned_again(kept, folder, name):
     assert made(batch) == kept
 
 
+@pytest.mark.slow
 def test_the_oldest_entries_go(folder, monkeypatch):
     monkeypatch.setattr(plan_cache.ENTRIES, "most", 2)
     for width in (64, 65, 66):

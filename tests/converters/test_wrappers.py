@@ -12,6 +12,7 @@ from onnx_remat.converters.pytorch import budgeted, export_training_step
 from torch import nn
 
 from onnx_remat.errors import ConversionError
+from tests.support.slow import few
 
 BATCH = torch.randn(16, 8), torch.arange(16) % 4
 cross_entropy = nn.functional.cross_entropy
@@ -34,7 +35,7 @@ def plain():
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["around", "inside"])
-@pytest.mark.parametrize("wrap", [nn.DataParallel, torch.compile])
+@pytest.mark.parametrize("wrap", few([nn.DataParallel, torch.compile], [torch.compile]))
 def test_wrappers_that_change_no_number(wrap, inside, plain):
     losses, parameters = trained(nn.Sequential(wrap(net())) if inside else wrap(net()))
     assert losses == plain[0]

@@ -53,6 +53,7 @@ def job_of(model, tmp_path, steps, **more):
     return {"model": model, "steps": steps, "save": str(tmp_path / "state.safetensors"), **more}
 
 
+@pytest.mark.slow
 def test_two_ranks_with_shards_and_two_batches_each_are_one_process(model, tmp_path):
     apart, joined = shared_batches(50, 2, ROWS, WIDTH, micro=2)
     job = job_of(model, tmp_path, 50, micro=2, options={"zero": True})

@@ -150,6 +150,7 @@ sys.exit(distributed.run(main))
 """
 
 
+@pytest.mark.slow
 def test_a_rank_alone_refuses_batches_that_lack_an_input_and_wrong_options():
     pytest.importorskip("torch")
     done = subprocess.run([sys.executable, "-c", ALONE], cwd=ROOT, capture_output=True, text=True, check=False)

@@ -76,7 +76,7 @@ def small_blocks(request, monkeypatch):
 
 
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("over", [False, True])
+@pytest.mark.parametrize("over", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_random_groups(request, over):
     """20,000 of them: ``pytest tests/fuse/test_cuda.py -k random --fuzz 20000``."""
     count, fused = request.config.getoption("--fuzz") or 60, 0
@@ -90,7 +90,7 @@ def test_random_groups(request, over):
 
 
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("over", [False, True])
+@pytest.mark.parametrize("over", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_random_rows(request, monkeypatch, over):
     monkeypatch.setattr("onnx_remat.fuse.rows.LEAST_WARPS", 8)
     count, fused = max((request.config.getoption("--fuzz") or 0) // 20, 40), 0
@@ -223,6 +223,7 @@ def test_a_warp_has_no_row_in_part():
     assert made.kernels[0].grain == THREADS // WARP
 
 
+@pytest.mark.slow
 def test_the_shared_memory_of_a_block_holds_as_many_sums_as_a_kernel_may_have():
     nodes = [node("Softmax", ["x"], "y0", axis=-1)]
     nodes += [node("Softmax", [f"y{i}"], f"y{i + 1}", axis=-1) for i in range(MOST_REDUCTIONS - 1)]

@@ -202,7 +202,7 @@ print(json.dumps([resident("VmHWM") - resident("RssFile") - before, session.work
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="peaks are measured on Linux")
-@pytest.mark.parametrize("sizes", [(4096, 1024, 1024), (256, 4096, 2048), (8192, 256, 256)])
+@pytest.mark.parametrize("sizes", few([(4096, 1024, 1024), (256, 4096, 2048), (8192, 256, 256)], [(256, 4096, 2048)]))
 def test_scratch_memory_is_what_was_predicted(sizes, tmp_path):
     onnx.save(gemm(*sizes, 0, 1, 0), tmp_path / "product.onnx")
     done = subprocess.run(

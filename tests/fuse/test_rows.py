@@ -14,6 +14,7 @@ from onnx_remat.fuse import groups
 from onnx_remat.fuse.rows import CHUNK, LEAST_COLUMNS, LEAST_ROWS
 from tests.fuse.test_groups import build, node
 from tests.support.fusing import bits, options, ordered_step, run, run_on_small_stack, session, why_not
+from tests.support.slow import few
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "none")
 
@@ -253,7 +254,7 @@ def alone(model: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> dict[str, np.
     return {value.name: known[value.name] for value in model.graph.output}
 
 
-@pytest.mark.parametrize("along", ALONG_WHAT)
+@pytest.mark.parametrize("along", few(ALONG_WHAT, ["channels"]))
 def test_random_rows(along, request):
     """In a kernel with others, a node has the bits that it has alone: so an original and its rewritten step agree."""
     count, fused = max((request.config.getoption("--fuzz") or 0) // 20, 25), 0

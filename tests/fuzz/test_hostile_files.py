@@ -26,6 +26,7 @@ from tests.support.computing import computed, reader
 from tests.support.graphs import mlp
 from tests.support.hostile import ANSWERED, REFUSED, Change, Hostile, typed
 from tests.support.pace import slowness
+from tests.support.slow import few
 
 pytest.importorskip("onnxruntime")
 node, INT64, BOOL = helper.make_node, TensorProto.INT64, TensorProto.BOOL
@@ -380,7 +381,7 @@ def grown() -> int:
     return max(memory(process, "VmHWM") - held for process, held in _held.items() if process.exists())
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", few(ROWS, ROWS[::3]), ids=lambda row: row.name)
 def test_hostile_files_are_refused(row, home, capsys, monkeypatch, pytestconfig):
     if row.slow and not pytestconfig.getoption("--fuzz"):
         pytest.skip("uses up the limits: --fuzz 1")

@@ -19,6 +19,7 @@ from onnx_remat.ort.executed import as_executed
 from onnx_remat.ort.kernels.cpu import CPU
 from onnx_remat.ort.prepare import Preparation
 from tests.support.graphs import mlp, model_of
+from tests.support.slow import few
 
 pytest.importorskip("onnxruntime")
 
@@ -117,7 +118,7 @@ def random_step(path):
     return path
 
 
-@pytest.mark.parametrize("level", ["disable", "all"])
+@pytest.mark.parametrize("level", few(["disable", "all"], ["all"]))
 def test_a_session_is_compared_with_the_runtimes_own(level, tmp_path):
     verify.session(random_step(tmp_path / "random.onnx"), level=level)
     with Session(mlp(layers=2, batch=64, width=32), level=level, donate=True, check=True) as session:

@@ -204,7 +204,7 @@ def predicted(name: str, doubling: bool, how: str) -> int:
 
 
 @pytest.mark.parametrize("how", ["plain", "fed back"])
-@pytest.mark.parametrize("doubling", [False, True])
+@pytest.mark.parametrize("doubling", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", few(["attention_stack", "residual_cnn"], ["residual_cnn"]))
 def test_regions_are_those_of_onnxruntime(name: str, doubling: bool, how: str) -> None:
     pytest.importorskip("onnxruntime")

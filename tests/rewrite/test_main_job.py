@@ -21,6 +21,7 @@ from onnx_remat.rewrite.accounting import smallest_budget
 from onnx_remat.units import format_bytes
 from onnx_remat.write.decided import CLONES_KEY, EDGES_KEY, LEVEL_KEY
 from tests.support.graphs import SAMPLES, feeds_for, mlp, run_model, same_bits
+from tests.support.slow import few
 
 pytest.importorskip("onnxruntime")
 LIMIT = {"effort": 0.3, "run_by": "session"}
@@ -32,7 +33,7 @@ def rewritten(mlp_model):
 
 
 @pytest.mark.parametrize("levels", [("all",), runtime.LEVELS], ids=["all", "every"])
-@pytest.mark.parametrize("path", SAMPLES, ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", few(SAMPLES, SAMPLES[:1]), ids=lambda p: p.stem)
 def test_samples_keep_their_budget_when_measured(path, levels, tmp_path):
     """Measured peak at the levels planned for within the budget, and within 3 % of what was simulated."""
     result = onnx_remat.rewrite_model(path, "65%", level="every" if len(levels) > 1 else "all", **LIMIT)
@@ -70,7 +71,7 @@ def test_verify_run_reports_order_and_outputs(mlp_path):
     assert report.measured.after <= report.budget < report.measured.before
 
 
-@pytest.mark.parametrize("path", SAMPLES, ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", few(SAMPLES, SAMPLES[:1]), ids=lambda p: p.stem)
 def test_keep_all_never_makes_it_worse(path):
     """Asked for the impossible, it names the lowest it reaches; asked for that, the file as executed keeps it."""
     original = as_executed(onnx.load(path), None, "all", Preparation(CPU)).timeline.peak
@@ -187,7 +188,9 @@ def test_levels_are_a_plain_sessions():
         onnx_remat.rewrite_model(equal_nodes(), "80%", level="basic", run_by="session")
 
 
-@pytest.mark.parametrize(("seed", "budget"), [("none", "75%"), ("7", "75%"), ("7", "45%")])
+@pytest.mark.parametrize(
+    ("seed", "budget"), few([("none", "75%"), ("7", "75%"), ("7", "45%")], [("none", "75%")], several=True)
+)
 def test_dropout_masks_are_kept_not_redrawn(seed, budget):
     """Masks are drawn once, products with them may be recomputed: the same generator state, the same gradients."""
     model = mlp(layers=8, batch=1024, width=32, seed_dropout=seed)

@@ -81,6 +81,7 @@ def test_outputs_are_equal_to_the_last_bit_on_the_cpu(moved, tmp_path):
     assert verify.bitwise(tmp_path / "before.onnx", tmp_path / "after.onnx").startswith("bitwise equal")
 
 
+@pytest.mark.slow
 def test_the_same_call_writes_the_same_file(moved):
     model, free, _ = moved
     again = rewrite_model(model, "50%", offload=True, host_bandwidth=FAST, costs="t4", **DEVICE)
@@ -94,6 +95,7 @@ def test_a_slow_link_is_not_used_where_recompute_does_it(moved):
     assert result.report.extra_compute == plain.report.extra_compute
 
 
+@pytest.mark.slow
 def test_budgets_below_any_recompute_are_kept():
     model = mlp(layers=12, batch=8192, width=256)
     with pytest.raises(BudgetInfeasibleError, match="impossible"):

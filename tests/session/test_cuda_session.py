@@ -19,6 +19,7 @@ from onnx_remat.session.training import Loop
 from tests.support.fake_cuda import here, run
 from tests.support.fake_cuda.session import state_of
 from tests.support.graphs import mlp, model_of
+from tests.support.slow import few
 
 needs_device = pytest.mark.skipif(bool(here.why_not()), reason=here.why_not())
 SPACE = 1 << 20
@@ -56,7 +57,7 @@ def test_training_takes_what_was_predicted_and_no_more(step):
 
 
 @needs_device
-@pytest.mark.parametrize("asked", ["session", "by default"])
+@pytest.mark.parametrize("asked", [pytest.param("session", marks=pytest.mark.slow), "by default"])
 def test_a_step_is_captured_in_a_graph_and_replayed(step, asked):
     """Nothing in it stops the host or allocates, which the fake device refuses while a graph is captured."""
     how = {"graph": True} if asked == "session" else {"loop": True}
@@ -73,7 +74,7 @@ def asked(path: Path, **job: Any) -> dict[str, Any]:
 
 
 @needs_device
-@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("graph", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_fused_kernels_save_launches_and_nothing_waits_more(step, graph):
     plain, fused = (asked(step[0], fuse=fuse, graph=graph) for fuse in (False, True))
     assert plain["kernels"] == 0 and plain["not_fused"] == ""
@@ -192,7 +193,7 @@ def updated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
 
 
 @needs_device
-@pytest.mark.parametrize("how", ["session", "loop"])
+@pytest.mark.parametrize("how", [pytest.param("session", marks=pytest.mark.slow), "loop"])
 def test_arrays_of_another_library_are_trained_where_they_lie(updated, how):
     """Nothing is copied, and the session takes no memory for them."""
     path, wanted = updated
@@ -202,20 +203,21 @@ def test_arrays_of_another_library_are_trained_where_they_lie(updated, how):
     assert found["live"] <= 512
 
 
+REFUSED = [
+    ("graph", "cuda_graph renews input"), ("odd", "input 'w' does not begin at a multiple of 16 bytes"),
+    ("strided", "input 'w' is not contiguous"), ("read-only", "input 'w' is renewed in place: pass a writeable"),
+    ("shared", "share memory: pass a copy of one"), ("half", "'m' is not on the device"),
+]  # fmt: skip
+
+
 @needs_device
-@pytest.mark.parametrize(
-    ("how", "error"),
-    [
-        ("graph", "cuda_graph renews input"), ("odd", "input 'w' does not begin at a multiple of 16 bytes"),
-        ("strided", "input 'w' is not contiguous"), ("read-only", "input 'w' is renewed in place: pass a writeable"),
-        ("shared", "share memory: pass a copy of one"), ("half", "'m' is not on the device"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("how", "error"), few(REFUSED, REFUSED[::3], several=True))
 def test_arrays_that_cannot_be_trained_where_they_lie_are_refused(updated, how, error):
     found = here.ask("tests.support.fake_cuda.lying", {"path": str(updated[0]), "how": how})
     assert error in found["error"]
 
 
+@pytest.mark.slow
 @needs_device
 def test_a_step_of_any_batch_waits_no_more_and_is_captured_as_well(tmp_path):
     """Sizes are known when it is opened: no node that computes with them is left on the host."""
@@ -243,6 +245,7 @@ def test_a_block_that_does_not_fit_is_refused():
     assert found == "the CUDA device could not allocate 1099511627776 bytes: fake"
 
 
+@pytest.mark.slow
 @needs_device
 def test_a_step_that_draws_random_numbers_is_not_captured(tmp_path):
     nodes = [
@@ -331,6 +334,7 @@ def step_file(tmp_path: Path) -> Path:
     return tmp_path / "step.onnx"
 
 
+@pytest.mark.slow
 @needs_device
 def test_values_are_moved_to_the_host_and_take_nothing_of_the_device(tmp_path):
     """It runs within what was predicted; the host waits once more for each value that comes back."""

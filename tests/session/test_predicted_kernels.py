@@ -65,7 +65,7 @@ def predicted(model: model_io.Model, fuse: bool = True) -> Footprint:
     return predict(as_executed(source.model, source.folder, "all", options.preparation()), fuse=fuse)
 
 
-@pytest.mark.parametrize("fuse", [True, False])
+@pytest.mark.parametrize("fuse", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", [*MODELS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_the_slab_of_a_session_is_the_predicted_one(name, fuse, tmp_path):
     model = (MODELS | SLOW)[name]()

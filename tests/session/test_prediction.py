@@ -82,6 +82,7 @@ def test_the_machine_takes_what_was_predicted(result, tmp_path):
     assert after.total - 6e6 < fused.total < after.total + 1e6
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not training_memory.available(), reason="resident memory is read from /proc")
 def test_verification_measures_training():
     report = onnx_remat.rewrite_model(mlp(layers=12, batch=16384, width=32), "70%", verify="run", **QUICK).report

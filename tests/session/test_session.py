@@ -16,6 +16,7 @@ from onnx_remat.session import loading
 from onnx_remat.session.plan_session import Array
 from onnx_remat.session.training import Loop
 from tests.support.graphs import feeds_for, mlp, model_of, run_model, same_at, same_bits, same_numbers
+from tests.support.slow import few
 
 pytest.importorskip("onnxruntime")
 
@@ -57,7 +58,9 @@ def test_an_array_of_a_device_is_refused_on_the_cpu():
                 Loop(session, there, copy=copy)
 
 
-@pytest.mark.parametrize(("level", "fuse"), [("all", True), ("all", False), ("disable", True)])
+@pytest.mark.parametrize(
+    ("level", "fuse"), few([("all", True), ("all", False), ("disable", True)], [("all", True)], several=True)
+)
 def test_a_step_as_exported_gives_the_same_results(level, fuse):
     """To the bit where no convolution of the step is one of oneDNN's."""
     model = onnx.load(SAMPLE)
