@@ -10,7 +10,6 @@ import ctypes
 import hashlib
 import os
 import shutil
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -19,7 +18,7 @@ import numpy as np
 from onnx_remat.errors import ModelError
 from onnx_remat.fuse.machine_code import has_avx512
 from onnx_remat.messages import Setting
-from onnx_remat.process.cache import cache_folder
+from onnx_remat.process.cache import cache_folder, count_as_used, replacing, tidy
 
 _PATTERN = "libscipy_openblas64_*.so"
 _PRODUCT, _SET_THREADS = "scipy_cblas_sgemm64_", "scipy_openblas_set_num_threads64_"
@@ -91,12 +90,10 @@ def _copied(source: Path, folder: Path) -> Path:
     status = source.stat()
     version = hashlib.sha256(f"{source} {status.st_size} {status.st_mtime_ns}".encode()).hexdigest()[:16]
     target = folder / f"libonnx_remat_blas-{version}.so"
-    if not target.is_file() or target.stat().st_size != status.st_size:
-        partial = target.with_suffix(f".{os.getpid()}.tmp")
-        try:
+    if target.is_file() and target.stat().st_size == status.st_size:
+        count_as_used(target)
+    else:
+        with replacing(target) as partial:
             shutil.copyfile(source, partial)
-            partial.replace(target)
-        finally:
-            with suppress(OSError):
-                partial.unlink()
+        tidy(folder)
     return target

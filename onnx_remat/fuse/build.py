@@ -6,6 +6,7 @@ import hashlib
 import os
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("shim.c", "convolution.c"))
@@ -25,17 +26,22 @@ def build(folder: Path) -> str:
     if compiler is None:
         return "there is no C compiler (cc, gcc or clang)"
     target = folder / library_name()
-    partial = target.with_suffix(f".{os.getpid()}.tmp")
+    partial = None
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(".tmp", f"{target.stem}.", folder)
+        os.close(handle)
+        partial = Path(name)
         command = [compiler, *FLAGS, *map(str, SOURCES), "-o", str(partial)]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
         if done.returncode:
             lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
             return f"{compiler} cannot compile {SOURCES[0].name}: {lines[-1]}"
+        partial.chmod(0o755)  # in a wheel it is for all users; some linkers keep mkstemp's 0600
         partial.replace(target)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{SOURCES[0].name} cannot be compiled: {error}"
     finally:
-        partial.unlink(missing_ok=True)
+        if partial is not None:
+            partial.unlink(missing_ok=True)
     return ""

@@ -77,9 +77,9 @@ def kernel_of(found: Found, ordered: OrderedStep) -> Kernel:
     """Return the kernel of a convolution; its second output is scratch memory."""
     of = found.convolution
     inputs = tuple((FLOAT, prod(ordered.tensors[name].shape)) for name in found.reads)
-    scratch = -(-onednn.scratch_bytes(of) // 4)
+    count, scratch = onednn.planned(of)
     outputs = ((FLOAT, tuple(ordered.tensors[found.makes].shape)), (FLOAT, (scratch,)))
-    return Kernel("", (), onednn.parts(of).count, 1, inputs, outputs, convolution=of)
+    return Kernel("", (), count, 1, inputs, outputs, convolution=of)
 
 
 def distinct(kernels: Iterable[Kernel]) -> int:

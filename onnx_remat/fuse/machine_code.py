@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from onnx_remat.errors import ModelError
-from onnx_remat.process.cache import cache_folder
+from onnx_remat.process.cache import cache_folder, count_as_used, replacing, tidy
 from onnx_remat.process.child import Child, Failed
 
 ALIGNMENT = 64
@@ -81,16 +81,20 @@ def compiled(texts: Sequence[str], folder: Path | None = None) -> list[bytes]:
         for text in share:
             code = _load(folder, wanted[text])
             found[text] = _compile(text) if code is None else code
+    if missing and folder is not None:
+        tidy(folder)
     return [found[text] for text in texts]
 
 
 def _load(folder: Path | None, key: str) -> bytes | None:
     if folder is None:
         return None
+    path = folder / f"{key}.kernel"
     try:
-        data = (folder / f"{key}.kernel").read_bytes()
+        data = path.read_bytes()
     except OSError:
         return None
+    count_as_used(path)
     digest, code = data[:32], data[32:]
     return code if code and hashlib.sha256(code).digest() == digest else None
 
@@ -99,10 +103,8 @@ def _store(folder: Path | None, key: str, code: bytes) -> None:
     """Store code in the cache; if that fails, on a full disk say, the code is compiled again next time."""
     if folder is None:
         return
-    partial = folder / f"{key}.{os.getpid()}.tmp"
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError), replacing(folder / f"{key}.kernel") as partial:
         partial.write_bytes(hashlib.sha256(code).digest() + code)
-        partial.replace(folder / f"{key}.kernel")
 
 
 def _key(text: str) -> str:

@@ -395,6 +395,20 @@ def scratch_bytes(of: Convolution) -> int:
     return found.shared + divided.count * found.each + 64
 
 
+def planned(of: Convolution) -> tuple[int, int]:
+    """Return the parts of a convolution, and the elements of its scratch memory: both are part of a kernel.
+
+    They depend on the number of processors and on the instructions that oneDNN uses (``ONEDNN_MAX_CPU_ISA``), so they
+    may differ in another process.
+
+    Raises
+    ------
+    ModelError
+        oneDNN has no such convolution.
+    """
+    return parts(of).count, -(-scratch_bytes(of) // 4)
+
+
 @cache
 def numbers(of: Convolution) -> tuple[int, ...]:
     """Compile the primitives of a convolution; return its numbers for ``convolution.c``, for this process alone."""

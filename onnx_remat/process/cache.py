@@ -10,12 +10,15 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shutil
 import stat
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 
 _PACKAGES = ("numpy", "numba", "llvmlite", "onnx", "onnxruntime", "onnxruntime-gpu", "ortools", "onednn-cpu-gomp")
@@ -42,6 +45,8 @@ def cache_folder() -> Path | None:
 def surroundings(more: tuple[str, ...] = (), folder: Path | None = None) -> str:
     """Return a hash of what a plan depends on besides its step: packages, this package's code, the processor.
 
+    Environment variables of oneDNN are part of it: they limit the instructions of convolutions, and so their memory.
+
     Parameters
     ----------
     more : tuple of str
@@ -60,7 +65,23 @@ def surroundings(more: tuple[str, ...] = (), folder: Path | None = None) -> str:
         for pattern in ("*.py", "*.c")
         for each in root.rglob(pattern)
     )
-    return hashlib.sha256(repr((versions, code, _processor(), os.cpu_count())).encode()).hexdigest()
+    limits = sorted(each for each in os.environ.items() if each[0].startswith(("ONEDNN_", "DNNL_")))
+    known = versions, _runtime(), code, _processor(), os.cpu_count(), limits
+    return hashlib.sha256(repr(known).encode()).hexdigest()
+
+
+def _runtime() -> list[tuple[str, int, int]]:
+    """Return what identifies the installed ONNX Runtime, of whatever distribution or build: its native code.
+
+    It is not imported, which would take time and memory.
+    """
+    try:
+        spec = find_spec("onnxruntime")
+    except ValueError:  # a module without a specification is loaded in its place
+        spec = None
+    folders = (spec.submodule_search_locations if spec else None) or ()
+    files = [each for folder in folders for each in sorted(Path(folder, "capi").glob("*")) if each.is_file()]
+    return [(str(each), each.stat().st_size, each.stat().st_mtime_ns) for each in files]
 
 
 def _processor() -> tuple[str, ...]:
@@ -70,6 +91,68 @@ def _processor() -> tuple[str, ...]:
         first, _, _ = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")
         described += [line for line in first.splitlines() if line.startswith(("model name", "flags", "Features"))]
     return tuple(described)
+
+
+@contextlib.contextmanager
+def replacing(target: Path) -> Iterator[Path]:
+    """Yield a new file to write, next to `target`; it takes the place of that if the block ends without an error.
+
+    Its name is its own even where processes of several containers, with the same ids, share the folder.
+    """
+    handle, name = tempfile.mkstemp(".tmp", f"{target.stem}.", target.parent)
+    os.close(handle)
+    partial = Path(name)
+    try:
+        yield partial
+        partial.replace(target)
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+
+
+def count_as_used(path: Path) -> None:
+    """Let `tidy` know that a file was read now: once a day, so that reading takes no write."""
+    with contextlib.suppress(OSError):
+        if time.time() - path.stat().st_mtime > _DAY:
+            os.utime(path)
+
+
+@cache
+def tidy(folder: Path) -> None:
+    """Remove files that were used longest ago, and those of killed processes, from a cache folder; once per process.
+
+    The folder may be Python's, too: only files with names of this package are removed. Whoever still needs one makes
+    it again, and code that is loaded stays so.
+    """
+    with contextlib.suppress(OSError):
+        files = list(folder.iterdir())
+        for name, most in _KEPT.items():
+            alike = [each for each in files if re.fullmatch(name, each.name)]
+            if len(alike) > most:
+                for old in sorted(alike, key=_last_use)[:-most]:
+                    old.unlink(missing_ok=True)
+        for each in files:
+            if re.fullmatch(_PARTIAL, each.name) and time.time() - _last_use(each) > _DAY:
+                each.unlink(missing_ok=True)
+
+
+_DAY = 24 * 3600
+_KEPT = {
+    r"[0-9a-f]{32}\.kernel": 8000,
+    r"libonnx_remat_blas-[0-9a-f]{16}\.so": 4,
+    r"libonnx_remat_fused-[0-9a-f]{16}\.so": 4,
+}
+"""How many files with names of these forms to keep: some 30 MB of kernels, copies of OpenBLAS of 25 MB each."""
+_PARTIAL = r"([0-9a-f]{32}|libonnx_remat_[a-z]+-[0-9a-f]{16})\..*tmp"
+
+
+def _last_use(path: Path) -> float:
+    """Return when a file was last written or read, as far as the file system records that; 0 if it is gone."""
+    try:
+        status = path.lstat()
+    except OSError:
+        return 0
+    return max(status.st_mtime, status.st_atime)
 
 
 class Entries:

@@ -117,7 +117,7 @@ class Child:
     def __init__(
         self, imports: Sequence[str] = (), variables: Mapping[str, str] = QUIET, python: str = ""
     ) -> None:  # fmt: skip
-        environment = os.environ | variables
+        environment = os.environ | variables | _as_started()
         if not python:
             environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)  # noqa: PTH109
         self.process = self._started([*_command(python), *imports], environment)
@@ -201,11 +201,13 @@ class Child:
         self.end(0)
 
     def _exchange(self, line: bytes, blocks: Sequence[Any]) -> None:
+        reply = None
         try:
-            _send(_pipe(self.process.stdin), line, blocks)
-            self._replies.put(_receive(_pipe(self.process.stdout)))
-        except (OSError, ValueError):  # the process has ended, or its answer is not JSON
-            self._replies.put(None)
+            with contextlib.suppress(OSError, ValueError):  # the process has ended, or its answer is not JSON
+                _send(_pipe(self.process.stdin), line, blocks)
+                reply = _receive(_pipe(self.process.stdout))
+        finally:  # whatever fails, memory for the answer say: `answer` waits for this
+            self._replies.put(reply)
 
     def _listen(self) -> None:
         with contextlib.suppress(OSError, ValueError):
@@ -234,6 +236,12 @@ spec.loader.exec_module(sys.modules["onnx_remat"])
 from onnx_remat.process.child import main
 main()
 """
+
+
+def _as_started() -> dict[str, str]:
+    """Return environment variables for what this process was started with: its number of processors (Python 3.13)."""
+    count = sys._xoptions.get("cpu_count")
+    return {"PYTHON_CPU_COUNT": count} if isinstance(count, str) else {}
 
 
 def _command(python: str) -> list[str]:
@@ -329,10 +337,15 @@ def main() -> None:
     requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def read() -> None:
-        with contextlib.suppress(OSError, ValueError):
+        status = 1
+        try:
             while (request := _receive(incoming)) is not None:
                 requests.put(request)
-        os._exit(0)
+            status = 0
+        except BaseException:  # no memory for a request, say
+            traceback.print_exc()
+        finally:
+            os._exit(status)
 
     threading.Thread(target=read, daemon=True).start()
     for module in sys.argv[1:]:

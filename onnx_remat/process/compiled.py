@@ -15,6 +15,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import re
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -77,8 +79,21 @@ def _saved_with_care(save: Callable[..., None], folder: str) -> Callable[..., No
     def careful(*arguments: Any) -> None:
         with contextlib.suppress(OSError), _locked(Path(folder)):
             save(*arguments)
+            _remove_stale(Path(folder))
 
     return careful
+
+
+@functools.cache
+def _remove_stale(folder: Path) -> None:
+    """Remove code of other sources that is older than a month from a cache folder, once per process."""
+    for each in folder.iterdir():
+        found = re.fullmatch(r".+_([0-9a-f]{16})(_checked)?-\d+\.py.+\.nb[ic]", each.name)
+        if found and found[1] != source_hash(Path(__file__).parents[1]) and each.stat().st_mtime < time.time() - _MONTH:
+            each.unlink()
+
+
+_MONTH = 30 * 24 * 3600
 
 
 @contextlib.contextmanager

@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
+from onnx_remat.errors import ModelError
 from onnx_remat.messages import Message, Setting
 from onnx_remat.session.bookkeeping import bookkeeping_bytes, values_of
 
@@ -272,7 +273,11 @@ def compile_to_file(kernels: tuple[Kernel, ...], secret: int, path: Path) -> Non
     on_device = [(i, cuda.name_of(texts.index(each.text))) for i, each in enumerate(kernels) if each.device]
     described = [kernel.numbers(place[codes[kernel]] if kernel in codes else -1) for kernel in kernels]
     calling = {i: len(kernel.sizes) for i, kernel in enumerate(kernels) if kernel.scratch}
-    convolved = [(i, asdict(kernel.convolution)) for i, kernel in enumerate(kernels) if kernel.convolution is not None]
+    convolved = [
+        (i, asdict(kernel.convolution), (kernel.size, *kernel.outputs[1][1]))
+        for i, kernel in enumerate(kernels)
+        if kernel.convolution is not None
+    ]
     head = json.dumps(
         {
             "secret": secret, "kernels": described, "calling": list(calling.items()), "convolutions": convolved,
@@ -284,20 +289,55 @@ def compile_to_file(kernels: tuple[Kernel, ...], secret: int, path: Path) -> Non
 
 @contextmanager
 def offered(path: Path) -> Iterator[None]:
-    """Within the block, make the kernels in a file available to the model that they were written for."""
+    """Within the block, make the kernels in a file available to the model that they were written for.
+
+    Raises
+    ------
+    ModelError
+        Convolutions are computed otherwise here than planned, or the system refuses the kernels.
+    """
     from onnx_remat.fuse import blas, onednn, shim
 
-    data = path.read_bytes()
-    end = 8 + int.from_bytes(data[:8], "little")
-    head = json.loads(data[8:end])
+    with path.open("rb") as stream:
+        head = _head(stream)
+        ptx, code = stream.read(head["ptx"]), stream.read()
+    if reason := _unlike(head):
+        raise ModelError("fused kernels cannot run as planned: {}: pass {}", reason, Setting("fuse", False))
     for handle, sizes in head["calling"]:
         numbers = head["kernels"][handle]
         numbers[len(numbers) - sizes] = blas.address()
-    for handle, stated in head["convolutions"]:
+    for handle, stated, _ in head["convolutions"]:
         head["kernels"][handle] += onednn.numbers(onednn.Convolution.of(stated))
-    ptx, code = data[end : end + head["ptx"]], data[end + head["ptx"] :]
     with shim.offered(head["secret"], code, head["kernels"], ptx, dict(head["on_device"])):
         yield
+
+
+def fit_here(path: Path) -> bool:
+    """Whether the kernels in a file can run in this process as they were planned."""
+    with path.open("rb") as stream:
+        return not _unlike(_head(stream))
+
+
+def _head(stream: IO[bytes]) -> dict[str, Any]:
+    """Return the description of kernels, with which a file begins."""
+    described: dict[str, Any] = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+    return described
+
+
+def _unlike(head: Mapping[str, Any]) -> str:
+    """Return why convolutions are computed otherwise here than planned, or an empty text.
+
+    In other parts they would leave out some of the batch; with more scratch memory they would write past its end.
+    """
+    from onnx_remat.fuse import onednn
+
+    if not head["convolutions"]:
+        return ""
+    if why_not := onednn.why_not():
+        return why_not
+    if all([*onednn.planned(onednn.Convolution.of(of))] == planned for _, of, planned in head["convolutions"]):
+        return ""
+    return "oneDNN has another number of processors here, or another ONEDNN_MAX_CPU_ISA"
 
 
 def kernel_file(copy: Path) -> Path:

@@ -187,7 +187,7 @@ def plan_in_child(path: Path, target: Path, request: SessionRequest) -> SessionP
     """
     key = plan_cache.key_of(path, asdict(request))
     known = plan_cache.find(key, target) if key else None
-    if known is not None:
+    if known is not None and (not known["fused"]["kernels"] or fusing.fit_here(fusing.kernel_file(target))):
         return _read(known)
     try:
         with Child() as process:

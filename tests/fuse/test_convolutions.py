@@ -15,10 +15,12 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx_remat.converters.autodiff import add_backward
 
 from onnx_remat import Session
+from onnx_remat.errors import ModelError
 from onnx_remat.fuse import convolutions, machine_code, onednn
 from onnx_remat.fuse.onednn import FORWARD, IMAGES, WEIGHTS, Convolution
 from onnx_remat.fuse.ordered import OrderedStep
 from onnx_remat.ir.shapes import Tensor
+from onnx_remat.session import fusing
 from onnx_remat.session.lean_graph import LeanNode
 from tests.support.graphs import run_model
 
@@ -322,3 +324,23 @@ def test_what_onnxruntime_computes_with_a_convolution(bias, added, relu):
     np.testing.assert_array_equal(np.isnan(found), np.isnan(expected))
     np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5 * np.nanmax(np.abs(expected)), equal_nan=True)
     assert (np.nanmin(found) >= 0) == relu
+
+
+@pytest.mark.parametrize("change", ["parts", "scratch"])
+def test_kernels_that_were_planned_for_other_processors_are_refused(change, tmp_path, monkeypatch):
+    """They would compute a part of the batch, or write past their scratch memory."""
+    model = step(**CASES["by entry"])
+    kernels = tuple(convolutions.kernel_of(each, ordered_step(model)) for each in found_in(model, monkeypatch))
+    path = tmp_path / "lean.kernels"
+    fusing.compile_to_file(kernels, 1, path)
+    with fusing.offered(path):
+        assert fusing.fit_here(path)
+    if change == "parts":
+        divided = onednn.parts
+        monkeypatch.setattr(onednn, "parts", lambda of, threads=0: divided(of, 7))
+    else:
+        taken = onednn.scratch_bytes
+        monkeypatch.setattr(onednn, "scratch_bytes", lambda of: taken(of) + 64)
+    assert not fusing.fit_here(path)
+    with pytest.raises(ModelError, match="another number of processors"), fusing.offered(path):
+        pass

@@ -217,3 +217,10 @@ def test_the_wheels_build_hook_adds_the_library(tmp_path):
         data = {"force_include": {}}
         Fake(tmp_path, kind).initialize(version, data)
         assert data == {"force_include": {}}
+
+
+def test_the_library_is_built_beside_others_and_readable_to_all(tmp_path):
+    for _ in range(2):
+        assert not build.build(tmp_path)
+    (path,) = tmp_path.iterdir()
+    assert path.name == build.library_name() and path.stat().st_mode & 0o777 == 0o755

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import time
+
 import pytest
 
 from onnx_remat.errors import ModelError
 from onnx_remat.fuse import machine_code
+from onnx_remat.process import cache
 
 pytestmark = pytest.mark.skipif(bool(machine_code.why_not()), reason="no fused kernels here")
 
@@ -79,3 +83,15 @@ define i32 @kernel(ptr %in, ptr %out, ptr %sizes, i64 %begin, i64 %end) {
 def test_code_that_needs_more_than_itself_is_refused(text, named):
     with pytest.raises(ModelError, match=named):
         machine_code._compile(text)
+
+
+def test_kernels_that_were_used_longest_ago_are_removed(tmp_path, monkeypatch):
+    monkeypatch.setitem(cache._KEPT, r"[0-9a-f]{32}\.kernel", 2)
+    texts = [text(200 + i) for i in range(3)]
+    names = [f"{machine_code._key(each)}.kernel" for each in texts]
+    machine_code.compiled(texts[:2], tmp_path)
+    cache.tidy.cache_clear()  # another process
+    for days, name in enumerate(names[:2], start=2):
+        os.utime(tmp_path / name, (time.time() - days * 24 * 3600,) * 2)
+    machine_code.compiled(texts[1:], tmp_path)  # finds one and compiles one
+    assert sorted(each.name for each in tmp_path.iterdir()) == sorted(names[1:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -147,6 +148,34 @@ def test_garbage_is_no_answer(code, line, monkeypatch):
     else:
         failed = failure("given_back", job)
         assert failed.how == "died" and line in (failed.line or "no answer")
+
+
+def test_a_request_that_the_process_has_no_memory_for_ends_it(monkeypatch):
+    data = {child._RAW: [1 << 60, "", []]}
+    request = {"task": HERE + "given_back", "job": {"data": data}, "limit": None, "last": False}
+    monkeypatch.setattr(child, "_packed", lambda _: (child._MARK + json.dumps(request).encode() + b"\n", []))
+    failed = failure("given_back", {}, Limit(60, clock=True))
+    assert (failed.how, failed.line) == ("died", "MemoryError")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_answer_that_there_is_no_memory_for_is_a_failure(monkeypatch):
+    def too_large(_):
+        raise MemoryError
+
+    monkeypatch.setattr(child, "_receive", too_large)
+    assert failure("given_back", {}, Limit(60, clock=True)).how == "died"
+
+
+def processors():
+    return os.cpu_count()
+
+
+@pytest.mark.skipif(sys.version_info < (3, 13), reason="the number of processors cannot be set")
+def test_a_process_has_the_processors_of_the_one_that_started_it():
+    code = f"from onnx_remat.process.child import call; print(call({HERE + 'processors'!r}, {{}}))"
+    command = [sys.executable, "-X", "cpu_count=7", "-c", code]
+    assert subprocess.run(command, capture_output=True, check=True, text=True).stdout.strip() == "7"
 
 
 PARENT = """

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import os
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -163,3 +165,34 @@ def test_a_full_disk_costs_the_cache_and_nothing_else(tmp_path: Path) -> None:
     )
     assert done.stdout.strip().startswith("[")
     assert not any(path.stat().st_size > 100 for path in copy.rglob("*.nb*"))
+
+
+COMPILES = """
+from onnx_remat.process.compiled import compiled
+
+@compiled
+def one(n):
+    return n + 1
+
+print(one(1))
+"""
+
+
+def test_code_of_other_sources_is_removed_after_a_month(tmp_path: Path) -> None:
+    (tmp_path / "module.py").write_text(COMPILES)
+    folder = tmp_path / "__pycache__"
+    folder.mkdir()
+    present, other = source_hash(PACKAGE), "0" * 16
+    names = [f"module.f_{sources}{more}-7.py311.{end}" for sources in (present, other) for more in ("", "_checked")
+             for end in ("nbi", "1.nbc")]  # fmt: skip
+    others = ["module.cpython-311.pyc", "module.f-7.py311.nbi", f"module.recent_{other}-7.py311.nbi"]
+    for name in names + others:
+        (folder / name).write_bytes(b"")
+        if "recent" not in name:
+            os.utime(folder / name, (time.time() - 40 * 24 * 3600,) * 2)
+    call = [sys.executable, "-c", "import module"]
+    environment = {"PYTHONPATH": str(PACKAGE.parent)}
+    subprocess.run(call, capture_output=True, env=environment, cwd=tmp_path, check=True)
+    left = {path.name for path in folder.iterdir()}
+    assert {name for name in names if present in name} | {*others} <= left
+    assert not {name for name in names if other in name} & left
