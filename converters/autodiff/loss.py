@@ -164,7 +164,7 @@ def _pick(s: RuleInput, log_probability: ir.Value) -> _Picked:
 def _rate(s: RuleInput, parts: _Picked) -> ir.Value:
     """Return the adjoint of minus each target's log-probability, with the axis of classes; it may be a scalar."""
     t = s.t
-    rate = t.div(s.g, parts.total)
+    rate = t.div(s.full if dims(s.g) else s.g, parts.total)
     if parts.weight is not None:
         rate = t.mul(rate, parts.weight)
     return t.unsqueeze(rate, [1]) if dims(rate) else rate

@@ -59,6 +59,8 @@ def load(source: Source) -> ir.Model:
         standard = versions.get("", versions.get("ai.onnx", 0))
         if standard < OLDEST:
             proto = onnx.version_converter.convert_version(_slopes_by_channel(proto, standard), UPGRADED)
+            if standard < _STATES_COORDINATES:
+                _state_coordinates(proto)
         model = ir.from_proto(_expanded(proto))
     except ConversionError:
         raise
@@ -75,6 +77,33 @@ def load(source: Source) -> ir.Model:
         node.metadata_props["phase"] = "forward"
         node.doc_string = None
     return model
+
+
+_STATES_COORDINATES = 11
+"""Opset from which Resize has attributes for its coordinates."""
+
+
+def _state_coordinates(proto: onnx.ModelProto) -> None:
+    """Give each Resize the coordinates of earlier opsets, which onnx's converter leaves at another default.
+
+    ONNX Runtime rounds them up where it makes an image smaller, else down.
+    """
+    known = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in proto.graph.initializer}
+    known |= {
+        node.output[0]: onnx.numpy_helper.to_array(each.t)
+        for node in proto.graph.node
+        if node.op_type == "Constant"
+        for each in node.attribute
+        if each.name == "value"
+    }
+    for node in proto.graph.node:
+        if node.op_type == "Resize" and not any(
+            each.name == "coordinate_transformation_mode" for each in node.attribute
+        ):
+            scales = known.get(node.input[2]) if len(node.input) > 2 else None
+            smaller = scales is not None and bool((scales < 1).any())
+            stated = {"coordinate_transformation_mode": "asymmetric", "nearest_mode": "ceil" if smaller else "floor"}
+            node.attribute.extend(onnx.helper.make_attribute(name, value) for name, value in stated.items())
 
 
 def _slopes_by_channel(proto: onnx.ModelProto, opset: int) -> onnx.ModelProto:
@@ -391,7 +420,9 @@ def use_batch_statistics(t: Tape, graph: ir.Graph) -> dict[ir.Value, ir.Value]:
             mean = t.reshape(mean, tuple(mean_before.shape or ()))  # type: ignore[arg-type]
         for slot, before, now in ((3, mean_before, mean), (4, variance_before, variance)):
             with t.ahead_of(node):
-                updated[before] = t.add(t.mul(before, momentum), t.mul(now, 1 - momentum))
+                # Of a module that is called several times, each call goes on from the one before.
+                latest = updated.get(before, before)
+                updated[before] = t.add(t.mul(latest, momentum), t.mul(now, 1 - momentum))
             node.replace_input_with(slot, now)
         for old, before in zip(node.outputs[1:], (mean_before, variance_before), strict=False):
             old.replace_all_uses_with(updated[before], replace_graph_outputs=True)

@@ -46,8 +46,11 @@ def power(s: RuleInput) -> Grads:
     def base() -> ir.Value:
         n = number(b)
         if n is None:
-            exponent = t.cast(b, s.dtype())
-            return t.mul(t.op("Pow", a, t.sub(exponent, t.scalar(1, a)), shape=dims(s.y)), exponent)
+            exponent, zero = t.cast(b, s.dtype()), t.scalar(0, a)
+            made = t.mul(t.op("Pow", a, t.sub(exponent, t.scalar(1, a)), shape=dims(s.y)), exponent)
+            return t.select(t.compare("Equal", exponent, zero), zero, made)  # at a base of 0 it would be NaN
+        if n == 0.0:
+            return t.scalar(0, a)
         if n == 2.0:
             return t.mul(a, 2.0)
         if n == 0.5:

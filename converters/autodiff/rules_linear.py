@@ -88,7 +88,6 @@ def einsum(s: RuleInput) -> Grads:
         result = "".join(sorted(c for c in dict.fromkeys(letters) if letters.count(c) == 1))
     if any(len(set(term)) < len(term) for term in terms):
         s.refuse(f"the diagonal in equation {equation!r} is not supported")
-    lengths: dict[str, Dim] = {c: d for i, term in enumerate(terms) for c, d in zip(term, s.shape(i), strict=True)}
 
     def gradient(slot: int) -> ir.Value:
         others = [(term, s.x(i)) for i, term in enumerate(terms) if i != slot]
@@ -96,7 +95,13 @@ def einsum(s: RuleInput) -> Grads:
         have = "".join(term for term, _ in given)
         wanted = "".join(c for c in terms[slot] if c in have)
         formula = ",".join(term for term, _ in given) + "->" + wanted
+        lengths: dict[str, Dim] = {}
+        for term, value in given:
+            lengths |= {c: d for c, d in zip(term, dims(value), strict=True) if lengths.get(c, 1) == 1}
         made = t.op("Einsum", *(v for _, v in given), shape=tuple(lengths[c] for c in wanted), equation=formula)
+        own = dict(zip(terms[slot], s.shape(slot), strict=True))
+        if repeated := [i for i, c in enumerate(wanted) if own[c] == 1 and lengths[c] != 1]:
+            made = t.sum(made, repeated)
         # Letters that only this operand has were summed over: its adjoint is constant along them.
         return t.unsqueeze(made, [i for i, c in enumerate(terms[slot]) if c not in have])
 

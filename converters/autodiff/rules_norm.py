@@ -66,6 +66,8 @@ def layer_normalization(s: RuleInput) -> Grads:
     """Return the adjoints by the op's further outputs, mean and inverse deviation."""
     t, node, rank = s.t, s.node, len(s.shape())
     axes = range(s.axis(), rank)
+    if any(adjoint is not None for adjoint in s.adjoints[1:]):
+        s.refuse("the loss depends on its mean or its inverse deviation, too")
 
     @cache
     def normal_and_inverse() -> tuple[ir.Value, ir.Value]:
@@ -174,6 +176,8 @@ def lp_normalization(s: RuleInput) -> Grads:
             length, slope = t.reduce("ReduceL1", x, axis), t.unary("Sign", x)
         else:
             length, slope = t.reduce("ReduceL2", x, axis), y
-        return t.div(t.sub(s.full, t.mul(slope, t.sum(t.mul(s.full, y), axis))), length)
+        zero = t.scalar(0, x)  # of a row of zeros
+        made = t.div(t.sub(s.full, t.mul(slope, t.sum(t.mul(s.full, y), axis))), length)
+        return t.select(t.compare("Equal", length, zero), zero, made)
 
     return {0: gradient}

@@ -139,7 +139,8 @@ def resize(s: RuleInput) -> Grads:
     def gradient() -> ir.Value:
         g = s.full
         for axis, (old, new) in enumerate(zip(s.shape(), dims(s.y), strict=True)):
-            if old == new or _kept(s, axis):
+            scale = _scale(s, axis)
+            if scale == 1 or (old == new and scale is None):  # with another scale, places change in an equal size
                 continue
             if not isinstance(old, int) or not isinstance(new, int):
                 s.refuse(Message("the sizes of axis {} must be known: fix {!r} with {}", axis, old, Setting("dims")))
@@ -158,16 +159,16 @@ def resize(s: RuleInput) -> Grads:
     return {0: gradient}
 
 
-def _kept(s: RuleInput, axis: int) -> bool:
-    """Return whether the op leaves an axis unchanged, whatever its size."""
+def _scale(s: RuleInput, axis: int) -> float | None:
+    """Return the scale of an axis, 1 for one that is left unchanged; None where it is unknown or follows from sizes."""
     axes = s.attribute("axes")
     if axes is not None:
         listed = [a % len(s.shape()) for a in axes]
         if axis not in listed:
-            return True
+            return 1.0
         axis = listed.index(axis)
     scales = static(s.x(2)) if s.has(2) else None
-    return scales is not None and scales.size > axis and bool(scales[axis] == 1)
+    return float(scales[axis]) if scales is not None and scales.size > axis else None
 
 
 def _repeats(matrix: np.ndarray) -> bool:

@@ -170,6 +170,7 @@ def _total_in_stages(root: ir.Graph, node: ir.Node) -> None:
         rows = add(node.op_type, wide, "row", ir.Shape(x.shape[:first]), keepdims=0)
     node.graph.insert_before(node, parts)
     node.resize_inputs(1)
+    node.attributes.pop("noop_with_empty_axes", None)
     node.replace_input_with(0, rows)
 
 

@@ -1,0 +1,193 @@
+"""Gradients where random data never comes: rows of zeros, powers of zero, operands that are repeated, old opsets."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+from onnx_remat.converters.autodiff import add_backward
+
+from onnx_remat.errors import ConversionError
+from tests.support.graphs import run_model
+
+pytest.importorskip("onnxruntime")
+torch = pytest.importorskip("torch")
+
+node = helper.make_node
+
+
+def forward(nodes, inputs, weights, opset=20):
+    graph = helper.make_graph(
+        nodes, "forward",
+        [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in inputs.items()],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
+        [numpy_helper.from_array(np.asarray(value), name) for name, value in weights.items()],
+    )  # fmt: skip
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=8)
+
+
+def step_of(model, wrt="w", **options):
+    return add_backward(model, "y", wrt=[wrt], **options)
+
+
+def outputs_of(step, feeds, weights):
+    names = [value.name for value in step.graph.input]
+    made = run_model(step, {name: (feeds | weights)[name] for name in names}, "disable")
+    return dict(zip([value.name for value in step.graph.output], made, strict=True))
+
+
+RNG = np.random.default_rng(0)
+W = RNG.standard_normal((3, 4), np.float32)
+X = np.concatenate([np.zeros((1, 3), np.float32), RNG.standard_normal((2, 3), np.float32)])
+
+
+def normalized(op):
+    if op == "ReduceL2":
+        return [
+            node("ReduceL2", ["h", "last"], ["n"], keepdims=1), node("Clip", ["n", "least"], ["c"]),
+            node("Div", ["h", "c"], ["r"]),
+        ]  # fmt: skip
+    return [node("LpNormalization", ["h"], ["r"], axis=-1, p=2)]
+
+
+@pytest.mark.parametrize("op", ["ReduceL2", "LpNormalization"])
+def test_a_row_of_zeros_has_no_gradient(op):
+    nodes = [
+        node("MatMul", ["x", "w"], ["h"]), *normalized(op), node("Mul", ["r", "r3"], ["m"]),
+        node("ReduceSum", ["m"], ["y"], keepdims=0),
+    ]  # fmt: skip
+    r3 = RNG.standard_normal((3, 4), np.float32)
+    constants = {"last": np.array([-1]), "least": np.float32(1e-12)} if op == "ReduceL2" else {}
+    step = step_of(forward(nodes, {"x": [3, 3], "r3": [3, 4]}, {"w": W, **constants}))
+    w = torch.tensor(W, requires_grad=True)
+    (torch.nn.functional.normalize(torch.tensor(X) @ w, dim=-1) * torch.tensor(r3)).sum().backward()
+    found = outputs_of(step, {"x": X, "r3": r3}, {"w": W})
+    np.testing.assert_allclose(found["grad.w"], w.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_powers_of_zero():
+    nodes = [
+        node("MatMul", ["x", "w"], ["h"]), node("Unsqueeze", ["h", "last"], ["u"]), node("Pow", ["u", "e"], ["p"]),
+        node("ReduceSum", ["p"], ["y"], keepdims=0),
+    ]  # fmt: skip
+    powers = np.arange(4, dtype=np.float32)
+    step = step_of(forward(nodes, {"x": [3, 3]}, {"w": W, "last": np.array([-1]), "e": powers}))
+    w = torch.tensor(W, requires_grad=True)
+    ((torch.tensor(X) @ w)[..., None] ** torch.tensor(powers)).sum().backward()
+    np.testing.assert_allclose(outputs_of(step, {"x": X}, {"w": W})["grad.w"], w.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_an_operand_that_einsum_repeats():
+    w = RNG.standard_normal((1, 5, 4), np.float32)
+    x = RNG.standard_normal((2, 3, 4), np.float32)
+    nodes = [
+        node("Einsum", ["x", "w"], ["e"], equation="bnd,bmd->bnm"), node("Mul", ["e", "e"], ["m"]),
+        node("ReduceSum", ["m"], ["y"], keepdims=0),
+    ]  # fmt: skip
+    step = step_of(forward(nodes, {"x": [2, 3, 4]}, {"w": w}))
+    theirs = torch.tensor(w, requires_grad=True)
+    torch.einsum("bnd,bmd->bnm", torch.tensor(x), theirs).square().sum().backward()
+    found = outputs_of(step, {"x": x}, {"w": w})["grad.w"]
+    assert found.shape == w.shape
+    np.testing.assert_allclose(found, theirs.grad, rtol=1e-4)
+
+
+def test_a_normalization_that_is_called_twice_updates_its_statistics_twice():
+    nodes = [
+        node("MatMul", ["x", "w"], ["h"]), node("MatMul", ["z", "w"], ["k"]),
+        node("BatchNormalization", ["h", "s", "b", "mean", "var"], ["hn"]),
+        node("BatchNormalization", ["k", "s", "b", "mean", "var"], ["kn"]),
+        node("Sub", ["hn", "kn"], ["d"]), node("Mul", ["d", "d"], ["q"]), node("ReduceMean", ["q"], ["y"], keepdims=0),
+    ]  # fmt: skip
+    ones, zeros = np.ones(4, np.float32), np.zeros(4, np.float32)
+    weights = {"w": W, "s": ones, "b": zeros, "mean": zeros, "var": ones}
+    step = step_of(forward(nodes, {"x": [8, 3], "z": [8, 3]}, weights), training=True)
+    feeds = {name: RNG.standard_normal((8, 3), np.float32) for name in "xz"}
+    theirs = torch.nn.BatchNorm1d(4, momentum=0.1)
+    for name in "xz":
+        theirs(torch.tensor(feeds[name] @ W))
+    found = outputs_of(step, feeds, weights)
+    np.testing.assert_allclose(found["new.mean"], theirs.running_mean, rtol=1e-4, atol=1e-6)
+
+
+def test_axes_that_are_named_where_none_would_mean_no_reduction():
+    nodes = [
+        node("MatMul", ["x", "w"], ["h"]), node("Mul", ["h", "h"], ["q"]),
+        node("ReduceMean", ["q", "both"], ["y"], keepdims=0, noop_with_empty_axes=1),
+    ]  # fmt: skip
+    w, x = RNG.standard_normal((8, 256), np.float32), RNG.standard_normal((256, 8), np.float32)
+    step = step_of(forward(nodes, {"x": [256, 8]}, {"w": w, "both": np.array([0, 1])}))
+    theirs = torch.tensor(w, requires_grad=True)
+    loss = (torch.tensor(x) @ theirs).square().mean()
+    loss.backward()
+    found = outputs_of(step, {"x": x}, {"w": w})
+    np.testing.assert_allclose(found["loss"], loss.item(), rtol=1e-5)
+    np.testing.assert_allclose(found["grad.w"], theirs.grad, rtol=1e-3, atol=1e-6)
+
+
+def test_a_mean_of_a_normalization_that_the_loss_depends_on_is_refused():
+    nodes = [
+        node("MatMul", ["x", "w"], ["h"]), node("LayerNormalization", ["h", "s"], ["n", "m"]),
+        node("Mul", ["n", "m"], ["q"]), node("ReduceSum", ["q"], ["y"], keepdims=0),
+    ]  # fmt: skip
+    with pytest.raises(ConversionError, match="the loss depends on its mean or its inverse deviation, too"):
+        step_of(forward(nodes, {"x": [3, 3]}, {"w": W, "s": np.ones(4, np.float32)}))
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_losses_of_each_target_that_are_weighed_by_their_place(weighted):
+    """The loss's gradient has fewer axes than the losses, and as many entries as there are classes."""
+    nodes = [
+        node("Mul", ["x", "w"], ["scores"]),
+        node("SoftmaxCrossEntropyLoss", ["scores", "labels", *["by"] * weighted], ["each"], reduction="none"),
+        node("Mul", ["each", "v"], ["q"]), node("ReduceSum", ["q"], ["y"], keepdims=0),
+    ]  # fmt: skip
+    x, v = RNG.standard_normal((2, 4, 4), np.float32), RNG.standard_normal(4, np.float32)
+    w, by = RNG.standard_normal((1, 4, 1), np.float32), RNG.random(4, np.float32)
+    labels = RNG.integers(0, 4, (2, 4))
+    given = forward(nodes, {"x": [2, 4, 4], "v": [4]}, {"w": w} | ({"by": by} if weighted else {}))
+    given.graph.input.append(helper.make_tensor_value_info("labels", TensorProto.INT64, [2, 4]))
+    step = step_of(given)
+    theirs = torch.tensor(w, requires_grad=True)
+    losses = torch.nn.functional.cross_entropy(
+        torch.tensor(x) * theirs, torch.tensor(labels), torch.tensor(by) if weighted else None, reduction="none"
+    )
+    (losses * torch.tensor(v)).sum().backward()
+    found = outputs_of(step, {"x": x, "v": v, "labels": labels}, {"w": w})
+    np.testing.assert_allclose(found["grad.w"], theirs.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [2.0, 1.5, 0.5])
+@pytest.mark.parametrize("mode", ["linear", "nearest"])
+def test_images_of_an_old_opset_are_resized_as_onnxruntime_resizes_them(mode, scale):
+    scales = np.array([1, 1, scale, scale], np.float32)
+    nodes = [
+        node("Mul", ["x", "w"], ["h"]), node("Resize", ["h", "scales"], ["r"], mode=mode),
+        node("Mul", ["r", "r"], ["q"]), node("ReduceMean", ["q"], ["y"], keepdims=0),
+    ]  # fmt: skip
+    w, x = RNG.standard_normal((1, 2, 1, 1), np.float32), RNG.standard_normal((1, 2, 4, 4), np.float32)
+    given = forward(nodes, {"x": [1, 2, 4, 4]}, {"w": w, "scales": scales}, opset=10)
+    (wanted,) = run_model(given, {"x": x}, "disable")
+    np.testing.assert_allclose(outputs_of(step_of(given), {"x": x}, {"w": w})["loss"], wanted, rtol=1e-5)
+
+
+def test_a_resize_to_the_same_size_moves_entries():
+    scales = np.array([1, 1, 1.2, 1.2], np.float32)
+    nodes = [
+        node("Mul", ["x", "w"], ["h"]), node("Resize", ["h", "", "scales"], ["r"], mode="linear"),
+        node("Mul", ["r", "r"], ["q"]), node("ReduceMean", ["q"], ["y"], keepdims=0),
+    ]  # fmt: skip
+    w = RNG.standard_normal((1, 2, 4, 4), np.float32)
+    step_of(forward(nodes, {"x": [1, 2, 4, 4]}, {"w": w, "scales": scales}))  # compared with differences
+
+
+def test_constants_are_not_folded_by_kernels_that_compute_something_else():
+    fixed = np.array([[1, -0.5], [2, -3]], np.float32)
+    nodes = [
+        node("LpNormalization", ["f"], ["n"], axis=1, p=1), node("MatMul", ["n", "w"], ["h"]),
+        node("MatMul", ["x", "h"], ["q"]), node("ReduceSum", ["q"], ["y"], keepdims=0),
+    ]  # fmt: skip
+    w, x = RNG.standard_normal((2, 2), np.float32), RNG.standard_normal((3, 2), np.float32)
+    step = step_of(forward(nodes, {"x": [3, 2]}, {"w": w, "f": fixed}))
+    wanted = (x @ (fixed / np.abs(fixed).sum(1, keepdims=True)) @ w).sum()
+    np.testing.assert_allclose(outputs_of(step, {"x": x}, {"w": w})["loss"], wanted, rtol=1e-5)
