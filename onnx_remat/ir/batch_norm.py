@@ -11,6 +11,7 @@ from onnx_remat.errors import ModelError
 
 OP = ("", "BatchNormalization")
 _AXES_ARE_INPUTS = 18  # first opset in which the axes of ReduceMean are an input
+_HALVES = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 _DEFAULTS = {"epsilon": 1e-5, "momentum": 0.9}
 
 
@@ -62,11 +63,14 @@ def definition(node: onnx.NodeProto, x: onnx.TypeProto, statistics: onnx.TypePro
         return op("ReduceMean", [value, over], wished, keepdims=keepdims)
 
     def as_statistic(value: str) -> str:
-        return op("Cast", [value], f"{value}_cast", to=kinds[1]) if kinds[0] != kinds[1] else value
+        return op("Cast", [value], f"{value}_cast", to=kinds[1]) if computed != kinds[1] else value
 
     over = constant("axes", TensorProto.INT64, [len(axes)], axes) if opset >= _AXES_ARE_INPUTS else ""
-    mean = mean_of(read[0], "mean_of_channel", 1)
-    centred = op("Sub", [read[0], mean], "centred")
+    # In half precision a square above 255^2 would be infinite; ONNX computes statistics in float32.
+    computed = TensorProto.FLOAT if kinds[0] in _HALVES else kinds[0]
+    wide = op("Cast", [read[0]], "wide", to=computed) if computed != kinds[0] else read[0]
+    mean = mean_of(wide, "mean_of_channel", 1)
+    centred = op("Sub", [wide, mean], "centred")
     variance = as_statistic(mean_of(op("Mul", [centred, centred], "squared"), "variance", 0))
     mean = as_statistic(op("Reshape", [mean, constant("flat", TensorProto.INT64, [1], [-1])], "mean"))
     keep = constant("momentum", kinds[1], [], [given["momentum"]])

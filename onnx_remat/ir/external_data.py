@@ -189,7 +189,10 @@ def carry(model: onnx.ModelProto, origin: Path, folder: Path) -> None:
 
 
 def link(model: onnx.ModelProto, origin: Path, folder: Path) -> None:
-    """Link a model's data files into a scratch folder."""
+    """Link a model's data files into a scratch folder; copy them where that fails, on another disk for example.
+
+    ONNX Runtime refuses symbolic links that lead out of the folder.
+    """
     for path in paths(model):
         leads, name = (origin / path).resolve(), folder / path
         name.parent.mkdir(parents=True, exist_ok=True)
@@ -197,5 +200,5 @@ def link(model: onnx.ModelProto, origin: Path, folder: Path) -> None:
             os.link(leads, name)
         except FileExistsError:
             continue
-        except OSError:  # on another disk, or of another user
-            name.symlink_to(leads)
+        except OSError:
+            shutil.copyfile(leads, name)

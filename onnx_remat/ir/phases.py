@@ -135,6 +135,8 @@ def _reaches_output_elementwise(graph: Graph, tensors: Mapping[str, Tensor], op:
         if not readers:
             return False
         name = graph.ops[readers[0]].outputs[0]
+        if not name:  # an optional output that the node leaves out
+            return False
         if tensors[name].shape != shape:
             return False
     return False

@@ -272,15 +272,23 @@ class _Writer:
         self.nodes += nodes
 
     def _make_barriers(self) -> Barriers:
-        """Return the barriers, computed from the smallest input, as some versions copy that input to the host."""
+        """Return the barriers, computed from the smallest input, as some versions copy that input to the host.
+
+        Not of a weight, from which ONNX Runtime would compute them when it loads the file.
+        """
         opset = opset_of(self.graph.model)
         if opset < MIN_OPSET:
             raise ModelError(
                 f"the model uses opset {opset}; pinning an order needs {MIN_OPSET} or later: "
                 "convert it with onnx.version_converter first"
             )
-        inputs = [v.name for v in self.graph.model.graph.input if _is_tensor(v)]
-        source = min(inputs, key=lambda name: self.tensors[name].nbytes)
+        stored = {tensor.name for tensor in self.graph.model.graph.initializer}
+        inputs = [v.name for v in self.graph.model.graph.input if _is_tensor(v) and v.name not in stored]
+        if not inputs:
+            raise ModelError(
+                "the model has no input, from whose size an order is pinned: make one of its values an input"
+            )
+        source = min(inputs, key=lambda name: (self.tensors[name].dtype not in _SIZED, self.tensors[name].nbytes))
         return Barriers(opset, source, self._helper, self._fresh, self._add_vector)
 
     def _name_outputs(self, node: onnx.NodeProto, here: _Occurrence) -> None:
@@ -413,6 +421,16 @@ def _open_shape(tensor: Tensor) -> tuple[int | str, ...]:
 
 def _is_stated(dim: onnx.TensorShapeProto.Dimension) -> bool:
     return dim.HasField("dim_value") or bool(dim.dim_param)
+
+
+_SIZED = frozenset(
+    {
+        TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE, TensorProto.BOOL, TensorProto.INT8,
+        TensorProto.INT16, TensorProto.INT32, TensorProto.INT64, TensorProto.UINT8, TensorProto.UINT16,
+        TensorProto.UINT32, TensorProto.UINT64,
+    }
+)  # fmt: skip
+"""Types of which ONNX Runtime can compute the size on every provider."""
 
 
 def _is_tensor(value: onnx.ValueInfoProto) -> bool:

@@ -56,3 +56,15 @@ def test_an_unknown_rank_is_refused_by_name():
     given.graph.node[1].input[0] = "h"
     with pytest.raises(ModelError, match=r"'norm'.*unknown rank"):
         expand(given, {OP})
+
+
+def test_squares_of_half_precision_do_not_overflow():
+    """As ONNX defines it: statistics are computed in float32."""
+    runtime = pytest.importorskip("onnxruntime")
+    parts, _ = expand(norm(15, "float16"), {OP})
+    feeds = {name: np.ones(shape, np.float32) for name, shape in SHAPES.items()}
+    feeds["x"] = (np.arange(360).reshape(SHAPES["x"]) * 4).astype(np.float16)
+    _, mean, variance = runtime.InferenceSession(parts.SerializeToString()).run(None, feeds)
+    wide = feeds["x"].astype(np.float64)
+    np.testing.assert_allclose(mean, 0.7 + 0.3 * wide.mean((0, 2, 3)), rtol=1e-3)
+    np.testing.assert_allclose(variance, 0.7 + 0.3 * wide.var((0, 2, 3)), rtol=1e-3)

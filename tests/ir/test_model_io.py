@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from pathlib import Path
@@ -323,3 +324,18 @@ def test_new_files_get_the_permissions_of_any_new_file(umask, mode, home):
         assert os.umask(before) == umask  # saving does not leave it changed
     for name in names_in(home / "there"):
         assert stat.S_IMODE((home / "there" / name).stat().st_mode) == mode, name
+
+
+def test_data_is_copied_where_it_cannot_be_linked(tmp_path, monkeypatch):
+    """ONNX Runtime refuses symbolic links that lead out of the folder."""
+
+    def refuse(*_):
+        raise OSError(errno.EXDEV, "another disk")
+
+    monkeypatch.setattr(external_data.os, "link", refuse)
+    (tmp_path / "from").mkdir()
+    (tmp_path / "to").mkdir()
+    (tmp_path / "from" / "w.bin").write_bytes(b"data")
+    external_data.link(external(), tmp_path / "from", tmp_path / "to")
+    copy = tmp_path / "to" / "w.bin"
+    assert copy.read_bytes() == b"data" and not copy.is_symlink()

@@ -294,3 +294,15 @@ def test_profiles_that_are_none_are_refused(content, message, tmp_path):
     ir, tensors = viewed(mlp(layers=1))
     with pytest.raises(UsageError, match=message):
         price(ir, tensors, CPU, str(path))
+
+
+def test_a_reader_that_leaves_its_first_output_out_ends_a_path():
+    """A GRU whose states alone are read: no update goes through it."""
+    nodes = [
+        make("Add", ["x", "p"], ["h"], name="add"),
+        make("GRU", ["h", "w", "r"], ["", "last"], name="gru", hidden_size=4),
+        make("ReduceSum", ["x"], ["loss"], name="sum", keepdims=0),
+    ]
+    shapes_of = {"x": [2, 3, 4], "p": [2, 3, 4], "w": [1, 12, 4], "r": [1, 12, 4]}
+    found = phase_by_label(model_of(nodes, shapes_of, {"loss": [], "last": [1, 3, 4]}))
+    assert found.keys() == {"add", "gru", "sum"}

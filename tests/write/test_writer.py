@@ -657,3 +657,20 @@ def test_quantized_steps_load_at_every_level(kind, opset, copies):
             (before,), (after,) = (run_model(each, feeds, level) for each in (model, written.model))
             assert np.allclose(before, after, rtol=1e-3)
     assert edges
+
+
+def noisy(layers: int = 6) -> onnx.ModelProto:
+    """A step without inputs, which draws its data itself."""
+    shape = [256, 64]
+    nodes = [helper.make_node("RandomNormal", [], ["h0"], shape=shape, seed=1.0)]
+    nodes += [helper.make_node("Tanh", [f"h{i}"], [f"h{i + 1}"]) for i in range(layers)]
+    for i in reversed(range(layers)):
+        read = f"g{i + 1}" if i < layers - 1 else f"h{layers}"
+        nodes.append(helper.make_node("Mul", [read, f"h{i + 1}"], [f"g{i}"]))
+    nodes.append(helper.make_node("ReduceMean", ["g0"], ["loss"], keepdims=0))
+    return model_of(nodes, {}, {"loss": []})
+
+
+def test_a_step_without_inputs_is_refused_in_a_line():
+    with pytest.raises(ModelError, match="the model has no input, from whose size an order is pinned"):
+        rewrite_model(noisy(), "60%", run_by="session", effort=1)
