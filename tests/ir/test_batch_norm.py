@@ -59,12 +59,9 @@ def test_an_unknown_rank_is_refused_by_name():
 
 
 def test_squares_of_half_precision_do_not_overflow():
-    """As ONNX defines it: statistics are computed in float32."""
-    runtime = pytest.importorskip("onnxruntime")
+    """As ONNX defines it: statistics are computed in float32. On a CPU, ONNX Runtime does so by itself."""
     parts, _ = expand(norm(15, "float16"), {OP})
-    feeds = {name: np.ones(shape, np.float32) for name, shape in SHAPES.items()}
-    feeds["x"] = (np.arange(360).reshape(SHAPES["x"]) * 4).astype(np.float16)
-    _, mean, variance = runtime.InferenceSession(parts.SerializeToString()).run(None, feeds)
-    wide = feeds["x"].astype(np.float64)
-    np.testing.assert_allclose(mean, 0.7 + 0.3 * wide.mean((0, 2, 3)), rtol=1e-3)
-    np.testing.assert_allclose(variance, 0.7 + 0.3 * wide.var((0, 2, 3)), rtol=1e-3)
+    inferred = onnx.shape_inference.infer_shapes(parts, strict_mode=True).graph
+    kinds = {value.name: value.type.tensor_type.elem_type for value in inferred.value_info}
+    (square,) = (node for node in parts.graph.node if node.op_type == "Mul" and node.input[0] == node.input[1])
+    assert kinds[square.output[0]] == onnx.TensorProto.FLOAT
