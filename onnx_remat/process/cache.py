@@ -62,12 +62,18 @@ def surroundings(more: tuple[str, ...] = (), folder: Path | None = None) -> str:
     code = sorted(
         (str(each), each.stat().st_size, each.stat().st_mtime_ns)
         for root in (home, folder or home)
-        for pattern in ("*.py", "*.c")
-        for each in root.rglob(pattern)
+        for each in sources(root)
     )
     limits = sorted(each for each in os.environ.items() if each[0].startswith(("ONEDNN_", "DNNL_")))
     known = versions, _runtime(), code, _processor(), os.cpu_count(), limits
     return hashlib.sha256(repr(known).encode()).hexdigest()
+
+
+def sources(root: Path) -> Iterator[Path]:
+    """Yield the files of a package's code; not of its caches, where other processes remove folders meanwhile."""
+    for folder, names, files in os.walk(root):
+        names[:] = [name for name in names if name != "__pycache__"]
+        yield from (Path(folder, name) for name in files if name.endswith((".py", ".c")))
 
 
 def _runtime() -> list[tuple[str, int, int]]:

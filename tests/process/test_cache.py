@@ -81,3 +81,10 @@ def test_another_runtime_and_other_instructions_have_plans_of_their_own(change, 
     else:
         monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
     assert found() != before and "onnxruntime" not in sys.modules
+
+
+def test_code_is_not_looked_for_where_other_processes_remove_folders(tmp_path):
+    for name in ("a.py", "c.c", "notes.md", "inner/b.py", "__pycache__/sessions/key/d.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    assert sorted(each.name for each in cache.sources(tmp_path)) == ["a.py", "b.py", "c.c"]
