@@ -127,6 +127,8 @@ def _callback(name: str, value: object) -> object:
 
 
 _TIME_LIMIT = 120.0
+LIMIT_OF_EFFORT = 4
+"""Default time limit, as a multiple of the effort: headroom for a busy machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +289,7 @@ class Options:
 
     def limit_is_default(self) -> bool:
         """Return whether the effort limits planning, and the clock only a slow machine."""
-        return self.effort is not None and self.time_limit == _TIME_LIMIT
+        return self.effort is not None and self.time_limit in (_TIME_LIMIT, LIMIT_OF_EFFORT * self.effort)
 
     def bounded_by(self, times: float = 1.0) -> Setting:
         """Return the setting that bounds planning, with `times` its value."""

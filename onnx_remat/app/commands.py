@@ -119,7 +119,8 @@ def sweep(arguments: Sequence[str]) -> int:
         if given.lowest:
             found = lowest_budget(source, **options)
         else:
-            found = curve = run(source, given.points, given.jobs, **options)
+            read = given.input if given.jobs > 1 else source  # other processes read the file, and its data, themselves
+            found = curve = run(read, given.points, given.jobs, **options)
             draw = partial(show.draw_curve, curve)
     finally:
         progress.clear()

@@ -111,7 +111,7 @@ def add_runtime_flag(parser: argparse.ArgumentParser) -> None:
 
 def planning_options(arguments: argparse.Namespace) -> PlanningOptions:
     """Return the fields of `Options` for the given flags of `add_flags`."""
-    from onnx_remat.options import OPTIONS, PlanningOptions
+    from onnx_remat.options import LIMIT_OF_EFFORT, OPTIONS, PlanningOptions
     from onnx_remat.units import parse_duration
 
     options = PlanningOptions()
@@ -119,9 +119,9 @@ def planning_options(arguments: argparse.Namespace) -> PlanningOptions:
         if (given := getattr(arguments, name, None)) is not None:
             value = option.check(name, option.parse(given) if option.parse else given)
             options[name] = value  # type: ignore[literal-required]
-    if "effort" not in options and "time_limit" not in options:  # headroom for a busy machine
+    if "effort" not in options and "time_limit" not in options:
         effort = parse_duration(arguments.default_effort)
-        options["effort"], options["time_limit"] = effort, 4 * effort
+        options["effort"], options["time_limit"] = effort, LIMIT_OF_EFFORT * effort
     return options
 
 

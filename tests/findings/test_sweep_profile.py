@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 
+import numpy as np
 import onnx
 import pytest
 
-from onnx_remat.app import cli
+from onnx_remat.app import cli, flags
 from onnx_remat.errors import OnnxRematError, UsageError
 from onnx_remat.findings.sweep import Point, _front, _knee, _tried_apart, sweep
 from onnx_remat.ir import model_io
 from onnx_remat.ir.body import into_body
 from onnx_remat.measure.profiling import profile
+from onnx_remat.options import Options
 from onnx_remat.ort import runtime
 from onnx_remat.ort.kernels import costs
 from onnx_remat.ort.kernels.cpu import CPU
@@ -55,8 +58,8 @@ def test_sweep_command_writes_json_and_a_picture(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     model, picture = tmp_path / "in.onnx", tmp_path / "curve.png"
     onnx.save(mlp(layers=4, batch=128, width=16), model)
-    flags = ["--points", "2", "--effort", "0.1s", "--plot", str(picture)]
-    assert cli.main(["sweep", str(model), *flags, "--json", "-"]) == 0
+    more = ["--points", "2", "--effort", "0.1s", "--plot", str(picture)]
+    assert cli.main(["sweep", str(model), *more, "--json", "-"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["schema"] == "onnx-remat/sweep/1" and data["points"][0]["extra_compute"] == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -157,3 +160,22 @@ def test_processes_of_a_sweep_that_die_or_refuse_end_it(monkeypatch):
     monkeypatch.setattr(child, "_command", lambda _: [sys.executable, "-c", "input()"])
     with pytest.raises(OnnxRematError, match="a process of the sweep was killed"):
         [*_tried_apart(mlp(), [1, 2, 3], 2, {}, ["a", "b", "c"], silent)]
+
+
+def test_several_processes_read_the_data_of_the_file(tmp_path, capsys):
+    model = mlp(layers=4, batch=128, width=32)
+    inputs = [value for value in model.graph.input if value.name != "w3"]
+    del model.graph.input[:]
+    model.graph.input.extend(inputs)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.ones((32, 32), np.float32), "w3"))
+    path = tmp_path / "in.onnx"
+    onnx.save(model, path, save_as_external_data=True, location="w.bin", size_threshold=100)
+    more = ["--points", "2", "--effort", "0.1s", "--for", "session", "--jobs", "2"]
+    assert cli.main(["sweep", str(path), *more]) == 0, capsys.readouterr().err
+
+
+def test_a_limit_that_follows_from_the_effort_is_not_one_that_was_asked_for():
+    parser = argparse.ArgumentParser()
+    flags.add_flags(parser, effort="10s")
+    assert Options(**flags.planning_options(parser.parse_args([]))).limit_is_default()
+    assert not Options(effort=10, time_limit=15).limit_is_default()
