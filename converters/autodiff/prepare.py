@@ -420,12 +420,13 @@ def use_batch_statistics(t: Tape, graph: ir.Graph) -> dict[ir.Value, ir.Value]:
             mean = t.reshape(mean, tuple(mean_before.shape or ()))  # type: ignore[arg-type]
         for slot, before, now in ((3, mean_before, mean), (4, variance_before, variance)):
             with t.ahead_of(node):
+                latest, share = updated.get(before), t.mul(now, 1 - momentum)
+                own = t.add(t.mul(before, momentum), share)
                 # Of a module that is called several times, each call goes on from the one before.
-                latest = updated.get(before, before)
-                updated[before] = t.add(t.mul(latest, momentum), t.mul(now, 1 - momentum))
+                updated[before] = own if latest is None else t.add(t.mul(latest, momentum), share)
             node.replace_input_with(slot, now)
-        for old, before in zip(node.outputs[1:], (mean_before, variance_before), strict=False):
-            old.replace_all_uses_with(updated[before], replace_graph_outputs=True)
+            if len(node.outputs) > slot - 2:
+                node.outputs[slot - 2].replace_all_uses_with(own, replace_graph_outputs=True)
         node.resize_outputs(1)
         del node.attributes["training_mode"]
         node.meta[BATCH_STATISTICS] = True

@@ -60,9 +60,8 @@ def reduce_norm(s: RuleInput) -> Grads:
         g, y, zero = _spread(s, s.g, axes), _spread(s, s.y, axes), t.scalar(0, x)
         return {
             "ReduceL1": lambda: t.mul(t.unary("Sign", x), g),
-            "ReduceL2": lambda: t.mul(
-                x, t.select(t.compare("Equal", y, zero), zero, t.div(g, y))
-            ),  # 0 for a row of zeros
+            # 0 for a row of zeros, as in PyTorch.
+            "ReduceL2": lambda: t.mul(x, t.select(t.compare("Equal", y, zero), zero, t.div(g, y))),
             "ReduceSumSquare": lambda: t.mul(x, t.mul(g, 2.0)),
             "ReduceLogSum": lambda: t.expand(t.div(g, t.unary("Exp", y)), dims(x)),
             "ReduceLogSumExp": lambda: t.mul(t.unary("Exp", t.sub(x, y)), g),

@@ -110,6 +110,21 @@ def test_a_normalization_that_is_called_twice_updates_its_statistics_twice():
     np.testing.assert_allclose(found["new.mean"], theirs.running_mean, rtol=1e-4, atol=1e-6)
 
 
+def test_statistics_that_the_loss_reads_are_those_of_their_own_call():
+    nodes = [
+        node("MatMul", ["x", "w"], ["h"]), node("MatMul", ["z", "w"], ["k"]),
+        node("BatchNormalization", ["h", "s", "b", "mean", "var"], ["hn", "m1", "v1"], training_mode=1),
+        node("BatchNormalization", ["k", "s", "b", "mean", "var"], ["kn", "m2", "v2"], training_mode=1),
+        node("Add", ["m1", "m2"], ["both"]), node("ReduceMean", ["both"], ["y"], keepdims=0),
+    ]  # fmt: skip
+    ones, before = np.ones(4, np.float32), np.full(4, 5, np.float32)
+    weights = {"w": W, "s": ones, "b": ones, "mean": before, "var": ones}
+    feeds = {name: RNG.standard_normal((8, 3), np.float32) for name in "xz"}
+    found = outputs_of(step_of(forward(nodes, {"x": [8, 3], "z": [8, 3]}, weights)), feeds, weights)
+    wanted = sum((0.9 * before + 0.1 * (feeds[name] @ W).mean(0)).mean() for name in "xz")
+    np.testing.assert_allclose(found["loss"], wanted, rtol=1e-5)
+
+
 def test_axes_that_are_named_where_none_would_mean_no_reduction():
     nodes = [
         node("MatMul", ["x", "w"], ["h"]), node("Mul", ["h", "h"], ["q"]),
