@@ -9,6 +9,7 @@ from jax.extend import core
 
 from onnx_remat.errors import ConversionError
 
+from ..series import ERFCX
 from . import kernels
 from .lower import Lowering, Tensor, lowering
 
@@ -200,7 +201,18 @@ def _log1p(low: Lowering, x: Tensor) -> Tensor:
 
 @lowering("erfc")
 def erfc(low: Lowering, eqn: core.JaxprEqn, x: Tensor) -> Tensor:
-    return low.elementwise("Sub", low.scalar(1, x), low.elementwise("Erf", x))
+    """Compute 1 - erf(x) below 0.5, and by `ERFCX` above, where that would lose digits."""
+    right = low.elementwise("Max", x, low.scalar(0, x))
+    scaled = low.elementwise("Add", low.elementwise("Mul", right, low.scalar(0.5, x)), low.scalar(1, x))
+    t = low.elementwise("Reciprocal", scaled)
+    power = low.scalar(ERFCX[0], x)
+    for factor in ERFCX[1:]:
+        power = low.elementwise("Add", low.elementwise("Mul", power, t), low.scalar(factor, x))
+    power = low.elementwise("Sub", power, low.elementwise("Mul", right, right))
+    tail = low.elementwise("Mul", t, low.elementwise("Exp", power))
+    plain = low.elementwise("Sub", low.scalar(1, x), low.elementwise("Erf", x))
+    near = low.elementwise("Less", x, low.scalar(0.5, x), dtype=np.bool_)
+    return low.elementwise("Where", near, plain, tail, dtype=x.dtype)
 
 
 _CENTRAL = (
@@ -231,11 +243,19 @@ def erf_inv(low: Lowering, eqn: core.JaxprEqn, x: Tensor) -> Tensor:
 
 @lowering("atan2")
 def atan2(low: Lowering, eqn: core.JaxprEqn, y: Tensor, x: Tensor) -> Tensor:
+    """Compute all four quadrants; zeros count as positive."""
+
+    def where(condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        return low.elementwise("Where", condition, a, b, dtype=y.dtype)
+
+    zero = low.scalar(0, y)
+    below, above = (low.elementwise(op, y, zero, dtype=np.bool_) for op in ("Less", "Greater"))
+    at_axis = where(below, low.scalar(-np.pi / 2, y), where(above, low.scalar(np.pi / 2, y), zero))
     angle = low.elementwise("Atan", low.elementwise("Div", y, x))
-    below = low.elementwise("Less", y, low.scalar(0, y), dtype=np.bool_)
-    half_turn = low.elementwise("Where", below, low.scalar(-np.pi, y), low.scalar(np.pi, y), dtype=y.dtype)
-    left = low.elementwise("Less", x, low.scalar(0, x), dtype=np.bool_)
-    return low.elementwise("Where", left, low.elementwise("Add", angle, half_turn), angle, **_out(eqn))
+    half_turn = where(below, low.scalar(-np.pi, y), low.scalar(np.pi, y))
+    left, at_zero = (low.elementwise(op, x, low.scalar(0, x), dtype=np.bool_) for op in ("Less", "Equal"))
+    angle = where(left, low.elementwise("Add", angle, half_turn), angle)
+    return low.elementwise("Where", at_zero, at_axis, angle, **_out(eqn))
 
 
 @lowering("rem")

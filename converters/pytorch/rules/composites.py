@@ -56,6 +56,28 @@ def embedding_bag(
     return made if mode == "sum" else made / inside.sum(1, keepdim=True).clamp(min=1)
 
 
+def embedding(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> torch.Tensor:
+    """Rows of the table; those longer than `max_norm` are shortened in it first.
+
+    torch's own finds the rows that are read by ``unique``, the size of whose result depends on data.
+    """
+    if max_norm is not None:
+        with torch.no_grad():
+            read = torch.zeros(weight.shape[0]).scatter(0, input.flatten().long(), 1.0) > 0
+            length = torch.linalg.vector_norm(weight, norm_type, dim=1)
+            factor = torch.where(read & (length > max_norm), max_norm / (length + 1e-7), 1.0)
+            weight.mul_(factor.unsqueeze(1))
+    return F.embedding(input, weight, padding_idx, None, norm_type, scale_grad_by_freq, sparse)
+
+
 def cdist(x: torch.Tensor, y: torch.Tensor, p: float = 2.0, compute_mode: Any = None) -> torch.Tensor:
     """Distances of all pairs of rows; the gradient at distance 0 is 0."""
     return _distance(x.unsqueeze(-2) - y.unsqueeze(-3), p)
@@ -80,9 +102,12 @@ def _distance(difference: torch.Tensor, p: float) -> torch.Tensor:
 
 
 def logcumsumexp(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """About the maximum of the whole, so for values within about 80 of each other."""
-    top = x.detach().amax(dim, keepdim=True)
-    return (x - top).exp().cumsum(dim).log() + top
+    """Of pairs, then of fours, and so on; Hillis & Steele 1986."""
+    made, length, shift = x.movedim(dim, -1), x.shape[dim], 1
+    while shift < length:
+        made = torch.logaddexp(made, F.pad(made[..., : length - shift], (shift, 0), value=-math.inf))
+        shift *= 2
+    return made.movedim(-1, dim)
 
 
 def grid_sample(
@@ -227,6 +252,7 @@ COMPOSITES: dict[Any, Callable[..., Any]] = {
     F.bilinear: bilinear,
     torch.bilinear: bilinear,
     F.embedding_bag: embedding_bag,
+    F.embedding: embedding,
     torch.cdist: cdist,
     torch.pdist: pdist,
     F.pdist: pdist,
@@ -269,6 +295,17 @@ OWN: dict[Any, Callable[..., Any]] = {torch.cdist: torchs_cdist}
 """How torch's own are called where that is not as they are."""
 
 
+def _replace(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """``tensor.data = value``, which a trace does not see."""
+    if value.shape != tensor.shape or value.dtype != tensor.dtype:
+        raise NotImplementedError("an assignment to .data of another shape or dtype")
+    with torch.no_grad():
+        tensor.copy_(value)
+
+
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
 class Composites(TorchFunctionMode):
     """Calls of the functions above go to their compositions, or with `own` to torch's own, unseen by `watch`."""
 
@@ -282,6 +319,8 @@ class Composites(TorchFunctionMode):
     ) -> Any:
         if func in DRAWING:
             return DRAWING[func](*args, **(kwargs or {}))
+        if func == _SET_DATA and not self._own:
+            return _replace(*args)
         if func not in COMPOSITES:
             return func(*args, **(kwargs or {}))
         with self._watch.paused():

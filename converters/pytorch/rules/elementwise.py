@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
+from ...series import ERFCX
 from .registry import rule
 
 aten = torch.ops.aten
@@ -23,8 +26,87 @@ def fmin(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 @rule(aten.hypot.default)
 def hypot(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Squares must not overflow."""
-    return (x * x + y * y).sqrt()
+    """Of numbers that the larger one scales, so that no square overflows."""
+    largest = torch.maximum(x.abs(), y.abs())
+    scale = torch.where((largest > 0) & (largest < math.inf), largest, 1.0)
+    x, y = x / scale, y / scale
+    return scale * (x * x + y * y).sqrt()
+
+
+@rule(aten.atan2.default)
+def atan2(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """All four quadrants; zeros count as positive."""
+    at_axis = torch.where(y > 0, math.pi / 2, torch.where(y < 0, -math.pi / 2, 0.0))
+    left = torch.where(y >= 0, math.pi, -math.pi)
+    return torch.where(x == 0, at_axis, (y / x).atan() + torch.where(x < 0, left, 0.0)).to(y.dtype)
+
+
+@rule(aten.log1p.default)
+def log1p(x: torch.Tensor) -> torch.Tensor:
+    """With what rounding of 1 + x loses; Higham, Accuracy and Stability of Numerical Algorithms, 1.14.1."""
+    if not x.is_floating_point():
+        x = x.float()
+    one = 1 + x
+    return one.log() - torch.where(x.abs() < 1, (one - 1 - x) / one, 0.0)
+
+
+@rule(aten.expm1.default)
+def expm1(x: torch.Tensor) -> torch.Tensor:
+    """Exact near zero, where the hyperbolic tangent is."""
+    if not x.is_floating_point():
+        x = x.float()
+    return (x / 2).tanh() * (x.exp() + 1)
+
+
+@rule(aten.logaddexp.default)
+def logaddexp(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """About the larger."""
+    return torch.maximum(x, y) + log1p((-_apart(x, y)).exp())
+
+
+@rule(aten.logaddexp2.default)
+def logaddexp2(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """About the larger."""
+    return torch.maximum(x, y) + log1p((-_apart(x, y) * math.log(2)).exp()) / math.log(2)
+
+
+def _apart(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """The distance, 0 of equal infinities."""
+    return torch.where(x == y, 0.0, (x - y).abs())
+
+
+@rule(aten.log_sigmoid_forward.default)
+def log_sigmoid_forward(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The logarithm, and a buffer that the gradient does not read."""
+    return x.clamp(max=0.0) - log1p((-x.abs()).exp()), x.new_empty([0])
+
+
+@rule(aten.special_erfcx.default)
+def erfcx(x: torch.Tensor) -> torch.Tensor:
+    """erfc(x) exp(x^2), see `ERFCX`."""
+    t = 1 / (1 + x.abs() / 2)
+    power = torch.full_like(t, ERFCX[0])
+    for factor in ERFCX[1:]:
+        power = power * t + factor
+    right = t * power.exp()
+    return torch.where(x < 0, 2 * (x * x).exp() - right, right)
+
+
+@rule(aten.erfc.default)
+def erfc(x: torch.Tensor) -> torch.Tensor:
+    """By `erfcx` where 1 - erf(x) would lose digits."""
+    if not x.is_floating_point():
+        x = x.float()
+    right = x.clamp(min=0.0)
+    return torch.where(x < 0.5, 1 - x.erf(), erfcx(right) * (-right * right).exp())
+
+
+@rule(aten.special_log_ndtr.default)
+def log_ndtr(x: torch.Tensor) -> torch.Tensor:
+    """The logarithm of the normal distribution's share below x; its lower tail by `erfcx`."""
+    scaled = x * math.sqrt(0.5)
+    left = (erfcx((-scaled).clamp(min=0.0)) / 2).log() - scaled * scaled
+    return torch.where(x < -1, left, log1p(-erfc(scaled) / 2))
 
 
 @rule(aten.clamp.default)
@@ -43,3 +125,40 @@ def lerp(start: torch.Tensor, end: torch.Tensor, weight: float) -> torch.Tensor:
     if abs(weight) < 0.5:
         return start + (end - start) * weight
     return end - (end - start) * (1 - weight)
+
+
+@rule(aten.remainder.Scalar, aten.remainder.Tensor)
+def remainder(x: torch.Tensor, y: torch.Tensor | float) -> torch.Tensor:
+    """Of floats by the exact remainder of the magnitudes: a quotient may round to the next whole number."""
+    if not x.is_floating_point():
+        return NotImplemented
+    rest = torch.fmod(x, y)
+    return torch.where(_other_side(rest, y), rest + y, rest)
+
+
+def _other_side(rest: torch.Tensor, y: torch.Tensor | float) -> torch.Tensor:
+    """Return where a remainder with the sign of the dividend is not the one with the sign of the divisor."""
+    return (rest < 0) & (y > 0) | (rest > 0) & (y < 0)
+
+
+@rule(aten.floor_divide.default, aten.floor_divide.Scalar)
+def floor_divide(x: torch.Tensor, y: torch.Tensor | float) -> torch.Tensor:
+    """Of floats by their exact remainder."""
+    if not x.is_floating_point() and not isinstance(y, float):
+        return NotImplemented
+    if not isinstance(y, torch.Tensor):
+        y = torch.full([], y, dtype=x.dtype if x.is_floating_point() else torch.get_default_dtype())
+    rest = torch.fmod(x, y)
+    quotient = ((x - rest) / y).round()
+    return torch.where(y == 0, x / y, torch.where(_other_side(rest, y), quotient - 1, quotient))
+
+
+@rule(aten.div.Tensor_mode, aten.div.Scalar_mode)
+def div(x: torch.Tensor, y: torch.Tensor | float, rounding_mode: str | None) -> torch.Tensor:
+    """Of integers without floats between, which are exact to 2^24 only."""
+    whole = not any(v.is_floating_point() if isinstance(v, torch.Tensor) else isinstance(v, float) for v in (x, y))
+    if rounding_mode == "floor":
+        return torch.floor_divide(x, y)
+    if rounding_mode == "trunc" and whole:
+        return torch.floor_divide(x - torch.fmod(x, y), y)
+    return NotImplemented
