@@ -128,26 +128,39 @@ class _Forward:
 
 
 def _of_keras(tf: Any, model: Any, batch: Sequence[str], loss: Loss | None, training: bool) -> _Forward:
-    variables = {v.path: v for v in (*model.trainable_variables, *model.non_trainable_variables)}
-    seeds = [path for path, v in variables.items() if not v.dtype.startswith(("float", "bfloat"))]
+    variables: dict[str, Any] = {}  # their paths need not differ
+    for variable in (*model.trainable_variables, *model.non_trainable_variables):
+        name = variable.path
+        while name in variables:
+            name += "_"
+        variables[name] = variable
+    called = {id(variable): name for name, variable in variables.items()}
+    seeds = [name for name, v in variables.items() if not v.dtype.startswith(("float", "bfloat"))]
     if training and seeds:
         raise ConversionError(
             "random layers are not supported in training mode ({}): pass {}", seeds[0], Setting("training", False)
         )
-    trained = [v.path for v in model.trainable_variables]
-    statistics = [path for path in variables if path not in trained and path not in seeds]
-    values = {path: np.asarray(variables[path]) for path in (*trained, *statistics)}
+    trained = [called[id(v)] for v in model.trainable_variables]
+    statistics = [name for name in variables if name not in trained and name not in seeds]
+    values = {name: np.asarray(variables[name]) for name in (*trained, *statistics)}
 
     def step(*given: Any) -> tuple[Any, ...]:
         made = dict(zip((*values, *batch), given, strict=True))
-        fixed = [made.get(v.path, v.value) for v in model.non_trainable_variables]
+        fixed = [made.get(called[id(v)], v.value) for v in model.non_trainable_variables]
         x, target = _split([made[name] for name in batch], loss)
         arguments = x[0] if len(x) == 1 else x
-        output, after = model.stateless_call([made[path] for path in trained], fixed, arguments, training=training)
+        output, after, added = model.stateless_call(
+            [made[name] for name in trained], fixed, arguments, return_losses=True, training=training
+        )
         new = [
-            a for a, v in zip(after, model.non_trainable_variables, strict=True) if training and v.path in statistics
+            a
+            for a, v in zip(after, model.non_trainable_variables, strict=True)
+            if training and called[id(v)] in statistics
         ]
-        return _scalar(tf, output, target, loss), *(tf.identity(a) for a in new)
+        total = _scalar(tf, output, target, loss)
+        for penalty in added:  # regularizers', and those of add_loss, which Keras adds, too
+            total += tf.cast(penalty, total.dtype)
+        return total, *(tf.identity(a) for a in new)
 
     return _Forward(values, trained, statistics if training else [], step)
 

@@ -121,3 +121,31 @@ def test_a_function_that_assigns_is_refused() -> None:
 
     with pytest.raises(ConversionError, match="assigns variables"):
         export_training_step(counting, (BATCHES[mlp],))
+
+
+def test_added_losses_and_variables_of_one_path_count() -> None:
+    class Penalised(keras.layers.Layer):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = (keras.layers.Dense(4, name="same", use_bias=False) for _ in range(2))
+
+        def call(self, x: Any) -> Any:
+            made = self.first(x) + self.second(2 * x)
+            self.add_loss(0.1 * keras.ops.mean(made**2))
+            return made
+
+    regular = keras.layers.Dense(3, kernel_regularizer="l2")
+    model = keras.Sequential([keras.Input((4,)), Penalised(), regular])
+    x, y = np.random.default_rng(0).normal(size=(5, 4)).astype(np.float32), np.arange(5) % 3
+    entropy = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    step = export_training_step(model, (x, y), entropy)
+    given = [value.name for value in step.graph.input][:-2]
+    assert len(given) == len(set(given)) == 4
+    feeds = dict(zip(given, map(np.asarray, model.trainable_variables), strict=True)) | {"input.0": x, "input.1": y}
+    with tf.GradientTape() as tape:
+        loss = entropy(y, model(x)) + sum(model.losses)
+    gradients = tape.gradient(loss, [v.value for v in model.trainable_variables])
+    made = runtime.outputs(step, feeds)
+    np.testing.assert_allclose(made["loss"], loss, rtol=1e-5)
+    for name, gradient in zip(given, gradients, strict=True):
+        np.testing.assert_allclose(made[f"grad.{name}"], gradient, rtol=1e-4, atol=1e-6)
